@@ -74,7 +74,9 @@ impl Features {
     /// Returns all features that this CPU implements.
     pub fn all() -> Self {
         let cr4 = (CR4_FEATURES.iter()).fold(CR4_BASELINE, |all, (bit, ..)| all | bit);
-        let efer = EFER_FEATURES.iter().fold(EFER_BASELINE, |all, (bits, _)| all | bits);
+        let efer = EFER_FEATURES
+            .iter()
+            .fold(EFER_BASELINE, |all, (bits, _)| all | bits);
         Features {
             cr4,
             efer,

@@ -238,7 +238,9 @@ fn an_exception_whose_delivery_needs_a_device_is_an_internal_error() {
     sregs.idt.base = 0;
     guest.vcpu.set_sregs(&sregs).unwrap();
     // hlt
-    guest.memory.write(6 * 4, &(CODE as u32 + 0x100).to_le_bytes());
+    guest
+        .memory
+        .write(6 * 4, &(CODE as u32 + 0x100).to_le_bytes());
     guest.memory.write(CODE + 0x100, &[0xf4]);
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
 }

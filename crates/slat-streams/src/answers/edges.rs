@@ -31,9 +31,15 @@ impl Values {
                 let all = single.chain([0, known & most, most]);
                 all.map(|value| (value, value & !known == 0)).collect()
             }
-            Values::UpTo(last) => [0, last.saturating_sub(1), last, last.saturating_add(1), most]
-                .map(|value| (value, value <= last))
-                .to_vec(),
+            Values::UpTo(last) => [
+                0,
+                last.saturating_sub(1),
+                last,
+                last.saturating_add(1),
+                most,
+            ]
+            .map(|value| (value, value <= last))
+            .to_vec(),
             Values::From(first) => [0, first.saturating_sub(1), first, first + 1, most]
                 .map(|value| (value, value >= first))
                 .to_vec(),

@@ -365,7 +365,9 @@ pub fn check_msrs(who: Who) -> Vec<String> {
         let excused = who == Who::Kernel && differs.is_some();
         let is_right = read == Ok(1) && expected.is_none_or(|expected| expected == value);
         if !is_right && !excused {
-            wrong.push(format!("MSR {index:#x}: {read:?} {value:#x}, not {expected:x?}"));
+            wrong.push(format!(
+                "MSR {index:#x}: {read:?} {value:#x}, not {expected:x?}"
+            ));
         }
     }
     wrong

@@ -113,7 +113,14 @@ const XCOMP_BV: (usize, usize) = (520, 8);
 const MXCSR: (usize, usize) = (24, 4);
 const APIC_BASES: Values = Values::Listed(
     // Disabled, enabled, x2APIC, elsewhere; for the bootstrap processor and another one.
-    &[0xfee0_0000, 0xfee0_0800, 0xfee0_0d00, 0xfee0_0900, 0x1_0000_0900, 0],
+    &[
+        0xfee0_0000,
+        0xfee0_0800,
+        0xfee0_0d00,
+        0xfee0_0900,
+        0x1_0000_0900,
+        0,
+    ],
     // x2APIC mode of a disabled APIC, each reserved bit, addresses that the guest does not have.
     &[
         0xfee0_0400,
@@ -146,7 +153,17 @@ pub const RULES: &[Rule] = &[
         field: field!(kvm_sregs, cr4),
         values: Values::Listed(
             &[0, 1, 0x20, CR4_ALWAYS],
-            &[1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 19, 1 << 23, 1 << 32, u64::MAX],
+            &[
+                1 << 11,
+                1 << 12,
+                1 << 13,
+                1 << 14,
+                1 << 15,
+                1 << 19,
+                1 << 23,
+                1 << 32,
+                u64::MAX,
+            ],
         ),
         cpuid: false,
         ..sregs("CR4 of a guest without CPUID: no bit of a feature")
@@ -212,7 +229,10 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         field: field!(kvm_sregs, apic_base),
-        values: Values::Listed(&[0xfee0_0900, 0xf_0000_0900], &[0xfee0_0d00, 1 << 36 | 0x900]),
+        values: Values::Listed(
+            &[0xfee0_0900, 0xf_0000_0900],
+            &[0xfee0_0d00, 1 << 36 | 0x900],
+        ),
         cpuid: false,
         ..sregs("APIC_BASE of a guest without CPUID: 36 bits, no x2APIC")
     },
@@ -390,7 +410,11 @@ pub const RULES: &[Rule] = &[
     Rule {
         field: field!(kvm_signal_mask, len),
         values: Values::Listed(&[8], &[0, 4, 7, 9, 16]),
-        ..rule(KVM_SET_SIGNAL_MASK, Argument::Zeros(16), "8 bytes of signals")
+        ..rule(
+            KVM_SET_SIGNAL_MASK,
+            Argument::Zeros(16),
+            "8 bytes of signals",
+        )
     },
     Rule {
         field: (0, 8),
@@ -400,7 +424,11 @@ pub const RULES: &[Rule] = &[
             &[0, 33, 255, 0x100, 1 << 31 | 1, 1 << 32 | 1],
         ),
         differs: OTHER_CPU,
-        ..rule(KVM_X86_SETUP_MCE, Argument::Zeros(8), "1 to 32 banks, supported capabilities")
+        ..rule(
+            KVM_X86_SETUP_MCE,
+            Argument::Zeros(8),
+            "1 to 32 banks, supported capabilities",
+        )
     },
     Rule {
         with: |bytes| edit::<kvm_x86_mce>(bytes, |all| all.status = 1 << 63),
@@ -428,7 +456,11 @@ pub const RULES: &[Rule] = &[
     Rule {
         controllers: Controllers::Pc,
         values: Values::Listed(&[0], &[0x1000, 1 << 40]),
-        ..rule(KVM_SET_VAPIC_ADDR, Argument::Zeros(8), "an address with memory, or 0")
+        ..rule(
+            KVM_SET_VAPIC_ADDR,
+            Argument::Zeros(8),
+            "an address with memory, or 0",
+        )
     },
     Rule {
         values: Values::Listed(&[], &[256, u32::MAX as u64]),
@@ -445,7 +477,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         values: Values::Bits(1 | LME | LMA | NXE),
         differs: OTHER_CPU,
-        ..msr(0xc000_0080, "EFER of a client: bits that some guest can have")
+        ..msr(
+            0xc000_0080,
+            "EFER of a client: bits that some guest can have",
+        )
     },
     Rule {
         values: Values::Listed(
@@ -456,18 +491,27 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         values: Values::Listed(&[0, 6, 0xc06, 0x800], &[2, 3, 7, 0x106, 1 << 12, 1 << 32]),
-        ..msr(0x2ff, "MTRR default type: enable bits and a type that exists")
+        ..msr(
+            0x2ff,
+            "MTRR default type: enable bits and a type that exists",
+        )
     },
     Rule {
         values: Values::Listed(
             &[0, 6, 0xf000_0006, (1 << 48) - 0x1000],
             &[2, 7, 0x106, 0x800, 1 << 48],
         ),
-        ..msr(0x200, "MTRR base: a type that exists, and the guest's physical addresses")
+        ..msr(
+            0x200,
+            "MTRR base: a type that exists, and the guest's physical addresses",
+        )
     },
     Rule {
         values: Values::Listed(&[0, 0x800, (1 << 48) - 0x800], &[1, 0x400, 1 << 48]),
-        ..msr(0x201, "MTRR mask: a valid bit, and the guest's physical addresses")
+        ..msr(
+            0x201,
+            "MTRR mask: a valid bit, and the guest's physical addresses",
+        )
     },
     Rule {
         values: Values::Listed(&[0, 0x0606_0606_0606_0606, 0x0504_0100], &[2, 0x0700, 0x80]),
@@ -491,7 +535,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         values: Values::Bits(1 << 3 | 1 << 6 | 1 << 8 | 1 << 18 | 1 << 24),
         differs: OTHER_CPU,
-        ..msr(0xc001_0015, "HWCR: bits that have an effect, or that old firmware sets")
+        ..msr(
+            0xc001_0015,
+            "HWCR: bits that have an effect, or that old firmware sets",
+        )
     },
     Rule {
         values: Values::Listed(&[0, 1], &[2, 1 << 63]),
@@ -525,7 +572,11 @@ pub const RULES: &[Rule] = &[
     Rule {
         values: Values::Listed(&[], &[0, 1]),
         errno: libc::EBUSY,
-        ..of_vm(KVM_SET_BOOT_CPU_ID, Argument::Number, "before there are vCPUs")
+        ..of_vm(
+            KVM_SET_BOOT_CPU_ID,
+            Argument::Number,
+            "before there are vCPUs",
+        )
     },
     Rule {
         values: Values::From(64),
@@ -600,28 +651,44 @@ pub const RULES: &[Rule] = &[
         with: |bytes| (bytes[0], bytes[12]) = (1, 1),
         field: (24 + 4, 4),
         values: Values::UpTo(7),
-        ..of_vm(KVM_SET_GSI_ROUTING, Argument::Zeros(56), "8 pins of an 8259")
+        ..of_vm(
+            KVM_SET_GSI_ROUTING,
+            Argument::Zeros(56),
+            "8 pins of an 8259",
+        )
     },
     Rule {
         controllers: Controllers::Pc,
         with: |bytes| (bytes[0], bytes[12], bytes[24]) = (1, 1, 2),
         field: (24 + 4, 4),
         values: Values::UpTo(23),
-        ..of_vm(KVM_SET_GSI_ROUTING, Argument::Zeros(56), "24 pins of the I/O APIC")
+        ..of_vm(
+            KVM_SET_GSI_ROUTING,
+            Argument::Zeros(56),
+            "24 pins of the I/O APIC",
+        )
     },
     Rule {
         controllers: Controllers::Pc,
         with: |bytes| (bytes[0], bytes[12]) = (1, 1),
         field: (24, 4),
         values: Values::UpTo(2),
-        ..of_vm(KVM_SET_GSI_ROUTING, Argument::Zeros(56), "three controllers")
+        ..of_vm(
+            KVM_SET_GSI_ROUTING,
+            Argument::Zeros(56),
+            "three controllers",
+        )
     },
     Rule {
         controllers: Controllers::Pc,
         with: |bytes| (bytes[0], bytes[12]) = (1, 1),
         field: (16, 4),
         values: Values::Bits(0),
-        ..of_vm(KVM_SET_GSI_ROUTING, Argument::Zeros(56), "a route without flags")
+        ..of_vm(
+            KVM_SET_GSI_ROUTING,
+            Argument::Zeros(56),
+            "a route without flags",
+        )
     },
     Rule {
         field: field!(kvm_enable_cap, flags),
