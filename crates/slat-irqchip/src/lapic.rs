@@ -88,6 +88,32 @@ pub enum Request {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused;
 
+const X2APIC_MODE: u64 = BASE_ENABLE | BASE_X2APIC;
+
+/// The mode bits of APIC_BASE.
+fn mode(base: u64) -> u64 {
+    base & (BASE_ENABLE | BASE_X2APIC)
+}
+
+/// Checks a new value of the APIC_BASE MSR. The client may restore any valid one; `from_guest`: the processor's rules for a change
+/// of the mode apply, too (SDM volume 3, "x2APIC State Transitions").
+///
+/// # Errors
+/// Reserved bits, x2APIC mode of a disabled APIC, and the mode changes that hardware refuses.
+pub fn check_base(old: u64, new: u64, from_guest: bool) -> Result<(), Refused> {
+    let reserved = new & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0;
+    // From x2APIC mode only to disabled, and to x2APIC mode only from enabled.
+    let refused = match (mode(old), mode(new)) {
+        (_, BASE_X2APIC) => true,
+        (X2APIC_MODE, BASE_ENABLE) | (0, X2APIC_MODE) => from_guest,
+        _ => false,
+    };
+    match reserved || refused {
+        true => Err(Refused),
+        false => Ok(()),
+    }
+}
+
 /// One local APIC.
 #[derive(Clone, Debug)]
 pub struct Lapic {
@@ -186,20 +212,8 @@ impl Lapic {
     /// # Errors
     /// Reserved bits, and the mode changes that hardware refuses.
     pub fn set_base(&mut self, base: u64, from_guest: bool) -> Result<(), Refused> {
-        let mode = |base: u64| base & (BASE_ENABLE | BASE_X2APIC);
-        if base & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0
-            || mode(base) == BASE_X2APIC
-        {
-            return Err(Refused);
-        }
+        check_base(self.base, base, from_guest)?;
         let (old, new) = (mode(self.base), mode(base));
-        // From x2APIC only to disabled, and to x2APIC only from enabled; the client may restore any state.
-        if from_guest
-            && (old == BASE_ENABLE | BASE_X2APIC && new == BASE_ENABLE
-                || old == 0 && new == BASE_ENABLE | BASE_X2APIC)
-        {
-            return Err(Refused);
-        }
         self.base = base;
         if old != new {
             self.set(reg::ID, self.id_register());

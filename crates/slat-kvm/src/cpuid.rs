@@ -4,7 +4,7 @@
 //! compare it with their own CPUID instruction's. Features are the software CPU's.
 
 use crate::cpu_features;
-use crate::errno::Result;
+use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
 use slat_x86::HypercallInstruction;
@@ -371,6 +371,27 @@ fn kvm_features_leaf(table: &[kvm_cpuid_entry2]) -> Option<u32> {
 /// Returns the bits of KVM's paravirtual features in a client's table.
 pub(crate) fn kvm_features_in(table: &[kvm_cpuid_entry2]) -> u32 {
     kvm_features_leaf(table).map_or(0, |leaf| lookup(table, leaf, 0)[0])
+}
+
+/// Checks a client's table as KVM does.
+///
+/// # Errors
+/// `EINVAL` for linear addresses of other than 48 or 57 bits (0: the leaf does not say), `EPERM` for AMX's tile data, a state
+/// component that a process has to request first.
+pub(crate) fn check(table: &[kvm_cpuid_entry2]) -> Result<()> {
+    const TILE_DATA: u32 = 1 << 18;
+    let find = |function| {
+        let mut entries = table.iter();
+        entries.find(|entry| entry.function == function && entry.index == 0)
+    };
+    let width = find(0x8000_0008).map_or(0, |entry| entry.eax >> 8 & 0xff);
+    if !matches!(width, 0 | 48 | 57) {
+        return fail(libc::EINVAL);
+    }
+    match find(0xd) {
+        Some(entry) if entry.eax & TILE_DATA != 0 => fail(libc::EPERM),
+        _ => Ok(()),
+    }
 }
 
 /// Removes one of KVM's paravirtual features from a client's table.

@@ -4,11 +4,13 @@
 //! to one eventfd if the kernel shows the same id for both (`/proc/self/fdinfo`), so that a client can use another one later.
 
 use crate::errno::{Error, Result, fail};
+use crate::process::PerProcess;
 use slat_host::procfs;
 use slat_process::calls::{self, Call};
 use std::ffi::CStr;
 use std::io::Write;
 use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Mutex, PoisonError};
 
 /// One eventfd.
 #[derive(Debug)]
@@ -33,12 +35,22 @@ impl Drop for Own {
 /// The lowest number for slat's own descriptors: above those that programs choose for theirs.
 const FIRST_OWN: i32 = 512;
 
+/// Locked while [`id`] reads, and while a client's descriptor is duplicated.
+static READING: PerProcess<Mutex<()>> = PerProcess::new();
+
+/// Creates what the eventfds of a process share.
+pub(crate) fn prepare() {
+    READING.get();
+}
+
 impl EventFd {
     /// Opens the eventfd that the client's descriptor `fd` refers to.
     ///
     /// # Errors
     /// `EBADF` when `fd` is closed, or opened with `O_PATH`; `EINVAL` when `fd` refers to something else; `EMFILE`.
     pub(crate) fn take(fd: i32) -> Result<Self> {
+        // The file that another thread reads may have the number of a descriptor that the client has just closed.
+        let _reading = (READING.get().lock()).unwrap_or_else(PoisonError::into_inner);
         let own = duplicate(fd)?;
         let arguments = [own.0 as usize, libc::F_GETFL as usize, 0, 0, 0, 0];
         // SAFETY: a plain call.

@@ -1,8 +1,10 @@
 //! Stores those exits in `kvm_run` that have more than a field or two.
 
+use crate::cpuid::host_is_amd;
 use crate::run_page::{PAGE, RunPage, set_field};
 use kvm_bindings::*;
 use slat::Gpa;
+use slat_x86::vector;
 
 /// A hypercall that the client carries out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,6 +74,43 @@ pub(crate) fn memory_fault(page: &RunPage, fault: MemoryFault) {
     let start = fault.gpa.gfn().gpa().0;
     set_field!(page, start, __bindgen_anon_1.memory_fault.gpa);
     set_field!(page, PAGE as u64, __bindgen_anon_1.memory_fault.size);
+}
+
+/// Stores `KVM_INTERNAL_ERROR_DELIVERY_EV`: the delivery of an event accessed an address without memory. The words are KVM's: what
+/// was delivered and why the processor gave up, as the vendor's virtualization reports them, the address, and the host's processor.
+pub(crate) fn delivery(page: &RunPage, vector: u8, software: bool, gpa: u64) {
+    const EPT_MISCONFIGURATION: u64 = 49;
+    const NESTED_PAGE_FAULT: u64 = 0x400;
+    const VALID: u64 = 1 << 31;
+    let kind = match vector {
+        _ if software => 4,
+        vector::NMI => 2,
+        0..32 => 3,
+        _ => 0,
+    };
+    let reason = match host_is_amd() {
+        true => NESTED_PAGE_FAULT,
+        false => EPT_MISCONFIGURATION,
+    };
+    // SAFETY: a plain call.
+    let processor = unsafe { libc::sched_getcpu() };
+    let words = [
+        VALID | kind << 8 | u64::from(vector),
+        reason,
+        0,
+        gpa,
+        processor as u64,
+    ];
+    let mut data = [0; 16];
+    data[..words.len()].copy_from_slice(&words);
+    page.set_exit_reason(KVM_EXIT_INTERNAL_ERROR);
+    set_field!(
+        page,
+        KVM_INTERNAL_ERROR_DELIVERY_EV,
+        __bindgen_anon_1.internal.suberror
+    );
+    set_field!(page, words.len() as u32, __bindgen_anon_1.internal.ndata);
+    set_field!(page, data, __bindgen_anon_1.internal.data);
 }
 
 /// Stores `KVM_INTERNAL_ERROR_EMULATION` with the instruction's bytes, in KVM's layout.

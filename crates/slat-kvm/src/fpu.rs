@@ -4,12 +4,12 @@ use crate::cpuid::{avx_offset, pkru_offset, supported_xcr0};
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 use slat_x86::State;
-use slat_x86::state::xcr0;
+use slat_x86::state::{MXCSR_MASK, xcr0};
 
 /// Offset of XSTATE_BV in an XSAVE area.
 const XSTATE_BV: usize = 512;
 
-/// `KVM_GET_FPU`.
+/// `KVM_GET_FPU`. As in KVM, `mxcsr` is 0, whatever the register holds: clients save it by `KVM_GET_XSAVE`.
 pub fn get_fpu(state: &State) -> kvm_fpu {
     let image = state.to_fxsave();
     let mut fpu = kvm_fpu {
@@ -19,7 +19,6 @@ pub fn get_fpu(state: &State) -> kvm_fpu {
         last_opcode: state.fop,
         last_ip: state.fip,
         last_dp: state.fdp,
-        mxcsr: state.mxcsr,
         ..Default::default()
     };
     for (index, register) in fpu.fpr.iter_mut().enumerate() {
@@ -31,7 +30,7 @@ pub fn get_fpu(state: &State) -> kvm_fpu {
     fpu
 }
 
-/// `KVM_SET_FPU`.
+/// `KVM_SET_FPU`. As in KVM, MXCSR keeps its value.
 pub fn set_fpu(state: &mut State, fpu: &kvm_fpu) {
     let mut image = [0; 512];
     image[0..2].copy_from_slice(&fpu.fcw.to_le_bytes());
@@ -40,7 +39,7 @@ pub fn set_fpu(state: &mut State, fpu: &kvm_fpu) {
     image[6..8].copy_from_slice(&fpu.last_opcode.to_le_bytes());
     image[8..16].copy_from_slice(&fpu.last_ip.to_le_bytes());
     image[16..24].copy_from_slice(&fpu.last_dp.to_le_bytes());
-    image[24..28].copy_from_slice(&fpu.mxcsr.to_le_bytes());
+    image[24..28].copy_from_slice(&state.mxcsr.to_le_bytes());
     for (index, register) in fpu.fpr.iter().enumerate() {
         image[32 + 16 * index..][..16].copy_from_slice(register);
     }
@@ -66,20 +65,21 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
     area
 }
 
-/// `KVM_SET_XSAVE`.
+/// `KVM_SET_XSAVE`. A component that is not present gets its initial state, but PKRU keeps its value, as in KVM.
 ///
 /// # Errors
-/// `EINVAL` for components that the CPU does not have.
+/// `EINVAL` for components that the CPU does not have, for the compacted format, for reserved words of the header, and for reserved
+/// bits of MXCSR if a component is present that uses it.
 pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     let word = |at: usize| u64::from_le_bytes(area[at..at + 8].try_into().expect("8 bytes"));
     let present = word(XSTATE_BV);
-    if present & !supported_xcr0() != 0 || word(XSTATE_BV + 8) != 0 {
+    let mut reserved = (XSTATE_BV + 8..XSTATE_BV + 64).step_by(8).map(word);
+    if present & !supported_xcr0() != 0 || reserved.any(|word| word != 0) {
         return fail(libc::EINVAL);
     }
-    let mut image = State::reset().to_fxsave();
-    // A component that is not present is in its initial state. FCW's initial value is 0x37f, unlike its reset value.
-    image[0..2].copy_from_slice(&0x37fu16.to_le_bytes());
-    image[4] = 0;
+    let mut initial = State::reset();
+    initial.initialize_x87();
+    let mut image = initial.to_fxsave();
     if present & 1 != 0 {
         image[..24].copy_from_slice(&area[..24]);
         image[32..160].copy_from_slice(&area[32..160]);
@@ -88,30 +88,31 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
         image[160..416].copy_from_slice(&area[160..416]);
     }
     let high = avx_offset().filter(|_| present & xcr0::AVX != 0);
-    // MXCSR is loaded also without the SSE component, as XRSTOR does when SSE is requested.
-    let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
-    if mxcsr & !0xffff != 0 {
-        return fail(libc::EINVAL);
+    // MXCSR belongs to each of these components, as KVM copies them.
+    image[24..28].copy_from_slice(&state.mxcsr.to_le_bytes());
+    if present & (xcr0::X87 | xcr0::SSE | xcr0::AVX) != 0 {
+        let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
+        if mxcsr & !MXCSR_MASK != 0 {
+            return fail(libc::EINVAL);
+        }
+        image[24..28].copy_from_slice(&area[24..28]);
     }
-    image[24..28].copy_from_slice(&area[24..28]);
     state.set_fxsave(&image);
     for (n, half) in state.ymm_high.iter_mut().enumerate() {
         *half = high.map_or(0, |at| {
             u128::from_le_bytes(area[at + 16 * n..][..16].try_into().expect("16 bytes"))
         });
     }
-    state.pkru = match pkru_offset() {
-        Some(at) if present & xcr0::PKRU != 0 => {
-            u32::from_le_bytes(area[at..][..4].try_into().expect("4 bytes"))
-        }
-        _ => 0,
-    };
+    if let Some(at) = pkru_offset().filter(|_| present & xcr0::PKRU != 0) {
+        state.pkru = u32::from_le_bytes(area[at..][..4].try_into().expect("4 bytes"));
+    }
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use slat_x86::state::MXCSR_INIT;
 
     #[test]
     fn the_fpu_state_comes_back_as_it_was_set() {
@@ -119,7 +120,6 @@ mod tests {
             fcw: 0x37f,
             fsw: 0x3800,
             ftwx: 3,
-            mxcsr: 0x1f80,
             ..Default::default()
         };
         fpu.fpr[0][..10].copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
@@ -131,6 +131,7 @@ mod tests {
         let mut other = State::reset();
         set_xsave(&mut other, &area).unwrap();
         assert_eq!(get_fpu(&other), fpu);
+        assert_eq!(other.mxcsr, MXCSR_INIT);
     }
 
     #[test]

@@ -66,16 +66,6 @@ impl Options {
                 return Some(fail(libc::EINVAL));
             }
             KVM_CAP_EXIT_ON_EMULATION_FAILURE => &self.exit_on_emulation_failure,
-            KVM_CAP_X86_DISABLE_EXITS if argument & !KNOWN_EXITS != 0 => {
-                return Some(fail(libc::EINVAL));
-            }
-            KVM_CAP_X86_DISABLE_EXITS => {
-                // As in KVM, no later call undoes this; exits that the CPU does not offer are ignored.
-                if argument & u64::from(KVM_X86_DISABLE_EXITS_HLT) != 0 {
-                    self.halts_inside.store(true, Ordering::Relaxed);
-                }
-                return Some(Ok(()));
-            }
             KVM_CAP_X86_USER_SPACE_MSR => {
                 if argument & !u64::from(KVM_MSR_EXIT_REASON_VALID_MASK) != 0 {
                     return Some(fail(libc::EINVAL));
@@ -96,6 +86,20 @@ impl Options {
         };
         switch.store(argument != 0, Ordering::Relaxed);
         Some(Ok(()))
+    }
+
+    /// Carries out `KVM_CAP_X86_DISABLE_EXITS`. As in KVM, no later call undoes this; exits that the CPU does not offer are ignored.
+    ///
+    /// # Errors
+    /// `EINVAL` for unknown exits.
+    pub(crate) fn disable_exits(&self, exits: u64) -> Result<()> {
+        if exits & !KNOWN_EXITS != 0 {
+            return fail(libc::EINVAL);
+        }
+        if exits & u64::from(KVM_X86_DISABLE_EXITS_HLT) != 0 {
+            self.halts_inside.store(true, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     pub(crate) fn exception_payload(&self) -> bool {

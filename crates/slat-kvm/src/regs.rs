@@ -1,11 +1,11 @@
 //! Conversion of the CPU's registers to KVM's structs, and back.
 
-use crate::cpuid::{PHYS_BITS, pkru_offset, supported_xcr0};
+use crate::cpuid::pkru_offset;
 use crate::errno::{Result, fail};
 use crate::same_fields::same_fields;
 use kvm_bindings::*;
 use slat_x86::state::{control, flags, xcr0};
-use slat_x86::{Segment, State, Table};
+use slat_x86::{Features, Segment, State, Table};
 
 /// `KVM_GET_REGS`.
 pub fn get_regs(state: &State) -> kvm_regs {
@@ -155,7 +155,7 @@ pub fn get_sregs(state: &State, apic_base: u64) -> kvm_sregs {
     sregs
 }
 
-/// Returns the CR4 bits that a guest can set, as CPUID says.
+/// Returns the CR4 bits of features that slat offers.
 fn cr4_bits() -> u64 {
     let keys = match pkru_offset() {
         Some(_) => control::CR4_PKE,
@@ -170,21 +170,22 @@ fn cr4_bits() -> u64 {
         | control::CR4_SMAP
 }
 
-/// Checks special registers as KVM does before it sets them.
-fn check_sregs(sregs: &kvm_sregs) -> Result<()> {
+/// Checks special registers as KVM does before it sets them. `features` are those of the guest's CPUID: before the client has set
+/// it, there are none.
+fn check_sregs(sregs: &kvm_sregs, features: &Features) -> Result<()> {
     let long = sregs.efer & control::EFER_LME != 0 && sregs.cr0 & control::CR0_PG != 0;
     if long {
         // 64-bit mode needs PAE, LMA and a CR3 within the physical address space.
         if sregs.cr4 & control::CR4_PAE == 0
             || sregs.efer & control::EFER_LMA == 0
-            || sregs.cr3 >> PHYS_BITS != 0
+            || sregs.cr3 >> features.physical_bits() != 0
         {
             return fail(libc::EINVAL);
         }
     } else if sregs.efer & control::EFER_LMA != 0 || sregs.cs.l != 0 {
         return fail(libc::EINVAL);
     }
-    if sregs.cr4 & !cr4_bits() != 0 {
+    if sregs.cr4 & !(cr4_bits() & features.cr4()) != 0 || sregs.efer & !features.efer() != 0 {
         return fail(libc::EINVAL);
     }
     if sregs.cr0 >> 32 != 0
@@ -193,20 +194,15 @@ fn check_sregs(sregs: &kvm_sregs) -> Result<()> {
     {
         return fail(libc::EINVAL);
     }
-    const EFER_BITS: u64 =
-        control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
-    if sregs.efer & !EFER_BITS != 0 {
-        return fail(libc::EINVAL);
-    }
     Ok(())
 }
 
-/// `KVM_SET_SREGS`, apart from `apic_base`.
+/// `KVM_SET_SREGS`, apart from `apic_base`. As in KVM, an interrupt that is being delivered stays if `sregs` has none.
 ///
 /// # Errors
-/// `EINVAL` for a combination of control registers that no CPU can be in.
-pub fn set_sregs(state: &mut State, sregs: &kvm_sregs) -> Result<()> {
-    check_sregs(sregs)?;
+/// `EINVAL` for control registers that no CPU with these features can have.
+pub fn set_sregs(state: &mut State, sregs: &kvm_sregs, features: &Features) -> Result<()> {
+    check_sregs(sregs, features)?;
     state.cs = from_segment(&sregs.cs);
     state.ds = from_segment(&sregs.ds);
     state.es = from_segment(&sregs.es);
@@ -221,15 +217,19 @@ pub fn set_sregs(state: &mut State, sregs: &kvm_sregs) -> Result<()> {
     state.cr2 = sregs.cr2;
     state.cr3 = sregs.cr3;
     state.cr4 = sregs.cr4;
-    state.cr8 = sregs.cr8 & 15;
+    // As in KVM, a value that the register cannot have has no effect.
+    if sregs.cr8 <= 15 {
+        state.cr8 = sregs.cr8;
+    }
     state.efer = sregs.efer;
     let queued = sregs
         .interrupt_bitmap
         .iter()
         .enumerate()
         .find(|(_, word)| **word != 0);
-    state.events.interrupt =
-        queued.map(|(index, word)| (index as u32 * 64 + word.trailing_zeros()) as u8);
+    if let Some((index, word)) = queued {
+        state.events.interrupt = Some((index as u32 * 64 + word.trailing_zeros()) as u8);
+    }
     Ok(())
 }
 
@@ -318,21 +318,20 @@ pub fn get_xcrs(state: &State) -> kvm_xcrs {
     xcrs
 }
 
-/// `KVM_SET_XCRS`.
+/// `KVM_SET_XCRS`: sets XCR0 to the value that comes first for it. There is no other such register.
 ///
 /// # Errors
-/// `EINVAL` for too many registers, flags, and states that the CPU does not have.
-pub fn set_xcrs(state: &mut State, xcrs: &kvm_xcrs) -> Result<()> {
+/// `EINVAL` for too many registers, flags, and states that the guest's CPUID does not have.
+pub fn set_xcrs(state: &mut State, xcrs: &kvm_xcrs, features: &Features) -> Result<()> {
     if xcrs.nr_xcrs as usize > xcrs.xcrs.len() || xcrs.flags != 0 {
         return fail(libc::EINVAL);
     }
-    for xcr in &xcrs.xcrs[..xcrs.nr_xcrs as usize] {
-        if xcr.xcr == 0 {
-            if !xcr0::is_valid(xcr.value, supported_xcr0()) {
-                return fail(libc::EINVAL);
-            }
-            state.xcr0 = xcr.value;
+    let given = &xcrs.xcrs[..xcrs.nr_xcrs as usize];
+    if let Some(xcr) = given.iter().find(|xcr| xcr.xcr == 0) {
+        if !xcr0::is_valid(xcr.value, features.xcr0()) {
+            return fail(libc::EINVAL);
         }
+        state.xcr0 = xcr.value;
     }
     Ok(())
 }
@@ -384,7 +383,7 @@ mod tests {
         sregs.cr4 = 0x20;
         sregs.cr0 = 0x8000_0011;
         sregs.interrupt_bitmap[1] = 4;
-        set_sregs(&mut state, &sregs).unwrap();
+        set_sregs(&mut state, &sregs, &Features::all()).unwrap();
         assert_eq!(state.events.interrupt, Some(66));
         assert_eq!(get_sregs(&state, 0), sregs);
     }
@@ -393,17 +392,19 @@ mod tests {
     fn impossible_control_registers_are_refused() {
         let mut state = State::reset();
         let mut sregs = get_sregs(&state, 0);
+        let mut errno = |sregs: &kvm_sregs, features: &Features| {
+            let result = set_sregs(&mut state, sregs, features);
+            result.map_err(|error| error.errno())
+        };
         sregs.cr0 = 0x8000_0000;
-        assert_eq!(
-            set_sregs(&mut state, &sregs).unwrap_err().errno(),
-            libc::EINVAL
-        );
+        assert_eq!(errno(&sregs, &Features::all()), Err(libc::EINVAL));
         sregs.cr0 = 0x8000_0001;
         sregs.efer = 0x500;
-        assert_eq!(
-            set_sregs(&mut state, &sregs).unwrap_err().errno(),
-            libc::EINVAL,
-            "long mode without PAE"
-        );
+        let without_pae = errno(&sregs, &Features::all());
+        assert_eq!(without_pae, Err(libc::EINVAL));
+        sregs.cr4 = 0x20;
+        assert_eq!(errno(&sregs, &Features::all()), Ok(()));
+        let without_cpuid = errno(&sregs, &Features::from_cpuid(|_, _| [0; 4]));
+        assert_eq!(without_cpuid, Err(libc::EINVAL));
     }
 }

@@ -14,8 +14,10 @@
 //! | [`memory`] | mappings between guard pages, and patterns that show a stray write |
 //! | [`leaks`] | descriptors, threads and memory, before and after |
 //! | [`mod@ioctls`] | streams of requests, from several threads |
+//! | [`answers`] | KVM's answers, as lists; the values at the edges of its rules |
 //! | [`mod@guests`] | guests of random code over random page tables |
 
+pub mod answers;
 pub mod guests;
 pub mod ioctls;
 pub mod leaks;

@@ -161,6 +161,11 @@ impl Cpu {
         })
     }
 
+    /// Returns the features of the CPU.
+    pub fn features(&self) -> &Features {
+        &self.features
+    }
+
     /// Restricts the CPU to the features of its CPUID. Before, it has all features.
     pub fn set_features(&mut self, features: Features) {
         self.features = features;

@@ -49,9 +49,10 @@ const CR4_FEATURES: [(u64, u32, usize, u32); 8] = [
     (control::CR4_SMAP, 7, EBX, 20),
     (control::CR4_PKE, 7, ECX, 3),
 ];
+/// EFER: SCE, which no CPU refuses.
+const EFER_BASELINE: u64 = control::EFER_SCE;
 /// EFER bits that are features, in leaf 0x8000_0001's EDX.
-const EFER_FEATURES: [(u64, u32); 3] = [
-    (control::EFER_SCE, 11),
+const EFER_FEATURES: [(u64, u32); 2] = [
     (control::EFER_NXE, 20),
     (control::EFER_LME | control::EFER_LMA, 29),
 ];
@@ -73,7 +74,9 @@ impl Features {
     /// Returns all features that this CPU implements.
     pub fn all() -> Self {
         let cr4 = (CR4_FEATURES.iter()).fold(CR4_BASELINE, |all, (bit, ..)| all | bit);
-        let efer = EFER_FEATURES.iter().fold(0, |all, (bit, _)| all | bit);
+        let efer = EFER_FEATURES
+            .iter()
+            .fold(EFER_BASELINE, |all, (bits, _)| all | bits);
         Features {
             cr4,
             efer,
@@ -99,7 +102,7 @@ impl Features {
             .fold(CR4_BASELINE, |all, (bit, ..)| all | bit);
         let efer = (EFER_FEATURES.iter())
             .filter(|(_, bit)| has(0x8000_0001, EDX, *bit))
-            .fold(0, |all, (bits, _)| all | bits);
+            .fold(EFER_BASELINE, |all, (bits, _)| all | bits);
         let [xcr0_low, _, _, xcr0_high] = cpuid(0xd, 0);
         let told = u64::from(xcr0_low) | u64::from(xcr0_high) << 32;
         let pkru_offset = cpuid(0xd, xcr0::PKRU.trailing_zeros())[EBX] as usize;
@@ -129,6 +132,39 @@ impl Features {
         }
     }
 
+    /// Returns the bits of CR4 that can be set.
+    pub fn cr4(&self) -> u64 {
+        self.cr4
+    }
+
+    /// Returns the bits of EFER that can be set.
+    pub fn efer(&self) -> u64 {
+        self.efer
+    }
+
+    /// Returns the bits of XCR0 that can be set.
+    pub fn xcr0(&self) -> u64 {
+        self.xcr0
+    }
+
+    /// Whether the TSC_AUX MSR exists, which RDTSCP and RDPID read.
+    pub fn has_tsc_aux(&self) -> bool {
+        self.rdtscp || self.rdpid
+    }
+
+    /// Whether the CPU is Intel's.
+    pub fn is_intel(&self) -> bool {
+        self.is_intel
+    }
+
+    /// Returns an address as the SYSENTER MSRs hold it: of AMD's CPUs, the lower 32 bits.
+    pub fn sysenter_address(&self, address: u64) -> u64 {
+        match self.is_intel {
+            true => address,
+            false => u64::from(address as u32),
+        }
+    }
+
     /// Returns the number of bits of a guest-physical address.
     pub fn physical_bits(&self) -> u32 {
         self.physical_bits
@@ -155,7 +191,7 @@ mod tests {
     #[test]
     fn a_feature_that_cpuid_does_not_tell_has_no_control_bits() {
         let none = Features::from_cpuid(|_, _| [0; 4]);
-        assert_eq!((none.cr4, none.efer, none.xcr0), (CR4_BASELINE, 0, 1));
+        assert_eq!((none.cr4, none.efer, none.xcr0), (CR4_BASELINE, 1, 1));
         assert_eq!((none.physical_bits, none.pkru_offset), (36, PKRU_OFFSET));
         let all = Features::from_cpuid(|leaf, subleaf| match (leaf, subleaf) {
             (0, _) => [0xd, u32::from_le_bytes(*b"Auth"), 0, 0],

@@ -209,6 +209,14 @@ impl Cpu {
         if delivered.is_ok() {
             self.trap(hits);
         }
+        if let Some(Exit::Mmio { gpa, .. }) = self.exit {
+            // No device takes part in the delivery of an event: the caller cannot complete it.
+            self.exit = Some(Exit::Delivery {
+                vector,
+                software: matches!(source, Source::Software),
+                gpa,
+            });
+        }
         delivered
     }
 

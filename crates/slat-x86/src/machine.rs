@@ -260,6 +260,15 @@ pub enum Exit {
         /// Why the access was refused.
         why: MsrFault,
     },
+    /// The delivery of an interrupt or exception accessed an address without memory. It has changed nothing: the next run repeats it.
+    Delivery {
+        /// The vector.
+        vector: u8,
+        /// An instruction raised it on purpose.
+        software: bool,
+        /// The guest-physical address.
+        gpa: u64,
+    },
     /// HLT; RIP points after it.
     Hlt,
     /// An SMI is to be taken. [`Cpu::enter_smm`](crate::Cpu::enter_smm) does it; otherwise the next run ends like this one.

@@ -13,7 +13,7 @@
 
 use crate::background::{self, Background};
 use crate::errno::{Error, Result, fail, last, no_memory};
-use crate::eventfd::EventFd;
+use crate::eventfd::{self, EventFd};
 use crate::heap;
 use crate::irq::chips::{RESAMPLE, USERSPACE};
 use crate::process::PerProcess;
@@ -102,7 +102,7 @@ impl IrqFds {
     /// Adds the irqfd that `asked` describes, which injects into `lines`, a VM with controllers.
     ///
     /// # Errors
-    /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EBUSY` when the eventfd is an irqfd of this VM already, `ENOMEM`,
+    /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EBUSY` when the eventfd is an irqfd already, of any VM, `ENOMEM`,
     /// `EMFILE`.
     pub(crate) fn add(&self, lines: Weak<dyn Lines>, asked: &kvm_irqfd) -> Result<()> {
         let resampled = asked.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
@@ -118,9 +118,6 @@ impl IrqFds {
         })
         .map_err(no_memory)?;
         let mut list = lock(&self.list);
-        if list.iter().any(|other| other.eventfd.is(&irqfd.eventfd)) {
-            return fail(libc::EBUSY);
-        }
         heap::reserve(&mut list, 1)?;
         list.push(irqfd.clone());
         if resampled {
@@ -211,6 +208,7 @@ static SERVICE: PerProcess<Service> = PerProcess::new();
 /// Creates what the irqfds of a process share.
 pub(crate) fn prepare() {
     SERVICE.get();
+    eventfd::prepare();
 }
 
 /// Starts the thread if there is none.
@@ -269,6 +267,10 @@ impl Service {
 
     fn add(&self, irqfd: Shared<IrqFd>) -> Result<()> {
         let mut irqfds = lock(&self.irqfds);
+        // Its signals can reach one irqfd only.
+        if (irqfds.iter()).any(|other| other.eventfd.is(&irqfd.eventfd)) {
+            return fail(libc::EBUSY);
+        }
         heap::reserve(&mut irqfds, 1)?;
         self.control(libc::EPOLL_CTL_ADD, &irqfd)?;
         irqfds.push(irqfd);

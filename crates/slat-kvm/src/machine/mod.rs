@@ -25,7 +25,7 @@ use crate::vcpu_common::VcpuCommon;
 use crate::vm::{ORDINARY, VmObject};
 use kvm_bindings::kvm_cpuid_entry2;
 use slat::{MmuKind, Shared};
-use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect, Lapic};
+use slat_irqchip::lapic::{self, BASE_X2APIC, Effect, Lapic};
 use slat_x86::MsrFault;
 use std::sync::{Arc, MutexGuard};
 
@@ -166,27 +166,22 @@ impl VcpuMachine {
         base: u64,
         by_guest: bool,
     ) -> std::result::Result<(), MsrFault> {
-        let beyond = base >> self.physical_bits != 0;
-        let has_x2apic = || cpuid::lookup(&self.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_X2APIC != 0;
-        if by_guest && (beyond || base & BASE_X2APIC != 0 && !has_x2apic()) {
-            return Err(MsrFault::Invalid);
-        }
-        if let Some(mut lapic) = self.common.lapic() {
-            let before = lapic.base();
-            lapic
-                .set_base(base, by_guest)
-                .map_err(|_| MsrFault::Invalid)?;
-            drop(lapic);
-            if base != before {
-                self.vm.interrupts.vcpus.addresses_changed();
-                self.look_for_interrupts();
-            }
+        let before = self.apic_base();
+        if base == before {
             return Ok(());
         }
-        if base & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0 {
+        let beyond = base >> self.physical_bits != 0;
+        let has_x2apic = || cpuid::lookup(&self.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_X2APIC != 0;
+        if beyond || base & BASE_X2APIC != 0 && !has_x2apic() {
             return Err(MsrFault::Invalid);
         }
-        self.base = base;
+        match self.common.lapic() {
+            Some(mut lapic) => lapic.set_base(base, by_guest),
+            None => lapic::check_base(before, base, by_guest).map(|()| self.base = base),
+        }
+        .map_err(|_| MsrFault::Invalid)?;
+        self.vm.interrupts.vcpus.addresses_changed();
+        self.look_for_interrupts();
         Ok(())
     }
 

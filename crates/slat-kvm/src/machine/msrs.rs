@@ -3,7 +3,7 @@
 
 use crate::machine::VcpuMachine;
 use crate::msr::index::*;
-use crate::msr::{PLATFORM_INFO_CPUID_FAULT, UCODE_REV_RESET, fixed};
+use crate::msr::{PLATFORM_INFO_CPUID_FAULT, fixed, microcode_revision};
 use crate::{cpu_features, cpuid};
 use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
 use slat_hyperv::Writer;
@@ -18,8 +18,8 @@ const HWCR_MC_STATUS_WRITABLE: u64 = 1 << 18;
 const HWCR_TSC_FREQUENCY: u64 = 1 << 24;
 const EFER_BITS: u64 =
     control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
-/// Fast strings are enabled; performance monitoring and MONITOR are not available.
-const MISC_ENABLE_RESET: u64 = 1;
+/// There are neither branch trace stores nor PEBS; performance monitoring and MONITOR are not available.
+const MISC_ENABLE_RESET: u64 = MISC_ENABLE_READ_ONLY;
 /// The bits for "no branch trace store" and "no PEBS", which a guest cannot change.
 const MISC_ENABLE_READ_ONLY: u64 = 1 << 11 | 1 << 12;
 const MISC_ENABLE_PERFMON: u64 = 1 << 7;
@@ -30,9 +30,18 @@ const FEATURE_CONTROL_BITS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18 | 1 <<
 /// Eight variable ranges, fixed ranges, write-combining.
 const MTRR_CAP_VALUE: u64 = 8 | 1 << 8 | 1 << 10;
 
+/// Returns the canonical address with the lower 48 bits of `value`.
+fn sign_extended(value: u64) -> u64 {
+    ((value << 16) as i64 >> 16) as u64
+}
+
+/// Whether the guest's CPU is Intel's, as its CPUID says.
+fn is_intel(machine: &VcpuMachine) -> bool {
+    cpuid::lookup(&machine.cpuid, 0, 0)[1] == u32::from_le_bytes(*b"Genu")
+}
+
 fn canonical(value: u64) -> Result<u64, MsrFault> {
-    let extended = ((value << 16) as i64 >> 16) as u64;
-    if extended == value {
+    if sign_extended(value) == value {
         Ok(value)
     } else {
         Err(MsrFault::Invalid)
@@ -88,10 +97,13 @@ pub(crate) fn write(
 ) -> Result<(), MsrFault> {
     let value = match index {
         EFER if value & !EFER_BITS != 0 => return Err(MsrFault::Invalid),
-        LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE | SYSENTER_ESP | SYSENTER_EIP => {
-            canonical(value)?
-        }
-        SFMASK | TSC_AUX => value & 0xffff_ffff,
+        // As in KVM, only special registers change the bit that says which mode the CPU is in.
+        EFER => value & !control::EFER_LMA | state.efer & control::EFER_LMA,
+        LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE => canonical(value)?,
+        // As in KVM, any value is accepted and made one that the MSR can have.
+        SYSENTER_ESP | SYSENTER_EIP if is_intel(machine) => sign_extended(value),
+        TSC_AUX if is_intel(machine) && value >> 32 != 0 => return Err(MsrFault::Invalid),
+        SYSENTER_ESP | SYSENTER_EIP | SFMASK | TSC_AUX => value & 0xffff_ffff,
         PAT if !valid_pat(value) => return Err(MsrFault::Invalid),
         _ => value,
     };
@@ -183,9 +195,11 @@ pub(crate) fn read_machine(
     }
     Ok(match index {
         TSC => machine.guest_tsc(),
-        ARCH_CAPABILITIES if by_guest && !tells_arch_capabilities(machine) => {
-            return Err(MsrFault::Unknown);
-        }
+        // As in KVM, a client reads 0 from an MSR of the index list that the guest's CPUID does not have.
+        ARCH_CAPABILITIES if !tells_arch_capabilities(machine) => match by_guest {
+            true => return Err(MsrFault::Unknown),
+            false => 0,
+        },
         ARCH_CAPABILITIES => {
             (machine.stored(ARCH_CAPABILITIES)).unwrap_or(cpu_features::ARCH_CAPABILITIES)
         }
@@ -198,7 +212,7 @@ pub(crate) fn read_machine(
             (lapic.read_msr(index, now)).map_err(|_| MsrFault::Invalid)?
         }
         MTRR_CAP => MTRR_CAP_VALUE,
-        UCODE_REV => machine.stored(UCODE_REV).unwrap_or(UCODE_REV_RESET),
+        UCODE_REV => machine.stored(UCODE_REV).unwrap_or_else(microcode_revision),
         MISC_ENABLE => machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET),
         PLATFORM_INFO if by_guest && !machine.vm.options.guest_reads_platform_info() => {
             return Err(MsrFault::Invalid);
@@ -338,7 +352,10 @@ pub(crate) fn write_machine(
             only(kept | 1 << 3 | 1 << 6 | 1 << 8)?;
             machine.store(index, value & kept);
         }
-        ARCH_CAPABILITIES if !by_guest => machine.store(index, value),
+        ARCH_CAPABILITIES if !by_guest && tells_arch_capabilities(machine) => {
+            machine.store(index, value);
+        }
+        ARCH_CAPABILITIES if !by_guest && value == 0 => {}
         PLATFORM_INFO => {
             let takes_away = value & PLATFORM_INFO_CPUID_FAULT == 0 && cpuid_faults(machine);
             if by_guest || takes_away {

@@ -6,12 +6,19 @@ use kvm_bindings::{KVM_X86_QUIRK_FIX_HYPERCALL_INSN, KVM_X86_QUIRK_MWAIT_NEVER_U
 use slat_irqchip::lapic::BASE_ENABLE;
 use slat_x86::{HypercallInstruction, HypercallOutcome, Hypercalls, Machine, MsrFault, State};
 
-impl Machine for VcpuMachine {
-    fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
-        let mut values = cpuid::lookup(&self.cpuid, leaf, subleaf);
+impl VcpuMachine {
+    /// Hides the APIC in a leaf of CPUID while APIC_BASE disables it.
+    pub(crate) fn show_apic(&self, leaf: u32, values: &mut [u32; 4]) {
         if leaf == 1 && self.apic_base() & BASE_ENABLE == 0 {
             values[3] &= !cpuid::LEAF1_EDX_APIC;
         }
+    }
+}
+
+impl Machine for VcpuMachine {
+    fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        let mut values = cpuid::lookup(&self.cpuid, leaf, subleaf);
+        self.show_apic(leaf, &mut values);
         if leaf == cpuid::POWER_LEAF && self.hides_invariant_tsc() {
             values[3] &= !cpuid::POWER_EDX_INVARIANT_TSC;
         }

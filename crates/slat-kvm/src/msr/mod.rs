@@ -2,6 +2,7 @@
 //! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
 use crate::cpu_features;
+use crate::cpuid::host_is_amd;
 use kvm_bindings::{
     KVM_MSR_EXIT_REASON_FILTER, KVM_MSR_EXIT_REASON_INVAL, KVM_MSR_EXIT_REASON_UNKNOWN,
 };
@@ -121,7 +122,7 @@ pub const FEATURES: &[u32] = &[
 /// Returns the value of a feature MSR in a new vCPU. `None`: `index` is no feature MSR.
 pub fn feature(index: u32) -> Option<u64> {
     match index {
-        UCODE_REV => Some(UCODE_REV_RESET),
+        UCODE_REV => Some(microcode_revision()),
         PLATFORM_INFO => Some(PLATFORM_INFO_CPUID_FAULT),
         ARCH_CAPABILITIES => Some(cpu_features::ARCH_CAPABILITIES),
         // No performance monitoring.
@@ -130,8 +131,14 @@ pub fn feature(index: u32) -> Option<u64> {
     }
 }
 
-/// A microcode revision that is in no list of errata.
-pub(crate) const UCODE_REV_RESET: u64 = 1 << 32;
+/// Returns the microcode revision of a new vCPU, by vendor: what KVM's have.
+pub(crate) fn microcode_revision() -> u64 {
+    match host_is_amd() {
+        true => 0x0100_0065,
+        false => 1 << 32,
+    }
+}
+
 /// CPUID can be made to fault outside CPL 0.
 pub(crate) const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
 /// Bit of a paravirtual feature's MSR: the feature is in use, and the rest of the MSR is an address.

@@ -28,7 +28,9 @@ impl VcpuObject {
             if inner.mp_state == KVM_MP_STATE_RUNNABLE {
                 break;
             }
-            if inner.mp_state == KVM_MP_STATE_HALTED && self.wakes_up(inner) {
+            // Only encrypted guests halt until their reset; other vCPUs are in that state if a client says so, and it is a halt.
+            let halted = [KVM_MP_STATE_HALTED, KVM_MP_STATE_AP_RESET_HOLD];
+            if halted.contains(&inner.mp_state) && self.wakes_up(inner) {
                 inner.mp_state = KVM_MP_STATE_RUNNABLE;
                 (self.common().signals).fetch_and(!VcpuCommon::UNHALT, Ordering::SeqCst);
                 self.common().exits.halt_wakeup.add(1);

@@ -304,6 +304,7 @@ impl VcpuObject {
             Exit::Smi
             | Exit::Rsm
             | Exit::Hypercall
+            | Exit::Delivery { .. }
             | Exit::Msr { .. }
             | Exit::Shutdown
             | Exit::BadAddress
@@ -392,6 +393,11 @@ impl VcpuObject {
             }
             Exit::Smi => return self.enter_smm(inner),
             Exit::Rsm => return Ok(self.leave_smm(inner)),
+            Exit::Delivery {
+                vector,
+                software,
+                gpa,
+            } => exit::delivery(page, vector, software, gpa),
             Exit::Shutdown => page.set_exit_reason(KVM_EXIT_SHUTDOWN),
             Exit::Emulation { bytes, len, reason } => {
                 report::cannot_execute(

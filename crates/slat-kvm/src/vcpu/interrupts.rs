@@ -25,6 +25,7 @@ impl VcpuObject {
         let mp_state = match inner.mp_state {
             // Without local APIC there is no other state for clients.
             KVM_MP_STATE_HALTED if kicked || !self.common.has_lapic() => KVM_MP_STATE_RUNNABLE,
+            KVM_MP_STATE_AP_RESET_HOLD if kicked => KVM_MP_STATE_RUNNABLE,
             state => state,
         };
         Ok(kvm_mp_state { mp_state })
@@ -38,7 +39,10 @@ impl VcpuObject {
         let mut inner = self.lock()?;
         match state.mp_state {
             KVM_MP_STATE_RUNNABLE => {}
-            KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_HALTED | KVM_MP_STATE_INIT_RECEIVED
+            KVM_MP_STATE_UNINITIALIZED
+            | KVM_MP_STATE_HALTED
+            | KVM_MP_STATE_AP_RESET_HOLD
+            | KVM_MP_STATE_INIT_RECEIVED
                 if self.common.has_lapic() => {}
             KVM_MP_STATE_SIPI_RECEIVED if self.common.has_lapic() => {
                 inner.mp_state = KVM_MP_STATE_INIT_RECEIVED;

@@ -14,7 +14,7 @@ use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::ioeventfd::KnownEvents;
-use crate::irq::vcpus::MAX_VCPUS;
+use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use crate::machine::VcpuMachine;
 use crate::run_page::{RING_OFFSET, RunPage};
 use crate::vcpu_common::VcpuCommon;
@@ -131,11 +131,8 @@ impl VmObject {
     pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(Shared<VcpuObject>, OwnedFd)> {
         let _call = self.begin()?;
         let id = u32::try_from(id).map_err(|_| Error::new(libc::EINVAL))?;
-        if !self.allows_vcpu_id(id) {
-            return fail(libc::EINVAL);
-        }
         let mut vcpus = self.vcpus_mut();
-        if vcpus.len() >= MAX_VCPUS as usize {
+        if id >= MAX_VCPU_ID || !self.allows_vcpu_id(id) || vcpus.len() >= MAX_VCPUS as usize {
             return fail(libc::EINVAL);
         }
         let Err(at) = vcpus.place(id) else {
@@ -165,6 +162,8 @@ impl VcpuObject {
     ) -> Result<Shared<Self>> {
         let bootstrap = vm.is_bootstrap(id);
         let mut cpu = Cpu::try_new(vm.code.clone()).map_err(no_memory)?;
+        // KVM's new vCPUs have the x87 state that FNINIT makes, not the processor's after RESET.
+        cpu.state.initialize_x87();
         if let Some((compiler, compile)) = &vm.compiler {
             (cpu.set_compiler(compiler.clone(), *compile)).map_err(no_memory)?;
         }
@@ -183,28 +182,31 @@ impl VcpuObject {
         let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
         let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
         let waiting = irqchip && !bootstrap;
+        let mut inner = Inner {
+            cpu,
+            machine,
+            unfinished: Unfinished::Nothing,
+            mp_state: if waiting {
+                KVM_MP_STATE_UNINITIALIZED
+            } else {
+                KVM_MP_STATE_RUNNABLE
+            },
+            requested: events::Requested::default(),
+            signal_mask: None,
+            has_run: false,
+            external: None,
+            known_events: KnownEvents::default(),
+            interrupts_blocked: false,
+        };
+        // As in KVM, a guest has no feature that its client has not told it.
+        inner.adopt_cpuid(Vec::new());
         let vcpu = Shared::try_new(VcpuObject {
             common: common.clone(),
             vm,
             page,
             ring,
             counted,
-            inner: Mutex::new(Inner {
-                cpu,
-                machine,
-                unfinished: Unfinished::Nothing,
-                mp_state: if waiting {
-                    KVM_MP_STATE_UNINITIALIZED
-                } else {
-                    KVM_MP_STATE_RUNNABLE
-                },
-                requested: events::Requested::default(),
-                signal_mask: None,
-                has_run: false,
-                external: None,
-                known_events: KnownEvents::default(),
-                interrupts_blocked: false,
-            }),
+            inner: Mutex::new(inner),
         })
         .map_err(no_memory)?;
         VcpuCommon::enlist(common)?;

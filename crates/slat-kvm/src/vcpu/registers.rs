@@ -8,7 +8,9 @@ use crate::regs::{self, uses_pae_paging};
 use crate::vcpu::{Inner, VcpuObject};
 use crate::{cpuid, fpu, heap, hyperv};
 use kvm_bindings::*;
+use slat_irqchip::lapic::BASE_BSP;
 use slat_x86::Features;
+use slat_x86::state::control;
 
 impl VcpuObject {
     /// `KVM_GET_REGS`.
@@ -56,7 +58,7 @@ impl VcpuObject {
         pdptes: Option<[u64; 4]>,
     ) -> Result<()> {
         let mut state = inner.cpu.state.clone();
-        regs::set_sregs(&mut state, sregs)?;
+        regs::set_sregs(&mut state, sregs, inner.cpu.features())?;
         inner
             .machine
             .set_apic_base(sregs.apic_base, false)
@@ -70,6 +72,13 @@ impl VcpuObject {
         inner.sync_cr8_to_lapic();
         inner.cpu.flush_tlb();
         inner.machine.memory_restored = true;
+        let is_reset = inner.cpu.state.rip == 0xfff0
+            && (sregs.cs.selector, sregs.cs.base) == (0xf000, 0xffff_0000)
+            && sregs.cr0 & control::CR0_PE == 0;
+        if is_reset && inner.machine.apic_base() & BASE_BSP != 0 {
+            // As in KVM: old clients reset the bootstrap processor without KVM_SET_MP_STATE.
+            inner.mp_state = KVM_MP_STATE_RUNNABLE;
+        }
         Ok(())
     }
 
@@ -141,7 +150,9 @@ impl VcpuObject {
     /// # Errors
     /// `EINVAL`.
     pub fn set_xcrs(&self, xcrs: &kvm_xcrs) -> Result<()> {
-        regs::set_xcrs(&mut self.lock()?.cpu.state, xcrs)
+        let Inner { cpu, .. } = &mut *self.lock()?;
+        let features = *cpu.features();
+        regs::set_xcrs(&mut cpu.state, xcrs, &features)
     }
 
     /// `KVM_GET_DEBUGREGS`.
@@ -165,27 +176,35 @@ impl VcpuObject {
     /// # Errors
     /// `EIO`, `ENOMEM`.
     pub fn get_cpuid(&self) -> Result<Vec<kvm_cpuid_entry2>> {
-        heap::copy_of(&self.lock()?.machine.cpuid)
+        let inner = self.lock()?;
+        let mut table = heap::copy_of(&inner.machine.cpuid)?;
+        inner.show_state(&mut table);
+        Ok(table)
     }
 
     /// `KVM_SET_CPUID2`.
     ///
     /// # Errors
-    /// `EINVAL` when the vCPU has run and `table` differs from its table.
+    /// `EINVAL` when the vCPU has run and `table` differs from its table, and for linear addresses of a width that no CPU has.
+    /// `EPERM` for state components that a process has to request first, AMX's: slat has none.
     pub fn set_cpuid(&self, mut table: Vec<kvm_cpuid_entry2>) -> Result<()> {
         if self.vm.options.halts_inside() {
             // As in KVM: where HLT does not exit, other vCPUs cannot end a halt.
             cpuid::remove_kvm_feature(&mut table, cpuid::KVM_FEATURE_PV_UNHALT);
         }
         let mut inner = self.lock()?;
-        if inner.has_run && inner.machine.cpuid != table {
-            return fail(libc::EINVAL);
+        if inner.has_run {
+            let mut old = heap::copy_of(&inner.machine.cpuid)?;
+            for table in [&mut old, &mut table] {
+                inner.show_state(table);
+            }
+            return match old == table {
+                true => Ok(()),
+                false => fail(libc::EINVAL),
+            };
         }
-        let features = Features::from_cpuid(|leaf, subleaf| cpuid::lookup(&table, leaf, subleaf));
-        inner.machine.physical_bits = features.physical_bits();
-        inner.cpu.set_features(features);
-        inner.machine.hyperv.privileges = hyperv::cpuid::privileges(&table);
-        inner.machine.cpuid = table;
+        cpuid::check(&table)?;
+        inner.adopt_cpuid(table);
         Ok(())
     }
 
@@ -250,5 +269,26 @@ impl VcpuObject {
     pub fn set_nested_state(&self, header: &[u64; nested::WORDS]) -> Result<()> {
         let _call = self.vm.begin()?;
         nested::check(header)
+    }
+}
+
+impl Inner {
+    /// Sets in the guest's leaves what follows from the state of its CPU, as the CPUID instruction shows it.
+    fn show_state(&self, table: &mut [kvm_cpuid_entry2]) {
+        for entry in table {
+            let mut values = [entry.eax, entry.ebx, entry.ecx, entry.edx];
+            self.machine.show_apic(entry.function, &mut values);
+            (self.cpu).show_state(entry.function, entry.index, &mut values);
+            [entry.eax, entry.ebx, entry.ecx, entry.edx] = values;
+        }
+    }
+
+    /// Gives the guest these leaves, and restricts the CPU to their features.
+    pub(super) fn adopt_cpuid(&mut self, table: Vec<kvm_cpuid_entry2>) {
+        let features = Features::from_cpuid(|leaf, subleaf| cpuid::lookup(&table, leaf, subleaf));
+        self.machine.physical_bits = features.physical_bits();
+        self.cpu.set_features(features);
+        self.machine.hyperv.privileges = hyperv::cpuid::privileges(&table);
+        self.machine.cpuid = table;
     }
 }

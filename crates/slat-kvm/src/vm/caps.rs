@@ -31,6 +31,9 @@ impl VmObject {
             return result;
         }
         match cap.cap {
+            KVM_CAP_X86_DISABLE_EXITS => {
+                self.before_vcpus(|| self.options.disable_exits(cap.args[0]))
+            }
             // The older capability ignores unknown quirks.
             KVM_CAP_DISABLE_QUIRKS => self
                 .quirks
@@ -50,16 +53,15 @@ impl VmObject {
         }
     }
 
-    /// Carries out `KVM_CAP_MAX_VCPU_ID`: allowed once, before there are vCPUs, and not below the bootstrap processor's id.
+    /// Carries out `KVM_CAP_MAX_VCPU_ID`: sets the limit once, not below the bootstrap processor's id. As in KVM, 0 is the limit that
+    /// is not set, and the first vCPU sets the largest one.
     fn limit_vcpu_ids(&self, limit: u64) -> Result<()> {
         let limit = u32::try_from(limit).map_err(|_| Error::new(libc::EINVAL))?;
-        let vcpus = self.vcpus_mut();
+        let _no_new_vcpu = self.vcpus_mut();
         let now = self.max_vcpu_ids.load(Ordering::Relaxed);
-        if limit == 0
-            || limit > MAX_VCPU_ID
+        if limit > MAX_VCPU_ID
             || limit < self.boot_cpu.load(Ordering::Relaxed)
-            || now != limit && now != MAX_VCPU_ID
-            || !vcpus.is_empty()
+            || now != limit && now != 0
         {
             return fail(libc::EINVAL);
         }

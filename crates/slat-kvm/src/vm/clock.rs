@@ -7,14 +7,18 @@ use crate::vm::VmObject;
 use kvm_bindings::*;
 
 impl VmObject {
-    /// `KVM_SET_TSC_KHZ`: sets the frequency of vCPUs created from now on; 0 is the host's.
+    /// `KVM_SET_TSC_KHZ`: sets the frequency of the VM's vCPUs; 0 is the host's.
     ///
     /// # Errors
-    /// `EINVAL` for a frequency beyond KVM's own limits.
+    /// `EINVAL` for a frequency beyond KVM's own limits, and once there are vCPUs: so does KVM since Linux 6.17; before, the call
+    /// succeeded and concerned later vCPUs only.
     pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
         let _call = self.begin()?;
-        self.clock.set_tsc_khz(clock::frequency(khz)?);
-        Ok(())
+        let khz = clock::frequency(khz)?;
+        self.before_vcpus(|| {
+            self.clock.set_tsc_khz(khz);
+            Ok(())
+        })
     }
 
     /// `KVM_GET_TSC_KHZ`.

@@ -60,6 +60,7 @@ pub struct VmObject {
     pub(crate) interrupts: Arc<Interrupts>,
     pub(crate) ioevents: IoEvents,
     boot_cpu: AtomicU32,
+    /// The limit of vCPUs' ids (`KVM_CAP_MAX_VCPU_ID`); 0 until it is set.
     max_vcpu_ids: AtomicU32,
     pub(crate) rings: Rings,
     pub(crate) coalesced: Coalesced,
@@ -122,7 +123,7 @@ impl VmObject {
             interrupts: Arc::default(),
             ioevents: IoEvents::default(),
             boot_cpu: AtomicU32::new(0),
-            max_vcpu_ids: AtomicU32::new(MAX_VCPU_ID),
+            max_vcpu_ids: AtomicU32::new(0),
             rings: Rings::default(),
             coalesced: Coalesced::new()?,
             protected,
@@ -169,9 +170,14 @@ impl VmObject {
         self.life.is_foreign()
     }
 
-    /// Whether a vCPU can have this id.
+    /// Whether a vCPU that is created now can have this id. The first one sets the limit.
     pub(crate) fn allows_vcpu_id(&self, id: u32) -> bool {
-        id < self.max_vcpu_ids.load(Ordering::Relaxed)
+        let (unset, set) = (Ordering::Relaxed, Ordering::Relaxed);
+        let limit = match (self.max_vcpu_ids).compare_exchange(0, MAX_VCPU_ID, unset, set) {
+            Ok(_) => MAX_VCPU_ID,
+            Err(limit) => limit,
+        };
+        id < limit
     }
 
     /// Whether the vCPU with this id is the bootstrap processor.
@@ -215,14 +221,18 @@ impl VmObject {
     /// `KVM_SET_BOOT_CPU_ID`.
     ///
     /// # Errors
-    /// `EINVAL` for an id beyond the limit, `EBUSY` once there are vCPUs.
+    /// `EBUSY` once there are vCPUs, `EINVAL` for an id beyond the limit. As in KVM, the limit itself is accepted.
     pub fn set_boot_cpu_id(&self, id: u64) -> Result<()> {
         let _call = self.begin()?;
-        if id >= u64::from(self.max_vcpu_ids.load(Ordering::Relaxed)) {
-            return fail(libc::EINVAL);
-        }
         if !self.vcpus().is_empty() {
             return fail(libc::EBUSY);
+        }
+        let limit = match self.max_vcpu_ids.load(Ordering::Relaxed) {
+            0 => MAX_VCPU_ID,
+            limit => limit,
+        };
+        if id > u64::from(limit) {
+            return fail(libc::EINVAL);
         }
         self.boot_cpu.store(id as u32, Ordering::Relaxed);
         Ok(())

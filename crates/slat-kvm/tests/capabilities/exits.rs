@@ -48,11 +48,14 @@ pub const USES: &[Use] = &[
     }),
     (KVM_CAP_X86_DISABLE_EXITS, |exits| {
         // sti; hlt: the halt lasts until the interrupt, whose handler writes a byte to a port.
-        let mut guest = Guest::new(&[0xfb, 0xf4]);
-        let refused = enable(&guest.vm, KVM_CAP_X86_DISABLE_EXITS, 1 << 8);
-        assert_eq!(refused, Err(libc::EINVAL));
-        let allowed = enable(&guest.vm, KVM_CAP_X86_DISABLE_EXITS, exits as u64);
-        assert_eq!(allowed, Ok(()));
+        let mut guest = Guest::with(&[0xfb, 0xf4], |vm| {
+            let refused = enable(vm, KVM_CAP_X86_DISABLE_EXITS, 1 << 8);
+            assert_eq!(refused, Err(libc::EINVAL));
+            let allowed = enable(vm, KVM_CAP_X86_DISABLE_EXITS, exits as u64);
+            assert_eq!(allowed, Ok(()));
+        });
+        let late = enable(&guest.vm, KVM_CAP_X86_DISABLE_EXITS, exits as u64);
+        assert_eq!(late, Err(libc::EINVAL));
         guest.memory.write(0x20 * 4, &[0x00, 0x20, 0, 0]);
         guest.memory.write(0x2000, &[0xe6, 0x10]);
         guest.vcpu.get_kvm_run().request_interrupt_window = 1;

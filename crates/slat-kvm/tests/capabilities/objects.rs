@@ -4,7 +4,7 @@ use crate::Use;
 use crate::common::*;
 use kvm_bindings::*;
 use slat_kvm::ioctl::Answer;
-use slat_kvm::{Kvm, abi};
+use slat_kvm::{Kvm, VmFd, abi};
 
 pub const USES: &[Use] = &[
     (KVM_CAP_DEVICE_CTRL, |_| {
@@ -35,9 +35,21 @@ pub const USES: &[Use] = &[
         drop(vcpus);
     }),
     (KVM_CAP_MAX_VCPU_ID, |end| {
-        let vm = vm();
-        vm.create_vcpu(end as u64 - 1).unwrap();
-        assert!(vm.create_vcpu(end as u64).is_err());
+        let limit = |vm: &VmFd, limit: u64| enable(vm, KVM_CAP_MAX_VCPU_ID, limit);
+        let one = vm();
+        one.create_vcpu(end as u64 - 1).unwrap();
+        assert!(one.create_vcpu(end as u64).is_err());
+        // The first vCPU has set the limit.
+        assert_eq!(limit(&one, end as u64), Ok(()));
+        assert_eq!(limit(&one, 0), Err(libc::EINVAL));
+        let other = vm();
+        // 0 sets none; the first other limit stays.
+        assert_eq!(limit(&other, 0), Ok(()));
+        assert_eq!(limit(&other, end as u64 + 1), Err(libc::EINVAL));
+        assert_eq!(limit(&other, 2), Ok(()));
+        assert_eq!(limit(&other, 2), Ok(()));
+        assert_eq!(limit(&other, 0), Err(libc::EINVAL));
+        assert!(other.create_vcpu(2).is_err());
     }),
     (KVM_CAP_ENABLE_CAP, |_| {
         let (_, vcpu) = objects();

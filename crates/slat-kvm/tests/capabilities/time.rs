@@ -66,11 +66,13 @@ pub const USES: &[Use] = &[
         assert!(matches!(khz, Ok(Answer::Value(1_000_000))));
     }),
     (KVM_CAP_VM_TSC_CONTROL, |_| {
-        let (vm, _) = objects();
+        let vm = create(&Object::system(), abi::KVM_CREATE_VM, 0).0;
         vm.ioctl(abi::KVM_SET_TSC_KHZ, 1_000_000).unwrap();
         let (vcpu, _) = create(&vm, abi::KVM_CREATE_VCPU, 1);
         let khz = vcpu.ioctl(abi::KVM_GET_TSC_KHZ, 0);
         assert!(matches!(khz, Ok(Answer::Value(1_000_000))));
+        let late = vm.ioctl(abi::KVM_SET_TSC_KHZ, 1_000_000).unwrap_err();
+        assert_eq!(late.errno(), libc::EINVAL);
     }),
     (KVM_CAP_VCPU_ATTRIBUTES, |_| {
         let (_, vcpu) = objects();

@@ -1,6 +1,7 @@
 //! Exits, through the Rust API.
 
 use crate::common::*;
+use kvm_bindings::KVM_INTERNAL_ERROR_DELIVERY_EV;
 use slat_kvm::{SyncReg, VcpuExit, VmFd};
 use std::time::Duration;
 
@@ -212,4 +213,34 @@ fn a_slot_taken_away_under_a_running_guest_makes_its_reads_mmio() {
             }
         }
     });
+}
+
+/// A device cannot take part in the delivery of an exception: the guest's interrupt table is at an address without memory.
+#[test]
+fn an_exception_whose_delivery_needs_a_device_is_an_internal_error() {
+    // ud2
+    let mut guest = Guest::new(&[0x0f, 0x0b]);
+    let mut sregs = guest.vcpu.get_sregs().unwrap();
+    sregs.idt.base = DEVICE;
+    guest.vcpu.set_sregs(&sregs).unwrap();
+    // The next run delivers the exception again.
+    for _ in 0..2 {
+        let exit = guest.vcpu.run().unwrap();
+        assert!(matches!(exit, VcpuExit::InternalError), "{exit:?}");
+        // SAFETY: the part of the union that this exit fills.
+        let internal = unsafe { guest.vcpu.get_kvm_run().__bindgen_anon_1.internal };
+        assert_eq!(internal.suberror, KVM_INTERNAL_ERROR_DELIVERY_EV);
+        assert_eq!(internal.ndata, 5);
+        // A valid event: exception 6.
+        assert_eq!(internal.data[0], 1 << 31 | 3 << 8 | 6);
+        assert_eq!(internal.data[3], DEVICE + 6 * 4);
+    }
+    sregs.idt.base = 0;
+    guest.vcpu.set_sregs(&sregs).unwrap();
+    // hlt
+    guest
+        .memory
+        .write(6 * 4, &(CODE as u32 + 0x100).to_le_bytes());
+    guest.memory.write(CODE + 0x100, &[0xf4]);
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
 }

@@ -1,6 +1,6 @@
 //! Interrupts from devices: by lines, messages and eventfds; and guest writes that signal eventfds.
 
-use crate::common::{DEVICE, Guest};
+use crate::common::{DEVICE, Guest, vm};
 use kvm_bindings::*;
 use slat_kvm::{IoEventAddress, NoDatamatch, VcpuExit, VmFd};
 use std::sync::mpsc;
@@ -111,6 +111,25 @@ fn every_signal_of_an_irqfd_is_an_interrupt_until_it_is_taken_away() {
         event.write(1).unwrap();
     });
     assert_eq!(more, 0);
+}
+
+/// The signals of an eventfd go to one irqfd only.
+#[test]
+fn an_eventfd_is_an_irqfd_of_one_vm() {
+    let [one, other] = [vm(), vm()];
+    let event = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+    for vm in [&one, &other] {
+        vm.create_irq_chip().unwrap();
+    }
+    one.register_irqfd(&event, 5).unwrap();
+    let taken = other.register_irqfd(&event, 5).unwrap_err();
+    assert_eq!(taken.errno(), libc::EBUSY);
+    // The other VM has none to remove, which is no error.
+    other.unregister_irqfd(&event, 5).unwrap();
+    one.unregister_irqfd(&event, 5).unwrap();
+    other.register_irqfd(&event, 5).unwrap();
+    drop(other);
+    one.register_irqfd(&event, 5).unwrap();
 }
 
 #[test]

@@ -8,7 +8,7 @@ use slat_kvm::run_page::RunPage;
 
 const PAT: u32 = 0x277;
 const FS_BASE: u32 = 0xc000_0100;
-const TSC_AUX: u32 = 0xc000_0103;
+const STAR: u32 = 0xc000_0081;
 const UNKNOWN: u32 = 0x1234_5678;
 /// The handler of #GP, which halts.
 const HANDLER: u64 = 0x2000;
@@ -144,12 +144,12 @@ impl Client {
 fn a_client_that_answers_nothing_has_refused_accesses_fault() {
     let client = Client::new();
     assert_eq!(client.accesses(UNKNOWN, 0, RDMSR), Ended::Refused);
-    assert_eq!(client.accesses(TSC_AUX, 5, WRMSR), Ended::Done);
-    assert_eq!(client.accesses(TSC_AUX, 0, RDMSR), Ended::Done);
+    assert_eq!(client.accesses(STAR, 5, WRMSR), Ended::Done);
+    assert_eq!(client.accesses(STAR, 0, RDMSR), Ended::Done);
     assert_eq!(client.regs().rax, 5);
-    client.denies_reads(TSC_AUX);
-    assert_eq!(client.accesses(TSC_AUX, 0, RDMSR), Ended::Refused);
-    assert_eq!(client.accesses(TSC_AUX, 6, WRMSR), Ended::Done);
+    client.denies_reads(STAR);
+    assert_eq!(client.accesses(STAR, 0, RDMSR), Ended::Refused);
+    assert_eq!(client.accesses(STAR, 6, WRMSR), Ended::Done);
 }
 
 #[test]
@@ -200,16 +200,16 @@ fn a_client_answers_what_it_asked_for() {
 #[test]
 fn a_filter_that_cannot_be_read_leaves_the_old_one() {
     let client = Client::new();
-    client.denies_reads(TSC_AUX);
+    client.denies_reads(STAR);
     let mut filter = kvm_msr_filter::default();
     filter.ranges[0] = kvm_msr_filter_range {
         flags: KVM_MSR_FILTER_READ,
         nmsrs: 1,
-        base: TSC_AUX,
+        base: STAR,
         bitmap: std::ptr::without_provenance_mut(8),
     };
     let address = &raw const filter as u64;
     let refused = client.vm.ioctl(abi::KVM_X86_SET_MSR_FILTER, address);
     assert_eq!(refused.unwrap_err().errno(), libc::EFAULT);
-    assert_eq!(client.accesses(TSC_AUX, 0, RDMSR), Ended::Refused);
+    assert_eq!(client.accesses(STAR, 0, RDMSR), Ended::Refused);
 }

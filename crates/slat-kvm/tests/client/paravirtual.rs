@@ -1,6 +1,6 @@
 //! KVM's paravirtual features: steal time, ends of interrupts in memory, hypercalls.
 
-use crate::common::{CODE, DATA, Guest, Memory, RawGuest, start_at_code};
+use crate::common::{CODE, DATA, Guest, Memory, RawGuest, start_at_code, tell_features};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VcpuFd};
 use std::time::{Duration, Instant};
@@ -39,6 +39,7 @@ fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
 
 /// Switches the vCPU's APIC to x2APIC mode, and enables it by software.
 fn enable_apic(vcpu: &VcpuFd) {
+    tell_features(vcpu);
     let base = msr(vcpu, APIC_BASE);
     assert!(set_msr(vcpu, APIC_BASE, base | 1 << 10));
     assert!(set_msr(vcpu, SPURIOUS, 0x1ff));

@@ -1,7 +1,9 @@
 //! A guest in real mode, small enough to be written in bytes.
 #![allow(dead_code)]
 
-use kvm_bindings::{KVM_X86_SW_PROTECTED_VM, kvm_enable_cap, kvm_userspace_memory_region};
+use kvm_bindings::{
+    KVM_MAX_CPUID_ENTRIES, KVM_X86_SW_PROTECTED_VM, kvm_enable_cap, kvm_userspace_memory_region,
+};
 use slat::Shared;
 use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_SET_USER_MEMORY_REGION};
 use slat_kvm::ioctl::{Answer, Object};
@@ -125,6 +127,7 @@ impl Guest {
         memory.write(CODE, code);
         set_slot(&vm, &memory, 0, MEMORY as u64);
         let vcpu = vm.create_vcpu(0).unwrap();
+        tell_features(&vcpu);
         start_at_code(&vcpu);
         Guest {
             vcpu,
@@ -222,6 +225,13 @@ pub fn set_slot(vm: &VmFd, memory: &Memory, slot: u32, size: u64) {
     };
     // SAFETY: the tests' memory may be written by the guest.
     unsafe { vm.set_user_memory_region(region).unwrap() };
+}
+
+/// Gives the guest all leaves of CPUID that slat supports: without them it has no features.
+pub fn tell_features(vcpu: &VcpuFd) {
+    let kvm = Kvm::new().unwrap();
+    let leaves = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    vcpu.set_cpuid2(&leaves).unwrap();
 }
 
 pub fn start_at_code(vcpu: &VcpuFd) {

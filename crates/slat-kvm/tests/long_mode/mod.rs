@@ -103,6 +103,8 @@ impl Machine {
 
     /// Sets the registers of `vcpu` to begin with the first round.
     pub fn start(&self, vcpu: &VcpuFd) {
+        let cpuid = self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
+        vcpu.set_cpuid2(&cpuid.unwrap()).unwrap();
         let mut sregs = vcpu.get_sregs().unwrap();
         let code = kvm_segment {
             limit: u32::MAX,

@@ -8,6 +8,7 @@ mod argument;
 mod requests;
 mod world;
 
+use crate::answers::rules::to_an_edge;
 use crate::leaks::Before;
 use crate::memory::{PAGE, remap, remap_beyond_file};
 use crate::watch::{self, Kick, Lane, Slice, Step};
@@ -277,7 +278,7 @@ impl<'a> Worker<'a> {
             world: self.world,
             bitmap,
         };
-        let bytes = match request.argument {
+        let mut bytes = match request.argument {
             Argument::Value(value) => {
                 let argument = value(&mut self.rng);
                 self.buffer.place(&mut self.rng, &[]);
@@ -297,6 +298,9 @@ impl<'a> Worker<'a> {
             }
             Argument::Table { make, .. } => make(&mut self.rng),
         };
+        if !matches!(request.argument, Argument::Out(_)) && self.rng.one_in(4) {
+            to_an_edge(&mut self.rng, request.number, &mut bytes);
+        }
         let address = self.buffer.place(&mut self.rng, &bytes);
         let read = request.number >> 31 != 0;
         let len = match request.argument {

@@ -147,7 +147,7 @@ requests! {
     Vcpu: KVM_SET_LAPIC Back(KVM_GET_LAPIC, size_of::<kvm_lapic_state>()), [EINVAL EFAULT];
     Vcpu: KVM_GET_CPUID2 Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT];
     Vcpu: KVM_GET_SUPPORTED_HV_CPUID Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT];
-    Vcpu: KVM_SET_CPUID2 Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EINVAL EFAULT ENOMEM];
+    Vcpu: KVM_SET_CPUID2 Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EINVAL EPERM EFAULT ENOMEM];
     Vcpu: KVM_GET_MP_STATE Out(size_of::<kvm_mp_state>()), [EFAULT];
     Vcpu: KVM_SET_MP_STATE Back(KVM_GET_MP_STATE, size_of::<kvm_mp_state>()), [EINVAL EFAULT];
     Vcpu: KVM_GET_VCPU_EVENTS Out(size_of::<kvm_vcpu_events>()), [EFAULT];

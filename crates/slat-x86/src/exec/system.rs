@@ -155,6 +155,7 @@ impl Cpu {
             0xc000_0100 => state.fs.base,
             0xc000_0101 => state.gs.base,
             0xc000_0102 => state.kernel_gs_base,
+            0xc000_0103 if !self.features.has_tsc_aux() => return Err(MsrFault::Unknown),
             0xc000_0103 => state.tsc_aux,
             _ => self.machine().rdmsr(msr)?,
         })
@@ -164,17 +165,19 @@ impl Cpu {
         if !self.machine().allows_msr(msr, true) {
             return Err(MsrFault::Forbidden);
         }
-        let needs_canonical = matches!(
-            msr,
-            0x175 | 0x176 | 0xc000_0082 | 0xc000_0083 | 0xc000_0100..=0xc000_0102
-        );
+        let needs_canonical = match msr {
+            // AMD's CPUs have 32 bits of these.
+            0x175 | 0x176 => self.features.is_intel,
+            0xc000_0082 | 0xc000_0083 | 0xc000_0100..=0xc000_0102 => true,
+            _ => false,
+        };
         if needs_canonical && !self.canonical_value(v) {
             return Err(MsrFault::Invalid);
         }
         match msr {
             0x174 => self.state.sysenter_cs = low_half(v),
-            0x175 => self.state.sysenter_esp = v,
-            0x176 => self.state.sysenter_eip = v,
+            0x175 => self.state.sysenter_esp = self.features.sysenter_address(v),
+            0x176 => self.state.sysenter_eip = self.features.sysenter_address(v),
             0x277 => {
                 if v.to_le_bytes().iter().any(|t| !matches!(t, 0 | 1 | 4..=7)) {
                     return Err(MsrFault::Invalid);
@@ -196,6 +199,10 @@ impl Cpu {
             0xc000_0100 => self.state.fs.base = v,
             0xc000_0101 => self.state.gs.base = v,
             0xc000_0102 => self.state.kernel_gs_base = v,
+            0xc000_0103 if !self.features.has_tsc_aux() => return Err(MsrFault::Unknown),
+            0xc000_0103 if self.features.is_intel && v >> 32 != 0 => {
+                return Err(MsrFault::Invalid);
+            }
             0xc000_0103 => self.state.tsc_aux = low_half(v),
             _ => {
                 self.machine().wrmsr(msr, v)?;
@@ -361,26 +368,31 @@ fn cpuid(cpu: &mut Cpu, _: &Op) -> Flow {
     }
     let (leaf, subleaf) = (cpu.state.gpr[0] as u32, cpu.state.gpr[1] as u32);
     let mut out = cpu.machine().cpuid(leaf, subleaf);
-    if leaf == 1 {
-        // OSXSAVE mirrors CR4.
-        let on = out[2] & 1 << 26 != 0 && cpu.state.cr4 & CR4_OSXSAVE != 0;
-        out[2] = out[2] & !(1 << 27) | u32::from(on) << 27;
-    }
-    if (leaf, subleaf) == (7, 0) {
-        // OSPKE mirrors CR4.
-        let on = out[2] & 1 << 3 != 0 && cpu.state.cr4 & CR4_PKE != 0;
-        out[2] = out[2] & !(1 << 4) | u32::from(on) << 4;
-    }
-    match (leaf, subleaf) {
-        (0xd, 0) if out[0] != 0 => out[1] = cpu.xsave_bytes() as u32,
-        (0xd, 1) if cpu.features.xsavec => out[1] = cpu.compacted_bytes() as u32,
-        _ => {}
-    }
+    cpu.show_state(leaf, subleaf, &mut out);
     for (register, v) in [0, 3, 1, 2].into_iter().zip(out) {
         cpu.state.gpr[register] = v.into();
     }
     cpu.serialize();
     Err(Break::End)
+}
+
+impl Cpu {
+    /// Sets in a leaf of CPUID (EAX, EBX, ECX, EDX) what follows from the CPU's state: OSXSAVE and OSPKE, which mirror CR4, and the
+    /// bytes of XSAVE areas, which follow from XCR0.
+    pub fn show_state(&self, leaf: u32, subleaf: u32, out: &mut [u32; 4]) {
+        let cr4 = self.state.cr4;
+        let mut mirror = |feature: u32, bit: u32, enable: u64| {
+            let on = out[2] >> feature & 1 != 0 && cr4 & enable != 0;
+            out[2] = out[2] & !(1 << bit) | u32::from(on) << bit;
+        };
+        match (leaf, subleaf) {
+            (1, _) => mirror(26, 27, CR4_OSXSAVE),
+            (7, 0) => mirror(3, 4, CR4_PKE),
+            (0xd, 0) if out[0] != 0 => out[1] = self.xsave_bytes() as u32,
+            (0xd, 1) if self.features.xsavec => out[1] = self.compacted_bytes() as u32,
+            _ => {}
+        }
+    }
 }
 
 /// Raises #UD without a feature.

@@ -1,0 +1,232 @@
+//! The values at the edges of a rule: those that are accepted last, and those that are refused first.
+
+use super::api::{Controllers, Handle, Machine, Who};
+use std::ops::Range;
+
+/// Which values of a field are valid.
+#[derive(Clone, Copy, Debug)]
+pub enum Values {
+    /// All.
+    Any,
+    /// Those without other bits than these.
+    Bits(u64),
+    /// Those up to this one.
+    UpTo(u64),
+    /// Those from this one on.
+    From(u64),
+    /// The first list, and not the second one.
+    Listed(&'static [u64], &'static [u64]),
+}
+
+impl Values {
+    /// Returns the values at the edges that a field of that many bits can hold, and whether each is valid.
+    pub fn edges(self, bits: u32) -> Vec<(u64, bool)> {
+        let most = u64::MAX >> (64 - bits);
+        let mut edges = match self {
+            Values::Any => [0, 1, most / 2, most / 2 + 1, most]
+                .map(|value| (value, true))
+                .to_vec(),
+            Values::Bits(known) => {
+                let single = (0..bits).map(|bit| 1 << bit);
+                let all = single.chain([0, known & most, most]);
+                all.map(|value| (value, value & !known == 0)).collect()
+            }
+            Values::UpTo(last) => [
+                0,
+                last.saturating_sub(1),
+                last,
+                last.saturating_add(1),
+                most,
+            ]
+            .map(|value| (value, value <= last))
+            .to_vec(),
+            Values::From(first) => [0, first.saturating_sub(1), first, first + 1, most]
+                .map(|value| (value, value >= first))
+                .to_vec(),
+            Values::Listed(valid, other) => {
+                let valid = valid.iter().map(|value| (*value, true));
+                valid
+                    .chain(other.iter().map(|value| (*value, false)))
+                    .collect()
+            }
+        };
+        edges.retain(|(value, _)| *value <= most);
+        edges
+    }
+}
+
+/// The object of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On {
+    /// The VM.
+    Vm,
+    /// The vCPU.
+    Vcpu,
+}
+
+/// What a request's argument is before the rule's field is set.
+#[derive(Clone, Copy, Debug)]
+pub enum Argument {
+    /// The field alone: a number.
+    Number,
+    /// What another request reads: number and bytes.
+    Read(u32, usize),
+    /// Zeros: that many bytes.
+    Zeros(usize),
+    /// The value of this MSR.
+    Msr(u32),
+}
+
+/// One rule of a SET request.
+#[derive(Clone, Copy, Debug)]
+pub struct Rule {
+    /// The request.
+    pub request: u32,
+    /// Its object.
+    pub on: On,
+    /// The rule in words.
+    pub words: &'static str,
+    /// The controllers of the VM.
+    pub controllers: Controllers,
+    /// Whether the guest has CPUID.
+    pub cpuid: bool,
+    /// The argument's other fields.
+    pub argument: Argument,
+    /// What has to be set besides the field.
+    pub with: fn(&mut [u8]),
+    /// The field: offset and bytes.
+    pub field: (usize, usize),
+    /// Which values it may have.
+    pub values: Values,
+    /// What the request returns for other ones.
+    pub errno: i32,
+    /// Why the host's kernel may answer otherwise.
+    pub differs: Option<&'static str>,
+}
+
+/// Bytes of a table with one MSR, and where its number and its value are.
+const ONE_MSR: (usize, usize, usize) = (24, 8, 16);
+
+impl Rule {
+    /// Returns the bytes of the field.
+    pub fn range(&self) -> Range<usize> {
+        match self.argument {
+            Argument::Msr(_) => ONE_MSR.2..ONE_MSR.2 + 8,
+            _ => self.field.0..self.field.0 + self.field.1,
+        }
+    }
+
+    /// Sets the field, and what has to be set with it, in an argument.
+    pub fn set(&self, bytes: &mut [u8], value: u64) {
+        (self.with)(bytes);
+        let range = self.range();
+        let len = range.len();
+        bytes[range].copy_from_slice(&value.to_le_bytes()[..len]);
+    }
+
+    /// Returns the values at the rule's edges, and whether each is valid.
+    pub fn edges(&self) -> Vec<(u64, bool)> {
+        self.values.edges(self.range().len() as u32 * 8)
+    }
+
+    /// Tries all edges on one new machine. Returns an account of each wrong answer; nothing if there is no /dev/kvm.
+    pub fn check(&self, who: Who) -> Vec<String> {
+        let Some(trial) = Trial::new(self, who) else {
+            return Vec::new();
+        };
+        let mut wrong = Vec::new();
+        for (value, valid) in self.edges() {
+            let answer = trial.answer(value);
+            let expected = if valid { Ok(()) } else { Err(self.errno) };
+            if answer != expected {
+                let request = slat_kvm::abi::name(self.request).unwrap_or("?");
+                let words = self.words;
+                wrong.push(format!(
+                    "{request}, {words}: {value:#x} is {answer:?}, not {expected:?}"
+                ));
+            }
+        }
+        wrong
+    }
+}
+
+/// A machine on which a rule is tried.
+struct Trial<'a> {
+    rule: &'a Rule,
+    machine: Machine,
+    /// The argument without the field.
+    base: Vec<u8>,
+}
+
+impl<'a> Trial<'a> {
+    /// Makes the machine. `None`: there is no /dev/kvm.
+    fn new(rule: &'a Rule, who: Who) -> Option<Self> {
+        let machine = Machine::new(who, rule.controllers)?;
+        if rule.cpuid {
+            machine.set_cpuid();
+        }
+        let mut trial = Trial {
+            rule,
+            machine,
+            base: Vec::new(),
+        };
+        trial.base = match rule.argument {
+            Argument::Number => Vec::new(),
+            Argument::Zeros(len) => vec![0; len],
+            // Where the object has no such state, both requests are refused.
+            Argument::Read(request, len) => {
+                (trial.object().read(request, len)).unwrap_or_else(|_| vec![0; len])
+            }
+            Argument::Msr(index) => {
+                let (len, number, _) = ONE_MSR;
+                let mut bytes = vec![0; len];
+                bytes[0] = 1;
+                bytes[number..number + 4].copy_from_slice(&index.to_le_bytes());
+                bytes
+            }
+        };
+        Some(trial)
+    }
+
+    fn object(&self) -> &Handle {
+        match self.rule.on {
+            On::Vm => &self.machine.vm,
+            On::Vcpu => &self.machine.vcpu,
+        }
+    }
+
+    /// Makes the request with a value.
+    ///
+    /// # Errors
+    /// The errno; `EINVAL` for an MSR that was not set.
+    fn answer(&self, value: u64) -> Result<(), i32> {
+        let request = self.rule.request;
+        if let Argument::Number = self.rule.argument {
+            return self.object().number(request, value).map(drop);
+        }
+        let mut bytes = self.base.clone();
+        self.rule.set(&mut bytes, value);
+        match self.object().bytes(request, &mut bytes) {
+            // The number of MSRs that were set.
+            Ok(0) if matches!(self.rule.argument, Argument::Msr(_)) => Err(libc::EINVAL),
+            Ok(_) => Ok(()),
+            Err(errno) => Err(errno),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Values;
+
+    #[test]
+    fn edges_are_on_both_sides() {
+        assert_eq!(
+            Values::UpTo(3).edges(8),
+            [(0, true), (2, true), (3, true), (4, false), (255, false)]
+        );
+        let bits = Values::Bits(0b101).edges(8);
+        assert!(bits.contains(&(1, true)) && bits.contains(&(2, false)));
+        assert!(bits.contains(&(5, true)) && bits.contains(&(255, false)));
+    }
+}

@@ -1,0 +1,386 @@
+//! The state of a new VM and a new vCPU, request by request: KVM's, which is that of a processor after RESET but for the x87 unit.
+
+use super::api::{Controllers, Handle, Machine, Who};
+use super::edges::On;
+use kvm_bindings::*;
+use slat_kvm::abi::*;
+use slat_kvm::user::Plain;
+use std::ops::Range;
+
+/// A GET request and its answer for a new object.
+pub struct Fresh {
+    /// The request.
+    pub request: u32,
+    /// Its object.
+    pub on: On,
+    /// The controllers of the VM.
+    pub controllers: Controllers,
+    /// The argument; all of it but zeros is what the request is asked for.
+    pub asked: Vec<u8>,
+    /// What KVM returns.
+    pub answer: Result<Vec<u8>, i32>,
+    /// Bytes that are not compared: times.
+    pub varies: &'static [Range<usize>],
+    /// Bytes in which the host's kernel may differ, and why.
+    pub differs: &'static [(Range<usize>, &'static str)],
+}
+
+fn bytes<T: Plain>(value: &T) -> Vec<u8> {
+    // SAFETY: `Plain`: a live value without padding that matters.
+    unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast::<u8>(), size_of::<T>()) }
+        .to_vec()
+}
+
+/// Returns the entry of a vCPU's request that reads a struct.
+fn vcpu<T: Plain>(request: u32, value: &T) -> Fresh {
+    Fresh {
+        request,
+        on: On::Vcpu,
+        controllers: Controllers::None,
+        asked: vec![0; size_of::<T>()],
+        answer: Ok(bytes(value)),
+        varies: &[],
+        differs: &[],
+    }
+}
+
+fn vm<T: Plain>(request: u32, value: &T) -> Fresh {
+    Fresh {
+        on: On::Vm,
+        controllers: Controllers::Pc,
+        ..vcpu(request, value)
+    }
+}
+
+/// A segment of 64 KiB in real mode.
+fn segment(type_: u8, s: u8) -> kvm_segment {
+    kvm_segment {
+        limit: 0xffff,
+        type_,
+        present: 1,
+        s,
+        ..Default::default()
+    }
+}
+
+/// Special registers; the bootstrap processor's.
+fn sregs() -> kvm_sregs {
+    let data = segment(3, 1);
+    let table = kvm_dtable {
+        limit: 0xffff,
+        ..Default::default()
+    };
+    kvm_sregs {
+        cs: kvm_segment {
+            selector: 0xf000,
+            base: 0xffff_0000,
+            ..segment(11, 1)
+        },
+        ds: data,
+        es: data,
+        fs: data,
+        gs: data,
+        ss: data,
+        tr: segment(11, 0),
+        ldt: segment(2, 0),
+        gdt: table,
+        idt: table,
+        cr0: 0x6000_0010,
+        apic_base: 0xfee0_0900,
+        ..Default::default()
+    }
+}
+
+fn sregs2() -> kvm_sregs2 {
+    let all = sregs();
+    kvm_sregs2 {
+        cs: all.cs,
+        ds: all.ds,
+        es: all.es,
+        fs: all.fs,
+        gs: all.gs,
+        ss: all.ss,
+        tr: all.tr,
+        ldt: all.ldt,
+        gdt: all.gdt,
+        idt: all.idt,
+        cr0: all.cr0,
+        apic_base: all.apic_base,
+        ..Default::default()
+    }
+}
+
+/// The XSAVE area: FCW and MXCSR as FNINIT and RESET set them.
+fn xsave() -> [u32; 1024] {
+    let mut area = [0; 1024];
+    area[0] = 0x37f;
+    area[6] = 0x1f80;
+    area
+}
+
+/// The local APIC's registers of the bootstrap processor, with the LINT0 that KVM's quirk enables.
+fn lapic() -> kvm_lapic_state {
+    let mut state = kvm_lapic_state::default();
+    let registers = [
+        (0x30, 0x0005_0014u32),
+        (0xe0, u32::MAX),
+        (0xf0, 0xff),
+        (0x320, 1 << 16),
+        (0x330, 1 << 16),
+        (0x340, 1 << 16),
+        (0x350, 0x700),
+        (0x360, 1 << 16),
+        (0x370, 1 << 16),
+    ];
+    for (at, value) in registers {
+        for (to, from) in state.regs[at..].iter_mut().zip(value.to_le_bytes()) {
+            *to = from as _;
+        }
+    }
+    state
+}
+
+/// A chip's state: an 8259's mask of edge/level bits, or the I/O APIC's masked pins.
+fn chip(id: u32) -> Fresh {
+    let mut answer = vec![0; size_of::<kvm_irqchip>()];
+    answer[0] = id as u8;
+    match id {
+        0 => answer[8 + 15] = 0xf8,
+        1 => answer[8 + 15] = 0xde,
+        _ => {
+            answer[8..16].copy_from_slice(&0xfec0_0000u64.to_le_bytes());
+            for pin in 0..24 {
+                answer[8 + 24 + 8 * pin + 2] = 1;
+            }
+        }
+    }
+    let mut asked = vec![0; answer.len()];
+    asked[0] = id as u8;
+    Fresh {
+        asked,
+        answer: Ok(answer),
+        ..vm(KVM_GET_IRQCHIP, &kvm_irqchip::default())
+    }
+}
+
+fn pit() -> kvm_pit_state2 {
+    let mut state = kvm_pit_state2::default();
+    for channel in &mut state.channels {
+        (channel.count, channel.mode, channel.gate) = (0x1_0000, 0xff, 1);
+    }
+    state.channels[2].gate = 0;
+    state
+}
+
+/// All requests that read state.
+pub fn all() -> Vec<Fresh> {
+    let regs = kvm_regs {
+        // The processor's signature, without CPUID KVM's own.
+        rdx: 0x600,
+        rip: 0xfff0,
+        rflags: 2,
+        ..Default::default()
+    };
+    let fpu = kvm_fpu {
+        fcw: 0x37f,
+        ..Default::default()
+    };
+    let mut xcrs = kvm_xcrs {
+        nr_xcrs: 1,
+        ..Default::default()
+    };
+    xcrs.xcrs[0].value = 1;
+    let debugregs = kvm_debugregs {
+        dr6: 0xffff_0ff0,
+        dr7: 0x400,
+        ..Default::default()
+    };
+    let events = kvm_vcpu_events {
+        flags: KVM_VCPUEVENT_VALID_NMI_PENDING
+            | KVM_VCPUEVENT_VALID_SHADOW
+            | KVM_VCPUEVENT_VALID_SMM,
+        ..Default::default()
+    };
+    let no_lapic = Fresh {
+        answer: Err(libc::EINVAL),
+        ..vcpu(KVM_GET_LAPIC, &lapic())
+    };
+    let no_chips = Fresh {
+        controllers: Controllers::None,
+        answer: Err(libc::ENXIO),
+        ..chip(0)
+    };
+    let no_timer = Fresh {
+        controllers: Controllers::None,
+        answer: Err(libc::ENXIO),
+        ..vm(KVM_GET_PIT2, &pit())
+    };
+    const SEGMENT_TYPES: &[(Range<usize>, &str)] =
+        &[(0..192, "AMD's segments begin without the accessed bit")];
+    let mut all = vec![
+        vcpu(KVM_GET_REGS, &regs),
+        Fresh {
+            differs: SEGMENT_TYPES,
+            ..vcpu(KVM_GET_SREGS, &sregs())
+        },
+        Fresh {
+            differs: SEGMENT_TYPES,
+            ..vcpu(KVM_GET_SREGS2, &sregs2())
+        },
+        vcpu(KVM_GET_FPU, &fpu),
+        Fresh {
+            // MXCSR's mask is the processor's; the software's bytes and XSTATE_BV name its components.
+            varies: &[28..32, 464..472, 512..520],
+            ..vcpu(KVM_GET_XSAVE, &xsave())
+        },
+        vcpu(KVM_GET_XCRS, &xcrs),
+        vcpu(KVM_GET_DEBUGREGS, &debugregs),
+        vcpu(KVM_GET_VCPU_EVENTS, &events),
+        vcpu(KVM_GET_MP_STATE, &kvm_mp_state::default()),
+        no_lapic,
+        Fresh {
+            controllers: Controllers::Pc,
+            ..vcpu(KVM_GET_LAPIC, &lapic())
+        },
+        no_chips,
+        chip(0),
+        chip(1),
+        chip(2),
+        no_timer,
+        Fresh {
+            // When each channel was loaded.
+            varies: &[16..24, 40..48, 64..72],
+            ..vm(KVM_GET_PIT2, &pit())
+        },
+        Fresh {
+            controllers: Controllers::None,
+            // The clock, its flags, which follow from the host's clock, the real time, the host's TSC.
+            varies: &[0..40],
+            ..vm(KVM_GET_CLOCK, &kvm_clock_data::default())
+        },
+    ];
+    // No leaf: the count is written.
+    let cpuid = vec![0; 8 + 4 * size_of::<kvm_cpuid_entry2>()];
+    let mut asked = cpuid.clone();
+    asked[0] = 4;
+    all.push(Fresh {
+        asked,
+        answer: Ok(cpuid),
+        differs: &[(0..4, "the kernel writes no count if there is none")],
+        ..vcpu(KVM_GET_CPUID2, &0u64)
+    });
+    all
+}
+
+impl Fresh {
+    /// Compares the answer of a new object. Returns an account of what differs; `None` if nothing does, or there is no /dev/kvm.
+    pub fn check(&self, who: Who) -> Option<String> {
+        let machine = Machine::new(who, self.controllers)?;
+        let object = match self.on {
+            On::Vm => &machine.vm,
+            On::Vcpu => &machine.vcpu,
+        };
+        let mut found = self.asked.clone();
+        let found = object.bytes(self.request, &mut found).map(|_| found);
+        let name = slat_kvm::abi::name(self.request).unwrap_or("?");
+        let (expected, found) = match (&self.answer, found) {
+            (Ok(expected), Ok(found)) => (expected, found),
+            (Err(expected), Err(found)) if *expected == found => return None,
+            (expected, found) => {
+                let (expected, found) = (expected.as_ref().map(drop), found.map(drop));
+                return Some(format!("{name}: {found:?}, not {expected:?}"));
+            }
+        };
+        let differs = self.differs.iter().map(|(range, _)| range);
+        let skipped: Vec<_> = match who {
+            Who::Slat => self.varies.iter().collect(),
+            Who::Kernel => self.varies.iter().chain(differs).collect(),
+        };
+        let wrong = (0..found.len()).find(|at| {
+            found[*at] != expected[*at] && !skipped.iter().any(|range| range.contains(at))
+        })?;
+        Some(format!(
+            "{name}: byte {wrong:#x} is {:#x}, not {:#x}",
+            found[wrong], expected[wrong]
+        ))
+    }
+}
+
+/// An MSR of the index list that is not 0 in a new vCPU without CPUID.
+pub struct FreshMsr {
+    /// Its number.
+    pub index: u32,
+    /// Its value; `None`: the time.
+    pub value: Option<u64>,
+    /// Why the host's kernel may have another value.
+    pub differs: Option<&'static str>,
+}
+
+/// The MSRs of the index list that are not 0 in a new vCPU without CPUID. The others are.
+pub fn msrs() -> Vec<FreshMsr> {
+    let msr = |index, value| FreshMsr {
+        index,
+        value,
+        differs: None,
+    };
+    let amd = slat_kvm::cpuid::host_is_amd();
+    vec![
+        msr(0x10, None),
+        msr(0x1b, Some(0xfee0_0900)),
+        FreshMsr {
+            differs: Some("each vendor module has its own"),
+            ..msr(0x8b, Some(if amd { 0x0100_0065 } else { 1 << 32 }))
+        },
+        msr(0xce, Some(1 << 31)),
+        FreshMsr {
+            differs: Some("a module may say that there are fast strings"),
+            ..msr(0x1a0, Some(0x1800))
+        },
+        msr(0x277, Some(0x0007_0406_0007_0406)),
+        // Halts poll.
+        msr(0x4b56_4d05, Some(1)),
+    ]
+}
+
+/// Compares all MSRs of the index list. Returns an account of each that differs.
+pub fn check_msrs(who: Who) -> Vec<String> {
+    let Some(machine) = Machine::new(who, Controllers::None) else {
+        return Vec::new();
+    };
+    let listed = index_list(&machine.system);
+    assert!(listed.len() > 20);
+    let known = msrs();
+    let mut wrong = Vec::new();
+    for index in listed {
+        let mut table = vec![0; 24];
+        table[0] = 1;
+        table[8..12].copy_from_slice(&index.to_le_bytes());
+        let read = machine.vcpu.bytes(KVM_GET_MSRS, &mut table);
+        let value = u64::from_le_bytes(table[16..].try_into().expect("8 bytes"));
+        let entry = known.iter().find(|msr| msr.index == index);
+        let (expected, differs) = match entry {
+            Some(msr) => (msr.value, msr.differs),
+            None => (Some(0), None),
+        };
+        let excused = who == Who::Kernel && differs.is_some();
+        let is_right = read == Ok(1) && expected.is_none_or(|expected| expected == value);
+        if !is_right && !excused {
+            wrong.push(format!(
+                "MSR {index:#x}: {read:?} {value:#x}, not {expected:x?}"
+            ));
+        }
+    }
+    wrong
+}
+
+/// Returns the numbers of the MSRs that a client saves.
+fn index_list(system: &Handle) -> Vec<u32> {
+    const MOST: usize = 1024;
+    let mut table = vec![0; 4 + 4 * MOST];
+    table[..4].copy_from_slice(&(MOST as u32).to_le_bytes());
+    (system.bytes(KVM_GET_MSR_INDEX_LIST, &mut table)).expect("a list");
+    let words = table.chunks_exact(4);
+    let mut words = words.map(|word| u32::from_le_bytes(word.try_into().expect("4 bytes")));
+    let count = words.next().expect("the count") as usize;
+    words.take(count).collect()
+}
