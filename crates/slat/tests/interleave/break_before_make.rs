@@ -68,11 +68,9 @@ impl<F: Format> World<F> {
             world
         };
         let end: Act<F> = |w| w.flags(NONE);
-        let others: [Act<F>; 6] = [
+        let others: [Act<F>; 4] = [
             Self::REMAP_1,
             Self::REMAP_HUGE,
-            |w| w.delete(),
-            |w| w.shift(2048),
             |w| w.set_policies(&[("nx_huge_pages", "on")]),
             |w| w.vm.zap(0, Gfn(0)..Gfn(512)),
         ];
