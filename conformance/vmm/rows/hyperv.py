@@ -3,7 +3,8 @@
     passthrough   hv-passthrough
     windows       hv_relaxed, hv_vapic, hv_spinlocks, hv_time: what virt-manager asks for
 
-Linux takes Hyper-V's interface where it does not see KVM's: its clock is the reference TSC page's.
+Linux takes Hyper-V's interface where it does not see KVM's, under Microsoft's name, and with the number of the virtual processor: its clock
+is the reference TSC page's.
 """
 
 import re
@@ -14,14 +15,14 @@ from rows.qemu import Qemu
 
 FEATURES = {
     "passthrough": "hv-passthrough",
-    "windows": "hv_relaxed,hv_vapic,hv_spinlocks=0x1fff,hv_time",
+    "windows": "hv_relaxed,hv_vapic,hv_spinlocks=0x1fff,hv_time,hv_vpindex",
 }
 SECONDS = 5
 CLOCKS = "/sys/devices/system/clocksource/clocksource0"
 
 
 def run(setting, words):
-    guest = Qemu(setting, "q35", cpu=f"host,kvm=off,{FEATURES[words]}")
+    guest = Qemu(setting, "q35", cpu=f"host,kvm=off,hv-vendor-id=Microsoft Hv,{FEATURES[words]}")
     guest.boot()
     log = guest.console.run("dmesg")
     if "Hypervisor detected: Microsoft Hyper-V" not in log:
