@@ -1,7 +1,7 @@
 """boot MACHINE IRQCHIP CPUS [bzImage|i386|i386-pae] [ovmf] [qemu64]: QEMU boots Linux to a shell with all CPUs, and powers off.
 
 Without more words the kernel is an ELF file, which is started at its PVH entry; a bzImage is started by SeaBIOS, or by OVMF, which
-is in flash. 32-bit kernels are bzImages; their page tables have two levels, or three.
+is in flash. Of the 32-bit kernels the one whose page tables have two levels is a bzImage, that with three starts at its PVH entry.
 The CPU is the host's, or QEMU's own default.
 """
 
@@ -9,7 +9,7 @@ import re
 import shutil
 
 from rows.console import Failure
-from rows.qemu import Qemu, linux
+from rows.qemu import BOOT, Qemu, linux
 
 CR4_PAE = 1 << 5
 
@@ -24,12 +24,16 @@ def _check_i386(qemu, pae):
 
 
 def run(setting, machine, irqchip, cpus, *words):
-    payload, cpu, options = None, None, []
+    payload, cpu, options, seconds = None, None, [], BOOT
     for word in words:
         if word == "bzImage":
             payload = linux(setting, "vmlinuz")
-        elif word in ("i386", "i386-pae"):
-            payload = linux(setting, f"{word}/vmlinuz", f"{word}/initrd")
+        elif word == "i386":
+            payload = linux(setting, "i386/vmlinuz", "i386/initrd")
+            # It decompresses itself by 32-bit code, which slat interprets.
+            seconds = 3 * BOOT
+        elif word == "i386-pae":
+            payload = linux(setting, "i386-pae/vmlinux", "i386-pae/initrd")
         elif word == "ovmf":
             # Both are flash: memory that is read as such, where every write is a command to the device. The code never
             # accepts any; of the variables this guest has a copy.
@@ -45,7 +49,7 @@ def run(setting, machine, irqchip, cpus, *words):
         else:
             raise SystemExit(f"boot: unknown word {word}")
     qemu = Qemu(setting, machine, irqchip, int(cpus), payload, options, cpu=cpu)
-    qemu.boot()
+    qemu.boot(seconds)
     for word in words:
         if word.startswith("i386"):
             _check_i386(qemu, pae=word == "i386-pae")
