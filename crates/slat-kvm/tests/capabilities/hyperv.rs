@@ -256,7 +256,8 @@ pub const USES: &[Use] = &[
         // SAFETY: the kind of the exit.
         let call = unsafe { exit.u.hcall };
         assert_eq!((call.input, call.params), (0x5d | 1 << 16, [7, 0]));
-        let output = &mut guest.vcpu.get_kvm_run().__bindgen_anon_1.hyperv;
+        // SAFETY: as above.
+        let output = unsafe { &mut guest.vcpu.get_kvm_run().__bindgen_anon_1.hyperv };
         output.u.hcall.result = 0x1234;
         run(&mut guest);
         assert_eq!(word(&guest, DATA), 0x1234);
