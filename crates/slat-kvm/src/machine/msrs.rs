@@ -48,6 +48,11 @@ fn canonical(value: u64) -> Result<u64, MsrFault> {
     }
 }
 
+/// Whether a memory type is one that the ranges of memory types can have (SDM volume 3, table 12-8).
+fn is_memory_type(kind: u8) -> bool {
+    matches!(kind, 0 | 1 | 4 | 5 | 6)
+}
+
 fn valid_pat(value: u64) -> bool {
     value
         .to_le_bytes()
@@ -304,25 +309,27 @@ pub(crate) fn write_machine(
         }
         MTRR_PHYS_FIRST..=MTRR_PHYS_LAST => {
             // Even numbers are bases with a type, odd ones are masks with a valid bit.
-            only(if index & 1 == 0 {
-                0x0000_ffff_ffff_f007
-            } else {
-                0x0000_ffff_ffff_f800
-            })?;
+            let (low, is_base) = match index & 1 {
+                0 => (0xff, true),
+                _ => (0x800, false),
+            };
+            only(((1 << machine.physical_bits) - 1) & !0xfff | low)?;
+            if is_base && !is_memory_type(value as u8) {
+                return Err(MsrFault::Invalid);
+            }
             machine.store(index, value);
         }
         MTRR_FIX_64K | MTRR_FIX_16K..=MTRR_FIX_16K_LAST | MTRR_FIX_4K..=MTRR_FIX_4K_LAST => {
-            if value
-                .to_le_bytes()
-                .iter()
-                .any(|kind| !matches!(kind, 0 | 1 | 4 | 5 | 6))
-            {
+            if !value.to_le_bytes().into_iter().all(is_memory_type) {
                 return Err(MsrFault::Invalid);
             }
             machine.store(index, value);
         }
         MTRR_DEF_TYPE => {
-            only(0xc07)?;
+            only(0xcff)?;
+            if !is_memory_type(value as u8) {
+                return Err(MsrFault::Invalid);
+            }
             machine.store(index, value);
         }
         MISC_ENABLE => write_misc_enable(machine, value, by_guest)?,

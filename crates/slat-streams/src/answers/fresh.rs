@@ -259,14 +259,13 @@ pub fn all() -> Vec<Fresh> {
             ..vm(KVM_GET_CLOCK, &kvm_clock_data::default())
         },
     ];
-    // No leaf: the count is written.
+    // No leaf: the count is 0.
     let cpuid = vec![0; 8 + 4 * size_of::<kvm_cpuid_entry2>()];
     let mut asked = cpuid.clone();
     asked[0] = 4;
     all.push(Fresh {
         asked,
         answer: Ok(cpuid),
-        differs: &[(0..4, "the kernel writes no count if there is none")],
         ..vcpu(KVM_GET_CPUID2, &0u64)
     });
     all
@@ -331,12 +330,19 @@ pub fn msrs() -> Vec<FreshMsr> {
             differs: Some("each vendor module has its own"),
             ..msr(0x8b, Some(if amd { 0x0100_0065 } else { 1 << 32 }))
         },
+        // SMBASE, where a client reads it.
+        msr(0x9e, Some(0x3_0000)),
         msr(0xce, Some(1 << 31)),
         FreshMsr {
             differs: Some("a module may say that there are fast strings"),
             ..msr(0x1a0, Some(0x1800))
         },
         msr(0x277, Some(0x0007_0406_0007_0406)),
+        // Hyper-V's: the time that the vCPU has run, and the VM's; the frequencies of TSC and APIC.
+        msr(0x4000_0010, None),
+        msr(0x4000_0020, None),
+        msr(0x4000_0022, None),
+        msr(0x4000_0023, None),
         // Halts poll.
         msr(0x4b56_4d05, Some(1)),
     ]

@@ -107,6 +107,7 @@ const NXE: u64 = 1 << 11;
 /// CR4: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT, which no feature of CPUID gates.
 const CR4_ALWAYS: u64 = 0x7ff;
 const OTHER_CPU: Option<&str> = Some("the host's processor has other features");
+const LAX_MODULE: Option<&str> = Some("a module without VMX and SVM does not look at all bits");
 /// XSTATE_BV and XCOMP_BV in an XSAVE area.
 const XSTATE_BV: (usize, usize) = (512, 8);
 const XCOMP_BV: (usize, usize) = (520, 8);
@@ -166,23 +167,27 @@ pub const RULES: &[Rule] = &[
             ],
         ),
         cpuid: false,
+        differs: LAX_MODULE,
         ..sregs("CR4 of a guest without CPUID: no bit of a feature")
     },
     Rule {
         field: field!(kvm_sregs, efer),
         values: Values::Bits(1),
         cpuid: false,
+        differs: LAX_MODULE,
         ..sregs("EFER of a guest without CPUID: SCE")
     },
     Rule {
         field: field!(kvm_sregs, efer),
         values: Values::Bits(1 | LME | NXE),
+        differs: LAX_MODULE,
         ..sregs("EFER without paging: no LMA, and the bits of the guest's CPUID")
     },
     Rule {
         with: long_mode,
         field: field!(kvm_sregs, efer),
         values: Values::Listed(&[0x500, 0x501, 0xd00], &[LME, LMA, 0x502, 0x1500]),
+        differs: LAX_MODULE,
         ..sregs("EFER with paging: LME and LMA together")
     },
     Rule {
@@ -487,6 +492,7 @@ pub const RULES: &[Rule] = &[
             &[0x0007_0406_0007_0406, 0, 0x0101_0101_0606_0505],
             &[2, 3, 8, 0x0200_0000_0000_0000, 0x80],
         ),
+        differs: LAX_MODULE,
         ..msr(0x277, "PAT: memory types that exist")
     },
     Rule {
@@ -542,6 +548,7 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         values: Values::Listed(&[0, 1], &[2, 1 << 63]),
+        differs: LAX_MODULE,
         ..msr(0x140, "MISC_FEATURES: CPUID faulting")
     },
     Rule {
