@@ -255,7 +255,7 @@ pub fn all() -> Vec<Fresh> {
         Fresh {
             controllers: Controllers::None,
             // The clock, its flags, which follow from the host's clock, the real time, the host's TSC.
-            varies: &[0..40],
+            varies: &[Range { start: 0, end: 40 }],
             ..vm(KVM_GET_CLOCK, &kvm_clock_data::default())
         },
     ];
