@@ -53,6 +53,8 @@ const SVR_ENABLED: u32 = 1 << 8;
 const X2APIC_ICR_RESERVED: u64 = 0xfff3_2000;
 /// Nanoseconds of the shortest period: KVM's `min_timer_period_us`.
 const MIN_PERIOD: u64 = 200_000;
+/// The largest divisor of the timer's count.
+pub const MAX_DIVISOR: u64 = 128;
 /// Registers of the APIC page.
 pub const REGISTERS: usize = 64;
 /// Version 0x14 with six LVT entries.
@@ -125,6 +127,8 @@ pub struct Lapic {
     deadline: Option<u64>,
     tsc_deadline: u64,
     tsc_khz: u64,
+    /// Nanoseconds of a cycle of the bus, by which the timer counts.
+    bus_cycle_ns: u64,
 }
 
 impl Lapic {
@@ -138,6 +142,7 @@ impl Lapic {
             deadline: None,
             tsc_deadline: 0,
             tsc_khz,
+            bus_cycle_ns: 1,
         };
         lapic.set(reg::ID, lapic.id_register());
         lapic.reset();
@@ -240,7 +245,8 @@ impl Lapic {
             .then_some(self.base & 0x000f_ffff_ffff_f000)
     }
 
-    fn software_enabled(&self) -> bool {
+    /// Whether the APIC is enabled, by its base and by its spurious-interrupt vector register.
+    pub fn software_enabled(&self) -> bool {
         self.base & BASE_ENABLE != 0 && self.get(reg::SVR) & SVR_ENABLED != 0
     }
 
@@ -324,7 +330,7 @@ impl Lapic {
                 self.tick(now);
                 self.set(reg::TIMER_INITIAL, value);
                 self.started = now;
-                self.deadline = (value != 0).then(|| now + self.period());
+                self.deadline = (value != 0).then(|| now.saturating_add(self.period()));
                 return Effect::Timer;
             }
             reg::TIMER_DIVIDE => {
@@ -333,8 +339,8 @@ impl Lapic {
                 self.set(reg::TIMER_DIVIDE, value & 0xb);
                 if self.deadline.is_some() && !self.tsc_deadline_mode() {
                     // The count goes on from where it is, at the new speed.
-                    let left = u64::from(count) * self.divisor();
-                    self.deadline = Some(now + left);
+                    let left = u64::from(count) * self.count_ns();
+                    self.deadline = Some(now.saturating_add(left));
                     return Effect::Timer;
                 }
             }
@@ -526,6 +532,12 @@ impl Lapic {
         self.tsc_khz = khz;
     }
 
+    /// Sets how long a cycle of the bus is, by which the timer counts: 1 ns, unless this is called. Call before the guest runs. The
+    /// longest count, [`u32::MAX`] with [`MAX_DIVISOR`], has to fit 64 bits.
+    pub fn set_bus_cycle(&mut self, nanoseconds: u64) {
+        self.bus_cycle_ns = nanoseconds;
+    }
+
     fn eoi(&mut self) -> Effect {
         let Some(vector) = self.highest(reg::ISR) else {
             return Effect::None;
@@ -566,13 +578,18 @@ impl Lapic {
         1 << shift
     }
 
+    /// Nanoseconds of one step of the timer's count.
+    fn count_ns(&self) -> u64 {
+        self.divisor() * self.bus_cycle_ns
+    }
+
     fn is_periodic(&self) -> bool {
         self.get(reg::LVT_TIMER) >> 17 & 3 == 1
     }
 
-    /// Nanoseconds of one full count: the bus runs at 1 GHz. A count that begins again and again has KVM's minimum.
+    /// Nanoseconds of one full count. A count that begins again and again has KVM's minimum.
     fn period(&self) -> u64 {
-        match u64::from(self.get(reg::TIMER_INITIAL)) * self.divisor() {
+        match u64::from(self.get(reg::TIMER_INITIAL)) * self.count_ns() {
             0 => 0,
             period if self.is_periodic() => period.max(MIN_PERIOD),
             period => period,
@@ -584,7 +601,7 @@ impl Lapic {
             return 0;
         }
         self.deadline.map_or(0, |deadline| {
-            (deadline.saturating_sub(now) / self.divisor()) as u32
+            (deadline.saturating_sub(now) / self.count_ns()) as u32
         })
     }
 
@@ -629,7 +646,10 @@ impl Lapic {
         let periodic = self.is_periodic() && period != 0;
         self.tsc_deadline = 0;
         // Ticks that were missed are not made up for.
-        self.deadline = periodic.then(|| deadline + period * ((now - deadline) / period + 1));
+        self.deadline = periodic.then(|| {
+            let missed = (now - deadline) / period;
+            deadline.saturating_add(period.saturating_mul(missed + 1))
+        });
         if lvt & LVT_MASKED == 0 {
             self.request(lvt as u8, false);
         }
@@ -660,11 +680,12 @@ impl Lapic {
         self.tsc_deadline = 0;
         // A periodic timer that was saved at the end of its count begins a new one; another one fires.
         let period = self.period();
-        let left = match current * self.divisor() {
+        let left = match current * self.count_ns() {
             0 if self.is_periodic() => period,
             left => left.min(period),
         };
-        self.deadline = (period != 0 && !self.tsc_deadline_mode()).then(|| now + left);
+        self.deadline =
+            (period != 0 && !self.tsc_deadline_mode()).then(|| now.saturating_add(left));
     }
 }
 

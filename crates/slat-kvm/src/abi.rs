@@ -138,7 +138,10 @@ requests! {
     KVM_SET_XSAVE = iow::<kvm_xsave>(0xa5);
     KVM_GET_XCRS = ior::<kvm_xcrs>(0xa6);
     KVM_SET_XCRS = iow::<kvm_xcrs>(0xa7);
+    KVM_GET_ONE_REG = iow::<kvm_one_reg>(0xab);
+    KVM_SET_ONE_REG = iow::<kvm_one_reg>(0xac);
     KVM_KVMCLOCK_CTRL = io(0xad);
+    KVM_GET_REG_LIST = iowr::<kvm_reg_list>(0xb0);
     KVM_SMI = io(0xb7);
     KVM_GET_NESTED_STATE = iowr::<kvm_nested_state>(0xbe);
     KVM_SET_NESTED_STATE = iow::<kvm_nested_state>(0xbf);

@@ -104,7 +104,16 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         | KVM_CAP_SYS_HYPERV_CPUID
         | KVM_CAP_HYPERV_ENFORCE_CPUID
         | KVM_CAP_SYS_ATTRIBUTES
+        | KVM_CAP_ONE_REG
+        | KVM_CAP_X86_GUEST_MODE
+        | KVM_CAP_X86_NOTIFY_VMEXIT
+        | KVM_CAP_SMALLER_MAXPHYADDR
+        | KVM_CAP_ASYNC_PF
+        | KVM_CAP_ASYNC_PF_INT
         | KVM_CAP_VCPU_ATTRIBUTES => 1,
+        KVM_CAP_STEAL_TIME => crate::steal_time::is_available().into(),
+        KVM_CAP_X86_APIC_BUS_CYCLES_NS => crate::options::APIC_BUS_CYCLE_NS as u32,
+        KVM_CAP_X86_BUS_LOCK_EXIT => crate::options::BUS_LOCK_MODES,
         KVM_CAP_X86_DISABLE_EXITS => crate::options::DISABLED_EXITS,
         KVM_CAP_NESTED_STATE => crate::nested::SIZE,
         KVM_CAP_MCE => crate::msr::mce::MAX_BANKS,

@@ -204,6 +204,12 @@ impl Tsc {
         self.khz
     }
 
+    /// Returns the time in which the TSC counts `cycles`.
+    pub(crate) fn duration(&self, cycles: u64) -> Duration {
+        let nanoseconds = u128::from(cycles) * 1_000_000 / u128::from(self.khz.max(1));
+        Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
+    }
+
     /// Changes the frequency; the TSC continues from its present value.
     pub(crate) fn set_khz(&mut self, khz: u32) {
         let host = host_tsc();

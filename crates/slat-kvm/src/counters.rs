@@ -62,6 +62,8 @@ exits! {
     nmi_injections,
     /// Times that the vCPU dropped all translations.
     tlb_flush,
+    /// Times that the notify window was over.
+    notify_window_exits,
     /// Halts that ended.
     halt_wakeup,
     /// Nanoseconds spent in halts.

@@ -43,14 +43,24 @@ pub fn leaf7_ebx() -> u32 {
     integer | features().leaf7_ebx
 }
 
-/// Leaf 7 ECX: UMIP RDPID CLDEMOTE, and PKU if `protection_keys`.
+/// Leaf 7 ECX: UMIP RDPID CLDEMOTE, PKU if `protection_keys`; VAES and VPCLMULQDQ as on the host.
 pub fn leaf7_ecx(protection_keys: bool) -> u32 {
-    bits(&[(true, 2), (protection_keys, 3), (true, 22), (true, 25)])
+    let own = bits(&[(true, 2), (protection_keys, 3), (true, 22), (true, 25)]);
+    own | features().leaf7_ecx
 }
 
-/// Leaf 7 EDX: FSRM SERIALIZE ARCH_CAPABILITIES.
+/// Leaf 7 EDX: FSRM MD_CLEAR SERIALIZE SPEC_CTRL STIBP FLUSH_L1D ARCH_CAPABILITIES SSBD.
 pub fn leaf7_edx() -> u32 {
-    bits(&[(true, 4), (true, 14), (true, 29)])
+    bits(&[
+        (true, 4),
+        (true, 10),
+        (true, 14),
+        (true, 26),
+        (true, 27),
+        (true, 28),
+        (true, 29),
+        (true, 31),
+    ])
 }
 
 /// Leaf 7.1 EAX: FZRM FSRS.
@@ -58,24 +68,43 @@ pub fn leaf7_1_eax() -> u32 {
     bits(&[(true, 10), (true, 11)])
 }
 
-/// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC, XGETBV of XINUSE.
+/// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC, XGETBV of XINUSE, XSAVES.
 pub fn leaf_d1_eax() -> u32 {
-    bits(&[(true, 0), (true, 1), (true, 2)])
+    bits(&[(true, 0), (true, 1), (true, 2), (true, 3)])
 }
 
-/// Leaf 0x8000_0008 EBX: WBNOINVD, and no speculative store bypass and branch type confusion, because the CPU does not speculate.
-pub fn ext8_ebx() -> u32 {
-    bits(&[(true, 9), (true, 26), (true, 29)])
+/// Leaf 0x8000_0008 EBX: WBNOINVD, IBPB IBRS STIBP SSBD and what they need not do (IBRS protects its own mode, IBPB flushes returns), and
+/// no speculative store bypass and branch type confusion, because the CPU does not speculate; for `amd` CLZERO, XSAVEERPTR (the
+/// x87 pointers are always saved) and VIRT_SSBD.
+pub fn ext8_ebx(amd: bool) -> u32 {
+    bits(&[
+        (amd, 0),
+        (amd, 2),
+        (true, 9),
+        (true, 12),
+        (true, 14),
+        (true, 15),
+        (true, 19),
+        (true, 24),
+        (amd, 25),
+        (true, 26),
+        (true, 29),
+        (true, 30),
+    ])
 }
 
-/// Leaf 0x8000_0021 EAX: LFENCE serializes; no speculative return stack overflow.
+/// Leaf 0x8000_0021 EAX: LFENCE serializes; IBRS is automatic; no speculative return stack overflow.
 pub fn ext21_eax() -> u32 {
-    bits(&[(true, 2), (true, 29)])
+    bits(&[(true, 2), (true, 8), (true, 29)])
 }
 
-/// IA32_ARCH_CAPABILITIES (SDM volume 4): the vulnerabilities that the CPU does not have, because it does not speculate:
-/// RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS RFDS.
+/// Leaf 0x8000_0001 EDX, on an AMD host: the MMX instructions that are part of SSE, and FFXSR.
+pub const AMD_EXT1_EDX: u32 = 1 << 22 | 1 << 25;
+
+/// IA32_ARCH_CAPABILITIES (SDM volume 4): IBRS protects all modes once it is set, and the vulnerabilities that the CPU does not have,
+/// because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS RFDS.
 pub const ARCH_CAPABILITIES: u64 = 1
+    | 1 << 1
     | 1 << 3
     | 1 << 4
     | 1 << 5
@@ -89,7 +118,53 @@ pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 26
     | 1 << 27;
 
-/// Leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW.
-pub fn ext1_ecx() -> u32 {
-    bits(&[(true, 0), (true, 5), (true, 8)])
+/// Leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW; for `amd` CMP_LEGACY (of clients that tell of several cores), LOCK MOV CR0, SSE4A,
+/// MISALIGNSSE and OSVW.
+pub fn ext1_ecx(amd: bool) -> u32 {
+    bits(&[
+        (true, 0),
+        (amd, 1),
+        (amd, 4),
+        (true, 5),
+        (amd, 6),
+        (amd, 7),
+        (true, 8),
+        (amd, 9),
+    ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpuid::{host_is_amd, lookup, supported};
+
+    /// What the CPU models of VMMs name, and this CPU has on every host of the vendor: leaf, subleaf, register, bits.
+    #[test]
+    fn the_cpu_has_what_models_of_its_vendor_have() {
+        let table = supported().unwrap();
+        let mut expected = vec![
+            // VME; MD_CLEAR SPEC_CTRL STIBP FLUSH_L1D ARCH_CAPABILITIES SSBD; UMIP; XSAVEOPT XSAVEC XGETBV1 XSAVES.
+            (1, 0, 3, 1 << 1),
+            (7, 0, 3, 1 << 10 | 0b1011_11 << 26),
+            (7, 0, 2, 1 << 2),
+            (0xd, 1, 0, 15),
+            // IBPB IBRS STIBP SSBD.
+            (0x8000_0008, 0, 1, 1 << 12 | 1 << 14 | 1 << 15 | 1 << 24),
+        ];
+        if host_is_amd() {
+            // MMXEXT FXSR_OPT; CR8_LEGACY SSE4A MISALIGNSSE OSVW; CLZERO XSAVEERPTR; AUTOIBRS.
+            expected.extend([
+                (0x8000_0001, 0, 3, 1 << 22 | 1 << 25),
+                (0x8000_0001, 0, 2, 1 << 4 | 1 << 6 | 1 << 7 | 1 << 9),
+                (0x8000_0008, 0, 1, 1 | 1 << 2),
+                (0x8000_0021, 0, 0, 1 << 8),
+            ]);
+        }
+        for (leaf, subleaf, register, bits) in expected {
+            let told = lookup(&table, leaf, subleaf)[register];
+            assert_eq!(told & bits, bits, "leaf {leaf:#x}, register {register}");
+        }
+        let vaes = u32::from(is_x86_feature_detected!("vaes")) << 9;
+        assert_eq!(lookup(&table, 7, 0)[2] & 1 << 9, vaes);
+    }
 }

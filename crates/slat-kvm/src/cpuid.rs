@@ -30,12 +30,16 @@ pub(crate) const EXTENDED_EDX_LONG_MODE: u32 = 1 << 29;
 pub(crate) const POWER_LEAF: u32 = 0x8000_0007;
 /// [`POWER_LEAF`] EDX: the TSC is invariant.
 pub(crate) const POWER_EDX_INVARIANT_TSC: u32 = 1 << 8;
+/// Leaf 0xd.1 EAX: XSAVES, XRSTORS and IA32_XSS.
+pub(crate) const LEAF_D1_EAX_XSAVES: u32 = 1 << 3;
+/// Leaf 0x8000_0001 ECX: OS-visible workarounds.
+pub(crate) const EXT1_ECX_OSVW: u32 = 1 << 9;
 /// Guest-physical address bits.
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
 pub const VIRT_BITS: u32 = 48;
 /// Returns the bits of KVM's paravirtual features: its clock, which is stable; IPIs, halts and ends of interrupts by hypercall or
-/// memory; steal time, where the host counts it.
+/// memory; asynchronous page faults; steal time, where the host counts it.
 fn kvm_features() -> u32 {
     let steal_time = u32::from(crate::steal_time::is_available());
     1 << KVM_FEATURE_CLOCKSOURCE
@@ -45,6 +49,9 @@ fn kvm_features() -> u32 {
         | 1 << KVM_FEATURE_PV_EOI
         | 1 << KVM_FEATURE_PV_UNHALT
         | 1 << KVM_FEATURE_PV_SEND_IPI
+        | 1 << KVM_FEATURE_ASYNC_PF
+        | 1 << KVM_FEATURE_ASYNC_PF_VMEXIT
+        | 1 << KVM_FEATURE_ASYNC_PF_INT
         | 1 << KVM_FEATURE_CLOCKSOURCE_STABLE
 }
 
@@ -59,17 +66,21 @@ const KVM_SIGNATURE: [u32; 3] = [
 pub(crate) const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
 const KVM_FEATURE_NOP_IO_DELAY: u32 = 1;
 pub(crate) const KVM_FEATURE_CLOCKSOURCE2: u32 = 3;
+pub(crate) const KVM_FEATURE_ASYNC_PF: u32 = 4;
 pub(crate) const KVM_FEATURE_STEAL_TIME: u32 = 5;
 pub(crate) const KVM_FEATURE_PV_EOI: u32 = 6;
 pub(crate) const KVM_FEATURE_PV_UNHALT: u32 = 7;
+pub(crate) const KVM_FEATURE_ASYNC_PF_VMEXIT: u32 = 10;
 pub(crate) const KVM_FEATURE_PV_SEND_IPI: u32 = 11;
 pub(crate) const KVM_FEATURE_PV_SCHED_YIELD: u32 = 13;
+pub(crate) const KVM_FEATURE_ASYNC_PF_INT: u32 = 14;
 const KVM_FEATURE_CLOCKSOURCE_STABLE: u32 = 24;
 
 /// Feature bits, by register.
 mod feature {
-    /// FPU DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
+    /// FPU VME DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
     pub const LEAF1_EDX: u32 = 1
+        | 1 << 1
         | 1 << 2
         | 1 << 3
         | 1 << 4
@@ -93,6 +104,8 @@ mod feature {
     pub const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
     /// SYSCALL NX PDPE1GB RDTSCP LM.
     pub const EXT1_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
+    /// Leaf 1 EDX: the caches snoop the CPU's own accesses. Intel's CPUs alone have the bit.
+    pub const LEAF1_EDX_SELF_SNOOP: u32 = 1 << 27;
     /// The part of leaf 1 EDX that AMD repeats in 0x8000_0001.
     pub const EXT1_EDX_AMD_COPY: u32 = 0x0183_f3ff;
 }
@@ -251,15 +264,19 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
         | if amd {
-            feature::LEAF1_EDX & feature::EXT1_EDX_AMD_COPY
+            feature::LEAF1_EDX & feature::EXT1_EDX_AMD_COPY | cpu_features::AMD_EXT1_EDX
         } else {
             0
         };
+    let leaf1_edx = match amd {
+        true => feature::LEAF1_EDX,
+        false => feature::LEAF1_EDX | feature::LEAF1_EDX_SELF_SNOOP,
+    };
     let mut entries = heap::with_room(MAX_LEAVES)?;
     entries.extend([
         entry(0, None, [0xd, host.ebx, host.ecx, host.edx]),
         // CLFLUSH lines of 64 bytes; the APIC id is the client's to fill in.
-        entry(1, None, [host1.eax, 8 << 8, leaf1_ecx, feature::LEAF1_EDX]),
+        entry(1, None, [host1.eax, 8 << 8, leaf1_ecx, leaf1_edx]),
         entry(2, None, [1, 0, 0, 0]),
     ]);
     push_caches(&mut entries);
@@ -319,7 +336,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             [
                 if amd { host1.eax } else { 0 },
                 0,
-                cpu_features::ext1_ecx(),
+                cpu_features::ext1_ecx(amd),
                 ext1_edx,
             ],
         ),
@@ -344,7 +361,12 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
         entry(
             0x8000_0008,
             None,
-            [PHYS_BITS | VIRT_BITS << 8, cpu_features::ext8_ebx(), 0, 0],
+            [
+                PHYS_BITS | VIRT_BITS << 8,
+                cpu_features::ext8_ebx(amd),
+                0,
+                0,
+            ],
         ),
     ]);
     if amd {

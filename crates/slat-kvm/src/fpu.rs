@@ -1,10 +1,10 @@
 //! The x87, SSE, AVX and PKRU state in KVM's structs: `kvm_fpu` and the XSAVE area.
 
-use crate::cpuid::{avx_offset, pkru_offset, supported_xcr0};
+use crate::cpuid::{avx_offset, host_is_amd, pkru_offset, supported_xcr0};
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 use slat_x86::State;
-use slat_x86::state::{MXCSR_MASK, xcr0};
+use slat_x86::state::{MXCSR_MASK, MXCSR_MM, xcr0};
 
 /// Offset of XSTATE_BV in an XSAVE area.
 const XSTATE_BV: usize = 512;
@@ -92,7 +92,12 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     image[24..28].copy_from_slice(&state.mxcsr.to_le_bytes());
     if present & (xcr0::X87 | xcr0::SSE | xcr0::AVX) != 0 {
         let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
-        if mxcsr & !MXCSR_MASK != 0 {
+        // As in KVM, by the host's vendor.
+        let known = match host_is_amd() {
+            true => MXCSR_MASK | MXCSR_MM,
+            false => MXCSR_MASK,
+        };
+        if mxcsr & !known != 0 {
             return fail(libc::EINVAL);
         }
         image[24..28].copy_from_slice(&area[24..28]);

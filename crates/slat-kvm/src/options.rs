@@ -1,10 +1,12 @@
 //! The options that a client sets for a VM by `KVM_ENABLE_CAP`, except those that have a module of their own.
 
+use crate::cpuid::host_is_amd;
 use crate::errno::{Result, fail};
 use crate::msr_filter::MsrFilter;
 use kvm_bindings::*;
+use slat_x86::BusLocks;
 use std::sync::RwLock;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// What `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_DISABLE_EXITS`. PAUSE never ends `KVM_RUN`.
 pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISABLE_EXITS_PAUSE;
@@ -16,6 +18,15 @@ const KNOWN_EXITS: u64 =
 pub(crate) const MAP_GPA_RANGE: u32 = 12;
 /// The hypercalls that a client can complete itself: the value of `KVM_CAP_EXIT_HYPERCALL`.
 pub(crate) const HYPERCALL_EXITS: u32 = 1 << MAP_GPA_RANGE;
+
+/// What `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_BUS_LOCK_EXIT`: the modes of the detection.
+pub(crate) const BUS_LOCK_MODES: u32 = KVM_BUS_LOCK_DETECTION_OFF | KVM_BUS_LOCK_DETECTION_EXIT;
+
+/// The flags of `KVM_CAP_X86_NOTIFY_VMEXIT`, in the lower half of its argument.
+pub(crate) const NOTIFY_FLAGS: u32 = KVM_X86_NOTIFY_VMEXIT_ENABLED | KVM_X86_NOTIFY_VMEXIT_USER;
+
+/// Nanoseconds of a cycle of the local APICs' bus, unless the client sets them: the bus runs at 1 GHz.
+pub(crate) const APIC_BUS_CYCLE_NS: u64 = 1;
 
 /// The options of a VM.
 #[derive(Debug)]
@@ -34,6 +45,12 @@ pub(crate) struct Options {
     user_space_msrs: AtomicU32,
     /// `KVM_CAP_EXIT_HYPERCALL`: the hypercalls, a bit each, that the client completes.
     hypercall_exits: AtomicU32,
+    /// `KVM_CAP_X86_BUS_LOCK_EXIT`: a bus lock of the guest ends `KVM_RUN`.
+    bus_locks_exit: AtomicBool,
+    /// `KVM_CAP_X86_NOTIFY_VMEXIT`: the window in cycles of the TSC (upper half), and flags; 0 for none.
+    notify_vmexit: AtomicU64,
+    /// `KVM_CAP_X86_APIC_BUS_CYCLES_NS`.
+    apic_bus_cycle_ns: AtomicU64,
     /// Whether `KVM_X86_SET_MSR_FILTER` has set a filter; if not, MSR accesses skip the lock.
     has_msr_filter: AtomicBool,
     msr_filter: RwLock<MsrFilter>,
@@ -49,6 +66,9 @@ impl Default for Options {
             guest_reads_platform_info: AtomicBool::new(true),
             user_space_msrs: AtomicU32::default(),
             hypercall_exits: AtomicU32::default(),
+            bus_locks_exit: AtomicBool::default(),
+            notify_vmexit: AtomicU64::default(),
+            apic_bus_cycle_ns: AtomicU64::new(APIC_BUS_CYCLE_NS),
             has_msr_filter: AtomicBool::default(),
             msr_filter: RwLock::default(),
         }
@@ -72,6 +92,18 @@ impl Options {
                 }
                 self.user_space_msrs
                     .store(argument as u32, Ordering::Relaxed);
+                return Some(Ok(()));
+            }
+            KVM_CAP_X86_BUS_LOCK_EXIT => {
+                if argument & !u64::from(BUS_LOCK_MODES) != 0
+                    || argument == u64::from(BUS_LOCK_MODES)
+                {
+                    return Some(fail(libc::EINVAL));
+                }
+                // As in KVM, no later call undoes this.
+                if argument & u64::from(KVM_BUS_LOCK_DETECTION_EXIT) != 0 {
+                    self.bus_locks_exit.store(true, Ordering::Relaxed);
+                }
                 return Some(Ok(()));
             }
             KVM_CAP_EXIT_HYPERCALL => {
@@ -116,6 +148,39 @@ impl Options {
 
     pub(crate) fn halts_inside(&self) -> bool {
         self.halts_inside.load(Ordering::Relaxed)
+    }
+
+    /// Returns what a bus lock of the guest does: on the host's processors, one that exits has been executed (Intel) or not (AMD).
+    pub(crate) fn bus_locks(&self) -> BusLocks {
+        match self.bus_locks_exit.load(Ordering::Relaxed) {
+            false => BusLocks::Executed,
+            true if host_is_amd() => BusLocks::ExitBefore,
+            true => BusLocks::ExitAfter,
+        }
+    }
+
+    /// Returns the notify window in cycles of the TSC, if the client asked for one.
+    pub(crate) fn notify_window(&self) -> Option<u64> {
+        let asked = self.notify_vmexit.load(Ordering::Relaxed);
+        (asked & u64::from(KVM_X86_NOTIFY_VMEXIT_ENABLED) != 0).then_some(asked >> 32)
+    }
+
+    /// Whether the client wants an exit when the window is over.
+    pub(crate) fn notifies_client(&self) -> bool {
+        let asked = self.notify_vmexit.load(Ordering::Relaxed);
+        asked & u64::from(KVM_X86_NOTIFY_VMEXIT_USER) != 0
+    }
+
+    pub(crate) fn set_notify_vmexit(&self, asked: u64) {
+        self.notify_vmexit.store(asked, Ordering::Relaxed);
+    }
+
+    pub(crate) fn apic_bus_cycle_ns(&self) -> u64 {
+        self.apic_bus_cycle_ns.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_apic_bus_cycle_ns(&self, nanoseconds: u64) {
+        (self.apic_bus_cycle_ns).store(nanoseconds, Ordering::Relaxed);
     }
 
     pub(crate) fn guest_reads_platform_info(&self) -> bool {

@@ -55,6 +55,7 @@ plain!(
     kvm_memory_attributes,
     kvm_mp_state,
     kvm_msi,
+    kvm_one_reg,
     kvm_msr_entry,
     kvm_msr_filter,
     kvm_pre_fault_memory,

@@ -11,14 +11,16 @@ use crate::fixed::Fixed;
 use crate::flags::Lazy;
 use crate::heap::{OutOfMemory, Pages};
 use crate::int::Int;
-use crate::machine::{Exit, GuestFlush, HypercallOutcome, Machine, Paging};
+use crate::machine::{BusLocks, Exit, GuestFlush, HypercallOutcome, Machine, Paging};
 use crate::mmio::Devices;
 use crate::op::{Break, Op};
+use crate::progress::Progress;
 use crate::simd;
 use crate::state::{Exception, Segment, State, control, flags, xcr0};
 use crate::sync::Arc;
 use crate::tlb::{SUPERVISOR, SUPERVISOR_AC, Tlb, USER, Which};
 use std::ptr::NonNull;
+use std::time::Duration;
 
 /// The CPU state that decoding depends on besides the bytes, as bits of a block's key.
 pub(crate) mod mode {
@@ -47,6 +49,10 @@ pub struct Cpu {
     pub state: State,
     /// End the run with [`Exit::InterruptWindow`] when the guest could take an interrupt.
     pub interrupt_window: bool,
+    /// What a locked access does that crosses a cache line.
+    pub bus_locks: BusLocks,
+    /// End the run with [`Exit::Notify`] when events have been delivered for longer than this without an instruction in between.
+    pub notify_window: Option<Duration>,
     /// Debug exceptions that end the run with [`Exit::Debug`] instead of being delivered to the guest.
     pub debugger: Debugger,
 
@@ -61,6 +67,12 @@ pub struct Cpu {
     pub(crate) stop: bool,
     /// Work is pending for the block boundary.
     pub(crate) slow: bool,
+    /// The last instruction has locked the bus, which ends the run.
+    pub(crate) bus_locked: bool,
+    /// The next bus lock does not end the run: the one that ended the last run.
+    pub(crate) bus_lock_passes: bool,
+    /// RIP of the instruction that ended the last run because it would lock the bus.
+    pub(crate) bus_lock_rip: Option<u64>,
     /// The host page of the running block; [`ANY_PAGE`] in compiled code, where blocks of other pages may follow.
     pub(crate) code_page: usize,
     /// RIP at the start of the running block.
@@ -82,6 +94,7 @@ pub struct Cpu {
     pub(crate) last: Option<NonNull<Block>>,
     pub(crate) devices: Devices,
     pub(crate) watch: Watch,
+    pub(crate) progress: Progress,
     pub(crate) fault: Exception,
     pub(crate) fault_address: u64,
     pub(crate) fault_noncanonical: bool,
@@ -126,6 +139,8 @@ impl Cpu {
         Ok(Self {
             state: State::reset(),
             interrupt_window: false,
+            bus_locks: BusLocks::default(),
+            notify_window: None,
             debugger: Debugger::default(),
             features: Features::all(),
             lazy: Lazy::done(),
@@ -135,6 +150,9 @@ impl Cpu {
             cpl: 0,
             stop: false,
             slow: true,
+            bus_locked: false,
+            bus_lock_passes: false,
+            bus_lock_rip: None,
             code_page: usize::MAX,
             block_rip: 0,
             generation: 1,
@@ -148,6 +166,7 @@ impl Cpu {
             last: None,
             devices: Devices::default(),
             watch: Watch::default(),
+            progress: Progress::default(),
             fault: Exception {
                 vector: 0,
                 error: None,
@@ -448,14 +467,6 @@ impl Cpu {
     /// Whether a selector is a paragraph number: in real mode and in virtual-8086 mode.
     pub(crate) fn has_paragraphs(&self) -> bool {
         !self.protected() || self.virtual_8086()
-    }
-
-    /// Raises #GP(0) in virtual-8086 mode unless IOPL is 3 (SDM volume 3, "Sensitive Instructions").
-    pub(crate) fn sensitive(&mut self) -> Result<(), Break> {
-        match self.virtual_8086() && self.state.rflags & flags::IOPL != flags::IOPL {
-            true => Err(self.gp()),
-            false => Ok(()),
-        }
     }
 
     /// Whether a linear address is canonical. Outside long mode all are.

@@ -7,7 +7,7 @@ use crate::heap::{self, OutOfMemory};
 use crate::op::{Break, Op};
 use crate::snapshot::{Snapshot, Spare};
 use crate::{Cpu, lower};
-use iced_x86::{Decoder, DecoderError, DecoderOptions, Mnemonic};
+use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, Register};
 use std::sync::Once;
 
 /// UD2 and "kvm": makes KVM emulate the next instruction.
@@ -132,8 +132,16 @@ impl Cpu {
                 }
                 prefix = PREFIX.len();
             }
-            let insn = decoder.decode();
+            let mut insn = decoder.decode();
             decoded.end = decoder.last_error();
+            if decoded.end == DecoderError::InvalidInstruction
+                && self.features.cr8_legacy
+                && let Some(cr8) = lock_mov_cr0(bits, &bytes[start + prefix..], insn.ip())
+                && decoder.set_position(start + prefix + cr8.len()).is_ok()
+            {
+                decoder.set_ip(cr8.next_ip());
+                (insn, decoded.end) = (cr8, DecoderError::None);
+            }
             if decoded.end != DecoderError::None {
                 // The end of the page or a bad instruction; the next block starts here and handles it.
                 break;
@@ -153,6 +161,15 @@ impl Cpu {
         }
         decoded
     }
+}
+
+/// Decodes LOCK MOV CR0, which is MOV CR8 on AMD's CPUs. `None`: the bytes are something else. The decoder's option for it changes
+/// what other instructions mean, so it is not used for them.
+#[cold]
+fn lock_mov_cr0(bits: u32, bytes: &[u8], ip: u64) -> Option<Instruction> {
+    let insn = Decoder::with_ip(bits, bytes, ip, DecoderOptions::AMD).decode();
+    let is_cr8 = (0..insn.op_count()).any(|k| insn.op_register(k) == Register::CR8);
+    is_cr8.then_some(insn)
 }
 
 /// Whether the decoder consumes all of the first 15 bytes without reaching the end of the instruction.

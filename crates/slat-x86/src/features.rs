@@ -3,7 +3,7 @@
 //! Without a feature its control bits are reserved and its instructions are #UD, as far as hardware under KVM behaves so.
 
 use crate::simd;
-use crate::state::{control, xcr0};
+use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 
 /// The features of a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +23,13 @@ pub struct Features {
     pub(crate) rdseed: bool,
     pub(crate) xsaveopt: bool,
     pub(crate) xsavec: bool,
+    pub(crate) xsaves: bool,
+    pub(crate) clzero: bool,
+    pub(crate) sse4a: bool,
+    /// LOCK MOV CR0 is MOV CR8.
+    pub(crate) cr8_legacy: bool,
+    /// Bits of MXCSR that can be set.
+    pub(crate) mxcsr: u32,
     /// Intel's CPUs have SYSCALL in 64-bit mode only, and no instruction breakpoints in the shadow of MOV SS.
     pub(crate) is_intel: bool,
     /// Bits of a guest-physical address.
@@ -51,10 +58,12 @@ const CR4_FEATURES: [(u64, u32, usize, u32); 8] = [
 ];
 /// EFER: SCE, which no CPU refuses.
 const EFER_BASELINE: u64 = control::EFER_SCE;
-/// EFER bits that are features, in leaf 0x8000_0001's EDX.
-const EFER_FEATURES: [(u64, u32); 2] = [
-    (control::EFER_NXE, 20),
-    (control::EFER_LME | control::EFER_LMA, 29),
+/// EFER bits that are features, and where CPUID reports them: leaf, register, bit.
+const EFER_FEATURES: [(u64, u32, usize, u32); 4] = [
+    (control::EFER_NXE, 0x8000_0001, EDX, 20),
+    (control::EFER_FFXSR, 0x8000_0001, EDX, 25),
+    (control::EFER_LME | control::EFER_LMA, 0x8000_0001, EDX, 29),
+    (control::EFER_AIBRSE, 0x8000_0021, EAX, 8),
 ];
 
 const EAX: usize = 0;
@@ -76,7 +85,7 @@ impl Features {
         let cr4 = (CR4_FEATURES.iter()).fold(CR4_BASELINE, |all, (bit, ..)| all | bit);
         let efer = EFER_FEATURES
             .iter()
-            .fold(EFER_BASELINE, |all, (bits, _)| all | bits);
+            .fold(EFER_BASELINE, |all, (bits, ..)| all | bits);
         Features {
             cr4,
             efer,
@@ -89,6 +98,11 @@ impl Features {
             rdseed: true,
             xsaveopt: true,
             xsavec: true,
+            xsaves: true,
+            clzero: true,
+            sse4a: true,
+            cr8_legacy: true,
+            mxcsr: MXCSR_MASK | MXCSR_MM,
             is_intel: false,
             physical_bits: 48,
         }
@@ -101,8 +115,8 @@ impl Features {
             .filter(|(_, leaf, register, bit)| has(*leaf, *register, *bit))
             .fold(CR4_BASELINE, |all, (bit, ..)| all | bit);
         let efer = (EFER_FEATURES.iter())
-            .filter(|(_, bit)| has(0x8000_0001, EDX, *bit))
-            .fold(EFER_BASELINE, |all, (bits, _)| all | bits);
+            .filter(|(_, leaf, register, bit)| has(*leaf, *register, *bit))
+            .fold(EFER_BASELINE, |all, (bits, ..)| all | bits);
         let [xcr0_low, _, _, xcr0_high] = cpuid(0xd, 0);
         let told = u64::from(xcr0_low) | u64::from(xcr0_high) << 32;
         let pkru_offset = cpuid(0xd, xcr0::PKRU.trailing_zeros())[EBX] as usize;
@@ -127,6 +141,14 @@ impl Features {
             rdseed: has(7, EBX, 18),
             xsaveopt: cpuid(0xd, 1)[EAX] & 1 != 0,
             xsavec: cpuid(0xd, 1)[EAX] & 2 != 0,
+            xsaves: cpuid(0xd, 1)[EAX] & 8 != 0,
+            clzero: has(0x8000_0008, EBX, 0),
+            sse4a: has(0x8000_0001, ECX, 6),
+            cr8_legacy: has(0x8000_0001, ECX, 4),
+            mxcsr: match has(0x8000_0001, ECX, 7) {
+                true => MXCSR_MASK | MXCSR_MM,
+                false => MXCSR_MASK,
+            },
             is_intel: &vendor == b"Genu",
             physical_bits: physical_bits.clamp(32, PHYSICAL_BITS),
         }
@@ -196,7 +218,7 @@ mod tests {
         let all = Features::from_cpuid(|leaf, subleaf| match (leaf, subleaf) {
             (0, _) => [0xd, u32::from_le_bytes(*b"Auth"), 0, 0],
             (0x8000_0000, _) => [0x8000_0008, 0, 0, 0],
-            (0x8000_0008, _) => [0x3030, 0, 0, 0],
+            (0x8000_0008, _) => [0x3030, 1, 0, 0],
             (0xd, 9) => [8, PKRU_OFFSET as u32, 0, 0],
             _ => [!0; 4],
         });

@@ -13,6 +13,16 @@ use crate::task::Initiator;
 use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
 
+/// The segment registers that an event in virtual-8086 mode pushes and nulls: GS FS DS ES.
+const DATA_SEGMENTS: [u8; 4] = [5, 4, 3, 0];
+/// A segment register with a null selector.
+const NULL: Segment = Segment {
+    selector: 0,
+    base: 0,
+    limit: 0,
+    rights: Segment::UNUSABLE,
+};
+
 /// The origin of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
@@ -195,6 +205,7 @@ impl Cpu {
         return_rip: u64,
     ) -> Result<(), Break> {
         self.slow = true;
+        self.note_delivery();
         // The pushed flags keep TF; an event has no single step.
         self.watch.steps = false;
         let (delivered, hits) = self.collect_hits(|cpu| {
@@ -391,9 +402,7 @@ impl Cpu {
             let initiator = Initiator::Event { source, error };
             return self.switch_task(gate.gate_selector(), initiator, return_rip, flags);
         }
-        if self.state.rflags & flags::VM != 0 {
-            return Err(self.unimplemented("an interrupt in virtual-8086 mode"));
-        }
+        let from_8086 = self.virtual_8086();
         let selector = gate.gate_selector();
         let target = low & 0xffff | if wide { (low >> 48) << 16 } else { 0 };
         let selector_error = Some(u32::from(selector & !3) | external);
@@ -401,6 +410,10 @@ impl Cpu {
             Some(code) if selector & !3 != 0 && code.is_code() && code.dpl() <= self.cpl => code,
             _ => return Err(self.raise(vector::GP, selector_error)),
         };
+        // Virtual-8086 mode ends at privilege level 0.
+        if from_8086 && (code.conforming() || code.dpl() != 0) {
+            return Err(self.raise(vector::GP, selector_error));
+        }
         if !code.present() {
             return Err(self.raise(vector::NP, selector_error));
         }
@@ -410,7 +423,12 @@ impl Cpu {
             code.dpl()
         };
         let size = if wide { 4 } else { 2 };
-        let mut frame = Frame::<{ 4 * 6 }>::new();
+        let mut frame = Frame::<{ 4 * 10 }>::new();
+        if from_8086 {
+            for number in DATA_SEGMENTS {
+                frame.push(self.segment(number).selector.into(), size);
+            }
+        }
         let (esp, ss) = if cpl == self.cpl {
             (self.state.gpr[4], self.state.ss)
         } else {
@@ -434,6 +452,11 @@ impl Cpu {
         self.push_frame(ss.base.wrapping_add(new) & 0xffff_ffff, bytes, cpl)?;
         self.state.gpr[4] = esp & !mask | new;
         self.state.ss = ss;
+        if from_8086 {
+            for number in DATA_SEGMENTS {
+                *self.segment(number) = NULL;
+            }
+        }
         self.state.cs = Descriptor(code.0 | 1 << 40).segment(selector & !3 | u16::from(cpl));
         self.state.rip = target;
         self.state.rflags &= !(flags::TF | flags::NT | flags::RF | flags::VM);
@@ -452,17 +475,32 @@ impl Cpu {
         }
         let at = self.state.idtr.base.wrapping_add(offset);
         let entry = self.load::<u32>(at)?;
+        let image = self.flags() as u16;
+        let cleared = flags::TF | flags::IF | flags::AC | flags::RF;
+        self.enter_8086_handler(entry, image, cleared, return_rip)
+    }
+
+    /// Calls an 8086 handler: pushes RFLAGS as `image`, CS and `return_rip`, clears flags, and loads CS and RIP from `entry` of the
+    /// interrupt vector table.
+    pub(crate) fn enter_8086_handler(
+        &mut self,
+        entry: u32,
+        image: u16,
+        cleared: u64,
+        return_rip: u64,
+    ) -> Result<(), Break> {
         let sp = (self.state.gpr[4] as u16).wrapping_sub(6);
         let mut bytes = [0; 6];
         bytes[..2].copy_from_slice(&(return_rip as u16).to_le_bytes());
         bytes[2..4].copy_from_slice(&self.state.cs.selector.to_le_bytes());
-        bytes[4..].copy_from_slice(&(self.flags() as u16).to_le_bytes());
-        self.push_frame(self.state.ss.base.wrapping_add(sp.into()), &bytes, 0)?;
+        bytes[4..].copy_from_slice(&image.to_le_bytes());
+        let stack = self.state.ss.base.wrapping_add(sp.into());
+        self.push_frame(stack, &bytes, self.cpl)?;
         self.state.gpr[4] = self.state.gpr[4] & !0xffff | u64::from(sp);
         self.state.cs.selector = (entry >> 16) as u16;
         self.state.cs.base = u64::from(entry >> 16) << 4;
         self.state.rip = u64::from(entry & 0xffff);
-        self.state.rflags &= !(flags::TF | flags::IF | flags::AC | flags::RF);
+        self.state.rflags &= !cleared;
         self.refresh();
         Ok(())
     }

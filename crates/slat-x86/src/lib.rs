@@ -59,6 +59,7 @@ pub mod machine;
 mod mem;
 mod mmio;
 mod op;
+mod progress;
 mod run;
 mod segment;
 pub mod simd;
@@ -82,8 +83,8 @@ pub use heap::OutOfMemory;
 #[cfg(feature = "jit")]
 pub use jit::{Compile, Compiler};
 pub use machine::{
-    Access, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, HypercallOutcome, Hypercalls,
-    Machine, Mmu, MsrFault, Paging,
+    Access, BusLocks, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, HypercallOutcome,
+    Hypercalls, Machine, Mmu, MsrFault, Paging,
 };
 pub use mmio::PORT_BYTES;
 pub use smm::{BadSmram, SMRAM_BYTES, SMRAM_OFFSET, SmramMap};

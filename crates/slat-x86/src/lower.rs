@@ -116,7 +116,7 @@ fn is_sse(feature: CpuidFeature) -> bool {
     use CpuidFeature::*;
     matches!(
         feature,
-        SSE | SSE2 | SSE3 | SSSE3 | SSE4_1 | SSE4_2 | AES | PCLMULQDQ | SHA | GFNI
+        SSE | SSE2 | SSE3 | SSSE3 | SSE4_1 | SSE4_2 | SSE4A | AES | PCLMULQDQ | SHA | GFNI
     )
 }
 
@@ -268,7 +268,8 @@ fn register(r: Register) -> u8 {
     }
 }
 
-fn segment(r: Register) -> u8 {
+/// Returns the number of a segment register; DS's for none.
+pub(crate) fn segment(r: Register) -> u8 {
     match r {
         Register::None => 3,
         r => r.number() as u8,

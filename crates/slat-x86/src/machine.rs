@@ -219,6 +219,19 @@ pub enum Hypercalls {
     Undefined,
 }
 
+/// What a locked access that crosses a cache line does: a processor locks the bus for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BusLocks {
+    /// Nothing more.
+    #[default]
+    Executed,
+    /// It ends the run with [`Exit::BusLock`] before its instruction, which the next run executes if RIP is the same then: as on AMD's
+    /// processors (bus lock threshold).
+    ExitBefore,
+    /// It ends the run with [`Exit::BusLock`] after its instruction: as on Intel's processors (bus-lock detection).
+    ExitAfter,
+}
+
 /// Why a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
@@ -289,6 +302,10 @@ pub enum Exit {
     },
     /// The guest can take an interrupt now, which [`Cpu::interrupt_window`](crate::Cpu) asked for.
     InterruptWindow,
+    /// An instruction locks the bus: see [`BusLocks`].
+    BusLock,
+    /// Events were delivered for longer than [`Cpu::notify_window`](crate::Cpu) without an instruction in between. The next run goes on.
+    Notify,
     /// `attention` is not zero.
     Attention,
     /// The host memory that backs guest memory is not accessible.

@@ -13,13 +13,17 @@ mod places;
 
 use crate::cpu::ANY_PAGE;
 use crate::int::Int;
-use crate::machine::Access;
+use crate::machine::{Access, BusLocks, Exit};
 use crate::op::{Break, Op};
+use crate::state::MXCSR_MM;
 use crate::tlb::SUPERVISOR;
 use crate::{Cpu, vector};
 use places::Place;
 pub(crate) use places::{Destination, Places};
 use slat_guard::{Gone, Word};
+
+/// Bytes of a cache line.
+pub(crate) const CACHE_LINE: u64 = 64;
 
 /// Reads, changes and writes a word; atomically with `lock`. Returns the old and the new value.
 ///
@@ -118,6 +122,44 @@ impl Cpu {
     /// Reads, changes and writes a word. Returns the old and the new value. Atomic with `lock` if the word lies in one page.
     #[inline(always)]
     pub(crate) fn update<T: Int>(
+        &mut self,
+        lin: u64,
+        lock: bool,
+        f: impl FnMut(T) -> T,
+    ) -> Result<(T, T), Break> {
+        let locks_bus = lock && lin % CACHE_LINE > CACHE_LINE - T::BYTES;
+        if locks_bus {
+            self.before_bus_lock()?;
+        }
+        let both = self.exchange(lin, lock, f)?;
+        if locks_bus {
+            self.after_bus_lock();
+        }
+        Ok(both)
+    }
+
+    /// Call before a locked access that crosses a cache line: a processor locks the bus for it (SDM volume 3, "Bus Locking").
+    #[cold]
+    fn before_bus_lock(&mut self) -> Result<(), Break> {
+        match self.bus_locks == BusLocks::ExitBefore && !self.bus_lock_passes {
+            true => Err(self.leave(Exit::BusLock)),
+            false => Ok(()),
+        }
+    }
+
+    /// Call after a locked access that crosses a cache line.
+    #[cold]
+    fn after_bus_lock(&mut self) {
+        self.bus_lock_passes = false;
+        self.bus_locked = self.bus_locks == BusLocks::ExitAfter;
+        if self.bus_locked {
+            (self.stop, self.slow) = (true, true);
+        }
+    }
+
+    /// Does [`update`](Self::update), without regard to the bus.
+    #[inline(always)]
+    fn exchange<T: Int>(
         &mut self,
         lin: u64,
         lock: bool,
@@ -233,6 +275,15 @@ impl Cpu {
             Ok(())
         } else {
             Err(self.raise(vector::GP, Some(0)))
+        }
+    }
+
+    /// Like [`aligned16`](Self::aligned16), for the memory operand of an SSE instruction that computes: MXCSR.MM allows any address.
+    #[inline(always)]
+    pub(crate) fn aligned_operand(&mut self, lin: u64) -> Result<(), Break> {
+        match lin & 15 != 0 && self.state.mxcsr & MXCSR_MM == 0 {
+            true => Err(self.raise(vector::GP, Some(0))),
+            false => Ok(()),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The outer loop: block after block, and what happens between them.
 
 use crate::block::Block;
-use crate::machine::{Exit, Machine};
+use crate::machine::{BusLocks, Exit, Machine};
 use crate::op::{Break, Op};
 use crate::simd::HostFlags;
 use crate::state::flags;
@@ -25,7 +25,15 @@ impl Cpu {
             cpu.serialize();
             #[cfg(feature = "jit")]
             cpu.prepare_compiled(attention);
+            let rip = cpu.state.rip;
+            cpu.bus_lock_passes = cpu.bus_lock_rip.take() == Some(rip);
             let exit = cpu.told_by(attention, |cpu| cpu.run_loop(attention));
+            if exit == Exit::BusLock && cpu.bus_locks == BusLocks::ExitBefore {
+                cpu.bus_lock_rip = Some(cpu.state.rip);
+            } else if cpu.bus_lock_passes {
+                // The run ended before the instruction.
+                cpu.bus_lock_rip = Some(rip);
+            }
             cpu.flags();
             exit
         })
@@ -226,6 +234,9 @@ impl Cpu {
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }
+        if std::mem::take(&mut self.bus_locked) {
+            return Some(Exit::BusLock);
+        }
         match self.devices.port {
             Some(port) if port.answered && port.rip == self.state.rip => {
                 if let Err(why) = self.finish_ins()
@@ -254,6 +265,9 @@ impl Cpu {
             }
             if let Some(exit) = self.deliver_events() {
                 return Some(exit);
+            }
+            if self.exceeds_notify_window() {
+                return Some(Exit::Notify);
             }
             // An exception that could not be delivered has become another one, or is pending for a retry. Nothing is fetched
             // before its delivery: a fault of the fetch would replace it.

@@ -54,6 +54,8 @@ pub mod control {
         | CR0_NW
         | CR0_CD
         | CR0_PG;
+    pub const CR4_VME: u64 = 1;
+    pub const CR4_PVI: u64 = 1 << 1;
     pub const CR4_TSD: u64 = 1 << 2;
     pub const CR4_DE: u64 = 1 << 3;
     pub const CR4_PSE: u64 = 1 << 4;
@@ -74,6 +76,11 @@ pub mod control {
     pub const EFER_LME: u64 = 1 << 8;
     pub const EFER_LMA: u64 = 1 << 10;
     pub const EFER_NXE: u64 = 1 << 11;
+    pub const EFER_FFXSR: u64 = 1 << 14;
+    pub const EFER_AIBRSE: u64 = 1 << 21;
+    /// All bits that exist.
+    pub const EFER_KNOWN: u64 =
+        EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE | EFER_FFXSR | EFER_AIBRSE;
 }
 
 /// State components of the XSAVE feature set: bits of XCR0.
@@ -274,8 +281,10 @@ pub struct State {
 
 /// MXCSR in its initial state.
 pub const MXCSR_INIT: u32 = 0x1f80;
-/// MXCSR bits that exist.
+/// MXCSR bits that exist on every CPU.
 pub const MXCSR_MASK: u32 = 0xffff;
+/// MXCSR.MM of AMD's CPUs: memory operands of SSE instructions need not be aligned, except those of moves that demand it.
+pub const MXCSR_MM: u32 = 1 << 17;
 
 impl State {
     /// Returns the state after RESET.
@@ -412,7 +421,7 @@ impl State {
     /// Loads the x87 and SSE state from an image as FXSAVE64 writes it. Reserved MXCSR bits are dropped.
     pub fn set_fxsave(&mut self, image: &[u8; 512]) {
         self.set_fxsave_x87(image);
-        self.mxcsr = u32::from_le_bytes(bytes(image, 24)) & MXCSR_MASK;
+        self.mxcsr = u32::from_le_bytes(bytes(image, 24)) & (MXCSR_MASK | MXCSR_MM);
         for i in 0..16 {
             self.xmm[i] = u128::from_le_bytes(bytes(image, 160 + 16 * i));
         }

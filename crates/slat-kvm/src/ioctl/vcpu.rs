@@ -104,6 +104,19 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_X86_SETUP_MCE => vcpu.setup_mce(user::read(argument)?)?,
         KVM_X86_SET_MCE => vcpu.set_mce(&user::read(argument)?)?,
         KVM_ENABLE_CAP => vcpu.enable_cap(&user::read(argument)?)?,
+        KVM_GET_ONE_REG => {
+            let register: kvm_one_reg = user::read(argument)?;
+            return give(register.addr, &vcpu.get_one_reg(register.id)?);
+        }
+        KVM_SET_ONE_REG => {
+            let register: kvm_one_reg = user::read(argument)?;
+            vcpu.set_one_reg(register.id, || user::read(register.addr))?;
+        }
+        // There are none besides MSRs, which have a list of their own. The client's count is read first, as in KVM.
+        KVM_GET_REG_LIST => {
+            user::read::<u64>(argument)?;
+            return give(argument, &0u64);
+        }
         KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,
         // KVM returns this errno on x86; for a VM's unknown requests it returns ENOTTY.
         _ => return fail(libc::EINVAL),

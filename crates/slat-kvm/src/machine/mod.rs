@@ -1,5 +1,6 @@
 //! The machine around one software CPU: CPUID, MSRs, time. Module [`crate::mmu`] has its memory.
 
+mod async_pf;
 pub(crate) mod hypercall;
 pub(crate) mod hyperv;
 mod mmu;
@@ -7,6 +8,7 @@ pub(crate) mod msrs;
 mod pv_eoi;
 mod services;
 mod smm;
+mod speculation;
 mod steal_time;
 
 use crate::clock::{self, Tsc};
@@ -48,6 +50,8 @@ pub(crate) struct VcpuMachine {
     pub(crate) vapic: Option<u64>,
     /// Whether the guest may end the interrupt in service by clearing a bit in its memory.
     pub(crate) pv_eoi_offered: bool,
+    /// Whether the guest is due to be told that all pages are there that it waits for.
+    pages_are_ready: bool,
     pub(crate) tsc: Tsc,
     /// APIC_BASE of a vCPU without local APIC.
     base: u64,
@@ -95,6 +99,7 @@ impl VcpuMachine {
             steal: StealTime::default(),
             vapic: None,
             pv_eoi_offered: false,
+            pages_are_ready: false,
             tsc,
             base,
             clock_version: 0,
@@ -185,12 +190,14 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Carries out INIT: the guest's steal time, clock and PV EOI structures become plain memory again.
+    /// Carries out INIT: the guest's structures for steal time, clock, PV EOI and page faults become plain memory again.
     pub(crate) fn init(&mut self) {
         self.end_steal_time();
         self.store(index::KVM_SYSTEM_TIME_NEW, 0);
         self.store(index::KVM_PV_EOI, 0);
         self.pv_eoi_offered = false;
+        self.store(index::KVM_ASYNC_PF_EN, 0);
+        self.store(index::KVM_ASYNC_PF_INT, 0);
     }
 
     /// Carries out the effect of a write to an APIC register. No APIC may be locked.

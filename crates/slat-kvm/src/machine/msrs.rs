@@ -1,7 +1,7 @@
 //! Access to model-specific registers. Access to an unknown MSR is #GP for the guest and ends `KVM_GET_MSRS`/`KVM_SET_MSRS` early,
 //! as with KVM's `ignore_msrs=0`.
 
-use crate::machine::VcpuMachine;
+use crate::machine::{VcpuMachine, speculation};
 use crate::msr::index::*;
 use crate::msr::{PLATFORM_INFO_CPUID_FAULT, fixed, microcode_revision};
 use crate::{cpu_features, cpuid};
@@ -16,8 +16,6 @@ const MISC_FEATURES_CPUID_FAULT: u64 = 1;
 /// A guest may write more than 0 to the status of a machine-check bank.
 const HWCR_MC_STATUS_WRITABLE: u64 = 1 << 18;
 const HWCR_TSC_FREQUENCY: u64 = 1 << 24;
-const EFER_BITS: u64 =
-    control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
 /// There are neither branch trace stores nor PEBS; performance monitoring and MONITOR are not available.
 const MISC_ENABLE_RESET: u64 = MISC_ENABLE_READ_ONLY;
 /// The bits for "no branch trace store" and "no PEBS", which a guest cannot change.
@@ -27,6 +25,8 @@ const MISC_ENABLE_MWAIT: u64 = 1 << 18;
 const FEATURE_CONTROL_LOCKED: u64 = 1;
 /// The bits that a client may restore: the lock, VMX in and outside SMX, SGX and its launch control, local machine checks.
 const FEATURE_CONTROL_BITS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18 | 1 << 20;
+/// The number of AMD's errata that a guest can ask for: the CPU has none of them.
+const OSVW_ERRATA: u64 = 4;
 /// Eight variable ranges, fixed ranges, write-combining.
 const MTRR_CAP_VALUE: u64 = 8 | 1 << 8 | 1 << 10;
 
@@ -101,7 +101,7 @@ pub(crate) fn write(
     value: u64,
 ) -> Result<(), MsrFault> {
     let value = match index {
-        EFER if value & !EFER_BITS != 0 => return Err(MsrFault::Invalid),
+        EFER if value & !control::EFER_KNOWN != 0 => return Err(MsrFault::Invalid),
         // As in KVM, only special registers change the bit that says which mode the CPU is in.
         EFER => value & !control::EFER_LMA | state.efer & control::EFER_LMA,
         LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE => canonical(value)?,
@@ -128,6 +128,8 @@ fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
         KVM_WALL_CLOCK_NEW | KVM_SYSTEM_TIME_NEW => cpuid::KVM_FEATURE_CLOCKSOURCE2,
         KVM_STEAL_TIME => cpuid::KVM_FEATURE_STEAL_TIME,
         KVM_PV_EOI => cpuid::KVM_FEATURE_PV_EOI,
+        KVM_ASYNC_PF_EN => cpuid::KVM_FEATURE_ASYNC_PF,
+        KVM_ASYNC_PF_INT | KVM_ASYNC_PF_ACK => cpuid::KVM_FEATURE_ASYNC_PF_INT,
         _ => return Ok(()),
     };
     match machine.has_pv_feature(feature) {
@@ -183,6 +185,14 @@ fn writer(by_guest: bool) -> Writer {
     }
 }
 
+fn has_xsaves(machine: &VcpuMachine) -> bool {
+    cpuid::lookup(&machine.cpuid, 0xd, 1)[0] & cpuid::LEAF_D1_EAX_XSAVES != 0
+}
+
+fn has_osvw(machine: &VcpuMachine) -> bool {
+    cpuid::lookup(&machine.cpuid, 0x8000_0001, 0)[2] & cpuid::EXT1_ECX_OSVW != 0
+}
+
 fn tells_arch_capabilities(machine: &VcpuMachine) -> bool {
     cpuid::lookup(&machine.cpuid, 7, 0)[3] & cpuid::LEAF7_EDX_ARCH_CAPABILITIES != 0
 }
@@ -195,7 +205,9 @@ pub(crate) fn read_machine(
 ) -> Result<u64, MsrFault> {
     let now = machine.vm.clock.now();
     check_pv_feature(machine, index)?;
-    if let Some(result) = machine.mce.read(index, by_guest) {
+    let known =
+        (machine.mce.read(index, by_guest)).or_else(|| speculation::read(machine, index, by_guest));
+    if let Some(result) = known {
         return result;
     }
     Ok(match index {
@@ -229,7 +241,17 @@ pub(crate) fn read_machine(
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => machine.msr(KVM_SYSTEM_TIME_NEW),
         KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => machine.msr(KVM_WALL_CLOCK_NEW),
         FEATURE_CONTROL | MISC_FEATURES | DEBUGCTL | MTRR_DEF_TYPE | AMD_HWCR | POWER_CTL
-        | SMI_COUNT | KVM_STEAL_TIME | KVM_PV_EOI => machine.msr(index),
+        | SMI_COUNT | KVM_STEAL_TIME | KVM_PV_EOI | KVM_ASYNC_PF_EN | KVM_ASYNC_PF_INT => {
+            machine.msr(index)
+        }
+        KVM_ASYNC_PF_ACK => 0,
+        XSS if !has_xsaves(machine) => return Err(MsrFault::Unknown),
+        XSS => 0,
+        AMD_OSVW_ID_LENGTH | AMD_OSVW_STATUS if !has_osvw(machine) => {
+            return Err(MsrFault::Invalid);
+        }
+        AMD_OSVW_ID_LENGTH => OSVW_ERRATA,
+        AMD_OSVW_STATUS => 0,
         MTRR_PHYS_FIRST..=MTRR_PHYS_LAST
         | MTRR_FIX_64K
         | MTRR_FIX_16K..=MTRR_FIX_16K_LAST
@@ -249,7 +271,9 @@ pub(crate) fn write_machine(
     let now = machine.vm.clock.now();
     check_pv_feature(machine, index)?;
     let sets_status = machine.msr(AMD_HWCR) & HWCR_MC_STATUS_WRITABLE != 0 && cpuid::host_is_amd();
-    if let Some(result) = machine.mce.write(index, value, by_guest, sets_status) {
+    let known = (machine.mce.write(index, value, by_guest, sets_status))
+        .or_else(|| speculation::write(machine, index, value, by_guest));
+    if let Some(result) = known {
         return result;
     }
     let only = |mask: u64| {
@@ -381,6 +405,12 @@ pub(crate) fn write_machine(
         UCODE_REV => machine.store(index, value),
         KVM_STEAL_TIME => machine.set_steal_time(value)?,
         KVM_PV_EOI => machine.set_pv_eoi(value)?,
+        KVM_ASYNC_PF_EN => machine.set_async_pf(value, by_guest)?,
+        KVM_ASYNC_PF_INT => machine.set_async_pf_vector(value)?,
+        KVM_ASYNC_PF_ACK => machine.acknowledge_async_pf(value),
+        XSS if !has_xsaves(machine) => return Err(MsrFault::Unknown),
+        // There are no supervisor state components.
+        XSS => only(0)?,
         _ if is_synthetic(index) => machine.write_synthetic(index, value, writer(by_guest))?,
         _ => return fixed::write(index, value),
     }

@@ -7,7 +7,7 @@ use super::index::*;
 pub(crate) struct Stored([Option<u64>; Stored::LEN]);
 
 impl Stored {
-    const ONE_BY_ONE: [u32; 16] = [
+    const ONE_BY_ONE: [u32; 20] = [
         FEATURE_CONTROL,
         ARCH_CAPABILITIES,
         TSC_ADJUST,
@@ -24,6 +24,10 @@ impl Stored {
         UCODE_REV,
         KVM_STEAL_TIME,
         KVM_PV_EOI,
+        KVM_ASYNC_PF_EN,
+        KVM_ASYNC_PF_INT,
+        SPEC_CTRL,
+        AMD_VIRT_SPEC_CTRL,
     ];
     /// Consecutive MSRs: those of the memory type ranges.
     const RANGES: [(u32, u32); 4] = [

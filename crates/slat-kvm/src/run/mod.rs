@@ -41,6 +41,9 @@ pub fn watch_signals() {
 /// The time limit of sleeps: without one, the kernel restarts a wait after a signal handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
+/// What is added to the notify window, as processors do: nothing that a guest does by accident takes as long.
+const NOTIFY_THRESHOLD: Duration = Duration::from_millis(1);
+
 /// What the run loop does after an exit of the CPU.
 enum Next {
     /// Run the guest again.
@@ -183,12 +186,17 @@ impl VcpuObject {
         self.page.set_exit_reason(KVM_EXIT_UNKNOWN);
         inner.machine.follow_client();
         inner.machine.write_clocks();
+        inner.cpu.bus_locks = self.vm.options.bus_locks();
+        let window = self.vm.options.notify_window();
+        inner.cpu.notify_window =
+            window.map(|cycles| NOTIFY_THRESHOLD + inner.machine.tsc.duration(cycles));
         inner.requested.begin_exception(&mut inner.cpu.state);
         loop {
             if self.common().attention.flag().load(Ordering::SeqCst) != 0 {
                 self.attend(inner, masked)?;
             }
             inner.machine.write_steal_time();
+            inner.machine.deliver_page_ready();
             inner.machine.collect_pv_eoi();
             if std::mem::take(&mut inner.requested.triple_fault) {
                 self.page.set_exit_reason(KVM_EXIT_SHUTDOWN);
@@ -294,6 +302,7 @@ impl VcpuObject {
         match exit {
             Exit::Attention => exits.irq_exits.add(1),
             Exit::InterruptWindow => exits.irq_window_exits.add(1),
+            Exit::Notify => exits.notify_window_exits.add(1),
             Exit::Io { .. } => exits.io_exits.add(1),
             Exit::Mmio { .. } => exits.insn_emulation.add(1),
             Exit::Hlt => exits.halt_exits.add(1),
@@ -309,6 +318,7 @@ impl VcpuObject {
             | Exit::Shutdown
             | Exit::BadAddress
             | Exit::OutOfMemory
+            | Exit::BusLock
             | Exit::Debug { .. } => {}
         }
     }
@@ -442,6 +452,18 @@ impl VcpuObject {
                 return fail(libc::EFAULT);
             }
             Exit::OutOfMemory => return fail(libc::ENOMEM),
+            Exit::Notify => {
+                if !self.vm.options.notifies_client() {
+                    return Ok(Next::Again);
+                }
+                // The state of the vCPU is valid: no flag.
+                page.set_exit_reason(KVM_EXIT_NOTIFY);
+                set_field!(page, 0, __bindgen_anon_1.notify.flags);
+            }
+            Exit::BusLock => {
+                page.set_exit_reason(KVM_EXIT_X86_BUS_LOCK);
+                set_field!(page, KVM_RUN_X86_BUS_LOCK as u16, flags);
+            }
             Exit::Debug { vector, dr6 } => guest_debug::exit(page, &inner.cpu, vector, dr6),
         }
         Ok(Next::Return)

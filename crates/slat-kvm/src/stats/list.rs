@@ -107,7 +107,6 @@ const NEVER_VCPU: &[(&str, Kind)] = &[
     ("preemption_reported", Kind::Counter),
     ("preemption_other", Kind::Counter),
     ("guest_mode", Kind::Flag),
-    ("notify_window_exits", Kind::Counter),
 ];
 
 fn never(&(name, kind): &(&'static str, Kind)) -> Entry {

@@ -3,10 +3,12 @@
 //! | file | calls for |
 //! |---|---|
 //! | `registers` | the state of the CPU |
+//! | `one_reg` | registers by id |
 //! | `interrupts` | interrupts, exceptions and the local APIC |
 //! | `vapic` | the task priority in guest memory |
 
 mod interrupts;
+mod one_reg;
 mod registers;
 mod vapic;
 
@@ -173,6 +175,7 @@ impl VcpuObject {
         let irqchip = vm.has_irqchip();
         let lapic = irqchip.then(|| {
             let mut lapic = Lapic::new(id, bootstrap, vm.tsc_khz().into());
+            lapic.set_bus_cycle(vm.options.apic_bus_cycle_ns());
             if bootstrap && vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
                 lapic.accept_external();
             }

@@ -2,9 +2,11 @@
 
 use crate::errno::{Error, Result, fail};
 use crate::irq::vcpus::MAX_VCPU_ID;
+use crate::options::NOTIFY_FLAGS;
 use crate::vm::VmObject;
 use crate::{caps, guest_memfd, parameters, quirks};
 use kvm_bindings::*;
+use slat_irqchip::lapic::MAX_DIVISOR;
 use std::sync::atomic::Ordering;
 
 impl VmObject {
@@ -14,6 +16,8 @@ impl VmObject {
             Ok(caps::KVM_CAP_GUEST_MEMFD_FLAGS) => guest_memfd::flags(self.protected) as i32,
             Ok(KVM_CAP_MULTI_ADDRESS_SPACE) => self.address_spaces() as i32,
             Ok(KVM_CAP_MEMORY_ATTRIBUTES) => self.known_attributes() as i32,
+            // As in KVM, only the low half of the VM's value.
+            Ok(KVM_CAP_X86_APIC_BUS_CYCLES_NS) => self.options.apic_bus_cycle_ns() as i32,
             _ => caps::check(cap, self.engine.mmu()),
         }
     }
@@ -48,9 +52,39 @@ impl VmObject {
                 self.enable_dirty_rings(cap.args[0])
             }
             KVM_CAP_SPLIT_IRQCHIP => self.interrupts.create_split(cap.args[0]),
+            KVM_CAP_X86_NOTIFY_VMEXIT => self.set_notify_vmexit(cap.args[0]),
+            KVM_CAP_X86_APIC_BUS_CYCLES_NS => self.set_apic_bus_cycle(cap.args[0]),
             KVM_CAP_X2APIC_API => self.interrupts.enable_x2apic_api(cap.args[0]),
             _ => fail(libc::EINVAL),
         }
+    }
+
+    /// Carries out `KVM_CAP_X86_NOTIFY_VMEXIT`: allowed before there are vCPUs.
+    fn set_notify_vmexit(&self, asked: u64) -> Result<()> {
+        let flags = asked as u32;
+        if flags & !NOTIFY_FLAGS != 0 || flags & KVM_X86_NOTIFY_VMEXIT_ENABLED == 0 {
+            return fail(libc::EINVAL);
+        }
+        self.before_vcpus(|| {
+            self.options.set_notify_vmexit(asked);
+            Ok(())
+        })
+    }
+
+    /// Carries out `KVM_CAP_X86_APIC_BUS_CYCLES_NS`: allowed once there are local APICs and before there are vCPUs. The longest count
+    /// of a timer has to fit 64 bits of nanoseconds.
+    fn set_apic_bus_cycle(&self, nanoseconds: u64) -> Result<()> {
+        let longest = (u64::from(u32::MAX) * MAX_DIVISOR).checked_mul(nanoseconds);
+        if nanoseconds == 0 || longest.is_none() {
+            return fail(libc::EINVAL);
+        }
+        if !self.has_irqchip() {
+            return fail(libc::ENXIO);
+        }
+        self.before_vcpus(|| {
+            self.options.set_apic_bus_cycle_ns(nanoseconds);
+            Ok(())
+        })
     }
 
     /// Carries out `KVM_CAP_MAX_VCPU_ID`: sets the limit once, not below the bootstrap processor's id. As in KVM, 0 is the limit that

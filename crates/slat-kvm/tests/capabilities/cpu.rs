@@ -186,6 +186,84 @@ pub const USES: &[Use] = &[
         let refused = system.ioctl(abi::KVM_HAS_DEVICE_ATTR, address);
         assert_eq!(refused.unwrap_err().errno(), libc::ENXIO);
     }),
+    (KVM_CAP_ONE_REG, |_| {
+        const MSR: u64 = KVM_REG_X86 | KVM_REG_SIZE_U64 | 2 << 32;
+        const TSC_AUX: u64 = 0xc000_0103;
+        let guest = Guest::new(SPIN);
+        let value = 7u64.to_le_bytes();
+        assert_eq!(guest.vcpu.set_one_reg(MSR | TSC_AUX, &value).unwrap(), 8);
+        let mut read = [0; 8];
+        assert_eq!(guest.vcpu.get_one_reg(MSR | TSC_AUX, &mut read).unwrap(), 8);
+        assert_eq!(read, value);
+        // No such MSR; reserved bits; another size, architecture and type; the shadow-stack pointer, which the CPU does not have.
+        for id in [
+            MSR | 0x1234_5678,
+            MSR | 1 << 40 | TSC_AUX,
+            MSR | 1 << 48 | TSC_AUX,
+            KVM_REG_X86 | 2 << 52 | 2 << 32 | TSC_AUX,
+            KVM_REG_SIZE_U64 | 2 << 32 | TSC_AUX,
+            KVM_REG_X86 | KVM_REG_SIZE_U64 | TSC_AUX,
+            KVM_REG_X86 | KVM_REG_SIZE_U64 | 3 << 32,
+        ] {
+            let refused = guest.vcpu.get_one_reg(id, &mut read);
+            assert_eq!(refused.unwrap_err().errno(), libc::EINVAL, "{id:#x}");
+            let refused = guest.vcpu.set_one_reg(id, &value);
+            assert_eq!(refused.unwrap_err().errno(), libc::EINVAL, "{id:#x}");
+        }
+        let (_, vcpu) = objects();
+        let mut register = kvm_one_reg {
+            id: MSR | TSC_AUX,
+            addr: read.as_mut_ptr() as u64,
+        };
+        (vcpu.ioctl(abi::KVM_SET_ONE_REG, &raw const register as u64)).unwrap();
+        read = [0; 8];
+        (vcpu.ioctl(abi::KVM_GET_ONE_REG, &raw const register as u64)).unwrap();
+        assert_eq!(read, value);
+        register.addr = 8;
+        let refused = vcpu.ioctl(abi::KVM_GET_ONE_REG, &raw const register as u64);
+        assert_eq!(refused.unwrap_err().errno(), libc::EFAULT);
+        let mut count = 5u64;
+        (vcpu.ioctl(abi::KVM_GET_REG_LIST, &raw mut count as u64)).unwrap();
+        assert_eq!(count, 0);
+    }),
+    (KVM_CAP_X86_GUEST_MODE, |_| {
+        let mut guest = halts(&[0xf4]);
+        let nested = KVM_RUN_X86_GUEST_MODE as u16;
+        assert_eq!(guest.vcpu.get_kvm_run().flags & nested, 0);
+    }),
+    (KVM_CAP_SMALLER_MAXPHYADDR, |_| {
+        // mov al,[0x200000], whose page is at 2^40
+        let code = [0xa0, 0x00, 0x00, 0x20, 0x00, 0xf4];
+        for (bits, exists) in [(48, true), (36, false)] {
+            let mut guest = Guest::new(&code);
+            let mut cpuid = (guest.kvm)
+                .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+                .unwrap();
+            let mut leaves = cpuid.as_mut_slice().iter_mut();
+            let widths = leaves.find(|leaf| leaf.function == 0x8000_0008).unwrap();
+            widths.eax = widths.eax & !0xff | bits;
+            guest.vcpu.set_cpuid2(&cpuid).unwrap();
+            // Page-directory pointer, and two large pages.
+            guest.memory.write(0x2000, &0x3001u64.to_le_bytes());
+            guest.memory.write(0x3000, &0x83u64.to_le_bytes());
+            guest
+                .memory
+                .write(0x3008, &(1u64 << 40 | 0x83).to_le_bytes());
+            let mut sregs = guest.vcpu.get_sregs().unwrap();
+            (sregs.cr3, sregs.cr4) = (0x2000, 1 << 5);
+            sregs.cr0 |= 1 << 31 | 1;
+            (sregs.cs.db, sregs.cs.limit, sregs.cs.g) = (1, u32::MAX, 1);
+            (sregs.ds.limit, sregs.ds.g) = (u32::MAX, 1);
+            sregs.idt.limit = 0;
+            guest.vcpu.set_sregs(&sregs).unwrap();
+            let exit = guest.vcpu.run().unwrap();
+            match exists {
+                true => assert!(matches!(exit, VcpuExit::MmioRead(at, _) if at == 1 << 40)),
+                // The page fault for the reserved bit, without a handler.
+                false => assert!(matches!(exit, VcpuExit::Shutdown), "{exit:?}"),
+            }
+        }
+    }),
     (KVM_CAP_NESTED_STATE, |size| {
         let (_, vcpu) = objects();
         let mut state = vec![0u64; size as usize / 8];

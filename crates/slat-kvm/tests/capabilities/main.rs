@@ -44,6 +44,8 @@ fn what_is_claimed_works_and_what_works_is_claimed() {
         };
         match (claimed, uses.get(&cap)) {
             (0, None) => {}
+            // On a host that does not count how long threads wait for CPUs.
+            (0, Some(_)) if cap == kvm_bindings::KVM_CAP_STEAL_TIME => {}
             (0, Some(_)) => panic!("capability {cap} works, and is not claimed"),
             (_, None) => without_entry.push(cap),
             (value, Some(use_it)) => {

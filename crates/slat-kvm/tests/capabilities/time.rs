@@ -56,6 +56,52 @@ pub const USES: &[Use] = &[
             CODE + USE_CLOCK.len() as u64
         );
     }),
+    (KVM_CAP_STEAL_TIME, |_| {
+        let mut guest = Guest::new(&[0xf4]);
+        let steal_time = kvm_msr_entry {
+            index: 0x4b56_4d03,
+            data: DATA | 1,
+            ..Default::default()
+        };
+        let msrs = Msrs::from_entries(&[steal_time]).unwrap();
+        assert_eq!(guest.vcpu.set_msrs(&msrs).unwrap(), 1);
+        assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+        let mut version = [0; 4];
+        guest.memory.read(DATA + 8, &mut version);
+        assert_ne!(version, [0; 4]);
+    }),
+    (KVM_CAP_X86_APIC_BUS_CYCLES_NS, |default| {
+        const CAP: u32 = KVM_CAP_X86_APIC_BUS_CYCLES_NS;
+        const MILLISECOND: u64 = 1_000_000;
+        assert_eq!(default, 1);
+        assert_eq!(enable(&vm(), CAP, MILLISECOND), Err(libc::ENXIO));
+        let guest = Guest::with(SPIN, |vm| {
+            vm.create_irq_chip().unwrap();
+            for bad in [0, u64::MAX] {
+                assert_eq!(enable(vm, CAP, bad), Err(libc::EINVAL));
+            }
+            assert_eq!(enable(vm, CAP, MILLISECOND), Ok(()));
+            assert_eq!(vm.check_extension_raw(CAP.into()), MILLISECOND as i32);
+        });
+        assert_eq!(enable(&guest.vm, CAP, 1), Err(libc::EINVAL));
+        // A masked timer that counts a second by milliseconds.
+        let mut lapic = guest.vcpu.get_lapic().unwrap();
+        let mut set = |register: usize, value: u32| {
+            for (to, byte) in lapic.regs[register..].iter_mut().zip(value.to_le_bytes()) {
+                *to = byte as _;
+            }
+        };
+        set(0x320, 1 << 16);
+        set(0x3e0, 0xb);
+        set(0x380, 1000);
+        set(0x390, 1000);
+        guest.vcpu.set_lapic(&lapic).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        let lapic = guest.vcpu.get_lapic().unwrap();
+        let current = [0x390, 0x391].map(|at| lapic.regs[at] as u8);
+        let current = u16::from_le_bytes(current);
+        assert!((1..=980).contains(&current), "{current}");
+    }),
     (KVM_CAP_GET_TSC_KHZ, |_| {
         assert!(Guest::new(SPIN).vcpu.get_tsc_khz().unwrap() > 1000);
     }),

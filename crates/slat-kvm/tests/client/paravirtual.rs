@@ -13,6 +13,9 @@ const ICR: u32 = 0x830;
 const STEAL_TIME: u32 = 0x4b56_4d03;
 const PV_EOI: u32 = 0x4b56_4d04;
 const SYSTEM_TIME: u32 = 0x4b56_4d01;
+const ASYNC_PF: u32 = 0x4b56_4d02;
+const ASYNC_PF_VECTOR: u32 = 0x4b56_4d06;
+const ASYNC_PF_ACK: u32 = 0x4b56_4d07;
 const VECTOR: u8 = 0x20;
 /// The address of the handler of [`VECTOR`].
 const HANDLER: u64 = 0x2000;
@@ -148,7 +151,7 @@ fn an_end_in_memory_counts_also_when_it_is_the_last() {
 #[test]
 fn an_init_ends_what_is_shared_in_memory() {
     let mut guest = interrupted(&[0xe6, 0x10]);
-    let mut shared = vec![PV_EOI, SYSTEM_TIME];
+    let mut shared = vec![PV_EOI, SYSTEM_TIME, ASYNC_PF];
     if is_offered(&guest, 5) {
         shared.push(STEAL_TIME);
     }
@@ -214,7 +217,8 @@ fn is_offered(guest: &Guest, bit: u32) -> bool {
 #[test]
 fn what_a_guest_may_use_is_offered() {
     let guest = Guest::new(&[]);
-    // Both clocks, which are stable; ends of interrupts in memory; ends of halts; IPIs. No asynchronous page faults.
+    // Both clocks, which are stable; ends of interrupts in memory; ends of halts; IPIs; asynchronous page faults, to nested guests too,
+    // and their interrupt. No calls that yield.
     for (bit, offered) in [
         (0, true),
         (3, true),
@@ -222,7 +226,10 @@ fn what_a_guest_may_use_is_offered() {
         (6, true),
         (7, true),
         (11, true),
-        (4, false),
+        (4, true),
+        (10, true),
+        (14, true),
+        (13, false),
     ] {
         assert_eq!(is_offered(&guest, bit), offered, "{bit}");
     }
@@ -317,4 +324,60 @@ fn a_guest_has_its_task_priority_in_memory() {
     set(0).unwrap();
     vcpu.run().unwrap();
     assert_eq!(vcpu.get_sregs().unwrap().cr8, 5);
+}
+
+/// A guest that enables asynchronous page faults, or has moved to another host, is told that all pages are there that it waits for: once
+/// for each time, when it can take the event.
+#[test]
+fn who_enables_asynchronous_page_faults_is_told_that_all_pages_are_ready() {
+    const BY_INTERRUPT: u64 = 1 << 3;
+    let [a, b, c, d] = ASYNC_PF_ACK.to_le_bytes();
+    // mov al, [DATA + 4]; out 0x10, al; mov word [DATA + 4], 0; mov word [DATA + 6], 0; mov ecx, ACK; mov eax, 1; xor edx, edx; wrmsr;
+    // out 0x11, al; iret
+    let handler = [
+        0xa0, 0x04, 0x30, 0xe6, 0x10, 0xc7, 0x06, 0x04, 0x30, 0, 0, 0xc7, 0x06, 0x06, 0x30, 0, 0,
+        0x66, 0xb9, a, b, c, d, 0x66, 0xb8, 1, 0, 0, 0, 0x66, 0x31, 0xd2, 0x0f, 0x30, 0xe6, 0x11,
+        0xcf,
+    ];
+    // sti; nop; hlt; jmp back
+    let mut guest = Guest::with(&[0xfb, 0x90, 0xf4, 0xeb, 0xfd], |vm| {
+        vm.create_irq_chip().unwrap()
+    });
+    let vector = u64::from(VECTOR) * 4;
+    guest.memory.write(vector, &HANDLER.to_le_bytes()[..4]);
+    guest.memory.write(HANDLER, &handler);
+    assert!(set_msr(&guest.vcpu, ASYNC_PF_VECTOR, VECTOR.into()));
+    assert!(set_msr(&guest.vcpu, ASYNC_PF, DATA | BY_INTERRUPT | 1));
+    enable_apic(&guest.vcpu);
+    for _ in 0..2 {
+        match guest.vcpu.run().unwrap() {
+            VcpuExit::IoOut(0x10, token) => assert_eq!(token, [0xff]),
+            other => panic!("{other:?}"),
+        }
+        assert!(in_service(&guest.vcpu));
+        // As on the new host: the guest has not taken the token yet, so the second event waits.
+        assert!(set_msr(&guest.vcpu, ASYNC_PF, DATA | BY_INTERRUPT | 1));
+        let exit = guest.vcpu.run().unwrap();
+        assert!(matches!(exit, VcpuExit::IoOut(0x11, _)), "{exit:?}");
+        assert!(set_msr(&guest.vcpu, EOI, 0));
+    }
+    assert_eq!(msr(&guest.vcpu, ASYNC_PF), DATA | BY_INTERRUPT | 1);
+    assert_eq!(msr(&guest.vcpu, ASYNC_PF_VECTOR), VECTOR.into());
+}
+
+/// A structure where there is no memory is #GP for the guest.
+#[test]
+fn asynchronous_page_faults_need_memory() {
+    // mov ecx, ASYNC_PF; mov eax, 0x4000_0009; xor edx, edx; wrmsr; hlt
+    let [a, b, c, d] = ASYNC_PF.to_le_bytes();
+    let code = [
+        0x66, 0xb9, a, b, c, d, 0x66, 0xb8, 9, 0, 0, 0x40, 0x66, 0x31, 0xd2, 0x0f, 0x30, 0xf4,
+    ];
+    let mut guest = Guest::with(&code, |vm| vm.create_irq_chip().unwrap());
+    // out 0x10, al
+    guest.memory.write(13 * 4, &HANDLER.to_le_bytes()[..4]);
+    guest.memory.write(HANDLER, &[0xe6, 0x10]);
+    let exit = guest.vcpu.run().unwrap();
+    assert!(matches!(exit, VcpuExit::IoOut(0x10, _)), "{exit:?}");
+    assert_eq!(msr(&guest.vcpu, ASYNC_PF), 0);
 }

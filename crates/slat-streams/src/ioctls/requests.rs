@@ -127,7 +127,7 @@ requests! {
     Vm: KVM_SET_CLOCK Struct(clock), [EINVAL EFAULT];
     Vm: KVM_GET_TSC_KHZ Value(nothing), [];
     Vm: KVM_SET_TSC_KHZ Value(number), [EINVAL ENOTTY];
-    Vm: KVM_ENABLE_CAP Struct(capability), [EINVAL E2BIG EEXIST EFAULT];
+    Vm: KVM_ENABLE_CAP Struct(capability), [EINVAL E2BIG EEXIST ENXIO EFAULT];
     Vcpu: KVM_GET_REGS Out(size_of::<kvm_regs>()), [EFAULT];
     Vcpu: KVM_SET_REGS Back(KVM_GET_REGS, size_of::<kvm_regs>()), [EFAULT];
     Vcpu: KVM_GET_SREGS Out(size_of::<kvm_sregs>()), [EFAULT];
@@ -164,6 +164,9 @@ requests! {
     Vcpu: KVM_PRE_FAULT_MEMORY Struct(pre_fault), [EINVAL ENOENT EFAULT EINTR EAGAIN ENOMEM EOPNOTSUPP EIO];
     Vcpu: KVM_GET_STATS_FD Value(nothing), [ENOMEM];
     Vcpu: KVM_KVMCLOCK_CTRL Value(nothing), [EINVAL];
+    Vcpu: KVM_GET_ONE_REG Struct(one_reg), [EINVAL EFAULT];
+    Vcpu: KVM_SET_ONE_REG Struct(one_reg), [EINVAL EFAULT];
+    Vcpu: KVM_GET_REG_LIST Struct(word), [EFAULT];
     Vcpu: KVM_ENABLE_CAP Struct(capability), [EINVAL EFAULT];
 }
 
@@ -494,6 +497,12 @@ fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
         (KVM_CAP_DISABLE_QUIRKS2, &[0, 1, 0xff, u64::MAX]),
         (KVM_CAP_SPLIT_IRQCHIP, &[24, 24, 0, 4096, 4097]),
         (KVM_CAP_X2APIC_API, &[0, 1, 2, 3, 4]),
+        (KVM_CAP_X86_BUS_LOCK_EXIT, &[0, 1, 2, 3, 4]),
+        (KVM_CAP_X86_NOTIFY_VMEXIT, &[0, 1, 2, 3, 4, 1 << 32 | 3]),
+        (
+            KVM_CAP_X86_APIC_BUS_CYCLES_NS,
+            &[0, 1, 10, 1 << 20, 1 << 26, u64::MAX],
+        ),
         (KVM_CAP_NR_VCPUS, &[0]),
         (KVM_CAP_HYPERV_SYNIC, &[0, 1]),
         (KVM_CAP_HYPERV_SYNIC2, &[0, 0, 1]),
@@ -507,6 +516,19 @@ fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     value.args[0] = rng.pick(arguments);
     let mut bytes = bytes_of(&value);
     mutate(rng, &mut bytes);
+    bytes
+}
+
+/// A register by id: mostly an MSR.
+fn one_reg(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
+    let (first, range) = rng.pick(&MSRS);
+    let kind = rng.pick(&[2, 2, 2, 3, 0]);
+    let mut bytes = bytes_of(&kvm_one_reg {
+        id: KVM_REG_X86 | KVM_REG_SIZE_U64 | kind << 32 | (u64::from(first) + rng.below(range)),
+        addr: context.bitmap,
+    });
+    // Not the pointer: any address would be valid, and be written to.
+    mutate(rng, &mut bytes[..8]);
     bytes
 }
 

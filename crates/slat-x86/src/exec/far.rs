@@ -168,14 +168,10 @@ fn check_return_rip(cpu: &mut Cpu, cs: &Segment, rip: u64) -> Result<(), Break> 
 }
 
 fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
-    if !cpu.protected() {
-        return iret_real(cpu, op);
+    if cpu.has_paragraphs() {
+        return iret_8086(cpu, op);
     }
     let old = cpu.flags();
-    if old & flags::VM != 0 {
-        cpu.sensitive()?;
-        return Err(cpu.unimplemented("virtual-8086 mode"));
-    }
     if old & flags::NT != 0 {
         let next = cpu.next_rip(op);
         return Err(match cpu.long_mode() {
@@ -188,7 +184,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
     let selector = cpu.peek_sized(op.size, bytes)? as u16;
     let new = cpu.peek_sized(op.size, 2 * bytes)?;
     if !cpu.long_mode() && new & flags::VM != 0 && cpu.cpl == 0 {
-        return Err(cpu.unimplemented("virtual-8086 mode"));
+        return cpu.enter_virtual_8086(rip, selector, new);
     }
     let rpl = (selector & 3) as u8;
     if rpl < cpu.cpl {
@@ -232,20 +228,25 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::Jump)
 }
 
-fn iret_real(cpu: &mut Cpu, op: &Op) -> Flow {
+/// IRET in real mode and in virtual-8086 mode.
+fn iret_8086(cpu: &mut Cpu, op: &Op) -> Flow {
+    let flag = cpu.pushed_interrupt_flag(op.size)?;
     let bytes = 1u64 << op.size;
     let rip = cpu.peek_sized(op.size, 0)?;
     let selector = cpu.peek_sized(op.size, bytes)? as u16;
-    let new = cpu.peek_sized(op.size, 2 * bytes)?;
+    let image = cpu.peek_sized(op.size, 2 * bytes)?;
+    let (mut mask, new) = cpu.flags_to_load(flag, op.size, image)?;
+    if op.size > 1 {
+        mask |= flags::RF;
+    }
+    if !cpu.protected() {
+        mask |= flags::IOPL;
+    }
     let rsp = cpu.rsp_plus(3 * bytes);
     cpu.set_rsp(rsp);
     cpu.state.cs.selector = selector;
     cpu.state.cs.base = u64::from(selector) << 4;
     cpu.state.rip = rip;
-    let mut mask = flags::ARITHMETIC | flags::TF | flags::IF | flags::DF | flags::IOPL | flags::NT;
-    if op.size > 1 {
-        mask |= flags::RF | flags::AC | flags::ID;
-    }
     cpu.set_flags(mask, new);
     cpu.state.events.nmi_blocked = false;
     cpu.serialize();
@@ -255,7 +256,11 @@ fn iret_real(cpu: &mut Cpu, op: &Op) -> Flow {
 
 /// INT n (`aux` is the vector).
 fn int_n(cpu: &mut Cpu, op: &Op) -> Flow {
-    cpu.sensitive()?;
+    if cpu.redirects(op.aux)? {
+        let next = cpu.next_rip(op);
+        cpu.deliver_redirected(op.aux, next)?;
+        return Err(Break::Jump);
+    }
     int(cpu, op)
 }
 /// INT n, INT3, INTO: delivers the event.

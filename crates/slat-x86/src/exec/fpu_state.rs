@@ -2,7 +2,7 @@
 
 use crate::Cpu;
 use crate::op::{Break, Flow, Handler, Op};
-use crate::state::MXCSR_MASK;
+use crate::state::control::EFER_FFXSR;
 use crate::{cpu::mode, vector};
 use iced_x86::{Instruction, Mnemonic};
 
@@ -17,6 +17,14 @@ pub(crate) fn not_task_switched(cpu: &mut Cpu) -> Result<(), Break> {
 /// `aux` of FXSAVE and FXRSTOR without REX.W: the x87 pointers have 32 bits, and selectors that are no longer kept.
 const POINTERS_32: u8 = 1;
 
+/// Offset of the XMM registers.
+const XMM: usize = 160;
+
+/// Whether FXSAVE and FXRSTOR leave out the XMM registers (AMD's manual, volume 2, "Fast FXSAVE/FXRSTOR").
+fn is_fast(cpu: &Cpu) -> bool {
+    cpu.state.efer & EFER_FFXSR != 0 && cpu.is_64() && cpu.cpl == 0
+}
+
 fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.mode & mode::NO_X87 != 0 {
         return Err(cpu.raise(vector::NM, None));
@@ -25,6 +33,7 @@ fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, 512)?;
     cpu.aligned16(lin)?;
     let mut image = cpu.state.to_fxsave();
+    image[28..32].copy_from_slice(&cpu.features.mxcsr.to_le_bytes());
     if !cpu.is_64() {
         image[288..416].fill(0);
     }
@@ -34,7 +43,8 @@ fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     // The rest is reserved or for software: it has to be writable, and is left as it is.
     cpu.probe_write(lin, 512)?;
-    cpu.store_bytes(lin, &image[..416])?;
+    let end = if is_fast(cpu) { XMM } else { XMM + 256 };
+    cpu.store_bytes(lin, &image[..end])?;
     cpu.stored()
 }
 
@@ -48,18 +58,21 @@ fn fxrstor(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut image = [0; 512];
     cpu.load_bytes(lin, &mut image)?;
     let mxcsr = u32::from_le_bytes([image[24], image[25], image[26], image[27]]);
-    if mxcsr & !MXCSR_MASK != 0 {
+    if mxcsr & !cpu.features.mxcsr != 0 {
         return Err(cpu.gp());
     }
     if op.aux == POINTERS_32 {
         image[12..16].fill(0);
         image[20..24].fill(0);
     }
-    let high: [u128; 8] = std::array::from_fn(|i| cpu.state.xmm[8 + i]);
+    let before = cpu.state.xmm;
     cpu.state.set_fxsave(&image);
-    if !cpu.is_64() {
-        cpu.state.xmm[8..].copy_from_slice(&high);
-    }
+    let kept = match cpu.is_64() {
+        _ if is_fast(cpu) => 0..16,
+        true => 0..0,
+        false => 8..16,
+    };
+    cpu.state.xmm[kept.clone()].copy_from_slice(&before[kept]);
     Ok(())
 }
 
@@ -82,7 +95,7 @@ fn stmxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
 /// Loads MXCSR: LDMXCSR and VLDMXCSR, where they are enabled.
 pub(crate) fn load_mxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.load_mem::<u32>(op)?;
-    if v & !MXCSR_MASK != 0 {
+    if v & !cpu.features.mxcsr != 0 {
         return Err(cpu.gp());
     }
     cpu.state.mxcsr = v;

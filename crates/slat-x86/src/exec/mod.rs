@@ -19,6 +19,7 @@ pub(crate) mod stack;
 pub(crate) mod string;
 pub(crate) mod syscall;
 pub(crate) mod system;
+mod v86;
 pub(crate) mod xsave;
 
 use crate::Cpu;

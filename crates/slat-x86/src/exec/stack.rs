@@ -138,16 +138,13 @@ fn pop_segment(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn pushf(cpu: &mut Cpu, op: &Op) -> Flow {
-    cpu.sensitive()?;
-    let v = cpu.flags() & !(flags::RF | flags::VM);
+    let flag = cpu.pushed_interrupt_flag(op.size)?;
+    let v = cpu.flags_to_push(flag);
     cpu.push_sized(op.size, v)?;
     cpu.stored()
 }
-fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
-    cpu.sensitive()?;
-    let v = cpu.peek_sized(op.size, 0)?;
-    let new = cpu.rsp_plus(1 << op.size);
-    cpu.set_rsp(new);
+/// Returns the flags that POPF of `size` loads outside virtual-8086 mode.
+fn popped_flags(cpu: &Cpu, size: u8) -> u64 {
     let mut mask = flags::ARITHMETIC | flags::TF | flags::DF | flags::NT | flags::AC | flags::ID;
     let iopl = (cpu.state.rflags & flags::IOPL) >> 12;
     if cpu.cpl == 0 {
@@ -156,9 +153,17 @@ fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
     if u64::from(cpu.cpl) <= iopl {
         mask |= flags::IF;
     }
-    if op.size == 1 {
-        mask &= 0xffff;
-    }
+    if size == 1 { mask & 0xffff } else { mask }
+}
+fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
+    let flag = cpu.pushed_interrupt_flag(op.size)?;
+    let image = cpu.peek_sized(op.size, 0)?;
+    let (mask, v) = match cpu.virtual_8086() {
+        true => cpu.flags_to_load(flag, op.size, image)?,
+        false => (popped_flags(cpu, op.size), image),
+    };
+    let new = cpu.rsp_plus(1 << op.size);
+    cpu.set_rsp(new);
     let old = cpu.flags();
     cpu.set_flags(mask | flags::RF, v & mask);
     // Cheap when nothing but arithmetic flags changed.

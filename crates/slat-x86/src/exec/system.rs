@@ -2,15 +2,18 @@
 
 use crate::Cpu;
 use crate::debug::DR6_ONES;
+use crate::exec::v86::InterruptFlag;
 use crate::int::{Int, by_size};
+use crate::lower::segment;
 use crate::machine::{
     Access, Exit, Fault, GuestFlush, HypercallInstruction, HypercallOutcome, Hypercalls, MsrFault,
     Paging,
 };
-use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::mem::CACHE_LINE;
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form};
 use crate::state::{control::*, flags};
 use crate::tlb::Which;
-use iced_x86::{Instruction, Mnemonic, OpKind};
+use iced_x86::{Code, CodeSize, Instruction, Mnemonic, OpKind, Register};
 use slat_process::calls::{self, Call};
 use std::sync::atomic::{Ordering, fence};
 
@@ -213,16 +216,6 @@ impl Cpu {
         }
         Ok(())
     }
-
-    /// Raises #GP(0) unless the privilege level may execute CLI or STI.
-    fn io_privilege(&mut self) -> Result<(), Break> {
-        let iopl = (self.state.rflags & flags::IOPL) >> 12;
-        if u64::from(self.cpl) <= iopl {
-            Ok(())
-        } else {
-            Err(self.gp())
-        }
-    }
 }
 
 fn read_control(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -389,7 +382,9 @@ impl Cpu {
             (1, _) => mirror(26, 27, CR4_OSXSAVE),
             (7, 0) => mirror(3, 4, CR4_PKE),
             (0xd, 0) if out[0] != 0 => out[1] = self.xsave_bytes() as u32,
-            (0xd, 1) if self.features.xsavec => out[1] = self.compacted_bytes() as u32,
+            (0xd, 1) if self.features.xsavec || self.features.xsaves => {
+                out[1] = self.compacted_bytes() as u32;
+            }
             _ => {}
         }
     }
@@ -444,12 +439,16 @@ fn rsm(cpu: &mut Cpu, _: &Op) -> Flow {
 }
 
 fn cli(cpu: &mut Cpu, _: &Op) -> Flow {
-    cpu.io_privilege()?;
-    cpu.state.rflags &= !flags::IF;
+    cpu.state.rflags &= match cpu.interrupt_flag()? {
+        InterruptFlag::Real => !flags::IF,
+        InterruptFlag::Virtual => !flags::VIF,
+    };
     Ok(())
 }
 fn sti(cpu: &mut Cpu, _: &Op) -> Flow {
-    cpu.io_privilege()?;
+    if cpu.interrupt_flag()? == InterruptFlag::Virtual {
+        return cpu.enable_virtual_interrupts();
+    }
     if cpu.state.rflags & flags::IF != 0 {
         return Ok(());
     }
@@ -560,6 +559,13 @@ fn monitor(cpu: &mut Cpu, _: &Op) -> Flow {
         Err(cpu.ud())
     }
 }
+/// CLZERO: zeroes the cache line of the address in RAX.
+fn clzero(cpu: &mut Cpu, op: &Op) -> Flow {
+    has(cpu, cpu.features.clzero)?;
+    let lin = cpu.lin(op, 1)? & !(CACHE_LINE - 1);
+    cpu.store_bytes(lin, &[0; CACHE_LINE as usize])?;
+    cpu.stored()
+}
 /// Checks the access as a load; the line is not flushed.
 fn touch(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.load_mem::<u8>(op).map(|_| ())
@@ -665,6 +671,21 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Invd | Wbinvd | Wbnoinvd => invalidate_caches,
         Monitor | Mwait => monitor,
         Clflush | Clflushopt | Clwb => touch,
+        Clzero => {
+            // The memory operand, which the instruction does not name: at RAX in DS, or in another segment.
+            (op.base, op.index, op.disp, op.form) = (0, NONE, 0, form::FULL);
+            op.seg = match insn.segment_prefix() {
+                r @ (Register::FS | Register::GS) => segment(r),
+                _ if insn.code_size() == CodeSize::Code64 => segment(Register::DS),
+                r => segment(r),
+            };
+            op.address_size = match insn.code() {
+                Code::Clzerow => 2,
+                Code::Clzerod => 4,
+                _ => 8,
+            };
+            clzero
+        }
         Mfence | Lfence | Sfence => barrier,
         Serialize => serialize,
         Vmcall => vmcall,

@@ -1,11 +1,14 @@
-//! XSAVE XSAVEOPT XSAVEC XRSTOR, XGETBV XSETBV, RDPKRU WRPKRU (SDM volume 1, "Managing State Using the XSAVE Feature Set").
+//! XSAVE XSAVEOPT XSAVEC XSAVES XRSTOR XRSTORS, XGETBV XSETBV, RDPKRU WRPKRU (SDM volume 1, "Managing State Using the XSAVE Feature
+//! Set").
+//!
+//! There are no supervisor state components, and XSAVES need not leave out what has not been modified: it is a privileged XSAVEC.
 //!
 //! The state components are x87, SSE, AVX and PKRU. Whether one is in its initial state is computed when an instruction needs it.
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
 use crate::op::{Break, Flow, Handler, Op};
-use crate::state::{MXCSR_INIT, MXCSR_MASK, control, xcr0};
+use crate::state::{MXCSR_INIT, control, xcr0};
 use iced_x86::{Instruction, Mnemonic};
 
 /// Offset of the header, after the legacy region.
@@ -22,6 +25,10 @@ const COMPACTED: u64 = 1 << 63;
 const XSAVE: u8 = 0;
 const XSAVEOPT: u8 = 1;
 const XSAVEC: u8 = 2;
+const XSAVES: u8 = 3;
+/// `aux`: the instruction that restores.
+const XRSTOR: u8 = 0;
+const XRSTORS: u8 = 1;
 
 fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     if cpu.state.cr4 & control::CR4_OSXSAVE == 0 {
@@ -110,21 +117,27 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let there = match op.aux {
         XSAVEOPT => cpu.features.xsaveopt,
         XSAVEC => cpu.features.xsavec,
+        XSAVES => cpu.features.xsaves,
         _ => true,
     };
     if !there {
         return Err(cpu.ud());
     }
     enabled(cpu)?;
+    if op.aux == XSAVES {
+        cpu.privileged()?;
+    }
+    let compacts = matches!(op.aux, XSAVEC | XSAVES);
     let requested = requested(cpu);
     let in_use = in_use(cpu) & requested;
     // XSAVE writes initial components, too.
     let written = if op.aux == XSAVE { requested } else { in_use };
-    let compacted = (op.aux == XSAVEC).then_some(requested);
+    let compacted = compacts.then_some(requested);
     let pkru_at = pkru_offset(cpu, compacted);
     let end = end(cpu, written, compacted);
     let lin = area(cpu, op, end)?;
-    let image = cpu.state.to_fxsave();
+    let mut image = cpu.state.to_fxsave();
+    image[28..32].copy_from_slice(&cpu.features.mxcsr.to_le_bytes());
     let header = cpu.load::<u64>(lin.wrapping_add(HEADER as u64))?;
     // Nothing is written before everything can be written.
     cpu.probe_write(lin, HEADER_END)?;
@@ -140,9 +153,9 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
         put(cpu, 32, &image[32..160])?;
     }
     // The compacted format has MXCSR in the SSE component; in the standard format it belongs to AVX, too.
-    let with_mxcsr = match op.aux {
-        XSAVEC => written & xcr0::SSE,
-        _ => requested & (xcr0::SSE | xcr0::AVX),
+    let with_mxcsr = match compacts {
+        true => written & xcr0::SSE,
+        false => requested & (xcr0::SSE | xcr0::AVX),
     };
     if with_mxcsr != 0 {
         put(cpu, 24, &image[24..32])?;
@@ -159,7 +172,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
         let pkru = u64::from(cpu.state.pkru).to_le_bytes();
         put(cpu, pkru_at, &pkru)?;
     }
-    if op.aux == XSAVEC {
+    if compacts {
         put(cpu, HEADER, &in_use.to_le_bytes())?;
         put(cpu, HEADER + 8, &(requested | COMPACTED).to_le_bytes())?;
     } else {
@@ -169,7 +182,13 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
+    if op.aux == XRSTORS && !cpu.features.xsaves {
+        return Err(cpu.ud());
+    }
     enabled(cpu)?;
+    if op.aux == XRSTORS {
+        cpu.privileged()?;
+    }
     let lin = area(cpu, op, HEADER_END)?;
     let mut image = [0; HEADER_END];
     cpu.load_bytes(lin, &mut image)?;
@@ -185,6 +204,7 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
         false => (cpu.state.xcr0, HEADER + 8..HEADER + 24),
     };
     let fine = present & !allowed == 0
+        && (compacted || op.aux != XRSTORS)
         && allowed & !cpu.state.xcr0 == 0
         && image[reserved].iter().all(|byte| *byte == 0);
     let requested = requested(cpu);
@@ -194,7 +214,7 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
         true => requested & present & xcr0::SSE != 0,
         false => requested & (xcr0::SSE | xcr0::AVX) != 0,
     };
-    if !fine || takes_mxcsr && mxcsr & !MXCSR_MASK != 0 {
+    if !fine || takes_mxcsr && mxcsr & !cpu.features.mxcsr != 0 {
         return Err(cpu.gp());
     }
     let mut pkru = 0;
@@ -323,7 +343,18 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
             op.aux = XSAVEC;
             xsave
         }
-        Xrstor | Xrstor64 => xrstor,
+        Xsaves | Xsaves64 => {
+            op.aux = XSAVES;
+            xsave
+        }
+        Xrstor | Xrstor64 => {
+            op.aux = XRSTOR;
+            xrstor
+        }
+        Xrstors | Xrstors64 => {
+            op.aux = XRSTORS;
+            xrstor
+        }
         Xgetbv => xgetbv,
         Xsetbv => xsetbv,
         Rdpkru => rdpkru,

@@ -4,6 +4,7 @@
 //! guest's operands into the registers of the stub and call it. So a result is never an imitation: NaN payloads, rounding and
 //! exception flags are the hardware's.
 
+use crate::state::MXCSR_MM;
 use core::arch::asm;
 use core::arch::x86_64::__m128i;
 
@@ -130,6 +131,9 @@ pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u
 pub(crate) const FLAGS: u32 = 0x3f;
 /// Masks of the exception flags: an exception is taken when its flag is set while its mask is clear.
 pub(crate) const MASKS: u32 = 0x1f80;
+
+/// MXCSR bits besides masks and flags with which no stub runs: a host need not have MM, which concerns memory operands alone.
+pub(crate) const NOT_FOR_HOST: u32 = MXCSR_MM;
 
 /// Restores the exception flags of the host's MXCSR when dropped: they are the caller's, whatever the guest computes. Those of the
 /// x87 unit are clear then.

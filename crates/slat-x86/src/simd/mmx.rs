@@ -1,6 +1,6 @@
 //! MMX: the instructions whose operands are the x87 registers' significands.
 
-use super::host::{self, Entry, FLAGS, MASKS, Work};
+use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work};
 use super::{moves, table};
 use crate::Cpu;
 use crate::int::Int;
@@ -219,7 +219,7 @@ fn from_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.load_mem::<u64>(op)?.into()
     } else {
         let lin = cpu.lin(op, 16)?;
-        cpu.aligned16(lin)?;
+        cpu.aligned_operand(lin)?;
         cpu.load::<u128>(lin)?
     };
     let mut mms = [0; 2];
@@ -243,7 +243,7 @@ fn from_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
 /// have any).
 fn run(cpu: &mut Cpu, op: &Op, mms: &mut [u64; 2], work: &mut Work) -> Flow {
     let guest = cpu.state.mxcsr;
-    let mut mxcsr = (guest | MASKS) & !FLAGS;
+    let mut mxcsr = (guest | MASKS) & !(FLAGS | NOT_FOR_HOST);
     host::mmx(Entry(op.imm), mms, work, &mut mxcsr);
     let mut raised = mxcsr & FLAGS;
     let unmasked = !(guest >> 7);

@@ -1,4 +1,4 @@
-//! SSE to SSE4.2, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA and F16C in `vex`.
+//! SSE to SSE4.2, SSE4a, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA, F16C, VAES and VPCLMULQDQ in `vex`.
 //!
 //! The host CPU does the work: `table` has a stub of the equal instruction for each mnemonic, `host` calls it, and the handlers
 //! here only fetch operands and store results. Plain moves need no stub.
@@ -9,6 +9,7 @@ mod lanes;
 mod mmx;
 mod moves;
 mod operate;
+mod sse4a;
 mod table;
 mod vex;
 
@@ -29,6 +30,8 @@ pub struct Features {
     pub leaf1_edx: u32,
     /// Bits of CPUID.7.0:EBX: AVX2, SHA.
     pub leaf7_ebx: u32,
+    /// Bits of CPUID.7.0:ECX: VAES, VPCLMULQDQ.
+    pub leaf7_ecx: u32,
 }
 
 /// Whether the host has AVX and its system the state of YMM registers, without which the guest has neither.
@@ -52,6 +55,8 @@ pub fn features() -> Features {
         leaf1_edx: 1 | 1 << 23 | 1 << 25 | 1 << 26,
         leaf7_ebx: bit(has_avx() && is_x86_feature_detected!("avx2"), 5)
             | bit(is_x86_feature_detected!("sha"), 29),
+        leaf7_ecx: bit(has_avx() && is_x86_feature_detected!("vaes"), 9)
+            | bit(has_avx() && is_x86_feature_detected!("vpclmulqdq"), 10),
     }
 }
 
@@ -70,6 +75,9 @@ fn offered(feature: CpuidFeature) -> Option<bool> {
         CpuidFeature::FMA => is_x86_feature_detected!("fma"),
         CpuidFeature::F16C => is_x86_feature_detected!("f16c"),
         CpuidFeature::SHA => is_x86_feature_detected!("sha"),
+        CpuidFeature::VAES => has_avx() && is_x86_feature_detected!("vaes"),
+        CpuidFeature::VPCLMULQDQ => has_avx() && is_x86_feature_detected!("vpclmulqdq"),
+        CpuidFeature::SSE4A => true,
         _ => return None,
     })
 }
@@ -107,6 +115,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         return mmx::lower(insn, op);
     }
     moves::lower(insn, op)
+        .or_else(|| sse4a::lower(insn, op))
         .or_else(|| gpr::lower(insn, op))
         .or_else(|| operate::lower(insn, op))
 }

@@ -1,6 +1,6 @@
 //! Instructions from XMM and memory to XMM or flags: fetch, call the stub, store.
 
-use super::host::{self, Entry, FLAGS, MASKS, Work};
+use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work};
 use super::lanes::Lanes;
 use super::table::{self, Kind};
 use crate::Cpu;
@@ -77,7 +77,7 @@ pub(super) fn source<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Result<u128, Bre
         8 => cpu.load_mem::<u64>(op)?.into(),
         16 => {
             let lin = cpu.lin(op, 16)?;
-            cpu.aligned16(lin)?;
+            cpu.aligned_operand(lin)?;
             cpu.load::<u128>(lin)?
         }
         _ => cpu.load_mem::<u128>(op)?,
@@ -141,7 +141,7 @@ fn float_flags<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
 /// does not support it), with nothing but the flags changed.
 #[inline(always)]
 pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
-    if cpu.state.mxcsr & MASKS == MASKS {
+    if cpu.state.mxcsr & (MASKS | NOT_FOR_HOST) == MASKS {
         return Ok(host::float(Entry(op.imm), work, &mut cpu.state.mxcsr));
     }
     run_unmasked(cpu, op, work)
@@ -170,7 +170,7 @@ pub(super) fn with_unmasked<T>(
 ) -> Result<T, Break> {
     let guest = cpu.state.mxcsr;
     let masks = (guest & MASKS) >> 7;
-    let mut mxcsr = (guest | MASKS) & !FLAGS;
+    let mut mxcsr = (guest | MASKS) & !(FLAGS | NOT_FOR_HOST);
     if masks & UNDERFLOW == 0 {
         mxcsr &= !FLUSH_TO_ZERO;
     }

@@ -310,3 +310,48 @@ fn the_fxsave_image_goes_out_and_in() {
     other.set_fxsave(&image);
     assert_eq!(other, state);
 }
+
+/// An access that locks the bus ends the run before or after its instruction, if the caller asks for it.
+#[test]
+fn a_locked_access_across_cache_lines_is_a_bus_lock() {
+    // lock xadd [rsi],eax; xchg [rsi],ebx; lock inc qword [rsi]; lock bts [rsi],ecx; add [rsi],eax; hlt
+    let code = b"\xf0\x0f\xc1\x06\x87\x1e\xf0\x48\xff\x06\xf0\x0f\xab\x0e\x01\x06\xf4";
+    let instructions = [(0, 4), (4, 6), (6, 10), (10, 14)];
+    for (at, splits) in [
+        (60, [false, false, true, false]),
+        (61, [true; 4]),
+        (64, [false; 4]),
+        (4094, [true; 4]),
+    ] {
+        for bus_locks in [
+            BusLocks::Executed,
+            BusLocks::ExitBefore,
+            BusLocks::ExitAfter,
+        ] {
+            let mut guest = Guest::new(code);
+            guest.cpu.bus_locks = bus_locks;
+            let state = &mut guest.cpu.state;
+            state.gpr[RSI] = DATA + at;
+            (state.gpr[RAX], state.gpr[RBX], state.gpr[RCX]) = (1, 7, 4);
+            for ((start, end), splits) in instructions.into_iter().zip(splits) {
+                let rip = match bus_locks {
+                    BusLocks::ExitBefore => start,
+                    _ => end,
+                };
+                if splits && bus_locks != BusLocks::Executed {
+                    assert_eq!(guest.run(), Exit::BusLock);
+                    assert_eq!(guest.cpu.state.rip, CODE + rip);
+                }
+            }
+            guest.halt();
+            let value = u64::from_le_bytes(guest.memory().read(DATA + at));
+            assert_eq!(value, 24, "7, one more, bit 4, and EAX, which is 0");
+        }
+    }
+    // One that faults has locked nothing.
+    let mut guest = Guest::new(code);
+    guest.cpu.bus_locks = BusLocks::ExitAfter;
+    guest.cpu.state.gpr[RSI] = DATA + 0xffe;
+    guest.machine.absent(DATA + 0x1000);
+    guest.halt_in_handler(vector::PF);
+}

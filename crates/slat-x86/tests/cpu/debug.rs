@@ -393,3 +393,41 @@ fn watched_stacks_do_not_stop_the_delivery_of_events() {
     let at = HANDLERS + 16 * 0x80 - CODE;
     assert_eq!(log(&guest), [(at, NONE | 1, false)]);
 }
+
+/// A breakpoint on the stack of #DB's own handler, which begins anew with each delivery: no instruction is executed any more.
+fn endless() -> Guest {
+    // mov [rsi],eax; hlt
+    let mut guest = Guest::new(b"\x89\x06\xf4");
+    Guest::gate(&guest.machine.memory, vector::DB, HANDLERS, 0, 1);
+    let state = &mut guest.cpu.state;
+    (state.dr[0], state.gpr[RSI]) = (IST_STACK - 16, IST_STACK - 16);
+    // Enabled, writes, 8 bytes.
+    state.dr7 = 0x402 | 9 << 16;
+    guest
+}
+
+#[test]
+fn deliveries_without_an_instruction_end_the_run_after_the_notify_window() {
+    let mut guest = endless();
+    let window = std::time::Duration::from_millis(2);
+    guest.cpu.notify_window = Some(window);
+    let begin = std::time::Instant::now();
+    for n in 1..3 {
+        assert_eq!(guest.run(), Exit::Notify);
+        assert!(begin.elapsed() >= n * window);
+    }
+    let executed = guest.cpu.counters().instructions;
+    assert!(executed <= 1, "{executed}");
+    // Without the breakpoint it goes on.
+    guest.cpu.state.dr7 = 0x400;
+    guest.halt();
+    // Many exceptions with instructions between them are progress. ud2, whose handler comes back: dec ecx; jz +2; iretq; hlt
+    let mut guest = Guest::new(b"\x0f\x0b");
+    let handler = HANDLERS + 16 * u64::from(vector::UD);
+    guest
+        .memory()
+        .write(handler, b"\xff\xc9\x74\x02\x48\xcf\xf4");
+    guest.cpu.state.gpr[RCX] = 1000;
+    guest.cpu.notify_window = Some(std::time::Duration::ZERO);
+    guest.halt();
+}

@@ -34,11 +34,12 @@ fn features(leaves: &[((u32, u32), [u32; 4])]) -> Features {
 
 #[test]
 fn xsave_and_xrstor_keep_all_components_in_both_formats() {
-    // xsave [rsi] or xsavec [rsi]; then with other values xrstor [rsi]
+    // xsave [rsi], xsaveopt [rsi], xsavec [rsi] or xsaves [rsi]; then with other values xrstor [rsi]
     for (code, compacted) in [
         (&b"\x0f\xae\x26\xf4"[..], false),
         (b"\x0f\xae\x36\xf4", false),
         (b"\x0f\xc7\x26\xf4", true),
+        (b"\x0f\xc7\x2e\xf4", true),
     ] {
         let mut guest = with_xsave(code);
         let state = &mut guest.cpu.state;
@@ -151,6 +152,123 @@ fn xrstor_refuses_bad_headers_and_restores_initial_states() {
 }
 
 #[test]
+fn xrstors_takes_the_compacted_format_alone_and_both_are_privileged() {
+    // xsaves [rsi]; xrstors [rsi]; hlt
+    let code = b"\x0f\xc7\x2e\x0f\xc7\x1e\xf4";
+    let mut guest = with_xsave(code);
+    guest.cpu.state.xmm[3] = 0x1234;
+    guest.halt();
+    assert_eq!(guest.cpu.state.xmm[3], 0x1234);
+    // xrstors [rsi] of the standard format
+    let mut guest = with_xsave(b"\x0f\xc7\x1e");
+    guest.memory().write64(DATA + 512, 3);
+    guest.memory().write(DATA + 24, &0x1f80u32.to_le_bytes());
+    guest.halt_in_handler(vector::GP);
+    for code in [b"\x0f\xc7\x2e", b"\x0f\xc7\x1e"] {
+        let mut guest = with_xsave(code);
+        guest.memory().write64(DATA + 520, 1 << 63);
+        let state = &mut guest.cpu.state;
+        (state.cs.selector, state.cs.rights) = (0x23, 0xa0fb);
+        (state.ss.selector, state.ss.rights) = (0x1b, 0xc0f3);
+        guest.halt_in_handler(vector::GP);
+    }
+}
+
+#[test]
+fn clzero_zeroes_the_line_of_its_address() {
+    // clzero; fs clzero; hlt
+    let mut guest = Guest::new(b"\x0f\x01\xfc\x64\x0f\x01\xfc\xf4");
+    guest.memory().write(DATA, &[0xaa; 0x200]);
+    guest.cpu.state.fs.base = 0x80;
+    guest.cpu.state.gpr[RAX] = DATA + 70;
+    guest.halt();
+    let mut expected = [0xaa; 0x200];
+    expected[64..128].fill(0);
+    expected[192..256].fill(0);
+    assert_eq!(guest.memory().read::<0x200>(DATA), expected);
+}
+
+#[test]
+fn lock_mov_cr0_is_mov_cr8_in_32_bit_code() {
+    // lock mov cr0,eax; lock mov ebx,cr0; hlt
+    let code = b"\xf0\x0f\x22\xc0\xf0\x0f\x20\xc3\xf4";
+    for has in [true, false] {
+        let mut guest = Guest::new(code);
+        guest.cpu.state.cs.rights = 0xc09b;
+        guest.cpu.state.gpr[RAX] = 5;
+        let cr0 = guest.cpu.state.cr0;
+        match has {
+            true => {
+                guest.halt();
+                assert_eq!((guest.cpu.state.cr8, guest.cpu.state.gpr[RBX]), (5, 5));
+            }
+            false => {
+                guest.cpu.set_features(features(&[]));
+                guest.halt_in_handler(vector::UD);
+            }
+        }
+        assert_eq!(guest.cpu.state.cr0, cr0);
+    }
+}
+
+#[test]
+fn fxsave_and_fxrstor_of_a_kernel_leave_out_xmm_with_ffxsr() {
+    // fxsave [rsi]; then, with other values, fxrstor [rsi]; hlt
+    for (efer, fast) in [(control::EFER_FFXSR, true), (0, false)] {
+        let mut guest = Guest::new(b"\x0f\xae\x06\xf4\x0f\xae\x0e\xf4");
+        guest.memory().write(DATA, &[0xaa; 512]);
+        guest.cpu.state.gpr[RSI] = DATA;
+        guest.cpu.state.efer |= efer;
+        guest.cpu.state.mxcsr = 0x1fa0;
+        guest.cpu.state.xmm = [5; 16];
+        guest.halt();
+        let saved = u128::from_le_bytes(guest.memory().read(DATA + 160));
+        assert_eq!(saved == 5, !fast);
+        guest.cpu.state.xmm = [7; 16];
+        guest.cpu.state.mxcsr = 0x1f80;
+        guest.halt();
+        assert_eq!(guest.cpu.state.mxcsr, 0x1fa0, "MXCSR is not left out");
+        assert_eq!(guest.cpu.state.xmm, [if fast { 7 } else { 5 }; 16]);
+    }
+}
+
+/// MXCSR.MM: operands of computations need not be aligned; those of MOVAPS and its like still do.
+#[test]
+fn operands_need_not_be_aligned_with_mm() {
+    const MM: u32 = 1 << 17;
+    // addps xmm0,[rsi]; paddd xmm0,[rsi]; movaps xmm0,[rsi]
+    for (code, obeys) in [
+        (&b"\x0f\x58\x06"[..], true),
+        (b"\x66\x0f\xfe\x06", true),
+        (b"\x0f\x28\x06", false),
+    ] {
+        for (mxcsr, at) in [(0x1f80, 0), (0x1f80, 4), (0x1f80 | MM, 4), (0x1d80 | MM, 4)] {
+            let mut guest = Guest::new(&[code, b"\xf4"].concat());
+            guest.cpu.state.mxcsr = mxcsr;
+            guest.cpu.state.gpr[RSI] = DATA + at;
+            match at == 0 || obeys && mxcsr & MM != 0 {
+                true => guest.halt(),
+                false => guest.halt_in_handler(vector::GP),
+            }
+            assert_eq!(guest.cpu.state.mxcsr, mxcsr);
+        }
+    }
+    // ldmxcsr [rsi]: the bit is reserved without the feature.
+    for has in [true, false] {
+        let mut guest = Guest::new(b"\x0f\xae\x16\xf4");
+        guest.memory().write(DATA, &(0x1f80 | MM).to_le_bytes());
+        guest.cpu.state.gpr[RSI] = DATA;
+        match has {
+            true => guest.halt(),
+            false => {
+                guest.cpu.set_features(features(&[]));
+                guest.halt_in_handler(vector::GP);
+            }
+        }
+    }
+}
+
+#[test]
 fn protection_keys_are_read_and_written_and_reach_the_machine() {
     // wrpkru; rdpkru; mov ebx,[rsi]; hlt
     let code = b"\x0f\x01\xef\x0f\x01\xee\x8b\x1e\xf4";
@@ -192,6 +310,15 @@ fn what_cpuid_does_not_tell_is_reserved_or_undefined() {
         (b"\xf3\x0f\xc7\xf8", 0, 0, vector::UD),
         (b"\x0f\xae\x36", all, 0, vector::UD),
         (b"\x0f\xc7\x26", all, 0, vector::UD),
+        // xsaves [rsi]; clzero; extrq xmm0,xmm1; movntss [rsi],xmm0; insertq xmm0,xmm1,1,2
+        (b"\x0f\xc7\x2e", all, 0, vector::UD),
+        (b"\x0f\x01\xfc", DATA, 0, vector::UD),
+        (b"\x66\x0f\x79\xc1", 0, 0, vector::UD),
+        (b"\xf3\x0f\x2b\x06", 0, 0, vector::UD),
+        (b"\xf2\x0f\x78\xc1\x01\x02", 0, 0, vector::UD),
+        // EFER.FFXSR and EFER.AIBRSE
+        (b"\x0f\x30", 0x4d01, 0xc000_0080, vector::GP),
+        (b"\x0f\x30", 0x20_0d01, 0xc000_0080, vector::GP),
         (b"\x0f\xc7\xf0", 0, 0, vector::UD),
         (b"\x0f\xc7\xf8", 0, 0, vector::UD),
         (b"\x0f\x30", 0xd01, 0xc000_0080, vector::GP),

@@ -105,7 +105,10 @@ const FEATURES: &[CpuidFeature] = &[
     CpuidFeature::SSE3,
     CpuidFeature::SSE4_1,
     CpuidFeature::SSE4_2,
+    CpuidFeature::SSE4A,
     CpuidFeature::SSSE3,
+    CpuidFeature::VAES,
+    CpuidFeature::VPCLMULQDQ,
 ];
 
 /// Instructions whose effect belongs to the system around the CPU, differs by privilege, or is not deterministic.

@@ -5,6 +5,7 @@ mod common;
 mod faults;
 mod modes;
 mod setup;
+mod v86;
 
 use common::*;
 use setup::*;

@@ -6,7 +6,7 @@ use super::{load, store};
 use crate::Cpu;
 use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, Op};
-use crate::simd::host::MASKS;
+use crate::simd::host::{MASKS, NOT_FOR_HOST};
 use crate::simd::lanes::Lanes;
 use crate::simd::operate::{UNALIGNED, returns_index, strings, with_unmasked};
 use crate::simd::table as legacy;
@@ -131,7 +131,7 @@ fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &m
 fn call<const FLOAT: bool>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     Ok(match FLOAT {
         false => host::int(Entry(op.imm), work),
-        true if cpu.state.mxcsr & MASKS == MASKS => {
+        true if cpu.state.mxcsr & (MASKS | NOT_FOR_HOST) == MASKS => {
             host::float(Entry(op.imm), work, &mut cpu.state.mxcsr)
         }
         true => call_unmasked(cpu, op, work)?,

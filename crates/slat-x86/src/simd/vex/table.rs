@@ -128,11 +128,12 @@ table! {
         Vpunpckhbw "vpunpckhbw", Vpunpckhwd "vpunpckhwd", Vpunpckhdq "vpunpckhdq", Vpunpckhqdq "vpunpckhqdq",
         Vunpcklps "vunpcklps", Vunpckhps "vunpckhps", Vunpcklpd "vunpcklpd", Vunpckhpd "vunpckhpd",
         Vpshufb "vpshufb", Vpermilps "vpermilps", Vpermilpd "vpermilpd",
+        // Cryptography: those of 256 bits are VAES.
+        Vaesenc "vaesenc", Vaesenclast "vaesenclast", Vaesdec "vaesdec", Vaesdeclast "vaesdeclast",
     }
     Int y3 { Vpermps "vpermps", Vpermd "vpermd" }
     Int x3 {
         Vmovhlps "vmovhlps", Vmovlhps "vmovlhps", Vrsqrtss "vrsqrtss", Vrcpss "vrcpss",
-        Vaesenc "vaesenc", Vaesenclast "vaesenclast", Vaesdec "vaesdec", Vaesdeclast "vaesdeclast",
     }
     Int v4 { Vblendvps "vblendvps", Vblendvpd "vblendvpd", Vpblendvb "vpblendvb" }
     Int shift {
@@ -217,9 +218,10 @@ table! {
     Int v3i {
         Vshufps "vshufps", Vshufpd "vshufpd", Vpalignr "vpalignr", Vmpsadbw "vmpsadbw",
         Vpblendw "vpblendw", Vpblendd "vpblendd", Vblendps "vblendps", Vblendpd "vblendpd",
+        Vpclmulqdq "vpclmulqdq",
     }
     Int x2i { Vaeskeygenassist "vaeskeygenassist" }
-    Int x3i { Vinsertps "vinsertps", Vpclmulqdq "vpclmulqdq" }
+    Int x3i { Vinsertps "vinsertps" }
     Int y2i { Vpermq "vpermq", Vpermpd "vpermpd" }
     Int y3i { Vperm2f128 "vperm2f128", Vperm2i128 "vperm2i128" }
     Int insert { Vinsertf128 "vinsertf128", Vinserti128 "vinserti128" }

@@ -1,0 +1,104 @@
+//! SSE4a of AMD's CPUs: EXTRQ INSERTQ, MOVNTSS MOVNTSD. Computed here, so that guests have them on every host.
+
+use super::moves::store_low;
+use crate::Cpu;
+use crate::int::Int;
+use crate::op::{Flow, Handler, Op};
+use iced_x86::{Code, Instruction};
+
+/// A field of a quadword: its length in bits, 0 for 64, and the index of its first bit.
+struct Field {
+    len: u32,
+    index: u32,
+}
+
+impl Field {
+    /// Decodes two bytes, each of which has six bits: immediates, or the low bytes of a register.
+    fn of(bytes: u64) -> Self {
+        Field {
+            len: bytes as u32 & 63,
+            index: (bytes >> 8) as u32 & 63,
+        }
+    }
+
+    /// Returns the field's bits, at bit 0.
+    fn mask(&self) -> u64 {
+        match self.len {
+            0 => u64::MAX,
+            len => (1 << len) - 1,
+        }
+    }
+}
+
+/// Moves a field of the quadword to bit 0. The manual leaves the upper half undefined; CPUs clear it.
+fn extract(cpu: &mut Cpu, r: u8, field: &Field) {
+    let dst = &mut cpu.state.xmm[usize::from(r)];
+    *dst = (*dst as u64 >> field.index & field.mask()).into();
+}
+
+/// Replaces a field of the quadword by the low bits of `from`.
+fn insert(cpu: &mut Cpu, r: u8, from: u64, field: &Field) {
+    let dst = &mut cpu.state.xmm[usize::from(r)];
+    let bits = field.mask() << field.index;
+    *dst = (*dst as u64 & !bits | from << field.index & bits).into();
+}
+
+fn is_there(cpu: &mut Cpu) -> Flow {
+    match cpu.features.sse4a {
+        true => Ok(()),
+        false => Err(cpu.ud()),
+    }
+}
+
+fn low_of(cpu: &Cpu, r: u8) -> u64 {
+    cpu.state.xmm[usize::from(r)] as u64
+}
+
+fn extrq_imm(cpu: &mut Cpu, op: &Op) -> Flow {
+    is_there(cpu)?;
+    extract(cpu, op.r[0], &Field::of(op.imm));
+    Ok(())
+}
+fn extrq(cpu: &mut Cpu, op: &Op) -> Flow {
+    is_there(cpu)?;
+    let field = Field::of(low_of(cpu, op.r[1]));
+    extract(cpu, op.r[0], &field);
+    Ok(())
+}
+fn insertq_imm(cpu: &mut Cpu, op: &Op) -> Flow {
+    is_there(cpu)?;
+    let from = low_of(cpu, op.r[1]);
+    insert(cpu, op.r[0], from, &Field::of(op.imm));
+    Ok(())
+}
+fn insertq(cpu: &mut Cpu, op: &Op) -> Flow {
+    is_there(cpu)?;
+    let field = Field::of((cpu.state.xmm[usize::from(op.r[1])] >> 64) as u64);
+    let from = low_of(cpu, op.r[1]);
+    insert(cpu, op.r[0], from, &field);
+    Ok(())
+}
+fn movnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    is_there(cpu)?;
+    store_low::<T>(cpu, op)
+}
+
+/// Chooses the handler of an SSE4a instruction.
+pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let immediates = || u64::from(insn.immediate8()) | u64::from(insn.immediate8_2nd()) << 8;
+    Some(match insn.code() {
+        Code::Extrq_xmm_imm8_imm8 => {
+            op.imm = immediates();
+            extrq_imm
+        }
+        Code::Extrq_xmm_xmm => extrq,
+        Code::Insertq_xmm_xmm_imm8_imm8 => {
+            op.imm = immediates();
+            insertq_imm
+        }
+        Code::Insertq_xmm_xmm => insertq,
+        Code::Movntss_m32_xmm => movnt::<u32>,
+        Code::Movntsd_m64_xmm => movnt::<u64>,
+        _ => return None,
+    })
+}
