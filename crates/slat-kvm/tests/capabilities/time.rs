@@ -3,7 +3,7 @@
 use crate::Use;
 use crate::common::*;
 use kvm_bindings::*;
-use slat_kvm::ioctl::Answer;
+use slat_kvm::ioctl::{Answer, Object};
 use slat_kvm::{VcpuExit, abi};
 
 /// Code that enables the guest's clock page at DATA: mov ecx, 0x4b564d01; mov eax, DATA | 1; xor edx, edx; wrmsr; hlt
@@ -34,6 +34,8 @@ pub const USES: &[Use] = &[
     }),
     (KVM_CAP_ENFORCE_PV_FEATURE_CPUID, |_| {
         let mut guest = Guest::new(USE_CLOCK);
+        // A guest that is told of no feature.
+        guest.vcpu.set_cpuid2(&CpuId::new(0).unwrap()).unwrap();
         let cap = |on| {
             let mut cap = kvm_enable_cap {
                 cap: KVM_CAP_ENFORCE_PV_FEATURE_CPUID,
