@@ -135,7 +135,6 @@ pub fn ext1_ecx(amd: bool) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::cpuid::{host_is_amd, lookup, supported};
 
     /// What the CPU models of VMMs name, and this CPU has on every host of the vendor: leaf, subleaf, register, bits.
@@ -145,7 +144,7 @@ mod tests {
         let mut expected = vec![
             // VME; MD_CLEAR SPEC_CTRL STIBP FLUSH_L1D ARCH_CAPABILITIES SSBD; UMIP; XSAVEOPT XSAVEC XGETBV1 XSAVES.
             (1, 0, 3, 1 << 1),
-            (7, 0, 3, 1 << 10 | 0b1011_11 << 26),
+            (7, 0, 3, 1 << 10 | 0b10_1111 << 26),
             (7, 0, 2, 1 << 2),
             (0xd, 1, 0, 15),
             // IBPB IBRS STIBP SSBD.
