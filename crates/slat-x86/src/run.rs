@@ -270,8 +270,10 @@ impl Cpu {
                 return Some(Exit::Notify);
             }
             // An exception that could not be delivered has become another one, or is pending for a retry. Nothing is fetched
-            // before its delivery: a fault of the fetch would replace it.
-            if self.state.events.exception.is_none() {
+            // before its delivery: a fault of the fetch would replace it. The frame of an event may have hit a watchpoint, whose trap
+            // comes before the handler's first instruction.
+            let events = &self.state.events;
+            if events.exception.is_none() && (events.debug == 0 || events.mov_ss_shadow) {
                 break;
             }
         }

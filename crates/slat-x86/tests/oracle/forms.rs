@@ -218,6 +218,9 @@ fn on_host(feature: CpuidFeature) -> bool {
         CpuidFeature::SSSE3 => has!("ssse3"),
         CpuidFeature::SSE4_1 => has!("sse4.1"),
         CpuidFeature::SSE4_2 => has!("sse4.2"),
+        CpuidFeature::SSE4A => has!("sse4a"),
+        CpuidFeature::VAES => has!("vaes"),
+        CpuidFeature::VPCLMULQDQ => has!("vpclmulqdq"),
         _ => true,
     }
 }
