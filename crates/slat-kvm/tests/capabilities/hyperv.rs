@@ -93,13 +93,7 @@ fn guest(code: Code) -> Guest {
 fn set_up(vcpu: &VcpuFd, change: impl Fn(&mut kvm_cpuid_entry2)) {
     let mut leaves = hv_cpuid(&Object::system(), LEAVES).unwrap();
     leaves.iter_mut().for_each(change);
-    // The APIC has x2APIC mode.
-    leaves.push(kvm_cpuid_entry2 {
-        function: 1,
-        ecx: 1 << 21,
-        edx: 1 << 9,
-        ..Default::default()
-    });
+    leaves.push(x2apic_leaf());
     vcpu.set_cpuid2(&CpuId::from_entries(&leaves).unwrap())
         .unwrap();
     let mut sregs = vcpu.get_sregs().unwrap();

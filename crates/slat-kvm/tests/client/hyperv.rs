@@ -64,8 +64,9 @@ fn guest(sint: u64, handler: &[u8]) -> Guest {
     guest.memory.write(vector, &HANDLER.to_le_bytes()[..4]);
     guest.memory.write(HANDLER, handler);
     let vcpu = &guest.vcpu;
-    vcpu.set_cpuid2(&guest.kvm.get_supported_hv_cpuid(10).unwrap())
-        .unwrap();
+    let mut leaves = guest.kvm.get_supported_hv_cpuid(11).unwrap();
+    leaves.push(x2apic_leaf()).unwrap();
+    vcpu.set_cpuid2(&leaves).unwrap();
     let synic = kvm_enable_cap {
         cap: KVM_CAP_HYPERV_SYNIC,
         ..Default::default()

@@ -44,8 +44,10 @@ fn smram(vm: &VmFd, handler: &[u8], flags: u32) -> Memory {
     memory
 }
 
+/// Creates a guest without features, whose CPU has no long mode.
 fn guest(code: &[u8], handler: &[u8]) -> (Guest, Memory) {
     let guest = Guest::new(code);
+    guest.vcpu.set_cpuid2(&CpuId::new(0).unwrap()).unwrap();
     let smram = smram(&guest.vm, handler, 0);
     (guest, smram)
 }
@@ -132,8 +134,7 @@ fn an_smi_runs_its_handler_and_rsm_returns() {
 #[test]
 fn a_cpu_with_long_mode_saves_the_64_bit_map() {
     let (mut guest, smram) = guest(OUT_AND_HALT, TELL);
-    let cpuid = guest.kvm.get_supported_cpuid(256).unwrap();
-    guest.vcpu.set_cpuid2(&cpuid).unwrap();
+    tell_features(&guest.vcpu);
     guest.vcpu.smi().unwrap();
     expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
     assert_eq!(word(&smram, REVISION), 0x2_0064);

@@ -2,7 +2,8 @@
 #![allow(dead_code)]
 
 use kvm_bindings::{
-    KVM_MAX_CPUID_ENTRIES, KVM_X86_SW_PROTECTED_VM, kvm_enable_cap, kvm_userspace_memory_region,
+    KVM_MAX_CPUID_ENTRIES, KVM_X86_SW_PROTECTED_VM, kvm_cpuid_entry2, kvm_enable_cap,
+    kvm_userspace_memory_region,
 };
 use slat::Shared;
 use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_SET_USER_MEMORY_REGION};
@@ -232,6 +233,16 @@ pub fn tell_features(vcpu: &VcpuFd) {
     let kvm = Kvm::new().unwrap();
     let leaves = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
     vcpu.set_cpuid2(&leaves).unwrap();
+}
+
+/// Returns the leaf of CPUID that says: there is a local APIC, with x2APIC mode.
+pub fn x2apic_leaf() -> kvm_cpuid_entry2 {
+    kvm_cpuid_entry2 {
+        function: 1,
+        ecx: 1 << 21,
+        edx: 1 << 9,
+        ..Default::default()
+    }
 }
 
 pub fn start_at_code(vcpu: &VcpuFd) {
