@@ -104,6 +104,8 @@ const CR0: u64 = 0xffff_ffff & !(1 << 31 | 1 << 29);
 const LME: u64 = 1 << 8;
 const LMA: u64 = 1 << 10;
 const NXE: u64 = 1 << 11;
+/// Nested guests of AMD's CPUs. (The bits of their fast FXSAVE and automatic IBRS depend on the host's processor.)
+const SVME: u64 = 1 << 12;
 /// CR4: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT, which no feature of CPUID gates.
 const CR4_ALWAYS: u64 = 0x7ff;
 const OTHER_CPU: Option<&str> = Some("the host's processor has other features");
@@ -179,7 +181,10 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         field: field!(kvm_sregs, efer),
-        values: Values::Bits(1 | LME | NXE),
+        values: Values::Listed(
+            &[0, 1, LME, NXE, 1 | LME | NXE],
+            &[LMA, 2, 4, 1 << 9, SVME, 1 << 13, 1 << 16, 1 << 32, 1 << 63],
+        ),
         differs: LAX_MODULE,
         ..sregs("EFER without paging: no LMA, and the bits of the guest's CPUID")
     },
@@ -480,7 +485,10 @@ pub const RULES: &[Rule] = &[
         ..rule(KVM_INTERRUPT, Argument::Zeros(4), "no 8259 of KVM's")
     },
     Rule {
-        values: Values::Bits(1 | LME | LMA | NXE),
+        values: Values::Listed(
+            &[0, 1, LME, LMA, NXE],
+            &[2, 4, 1 << 9, SVME, 1 << 16, 1 << 32, 1 << 63],
+        ),
         differs: OTHER_CPU,
         ..msr(
             0xc000_0080,
