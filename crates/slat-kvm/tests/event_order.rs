@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{DATA, DEVICE, Guest, resolve, start_at_code, userfault};
+use common::{DATA, DEVICE, Guest, forget_features, resolve, start_at_code, userfault};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VcpuFd};
 use std::sync::mpsc;
@@ -74,6 +74,7 @@ fn init(guest: &Guest) {
 #[test]
 fn after_init_edx_tells_the_processor() {
     let guest = guest();
+    forget_features(&guest.vcpu);
     let signature = |guest: &Guest| {
         let mut regs = guest.vcpu.get_regs().unwrap();
         (regs.rdx, regs.rax) = (0x1234, 0x1234);

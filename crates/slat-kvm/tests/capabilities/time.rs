@@ -35,7 +35,7 @@ pub const USES: &[Use] = &[
     (KVM_CAP_ENFORCE_PV_FEATURE_CPUID, |_| {
         let mut guest = Guest::new(USE_CLOCK);
         // A guest that is told of no feature.
-        guest.vcpu.set_cpuid2(&CpuId::new(0).unwrap()).unwrap();
+        forget_features(&guest.vcpu);
         let cap = |on| {
             let mut cap = kvm_enable_cap {
                 cap: KVM_CAP_ENFORCE_PV_FEATURE_CPUID,

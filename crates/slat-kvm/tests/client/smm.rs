@@ -47,7 +47,7 @@ fn smram(vm: &VmFd, handler: &[u8], flags: u32) -> Memory {
 /// Creates a guest without features, whose CPU has no long mode.
 fn guest(code: &[u8], handler: &[u8]) -> (Guest, Memory) {
     let guest = Guest::new(code);
-    guest.vcpu.set_cpuid2(&CpuId::new(0).unwrap()).unwrap();
+    forget_features(&guest.vcpu);
     let smram = smram(&guest.vm, handler, 0);
     (guest, smram)
 }
@@ -338,6 +338,7 @@ fn a_message_may_be_an_smi() {
     // sti; hlt; mov al, 1; out 0x10, al
     let code = [0xfb, 0xf4, 0xb0, 1, 0xe6, 0x10];
     let guest = Guest::with(&code, |vm| vm.create_irq_chip().unwrap());
+    forget_features(&guest.vcpu);
     let smram = smram(&guest.vm, TELL, 0);
     let Guest { mut vcpu, vm, .. } = guest;
     let message = kvm_msi {

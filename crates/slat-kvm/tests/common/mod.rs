@@ -2,7 +2,7 @@
 #![allow(dead_code)]
 
 use kvm_bindings::{
-    KVM_MAX_CPUID_ENTRIES, KVM_X86_SW_PROTECTED_VM, kvm_cpuid_entry2, kvm_enable_cap,
+    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_X86_SW_PROTECTED_VM, kvm_cpuid_entry2, kvm_enable_cap,
     kvm_userspace_memory_region,
 };
 use slat::Shared;
@@ -233,6 +233,11 @@ pub fn tell_features(vcpu: &VcpuFd) {
     let kvm = Kvm::new().unwrap();
     let leaves = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
     vcpu.set_cpuid2(&leaves).unwrap();
+}
+
+/// Gives the guest a CPUID without leaves: it has no features.
+pub fn forget_features(vcpu: &VcpuFd) {
+    vcpu.set_cpuid2(&CpuId::new(0).unwrap()).unwrap();
 }
 
 /// Returns the leaf of CPUID that says: there is a local APIC, with x2APIC mode.
