@@ -168,7 +168,7 @@ impl Mix {
             (Kind::Age, 3),
             (Kind::Quiesce, 4),
             (Kind::Replace, 2),
-            (Kind::UseSpace, 8),
+            (Kind::UseSpace, 4),
             (Kind::Fail, 10),
         ],
     );

@@ -29,19 +29,16 @@ pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
     title: "the dirty log: a bitmap for each slot, or a ring for each vCPU",
     explain: "\
-A guest writes to every page of a slot that is logged, as in a migration's last rounds. All times
-are for a page, and processor time.
+A guest writes to every page of a logged slot, as in a migration's last rounds: CPU time for a page.
 get: the client learns which pages were written. slat: KVM_GET_DIRTY_LOG, and the numbers of the
-bits that are set. ring: it collects the entries of the vCPU's ring.
-clear: the next write to each page is to be recorded again. slat: KVM_CLEAR_DIRTY_LOG of what it got
-(manual protection). ring: KVM_RESET_DIRTY_RINGS.
+bits that are set. ring: it collects the entries of the vCPU's ring, which has one for each page.
+clear: the next write to each page is recorded again. slat: KVM_CLEAR_DIRTY_LOG (manual protection).
+ring: KVM_RESET_DIRTY_RINGS.
 redirty: the guest writes to every page again; each write is a fault that records the page. The
 time includes the guest's own instructions, a few to a page.
-end: the log ends, and the guest writes to every page again, of memory that the host backs with 2 MiB
-pages. recover: huge leaves come back in place (KVM since 6.13). zap: the tables are zapped, and the
-guest's faults bring the huge leaves back. The faults are counted.
-A bitmap costs a bit for every page of the slot, a ring an entry for every page written: here all
-are, which is the bitmap's best case.",
+end: the log ends, and the guest writes to every page again; the host backs them with 2 MiB pages.
+recover: huge leaves come back in place (KVM since 6.13). zap: the tables are zapped, and faults
+bring the huge leaves back.",
     run,
     compare,
     rows: Rows::Metrics,

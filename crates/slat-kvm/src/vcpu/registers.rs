@@ -58,7 +58,13 @@ impl VcpuObject {
         pdptes: Option<[u64; 4]>,
     ) -> Result<()> {
         let mut state = inner.cpu.state.clone();
-        regs::set_sregs(&mut state, sregs, inner.cpu.features())?;
+        let features = *inner.cpu.features();
+        // Linux before 7 compared EFER with no CPUID here. Clients that set none have 64-bit guests.
+        let efer = match inner.machine.cpuid.is_empty() {
+            true => Features::all().efer(),
+            false => features.efer(),
+        };
+        regs::set_sregs(&mut state, sregs, &features, efer)?;
         inner
             .machine
             .set_apic_base(sregs.apic_base, false)

@@ -1,6 +1,6 @@
 //! Hyper-V's interface: interrupts of SynIC sources, synthetic timers, and the state that a client saves.
 
-use crate::common::{DATA, Guest, Memory, SPIN, set_slot, start_at_code};
+use crate::common::{DATA, Guest, Memory, SPIN, set_slot, start_at_code, x2apic_leaf};
 use kvm_bindings::*;
 use slat::MmuKind;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd};

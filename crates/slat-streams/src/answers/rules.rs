@@ -174,10 +174,12 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         field: field!(kvm_sregs, efer),
-        values: Values::Bits(1),
+        values: Values::Listed(&[0, 1, LME, NXE], &[LMA, 2, 4, 1 << 9, SVME, 1 << 32]),
         cpuid: false,
         differs: LAX_MODULE,
-        ..sregs("EFER of a guest without CPUID: SCE")
+        ..sregs(
+            "EFER of a guest without CPUID: any feature, as before Linux 7; no LMA without paging",
+        )
     },
     Rule {
         field: field!(kvm_sregs, efer),

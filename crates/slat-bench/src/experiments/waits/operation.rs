@@ -282,9 +282,9 @@ impl Subject {
         match self.operation {
             GetProtect | GetDirtyBit | Clear | Age | BeginSmall | BeginEager => [self.pages, 0],
             BeginLazy | RingReset => self.before(),
-            Nothing | Zap | ZapDirtyBit | End | Delete | Invalidate | Attributes | NxRecovery => {
-                [0, 0]
-            }
+            // Huge leaves come back in place.
+            End => [0, self.pages / MEGA],
+            Nothing | Zap | ZapDirtyBit | Delete | Invalidate | Attributes | NxRecovery => [0, 0],
         }
     }
 
