@@ -321,6 +321,7 @@ impl<'a> Worker<'a> {
         );
         let to_bitmap = match request.number {
             abi::KVM_GET_DIRTY_LOG => bitmap..u64::MAX,
+            abi::KVM_GET_ONE_REG => bitmap..bitmap.saturating_add(8),
             _ => 0..0,
         };
         self.bitmaps.check("a call with a bitmap", to_bitmap);
