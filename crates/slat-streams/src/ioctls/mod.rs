@@ -340,6 +340,8 @@ impl<'a> Worker<'a> {
         let others = [
             abi::KVM_GET_DIRTY_LOG,
             abi::KVM_CLEAR_DIRTY_LOG,
+            abi::KVM_GET_ONE_REG,
+            abi::KVM_SET_ONE_REG,
             abi::KVM_PRE_FAULT_MEMORY,
             abi::KVM_SET_SIGNAL_MASK,
         ];
