@@ -281,25 +281,18 @@ impl Readers {
         wanted: impl Fn(&Attention) -> bool,
         mut wait: impl FnMut(u32, usize),
     ) -> u64 {
-        let asked = self.iter().filter(|reader| wanted(&reader.attention));
-        let generation = self.ask_those(asked);
+        let generation = self.generation.fetch_add(1, SeqCst) + 1;
+        // The list is read after that: a reader that it does not have yet enters the new generation.
+        for reader in self.iter() {
+            if wanted(&reader.attention) && !reader.has_passed(generation) {
+                reader.attention.raise(Attention::FLUSH);
+            }
+        }
         for reader in self.iter() {
             let mut round = 0;
             while wanted(&reader.attention) && !reader.has_passed(generation) {
                 wait(round, reader.token.load(Relaxed));
                 round += 1;
-            }
-        }
-        generation
-    }
-
-    /// Raises the generation, asks those of `readers` that are inside to pass a quiescent point, and returns without
-    /// waiting. Returns the new generation.
-    fn ask_those<'a>(&self, readers: impl Iterator<Item = &'a Reader>) -> u64 {
-        let generation = self.generation.fetch_add(1, SeqCst) + 1;
-        for reader in readers {
-            if !reader.has_passed(generation) {
-                reader.attention.raise(Attention::FLUSH);
             }
         }
         generation

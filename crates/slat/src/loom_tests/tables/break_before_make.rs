@@ -136,12 +136,6 @@ fn with_table() -> Arc<World<SmallStage2<2>>> {
     world
 }
 
-#[test]
-fn a_walker_finds_no_conflict_where_a_table_becomes_a_huge_leaf() {
-    let fault = |world: &World<_>| _ = world.fault(1, page(1));
-    nothing_conflicts(with_table, World::collapse, fault);
-}
-
 /// Flushes a TLB that always caches what it may: after the flush, the translation in the tables at that moment.
 fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed {
     let number = world.flushes.begin();
