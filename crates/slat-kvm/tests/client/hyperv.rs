@@ -1,6 +1,8 @@
 //! Hyper-V's interface: interrupts of SynIC sources, synthetic timers, and the state that a client saves.
 
-use crate::common::{DATA, Guest, Memory, SPIN, set_slot, start_at_code, x2apic_leaf};
+use crate::common::{
+    DATA, Guest, Memory, SPIN, msr as get, set_msr as set, set_slot, start_at_code, x2apic_leaf,
+};
 use kvm_bindings::*;
 use slat::MmuKind;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd};
@@ -20,26 +22,6 @@ const AUTO_EOI: u64 = 1 << 17;
 const VECTOR: u8 = 0x41;
 const HANDLER: u64 = 0x2000;
 const GSI: u32 = 30;
-
-fn set(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
-    let entry = kvm_msr_entry {
-        index,
-        data,
-        ..Default::default()
-    };
-    let msrs = Msrs::from_entries(&[entry]).unwrap();
-    vcpu.set_msrs(&msrs).unwrap() == 1
-}
-
-fn get(vcpu: &VcpuFd, index: u32) -> u64 {
-    let entry = kvm_msr_entry {
-        index,
-        ..Default::default()
-    };
-    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
-    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1);
-    msrs.as_slice()[0].data
-}
 
 /// `mov ecx, msr; xor edx, edx; mov eax, value; wrmsr` in 16-bit code.
 fn wrmsr(msr: u32, value: u32) -> Vec<u8> {

@@ -1,6 +1,8 @@
 //! KVM's paravirtual features: steal time, ends of interrupts in memory, hypercalls.
 
-use crate::common::{CODE, DATA, Guest, Memory, RawGuest, start_at_code, tell_features};
+use crate::common::{
+    CODE, DATA, Guest, Memory, RawGuest, msr, set_msr, start_at_code, tell_features,
+};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VcpuFd};
 use std::time::{Duration, Instant};
@@ -19,26 +21,6 @@ const ASYNC_PF_ACK: u32 = 0x4b56_4d07;
 const VECTOR: u8 = 0x20;
 /// The address of the handler of [`VECTOR`].
 const HANDLER: u64 = 0x2000;
-
-fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
-    let entry = kvm_msr_entry {
-        index,
-        data,
-        ..Default::default()
-    };
-    let msrs = Msrs::from_entries(&[entry]).unwrap();
-    vcpu.set_msrs(&msrs).unwrap() == 1
-}
-
-fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
-    let entry = kvm_msr_entry {
-        index,
-        ..Default::default()
-    };
-    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
-    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1);
-    msrs.as_slice()[0].data
-}
 
 /// Switches the vCPU's APIC to x2APIC mode, and enables it by software.
 fn enable_apic(vcpu: &VcpuFd) {

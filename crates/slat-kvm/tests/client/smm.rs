@@ -82,27 +82,6 @@ fn flag(vcpu: &mut VcpuFd) -> bool {
     u32::from(vcpu.get_kvm_run().flags) & KVM_RUN_X86_SMM != 0
 }
 
-fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
-    let entry = kvm_msr_entry {
-        index,
-        data,
-        ..Default::default()
-    };
-    vcpu.set_msrs(&Msrs::from_entries(&[entry]).unwrap())
-        .unwrap()
-        == 1
-}
-
-fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
-    let entry = kvm_msr_entry {
-        index,
-        ..Default::default()
-    };
-    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
-    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1);
-    msrs.as_slice()[0].data
-}
-
 /// An SMI that arrives while the client emulates an OUT is taken after the OUT: firmware waits for it there.
 #[test]
 fn an_smi_runs_its_handler_and_rsm_returns() {

@@ -2,8 +2,8 @@
 #![allow(dead_code)]
 
 use kvm_bindings::{
-    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_X86_SW_PROTECTED_VM, kvm_cpuid_entry2, kvm_enable_cap,
-    kvm_userspace_memory_region,
+    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_X86_SW_PROTECTED_VM, Msrs, kvm_cpuid_entry2, kvm_enable_cap,
+    kvm_msr_entry, kvm_userspace_memory_region,
 };
 use slat::Shared;
 use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_SET_USER_MEMORY_REGION};
@@ -233,6 +233,28 @@ pub fn tell_features(vcpu: &VcpuFd) {
     let kvm = Kvm::new().unwrap();
     let leaves = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
     vcpu.set_cpuid2(&leaves).unwrap();
+}
+
+/// Sets an MSR. Returns whether it takes the value.
+pub fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
+    let entry = kvm_msr_entry {
+        index,
+        data,
+        ..Default::default()
+    };
+    let msrs = Msrs::from_entries(&[entry]).unwrap();
+    vcpu.set_msrs(&msrs).unwrap() == 1
+}
+
+/// Returns the value of an MSR, which exists.
+pub fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
+    let entry = kvm_msr_entry {
+        index,
+        ..Default::default()
+    };
+    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1);
+    msrs.as_slice()[0].data
 }
 
 /// Gives the guest a CPUID without leaves: it has no features.
