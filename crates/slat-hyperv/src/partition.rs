@@ -30,7 +30,7 @@ pub enum Effect {
     Debugger(u32),
 }
 
-/// What is known of the reference page.
+/// Whether the guest has a reference page, and what it holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum PageState {
     /// The guest has none.

@@ -390,7 +390,7 @@ mod client {
             assert_eq!(set(&vm, region), Err(errno), "{region:?}");
         };
         let (einval, fd) = (libc::EINVAL, |file: &OwnedFd| file.as_raw_fd() as u32);
-        // What is wrong with the slot itself comes before what is wrong with the descriptor.
+        // Addresses, sizes and flags that no slot may have are refused before the descriptor is looked at.
         refused(libc::EBADF, &|_| {});
         refused(libc::EBADF, &|r| r.guest_phys_addr = 1 << 60);
         refused(libc::EEXIST, &|r| r.guest_phys_addr = GPA + 4096);

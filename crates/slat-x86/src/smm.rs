@@ -195,29 +195,18 @@ impl Image {
 
 impl State {
     fn es_to_gs(&self) -> [&Segment; 6] {
-        let State {
-            es,
-            cs,
-            ss,
-            ds,
-            fs,
-            gs,
-            ..
-        } = self;
-        [es, cs, ss, ds, fs, gs]
+        [&self.es, &self.cs, &self.ss, &self.ds, &self.fs, &self.gs]
     }
 
     fn es_to_gs_mut(&mut self) -> [&mut Segment; 6] {
-        let State {
-            es,
-            cs,
-            ss,
-            ds,
-            fs,
-            gs,
-            ..
-        } = self;
-        [es, cs, ss, ds, fs, gs]
+        [
+            &mut self.es,
+            &mut self.cs,
+            &mut self.ss,
+            &mut self.ds,
+            &mut self.fs,
+            &mut self.gs,
+        ]
     }
 
     /// Returns what an SMI saves of this state: the bytes at [`SMRAM_OFFSET`] from SMBASE. Those that KVM's CPUs save nothing in are 0.

@@ -1,8 +1,8 @@
 //! Asynchronous page faults (`KVM_FEATURE_ASYNC_PF`; KVM's document "msr"): their three MSRs, and the event "page ready".
 //!
 //! KVM may handle any fault synchronously, and slat handles all of them so: the vCPU waits for the page, and the guest never gets the
-//! event "page not present". The event that ends waits for *all* pages is real: whoever enables asynchronous page faults gets it, so
-//! that the tasks of a guest that has moved to another host go on, whose pages were awaited there.
+//! event "page not present". It does get the event "all pages are ready", when it enables asynchronous page
+//! faults: if it has moved here from another host, its tasks that waited for pages there go on.
 
 use crate::cpuid::{KVM_FEATURE_ASYNC_PF_INT, KVM_FEATURE_ASYNC_PF_VMEXIT};
 use crate::machine::VcpuMachine;

@@ -41,7 +41,7 @@ pub fn watch_signals() {
 /// The time limit of sleeps: without one, the kernel restarts a wait after a signal handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
-/// What is added to the notify window, as processors do: nothing that a guest does by accident takes as long.
+/// Extends the notify window, as processors extend it, so that nothing that a guest does by accident takes as long.
 const NOTIFY_THRESHOLD: Duration = Duration::from_millis(1);
 
 /// What the run loop does after an exit of the CPU.

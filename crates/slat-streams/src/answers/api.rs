@@ -139,7 +139,7 @@ impl Machine {
         Some(Machine { system, vm, vcpu })
     }
 
-    /// Gives the guest the leaves that slat supports, whoever runs it: the rules that depend on them are then the same.
+    /// Gives the guest the CPUID leaves that slat supports, also where the kernel runs it, so that rules that depend on CPUID are the same.
     pub fn set_cpuid(&self) {
         let slat = Handle::system(Who::Slat).expect("slat has one");
         let entry = size_of::<kvm_cpuid_entry2>();

@@ -92,7 +92,7 @@ pub struct Rule {
     pub cpuid: bool,
     /// The argument's other fields.
     pub argument: Argument,
-    /// What has to be set besides the field.
+    /// Sets the other fields that the rule depends on, in the bytes of the argument.
     pub with: fn(&mut [u8]),
     /// The field: offset and bytes.
     pub field: (usize, usize),

@@ -1,0 +1,115 @@
+//! The rules of SET requests, one by one: which values of a field KVM accepts.
+//!
+//! The last field of an entry says why the host's kernel may answer otherwise: another version, or another processor than the one
+//! that slat offers.
+
+mod msrs;
+mod registers;
+mod vcpu;
+mod vm;
+
+use super::api::Controllers;
+use super::edges::{Argument, On, Rule, Values};
+use kvm_bindings::*;
+use libc::{EINVAL, ENXIO, EPERM};
+use slat_kvm::abi::*;
+use slat_kvm::user::Plain;
+use slat_model::Rng;
+use std::mem::offset_of;
+
+/// Returns the bytes of the field that `_read` reads.
+const fn bytes_of_field<T, F>(_read: fn(&T) -> &F) -> usize {
+    size_of::<F>()
+}
+
+/// Offset and bytes of a field.
+macro_rules! field {
+    ($type:ty, $($field:tt)+) => {
+        (offset_of!($type, $($field)+), bytes_of_field::<$type, _>(|all| &all.$($field)+))
+    };
+}
+use field;
+
+/// Changes a struct in its bytes.
+fn edit<T: Plain>(bytes: &mut [u8], change: fn(&mut T)) {
+    assert!(bytes.len() >= size_of::<T>());
+    // SAFETY: `Plain`: any bytes are a value, and there are enough.
+    unsafe {
+        let mut value = bytes.as_ptr().cast::<T>().read_unaligned();
+        change(&mut value);
+        bytes.as_mut_ptr().cast::<T>().write_unaligned(value);
+    }
+}
+
+/// Where a rule of one request begins: it has CPUID, no controllers, and nothing is set besides the field.
+const fn rule(request: u32, argument: Argument, words: &'static str) -> Rule {
+    Rule {
+        request,
+        on: On::Vcpu,
+        words,
+        controllers: Controllers::None,
+        cpuid: true,
+        argument,
+        with: |_| {},
+        field: (0, 8),
+        values: Values::Any,
+        errno: EINVAL,
+        differs: None,
+    }
+}
+
+/// Bits of EFER.
+const LME: u64 = 1 << 8;
+const LMA: u64 = 1 << 10;
+const NXE: u64 = 1 << 11;
+/// EFER: nested guests of AMD's CPUs. (The bits of their fast FXSAVE and automatic IBRS depend on the host's processor.)
+const SVME: u64 = 1 << 12;
+
+// Why a host's kernel answers otherwise.
+const OTHER_CPU: Option<&str> = Some("the host's processor has other features");
+const LAX_MODULE: Option<&str> = Some("a module without VMX and SVM does not look at all bits");
+
+const APIC_BASES: Values = Values::Listed(
+    // Disabled, enabled, x2APIC, elsewhere; for the bootstrap processor and another one.
+    &[
+        0xfee0_0000,
+        0xfee0_0800,
+        0xfee0_0d00,
+        0xfee0_0900,
+        0x1_0000_0900,
+        0,
+    ],
+    // x2APIC mode of a disabled APIC, each reserved bit, addresses that the guest does not have.
+    &[
+        0xfee0_0400,
+        0xfee0_0500,
+        0xfee0_0901,
+        0xfee0_0a00,
+        0xfee0_0980,
+        1 << 48 | 0x900,
+        1 << 63 | 0x900,
+    ],
+);
+
+/// Returns all rules.
+pub fn all() -> impl Iterator<Item = &'static Rule> {
+    [registers::RULES, vcpu::RULES, msrs::RULES, vm::RULES]
+        .into_iter()
+        .flatten()
+}
+
+/// Sets a field in the argument of a request to a value at the edge of one of the request's rules. Does nothing if it has none, or
+/// the argument is too short.
+pub fn to_an_edge(rng: &mut Rng, request: u32, bytes: &mut [u8]) {
+    let in_struct = |rule: &&Rule| {
+        let is_struct = matches!(rule.argument, Argument::Read(..) | Argument::Zeros(_));
+        is_struct && rule.request == request && rule.range().end <= bytes.len()
+    };
+    let rules: Vec<_> = all().filter(in_struct).collect();
+    if !rules.is_empty() {
+        let rule = rules[rng.below(rules.len() as u64) as usize];
+        let edges = rule.edges();
+        let (value, _) = edges[rng.below(edges.len() as u64) as usize];
+        rule.set(bytes, value);
+    }
+}
