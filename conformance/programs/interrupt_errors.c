@@ -1,6 +1,6 @@
 /*
  * What KVM answers to calls of its interrupt controllers that are wrong in one way or another, for each kind of controller: a line per
- * call. interrupt_errors.expected has them as KVM of Linux 6.18 prints them.
+ * call. interrupt_errors.expected has them as KVM of Linux 6.18 prints them, if it has SMM: without it, an SMI reaches nobody.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -88,8 +88,9 @@ class Console:
 
     def finish(self, command, seconds=60):
         """Like `run`, of a command that was begun."""
-        self.expect(rb"<<<\r?\n", seconds)
-        match = self.expect(rb"(?s)(.*?)>>>(\d+)\r?\n", seconds)
+        # Some consoles add a carriage return to the one that the terminal has added.
+        self.expect(rb"<<<\r*\n", seconds)
+        match = self.expect(rb"(?s)(.*?)>>>(\d+)\r*\n", seconds)
         output = match[1].decode(errors="replace").replace("\r", "").strip()
         if match[2] != b"0":
             raise Failure(f"{self.name}: {command}: status {match[2].decode()}: {output}")

@@ -170,9 +170,8 @@ fn cr4_bits() -> u64 {
         | control::CR4_SMAP
 }
 
-/// Checks special registers as KVM does before it sets them. `features` are those of the guest's CPUID: before the client has set
-/// it, there are none. `efer` has the bits that EFER may have.
-fn check_sregs(sregs: &kvm_sregs, features: &Features, efer: u64) -> Result<()> {
+/// Checks special registers as KVM does before it sets them, for a CPU with `features`.
+fn check_sregs(sregs: &kvm_sregs, features: &Features) -> Result<()> {
     let long = sregs.efer & control::EFER_LME != 0 && sregs.cr0 & control::CR0_PG != 0;
     if long {
         // 64-bit mode needs PAE, LMA and a CR3 within the physical address space.
@@ -185,7 +184,7 @@ fn check_sregs(sregs: &kvm_sregs, features: &Features, efer: u64) -> Result<()> 
     } else if sregs.efer & control::EFER_LMA != 0 || sregs.cs.l != 0 {
         return fail(libc::EINVAL);
     }
-    if sregs.cr4 & !(cr4_bits() & features.cr4()) != 0 || sregs.efer & !efer != 0 {
+    if sregs.cr4 & !(cr4_bits() & features.cr4()) != 0 || sregs.efer & !features.efer() != 0 {
         return fail(libc::EINVAL);
     }
     if sregs.cr0 >> 32 != 0
@@ -197,18 +196,13 @@ fn check_sregs(sregs: &kvm_sregs, features: &Features, efer: u64) -> Result<()> 
     Ok(())
 }
 
-/// `KVM_SET_SREGS`, apart from `apic_base`, for a CPU with `features`, whose EFER may have the bits in `efer`. As in KVM, an
-/// interrupt that is being delivered stays if `sregs` has none.
+/// `KVM_SET_SREGS`, apart from `apic_base`, for a CPU with `features`. As in KVM, an interrupt that is being delivered stays if
+/// `sregs` has none.
 ///
 /// # Errors
 /// `EINVAL` for control registers that no CPU with these features can have.
-pub fn set_sregs(
-    state: &mut State,
-    sregs: &kvm_sregs,
-    features: &Features,
-    efer: u64,
-) -> Result<()> {
-    check_sregs(sregs, features, efer)?;
+pub fn set_sregs(state: &mut State, sregs: &kvm_sregs, features: &Features) -> Result<()> {
+    check_sregs(sregs, features)?;
     state.cs = from_segment(&sregs.cs);
     state.ds = from_segment(&sregs.ds);
     state.es = from_segment(&sregs.es);
@@ -389,8 +383,7 @@ mod tests {
         sregs.cr4 = 0x20;
         sregs.cr0 = 0x8000_0011;
         sregs.interrupt_bitmap[1] = 4;
-        let all = Features::all();
-        set_sregs(&mut state, &sregs, &all, all.efer()).unwrap();
+        set_sregs(&mut state, &sregs, &Features::all()).unwrap();
         assert_eq!(state.events.interrupt, Some(66));
         assert_eq!(get_sregs(&state, 0), sregs);
     }
@@ -400,7 +393,7 @@ mod tests {
         let mut state = State::reset();
         let mut sregs = get_sregs(&state, 0);
         let mut errno = |sregs: &kvm_sregs, features: &Features| {
-            let result = set_sregs(&mut state, sregs, features, features.efer());
+            let result = set_sregs(&mut state, sregs, features);
             result.map_err(|error| error.errno())
         };
         sregs.cr0 = 0x8000_0000;

@@ -3,6 +3,9 @@
 //! KVM may handle any fault synchronously, and slat handles all of them so: the vCPU waits for the page, and the guest never gets the
 //! event "page not present". It does get the event "all pages are ready", when it enables asynchronous page
 //! faults: if it has moved here from another host, its tasks that waited for pages there go on.
+//!
+//! Events need a local APIC of KVM's. Without one, KVM refuses the MSRs that its CPUID names, and guests complain; here they hold what is
+//! written, and no event comes.
 
 use crate::cpuid::{KVM_FEATURE_ASYNC_PF_INT, KVM_FEATURE_ASYNC_PF_VMEXIT};
 use crate::machine::VcpuMachine;
@@ -43,12 +46,6 @@ impl VcpuMachine {
         {
             return Err(MsrFault::Invalid);
         }
-        if !self.common.has_lapic() {
-            return match value {
-                0 => Ok(()),
-                _ => Err(MsrFault::Invalid),
-            };
-        }
         let before = self.msr(index::KVM_ASYNC_PF_EN);
         self.store(index::KVM_ASYNC_PF_EN, value);
         let address = self.async_pf_address();
@@ -56,7 +53,7 @@ impl VcpuMachine {
             self.store(index::KVM_ASYNC_PF_EN, before);
             return Err(MsrFault::Invalid);
         }
-        self.pages_are_ready = address.is_some();
+        self.pages_are_ready = address.is_some() && self.common.has_lapic();
         if self.pages_are_ready {
             // The run loop delivers the event.
             self.common.attention.raise(bits::RETRY);
@@ -64,10 +61,9 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Writes `MSR_KVM_ASYNC_PF_INT`: the vector of the event "page ready". Without local APIC it is 0; KVM does not even take that, but
-    /// what a client has read it can write back.
+    /// Writes `MSR_KVM_ASYNC_PF_INT`: the vector of the event "page ready".
     pub(crate) fn set_async_pf_vector(&mut self, value: u64) -> Result<(), MsrFault> {
-        if value >> 8 != 0 || value != 0 && !self.common.has_lapic() {
+        if value >> 8 != 0 {
             return Err(MsrFault::Invalid);
         }
         self.store(index::KVM_ASYNC_PF_INT, value);

@@ -58,13 +58,12 @@ impl VcpuObject {
         pdptes: Option<[u64; 4]>,
     ) -> Result<()> {
         let mut state = inner.cpu.state.clone();
-        let features = *inner.cpu.features();
-        // Linux before 7 compared EFER with no CPUID here. Clients that set none have 64-bit guests.
-        let efer = match inner.machine.cpuid.is_empty() {
-            true => Features::all().efer(),
-            false => features.efer(),
+        // Without CPUID there is nothing to compare with, as in Linux before 7.3: clients that set none have 64-bit guests.
+        let features = match inner.machine.cpuid.is_empty() {
+            true => Features::all(),
+            false => *inner.cpu.features(),
         };
-        regs::set_sregs(&mut state, sregs, &features, efer)?;
+        regs::set_sregs(&mut state, sregs, &features)?;
         inner
             .machine
             .set_apic_base(sregs.apic_base, false)

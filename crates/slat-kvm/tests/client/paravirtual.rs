@@ -347,6 +347,26 @@ fn who_enables_asynchronous_page_faults_is_told_that_all_pages_are_ready() {
     assert_eq!(msr(&guest.vcpu, ASYNC_PF_VECTOR), VECTOR.into());
 }
 
+/// CPUID names these MSRs also where KVM has no local APIC, so that guests write them there: that is not #GP, and no event comes.
+#[test]
+fn asynchronous_page_faults_may_be_enabled_without_local_apic() {
+    let value = (DATA | 1 << 3 | 1) as u32;
+    let mut code = Vec::new();
+    for (index, value) in [(ASYNC_PF_VECTOR, VECTOR.into()), (ASYNC_PF, value)] {
+        code.extend([0x66, 0xb9]); // mov ecx, index
+        code.extend(index.to_le_bytes());
+        code.extend([0x66, 0xb8]); // mov eax, value
+        code.extend(value.to_le_bytes());
+        code.extend([0x66, 0x31, 0xd2, 0x0f, 0x30]); // xor edx, edx; wrmsr
+    }
+    code.push(0xf4);
+    let mut guest = Guest::with(&code, |_| {});
+    let exit = guest.vcpu.run().unwrap();
+    assert!(matches!(exit, VcpuExit::Hlt), "{exit:?}");
+    assert_eq!(msr(&guest.vcpu, ASYNC_PF), value.into());
+    assert_eq!(msr(&guest.vcpu, ASYNC_PF_VECTOR), VECTOR.into());
+}
+
 /// A structure where there is no memory is #GP for the guest.
 #[test]
 fn asynchronous_page_faults_need_memory() {

@@ -41,22 +41,12 @@ pub(super) const RULES: &[Rule] = &[
         with: |bytes| edit::<kvm_sregs>(bytes, |all| all.cr0 = 0x11),
         field: field!(kvm_sregs, cr4),
         values: Values::Listed(
-            &[0, 1, 0x20, CR4_ALWAYS],
-            &[
-                1 << 11,
-                1 << 12,
-                1 << 13,
-                1 << 14,
-                1 << 15,
-                1 << 19,
-                1 << 23,
-                1 << 32,
-                u64::MAX,
-            ],
+            &[0, 1, 0x20, CR4_ALWAYS, 1 << 11, 1 << 18, 1 << 20],
+            &[1 << 13, 1 << 14, 1 << 15, 1 << 19, 1 << 32, u64::MAX],
         ),
         cpuid: false,
         differs: LAX_MODULE,
-        ..sregs("CR4 of a guest without CPUID: no bit of a feature")
+        ..sregs("CR4 of a guest without CPUID: any feature, as before Linux 7.3")
     },
     Rule {
         field: field!(kvm_sregs, efer),
@@ -64,7 +54,7 @@ pub(super) const RULES: &[Rule] = &[
         cpuid: false,
         differs: LAX_MODULE,
         ..sregs(
-            "EFER of a guest without CPUID: any feature, as before Linux 7; no LMA without paging",
+            "EFER of a guest without CPUID: any feature, as before Linux 7.3; no LMA without paging",
         )
     },
     Rule {
