@@ -23,6 +23,7 @@ const MODRM: usize = 3;
 
 /// The image that FNSAVE writes in 64-bit mode.
 #[repr(C)]
+#[derive(Clone, PartialEq, Eq)]
 struct Image {
     fcw: u32,
     fsw: u32,
@@ -32,6 +33,27 @@ struct Image {
     dp: u32,
     ds: u32,
     st: [u8; 80],
+}
+
+impl Image {
+    fn has_ip(&self) -> bool {
+        self.ip != NO_IP
+    }
+
+    fn has_dp(&self) -> bool {
+        self.dp != 0
+    }
+
+    fn has_opcode(&self) -> bool {
+        self.cs_and_opcode & NO_OPCODE != NO_OPCODE
+    }
+
+    /// Whether each pointer is as [`Run::new`] has loaded it, or is that of the instruction.
+    fn has_pointers_of(&self, stub: Stub) -> bool {
+        let opcode = u32::from(stub.fop()) << 16;
+        (!self.has_ip() || self.ip == stub.address() as u32)
+            && (!self.has_opcode() || self.cs_and_opcode & NO_OPCODE == opcode)
+    }
 }
 
 /// The instructions, four bytes apart. First those on registers: eight opcodes (D8 to DF) with 64 ModR/M bytes (C0 to FF) each.
@@ -89,6 +111,15 @@ impl Stub {
             true => self.0 >> 3 & 7,
             false => self.0 >> 6,
         }
+    }
+
+    /// Returns what FOP holds after the stub.
+    fn fop(self) -> u16 {
+        let modrm = match self.is_on_memory() {
+            true => (self.0 & 7) << 3 | 7,
+            false => 0xc0 | self.0 & 63,
+        };
+        self.opcode() << 8 | modrm
     }
 
     #[inline(always)]
@@ -191,7 +222,7 @@ fn compare_to_flags(cpu: &mut Cpu, op: &Op) -> Flow {
 #[inline(never)]
 fn control_only(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut run = Run::with_pointers(cpu);
-    run.call(own_stub(op));
+    run.call_with_pointers(own_stub(op));
     run.commit_all(&mut cpu.state);
     Ok(())
 }
@@ -239,7 +270,7 @@ fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::with_pointers(cpu);
     cpu.load_memory(lin, &mut run.memory[..usize::from(op.aux)], MMIO)?;
-    run.call(own_stub(op));
+    run.call_with_pointers(own_stub(op));
     run.commit_all(&mut cpu.state);
     Ok(())
 }
@@ -249,13 +280,14 @@ fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
 fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::with_pointers(cpu);
-    run.call(own_stub(op));
+    run.call_with_pointers(own_stub(op));
     cpu.store_bytes(lin, &run.memory[..usize::from(op.aux)])?;
     run.commit_all(&mut cpu.state);
     Ok(())
 }
 
 /// One instruction and the x87 state, to run on the host.
+#[derive(Clone, PartialEq, Eq)]
 struct Run {
     image: Image,
     /// The memory operand; the largest is FNSAVE's.
@@ -263,14 +295,15 @@ struct Run {
     flags: u64,
 }
 
-/// Replaces the guest's opcode while an instruction runs that may set it: no stub has this opcode.
+/// Replace the guest's opcode and instruction pointer while an instruction runs that may set them: no stub has these.
 const NO_OPCODE: u32 = 0x7ff << 16;
+const NO_IP: u32 = 1;
 
 impl Run {
-    /// Loads pointers of zero, to find out whether the instruction sets them.
+    /// Loads pointers that no instruction sets, to find out whether this one sets them.
     fn new(cpu: &mut Cpu) -> Run {
         let mut run = Run::with_pointers(cpu);
-        (run.image.ip, run.image.cs_and_opcode, run.image.dp) = (0, NO_OPCODE, 0);
+        (run.image.ip, run.image.cs_and_opcode, run.image.dp) = (NO_IP, NO_OPCODE, 0);
         run
     }
 
@@ -307,7 +340,38 @@ impl Run {
         }
     }
 
+    /// Executes the instruction.
+    ///
+    /// Without a pending exception, CPUs of AMD's do not save the pointers when the host's kernel switches threads (AMD64 manual,
+    /// FXSAVE): a switch between FRSTOR and FNSAVE loses them. Then the same is done again.
     fn call(&mut self, stub: Stub) {
+        self.repeat(stub, |run, _| run.image.has_pointers_of(stub));
+    }
+
+    /// Like [`Self::call`], for an instruction that stores, loads or clears the guest's pointers: what is lost shows in that the second
+    /// time differs.
+    fn call_with_pointers(&mut self, stub: Stub) {
+        self.repeat(stub, |run, before| {
+            let mut again = before.clone();
+            again.execute(stub);
+            again == *run
+        });
+    }
+
+    /// Executes the instruction on the same state until `is_whole` finds what it has left, with the state before, to be whole. A host on
+    /// which it never is behaves in some other way: what it does is taken then.
+    fn repeat(&mut self, stub: Stub, is_whole: impl Fn(&Run, &Run) -> bool) {
+        let before = self.clone();
+        for _ in 0..4 {
+            *self = before.clone();
+            self.execute(stub);
+            if is_whole(self, &before) {
+                break;
+            }
+        }
+    }
+
+    fn execute(&mut self, stub: Stub) {
         let host_fcw = 0u16;
         // SAFETY: each stub is one x87 instruction and a `ret`;
         // its memory operand, if any, is at RDI and fits into `memory`. The x87 unit is left empty and with the host's
@@ -341,13 +405,13 @@ impl Run {
         let (rip, operand) = (cpu.rip_of(op), cpu.offset(op));
         let state = &mut cpu.state;
         self.commit_registers(state);
-        if self.image.ip != 0 {
+        if self.image.has_ip() {
             state.fip = rip;
         }
-        if self.image.dp != 0 {
+        if self.image.has_dp() {
             state.fdp = operand;
         }
-        if self.image.cs_and_opcode & NO_OPCODE != NO_OPCODE {
+        if self.image.has_opcode() {
             // Stubs on memory have an address of their own, and so another ModR/M byte.
             state.fop = (self.image.cs_and_opcode >> 16) as u16 & 0x700 | u16::from(op.r[MODRM]);
         }

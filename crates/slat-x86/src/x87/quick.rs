@@ -10,7 +10,7 @@
 //! are cleared only when one is set that the guest has clear; then the instruction is executed once more, to see whether it was that
 //! which set it. FLDCW is skipped if the guest's control word is the host's.
 
-use super::{ERROR, Image, MODRM, NO_OPCODE, Run, Stub};
+use super::{ERROR, Image, MODRM, NO_IP, NO_OPCODE, Run, Stub};
 use crate::Cpu;
 use crate::op::{Flow, Handler, Op};
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
@@ -214,7 +214,7 @@ fn probe(stub: Stub) -> (u8, u8) {
             fcw: 0x37f,
             fsw: u32::from(conditions) << 8,
             tags,
-            ip: 0,
+            ip: NO_IP,
             cs_and_opcode: NO_OPCODE,
             dp: 0,
             ds: 0,
@@ -236,9 +236,9 @@ fn probe(stub: Stub) -> (u8, u8) {
     };
     let (run, other) = (run(0, tags), run(CONDITIONS, tags));
     let bit = |is_set, bit| if is_set { bit } else { 0 };
-    let touches = bit(run.image.ip != 0, IP)
-        | bit(run.image.dp != 0, DP)
-        | bit(run.image.cs_and_opcode & NO_OPCODE != NO_OPCODE, OPCODE)
+    let touches = bit(run.image.has_ip(), IP)
+        | bit(run.image.has_dp(), DP)
+        | bit(run.image.has_opcode(), OPCODE)
         | bit(run.flags & (OF | SF | AF) == 0, OTHER_FLAGS);
     let same = !(run.image.fsw ^ other.image.fsw) >> 8;
     (touches, same as u8 & CONDITIONS)

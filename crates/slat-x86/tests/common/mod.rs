@@ -391,6 +391,14 @@ impl Guest {
     }
 
     pub fn with_memory(memory: Arc<Memory>, code: &[u8]) -> Self {
+        let mut guest = Self::interpreted(memory, code);
+        compile(&mut guest.cpu);
+        guest
+    }
+
+    /// Like [`Self::with_memory`], but for a test that compares compiled code with the interpreter: nothing is compiled that the test does
+    /// not have compiled.
+    pub fn interpreted(memory: Arc<Memory>, code: &[u8]) -> Self {
         memory.write(CODE, code);
         // Null, kernel code and data, user data and code (in SYSRET's order), TSS.
         let gdt = [
@@ -412,7 +420,6 @@ impl Guest {
             memory.write(at, &[0xf4]);
         }
         let mut cpu = Cpu::try_new(memory.code.clone()).unwrap();
-        compile(&mut cpu);
         long_mode(&mut cpu.state);
         Self {
             cpu,

@@ -161,7 +161,7 @@ fn start(guest: &mut Guest, at: u64) {
 }
 
 fn run(code: &[u8], failing: Option<(u64, Failure)>, at: u64, is_compiled: bool) -> Seen {
-    let mut guest = Guest::new(code);
+    let mut guest = Guest::interpreted(Memory::new(MMIO as usize), code);
     if is_compiled {
         compiled::always(&mut guest.cpu);
     }

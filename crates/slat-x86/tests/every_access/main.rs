@@ -76,7 +76,7 @@ enum Compiled {
 
 /// Makes a guest of `program` in which each vector's handler is HLT; then it drops the error code and returns.
 fn guest(program: &Program, operands: &[u8], what: Compiled) -> Guest {
-    let mut guest = Guest::with_memory(Memory::new(MEMORY), &[0xf4]);
+    let mut guest = Guest::interpreted(Memory::new(MEMORY), &[0xf4]);
     for vector in 0..32 {
         let at = HANDLERS + 16 * u64::from(vector);
         Guest::gate(guest.memory(), vector, at, 0, 1);

@@ -58,34 +58,39 @@ fn finds_no_conflict(world: &World<SmallStage2<2>>) {
     me.leave();
 }
 
-/// Maps gfn 0 to another page, by a small leaf; flushes and mends what it finds there.
+/// Maps gfn 0 to another page, by a small leaf.
 fn map_another(world: &World<SmallStage2<2>>) {
     let other = Leaf {
         pfn: Pfn(8),
         ..LEAF
     };
+    map(world, 0, other);
+}
+
+/// Maps a page by a small leaf, as a vCPU does whose tables may be freed meanwhile; flushes and mends what it finds there.
+fn map(world: &World<SmallStage2<2>>, gfn: u64, leaf: Leaf) {
     let me = world.readers.register().unwrap();
     let mut flushed = Flushed::default();
     loop {
         me.enter(&world.readers, 0);
-        let (mapped, _) = world.map_after(&flushed, 0, Level::PAGE, other);
+        let (mapped, _) = world.map_after(&flushed, gfn, Level::PAGE, leaf);
         me.leave();
         match mapped {
-            Mapped::Unflushed(level) => flushed = world.flush(0, level),
+            Mapped::Unflushed(level) => flushed = world.flush(gfn, level),
             // The zap has not happened yet.
             Mapped::MustMend(level) => loop {
-                let flushed = world.flush(0, level);
+                let flushed = world.flush(gfn, level);
                 me.enter(&world.readers, 0);
                 let (mended, _) = world.with_path(|path| {
                     path.flushed = flushed;
-                    world.tree().mend(Gfn(0), level, path)
+                    world.tree().mend(Gfn(gfn), level, path)
                 });
                 me.leave();
                 if mended {
                     break;
                 }
             },
-            Mapped::Conflict => world.zap(0..1),
+            Mapped::Conflict => world.zap(gfn..gfn + 1),
             Mapped::Broken => loom::thread::yield_now(),
             Mapped::New | Mapped::Widened | Mapped::Spurious => break,
             Mapped::Stale
@@ -128,6 +133,11 @@ fn a_walker_finds_no_conflict_where_a_huge_leaf_is_zapped_and_a_small_one_mapped
 #[test]
 fn a_walker_finds_no_conflict_where_a_table_is_zapped_and_another_one_made() {
     nothing_conflicts(with_table, |world| world.zap(0..2), map_another);
+}
+
+#[test]
+fn a_walker_finds_no_conflict_where_a_table_becomes_a_huge_leaf() {
+    nothing_conflicts(with_table, World::collapse, |world| map(world, 1, page(1)));
 }
 
 fn with_table() -> Arc<World<SmallStage2<2>>> {
