@@ -1,0 +1,161 @@
+//! What an operation costs, in walks, look-ups, flushes and decoded blocks: exactly, so that what makes it dearer is noticed by whoever
+//! does it, not by a benchmark later.
+
+mod common;
+#[path = "long_mode/mod.rs"]
+mod long_mode;
+
+use long_mode::{Machine, answer};
+use slat_kvm::VcpuFd;
+use slat_kvm::report;
+use std::collections::BTreeMap;
+
+const CODE: u64 = 0x1000;
+
+/// Returns all counts of the process by name. This file has one test, so that nothing else is counted.
+fn counts() -> BTreeMap<&'static str, u64> {
+    let totals = report::totals();
+    let cpu = slat_x86::Counters::NAMES.into_iter().zip(totals.cpu);
+    totals.memory.iter().chain(cpu).collect()
+}
+
+fn exits(vcpu: &mut VcpuFd, times: u64) {
+    for _ in 0..times {
+        assert!(answer(vcpu.run().unwrap()));
+    }
+}
+
+/// An operation: what the guest repeats, and what each time costs. What is not named is not done at all.
+struct Operation {
+    name: &'static str,
+    code: &'static [u8],
+    costs: &'static [(&'static str, u64)],
+}
+
+/// Pages that one fault maps: the window of the prefetch.
+const WINDOW: u64 = 8;
+/// Operations that are counted: a number of windows.
+const TIMES: u64 = 96;
+
+const OPERATIONS: &[Operation] = &[
+    Operation {
+        name: "a read of a device register",
+        // mov ebx,0x400000; mov eax,[rbx]; jmp back
+        code: b"\xbb\0\0\x40\0\x8b\x03\xeb\xfc",
+        costs: &[
+            ("blocks", 3),
+            ("blocks_looked_up", 1),
+            ("guest_pte_reads", 6), // two walks of three levels
+            ("instructions", 2),
+            ("mmio_cached", 2),
+            ("pages_compared", 2),
+            ("tlb_misses", 2),
+        ],
+    },
+    Operation {
+        name: "a write of a device register",
+        // mov ebx,0x400000; mov [rbx],eax; jmp back
+        code: b"\xbb\0\0\x40\0\x89\x03\xeb\xfc",
+        costs: &[
+            ("blocks", 2),
+            ("blocks_looked_up", 1),
+            ("guest_pte_reads", 3),
+            ("instructions", 2),
+            ("mmio_cached", 1),
+            ("pages_compared", 1),
+            ("tlb_misses", 1),
+        ],
+    },
+    Operation {
+        name: "a read of a port",
+        // in al,dx; jmp back
+        code: b"\xec\xeb\xfd",
+        costs: &[
+            ("blocks", 2),
+            ("blocks_looked_up", 1),
+            ("instructions", 1),
+            ("pages_compared", 1),
+        ],
+    },
+];
+
+/// The first use of a page, and an exit.
+const FIRST_USES: &[Operation] = &[
+    Operation {
+        name: "the first write to a page",
+        // mov ebx,0x100000; mov [rbx],eax; add ebx,0x1000; out 0x10,al; jmp back
+        code: b"\xbb\0\0\x10\0\x89\x03\x81\xc3\0\x10\0\0\xe6\x10\xeb\xf4",
+        costs: &[
+            ("blocks", 2),
+            ("blocks_looked_up", 1),
+            ("guest_pte_reads", 3),
+            ("instructions", 3),
+            ("pages_4k", 1),
+            ("pages_compared", 1),
+            ("tlb_misses", 1),
+        ],
+    },
+    Operation {
+        name: "the first call of a function on its own page",
+        // mov ebx,0x100000; call rbx; add ebx,0x1000; out 0x10,al; jmp back
+        code: b"\xbb\0\0\x10\0\xff\xd3\x81\xc3\0\x10\0\0\xe6\x10\xeb\xf4",
+        costs: &[
+            ("blocks", 4),
+            ("blocks_decoded", 1),
+            ("blocks_looked_up", 2),
+            ("guest_pte_reads", 3),
+            ("instructions", 4),
+            ("pages_4k", 1),
+            ("pages_compared", 2),
+        ],
+    },
+];
+
+/// Returns what has risen while the guest executes `operation` [`TIMES`] times, after it was executed for a while.
+fn measure(operation: &Operation) -> BTreeMap<&'static str, u64> {
+    let machine = Machine::new();
+    machine.memory.write(CODE, operation.code);
+    for page in 0..2 * TIMES {
+        machine.memory.write(0x10_0000 + page * 0x1000, b"\xc3"); // ret
+    }
+    let mut vcpu = machine.vm.create_vcpu(0).unwrap();
+    machine.start(&vcpu);
+    exits(&mut vcpu, 6 * WINDOW);
+    let before = counts();
+    exits(&mut vcpu, TIMES);
+    let mut risen = counts();
+    risen.retain(|name, value| {
+        *value -= before[name];
+        *value != 0
+    });
+    risen
+}
+
+#[test]
+fn each_operation_costs_what_it_did() {
+    for operation in OPERATIONS {
+        let costs = operation.costs.iter();
+        let expected: BTreeMap<_, _> = costs.map(|(name, each)| (*name, each * TIMES)).collect();
+        assert_eq!(measure(operation), expected, "{}", operation.name);
+    }
+    for operation in FIRST_USES {
+        let costs = operation.costs.iter();
+        let mut expected: BTreeMap<_, _> =
+            costs.map(|(name, each)| (*name, each * TIMES)).collect();
+        let faults = TIMES / WINDOW;
+        expected.extend([
+            ("pf_taken", faults),
+            ("pf_fixed", faults),
+            ("prefetched", TIMES - faults),
+            ("slot_lookups_saved", faults),
+        ]);
+        // Once, a function's block and the loop's share an entry of the table in which blocks are looked up first.
+        let mut seen = measure(operation);
+        for name in ["blocks_looked_up", "pages_compared"] {
+            let (seen, expected) = (seen.get_mut(name).unwrap(), expected[name]);
+            assert!(seen.abs_diff(expected) <= 1, "{name}: {seen}");
+            *seen = expected;
+        }
+        assert_eq!(seen, expected, "{}", operation.name);
+    }
+}
