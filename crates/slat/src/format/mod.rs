@@ -157,7 +157,7 @@ pub(crate) mod sealed {
 /// The trait is sealed. The engine follows what a format says is a table, and a CPU what it says is a leaf,
 /// so a format that reads a frame number out of an entry where none was put makes the safe
 /// [`Vcpu::translate`](crate::Vcpu::translate) dereference any number. An `unsafe trait` could ask its
-/// implementer for as much, but what it would have to ask is how nineteen constants and a dozen functions
+/// implementer for as much, but what it would have to ask is how all the constants and functions below
 /// hang together in every protocol of the engine (which stores may be plain, which entries a range operation
 /// passes over unseen). That is checked here, by tests that go through all entries a format makes and by the
 /// walkers of real and emulated machines; so a format for another walker is added here, too, beside these.

@@ -108,16 +108,16 @@ struct Shown<'w, P: Platform, F: Format> {
     mmu: &'w ShadowMmu<P, F>,
     pages: &'w Pages,
     id: EntryId,
-    /// The node of the reverse map, and the index of the slot, that lists it.
-    slot: (u32, usize),
+    /// The reverse map's entry that lists it: the node's number, and the index there.
+    listed_by: (u32, usize),
 }
 
 impl<P: Platform, F: Format> Listed for Shown<'_, P, F> {
     fn unlist(&self) {
-        let (node, index) = self.slot;
+        let (node, index) = self.listed_by;
         let link = |id| self.pages.link(id);
         let rmap = &self.pages.rmap;
-        rmap.change_in(node, index, |slot| slot.leaves.remove(self.id.0, link));
+        rmap.change_in(node, index, |entry| entry.leaves.remove(self.id.0, link));
     }
 
     fn detach(&self, lower: Pfn, detached: &mut Detached) {
@@ -166,8 +166,8 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             let next = gfn.add(level.pages());
             let below = range.start.max(gfn)..range.end.min(next);
             let index = level.index(gfn);
-            let slot = node.slot(index);
-            if !slot.is_empty() {
+            let listed = node.entry(index);
+            if !listed.is_empty() {
                 // The next step begins with all that begins at this frame. So what has begun there is visited to the
                 // end, and a step gets past the frame at which it began.
                 if self.walk.is_spent() && below.start > self.visited {
@@ -175,12 +175,12 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                 }
                 if gfn >= self.new_from {
                     self.visited = below.start;
-                    self.slot((number, index), gfn, level)
+                    self.listed((number, index), gfn, level)
                         .map_err(|Stop| Stopped { at: below.start })?;
                 }
                 let enters = level > Level::MEGA || !self.show.skip_last_level;
-                if slot.below() != END && enters {
-                    self.node(slot.below(), level.below(), below)?;
+                if listed.below() != END && enters {
+                    self.node(listed.below(), level.below(), below)?;
                 }
             }
             gfn = next;
@@ -188,17 +188,17 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         Ok(())
     }
 
-    /// Visits what the slot `at` lists, for the region of `level` at `gfn`.
-    fn slot(&mut self, at: (u32, usize), gfn: Gfn, level: Level) -> Result<(), Stop> {
+    /// Visits what the reverse map's entry `by` lists, for the region of `level` at `gfn`.
+    fn listed(&mut self, by: (u32, usize), gfn: Gfn, level: Level) -> Result<(), Stop> {
         let (pages, platform) = (self.pages, &*self.mmu.platform);
-        let slot = pages.rmap.nodes.get(at.0).slot(at.1);
-        for id in pages.leaves_of(slot) {
-            self.entry(id, at, gfn, level)?;
+        let listed = pages.rmap.nodes.get(by.0).entry(by.1);
+        for id in pages.leaves_of(listed) {
+            self.entry(id, by, gfn, level)?;
         }
         if !self.show.tables {
             return Ok(());
         }
-        for number in pages.pages_of(slot) {
+        for number in pages.pages_of(listed) {
             let page = pages.pool.get(number);
             if page.guest().is_some() {
                 continue;
@@ -207,7 +207,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                 // To detach it is to clear all its entries.
                 let meta = pages.table(platform, number).meta();
                 self.walk.spend(meta.leaves.load(Relaxed).into());
-                self.entry(parent, at, gfn, level)?;
+                self.entry(parent, by, gfn, level)?;
                 // If the page was zapped, its number may serve another one.
                 self.table = None;
             }
@@ -215,11 +215,11 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         Ok(())
     }
 
-    /// Visits entry `id`.
+    /// Visits entry `id`, which the reverse map's entry `listed_by` lists.
     fn entry(
         &mut self,
         id: EntryId,
-        slot: (u32, usize),
+        listed_by: (u32, usize),
         gfn: Gfn,
         level: Level,
     ) -> Result<(), Stop> {
@@ -243,7 +243,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             mmu: self.mmu,
             pages: self.pages,
             id,
-            slot,
+            listed_by,
         };
         let at = At {
             entry,

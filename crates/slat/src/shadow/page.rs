@@ -11,7 +11,7 @@ use core::cell::Cell;
 
 use super::list::{Link, List};
 use super::pool::Pool;
-use super::rmap::{Node, Rmap, Slot};
+use super::rmap::{Node, Rmap, RmapEntry};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::frame::ENTRIES;
@@ -219,8 +219,9 @@ impl Pages {
         page.frame.set(frame);
         page.gfn.set(gfn);
         page.role.set(role);
-        self.rmap.change(gfn, Self::listed_at(role), |slot| {
-            slot.pages
+        self.rmap.change(gfn, Self::listed_at(role), |entry| {
+            entry
+                .pages
                 .push(number, |number| &self.pool.get(number).siblings);
         });
         if let Some(guest) = page.guest() {
@@ -238,7 +239,7 @@ impl Pages {
         Some(number)
     }
 
-    /// Returns the level of the slot that lists pages of `role`. A direct table of level n maps the region of one entry of
+    /// Returns the level of the reverse map's entry that lists pages of `role`. A direct table of level n maps the region of one entry of
     /// level n + 1; a table of the guest's is in one frame.
     fn listed_at(role: Role) -> Level {
         match role.is_direct() {
@@ -249,8 +250,8 @@ impl Pages {
 
     /// Returns the page for `gfn` and `role`, if there is one.
     pub(super) fn find_page(&self, gfn: Gfn, role: Role) -> Option<u32> {
-        let slot = self.rmap.find(gfn, Self::listed_at(role))?;
-        self.pages_of(slot).find(|number| {
+        let entry = self.rmap.find(gfn, Self::listed_at(role))?;
+        self.pages_of(entry).find(|number| {
             let page = self.pool.get(*number);
             page.gfn.get() == gfn && page.role.get() == role
         })
@@ -258,8 +259,8 @@ impl Pages {
 
     /// Returns the numbers of the pages of the guest's table at `gfn`, whatever their role.
     pub(super) fn pages_of_table(&self, gfn: Gfn) -> impl Iterator<Item = u32> {
-        let slot = self.rmap.find(gfn, Level::PAGE);
-        slot.into_iter().flat_map(|slot| self.pages_of(slot))
+        let entry = self.rmap.find(gfn, Level::PAGE);
+        entry.into_iter().flat_map(|entry| self.pages_of(entry))
     }
 
     /// Iterates over the pages that do not agree with the guest's table, those that were changed last first.
@@ -289,14 +290,14 @@ impl Pages {
         true
     }
 
-    /// Returns the numbers of the pages that `slot` lists.
-    pub(super) fn pages_of(&self, slot: &Slot) -> impl Iterator<Item = u32> {
-        slot.pages.iter(|number| &self.pool.get(number).siblings)
+    /// Returns the numbers of the pages that `entry` of the reverse map lists.
+    pub(super) fn pages_of(&self, entry: &RmapEntry) -> impl Iterator<Item = u32> {
+        entry.pages.iter(|number| &self.pool.get(number).siblings)
     }
 
-    /// Returns the entries that `slot` lists.
-    pub(super) fn leaves_of(&self, slot: &Slot) -> impl Iterator<Item = EntryId> {
-        slot.leaves.iter(|id| self.link(id)).map(EntryId)
+    /// Returns the page-table entries that `entry` of the reverse map lists.
+    pub(super) fn leaves_of(&self, entry: &RmapEntry) -> impl Iterator<Item = EntryId> {
+        entry.leaves.iter(|id| self.link(id)).map(EntryId)
     }
 
     /// Returns the entries that refer to the table of `page`.
@@ -316,15 +317,15 @@ impl Pages {
 
     /// Lists entry `id`, a leaf or an MMIO entry of `level` for `gfn`.
     pub(super) fn list_leaf(&self, id: EntryId, gfn: Gfn, level: Level) {
-        self.rmap.change(gfn, level, |slot| {
-            slot.leaves.push(id.0, |id| self.link(id))
+        self.rmap.change(gfn, level, |entry| {
+            entry.leaves.push(id.0, |id| self.link(id))
         });
     }
 
     /// Removes entry `id`, a leaf or an MMIO entry of `level` for `gfn`, from its list.
     pub(super) fn unlist_leaf(&self, id: EntryId, gfn: Gfn, level: Level) {
-        self.rmap.change(gfn, level, |slot| {
-            slot.leaves.remove(id.0, |id| self.link(id));
+        self.rmap.change(gfn, level, |entry| {
+            entry.leaves.remove(id.0, |id| self.link(id));
         });
     }
 
@@ -349,8 +350,9 @@ impl Pages {
             self.rmap.count_table(page.gfn.get(), -1);
         }
         self.rmap
-            .change(page.gfn.get(), Self::listed_at(page.role.get()), |slot| {
-                slot.pages
+            .change(page.gfn.get(), Self::listed_at(page.role.get()), |entry| {
+                entry
+                    .pages
                     .remove(number, |number| &self.pool.get(number).siblings);
             });
         let by_age = |number| &self.pool.get(number).by_age;
@@ -471,7 +473,7 @@ impl Pages {
                         self.parents_of(lower).any(|listed| listed == id)
                     }
                     _ => (self.rmap.find(page.gfn_at(index), level))
-                        .is_some_and(|slot| self.leaves_of(slot).any(|listed| listed == id)),
+                        .is_some_and(|entry| self.leaves_of(entry).any(|listed| listed == id)),
                 };
                 if !is_listed {
                     return Err(format!("{}: entry {index}, {bits:#x}, is not listed", at()));
@@ -508,8 +510,8 @@ impl Pages {
                 ));
             }
             let levels = (1..=F::MAX_LEAF.0).map(Level);
-            for (level, slot) in levels.filter_map(|at| Some((at, self.rmap.find(gfn, at)?))) {
-                for id in self.leaves_of(slot) {
+            for (level, entry) in levels.filter_map(|at| Some((at, self.rmap.find(gfn, at)?))) {
+                for id in self.leaves_of(entry) {
                     let bits = self
                         .table(platform, id.page())
                         .entry(id.index())
@@ -543,15 +545,15 @@ impl Pages {
     /// Returns how many leaves and MMIO entries are listed in a node, and below.
     fn listed_below(&self, (number, level): (u32, Level)) -> u64 {
         let node: &Node = self.rmap.nodes.get(number);
-        let slots = (0..ENTRIES).map(|index| node.slot(index));
-        let listed = |slot: &Slot| {
-            let below = match slot.below() {
+        let entries = (0..ENTRIES).map(|index| node.entry(index));
+        let listed = |entry: &RmapEntry| {
+            let below = match entry.below() {
                 super::list::END => 0,
                 below => self.listed_below((below, level.below())),
             };
-            self.leaves_of(slot).count() as u64 + below
+            self.leaves_of(entry).count() as u64 + below
         };
-        slots.map(listed).sum()
+        entries.map(listed).sum()
     }
 }
 

@@ -1,9 +1,9 @@
 //! The reverse map: what the MMU has made of each guest frame. KVM keeps `kvm_rmap_head` and counts in its memslots, and a
-//! hash table of shadow pages; here one radix tree over guest frames has all of that. So a slot costs nothing until it
+//! hash table of shadow pages; here one radix tree over guest frames has all of that. So a memslot costs nothing until it
 //! is used, and neither a change of its flags nor its end has anything to convert.
 //!
-//! A node of level n has a [`Slot`] for each of 512 regions that an entry of level n covers. A slot lists the leaves of
-//! that level that map the region (KVM: the rmap of the level), and the shadow pages made from it.
+//! A node of level n has 512 [`RmapEntry`]s, one for each region that a page-table entry of level n covers. An [`RmapEntry`] lists
+//! the leaves of that level that map the region (KVM: the rmap of the level), and the shadow pages made from it.
 
 use alloc::boxed::Box;
 use core::cell::Cell;
@@ -16,7 +16,7 @@ use crate::frame::ENTRIES;
 use crate::heap::{Large, OutOfMemory};
 
 /// What the MMU has made of one region.
-pub(super) struct Slot {
+pub(super) struct RmapEntry {
     /// Leaves and MMIO entries of the node's level that map the region: [`EntryId`](super::page::EntryId)s.
     pub(super) leaves: List,
     /// Shadow pages of the region: direct ones whose table maps just it; at level 1 those of the guest's table that is
@@ -26,9 +26,9 @@ pub(super) struct Slot {
     below: Cell<u32>,
 }
 
-impl Slot {
+impl RmapEntry {
     fn new() -> Self {
-        Slot {
+        RmapEntry {
             leaves: List::new(),
             pages: List::new(),
             below: Cell::new(END),
@@ -45,12 +45,12 @@ impl Slot {
     }
 }
 
-/// A node, and its slots.
-pub(super) type Node = Large<NodeState, Slot, ENTRIES>;
+/// A node, and its entries.
+pub(super) type Node = Large<NodeState, RmapEntry, ENTRIES>;
 
 /// The node itself.
 pub(super) struct NodeState {
-    /// How many slots are not empty.
+    /// How many entries are not empty.
     used: Cell<u16>,
     /// How many shadow pages of guest tables are listed in the node, and below.
     tables: Cell<u32>,
@@ -72,10 +72,10 @@ impl Node {
             above: Cell::new((END, 0)),
             empty: Link::new(),
         };
-        Self::new(node, Slot::new)
+        Self::new(node, RmapEntry::new)
     }
 
-    pub(super) fn slot(&self, index: usize) -> &Slot {
+    pub(super) fn entry(&self, index: usize) -> &RmapEntry {
         &self.array[index]
     }
 }
@@ -119,28 +119,28 @@ impl Rmap {
         self.nodes.spare() + self.empties.get().saturating_sub(1)
     }
 
-    /// Returns the slot of `level` for `gfn`. `None`: nothing was made of the region.
-    pub(super) fn find(&self, gfn: Gfn, level: Level) -> Option<&Slot> {
+    /// Returns the entry of `level` for `gfn`. `None`: nothing was made of the region.
+    pub(super) fn find(&self, gfn: Gfn, level: Level) -> Option<&RmapEntry> {
         let (mut number, mut at) = self.root();
         while at > level {
-            number = self.nodes.get(number).slot(at.index(gfn)).below();
+            number = self.nodes.get(number).entry(at.index(gfn)).below();
             if number == END {
                 return None;
             }
             at = at.below();
         }
-        Some(self.nodes.get(number).slot(level.index(gfn)))
+        Some(self.nodes.get(number).entry(level.index(gfn)))
     }
 
-    /// Applies `change` to the slot of `level` for `gfn`; makes the nodes on the path to it.
+    /// Applies `change` to the entry of `level` for `gfn`; makes the nodes on the path to it.
     ///
     /// # Panics
     /// If there is no node for that: the caller has checked [`Rmap::spare`].
-    pub(super) fn change(&self, gfn: Gfn, level: Level, change: impl FnOnce(&Slot)) {
+    pub(super) fn change(&self, gfn: Gfn, level: Level, change: impl FnOnce(&RmapEntry)) {
         let (mut number, mut at) = self.root();
         while at > level {
             let index = at.index(gfn);
-            let mut below = self.nodes.get(number).slot(index).below();
+            let mut below = self.nodes.get(number).entry(index).below();
             if below == END {
                 below = self.new_node(number);
                 let node = self.nodes.get(below);
@@ -148,14 +148,14 @@ impl Rmap {
                 self.empties.set(self.empties.get() + 1);
                 self.empty
                     .push(below, |number| &self.nodes.get(number).empty);
-                self.change_in(number, index, |slot| slot.below.set(below));
+                self.change_in(number, index, |entry| entry.below.set(below));
             }
             (number, at) = (below, at.below());
         }
         self.change_in(number, level.index(gfn), change);
     }
 
-    /// Adds `change` to the number of shadow pages of the guest's table at `gfn`, which has a slot.
+    /// Adds `change` to the number of shadow pages of the guest's table at `gfn`, which has an entry.
     pub(super) fn count_table(&self, gfn: Gfn, change: i32) {
         let (mut number, mut at) = self.root();
         loop {
@@ -165,7 +165,7 @@ impl Rmap {
             if at == Level::PAGE {
                 return;
             }
-            number = node.slot(at.index(gfn)).below();
+            number = node.entry(at.index(gfn)).below();
             at = at.below();
         }
     }
@@ -173,8 +173,8 @@ impl Rmap {
     /// Returns whether a guest's table with a shadow page is in the region of `level` around `gfn`.
     pub(super) fn has_tables(&self, gfn: Gfn, level: Level) -> bool {
         match self.find(gfn, level) {
-            Some(slot) if level == Level::PAGE => !slot.pages.is_empty(),
-            Some(slot) if slot.below() != END => self.nodes.get(slot.below()).tables.get() > 0,
+            Some(entry) if level == Level::PAGE => !entry.pages.is_empty(),
+            Some(entry) if entry.below() != END => self.nodes.get(entry.below()).tables.get() > 0,
             _ => false,
         }
     }
@@ -199,23 +199,23 @@ impl Rmap {
         let mut inside =
             regions.filter(|(_, gfn)| gfn.add(level.pages()) > range.start && *gfn < range.end);
         inside.find_map(|(index, gfn)| {
-            let slot = node.slot(index);
-            match slot.below() {
-                _ if level == Level::PAGE => (!slot.pages.is_empty()).then_some(gfn),
+            let entry = node.entry(index);
+            match entry.below() {
+                _ if level == Level::PAGE => (!entry.pages.is_empty()).then_some(gfn),
                 END => None,
                 below => self.first_table_in((below, level.below()), gfn, range),
             }
         })
     }
 
-    /// Applies `change` to slot `index` of node `number`, and counts.
-    pub(super) fn change_in(&self, number: u32, index: usize, change: impl FnOnce(&Slot)) {
+    /// Applies `change` to entry `index` of node `number`, and counts.
+    pub(super) fn change_in(&self, number: u32, index: usize, change: impl FnOnce(&RmapEntry)) {
         let node = self.nodes.get(number);
-        let slot = node.slot(index);
-        let was_empty = slot.is_empty();
-        change(slot);
+        let entry = node.entry(index);
+        let was_empty = entry.is_empty();
+        change(entry);
         let link = |number| &self.nodes.get(number).empty;
-        match (was_empty, slot.is_empty()) {
+        match (was_empty, entry.is_empty()) {
             (true, false) => {
                 if node.used.get() == 0 && number != self.root {
                     self.empty.remove(number, link);
@@ -246,11 +246,11 @@ impl Rmap {
         self.empty.remove(number, link);
         self.empties.set(self.empties.get() - 1);
         let (above, index) = node.above.get();
-        self.change_in(above, index.into(), |slot| slot.below.set(END));
+        self.change_in(above, index.into(), |entry| entry.below.set(END));
         number
     }
 
-    /// Returns whether every node counts its slots right, and the list of empty nodes has just those without any.
+    /// Returns whether every node counts its entries right, and the list of empty nodes has just those without any.
     pub(super) fn counts_right(&self) -> bool {
         let link = |number| &self.nodes.get(number).empty;
         let is_empty = |number: &u32| self.nodes.get(*number).used.get() == 0;
@@ -261,9 +261,9 @@ impl Rmap {
 
     fn counts_right_below(&self, number: u32, level: Level) -> bool {
         let node = self.nodes.get(number);
-        let used = node.array.iter().filter(|slot| !slot.is_empty()).count();
+        let used = node.array.iter().filter(|entry| !entry.is_empty()).count();
         used == usize::from(node.used.get())
-            && node.array.iter().all(|slot| match slot.below() {
+            && node.array.iter().all(|entry| match entry.below() {
                 END => true,
                 below => self.counts_right_below(below, level.below()),
             })
@@ -287,14 +287,14 @@ mod tests {
     fn an_empty_node_serves_another_region_when_none_is_left() {
         let rmap = rmap(4).unwrap();
         let link = Link::new();
-        let push = |slot: &Slot| slot.leaves.push(1, |_| &link);
-        let remove = |slot: &Slot| slot.leaves.remove(1, |_| &link);
+        let push = |entry: &RmapEntry| entry.leaves.push(1, |_| &link);
+        let remove = |entry: &RmapEntry| entry.leaves.remove(1, |_| &link);
         let far = Gfn(1 << 30);
         for gfn in [Gfn(5), far, Gfn(6)] {
             rmap.change(gfn, Level::PAGE, push);
             assert!(
                 rmap.find(gfn, Level::PAGE)
-                    .is_some_and(|slot| !slot.is_empty())
+                    .is_some_and(|entry| !entry.is_empty())
             );
             assert!(rmap.counts_right());
             rmap.change(gfn, Level::PAGE, remove);
@@ -307,17 +307,21 @@ mod tests {
     fn a_node_that_is_empty_is_not_put_below_itself() {
         let rmap = rmap(4).unwrap();
         let link = Link::new();
-        rmap.change(Gfn(5), Level::PAGE, |slot| slot.leaves.push(1, |_| &link));
-        rmap.change(Gfn(5), Level::PAGE, |slot| slot.leaves.remove(1, |_| &link));
+        rmap.change(Gfn(5), Level::PAGE, |entry| entry.leaves.push(1, |_| &link));
+        rmap.change(Gfn(5), Level::PAGE, |entry| {
+            entry.leaves.remove(1, |_| &link)
+        });
         // The node of level 1 is empty. That of level 2 is, too, once the first serves another region of it.
-        rmap.change(Gfn(512), Level::PAGE, |slot| slot.leaves.push(1, |_| &link));
+        rmap.change(Gfn(512), Level::PAGE, |entry| {
+            entry.leaves.push(1, |_| &link)
+        });
         assert!(rmap.counts_right());
         assert!(rmap.find(Gfn(5), Level::PAGE).is_none());
         let (found, level) = (rmap.find(Gfn(512), Level::PAGE), Level::MEGA);
-        assert!(found.is_some_and(|slot| !slot.is_empty()));
+        assert!(found.is_some_and(|entry| !entry.is_empty()));
         assert!(
             rmap.find(Gfn(512), level)
-                .is_some_and(|slot| slot.leaves.is_empty())
+                .is_some_and(|entry| entry.leaves.is_empty())
         );
     }
 }

@@ -86,10 +86,10 @@ impl Pages {
     fn protect<P: Platform, F: Format>(&self, platform: &P, gfn: Gfn) -> bool {
         let mut changed = false;
         for level in (1..=F::MAX_LEAF.0).map(Level) {
-            let Some(slot) = self.rmap.find(gfn, level) else {
+            let Some(listed) = self.rmap.find(gfn, level) else {
                 continue;
             };
-            for id in self.leaves_of(slot) {
+            for id in self.leaves_of(listed) {
                 let entry = self.table(platform, id.page()).entry(id.index());
                 let bits = entry.load(Relaxed);
                 if !F::is_absent(bits) && bits & (F::WRITE | F::MAY_WRITE) != 0 {

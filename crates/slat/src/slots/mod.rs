@@ -7,8 +7,10 @@
 //! sets, too, active and inactive memslots, since Linux 5.17; its slots are linked into both.)
 //!
 //! * Look-ups take no lock. The caller is in a reader section ([`crate::sync::quiesce`]).
-//! * Changes are serialized by [`Slots::change`]'s lock, held until the change is complete for its
-//!   caller (zapped and flushed), as KVM's `slots_lock` is. The index by id is only used under it.
+//! * Changes are serialized by [`Slots::change`]'s lock. A deletion or a move holds it until the new set is published and the
+//!   old slot's leaves are zapped, and releases it before the flush. (KVM holds its `slots_lock` until the flush is done.) Work
+//!   on a dirty log holds it for one step at a time, a change of attributes until the new sets are published. The index by id
+//!   is only used under it.
 //! * No reader that entered its section, or passed a quiescent point, since the last change was published uses the inactive
 //!   set. [`SlotsChange::catch_up`] waits for all others: mostly the flush of the last change has done so. It drops what the
 //!   last change replaced, too.

@@ -1,4 +1,4 @@
-//! The limit of shadow pages, for the VMs that have any ([`MmuKind::Direct`](crate::MmuKind)).
+//! The limit of shadow pages, for the MMUs that have any: [`MmuKind::Direct`](crate::MmuKind) and `MmuKind::Shadow`.
 
 use core::iter;
 
