@@ -1,5 +1,6 @@
 //! What the documents show and link to is in the tree.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -35,7 +36,7 @@ fn what_the_document_shows_is_in_the_tree() {
     assert_eq!(missing, None, "{HYPERVISOR} shows what is not in the tree");
 }
 
-/// Returns the documents of the workspace: those of the root, of `docs`, and each crate's README.
+/// Returns the documents of the workspace: those of the root, of `docs`, `conformance` and `fuzz`, and each crate's README.
 fn documents() -> Vec<PathBuf> {
     let in_directory = |directory: &Path| {
         let entries = fs::read_dir(directory).unwrap();
@@ -44,7 +45,9 @@ fn documents() -> Vec<PathBuf> {
         documents.collect::<Vec<_>>()
     };
     let mut documents = in_directory(root());
-    documents.extend(in_directory(&root().join("docs")));
+    for directory in ["docs", "conformance", "fuzz"] {
+        documents.extend(in_directory(&root().join(directory)));
+    }
     for entry in fs::read_dir(root().join("crates")).unwrap() {
         documents.extend(in_directory(&entry.unwrap().path()));
     }
@@ -139,4 +142,115 @@ fn what_the_documents_link_to_is_in_the_tree() {
     }
     assert!(items > 100, "the documents link to items: {items}");
     assert!(wrong.is_empty(), "wrong links:\n{}", wrong.join("\n"));
+}
+
+/// A row of one of the tables in `conformance`.
+#[derive(Default)]
+struct Row {
+    name: String,
+    passes: bool,
+    /// The versions of programs that have it: from the first one on, and before the second one.
+    since: Option<String>,
+    before: Option<String>,
+}
+
+impl Row {
+    /// Whether programs of `version` have it.
+    fn is_of(&self, version: &str) -> bool {
+        let numbers = |version: &str| -> Vec<u32> {
+            let numbers = version.split('.').map(|number| number.parse().unwrap());
+            numbers.collect()
+        };
+        let is_at_least = |other: &String| numbers(version) >= numbers(other);
+        self.since.as_ref().is_none_or(is_at_least)
+            && !self.before.as_ref().is_some_and(is_at_least)
+    }
+}
+
+/// Reads a table of `conformance`.
+fn rows(path: &str) -> Vec<Row> {
+    let text = read(path);
+    let rows = text.split("\n[[test]]\n").skip(1).map(|block| {
+        let mut row = Row {
+            passes: true,
+            ..Row::default()
+        };
+        for (key, value) in block.lines().filter_map(|line| line.split_once(" = ")) {
+            let value = value.trim_matches('"').to_owned();
+            match key {
+                "name" => row.name = value,
+                "expect" => row.passes = value == "pass",
+                "since" => row.since = Some(value),
+                "before" => row.before = Some(value),
+                _ => {}
+            }
+        }
+        row
+    });
+    rows.collect()
+}
+
+/// Returns how many rows programs of `version` have that pass, and that do not.
+fn passing(rows: &[Row], version: &str) -> (usize, usize) {
+    let of_version = rows.iter().filter(|row| row.is_of(version));
+    let (pass, skip): (Vec<_>, Vec<_>) = of_version.partition(|row| row.passes);
+    (pass.len(), skip.len())
+}
+
+#[test]
+fn the_documents_count_what_the_conformance_tables_have() {
+    let selftests = rows("conformance/expected.toml");
+    let monitors = rows("conformance/vmm/rows.toml");
+    let unit_tests = rows("conformance/unit-tests/tests.toml");
+    let kvm_ioctls = rows("conformance/kvm-ioctls/tests.toml");
+    let (by_hand, with_qemu): (Vec<_>, Vec<_>) = monitors
+        .into_iter()
+        .partition(|row| ["firecracker", "cloud-hypervisor"].contains(&&*row.name));
+
+    let mut says = Vec::new();
+    for version in ["6.12", "7.3"] {
+        let (pass, skip) = passing(&selftests, version);
+        says.push((
+            "conformance/README.md",
+            format!("| {version} | {pass} | {skip} |"),
+        ));
+    }
+    let linux = ["6.12", "7.3"].map(|version| passing(&selftests, version).0);
+    let qemu = ["7.2", "11.1"].map(|version| passing(&with_qemu, version).0);
+    let (unit, _) = passing(&unit_tests, "0");
+    says.push((
+        "README.md",
+        format!(
+            "{} of Linux 6.12's KVM selftests pass and {} of Linux 7.3's, {unit} of kvm-unit-tests, {} with QEMU 7.2 and {} \
+             with QEMU 11.1",
+            linux[0], linux[1], qemu[0], qemu[1]
+        ),
+    ));
+    says.push(("conformance/README.md", format!("of which {unit} pass")));
+    let (all, none) = passing(&kvm_ioctls, "0");
+    assert_eq!(none, 0);
+    says.push((
+        "conformance/README.md",
+        format!("{all} rows, all of which pass"),
+    ));
+    let names: BTreeSet<_> = with_qemu
+        .iter()
+        .chain(&by_hand)
+        .map(|row| &row.name)
+        .collect();
+    for name in names {
+        let count = with_qemu
+            .iter()
+            .chain(&by_hand)
+            .filter(|row| row.name == *name)
+            .count();
+        says.push(("conformance/README.md", format!("| `{name}` | {count} |")));
+    }
+    for row in selftests.iter().filter(|row| row.passes) {
+        says.push(("conformance/README.md", format!("`{}`", row.name)));
+    }
+    for (path, text) in says {
+        let document = read(path).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(document.contains(&text), "{path} does not say: {text}");
+    }
 }

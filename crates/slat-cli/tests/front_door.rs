@@ -1,0 +1,194 @@
+//! Each command that README.md shows is run: here, or by a suite that this file names.
+#![cfg(target_arch = "x86_64")]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+
+/// Where a command is run.
+enum RunBy {
+    /// This test: `slat` with these arguments. What README.md shows of the output is compared.
+    ThisTest(&'static [&'static str]),
+    /// The file, which has this text.
+    Suite(&'static str, &'static str),
+    /// Everybody: it is a suite itself.
+    Itself,
+}
+use RunBy::*;
+
+/// The commands of README.md, in its order. `…` stands for the rest of a line.
+const COMMANDS: &[(&str, RunBy)] = &[
+    ("cargo run --release -- run", ThisTest(&["run"])),
+    ("cargo test", Suite(".ci/run", "cargo test")),
+    (
+        "cargo install --locked --git https://github.com/YOUR-COPY-OF/slat slat-cli",
+        Suite(".ci/packages", "cargo install --path slat-cli"),
+    ),
+    (
+        "slat run -- cargo test",
+        Suite("conformance/programs/run", r#""$slat" run -- cargo test"#),
+    ),
+    (
+        "cargo install --path crates/slat-cli",
+        Suite(".ci/packages", "cargo install --path slat-cli"),
+    ),
+    (
+        "slat run -- qemu-system-x86_64 …",
+        Suite(
+            "conformance/vmm/row.py",
+            r#"[slat, "run", "--mmu", mmu, "--"]"#,
+        ),
+    ),
+    ("metal/run --arch npt", Suite(".ci/run", "metal/run")),
+    ("slat bench --explain", ThisTest(&["bench", "--explain"])),
+    (
+        "slat bench dirty",
+        Suite(
+            "crates/slat-cli/tests/output.rs",
+            r#"const SHORT: &str = "dirty";"#,
+        ),
+    ),
+    (".ci/run", Itself),
+];
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+fn is_script(path: &str) -> bool {
+    fs::metadata(root().join(path))
+        .is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+}
+
+/// A command of README.md, and what is shown of its output.
+struct Shown {
+    command: String,
+    output: Vec<String>,
+}
+
+/// Whether a span of code in a sentence is a command.
+fn is_command(code: &str) -> bool {
+    match code.split_once(' ') {
+        Some(("cargo" | "slat", _)) => true,
+        Some((program, _)) => is_script(program),
+        None => is_script(code),
+    }
+}
+
+/// Returns the commands of a document: of sentences; of code blocks, where each begins with `$`, and its output follows; of
+/// workflows, where each follows `run:`.
+fn commands(document: &str) -> Vec<Shown> {
+    let mut found = Vec::new();
+    for (i, part) in document.split("```").enumerate() {
+        if i % 2 == 0 {
+            let code = part.split('`').skip(1).step_by(2);
+            let code = code.map(|code| code.split_whitespace().collect::<Vec<_>>().join(" "));
+            found.extend(code.filter(|code| is_command(code)).map(|command| Shown {
+                command,
+                output: Vec::new(),
+            }));
+            continue;
+        }
+        let mut output = None;
+        for line in part.replace("\\\n", "").lines().skip(1) {
+            let step = line.trim_start().trim_start_matches("- ");
+            let step = step.strip_prefix("run: ");
+            if let Some(command) = line.strip_prefix("$ ").or(step) {
+                found.push(Shown {
+                    command: command.split_whitespace().collect::<Vec<_>>().join(" "),
+                    output: Vec::new(),
+                });
+                output = Some(found.len() - 1);
+            } else if let Some(last) = output {
+                found[last].output.push(line.to_owned());
+            }
+        }
+    }
+    found
+}
+
+/// Whether `command` is the one that an entry of [`COMMANDS`] names.
+fn is_named(command: &str, name: &str) -> bool {
+    match name.strip_suffix('…') {
+        Some(beginning) => command.starts_with(beginning),
+        None => command == name,
+    }
+}
+
+/// Returns a line without its numbers, which are others each time.
+fn without_numbers(line: &str) -> String {
+    let is_number = |c: char| c.is_ascii_digit() || c == ',' || c == '.';
+    let words = line
+        .split_whitespace()
+        .filter(|word| !word.chars().all(is_number));
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// Runs `slat`, and checks that it prints the lines of `shown` in this order, but for numbers.
+fn prints(arguments: &[&str], shown: &[String]) {
+    let output = Command::new(env!("CARGO_BIN_EXE_slat"))
+        .args(arguments)
+        .env_remove("LD_PRELOAD")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "slat {arguments:?}: {output:?}");
+    let printed = String::from_utf8(output.stdout).unwrap();
+    let mut lines = printed.lines().map(without_numbers);
+    for line in shown.iter().filter(|line| line.trim() != "...") {
+        let wanted = without_numbers(line);
+        assert!(
+            lines.any(|line| line == wanted),
+            "slat {arguments:?} does not print this line, or not here: {line}\nIt prints:\n{printed}"
+        );
+    }
+}
+
+#[test]
+fn each_command_of_the_readme_is_run() {
+    let shown = commands(&read("README.md"));
+    for Shown { command, output } in &shown {
+        let entry = COMMANDS.iter().find(|(name, _)| is_named(command, name));
+        let Some((_, run_by)) = entry else {
+            panic!("README.md shows `{command}`, and COMMANDS does not say what runs it");
+        };
+        match run_by {
+            ThisTest(arguments) => prints(arguments, output),
+            Suite(file, text) => assert!(
+                read(file).contains(text),
+                "{file} does not run `{command}`: no {text}"
+            ),
+            Itself => assert!(is_script(command), "{command} is no script"),
+        }
+    }
+    for (name, _) in COMMANDS {
+        assert!(
+            shown.iter().any(|shown| is_named(&shown.command, name)),
+            "README.md does not show `{name}`"
+        );
+    }
+}
+
+#[test]
+fn commands_are_found_wherever_a_document_has_them() {
+    let found = commands(
+        "`cargo a\nb` and `slat` and [`metal/run`](metal/run)\n\
+         ```text\n$ one \\\n   more\noutput\n...\n$ two\n```\n\
+         ```yaml\nsteps:\n  - uses: x\n  - run: three\n  - name: x\n    run: four\n```\n`slat info`\n",
+    );
+    let names: Vec<_> = found.iter().map(|shown| &*shown.command).collect();
+    let all = [
+        "cargo a b",
+        "metal/run",
+        "one more",
+        "two",
+        "three",
+        "slat info",
+    ];
+    assert_eq!(names, all);
+    assert_eq!(found[2].output, ["output", "..."]);
+}
