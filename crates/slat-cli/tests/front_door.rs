@@ -187,6 +187,7 @@ fn commands_are_found_wherever_a_document_has_them() {
         "one more",
         "two",
         "three",
+        "four",
         "slat info",
     ];
     assert_eq!(names, all);

@@ -96,6 +96,9 @@ fn the_picture_shows_the_crates_and_their_dependencies() {
         names.iter().eq(&crates.keys().collect::<Vec<_>>()),
         "{names:?}"
     );
+    let mut table = table("The crates");
+    table.sort();
+    assert!(names.iter().copied().eq(&table), "the table: {table:?}");
     for (name, shown) in &picture {
         assert_eq!(
             shown, &crates[name],
@@ -104,9 +107,9 @@ fn the_picture_shows_the_crates_and_their_dependencies() {
     }
 }
 
-/// Reads the names of the engine's modules in the document's table, from top to bottom.
-fn table() -> Vec<String> {
-    let section = section("The engine's modules");
+/// Reads the names in the first column of the document's table under `heading`, from top to bottom.
+fn table(heading: &str) -> Vec<String> {
+    let section = section(heading);
     let rows = section.lines().filter_map(|line| line.strip_prefix("| [`"));
     let names = rows.map(|row| row.split('`').next().unwrap().to_owned());
     names.collect()
@@ -195,7 +198,7 @@ fn names_of_imports_are_found() {
 
 #[test]
 fn modules_import_only_from_modules_below() {
-    let table = table();
+    let table = table("The engine's modules");
     let place = |name: &str| table.iter().position(|other| other == name);
     let source = root().join("crates/slat/src");
     let lib = fs::read_to_string(source.join("lib.rs")).unwrap();
