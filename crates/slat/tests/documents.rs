@@ -221,8 +221,8 @@ fn the_documents_count_what_the_conformance_tables_have() {
     says.push((
         "README.md",
         format!(
-            "{} of Linux 6.12's KVM selftests pass and {} of Linux 7.3's, {unit} of kvm-unit-tests, {} with QEMU 7.2 and {} \
-             with QEMU 11.1",
+            "{} of Linux 6.12's KVM selftests pass and {} of Linux 7.3's, {unit} of kvm-unit-tests, and of boots, devices and \
+             migrations {} with QEMU 7.2 and {} with QEMU 11.1",
             linux[0], linux[1], qemu[0], qemu[1]
         ),
     ));
