@@ -21,13 +21,18 @@ use RunBy::*;
 const COMMANDS: &[(&str, RunBy)] = &[
     ("cargo run --release -- run", ThisTest(&["run"])),
     ("cargo test", Suite(".ci/run", "cargo test")),
+    ("YOUR-COPY-OF/slat@main", Suite("action.yml", ".ci/install")),
     (
-        "cargo install --locked --git https://github.com/YOUR-COPY-OF/slat slat-cli",
-        Suite(".ci/packages", "cargo install --path slat-cli"),
+        "actions/checkout@v4",
+        Suite(".github/workflows/ci.yml", "actions/checkout@v4"),
     ),
     (
         "slat run -- cargo test",
         Suite("conformance/programs/run", r#""$slat" run -- cargo test"#),
+    ),
+    (
+        "cargo install --locked --git https://github.com/YOUR-COPY-OF/slat slat-cli",
+        Suite(".ci/packages", "cargo install --path slat-cli"),
     ),
     (
         "cargo install --path crates/slat-cli",
@@ -50,6 +55,7 @@ const COMMANDS: &[(&str, RunBy)] = &[
         ),
     ),
     (".ci/run", Itself),
+    (".ci/run full", Suite(".ci/run", "quick | full)")),
 ];
 
 fn root() -> &'static Path {
@@ -81,7 +87,7 @@ fn is_command(code: &str) -> bool {
 }
 
 /// Returns the commands of a document: of sentences; of code blocks, where each begins with `$`, and its output follows; of
-/// workflows, where each follows `run:`.
+/// workflows, where each step is one.
 fn commands(document: &str) -> Vec<Shown> {
     let mut found = Vec::new();
     for (i, part) in document.split("```").enumerate() {
@@ -97,7 +103,7 @@ fn commands(document: &str) -> Vec<Shown> {
         let mut output = None;
         for line in part.replace("\\\n", "").lines().skip(1) {
             let step = line.trim_start().trim_start_matches("- ");
-            let step = step.strip_prefix("run: ");
+            let step = step.strip_prefix("run: ").or(step.strip_prefix("uses: "));
             if let Some(command) = line.strip_prefix("$ ").or(step) {
                 found.push(Shown {
                     command: command.split_whitespace().collect::<Vec<_>>().join(" "),
@@ -186,6 +192,7 @@ fn commands_are_found_wherever_a_document_has_them() {
         "metal/run",
         "one more",
         "two",
+        "x",
         "three",
         "four",
         "slat info",
