@@ -114,7 +114,7 @@ table_list() {
 find_slat() { # the repository
     slat=${SLAT_BIN:-}
     if [ -z "$slat" ]; then
-        (cd "$1" && cargo build --release -q -p slat-cli)
+        (cd "$1" && cargo build --release -q --bin slat)
         slat=${CARGO_TARGET_DIR:-$1/target}/release/slat
     fi
     [ -x "$slat" ] || die "no slat command at $slat"
