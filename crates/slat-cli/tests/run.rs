@@ -190,6 +190,17 @@ fn children_are_followed_even_when_descriptors_were_closed() {
 }
 
 #[test]
+fn the_library_that_programs_get_is_the_one_just_built() {
+    let scratch = Scratch::new("embedded");
+    let output = scratch.slat(&["run", "--", "sh", "-c", "echo $LD_PRELOAD"]);
+    let written = fs::read(text(&output.stdout).trim()).unwrap();
+    // Cargo puts the library beside this test, whatever a build script has been told or remembers.
+    let test = std::env::current_exe().unwrap();
+    let built = fs::read(test.with_file_name("libslat_preload.so")).unwrap();
+    assert!(written == built, "slat embeds another libslat_preload.so");
+}
+
+#[test]
 fn libraries_that_the_user_preloads_stay() {
     let scratch = Scratch::new("present");
     let output = scratch
