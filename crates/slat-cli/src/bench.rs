@@ -61,7 +61,7 @@ fn check(selection: &[&Experiment], options: &Bench) -> Result<(), String> {
         let refusing: Vec<_> = selection.iter().filter(refuses).map(|e| e.name).collect();
         if !refusing.is_empty() {
             return Err(format!(
-                "--set {policy}: these experiments have a value of their own: {}",
+                "--set {policy} does not apply to what these experiments measure: {}",
                 refusing.join(", ")
             ));
         }

@@ -14,7 +14,6 @@ use kvm_bindings::{
 
 use slat_kvm::notify;
 
-use crate::{Experiment, Settable};
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{
     Failure, Machine, Memory, Pages, Program, Slat, Slot, no_device, thread_time,
@@ -22,6 +21,7 @@ use crate::machine::{
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "dirty";
 

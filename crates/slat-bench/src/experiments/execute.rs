@@ -1,6 +1,5 @@
 //! Executing from huge pages that must not be mapped executable.
 
-use crate::{Experiment, Settable};
 use crate::machine::guest::{COUNTED_RETURN, DATA, PAGE};
 use crate::machine::{Failure, Machine, Memory, Pages, Program, Slat, Slot, no_device};
 use crate::maps::Maps;
@@ -8,6 +7,7 @@ use crate::published;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "execute";
 

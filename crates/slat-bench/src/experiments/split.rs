@@ -9,7 +9,6 @@ use kvm_bindings::{
 };
 use slat::Stats;
 
-use crate::{Experiment, Settable};
 use crate::bare;
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{Failure, Machine, Memory, Program, Slat, Slot, no_device, thread_time};
@@ -17,6 +16,7 @@ use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "split";
 

@@ -41,11 +41,24 @@ const UNUSED: Duration = Duration::from_secs(7 * 24 * 3600);
 /// becoming another user.
 pub fn write_out() -> Result<PathBuf, String> {
     let is_root = directory::user() == 0;
+    let (path, note) = write_to_first(&candidates(is_root), is_root)?;
+    if let Some(note) = note {
+        complain(&note);
+    }
+    Ok(path)
+}
+
+/// Writes the library to the first of `directories` in which no other user can replace it and, if it is `for_all`, all can read
+/// it. Returns its path, and a sentence for the user if it is not for all after all.
+fn write_to_first(
+    directories: &[PathBuf],
+    for_all: bool,
+) -> Result<(PathBuf, Option<String>), String> {
     let mut refused = String::new();
     let mut private = None;
-    for directory in candidates(is_root) {
-        match write_to(&directory) {
-            Ok(path) if !is_root || directory::is_open_to_all(&path) => return Ok(path),
+    for directory in directories {
+        match write_to(directory) {
+            Ok(path) if !for_all || directory::is_open_to_all(&path) => return Ok((path, None)),
             Ok(path) => private = private.or(Some(path)),
             Err(e) => refused.push_str(&format!("\n  {}: {e}", directory.display())),
         }
@@ -53,11 +66,11 @@ pub fn write_out() -> Result<PathBuf, String> {
     let path = private.ok_or_else(|| {
         format!("found no directory for the preload library (set TMPDIR to a directory that is not mounted noexec):{refused}")
     })?;
-    complain(&format!(
+    let note = format!(
         "only root can read {}: a program that becomes another user will not find slat (set TMPDIR to a directory that all users can read)",
         path.display()
-    ));
-    Ok(path)
+    );
+    Ok((path, Some(note)))
 }
 
 /// Returns the directories to try, the most lasting one first. Root's own cache is the last: other users cannot read it.
@@ -229,6 +242,27 @@ pub mod tests {
         assert_eq!(write_to(&directory).unwrap(), path);
         assert_eq!(fs::read(&path).unwrap(), LIBRARY);
         assert_eq!(mode(&path), 0o644);
+        fs::remove_dir_all(scratch).unwrap();
+    }
+
+    #[test]
+    fn roots_library_is_where_all_can_read_it_or_root_is_told() {
+        let scratch = scratch("all");
+        let set_mode = |path: &Path, mode| {
+            fs::create_dir_all(path).unwrap();
+            fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        };
+        let (private, public) = (scratch.join("private"), scratch.join("public"));
+        set_mode(&private, 0o700);
+        set_mode(&public, 0o755);
+        let directories = [private.join("slat"), public.join("slat")];
+        let write = |directories, for_all| write_to_first(directories, for_all).unwrap();
+        let (path, note) = write(&directories, true);
+        assert!(path.starts_with(&public) && note.is_none(), "{note:?}");
+        let (path, note) = write(&directories, false);
+        assert!(path.starts_with(&private) && note.is_none(), "{note:?}");
+        let (path, note) = write(&directories[..1], true);
+        assert!(path.starts_with(&private) && note.unwrap().lines().count() == 1);
         fs::remove_dir_all(scratch).unwrap();
     }
 

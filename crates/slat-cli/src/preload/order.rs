@@ -25,7 +25,9 @@ const RUNTIMES: &[&str] = &[
 
 /// Whether the library `name`, with or without a path, is a sanitizer's runtime.
 fn is_sanitizer(name: &[u8]) -> bool {
-    RUNTIMES.iter().any(|runtime| file_name(name).starts_with(runtime.as_bytes()))
+    RUNTIMES
+        .iter()
+        .any(|runtime| file_name(name).starts_with(runtime.as_bytes()))
 }
 
 fn file_name(path: &[u8]) -> &[u8] {
@@ -141,9 +143,8 @@ mod tests {
     #[test]
     fn settings_of_the_user_come_after_ours() {
         let set = |users: Option<&str>| {
-            let settings = sanitizer_settings(|name| {
-                (name == "TSAN_OPTIONS").then_some(users?.into())
-            });
+            let settings =
+                sanitizer_settings(|name| (name == "TSAN_OPTIONS").then_some(users?.into()));
             settings.last().unwrap().1.into_string().unwrap()
         };
         assert_eq!(set(None), "die_after_fork=0");

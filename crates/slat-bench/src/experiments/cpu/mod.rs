@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use kvm_bindings::kvm_regs;
 
-use crate::{Experiment, Settable};
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{
     Api, Failure, Machine, Memory, Pages, Program, RealKvm, Slat, Slot, no_device,
@@ -15,6 +14,7 @@ use crate::qemu;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "cpu";
 

@@ -90,9 +90,7 @@ fn look_for(linux: &Linux) -> Result<(), String> {
     }
     for name in ["vmlinux", "initrd"] {
         if !linux.materials.join(name).is_file() {
-            return Err(format!(
-                "{directory} has no {name}; {remedy}"
-            ));
+            return Err(format!("{directory} has no {name}; {remedy}"));
         }
     }
     Ok(())

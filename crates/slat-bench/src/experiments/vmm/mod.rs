@@ -4,11 +4,11 @@ mod irqfd;
 mod kick;
 mod linux;
 
-use crate::{Experiment, Settable};
 use crate::machine::{Api, Failure, Slat};
 use crate::report::Report;
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "vmm";
 

@@ -6,11 +6,11 @@ mod unrelated;
 
 use std::time::{Duration, Instant};
 
-use crate::{Experiment, Settable};
 use crate::machine::Failure;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows, shown};
+use crate::{Experiment, Settable};
 use histogram::Histogram;
 use operation::{Operation, Subject};
 use unrelated::Unrelated;
