@@ -49,10 +49,11 @@ Exit status:
   126  PROGRAM cannot be run on slat; a line on standard error says why
   127  PROGRAM, its interpreter or its dynamic linker was not found
 
-PROGRAM's environment:
-  LD_PRELOAD begins with slat's library. Only runtimes of sanitizers (libasan, libtsan, ...) are before it: those that you
-  name there, and those that PROGRAM is linked with. ASAN_OPTIONS and TSAN_OPTIONS begin with settings without which
-  sanitizers refuse child processes; yours, after them, take precedence.";
+Environment of PROGRAM:
+  LD_PRELOAD begins with slat's library. Only runtimes of sanitizers (libasan,
+  libtsan, ...) are before it: those that you name there, and those that PROGRAM
+  is linked with. ASAN_OPTIONS and TSAN_OPTIONS begin with settings without
+  which sanitizers refuse child processes; yours, after them, take precedence.";
 
 /// `slat run`.
 #[derive(ClapArgs)]

@@ -1,9 +1,11 @@
 //! `slat completions` and `slat man`: what the command line's own description is good for, beside parsing.
 
+use std::io;
 use std::process::ExitCode;
 
-use clap::CommandFactory;
+use clap::{Command, CommandFactory};
 use clap_mangen::Man;
+use clap_mangen::roff::{Roff, roman};
 
 use crate::args::{self, Args};
 use crate::output;
@@ -30,13 +32,40 @@ pub fn man(options: &args::Man) -> ExitCode {
         return ExitCode::from(2);
     };
     let mut text = Vec::new();
-    match Man::new(page.clone()).render(&mut text) {
+    match render(page, &mut text) {
         Ok(()) => print(text),
         Err(error) => {
             output::complain(&format!("man: {error}"));
             ExitCode::FAILURE
         }
     }
+}
+
+/// Like [`Man::render`], but makes a section of each heading of the help's end.
+fn render(page: &Command, text: &mut Vec<u8>) -> io::Result<()> {
+    let man = Man::new(page.clone());
+    man.render_title(text)?;
+    man.render_name_section(text)?;
+    man.render_synopsis_section(text)?;
+    man.render_description_section(text)?;
+    man.render_options_section(text)?;
+    if page.has_subcommands() {
+        man.render_subcommands_section(text)?;
+    }
+    let Some(end) = page.get_after_help() else {
+        return Ok(());
+    };
+    let mut sections = Roff::new();
+    for line in end.to_string().lines() {
+        match line.strip_suffix(':').filter(|line| !line.starts_with(' ')) {
+            // Lines are not joined.
+            Some(heading) => sections
+                .control("SH", [heading.to_uppercase().as_str()])
+                .control("nf", []),
+            None => sections.text([roman(line.trim_start())]),
+        };
+    }
+    sections.to_writer(text)
 }
 
 fn print(text: Vec<u8>) -> ExitCode {

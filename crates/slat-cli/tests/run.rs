@@ -411,9 +411,16 @@ fn completions_and_manual_pages_know_the_options_and_the_exit_statuses() {
             "{shell}"
         );
     }
-    assert!(printed(&["man"]).contains("slat-bench(1)"));
+    assert!(printed(&["man"]).contains("slat\\-bench(1)"));
     let page = printed(&["man", "run"]);
-    for word in [".TH slat-run 1", "stats", "126", "127", "ASAN_OPTIONS"] {
+    for word in [
+        ".TH slat-run 1",
+        "stats",
+        ".SH \"EXIT STATUS\"",
+        "126",
+        "127",
+        "ASAN_OPTIONS",
+    ] {
         assert!(page.contains(word), "no '{word}' in:\n{page}");
     }
     assert_eq!(scratch.slat(&["man", "walk"]).status.code(), Some(2));
