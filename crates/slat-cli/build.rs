@@ -1,9 +1,11 @@
-//! Tells the compiler where cargo writes the preload library, which `src/preload.rs` embeds.
+//! Has a preload library for `src/preload/mod.rs` to embed, also where cargo makes none.
 //!
 //! slat-preload is an ordinary dependency of this package, so cargo has built its `cdylib` by the
 //! time the `slat` binary is compiled; this script itself may run earlier. The library is in the
 //! `deps` directory of the profile, three levels above `OUT_DIR`
-//! (`<profile>/build/slat-cli-<hash>/out`), under its plain name.
+//! (`<profile>/build/slat-cli-<hash>/out`), under its plain name. `include_bytes!` names it from `OUT_DIR`, too: cargo
+//! says where that is in each build, while what a script has printed is remembered, with the paths of a target directory
+//! that was copied or moved since.
 
 use std::fs::{self, OpenOptions};
 use std::path::PathBuf;
@@ -31,8 +33,4 @@ fn main() {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => panic!("{}: {e}", library.display()),
         _ => {}
     }
-    println!(
-        "cargo::rustc-env=SLAT_PRELOAD_LIBRARY={}",
-        library.display()
-    );
 }

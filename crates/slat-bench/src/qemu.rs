@@ -42,7 +42,11 @@ impl Qemu {
         let mut command = match on_slat {
             true => {
                 let mut command = Command::new(&linux.slat);
-                command.args(["run", "--", PROGRAM, "-accel", "kvm", "-cpu", "host"]);
+                command.arg("run");
+                for policy in &linux.policies {
+                    command.args(["--set", policy]);
+                }
+                command.args(["--", PROGRAM, "-accel", "kvm", "-cpu", "host"]);
                 command
             }
             false => {

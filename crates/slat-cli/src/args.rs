@@ -1,16 +1,18 @@
-//! The command line. Only options that work are accepted; the refusal names planned ones.
+//! The command line, parsed into types. Only options that work are accepted.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::builder::PossibleValuesParser;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand};
-use slat::{MmuKind, Policy, PolicyError, Setting};
-use slat_kvm::policy::{FORMATS, JIT, Jit, mmu_by_name};
+use clap_complete::Shell;
+use slat::MmuKind;
+use slat_kvm::engine::TableFormat;
+use slat_kvm::policy::{Assignment, FORMATS, mmu_by_name};
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
-#[command(name = "slat", version, max_term_width = 100)]
+#[command(name = "slat", version, max_term_width = 100, after_help = EXIT_STATUS)]
 pub struct Args {
     /// What to do.
     #[command(subcommand)]
@@ -26,35 +28,65 @@ pub enum Command {
     Bench(Bench),
     /// Show what slat supports, and what this host allows
     Info,
+    /// Print a shell's completion of this command line
+    Completions(Completions),
+    /// Print a manual page, in the form that `man -l -` reads
+    Man(Man),
 }
+
+/// Exit statuses of all commands but `run`, whose own are [`EXIT_STATUS_OF_RUN`].
+const EXIT_STATUS: &str = "\
+Exit status:
+  0  the command did its work
+  1  it failed; a line on standard error says why
+  2  the command line is wrong
+`slat run` has PROGRAM's: see `slat run --help`.";
+
+const EXIT_STATUS_OF_RUN: &str = "\
+Exit status:
+  PROGRAM's own; a signal that ends PROGRAM ends slat. Without PROGRAM, 0 or 1.
+  2    the command line is wrong
+  126  PROGRAM cannot be run on slat; a line on standard error says why
+  127  PROGRAM, its interpreter or its dynamic linker was not found
+
+Environment of PROGRAM:
+  LD_PRELOAD begins with slat's library. Only runtimes of sanitizers (libasan,
+  libtsan, ...) are before it: those that you name there, and those that PROGRAM
+  is linked with. ASAN_OPTIONS and TSAN_OPTIONS begin with settings without
+  which sanitizers refuse child processes; yours, after them, take precedence.";
 
 /// `slat run`.
 #[derive(ClapArgs)]
+#[command(after_help = EXIT_STATUS_OF_RUN)]
 pub struct Run {
     /// What makes the tables: tdp (a tree), direct (shadow pages and a reverse map; ept and npt), shadow (tables that shadow
     /// the guest's own; x86)
-    #[arg(long, value_name = "MMU", default_value = "tdp", value_parser = mmu)]
-    pub mmu: String,
+    #[arg(long, value_name = "MMU", default_value = "tdp", value_parser = mmu())]
+    pub mmu: MmuKind,
 
     /// Format of the tables; usually ept, with the shadow MMU x86
-    #[arg(long, value_name = "FORMAT", value_parser = format)]
-    pub format: Option<String>,
+    #[arg(long, value_name = "FORMAT", value_parser = format())]
+    pub format: Option<TableFormat>,
 
     /// Set a policy of the memory system (`slat info` lists them); may be given several times
-    #[arg(long = "set", value_name = "POLICY=VALUE", value_parser = policy)]
-    pub set: Vec<String>,
+    #[arg(long = "set", value_name = "POLICY=VALUE")]
+    pub set: Vec<Assignment>,
 
     /// When PROGRAM ends, print on stderr what the memory system did
     #[arg(long)]
     pub stats: bool,
 
     /// The KVM program, found as a shell finds it, and its arguments
-    #[arg(
-        value_name = "PROGRAM",
-        trailing_var_arg = true,
-        allow_hyphen_values = true
-    )]
+    // Options after its name are the program's; before it they are slat's, unless `--` comes first.
+    #[arg(value_name = "PROGRAM", trailing_var_arg = true)]
     pub program: Vec<OsString>,
+}
+
+impl Run {
+    /// Returns the format that was asked for, or the one that the MMU usually has.
+    pub fn table_format(&self) -> TableFormat {
+        self.format.unwrap_or(TableFormat::of(self.mmu))
+    }
 }
 
 /// `slat bench`.
@@ -68,6 +100,10 @@ pub struct Bench {
     #[arg(long)]
     pub full: bool,
 
+    /// Set a policy of all VMs (`slat info` lists them), unless EXPERIMENT sets it itself; may be given several times
+    #[arg(long = "set", value_name = "POLICY=VALUE")]
+    pub set: Vec<Assignment>,
+
     /// Also write the measurements as JSON; without FILE, to standard output
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
@@ -76,13 +112,31 @@ pub struct Bench {
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
 
-    /// Where conformance/vmm/materials has put the kernel and the initrd of `vmm`
-    #[arg(long, value_name = "DIR", default_value = "target/conformance/vmm")]
-    pub materials: PathBuf,
+    /// For `vmm`: also boot Linux, with the kernel and the initrd that conformance/vmm/materials (in slat's sources) has put
+    /// into DIR
+    #[arg(long, value_name = "DIR")]
+    pub materials: Option<PathBuf>,
 
     /// Say what is measured and why, and measure nothing
-    #[arg(long, conflicts_with_all = ["full", "json", "html"])]
+    #[arg(long, conflicts_with_all = ["full", "set", "json", "html", "materials"])]
     pub explain: bool,
+}
+
+/// `slat completions`.
+#[derive(ClapArgs)]
+pub struct Completions {
+    /// The shell, which reads the output as its documentation says; bash: `source <(slat completions bash)`
+    #[arg(value_name = "SHELL")]
+    pub shell: Shell,
+}
+
+/// `slat man`.
+#[derive(ClapArgs)]
+pub struct Man {
+    /// The command that the page is about; without it, slat itself
+    // As text: the enumeration of all commands cannot name itself.
+    #[arg(value_name = "COMMAND")]
+    pub command: Option<String>,
 }
 
 /// All experiments.
@@ -93,46 +147,14 @@ fn experiments() -> PossibleValuesParser {
     PossibleValuesParser::new(names.chain([ALL]))
 }
 
-fn mmu(name: &str) -> Result<String, String> {
-    match mmu_by_name(name) {
-        Some(_) => Ok(name.to_owned()),
-        None => Err(format!("this slat has: {}", mmus())),
-    }
+fn mmu() -> impl TypedValueParser<Value = MmuKind> {
+    let names = MmuKind::ALL.iter().map(|mmu| mmu.name());
+    PossibleValuesParser::new(names).map(|name| mmu_by_name(&name).expect("a possible value"))
 }
 
-/// The names of all MMUs.
-pub fn mmus() -> String {
-    let names: Vec<_> = MmuKind::ALL.iter().map(|mmu| mmu.name()).collect();
-    names.join(", ")
-}
-
-fn format(format: &str) -> Result<String, String> {
-    if FORMATS.contains(&format) {
-        Ok(format.to_owned())
-    } else {
-        Err(format!("this slat has: {}", FORMATS.join(", ")))
-    }
-}
-
-fn policy(assignment: &str) -> Result<String, String> {
-    let Some((name, value)) = assignment.split_once('=') else {
-        return Err("a policy is set as NAME=VALUE".to_owned());
-    };
-    if name == JIT {
-        return Jit::parse(value).map(|_| assignment.to_owned());
-    }
-    match Setting::parse(name, value) {
-        Ok(_) => Ok(assignment.to_owned()),
-        Err(PolicyError::NoSuchPolicy) => {
-            let known = Policy::default();
-            let names: Vec<_> = known.iter().map(|known| known.name()).collect();
-            let names = names.join(", ");
-            Err(format!(
-                "there is no policy '{name}'; this slat has: {names}, {JIT}"
-            ))
-        }
-        Err(error) => Err(format!("{name}={value}: {error}")),
-    }
+fn format() -> impl TypedValueParser<Value = TableFormat> {
+    PossibleValuesParser::new(FORMATS)
+        .map(|name| TableFormat::by_name(&name).expect("a possible value"))
 }
 
 #[cfg(test)]
@@ -149,23 +171,52 @@ mod tests {
         Args::command().debug_assert();
     }
 
+    fn run(words: &[&str]) -> Run {
+        match parse(&[&["run"], words].concat()).unwrap().command {
+            Command::Run(run) => run,
+            _ => panic!("not run"),
+        }
+    }
+
     #[test]
     fn options_after_the_program_belong_to_the_program() {
-        let args = parse(&["run", "--stats", "--", "prog", "--stats", "-x"]).unwrap();
-        let Command::Run(run) = args.command else {
-            panic!("not run")
-        };
-        assert!(run.stats);
-        assert_eq!(run.program, ["prog", "--stats", "-x"]);
+        for words in [
+            &["--stats", "--", "prog", "--stats", "-x", "--"][..],
+            &["--stats", "prog", "--stats", "-x", "--"],
+        ] {
+            let run = run(words);
+            assert!(run.stats);
+            assert_eq!(run.program, ["prog", "--stats", "-x", "--"]);
+        }
+        assert_eq!(run(&["--", "--stats"]).program, ["--stats"]);
+    }
+
+    #[test]
+    fn a_word_like_an_option_before_the_program_is_one_or_an_error() {
+        for (word, nearest) in [("--staats", "--stats"), ("--fromat", "--format")] {
+            for rest in [&["--", "true"][..], &["true"], &[]] {
+                let error = parse(&[&["run", word], rest].concat()).err().unwrap();
+                assert_eq!(error.exit_code(), 2);
+                let error = error.to_string();
+                assert!(error.contains(word) && error.contains(nearest), "{error}");
+            }
+        }
+        assert!(parse(&["run", "-x", "--", "true"]).is_err());
+    }
+
+    #[test]
+    fn values_are_parsed_into_types() {
+        let run = run(&["--mmu", "direct", "--format", "npt", "--set", "jit=off"]);
+        assert_eq!(run.mmu, MmuKind::Direct);
+        assert_eq!(run.format, Some(TableFormat::Npt));
+        assert_eq!(run.set, [Assignment::Cpu(slat_kvm::policy::Jit::Off)]);
     }
 
     #[test]
     fn policies_have_the_names_and_values_of_the_engine() {
-        let args = parse(&["run", "--set", "mmio_caching=N", "--set", "huge_pages=1"]).unwrap();
-        let Command::Run(run) = args.command else {
-            panic!("not run")
-        };
-        assert_eq!(run.set, ["mmio_caching=N", "huge_pages=1"]);
+        let run = run(&["--set", "mmio_caching=N", "--set", "huge_pages=1"]);
+        let set: Vec<_> = run.set.iter().map(Assignment::to_string).collect();
+        assert_eq!(set, ["mmio_caching=off", "huge_pages=on"]);
         assert!(parse(&["run", "--set", "mmio_caching=maybe"]).is_err());
     }
 
@@ -211,17 +262,17 @@ mod tests {
         for (words, message) in [
             (
                 ["run", "--mmu", "ept"],
-                "this slat has: tdp, direct, shadow",
+                "possible values: tdp, direct, shadow",
             ),
             (
                 ["run", "--format", "sv39"],
-                "this slat has: ept, npt, aarch64, riscv, x86",
+                "possible values: ept, npt, aarch64, riscv, x86",
             ),
             (
                 ["run", "--set", "nx_hugepages=1"],
-                "no policy 'nx_hugepages'",
+                "no policy \"nx_hugepages\"",
             ),
-            (["run", "--set", "nx_huge_pages"], "NAME=VALUE"),
+            (["run", "--set", "nx_huge_pages"], "POLICY=VALUE"),
         ] {
             let error = parse(&words).err().expect("refused").to_string();
             assert!(error.contains(message), "{error}");

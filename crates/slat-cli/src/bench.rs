@@ -6,9 +6,14 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use slat_bench::{EXPERIMENTS, Experiment, Failure, Linux, Report, Size, html, show};
+use slat_kvm::policy::Assignment;
 
 use crate::args::{ALL, Bench};
 use crate::output::{Pending, complain, print, say};
+use crate::run;
+
+/// The experiment that boots Linux.
+const LINUX: &str = "vmm";
 
 /// Characters that a terminal shows in a line without breaking it.
 const COLUMNS: u16 = 100;
@@ -28,6 +33,15 @@ pub fn run(options: &Bench) -> ExitCode {
         });
         return print(&sections.collect::<String>());
     }
+    if let Err(message) = check(&selection, options) {
+        complain(&format!("bench: {message}"));
+        return ExitCode::from(2);
+    }
+    // The benched VMs are made in this process.
+    if let (name, Some(policies)) = run::policies(&options.set) {
+        // SAFETY: this process has no other thread yet.
+        unsafe { env::set_var(name, policies) };
+    }
     match measure(&selection, options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
@@ -35,6 +49,27 @@ pub fn run(options: &Bench) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Checks that every experiment can do as the options say.
+///
+/// # Errors
+/// A message that names the option and the experiment.
+fn check(selection: &[&Experiment], options: &Bench) -> Result<(), String> {
+    for policy in &options.set {
+        let refuses = |known: &&&Experiment| !known.takes_policy(policy.name());
+        let refusing: Vec<_> = selection.iter().filter(refuses).map(|e| e.name).collect();
+        if !refusing.is_empty() {
+            return Err(format!(
+                "--set {policy} does not apply to what these experiments measure: {}",
+                refusing.join(", ")
+            ));
+        }
+    }
+    if options.materials.is_some() && !selection.iter().any(|known| known.name == LINUX) {
+        return Err(format!("--materials is for the experiment {LINUX}"));
+    }
+    Ok(())
 }
 
 /// Destination of the JSON.
@@ -64,7 +99,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     // Opened first: minutes of measuring must not end in a file that cannot be written.
     let json = Json::open(options.json.as_deref())?;
     let page = options.html.as_deref().map(Pending::open).transpose()?;
-    let report = slat_bench::run_with(selection, size, linux(selection, options)?)?;
+    let report = slat_bench::run_with(selection, size, linux(options)?)?;
     // The files before the tables: the files are kept whether or not anything reads standard
     // output.
     let text = tables(selection, &report);
@@ -85,15 +120,15 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the files that boot Linux, if that is to be measured. It takes minutes, so `all` leaves
-/// it out.
-fn linux(selection: &[&Experiment], options: &Bench) -> io::Result<Option<Linux>> {
-    let [_] = selection else {
+/// Returns the files that boot Linux, if that is to be measured: it takes minutes.
+fn linux(options: &Bench) -> io::Result<Option<Linux>> {
+    let Some(materials) = options.materials.clone() else {
         return Ok(None);
     };
     Ok(Some(Linux {
         slat: env::current_exe()?,
-        materials: options.materials.clone(),
+        materials,
+        policies: options.set.iter().map(Assignment::to_string).collect(),
     }))
 }
 

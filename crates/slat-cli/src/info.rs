@@ -21,10 +21,15 @@ pub fn print() -> ExitCode {
 
 fn supported() -> Vec<(&'static str, String)> {
     vec![
-        ("mmu", crate::args::mmus()),
+        ("mmu", mmus()),
         ("formats", slat_kvm::policy::FORMATS.join(", ")),
         ("policies", policies()),
     ]
+}
+
+fn mmus() -> String {
+    let names: Vec<_> = slat::MmuKind::ALL.iter().map(|mmu| mmu.name()).collect();
+    names.join(", ")
 }
 
 fn policies() -> String {

@@ -7,7 +7,11 @@ mod bench;
 #[cfg(target_arch = "x86_64")]
 mod demo;
 #[cfg(target_arch = "x86_64")]
+mod documents;
+#[cfg(target_arch = "x86_64")]
 mod info;
+#[cfg(target_arch = "x86_64")]
+mod launchers;
 #[cfg(target_arch = "x86_64")]
 mod output;
 #[cfg(target_arch = "x86_64")]
@@ -31,6 +35,8 @@ fn main() -> std::process::ExitCode {
         args::Command::Run(options) => run::run(&options),
         args::Command::Bench(options) => bench::run(&options),
         args::Command::Info => info::print(),
+        args::Command::Completions(options) => documents::completions(&options),
+        args::Command::Man(options) => documents::man(&options),
     }
 }
 

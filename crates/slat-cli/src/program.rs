@@ -7,8 +7,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use object::elf;
-use object::read::elf::{FileHeader, ProgramHeader};
+use object::read::elf::{ElfFile64, FileHeader, ProgramHeader};
+use object::{Object, elf};
 
 /// Why PROGRAM cannot run on slat: one line for the user, and the exit status a shell would give.
 #[derive(Debug)]
@@ -93,8 +93,9 @@ fn executable(file: &Path) -> Result<(), NotExecutable> {
     }
 }
 
-/// Checks that the dynamic linker will load slat's library into `file` when it is executed.
-pub fn check(file: &Path) -> Result<(), Refusal> {
+/// Checks that the dynamic linker will load slat's library into `file` when it is executed. Returns the libraries that the program,
+/// or the interpreter of the script, is linked with.
+pub fn check(file: &Path) -> Result<Vec<OsString>, Refusal> {
     let mut file = file.to_owned();
     for _ in 0..MAX_INTERPRETERS {
         match interpreter_of_script(&file) {
@@ -142,7 +143,7 @@ fn interpreter_of_script(file: &Path) -> io::Result<Option<PathBuf>> {
     Ok(Some(PathBuf::from(word)))
 }
 
-fn check_elf(file: &Path) -> Result<(), Refusal> {
+fn check_elf(file: &Path) -> Result<Vec<OsString>, Refusal> {
     let shown = file.display();
     let refuse = |why: &str| Err(Refusal::cannot_run(format!("{shown}: {why}")));
 
@@ -194,10 +195,20 @@ fn check_elf(file: &Path) -> Result<(), Refusal> {
     }
     if gains_rights(file) {
         return refuse(
-            "is set-user-id or set-group-id: the dynamic linker ignores LD_PRELOAD for it",
+            "is set-user-id or set-group-id: the dynamic linker ignores LD_PRELOAD for it; if it starts the KVM program, have it start `slat run -- PROGRAM`",
         );
     }
-    Ok(())
+    Ok(linked_libraries(&data).unwrap_or_default())
+}
+
+/// Returns the names of the libraries that an ELF program needs (DT_NEEDED).
+fn linked_libraries(data: &[u8]) -> object::Result<Vec<OsString>> {
+    let file = ElfFile64::<object::Endianness>::parse(data)?;
+    let mut names = Vec::new();
+    for library in file.import_libraries()? {
+        names.push(OsStr::from_bytes(library?.name()).to_owned());
+    }
+    Ok(names)
 }
 
 /// Whether executing `file` would change the user or the group: then the dynamic linker is in its
@@ -250,7 +261,8 @@ mod tests {
 
     #[test]
     fn a_dynamically_linked_program_can_be_reached() {
-        check(Path::new("/bin/sh")).unwrap();
+        let linked = check(Path::new("/bin/sh")).unwrap();
+        assert!(linked.contains(&OsString::from("libc.so.6")), "{linked:?}");
     }
 
     #[test]

@@ -5,44 +5,36 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-use slat::MmuKind;
-use slat_kvm::engine::TableFormat;
-use slat_kvm::policy::{check_pair, mmu_by_name};
+use slat_kvm::policy::{Assignment, check_pair};
 
 use crate::args::Run;
 use crate::output::complain;
+use crate::preload::{Order, sanitizer_settings};
 use crate::program::Refusal;
-use crate::{demo, preload, program};
+use crate::{demo, launchers, preload, program};
 
 /// Returns the environment of the library, or of the built-in program.
 fn settings(options: &Run) -> [(&'static str, Option<OsString>); 4] {
     [
-        ("SLAT_MMU", Some(options.mmu.clone().into())),
-        ("SLAT_FORMAT", Some(table_format(options).name().into())),
+        ("SLAT_MMU", Some(options.mmu.name().into())),
+        ("SLAT_FORMAT", Some(options.table_format().name().into())),
         // Removed if not asked for: a `slat run` inside another one inherits nothing.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
-        (
-            "SLAT_SET",
-            (!options.set.is_empty()).then(|| options.set.join(",").into()),
-        ),
+        policies(&options.set),
     ]
 }
 
-fn mmu(options: &Run) -> MmuKind {
-    mmu_by_name(&options.mmu).unwrap_or_default()
-}
-
-/// Returns the format that was asked for, or the one that the MMU usually has.
-fn table_format(options: &Run) -> TableFormat {
-    let asked = options.format.as_deref();
-    let usual = TableFormat::of(mmu(options));
-    asked.and_then(TableFormat::by_name).unwrap_or(usual)
+/// Returns the variable that sets policies, and its value; `None` if there are none.
+pub fn policies(set: &[Assignment]) -> (&'static str, Option<OsString>) {
+    let words: Vec<_> = set.iter().map(Assignment::to_string).collect();
+    let value = (!words.is_empty()).then(|| words.join(",").into());
+    ("SLAT_SET", value)
 }
 
 /// Replaces this process by PROGRAM, so that its exit status, its signals and its process id are
 /// its own. Returns only if that failed.
 pub fn run(options: &Run) -> ExitCode {
-    if let Err(message) = check_pair(mmu(options), table_format(options)) {
+    if let Err(message) = check_pair(options.mmu, options.table_format()) {
         complain(&message);
         return ExitCode::from(2);
     }
@@ -56,17 +48,20 @@ pub fn run(options: &Run) -> ExitCode {
                 }
             }
         }
-        return demo::run(table_format(options).name());
+        return demo::run(options.table_format().name());
     };
-    let file = match program::find(name, env::var_os("PATH").as_deref())
-        .and_then(|file| program::check(&file).map(|()| file))
-    {
-        Ok(file) => file,
+    let found = program::find(name, env::var_os("PATH").as_deref());
+    let checked = found.and_then(|file| program::check(&file).map(|linked| (file, linked)));
+    let (file, linked) = match checked {
+        Ok(checked) => checked,
         Err(Refusal { message, status }) => {
             complain(&message);
             return ExitCode::from(status);
         }
     };
+    if let Some(message) = launchers::losing_preload(name, arguments) {
+        complain(&message);
+    }
     let library = match preload::write_out() {
         Ok(path) => path,
         Err(message) => {
@@ -75,17 +70,21 @@ pub fn run(options: &Run) -> ExitCode {
         }
     };
 
+    let order = Order::new(&library, env::var_os("LD_PRELOAD").as_deref(), &linked);
     let mut command = Command::new(&file);
-    command.arg0(name).args(arguments).env(
-        "LD_PRELOAD",
-        preload::ld_preload(&library, env::var_os("LD_PRELOAD")),
-    );
-    for (name, value) in settings(options) {
+    command.arg0(name).args(arguments);
+    let children = (order.children != order.program).then_some(order.children);
+    let preload = [
+        ("LD_PRELOAD", Some(order.program)),
+        ("SLAT_CHILDRENS_LD_PRELOAD", children),
+    ];
+    for (name, value) in settings(options).into_iter().chain(preload) {
         match value {
             Some(value) => command.env(name, value),
             None => command.env_remove(name),
         };
     }
+    command.envs(sanitizer_settings(|name| env::var_os(name)));
     let error = command.exec();
     complain(&format!("{}: {error}", file.display()));
     ExitCode::from(126)

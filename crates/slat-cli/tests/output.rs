@@ -13,6 +13,8 @@ const PRINTING: &[&[&str]] = &[
     &["run", "--help"],
     &["bench", "--help"],
     &["bench", "--explain"],
+    &["completions", "bash"],
+    &["man"],
     &["run"],
 ];
 /// The shortest experiment.

@@ -190,6 +190,17 @@ fn children_are_followed_even_when_descriptors_were_closed() {
 }
 
 #[test]
+fn the_library_that_programs_get_is_the_one_just_built() {
+    let scratch = Scratch::new("embedded");
+    let output = scratch.slat(&["run", "--", "sh", "-c", "echo $LD_PRELOAD"]);
+    let written = fs::read(text(&output.stdout).trim()).unwrap();
+    // Cargo puts the library beside this test, whatever a build script has been told or remembers.
+    let test = std::env::current_exe().unwrap();
+    let built = fs::read(test.with_file_name("libslat_preload.so")).unwrap();
+    assert!(written == built, "slat embeds another libslat_preload.so");
+}
+
+#[test]
 fn libraries_that_the_user_preloads_stay() {
     let scratch = Scratch::new("present");
     let output = scratch
@@ -201,6 +212,108 @@ fn libraries_that_the_user_preloads_stay() {
         text(&output.stdout).ends_with(".so:libm.so.6\n"),
         "{}",
         text(&output.stdout)
+    );
+}
+
+#[test]
+fn a_sanitizers_runtime_comes_first_and_one_that_only_the_program_needs_is_not_its_childrens() {
+    let scratch = Scratch::new("sanitizer");
+    let cc = |arguments: &[&str]| {
+        let mut command = Command::new("cc");
+        command.current_dir(&scratch.0).args(arguments);
+        assert!(command.status().unwrap().success());
+    };
+    // A library of that name, not the runtime itself, which not every machine has.
+    scratch.file("runtime.c", 0o644, b"int slat_test_runtime = 1;\n");
+    let soname = "-Wl,-soname,libasan.so.8";
+    cc(&[
+        "-shared",
+        "-fPIC",
+        soname,
+        "-o",
+        "libasan.so.8",
+        "runtime.c",
+    ]);
+    let source = b"#include <stdlib.h>\nextern int slat_test_runtime;\nint main(void) {\
+        return !slat_test_runtime || system(\"tr '\\\\0' '\\\\n' </proc/$PPID/environ | grep ^LD_PRELOAD; echo $LD_PRELOAD\"); }\n";
+    scratch.file("program.c", 0o644, source);
+    cc(&[
+        "-o",
+        "program",
+        "program.c",
+        "libasan.so.8",
+        "-Wl,-rpath,$ORIGIN",
+    ]);
+
+    let program = scratch.0.join("program");
+    let run = |users: &str| {
+        let mut command = scratch.command(&["run", "--", program.to_str().unwrap()]);
+        let output = command.env("LD_PRELOAD", users).output().unwrap();
+        assert_eq!(text(&output.stderr), "");
+        let output = text(&output.stdout);
+        let names = output.trim().lines().map(|line| {
+            let entries = line.trim_start_matches("LD_PRELOAD=").split(':');
+            let name = |entry: &str| entry.rsplit('/').next().unwrap().to_owned();
+            let short = |name: String| match name.starts_with("libslat_preload-") {
+                true => "ours".to_owned(),
+                false => name,
+            };
+            entries.map(name).map(short).collect::<Vec<_>>().join(" ")
+        });
+        names.collect::<Vec<_>>()
+    };
+    assert_eq!(
+        run("libm.so.6"),
+        ["libasan.so.8 ours libm.so.6", "ours libm.so.6"]
+    );
+    let named = scratch.0.join("libasan.so.8");
+    let named = run(&format!("libm.so.6:{}", named.display()));
+    assert_eq!(named, ["libasan.so.8 ours libm.so.6"; 2]);
+}
+
+#[test]
+fn a_program_that_becomes_another_user_keeps_the_library() {
+    let scratch = Scratch::new("setpriv");
+    // Nobody else can go there.
+    let private = scratch.0.join("private");
+    fs::create_dir(&private).unwrap();
+    fs::set_permissions(&private, fs::Permissions::from_mode(0o700)).unwrap();
+    let becoming = "setpriv --reuid 65534 --regid 65534 --clear-groups";
+    if !Command::new("sh")
+        .args(["-c", &format!("{becoming} true")])
+        .status()
+        .unwrap()
+        .success()
+    {
+        eprintln!("not tested: only root can become another user");
+        return;
+    }
+    let slat = env!("CARGO_BIN_EXE_slat");
+    let output = Command::new("sh")
+        .args([
+            "-c",
+            &format!("umask 077; exec {slat} run -- {becoming} cat /proc/self/maps"),
+        ])
+        .env("HOME", &private)
+        .env("XDG_CACHE_HOME", &private)
+        .env("XDG_RUNTIME_DIR", &private)
+        .env_remove("LD_PRELOAD")
+        .output()
+        .unwrap();
+    assert_eq!(text(&output.stderr), "");
+    assert!(text(&output.stdout).contains("libslat_preload-"));
+}
+
+#[test]
+fn the_user_is_told_of_a_program_that_drops_the_library() {
+    let scratch = Scratch::new("sudo");
+    let sudo = scratch.file("sudo", 0o755, b"#!/bin/sh\nexec env -u LD_PRELOAD \"$@\"\n");
+    let output = scratch.slat(&["run", "--", sudo.to_str().unwrap(), "echo", "ran"]);
+    assert_eq!(text(&output.stdout), "ran\n");
+    let told = text(&output.stderr);
+    assert!(
+        told.starts_with("slat: sudo ") && told.lines().count() == 1,
+        "{told}"
     );
 }
 
@@ -250,6 +363,67 @@ fn info_tells_what_is_there() {
     for word in ["ept", "tdp", "/dev/kvm", "userfaultfd"] {
         assert!(text(&output.stdout).contains(word), "no '{word}'");
     }
+}
+
+#[test]
+fn a_misspelled_option_is_no_program() {
+    let scratch = Scratch::new("misspelled");
+    let output = scratch.slat(&["run", "--staats", "--", "true"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        text(&output.stderr).contains("'--stats'"),
+        "{}",
+        text(&output.stderr)
+    );
+}
+
+#[test]
+fn bench_refuses_a_policy_that_the_experiment_sets() {
+    let scratch = Scratch::new("policies");
+    for (arguments, reason) in [
+        (["prefetch", "--set", "prefetch=off"], "prefetch"),
+        (["all", "--set", "huge_pages=off"], "dirty"),
+        (["faults", "--set", "jit=off"], "faults"),
+        (["mmio", "--materials", "."], "vmm"),
+    ] {
+        let output = scratch.slat(&[&["bench"], &arguments[..]].concat());
+        assert_eq!(output.status.code(), Some(2));
+        let message = text(&output.stderr);
+        assert!(
+            message.contains(reason) && message.lines().count() == 1,
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn completions_and_manual_pages_know_the_options_and_the_exit_statuses() {
+    let scratch = Scratch::new("documents");
+    let printed = |arguments: &[&str]| {
+        let output = scratch.slat(arguments);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = printed(&["completions", shell]);
+        assert!(
+            script.contains("stats") && script.contains("shadow"),
+            "{shell}"
+        );
+    }
+    assert!(printed(&["man"]).contains("slat\\-bench(1)"));
+    let page = printed(&["man", "run"]);
+    for word in [
+        ".TH slat-run 1",
+        "stats",
+        ".SH \"EXIT STATUS\"",
+        "126",
+        "127",
+        "ASAN_OPTIONS",
+    ] {
+        assert!(page.contains(word), "no '{word}' in:\n{page}");
+    }
+    assert_eq!(scratch.slat(&["man", "walk"]).status.code(), Some(2));
 }
 
 #[test]

@@ -5,6 +5,8 @@
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
 use slat::{AtomicPolicy, MmuKind, Policy, PolicyError, Setting};
+use std::fmt;
+use std::str::FromStr;
 use std::sync::OnceLock;
 
 /// The values of `SLAT_FORMAT`: the formats of second-level tables.
@@ -36,6 +38,71 @@ impl Jit {
             "off" | "0" | "N" | "n" => Ok(Jit::Off),
             "at-once" => Ok(Jit::AtOnce),
             _ => Err(format!("{JIT}={value}: the value is on, off, or at-once")),
+        }
+    }
+}
+
+impl fmt::Display for Jit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Jit::Off => "off",
+            Jit::On => "on",
+            Jit::AtOnce => "at-once",
+        })
+    }
+}
+
+/// `POLICY=VALUE`, as `SLAT_SET` lists them: a policy of the engine, or of the software CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Assignment {
+    /// The engine's.
+    Memory(Setting),
+    /// The software CPU's, [`JIT`].
+    Cpu(Jit),
+}
+
+impl Assignment {
+    /// Returns the name of the policy.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Assignment::Memory(setting) => setting.name(),
+            Assignment::Cpu(_) => JIT,
+        }
+    }
+}
+
+impl FromStr for Assignment {
+    /// A message that names the policies, or the policy's values.
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let (name, value) = text
+            .split_once('=')
+            .ok_or_else(|| format!("\"{text}\" is not of the form POLICY=VALUE"))?;
+        if name == JIT {
+            return Jit::parse(value).map(Assignment::Cpu);
+        }
+        match Setting::parse(name, value) {
+            Ok(setting) => Ok(Assignment::Memory(setting)),
+            Err(PolicyError::NoSuchPolicy) => {
+                let known = Policy::default();
+                let names: Vec<_> = known.iter().map(|known| known.name()).collect();
+                let names = names.join(", ");
+                Err(format!(
+                    "there is no policy \"{name}\"; there are {names}, {JIT}"
+                ))
+            }
+            Err(error) => Err(format!("{name}={value}: {error}")),
+        }
+    }
+}
+
+/// Writes what [`Assignment::from_str`] reads.
+impl fmt::Display for Assignment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Assignment::Memory(setting) => write!(f, "{}={}", setting.name(), setting.value()),
+            Assignment::Cpu(jit) => write!(f, "{JIT}={jit}"),
         }
     }
 }
@@ -77,28 +144,13 @@ impl Policies {
         check_pair(mmu, format)?;
         let mut settings = Vec::new();
         let mut jit = Jit::default();
-        for setting in variable("SLAT_SET")
-            .unwrap_or_default()
-            .split(',')
-            .filter(|setting| !setting.is_empty())
-        {
-            let (name, value) = setting.split_once('=').ok_or_else(|| {
-                format!("SLAT_SET: \"{setting}\" is not of the form POLICY=VALUE")
-            })?;
-            if name == JIT {
-                jit = Jit::parse(value).map_err(|error| format!("SLAT_SET: {error}"))?;
-                continue;
+        let set = variable("SLAT_SET").unwrap_or_default();
+        for word in set.split(',').filter(|word| !word.is_empty()) {
+            match word.parse() {
+                Ok(Assignment::Memory(setting)) => settings.push(setting),
+                Ok(Assignment::Cpu(value)) => jit = value,
+                Err(error) => return Err(format!("SLAT_SET: {error}")),
             }
-            let setting = Setting::parse(name, value).map_err(|error| match error {
-                PolicyError::NoSuchPolicy => {
-                    let known = Policy::default();
-                    let names: Vec<_> = known.iter().map(|known| known.name()).collect();
-                    let names = names.join(", ");
-                    format!("SLAT_SET: there is no policy \"{name}\"; there are {names}, {JIT}")
-                }
-                error => format!("SLAT_SET: {name}={value}: {error}"),
-            })?;
-            settings.push(setting);
         }
         let stats = variable("SLAT_STATS").is_some_and(|value| !value.is_empty() && value != "0");
         Ok(Policies {
@@ -218,6 +270,15 @@ mod tests {
             (MmuKind::Direct, TableFormat::Npt)
         );
         assert!(!policies.of_new_vms().mmio_caching.is_on());
+    }
+
+    #[test]
+    fn an_assignment_is_read_as_it_is_written() {
+        let all = Policy::default().iter().map(Assignment::Memory);
+        let jit = [Jit::Off, Jit::On, Jit::AtOnce].map(Assignment::Cpu);
+        for assignment in all.chain(jit) {
+            assert_eq!(assignment.to_string().parse(), Ok(assignment));
+        }
     }
 
     #[test]

@@ -16,6 +16,7 @@
 //! | `status` | stat, readlink, realpath |
 //! | `fds` | close, dup, fcntl |
 //! | `forks` | fork: the heap is held over it |
+//! | `environment` | the environment that the program's children get |
 //! | `ioctls` | ioctl |
 //! | `streams` | read, write, lseek |
 //! | `memory` | mmap and the calls like it: KVM's MMU notifiers |
@@ -32,6 +33,7 @@
 #![cfg_attr(test, allow(dead_code))]
 
 mod device;
+mod environment;
 mod fds;
 mod files;
 mod forks;
@@ -71,6 +73,7 @@ extern "C" fn start() {
     // Before the first fork.
     process::owner();
     forks::watch();
+    environment::prepare();
     // SAFETY: a handler with the right signature. The call only fails for lack of memory.
     unsafe { libc::atexit(at_exit) };
     streams::prepare();

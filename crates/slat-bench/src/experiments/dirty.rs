@@ -14,7 +14,6 @@ use kvm_bindings::{
 
 use slat_kvm::notify;
 
-use crate::Experiment;
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{
     Failure, Machine, Memory, Pages, Program, Slat, Slot, no_device, thread_time,
@@ -22,6 +21,7 @@ use crate::machine::{
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "dirty";
 
@@ -39,6 +39,7 @@ time includes the guest's own instructions, a few to a page.
 end: the log ends, and the guest writes to every page again; the host backs them with 2 MiB pages.
 recover: huge leaves come back in place (KVM since 6.13). zap: the tables are zapped, and faults
 bring the huge leaves back.",
+    settable: Settable::AllBut(&["huge_pages"]),
     run,
     compare,
     rows: Rows::Metrics,

@@ -1,6 +1,5 @@
 //! Executing from huge pages that must not be mapped executable.
 
-use crate::Experiment;
 use crate::machine::guest::{COUNTED_RETURN, DATA, PAGE};
 use crate::machine::{Failure, Machine, Memory, Pages, Program, Slat, Slot, no_device};
 use crate::maps::Maps;
@@ -8,6 +7,7 @@ use crate::published;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "execute";
 
@@ -25,6 +25,7 @@ executed; the limit. Published for 96 vCPUs: 2.90 s fell to 0.11 s. pf_fixed: fa
 Here most of the time goes to decoding each page's function once: it falls less than the faults do.
 No prefetch; no kvm, whose NX policy is its host's.
 Asked for: at most 520 faults for each GiB, and at most 1.2 times the time of nx-off.",
+    settable: Settable::AllBut(&["nx_huge_pages", "nx_huge_pages_split", "prefetch"]),
     run,
     compare,
     rows: Rows::Metrics,

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use slat::{Access, Ept, Gpa, Vcpu};
 
-use crate::Experiment;
 use crate::bare::{self, Bare};
 use crate::machine::guest::PAGE;
 use crate::machine::{Failure, thread_time};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "faults";
 
@@ -29,6 +29,7 @@ faults inside one spin lock for the VM, as KVM's mmu_lock was before the TDP MMU
 A sample counts only if no other program took a processor away and both threads ran at once; it is
 taken again otherwise, a number of times.
 limit: what two threads could do at best, twice the rate of one.",
+    settable: Settable::None,
     run,
     compare,
     rows: Rows::Metrics,

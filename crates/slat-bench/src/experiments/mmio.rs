@@ -5,13 +5,13 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use kvm_ioctls::VcpuExit;
 
-use crate::Experiment;
 use crate::machine::guest::{DATA, DEVICE, PAGE};
 use crate::machine::{Api, Failure, Machine, Memory, Pages, Program, RealKvm, Slot, no_device};
 use crate::maps::Maps;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, fastest};
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "mmio";
 
@@ -29,6 +29,7 @@ rr: request and response: a doorbell, an answer in memory, a status register tha
 ordinary: faults, TLB misses and calls, no MMIO. Published in 2011: rr +2.5 %, ordinary -0.8 %.
 Asked for: cached makes no look-up at all and takes no longer with 32764 slots than with 32; rr is
 no slower; ordinary differs by no more than 1 %. Times are the vCPU's processor time.",
+    settable: Settable::AllBut(&["mmio_caching"]),
     run,
     compare,
     rows: Rows::Metrics,

@@ -2,12 +2,12 @@
 
 use slat::Hva;
 
-use crate::Experiment;
 use crate::machine::guest::{DATA, PAGE, Random};
 use crate::machine::{Api, Failure, Machine, Memory, Pages, Program, Slot, no_device};
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "prefetch";
 
@@ -25,6 +25,7 @@ off: a fault maps its page only. window-8: the aligned window of 8 pages around 
 window that grows on sequential faults up to one table, 512 pages, and closes after a jump.
 Asked for: window-8 takes 1/8 of the faults, adaptive at most 1/64, and at random adaptive wastes
 no more than 5 % of the pages touched. Times are the vCPU's processor time.",
+    settable: Settable::AllBut(&["prefetch"]),
     run,
     compare,
     rows: Rows::Metrics,

@@ -9,7 +9,6 @@ use kvm_bindings::{
 };
 use slat::Stats;
 
-use crate::Experiment;
 use crate::bare;
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{Failure, Machine, Memory, Program, Slat, Slot, no_device, thread_time};
@@ -17,6 +16,7 @@ use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "split";
 
@@ -34,6 +34,7 @@ passes over tables of 4 KiB entries, in which nothing can be split (published fo
 default: passes over what holds no huge leaf at all; each table knows. On memory split before it has
 nothing to do then, as split/4k shows; in enable and clear, it is left to protect every page.
 limit_seconds: the bytes of the new tables, written one after the other. Frames are resident.",
+    settable: Settable::AllBut(&["prefetch", "split_walk", "huge_pages"]),
     run,
     compare,
     rows: Rows::Metrics,

@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use kvm_bindings::kvm_regs;
 
-use crate::Experiment;
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{
     Api, Failure, Machine, Memory, Pages, Program, RealKvm, Slat, Slot, no_device,
@@ -15,6 +14,7 @@ use crate::qemu;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "cpu";
 
@@ -32,6 +32,7 @@ to 32768 pages in a pseudo-random order, one in eight: most walk the guest's tab
 The same loops run on tcg, QEMU's software CPU, where it is installed, without its start; and on a
 real KVM, where it opens: the limit (but x87 does not, which a KVM that interprets does not have).
 Asked for: as fast as tcg, and twice as fast for miss.",
+    settable: Settable::AllBut(&[]),
     run,
     compare,
     rows: Rows::Metrics,

@@ -9,13 +9,13 @@ mod program;
 
 use std::time::Duration;
 
-use crate::Experiment;
 use crate::machine::guest::PAGE;
 use crate::machine::{Api, Failure, Memory, Pages, RealKvm};
 use crate::published;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 use inside::{Array, Direct, Inside, Shadow, Slat, Tables, Tdp};
 use layout::Layout;
 
@@ -35,6 +35,7 @@ tables, flushes and faults are slat's own code. tables: that code alone; the res
 setup: two trees in each of two sets are filled). direct, shadow: slat on its other MMUs.
 wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
 waits for. That includes madvise and, but for moves and setup, the guest's instructions.",
+    settable: Settable::None,
     run,
     compare,
     rows: Rows::Metrics,

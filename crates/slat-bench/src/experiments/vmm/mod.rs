@@ -4,11 +4,11 @@ mod irqfd;
 mod kick;
 mod linux;
 
-use crate::Experiment;
 use crate::machine::{Api, Failure, Slat};
 use crate::report::Report;
 use crate::rounds::Bench;
 use crate::show::{Line, Rows};
+use crate::{Experiment, Settable};
 
 const NAME: &str = "vmm";
 
@@ -23,9 +23,10 @@ irqfd/running: from an eventfd's signal on one thread until the handler of a gue
 written (a processor must be free for the thread). Limit: a thread that waits for the eventfd.
 linux: Debian's under QEMU (pc, 1 CPU, 512 MiB), on slat and on QEMU's own software CPU, tcg: its
 processor time to a shell, for a loop of it, sha256sum, gzip and gunzip, and idle; reads of a disk.
-Only `slat bench vmm` boots it; conformance/vmm/materials prepares its files. Asked for: kick <= 1
+It boots only with --materials DIR; conformance/vmm/materials prepares DIR. Asked for: kick <= 1
 us, irqfd <= 20 us (median), boot <= 1.5 times tcg's time, the three works together <= tcg's, idle
 <= 2 % of a processor, read >= 200 MB/s.",
+    settable: Settable::AllBut(&[]),
     run,
     compare,
     rows: Rows::Metrics,
@@ -86,6 +87,7 @@ mod tests {
         let linux = Linux {
             slat: "slat".into(),
             materials: "/nonexistent".into(),
+            policies: Vec::new(),
         };
         let report = crate::run_with(&[&EXPERIMENT], Size::Tiny, Some(linux)).unwrap();
         let note = &report.notes()[0];

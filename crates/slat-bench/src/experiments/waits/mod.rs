@@ -6,11 +6,11 @@ mod unrelated;
 
 use std::time::{Duration, Instant};
 
-use crate::Experiment;
 use crate::machine::Failure;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 use crate::show::{Line, Rows, shown};
+use crate::{Experiment, Settable};
 use histogram::Histogram;
 use operation::{Operation, Subject};
 use unrelated::Unrelated;
@@ -31,6 +31,7 @@ alone, operation: how long it took without and with the calls. calls: how many w
 during it. p50, p99, p99.9, max: what they took; p99.9 of fewer than 1000 calls is left empty.
 anytime: what 999 of 1000 would wait at most if they came at random moments: one call of a second
 among a million of a microsecond is one call, but half of the moments. Asked for: p99.9 and anytime.",
+    settable: Settable::None,
     run,
     compare,
     rows: Rows::Cases,

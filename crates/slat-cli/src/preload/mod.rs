@@ -1,62 +1,99 @@
 //! The preload library is embedded in this binary and written out before a program starts.
 //!
 //! It must be a real file: a program may close every descriptor it inherited, and its children load
-//! the library by the same path again. And no other user may be able to replace the file, so it is
-//! in a directory that only we may write to.
+//! the library by the same path again. No other user may be able to replace the file, so it is
+//! in a directory that only we may write to. And a program that root starts may become another
+//! user (`setpriv`, `su`, a VMM that drops its rights), whose programs must be able to read it.
 
-use std::ffi::{OsStr, OsString};
-use std::fs::{self, DirBuilder, File, OpenOptions};
+mod directory;
+mod order;
+
+use std::ffi::OsStr;
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::hash::{DefaultHasher, Hasher};
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use std::{env, ptr};
 
+use crate::output::complain;
+pub use order::{Order, sanitizer_settings};
+
 /// The library, as cargo built it together with this binary. (Empty under `cargo check`; see
 /// build.rs.)
-static LIBRARY: &[u8] = include_bytes!(env!("SLAT_PRELOAD_LIBRARY"));
+static LIBRARY: &[u8] = include_bytes!(concat!(
+    env!("OUT_DIR"),
+    "/../../../deps/libslat_preload.so"
+));
+
+/// Mode of the library's file: the dynamic linker only reads it.
+const MODE: u32 = 0o644;
 
 const PREFIX: &str = "libslat_preload-";
 
 /// A library of an older slat that has not been used for this long is removed.
 const UNUSED: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Writes the library out, unless it exists, and returns its path.
+/// Writes the library out, unless it exists, and returns its path. Tells the user if root's programs would lose it by
+/// becoming another user.
 pub fn write_out() -> Result<PathBuf, String> {
+    let is_root = directory::user() == 0;
+    let (path, note) = write_to_first(&candidates(is_root), is_root)?;
+    if let Some(note) = note {
+        complain(&note);
+    }
+    Ok(path)
+}
+
+/// Writes the library to the first of `directories` in which no other user can replace it and, if it is `for_all`, all can read
+/// it. Returns its path, and a sentence for the user if it is not for all after all.
+fn write_to_first(
+    directories: &[PathBuf],
+    for_all: bool,
+) -> Result<(PathBuf, Option<String>), String> {
     let mut refused = String::new();
-    for directory in candidates() {
-        match write_to(&directory) {
-            Ok(path) => return Ok(path),
+    let mut private = None;
+    for directory in directories {
+        match write_to(directory) {
+            Ok(path) if !for_all || directory::is_open_to_all(&path) => return Ok((path, None)),
+            Ok(path) => private = private.or(Some(path)),
             Err(e) => refused.push_str(&format!("\n  {}: {e}", directory.display())),
         }
     }
-    Err(format!(
-        "found no directory for the preload library (set TMPDIR to a directory that is not mounted noexec):{refused}"
-    ))
+    let path = private.ok_or_else(|| {
+        format!("found no directory for the preload library (set TMPDIR to a directory that is not mounted noexec):{refused}")
+    })?;
+    let note = format!(
+        "only root can read {}: a program that becomes another user will not find slat (set TMPDIR to a directory that all users can read)",
+        path.display()
+    );
+    Ok((path, Some(note)))
 }
 
-/// Returns the directories to try, the most lasting one first.
-fn candidates() -> Vec<PathBuf> {
-    // SAFETY: only returns a number.
-    let uid = unsafe { libc::geteuid() };
+/// Returns the directories to try, the most lasting one first. Root's own cache is the last: other users cannot read it.
+fn candidates(is_root: bool) -> Vec<PathBuf> {
     let from = |name| {
         env::var_os(name)
             .map(PathBuf::from)
             .filter(|p| p.is_absolute())
     };
     // The system's temporary directories are shared: the name tells whose the directory is.
-    let own = format!("slat-{uid}");
+    let own = format!("slat-{}", directory::user());
+    let system = is_root.then(|| PathBuf::from("/var/cache/slat"));
+    let home = from("HOME").map(|home| home.join(".cache/slat"));
+    let (early, late) = if is_root { (None, home) } else { (home, None) };
     [
-        from("XDG_CACHE_HOME")
-            .or_else(|| from("HOME").map(|home| home.join(".cache")))
-            .map(|cache| cache.join("slat")),
+        from("XDG_CACHE_HOME").map(|cache| cache.join("slat")),
+        system,
+        early,
         from("XDG_RUNTIME_DIR").map(|run| run.join("slat")),
         from("TMPDIR").map(|tmp| tmp.join(&own)),
         Some(Path::new("/tmp").join(&own)),
         Some(Path::new("/dev/shm").join(&own)),
+        late,
     ]
     .into_iter()
     .flatten()
@@ -64,6 +101,7 @@ fn candidates() -> Vec<PathBuf> {
 }
 
 fn write_to(directory: &Path) -> io::Result<PathBuf> {
+    let directory = &directory::create(directory)?;
     // LD_PRELOAD is a list separated by colons and spaces, and knows no escapes.
     if directory
         .as_os_str()
@@ -75,57 +113,21 @@ fn write_to(directory: &Path) -> io::Result<PathBuf> {
             "LD_PRELOAD cannot name a path with this character in it",
         ));
     }
-    private_directory(directory)?;
     let name = format!("{PREFIX}{:016x}.so", content_hash());
     let path = directory.join(&name);
     match is_our_library(&path) {
         Ok(true) => {}
         Ok(false) | Err(_) => place(directory, &path)?,
     }
-    allows_execution(&path)?;
     let file = File::open(&path)?;
+    if file.metadata()?.permissions().mode() & 0o777 != MODE {
+        file.set_permissions(Permissions::from_mode(MODE))?;
+    }
+    allows_execution(&file)?;
     // Only keeps an old library from counting as unused; the file is usable without.
     let _ = file.set_modified(SystemTime::now());
     remove_unused(directory, OsStr::new(&name));
     Ok(path)
-}
-
-/// Creates `directory` if it is missing; refuses one that another user could write to.
-fn private_directory(directory: &Path) -> io::Result<()> {
-    let parent = directory
-        .parent()
-        .ok_or_else(|| io::Error::other("has no parent directory"))?;
-    if !parent.exists() {
-        // ~/.cache of a new user.
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(parent)?;
-    }
-    match DirBuilder::new().mode(0o700).create(directory) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-        _ => {}
-    }
-    // No symbolic link is followed: in /tmp any user could have made it.
-    let opened = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
-        .open(directory)?;
-    let meta = opened.metadata()?;
-    // SAFETY: only returns a number.
-    if meta.uid() != unsafe { libc::geteuid() } {
-        return Err(io::Error::other("belongs to another user"));
-    }
-    // A user who could write to it may still hold a file in it open for writing.
-    if meta.permissions().mode() & 0o022 != 0 {
-        return Err(io::Error::other("other users may write to it"));
-    }
-    // A user who may write to the parent may rename our directory, unless the sticky bit is set.
-    let parent = fs::metadata(parent)?.permissions().mode();
-    if parent & 0o002 != 0 && parent & libc::S_ISVTX == 0 {
-        return Err(io::Error::other("other users may write to its parent"));
-    }
-    Ok(())
 }
 
 /// Returns a hash that names the library, so that two versions of slat do not replace each other's
@@ -160,7 +162,11 @@ fn place(directory: &Path, path: &Path) -> io::Result<()> {
         .create_new(true)
         .mode(0o600)
         .open(&temporary)
-        .and_then(|mut file| file.write_all(LIBRARY))
+        .and_then(|mut file| {
+            file.write_all(LIBRARY)?;
+            // The umask may forbid what others need.
+            file.set_permissions(Permissions::from_mode(MODE))
+        })
         .and_then(|()| fs::rename(&temporary, path));
     if written.is_err() {
         let _ = fs::remove_file(&temporary);
@@ -170,9 +176,8 @@ fn place(directory: &Path, path: &Path) -> io::Result<()> {
 
 /// Checks that the file system is not mounted noexec: the dynamic linker could not map the library
 /// as executable.
-fn allows_execution(path: &Path) -> io::Result<()> {
+fn allows_execution(file: &File) -> io::Result<()> {
     const LENGTH: usize = 4096;
-    let file = File::open(path)?;
     // SAFETY: a new private mapping at an address of the kernel's choice, of a file that is open.
     let mapped = unsafe {
         libc::mmap(
@@ -207,28 +212,12 @@ fn remove_unused(directory: &Path, current: &OsStr) {
     }
 }
 
-/// Returns the value of LD_PRELOAD with `library` first. The user's entries stay; a slat library
-/// that is present already (a `slat run` inside another) is replaced by this one.
-pub fn ld_preload(library: &Path, present: Option<OsString>) -> OsString {
-    let mut value = library.as_os_str().to_owned();
-    let present = present.unwrap_or_default();
-    for entry in present.as_bytes().split(|b| matches!(b, b':' | b' ')) {
-        let name = entry.rsplit(|&b| b == b'/').next().unwrap_or_default();
-        if !entry.is_empty() && !name.starts_with(PREFIX.as_bytes()) {
-            value.push(":");
-            value.push(OsStr::from_bytes(entry));
-        }
-    }
-    value
-}
-
 #[cfg(test)]
-mod tests {
-    use std::fs::Permissions;
-
+pub mod tests {
     use super::*;
 
-    fn scratch(name: &str) -> PathBuf {
+    /// Creates an empty directory.
+    pub fn scratch(name: &str) -> PathBuf {
         let directory = env::temp_dir().join(format!("slat-test-{}-{name}", std::process::id()));
         let _ = fs::remove_dir_all(&directory);
         fs::create_dir(&directory).unwrap();
@@ -246,42 +235,34 @@ mod tests {
         let directory = scratch.join("slat");
         let path = write_to(&directory).unwrap();
         assert_eq!(fs::read(&path).unwrap(), LIBRARY);
-        assert_eq!(
-            fs::metadata(&directory).unwrap().permissions().mode() & 0o777,
-            0o700
-        );
+        let mode = |path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&path), 0o644);
         fs::write(&path, b"something else").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
         assert_eq!(write_to(&directory).unwrap(), path);
         assert_eq!(fs::read(&path).unwrap(), LIBRARY);
+        assert_eq!(mode(&path), 0o644);
         fs::remove_dir_all(scratch).unwrap();
     }
 
     #[test]
-    fn a_symbolic_link_in_place_of_the_directory_is_refused() {
-        let scratch = scratch("link");
-        fs::create_dir(scratch.join("elsewhere")).unwrap();
-        std::os::unix::fs::symlink(scratch.join("elsewhere"), scratch.join("slat")).unwrap();
-        assert!(write_to(&scratch.join("slat")).is_err());
-        assert_eq!(fs::read_dir(scratch.join("elsewhere")).unwrap().count(), 0);
-        fs::remove_dir_all(scratch).unwrap();
-    }
-
-    #[test]
-    fn a_directory_that_others_may_write_to_is_refused() {
-        let scratch = scratch("mode");
-        let directory = scratch.join("slat");
-        fs::create_dir(&directory).unwrap();
-        fs::set_permissions(&directory, Permissions::from_mode(0o770)).unwrap();
-        assert!(write_to(&directory).is_err());
-        assert_eq!(fs::read_dir(&directory).unwrap().count(), 0);
-        fs::remove_dir_all(scratch).unwrap();
-    }
-
-    #[test]
-    fn a_parent_that_everybody_may_write_to_is_refused() {
-        let scratch = scratch("parent");
-        fs::set_permissions(&scratch, Permissions::from_mode(0o777)).unwrap();
-        assert!(write_to(&scratch.join("slat")).is_err());
+    fn roots_library_is_where_all_can_read_it_or_root_is_told() {
+        let scratch = scratch("all");
+        let set_mode = |path: &Path, mode| {
+            fs::create_dir_all(path).unwrap();
+            fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        };
+        let (private, public) = (scratch.join("private"), scratch.join("public"));
+        set_mode(&private, 0o700);
+        set_mode(&public, 0o755);
+        let directories = [private.join("slat"), public.join("slat")];
+        let write = |directories, for_all| write_to_first(directories, for_all).unwrap();
+        let (path, note) = write(&directories, true);
+        assert!(path.starts_with(&public) && note.is_none(), "{note:?}");
+        let (path, note) = write(&directories, false);
+        assert!(path.starts_with(&private) && note.is_none(), "{note:?}");
+        let (path, note) = write(&directories[..1], true);
+        assert!(path.starts_with(&private) && note.unwrap().lines().count() == 1);
         fs::remove_dir_all(scratch).unwrap();
     }
 
@@ -290,15 +271,5 @@ mod tests {
         let scratch = scratch("with space");
         assert!(write_to(&scratch.join("slat")).is_err());
         fs::remove_dir_all(scratch).unwrap();
-    }
-
-    #[test]
-    fn entries_of_the_user_stay_in_ld_preload_behind_ours() {
-        let ours = Path::new("/run/slat/libslat_preload-1.so");
-        assert_eq!(ld_preload(ours, None), ours.as_os_str());
-        assert_eq!(
-            ld_preload(ours, Some("/a.so b.so:/x/libslat_preload-0.so".into())),
-            "/run/slat/libslat_preload-1.so:/a.so:b.so"
-        );
     }
 }
