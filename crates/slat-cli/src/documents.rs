@@ -43,7 +43,7 @@ pub fn man(options: &args::Man) -> ExitCode {
 
 /// Like [`Man::render`], but makes a section of each heading of the help's end.
 fn render(page: &Command, text: &mut Vec<u8>) -> io::Result<()> {
-    let man = Man::new(page.clone());
+    let man = Man::new(page.clone()).source(concat!("slat ", env!("CARGO_PKG_VERSION")));
     man.render_title(text)?;
     man.render_name_section(text)?;
     man.render_synopsis_section(text)?;
