@@ -459,6 +459,7 @@ mod tests {
             name: "prefetch",
             title: "faults",
             explain: "",
+            settable: crate::Settable::None,
             run: |_| Ok(()),
             compare: |report| {
                 let asked = |most| line(report).change_at_most(most);
