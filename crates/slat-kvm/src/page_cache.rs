@@ -1,5 +1,8 @@
-//! The second-level translations that a vCPU used last.
+//! The translations that a vCPU used last, and that the TLB of its CPU does not hold: of guest-physical pages, and of linear pages
+//! that are devices'.
 
+use slat::guest_walk::GuestPage;
+use slat_x86::{Access, Paging};
 use std::ptr::NonNull;
 
 const PAGE: u64 = 4096;
@@ -17,23 +20,62 @@ pub(crate) struct Page {
 // SAFETY: the pointer points into guest memory, which belongs to no thread and is accessed by guarded accesses only.
 unsafe impl Send for Page {}
 
-/// The last second-level translations of this vCPU, indexed by page number.
-pub(crate) struct PageCache([Option<Page>; PageCache::SIZE]);
+/// What the guest's tables say of a linear page of a device, for one kind of access.
+#[derive(Clone, Copy)]
+pub(crate) struct DevicePage {
+    /// The linear address of the page.
+    pub(crate) gva: u64,
+    pub(crate) access: Access,
+    pub(crate) paging: Paging,
+    pub(crate) page: GuestPage,
+}
+
+/// The last translations of this vCPU, indexed by page number.
+pub(crate) struct PageCache {
+    pages: [Option<Page>; Self::PAGES],
+    devices: [Option<DevicePage>; Self::DEVICES],
+}
 
 impl Default for PageCache {
     fn default() -> Self {
-        PageCache([None; Self::SIZE])
+        PageCache {
+            pages: [None; Self::PAGES],
+            devices: [None; Self::DEVICES],
+        }
     }
 }
 
 impl PageCache {
-    const SIZE: usize = 64;
+    const PAGES: usize = 64;
+    const DEVICES: usize = 8;
 
     pub(crate) fn slot(&mut self, gpa: u64) -> &mut Option<Page> {
-        &mut self.0[(gpa / PAGE) as usize % Self::SIZE]
+        &mut self.pages[(gpa / PAGE) as usize % Self::PAGES]
     }
 
+    /// Returns where the linear page `gva` leads, if that is known, and a device's page.
+    pub(crate) fn device(&self, gva: u64, access: Access, paging: &Paging) -> Option<GuestPage> {
+        let known = self.devices[Self::device_index(gva)]?;
+        let is_it = (known.gva, known.access) == (gva, access) && known.paging == *paging;
+        is_it.then_some(known.page)
+    }
+
+    pub(crate) fn keep_device(&mut self, known: DevicePage) {
+        self.devices[Self::device_index(known.gva)] = Some(known);
+    }
+
+    fn device_index(gva: u64) -> usize {
+        (gva / PAGE) as usize % Self::DEVICES
+    }
+
+    /// Forgets what the guest's tables say. Call when the guest invalidates a translation.
+    pub(crate) fn flush_devices(&mut self) {
+        self.devices.fill(None);
+    }
+
+    /// Forgets all translations. Call when the TLB of the CPU is flushed by the host, or the client sets registers.
     pub(crate) fn flush(&mut self) {
-        self.0.fill(None);
+        self.pages.fill(None);
+        self.flush_devices();
     }
 }

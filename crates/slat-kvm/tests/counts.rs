@@ -45,7 +45,6 @@ const OPERATIONS: &[Operation] = &[
         costs: &[
             ("blocks", 3),
             ("blocks_looked_up", 1),
-            ("guest_pte_reads", 6), // two walks of three levels
             ("instructions", 2),
             ("mmio_cached", 2),
             ("pages_compared", 2),
@@ -59,7 +58,6 @@ const OPERATIONS: &[Operation] = &[
         costs: &[
             ("blocks", 2),
             ("blocks_looked_up", 1),
-            ("guest_pte_reads", 3),
             ("instructions", 2),
             ("mmio_cached", 1),
             ("pages_compared", 1),

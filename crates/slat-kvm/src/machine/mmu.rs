@@ -11,7 +11,7 @@ use crate::engine::EngineVcpu;
 use crate::entered::{Entered, outside};
 use crate::exit::MemoryFault;
 use crate::machine::VcpuMachine;
-use crate::page_cache::Page;
+use crate::page_cache::{DevicePage, Page};
 use crate::thread::bits;
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, Mode, WalkError, walk};
 use slat::{Gpa, HostWords, Hpa, Hva, ResolveError, Stop, VirtualStop};
@@ -465,9 +465,12 @@ impl GuestTables for VcpuMachine {
 }
 
 impl Mmu for VcpuMachine {
-    fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault> {
-        let access = slat_access(access);
-        let page = if paging.cr0 & control::CR0_PG == 0 {
+    fn translate(&mut self, gva: u64, kind: Access, paging: &Paging) -> Result<HostPage, Fault> {
+        let access = slat_access(kind);
+        let device = self.pages.device(gva & !(PAGE - 1), kind, paging);
+        let page = if let Some(page) = device {
+            page
+        } else if paging.cr0 & control::CR0_PG == 0 {
             GuestPage {
                 gpa: Gpa(gva & 0xffff_f000),
                 bits: PAGE.trailing_zeros(),
@@ -497,9 +500,18 @@ impl Mmu for VcpuMachine {
                 bits: page.bits,
                 global: page.global && paging.cr4 & control::CR4_PGE != 0,
             }),
-            Err(Unreachable::NotMemory) => Err(Fault::Mmio {
-                gpa: gpa | (gva % PAGE),
-            }),
+            Err(Unreachable::NotMemory) => {
+                // Accesses to devices come often, and no TLB holds their pages (KVM: `vcpu_cache_mmio_info`).
+                self.pages.keep_device(DevicePage {
+                    gva: gva & !(PAGE - 1),
+                    access: kind,
+                    paging: *paging,
+                    page,
+                });
+                Err(Fault::Mmio {
+                    gpa: gpa | (gva % PAGE),
+                })
+            }
             Err(Unreachable::Fault(fault)) => Err(fault),
         }
     }
@@ -514,6 +526,7 @@ impl Mmu for VcpuMachine {
     }
 
     fn flush_guest(&mut self, what: GuestFlush, paging: &Paging) -> bool {
+        self.pages.flush_devices();
         if !self.shadows {
             return false;
         }

@@ -205,6 +205,7 @@ impl VcpuObject {
             let [signature, ..] = cpuid::lookup(&inner.machine.cpuid, 1, 0);
             inner.cpu.state.init((signature != 0).then_some(signature));
             inner.cpu.flush_tlb();
+            inner.machine.pages.flush();
             inner.machine.init();
             common.take_nmis();
             inner.unfinished = Unfinished::Nothing;
