@@ -338,6 +338,9 @@ impl<F: Format> World<F> {
         if !arrived {
             self.platform.note(format!("vCPU {number} came nowhere"));
         }
+        // Protects the pages in its ring again, and then flushes: no audit looks in between.
+        let _batch = self.batch.read();
+        drop(vcpu);
     }
 
     fn some_frame(&self, rng: &mut Rng) -> u64 {
