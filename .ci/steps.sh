@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What all runs have in common: steps, a table of their times at the end, packages.
+# What the landing run and the full one have in common: steps, a table of their times at the end, packages.
 #
 #   step WORDS...     runs a command. When it fails, the run goes on, and is red at its end
 #   beside WORDS...   the same, beside the steps that follow until `join`: for what keeps one core busy and does not care how fast
@@ -94,15 +94,13 @@ need() { # command, Debian package
     command -v "$1" >/dev/null || install "$2"
 }
 
-# The oldest Rust that Cargo.toml promises.
-oldest_rust() {
-    local oldest
-    oldest=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
-    cargo "+$oldest" --version >/dev/null 2>&1 || rustup toolchain install "$oldest" --profile minimal >&2
-    echo "$oldest"
-}
+# What all steps need. metal/ and conformance/ fetch packages, too.
+as_root apt-get -qq update || echo "apt-get update failed: the package lists stay as they are" >&2
+need cc gcc
+need setpriv util-linux
+need python3 python3
+cargo clippy --version >/dev/null 2>&1 || rustup component add clippy
 
-# What every run builds with. Incremental state would only fill the disk of a machine that builds once. Backtraces have files and
-# lines; the rest of debug information would take a fifth of the time.
-if [ -n "${CI:-}" ]; then export CARGO_INCREMENTAL=0; fi
-export CARGO_PROFILE_DEV_DEBUG=line-tables-only CARGO_PROFILE_TEST_DEBUG=line-tables-only
+# What they build with. Incremental state would only fill the disk of a machine that builds once. Backtraces have files and lines; the
+# rest of debug information would take a fifth of the time.
+export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=line-tables-only CARGO_PROFILE_TEST_DEBUG=line-tables-only
