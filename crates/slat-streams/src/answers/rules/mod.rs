@@ -58,6 +58,11 @@ const fn rule(request: u32, argument: Argument, words: &'static str) -> Rule {
     }
 }
 
+/// A rule of a request that sets what another one reads: a `T`.
+const fn of_struct<T>(set: u32, get: u32, words: &'static str) -> Rule {
+    rule(set, Argument::Read(get, size_of::<T>()), words)
+}
+
 /// Bits of EFER.
 const LME: u64 = 1 << 8;
 const LMA: u64 = 1 << 10;

@@ -7,13 +7,11 @@ const CR0: u64 = 0xffff_ffff & !(1 << 31 | 1 << 29);
 const CR4_ALWAYS: u64 = 0x7ff;
 
 const fn sregs(words: &'static str) -> Rule {
-    let read = Argument::Read(KVM_GET_SREGS, size_of::<kvm_sregs>());
-    rule(KVM_SET_SREGS, read, words)
+    of_struct::<kvm_sregs>(KVM_SET_SREGS, KVM_GET_SREGS, words)
 }
 
 const fn sregs2(words: &'static str) -> Rule {
-    let read = Argument::Read(KVM_GET_SREGS2, size_of::<kvm_sregs2>());
-    rule(KVM_SET_SREGS2, read, words)
+    of_struct::<kvm_sregs2>(KVM_SET_SREGS2, KVM_GET_SREGS2, words)
 }
 
 /// Long mode: the rest of the registers that it needs.
@@ -26,9 +24,9 @@ fn long_mode(bytes: &mut [u8]) {
 pub(super) const RULES: &[Rule] = &[
     Rule {
         field: field!(kvm_regs, rflags),
-        ..rule(
+        ..of_struct::<kvm_regs>(
             KVM_SET_REGS,
-            Argument::Read(KVM_GET_REGS, size_of::<kvm_regs>()),
+            KVM_GET_REGS,
             "any value; bits that do not exist are dropped",
         )
     },

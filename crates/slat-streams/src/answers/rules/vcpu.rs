@@ -12,28 +12,21 @@ const fn xsave(words: &'static str) -> Rule {
 }
 
 const fn xcrs(words: &'static str) -> Rule {
-    let read = Argument::Read(KVM_GET_XCRS, size_of::<kvm_xcrs>());
-    rule(KVM_SET_XCRS, read, words)
+    of_struct::<kvm_xcrs>(KVM_SET_XCRS, KVM_GET_XCRS, words)
 }
 
 const fn debugregs(words: &'static str) -> Rule {
-    let read = Argument::Read(KVM_GET_DEBUGREGS, size_of::<kvm_debugregs>());
-    rule(KVM_SET_DEBUGREGS, read, words)
+    of_struct::<kvm_debugregs>(KVM_SET_DEBUGREGS, KVM_GET_DEBUGREGS, words)
 }
 
 const fn events(words: &'static str) -> Rule {
-    let read = Argument::Read(KVM_GET_VCPU_EVENTS, size_of::<kvm_vcpu_events>());
-    rule(KVM_SET_VCPU_EVENTS, read, words)
+    of_struct::<kvm_vcpu_events>(KVM_SET_VCPU_EVENTS, KVM_GET_VCPU_EVENTS, words)
 }
 
 pub(super) const RULES: &[Rule] = &[
     Rule {
         field: field!(kvm_fpu, mxcsr),
-        ..rule(
-            KVM_SET_FPU,
-            Argument::Read(KVM_GET_FPU, size_of::<kvm_fpu>()),
-            "any value; MXCSR has no effect",
-        )
+        ..of_struct::<kvm_fpu>(KVM_SET_FPU, KVM_GET_FPU, "any value; MXCSR has no effect")
     },
     Rule {
         field: XSTATE_BV,
@@ -120,9 +113,9 @@ pub(super) const RULES: &[Rule] = &[
     Rule {
         values: Values::Listed(&[0], &[1, 2, 3, 4, 5, 9, 10, u32::MAX as u64]),
         field: field!(kvm_mp_state, mp_state),
-        ..rule(
+        ..of_struct::<kvm_mp_state>(
             KVM_SET_MP_STATE,
-            Argument::Read(KVM_GET_MP_STATE, size_of::<kvm_mp_state>()),
+            KVM_GET_MP_STATE,
             "without a local APIC: runnable",
         )
     },
@@ -130,9 +123,9 @@ pub(super) const RULES: &[Rule] = &[
         controllers: Controllers::Pc,
         values: Values::Listed(&[0, 1, 2, 3, 4, 9], &[5, 6, 7, 8, 10, u32::MAX as u64]),
         field: field!(kvm_mp_state, mp_state),
-        ..rule(
+        ..of_struct::<kvm_mp_state>(
             KVM_SET_MP_STATE,
-            Argument::Read(KVM_GET_MP_STATE, size_of::<kvm_mp_state>()),
+            KVM_GET_MP_STATE,
             "with a local APIC: x86's states, and the halt until a reset",
         )
     },
@@ -146,11 +139,7 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         controllers: Controllers::Pc,
-        ..rule(
-            KVM_SET_LAPIC,
-            Argument::Read(KVM_GET_LAPIC, size_of::<kvm_lapic_state>()),
-            "any registers",
-        )
+        ..of_struct::<kvm_lapic_state>(KVM_SET_LAPIC, KVM_GET_LAPIC, "any registers")
     },
     Rule {
         cpuid: false,

@@ -10,6 +10,19 @@ const fn of_vm(request: u32, argument: Argument, words: &'static str) -> Rule {
     }
 }
 
+/// A table of one route.
+const fn one_route(words: &'static str) -> Rule {
+    Rule {
+        controllers: Controllers::Pc,
+        ..of_vm(KVM_SET_GSI_ROUTING, Argument::Zeros(56), words)
+    }
+}
+
+const fn enable_cap(words: &'static str) -> Rule {
+    let zeros = Argument::Zeros(size_of::<kvm_enable_cap>());
+    of_vm(KVM_ENABLE_CAP, zeros, words)
+}
+
 pub(super) const RULES: &[Rule] = &[
     Rule {
         values: Values::UpTo(0xffff_d000),
@@ -97,87 +110,54 @@ pub(super) const RULES: &[Rule] = &[
         ..of_vm(KVM_SET_GSI_ROUTING, Argument::Zeros(8), "no flags")
     },
     Rule {
-        controllers: Controllers::Pc,
         with: |bytes| bytes[0] = 1,
         // One route: GSI, type (interrupt controller, message), flags, controller and pin.
         field: (8, 4),
         values: Values::Listed(&[], &[4096, u32::MAX as u64]),
-        ..of_vm(KVM_SET_GSI_ROUTING, Argument::Zeros(56), "GSIs below 4096")
+        ..one_route("GSIs below 4096")
     },
     Rule {
-        controllers: Controllers::Pc,
         with: |bytes| (bytes[0], bytes[12]) = (1, 1),
         field: (24 + 4, 4),
         values: Values::UpTo(7),
-        ..of_vm(
-            KVM_SET_GSI_ROUTING,
-            Argument::Zeros(56),
-            "8 pins of an 8259",
-        )
+        ..one_route("8 pins of an 8259")
     },
     Rule {
-        controllers: Controllers::Pc,
         with: |bytes| (bytes[0], bytes[12], bytes[24]) = (1, 1, 2),
         field: (24 + 4, 4),
         values: Values::UpTo(23),
-        ..of_vm(
-            KVM_SET_GSI_ROUTING,
-            Argument::Zeros(56),
-            "24 pins of the I/O APIC",
-        )
+        ..one_route("24 pins of the I/O APIC")
     },
     Rule {
-        controllers: Controllers::Pc,
         with: |bytes| (bytes[0], bytes[12]) = (1, 1),
         field: (24, 4),
         values: Values::UpTo(2),
-        ..of_vm(
-            KVM_SET_GSI_ROUTING,
-            Argument::Zeros(56),
-            "three controllers",
-        )
+        ..one_route("three controllers")
     },
     Rule {
-        controllers: Controllers::Pc,
         with: |bytes| (bytes[0], bytes[12]) = (1, 1),
         field: (16, 4),
         values: Values::Bits(0),
-        ..of_vm(
-            KVM_SET_GSI_ROUTING,
-            Argument::Zeros(56),
-            "a route without flags",
-        )
+        ..one_route("a route without flags")
     },
     Rule {
         field: field!(kvm_enable_cap, flags),
         with: |bytes| edit::<kvm_enable_cap>(bytes, |all| all.cap = KVM_CAP_EXCEPTION_PAYLOAD),
         values: Values::Bits(0),
-        ..of_vm(
-            KVM_ENABLE_CAP,
-            Argument::Zeros(size_of::<kvm_enable_cap>()),
-            "no flags",
-        )
+        ..enable_cap("no flags")
     },
     Rule {
         field: (offset_of!(kvm_enable_cap, args), 8),
         with: |bytes| edit::<kvm_enable_cap>(bytes, |all| all.cap = KVM_CAP_X86_DISABLE_EXITS),
         values: Values::Listed(&[], &[0, 2, 1 << 32]),
-        ..of_vm(
-            KVM_ENABLE_CAP,
-            Argument::Zeros(size_of::<kvm_enable_cap>()),
-            "DISABLE_EXITS before there are vCPUs",
-        )
+        ..enable_cap("DISABLE_EXITS before there are vCPUs")
     },
     Rule {
         field: (offset_of!(kvm_enable_cap, args), 8),
         with: |bytes| edit::<kvm_enable_cap>(bytes, |all| all.cap = KVM_CAP_MAX_VCPU_ID),
         values: Values::Listed(&[4096], &[0, 1, 4095, 4097, 1 << 32]),
         differs: Some("the largest id depends on the kernel's configuration"),
-        ..of_vm(
-            KVM_ENABLE_CAP,
-            Argument::Zeros(size_of::<kvm_enable_cap>()),
-            "MAX_VCPU_ID: the first vCPU sets the largest limit",
-        )
+        ..enable_cap("MAX_VCPU_ID: the first vCPU sets the largest limit")
     },
     Rule {
         field: (offset_of!(kvm_enable_cap, args), 8),
@@ -185,10 +165,6 @@ pub(super) const RULES: &[Rule] = &[
             edit::<kvm_enable_cap>(bytes, |all| all.cap = KVM_CAP_EXIT_ON_EMULATION_FAILURE);
         },
         values: Values::Bits(1),
-        ..of_vm(
-            KVM_ENABLE_CAP,
-            Argument::Zeros(size_of::<kvm_enable_cap>()),
-            "EXIT_ON_EMULATION_FAILURE: 0 or 1",
-        )
+        ..enable_cap("EXIT_ON_EMULATION_FAILURE: 0 or 1")
     },
 ];
