@@ -362,12 +362,13 @@ impl Run {
     /// which it never is behaves in some other way: what it does is taken then.
     fn repeat(&mut self, stub: Stub, is_whole: impl Fn(&Run, &Run) -> bool) {
         let before = self.clone();
-        for _ in 0..4 {
-            *self = before.clone();
-            self.execute(stub);
+        self.execute(stub);
+        for _ in 0..3 {
             if is_whole(self, &before) {
                 break;
             }
+            *self = before.clone();
+            self.execute(stub);
         }
     }
 
