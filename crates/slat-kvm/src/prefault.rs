@@ -74,8 +74,7 @@ impl VcpuObject {
 
 /// Drops all translations and acknowledges flushes, for which other threads wait.
 fn give_way(inner: &mut Inner) {
-    inner.cpu.flush_tlb();
-    inner.machine.pages.flush();
+    inner.flush_translations();
     inner.machine.engine.quiesce();
 }
 

@@ -467,7 +467,8 @@ impl GuestTables for VcpuMachine {
 impl Mmu for VcpuMachine {
     fn translate(&mut self, gva: u64, kind: Access, paging: &Paging) -> Result<HostPage, Fault> {
         let access = slat_access(kind);
-        let device = self.pages.device(gva & !(PAGE - 1), kind, paging);
+        let linear = gva & !(PAGE - 1);
+        let device = self.pages.device(linear, kind, paging);
         let page = if let Some(page) = device {
             page
         } else if paging.cr0 & control::CR0_PG == 0 {
@@ -503,7 +504,7 @@ impl Mmu for VcpuMachine {
             Err(Unreachable::NotMemory) => {
                 // Accesses to devices come often, and no TLB holds their pages (KVM: `vcpu_cache_mmio_info`).
                 self.pages.keep_device(DevicePage {
-                    gva: gva & !(PAGE - 1),
+                    gva: linear,
                     access: kind,
                     paging: *paging,
                     page,

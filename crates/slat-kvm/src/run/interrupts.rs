@@ -204,8 +204,7 @@ impl VcpuObject {
         if sent & VcpuCommon::INIT != 0 {
             let [signature, ..] = cpuid::lookup(&inner.machine.cpuid, 1, 0);
             inner.cpu.state.init((signature != 0).then_some(signature));
-            inner.cpu.flush_tlb();
-            inner.machine.pages.flush();
+            inner.flush_translations();
             inner.machine.init();
             common.take_nmis();
             inner.unfinished = Unfinished::Nothing;

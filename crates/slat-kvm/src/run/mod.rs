@@ -170,8 +170,7 @@ impl VcpuObject {
             );
             self.vm.still_alive()?;
             // A flush request is dropped here, so the translations that it is for must be dropped, too.
-            inner.cpu.flush_tlb();
-            inner.machine.pages.flush();
+            inner.flush_translations();
             if interrupted
                 || raised & bits::SIGNAL != 0
                 || raised & bits::POLL != 0 && self.must_leave()
@@ -264,8 +263,7 @@ impl VcpuObject {
         let by_guest = raised & bits::GUEST_FLUSH != 0;
         if by_host || by_guest {
             self.common().exits.tlb_flush.add(1);
-            inner.cpu.flush_tlb();
-            inner.machine.pages.flush();
+            inner.flush_translations();
         }
         if by_guest {
             inner.machine.flush_shadowed();

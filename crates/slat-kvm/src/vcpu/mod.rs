@@ -367,6 +367,12 @@ impl VcpuObject {
 }
 
 impl Inner {
+    /// Drops all translations: the CPU's, and those that its machine keeps for it.
+    pub(crate) fn flush_translations(&mut self) {
+        self.cpu.flush_tlb();
+        self.machine.pages.flush();
+    }
+
     /// Copies CR8 to the APIC's task priority. On a processor both are one register; while the vCPU runs, the CPU's copy is current.
     pub(crate) fn sync_cr8_to_lapic(&mut self) {
         if let Some(mut lapic) = self.machine.common.lapic()

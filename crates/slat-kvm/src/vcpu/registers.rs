@@ -75,8 +75,7 @@ impl VcpuObject {
             inner.cpu.state.pdptes = pdptes;
         }
         inner.sync_cr8_to_lapic();
-        inner.cpu.flush_tlb();
-        inner.machine.pages.flush();
+        inner.flush_translations();
         inner.machine.memory_restored = true;
         let is_reset = inner.cpu.state.rip == 0xfff0
             && (sregs.cs.selector, sregs.cs.base) == (0xf000, 0xffff_0000)
