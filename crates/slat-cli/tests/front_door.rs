@@ -17,7 +17,8 @@ enum RunBy {
 }
 use RunBy::*;
 
-/// The commands of README.md, in its order. `…` stands for the rest of a line.
+/// The commands of README.md in the order in which it shows them, and what runs each. `…` at the end of a command stands for its other
+/// words.
 const COMMANDS: &[(&str, RunBy)] = &[
     ("cargo run --release -- run", ThisTest(&["run"])),
     ("cargo test", Suite(".ci/run", "cargo test")),

@@ -15,13 +15,7 @@ const HANDLER: u64 = 0x2000;
 const NMI_HANDLER: u64 = 0x2100;
 
 fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) {
-    let entry = kvm_msr_entry {
-        index,
-        data,
-        ..Default::default()
-    };
-    let msrs = Msrs::from_entries(&[entry]).unwrap();
-    assert_eq!(vcpu.set_msrs(&msrs).unwrap(), 1, "MSR {index:#x}");
+    assert!(common::set_msr(vcpu, index, data), "MSR {index:#x}");
 }
 
 /// Creates a guest with interrupts enabled, whose handlers write to port 0x11, and that of NMIs to port 0x10.

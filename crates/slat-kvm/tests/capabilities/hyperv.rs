@@ -227,13 +227,7 @@ pub const USES: &[Use] = &[
     }),
     (KVM_CAP_HYPERV_VP_INDEX, |_| {
         let mut guest = guest(Code::default().rdmsr(VP_INDEX, DATA as u16));
-        let index = kvm_msr_entry {
-            index: VP_INDEX,
-            data: 5,
-            ..Default::default()
-        };
-        let msrs = Msrs::from_entries(&[index]).unwrap();
-        assert_eq!(guest.vcpu.set_msrs(&msrs).unwrap(), 1);
+        assert!(set_msr(&guest.vcpu, VP_INDEX, 5));
         run(&mut guest);
         assert_eq!(word(&guest, DATA), 5);
     }),

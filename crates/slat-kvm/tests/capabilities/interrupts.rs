@@ -32,33 +32,22 @@ fn signals<T: Into<u64>>(value: T) {
     assert_eq!(event.read().unwrap(), 1);
 }
 
-/// Sets an MSR of asynchronous page faults. Returns whether the vCPU accepts the value.
-fn set_msr(guest: &Guest, index: u32, data: u64) -> bool {
-    let entry = kvm_msr_entry {
-        index,
-        data,
-        ..Default::default()
-    };
-    let msrs = Msrs::from_entries(&[entry]).unwrap();
-    guest.vcpu.set_msrs(&msrs).unwrap() == 1
-}
-
 pub const USES: &[Use] = &[
     (KVM_CAP_ASYNC_PF, |_| {
         const ENABLE: u32 = 0x4b56_4d02;
         let guest = Guest::with(SPIN, |vm| vm.create_irq_chip().unwrap());
-        assert!(set_msr(&guest, ENABLE, DATA | 1));
-        assert!(!set_msr(&guest, ENABLE, DATA | 1 << 4 | 1), "reserved");
+        assert!(set_msr(&guest.vcpu, ENABLE, DATA | 1));
+        assert!(!set_msr(&guest.vcpu, ENABLE, DATA | 1 << 4 | 1), "reserved");
         let guest = Guest::new(SPIN);
-        assert!(set_msr(&guest, ENABLE, DATA | 1), "without local APIC");
+        assert!(set_msr(&guest.vcpu, ENABLE, DATA | 1), "without local APIC");
     }),
     (KVM_CAP_ASYNC_PF_INT, |_| {
         const VECTOR: u32 = 0x4b56_4d06;
         const ACKNOWLEDGE: u32 = 0x4b56_4d07;
         let guest = Guest::with(SPIN, |vm| vm.create_irq_chip().unwrap());
-        assert!(set_msr(&guest, VECTOR, 0x20));
-        assert!(!set_msr(&guest, VECTOR, 0x100));
-        assert!(set_msr(&guest, ACKNOWLEDGE, 1));
+        assert!(set_msr(&guest.vcpu, VECTOR, 0x20));
+        assert!(!set_msr(&guest.vcpu, VECTOR, 0x100));
+        assert!(set_msr(&guest.vcpu, ACKNOWLEDGE, 1));
     }),
     (KVM_CAP_IRQCHIP, |_| {
         let mut chip = kvm_irqchip {

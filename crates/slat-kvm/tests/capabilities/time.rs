@@ -60,13 +60,7 @@ pub const USES: &[Use] = &[
     }),
     (KVM_CAP_STEAL_TIME, |_| {
         let mut guest = Guest::new(&[0xf4]);
-        let steal_time = kvm_msr_entry {
-            index: 0x4b56_4d03,
-            data: DATA | 1,
-            ..Default::default()
-        };
-        let msrs = Msrs::from_entries(&[steal_time]).unwrap();
-        assert_eq!(guest.vcpu.set_msrs(&msrs).unwrap(), 1);
+        assert!(set_msr(&guest.vcpu, 0x4b56_4d03, DATA | 1));
         assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
         let mut version = [0; 4];
         guest.memory.read(DATA + 8, &mut version);
