@@ -49,7 +49,7 @@ struct Next {
 #[repr(C, align(64))]
 pub(crate) struct Block {
     pub(crate) key: Key,
-    /// The page of its first byte. `None` in a block that holds nothing.
+    /// The page of its first byte. `None` in a block that holds nothing, or code that runs only once (see `once`).
     pub(crate) first: Option<Place>,
     next: Cell<Option<Next>>,
     /// Entries until the block is hot.
@@ -169,10 +169,9 @@ impl Block {
         }
     }
 
-    /// Stores the bytes that `ops` were decoded from: `bytes`, the first `split` of them in the page `first`.
-    pub(crate) fn fill(&mut self, bytes: &[u8], split: usize, first: Place, second: Option<Place>) {
-        (self.first, self.second) = (Some(first), second);
-        self.crosses = second.is_some();
+    /// Stores the bytes that `ops` were decoded from: `bytes`, the first `split` of them in the first page.
+    pub(crate) fn fill(&mut self, bytes: &[u8], split: usize) {
+        self.crosses = split < bytes.len();
         self.split = split as u8;
         self.count = self.ops.iter().map(|op| op.count).sum();
         self.bytes.clear();

@@ -11,7 +11,7 @@
 //! [`CODE_BYTES`]. If there is no memory to keep a block, it runs all the same, and is decoded again the next time.
 
 use crate::Cpu;
-use crate::block::{Block, Key, MAX_OPS, Place};
+use crate::block::{Block, Key, MAX_OPS};
 use crate::hash::Seeded;
 use crate::heap::{self, OutOfMemory, Zeroed};
 use crate::op::Break;
@@ -26,12 +26,15 @@ pub const CODE_BYTES: usize = 32 << 20;
 const RESERVE: usize = 64 << 10;
 /// Entries of the direct-mapped front table.
 const FRONT: usize = 16384;
-/// Bits of [`Seen`].
-const SEEN: usize = 1 << 17;
+/// Bits of [`Seen`], and those of one of its lines.
+const SEEN: usize = 1 << 18;
+const SEEN_LINE: usize = 512;
+/// Bits that an address sets, all in one line.
+const SEEN_EACH: u32 = 3;
 
-/// One-hash Bloom filter of addresses that ran lately. A collision keeps a block needlessly; it evicts none.
+/// Bloom filter of addresses that ran lately. A collision keeps a block needlessly; it evicts none.
 pub(crate) struct Seen {
-    bits: [u64; SEEN / 64],
+    lines: [[u64; SEEN_LINE / 64]; SEEN / SEEN_LINE],
     set: usize,
 }
 
@@ -42,16 +45,25 @@ impl Seen {
     /// Adds `lin`. Returns whether it may have been added before.
     fn note(&mut self, lin: u64) -> bool {
         if self.set >= SEEN / 4 {
-            self.bits.fill(0);
+            self.lines.as_flattened_mut().fill(0);
             self.set = 0;
         }
         // Neighbouring code, and code at one offset of neighbouring pages, is hashed to different bits.
-        let bit = lin.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SEEN.ilog2());
-        let word = &mut self.bits[bit as usize / 64];
-        let seen = *word >> (bit % 64) & 1 != 0;
-        *word |= 1 << (bit % 64);
-        self.set += usize::from(!seen);
-        seen
+        let mut hash = lin.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mut take = |bits: u32| {
+            hash = hash.rotate_left(bits);
+            hash as usize & ((1 << bits) - 1)
+        };
+        let line = &mut self.lines[take((SEEN / SEEN_LINE).ilog2())];
+        let mut new = 0;
+        for _ in 0..SEEN_EACH {
+            let bit = take(SEEN_LINE.ilog2());
+            let word = &mut line[bit / 64];
+            new += usize::from(*word >> (bit % 64) & 1 == 0);
+            *word |= 1 << (bit % 64);
+        }
+        self.set += new;
+        new == 0
     }
 }
 
@@ -197,13 +209,7 @@ impl Blocks {
     fn keep(&mut self, front: &mut Front) -> Result<NonNull<Block>, OutOfMemory> {
         // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
         let once = unsafe { self.once.as_ref() };
-        let mut places = [once.first, once.second].into_iter().flatten();
-        let is_spare = |place: Place| {
-            // SAFETY: the snapshots of `once` are alive.
-            let page = unsafe { place.page.as_ref() };
-            !self.snapshots.contains_key(&page.key())
-        };
-        if places.any(is_spare) {
+        if once.first.is_none() {
             return Err(OutOfMemory);
         }
         self.kept.try_reserve(1).map_err(|_| OutOfMemory)?;
@@ -257,6 +263,7 @@ impl Cpu {
 
     /// Has a page looked up again before its code runs next.
     pub(crate) fn outdate_page(&mut self, lin: u64) {
+        self.once.outdate();
         for user in [false, true] {
             let page = self.blocks.known_snapshot(Snapshot::key_of(lin, user));
             if let Some(mut page) = page {
@@ -338,7 +345,7 @@ impl Cpu {
         self.make_room();
         let once = self.blocks.once;
         // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
-        self.make(unsafe { &mut *once.as_ptr() }, key, MAX_OPS, seen)?;
+        self.decode(unsafe { &mut *once.as_ptr() }, key, MAX_OPS, seen)?;
         match seen {
             true => {
                 let kept = self.blocks.keep(&mut self.fixed.front).unwrap_or(once);
@@ -366,22 +373,8 @@ impl Cpu {
         self.make_room();
         let single = self.blocks.single;
         // SAFETY: as for the block that is not kept.
-        self.make(unsafe { &mut *single.as_ptr() }, key, 1, false)?;
+        self.decode(unsafe { &mut *single.as_ptr() }, key, 1, false)?;
         Ok(single)
-    }
-
-    /// Makes `block` hold the code of `key`: decodes it, unless the block still holds it and is not to be kept.
-    fn make(
-        &mut self,
-        block: &mut Block,
-        key: Key,
-        max_ops: usize,
-        may_keep: bool,
-    ) -> Result<(), Break> {
-        if !may_keep && block.key == key && self.verify(block)? {
-            return Ok(());
-        }
-        self.decode(block, key, max_ops, may_keep)
     }
 }
 
@@ -394,10 +387,15 @@ mod tests {
         let mut seen = heap::Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
-        let new = (1..SEEN as u64 / 8).filter(|page| !seen.note(0x1000 + (page << 12)));
-        assert!(new.count() > SEEN / 10, "addresses are told apart");
+        // As many as it can hold.
+        let pages = SEEN as u64 / 4 / u64::from(SEEN_EACH);
+        let new = (1..pages).filter(|page| !seen.note(0x1000 + (page << 12)));
+        assert!(
+            new.count() as u64 > pages - pages / 50,
+            "addresses are told apart"
+        );
         assert!(seen.note(0x1000));
-        for page in SEEN as u64 / 8..SEEN as u64 {
+        for page in pages..4 * pages {
             seen.note(0x1000 + (page << 12));
         }
         assert!(seen.set <= SEEN / 4);

@@ -13,6 +13,7 @@ use crate::heap::{OutOfMemory, Pages};
 use crate::int::Int;
 use crate::machine::{BusLocks, Exit, GuestFlush, HypercallOutcome, Machine, Paging};
 use crate::mmio::Devices;
+use crate::once::Once;
 use crate::op::{Break, Op};
 use crate::progress::Progress;
 use crate::simd;
@@ -90,6 +91,7 @@ pub struct Cpu {
     #[cfg(feature = "jit")]
     pub(crate) compiled: crate::jit::Compiled,
     pub(crate) blocks: Blocks,
+    pub(crate) once: Once,
     /// The block that was executed last, if it is alive.
     pub(crate) last: Option<NonNull<Block>>,
     pub(crate) devices: Devices,
@@ -163,6 +165,7 @@ impl Cpu {
             #[cfg(feature = "jit")]
             compiled: crate::jit::Compiled::new(),
             blocks: Blocks::try_new()?,
+            once: Once::new(),
             last: None,
             devices: Devices::default(),
             watch: Watch::default(),

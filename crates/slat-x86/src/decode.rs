@@ -1,13 +1,14 @@
-//! Decoding blocks from the copies of the guest's code (`snapshot`).
+//! Decoding blocks, from memory or from the copies of the guest's code (`snapshot`).
 //!
 //! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that fetch is the guest's.
 
 use crate::block::{Block, Key, LONGEST, MAX_BYTES};
 use crate::heap::{self, OutOfMemory};
 use crate::op::{Break, Op};
-use crate::snapshot::{Snapshot, Spare};
+use crate::snapshot::Snapshot;
 use crate::{Cpu, lower};
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, Register};
+use std::ptr::NonNull;
 use std::sync::Once;
 
 /// UD2 and "kvm": makes KVM emulate the next instruction.
@@ -68,27 +69,17 @@ impl Cpu {
         self.counters.blocks_decoded += 1;
         block.clear(key);
         let (at, in_page) = Snapshot::split(key.lin);
-        let mut first = self.snapshot(key.lin, may_keep, Spare::First);
-        // SAFETY: snapshots live until `Blocks::clear`, and nothing else refers to one while no block is running.
-        let page = unsafe { first.as_mut() };
         let mut len = in_page.min(LONGEST);
-        self.fetch(page, key.lin, len)?;
-        let mut decoded = self.decode_ops(key, page.code(at, len), max_ops, &mut block.ops);
-        let mut second = None;
         let mut buffer = [0; LONGEST];
-        buffer[..len].copy_from_slice(page.code(at, len));
+        let first = self.read_code(key.lin, &mut buffer[..len], may_keep)?;
+        let mut decoded = self.decode_ops(key, &buffer[..len], max_ops, &mut block.ops);
+        let mut second = None;
         if block.ops.is_empty() && decoded.end == DecoderError::NoMoreBytes && len < INSTRUCTION {
             // The first instruction crosses into the next page.
             let lin = self.next_page(key.lin);
-            let mut next = self.snapshot(lin, may_keep, Spare::Second);
-            // SAFETY: as above. Two pages have two snapshots.
-            let page = unsafe { next.as_mut() };
-            let rest = INSTRUCTION - len;
-            self.fetch(page, lin, rest)?;
-            buffer[len..INSTRUCTION].copy_from_slice(page.code(0, rest));
+            second = self.read_code(lin, &mut buffer[len..INSTRUCTION], may_keep)?;
             len = INSTRUCTION;
             decoded = self.decode_ops(key, &buffer[..len], 1, &mut block.ops);
-            second = Some(next);
         }
         if block.ops.is_empty() {
             // Not an instruction: #UD, or #GP if it is longer than 15 bytes. Each of the bytes may be the invalid one, so all
@@ -103,12 +94,38 @@ impl Cpu {
         }
         let split = decoded.bytes.min(in_page);
         let rest = decoded.bytes - split;
-        let first = Snapshot::keep(first, at, split);
-        let second = second
-            .filter(|_| rest != 0)
-            .map(|next| Snapshot::keep(next, 0, rest));
-        block.fill(&buffer[..decoded.bytes], split, first, second);
+        block.fill(&buffer[..decoded.bytes], split);
+        block.first = first.map(|page| Snapshot::keep(page, at, split));
+        if rest != 0 {
+            block.second = second.map(|page| Snapshot::keep(page, 0, rest));
+            // Without a copy of both, the block cannot be compared later.
+            block.first = block.first.filter(|_| second.is_some());
+        }
         Ok(())
+    }
+
+    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which has it, too, if the code may be kept and there is
+    /// memory for that.
+    fn read_code(
+        &mut self,
+        lin: u64,
+        code: &mut [u8],
+        may_keep: bool,
+    ) -> Result<Option<NonNull<Snapshot>>, Break> {
+        let page = match may_keep {
+            true => self.snapshot(lin),
+            false => None,
+        };
+        match page {
+            Some(mut page) => {
+                // SAFETY: snapshots live until `Blocks::clear`, and nothing else refers to one while no block is running.
+                let page = unsafe { page.as_mut() };
+                self.fetch(page, lin, code.len())?;
+                code.copy_from_slice(page.code(lin, code.len()));
+            }
+            None => self.copy_code(lin, code)?,
+        }
+        Ok(page)
     }
 
     fn decode_ops(&self, key: Key, bytes: &[u8], max_ops: usize, ops: &mut Vec<Op>) -> Decoded {

@@ -7,7 +7,6 @@
 use crate::blocks::{Front, Seen};
 use crate::heap::Zeroed;
 use crate::mmio::{Fragments, Input, Output};
-use crate::snapshot::Snapshot;
 use crate::tlb::Tlb;
 
 pub(crate) struct Fixed {
@@ -21,8 +20,6 @@ pub(crate) struct Fixed {
     pub(crate) output: Output,
     pub(crate) seen: Seen,
     pub(crate) front: Front,
-    /// For code that is not kept: see [`crate::snapshot::Spare`].
-    pub(crate) spare: [Snapshot; 2],
     #[cfg(feature = "jit")]
     pub(crate) targets: crate::jit::Targets,
     pub(crate) tlb: Tlb,
@@ -36,7 +33,6 @@ where
     Output: Zeroed,
     Seen: Zeroed,
     Front: Zeroed,
-    Snapshot: Zeroed,
     Tlb: Zeroed,
 {
 }

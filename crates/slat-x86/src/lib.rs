@@ -13,9 +13,10 @@
 //! | `features` | the features in the guest's CPUID |
 //! | `fixed`, `heap` | the memory that a CPU has from its creation; allocations that may fail |
 //! | `block`, `blocks`, `hash` | a basic block; all of them, found by address |
+//! | `snapshot`, `once` | the copies of code that blocks are compared with; code that is not kept |
 //! | `code_pages`, `sync` | the pages with decoded code: what CPUs tell each other of stores to them |
 //! | `debug` | breakpoints, watchpoints, single steps |
-//! | `decode` | fetching and decoding code, verifying blocks against memory |
+//! | `decode` | decoding code into blocks |
 //! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
 //! | `exec/` | the handlers of operations, a file per kind |
 //! | `jit/` | the compiler of hot code (feature `jit`) |
@@ -58,6 +59,7 @@ mod lower;
 pub mod machine;
 mod mem;
 mod mmio;
+mod once;
 mod op;
 mod progress;
 mod run;

@@ -112,6 +112,19 @@ impl Cpu {
     /// Executes the operations of a block.
     #[inline(always)]
     pub(crate) fn execute(&mut self, block: &Block) -> Option<Exit> {
+        match block.first {
+            Some(_) => self.execute_while(block, |_| true),
+            None => self.execute_once(block),
+        }
+    }
+
+    /// Executes the operations of a block as long as `holds` is true after each.
+    #[inline(always)]
+    pub(crate) fn execute_while(
+        &mut self,
+        block: &Block,
+        holds: impl Fn(&Op) -> bool,
+    ) -> Option<Exit> {
         block.fetch_next();
         self.last = Some(NonNull::from(block));
         self.block_rip = block.key.rip;
@@ -121,7 +134,8 @@ impl Cpu {
         self.counters.blocks += 1;
         for op in &block.ops {
             match (op.handler)(self, op) {
-                Ok(()) => {}
+                Ok(()) if holds(op) => {}
+                Ok(()) => return self.broke(block, op, Break::End),
                 Err(Break::Jump) => return None,
                 Err(why) => return self.broke(block, op, why),
             }

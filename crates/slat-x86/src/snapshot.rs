@@ -10,7 +10,6 @@
 //! decoded.
 
 use crate::block::{Block, Place};
-use crate::heap::Zeroed;
 use crate::machine::{Access, Fault};
 use crate::op::Break;
 use crate::sync::AtomicU32;
@@ -43,16 +42,6 @@ pub(crate) struct Snapshot {
     /// Bit n: line n of `bytes` holds code.
     lines: u64,
     bytes: [u8; PAGE],
-}
-
-// SAFETY: integers, and a pointer.
-unsafe impl Zeroed for Snapshot {}
-
-/// The two snapshots for code that is not kept, because it runs for the first time, or for want of memory.
-#[derive(Clone, Copy)]
-pub(crate) enum Spare {
-    First = 0,
-    Second = 1,
 }
 
 /// Returns the bits of the lines of `len` bytes at `at`.
@@ -97,21 +86,9 @@ impl Snapshot {
         lin & !0xfff | u64::from(user)
     }
 
-    /// Returns the page's key.
-    pub(crate) fn key(&self) -> u64 {
-        self.key
-    }
-
     /// Returns 1 for a page that was looked up as user, 0 for one as supervisor.
     fn user(&self) -> usize {
         (self.key & 1) as usize
-    }
-
-    /// Makes this the snapshot of another page.
-    pub(crate) fn reuse(&mut self, key: u64) {
-        self.key = key;
-        self.outdate();
-        self.clear();
     }
 
     /// Has the page looked up again.
@@ -132,8 +109,9 @@ impl Snapshot {
         (at, PAGE - at)
     }
 
-    /// Returns the code that was [fetched](Cpu::fetch).
-    pub(crate) fn code(&self, at: usize, len: usize) -> &[u8] {
+    /// Returns the `len` bytes of code at `lin`, which were [fetched](Cpu::fetch).
+    pub(crate) fn code(&self, lin: u64, len: usize) -> &[u8] {
+        let (at, _) = Self::split(lin);
         &self.bytes[at..at + len]
     }
 
@@ -150,7 +128,7 @@ impl Snapshot {
 
     /// Whether `code` is at `at`, which was fetched; if so, it is part of a block from now on.
     fn has(&mut self, at: usize, code: &[u8]) -> bool {
-        let same = self.code(at, code.len()) == code;
+        let same = self.bytes[at..at + code.len()] == *code;
         if same {
             self.lines |= bits(at, code.len());
         }
@@ -198,20 +176,10 @@ impl Block {
 }
 
 impl Cpu {
-    /// Returns the snapshot of the page of `lin`, for a block that may be kept or not. It has yet to be checked.
-    pub(crate) fn snapshot(&mut self, lin: u64, may_keep: bool, spare: Spare) -> NonNull<Snapshot> {
+    /// Returns the snapshot of the page of `lin`, which has yet to be checked. `None`: there is no memory for it.
+    pub(crate) fn snapshot(&mut self, lin: u64) -> Option<NonNull<Snapshot>> {
         let key = Snapshot::key_of(lin, self.cpl == 3);
-        let found = match may_keep {
-            true => self.blocks.snapshot(key).ok(),
-            false => self.blocks.known_snapshot(key),
-        };
-        found.unwrap_or_else(|| {
-            let page = &mut self.fixed.spare[spare as usize];
-            if page.key != key || page.edition == 0 {
-                page.reuse(key);
-            }
-            NonNull::from(page)
-        })
+        self.blocks.snapshot(key).ok()
     }
 
     /// Makes sure that memory holds the lines of `page`, which may begin a new edition for it. `lin`: an address in it, which a page
@@ -298,10 +266,6 @@ impl Cpu {
     fn holds(&mut self, place: &mut Place, lin: u64, code: &[u8]) -> Result<bool, Break> {
         // SAFETY: a block's snapshots live until `Blocks::clear`; nothing else refers to one while no block is running.
         let page = unsafe { place.page.as_mut() };
-        // The snapshot of a block that is not kept may have been used for another page meanwhile.
-        if page.key != Snapshot::key_of(lin, self.cpl == 3) {
-            return Ok(false);
-        }
         self.check_snapshot(page, lin)?;
         if page.edition == place.edition {
             return Ok(true);
@@ -345,7 +309,7 @@ impl Cpu {
     }
 
     /// Returns the host address of the page from which the code at `lin` is fetched.
-    fn code_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
+    pub(crate) fn code_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
         if !self.canonical(lin) {
             return Err(self.raise(vector::GP, Some(0)));
         }
@@ -357,7 +321,7 @@ impl Cpu {
         }
     }
 
-    fn code_gone(&mut self, lin: u64, host: *mut u8) -> Result<(), Break> {
+    pub(crate) fn code_gone(&mut self, lin: u64, host: *mut u8) -> Result<(), Break> {
         self.outdate_blocks();
         self.gone(lin, host, Access::Execute)
     }

@@ -145,6 +145,21 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
+    /// Writes eax, a function, to the beginning of each page, and calls each; rbx first page, rcx pages.
+    cold = "slat_bench_cold" [
+        "mov rdi, rbx",
+        "mov rdx, rcx",
+        "2:",
+        "mov [rdi], eax",
+        "add rdi, 4096",
+        "dec rdx",
+        "jnz 2b",
+        "3:",
+        "call rbx",
+        "add rbx, 4096",
+        "dec rcx",
+        "jnz 3b",
+    ]
     /// rsi += the first byte of random pages ([`Random`]); rbx first page, rcx times, rax state, r8 and r9 multiplier and
     /// increment, r10 64 minus the bits of a page number.
     scatter = "slat_bench_scatter" [
@@ -455,6 +470,13 @@ impl Program {
     /// Calls the beginning of each page. If [`COUNTED_RETURN`] is stored there, rsi counts the calls.
     pub fn call(first: u64, pages: u64) -> Self {
         Self::pages(Loop::call, first, pages)
+    }
+
+    /// Writes [`COUNTED_RETURN`] to each of `pages` pages and calls each. Returns also the number of instructions. rsi counts the calls.
+    pub fn cold(first: u64, pages: u64) -> (Self, u64) {
+        let Program(mut registers) = Self::pages(Loop::cold, first, pages);
+        registers.rax = COUNTED_RETURN.into();
+        (Self::new(Loop::cold, registers), 10 * pages + 3)
     }
 
     /// Reads the first byte of `times` random pages of the `1 << bits` at `first`; rsi ends as the sum.

@@ -17,6 +17,7 @@ use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "cpu";
+const COLD: &str = "cold";
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
@@ -29,6 +30,7 @@ call: calls of a function with a frame; eight instructions, four of them on the 
 Fibonacci numbers by recursion. miss: a write to each of 2048 pages, one instruction in four; each
 misses the first level of the software TLB (1024 pages), and hits the second (8192). walk: additions
 to 32768 pages in a pseudo-random order, one in eight: most walk the guest's tables, and slat's.
+cold: writes functions of two instructions to 65536 pages, one for each, and calls each of them once.
 The same loops run on tcg, QEMU's software CPU, where it is installed, without its start; and on a
 real KVM, where it opens: the limit (but x87 does not, which a KVM that interprets does not have).
 Asked for: as fast as tcg, and twice as fast for miss.",
@@ -40,8 +42,10 @@ Asked for: as fast as tcg, and twice as fast for miss.",
 
 /// Pages of miss: twice as many as the first level of the software TLB holds.
 const PAGES: u64 = 2048;
-/// Pages of the data slot: four times as many as the second level holds.
+/// Pages of walk: four times as many as the second level holds.
 const WALKED: u64 = 32768;
+/// Pages of cold, and of the data slot.
+const FUNCTIONS: u64 = 65536;
 
 /// The program of a case, and a check that the guest executed it.
 struct Work {
@@ -68,7 +72,7 @@ enum Worker {
 }
 
 /// Returns the cases.
-fn works(size: Size, worker: Worker) -> [Work; 7] {
+fn works(size: Size, worker: Worker) -> [Work; 8] {
     // A part of the repetitions, and a smaller number for fib.
     let (part, less) = match worker {
         Worker::Software => (1, 0),
@@ -92,6 +96,10 @@ fn works(size: Size, worker: Worker) -> [Work; 7] {
         times(4_800_000),
     );
     let fib = size.pick(14, 30, 33) - less;
+    let cold = match worker {
+        Worker::Software => size.pick(64, FUNCTIONS, FUNCTIONS),
+        Worker::Kvm | Worker::Start => 16,
+    };
     [
         work(
             "alu",
@@ -137,6 +145,14 @@ fn works(size: Size, worker: Worker) -> [Work; 7] {
                 }),
             )
         },
+        Work {
+            pages: FUNCTIONS,
+            ..work(
+                COLD,
+                Program::cold(DATA, cold),
+                Box::new(move |end, _| end.rsi == cold),
+            )
+        },
     ]
 }
 
@@ -150,7 +166,7 @@ fn fibonacci(n: u64) -> u64 {
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let rounds = bench.size.pick(1, 3, 9);
-    let data = Memory::new((WALKED * PAGE) as usize, 2 << 20, Pages::Small)?;
+    let data = Memory::new((FUNCTIONS * PAGE) as usize, 2 << 20, Pages::Small)?;
     let mut slat = prepare(&bench.slat, &data)?;
     let mut kvm = match &bench.kvm {
         Some(kvm) => Some(prepare(kvm, &data)?),
@@ -170,14 +186,21 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             // A KVM that interprets knows no x87 arithmetic.
             variants.retain(|variant| *variant != RealKvm::NAME);
         }
-        bench.in_turns(work.case, rounds, &variants, |_, variant| match variant {
-            tcg::NAME => measure_tcg(&start[k], work),
-            RealKvm::NAME => match &mut kvm {
-                Some(kvm) => measure(kvm, &data, &for_kvm[k]),
-                None => Err("no real KVM".into()),
+        bench.in_turns(
+            work.case,
+            rounds,
+            &variants,
+            |bench, variant| match variant {
+                tcg::NAME => measure_tcg(&start[k], work),
+                RealKvm::NAME => match &mut kvm {
+                    Some(kvm) => measure(kvm, &data, &for_kvm[k]),
+                    None => Err("no real KVM".into()),
+                },
+                // What has called the functions before knows them.
+                _ if work.case == COLD => measure(&mut prepare(&bench.slat, &data)?, &data, work),
+                _ => measure(&mut slat, &data, work),
             },
-            _ => measure(&mut slat, &data, work),
-        })?;
+        )?;
     }
     Ok(())
 }
@@ -215,7 +238,7 @@ fn prepare<'m, A: Api>(api: &A, data: &'m Memory) -> Result<Machine<'m, A>, Fail
     let mut machine = Machine::new(api, 1, DATA + data.size() as u64)?;
     machine.set_slot(&Slot::whole(1, DATA, data))?;
     machine.touch_system()?;
-    machine.run(&[Program::write(DATA, WALKED, 0)], &no_device)?;
+    machine.run(&[Program::write(DATA, FUNCTIONS, 0)], &no_device)?;
     Ok(machine)
 }
 
@@ -257,8 +280,8 @@ mod tests {
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(
             report.cases(NAME),
-            ["alu", "ldst", "x87", "call", "fib", "miss", "walk"]
+            ["alu", "ldst", "x87", "call", "fib", "miss", "walk", "cold"]
         );
-        assert_eq!(compare(&report).len(), 7);
+        assert_eq!(compare(&report).len(), 8);
     }
 }

@@ -141,7 +141,7 @@ fn rom(program: &Program) -> Vec<u8> {
 
 /// What a program left.
 pub struct Ran {
-    /// RAX and RCX.
+    /// RAX, RCX and RSI.
     pub registers: kvm_regs,
     /// The memory from [`DATA`] on.
     pub data: Vec<u8>,
@@ -154,10 +154,10 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
     let file = TemporaryFile::new("rom")?;
     std::fs::write(&file.0, rom(program))?;
     let mut command = Command::new(qemu::PROGRAM);
-    // 16 MiB of memory are low; the data is at 4 GiB.
+    // 16 MiB of memory are low; the data is at 4 GiB. None of it is touched first by the guest.
     let memory = 16 + bytes.div_ceil(1 << 20).next_multiple_of(16);
     let machine = format!(
-        "-accel tcg -cpu max -M pc,max-ram-below-4g=16M -m {memory}M -nodefaults -no-user-config -display none -no-reboot -monitor stdio"
+        "-accel tcg -cpu max -M pc,max-ram-below-4g=16M -m {memory}M -mem-prealloc -nodefaults -no-user-config -display none -no-reboot -monitor stdio"
     );
     command.args(machine.split(' ')).arg("-bios").arg(&file.0);
     let mut qemu = Qemu::spawn(command)?;
@@ -178,6 +178,7 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
     let registers = kvm_regs {
         rax: register("RAX=")?,
         rcx: register("RCX=")?,
+        rsi: register("RSI=")?,
         ..Default::default()
     };
     let saved = TemporaryFile::new("data")?;

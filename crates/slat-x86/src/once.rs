@@ -1,0 +1,84 @@
+//! Code that runs for the first time, or that is stepped: it is decoded from memory, executed, and forgotten.
+//!
+//! Much code runs only once. To keep a block costs a copy of its code, and a mark of its page, of which all CPUs are told and which
+//! makes stores to the page slow (`code_pages`). A block that is not kept has none of this. Instead, what is left of it is compared
+//! with memory after each of its instructions: so a store to a later instruction is seen by it, through whatever address and
+//! entry of the TLB it was made.
+
+use crate::Cpu;
+use crate::block::Block;
+use crate::machine::Exit;
+use crate::op::Break;
+use crate::snapshot::Snapshot;
+use slat_guard::Gone;
+
+/// The page from which code was read last, without a copy of it.
+pub(crate) struct Once {
+    /// As in [`Snapshot::key_of`].
+    key: u64,
+    /// [`Cpu::generation`] when `host` was looked up; 0, which is none: never.
+    generation: u64,
+    /// The host address of the page.
+    host: *mut u8,
+}
+
+impl Once {
+    pub(crate) fn new() -> Self {
+        Self {
+            key: 0,
+            generation: 0,
+            host: std::ptr::null_mut(),
+        }
+    }
+
+    /// Has the page looked up again.
+    pub(crate) fn outdate(&mut self) {
+        self.generation = 0;
+    }
+}
+
+impl Cpu {
+    /// Returns the host address of the page of the code at `lin`.
+    fn once_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
+        let key = Snapshot::key_of(lin, self.cpl == 3);
+        if self.once.key != key || self.once.generation != self.generation {
+            let host = self.code_host(lin)?;
+            self.once = Once {
+                key,
+                generation: self.generation,
+                host,
+            };
+        }
+        Ok(self.once.host)
+    }
+
+    /// Reads the code at `lin`, in one page, from memory.
+    pub(crate) fn copy_code(&mut self, lin: u64, code: &mut [u8]) -> Result<(), Break> {
+        let (at, _) = Snapshot::split(lin);
+        loop {
+            let host = self.once_host(lin)?;
+            // SAFETY: a translation of this generation, of a page that has the bytes; the access is guarded.
+            match unsafe { slat_guard::copy_in(code, host.wrapping_add(at)) } {
+                Ok(()) => return Ok(()),
+                Err(_) => self.code_gone(lin, host)?,
+            }
+        }
+    }
+
+    /// Executes a block that was just decoded and is not kept.
+    #[inline(never)]
+    pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
+        let (at, _) = Snapshot::split(block.key.lin);
+        let (code, _) = block.parts();
+        // A block in two pages is one instruction.
+        let host = self.once.host.wrapping_add(at);
+        self.execute_while(block, |op| {
+            let end = usize::from(op.offset) + usize::from(op.len);
+            let rest = code.get(end..).unwrap_or(&[]);
+            // SAFETY: the page that the block was read from. If it belongs to something else now, the access is guarded still.
+            let same: Result<bool, Gone> =
+                unsafe { slat_guard::matches(host.wrapping_add(end), rest) };
+            same.unwrap_or(false)
+        })
+    }
+}
