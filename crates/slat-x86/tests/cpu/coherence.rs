@@ -218,12 +218,23 @@ fn code_that_changes_itself_in_a_loop_executes_what_it_wrote() {
 }
 
 #[test]
+fn code_that_runs_once_marks_no_page_and_executes_what_it_wrote() {
+    // mov byte [rip+1],5; mov al,0; hlt
+    let mut guest = Guest::new(b"\xc6\x05\x01\0\0\0\x05\xb0\0\xf4");
+    guest.halt();
+    assert_eq!(guest.cpu.state.gpr[RAX] & 0xff, 5);
+    let counters = guest.cpu.counters();
+    assert_eq!((counters.code_stores, counters.pages_compared), (0, 0));
+}
+
+#[test]
 fn stores_to_a_page_that_held_code_become_fast() {
     both(|guest| {
         // again: mov [rdi],ecx; dec ecx; jne again; hlt
         let mut guest = guest(memory(), b"\x89\x0f\xff\xc9\x75\xfa\xf4");
         guest.memory().write(DATA, b"\x90\xf4");
-        for start in [DATA, CODE] {
+        // Its second run is kept, which marks the page.
+        for start in [DATA, DATA, CODE] {
             guest.cpu.state.rip = start;
             guest.cpu.state.gpr[RDI] = DATA + 8;
             guest.cpu.state.gpr[RCX] = 10_000;
