@@ -371,10 +371,13 @@ impl Cpu {
             mode: self.mode,
         };
         self.make_room();
-        let single = self.blocks.single;
+        let found = self.blocks.single;
         // SAFETY: as for the block that is not kept.
-        self.decode(unsafe { &mut *single.as_ptr() }, key, 1, false)?;
-        Ok(single)
+        let single = unsafe { &mut *found.as_ptr() };
+        if single.key != key || !self.holds_once(single)? {
+            self.decode(single, key, 1, false)?;
+        }
+        Ok(found)
     }
 }
 

@@ -65,7 +65,19 @@ impl Cpu {
         }
     }
 
-    /// Executes a block that was just decoded and is not kept.
+    /// Whether memory holds the code of a block that was not kept, so that it need not be decoded again.
+    pub(crate) fn holds_once(&mut self, block: &Block) -> Result<bool, Break> {
+        let (code, beyond) = block.parts();
+        if code.is_empty() || !beyond.is_empty() {
+            return Ok(false);
+        }
+        let (at, _) = Snapshot::split(block.key.lin);
+        let host = self.once_host(block.key.lin)?.wrapping_add(at);
+        // SAFETY: as in `copy_code`.
+        Ok(unsafe { slat_guard::matches(host, code) }.unwrap_or(false))
+    }
+
+    /// Executes a block that is not kept, and that memory has held since it was entered.
     #[inline(never)]
     pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
         let (at, _) = Snapshot::split(block.key.lin);

@@ -25,14 +25,13 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 How many million instructions the guest executes in a second of its thread's processor time.
 alu: arithmetic between registers. ldst: loads and stores to one page. Six instructions in a loop.
-x87: doubles multiplied and added by x87 instructions; four of them and two others in a loop.
-call: calls of a function with a frame; eight instructions, four of them on the stack. fib: the
-Fibonacci numbers by recursion. miss: a write to each of 2048 pages, one instruction in four; each
-misses the first level of the software TLB (1024 pages), and hits the second (8192). walk: additions
-to 32768 pages in a pseudo-random order, one in eight: most walk the guest's tables, and slat's.
-cold: writes functions of two instructions to 65536 pages, one for each, and calls each of them once.
-The same loops run on tcg, QEMU's software CPU, where it is installed, without its start; and on a
-real KVM, where it opens: the limit (but x87 does not, which a KVM that interprets does not have).
+x87: multiplications and additions of doubles. call: calls of a function with a frame, four of eight
+instructions on the stack. fib: the Fibonacci numbers by recursion. miss: a write to each of 2048
+pages, one instruction in four; each misses the first level of the software TLB (1024 pages), and
+hits the second (8192). walk: additions to 32768 pages in a pseudo-random order, one in eight: most
+walk the guest's tables, and slat's. cold: writes a function to each of 65536 pages, and calls each
+once. The same loops run on tcg, QEMU's software CPU, where it is installed, without its start; and
+on a real KVM, where it opens: the limit (but for x87).
 Asked for: as fast as tcg, and twice as fast for miss.",
     settable: Settable::AllBut(&[]),
     run,
