@@ -20,7 +20,7 @@ use super::plan::{Plan, SlotFacts};
 use super::translate::Stop;
 use super::{HostWords, Vcpu};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PAGE_SHIFT, PageIndex};
-use crate::format::{Format, Leaf};
+use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
 use crate::guest_walk::PageRights;
 use crate::platform::{HostPage, HostRun, Platform};
@@ -281,9 +281,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// If the vCPU was not entered.
     pub fn prefault(&mut self, range: Range<Gpa>) -> Result<u64, Stop> {
         let mut at = range.start;
+        let mut asked = at.gfn();
         let mut result = Ok(());
         while at < range.end && result.is_ok() {
-            match self.prefault_some(at, range.end) {
+            match self.prefault_some(at, range.end, &mut asked) {
                 Ok(next) => at = next,
                 Err(stop) => result = Err(stop),
             }
@@ -297,30 +298,38 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Maps what is resident in the pages of one level 1 table, or else one leaf. Returns the address after what was
-    /// mapped.
-    fn prefault_some(&mut self, gpa: Gpa, end: Gpa) -> Result<Gpa, Stop> {
+    /// mapped. The platform was asked for the pages before `asked`: those that were not resident are made so, one by one.
+    fn prefault_some(&mut self, gpa: Gpa, end: Gpa, asked: &mut Gfn) -> Result<Gpa, Stop> {
         let gfn = gpa.gfn();
         let end = Gfn(end.0.div_ceil(1 << PAGE_SHIFT));
-        self.make_room(&mut false);
-        let sequence = self.vm().in_progress.sequence();
-        let (set, slot) = self.find_slot(gfn);
-        if let Some(slot) = slot
-            && slot.log().is_none()
-            && let Some(slot) = SlotFacts::of(slot, gfn, &set.private)
-        {
-            let end = end.min(slot.gfns.end);
-            let table_end = gfn.block(Level::MEGA).end;
-            // One table for each 2 MiB that are left, taken from the platform by the batch.
-            let tables = (end.0 - gfn.0).div_ceil(Level::MEGA.pages()) as usize;
-            self.fill_frames_for(tables);
-            let at = self.key(gfn).into();
-            let (next, _) = self.map_resident(gfn..end.min(table_end), at, &slot, sequence);
-            if next > gfn {
-                return Ok(next.gpa());
+        if gfn < *asked {
+            let found = self.tables().lookup(self.key(gfn));
+            if let Entry::Leaf(_) = found.entry::<F>() {
+                return Ok(gfn.block(found.level).end.gpa());
             }
+        } else if let Some(after) = self.prefault_resident(gfn, end, asked) {
+            return Ok(after.gpa());
         }
         let level = self.translate_uncounted(gpa, Access::Read)?.level;
         Ok(gfn.block(level).end.gpa())
+    }
+
+    /// Maps what is resident from `gfn` to `end`, in one level 1 table and one slot. Returns the first page that is not mapped then,
+    /// `None` if that is `gfn`. Raises `asked` if it has asked the platform.
+    fn prefault_resident(&mut self, gfn: Gfn, end: Gfn, asked: &mut Gfn) -> Option<Gfn> {
+        self.make_room(&mut false);
+        let sequence = self.vm().in_progress.sequence();
+        let (set, slot) = self.find_slot(gfn);
+        let slot = slot.filter(|slot| slot.log().is_none())?;
+        let slot = SlotFacts::of(slot, gfn, &set.private)?;
+        let end = end.min(slot.gfns.end);
+        // One table for each 2 MiB that are left, taken from the platform by the batch.
+        let tables = (end.0 - gfn.0).div_ceil(Level::MEGA.pages()) as usize;
+        self.fill_frames_for(tables);
+        let at = self.key(gfn).into();
+        *asked = end.min(gfn.block(Level::MEGA).end);
+        let (next, _) = self.map_resident(gfn..*asked, at, &slot, sequence);
+        (next > gfn).then_some(next)
     }
 }
 
