@@ -35,7 +35,7 @@ struct Operation {
     window: &'static [(&'static str, u64)],
 }
 
-/// Pages that one fault maps: the window of the prefetch.
+/// Pages that one fault maps: the window of the prefetch, which is the same for each fault here.
 const WINDOW: u64 = 8;
 /// Operations that are counted: a number of windows.
 const TIMES: u64 = 96;
@@ -123,6 +123,11 @@ const OPERATIONS: &[Operation] = &[
 /// Returns what has risen while the guest executes `operation` [`TIMES`] times, after it was executed for a while.
 fn measure(operation: &Operation) -> BTreeMap<&'static str, u64> {
     let machine = Machine::new();
+    let window = slat::Prefetch::Window(WINDOW as u16);
+    machine
+        .vm
+        .engine()
+        .set_policy(slat::Setting::Prefetch(window));
     machine.memory.write(CODE, operation.code);
     for page in 0..2 * TIMES {
         machine.memory.write(0x10_0000 + page * 0x1000, b"\xc3"); // ret

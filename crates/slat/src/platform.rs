@@ -8,7 +8,7 @@ use core::fmt;
 use core::ops::Range;
 use core::ptr::NonNull;
 
-use crate::addr::{Access, Gfn, Hva, Level, Pfn};
+use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT, Pfn};
 use crate::format::MemoryType;
 use crate::frame::{Entries, TableMeta};
 
@@ -93,6 +93,29 @@ pub struct HostRun {
     pub pages: u64,
     /// The first page; its `pfn` counts up from there, the rest holds for all.
     pub first: HostPage,
+}
+
+impl HostRun {
+    /// Returns the address after the last page.
+    fn end(&self) -> Hva {
+        self.backing.add_pages(self.pages)
+    }
+
+    /// Whether all of `backing` is in the run.
+    pub(crate) fn covers(&self, backing: &Range<Hva>) -> bool {
+        self.backing <= backing.start && backing.end <= self.end()
+    }
+
+    /// Returns the part in `backing`; `None` if that is empty.
+    pub(crate) fn within(&self, backing: &Range<Hva>) -> Option<HostRun> {
+        let (start, end) = (self.backing.max(backing.start), self.end().min(backing.end));
+        let pages = |from: Hva, to: Hva| (to.0 - from.0) >> PAGE_SHIFT;
+        (start < end).then(|| HostRun {
+            backing: start,
+            pages: pages(start, end),
+            first: (self.first).with_pfn(self.first.pfn.add(pages(self.backing, start))),
+        })
+    }
 }
 
 /// What [`Platform::zapped`] is told of a leaf: the state that the guest has left its memory in.
@@ -267,7 +290,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// or not known.
     ///
     /// `found` takes the lock of a table. So it holds no lock while it calls `found`, and waits for none under which [`crate::Vm::invalidate`] is called. What it finds
-    /// may be out of date then: the engine installs it only if no invalidation began meanwhile.
+    /// may be out of date then: the engine installs it only if no invalidation began meanwhile. The engine may ask for more pages
+    /// than it installs, and install others of a run later, under the same condition.
     fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
     /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:

@@ -25,7 +25,7 @@ macro_rules! policies {
         /// ```
         /// use slat::{Policy, Prefetch};
         /// let mut policy = Policy::default();
-        /// policy.prefetch = Prefetch::Adaptive;
+        /// policy.prefetch = Prefetch::Window(8);
         /// ```
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[non_exhaustive]
@@ -153,7 +153,7 @@ policies! {
     /// Which tables an eager split enters.
     split_walk SplitWalk: SplitWalk = SplitWalk::Default;
     /// Pages around a fault that are mapped with it, if resident.
-    prefetch Prefetch: Prefetch = Prefetch::Window(8);
+    prefetch Prefetch: Prefetch = Prefetch::Adaptive;
     /// How writes to logged slots are found out.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
     /// Whether a read or fetch that maps a page of a logged slot is logged, and the page writable at
@@ -307,7 +307,7 @@ pub enum Prefetch {
     Off,
     /// The aligned window of this many pages: the largest power of two not above the number and 512.
     Window(u16),
-    /// A window that follows what the vCPU does.
+    /// A window that follows what the vCPU does: closed where its accesses are scattered, and up to 512 pages where they are not.
     Adaptive,
 }
 

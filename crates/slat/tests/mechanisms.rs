@@ -119,6 +119,7 @@ fn a_fault_maps_the_leading_and_the_trailing_pages_of_its_window<F: Format>() {
     for (slot, window) in [(0..64, 16..24), (19..22, 19..22), (0..MIB2, 504..512)] {
         for gfn in window.clone() {
             let mut world = World::<F>::new(1024, Level::PAGE);
+            world.policy("prefetch", "8");
             world.set(slot.clone(), SlotFlags::default());
             let (_, did) = world.during(|world| world.touch(gfn, Read));
             let others = window.end - window.start - 1;
@@ -150,6 +151,7 @@ fn a_sequence_faults_once_in_each_window<F: Format>() {
 
 fn what_is_prefetched_was_not_accessed<F: Format>() {
     let mut world = World::<F>::new(64, Level::PAGE);
+    world.policy("prefetch", "8");
     world.set(0..64, SlotFlags::default());
     world.touch(20, Write);
     let all = HostMemory::hvas(&(0..64));
@@ -189,6 +191,7 @@ fn leaves_are_visited_as_they_are<F: Format>() {
 fn nothing_is_prefetched_into_a_log_or_beside_a_huge_leaf<F: Format>() {
     for (level, flags) in [(Level::PAGE, LOGGED), (Level::MEGA, SlotFlags::default())] {
         let mut world = World::<F>::new(2 * MIB2, level);
+        world.policy("prefetch", "8");
         world.set(0..2 * MIB2, flags);
         let (translation, did) = world.during(|world| world.touch(20, Read));
         assert_eq!((translation.level, did.pf_fixed), (level, 1));

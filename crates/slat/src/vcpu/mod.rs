@@ -9,6 +9,7 @@ mod plan;
 mod prefetch;
 mod presence;
 mod recent_slots;
+mod streams;
 mod translate;
 
 pub use guest::{HostWords, VirtualPage, VirtualStop};
@@ -32,9 +33,9 @@ use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader};
 use crate::table::{Flushed, Found, FrameCache, Key, Path, Root, lookup_in, lookup_page};
 use crate::vm::{DirtyRing, Space, Vm};
-use prefetch::Window;
 use presence::Presence;
 use recent_slots::RecentSlots;
+use streams::Streams;
 
 /// One CPU of a VM. Owned by one thread at a time.
 ///
@@ -75,7 +76,7 @@ pub struct Vcpu<P: Platform, F: Format> {
     /// The last flush that this vCPU has done itself.
     flushed: Flushed,
     recent: RecentSlots,
-    window: Window,
+    streams: Streams,
     /// Where walks of guest-virtual addresses begin.
     roots: guest::Roots,
     flags_in: Option<guest::FlagsIn>,
@@ -187,7 +188,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             frames: FrameCache::default(),
             flushed: Flushed::default(),
             recent,
-            window: Window::default(),
+            streams: Streams::default(),
             roots: guest::Roots::default(),
             flags_in: None,
             ring: None,
@@ -455,7 +456,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.recent.clear();
         self.roots = guest::Roots::default();
         self.flags_in = None;
-        self.window = Window::default();
+        self.streams = Streams::default();
     }
 
     /// Acknowledges all flushes so far. The caller has dropped every translation it was given.

@@ -81,6 +81,17 @@ impl SlotFacts {
         start..start.add_pages(level.pages())
     }
 
+    /// Returns the smallest range around `range` that begins and ends at multiples of `pages`, rounded down to a power of two, of at
+    /// most a table's; as far as it is in the slot.
+    pub(super) fn around(&self, range: &Range<Gfn>, pages: u64) -> Range<Gfn> {
+        let pages = 1 << pages.clamp(1, Level::MEGA.pages()).ilog2();
+        let (start, end) = (
+            range.start.0 & !(pages - 1),
+            range.end.0.next_multiple_of(pages),
+        );
+        self.gfns.start.max(Gfn(start))..self.gfns.end.min(Gfn(end))
+    }
+
     /// Whether leaves of the slot must not be writable before a write was noted.
     fn protects(&self) -> bool {
         self.log.is_some_and(LogKind::protects)

@@ -1,27 +1,28 @@
 //! Mapping more than was asked for: what is resident around a fault, and whole ranges ahead of time.
 //!
-//! A fault that installed a 4 KiB leaf looks at the aligned window around its page, in both directions
+//! A fault that installed a 4 KiB leaf may look at the aligned window around its page, in both directions
 //! and up to the window's end, and maps what is resident and absent: not in a slot that logs
 //! (every page would look written), not where the frames have other attributes, not when a huge leaf was
 //! installed (there is nothing left to map).
 //! What is prefetched starts with the accessed bit clear.
 //!
-//! Where windows turn out empty (memory that is used for the first time), fewer and fewer faults look
-//! at theirs, down to one in 64: asking the host is not free.
+//! Which faults look, and how large the adaptive window is, depends on the faults before ([`super::streams`]). The adaptive
+//! window is closed at first. Faults near each other are taken as a stream: then the window opens, and doubles with each fault, up to
+//! a whole table. So scattered accesses map no page in vain.
 //!
-//! The adaptive window begins closed. A fault at the page after those that the vCPU mapped last is taken as
-//! a sequence: the window opens at 8 pages and doubles, up to a whole table. Any other fault closes
-//! it, so that scattered accesses map no page in vain.
+//! To ask the host costs as much as several faults, for one page as for a hundred. So the host is asked for more than the window: for
+//! twice as many pages as the run that it named the last time. The run that it names now serves the next windows
+//! ([`Resident`]).
 
 use core::ops::Range;
 
 use super::fault::Fault;
 use super::plan::{Plan, SlotFacts};
+use super::streams::Resident;
 use super::translate::Stop;
 use super::{HostWords, Vcpu};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PAGE_SHIFT, PageIndex};
 use crate::format::{Entry, Format, Leaf};
-use crate::frame::ENTRIES;
 use crate::guest_walk::PageRights;
 use crate::platform::{HostPage, HostRun, Platform};
 use crate::policy::Prefetch;
@@ -30,82 +31,28 @@ use crate::table::{ByIndex, Key, Target};
 use crate::trail::{Meaning, Trail};
 use crate::vm::Sequence;
 
-/// What the adaptive window remembers of one vCPU.
-#[derive(Default)]
-pub(super) struct Window {
-    /// The page after the last one that was mapped.
-    next: Gfn,
-    /// Pages; 0 is closed.
-    size: u64,
-    /// Windows found empty in a row.
-    empty: u32,
-    /// Number of faults that skip their window before the next one that does not.
-    pause: u32,
-}
-
-impl Window {
-    const FIRST: u64 = 8;
-    /// log2 of a number that every pause is below.
-    const LONGEST_PAUSE: u32 = 6;
-
-    /// Whether this fault looks at its window.
-    fn looks(&mut self) -> bool {
-        let looks = self.pause == 0;
-        self.pause = self.pause.saturating_sub(1);
-        looks
-    }
-
-    /// Call after a look at a window that installed this many pages.
-    fn learn(&mut self, installed: u64) {
-        self.empty = match installed {
-            0 => (self.empty + 1).min(Self::LONGEST_PAUSE),
-            _ => 0,
-        };
-        self.pause = (1 << self.empty) - 1;
-    }
-
-    /// Returns the size of the window for a fault at `gfn`.
-    fn after_fault(&mut self, gfn: Gfn) -> u64 {
-        self.size = if gfn == self.next {
-            (self.size * 2).clamp(Self::FIRST, ENTRIES as u64)
-        } else {
-            0
-        };
-        self.size
-    }
-}
-
 impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// Maps what is resident in the window around the page, which was just mapped as `plan` says.
     pub(super) fn prefetch(&mut self, plan: &Plan<'_>, policy: Prefetch) {
         let (vcpu, gfn) = (&mut *self.vcpu, self.want.gfn());
         let slot = plan.slot;
-        let size = match policy {
-            Prefetch::Off => 0,
-            Prefetch::Window(pages) => Prefetch::window(pages),
-            Prefetch::Adaptive => vcpu.window.after_fault(gfn),
+        let Some(window) = vcpu.streams.fault(gfn, policy) else {
+            return;
         };
-        let mut end = gfn.add(1);
-        if size > 1 && vcpu.window.looks() {
-            let start = Gfn(gfn.0 & !(size - 1));
-            let window = start.max(slot.gfns.start)..start.add(size).min(slot.gfns.end);
-            let window_end = window.end;
-            let (key, trail) = (self.want.target.key, self.want.target.trail::<F>());
-            let trail = trail.map(|trail| trail.beside(window.start, trail.rights));
-            let at = Target {
-                key: Key {
-                    index: key.index.before(gfn.0 - window.start.0),
-                    ..key
-                },
-                trail: trail.as_ref(),
-            };
-            let (_, installed) = vcpu.map_resident(window, at, slot, plan.sequence);
-            vcpu.window.learn(installed);
-            if installed > 0 {
-                end = window_end;
-            }
-        }
-        vcpu.window.next = end;
+        let window = window.start.max(slot.gfns.start)..window.end.min(slot.gfns.end);
+        let (key, trail) = (self.want.target.key, self.want.target.trail::<F>());
+        let trail = trail.map(|trail| trail.beside(window.start, trail.rights));
+        let at = Target {
+            key: Key {
+                index: key.index.before(gfn.0 - window.start.0),
+                ..key
+            },
+            trail: trail.as_ref(),
+        };
+        let mut resident = vcpu.streams.current().resident;
+        let (_, installed) = vcpu.map_resident(window, at, slot, plan.sequence, &mut resident);
+        vcpu.streams.current().resident = resident;
+        vcpu.streams.looked(installed);
     }
 }
 
@@ -126,23 +73,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return;
         }
         let page = PageIndex::of_gva(gva);
-        // The adaptive window looks at the order of faults, whatever the addresses are.
-        let size = match self.vm().policy.prefetch() {
-            Prefetch::Off => return,
-            Prefetch::Window(pages) => Prefetch::window(pages),
-            Prefetch::Adaptive => self.window.after_fault(page.as_gfn()),
-        };
-        let at = page.at(Level::PAGE);
-        let first = at & !(size.max(1) as usize - 1);
-        let mut end = page.add(1);
-        if size > 1 && self.window.looks() {
-            let installed = self.map_guest_window(page, first..first + size as usize, trail, words);
-            self.window.learn(installed);
-            if installed > 0 {
-                end = page.add((first + size as usize - at) as u64);
-            }
+        let policy = self.vm().policy.prefetch();
+        // Streams are of faults at pages near each other, whatever the addresses are.
+        if let Some(window) = self.streams.fault(page.as_gfn(), policy) {
+            let first = page.at(Level::PAGE) - (page.as_gfn().0 - window.start.0) as usize;
+            let last = first + (window.end.0 - window.start.0) as usize;
+            let installed = self.map_guest_window(page, first..last, trail, words);
+            self.streams.looked(installed);
         }
-        self.window.next = end.as_gfn();
     }
 
     /// Maps what is resident and absent of the pages that the entries `window` map, of the table that maps `page`. Returns
@@ -214,19 +152,26 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             key,
             trail: Some(&trail),
         };
-        self.map_resident(run.gfn..end, at, &slot, sequence).1
+        let mut resident = self.streams.current().resident;
+        let (_, installed) = self.map_resident(run.gfn..end, at, &slot, sequence, &mut resident);
+        self.streams.current().resident = resident;
+        installed
     }
 
     /// Maps what is resident and absent in `range`, which lies in the slot and in one table of level 1.
     /// Returns the first page of it that is not mapped then (not resident, or fit for a larger leaf),
-    /// and how many pages were mapped.
+    /// and how many pages were mapped. Asks the platform, unless `resident` has the whole range, and leaves the longest run found there
+    /// in `resident`.
     fn map_resident(
         &mut self,
         range: Range<Gfn>,
         at: Target<'_>,
         slot: &SlotFacts,
         sequence: Sequence,
+        resident: &mut Option<Resident>,
     ) -> (Gfn, u64) {
+        let known = resident.filter(|known| known.sequence == sequence);
+        let asked = slot.around(&range, known.map_or(1, |known| 2 * known.run.pages));
         let hva = |gfn: Gfn| slot.hva_base.add_pages(gfn.0 - slot.gfns.start.0);
         let backing = hva(range.start)..hva(range.end);
         let (mut installed, mut unmapped) = (0, range.start);
@@ -260,8 +205,21 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     }
                 }
             };
+            if let Some(known) = known.filter(|known| known.run.covers(&backing)) {
+                return known.run.within(&backing).into_iter().for_each(map);
+            }
             held::assert_none("to ask the host");
-            vm.platform.resolve_resident(backing.clone(), &mut map);
+            *resident = None;
+            let asked = hva(asked.start)..hva(asked.end);
+            vm.platform.resolve_resident(asked, &mut |run| {
+                if let Some(part) = run.within(&backing) {
+                    map(part);
+                    let longest = resident.map_or(0, |longest| longest.run.pages);
+                    if longest < run.pages {
+                        *resident = Some(Resident { sequence, run });
+                    }
+                }
+            });
         });
         let counters = self.counters();
         counters.pages_4k.add(installed);
@@ -328,40 +286,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.fill_frames_for(tables);
         let at = self.key(gfn).into();
         *asked = end.min(gfn.block(Level::MEGA).end);
-        let (next, _) = self.map_resident(gfn..*asked, at, &slot, sequence);
+        let (next, _) = self.map_resident(gfn..*asked, at, &slot, sequence, &mut None);
         (next > gfn).then_some(next)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_adaptive_window_doubles_in_a_sequence_and_closes_behind_a_jump() {
-        let mut window = Window::default();
-        let mut sizes = [0; 8];
-        for (i, size) in sizes.iter_mut().enumerate() {
-            window.next = Gfn(i as u64);
-            *size = window.after_fault(Gfn(i as u64));
-        }
-        assert_eq!(sizes, [8, 16, 32, 64, 128, 256, 512, 512]);
-        assert_eq!(window.after_fault(Gfn(1000)), 0);
-    }
-
-    #[test]
-    fn empty_windows_are_looked_at_less_and_less_until_one_is_not_empty() {
-        let mut window = Window::default();
-        let mut looks = 0;
-        for _ in 0..640 {
-            if window.looks() {
-                looks += 1;
-                window.learn(0);
-            }
-        }
-        assert!((10..20).contains(&looks), "{looks} looks");
-        window.pause = 0;
-        window.learn(7);
-        assert!(window.looks() && window.looks());
     }
 }

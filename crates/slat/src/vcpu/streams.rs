@@ -1,0 +1,285 @@
+//! Streams: the sequences of faults that a vCPU is in the middle of. How far ahead of each it is worth to look, and how often.
+//!
+//! A fault within [`Stream::NEAR`] pages of where a stream has looked continues the stream, in either direction. Any other fault
+//! begins one, in the place of the stream that was continued longest ago. There are several, because a copy has two.
+//!
+//! A look for which the platform is asked may cost as much as ten faults. So after looks in vain fewer and fewer faults look, down to
+//! one in 64 ([`Pause`]). A look is in vain if it maps nothing: memory that is used for the first time. The first look of a stream
+//! is in vain also if no fault continues the stream after it: then the guest's accesses are scattered.
+
+use core::mem::take;
+use core::ops::Range;
+
+use crate::addr::Gfn;
+use crate::frame::ENTRIES;
+use crate::platform::HostRun;
+use crate::policy::Prefetch;
+use crate::vm::Sequence;
+
+/// What a vCPU remembers of its faults.
+#[derive(Default)]
+pub(super) struct Streams {
+    streams: [Stream; Self::NUMBER],
+    /// The index of the last fault's stream.
+    current: usize,
+    /// The number of faults so far.
+    faults: u64,
+    /// For the first looks of streams.
+    first_looks: Pause,
+}
+
+/// Faults at pages near each other. A page is a guest frame, or with the shadow MMU a virtual page.
+pub(super) struct Stream {
+    /// Where the last fault looked, or its page alone.
+    window: Range<Gfn>,
+    /// The number of pages in the adaptive window, if that is open ([`Self::OPEN`]).
+    size: u64,
+    looked: Looked,
+    /// For all looks but the first.
+    pause: Pause,
+    /// What the platform has named in the last window and around it.
+    pub(super) resident: Option<Resident>,
+    /// [`Streams::faults`] at the last fault of the stream.
+    last: u64,
+}
+
+/// What is known of looks for a stream.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Looked {
+    /// No fault has looked.
+    Never,
+    /// One has, and no fault has continued the stream since.
+    Once,
+    /// One has, and a fault has continued the stream since.
+    Rightly,
+}
+
+/// A run of resident pages, which the platform named after `sequence` was read. It may be used as long as the sequence is the
+/// current one: the vCPU is in the position of a fault that is slow to install what it has looked up, and the install checks for both
+/// whether the sequence still holds ([`crate::vm::InProgress::holds`]). So what ends this knowledge is what makes a fault stale: an
+/// invalidation of memory that a slot uses, a conversion, a slot that is deleted, moved or changed. Only its vCPU uses it.
+#[derive(Clone, Copy)]
+pub(super) struct Resident {
+    pub(super) sequence: Sequence,
+    pub(super) run: HostRun,
+}
+
+/// Decides which faults look, after looks in vain.
+#[derive(Default)]
+struct Pause {
+    /// The number of looks in vain in a row, up to [`Self::LONGEST`].
+    in_vain: u32,
+    /// The number of faults that do not look before the next one that does.
+    left: u32,
+}
+
+impl Pause {
+    /// log2 of a number that every pause is below.
+    const LONGEST: u32 = 6;
+
+    /// Whether this fault looks.
+    fn is_over(&mut self) -> bool {
+        let is_over = self.left == 0;
+        match is_over {
+            true => self.begin(),
+            false => self.left -= 1,
+        }
+        is_over
+    }
+
+    /// Call when it is known whether a look was in vain.
+    fn learn(&mut self, in_vain: bool) {
+        self.in_vain = match in_vain {
+            true => (self.in_vain + 1).min(Self::LONGEST),
+            false => 0,
+        };
+        self.begin();
+    }
+
+    fn begin(&mut self) {
+        self.left = (1 << self.in_vain) - 1;
+    }
+}
+
+impl Default for Stream {
+    /// A stream that no fault continues.
+    fn default() -> Self {
+        Stream {
+            window: Gfn(u64::MAX)..Gfn(u64::MAX),
+            size: 1,
+            looked: Looked::Never,
+            pause: Pause::default(),
+            resident: None,
+            last: 0,
+        }
+    }
+}
+
+impl Stream {
+    /// The number of pages in the adaptive window when it opens. Until then the size doubles with each fault, so that is the stream's fifth:
+    /// a look costs more than the faults that it saves if the stream ends soon.
+    const OPEN: u64 = 16;
+    /// The distance within which a fault continues a stream: a guest may use each second page, or each eighth.
+    const NEAR: u64 = 8;
+
+    fn is_near(&self, page: Gfn) -> bool {
+        let start = self.window.start.0.saturating_sub(Self::NEAR);
+        let end = self.window.end.0.saturating_add(Self::NEAR);
+        (start..end).contains(&page.0)
+    }
+}
+
+impl Streams {
+    const NUMBER: usize = 4;
+
+    /// Call after a fault that mapped `page`. Returns the aligned window around the page, if the fault looks there. The caller then
+    /// calls [`Self::looked`].
+    pub(super) fn fault(&mut self, page: Gfn, policy: Prefetch) -> Option<Range<Gfn>> {
+        self.faults += 1;
+        if !self.continue_at(page) {
+            self.begin();
+        }
+        let stream = &mut self.streams[self.current];
+        stream.last = self.faults;
+        let size = match policy {
+            Prefetch::Off => 0,
+            Prefetch::Window(pages) => Prefetch::window(pages),
+            Prefetch::Adaptive if stream.size < Stream::OPEN => 0,
+            Prefetch::Adaptive => stream.size,
+        };
+        let pause = match stream.looked {
+            Looked::Never => &mut self.first_looks,
+            Looked::Once | Looked::Rightly => &mut stream.pause,
+        };
+        if size <= 1 || !pause.is_over() {
+            stream.window = page..page.add(1);
+            return None;
+        }
+        if stream.looked == Looked::Never {
+            stream.looked = Looked::Once;
+        }
+        let start = Gfn(page.0 & !(size - 1));
+        stream.window = start..start.add(size);
+        Some(stream.window.clone())
+    }
+
+    /// Continues the stream that `page` is near to. Returns whether there is one.
+    fn continue_at(&mut self, page: Gfn) -> bool {
+        let is_near = |stream: &Stream| stream.is_near(page);
+        let Some(at) = self.streams.iter().position(is_near) else {
+            return false;
+        };
+        self.current = at;
+        let stream = &mut self.streams[at];
+        if stream.looked == Looked::Once {
+            stream.looked = Looked::Rightly;
+            self.first_looks.learn(false);
+        }
+        if stream.size < Stream::OPEN {
+            stream.size *= 2;
+        }
+        true
+    }
+
+    /// Begins a stream.
+    fn begin(&mut self) {
+        let last = |at: &usize| self.streams[*at].last;
+        self.current = (0..Self::NUMBER).min_by_key(last).unwrap_or(0);
+        if take(self.current()).looked == Looked::Once {
+            self.first_looks.learn(true);
+        }
+    }
+
+    /// Returns the stream of the last fault.
+    pub(super) fn current(&mut self) -> &mut Stream {
+        &mut self.streams[self.current]
+    }
+
+    /// Call after the last fault has looked and mapped `installed` pages there.
+    pub(super) fn looked(&mut self, installed: u64) {
+        let stream = self.current();
+        stream.pause.learn(installed == 0);
+        stream.size = match installed {
+            0 => Stream::OPEN,
+            _ => (stream.size * 2).min(ENTRIES as u64),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::vec::Vec;
+
+    use super::*;
+
+    /// Has a fault at each of `pages`, of memory that is resident. Returns how many pages each of them maps.
+    fn mapped(streams: &mut Streams, policy: Prefetch, pages: &[u64]) -> Vec<u64> {
+        let mut sizes = Vec::new();
+        for page in pages {
+            let window = streams.fault(Gfn(*page), policy);
+            if let Some(window) = &window {
+                assert!(window.contains(&Gfn(*page)));
+                streams.looked(1);
+            }
+            sizes.push(window.map_or(1, |window| window.end.0 - window.start.0));
+        }
+        sizes
+    }
+
+    #[test]
+    fn the_adaptive_window_doubles_in_a_stream_and_a_jump_begins_another() {
+        let mut streams = Streams::default();
+        let mut sizes = |pages: &[u64]| mapped(&mut streams, Prefetch::Adaptive, pages);
+        assert_eq!(sizes(&[0, 1, 2, 3, 4, 16, 32]), [1, 1, 1, 1, 16, 32, 64]);
+        assert_eq!(sizes(&[64, 128, 256, 512]), [128, 256, 512, 512]);
+        // Downwards, in turns with the first, which goes on.
+        let turns = [9007, 1024, 9006, 1536, 9005, 2048, 9004, 2560, 9003];
+        assert_eq!(sizes(&turns), [1, 512, 1, 512, 1, 512, 1, 512, 16]);
+        assert_eq!(sizes(&[8991, 3072]), [32, 512]);
+    }
+
+    #[test]
+    fn each_of_as_many_streams_as_are_remembered_goes_on() {
+        let mut streams = Streams::default();
+        for round in 0..4 {
+            for stream in 0..Streams::NUMBER as u64 {
+                let page = (stream << 20) + round * 8;
+                assert_eq!(mapped(&mut streams, Prefetch::Window(8), &[page]), [8]);
+            }
+        }
+        assert_eq!(streams.first_looks.in_vain, 0);
+    }
+
+    #[test]
+    fn windows_without_anything_to_map_are_looked_at_less_and_less() {
+        let mut streams = Streams::default();
+        let mut looks = 0;
+        for page in 0..640 {
+            if streams.fault(Gfn(page), Prefetch::Window(8)).is_some() {
+                looks += 1;
+                streams.looked(0);
+            }
+        }
+        assert!((10..20).contains(&looks), "{looks} looks");
+        streams.current().pause.left = 0;
+        assert_eq!(
+            mapped(&mut streams, Prefetch::Window(8), &[640, 648]),
+            [8, 8]
+        );
+    }
+
+    #[test]
+    fn faults_at_random_look_less_and_less_until_a_stream_goes_on() {
+        let mut streams = Streams::default();
+        let pages: Vec<u64> = (1..640).map(|n| n << 20).collect();
+        let sizes = mapped(&mut streams, Prefetch::Window(8), &pages);
+        let looks = sizes.iter().filter(|size| **size > 1).count();
+        assert!((10..24).contains(&looks), "{looks} looks");
+        // A look that turns out right ends the pause.
+        streams.first_looks.left = 0;
+        assert_eq!(
+            mapped(&mut streams, Prefetch::Window(8), &[0, 8, 1 << 40]),
+            [8, 8, 8]
+        );
+    }
+}
