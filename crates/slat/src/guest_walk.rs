@@ -47,7 +47,7 @@ pub struct GuestPaging {
     /// The page-directory-pointer entries of [`Mode::Pae`], if the CPU has loaded them to registers; `None`: the walk
     /// reads them from memory.
     pub pdptes: Option<[u64; 4]>,
-    /// The width of guest-physical addresses in bits (MAXPHYADDR).
+    /// The width of guest-physical addresses in bits (MAXPHYADDR), at most 52.
     pub physical_bits: u32,
 }
 
@@ -481,7 +481,7 @@ fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u
             0
         };
     }
-    let mut bits = FRAME & !((1u64 << paging.physical_bits) - 1);
+    let mut bits = FRAME & !((1u64 << paging.physical_bits.min(52)) - 1);
     if !paging.no_execute {
         bits |= NO_EXECUTE;
     }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use guest::{HUGE, Memory, USED, paging};
 use slat::format::{Npt, X86};
+use slat::guest_walk::GuestPaging;
 use slat::{
     Access::{self, *},
     Config, CreateVmError, Ept, Gpa, Level, MmuKind, Prefetch, Region, Setting, SlotFlags, Stats,
@@ -67,11 +68,20 @@ impl Guest {
         gva: u64,
         access: Access,
     ) -> Result<VirtualPage, VirtualStop<Infallible>> {
-        let paging = paging(self.cr3);
+        self.try_access_in(&paging(self.cr3), gva, access)
+    }
+
+    /// Like [`Self::try_access`], in another state of the CPU.
+    fn try_access_in(
+        &mut self,
+        paging: &GuestPaging,
+        gva: u64,
+        access: Access,
+    ) -> Result<VirtualPage, VirtualStop<Infallible>> {
         let mut words = self.memory.words();
         let mut vcpu = self.vcpu.enter(0);
         loop {
-            match vcpu.translate_virtual(gva, access, &paging, &mut words) {
+            match vcpu.translate_virtual(gva, access, paging, &mut words) {
                 Err(VirtualStop::Stop(Stop::Retry)) => vcpu.quiesce(),
                 answer => return answer,
             }
@@ -336,4 +346,43 @@ fn a_deleted_slot_takes_the_tables_in_it_along() {
         guest.try_access(0, Read),
         Err(VirtualStop::PageFault { code: 4 })
     ));
+}
+
+/// The first access finds the address in the guest's tables, the second in the MMIO entry.
+#[test]
+fn an_mmio_entry_keeps_all_52_bits_of_an_address() {
+    let mut guest = Guest::new(Level::PAGE);
+    let wide = GuestPaging {
+        physical_bits: 52,
+        ..paging(guest.cr3)
+    };
+    for (page, base) in (1..).zip([0, 1 << 50, 1 << 51, 0xf_ffff << 32]) {
+        let device = base | 0xfee0_0000;
+        guest.memory.put(TABLES[3], page, device | USED);
+        for _ in 0..2 {
+            let found = guest.try_access_in(&wide, page << 12 | 8, Read);
+            let gpa = Gpa(device | 8);
+            assert_eq!(found, Err(VirtualStop::Stop(Stop::Mmio { gpa })));
+        }
+    }
+    assert_eq!(guest.vm.stats().mmio_cached, 4);
+    guest.vm.audit().unwrap();
+}
+
+/// What is cached of a virtual address is not found by a guest-physical one, whatever its number.
+#[test]
+fn no_guest_physical_address_is_taken_for_a_virtual_one() {
+    let mut guest = Guest::new(Level::PAGE);
+    let gva = 5 << 12;
+    guest.frame(5);
+    guest.frame(5);
+    let mut vcpu = guest.vcpu.enter(0);
+    let mut words = guest.memory.words();
+    let paging = paging(guest.cr3);
+    vcpu.translate_virtual(gva, Read, &paging, &mut words)
+        .unwrap();
+    for bit in 57..64 {
+        let gpa = Gpa(gva | 1 << bit);
+        assert_eq!(vcpu.translate(gpa, Read), Err(Stop::Mmio { gpa }));
+    }
 }

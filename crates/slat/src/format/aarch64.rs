@@ -103,8 +103,12 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
     }
 
     /// VTTBR_EL2 for the tables at `root` ([`Vm::root`](crate::Vm::root)).
+    ///
+    /// # Panics
+    /// If the address of `root` has more than 48 bits.
     pub const fn vttbr(root: Pfn, vmid: u8) -> u64 {
-        (vmid as u64) << 48 | root.0 << 12
+        assert!(root.0 >> 36 == 0, "VTTBR_EL2 has 48 address bits");
+        (vmid as u64) << 48 | root.hpa().0
     }
 
     /// What says of a leaf that it was written to.
@@ -202,7 +206,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
             MemoryType::WriteCombining => NON_CACHEABLE,
             MemoryType::Device => DEVICE,
         };
-        leaf.pfn.0 << 12
+        Self::frame(leaf.pfn)
             | VALID
             | READ
             | memory
@@ -227,7 +231,11 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
 
     #[inline]
     fn cleared(flush: u64) -> u64 {
-        flush << FLUSH_SHIFT & FLUSH | CLEARED
+        debug_assert!(
+            flush <= FLUSH >> FLUSH_SHIFT,
+            "an entry names no such flush"
+        );
+        flush << FLUSH_SHIFT | CLEARED
     }
 
     #[inline]

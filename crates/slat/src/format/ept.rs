@@ -15,10 +15,14 @@ impl Ept {
     /// four levels, accessed and dirty flags (SDM 3C, table "Format of Extended-Page-Table Pointer").
     /// The CPU must have all three: IA32_VMX_EPT_VPID_CAP bits 6, 14 and 21, and bits 16 and 17 for
     /// leaves of 2 MiB and 1 GiB.
+    ///
+    /// # Panics
+    /// If the address of `root` has more than 52 bits.
     pub const fn eptp(root: Pfn) -> u64 {
         const WRITE_BACK: u64 = 6;
         const WALK_OF_FOUR: u64 = 3 << 3;
         const ACCESSED_DIRTY: u64 = 1 << 6;
+        assert!(root.0 >> 40 == 0, "EPTP has 52 address bits");
         root.hpa().0 | WRITE_BACK | WALK_OF_FOUR | ACCESSED_DIRTY
     }
 }
@@ -113,7 +117,7 @@ impl Format for Ept {
             MemoryType::WriteCombining => WRITE_COMBINING,
             MemoryType::Device => UNCACHED,
         };
-        leaf.pfn.0 << 12
+        Self::frame(leaf.pfn)
             | READ
             | memory
             | bit(leaf.write, WRITE)

@@ -74,9 +74,13 @@ impl Privilege {
     /// Everyone, with key 0.
     pub const USER: Privilege = Privilege::new(true, 0);
 
-    /// Makes the privilege of a page that a `user` may use, or a supervisor alone, with protection key `key`, 0 to 15.
+    /// Makes the privilege of a page that a `user` may use, or a supervisor alone, with protection key `key`.
+    ///
+    /// # Panics
+    /// If `key` is above 15.
     pub const fn new(user: bool, key: u8) -> Self {
-        Privilege((user as u8) << 4 | key & 15)
+        assert!(key < 16, "a protection key has 4 bits");
+        Privilege((user as u8) << 4 | key)
     }
 
     /// Whether accesses at user privilege are allowed.
@@ -254,12 +258,24 @@ pub trait Format: sealed::Sealed + Send + Sync + 'static {
     }
     /// A leaf for a table of `level`.
     fn leaf(leaf: Leaf, level: Level) -> u64;
+    /// Whether an entry can hold the number of this frame.
+    #[inline]
+    fn holds(frame: Pfn) -> bool {
+        frame.0 <= Self::FRAME >> Self::FRAME_SHIFT
+    }
+    /// Returns the bits of an entry that hold `frame`. The caller has checked that it [`holds`](Self::holds) that: a platform
+    /// promises it of tables, and a fault refuses other pages.
+    #[inline]
+    fn frame(frame: Pfn) -> u64 {
+        debug_assert!(Self::holds(frame), "no entry holds {frame:?}");
+        frame.0 << Self::FRAME_SHIFT
+    }
     /// An entry that leads to a table.
     #[inline]
     fn table(frame: Pfn) -> u64 {
-        frame.0 << Self::FRAME_SHIFT | Self::TABLE
+        Self::frame(frame) | Self::TABLE
     }
-    /// See [`Entry::Mmio`].
+    /// See [`Entry::Mmio`]. `note` has at most [`Format::MMIO_NOTE_BITS`] bits.
     fn mmio(generation: u64, note: u64) -> u64;
     /// See [`Entry::Broken`]; called only where [`Format::BREAK_BEFORE_MAKE`].
     fn broken(bits: u64) -> u64 {
@@ -323,4 +339,4 @@ pub(crate) const fn all_gfns<F: Format>() -> Range<Gfn> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -43,7 +43,12 @@ const GENERATION_BITS: u32 = 44;
 impl<const LEVELS: u8> GStage<LEVELS> {
     /// hgatp for the tables at `root` ([`Vm::root`](crate::Vm::root)); `vmid` has up to 14 bits, of
     /// which a CPU may have fewer.
+    ///
+    /// # Panics
+    /// If `vmid` has more than 14 bits, or `root` more than 44.
     pub const fn hgatp(root: Pfn, vmid: u16) -> u64 {
+        assert!(vmid >> 14 == 0, "a VMID has at most 14 bits");
+        assert!(root.0 >> 44 == 0, "hgatp has 44 bits of a frame number");
         let mode = LEVELS as u64 + 5;
         mode << 60 | (vmid as u64) << 44 | root.0
     }
@@ -118,7 +123,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
             MemoryType::WriteCombining => NOT_CACHED,
             MemoryType::Device => IO,
         };
-        leaf.pfn.0 << FRAME_SHIFT
+        Self::frame(leaf.pfn)
             | memory
             | VALID
             | READ

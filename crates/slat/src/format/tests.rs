@@ -1,5 +1,7 @@
 //! What every format promises.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use super::*;
 
 pub(super) const LEAF: Leaf = Leaf {
@@ -107,11 +109,66 @@ fn keeps_its_promises<F: Format>() {
         let (generation, note) = (0, notes);
         assert_eq!(wrapped, Entry::Mmio { generation, note });
     }
+    let last = Pfn(F::FRAME >> F::FRAME_SHIFT);
+    assert!(F::holds(last) && !F::holds(last.add(1)));
+    assert_eq!(F::decode(F::table(last), Level(2)), Entry::Table(last));
+    assert_eq!(F::next_table(F::table(last), Level(2)), Some(last));
+    let leaf = Leaf { pfn: last, ..LEAF };
+    let bits = F::leaf(leaf, Level::PAGE);
+    assert_eq!(F::decode(bits, Level::PAGE), Entry::Leaf(leaf));
+    assert_refuses(|| F::table(last.add(1)));
+    let beyond = last.add(1);
+    assert_refuses(|| {
+        F::leaf(
+            Leaf {
+                pfn: beyond,
+                ..LEAF
+            },
+            Level::PAGE,
+        )
+    });
+    if F::MMIO_NOTE_BITS > 0 {
+        assert_refuses(|| F::mmio(0, 1 << F::MMIO_NOTE_BITS));
+    }
     let table = F::table(Pfn(0x1234));
     assert_eq!(F::decode(table, Level::MEGA), Entry::Table(Pfn(0x1234)));
     assert_eq!(F::next_table(table, Level::MEGA), Some(Pfn(0x1234)));
     assert_eq!(F::next_table(0, Level::MEGA), None);
     assert!(!F::is_absent(table));
+}
+
+/// Checks that the packer of a field panics. It does so where nothing but a defect of the engine gives it such a value.
+pub(crate) fn assert_refuses<R>(pack: impl FnOnce() -> R) {
+    let refused = catch_unwind(AssertUnwindSafe(|| drop(pack()))).is_err();
+    assert!(
+        refused || !cfg!(debug_assertions),
+        "it packs too large a value"
+    );
+}
+
+#[test]
+fn registers_and_privileges_hold_no_more_than_they_have_bits_for() {
+    assert_eq!(Ept::eptp(Pfn((1 << 40) - 1)) >> 12, (1 << 40) - 1);
+    assert_refuses(|| Ept::eptp(Pfn(1 << 40)));
+    assert_eq!(
+        <Stage2<48>>::vttbr(Pfn((1 << 36) - 1), 255),
+        0x00ff_ffff_ffff_f000
+    );
+    assert_refuses(|| <Stage2<48>>::vttbr(Pfn(1 << 36), 0));
+    assert_eq!(
+        Sv48x4::hgatp(Pfn((1 << 44) - 1), 0x3fff),
+        0x93ff_ffff_ffff_ffff
+    );
+    assert_refuses(|| Sv48x4::hgatp(Pfn(1 << 44), 0));
+    assert_refuses(|| Sv48x4::hgatp(Pfn(0), 1 << 14));
+    assert_eq!(Privilege::new(true, 15).key(), 15);
+    assert_refuses(|| Privilege::new(true, 16));
+    let last = (1 << 53) - 1;
+    assert_eq!(
+        <Stage2<48>>::cleared_by(<Stage2<48>>::cleared(last)),
+        Some(last)
+    );
+    assert_refuses(|| <Stage2<48>>::cleared(last + 1));
 }
 
 /// Leaves of x86 tables tell users and supervisors apart, and have protection keys.

@@ -30,7 +30,8 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 /// Leaf, in a table of level 2 or 3; PAT at level 1.
 const HUGE: u64 = 1 << 7;
-const FRAME: u64 = 0x000f_ffff_ffff_f000;
+/// Bits 50:12. Bit 51 of the address tells an MMIO entry from a leaf ([`RESERVED`]), so no frame has it.
+const FRAME: u64 = 0x0007_ffff_ffff_f000;
 /// What every entry to a table has beside the frame. Accessed from the start, so that hardware never
 /// writes it.
 const TABLE: u64 = PRESENT | WRITE | USER | ACCESSED;
@@ -42,14 +43,14 @@ const NO_EXECUTE: u64 = 1 << 63;
 /// Bit 51 is an address bit that no machine with less than 52 physical address bits has: present with
 /// it set is a fault with the RSVD bit in its error code, which no ordinary fault has.
 const RESERVED: u64 = 1 << 51;
-/// The other bits of an MMIO entry are its note and its generation, but for bit 1, because no MMIO entry allows writing, and
-/// bit 63: [`MMIO_LOW`] of them in bits 50:2, the rest from bit 52 on.
+/// The other bits of an MMIO entry are its note and its generation, but for bit 1, because no MMIO entry allows writing:
+/// [`MMIO_LOW`] of them in bits 50:2, the rest from bit 52 on. A note has a guest frame of 40 bits, and three rights.
 const MMIO_LOW: u32 = 49;
 const MMIO_LOW_SHIFT: u32 = 2;
 const MMIO_HIGH_SHIFT: u32 = 52;
-const NOTE_BITS: u32 = 42;
+const NOTE_BITS: u32 = 43;
 const GENERATION_BITS: u32 = 18;
-const _: () = assert!(NOTE_BITS + GENERATION_BITS == MMIO_LOW + 63 - MMIO_HIGH_SHIFT);
+const _: () = assert!(NOTE_BITS + GENERATION_BITS == MMIO_LOW + 64 - MMIO_HIGH_SHIFT);
 /// Bits 62:59 of a leaf: its protection key.
 const KEY_SHIFT: u32 = 59;
 
@@ -94,9 +95,10 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
 
     #[inline]
     fn mmio(generation: u64, note: u64) -> u64 {
-        let both = note & ((1 << NOTE_BITS) - 1) | generation << NOTE_BITS;
+        debug_assert_eq!(note >> NOTE_BITS, 0, "the note has more bits");
+        let both = note | generation << NOTE_BITS;
         let low = both & ((1 << MMIO_LOW) - 1);
-        let high = both >> MMIO_LOW & ((1 << (63 - MMIO_HIGH_SHIFT)) - 1);
+        let high = both >> MMIO_LOW;
         low << MMIO_LOW_SHIFT | high << MMIO_HIGH_SHIFT | RESERVED | PRESENT
     }
 
@@ -118,7 +120,7 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
 
 #[inline]
 fn decode(bits: u64, level: Level) -> Entry {
-    let pfn = Pfn((bits & FRAME & !RESERVED) >> 12);
+    let pfn = Pfn((bits & FRAME) >> 12);
     match bits & (PRESENT | RESERVED) {
         PRESENT if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
         PRESENT => Entry::Leaf(decode_leaf(bits)),
@@ -129,10 +131,10 @@ fn decode(bits: u64, level: Level) -> Entry {
 
 fn decode_mmio(bits: u64) -> Entry {
     let low = bits >> MMIO_LOW_SHIFT & ((1 << MMIO_LOW) - 1);
-    let high = bits >> MMIO_HIGH_SHIFT & ((1 << (63 - MMIO_HIGH_SHIFT)) - 1);
+    let high = bits >> MMIO_HIGH_SHIFT;
     let both = low | high << MMIO_LOW;
     Entry::Mmio {
-        generation: both >> NOTE_BITS,
+        generation: both >> NOTE_BITS & ((1 << GENERATION_BITS) - 1),
         note: both & ((1 << NOTE_BITS) - 1),
     }
 }
@@ -152,7 +154,7 @@ fn decode_leaf(bits: u64) -> Leaf {
             WRITE_THROUGH => MemoryType::WriteCombining,
             _ => MemoryType::Device,
         },
-        privilege: Privilege::new(bits & USER != 0, (bits >> KEY_SHIFT) as u8),
+        privilege: Privilege::new(bits & USER != 0, (bits >> KEY_SHIFT & 15) as u8),
     }
 }
 
@@ -163,7 +165,7 @@ fn encode(leaf: Leaf, level: Level) -> u64 {
         MemoryType::WriteCombining => WRITE_THROUGH,
         MemoryType::Device => UNCACHED,
     };
-    leaf.pfn.0 << 12
+    Npt::frame(leaf.pfn)
         | memory
         | PRESENT
         | bit(leaf.privilege.is_user(), USER)

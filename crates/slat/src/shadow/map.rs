@@ -118,13 +118,16 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
         let rights = target
             .trail::<F>()
             .map_or(PageRights::ALL, |trail| trail.rights);
+        let note = match F::SHADOWS {
+            true => mmio_note::<F>(target.gfn::<F>(), rights),
+            false => Some(0),
+        };
+        let Some(note) = note else {
+            return Mapped::Stale;
+        };
         let pages = self.lock();
         if !self.is_prepared(&pages) {
             return Mapped::Unprepared;
-        }
-        if rights.key != 0 {
-            // An entry has no space for a key.
-            return Mapped::Stale;
         }
         if let Some(untracked) = self.track_tables(&pages, target, path) {
             return untracked;
@@ -148,10 +151,6 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
             return Mapped::Stale;
         }
         pages.fill(id, bits, gfn, Self::note(target, gfn));
-        let note = match F::SHADOWS {
-            true => mmio_note(gfn, rights),
-            false => 0,
-        };
         entry.store(F::mmio(generation, note), Release);
         Mapped::New
     }

@@ -27,6 +27,7 @@ pub(super) struct EntryId(pub(super) u32);
 
 impl EntryId {
     pub(super) fn new(page: u32, index: usize) -> Self {
+        debug_assert!(page as usize <= Pool::<ShadowPage>::MOST && index < ENTRIES);
         EntryId(page * ENTRIES as u32 + index as u32)
     }
 
@@ -39,7 +40,7 @@ impl EntryId {
     }
 }
 
-const _: () = assert!(Pool::<ShadowPage>::MOST * ENTRIES <= u32::MAX as usize);
+const _: () = assert!((Pool::<ShadowPage>::MOST + 1) * ENTRIES <= u32::MAX as usize);
 
 /// How well a shadow page agrees with the guest's table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -562,4 +563,21 @@ pub(super) fn number_of<P: Platform>(platform: &P, frame: Pfn) -> u32 {
     // SAFETY: an entry under the lock refers to it, or it is that of a page in use.
     let table = unsafe { Table::at(platform, frame) };
     table.meta().next.load(Relaxed) as u32
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::format::tests::assert_refuses;
+
+    #[test]
+    fn an_entry_has_a_number_of_its_own() {
+        let most = Pool::<ShadowPage>::MOST as u32;
+        for (page, index) in [(1, 0), (1, ENTRIES - 1), (2, 0), (most, ENTRIES - 1)] {
+            let id = EntryId::new(page, index);
+            assert_eq!((id.page(), id.index()), (page, index));
+        }
+        assert_refuses(|| EntryId::new(1, ENTRIES));
+        assert_refuses(|| EntryId::new(most + 1, 0));
+    }
 }

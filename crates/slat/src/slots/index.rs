@@ -33,6 +33,7 @@ pub(super) trait Order {
 
     /// Returns what the order compares. Slots may share pages of their backing: the id makes the key unique.
     fn key(slot: &Memslot) -> u64 {
+        debug_assert!(Self::page(slot) < PAGES && slot.id() >> 16 == 0);
         Self::page(slot) << 16 | u64::from(slot.id())
     }
 

@@ -59,8 +59,9 @@ impl Detached {
         self.head == Self::END
     }
 
-    /// Packs a frame and the level of its table into one word. Frame numbers have at most 40 bits.
+    /// Packs a frame and the level of its table into one word. Frame numbers have at most 44 bits, those of RISC-V.
     fn pack(frame: Pfn, level: Level) -> u64 {
+        debug_assert_eq!(frame.0 >> Self::LEVEL_SHIFT, 0, "the frame has more bits");
         frame.0 | (level.0 as u64) << Self::LEVEL_SHIFT
     }
 
@@ -171,5 +172,23 @@ impl<P: Platform> Freeing<'_, P> {
         // SAFETY: the caller's promise.
         unsafe { self.platform.free_tables(&self.batch[..self.len]) };
         self.freed
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::format::tests::assert_refuses;
+
+    #[test]
+    fn a_table_of_any_frame_and_level_can_be_detached() {
+        for frame in [0, 1, (1 << 44) - 1, (1 << 56) - 1].map(Pfn) {
+            for level in (1..=5).map(Level) {
+                let word = Detached::pack(frame, level);
+                assert_ne!(word, Detached::END);
+                assert_eq!(Detached::unpack(word), (frame, level));
+            }
+        }
+        assert_refuses(|| Detached::pack(Pfn(1 << 56), Level::PAGE));
     }
 }

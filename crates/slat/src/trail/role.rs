@@ -1,6 +1,7 @@
 //! What a shadow page is made for, and what the entries of a guest's table mean to it.
 
 use crate::addr::{Gfn, Level};
+use crate::format::Format;
 use crate::frame::ENTRIES;
 use crate::guest_walk::{GuestPaging, Mode, PageRights, UsedEntry, used_entry};
 
@@ -181,6 +182,7 @@ impl Note {
     const RIGHTS_AND_KEY: u32 = 7;
 
     pub(crate) fn new(gfn: Gfn, rights: PageRights) -> Self {
+        debug_assert!(gfn.0 <= u64::MAX >> Self::RIGHTS_AND_KEY && rights.key < 16);
         let bits = u64::from(rights.write)
             | u64::from(rights.user) << 1
             | u64::from(rights.execute) << 2
@@ -223,9 +225,11 @@ impl Note {
     }
 }
 
-/// The note of an MMIO entry: like [`Note`], but without a key, which has no space there.
-pub(crate) fn mmio_note(gfn: Gfn, rights: PageRights) -> u64 {
-    gfn.0 << Note::RIGHTS | Note::new(Gfn(0), rights).0 & ((1 << Note::RIGHTS) - 1)
+/// Returns the note of an MMIO entry of format `F`: like [`Note`], but without a key. `None`: the entry has no space for what
+/// the guest says, which is another key than 0, or a frame that no guest table can name.
+pub(crate) fn mmio_note<F: Format>(gfn: Gfn, rights: PageRights) -> Option<u64> {
+    let fits = rights.key == 0 && gfn.0 >> (F::MMIO_NOTE_BITS - Note::RIGHTS) == 0;
+    fits.then(|| gfn.0 << Note::RIGHTS | Note::new(Gfn(0), rights).0)
 }
 
 /// Returns what [`mmio_note`] was made of.
@@ -237,6 +241,7 @@ pub(crate) fn of_mmio_note(note: u64) -> (Gfn, PageRights) {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::format::{Entry, X86, all_gfns, tests::assert_refuses};
 
     const LONG: Role = Role {
         tables: Tables::Of(Mode::Level5),
@@ -293,7 +298,16 @@ mod tests {
 
     #[test]
     fn a_note_holds_what_it_was_made_of() {
-        let gfn = Gfn((1 << 40) - 3);
+        assert_refuses(|| Note::new(Gfn(1 << 57), PageRights::ALL));
+        assert_refuses(|| {
+            let rights = PageRights {
+                key: 16,
+                ..PageRights::ALL
+            };
+            Note::new(Gfn(0), rights)
+        });
+        // All that tables of five levels translate; a guest's tables name frames of 40 bits.
+        let gfn = Gfn(all_gfns::<X86<5>>().end.0 - 3);
         for bits in 0..128u8 {
             let rights = PageRights {
                 write: bits & 1 != 0,
@@ -304,9 +318,21 @@ mod tests {
             let note = Note::new(gfn, rights);
             assert_eq!((note.gfn(), note.rights()), (gfn, rights));
             assert!(note.is_granted(gfn, rights) && !note.is_granted(Gfn(7), rights));
-            let keyless = PageRights { key: 0, ..rights };
-            let low = Gfn((1 << 39) - 1);
-            assert_eq!(of_mmio_note(mmio_note(low, rights)), (low, keyless));
+            let last = Gfn((1 << 40) - 1);
+            let note = mmio_note::<X86<5>>(last, rights);
+            assert_eq!(note.is_some(), rights.key == 0);
+            if let Some(note) = note {
+                assert_eq!(of_mmio_note(note), (last, rights));
+                let entry = X86::<5>::decode(X86::<5>::mmio(7, note), Level::PAGE);
+                assert_eq!(
+                    entry,
+                    Entry::Mmio {
+                        generation: 7,
+                        note
+                    }
+                );
+            }
+            assert_eq!(mmio_note::<X86<5>>(last.add(1), rights), None);
         }
     }
 }

@@ -14,7 +14,7 @@ use core::ops::Range;
 use super::Vcpu;
 use super::fault::{Detour, Fault, Outcome, Want};
 use super::translate::{Stop, Translation, translation};
-use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PAGE_SIZE, PageIndex, Pfn};
+use crate::addr::{Access, Gfn, Gpa, Gva, Hpa, Level, PAGE_SIZE, PageIndex, Pfn};
 use crate::format::{Entry, Format};
 use crate::frame::ENTRIES;
 use crate::guest_walk::{GuestPaging, GuestTables, Mode, PageRights, WalkError, walk_with_path};
@@ -150,12 +150,6 @@ fn root_index(paging: &GuestPaging, gva: u64) -> usize {
     }
 }
 
-/// What the paging-structure cache knows a virtual address by. Guest-physical addresses do not have this bit, and of
-/// canonical ones it is the only one that differs.
-fn tag(gva: u64) -> Gpa {
-    Gpa(gva ^ 1 << 62)
-}
-
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Returns the host page that `gva` translates to for `access`, in the state `paging`: by a walk of the shadow table; and by
     /// one of the guest's tables, which `words` accesses, and a fault if that finds nothing that allows the access. The
@@ -222,7 +216,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             index: PageIndex::of_gva(gva),
         };
         let strict = paging.strict();
-        let cached = self.presence.tables.get(tag(gva));
+        let cached = self.presence.tables.get(Gva(gva));
         loop {
             let found = match cached {
                 // SAFETY: a walk has found the table, as in `cached_leaf`.
@@ -258,7 +252,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     };
                     if found.level == Level::PAGE {
                         let table = found.table;
-                        self.presence.tables.put(tag(gva), table);
+                        self.presence.tables.put(Gva(gva), table);
                     }
                     Some(Ok(page))
                 }
@@ -301,7 +295,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         paging: &GuestPaging,
         words: &mut W,
     ) -> Result<VirtualPage, VirtualStop<W::Error>> {
-        self.forget(tag(gva));
+        self.presence.tables.forget(Gva(gva));
         self.counters().pf_taken.add(1);
         let mut slept = false;
         let result = loop {

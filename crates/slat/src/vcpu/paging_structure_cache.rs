@@ -43,11 +43,11 @@
 
 use alloc::boxed::Box;
 
-use crate::addr::{Gpa, Level, PAGE_SHIFT, Pfn};
+use crate::addr::{Gpa, Gva, Level, PAGE_SHIFT, Pfn};
 use crate::heap;
 use crate::heap::OutOfMemory;
 
-/// Level 1 tables by guest-physical address, direct-mapped.
+/// Level 1 tables by the region that they translate, direct-mapped.
 pub(super) struct PagingStructureCache {
     entries: Box<[Entry; ENTRIES]>,
     /// What the tags of valid entries have in their low bits: from 1 to [`STAMPS`] - 1.
@@ -57,8 +57,7 @@ pub(super) struct PagingStructureCache {
 /// An entry of the cache.
 #[derive(Clone, Copy)]
 struct Entry {
-    /// The address of the region that `table` translates, and the stamp of the time at which it was put here.
-    /// 0: nothing was.
+    /// The region that `table` translates, and the stamp of the time at which it was put here. 0: nothing was.
     tag: u64,
     /// The frame of the table.
     table: Pfn,
@@ -68,8 +67,41 @@ struct Entry {
 const ENTRIES: usize = if cfg!(loom) { 2 } else { 512 };
 /// log2 of the bytes that a level 1 table translates.
 const REGION_SHIFT: u32 = PAGE_SHIFT + Level::INDEX_BITS;
-/// As many as fit below the address of a region.
-const STAMPS: u64 = 1 << REGION_SHIFT;
+/// As many as fit below the bit that tells a virtual address from a guest-physical one.
+const STAMPS: u64 = Region::VIRTUAL;
+
+/// What a level 1 table translates: a region of guest-physical addresses, or with the shadow MMU one of virtual addresses. The
+/// two never have the same tag, whatever their 64 bits.
+#[derive(Clone, Copy)]
+pub(super) struct Region(u64);
+
+impl Region {
+    /// Below the address of a region: it is a virtual one.
+    const VIRTUAL: u64 = 1 << (REGION_SHIFT - 1);
+
+    const fn around(address: u64) -> u64 {
+        address >> REGION_SHIFT << REGION_SHIFT
+    }
+
+    #[inline(always)]
+    fn index(self) -> usize {
+        (self.0 >> REGION_SHIFT) as usize % ENTRIES
+    }
+}
+
+impl From<Gpa> for Region {
+    #[inline(always)]
+    fn from(gpa: Gpa) -> Self {
+        Region(Self::around(gpa.0))
+    }
+}
+
+impl From<Gva> for Region {
+    #[inline(always)]
+    fn from(gva: Gva) -> Self {
+        Region(Self::around(gva.0) | Self::VIRTUAL)
+    }
+}
 
 impl PagingStructureCache {
     /// An empty cache. Its memory is not touched before it is used.
@@ -85,24 +117,27 @@ impl PagingStructureCache {
         })
     }
 
-    /// Returns the table for the region of `gpa` that was put here since the last [`clear`](Self::clear).
+    /// Returns the table for `region`, that of an address, that was put here since the last [`clear`](Self::clear).
     #[inline(always)]
-    pub(super) fn get(&self, gpa: Gpa) -> Option<Pfn> {
-        let entry = &self.entries[index(gpa)];
-        (entry.tag == self.tag(gpa)).then_some(entry.table)
+    pub(super) fn get(&self, region: impl Into<Region>) -> Option<Pfn> {
+        let region = region.into();
+        let entry = &self.entries[region.index()];
+        (entry.tag == self.tag(region)).then_some(entry.table)
     }
 
-    /// Remembers `table` as the one for the region of `gpa`.
+    /// Remembers `table` as the one for `region`.
     #[inline(always)]
-    pub(super) fn put(&mut self, gpa: Gpa, table: Pfn) {
-        let tag = self.tag(gpa);
-        self.entries[index(gpa)] = Entry { tag, table };
+    pub(super) fn put(&mut self, region: impl Into<Region>, table: Pfn) {
+        let region = region.into();
+        let tag = self.tag(region);
+        self.entries[region.index()] = Entry { tag, table };
     }
 
-    /// Drops the table for the region of `gpa`.
-    pub(super) fn forget(&mut self, gpa: Gpa) {
-        if self.get(gpa).is_some() {
-            self.entries[index(gpa)].tag = 0;
+    /// Drops the table for `region`.
+    pub(super) fn forget(&mut self, region: impl Into<Region>) {
+        let region = region.into();
+        if self.get(region).is_some() {
+            self.entries[region.index()].tag = 0;
         }
     }
 
@@ -123,14 +158,9 @@ impl PagingStructureCache {
     }
 
     #[inline(always)]
-    fn tag(&self, gpa: Gpa) -> u64 {
-        gpa.0 & !(STAMPS - 1) | self.stamp
+    fn tag(&self, region: Region) -> u64 {
+        region.0 | self.stamp
     }
-}
-
-#[inline(always)]
-fn index(gpa: Gpa) -> usize {
-    (gpa.0 >> REGION_SHIFT) as usize % ENTRIES
 }
 
 #[cfg(all(test, not(loom)))]
@@ -138,6 +168,22 @@ mod tests {
     use super::*;
 
     const REGION: u64 = 1 << REGION_SHIFT;
+
+    #[test]
+    fn a_virtual_address_is_no_guest_physical_one() {
+        let addresses = (0..64).map(|bit| 1 << bit).chain([0, u64::MAX]);
+        for address in addresses.clone() {
+            let mut cache = cache(0);
+            cache.put(Gva(address), Pfn(7));
+            assert_eq!(cache.get(Gva(address)), Some(Pfn(7)));
+            let found = addresses
+                .clone()
+                .find(|other| cache.get(Gpa(*other)).is_some());
+            assert_eq!(found, None, "{address:#x}");
+            cache.forget(Gva(address));
+            assert_eq!(cache.get(Gva(address)), None);
+        }
+    }
 
     /// The cache with tables for the first `regions` regions, numbered as they are.
     fn cache(regions: u64) -> PagingStructureCache {

@@ -318,7 +318,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             Access::Write => host.writable,
             Access::Execute => is_executable(&host),
         };
-        match allowed {
+        match allowed && F::holds(host.pfn) {
             true => Ok(host),
             false => Err(ResolveError::BadAddress),
         }
