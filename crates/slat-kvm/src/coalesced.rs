@@ -156,11 +156,12 @@ impl Coalesced {
         true
     }
 
-    /// Removes the oldest ring entry, as a client does. `None`: the ring is empty.
+    /// Removes the oldest ring entry, as a client does. `None`: the ring is empty, or its indices name no ring entry.
     pub(crate) fn next(&self) -> Option<kvm_coalesced_mmio> {
         let (first, last) = self.indices();
-        let index = first.load(Ordering::Relaxed);
-        if index == last.load(Ordering::Acquire) || index >= ENTRIES {
+        let (index, end) = (first.load(Ordering::Relaxed), last.load(Ordering::Acquire));
+        // The client can write nonsense to both: with an end that is never reached, it would read for ever.
+        if index == end || index >= ENTRIES || end >= ENTRIES {
             return None;
         }
         let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();

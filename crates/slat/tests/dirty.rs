@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::SeqCst};
 
 use slat::{
     Access, Config, DirtyGfn, DirtyLogError, DirtyRing, Ept, Gfn, Gpa, Level, Region, SlotFlags,
@@ -218,6 +218,48 @@ fn pages_in_the_ring_of_a_vcpu_that_is_gone_are_noted_by_the_next_that_writes_th
     assert_eq!(vm.reset_dirty_rings(), 9);
 }
 
+/// Overwrites the field `slot` or `offset` of `struct kvm_dirty_gfn`, as a client can.
+fn overwrite(entry: &DirtyGfn, slot: Option<u32>, offset: Option<u64>) {
+    let fields = std::ptr::from_ref(entry);
+    // SAFETY: the second word is an atomic of 4 bytes, the second half one of 8.
+    let (at_slot, at_offset) = unsafe {
+        (
+            &*fields.cast::<AtomicU32>().add(1),
+            &*fields.cast::<AtomicU64>().add(1),
+        )
+    };
+    slot.into_iter()
+        .for_each(|slot| at_slot.store(slot, SeqCst));
+    offset
+        .into_iter()
+        .for_each(|offset| at_offset.store(offset, SeqCst));
+}
+
+/// It is reset like any other (`kvm_reset_dirty_gfn` returns, and its caller counts), and so are those after it.
+#[test]
+fn a_ring_entry_that_names_no_slot_keeps_no_other_from_being_reset() {
+    // Address spaces that do not exist, a slot that does not exist, an id that none can have.
+    for slot in [1 << 16 | 3, u32::MAX, 4, 0xffff] {
+        let entries: Arc<[DirtyGfn]> = (0..128).map(|_| DirtyGfn::new()).collect();
+        let vm = vm();
+        vm.use_dirty_rings();
+        log(&vm);
+        let mut vcpu = vm.create_vcpu().unwrap();
+        let ring = DirtyRing::new(entries.clone()).unwrap();
+        vcpu.set_dirty_ring(Arc::new(ring)).unwrap();
+        write(&mut vcpu, [7, 200]);
+        for entry in &entries[..2] {
+            entry.collect().unwrap();
+        }
+        overwrite(&entries[0], Some(slot), None);
+        assert_eq!(vm.reset_dirty_rings(), 2, "{slot:#x}");
+        let before = vm.stats().dirty_pages;
+        write(&mut vcpu, [7, 200]);
+        assert_eq!(vm.stats().dirty_pages - before, 1, "page 200 was protected");
+        vm.audit().unwrap();
+    }
+}
+
 /// The client can write to the memory of a ring.
 #[test]
 fn a_ring_entry_that_names_no_page_of_its_slot_is_reset_and_means_nothing() {
@@ -232,9 +274,7 @@ fn a_ring_entry_that_names_no_page_of_its_slot_is_reset_and_means_nothing() {
     for (entry, offset) in entries.iter().zip(wrong) {
         write(&mut vcpu, [7]);
         entry.collect().unwrap();
-        // SAFETY: `struct kvm_dirty_gfn` has the offset in its second half, which is an atomic here.
-        let field = unsafe { &*std::ptr::from_ref(entry).cast::<AtomicU64>().add(1) };
-        field.store(offset, SeqCst);
+        overwrite(entry, None, Some(offset));
         let before = vm.stats().remote_tlb_flush;
         assert_eq!(vm.reset_dirty_rings(), 1);
         assert_eq!(vm.stats().remote_tlb_flush, before, "nothing was protected");

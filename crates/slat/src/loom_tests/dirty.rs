@@ -7,7 +7,7 @@ use super::{LOGGED, PLAIN, SmallVcpu, SmallVm, get, model, on_cpu, set_slot, spa
 use crate::addr::{Access::*, Level};
 use crate::sync::atomic::Ordering::*;
 use crate::sync::quiesce::Attention;
-use crate::vm::{DirtyGfn, DirtyRing};
+use crate::vm::{DirtyGfn, DirtyRing, RingSlot};
 use crate::{DirtyLogMethod, Setting, Switch};
 
 /// What the client does to find out about writes to page 0.
@@ -183,6 +183,14 @@ fn a_huge_leaf_is_split_eagerly_during_a_write() {
     });
 }
 
+const SLOT: RingSlot = RingSlot::new(0, 7);
+
+/// Resets one entry of `ring`.
+fn pop(ring: &DirtyRing) -> Option<(RingSlot, u64)> {
+    ring.begin_reset();
+    ring.pop_reset(|_| true)
+}
+
 /// A ring, with a share of its memory.
 struct Ring<const LEN: usize> {
     entries: Arc<[DirtyGfn]>,
@@ -198,6 +206,10 @@ impl<const LEN: usize> Ring<LEN> {
             entries,
         }
     }
+
+    fn pop(&self) -> Option<(RingSlot, u64)> {
+        pop(&self.ring)
+    }
 }
 
 #[test]
@@ -211,7 +223,7 @@ fn each_ring_entry_is_collected_whole_and_reset_once() {
                 while mine.is_soft_full() {
                     loom::thread::yield_now();
                 }
-                mine.push(7, page);
+                mine.push(SLOT, page);
             }
         });
         for page in 1..=PUSHED {
@@ -223,10 +235,10 @@ fn each_ring_entry_is_collected_whole_and_reset_once() {
                 }
             };
             assert_eq!(collected, (7, page));
-            assert_eq!(ring.ring.pop_reset(0), Some((7, page)));
+            assert_eq!(ring.pop(), Some((SLOT, page)));
         }
         cpu.join().unwrap();
-        assert_eq!(ring.ring.pop_reset(0), None);
+        assert_eq!(ring.pop(), None);
         let left = ring.entries.iter().find_map(DirtyGfn::collect);
         assert_eq!(left, None);
     });
@@ -236,17 +248,17 @@ fn each_ring_entry_is_collected_whole_and_reset_once() {
 fn a_reset_needs_no_other_synchronisation_with_the_thread_that_collects() {
     model(2, || {
         let ring = Ring::<2>::new();
-        ring.ring.push(1, 1);
+        ring.ring.push(SLOT, 1);
         ring.entries[0].collect();
-        assert_eq!(ring.ring.pop_reset(0), Some((1, 1)));
-        ring.ring.push(2, 2);
+        assert_eq!(ring.pop(), Some((SLOT, 1)));
+        ring.ring.push(SLOT, 2);
         ring.entries[1].collect();
         let (pushing, resetting) = (ring.ring.clone(), ring.ring.clone());
-        let cpu = spawn(move || pushing.push(3, 3));
+        let cpu = spawn(move || pushing.push(SLOT, 3));
         let resetter = spawn(move || {
-            assert_eq!(resetting.pop_reset(0), Some((2, 2)));
-            let third = resetting.pop_reset(0);
-            assert!(third.is_none() || third == Some((3, 3)), "{third:?}");
+            assert_eq!(pop(&resetting), Some((SLOT, 2)));
+            let third = pop(&resetting);
+            assert!(third.is_none() || third == Some((SLOT, 3)), "{third:?}");
         });
         ring.entries[0].collect();
         cpu.join().unwrap();

@@ -20,7 +20,7 @@ use crate::platform::{Platform, Stale, WaitFor};
 use crate::policy::Prefetch;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::table::{ByGfn, ByIndex, Key, Mapped, Root, Target};
-use crate::vm::{LogKind, RangeOp};
+use crate::vm::{LogKind, RangeOp, RingSlot};
 
 /// What a faulting access asks for.
 #[derive(Clone, Copy)]
@@ -211,7 +211,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
             };
             match ring {
                 Some(ring) if log.kind() == LogKind::Rings => {
-                    ring.push((space as u32) << 16 | slot.id, slot.page);
+                    ring.push(RingSlot::new(space, slot.id), slot.page);
                 }
                 _ => log.mark(slot.page),
             }

@@ -42,6 +42,7 @@ pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
 pub(crate) use leaf::{is_executable, leaf_of};
 pub(crate) use range_op::RangeOp;
+pub(crate) use ring::RingSlot;
 pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
@@ -72,7 +73,7 @@ use crate::table::{Flushes, Root};
 #[non_exhaustive]
 pub struct Config {
     /// The number of address spaces, each with its own memslots and tables (x86 has a second one for SMM). At least one
-    /// is made.
+    /// is made, and at most 65536 can be.
     pub spaces: usize,
     /// The width of the machine's physical addresses in bits (MAXPHYADDR). If the format's MMIO entries need a
     /// reserved address bit, and the machine has none, MMIO is not cached.
@@ -134,6 +135,8 @@ pub enum CreateVmError {
         /// The name of the format.
         format: &'static str,
     },
+    /// More address spaces than a dirty ring tells apart: 65536.
+    TooManySpaces(usize),
     /// No frame for a root table, or no heap memory.
     OutOfMemory,
 }
@@ -151,6 +154,11 @@ impl fmt::Display for CreateVmError {
                 f,
                 "creating a VM: there is no {} MMU for tables of format {format}; tdp is for all",
                 mmu.name()
+            ),
+            CreateVmError::TooManySpaces(spaces) => write!(
+                f,
+                "creating a VM: {spaces} address spaces; ask for at most {}",
+                RingSlot::SPACES
             ),
             CreateVmError::OutOfMemory => f.write_str("creating a VM: no memory"),
         }
@@ -254,6 +262,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let (mmu, format) = (config.mmu, F::NAME);
         if !mmu.serves::<F>() {
             return Err(CreateVmError::NoSuchMmu { mmu, format });
+        }
+        if config.spaces > RingSlot::SPACES {
+            return Err(CreateVmError::TooManySpaces(config.spaces));
         }
         let flushes = Shared::try_new(Flushes::default())?;
         let budget = Shared::try_new(Budget::default())?;

@@ -6,6 +6,10 @@
 //! RESET when it has collected the page, also with `Release`. [`Vm::reset_dirty_rings`], which runs once at a time,
 //! removes entries with RESET from the head, clears their flags, and protects their pages again.
 //!
+//! The client can write anything to a ring entry at any time. So a reset reads each field once, believes none, and ends
+//! when it has come to where the tail was when it began, whatever the flags say by then: an entry that names no memslot, or no
+//! address space, is removed and counted like any other (KVM: `kvm_reset_dirty_gfn`).
+//!
 //! Nothing is lost when the ring is full: the fault that would add an entry stops with
 //! [`crate::Stop::DirtyRingFull`] before it changes anything.
 //!
@@ -39,6 +43,29 @@ pub struct DirtyGfn {
 
 const DIRTY: u32 = 1 << 0;
 const RESET: u32 = 1 << 1;
+
+/// What a ring entry says of a page's memslot: the address space from bit 16 on, the slot's id below.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct RingSlot(u32);
+
+impl RingSlot {
+    /// The most address spaces that it can tell apart.
+    pub(crate) const SPACES: usize = 1 << 16;
+
+    pub(crate) const fn new(space: usize, id: u32) -> Self {
+        debug_assert!(space < Self::SPACES && id >> 16 == 0);
+        RingSlot((space as u32) << 16 | id)
+    }
+
+    /// Returns the index of the address space. Read from a ring, it may be that of none.
+    fn space(self) -> usize {
+        (self.0 >> 16) as usize
+    }
+
+    fn id(self) -> u32 {
+        self.0 & 0xffff
+    }
+}
 
 impl DirtyGfn {
     /// Makes a ring entry without a page: all zero.
@@ -101,6 +128,8 @@ pub struct DirtyRing {
     head: AtomicU32,
     /// Index after the last ring entry. Advanced by the vCPU.
     tail: AtomicU32,
+    /// Where the tail was when the reset began that runs now: it removes no entry from there on.
+    reset_end: AtomicU32,
 }
 
 /// Why there is no [`DirtyRing`].
@@ -156,6 +185,7 @@ impl DirtyRing {
             len,
             head: AtomicU32::new(0),
             tail: AtomicU32::new(0),
+            reset_end: AtomicU32::new(0),
         })
     }
 
@@ -175,50 +205,57 @@ impl DirtyRing {
         used >= self.len - Self::RESERVED
     }
 
-    /// Adds page `offset` of `slot` (with the address space from bit 16 on). Call from the ring's vCPU only.
-    pub(crate) fn push(&self, slot: u32, offset: u64) {
+    /// Adds page `offset` of `slot`. Call from the ring's vCPU only.
+    pub(crate) fn push(&self, slot: RingSlot, offset: u64) {
         let tail = self.tail.load(Relaxed);
         let entry = self.entry(tail);
-        entry.slot.store(slot, Relaxed);
+        entry.slot.store(slot.0, Relaxed);
         entry.offset.store(offset, Relaxed);
         // Before the flag: a reset must find every ring entry that the client has collected.
         self.tail.store(tail.wrapping_add(1), Relaxed);
         entry.flags.store(DIRTY, Release);
     }
 
-    /// Removes the ring entry at the head and returns slot id and page, if the client has collected it and it belongs
-    /// to address space `space`.
-    pub(crate) fn pop_reset(&self, space: u32) -> Option<(u32, u64)> {
+    /// Begins a reset: it removes entries that are in the ring now.
+    pub(crate) fn begin_reset(&self) {
+        self.reset_end.store(self.tail.load(Relaxed), Relaxed);
+    }
+
+    /// Removes the ring entry at the head and returns slot and page, if the client has collected it and its slot is one that
+    /// the caller `takes`.
+    pub(crate) fn pop_reset(&self, takes: impl Fn(RingSlot) -> bool) -> Option<(RingSlot, u64)> {
         let head = self.head.load(Relaxed);
+        if head == self.reset_end.load(Relaxed) {
+            return None;
+        }
         let entry = self.entry(head);
         // Load the flag first: with `Acquire`, what the other side stored before it is visible then.
-        let collected = entry.flags.load(Acquire) & RESET != 0;
-        if !collected || head == self.tail.load(Relaxed) {
+        if entry.flags.load(Acquire) & RESET == 0 {
             return None;
         }
-        let slot = entry.slot.load(Relaxed);
-        if slot >> 16 != space {
+        let slot = RingSlot(entry.slot.load(Relaxed));
+        if !takes(slot) {
             return None;
         }
-        let dirty = (slot & 0xffff, entry.offset.load(Relaxed));
+        let dirty = (slot, entry.offset.load(Relaxed));
         entry.flags.store(0, Release);
         self.head.store(head.wrapping_add(1), Release);
         Some(dirty)
     }
 
-    /// Removes collected ring entries from the head, up to the first one of another address space.
-    fn reset(&self, space: u32) -> impl Iterator<Item = (u32, u64)> {
-        iter::from_fn(move || self.pop_reset(space))
+    /// Removes collected ring entries from the head, up to the first one whose slot the caller does not take.
+    fn reset(&self, takes: impl Fn(RingSlot) -> bool) -> impl Iterator<Item = (RingSlot, u64)> {
+        iter::from_fn(move || self.pop_reset(&takes))
     }
 
     /// Iterates over the ring entries of address space `space` that were not reset, whether collected or not. Changes
     /// nothing. Call when the ring's vCPU does not push any more.
-    fn unreset(&self, space: u32) -> impl Iterator<Item = (u32, u64)> {
+    fn unreset(&self, space: usize) -> impl Iterator<Item = (RingSlot, u64)> {
         let (head, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
         let entries = (0..tail.wrapping_sub(head)).map(move |i| self.entry(head.wrapping_add(i)));
         entries.filter_map(move |entry| {
-            let slot = entry.slot.load(Relaxed);
-            (slot >> 16 == space).then(|| (slot & 0xffff, entry.offset.load(Relaxed)))
+            let slot = RingSlot(entry.slot.load(Relaxed));
+            (slot.space() == space).then(|| (slot, entry.offset.load(Relaxed)))
         })
     }
 
@@ -227,19 +264,19 @@ impl DirtyRing {
     }
 }
 
-/// Pages of slot `id` that one walk is to protect.
+/// Pages of `slot` that one walk is to protect.
 struct ProtectBatch {
-    id: u32,
+    slot: RingSlot,
     first: u64,
     /// Bit n: page `first` + n.
     mask: u64,
 }
 
 impl ProtectBatch {
-    /// Adds `page` of slot `id` if the mask has a bit for it. Returns whether it did.
-    fn add(&mut self, id: u32, page: u64) -> bool {
+    /// Adds `page` of `slot` if the mask has a bit for it. Returns whether it did.
+    fn add(&mut self, slot: RingSlot, page: u64) -> bool {
         let distance = page.wrapping_sub(self.first);
-        let fits = id == self.id && distance < 64;
+        let fits = slot == self.slot && distance < 64;
         if fits {
             self.mask |= 1 << distance;
         }
@@ -258,12 +295,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// noted: KVM_RESET_DIRTY_RINGS. Returns the number of ring entries removed.
     pub fn reset_dirty_rings(&self) -> u64 {
         let rings = self.rings.lock(self.turn_wait());
+        rings.iter().for_each(|ring| ring.begin_reset());
+        let spaces = self.spaces.len();
         let mut total = 0;
         loop {
-            // `ring.reset` stops at an entry of another address space, so repeat until no ring has any.
-            let reset: u64 = (0..self.spaces.len())
+            // `ring.reset` stops at an entry of another address space, so repeat until no ring has any. Entries of none are
+            // removed with those of the first.
+            let reset: u64 = (0..spaces)
                 .map(|space| {
-                    let collected = rings.iter().flat_map(|ring| ring.reset(space as u32));
+                    let takes = |slot: RingSlot| {
+                        slot.space() == space || space == 0 && slot.space() >= spaces
+                    };
+                    let collected = rings.iter().flat_map(|ring| ring.reset(takes));
                     self.protect_again(space, collected)
                 })
                 .sum();
@@ -274,33 +317,33 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Protects `pages` of address space `index`, given by slot id and number in the slot, so that the next write to
-    /// them is noted. Returns their number.
-    fn protect_again(&self, index: usize, pages: impl Iterator<Item = (u32, u64)>) -> u64 {
+    /// Protects `pages` of address space `index`, given by slot and number in the slot, so that the next write to
+    /// them is noted. Returns their number, with those of no slot in that address space.
+    fn protect_again(&self, index: usize, pages: impl Iterator<Item = (RingSlot, u64)>) -> u64 {
         let space = &self.spaces[index];
         let mut op = RangeOp::begin(self, space);
         let mut count = 0;
         // Consecutive ring entries are often for pages near each other: one walk protects them.
         let mut batch: Option<ProtectBatch> = None;
-        for (id, page) in pages {
+        for (slot, page) in pages {
             count += 1;
             if !op.look() {
                 op.pass();
             }
-            if batch.as_mut().is_some_and(|batch| batch.add(id, page)) {
+            if batch.as_mut().is_some_and(|batch| batch.add(slot, page)) {
                 continue;
             }
             let next = ProtectBatch {
-                id,
+                slot,
                 first: page,
                 mask: 1,
             };
             if let Some(before) = batch.replace(next) {
-                self.protect_batch(&mut op, &before);
+                self.protect_batch(&mut op, index, &before);
             }
         }
         if let Some(last) = batch {
-            self.protect_batch(&mut op, &last);
+            self.protect_batch(&mut op, index, &last);
         }
         // Even a page without a leaf may still be written, by a translation that another thread has zapped and not
         // flushed yet.
@@ -311,13 +354,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
         count
     }
 
-    /// Protects the pages of `batch`, with the slot writers' lock held. Does nothing for pages that are not in the slot
-    /// any more, because it was deleted, or created again smaller.
-    fn protect_batch(&self, op: &mut RangeOp<'_, P, F>, batch: &ProtectBatch) {
+    /// Protects the pages of `batch` in address space `index`, that of `op`, with the slot writers' lock held. Does nothing for
+    /// pages of another address space, or that are not in the slot any more, because it was deleted, or created again smaller.
+    fn protect_batch(&self, op: &mut RangeOp<'_, P, F>, index: usize, batch: &ProtectBatch) {
+        if batch.slot.space() != index {
+            return;
+        }
         let change = op.outside(|| op.space.slots.change(self.turn_wait()));
         // The client can write to the ring: `first` may be any number.
         let in_slot = |slot: &&OwnedSlot| batch.first < slot.pages();
-        let Some(slot) = change.by_id(batch.id).filter(in_slot) else {
+        let Some(slot) = change.by_id(batch.slot.id()).filter(in_slot) else {
             return;
         };
         let first = slot.base().add(batch.first);
@@ -349,7 +395,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         if !ring.is_empty() {
             for space in 0..self.spaces.len() {
-                self.protect_again(space, ring.unreset(space as u32));
+                self.protect_again(space, ring.unreset(space));
             }
         }
     }
@@ -358,25 +404,58 @@ impl<P: Platform, F: Format> Vm<P, F> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::tests::assert_refuses;
 
     fn ring() -> DirtyRing {
         let entries: [DirtyGfn; 128] = core::array::from_fn(|_| DirtyGfn::new());
         DirtyRing::new(entries).unwrap()
     }
 
+    /// Removes an entry of address space `space`, in a reset of its own.
+    fn pop_reset(ring: &DirtyRing, space: usize) -> Option<(u32, u64)> {
+        ring.begin_reset();
+        let popped = ring.pop_reset(|slot| slot.space() == space);
+        popped.map(|(slot, page)| (slot.id(), page))
+    }
+
+    #[test]
+    fn a_ring_slot_holds_address_space_and_id() {
+        let last = RingSlot::new(RingSlot::SPACES - 1, 0xffff);
+        assert_eq!((last.space(), last.id()), (RingSlot::SPACES - 1, 0xffff));
+        assert_refuses(|| RingSlot::new(RingSlot::SPACES, 0));
+        assert_refuses(|| RingSlot::new(0, 1 << 16));
+    }
+
     #[test]
     fn only_collected_entries_are_reset_and_in_order() {
         let ring = ring();
-        ring.push(1, 10);
-        ring.push(2, 20);
-        assert_eq!(ring.pop_reset(0), None);
+        ring.push(RingSlot::new(0, 1), 10);
+        ring.push(RingSlot::new(0, 2), 20);
+        assert_eq!(pop_reset(&ring, 0), None);
         ring.entry(1).flags.store(DIRTY | RESET, Release);
-        assert_eq!(ring.pop_reset(0), None, "the one before is not collected");
+        assert_eq!(pop_reset(&ring, 0), None, "the one before is not collected");
         ring.entry(0).flags.store(DIRTY | RESET, Release);
-        assert_eq!(ring.pop_reset(1), None, "another address space");
-        assert_eq!(ring.pop_reset(0), Some((1, 10)));
-        assert_eq!(ring.pop_reset(0), Some((2, 20)));
-        assert_eq!(ring.pop_reset(0), None);
+        assert_eq!(pop_reset(&ring, 1), None, "another address space");
+        assert_eq!(pop_reset(&ring, 0), Some((1, 10)));
+        assert_eq!(pop_reset(&ring, 0), Some((2, 20)));
+        assert_eq!(pop_reset(&ring, 0), None);
+    }
+
+    /// A client that sets RESET in entries that are not its own, or as fast as they are made, keeps no reset going.
+    #[test]
+    fn a_reset_ends_where_the_tail_was_when_it_began() {
+        let ring = ring();
+        for entry in 0..128 {
+            ring.entry(entry).flags.store(RESET, Release);
+        }
+        ring.push(RingSlot::new(0, 1), 10);
+        ring.entry(0).collect().unwrap();
+        ring.begin_reset();
+        ring.push(RingSlot::new(0, 1), 11);
+        ring.entry(1).collect().unwrap();
+        assert_eq!(ring.reset(|_| true).count(), 1);
+        ring.begin_reset();
+        assert_eq!(ring.reset(|_| true).count(), 1);
     }
 
     #[test]
@@ -384,25 +463,30 @@ mod tests {
         let ring = ring();
         for page in 0..64 {
             assert!(!ring.is_soft_full());
-            ring.push(0, page);
+            ring.push(RingSlot::new(0, 0), page);
         }
         assert!(ring.is_soft_full());
         ring.entry(0).flags.store(RESET, Release);
-        ring.pop_reset(0).unwrap();
+        pop_reset(&ring, 0).unwrap();
         assert!(!ring.is_soft_full());
     }
 
     #[test]
     fn what_was_not_reset_is_known_whether_it_was_collected_or_not() {
         let ring = ring();
-        ring.push(1, 10);
-        ring.push(1 << 16 | 2, 20);
-        ring.push(3, 30);
+        let (first, other, last) = (
+            RingSlot::new(0, 1),
+            RingSlot::new(1, 2),
+            RingSlot::new(0, 3),
+        );
+        ring.push(first, 10);
+        ring.push(other, 20);
+        ring.push(last, 30);
         assert_eq!(ring.entry(0).collect(), Some((1, 10)));
-        assert_eq!(ring.pop_reset(0), Some((1, 10)));
+        assert_eq!(pop_reset(&ring, 0), Some((1, 10)));
         assert_eq!(ring.entry(1).collect(), Some((1 << 16 | 2, 20)));
-        assert!(ring.unreset(0).eq([(3, 30)]));
-        assert!(ring.unreset(1).eq([(2, 20)]));
+        assert!(ring.unreset(0).eq([(last, 30)]));
+        assert!(ring.unreset(1).eq([(other, 20)]));
         assert_eq!(ring.entry(2).page(), Some((3, 30)));
     }
 }
