@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Format, Gfn, HostPage, HostRun, Hva, Pfn, Platform, ResolveError, Stale,
+    Access, Entries, Format, Gfn, HostPage, HostRun, Hpa, Hva, Pfn, Platform, ResolveError, Stale,
     TableMeta, Vm, VmId, WaitFor,
 };
 
@@ -28,6 +28,11 @@ pub enum Event {
     Resolve(Hva),
     /// A backing page was resolved; the engine does not have the result yet.
     Resolved(Hva),
+    /// Resident pages from this address on were found; the engine does not have them yet.
+    Resident(Hva),
+    /// An entry of the guest's own tables is about to be read, or was read and the engine does not have it yet
+    /// ([`SimMachine::guest_entry`]).
+    GuestEntry(Hpa),
     /// The engine waits.
     Wait(WaitFor),
     /// The engine flushes hardware: frames from the first to before the second.
@@ -97,6 +102,11 @@ impl SimMachine {
     pub fn set_hook(&self, hook: impl Fn(Event) + Send + Sync + 'static) {
         *self.hook.write().unwrap() = Some(Arc::new(hook));
         self.hooked.store(true, SeqCst);
+    }
+
+    /// Call before and after a test's CPU reads an entry of the guest's own tables, at `host`: the hook can step in.
+    pub fn guest_entry(&self, host: Hpa) {
+        self.event(Event::GuestEntry(host));
     }
 
     /// Removes the hook of [`set_hook`](Self::set_hook).
@@ -236,6 +246,10 @@ unsafe impl Platform for SimMachine {
     }
 
     fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        let mut give = |run: HostRun| {
+            self.event(Event::Resident(run.backing));
+            found(run);
+        };
         let mut run: Option<HostRun> = None;
         let mut at = backing.start;
         while at < backing.end {
@@ -248,13 +262,13 @@ unsafe impl Platform for SimMachine {
                         pages: 1,
                         first,
                     });
-                    before.take().into_iter().for_each(&mut *found);
+                    before.take().into_iter().for_each(&mut give);
                     *before = first;
                 }
             }
             at = at.add_pages(1);
         }
-        run.into_iter().for_each(found);
+        run.into_iter().for_each(give);
     }
 
     fn flush(&self, _: VmId, range: Range<Gfn>, _: Stale) {

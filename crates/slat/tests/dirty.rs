@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::SeqCst};
+use std::thread;
 
 use slat::{
     Access, Config, DirtyGfn, DirtyLogError, DirtyRing, Ept, Gfn, Gpa, Level, Region, SlotFlags,
-    Stop, Vcpu, Vm,
+    Stop, Vcpu, Vm, WaitFor,
 };
-use slat_model::{HostChange, HostMemory, PageKind, RingClient, SimPlatform};
+use slat_model::{Event, HostChange, HostMemory, PageKind, RingClient, SimPlatform};
 
 /// No multiple of 64: words of the bitmap lie across words of the tables.
 const BASE: u64 = 37;
@@ -216,6 +217,62 @@ fn pages_in_the_ring_of_a_vcpu_that_is_gone_are_noted_by_the_next_that_writes_th
         .collect();
     assert_eq!(noted, (0..9).collect::<Vec<_>>());
     assert_eq!(vm.reset_dirty_rings(), 9);
+}
+
+/// While a slot moves, a CPU may still write to a collected page by a translation of its old place. The reset lets that end, so
+/// that the next write is noted.
+#[test]
+fn a_reset_while_the_slot_moves_ends_translations_of_its_old_place() {
+    let vm = vm();
+    vm.use_dirty_rings();
+    log(&vm);
+    let mut client = RingClient::new();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    vcpu.set_dirty_ring(client.ring()).unwrap();
+    // With a flush, after which the move need not begin by waiting for readers of the old memslots.
+    write(&mut vcpu, [200]);
+    vm.zap(0, Gfn(BASE + 200)..Gfn(BASE + 201));
+    vcpu.enter_unguarded(1);
+    vcpu.quiesce();
+    // It may use this until it quiesces.
+    while vcpu.translate(Gpa((BASE + 2) << 12), Access::Write) == Err(Stop::Retry) {
+        vcpu.quiesce();
+    }
+    let (moves, resets) = (AtomicBool::new(false), AtomicBool::new(false));
+    let waiting = Arc::new([moves, resets]);
+    vm.platform().set_hook({
+        let waiting = waiting.clone();
+        move |event| {
+            if let Event::Wait(WaitFor::Reader(_)) = event {
+                let resets = thread::current().name() == Some("reset");
+                waiting[usize::from(resets)].store(true, SeqCst);
+            }
+        }
+    });
+    let moved = Region::new(3, Gpa(1 << 30), PAGES << 12, HostMemory::hva(0))
+        .with_flags(SlotFlags::LOG_DIRTY_PAGES);
+    thread::scope(|scope| {
+        scope.spawn(|| vm.set_memory_region(0, &moved).unwrap());
+        while !waiting[0].load(SeqCst) {
+            thread::yield_now();
+        }
+        let collected = [client.collect(), client.collect()];
+        assert_eq!(collected.map(|page| page.unwrap().page), [200, 2]);
+        let reset = thread::Builder::new().name("reset".into());
+        let reset = reset
+            .spawn_scoped(scope, || vm.reset_dirty_rings())
+            .unwrap();
+        while !waiting[1].load(SeqCst) && !reset.is_finished() {
+            thread::yield_now();
+        }
+        let ended_too_early = reset.is_finished();
+        vcpu.quiesce();
+        vcpu.leave();
+        assert!(!ended_too_early, "the CPU could still write");
+        assert_eq!(reset.join().unwrap(), 2);
+    });
+    vm.platform().clear_hook();
+    vm.audit().unwrap();
 }
 
 /// Overwrites the field `slot` or `offset` of `struct kvm_dirty_gfn`, as a client can.

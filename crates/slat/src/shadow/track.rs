@@ -522,14 +522,17 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 
     /// Has every page compared with the guest's table at the next flush: the client may have written to guest memory, which
-    /// nobody notices.
-    /// Returns how many pages that are.
+    /// nobody notices. Returns how many pages that are. A comparison in progress, of what was read before, syncs no page.
     pub(crate) fn distrust_all(&self) -> u64 {
         let pages = self.lock();
         let mut unsynced = 0;
         for number in pages.active() {
-            let guest = pages.pool.get(number).guest();
-            if guest.is_some_and(|guest| guest.agreement.get() == Agreement::Synced) {
+            let page = pages.pool.get(number);
+            let Some(guest) = page.guest() else {
+                continue;
+            };
+            self.changes.raise(page.gfn.get());
+            if guest.agreement.get() == Agreement::Synced {
                 unsynced += u64::from(pages.set_agreement(number, Agreement::ToCompare));
             }
         }

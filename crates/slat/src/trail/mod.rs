@@ -21,6 +21,7 @@ const LEVELS: usize = 5;
 /// * after a store to a table that is tracked, before what was made of the old entry is zapped;
 /// * when a table begins to be tracked: stores before that were not noticed;
 /// * when a table is compared with its shadow page, before that is done;
+/// * when the client may have stored to any table;
 /// * when the memory at its frame has become another one.
 ///
 /// So if the counter is the same, the entry still had the value that was read, or its shadow page will be compared with

@@ -8,7 +8,8 @@ use slat::{Access::*, Format, Gfn, Gpa, Level, MemoryAttributes, Region};
 use slat::{Setting, Switch};
 use slat_model::HostMemory;
 
-use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World, interleave};
+use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World};
+use crate::interleave::interleave;
 
 impl<F: Format> World<F> {
     /// Small leaves where huge ones fit.

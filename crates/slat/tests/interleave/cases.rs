@@ -7,7 +7,8 @@ use slat::{Access::*, Format, Level};
 use slat::{DirtyLogMethod, Setting, Switch};
 use slat_model::{Event, HostChange, PageKind};
 
-use crate::harness::{Act, LOGGED, NONE, Prepare, Progress, World, interleave};
+use crate::harness::{Act, LOGGED, NONE, Prepare, World};
+use crate::interleave::{Progress, Scene, interleave};
 
 impl<F: Format> World<F> {
     pub fn a_fault_and_an_invalidation_of_its_page() {

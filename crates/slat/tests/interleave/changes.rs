@@ -10,7 +10,8 @@ use slat::{DirtyLogMethod, MmuKind, Setting};
 use slat_model::{Event, HostMemory};
 
 use crate::common::config;
-use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World, interleave};
+use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World};
+use crate::interleave::{Scene, interleave};
 
 impl<F: Format> World<F> {
     /// Room for the slot in another GiB than the first.
@@ -78,6 +79,35 @@ impl<F: Format> World<F> {
         for leave in [delete, elsewhere] {
             interleave(Self::MAPPED, &[(1, Write), (700, Read)], leave, create);
         }
+    }
+
+    /// The same of a slot that is moved there.
+    pub fn a_slot_that_moves_to_where_another_leaves_is_all_that_is_seen_there() {
+        const OTHER: u64 = 4096 - SLOT_PAGES;
+        fn another(base: u64) -> Region {
+            let backing = HostMemory::hva(SLOT_PAGES);
+            Region::new(1, Gpa(base << 12), SLOT_PAGES << 12, backing)
+        }
+        let with_another = || {
+            let world = Self::MAPPED();
+            world.witness.allow(OTHER..OTHER + SLOT_PAGES, SLOT_PAGES);
+            world.vm.set_memory_region(0, &another(OTHER)).unwrap();
+            world.touch(OTHER, Write);
+            world
+        };
+        let come: Act<F> = |w| {
+            w.witness.allow(0..SLOT_PAGES, SLOT_PAGES);
+            // The other one may still be there.
+            if w.vm.set_memory_region(0, &another(0)).is_ok() {
+                w.expect(w.vm.platform().tlb.check_backing(&(0..SLOT_PAGES)));
+            }
+        };
+        interleave(
+            with_another,
+            &[(1, Write), (700, Read)],
+            |w| w.set(0..0, 0),
+            come,
+        );
     }
 
     /// Who has been told that frames are private may not meet them shared.

@@ -1,16 +1,17 @@
-//! The world of these tests, and how two operations are interleaved in it.
+//! The world of these tests.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::*};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 use crate::common::config;
+use crate::interleave::{Holder, Scene};
 use slat::{
     Access::{self, *},
     Attention, Format, Gpa, Level, MmuKind, Region, SlotFlags, Stop, Vcpu, Vm,
 };
-use slat_model::{Event, Harvests, HostChange, HostMemory, PageKind, SimPlatform, Witness};
+use slat_model::{Harvests, HostChange, HostMemory, PageKind, SimPlatform, Witness};
 
 const PAGES: u64 = 2048;
 /// Host pages 0..1024 back the slot at frame `base`.
@@ -160,23 +161,6 @@ impl<F: Format> World<F> {
             self.vm.platform().note(why);
         }
     }
-
-    /// When all is quiet.
-    pub fn check(&self) {
-        let platform = self.vm.platform();
-        platform.check();
-        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
-        for gfn in [0, 1, 2, 7, 8, 511, 512, 700, 1023, 1024, 1030] {
-            self.touch(gfn, Read);
-        }
-        if self.logging.load(SeqCst) {
-            self.harvest();
-            assert_eq!(self.harvests.lost(), None, "a write is in no dirty log");
-        }
-        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
-        assert_eq!(platform.tlb.stale(), None);
-        platform.check();
-    }
 }
 
 impl<F: Format> Drop for World<F> {
@@ -193,160 +177,78 @@ pub const fn remap(level: Level) -> HostChange {
     }
 }
 
-#[derive(Default)]
-pub struct Progress {
-    pub steps: usize,
-    pub paused: bool,
-    pub resumed: bool,
-    pub victim_done: bool,
-    /// Both have done what they can without the holder.
-    pub holder_may_quiesce: bool,
-}
-
 pub type Act<F> = fn(&World<F>);
 pub type Prepare<F> = fn() -> Arc<World<F>>;
 
-/// Steps at the beginning and at the end of a victim after each of which the intruder runs.
-const ENDS: usize = 64;
+impl<F: Format> Scene for World<F> {
+    type Held = (u64, Access);
 
-/// Runs `victim` once for each of its steps, with `intruder` in between. `held`: what the holder uses. Steps in the middle of many are
-/// alike, such as visits of all leaves of a slot: every seventh of them.
-pub fn interleave<F: Format>(
-    prepare: impl Fn() -> Arc<World<F>>,
-    held: &[(u64, Access)],
-    victim: Act<F>,
-    intruder: Act<F>,
-) {
-    let mut step = 1;
-    loop {
-        let world = prepare();
-        let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
-        world.vm.platform().set_hook({
-            let progress = progress.clone();
-            move |event| on_event(&progress, event, step)
-        });
-        let stop = AtomicBool::new(false);
-        let ready = AtomicBool::new(held.is_empty());
-        let mut steps_left = false;
-        thread::scope(|scope| {
-            if !held.is_empty() {
-                scope.spawn(|| hold(&world, held, &ready, &stop, &progress.0));
-            }
-            while !ready.load(SeqCst) {
-                thread::yield_now();
-            }
-            let start = |name: &str, act: Act<F>| {
-                let (world, progress) = (world.clone(), progress.clone());
-                let done_as_victim = name == "victim";
-                let run = move || {
-                    act(&world);
-                    let mut now = progress.0.lock().unwrap();
-                    now.victim_done |= done_as_victim;
-                    now.resumed |= !done_as_victim;
-                    now.holder_may_quiesce |= now.resumed;
-                    progress.1.notify_all();
-                };
-                let thread = thread::Builder::new().name(name.into());
-                thread.spawn_scoped(scope, run).unwrap()
-            };
-            let victim = start("victim", victim);
-            {
-                let mut now = progress.0.lock().unwrap();
-                while !now.paused && !now.victim_done {
-                    now = progress.1.wait(now).unwrap();
-                }
-                steps_left = now.paused;
-            }
-            let intruder = start("intruder", intruder);
-            intruder.join().unwrap();
-            victim.join().unwrap();
-            stop.store(true, SeqCst);
-        });
-        world.vm.platform().clear_hook();
-        world.check();
-        if !steps_left {
-            // The direct MMU reaches no table for frames that nothing maps.
-            let may_be_still = config().mmu == MmuKind::Direct;
-            assert!(step > 1 || may_be_still, "the victim had hardly a step");
-            return;
-        }
-        let is_in_the_middle = step > ENDS && step + ENDS < progress.0.lock().unwrap().steps;
-        step += if is_in_the_middle { 7 } else { 1 };
+    /// The direct MMU reaches no table for frames that nothing maps.
+    fn may_be_still() -> bool {
+        config().mmu == MmuKind::Direct
     }
-}
 
-fn on_event(progress: &(Mutex<Progress>, Condvar), event: Event, step: usize) {
-    let thread = thread::current();
-    let waits = matches!(event, Event::Wait(_));
-    match thread.name() {
-        Some("victim") => {
-            let mut now = progress.0.lock().unwrap();
-            now.steps += 1;
-            if now.steps == step {
-                now.paused = true;
-                progress.1.notify_all();
-                while !now.resumed {
-                    now = progress.1.wait(now).unwrap();
+    fn platform(&self) -> &SimPlatform {
+        self.vm.platform()
+    }
+
+    /// Gets translations, and uses them until a flush is asked for and nobody can go on without it.
+    fn hold(&self, held: &[(u64, Access)], holder: &Holder<'_>) {
+        let mut vcpu = self.vm.create_vcpu().unwrap();
+        vcpu.enter_unguarded(2);
+        vcpu.quiesce();
+        let mut tlb = Vec::new();
+        let get = |vcpu: &mut Vcpu<SimPlatform, F>, tlb: &mut Vec<_>| {
+            for &(gfn, access) in held {
+                match vcpu.translate(Gpa(gfn << 12), access) {
+                    Ok(translation) => tlb.push((gfn, access, translation)),
+                    Err(Stop::Retry) => {
+                        tlb.clear();
+                        vcpu.quiesce();
+                    }
+                    Err(_) => {}
                 }
             }
-            now.holder_may_quiesce |= waits;
-        }
-        Some("intruder") if waits => {
-            let mut now = progress.0.lock().unwrap();
-            now.resumed = true;
-            now.holder_may_quiesce = true;
-            progress.1.notify_all();
-        }
-        _ => {}
-    }
-}
-
-/// Gets translations, and uses them until a flush is asked for and nobody can go on without it.
-fn hold<F: Format>(
-    world: &World<F>,
-    held: &[(u64, Access)],
-    ready: &AtomicBool,
-    stop: &AtomicBool,
-    progress: &Mutex<Progress>,
-) {
-    let mut vcpu = world.vm.create_vcpu().unwrap();
-    vcpu.enter_unguarded(2);
-    vcpu.quiesce();
-    let mut tlb = Vec::new();
-    let get = |vcpu: &mut Vcpu<SimPlatform, F>, tlb: &mut Vec<_>| {
-        for &(gfn, access) in held {
-            match vcpu.translate(Gpa(gfn << 12), access) {
-                Ok(translation) => tlb.push((gfn, access, translation)),
-                Err(Stop::Retry) => {
-                    tlb.clear();
-                    vcpu.quiesce();
-                }
-                Err(_) => {}
-            }
-        }
-    };
-    while tlb.len() < held.len() {
-        tlb.clear();
-        get(&mut vcpu, &mut tlb);
-    }
-    ready.store(true, SeqCst);
-    while !stop.load(SeqCst) {
-        for (gfn, access, translation) in &tlb {
-            world.use_page(*gfn, translation, *access);
-            if *access == Write {
-                world.wrote(translation);
-            }
-        }
-        let asked = vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0;
-        if asked && progress.lock().unwrap().holder_may_quiesce {
+        };
+        while tlb.len() < held.len() {
             tlb.clear();
-            vcpu.quiesce();
-            // It goes on at once: what is still in the tables is used again.
             get(&mut vcpu, &mut tlb);
         }
-        thread::yield_now();
+        holder.is_ready();
+        while !holder.is_over() {
+            for (gfn, access, translation) in &tlb {
+                self.use_page(*gfn, translation, *access);
+                if *access == Write {
+                    self.wrote(translation);
+                }
+            }
+            let asked = vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0;
+            if asked && holder.may_quiesce() {
+                tlb.clear();
+                vcpu.quiesce();
+                // It goes on at once: what is still in the tables is used again.
+                get(&mut vcpu, &mut tlb);
+            }
+            thread::yield_now();
+        }
+        vcpu.leave();
     }
-    vcpu.leave();
+
+    fn check(&self) {
+        let platform = self.vm.platform();
+        platform.check();
+        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
+        for gfn in [0, 1, 2, 7, 8, 511, 512, 700, 1023, 1024, 1030] {
+            self.touch(gfn, Read);
+        }
+        if self.logging.load(SeqCst) {
+            self.harvest();
+            assert_eq!(self.harvests.lost(), None, "a write is in no dirty log");
+        }
+        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(platform.tlb.stale(), None);
+        platform.check();
+    }
 }
 
 /// What the tests are made of: worlds, and what is done in them.

@@ -1,8 +1,6 @@
-//! Two operations, interleaved at every step of the first: the *victim* is stopped at its n-th step (a
-//! table reached, a page resolved, a frame allocated, a wait), the *intruder* runs until it is done or
-//! must wait, then the victim goes on; for every n (of hundreds that are alike, for many). Meanwhile a
-//! *holder*, a vCPU that acknowledges flushes only when it must, uses the translations it was given
-//! before, and checks each use.
+//! Operations of the host and faults, interleaved at every step of one of them: a table reached, a page resolved, resident pages
+//! found, a frame allocated, a wait ([`interleave`]). The holder uses the translations that it was given before, and checks
+//! each use.
 
 mod break_before_make;
 mod cases;
@@ -10,6 +8,8 @@ mod changes;
 #[path = "../common/mod.rs"]
 mod common;
 mod harness;
+#[path = "../common/interleave.rs"]
+mod interleave;
 
 use common::{direct, tdp};
 use slat::Ept;
@@ -58,6 +58,7 @@ macro_rules! on_formats {
                 a_log_taken_while_its_slot_moves_loses_no_write,
                 logging_that_begins_beside_a_move_misses_no_write,
                 a_slot_that_appears_where_another_leaves_is_all_that_is_seen_there,
+                a_slot_that_moves_to_where_another_leaves_is_all_that_is_seen_there,
                 a_conversion_to_what_is_being_converted_to,
                 a_zap_that_knows_the_old_place_of_a_slot_notes_no_other_page,
             }
