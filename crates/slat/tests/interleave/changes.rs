@@ -102,12 +102,11 @@ impl<F: Format> World<F> {
                 w.expect(w.vm.platform().tlb.check_backing(&(0..SLOT_PAGES)));
             }
         };
-        interleave(
-            with_another,
-            &[(1, Write), (700, Read)],
-            |w| w.set(0..0, 0),
-            come,
-        );
+        let delete: Act<F> = |w| w.set(0..0, 0);
+        // Without a holder the move waits for nobody, and returns before the other slot's flush.
+        for held in [&[][..], &[(1, Write), (700, Read)]] {
+            interleave(with_another, held, delete, come);
+        }
     }
 
     /// Who has been told that frames are private may not meet them shared.
