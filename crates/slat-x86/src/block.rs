@@ -150,6 +150,7 @@ impl Block {
         self.cool();
         self.ops.clear();
         self.bytes.clear();
+        (self.crosses, self.split) = (false, 0);
     }
 
     /// Makes the block hot.
