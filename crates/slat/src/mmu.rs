@@ -125,6 +125,10 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
         either!(self, mmu => mmu.walk(walk, show, visit));
     }
 
+    fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
+        either!(self, mmu => mmu.age(walk, clear))
+    }
+
     #[inline]
     fn zap(&self, at: &At<'_>) {
         either!(self, mmu => mmu.zap(at));

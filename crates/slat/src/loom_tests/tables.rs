@@ -1,5 +1,6 @@
 //! The tree alone: installs, splits and zaps, concurrent with each other and with walkers.
 
+mod aging;
 mod break_before_make;
 
 use std::ops::Range;

@@ -28,11 +28,11 @@ mod plain {
         AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, fence,
     };
 
-    /// Stores with `Relaxed` order, where another thread may read-modify-write at the same time. A function of its own
-    /// because loom would leave such a store and such a write unordered.
+    /// Stores where another thread may read-modify-write at the same time. A function of its own because loom would leave
+    /// such a store and such a write unordered.
     #[inline(always)]
-    pub fn overwrite(atomic: &AtomicU64, value: u64) {
-        atomic.store(value, super::Ordering::Relaxed);
+    pub fn overwrite(atomic: &AtomicU64, value: u64, order: super::Ordering) {
+        atomic.store(value, order);
     }
 
     /// Represents memory that a protocol protects, and not the compiler. Does nothing at run time. Under loom it is a
@@ -65,8 +65,8 @@ mod model {
     pub use loom::sync::atomic::fence;
 
     /// Like `plain::overwrite`, but as a read-modify-write, which loom puts in one order with others.
-    pub fn overwrite(atomic: &AtomicU64, value: u64) {
-        atomic.swap(value, Relaxed);
+    pub fn overwrite(atomic: &AtomicU64, value: u64, order: Ordering) {
+        atomic.swap(value, order);
     }
 
     pub struct Watch(loom::cell::UnsafeCell<()>);

@@ -130,7 +130,7 @@ impl At<'_> {
 
     /// Clears the entry, which is a leaf or refers to a table.
     pub(crate) fn clear<F: Format>(&self) {
-        self.entry.store(F::cleared(0), Release);
+        overwrite(self.entry, F::cleared(0), Release);
         self.cleared::<F>();
     }
 
@@ -179,13 +179,14 @@ impl At<'_> {
 
     /// Overwrites the entry with `bits`. Loses accessed and dirty bits that a walker sets at the same time.
     pub(crate) fn put(&self, bits: u64) {
-        overwrite(self.entry, bits);
+        overwrite(self.entry, bits, Relaxed);
     }
 
-    /// Applies `change` to the leaf in the entry. Loses no bit that a walker sets at the same time.
+    /// Applies `change` to the leaf in the entry. Loses no bit that a walker sets at the same time; but an accessed bit that is
+    /// cleared without the lock meanwhile ([`super::age`]) may be set again.
     pub(crate) fn update<F: Format>(&self, change: impl Fn(u64) -> u64) {
         if F::is_settled(self.bits) {
-            self.entry.store(change(self.bits), Relaxed);
+            overwrite(self.entry, change(self.bits), Relaxed);
         } else {
             let _ = self
                 .entry
@@ -302,6 +303,22 @@ pub(crate) trait ByGfn {
     /// when the budget of `walk` is used up; the next call resumes with the same entry.
     fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit);
 
+    /// Returns how many leaves of the range have the accessed bit set; clears it if `clear`. Continues `walk`, and stops when
+    /// its budget is used up, as [`Self::walk`] does, but need not take a lock.
+    fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
+        let mut young = 0;
+        self.walk(walk, Show::default(), &mut |at: &At<'_>| {
+            if Self::Format::clear_accessed(at.bits) != at.bits {
+                young += 1;
+                if clear {
+                    at.update::<Self::Format>(Self::Format::clear_accessed);
+                }
+            }
+            Next::Pass
+        });
+        young
+    }
+
     /// Zaps the leaf at `at`.
     fn zap(&self, at: &At<'_>);
 
@@ -385,25 +402,19 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
     type Format = F;
 
     fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
-        let end = walk.range.end.min(all_gfns::<F>().end);
-        let root_pages = F::TOP.pages() * ENTRIES as u64;
-        while walk.at < end {
-            let start = walk.at;
-            let next = Gfn((start.0 / root_pages + 1) * root_pages).min(end);
-            let root = root_table::<F>(self.context(), start);
+        self.each_root(walk, |walk, root, gfns| {
             let mut walker = Walker {
                 tree: self,
                 show,
-                walk: &mut *walk,
+                walk,
                 visit: &mut *visit,
             };
-            if let Err(stopped) = walker.table(root, F::TOP, start..next) {
-                walk.at = stopped.at;
-                return;
-            }
-            walk.at = next;
-        }
-        walk.at = walk.range.end;
+            walker.table(root, F::TOP, gfns)
+        });
+    }
+
+    fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
+        self.age_unlocked(walk, clear)
     }
 
     #[inline]
@@ -484,7 +495,7 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
         };
         let may = Self::may_mend(guard.meta, gfn, level, own);
         if may {
-            found.entry.store(F::leaf(leaf, level), Release);
+            overwrite(found.entry, F::leaf(leaf, level), Release);
         }
         may
     }
@@ -500,11 +511,32 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
 }
 
 /// A walk has stopped before the entry for this frame.
-struct Stopped {
-    at: Gfn,
+pub(super) struct Stopped {
+    pub(super) at: Gfn,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
+    /// Continues `walk` in each table of the root that has a part of its range, until it is done or `step` has stopped.
+    pub(super) fn each_root(
+        &self,
+        walk: &mut Walk,
+        mut step: impl FnMut(&mut Walk, Pfn, Range<Gfn>) -> Result<(), Stopped>,
+    ) {
+        let end = walk.range.end.min(all_gfns::<F>().end);
+        let root_pages = F::TOP.pages() * ENTRIES as u64;
+        while walk.at < end {
+            let start = walk.at;
+            let next = Gfn((start.0 / root_pages + 1) * root_pages).min(end);
+            let root = root_table::<F>(self.context(), start);
+            if let Err(stopped) = step(walk, root, start..next) {
+                walk.at = stopped.at;
+                return;
+            }
+            walk.at = next;
+        }
+        walk.at = walk.range.end;
+    }
+
     /// Like [`ByGfn::check`], for the table of `level` in `frame` and those below it.
     fn check_below(&self, frame: Pfn, level: Level) -> Result<(), String> {
         let table = self.table(frame);

@@ -179,7 +179,7 @@ impl Root {
 /// The entry at which a walk without locks has ended.
 pub(crate) struct Found<'t> {
     pub(super) entry: &'t AtomicU64,
-    pub(super) bits: u64,
+    pub(crate) bits: u64,
     pub(crate) level: Level,
     /// The frame of the table that holds the entry.
     pub(crate) table: Pfn,

@@ -4,7 +4,7 @@
 //! * Every table has one lock, in its [`TableMeta`]. **Software changes an entry only under the lock of the table that
 //!   contains it**, by one atomic store (or read-modify-write, where hardware may set accessed or dirty in that
 //!   entry at the same time). A range operation takes the lock once for up to 512 entries, a fault once for its
-//!   install. One exception: setting accessed and dirty, which a page walker does without the lock.
+//!   install. Two exceptions: a page walker sets accessed and dirty without the lock, and [`age`] clears accessed.
 //! * No thread holds two table locks, allocates, or waits for anything under one.
 //! * Walkers, software and hardware, take no lock. They see each entry as it was before or after a change. A table is
 //!   published by a `Release` store after it was filled; a walker loads entries with `Acquire`, so it sees the
@@ -67,6 +67,7 @@
 //!
 //! On formats that do not ask for it, `cleared` is 0 and names no flush, and all checks are compiled away.
 
+mod age;
 mod by_gfn;
 mod by_index;
 mod clear;

@@ -1,5 +1,6 @@
 //! Which backing pages the guest has used: what a host wants to know before it reclaims memory (KVM's `kvm_age_gfn`
-//! and `kvm_test_age_gfn`).
+//! and `kvm_test_age_gfn`). No lock of a tree of tables is taken: `table/age.rs`
+//! has the argument.
 
 use core::ops::Range;
 

@@ -259,17 +259,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
     /// Needs no flush: a CPU that still caches the leaf does not set the bit again, and so the page looks unused for
     /// longer than it was.
     pub(crate) fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
-        let mut young = 0;
-        self.walk(walk, Show::default(), &mut |at: &At<'_>| {
-            if M::Format::clear_accessed(at.bits) != at.bits {
-                young += 1;
-                if clear {
-                    at.update::<M::Format>(M::Format::clear_accessed);
-                }
-            }
-            Next::Pass
-        });
-        young
+        self.mmu.age(walk, clear)
     }
 
     /// Splits the huge leaves of the range for which `wanted` is true, and those pieces for which it is true, down to
@@ -383,7 +373,7 @@ impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<'_, F, W> {
             return false;
         }
         for (entry, bits) in entries.iter().zip(bits) {
-            overwrite(entry, F::write_protect(bits));
+            overwrite(entry, F::write_protect(bits), Relaxed);
         }
         self.changed[0] += RUN as u64;
         true
