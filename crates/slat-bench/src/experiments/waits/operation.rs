@@ -282,7 +282,9 @@ impl Subject {
         match self.operation {
             GetProtect | GetDirtyBit | Clear | Age | BeginSmall | BeginEager => [self.pages, 0],
             BeginLazy | RingReset => self.before(),
-            End | Nothing | Zap | ZapDirtyBit | Delete | Invalidate | Attributes | NxRecovery => [0, 0],
+            End | Nothing | Zap | ZapDirtyBit | Delete | Invalidate | Attributes | NxRecovery => {
+                [0, 0]
+            }
         }
     }
 
