@@ -342,3 +342,22 @@ fn a_kick_wakes_a_thread_blocked_in_a_page_fault() {
         libc::close(fd);
     }
 }
+
+#[test]
+fn a_comparison_sees_each_bit() {
+    let p = map(1, RW);
+    let mut bytes: Vec<u8> = (0..40u32).map(|n| (n * 37) as u8).collect();
+    // SAFETY: the mapping is ours, and every access is guarded.
+    unsafe {
+        assert_eq!(copy_out(p, &bytes), Ok(()));
+        for (start, end) in (0..8).flat_map(|start| (start..=40).map(move |end| (start, end))) {
+            assert_eq!(matches(p.add(start), &bytes[start..end]), Ok(true));
+            for bit in 8 * start..8 * end {
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                let same = matches(p.add(start), &bytes[start..end]);
+                assert_eq!(same, Ok(false), "bit {bit} of {start}..{end}");
+                bytes[bit / 8] ^= 1 << (bit % 8);
+            }
+        }
+    }
+}
