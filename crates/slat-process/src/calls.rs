@@ -244,6 +244,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_last_4095_numbers_are_errors() {
+        assert_eq!(result(-1), Err(libc::EPERM));
+        assert_eq!(result(-4095), Err(4095));
+        for value in [-4096, isize::MIN, 0, isize::MAX] {
+            assert_eq!(result(value), Ok(value));
+        }
+    }
+
+    #[test]
     fn errors_and_values_are_told_apart() {
         // SAFETY: a plain call, and one on no descriptor.
         unsafe {
