@@ -481,6 +481,19 @@ mod tests {
     }
 
     #[test]
+    fn linear_addresses_of_a_table_have_48_or_57_bits() {
+        for width in 0..=255 {
+            let entry = kvm_cpuid_entry2 {
+                function: 0x8000_0008,
+                eax: width << 8 | 52,
+                ..Default::default()
+            };
+            assert_eq!(check(&[entry]).is_ok(), [0, 48, 57].contains(&width));
+        }
+        assert!(check(&[]).is_ok());
+    }
+
+    #[test]
     fn the_cpu_has_what_is_promised() {
         let table = supported().unwrap();
         let features = slat_x86::Features::from_cpuid(|leaf, sub| lookup(&table, leaf, sub));

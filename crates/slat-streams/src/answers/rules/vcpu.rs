@@ -149,7 +149,7 @@ pub(super) const RULES: &[Rule] = &[
         },
         // The second byte of EAX, which follows function, index and flags.
         field: (8 + 12 + 1, 1),
-        values: Values::Listed(&[0, 48, 57], &[1, 32, 47, 49, 56, 58, 64, 255]),
+        values: Values::Listed(&[0, 48, 57], &[1, 32, 47, 49, 52, 56, 58, 64, 255]),
         ..rule(
             KVM_SET_CPUID2,
             Argument::Zeros(8 + size_of::<kvm_cpuid_entry2>()),
