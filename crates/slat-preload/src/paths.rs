@@ -316,6 +316,13 @@ mod tests {
     }
 
     #[test]
+    fn a_null_path_is_empty() {
+        slat_guard::install().unwrap();
+        assert!(is_empty(std::ptr::null()) && is_empty(c"".as_ptr()));
+        assert!(!is_empty(c"/dev/kvm".as_ptr()));
+    }
+
+    #[test]
     fn the_device_is_found_by_any_spelling() {
         for path in [
             "/dev/kvm",
