@@ -26,6 +26,20 @@ fn vm() -> Arc<Vm<SimPlatform, Ept>> {
     Vm::new(platform, Config::default()).unwrap()
 }
 
+/// Has the slot log to the ring of a vCPU, which has `entries` entries.
+fn with_ring(
+    vm: &Arc<Vm<SimPlatform, Ept>>,
+    entries: usize,
+) -> (Vcpu<SimPlatform, Ept>, Arc<[DirtyGfn]>) {
+    let entries: Arc<[DirtyGfn]> = (0..entries).map(|_| DirtyGfn::new()).collect();
+    vm.use_dirty_rings();
+    log(vm);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let ring = DirtyRing::new(entries.clone()).unwrap();
+    vcpu.set_dirty_ring(Arc::new(ring)).unwrap();
+    (vcpu, entries)
+}
+
 fn log(vm: &Vm<SimPlatform, Ept>) {
     let region = Region::new(3, Gpa(BASE << 12), PAGES << 12, HostMemory::hva(0))
         .with_flags(SlotFlags::LOG_DIRTY_PAGES);
@@ -97,13 +111,8 @@ fn a_log_that_was_taken_names_the_next_writes_again() {
 #[test]
 fn a_reset_protects_the_collected_pages_in_whatever_order_they_were_written() {
     const ENTRIES: usize = 1024;
-    let entries: Arc<[DirtyGfn]> = (0..ENTRIES).map(|_| DirtyGfn::new()).collect();
     let vm = vm();
-    vm.use_dirty_rings();
-    log(&vm);
-    let mut vcpu = vm.create_vcpu().unwrap();
-    let ring = DirtyRing::new(entries.clone()).unwrap();
-    vcpu.set_dirty_ring(Arc::new(ring)).unwrap();
+    let (mut vcpu, entries) = with_ring(&vm, ENTRIES);
     let mut next = 0;
     // Takes so many entries; their pages.
     let mut collect = |times: u64| -> BTreeSet<u64> {
@@ -297,13 +306,8 @@ fn overwrite(entry: &DirtyGfn, slot: Option<u32>, offset: Option<u64>) {
 fn a_ring_entry_that_names_no_slot_keeps_no_other_from_being_reset() {
     // Address spaces that do not exist, a slot that does not exist, an id that none can have.
     for slot in [1 << 16 | 3, u32::MAX, 4, 0xffff] {
-        let entries: Arc<[DirtyGfn]> = (0..128).map(|_| DirtyGfn::new()).collect();
         let vm = vm();
-        vm.use_dirty_rings();
-        log(&vm);
-        let mut vcpu = vm.create_vcpu().unwrap();
-        let ring = DirtyRing::new(entries.clone()).unwrap();
-        vcpu.set_dirty_ring(Arc::new(ring)).unwrap();
+        let (mut vcpu, entries) = with_ring(&vm, 128);
         write(&mut vcpu, [7, 200]);
         for entry in &entries[..2] {
             entry.collect().unwrap();
@@ -320,13 +324,8 @@ fn a_ring_entry_that_names_no_slot_keeps_no_other_from_being_reset() {
 /// The client can write to the memory of a ring.
 #[test]
 fn a_ring_entry_that_names_no_page_of_its_slot_is_reset_and_means_nothing() {
-    let entries: Arc<[DirtyGfn]> = (0..128).map(|_| DirtyGfn::new()).collect();
     let vm = vm();
-    vm.use_dirty_rings();
-    log(&vm);
-    let mut vcpu = vm.create_vcpu().unwrap();
-    let ring = DirtyRing::new(entries.clone()).unwrap();
-    vcpu.set_dirty_ring(Arc::new(ring)).unwrap();
+    let (mut vcpu, entries) = with_ring(&vm, 128);
     let wrong = [PAGES, u64::MAX, u64::MAX - 36, u64::MAX - BASE, 1 << 52];
     for (entry, offset) in entries.iter().zip(wrong) {
         write(&mut vcpu, [7]);

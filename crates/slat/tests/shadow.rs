@@ -369,7 +369,7 @@ fn an_mmio_entry_keeps_all_52_bits_of_an_address() {
     guest.vm.audit().unwrap();
 }
 
-/// What is cached of a virtual address is not found by a guest-physical one, whatever its number.
+/// A table that is cached for a virtual address translates no guest-physical address with the same number.
 #[test]
 fn no_guest_physical_address_is_taken_for_a_virtual_one() {
     let mut guest = Guest::new(Level::PAGE);

@@ -49,9 +49,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             },
             trail: trail.as_ref(),
         };
-        let mut resident = vcpu.streams.current().resident;
-        let (_, installed) = vcpu.map_resident(window, at, slot, plan.sequence, &mut resident);
-        vcpu.streams.current().resident = resident;
+        let installed = vcpu.map_for_stream(window, at, slot, plan.sequence);
         vcpu.streams.looked(installed);
     }
 }
@@ -152,8 +150,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             key,
             trail: Some(&trail),
         };
+        self.map_for_stream(run.gfn..end, at, &slot, sequence)
+    }
+
+    /// Does [`Self::map_resident`] with what the current stream knows to be resident. Returns how many pages were mapped.
+    fn map_for_stream(
+        &mut self,
+        range: Range<Gfn>,
+        at: Target<'_>,
+        slot: &SlotFacts,
+        sequence: Sequence,
+    ) -> u64 {
         let mut resident = self.streams.current().resident;
-        let (_, installed) = self.map_resident(run.gfn..end, at, &slot, sequence, &mut resident);
+        let (_, installed) = self.map_resident(range, at, slot, sequence, &mut resident);
         self.streams.current().resident = resident;
         installed
     }

@@ -43,7 +43,7 @@ pub(super) struct Stream {
     last: u64,
 }
 
-/// What is known of looks for a stream.
+/// Whether a fault of a stream has looked, and whether that was right.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Looked {
     /// No fault has looked.
