@@ -10,7 +10,6 @@ use crate::block::Block;
 use crate::machine::Exit;
 use crate::op::Break;
 use crate::snapshot::Snapshot;
-use slat_guard::Gone;
 
 /// The page from which code was read last, without a copy of it.
 pub(crate) struct Once {
@@ -88,9 +87,7 @@ impl Cpu {
             let end = usize::from(op.offset) + usize::from(op.len);
             let rest = code.get(end..).unwrap_or(&[]);
             // SAFETY: the page that the block was read from. If it belongs to something else now, the access is guarded still.
-            let same: Result<bool, Gone> =
-                unsafe { slat_guard::matches(host.wrapping_add(end), rest) };
-            same.unwrap_or(false)
+            unsafe { slat_guard::matches(host.wrapping_add(end), rest) }.unwrap_or(false)
         })
     }
 }

@@ -195,7 +195,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                     Some(kvm) => measure(kvm, &data, &for_kvm[k]),
                     None => Err("no real KVM".into()),
                 },
-                // What has called the functions before knows them.
+                // A machine keeps the code of functions that it has called before: each round has its own.
                 _ if work.case == COLD => measure(&mut prepare(&bench.slat, &data)?, &data, work),
                 _ => measure(&mut slat, &data, work),
             },

@@ -282,19 +282,14 @@ impl Subject {
         match self.operation {
             GetProtect | GetDirtyBit | Clear | Age | BeginSmall | BeginEager => [self.pages, 0],
             BeginLazy | RingReset => self.before(),
-            End | Nothing | Zap | ZapDirtyBit | Delete | Invalidate | Attributes | NxRecovery => {
-                [0, 0]
-            }
+            // Huge leaves come back in place, but where an invalidation has begun meanwhile.
+            End => [0, self.vm.stats().pages_2m.min(self.pages / MEGA)],
+            Nothing | Zap | ZapDirtyBit | Delete | Invalidate | Attributes | NxRecovery => [0, 0],
         }
     }
 
     fn expect_mapped(&self, [small, mega]: [u64; 2]) -> Result<(), Failure> {
         let stats = self.vm.stats();
-        let mega = match self.operation {
-            // Huge leaves come back in place, but where an invalidation has begun meanwhile.
-            End if small == 0 => stats.pages_2m.min(self.pages / MEGA),
-            _ => mega,
-        };
         // Each small slot may have a mapped page.
         let others = stats.pages_4k.wrapping_sub(small);
         if others > 2 || stats.pages_2m != mega {
