@@ -42,7 +42,6 @@ mod slots;
 mod stats;
 mod sync;
 mod table;
-mod trail;
 mod vcpu;
 mod vm;
 

@@ -8,10 +8,11 @@ use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Format, Leaf};
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
+use crate::shadow::trail::Target;
 use crate::shadow::{Budget, ShadowMmu};
 use crate::table::{
-    At, ByGfn, ByIndex, Collapse, Detached, Flushed, Flushes, FrameCache, Mapped, Path, Root, Show,
-    Split, Target, Tree, Visit, Walk,
+    At, ByGfn, Collapse, Cursor, Detached, Flushed, Flushes, Found, FrameCache, Installed, Key,
+    Path, Retry, Root, Show, Split, Tree, Visit, Walk, descend, is_nx_split,
 };
 
 /// How the tables of a VM are made ([`Config::mmu`](crate::Config)).
@@ -172,42 +173,119 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
     }
 }
 
-impl<P: Platform, F: Format> ByIndex<P, F> for Mmu<P, F> {
+/// For vCPUs. The caller of each is in a reader section, and the walk of a key, a cursor or a target may be made there
+/// ([`crate::table`]'s look-ups).
+impl<P: Platform, F: Format> Mmu<P, F> {
     #[inline(always)]
     fn platform(&self) -> &P {
         either!(self, mmu => mmu.platform())
     }
 
+    /// Finds the entry at which a page walker would end. Takes no lock.
+    ///
+    /// # Safety
+    /// - the walk may be made, as long as the result is used.
+    #[inline]
+    pub(crate) unsafe fn lookup(&self, key: Key) -> Found<'_> {
+        // SAFETY: the caller's promise.
+        unsafe { descend::<P, F>(self.platform(), key, Level::PAGE) }
+    }
+
+    /// Finds the entry at which the walk of `cursor` ends now. Takes no lock.
+    ///
+    /// # Safety
+    /// - the walk may be made, as long as the result is used.
+    #[inline]
+    pub(crate) unsafe fn find(&self, cursor: &mut Cursor) -> Found<'_> {
+        // SAFETY: the caller's promise.
+        unsafe { cursor.find::<P, F>(self.platform(), Level::PAGE) }
+    }
+
+    /// Returns whether the level 1 table for `key`, if there is one, exists because of NX.
+    ///
+    /// # Safety
+    /// - the walk may be made.
+    pub(crate) unsafe fn is_nx_split(&self, key: Key) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { is_nx_split::<P, F>(self.platform(), key) }
+    }
+
+    /// Installs a leaf ([`Tree::map`]).
+    ///
+    /// # Errors
+    /// [`Retry`].
+    ///
+    /// # Safety
+    /// - the walk of `target` may be made.
     #[inline(always)]
-    fn map(
+    pub(crate) unsafe fn map(
         &self,
-        target: Target<'_>,
+        target: &mut Target<'_>,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
-    ) -> Mapped {
-        either!(self, mmu => mmu.map(target, level, leaf, path, valid, done))
+    ) -> Result<Installed, Retry> {
+        match self {
+            // SAFETY: the caller's promise.
+            Mmu::Tdp(tree) => unsafe {
+                tree.map(&mut target.cursor, level, leaf, path, valid, done)
+            },
+            Mmu::Shadow(mmu) => mmu.map(*target, level, leaf, path, valid, done),
+        }
     }
 
-    fn map_absent(
+    /// Installs leaves where there are none ([`Tree::map_absent`]).
+    ///
+    /// # Errors
+    /// [`Retry`]. Nothing has to be done about it.
+    ///
+    /// # Safety
+    /// - the walk of `target` may be made.
+    pub(crate) unsafe fn map_absent(
         &self,
-        target: Target<'_>,
+        target: &mut Target<'_>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
-    ) -> Option<u64> {
-        either!(self, mmu => mmu.map_absent(target, pages, leaf, path, valid))
+    ) -> Result<u64, Retry> {
+        match self {
+            // SAFETY: the caller's promise.
+            Mmu::Tdp(tree) => unsafe {
+                tree.map_absent(&mut target.cursor, pages, leaf, path, valid)
+            },
+            Mmu::Shadow(mmu) => mmu.map_absent(*target, pages, leaf, path, valid),
+        }
     }
 
-    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> Mapped {
-        either!(self, mmu => mmu.map_mmio(target, generation, path))
+    /// Installs an MMIO entry ([`Tree::map_mmio`]). Returns whether it did; that it did not matters to nobody.
+    ///
+    /// # Errors
+    /// [`Retry`]: what the shadow MMU asks for.
+    ///
+    /// # Safety
+    /// - the walk of `target` may be made.
+    pub(crate) unsafe fn map_mmio(
+        &self,
+        target: &mut Target<'_>,
+        generation: u64,
+        path: &mut Path<'_>,
+    ) -> Result<bool, Retry> {
+        match self {
+            // SAFETY: the caller's promise.
+            Mmu::Tdp(tree) => Ok(unsafe { tree.map_mmio(&mut target.cursor, generation, path) }),
+            Mmu::Shadow(mmu) => mmu.map_mmio(*target, generation, path),
+        }
     }
 
+    /// Returns the largest level, up to `level`, at which the MMU can map `gfn`.
     #[inline]
-    fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
-        either!(self, mmu => mmu.mappable_level(gfn, level))
+    pub(crate) fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
+        match self {
+            Mmu::Tdp(_) => level,
+            Mmu::Shadow(mmu) => mmu.mappable_level(gfn, level),
+        }
     }
 }

@@ -14,7 +14,9 @@ use crate::policy::SplitWalk;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Readers;
 use crate::sync::{Guarded, InSection};
-use crate::table::{ByGfn, ByIndex, Flushed, Flushes, Found, FrameCache, Mapped, Path, Tree, Walk};
+use crate::table::{
+    ByGfn, Flushed, Flushes, Found, FrameCache, Installed, Path, Retry, Tree, Walk,
+};
 use crate::vm::range_op::{Collapsing, Step, Unflushed};
 
 /// A tree, mostly of two levels: four pages, of which each pair can be one huge leaf.
@@ -65,7 +67,10 @@ impl<F: Format> World<F> {
 
     fn with_huge_leaf() -> Arc<Self> {
         let world = Self::new();
-        assert!(matches!(world.map(0, Level::MEGA, LEAF).0, Mapped::New));
+        assert!(matches!(
+            world.map(0, Level::MEGA, LEAF).0,
+            Ok(Installed::New)
+        ));
         world
     }
 
@@ -79,20 +84,26 @@ impl<F: Format> World<F> {
 
     fn lookup(&self, gfn: u64) -> Found<'_> {
         let tree = self.tree();
-        tree.lookup(tree.key(Gfn(gfn)))
+        tree.lookup(Gfn(gfn))
     }
 
     /// Makes one attempt of a fault. Returns also the number of leaves that it has split.
-    fn map(&self, gfn: u64, level: Level, leaf: Leaf) -> (Mapped, u64) {
+    fn map(&self, gfn: u64, level: Level, leaf: Leaf) -> (Result<Installed, Retry>, u64) {
         self.map_after(&Flushed::default(), gfn, level, leaf)
     }
 
     /// Like [`Self::map`], by a thread that has done the flush `flushed`.
-    fn map_after(&self, flushed: &Flushed, gfn: u64, level: Level, leaf: Leaf) -> (Mapped, u64) {
+    fn map_after(
+        &self,
+        flushed: &Flushed,
+        gfn: u64,
+        level: Level,
+        leaf: Leaf,
+    ) -> (Result<Installed, Retry>, u64) {
         self.with_path(|path| {
             path.flushed = flushed.clone();
             let tree = self.tree();
-            tree.map(tree.key(Gfn(gfn)).into(), level, leaf, path, || true, || ())
+            tree.map_at(Gfn(gfn), level, leaf, path, || true, || ())
         })
     }
 
@@ -104,17 +115,11 @@ impl<F: Format> World<F> {
             let (mapped, split) = self.map_after(&flushed, gfn, Level::PAGE, leaf);
             splits += split;
             match mapped {
-                Mapped::New | Mapped::Widened | Mapped::Spurious => return splits,
-                Mapped::MustMend(level) => splits += self.mend(gfn, level),
-                Mapped::Unflushed(level) => flushed = self.flush(gfn, level),
-                Mapped::Broken => loom::thread::yield_now(),
-                Mapped::Conflict
-                | Mapped::Stale
-                | Mapped::Unprepared
-                | Mapped::Unprotected
-                | Mapped::Tracked
-                | Mapped::Unsynced(_)
-                | Mapped::Replaced(_) => {
+                Ok(_) => return splits,
+                Err(Retry::MustMend(level)) => splits += self.mend(gfn, level),
+                Err(Retry::Unflushed(level)) => flushed = self.flush(gfn, level),
+                Err(Retry::Broken) => loom::thread::yield_now(),
+                Err(_) => {
                     panic!("these tests map no other leaf there")
                 }
             }
@@ -286,16 +291,9 @@ fn map_deep(world: &World<Small<3>>, gfn: u64, path: &mut Path<'_>) {
     path.frames.fill(&*world.machine, 2).unwrap();
     let map = |path| {
         let tree = world.tree();
-        tree.map(
-            tree.key(Gfn(gfn)).into(),
-            Level::PAGE,
-            page(gfn),
-            path,
-            || true,
-            || (),
-        )
+        tree.map_at(Gfn(gfn), Level::PAGE, page(gfn), path, || true, || ())
     };
-    assert!(matches!(map(path), Mapped::New));
+    assert!(matches!(map(path), Ok(Installed::New)));
 }
 
 #[test]
@@ -531,7 +529,7 @@ fn no_dirty_mark_is_lost_by_a_fault_that_widens() {
         };
         assert!(matches!(
             world.map(0, Level::MEGA, read_only).0,
-            Mapped::Spurious
+            Ok(Installed::Spurious)
         ));
     });
 }
@@ -589,14 +587,7 @@ fn no_leaf_is_installed_after_a_zap() {
     nothing_is_installed_after_a_zap(|world, valid| {
         world.with_path(|path| {
             let tree = world.tree();
-            _ = tree.map(
-                tree.key(Gfn(0)).into(),
-                Level::PAGE,
-                page(0),
-                path,
-                valid,
-                || (),
-            );
+            _ = tree.map_at(Gfn(0), Level::PAGE, page(0), path, valid, || ());
         });
     });
 }
@@ -604,11 +595,7 @@ fn no_leaf_is_installed_after_a_zap() {
 #[test]
 fn no_run_of_leaves_is_installed_after_a_zap() {
     nothing_is_installed_after_a_zap(|world, valid| {
-        world.with_path(|path| {
-            world
-                .tree()
-                .map_absent(world.tree().key(Gfn(0)).into(), 2, page(0), path, valid)
-        });
+        world.with_path(|path| _ = world.tree().map_absent_at(Gfn(0), 2, page(0), path, valid));
     });
 }
 
@@ -621,7 +608,7 @@ fn a_walker_that_reaches_a_run_of_leaves_finds_it_whole() {
             _ = world.with_path(|path| {
                 world
                     .tree()
-                    .map_absent(world.tree().key(Gfn(0)).into(), 2, page(0), path, || true)
+                    .map_absent_at(Gfn(0), 2, page(0), path, || true)
             })
         },
         |world| {
@@ -642,7 +629,7 @@ fn a_run_of_leaves_and_a_fault_add_one_table() {
             _ = world.with_path(|path| {
                 world
                     .tree()
-                    .map_absent(world.tree().key(Gfn(0)).into(), 2, page(0), path, || true)
+                    .map_absent_at(Gfn(0), 2, page(0), path, || true)
             })
         },
         |world| _ = world.fault(1, page(1)),

@@ -1,6 +1,7 @@
 //! The MMU by index: what a fault installs.
 
 use super::page::{Agreement, EntryId, Pages, number_of};
+use super::trail::{Note, Role, Target, Trail, mmio_note};
 use super::{ShadowMmu, begin};
 use crate::addr::{Gfn, Level};
 use crate::format::{Entry, Format, Leaf};
@@ -8,37 +9,11 @@ use crate::frame::ENTRIES;
 use crate::guest_walk::PageRights;
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
-use crate::table::{ByIndex, FrameCache, Mapped, OnLeaf, Path, Root, Run, Target, widen};
-use crate::trail::{Note, Role, Trail, mmio_note};
+use crate::table::{FrameCache, Installed, OnLeaf, Path, Retry, Root, Run, widen};
 
-/// Why no page was reached in which a leaf can be installed.
-enum NoPage {
-    /// A larger leaf is on the path and was left alone, or there is no frame for a table.
-    GaveUp,
-    /// See [`Mapped::Replaced`].
-    Replaced(Level),
-    /// See [`Mapped::Unsynced`].
-    Unsynced(Level),
-}
-
-/// What a fault finds in the place of a leaf that it cannot install there.
-impl From<NoPage> for Mapped {
-    fn from(why: NoPage) -> Self {
-        match why {
-            NoPage::GaveUp => Mapped::Stale,
-            NoPage::Replaced(level) => Mapped::Replaced(level),
-            NoPage::Unsynced(level) => Mapped::Unsynced(level),
-        }
-    }
-}
-
-impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
-    #[inline(always)]
-    fn platform(&self) -> &P {
-        &self.platform
-    }
-
-    fn map(
+impl<P: Platform, F: Format> ShadowMmu<P, F> {
+    /// Does what [`Tree::map`](crate::table::Tree::map) does, for a page of the guest's if the target has a trail.
+    pub(crate) fn map(
         &self,
         target: Target<'_>,
         level: Level,
@@ -46,53 +21,45 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
-    ) -> Mapped {
+    ) -> Result<Installed, Retry> {
         let pages = self.lock();
         if !self.is_prepared(&pages) {
-            return Mapped::Unprepared;
+            return Err(Retry::Unprepared);
         }
         let gfn = target.gfn::<F>();
         if !valid() || self.largest(&pages, gfn, level) < level {
-            return Mapped::Stale;
+            return Err(Retry::Stale);
         }
-        if let Some(untracked) = self.track_tables(&pages, target, path) {
-            return untracked;
-        }
-        if !self.is_current(target) {
-            return Mapped::Tracked;
-        }
-        let number = match self.page_for(&pages, target, level, OnLeaf::Split, path) {
-            Ok(number) => number,
-            Err(why) => return why.into(),
-        };
+        self.track_tables(&pages, target, path)?;
+        let number = self.page_for(&pages, target, level, OnLeaf::Split, path)?;
         let leaf = self.guarded(&pages, gfn, leaf, path);
-        let id = EntryId::new(number, target.key.index.at(level));
-        let mapped = self.install(&pages, id, gfn.align_down(level), leaf, target);
-        if let Mapped::New | Mapped::Widened | Mapped::Spurious = mapped {
-            done();
-        }
-        mapped
+        let id = EntryId::new(number, target.key().index.at(level));
+        let installed = self.install(&pages, id, gfn.align_down(level), leaf, target)?;
+        done();
+        Ok(installed)
     }
 
-    fn map_absent(
+    /// Does what [`Tree::map_absent`](crate::table::Tree::map_absent) does.
+    pub(crate) fn map_absent(
         &self,
         target: Target<'_>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
-    ) -> Option<u64> {
-        let first = target.key.index.at(Level::PAGE);
+    ) -> Result<u64, Retry> {
+        let first = target.key().index.at(Level::PAGE);
         debug_assert!(first + pages as usize <= ENTRIES);
-        (path.frames.fill(&*self.platform, FrameCache::FAULT)).ok()?;
+        let filled = path.frames.fill(&*self.platform, FrameCache::FAULT);
+        filled.map_err(|_| Retry::Unprepared)?;
         let run = Run::<F>::new(leaf, Level::PAGE);
-        let all = self.lock_prepared(path.frames).ok()?;
+        let prepared = self.lock_prepared(path.frames);
+        let all = prepared.map_err(|_| Retry::Unprepared)?;
         if !valid() || !self.is_current(target) {
-            return None;
+            return Err(Retry::Stale);
         }
         let gfn = target.gfn::<F>();
-        let number = self.page_for(&all, target, Level::PAGE, OnLeaf::GiveUp, path);
-        let number = number.ok()?;
+        let number = self.page_for(&all, target, Level::PAGE, OnLeaf::GiveUp, path)?;
         let table = all.table(&*self.platform, number);
         let mut installed = 0;
         for i in 0..pages as usize {
@@ -111,10 +78,19 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
             installed += 1;
         }
         table.meta().count_leaves(installed as i16);
-        Some(installed)
+        Ok(installed)
     }
 
-    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> Mapped {
+    /// Does what [`Tree::map_mmio`](crate::table::Tree::map_mmio) does.
+    ///
+    /// # Errors
+    /// [`Retry`]: what has to be done about the guest's tables.
+    pub(crate) fn map_mmio(
+        &self,
+        target: Target<'_>,
+        generation: u64,
+        path: &mut Path<'_>,
+    ) -> Result<bool, Retry> {
         let rights = target
             .trail::<F>()
             .map_or(PageRights::ALL, |trail| trail.rights);
@@ -123,39 +99,35 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
             false => Some(0),
         };
         let Some(note) = note else {
-            return Mapped::Stale;
+            return Ok(false);
         };
         let pages = self.lock();
         if !self.is_prepared(&pages) {
-            return Mapped::Unprepared;
+            return Err(Retry::Unprepared);
         }
-        if let Some(untracked) = self.track_tables(&pages, target, path) {
-            return untracked;
-        }
-        if !self.is_current(target) {
-            return Mapped::Tracked;
-        }
+        self.track_tables(&pages, target, path)?;
         // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
         let number = match self.page_for(&pages, target, Level::PAGE, OnLeaf::GiveUp, path) {
-            Ok(number) => number,
-            Err(why) => return why.into(),
+            Err(Retry::Conflict(_)) => return Ok(false),
+            reached => reached?,
         };
         let (gfn, id) = (
             target.gfn::<F>(),
-            EntryId::new(number, target.key.index.at(Level::PAGE)),
+            EntryId::new(number, target.key().index.at(Level::PAGE)),
         );
         let table = pages.table(&*self.platform, number);
         let entry = table.entry(id.index());
         let bits = entry.load(Relaxed);
         if !F::is_absent(bits) {
-            return Mapped::Stale;
+            return Ok(false);
         }
         pages.fill(id, bits, gfn, Self::note(target, gfn));
         entry.store(F::mmio(generation, note), Release);
-        Mapped::New
+        Ok(true)
     }
 
-    fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
+    /// Returns the largest level, up to `level`, at which the MMU can map `gfn`.
+    pub(crate) fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
         match F::SHADOWS && level > Level::PAGE {
             true => self.largest(&self.lock(), gfn, level),
             false => level,
@@ -208,7 +180,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         gfn: Gfn,
         leaf: Leaf,
         target: Target<'_>,
-    ) -> Mapped {
+    ) -> Result<Installed, Retry> {
         let (page, level) = (pages.pool.get(id.page()), pages.pool.get(id.page()).level());
         let table = pages.table(&*self.platform, id.page());
         let entry = table.entry(id.index());
@@ -219,23 +191,23 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 pages.fill_at(id, bits, gfn, level, note);
                 entry.store(F::leaf(leaf, level), Release);
                 table.meta().count_leaves(1);
-                Mapped::New
+                Ok(Installed::New)
             }
             Entry::Leaf(old) if old.pfn == leaf.pfn && old.memory == leaf.memory => {
                 if target.trail::<F>().is_some() {
                     let was = page.note(id.index());
                     if !was.is_like(note) {
-                        return Mapped::Replaced(level);
+                        return Err(Retry::Replaced(level));
                     }
                     page.set_note(id.index(), was.with(note));
                 }
-                match widen::<F>(entry, bits, leaf, level) {
-                    true => Mapped::Widened,
-                    false => Mapped::Spurious,
-                }
+                Ok(match widen::<F>(entry, bits, leaf, level) {
+                    true => Installed::Widened,
+                    false => Installed::Spurious,
+                })
             }
-            _ if target.trail::<F>().is_some() => Mapped::Replaced(level),
-            _ => Mapped::Conflict,
+            _ if target.trail::<F>().is_some() => Err(Retry::Replaced(level)),
+            _ => Err(Retry::Conflict(level)),
         }
     }
 
@@ -248,12 +220,12 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         level: Level,
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
-    ) -> Result<u32, NoPage> {
+    ) -> Result<u32, Retry> {
         let (mut number, mut at) = match target.trail::<F>() {
             None => (self.root, F::TOP),
             Some(trail) => {
                 let (gfn, role) = trail.page(trail.top());
-                let number = pages.find_page(gfn, role).ok_or(NoPage::GaveUp)?;
+                let number = pages.find_page(gfn, role).ok_or(Retry::Unprepared)?;
                 let page = pages.pool.get(number);
                 Self::check_linked(pages, number, trail)?;
                 (page.guest()).inspect(|guest| guest.is_root.set(true));
@@ -262,7 +234,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             }
         };
         while at > level {
-            let id = EntryId::new(number, target.key.index.at(at));
+            let id = EntryId::new(number, target.key().index.at(at));
             let table = pages.table(&*self.platform, number);
             let bits = table.entry(id.index()).load(Relaxed);
             let (child, role) = match target.trail::<F>() {
@@ -277,26 +249,26 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                     let lower = number_of(&*self.platform, lower);
                     let page = pages.pool.get(lower);
                     if F::SHADOWS && (page.gfn.get(), page.role.get()) != (child, role) {
-                        return Err(NoPage::Replaced(at));
+                        return Err(Retry::Replaced(at));
                     }
                     lower
                 }
-                Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(NoPage::GaveUp),
+                Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(Retry::Conflict(at)),
                 Entry::Leaf(_) => {
                     let note = || pages.pool.get(number).note(id.index());
                     let is_whole = || role.is_direct() && note() == Note::new(child, role.rights);
                     if F::SHADOWS && !is_whole() {
-                        return Err(NoPage::Replaced(at));
+                        return Err(Retry::Replaced(at));
                     }
-                    (self.split_leaf(pages, id, child, path)).ok_or(NoPage::GaveUp)?
+                    (self.split_leaf(pages, id, child, path)).ok_or(Retry::Unprepared)?
                 }
                 _ => {
                     let lower = self.page(pages, child, role, path);
-                    let lower = lower.ok_or(NoPage::GaveUp)?;
+                    let lower = lower.ok_or(Retry::Unprepared)?;
                     if let Some(trail) = target.trail::<F>() {
                         Self::check_linked(pages, lower, trail)?;
                     }
-                    (self.refer(pages, id, lower, bits)).map_err(|_| NoPage::GaveUp)?;
+                    (self.refer(pages, id, lower, bits)).map_err(|_| Retry::Stale)?;
                     pages.list_parent(id, lower);
                     lower
                 }
@@ -308,12 +280,12 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
 
     /// Checks that walks may come to page `number` by a new way, that of `trail`. A processor that goes a new way reads the
     /// table anew. So the page must not have entries from before the entry above was read.
-    fn check_linked(pages: &Pages, number: u32, trail: &Trail) -> Result<(), NoPage> {
+    fn check_linked(pages: &Pages, number: u32, trail: &Trail) -> Result<(), Retry> {
         let page = pages.pool.get(number);
         let is_stale =
             (page.guest()).is_some_and(|guest| guest.agreement.get() != Agreement::Synced);
         match is_stale && !trail.compared[page.level().0 as usize - 1] {
-            true => Err(NoPage::Unsynced(page.level())),
+            true => Err(Retry::Unsynced(page.level())),
             false => Ok(()),
         }
     }

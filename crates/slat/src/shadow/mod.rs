@@ -28,6 +28,7 @@ mod page;
 mod pool;
 mod rmap;
 mod track;
+pub(crate) mod trail;
 
 pub(crate) use budget::Budget;
 pub(crate) use track::{Compared, Followed, ReadEntries};
@@ -40,12 +41,12 @@ use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::heap::{OutOfMemory, Shared, boxed};
 use crate::platform::{Platform, WaitFor};
+use crate::shadow::trail::{Changes, Role};
 use crate::sync::SpinLock;
 use crate::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::spin::SpinGuard;
 use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, Table};
-use crate::trail::{Changes, Role};
 use page::{Agreement, Pages, ShadowPage};
 use pool::More;
 use rmap::Node;
@@ -103,6 +104,11 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         })
     }
 
+    #[inline(always)]
+    pub(crate) fn platform(&self) -> &P {
+        &self.platform
+    }
+
     /// Returns the context of all walks.
     pub(crate) fn context(&self) -> Root {
         self.context
@@ -137,7 +143,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 
     /// Makes sure that `frames` and the MMU have what installs of `tables` tables need. For a fault it looks at the MMU's part
-    /// only after an install has said that it lacks that ([`Mapped::Unprepared`](crate::table::Mapped)): most faults take the
+    /// only after an install has said that it lacks that ([`Retry::Unprepared`](crate::table::Retry)): most faults take the
     /// lock once, to install.
     ///
     /// # Errors

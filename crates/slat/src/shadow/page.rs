@@ -17,9 +17,9 @@ use crate::format::{Entry, Format};
 use crate::frame::ENTRIES;
 use crate::heap::{Large, OutOfMemory};
 use crate::platform::Platform;
+use crate::shadow::trail::{Note, Role};
 use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Table, tell_zapped};
-use crate::trail::{Note, Role};
 
 /// The number of an entry of a shadow page: that of the page, and the entry's index.
 #[derive(Clone, Copy, PartialEq, Eq)]

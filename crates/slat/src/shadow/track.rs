@@ -21,13 +21,13 @@ use core::ops::Range;
 
 use super::ShadowMmu;
 use super::page::{Agreement, Cleared, EntryId, Guest, Pages, number_of};
+use super::trail::{Meaning, PageOf, Role, Target, Trail};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
-use crate::table::{Detached, Flushed, Key, LeafCounts, Mapped, Path, Target};
-use crate::trail::{Meaning, PageOf, Role, Trail};
+use crate::table::{Detached, Flushed, Key, LeafCounts, Path, Retry};
 
 /// What was done for a store, or for a flush of the guest's.
 #[derive(Default)]
@@ -124,29 +124,34 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             .is_none_or(|trail| self.changes.are_none_since(&trail.seen))
     }
 
-    /// Makes sure that stores to the guest's tables on the trail of `target` are noticed. `Some`: they were not until now;
-    /// what the fault has to do about it.
+    /// Makes sure that stores to the guest's tables on the trail of `target` are noticed, and that none was since they were
+    /// read.
+    ///
+    /// # Errors
+    /// [`Retry`]: there may have been some.
     pub(super) fn track_tables(
         &self,
         pages: &Pages,
         target: Target<'_>,
         path: &mut Path<'_>,
-    ) -> Option<Mapped> {
-        let trail = target.trail::<F>()?;
-        if self.is_linked(pages, target.key, trail) {
-            return None;
-        }
+    ) -> Result<(), Retry> {
+        let Some(trail) = target.trail::<F>() else {
+            return Ok(());
+        };
         let (mut made, mut unflushed) = (false, false);
-        for level in (trail.leaf_level().0..=trail.top().0).map(Level) {
+        // Where all are linked already, as usual, nothing else has to be looked up but the root.
+        let levels = match self.is_linked(pages, target.key(), trail) {
+            true => 0..0,
+            false => trail.leaf_level().0..trail.top().0 + 1,
+        };
+        for level in levels.map(Level) {
             let (gfn, role) = trail.page(level);
             let number = match pages.find_page(gfn, role) {
                 Some(number) => number,
                 None => {
                     made = true;
-                    let Some(number) = self.begin_tracking(pages, gfn, role, path) else {
-                        return Some(Mapped::Stale);
-                    };
-                    number
+                    let begun = self.begin_tracking(pages, gfn, role, path);
+                    begun.ok_or(Retry::Unprepared)?
                 }
             };
             let Some(guest) = pages.pool.get(number).guest() else {
@@ -161,14 +166,14 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 _ => unflushed = true,
             }
         }
-        match unflushed {
-            true => Some(Mapped::Unprotected),
-            false => made.then_some(Mapped::Tracked),
+        match () {
+            _ if unflushed => Err(Retry::Unprotected),
+            _ if made || !self.is_current(target) => Err(Retry::Tracked),
+            _ => Ok(()),
         }
     }
 
-    /// Returns whether the walk to `key` goes through the pages of all tables on the trail, and stores to these are noticed:
-    /// the common case, in which nothing has to be looked up but the root.
+    /// Returns whether the walk to `key` goes through the pages of all tables on the trail, and stores to these are noticed.
     fn is_linked(&self, pages: &Pages, key: Key, trail: &Trail) -> bool {
         let (gfn, role) = trail.root();
         let Some(mut number) = pages.find_page(gfn, role) else {

@@ -24,7 +24,7 @@
 
 use core::ops::Range;
 
-use super::by_gfn::Stopped;
+use super::walk::Stopped;
 use super::{Tree, Walk};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;

@@ -1,4 +1,12 @@
 //! Walks of one address, without locks: as a page walker in hardware walks, whichever MMU made the tables.
+//!
+//! # Which walks may be made
+//! A walk reads the table in whatever frame its [`Root`] names, and then those that it finds there. So all of these functions
+//! are unsafe, with one condition: the caller is in a reader section of the VM, and the root is that of one of its trees or
+//! MMUs, with tables of format `F`, which stays; or it is that of a shadow page that was found in this section, or whose MMU
+//! has zapped no root since
+//! ([`roots_zapped`](crate::shadow::ShadowMmu::roots_zapped)). A [`Cursor`] has, in addition, only been
+//! in sections of which it says it may be used there.
 
 use super::{Found, Key, Root, Table};
 use crate::addr::{Gfn, Level, PageIndex, Pfn};
@@ -32,28 +40,106 @@ pub(super) fn root_table<F: Format>(root: Root, index: Gfn) -> Pfn {
     }
 }
 
-/// Finds the entry of `level` on the path to `key`, or the one above it at which the path ends. All accesses that
-/// are not a [walk](super::ByGfn::walk) over a range or [`lookup_page`] find their entry by this.
-#[inline]
-pub(super) fn descend<P: Platform, F: Format>(platform: &P, key: Key, level: Level) -> Found<'_> {
-    let Key { context, index } = key;
-    let table = |frame| Table { platform, frame };
-    let root = root_table::<F>(context, key.gfn());
-    let mut found = table(root).find(index, context.level::<F>());
-    while found.level > level
-        && let Some(lower) = F::next_table(found.bits, found.level)
-    {
-        found = table(lower).find(index, found.level.below());
-    }
-    found
+/// A walk to one address that goes on where it has ended: in the table that it has reached, whose entry it reads again.
+///
+/// It may be used as long as what it has read may be: in one reader section, or in the next one if no generation was missed
+/// between them ([`crate::sync::quiesce`]). After that it has to [start again](Self::restart). The table may have been detached
+/// meanwhile; then the walk is one that had reached it before ([`crate::table`]).
+#[derive(Clone, Copy)]
+pub(crate) struct Cursor {
+    pub(crate) key: Key,
+    /// Where it has ended: frame and level of a table. `None`: it has not begun.
+    at: Option<(Pfn, Level)>,
 }
 
-/// Like [`ByIndex::lookup`](super::ByIndex::lookup), but for walks that usually end at level 1: `Ok` if it does, `Err` if
-/// it ends above. Needs only the platform, so that a caller that walks often does not load the MMU.
+impl Cursor {
+    /// Makes a walk to `key` that has not begun.
+    #[inline(always)]
+    pub(crate) fn new(key: Key) -> Self {
+        Cursor { key, at: None }
+    }
+
+    /// Returns the walk to the address `pages` pages after this one, in the same table of level 1.
+    pub(crate) fn after(mut self, pages: u64) -> Self {
+        self.key.index = self.key.index.add(pages);
+        self
+    }
+
+    /// Returns the walk to the address `pages` pages before this one, in the same table of level 1.
+    pub(crate) fn before(mut self, pages: u64) -> Self {
+        self.key.index = self.key.index.before(pages);
+        self
+    }
+
+    /// Has the walk begin with the root.
+    pub(crate) fn restart(&mut self) {
+        self.at = None;
+    }
+
+    /// Finds the entry of `level` on the path, or the one above it at which the path ends. All accesses that
+    /// are not a [walk](super::ByGfn::walk) over a range or [`lookup_page`] find their entry by this. Takes no lock.
+    ///
+    /// # Safety
+    /// - the walk may be made ([`self`]), as long as the result is used.
+    #[inline]
+    pub(crate) unsafe fn find<'p, P: Platform, F: Format>(
+        &mut self,
+        platform: &'p P,
+        level: Level,
+    ) -> Found<'p> {
+        let Key { context, index } = self.key;
+        let root = || {
+            (
+                root_table::<F>(context, index.as_gfn()),
+                context.level::<F>(),
+            )
+        };
+        let reached = self.at.filter(|(_, at)| *at >= level);
+        let (mut frame, mut at) = reached.unwrap_or_else(root);
+        loop {
+            let found = Table { platform, frame }.find(index, at);
+            match F::next_table(found.bits, at) {
+                Some(lower) if at > level => (frame, at) = (lower, at.below()),
+                _ => {
+                    self.at = Some((frame, at));
+                    return found;
+                }
+            }
+        }
+    }
+}
+
+/// Finds the entry of `level` on the path to `key`, or the one above it at which the path ends.
 ///
 /// # Safety
-/// - `key` belongs to an MMU on `platform` with tables of format `F`, and its root is of the top level; the caller is in a reader section as long as
-///   the result is used.
+/// - the walk may be made ([`self`]), as long as the result is used.
+#[inline]
+pub(crate) unsafe fn descend<P: Platform, F: Format>(
+    platform: &P,
+    key: Key,
+    level: Level,
+) -> Found<'_> {
+    // SAFETY: the caller's promise.
+    unsafe { Cursor::new(key).find::<P, F>(platform, level) }
+}
+
+/// Returns whether the level 1 table for `key`, if there is one, exists because of NX.
+///
+/// # Safety
+/// - the walk may be made ([`self`]).
+pub(crate) unsafe fn is_nx_split<P: Platform, F: Format>(platform: &P, key: Key) -> bool {
+    // SAFETY: the caller's promise.
+    let found = unsafe { descend::<P, F>(platform, key, Level::PAGE) };
+    let frame = found.table;
+    let is_nx_split = || Table { platform, frame }.meta().nx_split.load(Relaxed);
+    found.level == Level::PAGE && is_nx_split()
+}
+
+/// Like [`descend`] to level 1, but for walks that usually reach it: `Ok` if it does, `Err` if
+/// it ends above.
+///
+/// # Safety
+/// - the walk may be made ([`self`]), as long as the result is used, and its root is of the top level.
 #[inline(always)]
 pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     platform: &P,

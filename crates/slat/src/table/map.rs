@@ -1,26 +1,16 @@
-//! A tree by index: look-ups, and what a fault installs.
+//! A tree by index: what a fault installs.
+//!
+//! The caller of every function is in a reader section.
 
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::marker::PhantomData;
 use core::ops::Range;
 
-use super::lookup::descend;
-use super::{ByIndex, FrameCache, Key, Mapped, Path, Table, Target, Tree};
+use super::{Cursor, Found, FrameCache, Installed, Path, Retry, Table, Tree, descend};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
 use crate::platform::Platform;
-
-/// Why [`Tree::table_for`] has not reached a table. The first three mean what they mean in [`Mapped`].
-enum NoPath {
-    MustMend(Level),
-    Broken,
-    Unflushed(Level),
-    /// A larger leaf is on the path and was left alone.
-    Leaf,
-    /// The frames allocated ahead are used up: other threads have zapped tables that this one added.
-    NoFrames,
-}
 
 /// What to do about a larger leaf on the path.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -29,92 +19,100 @@ pub(crate) enum OnLeaf {
     GiveUp,
 }
 
-impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
+impl<P: Platform, F: Format> Tree<P, F> {
+    /// Installs `leaf` for the region of `level` around `cursor`. Adds missing tables; splits a larger leaf on the path in
+    /// place, so that its other pages stay mapped throughout. Calls `valid` under the lock of the table that
+    /// receives the leaf, immediately before the install, and `done` under that lock, immediately after it.
+    ///
+    /// # Errors
+    /// [`Retry`]; neither a leaf was installed nor `done` called.
+    ///
+    /// # Safety
+    /// - the walk of `cursor` may be made ([`super::lookup`]).
     #[inline(always)]
-    fn platform(&self) -> &P {
-        &self.platform
-    }
-
-    fn map(
+    pub(crate) unsafe fn map(
         &self,
-        target: Target<'_>,
+        cursor: &mut Cursor,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
-    ) -> Mapped {
-        let key = target.key;
-        let table = match self.table_for(key, level, OnLeaf::Split, path) {
-            Ok(table) => table,
-            Err(NoPath::MustMend(level)) => return Mapped::MustMend(level),
-            Err(NoPath::Unflushed(level)) => return Mapped::Unflushed(level),
-            Err(NoPath::Broken | NoPath::Leaf) => return Mapped::Broken,
-            Err(NoPath::NoFrames) => return Mapped::Stale,
-        };
-        let gfn = key.gfn();
+    ) -> Result<Installed, Retry> {
+        let gfn = cursor.key.gfn();
+        // SAFETY: the caller's promise.
+        let table = unsafe { self.table_for(cursor, level, OnLeaf::Split, path)? };
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
         if !valid() {
-            return Mapped::Stale;
+            return Err(Retry::Stale);
         }
         let bits = entry.load(Relaxed);
-        let mapped = match F::decode(bits, level) {
+        let installed = match F::decode(bits, level) {
             Entry::Empty | Entry::Mmio { .. } => {
                 if !self.may_install(bits, gfn, level, &path.flushed) {
-                    return Mapped::Unflushed(level);
+                    return Err(Retry::Unflushed(level));
                 }
                 entry.store(F::leaf(leaf, level), Release);
                 guard.count_leaves(1);
-                Mapped::New
+                Installed::New
             }
             Entry::Leaf(old) if old.pfn == leaf.pfn && old.memory == leaf.memory => {
                 match widen::<F>(entry, bits, leaf, level) {
-                    true => Mapped::Widened,
-                    false => Mapped::Spurious,
+                    true => Installed::Widened,
+                    false => Installed::Spurious,
                 }
             }
-            Entry::Leaf(_) | Entry::Table(_) => return Mapped::Conflict,
-            Entry::Broken(_) => return Mapped::Broken,
+            Entry::Leaf(_) | Entry::Table(_) => return Err(Retry::Conflict(level)),
+            Entry::Broken(_) => return Err(Retry::Broken),
         };
         done();
         drop(guard);
-        mapped
+        Ok(installed)
     }
 
-    fn map_absent(
+    /// Installs `leaf`, and leaves for the frames after it, in those of the `pages` level 1 entries from `cursor` on that
+    /// are absent; all are in one table. Calls `valid` like [`Self::map`]. Returns how many leaves it installed.
+    ///
+    /// # Errors
+    /// [`Retry`], also if there is no memory for tables.
+    ///
+    /// # Safety
+    /// - the walk of `cursor` may be made ([`super::lookup`]).
+    pub(crate) unsafe fn map_absent(
         &self,
-        target: Target<'_>,
+        cursor: &mut Cursor,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
-    ) -> Option<u64> {
-        let key = target.key;
-        let gfn = key.gfn();
+    ) -> Result<u64, Retry> {
+        let gfn = cursor.key.gfn();
         let first = Level::PAGE.index(gfn);
         let indexes = first..first + pages as usize;
         debug_assert!(indexes.end <= ENTRIES);
         let run = Run::<F>::new(leaf, Level::PAGE);
-        path.frames.fill(&*self.platform, FrameCache::FAULT).ok()?;
-        let found = self.lookup(key);
+        let filled = path.frames.fill(&*self.platform, FrameCache::FAULT);
+        filled.map_err(|_| Retry::Unprepared)?;
+        // SAFETY: the caller's promise.
+        let found = unsafe { cursor.find::<P, F>(&*self.platform, Level::PAGE) };
         if found.level > Level::PAGE
             && matches!(found.entry::<F>(), Entry::Leaf(_) | Entry::Broken(_))
         {
-            return None;
+            return Err(Retry::Conflict(found.level));
         }
         if found.level > Level::PAGE
-            && let Some(mapped) = self.put_run(key, indexes.clone(), &run, path, &valid)
+            // SAFETY: the caller's promise.
+            && let Some(put) = unsafe { self.put_run(cursor, indexes.clone(), &run, path, &valid) }
         {
-            return mapped.then_some(pages);
+            return put.map(|()| pages);
         }
-        let table = self
-            .table_for(key, Level::PAGE, OnLeaf::GiveUp, path)
-            .ok()?;
+        // SAFETY: the caller's promise.
+        let table = unsafe { self.table_for(cursor, Level::PAGE, OnLeaf::GiveUp, path)? };
         let entries = &table.entries()[indexes];
         let guard = table.lock();
         if !valid() {
-            return None;
+            return Err(Retry::Stale);
         }
         let own = &path.flushed;
         let free = |bits, gfn| self.may_install(bits, gfn, Level::PAGE, own);
@@ -128,48 +126,64 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
             }
         }
         guard.count_leaves(installed as i16);
-        Some(installed)
+        Ok(installed)
     }
 
-    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> Mapped {
-        let key = target.key;
-        let gfn = key.gfn();
+    /// Installs an MMIO entry of `generation`, if the entry is empty, or an MMIO entry of any generation. Returns whether it did.
+    ///
+    /// # Safety
+    /// - the walk of `cursor` may be made ([`super::lookup`]).
+    pub(crate) unsafe fn map_mmio(
+        &self,
+        cursor: &mut Cursor,
+        generation: u64,
+        path: &mut Path<'_>,
+    ) -> bool {
+        let gfn = cursor.key.gfn();
         // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
-        let Ok(table) = self.table_for(key, Level::PAGE, OnLeaf::GiveUp, path) else {
-            return Mapped::Stale;
+        // SAFETY: the caller's promise.
+        let table = unsafe { self.table_for(cursor, Level::PAGE, OnLeaf::GiveUp, path) };
+        let Ok(table) = table else {
+            return false;
         };
         let entry = table.entry(Level::PAGE.index(gfn));
         let _guard = table.lock();
         let bits = entry.load(Relaxed);
         // An MMIO entry names no flush, so it must not replace an entry whose flush is due.
         let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::PAGE, &path.flushed);
-        if !free {
-            return Mapped::Stale;
+        if free {
+            entry.store(F::mmio(generation, 0), Release);
         }
-        entry.store(F::mmio(generation, 0), Release);
-        Mapped::New
+        free
     }
-}
 
-impl<P: Platform, F: Format> Tree<P, F> {
-    /// Installs a new level 1 table that contains the leaves of `run` at `indexes`. Returns whether `valid` returned
-    /// true; otherwise nothing was installed. `None`: a new table could not be installed, because there is something
+    /// Finds the entry of `level` on the path to `gfn`, or the one above it at which the path ends.
+    #[inline]
+    pub(super) fn find_at(&self, gfn: Gfn, level: Level) -> Found<'_> {
+        // SAFETY: the root is that of this tree, and whoever has a reference to a tree is in a reader section (`Guarded`).
+        unsafe { descend::<P, F>(&*self.platform, self.key(gfn), level) }
+    }
+
+    /// Installs a new level 1 table that contains the leaves of `run` at `indexes`; [`Retry::Stale`] if `valid` returned
+    /// `false`. `None`: a new table could not be installed, because there is something
     /// else by now, or because there is no path or no frame for it.
     ///
     /// Calls `valid` under the lock of the table that refers to the new one. The argument is that for a leaf: an
     /// invalidation that takes this lock later finds the table and enters it.
-    fn put_run(
+    ///
+    /// # Safety
+    /// - the walk of `cursor` may be made ([`super::lookup`]).
+    unsafe fn put_run(
         &self,
-        key: Key,
+        cursor: &mut Cursor,
         indexes: Range<usize>,
         run: &Run<F>,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
-    ) -> Option<bool> {
-        let above = self
-            .table_for(key, Level::MEGA, OnLeaf::GiveUp, path)
-            .ok()
-            .filter(|_| !path.frames.is_empty())?;
+    ) -> Option<Result<(), Retry>> {
+        // SAFETY: the caller's promise.
+        let above = unsafe { self.table_for(cursor, Level::MEGA, OnLeaf::GiveUp, path) };
+        let above = above.ok().filter(|_| !path.frames.is_empty())?;
         let frame = path.frames.take();
         let mut table = self.table(frame);
         table.meta().begin(indexes.len() as u16);
@@ -180,11 +194,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
             run.fill(&mut table.unpublished()[indexes]);
         }
-        let entry = above.entry(Level::MEGA.index(key.gfn()));
+        let gfn = cursor.key.gfn();
+        let entry = above.entry(Level::MEGA.index(gfn));
         let guard = above.lock();
         let bits = entry.load(Relaxed);
-        let free =
-            F::is_absent(bits) && self.may_install(bits, key.gfn(), Level::MEGA, &path.flushed);
+        let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::MEGA, &path.flushed);
         let valid = valid();
         if free && valid {
             entry.store(F::table(frame), Release);
@@ -193,33 +207,40 @@ impl<P: Platform, F: Format> Tree<P, F> {
         if !free || !valid {
             path.frames.give_back(frame);
         }
-        (free || !valid).then_some(valid)
+        match (valid, free) {
+            (false, _) => Some(Err(Retry::Stale)),
+            (true, free) => free.then_some(Ok(())),
+        }
     }
 
-    /// Returns the table of `level` on the path to `key`; adds it, and those above it, if there is none. With
+    /// Returns the table of `level` on the path of `cursor`; adds it, and those above it, if there is none. With
     /// [`OnLeaf::GiveUp`] it leaves a leaf on the path alone: a prefetch only adds what is absent.
-    fn table_for(
+    ///
+    /// # Safety
+    /// - the walk of `cursor` may be made ([`super::lookup`]).
+    unsafe fn table_for(
         &self,
-        key: Key,
+        cursor: &mut Cursor,
         level: Level,
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
-    ) -> Result<Table<'_, P>, NoPath> {
-        let gfn = key.gfn();
+    ) -> Result<Table<'_, P>, Retry> {
+        let gfn = cursor.key.gfn();
         loop {
-            let found = descend::<P, F>(&self.platform, key, level);
+            // SAFETY: the caller's promise.
+            let found = unsafe { cursor.find::<P, F>(&*self.platform, level) };
             let (table, at) = (self.table(found.table), found.level);
             if at == level {
                 return Ok(table);
             }
             match F::decode(found.bits, at) {
-                Entry::Broken(_) => return Err(NoPath::Broken),
-                Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(NoPath::Leaf),
+                Entry::Broken(_) => return Err(Retry::Broken),
+                Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(Retry::Conflict(at)),
                 Entry::Leaf(_) if F::BREAK_BEFORE_MAKE => self.break_leaf(&table, at, gfn)?,
                 _ if !self.may_install(found.bits, gfn, at, &path.flushed) => {
-                    return Err(NoPath::Unflushed(at));
+                    return Err(Retry::Unflushed(at));
                 }
-                _ if path.frames.is_empty() => return Err(NoPath::NoFrames),
+                _ if path.frames.is_empty() => return Err(Retry::Unprepared),
                 _ => {
                     self.put_table(&table, at, gfn, path, |now| match now {
                         Entry::Broken(_) => false,
@@ -232,8 +253,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 
     /// Breaks the leaf for `gfn` in `table`, which has `level`: the first half of break-before-make. Returns
-    /// [`NoPath::MustMend`] when it did. `Ok`: the entry is not a leaf any more; descend again.
-    fn break_leaf(&self, table: &Table<'_, P>, level: Level, gfn: Gfn) -> Result<(), NoPath> {
+    /// [`Retry::MustMend`] when it did. `Ok`: the entry is not a leaf any more; descend again.
+    fn break_leaf(&self, table: &Table<'_, P>, level: Level, gfn: Gfn) -> Result<(), Retry> {
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
         let broken = entry.fetch_update(Release, Relaxed, |bits| match F::decode(bits, level) {
@@ -243,7 +264,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         match broken {
             Ok(_) => {
                 self.broke(guard.meta);
-                Err(NoPath::MustMend(level))
+                Err(Retry::MustMend(level))
             }
             Err(_) => Ok(()),
         }
@@ -326,6 +347,50 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
         };
         table.meta().begin(leaves);
+    }
+}
+
+/// By frame, for tests.
+#[cfg(test)]
+impl<P: Platform, F: Format> Tree<P, F> {
+    /// Finds the entry at which a page walker would end.
+    pub(crate) fn lookup(&self, gfn: Gfn) -> Found<'_> {
+        self.find_at(gfn, Level::PAGE)
+    }
+
+    /// Does what [`Self::map`] does, by a walk that has not begun.
+    ///
+    /// # Errors
+    /// [`Retry`].
+    pub(crate) fn map_at(
+        &self,
+        gfn: Gfn,
+        level: Level,
+        leaf: Leaf,
+        path: &mut Path<'_>,
+        valid: impl Fn() -> bool,
+        done: impl FnOnce(),
+    ) -> Result<Installed, Retry> {
+        let mut cursor = Cursor::new(self.key(gfn));
+        // SAFETY: as in `find_at`.
+        unsafe { self.map(&mut cursor, level, leaf, path, valid, done) }
+    }
+
+    /// Does what [`Self::map_absent`] does, by a walk that has not begun.
+    ///
+    /// # Errors
+    /// [`Retry`].
+    pub(crate) fn map_absent_at(
+        &self,
+        gfn: Gfn,
+        pages: u64,
+        leaf: Leaf,
+        path: &mut Path<'_>,
+        valid: impl Fn() -> bool,
+    ) -> Result<u64, Retry> {
+        let mut cursor = Cursor::new(self.key(gfn));
+        // SAFETY: as in `find_at`.
+        unsafe { self.map_absent(&mut cursor, pages, leaf, path, valid) }
     }
 }
 

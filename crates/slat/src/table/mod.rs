@@ -15,11 +15,11 @@
 //!   passes a quiescent point before the table is freed. Only range operations remove leaves and tables: a fault whose
 //!   entry conflicts has a range operation zap it.
 //! * A fault checks *under the lock of the table it installs into* whether what it has looked up (slot, host page) is
-//!   still current (`valid` in [`ByIndex::map`]). An invalidation first makes that check fail, then walks the
+//!   still current (`valid` in [`Tree::map`]). An invalidation first makes that check fail, then walks the
 //!   range and takes the lock of every table on the path, even if it looks empty. So either the fault holds
 //!   the lock first, and the walk finds the leaf; or the walk does, and the fault finds that its plan is stale. The
 //!   same argument holds for a table that is filled with leaves before it is installed, with the lock of the
-//!   table that refers to it ([`ByIndex::map_absent`]).
+//!   table that refers to it ([`Tree::map_absent`]).
 //!
 //! # Break-before-make
 //! On formats that ask for it ([`Format::BREAK_BEFORE_MAKE`]), no valid entry may be installed while a TLB may hold a
@@ -43,7 +43,7 @@
 //!   were read first, a flush could begin between the two, and seem to cover the change. A walk clears many
 //!   entries under one lock; they all get the same number before the lock is released
 //!   ([`clear::LockedTable`]). Until then they name flush 0, which no other holder of the lock can see.
-//! * *No thread waits for another one.* A fault that finds an entry whose flush is due ([`Mapped::Unflushed`])
+//! * *No thread waits for another one.* A fault that finds an entry whose flush is due ([`Retry::Unflushed`])
 //!   leaves its reader section, with no lock held, flushes the frames of that entry itself, and remembers that
 //!   ([`Flushed`]). Its flush waits until readers have passed, as every flush does; they do not wait for
 //!   this flush. Then the fault returns [`crate::Stop::Retry`] and does not count as fixed. For its vCPU that entry is
@@ -68,14 +68,17 @@
 //! On formats that do not ask for it, `cleared` is 0 and names no flush, and all checks are compiled away.
 
 mod age;
+mod at;
 mod by_gfn;
 mod by_index;
+mod change;
 mod clear;
 mod detached;
 mod flushes;
 mod lookup;
 mod map;
 mod path;
+mod walk;
 
 use alloc::sync::Arc;
 use core::marker::PhantomData;
@@ -87,13 +90,15 @@ use crate::heap::{OutOfMemory, Shared};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::atomic::AtomicU64;
 
-pub(crate) use by_gfn::{At, ByGfn, Collapse, Kept, Listed, Next, RUN, Show, Split, Visit, Walk};
-pub(crate) use by_index::{ByIndex, Found, Key, Mapped, Root, Target};
+pub(crate) use at::{At, Kept, Listed};
+pub(crate) use by_gfn::{ByGfn, Collapse, Next, RUN, Show, Split, Visit};
+pub(crate) use by_index::{Found, Installed, Key, Retry, Root};
 pub(crate) use detached::{Detached, Freed, tell_zapped};
 pub(crate) use flushes::{FlushTicket, Flushed, Flushes, overlap};
-pub(crate) use lookup::{lookup_in, lookup_page};
+pub(crate) use lookup::{Cursor, descend, is_nx_split, lookup_in, lookup_page};
 pub(crate) use map::{OnLeaf, Run, widen};
 pub(crate) use path::{FrameCache, LeafCounts, Path};
+pub(crate) use walk::Walk;
 
 /// A tree of tables in format `F`, from guest frames to host frames.
 pub(crate) struct Tree<P: Platform, F: Format> {
@@ -142,6 +147,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
             context: self.context(),
             index: gfn.into(),
         }
+    }
+
+    #[inline(always)]
+    pub(crate) fn platform(&self) -> &P {
+        &self.platform
     }
 
     #[inline]

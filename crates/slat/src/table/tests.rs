@@ -131,7 +131,7 @@ impl<F: Format> World<F> {
     }
 
     fn lookup(&self, gfn: u64) -> Found<'_> {
-        ByIndex::lookup(&**self, self.key(Gfn(gfn)))
+        Tree::lookup(self, Gfn(gfn))
     }
 }
 
@@ -184,7 +184,12 @@ const LEAF: Leaf = Leaf {
 };
 
 /// Maps `gfn` to the frame of `leaf` plus `gfn`. Flushes, mends and retries as a fault does.
-fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> Mapped {
+fn map<F: Format>(
+    tree: Mapping<'_, F>,
+    gfn: u64,
+    level: Level,
+    leaf: Leaf,
+) -> Result<Installed, Retry> {
     let mut frames = FrameCache::default();
     frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
     let leaf = Leaf {
@@ -196,21 +201,14 @@ fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> M
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         path.flushed = flushed.clone();
-        match tree.map(
-            tree.key(Gfn(gfn)).into(),
-            level,
-            leaf,
-            &mut path,
-            || true,
-            || {},
-        ) {
-            Mapped::MustMend(level) => {
+        match tree.map_at(Gfn(gfn), level, leaf, &mut path, || true, || {}) {
+            Err(Retry::MustMend(level)) => {
                 while !tree.mend(Gfn(gfn), level, &mut path) {
                     path.flushed = flush(tree, gfn, level);
                 }
             }
-            Mapped::Unflushed(cleared) => flushed = flush(tree, gfn, cleared),
-            Mapped::Broken => thread::yield_now(),
+            Err(Retry::Unflushed(cleared)) => flushed = flush(tree, gfn, cleared),
+            Err(Retry::Broken) => thread::yield_now(),
             mapped => break mapped,
         }
     };
@@ -291,12 +289,12 @@ mod behaviour {
         let tree = tree::<F>();
         assert!(matches!(
             map(&tree, 1 << 18, Level::GIGA, LEAF),
-            Mapped::New
+            Ok(Installed::New)
         ));
         let gfn = (1 << 18) + 5 * 512 + 7;
         assert!(matches!(
             map(&tree, gfn, Level::PAGE, LEAF),
-            Mapped::Spurious
+            Ok(Installed::Spurious)
         ));
         let level = |gfn| tree.lookup(gfn).level;
         assert_eq!(level(gfn), Level::PAGE);
@@ -331,11 +329,23 @@ mod behaviour {
             dirty: false,
             ..LEAF
         };
-        assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::New));
-        assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::Spurious));
-        assert!(matches!(map(&tree, 7, Level::PAGE, LEAF), Mapped::Widened));
+        assert!(matches!(
+            map(&tree, 7, Level::PAGE, read),
+            Ok(Installed::New)
+        ));
+        assert!(matches!(
+            map(&tree, 7, Level::PAGE, read),
+            Ok(Installed::Spurious)
+        ));
+        assert!(matches!(
+            map(&tree, 7, Level::PAGE, LEAF),
+            Ok(Installed::Widened)
+        ));
         // A leaf with fewer rights removes none.
-        assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::Spurious));
+        assert!(matches!(
+            map(&tree, 7, Level::PAGE, read),
+            Ok(Installed::Spurious)
+        ));
         let Entry::Leaf(leaf) = tree.lookup(7).entry::<F>() else {
             panic!("it is not mapped")
         };
@@ -348,18 +358,11 @@ mod behaviour {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         let done = || panic!("`done` was called, but no leaf installed");
-        let mapped = tree.map(
-            tree.key(Gfn(7)).into(),
-            Level::PAGE,
-            LEAF,
-            &mut path,
-            || false,
-            done,
-        );
-        assert!(matches!(mapped, Mapped::Stale));
+        let mapped = tree.map_at(Gfn(7), Level::PAGE, LEAF, &mut path, || false, done);
+        assert!(matches!(mapped, Err(Retry::Stale)));
         assert_eq!(pfn(&tree, 7), None);
-        let absent = tree.map_absent(tree.key(Gfn(0)).into(), 8, LEAF, &mut path, || false);
-        assert!(absent.is_none() && pfn(&tree, 0).is_none());
+        let absent = tree.map_absent_at(Gfn(0), 8, LEAF, &mut path, || false);
+        assert!(absent == Err(Retry::Stale) && pfn(&tree, 0).is_none());
         frames.release(&*tree.platform);
     }
 
@@ -412,16 +415,25 @@ mod behaviour {
         let _ = map(&tree, 7, Level::PAGE, LEAF);
         assert!(matches!(
             map(&tree, 7, Level::PAGE, other),
-            Mapped::Conflict
+            Err(Retry::Conflict(_))
         ));
         assert_eq!(pfn(&tree, 7), Some(7));
         let _ = zap(&tree, 7..8);
-        assert!(matches!(map(&tree, 7, Level::PAGE, other), Mapped::New));
+        assert!(matches!(
+            map(&tree, 7, Level::PAGE, other),
+            Ok(Installed::New)
+        ));
         // A huge leaf conflicts with a table of small ones.
-        assert!(matches!(map(&tree, 0, Level::MEGA, LEAF), Mapped::Conflict));
+        assert!(matches!(
+            map(&tree, 0, Level::MEGA, LEAF),
+            Err(Retry::Conflict(_))
+        ));
         let unflushed = zap(&tree, 0..512);
         assert_eq!(free(&tree, unflushed), [1, 0, 0]);
-        assert!(matches!(map(&tree, 0, Level::MEGA, LEAF), Mapped::New));
+        assert!(matches!(
+            map(&tree, 0, Level::MEGA, LEAF),
+            Ok(Installed::New)
+        ));
     }
 
     /// As long as a ticket covers a cleared entry, only a thread that has flushed it itself installs a leaf there.
@@ -438,19 +450,12 @@ mod behaviour {
         let mut try_to_map = |gfn: u64, flushed: &Flushed| {
             let mut path = Path::new(&mut frames);
             path.flushed = flushed.clone();
-            tree.map(
-                tree.key(Gfn(gfn)).into(),
-                Level::PAGE,
-                LEAF,
-                &mut path,
-                || true,
-                || (),
-            )
+            tree.map_at(Gfn(gfn), Level::PAGE, LEAF, &mut path, || true, || ())
         };
         let nothing = Flushed::default();
         let elsewhere = flush(&tree, 8, Level::PAGE);
         for flushed in [&nothing, &elsewhere] {
-            let unflushed = matches!(try_to_map(7, flushed), Mapped::Unflushed(_));
+            let unflushed = matches!(try_to_map(7, flushed), Err(Retry::Unflushed(_)));
             assert_eq!(unflushed, F::BREAK_BEFORE_MAKE);
             if !unflushed {
                 let _ = zap(&tree, 7..8);
@@ -458,18 +463,18 @@ mod behaviour {
         }
         assert!(matches!(
             try_to_map(7, &flush(&tree, 7, Level::PAGE)),
-            Mapped::New
+            Ok(Installed::New)
         ));
         // An entry that is cleared again names another flush. The ticket does not cover frame 600.
         let mine = flush(&tree, 600, Level::MEGA);
         let _ = (zap(&tree, 7..8), zap(&tree, 600..601));
-        assert!(matches!(try_to_map(600, &nothing), Mapped::New));
-        let unflushed = matches!(try_to_map(7, &mine), Mapped::Unflushed(_));
+        assert!(matches!(try_to_map(600, &nothing), Ok(Installed::New)));
+        let unflushed = matches!(try_to_map(7, &mine), Err(Retry::Unflushed(_)));
         assert_eq!(unflushed, F::BREAK_BEFORE_MAKE);
         drop(ticket);
         assert!(matches!(
             try_to_map(7, &nothing),
-            Mapped::New | Mapped::Spurious
+            Ok(Installed::New | Installed::Spurious)
         ));
         frames.release(&*tree.platform);
     }
@@ -606,7 +611,7 @@ fn a_walker_never_sees_a_page_missing_while_its_leaf_is_split() {
                 }
             });
             if round % 2 == 0 {
-                (0..8).for_each(|i| drop(map(&tree, GFN + i * 512, Level::PAGE, LEAF)));
+                (0..8).for_each(|i| _ = map(&tree, GFN + i * 512, Level::PAGE, LEAF));
             } else {
                 split(&tree, GFN..GFN + 4096, SplitWalk::SkipLastLevel);
             }
@@ -671,15 +676,8 @@ fn a_leaf_that_was_broken_again_needs_another_flush_before_it_is_mended() {
     let mut break_it = || {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
-        let mapped = tree.map(
-            tree.key(Gfn(7)).into(),
-            Level::PAGE,
-            LEAF,
-            &mut path,
-            || true,
-            || {},
-        );
-        assert!(matches!(mapped, Mapped::MustMend(Level::MEGA)));
+        let mapped = tree.map_at(Gfn(7), Level::PAGE, LEAF, &mut path, || true, || {});
+        assert!(matches!(mapped, Err(Retry::MustMend(Level::MEGA))));
     };
     let mut frames_to_mend = FrameCache::default();
     let mut mend = |own: &Flushed| {

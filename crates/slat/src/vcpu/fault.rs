@@ -1,12 +1,16 @@
-//! A fault of a vCPU: brings the tables to where they allow an access. Its stages are values:
+//! A fault of a vCPU: brings the tables to where they allow an access. One loop ([`Vcpu::fault`]) does that for all of them:
 //!
-//! 1. [`Want`]: what the access asks for;
-//! 2. [`Plan`]: the leaf that gives it, and what that rests on. Whether a memslot holds the frame, the page that
+//! 1. a [`Source`] says what is wanted, a [`Want`]: the guest-physical address of the access, or a walk of the guest's tables
+//!    ([`super::guest`]);
+//! 2. a [`Plan`] is the leaf that gives it, and what that rests on. Whether a memslot holds the frame, the page that
 //!    backs it (resolved holding nothing, outside the reader section), and the largest level that slot, attributes,
 //!    alignment, host mapping, dirty log and NX allow ([`super::plan`]);
-//! 3. the install ([`Fault::install`]), under the lock of one table, if what the plan rests on still holds
-//!    ([`crate::vm::InProgress`]). If it does not, or something conflicts, the fault begins again;
-//! 4. the pages around it ([`super::prefetch`]).
+//! 3. the leaf is installed ([`Fault::install`]), under the lock of one table, if what the plan rests on still holds
+//!    ([`crate::vm::InProgress`]);
+//! 4. the pages around it are mapped ([`super::prefetch`]).
+//!
+//! Where nothing could be installed, a [`Retry`] says why. The fault does what that asks for ([`Fault::clear`]), and the loop
+//! begins again.
 
 use core::ops::Range;
 use core::ptr;
@@ -18,8 +22,9 @@ use crate::addr::{Access, Gfn, Gpa, Level};
 use crate::format::{Entry, Format};
 use crate::platform::{Platform, Stale, WaitFor};
 use crate::policy::Prefetch;
+use crate::shadow::trail::Target;
 use crate::sync::atomic::Ordering::Relaxed;
-use crate::table::{ByGfn, ByIndex, Key, Mapped, Root, Target};
+use crate::table::{ByGfn, Installed, Key, Retry};
 use crate::vm::{LogKind, RangeOp, RingSlot};
 
 /// What a faulting access asks for.
@@ -31,8 +36,9 @@ pub(super) struct Want<'t> {
     pub(super) gpa: Gpa,
     /// The right that it needs.
     pub(super) access: Access,
-    /// A write is a store of the guest's, and not a flag that is set for it in one of its tables.
-    pub(super) stores: bool,
+    /// The access is the guest's own: it counts as a fault, and a write is a store. Otherwise it is one that the MMU makes for
+    /// the guest, to read an entry of its tables or to set a flag there.
+    pub(super) of_guest: bool,
 }
 
 impl Want<'_> {
@@ -41,13 +47,77 @@ impl Want<'_> {
     }
 }
 
+/// Where it is found out what an access asks for.
+pub(super) trait Source<P: Platform, F: Format> {
+    /// What the access gets.
+    type Page;
+    /// Why it gets nothing.
+    type Stop: From<Stop>;
+
+    /// Returns the address that the access names.
+    fn address(&self) -> Gpa;
+
+    /// Finds out what is wanted. `slept` becomes true if a flush went by meanwhile.
+    ///
+    /// # Errors
+    /// The access ends with them, as they are.
+    fn resolve(
+        &mut self,
+        vcpu: &mut Vcpu<P, F>,
+        slept: &mut bool,
+    ) -> Result<Wanted<'_, Self::Page>, Self::Stop>;
+
+    /// Compares the page of `level` on the trail with the guest's table ([`Retry::Unsynced`]). Returns whether what was found
+    /// out before is still good.
+    fn compare(&mut self, vcpu: &mut Vcpu<P, F>, level: Level, slept: &mut bool) -> bool {
+        let _ = (vcpu, level, slept);
+        false
+    }
+
+    /// Returns what the access gets, now that the tables have `found` for it. `is_new`: a leaf was installed, and what the vCPU
+    /// knows is not void.
+    fn page(&mut self, vcpu: &mut Vcpu<P, F>, found: Translation, is_new: bool) -> Self::Page;
+}
+
+/// What a [`Source`] has found out.
+pub(super) enum Wanted<'t, A> {
+    /// A leaf is to be installed.
+    Leaf(Want<'t>),
+    /// The access needs none.
+    Page(A),
+}
+
+/// A guest-physical address.
+pub(super) struct Physical(pub(super) Want<'static>);
+
+impl<P: Platform, F: Format> Source<P, F> for Physical {
+    type Page = Translation;
+    type Stop = Stop;
+
+    fn address(&self) -> Gpa {
+        self.0.gpa
+    }
+
+    #[inline(always)]
+    fn resolve(
+        &mut self,
+        _: &mut Vcpu<P, F>,
+        _: &mut bool,
+    ) -> Result<Wanted<'_, Translation>, Stop> {
+        Ok(Wanted::Leaf(self.0))
+    }
+
+    #[inline(always)]
+    fn page(&mut self, _: &mut Vcpu<P, F>, found: Translation, _: bool) -> Translation {
+        found
+    }
+}
+
 /// Why an attempt has installed nothing that the access could use.
-pub(super) enum Detour {
-    /// Something changed meanwhile: try again.
+pub(super) enum Halt {
+    /// What was in the way is not any more: try again.
     Again,
-    /// The attempt has installed the pieces of a split leaf. One allows the access, which finds it.
-    Mended,
-    /// The page of this level has to be compared with the guest's table, then go on.
+    /// See [`Retry::Unsynced`].
     Unsynced(Level),
     /// The access ends here.
     Stop(Stop),
@@ -64,60 +134,81 @@ pub(super) enum Outcome {
     Emulated,
 }
 
-/// A fault in progress.
+/// An attempt of a fault.
 pub(super) struct Fault<'v, P: Platform, F: Format> {
     pub(super) vcpu: &'v mut Vcpu<P, F>,
     pub(super) want: Want<'v>,
     /// A flush went by while the vCPU waited outside its section: what it returned to its CPU before is void.
     pub(super) slept: bool,
-    /// The root of the tables on the trail, if an install has reached them.
-    pub(super) root: Option<Root>,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Brings the tables to where they allow what `want` asks for. Returns also how, if it came to an end.
+    /// Brings the tables to where they allow the access of `source`, and returns what it gets.
+    ///
+    /// # Errors
+    /// Those of `source`. [`Stop::Retry`] if a flush went by meanwhile, whatever else was found out.
     #[cold]
-    pub(super) fn fault(&mut self, want: Want<'_>) -> (Result<Translation, Stop>, Option<Outcome>) {
-        Fault::new(self, want).run()
+    pub(super) fn fault<S: Source<P, F>>(&mut self, mut source: S) -> Result<S::Page, S::Stop> {
+        let mut slept = false;
+        let stop = loop {
+            if self.prepare().is_err() {
+                let gpa = source.address();
+                break Stop::OutOfMemory { gpa };
+            }
+            self.make_room(&mut slept);
+            let want = match source.resolve(self, &mut slept)? {
+                Wanted::Leaf(want) => want,
+                Wanted::Page(_) if slept => break Stop::Retry,
+                Wanted::Page(page) => return Ok(page),
+            };
+            let vcpu = &mut *self;
+            let mut fault = Fault { vcpu, want, slept };
+            let end = fault.attempt();
+            slept = fault.slept;
+            match end {
+                Ok((found, installed)) => {
+                    let is_new = installed == Installed::New && !slept;
+                    let page = source.page(self, found, is_new);
+                    match slept {
+                        true => break Stop::Retry,
+                        false => return Ok(page),
+                    }
+                }
+                Err(Halt::Stop(stop)) => break stop,
+                Err(Halt::Unsynced(level)) if source.compare(self, level, &mut slept) => {}
+                Err(_) if slept => break Stop::Retry,
+                Err(_) => {}
+            }
+        };
+        Err(if slept { Stop::Retry } else { stop }.into())
+    }
+
+    fn count_fault(&self, how: Outcome) {
+        let counters = self.counters();
+        match how {
+            Outcome::Fixed { fast } => {
+                counters.pf_fixed.add(1);
+                counters.pf_fast.add(fast.into());
+            }
+            Outcome::Spurious { fast } => {
+                counters.pf_spurious.add(1);
+                counters.pf_fast.add(fast.into());
+            }
+            Outcome::Emulated => counters.pf_emulate.add(1),
+        }
     }
 }
 
-impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
-    pub(super) fn new(vcpu: &'v mut Vcpu<P, F>, want: Want<'v>) -> Self {
-        Fault {
-            vcpu,
-            want,
-            slept: false,
-            root: None,
+impl<P: Platform, F: Format> Fault<'_, P, F> {
+    /// Counts the fault as `how`, if it is one of the guest.
+    pub(super) fn count(&self, how: Outcome) {
+        if self.want.of_guest {
+            self.vcpu.count_fault(how);
         }
     }
 
     #[inline(always)]
-    fn run(mut self) -> (Result<Translation, Stop>, Option<Outcome>) {
-        let gpa = self.want.gpa;
-        let (result, outcome) = loop {
-            if self.vcpu.prepare().is_err() {
-                return (Err(Stop::OutOfMemory { gpa }), None);
-            }
-            self.vcpu.make_room(&mut self.slept);
-            break match self.attempt() {
-                Ok((translation, how)) => (Ok(translation), Some(how)),
-                Err(Detour::Again) if !self.slept => continue,
-                // Without a trail no page is compared.
-                Err(Detour::Again | Detour::Unsynced(_)) => (Err(Stop::Retry), None),
-                Err(Detour::Mended) => (Err(Stop::Retry), Some(Outcome::Fixed { fast: false })),
-                Err(Detour::Stop(stop @ Stop::Mmio { .. })) => (Err(stop), Some(Outcome::Emulated)),
-                Err(Detour::Stop(stop)) => (Err(stop), None),
-            };
-        };
-        match self.slept {
-            true => (Err(Stop::Retry), outcome),
-            false => (result, outcome),
-        }
-    }
-
-    #[inline(always)]
-    pub(super) fn attempt(&mut self) -> Result<(Translation, Outcome), Detour> {
+    fn attempt(&mut self) -> Result<(Translation, Installed), Halt> {
         let sequence = self.vcpu.vm().in_progress.sequence();
         // The facts stay where they are: to move them with the plan costs a tenth of a fault.
         let slot = self.slot()?;
@@ -125,51 +216,52 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         if plan.nx_split && !self.vcpu.vm().policy.nx_huge_pages_split().is_on() {
             self.zap_huge();
         }
-        let (mapped, split, tracked) = self.install(&plan);
-        let fast = plan.fast;
-        let how = match mapped {
-            Mapped::New => {
-                self.vcpu.counters().leaves_of(plan.level).add(1);
-                let prefetch = self.vcpu.vm().policy.prefetch();
-                let small = plan.level == Level::PAGE && plan.slot.log.is_none();
-                // What is beside a small page of the guest's, only its tables know (`Vcpu::prefetch_guest`).
-                let trail = self.want.target.trail::<F>();
-                let is_known = trail.is_none_or(|trail| trail.leaf_level() > Level::PAGE);
-                if small && prefetch != Prefetch::Off && is_known {
-                    self.prefetch(&plan, prefetch);
-                }
-                Outcome::Fixed { fast: false }
-            }
-            Mapped::Widened => Outcome::Fixed { fast },
-            // The split itself has given the right: to execute a small page.
-            Mapped::Spurious if split => Outcome::Fixed { fast },
-            Mapped::Spurious => Outcome::Spurious { fast },
-            other => return Err(self.not_installed(other, &plan)),
+        let (installed, split, tracked) = match self.install(&plan) {
+            Ok(done) => done,
+            Err(retry) => return Err(self.clear(retry, &plan)),
         };
+        let fast = plan.fast;
+        self.count(match installed {
+            _ if tracked => Outcome::Emulated,
+            // The split itself has given the right: to execute a small page.
+            Installed::Spurious if !split => Outcome::Spurious { fast },
+            _ => Outcome::Fixed { fast },
+        });
+        if installed == Installed::New {
+            self.vcpu.counters().leaves_of(plan.level).add(1);
+            let prefetch = self.vcpu.vm().policy.prefetch();
+            let small = plan.level == Level::PAGE && plan.slot.log.is_none();
+            // What is beside a small page of the guest's, only its tables know (`Vcpu::prefetch_guest`).
+            let trail = self.want.target.trail::<F>();
+            let is_known = trail.is_none_or(|trail| trail.leaf_level() > Level::PAGE);
+            if small && prefetch != Prefetch::Off && is_known {
+                self.prefetch(&plan, prefetch);
+            }
+        }
         let found = translation(plan.leaf, plan.level, self.want.gfn());
         let translation = Translation {
             write: found.write && !tracked,
             tracked,
             ..found
         };
-        Ok((translation, how))
+        Ok((translation, installed))
     }
 
     /// Installs the leaf of `plan`, and notes the write in the slot's dirty log, if what the plan rests on still
     /// holds. The first flag says that a huge leaf was split in place on the path, the second that the page is a table of the
     /// guest's, whose leaf does not allow the write.
     #[inline(always)]
-    fn install(&mut self, plan: &Plan<'_>) -> (Mapped, bool, bool) {
+    fn install(&mut self, plan: &Plan<'_>) -> Result<(Installed, bool, bool), Retry> {
         let space = self.vcpu.space_index();
         let Want {
-            target,
+            mut target,
             access,
-            stores,
+            of_guest,
             ..
         } = self.want;
-        let gfn = self.want.gfn();
+        let (key, gfn) = (target.key(), self.want.gfn());
         let (slot, leaf, level) = (plan.slot, plan.leaf, plan.level);
-        let may_walk = self.vcpu.may_walk_from(target);
+        let may_walk = self.vcpu.may_walk_from(&target);
         // Not `on_tables`, whose result would be copied in every fault.
         let Parts {
             vm,
@@ -180,7 +272,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
             counters,
         } = self.vcpu.parts();
         path.nx_split = plan.nx_split;
-        path.stores = stores && access == Access::Write;
+        path.stores = of_guest && access == Access::Write;
         // A set that is new since the sequence was taken may have another slot there, or none.
         let log = match slot.log_at {
             Some(at) => slots
@@ -197,7 +289,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
             level > Level::PAGE
                 && vm.policy.nx_huge_pages().is_on()
                 && may_walk
-                && tables.is_nx_split(target.key)
+                // SAFETY: `may_walk`.
+                && unsafe { tables.is_nx_split(key) }
         };
         let valid = || {
             vm.in_progress.holds(plan.sequence, &hvas)
@@ -217,69 +310,72 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
             }
             noted = true;
         };
-        let mapped = tables.map(target, level, leaf, &mut path, valid, note);
+        // SAFETY: a tree's root stays, the shadow MMU looks for its own; and the cursor was restarted when it had to be
+        // (`Self::outside`).
+        let installed = unsafe { tables.map(&mut target, level, leaf, &mut path, valid, note) };
         counters.path_done(&path);
         counters.dirty_pages.add(noted as u64);
         let (split, tracked) = (path.splits.iter().any(|n| *n > 0), path.tracked);
-        if F::SHADOWS {
-            self.root = path.root;
+        if let (Some(trail), Some(root)) = (target.trail::<F>(), path.root) {
+            self.vcpu.roots.begin_with(trail.number, root);
         }
-        (mapped, split, tracked && access == Access::Write)
+        self.want.target.cursor = target.cursor;
+        Ok((installed?, split, tracked && access == Access::Write))
     }
 
-    /// Does what has to be done before the next attempt, after an install that ended as `mapped`.
+    /// Does what `retry` asks for, after an install of `plan`.
     #[cold]
-    fn not_installed(&mut self, mapped: Mapped, plan: &Plan<'_>) -> Detour {
-        let mapped = match self.followed(mapped) {
-            Ok(detour) => return detour,
-            Err(mapped) => mapped,
-        };
-        match mapped {
-            Mapped::Conflict => {
-                self.zap(plan.level);
-                Detour::Again
+    fn clear(&mut self, retry: Retry, plan: &Plan<'_>) -> Halt {
+        match retry {
+            Retry::Stale => self.stale(plan.slot, plan.level),
+            Retry::MustMend(level) => self.mend(level, plan.nx_split),
+            Retry::Conflict(level) => {
+                self.zap(level);
+                Halt::Again
             }
-            Mapped::MustMend(level) => self.mend(level, plan.nx_split),
-            Mapped::Broken => self.wait_while(|vcpu, key| {
+            Retry::Broken => self.wait_while(|vcpu, key| {
                 let section = vcpu.vm().section();
                 let tables = vcpu.space().mmu.get(section.inside());
-                matches!(tables.lookup(key).entry::<F>(), Entry::Broken(_))
+                // SAFETY: only trees break leaves, and their roots stay.
+                let found = unsafe { tables.lookup(key) };
+                matches!(found.entry::<F>(), Entry::Broken(_))
             }),
-            Mapped::Stale => self.stale(plan.slot, plan.level),
-            // What is missing is allocated before the next attempt.
-            _ => Detour::Again,
+            _ => self.clear_path(retry),
         }
     }
 
-    /// Does what has to be done before the next attempt, if that does not depend on what was to be installed: a flush, or what
-    /// the guest's tables ask for. `Err`: it does.
-    pub(super) fn followed(&mut self, mapped: Mapped) -> Result<Detour, Mapped> {
-        match mapped {
-            Mapped::Unflushed(level) => self.flush(self.want.gfn().block(level)),
-            Mapped::Unprotected => {
-                let tables = self.want.target.trail::<F>().map(|trail| trail.tables());
+    /// Does what `retry` asks for, if that does not depend on what was to be installed: a flush, or what concerns the guest's
+    /// tables.
+    pub(super) fn clear_path(&mut self, retry: Retry) -> Halt {
+        let target = self.want.target;
+        match retry {
+            Retry::Unsynced(level) => return Halt::Unsynced(level),
+            Retry::Unflushed(level) => self.flush(self.want.gfn().block(level)),
+            Retry::Unprotected => {
+                let tables = target.trail::<F>().map(|trail| trail.tables());
                 tables.into_iter().for_each(|gfns| self.flush(gfns));
             }
-            Mapped::Tracked | Mapped::Unprepared => {}
-            Mapped::Unsynced(level) => return Ok(Detour::Unsynced(level)),
-            Mapped::Replaced(level) => {
-                let target = self.want.target;
-                let key = target.key;
-                if let Some(root) = target.trail::<F>().map(|trail| trail.root()) {
-                    self.outside(|vcpu| vcpu.vm().zap_entry(vcpu.space(), key, root, level));
-                }
+            Retry::Replaced(level) => {
+                let root = target.trail::<F>().map(|trail| trail.root());
+                root.into_iter().for_each(|root| {
+                    self.outside(|vcpu| {
+                        (vcpu.vm()).zap_entry(vcpu.space(), target.key(), root, level);
+                    });
+                });
             }
-            other => return Err(other),
+            // The next attempt reads the tables again, and allocates what is missing.
+            _ => {}
         }
-        Ok(Detour::Again)
+        Halt::Again
     }
 
     /// With `nx_huge_pages_split` off: zaps the huge leaf that an execution fault conflicts with.
     fn zap_huge(&mut self) {
-        if !self.vcpu.may_walk_from(self.want.target) {
+        if !self.vcpu.may_walk_from(&self.want.target) {
             return;
         }
-        let found = self.vcpu.tables().lookup(self.want.target.key);
+        // SAFETY: checked above. The cursor was restarted when it had to be (`Self::outside`).
+        let found = unsafe { self.vcpu.tables().find(&mut self.want.target.cursor) };
         if matches!(found.entry::<F>(), Entry::Leaf(_)) && found.level > Level::PAGE {
             self.zap(found.level);
         }
@@ -307,10 +403,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
     }
 
     /// Flushes the leaf of `level` that this fault has broken, and installs its pieces.
-    fn mend(&mut self, level: Level, nx_split: bool) -> Detour {
-        let Want { target, access, .. } = self.want;
-        let key = target.key;
-        let gfn = self.want.gfn();
+    fn mend(&mut self, level: Level, nx_split: bool) -> Halt {
+        let (key, gfn) = (self.want.target.key(), self.want.gfn());
         let mut mended = false;
         while !mended {
             self.flush(gfn.block(level));
@@ -319,23 +413,34 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
                 tables.mend(gfn, level, path)
             });
         }
-        // A piece may be what was asked for.
-        match self.vcpu.tables().lookup(key).entry::<F>() {
-            Entry::Leaf(leaf) if leaf.allows(access) => Detour::Mended,
-            _ => Detour::Again,
+        // SAFETY: only trees break leaves, and their roots stay.
+        let found = unsafe { self.vcpu.tables().lookup(key) };
+        match found.entry::<F>() {
+            Entry::Leaf(leaf) if leaf.allows(self.want.access) => {
+                // A piece is what was asked for. The access finds it.
+                self.count(Outcome::Fixed { fast: false });
+                Halt::Stop(Stop::Retry)
+            }
+            _ => Halt::Again,
         }
     }
 
     /// Runs `wait` outside the reader section.
     pub(super) fn outside<R>(&mut self, wait: impl FnOnce(&Vcpu<P, F>) -> R) -> R {
-        self.vcpu.outside(&mut self.slept, wait)
+        let mut missed = false;
+        let answer = self.vcpu.outside(&mut missed, wait);
+        if missed {
+            self.slept = true;
+            self.want.target.cursor.restart();
+        }
+        answer
     }
 
     /// Waits outside as long as `condition` holds. Ends the access early when the vCPU is wanted elsewhere.
-    pub(super) fn wait_while(&mut self, condition: impl Fn(&Vcpu<P, F>, Key) -> bool) -> Detour {
-        let key = self.want.target.key;
+    pub(super) fn wait_while(&mut self, condition: impl Fn(&Vcpu<P, F>, Key) -> bool) -> Halt {
+        let key = self.want.target.key();
         if !condition(self.vcpu, key) {
-            return Detour::Again;
+            return Halt::Again;
         }
         let wanted = self.outside(|vcpu| {
             let mut round = 0;
@@ -349,8 +454,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
             false
         });
         match wanted {
-            true => Detour::Stop(Stop::Retry),
-            false => Detour::Again,
+            true => Halt::Stop(Stop::Retry),
+            false => Halt::Again,
         }
     }
 }

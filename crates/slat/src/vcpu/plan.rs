@@ -4,14 +4,13 @@ use core::ops::Range;
 use core::ptr;
 
 use super::Vcpu;
-use super::fault::{Detour, Fault, Want};
+use super::fault::{Fault, Halt, Outcome, Want};
 use super::translate::Stop;
 use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, Platform, ResolveError};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
 use crate::sync::held;
-use crate::table::{ByIndex, Mapped};
 use crate::vm::{DirtyLog, InProgress, LogKind, Sequence, is_executable, leaf_of};
 
 /// What a fault installs. It holds as long as its sequence does.
@@ -117,7 +116,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         &mut self,
         slot: &'s SlotFacts,
         sequence: Sequence,
-    ) -> Result<Plan<'s>, Detour> {
+    ) -> Result<Plan<'s>, Halt> {
         // The leaf that is there may map another page: the guest's tables may have changed since.
         let known = match self.want.target.trail::<F>() {
             None => self.known_page(),
@@ -146,7 +145,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// Finds the slot that holds the page, and refuses an access that the slot does not allow. If there is no slot,
     /// installs an MMIO entry: the next access needs no look-up.
     #[inline(always)]
-    pub(super) fn slot(&mut self) -> Result<SlotFacts, Detour> {
+    pub(super) fn slot(&mut self) -> Result<SlotFacts, Halt> {
         let Want { gpa, access, .. } = self.want;
         let gfn = self.want.gfn();
         let (set, slot) = self.vcpu.find_slot(gfn);
@@ -160,7 +159,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         };
         let Some(slot) = slot else {
             let private = true;
-            return Err(Detour::Stop(Stop::MemoryFault {
+            return Err(Halt::Stop(Stop::MemoryFault {
                 gpa,
                 access,
                 private,
@@ -169,31 +168,36 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         if access == Access::Write {
             // KVM answers a write to a read-only slot as MMIO, too.
             if slot.flags.has(SlotFlags::READONLY) {
-                return Err(Detour::Stop(Stop::Mmio { gpa }));
+                return Err(self.mmio());
             }
             if self.is_log_full(&slot) {
-                return Err(Detour::Stop(Stop::DirtyRingFull));
+                return Err(Halt::Stop(Stop::DirtyRingFull));
             }
         }
         Ok(slot)
     }
 
     /// Ends an access to no slot, in the slot set of `generation`.
-    fn no_slot(&mut self, generation: u64) -> Detour {
-        let Want { target, gpa, .. } = self.want;
+    fn no_slot(&mut self, generation: u64) -> Halt {
         if self.vcpu.vm().caches_mmio() {
-            let mapped =
-                (self.vcpu).on_tables(|_, tables, path| tables.map_mmio(target, generation, path));
+            let mut target = self.want.target;
+            // SAFETY: as for the install of a leaf (`Fault::install`).
+            let mapped = (self.vcpu).on_tables(|_, tables, path| unsafe {
+                tables.map_mmio(&mut target, generation, path)
+            });
             match mapped {
-                Mapped::New => self.vcpu.counters().pf_mmio_spte_created.add(1),
-                mapped => {
-                    if let Ok(detour) = self.followed(mapped) {
-                        return detour;
-                    }
-                }
+                Ok(mapped) => self.vcpu.counters().pf_mmio_spte_created.add(mapped.into()),
+                Err(retry) => return self.clear_path(retry),
             }
         }
-        Detour::Stop(Stop::Mmio { gpa })
+        self.mmio()
+    }
+
+    /// Ends an access that the client emulates.
+    fn mmio(&mut self) -> Halt {
+        let gpa = self.want.gpa;
+        self.count(Outcome::Emulated);
+        Halt::Stop(Stop::Mmio { gpa })
     }
 
     /// Whether a write to `slot` goes to a ring that has no space for it.
@@ -216,17 +220,17 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// Returns the page of a leaf that is write-protected for the dirty log only: neither slot nor host needs to be
     /// asked.
     #[inline(always)]
-    fn known_page(&self) -> Option<HostPage> {
-        let Want { target, access, .. } = self.want;
-        let key = target.key;
+    fn known_page(&mut self) -> Option<HostPage> {
         // While a slot moves onto part of itself, its old leaves are still there: what is known of this
         // frame may be the page next to it.
-        if self.vcpu.vm().in_progress.is_slot_leaving() {
+        if self.want.access != Access::Write || self.vcpu.vm().in_progress.is_slot_leaving() {
             return None;
         }
-        let found = self.vcpu.tables().lookup(key);
+        // SAFETY: without a trail the walk begins with a root that stays. The cursor was restarted when it had to be
+        // (`Self::outside`).
+        let found = unsafe { self.vcpu.tables().find(&mut self.want.target.cursor) };
         match found.entry::<F>() {
-            Entry::Leaf(leaf) if access == Access::Write && leaf.may_write => Some(HostPage {
+            Entry::Leaf(leaf) if leaf.may_write => Some(HostPage {
                 pfn: leaf.pfn.add(self.want.gfn().0 & (found.level.pages() - 1)),
                 level: found.level,
                 writable: true,
@@ -239,12 +243,12 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 
     /// Asks the host for the page.
     #[inline(always)]
-    fn host_page(&mut self, slot: &SlotFacts, sequence: Sequence) -> Result<HostPage, Detour> {
+    fn host_page(&mut self, slot: &SlotFacts, sequence: Sequence) -> Result<HostPage, Halt> {
         let Want { gpa, access, .. } = self.want;
         let hva = slot.hva;
-        let error = match self.vcpu.resolve(hva, access, &mut self.slept) {
+        let error = match self.outside(|vcpu| vcpu.resolve(hva, access)) {
             Ok(host) => return Ok(host),
-            Err(ResolveError::Interrupted) => return Err(Detour::Stop(Stop::Retry)),
+            Err(ResolveError::Interrupted) => return Err(Halt::Stop(Stop::Retry)),
             Err(error) => error,
         };
         let hvas = slot.hvas(self.want.gfn(), Level::PAGE);
@@ -253,7 +257,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             return Err(self.stale(slot, Level::PAGE));
         }
         let private = slot.private;
-        Err(Detour::Stop(match private || slot.only_private_backing {
+        Err(Halt::Stop(match private || slot.only_private_backing {
             true => Stop::MemoryFault {
                 gpa,
                 access,
@@ -271,7 +275,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         }
         let Want { target, access, .. } = self.want;
         let is_nx_split =
-            || self.vcpu.may_walk_from(target) && self.vcpu.tables().is_nx_split(target.key);
+            // SAFETY: the walk may be made.
+            || self.vcpu.may_walk_from(&target) && unsafe { self.vcpu.tables().is_nx_split(target.key()) };
         let vm = self.vcpu.vm();
         let (gfn, trail) = (self.want.gfn(), self.want.target.trail::<F>());
         let largest = trail.map_or(host.level, |trail| trail.leaf_level().min(host.level));
@@ -290,7 +295,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 
     /// Call when what was found out about `slot` holds no more: waits for an invalidation of what backs a leaf of
     /// `level`, or for the move of the slot, to end, if that was it.
-    pub(super) fn stale(&mut self, slot: &SlotFacts, level: Level) -> Detour {
+    pub(super) fn stale(&mut self, slot: &SlotFacts, level: Level) -> Halt {
         self.vcpu.counters().pf_retried.add(1);
         let hvas = slot.hvas(self.want.gfn(), level);
         self.wait_while(|vcpu, _| {
@@ -301,18 +306,10 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Asks the platform for the page at `hva`, outside the reader section. `slept` becomes true if a flush went by
-    /// meanwhile.
-    pub(super) fn resolve(
-        &mut self,
-        hva: Hva,
-        access: Access,
-        slept: &mut bool,
-    ) -> Result<HostPage, ResolveError> {
-        let host = self.outside(slept, |vcpu| {
-            held::assert_none("to resolve a page");
-            vcpu.vm().platform.resolve(hva, access)
-        })?;
+    /// Asks the platform for the page at `hva`. Call outside the reader section.
+    pub(super) fn resolve(&self, hva: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        held::assert_none("to resolve a page");
+        let host = self.vm().platform.resolve(hva, access)?;
         let allowed = match access {
             Access::Read => true,
             Access::Write => host.writable,

@@ -26,9 +26,9 @@ use crate::format::{Entry, Format, Leaf};
 use crate::guest_walk::PageRights;
 use crate::platform::{HostPage, HostRun, Platform};
 use crate::policy::Prefetch;
+use crate::shadow::trail::{Meaning, Target, Trail};
 use crate::sync::held;
-use crate::table::{ByIndex, Key, Target};
-use crate::trail::{Meaning, Trail};
+use crate::table::Key;
 use crate::vm::Sequence;
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
@@ -40,13 +40,10 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             return;
         };
         let window = window.start.max(slot.gfns.start)..window.end.min(slot.gfns.end);
-        let (key, trail) = (self.want.target.key, self.want.target.trail::<F>());
+        let (cursor, trail) = (self.want.target.cursor, self.want.target.trail::<F>());
         let trail = trail.map(|trail| trail.beside(window.start, trail.rights));
         let at = Target {
-            key: Key {
-                index: key.index.before(gfn.0 - window.start.0),
-                ..key
-            },
+            cursor: cursor.before(gfn.0 - window.start.0),
             trail: trail.as_ref(),
         };
         let installed = vcpu.map_for_stream(window, at, slot, plan.sequence);
@@ -146,10 +143,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             context: self.context,
             index: run.index,
         };
-        let at = Target {
-            key,
-            trail: Some(&trail),
-        };
+        let at = Target::new(key, Some(&trail));
         self.map_for_stream(run.gfn..end, at, &slot, sequence)
     }
 
@@ -199,15 +193,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     ..slot.leaf(&run.first, Access::Read)
                 };
                 let valid = || vm.in_progress.holds(sequence, &backing);
-                let key = Key {
-                    context: at.key.context,
-                    index: at.key.index.add(page),
-                };
                 let trail = at.trail::<F>().map(|trail| trail.beside(gfn, trail.rights));
                 let leaf = trail.map_or(leaf, |trail| leaf.granted(trail.rights));
                 let trail = trail.as_ref();
-                let target = Target { key, trail };
-                if let Some(new) = tables.map_absent(target, run.pages, leaf, path, valid) {
+                let cursor = at.cursor.after(page);
+                let mut target = Target { cursor, trail };
+                // SAFETY: as for the install of a leaf (`Fault::install`): the vCPU has not left its section since.
+                let mapped =
+                    unsafe { tables.map_absent(&mut target, run.pages, leaf, path, valid) };
+                if let Ok(new) = mapped {
                     installed += new;
                     if gfn == unmapped {
                         unmapped = gfn.add(run.pages);
@@ -270,7 +264,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let gfn = gpa.gfn();
         let end = Gfn(end.0.div_ceil(1 << PAGE_SHIFT));
         if gfn < *asked {
-            let found = self.tables().lookup(self.key(gfn));
+            // SAFETY: the root stays, and the vCPU is in its section.
+            let found = unsafe { self.tables().lookup(self.key(gfn)) };
             if let Entry::Leaf(_) = found.entry::<F>() {
                 return Ok(gfn.block(found.level).end.gpa());
             }
@@ -293,7 +288,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         // One table for each 2 MiB that are left, taken from the platform by the batch.
         let tables = (end.0 - gfn.0).div_ceil(Level::MEGA.pages()) as usize;
         self.fill_frames_for(tables);
-        let at = self.key(gfn).into();
+        let at = Target::new(self.key(gfn), None);
         *asked = end.min(gfn.block(Level::MEGA).end);
         let (next, _) = self.map_resident(gfn..*asked, at, &slot, sequence, &mut None);
         (next > gfn).then_some(next)

@@ -8,12 +8,12 @@
 use core::fmt;
 
 use super::Vcpu;
-use super::fault::{Outcome, Want};
+use super::fault::{Physical, Want};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level};
 use crate::format::{Entry, Format, Leaf};
 use crate::heap::OutOfMemory;
 use crate::platform::{Platform, ResolveError};
-use crate::table::ByIndex;
+use crate::shadow::trail::Target;
 
 /// A page of guest memory as the second level translates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,7 +136,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn translate_slowly(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
         if !self.may_walk(gpa) {
-            self.count_fault(Outcome::Emulated);
+            self.counters().pf_emulate.add(1);
             return Err(Stop::Mmio { gpa });
         }
         // A fault may install another page elsewhere than in the table that is cached.
@@ -145,9 +145,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return answer;
         }
         self.counters().pf_taken.add(1);
-        let (answer, outcome) = self.fault(self.want(gpa, access));
-        outcome.into_iter().for_each(|how| self.count_fault(how));
-        answer
+        self.fault(self.physical(gpa, access, true))
     }
 
     /// Translates `gpa`; maps its page if it is not mapped. It is no fault of the guest, and not counted
@@ -164,45 +162,25 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.forget(gpa);
         match self.translate_mapped(gpa, access) {
             Some(answer) => answer,
-            None => {
-                let want = Want {
-                    stores: false,
-                    ..self.want(gpa, access)
-                };
-                self.fault(want).0
-            }
+            None => self.fault(self.physical(gpa, access, false)),
         }
     }
 
-    fn want(&self, gpa: Gpa, access: Access) -> Want<'static> {
-        Want {
-            target: self.key(gpa.gfn()).into(),
+    fn physical(&self, gpa: Gpa, access: Access, of_guest: bool) -> Physical {
+        Physical(Want {
+            target: Target::new(self.key(gpa.gfn()), None),
             gpa,
             access,
-            stores: true,
-        }
-    }
-
-    pub(super) fn count_fault(&self, how: Outcome) {
-        let counters = self.counters();
-        match how {
-            Outcome::Fixed { fast } => {
-                counters.pf_fixed.add(1);
-                counters.pf_fast.add(fast.into());
-            }
-            Outcome::Spurious { fast } => {
-                counters.pf_spurious.add(1);
-                counters.pf_fast.add(fast.into());
-            }
-            Outcome::Emulated => counters.pf_emulate.add(1),
-        }
+            of_guest,
+        })
     }
 
     /// Returns what the tables say of an access to `gpa`. `None`: there is no entry that allows it.
     fn translate_mapped(&mut self, gpa: Gpa, access: Access) -> Option<Result<Translation, Stop>> {
         let gfn = gpa.gfn();
         loop {
-            let found = self.tables().lookup(self.key(gfn));
+            // SAFETY: the root stays, and the vCPU is in its section.
+            let found = unsafe { self.tables().lookup(self.key(gfn)) };
             return match found.entry::<F>() {
                 Entry::Leaf(leaf) if leaf.allows(access) => {
                     let write = access == Access::Write;
@@ -231,7 +209,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::Retry`] as in `translate`.
     pub fn revalidate(&mut self, gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop> {
         let mut slept = false;
-        match self.resolve(hva, access, &mut slept) {
+        match self.outside(&mut slept, |vcpu| vcpu.resolve(hva, access)) {
             Err(error) if error != ResolveError::Interrupted => {
                 Err(Stop::BadAddress { gpa, hva, error })
             }

@@ -23,6 +23,7 @@
 
 mod age;
 mod attributes;
+mod departure;
 mod dirty;
 mod inspect;
 mod invalidate;

@@ -1,6 +1,7 @@
 //! Slot changes: publish the new set, raise the sequence, zap, flush, return. As with an invalidation
 //! ([`super::invalidate`]), no fault that has found a slot in the old set can install its leaf any more.
 
+use super::departure::Departure;
 use super::{RangeOp, Space, Vm};
 use crate::addr::{Gpa, PAGE_SHIFT};
 use crate::format::{Format, all_gfns};
@@ -46,32 +47,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 self.flush_slots_that_left(&gfns);
             }
             Change::Delete | Change::Move => {
-                let mut op = RangeOp::begin(self, space);
-                op.of_leaving_slot();
-                let moving = (plan == Change::Move).then(|| self.in_progress.slot_moves());
-                let moved = change.by_id(id).filter(|_| plan == Change::Move);
-                let noted = moved.is_some_and(|old| op.zap_noted(old));
-                let leaving = self.in_progress.slot_leaves();
-                let replaced = change.replace(id, new, &self.readers);
-                if let (Ok(()), Some(old)) = (&replaced, change.replaced()) {
-                    self.in_progress.raise();
-                    op.zap_unnoted(old);
-                    op.forget_tables(&old.gfns());
-                }
-                self.budget.memory_changed(pages_before, change.pages());
-                // The ticket of `op` covers the old range: a thread that finds no slot leaving finds the ticket.
-                drop(leaving);
-                if noted {
-                    // An operation that still uses the old set would take a dirty bit at the slot's new frames for
-                    // that of another page. While the slot is moving, faults install no such leaf.
-                    op.wait_for_readers();
-                }
-                drop(moving);
-                // Other slot changes need not wait for the flush, or until the tables are freed.
-                drop(change);
-                op.finish();
+                let moves = plan == Change::Move;
+                let mut departure = Departure::begin(self, space, change, id, moves);
+                let replaced = departure.replace(new);
+                departure.end();
                 replaced?;
-                if plan == Change::Move {
+                if moves {
                     self.flush_slots_that_left(&gfns);
                 }
             }

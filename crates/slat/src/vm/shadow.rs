@@ -6,9 +6,9 @@ use super::{RangeOp, Space, Vm};
 use crate::addr::{Gfn, Gpa, Level};
 use crate::format::{Format, all_gfns};
 use crate::platform::Platform;
-use crate::shadow::{Followed, ReadEntries};
-use crate::table::{Flushed, Key};
-use crate::trail::{PageOf, Role};
+use crate::shadow::trail::{PageOf, Role};
+use crate::shadow::{Followed, ReadEntries, ShadowMmu};
+use crate::table::{Detached, Flushed, Key};
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Call after the client has written to guest memory that may hold tables of the guest's, as a VMM does when it restores a
@@ -68,6 +68,33 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
+    /// Runs `work` on the MMU, in a reader section of its own, if that shadows the guest's tables: with the list of detached
+    /// tables, and what it tells of each leaf that it zaps. Counts what it returns.
+    fn on_shadow(
+        &mut self,
+        work: impl FnOnce(&ShadowMmu<P, F>, &mut Detached, &mut dyn FnMut(Gfn, Level, u64)) -> Followed,
+    ) {
+        let counters = self.counters();
+        self.alone(|step, slots, mmu| {
+            let Some(mmu) = mmu.shadow() else {
+                return;
+            };
+            let followed = step.noting(slots, |unflushed, noted| {
+                let followed = work(mmu, &mut unflushed.detached, noted);
+                for (zapped, more) in unflushed.zapped.iter_mut().zip(followed.zapped) {
+                    *zapped += more;
+                }
+                for (changed, more) in unflushed.changed.iter_mut().zip(followed.protected) {
+                    *changed += more;
+                }
+                followed
+            });
+            counters.mmu_pde_zapped.add(followed.tables);
+            counters.mmu_flooded.add(followed.flooded);
+            counters.mmu_unsync.sub(followed.synced);
+        });
+    }
+
     /// Zaps the shadow pages of the guest's tables in `range`: the memory there has become another one, or none.
     pub(super) fn forget_tables(&mut self, range: &Range<Gfn>) {
         let mut found = F::SHADOWS;

@@ -76,9 +76,9 @@ fn map(world: &World<SmallStage2<2>>, gfn: u64, leaf: Leaf) {
         let (mapped, _) = world.map_after(&flushed, gfn, Level::PAGE, leaf);
         me.leave();
         match mapped {
-            Mapped::Unflushed(level) => flushed = world.flush(gfn, level),
+            Err(Retry::Unflushed(level)) => flushed = world.flush(gfn, level),
             // The zap has not happened yet.
-            Mapped::MustMend(level) => loop {
+            Err(Retry::MustMend(level)) => loop {
                 let flushed = world.flush(gfn, level);
                 me.enter(&world.readers, 0);
                 let (mended, _) = world.with_path(|path| {
@@ -90,15 +90,10 @@ fn map(world: &World<SmallStage2<2>>, gfn: u64, leaf: Leaf) {
                     break;
                 }
             },
-            Mapped::Conflict => world.zap(gfn..gfn + 1),
-            Mapped::Broken => loom::thread::yield_now(),
-            Mapped::New | Mapped::Widened | Mapped::Spurious => break,
-            Mapped::Stale
-            | Mapped::Unprepared
-            | Mapped::Unprotected
-            | Mapped::Tracked
-            | Mapped::Unsynced(_)
-            | Mapped::Replaced(_) => {
+            Err(Retry::Conflict(_)) => world.zap(gfn..gfn + 1),
+            Err(Retry::Broken) => loom::thread::yield_now(),
+            Ok(_) => break,
+            Err(_) => {
                 panic!("the check of this install always succeeds")
             }
         }
@@ -180,7 +175,7 @@ fn maps_another_during_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -
             pfn: Pfn(8),
             ..LEAF
         };
-        if let Mapped::New = world.map_after(&flushed, 0, Level::PAGE, other).0 {
+        if let Ok(Installed::New) = world.map_after(&flushed, 0, Level::PAGE, other).0 {
             assert_ne!(*cached.lock(wait), page(0).pfn.0, "a conflict");
         }
         thread.join().unwrap();

@@ -15,8 +15,7 @@ use crate::heap::OutOfMemory;
 use crate::mmu::Mmu;
 use crate::platform::{Platform, Stale};
 use crate::policy::SplitWalk;
-use crate::shadow::{Followed, ShadowMmu};
-use crate::slots::{Memslot, Place};
+use crate::slots::{Memslot, Place, SlotSet};
 use crate::stats::Counters;
 use crate::sync::held;
 use crate::table::{
@@ -252,39 +251,25 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         mmu.prepare(frames, tables)
     }
 
-    /// Zaps the oldest shadow page, in a reader section of its own. Returns whether there is one.
-    pub(super) fn zap_oldest(&mut self) -> bool {
+    /// Does one step, in a reader section of its own, of which the other readers of the VM may have passed the one before: runs
+    /// `work` with the slots and the MMU.
+    pub(super) fn alone<R>(
+        &mut self,
+        work: impl FnOnce(&mut Step<'_, Mmu<P, F>>, &SlotSet, &Mmu<P, F>) -> R,
+    ) -> R {
         self.pass();
         let (space, (mut step, _)) = (self.space, self.step());
-        let slots = space.slots.current(step.section());
-        step.zap_oldest(slots)
+        let section = step.section();
+        work(
+            &mut step,
+            space.slots.current(section),
+            space.mmu.get(section),
+        )
     }
 
-    /// Runs `work` on the MMU, in a reader section of its own, if that shadows the guest's tables: with the list of detached
-    /// tables, and what it tells of each leaf that it zaps. Counts what it returns.
-    pub(super) fn on_shadow(
-        &mut self,
-        work: impl FnOnce(&ShadowMmu<P, F>, &mut Detached, &mut dyn FnMut(Gfn, Level, u64)) -> Followed,
-    ) {
-        self.pass();
-        let counters = self.counters();
-        let (space, (mut step, _)) = (self.space, self.step());
-        let slots = space.slots.current(step.section());
-        if let Some(mmu) = space.mmu.get(step.section()).shadow() {
-            let followed = step.noting(slots, |unflushed, noted| {
-                let followed = work(mmu, &mut unflushed.detached, noted);
-                for (zapped, more) in unflushed.zapped.iter_mut().zip(followed.zapped) {
-                    *zapped += more;
-                }
-                for (changed, more) in unflushed.changed.iter_mut().zip(followed.protected) {
-                    *changed += more;
-                }
-                followed
-            });
-            counters.mmu_pde_zapped.add(followed.tables);
-            counters.mmu_flooded.add(followed.flooded);
-            counters.mmu_unsync.sub(followed.synced);
-        }
+    /// Zaps the oldest shadow page. Returns whether there is one.
+    pub(super) fn zap_oldest(&mut self) -> bool {
+        self.alone(|step, slots, _| step.zap_oldest(slots))
     }
 
     /// Zaps the leaves of all slots in `range`.

@@ -105,7 +105,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
     }
 
     /// Runs `zap` with what notes the dirty bit of each leaf that it zaps as [`Self::zap`] does.
-    pub(super) fn noting<R>(
+    pub(in crate::vm) fn noting<R>(
         &mut self,
         slots: &SlotSet,
         zap: impl FnOnce(&mut Unflushed, &mut dyn FnMut(Gfn, Level, u64)) -> R,

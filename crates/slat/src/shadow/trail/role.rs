@@ -79,6 +79,15 @@ impl Role {
         Some((paging.root_table(gva)?.gfn(), role))
     }
 
+    /// Returns which of four roots translates `gva`: by the address bits that choose it, where there are four, with 32-bit and PAE
+    /// paging.
+    pub(crate) fn root_number(paging: &GuestPaging, gva: u64) -> usize {
+        match paging.mode {
+            Mode::Bits32 { .. } | Mode::Pae => (gva >> 30 & 3) as usize,
+            Mode::Level4 | Mode::Level5 => 0,
+        }
+    }
+
     pub(crate) fn is_direct(&self) -> bool {
         self.tables == Tables::None
     }

@@ -8,8 +8,10 @@ pub(crate) use role::{Meaning, Note, Role, mmio_note, of_mmio_note};
 use core::ops::Range;
 
 use crate::addr::{Access, Gfn, Gpa, Level, PageIndex};
+use crate::format::Format;
 use crate::guest_walk::{GuestPaging, PageRights, Path};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
+use crate::table::{Cursor, Key};
 
 /// The number of levels that a guest's tables can have.
 const LEVELS: usize = 5;
@@ -118,6 +120,8 @@ pub(crate) struct Trail {
     /// Frame and role of the page of each level that has one of the guest's tables, from level 1.
     pages: [(Gfn, Role); LEVELS],
     top: Level,
+    /// Which of the vCPU's roots the walk begins with ([`Role::root_number`]).
+    pub(crate) number: usize,
     /// The level of the guest's entry that maps the page; pages of 4 MiB are mapped at level 2.
     leaf: Level,
     /// The 4 KiB frame that was accessed.
@@ -157,6 +161,7 @@ impl Trail {
                     return Some(Trail {
                         pages,
                         top,
+                        number: Role::root_number(paging, gva),
                         leaf: role.level,
                         gfn,
                         rights,
@@ -228,5 +233,41 @@ impl Trail {
             rights,
             ..*self
         }
+    }
+}
+
+/// Where a leaf is to be installed.
+#[derive(Clone, Copy)]
+pub(crate) struct Target<'t> {
+    /// The walk to it.
+    pub(crate) cursor: Cursor,
+    /// What the guest's tables say, if the walker of a shadow table translates the key.
+    pub(crate) trail: Option<&'t Trail>,
+}
+
+impl<'t> Target<'t> {
+    /// Makes the target that a walk to `key` ends with, which has not begun.
+    #[inline(always)]
+    pub(crate) fn new(key: Key, trail: Option<&'t Trail>) -> Self {
+        let cursor = Cursor::new(key);
+        Target { cursor, trail }
+    }
+
+    #[inline(always)]
+    pub(crate) fn key(&self) -> Key {
+        self.cursor.key
+    }
+
+    /// Returns what the guest's tables say. For a format that shadows none that is nothing, and the compiler knows it.
+    #[inline(always)]
+    pub(crate) fn trail<F: Format>(self) -> Option<&'t Trail> {
+        if F::SHADOWS { self.trail } else { None }
+    }
+
+    /// Returns the frame that a leaf of level 1 there is to map.
+    #[inline(always)]
+    pub(crate) fn gfn<F: Format>(self) -> Gfn {
+        self.trail::<F>()
+            .map_or(self.key().gfn(), |trail| trail.gfn)
     }
 }

@@ -1,0 +1,119 @@
+//! An entry that a walk visits: what may be done to it there, the same for every MMU.
+
+use core::ops::Range;
+
+use super::clear::Cleared;
+use super::{Detached, Path, Split};
+use crate::addr::{Gfn, Level, Pfn};
+use crate::format::{Entry, Format};
+use crate::frame::TableMeta;
+use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
+
+/// A visited entry. The walk holds the lock of its table.
+pub(crate) struct At<'t> {
+    pub(crate) entry: &'t AtomicU64,
+    pub(crate) meta: &'t TableMeta,
+    pub(crate) kept: Kept<'t>,
+    /// The entry's bits when the visit began. Since then walkers may have set accessed and dirty.
+    pub(crate) bits: u64,
+    /// The first frame that the entry covers, which may be before the walk's range.
+    pub(crate) gfn: Gfn,
+    pub(crate) level: Level,
+}
+
+/// Where the MMU of an entry keeps books about it.
+#[derive(Clone, Copy)]
+pub(crate) enum Kept<'t> {
+    /// Which entries of its table were cleared.
+    Cleared(&'t Cleared),
+    /// Lists of entries.
+    Listed(&'t dyn Listed),
+}
+
+/// A visited entry of an MMU that lists its entries, and is locked. The methods are given the same entry.
+pub(crate) trait Listed {
+    /// Takes the leaf or MMIO entry off its list. Call after it was cleared.
+    fn unlist(&self);
+    /// Does [`ByGfn::detach`](super::ByGfn::detach).
+    fn detach(&self, lower: Pfn, detached: &mut Detached);
+    /// Does [`ByGfn::split`](super::ByGfn::split).
+    fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split;
+}
+
+impl At<'_> {
+    /// Returns the meaning of [`bits`](Self::bits).
+    pub(crate) fn decode<F: Format>(&self) -> Entry {
+        F::decode(self.bits, self.level)
+    }
+
+    /// Returns whether `range` contains all frames that the entry covers.
+    pub(crate) fn is_inside(&self, range: &Range<Gfn>) -> bool {
+        range.start <= self.gfn && self.gfn.0 + self.level.pages() <= range.end.0
+    }
+
+    /// Clears the entry, which is a leaf or refers to a table.
+    pub(crate) fn clear<F: Format>(&self) {
+        overwrite(self.entry, F::cleared(0), Release);
+        self.cleared::<F>();
+    }
+
+    /// Clears the entry, which is a leaf, and returns its bits, with those that hardware has set up to now.
+    pub(crate) fn take<F: Format>(&self) -> u64 {
+        let bits = self.entry.swap(F::cleared(0), AcqRel);
+        self.cleared::<F>();
+        bits
+    }
+
+    /// Notes that the entry was cleared.
+    fn cleared<F: Format>(&self) {
+        match self.kept {
+            Kept::Cleared(cleared) if F::BREAK_BEFORE_MAKE => {
+                cleared.add(self.level.index(self.gfn));
+            }
+            Kept::Cleared(_) => {}
+            Kept::Listed(listed) => listed.unlist(),
+        }
+        self.leaf_removed::<F>();
+    }
+
+    /// Counts one leaf less in the table, if the entry was a leaf.
+    fn leaf_removed<F: Format>(&self) {
+        if matches!(self.decode::<F>(), Entry::Leaf(_) | Entry::Broken(_)) {
+            self.meta.count_leaves(-1);
+        }
+    }
+
+    /// Replaces the huge leaf `old` by the entry `table`. `Err`: a walker has set a bit in the leaf; the new bits.
+    ///
+    /// `Release`: a walker that sees the new table sees its entries, too.
+    pub(crate) fn put_table<F: Format>(&self, old: u64, table: u64) -> Result<(), u64> {
+        self.entry
+            .compare_exchange(old, table, Release, Relaxed)
+            .map(|_| self.leaf_removed::<F>())
+    }
+
+    /// Clears the entry, which is an MMIO entry. No flush is due: no TLB caches one.
+    pub(crate) fn clear_mmio(&self) {
+        self.put(0);
+        if let Kept::Listed(listed) = self.kept {
+            listed.unlist();
+        }
+    }
+
+    /// Overwrites the entry with `bits`. Loses accessed and dirty bits that a walker sets at the same time.
+    pub(crate) fn put(&self, bits: u64) {
+        overwrite(self.entry, bits, Relaxed);
+    }
+
+    /// Applies `change` to the leaf in the entry. Loses no bit that a walker sets at the same time; but an accessed bit that is
+    /// cleared without the lock meanwhile ([`super::age`]) may be set again.
+    pub(crate) fn update<F: Format>(&self, change: impl Fn(u64) -> u64) {
+        if F::is_settled(self.bits) {
+            overwrite(self.entry, change(self.bits), Relaxed);
+        } else {
+            let _ = self
+                .entry
+                .fetch_update(Relaxed, Relaxed, |bits| Some(change(bits)));
+        }
+    }
+}

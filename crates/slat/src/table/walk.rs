@@ -1,0 +1,285 @@
+//! Walks over ranges of frames, in steps: the progress of one, and how a tree is walked.
+
+use core::ops::Range;
+
+use super::by_gfn::{Next, RUN, Show, Visit};
+use super::clear::{Cleared, LockedTable};
+use super::lookup::root_table;
+use super::{At, Kept, Table, Tree};
+use crate::addr::{Gfn, Level, Pfn};
+use crate::format::{Entry, Format, all_gfns};
+use crate::frame::{ENTRIES, TableMeta};
+use crate::platform::Platform;
+use crate::sync::atomic::{AtomicU64, Ordering::*};
+use crate::sync::held;
+
+/// A walk over a range, with its progress.
+pub(crate) struct Walk {
+    range: Range<Gfn>,
+    /// The next frame; the end of the range when the walk is done.
+    at: Gfn,
+    /// The number of entries that it may still read in this step.
+    budget: u32,
+    /// The number of entries that it has read.
+    pub(crate) entries: u64,
+}
+
+impl Walk {
+    /// Makes a walk over `range`, with a budget of 0.
+    pub(crate) fn new(range: Range<Gfn>) -> Self {
+        Walk {
+            at: range.start,
+            range,
+            budget: 0,
+            entries: 0,
+        }
+    }
+
+    /// Makes a walk over `range` of which everything before `at` is done, with a budget of 0.
+    pub(crate) fn resumed(range: Range<Gfn>, at: Gfn) -> Self {
+        Walk {
+            at: at.max(range.start),
+            ..Walk::new(range)
+        }
+    }
+
+    /// Runs `step`, which continues the walk with `budget`, and subtracts what it used.
+    pub(crate) fn with_budget(&mut self, budget: &mut u32, step: impl FnOnce(&mut Self)) {
+        self.budget = *budget;
+        step(self);
+        *budget = self.budget;
+    }
+
+    /// Makes a walk that needs only one step for all of `range`.
+    #[cfg(test)]
+    pub(crate) fn unbroken(range: Range<Gfn>) -> Self {
+        Walk {
+            budget: u32::MAX,
+            ..Walk::new(range)
+        }
+    }
+
+    /// Returns the whole range of the walk.
+    pub(crate) fn range(&self) -> Range<Gfn> {
+        self.range.clone()
+    }
+
+    /// Returns the next frame; the end of the range when the walk is done.
+    pub(crate) fn at(&self) -> Gfn {
+        self.at
+    }
+
+    /// Makes the walk resume at `gfn`, which it may have passed.
+    pub(crate) fn go_to(&mut self, gfn: Gfn) {
+        self.at = gfn.max(self.range.start);
+    }
+
+    /// Makes the walk go on at `gfn`, up to which it has done its work.
+    pub(crate) fn stop_at(&mut self, gfn: Gfn) {
+        self.at = gfn.min(self.range.end);
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.at >= self.range.end
+    }
+
+    /// Returns whether the budget is used up.
+    pub(crate) fn is_spent(&self) -> bool {
+        self.budget == 0
+    }
+
+    /// Counts `entries` that the walk is about to read.
+    fn count(&mut self, entries: u32) {
+        held::looked_at(entries);
+        self.budget -= entries;
+        self.entries += u64::from(entries);
+    }
+
+    /// Counts the visit of one entry, which is not left out if the budget is used up.
+    pub(crate) fn visits(&mut self) {
+        self.spend(1);
+        self.entries += 1;
+    }
+
+    /// Takes as much of `budget` as is left for work that takes as long as reading so many entries.
+    pub(crate) fn spend(&mut self, budget: u32) {
+        let paid = budget.min(self.budget);
+        held::looked_at(paid);
+        self.budget -= paid;
+    }
+}
+
+/// A walk has stopped before the entry for this frame.
+pub(super) struct Stopped {
+    pub(super) at: Gfn,
+}
+
+impl<P: Platform, F: Format> Tree<P, F> {
+    /// Continues `walk` in each table of the root that has a part of its range, until it is done or `step` has stopped.
+    pub(super) fn each_root(
+        &self,
+        walk: &mut Walk,
+        mut step: impl FnMut(&mut Walk, Pfn, Range<Gfn>) -> Result<(), Stopped>,
+    ) {
+        let end = walk.range.end.min(all_gfns::<F>().end);
+        let root_pages = F::TOP.pages() * ENTRIES as u64;
+        while walk.at < end {
+            let start = walk.at;
+            let next = Gfn((start.0 / root_pages + 1) * root_pages).min(end);
+            let root = root_table::<F>(self.context(), start);
+            if let Err(stopped) = step(walk, root, start..next) {
+                walk.at = stopped.at;
+                return;
+            }
+            walk.at = next;
+        }
+        walk.at = walk.range.end;
+    }
+
+    /// Continues `walk`, as [`ByGfn::walk`](super::ByGfn::walk) does.
+    pub(super) fn walk_on(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
+        self.each_root(walk, |walk, root, gfns| {
+            let mut walker = Walker {
+                tree: self,
+                show,
+                walk,
+                visit: &mut *visit,
+            };
+            walker.table(root, F::TOP, gfns)
+        });
+    }
+}
+
+/// One step of a walk.
+struct Walker<'w, P: Platform, F: Format, V> {
+    tree: &'w Tree<P, F>,
+    show: Show,
+    walk: &'w mut Walk,
+    visit: &'w mut V,
+}
+
+impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
+    /// Walks over `range` in the level 1 table in `frame`.
+    fn pages(&mut self, frame: Pfn, range: Range<Gfn>) -> Result<(), Stopped> {
+        let table: Table<'_, P> = self.tree.table(frame);
+        let first = Level::PAGE.index(range.start);
+        let wanted = (range.end.0 - range.start.0) as usize;
+        let allowed = match self.walk.budget as usize {
+            budget if budget >= wanted => wanted,
+            // Whole runs, so that the next step begins with one.
+            budget @ RUN.. => budget - budget % RUN,
+            budget => budget,
+        };
+        let entries = &table.entries()[first..first + allowed];
+        let meta = table.meta();
+        let locked = LockedTable::new(self.tree, &table);
+        self.walk.count(allowed as u32);
+        let (runs, rest) = entries.as_chunks::<RUN>();
+        let mut gfn = range.start;
+        for run in runs {
+            if !self.visit.run(run, gfn) {
+                self.each(run, gfn, meta, &locked.cleared)?;
+            }
+            gfn = gfn.add(RUN as u64);
+        }
+        self.each(rest, gfn, meta, &locked.cleared)?;
+        let at = range.start.add(allowed as u64);
+        if allowed == wanted {
+            Ok(())
+        } else {
+            Err(Stopped { at })
+        }
+    }
+
+    /// Visits level 1 entries one by one; the first is for frame `first`.
+    fn each(
+        &mut self,
+        entries: &[AtomicU64],
+        first: Gfn,
+        meta: &TableMeta,
+        cleared: &Cleared,
+    ) -> Result<(), Stopped> {
+        entries.iter().zip(first.0..).try_for_each(|(entry, gfn)| {
+            let bits = entry.load(Relaxed);
+            if F::is_absent(bits) && !(self.show.mmio && bits != 0) {
+                return Ok(());
+            }
+            let at = At {
+                entry,
+                meta,
+                kept: Kept::Cleared(cleared),
+                bits,
+                gfn: Gfn(gfn),
+                level: Level::PAGE,
+            };
+            match self.visit.visit(&at) {
+                Next::Stop => Err(Stopped { at: at.gfn }),
+                Next::Descend | Next::Pass => Ok(()),
+            }
+        })
+    }
+
+    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it.
+    fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
+        if level == Level::PAGE {
+            return self.pages(frame, range);
+        }
+        let table: Table<'_, P> = self.tree.table(frame);
+        let (entries, meta) = (table.entries(), table.meta());
+        let mut locked = LockedTable::new(self.tree, &table);
+        let mut gfn = range.start.align_down(level);
+        while gfn < range.end {
+            let next_gfn = gfn.add(level.pages());
+            let below = range.start.max(gfn)..range.end.min(next_gfn);
+            let stopped = Stopped { at: below.start };
+            if self.walk.budget == 0 {
+                return Err(stopped);
+            }
+            self.walk.count(1);
+            let entry = &entries[level.index(gfn)];
+            let bits = entry.load(Acquire);
+            if !F::is_absent(bits) || self.show.mmio && bits != 0 {
+                let at = At {
+                    entry,
+                    meta,
+                    kept: Kept::Cleared(&locked.cleared),
+                    bits,
+                    gfn,
+                    level,
+                };
+                let is_table = matches!(F::decode(bits, level), Entry::Table(_));
+                let next = if !is_table || self.show.tables {
+                    self.visit.visit(&at)
+                } else {
+                    Next::Descend
+                };
+                if next == Next::Stop {
+                    return Err(stopped);
+                }
+                if next == Next::Descend
+                    && let Some(lower) = self.table_to_enter(entry, level)
+                {
+                    drop(locked);
+                    self.table(lower, level.below(), below)?;
+                    locked = LockedTable::new(self.tree, &table);
+                }
+            }
+            gfn = next_gfn;
+        }
+        Ok(())
+    }
+
+    /// Returns the table that `entry` refers to now. `None`: it refers to none, or the walk skips the table.
+    fn table_to_enter(&self, entry: &AtomicU64, level: Level) -> Option<Pfn> {
+        if self.show.skip_last_level && level == Level::MEGA {
+            return None;
+        }
+        let Entry::Table(lower) = F::decode(entry.load(Relaxed), level) else {
+            return None;
+        };
+        let is_split = self.show.skip_without_huge
+            && level == Level::GIGA
+            && self.tree.table(lower).meta().leaves.load(Relaxed) == 0;
+        (!is_split).then_some(lower)
+    }
+}

@@ -1,0 +1,178 @@
+//! What the guest does to its tables, and how its shadow follows: stores, INVLPG, flushes.
+
+use core::ops::Range;
+
+use super::HostWords;
+use crate::addr::{Access, Gfn, Gpa, Hpa, PageIndex};
+use crate::format::Format;
+use crate::frame::ENTRIES;
+use crate::guest_walk::GuestPaging;
+use crate::platform::Platform;
+use crate::shadow::trail::{PageOf, Role};
+use crate::shadow::{Compared, ReadEntries};
+use crate::table::Key;
+use crate::vcpu::Vcpu;
+use crate::vcpu::translate::Stop;
+
+impl<P: Platform, F: Format> Vcpu<P, F> {
+    /// Call after a store of the guest's to `bytes` bytes at `gpa`, in one page, that a translation called tracked, is
+    /// complete. Zaps what the MMU has made of the old contents. Returns whether all translations that the CPU remembers are void
+    /// now.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
+    #[must_use = "the CPU must not use translations that are void"]
+    pub fn stored(&mut self, gpa: Gpa, bytes: u64) -> bool {
+        self.counters().mmu_pte_write.add(1);
+        let range = gpa..Gpa(gpa.0 + bytes);
+        let Some(mmu) = self.tables().shadow() else {
+            return false;
+        };
+        let mut slept = false;
+        if mmu.stored(range.clone()) {
+            self.outside(&mut slept, |vcpu| vcpu.vm().follow(vcpu.space(), &range));
+        }
+        slept
+    }
+
+    /// Call when the guest executes INVLPG for `gva`, or INVPCID for that address in the current PCID. The caller drops what
+    /// its CPU remembers of the address. Returns whether all other translations that it remembers are void, too.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
+    #[must_use = "the CPU must not use translations that are void"]
+    pub fn invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) -> bool {
+        self.counters().invlpg.add(1);
+        self.presence.tables.clear();
+        let mut slept = false;
+        self.follow_address(gva, paging, words, &mut slept);
+        slept
+    }
+
+    /// Compares what was made of the guest's tables for `gva` with them, if it may differ.
+    pub(super) fn follow_address<W: HostWords>(
+        &mut self,
+        gva: u64,
+        paging: &GuestPaging,
+        words: &mut W,
+        slept: &mut bool,
+    ) {
+        let key = Key {
+            context: self.context,
+            index: PageIndex::of_gva(gva),
+        };
+        let Some(root) = Role::root(paging, gva) else {
+            return;
+        };
+        let mmu = self.tables().shadow();
+        if let Some((page, index)) = mmu.and_then(|mmu| mmu.begin_sync_of(key, root)) {
+            self.sync(page, index..index + 1, words, slept);
+        }
+    }
+
+    /// Call when the guest executes an instruction that flushes its TLB: a load of CR3 (but for one that keeps the TLB), a change
+    /// of CR0 or CR4 that flushes, INVPCID of more than an address. Tables of the guest's that it may store to unnoticed are
+    /// compared with what was made of them. The caller drops what its CPU remembers.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
+    pub fn flush_guest<W: HostWords>(&mut self, words: &mut W) {
+        /// How many pages are compared at a time.
+        const SOME: usize = 32;
+        self.presence.tables.clear();
+        while self.tables().shadow().is_some_and(|mmu| mmu.has_unsynced()) {
+            let mut pages = [None; SOME];
+            let mut count = 0;
+            let flushed = self.outside(&mut false, |vcpu| {
+                vcpu.vm().begin_sync(vcpu.space(), |page| {
+                    let free = pages.get_mut(count);
+                    count += usize::from(free.is_some());
+                    free.map(|free| *free = Some(page)).is_some()
+                })
+            });
+            self.set_flushed(flushed);
+            let mut left = false;
+            for page in pages.into_iter().flatten() {
+                self.sync(page, 0..ENTRIES, words, &mut false);
+                left |= self
+                    .tables()
+                    .shadow()
+                    .is_some_and(|mmu| mmu.is_unsynced(&page));
+            }
+            if count < SOME {
+                return;
+            }
+            if left {
+                // Other CPUs store to these tables all the time: the rest would not be reached.
+                for page in pages.into_iter().flatten() {
+                    self.forget_table(page.gfn);
+                }
+            }
+        }
+    }
+
+    /// Compares the entries `indexes` of `page` with the guest's, and zaps those that it does not grant any more. `None`:
+    /// there were some.
+    pub(super) fn sync<W: HostWords>(
+        &mut self,
+        page: PageOf,
+        indexes: Range<usize>,
+        words: &mut W,
+        slept: &mut bool,
+    ) -> Option<Compared> {
+        let mut entries = [0; ENTRIES];
+        let entries = &mut entries[..indexes.len()];
+        let Some(changes) = self.read_table(&page, indexes.start, entries, words) else {
+            // The guest's table cannot be read now.
+            *slept = true;
+            self.forget_table(page.gfn);
+            return None;
+        };
+        let read = ReadEntries {
+            page,
+            indexes,
+            entries,
+            changes,
+            flushed: self.flushed.clone(),
+        };
+        let compared = self.tables().shadow()?.compare(&read);
+        match &compared {
+            Some(compared) => self.counters().mmu_unsync.sub(compared.synced.into()),
+            None => self.outside(slept, |vcpu| {
+                vcpu.vm().zap_ungranted(vcpu.space(), &read);
+            }),
+        }
+        compared
+    }
+
+    /// Reads the guest's entries for those of `page` from index `first` on. Returns the number of changes of the table from
+    /// before.
+    fn read_table<W: HostWords>(
+        &mut self,
+        page: &PageOf,
+        first: usize,
+        entries: &mut [u64],
+        words: &mut W,
+    ) -> Option<u64> {
+        let changes = self.tables().shadow()?.changes_of(page.gfn);
+        let mut host = self.reach_table(page.gfn.gpa(), Access::Read);
+        if host == Err(Stop::Retry) {
+            // The first try may have slept while it made the page accessible.
+            host = self.reach_table(page.gfn.gpa(), Access::Read);
+        }
+        let host = host.ok()?.host;
+        for (i, entry) in entries.iter_mut().enumerate() {
+            let (gpa, size) = page.guest_entry(first + i);
+            *entry = words.read(Hpa(host.0 + gpa.offset()), size).ok()?;
+        }
+        Some(changes)
+    }
+
+    /// Zaps what was made of the guest's table in `gfn`.
+    pub(in crate::vcpu) fn forget_table(&mut self, gfn: Gfn) {
+        let gfns = gfn..gfn.add(1);
+        self.outside(&mut false, |vcpu| {
+            vcpu.vm().forget_tables(vcpu.space(), &gfns);
+        });
+    }
+}

@@ -1,0 +1,229 @@
+//! Translation of guest-virtual addresses, with the shadow MMU: from the guest's own tables to host pages in one walk.
+//!
+//! 1. The shadow table: no lock, no slot, and no entry of the guest's is read ([`Vcpu::translate_virtual`]).
+//! 2. A walk of the guest's tables ([`crate::guest_walk`]), which decides whether the access is allowed, and sets flags. The
+//!    tables are reached by guest-physical addresses, which the MMU translates, too ([`Vcpu::translate`]).
+//! 3. A fault ([`super::fault`]), with the entries of that walk as its [`Trail`](crate::shadow::trail::Trail) ([`walk`]).
+//!
+//! A shadow leaf cannot grant all that the guest's tables do: a supervisor that ignores the missing right to write
+//! (CR0.WP clear) gets its translation from steps 2 and 1 of the physical address, and no shadow leaf.
+//!
+//! What the guest does to its tables is followed in [`follow`].
+
+mod follow;
+mod roots;
+mod walk;
+
+use core::fmt;
+
+use super::Vcpu;
+use super::translate::Stop;
+use crate::addr::{Access, Gpa, Gva, Hpa, Level, PAGE_SIZE, PageIndex, Pfn};
+use crate::format::{Entry, Format};
+use crate::guest_walk::{GuestPaging, PageRights};
+use crate::platform::Platform;
+use crate::shadow::trail::of_mmio_note;
+use crate::table::{Found, Key, Root, lookup_in};
+
+pub(super) use roots::Roots;
+pub(super) use walk::FlagsIn;
+use walk::Virtual;
+
+/// Access to host memory that holds the guest's tables, by the addresses that the platform gave to the engine.
+pub trait HostWords {
+    /// Why host memory cannot be accessed now.
+    type Error;
+
+    /// Reads the entry of `size` (4 or 8) bytes at `host`, a multiple of `size`, atomically.
+    ///
+    /// # Errors
+    /// The implementor's; the translation ends with it.
+    fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Self::Error>;
+
+    /// Atomically replaces the entry of `size` bytes at `host` by `new` if it still is `old`. Returns whether it did.
+    ///
+    /// # Errors
+    /// The implementor's; the translation ends with it.
+    fn compare_exchange(
+        &mut self,
+        host: Hpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Self::Error>;
+}
+
+/// A page of guest-virtual memory, as it is accessed with the privilege of the translation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VirtualPage {
+    /// The first byte of the 4 KiB host page.
+    pub host: Hpa,
+    /// The size of the guest's page that contains it is at most 2^`bits` bytes: INVLPG drops all of that.
+    pub bits: u32,
+    /// Further reads need no new translation.
+    pub read: bool,
+    /// Further writes need no new translation.
+    pub write: bool,
+    /// Further fetches need no new translation.
+    pub execute: bool,
+    /// Of a translation for a write: the page, at this guest-physical address, holds a table of the guest's. After the store
+    /// call [`Vcpu::stored`].
+    pub tracked: Option<Gpa>,
+}
+
+/// Why a guest-virtual address has no translation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VirtualStop<E> {
+    /// The guest gets #PF with this error code ([`crate::guest_walk::error_code`]).
+    PageFault {
+        /// The error code.
+        code: u32,
+    },
+    /// As for a guest-physical address.
+    Stop(Stop),
+    /// The guest's tables could not be accessed.
+    Memory(E),
+}
+
+impl<E> From<Stop> for VirtualStop<E> {
+    fn from(stop: Stop) -> Self {
+        VirtualStop::Stop(stop)
+    }
+}
+
+impl<E: fmt::Display> fmt::Display for VirtualStop<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            VirtualStop::PageFault { code } => {
+                write!(f, "guest access: #PF with error code {code:#x}")
+            }
+            VirtualStop::Stop(stop) => stop.fmt(f),
+            VirtualStop::Memory(error) => write!(f, "guest access: its tables: {error}"),
+        }
+    }
+}
+
+impl<E: fmt::Display + fmt::Debug> core::error::Error for VirtualStop<E> {}
+
+impl<P: Platform, F: Format> Vcpu<P, F> {
+    /// Returns the host page that `gva` translates to for `access`, in the state `paging`: by a walk of the shadow table; and by
+    /// one of the guest's tables, which `words` accesses, and a fault if that finds nothing that allows the access. The
+    /// translation may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`], or until the guest flushes it.
+    ///
+    /// # Errors
+    /// [`VirtualStop`]. After [`Stop::Retry`] all earlier translations are void.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered, or the VM was not made with [`MmuKind::Shadow`](crate::MmuKind).
+    pub fn translate_virtual<W: HostWords>(
+        &mut self,
+        gva: u64,
+        access: Access,
+        paging: &GuestPaging,
+        words: &mut W,
+    ) -> Result<VirtualPage, VirtualStop<W::Error>> {
+        let root = self.guest_root(gva, paging);
+        if let Some(answer) = self.translate_shadowed(gva, access, paging, root) {
+            return answer.map_err(VirtualStop::Stop);
+        }
+        self.translate_by_guest(gva, access, paging, words)
+    }
+
+    /// Does what [`Vcpu::translate_virtual`] does if the shadow table did not suffice.
+    #[cold]
+    fn translate_by_guest<W: HostWords>(
+        &mut self,
+        gva: u64,
+        access: Access,
+        paging: &GuestPaging,
+        words: &mut W,
+    ) -> Result<VirtualPage, VirtualStop<W::Error>> {
+        self.presence.tables.forget(Gva(gva));
+        self.counters().pf_taken.add(1);
+        self.fault(Virtual::new(gva, access, paging, words))
+    }
+
+    /// Returns what the shadow table says of an access to `gva`. `None`: it does not allow the access.
+    fn translate_shadowed(
+        &mut self,
+        gva: u64,
+        access: Access,
+        paging: &GuestPaging,
+        root: Option<Root>,
+    ) -> Option<Result<VirtualPage, Stop>> {
+        let key = Key {
+            context: root?,
+            index: PageIndex::of_gva(gva),
+        };
+        let strict = paging.strict();
+        let cached = self.presence.tables.get(Gva(gva));
+        loop {
+            let found = match cached {
+                // SAFETY: a walk has found the table, as in `cached_leaf`.
+                Some(table) => unsafe { lookup_in(&*self.vm.platform, table, key.index) },
+                // SAFETY: `guest_root` has looked whether the root is still there.
+                None => unsafe { self.tables().lookup(key) },
+            };
+            let rights = |write, user, execute, key| PageRights {
+                write,
+                user,
+                execute,
+                key,
+            };
+            return match found.entry::<F>() {
+                Entry::Leaf(leaf) => {
+                    let (user, key) = (leaf.privilege.is_user(), leaf.privilege.key());
+                    let granted = rights(leaf.write, user, leaf.execute, key);
+                    if !granted.allow(&strict, access) {
+                        return None;
+                    }
+                    let write = access == Access::Write;
+                    if !found.mark::<F>(write) {
+                        continue;
+                    }
+                    let dirty = leaf.dirty || write;
+                    let pfn = leaf.pfn.add(gva >> 12 & (found.level.pages() - 1));
+                    let page = VirtualPage {
+                        host: pfn.hpa(),
+                        bits: self.guest_bits(&found, paging),
+                        read: granted.allow(&strict, Access::Read),
+                        write: dirty && granted.allow(&strict, Access::Write),
+                        execute: granted.allow(&strict, Access::Execute),
+                        tracked: None,
+                    };
+                    if found.level == Level::PAGE {
+                        let table = found.table;
+                        self.presence.tables.put(Gva(gva), table);
+                    }
+                    Some(Ok(page))
+                }
+                Entry::Mmio { generation, note } if self.is_current(generation) => {
+                    let (gfn, rights) = of_mmio_note(note);
+                    rights.allow(&strict, access).then(|| {
+                        self.counters().mmio_cached.add(1);
+                        let gpa = Gpa(gfn.gpa().0 + gva % PAGE_SIZE);
+                        Err(Stop::Mmio { gpa })
+                    })
+                }
+                _ => None,
+            };
+        }
+    }
+
+    /// Returns log2 of the size of the guest's page that the leaf `found` maps, or a larger number.
+    fn guest_bits(&self, found: &Found<'_>, paging: &GuestPaging) -> u32 {
+        match found.level {
+            Level::PAGE if !self.maps_parts(found.table) => 12,
+            Level::MEGA if !self.maps_parts(found.table) && paging.has_long_entries() => 21,
+            Level::MEGA if !self.maps_parts(found.table) => 22,
+            _ => 30,
+        }
+    }
+
+    fn maps_parts(&self, table: Pfn) -> bool {
+        self.tables().shadow().is_some_and(|mmu| {
+            // SAFETY: a walk in this reader section has reached the table.
+            unsafe { mmu.maps_parts(table) }
+        })
+    }
+}

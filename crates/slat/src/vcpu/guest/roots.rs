@@ -1,0 +1,84 @@
+//! Where the walks of guest-virtual addresses begin, with the shadow MMU.
+
+use crate::format::Format;
+use crate::guest_walk::{GuestPaging, Mode};
+use crate::platform::Platform;
+use crate::shadow::ShadowMmu;
+use crate::shadow::trail::{Role, Target};
+use crate::table::Root;
+use crate::vcpu::Vcpu;
+
+/// The roots of the tables for the guest's address space that was used last.
+#[derive(Default)]
+pub(in crate::vcpu) struct Roots {
+    /// What they depend on.
+    of: Option<RootsOf>,
+    /// By number ([`Role::root_number`]).
+    roots: [Option<Root>; 4],
+    /// [`ShadowMmu::roots_zapped`](crate::shadow::ShadowMmu) when they were found.
+    zapped: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct RootsOf {
+    cr3: u64,
+    mode: Mode,
+    pdptes: Option<[u64; 4]>,
+    no_execute: bool,
+    physical_bits: u32,
+}
+
+impl RootsOf {
+    fn new(paging: &GuestPaging) -> Self {
+        RootsOf {
+            cr3: paging.cr3,
+            mode: paging.mode,
+            pdptes: paging.pdptes.filter(|_| paging.mode == Mode::Pae),
+            no_execute: paging.no_execute,
+            physical_bits: paging.physical_bits,
+        }
+    }
+}
+
+impl Roots {
+    /// Returns root `number`, if there is one.
+    pub(in crate::vcpu) fn get(&self, number: usize) -> Option<Root> {
+        self.roots[number]
+    }
+
+    /// Notes that walks with root `number` begin with `root`.
+    pub(in crate::vcpu) fn begin_with(&mut self, number: usize, root: Root) {
+        self.roots[number] = Some(root);
+    }
+}
+
+impl<P: Platform, F: Format> Vcpu<P, F> {
+    /// Returns the root for `gva`. `None`: there is no shadow page for the guest's table yet.
+    pub(in crate::vcpu) fn guest_root(&mut self, gva: u64, paging: &GuestPaging) -> Option<Root> {
+        let mmu = self.tables().shadow();
+        let zapped = mmu.expect("a VM with the shadow MMU").roots_zapped();
+        let of = Some(RootsOf::new(paging));
+        if self.roots.of != of || self.roots.zapped != zapped {
+            self.presence.tables.clear();
+            self.roots = Roots {
+                of,
+                zapped,
+                roots: [None; 4],
+            };
+        }
+        let number = Role::root_number(paging, gva);
+        if self.roots.roots[number].is_none() {
+            let (gfn, role) = Role::root(paging, gva)?;
+            self.roots.roots[number] = self.tables().shadow()?.root_of(gfn, role);
+        }
+        self.roots.roots[number]
+    }
+
+    /// Returns whether a walk may begin with the root of `target`, which was found before the vCPU last left its reader
+    /// section. Until it leaves, the answer holds.
+    pub(in crate::vcpu) fn may_walk_from(&self, target: &Target<'_>) -> bool {
+        let zapped = |mmu: &ShadowMmu<P, F>| mmu.roots_zapped();
+        target.trail::<F>().is_none()
+            || self.tables().shadow().map(zapped) == Some(self.roots.zapped)
+    }
+}
