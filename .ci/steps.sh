@@ -2,8 +2,9 @@
 # What the landing run and the full one have in common: steps, a table of their times at the end, packages.
 #
 #   step WORDS...     runs a command. When it fails, the run goes on, and is red at its end
-#   beside WORDS...   the same, beside the steps that follow until `join`: for what keeps one core busy and does not care how fast
-#   join              waits for it
+#   beside WORDS...   the same, beside the steps that follow until `join`: for what keeps one core busy and does not care how fast. Where
+#                     there are several, one begins when the one before has ended
+#   join              waits for them
 #   need COMMAND PACKAGE, install PACKAGE
 #
 # Each step's output is also kept in target/ci, and the end of what failed is printed once more: whoever reads only the end of the log
@@ -33,37 +34,44 @@ step() {
     record "$number" "$status" $((SECONDS - begin))
 }
 
-aside=
+asides=() # Of each: process and number of its step.
 beside() {
-    beside_number=${#titles[@]} beside_begin=$SECONDS
+    local number=${#titles[@]} before=${asides[*]: -1}
     titles+=("$*")
     printf '\n=== beside: %s\n' "$*"
     set -m # In a process group of its own, which can be ended.
     (
         trap - EXIT
-        status=0
+        [ -z "$before" ] || tail -f /dev/null --pid "${before% *}"
+        begin=$SECONDS status=0
         "$@" || status=$?
-        echo $((SECONDS - beside_begin)) >"$logs/$beside_number.seconds"
+        echo $((SECONDS - begin)) >"$logs/$number.seconds"
         exit $status
-    ) </dev/null >"$logs/$beside_number" 2>&1 &
-    aside=$!
+    ) </dev/null >"$logs/$number" 2>&1 &
+    asides+=("$! $number")
     set +m
 }
 
 join() {
-    local status=0
-    wait "$aside" || status=$?
-    aside=
-    printf '\n=== %s (beside)\n' "${titles[$beside_number]}"
-    cat "$logs/$beside_number"
-    record "$beside_number" "$status" "$(cat "$logs/$beside_number.seconds")"
+    local aside process number status
+    for aside in "${asides[@]}"; do
+        read -r process number <<<"$aside"
+        status=0
+        wait "$process" || status=$?
+        printf '\n=== %s (beside)\n' "${titles[$number]}"
+        cat "$logs/$number"
+        record "$number" "$status" "$(cat "$logs/$number.seconds")"
+    done
+    asides=()
 }
 
 # Prints the table; the exit status is that of all steps.
 report() {
-    local status=$? number
+    local status=$? number aside
     trap - EXIT
-    [ -z "$aside" ] || kill -- "-$aside"
+    for aside in "${asides[@]}"; do
+        kill -- "-${aside% *}" 2>/dev/null || true
+    done
     for number in "${failed[@]}"; do
         printf '\n=== the end of what failed: %s\n' "${titles[$number]}"
         tail -n 40 "$logs/$number"

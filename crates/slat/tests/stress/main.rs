@@ -50,10 +50,16 @@ macro_rules! on_every_format {
     )*};
 }
 
+/// Returns how long each world is stressed: SLAT_STRESS_MILLISECONDS, or 250.
+fn time_of_each() -> Duration {
+    let told = std::env::var("SLAT_STRESS_MILLISECONDS");
+    Duration::from_millis(told.map_or(250, |text| text.parse().expect("a number")))
+}
+
 fn all_logs<F: Format>() {
     for logs in [Logs::Bitmap, Logs::Manual, Logs::DirtyBits, Logs::Rings] {
         for world in [World::new, World::with_walkers] {
-            stress::<F>(world(logs), 4, Duration::from_millis(600), None);
+            stress::<F>(world(logs), 4, time_of_each(), None);
         }
     }
 }
