@@ -10,7 +10,7 @@
 //! * On formats with break-before-make, a new valid entry must not *conflict* with a ghost: map another frame, have another
 //!   size or another memory type.
 //! * On all formats, a table that a ghost points to is not freed ([`Tlb::freed`]), and the caller of an operation that has
-//!   flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_gone`]).
+//!   flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_slot`]).
 //!
 //! The model reads a table at certain moments only, so it may miss a ghost; it makes none that a walker could not have. A flush
 //! that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
@@ -403,9 +403,23 @@ impl Tlb {
 
     /// Call after a slot was deleted. The error is a leaf of `gfns` that a walker may have cached.
     pub fn check_gone(&self, space: usize, gfns: &Range<u64>) -> Result<(), String> {
-        self.check_ghosts(|place, value| {
-            let leaf = matches!(value, Value::Leaf { .. });
-            leaf && place.space == space && overlap(&place.gfns(), gfns)
+        self.check_slot(space, gfns, |_, _| false)
+    }
+
+    /// Call after a slot was created or moved, for the frames where it is or was. The error is a leaf of `gfns` that a walker may
+    /// have cached, and for whose first frames, the guest's and the host's, `is_of_slot` is false.
+    pub fn check_slot(
+        &self,
+        space: usize,
+        gfns: &Range<u64>,
+        is_of_slot: impl Fn(u64, Pfn) -> bool,
+    ) -> Result<(), String> {
+        self.check_ghosts(|place, value| match value {
+            Value::Leaf { pfn, .. } => {
+                let is_there = place.space == space && overlap(&place.gfns(), gfns);
+                is_there && !is_of_slot(place.gfn, *pfn)
+            }
+            Value::Table(_) => false,
         })
     }
 

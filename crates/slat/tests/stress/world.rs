@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::common::config;
 use slat::{
     Access::{Execute, Read, Write},
-    Attention, Format, Gpa, Level, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
+    Attention, Format, Gpa, Level, Pfn, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
 };
 use slat::{DirtyLogMethod, Setting};
 use slat_model::{
@@ -138,6 +138,13 @@ impl<F: Format> World<F> {
         witness.allow(gfns.clone(), page);
         let region = region(slot, gfns.clone(), page, flags);
         self.vm.set_memory_region(space, &region).unwrap();
+        // Whatever was there before is not cached any more, here or where the slot was.
+        let is_of_slot = |gfn: u64, pfn: Pfn| {
+            gfns.contains(&gfn) && HostMemory::identify(pfn).0 == page + (gfn - gfns.start)
+        };
+        for frames in [&from, &gfns] {
+            self.expect(self.platform.tlb.check_slot(space, frames, is_of_slot));
+        }
         witness.settle(from, gfns);
         self.slot_changes.fetch_add(1, Relaxed);
     }
