@@ -250,9 +250,28 @@ pub fn emulated() -> [kvm_cpuid_entry2; 3] {
 }
 
 /// At least the number of leaves in [`supported`].
-const MAX_LEAVES: usize = 40;
+const MAX_LEAVES: usize = 96;
+/// AMD's leaf of caches, one in each subleaf.
+const AMD_CACHES_LEAF: u32 = 0x8000_001d;
 
-/// Returns all leaves that a client may give its guest.
+/// Adds the leaves that say nothing, up to the last one of each range, and sorts all. KVM lists them, too: VMMs fill in what is
+/// there, such as the APIC id in leaf 0x8000_001e.
+fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
+    for first in [0, 0x8000_0000] {
+        let has = |entries: &[kvm_cpuid_entry2], leaf| entries.iter().any(|e| e.function == leaf);
+        let last = entries.iter().find(|entry| entry.function == first);
+        let last = last.map_or(first, |entry| entry.eax);
+        for leaf in first..=last {
+            if !has(entries, leaf) {
+                let subleaf = (leaf == AMD_CACHES_LEAF).then_some(0);
+                entries.push(entry(leaf, subleaf, [0; 4]));
+            }
+        }
+    }
+    entries.sort_by_key(|entry| (entry.function, entry.index));
+}
+
+/// Returns all leaves that a client may give its guest, in order.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -376,6 +395,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             [cpu_features::ext21_eax(), 0, 0, 0],
         ));
     }
+    complete(&mut entries);
     debug_assert!(entries.len() <= MAX_LEAVES);
     Ok(entries)
 }
@@ -511,6 +531,20 @@ mod tests {
         }
         assert_eq!((components, size), expected);
         assert_eq!(lookup(&table, 7, 0)[2] & 1 << 4, 0, "OSPKE is the guest's");
+    }
+
+    #[test]
+    fn every_leaf_is_listed_once_and_in_order() {
+        let table = supported().unwrap();
+        let key = |entry: &kvm_cpuid_entry2| (entry.function, entry.index);
+        assert!(table.windows(2).all(|pair| key(&pair[0]) < key(&pair[1])));
+        for first in [0, HYPERVISOR_LEAF, 0x8000_0000] {
+            let last = lookup(&table, first, 0)[0];
+            assert!((first + 1..first + 0x40).contains(&last), "{last:#x}");
+            for leaf in first..=last {
+                assert!(table.iter().any(|e| e.function == leaf), "leaf {leaf:#x}");
+            }
+        }
     }
 
     #[test]

@@ -1,15 +1,16 @@
-//! Seccomp filters of the client: slat's preparations before one is installed.
+//! Seccomp filters of the client, and Landlock: slat's preparations before a thread restricts itself.
 //!
 //! slat starts its threads when they are needed first, unless the client installs a filter: then slat starts all of them before, so
 //! that the filter does not bind them, and one of them makes the system calls that the filter forbids
-//! ([`slat_process::calls`]). `docs/seccomp.md` says what a filter for a vCPU's thread has to allow.
+//! ([`slat_process::calls`]). `docs/seccomp.md` says what a filter for a vCPU's thread has to allow. Landlock takes the right to open
+//! files from a thread and from those that it starts later, so it is the same thread that opens slat's.
 
 use crate::background;
 use crate::irq::irqfd;
 use crate::policy::{self, Jit};
 use crate::process::PerProcess;
 use crate::{compiler, recovery, report, steal_time, ticker};
-use slat_process::calls::is_any_forbidden;
+use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
 /// Exists in a process that has used KVM.
@@ -23,6 +24,12 @@ pub fn prepare() {
     if USED.peek().is_some() {
         start_threads();
     }
+}
+
+/// Starts the thread that opens slat's files. Call before a thread restricts itself by Landlock. The client may open `/dev/kvm` later.
+pub fn before_landlock() {
+    helper::start(background::start);
+    forbid_opening();
 }
 
 /// Learns which system calls a filter forbids. Call before the filter is installed, after [`prepare`]; or afterwards, before the

@@ -5,7 +5,7 @@ use crate::device::How;
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::real::call;
-use crate::{fds, files, forks, ioctls, memory, status, streams, table};
+use crate::{fds, files, forks, ioctls, landlock, memory, status, streams, table};
 use slat_kvm::{filters, user};
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
@@ -125,6 +125,8 @@ interpose! {
                 libc::SYS_seccomp if a as c_uint == libc::SECCOMP_SET_MODE_FILTER => {
                     filtering(c, || call!(number, a, b, c))
                 }
+                libc::SYS_landlock_add_rule => landlock::add_rule(a as c_int, b, c, d as c_uint),
+                libc::SYS_landlock_restrict_self => landlock::restrict_self(a as c_int, b as c_uint),
                 libc::SYS_prctl => prctl(a as c_int, b as c_ulong, c as c_ulong, d as c_ulong, e as c_ulong) as isize,
                 _ => call!(number, a, b, c, d, e, f),
             }) as c_long

@@ -22,6 +22,7 @@
 //! | `memory` | mmap and the calls like it: KVM's MMU notifiers |
 //! | `signals` | sigaction and the calls like it |
 //! | `indirect` | syscall, prctl |
+//! | `landlock` | a program's Landlock rules |
 //!
 //! # What it needs
 //! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp filter
@@ -41,6 +42,7 @@ mod guarded;
 mod heap;
 mod indirect;
 mod ioctls;
+mod landlock;
 mod looks;
 mod memory;
 mod paths;

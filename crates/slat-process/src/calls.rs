@@ -168,7 +168,7 @@ calls! {
 
 const _: () = assert!(Call::ALL.len() <= 64);
 
-/// The calls that any filter forbids: a bit each.
+/// The calls that any filter forbids, or Landlock: a bit each.
 static FORBIDDEN: AtomicU64 = AtomicU64::new(0);
 
 impl Call {
@@ -217,6 +217,11 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     }
     // SAFETY: the caller's.
     result(unsafe { raw(entry.number, arguments) })
+}
+
+/// Records that threads of the program must not open files any more, whatever the path: the helper does that.
+pub fn forbid_opening() {
+    FORBIDDEN.fetch_or(Call::Open.bit(), Ordering::SeqCst);
 }
 
 /// Records a filter. Returns the calls that it forbids and no other thread can make, if the filter is one for vCPU threads.

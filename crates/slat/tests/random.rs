@@ -6,11 +6,11 @@ use std::collections::BTreeSet;
 use slat::Policy;
 use slat_model::{POLICIES, Rng, Subject, Tally, streams};
 
-/// 16 runs of 4,000 steps: every setup there is, on each format. (`a_campaign_over_all_formats` makes more.)
+/// 16 runs of 8,000 steps: every setup there is, on each format.
 fn agree_on(format: usize) {
     let subject = &Subject::ALL[format];
     let seed = 1000 * format as u64;
-    let tally = subject.run_seeds(seed..seed + 16, 4_000);
+    let tally = subject.run_seeds(seed..seed + 16, 8_000);
     let met = |what: &&str| tally.of(what) == 0;
     let is_tdp = !subject.name.contains("direct");
     let of_tdp = Tally::OF_TDP.into_iter().filter(|_| is_tdp);

@@ -1,0 +1,98 @@
+//! Landlock: a program's rules for `/dev/kvm`, and what slat needs after the program has restricted itself.
+//!
+//! The kernel takes rules only for files that have a path. slat's descriptor of `/dev/kvm` has none, so a rule for it becomes one for
+//! the machine's own device, or for `/dev/null` where there is none: opening `/dev/kvm` does not ask the kernel.
+
+use slat_kvm::filters;
+use std::ffi::{c_int, c_uint};
+
+use crate::guarded::guarded;
+use crate::real::{call, raw};
+use crate::table;
+
+/// `LANDLOCK_RULE_PATH_BENEATH`.
+const PATH_BENEATH: usize = 1;
+
+/// `struct landlock_path_beneath_attr`.
+#[repr(C, packed)]
+struct PathBeneath {
+    allowed_access: u64,
+    parent_fd: c_int,
+}
+
+/// landlock_add_rule(2).
+///
+/// # Safety
+/// As for the system call.
+pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_uint) -> isize {
+    let pass_on = |attributes: usize| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            call!(
+                libc::SYS_landlock_add_rule,
+                ruleset,
+                kind,
+                attributes,
+                flags
+            )
+        }
+    };
+    // As long as slat is not in use, no descriptor is its own, and accesses are not guarded.
+    if kind != PATH_BENEATH || !crate::is_prepared() {
+        return pass_on(attributes);
+    }
+    let at = attributes as *const u8;
+    // SAFETY: a guarded load may be made at any address, and the program's own struct is what the kernel is about to read.
+    let rule = unsafe {
+        let rights = slat_guard::load(at.cast::<u64>());
+        rights.and_then(|rights| Ok((rights, slat_guard::load(at.wrapping_add(8).cast::<u32>())?)))
+    };
+    let Ok((allowed_access, parent)) = rule else {
+        return pass_on(attributes);
+    };
+    let mut rule = PathBeneath {
+        allowed_access,
+        parent_fd: parent as c_int,
+    };
+    if !table::is_ours(rule.parent_fd) {
+        return pass_on(attributes);
+    }
+    let device = [c"/dev/kvm", c"/dev/null"].into_iter().find_map(|path| {
+        let flags = (libc::O_PATH | libc::O_CLOEXEC) as usize;
+        let arguments = [
+            libc::AT_FDCWD as usize,
+            path.as_ptr() as usize,
+            flags,
+            0,
+            0,
+            0,
+        ];
+        // SAFETY: a path that ends with 0.
+        let fd = unsafe { raw(libc::SYS_openat, arguments) };
+        (fd >= 0).then_some(fd as c_int)
+    });
+    let Some(device) = device else {
+        return pass_on(attributes);
+    };
+    rule.parent_fd = device;
+    let answer = pass_on(&raw const rule as usize);
+    // SAFETY: the descriptor that was opened above.
+    unsafe { raw(libc::SYS_close, [device as usize, 0, 0, 0, 0, 0]) };
+    answer
+}
+
+/// landlock_restrict_self(2).
+///
+/// # Safety
+/// As for the system call.
+pub unsafe fn restrict_self(ruleset: c_int, flags: c_uint) -> isize {
+    // A child of `vfork` does not call slat, and must not leave threads in its parent's memory.
+    if !crate::is_borrowed() {
+        guarded(|| {
+            filters::before_landlock();
+            Ok(0)
+        });
+    }
+    // SAFETY: the caller's promise.
+    unsafe { call!(libc::SYS_landlock_restrict_self, ruleset, flags) }
+}
