@@ -5,7 +5,7 @@ use crate::device::How;
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::real::call;
-use crate::{fds, files, forks, ioctls, landlock, memory, status, streams, table};
+use crate::{children, fds, files, forks, ioctls, landlock, memory, status, streams, table};
 use slat_kvm::{filters, user};
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
@@ -114,6 +114,9 @@ interpose! {
                 }
                 libc::SYS_fork | libc::SYS_clone | libc::SYS_clone3 if forks(number, a) => {
                     forks::around(|| call!(number, a, b, c, d, e, f))
+                }
+                libc::SYS_execve => {
+                    children::execute(a as *const c_char, b as *const *const c_char, c as *const *const c_char) as isize
                 }
                 libc::SYS_readlink => status::read_link_at(libc::AT_FDCWD, a as *const c_char, b as *mut c_char, c),
                 libc::SYS_readlinkat => status::read_link_at(a as c_int, b as *const c_char, c as *mut c_char, d),

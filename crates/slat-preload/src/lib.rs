@@ -17,6 +17,7 @@
 //! | `fds` | close, dup, fcntl |
 //! | `forks` | fork: the heap is held over it |
 //! | `environment` | the environment that the program's children get |
+//! | `children` | execve and the calls like it |
 //! | `ioctls` | ioctl |
 //! | `streams` | read, write, lseek |
 //! | `memory` | mmap and the calls like it: KVM's MMU notifiers |
@@ -28,11 +29,13 @@
 //! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp filter
 //! that forbids one of them on a vCPU's thread, slat says so on standard error.
 //!
-//! Statically linked programs do not load libraries: they use the crate `slat-kvm`.
+//! Statically linked programs do not load libraries: they use the crate `slat-kvm`. Where the program executes one that names
+//! `/dev/kvm`, slat says so.
 
 // The unit tests' own program does not export the symbols, so nothing calls the functions that implement them.
 #![cfg_attr(test, allow(dead_code))]
 
+mod children;
 mod device;
 mod environment;
 mod fds;
