@@ -39,24 +39,6 @@ impl<'w, W: HostWords> Virtual<'w, W> {
             goes_on: false,
         }
     }
-
-    /// Returns the page as the vCPU may use it with `rights`: `page` of the guest's, which `found` translates.
-    fn page_with(&self, page: &GuestPage, found: &Translation, rights: PageRights) -> VirtualPage {
-        let strict = self.paging.strict();
-        let granted = PageRights {
-            write: found.write,
-            execute: found.execute,
-            ..rights
-        };
-        VirtualPage {
-            host: found.host,
-            bits: page.bits,
-            read: granted.allow(&strict, Access::Read),
-            write: granted.allow(&strict, Access::Write),
-            execute: granted.allow(&strict, Access::Execute),
-            tracked: found.tracked.then_some(page.gpa),
-        }
-    }
 }
 
 impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
@@ -142,7 +124,20 @@ impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
         if is_new && found.level == Level::PAGE {
             vcpu.prefetch_guest(self.gva, &trail, self.words);
         }
-        self.page_with(&page, &found, trail.rights)
+        let granted = PageRights {
+            write: found.write,
+            execute: found.execute,
+            ..trail.rights
+        };
+        let strict = self.paging.strict();
+        VirtualPage {
+            host: found.host,
+            bits: page.bits,
+            read: granted.allow(&strict, Access::Read),
+            write: granted.allow(&strict, Access::Write),
+            execute: granted.allow(&strict, Access::Execute),
+            tracked: found.tracked.then_some(page.gpa),
+        }
     }
 }
 
