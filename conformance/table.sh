@@ -30,7 +30,7 @@ table_option() {
     --times) times=${2:?--times needs a number} ;;
     --only) only+=("${2:?--only needs a text}") ;;
     --mmu) mmu=${2:?--mmu needs a name that slat run --mmu takes} ;;
-    --ci) subset=ci taken=1 ;;
+    --ci | --landing) subset=${1#--} taken=1 ;;
     --list) list=yes taken=1 ;;
     -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
     *) die "unknown option $1 (see --help)" ;;
@@ -94,7 +94,11 @@ table_choose() {
     chosen=()
     for i in "${!names[@]}"; do
         if ! in_version "$i" "$version"; then continue; fi
-        if [ -n "$subset" ] && [[ " ${subsets[i]} " != *" $subset "* ]]; then continue; fi
+        case $subset in
+        '') ;;
+        landing) if [[ " ${subsets[i]} " = *' full '* ]]; then continue; fi ;;
+        *) if [[ " ${subsets[i]} " != *" $subset "* ]]; then continue; fi ;;
+        esac
         if [ ${#only[@]} = 0 ]; then chosen+=("$i"); fi
         for text in "${only[@]}"; do
             if [[ "${names[i]} ${args[i]}" = *"$text"* ]]; then chosen+=("$i"); break; fi

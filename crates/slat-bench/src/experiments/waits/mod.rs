@@ -23,7 +23,8 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 One thread works on a slot of 64 GiB mapped by 4 KiB (begin-eager, begin-lazy: 2 MiB); another one
 makes calls about other memory, each after the one before. invalidate: of one mapped page. slot: a
-slot of 16 pages is created, or deleted. The engine alone, EPT; only the tables are real memory.
+slot of 16 pages is created, or deleted. fault: of a vCPU, beside age (KVM aged under mmu_lock until
+6.15). The engine alone, EPT; only the tables are real memory.
 get, clear: the dirty log, every page dirty, by write protection or dirty bits. begin: of logging,
 huge leaves split at once (eager) or not (lazy). end: of it; all of it may be huge again. The rest
 are calls of that name; ring-reset: one page in 64. nothing: the first thread computes, no more.
@@ -41,6 +42,7 @@ const SLAT: &str = "slat";
 const ALONE: &str = "alone";
 
 const OPERATION: &str = "operation_seconds";
+const PER_PAGE: &str = "page_seconds";
 const CALLS: &str = "calls";
 const P50: &str = "p50_seconds";
 const P99: &str = "p99_seconds";
@@ -66,10 +68,12 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         limit: Duration::from_secs(bench.size.pick(10, 1, 10)),
     };
     let nothing = Duration::from_millis(bench.size.pick(2, 200, 1000));
-    let mut disturbed = 0;
+    let (mut cases, mut disturbed) = (0, 0);
     for (operation, name) in Operation::ALL {
         let mut subject = Subject::new(operation, pages, nothing)?;
-        for (calls, calls_name) in Unrelated::ALL {
+        let beside_it = |calls: &(Unrelated, _)| are_beside(calls.0, operation);
+        for (calls, calls_name) in Unrelated::ALL.into_iter().filter(beside_it) {
+            cases += 1;
             let case = format!("{calls_name}/{name}");
             // One round: a quantile is that of all calls.
             bench.in_turns(&case, 1, &[ALONE, SLAT], |_, variant| match variant {
@@ -88,12 +92,16 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             _ => "other programs ran on these processors",
         };
         bench.note(format!(
-            "{NAME}: {reason} in every run of {disturbed} cases of {}; the rows of nothing show what that alone \
+            "{NAME}: {reason} in every run of {disturbed} cases of {cases}; the rows of nothing show what that alone \
              makes of a wait.",
-            Unrelated::ALL.len() * Operation::ALL.len()
         ));
     }
     Ok(())
+}
+
+/// Whether `calls` are made beside `operation`.
+fn are_beside(calls: Unrelated, operation: Operation) -> bool {
+    calls != Unrelated::Fault || matches!(operation, Operation::Nothing | Operation::Age)
 }
 
 /// How much is measured.
@@ -113,8 +121,13 @@ fn alone(subject: &mut Subject, plan: Plan) -> Result<Vec<Sample>, Failure> {
         subject.set_up()?;
         let began = Instant::now();
         let told = subject.perform()?;
-        samples.push(Sample::seconds(OPERATION, began.elapsed()));
+        let time = began.elapsed();
+        samples.push(Sample::seconds(OPERATION, time));
         subject.check(told)?;
+        if subject.operation() == Operation::Age {
+            let seconds = time.as_secs_f64() / told as f64;
+            samples.push(Sample::new(PER_PAGE, Unit::Seconds, seconds));
+        }
     }
     Ok(samples)
 }
@@ -168,11 +181,13 @@ fn beside(
 
 fn compare(report: &Report) -> Vec<Line> {
     let mut lines = Vec::new();
-    for (_, calls) in Unrelated::ALL {
-        for (operation, name) in Operation::ALL {
+    for (kind, calls) in Unrelated::ALL {
+        let beside_it = |operation: &(Operation, _)| are_beside(kind, operation.0);
+        for (operation, name) in Operation::ALL.into_iter().filter(beside_it) {
             let case = format!("{calls}/{name}");
             let metric = |metric| Line::of(report, NAME, &case, metric, SLAT);
             lines.extend(Line::compare(report, NAME, &case, OPERATION, ALONE, SLAT));
+            lines.extend(Line::of(report, NAME, &case, PER_PAGE, ALONE));
             lines.extend([CALLS, P50, P99].into_iter().filter_map(metric));
             let (p999, max) = (metric(P999), metric(MAX));
             // Calls that end while the operation does not run would make its waits rare among all calls, but not among all
@@ -218,7 +233,7 @@ mod tests {
     fn beside_every_operation_calls_are_counted_and_longer_quantiles_are_longer() {
         // The run itself checks the operations' results.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
-        assert_eq!(report.cases(NAME).len(), 2 * Operation::ALL.len());
+        assert_eq!(report.cases(NAME).len(), 2 * Operation::ALL.len() + 2);
         for case in report.cases(NAME) {
             let value = |metric| report.value(NAME, case, SLAT, metric);
             assert!(value(CALLS) >= Some(1.0), "{case}");

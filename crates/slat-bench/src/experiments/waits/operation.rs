@@ -153,6 +153,10 @@ impl Subject {
         })
     }
 
+    pub(super) fn operation(&self) -> Operation {
+        self.operation
+    }
+
     pub(super) fn vm(&self) -> &Arc<Vm<Bare, Ept>> {
         &self.vm
     }

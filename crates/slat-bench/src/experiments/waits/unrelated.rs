@@ -43,12 +43,15 @@ pub(super) enum Unrelated {
     Invalidate,
     /// Creates a small slot, and deletes it when a page of it is mapped: two calls.
     SlotChange,
+    /// A fault of a vCPU on a page that is not mapped.
+    Fault,
 }
 
 impl Unrelated {
-    pub(super) const ALL: [(Unrelated, &str); 2] = [
+    pub(super) const ALL: [(Unrelated, &str); 3] = [
         (Unrelated::Invalidate, "invalidate"),
         (Unrelated::SlotChange, "slot"),
+        (Unrelated::Fault, "fault"),
     ];
 }
 
@@ -160,16 +163,20 @@ impl Caller<'_> {
         match calls {
             Unrelated::Invalidate => {
                 self.write_to(&SMALL)?;
-                let page = Hva(SMALL.backing())..Hva(SMALL.backing() + PAGE);
-                self.timed(|vm| {
-                    drop(vm.invalidate(page));
+                self.timed(|caller| {
+                    caller.invalidate();
                     Ok(())
                 })
+            }
+            Unrelated::Fault => {
+                self.timed(|caller| caller.write_to(&SMALL))?;
+                self.invalidate();
+                Ok(())
             }
             Unrelated::SlotChange => {
                 let set = |pages| {
                     let region = COMES_AND_GOES.region(pages);
-                    move |vm: &Vm<Bare, Ept>| Ok(vm.set_memory_region(0, &region)?)
+                    move |caller: &mut Self| Ok(caller.cpu.vm().set_memory_region(0, &region)?)
                 };
                 self.timed(set(PAGES))?;
                 self.write_to(&COMES_AND_GOES)?;
@@ -178,7 +185,13 @@ impl Caller<'_> {
         }
     }
 
-    /// Maps a leaf, so that there is one to zap. This call is not measured.
+    /// Takes the page away that [`Self::write_to`] maps in [`SMALL`].
+    fn invalidate(&self) {
+        let page = Hva(SMALL.backing())..Hva(SMALL.backing() + PAGE);
+        drop(self.cpu.vm().invalidate(page));
+    }
+
+    /// Maps a leaf, so that there is one to zap.
     fn write_to(&mut self, slot: &Place) -> Result<(), Failure> {
         loop {
             self.cpu.enter_unguarded(0);
@@ -195,11 +208,11 @@ impl Caller<'_> {
 
     fn timed(
         &mut self,
-        call: impl FnOnce(&Vm<Bare, Ept>) -> Result<(), Failure>,
+        call: impl FnOnce(&mut Self) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         let was_over = self.progress.load(SeqCst) == AFTER;
         let began = Instant::now();
-        call(self.cpu.vm())?;
+        call(self)?;
         let time = began.elapsed();
         if !was_over && self.progress.load(SeqCst) != BEFORE {
             self.waits.record(time);
