@@ -2,9 +2,8 @@
 # What the landing run and the full one have in common: steps, a table of their times at the end, packages.
 #
 #   step WORDS...     runs a command. When it fails, the run goes on, and is red at its end
-#   beside WORDS...   the same, beside the steps that follow until `join`: for what keeps one core busy and does not care how fast. Where
-#                     there are several, one begins when the one before has ended
-#   join              waits for them
+#   beside WORDS...   the same, beside the steps that follow until `join`: for what keeps one core busy and does not care how fast
+#   join              waits for it
 #   need COMMAND PACKAGE, install PACKAGE
 #
 # Each step's output is also kept in target/ci, and the end of what failed is printed once more: whoever reads only the end of the log
@@ -34,44 +33,37 @@ step() {
     record "$number" "$status" $((SECONDS - begin))
 }
 
-asides=() # Of each: process and number of its step.
+aside=
 beside() {
-    local number=${#titles[@]} before=${asides[*]: -1}
+    beside_number=${#titles[@]} beside_begin=$SECONDS
     titles+=("$*")
     printf '\n=== beside: %s\n' "$*"
     set -m # In a process group of its own, which can be ended.
     (
         trap - EXIT
-        [ -z "$before" ] || tail -f /dev/null --pid "${before% *}"
-        begin=$SECONDS status=0
+        status=0
         "$@" || status=$?
-        echo $((SECONDS - begin)) >"$logs/$number.seconds"
+        echo $((SECONDS - beside_begin)) >"$logs/$beside_number.seconds"
         exit $status
-    ) </dev/null >"$logs/$number" 2>&1 &
-    asides+=("$! $number")
+    ) </dev/null >"$logs/$beside_number" 2>&1 &
+    aside=$!
     set +m
 }
 
 join() {
-    local aside process number status
-    for aside in "${asides[@]}"; do
-        read -r process number <<<"$aside"
-        status=0
-        wait "$process" || status=$?
-        printf '\n=== %s (beside)\n' "${titles[$number]}"
-        cat "$logs/$number"
-        record "$number" "$status" "$(cat "$logs/$number.seconds")"
-    done
-    asides=()
+    local status=0
+    wait "$aside" || status=$?
+    aside=
+    printf '\n=== %s (beside)\n' "${titles[$beside_number]}"
+    cat "$logs/$beside_number"
+    record "$beside_number" "$status" "$(cat "$logs/$beside_number.seconds")"
 }
 
 # Prints the table; the exit status is that of all steps.
 report() {
-    local status=$? number aside
+    local status=$? number
     trap - EXIT
-    for aside in "${asides[@]}"; do
-        kill -- "-${aside% *}" 2>/dev/null || true
-    done
+    [ -z "$aside" ] || kill -- "-$aside"
     for number in "${failed[@]}"; do
         printf '\n=== the end of what failed: %s\n' "${titles[$number]}"
         tail -n 40 "$logs/$number"
