@@ -22,6 +22,7 @@ fn agree_on(format: usize) {
     assert!(never.is_empty(), "{} never met: {never:?}", subject.name);
 }
 
+/// The first word says whether other formats take the same paths, so that `.ci/full` suffices.
 macro_rules! formats {
     ($repeats:tt: $($name:ident: $format:expr,)*) => {$(
         #[test]

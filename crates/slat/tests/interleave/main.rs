@@ -25,6 +25,7 @@ macro_rules! tests {
     )*};
 }
 
+/// Runs the cases on formats; the first word says whether other formats take the same paths, so that `.ci/full` suffices.
 macro_rules! on_formats {
     ($repeats:tt: $($name:ident: $mmu:path, $format:ty,)*) => {$(
         mod $name {
