@@ -23,7 +23,7 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 One thread works on a slot of 64 GiB mapped by 4 KiB (begin-eager, begin-lazy: 2 MiB); another one
 makes calls about other memory, one by one. invalidate: of a mapped page. slot: one of 16 pages is
-created, or deleted. fault: a vCPU's, beside age. The engine alone, EPT; only tables are real memory.
+created, or deleted. fault: a vCPU's, beside age. The engine alone, EPT; only its tables are real.
 get, clear: the dirty log, every page dirty, by write protection or dirty bits. begin: of logging,
 huge leaves split at once (eager) or not (lazy). end: of it; all of it may be huge again. The rest
 are calls of that name; ring-reset: one page in 64. nothing: the first thread computes, no more.
