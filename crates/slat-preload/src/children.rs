@@ -8,78 +8,64 @@ use std::ffi::{CStr, c_char, c_int};
 use std::mem::transmute;
 
 use crate::files::interpose;
-use crate::real::{Next, call, raw};
+use crate::real::{Next, Opened, call, kernel};
 
 unsafe extern "C" {
     static environ: *const *const c_char;
 }
 
-/// A file that is open for reading, and closed in the end.
-struct File(usize);
-
-impl File {
-    fn open(path: &CStr) -> Option<File> {
-        let flags = (libc::O_RDONLY | libc::O_CLOEXEC) as usize;
-        let arguments = [
-            libc::AT_FDCWD as usize,
-            path.as_ptr() as usize,
-            flags,
-            0,
-            0,
-            0,
-        ];
-        // SAFETY: a path that ends with 0.
-        let fd = unsafe { raw(libc::SYS_openat, arguments) };
-        usize::try_from(fd).ok().map(File)
-    }
-
-    /// Reads all of `buffer` at `offset`.
-    fn read(&self, buffer: &mut [u8], offset: u64) -> Option<()> {
-        let (start, len) = (buffer.as_mut_ptr() as usize, buffer.len());
-        let arguments = [self.0, start, len, offset as usize, 0, 0];
-        // SAFETY: a live buffer of this length.
-        let read = unsafe { raw(libc::SYS_pread64, arguments) };
-        (read == len as isize).then_some(())
-    }
-
-    /// Whether the file contains `text`.
-    fn contains(&self, text: &[u8]) -> bool {
-        // SAFETY: plain calls. The mapping is private and read here only; a file that shrinks meanwhile is none that can be
-        // executed.
-        unsafe {
-            let len = raw(
-                libc::SYS_lseek,
-                [self.0, 0, libc::SEEK_END as usize, 0, 0, 0],
-            );
-            let Some(len) = usize::try_from(len).ok().filter(|len| *len > 0) else {
-                return false;
-            };
-            let (rights, flags) = (libc::PROT_READ as usize, libc::MAP_PRIVATE as usize);
-            let start = raw(libc::SYS_mmap, [0, len, rights, flags, self.0, 0]);
-            if start < 0 {
-                return false;
-            }
-            let found = libc::memmem(start as *const _, len, text.as_ptr().cast(), text.len());
-            raw(libc::SYS_munmap, [start as usize, len, 0, 0, 0, 0]);
-            !found.is_null()
-        }
-    }
+/// Reads all of `buffer` at `offset`.
+fn read(file: &Opened, buffer: &mut [u8], offset: u64) -> Option<()> {
+    // SAFETY: a live buffer of this length.
+    let read = unsafe {
+        kernel!(
+            libc::SYS_pread64,
+            file.fd(),
+            buffer.as_mut_ptr(),
+            buffer.len(),
+            offset
+        )
+    };
+    (read == Ok(buffer.len() as isize)).then_some(())
 }
 
-impl Drop for File {
-    fn drop(&mut self) {
-        // SAFETY: the descriptor is this value's own.
-        unsafe { raw(libc::SYS_close, [self.0, 0, 0, 0, 0, 0]) };
+/// Whether the file contains `text`.
+fn contains(file: &Opened, text: &[u8]) -> bool {
+    // SAFETY: plain calls. The mapping is private and read here only; a file that shrinks meanwhile is none that can be
+    // executed.
+    unsafe {
+        let Ok(len @ 1..) = kernel!(libc::SYS_lseek, file.fd(), 0, libc::SEEK_END) else {
+            return false;
+        };
+        let Ok(start) = kernel!(
+            libc::SYS_mmap,
+            0,
+            len,
+            libc::PROT_READ,
+            libc::MAP_PRIVATE,
+            file.fd(),
+            0
+        ) else {
+            return false;
+        };
+        let found = libc::memmem(
+            start as *const _,
+            len as usize,
+            text.as_ptr().cast(),
+            text.len(),
+        );
+        let _ = kernel!(libc::SYS_munmap, start, len);
+        !found.is_null()
     }
 }
 
 /// Whether the file is a 64-bit ELF program that asks for no interpreter (ELF specification, "Program Header"): nothing is preloaded into it.
-fn is_static(file: &File) -> bool {
+fn is_static(file: &Opened) -> bool {
     const HEADER: usize = 64;
     const SEGMENT: usize = 56;
     const MOST_SEGMENTS: usize = 64;
     let mut header = [0; HEADER];
-    if file.read(&mut header, 0).is_none() || !header.starts_with(b"\x7fELF\x02") {
+    if read(file, &mut header, 0).is_none() || !header.starts_with(b"\x7fELF\x02") {
         return false;
     }
     let half = |at: usize| usize::from(u16::from_le_bytes([header[at], header[at + 1]]));
@@ -87,7 +73,7 @@ fn is_static(file: &File) -> bool {
     let (size, count) = (half(54), half(56).min(MOST_SEGMENTS));
     let mut segments = [0; SEGMENT * MOST_SEGMENTS];
     let segments = &mut segments[..SEGMENT * count];
-    if size != SEGMENT || file.read(segments, segments_at).is_none() {
+    if size != SEGMENT || read(file, segments, segments_at).is_none() {
         return false;
     }
     let kinds = segments
@@ -115,10 +101,10 @@ fn look_at(path: *const c_char) {
     if name.is_some_and(|name| name.starts_with(b"ld")) {
         return;
     }
-    let Some(file) = File::open(path) else {
+    let Some(file) = Opened::new(path, libc::O_RDONLY) else {
         return;
     };
-    if is_static(&file) && file.contains(b"/dev/kvm") {
+    if is_static(&file) && contains(&file, b"/dev/kvm") {
         let parts = [
             &b"slat: "[..],
             path.to_bytes(),
@@ -130,12 +116,7 @@ fn look_at(path: *const c_char) {
         });
         // One call, so that lines of other processes do not mix with it.
         // SAFETY: live buffers, which the call reads.
-        unsafe {
-            raw(
-                libc::SYS_writev,
-                [2, parts.as_ptr() as usize, parts.len(), 0, 0, 0],
-            )
-        };
+        let _ = unsafe { kernel!(libc::SYS_writev, 2, parts.as_ptr(), parts.len()) };
     }
 }
 
@@ -158,6 +139,12 @@ fn look_for(name: *const c_char) {
     }
     let mut buffer = [0u8; libc::PATH_MAX as usize];
     for directory in path.to_bytes().split(|byte| *byte == b':') {
+        // An empty one is the current directory.
+        let directory = if directory.is_empty() {
+            b"."
+        } else {
+            directory
+        };
         let parts = [directory, b"/", name.to_bytes_with_nul()];
         let mut len = 0;
         for part in parts {
@@ -168,16 +155,8 @@ fn look_for(name: *const c_char) {
             len += part.len();
         }
         let found = buffer.as_ptr();
-        let arguments = [
-            libc::AT_FDCWD as usize,
-            found as usize,
-            libc::X_OK as usize,
-            0,
-            0,
-            0,
-        ];
         // SAFETY: a path that ends with 0.
-        if unsafe { raw(libc::SYS_faccessat, arguments) } == 0 {
+        if unsafe { kernel!(libc::SYS_faccessat, libc::AT_FDCWD, found, libc::X_OK) }.is_ok() {
             return look_at(found.cast());
         }
     }

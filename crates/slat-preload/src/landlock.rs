@@ -7,7 +7,7 @@ use slat_kvm::filters;
 use std::ffi::{c_int, c_uint};
 
 use crate::guarded::guarded;
-use crate::real::{call, raw};
+use crate::real::{Opened, call};
 use crate::table;
 
 /// `LANDLOCK_RULE_PATH_BENEATH`.
@@ -57,28 +57,14 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
     if !table::is_ours(rule.parent_fd) {
         return pass_on(attributes);
     }
-    let device = [c"/dev/kvm", c"/dev/null"].into_iter().find_map(|path| {
-        let flags = (libc::O_PATH | libc::O_CLOEXEC) as usize;
-        let arguments = [
-            libc::AT_FDCWD as usize,
-            path.as_ptr() as usize,
-            flags,
-            0,
-            0,
-            0,
-        ];
-        // SAFETY: a path that ends with 0.
-        let fd = unsafe { raw(libc::SYS_openat, arguments) };
-        (fd >= 0).then_some(fd as c_int)
-    });
+    let device = [c"/dev/kvm", c"/dev/null"]
+        .into_iter()
+        .find_map(|path| Opened::new(path, libc::O_PATH));
     let Some(device) = device else {
         return pass_on(attributes);
     };
-    rule.parent_fd = device;
-    let answer = pass_on(&raw const rule as usize);
-    // SAFETY: the descriptor that was opened above.
-    unsafe { raw(libc::SYS_close, [device as usize, 0, 0, 0, 0, 0]) };
-    answer
+    rule.parent_fd = device.fd();
+    pass_on(&raw const rule as usize)
 }
 
 /// landlock_restrict_self(2).

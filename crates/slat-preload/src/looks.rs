@@ -5,7 +5,7 @@
 //! same kind.
 
 use crate::paths::Special;
-use crate::real::raw;
+use crate::real::{Opened, kernel, raw};
 use crate::table;
 use slat_kvm::ioctl::Object;
 use slat_kvm::thread::Section;
@@ -144,20 +144,9 @@ fn unlike(mut stat: libc::stat) -> libc::stat {
 
 /// Asks the kernel for an anonymous inode: all of them share one.
 fn anonymous_inode() -> Option<libc::stat> {
-    // SAFETY: opens a descriptor.
-    let fd = unsafe {
-        raw(
-            libc::SYS_epoll_create1,
-            [libc::EPOLL_CLOEXEC as usize, 0, 0, 0, 0, 0],
-        )
-    };
-    if fd < 0 {
-        return None;
-    }
-    let stat = stat_descriptor(fd as c_int);
-    // SAFETY: the descriptor that was opened above.
-    unsafe { raw(libc::SYS_close, [fd as usize, 0, 0, 0, 0, 0]) };
-    stat
+    // SAFETY: the call opens a descriptor.
+    let opened = unsafe { Opened::by(kernel!(libc::SYS_epoll_create1, libc::EPOLL_CLOEXEC)) };
+    stat_descriptor(opened?.fd())
 }
 
 fn stat_path(path: &CStr) -> Option<libc::stat> {

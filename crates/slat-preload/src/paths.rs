@@ -7,7 +7,7 @@
 //!
 //! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the kernel returns `EFAULT`.
 
-use crate::real::raw;
+use crate::real::{Opened, kernel, raw};
 use crate::table;
 use slat_kvm::thread::Section;
 use std::ffi::{CStr, c_char, c_int};
@@ -159,37 +159,29 @@ fn leads_to(directory: c_int, path: *const c_char, len: usize, resolve: u64) -> 
         (0, directory) => read_link(DescriptorPath::new(directory).as_c_str(), &mut link),
         _ => {
             let directory = open_directory(directory, &text, resolve)?;
-            let found = read_link(DescriptorPath::new(directory).as_c_str(), &mut link);
-            // SAFETY: a descriptor that was opened above.
-            unsafe { raw(libc::SYS_close, [directory as usize, 0, 0, 0, 0, 0]) };
-            found
+            read_link(DescriptorPath::new(directory.fd()).as_c_str(), &mut link)
         }
     };
     Place::at(found?)
 }
 
 /// Opens a directory as the kernel does when it resolves a path.
-fn open_directory(directory: c_int, path: &[u8; PATH_MAX], resolve: u64) -> Option<c_int> {
+fn open_directory(directory: c_int, path: &[u8; PATH_MAX], resolve: u64) -> Option<Opened> {
     let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
     let how = [flags as u64, 0, resolve];
-    let path = path.as_ptr() as usize;
-    // SAFETY: a NUL-terminated path: it is shorter than `path`. And a live `open_how`.
-    let fd = unsafe {
-        match resolve {
-            0 => raw(
-                libc::SYS_openat,
-                [directory as usize, path, flags as usize, 0, 0, 0],
+    // SAFETY: a NUL-terminated path: it is shorter than `path`. And a live `open_how`. Either call opens a descriptor.
+    unsafe {
+        Opened::by(match resolve {
+            0 => kernel!(libc::SYS_openat, directory, path.as_ptr(), flags),
+            _ => kernel!(
+                libc::SYS_openat2,
+                directory,
+                path.as_ptr(),
+                how.as_ptr(),
+                size_of_val(&how)
             ),
-            _ => {
-                let how = (how.as_ptr() as usize, size_of_val(&how));
-                raw(
-                    libc::SYS_openat2,
-                    [directory as usize, path, how.0, how.1, 0, 0],
-                )
-            }
-        }
-    };
-    (fd >= 0).then_some(fd as c_int)
+        })
+    }
 }
 
 impl Place {

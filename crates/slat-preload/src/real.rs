@@ -30,6 +30,46 @@ macro_rules! call {
 }
 pub(crate) use {call, kernel};
 
+/// A descriptor that slat has opened for itself, and closes in the end. Async-signal-safe.
+#[derive(Debug)]
+pub struct Opened(std::ffi::c_int);
+
+impl Opened {
+    /// Opens a file with `flags`, and `O_CLOEXEC`. `None`: the kernel refuses.
+    pub fn new(path: &std::ffi::CStr, flags: std::ffi::c_int) -> Option<Self> {
+        let flags = flags | libc::O_CLOEXEC;
+        // SAFETY: a path that ends with 0; the call opens a descriptor.
+        unsafe {
+            Self::by(kernel!(
+                libc::SYS_openat,
+                libc::AT_FDCWD,
+                path.as_ptr(),
+                flags
+            ))
+        }
+    }
+
+    /// Takes what a system call has opened. `None`: the kernel has refused.
+    ///
+    /// # Safety
+    /// - `answer` is that of a call which opens a descriptor, and nobody else owns it.
+    pub unsafe fn by(answer: Result<isize, i32>) -> Option<Self> {
+        answer.ok().map(|fd| Opened(fd as std::ffi::c_int))
+    }
+
+    /// Returns the descriptor, which is open as long as this value lives.
+    pub fn fd(&self) -> std::ffi::c_int {
+        self.0
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        // SAFETY: the descriptor is this value's own.
+        let _ = unsafe { kernel!(libc::SYS_close, self.0) };
+    }
+}
+
 /// The C library's function of a name, for work that no system call does.
 #[derive(Debug)]
 pub struct Next {
