@@ -27,7 +27,7 @@ pub(crate) enum Installed {
 pub(crate) enum Retry {
     /// `valid` returned `false`: wait for what made it so, and look again.
     Stale,
-    /// What was allocated ahead is used up: allocate more.
+    /// No frame or record is left of those that were allocated ahead: allocate more.
     Unprepared,
     /// The entry, in the region of this level, is a leaf for another page, or a table of smaller leaves; or a larger leaf on the
     /// path was to be left alone. A range operation zaps it, which also moves dirty bits to the log.
@@ -44,8 +44,8 @@ pub(crate) enum Retry {
     /// From now on the MMU notices stores to the guest's tables on the path, but it has not noticed earlier ones: read them
     /// again.
     Tracked,
-    /// An entry is to refer to the page of this level for the first time: compare the page with the guest's table. What was read
-    /// of the other tables stays good.
+    /// An entry is about to refer to the page of this level for the first time: first compare the page with the guest's table. What
+    /// was read in the other tables stays good.
     Unsynced(Level),
     /// An entry of this level on the path is not what the guest's tables say now, or a leaf for another page: have it zapped.
     Replaced(Level),

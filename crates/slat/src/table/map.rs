@@ -160,7 +160,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Finds the entry of `level` on the path to `gfn`, or the one above it at which the path ends.
     #[inline]
     pub(super) fn find_at(&self, gfn: Gfn, level: Level) -> Found<'_> {
-        // SAFETY: the root is that of this tree, and whoever has a reference to a tree is in a reader section (`Guarded`).
+        // SAFETY: the root stays as long as the tree. Whoever has a reference to the tree is in a reader section (`Guarded`).
         unsafe { descend::<P, F>(&*self.platform, self.key(gfn), level) }
     }
 

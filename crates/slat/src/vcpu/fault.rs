@@ -115,7 +115,7 @@ impl<P: Platform, F: Format> Source<P, F> for Physical {
 
 /// Why an attempt has installed nothing that the access could use.
 pub(super) enum Halt {
-    /// What was in the way is not any more: try again.
+    /// The fault has cleared what was in the way: try again.
     Again,
     /// See [`Retry::Unsynced`].
     Unsynced(Level),
@@ -182,9 +182,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         };
         Err(if slept { Stop::Retry } else { stop }.into())
     }
+}
 
-    fn count_fault(&self, how: Outcome) {
-        let counters = self.counters();
+impl<P: Platform, F: Format> Fault<'_, P, F> {
+    /// Counts the fault as `how`, if it is one of the guest.
+    pub(super) fn count(&self, how: Outcome) {
+        if !self.want.of_guest {
+            return;
+        }
+        let counters = self.vcpu.counters();
         match how {
             Outcome::Fixed { fast } => {
                 counters.pf_fixed.add(1);
@@ -195,15 +201,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 counters.pf_fast.add(fast.into());
             }
             Outcome::Emulated => counters.pf_emulate.add(1),
-        }
-    }
-}
-
-impl<P: Platform, F: Format> Fault<'_, P, F> {
-    /// Counts the fault as `how`, if it is one of the guest.
-    pub(super) fn count(&self, how: Outcome) {
-        if self.want.of_guest {
-            self.vcpu.count_fault(how);
         }
     }
 
@@ -231,7 +228,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             self.vcpu.counters().leaves_of(plan.level).add(1);
             let prefetch = self.vcpu.vm().policy.prefetch();
             let small = plan.level == Level::PAGE && plan.slot.log.is_none();
-            // What is beside a small page of the guest's, only its tables know (`Vcpu::prefetch_guest`).
+            // Which pages are beside a small page of the guest's is found in its tables (`Vcpu::prefetch_guest`).
             let trail = self.want.target.trail::<F>();
             let is_known = trail.is_none_or(|trail| trail.leaf_level() > Level::PAGE);
             if small && prefetch != Prefetch::Off && is_known {
@@ -254,14 +251,11 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     fn install(&mut self, plan: &Plan<'_>) -> Result<(Installed, bool, bool), Retry> {
         let space = self.vcpu.space_index();
         let Want {
-            mut target,
-            access,
-            of_guest,
-            ..
+            access, of_guest, ..
         } = self.want;
-        let (key, gfn) = (target.key(), self.want.gfn());
+        let (key, gfn) = (self.want.target.key(), self.want.gfn());
         let (slot, leaf, level) = (plan.slot, plan.leaf, plan.level);
-        let may_walk = self.vcpu.may_walk_from(&target);
+        let may_walk = self.vcpu.may_walk_from(&self.want.target);
         // Not `on_tables`, whose result would be copied in every fault.
         let Parts {
             vm,
@@ -310,16 +304,16 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             }
             noted = true;
         };
+        let target = &mut self.want.target;
         // SAFETY: a tree's root stays, the shadow MMU looks for its own; and the cursor was restarted when it had to be
         // (`Self::outside`).
-        let installed = unsafe { tables.map(&mut target, level, leaf, &mut path, valid, note) };
+        let installed = unsafe { tables.map(target, level, leaf, &mut path, valid, note) };
         counters.path_done(&path);
         counters.dirty_pages.add(noted as u64);
         let (split, tracked) = (path.splits.iter().any(|n| *n > 0), path.tracked);
         if let (Some(trail), Some(root)) = (target.trail::<F>(), path.root) {
             self.vcpu.roots.begin_with(trail.number, root);
         }
-        self.want.target.cursor = target.cursor;
         Ok((installed?, split, tracked && access == Access::Write))
     }
 

@@ -180,11 +180,10 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// Ends an access to no slot, in the slot set of `generation`.
     fn no_slot(&mut self, generation: u64) -> Halt {
         if self.vcpu.vm().caches_mmio() {
-            let mut target = self.want.target;
+            let target = &mut self.want.target;
             // SAFETY: as for the install of a leaf (`Fault::install`).
-            let mapped = (self.vcpu).on_tables(|_, tables, path| unsafe {
-                tables.map_mmio(&mut target, generation, path)
-            });
+            let mapped = (self.vcpu)
+                .on_tables(|_, tables, path| unsafe { tables.map_mmio(target, generation, path) });
             match mapped {
                 Ok(mapped) => self.vcpu.counters().pf_mmio_spte_created.add(mapped.into()),
                 Err(retry) => return self.clear_path(retry),

@@ -36,12 +36,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Change::Create | Change::Move | Change::Flags => Some(self.slot(region, &change)?),
         };
         change.catch_up(&self.readers, self.reader_wait());
-        let pages_before = change.pages();
         let space = &self.spaces[space];
         self.forget_old_mmio(space, &change);
         let gfns = region.gpa.gfn()..Gpa(region.gpa.0 + region.size).gfn();
         match plan {
             Change::Create => {
+                let pages_before = change.pages();
                 change.replace(id, new, &self.readers)?;
                 self.budget.memory_changed(pages_before, change.pages());
                 self.flush_slots_that_left(&gfns);

@@ -251,8 +251,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         mmu.prepare(frames, tables)
     }
 
-    /// Does one step, in a reader section of its own, of which the other readers of the VM may have passed the one before: runs
-    /// `work` with the slots and the MMU.
+    /// Runs `work` as one step, in a new reader section: threads that waited for the end of the last one have passed. Gives it the
+    /// slots and the MMU.
     pub(super) fn alone<R>(
         &mut self,
         work: impl FnOnce(&mut Step<'_, Mmu<P, F>>, &SlotSet, &Mmu<P, F>) -> R,
