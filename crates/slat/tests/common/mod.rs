@@ -26,6 +26,14 @@ pub fn direct(test: impl FnOnce()) {
     MMU.set(MmuKind::Tdp);
 }
 
+/// Runs a test with the shadow MMU.
+#[allow(dead_code, reason = "not every file of tests needs it")]
+pub fn shadow(test: impl FnOnce()) {
+    MMU.set(MmuKind::Shadow);
+    test();
+    MMU.set(MmuKind::Tdp);
+}
+
 /// Runs each test, a function that is generic over the format, on every format, and on those of the direct MMU with that,
 /// too.
 #[allow(unused_macros, reason = "not every file of tests needs it")]

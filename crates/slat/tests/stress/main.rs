@@ -3,6 +3,8 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/guest.rs"]
+mod guest;
 mod world;
 
 use std::sync::Arc;
@@ -10,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{direct, tdp};
+use common::{direct, shadow, tdp};
 use slat::format::{Npt, Stage2, Sv39x4, Sv48x4, X86};
 use slat::{
     Access::{self, *},
@@ -72,6 +74,7 @@ mod every_use_of_a_translation_can_be_explained {
         ept_direct: direct, Ept,
         npt_direct: direct, Npt,
         x86_with_5_levels: tdp, X86<5>,
+        x86_shadow: shadow, X86<5>,
         stage_2: tdp, Stage2<48>,
         stage_2_with_a_concatenated_root: tdp, Stage2<40>,
         stage_2_with_hardware_dirty_state: tdp, Stage2<48, true>,

@@ -8,9 +8,11 @@ use std::thread;
 use std::time::Duration;
 
 use crate::common::config;
+use crate::guest::{HUGE, Memory, USED, paging};
 use slat::{
-    Access::{Execute, Read, Write},
-    Attention, Format, Gpa, Level, Pfn, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
+    Access::{self, Execute, Read, Write},
+    Attention, Format, Gpa, Level, MmuKind, Pfn, Region, SlotFlags, Stop, Translation, Vcpu,
+    VirtualStop, Vm,
 };
 use slat::{DirtyLogMethod, Setting};
 use slat_model::{
@@ -41,9 +43,24 @@ pub enum Logs {
     Rings,
 }
 
+/// Frames of [`STABLE`] that no vCPU uses: the guest's tables, the root first.
+const TABLES: [u64; 3] = [1000, 1001, 1002];
+
+/// Makes the tables of a guest that maps each address to itself, by pages of 2 MiB.
+fn identity() -> Memory {
+    let memory = Memory::new(HOST_PAGES);
+    memory.link(&TABLES);
+    for page in 0..FRAMES / 512 {
+        memory.put(TABLES[2], page, page << 21 | USED | HUGE);
+    }
+    memory
+}
+
 pub struct World<F: Format> {
     pub platform: Arc<SimPlatform>,
     pub vm: Arc<Vm<SimPlatform, F>>,
+    /// With the shadow MMU: the guest has paging on for half of its accesses in the first address space.
+    guest: Option<Memory>,
     logs: Logs,
     /// Of each address space.
     witnesses: [Witness; 2],
@@ -78,11 +95,33 @@ pub const fn remap(level: Level) -> HostChange {
     }
 }
 
+/// Translates a virtual address of the guest, which is the physical one.
+fn translate_virtual<F: Format>(
+    vcpu: &mut Vcpu<SimPlatform, F>,
+    gfn: u64,
+    access: Access,
+    guest: &Memory,
+) -> Result<Translation, Stop> {
+    let state = paging(TABLES[0] << 12);
+    match vcpu.translate_virtual(gfn << 12, access, &state, &mut guest.words()) {
+        Ok(page) => Ok(Translation {
+            host: page.host,
+            level: Level::PAGE,
+            write: page.write,
+            execute: page.execute,
+            tracked: page.tracked.is_some(),
+        }),
+        Err(VirtualStop::Stop(stop)) => Err(stop),
+        Err(other) => panic!("frame {gfn:#x}: {other:?}"),
+    }
+}
+
 impl<F: Format> World<F> {
     pub fn new(logs: Logs) -> Self {
         let platform = SimPlatform::new(HOST_PAGES);
         platform.host.change(&(0..HOST_PAGES), remap(Level::MEGA));
         let config = config().with_spaces(2);
+        let guest = (config.mmu == MmuKind::Shadow).then(identity);
         let vm = Vm::new(platform.clone(), config).unwrap();
         match logs {
             Logs::Bitmap => {}
@@ -93,6 +132,7 @@ impl<F: Format> World<F> {
         let world = World {
             platform,
             vm,
+            guest,
             logs,
             witnesses: [Witness::new(FRAMES), Witness::new(FRAMES)],
             harvests: Harvests::new(LOGGED.end - LOGGED.start),
@@ -313,7 +353,12 @@ impl<F: Format> World<F> {
                 let range = Gpa(gfn << 12)..Gpa((gfn + 100) << 12);
                 vcpu.prefault(range).map(|_| None)
             } else {
-                vcpu.translate(Gpa(gfn << 12), access).map(Some)
+                let guest = self.guest.as_ref();
+                match guest.filter(|_| space == 0 && rng.one_in(2)) {
+                    Some(guest) => translate_virtual(&mut vcpu, gfn, access, guest),
+                    None => vcpu.translate(Gpa(gfn << 12), access),
+                }
+                .map(Some)
             };
             let is_memory = gfn < LOGGED.end && space == 0 || gfn < STABLE.end;
             match answer {
