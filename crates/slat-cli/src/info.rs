@@ -47,6 +47,8 @@ fn host() -> Vec<(&'static str, String)> {
         ("huge pages (THP)", thp_mode()),
         ("processors", processors()),
         ("VMX or SVM", virtualization()),
+        ("dispatch", dispatch()),
+        ("loading", loading()),
     ]
 }
 
@@ -99,6 +101,35 @@ fn virtualization() -> String {
         true => "yes (slat does not need it)".to_owned(),
         false => "no (slat does not need it; a program that asks the processor for it by CPUID, as kvmtool does, may refuse to run)".to_owned(),
     }
+}
+
+/// Whether the kernel sends to slat what a program calls without the C library.
+fn is_dispatched() -> bool {
+    const SET_DISPATCH: libc::c_int = 59;
+    const OFF: libc::c_ulong = 0;
+    // SAFETY: takes away from this thread what it does not have, or fails.
+    unsafe { libc::prctl(SET_DISPATCH, OFF, 0, 0, 0) == 0 }
+}
+
+fn dispatch() -> String {
+    match is_dispatched() {
+        true => "yes: programs may make system calls of their own (Go with cgo, rustix)",
+        false => {
+            "no: system calls that programs make without the C library are not seen (Linux 5.11)"
+        }
+    }
+    .to_owned()
+}
+
+fn loading() -> String {
+    const FSGSBASE: libc::c_ulong = 1 << 1;
+    // SAFETY: reads the process's auxiliary vector.
+    let has_instructions = unsafe { libc::getauxval(libc::AT_HWCAP2) & FSGSBASE != 0 };
+    match is_dispatched() && has_instructions {
+        true => "yes: static programs and those for musl run",
+        false => "no: static programs and those for musl need dispatch, and FSGSBASE (Linux 5.9)",
+    }
+    .to_owned()
 }
 
 fn processors() -> String {

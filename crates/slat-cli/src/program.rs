@@ -1,4 +1,4 @@
-//! Finds PROGRAM as a shell would, and checks before it starts whether preloading can reach it.
+//! Finds PROGRAM as a shell would, and checks before it starts how slat's library reaches it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -93,15 +93,43 @@ fn executable(file: &Path) -> Result<(), NotExecutable> {
     }
 }
 
-/// Checks that the dynamic linker will load slat's library into `file` when it is executed. Returns the libraries that the program,
-/// or the interpreter of the script, is linked with.
-pub fn check(file: &Path) -> Result<Vec<OsString>, Refusal> {
+/// How slat's library reaches a program.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// The dynamic linker loads it by LD_PRELOAD. The program is linked with these libraries.
+    Preloaded(Vec<OsString>),
+    /// It loads the program, which itself loads no libraries, or those of another C library.
+    Loads,
+}
+
+/// A program that slat can run.
+#[derive(Debug)]
+pub struct Program {
+    /// How.
+    pub reach: Reach,
+    /// The file that is executed: the program, or the interpreter of the script.
+    pub runs: PathBuf,
+    /// For a script: what the interpreter's arguments begin with, the script's path last.
+    pub before: Vec<OsString>,
+}
+
+/// Checks that slat's library reaches `file`, or the interpreter of the script that it is, when it is executed.
+pub fn check(file: &Path) -> Result<Program, Refusal> {
     let mut file = file.to_owned();
+    let mut before = Vec::new();
     for _ in 0..MAX_INTERPRETERS {
         match interpreter_of_script(&file) {
             Err(e) => return Err(unreadable(&file, &e)),
-            Ok(None) => return check_elf(&file),
-            Ok(Some(interpreter)) => {
+            Ok(None) => {
+                return check_elf(&file).map(|reach| Program {
+                    reach,
+                    runs: file,
+                    before,
+                });
+            }
+            Ok(Some((interpreter, word))) => {
+                before.insert(0, file.clone().into_os_string());
+                before.splice(0..0, word);
                 if let Err(e) = fs::metadata(&interpreter) {
                     return Err(Refusal::not_found(format!(
                         "{}: its interpreter {}: {e}",
@@ -123,7 +151,8 @@ fn unreadable(file: &Path, error: &io::Error) -> Refusal {
     Refusal::cannot_run(format!("{}: cannot be read: {error}", file.display()))
 }
 
-fn interpreter_of_script(file: &Path) -> io::Result<Option<PathBuf>> {
+/// Returns the interpreter of a script, and the word that it gets before the script's path.
+fn interpreter_of_script(file: &Path) -> io::Result<Option<(PathBuf, Option<OsString>)>> {
     let mut line = Vec::with_capacity(SCRIPT_LINE);
     File::open(file)?
         .take(SCRIPT_LINE as u64)
@@ -131,19 +160,17 @@ fn interpreter_of_script(file: &Path) -> io::Result<Option<PathBuf>> {
     let Some(rest) = line.strip_prefix(b"#!") else {
         return Ok(None);
     };
-    let word: OsString = OsStr::from_bytes(
-        rest.split(|&b| b == b'\n')
-            .next()
-            .unwrap_or_default()
-            .split(|&b| b == b' ' || b == b'\t' || b == b'\r')
-            .find(|word| !word.is_empty())
-            .unwrap_or_default(),
-    )
-    .to_owned();
-    Ok(Some(PathBuf::from(word)))
+    let line = rest.split(|&b| b == b'\n').next().unwrap_or_default();
+    let line = line.trim_ascii();
+    let end = line.iter().position(u8::is_ascii_whitespace);
+    let (interpreter, word) = line.split_at(end.unwrap_or(line.len()));
+    // The kernel does not split the rest.
+    let word = word.trim_ascii();
+    let word = (!word.is_empty()).then(|| OsStr::from_bytes(word).to_owned());
+    Ok(Some((PathBuf::from(OsStr::from_bytes(interpreter)), word)))
 }
 
-fn check_elf(file: &Path) -> Result<Vec<OsString>, Refusal> {
+fn check_elf(file: &Path) -> Result<Reach, Refusal> {
     let shown = file.display();
     let refuse = |why: &str| Err(Refusal::cannot_run(format!("{shown}: {why}")));
 
@@ -173,19 +200,14 @@ fn check_elf(file: &Path) -> Result<Vec<OsString>, Refusal> {
     let interpreter = segments
         .iter()
         .find_map(|s| s.interpreter(endian, &*data).ok().flatten());
-    let Some(interpreter) = interpreter else {
+    if gains_rights(file) {
         return refuse(
-            "is statically linked, so nothing can be preloaded into it; link it dynamically, or build it on the slat-kvm crate",
-        );
-    };
-    if interpreter
-        .windows(b"ld-musl".len())
-        .any(|w| w == b"ld-musl")
-    {
-        return refuse(
-            "is linked with musl; slat's library needs glibc. Build it for glibc, or on the slat-kvm crate",
+            "is set-user-id or set-group-id, and gains no rights where slat reaches it; if it starts the KVM program, have it start `slat run -- PROGRAM`",
         );
     }
+    let Some(interpreter) = interpreter else {
+        return Ok(Reach::Loads);
+    };
     let linker = Path::new(OsStr::from_bytes(interpreter));
     if let Err(e) = fs::metadata(linker) {
         return Err(Refusal::not_found(format!(
@@ -193,12 +215,15 @@ fn check_elf(file: &Path) -> Result<Vec<OsString>, Refusal> {
             linker.display()
         )));
     }
-    if gains_rights(file) {
-        return refuse(
-            "is set-user-id or set-group-id: the dynamic linker ignores LD_PRELOAD for it; if it starts the KVM program, have it start `slat run -- PROGRAM`",
-        );
+    let is_musl = linker
+        .file_name()
+        .is_some_and(|name| name.as_bytes().starts_with(b"ld-musl"));
+    if is_musl {
+        return Ok(Reach::Loads);
     }
-    Ok(linked_libraries(&data).unwrap_or_default())
+    Ok(Reach::Preloaded(
+        linked_libraries(&data).unwrap_or_default(),
+    ))
 }
 
 /// Returns the names of the libraries that an ELF program needs (DT_NEEDED).
@@ -261,8 +286,9 @@ mod tests {
 
     #[test]
     fn a_dynamically_linked_program_can_be_reached() {
-        let linked = check(Path::new("/bin/sh")).unwrap();
-        assert!(linked.contains(&OsString::from("libc.so.6")), "{linked:?}");
+        let reach = check(Path::new("/bin/sh")).unwrap().reach;
+        let links = |name| matches!(&reach, Reach::Preloaded(linked) if linked.contains(&OsString::from(name)));
+        assert!(links("libc.so.6"), "{reach:?}");
     }
 
     #[test]

@@ -1,8 +1,9 @@
-//! `slat run`: becomes PROGRAM with slat's library preloaded.
+//! `slat run`: becomes PROGRAM with slat's library preloaded, or the library, which loads PROGRAM.
 
 use std::env;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use slat_kvm::policy::{Assignment, check_pair};
@@ -10,7 +11,7 @@ use slat_kvm::policy::{Assignment, check_pair};
 use crate::args::Run;
 use crate::output::complain;
 use crate::preload::{Order, sanitizer_settings};
-use crate::program::Refusal;
+use crate::program::{Reach, Refusal};
 use crate::{demo, launchers, preload, program};
 
 /// Returns the environment of the library, or of the built-in program.
@@ -51,8 +52,8 @@ pub fn run(options: &Run) -> ExitCode {
         return demo::run(options.table_format().name());
     };
     let found = program::find(name, env::var_os("PATH").as_deref());
-    let checked = found.and_then(|file| program::check(&file).map(|linked| (file, linked)));
-    let (file, linked) = match checked {
+    let checked = found.and_then(|file| program::check(&file).map(|program| (file, program)));
+    let (file, program) = match checked {
         Ok(checked) => checked,
         Err(Refusal { message, status }) => {
             complain(&message);
@@ -70,14 +71,29 @@ pub fn run(options: &Run) -> ExitCode {
         }
     };
 
-    let order = Order::new(&library, env::var_os("LD_PRELOAD").as_deref(), &linked);
-    let mut command = Command::new(&file);
+    let (mut command, preload) = match program.reach {
+        Reach::Preloaded(linked) => {
+            let order = Order::new(&library, env::var_os("LD_PRELOAD").as_deref(), &linked);
+            let children = (order.children != order.program).then_some(order.children);
+            let preload = [
+                ("LD_PRELOAD", Some(order.program)),
+                ("SLAT_CHILDRENS_LD_PRELOAD", children),
+                ("SLAT_PROGRAM", None),
+            ];
+            (Command::new(&file), preload)
+        }
+        Reach::Loads => {
+            let mut command = Command::new(&library);
+            command.args(program.before);
+            let preload = [
+                ("LD_PRELOAD", None),
+                ("SLAT_CHILDRENS_LD_PRELOAD", None),
+                ("SLAT_PROGRAM", Some(program.runs.into_os_string())),
+            ];
+            (command, preload)
+        }
+    };
     command.arg0(name).args(arguments);
-    let children = (order.children != order.program).then_some(order.children);
-    let preload = [
-        ("LD_PRELOAD", Some(order.program)),
-        ("SLAT_CHILDRENS_LD_PRELOAD", children),
-    ];
     for (name, value) in settings(options).into_iter().chain(preload) {
         match value {
             Some(value) => command.env(name, value),
@@ -86,6 +102,17 @@ pub fn run(options: &Run) -> ExitCode {
     }
     command.envs(sanitizer_settings(|name| env::var_os(name)));
     let error = command.exec();
-    complain(&format!("{}: {error}", file.display()));
+    let started = Path::new(command.get_program());
+    let remedy = match started == library {
+        true => {
+            ", which loads it: is its directory mounted with noexec? (XDG_CACHE_HOME names another)"
+        }
+        false => "",
+    };
+    complain(&format!(
+        "{}: {}{remedy}: {error}",
+        file.display(),
+        started.display()
+    ));
     ExitCode::from(126)
 }

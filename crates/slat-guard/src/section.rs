@@ -24,7 +24,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem;
 use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 thread_local! {
     // Neither cell has an initialiser or a destructor: handlers read them.
@@ -104,21 +104,38 @@ std::arch::global_asm!(
     ".cfi_startproc",
     "mov r10, rcx",
     "mov eax, {number}",
-    "syscall",
-    "ret",
+    "jmp qword ptr [rip + {gate}]",
     ".cfi_endproc",
     ".size slat_guard_unblock, . - slat_guard_unblock",
     ".popsection",
     number = const libc::SYS_rt_sigprocmask,
+    gate = sym slat_process::gate::GATE,
 );
 
 unsafe extern "C-unwind" {
     fn slat_guard_unblock(how: i32, set: *const u64, before: *mut u64, bytes: usize) -> isize;
 }
 
+/// Signals that are never blocked.
+static UNBLOCKABLE: AtomicU64 = AtomicU64::new(0);
+
+/// Has `signal` stay unblocked on all threads from now on, as far as slat changes masks.
+pub fn never_block(signal: i32) {
+    UNBLOCKABLE.fetch_or(1 << (signal - 1), Ordering::Relaxed);
+}
+
+/// Returns the signals of a set that may be blocked.
+pub fn blockable(set: u64) -> u64 {
+    set & !UNBLOCKABLE.load(Ordering::Relaxed)
+}
+
 /// Changes this thread's signal mask by one of the kernel's sets: bit 0 is signal 1, `how` is as for `sigprocmask`. Returns the
-/// old mask. Async-signal-safe.
+/// old mask. What [must not be blocked](never_block) is not. Async-signal-safe.
 pub fn change_mask(how: i32, set: u64) -> u64 {
+    let set = match how {
+        libc::SIG_UNBLOCK => set,
+        _ => blockable(set),
+    };
     let mut before = 0u64;
     // SAFETY: two live sets of the size that is given. (The C library's wrapper hides some signals from the caller.)
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, how, &set, &mut before, SET_BYTES) };

@@ -10,6 +10,7 @@ use crate::section::{AllBlocked, change_mask, defer};
 use crate::{generated, table};
 use slat_process::calls::{self, Call};
 use slat_process::forks;
+use slat_process::pointers::call_program;
 use std::cell::Cell;
 use std::io;
 use std::mem;
@@ -42,6 +43,24 @@ std::arch::global_asm!(
 
 unsafe extern "C" {
     safe fn slat_guard_restorer();
+}
+
+/// Where handlers return to the kernel, if not at slat's own instruction.
+static RESTORER: AtomicUsize = AtomicUsize::new(0);
+
+/// Has handlers return to the kernel elsewhere: call before [`install`].
+///
+/// # Safety
+/// - At `address` there is, and stays, a call of rt_sigreturn(2).
+pub unsafe fn set_restorer(address: usize) {
+    RESTORER.store(address, Ordering::Release);
+}
+
+fn restorer() -> usize {
+    match RESTORER.load(Ordering::Acquire) {
+        0 => slat_guard_restorer as *const () as usize,
+        address => address,
+    }
 }
 
 /// The actions that the client has set for SIGSEGV, SIGBUS and the kick signal.
@@ -144,11 +163,40 @@ unsafe fn rt_sigaction(
     new: *const KernelAction,
     old: *mut KernelAction,
 ) -> io::Result<()> {
-    // SAFETY: the caller gives pointers to whole structures or null; 8 is the size of the mask.
-    match unsafe { libc::syscall(libc::SYS_rt_sigaction, sig, new, old, 8usize) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    // The caller gives pointers to whole structures or null; 8 is the size of the mask.
+    let arguments = [sig as usize, new as usize, old as usize, 8, 0, 0];
+    // SAFETY: the caller's promise.
+    let answer = calls::result(unsafe { calls::raw(libc::SYS_rt_sigaction, arguments) });
+    answer.map(drop).map_err(io::Error::from_raw_os_error)
+}
+
+/// Changes the kernel's action for a signal, also one that the C library keeps for itself. The caller's restorer is replaced.
+///
+/// # Errors
+/// The kernel's errno.
+///
+/// # Safety
+/// As for `sigaction`.
+pub unsafe fn set_kernels(
+    signal: i32,
+    new: Option<&libc::sigaction>,
+) -> Result<libc::sigaction, i32> {
+    let new = new.map(|action| KernelAction {
+        flags: u64::from(action.sa_flags as u32) | SA_RESTORER,
+        restorer: restorer(),
+        ..to_kernel(action)
+    });
+    let mut old = KernelAction {
+        handler: libc::SIG_DFL,
+        flags: 0,
+        restorer: 0,
+        mask: 0,
+    };
+    let new = new.as_ref().map_or(ptr::null(), ptr::from_ref);
+    // SAFETY: live structures, or null; the caller's promise.
+    unsafe { rt_sigaction(signal, new, &mut old) }
+        .map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL))?;
+    Ok(to_libc(&old))
 }
 
 fn to_kernel(action: &libc::sigaction) -> KernelAction {
@@ -180,9 +228,9 @@ pub fn install() -> io::Result<()> {
         return Ok(());
     }
     let ours = KernelAction {
-        handler: handler as *const () as usize,
+        handler: entry as *const () as usize,
         flags: (libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART) as u64 | SA_RESTORER,
-        restorer: slat_guard_restorer as *const () as usize,
+        restorer: restorer(),
         mask: 0,
     };
     for sig in [libc::SIGSEGV, libc::SIGBUS, kick_signal()] {
@@ -285,6 +333,11 @@ unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
         }
 }
 
+slat_process::handler! {
+    /// What the kernel calls.
+    entry calls handler
+}
+
 extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let ucontext = context.cast::<libc::ucontext_t>();
     // SAFETY: the kernel gives an SA_SIGINFO handler its own context and information.
@@ -350,15 +403,8 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
             if has(libc::SA_NODEFER) {
                 change_mask(libc::SIG_UNBLOCK, 1 << (sig - 1));
             }
-            // SAFETY: the signature follows the flags.
-            unsafe {
-                if has(libc::SA_SIGINFO) {
-                    type Full = extern "C-unwind" fn(i32, *mut libc::siginfo_t, *mut libc::c_void);
-                    mem::transmute::<usize, Full>(function)(sig, info, context);
-                } else {
-                    mem::transmute::<usize, extern "C-unwind" fn(i32)>(function)(sig);
-                }
-            }
+            // SAFETY: the client gave this function for this signal.
+            unsafe { call_program(function, sig, info, context) };
         }
     }
 }

@@ -99,11 +99,13 @@ impl Opening {
 /// # Errors
 /// The kernel's errno for opening a device with these arguments; `EINVAL` if the policies in the environment make no sense.
 pub fn open(opening: Opening) -> Result<isize, i32> {
+    /// The kernel's value: the C library's is 0 on x86-64, but not musl's.
+    const O_LARGEFILE: c_int = 0o100_000;
     crate::prepare()?;
     slat_kvm::policy::current().map_err(|error| error.errno())?;
     let fd = System::descriptor(opening.has(libc::O_CLOEXEC)).map_err(|error| error.errno())?;
     // A memfd is open for reading and writing: nearly always that is what the client asked for.
-    let usual = (libc::O_RDWR | libc::O_CLOEXEC) as u64;
+    let usual = (libc::O_RDWR | libc::O_CLOEXEC | O_LARGEFILE) as u64;
     let fd = match opening {
         Opening::Open(how) if how.flags & !usual == 0 && how.flags & libc::O_RDWR as u64 != 0 => fd,
         _ => opening.again(&fd)?,

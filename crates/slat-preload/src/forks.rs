@@ -6,8 +6,8 @@
 //! registers its handlers before all others, however early those are.
 
 use crate::files::interpose;
-use crate::heap;
 use crate::real::{Next, set_errno};
+use crate::{dispatch, heap};
 use slat_host::process;
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,6 +27,7 @@ extern "C" fn after_in_parent() {
 
 extern "C" fn after_in_child() {
     heap::after_fork();
+    dispatch::arm_thread();
     // Else a child of the child's `vfork` could ask first, and be taken for the owner.
     process::owner();
 }

@@ -36,7 +36,7 @@ fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
 }
 
 /// Reads the instructions of a `sock_fprog`, 8 bytes each.
-fn read_filter(program: u64) -> slat_kvm::Result<Vec<libc::sock_filter>> {
+pub fn read_filter(program: u64) -> slat_kvm::Result<Vec<libc::sock_filter>> {
     let [len, start] = user::read::<[u64; 2]>(program)?;
     let instructions = user::read_vec::<u64>(start, usize::from(len as u16))?;
     let decoded = instructions.iter().map(|bits| libc::sock_filter {
@@ -68,72 +68,147 @@ fn ours(fd: usize) -> bool {
     table::is_ours(fd as c_int)
 }
 
+/// Makes a system call of the program's, whichever way it has come: by `syscall`, or by an instruction of the program's own. Returns
+/// as the C library does.
+///
+/// # Safety
+/// As for the call itself. Arguments that a call does not have are undefined and not read.
+pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
+    let [a, b, c, d, e, f] = arguments;
+    // SAFETY: the caller's promise, call by call.
+    unsafe {
+        match number {
+            libc::SYS_open => {
+                files::open_at(libc::AT_FDCWD, a as *const c_char, b as c_int, c as c_uint) as isize
+            }
+            libc::SYS_openat => {
+                files::open_at(a as c_int, b as *const c_char, c as c_int, d as c_uint) as isize
+            }
+            libc::SYS_close => fds::close(a as c_int) as isize,
+            libc::SYS_close_range => {
+                fds::close_within(a as c_uint, b as c_uint, c as c_int) as isize
+            }
+            libc::SYS_dup => fds::dup(a as c_int) as isize,
+            libc::SYS_dup2 => fds::dup2(a as c_int, b as c_int) as isize,
+            libc::SYS_dup3 => fds::dup3(a as c_int, b as c_int, c as c_int) as isize,
+            libc::SYS_fcntl => fds::fcntl(a as c_int, b as c_int, c as c_ulong) as isize,
+            libc::SYS_ioctl => ioctls::ioctl_on(a as c_int, b as c_ulong, c) as isize,
+            libc::SYS_mmap => memory::map(a, b, c as c_int, d as c_int, e as c_int, f as i64),
+            libc::SYS_munmap => memory::unmap(a, b),
+            libc::SYS_shmdt => memory::detach(a),
+            libc::SYS_shmat => memory::attach(a as c_int, b, c as c_int),
+            libc::SYS_mremap => memory::remap(a, b, c, d as c_int, e),
+            libc::SYS_madvise => memory::advise(a, b, c as c_int),
+            libc::SYS_mprotect | libc::SYS_pkey_mprotect => {
+                memory::protect(number, a, b, c as c_int, d as c_int)
+            }
+            libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
+            libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
+            // Only for KVM's descriptors: the C library's functions for others are cancellation points, which `syscall` is
+            // not.
+            libc::SYS_read if ours(a) => streams::read(a as c_int, b as *mut c_void, c),
+            libc::SYS_pread64 if ours(a) => {
+                streams::pread(a as c_int, b as *mut c_void, c, d as i64)
+            }
+            libc::SYS_readv if ours(a) => {
+                streams::readv(a as c_int, b as *const c_void, c as c_int)
+            }
+            libc::SYS_preadv if ours(a) => {
+                streams::preadv(a as c_int, b as *const c_void, c as c_int, d as i64)
+            }
+            libc::SYS_preadv2 if ours(a) => streams::preadv2(
+                a as c_int,
+                b as *const c_void,
+                c as c_int,
+                d as i64,
+                f as c_int,
+            ),
+            libc::SYS_write if ours(a) => streams::write(a as c_int, b as *const c_void, c),
+            libc::SYS_pwrite64 if ours(a) => {
+                streams::pwrite(a as c_int, b as *const c_void, c, d as i64)
+            }
+            libc::SYS_writev if ours(a) => {
+                streams::writev(a as c_int, b as *const c_void, c as c_int)
+            }
+            libc::SYS_pwritev if ours(a) => {
+                streams::pwritev(a as c_int, b as *const c_void, c as c_int, d as i64)
+            }
+            libc::SYS_pwritev2 if ours(a) => streams::pwritev2(
+                a as c_int,
+                b as *const c_void,
+                c as c_int,
+                d as i64,
+                f as c_int,
+            ),
+            libc::SYS_lseek => streams::seek(a as c_int, b as i64, c as c_int),
+            libc::SYS_stat => {
+                status::stat_at(libc::AT_FDCWD, a as *const c_char, b as *mut libc::stat, 0)
+                    as isize
+            }
+            libc::SYS_lstat => status::lstat(a as *const c_char, b as *mut libc::stat) as isize,
+            libc::SYS_fstat => status::stat_descriptor(a as c_int, b as *mut libc::stat) as isize,
+            libc::SYS_newfstatat => status::stat_at(
+                a as c_int,
+                b as *const c_char,
+                c as *mut libc::stat,
+                d as c_int,
+            ) as isize,
+            libc::SYS_statx => status::statx(
+                a as c_int,
+                b as *const c_char,
+                c as c_int,
+                d as c_uint,
+                e as *mut libc::statx,
+            ) as isize,
+            libc::SYS_fork | libc::SYS_clone | libc::SYS_clone3 if forks(number, a) => {
+                forks::around(|| call!(number, a, b, c, d, e, f))
+            }
+            libc::SYS_execve => children::execute(
+                a as *const c_char,
+                b as *const *const c_char,
+                c as *const *const c_char,
+            ) as isize,
+            libc::SYS_readlink => {
+                status::read_link_at(libc::AT_FDCWD, a as *const c_char, b as *mut c_char, c)
+            }
+            libc::SYS_readlinkat => {
+                status::read_link_at(a as c_int, b as *const c_char, c as *mut c_char, d)
+            }
+            libc::SYS_access => {
+                files::access_at(libc::AT_FDCWD, a as *const c_char, b as c_int, 0) as isize
+            }
+            libc::SYS_faccessat => {
+                files::access_at(a as c_int, b as *const c_char, c as c_int, 0) as isize
+            }
+            libc::SYS_faccessat2 => {
+                files::access_at(a as c_int, b as *const c_char, c as c_int, d as c_int) as isize
+            }
+            libc::SYS_openat2 => {
+                files::open_at_2(a as c_int, b as *const c_char, c as *const How, d)
+            }
+            libc::SYS_creat => files::creat(a as *const c_char, b as c_uint) as isize,
+            libc::SYS_seccomp if a as c_uint == libc::SECCOMP_SET_MODE_FILTER => {
+                filtering(c, || call!(number, a, b, c))
+            }
+            libc::SYS_landlock_add_rule => landlock::add_rule(a as c_int, b, c, d as c_uint),
+            libc::SYS_landlock_restrict_self => landlock::restrict_self(a as c_int, b as c_uint),
+            libc::SYS_prctl => prctl(
+                a as c_int,
+                b as c_ulong,
+                c as c_ulong,
+                d as c_ulong,
+                e as c_ulong,
+            ) as isize,
+            _ => call!(number, a, b, c, d, e, f),
+        }
+    }
+}
+
 interpose! {
     /// syscall(2).
     fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-        // SAFETY: the caller's promise, call by call. Arguments that a call does not have are undefined and not read.
-        unsafe {
-            (match number {
-                libc::SYS_open => files::open_at(libc::AT_FDCWD, a as *const c_char, b as c_int, c as c_uint) as isize,
-                libc::SYS_openat => files::open_at(a as c_int, b as *const c_char, c as c_int, d as c_uint) as isize,
-                libc::SYS_close => fds::close(a as c_int) as isize,
-                libc::SYS_close_range => fds::close_within(a as c_uint, b as c_uint, c as c_int) as isize,
-                libc::SYS_dup => fds::dup(a as c_int) as isize,
-                libc::SYS_dup2 => fds::dup2(a as c_int, b as c_int) as isize,
-                libc::SYS_dup3 => fds::dup3(a as c_int, b as c_int, c as c_int) as isize,
-                libc::SYS_fcntl => fds::fcntl(a as c_int, b as c_int, c as c_ulong) as isize,
-                libc::SYS_ioctl => ioctls::ioctl_on(a as c_int, b as c_ulong, c) as isize,
-                libc::SYS_mmap => memory::map(a, b, c as c_int, d as c_int, e as c_int, f as i64),
-                libc::SYS_munmap => memory::unmap(a, b),
-                libc::SYS_shmdt => memory::detach(a),
-                libc::SYS_shmat => memory::attach(a as c_int, b, c as c_int),
-                libc::SYS_mremap => memory::remap(a, b, c, d as c_int, e),
-                libc::SYS_madvise => memory::advise(a, b, c as c_int),
-                libc::SYS_mprotect | libc::SYS_pkey_mprotect => memory::protect(number, a, b, c as c_int, d as c_int),
-                libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
-                libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
-                // Only for KVM's descriptors: the C library's functions for others are cancellation points, which `syscall` is
-                // not.
-                libc::SYS_read if ours(a) => streams::read(a as c_int, b as *mut c_void, c),
-                libc::SYS_pread64 if ours(a) => streams::pread(a as c_int, b as *mut c_void, c, d as i64),
-                libc::SYS_readv if ours(a) => streams::readv(a as c_int, b as *const c_void, c as c_int),
-                libc::SYS_preadv if ours(a) => streams::preadv(a as c_int, b as *const c_void, c as c_int, d as i64),
-                libc::SYS_preadv2 if ours(a) => streams::preadv2(a as c_int, b as *const c_void, c as c_int, d as i64, f as c_int),
-                libc::SYS_write if ours(a) => streams::write(a as c_int, b as *const c_void, c),
-                libc::SYS_pwrite64 if ours(a) => streams::pwrite(a as c_int, b as *const c_void, c, d as i64),
-                libc::SYS_writev if ours(a) => streams::writev(a as c_int, b as *const c_void, c as c_int),
-                libc::SYS_pwritev if ours(a) => streams::pwritev(a as c_int, b as *const c_void, c as c_int, d as i64),
-                libc::SYS_pwritev2 if ours(a) => streams::pwritev2(a as c_int, b as *const c_void, c as c_int, d as i64, f as c_int),
-                libc::SYS_lseek => streams::seek(a as c_int, b as i64, c as c_int),
-                libc::SYS_stat => status::stat_at(libc::AT_FDCWD, a as *const c_char, b as *mut libc::stat, 0) as isize,
-                libc::SYS_lstat => status::lstat(a as *const c_char, b as *mut libc::stat) as isize,
-                libc::SYS_fstat => status::stat_descriptor(a as c_int, b as *mut libc::stat) as isize,
-                libc::SYS_newfstatat => status::stat_at(a as c_int, b as *const c_char, c as *mut libc::stat, d as c_int) as isize,
-                libc::SYS_statx => {
-                    status::statx(a as c_int, b as *const c_char, c as c_int, d as c_uint, e as *mut libc::statx) as isize
-                }
-                libc::SYS_fork | libc::SYS_clone | libc::SYS_clone3 if forks(number, a) => {
-                    forks::around(|| call!(number, a, b, c, d, e, f))
-                }
-                libc::SYS_execve => {
-                    children::execute(a as *const c_char, b as *const *const c_char, c as *const *const c_char) as isize
-                }
-                libc::SYS_readlink => status::read_link_at(libc::AT_FDCWD, a as *const c_char, b as *mut c_char, c),
-                libc::SYS_readlinkat => status::read_link_at(a as c_int, b as *const c_char, c as *mut c_char, d),
-                libc::SYS_access => files::access_at(libc::AT_FDCWD, a as *const c_char, b as c_int, 0) as isize,
-                libc::SYS_faccessat => files::access_at(a as c_int, b as *const c_char, c as c_int, 0) as isize,
-                libc::SYS_faccessat2 => files::access_at(a as c_int, b as *const c_char, c as c_int, d as c_int) as isize,
-                libc::SYS_openat2 => files::open_at_2(a as c_int, b as *const c_char, c as *const How, d),
-                libc::SYS_creat => files::creat(a as *const c_char, b as c_uint) as isize,
-                libc::SYS_seccomp if a as c_uint == libc::SECCOMP_SET_MODE_FILTER => {
-                    filtering(c, || call!(number, a, b, c))
-                }
-                libc::SYS_landlock_add_rule => landlock::add_rule(a as c_int, b, c, d as c_uint),
-                libc::SYS_landlock_restrict_self => landlock::restrict_self(a as c_int, b as c_uint),
-                libc::SYS_prctl => prctl(a as c_int, b as c_ulong, c as c_ulong, d as c_ulong, e as c_ulong) as isize,
-                _ => call!(number, a, b, c, d, e, f),
-            }) as c_long
-        }
+        // SAFETY: the caller's promise.
+        unsafe { by_number(number, [a, b, c, d, e, f]) as c_long }
     }
 
     /// prctl(2).

@@ -22,21 +22,25 @@
 //! | `streams` | read, write, lseek |
 //! | `memory` | mmap and the calls like it: KVM's MMU notifiers |
 //! | `signals` | sigaction and the calls like it |
-//! | `indirect` | syscall, prctl |
+//! | `indirect` | syscall, prctl, and all calls by number |
+//! | `looked_up` | functions of the C library that are looked up by name |
+//! | `dispatch` | system calls that do not pass through the C library |
+//! | `load` | programs that load no libraries: this library is a program that loads them |
 //! | `landlock` | a program's Landlock rules |
 //!
 //! # What it needs
 //! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp filter
 //! that forbids one of them on a vCPU's thread, slat says so on standard error.
 //!
-//! Statically linked programs do not load libraries: they use the crate `slat-kvm`. Where the program executes one that names
-//! `/dev/kvm`, slat says so.
+//! # Programs that do not call the C library's functions
+//! `docs/dispatch.md`: the kernel sends their system calls to slat.
 
 // The unit tests' own program does not export the symbols, so nothing calls the functions that implement them.
 #![cfg_attr(test, allow(dead_code))]
 
 mod children;
 mod device;
+mod dispatch;
 mod environment;
 mod fds;
 mod files;
@@ -46,6 +50,8 @@ mod heap;
 mod indirect;
 mod ioctls;
 mod landlock;
+mod load;
+mod looked_up;
 mod looks;
 mod memory;
 mod paths;
@@ -67,14 +73,14 @@ pub(crate) fn is_borrowed() -> bool {
     process::owner() != slat_process::myself().0
 }
 
-extern "C" fn at_exit() {
+pub(crate) extern "C" fn at_exit() {
     guarded::guarded(|| {
         slat_kvm::report::at_exit();
         Ok(0)
     });
 }
 
-extern "C" fn start() {
+pub(crate) extern "C" fn start() {
     // Before the first fork.
     process::owner();
     forks::watch();
@@ -83,12 +89,18 @@ extern "C" fn start() {
     unsafe { libc::atexit(at_exit) };
     streams::prepare();
     signals::prepare();
+    children::prepare();
+}
+
+extern "C" fn start_preloaded() {
+    start();
+    dispatch::arm_if_needed();
 }
 
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".init_array")]
-static START: extern "C" fn() = start;
+static START: extern "C" fn() = start_preloaded;
 
 static PREPARED: Once = Once::new();
 

@@ -6,11 +6,14 @@
 //! information, and resets the handler itself (`SA_RESETHAND`) when the handler really runs.
 //!
 //! From the first `/dev/kvm` on, slat handles SIGSEGV, SIGBUS and its kick signal first, and hands the others to the action
-//! that the program has set ([`slat_guard::set_chained`]).
+//! that the program has set ([`slat_guard::set_chained`]). Where system calls are dispatched, SIGSYS is slat's from the start and never
+//! blocked, and only the table knows the program's action for it.
 
 use crate::files::interpose;
-use crate::real::{Next, set_errno};
+use crate::load;
+use crate::real::{Next, call, set_errno};
 use libc::{sigaction as Action, sighandler_t};
+use slat_process::pointers;
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
 use std::ptr::{null, null_mut};
@@ -36,7 +39,15 @@ static HANDLERS: [Handler; SIGNALS] = [const {
 /// Whether slat's handlers for the three signals are installed.
 static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 
+/// Whether SIGSYS is slat's.
+static DISPATCHED: AtomicBool = AtomicBool::new(false);
+
 static NEXT: Next = Next::new(c"sigaction");
+
+slat_process::handler! {
+    /// What the kernel calls.
+    entry calls trampoline
+}
 
 extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // SAFETY: the kernel's arguments: the trampoline is installed with SA_SIGINFO.
@@ -54,17 +65,23 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
         }
     }
     if is_function(function) {
-        // SAFETY: the program gave this function for this signal. The kernel passes all three arguments in any case, and a
-        // handler of one argument does not read the others.
+        // SAFETY: the program gave this function for this signal.
+        unsafe { pointers::call_program(function, signal, info, context) }
+    } else if signal == libc::SIGSYS {
+        // A seccomp filter's: it ends the process when this handler has returned, as without slat.
+        // SAFETY: the default action; a signal for this thread.
         unsafe {
-            type Function = extern "C-unwind" fn(c_int, *mut libc::siginfo_t, *mut c_void);
-            std::mem::transmute::<usize, Function>(function)(signal, info, context)
+            let mut default: Action = zeroed();
+            default.sa_sigaction = libc::SIG_DFL;
+            let _ = slat_guard::set_kernels(signal, Some(&default));
+            let (process, thread) = slat_process::myself();
+            call!(libc::SYS_tgkill, process, thread, signal);
         }
     }
 }
 
 fn trampoline_address() -> usize {
-    trampoline as *const () as usize
+    entry as *const () as usize
 }
 
 fn is_function(handler: usize) -> bool {
@@ -75,8 +92,26 @@ fn is_guarded(signal: c_int) -> bool {
     [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()].contains(&signal)
 }
 
-/// Calls the C library's `sigaction`.
+/// Calls the C library's `sigaction`. In a program that has a C library of its own it is the kernel that is asked: slat's refuses the
+/// signals that it keeps for itself, which the program's keeps, too.
 unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
+    if load::is_loaded() {
+        // SAFETY: the caller's pointers are valid or null.
+        return unsafe {
+            match slat_guard::set_kernels(signal, new.as_ref()) {
+                Ok(before) => {
+                    if let Some(old) = old.as_mut() {
+                        *old = before;
+                    }
+                    0
+                }
+                Err(errno) => {
+                    set_errno(errno);
+                    -1
+                }
+            }
+        };
+    }
     let Some(function) = NEXT.get() else {
         set_errno(libc::ENOSYS);
         return -1;
@@ -86,9 +121,11 @@ unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     unsafe { std::mem::transmute::<usize, Sigaction>(function)(signal, new, old) }
 }
 
-/// Looks up the C library's function, before a signal handler could need it first.
+/// Looks up the C library's functions, before a signal handler could need one first.
 pub fn prepare() {
-    NEXT.get();
+    for next in [&NEXT, &NEXT_SIGPROCMASK, &NEXT_PTHREAD_SIGMASK] {
+        next.get();
+    }
 }
 
 /// Converts the kernel's action for a signal to the one that the program has set: it may be the trampoline.
@@ -108,6 +145,51 @@ pub fn take_over() {
         }
     }
     TAKEN_OVER.store(true, Ordering::Release);
+}
+
+/// Installs `handler`, by which calls are dispatched, for SIGSYS. All signals are blocked when it begins.
+pub fn take_over_dispatch(handler: usize) {
+    // SAFETY: all-zero is a valid action, and the C library's larger mask begins with the kernel's. `handler` is a signal handler.
+    unsafe {
+        let mut action: Action = zeroed();
+        action.sa_sigaction = handler;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        (&raw mut action.sa_mask).cast::<u64>().write(u64::MAX);
+        // The kernel refuses SIGKILL and SIGSTOP alone.
+        let _ = slat_guard::set_kernels(libc::SIGSYS, Some(&action));
+    }
+    DISPATCHED.store(true, Ordering::Release);
+}
+
+/// Changes the program's action for SIGSYS, which the kernel does not know.
+///
+/// # Safety
+/// - The pointers are valid or null.
+unsafe fn set_dispatched(new: *const Action, old: *mut Action) -> c_int {
+    let handler = &HANDLERS[libc::SIGSYS as usize];
+    // SAFETY: the caller's promise; all-zero is a valid action.
+    unsafe {
+        let mut before: Action = zeroed();
+        before.sa_sigaction = handler.function.load(Ordering::Acquire);
+        before.sa_flags = handler.flags.load(Ordering::Relaxed);
+        if let Some(new) = new.as_ref() {
+            handler.flags.store(new.sa_flags, Ordering::Relaxed);
+            (handler.function).store(new.sa_sigaction, Ordering::Release);
+        }
+        if let Some(old) = old.as_mut() {
+            *old = before;
+        }
+    }
+    0
+}
+
+/// Takes the signals out of a set that must not be blocked.
+fn keep_unblocked(set: &mut libc::sigset_t) {
+    // SAFETY: the C library's larger set begins with the kernel's.
+    unsafe {
+        let kernels = std::ptr::from_mut(set).cast::<u64>();
+        kernels.write(slat_guard::blockable(kernels.read()));
+    }
 }
 
 /// Does sigaction in a child of `vfork`: the kernel keeps the child's actions apart from the parent's, but this library's table
@@ -130,6 +212,10 @@ unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c
 /// # Safety
 /// As for `sigaction`.
 pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
+    if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
+        // SAFETY: the caller's.
+        return unsafe { set_dispatched(new, old) };
+    }
     if TAKEN_OVER.load(Ordering::Acquire) && crate::is_borrowed() {
         // SAFETY: the caller's.
         return unsafe { set_borrowed(signal, new, old) };
@@ -166,6 +252,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
         (handler.function).store(action.sa_sigaction, Ordering::Release);
         action.sa_sigaction = trampoline_address();
         action.sa_flags = (action.sa_flags | libc::SA_SIGINFO) & !libc::SA_RESETHAND;
+        keep_unblocked(&mut action.sa_mask);
     }
     // SAFETY: all-zero is a valid action.
     let mut kernels: Action = unsafe { zeroed() };
@@ -215,6 +302,39 @@ unsafe fn set_handler(signal: c_int, handler: sighandler_t, flags: c_int) -> sig
     }
 }
 
+static NEXT_SIGPROCMASK: Next = Next::new(c"sigprocmask");
+static NEXT_PTHREAD_SIGMASK: Next = Next::new(c"pthread_sigmask");
+
+/// Does sigprocmask, by the C library's function of one of its names.
+///
+/// # Safety
+/// As for `sigprocmask`.
+unsafe fn change_mask(
+    next: &Next,
+    how: c_int,
+    set: *const libc::sigset_t,
+    old: *mut libc::sigset_t,
+) -> c_int {
+    let Some(function) = next.get() else {
+        set_errno(libc::ENOSYS);
+        return -1;
+    };
+    type Change =
+        unsafe extern "C-unwind" fn(c_int, *const libc::sigset_t, *mut libc::sigset_t) -> c_int;
+    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+    unsafe {
+        let next = std::mem::transmute::<usize, Change>(function);
+        match set.as_ref() {
+            Some(set) if how != libc::SIG_UNBLOCK && DISPATCHED.load(Ordering::Acquire) => {
+                let mut set = *set;
+                keep_unblocked(&mut set);
+                next(how, &set, old)
+            }
+            _ => next(how, set, old),
+        }
+    }
+}
+
 interpose! {
     /// sigaction(2).
     fn sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
@@ -226,6 +346,18 @@ interpose! {
     fn __sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
         // SAFETY: the caller's.
         unsafe { set_action(signal, new, old) }
+    }
+
+    /// sigprocmask(2).
+    fn sigprocmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
+        // SAFETY: the caller's.
+        unsafe { change_mask(&NEXT_SIGPROCMASK, how, set, old) }
+    }
+
+    /// pthread_sigmask(3).
+    fn pthread_sigmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
+        // SAFETY: the caller's.
+        unsafe { change_mask(&NEXT_PTHREAD_SIGMASK, how, set, old) }
     }
 
     /// signal(2) as BSD has it: the C library's default.

@@ -50,6 +50,8 @@ mod client {
             let device = libc::open(c"/dev/kvm".as_ptr(), libc::O_PATH | libc::O_CLOEXEC);
             assert!(device >= 0);
             let device = OwnedFd::from_raw_fd(device);
+            // Afterwards no program can be started that would tell.
+            demand_slats(device.as_raw_fd());
             let beneath = PathBeneath {
                 allowed_access: READ_FILE | WRITE_FILE,
                 parent_fd: device.as_raw_fd(),
@@ -85,8 +87,7 @@ mod client {
         }
         assert!(File::open("/etc/passwd").is_err());
         // OUT 0x10, AL; HLT.
-        let (vm, mut vcpu, _) = guest(&[0xe6, 0x10, 0xf4]);
-        demand_slats(vm.as_raw_fd());
+        let (_vm, mut vcpu, _) = guest(&[0xe6, 0x10, 0xf4]);
         assert!(matches!(vcpu.run(), Ok(VcpuExit::IoOut(0x10, _))));
         assert!(matches!(vcpu.run(), Ok(VcpuExit::Hlt)));
     }

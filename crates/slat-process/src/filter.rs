@@ -16,16 +16,40 @@ pub fn announce(program: &[sock_filter]) -> Vec<&'static Entry> {
     calls::forbid(program)
 }
 
-/// Whether `program` allows a system call with these arguments; the others are 0. Calls that a tracer or a supervisor decides
-/// about count as forbidden.
+/// A system call that a program makes.
+#[derive(Clone, Copy, Debug)]
+pub struct Made {
+    /// Its number.
+    pub number: i64,
+    /// Its arguments.
+    pub arguments: [usize; 6],
+    /// The address behind the instruction.
+    pub address: usize,
+}
+
+/// Whether `program` allows a system call with these arguments; the others, and the address, are 0. Calls that a tracer or a supervisor
+/// decides about count as forbidden.
 pub(crate) fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) -> bool {
+    let mut made = Made {
+        number,
+        arguments: [0; 6],
+        address: 0,
+    };
+    for (index, value) in arguments {
+        made.arguments[*index] = *value;
+    }
+    lets_pass(program, &made)
+}
+
+/// Whether `program` allows a system call. Calls that a tracer or a supervisor decides about count as forbidden.
+pub fn lets_pass(program: &[sock_filter], made: &Made) -> bool {
     /// AUDIT_ARCH_X86_64.
     const ARCHITECTURE: u32 = 0xc000_003e;
     let mut data: Data = [0; 16];
-    (data[0], data[1]) = (number as u32, ARCHITECTURE);
-    for (index, value) in arguments {
-        data[4 + 2 * index] = *value as u32;
-        data[5 + 2 * index] = (value >> 32) as u32;
+    (data[0], data[1]) = (made.number as u32, ARCHITECTURE);
+    for (index, value) in [made.address].into_iter().chain(made.arguments).enumerate() {
+        data[2 + 2 * index] = value as u32;
+        data[3 + 2 * index] = (value >> 32) as u32;
     }
     // A program that the kernel refuses forbids nothing.
     run(program, &data).is_none_or(|decision| {

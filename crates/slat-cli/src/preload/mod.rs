@@ -29,8 +29,8 @@ static LIBRARY: &[u8] = include_bytes!(concat!(
     "/../../../deps/libslat_preload.so"
 ));
 
-/// Mode of the library's file: the dynamic linker only reads it.
-const MODE: u32 = 0o644;
+/// Mode of the library's file: the dynamic linker reads it, and the kernel starts it as a program.
+const MODE: u32 = 0o755;
 
 const PREFIX: &str = "libslat_preload-";
 
@@ -236,12 +236,12 @@ pub mod tests {
         let path = write_to(&directory).unwrap();
         assert_eq!(fs::read(&path).unwrap(), LIBRARY);
         let mode = |path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        assert_eq!(mode(&path), 0o644);
+        assert_eq!(mode(&path), MODE);
         fs::write(&path, b"something else").unwrap();
         fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
         assert_eq!(write_to(&directory).unwrap(), path);
         assert_eq!(fs::read(&path).unwrap(), LIBRARY);
-        assert_eq!(mode(&path), 0o644);
+        assert_eq!(mode(&path), MODE);
         fs::remove_dir_all(scratch).unwrap();
     }
 

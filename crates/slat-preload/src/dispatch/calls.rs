@@ -1,0 +1,306 @@
+//! The calls that concern the thread that makes them, its signals or its memory: what the kernel would change is in the frame, or kept by
+//! slat. All others go to [`by_number`].
+
+use super::frame::{self, Frame};
+use super::{filters, rseq, threads};
+use crate::guarded::guarded;
+use crate::indirect::by_number;
+use crate::real::{kernel, raw};
+use crate::{children, load, signals};
+use slat_guard::blockable;
+use slat_process::filter::Made;
+use slat_process::pointers;
+use std::ffi::c_char;
+
+/// An error as the kernel returns it.
+pub fn error(errno: i32) -> isize {
+    -(errno as isize)
+}
+
+/// The bytes of the kernel's signal set.
+const SET_BYTES: usize = 8;
+
+/// Reads a word of the program's memory.
+fn read<T: slat_guard::Word>(address: usize) -> Result<T, isize> {
+    // SAFETY: a guarded load: the handlers are installed with the dispatch. What the program gives, the kernel would read, too.
+    unsafe { slat_guard::load(address as *const T) }.map_err(|_| error(libc::EFAULT))
+}
+
+/// Writes a word of the program's memory.
+fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
+    // SAFETY: as for `read`.
+    unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
+}
+
+/// Does the call that the frame has. Returns what the kernel would.
+pub fn answer(frame: &mut Frame) -> isize {
+    let (number, arguments) = frame.call();
+    let [a, b, c, d, ..] = arguments;
+    let made = Made {
+        number,
+        arguments,
+        address: frame.register(libc::REG_RIP),
+    };
+    if !filters::let_pass(&made) {
+        return filters::judged(number, arguments);
+    }
+    match number {
+        libc::SYS_rt_sigreturn => {
+            // SAFETY: the program's handler says that it has ended, with its frame where the kernel expects it.
+            unsafe { frame::return_from_handler(frame.register(libc::REG_RSP)) }
+        }
+        libc::SYS_rt_sigprocmask => change_mask(frame, a as i32, b, c, d).unwrap_or_else(|e| e),
+        libc::SYS_rt_sigaction => change_action(a as i32, b, c, d).unwrap_or_else(|e| e),
+        libc::SYS_sigaltstack => change_alternate(frame, a, b),
+        libc::SYS_fork => threads::make(frame, &threads::Request::fork()),
+        libc::SYS_vfork => threads::make(frame, &threads::Request::vfork()),
+        libc::SYS_clone => threads::make(frame, &threads::Request::clone(arguments)),
+        libc::SYS_clone3 => match threads::Request::clone3(a, b) {
+            Ok(request) => threads::make(frame, &request),
+            Err(error) => error,
+        },
+        libc::SYS_exit => threads::exit(a),
+        libc::SYS_exit_group => {
+            crate::at_exit();
+            pass(number, arguments)
+        }
+        libc::SYS_execve => {
+            let (path, words, environment) = (a as *const c_char, b as *const _, c as *const _);
+            // SAFETY: the program's arguments, which the kernel would read.
+            unsafe { children::become_program(path, words, environment) }
+        }
+        libc::SYS_rt_sigsuspend => with_mask(number, arguments, 0, 1),
+        libc::SYS_ppoll => with_mask(number, arguments, 3, 4),
+        libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => with_mask(number, arguments, 4, 5),
+        libc::SYS_pselect6 => select(arguments),
+        libc::SYS_prctl if a == super::SET_DISPATCH => {
+            slat_kvm::report::say(format_args!(
+                "prctl(PR_SET_SYSCALL_USER_DISPATCH): slat uses it itself in this program; the call answers EINVAL"
+            ));
+            error(libc::EINVAL)
+        }
+        _ if load::is_loaded() => match in_loaded_program(number, arguments) {
+            Some(answer) => answer,
+            None => all_others(number, load::with_own_path(number, arguments)),
+        },
+        _ => all_others(number, arguments),
+    }
+}
+
+/// Does a call that concerns the kernel alone.
+pub(super) fn pass(number: i64, arguments: [usize; 6]) -> isize {
+    // SAFETY: the program's call, which is made as it is.
+    unsafe { raw(number, arguments) }
+}
+
+fn all_others(number: i64, arguments: [usize; 6]) -> isize {
+    // SAFETY: the program's call.
+    match unsafe { by_number(number, arguments) } {
+        -1 => error(slat_process::errno()),
+        answer => answer,
+    }
+}
+
+/// The calls by which a C library sets up a thread and its memory, in a program that has slat's C library beside its own.
+fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
+    /// `arch/x86/include/uapi/asm/prctl.h`.
+    const ARCH_SET_GS: usize = 0x1001;
+    const ARCH_SET_FS: usize = 0x1002;
+    const ARCH_GET_FS: usize = 0x1003;
+    const ARCH_GET_GS: usize = 0x1004;
+    let [a, b, ..] = arguments;
+    Some(match number {
+        libc::SYS_arch_prctl => match a {
+            ARCH_SET_FS => {
+                pointers::set_programs(b);
+                0
+            }
+            ARCH_GET_FS => write(b, pointers::programs() as u64).map_or_else(|e| e, |()| 0),
+            ARCH_SET_GS | ARCH_GET_GS => {
+                slat_kvm::report::say(format_args!(
+                    "arch_prctl({a:#x}): in a static program the base of GS is slat's; the call answers EINVAL"
+                ));
+                error(libc::EINVAL)
+            }
+            _ => return None,
+        },
+        libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_FILTER as usize => {
+            let on_all = b & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0;
+            confine(arguments[2], on_all, |program| {
+                pass(number, [a, b, program, 0, 0, 0])
+            })
+        }
+        libc::SYS_prctl
+            if a == libc::PR_SET_SECCOMP as usize && b == libc::SECCOMP_MODE_FILTER as usize =>
+        {
+            confine(arguments[2], false, |program| {
+                pass(number, [a, b, program, 0, 0, 0])
+            })
+        }
+        libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_STRICT as usize => refuse_strict(),
+        libc::SYS_prctl
+            if a == libc::PR_SET_SECCOMP as usize && b == libc::SECCOMP_MODE_STRICT as usize =>
+        {
+            refuse_strict()
+        }
+        libc::SYS_set_tid_address => {
+            threads::set_clear_at_exit(a);
+            slat_process::thread_id() as isize
+        }
+        libc::SYS_brk => load::memory::set_break(a) as isize,
+        libc::SYS_rseq => rseq::register(arguments),
+        libc::SYS_readlink => load::own_link(a as *const c_char, b, arguments[2])?,
+        libc::SYS_readlinkat => load::own_link(b as *const c_char, arguments[2], arguments[3])?,
+        _ => return None,
+    })
+}
+
+/// Installs a seccomp filter by `install`.
+fn confine(program: usize, on_all: bool, install: impl FnOnce(usize) -> isize) -> isize {
+    let Some(text) = super::TEXT.get() else {
+        return error(libc::EINVAL);
+    };
+    let mut answer = 0;
+    guarded(|| {
+        answer = filters::install(&text.range, program, on_all, install);
+        Ok(0)
+    });
+    answer
+}
+
+fn refuse_strict() -> isize {
+    slat_kvm::report::say(format_args!(
+        "seccomp: in strict mode a static program cannot use slat; the call answers EINVAL"
+    ));
+    error(libc::EINVAL)
+}
+
+/// Does rt_sigprocmask: the mask is the frame's, which the kernel returns to.
+fn change_mask(
+    frame: &mut Frame,
+    how: i32,
+    set: usize,
+    before: usize,
+    bytes: usize,
+) -> Result<isize, isize> {
+    if bytes != SET_BYTES {
+        return Err(error(libc::EINVAL));
+    }
+    let old = frame.mask;
+    if set != 0 {
+        let set: u64 = read(set)?;
+        frame.mask = blockable(match how {
+            libc::SIG_BLOCK => old | set,
+            libc::SIG_UNBLOCK => old & !set,
+            libc::SIG_SETMASK => set,
+            _ => return Err(error(libc::EINVAL)),
+        });
+    }
+    if before != 0 {
+        write(before, old)?;
+    }
+    Ok(0)
+}
+
+/// Does rt_sigaction. The kernel's `struct sigaction`: handler, flags, restorer, mask.
+fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<isize, isize> {
+    if bytes != SET_BYTES {
+        return Err(error(libc::EINVAL));
+    }
+    let words = |address: usize| -> Result<[u64; 4], isize> {
+        let mut words = [0; 4];
+        for (index, word) in words.iter_mut().enumerate() {
+            *word = read(address + 8 * index)?;
+        }
+        Ok(words)
+    };
+    // SAFETY: all-zero is a valid action.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    let mut before = action;
+    if new != 0 {
+        let [handler, flags, _, mask] = words(new)?;
+        action.sa_sigaction = handler as usize;
+        action.sa_flags = flags as i32;
+        // SAFETY: the C library's larger set begins with the kernel's.
+        unsafe {
+            (&raw mut action.sa_mask)
+                .cast::<u64>()
+                .write(blockable(mask))
+        };
+    }
+    let given = if new == 0 {
+        std::ptr::null()
+    } else {
+        &raw const action
+    };
+    // SAFETY: live structures, or null.
+    if unsafe { signals::set_action(signal, given, &mut before) } != 0 {
+        return Err(error(slat_process::errno()));
+    }
+    if old != 0 {
+        // SAFETY: as above.
+        let mask = unsafe { (&raw const before.sa_mask).cast::<u64>().read() };
+        let words = [
+            before.sa_sigaction as u64,
+            before.sa_flags as u32 as u64,
+            0,
+            mask,
+        ];
+        for (index, word) in words.into_iter().enumerate() {
+            write(old + 8 * index, word)?;
+        }
+    }
+    Ok(0)
+}
+
+/// Does sigaltstack. The return to the program sets the stack again that the frame has.
+fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
+    let answer = pass(libc::SYS_sigaltstack, [new, old, 0, 0, 0, 0]);
+    if answer == 0 {
+        let alternate = &raw mut frame.alternate as usize;
+        pass(libc::SYS_sigaltstack, [0, alternate, 0, 0, 0, 0]);
+    }
+    answer
+}
+
+/// Does a call that sets a mask while it waits: `set` is the index of the pointer to the mask, `bytes` that of its size.
+fn with_mask(number: i64, mut arguments: [usize; 6], set: usize, bytes: usize) -> isize {
+    let mask;
+    if arguments[set] != 0 && arguments[bytes] == SET_BYTES {
+        mask = match read::<u64>(arguments[set]) {
+            Ok(mask) => blockable(mask),
+            Err(error) => return error,
+        };
+        arguments[set] = &raw const mask as usize;
+    }
+    pass(number, arguments)
+}
+
+/// Does pselect6, whose last argument points to the pointer to the mask and its size.
+fn select(mut arguments: [usize; 6]) -> isize {
+    let given = arguments[5];
+    let (mask, pair);
+    if given != 0 {
+        let (set, bytes) = match (read::<u64>(given), read::<u64>(given + 8)) {
+            (Ok(set), Ok(bytes)) => (set as usize, bytes as usize),
+            _ => return error(libc::EFAULT),
+        };
+        if set != 0 && bytes == SET_BYTES {
+            mask = match read::<u64>(set) {
+                Ok(mask) => blockable(mask),
+                Err(error) => return error,
+            };
+            pair = [&raw const mask as usize, bytes];
+            arguments[5] = &raw const pair as usize;
+        }
+    }
+    pass(libc::SYS_pselect6, arguments)
+}
+
+/// Ends the calling thread's part in the kernel alone.
+pub(super) fn exit_now(status: usize) -> ! {
+    loop {
+        // SAFETY: ends the thread.
+        let _ = unsafe { kernel!(libc::SYS_exit, status) };
+    }
+}

@@ -1,0 +1,191 @@
+//! The seccomp filters of a program whose C library is not slat's.
+//!
+//! slat's own system calls come from one range of addresses, and so do those of the program that it passes on. A filter is installed with
+//! a few instructions before its own that allow whatever comes from there: slat works whatever the program forbids itself. What the program
+//! calls is judged here before it is served, by the filter that the program has written and with the address at which the program has made the
+//! call. A call that is not simply allowed is then made outside the range, so that the kernel itself does what the filter says: an error, a
+//! signal, the end.
+//!
+//! (In a program that loads libraries the range is the program's C library's, too. There filters stay as they are, and
+//! `slat_kvm::filters` looks for what they forbid.)
+
+use super::calls::error;
+use crate::indirect::read_filter;
+use libc::sock_filter;
+use slat_process::filter::{self, Made};
+use slat_process::gate;
+use std::cell::Cell;
+use std::ops::Range;
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+/// A filter, and those that were installed before it.
+struct Filter {
+    program: Vec<sock_filter>,
+    before: *const Filter,
+}
+
+thread_local! {
+    // Without an initialiser or a destructor.
+    /// The filters of this thread, the last one first.
+    static OF_THREAD: Cell<*const Filter> = const { Cell::new(null()) };
+}
+
+/// The filters that were installed on all threads at once (`SECCOMP_FILTER_FLAG_TSYNC`).
+static OF_ALL: AtomicPtr<Filter> = AtomicPtr::new(null_mut());
+
+/// The filters of a thread, for one that it makes.
+#[derive(Clone, Copy, Debug)]
+pub struct Inherited(*const Filter);
+
+/// Returns this thread's filters.
+pub fn of_this_thread() -> Inherited {
+    Inherited(OF_THREAD.get())
+}
+
+/// Gives this thread the filters of its maker.
+pub fn inherit(Inherited(filters): Inherited) {
+    OF_THREAD.set(filters);
+}
+
+/// Whether this thread's filters let a call pass.
+pub fn let_pass(call: &Made) -> bool {
+    let each = [OF_THREAD.get(), OF_ALL.load(Ordering::Acquire)];
+    each.into_iter().all(|mut next| {
+        // SAFETY: filters are never freed.
+        while let Some(filter) = unsafe { next.as_ref() } {
+            if !filter::lets_pass(&filter.program, call) {
+                return false;
+            }
+            next = filter.before;
+        }
+        true
+    })
+}
+
+/// Makes a call where the program's filters judge it.
+pub fn judged(number: i64, arguments: [usize; 6]) -> isize {
+    super::disarm_thread();
+    // SAFETY: the program's own call. What its filter answers by a signal ends the program, or is handled.
+    let answer = unsafe { gate::call_own(number, arguments) };
+    super::arm_thread();
+    answer
+}
+
+/// Returns instructions that allow what comes from `range`, and go on behind themselves for everything else.
+fn allow(range: &Range<usize>) -> Vec<sock_filter> {
+    const ADDRESS: u32 = 8;
+    let instruction = |code: u32, jt, jf, k| sock_filter {
+        code: code as u16,
+        jt,
+        jf,
+        k,
+    };
+    let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    let compare = |condition| libc::BPF_JMP | condition | libc::BPF_K;
+    let (first, last) = (range.start, range.end - 1);
+    let high = |address: usize| (address >> 32) as u32;
+    let mut code = Vec::new();
+    // The machine has words of 32 bits: a part for each upper half.
+    for half in high(first)..=high(last) {
+        let low = if half == high(first) { first as u32 } else { 0 };
+        let end = if half == high(last) {
+            last as u32
+        } else {
+            u32::MAX
+        };
+        code.extend([
+            instruction(load, 0, 0, ADDRESS + 4),
+            instruction(compare(libc::BPF_JEQ), 0, 4, half),
+            instruction(load, 0, 0, ADDRESS),
+            instruction(compare(libc::BPF_JGE), 0, 2, low),
+            instruction(compare(libc::BPF_JGT), 1, 0, end),
+            instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+        ]);
+    }
+    // The accumulator is 0 when a filter begins.
+    code.push(instruction(libc::BPF_LD | libc::BPF_IMM, 0, 0, 0));
+    code
+}
+
+/// Installs a filter, a `sock_fprog` at `program`, for this thread or for all, by `install`, which gets the address of another one. What
+/// comes from `range` is allowed. Returns what the kernel does.
+pub fn install(
+    range: &Range<usize>,
+    program: usize,
+    on_all: bool,
+    install: impl FnOnce(usize) -> isize,
+) -> isize {
+    let Ok(own) = read_filter(program as u64) else {
+        return error(libc::EFAULT);
+    };
+    let mut prefixed = allow(range);
+    prefixed.extend_from_slice(&own);
+    let Ok(len) = u16::try_from(prefixed.len()) else {
+        return error(libc::EINVAL);
+    };
+    let given = libc::sock_fprog {
+        len,
+        filter: prefixed.as_mut_ptr(),
+    };
+    let answer = install(&raw const given as usize);
+    if answer < 0 {
+        return answer;
+    }
+    let filter = Box::into_raw(Box::new(Filter {
+        program: own,
+        before: match on_all {
+            true => OF_ALL.load(Ordering::Acquire),
+            false => OF_THREAD.get(),
+        },
+    }));
+    match on_all {
+        true => OF_ALL.store(filter, Ordering::Release),
+        false => OF_THREAD.set(filter),
+    }
+    answer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_comes_from_the_range_passes_and_the_rest_is_the_filters() {
+        let forbid = sock_filter {
+            code: (libc::BPF_RET | libc::BPF_K) as u16,
+            jt: 0,
+            jf: 0,
+            k: libc::SECCOMP_RET_KILL_PROCESS,
+        };
+        // One within four gigabytes, one across their end, and one that ends there.
+        for range in [
+            0x7f12_3456_7000..0x7f12_3466_0000,
+            0x7f12_fff0_0000..0x7f13_0010_0000,
+            0x7f12_fff0_0000..0x7f13_0000_0000,
+        ] {
+            let mut program = allow(&range);
+            program.push(forbid);
+            let passes = |address| {
+                let made = Made {
+                    number: libc::SYS_read,
+                    arguments: [0; 6],
+                    address,
+                };
+                filter::lets_pass(&program, &made)
+            };
+            for address in [range.start, range.start + 0x8_0000, range.end - 1] {
+                assert!(passes(address), "{address:#x} of {range:#x?}");
+            }
+            for address in [
+                0,
+                range.start - 1,
+                range.end,
+                range.start & 0xffff_ffff,
+                range.start + (1 << 32),
+            ] {
+                assert!(!passes(address), "{address:#x}, not of {range:#x?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! The context of a dispatched system call: what the kernel has saved of the program when it sent SIGSYS.
+//!
+//! The kernel writes it where it calls the handler, on the program's stack or its alternate one, which may be as small as a kilobyte of
+//! a goroutine's or about to be used by the next signal. So the handler's first act is to copy it to a stack of slat's own ([`place`]),
+//! if it is not there; the call is served there, and the copy is what the kernel returns to ([`resume`]).
+//!
+//! All signals are blocked until then. Later ones of the program may arrive while slat serves the call (a `read` that waits), and their
+//! handlers make calls of their own, which are served below the first: [`stack`] knows where.
+
+use super::serve;
+use slat_process::gate::GATE;
+use slat_process::pointers::SEPARATE;
+use slat_process::stack;
+use std::arch::naked_asm;
+use std::ffi::c_int;
+
+/// The kernel's `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/ucontext.h`, `sigcontext.h`).
+#[repr(C)]
+#[derive(Debug)]
+pub struct Frame {
+    flags: u64,
+    /// The kernel does not use it. On slat's stack: how far that was used before.
+    link: usize,
+    /// The alternate stack, which the kernel sets again when it returns.
+    pub alternate: libc::stack_t,
+    registers: [i64; 23],
+    floating: *mut u8,
+    reserved: [u64; 8],
+    /// The signal mask that the kernel returns to.
+    pub mask: u64,
+}
+
+const _: () = assert!(size_of::<Frame>() == 304);
+
+impl Frame {
+    /// Returns a register by its index in glibc's `gregset_t`.
+    pub fn register(&self, index: c_int) -> usize {
+        self.registers[index as usize] as usize
+    }
+
+    /// Changes a register.
+    pub fn set_register(&mut self, index: c_int, value: usize) {
+        self.registers[index as usize] = value as i64;
+    }
+
+    /// Whether a stack pointer is on the program's alternate stack.
+    fn is_on_alternate(&self, sp: usize) -> bool {
+        let start = self.alternate.ss_sp as usize;
+        (start..=start + self.alternate.ss_size).contains(&sp)
+    }
+
+    /// Returns the number of the system call and its arguments.
+    pub fn call(&self) -> (i64, [usize; 6]) {
+        let arguments = [
+            libc::REG_RDI,
+            libc::REG_RSI,
+            libc::REG_RDX,
+            libc::REG_R10,
+            libc::REG_R8,
+            libc::REG_R9,
+        ];
+        let number = self.registers[libc::REG_RAX as usize];
+        (number, arguments.map(|index| self.register(index)))
+    }
+
+    /// Returns the bytes of the extended state, and how many there are (`arch/x86/include/uapi/asm/sigcontext.h`, `_fpx_sw_bytes`).
+    ///
+    /// # Safety
+    /// - The kernel has filled in the frame.
+    unsafe fn floating(&self) -> &[u8] {
+        const LEGACY: usize = 512;
+        const SOFTWARE: usize = 464;
+        const MAGIC: u32 = 0x4650_5853;
+        if self.floating.is_null() {
+            return &[];
+        }
+        // SAFETY: the kernel's promise about the state's layout.
+        unsafe {
+            let words = self.floating.add(SOFTWARE).cast::<u32>();
+            let len = match words.read() {
+                MAGIC => words.add(1).read() as usize,
+                _ => LEGACY,
+            };
+            std::slice::from_raw_parts(self.floating, len)
+        }
+    }
+
+    /// Copies the frame to the end of the memory below `top`, for another stack to return from. Returns the copy.
+    ///
+    /// # Safety
+    /// - The kernel has filled in the frame, or this function.
+    /// - Below `top` there is room for it, which nothing else uses.
+    pub unsafe fn copy_below(&self, top: usize) -> *mut Frame {
+        /// What XRSTOR wants (Intel SDM, volume 1, section 13.4).
+        const ALIGNMENT: usize = 64;
+        // SAFETY: the caller's promise, for both parts.
+        unsafe {
+            let state = self.floating();
+            let to = (top - state.len()) & !(ALIGNMENT - 1);
+            std::ptr::copy_nonoverlapping(state.as_ptr(), to as *mut u8, state.len());
+            let copy = ((to - size_of::<Frame>()) & !(ALIGNMENT - 1)) as *mut Frame;
+            std::ptr::copy_nonoverlapping(self, copy, 1);
+            if !state.is_empty() {
+                (*copy).floating = to as *mut u8;
+            }
+            copy
+        }
+    }
+}
+
+/// Puts the frame of a call on slat's stack. Runs in the handler, with all signals blocked.
+unsafe extern "C" fn place(_signal: c_int, _info: usize, kernels: *mut Frame) -> *mut Frame {
+    if !stack::exists() {
+        super::threads::make_stack();
+    }
+    // SAFETY: the kernel's frame, which lies on the stack of this handler; and the part of slat's stack that is free.
+    unsafe {
+        let frame = match stack::contains(kernels as usize) {
+            true => kernels,
+            false => {
+                let sp = (*kernels).register(libc::REG_RSP);
+                let on_alternate = (*kernels).is_on_alternate(sp);
+                (*kernels).copy_below(stack::free_below(sp, on_alternate))
+            }
+        };
+        (*frame).link = stack::set_used_to(frame as usize);
+        frame
+    }
+}
+
+/// What the kernel calls for SIGSYS: serves a dispatched call (`si_code` 2, SYS_USER_DISPATCH), and hands other signals of that number,
+/// those of seccomp filters, to the program's handler.
+#[unsafe(naked)]
+pub unsafe extern "C-unwind" fn entry() {
+    naked_asm!(
+        "cmp dword ptr [rsi + 8], 2",
+        "jne {others}",
+        "cmp byte ptr [rip + {separate}], 0",
+        "je 3f",
+        "rdfsbase rax",
+        "cmp rax, gs:[0]",
+        "je 3f",
+        "mov gs:[8], rax",
+        "mov rax, gs:[0]",
+        "wrfsbase rax",
+        "3:",
+        "sub rsp, 8",
+        "call {place}",
+        "mov rsp, rax",
+        "mov rdi, rax",
+        "call {serve}",
+        "ud2",
+        others = sym crate::signals::entry,
+        separate = sym SEPARATE,
+        place = sym place,
+        serve = sym serve,
+    )
+}
+
+/// Returns to the program.
+///
+/// # Safety
+/// - The frame lies on a stack below which nothing is needed any more, and says where the program goes on.
+#[unsafe(naked)]
+unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
+    naked_asm!(
+        "mov rsp, rdi",
+        "cmp byte ptr [rip + {separate}], 0",
+        "je 2f",
+        "mov rax, gs:[8]",
+        "wrfsbase rax",
+        "2:",
+        "mov eax, {rt_sigreturn}",
+        "jmp qword ptr [rip + {gate}]",
+        separate = sym SEPARATE,
+        rt_sigreturn = const libc::SYS_rt_sigreturn,
+        gate = sym GATE,
+    )
+}
+
+/// Returns to the program, where `frame` says.
+///
+/// # Safety
+/// - `frame` is a copy on this thread's stack. No value of the caller's has to be dropped.
+pub unsafe fn resume(frame: *mut Frame) -> ! {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let sp = (*frame).register(libc::REG_RSP);
+        let (start, len) = (
+            (*frame).alternate.ss_sp as usize,
+            (*frame).alternate.ss_size,
+        );
+        if (start..=start + len).contains(&sp) {
+            // From the alternate stack, which may have interrupted a call that is served above: what lies below that one is free again,
+            // as soon as no other signal can come before the return.
+            slat_guard::change_mask(libc::SIG_BLOCK, u64::MAX);
+            stack::set_used_to((*frame).link);
+        }
+        return_to(frame)
+    }
+}
+
+/// Does rt_sigreturn(2) for a handler that has made it itself.
+///
+/// # Safety
+/// - The kernel's frame of that handler is at `sp`. No value of the caller's has to be dropped.
+pub unsafe fn return_from_handler(sp: usize) -> ! {
+    let frame = sp as *mut Frame;
+    // SAFETY: the caller's promise.
+    unsafe {
+        (*frame).mask = slat_guard::blockable((*frame).mask);
+        return_to(frame)
+    }
+}

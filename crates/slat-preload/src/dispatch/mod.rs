@@ -1,0 +1,143 @@
+//! Dispatch: system calls that do not come from the C library's text are sent to slat by the kernel (Syscall User Dispatch,
+//! `Documentation/admin-guide/syscall-user-dispatch.rst`). `docs/dispatch.md` has the design and what it was chosen over.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `text` | the range of addresses from which calls pass |
+//! | `scan` | whether the program has calls of its own |
+//! | `frame` | the program's state at a call, and the stack on which it is served |
+//! | `calls` | the calls that concern the thread, its signals or its memory; all others go to `indirect` |
+//! | `filters` | the program's seccomp filters |
+//! | `rseq` | restartable sequences |
+//! | `threads` | threads and processes that the program makes |
+//!
+//! The kernel keeps the dispatch for each thread: threads and processes that are made begin without, and [`arm_thread`] gives it to them
+//! before they run the program.
+
+mod calls;
+mod filters;
+mod frame;
+mod rseq;
+mod scan;
+mod text;
+pub mod threads;
+
+use crate::real::kernel;
+pub use calls::error;
+use std::sync::OnceLock;
+use text::Text;
+
+/// `PR_SET_SYSCALL_USER_DISPATCH`, `PR_SYS_DISPATCH_OFF` and `PR_SYS_DISPATCH_ON` of `include/uapi/linux/prctl.h`.
+const SET_DISPATCH: usize = 59;
+const OFF: usize = 0;
+const ON: usize = 1;
+
+static TEXT: OnceLock<Text> = OnceLock::new();
+
+/// Whether calls are dispatched in this process.
+pub fn is_armed() -> bool {
+    TEXT.get().is_some()
+}
+
+/// Has the calls of this thread dispatched, and those of the threads and processes it makes. Call while the process has one thread.
+///
+/// # Errors
+/// Why this host cannot: a sentence's end for the user.
+pub fn arm() -> Result<(), &'static str> {
+    let text = Text::find().ok_or("the C library is not one that slat knows")?;
+    let (gate, restorer) = (text.gate, text.restorer);
+    let text = TEXT.get_or_init(|| text);
+    if !arm_with(text) {
+        return Err("this kernel has no Syscall User Dispatch (Linux 5.11, CONFIG_GENERIC_ENTRY)");
+    }
+    // SAFETY: the instructions are there; the handlers are not installed yet.
+    unsafe {
+        slat_process::gate::move_to(gate);
+        slat_guard::set_restorer(restorer);
+    }
+    slat_guard::never_block(libc::SIGSYS);
+    slat_guard::change_mask(libc::SIG_UNBLOCK, 1 << (libc::SIGSYS - 1));
+    crate::signals::take_over_dispatch(frame::entry as *const () as usize);
+    crate::prepare().map_err(|_| "there is no memory")
+}
+
+/// Arms a program that the dynamic linker has loaded, if its own code makes system calls, or if the user says so (`SLAT_DISPATCH`, for
+/// calls of its libraries). Call at the program's start.
+pub fn arm_if_needed() {
+    let is_asked =
+        std::env::var_os("SLAT_DISPATCH").is_some_and(|value| !value.is_empty() && value != "0");
+    if (is_asked || text::program_makes_calls())
+        && let Err(why) = arm()
+    {
+        slat_kvm::report::say(format_args!(
+            "this program makes system calls of its own, which slat does not see: {why}"
+        ));
+    }
+}
+
+fn arm_with(text: &Text) -> bool {
+    // SAFETY: a plain call; without a selector.
+    let armed = unsafe {
+        kernel!(
+            libc::SYS_prctl,
+            SET_DISPATCH,
+            ON,
+            text.range.start,
+            text.range.len(),
+            0
+        )
+    };
+    armed.is_ok()
+}
+
+/// Has the calls of this thread dispatched if those of the process are. Async-signal-safe.
+pub fn arm_thread() {
+    if let Some(text) = TEXT.get() {
+        // It has worked for the first thread.
+        arm_with(text);
+    }
+}
+
+/// Lets this thread's calls pass to the kernel.
+fn disarm_thread() {
+    // SAFETY: a plain call.
+    let _ = unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0) };
+}
+
+/// Serves a call and returns to the program. Runs on slat's stack.
+///
+/// # Safety
+/// - `frame` is this thread's copy of what the kernel has saved.
+unsafe extern "C" fn serve(frame: *mut frame::Frame) -> ! {
+    let before = slat_process::errno();
+    // SAFETY: the caller's promise: nobody else has the copy.
+    unsafe {
+        // From here on handlers of the program run, as they would in the kernel's place.
+        let mask = (*frame).mask;
+        set_mask(mask);
+        let answer = calls::answer(&mut *frame);
+        (*frame).set_register(libc::REG_RAX, answer as usize);
+        slat_process::set_errno(before);
+        frame::resume(frame)
+    }
+}
+
+/// Sets this thread's signal mask, but for what must not be blocked.
+fn set_mask(mask: u64) {
+    let mask = slat_guard::blockable(mask);
+    // SAFETY: a live set of the kernel's size.
+    let _ = unsafe {
+        kernel!(
+            libc::SYS_rt_sigprocmask,
+            libc::SIG_SETMASK,
+            &raw const mask,
+            0,
+            size_of::<u64>()
+        )
+    };
+}
+
+/// Blocks all signals of this thread, until [`set_mask`].
+fn block_all() {
+    set_mask(u64::MAX);
+}

@@ -1,0 +1,70 @@
+//! Restartable sequences (rseq(2)) of a loaded program: a thread has one area that the kernel writes to, and slat's C library has
+//! registered its own. It gives way to the program's, and does without: it only reads the number of the processor there.
+
+use super::calls::pass;
+use crate::real::Next;
+use std::cell::Cell;
+
+const UNREGISTER: usize = 1;
+/// The signature of areas on x86 (`tools/testing/selftests/rseq/rseq-x86.h`), which glibc uses, too.
+const SIGNATURE: usize = 0x5305_3053;
+
+thread_local! {
+    // Without initialisers or destructors.
+    /// Whether slat's C library has given way on this thread.
+    static HAS_GIVEN_WAY: Cell<bool> = const { Cell::new(false) };
+    /// The program's area: address, bytes, signature. The address is 0 where there is none.
+    static PROGRAMS: Cell<[usize; 3]> = const { Cell::new([0; 3]) };
+}
+
+fn rseq(area: usize, bytes: usize, flags: usize, signature: usize) -> isize {
+    pass(libc::SYS_rseq, [area, bytes, flags, signature, 0, 0])
+}
+
+/// Takes back what slat's C library has registered.
+fn give_way() {
+    /// Where the area is, from the thread pointer (glibc manual, "Restartable Sequences").
+    static OFFSET: Next = Next::new(c"__rseq_offset");
+    /// Its bytes in the first version, and multiples of that in later ones (`AT_RSEQ_FEATURE_SIZE`).
+    const BYTES: usize = 32;
+    if HAS_GIVEN_WAY.replace(true) {
+        return;
+    }
+    let Some(offset) = OFFSET.get() else {
+        return;
+    };
+    let pointer: usize;
+    // SAFETY: the first word at the thread pointer is its own address (System V ABI, "Thread-Local Storage"), and the C library's variable
+    // is an integer.
+    let area = unsafe {
+        std::arch::asm!("mov {}, fs:[0]", out(reg) pointer, options(readonly, nostack));
+        pointer.wrapping_add_signed(*(offset as *const isize))
+    };
+    for bytes in [BYTES, 2 * BYTES, 3 * BYTES, 4 * BYTES] {
+        if rseq(area, bytes, UNREGISTER, SIGNATURE) == 0 {
+            return;
+        }
+    }
+}
+
+/// Does rseq.
+pub fn register([area, bytes, flags, signature, ..]: [usize; 6]) -> isize {
+    if flags == 0 {
+        give_way();
+    }
+    let answer = rseq(area, bytes, flags, signature);
+    match flags {
+        _ if answer != 0 => {}
+        UNREGISTER => PROGRAMS.set([0; 3]),
+        _ => PROGRAMS.set([area, bytes, signature]),
+    }
+    answer
+}
+
+/// Takes back what the program has registered: its thread ends before slat's C library's does, and the memory with it.
+pub fn leave() {
+    let [area, bytes, signature] = PROGRAMS.get();
+    if area != 0 {
+        rseq(area, bytes, UNREGISTER, signature);
+    }
+}

@@ -1,0 +1,112 @@
+//! Code in memory: the C library's, which is the one range of addresses from which system calls pass, with the instructions that slat uses;
+//! and the program's own.
+
+use super::scan;
+use std::ffi::{c_int, c_void};
+use std::ops::Range;
+
+/// The C library's text.
+#[derive(Debug)]
+pub struct Text {
+    /// Its addresses.
+    pub range: Range<usize>,
+    /// Where it has the instructions `syscall` and `ret`.
+    pub gate: usize,
+    /// Where a signal handler returns to the kernel.
+    pub restorer: usize,
+}
+
+impl Text {
+    /// Finds it. `None`: the C library is not one that has these instructions.
+    pub fn find() -> Option<Self> {
+        const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
+        // mov rax, 15; syscall.
+        const RETURN: &[u8] = &[0x48, 0xc7, 0xc0, 15, 0, 0, 0, 0x0f, 0x05];
+        let address = libc::getppid as *const () as usize;
+        let mut range = 0..0;
+        each_segment(|_, segment| {
+            if segment.contains(&address) {
+                range = segment;
+            }
+        });
+        if range.is_empty() {
+            return None;
+        }
+        // SAFETY: a segment that is mapped, readable, and never changed.
+        let text = unsafe { std::slice::from_raw_parts(range.start as *const u8, range.len()) };
+        let at = |bytes: &[u8]| {
+            let offset = text.windows(bytes.len()).position(|window| window == bytes);
+            offset.map(|offset| range.start + offset)
+        };
+        Some(Text {
+            gate: at(SYSCALL_RET)?,
+            restorer: at(RETURN)?,
+            range,
+        })
+    }
+}
+
+/// Whether the program's own code makes system calls.
+pub fn program_makes_calls() -> bool {
+    let mut makes = false;
+    each_segment(|object, segment| {
+        // The first object is the program. Its code may be executable only: then what it does is not known.
+        if object == 0 {
+            // SAFETY: a segment that is mapped and readable. Who changes code while it starts is not served.
+            let code =
+                unsafe { std::slice::from_raw_parts(segment.start as *const u8, segment.len()) };
+            makes |= scan::makes_calls(code);
+        }
+    });
+    makes
+}
+
+/// Calls `look` for each segment that is executable and readable, with the number of its object in the order of loading.
+fn each_segment(mut look: impl FnMut(usize, Range<usize>)) {
+    type Look<'a> = (usize, &'a mut dyn FnMut(usize, Range<usize>));
+    unsafe extern "C" fn each(
+        info: *mut libc::dl_phdr_info,
+        _size: usize,
+        to: *mut c_void,
+    ) -> c_int {
+        // SAFETY: the linker's description of an object, and the pair below, which nobody else uses meanwhile.
+        let (info, (object, look), headers) = unsafe {
+            let info = &*info;
+            let headers = match info.dlpi_phnum {
+                0 => &[],
+                count => std::slice::from_raw_parts(info.dlpi_phdr, count.into()),
+            };
+            (info, &mut *to.cast::<Look<'_>>(), headers)
+        };
+        let executable = libc::PF_X | libc::PF_R;
+        for header in headers {
+            if header.p_type == libc::PT_LOAD && header.p_flags & executable == executable {
+                let start = (info.dlpi_addr + header.p_vaddr) as usize;
+                look(*object, start..start + header.p_memsz as usize);
+            }
+        }
+        *object += 1;
+        0
+    }
+    let mut to: Look<'_> = (0, &mut look);
+    // SAFETY: the function above has this signature, and `to` lives as long as the call.
+    unsafe { libc::dl_iterate_phdr(Some(each), (&raw mut to).cast()) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_gate_makes_system_calls_and_lies_in_the_text() {
+        let text = Text::find().unwrap();
+        assert!(text.range.contains(&text.gate) && text.range.contains(&text.restorer));
+        let before = slat_process::gate::address();
+        // SAFETY: the instructions are there.
+        unsafe { slat_process::gate::move_to(text.gate) };
+        let (pid, _) = slat_process::myself();
+        // SAFETY: its own gate, as before.
+        unsafe { slat_process::gate::move_to(before) };
+        assert_eq!(pid as u32, std::process::id());
+    }
+}

@@ -1,0 +1,129 @@
+//! The headers of an ELF program (System V ABI, "Object Files"), read without allocating: a child of `fork` may ask what it executes.
+
+use crate::real::{Opened, kernel};
+
+/// The program headers that are looked at: more than any linker makes.
+const MOST_SEGMENTS: usize = 64;
+const HEADER: usize = 64;
+const SEGMENT: usize = 56;
+
+/// A program header.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Segment {
+    /// `PT_…`.
+    pub kind: u32,
+    /// `PF_…`.
+    pub flags: u32,
+    /// Where it is in the file, in bytes.
+    pub offset: u64,
+    /// Where it is in memory.
+    pub address: u64,
+    /// Its bytes in the file.
+    pub in_file: u64,
+    /// Its bytes in memory.
+    pub in_memory: u64,
+}
+
+/// What a program's file says about itself.
+#[derive(Debug)]
+pub struct Headers {
+    /// Whether it can lie anywhere in memory (`ET_DYN`).
+    pub is_relocatable: bool,
+    /// Where it begins.
+    pub entry: u64,
+    /// Where the program headers are in the file.
+    pub offset: u64,
+    segments: [Segment; MOST_SEGMENTS],
+    count: usize,
+}
+
+/// Reads all of `buffer` at `offset`.
+pub fn read(file: &Opened, buffer: &mut [u8], offset: u64) -> Option<()> {
+    // SAFETY: a live buffer of this length.
+    let read = unsafe {
+        kernel!(
+            libc::SYS_pread64,
+            file.fd(),
+            buffer.as_mut_ptr(),
+            buffer.len(),
+            offset
+        )
+    };
+    (read == Ok(buffer.len() as isize)).then_some(())
+}
+
+impl Headers {
+    /// Reads the headers of a 64-bit x86 program. `None`: the file is none.
+    pub fn read(file: &Opened) -> Option<Self> {
+        const X86_64: u16 = 62;
+        const EXECUTABLE: u16 = 2;
+        const SHARED: u16 = 3;
+        let mut header = [0; HEADER];
+        read(file, &mut header, 0)?;
+        let half = |at: usize| u16::from_le_bytes([header[at], header[at + 1]]);
+        let word =
+            |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
+        let kind = half(16);
+        // Class 2: 64 bits; data 1: little-endian.
+        if !header.starts_with(b"\x7fELF\x02\x01")
+            || ![EXECUTABLE, SHARED].contains(&kind)
+            || half(18) != X86_64
+            || usize::from(half(54)) != SEGMENT
+        {
+            return None;
+        }
+        let count = usize::from(half(56));
+        let mut bytes = [0; SEGMENT * MOST_SEGMENTS];
+        let bytes = bytes.get_mut(..SEGMENT * count)?;
+        read(file, bytes, word(32))?;
+        let mut headers = Headers {
+            is_relocatable: kind == SHARED,
+            entry: word(24),
+            offset: word(32),
+            segments: [Segment::default(); MOST_SEGMENTS],
+            count,
+        };
+        for (segment, bytes) in headers.segments.iter_mut().zip(bytes.chunks_exact(SEGMENT)) {
+            let half =
+                |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+            let word =
+                |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+            *segment = Segment {
+                kind: half(0),
+                flags: half(4),
+                offset: word(8),
+                address: word(16),
+                in_file: word(32),
+                in_memory: word(40),
+            };
+        }
+        Some(headers)
+    }
+
+    /// Returns all program headers.
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments[..self.count]
+    }
+
+    /// Returns those that are loaded. One that lies beyond all addresses makes the file unusable.
+    pub fn loaded(&self) -> impl Iterator<Item = &Segment> {
+        self.segments()
+            .iter()
+            .filter(|segment| segment.kind == libc::PT_LOAD && segment.in_memory > 0)
+    }
+
+    /// Reads the path of the dynamic linker that the program asks for, with its NUL, into `buffer`. `None`: it asks for none.
+    pub fn interpreter<'a>(
+        &self,
+        file: &Opened,
+        buffer: &'a mut [u8],
+    ) -> Option<&'a std::ffi::CStr> {
+        let segment = self
+            .segments()
+            .iter()
+            .find(|segment| segment.kind == libc::PT_INTERP)?;
+        let buffer = buffer.get_mut(..segment.in_file as usize)?;
+        read(file, buffer, segment.offset)?;
+        std::ffi::CStr::from_bytes_until_nul(buffer).ok()
+    }
+}

@@ -1,0 +1,203 @@
+//! The program in memory, as the kernel's `load_elf_binary` would have put it there.
+
+use super::elf::{Headers, Segment};
+use super::open;
+use crate::real::{Opened, kernel};
+use std::ffi::{CStr, CString};
+
+const PAGE: u64 = 4096;
+/// The end of the addresses that a program has.
+const END: u64 = 1 << 47;
+
+/// A program that is loaded.
+#[derive(Debug)]
+pub struct Image {
+    /// Its file, without symbolic links.
+    pub file: CString,
+    /// Where its program headers are.
+    pub headers: usize,
+    /// How many there are.
+    pub count: usize,
+    /// Where the program begins.
+    pub entry: usize,
+    /// Where its dynamic linker is; 0: it has none.
+    pub interpreter_base: usize,
+    /// Where the process begins: in the program, or in its dynamic linker.
+    pub start: usize,
+    /// The end of the program.
+    pub end: usize,
+    /// Whether it has code on its stack (`PT_GNU_STACK`).
+    pub needs_executable_stack: bool,
+}
+
+impl Image {
+    /// Loads a program, and the dynamic linker that it asks for.
+    ///
+    /// # Errors
+    /// A sentence's end for the user.
+    pub fn load(path: &CStr) -> Result<Self, String> {
+        let file = open(path)?;
+        let program = Headers::read(&file).ok_or("is not a 64-bit x86 program")?;
+        let placed = place(&file, &program)?;
+        let mut image = Image {
+            file: name_of(&file).unwrap_or_else(|| path.to_owned()),
+            headers: placed.headers,
+            count: program.segments().len(),
+            entry: placed.entry,
+            interpreter_base: 0,
+            start: placed.entry,
+            end: placed.end,
+            needs_executable_stack: (program.segments().iter()).any(|segment| {
+                segment.kind == libc::PT_GNU_STACK && segment.flags & libc::PF_X != 0
+            }),
+        };
+        let mut name = [0; libc::PATH_MAX as usize];
+        if let Some(name) = program.interpreter(&file, &mut name) {
+            let named = |why| format!("its dynamic linker {}: {why}", name.to_string_lossy());
+            let file = open(name).map_err(named)?;
+            let headers = Headers::read(&file)
+                .ok_or_else(|| named("is not a 64-bit x86 program".to_owned()))?;
+            let placed = place(&file, &headers).map_err(named)?;
+            image.interpreter_base = placed.base;
+            image.start = placed.entry;
+        }
+        Ok(image)
+    }
+}
+
+/// Returns the path of an open file.
+fn name_of(file: &Opened) -> Option<CString> {
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", file.fd())).ok()?;
+    CString::new(link.into_os_string().into_encoded_bytes()).ok()
+}
+
+/// One file in memory.
+struct Placed {
+    base: usize,
+    entry: usize,
+    headers: usize,
+    end: usize,
+}
+
+/// Maps the segments of one file.
+fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
+    let unusable = || "has segments beyond all addresses".to_owned();
+    let (mut low, mut high) = (u64::MAX, 0);
+    for segment in headers.loaded() {
+        let end = segment
+            .address
+            .checked_add(segment.in_memory)
+            .filter(|end| *end < END);
+        low = low.min(segment.address & !(PAGE - 1));
+        high = high.max(end.ok_or_else(unusable)?.next_multiple_of(PAGE));
+        if segment.in_file > segment.in_memory || (segment.address ^ segment.offset) % PAGE != 0 {
+            return Err("has segments that cannot be mapped".to_owned());
+        }
+    }
+    if low >= high {
+        return Err("has no segments to load".to_owned());
+    }
+    let (at, fixed) = match headers.is_relocatable {
+        true => (0, 0),
+        false => (low, libc::MAP_FIXED_NOREPLACE),
+    };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
+    // All of it at once, so that nothing else gets between.
+    // SAFETY: memory where there is none.
+    let start = unsafe {
+        kernel!(
+            libc::SYS_mmap,
+            at,
+            high - low,
+            libc::PROT_NONE,
+            flags,
+            usize::MAX,
+            0
+        )
+    }
+    .map_err(|error| {
+        let error = std::io::Error::from_raw_os_error(error);
+        format!("its addresses, from {low:#x} to {high:#x}, cannot be mapped: {error}")
+    })?;
+    let base = (start as u64).wrapping_sub(low);
+    for segment in headers.loaded() {
+        map(file, segment, base)?;
+    }
+    let begins = |segment: &&Segment| {
+        segment.offset <= headers.offset && headers.offset < segment.offset + segment.in_file
+    };
+    let at = |address: u64| base.wrapping_add(address) as usize;
+    Ok(Placed {
+        base: base as usize,
+        entry: at(headers.entry),
+        headers: headers.loaded().find(begins).map_or(0, |segment| {
+            at(segment.address + headers.offset - segment.offset)
+        }),
+        end: at(high),
+    })
+}
+
+/// Maps one segment into memory that is reserved for it.
+fn map(file: &Opened, segment: &Segment, base: u64) -> Result<(), String> {
+    let mut access = 0;
+    for (flag, right) in [
+        (libc::PF_R, libc::PROT_READ),
+        (libc::PF_W, libc::PROT_WRITE),
+        (libc::PF_X, libc::PROT_EXEC),
+    ] {
+        if segment.flags & flag != 0 {
+            access |= right;
+        }
+    }
+    let start = base.wrapping_add(segment.address);
+    let (file_end, end) = (start + segment.in_file, start + segment.in_memory);
+    let first = start & !(PAGE - 1);
+    let mut mapped = first;
+    let failed = |error| {
+        format!(
+            "cannot be mapped: {}",
+            std::io::Error::from_raw_os_error(error)
+        )
+    };
+    if segment.in_file > 0 {
+        mapped = file_end.next_multiple_of(PAGE);
+        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
+        let offset = segment.offset & !(PAGE - 1);
+        // SAFETY: memory that was reserved for the segment, which nothing uses yet.
+        unsafe {
+            kernel!(
+                libc::SYS_mmap,
+                first,
+                mapped - first,
+                access,
+                flags,
+                file.fd(),
+                offset
+            )
+        }
+        .map_err(failed)?;
+        let rest = mapped.min(end) - file_end;
+        if rest > 0 && access & libc::PROT_WRITE != 0 {
+            // SAFETY: the rest of the last page, which is mapped for writing.
+            unsafe { std::ptr::write_bytes(file_end as *mut u8, 0, (mapped - file_end) as usize) };
+        }
+    }
+    let end = end.next_multiple_of(PAGE);
+    if end > mapped {
+        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS;
+        // SAFETY: as above.
+        unsafe {
+            kernel!(
+                libc::SYS_mmap,
+                mapped,
+                end - mapped,
+                access,
+                flags,
+                usize::MAX,
+                0
+            )
+        }
+        .map_err(failed)?;
+    }
+    Ok(())
+}

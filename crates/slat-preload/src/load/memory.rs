@@ -1,0 +1,58 @@
+//! The program's break (brk(2)): memory that grows at the end of its image. The process's own is slat's C library's.
+
+use crate::memory;
+use crate::real::kernel;
+use slat_kvm::thread::Section;
+use std::sync::{Mutex, PoisonError};
+
+const PAGE: usize = 4096;
+
+/// Where the break began, and where it is.
+static BREAK: Mutex<(usize, usize)> = Mutex::new((0, 0));
+
+/// Begins the break at the end of the program's image.
+pub fn begin_at(end: usize) {
+    let end = end.next_multiple_of(PAGE);
+    *BREAK.lock().unwrap_or_else(PoisonError::into_inner) = (end, end);
+}
+
+/// Moves the break if it can be moved. Returns where it is.
+pub fn set_break(to: usize) -> usize {
+    let _section = Section::enter();
+    let mut held = BREAK.lock().unwrap_or_else(PoisonError::into_inner);
+    let (start, now) = *held;
+    if to < start {
+        return now;
+    }
+    let Some(end) = to.checked_next_multiple_of(PAGE) else {
+        return now;
+    };
+    let mapped = now.next_multiple_of(PAGE);
+    if end > mapped {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: memory where there is none.
+        let grown = unsafe {
+            kernel!(
+                libc::SYS_mmap,
+                mapped,
+                end - mapped,
+                access,
+                flags,
+                usize::MAX,
+                0
+            )
+        };
+        if grown.is_err() {
+            return now;
+        }
+    }
+    held.1 = to;
+    drop(held);
+    drop(_section);
+    if end < mapped {
+        // SAFETY: the program gives this memory back.
+        unsafe { memory::unmap(end, mapped - end) };
+    }
+    to
+}

@@ -1,0 +1,283 @@
+//! Programs that load no libraries: statically linked ones, and those of another C library, whose dynamic linker could not load this
+//! one.
+//!
+//! This library is a program, too: the kernel starts it in place of PROGRAM, with slat's C library and nothing else, and it loads PROGRAM
+//! beside itself, as the kernel would. From then on the program's system calls are dispatched (`dispatch`). `SLAT_PROGRAM` names the
+//! program; the arguments are the program's own.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `elf` | the headers of a program's file |
+//! | `image` | the program in memory |
+//! | `memory` | brk |
+
+pub mod elf;
+mod image;
+pub mod memory;
+
+use crate::dispatch;
+use crate::real::{Opened, kernel};
+use image::Image;
+use slat_process::pointers;
+use std::ffi::{CStr, CString, c_char};
+use std::fmt::Display;
+use std::sync::OnceLock;
+
+/// The variable that names the program.
+pub const PROGRAM: &CStr = c"SLAT_PROGRAM";
+
+/// The loaded program's own file, as `/proc/self/exe` would name it.
+static OWN: OnceLock<CString> = OnceLock::new();
+
+/// Whether the program was loaded by slat.
+pub fn is_loaded() -> bool {
+    OWN.get().is_some()
+}
+
+/// Returns the program's file for a path that means it.
+pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
+    let own = OWN.get()?;
+    let mut given = [0u8; 32];
+    let mut len = 0;
+    loop {
+        // SAFETY: a guarded load of the program's string.
+        let byte = unsafe { slat_guard::load(path.cast::<u8>().wrapping_add(len)) }.ok()?;
+        if byte == 0 {
+            break;
+        }
+        *given.get_mut(len)? = byte;
+        len += 1;
+    }
+    let name = given[..len]
+        .strip_prefix(b"/proc/")?
+        .strip_suffix(b"/exe")?;
+    let is_own = matches!(name, b"self" | b"thread-self")
+        || std::str::from_utf8(name)
+            .ok()?
+            .parse()
+            .is_ok_and(|pid: u32| pid == std::process::id());
+    is_own.then_some(own)
+}
+
+/// Returns a call's arguments with the program's file in place of a path that means it.
+pub fn with_own_path(number: i64, mut arguments: [usize; 6]) -> [usize; 6] {
+    let follows = |flags: usize| flags & libc::AT_SYMLINK_NOFOLLOW as usize == 0;
+    let place = match number {
+        libc::SYS_open | libc::SYS_stat | libc::SYS_access => 0,
+        libc::SYS_openat | libc::SYS_openat2 | libc::SYS_faccessat => 1,
+        libc::SYS_newfstatat | libc::SYS_faccessat2 if follows(arguments[3]) => 1,
+        libc::SYS_statx if follows(arguments[2]) => 1,
+        _ => return arguments,
+    };
+    if let Some(own) = own_path(arguments[place] as *const c_char) {
+        arguments[place] = own.as_ptr() as usize;
+    }
+    arguments
+}
+
+/// Does readlink for the program's link to its own file. `None`: the path is another.
+pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
+    let own = own_path(path)?.to_bytes();
+    let own = &own[..own.len().min(len)];
+    // SAFETY: guarded; the address is the program's.
+    let copied = unsafe { slat_guard::copy_out(to as *mut u8, own) };
+    Some(match copied {
+        Ok(()) => own.len() as isize,
+        Err(_) => dispatch::error(libc::EFAULT),
+    })
+}
+
+/// Ends the process as a shell does that cannot run a program.
+fn refuse(program: &CStr, why: impl Display) -> ! {
+    slat_kvm::report::say(format_args!("{}: {why}", program.to_string_lossy()));
+    std::process::exit(126)
+}
+
+/// What the kernel has put on the stack of a new process (System V ABI, AMD64 supplement, "Process Initialization").
+struct Begun {
+    /// `argc`, the arguments and a null.
+    arguments: usize,
+    /// The variables and a null.
+    environment: *const *const c_char,
+    /// Pairs of a type and a value, with `AT_NULL` at the end.
+    auxiliary: *mut [usize; 2],
+}
+
+impl Begun {
+    /// # Safety
+    /// - `sp` is the stack pointer of a new process.
+    unsafe fn at(sp: *mut usize) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let arguments = *sp;
+            let environment = sp.add(arguments + 2);
+            let mut end = environment;
+            while *end != 0 {
+                end = end.add(1);
+            }
+            Begun {
+                arguments,
+                environment: environment.cast(),
+                auxiliary: end.add(1).cast(),
+            }
+        }
+    }
+
+    /// Returns a value of the auxiliary vector.
+    unsafe fn value(&self, kind: u64) -> Option<*mut usize> {
+        let mut entry = self.auxiliary;
+        // SAFETY: the vector ends with `AT_NULL`.
+        unsafe {
+            loop {
+                match (*entry)[0] as u64 {
+                    libc::AT_NULL => return None,
+                    found if found == kind => return Some(&raw mut (*entry)[1]),
+                    _ => entry = entry.add(1),
+                }
+            }
+        }
+    }
+
+    /// Returns the value of a variable.
+    unsafe fn variable(&self, name: &CStr) -> Option<&'static CStr> {
+        let mut entry = self.environment;
+        // SAFETY: strings of the environment, whose array ends with null.
+        unsafe {
+            while !(*entry).is_null() {
+                let rest = CStr::from_ptr(*entry)
+                    .to_bytes_with_nul()
+                    .strip_prefix(name.to_bytes());
+                if let Some(value) = rest.and_then(|rest| rest.strip_prefix(b"=")) {
+                    return CStr::from_bytes_with_nul(value).ok();
+                }
+                entry = entry.add(1);
+            }
+        }
+        None
+    }
+}
+
+/// Loads the program and becomes it.
+///
+/// # Safety
+/// - `sp` is the stack pointer with which the kernel has begun this process, and nothing has used the memory above it.
+unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
+    // SAFETY: the caller's promise. Strings of the kernel's stay where they are.
+    let (begun, library) = unsafe {
+        let begun = Begun::at(sp);
+        let library = begun
+            .value(libc::AT_EXECFN)
+            .map(|name| CStr::from_ptr(*name as *const c_char));
+        (begun, library.unwrap_or(c"slat"))
+    };
+    // SAFETY: as above.
+    let path = match unsafe { begun.variable(PROGRAM) } {
+        Some(path) => path,
+        None => refuse(
+            library,
+            "is slat's library: start programs by `slat run -- PROGRAM`",
+        ),
+    };
+    if begun.arguments == 0 {
+        refuse(path, "is started without a name for it (argv[0])");
+    }
+    crate::start();
+    crate::children::set_library(library);
+    if !pointers::can_be_separate() {
+        refuse(
+            path,
+            "loads no libraries; to reach it all the same, slat needs the instructions FSGSBASE, which this processor or kernel does not have",
+        );
+    }
+    let image = match Image::load(path) {
+        Ok(image) => image,
+        Err(why) => refuse(path, why),
+    };
+    memory::begin_at(image.end);
+    let _ = OWN.set(image.file);
+    if let Err(why) = dispatch::arm() {
+        refuse(
+            path,
+            format_args!(
+                "loads no libraries, and its system calls cannot be dispatched to slat: {why}"
+            ),
+        );
+    }
+    // SAFETY: values that the kernel has set for this library, and which are the program's from now on.
+    unsafe {
+        for (kind, value) in [
+            (libc::AT_PHDR, image.headers),
+            (libc::AT_PHNUM, image.count),
+            (libc::AT_ENTRY, image.entry),
+            (libc::AT_BASE, image.interpreter_base),
+            (libc::AT_EXECFN, path.as_ptr() as usize),
+        ] {
+            if let Some(place) = begun.value(kind) {
+                *place = value;
+            }
+        }
+        if image.needs_executable_stack {
+            let access = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
+            let page = sp as usize & !4095;
+            let _ = kernel!(
+                libc::SYS_mprotect,
+                page,
+                4096,
+                access | libc::PROT_GROWSDOWN
+            );
+        }
+        let name = path.to_bytes_with_nul();
+        let start = name
+            .iter()
+            .rposition(|byte| *byte == b'/')
+            .map_or(0, |at| at + 1);
+        let _ = kernel!(libc::SYS_prctl, libc::PR_SET_NAME, name[start..].as_ptr());
+        pointers::separate(0);
+        enter(sp, image.start)
+    }
+}
+
+/// Jumps to the program, with the registers that the kernel gives a new one.
+#[unsafe(naked)]
+unsafe extern "C" fn enter(sp: *mut usize, start: usize) -> ! {
+    std::arch::naked_asm!(
+        "mov rsp, rdi",
+        "mov rax, rsi",
+        "xor ecx, ecx",
+        "wrfsbase rcx",
+        "xor ebx, ebx",
+        "xor edx, edx",
+        "xor esi, esi",
+        "xor edi, edi",
+        "xor ebp, ebp",
+        "jmp rax",
+    )
+}
+
+/// Where this library begins as a program.
+///
+/// # Safety
+/// - The dynamic linker calls it.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
+pub unsafe extern "C" fn slat_begin() -> ! {
+    std::arch::naked_asm!(
+        "xor ebp, ebp",
+        "mov rdi, rsp",
+        "and rsp, -16",
+        "call {become_program}",
+        "ud2",
+        become_program = sym become_program,
+    )
+}
+
+/// The dynamic linker by which this library is loaded as a program.
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".interp")]
+static INTERPRETER: [u8; 28] = *b"/lib64/ld-linux-x86-64.so.2\0";
+
+/// Opens a program's file.
+fn open(path: &CStr) -> Result<Opened, String> {
+    Opened::new(path, libc::O_RDONLY).ok_or_else(|| "cannot be opened".to_owned())
+}

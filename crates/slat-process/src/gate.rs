@@ -1,0 +1,53 @@
+//! The instruction at which slat enters the kernel.
+//!
+//! It is slat's own, until the system calls of this process are dispatched to slat (`docs/dispatch.md`): the kernel then lets those pass
+//! which come from one range of addresses, the C library's text, and slat's have to come from there, too.
+
+use std::arch::{asm, naked_asm};
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+/// The address of a `syscall` instruction that a `ret` follows. Assembly calls it with the kernel's registers.
+pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
+
+#[unsafe(naked)]
+unsafe extern "C" fn own() {
+    naked_asm!("syscall", "ret")
+}
+
+/// Makes a system call by slat's own instruction, wherever the gate is. Returns what the kernel returns.
+///
+/// # Safety
+/// As for the call itself.
+pub unsafe fn call_own(number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
+    let answer: isize;
+    // SAFETY: the caller's; the kernel clobbers RCX and R11 only.
+    unsafe {
+        asm!(
+            "call {own}",
+            own = sym own,
+            inlateout("rax") number as isize => answer,
+            in("rdi") a,
+            in("rsi") b,
+            in("rdx") c,
+            in("r10") d,
+            in("r8") e,
+            in("r9") f,
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    answer
+}
+
+/// Has slat enter the kernel elsewhere from now on.
+///
+/// # Safety
+/// - At `address` there are, and stay, the instructions `syscall` and `ret`.
+pub unsafe fn move_to(address: usize) {
+    GATE.store(address as *mut (), Ordering::Release);
+}
+
+/// Returns where slat enters the kernel.
+pub fn address() -> usize {
+    GATE.load(Ordering::Acquire) as usize
+}

@@ -1,0 +1,163 @@
+//! Two thread pointers on one thread: the program's and slat's.
+//!
+//! A statically linked program brings its own C library, whose thread pointer (the base of FS) is not the one that slat's C library and
+//! the standard library need. Where such a program is loaded ([`separate`]), each entry from the program into slat changes FS to slat's,
+//! and each exit back. All of slat's code between runs on slat's pointer. The base of GS, which C libraries leave alone, leads to both.
+//! In other processes there is one pointer and nothing changes it.
+//!
+//! Entries are the handlers that the kernel calls ([`handler!`](crate::handler)); exits are their returns, and [`call_program`], by
+//! which a handler calls one of the program's.
+
+use crate::stack;
+use std::arch::{asm, naked_asm};
+use std::cell::Cell;
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Whether the program's thread pointer is another than slat's. Assembly reads it.
+pub static SEPARATE: AtomicBool = AtomicBool::new(false);
+
+/// Both pointers of a thread. Assembly reads and writes it at the base of GS: slat's first.
+#[repr(C)]
+struct Pointers {
+    slats: Cell<usize>,
+    programs: Cell<usize>,
+}
+
+thread_local! {
+    // Without an initialiser or a destructor: handlers use it.
+    static POINTERS: Pointers = const { Pointers { slats: Cell::new(0), programs: Cell::new(0) } };
+}
+
+/// Whether the program's thread pointer is another than slat's.
+pub fn are_separate() -> bool {
+    SEPARATE.load(Ordering::Relaxed)
+}
+
+/// Whether the processor and the kernel let programs change the bases of FS and GS (`AT_HWCAP2`, bit 1: Linux 5.9).
+pub fn can_be_separate() -> bool {
+    const FSGSBASE: u64 = 1 << 1;
+    // SAFETY: reads the process's auxiliary vector.
+    unsafe { libc::getauxval(libc::AT_HWCAP2) & FSGSBASE != 0 }
+}
+
+/// Gives this thread a pointer of the program's beside slat's, in whose place `programs` is from now on while the program runs. From the
+/// first call on, all threads that run the program need this.
+///
+/// # Safety
+/// - [`can_be_separate`] holds.
+/// - The thread runs on slat's pointer, and nothing else in the process uses GS.
+pub unsafe fn separate(programs: usize) {
+    POINTERS.with(|pointers| {
+        let slats: usize;
+        // SAFETY: the caller's promise: the instructions exist, and GS is free.
+        unsafe {
+            asm!("rdfsbase {}", out(reg) slats, options(nomem, nostack));
+            pointers.slats.set(slats);
+            pointers.programs.set(programs);
+            asm!("wrgsbase {}", in(reg) std::ptr::from_ref(pointers), options(nostack));
+        }
+    });
+    SEPARATE.store(true, Ordering::Release);
+}
+
+/// Returns the program's pointer of the thread that has made this one, which has not called [`separate`] yet: GS is its maker's.
+///
+/// # Safety
+/// - The maker has called [`separate`], and lives.
+pub unsafe fn programs_of_maker() -> usize {
+    let pointer;
+    // SAFETY: the caller's promise: GS leads to the maker's pointers.
+    unsafe { asm!("mov {}, gs:[8]", out(reg) pointer, options(readonly, nostack)) };
+    pointer
+}
+
+/// Returns the program's pointer on this thread.
+pub fn programs() -> usize {
+    POINTERS.with(|pointers| pointers.programs.get())
+}
+
+/// Changes the program's pointer on this thread.
+pub fn set_programs(pointer: usize) {
+    POINTERS.with(|pointers| pointers.programs.set(pointer));
+}
+
+/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. Where there is one
+/// pointer it is the same as `$inner`: unwinding passes through it.
+#[macro_export]
+macro_rules! handler {
+    ($(#[$meta:meta])* $name:ident calls $inner:path) => {
+        $(#[$meta])*
+        #[unsafe(naked)]
+        pub unsafe extern "C-unwind" fn $name() {
+            ::std::arch::naked_asm!(
+                "cmp byte ptr [rip + {separate}], 0",
+                "jne 2f",
+                "jmp {inner}",
+                "2:",
+                "rdfsbase rax",
+                "push rax",
+                "cmp rax, gs:[0]",
+                "je 3f",
+                "mov gs:[8], rax",
+                "mov rax, gs:[0]",
+                "wrfsbase rax",
+                "3:",
+                "call {inner}",
+                "pop rax",
+                "wrfsbase rax",
+                "ret",
+                separate = sym $crate::pointers::SEPARATE,
+                inner = sym $inner,
+            )
+        }
+    };
+}
+
+/// Calls a signal handler of the program, on the program's thread pointer.
+///
+/// # Safety
+/// - `function` is such a handler, and the arguments are the kernel's for it. (One without `SA_SIGINFO` does not read the last two.)
+pub unsafe fn call_program(
+    function: usize,
+    signal: c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
+    // SAFETY: the kernel's context of what the signal has interrupted.
+    let sp = unsafe {
+        let context = context.cast::<libc::ucontext_t>();
+        (*context).uc_mcontext.gregs[libc::REG_RSP as usize] as usize
+    };
+    // SAFETY: the caller's promise.
+    stack::around_handler(sp, || unsafe { call(function, signal, info, context) });
+}
+
+/// Calls `function` with the other arguments.
+#[unsafe(naked)]
+unsafe extern "C-unwind" fn call(
+    function: usize,
+    signal: c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
+    naked_asm!(
+        "mov rax, rdi",
+        "mov edi, esi",
+        "mov rsi, rdx",
+        "mov rdx, rcx",
+        "cmp byte ptr [rip + {separate}], 0",
+        "jne 2f",
+        "jmp rax",
+        "2:",
+        "sub rsp, 8",
+        "mov rcx, gs:[8]",
+        "wrfsbase rcx",
+        "call rax",
+        "mov rax, gs:[0]",
+        "wrfsbase rax",
+        "add rsp, 8",
+        "ret",
+        separate = sym SEPARATE,
+    )
+}

@@ -1,0 +1,92 @@
+//! The stack on which slat serves a thread's dispatched system calls, and which part of it is free.
+//!
+//! The program makes calls from three places. From its own stack: no call is being served, whatever frames are left, because whoever
+//! jumps out of a handler gives up what that has interrupted; all of the stack is free. From a handler that runs on this very stack,
+//! because it has interrupted slat and has no alternate stack: what lies below the stack pointer is free. And from a handler on the
+//! alternate stack: it may have interrupted slat, and its stack pointer does not tell where. So whoever calls a handler of the program
+//! notes that before ([`around_handler`]).
+
+use std::cell::Cell;
+
+/// Below a stack pointer, a function may have data (System V ABI, AMD64 supplement, "The Stack Frame").
+const RED_ZONE: usize = 128;
+
+thread_local! {
+    // Without initialisers or destructors: handlers use them.
+    /// The ends of the stack; 0 before the first use.
+    static ENDS: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
+    /// Down to here the stack is in use when a handler runs on the alternate stack.
+    static USED_TO: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Gives this thread a stack: the memory from `low` to `high`.
+pub fn set(low: usize, high: usize) {
+    ENDS.set((low, high));
+    USED_TO.set(high);
+}
+
+/// Whether this thread has one.
+pub fn exists() -> bool {
+    ENDS.get().1 != 0
+}
+
+/// Whether an address is on this thread's stack.
+pub fn contains(address: usize) -> bool {
+    let (low, high) = ENDS.get();
+    (low..=high).contains(&address)
+}
+
+/// Returns the address below which the stack is free, for a call that the program makes with the stack pointer `sp`, which is on its
+/// alternate stack or not.
+pub fn free_below(sp: usize, on_alternate: bool) -> usize {
+    match contains(sp) {
+        true => sp - RED_ZONE,
+        false if on_alternate => USED_TO.get(),
+        false => ENDS.get().1,
+    }
+}
+
+/// Notes that the stack is in use down to `address`. Returns what was noted before.
+pub fn set_used_to(address: usize) -> usize {
+    USED_TO.replace(address)
+}
+
+/// Runs a handler of the program, which has interrupted this thread with the stack pointer `sp`.
+pub fn around_handler(sp: usize, run: impl FnOnce()) {
+    if !contains(sp) {
+        return run();
+    }
+    let before = set_used_to(sp - RED_ZONE);
+    run();
+    set_used_to(before);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_free_depends_on_who_calls() {
+        assert!(!exists());
+        set(0x1000, 0x9000);
+        assert!(exists() && contains(0x1000) && !contains(0x9001));
+        // From the program's own stack, whatever was noted.
+        set_used_to(0x5000);
+        assert_eq!(free_below(0x10_0000, false), 0x9000);
+        // A handler on the alternate stack has interrupted slat at 0x4000; one of its own is interrupted at 0x3000.
+        around_handler(0x4000, || {
+            assert_eq!(free_below(0x20_0000, true), 0x4000 - RED_ZONE);
+            around_handler(0x3000, || {
+                assert_eq!(free_below(0x20_0000, true), 0x3000 - RED_ZONE)
+            });
+            assert_eq!(free_below(0x20_0000, true), 0x4000 - RED_ZONE);
+        });
+        assert_eq!(free_below(0x20_0000, true), 0x5000);
+        // One that has interrupted the program leaves all as it is.
+        around_handler(0x10_0000, || {
+            assert_eq!(free_below(0x20_0000, true), 0x5000)
+        });
+        // A handler on this stack.
+        assert_eq!(free_below(0x3800, false), 0x3800 - RED_ZONE);
+    }
+}
