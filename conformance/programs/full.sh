@@ -1,0 +1,40 @@
+# shellcheck shell=bash disable=SC2154 # The variables are run's.
+# Programs whose compilers, or whose libraries, take minutes to fetch: read by `run --full`.
+
+command -v go >/dev/null || install golang-go
+for cgo in 0 1; do
+    (cd "$here/go" && CGO_ENABLED=$cgo GOFLAGS=-buildvcs=false go build -o "$scratch/go-cgo$cgo" .)
+    try "slat run -- a Go program, CGO_ENABLED=$cgo" "$slat" run -- "$scratch/go-cgo$cgo"
+done
+
+# The tests of the crate, linked statically for musl; a program on rustix.
+target=x86_64-unknown-linux-musl
+rustup target add "$target" >/dev/null 2>&1 || true
+cp -r "$here/rustix" "$scratch/rustix"
+mv "$scratch/rustix/manifest.toml" "$scratch/rustix/Cargo.toml"
+cargo build -q --manifest-path "$scratch/rustix/Cargo.toml"
+try 'slat run -- a Rust program on rustix' "$slat" run -- "$scratch/rustix/target/debug/mixed"
+(cd "$crate" && cargo test -q --no-run --target "$target" --target-dir "$scratch/musl")
+for test in "$scratch/musl/$target"/debug/deps/first_vm-*; do
+    [[ "$test" == *.d ]] || try 'slat run -- a Rust program for musl' "$slat" run -- "$test"
+done
+
+command -v npm >/dev/null || install npm
+npm install --silent --prefix "$scratch/node" koffi >/dev/null
+chmod -R a+rX "$scratch/node"
+cat >"$scratch/node/looked_up.js" <<'END'
+const assert = require('assert'), fs = require('fs'), koffi = require('koffi');
+const c = koffi.load('libc.so.6');
+const open = c.func('int open(const char*, int, ...)'), ioctl = c.func('int ioctl(int, unsigned long, ...)');
+for (const device of [open('/dev/kvm', 2), fs.openSync('/dev/kvm', 'r+')])
+    assert(device >= 0 && ioctl(device, 0xae00, 'int', 0) == 12 && ioctl(device, 0xae01, 'int', 0) >= 0);
+END
+try 'slat run -- node looked_up.js' "$slat" run -- node "$scratch/node/looked_up.js"
+
+# A VMM in Go, as the module proxy has it.
+GOBIN="$scratch" CGO_ENABLED=0 go install github.com/bobuhiro11/gokvm@latest
+"$here/../vmm/materials" "$root/target/conformance/vmm"
+cp "$root/target/conformance/vmm/"{vmlinuz,initrd} "$scratch"
+# shellcheck disable=SC2016
+try 'slat run -- gokvm boot' sh -c 'sleep 200 | timeout 200 "$1/slat" run -- "$1/gokvm" boot -k "$1/vmlinuz" -i "$1/initrd" -m 512M -c 1 \
+    -p "console=ttyS0 earlyprintk=serial noapic noacpi notsc nowatchdog" 2>&1 | grep -m1 "Run /init as init process"' sh "$scratch"
