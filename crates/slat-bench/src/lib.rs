@@ -30,6 +30,7 @@ pub mod report;
 pub mod rounds;
 pub mod show;
 
+pub use experiments::exit::{CLIENT as EXIT_CLIENT, client as measure_exits};
 pub use machine::Failure;
 pub use report::{Report, Row};
 pub use rounds::Size;
@@ -80,6 +81,7 @@ pub const EXPERIMENTS: &[Experiment] = &[
     experiments::memslots::EXPERIMENT,
     experiments::prefetch::EXPERIMENT,
     experiments::mmio::EXPERIMENT,
+    experiments::exit::EXPERIMENT,
     experiments::execute::EXPERIMENT,
     experiments::split::EXPERIMENT,
     experiments::dirty::EXPERIMENT,
@@ -88,6 +90,15 @@ pub const EXPERIMENTS: &[Experiment] = &[
     experiments::cpu::EXPERIMENT,
     experiments::vmm::EXPERIMENT,
 ];
+
+/// Other programs that experiments start. Without them, parts are left out.
+#[derive(Clone, Debug, Default)]
+pub struct Others {
+    /// The `slat` command.
+    pub slat: Option<PathBuf>,
+    /// What Linux is booted with.
+    pub linux: Option<Linux>,
+}
 
 /// The files that booting Linux under QEMU on slat needs.
 #[derive(Clone, Debug)]
@@ -105,20 +116,16 @@ pub struct Linux {
 /// # Errors
 /// If a guest did not do its work, or the set-up failed.
 pub fn run(selection: &[&Experiment], size: Size) -> Result<Report, Failure> {
-    run_with(selection, size, None)
+    run_with(selection, size, Others::default())
 }
 
-/// Like [`run`], but boots `linux`, too. Where its files are missing, a note of the report says so.
+/// Like [`run`], with the parts that need other programs. Where files of theirs are missing, a note of the report says so.
 ///
 /// # Errors
 /// Those of [`run`].
-pub fn run_with(
-    selection: &[&Experiment],
-    size: Size,
-    linux: Option<Linux>,
-) -> Result<Report, Failure> {
+pub fn run_with(selection: &[&Experiment], size: Size, others: Others) -> Result<Report, Failure> {
     let mut bench = Bench::new(size)?;
-    bench.linux = linux;
+    bench.others = others;
     for experiment in selection {
         bench.begin(experiment.name);
         (experiment.run)(&mut bench)?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 use slat::MmuKind;
 
-use crate::Linux;
+use crate::Others;
 use crate::machine::{Api, Failure, RealKvm, Slat};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
@@ -45,8 +45,8 @@ pub struct Bench {
     pub shadow: Slat,
     /// A real KVM, where it opens; never at [`Size::Tiny`], whose counts are slat's.
     pub kvm: Option<RealKvm>,
-    /// The files to boot Linux with, if that is to be measured.
-    pub linux: Option<Linux>,
+    /// Other programs that may be started.
+    pub others: Others,
     experiment: &'static str,
     report: Report,
     progress: ProgressBar,
@@ -76,7 +76,7 @@ impl Bench {
                 Size::Tiny => None,
                 Size::Usual | Size::Full => RealKvm::open().ok(),
             },
-            linux: None,
+            others: Others::default(),
             experiment: "",
             report: Report::default(),
             progress,

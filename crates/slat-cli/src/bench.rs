@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use slat_bench::{EXPERIMENTS, Experiment, Failure, Linux, Report, Size, html, show};
+use slat_bench::{EXPERIMENTS, Experiment, Failure, Linux, Others, Report, Size, html, show};
 use slat_kvm::policy::Assignment;
 
 use crate::args::{ALL, Bench};
@@ -20,6 +20,15 @@ const COLUMNS: u16 = 100;
 
 /// Measures, or prints the explanations.
 pub fn run(options: &Bench) -> ExitCode {
+    if env::var_os(slat_bench::EXIT_CLIENT).is_some() {
+        return match slat_bench::measure_exits() {
+            Ok(lines) => print(&lines),
+            Err(e) => {
+                complain(&format!("bench: {e}"));
+                ExitCode::FAILURE
+            }
+        };
+    }
     let selection: Vec<_> = EXPERIMENTS
         .iter()
         .filter(|known| [ALL, known.name].contains(&options.experiment.as_str()))
@@ -99,7 +108,11 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     // Opened first: minutes of measuring must not end in a file that cannot be written.
     let json = Json::open(options.json.as_deref())?;
     let page = options.html.as_deref().map(Pending::open).transpose()?;
-    let report = slat_bench::run_with(selection, size, linux(options)?)?;
+    let others = Others {
+        slat: Some(env::current_exe()?),
+        linux: linux(options)?,
+    };
+    let report = slat_bench::run_with(selection, size, others)?;
     // The files before the tables: the files are kept whether or not anything reads standard
     // output.
     let text = tables(selection, &report);

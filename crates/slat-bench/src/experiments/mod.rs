@@ -3,6 +3,7 @@
 pub mod cpu;
 pub mod dirty;
 pub mod execute;
+pub mod exit;
 pub mod faults;
 pub mod memslots;
 pub mod mmio;

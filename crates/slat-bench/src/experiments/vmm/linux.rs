@@ -40,7 +40,7 @@ pub const TCG: &str = "tcg";
 const SETTLING: Duration = Duration::from_secs(5);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
-    let Some(linux) = bench.linux.clone() else {
+    let Some(linux) = bench.others.linux.clone() else {
         bench.note(
             "vmm: Linux was not measured: --materials DIR names its kernel and its initrd, which conformance/vmm/materials (in slat's sources) prepares.".to_owned(),
         );

@@ -89,7 +89,11 @@ mod tests {
             materials: "/nonexistent".into(),
             policies: Vec::new(),
         };
-        let report = crate::run_with(&[&EXPERIMENT], Size::Tiny, Some(linux)).unwrap();
+        let others = crate::Others {
+            linux: Some(linux),
+            ..Default::default()
+        };
+        let report = crate::run_with(&[&EXPERIMENT], Size::Tiny, others).unwrap();
         let note = &report.notes()[0];
         assert!(
             note.contains("conformance/vmm/materials /nonexistent"),
