@@ -12,7 +12,7 @@ target=x86_64-unknown-linux-musl
 rustup target add "$target" >/dev/null 2>&1 || true
 cp -r "$here/rustix" "$scratch/rustix"
 mv "$scratch/rustix/manifest.toml" "$scratch/rustix/Cargo.toml"
-cargo build -q --manifest-path "$scratch/rustix/Cargo.toml"
+cargo build -q --manifest-path "$scratch/rustix/Cargo.toml" --target-dir "$scratch/rustix/target"
 try 'slat run -- a Rust program on rustix' "$slat" run -- "$scratch/rustix/target/debug/mixed"
 (cd "$crate" && cargo test -q --no-run --target "$target" --target-dir "$scratch/musl")
 for test in "$scratch/musl/$target"/debug/deps/first_vm-*; do

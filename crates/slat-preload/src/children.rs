@@ -11,6 +11,7 @@ use std::sync::OnceLock;
 
 use crate::files::interpose;
 use crate::load::{self, elf::Headers};
+use crate::paths::{DescriptorPath, read_link};
 use crate::real::{Next, Opened, kernel, plain};
 
 unsafe extern "C" {
@@ -40,17 +41,19 @@ pub fn prepare() {
     }
 }
 
-/// How a program comes to slat.
+/// How slat reaches a program.
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Reach {
-    /// By LD_PRELOAD, or not at all: a program that slat has no way to follow.
+    /// By LD_PRELOAD.
     Preloaded,
     /// By this library, which loads it.
     Loaded,
-    /// As its interpreter does, which is at this path and gets this word before the script's path, if the word is not empty.
-    Script,
+    /// Not at all: a 32-bit program, one that gains rights, or what is no program. What there is in the environment stays.
+    Not,
 }
 
 /// The first line of a script: its interpreter and one word, each with a NUL.
+#[derive(Clone, Copy)]
 struct Line {
     bytes: [u8; Self::LEN],
     /// Where the word begins; 0: there is none.
@@ -76,7 +79,8 @@ impl Line {
         }
         .ok()?;
         let rest = bytes.strip_prefix(b"#!")?;
-        let line = &rest[..rest.iter().position(|byte| *byte == b'\n')?];
+        let end = rest.iter().position(|byte| matches!(byte, b'\n' | 0));
+        let line = &rest[..end.unwrap_or(rest.len())];
         let is_blank = |byte: &u8| matches!(byte, b' ' | b'\t');
         let start = line.iter().position(|byte| !is_blank(byte))?;
         let name = &line[start..];
@@ -101,8 +105,8 @@ impl Line {
         Some(line)
     }
 
-    fn interpreter(&self) -> *const c_char {
-        self.bytes.as_ptr().cast()
+    fn interpreter(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.bytes).unwrap_or_default()
     }
 
     fn word(&self) -> Option<*const c_char> {
@@ -135,7 +139,7 @@ fn contains(file: &Opened, text: &[u8]) -> bool {
 
 /// Whether this library can be started: not where the program has another root, or sees a part of the file system alone. Then a program that
 /// names `/dev/kvm`, which will find the machine's own, or none, is told of in one line.
-fn can_load(library: &CStr, program: &CStr, file: &Opened) -> bool {
+fn can_load(library: &CStr, program: &CStr) -> bool {
     // SAFETY: a path that ends with 0.
     let found = unsafe {
         kernel!(
@@ -145,7 +149,9 @@ fn can_load(library: &CStr, program: &CStr, file: &Opened) -> bool {
             libc::X_OK
         )
     };
-    if found.is_err() && contains(file, b"/dev/kvm") {
+    let names_device =
+        || Opened::new(program, libc::O_RDONLY).is_some_and(|file| contains(&file, b"/dev/kvm"));
+    if found.is_err() && names_device() {
         let parts = [
             &b"slat: "[..],
             program.to_bytes(),
@@ -164,26 +170,27 @@ fn can_load(library: &CStr, program: &CStr, file: &Opened) -> bool {
     found.is_ok()
 }
 
-/// Finds out how slat reaches the program in a file.
-fn reach(file: &Opened) -> Reach {
-    // One that gains rights does so only by itself.
+/// Whether executing a file may give the process other rights: it does so only by itself.
+fn gains_rights(file: &Opened) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in.
-    let mode = unsafe {
+    unsafe {
         let mut stat: libc::stat = std::mem::zeroed();
-        match kernel!(libc::SYS_fstat, file.fd(), &raw mut stat) {
-            Ok(_) => stat.st_mode,
-            Err(_) => 0,
-        }
-    };
-    if mode & (libc::S_ISUID | libc::S_ISGID) != 0 {
-        return Reach::Preloaded;
+        let known = kernel!(libc::SYS_fstat, file.fd(), &raw mut stat).is_ok();
+        known && stat.st_mode & (libc::S_ISUID | libc::S_ISGID) != 0
     }
+}
+
+/// Finds out how slat reaches a program, which is no script.
+fn reach(file: &Opened) -> Reach {
     let Some(headers) = Headers::read(file) else {
-        return Reach::Script;
+        return Reach::Not;
     };
+    if gains_rights(file) {
+        return Reach::Not;
+    }
     let mut name = [0; libc::PATH_MAX as usize];
     let is_loaded = match headers.interpreter(file, &mut name) {
-        // Another C library's. (A shared library that is executed names none, either: the dynamic linker itself is one.)
+        // Another C library's.
         Some(interpreter) => {
             let mut parts = interpreter.to_bytes().rsplit(|byte| *byte == b'/');
             parts
@@ -198,6 +205,61 @@ fn reach(file: &Opened) -> Reach {
     }
 }
 
+/// What executing a file leads to: through the interpreters of scripts, each of which may be a script, to a program.
+struct Chain {
+    lines: [Line; Self::LONGEST],
+    len: usize,
+    reach: Reach,
+}
+
+impl Chain {
+    /// As many as the kernel follows (`fs/exec.c`).
+    const LONGEST: usize = 5;
+
+    /// Follows it from a file. `None`: a file cannot be opened, or is none that can be executed.
+    fn from(program: &CStr) -> Option<Self> {
+        const NONE: Line = Line {
+            bytes: [0; Line::LEN],
+            word: 0,
+        };
+        let mut chain = Chain {
+            lines: [NONE; Self::LONGEST],
+            len: 0,
+            reach: Reach::Not,
+        };
+        loop {
+            let file = Opened::new(chain.program(program), libc::O_RDONLY)?;
+            match Line::read(&file) {
+                Some(line) => {
+                    *chain.lines.get_mut(chain.len)? = line;
+                    chain.len += 1;
+                }
+                None => {
+                    chain.reach = reach(&file);
+                    return Some(chain);
+                }
+            }
+        }
+    }
+
+    fn lines(&self) -> &[Line] {
+        &self.lines[..self.len]
+    }
+
+    /// Returns the program that runs in the end; `given` is what is executed.
+    fn program<'a>(&'a self, given: &'a CStr) -> &'a CStr {
+        self.lines().last().map_or(given, Line::interpreter)
+    }
+
+    /// Returns the words that take the place of the first argument, if what is executed, at `path`, is a script: as the kernel does, each
+    /// interpreter, its word, and in the end the script's path.
+    fn words(&self, path: *const c_char) -> impl Iterator<Item = *const c_char> {
+        let each = self.lines().iter().rev();
+        let words = each.flat_map(|line| [Some(line.interpreter().as_ptr()), line.word()]);
+        words.flatten().chain([path])
+    }
+}
+
 /// Whether a path's last component is that of a dynamic linker, which is static, and loads what is to be preloaded into the program that
 /// it is given.
 fn is_linker(path: &CStr) -> bool {
@@ -206,17 +268,35 @@ fn is_linker(path: &CStr) -> bool {
 }
 
 type Words = *const *const c_char;
+type Path = [u8; libc::PATH_MAX as usize];
 
-/// Returns the number of words before the null.
-unsafe fn count(words: Words) -> usize {
-    let mut count = 0;
-    // SAFETY: the caller gives an array that ends with null, or none.
-    unsafe {
-        while !words.is_null() && !(*words.add(count)).is_null() {
-            count += 1;
+/// Returns a string of the program's with its NUL. `None`: it cannot be read. (Before slat's handlers are installed, nobody is told.)
+fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
+    let mut len = 0;
+    loop {
+        // SAFETY: a guarded load.
+        match unsafe { slat_guard::load(string.cast::<u8>().wrapping_add(len)) }.ok()? {
+            0 => break,
+            _ => len += 1,
         }
     }
-    count
+    // SAFETY: it has just been read to its NUL, and the program leaves its arguments alone during the call.
+    Some(unsafe { CStr::from_ptr(string) })
+}
+
+/// Returns the number of words before the null, all of which are strings that can be read. `None`: not all of them can.
+fn count(words: Words) -> Option<usize> {
+    let mut count = 0;
+    while !words.is_null() {
+        // SAFETY: a guarded load.
+        let word = unsafe { slat_guard::load(words.wrapping_add(count).cast::<u64>()) }.ok()?;
+        if word == 0 {
+            break;
+        }
+        text(word as *const c_char)?;
+        count += 1;
+    }
+    Some(count)
 }
 
 /// Memory for the words that a program is started with.
@@ -280,21 +360,10 @@ impl Drop for Scratch {
     }
 }
 
-/// Returns a variable's value in an environment.
-unsafe fn variable<'a>(environment: Words, name: &CStr) -> Option<&'a [u8]> {
-    // SAFETY: the caller's array of strings.
-    unsafe {
-        (0..count(environment)).find_map(|index| {
-            let text = CStr::from_ptr(*environment.add(index)).to_bytes();
-            text.strip_prefix(name.to_bytes())?.strip_prefix(b"=")
-        })
-    }
-}
-
 /// Starts the program at `path` by `start`, which gets the path, the arguments and the environment by which slat follows it.
 ///
 /// # Safety
-/// - What execve(2) asks for: strings, and arrays of them that end with null.
+/// - What execve(2) asks for: strings, and arrays of them that end with null. What cannot be read is the kernel's to refuse.
 unsafe fn follow<T>(
     path: *const c_char,
     arguments: Words,
@@ -302,112 +371,73 @@ unsafe fn follow<T>(
     start: impl FnOnce(*const c_char, Words, Words) -> T,
 ) -> T {
     const PRELOAD: &CStr = c"LD_PRELOAD";
-    if path.is_null() || arguments.is_null() {
-        return start(path, arguments, environment);
-    }
-    // SAFETY: the caller's promise.
-    let given = unsafe { CStr::from_ptr(path) };
-    let own = load::own_path(path);
-    let program = own.unwrap_or(given);
-    let Some(library) = LIBRARY.get() else {
+    let read = || Some((text(path)?, count(arguments)?, count(environment)?));
+    let (Some((given, words, variables)), Some(library)) = (read(), LIBRARY.get()) else {
         return start(path, arguments, environment);
     };
-    let file = match is_linker(program) {
+    let program = load::own_path(path).unwrap_or(given);
+    let chain = match is_linker(program) {
         true => None,
-        false => Opened::new(program, libc::O_RDONLY),
+        false => Chain::from(program),
     };
-    let Some(file) = file else {
+    let Some(chain) = chain else {
         return start(program.as_ptr(), arguments, environment);
     };
-    let line;
-    let mut runs = program.as_ptr();
-    let mut is_script = None;
-    let loads = match reach(&file) {
-        Reach::Loaded => true,
-        Reach::Preloaded => false,
-        Reach::Script => match Line::read(&file) {
-            Some(read) => {
-                line = read;
-                // SAFETY: a string with its NUL.
-                let interpreter = unsafe { CStr::from_ptr(line.interpreter()) };
-                let file = Opened::new(interpreter, libc::O_RDONLY);
-                let loads = file.is_some_and(|file| matches!(reach(&file), Reach::Loaded));
-                if loads {
-                    runs = line.interpreter();
-                    is_script = Some(&line);
-                }
-                loads
-            }
-            None => false,
-        },
+    let runs = chain.program(program);
+    let loads = chain.reach == Reach::Loaded && can_load(library, runs);
+    // SAFETY: `count` has read the strings.
+    let variable = |index| unsafe { CStr::from_ptr(*environment.add(index)) };
+    let value = |text: &'static CStr, index: usize| {
+        let rest = variable(index).to_bytes().strip_prefix(text.to_bytes())?;
+        rest.strip_prefix(b"=")
     };
-    if loads && !can_load(library, program, &file) {
-        return start(program.as_ptr(), arguments, environment);
-    }
-    drop(file);
-    // A program that loads libraries has LD_PRELOAD from its parent, unless slat has loaded that one.
-    // SAFETY: the caller's promise.
-    let preload = unsafe { variable(environment, PRELOAD) };
+    let preload = (0..variables).find_map(|index| value(PRELOAD, index));
     let has_library = preload.is_some_and(|value| {
         let mut names = value.split(|byte| matches!(byte, b':' | b' '));
-        names.any(|name| name == library.to_bytes())
+        // Another slat's library serves as well.
+        names.any(|name| {
+            let file = name.rsplit(|byte| *byte == b'/').next();
+            file.is_some_and(|file| file.starts_with(b"libslat_preload"))
+        })
     });
-    if !loads && (!load::is_loaded() || has_library) {
+    if !loads && (chain.reach != Reach::Preloaded || has_library) {
         return start(program.as_ptr(), arguments, environment);
     }
-    // SAFETY: as above.
-    let (words, variables) = unsafe { (count(arguments), count(environment)) };
-    // SAFETY: as above; `runs` is a string.
-    let runs_bytes = unsafe { CStr::from_ptr(runs) }.to_bytes();
-    let bytes = (words + variables + 8) * size_of::<usize>()
+    let bytes = (words + variables + 2 * Chain::LONGEST + 8) * size_of::<usize>()
         + preload.map_or(0, <[u8]>::len)
         + library.count_bytes()
-        + runs_bytes.len()
+        + runs.count_bytes()
         + 256;
     let Some(mut scratch) = Scratch::new(bytes) else {
         return start(program.as_ptr(), arguments, environment);
     };
-    let added = match loads {
-        true => scratch.join(&[load::PROGRAM.to_bytes(), b"=", runs_bytes]),
-        false => match preload {
-            Some(others) => {
-                scratch.join(&[PRELOAD.to_bytes(), b"=", library.to_bytes(), b":", others])
-            }
-            None => scratch.join(&[PRELOAD.to_bytes(), b"=", library.to_bytes()]),
-        },
-    };
-    let is_replaced = |word: *const c_char| {
-        // SAFETY: a string of the environment.
-        let text = unsafe { CStr::from_ptr(word) }.to_bytes();
-        let is = |name: &CStr| {
-            text.strip_prefix(name.to_bytes())
-                .is_some_and(|rest| rest.starts_with(b"="))
-        };
-        is(PRELOAD) || is(load::PROGRAM)
-    };
-    // SAFETY: the arrays' words.
-    let kept = (0..variables).map(|index| unsafe { *environment.add(index) });
-    let environment = scratch.list(kept.filter(|word| !is_replaced(*word)).chain([added]));
-    let arguments = match is_script {
-        // What the kernel does: the interpreter, its word, the script's path, and the script's arguments.
-        Some(line) => {
-            // SAFETY: as above.
-            let rest = (1..words).map(|index| unsafe { *arguments.add(index) });
-            let first = [Some(line.interpreter()), line.word(), Some(path)];
-            scratch.list(first.into_iter().flatten().chain(rest))
+    let added = match (loads, preload) {
+        (true, _) => scratch.join(&[load::PROGRAM.to_bytes(), b"=", runs.to_bytes()]),
+        (false, Some(others)) => {
+            scratch.join(&[PRELOAD.to_bytes(), b"=", library.to_bytes(), b":", others])
         }
-        None => arguments,
+        (false, None) => scratch.join(&[PRELOAD.to_bytes(), b"=", library.to_bytes()]),
     };
-    let runs = if loads {
-        library.as_ptr()
-    } else {
-        program.as_ptr()
+    let kept = (0..variables)
+        .filter(|index| value(PRELOAD, *index).is_none() && value(load::PROGRAM, *index).is_none())
+        .map(|index| variable(index).as_ptr());
+    let environment = scratch.list(kept.chain([added]));
+    if !loads {
+        return start(program.as_ptr(), arguments, environment);
+    }
+    // SAFETY: `count` has read the words.
+    let rest = (1..words).map(|index| unsafe { *arguments.add(index) });
+    let arguments = match (chain.len, words) {
+        // The kernel gives an empty name to a program that is started without one.
+        (0, 0) => scratch.list([c"".as_ptr()].into_iter()),
+        (0, _) => arguments,
+        _ => scratch.list(chain.words(path).chain(rest)),
     };
-    start(runs, arguments, environment)
+    start(library.as_ptr(), arguments, environment)
 }
 
 /// Finds a program's path as execvp(3) does. `None`: there is none in PATH.
-fn find(name: *const c_char, buffer: &mut [u8; libc::PATH_MAX as usize]) -> Option<*const c_char> {
+fn find(name: *const c_char, buffer: &mut Path) -> Option<*const c_char> {
     if name.is_null() {
         return None;
     }
@@ -472,6 +502,102 @@ pub unsafe fn become_program(path: *const c_char, arguments: Words, environment:
     answer.unwrap_or_else(crate::dispatch::error)
 }
 
+/// Finds a path to what execveat executes, in `buffer` if it is not the given one. `None`: the kernel has to find it.
+fn path_at(
+    directory: c_int,
+    path: *const c_char,
+    flags: c_int,
+    buffer: &mut Path,
+) -> Option<*const c_char> {
+    let given = text(path)?.to_bytes();
+    let is_empty = given.is_empty();
+    if flags & !libc::AT_EMPTY_PATH != 0 || is_empty && flags == 0 {
+        return None;
+    }
+    if given.starts_with(b"/") || directory == libc::AT_FDCWD && !is_empty {
+        return Some(path);
+    }
+    let link = DescriptorPath::new(directory);
+    let mut len = read_link(link.as_c_str(), buffer)?.len();
+    if !is_empty {
+        let rest = [&b"/"[..], given].map(|part| {
+            buffer.get_mut(len..len + part.len())?.copy_from_slice(part);
+            len += part.len();
+            Some(())
+        });
+        rest.into_iter().collect::<Option<()>>()?;
+    }
+    *buffer.get_mut(len)? = 0;
+    let name = CStr::from_bytes_until_nul(buffer).ok()?;
+    if Opened::new(name, libc::O_PATH).is_some() {
+        return Some(buffer.as_ptr().cast());
+    }
+    // A file without a name, as a memfd: the descriptor is the way to it, also for this library, in whose process it has to be open.
+    let link = match Chain::from(link.as_c_str())?.reach {
+        // SAFETY: a descriptor of the program's is duplicated.
+        Reach::Loaded => DescriptorPath::new(
+            unsafe { kernel!(libc::SYS_fcntl, directory, libc::F_DUPFD, 3) }.ok()? as c_int,
+        ),
+        _ => link,
+    };
+    let link = link.as_c_str().to_bytes_with_nul();
+    buffer[..link.len()].copy_from_slice(link);
+    Some(buffer.as_ptr().cast())
+}
+
+/// Does execveat. Returns what the kernel returns.
+///
+/// # Safety
+/// As for the system call.
+pub unsafe fn become_program_at(
+    directory: c_int,
+    path: *const c_char,
+    arguments: Words,
+    environment: Words,
+    flags: c_int,
+) -> isize {
+    let mut buffer = [0; libc::PATH_MAX as usize];
+    let found = path_at(directory, path, flags, &mut buffer);
+    let start = |runs: *const c_char, arguments: Words, environment: Words| {
+        // SAFETY: the caller's promise, and what `follow` has made of it.
+        unsafe {
+            match found.is_none_or(|found| std::ptr::eq(runs, found)) {
+                true => kernel!(
+                    libc::SYS_execveat,
+                    directory,
+                    path,
+                    arguments,
+                    environment,
+                    flags
+                ),
+                false => kernel!(libc::SYS_execve, runs, arguments, environment),
+            }
+        }
+    };
+    let answer = match found {
+        // SAFETY: the caller's promise; the path that was found ends with 0.
+        Some(found) => unsafe { follow(found, arguments, environment, start) },
+        None => start(path, arguments, environment),
+    };
+    answer.unwrap_or_else(crate::dispatch::error)
+}
+
+/// execveat(2), as the C library returns.
+///
+/// # Safety
+/// As for the system call.
+pub unsafe fn execute_at(
+    directory: c_int,
+    path: *const c_char,
+    arguments: Words,
+    environment: Words,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let answer = unsafe { become_program_at(directory, path, arguments, environment, flags) };
+    plain(crate::real::result(answer)) as c_int
+}
+
 /// execve(2), as the C library returns.
 ///
 /// # Safety
@@ -487,13 +613,15 @@ pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words)
 unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Words) -> c_int {
     let mut buffer = [0; libc::PATH_MAX as usize];
     if let Some(path) = find(name, &mut buffer) {
-        let loads = |runs: *const c_char, arguments, environment| match std::ptr::eq(runs, path) {
-            true => false,
-            // SAFETY: what `follow` has made of the caller's promise. It returns only if it has failed.
-            false => unsafe { kernel!(libc::SYS_execve, runs, arguments, environment) }.is_err(),
+        let changed = |runs: *const c_char, words, variables| {
+            // Unchanged, it is the C library's to do.
+            if !std::ptr::eq(runs, path) || !std::ptr::eq(variables, environment) {
+                // SAFETY: what `follow` has made of the caller's promise. It returns only if it has failed.
+                let _ = unsafe { kernel!(libc::SYS_execve, runs, words, variables) };
+            }
         };
         // SAFETY: the caller's promise.
-        unsafe { follow(path, arguments, environment, loads) };
+        unsafe { follow(path, arguments, environment, changed) };
     }
     let Some(next) = NEXT_EXECVPE.get() else {
         return missing();
@@ -517,6 +645,24 @@ interpose! {
     fn execv(path: *const c_char, arguments: Words) -> c_int {
         // SAFETY: the caller's promise.
         unsafe { execute(path, arguments, environ) }
+    }
+
+    /// execveat(2).
+    fn execveat(
+        directory: c_int,
+        path: *const c_char,
+        arguments: Words,
+        environment: Words,
+        flags: c_int,
+    ) -> c_int {
+        // SAFETY: the caller's promise.
+        unsafe { execute_at(directory, path, arguments, environment, flags) }
+    }
+
+    /// fexecve(3).
+    fn fexecve(file: c_int, arguments: Words, environment: Words) -> c_int {
+        // SAFETY: the caller's promise.
+        unsafe { execute_at(file, c"".as_ptr(), arguments, environment, libc::AT_EMPTY_PATH) }
     }
 
     /// execvp(3).
@@ -622,7 +768,13 @@ unsafe extern "C-unwind" fn find_listed(name: *const c_char, words: Words) -> c_
 /// The environment follows the words' null.
 unsafe extern "C-unwind" fn execute_listed_in(path: *const c_char, words: Words) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { execute(path, words, *words.add(count(words) + 1).cast()) }
+    unsafe {
+        execute(
+            path,
+            words,
+            *words.add(count(words).unwrap_or(0) + 1).cast(),
+        )
+    }
 }
 
 /// Does posix_spawn by one of the C library's functions.

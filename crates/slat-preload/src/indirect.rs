@@ -168,6 +168,16 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                 b as *const *const c_char,
                 c as *const *const c_char,
             ) as isize,
+            libc::SYS_execveat => {
+                let (words, environment) = (c as *const *const c_char, d as *const *const c_char);
+                children::execute_at(
+                    a as c_int,
+                    b as *const c_char,
+                    words,
+                    environment,
+                    e as c_int,
+                ) as isize
+            }
             libc::SYS_readlink => {
                 status::read_link_at(libc::AT_FDCWD, a as *const c_char, b as *mut c_char, c)
             }

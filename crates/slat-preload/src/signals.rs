@@ -17,7 +17,7 @@ use slat_process::pointers;
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
 use std::ptr::{null, null_mut};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
 
 /// Size of a table by signal: signals are numbered from 1 to 64.
 const SIGNALS: usize = 65;
@@ -42,6 +42,9 @@ static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 /// Whether SIGSYS is slat's.
 static DISPATCHED: AtomicBool = AtomicBool::new(false);
 
+/// The mask of the program's action for SIGSYS, where that is slat's.
+static SIGSYS_MASK: AtomicU64 = AtomicU64::new(0);
+
 static NEXT: Next = Next::new(c"sigaction");
 
 slat_process::handler! {
@@ -64,11 +67,27 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
             next(signal, &default, null_mut());
         }
     }
+    if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
+        // All signals are blocked, for slat's sake.
+        // SAFETY: the kernel's context; the C library's larger set begins with the kernel's.
+        let interrupted = unsafe {
+            let context = context.cast::<libc::ucontext_t>();
+            (&raw const (*context).uc_sigmask).cast::<u64>().read()
+        };
+        slat_guard::change_mask(
+            libc::SIG_SETMASK,
+            interrupted | SIGSYS_MASK.load(Ordering::Relaxed),
+        );
+        // SAFETY: the kernel's information.
+        if function == libc::SIG_IGN && unsafe { (*info).si_code } <= 0 {
+            return;
+        }
+    }
     if is_function(function) {
         // SAFETY: the program gave this function for this signal.
         unsafe { pointers::call_program(function, signal, info, context) }
     } else if signal == libc::SIGSYS {
-        // A seccomp filter's: it ends the process when this handler has returned, as without slat.
+        // Of a seccomp filter, or sent by someone: it ends the process when this handler has returned, as without slat.
         // SAFETY: the default action; a signal for this thread.
         unsafe {
             let mut default: Action = zeroed();
@@ -172,7 +191,12 @@ unsafe fn set_dispatched(new: *const Action, old: *mut Action) -> c_int {
         let mut before: Action = zeroed();
         before.sa_sigaction = handler.function.load(Ordering::Acquire);
         before.sa_flags = handler.flags.load(Ordering::Relaxed);
+        // The C library's larger set begins with the kernel's.
+        let kernels = (&raw mut before.sa_mask).cast::<u64>();
+        kernels.write(SIGSYS_MASK.load(Ordering::Relaxed));
         if let Some(new) = new.as_ref() {
+            let mask = (&raw const new.sa_mask).cast::<u64>().read();
+            kernels.write(SIGSYS_MASK.swap(mask, Ordering::Relaxed));
             handler.flags.store(new.sa_flags, Ordering::Relaxed);
             (handler.function).store(new.sa_sigaction, Ordering::Release);
         }

@@ -69,6 +69,7 @@ pub fn answer(frame: &mut Frame) -> isize {
             // SAFETY: the program's arguments, which the kernel would read.
             unsafe { children::become_program(path, words, environment) }
         }
+        libc::SYS_execveat => execute_at(arguments),
         libc::SYS_rt_sigsuspend => with_mask(number, arguments, 0, 1),
         libc::SYS_ppoll => with_mask(number, arguments, 3, 4),
         libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => with_mask(number, arguments, 4, 5),
@@ -78,6 +79,15 @@ pub fn answer(frame: &mut Frame) -> isize {
                 "prctl(PR_SET_SYSCALL_USER_DISPATCH): slat uses it itself in this program; the call answers EINVAL"
             ));
             error(libc::EINVAL)
+        }
+        // musl's detached threads give their own stack back before they end: their last call has no place for a signal any more.
+        libc::SYS_munmap
+            if load::is_loaded() && frame.register(libc::REG_RSP).wrapping_sub(a) < b =>
+        {
+            match all_others(number, arguments) {
+                0 => threads::exit(0),
+                error => error,
+            }
         }
         _ if load::is_loaded() => match in_loaded_program(number, arguments) {
             Some(answer) => answer,
@@ -111,6 +121,7 @@ fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
     let [a, b, ..] = arguments;
     Some(match number {
         libc::SYS_arch_prctl => match a {
+            ARCH_SET_FS if b >= 1 << 47 => error(libc::EPERM),
             ARCH_SET_FS => {
                 pointers::set_programs(b);
                 0
@@ -153,6 +164,17 @@ fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
         libc::SYS_readlinkat => load::own_link(b as *const c_char, arguments[2], arguments[3])?,
         _ => return None,
     })
+}
+
+/// Does execveat.
+fn execute_at([directory, path, words, environment, flags, _]: [usize; 6]) -> isize {
+    let (path, words, environment) = (
+        path as *const c_char,
+        words as *const _,
+        environment as *const _,
+    );
+    // SAFETY: the program's arguments, which the kernel would read.
+    unsafe { children::become_program_at(directory as i32, path, words, environment, flags as i32) }
 }
 
 /// Installs a seccomp filter by `install`.
@@ -253,14 +275,43 @@ fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<is
     Ok(0)
 }
 
-/// Does sigaltstack. The return to the program sets the stack again that the frame has.
+/// Does sigaltstack. The kernel sees slat's stack pointer; the program's is in the frame, and so is the stack that the return to the program
+/// sets again.
 fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
-    let answer = pass(libc::SYS_sigaltstack, [new, old, 0, 0, 0, 0]);
-    if answer == 0 {
+    const AUTODISARM: i32 = 1 << 31;
+    let before = frame.alternate;
+    let is_used = frame.comes_from_alternate() && before.ss_flags & AUTODISARM == 0;
+    if new != 0 {
+        if is_used {
+            return error(libc::EPERM);
+        }
+        let answer = pass(libc::SYS_sigaltstack, [new, 0, 0, 0, 0, 0]);
+        if answer != 0 {
+            return answer;
+        }
         let alternate = &raw mut frame.alternate as usize;
         pass(libc::SYS_sigaltstack, [0, alternate, 0, 0, 0, 0]);
     }
-    answer
+    if old != 0 {
+        // The frame has what was set, not what that means.
+        let state = match (before.ss_size, is_used) {
+            (0, _) => libc::SS_DISABLE,
+            (_, true) => libc::SS_ONSTACK,
+            (_, false) => 0,
+        };
+        let flags = before.ss_flags | state;
+        let words = [
+            before.ss_sp as u64,
+            u64::from(flags as u32),
+            before.ss_size as u64,
+        ];
+        for (index, word) in words.into_iter().enumerate() {
+            if let Err(error) = write(old + 8 * index, word) {
+                return error;
+            }
+        }
+    }
+    0
 }
 
 /// Does a call that sets a mask while it waits: `set` is the index of the pointer to the mask, `bytes` that of its size.

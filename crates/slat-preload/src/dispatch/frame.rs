@@ -14,6 +14,9 @@ use slat_process::stack;
 use std::arch::naked_asm;
 use std::ffi::c_int;
 
+/// Below a stack pointer, a function may have data (System V ABI, AMD64 supplement, "The Stack Frame").
+pub const RED_ZONE: usize = 128;
+
 /// The kernel's `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/ucontext.h`, `sigcontext.h`).
 #[repr(C)]
 #[derive(Debug)]
@@ -43,10 +46,25 @@ impl Frame {
         self.registers[index as usize] = value as i64;
     }
 
+    /// Whether the program has made the call on its alternate stack.
+    pub fn comes_from_alternate(&self) -> bool {
+        self.is_on_alternate(self.register(libc::REG_RSP))
+    }
+
+    /// Returns the part of the alternate stack that is free below the call.
+    pub fn free_alternate(&self) -> libc::stack_t {
+        let free = self.register(libc::REG_RSP) - RED_ZONE - self.alternate.ss_sp as usize;
+        libc::stack_t {
+            ss_size: free,
+            ..self.alternate
+        }
+    }
+
     /// Whether a stack pointer is on the program's alternate stack.
     fn is_on_alternate(&self, sp: usize) -> bool {
         let start = self.alternate.ss_sp as usize;
-        (start..=start + self.alternate.ss_size).contains(&sp)
+        self.alternate.ss_flags & libc::SS_DISABLE == 0
+            && (start..=start + self.alternate.ss_size).contains(&sp)
     }
 
     /// Returns the number of the system call and its arguments.
@@ -59,7 +77,8 @@ impl Frame {
             libc::REG_R8,
             libc::REG_R9,
         ];
-        let number = self.registers[libc::REG_RAX as usize];
+        // The kernel looks at the lower half of RAX.
+        let number = i64::from(self.registers[libc::REG_RAX as usize] as i32);
         (number, arguments.map(|index| self.register(index)))
     }
 
@@ -108,8 +127,20 @@ impl Frame {
     }
 }
 
+/// What the kernel says of a dispatched call: its `siginfo_t` for SIGSYS.
+#[repr(C)]
+struct Sent {
+    signal_errno_code: [c_int; 4],
+    address: usize,
+    number: c_int,
+    architecture: u32,
+}
+
+/// `include/uapi/linux/audit.h`.
+const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
+
 /// Puts the frame of a call on slat's stack. Runs in the handler, with all signals blocked.
-unsafe extern "C" fn place(_signal: c_int, _info: usize, kernels: *mut Frame) -> *mut Frame {
+unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Frame) -> *mut Frame {
     if !stack::exists() {
         super::threads::make_stack();
     }
@@ -124,6 +155,10 @@ unsafe extern "C" fn place(_signal: c_int, _info: usize, kernels: *mut Frame) ->
             }
         };
         (*frame).link = stack::set_used_to(frame as usize);
+        if (*info).architecture != AUDIT_ARCH_X86_64 {
+            // By `int 0x80`, with the numbers of 32-bit programs: no call at all.
+            (*frame).set_register(libc::REG_RAX, usize::MAX);
+        }
         frame
     }
 }
@@ -185,12 +220,7 @@ unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
 pub unsafe fn resume(frame: *mut Frame) -> ! {
     // SAFETY: the caller's promise.
     unsafe {
-        let sp = (*frame).register(libc::REG_RSP);
-        let (start, len) = (
-            (*frame).alternate.ss_sp as usize,
-            (*frame).alternate.ss_size,
-        );
-        if (start..=start + len).contains(&sp) {
+        if (*frame).comes_from_alternate() {
             // From the alternate stack, which may have interrupted a call that is served above: what lies below that one is free again,
             // as soon as no other signal can come before the return.
             slat_guard::change_mask(libc::SIG_BLOCK, u64::MAX);

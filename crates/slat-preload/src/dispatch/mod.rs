@@ -8,6 +8,7 @@
 //! | `frame` | the program's state at a call, and the stack on which it is served |
 //! | `calls` | the calls that concern the thread, its signals or its memory; all others go to `indirect` |
 //! | `filters` | the program's seccomp filters |
+//! | `robust` | robust futexes |
 //! | `rseq` | restartable sequences |
 //! | `threads` | threads and processes that the program makes |
 //!
@@ -17,6 +18,7 @@
 mod calls;
 mod filters;
 mod frame;
+mod robust;
 mod rseq;
 mod scan;
 mod text;
@@ -55,10 +57,19 @@ pub fn arm() -> Result<(), &'static str> {
         slat_process::gate::move_to(gate);
         slat_guard::set_restorer(restorer);
     }
+    threads::prepare();
+    threads::make_stack();
     slat_guard::never_block(libc::SIGSYS);
     slat_guard::change_mask(libc::SIG_UNBLOCK, 1 << (libc::SIGSYS - 1));
     crate::signals::take_over_dispatch(frame::entry as *const () as usize);
     crate::prepare().map_err(|_| "there is no memory")
+}
+
+/// Whether a sanitizer's runtime is a part of the program, or of a library: its own calls are meant for the kernel.
+fn has_sanitizer() -> bool {
+    // SAFETY: a string that ends with 0.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__sanitizer_set_report_path".as_ptr()) };
+    !found.is_null()
 }
 
 /// Arms a program that the dynamic linker has loaded, if its own code makes system calls, or if the user says so (`SLAT_DISPATCH`, for
@@ -66,7 +77,7 @@ pub fn arm() -> Result<(), &'static str> {
 pub fn arm_if_needed() {
     let is_asked =
         std::env::var_os("SLAT_DISPATCH").is_some_and(|value| !value.is_empty() && value != "0");
-    if (is_asked || text::program_makes_calls())
+    if (is_asked || text::program_makes_calls() && !has_sanitizer())
         && let Err(why) = arm()
     {
         slat_kvm::report::say(format_args!(
@@ -112,6 +123,11 @@ unsafe extern "C" fn serve(frame: *mut frame::Frame) -> ! {
     let before = slat_process::errno();
     // SAFETY: the caller's promise: nobody else has the copy.
     unsafe {
+        if (*frame).comes_from_alternate() {
+            // The kernel sees that the thread runs elsewhere, and would put the next handler where this one is.
+            let free = (*frame).free_alternate();
+            let _ = kernel!(libc::SYS_sigaltstack, &raw const free, 0);
+        }
         // From here on handlers of the program run, as they would in the kernel's place.
         let mask = (*frame).mask;
         set_mask(mask);

@@ -10,22 +10,45 @@
 use super::calls::{error, exit_now};
 use super::filters::{self, Inherited};
 use super::frame::{self, Frame};
-use super::{arm_thread, block_all, is_armed, rseq};
+use super::{arm_thread, block_all, is_armed, robust, rseq};
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::real::{Next, kernel, raw};
 use crate::{forks, load};
 use slat_kvm::thread::Section;
+use slat_process::gate::GATE;
 use slat_process::{pointers, stack, wait};
 use std::arch::naked_asm;
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::mem::transmute;
 use std::ptr::{null, null_mut};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Bytes of the stack on which a thread's calls are served: as many as the standard library gives a thread.
 const STACK: usize = 2 << 20;
+
+/// The key whose destructor gives a thread's stack back.
+static KEY: OnceLock<libc::pthread_key_t> = OnceLock::new();
+
+/// Gives the stack of a thread that ends back. What the thread calls from now on passes to the kernel.
+unsafe extern "C" fn drop_stack(low: *mut c_void) {
+    super::disarm_thread();
+    stack::set(0, 0);
+    // SAFETY: the stack of `make_stack`, on which no call is being served: this is the C library's code.
+    let _ = unsafe { kernel!(libc::SYS_munmap, low, STACK) };
+}
+
+/// Has the stacks given back that [`make_stack`] makes. Call at the program's start.
+pub fn prepare() {
+    KEY.get_or_init(|| {
+        let mut key = 0;
+        // SAFETY: a key to fill in, and a function of this library, which is never unloaded.
+        unsafe { libc::pthread_key_create(&mut key, Some(drop_stack)) };
+        key
+    });
+}
 
 /// Gives this thread a stack for its calls. Ends the process if there is no memory.
 pub fn make_stack() {
@@ -45,6 +68,10 @@ pub fn make_stack() {
     // SAFETY: the page below which the stack must not grow, which nothing uses yet.
     let _ = unsafe { kernel!(libc::SYS_mprotect, low, 4096, libc::PROT_NONE) };
     stack::set(low as usize, low as usize + STACK);
+    if let Some(key) = KEY.get() {
+        // SAFETY: the key of `prepare`: among the first, whose values need no memory.
+        unsafe { libc::pthread_setspecific(*key, low as *const c_void) };
+    }
 }
 
 /// What a program asks for when it makes a thread or a process: the kernel's `struct clone_args` (`include/uapi/linux/sched.h`).
@@ -135,40 +162,55 @@ impl Request {
         self.flags & flag != 0
     }
 
+    /// Whether this is what fork(2) makes.
+    fn is_fork(&self) -> bool {
+        let known = PARENT_SET_TID | CHILD_SET_TID | CHILD_CLEAR_TID;
+        self.flags & !known == 0
+            && self.exit_signal == libc::SIGCHLD as u64
+            && self.set_tid_size == 0
+    }
+
+    /// Whether clone(2) can say the same as clone3(2).
+    fn fits(&self) -> bool {
+        let two_words = self.has(PIDFD) && self.has(PARENT_SET_TID);
+        self.flags >> 32 == 0 && self.set_tid_size == 0 && !two_words
+    }
+
+    /// Does clone(2), with a stack pointer for the child; 0: its maker's. Returns what the kernel does.
+    ///
+    /// # Safety
+    /// - The request [fits](Self::fits). The caller goes on in both processes, or the child where its stack says.
+    unsafe fn clone_to(&self, sp: usize) -> isize {
+        let word = match self.has(PIDFD) {
+            true => self.pidfd,
+            false => self.parent_tid,
+        };
+        let flags = (self.flags | self.exit_signal) as usize;
+        let (word, child_tid, tls) = (word as usize, self.child_tid as usize, self.tls as usize);
+        // SAFETY: the caller's promise.
+        unsafe { raw(libc::SYS_clone, [flags, sp, word, child_tid, tls, 0]) }
+    }
+
     /// Makes a process, on a copy of the caller's stack. Returns what the kernel does.
     ///
     /// # Safety
     /// - The caller goes on in both processes.
     unsafe fn issue(&self) -> isize {
-        // clone(2) where it can say the same: the filters of container runtimes refuse clone3, because they cannot read its flags.
-        let fits = self.flags >> 32 == 0
-            && self.set_tid_size == 0
-            && !(self.has(PIDFD) && self.has(PARENT_SET_TID));
-        let word = match self.has(PIDFD) {
-            true => self.pidfd,
-            false => self.parent_tid,
-        };
-        // SAFETY: the caller's promise.
-        unsafe {
-            match fits {
-                true => {
-                    let flags = (self.flags | self.exit_signal) as usize;
-                    let arguments = [flags, 0, word as usize, self.child_tid as usize, 0, 0];
-                    raw(libc::SYS_clone, arguments)
-                }
-                false => {
-                    let arguments = [
-                        std::ptr::from_ref(self) as usize,
-                        size_of::<Self>(),
-                        0,
-                        0,
-                        0,
-                        0,
-                    ];
-                    raw(libc::SYS_clone3, arguments)
-                }
-            }
+        // The filters of container runtimes refuse clone3, because they cannot read its flags.
+        if self.fits() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.clone_to(0) };
         }
+        let arguments = [
+            std::ptr::from_ref(self) as usize,
+            size_of::<Self>(),
+            0,
+            0,
+            0,
+            0,
+        ];
+        // SAFETY: the caller's promise.
+        unsafe { raw(libc::SYS_clone3, arguments) }
     }
 
     /// Returns where the new thread's stack begins; `None` if it goes on with its maker's.
@@ -186,7 +228,10 @@ pub fn make(frame: &mut Frame, request: &Request) -> isize {
         };
     }
     if request.has(VM) && !request.has(VFORK) {
-        return refuse("a process that shares memory with its maker");
+        return match (load::is_loaded(), request.stack_top()) {
+            (false, Some(top)) if request.fits() => make_beside(frame, request, top),
+            _ => refuse("a process that shares memory with its maker"),
+        };
     }
     make_process(frame, request)
 }
@@ -198,9 +243,37 @@ fn refuse(what: &str) -> isize {
     error(libc::ENOSYS)
 }
 
+/// Makes a process that shares memory with its maker and has a stack of its own: LeakSanitizer looks at its program's threads by one. It has
+/// no thread of slat's C library, so its calls pass to the kernel.
+fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
+    /// Where the child begins: behind the gate's `ret`, with the frame where rt_sigreturn(2) expects it.
+    #[unsafe(naked)]
+    unsafe extern "C" fn begin() {
+        naked_asm!(
+            "mov eax, {rt_sigreturn}",
+            "jmp qword ptr [rip + {gate}]",
+            rt_sigreturn = const libc::SYS_rt_sigreturn,
+            gate = sym GATE,
+        )
+    }
+    // SAFETY: the program gives this stack to the child, below the red zone of what it may have put there. The parent goes on here.
+    unsafe {
+        let copy = &mut *frame.copy_below(top - frame::RED_ZONE);
+        copy.alternate = NO_STACK;
+        copy.set_register(libc::REG_RAX, 0);
+        copy.set_register(libc::REG_RSP, top);
+        let sp = (&raw mut *copy).cast::<usize>().sub(1);
+        *sp = begin as *const () as usize;
+        request.clone_to(sp as usize)
+    }
+}
+
 fn make_process(frame: &mut Frame, request: &Request) -> isize {
     let copied = Request {
-        flags: request.flags & !(VM | SIGHAND | SET_TLS | CLEAR_SIGHAND),
+        flags: match request.has(VM) {
+            true => request.flags & !(VM | SIGHAND | SET_TLS | CLEAR_SIGHAND),
+            false => request.flags & !(SET_TLS | CLEAR_SIGHAND),
+        },
         stack: 0,
         stack_size: 0,
         tls: 0,
@@ -208,9 +281,38 @@ fn make_process(frame: &mut Frame, request: &Request) -> isize {
     };
     // A handler must not run in the child before its calls are dispatched. The return to the program undoes this.
     block_all();
-    // SAFETY: the program's request for a process with a copy of memory. The child goes on here.
-    let answer = forks::around(|| unsafe { copied.issue() });
+    let answer = match copied.is_fork() {
+        // The C library's own: where other threads make threads meanwhile, the child's copy of it has to be mended.
+        // SAFETY: a plain call. The child goes on here.
+        true => match unsafe { libc::fork() } {
+            -1 => error(slat_process::errno()),
+            child => child as isize,
+        },
+        // SAFETY: the program's request for a process with a copy of memory. The child goes on here.
+        false => forks::around(|| unsafe { copied.issue() }),
+    };
+    if answer > 0 && copied.is_fork() && copied.has(PARENT_SET_TID) {
+        // SAFETY: a guarded store. The kernel ignores a bad address, too.
+        let _ = unsafe { slat_guard::store(copied.parent_tid as *mut u32, answer as u32) };
+    }
     if answer == 0 {
+        BEGUN_AT.set(0);
+        set_clear_at_exit(0);
+        if copied.is_fork() {
+            if copied.has(CHILD_SET_TID) {
+                // SAFETY: as above.
+                let _ = unsafe {
+                    slat_guard::store(
+                        copied.child_tid as *mut u32,
+                        slat_process::thread_id() as u32,
+                    )
+                };
+            }
+            if copied.has(CHILD_CLEAR_TID) {
+                set_clear_at_exit(copied.child_tid as usize);
+            }
+        }
+        THREADS.store(1, Ordering::Relaxed);
         if let Some(top) = request.stack_top() {
             frame.set_register(libc::REG_RSP, top);
         }
@@ -229,10 +331,20 @@ thread_local! {
     static BEGUN_AT: Cell<usize> = const { Cell::new(0) };
 }
 
+/// Threads of a loaded program that have not ended.
+static THREADS: AtomicU32 = AtomicU32::new(1);
+
 /// Sets the word that becomes 0, and is woken, when this thread ends.
 pub fn set_clear_at_exit(address: usize) {
     CLEAR_AT_EXIT.set(address);
 }
+
+/// No alternate stack.
+const NO_STACK: libc::stack_t = libc::stack_t {
+    ss_sp: null_mut(),
+    ss_flags: libc::SS_DISABLE,
+    ss_size: 0,
+};
 
 /// A thread to be made: on its maker's stack, until `tid` is set.
 struct Start<'a> {
@@ -261,6 +373,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
         filters: filters::of_this_thread(),
         tid: AtomicU32::new(0),
     };
+    THREADS.fetch_add(1, Ordering::Relaxed);
     // The new thread begins with this mask.
     block_all();
     // SAFETY: the C library's function; attributes on the stack; `start` outlives the new thread's use of it, which ends when `tid` is
@@ -280,6 +393,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
         failed
     };
     if failed != 0 {
+        THREADS.fetch_sub(1, Ordering::Relaxed);
         return error(failed);
     }
     loop {
@@ -357,11 +471,7 @@ unsafe extern "C" fn go(start: *const Start<'_>) -> ! {
         stack::set(stack_end(), high);
         let copy = &mut *frame.copy_below(high);
         stack::set_used_to(&raw const *copy as usize);
-        copy.alternate = libc::stack_t {
-            ss_sp: null_mut(),
-            ss_flags: libc::SS_DISABLE,
-            ss_size: 0,
-        };
+        copy.alternate = NO_STACK;
         copy.set_register(libc::REG_RAX, 0);
         if let Some(top) = request.stack_top() {
             copy.set_register(libc::REG_RSP, top);
@@ -399,10 +509,18 @@ fn stack_end() -> usize {
     }
 }
 
-/// Does exit(2): ends this thread.
+/// Does exit(2): ends this thread, and with the program's last one the process, in which slat's own threads would go on.
 pub fn exit(status: usize) -> ! {
     block_all();
-    rseq::leave();
+    if load::is_loaded() {
+        if THREADS.fetch_sub(1, Ordering::AcqRel) == 1 {
+            crate::at_exit();
+            // SAFETY: ends the process.
+            let _ = unsafe { kernel!(libc::SYS_exit_group, status) };
+        }
+        rseq::leave();
+        robust::leave();
+    }
     let clear = CLEAR_AT_EXIT.get();
     if clear != 0 {
         // SAFETY: a guarded store to the word that the program has named, and a wake of who waits for it.
@@ -435,12 +553,63 @@ extern "C-unwind" fn first(start: *mut c_void) -> *mut c_void {
         // slat's own thread, which has GS from its maker.
         // SAFETY: the first thread has done the same.
         true => unsafe { pointers::separate(0) },
-        false => arm_thread(),
+        false => begin_armed(),
     }
     routine(argument)
 }
 
+static NEXT_THRD: Next = Next::new(c"thrd_create");
+
+/// What a thread of thrd_create runs.
+struct ShortRoutine {
+    routine: extern "C-unwind" fn(*mut c_void) -> c_int,
+    argument: *mut c_void,
+}
+
+extern "C-unwind" fn first_short(start: *mut c_void) -> c_int {
+    let ShortRoutine { routine, argument } = {
+        let _section = Section::enter();
+        // SAFETY: `thrd_create` below has made it for this thread.
+        *unsafe { Box::from_raw(start.cast::<ShortRoutine>()) }
+    };
+    begin_armed();
+    routine(argument)
+}
+
+/// Has a new thread's calls dispatched. Its stack is made now: later, a filter may forbid it.
+fn begin_armed() {
+    arm_thread();
+    make_stack();
+}
+
 interpose! {
+    /// thrd_create(3).
+    fn thrd_create(
+        thread: *mut c_void,
+        routine: extern "C-unwind" fn(*mut c_void) -> c_int,
+        argument: *mut c_void,
+    ) -> c_int {
+        const THRD_ERROR: c_int = 2;
+        type Create =
+            unsafe extern "C" fn(*mut c_void, extern "C-unwind" fn(*mut c_void) -> c_int, *mut c_void) -> c_int;
+        let Some(create) = NEXT_THRD.get() else {
+            return THRD_ERROR;
+        };
+        // SAFETY: the C library's function of this name.
+        let create = unsafe { transmute::<usize, Create>(create) };
+        if !is_armed() {
+            // SAFETY: the caller's promise.
+            return unsafe { create(thread, routine, argument) };
+        }
+        let mut start = null_mut();
+        guarded(|| {
+            start = Box::into_raw(Box::new(ShortRoutine { routine, argument }));
+            Ok(0)
+        });
+        // SAFETY: the caller's promise; the new thread takes `start`. (One that is not made leaves its few bytes.)
+        unsafe { create(thread, first_short, start.cast()) }
+    }
+
     /// pthread_create(3): a thread's calls are dispatched if its maker's are.
     fn pthread_create(
         thread: *mut libc::pthread_t,

@@ -79,6 +79,15 @@ struct Placed {
     end: usize,
 }
 
+/// Returns an address, another one each time, that has room behind it: for the program's break.
+fn somewhere() -> u64 {
+    const LOW: u64 = 0x2000_0000_0000;
+    let mut random = 0u64;
+    // SAFETY: a live word to fill in; where that fails the address is always the same.
+    let _ = unsafe { kernel!(libc::SYS_getrandom, &raw mut random, size_of::<u64>(), 0) };
+    LOW + (random % (1 << 28)) * PAGE
+}
+
 /// Maps the segments of one file.
 fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
     let unusable = || "has segments beyond all addresses".to_owned();
@@ -98,7 +107,7 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         return Err("has no segments to load".to_owned());
     }
     let (at, fixed) = match headers.is_relocatable {
-        true => (0, 0),
+        true => (somewhere(), 0),
         false => (low, libc::MAP_FIXED_NOREPLACE),
     };
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;

@@ -78,6 +78,9 @@ pub fn with_own_path(number: i64, mut arguments: [usize; 6]) -> [usize; 6] {
 /// Does readlink for the program's link to its own file. `None`: the path is another.
 pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
     let own = own_path(path)?.to_bytes();
+    if len as isize <= 0 {
+        return Some(dispatch::error(libc::EINVAL));
+    }
     let own = &own[..own.len().min(len)];
     // SAFETY: guarded; the address is the program's.
     let copied = unsafe { slat_guard::copy_out(to as *mut u8, own) };

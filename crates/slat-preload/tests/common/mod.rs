@@ -63,9 +63,11 @@ pub fn is_native() -> bool {
 }
 
 /// Asserts that a descriptor is slat's under the library, and the kernel's without it: a client that reached the machine's own KVM would
-/// not test slat. Asks by a program that runs without the library. (A system call of the client's own would be seen by slat, too.)
+/// not test slat. Asks by a program that the dynamic linker runs without the library: whatever else is executed, slat follows, and it would see
+/// a system call of the client's own, too.
 pub fn demand_slats(fd: i32) {
-    let link = Command::new("readlink")
+    let link = Command::new("/lib64/ld-linux-x86-64.so.2")
+        .arg("/usr/bin/readlink")
         .arg(format!("/proc/{}/fd/{fd}", std::process::id()))
         .env_remove("LD_PRELOAD")
         .output()

@@ -1,0 +1,67 @@
+//! Robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`): the kernel marks those that a thread holds when it
+//! ends. The program's thread ends before slat's C library's, and whoever waits for that end looks at them: so slat does it.
+
+use super::calls::pass;
+
+/// What the kernel walks at most.
+const LIMIT: usize = 2048;
+
+/// Marks the futexes that this thread holds, wakes who waits for them, and takes the list back.
+pub fn leave() {
+    let (mut head, mut bytes) = (0usize, 0usize);
+    let to = [&raw mut head as usize, &raw mut bytes as usize];
+    if pass(libc::SYS_get_robust_list, [0, to[0], to[1], 0, 0, 0]) != 0 || head == 0 {
+        return;
+    }
+    // SAFETY: guarded loads: the list is the program's.
+    let load = |address: usize| unsafe { slat_guard::load(address as *const u64) };
+    let walk = || {
+        let mut next = load(head)? as usize;
+        let offset = load(head + 8)? as usize;
+        // The lowest bit says that the futex inherits priority.
+        let pending = load(head + 16)? as usize & !1;
+        for _ in 0..LIMIT {
+            let entry = next & !1;
+            if entry == head || entry == 0 {
+                break;
+            }
+            next = load(entry)? as usize;
+            if entry != pending {
+                mark(entry.wrapping_add(offset));
+            }
+        }
+        if pending != 0 {
+            mark(pending.wrapping_add(offset));
+        }
+        Ok::<_, slat_guard::Gone>(())
+    };
+    // What cannot be read has no futexes.
+    let _ = walk();
+    pass(libc::SYS_set_robust_list, [0, bytes, 0, 0, 0, 0]);
+}
+
+/// Marks a futex whose owner ends, if that is this thread.
+fn mark(address: usize) {
+    let futex = address as *mut u32;
+    let own = slat_process::thread_id() as u32;
+    // SAFETY: guarded accesses to the program's word.
+    unsafe {
+        while let Ok(value) = slat_guard::load(futex) {
+            if value & libc::FUTEX_TID_MASK != own {
+                return;
+            }
+            let dead = value & libc::FUTEX_WAITERS | libc::FUTEX_OWNER_DIED;
+            match slat_guard::compare_exchange(futex, value, dead) {
+                Ok(Ok(_)) if value & libc::FUTEX_WAITERS != 0 => {
+                    pass(
+                        libc::SYS_futex,
+                        [address, libc::FUTEX_WAKE as usize, 1, 0, 0, 0],
+                    );
+                    return;
+                }
+                Ok(Err(_)) => {}
+                _ => return,
+            }
+        }
+    }
+}
