@@ -35,6 +35,16 @@ try 'slat run -- node looked_up.js' "$slat" run -- node "$scratch/node/looked_up
 GOBIN="$scratch" CGO_ENABLED=0 go install github.com/bobuhiro11/gokvm@latest
 "$here/../vmm/materials" "$root/target/conformance/vmm"
 cp "$root/target/conformance/vmm/"{vmlinuz,initrd} "$scratch"
-# shellcheck disable=SC2016
-try 'slat run -- gokvm boot' sh -c 'sleep 200 | timeout 200 "$1/slat" run -- "$1/gokvm" boot -k "$1/vmlinuz" -i "$1/initrd" -m 512M -c 1 \
-    -p "console=ttyS0 earlyprintk=serial noapic noacpi notsc nowatchdog" 2>&1 | grep -m1 "Run /init as init process"' sh "$scratch"
+cat >"$scratch/gokvm.sh" <<'END'
+cd "$(dirname "$0")"
+./slat run -- ./gokvm boot -k vmlinuz -i initrd -m 512M -c 1 \
+    -p "console=ttyS0 earlyprintk=serial noapic noacpi notsc nowatchdog" >tmp/console 2>&1 < <(sleep 200) &
+for _ in $(seq 200); do
+    if grep -q "Run /init as init process" tmp/console; then kill $!; exit 0; fi
+    sleep 1
+done
+kill $!
+tail -n 20 tmp/console
+exit 1
+END
+try 'slat run -- gokvm boot' bash "$scratch/gokvm.sh"

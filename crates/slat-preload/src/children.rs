@@ -299,15 +299,28 @@ fn count(words: Words) -> Option<usize> {
     Some(count)
 }
 
-/// Memory for the words that a program is started with.
+/// Memory for the words that a program is started with: the caller's, or mapped where that does not suffice. (What a child of `vfork` maps
+/// stays mapped in its parent.)
 struct Scratch {
     start: *mut u8,
     len: usize,
     used: usize,
+    is_mapped: bool,
 }
 
+/// Room for the words of nearly all programs.
+type Room = [usize; 1024];
+
 impl Scratch {
-    fn new(len: usize) -> Option<Self> {
+    fn new(room: &mut Room, len: usize) -> Option<Self> {
+        if len <= size_of_val(room) {
+            return Some(Scratch {
+                start: room.as_mut_ptr().cast(),
+                len,
+                used: 0,
+                is_mapped: false,
+            });
+        }
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: new memory.
@@ -317,6 +330,7 @@ impl Scratch {
             start: start as *mut u8,
             len,
             used: 0,
+            is_mapped: true,
         })
     }
 
@@ -355,8 +369,10 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // SAFETY: this value's memory.
-        let _ = unsafe { kernel!(libc::SYS_munmap, self.start, self.len) };
+        if self.is_mapped {
+            // SAFETY: this value's memory.
+            let _ = unsafe { kernel!(libc::SYS_munmap, self.start, self.len) };
+        }
     }
 }
 
@@ -408,7 +424,8 @@ unsafe fn follow<T>(
         + library.count_bytes()
         + runs.count_bytes()
         + 256;
-    let Some(mut scratch) = Scratch::new(bytes) else {
+    let mut room = [0; size_of::<Room>() / size_of::<usize>()];
+    let Some(mut scratch) = Scratch::new(&mut room, bytes) else {
         return start(program.as_ptr(), arguments, environment);
     };
     let added = match (loads, preload) {

@@ -6,12 +6,16 @@ use common::on_slat;
 
 on_slat! {
     static_children_use_slat
+    scripts_lead_to_a_static_program
+    a_descriptor_is_executed
+    a_cleaned_environment_keeps_slat
     what_is_no_program_is_refused_as_by_the_kernel
 }
 
 mod client {
     use std::fs::{self, File, OpenOptions};
     use std::io::Write as _;
+    use std::os::fd::{AsRawFd as _, FromRawFd as _};
     use std::os::unix::fs::OpenOptionsExt as _;
     use std::os::unix::process::CommandExt as _;
     use std::path::{Path, PathBuf};
@@ -79,14 +83,77 @@ mod client {
                 .args(["-c", "\"$0\"; exit $?"])
                 .arg(&path),
         );
-        // By its name in PATH, and as the interpreter of a script.
+        // By its name in PATH.
         let directory = path.parent().unwrap();
         uses_slat(Command::new(path.file_name().unwrap()).env("PATH", directory));
-        let script = path.with_extension("script");
-        fs::write(&script, format!("#! {} word\n", path.display())).unwrap();
-        fs::set_permissions(&script, fs::metadata(&path).unwrap().permissions()).unwrap();
-        uses_slat(&mut forked(&script));
-        fs::remove_file(script).unwrap();
+        fs::remove_file(path).unwrap();
+    }
+
+    /// Makes a script beside `program`, which is its interpreter.
+    fn script(program: &Path, name: &str, end: &str) -> PathBuf {
+        let script = program.with_extension(name);
+        fs::write(&script, format!("#! {} word{end}", program.display())).unwrap();
+        fs::set_permissions(&script, fs::metadata(program).unwrap().permissions()).unwrap();
+        script
+    }
+
+    #[test]
+    #[ignore = "a client"]
+    fn scripts_lead_to_a_static_program() {
+        let path = program("interpreter");
+        let first = script(&path, "first", "\n");
+        // Its only line does not end.
+        let second = script(&first, "second", "");
+        for script in [&first, &second] {
+            uses_slat(&mut Command::new(script));
+            uses_slat(&mut forked(script));
+        }
+        for file in [second, first, path] {
+            fs::remove_file(file).unwrap();
+        }
+    }
+
+    #[test]
+    #[ignore = "a client"]
+    fn a_descriptor_is_executed() {
+        let path = program("descriptor");
+        let named = File::open(&path).unwrap();
+        // SAFETY: a name that ends with 0; the descriptor is nobody else's.
+        let mut unnamed = unsafe {
+            File::from_raw_fd(libc::memfd_create(c"program".as_ptr(), libc::MFD_CLOEXEC))
+        };
+        unnamed.write_all(&fs::read(&path).unwrap()).unwrap();
+        for file in [named, unnamed] {
+            let run = move || {
+                let words = [c"program".as_ptr(), std::ptr::null()];
+                // SAFETY: arrays that end with null.
+                unsafe { libc::fexecve(file.as_raw_fd(), words.as_ptr(), words[1..].as_ptr()) };
+                Err(std::io::Error::last_os_error())
+            };
+            let mut command = Command::new("/bin/false");
+            // SAFETY: the closure executes, and does nothing else.
+            unsafe { command.pre_exec(run) };
+            uses_slat(&mut command);
+        }
+        fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    #[ignore = "a client"]
+    fn a_cleaned_environment_keeps_slat() {
+        const SHOWS_LIBRARY: &str = "case $LD_PRELOAD in *libslat_preload*) exit 12;; esac";
+        let path = program("cleaned");
+        uses_slat(Command::new(&path).env_clear());
+        uses_slat(
+            Command::new("/bin/sh")
+                .args(["-c", "\"$0\"; exit $?"])
+                .arg(&path)
+                .env_clear(),
+        );
+        let mut shell = Command::new("/bin/sh");
+        shell.args(["-c", SHOWS_LIBRARY]);
+        uses_slat(shell.env_clear());
+        uses_slat(Command::new("/usr/bin/env").args(["-i", "/bin/sh", "-c", SHOWS_LIBRARY]));
         fs::remove_file(path).unwrap();
     }
 
