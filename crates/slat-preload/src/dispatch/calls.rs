@@ -2,6 +2,7 @@
 //! slat. All others go to [`by_number`].
 
 use super::frame::{self, Frame};
+use super::request::Request;
 use super::{filters, rseq, threads};
 use crate::guarded::guarded;
 use crate::indirect::by_number;
@@ -52,10 +53,10 @@ pub fn answer(frame: &mut Frame) -> isize {
         libc::SYS_rt_sigprocmask => change_mask(frame, a as i32, b, c, d).unwrap_or_else(|e| e),
         libc::SYS_rt_sigaction => change_action(a as i32, b, c, d).unwrap_or_else(|e| e),
         libc::SYS_sigaltstack => change_alternate(frame, a, b),
-        libc::SYS_fork => threads::make(frame, &threads::Request::fork()),
-        libc::SYS_vfork => threads::make(frame, &threads::Request::vfork()),
-        libc::SYS_clone => threads::make(frame, &threads::Request::clone(arguments)),
-        libc::SYS_clone3 => match threads::Request::clone3(a, b) {
+        libc::SYS_fork => threads::make(frame, &Request::fork()),
+        libc::SYS_vfork => threads::make(frame, &Request::vfork()),
+        libc::SYS_clone => threads::make(frame, &Request::clone(arguments)),
+        libc::SYS_clone3 => match Request::clone3(a, b) {
             Ok(request) => threads::make(frame, &request),
             Err(error) => error,
         },

@@ -142,7 +142,7 @@ const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
 /// Puts the frame of a call on slat's stack. Runs in the handler, with all signals blocked.
 unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Frame) -> *mut Frame {
     if !stack::exists() {
-        super::threads::make_stack();
+        super::library_threads::make_stack();
     }
     // SAFETY: the kernel's frame, which lies on the stack of this handler; and the part of slat's stack that is free.
     unsafe {

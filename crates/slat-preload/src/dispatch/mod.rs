@@ -10,7 +10,9 @@
 //! | `filters` | the program's seccomp filters |
 //! | `robust` | robust futexes |
 //! | `rseq` | restartable sequences |
-//! | `threads` | threads and processes that the program makes |
+//! | `request` | what it asks for when it makes a thread or a process |
+//! | `threads` | threads and processes that it makes itself |
+//! | `library_threads` | threads that the C library makes for it |
 //!
 //! The kernel keeps the dispatch for each thread: threads and processes that are made begin without, and [`arm_thread`] gives it to them
 //! before they run the program.
@@ -18,6 +20,8 @@
 mod calls;
 mod filters;
 mod frame;
+mod library_threads;
+mod request;
 mod robust;
 mod rseq;
 mod scan;
@@ -57,8 +61,8 @@ pub fn arm() -> Result<(), &'static str> {
         slat_process::gate::move_to(gate);
         slat_guard::set_restorer(restorer);
     }
-    threads::prepare();
-    threads::make_stack();
+    library_threads::prepare();
+    library_threads::make_stack();
     slat_guard::never_block(libc::SIGSYS);
     slat_guard::change_mask(libc::SIG_UNBLOCK, 1 << (libc::SIGSYS - 1));
     crate::signals::take_over_dispatch(frame::entry as *const () as usize);

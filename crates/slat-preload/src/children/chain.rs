@@ -1,0 +1,181 @@
+//! What executing a file leads to: a program, perhaps through the interpreters of scripts, and how slat reaches that.
+
+use crate::load::elf::Headers;
+use crate::real::{Opened, kernel};
+use std::ffi::{CStr, c_char};
+
+/// How slat reaches a program.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Reach {
+    /// By LD_PRELOAD.
+    Preloaded,
+    /// By this library, which loads it.
+    Loaded,
+    /// Not at all: a 32-bit program, one that gains rights, or what is no program. What there is in the environment stays.
+    Not,
+}
+
+/// The first line of a script: its interpreter and one word, each with a NUL.
+#[derive(Clone, Copy)]
+struct Line {
+    bytes: [u8; Self::LEN],
+    /// Where the word begins; 0: there is none.
+    word: usize,
+}
+
+impl Line {
+    /// As much as the kernel reads (`include/uapi/linux/binfmts.h`, `BINPRM_BUF_SIZE`).
+    const LEN: usize = 256;
+
+    /// Reads the line of a script. `None`: the file is none.
+    fn read(file: &Opened) -> Option<Self> {
+        let mut bytes = [0; Self::LEN];
+        // SAFETY: a live buffer of this length.
+        unsafe {
+            kernel!(
+                libc::SYS_pread64,
+                file.fd(),
+                bytes.as_mut_ptr(),
+                Self::LEN - 1,
+                0
+            )
+        }
+        .ok()?;
+        let rest = bytes.strip_prefix(b"#!")?;
+        let end = rest.iter().position(|byte| matches!(byte, b'\n' | 0));
+        let line = &rest[..end.unwrap_or(rest.len())];
+        let is_blank = |byte: &u8| matches!(byte, b' ' | b'\t');
+        let start = line.iter().position(|byte| !is_blank(byte))?;
+        let name = &line[start..];
+        let name_len = name.iter().position(is_blank).unwrap_or(name.len());
+        let rest = &name[name_len..];
+        let word = rest
+            .iter()
+            .position(|byte| !is_blank(byte))
+            .map(|at| &rest[at..]);
+        let word = word
+            .map(|word| word.trim_ascii_end())
+            .filter(|word| !word.is_empty());
+        let mut line = Line {
+            bytes: [0; Self::LEN],
+            word: 0,
+        };
+        line.bytes[..name_len].copy_from_slice(&name[..name_len]);
+        if let Some(word) = word {
+            line.word = name_len + 1;
+            line.bytes[line.word..line.word + word.len()].copy_from_slice(word);
+        }
+        Some(line)
+    }
+
+    fn interpreter(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.bytes).unwrap_or_default()
+    }
+
+    fn word(&self) -> Option<*const c_char> {
+        (self.word > 0).then(|| self.bytes[self.word..].as_ptr().cast())
+    }
+}
+
+/// Whether executing a file may give the process other rights: it does so only by itself.
+fn gains_rights(file: &Opened) -> bool {
+    // SAFETY: all-zero is a valid `stat`, which the call fills in.
+    unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        let known = kernel!(libc::SYS_fstat, file.fd(), &raw mut stat).is_ok();
+        known && stat.st_mode & (libc::S_ISUID | libc::S_ISGID) != 0
+    }
+}
+
+/// Finds out how slat reaches a program, which is no script.
+fn reach(file: &Opened) -> Reach {
+    let Some(headers) = Headers::read(file) else {
+        return Reach::Not;
+    };
+    if gains_rights(file) {
+        return Reach::Not;
+    }
+    let mut name = [0; libc::PATH_MAX as usize];
+    let is_loaded = match headers.interpreter(file, &mut name) {
+        // Another C library's.
+        Some(interpreter) => {
+            let mut parts = interpreter.to_bytes().rsplit(|byte| *byte == b'/');
+            parts
+                .next()
+                .is_some_and(|name| name.starts_with(b"ld-musl"))
+        }
+        None => headers.loaded().next().is_some(),
+    };
+    match is_loaded {
+        true => Reach::Loaded,
+        false => Reach::Preloaded,
+    }
+}
+
+/// What executing a file leads to: through the interpreters of scripts, each of which may be a script, to a program.
+pub struct Chain {
+    lines: [Line; Self::LONGEST],
+    len: usize,
+    /// How slat reaches the program.
+    pub reach: Reach,
+}
+
+impl Chain {
+    /// As many as the kernel follows (`fs/exec.c`).
+    pub const LONGEST: usize = 5;
+
+    /// Follows it from a file. `None`: a file cannot be opened, or is none that can be executed.
+    pub fn from(program: &CStr) -> Option<Self> {
+        const NONE: Line = Line {
+            bytes: [0; Line::LEN],
+            word: 0,
+        };
+        let mut chain = Chain {
+            lines: [NONE; Self::LONGEST],
+            len: 0,
+            reach: Reach::Not,
+        };
+        loop {
+            let file = Opened::new(chain.program(program), libc::O_RDONLY)?;
+            match Line::read(&file) {
+                Some(line) => {
+                    *chain.lines.get_mut(chain.len)? = line;
+                    chain.len += 1;
+                }
+                None => {
+                    chain.reach = reach(&file);
+                    return Some(chain);
+                }
+            }
+        }
+    }
+
+    /// Whether there are scripts before the program.
+    pub fn has_scripts(&self) -> bool {
+        self.len > 0
+    }
+
+    fn lines(&self) -> &[Line] {
+        &self.lines[..self.len]
+    }
+
+    /// Returns the program that runs in the end; `given` is what is executed.
+    pub fn program<'a>(&'a self, given: &'a CStr) -> &'a CStr {
+        self.lines().last().map_or(given, Line::interpreter)
+    }
+
+    /// Returns the words that take the place of the first argument, if what is executed, at `path`, is a script: as the kernel does, each
+    /// interpreter, its word, and in the end the script's path.
+    pub fn words(&self, path: *const c_char) -> impl Iterator<Item = *const c_char> {
+        let each = self.lines().iter().rev();
+        let words = each.flat_map(|line| [Some(line.interpreter().as_ptr()), line.word()]);
+        words.flatten().chain([path])
+    }
+}
+
+/// Whether a path's last component is that of a dynamic linker, which is static, and loads what is to be preloaded into the program that
+/// it is given.
+pub fn is_linker(path: &CStr) -> bool {
+    let name = path.to_bytes().rsplit(|byte| *byte == b'/').next();
+    name.is_some_and(|name| name.starts_with(b"ld-linux") || name.starts_with(b"ld.so"))
+}

@@ -1,0 +1,247 @@
+//! Starting a program in such a manner that slat follows it: with LD_PRELOAD, or by this library in its place.
+
+use super::chain::{Chain, Reach, is_linker};
+use super::{LIBRARY, Words};
+use crate::load;
+use crate::real::{Opened, kernel};
+use std::ffi::{CStr, c_char};
+use std::ptr::null;
+
+/// Whether the file contains `text`.
+fn contains(file: &Opened, text: &[u8]) -> bool {
+    // SAFETY: plain calls. The mapping is private and read here only; a file that shrinks meanwhile is none that can be
+    // executed.
+    unsafe {
+        let Ok(len @ 1..) = kernel!(libc::SYS_lseek, file.fd(), 0, libc::SEEK_END) else {
+            return false;
+        };
+        let (access, flags) = (libc::PROT_READ, libc::MAP_PRIVATE);
+        let Ok(start) = kernel!(libc::SYS_mmap, 0, len, access, flags, file.fd(), 0) else {
+            return false;
+        };
+        let found = libc::memmem(
+            start as *const _,
+            len as usize,
+            text.as_ptr().cast(),
+            text.len(),
+        );
+        let _ = kernel!(libc::SYS_munmap, start, len);
+        !found.is_null()
+    }
+}
+
+/// Whether this library can be started: not where the program has another root, or sees a part of the file system alone. Then a program that
+/// names `/dev/kvm`, which will find the machine's own, or none, is told of in one line.
+fn can_load(library: &CStr, program: &CStr) -> bool {
+    // SAFETY: a path that ends with 0.
+    let found = unsafe {
+        kernel!(
+            libc::SYS_faccessat,
+            libc::AT_FDCWD,
+            library.as_ptr(),
+            libc::X_OK
+        )
+    };
+    let names_device =
+        || Opened::new(program, libc::O_RDONLY).is_some_and(|file| contains(&file, b"/dev/kvm"));
+    if found.is_err() && names_device() {
+        let parts = [
+            &b"slat: "[..],
+            program.to_bytes(),
+            b" loads no libraries, and slat's library, which would load it, cannot be started here (",
+            library.to_bytes(),
+            b"): at /dev/kvm it finds the machine's own KVM, or none\n",
+        ];
+        let parts = parts.map(|part| libc::iovec {
+            iov_base: part.as_ptr().cast_mut().cast(),
+            iov_len: part.len(),
+        });
+        // One call, so that lines of other processes do not mix with it.
+        // SAFETY: live buffers, which the call reads.
+        let _ = unsafe { kernel!(libc::SYS_writev, 2, parts.as_ptr(), parts.len()) };
+    }
+    found.is_ok()
+}
+
+/// Returns a string of the program's with its NUL. `None`: it cannot be read. (Before slat's handlers are installed, nobody is told.)
+pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
+    let mut len = 0;
+    loop {
+        // SAFETY: a guarded load.
+        match unsafe { slat_guard::load(string.cast::<u8>().wrapping_add(len)) }.ok()? {
+            0 => break,
+            _ => len += 1,
+        }
+    }
+    // SAFETY: it has just been read to its NUL, and the program leaves its arguments alone during the call.
+    Some(unsafe { CStr::from_ptr(string) })
+}
+
+/// Returns the number of words before the null, all of which are strings that can be read. `None`: not all of them can.
+pub fn count(words: Words) -> Option<usize> {
+    let mut count = 0;
+    while !words.is_null() {
+        // SAFETY: a guarded load.
+        let word = unsafe { slat_guard::load(words.wrapping_add(count).cast::<u64>()) }.ok()?;
+        if word == 0 {
+            break;
+        }
+        text(word as *const c_char)?;
+        count += 1;
+    }
+    Some(count)
+}
+
+/// Memory for the words that a program is started with: the caller's, or mapped where that does not suffice. (What a child of `vfork` maps
+/// stays mapped in its parent.)
+struct Scratch {
+    start: *mut u8,
+    len: usize,
+    used: usize,
+    is_mapped: bool,
+}
+
+/// Room for the words of nearly all programs.
+type Room = [usize; 1024];
+
+impl Scratch {
+    fn new(room: &mut Room, len: usize) -> Option<Self> {
+        if len <= size_of_val(room) {
+            return Some(Scratch {
+                start: room.as_mut_ptr().cast(),
+                len,
+                used: 0,
+                is_mapped: false,
+            });
+        }
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: new memory.
+        let start =
+            unsafe { kernel!(libc::SYS_mmap, 0, len, access, flags, usize::MAX, 0) }.ok()?;
+        Some(Scratch {
+            start: start as *mut u8,
+            len,
+            used: 0,
+            is_mapped: true,
+        })
+    }
+
+    /// Joins strings to one with a NUL. There is room for it.
+    fn join(&mut self, parts: &[&[u8]]) -> *const c_char {
+        // SAFETY: within the memory, as is asserted.
+        unsafe {
+            let begin = self.start.add(self.used);
+            for part in parts.iter().chain([&&b"\0"[..]]) {
+                assert!(self.used + part.len() <= self.len);
+                std::ptr::copy_nonoverlapping(part.as_ptr(), self.start.add(self.used), part.len());
+                self.used += part.len();
+            }
+            begin.cast()
+        }
+    }
+
+    /// Puts words one after another, with a null at the end. There is room for them.
+    fn list(&mut self, words: impl Iterator<Item = *const c_char>) -> Words {
+        self.used = self.used.next_multiple_of(size_of::<usize>());
+        // SAFETY: within the memory, as is asserted.
+        unsafe {
+            let begin = self.start.add(self.used).cast::<*const c_char>();
+            for word in words.chain([null()]) {
+                assert!(self.used + size_of::<usize>() <= self.len);
+                self.start
+                    .add(self.used)
+                    .cast::<*const c_char>()
+                    .write(word);
+                self.used += size_of::<usize>();
+            }
+            begin
+        }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if self.is_mapped {
+            // SAFETY: this value's memory.
+            let _ = unsafe { kernel!(libc::SYS_munmap, self.start, self.len) };
+        }
+    }
+}
+
+/// Starts the program at `path` by `start`, which gets the path, the arguments and the environment by which slat follows it.
+///
+/// # Safety
+/// - What execve(2) asks for: strings, and arrays of them that end with null. What cannot be read is the kernel's to refuse.
+pub unsafe fn follow<T>(
+    path: *const c_char,
+    arguments: Words,
+    environment: Words,
+    start: impl FnOnce(*const c_char, Words, Words) -> T,
+) -> T {
+    const PRELOAD: &CStr = c"LD_PRELOAD";
+    let read = || Some((text(path)?, count(arguments)?, count(environment)?));
+    let (Some((given, words, variables)), Some(library)) = (read(), LIBRARY.get()) else {
+        return start(path, arguments, environment);
+    };
+    let program = load::own_path(path).unwrap_or(given);
+    let chain = match is_linker(program) {
+        true => None,
+        false => Chain::from(program),
+    };
+    let Some(chain) = chain else {
+        return start(program.as_ptr(), arguments, environment);
+    };
+    let runs = chain.program(program);
+    let loads = chain.reach == Reach::Loaded && can_load(library, runs);
+    // SAFETY: `count` has read the strings.
+    let variable = |index| unsafe { CStr::from_ptr(*environment.add(index)) };
+    let value = |text: &'static CStr, index: usize| {
+        let rest = variable(index).to_bytes().strip_prefix(text.to_bytes())?;
+        rest.strip_prefix(b"=")
+    };
+    let preload = (0..variables).find_map(|index| value(PRELOAD, index));
+    let has_library = preload.is_some_and(|value| {
+        let mut names = value.split(|byte| matches!(byte, b':' | b' '));
+        // Another slat's library serves as well.
+        names.any(|name| {
+            let file = name.rsplit(|byte| *byte == b'/').next();
+            file.is_some_and(|file| file.starts_with(b"libslat_preload"))
+        })
+    });
+    if !loads && (chain.reach != Reach::Preloaded || has_library) {
+        return start(program.as_ptr(), arguments, environment);
+    }
+    let bytes = (words + variables + 2 * Chain::LONGEST + 8) * size_of::<usize>()
+        + preload.map_or(0, <[u8]>::len)
+        + library.count_bytes()
+        + runs.count_bytes()
+        + 256;
+    let mut room = [0; size_of::<Room>() / size_of::<usize>()];
+    let Some(mut scratch) = Scratch::new(&mut room, bytes) else {
+        return start(program.as_ptr(), arguments, environment);
+    };
+    let added = match (loads, preload) {
+        (true, _) => scratch.join(&[load::PROGRAM.to_bytes(), b"=", runs.to_bytes()]),
+        (false, Some(others)) => {
+            scratch.join(&[PRELOAD.to_bytes(), b"=", library.to_bytes(), b":", others])
+        }
+        (false, None) => scratch.join(&[PRELOAD.to_bytes(), b"=", library.to_bytes()]),
+    };
+    let kept = (0..variables)
+        .filter(|index| value(PRELOAD, *index).is_none() && value(load::PROGRAM, *index).is_none())
+        .map(|index| variable(index).as_ptr());
+    let environment = scratch.list(kept.chain([added]));
+    if !loads {
+        return start(program.as_ptr(), arguments, environment);
+    }
+    // SAFETY: `count` has read the words.
+    let rest = (1..words).map(|index| unsafe { *arguments.add(index) });
+    let arguments = match (chain.has_scripts(), words) {
+        // The kernel gives an empty name to a program that is started without one.
+        (false, 0) => scratch.list([c"".as_ptr()].into_iter()),
+        (false, _) => arguments,
+        _ => scratch.list(chain.words(path).chain(rest)),
+    };
+    start(library.as_ptr(), arguments, environment)
+}

@@ -1,0 +1,428 @@
+//! Programs that the program executes: slat follows them all. One that loads libraries gets this one by LD_PRELOAD; for one that loads
+//! none, this library is started in its place ([`load`]).
+//!
+//! | file | idea |
+//! |---|---|
+//! | `chain` | what executing a file leads to |
+//! | `follow` | how a program is started so that slat follows it |
+//!
+//! Everything here is async-signal-safe and allocates nothing by `malloc`: a program may execute another one in a child of `vfork`, or in
+//! a child of `fork` that has had many threads.
+
+mod chain;
+mod follow;
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::mem::transmute;
+use std::sync::OnceLock;
+
+use crate::files::interpose;
+use crate::load;
+use crate::paths::{DescriptorPath, read_link};
+use crate::real::{Next, Opened, kernel, plain};
+use chain::{Chain, Reach};
+use follow::{count, follow, text};
+
+type Words = *const *const c_char;
+type Path = [u8; libc::PATH_MAX as usize];
+
+unsafe extern "C" {
+    static environ: *const *const c_char;
+}
+
+/// This library's file.
+static LIBRARY: OnceLock<CString> = OnceLock::new();
+
+/// Sets this library's file, where the dynamic linker does not know it.
+pub fn set_library(file: &CStr) {
+    let _ = LIBRARY.set(file.to_owned());
+}
+
+/// Looks for this library's file. Call at the program's start.
+pub fn prepare() {
+    // SAFETY: all-zero is a valid `Dl_info`, which the call fills in with a string that lives as long as the library.
+    unsafe {
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        let known = libc::dladdr(prepare as *const _, &mut info) != 0 && !info.dli_fname.is_null();
+        // Started as a program, this library has the name of its first argument there.
+        let is_program =
+            libc::getauxval(libc::AT_ENTRY) as usize == load::slat_begin as *const () as usize;
+        if known && !is_program {
+            set_library(CStr::from_ptr(info.dli_fname));
+        }
+    }
+}
+
+/// Finds a program's path as execvp(3) does. `None`: there is none in PATH.
+fn find(name: *const c_char, buffer: &mut Path) -> Option<*const c_char> {
+    if name.is_null() {
+        return None;
+    }
+    // SAFETY: the program's string, which the C library is about to read; and so is the environment.
+    let (name, path) = unsafe {
+        let path = libc::getenv(c"PATH".as_ptr());
+        let path = match path.is_null() {
+            true => c"/bin:/usr/bin",
+            false => CStr::from_ptr(path),
+        };
+        (CStr::from_ptr(name), path)
+    };
+    if name.to_bytes().contains(&b'/') {
+        return Some(name.as_ptr());
+    }
+    for directory in path.to_bytes().split(|byte| *byte == b':') {
+        // An empty one is the current directory.
+        let directory = if directory.is_empty() {
+            b"."
+        } else {
+            directory
+        };
+        let parts = [directory, b"/", name.to_bytes_with_nul()];
+        let mut len = 0;
+        for part in parts {
+            buffer.get_mut(len..len + part.len())?.copy_from_slice(part);
+            len += part.len();
+        }
+        let found = buffer.as_ptr();
+        // SAFETY: a path that ends with 0.
+        if unsafe { kernel!(libc::SYS_faccessat, libc::AT_FDCWD, found, libc::X_OK) }.is_ok() {
+            return Some(found.cast());
+        }
+    }
+    None
+}
+
+type Spawn = unsafe extern "C-unwind" fn(
+    *mut libc::pid_t,
+    *const c_char,
+    *const libc::posix_spawn_file_actions_t,
+    *const libc::posix_spawnattr_t,
+    Words,
+    Words,
+) -> c_int;
+
+static NEXT_EXECVPE: Next = Next::new(c"execvpe");
+static NEXT_SPAWN: Next = Next::new(c"posix_spawn");
+static NEXT_SPAWNP: Next = Next::new(c"posix_spawnp");
+
+/// Does execve. Returns what the kernel returns.
+///
+/// # Safety
+/// As for the system call.
+pub unsafe fn become_program(path: *const c_char, arguments: Words, environment: Words) -> isize {
+    let become_it = |path, arguments, environment| {
+        // SAFETY: the caller's promise, and what `follow` has made of it.
+        unsafe { kernel!(libc::SYS_execve, path, arguments, environment) }
+    };
+    // SAFETY: the caller's promise.
+    let answer = unsafe { follow(path, arguments, environment, become_it) };
+    answer.unwrap_or_else(crate::dispatch::error)
+}
+
+/// Finds a path to what execveat executes, in `buffer` if it is not the given one. `None`: the kernel has to find it.
+fn path_at(
+    directory: c_int,
+    path: *const c_char,
+    flags: c_int,
+    buffer: &mut Path,
+) -> Option<*const c_char> {
+    let given = text(path)?.to_bytes();
+    let is_empty = given.is_empty();
+    if flags & !libc::AT_EMPTY_PATH != 0 || is_empty && flags == 0 {
+        return None;
+    }
+    if given.starts_with(b"/") || directory == libc::AT_FDCWD && !is_empty {
+        return Some(path);
+    }
+    let link = DescriptorPath::new(directory);
+    let mut len = read_link(link.as_c_str(), buffer)?.len();
+    if !is_empty {
+        let rest = [&b"/"[..], given].map(|part| {
+            buffer.get_mut(len..len + part.len())?.copy_from_slice(part);
+            len += part.len();
+            Some(())
+        });
+        rest.into_iter().collect::<Option<()>>()?;
+    }
+    *buffer.get_mut(len)? = 0;
+    let name = CStr::from_bytes_until_nul(buffer).ok()?;
+    if Opened::new(name, libc::O_PATH).is_some() {
+        return Some(buffer.as_ptr().cast());
+    }
+    // A file without a name, as a memfd: the descriptor is the way to it, also for this library, in whose process it has to be open.
+    let link = match Chain::from(link.as_c_str())?.reach {
+        // SAFETY: a descriptor of the program's is duplicated.
+        Reach::Loaded => DescriptorPath::new(
+            unsafe { kernel!(libc::SYS_fcntl, directory, libc::F_DUPFD, 3) }.ok()? as c_int,
+        ),
+        _ => link,
+    };
+    let link = link.as_c_str().to_bytes_with_nul();
+    buffer[..link.len()].copy_from_slice(link);
+    Some(buffer.as_ptr().cast())
+}
+
+/// Does execveat. Returns what the kernel returns.
+///
+/// # Safety
+/// As for the system call.
+pub unsafe fn become_program_at(
+    directory: c_int,
+    path: *const c_char,
+    arguments: Words,
+    environment: Words,
+    flags: c_int,
+) -> isize {
+    let mut buffer = [0; libc::PATH_MAX as usize];
+    let found = path_at(directory, path, flags, &mut buffer);
+    let start = |runs: *const c_char, arguments: Words, environment: Words| {
+        // SAFETY: the caller's promise, and what `follow` has made of it.
+        unsafe {
+            match found.is_none_or(|found| std::ptr::eq(runs, found)) {
+                true => kernel!(
+                    libc::SYS_execveat,
+                    directory,
+                    path,
+                    arguments,
+                    environment,
+                    flags
+                ),
+                false => kernel!(libc::SYS_execve, runs, arguments, environment),
+            }
+        }
+    };
+    let answer = match found {
+        // SAFETY: the caller's promise; the path that was found ends with 0.
+        Some(found) => unsafe { follow(found, arguments, environment, start) },
+        None => start(path, arguments, environment),
+    };
+    answer.unwrap_or_else(crate::dispatch::error)
+}
+
+/// execveat(2), as the C library returns.
+///
+/// # Safety
+/// As for the system call.
+pub unsafe fn execute_at(
+    directory: c_int,
+    path: *const c_char,
+    arguments: Words,
+    environment: Words,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let answer = unsafe { become_program_at(directory, path, arguments, environment, flags) };
+    plain(crate::real::result(answer)) as c_int
+}
+
+/// execve(2), as the C library returns.
+///
+/// # Safety
+/// As for the system call.
+pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words) -> c_int {
+    // SAFETY: the caller's promise.
+    plain(crate::real::result(unsafe {
+        become_program(path, arguments, environment)
+    })) as c_int
+}
+
+/// Does execvpe: by the C library's function, which knows what to do with what is no program, if slat has no need to change the call.
+unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Words) -> c_int {
+    let mut buffer = [0; libc::PATH_MAX as usize];
+    if let Some(path) = find(name, &mut buffer) {
+        let changed = |runs: *const c_char, words, variables| {
+            // Unchanged, it is the C library's to do.
+            if !std::ptr::eq(runs, path) || !std::ptr::eq(variables, environment) {
+                // SAFETY: what `follow` has made of the caller's promise. It returns only if it has failed.
+                let _ = unsafe { kernel!(libc::SYS_execve, runs, words, variables) };
+            }
+        };
+        // SAFETY: the caller's promise.
+        unsafe { follow(path, arguments, environment, changed) };
+    }
+    let Some(next) = NEXT_EXECVPE.get() else {
+        return missing();
+    };
+    // SAFETY: the C library's function of this name; the caller's promise.
+    unsafe {
+        let next: unsafe extern "C-unwind" fn(*const c_char, Words, Words) -> c_int =
+            transmute(next);
+        next(name, arguments, environment)
+    }
+}
+
+interpose! {
+    /// execve(2).
+    fn execve(path: *const c_char, arguments: Words, environment: Words) -> c_int {
+        // SAFETY: the caller's promise.
+        unsafe { execute(path, arguments, environment) }
+    }
+
+    /// execv(3).
+    fn execv(path: *const c_char, arguments: Words) -> c_int {
+        // SAFETY: the caller's promise.
+        unsafe { execute(path, arguments, environ) }
+    }
+
+    /// execveat(2).
+    fn execveat(
+        directory: c_int,
+        path: *const c_char,
+        arguments: Words,
+        environment: Words,
+        flags: c_int,
+    ) -> c_int {
+        // SAFETY: the caller's promise.
+        unsafe { execute_at(directory, path, arguments, environment, flags) }
+    }
+
+    /// fexecve(3).
+    fn fexecve(file: c_int, arguments: Words, environment: Words) -> c_int {
+        // SAFETY: the caller's promise.
+        unsafe { execute_at(file, c"".as_ptr(), arguments, environment, libc::AT_EMPTY_PATH) }
+    }
+
+    /// execvp(3).
+    fn execvp(name: *const c_char, arguments: Words) -> c_int {
+        // SAFETY: the caller's promise.
+        unsafe { execute_found(name, arguments, environ) }
+    }
+
+    /// execvpe(3).
+    fn execvpe(name: *const c_char, arguments: Words, environment: Words) -> c_int {
+        // SAFETY: the caller's promise.
+        unsafe { execute_found(name, arguments, environment) }
+    }
+
+    /// posix_spawn(3).
+    fn posix_spawn(
+        child: *mut libc::pid_t,
+        path: *const c_char,
+        actions: *const libc::posix_spawn_file_actions_t,
+        attributes: *const libc::posix_spawnattr_t,
+        arguments: Words,
+        environment: Words,
+    ) -> c_int {
+        // SAFETY: the caller's promise.
+        unsafe { spawn(&NEXT_SPAWN, child, path, actions, attributes, arguments, environment) }
+    }
+
+    /// posix_spawnp(3).
+    fn posix_spawnp(
+        child: *mut libc::pid_t,
+        name: *const c_char,
+        actions: *const libc::posix_spawn_file_actions_t,
+        attributes: *const libc::posix_spawnattr_t,
+        arguments: Words,
+        environment: Words,
+    ) -> c_int {
+        let mut buffer = [0; libc::PATH_MAX as usize];
+        // What is not in PATH the C library reports.
+        let path = find(name, &mut buffer).unwrap_or(name);
+        // SAFETY: the caller's promise.
+        unsafe { spawn(&NEXT_SPAWNP, child, path, actions, attributes, arguments, environment) }
+    }
+}
+
+/// Defines a function that takes a path and any number of words up to a null, and calls `$inner` with the path and the array of the words.
+///
+/// The first five words are in registers, the others on the stack (System V ABI, AMD64 supplement, "Parameter Passing"). With the registers
+/// pushed between those and the return address, which moves down for as long, all of them are an array.
+macro_rules! listed {
+    ($(#[$meta:meta])* $name:ident calls $inner:path) => {
+        $(#[$meta])*
+        ///
+        /// # Safety
+        /// As for the C library's function of this name.
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        #[unsafe(naked)]
+        pub unsafe extern "C-unwind" fn $name() {
+            std::arch::naked_asm!(
+                "pop rax",
+                "push r9",
+                "push r8",
+                "push rcx",
+                "push rdx",
+                "push rsi",
+                "mov rsi, rsp",
+                "push rax",
+                "call {inner}",
+                "pop rcx",
+                "add rsp, 40",
+                "push rcx",
+                "ret",
+                inner = sym $inner,
+            )
+        }
+    };
+}
+
+listed! {
+    /// execl(3).
+    execl calls execute_listed
+}
+
+listed! {
+    /// execlp(3).
+    execlp calls find_listed
+}
+
+listed! {
+    /// execle(3).
+    execle calls execute_listed_in
+}
+
+unsafe extern "C-unwind" fn execute_listed(path: *const c_char, words: Words) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { execute(path, words, environ) }
+}
+
+unsafe extern "C-unwind" fn find_listed(name: *const c_char, words: Words) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { execute_found(name, words, environ) }
+}
+
+/// The environment follows the words' null.
+unsafe extern "C-unwind" fn execute_listed_in(path: *const c_char, words: Words) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        execute(
+            path,
+            words,
+            *words.add(count(words).unwrap_or(0) + 1).cast(),
+        )
+    }
+}
+
+/// Does posix_spawn by one of the C library's functions.
+unsafe fn spawn(
+    next: &Next,
+    child: *mut libc::pid_t,
+    path: *const c_char,
+    actions: *const libc::posix_spawn_file_actions_t,
+    attributes: *const libc::posix_spawnattr_t,
+    arguments: Words,
+    environment: Words,
+) -> c_int {
+    let Some(next) = next.get() else {
+        return libc::ENOSYS;
+    };
+    // SAFETY: the C library's function of this name; the caller's promise.
+    unsafe {
+        let next = transmute::<usize, Spawn>(next);
+        follow(
+            path,
+            arguments,
+            environment,
+            |path, arguments, environment| {
+                next(child, path, actions, attributes, arguments, environment)
+            },
+        )
+    }
+}
+
+/// What a function returns that the C library does not have.
+fn missing() -> c_int {
+    crate::real::set_errno(libc::ENOSYS);
+    -1
+}

@@ -1,0 +1,181 @@
+//! Threads that the C library makes, in a program that it has loaded, and the stacks on which their calls are served.
+
+use super::{arm_thread, disarm_thread, is_armed};
+use crate::files::interpose;
+use crate::guarded::guarded;
+use crate::load;
+use crate::real::{Next, kernel};
+use slat_kvm::thread::Section;
+use slat_process::{pointers, stack};
+use std::ffi::{c_int, c_void};
+use std::mem::transmute;
+use std::ptr::{null, null_mut};
+use std::sync::OnceLock;
+
+/// Bytes of the stack on which a thread's calls are served: as many as the standard library gives a thread.
+pub const STACK: usize = 2 << 20;
+
+/// The key whose destructor gives a thread's stack back.
+static KEY: OnceLock<libc::pthread_key_t> = OnceLock::new();
+
+/// Gives the stack of a thread that ends back. What the thread calls from now on passes to the kernel.
+unsafe extern "C" fn drop_stack(low: *mut c_void) {
+    disarm_thread();
+    stack::set(0, 0);
+    // SAFETY: the stack of `make_stack`, on which no call is being served: this is the C library's code.
+    let _ = unsafe { kernel!(libc::SYS_munmap, low, STACK) };
+}
+
+/// Has the stacks given back that [`make_stack`] makes. Call at the program's start.
+pub fn prepare() {
+    KEY.get_or_init(|| {
+        let mut key = 0;
+        // SAFETY: a key to fill in, and a function of this library, which is never unloaded.
+        unsafe { libc::pthread_key_create(&mut key, Some(drop_stack)) };
+        key
+    });
+}
+
+/// Gives this thread a stack for its calls. Ends the process if there is no memory.
+pub fn make_stack() {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_STACK;
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: new memory.
+    let Ok(low) = (unsafe { kernel!(libc::SYS_mmap, 0, STACK, access, flags, usize::MAX, 0) })
+    else {
+        const MESSAGE: &str = "slat: there is no memory for a thread's stack\n";
+        // SAFETY: a live buffer; then the process ends.
+        unsafe {
+            let _ = kernel!(libc::SYS_write, 2, MESSAGE.as_ptr(), MESSAGE.len());
+            let _ = kernel!(libc::SYS_exit_group, 66);
+        }
+        unreachable!("the process has ended");
+    };
+    // SAFETY: the page below which the stack must not grow, which nothing uses yet.
+    let _ = unsafe { kernel!(libc::SYS_mprotect, low, 4096, libc::PROT_NONE) };
+    stack::set(low as usize, low as usize + STACK);
+    if let Some(key) = KEY.get() {
+        // SAFETY: the key of `prepare`: among the first, whose values need no memory.
+        unsafe { libc::pthread_setspecific(*key, low as *const c_void) };
+    }
+}
+
+/// The C library's `pthread_create`.
+pub type Create = unsafe extern "C" fn(
+    *mut libc::pthread_t,
+    *const libc::pthread_attr_t,
+    extern "C-unwind" fn(*mut c_void) -> *mut c_void,
+    *mut c_void,
+) -> c_int;
+
+pub static NEXT_CREATE: Next = Next::new(c"pthread_create");
+
+/// What a thread runs that the C library has made.
+struct Routine {
+    routine: extern "C-unwind" fn(*mut c_void) -> *mut c_void,
+    argument: *mut c_void,
+}
+
+/// Begins a thread that the C library has made, for the program or for slat.
+extern "C-unwind" fn first(start: *mut c_void) -> *mut c_void {
+    let Routine { routine, argument } = {
+        let _section = Section::enter();
+        // SAFETY: `pthread_create` below has made it for this thread.
+        *unsafe { Box::from_raw(start.cast::<Routine>()) }
+    };
+    match load::is_loaded() {
+        // slat's own thread, which has GS from its maker.
+        // SAFETY: the first thread has done the same.
+        true => unsafe { pointers::separate(0) },
+        false => begin_armed(),
+    }
+    routine(argument)
+}
+
+static NEXT_THRD: Next = Next::new(c"thrd_create");
+
+/// What a thread of thrd_create runs.
+struct ShortRoutine {
+    routine: extern "C-unwind" fn(*mut c_void) -> c_int,
+    argument: *mut c_void,
+}
+
+extern "C-unwind" fn first_short(start: *mut c_void) -> c_int {
+    let ShortRoutine { routine, argument } = {
+        let _section = Section::enter();
+        // SAFETY: `thrd_create` below has made it for this thread.
+        *unsafe { Box::from_raw(start.cast::<ShortRoutine>()) }
+    };
+    begin_armed();
+    routine(argument)
+}
+
+/// Has a new thread's calls dispatched. Its stack is made now: later, a filter may forbid it.
+fn begin_armed() {
+    arm_thread();
+    make_stack();
+}
+
+interpose! {
+    /// thrd_create(3).
+    fn thrd_create(
+        thread: *mut c_void,
+        routine: extern "C-unwind" fn(*mut c_void) -> c_int,
+        argument: *mut c_void,
+    ) -> c_int {
+        const THRD_ERROR: c_int = 2;
+        type Create =
+            unsafe extern "C" fn(*mut c_void, extern "C-unwind" fn(*mut c_void) -> c_int, *mut c_void) -> c_int;
+        let Some(create) = NEXT_THRD.get() else {
+            return THRD_ERROR;
+        };
+        // SAFETY: the C library's function of this name.
+        let create = unsafe { transmute::<usize, Create>(create) };
+        if !is_armed() {
+            // SAFETY: the caller's promise.
+            return unsafe { create(thread, routine, argument) };
+        }
+        let mut start = null_mut();
+        guarded(|| {
+            start = Box::into_raw(Box::new(ShortRoutine { routine, argument }));
+            Ok(0)
+        });
+        // SAFETY: the caller's promise; the new thread takes `start`. (One that is not made leaves its few bytes.)
+        unsafe { create(thread, first_short, start.cast()) }
+    }
+
+    /// pthread_create(3): a thread's calls are dispatched if its maker's are.
+    fn pthread_create(
+        thread: *mut libc::pthread_t,
+        attributes: *const libc::pthread_attr_t,
+        routine: extern "C-unwind" fn(*mut c_void) -> *mut c_void,
+        argument: *mut c_void,
+    ) -> c_int {
+        let Some(create) = NEXT_CREATE.get() else {
+            return libc::EAGAIN;
+        };
+        // SAFETY: the C library's function of this name.
+        let create = unsafe { transmute::<usize, Create>(create) };
+        // slat's own threads make no calls that have to be dispatched.
+        let is_slats = Section::is_entered();
+        if !is_armed() || is_slats && !load::is_loaded() {
+            // SAFETY: the caller's promise.
+            return unsafe { create(thread, attributes, routine, argument) };
+        }
+        let mut start = null::<Routine>().cast_mut();
+        guarded(|| {
+            start = Box::into_raw(Box::new(Routine { routine, argument }));
+            Ok(0)
+        });
+        // SAFETY: the caller's promise; the new thread takes `start`.
+        let failed = unsafe { create(thread, attributes, first, start.cast()) };
+        if failed != 0 {
+            guarded(|| {
+                // SAFETY: no thread has taken it.
+                drop(unsafe { Box::from_raw(start) });
+                Ok(0)
+            });
+        }
+        failed
+    }
+}

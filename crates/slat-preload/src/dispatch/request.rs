@@ -1,0 +1,162 @@
+//! What a program asks for when it makes a thread or a process.
+
+use super::calls::error;
+use crate::real::raw;
+
+/// What a program asks for when it makes a thread or a process: the kernel's `struct clone_args` (`include/uapi/linux/sched.h`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Request {
+    pub flags: u64,
+    pidfd: u64,
+    pub child_tid: u64,
+    pub parent_tid: u64,
+    pub exit_signal: u64,
+    pub stack: u64,
+    pub stack_size: u64,
+    pub tls: u64,
+    set_tid: u64,
+    set_tid_size: u64,
+    cgroup: u64,
+}
+
+pub const VM: u64 = libc::CLONE_VM as u64;
+pub const VFORK: u64 = libc::CLONE_VFORK as u64;
+pub const THREAD: u64 = libc::CLONE_THREAD as u64;
+pub const SIGHAND: u64 = libc::CLONE_SIGHAND as u64;
+pub const PIDFD: u64 = libc::CLONE_PIDFD as u64;
+pub const SET_TLS: u64 = libc::CLONE_SETTLS as u64;
+pub const PARENT_SET_TID: u64 = libc::CLONE_PARENT_SETTID as u64;
+pub const CHILD_SET_TID: u64 = libc::CLONE_CHILD_SETTID as u64;
+pub const CHILD_CLEAR_TID: u64 = libc::CLONE_CHILD_CLEARTID as u64;
+/// `CLONE_CLEAR_SIGHAND`: would take the handler of SIGSYS away.
+pub const CLEAR_SIGHAND: u64 = 1 << 32;
+
+impl Request {
+    /// fork(2).
+    pub fn fork() -> Self {
+        Request {
+            exit_signal: libc::SIGCHLD as u64,
+            ..Request::default()
+        }
+    }
+
+    /// vfork(2).
+    pub fn vfork() -> Self {
+        Request {
+            flags: VM | VFORK,
+            ..Self::fork()
+        }
+    }
+
+    /// clone(2), as x86-64 orders its arguments.
+    pub fn clone([flags, stack, parent_tid, child_tid, tls, _]: [usize; 6]) -> Self {
+        const EXIT_SIGNAL: u64 = 0xff;
+        let flags = flags as u64;
+        Request {
+            flags: flags & !EXIT_SIGNAL,
+            pidfd: parent_tid as u64,
+            child_tid: child_tid as u64,
+            parent_tid: parent_tid as u64,
+            exit_signal: flags & EXIT_SIGNAL,
+            stack: stack as u64,
+            tls: tls as u64,
+            ..Request::default()
+        }
+    }
+
+    /// clone3(2): reads the arguments.
+    ///
+    /// # Errors
+    /// The kernel's answer to bad arguments.
+    pub fn clone3(address: usize, bytes: usize) -> Result<Self, isize> {
+        const FIRST_VERSION: usize = 64;
+        if bytes < FIRST_VERSION {
+            return Err(error(libc::EINVAL));
+        }
+        if bytes > size_of::<Self>() {
+            return Err(error(libc::E2BIG));
+        }
+        let mut request = Request::default();
+        // SAFETY: integers; a guarded copy into a live value.
+        unsafe {
+            let to = (&raw mut request).cast::<u8>();
+            let to = std::slice::from_raw_parts_mut(to, bytes);
+            slat_guard::copy_in(to, address as *const u8).map_err(|_| error(libc::EFAULT))?;
+        }
+        Ok(request)
+    }
+
+    pub fn has(&self, flag: u64) -> bool {
+        self.flags & flag != 0
+    }
+
+    /// Returns the same for a process with memory, handlers and a stack of its own.
+    pub fn with_a_copy_of_memory(&self) -> Self {
+        // The kernel refuses to share handlers without memory, and may do so.
+        let shared = if self.has(VM) { VM | SIGHAND } else { 0 };
+        Request {
+            flags: self.flags & !(shared | SET_TLS | CLEAR_SIGHAND),
+            stack: 0,
+            stack_size: 0,
+            tls: 0,
+            ..*self
+        }
+    }
+
+    /// Whether this is what fork(2) makes.
+    pub fn is_fork(&self) -> bool {
+        let known = PARENT_SET_TID | CHILD_SET_TID | CHILD_CLEAR_TID;
+        self.flags & !known == 0
+            && self.exit_signal == libc::SIGCHLD as u64
+            && self.set_tid_size == 0
+    }
+
+    /// Whether clone(2) can say the same as clone3(2).
+    pub fn fits(&self) -> bool {
+        let two_words = self.has(PIDFD) && self.has(PARENT_SET_TID);
+        self.flags >> 32 == 0 && self.set_tid_size == 0 && !two_words
+    }
+
+    /// Does clone(2), with a stack pointer for the child; 0: its maker's. Returns what the kernel does.
+    ///
+    /// # Safety
+    /// - The request [fits](Self::fits). The caller goes on in both processes, or the child where its stack says.
+    pub unsafe fn clone_to(&self, sp: usize) -> isize {
+        let word = match self.has(PIDFD) {
+            true => self.pidfd,
+            false => self.parent_tid,
+        };
+        let flags = (self.flags | self.exit_signal) as usize;
+        let (word, child_tid, tls) = (word as usize, self.child_tid as usize, self.tls as usize);
+        // SAFETY: the caller's promise.
+        unsafe { raw(libc::SYS_clone, [flags, sp, word, child_tid, tls, 0]) }
+    }
+
+    /// Makes a process, on a copy of the caller's stack. Returns what the kernel does.
+    ///
+    /// # Safety
+    /// - The caller goes on in both processes.
+    pub unsafe fn issue(&self) -> isize {
+        // The filters of container runtimes refuse clone3, because they cannot read its flags.
+        if self.fits() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.clone_to(0) };
+        }
+        let arguments = [
+            std::ptr::from_ref(self) as usize,
+            size_of::<Self>(),
+            0,
+            0,
+            0,
+            0,
+        ];
+        // SAFETY: the caller's promise.
+        unsafe { raw(libc::SYS_clone3, arguments) }
+    }
+
+    /// Returns where the new thread's stack begins; `None` if it goes on with its maker's.
+    pub fn stack_top(&self) -> Option<usize> {
+        (self.stack != 0).then(|| (self.stack + self.stack_size) as usize)
+    }
+}
