@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use crate::output;
 use slat_kvm::cpuid::host_leaf;
+use slat_process::pointers::can_be_separate;
 
 /// Prints everything. Facts that cannot be found out are printed as unknown.
 pub fn print() -> ExitCode {
@@ -122,10 +123,7 @@ fn dispatch() -> String {
 }
 
 fn loading() -> String {
-    const FSGSBASE: libc::c_ulong = 1 << 1;
-    // SAFETY: reads the process's auxiliary vector.
-    let has_instructions = unsafe { libc::getauxval(libc::AT_HWCAP2) & FSGSBASE != 0 };
-    match is_dispatched() && has_instructions {
+    match is_dispatched() && can_be_separate() {
         true => "yes: static programs and those for musl run",
         false => "no: static programs and those for musl need dispatch, and FSGSBASE (Linux 5.9)",
     }

@@ -137,8 +137,14 @@ pub fn change_mask(how: i32, set: u64) -> u64 {
         _ => blockable(set),
     };
     let mut before = 0u64;
+    let (set, to) = (&raw const set as usize, &raw mut before as usize);
     // SAFETY: two live sets of the size that is given. (The C library's wrapper hides some signals from the caller.)
-    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, how, &set, &mut before, SET_BYTES) };
+    unsafe {
+        calls::raw(
+            libc::SYS_rt_sigprocmask,
+            [how as usize, set, to, SET_BYTES, 0, 0],
+        )
+    };
     before
 }
 

@@ -6,7 +6,6 @@
 
 use std::ffi::{c_char, c_void};
 use std::mem::transmute;
-use std::ptr::null_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 type Dlsym = unsafe extern "C-unwind" fn(*mut c_void, *const c_char) -> *mut c_void;
@@ -28,31 +27,33 @@ extern "C" fn real() -> usize {
     found as usize
 }
 
-/// Returns the start of the object that contains `address`.
-fn object_of(address: *const c_void) -> Option<*mut c_void> {
+/// Returns what the linker knows of the object that contains `address`: its start and its file's name, which live as long as it.
+pub fn object_of(address: *const c_void) -> Option<libc::Dl_info> {
     // SAFETY: all-zero is a valid `Dl_info`, which the call fills in.
     unsafe {
         let mut info: libc::Dl_info = std::mem::zeroed();
-        (libc::dladdr(address, &mut info) != 0).then_some(info.dli_fbase)
+        (libc::dladdr(address, &mut info) != 0).then_some(info)
     }
+}
+
+/// Whether two addresses are in the same object.
+fn are_together(one: *const c_void, other: *const c_void) -> bool {
+    let start = |address| object_of(address).map(|object| object.dli_fbase);
+    start(one).is_some_and(|found| Some(found) == start(other))
 }
 
 /// Opens this library, which is loaded already. Null if the linker does not know it by its name.
 fn this_library() -> *mut c_void {
     static HANDLE: AtomicUsize = AtomicUsize::new(0);
-    let mut handle = HANDLE.load(Ordering::Relaxed);
-    if handle == 0 {
-        // SAFETY: all-zero is a valid `Dl_info`; the name that the call gives lives as long as the library.
-        handle = unsafe {
-            let mut info: libc::Dl_info = std::mem::zeroed();
-            match libc::dladdr(real as *const c_void, &mut info) {
-                0 => return null_mut(),
-                _ => libc::dlopen(info.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD) as usize,
-            }
-        };
-        HANDLE.store(handle, Ordering::Relaxed);
+    let mut handle = HANDLE.load(Ordering::Relaxed) as *mut c_void;
+    if handle.is_null()
+        && let Some(object) = object_of(real as *const c_void)
+    {
+        // SAFETY: a name that ends with 0.
+        handle = unsafe { libc::dlopen(object.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+        HANDLE.store(handle as usize, Ordering::Relaxed);
     }
-    handle as *mut c_void
+    handle
 }
 
 /// Does dlsym for a handle that names a library.
@@ -60,9 +61,8 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
     // SAFETY: `real` returns the C library's function of this signature. The arguments are the caller's.
     let find = |handle| unsafe { transmute::<usize, Dlsym>(real())(handle, name) };
     let found = find(handle);
-    // Where the C library itself is. A function without a name that anything replaces.
-    let libc = object_of(libc::getppid as *const c_void);
-    if found.is_null() || libc.is_none() || object_of(found) != libc {
+    // The C library is where a function is whose name nobody replaces.
+    if found.is_null() || !are_together(found, libc::getppid as *const c_void) {
         return found;
     }
     let library = this_library();
@@ -71,7 +71,7 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
     }
     // In this library, or else in the C library, which it needs.
     let ours = find(library);
-    match !ours.is_null() && object_of(ours) == object_of(real as *const c_void) {
+    match are_together(ours, real as *const c_void) {
         true => ours,
         false => found,
     }

@@ -252,7 +252,19 @@ pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
 
 /// Calls `each` with the bytes of a C string, up to the NUL, but at most `max`. `None`: the string cannot be read, or has
 /// `PATH_MAX` bytes and no NUL.
-fn each_byte(text: *const c_char, max: usize, mut each: impl FnMut(u8)) -> Option<()> {
+fn each_byte(text: *const c_char, max: usize, each: impl FnMut(u8)) -> Option<()> {
+    (walk(text, max, each)? < PATH_MAX).then_some(())
+}
+
+/// Returns a string of the client's, with its NUL. `None` if it cannot be read.
+pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
+    walk(string, usize::MAX, |_| {})?;
+    // SAFETY: it has just been read to its NUL, and the client leaves the arguments of a call alone while that is made.
+    Some(unsafe { CStr::from_ptr(string) })
+}
+
+/// Does [`each_byte`] for a string of any length. Returns the number of bytes.
+fn walk(text: *const c_char, max: usize, mut each: impl FnMut(u8)) -> Option<usize> {
     let mut address = text as usize;
     let mut readable = None;
     let mut count = 0;
@@ -260,7 +272,7 @@ fn each_byte(text: *const c_char, max: usize, mut each: impl FnMut(u8)) -> Optio
         let bytes = word_at(address & !(WORD - 1), &mut readable)?.to_le_bytes();
         for &byte in &bytes[address % WORD..] {
             if byte == 0 || count == max {
-                return (count < PATH_MAX).then_some(());
+                return Some(count);
             }
             each(byte);
             count += 1;
@@ -272,7 +284,7 @@ fn each_byte(text: *const c_char, max: usize, mut each: impl FnMut(u8)) -> Optio
 /// Reads an aligned word of the client's. `None` if it cannot be read. The load is guarded if slat's handlers are installed;
 /// before that the kernel is asked, once for each page, so that a program that never uses KVM keeps its handlers. `readable` is
 /// the page that was asked for last.
-fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
+pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
     if crate::is_prepared() {
         // SAFETY: a guarded load may be made at any address.
         return unsafe { slat_guard::load(address as *const u64) }.ok();

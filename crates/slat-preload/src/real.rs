@@ -30,6 +30,25 @@ macro_rules! call {
 }
 pub(crate) use {call, kernel};
 
+/// Maps private memory that is no file's: `len` bytes at `at`, as `flags` say (`MAP_FIXED…`, `MAP_NORESERVE`). Async-signal-safe.
+///
+/// # Errors
+/// The kernel's errno.
+///
+/// # Safety
+/// - With `MAP_FIXED`, nothing uses the memory that was there.
+pub unsafe fn map_memory(
+    at: usize,
+    len: usize,
+    access: std::ffi::c_int,
+    flags: std::ffi::c_int,
+) -> Result<usize, i32> {
+    let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: the caller's.
+    let at = unsafe { kernel!(libc::SYS_mmap, at, len, access, flags, usize::MAX, 0) };
+    at.map(|at| at as usize)
+}
+
 /// A descriptor that slat has opened for itself, and closes in the end. Async-signal-safe.
 #[derive(Debug)]
 pub struct Opened(std::ffi::c_int);

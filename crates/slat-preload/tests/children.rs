@@ -59,12 +59,9 @@ mod client {
     /// Whether the kernel and the processor let slat load programs (`docs/dispatch.md`).
     fn can_load() -> bool {
         const SET_DISPATCH: libc::c_int = 59;
-        const FSGSBASE: libc::c_ulong = 1 << 1;
-        // SAFETY: takes away from this thread what it does not have, or fails; and reads the auxiliary vector.
-        unsafe {
-            libc::prctl(SET_DISPATCH, 0, 0, 0, 0) == 0
-                && libc::getauxval(libc::AT_HWCAP2) & FSGSBASE != 0
-        }
+        // SAFETY: takes away from this thread what it does not have, or fails.
+        let is_dispatched = unsafe { libc::prctl(SET_DISPATCH, 0, 0, 0, 0) } == 0;
+        is_dispatched && slat_process::pointers::can_be_separate()
     }
 
     /// Runs `command`, which has to use slat and say nothing, where slat can load programs.

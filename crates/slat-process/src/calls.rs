@@ -8,38 +8,19 @@
 //! Whether a call is allowed is one bit for the whole process: if the filter of any thread forbids a call, the helper makes it
 //! for all threads but slat's own, which no filter binds ([`mark_own_thread`]).
 
-use crate::gate::GATE;
-use crate::{filter, helper};
-use std::arch::asm;
+use crate::{filter, gate, helper};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Makes a system call with up to six arguments, through the [gate](crate::gate). Returns what the kernel returns, errors as negative
+/// Makes a system call with up to six arguments, through the [`gate`]. Returns what the kernel returns, errors as negative
 /// errno. Async-signal-safe.
 ///
 /// # Safety
 /// As for the call itself.
 #[inline]
 pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
-    let [a, b, c, d, e, f] = arguments;
-    let answer: isize;
-    // SAFETY: the caller's; the kernel clobbers RCX and R11 only, and so does the gate.
-    unsafe {
-        asm!(
-            "call qword ptr [rip + {gate}]",
-            gate = sym GATE,
-            inlateout("rax") number as isize => answer,
-            in("rdi") a,
-            in("rsi") b,
-            in("rdx") c,
-            in("r10") d,
-            in("r8") e,
-            in("r9") f,
-            lateout("rcx") _,
-            lateout("r11") _,
-        );
-    }
-    answer
+    // SAFETY: the caller's.
+    unsafe { gate::call(number, arguments) }
 }
 
 /// Turns what [`raw`] returns into a value or an errno.

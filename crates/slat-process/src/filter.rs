@@ -23,7 +23,7 @@ pub struct Made {
     pub number: i64,
     /// Its arguments.
     pub arguments: [usize; 6],
-    /// The address behind the instruction.
+    /// The address of the instruction after it.
     pub address: usize,
 }
 

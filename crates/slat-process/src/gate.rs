@@ -14,17 +14,18 @@ unsafe extern "C" fn own() {
     naked_asm!("syscall", "ret")
 }
 
-/// Makes a system call by slat's own instruction, wherever the gate is. Returns what the kernel returns.
+/// Makes a system call by the instructions `syscall` and `ret` at `instructions`. Returns what the kernel returns. Async-signal-safe.
 ///
 /// # Safety
-/// As for the call itself.
-pub unsafe fn call_own(number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
+/// - The instructions are there. As for the call itself.
+#[inline]
+unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     let answer: isize;
     // SAFETY: the caller's; the kernel clobbers RCX and R11 only.
     unsafe {
         asm!(
-            "call {own}",
-            own = sym own,
+            "call {instructions}",
+            instructions = in(reg) instructions,
             inlateout("rax") number as isize => answer,
             in("rdi") a,
             in("rsi") b,
@@ -37,6 +38,25 @@ pub unsafe fn call_own(number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
         );
     }
     answer
+}
+
+/// Makes a system call through the gate.
+///
+/// # Safety
+/// As for the call itself.
+#[inline]
+pub unsafe fn call(number: i64, arguments: [usize; 6]) -> isize {
+    // SAFETY: the caller's; the gate is always at such instructions.
+    unsafe { call_at(GATE.load(Ordering::Relaxed), number, arguments) }
+}
+
+/// Makes a system call by slat's own instruction, wherever the gate is.
+///
+/// # Safety
+/// As for the call itself.
+pub unsafe fn call_own(number: i64, arguments: [usize; 6]) -> isize {
+    // SAFETY: the caller's.
+    unsafe { call_at(own as *const () as *mut (), number, arguments) }
 }
 
 /// Has slat enter the kernel elsewhere from now on.

@@ -82,6 +82,22 @@ pub fn set_programs(pointer: usize) {
     POINTERS.with(|pointers| pointers.programs.set(pointer));
 }
 
+/// Assembly: changes FS to slat's pointer, if RAX, which is FS now, is the program's.
+#[macro_export]
+macro_rules! to_slats_pointer {
+    () => {
+        "cmp rax, gs:[0]\nje 77f\nmov gs:[8], rax\nmov rax, gs:[0]\nwrfsbase rax\n77:"
+    };
+}
+
+/// Assembly: changes FS to the program's pointer. RAX is lost.
+#[macro_export]
+macro_rules! to_programs_pointer {
+    () => {
+        "mov rax, gs:[8]\nwrfsbase rax"
+    };
+}
+
 /// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. Where there is one
 /// pointer it is the same as `$inner`: unwinding passes through it.
 #[macro_export]
@@ -97,12 +113,7 @@ macro_rules! handler {
                 "2:",
                 "rdfsbase rax",
                 "push rax",
-                "cmp rax, gs:[0]",
-                "je 3f",
-                "mov gs:[8], rax",
-                "mov rax, gs:[0]",
-                "wrfsbase rax",
-                "3:",
+                $crate::to_slats_pointer!(),
                 "call {inner}",
                 "pop rax",
                 "wrfsbase rax",
@@ -142,18 +153,17 @@ unsafe extern "C-unwind" fn call(
     context: *mut libc::c_void,
 ) {
     naked_asm!(
-        "mov rax, rdi",
+        "mov r11, rdi",
         "mov edi, esi",
         "mov rsi, rdx",
         "mov rdx, rcx",
         "cmp byte ptr [rip + {separate}], 0",
         "jne 2f",
-        "jmp rax",
+        "jmp r11",
         "2:",
         "sub rsp, 8",
-        "mov rcx, gs:[8]",
-        "wrfsbase rcx",
-        "call rax",
+        to_programs_pointer!(),
+        "call r11",
         "mov rax, gs:[0]",
         "wrfsbase rax",
         "add rsp, 8",

@@ -1,15 +1,17 @@
 //! The stack on which slat serves a thread's dispatched system calls, and which part of it is free.
 //!
-//! The program makes calls from three places. From its own stack: no call is being served, whatever frames are left, because whoever
-//! jumps out of a handler gives up what that has interrupted; all of the stack is free. From a handler that runs on this very stack,
-//! because it has interrupted slat and has no alternate stack: what lies below the stack pointer is free. And from a handler on the
-//! alternate stack: it may have interrupted slat, and its stack pointer does not tell where. So whoever calls a handler of the program
-//! notes that before ([`around_handler`]).
+//! The program makes calls from three places:
+//!
+//! * From its own stack. Then no call is being served, and all of slat's stack is free. (Frames may be left there: a handler that jumps away
+//!   gives up the call that it has interrupted.)
+//! * From a handler on this stack, which has interrupted slat and has no alternate stack. What lies below the stack pointer is free.
+//! * From a handler on the alternate stack. It may have interrupted slat, and its stack pointer does not show where. So [`around_handler`]
+//!   notes it before a handler of the program is called.
 
 use std::cell::Cell;
 
 /// Below a stack pointer, a function may have data (System V ABI, AMD64 supplement, "The Stack Frame").
-const RED_ZONE: usize = 128;
+pub const RED_ZONE: usize = 128;
 
 thread_local! {
     // Without initialisers or destructors: handlers use them.

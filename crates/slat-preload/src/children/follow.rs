@@ -3,7 +3,8 @@
 use super::chain::{Chain, Reach, is_linker};
 use super::{LIBRARY, Words};
 use crate::load;
-use crate::real::{Opened, kernel};
+use crate::paths::{text, word_at};
+use crate::real::{Opened, kernel, map_memory};
 use std::ffi::{CStr, c_char};
 use std::ptr::null;
 
@@ -63,30 +64,15 @@ fn can_load(library: &CStr, program: &CStr) -> bool {
     found.is_ok()
 }
 
-/// Returns a string of the program's with its NUL. `None`: it cannot be read. (Before slat's handlers are installed, nobody is told.)
-pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
-    let mut len = 0;
-    loop {
-        // SAFETY: a guarded load.
-        match unsafe { slat_guard::load(string.cast::<u8>().wrapping_add(len)) }.ok()? {
-            0 => break,
-            _ => len += 1,
-        }
-    }
-    // SAFETY: it has just been read to its NUL, and the program leaves its arguments alone during the call.
-    Some(unsafe { CStr::from_ptr(string) })
-}
-
 /// Returns the number of words before the null, all of which are strings that can be read. `None`: not all of them can.
 pub fn count(words: Words) -> Option<usize> {
+    let mut readable = None;
     let mut count = 0;
     while !words.is_null() {
-        // SAFETY: a guarded load.
-        let word = unsafe { slat_guard::load(words.wrapping_add(count).cast::<u64>()) }.ok()?;
-        if word == 0 {
-            break;
-        }
-        text(word as *const c_char)?;
+        match word_at(words.wrapping_add(count) as usize, &mut readable)? {
+            0 => break,
+            word => text(word as *const c_char)?,
+        };
         count += 1;
     }
     Some(count)
@@ -115,10 +101,8 @@ impl Scratch {
             });
         }
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: new memory.
-        let start =
-            unsafe { kernel!(libc::SYS_mmap, 0, len, access, flags, usize::MAX, 0) }.ok()?;
+        let start = unsafe { map_memory(0, len, access, 0) }.ok()?;
         Some(Scratch {
             start: start as *mut u8,
             len,

@@ -18,10 +18,11 @@ use std::sync::OnceLock;
 
 use crate::files::interpose;
 use crate::load;
-use crate::paths::{DescriptorPath, read_link};
-use crate::real::{Next, Opened, kernel, plain};
+use crate::looked_up;
+use crate::paths::{DescriptorPath, read_link, text};
+use crate::real::{Next, Opened, call, kernel};
 use chain::{Chain, Reach};
-use follow::{count, follow, text};
+use follow::{count, follow};
 
 type Words = *const *const c_char;
 type Path = [u8; libc::PATH_MAX as usize];
@@ -40,16 +41,15 @@ pub fn set_library(file: &CStr) {
 
 /// Looks for this library's file. Call at the program's start.
 pub fn prepare() {
-    // SAFETY: all-zero is a valid `Dl_info`, which the call fills in with a string that lives as long as the library.
-    unsafe {
-        let mut info: libc::Dl_info = std::mem::zeroed();
-        let known = libc::dladdr(prepare as *const _, &mut info) != 0 && !info.dli_fname.is_null();
-        // Started as a program, this library has the name of its first argument there.
-        let is_program =
-            libc::getauxval(libc::AT_ENTRY) as usize == load::slat_begin as *const () as usize;
-        if known && !is_program {
-            set_library(CStr::from_ptr(info.dli_fname));
-        }
+    // SAFETY: reads the process's auxiliary vector.
+    let entry = unsafe { libc::getauxval(libc::AT_ENTRY) } as usize;
+    // Started as a program, this library has the name of its first argument there.
+    if entry != load::slat_begin as *const () as usize
+        && let Some(object) = looked_up::object_of(prepare as *const _)
+        && !object.dli_fname.is_null()
+    {
+        // SAFETY: a string that lives as long as the library.
+        set_library(unsafe { CStr::from_ptr(object.dli_fname) });
     }
 }
 
@@ -105,18 +105,17 @@ static NEXT_EXECVPE: Next = Next::new(c"execvpe");
 static NEXT_SPAWN: Next = Next::new(c"posix_spawn");
 static NEXT_SPAWNP: Next = Next::new(c"posix_spawnp");
 
-/// Does execve. Returns what the kernel returns.
+/// Does execve.
 ///
 /// # Safety
 /// As for the system call.
-pub unsafe fn become_program(path: *const c_char, arguments: Words, environment: Words) -> isize {
-    let become_it = |path, arguments, environment| {
+pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words) -> c_int {
+    let start = |path, arguments, environment| {
         // SAFETY: the caller's promise, and what `follow` has made of it.
-        unsafe { kernel!(libc::SYS_execve, path, arguments, environment) }
+        unsafe { call!(libc::SYS_execve, path, arguments, environment) }
     };
     // SAFETY: the caller's promise.
-    let answer = unsafe { follow(path, arguments, environment, become_it) };
-    answer.unwrap_or_else(crate::dispatch::error)
+    unsafe { follow(path, arguments, environment, start) as c_int }
 }
 
 /// Finds a path to what execveat executes, in `buffer` if it is not the given one. `None`: the kernel has to find it.
@@ -162,44 +161,7 @@ fn path_at(
     Some(buffer.as_ptr().cast())
 }
 
-/// Does execveat. Returns what the kernel returns.
-///
-/// # Safety
-/// As for the system call.
-pub unsafe fn become_program_at(
-    directory: c_int,
-    path: *const c_char,
-    arguments: Words,
-    environment: Words,
-    flags: c_int,
-) -> isize {
-    let mut buffer = [0; libc::PATH_MAX as usize];
-    let found = path_at(directory, path, flags, &mut buffer);
-    let start = |runs: *const c_char, arguments: Words, environment: Words| {
-        // SAFETY: the caller's promise, and what `follow` has made of it.
-        unsafe {
-            match found.is_none_or(|found| std::ptr::eq(runs, found)) {
-                true => kernel!(
-                    libc::SYS_execveat,
-                    directory,
-                    path,
-                    arguments,
-                    environment,
-                    flags
-                ),
-                false => kernel!(libc::SYS_execve, runs, arguments, environment),
-            }
-        }
-    };
-    let answer = match found {
-        // SAFETY: the caller's promise; the path that was found ends with 0.
-        Some(found) => unsafe { follow(found, arguments, environment, start) },
-        None => start(path, arguments, environment),
-    };
-    answer.unwrap_or_else(crate::dispatch::error)
-}
-
-/// execveat(2), as the C library returns.
+/// Does execveat.
 ///
 /// # Safety
 /// As for the system call.
@@ -210,20 +172,30 @@ pub unsafe fn execute_at(
     environment: Words,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    let answer = unsafe { become_program_at(directory, path, arguments, environment, flags) };
-    plain(crate::real::result(answer)) as c_int
-}
-
-/// execve(2), as the C library returns.
-///
-/// # Safety
-/// As for the system call.
-pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words) -> c_int {
-    // SAFETY: the caller's promise.
-    plain(crate::real::result(unsafe {
-        become_program(path, arguments, environment)
-    })) as c_int
+    let mut buffer = [0; libc::PATH_MAX as usize];
+    let found = path_at(directory, path, flags, &mut buffer);
+    let start = |runs: *const c_char, arguments: Words, environment: Words| {
+        // SAFETY: the caller's promise, and what `follow` has made of it.
+        unsafe {
+            match found.is_none_or(|found| std::ptr::eq(runs, found)) {
+                true => call!(
+                    libc::SYS_execveat,
+                    directory,
+                    path,
+                    arguments,
+                    environment,
+                    flags
+                ),
+                false => call!(libc::SYS_execve, runs, arguments, environment),
+            }
+        }
+    };
+    let answer = match found {
+        // SAFETY: the caller's promise; the path that was found ends with 0.
+        Some(found) => unsafe { follow(found, arguments, environment, start) },
+        None => start(path, arguments, environment),
+    };
+    answer as c_int
 }
 
 /// Does execvpe: by the C library's function, which knows what to do with what is no program, if slat has no need to change the call.
@@ -317,7 +289,7 @@ interpose! {
         environment: Words,
     ) -> c_int {
         let mut buffer = [0; libc::PATH_MAX as usize];
-        // What is not in PATH the C library reports.
+        // The C library reports that a program is not in PATH.
         let path = find(name, &mut buffer).unwrap_or(name);
         // SAFETY: the caller's promise.
         unsafe { spawn(&NEXT_SPAWNP, child, path, actions, attributes, arguments, environment) }

@@ -6,8 +6,8 @@ use super::request::Request;
 use super::{filters, rseq, threads};
 use crate::guarded::guarded;
 use crate::indirect::by_number;
-use crate::real::{kernel, raw};
-use crate::{children, load, signals};
+use crate::real::raw;
+use crate::{load, signals};
 use slat_guard::blockable;
 use slat_process::filter::Made;
 use slat_process::pointers;
@@ -65,12 +65,6 @@ pub fn answer(frame: &mut Frame) -> isize {
             crate::at_exit();
             pass(number, arguments)
         }
-        libc::SYS_execve => {
-            let (path, words, environment) = (a as *const c_char, b as *const _, c as *const _);
-            // SAFETY: the program's arguments, which the kernel would read.
-            unsafe { children::become_program(path, words, environment) }
-        }
-        libc::SYS_execveat => execute_at(arguments),
         libc::SYS_rt_sigsuspend => with_mask(number, arguments, 0, 1),
         libc::SYS_ppoll => with_mask(number, arguments, 3, 4),
         libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => with_mask(number, arguments, 4, 5),
@@ -165,17 +159,6 @@ fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
         libc::SYS_readlinkat => load::own_link(b as *const c_char, arguments[2], arguments[3])?,
         _ => return None,
     })
-}
-
-/// Does execveat.
-fn execute_at([directory, path, words, environment, flags, _]: [usize; 6]) -> isize {
-    let (path, words, environment) = (
-        path as *const c_char,
-        words as *const _,
-        environment as *const _,
-    );
-    // SAFETY: the program's arguments, which the kernel would read.
-    unsafe { children::become_program_at(directory as i32, path, words, environment, flags as i32) }
 }
 
 /// Installs a seccomp filter by `install`.
@@ -347,12 +330,4 @@ fn select(mut arguments: [usize; 6]) -> isize {
         }
     }
     pass(libc::SYS_pselect6, arguments)
-}
-
-/// Ends the calling thread's part in the kernel alone.
-pub(super) fn exit_now(status: usize) -> ! {
-    loop {
-        // SAFETY: ends the thread.
-        let _ = unsafe { kernel!(libc::SYS_exit, status) };
-    }
 }

@@ -72,7 +72,7 @@ pub fn judged(number: i64, arguments: [usize; 6]) -> isize {
     answer
 }
 
-/// Returns instructions that allow what comes from `range`, and go on behind themselves for everything else.
+/// Returns instructions that allow what comes from `range`. All other calls reach the instructions that follow them.
 fn allow(range: &Range<usize>) -> Vec<sock_filter> {
     const ADDRESS: u32 = 8;
     let instruction = |code: u32, jt, jf, k| sock_filter {

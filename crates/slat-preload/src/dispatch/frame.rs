@@ -14,9 +14,6 @@ use slat_process::stack;
 use std::arch::naked_asm;
 use std::ffi::c_int;
 
-/// Below a stack pointer, a function may have data (System V ABI, AMD64 supplement, "The Stack Frame").
-pub const RED_ZONE: usize = 128;
-
 /// The kernel's `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/ucontext.h`, `sigcontext.h`).
 #[repr(C)]
 #[derive(Debug)]
@@ -53,7 +50,7 @@ impl Frame {
 
     /// Returns the part of the alternate stack that is free below the call.
     pub fn free_alternate(&self) -> libc::stack_t {
-        let free = self.register(libc::REG_RSP) - RED_ZONE - self.alternate.ss_sp as usize;
+        let free = self.register(libc::REG_RSP) - stack::RED_ZONE - self.alternate.ss_sp as usize;
         libc::stack_t {
             ss_size: free,
             ..self.alternate
@@ -173,11 +170,7 @@ pub unsafe extern "C-unwind" fn entry() {
         "cmp byte ptr [rip + {separate}], 0",
         "je 3f",
         "rdfsbase rax",
-        "cmp rax, gs:[0]",
-        "je 3f",
-        "mov gs:[8], rax",
-        "mov rax, gs:[0]",
-        "wrfsbase rax",
+        slat_process::to_slats_pointer!(),
         "3:",
         "sub rsp, 8",
         "call {place}",
@@ -202,8 +195,7 @@ unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
         "mov rsp, rdi",
         "cmp byte ptr [rip + {separate}], 0",
         "je 2f",
-        "mov rax, gs:[8]",
-        "wrfsbase rax",
+        slat_process::to_programs_pointer!(),
         "2:",
         "mov eax, {rt_sigreturn}",
         "jmp qword ptr [rip + {gate}]",
@@ -223,7 +215,7 @@ pub unsafe fn resume(frame: *mut Frame) -> ! {
         if (*frame).comes_from_alternate() {
             // From the alternate stack, which may have interrupted a call that is served above: what lies below that one is free again,
             // as soon as no other signal can come before the return.
-            slat_guard::change_mask(libc::SIG_BLOCK, u64::MAX);
+            super::block_all();
             stack::set_used_to((*frame).link);
         }
         return_to(frame)

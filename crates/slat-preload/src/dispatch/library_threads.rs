@@ -4,12 +4,12 @@ use super::{arm_thread, disarm_thread, is_armed};
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::load;
-use crate::real::{Next, kernel};
+use crate::real::{Next, kernel, map_memory};
 use slat_kvm::thread::Section;
 use slat_process::{pointers, stack};
 use std::ffi::{c_int, c_void};
 use std::mem::transmute;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 use std::sync::OnceLock;
 
 /// Bytes of the stack on which a thread's calls are served: as many as the standard library gives a thread.
@@ -38,11 +38,10 @@ pub fn prepare() {
 
 /// Gives this thread a stack for its calls. Ends the process if there is no memory.
 pub fn make_stack() {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_STACK;
     let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_NORESERVE | libc::MAP_STACK;
     // SAFETY: new memory.
-    let Ok(low) = (unsafe { kernel!(libc::SYS_mmap, 0, STACK, access, flags, usize::MAX, 0) })
-    else {
+    let Ok(low) = (unsafe { map_memory(0, STACK, access, flags) }) else {
         const MESSAGE: &str = "slat: there is no memory for a thread's stack\n";
         // SAFETY: a live buffer; then the process ends.
         unsafe {
@@ -53,7 +52,7 @@ pub fn make_stack() {
     };
     // SAFETY: the page below which the stack must not grow, which nothing uses yet.
     let _ = unsafe { kernel!(libc::SYS_mprotect, low, 4096, libc::PROT_NONE) };
-    stack::set(low as usize, low as usize + STACK);
+    stack::set(low, low + STACK);
     if let Some(key) = KEY.get() {
         // SAFETY: the key of `prepare`: among the first, whose values need no memory.
         unsafe { libc::pthread_setspecific(*key, low as *const c_void) };
@@ -70,51 +69,67 @@ pub type Create = unsafe extern "C" fn(
 
 pub static NEXT_CREATE: Next = Next::new(c"pthread_create");
 
-/// What a thread runs that the C library has made.
-struct Routine {
-    routine: extern "C-unwind" fn(*mut c_void) -> *mut c_void,
+/// What a thread runs that the C library has made, and what it returns at its end.
+struct Routine<T> {
+    routine: extern "C-unwind" fn(*mut c_void) -> T,
     argument: *mut c_void,
 }
 
 /// Begins a thread that the C library has made, for the program or for slat.
-extern "C-unwind" fn first(start: *mut c_void) -> *mut c_void {
+extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
     let Routine { routine, argument } = {
         let _section = Section::enter();
-        // SAFETY: `pthread_create` below has made it for this thread.
-        *unsafe { Box::from_raw(start.cast::<Routine>()) }
+        // SAFETY: `make` has made it for this thread.
+        *unsafe { Box::from_raw(start.cast::<Routine<T>>()) }
     };
     match load::is_loaded() {
         // slat's own thread, which has GS from its maker.
         // SAFETY: the first thread has done the same.
         true => unsafe { pointers::separate(0) },
-        false => begin_armed(),
+        // The stack is made now: later, a filter may forbid it.
+        false => {
+            arm_thread();
+            make_stack();
+        }
     }
     routine(argument)
 }
 
+/// Makes a thread by `create`, a function of the C library's that gets what the thread runs. Its calls are dispatched if its maker's are.
+/// Returns what `create` does: 0 is success.
+fn make<T>(
+    routine: extern "C-unwind" fn(*mut c_void) -> T,
+    argument: *mut c_void,
+    create: impl FnOnce(extern "C-unwind" fn(*mut c_void) -> T, *mut c_void) -> c_int,
+) -> c_int {
+    // slat's own threads make no calls that have to be dispatched.
+    if !is_armed() || Section::is_entered() && !load::is_loaded() {
+        return create(routine, argument);
+    }
+    let mut start = null_mut();
+    guarded(|| {
+        start = Box::into_raw(Box::new(Routine { routine, argument }));
+        Ok(0)
+    });
+    let failed = create(first::<T>, start.cast());
+    if failed != 0 {
+        guarded(|| {
+            // SAFETY: no thread has taken it.
+            drop(unsafe { Box::from_raw(start) });
+            Ok(0)
+        });
+    }
+    failed
+}
+
 static NEXT_THRD: Next = Next::new(c"thrd_create");
 
-/// What a thread of thrd_create runs.
-struct ShortRoutine {
-    routine: extern "C-unwind" fn(*mut c_void) -> c_int,
-    argument: *mut c_void,
-}
-
-extern "C-unwind" fn first_short(start: *mut c_void) -> c_int {
-    let ShortRoutine { routine, argument } = {
-        let _section = Section::enter();
-        // SAFETY: `thrd_create` below has made it for this thread.
-        *unsafe { Box::from_raw(start.cast::<ShortRoutine>()) }
-    };
-    begin_armed();
-    routine(argument)
-}
-
-/// Has a new thread's calls dispatched. Its stack is made now: later, a filter may forbid it.
-fn begin_armed() {
-    arm_thread();
-    make_stack();
-}
+/// The C library's `thrd_create`.
+type CreateShort = unsafe extern "C" fn(
+    *mut c_void,
+    extern "C-unwind" fn(*mut c_void) -> c_int,
+    *mut c_void,
+) -> c_int;
 
 interpose! {
     /// thrd_create(3).
@@ -124,58 +139,26 @@ interpose! {
         argument: *mut c_void,
     ) -> c_int {
         const THRD_ERROR: c_int = 2;
-        type Create =
-            unsafe extern "C" fn(*mut c_void, extern "C-unwind" fn(*mut c_void) -> c_int, *mut c_void) -> c_int;
-        let Some(create) = NEXT_THRD.get() else {
+        let Some(next) = NEXT_THRD.get() else {
             return THRD_ERROR;
         };
-        // SAFETY: the C library's function of this name.
-        let create = unsafe { transmute::<usize, Create>(create) };
-        if !is_armed() {
-            // SAFETY: the caller's promise.
-            return unsafe { create(thread, routine, argument) };
-        }
-        let mut start = null_mut();
-        guarded(|| {
-            start = Box::into_raw(Box::new(ShortRoutine { routine, argument }));
-            Ok(0)
-        });
-        // SAFETY: the caller's promise; the new thread takes `start`. (One that is not made leaves its few bytes.)
-        unsafe { create(thread, first_short, start.cast()) }
+        // SAFETY: the C library's function of this name; the caller's promise.
+        let create = |routine, argument| unsafe { transmute::<usize, CreateShort>(next)(thread, routine, argument) };
+        make(routine, argument, create)
     }
 
-    /// pthread_create(3): a thread's calls are dispatched if its maker's are.
+    /// pthread_create(3).
     fn pthread_create(
         thread: *mut libc::pthread_t,
         attributes: *const libc::pthread_attr_t,
         routine: extern "C-unwind" fn(*mut c_void) -> *mut c_void,
         argument: *mut c_void,
     ) -> c_int {
-        let Some(create) = NEXT_CREATE.get() else {
+        let Some(next) = NEXT_CREATE.get() else {
             return libc::EAGAIN;
         };
-        // SAFETY: the C library's function of this name.
-        let create = unsafe { transmute::<usize, Create>(create) };
-        // slat's own threads make no calls that have to be dispatched.
-        let is_slats = Section::is_entered();
-        if !is_armed() || is_slats && !load::is_loaded() {
-            // SAFETY: the caller's promise.
-            return unsafe { create(thread, attributes, routine, argument) };
-        }
-        let mut start = null::<Routine>().cast_mut();
-        guarded(|| {
-            start = Box::into_raw(Box::new(Routine { routine, argument }));
-            Ok(0)
-        });
-        // SAFETY: the caller's promise; the new thread takes `start`.
-        let failed = unsafe { create(thread, attributes, first, start.cast()) };
-        if failed != 0 {
-            guarded(|| {
-                // SAFETY: no thread has taken it.
-                drop(unsafe { Box::from_raw(start) });
-                Ok(0)
-            });
-        }
-        failed
+        // SAFETY: the C library's function of this name; the caller's promise.
+        let create = |routine, argument| unsafe { transmute::<usize, Create>(next)(thread, attributes, routine, argument) };
+        make(routine, argument, create)
     }
 }

@@ -30,6 +30,7 @@ pub mod threads;
 
 use crate::real::kernel;
 pub use calls::error;
+use slat_guard::change_mask;
 use std::sync::OnceLock;
 use text::Text;
 
@@ -64,7 +65,7 @@ pub fn arm() -> Result<(), &'static str> {
     library_threads::prepare();
     library_threads::make_stack();
     slat_guard::never_block(libc::SIGSYS);
-    slat_guard::change_mask(libc::SIG_UNBLOCK, 1 << (libc::SIGSYS - 1));
+    change_mask(libc::SIG_UNBLOCK, 1 << (libc::SIGSYS - 1));
     crate::signals::take_over_dispatch(frame::entry as *const () as usize);
     crate::prepare().map_err(|_| "there is no memory")
 }
@@ -133,8 +134,7 @@ unsafe extern "C" fn serve(frame: *mut frame::Frame) -> ! {
             let _ = kernel!(libc::SYS_sigaltstack, &raw const free, 0);
         }
         // From here on handlers of the program run, as they would in the kernel's place.
-        let mask = (*frame).mask;
-        set_mask(mask);
+        change_mask(libc::SIG_SETMASK, (*frame).mask);
         let answer = calls::answer(&mut *frame);
         (*frame).set_register(libc::REG_RAX, answer as usize);
         slat_process::set_errno(before);
@@ -142,22 +142,7 @@ unsafe extern "C" fn serve(frame: *mut frame::Frame) -> ! {
     }
 }
 
-/// Sets this thread's signal mask, but for what must not be blocked.
-fn set_mask(mask: u64) {
-    let mask = slat_guard::blockable(mask);
-    // SAFETY: a live set of the kernel's size.
-    let _ = unsafe {
-        kernel!(
-            libc::SYS_rt_sigprocmask,
-            libc::SIG_SETMASK,
-            &raw const mask,
-            0,
-            size_of::<u64>()
-        )
-    };
-}
-
-/// Blocks all signals of this thread, until [`set_mask`].
+/// Blocks all signals of this thread, until it returns to the program.
 fn block_all() {
-    set_mask(u64::MAX);
+    change_mask(libc::SIG_BLOCK, u64::MAX);
 }

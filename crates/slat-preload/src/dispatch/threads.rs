@@ -7,7 +7,7 @@
 //! A child of `vfork` would run on the stack from which its parent is served: it gets a copy of memory instead. Its parent waits for it
 //! all the same.
 
-use super::calls::{error, exit_now};
+use super::calls::error;
 use super::filters::{self, Inherited};
 use super::frame::{self, Frame};
 use super::library_threads::{Create, NEXT_CREATE, STACK};
@@ -51,7 +51,7 @@ fn refuse(what: &str) -> isize {
 /// Makes a process that shares memory with its maker and has a stack of its own: LeakSanitizer looks at its program's threads by one. It has
 /// no thread of slat's C library, so its calls pass to the kernel.
 fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
-    /// Where the child begins: behind the gate's `ret`, with the frame where rt_sigreturn(2) expects it.
+    /// Where the child begins: the gate's `ret` leads here, and the stack pointer is at the frame, as rt_sigreturn(2) expects.
     #[unsafe(naked)]
     unsafe extern "C" fn begin() {
         naked_asm!(
@@ -63,7 +63,7 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
     }
     // SAFETY: the program gives this stack to the child, below the red zone of what it may have put there. The parent goes on here.
     unsafe {
-        let copy = &mut *frame.copy_below(top - frame::RED_ZONE);
+        let copy = &mut *frame.copy_below(top - stack::RED_ZONE);
         copy.alternate = NO_STACK;
         copy.set_register(libc::REG_RAX, 0);
         copy.set_register(libc::REG_RSP, top);
@@ -73,11 +73,18 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
     }
 }
 
+/// Stores a thread's number where the program wants it. The kernel ignores a bad address, too.
+fn tell(address: u64, number: u32) {
+    // SAFETY: a guarded store to a word of the program's.
+    let _ = unsafe { slat_guard::store(address as *mut u32, number) };
+}
+
 fn make_process(frame: &mut Frame, request: &Request) -> isize {
     let copied = request.with_a_copy_of_memory();
     // A handler must not run in the child before its calls are dispatched. The return to the program undoes this.
     block_all();
-    let answer = match copied.is_fork() {
+    let is_fork = copied.is_fork();
+    let answer = match is_fork {
         // The C library's own: where other threads make threads meanwhile, the child's copy of it has to be mended.
         // SAFETY: a plain call. The child goes on here.
         true => match unsafe { libc::fork() } {
@@ -87,26 +94,17 @@ fn make_process(frame: &mut Frame, request: &Request) -> isize {
         // SAFETY: the program's request for a process with a copy of memory. The child goes on here.
         false => forks::around(|| unsafe { copied.issue() }),
     };
-    if answer > 0 && copied.is_fork() && copied.has(PARENT_SET_TID) {
-        // SAFETY: a guarded store. The kernel ignores a bad address, too.
-        let _ = unsafe { slat_guard::store(copied.parent_tid as *mut u32, answer as u32) };
+    if answer > 0 && is_fork && copied.has(PARENT_SET_TID) {
+        tell(copied.parent_tid, answer as u32);
     }
     if answer == 0 {
         BEGUN_AT.set(0);
         set_clear_at_exit(0);
-        if copied.is_fork() {
-            if copied.has(CHILD_SET_TID) {
-                // SAFETY: as above.
-                let _ = unsafe {
-                    slat_guard::store(
-                        copied.child_tid as *mut u32,
-                        slat_process::thread_id() as u32,
-                    )
-                };
-            }
-            if copied.has(CHILD_CLEAR_TID) {
-                set_clear_at_exit(copied.child_tid as usize);
-            }
+        if is_fork && copied.has(CHILD_SET_TID) {
+            tell(copied.child_tid, slat_process::thread_id() as u32);
+        }
+        if is_fork && copied.has(CHILD_CLEAR_TID) {
+            set_clear_at_exit(copied.child_tid as usize);
         }
         THREADS.store(1, Ordering::Relaxed);
         if let Some(top) = request.stack_top() {
@@ -269,8 +267,7 @@ unsafe extern "C" fn go(start: *const Start<'_>) -> ! {
             (CHILD_SET_TID, request.child_tid),
         ] {
             if request.has(flag) {
-                // The kernel ignores a bad address, too.
-                let _ = slat_guard::store(word as *mut u32, number);
+                tell(word, number);
             }
         }
         if request.has(CHILD_CLEAR_TID) {
@@ -317,7 +314,10 @@ pub fn exit(status: usize) -> ! {
         }
     }
     match BEGUN_AT.get() {
-        0 => exit_now(status),
+        0 => loop {
+            // SAFETY: ends the thread.
+            let _ = unsafe { kernel!(libc::SYS_exit, status) };
+        },
         // SAFETY: `run` has stored it; signals are blocked.
         begun_at => unsafe { leave(begun_at) },
     }

@@ -2,7 +2,7 @@
 
 use super::elf::{Headers, Segment};
 use super::open;
-use crate::real::{Opened, kernel};
+use crate::real::{Opened, kernel, map_memory};
 use std::ffi::{CStr, CString};
 
 const PAGE: u64 = 4096;
@@ -79,7 +79,7 @@ struct Placed {
     end: usize,
 }
 
-/// Returns an address, another one each time, that has room behind it: for the program's break.
+/// Returns a random address for a program, with free addresses above it, into which the program's break grows.
 fn somewhere() -> u64 {
     const LOW: u64 = 0x2000_0000_0000;
     let mut random = 0u64;
@@ -110,18 +110,14 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         true => (somewhere(), 0),
         false => (low, libc::MAP_FIXED_NOREPLACE),
     };
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
     // All of it at once, so that nothing else gets between.
     // SAFETY: memory where there is none.
     let start = unsafe {
-        kernel!(
-            libc::SYS_mmap,
-            at,
-            high - low,
+        map_memory(
+            at as usize,
+            (high - low) as usize,
             libc::PROT_NONE,
-            flags,
-            usize::MAX,
-            0
+            libc::MAP_NORESERVE | fixed,
         )
     }
     .map_err(|error| {
@@ -193,17 +189,13 @@ fn map(file: &Opened, segment: &Segment, base: u64) -> Result<(), String> {
     }
     let end = end.next_multiple_of(PAGE);
     if end > mapped {
-        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS;
         // SAFETY: as above.
         unsafe {
-            kernel!(
-                libc::SYS_mmap,
-                mapped,
-                end - mapped,
+            map_memory(
+                mapped as usize,
+                (end - mapped) as usize,
                 access,
-                flags,
-                usize::MAX,
-                0
+                libc::MAP_FIXED,
             )
         }
         .map_err(failed)?;

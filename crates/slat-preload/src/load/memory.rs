@@ -1,7 +1,7 @@
 //! The program's break (brk(2)): memory that grows at the end of its image. The process's own is slat's C library's.
 
 use crate::memory;
-use crate::real::kernel;
+use crate::real::map_memory;
 use slat_kvm::thread::Section;
 use std::sync::{Mutex, PoisonError};
 
@@ -29,20 +29,9 @@ pub fn set_break(to: usize) -> usize {
     };
     let mapped = now.next_multiple_of(PAGE);
     if end > mapped {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: memory where there is none.
-        let grown = unsafe {
-            kernel!(
-                libc::SYS_mmap,
-                mapped,
-                end - mapped,
-                access,
-                flags,
-                usize::MAX,
-                0
-            )
-        };
+        let grown = unsafe { map_memory(mapped, end - mapped, access, libc::MAP_FIXED_NOREPLACE) };
         if grown.is_err() {
             return now;
         }

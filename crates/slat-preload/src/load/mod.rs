@@ -16,6 +16,7 @@ mod image;
 pub mod memory;
 
 use crate::dispatch;
+use crate::paths::text;
 use crate::real::{Opened, kernel};
 use image::Image;
 use slat_process::pointers;
@@ -37,20 +38,8 @@ pub fn is_loaded() -> bool {
 /// Returns the program's file for a path that means it.
 pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     let own = OWN.get()?;
-    let mut given = [0u8; 32];
-    let mut len = 0;
-    loop {
-        // SAFETY: a guarded load of the program's string.
-        let byte = unsafe { slat_guard::load(path.cast::<u8>().wrapping_add(len)) }.ok()?;
-        if byte == 0 {
-            break;
-        }
-        *given.get_mut(len)? = byte;
-        len += 1;
-    }
-    let name = given[..len]
-        .strip_prefix(b"/proc/")?
-        .strip_suffix(b"/exe")?;
+    let name = text(path)?.to_bytes();
+    let name = name.strip_prefix(b"/proc/")?.strip_suffix(b"/exe")?;
     let is_own = matches!(name, b"self" | b"thread-self")
         || std::str::from_utf8(name)
             .ok()?
