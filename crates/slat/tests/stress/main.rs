@@ -21,6 +21,9 @@ use slat::{
 use slat_model::{HostMemory, SimPlatform, Witness};
 use world::{HOST_PAGES, LOGGED, Logs, STABLE, World, region, remap};
 
+/// What each thread has time for to get its turns, on a machine that is busy with other tests.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 fn stress<F: Format>(world: World<F>, vcpus: u64, duration: Duration, pause: Option<Duration>) {
     thread::scope(|scope| {
         for number in 1..=vcpus {
@@ -33,7 +36,7 @@ fn stress<F: Format>(world: World<F>, vcpus: u64, duration: Duration, pause: Opt
         // On a busy machine it takes longer until each thread had its turns.
         let begin = Instant::now();
         while begin.elapsed() < duration
-            || !world.has_progressed(vcpus) && begin.elapsed() < 10 * duration
+            || !world.has_progressed(vcpus) && begin.elapsed() < PATIENCE.max(duration)
         {
             thread::sleep(Duration::from_millis(20));
         }
