@@ -233,6 +233,70 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
+    /// Arithmetic with doubles in a register, six instructions; rcx times, rsi data for the result.
+    float = "slat_bench_float" [
+        "mov eax, 1",
+        "cvtsi2sd xmm1, eax",
+        "xorps xmm0, xmm0",
+        "2:",
+        "mulsd xmm0, xmm1",
+        "addsd xmm0, xmm1",
+        "cvttsd2si rax, xmm0",
+        "ucomisd xmm0, xmm1",
+        "dec rcx",
+        "jnz 2b",
+        "movsd [rsi], xmm0",
+    ]
+    /// Mixes vectors of four words, which begin as rcx and rbx, ten instructions; rcx times, rsi data for the result.
+    simd = "slat_bench_simd" [
+        "movq xmm0, rcx",
+        "movq xmm1, rbx",
+        "2:",
+        "paddd xmm0, xmm1",
+        "pxor xmm1, xmm0",
+        "movdqa xmm2, xmm1",
+        "pslld xmm1, 7",
+        "psrld xmm2, 25",
+        "por xmm1, xmm2",
+        "pshufd xmm0, xmm0, 0x39",
+        "punpckldq xmm2, xmm0",
+        "dec rcx",
+        "jnz 2b",
+        "movdqu [rsi], xmm0",
+    ]
+    /// Multiplies rdx by rbx and adds the product with two carries, seven instructions; rcx times.
+    bigint = "slat_bench_bigint" [
+        "2:",
+        "xor eax, eax",
+        "mulx r9, r8, rbx",
+        "adcx r10, r8",
+        "adox r11, r9",
+        "adcx r11, rax",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// Instructions on bits, eight of them; rcx times, rdx the bits.
+    count_bits = "slat_bench_bits" [
+        "2:",
+        "rorx rdx, rdx, 13",
+        "andn rax, rdx, rcx",
+        "popcnt rbx, rax",
+        "add rsi, rbx",
+        "bswap rdx",
+        "xor rdx, rsi",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// Divisions, six instructions; rcx times, rbx the divisor, rdi the sum of the quotients.
+    div = "slat_bench_div" [
+        "2:",
+        "lea rax, [rdi + rcx]",
+        "xor edx, edx",
+        "div rbx",
+        "add rdi, rax",
+        "dec rcx",
+        "jnz 2b",
+    ]
     /// A call of a function with a frame, eight instructions; rcx times.
     frame = "slat_bench_frame" [
         "2:",
@@ -526,6 +590,37 @@ impl Program {
         (Program(kvm_regs { rsi, ..registers }), 6 * times + 4)
     }
 
+    /// Adds doubles in a register. Returns also the number of instructions. The double at `data` ends as `times`.
+    pub fn floats(times: u64, data: u64) -> (Self, u64) {
+        let Program(registers) = Self::pages(Loop::float, 0, times);
+        let rsi = data;
+        (Program(kvm_regs { rsi, ..registers }), 6 * times + 5)
+    }
+
+    /// Mixes two vectors of four words, which begin as `times` and `seed`. Returns also the number of instructions. The first one ends at
+    /// `data`.
+    pub fn vectors(times: u64, seed: u64, data: u64) -> (Self, u64) {
+        let Program(registers) = Self::pages(Loop::simd, seed, times);
+        let rsi = data;
+        (Program(kvm_regs { rsi, ..registers }), 10 * times + 4)
+    }
+
+    /// Multiplies two factors. Returns also the number of instructions. R10 and R11 end as the sum of the products.
+    pub fn products(times: u64, [rbx, rdx]: [u64; 2]) -> (Self, u64) {
+        let Program(registers) = Self::pages(Loop::bigint, rbx, times);
+        (Program(kvm_regs { rdx, ..registers }), 7 * times + 1)
+    }
+
+    /// Counts bits, to RSI. Returns also the number of instructions.
+    pub fn bits(times: u64) -> (Self, u64) {
+        (Self::pages(Loop::count_bits, 0, times), 8 * times + 1)
+    }
+
+    /// Divides by `divisor`, and adds the quotients, to RDI. Returns also the number of instructions.
+    pub fn quotients(times: u64, divisor: u64) -> (Self, u64) {
+        (Self::pages(Loop::div, divisor, times), 6 * times + 1)
+    }
+
     /// Calls a small function. Returns also the number of instructions. rax ends as 1.
     pub fn calls(times: u64) -> (Self, u64) {
         (Self::pages(Loop::frame, 0, times), 8 * times + 1)
@@ -671,7 +766,7 @@ pub fn special_registers(from_reset: kvm_sregs) -> kvm_sregs {
 /// Returns the registers of long mode with paging on, at privilege level 0, on the tables at `cr3`.
 pub fn long_mode(from_reset: kvm_sregs, cr3: u64) -> kvm_sregs {
     const CR0_PE_ET_NE_WP_PG: u64 = 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;
-    const CR4_PAE: u64 = 1 << 5;
+    const CR4_PAE_OSFXSR: u64 = 1 << 5 | 1 << 9;
     const EFER_LME_LMA: u64 = 1 << 8 | 1 << 10;
     let flat = kvm_segment {
         limit: 0xffff_ffff,
@@ -698,7 +793,7 @@ pub fn long_mode(from_reset: kvm_sregs, cr3: u64) -> kvm_sregs {
         ss: flat,
         cr0: CR0_PE_ET_NE_WP_PG,
         cr3,
-        cr4: CR4_PAE,
+        cr4: CR4_PAE_OSFXSR,
         efer: EFER_LME_LMA,
         ..from_reset
     }

@@ -80,13 +80,14 @@ fn bit<T: Int, B: BitOp>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-/// BSF and BSR leave the destination alone when the source is zero, as processors do.
+/// BSF and BSR leave the destination alone when the source is zero, as processors do. The flags that are undefined, here and below, are as
+/// after a logical operation.
 fn bsf<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.operand::<T>(op, 1)?.zx();
     if v != 0 {
         T::set(cpu, op.r[0], T::of(v.trailing_zeros().into()));
     }
-    cpu.set_flags(ZF, if v == 0 { ZF } else { 0 });
+    cpu.note_logic(T::of(v));
     Ok(())
 }
 fn bsr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -94,28 +95,22 @@ fn bsr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     if v != 0 {
         T::set(cpu, op.r[0], T::of((63 - v.leading_zeros()).into()));
     }
-    cpu.set_flags(ZF, if v == 0 { ZF } else { 0 });
+    cpu.note_logic(T::of(v));
     Ok(())
 }
 
-/// Sets the flags of TZCNT and LZCNT.
-fn count_flags(cpu: &mut Cpu, source: u64, result: u64) {
-    let carry = if source == 0 { CF } else { 0 };
-    let zero = if result == 0 { ZF } else { 0 };
-    cpu.set_flags(CF | ZF, carry | zero);
-}
 fn tzcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.operand::<T>(op, 1)?.zx();
-    let n = v.trailing_zeros().min(T::BITS).into();
-    T::set(cpu, op.r[0], T::of(n));
-    count_flags(cpu, v, n);
+    let n = T::of(v.trailing_zeros().min(T::BITS).into());
+    T::set(cpu, op.r[0], n);
+    cpu.put_flags(v == 0, false, false, n);
     Ok(())
 }
 fn lzcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.operand::<T>(op, 1)?.zx();
-    let n = (v.leading_zeros() - (64 - T::BITS)).into();
-    T::set(cpu, op.r[0], T::of(n));
-    count_flags(cpu, v, n);
+    let n = T::of((v.leading_zeros() - (64 - T::BITS)).into());
+    T::set(cpu, op.r[0], n);
+    cpu.put_flags(v == 0, false, false, n);
     Ok(())
 }
 fn popcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {

@@ -3,15 +3,12 @@
 use crate::Cpu;
 use crate::int::Int;
 use crate::op::{Flow, Handler, Op};
-use crate::state::flags::{ARITHMETIC, CF, OF, SF, ZF};
+use crate::state::flags::{CF, OF};
 use iced_x86::{Instruction, Mnemonic};
 
-/// Sets SF and ZF of a result, and CF; clears OF.
+/// Sets SF and ZF of a result, and CF; clears OF. What is undefined is as after a logical operation.
 fn logic<T: Int>(cpu: &mut Cpu, result: T, carry: bool) {
-    let mut value = if carry { CF } else { 0 };
-    value |= if result.zx() == 0 { ZF } else { 0 };
-    value |= if result.top() { SF } else { 0 };
-    cpu.set_flags(ARITHMETIC, value);
+    cpu.put_flags(carry, false, false, result);
 }
 
 fn andn<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {

@@ -8,10 +8,11 @@ use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{Block, InstBuilder, MemFlags, TrapCode, Value};
+use iced_x86::Mnemonic;
 use std::mem::offset_of;
 
 /// How an access to guest memory is marked: if it fails, the region stops there (`access_failed`).
-const GUARDED: TrapCode = TrapCode::unwrap_user(1);
+pub(super) const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 
 impl Translator<'_> {
     /// Returns the offset of the memory operand in its segment.
@@ -131,18 +132,40 @@ impl Translator<'_> {
         self.has_changed = true;
     }
 
-    /// Reads, changes and writes guest memory, not atomically. `change` gets the old value and returns the new one. Returns both.
+    /// Reads, changes and writes guest memory: atomically if the instruction is locked. `change` gets the old value and returns the new
+    /// one; its code may run more than once. Returns both.
     pub(super) fn update(
         &mut self,
         lin: Value,
-        size: u8,
+        op: &Op,
         change: impl FnOnce(&mut Self, Value) -> Value,
     ) -> (Value, Value) {
-        let host = self.place_to_store(lin, size);
-        let ty = TYPES[usize::from(size)];
+        let is_locked = op.lock || op.mnemonic == Mnemonic::Xchg;
+        if is_locked && op.size > 0 {
+            // Across cache lines it is a bus lock, which the interpreter notes.
+            let in_line = self.b.ins().band_imm(lin, 63);
+            let last = 64 - (1 << op.size);
+            let crosses = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThan, in_line, last);
+            self.interpret_if(crosses);
+        }
+        let host = self.place_to_store(lin, op.size);
+        let ty = TYPES[usize::from(op.size)];
         let old = self.b.ins().load(ty, Self::guarded(), host, 0);
+        if !is_locked {
+            let new = change(self, old);
+            self.store_at(host, new);
+            return (old, new);
+        }
+        let (attempt, done) = (self.b.create_block(), self.b.create_block());
+        self.b.ins().jump(attempt, &[old.into()]);
+        self.b.switch_to_block(attempt);
+        let old = self.b.append_block_param(attempt, ty);
         let new = change(self, old);
-        self.store_at(host, new);
+        let seen = (self.b.ins()).atomic_cas(Self::guarded(), host, old, new);
+        let same = self.b.ins().icmp(IntCC::Equal, seen, old);
+        (self.b.ins()).brif(same, done, &[], attempt, &[seen.into()]);
+        self.b.switch_to_block(done);
+        self.has_changed = true;
         (old, new)
     }
 }

@@ -8,7 +8,7 @@ use super::helpers;
 use super::translate::Translator;
 use crate::Cpu;
 use crate::flags;
-use crate::state::flags::ZF;
+use crate::state::flags::{ARITHMETIC, CF, PF, ZF};
 use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
 use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
@@ -56,10 +56,10 @@ pub(super) enum Flags {
         aux: Option<Value>,
         result: Value,
     },
-    /// CF and OF; the others are those of the record.
+    /// CF, and OF if there is a value; the others are those of the record.
     Rotated {
         carry: Value,
-        overflow: Value,
+        overflow: Option<Value>,
     },
 }
 
@@ -137,17 +137,50 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the flags after a rotation, which sets two.
-    pub(super) fn rotated(&mut self, carry: Value, overflow: Value) -> Flags {
-        match self.flags.result() {
-            None => Flags::Rotated { carry, overflow },
-            Some(result) => Flags::Given {
-                carry,
-                overflow,
-                aux: self.aux(),
-                result,
-            },
+    /// Returns the flags with another CF and OF, as far as they are given.
+    pub(super) fn with_flags(&mut self, carry: Option<Value>, overflow: Option<Value>) -> Flags {
+        let carry = carry.unwrap_or_else(|| self.carry());
+        let Some(result) = self.flags.result() else {
+            let overflow = overflow.or(match self.flags {
+                Flags::Rotated { overflow, .. } => overflow,
+                _ => None,
+            });
+            return Flags::Rotated { carry, overflow };
+        };
+        Flags::Given {
+            carry,
+            overflow: overflow.unwrap_or_else(|| self.overflow()),
+            aux: self.aux(),
+            result,
         }
+    }
+
+    /// Sets all flags at once, for an instruction whose flags no result has: those given, 0 or 1 in 8 bits; the others are clear.
+    pub(super) fn put_flags(
+        &mut self,
+        carry: Option<Value>,
+        zero: Option<Value>,
+        parity: Option<Value>,
+    ) {
+        let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
+        let mut rflags = self.b.ins().band_imm(rflags, !(ARITHMETIC as i64));
+        for (flag, value) in [(CF, carry), (ZF, zero), (PF, parity)] {
+            if let Some(value) = value {
+                let value = self.wide(value);
+                let bit = (self.b.ins()).ishl_imm(value, i64::from(flag.trailing_zeros()));
+                rflags = self.b.ins().bor(rflags, bit);
+            }
+        }
+        self.set_field(offset_of!(Cpu, state.rflags), rflags);
+        let kind = self.b.ins().iconst(I8, i64::from(flags::DONE));
+        self.set_field(offset_of!(Cpu, lazy.kind), kind);
+        let none = self.constant(0);
+        let carry = carry.map_or(none, |carry| self.wide(carry));
+        self.set_field(offset_of!(Cpu, lazy.x), none);
+        self.set_field(offset_of!(Cpu, lazy.y), carry);
+        self.flags = Flags::Recorded;
+        self.are_flags_recorded = true;
+        self.has_changed = true;
     }
 
     /// Returns the carry flag, for an instruction that leaves it alone.
@@ -209,9 +242,13 @@ impl Translator<'_> {
                 (flags::GIVEN, Is(carry), result)
             }
             Flags::Rotated { carry, overflow } => {
-                let [carry, overflow] = [carry, overflow].map(|value| self.wide(value));
-                let helper = helpers::rotated as *const () as usize;
-                self.call(helper, &[carry, overflow], 0);
+                let mut values = vec![self.wide(carry)];
+                let mut helper = helpers::carried as *const () as usize;
+                if let Some(overflow) = overflow {
+                    values.push(self.wide(overflow));
+                    helper = helpers::rotated as *const () as usize;
+                }
+                self.call(helper, &values, 0);
                 return;
             }
         };
@@ -238,12 +275,12 @@ impl Translator<'_> {
     }
 
     /// Returns the size index of a value.
-    fn size_of(&self, value: Value) -> u8 {
+    pub(super) fn size_of(&self, value: Value) -> u8 {
         self.b.func.dfg.value_type(value).bytes().trailing_zeros() as u8
     }
 
     /// Returns the sign bit of a value, as 0 or 1 in 8 bits.
-    fn sign(&mut self, value: Value) -> Value {
+    pub(super) fn sign(&mut self, value: Value) -> Value {
         self.b.ins().icmp_imm(IntCC::SignedLessThan, value, 0)
     }
 
@@ -342,7 +379,7 @@ impl Translator<'_> {
         }
     }
 
-    fn overflow(&mut self) -> Value {
+    pub(super) fn overflow(&mut self) -> Value {
         let difference = |this: &mut Self, x, y, d| {
             let a = this.b.ins().bxor(x, y);
             let b = this.b.ins().bxor(x, d);
@@ -376,8 +413,12 @@ impl Translator<'_> {
                 let changed = self.b.ins().bxor(result, next);
                 self.sign(changed)
             }
-            Flags::Given { overflow, .. } | Flags::Rotated { overflow, .. } => overflow,
-            Flags::Recorded => self.asked(0),
+            Flags::Given { overflow, .. } => overflow,
+            Flags::Rotated {
+                overflow: Some(overflow),
+                ..
+            } => overflow,
+            Flags::Recorded | Flags::Rotated { overflow: None, .. } => self.asked(0),
         }
     }
 

@@ -7,6 +7,7 @@ use crate::Cpu;
 use crate::flags;
 use crate::int::{Int, by_size};
 use crate::op::Break;
+use crate::state::flags::CF;
 
 /// How a helper, or a whole region, ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,4 +111,28 @@ pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
 /// Sets CF and OF.
 pub(super) extern "C" fn rotated(cpu: &mut Cpu, carry: u64, overflow: u64) {
     cpu.rotate_flags(carry != 0, overflow != 0);
+}
+
+/// Sets CF.
+pub(super) extern "C" fn carried(cpu: &mut Cpu, carry: u64) {
+    cpu.set_flags(CF, if carry != 0 { CF } else { 0 });
+}
+
+/// A quotient and a remainder.
+#[repr(C)]
+pub(super) struct Divided {
+    quotient: u64,
+    remainder: u64,
+}
+
+/// Divides a number of 128 bits, whose upper half is below the divisor.
+pub(super) extern "C" fn divide(_: &mut Cpu, low: u64, high: u64, divisor: u64) -> Divided {
+    let (dividend, divisor) = (
+        u128::from(high) << 64 | u128::from(low),
+        u128::from(divisor),
+    );
+    Divided {
+        quotient: (dividend / divisor) as u64,
+        remainder: (dividend % divisor) as u64,
+    }
 }

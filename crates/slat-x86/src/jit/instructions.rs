@@ -195,11 +195,9 @@ impl Translator<'_> {
                 let value = self.b.ins().bswap(value);
                 self.set(op.r[0], size, value);
             }
-            Xchg if op.r[0] != MEM && op.r[1] != MEM => {
-                let (first, second) = (self.get(op.r[0], size), self.get(op.r[1], size));
-                self.set(op.r[0], size, second);
-                self.set(op.r[1], size, first);
-            }
+            Xchg | Xadd => self.exchange(op),
+            // With a register, it depends on the result what of it is written.
+            Cmpxchg if op.r[0] == MEM => self.exchange(op),
             _ if insn.condition_code() != ConditionCode::None => {
                 let condition = condition_number(insn.condition_code());
                 if op.r[0] != MEM && insn.op_count() == 2 {
@@ -216,13 +214,16 @@ impl Translator<'_> {
                     return None;
                 }
             }
-            _ => return self.vector_instruction(insn, op),
+            _ => {
+                return (self.bit_instruction(insn, op))
+                    .or_else(|| self.vector_instruction(insn, op));
+            }
         }
         Some(())
     }
 
     /// Writes the first operand.
-    fn write(&mut self, op: &Op, value: Value) {
+    pub(super) fn write(&mut self, op: &Op, value: Value) {
         match op.r[0] {
             MEM => {
                 let lin = self.lin(op);
@@ -233,7 +234,7 @@ impl Translator<'_> {
     }
 
     /// Changes the first operand, a register or memory. Returns the old and the new value.
-    fn change(
+    pub(super) fn change(
         &mut self,
         op: &Op,
         change: impl FnOnce(&mut Self, Value) -> Value,
@@ -241,13 +242,58 @@ impl Translator<'_> {
         match op.r[0] {
             MEM => {
                 let lin = self.lin(op);
-                self.update(lin, op.size, change)
+                self.update(lin, op, change)
             }
             r => {
                 let old = self.get(r, op.size);
                 let new = change(self, old);
                 self.set(r, op.size, new);
                 (old, new)
+            }
+        }
+    }
+
+    /// XCHG, XADD and CMPXCHG.
+    fn exchange(&mut self, op: &Op) {
+        let size = op.size;
+        let other = op.r[1];
+        let value = self.get(other, size);
+        let expected = self.get(0, size);
+        let (old, new) = self.change(op, |this, old| match op.mnemonic {
+            Mnemonic::Xchg => value,
+            Mnemonic::Xadd => this.b.ins().iadd(old, value),
+            _ => {
+                let is_equal = this.b.ins().icmp(IntCC::Equal, old, expected);
+                this.b.ins().select(is_equal, value, old)
+            }
+        });
+        match op.mnemonic {
+            Mnemonic::Xchg => self.set(other, size, old),
+            Mnemonic::Xadd => {
+                self.set(other, size, old);
+                if op.r[0] != MEM {
+                    // One register may be both.
+                    self.set(op.r[0], size, new);
+                }
+                self.set_flags(Flags::Add {
+                    a: old,
+                    result: new,
+                });
+            }
+            _ => {
+                // Nothing of RAX is written if they were equal.
+                let kept = self.get(0, 3);
+                self.set(0, size, old);
+                let loaded = self.get(0, 3);
+                let is_equal = self.b.ins().icmp(IntCC::Equal, old, expected);
+                let value = self.b.ins().select(is_equal, kept, loaded);
+                self.set(0, 3, value);
+                let result = self.b.ins().isub(expected, old);
+                self.set_flags(Flags::Sub {
+                    a: expected,
+                    b: old,
+                    result,
+                });
             }
         }
     }
@@ -366,12 +412,12 @@ impl Translator<'_> {
             Rol => {
                 let (carry, top) = (bit(self, result, 0), bit(self, result, bits - 1));
                 let overflow = self.b.ins().bxor(carry, top);
-                self.rotated(carry, overflow)
+                self.with_flags(Some(carry), Some(overflow))
             }
             Ror => {
                 let (top, next) = (bit(self, result, bits - 1), bit(self, result, bits - 2));
                 let overflow = self.b.ins().bxor(top, next);
-                self.rotated(top, overflow)
+                self.with_flags(Some(top), Some(overflow))
             }
             _ => Flags::Shl {
                 before: self.b.ins().ishl_imm(a, count - 1),
@@ -431,22 +477,7 @@ impl Translator<'_> {
         let is_signed = op.mnemonic == Mnemonic::Imul;
         let b = self.operand(op, 0, size);
         let a = self.get(0, size);
-        let (low, high) = if size == 3 {
-            let low = self.b.ins().imul(a, b);
-            let high = match is_signed {
-                true => self.b.ins().smulhi(a, b),
-                false => self.b.ins().umulhi(a, b),
-            };
-            (low, high)
-        } else {
-            let [a, b] = [a, b].map(|value| match is_signed {
-                true => self.b.ins().sextend(I64, value),
-                false => self.b.ins().uextend(I64, value),
-            });
-            let product = self.b.ins().imul(a, b);
-            let high = self.b.ins().ushr_imm(product, 32);
-            (self.narrow(product, size), self.narrow(high, size))
-        };
+        let (low, high) = self.product(a, b, size, is_signed);
         // Whether the high half is more than an extension of the low one.
         let wide = match is_signed {
             true => {
@@ -463,6 +494,31 @@ impl Translator<'_> {
             aux: None,
             result: low,
         });
+    }
+
+    /// Returns the halves of a product of two values of 4 or 8 bytes.
+    pub(super) fn product(
+        &mut self,
+        a: Value,
+        b: Value,
+        size: u8,
+        is_signed: bool,
+    ) -> (Value, Value) {
+        if size == 3 {
+            let low = self.b.ins().imul(a, b);
+            let high = match is_signed {
+                true => self.b.ins().smulhi(a, b),
+                false => self.b.ins().umulhi(a, b),
+            };
+            return (low, high);
+        }
+        let [a, b] = [a, b].map(|value| match is_signed {
+            true => self.b.ins().sextend(I64, value),
+            false => self.b.ins().uextend(I64, value),
+        });
+        let product = self.b.ins().imul(a, b);
+        let high = self.b.ins().ushr_imm(product, 32);
+        (self.narrow(product, size), self.narrow(high, size))
     }
 
     /// IMUL with two or three operands.

@@ -13,6 +13,7 @@
 //! |---|---|
 //! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
 //! | `instructions` | instructions with a translation of their own |
+//! | `bits` | those on bits, and wide arithmetic |
 //! | `vector` | vector instructions with a translation of their own |
 //! | `access` | accesses to guest memory |
 //! | `condition` | the flags: computed when used |
@@ -28,6 +29,7 @@
 //! `attention` each time.
 
 mod access;
+mod bits;
 mod condition;
 mod cpu;
 mod dispatch;
@@ -204,8 +206,24 @@ impl Compiler {
         ] {
             flags.set(name, value).expect("a setting of Cranelift's");
         }
-        let isa = isa::lookup_by_name("x86_64-unknown-linux-gnu")
-            .expect("Cranelift was built for this machine")
+        let mut isa = isa::lookup_by_name("x86_64-unknown-linux-gnu")
+            .expect("Cranelift was built for this machine");
+        for (name, is_there) in [
+            ("has_sse3", is_x86_feature_detected!("sse3")),
+            ("has_ssse3", is_x86_feature_detected!("ssse3")),
+            ("has_sse41", is_x86_feature_detected!("sse4.1")),
+            ("has_sse42", is_x86_feature_detected!("sse4.2")),
+            ("has_avx", is_x86_feature_detected!("avx")),
+            ("has_popcnt", is_x86_feature_detected!("popcnt")),
+            ("has_lzcnt", is_x86_feature_detected!("lzcnt")),
+            ("has_bmi1", is_x86_feature_detected!("bmi1")),
+            ("has_bmi2", is_x86_feature_detected!("bmi2")),
+        ] {
+            if is_there {
+                isa.enable(name).expect("a setting of Cranelift's");
+            }
+        }
+        let isa = isa
             .finish(settings::Flags::new(flags))
             .expect("settings that fit together");
         let arena = Arena::try_new(memory)?;
@@ -293,7 +311,10 @@ impl Compiler {
             .map_err(|_| Refused::Unable)?;
         let code = compiled.code_buffer();
         let places = compiled.buffer.get_srclocs_sorted();
-        let guarded: Box<[(u32, u32)]> = (compiled.buffer.traps().iter())
+        // A division is none: it does not fail.
+        let traps = compiled.buffer.traps().iter();
+        let guarded: Box<[(u32, u32)]> = traps
+            .filter(|trap| trap.code == access::GUARDED)
             .map(|trap| {
                 let after = places.partition_point(|place| place.start <= trap.offset);
                 (trap.offset, places[after - 1].loc.bits())

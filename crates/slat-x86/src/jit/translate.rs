@@ -550,9 +550,8 @@ impl<'a> Translator<'a> {
             self.branch(insn, op);
             return true;
         }
-        let translated = !op.lock
-            && (op.address_size == 8 || !op.r.contains(&MEM))
-            && self.inline(insn, op).is_some();
+        let translated =
+            (op.address_size == 8 || !op.r.contains(&MEM)) && self.inline(insn, op).is_some();
         if !translated {
             self.handler(insn);
         }

@@ -25,13 +25,13 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 How many million instructions the guest executes in a second of its thread's processor time.
 alu: arithmetic between registers. ldst: loads and stores to one page. Six instructions in a loop.
-x87: multiplications and additions of doubles. call: calls of a function with a frame, four of eight
-instructions on the stack. fib: the Fibonacci numbers by recursion. miss: a write to each of 2048
-pages, one instruction in four; each misses the first level of the software TLB (1024 pages), and
-hits the second (8192). walk: additions to 32768 pages in a pseudo-random order, one in eight: most
-walk the guest's tables, and slat's. cold: writes a function to each of 65536 pages, and calls each
-once. The same loops run on tcg, QEMU's software CPU, where it is installed, without its start; and
-on a real KVM, where it opens: the limit (but for x87).
+x87, float: doubles, by x87 and SSE2. simd: vectors of words. bigint: sums of products (MULX, ADCX, ADOX).
+bits: counts and rotations (BMI). div: DIV. call: calls of a function with a frame. fib: Fibonacci
+numbers by recursion. miss: a write to each of 2048 pages, one instruction in four; each misses the
+first level of the software TLB (1024 pages), and hits the second (8192). walk: additions to 32768
+pages in a pseudo-random order, one in eight: most walk the guest's tables, and slat's. cold: writes
+a function to each of 65536 pages, and calls each once. The same loops run on tcg, QEMU's software
+CPU, where it is installed, without its start; and on a real KVM, where it opens: the limit.
 Asked for: as fast as tcg, and twice as fast for miss.",
     settable: Settable::AllBut(&[]),
     run,
@@ -71,7 +71,7 @@ enum Worker {
 }
 
 /// Returns the cases.
-fn works(size: Size, worker: Worker) -> [Work; 8] {
+fn works(size: Size, worker: Worker) -> [Work; 13] {
     // A part of the repetitions, and a smaller number for fib.
     let (part, less) = match worker {
         Worker::Software => (1, 0),
@@ -94,6 +94,8 @@ fn works(size: Size, worker: Worker) -> [Work; 8] {
         times(3_200),
         times(4_800_000),
     );
+    let [float, simd, bigint, bits, div] =
+        [16_000_000, 16_000_000, 32_000_000, 32_000_000, 16_000_000].map(times);
     let fib = size.pick(14, 30, 33) - less;
     let cold = match worker {
         Worker::Software => size.pick(64, FUNCTIONS, FUNCTIONS),
@@ -114,6 +116,40 @@ fn works(size: Size, worker: Worker) -> [Work; 8] {
             "x87",
             Program::doubles(x87, DATA),
             Box::new(move |_, word| f64::from_bits(word(0)) == x87 as f64),
+        ),
+        work(
+            "float",
+            Program::floats(float, DATA),
+            Box::new(move |_, word| f64::from_bits(word(0)) == float as f64),
+        ),
+        work(
+            "simd",
+            Program::vectors(simd, SEED, DATA),
+            Box::new(move |_, word| [word(0), word(1)] == mixed(simd, SEED)),
+        ),
+        work(
+            "bigint",
+            Program::products(bigint, FACTORS),
+            Box::new(move |end, _| {
+                let [a, b] = FACTORS.map(u128::from);
+                let sum = (a * b).wrapping_mul(bigint.into());
+                u128::from(end.r11) << 64 | u128::from(end.r10) == sum
+            }),
+        ),
+        work(
+            "bits",
+            Program::bits(bits),
+            Box::new(move |end, _| end.rsi == counted(bits)),
+        ),
+        work(
+            "div",
+            Program::quotients(div, 3),
+            Box::new(move |end, _| {
+                (1..=div)
+                    .rev()
+                    .fold(0, |sum: u64, n| sum.wrapping_add(sum.wrapping_add(n) / 3))
+                    == end.rdi
+            }),
         ),
         work(
             "call",
@@ -155,6 +191,36 @@ fn works(size: Size, worker: Worker) -> [Work; 8] {
     ]
 }
 
+/// Where simd begins, besides its number of turns.
+const SEED: u64 = 0x0123_4567_89ab_cdef;
+/// The factors of bigint.
+const FACTORS: [u64; 2] = [0xfedc_ba98_7654_3210, 0x0f1e_2d3c_4b5a_6978];
+
+/// What simd computes.
+fn mixed(times: u64, seed: u64) -> [u64; 2] {
+    let words = |value: u64| [value as u32, (value >> 32) as u32, 0, 0];
+    let (mut a, mut b) = (words(times), words(seed));
+    for _ in 0..times {
+        for (a, b) in a.iter_mut().zip(&mut b) {
+            *a = a.wrapping_add(*b);
+            *b = (*b ^ *a).rotate_left(7);
+        }
+        a.rotate_left(1);
+    }
+    [0, 2].map(|k| u64::from(a[k + 1]) << 32 | u64::from(a[k]))
+}
+
+/// What bits computes.
+fn counted(times: u64) -> u64 {
+    let (mut value, mut sum) = (0u64, 0u64);
+    for n in (1..=times).rev() {
+        value = value.rotate_right(13);
+        sum += u64::from((!value & n).count_ones());
+        value = value.swap_bytes() ^ sum;
+    }
+    sum
+}
+
 fn fibonacci(n: u64) -> u64 {
     let (mut now, mut next) = (0, 1);
     for _ in 0..n {
@@ -181,8 +247,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         [Worker::Software, Worker::Kvm, Worker::Start].map(|worker| works(size, worker));
     for (k, work) in works.iter().enumerate() {
         let mut variants = variants.clone();
-        if work.case == "x87" {
-            // A KVM that interprets knows no x87 arithmetic.
+        if ["x87", "float", "simd", "bigint", "bits"].contains(&work.case) {
+            // A KVM that interprets may not know them.
             variants.retain(|variant| *variant != RealKvm::NAME);
         }
         bench.in_turns(
@@ -279,8 +345,11 @@ mod tests {
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(
             report.cases(NAME),
-            ["alu", "ldst", "x87", "call", "fib", "miss", "walk", "cold"]
+            [
+                "alu", "ldst", "x87", "float", "simd", "bigint", "bits", "div", "call", "fib",
+                "miss", "walk", "cold"
+            ]
         );
-        assert_eq!(compare(&report).len(), 8);
+        assert_eq!(compare(&report).len(), 13);
     }
 }

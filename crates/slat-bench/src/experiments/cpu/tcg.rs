@@ -48,7 +48,7 @@ std::arch::global_asm!(
     "mov ecx, {directory_bytes}",
     "rep movsb",
     "mov eax, cr4",
-    "or eax, 0x20", // PAE
+    "or eax, 0x220", // PAE, OSFXSR
     "mov cr4, eax",
     "mov eax, {pml4}",
     "mov cr3, eax",
@@ -141,7 +141,7 @@ fn rom(program: &Program) -> Vec<u8> {
 
 /// What a program left.
 pub struct Ran {
-    /// RAX, RCX and RSI.
+    /// Those that programs leave a result in.
     pub registers: kvm_regs,
     /// The memory from [`DATA`] on.
     pub data: Vec<u8>,
@@ -179,6 +179,9 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
         rax: register("RAX=")?,
         rcx: register("RCX=")?,
         rsi: register("RSI=")?,
+        rdi: register("RDI=")?,
+        r10: register("R10=")?,
+        r11: register("R11=")?,
         ..Default::default()
     };
     let saved = TemporaryFile::new("data")?;

@@ -1,0 +1,380 @@
+//! Instructions on bits, and integer arithmetic that multi-precision code is made of: bit tests, scans and counts, BMI1 and BMI2,
+//! ADX, double shifts, division.
+
+use super::condition::Flags;
+use super::helpers;
+use super::translate::{TYPES, Translator};
+use crate::op::{MEM, NONE, Op};
+use cranelift_codegen::ir::condcodes::IntCC;
+use cranelift_codegen::ir::types::{I8, I64};
+use cranelift_codegen::ir::{InstBuilder, Value};
+use iced_x86::{Instruction, Mnemonic};
+
+impl Translator<'_> {
+    /// Translates an instruction of this file. `None`, with nothing done: there is no translation.
+    pub(super) fn bit_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
+        use Mnemonic::*;
+        let size = op.size;
+        if size == 0 {
+            return None;
+        }
+        match insn.mnemonic() {
+            Bt | Bts | Btr | Btc => return self.bit(op),
+            Bsf | Bsr => self.scan(op),
+            Tzcnt | Lzcnt => self.count_zeros(op),
+            Popcnt => self.count_ones(op),
+            Movbe => self.move_swapped(op),
+            Andn => {
+                let b = self.operand(op, 2, size);
+                let a = self.get(op.r[1], size);
+                let result = self.b.ins().band_not(b, a);
+                self.set_logic(op.r[0], size, None, result);
+            }
+            Blsr | Blsmsk | Blsi => self.lowest_bit(op),
+            Bzhi => self.clear_from(op),
+            Bextr => self.extract(op),
+            Rorx => {
+                let v = self.operand(op, 1, size);
+                let result = self.b.ins().rotr_imm(v, op.imm as i64);
+                self.set(op.r[0], size, result);
+            }
+            Shlx | Shrx | Sarx => {
+                let v = self.operand(op, 1, size);
+                // Cranelift takes a count modulo the width, too.
+                let count = self.get(op.r[2], size);
+                let result = match insn.mnemonic() {
+                    Shlx => self.b.ins().ishl(v, count),
+                    Shrx => self.b.ins().ushr(v, count),
+                    _ => self.b.ins().sshr(v, count),
+                };
+                self.set(op.r[0], size, result);
+            }
+            Mulx => {
+                let b = self.operand(op, 2, size);
+                let a = self.get(2, size);
+                let (low, high) = self.product(a, b, size, false);
+                // The low half first: if both destinations are one register it keeps the high half.
+                self.set(op.r[1], size, low);
+                self.set(op.r[0], size, high);
+            }
+            Adcx | Adox => self.add_with_flag(op),
+            Shld | Shrd => return self.double_shift(op),
+            Div | Idiv => return self.divide(op),
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// Writes a result that sets ZF and SF, and CF if given; AF and OF are clear.
+    fn set_logic(&mut self, r: u8, size: u8, carry: Option<Value>, result: Value) {
+        self.set(r, size, result);
+        self.set_flags(Flags::Logic { carry, result });
+    }
+
+    fn is_zero(&mut self, value: Value) -> Value {
+        self.b.ins().icmp_imm(IntCC::Equal, value, 0)
+    }
+
+    /// Returns bit `n` of a value, 0 or 1 in 8 bits.
+    pub(super) fn bit_of(&mut self, value: Value, n: Value) -> Value {
+        let value = self.b.ins().ushr(value, n);
+        let value = self.b.ins().band_imm(value, 1);
+        match self.b.func.dfg.value_type(value) {
+            I8 => value,
+            _ => self.b.ins().ireduce(I8, value),
+        }
+    }
+
+    /// BT, BTS, BTR and BTC, but of memory with a register as bit offset, which may select a bit beyond the operand.
+    fn bit(&mut self, op: &Op) -> Option<()> {
+        let size = op.size;
+        let bits: i64 = 8 << size;
+        let index = match (op.r[1], op.r[0]) {
+            (NONE, _) => self.immediate(size, op.imm & (bits as u64 - 1)),
+            (_, MEM) => return None,
+            (r, _) => {
+                let index = self.get(r, size);
+                self.b.ins().band_imm(index, bits - 1)
+            }
+        };
+        let old = if op.mnemonic == Mnemonic::Bt {
+            self.operand(op, 0, size)
+        } else {
+            let one = self.immediate(size, 1);
+            let mask = self.b.ins().ishl(one, index);
+            let (old, _) = self.change(op, |this, v| match op.mnemonic {
+                Mnemonic::Bts => this.b.ins().bor(v, mask),
+                Mnemonic::Btr => this.b.ins().band_not(v, mask),
+                _ => this.b.ins().bxor(v, mask),
+            });
+            old
+        };
+        let carry = self.bit_of(old, index);
+        let flags = self.with_flags(Some(carry), None);
+        self.set_flags(flags);
+        Some(())
+    }
+
+    /// BSF and BSR, which leave the destination alone if the source is 0.
+    fn scan(&mut self, op: &Op) {
+        let size = op.size;
+        let v = self.operand(op, 1, size);
+        let n = match op.mnemonic {
+            Mnemonic::Bsf => self.b.ins().ctz(v),
+            _ => {
+                let n = self.b.ins().clz(v);
+                let top = self.immediate(size, (8 << size) - 1);
+                self.b.ins().isub(top, n)
+            }
+        };
+        // All of the register: nothing of it is written.
+        let old = self.get(op.r[0], 3);
+        self.set(op.r[0], size, n);
+        let new = self.get(op.r[0], 3);
+        let kept = self.is_zero(v);
+        let value = self.b.ins().select(kept, old, new);
+        self.set(op.r[0], 3, value);
+        self.set_flags(Flags::Logic {
+            carry: None,
+            result: v,
+        });
+    }
+
+    /// TZCNT and LZCNT.
+    fn count_zeros(&mut self, op: &Op) {
+        let v = self.operand(op, 1, op.size);
+        let n = match op.mnemonic {
+            Mnemonic::Tzcnt => self.b.ins().ctz(v),
+            _ => self.b.ins().clz(v),
+        };
+        let carry = self.is_zero(v);
+        self.set_logic(op.r[0], op.size, Some(carry), n);
+    }
+
+    /// POPCNT, after which no result has the flags: PF is clear, whatever ZF is.
+    fn count_ones(&mut self, op: &Op) {
+        let v = self.operand(op, 1, op.size);
+        let n = self.b.ins().popcnt(v);
+        self.set(op.r[0], op.size, n);
+        let zero = self.is_zero(v);
+        self.put_flags(None, Some(zero), None);
+    }
+
+    /// MOVBE.
+    fn move_swapped(&mut self, op: &Op) {
+        let value = self.operand(op, 1, op.size);
+        let value = self.b.ins().bswap(value);
+        self.write(op, value);
+    }
+
+    /// BLSR, BLSMSK and BLSI.
+    fn lowest_bit(&mut self, op: &Op) {
+        let v = self.operand(op, 1, op.size);
+        let mut carry = self.is_zero(v);
+        let result = if op.mnemonic == Mnemonic::Blsi {
+            carry = self.b.ins().bxor_imm(carry, 1);
+            let negative = self.b.ins().ineg(v);
+            self.b.ins().band(v, negative)
+        } else {
+            let less = self.b.ins().iadd_imm(v, -1);
+            match op.mnemonic {
+                Mnemonic::Blsr => self.b.ins().band(v, less),
+                _ => self.b.ins().bxor(v, less),
+            }
+        };
+        self.set_logic(op.r[0], op.size, Some(carry), result);
+    }
+
+    /// Returns the lower `n` bits of a value, all of them if `n` is not less than `limit`, and whether it is.
+    fn low_bits(&mut self, v: Value, n: Value, limit: i64) -> (Value, Value) {
+        let ones = self.immediate(self.size_of(v), u64::MAX);
+        let mask = self.b.ins().ishl(ones, n);
+        let low = self.b.ins().band_not(v, mask);
+        let all = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThanOrEqual, n, limit);
+        (self.b.ins().select(all, v, low), all)
+    }
+
+    /// BZHI.
+    fn clear_from(&mut self, op: &Op) {
+        let v = self.operand(op, 1, op.size);
+        let n = self.get(op.r[2], op.size);
+        let n = self.b.ins().band_imm(n, 0xff);
+        let (result, all) = self.low_bits(v, n, 8 << op.size);
+        self.set_logic(op.r[0], op.size, Some(all), result);
+    }
+
+    /// BEXTR.
+    fn extract(&mut self, op: &Op) {
+        let v = self.operand(op, 1, op.size);
+        let v = self.wide(v);
+        let control = self.get(op.r[2], 3);
+        let start = self.b.ins().band_imm(control, 0xff);
+        let len = self.b.ins().ushr_imm(control, 8);
+        let len = self.b.ins().band_imm(len, 0xff);
+        let shifted = self.b.ins().ushr(v, start);
+        let none = self.constant(0);
+        let beyond = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThan, start, 63);
+        let v = self.b.ins().select(beyond, none, shifted);
+        let (result, _) = self.low_bits(v, len, 64);
+        let result = self.narrow(result, op.size);
+        self.set_logic(op.r[0], op.size, None, result);
+    }
+
+    /// ADCX and ADOX: an addition with one flag as carry in and out, that leaves the others alone.
+    fn add_with_flag(&mut self, op: &Op) {
+        let size = op.size;
+        let is_carry = op.mnemonic == Mnemonic::Adcx;
+        let b = self.operand(op, 1, size);
+        let a = self.get(op.r[0], size);
+        let flag = if is_carry {
+            self.carry()
+        } else {
+            self.overflow()
+        };
+        let more = self.b.ins().uextend(TYPES[usize::from(size)], flag);
+        let sum = self.b.ins().iadd(a, b);
+        let first = self.b.ins().icmp(IntCC::UnsignedLessThan, sum, a);
+        let result = self.b.ins().iadd(sum, more);
+        let second = self.b.ins().icmp(IntCC::UnsignedLessThan, result, sum);
+        let out = self.b.ins().bor(first, second);
+        let flags = match is_carry {
+            true => self.with_flags(Some(out), None),
+            false => self.with_flags(None, Some(out)),
+        };
+        self.set(op.r[0], size, result);
+        self.set_flags(flags);
+    }
+
+    /// SHLD and SHRD of 4 or 8 bytes by an immediate count that is not 0.
+    fn double_shift(&mut self, op: &Op) -> Option<()> {
+        let size = op.size;
+        let bits: i64 = 8 << size;
+        let count = op.imm as i64 & (bits - 1);
+        if op.r[2] != NONE || size < 2 || count == 0 {
+            return None;
+        }
+        let is_left = op.mnemonic == Mnemonic::Shld;
+        let fill = self.get(op.r[1], size);
+        let fill = match is_left {
+            true => self.b.ins().ushr_imm(fill, bits - count),
+            false => self.b.ins().ishl_imm(fill, bits - count),
+        };
+        let (a, result) = self.change(op, |this, a| {
+            let shifted = match is_left {
+                true => this.b.ins().ishl_imm(a, count),
+                false => this.b.ins().ushr_imm(a, count),
+            };
+            this.b.ins().bor(shifted, fill)
+        });
+        let last = if is_left { bits - count } else { count - 1 };
+        let last = self.immediate(size, last as u64);
+        let carry = self.bit_of(a, last);
+        let changed = self.b.ins().bxor(a, result);
+        let overflow = self.sign(changed);
+        self.set_flags(Flags::Given {
+            carry,
+            overflow,
+            aux: None,
+            result,
+        });
+        Some(())
+    }
+
+    /// DIV and IDIV of 4 or 8 bytes. What raises #DE is the interpreter's.
+    fn divide(&mut self, op: &Op) -> Option<()> {
+        let size = op.size;
+        if size < 2 {
+            return None;
+        }
+        let divisor = self.operand(op, 0, size);
+        let (low, high) = (self.get(0, size), self.get(2, size));
+        let (quotient, remainder) = match op.mnemonic {
+            Mnemonic::Div => self.divide_unsigned(low, high, divisor, size),
+            _ => self.divide_signed(low, high, divisor, size),
+        };
+        let (quotient, remainder) = (self.narrow(quotient, size), self.narrow(remainder, size));
+        self.set(0, size, quotient);
+        self.set(2, size, remainder);
+        Some(())
+    }
+
+    /// Returns quotient and remainder, in 64 bits.
+    fn divide_unsigned(
+        &mut self,
+        low: Value,
+        high: Value,
+        divisor: Value,
+        size: u8,
+    ) -> (Value, Value) {
+        // The quotient fits if and only if the high half is below the divisor, which is not 0 then.
+        let fails = (self.b.ins()).icmp(IntCC::UnsignedLessThanOrEqual, divisor, high);
+        self.interpret_if(fails);
+        if size < 3 {
+            let [low, high, divisor] = [low, high, divisor].map(|value| self.wide(value));
+            let high = self.b.ins().ishl_imm(high, 32);
+            let dividend = self.b.ins().bor(high, low);
+            return self.quotient(dividend, divisor);
+        }
+        let (wide, short, on) = (self.cold(), self.b.create_block(), self.b.create_block());
+        let results = [0; 2].map(|_| self.b.append_block_param(on, I64));
+        self.b.ins().brif(high, wide, &[], short, &[]);
+        self.b.switch_to_block(wide);
+        let helper = helpers::divide as *const () as usize;
+        let both = self.call(helper, &[low, high, divisor], 2);
+        (self.b.ins()).jump(on, &[both[0].into(), both[1].into()]);
+        self.b.switch_to_block(short);
+        let (quotient, remainder) = self.quotient(low, divisor);
+        (self.b.ins()).jump(on, &[quotient.into(), remainder.into()]);
+        self.b.switch_to_block(on);
+        results.into()
+    }
+
+    /// Divides 64 bits by a divisor that is not 0.
+    fn quotient(&mut self, dividend: Value, divisor: Value) -> (Value, Value) {
+        let quotient = self.b.ins().udiv(dividend, divisor);
+        let product = self.b.ins().imul(quotient, divisor);
+        (quotient, self.b.ins().isub(dividend, product))
+    }
+
+    /// Returns quotient and remainder, in 64 bits. Dividends of more are the interpreter's.
+    fn divide_signed(
+        &mut self,
+        low: Value,
+        high: Value,
+        divisor: Value,
+        size: u8,
+    ) -> (Value, Value) {
+        let (dividend, divisor) = if size < 3 {
+            let (low, high) = (self.wide(low), self.wide(high));
+            let high = self.b.ins().ishl_imm(high, 32);
+            let divisor = self.b.ins().sextend(I64, divisor);
+            (self.b.ins().bor(high, low), divisor)
+        } else {
+            let sign = self.b.ins().sshr_imm(low, 63);
+            let is_wide = self.b.ins().icmp(IntCC::NotEqual, high, sign);
+            self.interpret_if(is_wide);
+            (low, divisor)
+        };
+        let by_zero = self.is_zero(divisor);
+        self.interpret_if(by_zero);
+        // Without signs, as the host would not divide the smallest number by -1.
+        let [a, b] = [dividend, divisor].map(|value| self.b.ins().iabs(value));
+        let quotient = self.b.ins().udiv(a, b);
+        let negated = self.b.ins().ineg(quotient);
+        let signs = self.b.ins().bxor(dividend, divisor);
+        let is_negative = self.sign(signs);
+        let signed = self.b.ins().select(is_negative, negated, quotient);
+        // Whether it fits: it has its sign, in the operand's width.
+        let fails = if size < 3 {
+            let narrow = self.narrow(signed, size);
+            let again = self.b.ins().sextend(I64, narrow);
+            self.b.ins().icmp(IntCC::NotEqual, again, signed)
+        } else {
+            let is_large = self.sign(quotient);
+            self.b.ins().band_not(is_large, is_negative)
+        };
+        self.interpret_if(fails);
+        let product = self.b.ins().imul(signed, divisor);
+        (signed, self.b.ins().isub(dividend, product))
+    }
+}
