@@ -157,7 +157,12 @@ impl Translator<'_> {
         let n = self.b.ins().popcnt(v);
         self.set(op.r[0], op.size, n);
         let zero = self.is_zero(v);
-        self.put_flags(None, Some(zero), None);
+        let none = self.no();
+        self.set_flags(Flags::Compared {
+            carry: none,
+            zero,
+            parity: none,
+        });
     }
 
     /// MOVBE.

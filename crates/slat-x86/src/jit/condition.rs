@@ -56,6 +56,12 @@ pub(super) enum Flags {
         aux: Option<Value>,
         result: Value,
     },
+    /// CF, ZF and PF, which no result has; the others are clear.
+    Compared {
+        carry: Value,
+        zero: Value,
+        parity: Value,
+    },
     /// CF, and OF if there is a value; the others are those of the record.
     Rotated {
         carry: Value,
@@ -76,7 +82,7 @@ impl Flags {
     /// Returns the result, whose bits make ZF, SF and PF.
     fn result(&self) -> Option<Value> {
         match *self {
-            Flags::Recorded | Flags::Rotated { .. } => None,
+            Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => None,
             Flags::Add { result, .. }
             | Flags::Sub { result, .. }
             | Flags::Logic { result, .. }
@@ -141,6 +147,9 @@ impl Translator<'_> {
     pub(super) fn with_flags(&mut self, carry: Option<Value>, overflow: Option<Value>) -> Flags {
         let carry = carry.unwrap_or_else(|| self.carry());
         let Some(result) = self.flags.result() else {
+            if let Flags::Compared { .. } = self.flags {
+                self.record_flags();
+            }
             let overflow = overflow.or(match self.flags {
                 Flags::Rotated { overflow, .. } => overflow,
                 _ => None,
@@ -153,34 +162,6 @@ impl Translator<'_> {
             aux: self.aux(),
             result,
         }
-    }
-
-    /// Sets all flags at once, for an instruction whose flags no result has: those given, 0 or 1 in 8 bits; the others are clear.
-    pub(super) fn put_flags(
-        &mut self,
-        carry: Option<Value>,
-        zero: Option<Value>,
-        parity: Option<Value>,
-    ) {
-        let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
-        let mut rflags = self.b.ins().band_imm(rflags, !(ARITHMETIC as i64));
-        for (flag, value) in [(CF, carry), (ZF, zero), (PF, parity)] {
-            if let Some(value) = value {
-                let value = self.wide(value);
-                let bit = (self.b.ins()).ishl_imm(value, i64::from(flag.trailing_zeros()));
-                rflags = self.b.ins().bor(rflags, bit);
-            }
-        }
-        self.set_field(offset_of!(Cpu, state.rflags), rflags);
-        let kind = self.b.ins().iconst(I8, i64::from(flags::DONE));
-        self.set_field(offset_of!(Cpu, lazy.kind), kind);
-        let none = self.constant(0);
-        let carry = carry.map_or(none, |carry| self.wide(carry));
-        self.set_field(offset_of!(Cpu, lazy.x), none);
-        self.set_field(offset_of!(Cpu, lazy.y), carry);
-        self.flags = Flags::Recorded;
-        self.are_flags_recorded = true;
-        self.has_changed = true;
     }
 
     /// Returns the carry flag, for an instruction that leaves it alone.
@@ -241,6 +222,11 @@ impl Translator<'_> {
                 self.set_field(offset_of!(Cpu, lazy.given), given);
                 (flags::GIVEN, Is(carry), result)
             }
+            Flags::Compared {
+                carry,
+                zero,
+                parity,
+            } => return self.record_compared(carry, zero, parity),
             Flags::Rotated { carry, overflow } => {
                 let mut values = vec![self.wide(carry)];
                 let mut helper = helpers::carried as *const () as usize;
@@ -274,6 +260,24 @@ impl Translator<'_> {
         }
     }
 
+    /// Writes CF, ZF and PF where flags without a record are, and clears the others.
+    fn record_compared(&mut self, carry: Value, zero: Value, parity: Value) {
+        let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
+        let mut rflags = self.b.ins().band_imm(rflags, !(ARITHMETIC as i64));
+        let carry = self.wide(carry);
+        for (flag, value) in [(CF, carry), (ZF, zero), (PF, parity)] {
+            let value = self.wide(value);
+            let bit = (self.b.ins()).ishl_imm(value, i64::from(flag.trailing_zeros()));
+            rflags = self.b.ins().bor(rflags, bit);
+        }
+        self.set_field(offset_of!(Cpu, state.rflags), rflags);
+        let kind = self.b.ins().iconst(I8, i64::from(flags::DONE));
+        self.set_field(offset_of!(Cpu, lazy.kind), kind);
+        let none = self.constant(0);
+        self.set_field(offset_of!(Cpu, lazy.x), none);
+        self.set_field(offset_of!(Cpu, lazy.y), carry);
+    }
+
     /// Returns the size index of a value.
     pub(super) fn size_of(&self, value: Value) -> u8 {
         self.b.func.dfg.value_type(value).bytes().trailing_zeros() as u8
@@ -284,7 +288,7 @@ impl Translator<'_> {
         self.b.ins().icmp_imm(IntCC::SignedLessThan, value, 0)
     }
 
-    fn no(&mut self) -> Value {
+    pub(super) fn no(&mut self) -> Value {
         self.b.ins().iconst(I8, 0)
     }
 
@@ -308,6 +312,7 @@ impl Translator<'_> {
             }
             | Flags::Shr { carry, .. }
             | Flags::Given { carry, .. }
+            | Flags::Compared { carry, .. }
             | Flags::Rotated { carry, .. } => carry,
             Flags::Recorded | Flags::Inc { .. } | Flags::Dec { .. } => {
                 let x = self.field(I64, offset_of!(Cpu, lazy.x));
@@ -318,6 +323,9 @@ impl Translator<'_> {
     }
 
     fn zero(&mut self) -> Value {
+        if let Flags::Compared { zero, .. } = self.flags {
+            return zero;
+        }
         match self.flags.result() {
             Some(result) => self.b.ins().icmp_imm(IntCC::Equal, result, 0),
             None => self.recorded_zero(),
@@ -375,7 +383,7 @@ impl Translator<'_> {
             Flags::Dec { result, .. } => Some(low_nibble_is(self, result, 15)),
             Flags::Given { aux, .. } => aux,
             Flags::Logic { .. } | Flags::Shl { .. } | Flags::Shr { .. } => None,
-            Flags::Recorded | Flags::Rotated { .. } => None,
+            Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => None,
         }
     }
 
@@ -392,7 +400,7 @@ impl Translator<'_> {
                 difference(self, result, a, b)
             }
             Flags::Sub { a, b, result } => difference(self, a, b, result),
-            Flags::Logic { .. } => self.no(),
+            Flags::Logic { .. } | Flags::Compared { .. } => self.no(),
             // The result is the smallest number, or the largest.
             Flags::Inc { result, .. } => {
                 let before = self.b.ins().iadd_imm(result, -1);
@@ -423,6 +431,9 @@ impl Translator<'_> {
     }
 
     fn negative(&mut self) -> Value {
+        if let Flags::Compared { .. } = self.flags {
+            return self.no();
+        }
         match self.flags.result() {
             Some(result) => self.sign(result),
             None => self.asked(8),
@@ -430,6 +441,9 @@ impl Translator<'_> {
     }
 
     fn parity(&mut self) -> Value {
+        if let Flags::Compared { parity, .. } = self.flags {
+            return parity;
+        }
         let Some(result) = self.flags.result() else {
             return self.asked(10);
         };

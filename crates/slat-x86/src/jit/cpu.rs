@@ -70,6 +70,10 @@ pub(crate) struct Compiled {
     pub(super) edition: u32,
     pub(super) attention: *const AtomicU32,
     pub(super) client: Option<Client>,
+    /// Not 0: the host's MXCSR is the guest's (`float`).
+    pub(super) floats: u32,
+    /// The host's own, meanwhile.
+    pub(super) host_mxcsr: u32,
 }
 
 impl Compiled {
@@ -83,6 +87,8 @@ impl Compiled {
             edition: 1 << 8,
             attention: ptr::null(),
             client: None,
+            floats: 0,
+            host_mxcsr: 0,
         }
     }
 }
@@ -305,6 +311,7 @@ impl Cpu {
         // SAFETY: a function that the compiler made for this CPU. It accesses the CPU, its own stack frame, and guest memory by guarded
         // accesses, and those that follow it do, too.
         let status = unsafe { dispatch(ptr::from_mut(self), function, entry.into()) };
+        self.end_floats();
         let status = Status::of(status).unwrap_or_else(|| {
             // The address of an access that failed.
             let step = self.blocks.step_at(status as usize);

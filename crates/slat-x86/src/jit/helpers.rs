@@ -61,20 +61,21 @@ impl Loaded {
 
 /// Loads from memory. MMIO is the interpreter's: what was read before may be read again.
 extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
-    let value = cpu.load_unless_mmio::<T>(lin);
+    let value = cpu.outside_floats(|cpu| cpu.load_unless_mmio::<T>(lin));
     Loaded::new(cpu, value.map(|value| value.map(Int::zx)))
 }
 
 /// Returns the host address to load `bytes` bytes from, if they are memory and in one page. Otherwise the instruction is the interpreter's.
 pub(super) extern "C" fn place_to_load(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
-    let place = cpu.read_place(lin, bytes as usize);
+    let place = cpu.outside_floats(|cpu| cpu.read_place(lin, bytes as usize));
     Loaded::new(cpu, place.map(|place| place.map(|host| host as u64)))
 }
 
 /// Returns the host address to store `bytes` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants to
 /// know of. Otherwise the instruction is the interpreter's.
 pub(super) extern "C" fn place_to_store(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
-    let place = cpu.write_place(lin, bytes as usize).map(|place| {
+    let place = cpu.outside_floats(|cpu| cpu.write_place(lin, bytes as usize));
+    let place = place.map(|place| {
         let table = cpu.table;
         place.and_then(|_| cpu.tlb().write(table, lin, bytes))
     });
@@ -92,13 +93,21 @@ pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
     let op = &step.op;
     cpu.block_rip = step.rip;
     cpu.stop = false;
-    match (op.handler)(cpu, op) {
+    match cpu.outside_floats(|cpu| (op.handler)(cpu, op)) {
         Ok(()) if cpu.stop || cpu.slow => Status::After as u64,
         Ok(()) => 0,
         Err(why) => {
             cpu.compiled.rip = cpu.state.rip;
             failed(cpu, why)
         }
+    }
+}
+
+/// Begins floats: see `float`.
+pub(super) extern "C" fn begin_floats(cpu: &mut Cpu) -> u64 {
+    match cpu.begin_floats() {
+        true => Status::Continue as u64,
+        false => Status::Interpret as u64,
     }
 }
 

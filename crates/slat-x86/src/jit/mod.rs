@@ -15,6 +15,9 @@
 //! | `instructions` | instructions with a translation of their own |
 //! | `bits` | those on bits, and wide arithmetic |
 //! | `vector` | vector instructions with a translation of their own |
+//! | `elements` | those on the order of elements |
+//! | `float` | those with floating point |
+//! | `stub` | all other vector instructions, by the interpreter's stubs |
 //! | `access` | accesses to guest memory |
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
@@ -33,10 +36,13 @@ mod bits;
 mod condition;
 mod cpu;
 mod dispatch;
+mod elements;
+mod float;
 mod helpers;
 mod instructions;
 mod known;
 mod memory;
+mod stub;
 mod translate;
 mod vector;
 

@@ -179,6 +179,8 @@ pub(super) struct Translator<'a> {
     heads: HashMap<u64, Head>,
     /// Those of the helpers, by the numbers of arguments besides the CPU and of results.
     signatures: HashMap<(usize, usize), SigRef>,
+    /// Those of stubs, by the numbers of vectors and of integers.
+    pub(super) stubs: HashMap<(usize, usize), SigRef>,
     /// Leaves for RIP.
     leave: Block,
     /// Stops. Its parameters: the step, the status.
@@ -195,6 +197,8 @@ pub(super) struct Translator<'a> {
     turn: Option<Turn>,
     /// The CPU's.
     pub(super) mode: u8,
+    /// Whether the host has the guest's MXCSR here.
+    pub(super) has_floats: bool,
 }
 
 impl<'a> Translator<'a> {
@@ -230,6 +234,7 @@ impl<'a> Translator<'a> {
             before: 0,
             heads,
             signatures: HashMap::new(),
+            stubs: HashMap::new(),
             leave,
             stop,
             step: 0,
@@ -238,6 +243,7 @@ impl<'a> Translator<'a> {
             head: 0,
             turn: None,
             mode: source.mode,
+            has_floats: false,
         };
         translator.enter(index, source);
         translator
@@ -285,6 +291,7 @@ impl<'a> Translator<'a> {
         self.gpr = [None; 16];
         self.changed = 0;
         self.forget_vectors();
+        self.has_floats = false;
         self.flags = Flags::Recorded;
         self.are_flags_recorded = true;
     }
@@ -569,6 +576,7 @@ impl<'a> Translator<'a> {
         self.stop_with(status);
         self.b.switch_to_block(on);
         self.has_changed = true;
+        self.has_floats = false;
         self.flags = Flags::Recorded;
         for (r, may_write) in registers(&mut self.factory, insn) {
             if may_write {

@@ -46,6 +46,8 @@ fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
         Pcmpgtb | Vpcmpgtb => (I8X16, greater),
         Pcmpgtw | Vpcmpgtw => (I16X8, greater),
         Pcmpgtd | Vpcmpgtd => (I32X4, greater),
+        Pcmpeqq | Vpcmpeqq => (I64X2, equal),
+        Pcmpgtq | Vpcmpgtq => (I64X2, greater),
         Paddb | Vpaddb => (I8X16, add),
         Paddw | Vpaddw => (I16X8, add),
         Paddd | Vpaddd => (I32X4, add),
@@ -56,6 +58,12 @@ fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
         Psubq | Vpsubq => (I64X2, subtract),
         Pminub | Vpminub => (I8X16, |ins, a, b| ins.umin(a, b)),
         Pmaxub | Vpmaxub => (I8X16, |ins, a, b| ins.umax(a, b)),
+        Pminud | Vpminud => (I32X4, |ins, a, b| ins.umin(a, b)),
+        Pmaxud | Vpmaxud => (I32X4, |ins, a, b| ins.umax(a, b)),
+        Pminsd | Vpminsd => (I32X4, |ins, a, b| ins.smin(a, b)),
+        Pmaxsd | Vpmaxsd => (I32X4, |ins, a, b| ins.smax(a, b)),
+        Pmullw | Vpmullw => (I16X8, |ins, a, b| ins.imul(a, b)),
+        Pmulld | Vpmulld => (I32X4, |ins, a, b| ins.imul(a, b)),
         Pminsw | Vpminsw => (I16X8, |ins, a, b| ins.smin(a, b)),
         Pmaxsw | Vpmaxsw => (I16X8, |ins, a, b| ins.smax(a, b)),
         _ => return None,
@@ -98,7 +106,7 @@ impl Translator<'_> {
     }
 
     /// Reads a half of a register: 0 is the lower one.
-    fn half(&mut self, r: u8, half: usize) -> Value {
+    pub(super) fn half(&mut self, r: u8, half: usize) -> Value {
         let n = usize::from(r & 15) + 16 * half;
         match self.vectors.known[n] {
             Some(value) => value,
@@ -117,7 +125,7 @@ impl Translator<'_> {
     }
 
     /// Writes a register: one half, or two. A VEX instruction that writes one clears the other.
-    fn set_vector(&mut self, insn: &Instruction, r: u8, halves: &[Value]) {
+    pub(super) fn set_vector(&mut self, insn: &Instruction, r: u8, halves: &[Value]) {
         for (half, value) in halves.iter().enumerate() {
             self.set_half(r, half, *value);
         }
@@ -128,13 +136,13 @@ impl Translator<'_> {
     }
 
     /// Returns a vector of zeroes.
-    fn zeroes(&mut self) -> Value {
+    pub(super) fn zeroes(&mut self) -> Value {
         let zero = self.constant(0);
         self.b.ins().scalar_to_vector(I64X2, zero)
     }
 
     /// Returns the same bits as elements of another type.
-    fn as_elements(&mut self, value: Value, ty: Type) -> Value {
+    pub(super) fn as_elements(&mut self, value: Value, ty: Type) -> Value {
         match self.b.func.dfg.value_type(value) == ty {
             true => value,
             false => {
@@ -145,7 +153,7 @@ impl Translator<'_> {
     }
 
     /// Returns the lower 64 bits of a register.
-    fn low_of(&mut self, r: u8) -> Value {
+    pub(super) fn low_of(&mut self, r: u8) -> Value {
         let value = self.half(r, 0);
         let value = self.as_elements(value, I64X2);
         self.b.ins().extractlane(value, 0)
@@ -164,7 +172,13 @@ impl Translator<'_> {
     }
 
     /// Reads operand `k`, a register or memory, as so many halves.
-    fn vector(&mut self, op: &Op, k: usize, halves: usize, is_aligned: bool) -> Vec<Value> {
+    pub(super) fn vector(
+        &mut self,
+        op: &Op,
+        k: usize,
+        halves: usize,
+        is_aligned: bool,
+    ) -> Vec<Value> {
         if op.r[k] != MEM {
             return (0..halves).map(|half| self.half(op.r[k], half)).collect();
         }
@@ -250,7 +264,11 @@ impl Translator<'_> {
                 let zero = self.zeroes();
                 (0..16).for_each(|r| self.set_half(r, 1, zero));
             }
-            _ => return None,
+            _ => {
+                return (self.element_instruction(insn, op, halves))
+                    .or_else(|| self.float_instruction(insn, op, halves))
+                    .or_else(|| self.stub_instruction(insn, op, halves));
+            }
         }
         Some(())
     }

@@ -135,6 +135,25 @@ pub(crate) const MASKS: u32 = 0x1f80;
 /// MXCSR bits besides masks and flags with which no stub runs: a host need not have MM, which concerns memory operands alone.
 pub(crate) const NOT_FOR_HOST: u32 = MXCSR_MM;
 
+/// Whether the host may compute under the guest's MXCSR: it masks all exceptions.
+pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
+    mxcsr & (MASKS | NOT_FOR_HOST) == MASKS
+}
+
+/// Loads MXCSR. Returns what it was.
+///
+/// # Safety
+/// The host has all bits of `new`, which masks all exceptions. Rust code computes nothing until its own control bits are back.
+pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
+    let mut old = 0u32;
+    // SAFETY: promised by the caller.
+    unsafe {
+        asm!("stmxcsr [{old}]", "ldmxcsr [{new}]", old = in(reg) &raw mut old, new = in(reg) &raw const new,
+            options(nostack, preserves_flags))
+    };
+    old
+}
+
 /// Restores the exception flags of the host's MXCSR when dropped: they are the caller's, whatever the guest computes. Those of the
 /// x87 unit are clear then.
 pub(crate) struct HostFlags {

@@ -13,6 +13,8 @@ mod moves;
 mod operate;
 mod table;
 
+pub(super) use operate::plain;
+
 use crate::Cpu;
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use host::Ymm;

@@ -6,6 +6,7 @@ use super::{load, store};
 use crate::Cpu;
 use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::simd::Plain;
 use crate::simd::host::{MASKS, NOT_FOR_HOST};
 use crate::simd::lanes::Lanes;
 use crate::simd::operate::{UNALIGNED, returns_index, strings, with_unmasked};
@@ -50,6 +51,49 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
         (Kind::IntFlags, _, 1) => compare::<false>,
         (Kind::FloatFlags, _, 1) => compare::<true>,
         _ => return None,
+    })
+}
+
+/// See [`simd::plain`](crate::simd::plain).
+pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
+    use M::*;
+    let mnemonic = insn.mnemonic();
+    let last = insn.op_count().checked_sub(1)?;
+    let immediate = insn.op_kind(last) == OpKind::Immediate8;
+    let found = match immediate {
+        true => table::immediate(mnemonic, false),
+        false => table::plain(mnemonic, false),
+    };
+    let by_constant = found.is_none();
+    let (kind, stub) = match by_constant {
+        true => table::plain(mnemonic, false)?,
+        false => found?,
+    };
+    let is_float = match kind {
+        Kind::Int => false,
+        Kind::Float(_) => true,
+        _ => return None,
+    };
+    // Whether the upper half is computed as the lower one is: it has the same sources, and no other bits of the immediate.
+    let is_uniform = table::is_by_halves(mnemonic)
+        && !(immediate
+            && matches!(
+                mnemonic,
+                Vpermilpd | Vshufpd | Vblendps | Vblendpd | Vpblendd | Vmpsadbw
+            ));
+    if wide && !is_uniform {
+        return None;
+    }
+    let accumulates = insn.code().cpuid_features().contains(&CpuidFeature::FMA);
+    Some(Plain {
+        stub: stub as usize,
+        has_immediate: immediate && !by_constant,
+        first: usize::from(!accumulates),
+        last: (last - u32::from(immediate)) as usize,
+        reads_xmm0: false,
+        shifts_by_immediate: by_constant,
+        is_float,
+        is_aligned: false,
     })
 }
 

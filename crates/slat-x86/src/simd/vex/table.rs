@@ -81,8 +81,30 @@ macro_rules! row {
     ($text:literal $form:ident $wide:ident) => { return None };
 }
 
+/// Whether the rows of a form compute each half of 256 bits as one of 128.
+macro_rules! by_halves {
+    (v2) => {
+        true
+    };
+    (v3) => {
+        true
+    };
+    (v4) => {
+        true
+    };
+    (v2i) => {
+        true
+    };
+    (v3i) => {
+        true
+    };
+    ($form:ident) => {
+        false
+    };
+}
+
 macro_rules! table {
-    ($(#[$doc:meta])* $name:ident: $($kind:ident $form:ident { $($mnemonic:ident $text:literal),+ $(,)? })+) => {
+    ($(#[$doc:meta])* $name:ident, $halves:ident: $($kind:ident $form:ident { $($mnemonic:ident $text:literal),+ $(,)? })+) => {
         $(#[$doc])*
         #[allow(unreachable_code, reason = "rows without one of the sizes")]
         pub(super) fn $name(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
@@ -92,12 +114,24 @@ macro_rules! table {
                 _ => return None,
             })
         }
+
+        fn $halves(mnemonic: M) -> bool {
+            match mnemonic {
+                $($(M::$mnemonic => by_halves!($form),)+)+
+                _ => false,
+            }
+        }
     };
+}
+
+/// Whether an instruction computes each half of 256 bits from the same halves of its operands as one of 128, but for the immediate.
+pub(super) fn is_by_halves(mnemonic: M) -> bool {
+    plain_by_halves(mnemonic) || immediate_by_halves(mnemonic)
 }
 
 table! {
     /// Returns the stub of an instruction without an immediate, all of whose operands are vectors or memory; `wide`: of 256 bits.
-    plain:
+    plain, plain_by_halves:
     Int v3 {
         // Integer arithmetic.
         Vpaddb "vpaddb", Vpaddw "vpaddw", Vpaddd "vpaddd", Vpaddq "vpaddq",
@@ -210,7 +244,7 @@ table! {
 
 table! {
     /// Like [`plain`], with an immediate as the last operand.
-    immediate:
+    immediate, immediate_by_halves:
     Int v2i {
         Vpshufd "vpshufd", Vpshufhw "vpshufhw", Vpshuflw "vpshuflw",
         Vpermilps "vpermilps", Vpermilpd "vpermilpd", Vpslldq "vpslldq", Vpsrldq "vpsrldq",

@@ -1,0 +1,293 @@
+//! Vector instructions on the order of elements: interleaving, permutations by a constant, moves of one element; and shifts by a
+//! constant. Each half of 256 bits is one of 128, as in `vector`.
+
+use super::translate::Translator;
+use crate::op::{MEM, Op};
+use cranelift_codegen::ir::types::{F32X4, F64X2, I8X16, I16X8, I32X4, I64, I64X2};
+use cranelift_codegen::ir::{InstBuilder, Type, Value};
+use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind};
+
+/// Returns the size of the elements that an instruction interleaves, as a shift, and whether it takes the upper ones.
+fn interleaving(mnemonic: Mnemonic) -> Option<(u8, bool)> {
+    use Mnemonic::*;
+    Some(match mnemonic {
+        Punpcklbw | Vpunpcklbw => (0, false),
+        Punpckhbw | Vpunpckhbw => (0, true),
+        Punpcklwd | Vpunpcklwd => (1, false),
+        Punpckhwd | Vpunpckhwd => (1, true),
+        Punpckldq | Vpunpckldq | Unpcklps | Vunpcklps => (2, false),
+        Punpckhdq | Vpunpckhdq | Unpckhps | Vunpckhps => (2, true),
+        Punpcklqdq | Vpunpcklqdq | Unpcklpd | Vunpcklpd | Movlhps | Vmovlhps => (3, false),
+        Punpckhqdq | Vpunpckhqdq | Unpckhpd | Vunpckhpd => (3, true),
+        _ => return None,
+    })
+}
+
+/// Returns the bytes of a result whose elements, of `1 << size` bytes, are those that `choose` names.
+fn order(size: u8, choose: impl Fn(usize) -> usize) -> [u8; 16] {
+    std::array::from_fn(|byte| {
+        let within = byte & ((1 << size) - 1);
+        (choose(byte >> size) << size | within) as u8
+    })
+}
+
+/// The shifts by a constant.
+#[derive(Clone, Copy)]
+enum Shift {
+    Left,
+    Right,
+    Signed,
+}
+
+/// Returns the elements and the direction of a shift by a constant.
+fn shift_by_constant(mnemonic: Mnemonic) -> Option<(Type, Shift)> {
+    use Mnemonic::*;
+    Some(match mnemonic {
+        Psllw | Vpsllw => (I16X8, Shift::Left),
+        Pslld | Vpslld => (I32X4, Shift::Left),
+        Psllq | Vpsllq => (I64X2, Shift::Left),
+        Psrlw | Vpsrlw => (I16X8, Shift::Right),
+        Psrld | Vpsrld => (I32X4, Shift::Right),
+        Psrlq | Vpsrlq => (I64X2, Shift::Right),
+        Psraw | Vpsraw => (I16X8, Shift::Signed),
+        Psrad | Vpsrad => (I32X4, Shift::Signed),
+        _ => return None,
+    })
+}
+
+impl Translator<'_> {
+    /// Translates an instruction of this file. `None`, with nothing done: there is no translation.
+    pub(super) fn element_instruction(
+        &mut self,
+        insn: &Instruction,
+        op: &Op,
+        halves: usize,
+    ) -> Option<()> {
+        use Mnemonic::*;
+        let vex = insn.encoding() == EncodingKind::VEX;
+        let (first, second) = if vex { (1, 2) } else { (0, 1) };
+        let last = insn.op_count().checked_sub(1)?;
+        let by_constant = insn.op_kind(last) == OpKind::Immediate8;
+        let control = usize::from(op.aux);
+        if let Some((size, upper)) = interleaving(insn.mnemonic()) {
+            let count = 16 >> size;
+            let begin = if upper { count / 2 } else { 0 };
+            let mask = order(size, |k| begin + k / 2 + if k & 1 == 0 { 0 } else { count });
+            self.shuffle_both(insn, op, [first, second], halves, mask);
+        } else if let Some((ty, shift)) = shift_by_constant(insn.mnemonic())
+            && by_constant
+        {
+            self.shift_elements(insn, op, halves, ty, shift);
+        } else {
+            match insn.mnemonic() {
+                Pshufd | Vpshufd => {
+                    let mask = order(2, |k| control >> (2 * k) & 3);
+                    let source = self.vector(op, 1, halves, !vex);
+                    self.shuffle_each(insn, op, &source, mask);
+                }
+                Shufps | Vshufps => {
+                    let mask = order(2, |k| (control >> (2 * k) & 3) + if k < 2 { 0 } else { 4 });
+                    self.shuffle_both(insn, op, [first, second], halves, mask);
+                }
+                Palignr | Vpalignr if control <= 16 => {
+                    let mask = order(0, |k| control + k);
+                    self.shuffle_both(insn, op, [second, first], halves, mask);
+                }
+                Pshufb | Vpshufb => {
+                    let masks = self.vector(op, second, halves, !vex);
+                    let values = self.vector(op, first, halves, false);
+                    let values: Vec<_> = (values.into_iter().zip(masks))
+                        .map(|(value, mask)| self.b.ins().x86_pshufb(value, mask))
+                        .collect();
+                    self.set_vector(insn, op.r[0], &values);
+                }
+                Movss | Movsd | Vmovss | Vmovsd => self.move_scalar(insn, op),
+                Movlps | Movlpd | Movhps | Movhpd | Vmovlps | Vmovlpd | Vmovhps | Vmovhpd => {
+                    return self.move_half(insn, op, first);
+                }
+                Movmskps | Vmovmskps if halves == 1 => self.gather_signs(op, F32X4),
+                Movmskpd | Vmovmskpd if halves == 1 => self.gather_signs(op, F64X2),
+                Pinsrb | Vpinsrb => self.insert_element(insn, op, I8X16, first),
+                Pinsrw | Vpinsrw => self.insert_element(insn, op, I16X8, first),
+                Pinsrd | Vpinsrd => self.insert_element(insn, op, I32X4, first),
+                Pinsrq | Vpinsrq => self.insert_element(insn, op, I64X2, first),
+                Pextrb | Vpextrb => self.extract_element(op, I8X16),
+                Pextrw | Vpextrw => self.extract_element(op, I16X8),
+                Pextrd | Vpextrd | Extractps | Vextractps => self.extract_element(op, I32X4),
+                Pextrq | Vpextrq => self.extract_element(op, I64X2),
+                Vextracti128 | Vextractf128 if op.r[0] != MEM => {
+                    let value = self.half(op.r[1], control & 1);
+                    self.set_vector(insn, op.r[0], &[value]);
+                }
+                Vinserti128 | Vinsertf128 => {
+                    let value = self.vector(op, 2, 1, false)[0];
+                    let mut values = [self.half(op.r[1], 0), self.half(op.r[1], 1)];
+                    values[control & 1] = value;
+                    self.set_vector(insn, op.r[0], &values);
+                }
+                Vperm2i128 | Vperm2f128 => {
+                    let second = self.vector(op, 2, 2, false);
+                    let zero = self.zeroes();
+                    let values = [control, control >> 4].map(|choice| match choice & 11 {
+                        choice @ 0..2 => self.half(op.r[1], choice),
+                        choice @ 2..4 => second[choice - 2],
+                        _ => zero,
+                    });
+                    self.set_vector(insn, op.r[0], &values);
+                }
+                _ => return None,
+            }
+        }
+        Some(())
+    }
+
+    fn shuffle(&mut self, a: Value, b: Value, mask: [u8; 16]) -> Value {
+        let mask = self.b.func.dfg.immediates.push(mask.as_slice().into());
+        self.b.ins().shuffle(a, b, mask)
+    }
+
+    /// Each half of the result has bytes of the source's, in the order of `mask`.
+    fn shuffle_each(&mut self, insn: &Instruction, op: &Op, source: &[Value], mask: [u8; 16]) {
+        let values: Vec<_> = (source.iter())
+            .map(|value| self.shuffle(*value, *value, mask))
+            .collect();
+        self.set_vector(insn, op.r[0], &values);
+    }
+
+    /// Each half of the result has bytes of two operands': 0 to 15 in `mask` are the first one's.
+    fn shuffle_both(
+        &mut self,
+        insn: &Instruction,
+        op: &Op,
+        operands: [usize; 2],
+        halves: usize,
+        mask: [u8; 16],
+    ) {
+        let is_aligned = insn.encoding() != EncodingKind::VEX;
+        let [a, b] = operands.map(|k| self.vector(op, k, halves, is_aligned));
+        let values: Vec<_> = (a.into_iter().zip(b))
+            .map(|(a, b)| self.shuffle(a, b, mask))
+            .collect();
+        self.set_vector(insn, op.r[0], &values);
+    }
+
+    fn shift_elements(
+        &mut self,
+        insn: &Instruction,
+        op: &Op,
+        halves: usize,
+        ty: Type,
+        shift: Shift,
+    ) {
+        let from = if insn.encoding() == EncodingKind::VEX {
+            1
+        } else {
+            0
+        };
+        let bits = ty.lane_bits() as i64;
+        let count = i64::from(op.aux);
+        let values: Vec<_> = (self.vector(op, from, halves, false).into_iter())
+            .map(|value| {
+                let value = self.as_elements(value, ty);
+                match shift {
+                    Shift::Signed => self.b.ins().sshr_imm(value, count.min(bits - 1)),
+                    // Cranelift takes a count modulo the width.
+                    _ if count >= bits => self.zeroes(),
+                    Shift::Left => self.b.ins().ishl_imm(value, count),
+                    Shift::Right => self.b.ins().ushr_imm(value, count),
+                }
+            })
+            .collect();
+        self.set_vector(insn, op.r[0], &values);
+    }
+
+    /// MOVSS and MOVSD: a load clears the rest of the register, a move between registers keeps it.
+    fn move_scalar(&mut self, insn: &Instruction, op: &Op) {
+        let is_double = matches!(insn.mnemonic(), Mnemonic::Movsd | Mnemonic::Vmovsd);
+        let (size, ty) = if is_double { (3, F64X2) } else { (2, F32X4) };
+        if op.r[0] == MEM {
+            let low = self.low_of(op.r[1]);
+            let low = self.narrow(low, size);
+            let lin = self.lin(op);
+            return self.store(lin, size, low);
+        }
+        let value = if op.r[1] == MEM {
+            let value = self.operand(op, 1, size);
+            let value = self.wide(value);
+            self.b.ins().scalar_to_vector(I64X2, value)
+        } else {
+            let (rest, low) = if insn.op_count() == 3 { (1, 2) } else { (0, 1) };
+            let [rest, low] = [rest, low].map(|k| {
+                let value = self.half(op.r[k], 0);
+                self.as_elements(value, ty)
+            });
+            let low = self.b.ins().extractlane(low, 0);
+            self.b.ins().insertlane(rest, low, 0)
+        };
+        self.set_vector(insn, op.r[0], &[value]);
+    }
+
+    /// MOVLPS, MOVHPS and their like: 64 bits between memory and a half of a register.
+    fn move_half(&mut self, insn: &Instruction, op: &Op, rest: usize) -> Option<()> {
+        use Mnemonic::*;
+        let lane = u8::from(matches!(
+            insn.mnemonic(),
+            Movhps | Movhpd | Vmovhps | Vmovhpd
+        ));
+        let register = match op.r[0] {
+            MEM => op.r[1],
+            _ if op.r.contains(&MEM) => op.r[rest],
+            _ => return None,
+        };
+        let source = if op.r[0] == MEM { 1 } else { rest + 1 };
+        if op.r[0] == MEM {
+            let value = self.half(register, 0);
+            let value = self.as_elements(value, I64X2);
+            let value = self.b.ins().extractlane(value, lane);
+            let lin = self.lin(op);
+            self.store(lin, 3, value);
+        } else {
+            let value = self.operand(op, source, 3);
+            let kept = self.half(register, 0);
+            let kept = self.as_elements(kept, I64X2);
+            let value = self.b.ins().insertlane(kept, value, lane);
+            self.set_vector(insn, op.r[0], &[value]);
+        }
+        Some(())
+    }
+
+    /// Replaces one element by a general register's low part, or memory.
+    fn insert_element(&mut self, insn: &Instruction, op: &Op, ty: Type, rest: usize) {
+        let size = ty.lane_type().bytes().trailing_zeros() as u8;
+        let value = self.operand(op, rest + 1, size);
+        let kept = self.half(op.r[rest], 0);
+        let kept = self.as_elements(kept, ty);
+        let lane = op.imm as u8 & (ty.lane_count() as u8 - 1);
+        let value = self.b.ins().insertlane(kept, value, lane);
+        self.set_vector(insn, op.r[0], &[value]);
+    }
+
+    /// Moves one element to memory, or to a general register, whose upper part is cleared.
+    fn extract_element(&mut self, op: &Op, ty: Type) {
+        let value = self.half(op.r[1], 0);
+        let value = self.as_elements(value, ty);
+        let lane = op.imm as u8 & (ty.lane_count() as u8 - 1);
+        let value = self.b.ins().extractlane(value, lane);
+        if op.r[0] == MEM {
+            let size = ty.lane_type().bytes().trailing_zeros() as u8;
+            let lin = self.lin(op);
+            self.store(lin, size, value);
+        } else {
+            let value = self.wide(value);
+            self.set(op.r[0], 3, value);
+        }
+    }
+
+    /// MOVMSKPS and MOVMSKPD.
+    fn gather_signs(&mut self, op: &Op, ty: Type) {
+        let value = self.half(op.r[1], 0);
+        let value = self.as_elements(value, ty.as_int());
+        let signs = self.b.ins().vhigh_bits(I64, value);
+        self.set(op.r[0], 3, signs);
+    }
+}

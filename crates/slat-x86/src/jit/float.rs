@@ -1,0 +1,221 @@
+//! Floating point: the host's own instructions, under the guest's MXCSR.
+//!
+//! While a CPU's `compiled.floats` is set, the host's MXCSR is the guest's, with its rounding, its flags and all its masks. Code with
+//! floating point sets that when it finds it clear ([`Translator::begin_floats`]), and it stays so from region to region, until the
+//! regions end, or while one calls a helper that may compute or run anybody else's code ([`Cpu::outside_floats`]). A guest that unmasks
+//! an exception is interpreted.
+
+use super::condition::Flags;
+use super::helpers;
+use super::translate::Translator;
+use crate::Cpu;
+use crate::op::{MEM, Op};
+use crate::simd::{self, MXCSR_FLAGS};
+use cranelift_codegen::ir::condcodes::{FloatCC, IntCC};
+use cranelift_codegen::ir::types::{F32, F32X4, F64, F64X2, I32, I64};
+use cranelift_codegen::ir::{InstBuilder, MemFlags, Type, Value};
+use cranelift_frontend::FuncInstBuilder;
+use iced_x86::{EncodingKind, Instruction, Mnemonic};
+use std::mem::offset_of;
+
+/// An operation on floats, or on vectors of them.
+type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;
+
+/// Returns the elements of an instruction with two sources, whether it has one element only, and its operation.
+fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
+    use Mnemonic::*;
+    let add: Operate = |ins, a, b| ins.fadd(a, b);
+    let subtract: Operate = |ins, a, b| ins.fsub(a, b);
+    let multiply: Operate = |ins, a, b| ins.fmul(a, b);
+    let divide: Operate = |ins, a, b| ins.fdiv(a, b);
+    Some(match mnemonic {
+        Addss | Vaddss => (F32X4, true, add),
+        Addsd | Vaddsd => (F64X2, true, add),
+        Addps | Vaddps => (F32X4, false, add),
+        Addpd | Vaddpd => (F64X2, false, add),
+        Subss | Vsubss => (F32X4, true, subtract),
+        Subsd | Vsubsd => (F64X2, true, subtract),
+        Subps | Vsubps => (F32X4, false, subtract),
+        Subpd | Vsubpd => (F64X2, false, subtract),
+        Mulss | Vmulss => (F32X4, true, multiply),
+        Mulsd | Vmulsd => (F64X2, true, multiply),
+        Mulps | Vmulps => (F32X4, false, multiply),
+        Mulpd | Vmulpd => (F64X2, false, multiply),
+        Divss | Vdivss => (F32X4, true, divide),
+        Divsd | Vdivsd => (F64X2, true, divide),
+        Divps | Vdivps => (F32X4, false, divide),
+        Divpd | Vdivpd => (F64X2, false, divide),
+        _ => return None,
+    })
+}
+
+impl Translator<'_> {
+    /// Call before an instruction with floating point: from here to the end of the block, unless a handler runs, the host has the guest's
+    /// MXCSR.
+    pub(super) fn begin_floats(&mut self) {
+        if std::mem::replace(&mut self.has_floats, true) {
+            return;
+        }
+        self.prepare_stop();
+        let on = self.field(I32, offset_of!(Cpu, compiled.floats));
+        let (begin, fine) = (self.cold(), self.b.create_block());
+        self.b.ins().brif(on, fine, &[], begin, &[]);
+        self.b.switch_to_block(begin);
+        let status = self.call(helpers::begin_floats as *const () as usize, &[], 1)[0];
+        self.stop_unless_done(status, fine, &[]);
+        self.b.switch_to_block(fine);
+    }
+
+    /// Translates an instruction of this file. `None`, with nothing done: there is no translation.
+    pub(super) fn float_instruction(
+        &mut self,
+        insn: &Instruction,
+        op: &Op,
+        halves: usize,
+    ) -> Option<()> {
+        use Mnemonic::*;
+        let vex = insn.encoding() == EncodingKind::VEX;
+        let (first, second) = if vex { (1, 2) } else { (0, 1) };
+        if let Some((ty, is_scalar, operate)) = arithmetic(insn.mnemonic()) {
+            self.begin_floats();
+            if is_scalar {
+                let b = self.scalar(op, second, ty);
+                let a = self.half(op.r[first], 0);
+                let a = self.as_elements(a, ty);
+                let low = self.b.ins().extractlane(a, 0);
+                let result = operate(self.b.ins(), low, b);
+                let result = self.b.ins().insertlane(a, result, 0);
+                self.set_vector(insn, op.r[0], &[result]);
+                return Some(());
+            }
+            let b = self.vector(op, second, halves, !vex);
+            let a = self.vector(op, first, halves, false);
+            let values: Vec<_> = (a.into_iter().zip(b))
+                .map(|(a, b)| {
+                    let (a, b) = (self.as_elements(a, ty), self.as_elements(b, ty));
+                    operate(self.b.ins(), a, b)
+                })
+                .collect();
+            self.set_vector(insn, op.r[0], &values);
+            return Some(());
+        }
+        match insn.mnemonic() {
+            Ucomiss | Vucomiss => self.compare(op, F32X4, false),
+            Ucomisd | Vucomisd => self.compare(op, F64X2, false),
+            Comiss | Vcomiss => self.compare(op, F32X4, true),
+            Comisd | Vcomisd => self.compare(op, F64X2, true),
+            Cvtsi2ss | Vcvtsi2ss => self.from_integer(insn, op, second, F32X4),
+            Cvtsi2sd | Vcvtsi2sd => self.from_integer(insn, op, second, F64X2),
+            Cvttss2si | Vcvttss2si => self.to_integer(insn, op, F32X4),
+            Cvttsd2si | Vcvttsd2si => self.to_integer(insn, op, F64X2),
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// Reads operand `k`, memory or the first element of a register, as a float.
+    fn scalar(&mut self, op: &Op, k: usize, ty: Type) -> Value {
+        let element = ty.lane_type();
+        if op.r[k] != MEM {
+            let value = self.half(op.r[k], 0);
+            let value = self.as_elements(value, ty);
+            return self.b.ins().extractlane(value, 0);
+        }
+        let value = self.operand(op, k, element.bytes().trailing_zeros() as u8);
+        self.b.ins().bitcast(element, MemFlags::new(), value)
+    }
+
+    /// COMISD and UCOMISD, and those of singles. COMISD raises an exception for a quiet NaN, too: that is the interpreter's.
+    fn compare(&mut self, op: &Op, ty: Type, signals: bool) {
+        self.begin_floats();
+        let b = self.scalar(op, 1, ty);
+        let a = self.scalar(op, 0, ty);
+        let is = |this: &mut Self, cc| this.b.ins().fcmp(cc, a, b);
+        let parity = is(self, FloatCC::Unordered);
+        if signals {
+            self.interpret_if(parity);
+        }
+        let carry = is(self, FloatCC::UnorderedOrLessThan);
+        let zero = is(self, FloatCC::UnorderedOrEqual);
+        self.set_flags(Flags::Compared {
+            carry,
+            zero,
+            parity,
+        });
+    }
+
+    /// CVTSI2SD and CVTSI2SS.
+    fn from_integer(&mut self, insn: &Instruction, op: &Op, k: usize, ty: Type) {
+        self.begin_floats();
+        let bytes = match op.r[k] {
+            MEM => insn.memory_size().size(),
+            _ => insn.op_register(k as u32).size(),
+        };
+        let value = self.operand(op, k, bytes.trailing_zeros() as u8);
+        let value = self.b.ins().fcvt_from_sint(ty.lane_type(), value);
+        let rest = if k == 2 { op.r[1] } else { op.r[0] };
+        let rest = self.half(rest, 0);
+        let rest = self.as_elements(rest, ty);
+        let value = self.b.ins().insertlane(rest, value, 0);
+        self.set_vector(insn, op.r[0], &[value]);
+    }
+
+    /// CVTTSD2SI and CVTTSS2SI. What does not fit, NaNs among it, is the interpreter's.
+    fn to_integer(&mut self, insn: &Instruction, op: &Op, ty: Type) {
+        self.begin_floats();
+        let value = self.scalar(op, 1, ty);
+        let size = insn.op0_register().size().trailing_zeros() as u8;
+        // By its exponent: a comparison of floats would raise exceptions of its own.
+        let (bits, fraction, bias) = match ty {
+            F64X2 => (I64, 52, 1023),
+            _ => (I32, 23, 127),
+        };
+        let exponent = self.b.ins().bitcast(bits, MemFlags::new(), value);
+        let exponent = self.b.ins().ushr_imm(exponent, fraction);
+        let exponent = self.b.ins().band_imm(exponent, 2 * bias + 1);
+        let limit = bias + (8 << size) - 1;
+        let is_large = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThanOrEqual, exponent, limit);
+        self.interpret_if(is_large);
+        let to = if size == 3 { I64 } else { I32 };
+        debug_assert!([F32, F64].contains(&self.b.func.dfg.value_type(value)));
+        let value = self.b.ins().fcvt_to_sint_sat(to, value);
+        self.set(op.r[0], size, value);
+    }
+}
+
+impl Cpu {
+    /// Has the host compute under the guest's MXCSR, if that masks all exceptions. Returns whether it does.
+    pub(super) fn begin_floats(&mut self) -> bool {
+        if !simd::runs_on_host(self.state.mxcsr) {
+            return false;
+        }
+        // SAFETY: just looked at; the guest's MXCSR has no bits that the host has not. Until `end_floats` compiled code runs, and helpers that
+        // compute nothing, or outside of floats.
+        self.compiled.host_mxcsr = unsafe { simd::exchange_mxcsr(self.state.mxcsr) };
+        self.compiled.floats = 1;
+        true
+    }
+
+    /// Has the host compute under its own MXCSR again. Returns whether it was the guest's.
+    pub(super) fn end_floats(&mut self) -> bool {
+        let was = std::mem::take(&mut self.compiled.floats) != 0;
+        if was {
+            // Flags are nobody's on the host's side; the guest's own stay with it.
+            let host = self.compiled.host_mxcsr & !MXCSR_FLAGS;
+            // SAFETY: Rust's own, which `begin_floats` found.
+            self.state.mxcsr = unsafe { simd::exchange_mxcsr(host) };
+        }
+        was
+    }
+
+    /// Calls a function that may compute, or look at the guest's MXCSR or change it. Compiled code that has floats finds out whether they
+    /// are still on.
+    pub(super) fn outside_floats<T>(&mut self, then: impl FnOnce(&mut Self) -> T) -> T {
+        let was = self.end_floats();
+        let result = then(self);
+        if was {
+            self.begin_floats();
+        }
+        result
+    }
+}
