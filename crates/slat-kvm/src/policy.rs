@@ -23,7 +23,7 @@ pub enum Jit {
     /// What runs often, on a thread of slat's.
     #[default]
     On,
-    /// All 64-bit code, before it runs for the first time, on the vCPU's thread: slow, to test the compiler.
+    /// All code that is compiled at all, before it runs for the first time, on the vCPU's thread: slow, to test the compiler.
     AtOnce,
 }
 

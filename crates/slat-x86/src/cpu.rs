@@ -25,8 +25,13 @@ use std::time::Duration;
 
 /// The CPU state that decoding depends on besides the bytes, as bits of a block's key.
 pub(crate) mod mode {
-    /// Default operand and address size: 0, 1, 2 for 16, 32, 64 bits.
+    /// Default operand and address size: [`BITS_16`], [`BITS_32`], [`BITS_64`] or [`FLAT_32`].
     pub const BITS: u8 = 3;
+    pub const BITS_16: u8 = 0;
+    pub const BITS_32: u8 = 1;
+    pub const BITS_64: u8 = 2;
+    /// 32 bits, and the offsets in ES, CS, SS and DS are linear addresses, with no limit, on a stack of 32 bits.
+    pub const FLAT_32: u8 = 3;
     /// SSE instructions are #UD (CR0.EM, or CR4.OSFXSR is clear).
     pub const NO_SSE: u8 = 1 << 2;
     /// x87 instructions are #NM (CR0.EM).
@@ -39,6 +44,15 @@ pub(crate) mod mode {
     pub const NO_AVX: u8 = 1 << 6;
     /// VEX prefixes are #UD (real mode and virtual-8086 mode).
     pub const NO_VEX: u8 = 1 << 7;
+
+    /// Returns the default operand size of a mode, but for 64 bits, and its address size, in bits.
+    pub fn width(mode: u8) -> u32 {
+        match mode & BITS {
+            BITS_16 => 16,
+            BITS_64 => 64,
+            _ => 32,
+        }
+    }
 }
 
 /// See [`Cpu::code_page`].
@@ -390,8 +404,10 @@ impl Cpu {
         let state = &self.state;
         let long = state.efer & control::EFER_LMA != 0;
         let bits = match (long && state.cs.long(), state.cs.big()) {
-            (true, _) => 2,
-            (false, big) => u8::from(big),
+            (true, _) => mode::BITS_64,
+            (false, true) if self.is_flat() => mode::FLAT_32,
+            (false, true) => mode::BITS_32,
+            (false, false) => mode::BITS_16,
         };
         let mut mode = bits;
         if state.cr0 & control::CR0_EM != 0 || state.cr4 & control::CR4_OSFXSR == 0 {
@@ -451,7 +467,29 @@ impl Cpu {
 
     #[inline(always)]
     pub(crate) fn is_64(&self) -> bool {
-        self.mode & mode::BITS == 2
+        self.mode & mode::BITS == mode::BITS_64
+    }
+
+    /// Whether offsets in ES, CS, SS and DS are linear addresses outside 64-bit mode.
+    fn is_flat(&self) -> bool {
+        let state = &self.state;
+        let is_flat = |segment: &Segment| {
+            let expands_down = segment.rights & 0x1c == 0x14;
+            segment.base == 0 && segment.limit == u32::MAX && segment.usable() && !expands_down
+        };
+        let segments = [&state.es, &state.cs, &state.ss, &state.ds];
+        self.protected()
+            && !self.virtual_8086()
+            && state.ss.big()
+            && segments.into_iter().all(is_flat)
+    }
+
+    /// Call after an instruction has loaded ES or DS.
+    pub(crate) fn data_segment_loaded(&mut self) {
+        let was_flat = self.mode & mode::BITS == mode::FLAT_32;
+        if !self.is_64() && self.is_flat() != was_flat {
+            self.refresh();
+        }
     }
 
     pub(crate) fn long_mode(&self) -> bool {

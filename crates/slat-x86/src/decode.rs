@@ -129,7 +129,7 @@ impl Cpu {
     }
 
     fn decode_ops(&self, key: Key, bytes: &[u8], max_ops: usize, ops: &mut Vec<Op>) -> Decoded {
-        let bits = 16 << (key.mode & crate::cpu::mode::BITS);
+        let bits = crate::cpu::mode::width(key.mode);
         let mut decoder = Decoder::with_ip(bits, bytes, key.rip, DecoderOptions::NONE);
         let mut decoded = Decoded {
             bytes: 0,

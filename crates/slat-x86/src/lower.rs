@@ -204,7 +204,7 @@ fn operands(insn: &Instruction, mode: u8, op: &mut Op) {
     } else {
         0
     };
-    op.address_size = [2, 4, 8][usize::from(mode & mode::BITS)];
+    op.address_size = (mode::width(mode) / 8) as u8;
     for k in 0..insn.op_count() {
         let kind = insn.op_kind(k);
         let mut number = NONE;
@@ -288,7 +288,9 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
     op.scale = insn.memory_index_scale().trailing_zeros() as u8;
     op.disp = insn.memory_displacement64();
     op.seg = match insn.segment_prefix() {
-        Register::ES | Register::CS | Register::SS | Register::DS if mode & mode::BITS == 2 => {
+        Register::ES | Register::CS | Register::SS | Register::DS
+            if mode & mode::BITS == mode::BITS_64 =>
+        {
             // The prefix has no effect; the base register decides whether a bad address is #SS or #GP.
             let stack = matches!(
                 base,
@@ -304,7 +306,7 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
         (Register::None, index) => index.size() as u8,
         (base, _) => base.size() as u8,
     };
-    let flat = mode & mode::BITS == 2 && op.seg < 4 && op.address_size == 8;
+    let flat = mode & mode::BITS == mode::BITS_64 && op.seg < 4 && op.address_size == 8;
     op.form = match (flat, op.base != NONE, op.index != NONE) {
         (true, true, false) => form::BASE,
         (true, true, true) => form::INDEX,

@@ -46,7 +46,7 @@ const COMPILING: u32 = 16;
 /// CPU time that compiling a region may take: that is not interrupted.
 const COMPILES: Duration = Duration::from_secs(2);
 
-/// How a guest's code runs. Only 64-bit code is compiled.
+/// How a guest's code runs. That of real mode is not compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     /// As every program's: compiled if it is hot, which it hardly becomes.
@@ -61,7 +61,7 @@ impl Way {
     /// The lower three bits of a stream's first byte choose the mode, the next two the way.
     fn of(first: u64, mode: Mode) -> Self {
         match first >> 3 & 3 {
-            _ if !mode.is_long() => Way::Usual,
+            _ if mode == Mode::Real => Way::Usual,
             1 => Way::Compiled,
             2 => Way::Compared,
             _ => Way::Usual,
@@ -69,9 +69,10 @@ impl Way {
     }
 }
 
-/// Returns the first byte of a stream of a guest in long mode that runs both interpreted and compiled.
+/// Returns the first byte of a stream of a guest that runs both interpreted and compiled.
 pub fn compared(random: u8) -> u8 {
-    let mode = if random & 0x20 == 0 { 0 } else { 6 };
+    // In 64-bit mode, or, one time in four, in a mode of 32 bits.
+    let mode = [0, 6, 0, 6, 2 + random % 4][usize::from(random >> 5) % 5];
     random & 0xc0 | 2 << 3 | mode
 }
 

@@ -29,6 +29,8 @@ fn mov_to_segment(cpu: &mut Cpu, op: &Op) -> Flow {
     if op.r[0] == 2 {
         cpu.state.events.mov_ss_shadow = true;
         cpu.refresh();
+    } else {
+        cpu.data_segment_loaded();
     }
     Err(Break::End)
 }

@@ -4,9 +4,10 @@ use super::helpers;
 use super::translate::{TYPES, Translator};
 use crate::Cpu;
 use crate::op::{NONE, Op};
+use crate::state::Segment;
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::I64;
+use cranelift_codegen::ir::types::{I32, I64};
 use cranelift_codegen::ir::{Block, InstBuilder, MemFlags, TrapCode, Value};
 use iced_x86::Mnemonic;
 use std::mem::offset_of;
@@ -44,13 +45,34 @@ impl Translator<'_> {
     /// Returns the linear address of the memory operand.
     pub(super) fn lin(&mut self, op: &Op) -> Value {
         let offset = self.offset(op);
-        let base = match op.seg {
-            4 => offset_of!(Cpu, state.fs.base),
-            5 => offset_of!(Cpu, state.gs.base),
+        let segment = match op.seg {
+            4 => offset_of!(Cpu, state.fs),
+            5 => offset_of!(Cpu, state.gs),
             _ => return offset,
         };
-        let base = self.field(I64, base);
-        self.b.ins().iadd(base, offset)
+        let base = self.field(I64, segment + offset_of!(Segment, base));
+        let lin = self.b.ins().iadd(base, offset);
+        if self.is_64() {
+            return lin;
+        }
+        self.check_limit(segment, offset);
+        self.b.ins().band_imm(lin, 0xffff_ffff)
+    }
+
+    /// Leaves the instruction to the interpreter if a segment may end before 4 GiB or before the operand at `offset` does, or is none.
+    fn check_limit(&mut self, segment: usize, offset: Value) {
+        let last = (1 << 32) - self.operand_bytes;
+        let is_beyond = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThan, offset, last);
+        self.interpret_if(is_beyond);
+        let limit = self.field(I32, segment + offset_of!(Segment, limit));
+        let is_short = self.b.ins().icmp_imm(IntCC::NotEqual, limit, 0xffff_ffff);
+        self.interpret_if(is_short);
+        let rights = self.field(I32, segment + offset_of!(Segment, rights));
+        // Present, and either code or a segment that does not expand down: it is enough that this bit is clear.
+        let wanted = i64::from(Segment::UNUSABLE | 1 << 7 | 1 << 2);
+        let rights = self.b.ins().band_imm(rights, wanted);
+        let is_strange = self.b.ins().icmp_imm(IntCC::NotEqual, rights, 1 << 7);
+        self.interpret_if(is_strange);
     }
 
     /// Looks `lin` up in the TLB, by the tags at `tag`. Returns the host address; continues in `miss` if it is not there.

@@ -3,13 +3,13 @@
 use super::dispatch::dispatch;
 use super::helpers::Status;
 use super::{Client, Compile, Compiler, Done, Job, Region, Source, Step, Workshop, lock};
+use crate::Cpu;
 use crate::block::{Block, Key};
-use crate::cpu::ANY_PAGE;
+use crate::cpu::{ANY_PAGE, mode};
 use crate::heap::{self, OutOfMemory, Zeroed};
 use crate::machine::Exit;
 use crate::op::Break;
 use crate::tlb::Entry;
-use crate::{Cpu, cpu};
 use iced_x86::{Decoder, DecoderOptions, FlowControl};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -165,9 +165,10 @@ impl Cpu {
         }
     }
 
-    /// Whether a block is good now, and of the mode that compiled code is for.
+    /// Whether a block is good now, and of a mode that compiled code is for.
     fn may_compile(&self, block: &Block) -> bool {
-        block.key.mode & cpu::mode::BITS == 2 && block.is_current(self.stamp)
+        matches!(block.key.mode & mode::BITS, mode::BITS_64 | mode::FLAT_32)
+            && block.is_current(self.stamp)
     }
 
     /// Attaches code to a block, and to others, that was compiled for another CPU or before, if there is any and memory holds it. Returns
@@ -255,7 +256,8 @@ impl Cpu {
             if !found.is_current(self.stamp) || !is_warm {
                 continue;
             }
-            let mut decoder = Decoder::with_ip(64, code, rip, DecoderOptions::NONE);
+            let width = mode::width(block.key.mode);
+            let mut decoder = Decoder::with_ip(width, code, rip, DecoderOptions::NONE);
             let mut last = decoder.decode();
             if last.is_invalid() {
                 continue;

@@ -104,10 +104,10 @@ impl Translator<'_> {
             Ucomisd | Vucomisd => self.compare(op, F64X2, false),
             Comiss | Vcomiss => self.compare(op, F32X4, true),
             Comisd | Vcomisd => self.compare(op, F64X2, true),
-            Cvtsi2ss | Vcvtsi2ss => self.from_integer(insn, op, second, F32X4),
-            Cvtsi2sd | Vcvtsi2sd => self.from_integer(insn, op, second, F64X2),
-            Cvttss2si | Vcvttss2si => self.to_integer(insn, op, F32X4),
-            Cvttsd2si | Vcvttsd2si => self.to_integer(insn, op, F64X2),
+            Cvtsi2ss | Vcvtsi2ss => self.convert_integer(insn, op, second, F32X4),
+            Cvtsi2sd | Vcvtsi2sd => self.convert_integer(insn, op, second, F64X2),
+            Cvttss2si | Vcvttss2si => self.truncate(insn, op, F32X4),
+            Cvttsd2si | Vcvttsd2si => self.truncate(insn, op, F64X2),
             _ => return None,
         }
         Some(())
@@ -145,7 +145,7 @@ impl Translator<'_> {
     }
 
     /// CVTSI2SD and CVTSI2SS.
-    fn from_integer(&mut self, insn: &Instruction, op: &Op, k: usize, ty: Type) {
+    fn convert_integer(&mut self, insn: &Instruction, op: &Op, k: usize, ty: Type) {
         self.begin_floats();
         let bytes = match op.r[k] {
             MEM => insn.memory_size().size(),
@@ -161,7 +161,7 @@ impl Translator<'_> {
     }
 
     /// CVTTSD2SI and CVTTSS2SI. What does not fit, NaNs among it, is the interpreter's.
-    fn to_integer(&mut self, insn: &Instruction, op: &Op, ty: Type) {
+    fn truncate(&mut self, insn: &Instruction, op: &Op, ty: Type) {
         self.begin_floats();
         let value = self.scalar(op, 1, ty);
         let size = insn.op0_register().size().trailing_zeros() as u8;

@@ -7,42 +7,44 @@ use crate::op::{MEM, NONE, Op};
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I32, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
-use iced_x86::{Code, ConditionCode, Instruction, Mnemonic, OpKind};
+use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
 impl Translator<'_> {
     /// Translates a near branch; leaves before any other instruction that ends a block.
     pub(super) fn branch(&mut self, insn: &Instruction, op: &Op) {
         let next = insn.next_ip();
         let code = insn.code();
+        let word = self.word;
         if code.is_jcc_short_or_near() {
             let taken = self.condition(condition_number(insn.condition_code()));
             self.fork(taken, op.imm, next);
         } else if code.is_loop() || code.is_loopcc() || code.is_jcx_short() {
             match op.address_size {
-                8 => self.branch_by_count(insn, op),
+                4 | 8 => self.branch_by_count(insn, op),
                 _ => self.leave_to_interpreter(),
             }
         } else if code.is_jmp_short_or_near() {
             self.goto(op.imm);
-        } else if code.is_call_near() && op.size == 3 {
-            let back = self.constant(next as i64);
+        } else if op.size != word || op.address_size != 1 << word {
+            self.leave_to_interpreter();
+        } else if code.is_call_near() {
+            let back = self.immediate(word, next);
             self.push(back);
             self.goto(op.imm);
-        } else if insn.mnemonic() == Mnemonic::Ret && op.size == 3 {
-            let rsp = self.get(4, 3);
-            let target = self.load(rsp, 3);
-            self.check_target(target);
-            let rsp = self.b.ins().iadd_imm(rsp, 8 + op.imm as i64);
-            self.set(4, 3, rsp);
+        } else if insn.mnemonic() == Mnemonic::Ret {
+            let rsp = self.stack(0);
+            let target = self.load(rsp, word);
+            let target = self.target(target);
+            self.move_stack((1 << word) + op.imm as i64);
             self.leave_for(target);
-        } else if code.is_jmp_near_indirect() && op.size == 3 && op.address_size == 8 {
-            let target = self.operand(op, 0, 3);
-            self.check_target(target);
+        } else if code.is_jmp_near_indirect() {
+            let target = self.operand(op, 0, word);
+            let target = self.target(target);
             self.leave_for(target);
-        } else if code.is_call_near_indirect() && op.size == 3 && op.address_size == 8 {
-            let target = self.operand(op, 0, 3);
-            self.check_target(target);
-            let back = self.constant(next as i64);
+        } else if code.is_call_near_indirect() {
+            let target = self.operand(op, 0, word);
+            let target = self.target(target);
+            let back = self.immediate(word, next);
             self.push(back);
             self.leave_for(target);
         } else {
@@ -63,11 +65,12 @@ impl Translator<'_> {
         self.goto(next);
     }
 
-    /// LOOP, LOOPE, LOOPNE and JRCXZ, which leave the flags alone.
+    /// LOOP, LOOPE, LOOPNE, JECXZ and JRCXZ, which leave the flags alone.
     fn branch_by_count(&mut self, insn: &Instruction, op: &Op) {
-        let count = self.get(1, 3);
+        let size = op.address_size.trailing_zeros() as u8;
+        let count = self.get(1, size);
         let taken = match insn.mnemonic() {
-            Mnemonic::Jrcxz => self.b.ins().icmp_imm(IntCC::Equal, count, 0),
+            Mnemonic::Jrcxz | Mnemonic::Jecxz => self.b.ins().icmp_imm(IntCC::Equal, count, 0),
             mnemonic => {
                 let count = self.b.ins().iadd_imm(count, -1);
                 let more = self.b.ins().icmp_imm(IntCC::NotEqual, count, 0);
@@ -78,20 +81,24 @@ impl Translator<'_> {
                         self.b.ins().band(more, holds)
                     }
                 };
-                self.set(1, 3, count);
+                self.set(1, size, count);
                 taken
             }
         };
         self.fork(taken, op.imm, insn.next_ip());
     }
 
-    /// Leaves the instruction to the interpreter if the target may not be canonical.
-    fn check_target(&mut self, target: Value) {
+    /// Returns a branch's target in 64 bits. Leaves the instruction to the interpreter if it may not be canonical.
+    fn target(&mut self, target: Value) -> Value {
+        if !self.is_64() {
+            return self.wide(target);
+        }
         let high = self.b.ins().sshr_imm(target, 47);
         let high = self.b.ins().iadd_imm(high, 1);
         // 0 and -1 are the upper bits of canonical addresses.
         let strange = self.b.ins().icmp_imm(IntCC::UnsignedGreaterThan, high, 1);
         self.interpret_if(strange);
+        target
     }
 
     /// Leaves the instruction to the interpreter if `condition` is not 0.
@@ -104,11 +111,28 @@ impl Translator<'_> {
         self.b.switch_to_block(fine);
     }
 
-    fn push(&mut self, value: Value) {
-        let rsp = self.get(4, 3);
-        let rsp = self.b.ins().iadd_imm(rsp, -8);
-        self.store(rsp, 3, value);
+    /// Returns the address `by` bytes from where the stack pointer points.
+    fn stack(&mut self, by: i64) -> Value {
+        let rsp = self.get(4, self.word);
+        let rsp = self.b.ins().iadd_imm(rsp, by);
+        self.wide(rsp)
+    }
+
+    fn move_stack(&mut self, by: i64) {
+        let rsp = self.stack(by);
         self.set(4, 3, rsp);
+    }
+
+    fn push(&mut self, value: Value) {
+        let bytes = 1 << self.word;
+        let rsp = self.stack(-bytes);
+        self.store(rsp, self.word, value);
+        self.move_stack(-bytes);
+    }
+
+    /// Whether an operand is a general register as wide as words on the stack.
+    fn is_word(&self, register: Register) -> bool {
+        register.is_gpr() && register.size() == 1 << self.word
     }
 
     /// Translates an instruction that does not end the block. `None`, with nothing done: there is no translation.
@@ -153,26 +177,27 @@ impl Translator<'_> {
             Imul if insn.op_count() > 1 && size > 0 => self.multiply(insn, op),
             Mul | Imul if insn.op_count() == 1 && size >= 2 => self.multiply_wide(op),
             Push => {
-                let sized = insn.stack_pointer_increment() == -8;
-                if !sized || op.r[0] != NONE && op.r[0] != MEM && !insn.op0_register().is_gpr64() {
+                let sized = size == self.word;
+                let is_plain = [NONE, MEM].contains(&op.r[0]) || self.is_word(insn.op0_register());
+                if !sized || !is_plain {
                     return None;
                 }
-                let value = self.operand(op, 0, 3);
+                let value = self.operand(op, 0, size);
                 self.push(value);
             }
-            Pop if insn.op0_kind() == OpKind::Register && insn.op0_register().is_gpr64() => {
-                let rsp = self.get(4, 3);
-                let value = self.load(rsp, 3);
-                let rsp = self.b.ins().iadd_imm(rsp, 8);
-                self.set(4, 3, rsp);
-                self.set(op.r[0], 3, value);
+            Pop if insn.op0_kind() == OpKind::Register && self.is_word(insn.op0_register()) => {
+                let rsp = self.stack(0);
+                let value = self.load(rsp, self.word);
+                self.move_stack(1 << self.word);
+                self.set(op.r[0], self.word, value);
             }
-            Leave if insn.code() == Code::Leaveq => {
-                let rbp = self.get(5, 3);
-                let value = self.load(rbp, 3);
-                let rsp = self.b.ins().iadd_imm(rbp, 8);
-                self.set(4, 3, rsp);
-                self.set(5, 3, value);
+            Leave if size == self.word => {
+                let rbp = self.get(5, size);
+                let rbp = self.wide(rbp);
+                let value = self.load(rbp, size);
+                self.set(4, 3, rbp);
+                self.move_stack(1 << size);
+                self.set(5, size, value);
             }
             Cdqe => {
                 let value = self.get(0, 2);

@@ -21,6 +21,7 @@ use super::helpers::{self, Status};
 use super::vector::Vectors;
 use super::{Source, Step};
 use crate::Cpu;
+use crate::cpu::mode;
 use crate::lower;
 use crate::op::{MEM, NONE, Op};
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
@@ -52,7 +53,8 @@ fn decode(source: &Source) -> (Vec<Step>, Vec<Vec<Guest>>) {
     let mut blocks = Vec::new();
     let mut lowered = Vec::new();
     for (rip, bytes) in &source.blocks {
-        let mut decoder = Decoder::with_ip(64, bytes, *rip, DecoderOptions::NONE);
+        let width = mode::width(source.mode);
+        let mut decoder = Decoder::with_ip(width, bytes, *rip, DecoderOptions::NONE);
         let mut block = Vec::new();
         while decoder.can_decode() {
             let start = decoder.position();
@@ -197,6 +199,10 @@ pub(super) struct Translator<'a> {
     turn: Option<Turn>,
     /// The CPU's.
     pub(super) mode: u8,
+    /// Bytes of the current instruction's memory operand.
+    pub(super) operand_bytes: i64,
+    /// The operand size of addresses and of words on the stack.
+    pub(super) word: u8,
     /// Whether the host has the guest's MXCSR here.
     pub(super) has_floats: bool,
 }
@@ -243,6 +249,11 @@ impl<'a> Translator<'a> {
             head: 0,
             turn: None,
             mode: source.mode,
+            word: match source.mode & mode::BITS {
+                mode::BITS_64 => 3,
+                _ => 2,
+            },
+            operand_bytes: 0,
             has_floats: false,
         };
         translator.enter(index, source);
@@ -553,12 +564,13 @@ impl<'a> Translator<'a> {
     /// Translates an instruction. Returns whether it ends the block.
     fn instruction(&mut self, insn: &Instruction) -> bool {
         let op = &self.steps[self.step].op;
+        self.operand_bytes = insn.memory_size().size() as i64;
         if insn.flow_control() != FlowControl::Next {
             self.branch(insn, op);
             return true;
         }
-        let translated =
-            (op.address_size == 8 || !op.r.contains(&MEM)) && self.inline(insn, op).is_some();
+        let translated = (op.address_size == 1 << self.word || !op.r.contains(&MEM))
+            && self.inline(insn, op).is_some();
         if !translated {
             self.handler(insn);
         }
@@ -584,6 +596,10 @@ impl<'a> Translator<'a> {
             }
         }
         self.forget_vectors();
+    }
+
+    pub(super) fn is_64(&self) -> bool {
+        self.word == 3
     }
 
     /// Returns the value of a register.
