@@ -241,6 +241,22 @@ fn zapped_pages_fault_again_and_others_stay() {
 }
 
 #[test]
+fn an_invalidation_takes_pages_that_it_names_in_part() {
+    let (_, vm) = vm(16, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..16, 0, NONE);
+    (0..16).for_each(|page| _ = touch(&mut vcpu, page, Write).unwrap());
+    let (first, last) = (HostMemory::hva(3), HostMemory::hva(5));
+    drop(vm.invalidate(Hva(first.0 + 0xfff)..Hva(last.0 + 1)));
+    let mut left = Vec::new();
+    vm.visit_leaves(0, Gfn(0)..Gfn(16), &mut |gfn, _, _| left.push(gfn.0));
+    assert_eq!(
+        left,
+        [0..3, 6..16].into_iter().flatten().collect::<Vec<_>>()
+    );
+}
+
+#[test]
 fn an_invalidation_of_memory_that_no_slot_uses_disturbs_nobody() {
     let (_, vm) = vm(1024, REMAP_4K);
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -587,6 +603,49 @@ fn address_spaces_are_apart() {
     vm.audit().unwrap();
 }
 
+/// Tables that it walked lately, and slots that it used, are those of one address space.
+#[test]
+fn a_cpu_uses_nothing_of_the_address_space_that_it_has_left() {
+    let platform = SimPlatform::new(32);
+    let vm: Arc<TestVm> = Vm::new(platform, Config::default().with_spaces(2)).unwrap();
+    let first_page = |space| 16 * space as u64;
+    for space in 0..2 {
+        let region = region(0, 0..16, first_page(space), NONE);
+        vm.set_memory_region(space, &region).unwrap();
+    }
+    let gpa = Gpa(3 << 12);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let mut vcpu = vcpu.enter(1);
+    for space in [0, 1, 0, 1] {
+        vcpu.use_space(space);
+        for _ in 0..3 {
+            let found = vcpu.translate(gpa, Read).unwrap();
+            let (page, _) = HostMemory::identify(found.host.pfn());
+            assert_eq!(page, first_page(space) + 3);
+            let backing = vcpu.slot_at(gpa).unwrap().backing;
+            assert_eq!(backing, HostMemory::hva(first_page(space)));
+        }
+    }
+}
+
+#[test]
+fn a_prefault_keeps_no_more_frames_than_a_fault_needs() {
+    const MOST: usize = 4;
+    let (platform, vm) = vm(16 * MIB2, REMAP_4K);
+    set(&vm, 0, 0..16 * MIB2, 0, NONE);
+    let bytes = (16 * MIB2) << 12;
+    let prefault = |vcpu: &mut Vcpu<Machine, Ept>| {
+        let mapped = vcpu.enter(1).prefault(Gpa(0)..Gpa(bytes));
+        assert_eq!(mapped, Ok(bytes));
+    };
+    prefault(&mut vm.create_vcpu().unwrap());
+    let tables = platform.live_frames();
+    // All is mapped: this one needs no table.
+    let mut vcpu = vm.create_vcpu().unwrap();
+    prefault(&mut vcpu);
+    assert!(platform.live_frames() <= tables + MOST);
+}
+
 #[test]
 fn a_dirty_log_that_cannot_be_had_is_an_error_and_changes_nothing() {
     let (_, vm) = vm(128, REMAP_4K);
@@ -674,6 +733,12 @@ fn a_write_through_a_huge_leaf_survives_that_its_neighbours_are_cleared() {
     vm.clear_dirty_log(0, 0, 0, 64, &[u64::MAX]).unwrap();
     touch(&mut vcpu, 9, Write).unwrap();
     vm.clear_dirty_log(0, 0, 64, 64, &[u64::MAX]).unwrap();
+    assert!(log(&vm, 0).contains(&9), "the write is lost");
+    // The page lies between those that are cleared, and is not named.
+    vm.clear_dirty_log(0, 0, 0, 64, &[1 << 9]).unwrap();
+    touch(&mut vcpu, 9, Write).unwrap();
+    let around = 1 << 3 | 1 << 20;
+    vm.clear_dirty_log(0, 0, 0, 64, &[around]).unwrap();
     assert!(log(&vm, 0).contains(&9), "the write is lost");
 }
 

@@ -88,6 +88,31 @@ fn there_are_no_more_tables_than_the_limit_and_what_was_zapped_faults_back() {
     vm.platform().check();
 }
 
+/// There are more tables in the second than the limit, and fewer in the first than have to go.
+#[test]
+fn the_limit_is_that_of_all_address_spaces_together() {
+    let platform = SimPlatform::new(90 * 512);
+    let config = Config::default().with_mmu(MmuKind::Direct).with_spaces(2);
+    let vm: Arc<TestVm> = Vm::new(platform, config).unwrap();
+    vm.set_mmu_pages(200);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for (space, pages) in [(0, 20 * 512), (1, 90 * 512)] {
+        let region = Region::new(0, Gpa(0), pages << 12, HostMemory::hva(0));
+        vm.set_memory_region(space, &region).unwrap();
+        vcpu.use_space(space);
+        for gfn in (0..pages).step_by(512) {
+            let mut vcpu = vcpu.enter(0);
+            while vcpu.translate(Gpa(gfn << 12), Read) == Err(Stop::Retry) {
+                vcpu.quiesce();
+            }
+        }
+    }
+    assert!(tables(&vm) >= 110);
+    vm.set_mmu_pages(64);
+    assert_eq!(tables(&vm), 64);
+    vm.audit().unwrap();
+}
+
 #[test]
 fn unless_it_is_set_the_limit_is_a_fiftieth_of_the_memory() {
     let vm = vm(GIB1, Level::GIGA);

@@ -356,6 +356,23 @@ fn what_a_device_writes_is_in_the_log_that_is_taken_next() {
     assert_eq!(words, [0; 5]);
 }
 
+/// More pages than are noted at a time.
+#[test]
+fn what_a_device_writes_is_in_the_log_however_much_it_is() {
+    const MANY: u64 = (1 << 15) + 100;
+    let vm = Vm::<_, Ept>::new(SimPlatform::new(MANY), Config::default()).unwrap();
+    let region = Region::new(3, Gpa(0), MANY << 12, HostMemory::hva(0))
+        .with_flags(SlotFlags::LOG_DIRTY_PAGES);
+    vm.set_memory_region(0, &region).unwrap();
+    vm.mark_dirty(0, Gfn(1)..Gfn(MANY)).unwrap();
+    let mut words = vec![0; MANY.div_ceil(64) as usize];
+    vm.get_dirty_log(0, 3, &mut words).unwrap();
+    assert_eq!(
+        (0..MANY).find(|page| bit(&words, *page) != (*page > 0)),
+        None
+    );
+}
+
 #[test]
 fn a_device_cannot_write_to_rings() {
     let vm = vm();

@@ -5,6 +5,7 @@
 #[path = "common/guest.rs"]
 mod guest;
 
+use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use std::thread;
 
@@ -12,10 +13,10 @@ use guest::{Memory, USED, Words, paging};
 use slat::format::X86;
 use slat::{
     Access::{self, *},
-    Attention, Config, Gpa, Hpa, MmuKind, Prefetch, Region, Setting, SlotFlags, Stop, Vcpu,
-    VirtualStop, Vm,
+    Attention, Config, Gpa, HostWords, Hpa, Level, MmuKind, Prefetch, Region, Setting, SlotFlags,
+    Stop, Vcpu, VirtualStop, Vm,
 };
-use slat_model::{HostMemory, SimPlatform};
+use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
 const PAGES: u64 = 512;
 /// Frames of the tables of level 4 to 2, and of two level 1 tables for the same addresses.
@@ -234,4 +235,87 @@ fn a_table_in_which_a_flag_is_set_is_logged() {
         }
     });
     assert_eq!(logged, [true, true]);
+}
+
+/// Access to the guest's tables, as long as they are in the host pages that back them now.
+struct Backed<'m> {
+    words: Words<'m>,
+    platform: &'m SimPlatform,
+}
+
+impl HostWords for Backed<'_> {
+    type Error = Infallible;
+
+    fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Infallible> {
+        self.words.read(host, size)
+    }
+
+    fn compare_exchange(
+        &mut self,
+        host: Hpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Infallible> {
+        let (page, _) = HostMemory::identify(host.pfn());
+        let now = self.platform.host.get(page).map(|page| page.pfn);
+        assert_eq!(
+            now,
+            Some(host.pfn()),
+            "a flag is set in a page that is gone"
+        );
+        self.words.compare_exchange(host, size, old, new)
+    }
+}
+
+/// The CPU stays in its reader section, and remembers where it has set flags.
+#[test]
+fn a_flag_is_set_in_the_table_where_it_is_after_an_invalidation() {
+    const UNUSED: u64 = 7;
+    let platform = SimPlatform::new(PAGES);
+    let config = Config::default().with_mmu(MmuKind::Shadow);
+    let vm = Vm::<_, X86<5>>::new(platform.clone(), config).unwrap();
+    vm.set_policy(Setting::Prefetch(Prefetch::Off));
+    let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
+    vm.set_memory_region(0, &region).unwrap();
+    let memory = Memory::new(PAGES);
+    memory.link(&[ROOT, ROOT + 1, ROOT + 2, LAST[0]]);
+    memory.map(LAST[0], DATA[0], UNUSED);
+    let moved = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let mut vcpu = vm.create_vcpu().unwrap();
+        let mut words = Backed {
+            words: memory.words(),
+            platform: &platform,
+        };
+        vcpu.enter_unguarded(0);
+        let mut read = |vcpu: &mut Vcpu<_, _>, page: u64| {
+            let paging = paging(ROOT << 12);
+            while let Err(stop) = vcpu.translate_virtual(page << 12, Read, &paging, &mut words) {
+                assert_eq!(stop, VirtualStop::Stop(Stop::Retry));
+                vcpu.quiesce();
+            }
+        };
+        (0..8).for_each(|page| read(&mut vcpu, page));
+        scope.spawn(|| {
+            let pages = LAST[0]..LAST[0] + 1;
+            let guard = vm.invalidate(HostMemory::hvas(&pages));
+            let remap = HostChange::Remap {
+                level: Level::PAGE,
+                writable: true,
+                kind: PageKind::Ordinary,
+            };
+            platform.host.change(&pages, remap);
+            drop(guard);
+            moved.store(true, SeqCst);
+        });
+        while !moved.load(SeqCst) {
+            if vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0 {
+                vcpu.quiesce();
+            }
+            thread::yield_now();
+        }
+        (8..16).for_each(|page| read(&mut vcpu, page));
+        vcpu.leave();
+    });
 }

@@ -194,6 +194,19 @@ fn what_the_host_does_and_a_store() {
     each_beside_each(&[MAPPED], &[], &HOST, &STORES[1..3]);
 }
 
+/// The log takes the right to store from the leaves of all tables, but the holder may have it in its TLB until the flush. Meanwhile
+/// the tables are tracked.
+#[test]
+fn a_log_that_begins_and_tables_that_are_tracked() {
+    let all = [ROOT, UPPER, DIRECTORY, TABLE];
+    let access_and_store: Act = |w| {
+        ACCESSES[0](w);
+        STORES[2](w);
+    };
+    let begin: Act = |w| w.log(true);
+    each_beside_each(&[UNTRACKED], &all, &[begin], &[access_and_store]);
+}
+
 #[test]
 fn pages_that_are_mapped_ahead_and_what_the_host_does() {
     let ahead: Prepare = || {

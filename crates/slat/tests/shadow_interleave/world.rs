@@ -24,8 +24,8 @@ const PAGES: u64 = 128;
 /// Host pages that back slot 1, which is not there at first.
 const MORE: Range<u64> = 128..160;
 /// Frames of the guest's tables of level 4 and 3.
-const ROOT: u64 = 16;
-const UPPER: u64 = 17;
+pub const ROOT: u64 = 16;
+pub const UPPER: u64 = 17;
 /// The page directory. Its first two entries refer to [`TABLE`].
 pub const DIRECTORY: u64 = 18;
 pub const TABLE: u64 = 19;

@@ -1,0 +1,126 @@
+//! What a platform is told of leaves that are zapped: that their pages may have been written to, so that the host writes them back.
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex};
+
+use slat::format::{Npt, Stage2};
+use slat::{
+    Access, Config, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, Pfn,
+    Platform, Prefetch, Region, ResolveError, Setting, SlotFlags, Stale, Stop, TableMeta, Vm, VmId,
+    WaitFor, ZappedLeaf,
+};
+use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
+
+/// A machine that remembers what it was told.
+struct Listening {
+    machine: Arc<SimPlatform>,
+    told: Mutex<Vec<ZappedLeaf>>,
+}
+
+// SAFETY: as `SimPlatform`.
+unsafe impl Platform for Listening {
+    const WANTS_ZAPPED: bool = true;
+
+    fn alloc_table(&self) -> Option<Pfn> {
+        self.machine.alloc_table()
+    }
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        self.machine.alloc_root(tables)
+    }
+    unsafe fn free_table(&self, frame: Pfn) {
+        // SAFETY: the caller's promise.
+        unsafe { self.machine.free_table(frame) };
+    }
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        self.machine.entries(frame)
+    }
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        self.machine.meta(frame)
+    }
+    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        self.machine.resolve(backing, access)
+    }
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        self.machine.resolve_resident(backing, found);
+    }
+    fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
+        self.machine.flush(vm, range, stale);
+    }
+    fn zapped(&self, leaf: ZappedLeaf) {
+        self.told.lock().unwrap().push(leaf);
+    }
+    fn wait(&self, _: u32, what: WaitFor) {
+        panic!("one thread waits for {what:?}");
+    }
+}
+
+const PAGES: u64 = 1024;
+/// The guest writes to this page,
+const WRITTEN: u64 = 3;
+/// and reads this one, by a leaf that allows writing.
+const READ: u64 = 4;
+
+type Zap<F> = fn(&Vm<Listening, F>);
+
+/// Ways in which the leaves are zapped: one by one, with their table, and with their slot.
+fn zaps<F: Format>() -> [Zap<F>; 3] {
+    [
+        |vm| drop(vm.invalidate(HostMemory::hvas(&(WRITTEN..READ + 1)))),
+        |vm| vm.zap(0, Gfn(0)..Gfn(512)),
+        |vm| vm.set_memory_region(0, &region().with_size(0)).unwrap(),
+    ]
+}
+
+fn region() -> Region {
+    Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0))
+}
+
+fn written_pages_are_told<F: Format>(mmu: MmuKind) {
+    for zap in zaps::<F>() {
+        // A log takes the right to write from the leaves: what was written before is no less dirty.
+        for logs in [false, true] {
+            let machine = SimPlatform::new(PAGES);
+            let remap = HostChange::Remap {
+                level: Level::PAGE,
+                writable: true,
+                kind: PageKind::Ordinary,
+            };
+            machine.host.change(&(0..PAGES), remap);
+            let told = Mutex::default();
+            let platform = Arc::new(Listening { machine, told });
+            let vm = Vm::<_, F>::new(platform, Config::default().with_mmu(mmu)).unwrap();
+            vm.set_policy(Setting::Prefetch(Prefetch::Off));
+            vm.set_memory_region(0, &region()).unwrap();
+            let mut vcpu = vm.create_vcpu().unwrap();
+            for (page, access) in [(WRITTEN, Access::Write), (READ, Access::Read)] {
+                let mut vcpu = vcpu.enter(1);
+                while vcpu.translate(Gpa(page << 12), access) == Err(Stop::Retry) {
+                    vcpu.quiesce();
+                }
+            }
+            if logs {
+                let logged = region().with_flags(SlotFlags::LOG_DIRTY_PAGES);
+                vm.set_memory_region(0, &logged).unwrap();
+            }
+            zap(&vm);
+            let mut told: Vec<_> = (vm.platform().told.lock().unwrap().iter())
+                .map(|leaf| (HostMemory::identify(leaf.pfn).0, leaf.level, leaf.dirty))
+                .collect();
+            told.sort_unstable();
+            // Where walkers set no dirty bit, a page may have been written to that was read first.
+            let unknown = !F::SETS_DIRTY;
+            let both = [(WRITTEN, Level::PAGE, true), (READ, Level::PAGE, unknown)];
+            assert_eq!(told, both, "{}, logs: {logs}", F::NAME);
+        }
+    }
+}
+
+#[test]
+fn on_every_kind_of_walker() {
+    written_pages_are_told::<Ept>(MmuKind::Tdp);
+    written_pages_are_told::<Ept>(MmuKind::Direct);
+    written_pages_are_told::<Npt>(MmuKind::Tdp);
+    written_pages_are_told::<Stage2<48>>(MmuKind::Tdp);
+    written_pages_are_told::<Stage2<48, true>>(MmuKind::Tdp);
+}
