@@ -25,13 +25,13 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 How many million instructions the guest executes in a second of its thread's processor time.
 alu: arithmetic between registers. ldst: loads and stores to one page. Six instructions in a loop.
-x87, float: doubles, by x87 and SSE2. simd: vectors of words. bigint: sums of products (MULX, ADCX, ADOX).
-bits: counts and rotations (BMI). div: DIV. call: calls of a function with a frame. fib: Fibonacci
-numbers by recursion. miss: a write to each of 2048 pages, one instruction in four; each misses the
-first level of the software TLB (1024 pages), and hits the second (8192). walk: additions to 32768
-pages in a pseudo-random order, one in eight: most walk the guest's tables, and slat's. cold: writes
-a function to each of 65536 pages, and calls each once. The same loops run on tcg, QEMU's software
-CPU, where it is installed, without its start; and on a real KVM, where it opens: the limit.
+x87, float: doubles, by x87 and SSE2. simd: vectors of words. bigint: sums of products (MULX, ADCX,
+ADOX). bits: counts and rotations (BMI). div: DIV. call: calls of a function with a frame. fib: the
+Fibonacci numbers by recursion. miss: a write to each of 2048 pages, one instruction in four; each
+misses the first level of the software TLB (1024 pages), and hits the second. walk: additions to
+32768 pages in a pseudo-random order, one in eight: most walk the guest's tables, and slat's. cold:
+writes a function to each of 65536 pages, and calls each once. The same loops run on tcg, QEMU's
+software CPU, without its start; and on a real KVM, where it opens: the limit (but for five).
 Asked for: as fast as tcg, and twice as fast for miss.",
     settable: Settable::AllBut(&[]),
     run,
