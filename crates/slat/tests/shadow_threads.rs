@@ -6,6 +6,7 @@
 mod guest;
 
 use std::convert::Infallible;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use std::thread;
 
@@ -82,7 +83,7 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
     let platform = SimPlatform::new(PAGES);
     let config = Config::default().with_mmu(MmuKind::Shadow);
     let vm = Vm::<_, X86<5>>::new(platform.clone(), config).unwrap();
-    let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
+    let region = all_memory();
     vm.set_memory_region(0, &region).unwrap();
     let memory = Memory::new(PAGES);
     memory.link(&[ROOT, ROOT + 1, ROOT + 2, LAST[0]]);
@@ -185,19 +186,28 @@ impl Drop for Stopper<'_> {
     }
 }
 
-/// The MMU sets flags in the guest's tables, which are stores as any other to a log, also to one that has begun since the last.
-#[test]
-fn a_table_in_which_a_flag_is_set_is_logged() {
+fn all_memory() -> Region {
+    Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0))
+}
+
+/// Returns a VM whose guest has one table of entries without the accessed flag.
+fn with_unused_entries() -> (Arc<SimPlatform>, Arc<Vm<SimPlatform, X86<5>>>, Memory) {
     const UNUSED: u64 = 7;
     let platform = SimPlatform::new(PAGES);
     let config = Config::default().with_mmu(MmuKind::Shadow);
     let vm = Vm::<_, X86<5>>::new(platform.clone(), config).unwrap();
     vm.set_policy(Setting::Prefetch(Prefetch::Off));
-    let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
-    vm.set_memory_region(0, &region).unwrap();
+    vm.set_memory_region(0, &all_memory()).unwrap();
     let memory = Memory::new(PAGES);
     memory.link(&[ROOT, ROOT + 1, ROOT + 2, LAST[0]]);
     memory.map(LAST[0], DATA[0], UNUSED);
+    (platform, vm, memory)
+}
+
+/// The MMU sets flags in the guest's tables, which are stores as any other to a log, also to one that has begun since the last.
+#[test]
+fn a_table_in_which_a_flag_is_set_is_logged() {
+    let (_, vm, memory) = with_unused_entries();
     let (allowed, done) = (AtomicU64::new(32), AtomicU64::new(0));
     let mut logged = Vec::new();
     let reached = |count: u64| {
@@ -224,7 +234,7 @@ fn a_table_in_which_a_flag_is_set_is_logged() {
             cpu.vcpu.leave();
         });
         reached(32);
-        let with_log = region.with_flags(SlotFlags::LOG_DIRTY_PAGES);
+        let with_log = all_memory().with_flags(SlotFlags::LOG_DIRTY_PAGES);
         vm.set_memory_region(0, &with_log).unwrap();
         for pages in [64, 96] {
             allowed.store(pages, SeqCst);
@@ -271,16 +281,7 @@ impl HostWords for Backed<'_> {
 /// The CPU stays in its reader section, and remembers where it has set flags.
 #[test]
 fn a_flag_is_set_in_the_table_where_it_is_after_an_invalidation() {
-    const UNUSED: u64 = 7;
-    let platform = SimPlatform::new(PAGES);
-    let config = Config::default().with_mmu(MmuKind::Shadow);
-    let vm = Vm::<_, X86<5>>::new(platform.clone(), config).unwrap();
-    vm.set_policy(Setting::Prefetch(Prefetch::Off));
-    let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
-    vm.set_memory_region(0, &region).unwrap();
-    let memory = Memory::new(PAGES);
-    memory.link(&[ROOT, ROOT + 1, ROOT + 2, LAST[0]]);
-    memory.map(LAST[0], DATA[0], UNUSED);
+    let (platform, vm, memory) = with_unused_entries();
     let moved = AtomicBool::new(false);
     thread::scope(|scope| {
         let mut vcpu = vm.create_vcpu().unwrap();

@@ -6,7 +6,7 @@ use crate::op::{Flow, Handler, Op};
 use crate::state::flags::{CF, OF};
 use iced_x86::{Instruction, Mnemonic};
 
-/// Sets SF and ZF of a result, and CF; clears OF. What is undefined is as after a logical operation.
+/// Sets SF and ZF by a result, and CF; clears OF. AF and PF, which the manual leaves undefined, are those of a logical operation.
 fn logic<T: Int>(cpu: &mut Cpu, result: T, carry: bool) {
     cpu.put_flags(carry, false, false, result);
 }

@@ -2,6 +2,7 @@
 //! constant. Each half of 256 bits is one of 128, as in `vector`.
 
 use super::translate::Translator;
+use super::vector::sources;
 use crate::op::{MEM, Op};
 use cranelift_codegen::ir::types::{F32X4, F64X2, I8X16, I16X8, I32X4, I64, I64X2};
 use cranelift_codegen::ir::{InstBuilder, Type, Value};
@@ -65,7 +66,7 @@ impl Translator<'_> {
     ) -> Option<()> {
         use Mnemonic::*;
         let vex = insn.encoding() == EncodingKind::VEX;
-        let (first, second) = if vex { (1, 2) } else { (0, 1) };
+        let [first, second] = sources(insn);
         let last = insn.op_count().checked_sub(1)?;
         let by_constant = insn.op_kind(last) == OpKind::Immediate8;
         let control = usize::from(op.aux);

@@ -8,18 +8,15 @@
 use super::condition::Flags;
 use super::helpers;
 use super::translate::Translator;
+use super::vector::{Operate, sources};
 use crate::Cpu;
 use crate::op::{MEM, Op};
 use crate::simd::{self, MXCSR_FLAGS};
 use cranelift_codegen::ir::condcodes::{FloatCC, IntCC};
 use cranelift_codegen::ir::types::{F32, F32X4, F64, F64X2, I32, I64};
 use cranelift_codegen::ir::{InstBuilder, MemFlags, Type, Value};
-use cranelift_frontend::FuncInstBuilder;
-use iced_x86::{EncodingKind, Instruction, Mnemonic};
+use iced_x86::{Instruction, Mnemonic};
 use std::mem::offset_of;
-
-/// An operation on floats, or on vectors of them.
-type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;
 
 /// Returns the elements of an instruction with two sources, whether it has one element only, and its operation.
 fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
@@ -74,11 +71,12 @@ impl Translator<'_> {
         halves: usize,
     ) -> Option<()> {
         use Mnemonic::*;
-        let vex = insn.encoding() == EncodingKind::VEX;
-        let (first, second) = if vex { (1, 2) } else { (0, 1) };
+        let [first, second] = sources(insn);
         if let Some((ty, is_scalar, operate)) = arithmetic(insn.mnemonic()) {
             self.begin_floats();
-            if is_scalar {
+            if !is_scalar {
+                self.operate(insn, op, halves, ty, operate);
+            } else {
                 let b = self.scalar(op, second, ty);
                 let a = self.half(op.r[first], 0);
                 let a = self.as_elements(a, ty);
@@ -86,17 +84,7 @@ impl Translator<'_> {
                 let result = operate(self.b.ins(), low, b);
                 let result = self.b.ins().insertlane(a, result, 0);
                 self.set_vector(insn, op.r[0], &[result]);
-                return Some(());
             }
-            let b = self.vector(op, second, halves, !vex);
-            let a = self.vector(op, first, halves, false);
-            let values: Vec<_> = (a.into_iter().zip(b))
-                .map(|(a, b)| {
-                    let (a, b) = (self.as_elements(a, ty), self.as_elements(b, ty));
-                    operate(self.b.ins(), a, b)
-                })
-                .collect();
-            self.set_vector(insn, op.r[0], &values);
             return Some(());
         }
         match insn.mnemonic() {

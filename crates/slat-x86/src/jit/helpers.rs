@@ -59,36 +59,35 @@ impl Loaded {
     }
 }
 
-/// Whether an access outside 64-bit mode ends beyond 4 GiB: the interpreter knows what that is.
-fn wraps(cpu: &Cpu, lin: u64, bytes: u64) -> bool {
-    !cpu.is_64() && lin + bytes > 1 << 32
+/// Makes an access. One outside 64-bit mode that ends beyond 4 GiB is the interpreter's.
+fn access<T>(
+    cpu: &mut Cpu,
+    lin: u64,
+    bytes: u64,
+    access: impl FnOnce(&mut Cpu) -> Result<Option<T>, Break>,
+) -> Result<Option<T>, Break> {
+    if !cpu.is_64() && lin + bytes > 1 << 32 {
+        return Ok(None);
+    }
+    cpu.outside_floats(access)
 }
 
 /// Loads from memory. MMIO is the interpreter's: what was read before may be read again.
 extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
-    if wraps(cpu, lin, T::BYTES) {
-        return Loaded::new(cpu, Ok(None));
-    }
-    let value = cpu.outside_floats(|cpu| cpu.load_unless_mmio::<T>(lin));
+    let value = access(cpu, lin, T::BYTES, |cpu| cpu.load_unless_mmio::<T>(lin));
     Loaded::new(cpu, value.map(|value| value.map(Int::zx)))
 }
 
 /// Returns the host address to load `bytes` bytes from, if they are memory and in one page. Otherwise the instruction is the interpreter's.
 pub(super) extern "C" fn place_to_load(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
-    if wraps(cpu, lin, bytes) {
-        return Loaded::new(cpu, Ok(None));
-    }
-    let place = cpu.outside_floats(|cpu| cpu.read_place(lin, bytes as usize));
+    let place = access(cpu, lin, bytes, |cpu| cpu.read_place(lin, bytes as usize));
     Loaded::new(cpu, place.map(|place| place.map(|host| host as u64)))
 }
 
 /// Returns the host address to store `bytes` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants to
 /// know of. Otherwise the instruction is the interpreter's.
 pub(super) extern "C" fn place_to_store(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
-    if wraps(cpu, lin, bytes) {
-        return Loaded::new(cpu, Ok(None));
-    }
-    let place = cpu.outside_floats(|cpu| cpu.write_place(lin, bytes as usize));
+    let place = access(cpu, lin, bytes, |cpu| cpu.write_place(lin, bytes as usize));
     let place = place.map(|place| {
         let table = cpu.table;
         place.and_then(|_| cpu.tlb().write(table, lin, bytes))

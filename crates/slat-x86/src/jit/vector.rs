@@ -23,8 +23,16 @@ pub(super) struct Vectors {
     changed: u32,
 }
 
-/// An operation on elements.
-type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;
+/// An operation on elements, or on one of them.
+pub(super) type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;
+
+/// Returns which operands the two sources of an instruction are: without VEX the first one is the destination, too.
+pub(super) fn sources(insn: &Instruction) -> [usize; 2] {
+    match insn.encoding() == EncodingKind::VEX {
+        true => [1, 2],
+        false => [0, 1],
+    }
+}
 
 /// Returns the elements and the operation of an instruction with two sources.
 fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
@@ -232,16 +240,7 @@ impl Translator<'_> {
             return Some(());
         }
         if let Some((ty, operate)) = operation(insn.mnemonic()) {
-            let (first, second) = if vex { (1, 2) } else { (0, 1) };
-            let b = self.vector(op, second, halves, !vex);
-            let a = self.vector(op, first, halves, false);
-            let values: Vec<_> = (a.into_iter().zip(b))
-                .map(|(a, b)| {
-                    let (a, b) = (self.as_elements(a, ty), self.as_elements(b, ty));
-                    operate(self.b.ins(), a, b)
-                })
-                .collect();
-            self.set_vector(insn, op.r[0], &values);
+            self.operate(insn, op, halves, ty, operate);
             return Some(());
         }
         match insn.mnemonic() {
@@ -271,6 +270,28 @@ impl Translator<'_> {
             }
         }
         Some(())
+    }
+
+    /// Writes what an operation makes of two sources.
+    pub(super) fn operate(
+        &mut self,
+        insn: &Instruction,
+        op: &Op,
+        halves: usize,
+        ty: Type,
+        operate: Operate,
+    ) {
+        let [first, second] = sources(insn);
+        let is_aligned = insn.encoding() != EncodingKind::VEX;
+        let b = self.vector(op, second, halves, is_aligned);
+        let a = self.vector(op, first, halves, false);
+        let values: Vec<_> = (a.into_iter().zip(b))
+            .map(|(a, b)| {
+                let (a, b) = (self.as_elements(a, ty), self.as_elements(b, ty));
+                operate(self.b.ins(), a, b)
+            })
+            .collect();
+        self.set_vector(insn, op.r[0], &values);
     }
 
     /// MOVD and MOVQ: between a vector register and any place, the upper bits of a vector register cleared.

@@ -1,7 +1,7 @@
 //! Instructions from XMM and memory to XMM or flags: fetch, call the stub, store.
 
 use super::Plain;
-use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work};
+use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work, runs_on_host};
 use super::lanes::Lanes;
 use super::table::{self, Kind};
 use crate::Cpu;
@@ -165,7 +165,7 @@ fn float_flags<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
 /// does not support it), with nothing but the flags changed.
 #[inline(always)]
 pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
-    if cpu.state.mxcsr & (MASKS | NOT_FOR_HOST) == MASKS {
+    if runs_on_host(cpu.state.mxcsr) {
         return Ok(host::float(Entry(op.imm), work, &mut cpu.state.mxcsr));
     }
     run_unmasked(cpu, op, work)

@@ -1,13 +1,13 @@
 //! Instructions that a stub executes: fetch, call, store.
 
-use super::host::{self, Entry, Work};
+use super::host::{self, Entry, Stub, Work};
 use super::table::{self, Kind};
 use super::{load, store};
 use crate::Cpu;
 use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::simd::Plain;
-use crate::simd::host::{MASKS, NOT_FOR_HOST};
+use crate::simd::host::runs_on_host;
 use crate::simd::lanes::Lanes;
 use crate::simd::operate::{UNALIGNED, returns_index, strings, with_unmasked};
 use crate::simd::table as legacy;
@@ -20,18 +20,13 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
     if let Some(handler) = lower_gpr(insn, op, wide).or_else(|| lower_strings(mnemonic, op)) {
         return Some(handler);
     }
-    let last = insn.op_count() - 1;
-    let immediate = insn.op_kind(last) == OpKind::Immediate8;
-    let found = match immediate {
-        true => table::immediate(mnemonic, wide),
-        false => table::plain(mnemonic, wide),
-    };
-    let by_constant = found.is_none();
-    let (kind, stub) = match by_constant {
-        // A shift by a constant is one by a count in a register.
-        true => table::plain(mnemonic, wide)?,
-        false => found?,
-    };
+    let Found {
+        kind,
+        stub,
+        by_constant,
+        sources,
+        ..
+    } = find(insn, wide)?;
     op.imm = stub as usize as u64;
     if mnemonic == M::Vinsertps && op.r[2] == MEM {
         // The element is read from memory; the selector of a source element has no effect.
@@ -39,7 +34,6 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
     }
     // FMA instructions read their destination, too.
     let accumulates = insn.code().cpuid_features().contains(&CpuidFeature::FMA);
-    let sources = last - u32::from(immediate);
     Some(match (kind, accumulates, sources) {
         (Kind::Int, _, 1) if by_constant => shift_by_constant,
         (Kind::Int, _, 1) => vector::<1, 1, false>,
@@ -54,21 +48,47 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
     })
 }
 
-/// See [`simd::plain`](crate::simd::plain).
-pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
-    use M::*;
+/// The stub of an instruction, and what it wants.
+struct Found {
+    kind: Kind,
+    stub: Stub,
+    /// Whether the last operand is an immediate.
+    immediate: bool,
+    /// Whether the stub shifts by a count in a register: the immediate goes there.
+    by_constant: bool,
+    /// The number of the last operand that is none.
+    sources: u32,
+}
+
+fn find(insn: &Instruction, wide: bool) -> Option<Found> {
     let mnemonic = insn.mnemonic();
     let last = insn.op_count().checked_sub(1)?;
     let immediate = insn.op_kind(last) == OpKind::Immediate8;
     let found = match immediate {
-        true => table::immediate(mnemonic, false),
-        false => table::plain(mnemonic, false),
+        true => table::immediate(mnemonic, wide),
+        false => table::plain(mnemonic, wide),
     };
-    let by_constant = found.is_none();
-    let (kind, stub) = match by_constant {
-        true => table::plain(mnemonic, false)?,
-        false => found?,
-    };
+    let (kind, stub) = found.or_else(|| table::plain(mnemonic, wide))?;
+    Some(Found {
+        kind,
+        stub,
+        immediate,
+        by_constant: found.is_none(),
+        sources: last - u32::from(immediate),
+    })
+}
+
+/// See [`simd::plain`](crate::simd::plain).
+pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
+    use M::*;
+    let mnemonic = insn.mnemonic();
+    let Found {
+        kind,
+        stub,
+        immediate,
+        by_constant,
+        sources,
+    } = find(insn, false)?;
     let is_float = match kind {
         Kind::Int => false,
         Kind::Float(_) => true,
@@ -89,7 +109,7 @@ pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
         stub: stub as usize,
         has_immediate: immediate && !by_constant,
         first: usize::from(!accumulates),
-        last: (last - u32::from(immediate)) as usize,
+        last: sources as usize,
         reads_xmm0: false,
         shifts_by_immediate: by_constant,
         is_float,
@@ -175,7 +195,7 @@ fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &m
 fn call<const FLOAT: bool>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     Ok(match FLOAT {
         false => host::int(Entry(op.imm), work),
-        true if cpu.state.mxcsr & (MASKS | NOT_FOR_HOST) == MASKS => {
+        true if runs_on_host(cpu.state.mxcsr) => {
             host::float(Entry(op.imm), work, &mut cpu.state.mxcsr)
         }
         true => call_unmasked(cpu, op, work)?,
