@@ -3,7 +3,8 @@
 /// Defines the counters, in the order in which they are shown.
 macro_rules! counters {
     ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
-        /// What a CPU has done since it was made: for statistics and measurements, nothing depends on it.
+        /// What a CPU has done since it was made: for statistics and measurements. Nothing depends on it but the filter of
+        /// PAUSE, whose cycles are instructions.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counters {
             $($(#[doc = $doc])+ pub $name: u64,)+

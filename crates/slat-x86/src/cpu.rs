@@ -18,6 +18,7 @@ use crate::op::{Break, Op};
 use crate::progress::Progress;
 use crate::simd;
 use crate::state::{Exception, Segment, State, control, flags, xcr0};
+use crate::svm::Svm;
 use crate::sync::Arc;
 use crate::tlb::{SUPERVISOR, SUPERVISOR_AC, Tlb, USER, Which};
 use std::ptr::NonNull;
@@ -64,6 +65,8 @@ pub struct Cpu {
     pub state: State,
     /// End the run with [`Exit::InterruptWindow`] when the guest could take an interrupt.
     pub interrupt_window: bool,
+    /// End the run with [`Exit::InterruptWindow`] when GIF is set: the caller has something that waits for it.
+    pub gif_window: bool,
     /// What a locked access does that crosses a cache line.
     pub bus_locks: BusLocks,
     /// End the run with [`Exit::Notify`] when events have been delivered for longer than this without an instruction in between.
@@ -116,9 +119,18 @@ pub struct Cpu {
     pub(crate) fault_noncanonical: bool,
     pub(crate) exit: Option<Exit>,
     pub(crate) counters: Counters,
+    pub(crate) svm: Svm,
     machine: Option<NonNull<dyn Machine>>,
     /// The registers that the TLB's content depends on, as last seen.
     seen: [u64; 4],
+}
+
+/// Returns the number of upper bits that are equal in a canonical address, less one: by CR4.LA57.
+pub(crate) fn noncanonical_bits(cr4: u64) -> u32 {
+    match cr4 & control::CR4_LA57 {
+        0 => 16,
+        _ => 7,
+    }
 }
 
 /// Index of CR3 in `Cpu::seen`.
@@ -155,6 +167,7 @@ impl Cpu {
         Ok(Self {
             state: State::reset(),
             interrupt_window: false,
+            gif_window: false,
             bus_locks: BusLocks::default(),
             notify_window: None,
             debugger: Debugger::default(),
@@ -192,6 +205,7 @@ impl Cpu {
             fault_noncanonical: false,
             exit: None,
             counters: Counters::default(),
+            svm: Svm::new(),
             machine: None,
             seen: [0; 4],
         })
@@ -517,11 +531,7 @@ impl Cpu {
 
     /// Whether a value is canonical, which some MSRs demand in every mode.
     pub(crate) fn canonical_value(&self, lin: u64) -> bool {
-        let shift = if self.state.cr4 & control::CR4_LA57 != 0 {
-            7
-        } else {
-            16
-        };
+        let shift = noncanonical_bits(self.state.cr4);
         ((lin << shift) as i64 >> shift) as u64 == lin
     }
 
@@ -551,7 +561,13 @@ impl Cpu {
             pkru,
             user,
             ac,
+            nested: self.svm.nested_paging(),
         }
+    }
+
+    /// Returns the paging state for a client that asks for a translation: of a supervisor, whatever SMAP forbids.
+    pub fn client_paging(&self) -> Paging {
+        self.paging_for(SUPERVISOR_AC)
     }
 
     /// Records an exception: `return Err(cpu.raise(…))`.

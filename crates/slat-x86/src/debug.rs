@@ -262,11 +262,11 @@ impl Cpu {
             });
         }
         self.debug_delivered(hits);
-        self.state.events.exception = Some(Exception {
+        let debug = Exception {
             vector: vector::DB,
             error: None,
-        });
-        self.slow = true;
+        };
+        self.queue_exception(debug, 0);
         None
     }
 

@@ -4,6 +4,7 @@
 
 use crate::simd;
 use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
+use crate::svm;
 
 /// The features of a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +33,8 @@ pub struct Features {
     pub(crate) mxcsr: u32,
     /// Intel's CPUs have SYSCALL in 64-bit mode only, and no instruction breakpoints in the shadow of MOV SS.
     pub(crate) is_intel: bool,
+    /// The features of SVM: bits of [`svm::feature`](crate::svm::feature).
+    pub(crate) svm: u32,
     /// Bits of a guest-physical address.
     pub(crate) physical_bits: u32,
 }
@@ -59,8 +62,9 @@ const CR4_FEATURES: [(u64, u32, usize, u32); 8] = [
 /// EFER: SCE, which no CPU refuses.
 const EFER_BASELINE: u64 = control::EFER_SCE;
 /// EFER bits that are features, and where CPUID reports them: leaf, register, bit.
-const EFER_FEATURES: [(u64, u32, usize, u32); 4] = [
+const EFER_FEATURES: [(u64, u32, usize, u32); 5] = [
     (control::EFER_NXE, 0x8000_0001, EDX, 20),
+    (control::EFER_SVME, 0x8000_0001, ECX, 2),
     (control::EFER_FFXSR, 0x8000_0001, EDX, 25),
     (control::EFER_LME | control::EFER_LMA, 0x8000_0001, EDX, 29),
     (control::EFER_AIBRSE, 0x8000_0021, EAX, 8),
@@ -104,6 +108,7 @@ impl Features {
             cr8_legacy: true,
             mxcsr: MXCSR_MASK | MXCSR_MM,
             is_intel: false,
+            svm: svm::feature::ALL,
             physical_bits: 48,
         }
     }
@@ -150,6 +155,7 @@ impl Features {
                 false => MXCSR_MASK,
             },
             is_intel: &vendor == b"Genu",
+            svm: cpuid(0x8000_000a, 0)[EDX] & svm::feature::ALL,
             physical_bits: physical_bits.clamp(32, PHYSICAL_BITS),
         }
     }
@@ -185,6 +191,11 @@ impl Features {
             true => address,
             false => u64::from(address as u32),
         }
+    }
+
+    /// Whether the CPU has SVM.
+    pub fn has_svm(&self) -> bool {
+        self.efer & control::EFER_SVME != 0
     }
 
     /// Returns the number of bits of a guest-physical address.

@@ -9,6 +9,8 @@ use crate::machine::Exit;
 use crate::op::Break;
 use crate::segment::Descriptor;
 use crate::state::{Events, Exception, MAX_NMIS, Segment, flags};
+use crate::svm::intercept::code;
+use crate::svm::{Event, EventKind};
 use crate::task::Initiator;
 use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
@@ -26,19 +28,30 @@ const NULL: Segment = Segment {
 /// The origin of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// An interrupt, or an exception that is a trap or an abort.
+    /// An external interrupt.
+    Interrupt,
+    /// A non-maskable interrupt.
+    Nmi,
+    /// An exception that is a trap or an abort.
     External,
     /// An exception that is a fault: RF is set in the flags that are pushed (SDM volume 3, "Instruction-Breakpoint
     /// Exception Condition").
     Fault,
-    /// INT n, INT3, INTO: the gate's DPL is checked.
+    /// INT3, INTO: the gate's DPL is checked.
+    SoftwareException,
+    /// INT n: the gate's DPL is checked.
     Software,
 }
 
 impl Source {
     /// Returns the EXT bit of the error codes of a fault in the delivery.
     pub(crate) fn external(self) -> u32 {
-        u32::from(self != Source::Software)
+        u32::from(!self.is_software())
+    }
+
+    /// Whether an instruction raised the event on purpose.
+    pub(crate) fn is_software(self) -> bool {
+        matches!(self, Source::Software | Source::SoftwareException)
     }
 }
 
@@ -75,8 +88,7 @@ impl Cpu {
 
     /// Has an exception delivered before the next instruction. The caller has set CR2.
     pub fn inject_exception(&mut self, vector: u8, error: Option<u32>) {
-        self.state.events.exception = Some(Exception { vector, error });
-        self.slow = true;
+        self.queue_exception(Exception { vector, error }, self.state.cr2);
     }
 
     /// Whether the guest accepts an external interrupt now. It does not if an SMI or an NMI is taken next: their handlers run
@@ -90,13 +102,15 @@ impl Cpu {
             debug,
             ..
         } = self.state.events;
-        self.state.rflags & flags::IF != 0
+        let in_shadow = (sti_shadow || mov_ss_shadow) && !self.exits_on_interrupt();
+        self.interrupts_enabled()
             && exception.is_none()
             && interrupt.is_none()
             && debug == 0
-            && !sti_shadow
-            && !mov_ss_shadow
-            && !self.state.events.takes_nmi()
+            && !in_shadow
+            && self.svm.injected().is_none()
+            && !self.svm.is_exit_due()
+            && !self.takes_nmi()
             && !self.state.events.takes_smi()
     }
 
@@ -111,6 +125,9 @@ impl Cpu {
     pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
         let events = self.state.events;
         let rip = self.state.rip;
+        if let Some(event) = self.svm.injected() {
+            return self.deliver_injected(event);
+        }
         if let Some(exception) = events.exception {
             let Exception { vector, error } = exception;
             // A #BP that the debugger passes on to the guest is a trap again.
@@ -130,7 +147,7 @@ impl Cpu {
             }
         } else if let Some(vector) = events.interrupt {
             self.serialize();
-            match self.deliver(vector, None, Source::External, rip) {
+            match self.deliver(vector, None, Source::Interrupt, rip) {
                 Ok(()) => {
                     self.state.events.interrupt = None;
                     self.end_shadow();
@@ -142,13 +159,16 @@ impl Cpu {
                 Err(why) => return self.delivery_broke(why),
             }
         } else if events.takes_smi() {
-            return Some(Exit::Smi);
+            return (!self.leaves_for(code::SMI)).then_some(Exit::Smi);
+        } else if self.nmi_leaves_guest() {
+            self.leaves_for(code::NMI);
         } else if events.takes_nmi() {
             self.serialize();
-            match self.deliver(vector::NMI, None, Source::External, rip) {
+            match self.deliver(vector::NMI, None, Source::Nmi, rip) {
                 Ok(()) => {
                     self.state.events.nmis -= 1;
                     self.state.events.nmi_blocked = true;
+                    self.svm.set_nmi_injected(false);
                     self.end_shadow();
                 }
                 Err(Break::Exception | Break::TaskFault) => {
@@ -157,6 +177,48 @@ impl Cpu {
                 }
                 Err(why) => return self.delivery_broke(why),
             }
+        } else if self.interrupt_leaves_guest() {
+            self.leaves_for(code::INTR);
+        } else if self.takes_virtual_interrupt() && !self.leaves_for(code::VINTR) {
+            self.serialize();
+            match self.deliver(self.virtual_vector(), None, Source::Interrupt, rip) {
+                Ok(()) => self.end_virtual_interrupt(),
+                Err(Break::Exception | Break::TaskFault) => {
+                    self.end_virtual_interrupt();
+                    self.note_fault();
+                }
+                Err(why) => return self.delivery_broke(why),
+            }
+        }
+        None
+    }
+
+    /// Delivers the event that VMRUN injects.
+    fn deliver_injected(&mut self, event: Event) -> Option<Exit> {
+        let source = match event.kind() {
+            Some(EventKind::Interrupt) => Source::Interrupt,
+            Some(EventKind::Nmi) => Source::Nmi,
+            Some(EventKind::Software) => Source::Software,
+            _ => source(event.vector()),
+        };
+        let rip = self.svm.injection_returns_to(event, self.state.rip);
+        match self.deliver(event.vector(), event.error(), source, rip) {
+            Ok(()) => {
+                self.svm.end_injection();
+                if source == Source::Nmi && !self.state.events.nmi_blocked {
+                    self.state.events.nmi_blocked = true;
+                    self.svm.set_nmi_injected(true);
+                }
+                self.end_shadow();
+            }
+            Err(Break::Exception | Break::TaskFault) => {
+                self.svm.end_injection();
+                if event.kind() == Some(EventKind::Exception) {
+                    return self.exception_in_delivery(event.exception());
+                }
+                self.note_fault();
+            }
+            Err(why) => return self.delivery_broke(why),
         }
         None
     }
@@ -164,34 +226,38 @@ impl Cpu {
     fn delivery_broke(&mut self, why: Break) -> Option<Exit> {
         match why {
             Break::Exit => self.exit.take(),
+            Break::VmExit => {
+                self.make_exit_due();
+                None
+            }
             _ => None,
         }
     }
 
     fn note_fault(&mut self) {
-        if self.fault.vector == vector::PF {
-            self.state.cr2 = self.fault_address;
-        }
         self.fault_noncanonical = false;
-        self.state.events.exception = Some(self.fault);
-        self.slow = true;
+        self.queue_exception(self.fault, self.fault_address);
     }
 
     fn exception_in_delivery(&mut self, first: Exception) -> Option<Exit> {
         let second = self.fault.vector;
-        if first.vector == vector::DF {
+        // A hypervisor that intercepts the second exception gets it as it is.
+        if first.vector == vector::DF && !self.intercepts_exception(second) {
             self.state.events.exception = None;
-            return Some(Exit::Shutdown);
+            self.svm.set_delivering(None);
+            return (!self.exit_on_shutdown()).then_some(Exit::Shutdown);
         }
         let double = contributory(first.vector) && contributory(second)
             || first.vector == vector::PF && (second == vector::PF || contributory(second));
         self.note_fault();
-        if double {
+        if double && !self.svm.is_exit_due() {
             let double = Exception {
                 vector: vector::DF,
                 error: Some(0),
             };
-            self.state.events.exception = Some(double);
+            // The double fault takes the place of both.
+            self.svm.set_delivering(None);
+            self.queue_exception(double, 0);
         }
         None
     }
@@ -208,6 +274,7 @@ impl Cpu {
         self.note_delivery();
         // The pushed flags keep TF; an event has no single step.
         self.watch.steps = false;
+        (self.svm).set_delivering(Some(Event::new(vector, error, source)));
         let (delivered, hits) = self.collect_hits(|cpu| {
             if cpu.long_mode() {
                 cpu.deliver_long(vector, error, source, return_rip)
@@ -218,13 +285,14 @@ impl Cpu {
             }
         });
         if delivered.is_ok() {
+            self.svm.set_delivering(None);
             self.trap(hits);
         }
         if let Some(Exit::Mmio { gpa, .. }) = self.exit {
             // No device takes part in the delivery of an event: the caller cannot complete it.
             self.exit = Some(Exit::Delivery {
                 vector,
-                software: matches!(source, Source::Software),
+                software: source.is_software(),
                 gpa,
             });
         }
@@ -236,7 +304,7 @@ impl Cpu {
         self.flags()
             | match source {
                 Source::Fault => flags::RF,
-                Source::External | Source::Software => 0,
+                _ => 0,
             }
     }
 
@@ -262,7 +330,7 @@ impl Cpu {
             0x0f => false,
             _ => return Err(self.raise(vector::GP, gate_error)),
         };
-        if source == Source::Software && gate.dpl() < self.cpl {
+        if source.is_software() && gate.dpl() < self.cpl {
             return Err(self.raise(vector::GP, gate_error));
         }
         if !gate.present() {
@@ -391,7 +459,7 @@ impl Cpu {
             return Err(self.raise(vector::GP, gate_error));
         }
         let (wide, is_interrupt) = (gate.kind() & 8 != 0, gate.kind() & 1 == 0);
-        if source == Source::Software && gate.dpl() < self.cpl {
+        if source.is_software() && gate.dpl() < self.cpl {
             return Err(self.raise(vector::GP, gate_error));
         }
         if !gate.present() {

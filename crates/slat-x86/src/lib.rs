@@ -25,6 +25,7 @@
 //! | `mmio` | MMIO and port accesses, whose data the device model provides |
 //! | `segment`, `interrupt`, `frame` | descriptors; delivery of exceptions and interrupts; what they push |
 //! | `task`, `tss` | task switches; the task-state segment |
+//! | `svm/` | nested virtualization by SVM |
 //! | `simd/`, `x87/` | SSE, AVX, and x87 |
 //!
 //! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
@@ -35,7 +36,7 @@
 //! The caller has called `slat_guard::install` before it runs a CPU.
 //!
 //! Missing: AVX-512 and what came after it, alignment checks (#AC), interrupt and trap gates out of virtual-8086 mode and IRET
-//! into it (task switches do both), VMX/SVM.
+//! into it (task switches do both), VMX.
 
 mod block;
 mod blocks;
@@ -68,6 +69,7 @@ pub mod simd;
 mod smm;
 mod snapshot;
 pub mod state;
+pub mod svm;
 mod sync;
 mod task;
 mod tlb;
@@ -86,10 +88,10 @@ pub use heap::OutOfMemory;
 pub use jit::{Compile, Compiler};
 pub use machine::{
     Access, BusLocks, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, HypercallOutcome,
-    Hypercalls, Machine, Mmu, MsrFault, Paging,
+    Hypercalls, Machine, Mmu, MsrFault, NestedPaging, Paging,
 };
 pub use mmio::PORT_BYTES;
-pub use smm::{BadSmram, SMRAM_BYTES, SMRAM_OFFSET, SmramMap};
+pub use smm::{BadSmram, SMRAM_BYTES, SMRAM_OFFSET, SmramMap, interrupted_vmcb};
 pub use state::{Events, Exception, F80, Segment, State, Table};
 
 /// Exception vectors.

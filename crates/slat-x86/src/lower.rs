@@ -4,7 +4,7 @@ use crate::Cpu;
 use crate::cpu::mode;
 use crate::exec;
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form};
-use crate::{simd, vector, x87};
+use crate::{simd, svm, vector, x87};
 use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
 /// Appends the operations of an instruction, at most two. Returns whether the block ends with it. `code` is the instruction's
@@ -63,7 +63,7 @@ pub(crate) fn lower(
     insn.flow_control() != FlowControl::Next
 }
 
-const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 18] = [
+const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 19] = [
     exec::data::lower,
     exec::alu::lower,
     exec::control::lower,
@@ -79,6 +79,7 @@ const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 18] = [
     exec::descriptor::lower,
     exec::io::lower,
     exec::system::lower,
+    svm::instructions::lower,
     exec::fpu_state::lower,
     exec::decimal::lower,
     exec::xsave::lower,

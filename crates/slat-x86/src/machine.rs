@@ -33,6 +33,34 @@ pub struct Paging {
     pub user: bool,
     /// RFLAGS.AC of an explicit supervisor access: SMAP does not apply.
     pub ac: bool,
+    /// The tables of a hypervisor that is a guest, through which all guest-physical addresses go.
+    pub nested: Option<NestedPaging>,
+}
+
+/// Nested paging, of a guest in guest mode (AMD64 volume 2, 15.25): the state of its hypervisor's tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NestedPaging {
+    /// nCR3: the top-level table.
+    pub cr3: u64,
+    /// The hypervisor's CR4: PAE, PSE, LA57, SMEP matter.
+    pub cr4: u64,
+    /// The hypervisor's EFER: LMA and NXE matter.
+    pub efer: u64,
+}
+
+impl Paging {
+    /// The state in which linear addresses are physical.
+    pub const OFF: Paging = Paging {
+        cr0: 0,
+        cr3: 0,
+        pdptes: [0; 4],
+        cr4: 0,
+        efer: 0,
+        pkru: 0,
+        user: false,
+        ac: false,
+        nested: None,
+    };
 }
 
 /// A translation: one 4 KiB page of host memory.
@@ -66,6 +94,13 @@ pub enum Fault {
     Page {
         /// The error code that the guest sees.
         error_code: u32,
+    },
+    /// The tables of [`Paging::nested`] do not allow the access: #VMEXIT of the hypervisor's guest.
+    NestedPage {
+        /// EXITINFO1 (AMD64 volume 2, 15.25.6).
+        error_code: u64,
+        /// The guest's guest-physical address.
+        gpa: u64,
     },
     /// No memory is mapped at the address: the access is the device model's.
     Mmio {
@@ -111,6 +146,12 @@ pub trait Mmu {
     /// Returns the host page that backs the page of `gva`: walks the guest's tables (setting accessed and dirty bits), then the
     /// second level. Called on misses of the software TLB only.
     fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault>;
+
+    /// Returns the host page that backs the page of the guest-physical address `gpa`: for an access that the CPU makes to a structure
+    /// that it finds by a physical address. By default without paging, which reaches 4 GiB.
+    fn translate_physical(&mut self, gpa: u64, access: Access) -> Result<HostPage, Fault> {
+        self.translate(gpa, access, &Paging::OFF)
+    }
 
     /// Call after a guarded access through a translation returned [`Gone`](slat_guard::Gone). `Ok`: translate again and retry.
     fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;

@@ -9,6 +9,7 @@
 //! and the CPUs that share the code.
 
 mod address;
+mod physical;
 mod places;
 
 use crate::cpu::ANY_PAGE;

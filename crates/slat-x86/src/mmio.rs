@@ -335,12 +335,11 @@ impl Cpu {
             return;
         };
         let Some(value) = answer else {
-            self.state.events.exception = Some(Exception {
+            let refused = Exception {
                 vector: vector::GP,
                 error: Some(0),
-            });
-            self.slow = true;
-            return;
+            };
+            return self.queue_exception(refused, 0);
         };
         if question.kind == QuestionKind::Rdmsr {
             self.state.gpr[0] = value & 0xffff_ffff;

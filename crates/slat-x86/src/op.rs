@@ -20,6 +20,8 @@ pub enum Break {
     TaskFault,
     /// Start again at the block boundary. The instruction has changed nothing.
     Retry,
+    /// The hypervisor's guest leaves before the instruction, which has changed nothing: a #VMEXIT is [due](crate::svm).
+    VmExit,
     /// The run ends with the recorded exit; the instruction has changed nothing.
     Exit,
     /// The run ends with the recorded exit after this instruction.

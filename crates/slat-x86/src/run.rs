@@ -172,6 +172,11 @@ impl Cpu {
             Break::Jump => {}
             Break::End => self.state.rip = self.next_rip(op),
             Break::Retry => self.state.rip = self.rip_of(op),
+            Break::VmExit => {
+                self.state.rip = self.rip_of(op);
+                self.drop_answers();
+                self.make_exit_due();
+            }
             Break::Exception => {
                 self.state.rip = self.rip_of(op);
                 if std::mem::take(&mut self.fault_noncanonical) && op.seg == 2 {
@@ -221,12 +226,8 @@ impl Cpu {
             }
             _ => {}
         }
-        if fault.vector == vector::PF {
-            self.state.cr2 = self.fault_address;
-        }
         self.fault_noncanonical = false;
-        self.state.events.exception = Some(fault);
-        self.slow = true;
+        self.queue_exception(fault, self.fault_address);
         None
     }
 
@@ -235,6 +236,10 @@ impl Cpu {
         match why {
             Break::Exception => self.take_fault(),
             Break::Exit => self.take_exit(&[]),
+            Break::VmExit => {
+                self.make_exit_due();
+                None
+            }
             _ => None,
         }
     }
@@ -245,6 +250,14 @@ impl Cpu {
     fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
         // Events and single steps store to memory, too: changes of code are heeded first.
         self.attend(attention);
+        if self.svm.is_exit_due() {
+            return match self.exit_guest() {
+                // It waits for memory.
+                None if self.svm.is_exit_due() && self.attend(attention) => Some(Exit::Attention),
+                exit => exit,
+            };
+        }
+        self.svm.set_delivering(None);
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }
@@ -280,6 +293,9 @@ impl Cpu {
             if let Some(exit) = self.deliver_events() {
                 return Some(exit);
             }
+            if self.svm.is_exit_due() {
+                return None;
+            }
             if self.exceeds_notify_window() {
                 return Some(Exit::Notify);
             }
@@ -295,7 +311,8 @@ impl Cpu {
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }
-        if self.interrupt_window && self.can_take_interrupt() {
+        let opens = self.gif_window && !self.state.events.gif_clear;
+        if opens || self.interrupt_window && self.can_take_interrupt() {
             return Some(Exit::InterruptWindow);
         }
         let events = &self.state.events;
@@ -312,7 +329,7 @@ impl Cpu {
         // Code that opens an interrupt window sets `slow` itself.
         let events = &self.state.events;
         self.slow = events.interrupt.is_some()
-            || events.nmis != 0 && !events.nmi_blocked
+            || events.nmis != 0 && !events.nmi_blocked && !events.gif_clear
             || events.takes_smi()
             || self.has_answers()
             || self.devices.port.is_some();

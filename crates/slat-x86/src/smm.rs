@@ -56,6 +56,9 @@ mod at64 {
     pub const TR: usize = 0x90;
     pub const SHADOW: usize = 0xcb;
     pub const EFER: usize = 0xd0;
+    /// KVM's: whether a nested guest was interrupted, and the address of its control block.
+    pub const NESTED_GUEST: usize = 0xd8;
+    pub const NESTED_VMCB: usize = 0xe0;
     pub const REVISION: usize = 0xfc;
     pub const SMBASE: usize = 0x100;
     pub const CR4: usize = 0x148;
@@ -368,7 +371,26 @@ impl State {
     }
 }
 
+/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None`: it has interrupted none. The 32-bit map
+/// cannot say.
+pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64> {
+    let image = Image(*smram);
+    let is_nested = map == SmramMap::Bits64 && image.get64(at64::NESTED_GUEST) != 0;
+    is_nested.then(|| image.get64(at64::NESTED_VMCB))
+}
+
 impl Cpu {
+    /// Returns what an SMI saves: the [registers](State::smram), and whether they are a nested guest's. The caller keeps the state of guest
+    /// mode ([`saved_vmcb`](Self::saved_vmcb)), too, which ends with [`enter_smm`](Self::enter_smm).
+    pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
+        let mut image = Image(self.state.smram(map));
+        if let Some(vmcb) = self.vmcb().filter(|_| map == SmramMap::Bits64) {
+            image.put64(at64::NESTED_GUEST, 1);
+            image.put64(at64::NESTED_VMCB, vmcb);
+        }
+        image.0
+    }
+
     /// Has an SMI taken before the next instruction, unless the CPU is in system management mode: then after RSM.
     pub fn inject_smi(&mut self) {
         self.state.events.smi = true;
@@ -379,6 +401,7 @@ impl Cpu {
     /// machine translates in the address space of that mode.
     pub fn enter_smm(&mut self) {
         self.state.enter_smm();
+        self.svm.suspend();
         self.flush_tlb();
     }
 

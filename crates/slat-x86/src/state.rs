@@ -76,11 +76,12 @@ pub mod control {
     pub const EFER_LME: u64 = 1 << 8;
     pub const EFER_LMA: u64 = 1 << 10;
     pub const EFER_NXE: u64 = 1 << 11;
+    pub const EFER_SVME: u64 = 1 << 12;
     pub const EFER_FFXSR: u64 = 1 << 14;
     pub const EFER_AIBRSE: u64 = 1 << 21;
     /// All bits that exist.
     pub const EFER_KNOWN: u64 =
-        EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE | EFER_FFXSR | EFER_AIBRSE;
+        EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE | EFER_SVME | EFER_FFXSR | EFER_AIBRSE;
 }
 
 /// State components of the XSAVE feature set: bits of XCR0.
@@ -203,6 +204,8 @@ pub struct Events {
     pub smm: bool,
     /// In system management mode: NMIs were blocked before, and stay blocked after RSM.
     pub smm_inside_nmi: bool,
+    /// GIF is 0, since CLGI or a #VMEXIT: no interrupt, NMI or SMI is taken before STGI.
+    pub gif_clear: bool,
     /// DR6 bits of debug traps (breakpoints hit, single step) of the last instruction, taken before the next one.
     pub debug: u64,
 }
@@ -211,12 +214,16 @@ impl Events {
     /// Whether an NMI is delivered before the next instruction. None is delivered in the shadow of STI, so that `sti; hlt` is
     /// not torn: the manual allows both (SDM volume 3, 7.8.3), and KVM's guests rely on it.
     pub fn takes_nmi(&self) -> bool {
-        self.nmis != 0 && !self.nmi_blocked && !self.mov_ss_shadow && !self.sti_shadow
+        self.nmis != 0
+            && !self.nmi_blocked
+            && !self.mov_ss_shadow
+            && !self.sti_shadow
+            && !self.gif_clear
     }
 
     /// Whether an SMI is taken before the next instruction, unless an exception or an acknowledged interrupt is delivered first.
     pub fn takes_smi(&self) -> bool {
-        self.smi && !self.smm
+        self.smi && !self.smm && !self.gif_clear
     }
 }
 
@@ -274,6 +281,10 @@ pub struct State {
     pub sysenter_eip: u64,
     pub tsc_aux: u64,
     pub pat: u64,
+    /// SVM's MSR VM_CR.
+    pub vm_cr: u64,
+    /// SVM's MSR VM_HSAVE_PA.
+    pub vm_hsave_pa: u64,
     /// Where SMRAM begins.
     pub smbase: u64,
     pub events: Events,
@@ -354,6 +365,8 @@ impl State {
             sysenter_eip: 0,
             tsc_aux: 0,
             pat: 0x0007_0406_0007_0406,
+            vm_cr: 0,
+            vm_hsave_pa: 0,
             smbase: SMBASE_RESET,
             events: Events::default(),
         }
@@ -390,6 +403,8 @@ impl State {
             kernel_gs_base: self.kernel_gs_base,
             tsc_aux: self.tsc_aux,
             pat: self.pat,
+            vm_cr: self.vm_cr,
+            vm_hsave_pa: self.vm_hsave_pa,
             smbase: self.smbase,
             ..reset
         };

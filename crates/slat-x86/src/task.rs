@@ -61,6 +61,16 @@ impl Initiator {
         matches!(self, Initiator::Call | Initiator::Event { .. })
     }
 
+    /// Returns EXITINFO2 of an intercepted switch (AMD64 volume 2, 15.14.1): bits for IRET, for a jump, and for an error code.
+    fn exit_info(self) -> u64 {
+        match self {
+            Initiator::Call => 0,
+            Initiator::Return => 1 << 36,
+            Initiator::Jump => 1 << 38,
+            Initiator::Event { error, .. } => error.map_or(0, |error| 1 << 44 | u64::from(error)),
+        }
+    }
+
     /// Returns the EXT bit of error codes.
     fn external(self) -> u32 {
         match self {
@@ -130,6 +140,7 @@ impl Cpu {
         return_rip: u64,
         flags: u64,
     ) -> Flow {
+        self.intercept_task_switch(tss, initiator.exit_info(), return_rip)?;
         let task = self.find_task(tss, initiator)?;
         let saved = self.registers(return_rip, flags, initiator);
         self.check_writes(&task, initiator)?;

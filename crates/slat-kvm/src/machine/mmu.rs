@@ -16,7 +16,7 @@ use crate::thread::bits;
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, Mode, WalkError, walk};
 use slat::{Gpa, HostWords, Hpa, Hva, ResolveError, Stop, VirtualStop};
 use slat_x86::state::control;
-use slat_x86::{Access, Fault, GuestFlush, HostPage, Mmu, Paging, State};
+use slat_x86::{Access, Cpu, Fault, GuestFlush, HostPage, Mmu, NestedPaging, Paging};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
@@ -269,34 +269,19 @@ impl VcpuMachine {
     }
 
     /// `KVM_TRANSLATE`: walks the guest's tables as a supervisor's read would.
-    pub(crate) fn translate_for_client(&mut self, state: &State, gva: u64) -> Option<u64> {
-        let paging = Paging {
-            cr0: state.cr0,
-            cr3: state.cr3,
-            pdptes: state.pdptes,
-            cr4: state.cr4,
-            efer: state.efer,
-            pkru: state.pkru,
-            user: false,
-            ac: true,
-        };
-        if paging.cr0 & control::CR0_PG == 0 {
+    pub(crate) fn translate_for_client(&mut self, cpu: &Cpu, gva: u64) -> Option<u64> {
+        let paging = cpu.client_paging();
+        if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
             // Not masked, as in KVM; u64::MAX is KVM's value for "no address".
             return Some(gva).filter(|gpa| *gpa != u64::MAX);
         }
-        let bits = self.physical_bits;
         let mut entered = Entered::enter(self);
         // Pages cached in the last run may be stale. The attention word makes the CPU flush its own TLB.
         entered.pages.flush();
         loop {
-            match walk(
-                &mut *entered,
-                &guest_paging(&paging, bits),
-                gva,
-                slat::Access::Read,
-            ) {
+            match entered.walk_guest(gva, slat::Access::Read, &paging) {
                 Ok(page) => return Some(page.gpa.0 | (gva % PAGE)),
-                Err(WalkError::Memory(Fault::Retry)) if entered.may_try_again() => {}
+                Err(Fault::Retry) if entered.may_try_again() => {}
                 Err(_) => return None,
             }
         }
@@ -332,6 +317,22 @@ fn guest_paging(paging: &Paging, physical_bits: u32) -> GuestPaging {
         },
         pdptes: Some(paging.pdptes),
         physical_bits,
+    }
+}
+
+/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10): walked as by a user, in the paging mode of the hypervisor,
+/// whose page-directory-pointer entries no register holds. Its CR4.SMEP only makes faults report fetches.
+fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
+    let paging = Paging {
+        cr3: nested.cr3,
+        cr4: nested.cr4 & !(control::CR4_SMAP | control::CR4_PKE),
+        efer: nested.efer,
+        user: true,
+        ..Paging::OFF
+    };
+    GuestPaging {
+        pdptes: None,
+        ..guest_paging(&paging, physical_bits)
     }
 }
 
@@ -428,6 +429,32 @@ impl VcpuMachine {
     }
 }
 
+impl VcpuMachine {
+    /// Walks the guest's tables, and those of the hypervisor that it is a guest of, if there is one with nested paging.
+    fn walk_guest(
+        &mut self,
+        gva: u64,
+        access: slat::Access,
+        paging: &Paging,
+    ) -> Result<GuestPage, Fault> {
+        let bits = self.physical_bits;
+        let guest = guest_paging(paging, bits);
+        let Some(nested) = &paging.nested else {
+            return walk(self, &guest, gva, access).map_err(|error| match error {
+                WalkError::PageFault { code } => Fault::Page { error_code: code },
+                WalkError::Memory(fault) => fault,
+            });
+        };
+        let guest = GuestPaging {
+            pdptes: None,
+            ..guest
+        };
+        let pages = paging.cr0 & control::CR0_PG != 0;
+        let guest = pages.then_some(&guest);
+        self.walk_nested(guest, &second_stage(nested, bits), gva, access)
+    }
+}
+
 impl GuestTables for VcpuMachine {
     type Error = Fault;
 
@@ -471,7 +498,7 @@ impl Mmu for VcpuMachine {
         let device = self.pages.device(linear, kind, paging);
         let page = if let Some(page) = device {
             page
-        } else if paging.cr0 & control::CR0_PG == 0 {
+        } else if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
             GuestPage {
                 gpa: Gpa(gva & 0xffff_f000),
                 bits: PAGE.trailing_zeros(),
@@ -480,15 +507,11 @@ impl Mmu for VcpuMachine {
                 execute: true,
                 global: false,
             }
-        } else if self.shadows {
+        } else if self.shadows && paging.nested.is_none() {
             let paging = guest_paging(paging, self.physical_bits);
             return self.translate_shadowed(gva, access, &paging);
         } else {
-            match walk(self, &guest_paging(paging, self.physical_bits), gva, access) {
-                Ok(page) => page,
-                Err(WalkError::PageFault { code }) => return Err(Fault::Page { error_code: code }),
-                Err(WalkError::Memory(fault)) => return Err(fault),
-            }
+            self.walk_guest(gva, access, paging)?
         };
         let gpa = page.gpa.0;
         match self.data_page(gpa, access) {
@@ -513,6 +536,22 @@ impl Mmu for VcpuMachine {
                     gpa: gpa | (gva % PAGE),
                 })
             }
+            Err(Unreachable::Fault(fault)) => Err(fault),
+        }
+    }
+
+    fn translate_physical(&mut self, gpa: u64, access: Access) -> Result<HostPage, Fault> {
+        match self.data_page(gpa & !(PAGE - 1), slat_access(access)) {
+            Ok(host) => Ok(HostPage {
+                base: host.host,
+                read: true,
+                write: host.write,
+                execute: true,
+                tracked: host.tracked.then_some(host.gpa),
+                bits: PAGE.trailing_zeros(),
+                global: false,
+            }),
+            Err(Unreachable::NotMemory) => Err(Fault::Mmio { gpa }),
             Err(Unreachable::Fault(fault)) => Err(fault),
         }
     }
@@ -584,6 +623,7 @@ mod tests {
             pkru: 0,
             user,
             ac: false,
+            nested: None,
         };
         let mut code = |access, user| loop {
             match machine.translate(0x1000, access, &paging(user)) {

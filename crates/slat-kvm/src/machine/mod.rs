@@ -5,6 +5,7 @@ pub(crate) mod hypercall;
 pub(crate) mod hyperv;
 mod mmu;
 pub(crate) mod msrs;
+mod nested_paging;
 mod pv_eoi;
 mod services;
 mod smm;

@@ -272,7 +272,7 @@ impl VcpuObject {
     pub fn translate(&self, address: u64) -> Result<kvm_translation> {
         let mut inner = self.lock()?;
         let Inner { cpu, machine, .. } = &mut *inner;
-        let found = machine.translate_for_client(&cpu.state, address);
+        let found = machine.translate_for_client(cpu, address);
         Ok(kvm_translation {
             linear_address: address,
             physical_address: found.unwrap_or(u64::MAX),

@@ -248,7 +248,6 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Mnemonic::Cdq => spread::<u32>,
         Mnemonic::Cqo => spread::<u64>,
         Mnemonic::Nop
-        | Mnemonic::Pause
         | Mnemonic::Endbr64
         | Mnemonic::Endbr32
         | Mnemonic::Prefetchnta

@@ -7,6 +7,7 @@ use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::segment::Descriptor;
 use crate::state::flags::ZF;
 use crate::state::{Segment, Table, control};
+use crate::svm::intercept::code;
 use crate::vector;
 use iced_x86::{Instruction, Mnemonic, OpKind};
 
@@ -67,6 +68,10 @@ fn umip(cpu: &mut Cpu) -> Result<(), Break> {
 /// LGDT (`aux` 0) and LIDT (1).
 fn load_table(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
+    cpu.intercept(
+        op,
+        [code::GDTR_WRITE, code::IDTR_WRITE][usize::from(op.aux & 1)],
+    )?;
     let wide = cpu.is_64();
     let mut image = [0; 10];
     let len = if wide { 10 } else { 6 };
@@ -93,6 +98,10 @@ fn load_table(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 fn store_table(cpu: &mut Cpu, op: &Op) -> Flow {
     umip(cpu)?;
+    cpu.intercept(
+        op,
+        [code::GDTR_READ, code::IDTR_READ][usize::from(op.aux & 1)],
+    )?;
     let table = if op.aux == 0 {
         cpu.state.gdtr
     } else {
@@ -134,6 +143,7 @@ pub(crate) fn system_segment(cpu: &mut Cpu, selector: u16, kind: u8) -> Result<S
 fn lldt(cpu: &mut Cpu, op: &Op) -> Flow {
     protected_only(cpu)?;
     cpu.privileged()?;
+    cpu.intercept(op, code::LDTR_WRITE)?;
     let selector = cpu.operand::<u16>(op, 0)?;
     if selector & !3 == 0 {
         cpu.state.ldtr = Segment {
@@ -151,6 +161,7 @@ fn lldt(cpu: &mut Cpu, op: &Op) -> Flow {
 fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
     protected_only(cpu)?;
     cpu.privileged()?;
+    cpu.intercept(op, code::TR_WRITE)?;
     let selector = cpu.operand::<u16>(op, 0)?;
     if selector & !3 == 0 {
         return Err(cpu.gp());
@@ -166,6 +177,10 @@ fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
 fn store_selector<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     protected_only(cpu)?;
     umip(cpu)?;
+    cpu.intercept(
+        op,
+        [code::LDTR_READ, code::TR_READ][usize::from(op.aux & 1)],
+    )?;
     let selector = if op.aux == 0 {
         cpu.state.ldtr
     } else {

@@ -5,6 +5,7 @@ use crate::interrupt::Source;
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::segment::Descriptor;
 use crate::state::{Segment, flags};
+use crate::svm::intercept::code;
 use crate::task::Initiator;
 use crate::vector;
 use iced_x86::{Code, Instruction, Mnemonic};
@@ -168,6 +169,7 @@ fn check_return_rip(cpu: &mut Cpu, cs: &Segment, rip: u64) -> Result<(), Break> 
 }
 
 fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.intercept(op, code::IRET)?;
     if cpu.has_paragraphs() {
         return iret_8086(cpu, op);
     }
@@ -256,17 +258,18 @@ fn iret_8086(cpu: &mut Cpu, op: &Op) -> Flow {
 
 /// INT n (`aux` is the vector).
 fn int_n(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.intercept_with(op, code::SOFTWARE_INTERRUPT, op.aux.into())?;
     if cpu.redirects(op.aux)? {
         let next = cpu.next_rip(op);
         cpu.deliver_redirected(op.aux, next)?;
         return Err(Break::Jump);
     }
-    int(cpu, op)
+    int(cpu, op, Source::Software)
 }
 /// INT n, INT3, INTO: delivers the event.
-fn int(cpu: &mut Cpu, op: &Op) -> Flow {
+fn int(cpu: &mut Cpu, op: &Op, source: Source) -> Flow {
     let next = cpu.next_rip(op);
-    cpu.deliver(op.aux, None, Source::Software, next)?;
+    cpu.deliver(op.aux, None, source, next)?;
     // The guest's single step ends with the delivery, a debugger's does not.
     cpu.watch.steps = cpu.debugger.single_step;
     Err(Break::Jump)
@@ -277,20 +280,23 @@ fn int3(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.watch.int3 = Some((cpu.rip_of(op), cpu.next_rip(op)));
         return Err(cpu.raise(vector::BP, None));
     }
-    int(cpu, op)
+    cpu.intercept_trap(op, vector::BP)?;
+    int(cpu, op, Source::SoftwareException)
 }
 fn into(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.flags() & flags::OF == 0 {
-        Ok(())
-    } else {
-        int(cpu, op)
+        return Ok(());
     }
+    cpu.intercept_trap(op, vector::OF)?;
+    int(cpu, op, Source::SoftwareException)
 }
 /// INT1: a #DB that no gate's DPL forbids, and that sets no bit in DR6.
 fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.debugger.claims_debug() {
         return Err(cpu.raise_debug(0));
     }
+    cpu.intercept(op, code::ICEBP)?;
+    cpu.intercept_trap(op, vector::DB)?;
     let next = cpu.next_rip(op);
     cpu.deliver(vector::DB, None, Source::External, next)?;
     // INT1 includes the traps that the shadow of MOV SS has delayed.

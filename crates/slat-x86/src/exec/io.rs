@@ -76,6 +76,22 @@ impl Cpu {
     }
 }
 
+/// Bits of EXITINFO1 of an intercepted access (AMD64 volume 2, 15.10.2): IN, a string instruction, a repeated one.
+const IN: u64 = 1;
+const STRING: u64 = 1 << 2;
+const REPEATED: u64 = 1 << 3;
+
+/// Returns the address size in EXITINFO1.
+fn address_bits(op: &Op) -> u64 {
+    u64::from(op.address_size >> 1) << 7
+}
+
+/// Returns the bits of a string instruction in EXITINFO1; `segment` is that of its memory operand.
+fn string_bits(op: &Op, segment: u8) -> u64 {
+    let repeated = if op.rep != 0 { REPEATED } else { 0 };
+    STRING | repeated | address_bits(op) | u64::from(segment) << 10
+}
+
 /// Returns the port: an immediate, or DX.
 fn port(cpu: &Cpu, op: &Op) -> u16 {
     if op.aux == 0 {
@@ -88,12 +104,14 @@ fn port(cpu: &Cpu, op: &Op) -> u16 {
 fn input(cpu: &mut Cpu, op: &Op) -> Flow {
     let port = port(cpu, op);
     cpu.port_allowed(port, 1 << op.size)?;
+    cpu.intercept_port(op, port, IN | address_bits(op))?;
     Err(cpu.port_exit(op, port, PortKind::In, 1))
 }
 
 fn output(cpu: &mut Cpu, op: &Op) -> Flow {
     let port = port(cpu, op);
     cpu.port_allowed(port, 1 << op.size)?;
+    cpu.intercept_port(op, port, address_bits(op))?;
     let rax = cpu.state.gpr[0].to_le_bytes();
     let bytes = 1 << op.size;
     cpu.fixed.output.start(bytes).copy_from_slice(&rax[..bytes]);
@@ -107,6 +125,7 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     let port = cpu.state.gpr[2] as u16;
     cpu.port_allowed(port, 1 << op.size)?;
+    cpu.intercept_port(op, port, IN | string_bits(op, 0))?;
     let lin = cpu.string_address(0, 7, address_size, 1 << op.size)?;
     let is_memory = cpu.write_place(lin, 1 << op.size)?.is_some();
     let offset = cpu.string_register(7, address_size);
@@ -125,6 +144,7 @@ fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     let port = cpu.state.gpr[2] as u16;
     cpu.port_allowed(port, 1 << op.size)?;
+    cpu.intercept_port(op, port, string_bits(op, op.seg))?;
     let lin = cpu.string_address(op.seg, 6, address_size, 1 << op.size)?;
     let offset = cpu.string_register(6, address_size);
     let kind = PortKind::Outs { address_size, rep };

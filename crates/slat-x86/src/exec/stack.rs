@@ -5,6 +5,7 @@ use crate::frame::Frame;
 use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
 use crate::state::flags;
+use crate::svm::intercept::code;
 use iced_x86::{Instruction, Mnemonic, OpKind};
 
 impl Cpu {
@@ -139,6 +140,7 @@ fn pop_segment(cpu: &mut Cpu, op: &Op) -> Flow {
 
 fn pushf(cpu: &mut Cpu, op: &Op) -> Flow {
     let flag = cpu.pushed_interrupt_flag(op.size)?;
+    cpu.intercept(op, code::PUSHF)?;
     let v = cpu.flags_to_push(flag);
     cpu.push_sized(op.size, v)?;
     cpu.stored()
@@ -157,6 +159,7 @@ fn popped_flags(cpu: &Cpu, size: u8) -> u64 {
 }
 fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
     let flag = cpu.pushed_interrupt_flag(op.size)?;
+    cpu.intercept(op, code::POPF)?;
     let image = cpu.peek_sized(op.size, 0)?;
     let (mask, v) = match cpu.virtual_8086() {
         true => cpu.flags_to_load(flag, op.size, image)?,

@@ -7,11 +7,12 @@ use crate::int::{Int, by_size};
 use crate::lower::segment;
 use crate::machine::{
     Access, Exit, Fault, GuestFlush, HypercallInstruction, HypercallOutcome, Hypercalls, MsrFault,
-    Paging,
 };
 use crate::mem::CACHE_LINE;
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form};
 use crate::state::{control::*, flags};
+use crate::svm::VM_CR_SVMDIS;
+use crate::svm::intercept::code;
 use crate::tlb::Which;
 use iced_x86::{Code, CodeSize, Instruction, Mnemonic, OpKind, Register};
 use slat_process::calls::{self, Call};
@@ -24,6 +25,11 @@ const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
 /// Bit of MOV to CR3's operand with CR4.PCIDE: no translations are invalidated.
 const CR3_KEEPS: u64 = 1 << 63;
 
+/// SVM's MSRs.
+const VM_CR: u32 = 0xc001_0114;
+const VM_HSAVE_PA: u32 = 0xc001_0117;
+/// The time-stamp counter.
+const TSC: u32 = 0x10;
 /// The task priority of a local APIC in x2APIC mode.
 const X2APIC_TPR: u32 = 0x808;
 /// Hyper-V's MSRs for registers of the APIC: EOI, ICR, TPR.
@@ -97,13 +103,17 @@ impl Cpu {
 
     /// Reads the page-directory-pointer entries at CR3. #GP(0) if a present one has a reserved bit, or if there is no memory.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
-        // Without paging linear addresses are physical.
-        let paging = Paging {
-            cr0: 0,
-            ..self.paging()
-        };
+        // With nested paging each walk reads them (AMD64 volume 2, 15.25.10).
+        match self.svm.nested_paging() {
+            Some(_) => Ok([0; 4]),
+            None => self.read_pdptes(cr3),
+        }
+    }
+
+    /// Does [`load_pdptes`](Self::load_pdptes) from memory.
+    pub(crate) fn read_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
         let gpa = cr3 & 0xffff_ffe0;
-        let page = match self.machine().translate(gpa, Access::Read, &paging) {
+        let page = match self.machine().translate_physical(gpa, Access::Read) {
             Ok(page) => page,
             Err(Fault::Mmio { .. }) => return Err(self.gp()),
             Err(fault) => return Err(self.fault(gpa, fault)),
@@ -160,6 +170,12 @@ impl Cpu {
             0xc000_0102 => state.kernel_gs_base,
             0xc000_0103 if !self.features.has_tsc_aux() => return Err(MsrFault::Unknown),
             0xc000_0103 => state.tsc_aux,
+            VM_CR if self.features.has_svm() => state.vm_cr,
+            VM_HSAVE_PA if self.features.has_svm() => state.vm_hsave_pa,
+            TSC => {
+                let offset = self.svm.tsc_offset();
+                self.machine().rdmsr(msr)?.wrapping_add(offset)
+            }
             _ => self.machine().rdmsr(msr)?,
         })
     }
@@ -193,6 +209,7 @@ impl Cpu {
                 if v & !known != 0 || paging && (v ^ self.state.efer) & EFER_LME != 0 {
                     return Err(MsrFault::Invalid);
                 }
+                self.write_svme(v & EFER_SVME != 0)?;
                 self.state.efer = v & !EFER_LMA | self.state.efer & EFER_LMA;
             }
             0xc000_0081 => self.state.star = v,
@@ -207,6 +224,15 @@ impl Cpu {
                 return Err(MsrFault::Invalid);
             }
             0xc000_0103 => self.state.tsc_aux = low_half(v),
+            VM_CR if self.features.has_svm() => {
+                self.state.vm_cr = self.state.written_vm_cr(v).ok_or(MsrFault::Invalid)?;
+            }
+            VM_HSAVE_PA if self.features.has_svm() => {
+                if v & (0xfff | self.features.beyond_physical()) != 0 {
+                    return Err(MsrFault::Invalid);
+                }
+                self.state.vm_hsave_pa = v;
+            }
             _ => {
                 self.machine().wrmsr(msr, v)?;
                 if matches!(msr, X2APIC_TPR | HYPERV_TPR) {
@@ -215,6 +241,28 @@ impl Cpu {
             }
         }
         Ok(())
+    }
+
+    /// Checks a change of EFER.SVME, and does what it means. A hypervisor that disables SVM has GIF set (15.4 leaves it open; as KVM). Its
+    /// guest has disabled its own world: that is a shutdown if the hypervisor intercepts those, and has no effect before the next VMRUN
+    /// otherwise.
+    fn write_svme(&mut self, enables: bool) -> Result<(), MsrFault> {
+        if enables && self.state.vm_cr & VM_CR_SVMDIS != 0 {
+            return Err(MsrFault::Invalid);
+        }
+        if !enables && self.state.efer & EFER_SVME != 0 {
+            match self.svm.is_guest() {
+                true => _ = self.exit_on_shutdown(),
+                false => self.state.events.gif_clear = false,
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the guest's time-stamp counter.
+    fn guest_tsc(&mut self) -> u64 {
+        let offset = self.svm.tsc_offset();
+        self.machine().tsc().wrapping_add(offset)
     }
 }
 
@@ -225,9 +273,11 @@ fn read_control(cpu: &mut Cpu, op: &Op) -> Flow {
         2 => cpu.state.cr2,
         3 => cpu.state.cr3,
         4 => cpu.state.cr4,
+        8 if cpu.svm.masks_interrupts() => cpu.svm.virtual_priority(),
         8 => cpu.state.cr8,
         _ => return Err(cpu.ud()),
     };
+    cpu.intercept_cr_read(op, op.r[1])?;
     if cpu.is_64() {
         u64::set(cpu, op.r[0], v);
     } else {
@@ -239,17 +289,24 @@ fn write_control(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     let v = u64::get(cpu, op.r[1]);
     let v = if cpu.is_64() { v } else { low_half(v) };
+    if !matches!(op.r[0], 0 | 2..=4 | 8) {
+        return Err(cpu.ud());
+    }
+    cpu.intercept_cr_write(op, op.r[0], v)?;
     match op.r[0] {
         0 => cpu.write_cr0(v)?,
         2 => cpu.state.cr2 = v,
         3 => cpu.write_cr3(v)?,
         4 => cpu.write_cr4(v)?,
-        8 if v > 15 => return Err(cpu.gp()),
-        8 => {
+        _ if v > 15 => return Err(cpu.gp()),
+        _ if cpu.svm.masks_interrupts() => {
+            cpu.svm.set_virtual_priority(v);
+            cpu.slow = true;
+        }
+        _ => {
             cpu.state.cr8 = v;
             cpu.machine().set_task_priority(v);
         }
-        _ => return Err(cpu.ud()),
     }
     cpu.serialize();
     cpu.refresh();
@@ -268,6 +325,11 @@ fn debug_register(cpu: &mut Cpu, number: u8) -> Result<u8, Break> {
 }
 fn read_debug(cpu: &mut Cpu, op: &Op) -> Flow {
     let number = debug_register(cpu, op.r[1])?;
+    cpu.intercept_with(
+        op,
+        code::DR_READ + u64::from(op.r[1]),
+        (op.r[0] & 15).into(),
+    )?;
     cpu.general_detect()?;
     let v = match number {
         6 => cpu.state.dr6,
@@ -283,6 +345,11 @@ fn read_debug(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 fn write_debug(cpu: &mut Cpu, op: &Op) -> Flow {
     let n = debug_register(cpu, op.r[0])?;
+    cpu.intercept_with(
+        op,
+        code::DR_WRITE + u64::from(op.r[0]),
+        (op.r[1] & 15).into(),
+    )?;
     cpu.general_detect()?;
     let v = u64::get(cpu, op.r[1]);
     if n >= 6 && v >> 32 != 0 && cpu.is_64() {
@@ -303,6 +370,7 @@ fn smsw<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.state.cr4 & CR4_UMIP != 0 {
         cpu.privileged()?;
     }
+    cpu.intercept(op, code::CR_READ)?;
     let v = cpu.state.cr0;
     if op.r[0] == MEM {
         cpu.store_mem::<u16>(op, v as u16)?;
@@ -316,12 +384,14 @@ fn lmsw(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = u64::from(cpu.operand::<u16>(op, 0)?) & 15;
     let old = cpu.state.cr0;
     // PE can be set here but not cleared.
+    cpu.intercept_lmsw(op)?;
     cpu.write_cr0(old & !14 | v)?;
     cpu.refresh();
     Err(Break::End)
 }
-fn clts(cpu: &mut Cpu, _: &Op) -> Flow {
+fn clts(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
+    cpu.intercept(op, code::CR_WRITE)?;
     cpu.state.cr0 &= !CR0_TS;
     cpu.refresh();
     Err(Break::End)
@@ -330,6 +400,7 @@ fn clts(cpu: &mut Cpu, _: &Op) -> Flow {
 fn rdmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     let msr = cpu.state.gpr[1] as u32;
+    cpu.intercept_msr(op, msr, false)?;
     match cpu.read_msr(msr) {
         Ok(v) => set_edx_eax(cpu, v),
         Err(why) => return Err(cpu.refuse_msr(op, msr, None, why)),
@@ -343,6 +414,7 @@ const X2APIC_LAST: u32 = 0x83f;
 fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     let (msr, v) = (cpu.state.gpr[1] as u32, edx_eax(cpu));
+    cpu.intercept_msr(op, msr, true)?;
     if let Err(why) = cpu.write_msr(msr, v) {
         return Err(cpu.refuse_msr(op, msr, Some(v), why));
     }
@@ -355,10 +427,11 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-fn cpuid(cpu: &mut Cpu, _: &Op) -> Flow {
+fn cpuid(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.cpl != 0 && cpu.machine().cpuid_faults() {
         return Err(cpu.gp());
     }
+    cpu.intercept(op, code::CPUID)?;
     let (leaf, subleaf) = (cpu.state.gpr[0] as u32, cpu.state.gpr[1] as u32);
     let mut out = cpu.machine().cpuid(leaf, subleaf);
     cpu.show_state(leaf, subleaf, &mut out);
@@ -405,15 +478,19 @@ fn time_allowed(cpu: &mut Cpu) -> Result<(), Break> {
         Ok(())
     }
 }
-fn rdtsc(cpu: &mut Cpu, _: &Op) -> Flow {
+fn rdtsc(cpu: &mut Cpu, op: &Op) -> Flow {
     time_allowed(cpu)?;
-    let tsc = cpu.machine().tsc();
+    cpu.intercept(op, code::RDTSC)?;
+    let tsc = cpu.guest_tsc();
     set_edx_eax(cpu, tsc);
     Ok(())
 }
 fn rdtscp(cpu: &mut Cpu, op: &Op) -> Flow {
     has(cpu, cpu.features.rdtscp)?;
-    rdtsc(cpu, op)?;
+    time_allowed(cpu)?;
+    cpu.intercept(op, code::RDTSCP)?;
+    let tsc = cpu.guest_tsc();
+    set_edx_eax(cpu, tsc);
     cpu.state.gpr[1] = low_half(cpu.state.tsc_aux);
     Ok(())
 }
@@ -424,14 +501,16 @@ fn rdpid(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-fn hlt(cpu: &mut Cpu, _: &Op) -> Flow {
+fn hlt(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
+    cpu.intercept(op, code::HLT)?;
     cpu.exit = Some(Exit::Hlt);
     Err(Break::ExitAfter)
 }
 
 /// RSM: the caller of the run carries it out.
-fn rsm(cpu: &mut Cpu, _: &Op) -> Flow {
+fn rsm(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.intercept(op, code::RSM)?;
     match cpu.state.events.smm {
         true => Err(cpu.leave(Exit::Rsm)),
         false => Err(cpu.ud()),
@@ -507,6 +586,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
         true => base.wrapping_add(offset),
         false => low_half(base.wrapping_add(offset)),
     };
+    cpu.intercept_with(op, code::INVLPG, lin)?;
     // SDM volume 2: does nothing for an address that is not canonical.
     if cpu.canonical(lin) {
         cpu.flush_page(lin, Which::CurrentAndGlobal);
@@ -518,6 +598,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
 fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
     has(cpu, cpu.features.invpcid)?;
     cpu.privileged()?;
+    cpu.intercept(op, code::INVPCID)?;
     let kind = if cpu.is_64() {
         u64::get(cpu, op.r[0])
     } else {
@@ -546,18 +627,27 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.serialize();
     Err(Break::End)
 }
-/// INVD and WBINVD.
-fn invalidate_caches(cpu: &mut Cpu, _: &Op) -> Flow {
+/// INVD (`aux` 1) and WBINVD.
+fn invalidate_caches(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
+    cpu.intercept(op, [code::WBINVD, code::INVD][usize::from(op.aux & 1)])?;
     cpu.serialize();
     Err(Break::End)
 }
-fn monitor(cpu: &mut Cpu, _: &Op) -> Flow {
-    if cpu.cpl == 0 && cpu.machine().has_monitor() {
-        Ok(())
-    } else {
-        Err(cpu.ud())
+/// MONITOR, and MWAIT (`aux` 1).
+fn monitor(cpu: &mut Cpu, op: &Op) -> Flow {
+    if cpu.cpl != 0 || !cpu.machine().has_monitor() {
+        return Err(cpu.ud());
     }
+    cpu.intercept(op, [code::MONITOR, code::MWAIT][usize::from(op.aux & 1)])
+}
+fn pause(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.intercept_pause(op)
+}
+/// RDPMC: there are no performance counters.
+fn rdpmc(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.intercept(op, code::RDPMC)?;
+    Err(cpu.ud())
 }
 /// CLZERO: zeroes the cache line of the address in RAX.
 fn clzero(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -586,15 +676,33 @@ fn vmmcall(cpu: &mut Cpu, op: &Op) -> Flow {
     hypercall_by(cpu, op, HypercallInstruction::Vmmcall)
 }
 fn hypercall_by(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
+    if cpu.svm.is_guest() {
+        return nested_hypercall(cpu, op, which);
+    }
     match cpu.machine().hypercall_instruction(which) {
         Hypercalls::Executed => hypercall(cpu, op),
         Hypercalls::Undefined => Err(cpu.ud()),
-        Hypercalls::Patched(by) => {
-            let at = cpu.state.cs.base.wrapping_add(cpu.rip_of(op));
-            cpu.store_bytes(at, &by.bytes())?;
-            Err(Break::Retry)
+        Hypercalls::Patched(by) => patch(cpu, op, by),
+    }
+}
+/// VMMCALL of a guest whose hypervisor is a guest: it calls that one, or nobody. VMCALL becomes VMMCALL, as in KVM, where the machine
+/// corrects such guests at all.
+fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
+    match which {
+        HypercallInstruction::Vmmcall => cpu.intercept(op, code::VMMCALL)?,
+        HypercallInstruction::Vmcall => {
+            if cpu.machine().hypercall_instruction(which) != Hypercalls::Undefined {
+                return patch(cpu, op, HypercallInstruction::Vmmcall);
+            }
         }
     }
+    Err(cpu.ud())
+}
+/// Overwrites the instruction by `by`, which is executed.
+fn patch(cpu: &mut Cpu, op: &Op, by: HypercallInstruction) -> Flow {
+    let at = cpu.state.cs.base.wrapping_add(cpu.rip_of(op));
+    cpu.store_bytes(at, &by.bytes())?;
+    Err(Break::Retry)
 }
 fn hypercall(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(match cpu.call_machine() {
@@ -668,8 +776,16 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         }
         Invlpg => invlpg,
         Invpcid => invpcid,
-        Invd | Wbinvd | Wbnoinvd => invalidate_caches,
-        Monitor | Mwait => monitor,
+        Invd | Wbinvd | Wbnoinvd => {
+            op.aux = u8::from(insn.mnemonic() == Invd);
+            invalidate_caches
+        }
+        Monitor | Mwait => {
+            op.aux = u8::from(insn.mnemonic() == Mwait);
+            monitor
+        }
+        Pause => pause,
+        Rdpmc => rdpmc,
         Clflush | Clflushopt | Clwb => touch,
         Clzero => {
             // The memory operand, which the instruction does not name: at RAX in DS, or in another segment.

@@ -9,6 +9,7 @@ use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
 use crate::op::{Break, Flow, Handler, Op};
 use crate::state::{MXCSR_INIT, control, xcr0};
+use crate::svm::intercept::code;
 use iced_x86::{Instruction, Mnemonic};
 
 /// Offset of the header, after the legacy region.
@@ -292,11 +293,12 @@ fn xgetbv(cpu: &mut Cpu, _: &Op) -> Flow {
     cpu.state.gpr[2] = v >> 32;
     Ok(())
 }
-fn xsetbv(cpu: &mut Cpu, _: &Op) -> Flow {
+fn xsetbv(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.state.cr4 & control::CR4_OSXSAVE == 0 {
         return Err(cpu.ud());
     }
     cpu.privileged()?;
+    cpu.intercept(op, code::XSETBV)?;
     let v = cpu.state.gpr[0] & 0xffff_ffff | cpu.state.gpr[2] << 32;
     if cpu.state.gpr[1] as u32 != 0 || !xcr0::is_valid(v, cpu.features.xcr0) {
         return Err(cpu.gp());

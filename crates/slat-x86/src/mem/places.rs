@@ -184,6 +184,7 @@ impl Cpu {
                 self.fault_address = lin;
                 self.raise(vector::PF, Some(error_code))
             }
+            Fault::NestedPage { error_code, gpa } => self.nested_page_fault(error_code, gpa),
             Fault::GeneralProtection => self.raise(vector::GP, Some(0)),
             Fault::Retry => Break::Retry,
             Fault::BadAddress => self.leave(Exit::BadAddress),

@@ -18,5 +18,6 @@ mod operands;
 mod shared_code;
 mod smm;
 mod strings;
+mod svm;
 mod tlb_model;
 mod tracked;

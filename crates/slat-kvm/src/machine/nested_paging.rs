@@ -1,0 +1,106 @@
+//! Nested paging of a guest that is a hypervisor (AMD64 volume 2, 15.25): the second stage of the guest's own.
+//!
+//! A translation of its guest's (L2) goes from the linear address to L2's physical address by L2's tables, and from there to the
+//! hypervisor's (L1) by L1's nested tables; then the engine's second level follows, as for any address of L1's. Each entry of L2's tables
+//! is at a physical address of L2's, so the walk of L2's tables has a walk of L1's at each step.
+//!
+//! It is walked anew at each miss of the CPU's TLB: the engine knows nothing of L1's nested tables.
+
+use crate::machine::VcpuMachine;
+use slat::Gpa;
+use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, WalkError, walk};
+use slat_x86::Fault;
+
+const PAGE: u64 = 4096;
+
+/// Bits of EXITINFO1: the fault was at the page itself, or at a table of L2's (15.25.6).
+const AT_PAGE: u64 = 1 << 32;
+const AT_TABLE: u64 = 1 << 33;
+
+/// Guest memory at L2's physical addresses.
+struct SecondStage<'a> {
+    machine: &'a mut VcpuMachine,
+    /// The state of the nested tables.
+    paging: &'a GuestPaging,
+}
+
+impl SecondStage<'_> {
+    /// Walks the nested tables for `access` to `gpa`, an address of L2's; `place` is a bit of EXITINFO1.
+    fn page(&mut self, gpa: u64, access: slat::Access, place: u64) -> Result<GuestPage, Fault> {
+        walk(self.machine, self.paging, gpa, access).map_err(|error| match error {
+            WalkError::PageFault { code } => Fault::NestedPage {
+                error_code: place | u64::from(code),
+                gpa,
+            },
+            WalkError::Memory(fault) => fault,
+        })
+    }
+
+    /// Returns L1's address of an entry of L2's tables. Its page has to be writable, as the entry's flags may have to be set (15.25.5).
+    fn entry(&mut self, gpa: Gpa) -> Result<Gpa, Fault> {
+        let page = self.page(gpa.0, slat::Access::Write, AT_TABLE)?;
+        Ok(Gpa(page.gpa.0 | (gpa.0 % PAGE)))
+    }
+}
+
+impl GuestTables for SecondStage<'_> {
+    type Error = Fault;
+
+    fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
+        let gpa = self.entry(gpa)?;
+        self.machine.read(gpa, size)
+    }
+
+    fn compare_exchange(
+        &mut self,
+        gpa: Gpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Fault> {
+        let gpa = self.entry(gpa)?;
+        self.machine.compare_exchange(gpa, size, old, new)
+    }
+}
+
+impl VcpuMachine {
+    /// Walks L2's tables, or with `guest` `None`, without paging, none, and for the page that they lead to the `nested` ones. Returns the
+    /// page of L1's, with the rights that both grant.
+    ///
+    /// # Errors
+    /// A page fault of L2's, or [`Fault::NestedPage`].
+    pub(super) fn walk_nested(
+        &mut self,
+        guest: Option<&GuestPaging>,
+        nested: &GuestPaging,
+        gva: u64,
+        access: slat::Access,
+    ) -> Result<GuestPage, Fault> {
+        let mut stage = SecondStage {
+            machine: self,
+            paging: nested,
+        };
+        let first = match guest {
+            None => GuestPage {
+                gpa: Gpa(gva & 0xffff_f000),
+                bits: PAGE.trailing_zeros(),
+                read: true,
+                write: true,
+                execute: true,
+                global: false,
+            },
+            Some(guest) => walk(&mut stage, guest, gva, access).map_err(|error| match error {
+                WalkError::PageFault { code } => Fault::Page { error_code: code },
+                WalkError::Memory(fault) => fault,
+            })?,
+        };
+        let second = stage.page(first.gpa.0 | (gva % PAGE), access, AT_PAGE)?;
+        Ok(GuestPage {
+            gpa: second.gpa,
+            read: first.read && second.read,
+            write: first.write && second.write,
+            execute: first.execute && second.execute,
+            ..first
+        })
+    }
+}

@@ -1,0 +1,69 @@
+//! Accesses to guest-physical memory that the CPU itself makes: control blocks and maps of permissions.
+
+use crate::Cpu;
+use crate::machine::{Access, Fault, HostPage};
+use crate::mem::Destination;
+use crate::op::Break;
+use std::ops::Range;
+
+impl Cpu {
+    /// Translates a guest-physical address. `None`: it is not memory.
+    fn physical(&mut self, gpa: u64, access: Access) -> Result<Option<HostPage>, Break> {
+        match self.machine().translate_physical(gpa, access) {
+            Ok(page) => Ok(Some(page)),
+            Err(Fault::Mmio { .. } | Fault::Page { .. }) => Ok(None),
+            Err(fault) => Err(self.fault(gpa, fault)),
+        }
+    }
+
+    /// Reads bytes of one page. Returns `false` if they are not memory.
+    pub(crate) fn read_physical(&mut self, gpa: u64, bytes: &mut [u8]) -> Result<bool, Break> {
+        debug_assert!(bytes.len() <= 0x1000 - (gpa & 0xfff) as usize);
+        loop {
+            let Some(page) = self.physical(gpa, Access::Read)? else {
+                return Ok(false);
+            };
+            let host = page.base.as_ptr().wrapping_add((gpa & 0xfff) as usize);
+            // SAFETY: a translation of guest memory, which is accessed guarded only.
+            match unsafe { slat_guard::copy_in(bytes, host) } {
+                Ok(()) => return Ok(true),
+                Err(_) => self.gone(gpa, host, Access::Read)?,
+            }
+        }
+    }
+
+    /// Writes parts of a page: of each slice the range, at `gpa` plus the range's start. Returns `false`, with nothing written, if they are
+    /// not memory.
+    pub(crate) fn write_physical(
+        &mut self,
+        gpa: u64,
+        parts: &[(Range<usize>, &[u8])],
+    ) -> Result<bool, Break> {
+        loop {
+            let Some(page) = self.physical(gpa, Access::Write)? else {
+                return Ok(false);
+            };
+            let offset = gpa & 0xfff;
+            let to = Destination {
+                lin: gpa,
+                host: page.base.as_ptr().wrapping_add(offset as usize),
+                bytes: 0x1000 - offset as usize,
+                tracked: page.tracked.map(|page| page + offset),
+                needs_look: true,
+            };
+            let write = |host: *mut u8| {
+                for (range, bytes) in parts {
+                    let part = &bytes[range.clone()];
+                    // SAFETY: a translation of guest memory, which is accessed guarded only.
+                    let copied =
+                        unsafe { slat_guard::copy_out(host.wrapping_add(range.start), part) };
+                    copied?;
+                }
+                Ok::<(), usize>(())
+            };
+            if self.write_to(to, write)?.is_some() {
+                return Ok(true);
+            }
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! The states that VMRUN refuses: the guest's registers and the control area (AMD64 volume 2, 15.5.1, "Canonicalization and Consistency
+//! Checks"). The hypervisor gets VMEXIT_INVALID.
+
+use crate::Cpu;
+use crate::features::Features;
+use crate::state::{Segment, control::*};
+use crate::svm::feature;
+use crate::svm::intercept::code;
+use crate::svm::vmcb::{Control, Registers, virtual_interrupt};
+
+/// Bytes of the maps of permissions.
+const IO_MAP_BYTES: u64 = 0x3000;
+const MSR_MAP_BYTES: u64 = 0x2000;
+
+/// Whether a PAT has memory types only that exist.
+fn is_pat(value: u64) -> bool {
+    value
+        .to_le_bytes()
+        .iter()
+        .all(|kind| matches!(kind, 0 | 1 | 4..=7))
+}
+
+impl Cpu {
+    /// Whether VMRUN can run a guest with these registers, and the control area `control`.
+    pub(crate) fn is_runnable(&self, guest: &Registers, control: &Control) -> bool {
+        are_registers_valid(guest, &self.features)
+            && self.is_control_valid(control, self.state.cr0)
+            && (!control.nested_paging() || is_pat(guest.pat))
+    }
+
+    /// Whether a hypervisor whose CR0 is `cr0` can run a guest with the control area `control`.
+    pub(crate) fn is_control_valid(&self, control: &Control, cr0: u64) -> bool {
+        use virtual_interrupt::*;
+        let features = &self.features;
+        let has = |bit| features.svm & bit != 0;
+        let ends_beyond = |at: u64, bytes| (at + bytes - 1) & features.beyond_physical() != 0;
+        let bad_paging = control.has_unknown_paging()
+            || control.nested_paging()
+                && (!has(feature::NESTED_PAGING)
+                    || cr0 & CR0_PG == 0
+                    || control.nested_cr3() & features.beyond_physical() != 0);
+        let flush = control.tlb_control();
+        let bad_flush =
+            !(matches!(flush, 0 | 1) || has(feature::FLUSH_BY_ASID) && matches!(flush, 3 | 7));
+        let interrupts = control.virtual_interrupt();
+        let bad_interrupts = interrupts & NOT_OFFERED != 0
+            || interrupts & GIF_ENABLE != 0 && !has(feature::VIRTUAL_GIF);
+        let bad_event = control.event().is_valid() && !control.event().is_injectable();
+        control.intercepts(code::VMRUN)
+            && control.asid() != 0
+            && !ends_beyond(control.io_map(), IO_MAP_BYTES)
+            && !ends_beyond(control.msr_map(), MSR_MAP_BYTES)
+            && !(bad_paging || bad_flush || bad_interrupts || bad_event)
+    }
+}
+
+/// Whether a CPU with `features` can have these registers. Paging in real mode is allowed (15.19), other illegal combinations are not.
+pub(crate) fn are_registers_valid(guest: &Registers, features: &Features) -> bool {
+    let Registers {
+        cs,
+        efer,
+        cr0,
+        cr3,
+        cr4,
+        dr6,
+        dr7,
+        ..
+    } = *guest;
+    let pages = cr0 & CR0_PG != 0;
+    let long = pages && efer & EFER_LME != 0;
+    let bad_long = long && (cr4 & CR4_PAE == 0 || cr0 & CR0_PE == 0)
+        || long && cs.rights & Segment::UNUSABLE == 0 && cs.long() && cs.big()
+        || !long && cr4 & CR4_PCIDE != 0;
+    let bad = efer & EFER_SVME == 0
+        || efer & !(features.efer | EFER_LMA) != 0
+        || cr0 & (CR0_CD | CR0_NW) == CR0_NW
+        || cr0 >> 32 != 0
+        || cr3 & features.beyond_physical() != 0
+        || cr4 & !features.cr4 != 0
+        || (dr6 | dr7) >> 32 != 0;
+    !(bad || bad_long)
+}

@@ -1,0 +1,141 @@
+//! The instructions of SVM (AMD64 volume 3, "System Instruction Reference").
+
+use crate::Cpu;
+use crate::cpu::noncanonical_bits;
+use crate::machine::GuestFlush;
+use crate::op::{Break, Flow, Handler, Op};
+use crate::state::control::EFER_SVME;
+use crate::svm::intercept::code;
+use crate::svm::vmcb::{SAVE_BYTES, SAVE_OFFSET, Save};
+use crate::svm::world_switch::VIRTUAL_GIF;
+use crate::tlb::Which;
+use iced_x86::{Code, Instruction, Mnemonic};
+
+/// Raises #UD unless SVM is enabled, in protected mode; #GP(0) outside CPL 0.
+fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
+    if cpu.state.efer & EFER_SVME == 0 || cpu.has_paragraphs() {
+        return Err(cpu.ud());
+    }
+    cpu.privileged()
+}
+
+/// Returns the address of a control block, in RAX. #GP(0) for one that is not that of a page, or beyond the physical address space.
+fn vmcb_address(cpu: &mut Cpu, op: &Op) -> Result<u64, Break> {
+    let address = rax(cpu, op);
+    match address & (0xfff | cpu.features.beyond_physical()) {
+        0 => Ok(address),
+        _ => Err(cpu.gp()),
+    }
+}
+
+/// Returns RAX in the address size.
+fn rax(cpu: &Cpu, op: &Op) -> u64 {
+    let rax = cpu.state.gpr[0];
+    match op.address_size {
+        2 => rax & 0xffff,
+        4 => rax & 0xffff_ffff,
+        _ => rax,
+    }
+}
+
+fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
+    enabled(cpu)?;
+    cpu.intercept(op, code::VMRUN)?;
+    let vmcb = vmcb_address(cpu, op)?;
+    // As in KVM: a hypervisor that has not told where to save its registers has forgotten something.
+    if cpu.state.vm_hsave_pa == 0 {
+        return Err(cpu.gp());
+    }
+    match cpu.read_vmcb(vmcb)? {
+        Some(areas) => Err(cpu.enter_guest(op, vmcb, areas)?),
+        None => Err(cpu.gp()),
+    }
+}
+
+fn vmload(cpu: &mut Cpu, op: &Op) -> Flow {
+    enabled(cpu)?;
+    cpu.intercept(op, code::VMLOAD)?;
+    let vmcb = vmcb_address(cpu, op)?;
+    let mut save = Save([0; SAVE_BYTES]);
+    if !cpu.read_physical(vmcb + SAVE_OFFSET as u64, &mut save.0)? {
+        return Err(cpu.gp());
+    }
+    let shift = noncanonical_bits(cpu.state.cr4);
+    save.load_rest(&mut cpu.state, |address| {
+        ((address << shift) as i64 >> shift) as u64
+    });
+    cpu.refresh();
+    Err(Break::End)
+}
+
+fn vmsave(cpu: &mut Cpu, op: &Op) -> Flow {
+    enabled(cpu)?;
+    cpu.intercept(op, code::VMSAVE)?;
+    let vmcb = vmcb_address(cpu, op)?;
+    let mut save = Save([0; SAVE_BYTES]);
+    save.save_rest(&cpu.state);
+    let parts = Save::VMSAVE.map(|range| (range, save.0.as_slice()));
+    match cpu.write_physical(vmcb + SAVE_OFFSET as u64, &parts)? {
+        true => cpu.stored(),
+        false => Err(cpu.gp()),
+    }
+}
+
+fn stgi(cpu: &mut Cpu, op: &Op) -> Flow {
+    set_gif(cpu, op, code::STGI, true)
+}
+
+fn clgi(cpu: &mut Cpu, op: &Op) -> Flow {
+    set_gif(cpu, op, code::CLGI, false)
+}
+
+/// Changes GIF, or a guest's own.
+fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
+    enabled(cpu)?;
+    cpu.intercept(op, code)?;
+    match cpu.svm.has_virtual_gif() {
+        true => {
+            (cpu.svm.control).set_virtual_interrupt(VIRTUAL_GIF, if gif { VIRTUAL_GIF } else { 0 })
+        }
+        false => cpu.state.events.gif_clear = !gif,
+    }
+    cpu.slow = true;
+    Err(Break::End)
+}
+
+/// INVLPGA: drops the page in the current world. Of another ASID the TLB has nothing, as each world switch empties it.
+fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
+    enabled(cpu)?;
+    cpu.intercept(op, code::INVLPGA)?;
+    let address = rax(cpu, op);
+    if cpu.canonical(address) {
+        cpu.flush_page(address, Which::CurrentAndGlobal);
+        cpu.tell_flush(GuestFlush::Page(address));
+    }
+    cpu.serialize();
+    Err(Break::End)
+}
+
+/// SKINIT: CPUID does not have it, so it is not intercepted either.
+fn skinit(cpu: &mut Cpu, _: &Op) -> Flow {
+    Err(cpu.ud())
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let handler: Handler = match insn.mnemonic() {
+        Mnemonic::Vmrun => vmrun,
+        Mnemonic::Vmload => vmload,
+        Mnemonic::Vmsave => vmsave,
+        Mnemonic::Stgi => stgi,
+        Mnemonic::Clgi => clgi,
+        Mnemonic::Invlpga => invlpga,
+        Mnemonic::Skinit => skinit,
+        _ => return None,
+    };
+    op.address_size = match insn.code() {
+        Code::Vmrunw | Code::Vmloadw | Code::Vmsavew | Code::Invlpgaw => 2,
+        Code::Vmrund | Code::Vmloadd | Code::Vmsaved | Code::Invlpgad => 4,
+        _ => 8,
+    };
+    Some(handler)
+}

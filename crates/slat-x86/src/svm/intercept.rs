@@ -1,0 +1,286 @@
+//! What a guest is not allowed to do by itself: the intercepts (AMD64 volume 2, 15.7 to 15.13).
+//!
+//! The number of an intercept is the exit code that it leads to; the vectors of the control area have its bit at that number. Every
+//! handler of an instruction that can be intercepted asks here, after the checks whose exceptions come first (15.7): the interpreter and
+//! compiled code call the same handlers, and none of these instructions has a translation of its own. Outside of guest mode the question
+//! is one load and one branch.
+
+use crate::Cpu;
+use crate::op::{Break, Op};
+use crate::state::Exception;
+use crate::svm::vmcb::VmExit;
+use crate::vector;
+
+/// Exit codes (AMD64 volume 2, appendix C). Those below 0xc0 are numbers of intercepts, too.
+pub(crate) mod code {
+    pub const CR_READ: u64 = 0;
+    pub const CR_WRITE: u64 = 0x10;
+    pub const DR_READ: u64 = 0x20;
+    pub const DR_WRITE: u64 = 0x30;
+    pub const EXCEPTION: u64 = 0x40;
+    pub const INTR: u64 = 0x60;
+    pub const NMI: u64 = 0x61;
+    pub const SMI: u64 = 0x62;
+    pub const INIT: u64 = 0x63;
+    pub const VINTR: u64 = 0x64;
+    pub const CR0_SELECTIVE: u64 = 0x65;
+    pub const IDTR_READ: u64 = 0x66;
+    pub const GDTR_READ: u64 = 0x67;
+    pub const LDTR_READ: u64 = 0x68;
+    pub const TR_READ: u64 = 0x69;
+    pub const IDTR_WRITE: u64 = 0x6a;
+    pub const GDTR_WRITE: u64 = 0x6b;
+    pub const LDTR_WRITE: u64 = 0x6c;
+    pub const TR_WRITE: u64 = 0x6d;
+    pub const RDTSC: u64 = 0x6e;
+    pub const RDPMC: u64 = 0x6f;
+    pub const PUSHF: u64 = 0x70;
+    pub const POPF: u64 = 0x71;
+    pub const CPUID: u64 = 0x72;
+    pub const RSM: u64 = 0x73;
+    pub const IRET: u64 = 0x74;
+    pub const SOFTWARE_INTERRUPT: u64 = 0x75;
+    pub const INVD: u64 = 0x76;
+    pub const PAUSE: u64 = 0x77;
+    pub const HLT: u64 = 0x78;
+    pub const INVLPG: u64 = 0x79;
+    pub const INVLPGA: u64 = 0x7a;
+    pub const IO: u64 = 0x7b;
+    pub const MSR: u64 = 0x7c;
+    pub const TASK_SWITCH: u64 = 0x7d;
+    pub const SHUTDOWN: u64 = 0x7f;
+    pub const VMRUN: u64 = 0x80;
+    pub const VMMCALL: u64 = 0x81;
+    pub const VMLOAD: u64 = 0x82;
+    pub const VMSAVE: u64 = 0x83;
+    pub const STGI: u64 = 0x84;
+    pub const CLGI: u64 = 0x85;
+    pub const RDTSCP: u64 = 0x87;
+    pub const ICEBP: u64 = 0x88;
+    pub const WBINVD: u64 = 0x89;
+    pub const MONITOR: u64 = 0x8a;
+    pub const MWAIT: u64 = 0x8b;
+    pub const XSETBV: u64 = 0x8d;
+    pub const INVPCID: u64 = 0xa2;
+    pub const NPF: u64 = 0x400;
+    pub const INVALID: u64 = u64::MAX;
+}
+
+/// Bit of EXITINFO1 of an access to a control register: MOV made it, and bits 3:0 are the general register (decode assists).
+const CR_BY_MOV: u64 = 1 << 63;
+
+impl Cpu {
+    /// Leaves the guest before `op` if intercept `code` is set.
+    #[inline(always)]
+    pub(crate) fn intercept(&mut self, op: &Op, code: u64) -> Result<(), Break> {
+        self.intercept_with(op, code, 0)
+    }
+
+    /// Like [`intercept`](Self::intercept), with a value of EXITINFO1.
+    #[inline(always)]
+    pub(crate) fn intercept_with(&mut self, op: &Op, code: u64, info_1: u64) -> Result<(), Break> {
+        match self.svm.is_guest() {
+            false => Ok(()),
+            true => self.intercept_in_guest(op, code, info_1, 0),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn intercept_in_guest(
+        &mut self,
+        op: &Op,
+        code: u64,
+        info_1: u64,
+        info_2: u64,
+    ) -> Result<(), Break> {
+        match self.svm.control.intercepts(code) {
+            true => Err(self.exit_at(op, code, info_1, info_2)),
+            false => Ok(()),
+        }
+    }
+
+    /// Has the guest leave before `op`.
+    #[cold]
+    fn exit_at(&mut self, op: &Op, code: u64, info_1: u64, info_2: u64) -> Break {
+        let next_rip = self.next_rip(op);
+        self.leave_guest(VmExit {
+            code,
+            info_1,
+            info_2,
+            next_rip,
+            int_info: 0,
+        })
+    }
+
+    /// Asks for MOV from control register `number` to a general register.
+    pub(crate) fn intercept_cr_read(&mut self, op: &Op, number: u8) -> Result<(), Break> {
+        let info = CR_BY_MOV | u64::from(op.r[0] & 15);
+        self.intercept_with(op, code::CR_READ + u64::from(number), info)
+    }
+
+    /// Asks for MOV to control register `number` of `value`.
+    pub(crate) fn intercept_cr_write(
+        &mut self,
+        op: &Op,
+        number: u8,
+        value: u64,
+    ) -> Result<(), Break> {
+        use crate::state::control::{CR0_ET, CR0_MP, CR0_TS};
+        let info = CR_BY_MOV | u64::from(op.r[1] & 15);
+        self.intercept_with(op, code::CR_WRITE + u64::from(number), info)?;
+        // The selective intercept: of a write to CR0 that changes more than TS and MP.
+        let changed = (value ^ self.state.cr0) & !(CR0_TS | CR0_MP | CR0_ET);
+        match number == 0 && changed != 0 {
+            true => self.intercept_with(op, code::CR0_SELECTIVE, info),
+            false => Ok(()),
+        }
+    }
+
+    /// Asks for LMSW. The selective intercept has all of them, whatever they change.
+    pub(crate) fn intercept_lmsw(&mut self, op: &Op) -> Result<(), Break> {
+        self.intercept(op, code::CR_WRITE)?;
+        self.intercept(op, code::CR0_SELECTIVE)
+    }
+
+    /// Asks for an access to an MSR by the map of MSR permissions (15.11). An MSR that the map does not have is intercepted.
+    #[inline(always)]
+    pub(crate) fn intercept_msr(&mut self, op: &Op, msr: u32, write: bool) -> Result<(), Break> {
+        match self.svm.is_guest() {
+            false => Ok(()),
+            true => self.intercept_msr_in_guest(op, msr, write),
+        }
+    }
+
+    #[cold]
+    fn intercept_msr_in_guest(&mut self, op: &Op, msr: u32, write: bool) -> Result<(), Break> {
+        if !self.svm.control.intercepts(code::MSR) {
+            return Ok(());
+        }
+        let first_byte = match msr {
+            0..0x2000 => Some(msr / 4),
+            0xc000_0000..0xc000_2000 => Some(0x800 + (msr - 0xc000_0000) / 4),
+            0xc001_0000..0xc001_2000 => Some(0x1000 + (msr - 0xc001_0000) / 4),
+            _ => None,
+        };
+        let is_intercepted = match first_byte {
+            Some(at) => {
+                let mut byte = [0xff];
+                let at = self.svm.control.msr_map() + u64::from(at);
+                !self.read_physical(at, &mut byte)?
+                    || byte[0] >> (msr % 4 * 2 + u32::from(write)) & 1 != 0
+            }
+            None => true,
+        };
+        match is_intercepted {
+            true => Err(self.exit_at(op, code::MSR, write.into(), 0)),
+            false => Ok(()),
+        }
+    }
+
+    /// Asks for a port access by the map of I/O permissions (15.10). `info` has EXITINFO1 but for port and size.
+    #[inline(always)]
+    pub(crate) fn intercept_port(&mut self, op: &Op, port: u16, info: u64) -> Result<(), Break> {
+        match self.svm.is_guest() {
+            false => Ok(()),
+            true => self.intercept_port_in_guest(op, port, info),
+        }
+    }
+
+    #[cold]
+    fn intercept_port_in_guest(&mut self, op: &Op, port: u16, info: u64) -> Result<(), Break> {
+        if !self.svm.control.intercepts(code::IO) {
+            return Ok(());
+        }
+        let bytes = 1u64 << op.size;
+        let mut bits = [0xff; 2];
+        let at = self.svm.control.io_map() + u64::from(port / 8);
+        // The byte after the last one of the map belongs to ports beyond 0xffff.
+        if self.read_physical(at, &mut bits[..1])? && self.read_physical(at + 1, &mut bits[1..])? {
+            let bits = u64::from(u16::from_le_bytes(bits)) >> (port % 8);
+            if bits & ((1 << bytes) - 1) == 0 {
+                return Ok(());
+            }
+        }
+        let info_1 = info | bytes << 4 | u64::from(port) << 16;
+        let next_rip = self.next_rip(op);
+        Err(self.exit_at(op, code::IO, info_1, next_rip))
+    }
+
+    /// Asks for a switch to the task of a TSS selector (15.14.1). `initiator` has EXITINFO2, the old task continues at `return_rip`.
+    pub(crate) fn intercept_task_switch(
+        &mut self,
+        tss: u16,
+        initiator: u64,
+        return_rip: u64,
+    ) -> Result<(), Break> {
+        if !self.svm.is_guest() || !self.svm.control.intercepts(code::TASK_SWITCH) {
+            return Ok(());
+        }
+        Err(self.leave_guest(VmExit {
+            code: code::TASK_SWITCH,
+            info_1: tss.into(),
+            info_2: initiator,
+            next_rip: return_rip,
+            int_info: 0,
+        }))
+    }
+
+    /// Asks for an exception that an instruction raises on purpose: INT3, INTO, INT1.
+    pub(crate) fn intercept_trap(&mut self, op: &Op, vector: u8) -> Result<(), Break> {
+        self.intercept(op, code::EXCEPTION + u64::from(vector))
+    }
+
+    /// Asks for PAUSE: the filter lets some of them pass (15.14.4).
+    pub(crate) fn intercept_pause(&mut self, op: &Op) -> Result<(), Break> {
+        if !self.svm.is_guest() || !self.svm.control.intercepts(code::PAUSE) {
+            return Ok(());
+        }
+        // Cycles are instructions: how fast the host is does not matter.
+        let now = self.counters.instructions + self.counters.instructions_compiled;
+        let (count, threshold) = self.svm.control.pause_filter();
+        let pauses = &mut self.svm.pauses;
+        let since = now.wrapping_sub(pauses.last);
+        pauses.last = now;
+        if threshold != 0 && since > threshold.into() {
+            // No loop: the guest has done something else meanwhile.
+            pauses.left = count;
+        }
+        match pauses.left.checked_sub(1) {
+            Some(left) => {
+                pauses.left = left;
+                Ok(())
+            }
+            None => Err(self.exit_at(op, code::PAUSE, 0, 0)),
+        }
+    }
+
+    /// Whether the hypervisor intercepts exceptions with this vector.
+    pub(crate) fn intercepts_exception(&self, vector: u8) -> bool {
+        let code = code::EXCEPTION + u64::from(vector & 31);
+        self.svm.is_guest() && self.svm.control.intercepts(code)
+    }
+
+    /// Has the guest's handler run next for an exception, or the hypervisor's if that intercepts it. `address` is what CR2 becomes for a
+    /// page fault: not if it is intercepted.
+    pub(crate) fn queue_exception(&mut self, exception: Exception, address: u64) {
+        self.slow = true;
+        let Exception { vector, error } = exception;
+        let is_page_fault = vector == vector::PF;
+        if self.intercepts_exception(vector) {
+            self.state.events.exception = None;
+            let _recorded = self.leave_guest(VmExit {
+                code: code::EXCEPTION + u64::from(vector & 31),
+                info_1: error.unwrap_or(0).into(),
+                info_2: if is_page_fault { address } else { 0 },
+                next_rip: 0,
+                int_info: 0,
+            });
+            return self.make_exit_due();
+        }
+        if is_page_fault {
+            self.state.cr2 = address;
+        }
+        self.state.events.exception = Some(exception);
+    }
+}

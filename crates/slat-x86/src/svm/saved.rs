@@ -1,0 +1,88 @@
+//! The state of guest mode, for a client that saves and restores a CPU: KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE.
+//!
+//! The format is KVM's (api document, 4.114): the address of the control block, and a page in its layout, with the control area of the
+//! running guest, and in the save area the registers of the *hypervisor*. Those of the guest are the CPU's.
+
+use crate::Cpu;
+use crate::state::{control::*, flags};
+use crate::svm::vmcb::{
+    CONTROL_BYTES, Control, Registers, SAVE_BYTES, SAVE_OFFSET, Save, VMCB_BYTES,
+};
+use crate::svm::{Pauses, checks};
+
+/// A control block that no CPU with these features can have in guest mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BadVmcb;
+
+impl Cpu {
+    /// Returns the page with the state of guest mode.
+    pub fn saved_vmcb(&self) -> [u8; VMCB_BYTES] {
+        let mut page = [0; VMCB_BYTES];
+        page[..CONTROL_BYTES].copy_from_slice(self.svm.control.bytes());
+        let mut save = Save([0; SAVE_BYTES]);
+        self.svm.host.write(&mut save);
+        page[SAVE_OFFSET..SAVE_OFFSET + SAVE_BYTES].copy_from_slice(&save.0);
+        page
+    }
+
+    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address`: of the control block. The guest's registers
+    /// are those of the CPU.
+    ///
+    /// # Errors
+    /// [`BadVmcb`] as KVM does: a control area that VMRUN refuses, hypervisor's registers that no VMRUN saves, without protected mode, or
+    /// caches of the guest's that are off by halves. (KVM's VMRUN wants paging, too.) Nothing has changed then.
+    pub fn restore_guest_mode(
+        &mut self,
+        address: u64,
+        page: &[u8; VMCB_BYTES],
+    ) -> Result<(), BadVmcb> {
+        let mut control = [0; CONTROL_BYTES];
+        control.copy_from_slice(&page[..CONTROL_BYTES]);
+        let control = Control::new(control);
+        let mut save = Save([0; SAVE_BYTES]);
+        save.0
+            .copy_from_slice(&page[SAVE_OFFSET..SAVE_OFFSET + SAVE_BYTES]);
+        let host = Registers::read(&save);
+        let caches = self.state.cr0 & (CR0_CD | CR0_NW);
+        let fits = host.cr0 & CR0_PE != 0
+            && host.rflags & flags::VM == 0
+            && caches != CR0_NW
+            && checks::are_registers_valid(&host, &self.features)
+            && self.is_control_valid(&control, host.cr0);
+        if !fits {
+            return Err(BadVmcb);
+        }
+        self.svm.pauses = Pauses {
+            left: control.pause_filter().0,
+            last: 0,
+        };
+        self.svm.guest = true;
+        self.svm.vmcb = address;
+        self.svm.control = control;
+        self.svm.host = Registers { cpl: 0, ..host };
+        self.svm.due = None;
+        self.svm.injected = None;
+        self.flush_tlb();
+        Ok(())
+    }
+
+    /// Leaves guest mode without a #VMEXIT, as KVM does when a client resets a CPU or takes SVM away: the hypervisor's registers are the
+    /// CPU's, but the general ones. Does nothing outside of guest mode.
+    pub fn drop_guest_mode(&mut self) {
+        if self.svm.guest {
+            let gif_clear = self.state.events.gif_clear;
+            self.svm.guest = false;
+            self.svm.due = None;
+            self.svm.injected = None;
+            let general = self.state.gpr;
+            let host = self.svm.host;
+            host.load(&mut self.state);
+            self.state.gpr = general;
+            if self.svm.control.nested_paging() {
+                self.state.pat = host.pat;
+            }
+            self.state.events.gif_clear = gif_clear;
+            self.flush_tlb();
+        }
+    }
+}

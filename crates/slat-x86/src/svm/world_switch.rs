@@ -1,0 +1,275 @@
+//! From the hypervisor to its guest, and back.
+//!
+//! Both directions first read and write what they need of guest memory, and then change registers: they can be abandoned and start again.
+
+use crate::Cpu;
+use crate::debug::DR6_BS;
+use crate::machine::{Exit, GuestFlush};
+use crate::op::{Break, Op};
+use crate::state::{control::*, flags};
+use crate::svm::event::Event;
+use crate::svm::intercept::code;
+use crate::svm::vmcb::{
+    CONTROL_BYTES, Control, G_PAT, Registers, SAVE_BYTES, SAVE_OFFSET, Save, VmExit,
+    virtual_interrupt,
+};
+use crate::svm::{EventKind, Pauses};
+
+impl Cpu {
+    /// Reads the control area and the save area of the control block at `vmcb`. `None`: it is not memory.
+    pub(super) fn read_vmcb(&mut self, vmcb: u64) -> Result<Option<(Control, Save)>, Break> {
+        let (mut control, mut save) = ([0; CONTROL_BYTES], [0; SAVE_BYTES]);
+        let is_memory = self.read_physical(vmcb, &mut control)?
+            && self.read_physical(vmcb + SAVE_OFFSET as u64, &mut save)?;
+        Ok(is_memory.then(|| (Control::new(control), Save(save))))
+    }
+
+    /// Does what VMRUN does with the control block at `vmcb`, which is memory: enters the guest, or stores why not.
+    pub(super) fn enter_guest(
+        &mut self,
+        op: &Op,
+        vmcb: u64,
+        (control, save): (Control, Save),
+    ) -> Result<Break, Break> {
+        let guest = Registers::read(&save).canonicalized();
+        let is_runnable = self.is_runnable(&guest, &control) && self.has_msr_map(&control)?;
+        let pdptes = match is_runnable {
+            true => self.guest_pdptes(&guest, &control)?,
+            false => None,
+        };
+        let next = self.next_rip(op);
+        let Some(pdptes) = pdptes else {
+            let mut control = control;
+            let exit = VmExit {
+                code: code::INVALID,
+                ..VmExit::default()
+            };
+            let shadow = control.interrupt_shadow();
+            control.put_exit(&exit, shadow);
+            self.write_physical(vmcb, &[(Control::EXIT, control.bytes())])?;
+            self.state.events.gif_clear = true;
+            self.slow = true;
+            return Ok(Break::End);
+        };
+        self.flags();
+        let mut host = Registers::of(&self.state, 0);
+        host.rip = next;
+        self.svm.vmcb = vmcb;
+        self.svm.host = host;
+        self.svm.control = control;
+        self.svm.guest = true;
+        self.state.pdptes = pdptes;
+        self.load_world(&guest);
+        if self.svm.control.nested_paging() {
+            self.state.pat = guest.pat;
+        }
+        let control = &mut self.svm.control;
+        self.svm.pauses = Pauses {
+            left: control.pause_filter().0,
+            last: 0,
+        };
+        let event = control.event();
+        control.take_event();
+        self.svm.nmi_injected = false;
+        self.svm.injected = event.is_valid().then_some(event);
+        let events = &mut self.state.events;
+        events.sti_shadow = control.interrupt_shadow();
+        events.mov_ss_shadow = false;
+        events.gif_clear = false;
+        events.debug = 0;
+        // The flags are the guest's: VMRUN itself has no single step.
+        self.watch.steps = false;
+        Ok(Break::Jump)
+    }
+
+    /// Whether the map of MSR permissions is memory, or not asked. A processor finds out at the first access to an MSR; KVM refuses to run
+    /// the guest.
+    fn has_msr_map(&mut self, control: &Control) -> Result<bool, Break> {
+        if !control.intercepts(code::MSR) {
+            return Ok(true);
+        }
+        let mut byte = [0];
+        let at = control.msr_map();
+        Ok(self.read_physical(at, &mut byte)? && self.read_physical(at + 0x1000, &mut byte)?)
+    }
+
+    /// Returns the page-directory-pointer entries of a guest that VMRUN enters: from memory if it has PAE paging on the hypervisor's own
+    /// memory; with nested paging each walk reads them (15.25.10). `None`: one has reserved bits.
+    fn guest_pdptes(
+        &mut self,
+        guest: &Registers,
+        control: &Control,
+    ) -> Result<Option<[u64; 4]>, Break> {
+        match guest.pae_paging() && !control.nested_paging() {
+            true => self.pdptes_if_valid(guest.cr3),
+            false => Ok(Some([0; 4])),
+        }
+    }
+
+    /// Reads page-directory-pointer entries. `None`: there are no valid ones.
+    fn pdptes_if_valid(&mut self, cr3: u64) -> Result<Option<[u64; 4]>, Break> {
+        match self.read_pdptes(cr3) {
+            Ok(pdptes) => Ok(Some(pdptes)),
+            Err(Break::Exception) => Ok(None),
+            Err(why) => Err(why),
+        }
+    }
+
+    /// Loads the registers of the other world, and drops all translations.
+    fn load_world(&mut self, registers: &Registers) {
+        registers.load(&mut self.state);
+        self.adopt_flags();
+        self.derive();
+        self.flush_other();
+        self.tell_flush(GuestFlush::All);
+        self.serialize();
+        self.slow = true;
+    }
+
+    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO is the event that is being delivered, if one is.
+    #[cold]
+    pub(crate) fn leave_guest(&mut self, exit: VmExit) -> Break {
+        let int_info = self.svm.delivering.map_or(0, |event| event.0);
+        self.svm.recorded = VmExit { int_info, ..exit };
+        Break::VmExit
+    }
+
+    /// Call for a [`Break::VmExit`]: the recorded #VMEXIT takes place before the next instruction.
+    #[cold]
+    pub(crate) fn make_exit_due(&mut self) {
+        self.svm.due = Some(self.svm.recorded);
+        self.slow = true;
+    }
+
+    /// Records a #VMEXIT for a second-level page fault at guest-physical address `gpa`.
+    pub(crate) fn nested_page_fault(&mut self, error_code: u64, gpa: u64) -> Break {
+        self.leave_guest(VmExit {
+            code: code::NPF,
+            info_1: error_code,
+            info_2: gpa,
+            ..VmExit::default()
+        })
+    }
+
+    /// Carries out the #VMEXIT that is due. Returns an exit if the run ends: then the hypervisor is lost, as its control block is not in
+    /// memory. If memory is to be had later only, it stays due.
+    pub(crate) fn exit_guest(&mut self) -> Option<Exit> {
+        match self.try_exit_guest() {
+            Ok(()) => None,
+            Err(Break::Exit) => self.exit.take(),
+            // A retry.
+            Err(_) => None,
+        }
+    }
+
+    fn try_exit_guest(&mut self) -> Result<(), Break> {
+        let Some(mut exit) = self.svm.due else {
+            return Ok(());
+        };
+        if !self.svm.guest {
+            self.svm.due = None;
+            return Ok(());
+        }
+        if exit.int_info == 0 {
+            exit.int_info = self.pending_event().map_or(0, |event| event.0);
+        }
+        let host = self.svm.host;
+        let pdptes = match host.pae_paging() {
+            true => self.pdptes_if_valid(host.cr3)?,
+            false => Some([0; 4]),
+        };
+        let is_stored = self.store_exit(&exit)?;
+        // Nothing fails from here on.
+        self.end_guest(pdptes.unwrap_or_default());
+        match is_stored && pdptes.is_some() {
+            true => Ok(()),
+            false => Err(self.leave(Exit::Shutdown)),
+        }
+    }
+
+    /// Returns an event that was to be delivered to the guest next, and is the hypervisor's now.
+    fn pending_event(&self) -> Option<Event> {
+        use crate::interrupt::Source;
+        let events = &self.state.events;
+        (self.svm.injected)
+            .or(events
+                .exception
+                .map(|exception| Event::new(exception.vector, exception.error, Source::Fault)))
+            .or(events
+                .interrupt
+                .map(|vector| Event::new(vector, None, Source::Interrupt)))
+    }
+
+    /// Stores the guest's registers and `exit` in the control block. Returns `false` if that is not memory.
+    fn store_exit(&mut self, exit: &VmExit) -> Result<bool, Break> {
+        self.flags();
+        let mut save = Save([0; SAVE_BYTES]);
+        Registers::of(&self.state, self.cpl).write(&mut save);
+        let events = &self.state.events;
+        let shadow = events.sti_shadow || events.mov_ss_shadow;
+        self.svm.control.put_exit(exit, shadow);
+        let control = *self.svm.control.bytes();
+        let at = self.svm.vmcb;
+        let [interrupts, event, next_rip] = Control::STORED;
+        let parts = [
+            (interrupts, control.as_slice()),
+            (event, control.as_slice()),
+            (next_rip, control.as_slice()),
+        ];
+        if !self.write_physical(at, &parts)? {
+            return Ok(false);
+        }
+        let at = at + SAVE_OFFSET as u64;
+        let parts = Save::STORED.map(|range| (range, save.0.as_slice()));
+        Ok(self.write_physical(at, &parts)?
+            && (!self.svm.control.nested_paging()
+                || self.write_physical(at, &[(G_PAT, save.0.as_slice())])?))
+    }
+
+    /// Makes the hypervisor's registers those of the CPU, which leaves guest mode.
+    pub(super) fn end_guest(&mut self, pdptes: [u64; 4]) {
+        let mut host = self.svm.host;
+        if self.svm.control.nested_paging() {
+            self.state.pat = host.pat;
+        }
+        if self.svm.delivers_nmi() {
+            self.state.events.nmis = self.state.events.nmis.saturating_sub(1);
+        }
+        self.state.events.nmi_blocked &= !std::mem::take(&mut self.svm.nmi_injected);
+        self.svm.guest = false;
+        self.svm.due = None;
+        self.svm.injected = None;
+        self.svm.delivering = None;
+        self.svm.interrupted = false;
+        let events = &mut self.state.events;
+        events.exception = None;
+        events.interrupt = None;
+        events.debug = 0;
+        events.sti_shadow = false;
+        events.mov_ss_shadow = false;
+        events.gif_clear = true;
+        self.watch.steps = false;
+        // 15.6: protected mode, all breakpoints off; CR2 and DR6 are the guest's.
+        host.cr0 |= CR0_PE;
+        host.rflags &= !flags::VM;
+        host.dr7 = 0x400;
+        (host.cr2, host.dr6) = (self.state.cr2, self.state.dr6);
+        self.state.pdptes = pdptes;
+        self.load_world(&host);
+        // The single step of VMRUN, which is complete now.
+        if host.rflags & flags::TF != 0 {
+            self.trap(DR6_BS);
+        }
+    }
+}
+
+impl super::Svm {
+    /// Whether the event in delivery is an NMI that was pending, not injected.
+    fn delivers_nmi(&self) -> bool {
+        let is_nmi = |event: Event| event.kind() == Some(EventKind::Nmi);
+        self.injected.is_none() && self.delivering.is_some_and(is_nmi)
+    }
+}
+
+/// The bit of GIF that a guest with a virtual one changes.
+pub(super) const VIRTUAL_GIF: u64 = virtual_interrupt::GIF;

@@ -1,0 +1,662 @@
+//! Nested virtualization by SVM: VMRUN and #VMEXIT, each class of intercepts, injection, the checks of VMRUN; and hypervisors that know
+//! nothing of what they do.
+
+use crate::common::*;
+use slat_x86::state::flags;
+use slat_x86::*;
+
+const VMCB: u64 = 0x20_0000;
+const SAVE: u64 = VMCB + 0x400;
+const IO_MAP: u64 = 0x22_0000;
+const MSR_MAP: u64 = 0x23_0000;
+/// The guest's guest's code, and its stack.
+const L2: u64 = 0x24_0000;
+const L2_STACK: u64 = 0x26_0000;
+
+/// Offsets in the control block.
+mod at {
+    pub const EXCEPTIONS: u64 = 8;
+    pub const THIRD: u64 = 0xc;
+    pub const FOURTH: u64 = 0x10;
+    pub const ASID: u64 = 0x58;
+    pub const TLB_CONTROL: u64 = 0x5c;
+    pub const INTERRUPTS: u64 = 0x60;
+    pub const CODE: u64 = 0x70;
+    pub const INFO_1: u64 = 0x78;
+    pub const INFO_2: u64 = 0x80;
+    pub const INT_INFO: u64 = 0x88;
+    pub const NESTED: u64 = 0x90;
+    pub const EVENT: u64 = 0xa8;
+    pub const NEXT_RIP: u64 = 0xc8;
+    pub const EFER: u64 = 0x400 + 0xd0;
+    pub const CR4: u64 = 0x400 + 0x148;
+    pub const CR3: u64 = 0x400 + 0x150;
+    pub const CR0: u64 = 0x400 + 0x158;
+    pub const DR7: u64 = 0x400 + 0x160;
+    pub const DR6: u64 = 0x400 + 0x168;
+    pub const RFLAGS: u64 = 0x400 + 0x170;
+    pub const RIP: u64 = 0x400 + 0x178;
+    pub const RSP: u64 = 0x400 + 0x1d8;
+    pub const RAX: u64 = 0x400 + 0x1f8;
+    pub const CR2: u64 = 0x400 + 0x240;
+}
+
+fn put(guest: &Guest, at: u64, value: u64) {
+    guest.memory().write64(VMCB + at, value);
+}
+
+fn put32(guest: &Guest, at: u64, value: u32) {
+    guest.memory().write(VMCB + at, &value.to_le_bytes());
+}
+
+fn get(guest: &Guest, at: u64) -> u64 {
+    guest.memory().read64(VMCB + at)
+}
+
+/// Intercepts what has exit code `code`.
+fn intercept(guest: &Guest, code: u64) {
+    let at = code / 32 * 4;
+    let word = u32::from_le_bytes(guest.memory().read(VMCB + at));
+    put32(guest, at, word | 1 << (code % 32));
+}
+
+fn put_segment(guest: &Guest, at: u64, segment: &Segment) {
+    let attributes = segment.rights & 0xff | segment.rights >> 4 & 0xf00;
+    let first = u64::from(segment.selector) | u64::from(attributes) << 16;
+    put(guest, at, first | u64::from(segment.limit) << 32);
+    put(guest, at + 8, segment.base);
+}
+
+/// Fills the control block with a guest in the CPU's own state, at [`L2`], which leaves by VMMCALL, HLT and shutdown.
+fn fill(guest: &Guest) {
+    guest.memory().write(VMCB, &[0; 4096]);
+    let state = &guest.cpu.state;
+    for (at, segment) in [
+        (0, &state.es),
+        (0x10, &state.cs),
+        (0x20, &state.ss),
+        (0x30, &state.ds),
+    ] {
+        put_segment(guest, 0x400 + at, segment);
+    }
+    for (at, table) in [(0x60, state.gdtr), (0x80, state.idtr)] {
+        put32(guest, 0x400 + at + 4, table.limit.into());
+        put(guest, 0x400 + at + 8, table.base);
+    }
+    for (at, value) in [
+        (at::EFER, state.efer),
+        (at::CR4, state.cr4),
+        (at::CR3, state.cr3),
+        (at::CR0, state.cr0),
+        (at::DR7, 0x400),
+        (at::DR6, 0xffff_0ff0),
+        (at::RFLAGS, 2),
+        (at::RIP, L2),
+        (at::RSP, L2_STACK),
+        (at::RAX, 0x1111),
+        (0x40, IO_MAP),
+        (0x48, MSR_MAP),
+        (at::ASID, 1),
+    ] {
+        put(guest, at, value);
+    }
+    for code in [0x80, 0x81, 0x78, 0x7f] {
+        intercept(guest, code);
+    }
+}
+
+/// A hypervisor that runs `l2` once and halts.
+fn hypervisor(l2: &[u8]) -> Guest {
+    // vmrun; hlt
+    let mut guest = Guest::new(b"\x0f\x01\xd8\xf4");
+    guest.cpu.state.efer |= 1 << 12;
+    guest.cpu.state.vm_hsave_pa = 0x21_0000;
+    guest.cpu.state.gpr[RAX] = VMCB;
+    guest.memory().write(L2, l2);
+    fill(&guest);
+    guest
+}
+
+/// Runs until the hypervisor halts after a #VMEXIT. Returns the exit code.
+fn exit(guest: &mut Guest) -> u64 {
+    guest.halt();
+    assert_eq!(guest.cpu.state.rip, CODE + 4, "the hypervisor's own HLT");
+    assert!(!guest.cpu.is_in_guest_mode());
+    assert!(guest.cpu.state.events.gif_clear);
+    get(guest, at::CODE)
+}
+
+/// Has the hypervisor run its guest once more.
+fn again(guest: &mut Guest) {
+    guest.cpu.state.rip = CODE;
+    guest.cpu.state.gpr[RAX] = VMCB;
+}
+
+#[test]
+fn a_guest_leaves_by_vmmcall_and_its_hypervisor_goes_on() {
+    // mov ecx, 5; mov eax, 7; vmmcall
+    let mut guest = hypervisor(b"\xb9\x05\x00\x00\x00\xb8\x07\x00\x00\x00\x0f\x01\xd9");
+    guest.cpu.state.rflags = 2 | flags::CF;
+    let before = guest.cpu.state.clone();
+    assert_eq!(exit(&mut guest), 0x81);
+    let state = &guest.cpu.state;
+    assert_eq!(state.gpr[RAX], VMCB, "RAX is the hypervisor's");
+    assert_eq!(state.gpr[RCX], 5, "RCX is the guest's");
+    assert_eq!(state.gpr[RSP], before.gpr[RSP]);
+    assert_eq!(state.rflags & flags::CF, flags::CF);
+    assert_eq!((state.cs, state.efer), (before.cs, before.efer));
+    assert_eq!(state.dr7, 0x400);
+    assert_eq!(get(&guest, at::RAX), 7);
+    assert_eq!(get(&guest, at::RIP), L2 + 10);
+    assert_eq!(get(&guest, at::NEXT_RIP), L2 + 13);
+    assert_eq!(get(&guest, at::INT_INFO), 0);
+    // It goes on after the VMMCALL.
+    again(&mut guest);
+    put(&guest, at::RIP, L2);
+    assert_eq!(exit(&mut guest), 0x81);
+}
+
+/// A guest's loop is executed by compiled code, too, and sees intercepts there.
+#[test]
+fn a_guest_computes_as_anything_else() {
+    // mov ecx, 20000; xor edx, edx; l: add edx, ecx; pushfq; popfq; dec ecx; jnz l; vmmcall
+    let mut guest =
+        hypervisor(b"\xb9\x20\x4e\x00\x00\x31\xd2\x01\xca\x9c\x9d\xff\xc9\x75\xf8\x0f\x01\xd9");
+    assert_eq!(exit(&mut guest), 0x81);
+    assert_eq!(guest.cpu.state.gpr[RDX], 200_010_000);
+    for (code, at) in [(0x70, 9), (0x71, 10)] {
+        fill(&guest);
+        intercept(&guest, code);
+        again(&mut guest);
+        assert_eq!(exit(&mut guest), code);
+        assert_eq!(get(&guest, at::RIP), L2 + at);
+    }
+}
+
+/// Each intercept of an instruction: its exit code, the instruction.
+const INTERCEPTS: &[(u64, &[u8])] = &[
+    (0x00, b"\x0f\x20\xc0"),             // mov rax, cr0
+    (0x00, b"\x0f\x01\xe0"),             // smsw eax
+    (0x03, b"\x0f\x20\xd8"),             // mov rax, cr3
+    (0x08, b"\x44\x0f\x20\xc0"),         // mov rax, cr8
+    (0x10, b"\x0f\x06"),                 // clts
+    (0x12, b"\x0f\x22\xd0"),             // mov cr2, rax
+    (0x14, b"\x0f\x22\xe0"),             // mov cr4, rax
+    (0x18, b"\x44\x0f\x22\xc1"),         // mov cr8, rcx
+    (0x20, b"\x0f\x21\xc0"),             // mov rax, dr0
+    (0x36, b"\x0f\x23\xf0"),             // mov dr6, rax
+    (0x66, b"\x0f\x01\x0c\x24"),         // sidt [rsp]
+    (0x67, b"\x0f\x01\x04\x24"),         // sgdt [rsp]
+    (0x68, b"\x0f\x00\xc0"),             // sldt eax
+    (0x69, b"\x0f\x00\xc8"),             // str eax
+    (0x6a, b"\x0f\x01\x1c\x24"),         // lidt [rsp]
+    (0x6b, b"\x0f\x01\x14\x24"),         // lgdt [rsp]
+    (0x6c, b"\x0f\x00\xd1"),             // lldt cx
+    (0x6d, b"\x0f\x00\xd9"),             // ltr cx
+    (0x6e, b"\x0f\x31"),                 // rdtsc
+    (0x6f, b"\x0f\x33"),                 // rdpmc
+    (0x70, b"\x9c"),                     // pushf
+    (0x71, b"\x9d"),                     // popf
+    (0x72, b"\x0f\xa2"),                 // cpuid
+    (0x73, b"\x0f\xaa"),                 // rsm
+    (0x74, b"\x48\xcf"),                 // iretq
+    (0x75, b"\xcd\x80"),                 // int 0x80
+    (0x76, b"\x0f\x08"),                 // invd
+    (0x77, b"\xf3\x90"),                 // pause
+    (0x78, b"\xf4"),                     // hlt
+    (0x79, b"\x0f\x01\x3c\x24"),         // invlpg [rsp]
+    (0x7a, b"\x0f\x01\xdf"),             // invlpga
+    (0x80, b"\x0f\x01\xd8"),             // vmrun
+    (0x81, b"\x0f\x01\xd9"),             // vmmcall
+    (0x82, b"\x0f\x01\xda"),             // vmload
+    (0x83, b"\x0f\x01\xdb"),             // vmsave
+    (0x84, b"\x0f\x01\xdc"),             // stgi
+    (0x85, b"\x0f\x01\xdd"),             // clgi
+    (0x87, b"\x0f\x01\xf9"),             // rdtscp
+    (0x88, b"\xf1"),                     // int1
+    (0x89, b"\x0f\x09"),                 // wbinvd
+    (0x8a, b"\x0f\x01\xc8"),             // monitor
+    (0x8b, b"\x0f\x01\xc9"),             // mwait
+    (0x8d, b"\x0f\x01\xd1"),             // xsetbv
+    (0xa2, b"\x66\x0f\x38\x82\x04\x24"), // invpcid rax, [rsp]
+];
+
+#[test]
+fn each_intercept_has_its_exit_code() {
+    for (code, instruction) in INTERCEPTS {
+        let mut l2 = instruction.to_vec();
+        l2.extend(b"\x0f\x01\xd9");
+        let mut guest = hypervisor(&l2);
+        put(&guest, at::CR4, guest.cpu.state.cr4 | 1 << 18);
+        intercept(&guest, *code);
+        guest.cpu.state.gpr[RSP] = L2_STACK;
+        assert_eq!(exit(&mut guest), *code, "{instruction:x?}");
+        assert_eq!(get(&guest, at::RIP), L2, "{code:#x}: before it");
+        let next = L2 + instruction.len() as u64;
+        assert_eq!(get(&guest, at::NEXT_RIP), next, "{code:#x}");
+    }
+}
+
+#[test]
+fn a_change_of_cr0_is_intercepted_selectively() {
+    // mov cr0, rax; vmmcall
+    let mut guest = hypervisor(b"\x0f\x22\xc0\x0f\x01\xd9");
+    let cr0 = guest.cpu.state.cr0;
+    // TS, and WP.
+    for (value, code) in [(cr0 ^ 8, 0x81), (cr0 ^ 1 << 16, 0x65)] {
+        fill(&guest);
+        intercept(&guest, 0x65);
+        put(&guest, at::RAX, value);
+        again(&mut guest);
+        assert_eq!(exit(&mut guest), code);
+    }
+}
+
+#[test]
+fn ports_are_intercepted_by_the_map() {
+    // out dx, eax; vmmcall
+    let mut guest = hypervisor(b"\xef\x0f\x01\xd9");
+    intercept(&guest, 0x7b);
+    guest.cpu.state.gpr[RDX] = 0x3f6;
+    // The last of the four ports.
+    guest
+        .memory()
+        .write(IO_MAP + 0x3f9 / 8, &[1 << (0x3f9 % 8)]);
+    assert_eq!(exit(&mut guest), 0x7b);
+    assert_eq!(get(&guest, at::INFO_1), 0x3f6 << 16 | 1 << 6 | 4 << 7);
+    assert_eq!(get(&guest, at::INFO_2), L2 + 1);
+    guest.memory().write(IO_MAP + 0x3f9 / 8, &[0]);
+    again(&mut guest);
+    assert!(matches!(
+        guest.run(),
+        Exit::Io {
+            port: 0x3f6,
+            write: true,
+            ..
+        }
+    ));
+    guest.cpu.complete_io(&[]);
+    assert_eq!(exit(&mut guest), 0x81);
+}
+
+#[test]
+fn msrs_are_intercepted_by_the_map() {
+    // wrmsr; vmmcall
+    let mut guest = hypervisor(b"\x0f\x30\x0f\x01\xd9");
+    guest.cpu.state.gpr[RDX] = 0;
+    // MSR, byte of the map, bit of its write.
+    for (msr, at, bit) in [
+        (0x174u64, 0x5d, 1),
+        (0xc000_0081, 0x820, 3),
+        (0xc001_0117, 0x1045, 7),
+    ] {
+        for set in [false, true] {
+            fill(&guest);
+            intercept(&guest, 0x7c);
+            put(&guest, at::RAX, 0x1000);
+            guest.memory().write(MSR_MAP + at, &[u8::from(set) << bit]);
+            guest.cpu.state.gpr[RCX] = msr;
+            again(&mut guest);
+            let code = exit(&mut guest);
+            assert_eq!(code, if set { 0x7c } else { 0x81 }, "{msr:#x}");
+            assert_eq!(get(&guest, at::INFO_1), u64::from(set));
+            guest.memory().write(MSR_MAP + at, &[0]);
+        }
+    }
+    fill(&guest);
+    intercept(&guest, 0x7c);
+    guest.cpu.state.gpr[RCX] = 0x4000_0000;
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), 0x7c, "no map has it");
+}
+
+#[test]
+fn exceptions_are_the_guests_or_the_hypervisors() {
+    // ud2
+    let mut guest = hypervisor(b"\x0f\x0b");
+    assert_eq!(exit(&mut guest), 0x78, "its own handler halts");
+    assert_eq!(get(&guest, at::RIP), HANDLERS + 6 * 16);
+    fill(&guest);
+    put32(&guest, at::EXCEPTIONS, 1 << 6);
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), 0x46);
+    assert_eq!(get(&guest, at::RIP), L2);
+    // int3
+    let mut guest = hypervisor(b"\xcc");
+    put32(&guest, at::EXCEPTIONS, 1 << 3);
+    assert_eq!(exit(&mut guest), 0x43);
+    assert_eq!(
+        (get(&guest, at::RIP), get(&guest, at::NEXT_RIP)),
+        (L2, L2 + 1)
+    );
+}
+
+#[test]
+fn an_intercepted_page_fault_leaves_cr2_alone() {
+    // mov [0x300000], eax
+    let mut guest = hypervisor(b"\x89\x04\x25\x00\x00\x30\x00");
+    guest.machine.absent(0x30_0000);
+    put32(&guest, at::EXCEPTIONS, 1 << 14);
+    put(&guest, at::CR2, 0x77);
+    assert_eq!(exit(&mut guest), 0x4e);
+    assert_eq!(get(&guest, at::INFO_1), 2);
+    assert_eq!(get(&guest, at::INFO_2), 0x30_0000);
+    assert_eq!(get(&guest, at::CR2), 0x77);
+}
+
+#[test]
+fn vmrun_injects_an_event_before_the_first_instruction() {
+    const VALID: u64 = 1 << 31;
+    // Vector 0x80 as an interrupt and as INT n, #GP with an error code, an NMI.
+    for (event, vector, error) in [
+        (VALID | 0x80, 0x80, None),
+        (VALID | 4 << 8 | 0x80, 0x80, None),
+        (VALID | 3 << 8 | 1 << 11 | 13 | 8 << 32, 13, Some(8)),
+        (VALID | 2 << 8, 2, None),
+    ] {
+        let mut guest = hypervisor(b"\x0f\x0b");
+        put(&guest, at::EVENT, event);
+        put(&guest, at::NEXT_RIP, L2 + 0x50);
+        assert_eq!(exit(&mut guest), 0x78);
+        assert_eq!(get(&guest, at::RIP), HANDLERS + 16 * vector);
+        assert_eq!(get(&guest, at::EVENT) & VALID, 0);
+        let rsp = get(&guest, at::RSP);
+        let has_error = u64::from(error.is_some());
+        if let Some(error) = error {
+            assert_eq!(guest.memory().read64(rsp), error);
+        }
+        let soft = event >> 8 & 7 == 4;
+        let returns = guest.memory().read64(rsp + 8 * has_error);
+        assert_eq!(returns, if soft { L2 + 0x50 } else { L2 });
+        assert!(!guest.cpu.state.events.nmi_blocked, "for the hypervisor");
+    }
+}
+
+#[test]
+fn an_exit_in_the_delivery_of_an_event_tells_which() {
+    let event = 1u64 << 31 | 0x80;
+    let mut guest = hypervisor(b"\x90");
+    // Its stack is not there.
+    guest.machine.absent(L2_STACK - 8);
+    put(&guest, at::EVENT, event);
+    put32(&guest, at::EXCEPTIONS, 1 << 14);
+    assert_eq!(exit(&mut guest), 0x4e);
+    assert_eq!(get(&guest, at::INT_INFO), event);
+    assert_eq!(get(&guest, at::RIP), L2);
+    // Nor is its page fault's, nor its double fault's.
+    fill(&guest);
+    put(&guest, at::EVENT, event);
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), 0x7f, "a shutdown");
+    // INT n of its own.
+    guest.memory().write(L2, b"\xcd\x80");
+    fill(&guest);
+    put32(&guest, at::EXCEPTIONS, 1 << 14);
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), 0x4e);
+    assert_eq!(get(&guest, at::INT_INFO), event | 4 << 8);
+}
+
+#[test]
+fn a_virtual_interrupt_waits_for_the_guest() {
+    const IRQ: u64 = 1 << 8 | 5 << 16 | 0x80 << 32;
+    // nop; sti; nop; vmmcall
+    let l2 = b"\x90\xfb\x90\x0f\x01\xd9";
+    let mut guest = hypervisor(l2);
+    put(&guest, at::INTERRUPTS, IRQ | 1 << 24);
+    assert_eq!(exit(&mut guest), 0x78);
+    assert_eq!(get(&guest, at::RIP), HANDLERS + 16 * 0x80);
+    assert_eq!(guest.memory().read64(get(&guest, at::RSP)), L2 + 3);
+    assert_eq!(get(&guest, at::INTERRUPTS) & 1 << 8, 0, "it was taken");
+    // Its priority is not above the task's, unless that is ignored.
+    for (more, code) in [(5, 0x81), (5 | 1 << 20, 0x64)] {
+        fill(&guest);
+        put(&guest, at::INTERRUPTS, IRQ | more);
+        intercept(&guest, 0x64);
+        again(&mut guest);
+        assert_eq!(exit(&mut guest), code);
+        assert_ne!(get(&guest, at::INTERRUPTS) & 1 << 8, 0, "it waits");
+    }
+    // With a GIF of its own that is clear.
+    fill(&guest);
+    put(&guest, at::INTERRUPTS, IRQ | 1 << 25);
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), 0x81);
+}
+
+#[test]
+fn an_interrupt_makes_the_guest_leave_and_stays() {
+    // jmp .
+    let mut guest = hypervisor(b"\xeb\xfe");
+    intercept(&guest, 0x60);
+    guest.cpu.state.rflags |= flags::IF;
+    put(&guest, at::INTERRUPTS, 1 << 24);
+    guest
+        .attention
+        .store(2, std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(guest.run(), Exit::Attention);
+    guest
+        .attention
+        .store(0, std::sync::atomic::Ordering::Relaxed);
+    if !guest.cpu.is_in_guest_mode() {
+        guest.cpu.debugger.single_step = true;
+        assert!(matches!(guest.run(), Exit::Debug { .. }));
+        guest.cpu.debugger.single_step = false;
+    }
+    assert!(guest.cpu.can_take_interrupt() && guest.cpu.exits_on_interrupt());
+    guest.cpu.exit_on_interrupt();
+    assert_eq!(exit(&mut guest), 0x60);
+    assert!(!guest.cpu.can_take_interrupt(), "GIF is clear");
+}
+
+#[test]
+fn an_nmi_makes_the_guest_leave_and_stays() {
+    let mut guest = hypervisor(b"\xeb\xfe");
+    intercept(&guest, 0x61);
+    guest.cpu.state.events.nmi_blocked = true;
+    guest.cpu.inject_nmis(1);
+    assert_eq!(exit(&mut guest), 0x61);
+    assert_eq!(guest.cpu.state.events.nmis, 1);
+    // stgi; hlt
+    guest.memory().write(CODE + 4, b"\x0f\x01\xdc\xf4");
+    guest.cpu.state.events.nmi_blocked = false;
+    guest.halt_in_handler(vector::NMI);
+}
+
+#[test]
+fn vmrun_refuses_states_that_no_cpu_has() {
+    let refused = |change: &dyn Fn(&mut Guest)| {
+        let mut guest = hypervisor(b"\x0f\x01\xd9");
+        change(&mut guest);
+        let code = exit(&mut guest);
+        assert_eq!(guest.cpu.state.gpr[RAX], VMCB);
+        code == u64::MAX
+    };
+    assert!(!refused(&|_| {}));
+    let set = |at: u64, value: u64| move |guest: &mut Guest| put(guest, at, value);
+    let flip = |at: u64, bits: u64| move |guest: &mut Guest| put(guest, at, get(guest, at) ^ bits);
+    assert!(refused(&flip(at::EFER, 1 << 12)), "EFER.SVME");
+    assert!(refused(&flip(at::EFER, 1 << 63)));
+    assert!(refused(&flip(at::CR0, 1 << 29)), "NW without CD");
+    assert!(refused(&flip(at::CR0, 1 << 32)));
+    assert!(refused(&flip(at::CR0, 1)), "long mode without PE");
+    assert!(refused(&flip(at::CR4, 1 << 5)), "long mode without PAE");
+    assert!(refused(&flip(at::CR4, 1 << 40)));
+    assert!(refused(&flip(at::CR3, 1 << 60)));
+    assert!(refused(&flip(at::DR6, 1 << 32)));
+    assert!(refused(&flip(at::DR7, 1 << 32)));
+    assert!(refused(&flip(0x410, 1 << (16 + 10))), "CS.L and CS.D");
+    assert!(refused(&flip(at::FOURTH, 1)), "VMRUN is not intercepted");
+    assert!(refused(&set(at::ASID, 0)));
+    assert!(refused(&flip(at::TLB_CONTROL, 2)));
+    assert!(refused(&set(0x40, 1 << 52)), "the map of ports");
+    assert!(refused(&set(0x48, 1 << 48)), "the map of MSRs");
+    assert!(refused(&set(at::NESTED, 2)), "SEV");
+    assert!(refused(&set(at::EVENT, 1 << 31 | 1 << 8)));
+    assert!(refused(&set(at::EVENT, 1 << 31 | 3 << 8 | 2)));
+    assert!(refused(&set(at::EVENT, 1 << 31 | 3 << 8 | 32)));
+    assert!(refused(&set(at::INTERRUPTS, 1 << 31)), "AVIC");
+}
+
+#[test]
+fn the_instructions_are_checked() {
+    for instruction in [0xd8, 0xda, 0xdb, 0xdc, 0xdd, 0xdf] {
+        let code = [0x0f, 0x01, instruction, 0xf4];
+        let mut guest = Guest::new(&code);
+        guest.cpu.state.gpr[RAX] = VMCB;
+        guest.halt_in_handler(vector::UD);
+        let mut guest = hypervisor(b"");
+        guest.memory().write(CODE, &code);
+        guest.cpu.state.gpr[RAX] = VMCB + 8;
+        if matches!(instruction, 0xd8 | 0xda | 0xdb) {
+            guest.halt_in_handler(vector::GP);
+            let mut guest = hypervisor(b"");
+            guest.memory().write(CODE, &code);
+            guest.cpu.state.gpr[RAX] = MMIO;
+            guest.halt_in_handler(vector::GP);
+        }
+    }
+    let mut guest = hypervisor(b"");
+    guest.cpu.state.vm_hsave_pa = 0;
+    guest.halt_in_handler(vector::GP);
+}
+
+#[test]
+fn vmsave_and_vmload_move_the_rest() {
+    // vmsave; vmload; hlt
+    let mut guest = hypervisor(b"");
+    guest.memory().write(CODE, b"\x0f\x01\xdb\x0f\x01\xda\xf4");
+    guest.cpu.state.star = 0x1234;
+    guest.cpu.state.fs.base = 0x5000;
+    let before = guest.cpu.state.clone();
+    guest.halt();
+    let after = &guest.cpu.state;
+    assert_eq!((after.fs, after.gs), (before.fs, before.gs));
+    assert_eq!((after.tr, after.star), (before.tr, before.star));
+    assert_eq!(guest.memory().read64(SAVE + 0x200), 0x1234);
+    assert_eq!(guest.memory().read64(SAVE + 0x48), 0x5000);
+}
+
+/// The same linear address is another page in each world.
+#[test]
+fn translations_of_the_worlds_never_mix() {
+    // mov ebx, [DATA]; vmrun; mov ecx, [DATA]; hlt
+    let load = |modrm: u8| {
+        let mut code = vec![0x8b, modrm, 0x25];
+        code.extend((DATA as u32).to_le_bytes());
+        code
+    };
+    let code = [load(0x1c), vec![0x0f, 0x01, 0xd8], load(0x0c), vec![0xf4]].concat();
+    let mut guest = hypervisor(&[load(0x14), vec![0x0f, 0x01, 0xd9]].concat());
+    guest.memory().write(CODE, &code);
+    guest.machine.spaces.insert((0x7000, DATA >> 12), 0x300);
+    put(&guest, at::CR3, 0x7000);
+    guest.memory().write64(DATA, 1);
+    guest.memory().write64(0x30_0000, 2);
+    guest.halt();
+    let gpr = guest.cpu.state.gpr;
+    assert_eq!((gpr[RBX], gpr[RDX], gpr[RCX]), (1, 2, 1));
+}
+
+#[test]
+fn a_saved_guest_goes_on_in_another_cpu() {
+    // hlt (not intercepted); vmmcall
+    let mut guest = hypervisor(b"\xf4\x0f\x01\xd9");
+    put32(&guest, at::THIRD, 1 << 31);
+    assert_eq!(guest.run(), Exit::Hlt);
+    assert_eq!(guest.cpu.vmcb(), Some(VMCB));
+    let page = guest.cpu.saved_vmcb();
+    let mut other = Guest::with_memory(guest.machine.memory.clone(), b"\x0f\x01\xd8\xf4");
+    other.cpu.state = guest.cpu.state.clone();
+    assert_eq!(
+        other.cpu.restore_guest_mode(VMCB, &[0; 4096]),
+        Err(svm::BadVmcb)
+    );
+    assert!(!other.cpu.is_in_guest_mode());
+    other.cpu.restore_guest_mode(VMCB, &page).unwrap();
+    assert_eq!(other.cpu.saved_vmcb(), page);
+    assert_eq!(exit(&mut other), 0x81);
+    assert_eq!(other.cpu.state.gpr[RAX], VMCB);
+}
+
+/// A retry at any translation changes nothing of what comes out.
+#[test]
+fn a_world_switch_that_is_interrupted_starts_again() {
+    for at in 0..40 {
+        let mut guest = hypervisor(b"\xb9\x05\x00\x00\x00\x0f\x01\xd9");
+        guest.machine.retry_at = Some(at);
+        assert_eq!(exit(&mut guest), 0x81);
+        assert_eq!(get(&guest, at::RIP), L2 + 5);
+        assert_eq!(guest.cpu.state.gpr[RCX], 5);
+    }
+}
+
+/// Hypervisors with random control blocks: each run ends, and the CPU is the hypervisor's or its guest's.
+#[test]
+fn a_hypervisor_that_knows_nothing_does_no_harm() {
+    let rounds = std::env::var("SLAT_TEST_ROUNDS").ok();
+    let rounds = rounds.map_or(3000, |rounds| rounds.parse().unwrap());
+    let mut random = Random(0x5eed_0001);
+    let memory = Memory::new(MMIO as usize);
+    for round in 0..rounds {
+        let mut guest = Guest::with_memory(memory.clone(), b"\x0f\x01\xd8\xf4");
+        guest.cpu.state.efer |= 1 << 12;
+        guest.cpu.state.vm_hsave_pa = 0x1000;
+        fill(&guest);
+        let mut l2 = [0; 64];
+        l2.iter_mut().for_each(|byte| *byte = random.next() as u8);
+        guest.memory().write(L2, &l2);
+        for _ in 0..random.below(6) {
+            // Mostly fields that have a meaning.
+            let at = match random.below(3) {
+                0 => random.below(0x100),
+                1 => 0x400 + random.below(0x2a0),
+                _ => random.below(0xff8),
+            };
+            let value = match random.below(3) {
+                0 => random.next(),
+                1 => 1 << random.below(64),
+                _ => get(&guest, at) ^ 1 << random.below(64),
+            };
+            put(&guest, at, value);
+        }
+        // At the edges: its code, MMIO, tables of its own.
+        guest.cpu.state.gpr[RAX] = match random.below(8) {
+            0 => random.pick(&[CODE, MMIO - 0x1000, MMIO, GDT, IDT, L2, 1 << 47]),
+            _ => VMCB,
+        };
+        match random.below(8) {
+            0 => guest.machine.read_only(VMCB),
+            1 => guest.machine.track(VMCB),
+            _ => {}
+        }
+        for _ in 0..4 {
+            guest
+                .attention
+                .store(0, std::sync::atomic::Ordering::Relaxed);
+            let kick = guest.attention.clone();
+            let done = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+            let over = done.clone();
+            // A guest may loop for ever.
+            let watch = std::thread::spawn(move || {
+                for _ in 0..20 {
+                    std::thread::sleep(std::time::Duration::from_millis(1));
+                    if over.load(std::sync::atomic::Ordering::Relaxed) {
+                        return;
+                    }
+                }
+                kick.store(2, std::sync::atomic::Ordering::Relaxed);
+            });
+            let _any = guest.run();
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            watch.join().unwrap();
+            guest.cpu.complete_io(&[0; 4]);
+            guest.cpu.complete_mmio_read(&[0; 8]);
+            let state = &guest.cpu.state;
+            assert!(
+                guest.cpu.is_in_guest_mode() || state.cr0 & 1 != 0,
+                "{round}"
+            );
+        }
+    }
+}
