@@ -38,7 +38,8 @@ fn policies() -> String {
         .iter()
         .map(|setting| format!("{}={}", setting.name(), setting.value()))
         .collect();
-    set.join(" ") + &format!(" {}=on", slat_kvm::policy::JIT)
+    let more = [slat_kvm::policy::JIT, slat_kvm::policy::NESTED];
+    set.join(" ") + &more.map(|name| format!(" {name}=on")).concat()
 }
 
 fn host() -> Vec<(&'static str, String)> {

@@ -6,9 +6,10 @@
 use crate::cpu_features;
 use crate::errno::{Result, fail};
 use crate::heap;
+use crate::policy;
 use kvm_bindings::*;
-use slat_x86::HypercallInstruction;
 use slat_x86::state::xcr0;
+use slat_x86::{HypercallInstruction, svm};
 use std::arch::x86_64::{__cpuid_count, CpuidResult};
 use std::sync::OnceLock;
 
@@ -34,6 +35,11 @@ pub(crate) const POWER_EDX_INVARIANT_TSC: u32 = 1 << 8;
 pub(crate) const LEAF_D1_EAX_XSAVES: u32 = 1 << 3;
 /// Leaf 0x8000_0001 ECX: OS-visible workarounds.
 pub(crate) const EXT1_ECX_OSVW: u32 = 1 << 9;
+/// Leaf 0x8000_0001 ECX: the number of SVM's bit.
+const EXT1_ECX_SVM: u32 = 2;
+/// The leaf of SVM: revision, number of ASIDs, features.
+const SVM_LEAF: u32 = 0x8000_000a;
+
 /// Guest-physical address bits.
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
@@ -279,6 +285,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     let host = host_leaf(0, 0);
     let host1 = host_leaf(1, 0);
     let amd = host_is_amd();
+    let nested = policy::nested();
     // Without the TSC-deadline bit: it depends on who emulates the local APIC. KVM_CAP_TSC_DEADLINE_TIMER reports slat's.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
@@ -343,7 +350,11 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             0x8000_0000,
             None,
             [
-                if amd { 0x8000_0021 } else { 0x8000_0008 },
+                match (amd, nested) {
+                    (true, _) => 0x8000_0021,
+                    (false, true) => SVM_LEAF,
+                    (false, false) => 0x8000_0008,
+                },
                 if amd { host.ebx } else { 0 },
                 if amd { host.ecx } else { 0 },
                 if amd { host.edx } else { 0 },
@@ -355,7 +366,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             [
                 if amd { host1.eax } else { 0 },
                 0,
-                cpu_features::ext1_ecx(amd),
+                cpu_features::ext1_ecx(amd) | u32::from(nested) << EXT1_ECX_SVM,
                 ext1_edx,
             ],
         ),
@@ -388,6 +399,9 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             ],
         ),
     ]);
+    if nested {
+        entries.push(entry(SVM_LEAF, None, [1, svm::ASIDS, 0, svm::feature::ALL]));
+    }
     if amd {
         entries.push(entry(
             0x8000_0021,

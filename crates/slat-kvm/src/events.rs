@@ -4,7 +4,8 @@ use crate::errno::{Result, fail};
 use crate::options::Options;
 use kvm_bindings::*;
 use slat_x86::state::MAX_NMIS;
-use slat_x86::{Exception, State, vector};
+use slat_x86::svm::{Event, EventKind};
+use slat_x86::{Cpu, Exception, State, vector};
 
 const FLAGS: u32 = KVM_VCPUEVENT_VALID_NMI_PENDING
     | KVM_VCPUEVENT_VALID_SIPI_VECTOR
@@ -83,10 +84,11 @@ impl Requested {
 
     /// Begins to deliver the pending exception: stores its payload in CR2 or DR6, and has the CPU deliver it through the guest's IDT
     /// next.
-    pub(crate) fn begin_exception(&mut self, state: &mut State) {
+    pub(crate) fn begin_exception(&mut self, cpu: &mut Cpu) {
         let Some(Pending { exception, payload }) = self.exception.take() else {
             return;
         };
+        let state = &mut cpu.state;
         match (exception.vector, payload) {
             (vector::PF, Some(address)) => state.cr2 = address,
             // The payload has DR6's active-low bits inverted (SDM volume 3, 19.2.3).
@@ -97,7 +99,7 @@ impl Requested {
             }
             _ => {}
         }
-        state.events.exception = Some(exception);
+        cpu.inject_exception(exception.vector, exception.error);
     }
 }
 
@@ -155,6 +157,24 @@ pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
     events.flags =
         KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW | KVM_VCPUEVENT_VALID_SMM;
     events
+}
+
+/// Adds an event that a nested guest's hypervisor has injected by VMRUN, and that is not delivered yet.
+pub fn show_injected(events: &mut kvm_vcpu_events, event: Event) {
+    match event.kind() {
+        Some(EventKind::Nmi) => events.nmi.injected = 1,
+        Some(EventKind::Exception) => {
+            events.exception.injected = 1;
+            events.exception.nr = event.vector();
+            events.exception.has_error_code = u8::from(event.error().is_some());
+            events.exception.error_code = event.error().unwrap_or(0);
+        }
+        kind => {
+            events.interrupt.injected = 1;
+            events.interrupt.nr = event.vector();
+            events.interrupt.soft = u8::from(kind == Some(EventKind::Software));
+        }
+    }
 }
 
 /// Sets the events of the CPU's state. Returns those that are not part of it.

@@ -31,6 +31,8 @@ const FIXED: &[(&str, &str)] = &[
     ("min_timer_period_us", "200"),
 ];
 const NX_HUGE_PAGES: &str = "nx_huge_pages";
+/// Whether guests can have guests: a parameter of KVM's module for the processor, which cannot be written either.
+const NESTED: &str = policy::NESTED;
 /// Tells which MMU the VMs of this process have. KVM's cannot be written either once it is loaded.
 const TDP_MMU: &str = "tdp_mmu";
 
@@ -39,7 +41,7 @@ static WITHOUT_NX: PerProcess<Mutex<Vec<Weak<EngineVm>>>> = PerProcess::new();
 
 /// Returns the static name of a parameter; `None` if it does not exist. Takes no lock and allocates nothing.
 pub fn known(name: &[u8]) -> Option<&'static str> {
-    let fixed = FIXED.iter().map(|(name, _)| *name).chain([TDP_MMU]);
+    let fixed = (FIXED.iter().map(|(name, _)| *name)).chain([TDP_MMU, NESTED]);
     let mut all = WRITABLE.iter().copied().chain(fixed);
     all.find(|known| known.as_bytes() == name)
 }
@@ -48,6 +50,11 @@ pub fn known(name: &[u8]) -> Option<&'static str> {
 pub fn read(name: &str) -> Option<(&'static str, String)> {
     if let Some((name, value)) = FIXED.iter().find(|(known, _)| *known == name) {
         return Some((name, (*value).to_owned()));
+    }
+    if name == NESTED {
+        // AMD's module shows a number.
+        let value = if policy::nested() { "1" } else { "0" };
+        return Some((NESTED, value.to_owned()));
     }
     if name == TDP_MMU {
         let has_it = policy::current().is_ok_and(|policies| policies.mmu == MmuKind::Tdp);

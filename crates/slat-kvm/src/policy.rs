@@ -52,6 +52,18 @@ impl fmt::Display for Jit {
     }
 }
 
+/// The policy of nested virtualization: whether guests are offered SVM, as KVM's module parameter says.
+pub const NESTED: &str = "nested";
+
+/// Reads the value of [`NESTED`].
+fn parse_nested(value: &str) -> std::result::Result<bool, String> {
+    match value {
+        "on" | "1" | "Y" | "y" => Ok(true),
+        "off" | "0" | "N" | "n" => Ok(false),
+        _ => Err(format!("{NESTED}={value}: the value is on, or off")),
+    }
+}
+
 /// `POLICY=VALUE`, as `SLAT_SET` lists them: a policy of the engine, or of the software CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Assignment {
@@ -59,6 +71,8 @@ pub enum Assignment {
     Memory(Setting),
     /// The software CPU's, [`JIT`].
     Cpu(Jit),
+    /// Whether the software CPU has SVM, [`NESTED`].
+    Nested(bool),
 }
 
 impl Assignment {
@@ -67,6 +81,7 @@ impl Assignment {
         match self {
             Assignment::Memory(setting) => setting.name(),
             Assignment::Cpu(_) => JIT,
+            Assignment::Nested(_) => NESTED,
         }
     }
 }
@@ -82,6 +97,9 @@ impl FromStr for Assignment {
         if name == JIT {
             return Jit::parse(value).map(Assignment::Cpu);
         }
+        if name == NESTED {
+            return parse_nested(value).map(Assignment::Nested);
+        }
         match Setting::parse(name, value) {
             Ok(setting) => Ok(Assignment::Memory(setting)),
             Err(PolicyError::NoSuchPolicy) => {
@@ -89,7 +107,7 @@ impl FromStr for Assignment {
                 let names: Vec<_> = known.iter().map(|known| known.name()).collect();
                 let names = names.join(", ");
                 Err(format!(
-                    "there is no policy \"{name}\"; there are {names}, {JIT}"
+                    "there is no policy \"{name}\"; there are {names}, {JIT}, {NESTED}"
                 ))
             }
             Err(error) => Err(format!("{name}={value}: {error}")),
@@ -103,12 +121,13 @@ impl fmt::Display for Assignment {
         match self {
             Assignment::Memory(setting) => write!(f, "{}={}", setting.name(), setting.value()),
             Assignment::Cpu(jit) => write!(f, "{JIT}={jit}"),
+            Assignment::Nested(on) => write!(f, "{NESTED}={}", if *on { "on" } else { "off" }),
         }
     }
 }
 
 /// The policies of every VM of this process.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policies {
     settings: Vec<Setting>,
     /// The format of second-level tables.
@@ -117,8 +136,23 @@ pub struct Policies {
     pub mmu: MmuKind,
     /// Which of the guests' code is compiled.
     pub jit: Jit,
+    /// Whether guests are offered SVM.
+    pub nested: bool,
     /// Print statistics at the end of the process.
     pub stats: bool,
+}
+
+impl Default for Policies {
+    fn default() -> Self {
+        Policies {
+            settings: Vec::new(),
+            format: TableFormat::default(),
+            mmu: MmuKind::default(),
+            jit: Jit::default(),
+            nested: true,
+            stats: false,
+        }
+    }
 }
 
 impl Policies {
@@ -144,11 +178,13 @@ impl Policies {
         check_pair(mmu, format)?;
         let mut settings = Vec::new();
         let mut jit = Jit::default();
+        let mut nested = true;
         let set = variable("SLAT_SET").unwrap_or_default();
         for word in set.split(',').filter(|word| !word.is_empty()) {
             match word.parse() {
                 Ok(Assignment::Memory(setting)) => settings.push(setting),
                 Ok(Assignment::Cpu(value)) => jit = value,
+                Ok(Assignment::Nested(value)) => nested = value,
                 Err(error) => return Err(format!("SLAT_SET: {error}")),
             }
         }
@@ -158,6 +194,7 @@ impl Policies {
             format,
             mmu,
             jit,
+            nested,
             stats,
         })
     }
@@ -218,6 +255,11 @@ pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
     Ok(POLICIES.get_or_init(|| AtomicPolicy::new(given.of_new_vms())))
 }
 
+/// Whether guests are offered SVM.
+pub(crate) fn nested() -> bool {
+    current().is_ok_and(|policies| policies.nested)
+}
+
 /// Returns the number of a policy: 1 for "on", 0 for "off" or no such policy.
 pub(crate) fn number(name: &str) -> u64 {
     value(name).map_or(0, |value| match value.as_str() {
@@ -276,7 +318,8 @@ mod tests {
     fn an_assignment_is_read_as_it_is_written() {
         let all = Policy::default().iter().map(Assignment::Memory);
         let jit = [Jit::Off, Jit::On, Jit::AtOnce].map(Assignment::Cpu);
-        for assignment in all.chain(jit) {
+        let nested = [false, true].map(Assignment::Nested);
+        for assignment in all.chain(jit).chain(nested) {
             assert_eq!(assignment.to_string().parse(), Ok(assignment));
         }
     }

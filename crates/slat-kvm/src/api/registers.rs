@@ -5,10 +5,14 @@ use crate::errno::{Result, fail, no_memory};
 use crate::nested;
 use kvm_bindings::*;
 use kvm_ioctls::KvmNestedStateBuffer;
+use slat_x86::svm::VMCB_BYTES;
 use std::num::NonZeroUsize;
+use std::ptr;
 
+/// The page of nested state after the header.
+type NestedVmcb = [u8; VMCB_BYTES];
 /// The header that nested state begins with, in words.
-type NestedHeader = [u64; nested::SIZE as usize / 8];
+type NestedHeader = [u64; nested::WORDS];
 
 impl VcpuFd {
     /// `KVM_GET_REGS`.
@@ -235,38 +239,38 @@ impl VcpuFd {
         self.vcpu.set_vcpu_events(vcpu_events)
     }
 
-    /// `KVM_GET_NESTED_STATE`: writes a header that says the guest runs no nested guest. Returns `None`: no state follows it.
+    /// `KVM_GET_NESTED_STATE`. Returns the size of the state in bytes; `None`: it is the header alone, the guest runs no nested guest.
     ///
     /// # Errors
-    /// `E2BIG` when `buffer.size` is less than the header.
+    /// `E2BIG` when `buffer.size` is less than the state's.
     pub fn nested_state(&self, buffer: &mut KvmNestedStateBuffer) -> Result<Option<NonZeroUsize>> {
         let state = self.vcpu.nested_state()?;
-        if buffer.size < nested::SIZE {
-            buffer.size = nested::SIZE;
+        if buffer.size < state.size() {
+            buffer.size = state.size();
             return fail(libc::E2BIG);
         }
-        let header: *mut KvmNestedStateBuffer = buffer;
+        let header = ptr::from_mut(buffer).cast::<NestedHeader>();
         // SAFETY: the buffer begins with the header, in which all bit patterns are valid.
-        unsafe {
-            header
-                .cast::<NestedHeader>()
-                .write_unaligned(*state.words())
+        unsafe { header.write_unaligned(*state.words()) };
+        let Some(vmcb) = state.vmcb() else {
+            return Ok(None);
         };
-        Ok(None)
+        // SAFETY: the buffer has a page after the header, in which all bit patterns are valid.
+        unsafe { header.add(1).cast::<NestedVmcb>().write_unaligned(*vmcb) };
+        Ok(NonZeroUsize::new(state.size() as usize))
     }
 
     /// `KVM_SET_NESTED_STATE`.
     ///
     /// # Errors
-    /// `EINVAL` for any state but the one that [`nested_state`](Self::nested_state) returns.
+    /// `EINVAL` for a state that the vCPU cannot be in.
     pub fn set_nested_state(&self, state: &KvmNestedStateBuffer) -> Result<()> {
-        if state.size < nested::SIZE {
-            return fail(libc::EINVAL);
-        }
-        let header: *const KvmNestedStateBuffer = state;
+        let header = ptr::from_ref(state).cast::<NestedHeader>();
         // SAFETY: the buffer begins with the header, which is plain data without padding.
-        let words = unsafe { header.cast::<NestedHeader>().read_unaligned() };
-        self.vcpu.set_nested_state(&words)
+        let words = unsafe { header.read_unaligned() };
+        // SAFETY: the buffer has a page of plain data after the header.
+        let vmcb = || Ok(unsafe { header.add(1).cast::<NestedVmcb>().read_unaligned() });
+        self.vcpu.set_nested_state(&words, vmcb)
     }
 
     /// `KVM_GET_ONE_REG`. Returns the number of bytes of the register.

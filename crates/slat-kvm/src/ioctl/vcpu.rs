@@ -90,10 +90,11 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_SET_NESTED_STATE => {
             // A header whose size is too small is not read to its end.
             let first: u64 = user::read(argument)?;
-            if (first >> 32) < u64::from(nested::SIZE) {
+            if (first >> 32) < u64::from(nested::HEADER) {
                 return fail(libc::EINVAL);
             }
-            vcpu.set_nested_state(&user::read(argument)?)?;
+            let vmcb = argument + u64::from(nested::HEADER);
+            vcpu.set_nested_state(&user::read(argument)?, || user::read(vmcb))?;
         }
         KVM_SET_VAPIC_ADDR => vcpu.set_vapic_address(&user::read(argument)?)?,
         KVM_TPR_ACCESS_REPORTING => {
@@ -127,9 +128,12 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
 /// Writes the nested state to the client's `kvm_nested_state`, whose `size` says how much memory it has.
 fn give_nested_state(address: u64, state: &NestedState) -> Result<Answer> {
     const SIZE_OFFSET: u64 = 4;
-    if user::read::<u32>(address + SIZE_OFFSET)? < nested::SIZE {
-        user::write(address + SIZE_OFFSET, &nested::SIZE)?;
+    if user::read::<u32>(address + SIZE_OFFSET)? < state.size() {
+        user::write(address + SIZE_OFFSET, &state.size())?;
         return fail(libc::E2BIG);
+    }
+    if let Some(vmcb) = state.vmcb() {
+        user::write(address + u64::from(nested::HEADER), vmcb)?;
     }
     give(address, state.words())
 }

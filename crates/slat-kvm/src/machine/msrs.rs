@@ -4,7 +4,7 @@
 use crate::machine::{VcpuMachine, speculation};
 use crate::msr::index::*;
 use crate::msr::{PLATFORM_INFO_CPUID_FAULT, fixed, microcode_revision};
-use crate::{cpu_features, cpuid};
+use crate::{cpu_features, cpuid, policy};
 use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
 use slat_hyperv::Writer;
 use slat_hyperv::msr::is_synthetic;
@@ -60,6 +60,14 @@ fn valid_pat(value: u64) -> bool {
         .all(|kind| matches!(kind, 0 | 1 | 4 | 5 | 6 | 7))
 }
 
+/// Returns the bits of EFER that a client can set.
+fn known_efer() -> u64 {
+    match policy::nested() {
+        true => control::EFER_KNOWN,
+        false => control::EFER_KNOWN & !control::EFER_SVME,
+    }
+}
+
 /// Returns the register of the CPU's state that is this MSR. `None`: the CPU's state does not have the MSR.
 fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
     Some(match index {
@@ -77,6 +85,8 @@ fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
         TSC_AUX => &mut state.tsc_aux,
         PAT => &mut state.pat,
         SMBASE => &mut state.smbase,
+        VM_CR => &mut state.vm_cr,
+        VM_HSAVE_PA => &mut state.vm_hsave_pa,
         _ => return None,
     })
 }
@@ -101,7 +111,7 @@ pub(crate) fn write(
     value: u64,
 ) -> Result<(), MsrFault> {
     let value = match index {
-        EFER if value & !control::EFER_KNOWN != 0 => return Err(MsrFault::Invalid),
+        EFER if value & !known_efer() != 0 => return Err(MsrFault::Invalid),
         // As in KVM, only special registers change the bit that says which mode the CPU is in.
         EFER => value & !control::EFER_LMA | state.efer & control::EFER_LMA,
         LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE => canonical(value)?,
@@ -109,6 +119,9 @@ pub(crate) fn write(
         SYSENTER_ESP | SYSENTER_EIP if is_intel(machine) => sign_extended(value),
         TSC_AUX if is_intel(machine) && value >> 32 != 0 => return Err(MsrFault::Invalid),
         SYSENTER_ESP | SYSENTER_EIP | SFMASK | TSC_AUX => value & 0xffff_ffff,
+        VM_CR => state.written_vm_cr(value).ok_or(MsrFault::Invalid)?,
+        // As in KVM, the bits within a page are dropped.
+        VM_HSAVE_PA => value & !0xfff,
         PAT if !valid_pat(value) => return Err(MsrFault::Invalid),
         _ => value,
     };

@@ -28,6 +28,7 @@ pub const SAVED: &[u32] = &[
     SFMASK,
     LSTAR,
     PAT,
+    VM_HSAVE_PA,
     TSC_AUX,
     FEATURE_CONTROL,
     SPEC_CTRL,

@@ -12,7 +12,6 @@ use crate::vcpu_common::VcpuCommon;
 use kvm_bindings::*;
 use slat_irqchip::lapic::BASE_BSP;
 use slat_x86::Segment;
-use slat_x86::state::flags;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -55,6 +54,12 @@ impl VcpuObject {
         inner.sync_cr8_to_lapic();
         let has_external = self.has_external(inner);
         let allowed = inner.cpu.can_take_interrupt();
+        if allowed && inner.cpu.exits_on_interrupt() && self.has_interrupt(inner) {
+            // It stays pending for the hypervisor, which takes it when it has set GIF.
+            inner.cpu.exit_on_interrupt();
+            inner.cpu.interrupt_window = true;
+            return Ok(true);
+        }
         if allowed && let Some(vector) = self.next_interrupt(inner, has_external) {
             common.exits.irq_injections.add(1);
             inner.cpu.inject_interrupt(vector);
@@ -155,13 +160,14 @@ impl VcpuObject {
         let latched = if events.smm { VcpuCommon::INIT } else { 0 };
         if self.common().signals.load(Ordering::SeqCst) & !latched != 0
             || events.takes_smi()
-            || events.takes_nmi()
+            || inner.cpu.takes_nmi()
+            || inner.cpu.takes_virtual_interrupt()
         {
             return true;
         }
         inner.sync_cr8_to_lapic();
         let state = &inner.cpu.state;
-        let enabled = state.rflags & flags::IF != 0;
+        let enabled = inner.cpu.interrupts_enabled();
         state.events.exception.is_some()
             || state.events.interrupt.is_some()
             || enabled && self.has_interrupt(inner)
@@ -190,6 +196,7 @@ impl VcpuObject {
     pub(crate) fn accept_init_sipi(&self, inner: &mut Inner) {
         let common = self.common();
         let both = VcpuCommon::INIT | VcpuCommon::SIPI;
+        inner.cpu.gif_window = false;
         if common.signals.load(Ordering::SeqCst) & both == 0 {
             return;
         }
@@ -199,9 +206,17 @@ impl VcpuObject {
                 .fetch_and(!VcpuCommon::SIPI, Ordering::SeqCst);
             return;
         }
+        // Until the hypervisor of a nested guest sets GIF, too.
+        let waits = common.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0
+            && (inner.cpu.state.events.gif_clear || inner.cpu.exit_on_init());
+        inner.cpu.gif_window = waits;
+        if waits {
+            return;
+        }
         // Clears both at once: a SIPI that arrives after this may belong to an INIT that is not carried out yet.
         let sent = common.signals.fetch_and(!both, Ordering::SeqCst);
         if sent & VcpuCommon::INIT != 0 {
+            inner.cpu.drop_guest_mode();
             let [signature, ..] = cpuid::lookup(&inner.machine.cpuid, 1, 0);
             inner.cpu.state.init((signature != 0).then_some(signature));
             inner.flush_translations();

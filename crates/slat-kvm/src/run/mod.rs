@@ -25,7 +25,7 @@ use crate::{exit, guest_debug, msr, report};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_x86::state::flags;
-use slat_x86::{Exception, Exit, PORT_BYTES, vector};
+use slat_x86::{Exit, PORT_BYTES, vector};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -189,7 +189,7 @@ impl VcpuObject {
         let window = self.vm.options.notify_window();
         inner.cpu.notify_window =
             window.map(|cycles| NOTIFY_THRESHOLD + inner.machine.tsc.duration(cycles));
-        inner.requested.begin_exception(&mut inner.cpu.state);
+        inner.requested.begin_exception(&mut inner.cpu);
         loop {
             if self.common().attention.flag().load(Ordering::SeqCst) != 0 {
                 self.attend(inner, masked)?;
@@ -197,7 +197,7 @@ impl VcpuObject {
             inner.machine.write_steal_time();
             inner.machine.deliver_page_ready();
             inner.machine.collect_pv_eoi();
-            if std::mem::take(&mut inner.requested.triple_fault) {
+            if std::mem::take(&mut inner.requested.triple_fault) && !inner.cpu.exit_on_shutdown() {
                 self.page.set_exit_reason(KVM_EXIT_SHUTDOWN);
                 return Ok(());
             }
@@ -416,10 +416,7 @@ impl VcpuObject {
                 );
                 if inner.cpu.cpl() != 0 && !self.vm.options.exit_on_emulation_failure() {
                     // The guest handles what its user programs execute.
-                    inner.cpu.state.events.exception = Some(Exception {
-                        vector: vector::UD,
-                        error: None,
-                    });
+                    inner.cpu.inject_exception(vector::UD, None);
                     return Ok(Next::Again);
                 }
                 exit::emulation_failure(page, bytes, len);
@@ -477,6 +474,10 @@ impl VcpuObject {
         if state.events.smm {
             let others = field!(page, flags);
             set_field!(page, others | KVM_RUN_X86_SMM as u16, flags);
+        }
+        if inner.cpu.is_in_guest_mode() {
+            let others = field!(page, flags);
+            set_field!(page, others | KVM_RUN_X86_GUEST_MODE as u16, flags);
         }
         let ready = self.vm.interrupts.chips().is_some()
             || inner.cpu.can_take_interrupt()

@@ -2,11 +2,13 @@
 
 use super::Next;
 use crate::errno::{Result, fail};
+use crate::machine::VcpuMachine;
 use crate::msr::index::SMI_COUNT;
 use crate::vcpu::{Inner, VcpuObject};
 use crate::vm::{ORDINARY, SMM};
 use kvm_bindings::KVM_EXIT_SHUTDOWN;
-use slat_x86::{SMRAM_BYTES, SMRAM_OFFSET};
+use slat_x86::svm::VMCB_BYTES;
+use slat_x86::{Cpu, SMRAM_BYTES, SMRAM_OFFSET, SmramMap, interrupted_vmcb};
 
 impl VcpuObject {
     /// Gives the CPU the SMI that another thread has sent.
@@ -22,9 +24,12 @@ impl VcpuObject {
     /// `EIO` if there is no SMRAM: the interrupted state is lost, so the VM is dead, as in KVM.
     pub(super) fn enter_smm(&self, inner: &mut Inner) -> Result<Next> {
         let Inner { cpu, machine, .. } = inner;
-        let smram = cpu.state.smram(machine.smram_map());
+        let smram = cpu.smram(machine.smram_map());
+        // A nested guest's hypervisor is kept where it has told to save its registers, as in KVM.
+        let is_kept = !cpu.is_in_guest_mode()
+            || machine.write_smram(cpu.state.vm_hsave_pa, &cpu.saved_vmcb());
         machine.use_space(SMM);
-        if machine.write_smram(cpu.state.smbase.wrapping_add(SMRAM_OFFSET), &smram) {
+        if is_kept && machine.write_smram(cpu.state.smbase.wrapping_add(SMRAM_OFFSET), &smram) {
             cpu.enter_smm();
             machine.store(SMI_COUNT, machine.msr(SMI_COUNT).wrapping_add(1));
         } else {
@@ -47,7 +52,9 @@ impl VcpuObject {
         let is_read = machine.read_smram(from, &mut smram);
         machine.use_space(ORDINARY);
         let map = machine.smram_map();
-        let has_left = is_read && (cpu.leave_smm(map, &smram, |cr3| machine.pdptes(cr3))).is_ok();
+        let has_left = is_read
+            && (cpu.leave_smm(map, &smram, |cr3| machine.pdptes(cr3))).is_ok()
+            && reenter_guest(cpu, machine, map, &smram);
         if !has_left {
             machine.use_space(SMM);
         }
@@ -58,6 +65,21 @@ impl VcpuObject {
         }
         Next::Again
     }
+}
+
+/// Enters guest mode again if the SMI has interrupted a nested guest. Returns `false` if its state is lost.
+fn reenter_guest(
+    cpu: &mut Cpu,
+    machine: &mut VcpuMachine,
+    map: SmramMap,
+    smram: &[u8; SMRAM_BYTES],
+) -> bool {
+    let Some(vmcb) = interrupted_vmcb(map, smram) else {
+        return true;
+    };
+    let mut page = [0; VMCB_BYTES];
+    machine.read_smram(cpu.state.vm_hsave_pa, &mut page)
+        && cpu.restore_guest_mode(vmcb, &page).is_ok()
 }
 
 impl Inner {

@@ -10,7 +10,7 @@ use crate::vcpu_common::VcpuCommon;
 use kvm_bindings::*;
 use slat_irqchip::lapic::{Effect, REGISTERS, reg};
 use slat_x86::state::{MAX_NMIS, control};
-use slat_x86::{Exception, vector};
+use slat_x86::vector;
 use std::sync::atomic::Ordering;
 
 impl VcpuObject {
@@ -72,6 +72,9 @@ impl VcpuObject {
             self.common.nmis(),
             self.common.sipi_vector.load(Ordering::SeqCst),
         );
+        if let Some(event) = inner.cpu.injected_event() {
+            events::show_injected(&mut events, event);
+        }
         let latched = self.common.has_lapic()
             && self.common.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0;
         events.smi.latched_init = latched.into();
@@ -133,10 +136,7 @@ impl VcpuObject {
         match inner.machine.mce.report(error, enabled)? {
             Reported::Logged => {}
             Reported::Exception => {
-                inner.cpu.state.events.exception = Some(Exception {
-                    vector: vector::MC,
-                    error: None,
-                });
+                inner.cpu.inject_exception(vector::MC, None);
             }
             Reported::Shutdown => inner.requested.triple_fault = true,
         }

@@ -1,4 +1,4 @@
-//! A vCPU's calls for the state of its CPU: registers, FPU, CPUID, MSRs, and nested guests, which it has none of.
+//! A vCPU's calls for the state of its CPU: registers, FPU, CPUID, MSRs, and nested guests.
 
 use crate::errno::{Error, Result, fail};
 use crate::irq::vcpus::MAX_VCPUS;
@@ -11,6 +11,7 @@ use kvm_bindings::*;
 use slat_irqchip::lapic::BASE_BSP;
 use slat_x86::Features;
 use slat_x86::state::control;
+use slat_x86::svm::VMCB_BYTES;
 
 impl VcpuObject {
     /// `KVM_GET_REGS`.
@@ -68,12 +69,19 @@ impl VcpuObject {
             .machine
             .set_apic_base(sregs.apic_base, false)
             .map_err(|_| Error::new(libc::EINVAL))?;
+        if state.efer & control::EFER_SVME == 0 && inner.cpu.is_in_guest_mode() {
+            // As in KVM, the registers are then the hypervisor's.
+            inner.cpu.drop_guest_mode();
+            state = inner.cpu.state.clone();
+            regs::set_sregs(&mut state, sregs, &features)?;
+        }
         inner.cpu.state = state;
         if uses_pae_paging(&inner.cpu.state)
             && let Some(pdptes) = pdptes.or_else(|| inner.machine.read_pdptes(sregs.cr3))
         {
             inner.cpu.state.pdptes = pdptes;
         }
+        inner.follow_svme();
         inner.sync_cr8_to_lapic();
         inner.flush_translations();
         inner.machine.memory_restored = true;
@@ -255,6 +263,7 @@ impl VcpuObject {
         });
         // One of these MSRs is the task priority of an x2APIC.
         inner.sync_cr8_from_lapic();
+        inner.follow_svme();
         Ok(done.unwrap_or(entries.len()))
     }
 
@@ -263,21 +272,38 @@ impl VcpuObject {
     /// # Errors
     /// `EIO` in a forked child.
     pub fn nested_state(&self) -> Result<NestedState> {
-        let _call = self.vm.begin()?;
-        Ok(nested::off())
+        Ok(nested::get(&self.lock()?.cpu))
     }
 
-    /// `KVM_SET_NESTED_STATE`: accepts the state of a vCPU without nested guest.
+    /// `KVM_SET_NESTED_STATE`. `read_vmcb` reads the page that follows the header.
     ///
     /// # Errors
-    /// `EINVAL` for any other state, and for another vendor's.
-    pub fn set_nested_state(&self, header: &[u64; nested::WORDS]) -> Result<()> {
-        let _call = self.vm.begin()?;
-        nested::check(header)
+    /// `EINVAL` for a state that the vCPU cannot be in, what `read_vmcb` returns.
+    pub fn set_nested_state(
+        &self,
+        header: &[u64; nested::WORDS],
+        read_vmcb: impl FnOnce() -> Result<[u8; VMCB_BYTES]>,
+    ) -> Result<()> {
+        let mut inner = self.lock()?;
+        nested::set(&mut inner.cpu, header, read_vmcb)?;
+        inner.flush_translations();
+        inner.machine.memory_restored = true;
+        Ok(())
     }
 }
 
 impl Inner {
+    /// Call after a client has set EFER: without SVM there is neither guest mode nor a GIF, as in KVM.
+    fn follow_svme(&mut self) {
+        let set = self.cpu.state.efer;
+        if set & control::EFER_SVME == 0 {
+            self.cpu.drop_guest_mode();
+            let efer = &mut self.cpu.state.efer;
+            *efer = set & !control::EFER_LMA | *efer & control::EFER_LMA;
+            self.cpu.state.events.gif_clear = false;
+        }
+    }
+
     /// Sets in the guest's leaves what follows from the state of its CPU, as the CPUID instruction shows it.
     fn show_state(&self, table: &mut [kvm_cpuid_entry2]) {
         for entry in table {

@@ -267,13 +267,18 @@ pub const USES: &[Use] = &[
     (KVM_CAP_NESTED_STATE, |size| {
         let (_, vcpu) = objects();
         let mut state = vec![0u64; size as usize / 8];
-        state[0] = (size as u64 - 1) << 32;
+        state[0] = 127 << 32;
         let address = state.as_mut_ptr() as u64;
         let refused = vcpu.ioctl(abi::KVM_GET_NESTED_STATE, address);
         assert_eq!(refused.unwrap_err().errno(), libc::E2BIG);
         // The first call has stored the size that the state needs.
         vcpu.ioctl(abi::KVM_GET_NESTED_STATE, address).unwrap();
         vcpu.ioctl(abi::KVM_SET_NESTED_STATE, address).unwrap();
+        assert_eq!(
+            state[0] >> 32,
+            128,
+            "without a nested guest the header is all"
+        );
         state[0] |= u64::from(KVM_STATE_NESTED_GUEST_MODE);
         let refused = vcpu.ioctl(abi::KVM_SET_NESTED_STATE, address);
         assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);

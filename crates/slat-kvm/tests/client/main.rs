@@ -13,6 +13,7 @@ mod hyperv;
 mod interrupts;
 mod msr_exits;
 mod msrs;
+mod nested;
 mod nx;
 mod paravirtual;
 mod private;

@@ -9,8 +9,8 @@ const fn msr(index: u32, words: &'static str) -> Rule {
 pub(super) const RULES: &[Rule] = &[
     Rule {
         values: Values::Listed(
-            &[0, 1, LME, LMA, NXE],
-            &[2, 4, 1 << 9, SVME, 1 << 16, 1 << 32, 1 << 63],
+            &[0, 1, LME, LMA, NXE, SVME],
+            &[2, 4, 1 << 9, 1 << 16, 1 << 32, 1 << 63],
         ),
         differs: OTHER_CPU,
         ..msr(

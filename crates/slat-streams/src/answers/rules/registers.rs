@@ -48,7 +48,7 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         field: field!(kvm_sregs, efer),
-        values: Values::Listed(&[0, 1, LME, NXE], &[LMA, 2, 4, 1 << 9, SVME, 1 << 32]),
+        values: Values::Listed(&[0, 1, LME, NXE, SVME], &[LMA, 2, 4, 1 << 9, 1 << 32]),
         cpuid: false,
         differs: LAX_MODULE,
         ..sregs(
@@ -58,8 +58,8 @@ pub(super) const RULES: &[Rule] = &[
     Rule {
         field: field!(kvm_sregs, efer),
         values: Values::Listed(
-            &[0, 1, LME, NXE, 1 | LME | NXE],
-            &[LMA, 2, 4, 1 << 9, SVME, 1 << 13, 1 << 16, 1 << 32, 1 << 63],
+            &[0, 1, LME, NXE, SVME, 1 | LME | NXE],
+            &[LMA, 2, 4, 1 << 9, 1 << 13, 1 << 16, 1 << 32, 1 << 63],
         ),
         differs: LAX_MODULE,
         ..sregs("EFER without paging: no LMA, and the bits of the guest's CPUID")
@@ -67,7 +67,7 @@ pub(super) const RULES: &[Rule] = &[
     Rule {
         with: long_mode,
         field: field!(kvm_sregs, efer),
-        values: Values::Listed(&[0x500, 0x501, 0xd00], &[LME, LMA, 0x502, 0x1500]),
+        values: Values::Listed(&[0x500, 0x501, 0xd00, 0x1500], &[LME, LMA, 0x502, 0x2500]),
         differs: LAX_MODULE,
         ..sregs("EFER with paging: LME and LMA together")
     },

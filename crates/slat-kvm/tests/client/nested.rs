@@ -1,0 +1,207 @@
+//! Guests that are hypervisors by SVM: what a client sees, saves and restores of them.
+
+use crate::common::*;
+use kvm_bindings::*;
+use slat_kvm::{KvmNestedStateBuffer, VcpuExit, VcpuFd};
+
+const EFER: u32 = 0xc000_0080;
+const EFER_SVME: u64 = 1 << 12;
+const VM_HSAVE_PA: u32 = 0xc001_0117;
+const VMCB: u64 = 0x2000;
+/// Where the nested guest begins.
+const L2: u64 = CODE + 0x100;
+/// Intercepts of VMRUN and VMMCALL, in the fourth vector.
+const LEAVES: u32 = 3;
+
+/// vmrun; mov al, 2; out 0x11, al; hlt
+const L1_CODE: &[u8] = &[0x0f, 0x01, 0xd8, 0xb0, 2, 0xe6, 0x11, 0xf4];
+/// mov al, 1; out 0x10, al; vmmcall
+const L2_CODE: &[u8] = &[0xb0, 1, 0xe6, 0x10, 0x0f, 0x01, 0xd9];
+
+fn flat(kind: u8) -> kvm_segment {
+    kvm_segment {
+        selector: 8,
+        limit: u32::MAX,
+        type_: kind,
+        present: 1,
+        s: 1,
+        db: 1,
+        g: 1,
+        ..Default::default()
+    }
+}
+
+/// Puts the vCPU into protected mode, at the VMRUN of a hypervisor.
+fn start(vcpu: &VcpuFd) {
+    tell_features(vcpu);
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.cr0 = 0x11;
+    sregs.efer = EFER_SVME;
+    sregs.cs = flat(11);
+    (sregs.ds, sregs.es, sregs.ss) = (flat(3), flat(3), flat(3));
+    vcpu.set_sregs(&sregs).unwrap();
+    let mut regs = vcpu.get_regs().unwrap();
+    (regs.rip, regs.rax) = (CODE, VMCB);
+    vcpu.set_regs(&regs).unwrap();
+    assert!(set_msr(vcpu, VM_HSAVE_PA, DATA));
+}
+
+/// A VM with a hypervisor whose guest is in the same state.
+fn hypervisor() -> Guest {
+    let guest = Guest::new(L1_CODE);
+    start(&guest.vcpu);
+    let memory = &guest.memory;
+    memory.write(L2, L2_CODE);
+    memory.write(VMCB, &[0; 4096]);
+    let put = |at: u64, value: u64| memory.write(VMCB + at, &value.to_le_bytes());
+    put(0x10, LEAVES.into());
+    put(0x58, 1);
+    // Flat segments: code and data.
+    for (at, attributes) in [
+        (0x400, 0xc93),
+        (0x410, 0xc9b),
+        (0x420, 0xc93),
+        (0x430, 0xc93),
+    ] {
+        put(at, 8 | attributes << 16 | 0xffff_ffff << 32);
+    }
+    for (at, value) in [
+        (0xd0, EFER_SVME),
+        (0x158, 0x11),
+        (0x160, 0x400),
+        (0x168, 0xffff_0ff0),
+        (0x170, 2),
+        (0x178, L2),
+    ] {
+        put(0x400 + at, value);
+    }
+    guest
+}
+
+/// Runs to an OUT, and checks its port and whether the nested guest runs.
+fn expect_out(vcpu: &mut VcpuFd, port: u16, nested: bool) {
+    match vcpu.run().unwrap() {
+        VcpuExit::IoOut(at, _) => assert_eq!(at, port),
+        other => panic!("{other:?}"),
+    }
+    let flags = vcpu.get_kvm_run().flags;
+    assert_eq!(flags & KVM_RUN_X86_GUEST_MODE as u16 != 0, nested);
+}
+
+fn state(vcpu: &VcpuFd) -> KvmNestedStateBuffer {
+    let mut state = KvmNestedStateBuffer::empty();
+    vcpu.nested_state(&mut state).unwrap();
+    state
+}
+
+#[test]
+fn a_hypervisor_is_saved_and_restored_while_its_guest_runs() {
+    let mut guest = hypervisor();
+    expect_out(&mut guest.vcpu, 0x10, true);
+    let saved = state(&guest.vcpu);
+    assert_eq!(u32::from(saved.format), KVM_STATE_NESTED_FORMAT_SVM);
+    let flags = KVM_STATE_NESTED_GUEST_MODE | KVM_STATE_NESTED_GIF_SET;
+    assert_eq!((u32::from(saved.flags), saved.size), (flags, 4224));
+    let regs = guest.vcpu.get_regs().unwrap();
+    let sregs = guest.vcpu.get_sregs().unwrap();
+    // Another VM with the same memory.
+    let other = Guest::new(L1_CODE);
+    let mut bytes = vec![0; MEMORY];
+    guest.memory.read(0, &mut bytes);
+    other.memory.write(0, &bytes);
+    let mut vcpu = other.vcpu;
+    tell_features(&vcpu);
+    assert!(vcpu.set_nested_state(&saved).is_err(), "without EFER.SVME");
+    vcpu.set_sregs(&sregs).unwrap();
+    assert!(set_msr(&vcpu, VM_HSAVE_PA, DATA));
+    vcpu.set_nested_state(&saved).unwrap();
+    vcpu.set_regs(&regs).unwrap();
+    let again = state(&vcpu);
+    assert_eq!((again.flags, again.size), (saved.flags, saved.size));
+    // The first one goes on, too.
+    for vcpu in [&mut vcpu, &mut guest.vcpu] {
+        // The OUT of the restored guest may be made twice: its client has not completed it.
+        loop {
+            match vcpu.run().unwrap() {
+                VcpuExit::IoOut(0x10, _) => {}
+                VcpuExit::IoOut(0x11, data) => break assert_eq!(data, [2]),
+                other => panic!("{other:?}"),
+            }
+        }
+        let state = state(vcpu);
+        assert_eq!((state.flags, state.size), (0, 128), "GIF is clear");
+    }
+    let mut code = [0; 8];
+    guest.memory.read(VMCB + 0x70, &mut code);
+    assert_eq!(u64::from_le_bytes(code), 0x81);
+}
+
+#[test]
+fn a_state_that_no_cpu_is_in_is_refused() {
+    let mut guest = hypervisor();
+    expect_out(&mut guest.vcpu, 0x10, true);
+    let vcpu = &guest.vcpu;
+    let refused = |change: &dyn Fn(&mut KvmNestedStateBuffer)| {
+        let mut state = state(vcpu);
+        change(&mut state);
+        match vcpu.set_nested_state(&state) {
+            Ok(()) => false,
+            Err(error) => error.errno() == libc::EINVAL,
+        }
+    };
+    assert!(!refused(&|_| {}));
+    assert!(refused(&|state| state.flags |= 4));
+    assert!(refused(&|state| state.format = 0));
+    assert!(refused(&|state| state.size = 128));
+    assert!(refused(&|state| state.hdr.svm.vmcb_pa = VMCB + 8));
+    assert!(refused(&|state| state.hdr.svm.vmcb_pa = 1 << 60));
+    assert!(refused(&|state| state.flags = 2), "a run without a guest");
+    // Without SVM there is no guest, and GIF is set.
+    assert!(set_msr(vcpu, EFER, 0));
+    let after = state(vcpu);
+    assert_eq!(u32::from(after.flags), KVM_STATE_NESTED_GIF_SET);
+    assert!(refused(&|state| state.flags = 0));
+}
+
+/// The control block is not memory any more when the guest leaves.
+#[test]
+fn a_hypervisor_without_its_control_block_shuts_down() {
+    let mut guest = hypervisor();
+    expect_out(&mut guest.vcpu, 0x10, true);
+    set_slot(&guest.vm, &guest.memory, 0, 0);
+    set_slot(&guest.vm, &guest.memory, 0, VMCB);
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Shutdown));
+    let state = state(&guest.vcpu);
+    assert_eq!(u32::from(state.flags) & KVM_STATE_NESTED_GUEST_MODE, 0);
+}
+
+#[test]
+fn a_control_block_in_a_read_only_slot_cannot_be_left_to() {
+    let mut guest = hypervisor();
+    set_slot(&guest.vm, &guest.memory, 0, 0);
+    set_slot(&guest.vm, &guest.memory, 0, VMCB);
+    let region = kvm_userspace_memory_region {
+        slot: 1,
+        flags: KVM_MEM_READONLY,
+        guest_phys_addr: VMCB,
+        memory_size: MEMORY as u64 - VMCB,
+        userspace_addr: guest.memory.start as u64 + VMCB,
+    };
+    // SAFETY: memory of the test, which outlives the VM's use of it.
+    unsafe { guest.vm.set_user_memory_region(region) }.unwrap();
+    expect_out(&mut guest.vcpu, 0x10, true);
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Shutdown));
+}
+
+#[test]
+fn init_ends_guest_mode() {
+    let mut guest = hypervisor();
+    expect_out(&mut guest.vcpu, 0x10, true);
+    let mut sregs = guest.vcpu.get_sregs().unwrap();
+    sregs.efer = 0;
+    guest.vcpu.set_sregs(&sregs).unwrap();
+    assert_eq!(
+        u32::from(state(&guest.vcpu).flags),
+        KVM_STATE_NESTED_GIF_SET
+    );
+}
