@@ -3,7 +3,7 @@
 
 use super::frame::{self, Frame};
 use super::request::Request;
-use super::{filters, rseq, threads};
+use super::{filters, rseq, sites, threads};
 use crate::guarded::guarded;
 use crate::indirect::by_number;
 use crate::real::raw;
@@ -18,6 +18,8 @@ pub fn error(errno: i32) -> isize {
     -(errno as isize)
 }
 
+/// `include/uapi/linux/kvm.h`.
+const KVM_RUN: usize = 0xae80;
 /// The bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
 
@@ -46,6 +48,10 @@ pub fn answer(frame: &mut Frame) -> isize {
         return filters::judged(number, arguments);
     }
     match number {
+        libc::SYS_ioctl if b == KVM_RUN => {
+            sites::count(made.address);
+            all_others(number, arguments)
+        }
         libc::SYS_rt_sigreturn => {
             // SAFETY: the program's handler says that it has ended, with its frame where the kernel expects it.
             unsafe { frame::return_from_handler(frame.register(libc::REG_RSP)) }
@@ -89,6 +95,14 @@ pub fn answer(frame: &mut Frame) -> isize {
             None => all_others(number, load::with_own_path(number, arguments)),
         },
         _ => all_others(number, arguments),
+    }
+}
+
+/// Does ioctl for a site that was rewritten.
+pub(super) fn ioctl(made: &Made) -> isize {
+    match filters::let_pass(made) {
+        true => all_others(made.number, made.arguments),
+        false => filters::judged(made.number, made.arguments),
     }
 }
 
@@ -275,6 +289,7 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
         }
         let alternate = &raw mut frame.alternate as usize;
         pass(libc::SYS_sigaltstack, [0, alternate, 0, 0, 0, 0]);
+        pointers::set_alternate(&frame.alternate);
     }
     if old != 0 {
         // The frame has what was set, not what that means.
