@@ -289,7 +289,10 @@ static int ended(int child)
 	return WIFEXITED(status) ? WEXITSTATUS(status) : 256 + WTERMSIG(status);
 }
 
-static void forks(const char *self)
+// This program's path.
+static char self[4096];
+
+static void forks(void)
 {
 	struct vm vm = make(device, sizeof(device));
 	int child = FORK();
@@ -460,32 +463,26 @@ static void filter(void)
 	CHECK(ended(child) == 256 + SIGSYS);
 }
 
+static const struct {
+	const char *name;
+	void (*run)(void);
+} parts[] = {
+	{ "guest", guest },	{ "eventfds", eventfds }, { "threads", threads }, { "forks", forks },
+	{ "signals", signals }, { "filter", filter },	  { "exits", exits },
+};
+
 int main(int count, char **words)
 {
-	char self[4096] = "";
 	const char *part = count > 1 ? words[1] : "";
-	int all = !*part;
 
 	CHECK(readlink("/proc/self/exe", self, sizeof(self) - 1) > 0);
 	if (!strcmp(part, "measure"))
 		measure();
 	// Twice, the second time after many exits.
-	for (int round = 0; round < (all ? 2 : 1); round++) {
-		if (all || !strcmp(part, "guest"))
-			guest();
-		if (all || !strcmp(part, "eventfds"))
-			eventfds();
-		if (all || !strcmp(part, "threads"))
-			threads();
-		if (all || !strcmp(part, "forks"))
-			forks(self);
-		if (all || !strcmp(part, "signals"))
-			signals();
-		if (all || !strcmp(part, "filter"))
-			filter();
-		if (all || !strcmp(part, "exits"))
-			exits();
-	}
+	for (int round = 0; round < (*part ? 1 : 2); round++)
+		for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++)
+			if (!*part || !strcmp(part, parts[i].name))
+				parts[i].run();
 	puts("all parts passed");
 	return 0;
 }

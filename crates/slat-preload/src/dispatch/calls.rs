@@ -9,6 +9,7 @@ use crate::indirect::by_number;
 use crate::real::raw;
 use crate::{load, signals};
 use slat_guard::blockable;
+use slat_kvm::abi::KVM_RUN;
 use slat_process::filter::Made;
 use slat_process::pointers;
 use std::ffi::c_char;
@@ -18,8 +19,6 @@ pub fn error(errno: i32) -> isize {
     -(errno as isize)
 }
 
-/// `include/uapi/linux/kvm.h`.
-const KVM_RUN: usize = 0xae80;
 /// The bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
 
@@ -44,11 +43,11 @@ pub fn answer(frame: &mut Frame) -> isize {
         arguments,
         address: frame.register(libc::REG_RIP),
     };
-    if !filters::let_pass(&made) {
-        return filters::judged(number, arguments);
+    if let Some(answer) = filters::judged(&made) {
+        return answer;
     }
     match number {
-        libc::SYS_ioctl if b == KVM_RUN => {
+        libc::SYS_ioctl if b == KVM_RUN as usize => {
             sites::count(made.address);
             all_others(number, arguments)
         }
@@ -100,10 +99,7 @@ pub fn answer(frame: &mut Frame) -> isize {
 
 /// Does ioctl for a site that was rewritten.
 pub(super) fn ioctl(made: &Made) -> isize {
-    match filters::let_pass(made) {
-        true => all_others(made.number, made.arguments),
-        false => filters::judged(made.number, made.arguments),
-    }
+    filters::judged(made).unwrap_or_else(|| all_others(made.number, made.arguments))
 }
 
 /// Does a call that concerns the kernel alone.

@@ -50,9 +50,8 @@ fn is_instruction(code: &[u8], at: usize) -> bool {
 /// Returns the offset of `len` bytes of padding that a short jump reaches which ends at the offset `back`: bytes between two functions, which
 /// nothing executes. `code` is a program's text, and `back` the offset of an instruction.
 ///
-/// The code before is decoded from an instruction on: from `back`, or from a function that is called. Padding begins behind an instruction
-/// that goes on elsewhere, and ends at an address with a function's alignment; behind a call, which may return, it ends where a function
-/// begins that is called.
+/// Code is decoded from places where an instruction begins: `back`, and functions that are called. After a return or a jump, padding goes up
+/// to an aligned address. After a call, which may return, it counts only if the next function is called, too.
 pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
     /// A short jump leads from `back` - 128 to `back` + 127.
     const REACH: usize = 128;
@@ -157,7 +156,7 @@ mod tests {
         let calls = |second| [&call(0, 16)[..], &call(5, second), &nops(6)].concat();
         let code = |second| [calls(second), end.to_vec(), nops(6), far.clone()].concat();
         assert_eq!(at(&[&code(32)], 50), Some(26));
-        // The last instruction of the function before is a call that does not return: something is called behind the padding.
+        // The function before ends with a call: the padding counts if the function after it is called.
         let code = |second| [calls(second), end[..8].to_vec(), nops(8), far.clone()].concat();
         assert_eq!(at(&[&code(32)], 50), Some(24));
         assert_eq!(at(&[&code(48)], 50), None);

@@ -17,8 +17,7 @@ use crate::real::{kernel, map_memory};
 use std::arch::asm;
 use std::mem::offset_of;
 use std::ops::Range;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 /// A site is rewritten when so many calls of it were dispatched.
 const CALLS: u32 = 64;
@@ -26,7 +25,7 @@ const CALLS: u32 = 64;
 const SITES: usize = 32;
 const PAGE: usize = 4096;
 
-/// The calls of a site, by the address behind its `syscall`.
+/// How often a site was dispatched. `back` is where the program goes on after it.
 struct Count {
     back: AtomicUsize,
     calls: AtomicU32,
@@ -39,10 +38,12 @@ static COUNTS: [Count; SITES] = [const {
     }
 }; SITES];
 
+/// A thread rewrites a site: it alone changes how pages may be accessed, and chooses padding.
+static BUSY: AtomicBool = AtomicBool::new(false);
+
 /// Whether the user lets slat rewrite.
 fn is_allowed() -> bool {
-    static ALLOWED: OnceLock<bool> = OnceLock::new();
-    *ALLOWED.get_or_init(|| std::env::var_os("SLAT_REWRITE").is_none_or(|value| value != "0"))
+    std::env::var_os("SLAT_REWRITE").is_none_or(|value| value != "0")
 }
 
 /// Counts a dispatched `KVM_RUN` that ends before `back`, and rewrites its site when it is due.
@@ -62,9 +63,15 @@ pub fn count(back: usize) {
         && count.calls.fetch_add(1, Ordering::Relaxed) + 1 == CALLS
     {
         guarded(|| {
+            if BUSY.swap(true, Ordering::Acquire) {
+                // Another time.
+                count.calls.store(0, Ordering::Relaxed);
+                return Ok(0);
+            }
             if is_allowed() {
                 let _ = rewrite(back);
             }
+            BUSY.store(false, Ordering::Release);
             Ok(0)
         });
     }
