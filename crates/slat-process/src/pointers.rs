@@ -12,21 +12,67 @@ use crate::stack;
 use std::arch::{asm, naked_asm};
 use std::cell::Cell;
 use std::ffi::c_int;
+use std::mem::offset_of;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether the program's thread pointer is another than slat's. Assembly reads it.
 pub static SEPARATE: AtomicBool = AtomicBool::new(false);
 
-/// Both pointers of a thread. Assembly reads and writes it at the base of GS: slat's first.
+/// Both pointers of a thread, and where its other stacks are. Assembly finds it at the base of GS.
 #[repr(C)]
 struct Pointers {
     slats: Cell<usize>,
     programs: Cell<usize>,
+    /// The ends of slat's stack ([`stack`]); 0: there is none.
+    stack: [Cell<usize>; 2],
+    /// The ends of the alternate stack that the program has given.
+    alternate: [Cell<usize>; 2],
 }
+
+/// Offsets from the base of GS, for assembly: the ends of slat's stack and of the program's alternate one.
+pub const STACK_LOW: usize = offset_of!(Pointers, stack);
+/// See [`STACK_LOW`].
+pub const STACK_HIGH: usize = STACK_LOW + size_of::<usize>();
+/// See [`STACK_LOW`].
+pub const ALTERNATE_LOW: usize = offset_of!(Pointers, alternate);
+/// See [`STACK_LOW`].
+pub const ALTERNATE_HIGH: usize = ALTERNATE_LOW + size_of::<usize>();
 
 thread_local! {
     // Without an initialiser or a destructor: handlers use it.
-    static POINTERS: Pointers = const { Pointers { slats: Cell::new(0), programs: Cell::new(0) } };
+    static POINTERS: Pointers = const {
+        Pointers {
+            slats: Cell::new(0),
+            programs: Cell::new(0),
+            stack: [const { Cell::new(0) }; 2],
+            alternate: [const { Cell::new(0) }; 2],
+        }
+    };
+}
+
+/// Notes the ends of this thread's stack of slat's.
+pub(crate) fn set_stack(low: usize, high: usize) {
+    POINTERS.with(|pointers| {
+        pointers.stack[0].set(low);
+        pointers.stack[1].set(high);
+    });
+}
+
+/// Returns the ends of this thread's stack of slat's; 0: it has none.
+pub(crate) fn stack_ends() -> (usize, usize) {
+    POINTERS.with(|pointers| (pointers.stack[0].get(), pointers.stack[1].get()))
+}
+
+/// Notes the alternate stack that the program has given this thread.
+pub fn set_alternate(stack: &libc::stack_t) {
+    let (low, size) = match stack.ss_flags & libc::SS_DISABLE {
+        0 => (stack.ss_sp as usize, stack.ss_size),
+        _ => (0, 0),
+    };
+    POINTERS.with(|pointers| {
+        pointers.alternate[0].set(low);
+        pointers.alternate[1].set(low + size);
+    });
 }
 
 /// Whether the program's thread pointer is another than slat's.
@@ -82,7 +128,7 @@ pub fn set_programs(pointer: usize) {
     POINTERS.with(|pointers| pointers.programs.set(pointer));
 }
 
-/// Assembly: changes FS to slat's pointer, if RAX, which is FS now, is the program's.
+/// Assembly: changes FS to slat's pointer, if RAX, which is FS now, is the program's. RAX and the flags are lost.
 #[macro_export]
 macro_rules! to_slats_pointer {
     () => {

@@ -8,33 +8,32 @@
 //! * From a handler on the alternate stack. It may have interrupted slat, and its stack pointer does not show where. So [`around_handler`]
 //!   notes it before a handler of the program is called.
 
+use crate::pointers;
 use std::cell::Cell;
 
 /// Below a stack pointer, a function may have data (System V ABI, AMD64 supplement, "The Stack Frame").
 pub const RED_ZONE: usize = 128;
 
 thread_local! {
-    // Without initialisers or destructors: handlers use them.
-    /// The ends of the stack; 0 before the first use.
-    static ENDS: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
+    // Without an initialiser or a destructor: handlers use it.
     /// Down to here the stack is in use when a handler runs on the alternate stack.
     static USED_TO: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Gives this thread a stack: the memory from `low` to `high`.
 pub fn set(low: usize, high: usize) {
-    ENDS.set((low, high));
+    pointers::set_stack(low, high);
     USED_TO.set(high);
 }
 
 /// Whether this thread has one.
 pub fn exists() -> bool {
-    ENDS.get().1 != 0
+    pointers::stack_ends().1 != 0
 }
 
 /// Whether an address is on this thread's stack.
 pub fn contains(address: usize) -> bool {
-    let (low, high) = ENDS.get();
+    let (low, high) = pointers::stack_ends();
     (low..=high).contains(&address)
 }
 
@@ -44,7 +43,7 @@ pub fn free_below(sp: usize, on_alternate: bool) -> usize {
     match contains(sp) {
         true => sp - RED_ZONE,
         false if on_alternate => USED_TO.get(),
-        false => ENDS.get().1,
+        false => pointers::stack_ends().1,
     }
 }
 

@@ -239,12 +239,12 @@ fn a_slot_change_without_heap_memory_changes_nothing_and_can_be_repeated() {
 #[test]
 fn a_conversion_without_heap_memory_changes_nothing_and_can_be_repeated() {
     every_conversion::<Ept>();
-    every_conversion::<Stage2<48>>();
+    every_conversion::<Stage2<48, true>>();
 }
 
 #[test]
 fn the_same_where_leaves_are_broken_before_they_are_made() {
-    every_change::<Stage2<48>>();
+    every_change::<Stage2<48, true>>();
 }
 
 /// The bytes that deletions and creations in each of two address spaces allocate while both have `slots`

@@ -1,10 +1,12 @@
 //! NX huge pages: what an execution fault does to the leaf in its way, and how it is counted.
 
+use std::sync::Arc;
+
 use slat::Setting;
 use slat::format::{Npt, Stage2, Sv48x4};
 use slat::{
     Access::{self, *},
-    Config, Ept, Format, Gpa, Level, Region, Stats, Stop, Vcpu, Vm,
+    Config, Ept, Format, Gpa, Level, Region, SlotFlags, Stats, Stop, Vcpu, Vm,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -26,9 +28,8 @@ fn touch<F: Format>(vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) -
     level
 }
 
-/// Executes from a leaf of 1 GiB that must not be executed; `at` are the frames, in order. Returns what
-/// was counted meanwhile.
-fn execute<F: Format>(splits: &str, at: &[u64]) -> Stats {
+/// Makes a VM with a slot of 1 GiB, which the host maps by one page, and sets `policies`.
+fn vm<F: Format>(policies: &[(&str, &str)]) -> Arc<Vm<SimPlatform, F>> {
     let platform = SimPlatform::new(GIB1);
     let giga = HostChange::Remap {
         level: Level::GIGA,
@@ -37,15 +38,24 @@ fn execute<F: Format>(splits: &str, at: &[u64]) -> Stats {
     };
     platform.host.change(&(0..GIB1), giga);
     let vm = Vm::<_, F>::new(platform, Config::default()).unwrap();
-    for (policy, value) in [
-        ("nx_huge_pages", "on"),
-        ("nx_huge_pages_split", splits),
-        ("prefetch", "off"),
-    ] {
+    for (policy, value) in [("nx_huge_pages", "on"), ("prefetch", "off")]
+        .iter()
+        .chain(policies)
+    {
         vm.set_policy(Setting::parse(policy, value).unwrap());
     }
-    vm.set_memory_region(0, &Region::new(0, Gpa(0), GIB1 << 12, HostMemory::hva(0)))
-        .unwrap();
+    vm.set_memory_region(0, &slot()).unwrap();
+    vm
+}
+
+fn slot() -> Region {
+    Region::new(0, Gpa(0), GIB1 << 12, HostMemory::hva(0))
+}
+
+/// Executes from a leaf of 1 GiB that must not be executed; `at` are the frames, in order. Returns what
+/// was counted meanwhile.
+fn execute<F: Format>(splits: &str, at: &[u64]) -> Stats {
+    let vm = vm::<F>(&[("nx_huge_pages_split", splits)]);
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(touch(&mut vcpu, 0, Write), Level::GIGA);
     let before = vm.stats();
@@ -79,4 +89,31 @@ fn an_execution_fault_splits_in_place_and_counts_as_fixed_on_every_format() {
 fn without_the_split_every_page_faults_back_in() {
     let did = execute::<Ept>("off", PLACES);
     assert_eq!((did.pf_fixed, did.splits, did.zapped), (4, 0, 1), "{did:?}");
+}
+
+/// The pages of a table that was split for an execution have dirty bits of their own; a huge leaf in its place would have one for all.
+#[test]
+fn recovery_leaves_out_slots_that_log() {
+    for by in ["write-protect", "dirty-bit"] {
+        let vm = vm::<Npt>(&[("dirty_log", by), ("nx_huge_pages_recovery_ratio", "1")]);
+        let mut vcpu = vm.create_vcpu().unwrap();
+        touch(&mut vcpu, 0, Write);
+        touch(&mut vcpu, 3, Execute);
+        assert_eq!(vm.stats().nx_lpage_splits, 1);
+
+        let logged = slot().with_flags(SlotFlags::LOG_DIRTY_PAGES);
+        vm.set_memory_region(0, &logged).unwrap();
+        touch(&mut vcpu, 5, Write);
+        let splits = vm.stats().nx_lpage_splits;
+        assert!(splits > 0, "{by}");
+        assert_eq!(vm.recover_nx_huge_pages(), 0, "{by}");
+        assert_eq!(vm.stats().nx_lpage_splits, splits, "{by}");
+        let mut words = vec![0; (GIB1 / 64) as usize];
+        vm.get_dirty_log(0, 0, &mut words).unwrap();
+        assert_eq!(
+            (words[0], words[1..].iter().any(|&word| word != 0)),
+            (1 << 5, false),
+            "{by}"
+        );
+    }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
-use slat::format::{Npt, Stage2};
+use slat::format::Stage2;
 use slat::{
     Access, Config, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, Pfn,
     Platform, Prefetch, Region, ResolveError, Setting, SlotFlags, Stale, Stop, TableMeta, Vm, VmId,
@@ -120,7 +120,5 @@ fn written_pages_are_told<F: Format>(mmu: MmuKind) {
 fn on_every_kind_of_walker() {
     written_pages_are_told::<Ept>(MmuKind::Tdp);
     written_pages_are_told::<Ept>(MmuKind::Direct);
-    written_pages_are_told::<Npt>(MmuKind::Tdp);
-    written_pages_are_told::<Stage2<48>>(MmuKind::Tdp);
     written_pages_are_told::<Stage2<48, true>>(MmuKind::Tdp);
 }

@@ -3,12 +3,13 @@
 
 use super::frame::{self, Frame};
 use super::request::Request;
-use super::{filters, rseq, threads};
+use super::{filters, rseq, sites, threads};
 use crate::guarded::guarded;
 use crate::indirect::by_number;
 use crate::real::raw;
 use crate::{load, signals};
 use slat_guard::blockable;
+use slat_kvm::abi::KVM_RUN;
 use slat_process::filter::Made;
 use slat_process::pointers;
 use std::ffi::c_char;
@@ -42,10 +43,14 @@ pub fn answer(frame: &mut Frame) -> isize {
         arguments,
         address: frame.register(libc::REG_RIP),
     };
-    if !filters::let_pass(&made) {
-        return filters::judged(number, arguments);
+    if let Some(answer) = filters::judged(&made) {
+        return answer;
     }
     match number {
+        libc::SYS_ioctl if b == KVM_RUN as usize => {
+            sites::count(made.address);
+            all_others(number, arguments)
+        }
         libc::SYS_rt_sigreturn => {
             // SAFETY: the program's handler says that it has ended, with its frame where the kernel expects it.
             unsafe { frame::return_from_handler(frame.register(libc::REG_RSP)) }
@@ -90,6 +95,11 @@ pub fn answer(frame: &mut Frame) -> isize {
         },
         _ => all_others(number, arguments),
     }
+}
+
+/// Does ioctl for a site that was rewritten.
+pub(super) fn ioctl(made: &Made) -> isize {
+    filters::judged(made).unwrap_or_else(|| all_others(made.number, made.arguments))
 }
 
 /// Does a call that concerns the kernel alone.
@@ -275,6 +285,7 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
         }
         let alternate = &raw mut frame.alternate as usize;
         pass(libc::SYS_sigaltstack, [0, alternate, 0, 0, 0, 0]);
+        pointers::set_alternate(&frame.alternate);
     }
     if old != 0 {
         // The frame has what was set, not what that means.

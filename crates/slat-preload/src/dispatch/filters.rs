@@ -49,7 +49,7 @@ pub fn inherit(Inherited(filters): Inherited) {
 }
 
 /// Whether this thread's filters let a call pass.
-pub fn let_pass(call: &Made) -> bool {
+fn let_pass(call: &Made) -> bool {
     let each = [OF_THREAD.get(), OF_ALL.load(Ordering::Acquire)];
     each.into_iter().all(|mut next| {
         // SAFETY: filters are never freed.
@@ -63,13 +63,16 @@ pub fn let_pass(call: &Made) -> bool {
     })
 }
 
-/// Makes a call where the program's filters judge it.
-pub fn judged(number: i64, arguments: [usize; 6]) -> isize {
+/// Makes a call that this thread's filters do not let pass, where they judge it. `None`: they let it pass.
+pub fn judged(call: &Made) -> Option<isize> {
+    if let_pass(call) {
+        return None;
+    }
     super::disarm_thread();
     // SAFETY: the program's own call. What its filter answers by a signal ends the program, or is handled.
-    let answer = unsafe { gate::call_own(number, arguments) };
+    let answer = unsafe { gate::call_own(call.number, call.arguments) };
     super::arm_thread();
-    answer
+    Some(answer)
 }
 
 /// Returns instructions that allow what comes from `range`. All other calls reach the instructions that follow them.

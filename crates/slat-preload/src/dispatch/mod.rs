@@ -7,6 +7,7 @@
 //! | `scan` | whether the program has calls of its own |
 //! | `frame` | the program's state at a call, and the stack on which it is served |
 //! | `calls` | the calls that concern the thread, its signals or its memory; all others go to `indirect` |
+//! | `sites`, `direct` | places from which `KVM_RUN` is called, which jump to slat after a while |
 //! | `filters` | the program's seccomp filters |
 //! | `robust` | robust futexes |
 //! | `rseq` | restartable sequences |
@@ -18,6 +19,7 @@
 //! before they run the program.
 
 mod calls;
+mod direct;
 mod filters;
 mod frame;
 mod library_threads;
@@ -25,6 +27,7 @@ mod request;
 mod robust;
 mod rseq;
 mod scan;
+mod sites;
 mod text;
 pub mod threads;
 

@@ -1,9 +1,10 @@
-//! Whether the program has `syscall` instructions of its own.
+//! What code contains: whether the program has `syscall` instructions of its own, and where padding is.
 
-use iced_x86::{Decoder, DecoderOptions};
+use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic};
+use std::ops::Range;
 
 /// The bytes of `syscall`.
-const SYSCALL: [u8; 2] = [0x0f, 0x05];
+pub const SYSCALL: [u8; 2] = [0x0f, 0x05];
 
 /// Whether code contains a `syscall` instruction. The same two bytes inside another instruction do not count: in megabytes of code they
 /// are found by chance.
@@ -46,9 +47,120 @@ fn is_instruction(code: &[u8], at: usize) -> bool {
     2 * reached >= tried
 }
 
+/// Returns the offset of `len` bytes of padding that a short jump reaches which ends at the offset `back`: bytes between two functions, which
+/// nothing executes. `code` is a program's text, and `back` the offset of an instruction.
+///
+/// Code is decoded from places where an instruction begins: `back`, and functions that are called. After a return or a jump, padding goes up
+/// to an aligned address. After a call, which may return, it counts only if the next function is called, too.
+pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
+    /// A short jump leads from `back` - 128 to `back` + 127.
+    const REACH: usize = 128;
+    /// As many bytes before that are looked at for a function's begin.
+    const BEFORE: usize = 1024;
+    let window = back.saturating_sub(BEFORE)..code.len().min(back + 2 * REACH);
+    let functions = called(code, &window);
+    let reached = back.saturating_sub(REACH)..back + REACH;
+    let from = |start: usize| {
+        let mut decoder = Decoder::new(64, &code[start..window.end], DecoderOptions::NONE);
+        while decoder.can_decode() {
+            let instruction = decoder.decode();
+            let begin = start + decoder.position();
+            if instruction.is_invalid() || begin >= reached.end {
+                return None;
+            }
+            let end = begin + padding_at(&code[begin..window.end]);
+            let is_between = match instruction.flow_control() {
+                FlowControl::Return
+                | FlowControl::UnconditionalBranch
+                | FlowControl::IndirectBranch => end.is_multiple_of(ALIGNMENT),
+                FlowControl::Call => functions.binary_search(&end).is_ok(),
+                _ => false,
+            };
+            if is_between && end - begin >= len && reached.contains(&begin) {
+                return Some(begin);
+            }
+        }
+        None
+    };
+    let before = functions
+        .iter()
+        .rev()
+        .copied()
+        .filter(|start| *start < back);
+    std::iter::once(back).chain(before).find_map(from)
+}
+
+/// The least alignment of functions.
+const ALIGNMENT: usize = 16;
+
+/// Returns the offsets within `window` that are called from anywhere in `code` and aligned, in order. (Other instructions may contain the
+/// same bytes, with a distance that leads there once in 2^32.)
+fn called(code: &[u8], window: &Range<usize>) -> Vec<usize> {
+    const CALL: u8 = 0xe8;
+    let targets = code.windows(5).enumerate().filter_map(|(at, bytes)| {
+        let [CALL, distance @ ..] = bytes else {
+            return None;
+        };
+        let distance = i32::from_le_bytes(distance.try_into().ok()?);
+        (at + 5).checked_add_signed(distance as isize)
+    });
+    let mut found: Vec<_> = targets
+        .filter(|target| window.contains(target) && target.is_multiple_of(ALIGNMENT))
+        .collect();
+    found.sort_unstable();
+    found.dedup();
+    found
+}
+
+/// Returns the bytes of padding with which `code` begins.
+fn padding_at(code: &[u8]) -> usize {
+    let decoder = Decoder::new(64, code, DecoderOptions::NONE);
+    let is_padding = |instruction: &Instruction| {
+        matches!(instruction.mnemonic(), Mnemonic::Nop | Mnemonic::Int3)
+    };
+    let padding = decoder.into_iter().take_while(is_padding);
+    padding.map(|instruction| instruction.len()).sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn padding_is_what_lies_between_functions() {
+        // mov rdi, rax; call +0; pop rbp; ret: 10 bytes.
+        let end = [0x48, 0x89, 0xc7, 0xe8, 0, 0, 0, 0, 0x5d, 0xc3];
+        // nop word [cs:rax+rax+0], of 11 bytes.
+        let long = [0x66, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0];
+        let nops = |count| vec![0x90; count];
+        let at = |code: &[&[u8]], back| padding(&code.concat(), back, 5);
+        assert_eq!(at(&[&end, &nops(6)], 0), Some(10));
+        assert_eq!(at(&[&end, &[0xcc; 6]], 0), Some(10));
+        assert_eq!(at(&[&end, &long, &nops(11)], 0), Some(10));
+        assert_eq!(at(&[&end, &nops(22), &end], 0), Some(10));
+        // Too short; not to the next function; a part of a function that is aligned, and executed.
+        assert_eq!(at(&[&nops(2), &end, &nops(4), &end], 2), None);
+        assert_eq!(at(&[&end, &nops(5), &end], 0), None);
+        assert_eq!(at(&[&end[..8], &nops(8), &end], 0), None);
+        // Behind the end of the next function, as far as a short jump reaches.
+        assert_eq!(at(&[&end, &end, &nops(12)], 0), Some(20));
+        let far = [0x48, 0x89, 0xc7].repeat(43);
+        assert_eq!(at(&[&far, &end, &nops(5)], 0), None);
+        assert_eq!(at(&[&end], 0), None);
+        // Before the function, which is called, if the one before is. (The first 16 bytes call them.)
+        let call = |from: i32, to: i32| {
+            let mut code = vec![0xe8];
+            code.extend((to - from - 5).to_le_bytes());
+            code
+        };
+        let calls = |second| [&call(0, 16)[..], &call(5, second), &nops(6)].concat();
+        let code = |second| [calls(second), end.to_vec(), nops(6), far.clone()].concat();
+        assert_eq!(at(&[&code(32)], 50), Some(26));
+        // The function before ends with a call: the padding counts if the function after it is called.
+        let code = |second| [calls(second), end[..8].to_vec(), nops(8), far.clone()].concat();
+        assert_eq!(at(&[&code(32)], 50), Some(24));
+        assert_eq!(at(&[&code(48)], 50), None);
+    }
 
     #[test]
     fn an_instruction_is_told_from_the_same_bytes_in_another() {

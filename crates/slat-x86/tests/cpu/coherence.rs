@@ -150,7 +150,7 @@ fn a_breakpoint_is_patched_over_as_kernels_do_it() {
             let began = Instant::now();
             // While the breakpoint is there, the first CPU makes no turns: its IRET serialises.
             while turns() < from + 3 && began.elapsed() < Duration::from_millis(3) {
-                std::hint::spin_loop();
+                std::thread::yield_now();
             }
         };
         let first = halts_beside(first, || {

@@ -74,12 +74,12 @@ on_formats! { false:
     x86_with_5_levels: tdp, X86<5>,
     stage_2: tdp, Stage2<48>,
     stage_2_with_hardware_dirty_state: tdp, Stage2<48, true>,
-    sv39x4: tdp, Sv39x4,
 }
 
 on_formats! { true:
     npt: tdp, Npt,
     npt_direct: direct, Npt,
     stage_2_with_a_concatenated_root: tdp, Stage2<40>,
+    sv39x4: tdp, Sv39x4,
     sv48x4: tdp, Sv48x4,
 }

@@ -1,0 +1,159 @@
+//! ioctl(2) from a call site that was rewritten ([`sites`](super::sites)): a jump to slat in place of a signal.
+//!
+//! The kernel keeps all registers over a system call but RAX, RCX and R11, so this does, too: flags and vectors are saved. Nothing of the
+//! program's stack is written to, which may be a goroutine's. slat's stack is free if the program is on its own
+//! ([`stack`](slat_process::stack)): a call from anywhere else, and each call that is not ioctl, is made by the `syscall` in the
+//! site's stub, and dispatched.
+//!
+//! Only loaded programs have this: the base of GS leads to the thread's stack before anything is saved. Signals may come between any two
+//! instructions: handlers find out which thread pointer FS holds, and the stack pointer says what of slat's stack is in use.
+
+use super::calls;
+use slat_process::filter::Made;
+use slat_process::pointers::{ALTERNATE_HIGH, ALTERNATE_LOW, STACK_HIGH, STACK_LOW};
+use std::arch::naked_asm;
+use std::arch::x86_64::__cpuid_count;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// What a stub has where RCX leads, when it jumps to [`entry`].
+#[repr(C)]
+pub struct Site {
+    /// Where the program goes on: the end of its `syscall`.
+    pub back: usize,
+    /// `syscall`, and a jump to `back`.
+    pub call: [u8; 8],
+}
+
+/// What [`entry`] has pushed.
+#[repr(C)]
+struct Saved {
+    rbp: usize,
+    r9: usize,
+    r8: usize,
+    r10: usize,
+    rdx: usize,
+    rsi: usize,
+    rdi: usize,
+    flags: usize,
+    site: *const Site,
+    answer: usize,
+    rsp: usize,
+}
+
+/// The bytes that XSAVE writes with what the kernel has enabled. Assembly reads it.
+static STATE_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+/// Prepares for the first [`entry`].
+pub fn prepare() {
+    // Intel SDM, volume 2, CPUID leaf 0DH: EBX of its first subleaf.
+    let bytes = __cpuid_count(0xd, 0).ebx as usize;
+    STATE_BYTES.store(bytes, Ordering::Release);
+}
+
+/// Where a stub jumps. RCX: its [`Site`]. All other registers are those of the call.
+///
+/// # Safety
+/// - [`prepare`] was called. The thread is one of a loaded program.
+#[unsafe(naked)]
+pub unsafe extern "C" fn entry() {
+    naked_asm!(
+        // The flags, in AH and AL.
+        "mov r11, rax",
+        "lahf",
+        "seto al",
+        "cmp r11d, {ioctl}",
+        "jne 5f",
+        "cmp qword ptr gs:[{stack_high}], 0",
+        "je 5f",
+        "cmp rsp, gs:[{stack_low}]",
+        "jb 2f",
+        "cmp rsp, gs:[{stack_high}]",
+        "jbe 5f",
+        "2:",
+        "cmp rsp, gs:[{alternate_low}]",
+        "jb 3f",
+        "cmp rsp, gs:[{alternate_high}]",
+        "jbe 5f",
+        "3:",
+        "mov r11, rsp",
+        "mov rsp, gs:[{stack_high}]",
+        "push r11",
+        "push rax",
+        "push rcx",
+        "push rax",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push r10",
+        "push r8",
+        "push r9",
+        "push rbp",
+        "mov rbp, rsp",
+        "rdfsbase rax",
+        slat_process::to_slats_pointer!(),
+        "sub rsp, [rip + {state_bytes}]",
+        "and rsp, -64",
+        // XRSTOR wants a header without reserved bits (Intel SDM, volume 1, section 13.4.2).
+        "xor eax, eax",
+        "mov ecx, 8",
+        "lea rdi, [rsp + 512]",
+        "rep stosq",
+        "mov eax, -1",
+        "mov edx, -1",
+        "xsave64 [rsp]",
+        "mov rdi, rbp",
+        "call {serve}",
+        "mov [rbp + {answer}], rax",
+        "mov eax, -1",
+        "mov edx, -1",
+        "xrstor64 [rsp]",
+        "mov rsp, rbp",
+        slat_process::to_programs_pointer!(),
+        "pop rbp",
+        "pop r9",
+        "pop r8",
+        "pop r10",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "pop rax",
+        "pop rcx",
+        "mov rcx, [rcx]",
+        "add al, 127",
+        "sahf",
+        "pop rax",
+        "pop rsp",
+        "jmp rcx",
+        "5:",
+        "add al, 127",
+        "sahf",
+        "mov rax, r11",
+        "lea rcx, [rcx + {call}]",
+        "jmp rcx",
+        ioctl = const libc::SYS_ioctl,
+        stack_low = const STACK_LOW,
+        stack_high = const STACK_HIGH,
+        alternate_low = const ALTERNATE_LOW,
+        alternate_high = const ALTERNATE_HIGH,
+        state_bytes = sym STATE_BYTES,
+        serve = sym serve,
+        answer = const std::mem::offset_of!(Saved, answer),
+        call = const std::mem::offset_of!(Site, call),
+    )
+}
+
+/// Serves the call.
+unsafe extern "C" fn serve(saved: &Saved) -> isize {
+    let before = slat_process::errno();
+    let made = Made {
+        number: libc::SYS_ioctl,
+        arguments: [
+            saved.rdi, saved.rsi, saved.rdx, saved.r10, saved.r8, saved.r9,
+        ],
+        // SAFETY: the stub's, which stays.
+        address: unsafe { (*saved.site).back },
+    };
+    let answer = calls::ioctl(&made);
+    slat_process::set_errno(before);
+    answer
+}

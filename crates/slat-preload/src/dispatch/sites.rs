@@ -1,0 +1,189 @@
+//! Call sites that are rewritten. A dispatched call costs a signal, several times what an exit of `KVM_RUN` costs; a program makes these from
+//! one place or two, where slat puts a jump to itself after some calls.
+//!
+//! The `syscall` has two bytes, and so has a jump by at most 128 bytes. It leads to the padding between two functions, if there are five
+//! bytes of it, from where a longer jump leads to a stub in memory near by. So no instruction moves: a thread that comes back from the
+//! kernel, or is about to make the call, finds what it expects. The two bytes are replaced at once, as one store that does not cross a
+//! cache line: other processors see the one instruction or the other (AMD APM, volume 2, section 7.6.1).
+//!
+//! A site without such padding, one in code that is not private, readable and executable, or in a process that is traced (a debugger has
+//! breakpoints in code) stays as it is, as do all with `SLAT_REWRITE=0`.
+
+use super::direct::{self, Site};
+use super::scan;
+use crate::guarded::guarded;
+use crate::load;
+use crate::real::{kernel, map_memory};
+use std::arch::asm;
+use std::mem::offset_of;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+
+/// A site is rewritten when so many calls of it were dispatched.
+const CALLS: u32 = 64;
+/// Sites that are counted.
+const SITES: usize = 32;
+const PAGE: usize = 4096;
+
+/// How often a site was dispatched. `back` is where the program goes on after it.
+struct Count {
+    back: AtomicUsize,
+    calls: AtomicU32,
+}
+
+static COUNTS: [Count; SITES] = [const {
+    Count {
+        back: AtomicUsize::new(0),
+        calls: AtomicU32::new(0),
+    }
+}; SITES];
+
+/// A thread rewrites a site: it alone changes how pages may be accessed, and chooses padding.
+static BUSY: AtomicBool = AtomicBool::new(false);
+
+/// Whether the user lets slat rewrite.
+fn is_allowed() -> bool {
+    std::env::var_os("SLAT_REWRITE").is_none_or(|value| value != "0")
+}
+
+/// Counts a dispatched `KVM_RUN` that ends before `back`, and rewrites its site when it is due.
+pub fn count(back: usize) {
+    if !load::is_loaded() {
+        return;
+    }
+    let of = COUNTS.iter().find(|count| {
+        let claimed = count
+            .back
+            .compare_exchange(0, back, Ordering::Relaxed, Ordering::Relaxed);
+        claimed.is_ok() || claimed == Err(back)
+    });
+    // One thread is the one that reaches the number.
+    if let Some(count) = of
+        && count.calls.load(Ordering::Relaxed) < CALLS
+        && count.calls.fetch_add(1, Ordering::Relaxed) + 1 == CALLS
+    {
+        guarded(|| {
+            if BUSY.swap(true, Ordering::Acquire) {
+                // Another time.
+                count.calls.store(0, Ordering::Relaxed);
+                return Ok(0);
+            }
+            if is_allowed() {
+                let _ = rewrite(back);
+            }
+            BUSY.store(false, Ordering::Release);
+            Ok(0)
+        });
+    }
+}
+
+/// Rewrites the `syscall` before `back`. `None`: it stays as it is.
+fn rewrite(back: usize) -> Option<()> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    status
+        .lines()
+        .find(|line| line.split_whitespace().eq(["TracerPid:", "0"]))?;
+    let text = text_around(back)?;
+    // SAFETY: a private mapping, readable and executable; nobody else changes it.
+    let code = unsafe { std::slice::from_raw_parts(text.start as *const u8, text.len()) };
+    let site = back - scan::SYSCALL.len();
+    // A mapping begins with a page, so that offsets have the alignment of addresses.
+    let padding = text.start + scan::padding(code, back - text.start, LONG.len())?;
+    if !code[..back - text.start].ends_with(&scan::SYSCALL) || site % 64 == 63 {
+        return None;
+    }
+    let short = i8::try_from(padding as isize - back as isize).ok()?;
+    let stub = Stub::near(&text, back)?;
+    let distance = i32::try_from(stub as isize - (padding + LONG.len()) as isize).ok()?;
+    let pages =
+        site.min(padding) & !(PAGE - 1)..(site.max(padding) + LONG.len()).next_multiple_of(PAGE);
+    direct::prepare();
+    protect(&pages, libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC)?;
+    let [low, high] = [0xeb, short as u8];
+    // SAFETY: the pages are writable, and this thread is the only one that writes to them. Nothing executes the padding yet; then the jump
+    // to it is stored at once.
+    unsafe {
+        let mut long = LONG;
+        long[1..].copy_from_slice(&distance.to_le_bytes());
+        (padding as *mut [u8; LONG.len()]).write(long);
+        asm!(
+            "mov word ptr [{site}], {jump:x}",
+            site = in(reg) site,
+            jump = in(reg) u16::from_le_bytes([low, high]),
+            options(nostack, preserves_flags),
+        );
+    }
+    protect(&pages, libc::PROT_READ | libc::PROT_EXEC)
+}
+
+/// `jmp`, with its distance.
+const LONG: [u8; 5] = [0xe9, 0, 0, 0, 0];
+
+/// Returns the addresses of the private mapping around `address`, if it is readable, executable and not writable.
+fn text_around(address: usize) -> Option<Range<usize>> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    maps.lines().find_map(|line| {
+        let (range, rest) = line.split_once(' ')?;
+        let (start, end) = range.split_once('-')?;
+        let hexadecimal = |text| usize::from_str_radix(text, 16).ok();
+        let range = hexadecimal(start)?..hexadecimal(end)?;
+        (range.contains(&address) && rest.starts_with("r-xp")).then_some(range)
+    })
+}
+
+fn protect(pages: &Range<usize>, access: i32) -> Option<()> {
+    // SAFETY: pages of the program's text, which keep what the program needs.
+    unsafe { kernel!(libc::SYS_mprotect, pages.start, pages.len(), access) }.ok()?;
+    Some(())
+}
+
+/// What a rewritten site jumps to: loads the address of `site`, and jumps to `entry`.
+#[repr(C)]
+struct Stub {
+    enter: [u8; 16],
+    site: Site,
+    entry: usize,
+}
+
+impl Stub {
+    /// Makes one in a page of its own that a jump from `text` reaches. Returns its address.
+    fn near(text: &Range<usize>, back: usize) -> Option<usize> {
+        /// How far apart the places are that are tried, and how many.
+        const STEP: usize = 1 << 20;
+        const TRIES: usize = 512;
+        let below = (1..TRIES).map(|n| text.start.wrapping_sub(n * STEP));
+        let above = (1..TRIES).map(|n| text.end + n * STEP);
+        let places = below.zip(above).flat_map(|(below, above)| [below, above]);
+        let flags = libc::MAP_FIXED_NOREPLACE;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let page = places.map(|place| place & !(PAGE - 1)).find_map(|place| {
+            // SAFETY: memory that nobody has.
+            let page = unsafe { map_memory(place, PAGE, access, flags) }.ok()?;
+            // Kernels before 4.17 take the address for a hint.
+            (page == place).then_some(page)
+        })?;
+        let distance = |from: usize, to: usize| (to as i32 - from as i32).to_le_bytes();
+        let site = offset_of!(Stub, site);
+        let mut enter = [0xcc; 16];
+        // lea rcx, [rip + site]; jmp [rip + entry]
+        enter[..3].copy_from_slice(&[0x48, 0x8d, 0x0d]);
+        enter[3..7].copy_from_slice(&distance(7, site + offset_of!(Site, back)));
+        enter[7..9].copy_from_slice(&[0xff, 0x25]);
+        enter[9..13].copy_from_slice(&distance(13, offset_of!(Stub, entry)));
+        // syscall; jmp [rip + back]
+        let mut call = [0x0f, 0x05, 0xff, 0x25, 0, 0, 0, 0];
+        call[4..].copy_from_slice(&distance(
+            offset_of!(Site, call) + 8,
+            offset_of!(Site, back),
+        ));
+        let stub = Stub {
+            enter,
+            site: Site { back, call },
+            entry: direct::entry as *const () as usize,
+        };
+        // SAFETY: the new page, which is large enough.
+        unsafe { (page as *mut Stub).write(stub) };
+        protect(&(page..page + PAGE), libc::PROT_READ | libc::PROT_EXEC)?;
+        Some(page)
+    }
+}
