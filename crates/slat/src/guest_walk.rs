@@ -49,6 +49,9 @@ pub struct GuestPaging {
     pub pdptes: Option<[u64; 4]>,
     /// The width of guest-physical addresses in bits (MAXPHYADDR), at most 52.
     pub physical_bits: u32,
+    /// Whether bit 8 is reserved in entries of levels 3 to 5 that refer to tables, as in AMD's CPUs: in entries that map pages it is G.
+    /// Intel's ignore it.
+    pub reserves_table_global: bool,
 }
 
 impl GuestPaging {
@@ -74,6 +77,15 @@ impl GuestPaging {
         }
     }
 
+    /// Returns how many bits of an address the tables translate; the walk ignores those above.
+    pub fn translated_bits(&self) -> u32 {
+        match self.mode {
+            Mode::Bits32 { .. } | Mode::Pae => 32,
+            Mode::Level4 => 48,
+            Mode::Level5 => 57,
+        }
+    }
+
     /// Returns the address of the table that a walk to `gva` begins with. In [`Mode::Pae`] that is the one of a latched
     /// page-directory-pointer entry. `None`: that entry is not present, or its reserved bits are set, or none is latched.
     pub(crate) fn root_table(&self, gva: u64) -> Option<Gpa> {
@@ -92,6 +104,22 @@ impl GuestPaging {
             write_protect: true,
             ..*self
         }
+    }
+
+    /// Returns the error code of a page fault at an entry that is not present: the bits that depend only on the access.
+    pub fn access_code(&self, access: Access) -> u32 {
+        let mut code = 0;
+        if self.user {
+            code |= error_code::USER;
+        }
+        match access {
+            Access::Read => {}
+            Access::Write => code |= error_code::WRITE,
+            // SDM: set only if the processor distinguishes fetches, by NX or SMEP.
+            Access::Execute if self.reports_fetches() => code |= error_code::FETCH,
+            Access::Execute => {}
+        }
+        code
     }
 
     /// Returns whether page faults report instruction fetches.
@@ -328,7 +356,7 @@ fn attempt<T: GuestTables>(
     let shape = Shape::of(paging);
     let fault = |extra: u32| {
         Err(WalkError::PageFault {
-            code: extra | access_code(paging, access),
+            code: extra | paging.access_code(access),
         })
     };
     let mut path = Path {
@@ -454,23 +482,7 @@ fn frame(paging: &GuestPaging, leaf: u64, level: u32) -> u64 {
     }
 }
 
-/// Returns the error code bits of a page fault that depend only on the access.
-fn access_code(paging: &GuestPaging, access: Access) -> u32 {
-    let mut code = 0;
-    if paging.user {
-        code |= error_code::USER;
-    }
-    match access {
-        Access::Read => {}
-        Access::Write => code |= error_code::WRITE,
-        // SDM: set only if the processor distinguishes fetches, by NX or SMEP.
-        Access::Execute if paging.reports_fetches() => code |= error_code::FETCH,
-        Access::Execute => {}
-    }
-    code
-}
-
-/// Returns the bits that must be 0 in an entry of `level` (SDM 3A, "Reserved bits" of each mode).
+/// Returns the bits that must be 0 in an entry of `level` (SDM 3A, "Reserved bits" of each mode; AMD64 volume 2, 5.3 and 5.4).
 fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u64 {
     if shape.entry_size == 4 {
         // PSE-36: bits 20:13 of a 4 MiB page are bits 39:32 of its address, as far as the machine has those.
@@ -497,6 +509,9 @@ fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u
     }
     if level > shape.max_leaf {
         bits |= PAGE_SIZE_BIT;
+    }
+    if level > 2 && !is_leaf && paging.reserves_table_global {
+        bits |= GLOBAL;
     }
     bits
 }

@@ -317,6 +317,7 @@ fn guest_paging(paging: &Paging, physical_bits: u32) -> GuestPaging {
         },
         pdptes: Some(paging.pdptes),
         physical_bits,
+        reserves_table_global: false,
     }
 }
 
@@ -332,6 +333,7 @@ fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
     };
     GuestPaging {
         pdptes: None,
+        reserves_table_global: true,
         ..guest_paging(&paging, physical_bits)
     }
 }

@@ -27,11 +27,16 @@ struct SecondStage<'a> {
 impl SecondStage<'_> {
     /// Walks the nested tables for `access` to `gpa`, an address of L2's; `place` is a bit of EXITINFO1.
     fn page(&mut self, gpa: u64, access: slat::Access, place: u64) -> Result<GuestPage, Fault> {
+        let fault = |code: u32| Fault::NestedPage {
+            error_code: place | u64::from(code),
+            gpa,
+        };
+        if gpa >> self.paging.translated_bits() != 0 {
+            // No table has an entry for it.
+            return Err(fault(self.paging.access_code(access)));
+        }
         walk(self.machine, self.paging, gpa, access).map_err(|error| match error {
-            WalkError::PageFault { code } => Fault::NestedPage {
-                error_code: place | u64::from(code),
-                gpa,
-            },
+            WalkError::PageFault { code } => fault(code),
             WalkError::Memory(fault) => fault,
         })
     }

@@ -136,6 +136,45 @@ fn a_hypervisor_is_saved_and_restored_while_its_guest_runs() {
     assert_eq!(u64::from_le_bytes(code), 0x81);
 }
 
+/// The nested tables of a hypervisor in 32-bit mode have no entry for an address beyond 4 GiB, which its guest's tables may have.
+#[test]
+fn an_address_beyond_the_nested_tables_is_a_nested_page_fault() {
+    const BEYOND: u64 = 1 << 32;
+    let mut guest = hypervisor();
+    let mut sregs = guest.vcpu.get_sregs().unwrap();
+    // With 4 MiB pages. The nested tables are the hypervisor's own, too.
+    let [nested, directory, pointers] = [0, DATA, DATA + 0x800];
+    (sregs.cr0, sregs.cr3, sregs.cr4) = (0x8000_0011, nested, 0x10);
+    guest.vcpu.set_sregs(&sregs).unwrap();
+    let memory = &guest.memory;
+    let put = |at: u64, value: u64| memory.write(at, &value.to_le_bytes());
+    // A page of 4 MiB; two of 2 MiB.
+    put(nested, 0x87);
+    put(pointers, directory | 1);
+    put(directory, 0x87);
+    put(directory + 8, BEYOND | 0x87);
+    put(VMCB + 0x90, 1);
+    put(VMCB + 0xb0, nested);
+    for (at, value) in [(0x148, 0x20), (0x150, pointers), (0x158, 0x8000_0011)] {
+        put(VMCB + 0x400 + at, value);
+    }
+    // mov eax, [0x200123]
+    memory.write(L2, &[0xa1, 0x23, 1, 0x20, 0]);
+    expect_out(&mut guest.vcpu, 0x11, false);
+    let mut exit = [0; 24];
+    guest.memory.read(VMCB + 0x70, &mut exit);
+    let exit = exit
+        .as_chunks()
+        .0
+        .iter()
+        .map(|bytes| u64::from_le_bytes(*bytes));
+    // At the page itself, by a user.
+    assert_eq!(
+        exit.collect::<Vec<_>>(),
+        [0x400, 1 << 32 | 4, BEYOND | 0x123]
+    );
+}
+
 #[test]
 fn a_state_that_no_cpu_is_in_is_refused() {
     let mut guest = hypervisor();

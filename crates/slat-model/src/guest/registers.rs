@@ -110,6 +110,7 @@ impl Registers {
             },
             pdptes: (mode == Mode::Pae).then_some(self.pdptes),
             physical_bits: PHYSICAL_BITS,
+            reserves_table_global: false,
         })
     }
 

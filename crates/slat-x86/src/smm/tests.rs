@@ -264,7 +264,7 @@ fn rsm_refuses_impossible_registers() {
         (at64::CR3, 1 << 50),
         (at64::CR4, 1 << 13 | CR4_PAE),
         (at64::CR4, 0),
-        (at64::EFER, EFER_LME | 1 << 12),
+        (at64::EFER, EFER_LME | 1 << 13),
         (at64::EFER, 1 << 1),
         (at64::DR6, 1 << 32),
         (at64::DR7, 1 << 40),

@@ -68,6 +68,7 @@ fn paging(mode: Mode) -> GuestPaging {
         pkru: 0,
         pdptes: None,
         physical_bits: 46,
+        reserves_table_global: false,
     }
 }
 
@@ -366,6 +367,33 @@ fn reserved_bits_fault_at_every_level_before_rights_are_checked() {
             Access::Read,
         );
         assert!(result.is_ok(), "level {level}: {result:?}");
+    }
+}
+
+#[test]
+fn amd_reserves_bit_8_of_entries_above_level_2_that_refer_to_tables() {
+    for (mode, level, entry, faults) in [
+        (Mode::Level4, 1, 0, false),
+        (Mode::Level4, 1, 1, false),
+        (Mode::Level4, 1, 2, true),
+        (Mode::Level4, 1, 3, true),
+        (Mode::Level4, 3, 0, false),
+        (Mode::Level5, 1, 4, true),
+    ] {
+        for reserves_table_global in [false, true] {
+            let size_bit = if level > 1 { PS } else { 0 };
+            let (mut memory, at) = build(mode, level, ALL | size_bit, ALL);
+            *memory.entries.get_mut(&at[entry]).unwrap() |= 1 << 8;
+            let paging = GuestPaging {
+                reserves_table_global,
+                ..paging(mode)
+            };
+            let result = walk(&mut memory, &paging, gva(mode), Access::Read);
+            match faults && reserves_table_global {
+                true => assert_eq!(result, fault(code::PRESENT | code::RESERVED)),
+                false => assert!(result.is_ok(), "{mode:?} entry {entry}: {result:?}"),
+            }
+        }
     }
 }
 

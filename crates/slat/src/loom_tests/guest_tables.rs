@@ -150,6 +150,7 @@ impl Cpu {
             pkru: 0,
             pdptes: Some([root << PAGE_SHIFT | 1; 4]),
             physical_bits: 36,
+            reserves_table_global: false,
         }
     }
 

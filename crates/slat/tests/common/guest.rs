@@ -27,6 +27,7 @@ pub fn paging(cr3: u64) -> GuestPaging {
         pkru: 0,
         pdptes: None,
         physical_bits: 40,
+        reserves_table_global: false,
     }
 }
 

@@ -33,6 +33,8 @@ pub(crate) struct Role {
     pub(crate) no_execute: bool,
     /// The guest's MAXPHYADDR: an entry with a higher bit maps nothing.
     pub(crate) physical_bits: u32,
+    /// [`GuestPaging::reserves_table_global`]: likewise.
+    pub(crate) reserves_table_global: bool,
 }
 
 /// What an entry of a guest's table means to a shadow page.
@@ -55,6 +57,7 @@ impl Role {
             quadrant: 0,
             no_execute: false,
             physical_bits: 0,
+            reserves_table_global: false,
         }
     }
 
@@ -75,6 +78,7 @@ impl Role {
             },
             no_execute: paging.no_execute,
             physical_bits: paging.physical_bits,
+            reserves_table_global: paging.reserves_table_global,
         };
         Some((paging.root_table(gva)?.gfn(), role))
     }
@@ -105,6 +109,7 @@ impl Role {
             pkru: 0,
             pdptes: None,
             physical_bits: self.physical_bits,
+            reserves_table_global: self.reserves_table_global,
         }
     }
 
@@ -256,6 +261,7 @@ mod tests {
         tables: Tables::Of(Mode::Level5),
         no_execute: true,
         physical_bits: 48,
+        reserves_table_global: false,
         ..Role::direct(Level::MEGA)
     };
     const SHORT: Role = Role {

@@ -26,6 +26,7 @@ struct RootsOf {
     pdptes: Option<[u64; 4]>,
     no_execute: bool,
     physical_bits: u32,
+    reserves_table_global: bool,
 }
 
 impl RootsOf {
@@ -36,6 +37,7 @@ impl RootsOf {
             pdptes: paging.pdptes.filter(|_| paging.mode == Mode::Pae),
             no_execute: paging.no_execute,
             physical_bits: paging.physical_bits,
+            reserves_table_global: paging.reserves_table_global,
         }
     }
 }
