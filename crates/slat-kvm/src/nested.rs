@@ -87,8 +87,7 @@ pub(crate) fn get(cpu: &Cpu) -> NestedState {
 /// Sets the state of `cpu`. `read_vmcb` reads the page that follows the header.
 ///
 /// # Errors
-/// `EINVAL` as KVM: for unknown flags, another format, a size that does not hold the state; for guest mode, or a GIF that is clear, without
-/// EFER.SVME; for guest mode in system management mode; for an address that no control block has, and for a page that no VMRUN leaves.
+/// `EINVAL` as KVM: for unknown flags, another format, a size that does not hold the state; for guest mode without EFER.SVME; for guest mode in system management mode; for an address that no control block has, and for a page that no VMRUN leaves.
 pub(crate) fn set(
     cpu: &mut Cpu,
     header: &[u64; WORDS],
@@ -111,7 +110,7 @@ pub(crate) fn set(
     let enabled = cpu.state.efer & control::EFER_SVME != 0;
     if format != KVM_STATE_NESTED_FORMAT_SVM
         || flags & !SVM_FLAGS != 0
-        || !enabled && flags != KVM_STATE_NESTED_GIF_SET
+        || !enabled && enters
         || cpu.state.events.smm && enters
     {
         return fail(libc::EINVAL);

@@ -193,6 +193,11 @@ impl Features {
         }
     }
 
+    /// Whether the CPU has SVM's MSR TSC_RATIO.
+    pub(crate) fn has_tsc_ratio(&self) -> bool {
+        self.has_svm() && self.svm & svm::feature::TSC_RATIO != 0
+    }
+
     /// Whether the CPU has SVM.
     pub fn has_svm(&self) -> bool {
         self.efer & control::EFER_SVME != 0

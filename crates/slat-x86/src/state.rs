@@ -285,6 +285,8 @@ pub struct State {
     pub vm_cr: u64,
     /// SVM's MSR VM_HSAVE_PA.
     pub vm_hsave_pa: u64,
+    /// SVM's MSR TSC_RATIO: how fast the time-stamp counter of a hypervisor's guest runs, with 32 bits of fraction.
+    pub tsc_ratio: u64,
     /// Where SMRAM begins.
     pub smbase: u64,
     pub events: Events,
@@ -367,6 +369,7 @@ impl State {
             pat: 0x0007_0406_0007_0406,
             vm_cr: 0,
             vm_hsave_pa: 0,
+            tsc_ratio: 1 << 32,
             smbase: SMBASE_RESET,
             events: Events::default(),
         }
@@ -405,6 +408,7 @@ impl State {
             pat: self.pat,
             vm_cr: self.vm_cr,
             vm_hsave_pa: self.vm_hsave_pa,
+            tsc_ratio: self.tsc_ratio,
             smbase: self.smbase,
             ..reset
         };

@@ -87,6 +87,7 @@ fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
         SMBASE => &mut state.smbase,
         VM_CR => &mut state.vm_cr,
         VM_HSAVE_PA => &mut state.vm_hsave_pa,
+        TSC_RATIO => &mut state.tsc_ratio,
         _ => return None,
     })
 }
@@ -122,6 +123,7 @@ pub(crate) fn write(
         VM_CR => state.written_vm_cr(value).ok_or(MsrFault::Invalid)?,
         // As in KVM, the bits within a page are dropped.
         VM_HSAVE_PA => value & !0xfff,
+        TSC_RATIO if value >> 40 != 0 => return Err(MsrFault::Invalid),
         PAT if !valid_pat(value) => return Err(MsrFault::Invalid),
         _ => value,
     };

@@ -18,7 +18,7 @@ pub(crate) fn read(index: u32) -> Option<u64> {
         | PP0_ENERGY_STATUS
         | PP1_ENERGY_STATUS => 0,
         AMD_SYSCFG | AMD_NB_CFG | AMD_INT_PENDING | AMD_MMIO_CONF_BASE | AMD_TSEG_ADDR
-        | AMD_TSEG_MASK | AMD_VM_HSAVE_PA | AMD_DC_CFG | AMD_TW_CFG | AMD_BU_CFG2 | AMD_EX_CFG => 0,
+        | AMD_TSEG_MASK | VM_HSAVE_PA | AMD_DC_CFG | AMD_TW_CFG | AMD_BU_CFG2 | AMD_EX_CFG => 0,
         // Guests divide by these values: a bus of 100 MHz, ratio 1.
         FSB_FREQ => 3,
         EBC_FREQUENCY_ID => 1 << 24,
@@ -40,7 +40,7 @@ pub(crate) fn write(index: u32, value: u64) -> Result<(), MsrFault> {
         P6_PERFCTR_FIRST..=P6_PERFCTR_LAST
         | P6_EVNTSEL_FIRST..=P6_EVNTSEL_LAST
         | K7_EVNTSEL_FIRST..=K7_PERFCTR_LAST => Ok(()),
-        AMD_NB_CFG | AMD_PATCH_LOADER | AMD_VM_HSAVE_PA | AMD_DC_CFG | AMD_TW_CFG | AMD_BU_CFG2
+        AMD_NB_CFG | AMD_PATCH_LOADER | VM_HSAVE_PA | AMD_DC_CFG | AMD_TW_CFG | AMD_BU_CFG2
         | AMD_EX_CFG => Ok(()),
         AMD_MMIO_CONF_BASE if value == 0 => Ok(()),
         AMD_MMIO_CONF_BASE => Err(MsrFault::Invalid),

@@ -29,6 +29,7 @@ pub const SAVED: &[u32] = &[
     LSTAR,
     PAT,
     VM_HSAVE_PA,
+    TSC_RATIO,
     TSC_AUX,
     FEATURE_CONTROL,
     SPEC_CTRL,

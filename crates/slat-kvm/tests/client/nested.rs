@@ -199,7 +199,8 @@ fn a_state_that_no_cpu_is_in_is_refused() {
     assert!(set_msr(vcpu, EFER, 0));
     let after = state(vcpu);
     assert_eq!(u32::from(after.flags), KVM_STATE_NESTED_GIF_SET);
-    assert!(refused(&|state| state.flags = 0));
+    assert!(!refused(&|state| state.flags = 0));
+    assert_eq!(state(vcpu).flags, 0, "GIF can be clear");
 }
 
 /// The control block is not memory any more when the guest leaves.

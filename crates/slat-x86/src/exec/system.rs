@@ -28,6 +28,7 @@ const CR3_KEEPS: u64 = 1 << 63;
 /// SVM's MSRs.
 const VM_CR: u32 = 0xc001_0114;
 const VM_HSAVE_PA: u32 = 0xc001_0117;
+const TSC_RATIO: u32 = 0xc000_0104;
 /// The time-stamp counter.
 const TSC: u32 = 0x10;
 /// The task priority of a local APIC in x2APIC mode.
@@ -172,9 +173,10 @@ impl Cpu {
             0xc000_0103 => state.tsc_aux,
             VM_CR if self.features.has_svm() => state.vm_cr,
             VM_HSAVE_PA if self.features.has_svm() => state.vm_hsave_pa,
+            TSC_RATIO if self.features.has_tsc_ratio() => state.tsc_ratio,
             TSC => {
-                let offset = self.svm.tsc_offset();
-                self.machine().rdmsr(msr)?.wrapping_add(offset)
+                let tsc = self.machine().rdmsr(msr)?;
+                self.svm.tsc(tsc, self.state.tsc_ratio)
             }
             _ => self.machine().rdmsr(msr)?,
         })
@@ -209,7 +211,14 @@ impl Cpu {
                 if v & !known != 0 || paging && (v ^ self.state.efer) & EFER_LME != 0 {
                     return Err(MsrFault::Invalid);
                 }
-                self.write_svme(v & EFER_SVME != 0)?;
+                let enables = v & EFER_SVME != 0;
+                if enables && self.state.vm_cr & VM_CR_SVMDIS != 0 {
+                    return Err(MsrFault::Invalid);
+                }
+                if !enables && self.state.efer & EFER_SVME != 0 {
+                    // 15.4 leaves it open; as KVM.
+                    self.state.events.gif_clear = false;
+                }
                 self.state.efer = v & !EFER_LMA | self.state.efer & EFER_LMA;
             }
             0xc000_0081 => self.state.star = v,
@@ -233,6 +242,11 @@ impl Cpu {
                 }
                 self.state.vm_hsave_pa = v;
             }
+            // 8 bits of integer, 32 of fraction.
+            TSC_RATIO if self.features.has_tsc_ratio() => match v >> 40 {
+                0 => self.state.tsc_ratio = v,
+                _ => return Err(MsrFault::Invalid),
+            },
             _ => {
                 self.machine().wrmsr(msr, v)?;
                 if matches!(msr, X2APIC_TPR | HYPERV_TPR) {
@@ -243,26 +257,10 @@ impl Cpu {
         Ok(())
     }
 
-    /// Checks a change of EFER.SVME, and does what it means. A hypervisor that disables SVM has GIF set (15.4 leaves it open; as KVM). Its
-    /// guest has disabled its own world: that is a shutdown if the hypervisor intercepts those, and has no effect before the next VMRUN
-    /// otherwise.
-    fn write_svme(&mut self, enables: bool) -> Result<(), MsrFault> {
-        if enables && self.state.vm_cr & VM_CR_SVMDIS != 0 {
-            return Err(MsrFault::Invalid);
-        }
-        if !enables && self.state.efer & EFER_SVME != 0 {
-            match self.svm.is_guest() {
-                true => _ = self.exit_on_shutdown(),
-                false => self.state.events.gif_clear = false,
-            }
-        }
-        Ok(())
-    }
-
     /// Returns the guest's time-stamp counter.
     fn guest_tsc(&mut self) -> u64 {
-        let offset = self.svm.tsc_offset();
-        self.machine().tsc().wrapping_add(offset)
+        let tsc = self.machine().tsc();
+        self.svm.tsc(tsc, self.state.tsc_ratio)
     }
 }
 
@@ -417,6 +415,11 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_msr(op, msr, true)?;
     if let Err(why) = cpu.write_msr(msr, v) {
         return Err(cpu.refuse_msr(op, msr, Some(v), why));
+    }
+    if cpu.svm.is_guest() && cpu.state.efer & EFER_SVME == 0 {
+        // The guest has disabled the world that it is in, which its hypervisor should have intercepted (15.4). As in KVM, that one is lost.
+        cpu.drop_guest_mode();
+        return Err(cpu.leave(Exit::Shutdown));
     }
     // SDM volume 3, "Serializing Instructions": these writes are none, and timers and IPIs are made of them. Hyper-V's are the same
     // registers of the APIC.

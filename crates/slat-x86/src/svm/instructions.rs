@@ -11,6 +11,9 @@ use crate::svm::world_switch::VIRTUAL_GIF;
 use crate::tlb::Which;
 use iced_x86::{Code, Instruction, Mnemonic};
 
+/// As in KVM: a processor would read what the bus returns.
+const NO_MEMORY: &str = "a control block of SVM that is not in memory";
+
 /// Raises #UD unless SVM is enabled, in protected mode; #GP(0) outside CPL 0.
 fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     if cpu.state.efer & EFER_SVME == 0 || cpu.has_paragraphs() {
@@ -48,7 +51,7 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     match cpu.read_vmcb(vmcb)? {
         Some(areas) => Err(cpu.enter_guest(op, vmcb, areas)?),
-        None => Err(cpu.gp()),
+        None => Err(cpu.unimplemented(NO_MEMORY)),
     }
 }
 
@@ -58,7 +61,7 @@ fn vmload(cpu: &mut Cpu, op: &Op) -> Flow {
     let vmcb = vmcb_address(cpu, op)?;
     let mut save = Save([0; SAVE_BYTES]);
     if !cpu.read_physical(vmcb + SAVE_OFFSET as u64, &mut save.0)? {
-        return Err(cpu.gp());
+        return Err(cpu.unimplemented(NO_MEMORY));
     }
     let shift = noncanonical_bits(cpu.state.cr4);
     save.load_rest(&mut cpu.state, |address| {
@@ -77,7 +80,7 @@ fn vmsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let parts = Save::VMSAVE.map(|range| (range, save.0.as_slice()));
     match cpu.write_physical(vmcb + SAVE_OFFSET as u64, &parts)? {
         true => cpu.stored(),
-        false => Err(cpu.gp()),
+        false => Err(cpu.unimplemented(NO_MEMORY)),
     }
 }
 

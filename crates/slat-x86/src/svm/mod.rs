@@ -18,7 +18,7 @@
 //!
 //! Translations of the two worlds never mix: each switch drops all. That makes the ASID and most of TLB_CONTROL meaningless.
 //!
-//! Not offered: SEV, AVIC, virtual NMIs, last-branch records, TSC ratio, virtual VMLOAD and VMSAVE, shadow stacks, and the traps after
+//! Not offered: SEV, AVIC, virtual NMIs, last-branch records, virtual VMLOAD and VMSAVE, shadow stacks, and the traps after
 //! writes of control registers and EFER, which serve SEV-ES.
 
 mod checks;
@@ -45,6 +45,8 @@ pub mod feature {
     pub const NESTED_PAGING: u32 = 1 << 0;
     /// A #VMEXIT stores the address of the next instruction.
     pub const NEXT_RIP: u32 = 1 << 3;
+    /// The guest's time-stamp counter can run at another rate.
+    pub const TSC_RATIO: u32 = 1 << 4;
     /// TLB_CONTROL can flush one ASID.
     pub const FLUSH_BY_ASID: u32 = 1 << 6;
     /// A #VMEXIT tells more of the instruction: the general register of MOV CR, the address of INVLPG, the vector of INT.
@@ -58,6 +60,7 @@ pub mod feature {
     /// All of them.
     pub const ALL: u32 = NESTED_PAGING
         | NEXT_RIP
+        | TSC_RATIO
         | FLUSH_BY_ASID
         | DECODE_ASSISTS
         | PAUSE_FILTER
@@ -204,11 +207,15 @@ impl Svm {
         })
     }
 
-    /// Returns what the guest's TSC has more than the hypervisor's.
-    pub(crate) fn tsc_offset(&self) -> u64 {
+    /// Returns the time-stamp counter where the hypervisor's is `tsc`: of its guest `ratio` times that, with 32 bits of fraction, and an
+    /// offset (15.30.5).
+    pub(crate) fn tsc(&self, tsc: u64, ratio: u64) -> u64 {
         match self.guest {
-            true => self.control.tsc_offset(),
-            false => 0,
+            true => {
+                let scaled = (u128::from(tsc) * u128::from(ratio)) >> 32;
+                (scaled as u64).wrapping_add(self.control.tsc_offset())
+            }
+            false => tsc,
         }
     }
 

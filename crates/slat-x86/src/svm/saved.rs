@@ -18,7 +18,12 @@ impl Cpu {
     /// Returns the page with the state of guest mode.
     pub fn saved_vmcb(&self) -> [u8; VMCB_BYTES] {
         let mut page = [0; VMCB_BYTES];
-        page[..CONTROL_BYTES].copy_from_slice(self.svm.control.bytes());
+        let mut control = self.svm.control.clone();
+        if self.svm.injected.is_none() {
+            // Nothing reads it then; in KVM, whose processor stores it at an exit, it is where the guest goes on.
+            control.set_next_rip(self.state.rip);
+        }
+        page[..CONTROL_BYTES].copy_from_slice(control.bytes());
         let mut save = Save([0; SAVE_BYTES]);
         self.svm.host.write(&mut save);
         page[SAVE_OFFSET..SAVE_OFFSET + SAVE_BYTES].copy_from_slice(&save.0);

@@ -187,6 +187,10 @@ impl Control {
         get64(&self.0, at::NEXT_RIP)
     }
 
+    pub(crate) fn set_next_rip(&mut self, rip: u64) {
+        put64(&mut self.0, at::NEXT_RIP, rip);
+    }
+
     /// Clears EVENTINJ.V: the event is the CPU's now.
     pub(crate) fn take_event(&mut self) {
         put64(&mut self.0, at::EVENT_INJECTION, 0);
