@@ -220,6 +220,7 @@ struct Shape {
 }
 
 impl Shape {
+    #[inline]
     fn of(paging: &GuestPaging) -> Shape {
         let long = |levels| Shape {
             levels,
@@ -247,12 +248,14 @@ impl Shape {
     }
 
     /// Returns the lowest address bit of the index at `level`.
+    #[inline]
     fn shift(&self, level: u32) -> u32 {
         12 + self.index_bits * (level - 1)
     }
 
     /// Returns whether entries of `level` are PAE's four page-directory-pointer entries, which have no rights and no
     /// accessed flag.
+    #[inline]
     fn is_pointer(&self, mode: Mode, level: u32) -> bool {
         mode == Mode::Pae && level == 3
     }
@@ -427,6 +430,7 @@ fn attempt<T: GuestTables>(
 
 /// Returns whether `entry`, of `level`, maps a page; otherwise it refers to a table. `Err`: it does neither; what that
 /// adds to the error code of an access.
+#[inline]
 fn maps_page(paging: &GuestPaging, shape: &Shape, level: u32, entry: u64) -> Result<bool, u32> {
     if entry & PRESENT == 0 {
         return Err(0);
@@ -483,6 +487,7 @@ fn frame(paging: &GuestPaging, leaf: u64, level: u32) -> u64 {
 }
 
 /// Returns the bits that must be 0 in an entry of `level` (SDM 3A, "Reserved bits" of each mode; AMD64 volume 2, 5.3 and 5.4).
+#[inline]
 fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u64 {
     if shape.entry_size == 4 {
         // PSE-36: bits 20:13 of a 4 MiB page are bits 39:32 of its address, as far as the machine has those.
@@ -536,6 +541,7 @@ impl KeyRights {
     /// Returns what the page's protection key forbids (SDM 3A, "Protection Keys"): data accesses to user pages, by
     /// users and supervisors; but of a supervisor's accesses, a key that only disables writes forbids writes only with
     /// CR0.WP.
+    #[inline]
     fn of(paging: &GuestPaging, page: PageRights) -> KeyRights {
         let has_keys = matches!(paging.mode, Mode::Level4 | Mode::Level5);
         if paging.pkru == 0 || !has_keys || !page.user {
@@ -553,6 +559,7 @@ impl KeyRights {
 
 impl Rights {
     /// Returns the rights to a page (SDM 3A, "Determination of Access Rights").
+    #[inline]
     fn of(paging: &GuestPaging, page: PageRights) -> Rights {
         let executable = page.execute || !paging.no_execute;
         let key = KeyRights::of(paging, page);

@@ -433,23 +433,35 @@ impl VcpuMachine {
 
 impl VcpuMachine {
     /// Walks the guest's tables, and those of the hypervisor that it is a guest of, if there is one with nested paging.
+    #[inline]
     fn walk_guest(
         &mut self,
         gva: u64,
         access: slat::Access,
         paging: &Paging,
     ) -> Result<GuestPage, Fault> {
+        if let Some(nested) = &paging.nested {
+            return self.walk_both(gva, access, paging, nested);
+        }
+        let guest = guest_paging(paging, self.physical_bits);
+        walk(self, &guest, gva, access).map_err(|error| match error {
+            WalkError::PageFault { code } => Fault::Page { error_code: code },
+            WalkError::Memory(fault) => fault,
+        })
+    }
+
+    #[cold]
+    fn walk_both(
+        &mut self,
+        gva: u64,
+        access: slat::Access,
+        paging: &Paging,
+        nested: &NestedPaging,
+    ) -> Result<GuestPage, Fault> {
         let bits = self.physical_bits;
-        let guest = guest_paging(paging, bits);
-        let Some(nested) = &paging.nested else {
-            return walk(self, &guest, gva, access).map_err(|error| match error {
-                WalkError::PageFault { code } => Fault::Page { error_code: code },
-                WalkError::Memory(fault) => fault,
-            });
-        };
         let guest = GuestPaging {
             pdptes: None,
-            ..guest
+            ..guest_paging(paging, bits)
         };
         let pages = paging.cr0 & control::CR0_PG != 0;
         let guest = pages.then_some(&guest);
@@ -460,6 +472,8 @@ impl VcpuMachine {
 impl GuestTables for VcpuMachine {
     type Error = Fault;
 
+    // Always: most walks of a guest's tables read four entries by this.
+    #[inline(always)]
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
         match self.word(gpa, size) {
             Ok(entry) => {
