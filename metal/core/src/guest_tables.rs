@@ -81,6 +81,7 @@ pub(crate) fn paging(cr3: u64, physical_bits: u32) -> GuestPaging {
         pkru: 0,
         pdptes: None,
         physical_bits,
+        reserves_table_global: false,
     }
 }
 

@@ -338,6 +338,8 @@ pub fn msrs() -> Vec<FreshMsr> {
             ..msr(0x1a0, Some(0x1800))
         },
         msr(0x277, Some(0x0007_0406_0007_0406)),
+        // TSC_RATIO: a guest's guests have its own rate.
+        msr(0xc000_0104, Some(1 << 32)),
         // Hyper-V's: the time that the vCPU has run, and the VM's; the frequencies of TSC and APIC.
         msr(0x4000_0010, None),
         msr(0x4000_0020, None),

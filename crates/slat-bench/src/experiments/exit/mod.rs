@@ -1,5 +1,7 @@
 //! Exits: what it costs a program to come back from `KVM_RUN`, by each way to slat.
 
+mod loaded;
+
 use std::arch::asm;
 use std::fmt::Write as _;
 use std::hint::black_box;
@@ -20,18 +22,18 @@ const NAME: &str = "exit";
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
-    title: "Exits, by the C library and by dispatch",
+    title: "Exits, by the C library, by dispatch, and from a rewritten call site",
     explain: "\
 A guest writes to a device register for ever; the program enters it again and does nothing else.
-The program is this one, started once more under `slat run`.
-library: it calls the C library's ioctl, which slat replaces. dispatch: it makes the system call by
-an instruction of its own, which the kernel sends to slat by a signal (Syscall User Dispatch): as
-static programs do, and Go's. kvm: a real /dev/kvm, where it opens, by the C library.
+library: this program, started once more under `slat run`, calls the C library's ioctl, which slat
+replaces. dispatch: it makes the system call by an instruction of its own, which the kernel sends to
+slat by a signal (Syscall User Dispatch): as static programs do, and Go's. rewritten: a statically
+linked program, in which slat has put a jump in that instruction's place.
+kvm: a real /dev/kvm, where it opens, by the C library.
 exit/ns_per_exit: one KVM_RUN with its exit. call/ns_per_call: getppid, which no one serves but the
 kernel: what a system call itself costs, without dispatch and with it.
-Asked for: an exit by dispatch takes at most twice as long as a call by dispatch.
-Each way is measured in the same process, in turns; the median of the rounds counts.
-docs/dispatch.md says what happens in such a call.",
+Asked for: an exit by dispatch in at most twice a call by dispatch; from a rewritten site in 1 µs.
+Medians of rounds, taken in turns. docs/dispatch.md says what happens in such a call.",
     settable: Settable::None,
     run,
     compare,
@@ -41,7 +43,9 @@ docs/dispatch.md says what happens in such a call.",
 /// The variable by which this program, started under `slat run`, knows what it is to measure.
 pub const CLIENT: &str = "SLAT_BENCH_EXIT";
 
+/// The ways that this program can take itself.
 const WAYS: &[&str] = &["library", "dispatch"];
+const REWRITTEN: &str = "rewritten";
 const PAGE: usize = 4096;
 
 /// `KVM_RUN` of `include/uapi/linux/kvm.h`.
@@ -215,6 +219,10 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                 Ok(vec![Sample::new(metric(case), Unit::Nanoseconds, value)])
             })?;
         }
+        bench.in_turns("exit", 1, &[REWRITTEN], |_, _| {
+            let value = loaded::exits(&slat, times)?;
+            Ok(vec![Sample::new("ns_per_exit", Unit::Nanoseconds, value)])
+        })?;
     }
     if let Some(kvm) = kvm {
         bench.in_turns("exit", 1, &[RealKvm::NAME], |_, _| {
@@ -229,7 +237,13 @@ fn compare(report: &Report) -> Vec<Line> {
     let line = |case| Line::compare(report, NAME, case, metric(case), "library", "dispatch");
     let bare = report.value(NAME, "call", "dispatch", metric("call"));
     let exits = line("exit").map(|line| line.with_limit("call", bare).at_most_of_limit(2.0));
-    exits.into_iter().chain(line("call")).collect()
+    let rewritten = Line::compare(report, NAME, "exit", metric("exit"), "library", REWRITTEN);
+    let rewritten = rewritten.map(|line| line.at_most(1000.0));
+    exits
+        .into_iter()
+        .chain(rewritten)
+        .chain(line("call"))
+        .collect()
 }
 
 #[cfg(test)]
