@@ -27,6 +27,7 @@ ROWS = {
     "cpu": "rows.cpu",
     "hyperv": "rows.hyperv",
     "bus-lock": "rows.bus_lock",
+    "nested": "rows.nested",
     "xen": "rows.xen",
     "firmware": "rows.firmware",
     "firecracker": "rows.firecracker",
