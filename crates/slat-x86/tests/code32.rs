@@ -81,11 +81,21 @@ fn prepare(guest: &mut Guest, random: &mut Random, registers: &[u64; 8]) {
 
 #[test]
 fn compiled_code_of_32_bits_does_what_the_interpreter_does() {
+    const PARTS: u64 = 2;
     let rounds = std::env::var("SLAT_TEST_ROUNDS").map_or(6, |rounds| rounds.parse().unwrap());
-    let seed = std::env::var("SLAT_ORACLE_SEED").map_or(1, |seed| seed.parse().unwrap());
+    let seed: u64 = std::env::var("SLAT_ORACLE_SEED").map_or(1, |seed| seed.parse().unwrap());
+    std::thread::scope(|scope| {
+        for part in 0..PARTS {
+            scope.spawn(move || compare(PARTS * seed + part, rounds * 500 / PARTS));
+        }
+    });
+}
+
+/// Runs so many sequences compiled and interpreted.
+fn compare(seed: u64, sequences: u64) {
     let mut random = Random(0x2545_f491_4f6c_dd1d ^ seed);
     let mut compiled = 0;
-    for round in 0..rounds * 500 {
+    for round in 0..sequences {
         let code = sequence(&mut random);
         let mut registers = [0; 8];
         for r in &mut registers {
@@ -125,7 +135,7 @@ fn compiled_code_of_32_bits_does_what_the_interpreter_does() {
         );
     }
     assert!(
-        compiled > rounds * 500,
+        compiled > sequences,
         "{compiled} instructions were compiled"
     );
 }

@@ -615,7 +615,7 @@ fn a_world_switch_that_is_interrupted_starts_again() {
 #[test]
 fn a_hypervisor_that_knows_nothing_does_no_harm() {
     let rounds = std::env::var("SLAT_TEST_ROUNDS").ok();
-    let rounds = rounds.map_or(150, |rounds| rounds.parse().unwrap());
+    let rounds = rounds.map_or(60, |rounds| rounds.parse().unwrap());
     let mut random = Random(0x5eed_0001);
     let memory = Memory::new(MMIO as usize);
     for round in 0..rounds {
