@@ -18,13 +18,6 @@ COMMAND_LINE = "console=ttyS0 quiet panic=-1 reboot=t"
 CPU = "EPYC,+svm"
 
 
-def hypervisor(setting, machine, cpus=2, options=(), **more):
-    """Returns a machine that boots Linux with KVM, QEMU and something to boot."""
-    memory = ["-m", str(HYPERVISOR)]
-    payload = linux(setting, initrd="nested/initrd")
-    return Qemu(setting, machine, cpus=cpus, payload=payload, options=[*memory, *options], cpu=CPU, **more)
-
-
 def begin(console):
     """Has the hypervisor's QEMU boot Linux to a shell, which is returned."""
     command = f"/usr/bin/qemu-system-x86_64 -accel kvm -cpu host -m {GUEST} -nodefaults -no-user-config -display none -no-reboot"
@@ -67,7 +60,8 @@ class Shell:
 
 
 def run(setting, machine, cpus):
-    outer = hypervisor(setting, machine, int(cpus))
+    payload = linux(setting, initrd="nested/initrd")
+    outer = Qemu(setting, machine, cpus=int(cpus), payload=payload, options=["-m", str(HYPERVISOR)], cpu=CPU)
     outer.boot(2 * BOOT)
     outer.console.run("ways", 300)
     guest = begin(outer.console)

@@ -125,12 +125,13 @@ pub struct Cpu {
     seen: [u64; 4],
 }
 
-/// Returns the number of upper bits that are equal in a canonical address, less one: by CR4.LA57.
-pub(crate) fn noncanonical_bits(cr4: u64) -> u32 {
-    match cr4 & control::CR4_LA57 {
+/// Returns the canonical address with the low bits of `address`: 48, or with CR4.LA57 57.
+pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
+    let shift = match cr4 & control::CR4_LA57 {
         0 => 16,
         _ => 7,
-    }
+    };
+    ((address << shift) as i64 >> shift) as u64
 }
 
 /// Index of CR3 in `Cpu::seen`.
@@ -531,8 +532,7 @@ impl Cpu {
 
     /// Whether a value is canonical, which some MSRs demand in every mode.
     pub(crate) fn canonical_value(&self, lin: u64) -> bool {
-        let shift = noncanonical_bits(self.state.cr4);
-        ((lin << shift) as i64 >> shift) as u64 == lin
+        made_canonical(self.state.cr4, lin) == lin
     }
 
     /// Returns the paging state for an access through the current TLB table.

@@ -84,6 +84,12 @@ pub mod control {
         EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE | EFER_SVME | EFER_FFXSR | EFER_AIBRSE;
 }
 
+/// Whether a PAT has only memory types that exist (SDM volume 3, table 12-10).
+pub fn is_pat(value: u64) -> bool {
+    let types = value.to_le_bytes();
+    types.iter().all(|kind| matches!(kind, 0 | 1 | 4..=7))
+}
+
 /// State components of the XSAVE feature set: bits of XCR0.
 pub mod xcr0 {
     /// The x87 registers, always set.

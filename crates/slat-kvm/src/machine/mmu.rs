@@ -16,7 +16,7 @@ use crate::thread::bits;
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, Mode, WalkError, walk};
 use slat::{Gpa, HostWords, Hpa, Hva, ResolveError, Stop, VirtualStop};
 use slat_x86::state::control;
-use slat_x86::{Access, Cpu, Fault, GuestFlush, HostPage, Mmu, NestedPaging, Paging};
+use slat_x86::{Access, Cpu, Fault, GuestFlush, HostPage, Mmu, Paging};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
@@ -288,7 +288,27 @@ impl VcpuMachine {
     }
 }
 
-fn guest_paging(paging: &Paging, physical_bits: u32) -> GuestPaging {
+/// Returns the page of an address without paging.
+pub(super) fn unpaged(gva: u64) -> GuestPage {
+    GuestPage {
+        gpa: Gpa(gva & 0xffff_f000),
+        bits: PAGE.trailing_zeros(),
+        read: true,
+        write: true,
+        execute: true,
+        global: false,
+    }
+}
+
+/// Returns the fault of a walk of the guest's own tables.
+pub(super) fn own_fault(error: WalkError<Fault>) -> Fault {
+    match error {
+        WalkError::PageFault { code } => Fault::Page { error_code: code },
+        WalkError::Memory(fault) => fault,
+    }
+}
+
+pub(super) fn guest_paging(paging: &Paging, physical_bits: u32) -> GuestPaging {
     let cr4 = |bit: u64| paging.cr4 & bit != 0;
     let mode = if paging.efer & control::EFER_LMA != 0 {
         if cr4(control::CR4_LA57) {
@@ -318,23 +338,6 @@ fn guest_paging(paging: &Paging, physical_bits: u32) -> GuestPaging {
         pdptes: Some(paging.pdptes),
         physical_bits,
         reserves_table_global: false,
-    }
-}
-
-/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10): walked as by a user, in the paging mode of the hypervisor,
-/// whose page-directory-pointer entries no register holds. Its CR4.SMEP only makes faults report fetches.
-fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
-    let paging = Paging {
-        cr3: nested.cr3,
-        cr4: nested.cr4 & !(control::CR4_SMAP | control::CR4_PKE),
-        efer: nested.efer,
-        user: true,
-        ..Paging::OFF
-    };
-    GuestPaging {
-        pdptes: None,
-        reserves_table_global: true,
-        ..guest_paging(&paging, physical_bits)
     }
 }
 
@@ -441,31 +444,10 @@ impl VcpuMachine {
         paging: &Paging,
     ) -> Result<GuestPage, Fault> {
         if let Some(nested) = &paging.nested {
-            return self.walk_both(gva, access, paging, nested);
+            return self.walk_nested(gva, access, paging, nested);
         }
         let guest = guest_paging(paging, self.physical_bits);
-        walk(self, &guest, gva, access).map_err(|error| match error {
-            WalkError::PageFault { code } => Fault::Page { error_code: code },
-            WalkError::Memory(fault) => fault,
-        })
-    }
-
-    #[cold]
-    fn walk_both(
-        &mut self,
-        gva: u64,
-        access: slat::Access,
-        paging: &Paging,
-        nested: &NestedPaging,
-    ) -> Result<GuestPage, Fault> {
-        let bits = self.physical_bits;
-        let guest = GuestPaging {
-            pdptes: None,
-            ..guest_paging(paging, bits)
-        };
-        let pages = paging.cr0 & control::CR0_PG != 0;
-        let guest = pages.then_some(&guest);
-        self.walk_nested(guest, &second_stage(nested, bits), gva, access)
+        walk(self, &guest, gva, access).map_err(own_fault)
     }
 }
 
@@ -515,14 +497,7 @@ impl Mmu for VcpuMachine {
         let page = if let Some(page) = device {
             page
         } else if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
-            GuestPage {
-                gpa: Gpa(gva & 0xffff_f000),
-                bits: PAGE.trailing_zeros(),
-                read: true,
-                write: true,
-                execute: true,
-                global: false,
-            }
+            unpaged(gva)
         } else if self.shadows && paging.nested.is_none() {
             let paging = guest_paging(paging, self.physical_bits);
             return self.translate_shadowed(gva, access, &paging);

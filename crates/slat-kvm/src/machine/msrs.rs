@@ -9,7 +9,7 @@ use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
 use slat_hyperv::Writer;
 use slat_hyperv::msr::is_synthetic;
 use slat_irqchip::lapic::Effect;
-use slat_x86::state::control;
+use slat_x86::state::{control, is_pat};
 use slat_x86::{MsrFault, State};
 
 const MISC_FEATURES_CPUID_FAULT: u64 = 1;
@@ -51,13 +51,6 @@ fn canonical(value: u64) -> Result<u64, MsrFault> {
 /// Whether a memory type is one that the ranges of memory types can have (SDM volume 3, table 12-8).
 fn is_memory_type(kind: u8) -> bool {
     matches!(kind, 0 | 1 | 4 | 5 | 6)
-}
-
-fn valid_pat(value: u64) -> bool {
-    value
-        .to_le_bytes()
-        .iter()
-        .all(|kind| matches!(kind, 0 | 1 | 4 | 5 | 6 | 7))
 }
 
 /// Returns the bits of EFER that a client can set.
@@ -124,7 +117,7 @@ pub(crate) fn write(
         // As in KVM, the bits within a page are dropped.
         VM_HSAVE_PA => value & !0xfff,
         TSC_RATIO if value >> 40 != 0 => return Err(MsrFault::Invalid),
-        PAT if !valid_pat(value) => return Err(MsrFault::Invalid),
+        PAT if !is_pat(value) => return Err(MsrFault::Invalid),
         _ => value,
     };
     match cpu_register(state, index) {

@@ -7,9 +7,11 @@
 //! It is walked anew at each miss of the CPU's TLB: the engine knows nothing of L1's nested tables.
 
 use crate::machine::VcpuMachine;
+use crate::machine::mmu::{guest_paging, own_fault, unpaged};
 use slat::Gpa;
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, WalkError, walk};
-use slat_x86::Fault;
+use slat_x86::state::control;
+use slat_x86::{Fault, NestedPaging, Paging};
 
 const PAGE: u64 = 4096;
 
@@ -68,36 +70,51 @@ impl GuestTables for SecondStage<'_> {
     }
 }
 
+/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10): walked as by a user, in the paging mode of the hypervisor,
+/// whose page-directory-pointer entries no register holds. Its CR4.SMEP only makes faults report fetches.
+fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
+    let paging = Paging {
+        cr3: nested.cr3,
+        cr4: nested.cr4 & !(control::CR4_SMAP | control::CR4_PKE),
+        efer: nested.efer,
+        user: true,
+        ..Paging::OFF
+    };
+    GuestPaging {
+        pdptes: None,
+        reserves_table_global: true,
+        ..guest_paging(&paging, physical_bits)
+    }
+}
+
 impl VcpuMachine {
-    /// Walks L2's tables, or with `guest` `None`, without paging, none, and for the page that they lead to the `nested` ones. Returns the
-    /// page of L1's, with the rights that both grant.
+    /// Walks L2's tables, if its paging is on, and for the page that they lead to the `nested` ones. Returns the page of L1's, with the
+    /// rights that both grant.
     ///
     /// # Errors
     /// A page fault of L2's, or [`Fault::NestedPage`].
+    #[cold]
     pub(super) fn walk_nested(
         &mut self,
-        guest: Option<&GuestPaging>,
-        nested: &GuestPaging,
         gva: u64,
         access: slat::Access,
+        paging: &Paging,
+        nested: &NestedPaging,
     ) -> Result<GuestPage, Fault> {
+        let bits = self.physical_bits;
         let mut stage = SecondStage {
             machine: self,
-            paging: nested,
+            paging: &second_stage(nested, bits),
         };
-        let first = match guest {
-            None => GuestPage {
-                gpa: Gpa(gva & 0xffff_f000),
-                bits: PAGE.trailing_zeros(),
-                read: true,
-                write: true,
-                execute: true,
-                global: false,
-            },
-            Some(guest) => walk(&mut stage, guest, gva, access).map_err(|error| match error {
-                WalkError::PageFault { code } => Fault::Page { error_code: code },
-                WalkError::Memory(fault) => fault,
-            })?,
+        let first = match paging.cr0 & control::CR0_PG {
+            0 => unpaged(gva),
+            _ => {
+                let guest = GuestPaging {
+                    pdptes: None,
+                    ..guest_paging(paging, bits)
+                };
+                walk(&mut stage, &guest, gva, access).map_err(own_fault)?
+            }
         };
         let second = stage.page(first.gpa.0 | (gva % PAGE), access, AT_PAGE)?;
         Ok(GuestPage {

@@ -6,11 +6,11 @@ use crate::exec::v86::InterruptFlag;
 use crate::int::{Int, by_size};
 use crate::lower::segment;
 use crate::machine::{
-    Access, Exit, Fault, GuestFlush, HypercallInstruction, HypercallOutcome, Hypercalls, MsrFault,
+    Exit, GuestFlush, HypercallInstruction, HypercallOutcome, Hypercalls, MsrFault,
 };
 use crate::mem::CACHE_LINE;
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form};
-use crate::state::{control::*, flags};
+use crate::state::{control::*, flags, is_pat};
 use crate::svm::VM_CR_SVMDIS;
 use crate::svm::intercept::code;
 use crate::tlb::Which;
@@ -114,17 +114,9 @@ impl Cpu {
     /// Does [`load_pdptes`](Self::load_pdptes) from memory.
     pub(crate) fn read_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
         let gpa = cr3 & 0xffff_ffe0;
-        let page = match self.machine().translate_physical(gpa, Access::Read) {
-            Ok(page) => page,
-            Err(Fault::Mmio { .. }) => return Err(self.gp()),
-            Err(fault) => return Err(self.fault(gpa, fault)),
-        };
         let mut bytes = [0; 32];
-        let host = page.base.as_ptr().wrapping_add((gpa & 0xfff) as usize);
-        // SAFETY: a translation of guest memory, which is accessed guarded only.
-        if unsafe { slat_guard::copy_in(&mut bytes, host) }.is_err() {
-            self.gone(gpa, host, Access::Read)?;
-            return Err(Break::Retry);
+        if !self.read_physical(gpa, &mut bytes)? {
+            return Err(self.gp());
         }
         let mut pdptes = [0; 4];
         for (pdpte, bytes) in pdptes.iter_mut().zip(bytes.as_chunks().0) {
@@ -200,7 +192,7 @@ impl Cpu {
             0x175 => self.state.sysenter_esp = self.features.sysenter_address(v),
             0x176 => self.state.sysenter_eip = self.features.sysenter_address(v),
             0x277 => {
-                if v.to_le_bytes().iter().any(|t| !matches!(t, 0 | 1 | 4..=7)) {
+                if !is_pat(v) {
                     return Err(MsrFault::Invalid);
                 }
                 self.state.pat = v;
@@ -482,18 +474,19 @@ fn time_allowed(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 fn rdtsc(cpu: &mut Cpu, op: &Op) -> Flow {
+    read_tsc(cpu, op, code::RDTSC)
+}
+/// RDTSC and RDTSCP, which have intercepts of their own.
+fn read_tsc(cpu: &mut Cpu, op: &Op, code: u64) -> Flow {
     time_allowed(cpu)?;
-    cpu.intercept(op, code::RDTSC)?;
+    cpu.intercept(op, code)?;
     let tsc = cpu.guest_tsc();
     set_edx_eax(cpu, tsc);
     Ok(())
 }
 fn rdtscp(cpu: &mut Cpu, op: &Op) -> Flow {
     has(cpu, cpu.features.rdtscp)?;
-    time_allowed(cpu)?;
-    cpu.intercept(op, code::RDTSCP)?;
-    let tsc = cpu.guest_tsc();
-    set_edx_eax(cpu, tsc);
+    read_tsc(cpu, op, code::RDTSCP)?;
     cpu.state.gpr[1] = low_half(cpu.state.tsc_aux);
     Ok(())
 }

@@ -3,7 +3,7 @@
 
 use crate::Cpu;
 use crate::features::Features;
-use crate::state::{Segment, control::*};
+use crate::state::{Segment, control::*, is_pat};
 use crate::svm::feature;
 use crate::svm::intercept::code;
 use crate::svm::vmcb::{Control, Registers, virtual_interrupt};
@@ -11,14 +11,6 @@ use crate::svm::vmcb::{Control, Registers, virtual_interrupt};
 /// Bytes of the maps of permissions.
 const IO_MAP_BYTES: u64 = 0x3000;
 const MSR_MAP_BYTES: u64 = 0x2000;
-
-/// Whether a PAT has memory types only that exist.
-fn is_pat(value: u64) -> bool {
-    value
-        .to_le_bytes()
-        .iter()
-        .all(|kind| matches!(kind, 0 | 1 | 4..=7))
-}
 
 impl Cpu {
     /// Whether VMRUN can run a guest with these registers, and the control area `control`.

@@ -1,7 +1,6 @@
 //! The instructions of SVM (AMD64 volume 3, "System Instruction Reference").
 
 use crate::Cpu;
-use crate::cpu::noncanonical_bits;
 use crate::machine::GuestFlush;
 use crate::op::{Break, Flow, Handler, Op};
 use crate::state::control::EFER_SVME;
@@ -63,10 +62,7 @@ fn vmload(cpu: &mut Cpu, op: &Op) -> Flow {
     if !cpu.read_physical(vmcb + SAVE_OFFSET as u64, &mut save.0)? {
         return Err(cpu.unimplemented(NO_MEMORY));
     }
-    let shift = noncanonical_bits(cpu.state.cr4);
-    save.load_rest(&mut cpu.state, |address| {
-        ((address << shift) as i64 >> shift) as u64
-    });
+    save.load_rest(&mut cpu.state);
     cpu.refresh();
     Err(Break::End)
 }

@@ -112,6 +112,16 @@ pub(crate) struct Svm {
     pauses: Pauses,
 }
 
+impl Pauses {
+    /// What a guest begins with.
+    fn new(control: &Control) -> Self {
+        Pauses {
+            left: control.pause_filter().0,
+            last: 0,
+        }
+    }
+}
+
 impl Svm {
     pub(crate) fn new() -> Self {
         Svm {

@@ -57,10 +57,7 @@ impl Cpu {
         if !fits {
             return Err(BadVmcb);
         }
-        self.svm.pauses = Pauses {
-            left: control.pause_filter().0,
-            last: 0,
-        };
+        self.svm.pauses = Pauses::new(&control);
         self.svm.guest = true;
         self.svm.vmcb = address;
         self.svm.control = control;
@@ -75,7 +72,6 @@ impl Cpu {
     /// CPU's, but the general ones. Does nothing outside of guest mode.
     pub fn drop_guest_mode(&mut self) {
         if self.svm.guest {
-            let gif_clear = self.state.events.gif_clear;
             self.svm.guest = false;
             self.svm.due = None;
             self.svm.injected = None;
@@ -86,7 +82,6 @@ impl Cpu {
             if self.svm.control.nested_paging() {
                 self.state.pat = host.pat;
             }
-            self.state.events.gif_clear = gif_clear;
             self.flush_tlb();
         }
     }

@@ -1,6 +1,6 @@
 //! The virtual machine control block: a page of guest memory with a control area and a save area (AMD64 volume 2, appendix B).
 
-use crate::cpu::noncanonical_bits;
+use crate::cpu::made_canonical;
 use crate::state::{Segment, State, Table, control::*, flags};
 use crate::svm::event::Event;
 
@@ -318,8 +318,10 @@ impl Save {
         }
     }
 
-    /// Does what VMLOAD does: addresses become canonical, by `canonical`, as the CPU stores no others.
-    pub(crate) fn load_rest(&self, state: &mut State, canonical: impl Fn(u64) -> u64) {
+    /// Does what VMLOAD does: addresses become canonical, as the CPU stores no others.
+    pub(crate) fn load_rest(&self, state: &mut State) {
+        let cr4 = state.cr4;
+        let canonical = |address| made_canonical(cr4, address);
         let segment = |at| {
             let segment = self.segment(at);
             Segment {
@@ -472,7 +474,6 @@ impl Registers {
 
     /// Returns the registers with canonical addresses of segments and tables, as VMRUN loads them (15.5.1).
     pub(crate) fn canonicalized(mut self) -> Self {
-        let shift = noncanonical_bits(self.cr4);
         for base in [
             &mut self.es.base,
             &mut self.cs.base,
@@ -481,7 +482,7 @@ impl Registers {
             &mut self.gdtr.base,
             &mut self.idtr.base,
         ] {
-            *base = ((*base << shift) as i64 >> shift) as u64;
+            *base = made_canonical(self.cr4, *base);
         }
         self
     }

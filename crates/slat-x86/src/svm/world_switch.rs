@@ -64,10 +64,7 @@ impl Cpu {
             self.state.pat = guest.pat;
         }
         let control = &mut self.svm.control;
-        self.svm.pauses = Pauses {
-            left: control.pause_filter().0,
-            last: 0,
-        };
+        self.svm.pauses = Pauses::new(control);
         let event = control.event();
         control.take_event();
         self.svm.nmi_injected = false;

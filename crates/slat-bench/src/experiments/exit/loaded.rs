@@ -8,7 +8,8 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::path::Path;
 use std::process::Command;
 
-use super::KVM_RUN;
+use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_RUN, KVM_SET_USER_MEMORY_REGION};
+
 use crate::machine::Failure;
 
 /// Calls before the time is taken, in which slat rewrites the call site.
@@ -59,6 +60,13 @@ global_asm!(
     "add rax, [rsp + 8]",
     "add rsp, 16",
     "ret",
+    // Makes an ioctl, which must not fail.
+    "9:",
+    "mov eax, {ioctl}",
+    "syscall",
+    "test rax, rax",
+    "js 3b",
+    "ret",
     "8:",
     "lea rdi, [rip + 6b]",
     "mov esi, {read_write}",
@@ -69,10 +77,7 @@ global_asm!(
     "mov edi, eax",
     "mov esi, {create_vm}",
     "xor edx, edx",
-    "mov eax, {ioctl}",
-    "syscall",
-    "test rax, rax",
-    "js 3b",
+    "call 9b",
     "mov r12d, eax",
     "xor edi, edi",
     "mov esi, 4096",
@@ -94,17 +99,11 @@ global_asm!(
     "mov rdx, rsp",
     "mov edi, r12d",
     "mov esi, {set_region}",
-    "mov eax, {ioctl}",
-    "syscall",
-    "test rax, rax",
-    "jnz 3b",
+    "call 9b",
     "mov edi, r12d",
     "mov esi, {create_vcpu}",
     "xor edx, edx",
-    "mov eax, {ioctl}",
-    "syscall",
-    "test rax, rax",
-    "js 3b",
+    "call 9b",
     "mov r12d, eax",
     "mov ebx, {before}",
     "call 4b",
@@ -136,10 +135,9 @@ global_asm!(
     access = const libc::PROT_READ | libc::PROT_WRITE,
     private = const libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
     run = const KVM_RUN,
-    // `include/uapi/linux/kvm.h`: KVM_CREATE_VM, KVM_CREATE_VCPU, KVM_SET_USER_MEMORY_REGION.
-    create_vm = const 0xae01,
-    create_vcpu = const 0xae41,
-    set_region = const 0x4020_ae46,
+    create_vm = const KVM_CREATE_VM,
+    create_vcpu = const KVM_CREATE_VCPU,
+    set_region = const KVM_SET_USER_MEMORY_REGION,
     before = const BEFORE,
 );
 

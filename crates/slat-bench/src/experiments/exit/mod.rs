@@ -12,6 +12,8 @@ use std::time::Instant;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
+use slat_kvm::abi::KVM_RUN;
+
 use crate::machine::{Api, Failure, RealKvm};
 use crate::report::{Report, Sample, Unit, median};
 use crate::rounds::{Bench, Size};
@@ -47,9 +49,6 @@ pub const CLIENT: &str = "SLAT_BENCH_EXIT";
 const WAYS: &[&str] = &["library", "dispatch"];
 const REWRITTEN: &str = "rewritten";
 const PAGE: usize = 4096;
-
-/// `KVM_RUN` of `include/uapi/linux/kvm.h`.
-const KVM_RUN: usize = 0xae80;
 
 /// A guest that writes to a device for ever.
 struct Guest {
@@ -105,9 +104,9 @@ impl Guest {
         for _ in 0..times {
             let answer = match way {
                 // SAFETY: the vCPU's descriptor, and a request without argument.
-                "dispatch" => unsafe { call(libc::SYS_ioctl, [vcpu, KVM_RUN, 0]) },
+                "dispatch" => unsafe { call(libc::SYS_ioctl, [vcpu, KVM_RUN as usize, 0]) },
                 // SAFETY: as above.
-                _ => unsafe { libc::ioctl(vcpu as i32, KVM_RUN as libc::c_ulong, 0) as isize },
+                _ => unsafe { libc::ioctl(vcpu as i32, KVM_RUN.into(), 0) as isize },
             };
             if answer != 0 {
                 return Err(format!("KVM_RUN by {way} answers {answer}").into());
