@@ -11,102 +11,12 @@ use core::ptr::NonNull;
 
 use super::*;
 use crate::format::{Entry, Ept, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, all_gfns};
-use crate::frame::Entries;
-use crate::platform::{HostPage, HostRun, ResolveError, Stale, VmId, ZappedLeaf};
+use crate::heap_platform::Heap;
 use crate::policy::SplitWalk;
 use crate::sync::atomic::Ordering::*;
 use crate::sync::{Guarded, InSection};
 use crate::vm::range_op::{Step, Unflushed};
 use crate::{Access, Hva, Level};
-
-/// A platform with frames from the heap, and no host memory.
-#[derive(Default)]
-struct Heap {
-    frames: Mutex<BTreeMap<u64, Frame>>,
-    zapped: Mutex<std::vec::Vec<ZappedLeaf>>,
-}
-
-struct Frame {
-    memory: Box<Aligned>,
-    /// Metadata of each table.
-    meta: Box<[TableMeta; 16]>,
-    /// The number of tables not freed yet: those of a root, or one.
-    live: usize,
-}
-
-#[repr(align(65536))]
-struct Aligned([Entries; 16]);
-
-impl Heap {
-    fn alloc(&self, tables: usize) -> Pfn {
-        let entries = || Entries([const { AtomicU64::new(!0) }; ENTRIES]);
-        let memory = Box::new(Aligned(core::array::from_fn(|_| entries())));
-        let pfn = Pfn(memory.0.as_ptr() as u64 >> 12);
-        let meta = Box::new([const { TableMeta::new() }; 16]);
-        let frame = Frame {
-            memory,
-            meta,
-            live: tables,
-        };
-        self.frames.lock().unwrap().insert(pfn.0, frame);
-        pfn
-    }
-
-    fn live(&self) -> usize {
-        self.frames.lock().unwrap().values().map(|f| f.live).sum()
-    }
-}
-
-// SAFETY: a frame's memory and metadata stay in their boxes until it is freed.
-unsafe impl Platform for Heap {
-    fn alloc_table(&self) -> Option<Pfn> {
-        Some(self.alloc(1))
-    }
-
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
-        Some(self.alloc(tables))
-    }
-
-    unsafe fn free_table(&self, frame: Pfn) {
-        let mut frames = self.frames.lock().unwrap();
-        let block = frame.0 & !15;
-        let entry = frames.get_mut(&block).expect("freed twice");
-        entry.live -= 1;
-        if entry.live == 0 {
-            frames.remove(&block);
-        }
-    }
-
-    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
-        let frames = self.frames.lock().unwrap();
-        let block = frames.get(&(frame.0 & !15)).expect("used after free");
-        NonNull::from(&block.memory.0[frame.0 as usize & 15])
-    }
-
-    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
-        let frames = self.frames.lock().unwrap();
-        let block = frames.get(&(frame.0 & !15)).expect("used after free");
-        NonNull::from(&block.meta[frame.0 as usize & 15])
-    }
-
-    fn resolve(&self, _: Hva, _: Access) -> Result<HostPage, ResolveError> {
-        Err(ResolveError::BadAddress)
-    }
-
-    fn resolve_resident(&self, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}
-
-    fn flush(&self, _: VmId, _: Range<Gfn>, _: Stale) {}
-
-    const WANTS_ZAPPED: bool = true;
-
-    fn zapped(&self, leaf: ZappedLeaf) {
-        self.zapped.lock().unwrap().push(leaf);
-    }
-
-    fn wait(&self, _: u32, _: WaitFor) {
-        thread::yield_now();
-    }
-}
 
 /// A tree. All threads of a test are in one reader section for the whole test.
 struct World<F: Format>(Guarded<Tree<Heap, F>>);

@@ -476,3 +476,30 @@ impl<P: Platform, F: Format> Vm<P, F> {
         counters.leaves_zapped(&freed);
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::format::Stage2;
+    use crate::heap_platform::Heap;
+    use crate::vm::Config;
+    use alloc::boxed::Box;
+    use alloc::sync::Arc;
+    use std::sync::mpsc;
+
+    /// A thread that changes an entry while another one flushes has to flush itself: a walker may read the entry after it was flushed,
+    /// and before it is changed.
+    #[test]
+    fn a_flush_covers_nothing_that_changes_while_it_waits() {
+        let heap = Arc::new(Heap::default());
+        let vm = Vm::<_, Stage2<48>>::new(heap.clone(), Config::default()).unwrap();
+        let (flushes, (sender, changed)) = (vm.flushes.clone(), mpsc::channel());
+        let change = move || sender.send(flushes.next()).unwrap();
+        assert!(heap.in_flush.set(Box::new(change)).is_ok());
+        let (gfns, before) = (Gfn(0)..Gfn(512), vm.flushes.next());
+        let flush = |counters| vm.flush(gfns.clone(), Stale::ANYTHING, counters);
+        let flushed = vm.section().outside(flush);
+        let meanwhile = changed.recv().unwrap();
+        assert!(flushed.covers(&gfns, before) && !flushed.covers(&gfns, meanwhile));
+    }
+}
