@@ -15,6 +15,8 @@ mod places;
 use crate::cpu::ANY_PAGE;
 use crate::int::Int;
 use crate::machine::{Access, BusLocks, Exit};
+#[cfg(feature = "jit")]
+use crate::mmio::Met;
 use crate::op::{Break, Op};
 use crate::state::MXCSR_MM;
 use crate::tlb::SUPERVISOR;
@@ -245,14 +247,7 @@ impl Cpu {
     /// Returns the host address of `len` bytes that may be read, if they are memory and in one page.
     pub(crate) fn read_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         let places = self.places(lin, len, Access::Read)?;
-        Ok(match places {
-            Places {
-                first: Place::Host { host, .. },
-                second: None,
-                ..
-            } => Some(host),
-            _ => None,
-        })
+        Ok(places.source())
     }
 
     /// Reads the memory operand.
@@ -342,20 +337,6 @@ impl Cpu {
         }
     }
 
-    /// Does [`load`](Self::load) after a miss in the TLB. `None`, with nothing read: it is MMIO, at least in part.
-    #[cfg(feature = "jit")]
-    pub(crate) fn load_unless_mmio<T: Word>(&mut self, lin: u64) -> Result<Option<T>, Break> {
-        loop {
-            let places = self.places(lin, size_of::<T>(), Access::Read)?;
-            if !places.are_memory() {
-                return Ok(None);
-            }
-            if let Some(v) = self.load_at(lin, &places)? {
-                return Ok(Some(v));
-            }
-        }
-    }
-
     /// Reads the translated word. `None`: a part's host page is not accessible; translate again.
     #[inline(always)]
     fn load_at<T: Word>(&mut self, lin: u64, places: &Places) -> Result<Option<T>, Break> {
@@ -410,5 +391,50 @@ impl Cpu {
         let result = f(self);
         self.table = table;
         result
+    }
+}
+
+/// For accesses of compiled code, after a miss in the TLB. What is MMIO is the interpreter's.
+#[cfg(feature = "jit")]
+impl Cpu {
+    /// Translates all pages of an access. A device that it meets the interpreter does not look for again ([`Self::take_met`]).
+    fn places_or_met(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
+        let places = self.places(lin, len, access)?;
+        self.devices.met = places.device().map(|gpa| Met { lin, access, gpa });
+        Ok(places)
+    }
+
+    /// Does [`load`](Self::load). `None`, with nothing read: it is MMIO, at least in part.
+    pub(crate) fn load_unless_mmio<T: Word>(&mut self, lin: u64) -> Result<Option<T>, Break> {
+        loop {
+            let places = self.places_or_met(lin, size_of::<T>(), Access::Read)?;
+            if !places.are_memory() {
+                return Ok(None);
+            }
+            if let Some(v) = self.load_at(lin, &places)? {
+                return Ok(Some(v));
+            }
+        }
+    }
+
+    /// Does [`read_place`](Self::read_place).
+    pub(crate) fn place_to_load(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
+        let places = self.places_or_met(lin, len, Access::Read)?;
+        Ok(places.source())
+    }
+
+    /// Returns the host address to write `len` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants
+    /// to know of.
+    pub(crate) fn place_to_store(
+        &mut self,
+        lin: u64,
+        len: usize,
+    ) -> Result<Option<*mut u8>, Break> {
+        let places = self.places_or_met(lin, len, Access::Write)?;
+        let table = self.table;
+        let is_memory = places.destination(lin).is_some();
+        Ok(is_memory
+            .then(|| self.tlb().write(table, lin, len as u64))
+            .flatten())
     }
 }

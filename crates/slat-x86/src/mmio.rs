@@ -7,6 +7,8 @@
 
 use crate::Cpu;
 use crate::heap::Zeroed;
+#[cfg(feature = "jit")]
+use crate::machine::Access;
 use crate::machine::{Exit, MsrFault};
 use crate::op::{Break, Op};
 use crate::state::{Exception, State, flags};
@@ -115,6 +117,19 @@ pub(crate) struct Devices {
     pub(crate) port: Option<Port>,
     /// The instruction that ended the last run and needs a result from the caller.
     question: Option<Question>,
+    /// The device that compiled code has met at an instruction, which it then leaves to the interpreter: nothing is asked twice. Only
+    /// for the execution that follows at once: a memslot may be there later.
+    #[cfg(feature = "jit")]
+    pub(crate) met: Option<Met>,
+}
+
+/// An access that leads to a device.
+#[cfg(feature = "jit")]
+#[derive(Clone, Copy)]
+pub(crate) struct Met {
+    pub(crate) lin: u64,
+    pub(crate) access: Access,
+    pub(crate) gpa: u64,
 }
 
 /// An instruction whose result the caller puts into registers.
@@ -172,6 +187,17 @@ pub(crate) enum PortKind {
 }
 
 impl Cpu {
+    /// Removes and returns the guest-physical address of the device that compiled code has met by this access.
+    #[inline]
+    pub(crate) fn take_met(&mut self, lin: u64, access: Access) -> Option<u64> {
+        #[cfg(feature = "jit")]
+        return (self.devices.met)
+            .take_if(|met| (met.lin, met.access) == (lin, access))
+            .map(|met| met.gpa);
+        #[cfg(not(feature = "jit"))]
+        return None;
+    }
+
     /// Provides the data of the MMIO read that ended the last run.
     pub fn complete_mmio_read(&mut self, data: &[u8]) {
         if let Some(mut read) = self.devices.asked.take() {

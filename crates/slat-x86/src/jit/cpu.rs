@@ -354,15 +354,18 @@ impl Cpu {
                 let attention = unsafe { &*self.compiled.attention };
                 // An access that was interrupted by a kick would only sleep again.
                 if attention.load(Ordering::Relaxed) != 0 {
+                    self.devices.met = None;
                     return None;
                 }
                 // Of an access that is made again, perhaps elsewhere.
                 self.fault_noncanonical = false;
-                match self.find_block() {
+                let exit = match self.find_block() {
                     // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing changes it while it runs.
                     Ok(block) => self.execute(unsafe { block.as_ref() }),
                     Err(why) => self.fetch_failed(why),
-                }
+                };
+                self.devices.met = None;
+                exit
             }
             Status::After => {
                 self.counters.instructions += 1;

@@ -80,17 +80,17 @@ extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
 
 /// Returns the host address to load `bytes` bytes from, if they are memory and in one page. Otherwise the instruction is the interpreter's.
 pub(super) extern "C" fn place_to_load(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
-    let place = access(cpu, lin, bytes, |cpu| cpu.read_place(lin, bytes as usize));
+    let place = access(cpu, lin, bytes, |cpu| {
+        cpu.place_to_load(lin, bytes as usize)
+    });
     Loaded::new(cpu, place.map(|place| place.map(|host| host as u64)))
 }
 
 /// Returns the host address to store `bytes` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants to
 /// know of. Otherwise the instruction is the interpreter's.
 pub(super) extern "C" fn place_to_store(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
-    let place = access(cpu, lin, bytes, |cpu| cpu.write_place(lin, bytes as usize));
-    let place = place.map(|place| {
-        let table = cpu.table;
-        place.and_then(|_| cpu.tlb().write(table, lin, bytes))
+    let place = access(cpu, lin, bytes, |cpu| {
+        cpu.place_to_store(lin, bytes as usize)
     });
     Loaded::new(cpu, place.map(|place| place.map(|host| host as u64)))
 }

@@ -59,6 +59,31 @@ impl Places {
         !is_mmio(self.first) && !self.second.is_some_and(is_mmio)
     }
 
+    /// Returns the guest-physical address of the device, if all of the access is to one.
+    #[cfg(feature = "jit")]
+    pub(super) fn device(&self) -> Option<u64> {
+        match *self {
+            Places {
+                first: Place::Mmio(gpa),
+                second: None,
+                ..
+            } => Some(gpa),
+            _ => None,
+        }
+    }
+
+    /// Returns the host address of the memory, if it is memory and in one page.
+    pub(super) fn source(&self) -> Option<*mut u8> {
+        match *self {
+            Places {
+                first: Place::Host { host, .. },
+                second: None,
+                ..
+            } => Some(host),
+            _ => None,
+        }
+    }
+
     /// Returns the memory at `lin`, if it is memory and in one page.
     pub(super) fn destination(&self, lin: u64) -> Option<Destination> {
         match *self {
@@ -125,6 +150,9 @@ impl Cpu {
         if !self.canonical(lin) {
             self.fault_noncanonical = true;
             return Err(self.raise(vector::GP, Some(0)));
+        }
+        if let Some(gpa) = self.take_met(lin, access) {
+            return Ok(Place::Mmio(gpa));
         }
         self.counters.tlb_misses += 1;
         match self.translate(table, lin, access) {
