@@ -20,7 +20,7 @@ use crate::simd;
 use crate::state::{Exception, Segment, State, control, flags, xcr0};
 use crate::svm::Svm;
 use crate::sync::Arc;
-use crate::tlb::{SUPERVISOR, SUPERVISOR_AC, Tlb, USER, Which};
+use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, Which};
 use std::ptr::NonNull;
 use std::time::Duration;
 
@@ -234,18 +234,36 @@ impl Cpu {
         self.flush_data();
     }
 
+    /// Drops all translations of the current world.
+    pub(crate) fn flush_world(&mut self) {
+        self.counters.flushes_other += 1;
+        self.outdate_blocks();
+        let space = self.space();
+        self.tlb().flush_world(space);
+    }
+
     /// Drops all translations, but has no block translated again: for a change that only concerns data accesses.
     pub(crate) fn flush_data(&mut self) {
-        let pcid = self.pcid();
-        self.tlb().flush(pcid);
+        let space = self.space();
+        self.tlb().flush(space);
     }
 
     /// Returns the current PCID: 0 without CR4.PCIDE.
-    pub(crate) fn pcid(&self) -> u16 {
+    fn pcid(&self) -> u16 {
         match self.state.cr4 & control::CR4_PCIDE != 0 {
             true => (self.state.cr3 & 0xfff) as u16,
             false => 0,
         }
+    }
+
+    /// Returns the name by which the TLB knows the current address space.
+    pub(crate) fn space(&self) -> u16 {
+        self.space_of(self.pcid())
+    }
+
+    /// Returns the name by which the TLB knows the address space with `pcid`.
+    pub(crate) fn space_of(&self, pcid: u16) -> u16 {
+        (self.svm.world() as u16) << PCID_BITS | pcid
     }
 
     /// Has all blocks translated again.
@@ -308,12 +326,13 @@ impl Cpu {
     /// Drops the translations of a PCID but the global ones: INVPCID of type 1.
     pub(crate) fn flush_pcid(&mut self, pcid: u16) {
         self.counters.flushes_pcid += 1;
+        let space = self.space_of(pcid);
         match pcid == self.pcid() {
             true => {
                 self.outdate_blocks();
-                self.tlb().switch(pcid, false);
+                self.tlb().switch(space, false);
             }
-            false => self.tlb().forget(pcid),
+            false => self.tlb().forget(space),
         }
     }
 
@@ -321,8 +340,8 @@ impl Cpu {
     pub(crate) fn flush_spaces(&mut self) {
         self.counters.flushes_pcid += 1;
         self.outdate_blocks();
-        let pcid = self.pcid();
-        self.tlb().flush_spaces(pcid);
+        let space = self.space();
+        self.tlb().flush_spaces(space);
     }
 
     /// Whether blocks are compiled before they run for the first time: never without a compiler.
@@ -406,8 +425,8 @@ impl Cpu {
         self.seen[CR3] = cr3;
         self.counters.flushes_cr3 += 1;
         self.outdate_blocks();
-        let pcid = self.pcid();
-        self.tlb().switch(pcid, keeps);
+        let space = self.space();
+        self.tlb().switch(space, keeps);
         if !keeps {
             self.tell_flush(GuestFlush::All);
         }
@@ -455,16 +474,30 @@ impl Cpu {
         self.mode = mode;
         self.choose_stamp();
         self.update_table();
-        let state = &self.state;
-        let seen = [state.cr0, state.cr3, state.cr4, state.efer];
-        let flushes = invalidates(&self.seen, &seen);
-        self.seen = seen;
+        let before = self.seen;
+        self.see_registers();
+        let flushes = invalidates(&before, &self.seen);
         if flushes {
             self.flush_other();
         }
         self.update_watch();
         self.slow = true;
         flushes
+    }
+
+    /// Notes the registers whose changes flush translations: from here on [`derive`](Self::derive) looks for changes of these.
+    fn see_registers(&mut self) {
+        let state = &self.state;
+        self.seen = [state.cr0, state.cr3, state.cr4, state.efer];
+    }
+
+    /// Call after the registers have become those of another world, whose translations are kept.
+    pub(crate) fn enter_world(&mut self) {
+        self.see_registers();
+        self.derive();
+        self.outdate_blocks();
+        let space = self.space();
+        self.tlb().enter_world(space);
     }
 
     /// Chooses the TLB table for CPL and RFLAGS.AC.

@@ -13,6 +13,8 @@
 //! | INVPCID type 0, 1 | the page; all but global pages: of the current PCID | those of the PCID, not global pages |
 //! | INVPCID type 3 | all but global pages | all but global pages |
 //! | INVPCID type 2, changes of CR0, CR4, EFER, PKRU; host pages change | all | all |
+//! | from a hypervisor to its guest, and back (another world) | all | what TLB_CONTROL says, of the guest's ASID or all |
+//! | INVLPGA for another ASID | nothing | all of that ASID |
 //!
 //! Code fetches use the second level only: blocks remember their host page until the next flush (`snapshot`).
 //!
@@ -28,7 +30,7 @@ mod stlb;
 use crate::heap::Zeroed;
 use crate::machine::{Access, HostPage};
 use stlb::Stlb;
-pub(crate) use stlb::Which;
+pub(crate) use stlb::{PCID_BITS, WORLDS, Which};
 
 /// Entries per table.
 pub(crate) const ENTRIES: usize = 1024;
@@ -263,27 +265,44 @@ impl Tlb {
         }
     }
 
-    /// Makes the space with `pcid` the current one. `keeps`: with the translations that it has.
-    pub(crate) fn switch(&mut self, pcid: u16, keeps: bool) {
+    /// Makes the space `name`, of the current world, the current one. `keeps`: with the translations that it has.
+    pub(crate) fn switch(&mut self, name: u16, keeps: bool) {
         self.drop_filled(|entry| !entry.is_global());
-        self.second.switch(pcid, keeps);
+        self.second.switch(name, keeps);
     }
 
-    /// Drops the translations of a PCID that is not the current one, but not the global ones.
-    pub(crate) fn forget(&mut self, pcid: u16) {
-        self.second.forget(pcid);
-    }
-
-    /// Drops all translations but the global ones. The current PCID is `pcid`.
-    pub(crate) fn flush_spaces(&mut self, pcid: u16) {
-        self.drop_filled(|entry| !entry.is_global());
-        self.second.flush_spaces(pcid);
-    }
-
-    /// Drops everything. The current PCID is `pcid`.
-    pub(crate) fn flush(&mut self, pcid: u16) {
+    /// Makes the space `name`, of another world than the last one, the current one, with the translations that it has.
+    pub(crate) fn enter_world(&mut self, name: u16) {
         self.flush_first();
-        self.second.flush(pcid);
+        self.second.enter_world(name);
+    }
+
+    /// Drops the translations of the current world. The current space is `name`.
+    pub(crate) fn flush_world(&mut self, name: u16) {
+        self.flush_first();
+        self.second.flush_world(name);
+    }
+
+    /// Drops the translations of a world that is not the current one.
+    pub(crate) fn forget_world(&mut self, world: usize) {
+        self.second.forget_world(world);
+    }
+
+    /// Drops the translations of a space that is not the current one, but not the global ones.
+    pub(crate) fn forget(&mut self, name: u16) {
+        self.second.forget(name);
+    }
+
+    /// Drops all translations but the global ones. The current space is `name`.
+    pub(crate) fn flush_spaces(&mut self, name: u16) {
+        self.drop_filled(|entry| !entry.is_global());
+        self.second.flush_spaces(name);
+    }
+
+    /// Drops everything, of all worlds. The current space is `name`.
+    pub(crate) fn flush(&mut self, name: u16) {
+        self.flush_first();
+        self.second.flush(name);
         if std::mem::take(&mut self.large_filled) {
             self.large.clear();
             self.huge.clear();

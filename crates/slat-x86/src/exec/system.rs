@@ -611,7 +611,7 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
         return Err(cpu.gp());
     }
     match kind {
-        0 => cpu.flush_page(address, Which::Of(pcid as u16)),
+        0 => cpu.flush_page(address, Which::Of(cpu.space_of(pcid as u16))),
         1 => cpu.flush_pcid(pcid as u16),
         2 => cpu.flush_other(),
         _ => cpu.flush_spaces(),

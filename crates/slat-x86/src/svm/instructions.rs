@@ -6,6 +6,7 @@ use crate::op::{Break, Flow, Handler, Op};
 use crate::state::control::EFER_SVME;
 use crate::svm::intercept::code;
 use crate::svm::vmcb::{SAVE_BYTES, SAVE_OFFSET, Save};
+use crate::svm::world_of;
 use crate::svm::world_switch::VIRTUAL_GIF;
 use crate::tlb::Which;
 use iced_x86::{Code, Instruction, Mnemonic};
@@ -102,14 +103,20 @@ fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     Err(Break::End)
 }
 
-/// INVLPGA: drops the page in the current world. Of another ASID the TLB has nothing, as each world switch empties it.
+/// INVLPGA: drops the page of an ASID; of another one than the current, all pages.
 fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::INVLPGA)?;
     let address = rax(cpu, op);
-    if cpu.canonical(address) {
+    let world = world_of(cpu.state.gpr[1] as u32);
+    if !cpu.canonical(address) {
+        // As INVLPG.
+    } else if world == cpu.svm.world() {
         cpu.flush_page(address, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(address));
+    } else {
+        cpu.tlb().forget_world(world);
+        cpu.tell_flush(GuestFlush::All);
     }
     cpu.serialize();
     Err(Break::End)

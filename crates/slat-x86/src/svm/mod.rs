@@ -16,7 +16,8 @@
 //! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records what is [due](Svm); the boundary
 //! then stores it in the control block, which may have to wait for memory, and starts again until it is done.
 //!
-//! Translations of the two worlds never mix: each switch drops all. That makes the ASID and most of TLB_CONTROL meaningless.
+//! Translations of the two worlds never mix: the TLB has a name for each ASID that CPUID offers, and keeps what belongs to it until the
+//! hypervisor has it flushed. Those of other ASIDs share a name, and nothing is kept.
 //!
 //! Not offered: SEV, AVIC, virtual NMIs, last-branch records, virtual VMLOAD and VMSAVE, shadow stacks, and the traps after
 //! writes of control registers and EFER, which serve SEV-ES.
@@ -36,6 +37,7 @@ pub use vmcb::VMCB_BYTES;
 use crate::Cpu;
 use crate::machine::NestedPaging;
 use crate::state::{State, control, flags};
+use crate::tlb::WORLDS;
 use intercept::code;
 use vmcb::{CONTROL_BYTES, Control, Registers, VmExit, virtual_interrupt};
 
@@ -70,6 +72,22 @@ pub mod feature {
 
 /// The number of ASIDs that CPUID tells: KVM's number for its guests.
 pub const ASIDS: u32 = 8;
+
+/// Whether the TLB keeps translations for this ASID.
+fn keeps(asid: u32) -> bool {
+    (1..ASIDS).contains(&asid)
+}
+
+/// Returns the world of the TLB for an ASID; 0 is that of the hypervisor itself.
+fn world_of(asid: u32) -> usize {
+    /// Of all for which it keeps nothing.
+    const OTHER: usize = WORLDS - 1;
+    match asid {
+        0 => 0,
+        _ if keeps(asid) => asid as usize,
+        _ => OTHER,
+    }
+}
 
 /// VM_CR: SVM is disabled, EFER.SVME cannot be set.
 pub const VM_CR_SVMDIS: u64 = 1 << 4;
@@ -123,6 +141,14 @@ impl Pauses {
 }
 
 impl Svm {
+    /// Returns the world of the TLB in which the CPU is.
+    pub(crate) fn world(&self) -> usize {
+        match self.guest {
+            true => world_of(self.control.asid()),
+            false => 0,
+        }
+    }
+
     pub(crate) fn new() -> Self {
         Svm {
             guest: false,

@@ -13,7 +13,7 @@ use crate::svm::vmcb::{
     CONTROL_BYTES, Control, G_PAT, Registers, SAVE_BYTES, SAVE_OFFSET, Save, VmExit,
     virtual_interrupt,
 };
-use crate::svm::{EventKind, Pauses};
+use crate::svm::{EventKind, Pauses, keeps};
 
 impl Cpu {
     /// Reads the control area and the save area of the control block at `vmcb`. `None`: it is not memory.
@@ -60,6 +60,7 @@ impl Cpu {
         self.svm.guest = true;
         self.state.pdptes = pdptes;
         self.load_world(&guest);
+        self.flush_for_guest();
         if self.svm.control.nested_paging() {
             self.state.pat = guest.pat;
         }
@@ -112,15 +113,26 @@ impl Cpu {
         }
     }
 
-    /// Loads the registers of the other world, and drops all translations.
+    /// Loads the registers of the other world, whose translations the TLB may still have.
     fn load_world(&mut self, registers: &Registers) {
         registers.load(&mut self.state);
         self.adopt_flags();
-        self.derive();
-        self.flush_other();
-        self.tell_flush(GuestFlush::All);
+        self.enter_world();
         self.serialize();
         self.slow = true;
+    }
+
+    /// Drops the translations that VMRUN drops: those that TLB_CONTROL names (15.16.2).
+    fn flush_for_guest(&mut self) {
+        const NOTHING: u8 = 0;
+        const ALL: u8 = 1;
+        match self.svm.control.tlb_control() {
+            NOTHING if keeps(self.svm.control.asid()) => return,
+            ALL => self.flush_other(),
+            // More than need be: global translations, too.
+            _ => self.flush_world(),
+        }
+        self.tell_flush(GuestFlush::All);
     }
 
     /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO is the event that is being delivered, if one is.

@@ -4,9 +4,10 @@
 //! So what the first level has to know of a page at that moment, a mark for decoded code or a watchpoint, is looked up when the page
 //! is entered there, and the STLB needs no care for it.
 //!
-//! A translation belongs to an address space, or is *global*: then it is that of every space. A space is a PCID and a number, and its
-//! translations carry the number: a flush of the space takes the next number and touches no entry. Global translations carry a number
-//! of their own. When the numbers run out, all entries are dropped.
+//! A translation belongs to an address space, or is *global*: then it is that of every space of its world. A *world* is the guest, or one
+//! of the guests that it runs itself as a hypervisor (SVM: an ASID). A space has a name (world and PCID) and a number, and its translations
+//! carry the number: a flush of the space takes the next number and touches no entry. Global translations carry a number of their
+//! world's. When the numbers run out, all entries are dropped.
 
 use super::{ENTRIES, HUGE_BITS, SUPERVISOR, SUPERVISOR_AC, USER};
 use crate::machine::{Access, HostPage};
@@ -18,6 +19,10 @@ const WAYS: usize = 4;
 
 /// Spaces that are remembered: more than Linux has PCIDs in use at a time, a kernel's and a user's for each of six processes.
 const SPACES: usize = 16;
+/// Bits of the PCID in the name of a space; the world is above.
+pub(crate) const PCID_BITS: u32 = 12;
+/// Worlds: as many as the name of a space has bits for.
+pub(crate) const WORLDS: usize = 1 << (u16::BITS - PCID_BITS);
 /// Number of numbers.
 const NUMBERS: u16 = 1 << 14;
 
@@ -65,8 +70,19 @@ struct Set([Entry; WAYS]);
 #[derive(Clone, Copy)]
 struct Space {
     is_known: bool,
-    pcid: u16,
+    name: u16,
     number: u16,
+}
+
+impl Space {
+    fn is_of(&self, world: usize) -> bool {
+        world_of(self.name) == world
+    }
+}
+
+/// Returns the world of the space called `name`.
+fn world_of(name: u16) -> usize {
+    usize::from(name >> PCID_BITS)
 }
 
 /// Which translations of a page to drop.
@@ -74,7 +90,7 @@ struct Space {
 pub(crate) enum Which {
     /// Those of the current space, and the global ones: INVLPG.
     CurrentAndGlobal,
-    /// Those of the space with a PCID, not the global ones: INVPCID of type 0.
+    /// Those of the space with a name, not the global ones: INVPCID of type 0.
     Of(u16),
 }
 
@@ -84,10 +100,12 @@ pub(crate) struct Stlb {
     spaces: [Space; SPACES],
     /// The space to forget next.
     oldest: usize,
-    /// The number of the current space, of global translations, and the last that was used.
+    /// The number of the current space, of the global translations of its world, and the last that was used.
     current: u16,
     global: u16,
     last: u16,
+    /// The numbers of the global translations of each world; 0: it has none.
+    globals: [u16; WORLDS],
     /// The way to fill next if no way is free.
     next_way: usize,
 }
@@ -170,6 +188,7 @@ impl Stlb {
         if self.last + 1 >= NUMBERS {
             self.sets.fill(Set([Entry::EMPTY; WAYS]));
             self.forget_spaces();
+            self.globals = [0; WORLDS];
             (self.current, self.global, self.last) = (0, 0, 0);
         }
         self.last += 1;
@@ -182,13 +201,37 @@ impl Stlb {
         }
     }
 
-    fn space_of(&mut self, pcid: u16) -> Option<&mut Space> {
-        (self.spaces.iter_mut()).find(|space| space.is_known && space.pcid == pcid)
+    fn space_of(&mut self, name: u16) -> Option<&mut Space> {
+        (self.spaces.iter_mut()).find(|space| space.is_known && space.name == name)
     }
 
-    /// Makes the space with `pcid` the current one. `keeps`: with its translations, if it has any.
-    pub(super) fn switch(&mut self, pcid: u16, keeps: bool) {
-        if keeps && let Some(space) = self.space_of(pcid) {
+    /// Makes the space `name` the current one, which is of another world than the last one; with the translations that it has.
+    pub(super) fn enter_world(&mut self, name: u16) {
+        let world = world_of(name);
+        if self.globals[world] == 0 {
+            self.globals[world] = self.new_number();
+        }
+        self.global = self.globals[world];
+        self.switch(name, true);
+    }
+
+    /// Drops the translations of a world; the current one has to be entered again.
+    pub(super) fn forget_world(&mut self, world: usize) {
+        self.globals[world] = 0;
+        for space in self.spaces.iter_mut().filter(|space| space.is_of(world)) {
+            space.is_known = false;
+        }
+    }
+
+    /// Drops the translations of the current world. The current space is `name`.
+    pub(super) fn flush_world(&mut self, name: u16) {
+        self.forget_world(world_of(name));
+        self.enter_world(name);
+    }
+
+    /// Makes the space `name`, of the current world, the current one. `keeps`: with its translations, if it has any.
+    pub(super) fn switch(&mut self, name: u16, keeps: bool) {
+        if keeps && let Some(space) = self.space_of(name) {
             self.current = space.number;
             return;
         }
@@ -196,10 +239,10 @@ impl Stlb {
         self.current = number;
         let new = Space {
             is_known: true,
-            pcid,
+            name,
             number,
         };
-        match self.space_of(pcid) {
+        match self.space_of(name) {
             Some(space) => *space = new,
             None => {
                 self.spaces[self.oldest] = new;
@@ -208,23 +251,25 @@ impl Stlb {
         }
     }
 
-    /// Drops the translations of the space with `pcid`, which is not the current one.
-    pub(super) fn forget(&mut self, pcid: u16) {
-        if let Some(space) = self.space_of(pcid) {
+    /// Drops the translations of the space `name`, which is not the current one.
+    pub(super) fn forget(&mut self, name: u16) {
+        if let Some(space) = self.space_of(name) {
             space.is_known = false;
         }
     }
 
-    /// Drops the translations of all spaces, but not the global ones; the current space has `pcid`.
-    pub(super) fn flush_spaces(&mut self, pcid: u16) {
+    /// Drops the translations of all spaces, but not the global ones; the current space is `name`.
+    pub(super) fn flush_spaces(&mut self, name: u16) {
         self.forget_spaces();
-        self.switch(pcid, false);
+        self.switch(name, false);
     }
 
-    /// Drops everything; the current space has `pcid`.
-    pub(super) fn flush(&mut self, pcid: u16) {
+    /// Drops everything, of all worlds; the current space is `name`.
+    pub(super) fn flush(&mut self, name: u16) {
+        self.globals = [0; WORLDS];
         self.global = self.new_number();
-        self.flush_spaces(pcid);
+        self.globals[world_of(name)] = self.global;
+        self.flush_spaces(name);
     }
 
     /// Drops the translations of all parts of the guest's large page that contains `lin`, whichever space they belong to.
@@ -241,7 +286,7 @@ impl Stlb {
     pub(super) fn flush_page(&mut self, lin: u64, which: Which) {
         let own = match which {
             Which::CurrentAndGlobal => Some(self.current),
-            Which::Of(pcid) => self.space_of(pcid).map(|space| space.number),
+            Which::Of(name) => self.space_of(name).map(|space| space.number),
         };
         for table in [SUPERVISOR, USER, SUPERVISOR_AC].map(|table| (table / ENTRIES) as u64) {
             let place = Self::place(table, lin);
@@ -312,6 +357,37 @@ mod tests {
         stlb.enter(1, 0x5000, &page(false, 12), Access::Read);
         assert!(stlb.find(1, 0x5000, Access::Execute).is_some());
         assert!(stlb.find(0, 0x5000, Access::Read).is_none(), "privilege");
+    }
+
+    /// Each world has a global and another translation of the same page. Nothing is found in another world, nor after it was forgotten.
+    #[test]
+    fn worlds_share_nothing() {
+        let mut stlb = Pages::<Stlb>::zeroed().unwrap();
+        let name = |world: u16| world << PCID_BITS | 3;
+        let known =
+            |stlb: &Stlb| [0x5000, 0x6000].map(|lin| stlb.find(0, lin, Access::Read).is_some());
+        for world in [0, 1, 7] {
+            stlb.enter_world(name(world));
+            assert_eq!(known(&stlb), [false; 2], "{world}");
+            stlb.enter(0, 0x5000, &page(true, 12), Access::Read);
+            stlb.enter(0, 0x6000, &page(false, 12), Access::Read);
+        }
+        for world in [0, 7, 1] {
+            stlb.enter_world(name(world));
+            assert_eq!(known(&stlb), [true; 2], "{world}");
+            stlb.switch(world << PCID_BITS | 4, true);
+            assert_eq!(known(&stlb), [true, false], "another PCID of {world}");
+        }
+        stlb.forget_world(7);
+        stlb.enter_world(name(7));
+        assert_eq!(known(&stlb), [false; 2]);
+        stlb.enter_world(name(0));
+        assert_eq!(known(&stlb), [true; 2]);
+        stlb.flush(name(0));
+        for world in [0, 1, 7] {
+            stlb.enter_world(name(world));
+            assert_eq!(known(&stlb), [false; 2], "{world}");
+        }
     }
 
     #[test]

@@ -4,6 +4,9 @@
 use crate::common::*;
 use slat_x86::state::flags;
 use slat_x86::*;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 const VMCB: u64 = 0x20_0000;
 const SAVE: u64 = VMCB + 0x400;
@@ -578,6 +581,75 @@ fn translations_of_the_worlds_never_mix() {
     assert_eq!((gpr[RBX], gpr[RDX], gpr[RCX]), (1, 2, 1));
 }
 
+/// What an ASID has stays until the hypervisor has it flushed, also a global page, which is no page of another world.
+#[test]
+fn translations_are_kept_for_an_asid_until_they_are_flushed() {
+    // mov edx, [DATA]; vmmcall
+    let mut l2 = vec![0x8b, 0x14, 0x25];
+    l2.extend((DATA as u32).to_le_bytes());
+    l2.extend(b"\x0f\x01\xd9");
+    const INVLPGA: u32 = 0x100;
+    // The ASIDs of two runs, TLB_CONTROL or INVLPGA before the second, and what that sees.
+    for (first, second, how, seen) in [
+        (1, 1, 0, 2),
+        (1, 1, 1, 3),
+        (1, 1, 3, 3),
+        (1, 1, 7, 3),
+        (1, 1, INVLPGA, 3),
+        (2, 1, INVLPGA, 3),
+        (1, 2, 0, 3),
+        (7, 7, 0, 2),
+        (9, 9, 0, 3),
+    ] {
+        for global in [false, true] {
+            let mut guest = hypervisor(&l2);
+            guest.cpu.state.cr4 |= 1 << 7;
+            put(&guest, at::CR4, guest.cpu.state.cr4);
+            put(&guest, at::CR3, 0x7000);
+            if global {
+                guest.machine.globals.insert(DATA >> 12);
+            }
+            guest.memory().write64(DATA, 1);
+            for page in [2, 3] {
+                guest.memory().write64(0x30_0000 + page * 0x1000, page);
+            }
+            let own = |guest: &mut Guest| {
+                guest.cpu.state.rip = CODE + 0x100;
+                guest.halt();
+                assert_eq!(guest.cpu.state.gpr[RBX], 1);
+            };
+            let mut load = vec![0x8b, 0x1c, 0x25];
+            load.extend((DATA as u32).to_le_bytes());
+            load.push(0xf4);
+            guest.memory().write(CODE + 0x100, &load);
+            // invlpga; hlt
+            guest.memory().write(CODE + 0x200, b"\x0f\x01\xdf\xf4");
+            own(&mut guest);
+            guest.machine.spaces.insert((0x7000, DATA >> 12), 0x302);
+            put32(&guest, at::ASID, first);
+            again(&mut guest);
+            assert_eq!(exit(&mut guest), 0x81);
+            assert_eq!(guest.cpu.state.gpr[RDX], 2);
+            own(&mut guest);
+            guest.machine.spaces.insert((0x7000, DATA >> 12), 0x303);
+            if how == INVLPGA {
+                guest.cpu.state.rip = CODE + 0x200;
+                guest.cpu.state.gpr[RAX] = DATA;
+                guest.cpu.state.gpr[RCX] = second.into();
+                guest.halt();
+            }
+            put(&guest, at::RIP, L2);
+            put32(&guest, at::ASID, second);
+            put32(&guest, at::TLB_CONTROL, how & 0xff);
+            again(&mut guest);
+            assert_eq!(exit(&mut guest), 0x81);
+            let case = (first, second, how, global);
+            assert_eq!(guest.cpu.state.gpr[RDX], seen, "{case:?}");
+            own(&mut guest);
+        }
+    }
+}
+
 #[test]
 fn a_saved_guest_goes_on_in_another_cpu() {
     // hlt (not intercepted); vmmcall
@@ -618,6 +690,19 @@ fn a_hypervisor_that_knows_nothing_does_no_harm() {
     let rounds = rounds.map_or(60, |rounds| rounds.parse().unwrap());
     let mut random = Random(0x5eed_0001);
     let memory = Memory::new(MMIO as usize);
+    // A guest may loop for ever: the word that ends its run, and since when that runs.
+    let running = Arc::new(Mutex::new(None::<(Arc<AtomicU32>, Instant)>));
+    let watched = Arc::downgrade(&running);
+    std::thread::spawn(move || {
+        while let Some(running) = watched.upgrade() {
+            if let Some((attention, since)) = &*running.lock().unwrap()
+                && since.elapsed() > Duration::from_millis(2)
+            {
+                attention.store(2, Relaxed);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
     for round in 0..rounds {
         let mut guest = Guest::with_memory(memory.clone(), b"\x0f\x01\xd8\xf4");
         guest.cpu.state.efer |= 1 << 12;
@@ -651,25 +736,11 @@ fn a_hypervisor_that_knows_nothing_does_no_harm() {
             _ => {}
         }
         for _ in 0..4 {
-            guest
-                .attention
-                .store(0, std::sync::atomic::Ordering::Relaxed);
-            let kick = guest.attention.clone();
-            let done = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
-            let over = done.clone();
-            // A guest may loop for ever.
-            let watch = std::thread::spawn(move || {
-                for _ in 0..20 {
-                    std::thread::sleep(std::time::Duration::from_millis(1));
-                    if over.load(std::sync::atomic::Ordering::Relaxed) {
-                        return;
-                    }
-                }
-                kick.store(2, std::sync::atomic::Ordering::Relaxed);
-            });
+            let attention = guest.attention.clone();
+            attention.store(0, Relaxed);
+            *running.lock().unwrap() = Some((attention, Instant::now()));
             let _any = guest.run();
-            done.store(true, std::sync::atomic::Ordering::Relaxed);
-            watch.join().unwrap();
+            *running.lock().unwrap() = None;
             guest.cpu.complete_io(&[0; 4]);
             guest.cpu.complete_mmio_read(&[0; 8]);
             let state = &guest.cpu.state;
