@@ -233,9 +233,31 @@ impl VcpuMachine {
         assert!(gpa.0.is_multiple_of(size as u64), "a word in one page");
         let page = self.page(gpa.0, slat::Access::Read)?;
         let word = Hpa(page.host.as_ptr() as u64 + gpa.0 % PAGE);
-        Words.read(word, size).map_err(|_| {
-            self.forget(page.host.as_ptr());
-            Unreachable::Fault(Fault::Retry)
+        self.read_entry(word, size).map_err(Unreachable::Fault)
+    }
+
+    /// Reads a word of guest memory at host address `word`, to which a translation has led.
+    #[inline]
+    pub(super) fn read_entry(&mut self, word: Hpa, size: usize) -> Result<u64, Fault> {
+        Words.read(word, size).map_err(|Gone(host)| {
+            self.forget(host);
+            Fault::Retry
+        })
+    }
+
+    /// Replaces a word of guest memory at host address `word`, to which a translation for writing has led, if it still is `old`. Returns
+    /// whether it did.
+    pub(super) fn exchange_entry(
+        &mut self,
+        word: Hpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Fault> {
+        let exchanged = Words.compare_exchange(word, size, old, new);
+        exchanged.map_err(|Gone(host)| {
+            self.forget(host);
+            Fault::Retry
         })
     }
 
@@ -395,7 +417,7 @@ impl HostWords for Words {
 
 impl VcpuMachine {
     /// Translates by the engine's shadow MMU.
-    fn translate_shadowed(
+    pub(super) fn translate_shadowed(
         &mut self,
         gva: u64,
         access: slat::Access,
@@ -482,10 +504,7 @@ impl GuestTables for VcpuMachine {
             Ok(page) => page,
         };
         let word = Hpa(page.host.as_ptr() as u64 + gpa.0 % PAGE);
-        Words.compare_exchange(word, size, old, new).map_err(|_| {
-            self.forget(page.host.as_ptr());
-            Fault::Retry
-        })
+        self.exchange_entry(word, size, old, new)
     }
 }
 
@@ -498,9 +517,14 @@ impl Mmu for VcpuMachine {
             page
         } else if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
             unpaged(gva)
-        } else if self.shadows && paging.nested.is_none() {
-            let paging = guest_paging(paging, self.physical_bits);
-            return self.translate_shadowed(gva, access, &paging);
+        } else if self.shadows {
+            return match &paging.nested {
+                Some(nested) => self.translate_nested(gva, access, paging, nested),
+                None => {
+                    let paging = guest_paging(paging, self.physical_bits);
+                    self.translate_shadowed(gva, access, &paging)
+                }
+            };
         } else {
             self.walk_guest(gva, access, paging)?
         };
@@ -562,6 +586,8 @@ impl Mmu for VcpuMachine {
             return false;
         }
         let void = match what {
+            // A nested guest's own tables are not shadowed.
+            GuestFlush::Page(_) if paging.nested.is_some() => false,
             GuestFlush::Page(gva) if paging.cr0 & control::CR0_PG != 0 => {
                 let paging = guest_paging(paging, self.physical_bits);
                 self.engine.invlpg(gva, &paging, &mut Words)

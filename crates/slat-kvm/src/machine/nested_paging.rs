@@ -4,14 +4,16 @@
 //! hypervisor's (L1) by L1's nested tables; then the engine's second level follows, as for any address of L1's. Each entry of L2's tables
 //! is at a physical address of L2's, so the walk of L2's tables has a walk of L1's at each step.
 //!
-//! It is walked anew at each miss of the CPU's TLB: the engine knows nothing of L1's nested tables.
+//! With the shadow MMU the engine shadows L1's nested tables, like any table of the guest's: L2's physical addresses are what is
+//! translated. So a step is one walk of the shadow table, from there to the host, and L1's tables are read at a fault only
+//! ([`Shadowed`]). Other MMUs know nothing of these tables, which are then walked at each step ([`Walked`]).
 
 use crate::machine::VcpuMachine;
 use crate::machine::mmu::{guest_paging, own_fault, unpaged};
-use slat::Gpa;
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, WalkError, walk};
+use slat::{Gpa, Hpa};
 use slat_x86::state::control;
-use slat_x86::{Fault, NestedPaging, Paging};
+use slat_x86::{Fault, HostPage, NestedPaging, Paging};
 
 const PAGE: u64 = 4096;
 
@@ -19,26 +21,34 @@ const PAGE: u64 = 4096;
 const AT_PAGE: u64 = 1 << 32;
 const AT_TABLE: u64 = 1 << 33;
 
-/// Guest memory at L2's physical addresses.
-struct SecondStage<'a> {
-    machine: &'a mut VcpuMachine,
-    /// The state of the nested tables.
-    paging: &'a GuestPaging,
+/// A page fault of the nested tables at `gpa`, an address of L2's; `place` is a bit of EXITINFO1.
+fn nested_fault(gpa: u64, code: u32, place: u64) -> Fault {
+    Fault::NestedPage {
+        error_code: place | u64::from(code),
+        gpa,
+    }
 }
 
-impl SecondStage<'_> {
-    /// Walks the nested tables for `access` to `gpa`, an address of L2's; `place` is a bit of EXITINFO1.
+/// Returns whether nested tables have entries for `gpa`.
+fn are_entries_for(gpa: u64, nested: &GuestPaging) -> bool {
+    gpa >> nested.translated_bits() == 0
+}
+
+/// Guest memory at L2's physical addresses: L1's tables are walked for each access.
+struct Walked<'a> {
+    machine: &'a mut VcpuMachine,
+    /// The state of the nested tables.
+    nested: &'a GuestPaging,
+}
+
+impl Walked<'_> {
+    /// Walks the nested tables for `access` to `gpa`, an address of L2's.
     fn page(&mut self, gpa: u64, access: slat::Access, place: u64) -> Result<GuestPage, Fault> {
-        let fault = |code: u32| Fault::NestedPage {
-            error_code: place | u64::from(code),
-            gpa,
-        };
-        if gpa >> self.paging.translated_bits() != 0 {
-            // No table has an entry for it.
-            return Err(fault(self.paging.access_code(access)));
+        if !are_entries_for(gpa, self.nested) {
+            return Err(nested_fault(gpa, self.nested.access_code(access), place));
         }
-        walk(self.machine, self.paging, gpa, access).map_err(|error| match error {
-            WalkError::PageFault { code } => fault(code),
+        walk(self.machine, self.nested, gpa, access).map_err(|error| match error {
+            WalkError::PageFault { code } => nested_fault(gpa, code, place),
             WalkError::Memory(fault) => fault,
         })
     }
@@ -50,7 +60,7 @@ impl SecondStage<'_> {
     }
 }
 
-impl GuestTables for SecondStage<'_> {
+impl GuestTables for Walked<'_> {
     type Error = Fault;
 
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
@@ -67,6 +77,62 @@ impl GuestTables for SecondStage<'_> {
     ) -> Result<bool, Fault> {
         let gpa = self.entry(gpa)?;
         self.machine.compare_exchange(gpa, size, old, new)
+    }
+}
+
+/// Guest memory at L2's physical addresses: the engine shadows L1's tables.
+struct Shadowed<'a> {
+    machine: &'a mut VcpuMachine,
+    /// The state of the nested tables.
+    nested: &'a GuestPaging,
+}
+
+impl Shadowed<'_> {
+    /// Translates `gpa`, an address of L2's, for `access`.
+    fn page(&mut self, gpa: u64, access: slat::Access, place: u64) -> Result<HostPage, Fault> {
+        if !are_entries_for(gpa, self.nested) {
+            return Err(nested_fault(gpa, self.nested.access_code(access), place));
+        }
+        let page = self.machine.translate_shadowed(gpa, access, self.nested);
+        page.map_err(|fault| match fault {
+            Fault::Page { error_code } => nested_fault(gpa, error_code, place),
+            fault => fault,
+        })
+    }
+
+    /// Returns the host address of an entry of L2's tables, whose page has to be writable, as for [`Walked`]. `None`: it is not in memory.
+    fn entry(&mut self, gpa: Gpa) -> Result<Option<Hpa>, Fault> {
+        match self.page(gpa.0, slat::Access::Write, AT_TABLE) {
+            Ok(page) => Ok(Some(Hpa(page.base.as_ptr() as u64 + gpa.0 % PAGE))),
+            Err(Fault::Mmio { .. }) => Ok(None),
+            Err(fault) => Err(fault),
+        }
+    }
+}
+
+impl GuestTables for Shadowed<'_> {
+    type Error = Fault;
+
+    fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
+        match self.entry(gpa)? {
+            Some(word) => self.machine.read_entry(word, size),
+            // A table that is not in memory maps nothing.
+            None => Ok(0),
+        }
+    }
+
+    fn compare_exchange(
+        &mut self,
+        gpa: Gpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Fault> {
+        match self.entry(gpa)? {
+            Some(word) => self.machine.exchange_entry(word, size, old, new),
+            // The flags of tables in read-only memory do not change.
+            None => Ok(true),
+        }
     }
 }
 
@@ -87,6 +153,24 @@ fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
     }
 }
 
+/// Walks L2's own tables, in `memory` at its physical addresses, if its paging is on. Returns the page of L2's.
+fn first_stage(
+    memory: &mut impl GuestTables<Error = Fault>,
+    gva: u64,
+    access: slat::Access,
+    paging: &Paging,
+    physical_bits: u32,
+) -> Result<GuestPage, Fault> {
+    if paging.cr0 & control::CR0_PG == 0 {
+        return Ok(unpaged(gva));
+    }
+    let guest = GuestPaging {
+        pdptes: None,
+        ..guest_paging(paging, physical_bits)
+    };
+    walk(memory, &guest, gva, access).map_err(own_fault)
+}
+
 impl VcpuMachine {
     /// Walks L2's tables, if its paging is on, and for the page that they lead to the `nested` ones. Returns the page of L1's, with the
     /// rights that both grant.
@@ -102,27 +186,45 @@ impl VcpuMachine {
         nested: &NestedPaging,
     ) -> Result<GuestPage, Fault> {
         let bits = self.physical_bits;
-        let mut stage = SecondStage {
+        let mut memory = Walked {
             machine: self,
-            paging: &second_stage(nested, bits),
+            nested: &second_stage(nested, bits),
         };
-        let first = match paging.cr0 & control::CR0_PG {
-            0 => unpaged(gva),
-            _ => {
-                let guest = GuestPaging {
-                    pdptes: None,
-                    ..guest_paging(paging, bits)
-                };
-                walk(&mut stage, &guest, gva, access).map_err(own_fault)?
-            }
-        };
-        let second = stage.page(first.gpa.0 | (gva % PAGE), access, AT_PAGE)?;
+        let first = first_stage(&mut memory, gva, access, paging, bits)?;
+        let second = memory.page(first.gpa.0 | (gva % PAGE), access, AT_PAGE)?;
         Ok(GuestPage {
             gpa: second.gpa,
             read: first.read && second.read,
             write: first.write && second.write,
             execute: first.execute && second.execute,
             ..first
+        })
+    }
+
+    /// Translates by L2's tables, if its paging is on, and by the engine's shadow of the `nested` ones.
+    ///
+    /// # Errors
+    /// As [`Self::walk_nested`], and those of an access.
+    pub(super) fn translate_nested(
+        &mut self,
+        gva: u64,
+        access: slat::Access,
+        paging: &Paging,
+        nested: &NestedPaging,
+    ) -> Result<HostPage, Fault> {
+        let bits = self.physical_bits;
+        let mut memory = Shadowed {
+            machine: self,
+            nested: &second_stage(nested, bits),
+        };
+        let first = first_stage(&mut memory, gva, access, paging, bits)?;
+        let second = memory.page(first.gpa.0 | (gva % PAGE), access, AT_PAGE)?;
+        Ok(HostPage {
+            read: first.read && second.read,
+            write: first.write && second.write,
+            execute: first.execute && second.execute,
+            bits: first.bits,
+            ..second
         })
     }
 }
