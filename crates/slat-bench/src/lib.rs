@@ -87,6 +87,7 @@ pub const EXPERIMENTS: &[Experiment] = &[
     experiments::dirty::EXPERIMENT,
     experiments::waits::EXPERIMENT,
     experiments::faults::EXPERIMENT,
+    experiments::nested::EXPERIMENT,
     experiments::cpu::EXPERIMENT,
     experiments::vmm::EXPERIMENT,
 ];

@@ -1,6 +1,7 @@
 //! Executing from huge pages that must not be mapped executable.
 
-use crate::machine::guest::{COUNTED_RETURN, DATA, PAGE};
+use crate::machine::guest::{DATA, PAGE};
+use crate::machine::program::COUNTED_RETURN;
 use crate::machine::{Failure, Machine, Memory, Pages, Program, Slat, Slot, no_device};
 use crate::maps::Maps;
 use crate::published;

@@ -7,6 +7,7 @@ pub mod exit;
 pub mod faults;
 pub mod memslots;
 pub mod mmio;
+pub mod nested;
 pub mod prefetch;
 pub mod split;
 pub mod vmm;

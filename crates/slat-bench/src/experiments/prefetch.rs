@@ -2,7 +2,8 @@
 
 use slat::Hva;
 
-use crate::machine::guest::{DATA, PAGE, Random};
+use crate::machine::guest::{DATA, PAGE};
+use crate::machine::program::Random;
 use crate::machine::{Api, Failure, Machine, Memory, Pages, Program, Slot, no_device};
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;

@@ -4,8 +4,10 @@
 
 pub mod api;
 pub mod guest;
+pub mod hypervisor;
 mod interrupts;
 pub mod memory;
+pub mod program;
 
 use slat::Setting;
 use std::sync::Barrier;
@@ -17,9 +19,9 @@ use kvm_ioctls::VcpuExit;
 use slat_kvm::engine::EngineVm;
 
 pub use api::{Api, Failure, RealKvm, Slat, VcpuApi, VmApi};
-pub use guest::Program;
 pub use interrupts::message;
 pub use memory::{Memory, Pages};
+pub use program::Program;
 
 /// A VM whose slot 0 holds the guest's tables, code and stacks.
 ///

@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvm_bindings::{kvm_regs, kvm_sregs};
-use slat_bench::machine::guest::{identity_map, long_mode};
+use slat_bench::machine::guest::{PRESENT_WRITABLE, identity_map, long_mode};
 
 /// The guest writes to this port at the end of a phase, or [`WRONG`] if it read a wrong value.
 pub const PORT: u16 = 0x51;
@@ -133,7 +133,7 @@ fn program() -> &'static [u8] {
 
 /// Writes page tables and program into the system slot's memory.
 pub fn load(system: &mut [u8]) {
-    identity_map(system, PML4, PDPT, PAGE_DIRECTORIES, 4);
+    identity_map(system, PRESENT_WRITABLE, PML4, PDPT, PAGE_DIRECTORIES, 4);
     system[PROGRAM as usize..][..program().len()].copy_from_slice(program());
 }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use kvm_bindings::kvm_regs;
 
-use crate::machine::Failure;
-use crate::machine::guest::{self, DATA, PAGE, PAGE_DIRECTORIES, Program};
+use crate::machine::guest::{self, DATA, PAGE, PAGE_DIRECTORIES};
+use crate::machine::{Failure, Program};
 use crate::qemu::{self, Qemu, TemporaryFile};
 
 pub const NAME: &str = "tcg";
