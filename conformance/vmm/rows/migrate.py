@@ -1,20 +1,22 @@
-"""migrate MACHINE bitmap|ring|postcopy [killed]: a guest moves to another QEMU while it rewrites a pattern over 256 MiB.
+"""migrate MACHINE bitmap|ring|postcopy [killed|nested]: a guest moves to another QEMU while it rewrites a pattern over 256 MiB.
 
     bitmap    dirty pages by the bitmap, each chunk cleared by KVM_CLEAR_DIRTY_LOG just before it is sent (manual protect)
     ring      dirty pages by rings of 4096 entries
     postcopy  after the first round the guest runs at the target; what is not there yet comes by userfaultfd
     killed    the target is killed in the middle of it; the guest goes on where it is, and moves to another target
+    nested    the guest is a hypervisor, and its own guest rewrites the pattern, over 32 MiB
 
 The pattern tells of every page that was lost or is of another time. Prints downtime, rounds and bytes.
 """
 
 import re
 
+from rows import nested
 from rows.console import Failure
-from rows.qemu import Qemu
+from rows.qemu import BOOT, Qemu
 
 MIB = 1 << 20
-PATTERN = 256
+PATTERN, PATTERN_NESTED = 256, 32
 ROUNDS = 3
 # Slow enough for a round to last a while, fast enough to end: bytes a second, and milliseconds.
 BANDWIDTH = 128 * MIB
@@ -37,10 +39,9 @@ def _wait(source, done, seconds=LIMIT):
     return source.qmp.poll("query-migrate", ended, seconds)
 
 
-def _move(setting, source, name, mode, accel):
-    """Begins a migration of `source` to a new QEMU, which is returned; the source is in its second round."""
-    path = setting.path(name)
-    target = Qemu(setting, source.machine, name=name, accel=accel, options=["-incoming", "defer"])
+def _move(setting, source, target, mode):
+    """Begins a migration of `source` to `target`, which waits for one; the source is in its second round."""
+    path = setting.path(target.name)
     capabilities = [{"capability": "auto-converge", "state": True}]
     if mode == "postcopy":
         capabilities = [{"capability": "postcopy-ram", "state": True}]
@@ -51,21 +52,35 @@ def _move(setting, source, name, mode, accel):
     target.qmp.call("migrate-incoming", uri=f"unix:{path}")
     source.qmp.call("migrate", uri=f"unix:{path}")
     _wait(source, lambda result: result.get("ram", {}).get("dirty-sync-count", 0) >= 2)
-    return target
 
 
 def run(setting, machine, mode, *words):
     accel = ",dirty-ring-size=4096" if mode == "ring" and setting.on != "tcg" else ""
-    source = Qemu(setting, machine, name="source", accel=accel)
-    source.boot()
-    pid = source.console.run(f"pattern {PATTERN} >/tmp/pattern 2>&1 & echo $!")
-    source.console.run("until grep -q written /tmp/pattern; do usleep 100000; done", LIMIT)
+    is_nested = "nested" in words
+
+    def qemu(name, *options):
+        if is_nested:
+            return nested.hypervisor(setting, machine, 2, name=name, accel=accel, options=options)
+        return Qemu(setting, machine, name=name, accel=accel, options=options)
+
+    def waiting(name):
+        return qemu(name, "-incoming", "defer")
+
+    source = qemu("source")
+    source.boot(2 * BOOT if is_nested else BOOT)
+    size = PATTERN_NESTED if is_nested else PATTERN
+    guest = nested.begin(source.console) if is_nested else source.console
+    pid = guest.run(f"pattern {size} >/tmp/pattern 2>&1 & echo $!")
+    guest.run("until grep -q written /tmp/pattern; do usleep 100000; done", LIMIT)
 
     if "killed" in words:
-        _move(setting, source, "killed", mode, accel).process.kill()
+        target = waiting("killed")
+        _move(setting, source, target, mode)
+        target.process.kill()
         source.qmp.poll("query-migrate", lambda result: result.get("status") == "failed", 60)
         source.check_cpus()
-    target = _move(setting, source, "target", mode, accel)
+    target = waiting("target")
+    _move(setting, source, target, mode)
     if mode == "postcopy":
         source.qmp.call("migrate-start-postcopy")
     result = _wait(source, lambda result: result.get("status") == "completed")
@@ -73,9 +88,10 @@ def run(setting, machine, mode, *words):
 
     # What the source had to say of the pattern went with it: the guest's memory is the target's.
     check = f"kill -USR1 {pid}; while kill -0 {pid} 2>/dev/null; do usleep 100000; done; cat /tmp/pattern"
-    pattern = target.console.run(check, LIMIT).splitlines()[-1]
+    guest = guest.moved(target.console) if is_nested else target.console
+    pattern = guest.run(check, LIMIT).splitlines()[-1]
     found = re.fullmatch(r"pattern: (\d+) pages, (\d+) generations, 0 wrong words", pattern)
-    if not found or int(found[1]) != PATTERN * 256:
+    if not found or int(found[1]) != size * 256:
         raise Failure(f"the pattern after the migration: {pattern}")
     ram = result["ram"]
     rounds = ram["dirty-sync-count"]
@@ -90,5 +106,7 @@ def run(setting, machine, mode, *words):
     source.qmp.call("quit")
     if source.process.wait(60) != 0:
         raise Failure("the source does not end well")
+    if is_nested:
+        guest.power_off()
     target.check_cpus()
     target.power_off()

@@ -18,6 +18,13 @@ COMMAND_LINE = "console=ttyS0 quiet panic=-1 reboot=t"
 CPU = "EPYC,+svm"
 
 
+def hypervisor(setting, machine, cpus, options=(), **more):
+    """Returns a QEMU that boots Linux with KVM."""
+    payload = linux(setting, initrd="nested/initrd")
+    options = ["-m", str(HYPERVISOR), *options]
+    return Qemu(setting, machine, cpus=cpus, payload=payload, options=options, cpu=CPU, **more)
+
+
 def begin(console):
     """Has the hypervisor's QEMU boot Linux to a shell, which is returned."""
     command = f"/usr/bin/qemu-system-x86_64 -accel kvm -cpu host -m {GUEST} -nodefaults -no-user-config -display none -no-reboot"
@@ -51,6 +58,10 @@ class Shell:
             raise Failure(f"the guest's guest: {command}: {lines[1:]}")
         return "\n".join(lines[1:-1])
 
+    def moved(self, console):
+        """Returns this shell, after the hypervisor has moved to where `console` is."""
+        return Shell(console, self._qemu)
+
     def power_off(self, seconds=60):
         """Has it power off; QEMU's status must be 0, and its kernel must not have complained."""
         self._console.run(f"echo poweroff -f >/tmp/guest.in; wait {self._qemu}", seconds)
@@ -60,8 +71,7 @@ class Shell:
 
 
 def run(setting, machine, cpus):
-    payload = linux(setting, initrd="nested/initrd")
-    outer = Qemu(setting, machine, cpus=int(cpus), payload=payload, options=["-m", str(HYPERVISOR)], cpu=CPU)
+    outer = hypervisor(setting, machine, int(cpus))
     outer.boot(2 * BOOT)
     outer.console.run("ways", 300)
     guest = begin(outer.console)
