@@ -39,6 +39,8 @@ pub(super) struct Layout {
     pub mode: Mode,
     /// EFER.NXE.
     pub has_xd: bool,
+    /// AMD64 volume 2, figures "Long-Mode PML4E" and "PDPE": bit 8 must be zero.
+    pub reserves_table_global: bool,
 }
 
 /// Returns bits `high` to `low`.
@@ -51,6 +53,7 @@ impl Layout {
         Layout {
             mode: paging.mode,
             has_xd: paging.no_execute,
+            reserves_table_global: paging.reserves_table_global,
         }
     }
 
@@ -128,6 +131,7 @@ impl Layout {
                 (bits(29, 13), Meaning::Page { gpa, bits: 30 })
             }
             (_, true) => return Meaning::Reserved,
+            (3.., false) if self.reserves_table_global => (G, Meaning::Table(frame)),
             (_, false) => (0, Meaning::Table(frame)),
         };
         match entry & (reserved | self.reserved()) {

@@ -45,6 +45,8 @@ pub struct Registers {
     pub efer: u64,
     /// The page-directory-pointer entries that PAE paging has loaded; else they mean nothing.
     pub pdptes: [u64; 4],
+    /// No register: the tables are those of an AMD processor ([`GuestPaging::reserves_table_global`]). It is the same in a whole run.
+    pub reserves_table_global: bool,
 }
 
 /// The part of a vCPU's state that differs from access to access.
@@ -110,7 +112,7 @@ impl Registers {
             },
             pdptes: (mode == Mode::Pae).then_some(self.pdptes),
             physical_bits: PHYSICAL_BITS,
-            reserves_table_global: false,
+            reserves_table_global: self.reserves_table_global,
         })
     }
 

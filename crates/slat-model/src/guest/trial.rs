@@ -28,6 +28,7 @@ pub struct GuestSubject {
     make: Box<Make>,
     client_stores: bool,
     any_pcid_reads: bool,
+    nested_tables: bool,
 }
 
 impl fmt::Debug for GuestSubject {
@@ -69,6 +70,7 @@ impl GuestSubject {
             make: Box::new(move |machine| Box::new(make(machine))),
             client_stores: true,
             any_pcid_reads: false,
+            nested_tables: false,
         }
     }
 
@@ -87,6 +89,18 @@ impl GuestSubject {
     pub fn with_tables_for_all_pcids(self) -> Self {
         GuestSubject {
             any_pcid_reads: true,
+            ..self
+        }
+    }
+
+    /// Makes the second vCPU's tables the nested ones of an AMD hypervisor, which runs on the first: the addresses that they translate are
+    /// its guest's physical ones. Both use the same tables, some of which mean something else in another place
+    /// ([`GuestPaging::reserves_table_global`](slat::guest_walk::GuestPaging)).
+    #[must_use]
+    pub fn with_nested_tables(self) -> Self {
+        GuestSubject {
+            nested_tables: true,
+            name: format!("{}, nested tables", self.name),
             ..self
         }
     }
@@ -161,7 +175,7 @@ impl GuestSubject {
     fn runner(&self) -> Runner {
         let machine = GuestMachine::new(HOST_PAGES);
         let mmu = (self.make)(&machine);
-        Runner::new(machine, mmu, self.any_pcid_reads)
+        Runner::new(machine, mmu, self.any_pcid_reads, self.nested_tables)
     }
 
     /// Generates and runs operations; calls `each` with every operation before it is run.

@@ -1,13 +1,9 @@
 //! Tests of the tree's behaviour, for page walkers that set accessed and dirty bits and for those that do not.
 
-use std::boxed::Box;
-use std::collections::BTreeMap;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
 use core::ops::Range;
-use core::ptr::NonNull;
 
 use super::*;
 use crate::format::{Entry, Ept, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, all_gfns};
@@ -16,7 +12,7 @@ use crate::policy::SplitWalk;
 use crate::sync::atomic::Ordering::*;
 use crate::sync::{Guarded, InSection};
 use crate::vm::range_op::{Step, Unflushed};
-use crate::{Access, Hva, Level};
+use crate::{Level, ZappedLeaf};
 
 /// A tree. All threads of a test are in one reader section for the whole test.
 struct World<F: Format>(Guarded<Tree<Heap, F>>);

@@ -44,7 +44,7 @@ impl Guest {
                 cr3: 0x1000,
                 cr4: CR4_PAE,
                 efer: EFER_LME | EFER_LMA,
-                pdptes: [0; 4],
+                ..Registers::default()
             };
         });
         guest

@@ -33,10 +33,18 @@ pub(super) struct Runner {
 }
 
 impl Runner {
-    pub fn new(machine: GuestMachine, mmu: Box<dyn GuestMmu>, any_pcid_reads: bool) -> Self {
+    pub fn new(
+        machine: GuestMachine,
+        mmu: Box<dyn GuestMmu>,
+        any_pcid_reads: bool,
+        nested_tables: bool,
+    ) -> Self {
+        let mut oracle = Oracle::new(machine, any_pcid_reads);
+        // The first vCPU's are the hypervisor's own.
+        oracle.cpus[1].registers.reserves_table_global = nested_tables;
         Runner {
             mmu,
-            oracle: Oracle::new(machine, any_pcid_reads),
+            oracle,
             tally: Tally::default(),
             ops: 0,
             live: HashSet::new(),
