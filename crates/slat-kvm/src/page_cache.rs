@@ -1,8 +1,8 @@
-//! The translations that a vCPU used last, and that the TLB of its CPU does not hold: of guest-physical pages, and of linear pages
-//! that are devices'.
+//! The translations that a vCPU used last, and that the TLB of its CPU does not hold: of guest-physical pages, of linear pages
+//! that are devices', and of a nested guest's physical pages.
 
 use slat::guest_walk::GuestPage;
-use slat_x86::{Access, Paging};
+use slat_x86::{Access, NestedPaging, Paging};
 use std::ptr::NonNull;
 
 const PAGE: u64 = 4096;
@@ -30,10 +30,24 @@ pub(crate) struct DevicePage {
     pub(crate) page: GuestPage,
 }
 
+/// What the nested tables of a guest that is a hypervisor say of a physical page of its own guest's.
+#[derive(Clone, Copy)]
+struct NestedPage {
+    gpa: u64,
+    page: GuestPage,
+    /// [`PageCache::nested_flushes`] when it was found.
+    flushes: u64,
+}
+
 /// The last translations of this vCPU, indexed by page number.
 pub(crate) struct PageCache {
     pages: [Option<Page>; Self::PAGES],
     devices: [Option<DevicePage>; Self::DEVICES],
+    nested: [Option<NestedPage>; Self::NESTED],
+    /// The state of the nested tables.
+    nested_of: Option<NestedPaging>,
+    /// How often `nested` was flushed.
+    nested_flushes: u64,
 }
 
 impl Default for PageCache {
@@ -41,6 +55,9 @@ impl Default for PageCache {
         PageCache {
             pages: [None; Self::PAGES],
             devices: [None; Self::DEVICES],
+            nested: [None; Self::NESTED],
+            nested_of: None,
+            nested_flushes: 0,
         }
     }
 }
@@ -48,6 +65,7 @@ impl Default for PageCache {
 impl PageCache {
     const PAGES: usize = 64;
     const DEVICES: usize = 8;
+    const NESTED: usize = 256;
 
     pub(crate) fn slot(&mut self, gpa: u64) -> &mut Option<Page> {
         &mut self.pages[(gpa / PAGE) as usize % Self::PAGES]
@@ -68,6 +86,46 @@ impl PageCache {
         (gva / PAGE) as usize % Self::DEVICES
     }
 
+    /// Returns where the page at `gpa`, a physical address of a nested guest's, leads by the tables `of`, if that is known, and allows
+    /// `access`.
+    pub(crate) fn nested(
+        &mut self,
+        of: &NestedPaging,
+        gpa: u64,
+        access: slat::Access,
+    ) -> Option<GuestPage> {
+        if self.nested_of.as_ref() != Some(of) {
+            self.nested_of = Some(*of);
+            self.flush_nested();
+        }
+        let known = self.nested[Self::nested_index(gpa)]?;
+        let allows = match access {
+            slat::Access::Read => known.page.read,
+            slat::Access::Write => known.page.write,
+            slat::Access::Execute => known.page.execute,
+        };
+        let is_it = known.gpa == gpa & !(PAGE - 1) && known.flushes == self.nested_flushes;
+        (is_it && allows).then_some(known.page)
+    }
+
+    /// Keeps what the tables that were asked last say of the page at `gpa`.
+    pub(crate) fn keep_nested(&mut self, gpa: u64, page: GuestPage) {
+        self.nested[Self::nested_index(gpa)] = Some(NestedPage {
+            gpa: gpa & !(PAGE - 1),
+            page,
+            flushes: self.nested_flushes,
+        });
+    }
+
+    fn nested_index(gpa: u64) -> usize {
+        (gpa / PAGE) as usize % Self::NESTED
+    }
+
+    /// Forgets what nested tables say. Call when their hypervisor has translations of its guest flushed.
+    pub(crate) fn flush_nested(&mut self) {
+        self.nested_flushes += 1;
+    }
+
     /// Forgets what the guest's tables say. Call when the guest invalidates a translation.
     pub(crate) fn flush_devices(&mut self) {
         self.devices.fill(None);
@@ -76,6 +134,7 @@ impl PageCache {
     /// Forgets all translations. Call when the TLB of the CPU is flushed by the host, or the client sets registers.
     pub(crate) fn flush(&mut self) {
         self.pages.fill(None);
+        self.flush_nested();
         self.flush_devices();
     }
 }

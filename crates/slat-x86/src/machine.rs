@@ -137,8 +137,10 @@ pub enum GuestFlush {
     /// Those of the page at this linear address, under the current PCID: INVLPG, and INVPCID of type 0 with the current PCID
     /// (without CR4.PCIDE the PCID is 0).
     Page(u64),
-    /// All: a change of CR0, CR3, CR4 or EFER, and the other forms of INVPCID.
+    /// All: a change of CR0, CR3, CR4 or EFER, and the other forms of INVPCID. A nested guest's, of its own tables.
     All,
+    /// All of a nested guest, also what depends on its hypervisor's nested tables: VMRUN with a TLB_CONTROL, INVLPGA.
+    Nested,
 }
 
 /// How the CPU translates.

@@ -582,13 +582,14 @@ impl Mmu for VcpuMachine {
 
     fn flush_guest(&mut self, what: GuestFlush, paging: &Paging) -> bool {
         self.pages.flush_devices();
-        if !self.shadows {
-            return false;
-        }
         let void = match what {
+            GuestFlush::Nested => {
+                self.pages.flush_nested();
+                self.flush_shadowed()
+            }
             // A nested guest's own tables are not shadowed.
-            GuestFlush::Page(_) if paging.nested.is_some() => false,
-            GuestFlush::Page(gva) if paging.cr0 & control::CR0_PG != 0 => {
+            _ if paging.nested.is_some() => false,
+            GuestFlush::Page(gva) if self.shadows && paging.cr0 & control::CR0_PG != 0 => {
                 let paging = guest_paging(paging, self.physical_bits);
                 self.engine.invlpg(gva, &paging, &mut Words)
             }

@@ -6,7 +6,8 @@
 //!
 //! With the shadow MMU the engine shadows L1's nested tables, like any table of the guest's: L2's physical addresses are what is
 //! translated. So a step is one walk of the shadow table, from there to the host, and L1's tables are read at a fault only
-//! ([`Shadowed`]). Other MMUs know nothing of these tables, which are then walked at each step ([`Walked`]).
+//! ([`Shadowed`]). Other MMUs know nothing of these tables, which are then walked ([`Walked`]); what that has found is kept until the
+//! hypervisor has it flushed, as a processor does.
 
 use crate::machine::VcpuMachine;
 use crate::machine::mmu::{guest_paging, own_fault, unpaged};
@@ -34,10 +35,11 @@ fn are_entries_for(gpa: u64, nested: &GuestPaging) -> bool {
     gpa >> nested.translated_bits() == 0
 }
 
-/// Guest memory at L2's physical addresses: L1's tables are walked for each access.
+/// Guest memory at L2's physical addresses: L1's tables are walked.
 struct Walked<'a> {
     machine: &'a mut VcpuMachine,
-    /// The state of the nested tables.
+    /// The state of the nested tables, for the CPU and for a walk.
+    of: &'a NestedPaging,
     nested: &'a GuestPaging,
 }
 
@@ -47,10 +49,15 @@ impl Walked<'_> {
         if !are_entries_for(gpa, self.nested) {
             return Err(nested_fault(gpa, self.nested.access_code(access), place));
         }
-        walk(self.machine, self.nested, gpa, access).map_err(|error| match error {
+        if let Some(known) = self.machine.pages.nested(self.of, gpa, access) {
+            return Ok(known);
+        }
+        let page = walk(self.machine, self.nested, gpa, access).map_err(|error| match error {
             WalkError::PageFault { code } => nested_fault(gpa, code, place),
             WalkError::Memory(fault) => fault,
-        })
+        })?;
+        self.machine.pages.keep_nested(gpa, page);
+        Ok(page)
     }
 
     /// Returns L1's address of an entry of L2's tables. Its page has to be writable, as the entry's flags may have to be set (15.25.5).
@@ -188,6 +195,7 @@ impl VcpuMachine {
         let bits = self.physical_bits;
         let mut memory = Walked {
             machine: self,
+            of: nested,
             nested: &second_stage(nested, bits),
         };
         let first = first_stage(&mut memory, gva, access, paging, bits)?;

@@ -116,7 +116,7 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.tell_flush(GuestFlush::Page(address));
     } else {
         cpu.tlb().forget_world(world);
-        cpu.tell_flush(GuestFlush::All);
+        cpu.tell_flush(GuestFlush::Nested);
     }
     cpu.serialize();
     Err(Break::End)

@@ -132,7 +132,7 @@ impl Cpu {
             // More than need be: global translations, too.
             _ => self.flush_world(),
         }
-        self.tell_flush(GuestFlush::All);
+        self.tell_flush(GuestFlush::Nested);
     }
 
     /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO is the event that is being delivered, if one is.
