@@ -1,6 +1,8 @@
-"""nested MACHINE CPUS: Linux with KVM on slat's SVM runs guests of its own.
+"""nested MACHINE CPUS [again]: Linux with KVM on slat's SVM runs guests of its own.
 
 First a program that makes VMs and uses what KVM offers (../programs/ways.c), then QEMU, which boots Linux to a shell and to power-off.
+
+    again    that Linux runs guests of its own, too: the same program
 """
 
 import itertools
@@ -11,7 +13,7 @@ from rows.console import TROUBLE, Failure
 from rows.qemu import BOOT, Qemu, linux
 
 # Mebibytes.
-HYPERVISOR, GUEST = 1536, 256
+HYPERVISOR, GUEST, GUEST_HYPERVISOR = 1536, 256, 400
 # Each letter that the guest prints is some exits to QEMU in the hypervisor, so its kernel prints few.
 COMMAND_LINE = "console=ttyS0 quiet panic=-1 reboot=t"
 # SVM is AMD's: guests look for it by the vendor.
@@ -25,10 +27,10 @@ def hypervisor(setting, machine, cpus, options=(), **more):
     return Qemu(setting, machine, cpus=cpus, payload=payload, options=options, cpu=CPU, **more)
 
 
-def begin(console):
+def begin(console, memory=GUEST, initrd="initrd"):
     """Has the hypervisor's QEMU boot Linux to a shell, which is returned."""
-    command = f"/usr/bin/qemu-system-x86_64 -accel kvm -cpu host -m {GUEST} -nodefaults -no-user-config -display none -no-reboot"
-    command += f" -serial pipe:/tmp/guest -kernel /guest/vmlinuz -initrd /guest/initrd -append '{COMMAND_LINE}'"
+    command = f"/usr/bin/qemu-system-x86_64 -accel kvm -cpu host -m {memory} -nodefaults -no-user-config -display none -no-reboot"
+    command += f" -serial pipe:/tmp/guest -kernel /guest/vmlinuz -initrd /guest/{initrd} -append '{COMMAND_LINE}'"
     console.run("test -c /dev/kvm && mkfifo /tmp/guest.in /tmp/guest.out")
     qemu = console.run(f"{command} >/tmp/qemu 2>&1 & echo $!")
     console.run("cat /tmp/guest.out >/tmp/guest &")
@@ -70,11 +72,15 @@ class Shell:
             raise Failure(f"the guest's guest complains: {trouble[0].decode()}")
 
 
-def run(setting, machine, cpus):
+def run(setting, machine, cpus, *words):
     outer = hypervisor(setting, machine, int(cpus))
     outer.boot(2 * BOOT)
     outer.console.run("ways", 300)
-    guest = begin(outer.console)
-    guest.run("pattern 32 2", 120)
+    if "again" in words:
+        guest = begin(outer.console, GUEST_HYPERVISOR, "hypervisor")
+        guest.run("ways", 300)
+    else:
+        guest = begin(outer.console)
+        guest.run("pattern 32 2", 120)
     guest.power_off()
     outer.power_off()
