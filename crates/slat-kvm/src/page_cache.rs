@@ -1,8 +1,6 @@
 //! The translations that a vCPU used last, and that the TLB of its CPU does not hold: of guest-physical pages, of linear pages
 //! that are devices', and of a nested guest's physical pages.
 
-use crate::errno::Result;
-use crate::heap;
 use slat::guest_walk::GuestPage;
 use slat_x86::{Access, NestedPaging, Paging};
 use std::ptr::NonNull;
@@ -45,34 +43,30 @@ struct NestedPage {
 pub(crate) struct PageCache {
     pages: [Option<Page>; Self::PAGES],
     devices: [Option<DevicePage>; Self::DEVICES],
-    /// On the heap: a vCPU is made on its creator's stack.
-    nested: Vec<Option<NestedPage>>,
+    nested: [Option<NestedPage>; Self::NESTED],
     /// The state of the nested tables.
     nested_of: Option<NestedPaging>,
     /// How often `nested` was flushed.
     nested_flushes: u64,
 }
 
+impl Default for PageCache {
+    fn default() -> Self {
+        PageCache {
+            pages: [None; Self::PAGES],
+            devices: [None; Self::DEVICES],
+            nested: [None; Self::NESTED],
+            nested_of: None,
+            nested_flushes: 0,
+        }
+    }
+}
+
 impl PageCache {
     const PAGES: usize = 64;
     const DEVICES: usize = 8;
-    const NESTED: usize = 256;
-
-    /// Makes an empty cache.
-    ///
-    /// # Errors
-    /// `ENOMEM`.
-    pub(crate) fn new() -> Result<Self> {
-        let mut nested = heap::with_room(Self::NESTED)?;
-        nested.resize(Self::NESTED, None);
-        Ok(PageCache {
-            pages: [None; Self::PAGES],
-            devices: [None; Self::DEVICES],
-            nested,
-            nested_of: None,
-            nested_flushes: 0,
-        })
-    }
+    /// Few: a vCPU is made on its creator's stack, and most never have a nested guest.
+    const NESTED: usize = 16;
 
     pub(crate) fn slot(&mut self, gpa: u64) -> &mut Option<Page> {
         &mut self.pages[(gpa / PAGE) as usize % Self::PAGES]

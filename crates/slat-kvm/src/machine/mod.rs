@@ -16,7 +16,6 @@ use crate::clock::{self, Tsc};
 use crate::cpuid;
 use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
-use crate::errno;
 use crate::exit::{ClientCall, MemoryFault};
 use crate::hyperv::VcpuHyperv;
 use crate::msr::index;
@@ -79,23 +78,19 @@ pub(crate) struct VcpuMachine {
 }
 
 impl VcpuMachine {
-    /// Makes the machine of a vCPU whose CPU is as after a reset.
-    ///
-    /// # Errors
-    /// `ENOMEM`.
     pub(crate) fn new(
         engine: EngineVcpu,
         vm: Arc<VmObject>,
         common: Shared<VcpuCommon>,
         base: u64,
-    ) -> errno::Result<Self> {
+    ) -> Self {
         let tsc = vm.clock.new_tsc();
         let shadows = vm.engine.mmu() == MmuKind::Shadow;
-        Ok(VcpuMachine {
+        VcpuMachine {
             engine,
             vm,
             common,
-            pages: PageCache::new()?,
+            pages: PageCache::default(),
             cpuid: Vec::new(),
             physical_bits: cpuid::PHYS_BITS,
             msrs: Stored::default(),
@@ -119,7 +114,7 @@ impl VcpuMachine {
             space: ORDINARY,
             shadows,
             memory_restored: false,
-        })
+        }
     }
 
     /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.

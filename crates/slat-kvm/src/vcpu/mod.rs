@@ -183,7 +183,7 @@ impl VcpuObject {
         });
         let common = VcpuCommon::new(id, index, engine.attention().clone(), lapic)?;
         let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
-        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base)?;
+        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
         let waiting = irqchip && !bootstrap;
         let mut inner = Inner {
             cpu,
