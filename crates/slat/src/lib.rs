@@ -32,8 +32,6 @@ pub mod format;
 mod frame;
 pub mod guest_walk;
 mod heap;
-#[cfg(all(test, not(loom)))]
-mod heap_platform;
 #[cfg(all(test, loom))]
 mod loom_tests;
 mod mmu;

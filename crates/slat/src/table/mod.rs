@@ -265,4 +265,6 @@ impl Drop for TableGuard<'_> {
 }
 
 #[cfg(all(test, not(loom)))]
+pub(crate) mod heap_platform;
+#[cfg(all(test, not(loom)))]
 mod tests;

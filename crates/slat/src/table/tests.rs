@@ -7,10 +7,10 @@ use core::ops::Range;
 
 use super::*;
 use crate::format::{Entry, Ept, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, all_gfns};
-use crate::heap_platform::Heap;
 use crate::policy::SplitWalk;
 use crate::sync::atomic::Ordering::*;
 use crate::sync::{Guarded, InSection};
+use crate::table::heap_platform::Heap;
 use crate::vm::range_op::{Step, Unflushed};
 use crate::{Level, ZappedLeaf};
 

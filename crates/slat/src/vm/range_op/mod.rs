@@ -481,7 +481,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 mod tests {
     use super::*;
     use crate::format::Stage2;
-    use crate::heap_platform::Heap;
+    use crate::table::heap_platform::Heap;
     use crate::vm::Config;
     use alloc::boxed::Box;
     use alloc::sync::Arc;
