@@ -139,7 +139,8 @@ pub enum GuestFlush {
     Page(u64),
     /// All: a change of CR0, CR3, CR4 or EFER, and the other forms of INVPCID. A nested guest's, of its own tables.
     All,
-    /// All of a nested guest, also what depends on its hypervisor's nested tables: VMRUN with a TLB_CONTROL, INVLPGA.
+    /// All of a nested guest, also what depends on its hypervisor's nested tables: VMRUN with a TLB_CONTROL, or of another ASID than the
+    /// last one; INVLPGA.
     Nested,
 }
 

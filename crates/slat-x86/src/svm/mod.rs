@@ -109,6 +109,8 @@ struct Pauses {
 pub(crate) struct Svm {
     /// The CPU runs a guest of the hypervisor's.
     guest: bool,
+    /// The ASID of the guest that ran last.
+    last_asid: u32,
     /// The guest-physical address of the control block.
     vmcb: u64,
     /// The control area.
@@ -152,6 +154,7 @@ impl Svm {
     pub(crate) fn new() -> Self {
         Svm {
             guest: false,
+            last_asid: 0,
             vmcb: 0,
             control: Control::new([0; CONTROL_BYTES]),
             host: Registers::default(),

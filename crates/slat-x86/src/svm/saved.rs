@@ -60,6 +60,7 @@ impl Cpu {
         self.svm.pauses = Pauses::new(&control);
         self.svm.guest = true;
         self.svm.vmcb = address;
+        self.svm.last_asid = control.asid();
         self.svm.control = control;
         self.svm.host = Registers { cpl: 0, ..host };
         self.svm.due = None;

@@ -122,12 +122,16 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Drops the translations that VMRUN drops: those that TLB_CONTROL names (15.16.2).
+    /// Drops the translations that VMRUN drops: those that TLB_CONTROL names (15.16.2). The machine knows no ASIDs: what it knows of nested
+    /// tables is of the last one.
     fn flush_for_guest(&mut self) {
         const NOTHING: u8 = 0;
         const ALL: u8 = 1;
+        let asid = self.svm.control.asid();
+        let last = std::mem::replace(&mut self.svm.last_asid, asid);
         match self.svm.control.tlb_control() {
-            NOTHING if keeps(self.svm.control.asid()) => return,
+            NOTHING if keeps(asid) && asid == last => return,
+            NOTHING if keeps(asid) => {}
             ALL => self.flush_other(),
             // More than need be: global translations, too.
             _ => self.flush_world(),
