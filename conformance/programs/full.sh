@@ -31,6 +31,32 @@ for (const device of [open('/dev/kvm', 2), fs.openSync('/dev/kvm', 'r+')])
 END
 try 'slat run -- node looked_up.js' "$slat" run -- node "$scratch/node/looked_up.js"
 
+# Java's own way to functions of C has had several names: this is Java 17's.
+command -v java >/dev/null || install default-jdk-headless
+if java --list-modules | grep -q '^jdk.incubator.foreign@'; then
+    cat >"$scratch/LookedUp.java" <<'END'
+import java.lang.invoke.MethodType;
+import jdk.incubator.foreign.*;
+
+public class LookedUp {
+    public static void main(String[] arguments) throws Throwable {
+        var linker = CLinker.getInstance();
+        var c = CLinker.systemLookup();
+        var open = linker.downcallHandle(c.lookup("open").get(), MethodType.methodType(int.class, MemoryAddress.class, int.class),
+            FunctionDescriptor.of(CLinker.C_INT, CLinker.C_POINTER, CLinker.C_INT));
+        var ioctl = linker.downcallHandle(c.lookup("ioctl").get(), MethodType.methodType(int.class, int.class, long.class, long.class),
+            FunctionDescriptor.of(CLinker.C_INT, CLinker.C_INT, CLinker.C_LONG, CLinker.C_LONG));
+        var path = CLinker.toCString("/dev/kvm", ResourceScope.globalScope()).address();
+        int device = (int) open.invokeExact(path, 2);
+        if (device < 0 || (int) ioctl.invokeExact(device, 0xae00L, 0L) != 12 || (int) ioctl.invokeExact(device, 0xae01L, 0L) < 0)
+            throw new Exception("no KVM at " + device);
+    }
+}
+END
+    try 'slat run -- java LookedUp.java' "$slat" run -- java --add-modules jdk.incubator.foreign \
+        --enable-native-access=ALL-UNNAMED "$scratch/LookedUp.java"
+fi
+
 # A VMM in Go, as the module proxy has it.
 GOBIN="$scratch" CGO_ENABLED=0 go install github.com/bobuhiro11/gokvm@latest
 "$here/../vmm/materials" "$root/target/conformance/vmm"
