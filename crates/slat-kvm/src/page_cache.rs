@@ -35,8 +35,6 @@ pub(crate) struct DevicePage {
 struct NestedPage {
     gpa: u64,
     page: GuestPage,
-    /// [`PageCache::nested_flushes`] when it was found.
-    flushes: u64,
 }
 
 /// The last translations of this vCPU, indexed by page number.
@@ -46,8 +44,6 @@ pub(crate) struct PageCache {
     nested: [Option<NestedPage>; Self::NESTED],
     /// The state of the nested tables.
     nested_of: Option<NestedPaging>,
-    /// How often `nested` was flushed.
-    nested_flushes: u64,
 }
 
 impl Default for PageCache {
@@ -57,7 +53,6 @@ impl Default for PageCache {
             devices: [None; Self::DEVICES],
             nested: [None; Self::NESTED],
             nested_of: None,
-            nested_flushes: 0,
         }
     }
 }
@@ -105,8 +100,7 @@ impl PageCache {
             slat::Access::Write => known.page.write,
             slat::Access::Execute => known.page.execute,
         };
-        let is_it = known.gpa == gpa & !(PAGE - 1) && known.flushes == self.nested_flushes;
-        (is_it && allows).then_some(known.page)
+        (known.gpa == gpa & !(PAGE - 1) && allows).then_some(known.page)
     }
 
     /// Keeps what the tables that were asked last say of the page at `gpa`.
@@ -114,7 +108,6 @@ impl PageCache {
         self.nested[Self::nested_index(gpa)] = Some(NestedPage {
             gpa: gpa & !(PAGE - 1),
             page,
-            flushes: self.nested_flushes,
         });
     }
 
@@ -124,7 +117,7 @@ impl PageCache {
 
     /// Forgets what nested tables say. Call when their hypervisor has translations of its guest flushed.
     pub(crate) fn flush_nested(&mut self) {
-        self.nested_flushes += 1;
+        self.nested.fill(None);
     }
 
     /// Forgets what the guest's tables say. Call when the guest invalidates a translation.

@@ -394,7 +394,7 @@ impl Cpu {
     }
 }
 
-/// For accesses of compiled code, after a miss in the TLB. What is MMIO is the interpreter's.
+/// Accesses of compiled code that miss the TLB. Those to devices are left to the interpreter.
 #[cfg(feature = "jit")]
 impl Cpu {
     /// Translates all pages of an access. A device that it meets the interpreter does not look for again ([`Self::take_met`]).
@@ -432,9 +432,9 @@ impl Cpu {
     ) -> Result<Option<*mut u8>, Break> {
         let places = self.places_or_met(lin, len, Access::Write)?;
         let table = self.table;
-        let is_memory = places.destination(lin).is_some();
-        Ok(is_memory
-            .then(|| self.tlb().write(table, lin, len as u64))
-            .flatten())
+        Ok(match places.destination(lin) {
+            Some(_) => self.tlb().write(table, lin, len as u64),
+            None => None,
+        })
     }
 }

@@ -239,10 +239,7 @@ impl VcpuMachine {
     /// Reads a word of guest memory at host address `word`, to which a translation has led.
     #[inline]
     pub(super) fn read_entry(&mut self, word: Hpa, size: usize) -> Result<u64, Fault> {
-        Words.read(word, size).map_err(|Gone(host)| {
-            self.forget(host);
-            Fault::Retry
-        })
+        Words.read(word, size).map_err(|gone| self.gone(gone))
     }
 
     /// Replaces a word of guest memory at host address `word`, to which a translation for writing has led, if it still is `old`. Returns
@@ -255,10 +252,14 @@ impl VcpuMachine {
         new: u64,
     ) -> Result<bool, Fault> {
         let exchanged = Words.compare_exchange(word, size, old, new);
-        exchanged.map_err(|Gone(host)| {
-            self.forget(host);
-            Fault::Retry
-        })
+        exchanged.map_err(|gone| self.gone(gone))
+    }
+
+    /// Returns the fault of an access to host memory that was not accessible, which is forgotten.
+    #[cold]
+    fn gone(&mut self, Gone(host): Gone) -> Fault {
+        self.forget(host);
+        Fault::Retry
     }
 
     /// Acknowledges the engine's flushes outside the CPU's loop; the CPU drops its translations before it uses one. Returns `false`
@@ -440,10 +441,7 @@ impl VcpuMachine {
             Err(VirtualStop::PageFault { code }) => {
                 return Err(Fault::Page { error_code: code });
             }
-            Err(VirtualStop::Memory(Gone(host))) => {
-                self.forget(host);
-                return Err(Fault::Retry);
-            }
+            Err(VirtualStop::Memory(gone)) => return Err(self.gone(gone)),
             Err(VirtualStop::Stop(stop)) => stop,
         };
         if let Stop::Mmio { gpa } = stop {

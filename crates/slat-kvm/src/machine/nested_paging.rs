@@ -30,9 +30,17 @@ fn nested_fault(gpa: u64, code: u32, place: u64) -> Fault {
     }
 }
 
-/// Returns whether nested tables have entries for `gpa`.
-fn are_entries_for(gpa: u64, nested: &GuestPaging) -> bool {
-    gpa >> nested.translated_bits() == 0
+/// Checks that the `nested` tables have entries for `gpa`, an address of L2's; `place` is a bit of EXITINFO1.
+fn check_width(
+    nested: &GuestPaging,
+    gpa: u64,
+    access: slat::Access,
+    place: u64,
+) -> Result<(), Fault> {
+    match gpa >> nested.translated_bits() {
+        0 => Ok(()),
+        _ => Err(nested_fault(gpa, nested.access_code(access), place)),
+    }
 }
 
 /// Guest memory at L2's physical addresses: L1's tables are walked.
@@ -46,9 +54,7 @@ struct Walked<'a> {
 impl Walked<'_> {
     /// Walks the nested tables for `access` to `gpa`, an address of L2's.
     fn page(&mut self, gpa: u64, access: slat::Access, place: u64) -> Result<GuestPage, Fault> {
-        if !are_entries_for(gpa, self.nested) {
-            return Err(nested_fault(gpa, self.nested.access_code(access), place));
-        }
+        check_width(self.nested, gpa, access, place)?;
         if let Some(known) = self.machine.pages.nested(self.of, gpa, access) {
             return Ok(known);
         }
@@ -97,9 +103,7 @@ struct Shadowed<'a> {
 impl Shadowed<'_> {
     /// Translates `gpa`, an address of L2's, for `access`.
     fn page(&mut self, gpa: u64, access: slat::Access, place: u64) -> Result<HostPage, Fault> {
-        if !are_entries_for(gpa, self.nested) {
-            return Err(nested_fault(gpa, self.nested.access_code(access), place));
-        }
+        check_width(self.nested, gpa, access, place)?;
         let page = self.machine.translate_shadowed(gpa, access, self.nested);
         page.map_err(|fault| match fault {
             Fault::Page { error_code } => nested_fault(gpa, error_code, place),
