@@ -140,6 +140,26 @@ fn a_table_that_lost_its_parent_is_found_again() {
     vm.audit().unwrap();
 }
 
+/// Recovery finds NX tables by the entries that refer to them. So one does not outlive the table with its last entry.
+#[test]
+fn an_nx_table_that_lost_its_parent_is_not_left_over() {
+    let vm = vm(GIB1, Level::MEGA);
+    let set = |name, value| vm.set_policy(Setting::parse(name, value).unwrap());
+    set("nx_huge_pages", "on");
+    set("nx_huge_pages_recovery_ratio", "1");
+    touch(&vm, 700, Execute);
+    assert_eq!(vm.stats().nx_lpage_splits, 1);
+    set("huge_pages", "off");
+    (0..63).for_each(|i| _ = touch(&vm, (100 + i) * 512, Read));
+    // The two above it are older.
+    vm.set_mmu_pages(64);
+    assert_eq!(vm.stats().mmu_recycled, 2);
+    let splits = vm.stats().nx_lpage_splits;
+    assert_eq!(vm.recover_nx_huge_pages(), splits);
+    assert_eq!(vm.stats().nx_lpage_splits, 0);
+    vm.audit().unwrap();
+}
+
 /// The dirty bits of a recycled table's leaves are in the log.
 #[test]
 fn a_log_of_dirty_bits_misses_no_page_of_a_recycled_table() {

@@ -1,8 +1,8 @@
 //! The MMU by gfn: a walk over the reverse map.
 //!
 //! In the order of gfn, it shows the leaves that map a frame, those of higher levels first, and with [`Show::tables`] the
-//! entry that refers to a direct page, for the region that the page maps. A page that nothing refers to is not shown;
-//! its leaves are. Under the lock of the MMU, which it holds for one step.
+//! entry that refers to a direct page, for the region that the page maps. A page that nothing refers to is shown by an
+//! entry in no table. Under the lock of the MMU, which it holds for one step.
 
 use alloc::string::String;
 use core::ops::Range;
@@ -108,7 +108,7 @@ struct Shown<'w, P: Platform, F: Format> {
     mmu: &'w ShadowMmu<P, F>,
     pages: &'w Pages,
     id: EntryId,
-    /// The reverse map's entry that lists it: the node's number, and the index there.
+    /// [`Region::listed_by`].
     listed_by: (u32, usize),
 }
 
@@ -175,8 +175,13 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                 }
                 if gfn >= self.new_from {
                     self.visited = below.start;
-                    self.listed((number, index), gfn, level)
-                        .map_err(|Stop| Stopped { at: below.start })?;
+                    let listed_by = (number, index);
+                    self.listed(Region {
+                        listed_by,
+                        gfn,
+                        level,
+                    })
+                    .map_err(|Stop| Stopped { at: below.start })?;
                 }
                 let enters = level > Level::MEGA || !self.show.skip_last_level;
                 if listed.below() != END && enters {
@@ -188,12 +193,13 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         Ok(())
     }
 
-    /// Visits what the reverse map's entry `by` lists, for the region of `level` at `gfn`.
-    fn listed(&mut self, by: (u32, usize), gfn: Gfn, level: Level) -> Result<(), Stop> {
+    /// Visits what the reverse map lists for `region`.
+    fn listed(&mut self, region: Region) -> Result<(), Stop> {
         let (pages, platform) = (self.pages, &*self.mmu.platform);
-        let listed = pages.rmap.nodes.get(by.0).entry(by.1);
+        let (node, index) = region.listed_by;
+        let listed = pages.rmap.nodes.get(node).entry(index);
         for id in pages.leaves_of(listed) {
-            self.entry(id, by, gfn, level)?;
+            self.entry(id, region)?;
         }
         if !self.show.tables {
             return Ok(());
@@ -203,27 +209,24 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             if page.guest().is_some() {
                 continue;
             }
-            if let Some(parent) = pages.parents_of(page).next() {
-                // To detach it is to clear all its entries.
-                let meta = pages.table(platform, number).meta();
-                self.walk.spend(meta.leaves.load(Relaxed).into());
-                self.entry(parent, by, gfn, level)?;
-                // If the page was zapped, its number may serve another one.
-                self.table = None;
+            // To detach it is to clear all its entries.
+            let meta = pages.table(platform, number).meta();
+            self.walk.spend(meta.leaves.load(Relaxed).into());
+            match pages.parents_of(page).next() {
+                Some(parent) => self.entry(parent, region)?,
+                None => {
+                    let entry = AtomicU64::new(F::table(page.frame.get()));
+                    self.visit(EntryId::new(number, 0), &entry, meta, region)?;
+                }
             }
+            // If the page was zapped, its number may serve another one.
+            self.table = None;
         }
         Ok(())
     }
 
-    /// Visits entry `id`, which the reverse map's entry `listed_by` lists.
-    fn entry(
-        &mut self,
-        id: EntryId,
-        listed_by: (u32, usize),
-        gfn: Gfn,
-        level: Level,
-    ) -> Result<(), Stop> {
-        self.walk.visits();
+    /// Visits entry `id`, which is listed for `region`.
+    fn entry(&mut self, id: EntryId, region: Region) -> Result<(), Stop> {
         let (entries, meta) = match self.table {
             Some((number, entries, meta)) if number == id.page() => (entries, meta),
             _ => {
@@ -232,9 +235,20 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                 (table.entries(), table.meta())
             }
         };
-        let entry = &entries[id.index()];
+        self.visit(id, &entries[id.index()], meta, region)
+    }
+
+    /// Visits `entry` of a table with `meta`.
+    fn visit(
+        &mut self,
+        id: EntryId,
+        entry: &AtomicU64,
+        meta: &TableMeta,
+        region: Region,
+    ) -> Result<(), Stop> {
+        self.walk.visits();
         let bits = entry.load(Relaxed);
-        if let Entry::Mmio { .. } = F::decode(bits, level)
+        if let Entry::Mmio { .. } = F::decode(bits, region.level)
             && !self.show.mmio
         {
             return Ok(());
@@ -243,21 +257,30 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             mmu: self.mmu,
             pages: self.pages,
             id,
-            listed_by,
+            listed_by: region.listed_by,
         };
         let at = At {
             entry,
             meta,
             kept: Kept::Listed(&shown),
             bits,
-            gfn,
-            level,
+            gfn: region.gfn,
+            level: region.level,
         };
         match self.visit.visit(&at) {
             Next::Stop => Err(Stop),
             Next::Descend | Next::Pass => Ok(()),
         }
     }
+}
+
+/// The frames that an entry of the reverse map is for.
+#[derive(Clone, Copy)]
+struct Region {
+    /// The number of the entry's node, and its index there.
+    listed_by: (u32, usize),
+    gfn: Gfn,
+    level: Level,
 }
 
 /// The visitor has ended the step.
