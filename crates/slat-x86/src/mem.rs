@@ -404,23 +404,23 @@ impl Cpu {
         Ok(places)
     }
 
-    /// Does [`load`](Self::load). `None`, with nothing read: it is MMIO, at least in part.
-    pub(crate) fn load_unless_mmio<T: Word>(&mut self, lin: u64) -> Result<Option<T>, Break> {
+    /// Returns the host address to read `len` bytes at, 32 at most: of the memory, or of a copy if it is in two pages. `None`: it is MMIO,
+    /// at least in part.
+    pub(crate) fn place_to_load(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         loop {
-            let places = self.places_or_met(lin, size_of::<T>(), Access::Read)?;
+            let places = self.places_or_met(lin, len, Access::Read)?;
+            if let Some(host) = places.source() {
+                return Ok(Some(host));
+            }
             if !places.are_memory() {
                 return Ok(None);
             }
-            if let Some(v) = self.load_at(lin, &places)? {
-                return Ok(Some(v));
+            let mut copy = [0; 32];
+            if self.read_places(lin, &places, &mut copy[..len])? {
+                self.compiled.copy = copy;
+                return Ok(Some((&raw mut self.compiled.copy).cast()));
             }
         }
-    }
-
-    /// Does [`read_place`](Self::read_place).
-    pub(crate) fn place_to_load(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
-        let places = self.places_or_met(lin, len, Access::Read)?;
-        Ok(places.source())
     }
 
     /// Returns the host address to write `len` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants

@@ -8,7 +8,7 @@ use crate::state::Segment;
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I32, I64};
-use cranelift_codegen::ir::{Block, InstBuilder, MemFlags, TrapCode, Value};
+use cranelift_codegen::ir::{InstBuilder, MemFlags, TrapCode, Value};
 use iced_x86::Mnemonic;
 use std::mem::offset_of;
 
@@ -75,8 +75,8 @@ impl Translator<'_> {
         self.interpret_if(is_strange);
     }
 
-    /// Looks `lin` up in the TLB, by the tags at `tag`. Returns the host address; continues in `miss` if it is not there.
-    fn look_up(&mut self, lin: Value, size: u8, tag: usize, miss: Block) -> Value {
+    /// Returns the host address of an access: from the TLB, by the tags at `tag`, or from `helper`. A stop is prepared.
+    fn place(&mut self, lin: Value, size: u8, tag: usize, helper: usize) -> Value {
         let shift = tlb::ENTRY_BITS;
         let at = self.b.ins().ushr_imm(lin, i64::from(12 - shift));
         let at = self
@@ -92,12 +92,18 @@ impl Translator<'_> {
         let wanted = self.b.ins().bor_imm(last, 0xfff);
         let trusted = MemFlags::trusted();
         let found = self.b.ins().load(I64, trusted, entry, tag as i32);
-        let same = self.b.ins().icmp(IntCC::Equal, found, wanted);
-        let hit = self.b.create_block();
-        self.b.ins().brif(same, hit, &[], miss, &[]);
-        self.b.switch_to_block(hit);
         let addend = self.b.ins().load(I64, trusted, entry, tlb::ADDEND as i32);
-        self.b.ins().iadd(addend, lin)
+        let host = self.b.ins().iadd(addend, lin);
+        let same = self.b.ins().icmp(IntCC::Equal, found, wanted);
+        let (miss, on) = (self.cold(), self.b.create_block());
+        let place = self.b.append_block_param(on, I64);
+        self.b.ins().brif(same, on, &[host.into()], miss, &[]);
+        self.b.switch_to_block(miss);
+        let bytes = self.constant(1 << size);
+        let host = self.call_or_stop(helper, &[lin, bytes]);
+        self.b.ins().jump(on, &[host.into()]);
+        self.b.switch_to_block(on);
+        place
     }
 
     /// Returns the flags of an access to guest memory.
@@ -105,21 +111,11 @@ impl Translator<'_> {
         MemFlags::new().with_trap_code(Some(GUARDED))
     }
 
-    /// Loads from guest memory.
-    pub(super) fn load(&mut self, lin: Value, size: u8) -> Value {
+    /// Returns the host address to load from.
+    pub(super) fn place_to_load(&mut self, lin: Value, size: u8) -> Value {
         self.prepare_stop();
-        let ty = TYPES[usize::from(size)];
-        let (miss, on) = (self.cold(), self.b.create_block());
-        let loaded = self.b.append_block_param(on, ty);
-        let host = self.look_up(lin, size, tlb::READ, miss);
-        let value = self.b.ins().load(ty, Self::guarded(), host, 0);
-        self.b.ins().jump(on, &[value.into()]);
-        self.b.switch_to_block(miss);
-        let results = self.call(helpers::load_of(size), &[lin], 2);
-        let value = self.narrow(results[0], size);
-        self.stop_unless_done(results[1], on, &[value]);
-        self.b.switch_to_block(on);
-        loaded
+        let helper = helpers::place_to_load as *const () as usize;
+        self.place(lin, size, tlb::READ, helper)
     }
 
     /// Returns the host address to store at.
@@ -129,18 +125,11 @@ impl Translator<'_> {
         self.place(lin, size, tlb::WRITE, helper)
     }
 
-    /// Returns the host address of an access: from the TLB, by the tags at `tag`, or from `helper`. A stop is prepared.
-    pub(super) fn place(&mut self, lin: Value, size: u8, tag: usize, helper: usize) -> Value {
-        let (miss, on) = (self.cold(), self.b.create_block());
-        let place = self.b.append_block_param(on, I64);
-        let host = self.look_up(lin, size, tag, miss);
-        self.b.ins().jump(on, &[host.into()]);
-        self.b.switch_to_block(miss);
-        let bytes = self.constant(1 << size);
-        let results = self.call(helper, &[lin, bytes], 2);
-        self.stop_unless_done(results[1], on, &[results[0]]);
-        self.b.switch_to_block(on);
-        place
+    /// Loads from guest memory.
+    pub(super) fn load(&mut self, lin: Value, size: u8) -> Value {
+        let host = self.place_to_load(lin, size);
+        let ty = TYPES[usize::from(size)];
+        self.b.ins().load(ty, Self::guarded(), host, 0)
     }
 
     /// Stores to guest memory. Nothing of the instruction has happened before.

@@ -74,6 +74,8 @@ pub(crate) struct Compiled {
     pub(super) floats: u32,
     /// The host's own, meanwhile.
     pub(super) host_mxcsr: u32,
+    /// What a load in two pages has read.
+    pub(crate) copy: [u8; 32],
 }
 
 impl Compiled {
@@ -89,6 +91,7 @@ impl Compiled {
             client: None,
             floats: 0,
             host_mxcsr: 0,
+            copy: [0; 32],
         }
     }
 }

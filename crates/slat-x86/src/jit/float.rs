@@ -58,8 +58,8 @@ impl Translator<'_> {
         let (begin, fine) = (self.cold(), self.b.create_block());
         self.b.ins().brif(on, fine, &[], begin, &[]);
         self.b.switch_to_block(begin);
-        let status = self.call(helpers::begin_floats as *const () as usize, &[], 1)[0];
-        self.stop_unless_done(status, fine, &[]);
+        self.call_or_stop(helpers::begin_floats as *const () as usize, &[]);
+        self.b.ins().jump(fine, &[]);
         self.b.switch_to_block(fine);
     }
 

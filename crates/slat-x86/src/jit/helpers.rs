@@ -5,7 +5,6 @@
 use super::Step;
 use crate::Cpu;
 use crate::flags;
-use crate::int::{Int, by_size};
 use crate::op::Break;
 use crate::state::flags::CF;
 
@@ -35,70 +34,105 @@ impl Status {
     }
 }
 
-/// A value and a [`Status`].
-#[repr(C)]
-pub(super) struct Loaded {
-    value: u64,
-    status: u64,
-}
-
 fn failed(cpu: &mut Cpu, why: Break) -> u64 {
     cpu.compiled.why = why;
     Status::Broke as u64
 }
 
-impl Loaded {
-    /// `None`: the instruction is the interpreter's.
-    fn new(cpu: &mut Cpu, value: Result<Option<u64>, Break>) -> Self {
-        let (value, status) = match value {
-            Ok(Some(value)) => (value, 0),
-            Ok(None) => (0, Status::Interpret as u64),
-            Err(why) => (0, failed(cpu, why)),
-        };
-        Self { value, status }
+/// What [`or_stop`] calls: a value, or 0 and 1 if the region stops.
+#[repr(C)]
+struct Found {
+    value: u64,
+    stops: u64,
+}
+
+impl Found {
+    /// `None`: the interpreter continues at `step`.
+    fn new(cpu: &mut Cpu, value: Option<u64>, step: *const Step) -> Self {
+        if value.is_none() {
+            cpu.compiled.step = step;
+        }
+        Self {
+            value: value.unwrap_or(0),
+            stops: value.is_none().into(),
+        }
     }
 }
 
-/// Makes an access. One outside 64-bit mode that ends beyond 4 GiB is the interpreter's.
-fn access<T>(
+/// Defines a function for compiled code that returns what another one finds. If that finds nothing, the region returns instead, to which RBP
+/// points: the interpreter continues. So compiled code need not look, and has no blocks for it.
+macro_rules! or_stop {
+    ($(#[$doc:meta])* $name:ident = $find:ident) => {
+        $(#[$doc])*
+        #[unsafe(naked)]
+        pub(super) unsafe extern "C" fn $name() {
+            std::arch::naked_asm!(
+                "sub rsp, 8",
+                "call {find}",
+                "add rsp, 8",
+                "test rdx, rdx",
+                "jnz 2f",
+                "ret",
+                "2:",
+                "mov eax, {interpret}",
+                "mov rsp, rbp",
+                "pop rbp",
+                "ret",
+                find = sym $find,
+                interpret = const Status::Interpret as u64,
+            )
+        }
+    };
+}
+
+/// Makes an access that the TLB does not have. One outside 64-bit mode that ends beyond 4 GiB is the interpreter's, and so is one that
+/// fails: it fails again there.
+fn access(
     cpu: &mut Cpu,
     lin: u64,
     bytes: u64,
-    access: impl FnOnce(&mut Cpu) -> Result<Option<T>, Break>,
-) -> Result<Option<T>, Break> {
-    if !cpu.is_64() && lin + bytes > 1 << 32 {
-        return Ok(None);
-    }
-    cpu.outside_floats(access)
+    step: *const Step,
+    find: impl FnOnce(&mut Cpu) -> Result<Option<*mut u8>, Break>,
+) -> Found {
+    let found = match !cpu.is_64() && lin + bytes > 1 << 32 {
+        true => None,
+        false => cpu.outside_floats(find).ok().flatten(),
+    };
+    Found::new(cpu, found.map(|host| host as u64), step)
 }
 
-/// Loads from memory. MMIO is the interpreter's: what was read before may be read again.
-extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
-    let value = access(cpu, lin, T::BYTES, |cpu| cpu.load_unless_mmio::<T>(lin));
-    Loaded::new(cpu, value.map(|value| value.map(Int::zx)))
-}
-
-/// Returns the host address to load `bytes` bytes from, if they are memory and in one page. Otherwise the instruction is the interpreter's.
-pub(super) extern "C" fn place_to_load(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
-    let place = access(cpu, lin, bytes, |cpu| {
+extern "C" fn find_load(cpu: &mut Cpu, lin: u64, bytes: u64, step: *const Step) -> Found {
+    access(cpu, lin, bytes, step, |cpu| {
         cpu.place_to_load(lin, bytes as usize)
-    });
-    Loaded::new(cpu, place.map(|place| place.map(|host| host as u64)))
+    })
 }
 
-/// Returns the host address to store `bytes` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants to
-/// know of. Otherwise the instruction is the interpreter's.
-pub(super) extern "C" fn place_to_store(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
-    let place = access(cpu, lin, bytes, |cpu| {
+extern "C" fn find_store(cpu: &mut Cpu, lin: u64, bytes: u64, step: *const Step) -> Found {
+    access(cpu, lin, bytes, step, |cpu| {
         cpu.place_to_store(lin, bytes as usize)
-    });
-    Loaded::new(cpu, place.map(|place| place.map(|host| host as u64)))
+    })
 }
 
-/// Returns the address of the helper that loads in an operand size.
-pub(super) fn load_of(size: u8) -> usize {
-    let helper: extern "C" fn(&mut Cpu, u64) -> Loaded = by_size!(size, load);
-    helper as usize
+extern "C" fn find_floats(cpu: &mut Cpu, step: *const Step) -> Found {
+    let found = cpu.begin_floats().then_some(0);
+    Found::new(cpu, found, step)
+}
+
+or_stop! {
+    /// Returns the host address to load so many bytes from: the memory, or a copy of it if it is in two pages. MMIO is the interpreter's:
+    /// what was read before may be read again.
+    place_to_load = find_load
+}
+
+or_stop! {
+    /// Returns the host address to store so many bytes at, if that is a store to a page without decoded code, in one page, that nobody
+    /// wants to know of.
+    place_to_store = find_store
+}
+
+or_stop! {
+    /// Begins floats: see `float`.
+    begin_floats = find_floats
 }
 
 /// Has the interpreter execute `step`.
@@ -113,14 +147,6 @@ pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
             cpu.compiled.rip = cpu.state.rip;
             failed(cpu, why)
         }
-    }
-}
-
-/// Begins floats: see `float`.
-pub(super) extern "C" fn begin_floats(cpu: &mut Cpu) -> u64 {
-    match cpu.begin_floats() {
-        true => Status::Continue as u64,
-        false => Status::Interpret as u64,
     }
 }
 

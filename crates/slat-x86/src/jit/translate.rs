@@ -416,19 +416,12 @@ impl<'a> Translator<'a> {
         self.b.ins().jump(self.leave, &[]);
     }
 
-    /// Stops if `status`, that of an access, is not [`Status::Continue`]. Otherwise continues in `on` with `value`.
-    pub(super) fn stop_unless_done(&mut self, status: Value, on: Block, value: &[Value]) {
-        // In blocks of their own, out of the way of what usually happens.
-        let (stop, fine) = (self.cold(), self.cold());
-        self.b.ins().brif(status, stop, &[], fine, &[]);
-        self.b.switch_to_block(stop);
-        match self.checkpoint == self.step {
-            true => self.stop_with(status),
-            false => self.stop_for_interpreter(),
-        }
-        self.b.switch_to_block(fine);
-        let value: Vec<_> = value.iter().map(|value| (*value).into()).collect();
-        self.b.ins().jump(on, &value);
+    /// Calls one of the helpers that stop the region at the checkpoint if they find nothing. Returns what it finds.
+    pub(super) fn call_or_stop(&mut self, helper: usize, arguments: &[Value]) -> Value {
+        debug_assert!(!self.has_changed);
+        let mut arguments = arguments.to_vec();
+        arguments.push(self.address_of(self.checkpoint));
+        self.call(helper, &arguments, 1)[0]
     }
 
     /// Leaves the current instruction to the interpreter.

@@ -1,13 +1,11 @@
 //! Vector instructions that have a translation of their own: moves, and operations that string functions are made of. They treat
 //! elements of at most 64 bits alone, so a 256-bit one is two of 128 bits: Cranelift has no wider vectors on this host.
 
-use super::helpers;
 use super::translate::Translator;
 use crate::Cpu;
 use crate::cpu::mode;
 use crate::op::{MEM, Op};
 use crate::simd;
-use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8X16, I16X8, I32X4, I64, I64X2};
 use cranelift_codegen::ir::{Endianness, InstBuilder, MemFlags, Type, Value};
@@ -191,9 +189,7 @@ impl Translator<'_> {
             return (0..halves).map(|half| self.half(op.r[k], half)).collect();
         }
         let (lin, size) = self.vector_in_memory(op, halves, is_aligned);
-        self.prepare_stop();
-        let helper = helpers::place_to_load as *const () as usize;
-        let host = self.place(lin, size, tlb::READ, helper);
+        let host = self.place_to_load(lin, size);
         (0..halves as i32)
             .map(|half| {
                 let flags = Self::guarded();
