@@ -405,15 +405,15 @@ impl Cpu {
     }
 
     /// Returns the host address to read `len` bytes at, 32 at most: of the memory, or of a copy if it is in two pages. `None`: it is MMIO,
-    /// at least in part.
+    /// at least in part, or near a watchpoint, where each access has to be looked at.
     pub(crate) fn place_to_load(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         loop {
             let places = self.places_or_met(lin, len, Access::Read)?;
+            if !places.are_memory() || self.is_watched_page(lin) {
+                return Ok(None);
+            }
             if let Some(host) = places.source() {
                 return Ok(Some(host));
-            }
-            if !places.are_memory() {
-                return Ok(None);
             }
             let mut copy = [0; 32];
             if self.read_places(lin, &places, &mut copy[..len])? {

@@ -8,12 +8,56 @@ use crate::state::Segment;
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I32, I64};
-use cranelift_codegen::ir::{InstBuilder, MemFlags, TrapCode, Value};
+use cranelift_codegen::ir::{InstBuilder, InstructionData, MemFlags, Opcode, TrapCode, Value};
 use iced_x86::Mnemonic;
 use std::mem::offset_of;
 
+const PAGE_SIZE: u64 = 4096;
 /// How an access to guest memory is marked: if it fails, the region stops there (`access_failed`).
 pub(super) const GUARDED: TrapCode = TrapCode::unwrap_user(1);
+
+/// What an access wants of its page. What may be stored to may be loaded from.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Load,
+    Store,
+}
+
+impl Kind {
+    /// Returns where an entry of the TLB has the page that it may be made to.
+    fn tag(self) -> usize {
+        match self {
+            Kind::Load => tlb::READ,
+            Kind::Store => tlb::WRITE,
+        }
+    }
+
+    fn helper(self) -> usize {
+        let helper: unsafe extern "C" fn() = match self {
+            Kind::Load => helpers::place_to_load,
+            Kind::Store => helpers::place_to_store,
+        };
+        helper as usize
+    }
+}
+
+/// The last access, if nothing has happened since that may have changed the TLB.
+#[derive(Clone, Copy)]
+pub(super) struct LastAccess {
+    lin: Value,
+    host: Value,
+    bytes: i64,
+    kind: Kind,
+}
+
+/// What the last access tells of an access.
+enum Near {
+    Unknown,
+    /// Its host address, if the first value is not 0.
+    If(Value, Value),
+    /// Its host address.
+    Certain(Value),
+}
 
 impl Translator<'_> {
     /// Returns the offset of the memory operand in its segment.
@@ -75,8 +119,33 @@ impl Translator<'_> {
         self.interpret_if(is_strange);
     }
 
-    /// Returns the host address of an access: from the TLB, by the tags at `tag`, or from `helper`. A stop is prepared.
-    fn place(&mut self, lin: Value, size: u8, tag: usize, helper: usize) -> Value {
+    /// Returns the host address of an access: from that of the last one if it is in the same page, or else from the TLB, or from a helper.
+    fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Value {
+        self.prepare_stop();
+        let (same, host) = match self.near(lin, size, kind) {
+            Near::Certain(host) => return host,
+            Near::If(same, host) => (same, host),
+            Near::Unknown => self.look_up(lin, size, kind),
+        };
+        let (miss, on) = (self.cold(), self.b.create_block());
+        let place = self.b.append_block_param(on, I64);
+        self.b.ins().brif(same, on, &[host.into()], miss, &[]);
+        self.b.switch_to_block(miss);
+        let bytes = self.constant(1 << size);
+        let host = self.call_or_stop(kind.helper(), &[lin, bytes]);
+        self.b.ins().jump(on, &[host.into()]);
+        self.b.switch_to_block(on);
+        self.last_access = Some(LastAccess {
+            lin,
+            host: place,
+            bytes: 1 << size,
+            kind,
+        });
+        place
+    }
+
+    /// Looks `lin` up in the TLB. Returns whether it is there, and its host address then.
+    fn look_up(&mut self, lin: Value, size: u8, kind: Kind) -> (Value, Value) {
         let shift = tlb::ENTRY_BITS;
         let at = self.b.ins().ushr_imm(lin, i64::from(12 - shift));
         let at = self
@@ -91,19 +160,67 @@ impl Translator<'_> {
         };
         let wanted = self.b.ins().bor_imm(last, 0xfff);
         let trusted = MemFlags::trusted();
-        let found = self.b.ins().load(I64, trusted, entry, tag as i32);
+        let found = (self.b.ins()).load(I64, trusted, entry, kind.tag() as i32);
         let addend = self.b.ins().load(I64, trusted, entry, tlb::ADDEND as i32);
         let host = self.b.ins().iadd(addend, lin);
-        let same = self.b.ins().icmp(IntCC::Equal, found, wanted);
-        let (miss, on) = (self.cold(), self.b.create_block());
-        let place = self.b.append_block_param(on, I64);
-        self.b.ins().brif(same, on, &[host.into()], miss, &[]);
-        self.b.switch_to_block(miss);
-        let bytes = self.constant(1 << size);
-        let host = self.call_or_stop(helper, &[lin, bytes]);
-        self.b.ins().jump(on, &[host.into()]);
-        self.b.switch_to_block(on);
-        place
+        (self.b.ins().icmp(IntCC::Equal, found, wanted), host)
+    }
+
+    /// Says what the last access tells of one at `lin`. Only the last one tells anything: another one before it was perhaps looked up
+    /// by the helper, which may have waited, and what was known of other pages is nothing then.
+    fn near(&mut self, lin: Value, size: u8, kind: Kind) -> Near {
+        let Some(last) = self.last_access else {
+            return Near::Unknown;
+        };
+        let ((base, disp), (last_base, last_disp)) = (self.root(lin), self.root(last.lin));
+        let (distance, bytes) = (disp.wrapping_sub(last_disp), 1 << size);
+        let grants = kind == Kind::Load || last.kind == Kind::Store;
+        if base != last_base || !grants || distance.unsigned_abs() >= PAGE_SIZE / 2 {
+            return Near::Unknown;
+        }
+        let host = match distance {
+            0 => last.host,
+            _ => self.b.ins().iadd_imm(last.host, distance),
+        };
+        let end = distance + bytes;
+        if distance >= 0 && end <= last.bytes {
+            return Near::Certain(host);
+        }
+        // What both accesses reach, from `first` to `end` about the last one's address, has to be in one page. If the last one was in two,
+        // `host` was a copy.
+        let (first, end) = (distance.min(0), end.max(last.bytes));
+        let at = self.b.ins().band_imm(last.lin, PAGE_SIZE as i64 - 1);
+        let at = match first {
+            0 => at,
+            first => self.b.ins().iadd_imm(at, first),
+        };
+        let most = PAGE_SIZE as i64 - (end - first);
+        let same = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThanOrEqual, at, most);
+        Near::If(same, host)
+    }
+
+    /// Returns the value that an address is a fixed distance from, if it is not fixed itself, and the distance.
+    fn root(&self, lin: Value) -> (Option<Value>, i64) {
+        let dfg = &self.b.func.dfg;
+        let (mut value, mut distance) = (lin, 0i64);
+        loop {
+            let inst = dfg.value_def(value).inst();
+            match inst.map(|inst| dfg.insts[inst]) {
+                Some(InstructionData::BinaryImm64 {
+                    opcode: Opcode::IaddImm,
+                    arg,
+                    imm,
+                }) => {
+                    distance = distance.wrapping_add(imm.bits());
+                    value = arg;
+                }
+                Some(InstructionData::UnaryImm {
+                    opcode: Opcode::Iconst,
+                    imm,
+                }) => return (None, distance.wrapping_add(imm.bits())),
+                _ => return (Some(value), distance),
+            }
+        }
     }
 
     /// Returns the flags of an access to guest memory.
@@ -113,16 +230,12 @@ impl Translator<'_> {
 
     /// Returns the host address to load from.
     pub(super) fn place_to_load(&mut self, lin: Value, size: u8) -> Value {
-        self.prepare_stop();
-        let helper = helpers::place_to_load as *const () as usize;
-        self.place(lin, size, tlb::READ, helper)
+        self.place(lin, size, Kind::Load)
     }
 
     /// Returns the host address to store at.
     pub(super) fn place_to_store(&mut self, lin: Value, size: u8) -> Value {
-        self.prepare_stop();
-        let helper = helpers::place_to_store as *const () as usize;
-        self.place(lin, size, tlb::WRITE, helper)
+        self.place(lin, size, Kind::Store)
     }
 
     /// Loads from guest memory.

@@ -7,6 +7,7 @@ use crate::Cpu;
 use crate::flags;
 use crate::op::Break;
 use crate::state::flags::CF;
+use crate::tlb::Tlb;
 
 /// How a helper, or a whole region, ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,32 +86,35 @@ macro_rules! or_stop {
     };
 }
 
-/// Makes an access that the TLB does not have. One outside 64-bit mode that ends beyond 4 GiB is the interpreter's, and so is one that
-/// fails: it fails again there.
+/// Finds the place of an access: in the TLB, which compiled code has perhaps not looked at, or by `find`. One outside 64-bit mode that ends
+/// beyond 4 GiB is the interpreter's, and so is one that fails: it fails again there.
 fn access(
     cpu: &mut Cpu,
     lin: u64,
     bytes: u64,
     step: *const Step,
+    look_up: impl FnOnce(&Tlb, usize) -> Option<*mut u8>,
     find: impl FnOnce(&mut Cpu) -> Result<Option<*mut u8>, Break>,
 ) -> Found {
-    let found = match !cpu.is_64() && lin + bytes > 1 << 32 {
-        true => None,
-        false => cpu.outside_floats(find).ok().flatten(),
+    let table = cpu.table;
+    let found = match look_up(cpu.tlb(), table) {
+        _ if !cpu.is_64() && lin + bytes > 1 << 32 => None,
+        Some(host) => Some(host),
+        None => cpu.outside_floats(find).ok().flatten(),
     };
     Found::new(cpu, found.map(|host| host as u64), step)
 }
 
 extern "C" fn find_load(cpu: &mut Cpu, lin: u64, bytes: u64, step: *const Step) -> Found {
-    access(cpu, lin, bytes, step, |cpu| {
-        cpu.place_to_load(lin, bytes as usize)
-    })
+    let look_up = |tlb: &Tlb, table| tlb.read(table, lin, bytes);
+    let find = |cpu: &mut Cpu| cpu.place_to_load(lin, bytes as usize);
+    access(cpu, lin, bytes, step, look_up, find)
 }
 
 extern "C" fn find_store(cpu: &mut Cpu, lin: u64, bytes: u64, step: *const Step) -> Found {
-    access(cpu, lin, bytes, step, |cpu| {
-        cpu.place_to_store(lin, bytes as usize)
-    })
+    let look_up = |tlb: &Tlb, table| tlb.write(table, lin, bytes);
+    let find = |cpu: &mut Cpu| cpu.place_to_store(lin, bytes as usize);
+    access(cpu, lin, bytes, step, look_up, find)
 }
 
 extern "C" fn find_floats(cpu: &mut Cpu, step: *const Step) -> Found {

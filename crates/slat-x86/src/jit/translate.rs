@@ -16,6 +16,7 @@
 //!
 //! This file has the function as a whole: its blocks, its state, and how it is left.
 
+use super::access::LastAccess;
 use super::condition::Flags;
 use super::helpers::{self, Status};
 use super::vector::Vectors;
@@ -205,6 +206,7 @@ pub(super) struct Translator<'a> {
     pub(super) word: u8,
     /// Whether the host has the guest's MXCSR here.
     pub(super) has_floats: bool,
+    pub(super) last_access: Option<LastAccess>,
 }
 
 impl<'a> Translator<'a> {
@@ -255,6 +257,7 @@ impl<'a> Translator<'a> {
             },
             operand_bytes: 0,
             has_floats: false,
+            last_access: None,
         };
         translator.enter(index, source);
         translator
@@ -303,6 +306,7 @@ impl<'a> Translator<'a> {
         self.changed = 0;
         self.forget_vectors();
         self.has_floats = false;
+        self.last_access = None;
         self.flags = Flags::Recorded;
         self.are_flags_recorded = true;
     }
@@ -582,6 +586,7 @@ impl<'a> Translator<'a> {
         self.b.switch_to_block(on);
         self.has_changed = true;
         self.has_floats = false;
+        self.last_access = None;
         self.flags = Flags::Recorded;
         for (r, may_write) in registers(&mut self.factory, insn) {
             if may_write {
