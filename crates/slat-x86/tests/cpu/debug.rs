@@ -70,6 +70,17 @@ fn a_read_watchpoint_traps_for_reads_and_for_all_breakpoints_that_are_hit() {
 }
 
 #[test]
+fn a_read_watchpoint_traps_beside_another_read_of_its_page() {
+    // mov eax,[rsi+16]; mov al,[rsi+7]; nop; hlt
+    let mut guest = traced(b"\x8b\x46\x10\x8a\x46\x07\x90\xf4");
+    guest.cpu.state.gpr[RSI] = DATA;
+    guest.cpu.state.dr[1] = DATA + 7;
+    guest.cpu.state.dr7 = enable(1, 3, 0);
+    guest.halt();
+    assert_eq!(log(&guest), [(6, NONE | 2, false)]);
+}
+
+#[test]
 fn a_repeated_instruction_stops_after_the_iteration_that_hits() {
     for code in [&b"\xf3\xa4\xf4"[..], b"\xf3\xaa\xf4"] {
         // rep movsb or rep stosb; hlt
