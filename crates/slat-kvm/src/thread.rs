@@ -15,7 +15,7 @@ pub mod bits {
     pub const IRQ: u32 = 1 << 9;
     /// The deadline of the APIC timer, or of a synthetic one, has passed, or a synthetic timer was changed.
     pub const TIMER: u32 = 1 << 10;
-    /// The vCPU has to check what raises no bit: `immediate_exit`, pending signals under a signal mask.
+    /// The vCPU has to check what raises no bit: `immediate_exit`, pending signals under a signal mask, changes of its code.
     pub const POLL: u32 = 1 << 11;
     /// The vCPU has to pass a quiescent point and to write pages that it shares with the guest, if they have changed.
     pub const RETRY: u32 = 1 << 12;

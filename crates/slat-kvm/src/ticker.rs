@@ -1,8 +1,9 @@
 //! The ticker: one thread of the process that raises attention bits, or calls a function, at deadlines.
 //!
-//! The thread serves timers of APICs and VMs (a deadline each) and vCPUs that have to poll, because what they wait for raises no
-//! bit ([`bits::POLL`]). The first timer or poll starts the thread. A forked child has no such thread and starts its own if it
-//! creates VMs.
+//! The thread serves timers of APICs and VMs (a deadline each), vCPUs that have to poll, because what they wait for raises no
+//! bit ([`bits::POLL`]), and vCPUs that execute: at each bit they look whether memory still holds their code, which the client, or the
+//! guest through other memslots, may have changed. The first of them starts the thread. A forked child has no such thread and starts its
+//! own if it creates VMs.
 
 use crate::background::{self, Background};
 use crate::errno::{Result, no_memory};
@@ -19,6 +20,8 @@ use std::time::{Duration, Instant};
 
 /// How often [`bits::POLL`] is raised for a polled vCPU.
 pub const POLL_PERIOD: Duration = Duration::from_millis(1);
+/// How often it is raised for a vCPU that executes.
+const LOOK_PERIOD: Duration = Duration::from_millis(10);
 /// Rounds without a polled vCPU after which the thread sleeps until the next deadline or call.
 const IDLE_ROUNDS: u32 = 16;
 
@@ -50,6 +53,8 @@ pub(crate) struct Client {
     alarm: Alarm,
     /// The number of [`Polling`]s of the vCPU.
     polls: AtomicU32,
+    /// Whether the vCPU executes now. Relaxed: it is seen in one of the next rounds.
+    executes: AtomicBool,
     deadline: Mutex<Option<Instant>>,
 }
 
@@ -57,8 +62,8 @@ pub(crate) struct Client {
 struct Ticker {
     clients: Mutex<Vec<Shared<Client>>>,
     changed: Condvar,
-    /// Whether the thread has stopped ticking: a new [`Polling`] has to wake it.
-    parked: AtomicBool,
+    /// Whether the thread ticks. If not, a new [`Polling`], or a vCPU that executes, has to wake it.
+    ticks: AtomicBool,
     /// Whether the thread was started.
     started: AtomicBool,
 }
@@ -97,10 +102,15 @@ impl Background for Ticker {
     fn run(&'static self) {
         let mut clients = lock(&self.clients);
         let mut idle = 0;
+        let mut look = Instant::now();
         loop {
             let now = Instant::now();
             let mut next: Option<Instant> = None;
-            let mut polled = false;
+            let (mut polled, mut executes) = (false, false);
+            let looks = look <= now;
+            if looks {
+                look = now + LOOK_PERIOD;
+            }
             let mut call = None;
             for client in &*clients {
                 let mut deadline = lock(&client.deadline);
@@ -114,6 +124,11 @@ impl Background for Ticker {
                         if client.polls.load(Ordering::SeqCst) != 0 {
                             polled = true;
                             raise(attention, bits::POLL);
+                        } else if client.executes.load(Ordering::Relaxed) {
+                            executes = true;
+                            if looks {
+                                attention.raise(bits::POLL);
+                            }
                         }
                     }
                     // One call at a time: the next round finds the others.
@@ -138,8 +153,10 @@ impl Background for Ticker {
             if ticking {
                 let tick = now + POLL_PERIOD;
                 next = Some(next.map_or(tick, |next| next.min(tick)));
-            } else if !self.parked.swap(true, Ordering::SeqCst) {
-                // Look once more: a client may have begun polling before `parked` was set.
+            } else if executes {
+                next = Some(next.map_or(look, |next| next.min(look)));
+            } else if self.ticks.swap(false, Ordering::SeqCst) {
+                // Look once more: a client may have begun polling before `ticks` was cleared.
                 continue;
             }
             clients = match next {
@@ -155,9 +172,6 @@ impl Background for Ticker {
                         .0
                 }
             };
-            if !self.parked.load(Ordering::SeqCst) && !ticking {
-                idle = 0;
-            }
         }
     }
 }
@@ -165,7 +179,7 @@ impl Background for Ticker {
 impl Ticker {
     fn wake(&self) {
         let _clients = lock(&self.clients);
-        self.parked.store(false, Ordering::SeqCst);
+        self.ticks.store(true, Ordering::SeqCst);
         self.changed.notify_one();
     }
 }
@@ -179,6 +193,7 @@ impl Client {
         let client = Shared::try_new(Client {
             alarm,
             polls: AtomicU32::new(0),
+            executes: AtomicBool::new(false),
             deadline: Mutex::new(None),
         })
         .map_err(no_memory)?;
@@ -207,10 +222,24 @@ impl Client {
     pub(crate) fn poll(&self) -> Polling<'_> {
         let ticker = ticker();
         self.polls.fetch_add(1, Ordering::SeqCst);
-        if ticker.parked.load(Ordering::SeqCst) {
+        if !ticker.ticks.load(Ordering::SeqCst) {
             ticker.wake();
         }
         Polling(self)
+    }
+
+    /// Notes that the vCPU executes, until [`rests`](Self::rests) is called.
+    #[inline]
+    pub(crate) fn executes(&self) {
+        self.executes.store(true, Ordering::Relaxed);
+        if !TICKER.get().ticks.load(Ordering::Relaxed) {
+            ticker().wake();
+        }
+    }
+
+    #[inline]
+    pub(crate) fn rests(&self) {
+        self.executes.store(false, Ordering::Relaxed);
     }
 }
 

@@ -45,6 +45,34 @@ fn compiles(prepare: impl FnOnce()) -> bool {
 
 const LIMIT: Duration = Duration::from_secs(20);
 
+/// A loop without exits, in whose way the client puts an HLT after `patience`. Returns how long the vCPU ran on.
+fn patch(patience: Duration) -> Duration {
+    let machine = Machine::new();
+    let mut vcpu = machine.vm.create_vcpu(0).unwrap();
+    // dec ecx; jmp to it
+    machine.memory.write(CODE, b"\xff\xc9\xeb\xfc");
+    machine.start(&vcpu);
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| {
+            std::thread::sleep(patience);
+            machine.memory.write(CODE, b"\xf4");
+            Instant::now()
+        });
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+        client.join().unwrap().elapsed()
+    })
+}
+
+/// A store of the client's to code tells nobody, and the loop calls nobody.
+#[test]
+fn a_running_loop_sees_that_the_client_has_changed_its_code() {
+    slat_kvm::watch_signals();
+    for patience in [Duration::from_millis(20), Duration::from_millis(500)] {
+        let late = patch(patience);
+        assert!(late < Duration::from_secs(5), "{late:?} after {patience:?}");
+    }
+}
+
 /// Runs `child` in a forked process. Returns what it returned.
 fn forked(child: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child ends below.

@@ -212,7 +212,11 @@ impl VcpuObject {
             let exit = {
                 let Inner { cpu, machine, .. } = &mut *inner;
                 machine.memory_fault = None;
-                cpu.run(machine, self.common().attention.flag())
+                let common = self.common();
+                common.client.executes();
+                let exit = cpu.run(machine, common.attention.flag());
+                common.client.rests();
+                exit
             };
             self.common().cpu.publish(inner.cpu.counters());
             inner.vapic_from_guest();
