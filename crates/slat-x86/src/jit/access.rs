@@ -200,7 +200,7 @@ impl Translator<'_> {
     }
 
     /// Returns the value that an address is a fixed distance from, if it is not fixed itself, and the distance.
-    fn root(&self, lin: Value) -> (Option<Value>, i64) {
+    pub(super) fn root(&self, lin: Value) -> (Option<Value>, i64) {
         let dfg = &self.b.func.dfg;
         let (mut value, mut distance) = (lin, 0i64);
         loop {

@@ -30,8 +30,14 @@ pub(crate) struct Entrance {
     entry: u32,
 }
 
-/// Sets of [`Targets`].
+/// Sets of [`Targets`], and how far the address of one is shifted from its index.
 pub(super) const SETS: usize = 4096;
+pub(super) const SET_BITS: u32 = size_of::<[Target; 2]>().trailing_zeros();
+
+/// Returns the index of the set that targets with this address are in. The translator has it for addresses that it does not know.
+pub(super) fn set_of(rip: u64) -> usize {
+    (rip ^ rip >> 12) as usize & (SETS - 1)
+}
 
 /// A place where compiled code can be entered. Small: most of them are in farther caches.
 #[derive(Clone, Copy)]
@@ -291,7 +297,7 @@ impl Cpu {
         let entrance = block.entrance.as_ref()?;
         let (code, entry) = (entrance.region.chunk.start(), entrance.entry);
         let rip = block.key.rip;
-        let [newer, older] = &mut self.fixed.targets.0[(rip ^ rip >> 12) as usize & (SETS - 1)];
+        let [newer, older] = &mut self.fixed.targets.0[set_of(rip)];
         if newer.rip != rip {
             *older = *newer;
         }

@@ -1,6 +1,10 @@
 //! How compiled code is entered, and how a region continues in another one.
+//!
+//! A region that leaves for RIP returns where a [`Target`] for it would be, as a number below 0: its complement. The address of most of
+//! them is known when the region is compiled, so the host loads the target while the region still runs. What else ends a region is 0 or
+//! above.
 
-use super::cpu::{SETS, Target};
+use super::cpu::Target;
 use crate::Cpu;
 use std::arch::naked_asm;
 use std::mem::offset_of;
@@ -27,36 +31,33 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         "2:",
         "call rax",
         "test rax, rax",
-        "jnz 3f",
+        "jns 3f",
         // Does anybody want something of the CPU, or has code changed?
         "mov rcx, [r15 + {attention}]",
         "cmp dword ptr [rcx], 0",
-        "jne 3f",
+        "jne 5f",
         // Is the region at RIP known?
+        "not rax",
         "mov rcx, [r15 + {rip}]",
-        "mov rdx, rcx",
-        "shr rdx, 12",
-        "xor edx, ecx",
-        "and edx, {mask}",
-        "shl edx, {shift}",
-        "add rdx, [r15 + {targets}]",
-        "cmp rcx, [rdx + {target_rip}]",
+        "cmp rcx, [rax + {target_rip}]",
         "je 4f",
-        "add rdx, {size}",
-        "cmp rcx, [rdx + {target_rip}]",
-        "jne 3f",
+        "add rax, {size}",
+        "cmp rcx, [rax + {target_rip}]",
+        "jne 5f",
         // Is it good?
         "4:",
         "mov rsi, [r15 + {cpu_stamp}]",
-        "cmp rsi, [rdx + {stamp}]",
-        "jne 3f",
+        "cmp rsi, [rax + {stamp}]",
+        "jne 5f",
         "mov esi, [r15 + {cpu_edition}]",
-        "cmp esi, [rdx + {edition}]",
-        "jne 3f",
+        "cmp esi, [rax + {edition}]",
+        "jne 5f",
         "inc qword ptr [r15 + {chained}]",
-        "mov edi, [rdx + {entry}]",
-        "mov rax, [rdx + {code}]",
+        "mov edi, [rax + {entry}]",
+        "mov rax, [rax + {code}]",
         "jmp 2b",
+        "5:",
+        "xor eax, eax",
         "3:",
         "add rsp, 8",
         "pop r15",
@@ -68,10 +69,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         "ret",
         attention = const offset_of!(Cpu, compiled.attention),
         rip = const offset_of!(Cpu, state.rip),
-        mask = const SETS - 1,
-        shift = const size_of::<[Target; 2]>().trailing_zeros(),
         size = const size_of::<Target>(),
-        targets = const offset_of!(Cpu, compiled.targets),
         target_rip = const offset_of!(Target, rip),
         cpu_stamp = const offset_of!(Cpu, stamp),
         stamp = const offset_of!(Target, stamp),

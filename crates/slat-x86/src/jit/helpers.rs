@@ -9,7 +9,7 @@ use crate::op::Break;
 use crate::state::flags::CF;
 use crate::tlb::Tlb;
 
-/// How a helper, or a whole region, ended.
+/// How a helper, or a whole region, ended. (A region that only leaves for RIP returns a target instead: `dispatch`.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(super) enum Status {

@@ -18,6 +18,7 @@
 
 use super::access::LastAccess;
 use super::condition::Flags;
+use super::cpu::{SET_BITS, SETS, set_of};
 use super::helpers::{self, Status};
 use super::vector::Vectors;
 use super::{Source, Step};
@@ -150,7 +151,7 @@ pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source) -> Box<[S
     steps
 }
 
-/// The signature of a region: from the index of the block to a status. The convention keeps no registers: see `dispatch`.
+/// The signature of a region: from the index of the block to a status, or a target (`dispatch`). The convention keeps no registers: see `dispatch`.
 pub(super) fn region() -> Signature {
     signature(CallConv::Winch, 1, 1)
 }
@@ -184,7 +185,7 @@ pub(super) struct Translator<'a> {
     signatures: HashMap<(usize, usize), SigRef>,
     /// Those of stubs, by the numbers of vectors and of integers.
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
-    /// Leaves for RIP.
+    /// Leaves for RIP. Its parameter: what the region returns.
     leave: Block,
     /// Stops. Its parameters: the step, the status.
     stop: Block,
@@ -285,9 +286,9 @@ impl<'a> Translator<'a> {
         self.begin(self.stop);
         self.set_field(offset_of!(Cpu, compiled.step), step);
         self.b.ins().return_(&[status]);
+        let target = self.b.append_block_param(self.leave, I64);
         self.begin(self.leave);
-        let status = self.constant(Status::Continue as i64);
-        self.b.ins().return_(&[status]);
+        self.b.ins().return_(&[target]);
         self.b.seal_all_blocks();
         self.b.finalize();
     }
@@ -416,8 +417,29 @@ impl<'a> Translator<'a> {
     pub(super) fn leave_for(&mut self, rip: Value) {
         self.write_back();
         self.count_done();
+        self.leave_to(rip);
+    }
+
+    /// Leaves. The CPU has all state, and continues at `rip`.
+    fn leave_to(&mut self, rip: Value) {
         self.set_field(offset_of!(Cpu, state.rip), rip);
-        self.b.ins().jump(self.leave, &[]);
+        // The complement of the address of RIP's set: see `dispatch`.
+        let offset = match self.root(rip) {
+            (None, rip) => {
+                let offset = (set_of(rip as u64) as i64) << SET_BITS;
+                self.constant(!offset)
+            }
+            _ => {
+                let page = self.b.ins().ushr_imm(rip, 12);
+                let index = self.b.ins().bxor(rip, page);
+                let index = self.b.ins().band_imm(index, SETS as i64 - 1);
+                let offset = self.b.ins().ishl_imm(index, i64::from(SET_BITS));
+                self.b.ins().bnot(offset)
+            }
+        };
+        let targets = self.field(I64, offset_of!(Cpu, compiled.targets));
+        let target = self.b.ins().isub(offset, targets);
+        self.b.ins().jump(self.leave, &[target.into()]);
     }
 
     /// Calls one of the helpers that stop the region at the checkpoint if they find nothing. Returns what it finds.
@@ -475,8 +497,7 @@ impl<'a> Translator<'a> {
             self.b.switch_to_block(wait);
             self.write_back();
             let to = self.constant(rip as i64);
-            self.set_field(offset_of!(Cpu, state.rip), to);
-            self.b.ins().jump(self.leave, &[]);
+            self.leave_to(to);
             self.b.switch_to_block(go);
         }
         self.b.ins().jump(block, &values);
