@@ -1,4 +1,4 @@
-//! Compiled code that CPUs take from each other.
+//! Compiled code that CPUs take from each other, and regions that continue in others.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
@@ -53,4 +53,32 @@ fn code_is_compiled_once_for_all_cpus_whose_memory_holds_it() {
     let mut other = adds(1, 7);
     assert_eq!(sum(&mut other, FIRST), 8);
     assert_eq!(other.cpu.counters().regions_shared, 0);
+}
+
+/// Calls, jumps to known addresses and to others, and returns, each into another page: a region of its own.
+#[test]
+fn a_region_continues_in_another_one_that_is_known() {
+    const TURNS: u64 = 1000;
+    let pages = [FIRST + 0x2000, FIRST + 0x3000, FIRST + 0x5000];
+    let mut guest = Guest::new(b"");
+    compiled::always(&mut guest.cpu);
+    let write = |at: u64, code: &[&[u8]]| guest.memory().write(at, &code.concat());
+    let to = |from: u64, target: u64| (target.wrapping_sub(from) as i32).to_le_bytes();
+    let [first, second, third] = pages;
+    // call second; dec ecx; jnz to the call; hlt
+    let call = to(first + 5, second);
+    write(first, &[b"\xe8", &call, b"\xff\xc9\x75\xf7\xf4"]);
+    // jmp third
+    write(second, &[b"\xe9", &to(second + 5, third)]);
+    // lea rdx,[rip+0x100]; jmp rdx, where: ret
+    write(third, &[b"\x48\x8d\x15\0\x01\0\0\xff\xe2"]);
+    write(third + 0x107, &[b"\xc3"]);
+    guest.cpu.state.rip = first;
+    guest.cpu.state.gpr[RCX] = TURNS;
+    guest.halt();
+    let counters = guest.cpu.counters();
+    assert!(
+        counters.regions_chained > 4 * (TURNS - 10) && counters.blocks < 100,
+        "{counters:?}"
+    );
 }
