@@ -7,9 +7,9 @@
 //!
 //! - **Stores by CPUs.** No CPU has a marked page in its TLB for writes without a look (see `tlb`): a store to one takes the slow
 //!   path, and after it is made gives the slot a new version ([`Member::stored`]). A CPU that begins to mark drops its own entries
-//!   for writes. The others are told by their attention words ([`CodePages::CHANGED`]): at their next block boundary they drop theirs
-//!   of all marked pages, and only then *heed* the version. Until all running CPUs have heeded it, the page is not *trusted*: its
-//!   code is compared with memory at every entry.
+//!   for writes. The others are told by their attention words ([`CodePages::CHANGED`]): at their next block boundary, where compiled code
+//!   forgets its last access, too, they drop theirs of all marked pages, and only then *heed* the version. Until all running CPUs have
+//!   heeded it, the page is not *trusted*: its code is compared with memory at every entry.
 //!   Only the first level of the TLB can be written through without a look, and it holds translations of the current address space and
 //!   global ones: `look_at_writes` visits all of it. The second level keeps the right to write, of all spaces, but no guest access hits
 //!   there: when a page goes from it to the first level, its slot is read, exactly as after a walk of the guest's tables, and the store
