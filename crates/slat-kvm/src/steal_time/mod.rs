@@ -25,8 +25,6 @@ const PERIOD: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_micros(100);
 /// The longest wait for a new reading.
 const PATIENCE: Duration = Duration::from_millis(5);
-/// Rounds without a running vCPU after which the observer sleeps until it is called.
-const IDLE_ROUNDS: u32 = 16;
 
 /// What a thread that runs a vCPU and the observer share.
 #[derive(Debug)]
@@ -109,7 +107,6 @@ impl Background for Observer {
             return;
         }
         let mut threads = self.lock();
-        let mut idle = 0;
         loop {
             threads.retain(|observed| !observed.thread.gone.load(Ordering::Relaxed));
             let mut busy = false;
@@ -122,8 +119,7 @@ impl Background for Observer {
                 }
             }
             self.answered.notify_all();
-            idle = if busy { 0 } else { idle + 1 };
-            if idle < IDLE_ROUNDS {
+            if busy {
                 let waited = self.called.wait_timeout(threads, PERIOD);
                 threads = waited.unwrap_or_else(PoisonError::into_inner).0;
             } else if !self.parked.swap(true, Ordering::SeqCst) {
@@ -132,7 +128,6 @@ impl Background for Observer {
             } else {
                 let called = self.called.wait(threads);
                 threads = called.unwrap_or_else(PoisonError::into_inner);
-                idle = 0;
             }
         }
     }
