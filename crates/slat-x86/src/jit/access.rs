@@ -1,4 +1,5 @@
-//! Accesses of compiled code to guest memory: the TLB hit is inline and the access guarded, everything else calls a helper.
+//! Accesses of compiled code to guest memory. Inline are a look at where the last access was, which often is near, or else at the TLB,
+//! and the access itself, which is guarded. Everything else calls a helper.
 
 use super::helpers;
 use super::translate::{TYPES, Translator};

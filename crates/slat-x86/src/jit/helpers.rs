@@ -40,7 +40,7 @@ fn failed(cpu: &mut Cpu, why: Break) -> u64 {
     Status::Broke as u64
 }
 
-/// What [`or_stop`] calls: a value, or 0 and 1 if the region stops.
+/// What a function of `or_stop`'s is given: a value, or 0 and 1 if the region stops.
 #[repr(C)]
 struct Found {
     value: u64,
