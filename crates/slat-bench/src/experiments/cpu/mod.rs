@@ -87,7 +87,7 @@ fn works(size: Size, worker: Worker) -> [Work; 13] {
         is_right,
     };
     let (alu, ldst, x87, call, miss, walk) = (
-        times(40_000_000),
+        times(160_000_000),
         times(32_000_000),
         times(4_000_000),
         times(16_000_000),
