@@ -45,7 +45,7 @@ mod table;
 mod vcpu;
 mod vm;
 
-pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn};
+pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn, Rights};
 pub use audit::AuditError;
 pub use format::{Ept, Format, MemoryType};
 pub use frame::{ENTRIES, Entries, TableMeta};
@@ -64,7 +64,8 @@ pub use vcpu::{
     VirtualPage, VirtualStop,
 };
 pub use vm::{
-    Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation, Vm,
+    Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation,
+    Mapping, Vm,
 };
 
 /// What several threads may share, and what one may give to another, on every platform and format.

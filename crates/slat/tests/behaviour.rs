@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use slat::{
     Access::{self, *},
-    Attention, Config, Ept, Gfn, Gpa, Hva, Level, Region, RegionError, SlotFlags, Stop,
-    Translation, Vcpu, Vm,
+    Attention, Config, Ept, Gfn, Gpa, Hva, Level, MemoryType, Region, RegionError, Rights,
+    SlotFlags, Stop, Translation, Vcpu, Vm,
 };
 use slat::{DirtyLogMethod, DirtyLogReads, Prefetch, Setting, Switch};
 use slat_model::{Event, HostChange, HostMemory, PageKind, RingClient, SimPlatform};
@@ -811,4 +811,84 @@ fn a_log_with_manual_protection_asks_for_one_flush_to_begin_and_one_for_each_cle
     touch(&mut vcpu, 100, Write).unwrap();
     assert_eq!(vm.stats().dirty_pages, before + 1);
     vm.audit().unwrap();
+}
+
+#[test]
+fn a_look_up_says_what_is_mapped_and_changes_nothing() {
+    let (_, vm) = vm(GIB1, REMAP_2M);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..4 * MIB2, 0, SlotFlags::LOG_DIRTY_PAGES);
+    vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
+    set(&vm, 1, 4 * MIB2..8 * MIB2, 4 * MIB2, SlotFlags::READONLY);
+    let look_up = |gfn| {
+        let before = vm.stats();
+        let found = vm.lookup(0, Gfn(gfn));
+        assert_eq!(vm.stats(), before);
+        found
+    };
+    assert_eq!(look_up(0), None);
+    let page = touch(&mut vcpu, 0, Read).unwrap();
+    let read = look_up(0).unwrap();
+    assert_eq!((read.pfn.hpa(), read.level), (page.host, Level::PAGE));
+    assert_eq!(read.rights, Rights::READ.with_execute(true));
+    assert_eq!(read.memory, MemoryType::WriteBack);
+    touch(&mut vcpu, 0, Write).unwrap();
+    assert_eq!(look_up(0).unwrap().rights, Rights::ALL);
+
+    // A huge leaf: the frame of the page that was asked for.
+    let page = touch(&mut vcpu, 5 * MIB2 + 3, Read).unwrap();
+    let huge = look_up(5 * MIB2 + 4).unwrap();
+    assert_eq!(
+        (huge.pfn, huge.level),
+        (page.host.pfn().add(1), Level::MEGA)
+    );
+    assert!(!huge.rights.write);
+    vcpu.enter_unguarded(1);
+    assert_eq!(vcpu.lookup(Gfn(5 * MIB2 + 4)), Some(huge));
+    vcpu.leave();
+
+    // An MMIO entry, a frame beyond the tables, an address space that does not exist.
+    assert!(touch(&mut vcpu, 8 * MIB2, Read).is_err());
+    assert_eq!(vm.stats().pf_mmio_spte_created, 1);
+    for gfn in [8 * MIB2, 1 << 36, u64::MAX] {
+        assert_eq!(look_up(gfn), None);
+    }
+    assert_eq!(vm.lookup(1, Gfn(0)), None);
+    vm.set_memory_region(0, &region(0, 0..0, 0, NONE)).unwrap();
+    assert_eq!(look_up(0), None);
+}
+
+/// A flush waits for a look-up: the tables that it reads are not freed under it. Two threads at a time look up, so
+/// one of them has the reader of an operation.
+#[test]
+fn look_ups_go_on_while_tables_are_freed() {
+    let (platform, vm) = vm(GIB1, REMAP_4K);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let (mut found, mut n) = (0, 0);
+                while !done.load(SeqCst) || n == 0 {
+                    n += 1;
+                    let gfn = n % (2 * MIB2);
+                    if let Some(mapping) = vm.lookup(0, Gfn(gfn)) {
+                        assert_eq!(HostMemory::identify(mapping.pfn).0, gfn);
+                        found += 1;
+                    }
+                }
+                assert!(found > 0);
+            });
+        }
+        let mut vcpu = vm.create_vcpu().unwrap();
+        for _ in 0..50 {
+            set(&vm, 0, 0..2 * MIB2, 0, NONE);
+            for gfn in 0..2 * MIB2 {
+                touch(&mut vcpu, gfn, Read).unwrap();
+            }
+            vm.set_memory_region(0, &region(0, 0..0, 0, NONE)).unwrap();
+        }
+        done.store(true, SeqCst);
+    });
+    vm.audit().unwrap();
+    platform.check();
 }

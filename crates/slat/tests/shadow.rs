@@ -13,8 +13,8 @@ use slat::format::{Npt, X86};
 use slat::guest_walk::GuestPaging;
 use slat::{
     Access::{self, *},
-    Config, CreateVmError, Ept, Gpa, Level, MmuKind, Prefetch, Region, Setting, SlotFlags, Stats,
-    Stop, VirtualPage, VirtualStop, Vm,
+    Config, CreateVmError, Ept, Gfn, Gpa, Level, MmuKind, Prefetch, Region, Rights, Setting,
+    SlotFlags, Stats, Stop, VirtualPage, VirtualStop, Vm,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -166,6 +166,45 @@ fn a_mapped_page_is_reached_without_a_look_at_the_guests_tables() {
         ),
         (0, 0, 0)
     );
+}
+
+/// A frame has a leaf for each virtual page that the guest has used it by.
+#[test]
+fn a_look_up_of_a_frame_finds_each_right_that_a_leaf_of_it_has() {
+    const READ_ONLY: u64 = 0x65;
+    let mut guest = Guest::new(Level::PAGE);
+    let mapping = |guest: &Guest, gfn| guest.vm.lookup(0, Gfn(gfn));
+    assert_eq!(mapping(&guest, DATA), None);
+    guest.memory.put(TABLES[3], 1, DATA << 12 | READ_ONLY);
+    let host = guest.access(1 << 12, Read).host;
+    let by_one = mapping(&guest, DATA).unwrap();
+    assert_eq!((by_one.pfn.hpa(), by_one.level), (host, Level::PAGE));
+    assert_eq!(by_one.rights, Rights::READ.with_execute(true));
+    assert!(guest.access(0, Write).write);
+    let by_two = mapping(&guest, DATA).unwrap();
+    assert_eq!((by_two.pfn, by_two.rights), (by_one.pfn, Rights::ALL));
+    assert_eq!(guest.vcpu.enter(0).lookup(Gfn(DATA)), Some(by_two));
+    // The number of a virtual page says nothing of the frame with that number, nor of another address space.
+    assert_eq!(mapping(&guest, 1), None);
+    assert_eq!(guest.vm.lookup(1, Gfn(DATA)), None);
+    assert_eq!(guest.vm.lookup(2, Gfn(DATA)), None);
+
+    drop(guest.vm.invalidate(HostMemory::hvas(&(DATA..DATA + 1))));
+    assert_eq!(mapping(&guest, DATA), None);
+    guest.vm.audit().unwrap();
+}
+
+#[test]
+fn a_look_up_of_a_frame_finds_the_largest_leaf() {
+    let mut guest = Guest::new(Level::MEGA);
+    guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
+    guest.access((2 << 20) + 0x5000, Read);
+    let huge = guest.vm.lookup(0, Gfn(DATA + 5)).unwrap();
+    assert_eq!((huge.level, huge.pfn.0 % 512), (Level::MEGA, 5));
+    // By a table of the guest's with a small page.
+    let small = guest.access(5 << 12, Write);
+    assert_eq!(small.host, huge.pfn.hpa());
+    assert_eq!(guest.vm.lookup(0, Gfn(DATA + 5)), Some(huge));
 }
 
 #[test]

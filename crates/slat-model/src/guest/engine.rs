@@ -6,8 +6,8 @@ use std::sync::Arc;
 use slat::format::Npt;
 use slat::guest_walk::{GuestPaging, GuestTables, WalkError, walk};
 use slat::{
-    Access, Config, DirtyLogReads, Gpa, Hpa, Hva, MmuKind, PAGE_SIZE, Region, Setting, Stop, Vcpu,
-    Vm,
+    Access, Config, DirtyLogReads, Gfn, Gpa, Hpa, Hva, MmuKind, PAGE_SIZE, Pfn, Region, Setting,
+    Stop, Vcpu, Vm,
 };
 
 use super::CPUS;
@@ -176,6 +176,10 @@ impl GuestMmu for EngineMmu {
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]) {
         let got = self.vm.get_dirty_log(0, slot, bitmap);
         got.unwrap_or_else(|error| panic!("slot {slot}: {error}"));
+    }
+
+    fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
+        Some(self.vm.lookup(0, gfn).map(|mapping| mapping.pfn))
     }
 
     fn audit(&mut self) -> Result<(), String> {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use slat::guest_walk::GuestPaging;
-use slat::{Access, Gpa, Hpa, Hva, Region};
+use slat::{Access, Gfn, Gpa, Hpa, Hva, Pfn, Region};
 
 use super::registers::Registers;
 
@@ -140,6 +140,12 @@ pub trait GuestMmu {
 
     /// KVM_GET_DIRTY_LOG of a slot that logs.
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]);
+
+    /// Returns the host frame that a guest frame is mapped to ([`slat::Vm::lookup`]). The outer `None`: the MMU does not say.
+    fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
+        let _ = gfn;
+        None
+    }
 
     /// Returns whether a dirty log may have pages that were not written, as with KVM's fault that maps a page of a logged slot
     /// writable for a read ([`slat::DirtyLogReads`]).

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use slat::format::X86;
 use slat::guest_walk::GuestPaging;
 use slat::{
-    Access, Config, DirtyLogReads, Gpa, HostWords, Hpa, Hva, MmuKind, Region, Setting, Stop, Vcpu,
-    VirtualStop, Vm,
+    Access, Config, DirtyLogReads, Gfn, Gpa, HostWords, Hpa, Hva, MmuKind, Pfn, Region, Setting,
+    Stop, Vcpu, VirtualStop, Vm,
 };
 
 use super::CPUS;
@@ -195,6 +195,10 @@ impl GuestMmu for ShadowMmu {
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]) {
         let got = self.vm.get_dirty_log(0, slot, bitmap);
         got.unwrap_or_else(|error| panic!("slot {slot}: {error}"));
+    }
+
+    fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
+        Some(self.vm.lookup(0, gfn).map(|mapping| mapping.pfn))
     }
 
     fn audit(&mut self) -> Result<(), String> {

@@ -4,7 +4,7 @@ mod access;
 mod logs;
 
 use std::cell::OnceCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -64,6 +64,10 @@ pub struct Runner<M: Machine, F: Format> {
     /// How many shadow pages had been recycled when the operation began.
     recycled: u64,
     tally: Tally,
+    /// Frames of the last accesses, whose mappings are looked up after other operations.
+    accessed: VecDeque<u64>,
+    /// Number of operations so far.
+    ops: usize,
     /// Ring entries that were collected and not reset, with their ring.
     collected: Vec<(usize, DirtyPage)>,
     /// All rings so far.
@@ -114,6 +118,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
             failing: false,
             recycled: 0,
             tally: Tally::default(),
+            accessed: VecDeque::new(),
+            ops: 0,
             collected: Vec::new(),
             rings: Vec::new(),
         };
@@ -158,6 +164,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         if let Some(why) = self.platform.tlb.stale() {
             panic!("after {op:?}: {why}");
         }
+        self.ops += 1;
+        self.look_up_some_frame();
         self.check_violations();
     }
 

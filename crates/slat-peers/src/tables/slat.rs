@@ -3,7 +3,7 @@
 use super::{BASE, Order, PAGES, wanted};
 use crate::machine::{Machine, region, vm};
 use crate::report::{Metric, Samples, time};
-use slat::{Access, Format, Gpa, Level, SlotFlags, Vcpu, Vm};
+use slat::{Access, Format, Gpa, Level, Mapping, SlotFlags, Vcpu, Vm};
 
 const SLOT: u32 = 0;
 const NONE: SlotFlags = SlotFlags(0);
@@ -45,7 +45,18 @@ pub fn round<F: Format>(name: &str, order: &Order, samples: &mut Samples) {
         assert_eq!(sum, order.expected(), "{name} translates wrongly");
         assert_eq!(first.1, sum);
         add("translate", ns);
+        let frame = |mapping: Option<Mapping>| mapping.expect("it is mapped").pfn.hpa().0;
+        let by_vcpu = |gpa| frame(vcpu.lookup(Gpa(gpa).gfn()));
+        let (ns, sum) = time(|| order.translate(by_vcpu));
+        assert_eq!(sum, order.expected());
+        add("lookup-vcpu", ns);
+        add("lookup-near-vcpu", time(|| order.translate_near(by_vcpu)).0);
         vcpu.leave();
+        let by_vm = |gpa| frame(vm.lookup(0, Gpa(gpa).gfn()));
+        let (ns, sum) = time(|| order.translate(by_vm));
+        assert_eq!(sum, order.expected());
+        add("lookup", ns);
+        add("lookup-near", time(|| order.translate_near(by_vm)).0);
         add(
             "protect",
             time(|| set(&vm, SlotFlags::LOG_DIRTY_PAGES, PAGES)).0,

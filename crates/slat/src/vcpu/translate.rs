@@ -14,6 +14,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::heap::OutOfMemory;
 use crate::platform::{Platform, ResolveError};
 use crate::shadow::trail::Target;
+use crate::vm::Mapping;
 
 /// A page of guest memory as the second level translates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,6 +129,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             None => {}
         }
         self.translate_slowly(gpa, access)
+    }
+
+    /// Returns how `gfn` is mapped now in the address space of the vCPU, like [`Vm::lookup`](crate::Vm::lookup), but
+    /// in the vCPU's reader section, so it costs the walk alone. May be used until [`Vcpu::quiesce`] or [`Vcpu::leave`],
+    /// as a translation.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
+    #[inline]
+    pub fn lookup(&self, gfn: Gfn) -> Option<Mapping> {
+        assert!(self.is_entered(), "Vcpu::lookup outside enter/leave");
+        let platform = &*self.vm().platform;
+        self.space().mapping(self.section(), platform, gfn)
     }
 
     /// Does what [`Vcpu::translate`] does if the walk did not suffice.

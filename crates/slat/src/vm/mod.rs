@@ -2,7 +2,7 @@
 //! the host.
 //!
 //! A file per mechanism: [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
-//! (conversions), [`nx`], [`recover`] (huge pages), [`age`]. Which leaf a page gets is in [`leaf`]. What range operations have in common is in [`range_op`], what long operations on
+//! (conversions), [`nx`], [`recover`] (huge pages), [`age`]. Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What range operations have in common is in [`range_op`], what long operations on
 //! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
@@ -28,6 +28,7 @@ mod dirty;
 mod inspect;
 mod invalidate;
 mod leaf;
+mod mapping;
 mod mmu_pages;
 mod nx;
 pub(crate) mod range_op;
@@ -42,6 +43,7 @@ pub use dirty::DirtyLogError;
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
 pub(crate) use leaf::{is_executable, leaf_of};
+pub use mapping::Mapping;
 pub(crate) use range_op::RangeOp;
 pub(crate) use ring::RingSlot;
 pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};
@@ -278,7 +280,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             spaces.push(Space::new(mmu)?);
         }
         let readers = Readers::new();
-        readers.put_aside(readers.register()?);
+        readers.prepare()?;
         Ok(Vm {
             id: VmId(NEXT_ID.fetch_add(1, Relaxed)),
             platform,
