@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use slat::{
     Access, Config, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind,
-    PAGE_SHIFT, Pfn, Platform, Region, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
+    PAGE_SHIFT, Pfn, Platform, Region, RegionError, ResolveError, Stale, TableMeta, Vm, VmId,
+    WaitFor,
 };
 use slat::{Prefetch, Setting};
 use slat_host::frames::{self, Frames};
@@ -60,6 +61,17 @@ pub fn warm_frames(platform: &impl Platform, frames: usize) {
 /// Makes the region that sets memslot `slot` to `pages` pages at `gpa`.
 pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
     Region::new(slot, Gpa(gpa), pages << PAGE_SHIFT, Hva(backing))
+}
+
+/// Creates, moves or changes a memslot as `region` says, or deletes it if its size is 0.
+///
+/// # Errors
+/// Those of [`Vm::set_memory_region`] and [`Vm::remove_memory_region`].
+pub fn set<F: Format>(vm: &Vm<Bare, F>, region: &Region) -> Result<(), RegionError> {
+    match vm.set_memory_region(0, region) {
+        Err(RegionError::Empty(slot)) => vm.remove_memory_region(0, slot),
+        set => set,
+    }
 }
 
 impl Bare {

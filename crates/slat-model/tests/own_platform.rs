@@ -264,7 +264,8 @@ impl Defect for MisplacesNeighbours {
 
 #[test]
 fn a_wrong_resident_page_is_found() {
-    finds::<MisplacesNeighbours>("its backing is");
+    // Before an access, by a look-up of what is mapped beside the page of the last one.
+    finds::<MisplacesNeighbours>("looked up");
 }
 
 /// Pages that were mapped one by one are said to be huge.

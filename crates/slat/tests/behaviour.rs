@@ -11,7 +11,7 @@ use slat::{
     SlotFlags, Stop, Translation, Vcpu, Vm,
 };
 use slat::{DirtyLogMethod, DirtyLogReads, Prefetch, Setting, Switch};
-use slat_model::{Event, HostChange, HostMemory, PageKind, RingClient, SimPlatform};
+use slat_model::{Event, HostChange, HostMemory, PageKind, RingClient, SimPlatform, set_region};
 
 type Machine = SimPlatform;
 type TestVm = Vm<Machine, Ept>;
@@ -52,8 +52,7 @@ fn region(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> Regi
 const NONE: SlotFlags = SlotFlags(0);
 
 fn set(vm: &TestVm, slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) {
-    vm.set_memory_region(0, &region(slot, gfns, host_page, flags))
-        .unwrap();
+    set_region(vm, 0, &region(slot, gfns, host_page, flags)).unwrap();
 }
 
 /// One access by a vCPU that comes in for it, and quiesces as it is asked to.
@@ -771,7 +770,7 @@ fn a_hardware_fault_installs_the_leaf_and_leaves_the_vcpu_outside() {
         Err(Stop::Mmio { gpa: hole })
     );
     let flushes = platform.flushes();
-    set(&vm, 0, 0..0, 0, NONE);
+    vm.remove_memory_region(0, 0).unwrap();
     assert_eq!(platform.flushes(), flushes + 1);
     assert_eq!(vm.stats().pf_fixed, 1);
     // The flush went by while it was outside: nothing of it is left to be acknowledged.
@@ -854,7 +853,7 @@ fn a_look_up_says_what_is_mapped_and_changes_nothing() {
         assert_eq!(look_up(gfn), None);
     }
     assert_eq!(vm.lookup(1, Gfn(0)), None);
-    vm.set_memory_region(0, &region(0, 0..0, 0, NONE)).unwrap();
+    vm.remove_memory_region(0, 0).unwrap();
     assert_eq!(look_up(0), None);
 }
 
@@ -885,10 +884,53 @@ fn look_ups_go_on_while_tables_are_freed() {
             for gfn in 0..2 * MIB2 {
                 touch(&mut vcpu, gfn, Read).unwrap();
             }
-            vm.set_memory_region(0, &region(0, 0..0, 0, NONE)).unwrap();
+            vm.remove_memory_region(0, 0).unwrap();
         }
         done.store(true, SeqCst);
     });
+    vm.audit().unwrap();
+    platform.check();
+}
+
+/// To KVM, size 0 means: delete it. A client that has computed a size of 0 does not mean that.
+#[test]
+fn a_slot_is_deleted_by_its_number_and_not_by_a_size() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    set(&vm, 3, 0..16, 0, NONE);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    touch(&mut vcpu, 5, Write).unwrap();
+    let empty = region(3, 0..0, 0, NONE);
+    let refused = vm.set_memory_region(0, &empty).unwrap_err();
+    assert_eq!((refused, refused.errno()), (RegionError::Empty(3), 22));
+    assert_eq!(vm.check_memory_region(0, &empty), Err(refused));
+    // Also of a slot that does not exist; but what KVM checks before it looks at the slot comes first.
+    let nowhere = vm.set_memory_region(0, &region(4, 0..0, 0, NONE));
+    assert_eq!(nowhere, Err(RegionError::Empty(4)));
+    let odd = empty.with_gpa(Gpa(1));
+    assert_eq!(
+        vm.set_memory_region(0, &odd),
+        Err(RegionError::Misaligned(odd))
+    );
+    assert!(vm.lookup(0, Gfn(5)).is_some());
+
+    for id in [4, 31, 32, u32::MAX] {
+        let refused = vm.remove_memory_region(0, id).unwrap_err();
+        assert_eq!(
+            (refused, refused.errno()),
+            (RegionError::NothingToDelete(id), 22)
+        );
+    }
+    let nowhere = vm.remove_memory_region(1, 3);
+    assert_eq!(nowhere, Err(RegionError::NoSuchSpace(1)));
+    let changes = vm.stats().slot_changes;
+    vm.remove_memory_region(0, 3).unwrap();
+    assert_eq!(vm.stats().slot_changes, changes + 1);
+    assert_eq!(
+        touch(&mut vcpu, 5, Read),
+        Err(Stop::Mmio { gpa: Gpa(5 << 12) })
+    );
+    let again = vm.remove_memory_region(0, 3);
+    assert_eq!(again, Err(RegionError::NothingToDelete(3)));
     vm.audit().unwrap();
     platform.check();
 }

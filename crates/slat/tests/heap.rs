@@ -12,7 +12,7 @@ use slat::{
     ResolveError, SlotFlags, Stale, Stop, TableMeta, Vm, VmId, WaitFor,
 };
 use slat::{DirtyLogMethod, Setting};
-use slat_model::{FailingHeap, HostMemory, SimPlatform};
+use slat_model::{FailingHeap, HostMemory, SimPlatform, set_region};
 
 #[global_allocator]
 static HEAP: FailingHeap = FailingHeap;
@@ -214,8 +214,7 @@ fn every_change<F: Format>() {
     ];
     for (what, allocations, change) in changes {
         fail_everywhere::<F>(what, allocations, &|vm| {
-            vm.set_memory_region(0, &change)
-                .map_err(|error| error.errno())
+            set_region(vm, 0, &change).map_err(|error| error.errno())
         });
     }
 }
@@ -257,7 +256,7 @@ fn bytes_per_change(slots: u32) -> [Vec<usize>; 2] {
         let page = u64::from(slot) % PAGES;
         region(slot, NONE, u64::from(slot) * 3, pages, page)
     };
-    let set = |space, region| vm.set_memory_region(space, &region).unwrap();
+    let set = |space, region| set_region(&vm, space, &region).unwrap();
     // In no order: 9973 is prime to the number of slots.
     for i in 0..slots {
         set(0, at(i * 9973 % slots, 1));

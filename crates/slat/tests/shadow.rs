@@ -404,9 +404,12 @@ fn an_mmio_entry_is_not_believed_when_its_generation_comes_again() {
     guest.vm.set_memory_region(0, &region).unwrap();
     // With the change above, as many as there are generations.
     for change in 0..(1u64 << 18) - 1 {
-        let size = if change % 2 == 0 { 4096 } else { 0 };
-        let region = Region::new(2, Gpa(1 << 32), size, HostMemory::hva(1));
-        guest.vm.set_memory_region(0, &region).unwrap();
+        let region = Region::new(2, Gpa(1 << 32), 4096, HostMemory::hva(1));
+        let changed = match change % 2 {
+            0 => guest.vm.set_memory_region(0, &region),
+            _ => guest.vm.remove_memory_region(0, 2),
+        };
+        changed.unwrap();
     }
     assert_eq!(guest.frame(3), 9);
 }
@@ -509,8 +512,7 @@ fn a_deleted_slot_takes_the_tables_in_it_along() {
     let mut guest = Guest::new(Level::PAGE);
     guest.frame(0);
     let counted = guest.counted(|guest| {
-        let region = Region::new(0, Gpa(0), 0, HostMemory::hva(0));
-        guest.vm.set_memory_region(0, &region).unwrap();
+        guest.vm.remove_memory_region(0, 0).unwrap();
     });
     assert!(counted.mmu_shadow_zapped >= 4);
     // Other memory, without tables, in their place.
@@ -526,9 +528,8 @@ fn a_deleted_slot_takes_the_tables_in_it_along() {
 #[test]
 fn no_walk_begins_with_a_root_that_was_zapped() {
     let mut guest = Guest::new(Level::PAGE);
-    let nothing = Region::new(0, Gpa(0), 0, HostMemory::hva(0));
     for _ in 0..2 {
-        guest.vm.set_memory_region(0, &nothing).unwrap();
+        guest.vm.remove_memory_region(0, 0).unwrap();
         guest.set(SlotFlags::READONLY);
         assert_eq!(guest.frame(0), DATA);
     }

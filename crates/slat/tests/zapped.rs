@@ -68,7 +68,7 @@ fn zaps<F: Format>() -> [Zap<F>; 3] {
     [
         |vm| drop(vm.invalidate(HostMemory::hvas(&(WRITTEN..READ + 1)))),
         |vm| vm.zap(0, Gfn(0)..Gfn(512)),
-        |vm| vm.set_memory_region(0, &region().with_size(0)).unwrap(),
+        |vm| vm.remove_memory_region(0, 0).unwrap(),
     ]
 }
 

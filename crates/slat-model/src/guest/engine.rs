@@ -15,6 +15,7 @@ use super::mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
 use super::ram::{GuestMachine, GuestRam};
 use super::registers::Registers;
 use crate::platform::SimPlatform;
+use crate::region::set_region;
 
 /// Flushes of its own that an access may need.
 const MOST_RETRIES: usize = 3;
@@ -163,7 +164,7 @@ impl GuestMmu for EngineMmu {
     fn invpcid(&mut self, _: usize, _: Invpcid) {}
 
     fn set_region(&mut self, region: &Region) {
-        let set = self.vm.set_memory_region(0, region);
+        let set = set_region(&self.vm, 0, region);
         set.unwrap_or_else(|error| panic!("{region:?}: {error}"));
     }
 

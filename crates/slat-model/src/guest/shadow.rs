@@ -15,6 +15,7 @@ use super::mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
 use super::ram::{GuestMachine, GuestRam};
 use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege, Registers};
 use crate::platform::SimPlatform;
+use crate::region::set_region;
 
 /// Flushes of its own that an access may need: one for each table on the path, and for the page.
 const MOST_RETRIES: usize = 16;
@@ -182,7 +183,7 @@ impl GuestMmu for ShadowMmu {
     }
 
     fn set_region(&mut self, region: &Region) {
-        let set = self.vm.set_memory_region(0, region);
+        let set = set_region(&self.vm, 0, region);
         set.unwrap_or_else(|error| panic!("{region:?}: {error}"));
     }
 

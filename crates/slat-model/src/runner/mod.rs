@@ -17,6 +17,7 @@ use crate::host::HostMemory;
 use crate::machine::Machine;
 use crate::model::{GuestModel, capacity};
 use crate::ops::Op;
+use crate::region::set_region;
 use crate::rings::{DirtyPage, RingClient};
 use crate::setup::{SPACES, VCPUS, first_space_of};
 use crate::tally::Tally;
@@ -319,7 +320,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             _ => Vec::new(),
         };
         let collapses = self.vm.stats().collapses;
-        let answer = self.vm.set_memory_region(space, region);
+        let answer = set_region(&self.vm, space, region);
         if answer == Err(RegionError::OutOfMemory) {
             self.allocation_failed();
             return;

@@ -68,7 +68,7 @@ impl Order {
     fn translate_near(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
         let mut sum = 0;
         for page in &self.0 {
-            sum ^= translate(BASE + (u64::from(*page) % HUGE << 12));
+            sum ^= translate(BASE + ((u64::from(*page) % HUGE) << 12));
         }
         sum
     }

@@ -97,14 +97,8 @@ impl Guest {
 
     /// Creates or deletes slot 0: `pages` pages from frame 0 on, backed by those from `backing` on.
     fn set_slot(&self, backing: u64, pages: u64) {
-        let region = Region {
-            slot: 0,
-            flags: PLAIN,
-            gpa: Gpa(0),
-            size: pages << PAGE_SHIFT,
-            backing: Hva(backing << PAGE_SHIFT),
-            private: None,
-        };
+        let backing = Hva(backing << PAGE_SHIFT);
+        let region = Region::new(0, Gpa(0), pages << PAGE_SHIFT, backing);
         self.vm.set_memory_region(0, &region).unwrap();
     }
 

@@ -309,14 +309,11 @@ fn vm_with(mmu: MmuKind, level: Level, pages: u64, flags: SlotFlags) -> Arc<Smal
 /// Creates, moves or changes slot 0: `pages` pages from frame `base` on, backed like those of `vm`. Deletes it if
 /// `pages` is 0.
 fn set_slot(vm: &SmallVm, base: u64, pages: u64, flags: SlotFlags) {
-    let region = Region {
-        slot: 0,
-        flags,
-        gpa: Gpa(base << PAGE_SHIFT),
-        size: pages << PAGE_SHIFT,
-        backing: Hva(0),
-        private: None,
-    };
+    if pages == 0 {
+        return vm.remove_memory_region(0, 0).unwrap();
+    }
+    let (gpa, size) = (Gpa(base << PAGE_SHIFT), pages << PAGE_SHIFT);
+    let region = Region::new(0, gpa, size, Hva(0)).with_flags(flags);
     vm.set_memory_region(0, &region).unwrap();
 }
 

@@ -6,7 +6,7 @@ use core::ops::BitOr;
 
 use super::SlotsChange;
 use super::index::PAGES;
-use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
+use crate::addr::{Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
 use crate::heap::OutOfMemory;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
@@ -36,7 +36,8 @@ impl BitOr for SlotFlags {
     }
 }
 
-/// One call of KVM_SET_USER_MEMORY_REGION2: create, delete (`size` 0), move, or change flags.
+/// One call of KVM_SET_USER_MEMORY_REGION2, but for deleting ([`crate::Vm::remove_memory_region`]): create, move, or change
+/// flags.
 ///
 /// ```
 /// use slat::{Gpa, Hva, Region, SlotFlags};
@@ -53,7 +54,7 @@ pub struct Region {
     pub flags: SlotFlags,
     /// Its first guest-physical address.
     pub gpa: Gpa,
-    /// Bytes; 0 deletes.
+    /// Bytes, not 0.
     pub size: u64,
     /// What backs its first byte.
     pub backing: Hva,
@@ -88,7 +89,7 @@ impl Region {
         Region { gpa, ..self }
     }
 
-    /// The same with `size` bytes; 0 deletes the memslot.
+    /// The same with `size` bytes.
     #[must_use]
     pub fn with_size(self, size: u64) -> Self {
         Region { size, ..self }
@@ -126,6 +127,10 @@ pub enum RegionError {
     BeyondTables(Region),
     /// More pages than one slot, or all slots together, may have.
     TooLarge(Region),
+    /// The size of this slot is 0, and nothing before this in the order of KVM's checks is wrong. To KVM it means: delete the
+    /// slot. Here [`crate::Vm::remove_memory_region`] does that, so that a size which happens to be 0 deletes no memory. A client that has
+    /// KVM's call to offer calls that one when it gets this.
+    Empty(u32),
     /// Deleting a slot that does not exist.
     NothingToDelete(u32),
     /// A slot's size, backing and read-only flag cannot change.
@@ -211,6 +216,12 @@ impl fmt::Display for RegionError {
                 at(f, r)?;
                 f.write_str("too many pages; use several slots of less than 2^31 pages")
             }
+            RegionError::Empty(slot) => {
+                write!(
+                    f,
+                    "setting memslot {slot}: its size is 0; remove_memory_region deletes it"
+                )
+            }
             RegionError::NothingToDelete(slot) => {
                 write!(f, "deleting memslot {slot}: it does not exist")
             }
@@ -252,7 +263,6 @@ impl core::error::Error for RegionError {}
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Change {
     Create,
-    Delete,
     Move,
     Flags,
 }
@@ -262,14 +272,16 @@ const MAX_PAGES: u64 = (1 << 31) - 1;
 /// Backing addresses are below this: the index by backing has no more bits for a page number.
 const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
-/// Checks `region` against the rules and the existing slots. Returns what it does; `None`: the slot is like that already.
-/// `capacity`: frames that the tables hold.
+/// A region that is right in itself, whatever slots there are.
+#[derive(Clone, Copy)]
+pub(crate) struct Checked<'a>(&'a Region);
+
+/// Checks `region` against the rules that concern no other slot. The caller holds no lock.
+///
+/// # Errors
+/// [`RegionError`].
 #[inline]
-pub(crate) fn plan(
-    slots: &SlotsChange<'_>,
-    region: &Region,
-    capacity: u64,
-) -> Result<Option<Change>, RegionError> {
+pub(crate) fn check(region: &Region) -> Result<Checked<'_>, RegionError> {
     let Region {
         slot: id,
         flags,
@@ -277,6 +289,7 @@ pub(crate) fn plan(
         size,
         backing,
         private,
+        ..
     } = *region;
     if flags.0 & !SlotFlags::VALID != 0 {
         return Err(RegionError::BadFlags(flags.0));
@@ -292,24 +305,43 @@ pub(crate) fn plan(
         return Err(RegionError::SlotTooHigh(id));
     }
     let ends = (gpa.0.checked_add(size), last_backing.0.checked_add(size));
-    let (Some(gpa_end), Some(backing_end)) = ends else {
+    let (Some(_), Some(backing_end)) = ends else {
         return Err(RegionError::TooHigh(*region));
     };
-    let pages = size >> PAGE_SHIFT;
-    if pages > MAX_PAGES {
+    if size >> PAGE_SHIFT > MAX_PAGES {
         return Err(RegionError::TooLarge(*region));
     }
-    let old = slots.by_id(id);
     if size == 0 {
-        return match old {
-            Some(_) => Ok(Some(Change::Delete)),
-            None => Err(RegionError::NothingToDelete(id)),
-        };
+        return Err(RegionError::Empty(id));
     }
     if backing_end > BACKING_END {
         return Err(RegionError::TooHigh(*region));
     }
-    let change = match old {
+    Ok(Checked(region))
+}
+
+/// Checks `region` against the existing slots. Returns what it does; `None`: the slot is like that already. `capacity`: frames
+/// that the tables hold.
+///
+/// # Errors
+/// [`RegionError`].
+#[inline]
+pub(crate) fn plan(
+    slots: &SlotsChange<'_>,
+    Checked(region): Checked<'_>,
+    capacity: u64,
+) -> Result<Option<Change>, RegionError> {
+    let Region {
+        slot: id,
+        flags,
+        gpa,
+        size,
+        backing,
+        private,
+        ..
+    } = *region;
+    let pages = size >> PAGE_SHIFT;
+    let change = match slots.by_id(id) {
         None if slots.pages().checked_add(pages).is_none() => {
             return Err(RegionError::TooLarge(*region));
         }
@@ -332,7 +364,7 @@ pub(crate) fn plan(
             }
         }
     };
-    let gfns = gpa.gfn()..Gfn(gpa_end >> PAGE_SHIFT);
+    let gfns = gpa.gfn()..gpa.gfn().add(pages);
     if let Some(with) = slots.set().overlap(&gfns, id) {
         let region = *region;
         return Err(RegionError::Overlap { region, with });
