@@ -264,8 +264,7 @@ impl Defect for MisplacesNeighbours {
 
 #[test]
 fn a_wrong_resident_page_is_found() {
-    // Before an access, by a look-up of what is mapped beside the page of the last one.
-    finds::<MisplacesNeighbours>("looked up");
+    finds::<MisplacesNeighbours>("Translation");
 }
 
 /// Pages that were mapped one by one are said to be huge.

@@ -9,12 +9,12 @@ use std::convert::Infallible;
 use std::sync::Arc;
 
 use guest::{HUGE, Memory, USED, paging};
-use slat::format::{Npt, X86};
+use slat::format::{Entry, Npt, X86};
 use slat::guest_walk::GuestPaging;
 use slat::{
     Access::{self, *},
-    Config, CreateVmError, Ept, Gfn, Gpa, Level, MmuKind, Prefetch, Region, Rights, Setting,
-    SlotFlags, Stats, Stop, VirtualPage, VirtualStop, Vm,
+    Config, CreateVmError, Ept, Gfn, Gpa, Level, MemoryType, MmuKind, Prefetch, Region, Rights,
+    Setting, SlotFlags, Stats, Stop, VirtualPage, VirtualStop, Vm,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -166,6 +166,66 @@ fn a_mapped_page_is_reached_without_a_look_at_the_guests_tables() {
         ),
         (0, 0, 0)
     );
+}
+
+/// The guest's tables may grant what they like.
+#[test]
+fn no_shadow_leaf_exceeds_the_limits_of_its_slot() {
+    let rights = [
+        Rights::ALL.with_execute(false),
+        Rights::READ.with_execute(true),
+        Rights::READ,
+    ];
+    for (rights, level) in rights
+        .into_iter()
+        .flat_map(|r| [(r, Level::PAGE), (r, Level::MEGA)])
+    {
+        let mut guest = Guest::new(level);
+        guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
+        // The tables are in a slot with every right.
+        let (data, size) = (Gpa(DATA << 12), 1024 << 12);
+        guest.vm.remove_memory_region(0, 0).unwrap();
+        let tables = Region::new(0, Gpa(0), DATA << 12, HostMemory::hva(0));
+        guest.vm.set_memory_region(0, &tables).unwrap();
+        let limited = Region::new(1, data, size, HostMemory::hva(DATA))
+            .with_rights(rights)
+            .with_memory(MemoryType::WriteBack);
+        guest.vm.set_memory_region(0, &limited).unwrap();
+        guest
+            .vm
+            .set_policy(Setting::parse("prefetch", "8").unwrap());
+        for gva in [3 << 12, (2 << 20) + 0x5000] {
+            let gpa = Gpa((DATA << 12) + gva % (2 << 20));
+            for access in [Execute, Read, Write, Execute] {
+                let answer = guest.try_access(gva, access);
+                match (rights.allow(access), access) {
+                    (true, _) => assert!(answer.is_ok(), "{access:?}: {answer:?}"),
+                    (false, Write) => {
+                        assert_eq!(answer, Err(VirtualStop::Stop(Stop::Mmio { gpa })));
+                    }
+                    (false, _) => {
+                        assert_eq!(answer, Err(VirtualStop::Stop(Stop::NoExecute { gpa })));
+                    }
+                }
+            }
+        }
+        let mut leaves = Vec::new();
+        let frames = Gfn(DATA)..Gfn(DATA + 1024);
+        guest.vm.visit_leaves(0, frames, &mut |gfn, _, entry| {
+            let Entry::Leaf(leaf) = entry else {
+                panic!("{entry:?}")
+            };
+            assert!(rights.write || !leaf.write && !leaf.may_write, "{leaf:?}");
+            assert!(rights.execute || !leaf.execute, "{leaf:?}");
+            leaves.push(gfn);
+        });
+        assert!(leaves.len() > 1);
+        for gfn in leaves {
+            let found = guest.vm.lookup(0, gfn).unwrap().rights;
+            assert!(rights.write || !found.write);
+        }
+        guest.vm.audit().unwrap();
+    }
 }
 
 /// A frame has a leaf for each virtual page that the guest has used it by.

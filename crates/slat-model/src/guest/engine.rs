@@ -58,6 +58,7 @@ impl EngineMmu {
                 Err(Stop::Retry) => vcpu.quiesce(),
                 Err(Stop::Mmio { gpa }) => return Err(Outcome::Mmio { gpa }),
                 Err(Stop::BadAddress { gpa, .. }) => return Err(Outcome::BadAddress { gpa }),
+                Err(Stop::NoExecute { gpa }) => return Err(Outcome::NoExecute { gpa }),
                 Err(stop) => panic!("{access:?} at {gpa}: {stop}"),
             }
         }

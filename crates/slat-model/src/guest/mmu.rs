@@ -28,6 +28,11 @@ pub enum Outcome {
         /// The address, to the byte.
         gpa: Gpa,
     },
+    /// It is a fetch from a memslot without the right to execute.
+    NoExecute {
+        /// The address, to the byte.
+        gpa: Gpa,
+    },
     /// The page's backing cannot be accessed in this way: KVM_RUN returns EFAULT.
     BadAddress {
         /// An address in the page: of the data, or of a page-table entry whose flags cannot be set.

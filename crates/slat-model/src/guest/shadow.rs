@@ -96,6 +96,7 @@ fn outcome(stop: Stop) -> Option<Outcome> {
         Stop::Retry => None,
         Stop::Mmio { gpa } => Some(Outcome::Mmio { gpa }),
         Stop::BadAddress { gpa, .. } => Some(Outcome::BadAddress { gpa }),
+        Stop::NoExecute { gpa } => Some(Outcome::NoExecute { gpa }),
         stop => panic!("{stop}"),
     }
 }

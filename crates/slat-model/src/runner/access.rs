@@ -116,6 +116,10 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 );
                 self.tally.count("bad address");
             }
+            Err(Stop::NoExecute { gpa: at }) => {
+                assert_eq!((expected, at.0), (Expected::NoExecute, gpa), "{access:?}");
+                self.tally.count("fetch refused by a slot");
+            }
             Err(Stop::OutOfMemory { gpa: at }) => {
                 assert_eq!(at.0, gpa);
                 self.allocation_failed();
@@ -221,6 +225,13 @@ impl<M: Machine, F: Format> Runner<M, F> {
             };
             assert_eq!(mapping.memory, host.memory, "frame {gfn:#x}");
             self.tally.count("mapping looked up");
+            let page = self.models[space]
+                .slot_at(gfn)
+                .map(|(_, slot)| slot.host_page(gfn));
+            let of_host = page.and_then(|page| self.machine.page(page));
+            if of_host.is_some_and(|page| page.memory != mapping.memory) {
+                self.tally.count("mapping cached less than the host has it");
+            }
         }
     }
 
@@ -306,6 +317,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
             Err(Stop::BadAddress { .. }) => {
                 assert_eq!(expected, Expected::BadAddress, "frame {gfn:#x}, meanwhile");
+            }
+            Err(Stop::NoExecute { .. }) => {
+                assert_eq!(expected, Expected::NoExecute, "frame {gfn:#x}, meanwhile");
             }
             Err(Stop::Retry) => {
                 self.tally.count("retried meanwhile");

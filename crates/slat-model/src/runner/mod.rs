@@ -353,15 +353,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let found = self.cpus[i].vcpu.slot_at(slat::Gpa(gpa));
         self.cpus[i].vcpu.leave();
         let expected = self.models[self.cpus[i].space].slot_at(gpa >> 12);
-        let expected = expected.map(|(id, slot)| {
-            Region::new(
-                id,
-                slat::Gpa(slot.base << 12),
-                slot.pages << 12,
-                slat::Hva(slot.backing),
-            )
-            .with_flags(SlotFlags(slot.flags))
-        });
+        let expected = expected.map(|(id, slot)| slot.region(id));
         assert_eq!(found, expected, "the slot at {gpa:#x}");
         if found.is_some() {
             self.tally.count("slot found");

@@ -26,7 +26,7 @@ mod set;
 
 pub(crate) use attributes::PrivateFrames;
 pub use attributes::{AttributesError, MemoryAttributes};
-pub(crate) use memslot::{Memslot, OwnedSlot};
+pub(crate) use memslot::{Limits, Memslot, OwnedSlot};
 pub(crate) use region::{Change, check, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
 pub(crate) use set::{Place, SlotSet};

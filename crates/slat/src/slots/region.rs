@@ -6,7 +6,8 @@ use core::ops::BitOr;
 
 use super::SlotsChange;
 use super::index::PAGES;
-use crate::addr::{Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
+use crate::addr::{Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, Rights};
+use crate::format::MemoryType;
 use crate::heap::OutOfMemory;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
@@ -40,10 +41,14 @@ impl BitOr for SlotFlags {
 /// flags.
 ///
 /// ```
-/// use slat::{Gpa, Hva, Region, SlotFlags};
+/// use slat::{Gpa, Hva, MemoryType, Region, Rights, SlotFlags};
 /// let region = Region::new(0, Gpa(0x10_0000), 0x4000, Hva(0x7f00_0000_0000))
 ///     .with_flags(SlotFlags::LOG_DIRTY_PAGES);
 /// assert_eq!(region.private, None);
+/// // A frame buffer.
+/// let frame_buffer = region
+///     .with_rights(Rights::ALL.with_execute(false))
+///     .with_memory(MemoryType::WriteCombining);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -62,10 +67,18 @@ pub struct Region {
     /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached. It may be the same as `backing`: then
     /// it is all memory of the slot (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
     pub private: Option<Hva>,
+    /// The most that the guest may do there, whatever the host allows. Without the right to write it is as with
+    /// [`SlotFlags::READONLY`]: writes are MMIO. A fetch without the right to execute ends with
+    /// [`Stop::NoExecute`](crate::Stop::NoExecute). KVM's regions have every right.
+    pub rights: Rights,
+    /// How the guest's memory is cached, if the host does not have it cached less
+    /// ([`MemoryType::combined`]). Only write-back memory is ever executed. KVM's regions are write-back.
+    pub memory: MemoryType,
 }
 
 impl Region {
-    /// `size` bytes at `gpa`, backed from `backing` on: shared memory that may be written and is not logged.
+    /// `size` bytes at `gpa`, backed from `backing` on: shared memory with all rights that the host gives, cached as the host
+    /// says, and not logged.
     pub fn new(slot: u32, gpa: Gpa, size: u64, backing: Hva) -> Self {
         Region {
             slot,
@@ -74,6 +87,8 @@ impl Region {
             size,
             backing,
             private: None,
+            rights: Rights::ALL,
+            memory: MemoryType::WriteBack,
         }
     }
 
@@ -107,6 +122,19 @@ impl Region {
         let private = private.into();
         Region { private, ..self }
     }
+
+    /// The same for a guest that may do no more than `rights` say: `Rights::READ` is data that it may neither write nor
+    /// execute.
+    #[must_use]
+    pub fn with_rights(self, rights: Rights) -> Self {
+        Region { rights, ..self }
+    }
+
+    /// The same, cached as `memory` says.
+    #[must_use]
+    pub fn with_memory(self, memory: MemoryType) -> Self {
+        Region { memory, ..self }
+    }
 }
 
 /// Why a [`Region`] was refused. Nothing was changed.
@@ -133,7 +161,8 @@ pub enum RegionError {
     Empty(u32),
     /// Deleting a slot that does not exist.
     NothingToDelete(u32),
-    /// A slot's size, backing and read-only flag cannot change.
+    /// A slot's size, backing, read-only flag, rights and memory type cannot change. Delete it first: then nothing of what
+    /// it allowed is mapped any more.
     Resized(u32),
     /// A slot with private backing can neither log dirty pages nor be read-only.
     PrivateWithFlags(SlotFlags),
@@ -227,7 +256,7 @@ impl fmt::Display for RegionError {
             }
             RegionError::Resized(slot) => write!(
                 f,
-                "changing memslot {slot}: size, backing and read-only cannot change; delete it first"
+                "changing memslot {slot}: size, backing, rights and memory type cannot change; delete it first"
             ),
             RegionError::PrivateWithFlags(flags) => write!(
                 f,
@@ -338,7 +367,8 @@ pub(crate) fn plan(
         size,
         backing,
         private,
-        ..
+        rights,
+        memory,
     } = *region;
     let pages = size >> PAGE_SHIFT;
     let change = match slots.by_id(id) {
@@ -352,7 +382,9 @@ pub(crate) fn plan(
             }
             let readonly = |flags: SlotFlags| flags.has(SlotFlags::READONLY);
             let same_pages = old.backing() == backing && old.pages() == pages;
-            if !same_pages || readonly(old.flags()) != readonly(flags) {
+            let same_limits = readonly(old.flags()) == readonly(flags)
+                && (old.rights(), old.memory()) == (rights, memory);
+            if !same_pages || !same_limits {
                 return Err(RegionError::Resized(id));
             }
             if old.base() != gpa.gfn() {

@@ -516,6 +516,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             size: slot.pages() << PAGE_SHIFT,
             backing: slot.backing(),
             private: slot.private(),
+            rights: slot.rights(),
+            memory: slot.memory(),
         })
     }
 

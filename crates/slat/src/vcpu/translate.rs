@@ -41,6 +41,12 @@ pub enum Stop {
         /// The address that was accessed.
         gpa: Gpa,
     },
+    /// The guest fetches an instruction from a memslot without the right to execute, or whose memory is not write-back
+    /// ([`Region::rights`](crate::Region), [`Region::memory`](crate::Region)). Nothing was changed.
+    NoExecute {
+        /// The address that was accessed.
+        gpa: Gpa,
+    },
     /// The vCPU had left its section while a flush was done, or its attention word is set. Every translation
     /// it remembers is void: drop them, call [`Vcpu::quiesce`], look at the attention word, and
     /// execute again.
@@ -79,6 +85,10 @@ impl fmt::Display for Stop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Stop::Mmio { gpa } => write!(f, "guest access to {gpa}: no memslot, emulate it"),
+            Stop::NoExecute { gpa } => write!(
+                f,
+                "guest fetch from {gpa}: the memslot must not be executed; give it the right, and write-back memory"
+            ),
             Stop::Retry => f.write_str("guest access interrupted: quiesce and execute again"),
             Stop::BadAddress { gpa, hva, error } => write!(
                 f,

@@ -80,11 +80,7 @@ impl Runner {
     /// Returns the memslots.
     pub fn regions(&self) -> impl Iterator<Item = Region> {
         let slots = self.oracle.memory.model.slots.iter();
-        slots.map(|(id, slot)| {
-            let (base, size) = (Gpa(slot.base << 12), slot.pages << 12);
-            Region::new(*id, base, size, slat::Hva(slot.backing))
-                .with_flags(slat::SlotFlags(slot.flags))
-        })
+        slots.map(|(id, slot)| slot.region(*id))
     }
 
     /// Returns the number of accesses so far.
