@@ -200,15 +200,22 @@ impl Stale {
 /// stack of the engine's caller. The engine masks no interrupt and unmasks none: they are as its caller has
 /// them.
 ///
-/// | method | inside a reader section | under a table's lock | may wait | may call the engine |
-/// |---|---|---|---|---|
-/// | `alloc_table`, `alloc_tables`, `free_table`, `free_tables` | yes | no | for locks of its own | no |
-/// | `entries`, `meta` | yes | yes | no | no |
-/// | `resolve` | no | no | for anything | yes, but for this vCPU |
-/// | `resolve_resident` | yes | no | no | no |
-/// | `flush` | no | no | for CPUs in the guest | no |
-/// | `wait` | yes | no | shortly, that is its purpose | no |
-/// | `zapped` | yes | yes | no | no |
+/// | method | in a reader section | under which locks of the engine | may wait | may allocate | may call the VM |
+/// |---|---|---|---|---|---|
+/// | `alloc_table`, `alloc_tables`, `free_table`, `free_tables` | yes | slots | for locks of its own | yes, no guest's memory is reclaimed for it | no |
+/// | `alloc_root` | no: the VM is being made | none | for anything | yes | there is none |
+/// | `entries`, `meta` | yes | slots, a table's | no | no | no |
+/// | `resolve` | no | none | for anything: it may sleep | yes | yes, but for this vCPU |
+/// | `resolve_resident` | yes | none; by [`Vm::audit`](crate::Vm::audit) slots and a table's | for locks of its own | not the pages asked for | no |
+/// | `flush` | no | slots | for CPUs in the guest | yes | no |
+/// | `wait` | yes | slots | shortly, that is its purpose | no | no |
+/// | `zapped` | yes | slots, a table's | no | no | no |
+///
+/// "Yes", and a lock that is named, mean that it may be so. *Slots* is the lock of slot changes of one address space, under
+/// which a thread may sleep; other slot changes, and harvests of dirty logs, wait meanwhile. *A table's* is a spin lock: with
+/// it held there is no sleep, and no call of an allocator that may sleep. A method that may not call the VM may still call
+/// [`Vm::id`](crate::Vm::id) and others that return what never changes. `resolve` may take part in anything: it may
+/// invalidate, change slots, and run other vCPUs.
 ///
 /// A *reader section* is what [`crate::Vcpu::enter`] begins, and what every operation is in while it walks:
 /// flushes wait until it ends, and so do changes of slots. A thread that waits in one for something that waits
@@ -283,6 +290,13 @@ pub unsafe trait Platform: Send + Sync + 'static {
     ///
     /// Called with no lock held and the vCPU outside every reader section: it may sleep for as long
     /// as it likes (swap, userfaultfd) and holds up nobody.
+    ///
+    /// So nothing keeps the memslot meanwhile. `resolve` may be called, and may still run, after the slot was deleted
+    /// or moved and [`crate::Vm::remove_memory_region`] has returned: also when `backing` is no memory any more, or memory of
+    /// something else. It finds that out by books of its own, not by those of the slots, and returns
+    /// [`ResolveError::BadAddress`], or whatever page is there. The engine compares under the table's lock and uses neither: it
+    /// installs no leaf, and reports no error, of a slot that has changed since it was looked up, nor of a page that was
+    /// invalidated. (But [`Vcpu::revalidate`](crate::Vcpu::revalidate) returns what it gets: its caller names the address.)
     fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError>;
 
     /// Like [`resolve`](Self::resolve), but for all pages of `backing` that are resident already; never makes the host
