@@ -93,7 +93,10 @@ impl<M: Machine, F: Format> Runner<M, F> {
                         true => slot.fitting_level(gfn, &host),
                         false => Level::PAGE,
                     };
-                    assert_eq!(translation.level, level, "{access:?} at {gpa:#x}");
+                    assert_eq!(
+                        translation.level, level,
+                        "{access:?} at {gpa:#x}: {translation:?}"
+                    );
                 }
                 self.note_access(i, gfn, access, &did, &translation);
                 self.check_granted(gpa, access, &translation);

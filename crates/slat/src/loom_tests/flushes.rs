@@ -99,7 +99,9 @@ fn two_brief_sections_at_once_are_both_waited_for() {
             })
         });
         world.remove_page();
-        threads.map(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
     });
 }
 

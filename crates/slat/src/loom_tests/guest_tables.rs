@@ -9,7 +9,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 
 use super::faults::replace_page;
-use super::{Machine, PLAIN, SmallX86, hvas, model, spawn};
+use super::{Machine, SmallX86, hvas, model, spawn};
 use crate::addr::{Access, Access::*, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::guest_walk::{GuestPaging, Mode};
 use crate::slots::Region;

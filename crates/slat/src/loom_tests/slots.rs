@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Machine, PLAIN, hvas, model, on_cpu, set_slot, spawn, vm, wait};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SHIFT};
-use crate::slots::{OwnedSlot, Place, Region, RegionError, SlotFlags, SlotSet, Slots, check, plan};
+use crate::slots::{OwnedSlot, Place, Region, RegionError, SlotSet, Slots, check, plan};
 use crate::sync::InSection;
 use crate::sync::quiesce::Readers;
 
