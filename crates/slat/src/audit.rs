@@ -139,7 +139,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         let hva = backing.add_pages(gfn.0 - slot.base().0);
         self.platform
-            .resolve_resident(hva..hva.add_pages(level.pages()), &mut |run| {
+            .resolve_resident(self.id, hva..hva.add_pages(level.pages()), &mut |run| {
                 let offset = (run.backing.0 - hva.0) >> PAGE_SHIFT;
                 if run.first.pfn != leaf.pfn.add(offset) {
                     wrong = Some(run.first.pfn);

@@ -94,7 +94,9 @@ pub use format::{Ept, Format, MemoryType};
 pub use frame::{ENTRIES, Entries, TableMeta};
 pub use heap::{OutOfMemory, Shared};
 pub use mmu::MmuKind;
-pub use platform::{HostPage, HostRun, Platform, ResolveError, Stale, VmId, WaitFor, ZappedLeaf};
+pub use platform::{
+    HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor, ZappedLeaf,
+};
 pub use policy::{
     AtomicPolicy, DirtyLogMethod, DirtyLogReads, Policy, PolicyError, Prefetch, Setting, SplitWalk,
     Switch,

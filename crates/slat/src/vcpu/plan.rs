@@ -8,7 +8,7 @@ use super::fault::{Fault, Halt, Outcome, Want};
 use super::translate::Stop;
 use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
-use crate::platform::{HostPage, Platform, ResolveError};
+use crate::platform::{HostPage, Platform, Request, ResolveError};
 use crate::slots::{Limits, Memslot, PrivateFrames};
 use crate::sync::held;
 use crate::vm::{DirtyLog, InProgress, LogKind, Sequence, is_executable, leaf_of};
@@ -244,7 +244,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     fn host_page(&mut self, slot: &SlotFacts, sequence: Sequence) -> Result<HostPage, Halt> {
         let Want { gpa, access, .. } = self.want;
         let hva = slot.hva;
-        let error = match self.outside(|vcpu| vcpu.resolve(hva, access)) {
+        let gfn = self.want.gfn();
+        let error = match self.outside(|vcpu| vcpu.resolve(slot.id, gfn, hva, access)) {
             Ok(host) => return Ok(host),
             Err(ResolveError::Interrupted) => return Err(Halt::Stop(Stop::Retry)),
             Err(error) => error,
@@ -304,10 +305,23 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Asks the platform for the page at `hva`. Call outside the reader section.
-    pub(super) fn resolve(&self, hva: Hva, access: Access) -> Result<HostPage, ResolveError> {
+    /// Asks the platform for the page of `gfn` in `slot`, which is at `hva`. Call outside the reader section.
+    pub(super) fn resolve(
+        &self,
+        slot: u32,
+        gfn: Gfn,
+        hva: Hva,
+        access: Access,
+    ) -> Result<HostPage, ResolveError> {
         held::assert_none("to resolve a page");
-        let host = self.vm().platform.resolve(hva, access)?;
+        let host = self.vm().platform.resolve(&Request {
+            vm: self.vm().id,
+            space: self.space_index(),
+            slot,
+            gfn,
+            backing: hva,
+            access,
+        })?;
         let allowed = match access {
             Access::Read => true,
             Access::Write => host.writable,

@@ -230,10 +230,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// outside the reader section, for as long as that takes. `Ok`: try the access again.
     ///
     /// # Errors
-    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::Retry`] as in `translate`.
+    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::Retry`] as in `translate`, and if no slot is there any
+    /// more.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
     pub fn revalidate(&mut self, gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop> {
         let mut slept = false;
-        match self.outside(&mut slept, |vcpu| vcpu.resolve(hva, access)) {
+        let gfn = gpa.gfn();
+        let Some(slot) = self.find_slot(gfn).1.map(|slot| slot.id()) else {
+            // It was deleted since the translation, which is void.
+            return Err(Stop::Retry);
+        };
+        match self.outside(&mut slept, |vcpu| vcpu.resolve(slot, gfn, hva, access)) {
             Err(error) if error != ResolveError::Interrupted => {
                 Err(Stop::BadAddress { gpa, hva, error })
             }

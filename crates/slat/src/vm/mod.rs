@@ -269,6 +269,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if config.spaces > RingSlot::SPACES {
             return Err(CreateVmError::TooManySpaces(config.spaces));
         }
+        let id = VmId(NEXT_ID.fetch_add(1, Relaxed));
         let flushes = Shared::try_new(Flushes::default())?;
         let budget = Shared::try_new(Budget::default())?;
         let mut spaces = Vec::new();
@@ -276,13 +277,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .try_reserve_exact(config.spaces.max(1))
             .map_err(|_| OutOfMemory)?;
         for _ in 0..config.spaces.max(1) {
-            let mmu = Mmu::new(mmu, platform.clone(), flushes.clone(), budget.clone())?;
+            let mmu = Mmu::new(mmu, platform.clone(), id, flushes.clone(), budget.clone())?;
             spaces.push(Space::new(mmu)?);
         }
         let readers = Readers::new();
         readers.prepare()?;
         Ok(Vm {
-            id: VmId(NEXT_ID.fetch_add(1, Relaxed)),
+            id,
             platform,
             policy: AtomicPolicy::new(config.policy),
             spaces,

@@ -146,7 +146,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut leaf = None;
         held::assert_none("to ask the host");
         let first = table.backing..table.backing.add_pages(1);
-        self.platform.resolve_resident(first, &mut |run| {
+        self.platform.resolve_resident(self.id, first, &mut |run| {
             let host = &run.first;
             if self.fitting_level(gfns, table.gfn, host.pfn, host.level) >= table.level {
                 let small = leaf_of(host, limits, false, Access::Write);
