@@ -266,7 +266,8 @@ impl ArrayVm {
         self.engine.stats()
     }
 
-    /// Creates, deletes or moves a memslot, or changes its flags, by the rules of [`slat::Vm::set_memory_region`].
+    /// Creates, deletes or moves a memslot, or changes its flags, by the rules of [`slat::Vm::set_memory_region`]; size 0
+    /// deletes.
     ///
     /// # Errors
     /// [`RegionError`]; nothing was changed.
@@ -488,7 +489,7 @@ mod tests {
                 (None, _) => region(id, base, 1 + random(&mut seed) % 12),
             };
             let answer = vm.set_memory_region(&change);
-            assert_eq!(answer, slat.set_memory_region(0, &change), "{change:?}");
+            assert_eq!(answer, bare::set(&slat, &change), "{change:?}");
             match answer {
                 Err(_) => {}
                 Ok(()) if change.size == 0 => drop(model.remove(&id)),

@@ -8,8 +8,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use slat::{
-    Access, Config, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind,
-    PAGE_SHIFT, Pfn, Platform, Region, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
+    Config, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, PAGE_SHIFT,
+    Pfn, Platform, Region, RegionError, Request, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 use slat::{Prefetch, Setting};
 use slat_host::frames::{self, Frames};
@@ -46,20 +46,33 @@ pub fn vm_with<F: Format>(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, F>> {
 /// Makes `frames` frames for tables resident: a kernel's are resident, and the host's time to bring in a page is not the
 /// engine's.
 pub fn warm_frames(platform: &impl Platform, frames: usize) {
+    // These platforms count no frames by VM.
+    let vm = VmId(0);
     let mut warm = Vec::with_capacity(frames);
-    platform.alloc_tables(frames, &mut |frame| warm.push(frame));
+    platform.alloc_tables(vm, frames, &mut |frame| warm.push(frame));
     for frame in &warm {
         let entries: NonNull<Entries> = platform.entries(*frame);
         // SAFETY: a frame allocated above, which no other code uses.
         unsafe { entries.write(Entries::default()) };
     }
     // SAFETY: allocated above, and freed once.
-    unsafe { platform.free_tables(&warm) };
+    unsafe { platform.free_tables(vm, &warm) };
 }
 
 /// Makes the region that sets memslot `slot` to `pages` pages at `gpa`.
 pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
     Region::new(slot, Gpa(gpa), pages << PAGE_SHIFT, Hva(backing))
+}
+
+/// Creates, moves or changes a memslot as `region` says, or deletes it if its size is 0.
+///
+/// # Errors
+/// Those of [`Vm::set_memory_region`] and [`Vm::remove_memory_region`].
+pub fn set<F: Format>(vm: &Vm<Bare, F>, region: &Region) -> Result<(), RegionError> {
+    match vm.set_memory_region(0, region) {
+        Err(RegionError::Empty(slot)) => vm.remove_memory_region(0, slot),
+        set => set,
+    }
 }
 
 impl Bare {
@@ -73,24 +86,24 @@ impl Bare {
 // - no code accesses memory at the addresses that `resolve` returns;
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl Platform for Bare {
-    fn alloc_table(&self) -> Option<Pfn> {
+    fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         self.frames.alloc()
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, _: VmId, tables: usize) -> Option<Pfn> {
         self.frames.alloc_run(tables)
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         // SAFETY: the caller's promise.
         unsafe { self.frames.free(&[frame]) }
     }
 
-    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
+    fn alloc_tables(&self, _: VmId, frames: usize, take: &mut dyn FnMut(Pfn)) {
         self.frames.alloc_many(frames, take);
     }
 
-    unsafe fn free_tables(&self, frames: &[Pfn]) {
+    unsafe fn free_tables(&self, _: VmId, frames: &[Pfn]) {
         // SAFETY: the caller's promise.
         unsafe { self.frames.free(frames) }
     }
@@ -105,11 +118,11 @@ unsafe impl Platform for Bare {
         frames::meta(frame)
     }
 
-    fn resolve(&self, backing: Hva, _access: Access) -> Result<HostPage, ResolveError> {
-        Ok(self.page(backing))
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        Ok(self.page(request.backing))
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         found(HostRun {
             backing: backing.start,
             pages: (backing.end.0 - backing.start.0) >> PAGE_SHIFT,

@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, PAGE_SHIFT, Pfn, Platform, ResolveError,
-    Stale, TableMeta, VmId, WaitFor,
+    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, PAGE_SHIFT, Pfn, Platform, Request,
+    ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
 use frames::Frames;
@@ -119,24 +119,24 @@ fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
 //   contract of `mappings`), and guest accesses are guarded besides;
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl Platform for HostPlatform {
-    fn alloc_table(&self) -> Option<Pfn> {
+    fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         self.frames.alloc()
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, _: VmId, tables: usize) -> Option<Pfn> {
         self.frames.alloc_run(tables)
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         // SAFETY: the caller's promise.
         unsafe { self.frames.free(&[frame]) }
     }
 
-    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
+    fn alloc_tables(&self, _: VmId, frames: usize, take: &mut dyn FnMut(Pfn)) {
         self.frames.alloc_many(frames, take);
     }
 
-    unsafe fn free_tables(&self, frames: &[Pfn]) {
+    unsafe fn free_tables(&self, _: VmId, frames: &[Pfn]) {
         // SAFETY: the caller's promise.
         unsafe { self.frames.free(frames) }
     }
@@ -151,7 +151,8 @@ unsafe impl Platform for HostPlatform {
         frames::meta(frame)
     }
 
-    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        let (backing, access) = (request.backing, request.access);
         let address = backing.0 as usize;
         loop {
             let found = mappings::find(address).ok_or(ResolveError::BadAddress)?;
@@ -163,7 +164,7 @@ unsafe impl Platform for HostPlatform {
         }
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         let (mut at, end) = (backing.start.0 as usize, backing.end.0 as usize);
         while at < end {
             let Some(mappings::Found { mapping, .. }) = mappings::find(at) else {

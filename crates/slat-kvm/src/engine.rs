@@ -217,6 +217,8 @@ delegate! {
         fn audit() -> Result<(), slat::AuditError>;
         /// See [`slat::Vm::set_memory_region`].
         fn set_memory_region(space: usize, region: &Region) -> Result<(), RegionError>;
+        /// See [`slat::Vm::remove_memory_region`].
+        fn remove_memory_region(space: usize, slot: u32) -> Result<(), RegionError>;
         /// See [`slat::Vm::check_memory_region`].
         fn check_memory_region(space: usize, region: &Region) -> Result<(), RegionError>;
         /// See [`slat::Vm::set_memory_attributes`].

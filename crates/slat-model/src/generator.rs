@@ -1,7 +1,7 @@
 //! Generates operations: mostly sensible, some wrong, all of them crowded into few addresses, so that slots collide, share
 //! backing, and cross the borders of tables.
 
-use slat::{Access, Gpa, Hva, Level, MAX_SLOTS, Region, SlotFlags};
+use slat::{Access, Gpa, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags};
 
 use crate::host::{HostChange, HostMemory, PageKind};
 use crate::model::GuestModel;
@@ -11,6 +11,18 @@ use crate::setup::{SPACES, Setup, VCPUS, first_space_of};
 
 /// Most of the bookkeeping is for writes.
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
+/// What slots have that KVM does not know of.
+const RIGHTS: [Rights; 4] = [
+    Rights::ALL,
+    Rights::ALL.with_execute(false),
+    Rights::ALL.with_write(false),
+    Rights::READ,
+];
+const MEMORY: [MemoryType; 3] = [
+    MemoryType::WriteBack,
+    MemoryType::WriteCombining,
+    MemoryType::Device,
+];
 /// Number of slot ids that are used.
 const IDS: u64 = 16;
 /// Number of slot ids in runs with many slots, and how many of those slots there should be.
@@ -212,6 +224,12 @@ impl Generator {
             }),
             (4..7, Some(id)) => self.existing(model, id, |region, rng| {
                 region.flags.0 ^= rng.pick(&[1, 1, 1, 1, 2, 3, 0]);
+                if rng.one_in(24) {
+                    region.rights = rng.pick(&RIGHTS);
+                }
+                if rng.one_in(24) {
+                    region.memory = rng.pick(&MEMORY);
+                }
             }),
             _ => self.fresh(),
         };
@@ -228,14 +246,7 @@ impl Generator {
         id: u32,
         change: impl FnOnce(&mut Region, &mut Rng),
     ) -> Region {
-        let slot = &model.slots[&id];
-        let mut region = Region::new(
-            id,
-            Gpa(slot.base << 12),
-            slot.pages << 12,
-            Hva(slot.backing),
-        )
-        .with_flags(SlotFlags(slot.flags));
+        let mut region = model.slots[&id].region(id);
         change(&mut region, &mut self.rng);
         region
     }
@@ -262,6 +273,15 @@ impl Generator {
         let skew = if self.rng.one_in(5) { 1 } else { 0 };
         let unit = if giant { 1 << 18 } else { 512 };
         let backing = self.rng.below(room / unit + 1) * unit + base % unit + skew;
+        // Most are as KVM's.
+        let rights = match self.rng.one_in(5) {
+            true => self.rng.pick(&RIGHTS),
+            false => Rights::ALL,
+        };
+        let memory = match self.rng.one_in(8) {
+            true => self.rng.pick(&MEMORY),
+            false => MemoryType::WriteBack,
+        };
         Region::new(
             self.rng.below(self.ids) as u32,
             Gpa(base << 12),
@@ -269,6 +289,8 @@ impl Generator {
             HostMemory::hva(backing.min(room)),
         )
         .with_flags(SlotFlags(self.rng.pick(&[0, 0, 0, 1, 1, 2, 3])))
+        .with_rights(rights)
+        .with_memory(memory)
     }
 
     fn spoil(&mut self, mut region: Region) -> Region {

@@ -77,6 +77,8 @@ mod ops;
 #[cfg(feature = "std")]
 mod platform;
 #[cfg(feature = "std")]
+mod region;
+#[cfg(feature = "std")]
 mod rings;
 #[cfg(feature = "std")]
 mod rng;
@@ -108,6 +110,7 @@ pub use {
     model::capacity,
     ops::{Mix, Op, POLICIES},
     platform::{Event, SimMachine, SimPlatform},
+    region::set_region,
     rings::{DirtyPage, RingClient},
     rng::Rng,
     setup::Setup,

@@ -3,7 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use slat::{Access, Format, HostPage, Level, MAX_SLOTS, MemoryType, Region};
+use slat::{
+    Access, Format, Gpa, HostPage, Hva, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags,
+};
 
 use crate::host::HostMemory;
 use crate::machine::Machine;
@@ -32,6 +34,10 @@ pub struct ModelSlot {
     pub backing: u64,
     /// KVM_MEM_* flags.
     pub flags: u32,
+    /// The most that the guest may do.
+    pub rights: Rights,
+    /// How it is cached, if the host does not have it cached less.
+    pub memory: MemoryType,
 }
 
 impl ModelSlot {
@@ -47,6 +53,41 @@ impl ModelSlot {
     /// Whether the slot records dirty pages.
     pub fn logs(&self) -> bool {
         self.flags & LOG != 0
+    }
+
+    /// Whether the guest may write to it, if the host allows that.
+    pub fn is_writable(&self) -> bool {
+        self.rights.write && self.flags & READONLY == 0
+    }
+
+    /// Whether the guest may execute it, if the host allows that.
+    pub fn is_executable(&self) -> bool {
+        self.rights.execute && self.memory == MemoryType::WriteBack
+    }
+
+    /// Returns the region that creates it as slot `id`.
+    pub fn region(&self, id: u32) -> Region {
+        Region::new(
+            id,
+            Gpa(self.base << 12),
+            self.pages << 12,
+            Hva(self.backing),
+        )
+        .with_flags(SlotFlags(self.flags))
+        .with_rights(self.rights)
+        .with_memory(self.memory)
+    }
+
+    /// Returns `page`, of the host, with what the slot leaves of its rights, and cached as little as either says.
+    fn limit(&self, page: HostPage) -> HostPage {
+        let device = [page.memory, self.memory].contains(&MemoryType::Device);
+        let memory = match (page.memory, self.memory) {
+            _ if device => MemoryType::Device,
+            (MemoryType::WriteBack, memory) | (memory, _) => memory,
+        };
+        page.with_writable(page.writable && self.is_writable())
+            .with_execute(page.execute && self.is_executable())
+            .with_memory(memory)
     }
 
     /// Returns the number, in host memory, of the page that backs `gfn`.
@@ -85,6 +126,8 @@ pub enum Expected {
     Mmio,
     /// KVM_RUN fails with EFAULT.
     BadAddress,
+    /// A fetch that the slot does not allow.
+    NoExecute,
     /// The access reaches this page.
     Page(HostPage),
 }
@@ -189,9 +232,14 @@ impl GuestModel {
             pages: size >> 12,
             backing,
             flags,
+            rights: region.rights,
+            memory: region.memory,
         };
         if let Some(old) = old {
-            let fixed = |s: &ModelSlot| (s.backing, s.pages, s.flags & READONLY);
+            let fixed = |s: &ModelSlot| {
+                let limits = (s.flags & READONLY, s.rights, s.memory);
+                (s.backing, s.pages, limits)
+            };
             if fixed(&old) != fixed(&new) {
                 return Err(EINVAL);
             }
@@ -236,8 +284,11 @@ impl GuestModel {
         let Some((_, slot)) = self.slot_at(gfn) else {
             return Expected::Mmio;
         };
-        if access == Access::Write && slot.flags & READONLY != 0 {
+        if access == Access::Write && !slot.is_writable() {
             return Expected::Mmio;
+        }
+        if access == Access::Execute && !slot.is_executable() {
+            return Expected::NoExecute;
         }
         match machine.page(slot.host_page(gfn)) {
             None => Expected::BadAddress,
@@ -245,7 +296,7 @@ impl GuestModel {
             Some(page) if access == Access::Execute && !is_executable(&page) => {
                 Expected::BadAddress
             }
-            Some(page) => Expected::Page(page),
+            Some(page) => Expected::Page(slot.limit(page)),
         }
     }
 

@@ -7,8 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Format, Gfn, HostPage, HostRun, Hpa, Hva, Pfn, Platform, ResolveError, Stale,
-    TableMeta, Vm, VmId, WaitFor,
+    Access, Entries, Format, Gfn, HostPage, HostRun, Hpa, Hva, Pfn, Platform, Request,
+    ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 
 use crate::frames::Frames;
@@ -208,17 +208,17 @@ fn continues(run: &HostRun, page: &HostPage) -> bool {
 // - no code accesses memory at the addresses that `resolve` returns;
 // - no hardware walks these tables.
 unsafe impl Platform for SimMachine {
-    fn alloc_table(&self) -> Option<Pfn> {
+    fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         self.event(Event::Alloc);
         Some(self.frames.alloc())
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, _: VmId, tables: usize) -> Option<Pfn> {
         self.event(Event::Alloc);
         Some(self.frames.alloc_run(tables as u64))
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         self.frames.free(frame);
     }
 
@@ -233,7 +233,8 @@ unsafe impl Platform for SimMachine {
         self.frames.meta(frame)
     }
 
-    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        let (backing, access) = (request.backing, request.access);
         self.event(Event::Resolve(backing));
         self.pass_gate(backing);
         self.resolves.fetch_add(1, Relaxed);
@@ -245,7 +246,7 @@ unsafe impl Platform for SimMachine {
         }
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         let mut give = |run: HostRun| {
             self.event(Event::Resident(run.backing));
             found(run);
@@ -297,7 +298,8 @@ mod tests {
     #[test]
     fn a_table_in_guest_memory_is_found() {
         let platform = SimPlatform::new(1);
-        let (a, b) = (platform.alloc_table().unwrap(), platform.alloc_table());
+        let vm = VmId(0);
+        let (a, b) = (platform.alloc_table(vm).unwrap(), platform.alloc_table(vm));
         assert!(b.is_some());
         assert_eq!(platform.check_frames(|_| false), Ok(()));
         assert!(platform.check_frames(|frame| frame == a).is_err());

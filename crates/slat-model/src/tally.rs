@@ -8,7 +8,7 @@ pub struct Tally(BTreeMap<&'static str, u64>);
 
 impl Tally {
     /// Names that a long run must have counted, whatever the format.
-    pub const USUAL: [&'static str; 23] = [
+    pub const USUAL: [&'static str; 29] = [
         "slot set",
         "slot refused",
         "slot found",
@@ -32,6 +32,12 @@ impl Tally {
         "prefaulted in part",
         "NX tables recovered",
         "one young leaf",
+        "mapping looked up",
+        "mapping cached less than the host has it",
+        "fetch refused by a slot",
+        "access to a frame not mapped",
+        "access that the mapping allows",
+        "access that the mapping does not allow",
     ];
     /// Further names that a run with [`MmuKind::Tdp`](slat::MmuKind) must have counted.
     pub const OF_TDP: [&'static str; 2] =

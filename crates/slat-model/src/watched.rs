@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering::*};
 use std::sync::{Arc, Mutex};
 
 use slat::{
-    Access, Entries, Gfn, HostPage, HostRun, Hva, PAGE_SIZE, Pfn, Platform, ResolveError, Stale,
+    Entries, Gfn, HostPage, HostRun, Hva, PAGE_SIZE, Pfn, Platform, Request, ResolveError, Stale,
     TableMeta, VmId, WaitFor,
 };
 
@@ -174,37 +174,37 @@ impl<P> Deref for Watched<P> {
 
 // SAFETY: `P` keeps the contract; what it returns is passed on, or refused.
 unsafe impl<P: Platform> Platform for Watched<P> {
-    fn alloc_table(&self) -> Option<Pfn> {
+    fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
         if self.fails() {
             return None;
         }
-        self.accept(self.platform.alloc_table()?, 1)
+        self.accept(self.platform.alloc_table(vm)?, 1)
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
         if self.fails() {
             return None;
         }
-        self.accept(self.platform.alloc_root(tables)?, tables)
+        self.accept(self.platform.alloc_root(vm, tables)?, tables)
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
         self.release(frame);
         // SAFETY: the caller's promise.
-        unsafe { self.platform.free_table(frame) };
+        unsafe { self.platform.free_table(vm, frame) };
     }
 
-    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
+    fn alloc_tables(&self, vm: VmId, frames: usize, take: &mut dyn FnMut(Pfn)) {
         let frames = (0..frames).take_while(|_| !self.fails()).count();
-        self.platform.alloc_tables(frames, &mut |frame| {
+        self.platform.alloc_tables(vm, frames, &mut |frame| {
             self.accept(frame, 1).into_iter().for_each(&mut *take);
         });
     }
 
-    unsafe fn free_tables(&self, frames: &[Pfn]) {
+    unsafe fn free_tables(&self, vm: VmId, frames: &[Pfn]) {
         frames.iter().for_each(|frame| self.release(*frame));
         // SAFETY: the caller's promise.
-        unsafe { self.platform.free_tables(frames) };
+        unsafe { self.platform.free_tables(vm, frames) };
     }
 
     #[inline]
@@ -219,13 +219,14 @@ unsafe impl<P: Platform> Platform for Watched<P> {
         self.platform.meta(frame)
     }
 
-    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        self.platform.resolve(self.inner(backing), access)
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        let backing = self.inner(request.backing);
+        self.platform.resolve(&request.with_backing(backing))
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         let inner = self.inner(backing.start)..self.inner(backing.end);
-        self.platform.resolve_resident(inner, &mut |run| {
+        self.platform.resolve_resident(vm, inner, &mut |run| {
             found(HostRun {
                 backing: Hva(run.backing.0.wrapping_sub(self.offset)),
                 ..run

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use slat::format::Stage2;
 use slat::{
-    Access, Entries, Ept, Gfn, HostPage, HostRun, Hva, Level, Pfn, Platform, ResolveError, Stale,
+    Entries, Ept, Gfn, HostPage, HostRun, Hva, Level, Pfn, Platform, Request, ResolveError, Stale,
     TableMeta, VmId, WaitFor,
 };
 use slat_model::{Failure, HostChange, Machine, Setup, Subject, Tlb};
@@ -19,16 +19,16 @@ use own::{BACKING, Own};
 
 /// What a platform does wrong: each method that is not the default.
 trait Defect: Send + Sync {
-    fn alloc_table(&self, own: &Own) -> Option<Pfn> {
-        own.alloc_table()
+    fn alloc_table(&self, own: &Own, vm: VmId) -> Option<Pfn> {
+        own.alloc_table(vm)
     }
 
-    fn alloc_root(&self, own: &Own, tables: usize) -> Option<Pfn> {
-        own.alloc_root(tables)
+    fn alloc_root(&self, own: &Own, vm: VmId, tables: usize) -> Option<Pfn> {
+        own.alloc_root(vm, tables)
     }
 
-    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        own.resolve(at, access)
+    fn resolve(&self, own: &Own, request: &Request) -> Result<HostPage, ResolveError> {
+        own.resolve(request)
     }
 
     fn resident(&self, page: HostPage) -> HostPage {
@@ -53,17 +53,17 @@ struct With {
 
 // SAFETY: none: it is unsound on purpose. No hardware walks its tables, and nobody uses the memory that it resolves.
 unsafe impl Platform for With {
-    fn alloc_table(&self) -> Option<Pfn> {
-        self.defect.alloc_table(&self.own)
+    fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
+        self.defect.alloc_table(&self.own, vm)
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
-        self.defect.alloc_root(&self.own, tables)
+    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
+        self.defect.alloc_root(&self.own, vm, tables)
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
         // SAFETY: the caller's promise.
-        unsafe { self.own.free_table(frame) };
+        unsafe { self.own.free_table(vm, frame) };
     }
 
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
@@ -74,12 +74,12 @@ unsafe impl Platform for With {
         self.own.meta(frame)
     }
 
-    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        self.defect.resolve(&self.own, backing, access)
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        self.defect.resolve(&self.own, request)
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
-        self.own.resolve_resident(backing, &mut |run| {
+    fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        self.own.resolve_resident(vm, backing, &mut |run| {
             let first = self.defect.resident(run.first);
             found(HostRun { first, ..run });
         });
@@ -225,9 +225,14 @@ fn a_flush_without_tables_is_found() {
 struct Remembers(Mutex<HashMap<Hva, HostPage>>);
 
 impl Defect for Remembers {
-    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        let page = own.resolve(at, access)?;
-        Ok(*self.0.lock().unwrap().entry(at).or_insert(page))
+    fn resolve(&self, own: &Own, request: &Request) -> Result<HostPage, ResolveError> {
+        let page = own.resolve(request)?;
+        Ok(*self
+            .0
+            .lock()
+            .unwrap()
+            .entry(request.backing)
+            .or_insert(page))
     }
 }
 
@@ -241,9 +246,11 @@ fn a_page_that_was_replaced_is_found() {
 struct ResolvesNeighbours;
 
 impl Defect for ResolvesNeighbours {
-    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
+    fn resolve(&self, own: &Own, request: &Request) -> Result<HostPage, ResolveError> {
+        let at = request.backing;
         let wrong = Own::number(at) % 64 == 63;
-        own.resolve(if wrong { Hva(at.0 - 4096) } else { at }, access)
+        let neighbour = if wrong { Hva(at.0 - 4096) } else { at };
+        own.resolve(&request.with_backing(neighbour))
     }
 }
 
@@ -264,7 +271,7 @@ impl Defect for MisplacesNeighbours {
 
 #[test]
 fn a_wrong_resident_page_is_found() {
-    finds::<MisplacesNeighbours>("its backing is");
+    finds::<MisplacesNeighbours>("Translation");
 }
 
 /// Pages that were mapped one by one are said to be huge.
@@ -272,8 +279,8 @@ fn a_wrong_resident_page_is_found() {
 struct ClaimsHuge;
 
 impl Defect for ClaimsHuge {
-    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        Ok(own.resolve(at, access)?.with_level(Level::MEGA))
+    fn resolve(&self, own: &Own, request: &Request) -> Result<HostPage, ResolveError> {
+        Ok(own.resolve(request)?.with_level(Level::MEGA))
     }
 }
 
@@ -287,8 +294,8 @@ fn a_page_that_is_not_huge_is_found() {
 struct GrantsWrites;
 
 impl Defect for GrantsWrites {
-    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        Ok(own.resolve(at, access)?.with_writable(true))
+    fn resolve(&self, own: &Own, request: &Request) -> Result<HostPage, ResolveError> {
+        Ok(own.resolve(request)?.with_writable(true))
     }
 }
 
@@ -302,12 +309,12 @@ fn a_right_too_many_is_found() {
 struct GivesTwice(Mutex<Vec<Pfn>>);
 
 impl Defect for GivesTwice {
-    fn alloc_table(&self, own: &Own) -> Option<Pfn> {
+    fn alloc_table(&self, own: &Own, vm: VmId) -> Option<Pfn> {
         let mut given = self.0.lock().unwrap();
         let again = given.get(given.len() / 16).copied();
         let frame = match again {
             Some(frame) if given.len() % 16 == 15 => frame,
-            _ => own.alloc_table()?,
+            _ => own.alloc_table(vm)?,
         };
         given.push(frame);
         Some(frame)
@@ -324,8 +331,8 @@ fn a_table_that_is_given_twice_is_found() {
 struct MisalignsRoots;
 
 impl Defect for MisalignsRoots {
-    fn alloc_root(&self, own: &Own, tables: usize) -> Option<Pfn> {
-        let root = own.alloc_root(2 * tables)?;
+    fn alloc_root(&self, own: &Own, vm: VmId, tables: usize) -> Option<Pfn> {
+        let root = own.alloc_root(vm, 2 * tables)?;
         Some(root.add(1))
     }
 }
@@ -350,8 +357,8 @@ impl HasAliases {
 }
 
 impl Defect for HasAliases {
-    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        own.resolve(at, access).map(Self::alias)
+    fn resolve(&self, own: &Own, request: &Request) -> Result<HostPage, ResolveError> {
+        own.resolve(request).map(Self::alias)
     }
 
     fn resident(&self, page: HostPage) -> HostPage {

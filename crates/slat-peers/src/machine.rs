@@ -5,8 +5,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use slat::{
-    Access, Config, Entries, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, Pfn, Platform,
-    Region, ResolveError, SlotFlags, Stale, TableMeta, Vm, VmId, WaitFor,
+    Config, Entries, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, Pfn, Platform, Region,
+    Request, ResolveError, SlotFlags, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 
 use crate::frames::{self, Arena};
@@ -56,15 +56,15 @@ fn memory(frame: Pfn) -> NonNull<u8> {
 // - nothing is ever accessed through what `resolve` answers;
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl Platform for Machine {
-    fn alloc_table(&self) -> Option<Pfn> {
+    fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         Some(self.fresh(frames::alloc_frame()))
     }
 
-    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
+    fn alloc_tables(&self, _: VmId, frames: usize, take: &mut dyn FnMut(Pfn)) {
         frames::alloc_many(frames, &mut |frame| take(self.fresh(frame)));
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, _: VmId, tables: usize) -> Option<Pfn> {
         let first = self.fresh(frames::alloc_frames(tables));
         for i in 1..tables as u64 {
             self.fresh(memory(first.add(i)));
@@ -72,11 +72,11 @@ unsafe impl Platform for Machine {
         Some(first)
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         frames::free_frame(memory(frame));
     }
 
-    unsafe fn free_tables(&self, frames: &[Pfn]) {
+    unsafe fn free_tables(&self, _: VmId, frames: &[Pfn]) {
         frames::free_many(frames.iter().copied().map(memory));
     }
 
@@ -90,11 +90,11 @@ unsafe impl Platform for Machine {
         self.arena.meta(frame)
     }
 
-    fn resolve(&self, backing: Hva, _access: Access) -> Result<HostPage, ResolveError> {
-        Ok(self.page(backing))
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        Ok(self.page(request.backing))
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         found(HostRun {
             backing: backing.start,
             pages: (backing.end.0 - backing.start.0) >> 12,

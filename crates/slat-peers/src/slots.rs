@@ -148,14 +148,10 @@ impl Contenders {
         let id = self.slots as u32 - 1;
         let (ns, ()) = time(|| {
             for _ in 0..UPDATES {
-                for pages in [0, 1] {
-                    self.vm
-                        .set_memory_region(
-                            0,
-                            &region(id, SlotFlags(0), base(self.slots - 1), pages),
-                        )
-                        .expect("a valid memslot");
-                }
+                self.vm.remove_memory_region(0, id).expect("a memslot");
+                self.vm
+                    .set_memory_region(0, &region(id, SlotFlags(0), base(self.slots - 1), 1))
+                    .expect("a valid memslot");
             }
         });
         add("slat-ept", ns / (2 * UPDATES) as f64);

@@ -217,6 +217,56 @@ pub enum Access {
     Execute,
 }
 
+/// What a guest may do with memory beside reading it.
+///
+/// ```
+/// use slat::{Access, Rights};
+/// let rom = Rights::READ.with_execute(true);
+/// assert!(rom.allow(Access::Execute) && !rom.allow(Access::Write));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Rights {
+    /// It may write.
+    pub write: bool,
+    /// It may execute.
+    pub execute: bool,
+}
+
+impl Rights {
+    /// Reading alone.
+    pub const READ: Rights = Rights {
+        write: false,
+        execute: false,
+    };
+    /// Every right.
+    pub const ALL: Rights = Rights {
+        write: true,
+        execute: true,
+    };
+
+    /// The same rights, with that to write or without.
+    #[must_use]
+    pub const fn with_write(self, write: bool) -> Self {
+        Rights { write, ..self }
+    }
+
+    /// The same rights, with that to execute or without.
+    #[must_use]
+    pub const fn with_execute(self, execute: bool) -> Self {
+        Rights { execute, ..self }
+    }
+
+    /// Whether they allow `access`.
+    #[inline]
+    pub const fn allow(self, access: Access) -> bool {
+        match access {
+            Access::Read => true,
+            Access::Write => self.write,
+            Access::Execute => self.execute,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,7 +8,7 @@ use core::ops::Range;
 use crate::addr::{Gfn, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf, all_gfns};
 use crate::platform::Platform;
-use crate::slots::{Memslot, Place, SlotFlags};
+use crate::slots::{Memslot, Place};
 use crate::table::{At, ByGfn, Next, Show, Walk};
 use crate::vm::{LogKind, RangeOp, Vm};
 
@@ -114,8 +114,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if block.end > alike.end {
             return Err("it is private in part".into());
         }
-        if leaf.write && slot.flags().has(SlotFlags::READONLY) {
-            return Err(alloc::format!("it is writable in read-only {slot:?}"));
+        let limits = slot.limits();
+        let writes = leaf.write || leaf.may_write;
+        let executes = leaf.execute || leaf.may_execute;
+        if writes && !limits.rights.write || executes && !limits.rights.execute {
+            return Err(alloc::format!("it exceeds the rights of {slot:?}"));
+        }
+        if leaf.memory.combined(limits.memory) != leaf.memory {
+            return Err(alloc::format!("it is cached more than {slot:?}"));
         }
         if let Some(log) = slot.log().filter(|log| log.kind() == LogKind::Bitmap) {
             let first = gfn.0 - gfns.start.0;
@@ -133,7 +139,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         let hva = backing.add_pages(gfn.0 - slot.base().0);
         self.platform
-            .resolve_resident(hva..hva.add_pages(level.pages()), &mut |run| {
+            .resolve_resident(self.id, hva..hva.add_pages(level.pages()), &mut |run| {
                 let offset = (run.backing.0 - hva.0) >> PAGE_SHIFT;
                 if run.first.pfn != leaf.pfn.add(offset) {
                     wrong = Some(run.first.pfn);

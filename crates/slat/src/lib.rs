@@ -1,12 +1,55 @@
 //! KVM's guest-memory system as a portable library: memslots, second-level page tables, faults, huge
 //! pages, MMIO caching, dirty logging. `no_std` + `alloc`; knows no OS, no CPU emulator and no ioctl.
 //!
+//! ```
+//! # use slat_model::{HostMemory, SimPlatform};
+//! # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+//! use slat::{Access, Config, Ept, Gfn, Gpa, Region, Stop, Vm};
+//!
+//! // `platform` is yours: it implements `Platform`, and what backs guest memory is at `backing`.
+//! let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+//! let eptp = Ept::eptp(vm.root(0).ok_or("there is an address space")?);
+//!
+//! // 2 MiB of memory at 1 MiB. It is mapped when the guest uses it.
+//! vm.set_memory_region(0, &Region::new(0, Gpa(0x10_0000), 0x20_0000, backing))?;
+//!
+//! // The guest runs, and its CPU takes an EPT violation.
+//! let mut vcpu = vm.create_vcpu()?;
+//! vcpu.hardware_fault(Gpa(0x10_3000), Access::Write)?;
+//! assert!(vm.lookup(0, Gfn(0x103)).is_some_and(|page| page.rights.write));
+//!
+//! // There is no memory: a device.
+//! let device = vcpu.hardware_fault(Gpa(0xfee0_0000), Access::Read);
+//! assert!(matches!(device, Err(Stop::Mmio { .. })));
+//!
+//! // The host takes a page back. When this returns, no CPU uses it, and faults on it wait.
+//! let invalidation = vm.invalidate(backing.add_pages(3)..backing.add_pages(4));
+//! // It changes what backs the page.
+//! drop(invalidation);
+//! assert_eq!(vm.lookup(0, Gfn(0x103)), None);
+//! # let _ = eptp;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! [docs/hypervisor.md](../../../docs/hypervisor.md) of the repository walks through a hypervisor, from the platform to the flush. A
+//! whole platform of 140 lines is in the crate's `examples/plain_memory`.
+//!
 //! # The pieces
 //! * A [`Platform`] is the machine under the engine: table frames, host pages, hardware flushes.
-//! * A [`Format`] says what an entry means to a page walker: [`format::Ept`].
-//! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_attributes`],
-//!   [`Vm::invalidate`], [`Vm::get_dirty_log`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
+//! * A [`Format`] says what an entry means to a page walker: see the table below.
+//! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::remove_memory_region`],
+//!   [`Vm::set_memory_attributes`], [`Vm::invalidate`], [`Vm::get_dirty_log`], [`Vm::lookup`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
+//!
+//! # Formats
+//! | type | page walker | levels | largest leaf | MMUs |
+//! |---|---|---|---|---|
+//! | [`Ept`] | Intel VMX, EPT | 4 | 1 GiB | tdp, direct |
+//! | [`format::Npt`] | AMD SVM, nested paging | 4 | 1 GiB | tdp, direct |
+//! | [`format::X86<5>`](format::X86) | x86's own, 5-level paging | 5 | 1 GiB | tdp, shadow |
+//! | [`format::Stage2<IPA_BITS>`](format::Stage2) | AArch64 stage 2, 4 KiB granule | 2 to 4, by `IPA_BITS`; up to 16 tables side by side as root | 1 GiB | tdp |
+//! | [`format::Stage2<IPA_BITS, true>`](format::Stage2) | the same with FEAT_HAFDBS: it sets accessed and dirty | as above | 1 GiB | tdp |
+//! | [`format::Sv39x4`], [`format::Sv48x4`] | RISC-V G-stage | 3, 4; 4 tables as root | 1 GiB | tdp |
 //!
 //! # Concurrency
 //! Faults of different vCPUs run in parallel, with one short lock per table they install into (with the
@@ -45,13 +88,15 @@ mod table;
 mod vcpu;
 mod vm;
 
-pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn};
+pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn, Rights};
 pub use audit::AuditError;
 pub use format::{Ept, Format, MemoryType};
 pub use frame::{ENTRIES, Entries, TableMeta};
 pub use heap::{OutOfMemory, Shared};
 pub use mmu::MmuKind;
-pub use platform::{HostPage, HostRun, Platform, ResolveError, Stale, VmId, WaitFor, ZappedLeaf};
+pub use platform::{
+    HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor, ZappedLeaf,
+};
 pub use policy::{
     AtomicPolicy, DirtyLogMethod, DirtyLogReads, Policy, PolicyError, Prefetch, Setting, SplitWalk,
     Switch,
@@ -64,7 +109,8 @@ pub use vcpu::{
     VirtualPage, VirtualStop,
 };
 pub use vm::{
-    Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation, Vm,
+    Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation,
+    Mapping, Vm,
 };
 
 /// What several threads may share, and what one may give to another, on every platform and format.

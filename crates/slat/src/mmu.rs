@@ -7,7 +7,7 @@ use alloc::sync::Arc;
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Format, Leaf};
 use crate::heap::{OutOfMemory, Shared};
-use crate::platform::Platform;
+use crate::platform::{Platform, VmId};
 use crate::shadow::trail::Target;
 use crate::shadow::{Budget, ShadowMmu};
 use crate::table::{
@@ -70,20 +70,21 @@ macro_rules! either {
 }
 
 impl<P: Platform, F: Format> Mmu<P, F> {
-    /// Makes an MMU of `kind` that maps nothing.
+    /// Makes an MMU of `kind` that maps nothing, for `vm`.
     ///
     /// # Errors
     /// [`OutOfMemory`].
     pub(crate) fn new(
         kind: MmuKind,
         platform: Arc<P>,
+        vm: VmId,
         flushes: Shared<Flushes>,
         budget: Shared<Budget>,
     ) -> Result<Self, OutOfMemory> {
         Ok(match kind {
-            MmuKind::Tdp => Mmu::Tdp(Tree::new(platform, flushes)?),
+            MmuKind::Tdp => Mmu::Tdp(Tree::new(platform, vm, flushes)?),
             MmuKind::Direct | MmuKind::Shadow => {
-                Mmu::Shadow(ShadowMmu::new(platform, flushes, budget)?)
+                Mmu::Shadow(ShadowMmu::new(platform, vm, flushes, budget)?)
             }
         })
     }

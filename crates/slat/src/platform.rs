@@ -84,6 +84,33 @@ impl HostPage {
     }
 }
 
+/// What [`Platform::resolve`] is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Request {
+    /// The VM whose vCPU waits for the page: a platform may serve several.
+    pub vm: VmId,
+    /// The vCPU's address space.
+    pub space: usize,
+    /// The memslot that held `gfn` when it was looked up.
+    pub slot: u32,
+    /// The frame that the guest accesses.
+    pub gfn: Gfn,
+    /// What backs it: [`Region::backing`](crate::Region) of the slot, or [`Region::private`](crate::Region) where the frame is
+    /// private, and the offset of the frame in the slot.
+    pub backing: Hva,
+    /// The right that is needed.
+    pub access: Access,
+}
+
+impl Request {
+    /// The same for a page at `backing`: for a platform that passes requests on to another one.
+    #[must_use]
+    pub fn with_backing(self, backing: Hva) -> Self {
+        Request { backing, ..self }
+    }
+}
+
 /// A stretch of backing pages that are resident, contiguous in host-physical memory and alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostRun {
@@ -193,22 +220,29 @@ impl Stale {
     };
 }
 
-/// The machine under the engine.
+/// The machine under the engine. It may serve several VMs: a method that does something for one of them is told which.
 ///
 /// # In which state its methods are called
 /// The methods are called from any CPU or thread that uses the engine, from several at once, and on the
 /// stack of the engine's caller. The engine masks no interrupt and unmasks none: they are as its caller has
 /// them.
 ///
-/// | method | inside a reader section | under a table's lock | may wait | may call the engine |
-/// |---|---|---|---|---|
-/// | `alloc_table`, `alloc_tables`, `free_table`, `free_tables` | yes | no | for locks of its own | no |
-/// | `entries`, `meta` | yes | yes | no | no |
-/// | `resolve` | no | no | for anything | yes, but for this vCPU |
-/// | `resolve_resident` | yes | no | no | no |
-/// | `flush` | no | no | for CPUs in the guest | no |
-/// | `wait` | yes | no | shortly, that is its purpose | no |
-/// | `zapped` | yes | yes | no | no |
+/// | method | in a reader section | under which locks of the engine | may wait | may allocate | may call the VM |
+/// |---|---|---|---|---|---|
+/// | `alloc_table`, `alloc_tables`, `free_table`, `free_tables` | yes | slots | for locks of its own | yes, no guest's memory is reclaimed for it | no |
+/// | `alloc_root` | no: the VM is being made | none | for anything | yes | there is none |
+/// | `entries`, `meta` | yes | slots, a table's | no | no | no |
+/// | `resolve` | no | none | for anything: it may sleep | yes | yes, but for this vCPU |
+/// | `resolve_resident` | yes | none; by [`Vm::audit`](crate::Vm::audit) slots and a table's | for locks of its own | not the pages asked for | no |
+/// | `flush` | no | slots | for CPUs in the guest | yes | no |
+/// | `wait` | yes | slots | shortly, that is its purpose | no | no |
+/// | `zapped` | yes | slots, a table's | no | no | no |
+///
+/// "Yes", and a lock that is named, mean that it may be so. *Slots* is the lock of slot changes of one address space, under
+/// which a thread may sleep; other slot changes, and harvests of dirty logs, wait meanwhile. *A table's* is a spin lock: with
+/// it held there is no sleep, and no call of an allocator that may sleep. A method that may not call the VM may still call
+/// [`Vm::id`](crate::Vm::id) and others that return what never changes. `resolve` may take part in anything: it may
+/// invalidate, change slots, and run other vCPUs.
 ///
 /// A *reader section* is what [`crate::Vcpu::enter`] begins, and what every operation is in while it walks:
 /// flushes wait until it ends, and so do changes of slots. A thread that waits in one for something that waits
@@ -240,35 +274,38 @@ impl Stale {
 ///   same VMID, ASID, VPID or root frame; and no CPU can walk a root when its VM is dropped. A [`VmId`]
 ///   is never used twice, frames are.
 pub unsafe trait Platform: Send + Sync + 'static {
-    /// Allocates a frame for one table, contents unspecified; `None` when memory is out, which every caller
+    /// Allocates a frame for one table of `vm`, contents unspecified; `None` when memory is out, which every caller
     /// survives. Called ahead of need, never under a table's lock; must not wait for a vCPU, a flush,
     /// or an invalidation.
-    fn alloc_table(&self) -> Option<Pfn>;
+    fn alloc_table(&self, vm: VmId) -> Option<Pfn>;
 
-    /// Allocates frames for a root of `tables` tables (a power of two, see [`crate::Format::ROOT_TABLES`]): next to
+    /// Allocates frames for a root of `tables` tables of `vm` (a power of two, see [`crate::Format::ROOT_TABLES`]): next to
     /// each other, the first aligned to them all. Each is freed alone.
-    fn alloc_root(&self, tables: usize) -> Option<Pfn>;
+    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn>;
 
     /// Takes a frame back. Called when no walker, software or hardware, can reach it any more.
     ///
     /// # Safety
-    /// - `frame` came from [`alloc_table`](Self::alloc_table) of this platform, and is freed once.
-    unsafe fn free_table(&self, frame: Pfn);
+    /// - `frame` came from [`alloc_table`](Self::alloc_table), or is one of an [`alloc_root`](Self::alloc_root), of this platform
+    ///   for `vm`, and is freed once.
+    unsafe fn free_table(&self, vm: VmId, frame: Pfn);
 
     /// Like [`alloc_table`](Self::alloc_table), but for up to `frames` tables at once, each given to
     /// `take`; fewer when memory is out. For range operations: a source with a lock takes it once.
-    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
-        (0..frames).map_while(|_| self.alloc_table()).for_each(take);
+    fn alloc_tables(&self, vm: VmId, frames: usize, take: &mut dyn FnMut(Pfn)) {
+        (0..frames)
+            .map_while(|_| self.alloc_table(vm))
+            .for_each(take);
     }
 
     /// Like [`free_table`](Self::free_table), but for several.
     ///
     /// # Safety
     /// - as [`free_table`](Self::free_table), for each.
-    unsafe fn free_tables(&self, frames: &[Pfn]) {
+    unsafe fn free_tables(&self, vm: VmId, frames: &[Pfn]) {
         for frame in frames {
             // SAFETY: the caller's promise.
-            unsafe { self.free_table(*frame) };
+            unsafe { self.free_table(vm, *frame) };
         }
     }
 
@@ -279,20 +316,27 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// takes the frame into use, so it may be that of the frame's last allocation.
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta>;
 
-    /// Finds, and makes resident, the host page at `backing`, for `access`.
+    /// Finds, and makes resident, the host page that `request` names.
     ///
     /// Called with no lock held and the vCPU outside every reader section: it may sleep for as long
     /// as it likes (swap, userfaultfd) and holds up nobody.
-    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError>;
+    ///
+    /// So nothing keeps the memslot meanwhile. `resolve` may be called, and may still run, after the slot was deleted
+    /// or moved and [`crate::Vm::remove_memory_region`] has returned: also when its backing is no memory any more, or memory of
+    /// something else. It finds that out by books of its own, not by those of the slots, and returns
+    /// [`ResolveError::BadAddress`], or whatever page is there. The engine compares under the table's lock and uses neither: it
+    /// installs no leaf, and reports no error, of a slot that has changed since it was looked up, nor of a page that was
+    /// invalidated. (But [`Vcpu::revalidate`](crate::Vcpu::revalidate) returns what it gets: its caller names the address.)
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError>;
 
-    /// Like [`resolve`](Self::resolve), but for all pages of `backing` that are resident already; never makes the host
+    /// Like [`resolve`](Self::resolve), but for all pages of `backing`, in a slot of `vm`, that are resident already; never makes the host
     /// allocate, never sleeps. Calls `found` for stretches in ascending order, and skips what is not resident
     /// or not known.
     ///
     /// `found` takes the lock of a table. So it holds no lock while it calls `found`, and waits for none under which [`crate::Vm::invalidate`] is called. What it finds
     /// may be out of date then: the engine installs it only if no invalidation began meanwhile. The engine may ask for more pages
     /// than it installs, and install others of a run later, under the same condition.
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
+    fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
     /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.

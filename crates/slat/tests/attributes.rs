@@ -12,7 +12,7 @@ use slat::{
     SlotFlags, Stop, Translation, Vcpu, Vm,
 };
 use slat::{Prefetch, Setting};
-use slat_model::{Event, HostChange, HostMemory, PageKind, Rng, SimPlatform};
+use slat_model::{Event, HostChange, HostMemory, PageKind, Rng, SimPlatform, set_region};
 
 type TestVm<F = Ept> = Vm<SimPlatform, F>;
 
@@ -150,8 +150,7 @@ fn private_frames_without_private_memory_are_memory_faults_and_never_mmio() {
             );
         }
         assert_eq!(page(&mut vcpu, FRAMES + 100, Read).0, 100);
-        let gone = region.with_size(0);
-        vm.set_memory_region(0, &gone).unwrap();
+        vm.remove_memory_region(0, 1).unwrap();
     }
     convert(&vm, FRAMES..FRAMES + 100, false);
     assert_eq!(touch(&mut vcpu, nowhere, Read), mmio);
@@ -208,8 +207,7 @@ fn a_slot_with_private_backing_takes_no_flags_and_no_change() {
         r.private = Some(HostMemory::hva(PRIVATE + FRAMES - 1));
     });
     assert!(matches!(taken, RegionError::PrivateTaken { by: 0, .. }));
-    let gone = region().with_size(0);
-    vm.set_memory_region(0, &gone).unwrap();
+    vm.remove_memory_region(0, 0).unwrap();
     vm.audit().unwrap();
 }
 
@@ -381,9 +379,8 @@ fn all_address_spaces_are_converted() {
     assert_eq!(page(&mut vcpu, 1, Write).0, 33);
     vm.audit().unwrap();
     // A slot that comes later finds the frames as they are.
-    let gone = region().with_size(0);
-    vm.set_memory_region(1, &gone).unwrap();
-    vm.set_memory_region(0, &gone).unwrap();
+    vm.remove_memory_region(1, 0).unwrap();
+    vm.remove_memory_region(0, 0).unwrap();
     assert_eq!(touch(&mut vcpu, 1, Read), memory_fault(1, Read));
     platform.check();
 }
@@ -473,8 +470,7 @@ fn random<F: Format>(seed: u64, steps: u32) {
             3 if rng.below(20) == 0 => {
                 let size = if is_there { 0 } else { FRAMES << 12 };
                 is_there = !is_there;
-                let region = region().with_size(size);
-                vm.set_memory_region(0, &region).unwrap();
+                set_region(&vm, 0, &region().with_size(size)).unwrap();
             }
             4 if is_there => {
                 vcpu.enter_unguarded(1);

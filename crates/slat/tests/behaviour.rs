@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use slat::{
     Access::{self, *},
-    Attention, Config, Ept, Gfn, Gpa, Hva, Level, Region, RegionError, SlotFlags, Stop,
-    Translation, Vcpu, Vm,
+    Attention, Config, Ept, Gfn, Gpa, Hva, Level, MemoryType, Region, RegionError, Rights,
+    SlotFlags, Stop, Translation, Vcpu, Vm,
 };
 use slat::{DirtyLogMethod, DirtyLogReads, Prefetch, Setting, Switch};
-use slat_model::{Event, HostChange, HostMemory, PageKind, RingClient, SimPlatform};
+use slat_model::{Event, HostChange, HostMemory, PageKind, RingClient, SimPlatform, set_region};
 
 type Machine = SimPlatform;
 type TestVm = Vm<Machine, Ept>;
@@ -52,8 +52,7 @@ fn region(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> Regi
 const NONE: SlotFlags = SlotFlags(0);
 
 fn set(vm: &TestVm, slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) {
-    vm.set_memory_region(0, &region(slot, gfns, host_page, flags))
-        .unwrap();
+    set_region(vm, 0, &region(slot, gfns, host_page, flags)).unwrap();
 }
 
 /// One access by a vCPU that comes in for it, and quiesces as it is asked to.
@@ -771,7 +770,7 @@ fn a_hardware_fault_installs_the_leaf_and_leaves_the_vcpu_outside() {
         Err(Stop::Mmio { gpa: hole })
     );
     let flushes = platform.flushes();
-    set(&vm, 0, 0..0, 0, NONE);
+    vm.remove_memory_region(0, 0).unwrap();
     assert_eq!(platform.flushes(), flushes + 1);
     assert_eq!(vm.stats().pf_fixed, 1);
     // The flush went by while it was outside: nothing of it is left to be acknowledged.
@@ -811,4 +810,127 @@ fn a_log_with_manual_protection_asks_for_one_flush_to_begin_and_one_for_each_cle
     touch(&mut vcpu, 100, Write).unwrap();
     assert_eq!(vm.stats().dirty_pages, before + 1);
     vm.audit().unwrap();
+}
+
+#[test]
+fn a_look_up_says_what_is_mapped_and_changes_nothing() {
+    let (_, vm) = vm(GIB1, REMAP_2M);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..4 * MIB2, 0, SlotFlags::LOG_DIRTY_PAGES);
+    vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
+    set(&vm, 1, 4 * MIB2..8 * MIB2, 4 * MIB2, SlotFlags::READONLY);
+    let look_up = |gfn| {
+        let before = vm.stats();
+        let found = vm.lookup(0, Gfn(gfn));
+        assert_eq!(vm.stats(), before);
+        found
+    };
+    assert_eq!(look_up(0), None);
+    let page = touch(&mut vcpu, 0, Read).unwrap();
+    let read = look_up(0).unwrap();
+    assert_eq!((read.pfn.hpa(), read.level), (page.host, Level::PAGE));
+    assert_eq!(read.rights, Rights::READ.with_execute(true));
+    assert_eq!(read.memory, MemoryType::WriteBack);
+    touch(&mut vcpu, 0, Write).unwrap();
+    assert_eq!(look_up(0).unwrap().rights, Rights::ALL);
+
+    // A huge leaf: the frame of the page that was asked for.
+    let page = touch(&mut vcpu, 5 * MIB2 + 3, Read).unwrap();
+    let huge = look_up(5 * MIB2 + 4).unwrap();
+    assert_eq!(
+        (huge.pfn, huge.level),
+        (page.host.pfn().add(1), Level::MEGA)
+    );
+    assert!(!huge.rights.write);
+    vcpu.enter_unguarded(1);
+    assert_eq!(vcpu.lookup(Gfn(5 * MIB2 + 4)), Some(huge));
+    vcpu.leave();
+
+    // An MMIO entry, a frame beyond the tables, an address space that does not exist.
+    assert!(touch(&mut vcpu, 8 * MIB2, Read).is_err());
+    assert_eq!(vm.stats().pf_mmio_spte_created, 1);
+    for gfn in [8 * MIB2, 1 << 36, u64::MAX] {
+        assert_eq!(look_up(gfn), None);
+    }
+    assert_eq!(vm.lookup(1, Gfn(0)), None);
+    vm.remove_memory_region(0, 0).unwrap();
+    assert_eq!(look_up(0), None);
+}
+
+/// A flush waits for a look-up: the tables that it reads are not freed under it. Two threads at a time look up, so
+/// one of them has the reader of an operation.
+#[test]
+fn look_ups_go_on_while_tables_are_freed() {
+    let (platform, vm) = vm(GIB1, REMAP_4K);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let (mut found, mut n) = (0, 0);
+                while !done.load(SeqCst) || n == 0 {
+                    n += 1;
+                    let gfn = n % (2 * MIB2);
+                    if let Some(mapping) = vm.lookup(0, Gfn(gfn)) {
+                        assert_eq!(HostMemory::identify(mapping.pfn).0, gfn);
+                        found += 1;
+                    }
+                }
+                assert!(found > 0);
+            });
+        }
+        let mut vcpu = vm.create_vcpu().unwrap();
+        for _ in 0..50 {
+            set(&vm, 0, 0..2 * MIB2, 0, NONE);
+            for gfn in 0..2 * MIB2 {
+                touch(&mut vcpu, gfn, Read).unwrap();
+            }
+            vm.remove_memory_region(0, 0).unwrap();
+        }
+        done.store(true, SeqCst);
+    });
+    vm.audit().unwrap();
+    platform.check();
+}
+
+/// To KVM, size 0 means: delete it. A client that has computed a size of 0 does not mean that.
+#[test]
+fn a_slot_is_deleted_by_its_number_and_not_by_a_size() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    set(&vm, 3, 0..16, 0, NONE);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    touch(&mut vcpu, 5, Write).unwrap();
+    let empty = region(3, 0..0, 0, NONE);
+    let refused = vm.set_memory_region(0, &empty).unwrap_err();
+    assert_eq!((refused, refused.errno()), (RegionError::Empty(3), 22));
+    assert_eq!(vm.check_memory_region(0, &empty), Err(refused));
+    // Also of a slot that does not exist; but what KVM checks before it looks at the slot comes first.
+    let nowhere = vm.set_memory_region(0, &region(4, 0..0, 0, NONE));
+    assert_eq!(nowhere, Err(RegionError::Empty(4)));
+    let odd = empty.with_gpa(Gpa(1));
+    assert_eq!(
+        vm.set_memory_region(0, &odd),
+        Err(RegionError::Misaligned(odd))
+    );
+    assert!(vm.lookup(0, Gfn(5)).is_some());
+
+    for id in [4, 31, 32, u32::MAX] {
+        let refused = vm.remove_memory_region(0, id).unwrap_err();
+        assert_eq!(
+            (refused, refused.errno()),
+            (RegionError::NothingToDelete(id), 22)
+        );
+    }
+    let nowhere = vm.remove_memory_region(1, 3);
+    assert_eq!(nowhere, Err(RegionError::NoSuchSpace(1)));
+    let changes = vm.stats().slot_changes;
+    vm.remove_memory_region(0, 3).unwrap();
+    assert_eq!(vm.stats().slot_changes, changes + 1);
+    assert_eq!(
+        touch(&mut vcpu, 5, Read),
+        Err(Stop::Mmio { gpa: Gpa(5 << 12) })
+    );
+    let again = vm.remove_memory_region(0, 3);
+    assert_eq!(again, Err(RegionError::NothingToDelete(3)));
+    vm.audit().unwrap();
+    platform.check();
 }

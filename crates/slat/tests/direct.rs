@@ -117,7 +117,7 @@ fn the_limit_is_that_of_all_address_spaces_together() {
 fn unless_it_is_set_the_limit_is_a_fiftieth_of_the_memory() {
     let vm = vm(GIB1, Level::GIGA);
     assert_eq!(vm.mmu_pages(), GIB1 / 50);
-    set(&vm, 0, SlotFlags::default());
+    vm.remove_memory_region(0, 0).unwrap();
     assert_eq!(vm.mmu_pages(), 64);
 }
 
@@ -249,7 +249,7 @@ fn a_conversion_splits_whatever_is_allocated_ahead() {
         vm.set_memory_region(0, &Region::new(id, Gpa(gfn << 12), pages << 12, backing))
             .unwrap();
     };
-    slot(0, 0, 0, 0);
+    vm.remove_memory_region(0, 0).unwrap();
     // Not congruent: small pages.
     slot(0, 0, 512, 1);
     slot(1, FAR, 1024, 1024);

@@ -97,7 +97,7 @@ fn overtaken() -> Vec<u64> {
                 set(1, 1, SlotFlags::default());
                 touch(PAGES);
                 change.lock().unwrap().0 = Change::Begun;
-                set(1, 0, SlotFlags::default());
+                vm.remove_memory_region(0, 1).unwrap();
             }
         });
         changer.unwrap().join().unwrap();

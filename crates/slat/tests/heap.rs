@@ -9,10 +9,10 @@ use slat::format::Stage2;
 use slat::{
     Access, Config, CreateVmError, DirtyGfn, DirtyRing, DirtyRingError, Entries, Ept, Format, Gfn,
     Gpa, HostPage, HostRun, Hva, MAX_SLOTS, MemoryAttributes, OutOfMemory, Pfn, Platform, Region,
-    ResolveError, SlotFlags, Stale, Stop, TableMeta, Vm, VmId, WaitFor,
+    Request, ResolveError, SlotFlags, Stale, Stop, TableMeta, Vm, VmId, WaitFor,
 };
 use slat::{DirtyLogMethod, Setting};
-use slat_model::{FailingHeap, HostMemory, SimPlatform};
+use slat_model::{FailingHeap, HostMemory, SimPlatform, set_region};
 
 #[global_allocator]
 static HEAP: FailingHeap = FailingHeap;
@@ -22,15 +22,15 @@ struct Spared(Arc<SimPlatform>);
 
 // SAFETY: as `SimPlatform`.
 unsafe impl Platform for Spared {
-    fn alloc_table(&self) -> Option<Pfn> {
-        FailingHeap::spared(|| self.0.alloc_table())
+    fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
+        FailingHeap::spared(|| self.0.alloc_table(vm))
     }
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
-        FailingHeap::spared(|| self.0.alloc_root(tables))
+    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
+        FailingHeap::spared(|| self.0.alloc_root(vm, tables))
     }
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
         // SAFETY: the caller's promise.
-        FailingHeap::spared(|| unsafe { self.0.free_table(frame) });
+        FailingHeap::spared(|| unsafe { self.0.free_table(vm, frame) });
     }
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         FailingHeap::spared(|| self.0.entries(frame))
@@ -38,11 +38,11 @@ unsafe impl Platform for Spared {
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         FailingHeap::spared(|| self.0.meta(frame))
     }
-    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        FailingHeap::spared(|| self.0.resolve(backing, access))
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        FailingHeap::spared(|| self.0.resolve(request))
     }
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
-        FailingHeap::spared(|| self.0.resolve_resident(backing, found));
+    fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        FailingHeap::spared(|| self.0.resolve_resident(vm, backing, found));
     }
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
         FailingHeap::spared(|| self.0.flush(vm, range, stale));
@@ -214,8 +214,7 @@ fn every_change<F: Format>() {
     ];
     for (what, allocations, change) in changes {
         fail_everywhere::<F>(what, allocations, &|vm| {
-            vm.set_memory_region(0, &change)
-                .map_err(|error| error.errno())
+            set_region(vm, 0, &change).map_err(|error| error.errno())
         });
     }
 }
@@ -257,7 +256,7 @@ fn bytes_per_change(slots: u32) -> [Vec<usize>; 2] {
         let page = u64::from(slot) % PAGES;
         region(slot, NONE, u64::from(slot) * 3, pages, page)
     };
-    let set = |space, region| vm.set_memory_region(space, &region).unwrap();
+    let set = |space, region| set_region(&vm, space, &region).unwrap();
     // In no order: 9973 is prime to the number of slots.
     for i in 0..slots {
         set(0, at(i * 9973 % slots, 1));

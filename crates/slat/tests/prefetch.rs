@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex};
 
 use slat::{
     Access, Config, Entries, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, Pfn, Platform,
-    Prefetch, Region, ResolveError, Setting, Stale, Stop, TableMeta, Vcpu, Vm, VmId, WaitFor,
+    Prefetch, Region, Request, ResolveError, Setting, Stale, Stop, TableMeta, Vcpu, Vm, VmId,
+    WaitFor,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -24,15 +25,15 @@ struct Lazy {
 
 // SAFETY: as `SimPlatform`.
 unsafe impl Platform for Lazy {
-    fn alloc_table(&self) -> Option<Pfn> {
-        self.machine.alloc_table()
+    fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
+        self.machine.alloc_table(vm)
     }
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
-        self.machine.alloc_root(tables)
+    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
+        self.machine.alloc_root(vm, tables)
     }
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
         // SAFETY: the caller's promise.
-        unsafe { self.machine.free_table(frame) };
+        unsafe { self.machine.free_table(vm, frame) };
     }
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         self.machine.entries(frame)
@@ -40,11 +41,11 @@ unsafe impl Platform for Lazy {
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         self.machine.meta(frame)
     }
-    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        self.resident.lock().unwrap().insert(backing);
-        self.machine.resolve(backing, access)
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        self.resident.lock().unwrap().insert(request.backing);
+        self.machine.resolve(request)
     }
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         self.asks.fetch_add(1, Relaxed);
         self.asked
             .fetch_add((backing.end.0 - backing.start.0) >> 12, Relaxed);
@@ -53,7 +54,7 @@ unsafe impl Platform for Lazy {
             .collect();
         for run in resident.chunk_by(|a, b| a.add_pages(1) == *b) {
             let range = run[0]..run[0].add_pages(run.len() as u64);
-            self.machine.resolve_resident(range, found);
+            self.machine.resolve_resident(vm, range, found);
         }
     }
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {

@@ -9,12 +9,12 @@ use std::convert::Infallible;
 use std::sync::Arc;
 
 use guest::{HUGE, Memory, USED, paging};
-use slat::format::{Npt, X86};
+use slat::format::{Entry, Npt, X86};
 use slat::guest_walk::GuestPaging;
 use slat::{
     Access::{self, *},
-    Config, CreateVmError, Ept, Gpa, Level, MmuKind, Prefetch, Region, Setting, SlotFlags, Stats,
-    Stop, VirtualPage, VirtualStop, Vm,
+    Config, CreateVmError, Ept, Gfn, Gpa, Level, MemoryType, MmuKind, Prefetch, Region, Rights,
+    Setting, SlotFlags, Stats, Stop, VirtualPage, VirtualStop, Vm,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -166,6 +166,105 @@ fn a_mapped_page_is_reached_without_a_look_at_the_guests_tables() {
         ),
         (0, 0, 0)
     );
+}
+
+/// The guest's tables may grant what they like.
+#[test]
+fn no_shadow_leaf_exceeds_the_limits_of_its_slot() {
+    let rights = [
+        Rights::ALL.with_execute(false),
+        Rights::READ.with_execute(true),
+        Rights::READ,
+    ];
+    for (rights, level) in rights
+        .into_iter()
+        .flat_map(|r| [(r, Level::PAGE), (r, Level::MEGA)])
+    {
+        let mut guest = Guest::new(level);
+        guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
+        // The tables are in a slot with every right.
+        let (data, size) = (Gpa(DATA << 12), 1024 << 12);
+        guest.vm.remove_memory_region(0, 0).unwrap();
+        let tables = Region::new(0, Gpa(0), DATA << 12, HostMemory::hva(0));
+        guest.vm.set_memory_region(0, &tables).unwrap();
+        let limited = Region::new(1, data, size, HostMemory::hva(DATA))
+            .with_rights(rights)
+            .with_memory(MemoryType::WriteBack);
+        guest.vm.set_memory_region(0, &limited).unwrap();
+        guest
+            .vm
+            .set_policy(Setting::parse("prefetch", "8").unwrap());
+        for gva in [3 << 12, (2 << 20) + 0x5000] {
+            let gpa = Gpa((DATA << 12) + gva % (2 << 20));
+            for access in [Execute, Read, Write, Execute] {
+                let answer = guest.try_access(gva, access);
+                match (rights.allow(access), access) {
+                    (true, _) => assert!(answer.is_ok(), "{access:?}: {answer:?}"),
+                    (false, Write) => {
+                        assert_eq!(answer, Err(VirtualStop::Stop(Stop::Mmio { gpa })));
+                    }
+                    (false, _) => {
+                        assert_eq!(answer, Err(VirtualStop::Stop(Stop::NoExecute { gpa })));
+                    }
+                }
+            }
+        }
+        let mut leaves = Vec::new();
+        let frames = Gfn(DATA)..Gfn(DATA + 1024);
+        guest.vm.visit_leaves(0, frames, &mut |gfn, _, entry| {
+            let Entry::Leaf(leaf) = entry else {
+                panic!("{entry:?}")
+            };
+            assert!(rights.write || !leaf.write && !leaf.may_write, "{leaf:?}");
+            assert!(rights.execute || !leaf.execute, "{leaf:?}");
+            leaves.push(gfn);
+        });
+        assert!(leaves.len() > 1);
+        for gfn in leaves {
+            let found = guest.vm.lookup(0, gfn).unwrap().rights;
+            assert!(rights.write || !found.write);
+        }
+        guest.vm.audit().unwrap();
+    }
+}
+
+/// A frame has a leaf for each virtual page that the guest has used it by.
+#[test]
+fn a_look_up_of_a_frame_finds_each_right_that_a_leaf_of_it_has() {
+    const READ_ONLY: u64 = 0x65;
+    let mut guest = Guest::new(Level::PAGE);
+    let mapping = |guest: &Guest, gfn| guest.vm.lookup(0, Gfn(gfn));
+    assert_eq!(mapping(&guest, DATA), None);
+    guest.memory.put(TABLES[3], 1, DATA << 12 | READ_ONLY);
+    let host = guest.access(1 << 12, Read).host;
+    let by_one = mapping(&guest, DATA).unwrap();
+    assert_eq!((by_one.pfn.hpa(), by_one.level), (host, Level::PAGE));
+    assert_eq!(by_one.rights, Rights::READ.with_execute(true));
+    assert!(guest.access(0, Write).write);
+    let by_two = mapping(&guest, DATA).unwrap();
+    assert_eq!((by_two.pfn, by_two.rights), (by_one.pfn, Rights::ALL));
+    assert_eq!(guest.vcpu.enter(0).lookup(Gfn(DATA)), Some(by_two));
+    // The number of a virtual page says nothing of the frame with that number, nor of another address space.
+    assert_eq!(mapping(&guest, 1), None);
+    assert_eq!(guest.vm.lookup(1, Gfn(DATA)), None);
+    assert_eq!(guest.vm.lookup(2, Gfn(DATA)), None);
+
+    drop(guest.vm.invalidate(HostMemory::hvas(&(DATA..DATA + 1))));
+    assert_eq!(mapping(&guest, DATA), None);
+    guest.vm.audit().unwrap();
+}
+
+#[test]
+fn a_look_up_of_a_frame_finds_the_largest_leaf() {
+    let mut guest = Guest::new(Level::MEGA);
+    guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
+    guest.access((2 << 20) + 0x5000, Read);
+    let huge = guest.vm.lookup(0, Gfn(DATA + 5)).unwrap();
+    assert_eq!((huge.level, huge.pfn.0 % 512), (Level::MEGA, 5));
+    // By a table of the guest's with a small page.
+    let small = guest.access(5 << 12, Write);
+    assert_eq!(small.host, huge.pfn.hpa());
+    assert_eq!(guest.vm.lookup(0, Gfn(DATA + 5)), Some(huge));
 }
 
 #[test]
@@ -365,9 +464,12 @@ fn an_mmio_entry_is_not_believed_when_its_generation_comes_again() {
     guest.vm.set_memory_region(0, &region).unwrap();
     // With the change above, as many as there are generations.
     for change in 0..(1u64 << 18) - 1 {
-        let size = if change % 2 == 0 { 4096 } else { 0 };
-        let region = Region::new(2, Gpa(1 << 32), size, HostMemory::hva(1));
-        guest.vm.set_memory_region(0, &region).unwrap();
+        let region = Region::new(2, Gpa(1 << 32), 4096, HostMemory::hva(1));
+        let changed = match change % 2 {
+            0 => guest.vm.set_memory_region(0, &region),
+            _ => guest.vm.remove_memory_region(0, 2),
+        };
+        changed.unwrap();
     }
     assert_eq!(guest.frame(3), 9);
 }
@@ -470,8 +572,7 @@ fn a_deleted_slot_takes_the_tables_in_it_along() {
     let mut guest = Guest::new(Level::PAGE);
     guest.frame(0);
     let counted = guest.counted(|guest| {
-        let region = Region::new(0, Gpa(0), 0, HostMemory::hva(0));
-        guest.vm.set_memory_region(0, &region).unwrap();
+        guest.vm.remove_memory_region(0, 0).unwrap();
     });
     assert!(counted.mmu_shadow_zapped >= 4);
     // Other memory, without tables, in their place.
@@ -487,9 +588,8 @@ fn a_deleted_slot_takes_the_tables_in_it_along() {
 #[test]
 fn no_walk_begins_with_a_root_that_was_zapped() {
     let mut guest = Guest::new(Level::PAGE);
-    let nothing = Region::new(0, Gpa(0), 0, HostMemory::hva(0));
     for _ in 0..2 {
-        guest.vm.set_memory_region(0, &nothing).unwrap();
+        guest.vm.remove_memory_region(0, 0).unwrap();
         guest.set(SlotFlags::READONLY);
         assert_eq!(guest.frame(0), DATA);
     }

@@ -10,7 +10,7 @@ use slat::{
     WaitFor, format::Npt, format::Stage2,
 };
 use slat::{DirtyLogMethod, Setting};
-use slat_model::{Event, HostChange, HostMemory, PageKind, SimPlatform};
+use slat_model::{Event, HostChange, HostMemory, PageKind, SimPlatform, set_region};
 
 /// No multiple of what a section may look at, nor of a table.
 const PAGES: u64 = 2 * 4096 + 700;
@@ -164,7 +164,7 @@ fn a_slot_in_place_of_the_one_whose_log_is_taken(first: Region, second: Region) 
                 for (i, change) in [first, second].into_iter().enumerate() {
                     let (vm, told) = (vm.clone(), state.clone());
                     let run = move || {
-                        vm.set_memory_region(0, &change).unwrap();
+                        set_region(&vm, 0, &change).unwrap();
                         if i == 1 {
                             told.store(WRITING, SeqCst);
                             write(&vm, change.gpa.0 >> 12);

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use slat::format::Stage2;
 use slat::{
     Access, Config, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, Pfn,
-    Platform, Prefetch, Region, ResolveError, Setting, SlotFlags, Stale, Stop, TableMeta, Vm, VmId,
-    WaitFor, ZappedLeaf,
+    Platform, Prefetch, Region, Request, ResolveError, Setting, SlotFlags, Stale, Stop, TableMeta,
+    Vm, VmId, WaitFor, ZappedLeaf,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -22,15 +22,15 @@ struct Listening {
 unsafe impl Platform for Listening {
     const WANTS_ZAPPED: bool = true;
 
-    fn alloc_table(&self) -> Option<Pfn> {
-        self.machine.alloc_table()
+    fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
+        self.machine.alloc_table(vm)
     }
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
-        self.machine.alloc_root(tables)
+    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
+        self.machine.alloc_root(vm, tables)
     }
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
         // SAFETY: the caller's promise.
-        unsafe { self.machine.free_table(frame) };
+        unsafe { self.machine.free_table(vm, frame) };
     }
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         self.machine.entries(frame)
@@ -38,11 +38,11 @@ unsafe impl Platform for Listening {
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         self.machine.meta(frame)
     }
-    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        self.machine.resolve(backing, access)
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        self.machine.resolve(request)
     }
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
-        self.machine.resolve_resident(backing, found);
+    fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        self.machine.resolve_resident(vm, backing, found);
     }
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
         self.machine.flush(vm, range, stale);
@@ -68,7 +68,7 @@ fn zaps<F: Format>() -> [Zap<F>; 3] {
     [
         |vm| drop(vm.invalidate(HostMemory::hvas(&(WRITTEN..READ + 1)))),
         |vm| vm.zap(0, Gfn(0)..Gfn(512)),
-        |vm| vm.set_memory_region(0, &region().with_size(0)).unwrap(),
+        |vm| vm.remove_memory_region(0, 0).unwrap(),
     ]
 }
 

@@ -10,8 +10,8 @@ use core::sync::atomic::Ordering::SeqCst;
 
 use slat::Setting;
 use slat::{
-    Config, Format, Gfn, Gpa, Hpa, Hva, Level, MmuKind, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags,
-    Stale, Stats, Vm, VmId,
+    Config, Format, Gfn, Gpa, Hpa, Hva, Level, MmuKind, PAGE_SHIFT, PAGE_SIZE, Region, RegionError,
+    SlotFlags, Stale, Stats, Vm, VmId,
 };
 
 use crate::guest::{CODE, Guest, GuestVm, Tables};
@@ -175,8 +175,11 @@ pub(crate) fn flush<M: Machine>(vm: VmId) {
 }
 
 fn set_region<M: Machine>(vm: &GuestVm<M>, region: &Region) -> Result<(), String> {
-    vm.set_memory_region(0, region)
-        .map_err(|error| error.to_string())
+    let set = match vm.set_memory_region(0, region) {
+        Err(RegionError::Empty(slot)) => vm.remove_memory_region(0, slot),
+        set => set,
+    };
+    set.map_err(|error| error.to_string())
 }
 
 /// Makes a command on `count` pages of the data slot, from `first` on, one word each.

@@ -9,7 +9,7 @@ use core::ptr::{self, NonNull};
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
 use slat::{
-    Access, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform,
+    Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform, Request,
     ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 use slat_model::{Lock, Tlb};
@@ -167,15 +167,15 @@ impl<M: Machine> Host<M> {
 // SAFETY: frames and metadata are allocated from `Frames`, which keeps them at their addresses; `page` returns memory of the
 // guests, which is never freed; `flush` is the machine's, with the same contract.
 unsafe impl<M: Machine> Platform for Host<M> {
-    fn alloc_table(&self) -> Option<Pfn> {
+    fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         self.frames.alloc()
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, _: VmId, tables: usize) -> Option<Pfn> {
         self.frames.alloc_run(tables)
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         if let Err(why) = self.tlb.freed(frame) {
             *self.freed_too_early.lock() = Some(why);
         }
@@ -192,11 +192,11 @@ unsafe impl<M: Machine> Platform for Host<M> {
         self.frames.meta(frame)
     }
 
-    fn resolve(&self, backing: Hva, _: Access) -> Result<HostPage, ResolveError> {
-        self.page(backing).ok_or(ResolveError::BadAddress)
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        self.page(request.backing).ok_or(ResolveError::BadAddress)
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         let pages = (backing.end.0 - backing.start.0) / PAGE_SIZE;
         for backing in (0..pages).map(|i| backing.start.add_pages(i)) {
             if let Some(first) = self.page(backing) {

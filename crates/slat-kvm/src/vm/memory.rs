@@ -75,9 +75,12 @@ impl VmObject {
         // Now, because the seccomp filter of a vCPU's thread may forbid the system call later.
         let start = asked.backing.0 as usize;
         slat_host::mappings::learn(start..start + len);
-        self.engine
-            .set_memory_region(space, &asked)
-            .map_err(refused)?;
+        let set = match self.engine.set_memory_region(space, &asked) {
+            // After all other checks, as in KVM.
+            Err(RegionError::Empty(slot)) => self.engine.remove_memory_region(space, slot),
+            set => set,
+        };
+        set.map_err(refused)?;
         if let Some(mut bindings) = bindings {
             bindings.set(region.slot, part.map(|part| part.memory));
         }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use slat::format::Npt;
 use slat::guest_walk::{GuestPaging, GuestTables, WalkError, walk};
 use slat::{
-    Access, Config, DirtyLogReads, Gpa, Hpa, Hva, MmuKind, PAGE_SIZE, Region, Setting, Stop, Vcpu,
-    Vm,
+    Access, Config, DirtyLogReads, Gfn, Gpa, Hpa, Hva, MmuKind, PAGE_SIZE, Pfn, Region, Setting,
+    Stop, Vcpu, Vm,
 };
 
 use super::CPUS;
@@ -15,6 +15,7 @@ use super::mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
 use super::ram::{GuestMachine, GuestRam};
 use super::registers::Registers;
 use crate::platform::SimPlatform;
+use crate::region::set_region;
 
 /// Flushes of its own that an access may need.
 const MOST_RETRIES: usize = 3;
@@ -57,6 +58,7 @@ impl EngineMmu {
                 Err(Stop::Retry) => vcpu.quiesce(),
                 Err(Stop::Mmio { gpa }) => return Err(Outcome::Mmio { gpa }),
                 Err(Stop::BadAddress { gpa, .. }) => return Err(Outcome::BadAddress { gpa }),
+                Err(Stop::NoExecute { gpa }) => return Err(Outcome::NoExecute { gpa }),
                 Err(stop) => panic!("{access:?} at {gpa}: {stop}"),
             }
         }
@@ -163,7 +165,7 @@ impl GuestMmu for EngineMmu {
     fn invpcid(&mut self, _: usize, _: Invpcid) {}
 
     fn set_region(&mut self, region: &Region) {
-        let set = self.vm.set_memory_region(0, region);
+        let set = set_region(&self.vm, 0, region);
         set.unwrap_or_else(|error| panic!("{region:?}: {error}"));
     }
 
@@ -176,6 +178,10 @@ impl GuestMmu for EngineMmu {
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]) {
         let got = self.vm.get_dirty_log(0, slot, bitmap);
         got.unwrap_or_else(|error| panic!("slot {slot}: {error}"));
+    }
+
+    fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
+        Some(self.vm.lookup(0, gfn).map(|mapping| mapping.pfn))
     }
 
     fn audit(&mut self) -> Result<(), String> {

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use slat::{Access, Gpa, PAGE_SIZE, Region, SlotFlags};
+use slat::{Access, Gpa, PAGE_SIZE, Region};
 
 use super::mmu::Outcome;
 use super::ram::{GuestMachine, WORDS, entry_in};
@@ -201,6 +201,7 @@ impl Memory {
             },
             Expected::Mmio => Outcome::Mmio { gpa: Gpa(gpa) },
             Expected::BadAddress => Outcome::BadAddress { gpa: Gpa(gpa) },
+            Expected::NoExecute => Outcome::NoExecute { gpa: Gpa(gpa) },
         }
     }
 
@@ -214,5 +215,5 @@ impl Memory {
 }
 
 fn is_read_only(slot: &ModelSlot) -> bool {
-    slot.flags & SlotFlags::READONLY.0 != 0
+    !slot.is_writable()
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use slat::guest_walk::GuestPaging;
-use slat::{Access, Gpa, Hpa, Hva, Region};
+use slat::{Access, Gfn, Gpa, Hpa, Hva, Pfn, Region};
 
 use super::registers::Registers;
 
@@ -25,6 +25,11 @@ pub enum Outcome {
     },
     /// No memslot holds the address, or it is a write to a read-only one.
     Mmio {
+        /// The address, to the byte.
+        gpa: Gpa,
+    },
+    /// It is a fetch from a memslot without the right to execute.
+    NoExecute {
         /// The address, to the byte.
         gpa: Gpa,
     },
@@ -140,6 +145,12 @@ pub trait GuestMmu {
 
     /// KVM_GET_DIRTY_LOG of a slot that logs.
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]);
+
+    /// Returns the host frame that a guest frame is mapped to ([`slat::Vm::lookup`]). The outer `None`: the MMU does not say.
+    fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
+        let _ = gfn;
+        None
+    }
 
     /// Returns whether a dirty log may have pages that were not written, as with KVM's fault that maps a page of a logged slot
     /// writable for a read ([`slat::DirtyLogReads`]).

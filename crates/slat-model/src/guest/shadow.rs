@@ -6,8 +6,8 @@ use std::sync::Arc;
 use slat::format::X86;
 use slat::guest_walk::GuestPaging;
 use slat::{
-    Access, Config, DirtyLogReads, Gpa, HostWords, Hpa, Hva, MmuKind, Region, Setting, Stop, Vcpu,
-    VirtualStop, Vm,
+    Access, Config, DirtyLogReads, Gfn, Gpa, HostWords, Hpa, Hva, MmuKind, Pfn, Region, Setting,
+    Stop, Vcpu, VirtualStop, Vm,
 };
 
 use super::CPUS;
@@ -15,6 +15,7 @@ use super::mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
 use super::ram::{GuestMachine, GuestRam};
 use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege, Registers};
 use crate::platform::SimPlatform;
+use crate::region::set_region;
 
 /// Flushes of its own that an access may need: one for each table on the path, and for the page.
 const MOST_RETRIES: usize = 16;
@@ -95,6 +96,7 @@ fn outcome(stop: Stop) -> Option<Outcome> {
         Stop::Retry => None,
         Stop::Mmio { gpa } => Some(Outcome::Mmio { gpa }),
         Stop::BadAddress { gpa, .. } => Some(Outcome::BadAddress { gpa }),
+        Stop::NoExecute { gpa } => Some(Outcome::NoExecute { gpa }),
         stop => panic!("{stop}"),
     }
 }
@@ -182,7 +184,7 @@ impl GuestMmu for ShadowMmu {
     }
 
     fn set_region(&mut self, region: &Region) {
-        let set = self.vm.set_memory_region(0, region);
+        let set = set_region(&self.vm, 0, region);
         set.unwrap_or_else(|error| panic!("{region:?}: {error}"));
     }
 
@@ -195,6 +197,10 @@ impl GuestMmu for ShadowMmu {
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]) {
         let got = self.vm.get_dirty_log(0, slot, bitmap);
         got.unwrap_or_else(|error| panic!("slot {slot}: {error}"));
+    }
+
+    fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
+        Some(self.vm.lookup(0, gfn).map(|mapping| mapping.pfn))
     }
 
     fn audit(&mut self) -> Result<(), String> {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
 
-use slat::{Access, Attention, Format, Gpa, Hva, Level, Stop, Translation};
+use slat::{Access, Attention, Format, Gfn, Gpa, Hva, Level, Mapping, Stop, Translation};
 
 use super::Runner;
 use crate::host::HostMemory;
@@ -17,6 +17,9 @@ const BUSY: u32 = 1 << 8;
 /// Most flushes of its own that one fault can need: a table to clear, and on a walker that needs break-before-make two leaves
 /// to break.
 const MOST_RETRIES: usize = 3;
+
+/// Number of frames that were accessed lately and are looked up again.
+const ACCESSED: usize = 64;
 
 /// Number of a slot's pages that are compared before and after a change of it.
 const SAMPLES: usize = 4;
@@ -64,9 +67,17 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let gfn = gpa >> 12;
         let before = self.cpus[i].vcpu.stats();
         let was_full = self.is_ring_full(i);
+        let known = self.look_up(i, gfn);
         let answer = self.insist(i, |runner| runner.cpus[i].vcpu.translate(Gpa(gpa), access));
         let did = self.cpus[i].vcpu.stats().since(&before);
+        let now = self.look_up(i, gfn);
         self.cpus[i].vcpu.leave();
+        self.check_known(gpa, access, known, &answer, did.pf_taken);
+        self.check_now(gpa, access, now, &answer);
+        if self.accessed.len() == ACCESSED {
+            self.accessed.pop_front();
+        }
+        self.accessed.push_back(gfn);
         let pushed = self.note_pushes(i, gfn..gfn + 1, access, was_full);
         let model = &self.models[self.cpus[i].space];
         let expected = model.expect(&*self.machine, gfn, access);
@@ -82,7 +93,10 @@ impl<M: Machine, F: Format> Runner<M, F> {
                         true => slot.fitting_level(gfn, &host),
                         false => Level::PAGE,
                     };
-                    assert_eq!(translation.level, level, "{access:?} at {gpa:#x}");
+                    assert_eq!(
+                        translation.level, level,
+                        "{access:?} at {gpa:#x}: {translation:?}"
+                    );
                 }
                 self.note_access(i, gfn, access, &did, &translation);
                 self.check_granted(gpa, access, &translation);
@@ -105,6 +119,10 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 );
                 self.tally.count("bad address");
             }
+            Err(Stop::NoExecute { gpa: at }) => {
+                assert_eq!((expected, at.0), (Expected::NoExecute, gpa), "{access:?}");
+                self.tally.count("fetch refused by a slot");
+            }
             Err(Stop::OutOfMemory { gpa: at }) => {
                 assert_eq!(at.0, gpa);
                 self.allocation_failed();
@@ -123,6 +141,101 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
         assert_eq!(did.pf_retried, 0, "{access:?} at {gpa:#x}");
         answer
+    }
+
+    /// Looks up how a frame is mapped, by the VM and by the vCPU, which is in its reader section.
+    fn look_up(&self, i: usize, gfn: u64) -> Option<Mapping> {
+        let by_vcpu = self.cpus[i].vcpu.lookup(Gfn(gfn));
+        let by_vm = self.vm.lookup(self.cpus[i].space, Gfn(gfn));
+        assert_eq!(
+            by_vcpu, by_vm,
+            "frame {gfn:#x}: vCPU on the left, VM on the right"
+        );
+        by_vm
+    }
+
+    /// Checks that an access took `faults` faults if the mapping `known` before did not allow it, and none if it did.
+    fn check_known(
+        &mut self,
+        gpa: u64,
+        access: Access,
+        known: Option<Mapping>,
+        answer: &Result<Translation, Stop>,
+        faults: u64,
+    ) {
+        let allowed = known.is_some_and(|mapping| mapping.rights.allow(access));
+        let at = || format!("{access:?} at {gpa:#x}: {known:?}, then {answer:?}");
+        assert!(!allowed || answer.is_ok() && faults == 0, "{}", at());
+        assert!(allowed || answer.is_err() || faults > 0, "{}", at());
+        self.tally.count(match (known, allowed) {
+            (None, _) => "access to a frame not mapped",
+            (Some(_), true) => "access that the mapping allows",
+            (Some(_), false) => "access that the mapping does not allow",
+        });
+    }
+
+    /// Checks that the mapping `now`, after an access, is what the access was translated by.
+    fn check_now(
+        &self,
+        gpa: u64,
+        access: Access,
+        now: Option<Mapping>,
+        answer: &Result<Translation, Stop>,
+    ) {
+        let at = || format!("{access:?} at {gpa:#x}: {answer:?}, and then {now:?}");
+        match (answer, now) {
+            (Ok(page), Some(now)) => {
+                assert_eq!(
+                    (page.host, page.level),
+                    (now.pfn.hpa(), now.level),
+                    "{}",
+                    at()
+                );
+                assert!(now.rights.allow(access), "{}", at());
+                let rights = (page.write && !now.rights.write, page.execute);
+                assert_eq!(rights, (false, now.rights.execute), "{}", at());
+            }
+            (Ok(_), None) => panic!("{}", at()),
+            // What is mapped, perhaps without the right to this access, is in a slot.
+            (Err(_), now) => {
+                let none = matches!(answer, Err(Stop::Mmio { .. })) && access != Access::Write;
+                assert!(!(none && now.is_some()), "{}", at());
+            }
+        }
+    }
+
+    /// Looks up a frame near one that was accessed lately. What it is mapped to must be what the model has.
+    pub(super) fn look_up_some_frame(&mut self) {
+        let Some(near) = self.accessed.get(self.ops % ACCESSED) else {
+            return;
+        };
+        let gfn = near.wrapping_add(self.ops as u64 / 7 % 5).wrapping_sub(2);
+        for space in 0..=SPACES {
+            let Some(mapping) = self.vm.lookup(space, Gfn(gfn)) else {
+                continue;
+            };
+            let page = Translation {
+                host: mapping.pfn.hpa(),
+                level: mapping.level,
+                write: mapping.rights.write,
+                execute: mapping.rights.execute,
+                tracked: false,
+            };
+            self.check_page(space, gfn, &page, "looked up");
+            let Expected::Page(host) = self.models[space].expect(&*self.machine, gfn, Access::Read)
+            else {
+                panic!("frame {gfn:#x} is mapped: {mapping:?}");
+            };
+            assert_eq!(mapping.memory, host.memory, "frame {gfn:#x}");
+            self.tally.count("mapping looked up");
+            let page = self.models[space]
+                .slot_at(gfn)
+                .map(|(_, slot)| slot.host_page(gfn));
+            let of_host = page.and_then(|page| self.machine.page(page));
+            if of_host.is_some_and(|page| page.memory != mapping.memory) {
+                self.tally.count("mapping cached less than the host has it");
+            }
+        }
     }
 
     fn tally_page(&mut self, i: usize, access: Access, translation: &Translation) {
@@ -207,6 +320,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
             Err(Stop::BadAddress { .. }) => {
                 assert_eq!(expected, Expected::BadAddress, "frame {gfn:#x}, meanwhile");
+            }
+            Err(Stop::NoExecute { .. }) => {
+                assert_eq!(expected, Expected::NoExecute, "frame {gfn:#x}, meanwhile");
             }
             Err(Stop::Retry) => {
                 self.tally.count("retried meanwhile");
@@ -345,10 +461,15 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Checks a translation that a vCPU may use now: it must map the page that the model has, with no right too many.
+    /// Checks a translation that a vCPU may use now.
     fn check_translation(&self, i: usize, gfn: u64, translation: &Translation, when: &str) {
+        self.check_page(self.cpus[i].space, gfn, translation, when);
+    }
+
+    /// Checks what a frame is translated to: it must be the page that the model has, with no right too many.
+    fn check_page(&self, space: usize, gfn: u64, translation: &Translation, when: &str) {
         let machine = &*self.machine;
-        let model = &self.models[self.cpus[i].space];
+        let model = &self.models[space];
         let expected = model.expect(machine, gfn, Access::Read);
         let Expected::Page(page) = expected else {
             panic!("{when} {translation:?} of frame {gfn:#x}, expected {expected:?}");

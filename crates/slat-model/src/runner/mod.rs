@@ -4,7 +4,7 @@ mod access;
 mod logs;
 
 use std::cell::OnceCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ use crate::host::HostMemory;
 use crate::machine::Machine;
 use crate::model::{GuestModel, capacity};
 use crate::ops::Op;
+use crate::region::set_region;
 use crate::rings::{DirtyPage, RingClient};
 use crate::setup::{SPACES, VCPUS, first_space_of};
 use crate::tally::Tally;
@@ -64,6 +65,10 @@ pub struct Runner<M: Machine, F: Format> {
     /// How many shadow pages had been recycled when the operation began.
     recycled: u64,
     tally: Tally,
+    /// Frames of the last accesses, whose mappings are looked up after other operations.
+    accessed: VecDeque<u64>,
+    /// Number of operations so far.
+    ops: usize,
     /// Ring entries that were collected and not reset, with their ring.
     collected: Vec<(usize, DirtyPage)>,
     /// All rings so far.
@@ -114,6 +119,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
             failing: false,
             recycled: 0,
             tally: Tally::default(),
+            accessed: VecDeque::new(),
+            ops: 0,
             collected: Vec::new(),
             rings: Vec::new(),
         };
@@ -158,6 +165,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         if let Some(why) = self.platform.tlb.stale() {
             panic!("after {op:?}: {why}");
         }
+        self.ops += 1;
+        self.look_up_some_frame();
         self.check_violations();
     }
 
@@ -311,7 +320,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             _ => Vec::new(),
         };
         let collapses = self.vm.stats().collapses;
-        let answer = self.vm.set_memory_region(space, region);
+        let answer = set_region(&self.vm, space, region);
         if answer == Err(RegionError::OutOfMemory) {
             self.allocation_failed();
             return;
@@ -344,15 +353,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let found = self.cpus[i].vcpu.slot_at(slat::Gpa(gpa));
         self.cpus[i].vcpu.leave();
         let expected = self.models[self.cpus[i].space].slot_at(gpa >> 12);
-        let expected = expected.map(|(id, slot)| {
-            Region::new(
-                id,
-                slat::Gpa(slot.base << 12),
-                slot.pages << 12,
-                slat::Hva(slot.backing),
-            )
-            .with_flags(SlotFlags(slot.flags))
-        });
+        let expected = expected.map(|(id, slot)| slot.region(id));
         assert_eq!(found, expected, "the slot at {gpa:#x}");
         if found.is_some() {
             self.tally.count("slot found");

@@ -8,8 +8,8 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use slat::{
-    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, PAGE_SIZE, Pfn, Platform, ResolveError,
-    Stale, TableMeta, VmId, WaitFor,
+    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, PAGE_SIZE, Pfn, Platform, Request,
+    ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 use slat_model::{HostChange, Tlb};
 
@@ -57,12 +57,12 @@ impl Own {
 // SAFETY: frames are elements of `tables`, each given once until it is freed; no code accesses the frames that `resolve`
 // returns, and no CPU walks the tables.
 unsafe impl Platform for Own {
-    fn alloc_table(&self) -> Option<Pfn> {
+    fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         let frame = self.free.lock().unwrap().pop_first()?;
         Some(self.given(frame))
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, _: VmId, tables: usize) -> Option<Pfn> {
         let mut free = self.free.lock().unwrap();
         let run = |first| first..first + tables as u64;
         let mut aligned = TABLES.step_by(tables);
@@ -74,7 +74,7 @@ unsafe impl Platform for Own {
         Some(Pfn(root))
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         self.free.lock().unwrap().insert(frame.0);
     }
 
@@ -86,13 +86,13 @@ unsafe impl Platform for Own {
         NonNull::new(self.table(frame.0).meta.get()).expect("an element has an address")
     }
 
-    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        let page = self.page(Own::number(backing));
-        page.filter(|page| page.writable || access != Access::Write)
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        let page = self.page(Own::number(request.backing));
+        page.filter(|page| page.writable || request.access != Access::Write)
             .ok_or(ResolveError::BadAddress)
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         for number in Own::number(backing.start)..Own::number(backing.end) {
             if let Some(first) = self.page(number) {
                 let backing = BACKING.add_pages(number);

@@ -4,6 +4,9 @@
 //! * `translate`: every page once, in one random order that all share. slat's pages have been used
 //!   before (accessed and dirty set): the first use also sets those bits, which no peer does at all;
 //!   it is the case `translate-first`.
+//! * `lookup` and `lookup-vcpu`: the same pages by `Vm::lookup`, each in a reader section of its own, and by
+//!   `Vcpu::lookup` in that of a vCPU. slat alone: they set no bits, and may be called while others change the tables.
+//!   `lookup-near` and `lookup-near-vcpu`: as many in 2 MiB, where a walk costs no cache miss.
 //! * `protect`: takes the right to write from every page. slat: the slot begins to log dirty pages,
 //!   bitmap, flush and all. `protect`: every page has been written before, so no walker has a bit
 //!   left to set. `protect-live`: no page has been used, a walker may set bits at any moment, and slat
@@ -60,7 +63,17 @@ impl Order {
         sum
     }
 
-    /// What that is for an identical mapping.
+    /// The same for as many addresses in the first 2 MiB alone: tables and entries are in the nearest cache.
+    #[inline(always)]
+    fn translate_near(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
+        let mut sum = 0;
+        for page in &self.0 {
+            sum ^= translate(BASE + ((u64::from(*page) % HUGE) << 12));
+        }
+        sum
+    }
+
+    /// What `translate` is for an identical mapping.
     fn expected(&self) -> u64 {
         self.translate(|address| address)
     }
@@ -106,7 +119,9 @@ fn peer<T: Peer>(order: &Order, samples: &mut Samples) {
 /// Whether the life of a mapping, from `map` to `unmap`, and whether the split are to be measured.
 fn wanted(samples: &Samples) -> (bool, bool) {
     let wants = |case: &&str| samples.wants("tables", case);
-    let life = ["map", "translate", "protect", "unmap"].iter().any(wants);
+    let life = ["map", "translate", "lookup", "protect", "unmap"]
+        .iter()
+        .any(wants);
     (life, wants(&"split"))
 }
 

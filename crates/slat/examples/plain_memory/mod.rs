@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
 use slat::{
-    Access, ENTRIES, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform,
+    ENTRIES, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform, Request,
     ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
@@ -131,11 +131,11 @@ pub fn page(pfn: Pfn) -> HostPage {
 // - the frames that `resolve` returns back guest memory until `free` is called, under an invalidation;
 // - no hardware walks the tables. With hardware, `flush` has to flush it.
 unsafe impl Platform for PlainMemory {
-    fn alloc_table(&self) -> Option<Pfn> {
-        self.alloc_root(1)
+    fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
+        self.alloc_root(vm, 1)
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, _: VmId, tables: usize) -> Option<Pfn> {
         let first = self.allocate(tables)?;
         for table in (0..tables as u64).map(|i| first.add(i)) {
             // SAFETY: the frame was just allocated: the engine does not use its metadata yet.
@@ -144,7 +144,7 @@ unsafe impl Platform for PlainMemory {
         Some(first)
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         self.free(frame);
     }
 
@@ -156,11 +156,11 @@ unsafe impl Platform for PlainMemory {
         NonNull::from(&self.frame(frame).meta).cast()
     }
 
-    fn resolve(&self, backing: Hva, _: Access) -> Result<HostPage, ResolveError> {
-        self.make_resident(backing).map(page)
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        self.make_resident(request.backing).map(page)
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         for at in (backing.start.0..backing.end.0).step_by(PAGE_SIZE as usize) {
             let backing = Hva(at);
             if let Some(first) = self.resident(backing).map(page) {

@@ -108,6 +108,28 @@ pub enum MemoryType {
     Device,
 }
 
+impl MemoryType {
+    /// Returns the type of memory for which two say how it is cached: the one that caches and reorders less, as AArch64
+    /// combines the types of its two stages.
+    ///
+    /// ```
+    /// use slat::MemoryType::*;
+    /// assert_eq!(WriteBack.combined(WriteCombining), WriteCombining);
+    /// assert_eq!(Device.combined(WriteCombining), Device);
+    /// ```
+    #[must_use]
+    #[inline]
+    pub const fn combined(self, other: MemoryType) -> MemoryType {
+        match (self, other) {
+            (MemoryType::Device, _) | (_, MemoryType::Device) => MemoryType::Device,
+            (MemoryType::WriteCombining, _) | (_, MemoryType::WriteCombining) => {
+                MemoryType::WriteCombining
+            }
+            (MemoryType::WriteBack, MemoryType::WriteBack) => MemoryType::WriteBack,
+        }
+    }
+}
+
 /// `bit` if `set`, else no bit: for entries that are put together.
 #[inline]
 const fn bit(set: bool, bit: u64) -> u64 {

@@ -336,14 +336,8 @@ fn no_huge_leaf_of_a_log_that_ends_reaches_into_a_page_that_is_invalidated() {
 /// A VM with a slot of two pages whose private backing is pages 4 and 5.
 fn convertible(level: Level) -> Arc<SmallVm> {
     let vm = vm(level, 0, PLAIN);
-    let region = Region {
-        slot: 0,
-        flags: PLAIN,
-        gpa: Gpa(0),
-        size: 2 << PAGE_SHIFT,
-        backing: hvas(0..1).start,
-        private: Some(hvas(4..5).start),
-    };
+    let (backing, private) = (hvas(0..1).start, hvas(4..5).start);
+    let region = Region::new(0, Gpa(0), 2 << PAGE_SHIFT, backing).with_private(private);
     vm.set_memory_region(0, &region).unwrap();
     vm
 }

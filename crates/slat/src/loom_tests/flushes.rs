@@ -65,6 +65,47 @@ fn a_page_found_in_a_section_stays_until_the_section_ends() {
 }
 
 #[test]
+fn a_page_found_in_a_brief_section_stays_until_the_section_ends() {
+    model(4, || {
+        let world = World::new();
+        world.readers.prepare().unwrap();
+        let mine = world.clone();
+        let thread = spawn(move || {
+            for _ in 0..2 {
+                let _section = mine.readers.brief().unwrap();
+                if mine.walk() {
+                    mine.page.used();
+                }
+            }
+        });
+        world.remove_page();
+        thread.join().unwrap();
+    });
+}
+
+/// The second thread finds the reader of brief sections in use, or free, or about to be.
+#[test]
+fn two_brief_sections_at_once_are_both_waited_for() {
+    model(2, || {
+        let world = World::new();
+        world.readers.prepare().unwrap();
+        let threads = [(); 2].map(|()| {
+            let mine = world.clone();
+            spawn(move || {
+                let _section = mine.readers.brief().unwrap();
+                if mine.walk() {
+                    mine.page.used();
+                }
+            })
+        });
+        world.remove_page();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+    });
+}
+
+#[test]
 fn a_cpu_uses_nothing_from_before_its_acknowledgement() {
     during_a_flush(4, |world, me| {
         me.enter(&world.readers, 0);

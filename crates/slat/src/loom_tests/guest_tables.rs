@@ -9,7 +9,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 
 use super::faults::replace_page;
-use super::{Machine, PLAIN, SmallX86, hvas, model, spawn};
+use super::{Machine, SmallX86, hvas, model, spawn};
 use crate::addr::{Access, Access::*, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::guest_walk::{GuestPaging, Mode};
 use crate::slots::Region;
@@ -97,14 +97,8 @@ impl Guest {
 
     /// Creates or deletes slot 0: `pages` pages from frame 0 on, backed by those from `backing` on.
     fn set_slot(&self, backing: u64, pages: u64) {
-        let region = Region {
-            slot: 0,
-            flags: PLAIN,
-            gpa: Gpa(0),
-            size: pages << PAGE_SHIFT,
-            backing: Hva(backing << PAGE_SHIFT),
-            private: None,
-        };
+        let backing = Hva(backing << PAGE_SHIFT);
+        let region = Region::new(0, Gpa(0), pages << PAGE_SHIFT, backing);
         self.vm.set_memory_region(0, &region).unwrap();
     }
 

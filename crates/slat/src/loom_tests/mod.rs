@@ -30,7 +30,7 @@ use crate::Vcpu;
 use crate::addr::{Access, Gfn, Gpa, Hva, Level, PAGE_SHIFT, Pfn};
 use crate::format::{Entry, Ept, Format, Leaf, Stage2, X86};
 use crate::frame::{Entries, TableMeta};
-use crate::platform::{HostPage, HostRun, Platform, ResolveError, Stale, VmId, WaitFor};
+use crate::platform::{HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor};
 use crate::slots::{Region, SlotFlags};
 use crate::sync::atomic::{AtomicU64, Watch};
 use crate::vm::{Config, Vm};
@@ -221,7 +221,7 @@ impl Machine {
 // SAFETY: frames are not moved or freed until the machine is dropped; the pages that `resolve` returns are not
 // accessed; no hardware walks these tables.
 unsafe impl Platform for Machine {
-    fn alloc_table(&self) -> Option<Pfn> {
+    fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         let frame = Box::new(Frame {
             entries: Entries::default(),
             meta: TableMeta::new(),
@@ -233,12 +233,12 @@ unsafe impl Platform for Machine {
         Some(Pfn(frames.len() as u64))
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
         assert_eq!(tables, 1);
-        self.alloc_table()
+        self.alloc_table(vm)
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         // SAFETY: frames live as long as `self`.
         let frame = unsafe { &*self.frame(frame) };
         frame.alive.owned();
@@ -262,11 +262,11 @@ unsafe impl Platform for Machine {
         (unsafe { &(*self.frame(frame)).meta }).into()
     }
 
-    fn resolve(&self, backing: Hva, _: Access) -> Result<HostPage, ResolveError> {
-        Ok(self.mapped.lock().unwrap()[(backing.0 >> PAGE_SHIFT) as usize])
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        Ok(self.mapped.lock().unwrap()[(request.backing.0 >> PAGE_SHIFT) as usize])
     }
 
-    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         for page in backing.start.0 >> PAGE_SHIFT..backing.end.0 >> PAGE_SHIFT {
             let first = self.mapped.lock().unwrap()[page as usize];
             found(HostRun {
@@ -309,14 +309,11 @@ fn vm_with(mmu: MmuKind, level: Level, pages: u64, flags: SlotFlags) -> Arc<Smal
 /// Creates, moves or changes slot 0: `pages` pages from frame `base` on, backed like those of `vm`. Deletes it if
 /// `pages` is 0.
 fn set_slot(vm: &SmallVm, base: u64, pages: u64, flags: SlotFlags) {
-    let region = Region {
-        slot: 0,
-        flags,
-        gpa: Gpa(base << PAGE_SHIFT),
-        size: pages << PAGE_SHIFT,
-        backing: Hva(0),
-        private: None,
-    };
+    if pages == 0 {
+        return vm.remove_memory_region(0, 0).unwrap();
+    }
+    let (gpa, size) = (Gpa(base << PAGE_SHIFT), pages << PAGE_SHIFT);
+    let region = Region::new(0, gpa, size, Hva(0)).with_flags(flags);
     vm.set_memory_region(0, &region).unwrap();
 }
 

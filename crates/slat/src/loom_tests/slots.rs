@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Machine, PLAIN, hvas, model, on_cpu, set_slot, spawn, vm, wait};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SHIFT};
-use crate::slots::{Change, OwnedSlot, Place, Region, SlotFlags, SlotSet, Slots, plan};
+use crate::slots::{OwnedSlot, Place, Region, RegionError, SlotSet, Slots, check, plan};
 use crate::sync::InSection;
 use crate::sync::quiesce::Readers;
 
@@ -43,20 +43,17 @@ impl World {
 
     /// As a slot change of a VM that finds nothing to flush: only the next change waits for readers.
     fn set(&self, slot: u32, base: u64, pages: u64) {
-        let region = Region {
-            slot,
-            flags: SlotFlags(0),
-            gpa: Gpa(base << PAGE_SHIFT),
-            size: pages << PAGE_SHIFT,
-            backing: hvas(slot as u64..slot as u64 + 1).start,
-            private: None,
-        };
+        let (gpa, size) = (Gpa(base << PAGE_SHIFT), pages << PAGE_SHIFT);
+        let backing = hvas(slot as u64..slot as u64 + 1).start;
+        let region = Region::new(slot, gpa, size, backing);
         let mut change = self.slots.change(wait);
         change.catch_up(&self.readers, |round, _| wait(round));
-        let plan = plan(&change, &region, 64).unwrap();
-        let new = match plan.expect("a change is asked for") {
-            Change::Create | Change::Move | Change::Flags => Some(OwnedSlot::new(&region, None)),
-            Change::Delete => None,
+        let new = match check(&region).and_then(|checked| plan(&change, checked, 64)) {
+            Err(RegionError::Empty(_)) => None,
+            planned => {
+                assert!(planned.unwrap().is_some(), "a change is asked for");
+                Some(OwnedSlot::new(&region, None))
+            }
         };
         change.replace(slot, new, &self.readers).unwrap();
     }

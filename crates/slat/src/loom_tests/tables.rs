@@ -10,6 +10,7 @@ use super::{Machine, Small, SmallStage2, model, spawn, wait};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf, MemoryType, Privilege};
 use crate::heap::Shared;
+use crate::platform::VmId;
 use crate::policy::SplitWalk;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Readers;
@@ -58,7 +59,7 @@ impl<F: Format> World<F> {
         let machine = Machine::new(Level::PAGE);
         let flushes = Shared::try_new(Flushes::default()).unwrap();
         Arc::new(World {
-            tables: Guarded::new(Tree::new(machine.clone(), flushes.clone()).unwrap()),
+            tables: Guarded::new(Tree::new(machine.clone(), VmId(0), flushes.clone()).unwrap()),
             flushes,
             readers: Readers::new(),
             machine,
@@ -196,7 +197,7 @@ impl<F: Format> World<F> {
     }
 
     fn with_path<R>(&self, with: impl FnOnce(&mut Path<'_>) -> R) -> (R, u64) {
-        let mut frames = FrameCache::default();
+        let mut frames = FrameCache::new(VmId(0));
         frames.fill(&*self.machine, 1).unwrap();
         let mut path = Path::new(&mut frames);
         let result = with(&mut path);
@@ -354,7 +355,7 @@ fn neighbours_stay_mapped_while_a_range_is_split() {
 }
 
 fn split_all<F: Format>(world: &World<F>) {
-    let mut frames = FrameCache::default();
+    let mut frames = FrameCache::new(VmId(0));
     let mut broken = std::vec::Vec::new();
     let mut walk = Walk::unbroken(Gfn(0)..Gfn(4));
     while !walk.is_done() {

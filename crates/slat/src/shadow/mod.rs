@@ -40,7 +40,7 @@ use core::marker::PhantomData;
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::heap::{OutOfMemory, Shared, boxed};
-use crate::platform::{Platform, WaitFor};
+use crate::platform::{Platform, VmId, WaitFor};
 use crate::shadow::trail::{Changes, Role};
 use crate::sync::SpinLock;
 use crate::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -54,6 +54,7 @@ use rmap::Node;
 /// The tables of one address space, in format `F`, made of shadow pages.
 pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     platform: Arc<P>,
+    vm: VmId,
     pages: SpinLock<Pages>,
     /// Number of the page that all walks begin with.
     root: u32,
@@ -76,6 +77,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// [`OutOfMemory`].
     pub(crate) fn new(
         platform: Arc<P>,
+        vm: VmId,
         flushes: Shared<Flushes>,
         budget: Shared<Budget>,
     ) -> Result<Self, OutOfMemory> {
@@ -85,13 +87,14 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let _ = nodes.add(More::allocate(nodes.ask(1)?, Node::make)?);
         pages.rmap.begin();
         let root = pages.pool.take().ok_or(OutOfMemory)?;
-        let frame = platform.alloc_root(1).ok_or(OutOfMemory)?;
+        let frame = platform.alloc_root(vm, 1).ok_or(OutOfMemory)?;
         let page = pages.pool.get(root);
         page.frame.set(frame);
         page.role.set(Role::direct(F::TOP));
         begin::<P>(&platform, frame, root);
         Ok(ShadowMmu {
             platform,
+            vm,
             pages: SpinLock::new(pages),
             root,
             context: Root::new(frame, F::TOP),
@@ -254,6 +257,6 @@ impl<P: Platform, F: Format> Drop for ShadowMmu<P, F> {
         drop(pages);
         // SAFETY: `&mut self`: no software walker has a reference to a table; and the owner of a VM stops
         // its CPUs before it drops the VM.
-        let _ = unsafe { detached.free::<F>(&*self.platform) };
+        let _ = unsafe { detached.free::<F>(&*self.platform, self.vm) };
     }
 }

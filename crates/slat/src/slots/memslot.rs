@@ -5,8 +5,9 @@ use core::ops::{Deref, Range};
 use core::ptr;
 
 use super::{Region, SlotFlags};
-use crate::addr::{Gfn, Hva, PAGE_SHIFT, gpa_range};
+use crate::addr::{Gfn, Hva, PAGE_SHIFT, Rights, gpa_range};
 use crate::dirty_log::DirtyLog;
+use crate::format::MemoryType;
 use crate::heap::{Shared, Uncounted};
 use crate::sync::atomic::Watch;
 
@@ -22,7 +23,7 @@ pub(crate) struct Memslot {
     extra: Extra,
     pages: u32,
     id: u16,
-    flags: u8,
+    traits: Traits,
     /// Which field of `extra` was written.
     has_private: bool,
     alive: Watch,
@@ -34,6 +35,45 @@ union Extra {
     /// Owned by the slot's [`OwnedSlot`], which is dropped when neither set has the slot any more.
     log: Option<Uncounted<DirtyLog>>,
     private: Hva,
+}
+
+/// Flags, rights and memory type, in a byte.
+#[derive(Clone, Copy)]
+struct Traits(u8);
+
+impl Traits {
+    /// The bits of [`SlotFlags`].
+    const FLAGS: u8 = 3;
+    const NO_WRITE: u8 = 1 << 2;
+    const NO_EXECUTE: u8 = 1 << 3;
+    const WRITE_COMBINING: u8 = 1 << 4;
+    const DEVICE: u8 = 1 << 5;
+
+    /// Makes those of `region`, whose flags are valid.
+    fn of(region: &Region) -> Self {
+        let bit = |set: bool, bit| if set { bit } else { 0 };
+        let memory = match region.memory {
+            MemoryType::WriteBack => 0,
+            MemoryType::WriteCombining => Self::WRITE_COMBINING,
+            MemoryType::Device => Self::DEVICE,
+        };
+        let flags = region.flags.0 as u8 & Self::FLAGS;
+        let write = bit(!region.rights.write, Self::NO_WRITE);
+        Traits(flags | write | bit(!region.rights.execute, Self::NO_EXECUTE) | memory)
+    }
+
+    fn has(self, bit: u8) -> bool {
+        self.0 & bit != 0
+    }
+}
+
+/// What a leaf of a slot may be, whatever the host allows.
+#[derive(Clone, Copy)]
+pub(crate) struct Limits {
+    /// The most rights.
+    pub(crate) rights: Rights,
+    /// How it is cached, if the host does not have it cached less.
+    pub(crate) memory: MemoryType,
 }
 
 /// Two to a cache line.
@@ -65,7 +105,39 @@ impl Memslot {
     }
 
     pub(crate) fn flags(&self) -> SlotFlags {
-        SlotFlags(self.flags.into())
+        SlotFlags((self.traits.0 & Traits::FLAGS).into())
+    }
+
+    /// The rights that its [`Region`] has.
+    pub(crate) fn rights(&self) -> Rights {
+        Rights {
+            write: !self.traits.has(Traits::NO_WRITE),
+            execute: !self.traits.has(Traits::NO_EXECUTE),
+        }
+    }
+
+    /// The memory type that its [`Region`] has.
+    pub(crate) fn memory(&self) -> MemoryType {
+        if self.traits.has(Traits::DEVICE) {
+            MemoryType::Device
+        } else if self.traits.has(Traits::WRITE_COMBINING) {
+            MemoryType::WriteCombining
+        } else {
+            MemoryType::WriteBack
+        }
+    }
+
+    /// Returns what its leaves may be: what its rights, the read-only flag and the memory type say together.
+    #[inline]
+    pub(crate) fn limits(&self) -> Limits {
+        let (rights, memory) = (self.rights(), self.memory());
+        Limits {
+            rights: Rights {
+                write: rights.write && !self.flags().has(SlotFlags::READONLY),
+                execute: rights.execute && memory == MemoryType::WriteBack,
+            },
+            memory,
+        }
     }
 
     /// First guest frame.
@@ -147,11 +219,13 @@ impl fmt::Debug for Memslot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "memslot {} {:?} backed by {} flags {:#x}",
+            "memslot {} {:?} backed by {} flags {:#x} {:?} {:?}",
             self.id,
             gpa_range(&self.gfns()),
             self.backing,
-            self.flags
+            self.flags().0,
+            self.rights(),
+            self.memory()
         )
     }
 }
@@ -186,7 +260,7 @@ impl OwnedSlot {
                 extra,
                 pages: (region.size >> PAGE_SHIFT).try_into().expect(fits),
                 id: region.slot.try_into().expect(fits),
-                flags: region.flags.0.try_into().expect(fits),
+                traits: Traits::of(region),
                 has_private,
                 alive: Watch::new(),
             },

@@ -26,8 +26,8 @@ mod set;
 
 pub(crate) use attributes::PrivateFrames;
 pub use attributes::{AttributesError, MemoryAttributes};
-pub(crate) use memslot::{Memslot, OwnedSlot};
-pub(crate) use region::{Change, plan};
+pub(crate) use memslot::{Limits, Memslot, OwnedSlot};
+pub(crate) use region::{Change, check, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
 pub(crate) use set::{Place, SlotSet};
 

@@ -6,7 +6,8 @@ use core::ops::BitOr;
 
 use super::SlotsChange;
 use super::index::PAGES;
-use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
+use crate::addr::{Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, Rights};
+use crate::format::MemoryType;
 use crate::heap::OutOfMemory;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
@@ -36,13 +37,18 @@ impl BitOr for SlotFlags {
     }
 }
 
-/// One call of KVM_SET_USER_MEMORY_REGION2: create, delete (`size` 0), move, or change flags.
+/// One call of KVM_SET_USER_MEMORY_REGION2, but for deleting ([`crate::Vm::remove_memory_region`]): create, move, or change
+/// flags.
 ///
 /// ```
-/// use slat::{Gpa, Hva, Region, SlotFlags};
+/// use slat::{Gpa, Hva, MemoryType, Region, Rights, SlotFlags};
 /// let region = Region::new(0, Gpa(0x10_0000), 0x4000, Hva(0x7f00_0000_0000))
 ///     .with_flags(SlotFlags::LOG_DIRTY_PAGES);
 /// assert_eq!(region.private, None);
+/// // A frame buffer.
+/// let frame_buffer = region
+///     .with_rights(Rights::ALL.with_execute(false))
+///     .with_memory(MemoryType::WriteCombining);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -53,7 +59,7 @@ pub struct Region {
     pub flags: SlotFlags,
     /// Its first guest-physical address.
     pub gpa: Gpa,
-    /// Bytes; 0 deletes.
+    /// Bytes, not 0.
     pub size: u64,
     /// What backs its first byte.
     pub backing: Hva,
@@ -61,10 +67,18 @@ pub struct Region {
     /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached. It may be the same as `backing`: then
     /// it is all memory of the slot (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
     pub private: Option<Hva>,
+    /// The most that the guest may do there, whatever the host allows. Without the right to write it is as with
+    /// [`SlotFlags::READONLY`]: writes are MMIO. A fetch without the right to execute ends with
+    /// [`Stop::NoExecute`](crate::Stop::NoExecute). KVM's regions have every right.
+    pub rights: Rights,
+    /// How the guest's memory is cached, if the host does not have it cached less
+    /// ([`MemoryType::combined`]). Only write-back memory is ever executed. KVM's regions are write-back.
+    pub memory: MemoryType,
 }
 
 impl Region {
-    /// `size` bytes at `gpa`, backed from `backing` on: shared memory that may be written and is not logged.
+    /// `size` bytes at `gpa`, backed from `backing` on: shared memory with all rights that the host gives, cached as the host
+    /// says, and not logged.
     pub fn new(slot: u32, gpa: Gpa, size: u64, backing: Hva) -> Self {
         Region {
             slot,
@@ -73,6 +87,8 @@ impl Region {
             size,
             backing,
             private: None,
+            rights: Rights::ALL,
+            memory: MemoryType::WriteBack,
         }
     }
 
@@ -88,7 +104,7 @@ impl Region {
         Region { gpa, ..self }
     }
 
-    /// The same with `size` bytes; 0 deletes the memslot.
+    /// The same with `size` bytes.
     #[must_use]
     pub fn with_size(self, size: u64) -> Self {
         Region { size, ..self }
@@ -105,6 +121,19 @@ impl Region {
     pub fn with_private(self, private: impl Into<Option<Hva>>) -> Self {
         let private = private.into();
         Region { private, ..self }
+    }
+
+    /// The same for a guest that may do no more than `rights` say: `Rights::READ` is data that it may neither write nor
+    /// execute.
+    #[must_use]
+    pub fn with_rights(self, rights: Rights) -> Self {
+        Region { rights, ..self }
+    }
+
+    /// The same, cached as `memory` says.
+    #[must_use]
+    pub fn with_memory(self, memory: MemoryType) -> Self {
+        Region { memory, ..self }
     }
 }
 
@@ -126,9 +155,14 @@ pub enum RegionError {
     BeyondTables(Region),
     /// More pages than one slot, or all slots together, may have.
     TooLarge(Region),
+    /// The size of this slot is 0, and nothing before this in the order of KVM's checks is wrong. To KVM it means: delete the
+    /// slot. Here [`crate::Vm::remove_memory_region`] does that, so that a size which happens to be 0 deletes no memory. A client that has
+    /// KVM's call to offer calls that one when it gets this.
+    Empty(u32),
     /// Deleting a slot that does not exist.
     NothingToDelete(u32),
-    /// A slot's size, backing and read-only flag cannot change.
+    /// A slot's size, backing, read-only flag, rights and memory type cannot change. Delete it first: then nothing of what
+    /// it allowed is mapped any more.
     Resized(u32),
     /// A slot with private backing can neither log dirty pages nor be read-only.
     PrivateWithFlags(SlotFlags),
@@ -211,12 +245,18 @@ impl fmt::Display for RegionError {
                 at(f, r)?;
                 f.write_str("too many pages; use several slots of less than 2^31 pages")
             }
+            RegionError::Empty(slot) => {
+                write!(
+                    f,
+                    "setting memslot {slot}: its size is 0; remove_memory_region deletes it"
+                )
+            }
             RegionError::NothingToDelete(slot) => {
                 write!(f, "deleting memslot {slot}: it does not exist")
             }
             RegionError::Resized(slot) => write!(
                 f,
-                "changing memslot {slot}: size, backing and read-only cannot change; delete it first"
+                "changing memslot {slot}: size, backing, rights and memory type cannot change; delete it first"
             ),
             RegionError::PrivateWithFlags(flags) => write!(
                 f,
@@ -252,7 +292,6 @@ impl core::error::Error for RegionError {}
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Change {
     Create,
-    Delete,
     Move,
     Flags,
 }
@@ -262,14 +301,16 @@ const MAX_PAGES: u64 = (1 << 31) - 1;
 /// Backing addresses are below this: the index by backing has no more bits for a page number.
 const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
-/// Checks `region` against the rules and the existing slots. Returns what it does; `None`: the slot is like that already.
-/// `capacity`: frames that the tables hold.
+/// A region that is right in itself, whatever slots there are.
+#[derive(Clone, Copy)]
+pub(crate) struct Checked<'a>(&'a Region);
+
+/// Checks `region` against the rules that concern no other slot. The caller holds no lock.
+///
+/// # Errors
+/// [`RegionError`].
 #[inline]
-pub(crate) fn plan(
-    slots: &SlotsChange<'_>,
-    region: &Region,
-    capacity: u64,
-) -> Result<Option<Change>, RegionError> {
+pub(crate) fn check(region: &Region) -> Result<Checked<'_>, RegionError> {
     let Region {
         slot: id,
         flags,
@@ -277,6 +318,7 @@ pub(crate) fn plan(
         size,
         backing,
         private,
+        ..
     } = *region;
     if flags.0 & !SlotFlags::VALID != 0 {
         return Err(RegionError::BadFlags(flags.0));
@@ -292,24 +334,44 @@ pub(crate) fn plan(
         return Err(RegionError::SlotTooHigh(id));
     }
     let ends = (gpa.0.checked_add(size), last_backing.0.checked_add(size));
-    let (Some(gpa_end), Some(backing_end)) = ends else {
+    let (Some(_), Some(backing_end)) = ends else {
         return Err(RegionError::TooHigh(*region));
     };
-    let pages = size >> PAGE_SHIFT;
-    if pages > MAX_PAGES {
+    if size >> PAGE_SHIFT > MAX_PAGES {
         return Err(RegionError::TooLarge(*region));
     }
-    let old = slots.by_id(id);
     if size == 0 {
-        return match old {
-            Some(_) => Ok(Some(Change::Delete)),
-            None => Err(RegionError::NothingToDelete(id)),
-        };
+        return Err(RegionError::Empty(id));
     }
     if backing_end > BACKING_END {
         return Err(RegionError::TooHigh(*region));
     }
-    let change = match old {
+    Ok(Checked(region))
+}
+
+/// Checks `region` against the existing slots. Returns what it does; `None`: the slot is like that already. `capacity`: frames
+/// that the tables hold.
+///
+/// # Errors
+/// [`RegionError`].
+#[inline]
+pub(crate) fn plan(
+    slots: &SlotsChange<'_>,
+    Checked(region): Checked<'_>,
+    capacity: u64,
+) -> Result<Option<Change>, RegionError> {
+    let Region {
+        slot: id,
+        flags,
+        gpa,
+        size,
+        backing,
+        private,
+        rights,
+        memory,
+    } = *region;
+    let pages = size >> PAGE_SHIFT;
+    let change = match slots.by_id(id) {
         None if slots.pages().checked_add(pages).is_none() => {
             return Err(RegionError::TooLarge(*region));
         }
@@ -320,7 +382,9 @@ pub(crate) fn plan(
             }
             let readonly = |flags: SlotFlags| flags.has(SlotFlags::READONLY);
             let same_pages = old.backing() == backing && old.pages() == pages;
-            if !same_pages || readonly(old.flags()) != readonly(flags) {
+            let same_limits = readonly(old.flags()) == readonly(flags)
+                && (old.rights(), old.memory()) == (rights, memory);
+            if !same_pages || !same_limits {
                 return Err(RegionError::Resized(id));
             }
             if old.base() != gpa.gfn() {
@@ -332,7 +396,7 @@ pub(crate) fn plan(
             }
         }
     };
-    let gfns = gpa.gfn()..Gfn(gpa_end >> PAGE_SHIFT);
+    let gfns = gpa.gfn()..gpa.gfn().add(pages);
     if let Some(with) = slots.set().overlap(&gfns, id) {
         let region = *region;
         return Err(RegionError::Overlap { region, with });

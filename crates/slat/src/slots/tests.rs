@@ -72,14 +72,8 @@ impl Rng {
 }
 
 fn region(id: u32, base: u64, pages: u64, backing_page: u64) -> Region {
-    Region {
-        slot: id,
-        flags: SlotFlags::default(),
-        gpa: Gpa(base << PAGE_SHIFT),
-        size: pages << PAGE_SHIFT,
-        backing: Hva(backing_page << PAGE_SHIFT),
-        private: None,
-    }
+    let (gpa, size) = (Gpa(base << PAGE_SHIFT), pages << PAGE_SHIFT);
+    Region::new(id, gpa, size, Hva(backing_page << PAGE_SHIFT))
 }
 
 struct World {
@@ -99,12 +93,13 @@ impl World {
     fn set(&self, region: &Region) -> Result<(), RegionError> {
         let mut change = self.slots.change(|_| unreachable!());
         change.catch_up(&self.readers, |_, _| panic!("nobody is inside"));
-        let Some(plan) = plan(&change, region, CAPACITY)? else {
-            return Ok(());
-        };
-        let new = match plan {
-            Change::Delete => None,
-            Change::Create | Change::Move | Change::Flags => Some(OwnedSlot::new(region, None)),
+        let new = match check(region).and_then(|checked| plan(&change, checked, CAPACITY)) {
+            // Then the test deletes it.
+            Err(RegionError::Empty(id)) if change.by_id(id).is_some() => None,
+            planned => match planned? {
+                Some(_) => Some(OwnedSlot::new(region, None)),
+                None => return Ok(()),
+            },
         };
         Ok(change.replace(region.slot, new, &self.readers)?)
     }
@@ -443,7 +438,7 @@ fn every_wrong_region_is_refused_with_the_errno_of_kvm() {
     let large = refused(&|r| r.size = 1 << (31 + PAGE_SHIFT));
     assert!(matches!(large, (EINVAL, RegionError::TooLarge(_))));
     let nothing = refused(&|r| r.size = 0);
-    assert_eq!(nothing, (EINVAL, RegionError::NothingToDelete(2)));
+    assert_eq!(nothing, (EINVAL, RegionError::Empty(2)));
     let for_life: [&dyn Fn(&mut Region); 3] =
         [&|r| r.size += 0x1000, &|r| r.backing.0 += 0x1000, &|r| {
             r.flags = SlotFlags::READONLY
@@ -507,7 +502,7 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
     assert_eq!(told(region(5, end - 1, 3, 2000)), RegionError::Resized(5));
     assert_eq!(told(region(5, end - 1, 2, 2001)), RegionError::Resized(5));
     let none = region(7, end - 1, 0, 0);
-    assert_eq!(told(none), RegionError::NothingToDelete(7));
+    assert_eq!(told(none), RegionError::Empty(7));
     // A slot may move onto itself.
     world.set(&region(5, end - 3, 2, 2000)).unwrap();
     overlap(region(5, end - 2, 2, 2000));

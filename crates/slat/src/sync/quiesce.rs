@@ -20,6 +20,9 @@
 //! does not find in the list enters after the raise. Leaving is a release store of 0, so all that a reader did
 //! happened before what a writer does that sees the 0.
 //!
+//! A look-up that takes a few instructions has no reader of its own ([`Readers::brief`]): one word serves all threads, and the
+//! thread that changes it from 0 to the generation is its owner until it stores 0 again.
+//!
 //! # Deadlock
 //! A reader that must itself wait (for host memory, for a flush, for an invalidation to end) leaves
 //! first and enters again afterwards. [`Reader::enter`] then returns whether it has missed a
@@ -35,6 +38,7 @@
 use crate::heap::OutOfMemory;
 use crate::heap::{self, Shared};
 use crate::stats::Counters;
+use crate::sync::InSection;
 use crate::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use alloc::boxed::Box;
 use core::ptr;
@@ -173,6 +177,33 @@ impl Reader {
     }
 }
 
+/// A brief section. Dropping it ends the section.
+pub(crate) struct Brief<'a> {
+    reader: &'a Reader,
+    /// The reader is one of operations.
+    borrowed_from: Option<&'a Readers>,
+}
+
+impl Brief<'_> {
+    /// Returns the proof that this is a reader section.
+    #[inline(always)]
+    pub(crate) fn inside(&self) -> InSection<'_> {
+        // SAFETY: `self` was made when the reader had entered, by the thread that owns it until `self` is dropped, and
+        // nothing but that ends the section.
+        unsafe { InSection::assume() }
+    }
+}
+
+impl Drop for Brief<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        match self.borrowed_from {
+            None => self.reader.leave(),
+            Some(readers) => readers.put_aside(self.reader),
+        }
+    }
+}
+
 /// All readers of one VM.
 pub(crate) struct Readers {
     generation: AtomicU64,
@@ -181,6 +212,9 @@ pub(crate) struct Readers {
     /// A reader for the next operation, so that operations do not search the list, which may contain a thousand vCPUs,
     /// each time. It counts as owned.
     spare: AtomicPtr<Reader>,
+    /// The reader of [brief sections](Self::brief), which no thread owns for longer than one of them. It counts as owned.
+    /// Null: there is none.
+    brief: AtomicPtr<Reader>,
 }
 
 impl Readers {
@@ -189,7 +223,60 @@ impl Readers {
             generation: AtomicU64::new(1),
             head: AtomicPtr::new(ptr::null_mut()),
             spare: AtomicPtr::new(ptr::null_mut()),
+            brief: AtomicPtr::new(ptr::null_mut()),
         }
+    }
+
+    /// Allocates the readers of the first operation and of brief sections.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn prepare(&self) -> Result<(), OutOfMemory> {
+        self.put_aside(self.register()?);
+        let brief = ptr::from_ref(self.register()?);
+        self.brief.store(brief.cast_mut(), Release);
+        Ok(())
+    }
+
+    /// Begins a section for a few instructions that wait for nothing, in which no [`Attention`] is looked at. The caller may be
+    /// in another section. `None`: another thread is in the brief section, and there is no memory for one more reader.
+    ///
+    /// An operation that borrows a reader exchanges a pointer to own it, stores the reader's word, and exchanges the pointer
+    /// again: three locked instructions on x86. Here the word itself says who owns the reader: the compare-exchange that
+    /// stores the generation there succeeds only where it was 0. It is sequentially consistent like the store in
+    /// [`Reader::enter`], and the generation is read again after it in the same way, so the same argument holds.
+    #[inline]
+    pub(crate) fn brief(&self) -> Option<Brief<'_>> {
+        let begin = |reader: &Reader| {
+            let generation = self.generation.load(SeqCst);
+            let free = reader
+                .state
+                .compare_exchange(0, generation, SeqCst, Relaxed)
+                .is_ok();
+            if free && self.generation.load(SeqCst) != generation {
+                reader.settle(self);
+            }
+            free
+        };
+        // SAFETY: readers of the list live as long as `self`.
+        match unsafe { self.brief.load(Acquire).as_ref() } {
+            Some(reader) if begin(reader) => Some(Brief {
+                reader,
+                borrowed_from: None,
+            }),
+            _ => self.brief_of_operation(),
+        }
+    }
+
+    /// Begins a section like [`Self::brief`], with the reader of an operation.
+    #[cold]
+    fn brief_of_operation(&self) -> Option<Brief<'_>> {
+        let reader = self.borrow().ok()?;
+        reader.enter(self, 0);
+        Some(Brief {
+            reader,
+            borrowed_from: Some(self),
+        })
     }
 
     /// Returns a reader for one operation. Give it back with [`Readers::put_aside`].
@@ -401,6 +488,25 @@ mod tests {
         let second = readers.register().unwrap();
         assert!(ptr::eq(first, second));
         assert!(!ptr::eq(second, readers.register().unwrap()));
+    }
+
+    #[test]
+    fn a_brief_section_is_waited_for_and_two_may_overlap() {
+        let readers = Readers::new();
+        readers.prepare().unwrap();
+        let first = readers.brief().unwrap();
+        assert!(first.borrowed_from.is_none());
+        let second = readers.brief().unwrap();
+        assert!(second.borrowed_from.is_some());
+        let mut sections = [Some(first), Some(second)];
+        readers.synchronize(|round, _| drop(sections[round as usize].take()));
+        assert!(sections.iter().any(Option::is_none));
+        drop(sections);
+        assert!(!readers.any_inside());
+        // Both readers are free again.
+        assert!(readers.brief().unwrap().borrowed_from.is_none());
+        readers.synchronize(|_, _| panic!("waited"));
+        assert_eq!(readers.iter().count(), 2);
     }
 
     #[test]

@@ -9,10 +9,10 @@ use std::vec::Vec;
 use core::ops::Range;
 use core::ptr::NonNull;
 
-use crate::addr::{Access, Gfn, Hva, Pfn};
+use crate::addr::{Gfn, Hva, Pfn};
 use crate::frame::{ENTRIES, Entries, TableMeta};
 use crate::platform::{
-    HostPage, HostRun, Platform, ResolveError, Stale, VmId, WaitFor, ZappedLeaf,
+    HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor, ZappedLeaf,
 };
 use crate::sync::atomic::AtomicU64;
 
@@ -58,15 +58,15 @@ impl Heap {
 
 // SAFETY: a frame's memory and metadata stay in their boxes until it is freed.
 unsafe impl Platform for Heap {
-    fn alloc_table(&self) -> Option<Pfn> {
+    fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         Some(self.alloc(1))
     }
 
-    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+    fn alloc_root(&self, _: VmId, tables: usize) -> Option<Pfn> {
         Some(self.alloc(tables))
     }
 
-    unsafe fn free_table(&self, frame: Pfn) {
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         let mut frames = self.frames.lock().unwrap();
         let block = frame.0 & !15;
         let entry = frames.get_mut(&block).expect("freed twice");
@@ -88,11 +88,11 @@ unsafe impl Platform for Heap {
         NonNull::from(&block.meta[frame.0 as usize & 15])
     }
 
-    fn resolve(&self, _: Hva, _: Access) -> Result<HostPage, ResolveError> {
+    fn resolve(&self, _: &Request) -> Result<HostPage, ResolveError> {
         Err(ResolveError::BadAddress)
     }
 
-    fn resolve_resident(&self, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}
+    fn resolve_resident(&self, _: VmId, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}
 
     fn flush(&self, _: VmId, _: Range<Gfn>, _: Stale) {
         self.in_flush.get().into_iter().for_each(|then| then());

@@ -87,7 +87,7 @@ use crate::addr::{Gfn, Pfn};
 use crate::format::Format;
 use crate::frame::{ENTRIES, TableMeta};
 use crate::heap::{OutOfMemory, Shared};
-use crate::platform::{Platform, WaitFor};
+use crate::platform::{Platform, VmId, WaitFor};
 use crate::sync::atomic::AtomicU64;
 
 pub(crate) use at::{At, Kept, Listed};
@@ -103,6 +103,7 @@ pub(crate) use walk::Walk;
 /// A tree of tables in format `F`, from guest frames to host frames.
 pub(crate) struct Tree<P: Platform, F: Format> {
     platform: Arc<P>,
+    vm: VmId,
     root: Pfn,
     /// The flushes of the VM, shared by all its trees.
     flushes: Shared<Flushes>,
@@ -110,14 +111,19 @@ pub(crate) struct Tree<P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Makes an empty tree.
+    /// Makes an empty tree of `vm`.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the platform has no frames for the root.
-    pub(crate) fn new(platform: Arc<P>, flushes: Shared<Flushes>) -> Result<Self, OutOfMemory> {
-        let root = platform.alloc_root(F::ROOT_TABLES).ok_or(OutOfMemory)?;
+    pub(crate) fn new(
+        platform: Arc<P>,
+        vm: VmId,
+        flushes: Shared<Flushes>,
+    ) -> Result<Self, OutOfMemory> {
+        let root = platform.alloc_root(vm, F::ROOT_TABLES).ok_or(OutOfMemory)?;
         let tree = Tree {
             platform,
+            vm,
             root,
             flushes,
             format: PhantomData,
@@ -171,7 +177,7 @@ impl<P: Platform, F: Format> Drop for Tree<P, F> {
         }
         // SAFETY: `&mut self`: no software walker has a reference to the tree; and the owner of a VM stops
         // its CPUs before it drops the VM.
-        let _ = unsafe { all.free::<F>(&*self.platform) };
+        let _ = unsafe { all.free::<F>(&*self.platform, self.vm) };
     }
 }
 

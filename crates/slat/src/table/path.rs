@@ -5,18 +5,27 @@ use alloc::vec::Vec;
 use super::{Flushed, Freed, Root};
 use crate::addr::{Level, Pfn};
 use crate::heap::OutOfMemory;
-use crate::platform::Platform;
+use crate::platform::{Platform, VmId};
 use crate::stats::Counters;
 
 /// Frames for tables, allocated ahead, so that an install needs no allocation, which could fail or wait.
-#[derive(Default)]
-pub(crate) struct FrameCache(Vec<Pfn>);
+pub(crate) struct FrameCache {
+    frames: Vec<Pfn>,
+    /// The VM that they are allocated for.
+    vm: VmId,
+}
 
 impl FrameCache {
     /// The most frames that one fault can need: for the missing tables, or for the splits, on the path to its leaf.
     pub(crate) const FAULT: usize = 4;
     /// The number of frames that a range operation allocates at a time.
     pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 64 };
+
+    /// Makes an empty cache of frames for tables of `vm`.
+    pub(crate) const fn new(vm: VmId) -> Self {
+        let frames = Vec::new();
+        FrameCache { frames, vm }
+    }
 
     /// Allocates as many frames as are missing to `frames`.
     ///
@@ -27,16 +36,19 @@ impl FrameCache {
         platform: &impl Platform,
         frames: usize,
     ) -> Result<(), OutOfMemory> {
-        let Some(missing) = frames.checked_sub(self.0.len()).filter(|n| *n > 0) else {
+        let Some(missing) = frames.checked_sub(self.frames.len()).filter(|n| *n > 0) else {
             return Ok(());
         };
-        self.0.try_reserve_exact(missing).map_err(|_| OutOfMemory)?;
-        let before = self.0.len();
-        platform.alloc_tables(missing, &mut |frame| self.0.push(frame));
+        self.frames
+            .try_reserve_exact(missing)
+            .map_err(|_| OutOfMemory)?;
+        let before = self.frames.len();
+        let FrameCache { frames: all, vm } = self;
+        platform.alloc_tables(*vm, missing, &mut |frame| all.push(frame));
         // `take` pops from the end. Reversed, it gives frames in the order of allocation, often that of their
         // addresses.
-        self.0[before..].reverse();
-        if self.0.len() < frames {
+        self.frames[before..].reverse();
+        if self.frames.len() < frames {
             return Err(OutOfMemory);
         }
         Ok(())
@@ -47,16 +59,18 @@ impl FrameCache {
     /// # Panics
     /// If there is none: the caller has filled the cache, or has checked.
     pub(crate) fn take(&mut self) -> Pfn {
-        self.0.pop().expect("the cache is filled before a fault")
+        self.frames
+            .pop()
+            .expect("the cache is filled before a fault")
     }
 
     /// Puts back a frame that was taken and not used.
     pub(crate) fn give_back(&mut self, frame: Pfn) {
-        self.0.push(frame);
+        self.frames.push(frame);
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.0.len()
+        self.frames.len()
     }
 
     /// Frees all frames.
@@ -65,20 +79,20 @@ impl FrameCache {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.frames.is_empty()
     }
 
     /// Returns whether there are enough frames for one fault.
     pub(crate) fn serves_a_fault(&self) -> bool {
-        self.0.len() >= Self::FAULT
+        self.frames.len() >= Self::FAULT
     }
 
     /// Frees all but `frames` frames.
     pub(crate) fn keep(&mut self, platform: &impl Platform, frames: usize) {
-        let kept = frames.min(self.0.len());
+        let kept = frames.min(self.frames.len());
         // SAFETY: the frames were allocated by `fill` and never published.
-        unsafe { platform.free_tables(&self.0[kept..]) };
-        self.0.truncate(kept);
+        unsafe { platform.free_tables(self.vm, &self.frames[kept..]) };
+        self.frames.truncate(kept);
     }
 }
 

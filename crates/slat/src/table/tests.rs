@@ -7,6 +7,7 @@ use core::ops::Range;
 
 use super::*;
 use crate::format::{Entry, Ept, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, all_gfns};
+use crate::platform::VmId;
 use crate::policy::SplitWalk;
 use crate::sync::atomic::Ordering::*;
 use crate::sync::{Guarded, InSection};
@@ -22,7 +23,7 @@ type Mapping<'a, F> = &'a World<F>;
 fn tree<F: Format>() -> World<F> {
     let flushes = Shared::try_new(Flushes::default()).unwrap();
     World(Guarded::new(
-        Tree::new(Arc::new(Heap::default()), flushes).unwrap(),
+        Tree::new(Arc::new(Heap::default()), VmId(0), flushes).unwrap(),
     ))
 }
 
@@ -55,7 +56,7 @@ fn flush<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level) -> Flushed {
 
 /// Splits the huge leaves of `range`. Returns how many, by level.
 fn split<F: Format>(tree: Mapping<'_, F>, range: Range<u64>, how: SplitWalk) -> LeafCounts {
-    let mut frames = FrameCache::default();
+    let mut frames = FrameCache::new(VmId(0));
     let mut splits = LeafCounts::default();
     let mut broken = std::vec::Vec::new();
     let mut walk = Walk::unbroken(Gfn(range.start)..Gfn(range.end));
@@ -96,7 +97,7 @@ fn map<F: Format>(
     level: Level,
     leaf: Leaf,
 ) -> Result<Installed, Retry> {
-    let mut frames = FrameCache::default();
+    let mut frames = FrameCache::new(VmId(0));
     frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
     let leaf = Leaf {
         pfn: leaf.pfn.add(gfn),
@@ -152,7 +153,7 @@ fn write_protect<F: Format>(
 
 fn free<F: Format>(tree: Mapping<'_, F>, unflushed: Unflushed) -> LeafCounts {
     // SAFETY: tests that use this have one thread.
-    unsafe { unflushed.detached.free::<F>(&*tree.platform) }.leaves
+    unsafe { unflushed.detached.free::<F>(&*tree.platform, VmId(0)) }.leaves
 }
 
 /// Runs generic tests for formats that differ in dirty bits, break-before-make and the size of the root.
@@ -260,7 +261,7 @@ mod behaviour {
 
     pub fn a_stale_leaf_is_not_installed<F: Format>() {
         let tree = tree::<F>();
-        let mut frames = FrameCache::default();
+        let mut frames = FrameCache::new(VmId(0));
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         let done = || panic!("`done` was called, but no leaf installed");
@@ -351,7 +352,7 @@ mod behaviour {
         let ticket = tree.flushes.need_flush();
         ticket.covers(&(Gfn(7)..Gfn(8)));
         let _ = zap(&tree, 7..8);
-        let mut frames = FrameCache::default();
+        let mut frames = FrameCache::new(VmId(0));
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut try_to_map = |gfn: u64, flushed: &Flushed| {
             let mut path = Path::new(&mut frames);
@@ -578,14 +579,14 @@ fn a_leaf_that_was_broken_again_needs_another_flush_before_it_is_mended() {
     type Arm = Stage2<48>;
     let tree = tree::<Arm>();
     let nothing = Flushed::default();
-    let mut frames = FrameCache::default();
+    let mut frames = FrameCache::new(VmId(0));
     let mut break_it = || {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         let mapped = tree.map_at(Gfn(7), Level::PAGE, LEAF, &mut path, || true, || {});
         assert!(matches!(mapped, Err(Retry::MustMend(Level::MEGA))));
     };
-    let mut frames_to_mend = FrameCache::default();
+    let mut frames_to_mend = FrameCache::new(VmId(0));
     let mut mend = |own: &Flushed| {
         frames_to_mend
             .fill(&*tree.platform, FrameCache::FAULT)

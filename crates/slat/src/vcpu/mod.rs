@@ -29,6 +29,7 @@ use crate::mmu::Mmu;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
+use crate::sync::InSection;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader};
 use crate::table::{Flushed, Found, FrameCache, Key, Path, Root, lookup_in, lookup_page};
@@ -185,7 +186,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             space,
             context,
             token: 0,
-            frames: FrameCache::default(),
+            frames: FrameCache::new(self.id),
             flushed: Flushed::default(),
             recent,
             streams: Streams::default(),
@@ -237,6 +238,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     pub(crate) fn is_entered(&self) -> bool {
         self.presence.is_entered()
+    }
+
+    /// Returns the proof that it is in its reader section.
+    #[inline]
+    fn section(&self) -> InSection<'_> {
+        self.presence.section()
     }
 
     /// Whether a walk to `gpa` may begin: the vCPU is entered, and the tables reach so far.
@@ -509,6 +516,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             size: slot.pages() << PAGE_SHIFT,
             backing: slot.backing(),
             private: slot.private(),
+            rights: slot.rights(),
+            memory: slot.memory(),
         })
     }
 

@@ -8,8 +8,8 @@ use super::fault::{Fault, Halt, Outcome, Want};
 use super::translate::Stop;
 use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
-use crate::platform::{HostPage, Platform, ResolveError};
-use crate::slots::{Memslot, PrivateFrames, SlotFlags};
+use crate::platform::{HostPage, Platform, Request, ResolveError};
+use crate::slots::{Limits, Memslot, PrivateFrames};
 use crate::sync::held;
 use crate::vm::{DirtyLog, InProgress, LogKind, Sequence, is_executable, leaf_of};
 
@@ -40,7 +40,7 @@ pub(super) struct SlotFacts {
     private: bool,
     /// The private backing of the slot backs its shared frames, too (KVM: `KVM_MEMSLOT_GMEM_ONLY`).
     only_private_backing: bool,
-    flags: SlotFlags,
+    limits: Limits,
     /// How the slot logs.
     pub(super) log: Option<LogKind>,
     /// Which log that is; it is looked up again for the install. (To hold a share of it would be a count that every
@@ -68,7 +68,7 @@ impl SlotFacts {
             page: page(gfn),
             private,
             only_private_backing: slot.private() == Some(slot.backing()),
-            flags: slot.flags(),
+            limits: slot.limits(),
             log: slot.log().map(|log| log.kind()),
             log_at: slot.log().map(ptr::from_ref),
         })
@@ -104,7 +104,7 @@ impl SlotFacts {
 
     /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow.
     pub(super) fn leaf(&self, host: &HostPage, access: Access) -> Leaf {
-        leaf_of(host, self.flags, self.protects(), access)
+        leaf_of(host, self.limits, self.protects(), access)
     }
 }
 
@@ -165,16 +165,15 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
                 private,
             }));
         };
-        if access == Access::Write {
+        let allowed = slot.limits.rights.allow(access);
+        match access {
             // KVM answers a write to a read-only slot as MMIO, too.
-            if slot.flags.has(SlotFlags::READONLY) {
-                return Err(self.mmio());
-            }
-            if self.is_log_full(&slot) {
-                return Err(Halt::Stop(Stop::DirtyRingFull));
-            }
+            Access::Write if !allowed => Err(self.mmio()),
+            Access::Write if self.is_log_full(&slot) => Err(Halt::Stop(Stop::DirtyRingFull)),
+            // No client can emulate a fetch as it can a load.
+            Access::Execute if !allowed => Err(Halt::Stop(Stop::NoExecute { gpa })),
+            _ => Ok(slot),
         }
-        Ok(slot)
     }
 
     /// Ends an access to no slot, in the slot set of `generation`.
@@ -245,7 +244,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     fn host_page(&mut self, slot: &SlotFacts, sequence: Sequence) -> Result<HostPage, Halt> {
         let Want { gpa, access, .. } = self.want;
         let hva = slot.hva;
-        let error = match self.outside(|vcpu| vcpu.resolve(hva, access)) {
+        let gfn = self.want.gfn();
+        let error = match self.outside(|vcpu| vcpu.resolve(slot.id, gfn, hva, access)) {
             Ok(host) => return Ok(host),
             Err(ResolveError::Interrupted) => return Err(Halt::Stop(Stop::Retry)),
             Err(error) => error,
@@ -305,10 +305,23 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Asks the platform for the page at `hva`. Call outside the reader section.
-    pub(super) fn resolve(&self, hva: Hva, access: Access) -> Result<HostPage, ResolveError> {
+    /// Asks the platform for the page of `gfn` in `slot`, which is at `hva`. Call outside the reader section.
+    pub(super) fn resolve(
+        &self,
+        slot: u32,
+        gfn: Gfn,
+        hva: Hva,
+        access: Access,
+    ) -> Result<HostPage, ResolveError> {
         held::assert_none("to resolve a page");
-        let host = self.vm().platform.resolve(hva, access)?;
+        let host = self.vm().platform.resolve(&Request {
+            vm: self.vm().id,
+            space: self.space_index(),
+            slot,
+            gfn,
+            backing: hva,
+            access,
+        })?;
         let allowed = match access {
             Access::Read => true,
             Access::Write => host.writable,

@@ -214,7 +214,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             held::assert_none("to ask the host");
             *resident = None;
             let asked = hva(asked.start)..hva(asked.end);
-            vm.platform.resolve_resident(asked, &mut |run| {
+            vm.platform.resolve_resident(vm.id, asked, &mut |run| {
                 if let Some(part) = run.within(&backing) {
                     map(part);
                     let longest = resident.map_or(0, |longest| longest.run.pages);

@@ -14,6 +14,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::heap::OutOfMemory;
 use crate::platform::{Platform, ResolveError};
 use crate::shadow::trail::Target;
+use crate::vm::Mapping;
 
 /// A page of guest memory as the second level translates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +38,12 @@ pub struct Translation {
 pub enum Stop {
     /// No memslot holds the page, or it is a write to a read-only one: the client emulates it.
     Mmio {
+        /// The address that was accessed.
+        gpa: Gpa,
+    },
+    /// The guest fetches an instruction from a memslot without the right to execute, or whose memory is not write-back
+    /// ([`Region::rights`](crate::Region), [`Region::memory`](crate::Region)). Nothing was changed.
+    NoExecute {
         /// The address that was accessed.
         gpa: Gpa,
     },
@@ -78,6 +85,10 @@ impl fmt::Display for Stop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Stop::Mmio { gpa } => write!(f, "guest access to {gpa}: no memslot, emulate it"),
+            Stop::NoExecute { gpa } => write!(
+                f,
+                "guest fetch from {gpa}: the memslot must not be executed; give it the right, and write-back memory"
+            ),
             Stop::Retry => f.write_str("guest access interrupted: quiesce and execute again"),
             Stop::BadAddress { gpa, hva, error } => write!(
                 f,
@@ -128,6 +139,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             None => {}
         }
         self.translate_slowly(gpa, access)
+    }
+
+    /// Returns how `gfn` is mapped now in the address space of the vCPU, like [`Vm::lookup`](crate::Vm::lookup), but
+    /// in the vCPU's reader section, so it costs the walk alone. May be used until [`Vcpu::quiesce`] or [`Vcpu::leave`],
+    /// as a translation.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
+    #[inline]
+    pub fn lookup(&self, gfn: Gfn) -> Option<Mapping> {
+        assert!(self.is_entered(), "Vcpu::lookup outside enter/leave");
+        let platform = &*self.vm().platform;
+        self.space().mapping(self.section(), platform, gfn)
     }
 
     /// Does what [`Vcpu::translate`] does if the walk did not suffice.
@@ -206,10 +230,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// outside the reader section, for as long as that takes. `Ok`: try the access again.
     ///
     /// # Errors
-    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::Retry`] as in `translate`.
+    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::Retry`] as in `translate`, and if no slot is there any
+    /// more.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
     pub fn revalidate(&mut self, gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop> {
         let mut slept = false;
-        match self.outside(&mut slept, |vcpu| vcpu.resolve(hva, access)) {
+        let gfn = gpa.gfn();
+        let Some(slot) = self.find_slot(gfn).1.map(|slot| slot.id()) else {
+            // It was deleted since the translation, which is void.
+            return Err(Stop::Retry);
+        };
+        match self.outside(&mut slept, |vcpu| vcpu.resolve(slot, gfn, hva, access)) {
             Err(error) if error != ResolveError::Interrupted => {
                 Err(Stop::BadAddress { gpa, hva, error })
             }

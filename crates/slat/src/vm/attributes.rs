@@ -67,7 +67,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return Ok(());
         };
         let mut broken = space_for_broken::<F>()?;
-        let mut frames = FrameCache::default();
+        let mut frames = FrameCache::new(self.id);
         let filled = frames.fill(&*self.platform, changes.len() * FRAMES_TO_SPLIT);
         let converted =
             filled.map(|()| self.convert(changes, &private, &gfns, &mut frames, &mut broken));

@@ -6,29 +6,31 @@ use super::Vm;
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Format, Leaf, MemoryType, Privilege};
 use crate::platform::{HostPage, Platform};
-use crate::slots::SlotFlags;
+use crate::slots::Limits;
 
-/// Returns the leaf for the page `host` of a slot with `flags`, and an access, or for one that may follow; rights and
+/// Returns the leaf for the page `host` of a slot with `limits`, and an access, or for one that may follow; rights and
 /// marks as KVM starts them. `protects`: the slot's log works by write protection, so only a write makes a page
-/// writable.
+/// writable. All leaves of slots are made here, so none exceeds the limits of its slot; what changes a leaf later adds only
+/// rights that it says it may have ([`Leaf::may_write`], [`Leaf::may_execute`]).
 #[inline]
-pub(crate) fn leaf_of(host: &HostPage, flags: SlotFlags, protects: bool, access: Access) -> Leaf {
-    let allowed = host.writable && !flags.has(SlotFlags::READONLY);
+pub(crate) fn leaf_of(host: &HostPage, limits: Limits, protects: bool, access: Access) -> Leaf {
+    let allowed = host.writable && limits.rights.write;
     let write = allowed && (!protects || access == Access::Write);
     Leaf {
         pfn: host.pfn,
         write,
-        execute: is_executable(host),
+        // Limits with this right are of write-back memory.
+        execute: limits.rights.execute && is_executable(host),
         may_write: allowed && !write,
         may_execute: false,
         accessed: true,
         dirty: write && access == Access::Write,
-        memory: host.memory,
+        memory: host.memory.combined(limits.memory),
         privilege: Privilege::USER,
     }
 }
 
-/// Whether the guest may execute the page.
+/// Whether the host lets the guest execute the page.
 #[inline]
 pub(crate) fn is_executable(host: &HostPage) -> bool {
     host.execute && host.memory == MemoryType::WriteBack

@@ -2,7 +2,7 @@
 //! the host.
 //!
 //! A file per mechanism: [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
-//! (conversions), [`nx`], [`recover`] (huge pages), [`age`]. Which leaf a page gets is in [`leaf`]. What range operations have in common is in [`range_op`], what long operations on
+//! (conversions), [`nx`], [`recover`] (huge pages), [`age`]. Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What range operations have in common is in [`range_op`], what long operations on
 //! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
@@ -28,6 +28,7 @@ mod dirty;
 mod inspect;
 mod invalidate;
 mod leaf;
+mod mapping;
 mod mmu_pages;
 mod nx;
 pub(crate) mod range_op;
@@ -42,6 +43,7 @@ pub use dirty::DirtyLogError;
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
 pub(crate) use leaf::{is_executable, leaf_of};
+pub use mapping::Mapping;
 pub(crate) use range_op::RangeOp;
 pub(crate) use ring::RingSlot;
 pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};
@@ -267,6 +269,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if config.spaces > RingSlot::SPACES {
             return Err(CreateVmError::TooManySpaces(config.spaces));
         }
+        let id = VmId(NEXT_ID.fetch_add(1, Relaxed));
         let flushes = Shared::try_new(Flushes::default())?;
         let budget = Shared::try_new(Budget::default())?;
         let mut spaces = Vec::new();
@@ -274,13 +277,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .try_reserve_exact(config.spaces.max(1))
             .map_err(|_| OutOfMemory)?;
         for _ in 0..config.spaces.max(1) {
-            let mmu = Mmu::new(mmu, platform.clone(), flushes.clone(), budget.clone())?;
+            let mmu = Mmu::new(mmu, platform.clone(), id, flushes.clone(), budget.clone())?;
             spaces.push(Space::new(mmu)?);
         }
         let readers = Readers::new();
-        readers.put_aside(readers.register()?);
+        readers.prepare()?;
         Ok(Vm {
-            id: VmId(NEXT_ID.fetch_add(1, Relaxed)),
+            id,
             platform,
             policy: AtomicPolicy::new(config.policy),
             spaces,

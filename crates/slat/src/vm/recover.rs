@@ -25,7 +25,7 @@ use super::{Vm, leaf_of};
 use crate::addr::{Access, Gfn, Hva, Level};
 use crate::format::{Format, Leaf};
 use crate::platform::Platform;
-use crate::slots::{PrivateFrames, SlotFlags};
+use crate::slots::{Limits, PrivateFrames};
 use crate::sync::held;
 use crate::table::{FrameCache, Next, Walk};
 
@@ -72,7 +72,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         // Before the slot, its attributes, the host and the policies are looked at.
         let sequence = vm.in_progress.sequence();
         let slot = self.slot()?;
-        let (base, pages, flags) = (slot.base(), slot.pages(), slot.flags());
+        let (base, pages, limits) = (slot.base(), slot.pages(), slot.limits());
         let (gfns, backing) = (slot.gfns(), slot.backing());
         let mut found = [Candidate::NONE; SOME];
         let mut count = 0;
@@ -101,7 +101,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         let found = &mut found[..count];
         self.pass_by(|| {
             for candidate in &mut *found {
-                candidate.leaf = vm.huge_leaf(&gfns, flags, candidate);
+                candidate.leaf = vm.huge_leaf(&gfns, limits, candidate);
             }
         });
         let end = found.iter().map(|table| table.gfn.block(table.level).end);
@@ -140,16 +140,16 @@ fn is_shared(private: &PrivateFrames, gfns: &Range<Gfn>) -> bool {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns the leaf for `table`, in a slot of the frames `gfns` with `flags`, by what the host maps now. `None`: it maps
+    /// Returns the leaf for `table`, in a slot of the frames `gfns` with `limits`, by what the host maps now. `None`: it maps
     /// too little, or the first page is not resident.
-    fn huge_leaf(&self, gfns: &Range<Gfn>, flags: SlotFlags, table: &Candidate) -> Option<Leaf> {
+    fn huge_leaf(&self, gfns: &Range<Gfn>, limits: Limits, table: &Candidate) -> Option<Leaf> {
         let mut leaf = None;
         held::assert_none("to ask the host");
         let first = table.backing..table.backing.add_pages(1);
-        self.platform.resolve_resident(first, &mut |run| {
+        self.platform.resolve_resident(self.id, first, &mut |run| {
             let host = &run.first;
             if self.fitting_level(gfns, table.gfn, host.pfn, host.level) >= table.level {
-                let small = leaf_of(host, flags, false, Access::Write);
+                let small = leaf_of(host, limits, false, Access::Write);
                 leaf = Some(self.leaf_at(small, table.level));
             }
         });

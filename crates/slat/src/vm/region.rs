@@ -7,34 +7,33 @@ use crate::addr::{Gpa, PAGE_SHIFT};
 use crate::format::{Format, all_gfns};
 use crate::heap::Shared;
 use crate::platform::Platform;
-use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, plan};
+use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, check, plan};
 use crate::table::Walk;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Creates, deletes, moves a memslot of address space `space` or changes its flags: KVM_SET_USER_MEMORY_REGION,
-    /// with its rules and errors. When this returns no CPU uses the old state.
+    /// Creates or moves a memslot of address space `space`, or changes its flags: KVM_SET_USER_MEMORY_REGION, with its rules
+    /// and errors, but that size 0 does not delete ([`Self::remove_memory_region`]). When this returns no CPU uses the old
+    /// state.
     ///
     /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
-    /// [`RegionError`]; nothing was changed.
+    /// [`RegionError`]; nothing was changed. [`RegionError::Empty`] for size 0, without a wait for other slot changes.
     pub fn set_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
         let slots = &self
             .spaces
             .get(space)
             .ok_or(RegionError::NoSuchSpace(space))?
             .slots;
+        let checked = check(region)?;
         let mut change = slots.change(self.turn_wait());
         let id = region.slot;
-        let Some(plan) = plan(&change, region, all_gfns::<F>().end.0)? else {
+        let Some(plan) = plan(&change, checked, all_gfns::<F>().end.0)? else {
             // Nothing to change. But another thread may have begun the slot's log, and not have protected it all yet.
             self.wait_for_begin(change, id);
             return Ok(());
         };
-        let new = match plan {
-            Change::Delete => None,
-            Change::Create | Change::Move | Change::Flags => Some(self.slot(region, &change)?),
-        };
+        let new = Some(self.slot(region, &change)?);
         change.catch_up(&self.readers, self.reader_wait());
         let space = &self.spaces[space];
         self.forget_old_mmio(space, &change);
@@ -46,15 +45,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 self.budget.memory_changed(pages_before, change.pages());
                 self.flush_slots_that_left(&gfns);
             }
-            Change::Delete | Change::Move => {
-                let moves = plan == Change::Move;
-                let mut departure = Departure::begin(self, space, change, id, moves);
-                let replaced = departure.replace(new);
-                departure.end();
-                replaced?;
-                if moves {
-                    self.flush_slots_that_left(&gfns);
-                }
+            Change::Move => {
+                self.depart(space, change, id, new)?;
+                self.flush_slots_that_left(&gfns);
             }
             Change::Flags => {
                 change.replace(id, new, &self.readers)?;
@@ -70,14 +63,52 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
+    /// Deletes memslot `slot` of address space `space`, and its dirty log: KVM_SET_USER_MEMORY_REGION with size 0. When this
+    /// returns no CPU uses its memory, and the host may have it back. A fault whose
+    /// [`resolve`](crate::Platform::resolve) is under way then installs nothing of what it returns.
+    ///
+    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    ///
+    /// # Errors
+    /// [`RegionError::NoSuchSpace`], [`RegionError::NothingToDelete`], [`RegionError::OutOfMemory`]; nothing was changed.
+    pub fn remove_memory_region(&self, space: usize, slot: u32) -> Result<(), RegionError> {
+        let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
+        let mut change = space.slots.change(self.turn_wait());
+        if change.by_id(slot).is_none() {
+            return Err(RegionError::NothingToDelete(slot));
+        }
+        change.catch_up(&self.readers, self.reader_wait());
+        self.forget_old_mmio(space, &change);
+        self.depart(space, change, slot, None)
+    }
+
+    /// Deletes slot `id`, or moves it: then `new` is in its place.
+    ///
+    /// # Errors
+    /// [`RegionError::OutOfMemory`]; nothing was changed.
+    fn depart(
+        &self,
+        space: &Space<P, F>,
+        change: SlotsChange<'_>,
+        id: u32,
+        new: Option<OwnedSlot>,
+    ) -> Result<(), RegionError> {
+        let moves = new.is_some();
+        let mut departure = Departure::begin(self, space, change, id, moves);
+        let replaced = departure.replace(new);
+        departure.end();
+        replaced
+    }
+
     /// Checks `region` as [`Vm::set_memory_region`] does, and changes nothing.
     ///
     /// # Errors
     /// As for [`Vm::set_memory_region`], but never [`RegionError::OutOfMemory`].
     pub fn check_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
+        let checked = check(region)?;
         let change = space.slots.change(self.turn_wait());
-        plan(&change, region, all_gfns::<F>().end.0).map(|_| ())
+        plan(&change, checked, all_gfns::<F>().end.0).map(|_| ())
     }
 
     /// Call before publishing a set, with its lock. If the set's generation wraps around in the bits that an MMIO entry has

@@ -11,7 +11,7 @@ use slat::{
     Access::{self, *},
     Attention, Format, Gpa, Level, MmuKind, Region, SlotFlags, Stop, Vcpu, Vm,
 };
-use slat_model::{Harvests, HostChange, HostMemory, PageKind, SimPlatform, Witness};
+use slat_model::{Harvests, HostChange, HostMemory, PageKind, SimPlatform, Witness, set_region};
 
 const PAGES: u64 = 2048;
 /// Host pages 0..1024 back the slot at frame `base`.
@@ -66,7 +66,7 @@ impl<F: Format> World<F> {
             HostMemory::hva(host_page),
         )
         .with_flags(*self.flags.lock().unwrap());
-        self.vm.set_memory_region(0, &region).unwrap();
+        set_region(&self.vm, 0, &region).unwrap();
     }
 
     pub fn create(&self, host_page: u64) {

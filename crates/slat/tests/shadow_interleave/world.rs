@@ -144,17 +144,15 @@ impl World {
 
     /// Creates slot 1 at frame `at`, moves it there, or deletes it.
     pub fn set_slot_1(&self, at: Option<u64>) {
-        let (frame, pages) = match at {
-            Some(frame) => (frame, MORE.end - MORE.start),
-            None => (0, 0),
+        let set = match at {
+            Some(frame) => {
+                let (gpa, size) = (Gpa(frame << 12), (MORE.end - MORE.start) << 12);
+                let region = Region::new(1, gpa, size, HostMemory::hva(MORE.start));
+                self.vm.set_memory_region(0, &region)
+            }
+            None => self.vm.remove_memory_region(0, 1),
         };
-        let region = Region::new(
-            1,
-            Gpa(frame << 12),
-            pages << 12,
-            HostMemory::hva(MORE.start),
-        );
-        self.vm.set_memory_region(0, &region).unwrap();
+        set.unwrap();
         *self.more.lock().unwrap() = at;
     }
 

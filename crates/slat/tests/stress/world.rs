@@ -190,8 +190,7 @@ impl<F: Format> World<F> {
     }
 
     pub fn delete(&self, slot: u32, gfns: Range<u64>) {
-        let region = region(slot, 0..0, 0, SlotFlags::default());
-        self.vm.set_memory_region(0, &region).unwrap();
+        self.vm.remove_memory_region(0, slot).unwrap();
         self.expect(self.platform.tlb.check_gone(0, &gfns));
         self.witnesses[0].settle(gfns, 0..0);
         self.slot_changes.fetch_add(1, Relaxed);

@@ -89,7 +89,7 @@ impl<M: Mmu> System for Slat<M> {
     }
 
     fn set(&self, region: &Region) -> Result<(), Failure> {
-        Ok(self.0.set_memory_region(0, region)?)
+        Ok(bare::set(&self.0, region)?)
     }
 
     fn invalidate(&self, backing: Range<Hva>) {

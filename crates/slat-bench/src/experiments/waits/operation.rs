@@ -325,8 +325,7 @@ impl Subject {
     }
 
     fn delete(&self) -> Result<(), Failure> {
-        let nothing = bare::region(SLOT, 0, 0, BACKING);
-        match self.vm.set_memory_region(0, &nothing) {
+        match self.vm.remove_memory_region(0, SLOT) {
             Ok(()) | Err(RegionError::NothingToDelete(_)) => Ok(()),
             Err(error) => Err(error.into()),
         }

@@ -176,7 +176,7 @@ impl Caller<'_> {
             Unrelated::SlotChange => {
                 let set = |pages| {
                     let region = COMES_AND_GOES.region(pages);
-                    move |caller: &mut Self| Ok(caller.cpu.vm().set_memory_region(0, &region)?)
+                    move |caller: &mut Self| Ok(bare::set(caller.cpu.vm(), &region)?)
                 };
                 self.timed(set(PAGES))?;
                 self.write_to(&COMES_AND_GOES)?;

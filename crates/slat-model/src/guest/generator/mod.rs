@@ -5,7 +5,7 @@ mod entries;
 use std::ops::Range;
 
 use slat::guest_walk::Mode;
-use slat::{Access, Gpa, Level, SlotFlags};
+use slat::{Access, Gpa, Level, MemoryType, Rights, SlotFlags};
 
 use super::CPUS;
 use super::entry::{A, D, P, RW, US};
@@ -363,7 +363,7 @@ impl Generator {
             return GuestOp::SetRegion(home);
         };
         let deleted = region.with_size(0);
-        let changes = match self.rng.below(8) {
+        let changes = match self.rng.below(9) {
             0 => vec![deleted, home],
             1 => {
                 let other = self::region(slot, SLOTS[slot].pages);
@@ -376,6 +376,15 @@ impl Generator {
             }
             3 => vec![region.with_gpa(Gpa(region.gpa.0 ^ 1 << 12)), region],
             4 => vec![region.with_gpa(Gpa(ELSEWHERE << 12)), region],
+            5 => {
+                let rights = Rights::READ.with_write(self.rng.one_in(2));
+                let rights = rights.with_execute(self.rng.one_in(4));
+                let memory = self
+                    .rng
+                    .pick(&[MemoryType::WriteBack, MemoryType::WriteCombining]);
+                let limited = home.with_rights(rights).with_memory(memory);
+                vec![deleted, limited, deleted, home]
+            }
             _ => {
                 let log = SlotFlags::LOG_DIRTY_PAGES.0;
                 vec![region.with_flags(SlotFlags(region.flags.0 ^ log))]

@@ -6,7 +6,7 @@ mod tallied;
 use std::collections::HashSet;
 use std::ops::Range;
 
-use slat::{Access, Gpa, PAGE_SIZE, Region};
+use slat::{Access, Gfn, Gpa, Hpa, PAGE_SIZE, Region};
 
 use super::entry::Meaning;
 use super::mmu::{GuestMmu, Outcome, Part};
@@ -80,11 +80,7 @@ impl Runner {
     /// Returns the memslots.
     pub fn regions(&self) -> impl Iterator<Item = Region> {
         let slots = self.oracle.memory.model.slots.iter();
-        slots.map(|(id, slot)| {
-            let (base, size) = (Gpa(slot.base << 12), slot.pages << 12);
-            Region::new(*id, base, size, slat::Hva(slot.backing))
-                .with_flags(slat::SlotFlags(slot.flags))
-        })
+        slots.map(|(id, slot)| slot.region(*id))
     }
 
     /// Returns the number of accesses so far.
@@ -167,11 +163,25 @@ impl Runner {
                 );
             }
         };
+        if let Outcome::Page { host, .. } = outcome {
+            self.look_up(host);
+        }
         let trace = self.oracle.trace(&paging, gva);
         self.live
             .extend(trace.entries.iter().map(|(gpa, _)| gpa >> 12));
         self.tally_access(&attempt, &outcome, found, &trace);
         outcome
+    }
+
+    /// Looks up the guest frame that an access has just reached at `host`.
+    fn look_up(&mut self, host: Hpa) {
+        let (page, _) = HostMemory::identify(host.pfn());
+        let gfn = self.oracle.memory.gfn_of(page);
+        let gfn = gfn.expect("the oracle has found the page there");
+        if let Some(frame) = self.mmu.frame_of(Gfn(gfn)) {
+            assert_eq!(frame, Some(host.pfn()), "frame {gfn:#x} is looked up");
+            self.tally.count("frame looked up");
+        }
     }
 
     fn store(&mut self, cpu: usize, target: &Target, how: How, operand: &[u8]) {

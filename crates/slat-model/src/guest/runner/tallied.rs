@@ -11,7 +11,7 @@ use crate::guest::oracle::{GuestAccess, Trace};
 use crate::guest::search::Found;
 
 /// Names that a long run must have counted, whatever the MMU.
-pub const USUAL: [&str; 56] = [
+pub const USUAL: [&str; 57] = [
     "paging is off",
     "32-bit paging",
     "32-bit paging with PSE",
@@ -26,6 +26,7 @@ pub const USUAL: [&str; 56] = [
     "1 GiB page",
     "MMIO",
     "bad address",
+    "fetch refused by a slot",
     "table at two levels",
     "table in a read-only slot",
     "table in no slot",
@@ -134,6 +135,7 @@ impl Runner {
             }
             Outcome::Mmio { .. } => self.tally.count("MMIO"),
             Outcome::BadAddress { .. } => self.tally.count("bad address"),
+            Outcome::NoExecute { .. } => self.tally.count("fetch refused by a slot"),
         }
     }
 
