@@ -163,7 +163,7 @@ impl<F: Format> World<F> {
         self.readers.synchronize(|round, _| wait(round));
         drop(ticket);
         // SAFETY: all readers have passed since the tables were detached.
-        unsafe { unflushed.detached.free::<F>(&*self.machine) };
+        unsafe { unflushed.detached.free::<F>(&*self.machine, VmId(0)) };
         self.readers.release(me);
     }
 
@@ -192,7 +192,7 @@ impl<F: Format> World<F> {
         }
         drop(ticket);
         // SAFETY: all readers have passed since the table was detached.
-        unsafe { unflushed.detached.free::<F>(&*self.machine) };
+        unsafe { unflushed.detached.free::<F>(&*self.machine, VmId(0)) };
         self.readers.release(me);
     }
 
