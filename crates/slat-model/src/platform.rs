@@ -7,12 +7,12 @@ use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Format, Gfn, HostPage, HostRun, Hpa, Hva, Pfn, Platform, Request,
+    Access, Entries, Format, Gfn, HostPage, HostRun, Hpa, Hva, Level, Pfn, Platform, Request,
     ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 
 use crate::frames::Frames;
-use crate::host::{HostChange, HostMemory};
+use crate::host::{HostChange, HostMemory, PageKind};
 use crate::machine::Machine;
 use crate::tlb::Tlb;
 use crate::watched::Watched;
@@ -70,6 +70,18 @@ impl SimPlatform {
         let tlb = Arc::<Tlb>::default();
         let machine: Arc<SimMachine> = Machine::new(pages, tlb.clone());
         Watched::of(&machine, tlb)
+    }
+
+    /// Makes a machine with `pages` pages of host memory, which is mapped at `level`.
+    pub fn at_level(pages: u64, level: Level) -> Arc<Self> {
+        let platform = Self::new(pages);
+        let remap = HostChange::Remap {
+            level,
+            writable: true,
+            kind: PageKind::Ordinary,
+        };
+        platform.host.change(&(0..pages), remap);
+        platform
     }
 
     /// Has hardware walkers walk the tables of `vm`, which has `spaces` address spaces, from now on.

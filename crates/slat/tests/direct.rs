@@ -8,7 +8,7 @@ use slat::{
     Config, CreateVmError, Ept, Gfn, Gpa, Level, MemoryAttributes, MmuKind, Region, Setting,
     SlotFlags, Stop, Translation, Vm,
 };
-use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
+use slat_model::{HostMemory, SimPlatform};
 
 type TestVm = Vm<SimPlatform, Ept>;
 
@@ -16,13 +16,7 @@ const GIB1: u64 = 1 << 18;
 
 /// A VM with the direct MMU and one slot over all of its host memory, which is mapped at `level`.
 fn vm(pages: u64, level: Level) -> Arc<TestVm> {
-    let platform = SimPlatform::new(pages);
-    let remap = HostChange::Remap {
-        level,
-        writable: true,
-        kind: PageKind::Ordinary,
-    };
-    platform.host.change(&(0..pages), remap);
+    let platform = SimPlatform::at_level(pages, level);
     let vm = Vm::new(platform, Config::default().with_mmu(MmuKind::Direct)).unwrap();
     set(&vm, pages, SlotFlags::default());
     vm

@@ -9,20 +9,14 @@ use slat::{
     Access, Config, DirtyGfn, DirtyLogError, DirtyRing, Ept, Gfn, Gpa, Level, Region, SlotFlags,
     Stop, Vcpu, Vm, WaitFor,
 };
-use slat_model::{Event, HostChange, HostMemory, PageKind, RingClient, SimPlatform};
+use slat_model::{Event, HostMemory, RingClient, SimPlatform};
 
 /// No multiple of 64: words of the bitmap lie across words of the tables.
 const BASE: u64 = 37;
 const PAGES: u64 = 300;
 
 fn vm() -> Arc<Vm<SimPlatform, Ept>> {
-    let platform = SimPlatform::new(PAGES);
-    let change = HostChange::Remap {
-        level: Level::PAGE,
-        writable: true,
-        kind: PageKind::Ordinary,
-    };
-    platform.host.change(&(0..PAGES), change);
+    let platform = SimPlatform::at_level(PAGES, Level::PAGE);
     Vm::new(platform, Config::default()).unwrap()
 }
 

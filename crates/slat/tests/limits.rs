@@ -11,7 +11,7 @@ use slat::{
     Format, Gfn, Gpa, Level, MemoryType, Region, RegionError, Rights, Setting, SlotFlags, Stop,
     Translation, Vcpu, Vm,
 };
-use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
+use slat_model::{HostMemory, SimPlatform};
 
 const MIB2: u64 = 512;
 /// In the slot: a huge leaf and a bit.
@@ -48,13 +48,7 @@ struct World<F: Format> {
 impl<F: Format> World<F> {
     /// A VM with slot 0 as `rights` and `memory` say, on a host with pages of `level`.
     fn new(level: Level, rights: Rights, memory: MemoryType) -> Self {
-        let platform = SimPlatform::new(PAGES);
-        let remap = HostChange::Remap {
-            level,
-            writable: true,
-            kind: PageKind::Ordinary,
-        };
-        platform.host.change(&(0..PAGES), remap);
+        let platform = SimPlatform::at_level(PAGES, level);
         let vm = Vm::new(platform, common::config()).unwrap();
         let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0))
             .with_rights(rights)

@@ -46,13 +46,7 @@ struct World<F: Format> {
 
 impl<F: Format> World<F> {
     fn new(host_pages: u64, level: Level) -> Self {
-        let platform = SimPlatform::new(host_pages);
-        let remap = HostChange::Remap {
-            level,
-            writable: true,
-            kind: PageKind::Ordinary,
-        };
-        platform.host.change(&(0..host_pages), remap);
+        let platform = SimPlatform::at_level(host_pages, level);
         let vm = Vm::new(platform, common::config()).unwrap();
         let vcpu = vm.create_vcpu().unwrap();
         World { vm, vcpu }

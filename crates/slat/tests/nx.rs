@@ -8,7 +8,7 @@ use slat::{
     Access::{self, *},
     Config, Ept, Format, Gpa, Level, Region, SlotFlags, Stats, Stop, Vcpu, Vm,
 };
-use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
+use slat_model::{HostMemory, SimPlatform};
 
 const MIB2: u64 = 512;
 const GIB1: u64 = 1 << 18;
@@ -30,13 +30,7 @@ fn touch<F: Format>(vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) -
 
 /// Makes a VM with a slot of 1 GiB, which the host maps by one page, and sets `policies`.
 fn vm<F: Format>(policies: &[(&str, &str)]) -> Arc<Vm<SimPlatform, F>> {
-    let platform = SimPlatform::new(GIB1);
-    let giga = HostChange::Remap {
-        level: Level::GIGA,
-        writable: true,
-        kind: PageKind::Ordinary,
-    };
-    platform.host.change(&(0..GIB1), giga);
+    let platform = SimPlatform::at_level(GIB1, Level::GIGA);
     let vm = Vm::<_, F>::new(platform, Config::default()).unwrap();
     for (policy, value) in [("nx_huge_pages", "on"), ("prefetch", "off")]
         .iter()

@@ -1,15 +1,18 @@
 //! One platform under several VMs: whatever it is asked for, it is told for which VM, and for what there.
 
+#[macro_use]
+#[path = "common/passing.rs"]
+mod passing;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use slat::format::X86;
 use slat::{
     Access::{self, *},
-    Config, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, MmuKind, Pfn, Platform, Region,
-    Request, ResolveError, Setting, SlotFlags, Stale, Stop, TableMeta, Vcpu, Vm, VmId, WaitFor,
+    Config, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, MmuKind, Pfn, Platform, Region, Request,
+    ResolveError, Setting, SlotFlags, Stale, Stop, Vcpu, Vm, VmId, WaitFor,
 };
 use slat_model::{HostMemory, SimPlatform};
 
@@ -64,12 +67,7 @@ unsafe impl Platform for Shared {
         // SAFETY: the caller's promise.
         unsafe { self.machine.free_table(vm, frame) };
     }
-    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
-        self.machine.entries(frame)
-    }
-    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
-        self.machine.meta(frame)
-    }
+    passes_contents!();
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
         self.requests.lock().unwrap().push(*request);
         self.machine.resolve(request)
@@ -104,7 +102,7 @@ fn vm<F: Format>(platform: &Arc<Shared>, mmu: MmuKind) -> Arc<Vm<Shared, F>> {
     vm
 }
 
-/// What is asked for, and each table that is made and freed, is of its VM.
+/// The platform is told the right VM with each request, and with each table that is made or freed.
 fn each_vm_is_served_as_itself<F: Format>(mmu: MmuKind) {
     let platform = Shared::new();
     let vms = [(); 2].map(|()| vm::<F>(&platform, mmu));

@@ -1,16 +1,18 @@
 //! What looking ahead asks of the host: calls of `resolve_resident`, and the pages in them. What the host has said is used later, and
 //! not longer than it holds.
 
+#[macro_use]
+#[path = "common/passing.rs"]
+mod passing;
+
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Arc, Mutex};
 
 use slat::{
-    Access, Config, Entries, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, Pfn, Platform,
-    Prefetch, Region, Request, ResolveError, Setting, Stale, Stop, TableMeta, Vcpu, Vm, VmId,
-    WaitFor,
+    Access, Config, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, Pfn, Platform, Prefetch,
+    Region, Request, ResolveError, Setting, Stale, Stop, Vcpu, Vm, VmId, WaitFor,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -25,22 +27,7 @@ struct Lazy {
 
 // SAFETY: as `SimPlatform`.
 unsafe impl Platform for Lazy {
-    fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
-        self.machine.alloc_table(vm)
-    }
-    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
-        self.machine.alloc_root(vm, tables)
-    }
-    unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
-        // SAFETY: the caller's promise.
-        unsafe { self.machine.free_table(vm, frame) };
-    }
-    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
-        self.machine.entries(frame)
-    }
-    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
-        self.machine.meta(frame)
-    }
+    passes_tables!();
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
         self.resident.lock().unwrap().insert(request.backing);
         self.machine.resolve(request)

@@ -16,7 +16,7 @@ use slat::{
     Config, CreateVmError, Ept, Gfn, Gpa, Level, MemoryType, MmuKind, Prefetch, Region, Rights,
     Setting, SlotFlags, Stats, Stop, VirtualPage, VirtualStop, Vm,
 };
-use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
+use slat_model::{HostMemory, SimPlatform};
 
 const PAGES: u64 = 4096;
 /// The frames of the guest's tables, of level 4 to 1; the level 1 table maps the first 2 MiB.
@@ -36,13 +36,7 @@ impl Guest {
     /// A guest with one slot over all of its host memory, which is mapped at `level`. Its tables map the first 2 MiB to
     /// [`DATA`]. There is a second address space, without slots.
     fn new(level: Level) -> Self {
-        let platform = SimPlatform::new(PAGES);
-        let remap = HostChange::Remap {
-            level,
-            writable: true,
-            kind: PageKind::Ordinary,
-        };
-        platform.host.change(&(0..PAGES), remap);
+        let platform = SimPlatform::at_level(PAGES, level);
         let config = Config::default().with_mmu(MmuKind::Shadow).with_spaces(2);
         let vm = Vm::new(platform, config).unwrap();
         vm.set_policy(Setting::Prefetch(Prefetch::Off));

@@ -10,21 +10,14 @@ use slat::{
     WaitFor, format::Npt, format::Stage2,
 };
 use slat::{DirtyLogMethod, Setting};
-use slat_model::{Event, HostChange, HostMemory, PageKind, SimPlatform, set_region};
+use slat_model::{Event, HostMemory, SimPlatform, set_region};
 
 /// No multiple of what a section may look at, nor of a table.
 const PAGES: u64 = 2 * 4096 + 700;
 const BASE: u64 = 300;
 
 fn machine(pages: u64) -> Arc<SimPlatform> {
-    let platform = SimPlatform::new(pages);
-    let change = HostChange::Remap {
-        level: Level::PAGE,
-        writable: true,
-        kind: PageKind::Ordinary,
-    };
-    platform.host.change(&(0..pages), change);
-    platform
+    SimPlatform::at_level(pages, Level::PAGE)
 }
 
 fn region(slot: u32, base: u64, flags: SlotFlags) -> Region {

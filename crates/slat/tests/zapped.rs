@@ -1,14 +1,17 @@
 //! What a platform is told of leaves that are zapped: that their pages may have been written to, so that the host writes them back.
 
+#[macro_use]
+#[path = "common/passing.rs"]
+mod passing;
+
 use std::ops::Range;
-use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use slat::format::Stage2;
 use slat::{
-    Access, Config, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, Pfn,
-    Platform, Prefetch, Region, Request, ResolveError, Setting, SlotFlags, Stale, Stop, TableMeta,
-    Vm, VmId, WaitFor, ZappedLeaf,
+    Access, Config, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, Platform,
+    Prefetch, Region, Request, ResolveError, Setting, SlotFlags, Stale, Stop, Vm, VmId, WaitFor,
+    ZappedLeaf,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -22,22 +25,7 @@ struct Listening {
 unsafe impl Platform for Listening {
     const WANTS_ZAPPED: bool = true;
 
-    fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
-        self.machine.alloc_table(vm)
-    }
-    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
-        self.machine.alloc_root(vm, tables)
-    }
-    unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
-        // SAFETY: the caller's promise.
-        unsafe { self.machine.free_table(vm, frame) };
-    }
-    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
-        self.machine.entries(frame)
-    }
-    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
-        self.machine.meta(frame)
-    }
+    passes_tables!();
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
         self.machine.resolve(request)
     }

@@ -196,7 +196,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 assert_eq!(rights, (false, now.rights.execute), "{}", at());
             }
             (Ok(_), None) => panic!("{}", at()),
-            // What is mapped, perhaps without the right to this access, is in a slot.
+            // A page is mapped only if a slot has it. The mapping need not allow this access.
             (Err(_), now) => {
                 let none = matches!(answer, Err(Stop::Mmio { .. })) && access != Access::Write;
                 assert!(!(none && now.is_some()), "{}", at());

@@ -2,7 +2,7 @@
 //!
 //! In the order of gfn, it shows the leaves that map a frame, those of higher levels first, and with [`Show::tables`] the
 //! entry that refers to a direct page, for the region that the page maps. A page that nothing refers to is shown by an
-//! entry in no table. Under the lock of the MMU, which it holds for one step.
+//! entry that is in no table. Under the lock of the MMU, which it holds for one step.
 
 use alloc::string::String;
 use core::ops::Range;

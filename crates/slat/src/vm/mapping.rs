@@ -52,8 +52,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// debuggers, which have no vCPU; a thread that has one in a reader section asks that
     /// ([`Vcpu::lookup`](crate::Vcpu::lookup)), for the walk alone.
     ///
-    /// May be called from any thread, in a reader section and outside. What is returned may be out of date when it is
-    /// used, and the host frame taken back, unless the caller keeps the host from that itself: no flush waits for it.
+    /// Any thread may call it, also in a reader section. The answer may be old when the caller uses it, and the host may have
+    /// taken the frame back: no flush waits for the caller.
     ///
     /// Tdp and direct MMU: takes no lock. It costs the walk and one atomic read-modify-write of a word that all callers share: 7
     /// to 10 ns where the tables are in the cache, of which the vCPU's look-up is 4 to 7 (slat-peers, `lookup-near`). A

@@ -1,0 +1,31 @@
+//! What platforms of tests pass on unchanged to the `SimPlatform` in their field `machine`.
+
+/// The methods of `slat::Platform` for what is in a table's frame.
+macro_rules! passes_contents {
+    () => {
+        fn entries(&self, frame: slat::Pfn) -> std::ptr::NonNull<slat::Entries> {
+            self.machine.entries(frame)
+        }
+        fn meta(&self, frame: slat::Pfn) -> std::ptr::NonNull<slat::TableMeta> {
+            self.machine.meta(frame)
+        }
+    };
+}
+
+/// All methods of `slat::Platform` for tables.
+#[allow(unused_macros, reason = "not every file of tests needs it")]
+macro_rules! passes_tables {
+    () => {
+        fn alloc_table(&self, vm: slat::VmId) -> Option<slat::Pfn> {
+            self.machine.alloc_table(vm)
+        }
+        fn alloc_root(&self, vm: slat::VmId, tables: usize) -> Option<slat::Pfn> {
+            self.machine.alloc_root(vm, tables)
+        }
+        unsafe fn free_table(&self, vm: slat::VmId, frame: slat::Pfn) {
+            // SAFETY: the caller's promise.
+            unsafe { self.machine.free_table(vm, frame) };
+        }
+        passes_contents!();
+    };
+}
