@@ -1,10 +1,10 @@
 //! Generates operations: mostly sensible, some wrong, all of them crowded into few addresses, so that slots collide, share
 //! backing, and cross the borders of tables.
 
-use slat::{Access, Gpa, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags};
+use slat::{Access, Change, Gpa, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags};
 
 use crate::host::{HostChange, HostMemory, PageKind};
-use crate::model::GuestModel;
+use crate::model::{GuestModel, ModelSlot};
 use crate::ops::{Kind, Op, POLICIES};
 use crate::rng::Rng;
 use crate::setup::{SPACES, Setup, VCPUS, first_space_of};
@@ -85,6 +85,14 @@ impl Generator {
                 // One in many has an address space that does not exist.
                 let space = if self.rng.one_in(64) { SPACES } else { space };
                 Op::SetRegion { space, region }
+            }
+            Kind::Regions => {
+                let mut changes = self.regions(&models[space]);
+                if self.rng.one_in(32) {
+                    // A slot that is not there, or is named twice.
+                    changes.push(Change::Remove(self.rng.below(self.ids) as u32));
+                }
+                Op::SetRegions { space, changes }
             }
             Kind::FindSlot => {
                 let gpa = self.gfn(seen) << 12;
@@ -238,6 +246,115 @@ impl Generator {
         } else {
             region
         }
+    }
+
+    /// Returns changes of several slots: what clients do, and others.
+    fn regions(&mut self, model: &GuestModel) -> Vec<Change> {
+        let first = self.some_slot(model).map(|id| (id, model.slots[&id]));
+        let second = self.some_slot(model).map(|id| (id, model.slots[&id]));
+        match (self.rng.below(8), first, second) {
+            (0..3, Some((id, slot)), _) if slot.pages > 1 => self.cut(id, slot),
+            (3, Some(_), _) => self.join(model),
+            (4, Some((id, slot)), Some((other, its))) if id != other => vec![
+                self.set(
+                    id,
+                    ModelSlot {
+                        base: its.base,
+                        ..slot
+                    },
+                ),
+                self.set(
+                    other,
+                    ModelSlot {
+                        base: slot.base,
+                        ..its
+                    },
+                ),
+            ],
+            (5, Some((id, slot)), Some((other, its))) if id != other => {
+                let by = self.rng.pick(&[1, 512, 700]);
+                vec![
+                    self.set(
+                        id,
+                        ModelSlot {
+                            base: slot.base + by,
+                            ..slot
+                        },
+                    ),
+                    self.set(
+                        other,
+                        ModelSlot {
+                            base: its.base + by,
+                            ..its
+                        },
+                    ),
+                ]
+            }
+            (6, Some((id, _)), _) => {
+                let fresh = Change::Set(self.fresh());
+                vec![Change::Remove(id), fresh]
+            }
+            _ => (0..self.rng.below(4))
+                .map(|_| match self.some_slot(model) {
+                    Some(id) if self.rng.one_in(3) => Change::Remove(id),
+                    _ => Change::Set(self.region(model)),
+                })
+                .collect(),
+        }
+    }
+
+    /// Cuts a slot in two, with or without a hole in between; or shortens it at one end.
+    fn cut(&mut self, id: u32, slot: ModelSlot) -> Vec<Change> {
+        let at = 1 + self.rng.below(slot.pages - 1);
+        let at = match self.rng.one_in(3) {
+            true => at,
+            false => (at & !511).max(1),
+        };
+        let hole = self.rng.pick(&[0, 0, 1, 7, 512]).min(slot.pages - at);
+        let lower = ModelSlot { pages: at, ..slot };
+        let upper = ModelSlot {
+            base: slot.base + at + hole,
+            pages: slot.pages - at - hole,
+            backing: slot.backing + ((at + hole) << 12),
+            ..slot
+        };
+        let other = self.rng.below(self.ids) as u32;
+        match self.rng.below(4) {
+            0 => vec![self.set(id, lower)],
+            1 if upper.pages > 0 => vec![self.set(id, upper)],
+            _ if upper.pages > 0 => vec![self.set(id, lower), self.set(other, upper)],
+            _ => vec![self.set(id, lower)],
+        }
+    }
+
+    /// Makes one slot of two that are next to each other, and have been one.
+    fn join(&mut self, model: &GuestModel) -> Vec<Change> {
+        let mut pairs = Vec::new();
+        for (id, slot) in &model.slots {
+            let next = model.slot_at(slot.base + slot.pages);
+            pairs.extend(next.map(|(other, next)| (*id, slot, other, next)));
+        }
+        pairs.retain(|(_, slot, _, next)| {
+            let limits = |slot: &ModelSlot| (slot.rights, slot.memory);
+            next.backing == slot.backing + (slot.pages << 12) && limits(slot) == limits(next)
+        });
+        if pairs.is_empty() {
+            return Vec::new();
+        }
+        let (id, slot, other, next) = pairs[self.rng.below(pairs.len() as u64) as usize];
+        let pages = slot.pages + next.pages;
+        vec![
+            self.set(id, ModelSlot { pages, ..*slot }),
+            Change::Remove(other),
+        ]
+    }
+
+    /// Sets slot `id` to `slot`; sometimes it begins or ends its log with that.
+    fn set(&mut self, id: u32, mut slot: ModelSlot) -> Change {
+        if self.rng.one_in(5) {
+            slot.flags ^= SlotFlags::LOG_DIRTY_PAGES.0;
+        }
+        Change::Set(slot.region(id))
     }
 
     fn existing(

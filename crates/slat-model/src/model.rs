@@ -1,10 +1,12 @@
 //! What guest memory should be: memslots in a `BTreeMap`, dirty pages in bitmaps, and KVM's rules written down a second time,
 //! in the order of KVM's API document and independently of the engine.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use slat::{
-    Access, Format, Gpa, HostPage, Hva, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags,
+    Access, Change, Format, Gpa, HostPage, Hva, Level, MAX_SLOTS, MemoryType, Region, Rights,
+    SlotFlags,
 };
 
 use crate::host::HostMemory;
@@ -41,8 +43,24 @@ pub struct ModelSlot {
 }
 
 impl ModelSlot {
+    /// Makes the slot that `region` asks for.
+    fn of(region: &Region) -> Self {
+        ModelSlot {
+            base: region.gpa.0 >> 12,
+            pages: region.size >> 12,
+            backing: region.backing.0,
+            flags: region.flags.0,
+            rights: region.rights,
+            memory: region.memory,
+        }
+    }
+
     fn end(&self) -> u64 {
         self.base + self.pages
+    }
+
+    fn overlaps(&self, other: &ModelSlot) -> bool {
+        self.base < other.end() && other.base < self.end()
     }
 
     /// Whether the slot contains `gfn`.
@@ -151,6 +169,8 @@ struct Log {
     /// A bit per page, counted from the slot's start: written since it was last cleared. With rings: named by a ring entry that
     /// has not been reset.
     noted: Vec<u64>,
+    /// Whether it consists of the dirty bits of leaves.
+    by_dirty_bit: bool,
     /// Whether the log may name more than was written.
     loose: bool,
 }
@@ -164,9 +184,11 @@ impl Log {
                 *noted.last_mut().expect("a slot has a page") = (1 << (pages % 64)) - 1;
             }
         }
+        let by_dirty_bit = mode.by_dirty_bit && !mode.rings;
         Log {
             noted,
-            loose: mode.by_dirty_bit && !mode.rings,
+            by_dirty_bit,
+            loose: by_dirty_bit,
         }
     }
 
@@ -203,22 +225,10 @@ impl GuestModel {
 
     /// Does KVM_SET_USER_MEMORY_REGION; the error is an errno.
     pub fn set_region(&mut self, region: &Region) -> Result<(), i32> {
-        let (id, flags) = (region.slot, region.flags.0);
-        let (gpa, size, backing) = (region.gpa.0, region.size, region.backing.0);
-        let aligned = |x: u64| x & 0xfff == 0;
-        if flags & !(LOG | READONLY) != 0
-            || !aligned(size)
-            || !aligned(gpa)
-            || !aligned(backing)
-            || id >= MAX_SLOTS
-            || gpa.checked_add(size).is_none()
-            || backing.checked_add(size).is_none()
-            || size >> 12 > (1 << 31) - 1
-        {
-            return Err(EINVAL);
-        }
+        let id = region.slot;
+        check_alone(region)?;
         let old = self.slots.get(&id).copied();
-        if size == 0 {
+        if region.size == 0 {
             return match old {
                 Some(_) => {
                     self.remove(id);
@@ -227,14 +237,7 @@ impl GuestModel {
                 None => Err(EINVAL),
             };
         }
-        let new = ModelSlot {
-            base: gpa >> 12,
-            pages: size >> 12,
-            backing,
-            flags,
-            rights: region.rights,
-            memory: region.memory,
-        };
+        let new = ModelSlot::of(region);
         if let Some(old) = old {
             let fixed = |s: &ModelSlot| {
                 let limits = (s.flags & READONLY, s.rights, s.memory);
@@ -244,9 +247,7 @@ impl GuestModel {
                 return Err(EINVAL);
             }
         }
-        let overlaps = |(&other, s): (&u32, &ModelSlot)| {
-            other != id && s.base < new.end() && new.base < s.end()
-        };
+        let overlaps = |(&other, s): (&u32, &ModelSlot)| other != id && s.overlaps(&new);
         if old.is_none_or(|old| old.base != new.base) && self.slots.iter().any(overlaps) {
             return Err(EEXIST);
         }
@@ -259,9 +260,122 @@ impl GuestModel {
             let log = log.unwrap_or_else(|| Log::new(new.pages, self.mode));
             self.logs.insert(id, log);
         }
-        self.slots.insert(id, new);
-        self.by_base.insert(new.base, id);
+        self.insert(id, new);
         Ok(())
+    }
+
+    /// Changes several slots as one ([`slat::Vm::set_memory_regions`]); the error is an errno.
+    pub fn set_regions(&mut self, changes: &[Change]) -> Result<(), i32> {
+        let mut regions = Vec::new();
+        for change in changes {
+            if let Change::Set(region) = change {
+                check_alone(region)?;
+                if region.size == 0 {
+                    return Err(EINVAL);
+                }
+                regions.push((region.slot, ModelSlot::of(region)));
+            }
+        }
+        let ids: BTreeSet<u32> = changes.iter().map(Change::slot).collect();
+        if ids.len() < changes.len() {
+            return Err(EINVAL);
+        }
+        for (i, (_, slot)) in regions.iter().enumerate() {
+            if regions[..i].iter().any(|(_, other)| other.overlaps(slot)) {
+                return Err(EEXIST);
+            }
+        }
+        for change in changes {
+            let Change::Set(region) = change else {
+                if !self.slots.contains_key(&change.slot()) {
+                    return Err(EINVAL);
+                }
+                continue;
+            };
+            let new = ModelSlot::of(region);
+            let mut others = self.slots.iter().filter(|(id, _)| !ids.contains(id));
+            if others.any(|(_, slot)| slot.overlaps(&new)) {
+                return Err(EEXIST);
+            }
+            if new.end() > self.capacity {
+                return Err(EINVAL);
+            }
+        }
+        let before = self.clone();
+        ids.iter().for_each(|id| drop(self.remove(*id)));
+        for (id, new) in regions {
+            if new.logs() {
+                let log = before.log_for(id, &new);
+                self.logs.insert(id, log);
+            }
+            self.insert(id, new);
+        }
+        Ok(())
+    }
+
+    /// Returns the log of slot `id` when it has become `new`, by a change of several slots: pages that stay keep their marks.
+    fn log_for(&self, id: u32, new: &ModelSlot) -> Log {
+        let same = |old: &&ModelSlot| (old.backing, old.pages) == (new.backing, new.pages);
+        let own = self.slots.get(&id).filter(same);
+        let own = own.and_then(|_| self.logs.get(&id).cloned());
+        let is_own = own.is_some();
+        let mut log = own.unwrap_or_else(|| Log::new(new.pages, self.mode));
+        for page in 0..new.pages {
+            let gfn = new.base + page;
+            if let Some((old, slot)) = self.slot_at(gfn)
+                && !(is_own && old == id)
+                && let Some(known) = self.logs.get(&old)
+                && slot.host_page(gfn) == new.host_page(gfn)
+            {
+                let marked = known.holds(gfn - slot.base) && !self.mode.rings;
+                let (word, bit) = (page as usize / 64, 1 << (page % 64));
+                // A log that the slot brings along has marks of its own, and two that are exchanged may get some of them back.
+                let before = if is_own {
+                    log.noted[word]
+                } else {
+                    log.noted[word] & !bit
+                };
+                log.noted[word] = before | if marked { bit } else { 0 };
+                log.loose |= known.loose || is_own;
+            }
+        }
+        log
+    }
+
+    fn insert(&mut self, id: u32, slot: ModelSlot) {
+        self.slots.insert(id, slot);
+        self.by_base.insert(slot.base, id);
+    }
+
+    /// Returns the frames that have the same memory in `self` and in `after`, with the same rights, and that no change of a
+    /// dirty log unmaps.
+    pub fn kept(&self, after: &GuestModel) -> Vec<Range<u64>> {
+        let mut kept = Vec::new();
+        for (id, old) in &self.slots {
+            let method =
+                |model: &GuestModel, id| model.logs.get(&id).map(|log: &Log| log.by_dirty_bit);
+            // The dirty bits of a slot that moves are noted.
+            let moved = after.slots.get(id).is_some_and(|new| new.base != old.base);
+            if moved && method(self, *id) == Some(true) {
+                continue;
+            }
+            for (other, new) in &after.slots {
+                let limits =
+                    |slot: &ModelSlot| (slot.is_writable(), slot.is_executable(), slot.memory);
+                let (was, is) = (method(self, *id), method(after, *other));
+                let logs = was.is_none() || is.is_none() || was == is;
+                let start = old.base.max(new.base);
+                let end = old.end().min(new.end());
+                if start < end
+                    && logs
+                    && limits(old) == limits(new)
+                    && old.host_page(start) == new.host_page(start)
+                {
+                    kept.push(start..end);
+                }
+            }
+        }
+        kept
     }
 
     /// Removes a slot; returns its log.
@@ -378,6 +492,24 @@ impl GuestModel {
         }
         Ok(())
     }
+}
+
+/// Checks what KVM checks of a region before it looks at other slots; the error is an errno.
+fn check_alone(region: &Region) -> Result<(), i32> {
+    let (gpa, size, backing) = (region.gpa.0, region.size, region.backing.0);
+    let aligned = |x: u64| x & 0xfff == 0;
+    if region.flags.0 & !(LOG | READONLY) != 0
+        || !aligned(size)
+        || !aligned(gpa)
+        || !aligned(backing)
+        || region.slot >= MAX_SLOTS
+        || gpa.checked_add(size).is_none()
+        || backing.checked_add(size).is_none()
+        || size >> 12 > (1 << 31) - 1
+    {
+        return Err(EINVAL);
+    }
+    Ok(())
 }
 
 /// Whether a guest may execute from `page`.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use slat::{Access, Region};
+use slat::{Access, Change, Region};
 
 use crate::host::HostChange;
 use crate::rng::Rng;
@@ -17,6 +17,13 @@ pub enum Op {
         space: usize,
         /// The arguments.
         region: Region,
+    },
+    /// Several memslots changed as one, validly or not.
+    SetRegions {
+        /// Address space.
+        space: usize,
+        /// The arguments.
+        changes: Vec<Change>,
     },
     /// A vCPU looks up the slot that contains an address.
     FindSlot {
@@ -120,6 +127,7 @@ pub enum Op {
 #[derive(Clone, Copy)]
 pub(crate) enum Kind {
     Region,
+    Regions,
     FindSlot,
     Translate,
     Prefault,
@@ -155,6 +163,7 @@ impl Mix {
         &[
             (Kind::Translate, 730),
             (Kind::Region, 80),
+            (Kind::Regions, 30),
             (Kind::Invalidate, 60),
             (Kind::DirtyLog, 30),
             (Kind::ClearLog, 25),
@@ -177,6 +186,7 @@ impl Mix {
         "slots",
         &[
             (Kind::Region, 8),
+            (Kind::Regions, 3),
             (Kind::FindSlot, 6),
             (Kind::Translate, 2),
             (Kind::UseSpace, 1),
@@ -188,6 +198,7 @@ impl Mix {
         &[
             (Kind::Translate, 600),
             (Kind::Region, 30),
+            (Kind::Regions, 20),
             (Kind::Invalidate, 20),
             (Kind::DirtyLog, 60),
             (Kind::ClearLog, 120),

@@ -8,8 +8,10 @@ pub struct Tally(BTreeMap<&'static str, u64>);
 
 impl Tally {
     /// Names that a long run must have counted, whatever the format.
-    pub const USUAL: [&'static str; 29] = [
+    pub const USUAL: [&'static str; 31] = [
         "slot set",
+        "several slots set",
+        "several slots refused",
         "slot refused",
         "slot found",
         "page read",
@@ -40,8 +42,11 @@ impl Tally {
         "access that the mapping does not allow",
     ];
     /// Further names that a run with [`MmuKind::Tdp`](slat::MmuKind) must have counted.
-    pub const OF_TDP: [&'static str; 2] =
-        ["still mapped when logging ended", "huge page recovered"];
+    pub const OF_TDP: [&'static str; 3] = [
+        "still mapped when several slots were set",
+        "still mapped when logging ended",
+        "huge page recovered",
+    ];
     /// Further names that a run with rings must have counted.
     pub const OF_RINGS: [&'static str; 4] = [
         "ring pushed",

@@ -100,8 +100,85 @@ impl DirtyLog {
         }
     }
 
+    /// Clears the marks of those of `gfns` that lie in the frames `slot` of the log's slot. The caller is the only one that uses
+    /// the log.
+    pub(crate) fn unmark(&self, slot: &Range<Gfn>, gfns: &Range<Gfn>) {
+        let pages = gfns.start.max(slot.start).0..gfns.end.min(slot.end).0;
+        for (index, mask) in words_of(pages.start - slot.start.0..pages.end - slot.start.0) {
+            self.bits[index].fetch_and(!mask, Relaxed);
+        }
+    }
+
+    /// Marks each of the `pages` pages from `to` on whose counterpart is marked in `log`, where they are those from `from` on.
+    pub(crate) fn copy_marks(&self, log: &DirtyLog, from: u64, to: u64, pages: u64) {
+        for (index, mask) in words_of(from..from + pages) {
+            let marked = log.bits[index].load(Acquire) & mask;
+            // Where the first bit of the word belongs; before the first word, if no bit of the mask does.
+            let at = (index as u64 * 64 + to).wrapping_sub(from) as i64;
+            let (word, shift) = (at.div_euclid(64), at.rem_euclid(64) as u32);
+            let parts = [marked << shift, marked.checked_shr(64 - shift).unwrap_or(0)];
+            for (word, marks) in (word..).zip(parts).filter(|(_, marks)| *marks != 0) {
+                self.bits[word as usize].fetch_or(marks, Release);
+            }
+        }
+    }
+
     /// Whether the page `page` of the slot is marked.
     pub(crate) fn is_marked(&self, page: u64) -> bool {
         self.bits[page as usize / 64].load(Acquire) >> (page % 64) & 1 != 0
+    }
+}
+
+/// Returns the words of a bitmap that have bits for `pages`: each with its index and a mask of these bits.
+fn words_of(pages: Range<u64>) -> impl Iterator<Item = (usize, u64)> {
+    (pages.start / 64..pages.end.div_ceil(64)).map(move |word| {
+        let first = pages.start.max(word * 64) - word * 64;
+        let end = pages.end.min(word * 64 + 64) - word * 64;
+        (word as usize, (u64::MAX >> (64 - (end - first))) << first)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_are_copied_between_any_two_places() {
+        const PAGES: u64 = 200;
+        for (from, to, pages) in [
+            (0, 0, 200),
+            (0, 64, 130),
+            (3, 0, 197),
+            (70, 5, 60),
+            (5, 70, 60),
+            (63, 64, 1),
+            (0, 199, 1),
+            (128, 1, 72),
+        ] {
+            let [source, target] =
+                [0, 1].map(|_| DirtyLog::bitmap(LogKind::Bitmap, PAGES, false).unwrap());
+            (0..PAGES)
+                .filter(|page| page % 3 == 0 || page % 7 == 2)
+                .for_each(|page| source.mark(page));
+            target.copy_marks(&source, from, to, pages);
+            for page in 0..PAGES {
+                let expected =
+                    (to..to + pages).contains(&page) && source.is_marked(page - to + from);
+                assert_eq!(
+                    target.is_marked(page),
+                    expected,
+                    "page {page} of {from}, {to}, {pages}"
+                );
+            }
+            source.unmark(
+                &(Gfn(10)..Gfn(10 + PAGES)),
+                &(Gfn(10 + from)..Gfn(10 + from + pages)),
+            );
+            for page in 0..PAGES {
+                let cleared = (from..from + pages).contains(&page);
+                let marked = page % 3 == 0 || page % 7 == 2;
+                assert_eq!(source.is_marked(page), marked && !cleared, "page {page}");
+            }
+        }
     }
 }

@@ -37,7 +37,7 @@
 //! # The pieces
 //! * A [`Platform`] is the machine under the engine: table frames, host pages, hardware flushes.
 //! * A [`Format`] says what an entry means to a page walker: see the table below.
-//! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::remove_memory_region`],
+//! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_regions`], [`Vm::remove_memory_region`],
 //!   [`Vm::set_memory_attributes`], [`Vm::invalidate`], [`Vm::get_dirty_log`], [`Vm::lookup`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
 //!
@@ -101,7 +101,9 @@ pub use policy::{
     AtomicPolicy, DirtyLogMethod, DirtyLogReads, Policy, PolicyError, Prefetch, Setting, SplitWalk,
     Switch,
 };
-pub use slots::{AttributesError, MAX_SLOTS, MemoryAttributes, Region, RegionError, SlotFlags};
+pub use slots::{
+    AttributesError, Change, MAX_SLOTS, MemoryAttributes, Region, RegionError, SlotFlags,
+};
 pub use stats::Stats;
 pub use sync::quiesce::Attention;
 pub use vcpu::{

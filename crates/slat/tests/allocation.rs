@@ -9,7 +9,7 @@ use std::sync::Arc;
 use common::config;
 use slat::{
     Access::{self, *},
-    CreateVmError, Ept, Gpa, Level, Region, SlotFlags, Stop, Vm,
+    Change, CreateVmError, Ept, Gpa, Level, Region, RegionError, SlotFlags, Stop, Vm,
 };
 use slat::{Setting, Switch};
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
@@ -20,6 +20,7 @@ on_both_mmus! {
     an_mmio_access_survives_it,
     a_write_fault_that_splits_a_huge_leaf_survives_it,
     the_begin_of_logging_goes_as_far_as_there_is_memory,
+    a_slot_that_becomes_two_survives_it,
 }
 
 type TestVm = Vm<SimPlatform, Ept>;
@@ -206,4 +207,39 @@ fn the_begin_of_logging_goes_as_far_as_there_is_memory() {
         vm.audit().unwrap();
     };
     fail_everywhere(prepare, begin, check);
+}
+
+/// Two leaves of 1 GiB are in the way of the edges: four tables.
+fn a_slot_that_becomes_two_survives_it() {
+    let part = |id, gfns: std::ops::Range<u64>| {
+        let (gpa, size) = (Gpa(gfns.start << 12), (gfns.end - gfns.start) << 12);
+        Change::Set(Region::new(id, gpa, size, HostMemory::hva(gfns.start)))
+    };
+    let far = GIB1 + 300;
+    let changes = [part(0, 0..700), part(1, 900..far), part(2, far..GIB1 + 512)];
+    fail_everywhere(
+        |platform| {
+            let vm = with_slot(platform, NONE);
+            assert_eq!(touch(&vm, 7, Write), Ok(Level::GIGA));
+            assert_eq!(touch(&vm, far, Write), Ok(Level::MEGA));
+            vm
+        },
+        |vm| {
+            let changed = vm.set_memory_regions(0, &changes);
+            let faults = vm.stats().pf_taken;
+            for gfn in [0, 699, 900, GIB1 - 1, far - 1, far] {
+                assert!(touch(vm, gfn, Write).is_ok());
+            }
+            assert_eq!(vm.stats().pf_taken, faults, "{changed:?}");
+            match changed {
+                Ok(()) => true,
+                Err(error) => {
+                    assert_eq!(error, RegionError::OutOfMemory);
+                    assert!(touch(vm, 800, Read).is_ok());
+                    false
+                }
+            }
+        },
+        |vm| assert!(matches!(touch(vm, 800, Read), Err(Stop::Mmio { .. }))),
+    );
 }

@@ -219,6 +219,47 @@ fn every_change<F: Format>() {
     }
 }
 
+/// Several slots at once: what is given to the engine is copied, and each log and place may fail.
+fn every_change_of_several<F: Format>() {
+    use slat::Change::{Remove, Set};
+    let two = [
+        Set(region(0, NONE, 0, 700, 0)),
+        Set(region(500, NONE, 701, 323, 701)),
+    ];
+    let logging = [
+        Set(region(0, LOGGED, 0, 700, 0)),
+        Set(region(500, LOGGED, 700, 324, 700)),
+    ];
+    let log = [
+        Set(region(1, LOGGED, 1024, 100, 1024)),
+        Set(region(500, LOGGED, 1124, 412, 1124)),
+    ];
+    let none = [Remove(0), Remove(1), Remove(402)];
+    let gfn = |slot: u32| 4096 + u64::from(slot) * 2 + 1;
+    let many: Vec<_> = (500..600)
+        .map(|slot| Set(region(slot, NONE, gfn(slot - 300), 1, 0)))
+        .collect();
+    let changes: [(&str, u32, &[slat::Change]); 5] = [
+        ("becomes two", 3, &two),
+        ("becomes two that log", 6, &logging),
+        ("a log becomes two", 6, &log),
+        ("deleted", 3, &none),
+        ("a hundred between others", 20, &many),
+    ];
+    for (what, allocations, changes) in changes {
+        fail_everywhere::<F>(what, allocations, &|vm| {
+            let set = vm.set_memory_regions(0, changes);
+            set.map_err(|error| error.errno())
+        });
+    }
+}
+
+#[test]
+fn a_change_of_several_slots_without_heap_memory_changes_nothing_and_can_be_repeated() {
+    every_change_of_several::<Ept>();
+    every_change_of_several::<Stage2<48, true>>();
+}
+
 fn every_conversion<F: Format>() {
     let part = PRIVATE_GFN + 4..PRIVATE_GFN + 12;
     for (what, gfns, private) in [

@@ -23,6 +23,8 @@ const ACCESSED: usize = 64;
 
 /// Number of a slot's pages that are compared before and after a change of it.
 const SAMPLES: usize = 4;
+/// What a translation is called that a vCPU got in an earlier operation.
+const KEPT: &str = "kept";
 
 impl<M: Machine, F: Format> Runner<M, F> {
     /// Enters a vCPU. The translations that it still remembers must be right.
@@ -34,7 +36,31 @@ impl<M: Machine, F: Format> Runner<M, F> {
             cpu.vcpu.quiesce();
         }
         for (gfn, translation) in &self.cpus[i].tlb {
-            self.check_translation(i, *gfn, translation, "kept");
+            self.check_translation(i, *gfn, translation, KEPT);
+        }
+    }
+
+    /// Call after a change of several slots in `space`. The translations that vCPUs still remember must be right; those of leaves
+    /// that were split in place become as small as the slots now want them.
+    pub(super) fn split_kept(&mut self, space: usize) {
+        for i in 0..VCPUS {
+            if self.cpus[i].space != space {
+                continue;
+            }
+            self.enter(i);
+            let (cpu, model) = (&mut self.cpus[i], &self.models[space]);
+            cpu.vcpu.leave();
+            cpu.tlb.retain(|gfn, translation| {
+                let slot = model.slot_at(*gfn);
+                let Expected::Page(page) = model.expect(&*self.machine, *gfn, Access::Read) else {
+                    return true;
+                };
+                let largest = slot.map_or(Level::PAGE, |(_, slot)| slot.bounded_level(*gfn, &page));
+                let split = translation.level > largest;
+                translation.level = translation.level.min(largest);
+                // The pieces of one that NX kept from being executable are that.
+                !split || translation.execute
+            });
         }
     }
 
@@ -477,17 +503,23 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let at = || format!("{when} {translation:?} of frame {gfn:#x}, host {page:?}");
         assert_eq!(translation.host, page.pfn.hpa(), "{}", at());
         let (id, slot) = model.slot_at(gfn).expect("a page is in a slot");
-        assert!(
-            translation.level <= slot.bounded_level(gfn, &page),
-            "{}",
-            at()
-        );
+        let first = gfn & !(translation.level.pages() - 1);
+        let block = first..first + translation.level.pages();
+        let fits = translation.level <= slot.bounded_level(gfn, &page);
+        if !fits {
+            // A change of several slots has split the leaf in place. A vCPU that had it before may keep it, if the slots still have
+            // the same memory for all its pages.
+            let here = translation.host.0 >> 12;
+            let same = |other: u64| match model.expect(machine, other, Access::Read) {
+                Expected::Page(page) => page.pfn.0 == here.wrapping_add(other).wrapping_sub(gfn),
+                _ => false,
+            };
+            assert!(when == KEPT && block.clone().all(same), "{}", at());
+        }
         if translation.write {
             // All the leaf's pages: the vCPU needs no other translation for them.
-            let pages = translation.level.pages();
-            let first = gfn & !(pages - 1);
-            let mut gfns = match slot.logs() && !model.is_loose(id) {
-                true => first..first + pages,
+            let mut gfns = match !fits || slot.logs() && !model.is_loose(id) {
+                true => block,
                 false => gfn..gfn + 1,
             };
             assert!(gfns.all(|gfn| model.may_write(machine, gfn)), "{}", at());

@@ -9,8 +9,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use slat::{
-    Config, Format, MmuKind, Pfn, Platform, Region, RegionError, Setting, SlotFlags, Translation,
-    Vcpu, Vm,
+    Change, Config, Format, MmuKind, Pfn, Platform, Region, RegionError, Setting, SlotFlags,
+    Translation, Vcpu, Vm,
 };
 
 use crate::host::HostMemory;
@@ -178,6 +178,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     fn apply(&mut self, op: &Op) {
         match op {
             Op::SetRegion { space, region } => self.set_region(*space, region),
+            Op::SetRegions { space, changes } => self.set_regions(*space, changes),
             Op::FindSlot { vcpu, gpa } => self.find_slot(*vcpu, *gpa),
             Op::Translate { vcpu, gpa, access } => drop(self.access(*vcpu, *gpa, *access)),
             Op::Prefault { vcpu, gpa, bytes } => self.prefault(*vcpu, *gpa, *bytes),
@@ -345,6 +346,37 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
         if self.vm.stats().collapses > collapses {
             self.tally.count("huge page recovered");
+        }
+    }
+
+    fn set_regions(&mut self, space: usize, changes: &[Change]) {
+        let before = self.models[space].clone();
+        let mut after = before.clone();
+        let expected = after.set_regions(changes);
+        let kept = before.kept(&after);
+        let mut known = Vec::new();
+        // Where tables are shadow pages, the end of a log zaps those in whose place a huge leaf fits.
+        if self.vm.mmu() == MmuKind::Tdp {
+            for gfns in kept {
+                known.extend(self.mapped(space, gfns));
+            }
+        }
+        let answer = self.vm.set_memory_regions(space, changes);
+        if answer == Err(RegionError::OutOfMemory) {
+            self.allocation_failed();
+            return;
+        }
+        let errno = answer.as_ref().map_err(RegionError::errno).copied();
+        assert_eq!(errno, expected, "{changes:?}: {answer:?}");
+        self.tally.count(match errno {
+            Ok(()) => "several slots set",
+            Err(_) => "several slots refused",
+        });
+        self.models[space] = after;
+        self.split_kept(space);
+        if !known.is_empty() {
+            self.check_still_mapped(&known, false);
+            self.tally.count("still mapped when several slots were set");
         }
     }
 

@@ -4,10 +4,11 @@
 use std::sync::Arc;
 
 use super::{LOGGED, PLAIN, SmallVcpu, SmallVm, get, model, on_cpu, set_slot, spawn, touch, vm};
-use crate::addr::{Access::*, Level};
+use crate::addr::{Access::*, Gpa, Hva, Level, PAGE_SIZE};
 use crate::sync::atomic::Ordering::*;
 use crate::sync::quiesce::Attention;
 use crate::vm::{DirtyGfn, DirtyRing, RingSlot};
+use crate::{Change, Region};
 use crate::{DirtyLogMethod, Setting, Switch};
 
 /// What the client does to find out about writes to page 0.
@@ -112,6 +113,28 @@ fn no_write_is_lost_by_a_harvest_of_dirty_bits() {
 #[test]
 fn no_write_is_lost_when_the_client_clears_the_log() {
     no_write_is_lost(2, MANUAL, GET_AND_CLEAR);
+}
+
+/// The slot becomes another one, of another id, whose log the client gets from then on.
+#[test]
+fn no_write_is_lost_when_a_slot_that_logs_is_replaced() {
+    for prepare in [PROTECTED, WRITTEN, BY_DIRTY_BIT] {
+        model(2, move || {
+            let vm = prepare();
+            let mut copy = Copy::default();
+            let cpus = vm.clone();
+            let guest = spawn(move || on_cpu(&cpus, write_twice));
+            let region = Region::new(1, Gpa(0), PAGE_SIZE, Hva(0)).with_flags(LOGGED);
+            let changes = [Change::Remove(0), Change::Set(region)];
+            vm.set_memory_regions(0, &changes).unwrap();
+            guest.join().unwrap();
+            let mut bitmap = [0];
+            vm.get_dirty_log(0, 1, &mut bitmap).unwrap();
+            copy.update(&vm, bitmap[0] & 1 != 0);
+            assert_eq!(copy.0, 2, "a write is in no dirty log");
+            vm.audit().unwrap();
+        });
+    }
 }
 
 #[test]

@@ -8,9 +8,9 @@ use super::{
     vm,
 };
 use crate::Stop;
-use crate::addr::{Access::*, Gfn, Gpa, Level, PAGE_SHIFT, Pfn};
+use crate::addr::{Access::*, Gfn, Gpa, Level, PAGE_SHIFT, PAGE_SIZE, Pfn};
 use crate::format::Format;
-use crate::slots::{MemoryAttributes, Region};
+use crate::slots::{Change, MemoryAttributes, Region};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Attention;
 use crate::vm::Vm;
@@ -256,6 +256,31 @@ fn the_page_of_a_protected_leaf_is_not_reused_while_its_slot_moves() {
         |vcpu| _ = get(vcpu, 1, Write),
         |vm| set_slot(vm, 1, 2, LOGGED),
         |vm| assert_eq!(touch(vm, 1, Write), Some(Pfn(0))),
+    );
+}
+
+/// One slot becomes two; no access in between finds no memory.
+#[test]
+fn a_slot_that_becomes_two_has_its_pages_all_the_time() {
+    with_cpu(
+        2,
+        TWO_PAGES,
+        |vcpu| {
+            for gfn in [1, 0] {
+                assert!(get(vcpu, gfn, Read).is_some(), "frame {gfn} has memory");
+            }
+        },
+        |vm| {
+            let part = |id, page: u64| {
+                let gpa = Gpa(page << PAGE_SHIFT);
+                Change::Set(Region::new(id, gpa, PAGE_SIZE, hvas(page..page + 1).start))
+            };
+            vm.set_memory_regions(0, &[part(1, 0), part(0, 1)]).unwrap();
+        },
+        |vm| {
+            assert_eq!(touch(vm, 0, Read), Some(Pfn(0)));
+            assert_eq!(touch(vm, 1, Read), Some(Pfn(1)));
+        },
     );
 }
 

@@ -1,10 +1,11 @@
 //! Slot changes against look-ups.
 
 use std::sync::Arc;
+use std::vec::Vec;
 
 use super::{Machine, PLAIN, hvas, model, on_cpu, set_slot, spawn, vm, wait};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SHIFT};
-use crate::slots::{OwnedSlot, Place, Region, RegionError, SlotSet, Slots, check, plan};
+use crate::slots::{Edit, OwnedSlot, Place, Region, RegionError, SlotSet, Slots, check, plan};
 use crate::sync::InSection;
 use crate::sync::quiesce::Readers;
 
@@ -41,6 +42,20 @@ impl World {
         self.slots.current(unsafe { InSection::assume() })
     }
 
+    /// As [`Self::set`], for several slots: id, base, pages.
+    fn set_several(&self, changes: &[(u32, u64, u64)]) {
+        let mut change = self.slots.change(wait);
+        change.catch_up(&self.readers, |round, _| wait(round));
+        let edit = |(slot, base, pages): &(u32, u64, u64)| {
+            let (gpa, size) = (Gpa(base << PAGE_SHIFT), pages << PAGE_SHIFT);
+            let region = Region::new(*slot, gpa, size, hvas(0..1).start);
+            let new = (*pages > 0).then(|| OwnedSlot::new(&region, None));
+            Edit { id: *slot, new }
+        };
+        let mut edits: Vec<_> = changes.iter().map(edit).collect();
+        change.replace(&mut edits, &self.readers).unwrap();
+    }
+
     /// As a slot change of a VM that finds nothing to flush: only the next change waits for readers.
     fn set(&self, slot: u32, base: u64, pages: u64) {
         let (gpa, size) = (Gpa(base << PAGE_SHIFT), pages << PAGE_SHIFT);
@@ -51,11 +66,12 @@ impl World {
         let new = match check(&region).and_then(|checked| plan(&change, checked, 64)) {
             Err(RegionError::Empty(_)) => None,
             planned => {
-                assert!(planned.unwrap().is_some(), "a change is asked for");
+                assert!(planned.unwrap(), "a change is asked for");
                 Some(OwnedSlot::new(&region, None))
             }
         };
-        change.replace(slot, new, &self.readers).unwrap();
+        let edits = &mut [Edit { id: slot, new }];
+        change.replace(edits, &self.readers).unwrap();
     }
 }
 
@@ -142,6 +158,32 @@ fn a_look_up_by_backing_address_sees_a_set_whole() {
         });
         world.set(1, 0, 0);
         world.set(4, 0, 0);
+        thread.join().unwrap();
+    });
+}
+
+/// Slot 1 becomes two, and slot 2 goes, in one change; then it comes back in another.
+#[test]
+fn a_look_up_sees_several_slots_change_at_once() {
+    model(2, || {
+        let world = World::new();
+        let mine = world.clone();
+        let thread = spawn(move || {
+            let me = mine.readers.register().unwrap();
+            for _ in 0..2 {
+                me.enter(&mine.readers, 0);
+                let set = mine.current();
+                let found = [2, 3, 4].map(|gfn| set.find(Gfn(gfn)).map(|slot| slot.id()));
+                match set.generation - u64::from(SLOTS) {
+                    0 => assert_eq!(found, [Some(1), None, Some(2)]),
+                    1 => assert_eq!(found, [Some(SLOTS), Some(1), None]),
+                    _ => assert_eq!(found, [None, Some(1), Some(2)]),
+                }
+                me.leave();
+            }
+        });
+        world.set_several(&[(1, 3, 1), (SLOTS, 2, 1), (2, 0, 0)]);
+        world.set_several(&[(2, 4, 1), (SLOTS, 0, 0)]);
         thread.join().unwrap();
     });
 }

@@ -5,8 +5,8 @@
 //! of one leaf, and directory entries when a leaf is split or merged; of those there are 1,000 to 2,000 for 32,764 slots. To
 //! delete one of them, or to create it again, takes 0.5 µs; to copy an array of them for that, 30 µs.
 //!
-//! An insertion may need a leaf or a larger directory. It takes them from [`Spare`], which [`Spare::fill`] filled before;
-//! so no edit fails.
+//! An insertion may need a leaf or a larger directory. It takes them from [`Spare`], which [`Spare::fill`] filled before for all
+//! edits of a change; so no edit fails.
 
 use alloc::vec::Vec;
 use core::marker::PhantomData;
@@ -123,42 +123,63 @@ impl Leaf {
     }
 }
 
-/// Memory for the next insertion into an index, in each of two sets that are alike.
+/// Memory for the next edits of an index, in each of two sets that are alike.
 pub(super) struct Spare {
-    leaves: [Option<Vec<Memslot>>; 2],
-    directories: [Option<Vec<Leaf>>; 2],
+    leaves: Vec<Vec<Memslot>>,
+    directories: [Option<Directory>; 2],
+}
+
+/// Memory for a larger directory.
+struct Directory {
+    /// For how many leaves it was allocated: the allocator may have given more, but not to both sets.
+    capacity: usize,
+    leaves: Vec<Leaf>,
 }
 
 impl Spare {
     pub(super) const NONE: Spare = Spare {
-        leaves: [None, None],
+        leaves: Vec::new(),
         directories: [None, None],
     };
 
-    /// Allocates what it takes to replace `old`, or nothing, by `new` in two indexes like `index`.
-    pub(super) fn fill<O: Order>(
+    /// Allocates what it takes to make `edits`, each of which replaces a slot, or nothing, by another one, or nothing, in two
+    /// indexes like `index`.
+    pub(super) fn fill<'m, O: Order>(
         &mut self,
         index: &Index<O>,
-        old: Option<&Memslot>,
-        new: &Memslot,
+        edits: impl Iterator<Item = (Option<&'m Memslot>, Option<&'m Memslot>)>,
     ) -> Result<(), OutOfMemory> {
-        let stays = old.is_some_and(|old| index.common_leaf(old, new).is_some());
-        if stays || !index.leaves[index.leaf_for(O::key(new))].is_full() {
+        let splits = index.most_splits(edits);
+        while self.leaves.len() < 2 * splits {
+            self.leaves.try_reserve(1).map_err(|_| OutOfMemory)?;
+            self.leaves.push(memory(LEAF)?);
+        }
+        let needed = index.leaves.len() + splits;
+        if needed <= index.directory {
             return Ok(());
         }
-        fill(&mut self.leaves, LEAF)?;
-        if index.is_directory_full() {
-            fill(&mut self.directories, 2 * index.leaves.len())?;
+        // Both of one size, so that both sets have a full directory at the same time.
+        let [left, right] = (self.directories.each_ref())
+            .map(|spare| spare.as_ref().map(|directory| directory.capacity));
+        if left != right || left < Some(needed) {
+            self.directories = [None, None];
+            let capacity = needed.next_power_of_two().max(2 * index.directory);
+            let larger = || {
+                let leaves = memory(capacity)?;
+                Ok(Some(Directory { capacity, leaves }))
+            };
+            self.directories = [larger()?, larger()?];
         }
         Ok(())
     }
-}
 
-fn fill<T>(spare: &mut [Option<Vec<T>>; 2], capacity: usize) -> Result<(), OutOfMemory> {
-    for missing in spare.iter_mut().filter(|memory| memory.is_none()) {
-        *missing = Some(memory(capacity)?);
+    /// Frees what an edit of several slots has not used. Call when both sets have it.
+    pub(super) fn trim(&mut self) {
+        const KEPT: usize = 2;
+        if self.leaves.len() > KEPT {
+            self.leaves = Vec::new();
+        }
     }
-    Ok(())
 }
 
 fn memory<T>(capacity: usize) -> Result<Vec<T>, OutOfMemory> {
@@ -167,15 +188,12 @@ fn memory<T>(capacity: usize) -> Result<Vec<T>, OutOfMemory> {
     reserved.map(|()| memory).map_err(|_| OutOfMemory)
 }
 
-fn take<T>(spare: &mut [Option<Vec<T>>; 2]) -> Vec<T> {
-    let filled = spare.iter_mut().find_map(Option::take);
-    filled.expect("`Spare::fill` was called before")
-}
-
 /// The slots of a set in the order `O`.
 pub(super) struct Index<O> {
     /// In ascending order of [`Leaf::first`], at least one.
     leaves: Vec<Leaf>,
+    /// The most leaves that the directory has memory for: the same in two sets that are alike.
+    directory: usize,
     order: PhantomData<O>,
 }
 
@@ -212,6 +230,7 @@ impl<O: Order> Index<O> {
         leaves.push(Leaf::new::<O>(memory(LEAF)?, 0));
         Ok(Index {
             leaves,
+            directory: DIRECTORY,
             order: PhantomData,
         })
     }
@@ -282,11 +301,24 @@ impl<O: Order> Index<O> {
         at + usize::from(is_next)
     }
 
-    /// Whether one more leaf takes a larger directory. This depends on nothing but the number of leaves, so it is the same in
-    /// two sets, whatever the allocator gave them.
-    fn is_directory_full(&self) -> bool {
-        let len = self.leaves.len();
-        len >= DIRECTORY && len.is_power_of_two()
+    /// Returns the most leaves that `edits` ([`Spare::fill`]) split.
+    fn most_splits<'m>(
+        &self,
+        mut edits: impl Iterator<Item = (Option<&'m Memslot>, Option<&'m Memslot>)>,
+    ) -> usize {
+        let Some((old, new)) = edits.next() else {
+            return 0;
+        };
+        let Some(second) = edits.next() else {
+            // The leaves are as the edit finds them.
+            let stays = |new: &Memslot| old.is_some_and(|old| self.common_leaf(old, new).is_some());
+            let splits =
+                |new: &Memslot| !stays(new) && self.leaves[self.leaf_for(O::key(new))].is_full();
+            return usize::from(new.is_some_and(splits));
+        };
+        // Each edit finds the leaves as the one before has left them.
+        let others = edits.filter(|(_, new)| new.is_some()).count();
+        others + usize::from(new.is_some()) + usize::from(second.1.is_some())
     }
 
     /// Returns the index of the leaf that has `old`, if `new` may be stored there, too: it has other flags, or has moved by little.
@@ -307,7 +339,7 @@ impl<O: Order> Index<O> {
             leaf.slots[to..=from].rotate_right(1);
         }
         leaf.update_first::<O>();
-        if O::key(old) != O::key(new) {
+        if O::end(old) != O::end(new) {
             leaf.update_end::<O>();
             self.update_reach(at);
         }
@@ -330,17 +362,20 @@ impl<O: Order> Index<O> {
     /// Splits the leaf `at`. Returns the index of the leaf for a new slot with the key `key`.
     #[cold]
     fn split(&mut self, at: usize, key: u64, spare: &mut Spare) -> usize {
-        if self.is_directory_full() {
-            let mut larger = take(&mut spare.directories);
-            larger.append(&mut self.leaves);
-            self.leaves = larger;
+        let filled = "`Spare::fill` was called before";
+        if self.leaves.len() == self.directory {
+            let larger = spare.directories.iter_mut().find_map(Option::take);
+            let mut larger = larger.expect(filled);
+            larger.leaves.append(&mut self.leaves);
+            self.leaves = larger.leaves;
+            self.directory = larger.capacity;
         }
         let leaf = &mut self.leaves[at];
         leaf.owned();
         let rank = leaf.rank::<O>(key);
         // Slots are often added in ascending order: leave this leaf full then.
         let kept = if rank == LEAF { LEAF } else { LEAF / 2 };
-        let mut moved = take(&mut spare.leaves);
+        let mut moved = spare.leaves.pop().expect(filled);
         moved.extend(leaf.slots.drain(kept..));
         leaf.update_end::<O>();
         let right = Leaf::new::<O>(moved, leaf.reach);

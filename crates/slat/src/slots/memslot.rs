@@ -68,7 +68,7 @@ impl Traits {
 }
 
 /// What a leaf of a slot may be, whatever the host allows.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
     /// The most rights.
     pub(crate) rights: Rights,
@@ -203,6 +203,40 @@ impl Memslot {
         gfn.0.wrapping_sub(self.base.0) < self.pages()
     }
 
+    /// Whether it has the size and the backing of `region`.
+    pub(crate) fn has_pages_of(&self, region: &Region) -> bool {
+        let private = (self.private(), region.private);
+        (self.backing, self.pages()) == (region.backing, region.pages()) && private.0 == private.1
+    }
+
+    /// Whether it is as `region` asks for.
+    pub(crate) fn is(&self, region: &Region) -> bool {
+        let limits = (region.flags, region.rights, region.memory);
+        self.base == region.gpa.gfn()
+            && self.has_pages_of(region)
+            && (self.flags(), self.rights(), self.memory()) == limits
+    }
+
+    /// Whether frames that it shares with `other` are the same memory in both: backed by the same pages. False if one has
+    /// private backing.
+    pub(crate) fn backs_alike(&self, other: &Memslot) -> bool {
+        let origin = |slot: &Memslot| slot.backing.0.wrapping_sub(slot.base.gpa().0);
+        let shared_only = !self.has_private && !other.has_private;
+        shared_only && origin(self) == origin(other)
+    }
+
+    /// Returns the frames that both slots hold.
+    pub(crate) fn common(&self, other: &Memslot) -> Range<Gfn> {
+        let (mine, others) = (self.gfns(), other.gfns());
+        mine.start.max(others.start)..mine.end.min(others.end)
+    }
+
+    /// Returns what backs `gfns`, which it holds, where they are shared.
+    pub(crate) fn hvas(&self, gfns: &Range<Gfn>) -> Range<Hva> {
+        let hva = |gfn: Gfn| self.backing.add_pages(gfn.0 - self.base.0);
+        hva(gfns.start)..hva(gfns.end)
+    }
+
     /// Returns the frames that `range` backs, if `backing` backs the first page.
     pub(super) fn gfns_backed_by(&self, range: &Range<Hva>, backing: Hva) -> Range<Gfn> {
         let first = range.start.0.saturating_sub(backing.0) >> PAGE_SHIFT;
@@ -258,7 +292,7 @@ impl OwnedSlot {
                 base: region.gpa.gfn(),
                 backing: region.backing,
                 extra,
-                pages: (region.size >> PAGE_SHIFT).try_into().expect(fits),
+                pages: region.pages().try_into().expect(fits),
                 id: region.slot.try_into().expect(fits),
                 traits: Traits::of(region),
                 has_private,

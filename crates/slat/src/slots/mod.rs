@@ -16,8 +16,11 @@
 //!   last change replaced, too.
 //! * What a change needs is allocated before anything is changed, for both sets: the same edits built them, so what suffices
 //!   for one suffices for the other.
+//! * A change makes one [`Edit`] or several. All are made in the inactive set before it is published, so readers see all or none.
+//!   In between, slots of that set may overlap: one has come where another has not left yet. No one looks a frame up there.
 
 mod attributes;
+mod batch;
 mod ids;
 mod index;
 mod memslot;
@@ -26,11 +29,14 @@ mod set;
 
 pub(crate) use attributes::PrivateFrames;
 pub use attributes::{AttributesError, MemoryAttributes};
+pub(crate) use batch::Batch;
+pub use batch::Change;
 pub(crate) use memslot::{Limits, Memslot, OwnedSlot};
-pub(crate) use region::{Change, check, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
+pub(crate) use region::{check, plan};
 pub(crate) use set::{Place, SlotSet};
 
+use alloc::vec::Vec;
 use core::cell::UnsafeCell;
 use core::mem;
 use core::ops::Deref;
@@ -73,13 +79,33 @@ struct Writer {
 struct LastChange {
     /// When every reader has passed this generation, none uses the inactive set.
     generation: u64,
-    slot: Option<Replaced>,
+    replaced: Replaced,
+}
+
+/// What the last change has replaced, in its order: `None` where there was no slot. A change of one slot needs no heap memory.
+#[derive(Default)]
+struct Replaced {
+    first: Option<Was>,
+    others: Vec<Was>,
 }
 
 /// The slot that had the id `id` before the last change.
-struct Replaced {
+struct Was {
     id: u32,
     old: Option<OwnedSlot>,
+}
+
+impl Replaced {
+    fn iter(&self) -> impl Iterator<Item = &Was> {
+        self.first.iter().chain(&self.others)
+    }
+}
+
+/// What a change does to one slot.
+pub(crate) struct Edit {
+    pub(crate) id: u32,
+    /// The slot that replaces the one with that id, if there is one; `None` deletes it.
+    pub(crate) new: Option<OwnedSlot>,
 }
 
 impl Slots {
@@ -98,7 +124,7 @@ impl Slots {
         })
     }
 
-    /// Returns how many slots were created, deleted, moved, or given other flags.
+    /// Returns how many slots were created, deleted, or replaced: moved, or given other flags.
     pub(crate) fn changes(&self) -> u64 {
         self.changes.get()
     }
@@ -185,59 +211,78 @@ impl SlotsChange<'_> {
         if !readers.all_passed(*generation) {
             readers.synchronize(wait);
         }
-        let slot = last.take().and_then(|last| last.slot);
+        let replaced = last
+            .take()
+            .map_or_else(Replaced::default, |last| last.replaced);
         // SAFETY: every reader that was in a section when the set was replaced has passed, and the writers' lock is held.
         let inactive = unsafe { &mut *self.slots.inactive() };
-        if let Some(Replaced { id, old }) = slot {
-            let new = by_id.get(id).map(Deref::deref);
+        for Was { id, old } in replaced.iter() {
+            let new = by_id.get(*id).map(Deref::deref);
             inactive.exchange(old.as_deref(), new, spares);
         }
+        spares.trim();
         // SAFETY: the writers' lock is held, and what is changed is the other set.
         inactive.clone_rest(unsafe { self.slots.published() });
     }
 
-    /// Publishes a set in which `new`, or nothing, replaces the slot `id`. The caller has [caught up](Self::catch_up).
+    /// Publishes a set in which all `edits`, of different ids, are made, and takes the slots out of them. The caller has
+    /// [caught up](Self::catch_up).
     ///
     /// # Errors
     /// [`OutOfMemory`]; nothing has changed.
     #[inline]
     pub(crate) fn replace(
         &mut self,
-        id: u32,
-        new: Option<OwnedSlot>,
+        edits: &mut [Edit],
         readers: &Readers,
     ) -> Result<(), OutOfMemory> {
         let (inactive, writer) = self.caught_up();
-        let entry = match &new {
-            Some(_) => writer.by_id.make_entry(id)?,
-            None => writer.by_id.entry(id).expect("the slot exists"),
-        };
-        if let Some(new) = &new {
-            inactive.prepare(entry.as_deref(), new, &mut writer.spares)?;
+        for edit in edits.iter().filter(|edit| edit.new.is_some()) {
+            writer.by_id.make_entry(edit.id)?;
         }
+        let by_id = &writer.by_id;
+        let pairs = edits.iter().map(|edit| {
+            let old = by_id.get(edit.id).map(Deref::deref);
+            (old, edit.new.as_deref())
+        });
+        inactive.prepare(pairs, &mut writer.spares)?;
+        let mut replaced = Replaced::default();
+        let others = edits.len().saturating_sub(1);
+        (replaced.others.try_reserve_exact(others)).map_err(|_| OutOfMemory)?;
         // From here on nothing fails.
-        let old = mem::replace(entry, new);
-        let (was, is) = (old.as_deref(), entry.as_deref());
-        let pages = |slot: Option<&Memslot>| slot.map_or(0, |slot| slot.pages());
-        writer.pages = writer.pages + pages(is) - pages(was);
-        writer.len = writer.len + usize::from(is.is_some()) - usize::from(was.is_some());
-        inactive.exchange(was, is, &mut writer.spares);
-        self.slots.changes.add(1);
-        self.publish(Some(Replaced { id, old }), readers);
+        for edit in edits.iter_mut() {
+            let id = edit.id;
+            let entry = writer
+                .by_id
+                .entry(id)
+                .expect("it is made, or the slot exists");
+            let old = mem::replace(entry, edit.new.take());
+            let (was, is) = (old.as_deref(), entry.as_deref());
+            let pages = |slot: Option<&Memslot>| slot.map_or(0, |slot| slot.pages());
+            writer.pages = writer.pages + pages(is) - pages(was);
+            writer.len = writer.len + usize::from(is.is_some()) - usize::from(was.is_some());
+            inactive.exchange(was, is, &mut writer.spares);
+            match replaced.first {
+                None => replaced.first = Some(Was { id, old }),
+                Some(_) => replaced.others.push(Was { id, old }),
+            }
+        }
+        self.slots.changes.add(edits.len() as u64);
+        self.publish(replaced, readers);
         Ok(())
     }
 
-    /// Returns the slot that the last [`replace`](Self::replace) removed or overwrote.
-    pub(crate) fn replaced(&self) -> Option<&OwnedSlot> {
-        let last = self.writer.last.as_ref()?;
-        last.slot.as_ref()?.old.as_ref()
+    /// Returns the slots that the last [`replace`](Self::replace) removed or overwrote, in the order of its edits.
+    pub(crate) fn replaced(&self) -> impl Iterator<Item = &OwnedSlot> {
+        let last = self.writer.last.iter();
+        last.flat_map(|last| last.replaced.iter().filter_map(|was| was.old.as_ref()))
     }
 
     /// Publishes a set with the same slots and other private frames. The caller has
     /// [caught up](Self::catch_up).
     pub(crate) fn set_private(&mut self, private: PrivateFrames, readers: &Readers) {
         self.caught_up().0.private = private;
-        self.publish(None, readers);
+        self.publish(Replaced::default(), readers);
     }
 
     /// Returns the inactive set and the writer's data.
@@ -253,14 +298,14 @@ impl SlotsChange<'_> {
 
     /// Publishes the inactive set.
     #[inline]
-    fn publish(&mut self, slot: Option<Replaced>, readers: &Readers) {
+    fn publish(&mut self, replaced: Replaced, readers: &Readers) {
         self.caught_up().0.generation += 1;
         let published = self.slots.published.load(Relaxed);
         self.slots.published.swap(1 - published % 2, SeqCst);
         self.writer.last = Some(LastChange {
             // A reader that enters from now on sees the new set; those in sections have passed when the next generation has.
             generation: readers.next_generation(),
-            slot,
+            replaced,
         });
     }
 }

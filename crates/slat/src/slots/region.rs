@@ -2,11 +2,11 @@
 //! KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), error by error.
 
 use core::fmt;
-use core::ops::BitOr;
+use core::ops::{BitOr, Range};
 
 use super::SlotsChange;
 use super::index::PAGES;
-use crate::addr::{Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, Rights};
+use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, Rights};
 use crate::format::MemoryType;
 use crate::heap::OutOfMemory;
 
@@ -130,6 +130,16 @@ impl Region {
         Region { rights, ..self }
     }
 
+    /// Its length in pages.
+    pub(crate) fn pages(&self) -> u64 {
+        self.size >> PAGE_SHIFT
+    }
+
+    /// The frames of a region that was checked.
+    pub(crate) fn gfns(&self) -> Range<Gfn> {
+        self.gpa.gfn()..self.gpa.gfn().add(self.pages())
+    }
+
     /// The same, cached as `memory` says.
     #[must_use]
     pub fn with_memory(self, memory: MemoryType) -> Self {
@@ -182,6 +192,8 @@ pub enum RegionError {
         /// The slot that holds it.
         with: u32,
     },
+    /// Several changes of [`crate::Vm::set_memory_regions`] name this slot.
+    NamedTwice(u32),
     /// Nothing was changed; the call can be repeated.
     OutOfMemory,
 }
@@ -281,20 +293,16 @@ impl fmt::Display for RegionError {
                     "memslot {with} holds part of that range; delete or move it first"
                 )
             }
+            RegionError::NamedTwice(slot) => write!(
+                f,
+                "changing several memslots: two changes name memslot {slot}; name it once, as it is to be in the end"
+            ),
             RegionError::OutOfMemory => write!(f, "setting a memslot: {OutOfMemory}"),
         }
     }
 }
 
 impl core::error::Error for RegionError {}
-
-/// What a valid [`Region`] does.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Change {
-    Create,
-    Move,
-    Flags,
-}
 
 /// Most pages in one slot (KVM_MEM_MAX_NR_PAGES).
 const MAX_PAGES: u64 = (1 << 31) - 1;
@@ -349,8 +357,8 @@ pub(crate) fn check(region: &Region) -> Result<Checked<'_>, RegionError> {
     Ok(Checked(region))
 }
 
-/// Checks `region` against the existing slots. Returns what it does; `None`: the slot is like that already. `capacity`: frames
-/// that the tables hold.
+/// Checks `region` against the existing slots. Returns whether it changes anything; `false`: the slot is like that already.
+/// `capacity`: frames that the tables hold.
 ///
 /// # Errors
 /// [`RegionError`].
@@ -359,56 +367,53 @@ pub(crate) fn plan(
     slots: &SlotsChange<'_>,
     Checked(region): Checked<'_>,
     capacity: u64,
-) -> Result<Option<Change>, RegionError> {
-    let Region {
-        slot: id,
-        flags,
-        gpa,
-        size,
-        backing,
-        private,
-        rights,
-        memory,
-    } = *region;
-    let pages = size >> PAGE_SHIFT;
-    let change = match slots.by_id(id) {
-        None if slots.pages().checked_add(pages).is_none() => {
-            return Err(RegionError::TooLarge(*region));
+) -> Result<bool, RegionError> {
+    let id = region.slot;
+    if let Some(old) = slots.by_id(id) {
+        if old.private().is_some() || region.private.is_some() {
+            return Err(RegionError::PrivateChanged(id));
         }
-        None => Change::Create,
-        Some(old) => {
-            if old.private().is_some() || private.is_some() {
-                return Err(RegionError::PrivateChanged(id));
-            }
-            let readonly = |flags: SlotFlags| flags.has(SlotFlags::READONLY);
-            let same_pages = old.backing() == backing && old.pages() == pages;
-            let same_limits = readonly(old.flags()) == readonly(flags)
-                && (old.rights(), old.memory()) == (rights, memory);
-            if !same_pages || !same_limits {
-                return Err(RegionError::Resized(id));
-            }
-            if old.base() != gpa.gfn() {
-                Change::Move
-            } else if old.flags() != flags {
-                return Ok(Some(Change::Flags));
-            } else {
-                return Ok(None);
-            }
+        let readonly = |flags: SlotFlags| flags.has(SlotFlags::READONLY);
+        let same_limits = readonly(old.flags()) == readonly(region.flags)
+            && (old.rights(), old.memory()) == (region.rights, region.memory);
+        if !old.has_pages_of(region) || !same_limits {
+            return Err(RegionError::Resized(id));
         }
-    };
-    let gfns = gpa.gfn()..gpa.gfn().add(pages);
-    if let Some(with) = slots.set().overlap(&gfns, id) {
-        let region = *region;
+        if old.base() == region.gpa.gfn() {
+            return Ok(old.flags() != region.flags);
+        }
+    }
+    place(slots, region, capacity, |other| other == id)?;
+    Ok(true)
+}
+
+/// Checks whether `region` has a place beside the existing slots but those for which `leaves` is true.
+///
+/// # Errors
+/// [`RegionError`].
+#[inline]
+pub(super) fn place(
+    slots: &SlotsChange<'_>,
+    region: &Region,
+    capacity: u64,
+    leaves: impl Fn(u32) -> bool,
+) -> Result<(), RegionError> {
+    let gfns = region.gfns();
+    let region = *region;
+    if let Some(with) = slots.set().overlap(&gfns, &leaves) {
         return Err(RegionError::Overlap { region, with });
     }
     // After the rest, as in KVM, which asks its architecture when a slot is right in itself, and then binds it.
     if gfns.end.0 > capacity.min(PAGES) {
-        return Err(RegionError::BeyondTables(*region));
+        return Err(RegionError::BeyondTables(region));
     }
-    let taken = private.and_then(|private| slots.set().private_overlap(private, pages));
-    if let Some(by) = taken {
-        let region = *region;
-        return Err(RegionError::PrivateTaken { region, by });
+    let taken = |private| {
+        slots
+            .set()
+            .private_overlap(private, region.pages(), &leaves)
+    };
+    match region.private.and_then(taken) {
+        Some(by) => Err(RegionError::PrivateTaken { region, by }),
+        None => Ok(()),
     }
-    Ok(Some(change))
 }

@@ -38,6 +38,13 @@ impl Spares {
         by_hva: Spare::NONE,
         by_private: Spare::NONE,
     };
+
+    /// Frees what a change of several slots has not used. Call when both sets have it.
+    pub(super) fn trim(&mut self) {
+        self.by_gfn.trim();
+        self.by_hva.trim();
+        self.by_private.trim();
+    }
 }
 
 impl SlotSet {
@@ -76,24 +83,29 @@ impl SlotSet {
         self.by_gfn.overlapping(&pages, &mut visit);
     }
 
-    /// Returns the id of the first slot other than `except` that has a page in `range`.
-    pub(super) fn overlap(&self, range: &Range<Gfn>, except: u32) -> Option<u32> {
+    /// Returns the id of the first slot that has a page in `range`, and for which `leaves` is false.
+    pub(super) fn overlap(&self, range: &Range<Gfn>, leaves: impl Fn(u32) -> bool) -> Option<u32> {
         let mut first = None;
         self.in_gfns(range, |slot| {
-            first = (slot.id() != except).then(|| slot.id());
+            first = Some(slot.id()).filter(|id| !leaves(*id));
             first.is_none()
         });
         first
     }
 
-    /// Returns the id of a slot whose private backing has one of the `pages` from `private` on.
-    pub(super) fn private_overlap(&self, private: Hva, pages: u64) -> Option<u32> {
+    /// Returns the id of a slot whose private backing has one of the `pages` from `private` on, and for which `leaves` is false.
+    pub(super) fn private_overlap(
+        &self,
+        private: Hva,
+        pages: u64,
+        leaves: impl Fn(u32) -> bool,
+    ) -> Option<u32> {
         let first = private.0 >> PAGE_SHIFT;
         let mut found = None;
         let pages = first..first + pages;
         self.by_private.overlapping(&pages, &mut |slot| {
-            found = Some(slot.id());
-            false
+            found = Some(slot.id()).filter(|id| !leaves(*id));
+            found.is_none()
         });
         found
     }
@@ -124,19 +136,16 @@ impl SlotSet {
         self.by_private.overlapping(&pages, &mut visit_private);
     }
 
-    /// Allocates what it takes to replace `old` by `new` in two sets like this one.
-    pub(super) fn prepare(
+    /// Allocates what it takes to make `edits` in two sets like this one.
+    pub(super) fn prepare<'m>(
         &self,
-        old: Option<&Memslot>,
-        new: &Memslot,
+        edits: impl Iterator<Item = (Option<&'m Memslot>, Option<&'m Memslot>)> + Clone,
         spares: &mut Spares,
     ) -> Result<(), OutOfMemory> {
-        spares.by_gfn.fill(&self.by_gfn, old, new)?;
-        spares.by_hva.fill(&self.by_hva, old, new)?;
-        if new.private().is_some() {
-            spares.by_private.fill(&self.by_private, old, new)?;
-        }
-        Ok(())
+        spares.by_gfn.fill(&self.by_gfn, edits.clone())?;
+        spares.by_hva.fill(&self.by_hva, edits.clone())?;
+        let private = edits.filter(|(_, new)| new.is_some_and(|new| new.private().is_some()));
+        spares.by_private.fill(&self.by_private, private)
     }
 
     /// Replaces `old`, or nothing, by `new`, or nothing. The caller has [prepared](Self::prepare) it.
@@ -147,7 +156,7 @@ impl SlotSet {
         spares: &mut Spares,
     ) {
         self.alive.owned();
-        if let (None, Some(slot)) = (old, new) {
+        if let Some(slot) = new {
             let granule = slot.pages().ilog2();
             self.granule = match self.by_gfn.is_empty() {
                 true => granule,

@@ -97,11 +97,32 @@ impl World {
             // Then the test deletes it.
             Err(RegionError::Empty(id)) if change.by_id(id).is_some() => None,
             planned => match planned? {
-                Some(_) => Some(OwnedSlot::new(region, None)),
-                None => return Ok(()),
+                true => Some(OwnedSlot::new(region, None)),
+                false => return Ok(()),
             },
         };
-        Ok(change.replace(region.slot, new, &self.readers)?)
+        let id = region.slot;
+        Ok(change.replace(&mut [Edit { id, new }], &self.readers)?)
+    }
+
+    /// What [`crate::Vm::set_memory_regions`] does to the set.
+    fn set_several(&self, changes: &[Change]) -> Result<(), RegionError> {
+        let batch = Batch::check(changes)?;
+        let mut change = self.slots.change(|_| unreachable!());
+        batch.plan(&change, CAPACITY)?;
+        change.catch_up(&self.readers, |_, _| panic!("nobody is inside"));
+        let edits = changes.iter().map(|change| Edit {
+            id: change.slot(),
+            new: match change {
+                Change::Set(region) => Some(OwnedSlot::new(region, None)),
+                Change::Remove(_) => None,
+            },
+        });
+        let mut all = Vec::new();
+        all.try_reserve_exact(changes.len())
+            .map_err(|_| OutOfMemory)?;
+        all.extend(edits);
+        Ok(change.replace(&mut all, &self.readers)?)
     }
 
     fn current(&self) -> &SlotSet {
@@ -578,4 +599,74 @@ fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
     let deleted = world.set(&region(goes, 0, 0, 0));
     FAIL_IN.set(None);
     assert_eq!((moved, deleted), (Ok(()), Ok(())));
+}
+
+#[test]
+fn several_slots_change_as_one_or_not_at_all() {
+    // Slots begin at multiples of this, and are shorter.
+    const CELL: u64 = 16;
+    let (rounds, ids) = if cfg!(miri) { (30, 40) } else { (3000, 1000) };
+    let space = 2 * ids * CELL;
+    let mut rng = Rng(5);
+    let world = World::new();
+    // By id: base, pages, backing page.
+    let mut slots: BTreeMap<u32, (u64, u64, u64)> = BTreeMap::new();
+    let (mut failures, mut refused) = (0, 0);
+    for round in 0..rounds {
+        let mut after = slots.clone();
+        let mut changes = BTreeMap::new();
+        // Many at once, so that leaves and directories grow by more than one.
+        for _ in 0..1 + rng.below([4, 40, 300][round % 3]) {
+            let id = rng.below(ids) as u32;
+            if slots.contains_key(&id) && rng.below(3) == 0 {
+                after.remove(&id);
+                changes.insert(id, Change::Remove(id));
+                continue;
+            }
+            let taken = |cell| after.values().any(|(base, ..)| base / CELL == cell);
+            let mut cell = rng.below(space / CELL);
+            while taken(cell) && rng.below(500) > 0 {
+                cell = rng.below(space / CELL);
+            }
+            let new = (
+                cell * CELL + rng.below(4),
+                1 + rng.below(12),
+                rng.below(space / 4),
+            );
+            after.insert(id, new);
+            changes.insert(id, Change::Set(region(id, new.0, new.1, new.2)));
+        }
+        let changes: Vec<_> = changes.into_values().collect();
+        let mut places: Vec<_> = after.values().collect();
+        places.sort_unstable();
+        let overlaps = places
+            .windows(2)
+            .any(|pair| pair[0].0 + pair[0].1 > pair[1].0);
+        let generation = world.current().generation;
+        for n in 0.. {
+            // With many changes not each of the many allocations.
+            FAIL_IN.set(Some(if round % 3 == 0 { n } else { n * n }));
+            let answer = world.set_several(&changes);
+            FAIL_IN.set(None);
+            if answer != Err(RegionError::OutOfMemory) {
+                assert_eq!(answer.is_err(), overlaps, "{answer:?}");
+                break;
+            }
+            failures += 1;
+            assert_eq!(world.current().generation, generation);
+        }
+        match overlaps {
+            false => slots = after,
+            true => refused += 1,
+        }
+        let by_base = slots
+            .iter()
+            .map(|(id, (base, pages, page))| (*base, (base + pages, *id, *page)));
+        check_lookups(&world, &by_base.collect(), &mut rng, space);
+        assert_eq!(world.ids_at(0..CAPACITY).len(), slots.len());
+    }
+    assert!(
+        failures > rounds && refused > 0,
+        "{failures} failures, {refused} refused"
+    );
 }

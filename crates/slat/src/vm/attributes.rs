@@ -16,15 +16,15 @@
 use alloc::vec::Vec;
 use core::ops::Range;
 
+use super::edge::FRAMES_PER_EDGE;
 use super::range_op::space_for_broken;
 use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Gpa, Level};
-use crate::format::{Format, all_gfns};
+use crate::format::Format;
 use crate::heap::OutOfMemory;
 use crate::platform::Platform;
-use crate::policy::SplitWalk;
 use crate::slots::{AttributesError, MemoryAttributes, PrivateFrames, SlotsChange};
-use crate::table::{FrameCache, Walk};
+use crate::table::FrameCache;
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Sets the attributes of the frames `gfns`, in every address space, whether memslots contain them or not:
@@ -68,7 +68,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         let mut broken = space_for_broken::<F>()?;
         let mut frames = FrameCache::new(self.id);
-        let filled = frames.fill(&*self.platform, changes.len() * FRAMES_TO_SPLIT);
+        let filled = frames.fill(&*self.platform, changes.len() * 2 * FRAMES_PER_EDGE);
         let converted =
             filled.map(|()| self.convert(changes, &private, &gfns, &mut frames, &mut broken));
         frames.release(&*self.platform);
@@ -107,27 +107,5 @@ impl<P: Platform, F: Format> Vm<P, F> {
             op.finish();
         }
         self.flush_leaving_slots();
-    }
-}
-
-/// The most tables that one space can need: two huge leaves of the largest size, one at each boundary, are split down
-/// to that boundary.
-const FRAMES_TO_SPLIT: usize = 2 * (Level::GIGA.0 as usize - 1);
-
-impl<P: Platform, F: Format> RangeOp<'_, P, F> {
-    /// Splits, in place, the huge leaf that crosses the boundary before `gfn`, if there is one. `frames` has the tables
-    /// for it.
-    fn split_over(&mut self, gfn: Gfn, frames: &mut FrameCache, broken: &mut Vec<(Gfn, Level)>) {
-        if !all_gfns::<F>().contains(&gfn) {
-            return;
-        }
-        let mut walk = Walk::new(gfn..gfn.add(1));
-        // If faults have installed huge leaves there so often that no frame is left, or there is no memory for the rest,
-        // the leaf is zapped as a whole.
-        while !walk.is_done() && !frames.is_empty() && self.prepare(frames, 0).is_ok() {
-            let crosses = |start: Gfn, _| start < gfn;
-            self.split_some(&mut walk, SplitWalk::SkipLastLevel, crosses, frames, broken);
-            self.pass();
-        }
     }
 }

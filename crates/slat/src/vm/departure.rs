@@ -1,83 +1,295 @@
-//! A memslot that leaves its place: it is deleted, or it moves.
+//! Memslots that leave their places: deleted, moved, made smaller, or replaced by others in part.
 //!
 //! # The order
-//! 1. *Moving*: where the leaves' dirty bits are the slot's log, they are noted at the old place, and until 5 no fault installs a
-//!    leaf that would have more of them.
-//! 2. *Leaving*: from now on an invalidation that does not find the slot waits until its leaves are zapped.
-//! 3. The new set is published, the sequence raised, and what the slot had mapped is zapped.
-//! 4. The slot is gone from there. Whoever finds no slot leaving finds the ticket of the operation, which covers its frames.
-//! 5. An operation that still uses the old set would take a dirty bit at the slot's new frames for that of another page. So a slot
+//! 1. *Moving*: where the leaves' dirty bits are the log of a slot that takes it along, they are noted at the old place, and until 6
+//!    no fault installs a leaf that would have more of them.
+//! 2. *Leaving*: from now on an invalidation that does not find a slot waits until its leaves are zapped.
+//! 3. The new set is published, the sequence raised, huge leaves that cross an edge of a part that stays are split, and what the
+//!    old slots had mapped elsewhere is zapped.
+//! 4. The slots are gone from there. Whoever finds no slot leaving finds the ticket of the operation, which covers the zapped frames.
+//! 5. Marks of parts that go from one dirty log to another are copied, when no reader uses the old set: none is added to the old
+//!    log any more.
+//! 6. An operation that still uses the old set would take a dirty bit at the new frames of a slot for that of another page. So a slot
 //!    that was moving is so until no reader uses the old set.
-//! 6. The lock of the slots is released: other changes need not wait for the flush, or until the tables are freed.
-//! 7. The flush.
+//! 7. The lock of the slots is released: other changes need not wait for the flush, or until the tables are freed.
+//! 8. The flush.
 
+use alloc::vec::Vec;
+use core::ops::Range;
+
+use super::edge::FRAMES_PER_EDGE;
 use super::invalidate::Counted;
-use super::{RangeOp, Space, Vm};
+use super::range_op::space_for_broken;
+use super::{DirtyLog, InProgress, LogKind, RangeOp, Space, Vm};
+use crate::addr::{Gfn, Level};
 use crate::format::Format;
+use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
-use crate::slots::{OwnedSlot, RegionError, SlotsChange};
+use crate::slots::{Edit, Memslot, OwnedSlot, SlotSet, SlotsChange};
+use crate::table::FrameCache;
 
-/// A slot that is leaving. The fields are in the order in which they end, also in a panic.
+/// The frames that an old slot and a new one both hold, backed by the same pages.
+struct Part<'s> {
+    old: &'s Memslot,
+    new: &'s Memslot,
+    gfns: Range<Gfn>,
+}
+
+impl<'s> Part<'s> {
+    /// Returns the part that `new` has of `old`, if it has one.
+    fn of(old: &'s Memslot, new: &'s Memslot) -> Option<Self> {
+        let gfns = old.common(new);
+        let has_pages = !gfns.is_empty() && old.backs_alike(new);
+        has_pages.then_some(Part { old, new, gfns })
+    }
+
+    /// Whether the leaves of the old slot may stay for the new one.
+    fn stays(&self) -> bool {
+        let kind = |slot: &Memslot| slot.log().map(DirtyLog::kind);
+        let same_log = match (kind(self.old), kind(self.new)) {
+            (Some(old), Some(new)) => old == new,
+            _ => true,
+        };
+        same_log && self.old.limits() == self.new.limits()
+    }
+
+    /// Whether an invalidation is in progress that may not find the leaves in the new slots. Call when these are published.
+    fn is_invalidated(&self, in_progress: &InProgress) -> bool {
+        !self.is_in_place() && in_progress.covers(&self.old.hvas(&self.gfns))
+    }
+
+    /// Whether old and new slot differ in their logs and limits only.
+    fn is_in_place(&self) -> bool {
+        let same = |slot: &Memslot| (slot.id(), slot.gfns());
+        same(self.old) == same(self.new)
+    }
+
+    /// Returns the first frame, and the one after the last, if the old slot has frames beyond.
+    fn edges(&self) -> impl Iterator<Item = Gfn> {
+        let old = self.old.gfns();
+        let is_inside = move |edge: &Gfn| old.start < *edge && *edge < old.end;
+        [self.gfns.start, self.gfns.end]
+            .into_iter()
+            .filter(is_inside)
+    }
+
+    /// Returns both logs, if marks go from the first to the second.
+    fn logs(&self) -> Option<(&'s DirtyLog, &'s DirtyLog)> {
+        let (old, new) = (self.old.log()?, self.new.log()?);
+        let has_marks = !self.new.logs_to(Some(old)) && old.kind() != LogKind::Rings;
+        has_marks.then_some((old, new))
+    }
+
+    /// Returns what is to be done in the log of the new slot for a part that stays.
+    fn log_work(&self) -> Option<LogWork> {
+        let log = self.new.share_log();
+        let what = match (self.old.log(), &log) {
+            (old, _) if self.new.logs_to(old) => None,
+            (None, Some(new)) => (!new.initially_set).then_some(LogChange::Begins),
+            (Some(_), None) => Some(LogChange::Ends),
+            (Some(old), Some(_)) => match old.kind() {
+                LogKind::Bitmap => Some(LogChange::Continues),
+                LogKind::Rings => Some(LogChange::Begins),
+                LogKind::DirtyBits => None,
+            },
+            (None, None) => None,
+        };
+        let base = self.new.base();
+        what.map(|what| LogWork {
+            id: self.new.id(),
+            log,
+            pages: self.gfns.start.0 - base.0..self.gfns.end.0 - base.0,
+            what,
+        })
+    }
+}
+
+/// What is left to be done in the log of a slot when its change is published.
+pub(super) struct LogWork {
+    pub(super) id: u32,
+    /// The slot's log, if it has one.
+    pub(super) log: Option<Shared<DirtyLog>>,
+    /// The pages of the slot that it concerns.
+    pub(super) pages: Range<u64>,
+    pub(super) what: LogChange,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum LogChange {
+    /// The pages have not been in a log, or in one that numbers them otherwise.
+    Begins,
+    /// The pages come from another log, with their marks.
+    Continues,
+    /// The pages come from a log, to a slot without one.
+    Ends,
+}
+
+/// Slots that are leaving. The first fields are in the order in which they end, also in a panic.
 pub(super) struct Departure<'a, P: Platform, F: Format> {
     leaving: Option<Counted<'a>>,
     moving: Option<Counted<'a>>,
     change: SlotsChange<'a>,
     op: RangeOp<'a, P, F>,
     vm: &'a Vm<P, F>,
-    /// Its dirty bits were noted.
+    /// The dirty bits of a slot were noted.
     noted: bool,
-    id: u32,
+    /// Marks of a part are to be copied.
+    copies: bool,
+    /// Tables for the leaves that cross an edge of a part that stays.
+    frames: FrameCache,
+    broken: Vec<(Gfn, Level)>,
 }
 
 impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
-    /// Begins (1, 2) for slot `id`, which moves if `moves`.
+    /// Begins (1, 2) for the slots that `edits` replace.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
     pub(super) fn begin(
         vm: &'a Vm<P, F>,
         space: &'a Space<P, F>,
         change: SlotsChange<'a>,
-        id: u32,
-        moves: bool,
-    ) -> Self {
+        edits: &[Edit],
+    ) -> Result<Self, OutOfMemory> {
+        let edges = edges(change.set(), edits);
+        let mut frames = FrameCache::new(vm.id);
+        let mut broken = Vec::new();
+        if edges > 0 {
+            broken = space_for_broken::<F>()?;
+            let filled = frames.fill(&*vm.platform, edges * FRAMES_PER_EDGE);
+            if let Err(error) = filled {
+                frames.release(&*vm.platform);
+                return Err(error);
+            }
+        }
         let mut op = RangeOp::begin(vm, space);
-        op.of_leaving_slot();
+        let replaced = |edit: &Edit| change.by_id(edit.id).is_some();
+        let in_place = |edit: &Edit| {
+            let part = change.by_id(edit.id).zip(edit.new.as_deref());
+            let part = part.and_then(|(old, new)| Part::of(old, new));
+            part.is_some_and(|part| part.is_in_place() && part.stays())
+        };
+        let leaves = edits.iter().any(|edit| replaced(edit) && !in_place(edit));
+        let leaving = leaves.then(|| {
+            op.of_leaving_slot();
+            vm.in_progress.slot_leaves()
+        });
+        let moved = |edit: &Edit| -> Option<&OwnedSlot> {
+            let (old, new) = (change.by_id(edit.id)?, edit.new.as_ref()?);
+            (old.base() != new.base() && new.logs_to(old.log())).then_some(old)
+        };
+        let moves = edits.iter().any(|edit| moved(edit).is_some());
         let moving = moves.then(|| vm.in_progress.slot_moves());
-        let moved = change.by_id(id).filter(|_| moves);
-        let noted = moved.is_some_and(|old| op.zap_noted(old));
-        Departure {
-            leaving: Some(vm.in_progress.slot_leaves()),
+        let mut noted = false;
+        for old in edits.iter().filter_map(moved) {
+            noted |= op.zap_noted(old);
+        }
+        Ok(Departure {
+            leaving,
             moving,
             change,
             op,
             vm,
             noted,
-            id,
-        }
+            copies: false,
+            frames,
+            broken,
+        })
     }
 
-    /// Puts `new` in the place of the slot (3, 4).
+    /// Makes `edits` (3, 4), and adds to `work`, which has space for [`most_parts`], what is left to do for logs.
     ///
     /// # Errors
-    /// [`RegionError::OutOfMemory`]; nothing was changed.
-    pub(super) fn replace(&mut self, new: Option<OwnedSlot>) -> Result<(), RegionError> {
+    /// [`OutOfMemory`]; nothing was changed.
+    pub(super) fn replace(
+        &mut self,
+        edits: &mut [Edit],
+        work: &mut Vec<LogWork>,
+    ) -> Result<(), OutOfMemory> {
         let (vm, pages_before) = (self.vm, self.change.pages());
-        let replaced = self.change.replace(self.id, new, &vm.readers);
-        if let (Ok(()), Some(old)) = (&replaced, self.change.replaced()) {
-            vm.in_progress.raise();
-            self.op.zap_unnoted(old);
-            self.op.forget_tables(&old.gfns());
-            vm.budget.memory_changed(pages_before, self.change.pages());
+        self.change.replace(edits, &vm.readers)?;
+        vm.in_progress.raise();
+        let (op, set) = (&mut self.op, self.change.set());
+        for old in self.change.replaced() {
+            each_part(old, set, |part| {
+                for edge in part.edges().take_while(|_| part.stays()) {
+                    op.split_over(edge, &mut self.frames, &mut self.broken);
+                    op.zap_over(edge, old);
+                }
+            });
+            // Up to here all is done.
+            let mut at = old.gfns().start;
+            each_part(old, set, |part| {
+                self.copies |= part.logs().is_some();
+                let stays = part.stays() && !part.is_invalidated(&vm.in_progress);
+                op.zap_gone(&(at..part.gfns.start));
+                if !stays {
+                    op.zap_part(old, &part.gfns);
+                } else if let Some(more) = part.log_work() {
+                    work.push(more);
+                }
+                at = part.gfns.end;
+            });
+            op.zap_gone(&(at..old.gfns().end));
         }
+        vm.budget.memory_changed(pages_before, self.change.pages());
         self.leaving = None;
-        Ok(replaced?)
+        Ok(())
     }
 
-    /// Ends (5 to 7).
+    /// Ends (5 to 8).
     pub(super) fn end(mut self) {
-        if self.noted {
+        if self.noted || self.copies {
             self.op.wait_for_readers();
+        }
+        if self.copies {
+            for old in self.change.replaced() {
+                each_part(old, self.change.set(), |part| {
+                    if let Some((from, to)) = part.logs() {
+                        let page = |slot: &Memslot| part.gfns.start.0 - slot.base().0;
+                        let pages = part.gfns.end.0 - part.gfns.start.0;
+                        to.copy_marks(from, page(old), page(part.new), pages);
+                    }
+                });
+            }
         }
         drop(self.moving);
         drop(self.change);
+        self.frames.release(&*self.vm.platform);
         self.op.finish();
+    }
+}
+
+/// Calls `visit` for each part that a slot of `set` has of `old`, in ascending order.
+fn each_part(old: &Memslot, set: &SlotSet, mut visit: impl FnMut(&Part<'_>)) {
+    set.in_gfns(&old.gfns(), |new| {
+        if let Some(part) = Part::of(old, new) {
+            visit(&part);
+        }
+        true
+    });
+}
+
+/// Returns the number of edges inside slots of `set` of the parts that stay when `edits` are made.
+fn edges(set: &SlotSet, edits: &[Edit]) -> usize {
+    let mut edges = 0;
+    for new in edits.iter().filter_map(|edit| edit.new.as_deref()) {
+        set.in_gfns(&new.gfns(), |old| {
+            let part = Part::of(old, new).filter(Part::stays);
+            edges += part.map_or(0, |part| part.edges().count());
+            true
+        });
+    }
+    edges
+}
+
+impl<P: Platform, F: Format> RangeOp<'_, P, F> {
+    /// Zaps the leaves of a slot in `gfns`, without noting dirty bits: the pages are not there any more, nor is the log, or it
+    /// has them ([`Self::zap_noted`]). Call after the set without them was published.
+    fn zap_gone(&mut self, gfns: &Range<Gfn>) {
+        if !gfns.is_empty() {
+            self.zap_unnoted(gfns);
+            self.forget_tables(gfns);
+        }
     }
 }

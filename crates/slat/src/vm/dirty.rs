@@ -29,6 +29,7 @@ use core::fmt;
 use core::mem::replace;
 use core::ops::Range;
 
+use super::departure::LogChange;
 use super::slot_op::SlotOp;
 use super::{DirtyLog, LogKind, Space, Vm};
 use crate::addr::Gfn;
@@ -290,26 +291,30 @@ impl<P: Platform, F: Format> Vm<P, F> {
         DirtyLog::bitmap(kind, pages, self.log_mode.initially_set.load(SeqCst))
     }
 
-    /// Begins the log of slot `id`, which existed before without one: protects its pages. Call after publishing the
-    /// slot with its log; `change` still holds the lock.
-    pub(super) fn begin_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
-        let Some(log) = change.by_id(id).and_then(|slot| slot.share_log()) else {
-            return;
-        };
-        // Does not wait: no other thread can find the log before the lock of `change` is released.
-        let _turn = log.turn.lock(self.turn_wait());
+    /// Has the new log of slot `id` note the next write to those of `pages` that are not marked in it; of a log that begins there, to
+    /// all. Call after publishing the slot with its log, whose turn the caller holds; `change` still holds the lock, or again.
+    /// Does nothing if the slot has changed meanwhile: that change has done it.
+    pub(super) fn begin_logging(
+        &self,
+        space: &Space<P, F>,
+        change: SlotsChange<'_>,
+        id: u32,
+        log: &Shared<DirtyLog>,
+        pages: Range<u64>,
+        what: LogChange,
+    ) {
         let mut op = SlotOp::begin(self, space, change, id, Some(log.clone()));
-        let Some(pages) = op.slot().map(|slot| slot.pages()) else {
-            return;
-        };
-        // All pages are marked already: `clear_dirty_log` will split and protect them, chunk by chunk. This is a
-        // field of the log, because the mode for new logs may have changed since the log was made.
-        if log.initially_set {
+        if op.slot().is_none() {
             return;
         }
-        // In this order: a huge leaf is protected once, and its pieces are then protected, too.
-        op.protect(0..pages, |_| true);
-        op.split_eagerly(0..pages);
+        match what {
+            LogChange::Continues => op.protect(pages, |page| !log.is_marked(page)),
+            _ => {
+                // In this order: a huge leaf is protected once, and its pieces are then protected, too.
+                op.protect(pages.clone(), |_| true);
+                op.split_eagerly(pages);
+            }
+        }
         op.finish();
     }
 

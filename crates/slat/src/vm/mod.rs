@@ -25,6 +25,7 @@ mod age;
 mod attributes;
 mod departure;
 mod dirty;
+mod edge;
 mod inspect;
 mod invalidate;
 mod leaf;

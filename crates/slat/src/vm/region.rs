@@ -1,13 +1,41 @@
 //! Slot changes: publish the new set, raise the sequence, zap, flush, return. As with an invalidation
 //! ([`super::invalidate`]), no fault that has found a slot in the old set can install its leaf any more.
+//!
+//! One slot or several ([`Vm::set_memory_regions`]): every call becomes [`Edit`]s, which [`Vm::commit`] makes.
+//!
+//! # Several slots as one
+//! What must hold of the parts that stay, and why:
+//!
+//! * *vCPUs see the memory map before or after.* All edits are made in the inactive set, which is published by one store
+//!   ([`crate::slots`]). One generation counts them all, so no MMIO entry from before is valid after.
+//! * *What stays mapped is not zapped.* A frame that an old and a new slot both hold, backed by the same page with the same limits,
+//!   keeps its leaf ([`super::departure`]). The old leaf is what a fault would install now, or has fewer rights, and any MMU keeps it:
+//!   tables know no slots. Only a huge leaf that crosses an edge of such a part is in the way: it is split in place
+//!   ([`super::edge`]), with tables allocated before anything is changed. Everything else that an old slot had mapped is
+//!   zapped.
+//! * *An invalidation misses no leaf.* One that walks over the slots by backing address continues after the last slot that it
+//!   saw, in an order in which the new slots have other places; it could pass over a part that stays. So a part whose
+//!   backing is being invalidated when the new set has been published is zapped by the change. Both are sequentially consistent: an
+//!   invalidation that this check does not find begins later, and sees the new set whole. Until the zap is done the slots count as
+//!   leaving ([`super::departure`]), and the invalidation waits for that.
+//! * *No write is lost.* A part may come from one log into another. When no reader uses the old set, nothing is marked in the old log
+//!   any more; then the marks of the part are copied. A leaf may be writable without a mark: a harvest of the old log has taken the
+//!   mark, and finds no slot any more whose page it could protect. So what is unmarked is protected (with rings, which number
+//!   pages by slot: everything). Meanwhile no thread harvests the new logs: their turns are locked before they are published.
+//!   Dirty bits that are the log stay in the leaves; a part that goes from one kind of log to another is zapped, and its bits
+//!   noted.
+//! * *Logs begin and end*, too, with all pages of a part, as when one slot changes its flags.
 
-use super::departure::Departure;
-use super::{RangeOp, Space, Vm};
-use crate::addr::{Gpa, PAGE_SHIFT};
+use alloc::vec::Vec;
+
+use super::departure::{Departure, LogWork};
+use super::{DirtyLog, RangeOp, Space, Vm};
 use crate::format::{Format, all_gfns};
-use crate::heap::Shared;
+use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
-use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, check, plan};
+use crate::slots::{
+    Batch, Change, Edit, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, check, plan,
+};
 use crate::table::Walk;
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -20,46 +48,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Errors
     /// [`RegionError`]; nothing was changed. [`RegionError::Empty`] for size 0, without a wait for other slot changes.
     pub fn set_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
-        let slots = &self
-            .spaces
-            .get(space)
-            .ok_or(RegionError::NoSuchSpace(space))?
-            .slots;
+        let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
         let checked = check(region)?;
-        let mut change = slots.change(self.turn_wait());
+        let change = space.slots.change(self.turn_wait());
         let id = region.slot;
-        let Some(plan) = plan(&change, checked, all_gfns::<F>().end.0)? else {
+        if !plan(&change, checked, all_gfns::<F>().end.0)? {
             // Nothing to change. But another thread may have begun the slot's log, and not have protected it all yet.
             self.wait_for_begin(change, id);
             return Ok(());
-        };
-        let new = Some(self.slot(region, &change)?);
-        change.catch_up(&self.readers, self.reader_wait());
-        let space = &self.spaces[space];
-        self.forget_old_mmio(space, &change);
-        let gfns = region.gpa.gfn()..Gpa(region.gpa.0 + region.size).gfn();
-        match plan {
-            Change::Create => {
-                let pages_before = change.pages();
-                change.replace(id, new, &self.readers)?;
-                self.budget.memory_changed(pages_before, change.pages());
-                self.flush_slots_that_left(&gfns);
-            }
-            Change::Move => {
-                self.depart(space, change, id, new)?;
-                self.flush_slots_that_left(&gfns);
-            }
-            Change::Flags => {
-                change.replace(id, new, &self.readers)?;
-                self.in_progress.raise();
-                let logs = |slot: Option<&OwnedSlot>| slot.is_some_and(|slot| slot.log().is_some());
-                match (logs(change.replaced()), logs(change.by_id(id))) {
-                    (false, true) => self.begin_logging(space, change, id),
-                    (true, false) => self.end_logging(space, change, id),
-                    _ => {}
-                }
-            }
         }
+        let new = Some(self.slot(region, &change)?);
+        self.commit(space, change, &mut [Edit { id, new }])?;
+        self.flush_slots_that_left(&region.gfns());
         Ok(())
     }
 
@@ -73,31 +73,127 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// [`RegionError::NoSuchSpace`], [`RegionError::NothingToDelete`], [`RegionError::OutOfMemory`]; nothing was changed.
     pub fn remove_memory_region(&self, space: usize, slot: u32) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
-        let mut change = space.slots.change(self.turn_wait());
+        let change = space.slots.change(self.turn_wait());
         if change.by_id(slot).is_none() {
             return Err(RegionError::NothingToDelete(slot));
         }
-        change.catch_up(&self.readers, self.reader_wait());
-        self.forget_old_mmio(space, &change);
-        self.depart(space, change, slot, None)
+        let (id, new) = (slot, None);
+        self.commit(space, change, &mut [Edit { id, new }])
     }
 
-    /// Deletes slot `id`, or moves it: then `new` is in its place.
+    /// Changes several memslots of address space `space` as one: splits a slot, merges two, takes a piece out of the middle, moves
+    /// some, swaps two. vCPUs see the memory map as it was before or as it is after, and no frame that both have is missing
+    /// in between. Each change says what its slot is in the end; their order does not matter.
+    ///
+    /// A frame that has memory before and after, backed by the same page with the same rights and memory type (with
+    /// [`SlotFlags::READONLY`] or without it), stays mapped: it is not zapped, and the guest takes no fault for it. So to take
+    /// 2 MiB out of 4 GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. The exceptions: frames whose backing
+    /// is being invalidated at the time; slots with private backing; a leaf at an edge that the MMU cannot split, because its limit of
+    /// tables is reached (shadow pages), or that a fault has installed meanwhile.
+    ///
+    /// A page that stays, from a slot that logs to one that logs, stays marked in the dirty log if it was. A ring entry pushed before
+    /// the change has the number that the page had in its slot then. A harvest of a slot that this call makes smaller or deletes,
+    /// on another thread, still returns what it has taken.
+    ///
+    /// When this returns no CPU uses the old state. Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    ///
+    /// ```
+    /// # use slat_model::{HostMemory, SimPlatform};
+    /// # let (platform, backing) = (SimPlatform::new(1024), HostMemory::hva(0));
+    /// # use slat::{Access, Change, Config, Ept, Gfn, Gpa, Region, Vm};
+    /// # let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+    /// // 4 MiB of memory at 0.
+    /// let all = Region::new(0, Gpa(0), 0x40_0000, backing);
+    /// vm.set_memory_region(0, &all)?;
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// vcpu.hardware_fault(Gpa(0x20_0000), Access::Write)?;
+    ///
+    /// // The page at 1 MiB becomes a device's.
+    /// let upper = Region::new(1, Gpa(0x10_1000), 0x2f_f000, backing.add_pages(0x101));
+    /// let changes = [Change::Set(all.with_size(0x10_0000)), Change::Set(upper)];
+    /// vm.set_memory_regions(0, &changes)?;
+    /// assert!(vm.lookup(0, Gfn(0x200)).is_some(), "it stayed mapped");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`RegionError`]; nothing was changed, but huge leaves may have been split. [`RegionError::NamedTwice`] if two
+    /// changes are of one slot.
+    pub fn set_memory_regions(&self, space: usize, changes: &[Change]) -> Result<(), RegionError> {
+        let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
+        let batch = Batch::check(changes)?;
+        let mut edits = Vec::new();
+        (edits.try_reserve_exact(changes.len())).map_err(|_| OutOfMemory)?;
+        let change = space.slots.change(self.turn_wait());
+        batch.plan(&change, all_gfns::<F>().end.0)?;
+        for this in changes {
+            let id = this.slot();
+            let new = match this {
+                Change::Set(region) if change.by_id(id).is_some_and(|old| old.is(region)) => {
+                    continue;
+                }
+                Change::Set(region) => Some(self.slot(region, &change)?),
+                Change::Remove(_) => None,
+            };
+            edits.push(Edit { id, new });
+        }
+        match edits.is_empty() {
+            true => drop(change),
+            false => self.commit(space, change, &mut edits)?,
+        }
+        for this in changes {
+            if let Change::Set(region) = this {
+                self.flush_slots_that_left(&region.gfns());
+                // As for one slot: another thread may have begun the log of one that is not changed.
+                self.wait_for_begin(space.slots.change(self.turn_wait()), region.slot);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes `edits`, which the rules allow, not none, and returns when no CPU uses the old state.
     ///
     /// # Errors
     /// [`RegionError::OutOfMemory`]; nothing was changed.
-    fn depart(
+    fn commit(
         &self,
         space: &Space<P, F>,
-        change: SlotsChange<'_>,
-        id: u32,
-        new: Option<OwnedSlot>,
+        mut change: SlotsChange<'_>,
+        edits: &mut [Edit],
     ) -> Result<(), RegionError> {
-        let moves = new.is_some();
-        let mut departure = Departure::begin(self, space, change, id, moves);
-        let replaced = departure.replace(new);
+        change.catch_up(&self.readers, self.reader_wait());
+        self.forget_old_mmio(space, &change);
+        if edits.iter().all(|edit| change.by_id(edit.id).is_none()) {
+            let pages_before = change.pages();
+            change.replace(edits, &self.readers)?;
+            self.budget.memory_changed(pages_before, change.pages());
+            return Ok(());
+        }
+        let logs = new_logs(&change, edits)?;
+        let mut turns = Vec::new();
+        (turns.try_reserve_exact(logs.len())).map_err(|_| OutOfMemory)?;
+        // Does not wait: no other thread can find these logs yet.
+        turns.extend(logs.iter().map(|log| log.turn.lock(self.turn_wait())));
+        let mut work = Vec::new();
+        (work.try_reserve_exact(most_log_work(&change, edits))).map_err(|_| OutOfMemory)?;
+        let mut departure = Departure::begin(self, space, change, edits)?;
+        let replaced = departure.replace(edits, &mut work);
         departure.end();
-        replaced
+        replaced?;
+        for LogWork {
+            id,
+            log,
+            pages,
+            what,
+        } in work
+        {
+            let change = space.slots.change(self.turn_wait());
+            match log {
+                Some(log) => self.begin_logging(space, change, id, &log, pages, what),
+                None => self.end_logging(space, change, id),
+            }
+        }
+        Ok(())
     }
 
     /// Checks `region` as [`Vm::set_memory_region`] does, and changes nothing.
@@ -126,13 +222,62 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Makes the slot that `region` asks for. If it logs, it keeps the log that slot already has, as in KVM, where a
     /// moved slot keeps its bitmap: pages in it are still to be reported.
     fn slot(&self, region: &Region, change: &SlotsChange<'_>) -> Result<OwnedSlot, RegionError> {
-        let log = if region.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
-            let log = change.by_id(region.slot).and_then(|old| old.share_log());
-            let new = || Ok(Shared::try_new(self.new_log(region.size >> PAGE_SHIFT)?)?);
-            Some(log.map_or_else(new, Ok::<_, RegionError>)?)
-        } else {
-            None
-        };
-        Ok(OwnedSlot::new(region, log))
+        if !region.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
+            return Ok(OwnedSlot::new(region, None));
+        }
+        let old = change
+            .by_id(region.slot)
+            .filter(|old| old.has_pages_of(region));
+        if let Some(log) = old.and_then(|old| old.share_log()) {
+            return Ok(OwnedSlot::new(region, Some(log)));
+        }
+        let log = Shared::try_new(self.new_log(region.pages())?)?;
+        let slot = OwnedSlot::new(region, Some(log.clone()));
+        if log.initially_set {
+            // But a page that comes from another log comes with its mark.
+            change.set().in_gfns(&slot.gfns(), |old| {
+                if old.log().is_some() && old.backs_alike(&slot) {
+                    log.unmark(&slot.gfns(), &slot.common(old));
+                }
+                true
+            });
+        }
+        Ok(slot)
     }
+}
+
+/// Returns the logs that slots get by `edits` and did not have before.
+///
+/// # Errors
+/// [`OutOfMemory`].
+fn new_logs(
+    change: &SlotsChange<'_>,
+    edits: &[Edit],
+) -> Result<Vec<Shared<DirtyLog>>, OutOfMemory> {
+    let logs = edits.iter().filter_map(|edit| {
+        let new = edit.new.as_deref().filter(|new| new.log().is_some())?;
+        let had = change
+            .by_id(edit.id)
+            .is_some_and(|old| new.logs_to(old.log()));
+        if had { None } else { new.share_log() }
+    });
+    let mut all = Vec::new();
+    (all.try_reserve_exact(logs.clone().count())).map_err(|_| OutOfMemory)?;
+    all.extend(logs);
+    Ok(all)
+}
+
+/// Returns the most pieces of [`LogWork`] that `edits` make: for parts that old and new slots have in common, of which there are at
+/// most as many as slots. None if no slot gets another log.
+fn most_log_work(change: &SlotsChange<'_>, edits: &[Edit]) -> usize {
+    let other_log = |edit: &Edit| {
+        let (old, new) = (change.by_id(edit.id), edit.new.as_deref());
+        let log = old.and_then(|old| old.log());
+        match new {
+            Some(new) => !new.logs_to(log),
+            None => log.is_some(),
+        }
+    };
+    let parts = edits.iter().any(|edit| edit.new.is_some()) && edits.iter().any(other_log);
+    if parts { 2 * edits.len() } else { 0 }
 }

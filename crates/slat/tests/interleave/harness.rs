@@ -9,13 +9,15 @@ use crate::common::config;
 use crate::interleave::{Holder, Scene};
 use slat::{
     Access::{self, *},
-    Attention, Format, Gpa, Level, MmuKind, Region, SlotFlags, Stop, Vcpu, Vm,
+    Attention, DirtyLogError, Format, Gpa, Level, MmuKind, Region, SlotFlags, Stop, Vcpu, Vm,
 };
 use slat_model::{Harvests, HostChange, HostMemory, PageKind, SimPlatform, Witness, set_region};
 
 const PAGES: u64 = 2048;
 /// Host pages 0..1024 back the slot at frame `base`.
 pub const SLOT_PAGES: u64 = 1024;
+/// Where the slot is cut in two: in the middle of a huge leaf, and of a word of the bitmap.
+pub const CUT: u64 = 330;
 pub const NONE: SlotFlags = SlotFlags(0);
 pub const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
@@ -105,10 +107,28 @@ impl<F: Format> World<F> {
         drop(guard);
     }
 
+    pub fn slot_flags(&self) -> SlotFlags {
+        *self.flags.lock().unwrap()
+    }
+
+    /// Gets the logs of all slots there are: 0 or 2, which begins at the first page, and perhaps 1, from [`CUT`] on.
     pub fn harvest(&self) {
-        let mut bitmap = [0; SLOT_PAGES as usize / 64];
-        self.harvests
-            .harvest(&mut bitmap, |b| self.vm.get_dirty_log(0, 0, b).unwrap());
+        const WORDS: usize = SLOT_PAGES as usize / 64;
+        let mut bitmap = [0; WORDS];
+        self.harvests.harvest(&mut bitmap, |bitmap| {
+            for (id, first) in [(0, 0), (1, CUT), (2, 0)] {
+                let mut words = [0; WORDS];
+                match self.vm.get_dirty_log(0, id, &mut words) {
+                    Ok(()) => {}
+                    Err(DirtyLogError::NotLogged(_)) => continue,
+                    Err(error) => panic!("{error}"),
+                }
+                for page in first..SLOT_PAGES {
+                    let (from, to) = ((page - first) as usize, page as usize);
+                    bitmap[to / 64] |= (words[from / 64] >> (from % 64) & 1) << (to % 64);
+                }
+            }
+        });
     }
 
     /// One access by a vCPU of its own, with one use of what it was given.

@@ -10,6 +10,7 @@ mod common;
 mod harness;
 #[path = "../common/interleave.rs"]
 mod interleave;
+mod several;
 
 use common::{direct, tdp};
 use slat::Ept;
@@ -63,6 +64,10 @@ macro_rules! on_formats {
                 a_slot_that_moves_to_where_another_leaves_is_all_that_is_seen_there,
                 a_conversion_to_what_is_being_converted_to,
                 a_zap_that_knows_the_old_place_of_a_slot_notes_no_other_page,
+                a_fault_and_a_slot_that_becomes_two,
+                a_fault_and_two_slots_that_become_one,
+                an_invalidation_and_slots_that_take_the_place_of_others,
+                a_log_taken_while_its_slot_becomes_two_loses_no_write,
             }
         }
     )*};

@@ -285,10 +285,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     pub(super) fn zap_noted(&mut self, slot: &Memslot) -> bool {
         let noted = slot.log().is_some_and(|log| !log.kind().protects());
         if noted {
-            self.covers(&slot.gfns());
-            self.walk(&mut Walk::new(slot.gfns()), |step, walk| {
-                step.zap(slot, walk);
-            });
+            self.zap_part(slot, &slot.gfns());
         }
         noted
     }
@@ -300,12 +297,32 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
             .outside(|_| vm.readers.synchronize(vm.reader_wait()));
     }
 
-    /// Zaps the leaves of `slot`, without noting dirty bits: it is deleted, and so is its log, or they were noted
-    /// before it moved ([`Self::zap_noted`]). Call after the set without it was published.
-    pub(super) fn zap_unnoted(&mut self, slot: &Memslot) {
-        self.covers(&slot.gfns());
-        self.walk(&mut Walk::new(slot.gfns()), |step, walk| {
+    /// Zaps the leaves in `gfns` without noting dirty bits.
+    pub(super) fn zap_unnoted(&mut self, gfns: &Range<Gfn>) {
+        self.covers(gfns);
+        self.walk(&mut Walk::new(gfns.clone()), |step, walk| {
             step.zap_unnoted(walk);
+        });
+    }
+
+    /// Zaps the leaves in `gfns`, which `slot` holds. If its log consists of their dirty bits, notes these there.
+    pub(super) fn zap_part(&mut self, slot: &Memslot, gfns: &Range<Gfn>) {
+        self.covers(gfns);
+        self.walk(&mut Walk::new(gfns.clone()), |step, walk| {
+            step.zap(slot, walk);
+        });
+    }
+
+    /// Like [`Self::zap_part`], for the leaves for which `wanted` is true.
+    pub(super) fn zap_some(
+        &mut self,
+        gfns: &Range<Gfn>,
+        slot: &Memslot,
+        wanted: impl Fn(Gfn, Level) -> bool,
+    ) {
+        self.covers(gfns);
+        self.walk(&mut Walk::new(gfns.clone()), |step, walk| {
+            step.zap_some(slot, walk, &wanted);
         });
     }
 

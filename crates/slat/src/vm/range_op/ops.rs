@@ -47,12 +47,31 @@ impl<'s, M: ByGfn> Step<'s, M> {
     /// Zaps leaves of `slot`. If its log consists of the leaves' dirty bits, moves them to its bitmap.
     pub(crate) fn zap(&mut self, slot: &Memslot, walk: &mut Walk) {
         match slot.log() {
-            Some(log) if !log.kind().protects() => {
-                let all = slot.gfns();
-                self.zap_noting(walk, |gfn, level| log.mark_leaf(&all, gfn, level));
-            }
+            Some(log) if !log.kind().protects() => self.zap_some(slot, walk, |_, _| true),
             _ => self.zap_unnoted(walk),
         }
+    }
+
+    /// Zaps the leaves of `slot` for which `wanted` is true. If its log consists of the leaves' dirty bits, moves them to its
+    /// bitmap, under the lock of their table. Detaches no tables: a walker that has reached one could still set such a bit in it.
+    pub(super) fn zap_some(
+        &mut self,
+        slot: &Memslot,
+        walk: &mut Walk,
+        wanted: impl Fn(Gfn, Level) -> bool,
+    ) {
+        let log = slot.log().filter(|log| !log.kind().protects());
+        let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
+        mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
+            if wanted(at.gfn, at.level) {
+                let bits = mmu.take(at);
+                if let Some(log) = log.filter(|_| M::Format::clear_dirty(bits) != bits) {
+                    log.mark_leaf(&slot.gfns(), at.gfn, at.level);
+                }
+                count(&mut unflushed.zapped, at.level);
+            }
+            Next::Pass
+        });
     }
 
     /// Zaps all leaves of the range; detaches the tables that cover only frames of it. A huge leaf that reaches out of
@@ -79,20 +98,6 @@ impl<'s, M: ByGfn> Step<'s, M> {
                 _ => Next::Descend,
             },
         );
-    }
-
-    /// Like [`Self::zap_unnoted`], but calls `dirty`, under the lock of its table, for every leaf with its dirty bit
-    /// set. Detaches no tables: a walker that has reached one could still set such a bit in it.
-    fn zap_noting(&mut self, walk: &mut Walk, mut dirty: impl FnMut(Gfn, Level)) {
-        let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
-        mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
-            let bits = mmu.take(at);
-            if M::Format::clear_dirty(bits) != bits {
-                dirty(at.gfn, at.level);
-            }
-            count(&mut unflushed.zapped, at.level);
-            Next::Pass
-        });
     }
 
     /// Zaps the oldest shadow page, and notes the dirty bits of its leaves as [`Self::zap`] does. Returns whether there

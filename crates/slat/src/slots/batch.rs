@@ -1,0 +1,117 @@
+//! Several memslots changed as one: what a client asks for, and its rules.
+//!
+//! They are KVM's, of KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), for what the slots are in the end: a
+//! slot may overlap one that the same call deletes, moves or makes smaller. What KVM forbids for one call because it
+//! would unmap memory in between, to give a slot another size or backing, is allowed here.
+
+use alloc::vec::Vec;
+
+use super::region::place;
+use super::{Region, RegionError, SlotsChange, check};
+use crate::heap::OutOfMemory;
+
+/// A change of one memslot, for [`crate::Vm::set_memory_regions`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Change {
+    /// Creates the slot, or gives it another address, size, backing, and other flags and rights: afterwards it is as the
+    /// [`Region`] says. A slot with private backing can only be created.
+    Set(Region),
+    /// Deletes the slot with this id.
+    Remove(u32),
+}
+
+impl Change {
+    /// Returns the id of the slot that it changes.
+    pub fn slot(&self) -> u32 {
+        match self {
+            Change::Set(region) => region.slot,
+            Change::Remove(slot) => *slot,
+        }
+    }
+
+    fn region(&self) -> Option<&Region> {
+        match self {
+            Change::Set(region) => Some(region),
+            Change::Remove(_) => None,
+        }
+    }
+}
+
+/// Changes that are right in themselves and together, whatever slots there are.
+pub(crate) struct Batch<'a> {
+    changes: &'a [Change],
+    /// The slots that they change, in ascending order.
+    ids: Vec<u32>,
+}
+
+impl<'a> Batch<'a> {
+    /// Checks `changes` against the rules that concern no other slot. The caller holds no lock.
+    ///
+    /// # Errors
+    /// [`RegionError`].
+    pub(crate) fn check(changes: &'a [Change]) -> Result<Self, RegionError> {
+        for region in changes.iter().filter_map(Change::region) {
+            check(region)?;
+        }
+        let mut ids = collected(changes.iter().map(Change::slot))?;
+        ids.sort_unstable();
+        if let Some(twice) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(RegionError::NamedTwice(twice[0]));
+        }
+        let regions = changes.iter().filter_map(Change::region);
+        let mut by_gpa = collected(regions.clone().map(|region| (region.gpa.0, region)))?;
+        if let Some((region, with)) = overlap(&mut by_gpa) {
+            return Err(RegionError::Overlap { region, with });
+        }
+        let private = regions.filter_map(|region| Some((region.private?.0, region)));
+        if let Some((region, by)) = overlap(&mut collected(private)?) {
+            return Err(RegionError::PrivateTaken { region, by });
+        }
+        Ok(Batch { changes, ids })
+    }
+
+    /// Checks the changes against the existing slots, in their order. `capacity`: frames that the tables hold.
+    ///
+    /// # Errors
+    /// [`RegionError`].
+    pub(crate) fn plan(&self, slots: &SlotsChange<'_>, capacity: u64) -> Result<(), RegionError> {
+        let is_named = |id| self.ids.binary_search(&id).is_ok();
+        for change in self.changes {
+            let old = slots.by_id(change.slot());
+            match (change, old) {
+                (Change::Remove(id), None) => return Err(RegionError::NothingToDelete(*id)),
+                (Change::Remove(_), Some(_)) => {}
+                (Change::Set(region), Some(old))
+                    if old.private().is_some() || region.private.is_some() =>
+                {
+                    return Err(RegionError::PrivateChanged(region.slot));
+                }
+                (Change::Set(region), _) => place(slots, region, capacity, is_named)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Collects `items`.
+///
+/// # Errors
+/// [`OutOfMemory`].
+fn collected<T>(items: impl Iterator<Item = T> + Clone) -> Result<Vec<T>, OutOfMemory> {
+    let mut all = Vec::new();
+    (all.try_reserve_exact(items.clone().count())).map_err(|_| OutOfMemory)?;
+    all.extend(items);
+    Ok(all)
+}
+
+/// Returns a region of which a page is another one's, too, with the id of that. Each is given with the address of its first page,
+/// and no range wraps around.
+fn overlap(regions: &mut [(u64, &Region)]) -> Option<(Region, u32)> {
+    regions.sort_unstable_by_key(|(start, region)| (*start, region.slot));
+    let mut pairs = regions.windows(2);
+    pairs.find_map(|pair| {
+        let [(first, lower), (second, upper)] = [pair[0], pair[1]];
+        (second < first + lower.size).then_some((*upper, lower.slot))
+    })
+}

@@ -1,0 +1,47 @@
+//! Huge leaves that cross an edge: the first frame of a range whose leaves change, or that of the next one, which stay.
+//!
+//! They are split in place down to the edge, so that what is beyond stays mapped throughout. The tables for it are allocated before
+//! anything is changed.
+
+use alloc::vec::Vec;
+
+use super::range_op::RangeOp;
+use crate::addr::{Gfn, Level};
+use crate::format::{Format, all_gfns};
+use crate::platform::Platform;
+use crate::policy::SplitWalk;
+use crate::slots::Memslot;
+use crate::table::{FrameCache, Walk};
+
+/// The most tables that one edge can need: a leaf of the largest size is split down to it.
+pub(super) const FRAMES_PER_EDGE: usize = Level::GIGA.0 as usize - 1;
+
+impl<P: Platform, F: Format> RangeOp<'_, P, F> {
+    /// Splits, in place, the huge leaf that crosses the edge before `gfn`, if there is one. `frames` has the tables
+    /// for it.
+    pub(super) fn split_over(
+        &mut self,
+        gfn: Gfn,
+        frames: &mut FrameCache,
+        broken: &mut Vec<(Gfn, Level)>,
+    ) {
+        if !all_gfns::<F>().contains(&gfn) {
+            return;
+        }
+        let mut walk = Walk::new(gfn..gfn.add(1));
+        // If faults have installed huge leaves there so often that no frame is left, or there is no memory for the rest,
+        // the caller zaps the leaf as a whole.
+        while !walk.is_done() && !frames.is_empty() && self.prepare(frames, 0).is_ok() {
+            let crosses = |start: Gfn, _| start < gfn;
+            self.split_some(&mut walk, SplitWalk::SkipLastLevel, crosses, frames, broken);
+            self.pass();
+        }
+    }
+
+    /// Zaps the leaf of `slot` that crosses the edge before `gfn`, if there is one, and notes its dirty bit if that is the slot's
+    /// log.
+    pub(super) fn zap_over(&mut self, gfn: Gfn, slot: &Memslot) {
+        let crosses = |start: Gfn, _| start < gfn;
+        self.zap_some(&(gfn..gfn.add(1)), slot, crosses);
+    }
+}
