@@ -97,6 +97,9 @@ impl Guest {
 
     /// Creates or deletes slot 0: `pages` pages from frame 0 on, backed by those from `backing` on.
     fn set_slot(&self, backing: u64, pages: u64) {
+        if pages == 0 {
+            return self.vm.remove_memory_region(0, 0).unwrap();
+        }
         let backing = Hva(backing << PAGE_SHIFT);
         let region = Region::new(0, Gpa(0), pages << PAGE_SHIFT, backing);
         self.vm.set_memory_region(0, &region).unwrap();
