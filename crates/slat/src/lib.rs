@@ -112,7 +112,7 @@ pub use vcpu::{
 };
 pub use vm::{
     Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation,
-    Mapping, Vm,
+    Mapping, MemoryUsage, Vm,
 };
 
 /// What several threads may share, and what one may give to another, on every platform and format.

@@ -7,12 +7,12 @@ use alloc::sync::Arc;
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Format, Leaf};
 use crate::heap::{OutOfMemory, Shared};
-use crate::platform::{Platform, VmId};
+use crate::platform::Platform;
 use crate::shadow::trail::Target;
 use crate::shadow::{Budget, ShadowMmu};
 use crate::table::{
     At, ByGfn, Collapse, Cursor, Detached, Flushed, Flushes, Found, FrameCache, Installed, Key,
-    Path, Retry, Root, Show, Split, Tree, Visit, Walk, descend, is_nx_split,
+    Path, Retry, Root, Show, Split, TableFrames, Tree, Visit, Walk, descend, is_nx_split,
 };
 
 /// How the tables of a VM are made ([`Config::mmu`](crate::Config)).
@@ -70,21 +70,21 @@ macro_rules! either {
 }
 
 impl<P: Platform, F: Format> Mmu<P, F> {
-    /// Makes an MMU of `kind` that maps nothing, for `vm`.
+    /// Makes an MMU of `kind` that maps nothing, in frames of `frames`.
     ///
     /// # Errors
     /// [`OutOfMemory`].
     pub(crate) fn new(
         kind: MmuKind,
         platform: Arc<P>,
-        vm: VmId,
+        frames: Shared<TableFrames>,
         flushes: Shared<Flushes>,
         budget: Shared<Budget>,
     ) -> Result<Self, OutOfMemory> {
         Ok(match kind {
-            MmuKind::Tdp => Mmu::Tdp(Tree::new(platform, vm, flushes)?),
+            MmuKind::Tdp => Mmu::Tdp(Tree::new(platform, frames, flushes)?),
             MmuKind::Direct | MmuKind::Shadow => {
-                Mmu::Shadow(ShadowMmu::new(platform, vm, flushes, budget)?)
+                Mmu::Shadow(ShadowMmu::new(platform, frames, flushes, budget)?)
             }
         })
     }

@@ -9,8 +9,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use slat::{
-    Change, Config, Format, MmuKind, Pfn, Platform, Region, RegionError, Setting, SlotFlags,
-    Translation, Vcpu, Vm,
+    Change, Config, Format, MmuKind, PAGE_SIZE, Pfn, Platform, Region, RegionError, Setting,
+    SlotFlags, Translation, Vcpu, Vm,
 };
 
 use crate::host::HostMemory;
@@ -62,6 +62,8 @@ pub struct Runner<M: Machine, F: Format> {
     /// Whether NX huge pages were ever on: leaves may be smaller, and huge ones not executable.
     nx: bool,
     failing: bool,
+    /// The most table frames there were after an operation.
+    most_frames: u64,
     /// How many shadow pages had been recycled when the operation began.
     recycled: u64,
     tally: Tally,
@@ -117,6 +119,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             policies: BTreeMap::new(),
             nx: false,
             failing: false,
+            most_frames: 0,
             recycled: 0,
             tally: Tally::default(),
             accessed: VecDeque::new(),
@@ -166,8 +169,22 @@ impl<M: Machine, F: Format> Runner<M, F> {
             panic!("after {op:?}: {why}");
         }
         self.ops += 1;
+        self.check_usage();
         self.look_up_some_frame();
         self.check_violations();
+    }
+
+    /// Compares what the VM says of its tables with the frames that it has of the platform.
+    fn check_usage(&mut self) {
+        let usage = self.vm.memory_usage();
+        let frames = self.platform.live_frames() as u64;
+        assert_eq!(usage.table_bytes, frames * PAGE_SIZE, "bytes of tables");
+        self.most_frames = self.most_frames.max(frames);
+        assert!(
+            usage.peak_table_bytes >= self.most_frames * PAGE_SIZE,
+            "{usage:?}, {} frames at one time",
+            self.most_frames
+        );
     }
 
     fn check_violations(&self) {

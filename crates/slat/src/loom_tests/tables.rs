@@ -16,7 +16,7 @@ use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Readers;
 use crate::sync::{Guarded, InSection};
 use crate::table::{
-    ByGfn, Flushed, Flushes, Found, FrameCache, Installed, Path, Retry, Tree, Walk,
+    ByGfn, Flushed, Flushes, Found, FrameCache, Installed, Path, Retry, TableFrames, Tree, Walk,
 };
 use crate::vm::range_op::{Collapsing, Step, Unflushed};
 
@@ -25,6 +25,7 @@ struct World<F: Format> {
     machine: Arc<Machine>,
     tables: Guarded<Tree<Machine, F>>,
     readers: Readers,
+    frames: Shared<TableFrames>,
     flushes: Shared<Flushes>,
 }
 
@@ -58,8 +59,11 @@ impl<F: Format> World<F> {
     fn new() -> Arc<Self> {
         let machine = Machine::new(Level::PAGE);
         let flushes = Shared::try_new(Flushes::default()).unwrap();
+        let frames = Shared::try_new(TableFrames::new(VmId(0))).unwrap();
+        let tree = Tree::new(machine.clone(), frames.clone(), flushes.clone());
         Arc::new(World {
-            tables: Guarded::new(Tree::new(machine.clone(), VmId(0), flushes.clone()).unwrap()),
+            tables: Guarded::new(tree.unwrap()),
+            frames,
             flushes,
             readers: Readers::new(),
             machine,
@@ -163,7 +167,7 @@ impl<F: Format> World<F> {
         self.readers.synchronize(|round, _| wait(round));
         drop(ticket);
         // SAFETY: all readers have passed since the tables were detached.
-        unsafe { unflushed.detached.free::<F>(&*self.machine, VmId(0)) };
+        unsafe { unflushed.detached.free::<F>(&*self.machine, &self.frames) };
         self.readers.release(me);
     }
 
@@ -192,12 +196,12 @@ impl<F: Format> World<F> {
         }
         drop(ticket);
         // SAFETY: all readers have passed since the table was detached.
-        unsafe { unflushed.detached.free::<F>(&*self.machine, VmId(0)) };
+        unsafe { unflushed.detached.free::<F>(&*self.machine, &self.frames) };
         self.readers.release(me);
     }
 
     fn with_path<R>(&self, with: impl FnOnce(&mut Path<'_>) -> R) -> (R, u64) {
-        let mut frames = FrameCache::new(VmId(0));
+        let mut frames = FrameCache::new(self.frames.clone());
         frames.fill(&*self.machine, 1).unwrap();
         let mut path = Path::new(&mut frames);
         let result = with(&mut path);
@@ -355,7 +359,7 @@ fn neighbours_stay_mapped_while_a_range_is_split() {
 }
 
 fn split_all<F: Format>(world: &World<F>) {
-    let mut frames = FrameCache::new(VmId(0));
+    let mut frames = FrameCache::new(world.frames.clone());
     let mut broken = std::vec::Vec::new();
     let mut walk = Walk::unbroken(Gfn(0)..Gfn(4));
     while !walk.is_done() {

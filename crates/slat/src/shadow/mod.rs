@@ -40,13 +40,13 @@ use core::marker::PhantomData;
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::heap::{OutOfMemory, Shared, boxed};
-use crate::platform::{Platform, VmId, WaitFor};
+use crate::platform::{Platform, WaitFor};
 use crate::shadow::trail::{Changes, Role};
 use crate::sync::SpinLock;
 use crate::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::spin::SpinGuard;
-use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, Table};
+use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, Table, TableFrames};
 use page::{Agreement, Pages, ShadowPage};
 use pool::More;
 use rmap::Node;
@@ -54,7 +54,7 @@ use rmap::Node;
 /// The tables of one address space, in format `F`, made of shadow pages.
 pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     platform: Arc<P>,
-    vm: VmId,
+    frames: Shared<TableFrames>,
     pages: SpinLock<Pages>,
     /// Number of the page that all walks begin with.
     root: u32,
@@ -77,7 +77,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// [`OutOfMemory`].
     pub(crate) fn new(
         platform: Arc<P>,
-        vm: VmId,
+        frames: Shared<TableFrames>,
         flushes: Shared<Flushes>,
         budget: Shared<Budget>,
     ) -> Result<Self, OutOfMemory> {
@@ -87,19 +87,20 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let _ = nodes.add(More::allocate(nodes.ask(1)?, Node::make)?);
         pages.rmap.begin();
         let root = pages.pool.take().ok_or(OutOfMemory)?;
-        let frame = platform.alloc_root(vm, 1).ok_or(OutOfMemory)?;
+        let changes = boxed(Changes::new())?;
+        let frame = frames.allocate_root(&*platform, 1)?;
         let page = pages.pool.get(root);
         page.frame.set(frame);
         page.role.set(Role::direct(F::TOP));
         begin::<P>(&platform, frame, root);
         Ok(ShadowMmu {
             platform,
-            vm,
+            frames,
             pages: SpinLock::new(pages),
             root,
             context: Root::new(frame, F::TOP),
             roots_zapped: AtomicU64::new(0),
-            changes: boxed(Changes::new())?,
+            changes,
             flushes,
             budget,
             is_short: AtomicBool::new(true),
@@ -257,6 +258,6 @@ impl<P: Platform, F: Format> Drop for ShadowMmu<P, F> {
         drop(pages);
         // SAFETY: `&mut self`: no software walker has a reference to a table; and the owner of a VM stops
         // its CPUs before it drops the VM.
-        let _ = unsafe { detached.free::<F>(&*self.platform, self.vm) };
+        let _ = unsafe { detached.free::<F>(&*self.platform, &self.frames) };
     }
 }

@@ -1,9 +1,9 @@
 //! Tables that were removed from an MMU, until they are freed after the flush.
 
-use super::{LeafCounts, Table};
+use super::{LeafCounts, Table, TableFrames};
 use crate::addr::{Level, Pfn};
 use crate::format::{Entry, Format};
-use crate::platform::{Platform, VmId, ZappedLeaf};
+use crate::platform::{Platform, ZappedLeaf};
 use crate::sync::atomic::Ordering::Relaxed;
 
 /// What freed tables contained.
@@ -81,13 +81,17 @@ impl Detached {
     /// Frees the tables and returns what they contained.
     ///
     /// # Safety
-    /// - the tables are of format `F`, of `vm` on `platform`;
+    /// - the tables are of format `F`, of the VM of `frames` on `platform`;
     /// - since they were detached, every reader has passed a quiescent point, and hardware was
     ///   flushed: no walker can reach them.
-    pub(crate) unsafe fn free<F: Format>(self, platform: &impl Platform, vm: VmId) -> Freed {
+    pub(crate) unsafe fn free<F: Format>(
+        self,
+        platform: &impl Platform,
+        frames: &TableFrames,
+    ) -> Freed {
         let mut freeing = Freeing {
             platform,
-            vm,
+            frames,
             batch: [Pfn(0); FREE_BATCH],
             len: 0,
             freed: self.zapped,
@@ -125,7 +129,7 @@ const FREE_BATCH: usize = 64;
 /// Frees tables in batches.
 struct Freeing<'a, P: Platform> {
     platform: &'a P,
-    vm: VmId,
+    frames: &'a TableFrames,
     batch: [Pfn; FREE_BATCH],
     len: usize,
     freed: Freed,
@@ -161,7 +165,7 @@ impl<P: Platform> Freeing<'_, P> {
         self.len += 1;
         if self.len == FREE_BATCH {
             // SAFETY: no walker can reach these tables (caller's promise), and no list contains them any more.
-            unsafe { self.platform.free_tables(self.vm, &self.batch) };
+            unsafe { self.frames.free(self.platform, &self.batch) };
             self.len = 0;
         }
     }
@@ -172,7 +176,7 @@ impl<P: Platform> Freeing<'_, P> {
     /// - as [`Detached::free`], for every table given to `subtree`.
     unsafe fn finish(self) -> Freed {
         // SAFETY: the caller's promise.
-        unsafe { self.platform.free_tables(self.vm, &self.batch[..self.len]) };
+        unsafe { self.frames.free(self.platform, &self.batch[..self.len]) };
         self.freed
     }
 }

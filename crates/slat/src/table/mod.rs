@@ -75,6 +75,7 @@ mod change;
 mod clear;
 mod detached;
 mod flushes;
+mod frames;
 mod lookup;
 mod map;
 mod path;
@@ -87,7 +88,7 @@ use crate::addr::{Gfn, Pfn};
 use crate::format::Format;
 use crate::frame::{ENTRIES, TableMeta};
 use crate::heap::{OutOfMemory, Shared};
-use crate::platform::{Platform, VmId, WaitFor};
+use crate::platform::{Platform, WaitFor};
 use crate::sync::atomic::AtomicU64;
 
 pub(crate) use at::{At, Kept, Listed};
@@ -95,6 +96,7 @@ pub(crate) use by_gfn::{ByGfn, Collapse, Next, RUN, Show, Split, Visit};
 pub(crate) use by_index::{Found, Installed, Key, Retry, Root};
 pub(crate) use detached::{Detached, Freed, tell_zapped};
 pub(crate) use flushes::{FlushTicket, Flushed, Flushes, overlap};
+pub(crate) use frames::TableFrames;
 pub(crate) use lookup::{Cursor, descend, is_nx_split, lookup_in, lookup_page};
 pub(crate) use map::{OnLeaf, Run, widen};
 pub(crate) use path::{FrameCache, LeafCounts, Path};
@@ -103,7 +105,7 @@ pub(crate) use walk::Walk;
 /// A tree of tables in format `F`, from guest frames to host frames.
 pub(crate) struct Tree<P: Platform, F: Format> {
     platform: Arc<P>,
-    vm: VmId,
+    frames: Shared<TableFrames>,
     root: Pfn,
     /// The flushes of the VM, shared by all its trees.
     flushes: Shared<Flushes>,
@@ -111,19 +113,19 @@ pub(crate) struct Tree<P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Makes an empty tree of `vm`.
+    /// Makes an empty tree in frames of `frames`.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the platform has no frames for the root.
     pub(crate) fn new(
         platform: Arc<P>,
-        vm: VmId,
+        frames: Shared<TableFrames>,
         flushes: Shared<Flushes>,
     ) -> Result<Self, OutOfMemory> {
-        let root = platform.alloc_root(vm, F::ROOT_TABLES).ok_or(OutOfMemory)?;
+        let root = frames.allocate_root(&*platform, F::ROOT_TABLES)?;
         let tree = Tree {
             platform,
-            vm,
+            frames,
             root,
             flushes,
             format: PhantomData,
@@ -177,7 +179,7 @@ impl<P: Platform, F: Format> Drop for Tree<P, F> {
         }
         // SAFETY: `&mut self`: no software walker has a reference to the tree; and the owner of a VM stops
         // its CPUs before it drops the VM.
-        let _ = unsafe { all.free::<F>(&*self.platform, self.vm) };
+        let _ = unsafe { all.free::<F>(&*self.platform, &self.frames) };
     }
 }
 

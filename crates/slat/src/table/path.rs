@@ -2,17 +2,17 @@
 
 use alloc::vec::Vec;
 
-use super::{Flushed, Freed, Root};
+use super::{Flushed, Freed, Root, TableFrames};
 use crate::addr::{Level, Pfn};
-use crate::heap::OutOfMemory;
-use crate::platform::{Platform, VmId};
+use crate::heap::{OutOfMemory, Shared};
+use crate::platform::Platform;
 use crate::stats::Counters;
 
 /// Frames for tables, allocated ahead, so that an install needs no allocation, which could fail or wait.
 pub(crate) struct FrameCache {
     frames: Vec<Pfn>,
-    /// The VM that they are allocated for.
-    vm: VmId,
+    /// Where they come from, and go back to.
+    source: Shared<TableFrames>,
 }
 
 impl FrameCache {
@@ -21,10 +21,10 @@ impl FrameCache {
     /// The number of frames that a range operation allocates at a time.
     pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 64 };
 
-    /// Makes an empty cache of frames for tables of `vm`.
-    pub(crate) const fn new(vm: VmId) -> Self {
+    /// Makes an empty cache of frames from `source`.
+    pub(crate) fn new(source: Shared<TableFrames>) -> Self {
         let frames = Vec::new();
-        FrameCache { frames, vm }
+        FrameCache { frames, source }
     }
 
     /// Allocates as many frames as are missing to `frames`.
@@ -43,8 +43,11 @@ impl FrameCache {
             .try_reserve_exact(missing)
             .map_err(|_| OutOfMemory)?;
         let before = self.frames.len();
-        let FrameCache { frames: all, vm } = self;
-        platform.alloc_tables(*vm, missing, &mut |frame| all.push(frame));
+        let FrameCache {
+            frames: all,
+            source,
+        } = self;
+        source.allocate(platform, missing, |frame| all.push(frame));
         // `take` pops from the end. Reversed, it gives frames in the order of allocation, often that of their
         // addresses.
         self.frames[before..].reverse();
@@ -91,7 +94,7 @@ impl FrameCache {
     pub(crate) fn keep(&mut self, platform: &impl Platform, frames: usize) {
         let kept = frames.min(self.frames.len());
         // SAFETY: the frames were allocated by `fill` and never published.
-        unsafe { platform.free_tables(self.vm, &self.frames[kept..]) };
+        unsafe { self.source.free(platform, &self.frames[kept..]) };
         self.frames.truncate(kept);
     }
 }

@@ -22,8 +22,9 @@ type Mapping<'a, F> = &'a World<F>;
 
 fn tree<F: Format>() -> World<F> {
     let flushes = Shared::try_new(Flushes::default()).unwrap();
+    let frames = Shared::try_new(TableFrames::new(VmId(0))).unwrap();
     World(Guarded::new(
-        Tree::new(Arc::new(Heap::default()), VmId(0), flushes).unwrap(),
+        Tree::new(Arc::new(Heap::default()), frames, flushes).unwrap(),
     ))
 }
 
@@ -56,7 +57,7 @@ fn flush<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level) -> Flushed {
 
 /// Splits the huge leaves of `range`. Returns how many, by level.
 fn split<F: Format>(tree: Mapping<'_, F>, range: Range<u64>, how: SplitWalk) -> LeafCounts {
-    let mut frames = FrameCache::new(VmId(0));
+    let mut frames = FrameCache::new(tree.frames.clone());
     let mut splits = LeafCounts::default();
     let mut broken = std::vec::Vec::new();
     let mut walk = Walk::unbroken(Gfn(range.start)..Gfn(range.end));
@@ -97,7 +98,7 @@ fn map<F: Format>(
     level: Level,
     leaf: Leaf,
 ) -> Result<Installed, Retry> {
-    let mut frames = FrameCache::new(VmId(0));
+    let mut frames = FrameCache::new(tree.frames.clone());
     frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
     let leaf = Leaf {
         pfn: leaf.pfn.add(gfn),
@@ -153,7 +154,7 @@ fn write_protect<F: Format>(
 
 fn free<F: Format>(tree: Mapping<'_, F>, unflushed: Unflushed) -> LeafCounts {
     // SAFETY: tests that use this have one thread.
-    unsafe { unflushed.detached.free::<F>(&*tree.platform, VmId(0)) }.leaves
+    unsafe { unflushed.detached.free::<F>(&*tree.platform, &tree.frames) }.leaves
 }
 
 /// Runs generic tests for formats that differ in dirty bits, break-before-make and the size of the root.
@@ -261,7 +262,7 @@ mod behaviour {
 
     pub fn a_stale_leaf_is_not_installed<F: Format>() {
         let tree = tree::<F>();
-        let mut frames = FrameCache::new(VmId(0));
+        let mut frames = FrameCache::new(tree.frames.clone());
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         let done = || panic!("`done` was called, but no leaf installed");
@@ -352,7 +353,7 @@ mod behaviour {
         let ticket = tree.flushes.need_flush();
         ticket.covers(&(Gfn(7)..Gfn(8)));
         let _ = zap(&tree, 7..8);
-        let mut frames = FrameCache::new(VmId(0));
+        let mut frames = FrameCache::new(tree.frames.clone());
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut try_to_map = |gfn: u64, flushed: &Flushed| {
             let mut path = Path::new(&mut frames);
@@ -579,14 +580,14 @@ fn a_leaf_that_was_broken_again_needs_another_flush_before_it_is_mended() {
     type Arm = Stage2<48>;
     let tree = tree::<Arm>();
     let nothing = Flushed::default();
-    let mut frames = FrameCache::new(VmId(0));
+    let mut frames = FrameCache::new(tree.frames.clone());
     let mut break_it = || {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         let mapped = tree.map_at(Gfn(7), Level::PAGE, LEAF, &mut path, || true, || {});
         assert!(matches!(mapped, Err(Retry::MustMend(Level::MEGA))));
     };
-    let mut frames_to_mend = FrameCache::new(VmId(0));
+    let mut frames_to_mend = FrameCache::new(tree.frames.clone());
     let mut mend = |own: &Flushed| {
         frames_to_mend
             .fill(&*tree.platform, FrameCache::FAULT)

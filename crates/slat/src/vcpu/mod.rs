@@ -186,7 +186,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             space,
             context,
             token: 0,
-            frames: FrameCache::new(self.id),
+            frames: FrameCache::new(self.frames.clone()),
             flushed: Flushed::default(),
             recent,
             streams: Streams::default(),

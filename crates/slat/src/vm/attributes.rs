@@ -67,7 +67,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return Ok(());
         };
         let mut broken = space_for_broken::<F>()?;
-        let mut frames = FrameCache::new(self.id);
+        let mut frames = FrameCache::new(self.frames.clone());
         let filled = frames.fill(&*self.platform, changes.len() * 2 * FRAMES_PER_EDGE);
         let converted =
             filled.map(|()| self.convert(changes, &private, &gfns, &mut frames, &mut broken));

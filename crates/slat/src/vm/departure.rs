@@ -152,7 +152,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
         edits: &[Edit],
     ) -> Result<Self, OutOfMemory> {
         let edges = edges(change.set(), edits);
-        let mut frames = FrameCache::new(vm.id);
+        let mut frames = FrameCache::new(vm.frames.clone());
         let mut broken = Vec::new();
         if edges > 0 {
             broken = space_for_broken::<F>()?;

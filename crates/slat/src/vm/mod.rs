@@ -2,7 +2,7 @@
 //! the host.
 //!
 //! A file per mechanism: [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
-//! (conversions), [`nx`], [`recover`] (huge pages), [`age`]. Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What range operations have in common is in [`range_op`], what long operations on
+//! (conversions), [`nx`], [`recover`] (huge pages), [`age`]. Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What it all takes is in [`usage`]. What range operations have in common is in [`range_op`], what long operations on
 //! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
@@ -38,6 +38,7 @@ mod region;
 mod ring;
 mod shadow;
 mod slot_op;
+mod usage;
 
 pub(crate) use crate::dirty_log::{DirtyLog, LogKind};
 pub use dirty::DirtyLogError;
@@ -48,6 +49,7 @@ pub use mapping::Mapping;
 pub(crate) use range_op::RangeOp;
 pub(crate) use ring::RingSlot;
 pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};
+pub use usage::MemoryUsage;
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use alloc::sync::Arc;
@@ -65,7 +67,7 @@ use crate::slots::Slots;
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Reader, Readers};
 use crate::sync::{FairLock, Guarded, InSection, held};
-use crate::table::{Flushes, Root};
+use crate::table::{Flushes, Root, TableFrames};
 
 /// What a VM is made with.
 ///
@@ -200,6 +202,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) in_progress: InProgress,
     pub(crate) flushes: Shared<Flushes>,
     pub(crate) budget: Shared<Budget>,
+    pub(crate) frames: Shared<TableFrames>,
     mmu: MmuKind,
     log_mode: LogMode,
     /// The rings of all vCPUs. The lock serializes resets.
@@ -273,12 +276,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let id = VmId(NEXT_ID.fetch_add(1, Relaxed));
         let flushes = Shared::try_new(Flushes::default())?;
         let budget = Shared::try_new(Budget::default())?;
+        let frames = Shared::try_new(TableFrames::new(id))?;
         let mut spaces = Vec::new();
         spaces
             .try_reserve_exact(config.spaces.max(1))
             .map_err(|_| OutOfMemory)?;
         for _ in 0..config.spaces.max(1) {
-            let mmu = Mmu::new(mmu, platform.clone(), id, flushes.clone(), budget.clone())?;
+            let (frames, flushes) = (frames.clone(), flushes.clone());
+            let mmu = Mmu::new(mmu, platform.clone(), frames, flushes, budget.clone())?;
             spaces.push(Space::new(mmu)?);
         }
         let readers = Readers::new();
@@ -291,6 +296,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             in_progress: InProgress::new(),
             flushes,
             budget,
+            frames,
             mmu: config.mmu,
             log_mode: LogMode::default(),
             rings: FairLock::new(Vec::new()),

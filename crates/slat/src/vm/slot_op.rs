@@ -122,7 +122,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             return;
         };
         let (how, chunk) = (policy.split_walk(), policy.split_chunk());
-        let mut frames = FrameCache::new(self.vm.id);
+        let mut frames = FrameCache::new(self.vm.frames.clone());
         let mut at = pages.start;
         while let Some(slot) = self.slot() {
             let base = slot.base();

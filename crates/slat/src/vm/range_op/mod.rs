@@ -484,7 +484,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if !unflushed.detached.is_empty() {
             // SAFETY: since the tables were detached, all readers have passed a quiescent point, and hardware was
             // flushed.
-            freed += unsafe { unflushed.detached.free::<F>(&*self.platform, self.id) };
+            freed += unsafe { unflushed.detached.free::<F>(&*self.platform, &self.frames) };
         }
         for (gauge, collapsed) in counters.leaves().into_iter().zip(unflushed.collapsed) {
             gauge.add(collapsed);

@@ -1,0 +1,78 @@
+//! The frames that a VM has of its platform for tables: all of them are allocated and freed here, and counted.
+//!
+//! The counts are words that all threads share. They change when frames are allocated or freed, and so cost a fault nothing
+//! that needs no table. They are outside of loom's models: nothing else depends on their values.
+
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::addr::Pfn;
+use crate::heap::OutOfMemory;
+use crate::platform::{Platform, VmId};
+
+/// Allocates and frees the frames for the tables of one VM.
+pub(crate) struct TableFrames {
+    vm: VmId,
+    now: AtomicU64,
+    peak: AtomicU64,
+}
+
+impl TableFrames {
+    pub(crate) fn new(vm: VmId) -> Self {
+        TableFrames {
+            vm,
+            now: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+        }
+    }
+
+    /// Allocates the frames of a root of `tables` tables ([`Platform::alloc_root`]).
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn allocate_root(
+        &self,
+        platform: &impl Platform,
+        tables: usize,
+    ) -> Result<Pfn, OutOfMemory> {
+        let root = platform.alloc_root(self.vm, tables).ok_or(OutOfMemory)?;
+        self.allocated(tables as u64);
+        Ok(root)
+    }
+
+    /// Allocates up to `frames` frames, and gives each to `take`.
+    pub(super) fn allocate(
+        &self,
+        platform: &impl Platform,
+        frames: usize,
+        mut take: impl FnMut(Pfn),
+    ) {
+        let mut given = 0;
+        platform.alloc_tables(self.vm, frames, &mut |frame| {
+            given += 1;
+            take(frame);
+        });
+        self.allocated(given);
+    }
+
+    /// Frees `frames`.
+    ///
+    /// # Safety
+    /// - they are of this VM, and no walker can reach a table in them, if there is one.
+    pub(super) unsafe fn free(&self, platform: &impl Platform, frames: &[Pfn]) {
+        // SAFETY: the caller's promise.
+        unsafe { platform.free_tables(self.vm, frames) };
+        self.now.fetch_sub(frames.len() as u64, Relaxed);
+    }
+
+    fn allocated(&self, frames: u64) {
+        let now = self.now.fetch_add(frames, Relaxed) + frames;
+        if self.peak.load(Relaxed) < now {
+            self.peak.fetch_max(now, Relaxed);
+        }
+    }
+
+    /// Returns the number of frames allocated now, and the most that were at one time.
+    pub(crate) fn count(&self) -> (u64, u64) {
+        (self.now.load(Relaxed), self.peak.load(Relaxed))
+    }
+}

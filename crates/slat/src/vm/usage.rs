@@ -1,0 +1,70 @@
+//! How much memory the tables of a VM take, and how much of the guest's they map.
+
+use super::Vm;
+use crate::addr::PAGE_SIZE;
+use crate::format::Format;
+use crate::platform::Platform;
+
+/// What [`Vm::memory_usage`] returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryUsage {
+    /// Bytes of the frames that the VM has of its platform for tables: those in use, those that wait for a flush until they are
+    /// freed, and those that vCPUs keep for their next fault. What Linux counts as `SecPageTables` (Documentation/filesystems/proc.rst).
+    pub table_bytes: u64,
+    /// The most that [`Self::table_bytes`] has been.
+    pub peak_table_bytes: u64,
+    /// Leaves of 4 KiB.
+    pub pages_4k: u64,
+    /// Leaves of 2 MiB.
+    pub pages_2m: u64,
+    /// Leaves of 1 GiB.
+    pub pages_1g: u64,
+}
+
+impl MemoryUsage {
+    /// Returns how many bytes of guest memory are mapped. A page counts as often as it is mapped: by memslots that share their
+    /// backing, and in the shadow MMU by guest-virtual addresses.
+    pub fn mapped_bytes(&self) -> u64 {
+        let pages = self.pages_4k + (self.pages_2m << 9) + (self.pages_1g << 18);
+        pages * PAGE_SIZE
+    }
+}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Returns how much memory the VM's tables take, in all address spaces, and what they map.
+    ///
+    /// Any thread may call it. It is exact when no other thread changes the tables: no vCPU faults, and no operation on the VM
+    /// runs. Otherwise the numbers are from about the same time, and leaves that an operation has zapped are counted until its
+    /// flush; the peak is always exact.
+    ///
+    /// Tables are counted by words that change when a frame is allocated or freed, leaves by the gauges of
+    /// [`Stats`](crate::Stats): faults pay nothing for this. The call itself adds up the counters of all vCPUs.
+    ///
+    /// ```
+    /// # use slat_model::{HostMemory, SimPlatform};
+    /// # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+    /// # use slat::{Access, Config, Ept, Gpa, Region, Vm};
+    /// # let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+    /// assert_eq!(vm.memory_usage().table_bytes, 4096);
+    /// vm.set_memory_region(0, &Region::new(0, Gpa(0), 0x20_0000, backing))?;
+    /// vm.create_vcpu()?.hardware_fault(Gpa(0x3000), Access::Write)?;
+    ///
+    /// // The root, and three tables to a leaf of 4 KiB.
+    /// let usage = vm.memory_usage();
+    /// assert_eq!(usage.table_bytes, 4 * 4096);
+    /// assert_eq!(usage.mapped_bytes(), 4096 * usage.pages_4k);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn memory_usage(&self) -> MemoryUsage {
+        let (now, peak) = self.frames.count();
+        let stats = self.stats();
+        MemoryUsage {
+            table_bytes: now * PAGE_SIZE,
+            peak_table_bytes: peak * PAGE_SIZE,
+            pages_4k: stats.pages_4k,
+            pages_2m: stats.pages_2m,
+            pages_1g: stats.pages_1g,
+        }
+    }
+}
