@@ -77,6 +77,7 @@ pub mod guest_walk;
 mod heap;
 #[cfg(all(test, loom))]
 mod loom_tests;
+mod meta_map;
 mod mmu;
 mod platform;
 mod policy;
@@ -93,6 +94,7 @@ pub use audit::AuditError;
 pub use format::{Ept, Format, MemoryType};
 pub use frame::{ENTRIES, Entries, TableMeta};
 pub use heap::{OutOfMemory, Shared};
+pub use meta_map::MetaMap;
 pub use mmu::MmuKind;
 pub use platform::{
     HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor, ZappedLeaf,

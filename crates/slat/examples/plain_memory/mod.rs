@@ -4,14 +4,13 @@
 
 pub mod cpu;
 
-use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
 use slat::{
-    ENTRIES, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform, Request,
-    ResolveError, Stale, TableMeta, VmId, WaitFor,
+    ENTRIES, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MetaMap, PAGE_SIZE, Pfn, Platform,
+    Request, ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
 /// A page of memory, as the words in it. It has the layout of [`Entries`]: a table is a page whose words are entries.
@@ -21,8 +20,6 @@ pub struct Page([AtomicU64; ENTRIES]);
 struct Frame {
     page: Page,
     used: AtomicBool,
-    /// What the engine keeps for a frame that holds a table, as Linux does in `struct page`.
-    meta: UnsafeCell<TableMeta>,
 }
 
 pub struct PlainMemory {
@@ -30,12 +27,11 @@ pub struct PlainMemory {
     frames: Box<[Frame]>,
     /// The frame that backs each page of guest memory; 0: none yet. Backing addresses count from the first of these pages.
     backing: Box<[AtomicU64]>,
+    /// What the engine keeps for frames that hold tables, as Linux does in `struct page`.
+    metas: MetaMap,
     /// Number of flushes so far.
     pub flushes: AtomicU64,
 }
-
-// SAFETY: pages are accessed atomically; `meta` is written while its frame is allocated, and otherwise used by the engine only.
-unsafe impl Sync for PlainMemory {}
 
 impl PlainMemory {
     /// Makes a host with `frames` frames, on which guests may have `pages` pages of memory.
@@ -43,11 +39,11 @@ impl PlainMemory {
         let frame = |_| Frame {
             page: Page([const { AtomicU64::new(0) }; ENTRIES]),
             used: AtomicBool::new(false),
-            meta: UnsafeCell::new(TableMeta::new()),
         };
         let host = PlainMemory {
             frames: (0..frames).map(frame).collect(),
             backing: (0..pages).map(|_| AtomicU64::new(0)).collect(),
+            metas: MetaMap::new(),
             flushes: AtomicU64::new(0),
         };
         // Number 0 means "none" in `backing`.
@@ -137,9 +133,10 @@ unsafe impl Platform for PlainMemory {
 
     fn alloc_root(&self, _: VmId, tables: usize) -> Option<Pfn> {
         let first = self.allocate(tables)?;
-        for table in (0..tables as u64).map(|i| first.add(i)) {
-            // SAFETY: the frame was just allocated: the engine does not use its metadata yet.
-            unsafe { *self.frame(table).meta.get() = TableMeta::new() };
+        let frames = || (0..tables as u64).map(|i| first.add(i));
+        if frames().any(|frame| self.metas.prepare(frame).is_err()) {
+            frames().for_each(|frame| self.free(frame));
+            return None;
         }
         Some(first)
     }
@@ -153,7 +150,7 @@ unsafe impl Platform for PlainMemory {
     }
 
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
-        NonNull::from(&self.frame(frame).meta).cast()
+        (self.metas.get(frame)).expect("`alloc_table` has prepared it")
     }
 
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {

@@ -16,6 +16,7 @@ mod faults;
 mod flushes;
 mod guest_tables;
 mod locks;
+mod metas;
 mod shadow;
 mod slots;
 mod tables;

@@ -1,0 +1,33 @@
+//! The map of metadata, filled by two platforms' allocations at once.
+
+use std::sync::Arc;
+
+use super::{model, spawn};
+use crate::MetaMap;
+use crate::addr::Pfn;
+use crate::sync::atomic::Ordering::Relaxed;
+
+#[test]
+fn two_threads_that_prepare_neighbours_find_one_another() {
+    for frames in [[0, 0], [0, 1], [0, 2], [0, 7]] {
+        model(3, move || {
+            let map = Arc::new(MetaMap::new());
+            let mine = map.clone();
+            let other = spawn(move || {
+                mine.prepare(Pfn(frames[1])).unwrap();
+                // What it refers to was written before it could be found.
+                if let Some(first) = mine.get(Pfn(frames[0])) {
+                    // SAFETY: metadata of the map, which is alive.
+                    assert_eq!(unsafe { first.as_ref() }.leaves.load(Relaxed), 0);
+                }
+                mine.get(Pfn(frames[1])).unwrap().as_ptr() as usize
+            });
+            map.prepare(Pfn(frames[0])).unwrap();
+            let first = map.get(Pfn(frames[0])).unwrap().as_ptr() as usize;
+            let second = other.join().unwrap();
+            assert_eq!(map.get(Pfn(frames[0])).unwrap().as_ptr() as usize, first);
+            assert_eq!(map.get(Pfn(frames[1])).unwrap().as_ptr() as usize, second);
+            assert_eq!(first == second, frames[0] == frames[1]);
+        });
+    }
+}
