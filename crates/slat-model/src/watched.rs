@@ -224,6 +224,11 @@ unsafe impl<P: Platform> Platform for Watched<P> {
         self.platform.resolve(&request.with_backing(backing))
     }
 
+    fn populate(&self, vm: VmId, backing: Range<Hva>) {
+        let inner = self.inner(backing.start)..self.inner(backing.end);
+        self.platform.populate(vm, inner);
+    }
+
     fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         let inner = self.inner(backing.start)..self.inner(backing.end);
         self.platform.resolve_resident(vm, inner, &mut |run| {

@@ -233,6 +233,7 @@ impl Stale {
 /// | `alloc_root` | no: the VM is being made | none | for anything | yes | there is none |
 /// | `entries`, `meta` | yes | slots, a table's | no | no | no |
 /// | `resolve` | no | none | for anything: it may sleep | yes | yes, but for this vCPU |
+/// | `populate` | no | none | for anything: it may sleep | yes | yes, but for this vCPU |
 /// | `resolve_resident` | yes | none; by [`Vm::audit`](crate::Vm::audit) slots and a table's | for locks of its own | not the pages asked for | no |
 /// | `flush` | no | slots | for CPUs in the guest | yes | no |
 /// | `wait` | yes | slots | shortly, that is its purpose | no | no |
@@ -337,6 +338,14 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// may be out of date then: the engine installs it only if no invalidation began meanwhile. The engine may ask for more pages
     /// than it installs, and install others of a run later, under the same condition.
     fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
+
+    /// Makes the pages of `backing`, in a slot of `vm`, resident, as far as that is possible: [`Vcpu::prefault`](crate::Vcpu::prefault)
+    /// calls it for up to a table's pages before it asks what is resident there, so that one call of the host serves them all
+    /// (Linux: MADV_POPULATE_READ). Called as [`resolve`](Self::resolve) is, and like that it may find that the memory is gone. It
+    /// may do less, or nothing, as without an implementation: each page that is not resident then is resolved by itself.
+    fn populate(&self, vm: VmId, backing: Range<Hva>) {
+        let _ = (vm, backing);
+    }
 
     /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.

@@ -7,7 +7,7 @@ mod passing;
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::*};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use std::sync::{Arc, Mutex};
 
 use slat::{
@@ -23,12 +23,24 @@ struct Lazy {
     /// The number of calls of `resolve_resident`, and of pages in them.
     asks: AtomicU64,
     asked: AtomicU64,
+    /// Whether it makes pages resident when it is asked to, and the number of pages resolved.
+    populates: AtomicBool,
+    resolves: AtomicU64,
 }
 
 // SAFETY: as `SimPlatform`.
 unsafe impl Platform for Lazy {
     passes_tables!();
+    fn populate(&self, _: VmId, backing: Range<Hva>) {
+        if self.populates.load(Relaxed) {
+            let pages = (backing.end.0 - backing.start.0) >> 12;
+            assert!(pages <= Level::MEGA.pages(), "{pages} pages at once");
+            let mut resident = self.resident.lock().unwrap();
+            resident.extend((0..pages).map(|page| backing.start.add_pages(page)));
+        }
+    }
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        self.resolves.fetch_add(1, Relaxed);
         self.resident.lock().unwrap().insert(request.backing);
         self.machine.resolve(request)
     }
@@ -56,7 +68,7 @@ const PAGES: u64 = 2048;
 
 impl Lazy {
     /// Makes all pages resident.
-    fn populate(&self) {
+    fn make_all_resident(&self) {
         *self.resident.lock().unwrap() = (0..PAGES).map(HostMemory::hva).collect();
     }
 
@@ -72,6 +84,8 @@ fn vm(mmu: MmuKind) -> Arc<Vm<Lazy, Ept>> {
         resident: Mutex::default(),
         asks: AtomicU64::new(0),
         asked: AtomicU64::new(0),
+        populates: AtomicBool::new(false),
+        resolves: AtomicU64::new(0),
     };
     let vm = Vm::new(Arc::new(platform), Config::default().with_mmu(mmu)).unwrap();
     let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
@@ -92,6 +106,24 @@ fn a_prefault_asks_for_each_page_that_is_not_resident_once() {
     }
 }
 
+#[test]
+fn a_prefault_resolves_no_page_that_the_host_populates() {
+    for mmu in [MmuKind::Tdp, MmuKind::Direct] {
+        for populates in [true, false] {
+            let vm = vm(mmu);
+            vm.platform().populates.store(populates, Relaxed);
+            let mut vcpu = vm.create_vcpu().unwrap();
+            // Neither begins nor ends with a table, and the last pages are in no slot.
+            let mapped = vcpu.hardware_prefault(Gpa(100 << 12)..Gpa((PAGES + 9) << 12));
+            assert_eq!(mapped, Ok((PAGES - 100) << 12));
+            assert_eq!(vm.stats().pages_4k, PAGES - 100);
+            let resolved = vm.platform().resolves.load(Relaxed);
+            assert_eq!(resolved, if populates { 0 } else { PAGES - 100 });
+            vm.audit().unwrap();
+        }
+    }
+}
+
 fn read(vcpu: &mut Vcpu<Lazy, Ept>, gfn: u64) -> Pfn {
     let mut vcpu = vcpu.enter(1);
     loop {
@@ -109,7 +141,7 @@ fn a_window_seldom_asks_the_host_in_a_stream() {
         for backwards in [false, true] {
             let vm = vm(mmu);
             vm.set_policy(Setting::Prefetch(Prefetch::Window(8)));
-            vm.platform().populate();
+            vm.platform().make_all_resident();
             let mut vcpu = vm.create_vcpu().unwrap();
             for i in 0..PAGES {
                 read(&mut vcpu, if backwards { PAGES - 1 - i } else { i });
@@ -125,7 +157,7 @@ fn a_window_seldom_asks_the_host_in_a_stream() {
 #[test]
 fn scattered_faults_seldom_ask_the_host() {
     let vm = vm(MmuKind::Tdp);
-    vm.platform().populate();
+    vm.platform().make_all_resident();
     for (policy, most) in [(Prefetch::Window(8), 30), (Prefetch::Adaptive, 0)] {
         vm.set_policy(Setting::Prefetch(policy));
         vm.zap(0, Gfn(0)..Gfn(PAGES));
@@ -145,7 +177,7 @@ fn what_the_host_has_said_ends_with_an_invalidation() {
     let vm = vm(MmuKind::Tdp);
     vm.set_policy(Setting::Prefetch(Prefetch::Window(8)));
     let platform = vm.platform();
-    platform.populate();
+    platform.make_all_resident();
     let mut vcpu = vm.create_vcpu().unwrap();
     // The host has named a run from 0 to 512 then.
     (0..300).for_each(|gfn| _ = read(&mut vcpu, gfn));

@@ -157,6 +157,14 @@ unsafe impl Platform for PlainMemory {
         self.make_resident(request.backing).map(page)
     }
 
+    fn populate(&self, _: VmId, backing: Range<Hva>) {
+        for at in (backing.start.0..backing.end.0).step_by(PAGE_SIZE as usize) {
+            if self.make_resident(Hva(at)).is_err() {
+                return;
+            }
+        }
+    }
+
     fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         for at in (backing.start.0..backing.end.0).step_by(PAGE_SIZE as usize) {
             let backing = Hva(at);

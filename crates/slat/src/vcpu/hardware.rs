@@ -8,6 +8,8 @@
 //! the guest runs again the hypervisor asks for the root again. A CPU that learns of a flush on its way into the guest, after it
 //! has asked, turns back and asks again.
 
+use core::ops::Range;
+
 use super::{Entered, HostWords, Stop, Vcpu, VirtualStop};
 use crate::addr::{Access, Gpa, Hpa};
 use crate::format::Format;
@@ -45,6 +47,43 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         match self.for_hardware().translate(gpa, access) {
             Ok(_) | Err(Stop::Retry) => Ok(()),
             Err(stop) => Err(stop),
+        }
+    }
+
+    /// Maps guest memory ahead of its use, for reading, like [`Vcpu::prefault`], for a hardware CPU that is not in the guest. Returns
+    /// the bytes mapped, from `range.start` on: a page at least, or 0 if a flush went by or the wait for a page was
+    /// interrupted. Call again for the rest. Before the guest runs, the caller makes the stores visible to the walker as after
+    /// [`Vcpu::hardware_fault`].
+    ///
+    /// The vCPU is entered for the duration of the call only, so the caller may use it, and change slots, with the result:
+    ///
+    /// ```
+    /// # use slat_model::{HostMemory, SimPlatform};
+    /// # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+    /// # use slat::{Access, Config, Ept, Gpa, Region, Stop, Vm};
+    /// # let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+    /// # let region = Region::new(0, Gpa(0), 0x10_0000, backing);
+    /// # let mut vcpu = vm.create_vcpu()?;
+    /// let memory = Gpa(0)..Gpa(0x10_0000);
+    /// match vcpu.hardware_prefault(memory.clone()) {
+    ///     Err(Stop::Mmio { .. }) => {
+    ///         vm.set_memory_region(0, &region)?;
+    ///         assert_eq!(vcpu.hardware_prefault(memory), Ok(0x10_0000));
+    ///     }
+    ///     other => panic!("there was no memory: {other:?}"),
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Stop`], but for [`Stop::Retry`], if not even the first page could be mapped.
+    ///
+    /// # Panics
+    /// If the vCPU was entered.
+    pub fn hardware_prefault(&mut self, range: Range<Gpa>) -> Result<u64, Stop> {
+        match self.for_hardware().prefault(range) {
+            Err(Stop::Retry) => Ok(0),
+            mapped => mapped,
         }
     }
 

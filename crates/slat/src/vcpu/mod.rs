@@ -414,6 +414,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Enters a reader section, which ends when the guard is dropped: meanwhile flushes wait for this CPU. `token` tells
     /// the platform whom to kick (a thread id). If translations may have been flushed since the last section,
     /// [`Attention::FLUSH`] is raised.
+    ///
+    /// In `match vcpu.enter(0).prefault(range) { … }` the guard lives to the end of the `match`, as every temporary there does. An
+    /// arm that waits for a flush, by changing slots for example, would wait for ever. Bind the result first:
+    /// `let mapped = vcpu.enter(0).prefault(range);`.
     pub fn enter(&mut self, token: usize) -> Entered<'_, P, F> {
         self.enter_unguarded(token);
         Entered(self)

@@ -233,7 +233,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. As in KVM, no fault of the guest
     /// is counted. Pages that are not resident are made so. Returns the bytes mapped, from `range.start` on, at least
     /// one page. The vCPU may have left its section meanwhile: the attention word tells whether translations that it
-    /// remembers are still valid.
+    /// remembers are still valid. A hypervisor whose CPU walks the tables calls [`Self::hardware_prefault`].
     ///
     /// # Errors
     /// [`Stop`], if not even the first page could be mapped.
@@ -269,11 +269,29 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             if let Entry::Leaf(_) = found.entry::<F>() {
                 return Ok(gfn.block(found.level).end.gpa());
             }
-        } else if let Some(after) = self.prefault_resident(gfn, end, asked) {
-            return Ok(after.gpa());
+        } else {
+            self.populate(gfn, end);
+            if let Some(after) = self.prefault_resident(gfn, end, asked) {
+                return Ok(after.gpa());
+            }
         }
         let level = self.translate_uncounted(gpa, Access::Read)?.level;
         Ok(gfn.block(level).end.gpa())
+    }
+
+    /// Has the platform make resident what [`Self::prefault_resident`] asks it for next.
+    fn populate(&mut self, gfn: Gfn, end: Gfn) {
+        let (set, slot) = self.find_slot(gfn);
+        let Some(slot) = slot.and_then(|slot| SlotFacts::of(slot, gfn, &set.private)) else {
+            return;
+        };
+        let end = end.min(slot.gfns.end).min(gfn.block(Level::MEGA).end);
+        let hva = |gfn: Gfn| slot.hva_base.add_pages(gfn.0 - slot.gfns.start.0);
+        self.outside(&mut false, |vcpu| {
+            held::assert_none("to populate memory");
+            let vm = vcpu.vm();
+            vm.platform.populate(vm.id, hva(gfn)..hva(end));
+        });
     }
 
     /// Maps what is resident from `gfn` to `end`, in one level 1 table and one slot. Returns the first page that is not mapped then,
