@@ -197,7 +197,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
         })
     }
 
-    /// Makes `edits` (3, 4), and adds to `work`, which has space for [`most_parts`], what is left to do for logs.
+    /// Makes `edits` (3, 4), and adds to `work`, which has space for it, what is left to do for logs.
     ///
     /// # Errors
     /// [`OutOfMemory`]; nothing was changed.

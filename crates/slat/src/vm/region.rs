@@ -117,7 +117,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// ```
     ///
     /// # Errors
-    /// [`RegionError`]; nothing was changed, but huge leaves may have been split. [`RegionError::NamedTwice`] if two
+    /// [`RegionError`]; nothing was changed. [`RegionError::NamedTwice`] if two
     /// changes are of one slot.
     pub fn set_memory_regions(&self, space: usize, changes: &[Change]) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
