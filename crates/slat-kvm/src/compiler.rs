@@ -24,7 +24,7 @@ pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
     let compile = match jit {
         Jit::Off => return None,
         Jit::On => Compile::Hot,
-        Jit::AtOnce => Compile::AtOnce,
+        Jit::AtOnce(tier) => Compile::AtOnce(tier),
     };
     let compiling = COMPILING.get_or_start(|compiling| {
         background::start(compiling);

@@ -5,6 +5,7 @@
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
 use slat::{AtomicPolicy, MmuKind, Policy, PolicyError, Setting};
+pub use slat_x86::Tier;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
@@ -24,7 +25,7 @@ pub enum Jit {
     #[default]
     On,
     /// All code that is compiled at all, before it runs for the first time, on the vCPU's thread: slow, to test the compiler.
-    AtOnce,
+    AtOnce(Tier),
 }
 
 impl Jit {
@@ -36,8 +37,11 @@ impl Jit {
         match value {
             "on" | "1" | "Y" | "y" => Ok(Jit::On),
             "off" | "0" | "N" | "n" => Ok(Jit::Off),
-            "at-once" => Ok(Jit::AtOnce),
-            _ => Err(format!("{JIT}={value}: the value is on, off, or at-once")),
+            "at-once" => Ok(Jit::AtOnce(Tier::Full)),
+            "at-once-baseline" => Ok(Jit::AtOnce(Tier::Baseline)),
+            _ => Err(format!(
+                "{JIT}={value}: the value is on, off, at-once, or at-once-baseline"
+            )),
         }
     }
 }
@@ -47,7 +51,8 @@ impl fmt::Display for Jit {
         f.pad(match self {
             Jit::Off => "off",
             Jit::On => "on",
-            Jit::AtOnce => "at-once",
+            Jit::AtOnce(Tier::Full) => "at-once",
+            Jit::AtOnce(Tier::Baseline) => "at-once-baseline",
         })
     }
 }
@@ -302,7 +307,7 @@ mod tests {
         .unwrap();
         assert!(policies.stats);
         assert_eq!(policies.jit, Jit::On);
-        for (value, jit) in [("off", Jit::Off), ("at-once", Jit::AtOnce)] {
+        for (value, jit) in [("off", Jit::Off), ("at-once", Jit::AtOnce(Tier::Full))] {
             let set = format!("jit={value}");
             assert_eq!(parse(&[("SLAT_SET", &set)]).unwrap().jit, jit);
         }
@@ -317,7 +322,11 @@ mod tests {
     #[test]
     fn an_assignment_is_read_as_it_is_written() {
         let all = Policy::default().iter().map(Assignment::Memory);
-        let jit = [Jit::Off, Jit::On, Jit::AtOnce].map(Assignment::Cpu);
+        let tiers = [Tier::Baseline, Tier::Full].map(Jit::AtOnce);
+        let jit = [Jit::Off, Jit::On]
+            .into_iter()
+            .chain(tiers)
+            .map(Assignment::Cpu);
         let nested = [false, true].map(Assignment::Nested);
         for assignment in all.chain(jit).chain(nested) {
             assert_eq!(assignment.to_string().parse(), Ok(assignment));
@@ -354,7 +363,7 @@ mod tests {
         assert!(
             parse(&[("SLAT_SET", "jit=hot")])
                 .unwrap_err()
-                .contains("on, off, or at-once")
+                .contains("on, off, at-once, or at-once-baseline")
         );
         assert!(
             parse(&[("SLAT_SET", "mmio_caching=7")])

@@ -1,6 +1,8 @@
 //! One basic block: decoded operations, and the bytes they were decoded from, which are compared with memory.
 
 use crate::heap::{self, OutOfMemory};
+#[cfg(feature = "jit")]
+use crate::jit::Tier;
 use crate::op::Op;
 use crate::snapshot::Snapshot;
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -52,12 +54,12 @@ pub(crate) struct Block {
     /// The page of its first byte. `None` in a block that holds nothing, or code that runs only once (see `once`).
     pub(crate) first: Option<Place>,
     next: Cell<Option<Next>>,
-    /// Entries until the block is hot.
+    /// Entries until the block is warm.
     #[cfg(feature = "jit")]
     pub(crate) heat: Cell<u32>,
-    /// Whether the compiler has the block.
+    /// What the compiler was asked for.
     #[cfg(feature = "jit")]
-    pub(crate) is_submitted: Cell<bool>,
+    pub(crate) asked: Cell<Option<Tier>>,
     /// Whether it has a second page.
     crosses: bool,
     /// Bytes in the first page.
@@ -88,9 +90,9 @@ impl Block {
             first: None,
             next: Cell::new(None),
             #[cfg(feature = "jit")]
-            heat: Cell::new(crate::jit::HOT),
+            heat: Cell::new(crate::jit::WARM),
             #[cfg(feature = "jit")]
-            is_submitted: Cell::new(false),
+            asked: Cell::new(None),
             crosses: false,
             split: 0,
             count: 0,
@@ -153,7 +155,7 @@ impl Block {
         (self.crosses, self.split) = (false, 0);
     }
 
-    /// Makes the block hot.
+    /// Makes the block warm.
     pub(crate) fn heat_up(&self) {
         #[cfg(feature = "jit")]
         self.heat.set(0);
@@ -164,8 +166,8 @@ impl Block {
         self.next.set(None);
         #[cfg(feature = "jit")]
         {
-            self.heat.set(crate::jit::HOT);
-            self.is_submitted.set(false);
+            self.heat.set(crate::jit::WARM);
+            self.asked.set(None);
             self.entrance = None;
         }
     }

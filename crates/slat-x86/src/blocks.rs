@@ -167,18 +167,22 @@ impl Blocks {
         })
     }
 
-    /// Attaches compiled code to its block, if there still is one. The block is verified, with that code, before it runs next. Call
-    /// while no block is running.
+    /// Attaches compiled code to its block, if there still is one without better code. The block is verified, with that code, before it runs
+    /// next. Returns whether it has lost other code for it. Call while no block is running.
     #[cfg(feature = "jit")]
-    pub(crate) fn attach(&mut self, key: &Key, entrance: crate::jit::Entrance) {
+    pub(crate) fn attach(&mut self, key: &Key, entrance: crate::jit::Entrance) -> bool {
         if let Some(&block) = self.kept.get(key) {
             // SAFETY: as in `kept`, and no block is running.
             let block = unsafe { &mut *block.as_ptr() };
-            block.entrance = Some(entrance);
+            if (block.entrance.as_ref()).is_some_and(|old| old.region.tier > entrance.region.tier) {
+                return false;
+            }
             if let Some(first) = &mut block.first {
                 first.edition = 0;
             }
+            return block.entrance.replace(entrance).is_some();
         }
+        false
     }
 
     /// Frees the kept blocks and the snapshots. Call while no block is running.
@@ -350,7 +354,7 @@ impl Cpu {
             true => {
                 let kept = self.blocks.keep(&mut self.fixed.front).unwrap_or(once);
                 #[cfg(feature = "jit")]
-                self.adopt(kept);
+                self.adopt(kept, crate::jit::Tier::Baseline);
                 if eager {
                     // SAFETY: alive until all are freed.
                     unsafe { kept.as_ref() }.heat_up();

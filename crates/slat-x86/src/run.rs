@@ -76,6 +76,8 @@ impl Cpu {
                 }
             }
             if attention.load(Ordering::Relaxed) != 0 && self.attend(attention) {
+                #[cfg(feature = "jit")]
+                self.note_interrupted();
                 return Exit::Attention;
             }
             let found = match self.find_block() {
@@ -90,6 +92,10 @@ impl Cpu {
             let block = unsafe { found.as_ref() };
             #[cfg(feature = "jit")]
             if block.entrance.is_some() && block.is_current(self.stamp) {
+                if self.compiled.interrupted == Some(block.key.rip) {
+                    self.sampled(found);
+                    continue;
+                }
                 if let Some(exit) = self.run_compiled(found) {
                     return exit;
                 }
@@ -98,7 +104,7 @@ impl Cpu {
             #[cfg(feature = "jit")]
             match block.heat.get() {
                 0 => {
-                    self.heated(found);
+                    self.warmed(found);
                     continue;
                 }
                 left => block.heat.set(left - 1),

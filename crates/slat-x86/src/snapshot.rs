@@ -192,6 +192,14 @@ impl Cpu {
         }
     }
 
+    /// Makes sure that memory holds the lines of `page`, unless that takes a translation. Returns whether it does.
+    #[cfg(feature = "jit")]
+    pub(crate) fn look_again(&mut self, page: &mut Snapshot, lin: u64) -> bool {
+        page.generation == self.generation
+            && self.look_at_snapshot(page, lin).is_ok()
+            && page.stamp == self.stamp
+    }
+
     #[inline(never)]
     fn look_at_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
         loop {

@@ -3,7 +3,7 @@
 
 mod common;
 use common::*;
-use slat_x86::{Compile, Compiler};
+use slat_x86::{Compile, Compiler, Tier};
 
 /// Forbids this process to make memory executable. Returns whether the host can: Linux 6.3 and later.
 fn forbid() -> bool {
@@ -20,7 +20,7 @@ fn without_executable_memory_code_is_interpreted() {
     let mut guest = Guest::new(b"\xff\xc9\x75\xfc\xf4");
     let compiler = Compiler::try_new().unwrap();
     (guest.cpu)
-        .set_compiler(compiler.clone(), Compile::AtOnce)
+        .set_compiler(compiler.clone(), Compile::AtOnce(Tier::Full))
         .unwrap();
     let is_forbidden = forbid();
     for _ in 0..2 {

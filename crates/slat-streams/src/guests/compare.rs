@@ -9,7 +9,7 @@ use super::tables::Mode;
 use super::{After, COMPILES, Guest, Slot, answer, event, state};
 use crate::watch::{Kick, Lane, Slice, Step};
 use slat_kvm::VcpuFd;
-use slat_kvm::policy::Jit;
+use slat_kvm::policy::{Jit, Tier};
 use slat_model::Rng;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -57,23 +57,24 @@ struct Account {
 /// Runs the guest that `rng` makes both ways. Panics if they differ.
 pub fn compare(lane: &Lane, rng: &Rng, mode: Mode) {
     lane.enter();
+    let tier = rng.clone().pick(&[Tier::Baseline, Tier::Full]);
     let mut interpreted = run(lane, rng, mode, Jit::Off, EXITS, INTERPRETED);
     let exits = interpreted.exits.len();
     if interpreted.memory.is_empty() {
         // What it did after its last exit is not known.
         interpreted = run(lane, rng, mode, Jit::Off, exits, COMPILED);
     }
-    let compiled = run(lane, rng, mode, Jit::AtOnce, exits, COMPILED);
+    let at_once = Jit::AtOnce(tier);
+    let compiled = run(lane, rng, mode, at_once, exits, COMPILED);
     if let Some(what) = difference(&interpreted, &compiled) {
-        let mut again =
-            (0..AGAIN).flat_map(|_| [(&interpreted, Jit::Off), (&compiled, Jit::AtOnce)]);
+        let mut again = (0..AGAIN).flat_map(|_| [(&interpreted, Jit::Off), (&compiled, at_once)]);
         let is_steady = again.all(|(before, jit)| {
             let now = run(lane, rng, mode, jit, exits, COMPILED);
             difference(before, &now).is_none()
         });
         assert!(
             !is_steady,
-            "compiled code differs from the interpreter ({mode:?}): {what}"
+            "compiled code ({tier:?}) differs from the interpreter ({mode:?}): {what}"
         );
         COMPARED.unsteady.fetch_add(1, Ordering::Relaxed);
     } else {
@@ -135,7 +136,7 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
         };
         let step = Step {
             what: "KVM_RUN",
-            detail: [(jit == Jit::AtOnce).into(), account.exits.len() as u64],
+            detail: [(jit != Jit::Off).into(), account.exits.len() as u64],
         };
         let (after, said) = lane.run(step, slice, || {
             let exit = vcpu.run();

@@ -24,7 +24,7 @@ pub use compare::{COMPARED, Compared};
 use kvm_bindings::*;
 use layout::*;
 use slat_host::mappings::{self, HugePages};
-use slat_kvm::policy::Jit;
+use slat_kvm::policy::{Jit, Tier};
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 use slat_model::Rng;
 use std::collections::BTreeSet;
@@ -41,8 +41,14 @@ const HIDE: u64 = 2;
 /// Bytes of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Factor of the slices of time in which code is compiled, too.
-const COMPILING: u32 = 16;
+/// Returns the factor of the slices of time in which code is compiled, too.
+fn compiling(tier: Tier) -> u32 {
+    match tier {
+        Tier::Baseline => 2,
+        Tier::Full => 16,
+    }
+}
+
 /// CPU time that compiling a region may take: that is not interrupted.
 const COMPILES: Duration = Duration::from_secs(2);
 
@@ -85,7 +91,10 @@ pub fn guests(bytes: &[u8]) {
         let mode = Mode::ALL[first as usize % Mode::ALL.len()];
         match Way::of(first, mode) {
             Way::Usual => Guest::new(&mut rng, mode, Jit::On, End::Repeats).run(stream),
-            Way::Compiled => Guest::new(&mut rng, mode, Jit::AtOnce, End::Repeats).run(stream),
+            Way::Compiled => {
+                let tier = rng.pick(&[Tier::Baseline, Tier::Full]);
+                Guest::new(&mut rng, mode, Jit::AtOnce(tier), End::Repeats).run(stream);
+            }
             Way::Compared => compare::compare(stream.lane(0), &rng, mode),
         }
         before.check();
@@ -332,7 +341,7 @@ impl Guest {
         state::set(rng, mode, index, &vcpu, end == End::Repeats);
         let slice = Duration::from_micros(rng.pick(&[500, 100, 1000, 2000]));
         let (slice, extra) = match jit {
-            Jit::AtOnce => (slice * COMPILING, COMPILES),
+            Jit::AtOnce(tier) => (slice * compiling(tier), COMPILES),
             _ => (slice, Duration::ZERO),
         };
         let kick = rng.pick(&[Kick::Signal, Kick::Exit, Kick::ExitAndSignal]);

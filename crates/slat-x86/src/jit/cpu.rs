@@ -2,13 +2,14 @@
 
 use super::dispatch::dispatch;
 use super::helpers::Status;
-use super::{Client, Compile, Compiler, Done, Job, Region, Source, Step, Workshop, lock};
+use super::{Client, Compile, Compiler, Done, Job, Region, Source, Step, Tier, Workshop, lock};
 use crate::Cpu;
 use crate::block::{Block, Key};
 use crate::cpu::{ANY_PAGE, mode};
 use crate::heap::{self, OutOfMemory, Zeroed};
 use crate::machine::Exit;
 use crate::op::Break;
+use crate::snapshot::Snapshot;
 use crate::tlb::Entry;
 use iced_x86::{Decoder, DecoderOptions, FlowControl};
 use std::ptr::{self, NonNull};
@@ -16,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Entries of a block after which it is compiled.
-pub(crate) const HOT: u32 = 4096;
+pub(crate) const WARM: u32 = 512;
 /// Entries of a block between two looks for compiled code.
 const LOOK: u32 = 64;
 /// Blocks and bytes of a region.
@@ -45,8 +46,9 @@ pub(super) fn set_of(rip: u64) -> usize {
 pub(super) struct Target {
     /// The address of the guest's code.
     pub(super) rip: u64,
-    /// [`Cpu::stamp`] when the code was known to be good. With another one it has to be looked at again.
-    pub(super) stamp: u64,
+    /// The page that has it. If its stamp is not [`Cpu::stamp`], it has to be looked at first. It is alive as long as the edition is the
+    /// CPU's.
+    pub(super) page: *const Snapshot,
     pub(super) code: *const u8,
     pub(super) entry: u32,
     /// [`Compiled::edition`] then. 0: none.
@@ -76,6 +78,8 @@ pub(crate) struct Compiled {
     pub(super) edition: u32,
     pub(super) attention: *const AtomicU32,
     pub(super) client: Option<Client>,
+    /// RIP where the last run ended for its caller's attention: what runs at such a moment is hot.
+    pub(crate) interrupted: Option<u64>,
     /// Not 0: the host's MXCSR is the guest's (`float`).
     pub(super) floats: u32,
     /// The host's own, meanwhile.
@@ -95,6 +99,7 @@ impl Compiled {
             edition: 1 << 8,
             attention: ptr::null(),
             client: None,
+            interrupted: None,
             floats: 0,
             host_mxcsr: 0,
             copy: [0; 32],
@@ -128,7 +133,7 @@ impl Cpu {
 
     /// Whether blocks are compiled before they run for the first time.
     pub(crate) fn compiles_at_once(&self) -> bool {
-        (self.compiled.client.as_ref()).is_some_and(|client| client.compile == Compile::AtOnce)
+        (self.compiled.client.as_ref()).is_some_and(|client| client.compile != Compile::Hot)
     }
 
     /// Call before the CPU executes.
@@ -140,33 +145,80 @@ impl Cpu {
     /// Call when a block has been entered often: has it compiled, or looks whether it was.
     #[cold]
     #[inline(never)]
-    pub(crate) fn heated(&mut self, found: NonNull<Block>) {
+    pub(crate) fn warmed(&mut self, found: NonNull<Block>) {
         // SAFETY: a block lives until all are freed, which is the last thing that this does, if at all.
         let block = unsafe { found.as_ref() };
         let Some(client) = &self.compiled.client else {
             block.heat.set(u32::MAX);
             return;
         };
-        let (compiler, compile, client) = (client.compiler.clone(), client.compile, client.number);
+        let tier = match client.compile {
+            Compile::Hot => Tier::Baseline,
+            Compile::AtOnce(tier) => tier,
+        };
         block.heat.set(LOOK);
-        if self.adopt(found) {
-            return;
+        if !self.adopt(found, tier) {
+            self.submit(block, tier);
+            self.take_compiled();
         }
+    }
+
+    /// Call when a run ends for its caller's attention, which happens every few milliseconds at least.
+    pub(crate) fn note_interrupted(&mut self) {
+        self.compiled.interrupted = Some(self.state.rip);
+    }
+
+    /// Call when a block with compiled code is about to run which was interrupted: a sample of what takes the time. It is worth Cranelift's
+    /// code, which takes less time to make than has passed since the last sample.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
+        self.compiled.interrupted = None;
+        // SAFETY: as in `warmed`.
+        let block = unsafe { found.as_ref() };
+        let is_full = |entrance: &Entrance| entrance.region.tier == Tier::Full;
+        let may_improve =
+            (self.compiled.client.as_ref()).is_some_and(|client| client.compile == Compile::Hot);
+        if may_improve
+            && !block.entrance.as_ref().is_some_and(is_full)
+            && !self.adopt(found, Tier::Full)
+        {
+            self.submit(block, Tier::Full);
+        }
+        self.take_compiled();
+    }
+
+    /// Has a block compiled, with those around it, unless that was asked for already.
+    fn submit(&self, block: &Block, tier: Tier) {
+        let Some(client) = &self.compiled.client else {
+            return;
+        };
         if self.may_compile(block)
-            && !block.is_submitted.get()
-            && compiler.has_room()
-            && let Ok(source) = self.collect(block)
+            && block.asked.get() < Some(tier)
+            && client.compiler.has_room()
+            && let Ok(source) = self.collect(block, tier)
             && !source.blocks.is_empty()
         {
-            let job = Job { source, client };
-            match compile {
-                Compile::Hot => compiler.submit(job),
-                Compile::AtOnce => compiler.finish(job, &mut Workshop::default()),
+            let job = Job {
+                source,
+                tier,
+                client: client.number,
+            };
+            match client.compile {
+                Compile::Hot => client.compiler.submit(job),
+                Compile::AtOnce(_) => client.compiler.finish(job, &mut Workshop::default()),
             }
         }
-        let done = compiler.take(client);
+    }
+
+    /// Takes what was compiled. Call while no block is running; it may free all.
+    fn take_compiled(&mut self) {
+        let Some(client) = &self.compiled.client else {
+            return;
+        };
+        let done = client.compiler.take(client.number);
         if done.is_refused {
-            // Hot code is compiled anew, what is hot no more is forgotten. This frees `block`.
+            // Hot code is compiled anew, what is hot no more is forgotten.
             return self.forget_blocks();
         }
         for region in done.regions {
@@ -180,9 +232,9 @@ impl Cpu {
             && block.is_current(self.stamp)
     }
 
-    /// Attaches code to a block, and to others, that was compiled for another CPU or before, if there is any and memory holds it. Returns
-    /// whether there was. Call while no block is running.
-    pub(crate) fn adopt(&mut self, block: NonNull<Block>) -> bool {
+    /// Attaches code of a tier at least to a block, and to others, that was compiled for another CPU or before, if there is any and memory
+    /// holds it. Returns whether there was. Call while no block is running.
+    pub(crate) fn adopt(&mut self, block: NonNull<Block>, tier: Tier) -> bool {
         // SAFETY: a block lives until all are freed; it is not used any more when those of the region are changed.
         let block = unsafe { block.as_ref() };
         let Some(client) = &self.compiled.client else {
@@ -192,7 +244,8 @@ impl Cpu {
             return false;
         }
         let known = client.compiler.known.at(block.key.rip, block.key.mode);
-        let Some(region) = known.filter(|region| block.holds(region)) else {
+        let is_good = |region: &Arc<Region>| region.tier >= tier && block.holds(region);
+        let Some(region) = known.filter(is_good) else {
             return false;
         };
         self.counters.regions_shared += 1;
@@ -203,6 +256,7 @@ impl Cpu {
     /// Attaches compiled code to its blocks.
     fn install(&mut self, region: &Arc<Region>) {
         self.counters.regions += 1;
+        let mut is_instead = false;
         for (entry, (rip, _)) in region.source.blocks.iter().enumerate() {
             let key = Key {
                 lin: *rip,
@@ -213,9 +267,11 @@ impl Cpu {
                 region: region.clone(),
                 entry: entry as u32,
             };
-            self.blocks.attach(&key, entrance);
+            is_instead |= self.blocks.attach(&key, entrance);
         }
-        self.forget_targets();
+        if is_instead {
+            self.forget_targets();
+        }
     }
 
     /// Forgets where regions continue. Call whenever a block may lose its compiled code, a snapshot begins a new edition, or code may be
@@ -232,7 +288,7 @@ impl Cpu {
     }
 
     /// Collects a region: `block`, and the kept blocks of its page that follow.
-    fn collect(&self, block: &Block) -> Result<Source, OutOfMemory> {
+    fn collect(&self, block: &Block, tier: Tier) -> Result<Source, OutOfMemory> {
         let page = block.key.lin >> 12;
         let mut source = Source {
             mode: block.key.mode,
@@ -259,8 +315,8 @@ impl Cpu {
             };
             let (code, _) = found.parts();
             // A block that has hardly run is left out: it would make the region larger, and save nothing.
-            let is_warm = found.heat.get() <= HOT - HOT / 8
-                || found.is_submitted.get()
+            let is_warm = found.heat.get() <= WARM - WARM / 8
+                || found.asked.get().is_some()
                 || self.compiles_at_once();
             if !found.is_current(self.stamp) || !is_warm {
                 continue;
@@ -275,7 +331,7 @@ impl Cpu {
             copy.extend_from_slice(code);
             source.blocks.push((rip, copy));
             bytes += code.len();
-            found.is_submitted.set(true);
+            found.asked.set(Some(tier).max(found.asked.get()));
             while decoder.can_decode() {
                 last = decoder.decode();
             }
@@ -291,11 +347,12 @@ impl Cpu {
         Ok(source)
     }
 
-    /// Makes the place where the compiled code of a block, which is current, can be entered known to regions. Returns its function and the
+    /// Makes the place where the compiled code of a block, which is current, can be entered known to regions. Returns its address and the
     /// index of the block.
     fn make_known(&mut self, block: &Block) -> Option<(*const u8, u32)> {
         let entrance = block.entrance.as_ref()?;
-        let (code, entry) = (entrance.region.chunk.start(), entrance.entry);
+        let page = block.first.as_ref()?.page.as_ptr();
+        let (code, entry) = (entrance.region.entry(entrance.entry), entrance.entry);
         let rip = block.key.rip;
         let [newer, older] = &mut self.fixed.targets.0[set_of(rip)];
         if newer.rip != rip {
@@ -303,7 +360,7 @@ impl Cpu {
         }
         *newer = Target {
             rip,
-            stamp: self.stamp,
+            page,
             code,
             entry,
             edition: self.compiled.edition,

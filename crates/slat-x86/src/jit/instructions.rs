@@ -1,5 +1,6 @@
 //! The instructions that have a translation of their own: near branches, moves, integer arithmetic, the stack.
 
+use super::Tier;
 use super::condition::Flags;
 use super::translate::{TYPES, Translator};
 use crate::exec::control::condition_number;
@@ -240,8 +241,10 @@ impl Translator<'_> {
                 }
             }
             _ => {
-                return (self.bit_instruction(insn, op))
-                    .or_else(|| self.vector_instruction(insn, op));
+                return (self.bit_instruction(insn, op)).or_else(|| match self.tier {
+                    Tier::Baseline => None,
+                    Tier::Full => self.vector_instruction(insn, op),
+                });
             }
         }
         Some(())

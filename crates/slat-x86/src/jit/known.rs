@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, Weak};
 /// Addresses of blocks, and their modes.
 type Entries = HashMap<(u64, u8), Weak<Region>, Seeded>;
 
-/// Regions by the blocks at which they can be entered: the newest one of each.
+/// Regions by the blocks at which they can be entered: the newest one of each, or a better one of the same code.
 pub(super) struct Known(Mutex<Entries>);
 
 impl Known {
@@ -31,8 +31,15 @@ impl Known {
                 return;
             }
         }
-        for (rip, _) in blocks {
-            entries.insert((*rip, region.source.mode), Arc::downgrade(region));
+        for block in blocks {
+            let entry = entries.entry((block.0, region.source.mode));
+            let entry = entry.or_default();
+            let is_better = |known: Arc<Region>| {
+                known.tier > region.tier && known.source.blocks.contains(block)
+            };
+            if !entry.upgrade().is_some_and(is_better) {
+                *entry = Arc::downgrade(region);
+            }
         }
     }
 

@@ -54,7 +54,7 @@ pub(super) struct Arena {
 
 #[derive(Default)]
 struct State {
-    /// Free page runs below `fresh`.
+    /// Free page runs below `fresh`, ascending, with other pages between them.
     free: Vec<Range<usize>>,
     /// Runs that are used no more; their pages are still executable.
     returned: Vec<Range<usize>>,
@@ -154,13 +154,23 @@ impl Arena {
             returned,
             fresh,
         } = &mut *state;
-        free.append(returned);
+        if !returned.is_empty() {
+            free.append(returned);
+            free.sort_unstable_by_key(|run| run.start);
+            free.dedup_by(|run, before| {
+                let follows = before.end == run.start;
+                if follows {
+                    before.end = run.end;
+                }
+                follows
+            });
+        }
         if let Some(at) = free.iter().position(|run| run.len() >= count) {
             let run = &mut free[at];
             let taken = run.start..run.start + count;
             run.start += count;
             if run.start == run.end {
-                free.swap_remove(at);
+                free.remove(at);
             }
             return Some(taken);
         }
@@ -226,6 +236,7 @@ mod tests {
         assert_eq!(many.len(), BYTES / PAGE);
         assert!(arena.put(&[0xc3], [].into_iter()).is_err());
         drop(many);
-        assert!(arena.put(&[0xc3; 100], [].into_iter()).is_ok());
+        // Runs that were returned page by page are one again.
+        assert!(arena.put(&[0xc3; BYTES], [].into_iter()).is_ok());
     }
 }

@@ -1,8 +1,13 @@
-//! The compiler of hot code.
+//! The compiler.
 //!
 //! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their loops, which
 //! become one function of the host's. It can be entered at each of its blocks. The compiling happens on a thread of its own
 //! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
+//!
+//! There are two [tiers](Tier), and one translation for both: to Cranelift's intermediate language. Warm code, of which there is much, is
+//! worth little time: the `baseline` tier makes machine code in one pass. What is found running when the caller interrupts a run, which
+//! happens every few milliseconds, is worth more: Cranelift makes a better region for it (`Cpu::sampled`). So nothing counts in compiled
+//! code, and the time for Cranelift is bounded by the number of samples.
 //!
 //! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own blocks, and it is
 //! as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the page's
@@ -17,6 +22,7 @@
 //! | `vector` | vector instructions with a translation of their own |
 //! | `elements` | those on the order of elements |
 //! | `float` | those with floating point |
+//! | `baseline` | from that language to machine code, in one pass |
 //! | `stub` | all other vector instructions, by the interpreter's stubs |
 //! | `access` | accesses to guest memory |
 //! | `condition` | the flags: computed when used |
@@ -32,6 +38,7 @@
 //! `attention` each time.
 
 mod access;
+mod baseline;
 mod bits;
 mod condition;
 mod cpu;
@@ -48,7 +55,7 @@ mod vector;
 
 use crate::heap::OutOfMemory;
 use crate::op::Op;
-pub(crate) use cpu::{Compiled, Entrance, HOT, Targets};
+pub(crate) use cpu::{Compiled, Entrance, Targets, WARM};
 use cranelift_codegen::settings::{self, Configurable};
 use cranelift_codegen::{Context, control::ControlPlane, isa};
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
@@ -63,6 +70,15 @@ const MEMORY: usize = 64 << 20;
 /// Jobs that wait: more are refused.
 const JOBS: usize = 64;
 
+/// How code is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Tier {
+    /// In one pass ([`baseline`]): for warm code, of which there is much.
+    Baseline,
+    /// By Cranelift, which takes ten times as long and makes faster code.
+    Full,
+}
+
 /// The code of a region-to-be.
 #[derive(PartialEq, Eq)]
 struct Source {
@@ -74,6 +90,7 @@ struct Source {
 /// A job for the compiling thread.
 struct Job {
     source: Source,
+    tier: Tier,
     /// The CPU that asked.
     client: u64,
 }
@@ -89,10 +106,10 @@ struct Done {
 /// When code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
-    /// After it has run often, on the compiler's thread. Until then it is interpreted.
+    /// By the baseline tier after it has run often, by Cranelift if it is found running later; on the compiler's thread.
     Hot,
     /// Before it runs for the first time, on the CPU's own thread: slow, for tests of the compiler.
-    AtOnce,
+    AtOnce(Tier),
 }
 
 /// The registration of a CPU with its compiler.
@@ -125,14 +142,19 @@ unsafe extern "C" fn access_failed() {
     std::arch::naked_asm!("mov rsp, rbp", "pop rbp", "ret")
 }
 
+/// Guarded accesses: their offsets, ascending, and the index of the step that each belongs to.
+type Guarded = Box<[(u32, u32)]>;
+
 /// Compiled code.
 pub(crate) struct Region {
     chunk: Chunk,
     source: Source,
+    pub(crate) tier: Tier,
     /// The code has pointers to them.
     steps: Box<[Step]>,
-    /// The guarded accesses: their offsets, ascending, and the index of the step that each belongs to.
-    guarded: Box<[(u32, u32)]>,
+    guarded: Guarded,
+    /// Where each block can be entered: offsets.
+    entries: Box<[u32]>,
 }
 
 impl Region {
@@ -142,6 +164,11 @@ impl Region {
             .blocks
             .iter()
             .map(|(rip, bytes)| (*rip, &**bytes))
+    }
+
+    /// Returns the address where a block can be entered.
+    fn entry(&self, block: u32) -> *const u8 {
+        (self.chunk.start()).wrapping_add(self.entries[block as usize] as usize)
     }
 
     /// Returns the instruction with the guarded access at a host address, if that is in this region.
@@ -281,10 +308,10 @@ impl Compiler {
         // Another CPU may have had the same compiled while this waited.
         let known = (job.source.blocks.first())
             .and_then(|(rip, _)| self.known.at(*rip, job.source.mode))
-            .filter(|known| known.source == job.source);
+            .filter(|known| known.source == job.source && known.tier >= job.tier);
         let region = match known {
             Some(known) => Ok(known),
-            None => self.compile(job.source, workshop).map(|region| {
+            None => self.compile(job.source, job.tier, workshop).map(|region| {
                 let region = Arc::new(region);
                 self.known.add(&region);
                 region
@@ -307,19 +334,51 @@ impl Compiler {
         }
     }
 
-    fn compile(&self, source: Source, workshop: &mut Workshop) -> Result<Region, Refused> {
-        let Workshop { context, builder } = workshop;
+    fn compile(
+        &self,
+        source: Source,
+        tier: Tier,
+        workshop: &mut Workshop,
+    ) -> Result<Region, Refused> {
+        let Workshop {
+            context,
+            builder,
+            room,
+        } = workshop;
         context.clear();
         context.func.signature = translate::region();
-        let steps = translate::translate(FunctionBuilder::new(&mut context.func, builder), &source);
+        let builder = FunctionBuilder::new(&mut context.func, builder);
+        let steps = translate::translate(builder, &source, tier);
+        let (chunk, guarded, entries) = match tier {
+            Tier::Baseline => {
+                let code = baseline::generate(&context.func, room).ok_or(Refused::Unable)?;
+                let (chunk, guarded) = self.put(code.bytes, code.guarded.into())?;
+                (chunk, guarded, code.entries.into())
+            }
+            Tier::Full => {
+                let (chunk, guarded) = self.put_full(context)?;
+                (chunk, guarded, vec![0; source.blocks.len()].into())
+            }
+        };
+        Ok(Region {
+            entries,
+            chunk,
+            source,
+            tier,
+            steps,
+            guarded,
+        })
+    }
+
+    /// Has Cranelift make code, and puts that into memory.
+    fn put_full(&self, context: &mut Context) -> Result<(Chunk, Guarded), Refused> {
         let compiled = context
             .compile(&*self.isa, &mut ControlPlane::default())
             .map_err(|_| Refused::Unable)?;
-        let code = compiled.code_buffer();
         let places = compiled.buffer.get_srclocs_sorted();
         // A division is none: it does not fail.
         let traps = compiled.buffer.traps().iter();
-        let guarded: Box<[(u32, u32)]> = traps
+        let guarded = traps
             .filter(|trap| trap.code == access::GUARDED)
             .map(|trap| {
                 let after = places.partition_point(|place| place.start <= trap.offset);
@@ -330,13 +389,13 @@ impl Compiler {
             compiled.buffer.relocs().is_empty(),
             "code without relocations"
         );
-        let chunk = (self.arena).put(code, guarded.iter().map(|access| access.0))?;
-        Ok(Region {
-            chunk,
-            source,
-            steps,
-            guarded,
-        })
+        self.put(compiled.code_buffer(), guarded)
+    }
+
+    fn put(&self, code: &[u8], guarded: Guarded) -> Result<(Chunk, Guarded), Refused> {
+        let offsets = guarded.iter().map(|access| access.0);
+        let chunk = self.arena.put(code, offsets)?;
+        Ok((chunk, guarded))
     }
 
     /// Takes what was compiled for a CPU.
@@ -372,6 +431,7 @@ impl Compiler {
 struct Workshop {
     context: Context,
     builder: FunctionBuilderContext,
+    room: baseline::Room,
 }
 
 impl Default for Workshop {
@@ -379,6 +439,7 @@ impl Default for Workshop {
         Self {
             context: Context::new(),
             builder: FunctionBuilderContext::new(),
+            room: baseline::Room::default(),
         }
     }
 }
@@ -402,11 +463,17 @@ mod tests {
     fn a_cpu_whose_region_was_refused_forgets_its_blocks_and_their_memory_is_used_again() {
         let compiler = Compiler::with(2 * 4096).unwrap();
         let mut cpu = Cpu::try_new(CodePages::try_new().unwrap()).unwrap();
-        cpu.set_compiler(compiler.clone(), Compile::AtOnce).unwrap();
+        let at_once = Compile::AtOnce(Tier::Full);
+        cpu.set_compiler(compiler.clone(), at_once).unwrap();
         let client = cpu.compiled.client.as_ref().unwrap().number;
         let submit = |n: u64| {
             let source = source(0x1000 * n);
-            compiler.finish(Job { source, client }, &mut Workshop::default());
+            let job = Job {
+                source,
+                tier: Tier::Full,
+                client,
+            };
+            compiler.finish(job, &mut Workshop::default());
         };
         (0..3).for_each(submit);
         let done = compiler.take(client);
@@ -415,7 +482,7 @@ mod tests {
         drop(done);
         (0..3).for_each(submit);
         let block = NonNull::from(Box::leak(Box::new(Block::with_room(1).unwrap())));
-        cpu.heated(block);
+        cpu.warmed(block);
         let done = compiler.take(client);
         assert!(!done.is_refused && done.regions.is_empty());
         submit(0);

@@ -21,7 +21,7 @@ use super::condition::Flags;
 use super::cpu::{SET_BITS, SETS, set_of};
 use super::helpers::{self, Status};
 use super::vector::Vectors;
-use super::{Source, Step};
+use super::{Source, Step, Tier};
 use crate::Cpu;
 use crate::cpu::mode;
 use crate::lower;
@@ -140,10 +140,10 @@ struct Turn {
 }
 
 /// Builds the function of a region. Returns its instructions, to which its code has pointers.
-pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source) -> Box<[Step]> {
+pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source, tier: Tier) -> Box<[Step]> {
     let (steps, blocks) = decode(source);
     let steps = steps.into_boxed_slice();
-    let mut translator = Translator::new(builder, &steps, source, &blocks);
+    let mut translator = Translator::new(builder, &steps, source, tier, &blocks);
     for ((rip, _), guests) in source.blocks.iter().zip(&blocks) {
         translator.block(*rip, guests);
     }
@@ -201,6 +201,7 @@ pub(super) struct Translator<'a> {
     turn: Option<Turn>,
     /// The CPU's.
     pub(super) mode: u8,
+    pub(super) tier: Tier,
     /// Bytes of the current instruction's memory operand.
     pub(super) operand_bytes: i64,
     /// The operand size of addresses and of words on the stack.
@@ -215,6 +216,7 @@ impl<'a> Translator<'a> {
         mut b: FunctionBuilder<'a>,
         steps: &'a [Step],
         source: &Source,
+        tier: Tier,
         blocks: &[Vec<Guest>],
     ) -> Self {
         let entry = b.create_block();
@@ -252,6 +254,7 @@ impl<'a> Translator<'a> {
             head: 0,
             turn: None,
             mode: source.mode,
+            tier,
             word: match source.mode & mode::BITS {
                 mode::BITS_64 => 3,
                 _ => 2,

@@ -1,9 +1,10 @@
-//! The tests on compiled code: all of them run with `SLAT_TEST_COMPILED=1`, too.
+//! The tests on compiled code: all of them run with `SLAT_TEST_COMPILED=1`, too, and with `SLAT_TEST_COMPILED=baseline` on the
+//! baseline tier's.
 #![allow(dead_code)]
 
 use slat_x86::Cpu;
 #[cfg(feature = "jit")]
-use slat_x86::{Compile, Compiler};
+use slat_x86::{Compile, Compiler, Tier};
 #[cfg(feature = "jit")]
 use std::sync::{Arc, OnceLock};
 
@@ -23,5 +24,10 @@ pub fn always(cpu: &mut Cpu) {
     // There can be one only in a process.
     static COMPILER: OnceLock<Arc<Compiler>> = OnceLock::new();
     let compiler = COMPILER.get_or_init(|| Compiler::try_new().unwrap());
-    cpu.set_compiler(compiler.clone(), Compile::AtOnce).unwrap();
+    let tier = match std::env::var("SLAT_TEST_COMPILED").as_deref() {
+        Ok("baseline") => Tier::Baseline,
+        _ => Tier::Full,
+    };
+    let compile = Compile::AtOnce(tier);
+    cpu.set_compiler(compiler.clone(), compile).unwrap();
 }

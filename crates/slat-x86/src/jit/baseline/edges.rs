@@ -1,0 +1,251 @@
+//! From one block to the next: values are moved to where the block begins with them.
+
+use super::places::State;
+use super::uses::arguments;
+use super::{Generator, Reg, Result, Unknown};
+use cranelift_codegen::entity::EntityRef;
+use cranelift_codegen::ir::{Block, BlockCall, Value};
+
+/// What has to happen on the way to a block.
+#[derive(Default)]
+struct Moves {
+    /// Slots that are filled first.
+    slots: Vec<(u8, Value)>,
+    /// Then registers, from registers.
+    registers: Vec<(Reg, Reg)>,
+    /// Then those from slots, and constants.
+    rest: Vec<(Reg, Value)>,
+}
+
+impl Moves {
+    fn is_empty(&self) -> bool {
+        self.slots.is_empty() && self.registers.is_empty() && self.rest.is_empty()
+    }
+}
+
+impl Generator<'_> {
+    /// Keeps what the targets of a rare block begin with. Returns these values: let them go at its end.
+    pub(super) fn hold_targets(&mut self, block: Block) -> Vec<Value> {
+        let func = self.func;
+        let mut held = Vec::new();
+        let Some(inst) = func.layout.last_inst(block) else {
+            return held;
+        };
+        self.each_branch(inst, |generator, call| {
+            let to = call.block(&func.dfg.value_lists);
+            let Some(entry) = generator.targets[to.index()].entry else {
+                return;
+            };
+            held.extend(entry.registers.into_iter().flatten());
+            // In slots there.
+            for value in generator.places.state.registers.into_iter().flatten() {
+                let slot = generator.places.known(value).slot();
+                held.extend(
+                    slot.filter(|slot| entry.saved >> slot & 1 != 0)
+                        .map(|_| value),
+                );
+            }
+        });
+        for &value in &held {
+            self.places.known(value).left += 1;
+        }
+        held
+    }
+
+    /// Whether a value is used at the position of a block, or later.
+    fn is_used_from(&self, value: Value, position: u32) -> bool {
+        self.places.values[value.index()].last >= position
+    }
+
+    /// Makes what is to be done for a branch. The first one to a block decides how that begins.
+    fn moves(&mut self, call: &BlockCall) -> Result<Moves> {
+        let func = self.func;
+        let to = call.block(&func.dfg.value_lists);
+        let target = self.targets[to.index()];
+        let parameters = func.dfg.block_params(to);
+        let values = arguments(func, call);
+        match target.entry {
+            Some(entry) => Ok(self.conform(entry, parameters, values)),
+            None => {
+                let (entry, moves) =
+                    self.decide(target.position, target.branches > 1, parameters, values)?;
+                let target = &mut self.targets[to.index()];
+                target.entry = Some(entry);
+                target.segment = self.segment;
+                let is_rare = target.is_rare;
+                if is_rare {
+                    self.count_block(to, -1);
+                }
+                Ok(moves)
+            }
+        }
+    }
+
+    /// Decides how a block begins: with all values where they are, and its parameters, with values that the branch gives it, where there
+    /// is room.
+    fn decide(
+        &mut self,
+        position: u32,
+        has_others: bool,
+        parameters: &[Value],
+        values: impl Iterator<Item = Value>,
+    ) -> Result<(State, Moves)> {
+        let mut entry = self.places.state;
+        for place in &mut entry.registers {
+            // Where there are other branches, a constant is made again when it is needed.
+            *place = place.filter(|&value| {
+                let is_used = self.places.left(value) > self.uses_of(value);
+                let is_common =
+                    self.is_used_from(value, position) && self.constant(value).is_none();
+                is_used && (is_common || !has_others)
+            });
+        }
+        if self.is_apart && self.places.has_given() {
+            return Err(Unknown);
+        }
+        let mut moves = Moves::default();
+        for (&parameter, value) in parameters.iter().zip(values) {
+            if self.places.left(parameter) == 0 {
+                continue;
+            }
+            let own = self.places.register(value).filter(|register| {
+                !self.is_cpu(value) && entry.registers[usize::from(register.0)].is_none()
+            });
+            let spare = own.or_else(|| self.spare_in(&entry, self.is_long(parameter)));
+            match spare {
+                Some(register) => {
+                    entry.registers[usize::from(register.0)] = Some(parameter);
+                    self.give(&mut moves, register, value);
+                }
+                None => {
+                    let slot = self.places.slot(parameter);
+                    entry.saved |= 1 << slot;
+                    moves.slots.push((slot, value));
+                }
+            }
+        }
+        Ok((entry, moves))
+    }
+
+    /// Returns a register that has no value now, and is given to none.
+    fn spare_in(&self, entry: &State, is_kept: bool) -> Option<Reg> {
+        self.places.spare_but(is_kept, |register| {
+            entry.registers[usize::from(register.0)].is_some()
+        })
+    }
+
+    fn give(&self, moves: &mut Moves, to: Reg, value: Value) {
+        match self.places.register(value) {
+            _ if self.is_cpu(value) => moves.registers.push((to, super::places::R15)),
+            Some(from) if from != to => moves.registers.push((to, from)),
+            Some(_) => {}
+            None => moves.rest.push((to, value)),
+        }
+    }
+
+    /// Finds what is to be moved to where a block begins with it.
+    fn conform(
+        &mut self,
+        entry: State,
+        parameters: &[Value],
+        values: impl Iterator<Item = Value>,
+    ) -> Moves {
+        let mut moves = Moves::default();
+        let given: Vec<(Value, Value)> = parameters.iter().copied().zip(values).collect();
+        for (register, value) in entry.registers.into_iter().enumerate() {
+            let Some(value) = value else { continue };
+            let register = Reg(register as u8);
+            match given.iter().find(|(parameter, _)| *parameter == value) {
+                Some(&(_, value)) => self.give(&mut moves, register, value),
+                // A value that is nowhere is not used from there on.
+                None if self.is_somewhere(value) => self.give(&mut moves, register, value),
+                None => {}
+            }
+        }
+        for &(parameter, value) in &given {
+            let slot = self.places.known(parameter).slot();
+            if let Some(slot) = slot
+                && entry.saved >> slot & 1 != 0
+                && !entry.registers.contains(&Some(parameter))
+            {
+                moves.slots.push((slot, value));
+            }
+        }
+        // Values that were saved on the way there, but not on this one.
+        for value in self.places.state.registers.into_iter().flatten() {
+            if let Some(slot) = self.places.known(value).slot()
+                && entry.saved >> slot & 1 != 0
+                && self.places.saved(value).is_none()
+                && self.constant(value).is_none()
+                && !given.iter().any(|(parameter, _)| *parameter == value)
+            {
+                moves.slots.push((slot, value));
+            }
+        }
+        moves
+    }
+
+    fn is_somewhere(&self, value: Value) -> bool {
+        self.places.register(value).is_some()
+            || self.places.saved(value).is_some()
+            || self.constant(value).is_some()
+    }
+
+    /// Makes moves as if all happened at once.
+    fn make(&mut self, mut moves: Moves) {
+        // What slots get waits on the stack until nothing is read any more.
+        for &(_, value) in &moves.slots {
+            self.push(value);
+        }
+        Self::move_all(self.asm, &mut moves.registers);
+        for (register, value) in moves.rest {
+            self.read(value, register);
+        }
+        for (slot, value) in moves.slots.into_iter().rev() {
+            self.fill(slot, value);
+        }
+    }
+
+    /// Ends a block by a jump.
+    pub(super) fn jump(&mut self, call: &BlockCall, next: Option<Block>) -> Result {
+        let to = call.block(&self.func.dfg.value_lists);
+        let moves = self.moves(call)?;
+        self.make(moves);
+        self.count_uses();
+        self.places.unlock();
+        if next != Some(to) {
+            let label = self.targets[to.index()].label;
+            self.asm.jump(label);
+        }
+        Ok(())
+    }
+
+    /// Ends a block by two branches: to the first block if a condition holds. The flags are set.
+    pub(super) fn branch(
+        &mut self,
+        condition: u8,
+        calls: [&BlockCall; 2],
+        next: Option<Block>,
+    ) -> Result {
+        let lists = &self.func.dfg.value_lists;
+        // The one that comes next is the last one.
+        let (condition, [first, second]) = match next == Some(calls[0].block(lists)) {
+            true => (condition ^ 1, [calls[1], calls[0]]),
+            false => (condition, calls),
+        };
+        let to = first.block(lists);
+        // What the branch uses stays until both ways are made.
+        let moves = self.moves(first)?;
+        let label = self.targets[to.index()].label;
+        if moves.is_empty() {
+            self.asm.jump_if(condition, label);
+        } else {
+            let over = self.asm.label();
+            self.asm.jump_if(condition ^ 1, over);
+            self.make(moves);
+            self.asm.jump(label);
+            self.asm.place(over);
+        }
+        self.jump(second, next)
+    }
+}

@@ -1,0 +1,381 @@
+//! The host's instructions, as far as the first tier uses them, as bytes.
+//!
+//! Nearly all of them have one form: an opcode, a register, and a register or memory. What differs is the opcode.
+
+use super::Reg;
+
+/// A place in the code that is perhaps not known yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Label(u32);
+
+const UNKNOWN: u32 = u32::MAX;
+
+/// A register or memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Place {
+    Register(Reg),
+    /// At a register plus a number of bytes.
+    Memory(Reg, i32),
+}
+
+/// Operations of two operands with one encoding, by their numbers in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Alu {
+    Add = 0,
+    Or = 1,
+    And = 4,
+    Sub = 5,
+    Xor = 6,
+    Cmp = 7,
+}
+
+/// Shifts and rotations, by their numbers in the encoding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Shift {
+    Rol = 0,
+    Ror = 1,
+    Shl = 4,
+    Shr = 5,
+    Sar = 7,
+}
+
+/// Operations of one operand, by their numbers in the encoding. The last three have RDX:RAX for the other one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unary {
+    Not = 2,
+    Neg = 3,
+    Mul = 4,
+    Imul = 5,
+    Div = 6,
+}
+
+/// Counts of bits, by their opcodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Count {
+    Ones = 0xb8,
+    TrailingZeros = 0xbc,
+    LeadingZeros = 0xbd,
+}
+
+/// What a [`Place`] is of an instruction, besides its size: registers 4 to 7 are other ones as bytes without a prefix.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Width {
+    Sized,
+    Byte,
+}
+
+/// Code while it is made. Sizes are indices: 1, 2, 4 or 8 bytes.
+#[derive(Default)]
+pub(super) struct Assembler {
+    pub(super) code: Vec<u8>,
+    labels: Vec<u32>,
+    /// Where offsets of four bytes are that lead from their ends to labels.
+    uses: Vec<(u32, Label)>,
+}
+
+impl Assembler {
+    pub(super) fn clear(&mut self) {
+        self.code.clear();
+        self.labels.clear();
+        self.uses.clear();
+    }
+
+    pub(super) fn at(&self) -> u32 {
+        self.code.len() as u32
+    }
+
+    pub(super) fn label(&mut self) -> Label {
+        self.labels.push(UNKNOWN);
+        Label(self.labels.len() as u32 - 1)
+    }
+
+    /// Puts a label here.
+    pub(super) fn place(&mut self, label: Label) {
+        self.labels[label.0 as usize] = self.at();
+    }
+
+    fn use_of(&mut self, label: Label) {
+        self.uses.push((self.at(), label));
+        self.code.extend([0; 4]);
+    }
+
+    /// Fills in the offsets. Call when all labels that were used have places.
+    pub(super) fn link(&mut self) {
+        for (at, label) in self.uses.drain(..) {
+            let to = self.labels[label.0 as usize];
+            debug_assert!(to != UNKNOWN);
+            let distance = to.wrapping_sub(at + 4);
+            let at = at as usize;
+            self.code[at..at + 4].copy_from_slice(&distance.to_le_bytes());
+        }
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.code.extend_from_slice(bytes);
+    }
+
+    /// Encodes an instruction: `prefix` (0: none), `opcode` (after 0F if it is above FF), `reg` (a register, or a part of the opcode) and
+    /// `place`.
+    fn instruction(
+        &mut self,
+        size: u8,
+        width: Width,
+        prefix: u8,
+        opcode: u16,
+        reg: u8,
+        place: Place,
+    ) {
+        let rm = match place {
+            Place::Register(rm) | Place::Memory(rm, _) => rm.0,
+        };
+        if size == 1 {
+            self.code.push(0x66);
+        }
+        if prefix != 0 {
+            self.code.push(prefix);
+        }
+        let mut rex = u8::from(size == 3) << 3 | reg >> 3 << 2 | rm >> 3;
+        if width == Width::Byte && (reg > 3 || matches!(place, Place::Register(_)) && rm > 3) {
+            rex |= 0x40;
+        }
+        if rex != 0 {
+            self.code.push(0x40 | rex);
+        }
+        if opcode > 0xff {
+            self.code.push(0x0f);
+        }
+        self.code.push(opcode as u8);
+        let (reg, low) = (reg & 7, rm & 7);
+        let (form, sib) = (reg << 3 | low, (low == 4).then_some(0x24));
+        match place {
+            Place::Register(_) => self.code.push(0xc0 | form),
+            Place::Memory(_, disp) => {
+                let short = i8::try_from(disp);
+                // RBP and R13 have no form without a displacement.
+                self.code.push(match (disp, short) {
+                    (0, _) if low != 5 => form,
+                    (_, Ok(_)) => 0x40 | form,
+                    _ => 0x80 | form,
+                });
+                self.code.extend(sib);
+                match (disp, short) {
+                    (0, _) if low != 5 => {}
+                    (_, Ok(short)) => self.code.push(short as u8),
+                    _ => self.bytes(&disp.to_le_bytes()),
+                }
+            }
+        }
+    }
+
+    /// Encodes an instruction whose opcode tells bytes, then `opcode`, from larger sizes, then `opcode` + 1.
+    fn sized(&mut self, size: u8, opcode: u16, reg: u8, place: Place) {
+        let width = if size == 0 { Width::Byte } else { Width::Sized };
+        self.instruction(size, width, 0, opcode | u16::from(size != 0), reg, place);
+    }
+
+    fn immediate(&mut self, size: u8, value: i32) {
+        match size {
+            0 => self.code.push(value as u8),
+            1 => self.bytes(&(value as i16).to_le_bytes()),
+            _ => self.bytes(&value.to_le_bytes()),
+        }
+    }
+
+    pub(super) fn alu(&mut self, alu: Alu, size: u8, to: Reg, from: Reg) {
+        self.sized(size, (alu as u16) << 3, from.0, Place::Register(to));
+    }
+
+    pub(super) fn alu_immediate(&mut self, alu: Alu, size: u8, to: Reg, value: i32) {
+        let place = Place::Register(to);
+        match i8::try_from(value) {
+            Ok(value) if size != 0 => {
+                self.instruction(size, Width::Sized, 0, 0x83, alu as u8, place);
+                self.code.push(value as u8);
+            }
+            _ => {
+                self.sized(size, 0x80, alu as u8, place);
+                self.immediate(size, value);
+            }
+        }
+    }
+
+    /// Compares with 0.
+    pub(super) fn test(&mut self, size: u8, register: Reg) {
+        self.sized(size, 0x84, register.0, Place::Register(register));
+    }
+
+    pub(super) fn unary(&mut self, unary: Unary, size: u8, register: Reg) {
+        self.sized(size, 0xf6, unary as u8, Place::Register(register));
+    }
+
+    pub(super) fn shift(&mut self, shift: Shift, size: u8, register: Reg, by: u8) {
+        self.sized(size, 0xc0, shift as u8, Place::Register(register));
+        self.code.push(by);
+    }
+
+    pub(super) fn shift_by_cl(&mut self, shift: Shift, size: u8, register: Reg) {
+        self.sized(size, 0xd2, shift as u8, Place::Register(register));
+    }
+
+    /// Multiplies words or more.
+    pub(super) fn imul(&mut self, size: u8, to: Reg, from: Reg) {
+        self.instruction(size, Width::Sized, 0, 0x1af, to.0, Place::Register(from));
+    }
+
+    /// Copies all of a register.
+    pub(super) fn mov(&mut self, to: Reg, from: Reg) {
+        self.sized(3, 0x88, from.0, Place::Register(to));
+    }
+
+    pub(super) fn exchange(&mut self, a: Reg, b: Reg) {
+        self.sized(3, 0x86, a.0, Place::Register(b));
+    }
+
+    /// Leaves the flags alone.
+    pub(super) fn constant(&mut self, to: Reg, value: i64) {
+        if u32::try_from(value).is_ok() {
+            if to.0 > 7 {
+                self.code.push(0x41);
+            }
+            self.code.push(0xb8 | to.0 & 7);
+            self.bytes(&(value as u32).to_le_bytes());
+        } else if let Ok(value) = i32::try_from(value) {
+            self.sized(3, 0xc6, 0, Place::Register(to));
+            self.bytes(&value.to_le_bytes());
+        } else {
+            self.bytes(&[0x48 | to.0 >> 3, 0xb8 | to.0 & 7]);
+            self.bytes(&value.to_le_bytes());
+        }
+    }
+
+    /// Reads a register or memory, zero-extended.
+    pub(super) fn zero_extend(&mut self, size: u8, to: Reg, from: Place) {
+        match size {
+            0 => self.instruction(2, Width::Byte, 0, 0x1b6, to.0, from),
+            1 => self.instruction(2, Width::Sized, 0, 0x1b7, to.0, from),
+            size => self.instruction(size, Width::Sized, 0, 0x8b, to.0, from),
+        }
+    }
+
+    /// Reads a register, sign-extended to 64 bits.
+    pub(super) fn sign_extend(&mut self, size: u8, to: Reg, from: Reg) {
+        let from = Place::Register(from);
+        match size {
+            0 => self.instruction(3, Width::Byte, 0, 0x1be, to.0, from),
+            1 => self.instruction(3, Width::Sized, 0, 0x1bf, to.0, from),
+            2 => self.instruction(3, Width::Sized, 0, 0x63, to.0, from),
+            _ => self.instruction(3, Width::Sized, 0, 0x8b, to.0, from),
+        }
+    }
+
+    pub(super) fn load(&mut self, size: u8, to: Reg, base: Reg, disp: i32) {
+        self.zero_extend(size, to, Place::Memory(base, disp));
+    }
+
+    pub(super) fn store(&mut self, size: u8, base: Reg, disp: i32, from: Reg) {
+        self.sized(size, 0x88, from.0, Place::Memory(base, disp));
+    }
+
+    pub(super) fn store_immediate(&mut self, size: u8, base: Reg, disp: i32, value: i32) {
+        self.sized(size, 0xc6, 0, Place::Memory(base, disp));
+        self.immediate(size, value);
+    }
+
+    pub(super) fn push(&mut self, register: Reg) {
+        self.instruction(2, Width::Sized, 0, 0xff, 6, Place::Register(register));
+    }
+
+    pub(super) fn push_memory(&mut self, base: Reg, disp: i32) {
+        self.instruction(2, Width::Sized, 0, 0xff, 6, Place::Memory(base, disp));
+    }
+
+    pub(super) fn pop_memory(&mut self, base: Reg, disp: i32) {
+        self.instruction(2, Width::Sized, 0, 0x8f, 0, Place::Memory(base, disp));
+    }
+
+    /// Adds without a change of the flags.
+    pub(super) fn add_to(&mut self, to: Reg, base: Reg, disp: i32) {
+        self.instruction(3, Width::Sized, 0, 0x8d, to.0, Place::Memory(base, disp));
+    }
+
+    /// Adds two registers without a change of the flags.
+    pub(super) fn add_both(&mut self, to: Reg, a: Reg, b: Reg) {
+        let rex = 0x48 | to.0 >> 3 << 2 | b.0 >> 3 << 1 | a.0 >> 3;
+        self.bytes(&[
+            rex,
+            0x8d,
+            0x44 | (to.0 & 7) << 3,
+            (b.0 & 7) << 3 | a.0 & 7,
+            0,
+        ]);
+    }
+
+    /// Sets a byte to a condition, 0 to 15, which is 0 or 1.
+    pub(super) fn set(&mut self, condition: u8, to: Reg) {
+        let opcode = 0x190 | u16::from(condition);
+        self.instruction(2, Width::Byte, 0, opcode, 0, Place::Register(to));
+    }
+
+    /// Copies if a condition holds: doublewords or quadwords.
+    pub(super) fn mov_if(&mut self, condition: u8, size: u8, to: Reg, from: Reg) {
+        let opcode = 0x140 | u16::from(condition);
+        self.instruction(size, Width::Sized, 0, opcode, to.0, Place::Register(from));
+    }
+
+    pub(super) fn count(&mut self, count: Count, size: u8, to: Reg, from: Reg) {
+        let opcode = 0x100 | count as u16;
+        self.instruction(
+            size,
+            Width::Sized,
+            0xf3,
+            opcode,
+            to.0,
+            Place::Register(from),
+        );
+    }
+
+    /// Reverses the bytes of a doubleword or a quadword.
+    pub(super) fn swap_bytes(&mut self, size: u8, register: Reg) {
+        let rex = u8::from(size == 3) << 3 | register.0 >> 3;
+        if rex != 0 {
+            self.code.push(0x40 | rex);
+        }
+        self.bytes(&[0x0f, 0xc8 | register.0 & 7]);
+    }
+
+    /// Compares memory with RAX, which becomes what was there, and stores `new` if it was equal: atomically.
+    pub(super) fn compare_exchange(&mut self, size: u8, address: Reg, new: Reg) {
+        self.code.push(0xf0);
+        self.sized(size, 0x1b0, new.0, Place::Memory(address, 0));
+    }
+
+    pub(super) fn call(&mut self, register: Reg) {
+        self.instruction(2, Width::Sized, 0, 0xff, 2, Place::Register(register));
+    }
+
+    pub(super) fn jump(&mut self, label: Label) {
+        self.code.push(0xe9);
+        self.use_of(label);
+    }
+
+    pub(super) fn jump_if(&mut self, condition: u8, label: Label) {
+        self.bytes(&[0x0f, 0x80 | condition]);
+        self.use_of(label);
+    }
+
+    /// Enters a function with a frame of so many bytes.
+    pub(super) fn enter(&mut self, frame: u32) {
+        // push rbp; mov rbp,rsp; sub rsp,frame
+        self.bytes(&[0x55, 0x48, 0x89, 0xe5, 0x48, 0x81, 0xec]);
+        self.bytes(&frame.to_le_bytes());
+    }
+
+    /// Returns from a function.
+    pub(super) fn leave(&mut self) {
+        // mov rsp,rbp; pop rbp; ret
+        self.bytes(&[0x48, 0x89, 0xec, 0x5d, 0xc3]);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,271 @@
+//! The first tier: machine code for a function of Cranelift's intermediate language in one pass.
+//!
+//! What guest instructions mean is written once, in the translator; there are two ways from its function to code. This one takes a tenth of
+//! the time that Cranelift takes, and makes code that is somewhat larger and slower: right for code that is warm, of which there is much.
+//! What stays hot is compiled again, by Cranelift.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `encode` | the host's instructions as bytes |
+//! | `uses` | which values are used, how often, and where last |
+//! | `places` | where values are: registers, slots of the frame |
+//! | `registers` | values get registers, and give them up |
+//! | `select` | which instructions of the host do what an instruction does |
+//! | `edges` | from one block to the next |
+//!
+//! The blocks are taken in their order, those that are rarely executed at the end. A block begins with the values where the first branch to
+//! it had them; every other branch moves them there (`edges`). So code that follows a look at the TLB goes on with the same registers
+//! as before, and only a miss, which is made at the end, saves and restores any.
+//!
+//! A value's register is free after its last use. That is found by counting: `count` looks at all blocks first, and leaves out what has
+//! no uses. It takes three rules for the uses that come elsewhere: those in a rare block count as uses of the branch to it, because it
+//! begins with a copy of the state there; a value that a loop uses, but does not make, is used once more at the end of the loop; and
+//! a block with several branches to it begins with those values only that are used at its position or later.
+//!
+//! What this tier does not know (vectors, floating point) makes it refuse the whole function, which then waits for Cranelift.
+
+mod edges;
+mod encode;
+mod places;
+mod registers;
+mod select;
+mod uses;
+
+use cranelift_codegen::entity::EntityRef;
+use cranelift_codegen::ir::{Block, Function, Inst, InstructionData, Opcode, Value};
+use encode::{Assembler, Label};
+use places::{Places, State};
+
+/// A register of the host's, by its number in instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Reg(u8);
+
+/// What is known of a block.
+#[derive(Clone, Copy)]
+struct Target {
+    label: Label,
+    /// Branches to it.
+    branches: u32,
+    /// Its position in the function's order.
+    position: u32,
+    is_rare: bool,
+    /// How it begins, if there was a branch to it.
+    entry: Option<State>,
+    /// Which of `Generator::segments` it belongs to.
+    segment: u32,
+}
+
+/// A value that has to be kept until a block was made.
+struct Held {
+    until: u32,
+    value: Value,
+}
+
+/// What a function leaves for the next one to use again.
+#[derive(Default)]
+pub(in crate::jit) struct Room {
+    asm: Assembler,
+    places: Places,
+    targets: Vec<Target>,
+    held: Vec<Held>,
+    guarded: Vec<(u32, u32)>,
+}
+
+/// Machine code, where its blocks can be entered, and its guarded accesses: offsets, ascending, and the index of the step of each.
+pub(super) struct Code<'a> {
+    pub(super) bytes: &'a [u8],
+    pub(super) entries: Vec<u32>,
+    pub(super) guarded: &'a [(u32, u32)],
+}
+
+/// Something that this tier does not know.
+#[derive(Debug)]
+struct Unknown;
+
+type Result<T = ()> = std::result::Result<T, Unknown>;
+
+/// Makes machine code. `None`: this tier cannot.
+pub(super) fn generate<'a>(func: &Function, room: &'a mut Room) -> Option<Code<'a>> {
+    let Room {
+        asm,
+        places,
+        targets,
+        held,
+        guarded,
+    } = room;
+    asm.clear();
+    places.clear(func.dfg.num_values());
+    targets.clear();
+    held.clear();
+    guarded.clear();
+    let mut generator = Generator {
+        func,
+        asm,
+        places,
+        targets,
+        held,
+        guarded,
+        segment: 0,
+        segments: vec![0],
+        is_apart: false,
+        inst: None,
+    };
+    let entries = generator.run().ok()?;
+    if !generator.places.fits() {
+        return None;
+    }
+    Some(Code {
+        bytes: &asm.code,
+        entries,
+        guarded,
+    })
+}
+
+struct Generator<'a> {
+    func: &'a Function,
+    asm: &'a mut Assembler,
+    places: &'a mut Places,
+    targets: &'a mut Vec<Target>,
+    held: &'a mut Vec<Held>,
+    guarded: &'a mut Vec<(u32, u32)>,
+    /// Of the current block.
+    segment: u32,
+    /// The numbers of slots that the stretches of code use which begin without values.
+    segments: Vec<u32>,
+    /// Whether this is a block that was put off.
+    is_apart: bool,
+    /// The current instruction, whose uses are counted when it is done.
+    inst: Option<Inst>,
+}
+
+impl Generator<'_> {
+    /// Makes the code of the function. Returns where its blocks can be entered.
+    fn run(&mut self) -> Result<Vec<u32>> {
+        self.count()?;
+        let func = self.func;
+        let first = func.layout.entry_block().ok_or(Unknown)?;
+        let entries = self.entries(first)?;
+        let mut late: Vec<Block> = Vec::new();
+        let mut current = func.layout.next_block(first);
+        while let Some(block) = current {
+            current = func.layout.next_block(block);
+            let target = self.targets[block.index()];
+            if target.is_rare || target.entry.is_none() {
+                late.push(block);
+                continue;
+            }
+            self.release(target.position);
+            let after = std::iter::successors(current, |&block| func.layout.next_block(block));
+            let next = { after }.find(|block| !self.targets[block.index()].is_rare);
+            self.block(block, next)?;
+        }
+        self.release(u32::MAX);
+        self.end_segment();
+        for block in late {
+            self.late_block(block)?;
+        }
+        let mut offsets = Vec::new();
+        for block in entries {
+            offsets.push(self.asm.at());
+            self.asm.enter(self.places.frame());
+            self.asm.jump(self.targets[block.index()].label);
+        }
+        self.asm.link();
+        Ok(offsets)
+    }
+
+    /// Returns the blocks that the function can be entered at: it begins by a jump to one of them, which is what entering it makes.
+    fn entries(&mut self, first: Block) -> Result<Vec<Block>> {
+        let func = self.func;
+        let last = func.layout.last_inst(first).ok_or(Unknown)?;
+        let InstructionData::BranchTable { table, .. } = func.dfg.insts[last] else {
+            return Err(Unknown);
+        };
+        let table = func.stencil.dfg.jump_tables[table].as_slice();
+        let blocks = table.iter().map(|call| call.block(&func.dfg.value_lists));
+        let blocks: Vec<Block> = blocks.collect();
+        for &block in &blocks {
+            self.targets[block.index()].entry = Some(State::default());
+        }
+        Ok(blocks)
+    }
+
+    /// Makes a block that was put off: with the state that its branch had.
+    fn late_block(&mut self, block: Block) -> Result {
+        let target = self.targets[block.index()];
+        if target.entry.is_none() {
+            // Nothing leads here.
+            return Ok(());
+        }
+        let slots = self.segments[target.segment as usize];
+        self.is_apart = true;
+        self.places.begin_apart(slots);
+        if target.is_rare {
+            self.count_block(block, 1);
+        }
+        self.block(block, None)?;
+        self.places.end_apart();
+        Ok(())
+    }
+
+    fn block(&mut self, block: Block, next: Option<Block>) -> Result {
+        let func = self.func;
+        let target = self.targets[block.index()];
+        let Some(entry) = target.entry else {
+            return Err(Unknown);
+        };
+        self.asm.place(target.label);
+        self.places.resume(entry);
+        // What the targets of a rare block begin with is needed, too.
+        let held = match target.is_rare {
+            true => self.hold_targets(block),
+            false => Vec::new(),
+        };
+        self.places.forget_unused();
+        let state = self.places.state;
+        self.targets[block.index()].entry = Some(state);
+        if !self.is_apart && state.registers.iter().all(Option::is_none) && state.saved == 0 {
+            self.end_segment();
+        }
+        let mut insts = func.layout.block_insts(block).peekable();
+        while let Some(inst) = insts.next() {
+            if self.is_unused(inst) || self.is_fused(inst, insts.peek().copied()) {
+                continue;
+            }
+            self.inst = Some(inst);
+            self.select(inst, next)?;
+            debug_assert!(self.inst.is_none());
+        }
+        for value in held {
+            self.places.known(value).left -= 1;
+        }
+        Ok(())
+    }
+
+    /// Begins a stretch of code whose slots are its own.
+    fn end_segment(&mut self) {
+        let slots = self.places.reset_slots();
+        if let Some(last) = self.segments.last_mut() {
+            *last = slots;
+        }
+        self.segment = self.segments.len() as u32;
+        self.segments.push(0);
+    }
+
+    fn is_cpu(&self, value: Value) -> bool {
+        self.places.values[value.index()].is_cpu
+    }
+
+    /// Whether an instruction is made together with the next one: a comparison that only that one uses.
+    fn is_fused(&self, inst: Inst, next: Option<Inst>) -> bool {
+        let insts = &self.func.dfg.insts;
+        let is_comparison = matches!(insts[inst].opcode(), Opcode::Icmp | Opcode::IcmpImm);
+        is_comparison
+            && next.is_some_and(|next| {
+                let result = self.func.dfg.first_result(inst);
+                matches!(insts[next].opcode(), Opcode::Brif | Opcode::Select)
+                    && self.func.dfg.inst_args(next)[0] == result
+                    && self.places.left(result) == 1
+            })
+    }
+}

@@ -1,0 +1,280 @@
+//! Where values are: in registers, in slots of the frame, or nowhere, because they are constants.
+//!
+//! A value gets a register when it is made, and loses it when it is not used any more, or to another one: then it is saved in a slot, where
+//! it stays good, as values never change.
+
+use super::Reg;
+use cranelift_codegen::entity::EntityRef;
+use cranelift_codegen::ir::Value;
+
+pub(super) const RAX: Reg = Reg(0);
+pub(super) const RCX: Reg = Reg(1);
+pub(super) const RDX: Reg = Reg(2);
+const RBX: Reg = Reg(3);
+pub(super) const RBP: Reg = Reg(5);
+const RSI: Reg = Reg(6);
+const RDI: Reg = Reg(7);
+const R8: Reg = Reg(8);
+const R9: Reg = Reg(9);
+/// Of the CPU.
+pub(super) const R15: Reg = Reg(15);
+
+/// The registers of arguments.
+pub(super) const ARGUMENTS: [Reg; 6] = [RDI, RSI, RDX, RCX, R8, R9];
+/// Registers for values: those that the host's functions keep come last.
+pub(super) const FOR_VALUES: [Reg; 13] = [
+    RAX,
+    RCX,
+    RDX,
+    RSI,
+    RDI,
+    R8,
+    R9,
+    Reg(10),
+    Reg(11),
+    RBX,
+    Reg(12),
+    Reg(13),
+    Reg(14),
+];
+/// Of them, those that the host's functions keep, as bits.
+pub(super) const KEPT: u16 = 1 << 3 | 1 << 12 | 1 << 13 | 1 << 14;
+/// Slots of a function: more make it too large for this tier.
+const SLOTS: u32 = u128::BITS;
+
+const NOWHERE: u8 = u8::MAX;
+const NO_SLOT: u8 = u8::MAX;
+
+/// What is in the registers and in the slots at one place of the code.
+#[derive(Clone, Copy, Default)]
+pub(super) struct State {
+    pub(super) registers: [Option<Value>; 16],
+    /// The slots with values, as bits.
+    pub(super) saved: u128,
+}
+
+/// What is known of a value.
+#[derive(Clone, Copy)]
+pub(super) struct Known {
+    /// Uses that are still to come.
+    pub(super) left: u32,
+    /// Positions of the blocks with its definition and its last use.
+    pub(super) made: u32,
+    pub(super) last: u32,
+    /// Whether it is the CPU's address, which has a register of its own.
+    pub(super) is_cpu: bool,
+    register: u8,
+    slot: u8,
+}
+
+impl Known {
+    pub(super) const NEW: Known = Known {
+        left: 0,
+        made: 0,
+        last: 0,
+        is_cpu: false,
+        register: NOWHERE,
+        slot: NO_SLOT,
+    };
+
+    /// Returns the slot that it was given.
+    pub(super) fn slot(&self) -> Option<u8> {
+        (self.slot != NO_SLOT).then_some(self.slot)
+    }
+}
+
+/// Where the values of a function are, at the place where code is being made.
+#[derive(Default)]
+pub(super) struct Places {
+    pub(super) values: Vec<Known>,
+    pub(super) state: State,
+    /// Registers that the current instruction needs, as bits.
+    locked: u16,
+    /// Slots that values have been given since the last block that begins with none.
+    slots: u32,
+    /// The most slots.
+    most: u32,
+    /// Values that were given slots, from where on they are taken back after a block that is rarely executed.
+    given: Vec<Value>,
+    /// The register that is taken next.
+    next: usize,
+    is_full: bool,
+}
+
+pub(super) fn bit(register: Reg) -> u16 {
+    1 << register.0
+}
+
+impl Places {
+    pub(super) fn clear(&mut self, values: usize) {
+        self.values.clear();
+        self.values.resize(values, Known::NEW);
+        self.state = State::default();
+        self.given.clear();
+        (self.locked, self.slots, self.most, self.next) = (0, 0, 0, 0);
+        self.is_full = false;
+    }
+
+    pub(super) fn known(&mut self, value: Value) -> &mut Known {
+        &mut self.values[value.index()]
+    }
+
+    pub(super) fn left(&self, value: Value) -> u32 {
+        self.values[value.index()].left
+    }
+
+    pub(super) fn register(&self, value: Value) -> Option<Reg> {
+        let register = self.values[value.index()].register;
+        (register != NOWHERE).then_some(Reg(register))
+    }
+
+    /// Returns the slot in which a value is saved.
+    pub(super) fn saved(&self, value: Value) -> Option<u8> {
+        let slot = self.values[value.index()].slot;
+        (slot != NO_SLOT && self.state.saved >> slot & 1 != 0).then_some(slot)
+    }
+
+    /// Returns the bytes of a frame with all slots, which is aligned to 16 bytes.
+    pub(super) fn frame(&self) -> u32 {
+        (self.most * 8).next_multiple_of(16)
+    }
+
+    /// Whether there were enough slots.
+    pub(super) fn fits(&self) -> bool {
+        !self.is_full
+    }
+
+    /// Continues where the state is another one.
+    pub(super) fn resume(&mut self, state: State) {
+        for value in self.state.registers.into_iter().flatten() {
+            self.known(value).register = NOWHERE;
+        }
+        self.state = state;
+        for (register, value) in state.registers.into_iter().enumerate() {
+            if let Some(value) = value {
+                self.known(value).register = register as u8;
+            }
+        }
+    }
+
+    /// Lets slots be used again that no value has. Returns how many were in use.
+    pub(super) fn reset_slots(&mut self) -> u32 {
+        std::mem::take(&mut self.slots)
+    }
+
+    /// Begins a block whose slots are beyond `slots`, and are only its own.
+    pub(super) fn begin_apart(&mut self, slots: u32) {
+        self.slots = slots;
+        self.given.clear();
+    }
+
+    /// Whether a value was given a slot since then.
+    pub(super) fn has_given(&self) -> bool {
+        !self.given.is_empty()
+    }
+
+    pub(super) fn end_apart(&mut self) {
+        while let Some(value) = self.given.pop() {
+            self.known(value).slot = NO_SLOT;
+        }
+    }
+
+    /// Returns the slot of a value.
+    pub(super) fn slot(&mut self, value: Value) -> u8 {
+        if self.known(value).slot == NO_SLOT {
+            if self.slots == SLOTS {
+                self.is_full = true;
+                self.slots -= 1;
+            }
+            self.known(value).slot = self.slots as u8;
+            self.given.push(value);
+            self.slots += 1;
+            self.most = self.most.max(self.slots);
+        }
+        self.known(value).slot
+    }
+
+    /// Puts a value, or none, into a register, in which there was none.
+    pub(super) fn put(&mut self, register: Reg, value: Value) {
+        debug_assert!(self.state.registers[usize::from(register.0)].is_none());
+        self.state.registers[usize::from(register.0)] = Some(value);
+        self.known(value).register = register.0;
+    }
+
+    /// Makes a register free, whose value is not needed there any more.
+    pub(super) fn drop_from(&mut self, register: Reg) {
+        if let Some(value) = self.state.registers[usize::from(register.0)].take() {
+            self.known(value).register = NOWHERE;
+        }
+    }
+
+    pub(super) fn lock(&mut self, register: Reg) {
+        self.locked |= bit(register);
+    }
+
+    pub(super) fn unlock(&mut self) {
+        self.locked = 0;
+    }
+
+    pub(super) fn is_locked(&self, register: Reg) -> bool {
+        self.locked & bit(register) != 0
+    }
+
+    /// Forgets a value that is not used any more.
+    fn forget(&mut self, value: Value) {
+        if let Some(register) = self.register(value) {
+            self.drop_from(register);
+        }
+        let slot = self.known(value).slot;
+        if slot != NO_SLOT {
+            self.state.saved &= !(1 << slot);
+        }
+    }
+
+    /// Counts a use that is done.
+    pub(super) fn used(&mut self, value: Value) {
+        let known = self.known(value);
+        known.left -= 1;
+        if known.left == 0 {
+            self.forget(value);
+        }
+    }
+
+    /// Forgets the values that are not used any more.
+    pub(super) fn forget_unused(&mut self) {
+        for value in self.state.registers.into_iter().flatten() {
+            if self.left(value) == 0 {
+                self.forget(value);
+            }
+        }
+    }
+
+    /// Returns a register without a value, if there is one.
+    pub(super) fn spare(&self, is_kept: bool) -> Option<Reg> {
+        self.spare_but(is_kept, |_| false)
+    }
+
+    /// Returns a register without a value, if there is one for which `is_other` is false.
+    pub(super) fn spare_but(&self, is_kept: bool, is_other: impl Fn(Reg) -> bool) -> Option<Reg> {
+        let is_free = |&register: &Reg| {
+            !self.is_locked(register)
+                && self.state.registers[usize::from(register.0)].is_none()
+                && !is_other(register)
+        };
+        match is_kept {
+            false => FOR_VALUES.into_iter().find(is_free),
+            true => FOR_VALUES.into_iter().rev().find(is_free),
+        }
+    }
+
+    /// Returns the register whose value goes if another one needs it.
+    pub(super) fn victim(&mut self) -> Reg {
+        loop {
+            self.next = (self.next + 1) % FOR_VALUES.len();
+            let register = FOR_VALUES[self.next];
+            if !self.is_locked(register) {
+                return register;
+            }
+        }
+    }
+}

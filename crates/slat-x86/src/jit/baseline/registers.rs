@@ -1,0 +1,220 @@
+//! Values get registers, give them up, and come back to them.
+//!
+//! An instruction asks for the registers of what it reads ([`get`](Generator::get), [`take`](Generator::take)) and for one for its result
+//! ([`free`](Generator::free), [`change`](Generator::change)), which stay locked until it is done ([`finish`](Generator::finish)).
+
+use super::encode::Assembler;
+use super::places::{FOR_VALUES, KEPT, R15, RBP, bit};
+use super::{Generator, Reg};
+use cranelift_codegen::entity::EntityRef;
+use cranelift_codegen::ir::{InstructionData, Opcode, Value};
+
+/// Returns the offset of a slot from RBP.
+pub(super) fn offset_of_slot(slot: u8) -> i32 {
+    -8 * (i32::from(slot) + 1)
+}
+
+impl Generator<'_> {
+    /// Returns the value of a constant.
+    pub(super) fn constant(&self, value: Value) -> Option<i64> {
+        let inst = self.func.dfg.value_def(value).inst()?;
+        match self.func.dfg.insts[inst] {
+            InstructionData::UnaryImm {
+                opcode: Opcode::Iconst,
+                imm,
+            } => Some(imm.bits()),
+            _ => None,
+        }
+    }
+
+    /// Saves a value that is in a register.
+    pub(super) fn save(&mut self, value: Value) {
+        if self.places.saved(value).is_some() || self.constant(value).is_some() {
+            return;
+        }
+        if let Some(register) = self.places.register(value) {
+            let slot = self.places.slot(value);
+            self.places.state.saved |= 1 << slot;
+            self.asm.store(3, RBP, offset_of_slot(slot), register);
+        }
+    }
+
+    /// Returns a free register, which is locked.
+    pub(super) fn free(&mut self, is_kept: bool) -> Reg {
+        let register = match self.places.spare(is_kept) {
+            Some(register) => register,
+            None => {
+                let register = self.places.victim();
+                self.empty(register);
+                register
+            }
+        };
+        self.places.lock(register);
+        register
+    }
+
+    /// Saves the value of a register, and drops it from there.
+    pub(super) fn empty(&mut self, register: Reg) {
+        if let Some(value) = self.places.state.registers[usize::from(register.0)] {
+            self.save(value);
+            self.places.drop_from(register);
+        }
+    }
+
+    /// Makes one register free, which is locked. If its value is needed, it moves to another one.
+    pub(super) fn take(&mut self, register: Reg) {
+        self.places.lock(register);
+        let Some(value) = self.places.state.registers[usize::from(register.0)] else {
+            return;
+        };
+        match self.places.spare(false) {
+            Some(other) => {
+                self.asm.mov(other, register);
+                self.places.drop_from(register);
+                self.places.put(other, value);
+            }
+            None => self.empty(register),
+        }
+    }
+
+    /// Returns the register with a value, which is locked.
+    pub(super) fn get(&mut self, value: Value) -> Reg {
+        if self.is_cpu(value) {
+            return R15;
+        }
+        if let Some(register) = self.places.register(value) {
+            self.places.lock(register);
+            return register;
+        }
+        let register = self.free(self.is_long(value));
+        self.read(value, register);
+        self.places.put(register, value);
+        register
+    }
+
+    /// Reads a value that is in no register.
+    pub(super) fn read(&mut self, value: Value, register: Reg) {
+        match (self.constant(value), self.places.saved(value)) {
+            (Some(constant), _) => self.asm.constant(register, constant),
+            (None, Some(slot)) => (self.asm).load(3, register, RBP, offset_of_slot(slot)),
+            (None, None) => unreachable!("{value} is nowhere"),
+        }
+    }
+
+    /// Copies a value to a register that is none of a value's.
+    pub(super) fn copy(&mut self, value: Value, to: Reg) {
+        if self.is_cpu(value) {
+            return self.asm.mov(to, R15);
+        }
+        match self.places.register(value) {
+            Some(register) => self.asm.mov(to, register),
+            None => self.read(value, to),
+        }
+    }
+
+    /// Returns a register for a result that begins as a copy of a value: the value's own if this is its last use. It is locked.
+    pub(super) fn change(&mut self, value: Value) -> Reg {
+        if let Some(register) = self.places.register(value)
+            && self.places.left(value) == 1
+            && !self.is_cpu(value)
+        {
+            self.places.lock(register);
+            return register;
+        }
+        let register = self.free(false);
+        self.copy(value, register);
+        register
+    }
+
+    /// Gives a result its register, and counts the uses of the instruction that made it.
+    pub(super) fn finish(&mut self, result: Value, register: Reg) {
+        self.count_uses();
+        self.places.drop_from(register);
+        if self.places.left(result) > 0 {
+            self.places.put(register, result);
+        }
+        self.places.unlock();
+    }
+
+    /// Whether a value is used in other blocks than that where it is made.
+    pub(super) fn is_long(&self, value: Value) -> bool {
+        let known = &self.places.values[value.index()];
+        known.made != known.last
+    }
+
+    /// Saves the values in registers that functions of the host do not keep, if they are used after the current instruction.
+    pub(super) fn save_for_call(&mut self) {
+        for register in FOR_VALUES {
+            if KEPT & bit(register) == 0
+                && let Some(value) = self.places.state.registers[usize::from(register.0)]
+                && self.places.left(value) > self.uses_of(value)
+            {
+                self.save(value);
+            }
+        }
+    }
+
+    /// Drops what is in those registers.
+    pub(super) fn drop_for_call(&mut self) {
+        for register in FOR_VALUES {
+            if KEPT & bit(register) == 0 {
+                self.places.drop_from(register);
+            }
+        }
+    }
+
+    /// Fills registers from others, all at once.
+    pub(super) fn move_all(asm: &mut Assembler, moves: &mut Vec<(Reg, Reg)>) {
+        moves.retain(|(to, from)| to != from);
+        while !moves.is_empty() {
+            // One whose register nobody needs any more; if there is none, they are in circles.
+            let free =
+                (0..moves.len()).find(|&k| moves.iter().all(|(_, from)| *from != moves[k].0));
+            match free {
+                Some(k) => {
+                    let (to, from) = moves.swap_remove(k);
+                    asm.mov(to, from);
+                }
+                None => {
+                    let (to, from) = moves.swap_remove(0);
+                    asm.exchange(to, from);
+                    for (_, other) in moves.iter_mut() {
+                        if *other == to {
+                            *other = from;
+                        } else if *other == from {
+                            *other = to;
+                        }
+                    }
+                    moves.retain(|(to, from)| to != from);
+                }
+            }
+        }
+    }
+
+    /// Pushes a value that is in a register or in a slot. Returns whether it is: constants are not.
+    pub(super) fn push(&mut self, value: Value) -> bool {
+        if self.is_cpu(value) {
+            self.asm.push(R15);
+        } else if self.constant(value).is_some() {
+            return false;
+        } else if let Some(register) = self.places.register(value) {
+            self.asm.push(register);
+        } else if let Some(slot) = self.places.saved(value) {
+            self.asm.push_memory(RBP, offset_of_slot(slot));
+        }
+        true
+    }
+
+    /// Fills a slot: with a constant, or with what was pushed.
+    pub(super) fn fill(&mut self, slot: u8, value: Value) {
+        let to = offset_of_slot(slot);
+        match self.constant(value) {
+            Some(constant) => {
+                let (low, high) = (constant as i32, (constant >> 32) as i32);
+                self.asm.store_immediate(2, RBP, to, low);
+                self.asm.store_immediate(2, RBP, to + 4, high);
+            }
+            None => self.asm.pop_memory(RBP, to),
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Which values are used, how often, and where last.
+//!
+//! All blocks are looked at before any code is made, from the last one to the first: what only makes values without uses makes no uses
+//! itself. While code is made, the uses that are still to come are counted down, and a value without any gives up its register.
+
+use super::{Generator, Held, Result, Target};
+use crate::jit::access;
+use cranelift_codegen::entity::EntityRef;
+use cranelift_codegen::ir::{
+    Block, BlockArg, BlockCall, Function, Inst, InstructionData, Opcode, Value,
+};
+
+impl Generator<'_> {
+    /// Ends the uses of values by loops that end before a position.
+    pub(super) fn release(&mut self, position: u32) {
+        let mut k = 0;
+        while k < self.held.len() {
+            if self.held[k].until < position {
+                let held = self.held.swap_remove(k);
+                self.places.used(held.value);
+            } else {
+                k += 1;
+            }
+        }
+    }
+
+    /// Counts blocks, branches and uses.
+    pub(super) fn count(&mut self) -> Result {
+        let func = self.func;
+        let blocks = func.dfg.num_blocks();
+        for _ in 0..blocks {
+            let label = self.asm.label();
+            self.targets.push(Target {
+                label,
+                branches: 0,
+                position: 0,
+                is_rare: false,
+                entry: None,
+                segment: 0,
+            });
+        }
+        for (position, block) in func.layout.blocks().enumerate() {
+            let position = position as u32;
+            let target = &mut self.targets[block.index()];
+            target.position = position;
+            for &value in func.dfg.block_params(block) {
+                self.places.known(value).made = position;
+            }
+            for inst in func.layout.block_insts(block) {
+                for &value in func.dfg.inst_results(inst) {
+                    let known = self.places.known(value);
+                    known.made = position;
+                    known.is_cpu = func.dfg.insts[inst].opcode() == Opcode::GetPinnedReg;
+                }
+            }
+        }
+        // From the last instruction on: a value that nothing uses makes no uses.
+        let mut loops = Vec::new();
+        let mut last = func.layout.last_block();
+        while let Some(block) = last {
+            let position = self.targets[block.index()].position;
+            let mut inst = func.layout.last_inst(block);
+            while let Some(this) = inst {
+                if !self.is_unused(this) {
+                    self.each_use(this, |generator, value| {
+                        let known = generator.places.known(value);
+                        known.left += 1;
+                        known.last = known.last.max(position);
+                    });
+                    self.each_branch(this, |generator, call| {
+                        let to = call.block(&func.dfg.value_lists);
+                        let target = &mut generator.targets[to.index()];
+                        target.branches += 1;
+                        if target.position <= position {
+                            loops.push((target.position, position));
+                        }
+                    });
+                }
+                inst = func.layout.prev_inst(this);
+            }
+            last = func.layout.prev_block(block);
+        }
+        for block in func.layout.blocks() {
+            let target = &mut self.targets[block.index()];
+            // If there were several branches, the uses would count for the first one only.
+            target.is_rare = func.layout.is_cold(block) && target.branches == 1;
+        }
+        self.hold_for_loops(loops);
+        Ok(())
+    }
+
+    /// Has values that are made before a loop, and used in it or later, kept until its end.
+    fn hold_for_loops(&mut self, mut loops: Vec<(u32, u32)>) {
+        if loops.is_empty() {
+            return;
+        }
+        loops.sort_by_key(|&(_, end)| end);
+        let values = 0..self.places.values.len();
+        let long = values.map(Value::new).filter(|&value| {
+            self.is_long(value) && self.places.left(value) > 0 && !self.is_cpu(value)
+        });
+        let long: Vec<Value> = long.collect();
+        for (begin, end) in loops {
+            for &value in &long {
+                let known = self.places.known(value);
+                if known.made < begin && known.last >= begin {
+                    known.left += 1;
+                    known.last = known.last.max(end);
+                    self.held.push(Held { until: end, value });
+                }
+            }
+        }
+    }
+
+    /// Whether an instruction only makes values that nothing uses.
+    pub(super) fn is_unused(&self, inst: Inst) -> bool {
+        let dfg = &self.func.dfg;
+        let opcode = dfg.insts[inst].opcode();
+        let stays = opcode.is_terminator()
+            || opcode.is_branch()
+            || opcode.is_call()
+            || opcode.can_store()
+            || opcode.other_side_effects()
+            || dfg.insts[inst]
+                .memflags()
+                .is_some_and(|flags| flags.trap_code() == Some(access::GUARDED));
+        !stays
+            && dfg
+                .inst_results(inst)
+                .iter()
+                .all(|&value| self.places.left(value) == 0)
+    }
+
+    /// Calls `f` with each value that an instruction uses, as often as it does.
+    pub(super) fn each_use(&mut self, inst: Inst, mut f: impl FnMut(&mut Self, Value)) {
+        let func = self.func;
+        for &value in func.dfg.inst_args(inst) {
+            f(self, value);
+        }
+        self.each_branch(inst, |generator, call| {
+            for value in arguments(func, call) {
+                f(generator, value);
+            }
+        });
+    }
+
+    /// Calls `f` with each branch of an instruction.
+    pub(super) fn each_branch(&mut self, inst: Inst, mut f: impl FnMut(&mut Self, &BlockCall)) {
+        let func = self.func;
+        match &func.dfg.insts[inst] {
+            InstructionData::Jump { destination, .. } => f(self, destination),
+            InstructionData::Brif { blocks, .. } => blocks.iter().for_each(|call| f(self, call)),
+            InstructionData::BranchTable { table, .. } => {
+                let table = &func.stencil.dfg.jump_tables[*table];
+                table.all_branches().iter().for_each(|call| f(self, call));
+            }
+            _ => {}
+        }
+    }
+
+    /// Returns how often the current instruction uses a value.
+    pub(super) fn uses_of(&mut self, value: Value) -> u32 {
+        let mut uses = 0;
+        if let Some(inst) = self.inst {
+            self.each_use(inst, |_, used| uses += u32::from(used == value));
+        }
+        uses
+    }
+
+    /// Counts the uses of the current instruction, which is done.
+    pub(super) fn count_uses(&mut self) {
+        if let Some(inst) = self.inst.take() {
+            self.each_use(inst, |generator, value| generator.places.used(value));
+        }
+    }
+
+    /// Counts the uses of a whole block: as done, or (`by` is 1) as still to come.
+    pub(super) fn count_block(&mut self, block: Block, by: i32) {
+        let func = self.func;
+        let position = self.targets[block.index()].position;
+        for inst in func.layout.block_insts(block) {
+            if self.is_unused(inst) {
+                continue;
+            }
+            self.each_use(inst, |generator, value| {
+                // Values that it makes itself are not known elsewhere.
+                if generator.places.known(value).made == position {
+                    return;
+                }
+                match by {
+                    1 => generator.places.known(value).left += 1,
+                    _ => generator.places.used(value),
+                }
+            });
+        }
+    }
+}
+
+/// Returns the values that a branch gives its block.
+pub(super) fn arguments<'a>(
+    func: &'a Function,
+    call: &BlockCall,
+) -> impl Iterator<Item = Value> + use<'a> {
+    call.args(&func.dfg.value_lists)
+        .filter_map(|argument| match argument {
+            BlockArg::Value(value) => Some(value),
+            _ => None,
+        })
+}
