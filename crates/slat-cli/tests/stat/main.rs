@@ -81,7 +81,7 @@ impl Scratch {
     }
 
     fn sockets(&self) -> usize {
-        fs::read_dir(self.0.join("slat")).map_or(0, |entries| entries.count())
+        fs::read_dir(self.0.join("slat-stat")).map_or(0, |entries| entries.count())
     }
 
     /// Waits until a process has published its counters: a thread of its own does that.
@@ -445,7 +445,7 @@ fn another_user_sees_nothing() {
     let client = scratch.start(&[], "halts");
     let pid = client.pid().to_string();
     scratch.published(client.pid());
-    let directory = scratch.0.join("slat");
+    let directory = scratch.0.join("slat-stat");
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(&directory), 0o700);
     let socket = fs::read_dir(&directory)
@@ -482,7 +482,7 @@ fn another_user_sees_nothing() {
 #[test]
 fn a_directory_that_lets_others_in_is_not_used() {
     let scratch = Scratch::new("open");
-    let directory = scratch.0.join("slat");
+    let directory = scratch.0.join("slat-stat");
     fs::create_dir(&directory).unwrap();
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
     let client = scratch.start(&[], "halts");
