@@ -98,6 +98,7 @@ need() { # command, Debian package
 as_root apt-get -qq update || echo "apt-get update failed: the package lists stay as they are" >&2
 need cc gcc
 need setpriv util-linux
+need tmux tmux
 need python3 python3
 cargo clippy --version >/dev/null 2>&1 || rustup component add clippy
 

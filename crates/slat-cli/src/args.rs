@@ -26,6 +26,8 @@ pub enum Command {
     Run(Run),
     /// Measure what each mechanism of the memory system is worth, beside the published numbers
     Bench(Bench),
+    /// Watch what the VMs on slat count, live: faults, exits, leaves, instructions
+    Stat(Stat),
     /// Show what slat supports, and what this host allows
     Info,
     /// Print a shell's completion of this command line
@@ -120,6 +122,46 @@ pub struct Bench {
     /// Say what is measured and why, and measure nothing
     #[arg(long, conflicts_with_all = ["full", "set", "json", "html", "materials"])]
     pub explain: bool,
+}
+
+/// `slat stat`.
+#[derive(ClapArgs)]
+pub struct Stat {
+    /// Only the VMs of this process
+    #[arg(value_name = "PID")]
+    pub pid: Option<i32>,
+
+    /// Look once, and print a table; with PID, also all counters that are not 0
+    #[arg(long)]
+    pub once: bool,
+
+    /// Look once, and print all counters as JSON
+    #[arg(long, requires = "once")]
+    pub json: bool,
+
+    /// Print a line for each counter at each look: seconds,pid,vm,vcpu,counter,value,per_second
+    #[arg(long, conflicts_with = "json")]
+    pub csv: bool,
+
+    /// List vCPUs in place of VMs
+    #[arg(long)]
+    pub by_vcpu: bool,
+
+    /// Seconds between two looks
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
+    pub interval: f64,
+
+    /// With --csv, end after N looks
+    #[arg(long, value_name = "N", requires = "csv", value_parser = clap::value_parser!(u64).range(1..))]
+    pub count: Option<u64>,
+}
+
+/// Parses the time between two looks.
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if (0.01..=86_400.0).contains(&seconds) => Ok(seconds),
+        _ => Err("give seconds, from 0.01 to 86400".to_owned()),
+    }
 }
 
 /// `slat completions`.

@@ -20,6 +20,8 @@ mod preload;
 mod program;
 #[cfg(target_arch = "x86_64")]
 mod run;
+#[cfg(target_arch = "x86_64")]
+mod stat;
 
 #[cfg(target_arch = "x86_64")]
 fn main() -> std::process::ExitCode {
@@ -34,6 +36,7 @@ fn main() -> std::process::ExitCode {
     match args.command {
         args::Command::Run(options) => run::run(&options),
         args::Command::Bench(options) => bench::run(&options),
+        args::Command::Stat(options) => stat::run(&options),
         args::Command::Info => info::print(),
         args::Command::Completions(options) => documents::completions(&options),
         args::Command::Man(options) => documents::man(&options),

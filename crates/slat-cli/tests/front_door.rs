@@ -46,6 +46,13 @@ const COMMANDS: &[(&str, RunBy)] = &[
             r#"[slat, "run", "--mmu", mmu, "--"]"#,
         ),
     ),
+    (
+        "slat stat",
+        Suite(
+            "crates/slat-cli/tests/stat/screen.rs",
+            "stat {pid} --interval",
+        ),
+    ),
     ("metal/run --arch npt", Suite(".ci/run", "metal/run")),
     ("slat bench --explain", ThisTest(&["bench", "--explain"])),
     (

@@ -19,6 +19,15 @@ pub(crate) trait Background: Sync + 'static {
     fn run(&'static self);
 }
 
+/// Gives this thread an empty descriptor table of its own, so that its descriptors are not among the client's. Returns whether that
+/// succeeded.
+pub(crate) fn leave_descriptors() -> bool {
+    const CLOSE_RANGE_UNSHARE: usize = 2;
+    let arguments = [0, u32::MAX as usize, CLOSE_RANGE_UNSHARE, 0, 0, 0];
+    // SAFETY: the call unshares the table first, so it closes nothing in the table that other threads use.
+    unsafe { calls::raw(libc::SYS_close_range, arguments) == 0 }
+}
+
 /// Starts the thread of `work`, which runs in a [`Section`] and blocks all signals. Returns `false`, and prints a message, if the
 /// thread cannot be started.
 pub(crate) fn start<T: Background>(work: &'static T) -> bool {

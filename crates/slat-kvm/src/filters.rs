@@ -9,7 +9,7 @@ use crate::background;
 use crate::irq::irqfd;
 use crate::policy::{self, Jit};
 use crate::process::PerProcess;
-use crate::{compiler, recovery, report, steal_time, ticker};
+use crate::{compiler, publish, recovery, report, steal_time, ticker};
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
@@ -62,6 +62,7 @@ fn start_threads() {
     compiler::start(policy::current().map_or(Jit::Off, |policies| policies.jit));
     irqfd::start();
     recovery::start();
+    publish::start();
     steal_time::prepare();
 }
 

@@ -30,6 +30,7 @@
 //! | [`filters`] | seccomp filters of the client |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`policy`], [`parameters`], `recovery` | settings, module parameters; recovery of NX huge pages |
+//! | [`publish`] | the counters of this process's VMs, for `slat stat` |
 //! | [`report`], [`errno`], `heap` | messages to the user, errors, vectors that report `ENOMEM` instead of ending the process |
 //! | [`engine`] | the engine's VM and vCPU, whatever their table format |
 //!
@@ -78,6 +79,7 @@ mod page_cache;
 pub mod parameters;
 pub mod policy;
 mod prefault;
+pub mod publish;
 mod quirks;
 mod recovery;
 pub mod regs;

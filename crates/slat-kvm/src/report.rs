@@ -88,28 +88,29 @@ pub struct Totals {
 /// The statistics of VMs and vCPUs that have ended.
 static ENDED: PerProcess<Mutex<Totals>> = PerProcess::new();
 
-fn ended() -> Option<MutexGuard<'static, Totals>> {
-    let wanted = policy::current().is_ok_and(|policies| policies.stats);
-    wanted.then(|| ENDED.get().lock().unwrap_or_else(PoisonError::into_inner))
+fn lock() -> MutexGuard<'static, Totals> {
+    ENDED.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the statistics of VMs and vCPUs that have ended.
+pub(crate) fn ended() -> Totals {
+    *lock()
 }
 
 pub(crate) fn vm_ends(vm: &EngineVm) {
-    if let Some(mut ended) = ended() {
-        ended.vms += 1;
-        ended.memory.add(&vm.stats());
-    }
+    let memory = vm.stats();
+    let mut ended = lock();
+    ended.vms += 1;
+    ended.memory.add(&memory);
 }
 
 pub(crate) fn vcpu_ends(counts: &CpuCounts) {
-    if let Some(mut ended) = ended() {
-        counts.add_to(&mut ended.cpu);
-    }
+    counts.add_to(&mut lock().cpu);
 }
 
-/// Returns the statistics of the process's VMs, live and ended. (The ended ones are counted if the environment asks for
-/// statistics.)
+/// Returns the statistics of the process's VMs, live and ended.
 pub fn totals() -> Totals {
-    let mut sum = *ENDED.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut sum = ended();
     for vm in crate::notify::live() {
         sum.vms += 1;
         sum.memory.add(&vm.stats());

@@ -7,7 +7,7 @@ use crate::process::PerProcess;
 use crate::thread::bits;
 use crate::ticker::{self, Alarm, Client};
 use crate::{heap, steal_time};
-use slat::{Attention, Shared};
+use slat::{Attention, Shared, VcpuStats};
 use slat_irqchip::lapic::{Lapic, Request};
 use slat_irqchip::message::{DeliveryMode, Destination, Message};
 use slat_x86::Counters;
@@ -29,6 +29,8 @@ pub(crate) struct VcpuCommon {
     pub(crate) runner: AtomicUsize,
     pub(crate) exits: Exits,
     pub(crate) cpu: CpuCounts,
+    /// The engine's counters for this vCPU.
+    pub(crate) counted: VcpuStats,
     /// The vCPU as Hyper-V's interface has it.
     pub(crate) vp: VirtualProcessor,
 }
@@ -94,6 +96,7 @@ impl VcpuCommon {
         id: u32,
         index: u32,
         attention: Attention,
+        counted: VcpuStats,
         lapic: Option<Lapic>,
     ) -> Result<Shared<Self>> {
         Shared::try_new(VcpuCommon {
@@ -106,6 +109,7 @@ impl VcpuCommon {
             runner: AtomicUsize::new(0),
             exits: Exits::default(),
             cpu: CpuCounts::default(),
+            counted,
             vp: VirtualProcessor::new(index),
         })
         .map_err(no_memory)

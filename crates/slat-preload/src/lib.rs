@@ -76,6 +76,9 @@ pub(crate) fn is_borrowed() -> bool {
 pub(crate) extern "C" fn at_exit() {
     guarded::guarded(|| {
         slat_kvm::report::at_exit();
+        if !is_borrowed() {
+            slat_kvm::publish::end();
+        }
         Ok(0)
     });
 }
@@ -83,6 +86,7 @@ pub(crate) extern "C" fn at_exit() {
 pub(crate) extern "C" fn start() {
     // Before the first fork.
     process::owner();
+    slat_kvm::publish::enable();
     forks::watch();
     environment::prepare();
     // SAFETY: a handler with the right signature. The call only fails for lack of memory.

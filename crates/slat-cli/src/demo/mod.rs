@@ -26,8 +26,14 @@ pub fn run(format: &str) -> ExitCode {
 
 fn account(format: &str) -> Result<String, Failure> {
     let began = Instant::now();
+    slat_kvm::publish::enable();
     let kvm = Kvm::new()?;
-    let (report, totals) = machine::run(&kvm, slat_kvm::report::totals)?;
+    let (report, mut totals) = machine::run(&kvm, slat_kvm::report::totals)?;
+    if !slat_kvm::policy::current()?.stats {
+        // The account is one of the memory system.
+        totals.cpu = Default::default();
+    }
+    slat_kvm::publish::end();
     let steps = describe(&report, format, began.elapsed());
     Ok(steps + &slat_kvm::report::render(&totals))
 }

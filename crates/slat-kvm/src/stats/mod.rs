@@ -167,7 +167,7 @@ impl StatsObject {
     fn sample(&self, mut give: impl FnMut(usize, u64)) {
         let (engine, exits) = match &self.of {
             Of::Vm(vm) => (vm.engine.stats(), None),
-            Of::Vcpu(vcpu) => (vcpu.counted.get(), Some(&vcpu.common().exits)),
+            Of::Vcpu(vcpu) => (vcpu.common().counted.get(), Some(&vcpu.common().exits)),
         };
         for (index, entry) in self.entries.iter().enumerate() {
             entry.values(&engine, exits, |value| give(index, value));

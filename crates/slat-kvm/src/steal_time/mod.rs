@@ -3,11 +3,11 @@
 //! As in KVM, steal time is what the host's scheduler counts for the thread that runs the vCPU: the second number of its
 //! `schedstat`. Clients may forbid that thread to read files (seccomp), so one thread of slat's own, the observer, reads them for
 //! all: every [`PERIOD`] while a vCPU is in `KVM_RUN`, and at once for a vCPU that runs again after a pause. The observer has a
-//! descriptor table of its own ([`schedstat`]), so that its descriptors are not among the client's.
+//! descriptor table of its own, so that its descriptors are not among the client's.
 
 mod schedstat;
 
-use crate::background::{self, Background};
+use crate::background::{self, Background, leave_descriptors};
 use crate::entered::thread_id;
 use crate::errno::{Result, no_memory};
 use crate::heap;
@@ -102,7 +102,7 @@ impl Background for Observer {
     const WITHOUT: &str = "guests' steal time will not advance";
 
     fn run(&'static self) {
-        if !schedstat::leave_descriptors() {
+        if !leave_descriptors() {
             self.failed.store(true, Ordering::Relaxed);
             return;
         }

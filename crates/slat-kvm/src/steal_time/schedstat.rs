@@ -1,4 +1,4 @@
-//! The `schedstat` files of threads, and a descriptor table that no other thread uses.
+//! The `schedstat` files of threads, opened in a descriptor table that no other thread uses.
 //!
 //! Makes system calls directly, not through the C library: the preload library treats calls of the C library's functions as the
 //! program's, whose descriptors may have the same numbers as those of this table.
@@ -25,15 +25,7 @@ pub(super) fn exists() -> bool {
     unsafe { system_call(libc::SYS_faccessat, [at, path, libc::R_OK as usize, 0]) == 0 }
 }
 
-/// Gives this thread an empty descriptor table of its own. Returns whether that succeeded.
-pub(super) fn leave_descriptors() -> bool {
-    const CLOSE_RANGE_UNSHARE: usize = 2;
-    let arguments = [0, u32::MAX as usize, CLOSE_RANGE_UNSHARE, 0];
-    // SAFETY: the call unshares the table first, so it closes nothing in the table that other threads use.
-    unsafe { system_call(libc::SYS_close_range, arguments) == 0 }
-}
-
-/// The open `schedstat` of a thread. Only the thread that called [`leave_descriptors`] uses it.
+/// The open `schedstat` of a thread. Only the thread that called [`leave_descriptors`](crate::background::leave_descriptors) uses it.
 #[derive(Debug)]
 pub(super) struct Schedstat(usize);
 
@@ -75,6 +67,7 @@ impl Drop for Schedstat {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::background::leave_descriptors;
 
     #[test]
     fn the_table_is_a_threads_own() {

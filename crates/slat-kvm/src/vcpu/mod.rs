@@ -21,9 +21,9 @@ use crate::machine::VcpuMachine;
 use crate::run_page::{RING_OFFSET, RunPage};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
-use crate::{clock, coalesced, events, report};
+use crate::{clock, coalesced, events, publish, report};
 use kvm_bindings::*;
-use slat::{DirtyRing, Shared, VcpuStats};
+use slat::{DirtyRing, Shared};
 use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Lapic};
 use slat_x86::Cpu;
 use std::ffi::c_int;
@@ -105,8 +105,6 @@ pub struct VcpuObject {
     pub(crate) page: RunPage,
     /// The dirty ring, if the VM has dirty rings.
     pub(crate) ring: Option<Arc<DirtyRing>>,
-    /// The engine's counters for this vCPU.
-    pub(crate) counted: VcpuStats,
     inner: Mutex<Inner>,
 }
 
@@ -120,6 +118,7 @@ impl std::fmt::Debug for VcpuObject {
 
 impl Drop for VcpuObject {
     fn drop(&mut self) {
+        publish::vcpu_ends(self.vm.number, &self.common);
         self.common.delist();
         report::vcpu_ends(&self.common.cpu);
     }
@@ -181,7 +180,7 @@ impl VcpuObject {
             }
             lapic
         });
-        let common = VcpuCommon::new(id, index, engine.attention().clone(), lapic)?;
+        let common = VcpuCommon::new(id, index, engine.attention().clone(), counted, lapic)?;
         let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
         let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
         let waiting = irqchip && !bootstrap;
@@ -208,10 +207,10 @@ impl VcpuObject {
             vm,
             page,
             ring,
-            counted,
             inner: Mutex::new(inner),
         })
         .map_err(no_memory)?;
+        publish::vcpu_begins(vcpu.vm.number, common.clone())?;
         VcpuCommon::enlist(common)?;
         Ok(vcpu)
     }

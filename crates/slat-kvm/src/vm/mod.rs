@@ -33,7 +33,7 @@ use crate::options::Options;
 use crate::policy::{self, Jit};
 use crate::quirks::Quirks;
 use crate::vfio::Devices;
-use crate::{compiler, notify, recovery, report, vcpu_common};
+use crate::{compiler, notify, publish, recovery, report, vcpu_common};
 use kvm_bindings::*;
 use slat::{CreateVmError, MmuKind};
 use slat_x86::{CodePages, Compile, Compiler};
@@ -51,6 +51,8 @@ const MIN_MMU_PAGES: u64 = 64;
 /// A VM. Its vCPUs keep it alive; it outlives its descriptor.
 pub struct VmObject {
     pub(crate) engine: Arc<EngineVm>,
+    /// The number of VMs that the process had created before.
+    pub(crate) number: u64,
     life: Life,
     /// What the CPUs tell each other of their code.
     pub(crate) code: Arc<CodePages>,
@@ -111,11 +113,14 @@ impl VmObject {
             _ => no_memory(error),
         })?;
         let code = CodePages::try_new().map_err(no_memory)?;
+        let coalesced = Coalesced::new()?;
+        let number = publish::vm_begins(&engine)?;
         notify::register(&engine);
         recovery::begin();
         vcpu_common::prepare();
         Ok(Arc::new(VmObject {
             engine,
+            number,
             life: Life::begin(),
             code,
             compiler: compiler::start(jit.unwrap_or(policies.jit)),
@@ -125,7 +130,7 @@ impl VmObject {
             boot_cpu: AtomicU32::new(0),
             max_vcpu_ids: AtomicU32::new(0),
             rings: Rings::default(),
-            coalesced: Coalesced::new()?,
+            coalesced,
             protected,
             private: PrivateMemory::default(),
             devices: Devices::default(),
@@ -319,5 +324,6 @@ impl Drop for VmObject {
         }
         notify::unregister(&self.engine);
         report::vm_ends(&self.engine);
+        publish::vm_ends(self.number);
     }
 }

@@ -1,0 +1,164 @@
+//! Finds the user's processes that run VMs on slat, and asks them ([`slat_kvm::publish`]).
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::linux::fs::MetadataExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::text::{Answer, parse};
+
+/// How long a process may take to answer. One that is stopped does not.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// A process with VMs on slat.
+pub struct Process {
+    /// Its id.
+    pub pid: i32,
+    /// The first word of its command line, without directories.
+    pub command: String,
+    /// When it was asked.
+    pub at: Instant,
+    /// What it has answered, or why that is missing.
+    pub answer: Result<Answer, String>,
+}
+
+/// Returns this process's effective user.
+pub fn user() -> u32 {
+    // SAFETY: no arguments; cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Opens a directory of sockets if it belongs to the user and lets nobody else in.
+fn open(path: &Path) -> Option<File> {
+    let directory = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
+        .open(path)
+        .ok()?;
+    let found = directory.metadata().ok()?;
+    (found.st_uid() == user() && found.st_mode() & 0o077 == 0).then_some(directory)
+}
+
+/// Asks all processes of the user, or only `wanted`. Removes the sockets of processes that have ended. The result is in the order
+/// of the process ids.
+pub fn ask(wanted: Option<i32>) -> Vec<Process> {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR");
+    let directories: BTreeSet<PathBuf> =
+        slat_kvm::publish::directories(runtime.as_deref(), user()).collect();
+    let mut processes = Vec::new();
+    for directory in directories.iter().filter_map(|path| open(path)) {
+        // The directory itself, whatever its path leads to by now; and an address of a socket holds 107 bytes.
+        let path = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
+        let Ok(entries) = fs::read_dir(&path) else {
+            continue;
+        };
+        let names: Vec<OsString> = entries.flatten().map(|entry| entry.file_name()).collect();
+        for name in names {
+            if name.as_encoded_bytes().first() != Some(&b'.') {
+                processes.extend(ask_one(&path.join(name), wanted));
+            }
+        }
+    }
+    processes.sort_by_key(|process| process.pid);
+    // A runtime directory may be named twice.
+    processes.dedup_by_key(|process| process.pid);
+    processes
+}
+
+/// Asks the process at this socket. `None`: there is none, or it is not `wanted`.
+fn ask_one(socket: &Path, wanted: Option<i32>) -> Option<Process> {
+    let mut stream = match UnixStream::connect(socket) {
+        Ok(stream) => stream,
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            // The process has ended, or has executed another program: nobody will ever listen at this name again.
+            let _ = fs::remove_file(socket);
+            return None;
+        }
+        Err(_) => return None,
+    };
+    let pid = listener(&stream)?;
+    if wanted.is_some_and(|wanted| wanted != pid) {
+        return None;
+    }
+    let answer = (|| {
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.write_all(b"stat\n")?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text)?;
+        Ok(text)
+    })();
+    let answer = match answer {
+        Ok(text) => parse(&text),
+        Err(error) => Err(unanswered(&error)),
+    };
+    Some(Process {
+        pid,
+        command: command(pid),
+        at: Instant::now(),
+        answer,
+    })
+}
+
+fn unanswered(error: &std::io::Error) -> String {
+    match error.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+            "does not answer; it may be stopped".to_owned()
+        }
+        _ => format!("does not answer: {error}"),
+    }
+}
+
+/// Returns the process that listens at the other end, as the kernel says. `None`: it is in another PID namespace.
+fn listener(stream: &UnixStream) -> Option<i32> {
+    let mut peer = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: a struct of that length, on a live socket.
+    let failed = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &mut len,
+        )
+    };
+    (failed == 0 && peer.pid > 0).then_some(peer.pid)
+}
+
+fn command(pid: i32) -> String {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let first = line.split(|byte| *byte == 0).next().unwrap_or_default();
+    let name = first.rsplit(|byte| *byte == b'/').next();
+    // What a program calls itself goes to a terminal.
+    String::from_utf8_lossy(name.unwrap_or_default())
+        .chars()
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
+}
+
+/// Says why `pid` is not among the user's processes with VMs.
+pub fn why_not(pid: i32) -> String {
+    let Ok(found) = fs::metadata(format!("/proc/{pid}")) else {
+        return format!("there is no process {pid}");
+    };
+    if found.st_uid() != user() {
+        return format!(
+            "process {pid} belongs to another user (id {}): slat shows only your own",
+            found.st_uid()
+        );
+    }
+    format!(
+        "process {pid} has no VM on slat: it was not started by `slat run`, or has created none"
+    )
+}

@@ -1,0 +1,249 @@
+//! What a line of a table is about, a VM or a vCPU, and how its counters change from one look to the next.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use super::source::Process;
+use super::text::{Answer, Counters, Vcpu, Vm};
+
+/// A process id, the number of a VM, and the id of a vCPU of it; `None`: the VM as a whole.
+pub type Key = (i32, u64, Option<u32>);
+
+/// A VM or a vCPU at one look.
+#[derive(Clone)]
+pub struct Subject {
+    /// Which one.
+    pub key: Key,
+    /// The process's command.
+    pub command: String,
+    /// The number of vCPUs of a VM; the state of a vCPU.
+    pub vcpus: String,
+    /// What the memory system has counted.
+    pub memory: Counters,
+    /// What the software CPU has counted.
+    pub cpu: Counters,
+    /// Exits.
+    pub exits: Counters,
+    /// Waits in halts, by the position of the highest set bit of their nanoseconds.
+    pub halts: Vec<u64>,
+    at: Instant,
+}
+
+impl Subject {
+    fn vm(process: &Process, vm: &Vm) -> Self {
+        let (cpu, exits) = vm.sums();
+        let mut halts = Vec::new();
+        for vcpu in &vm.vcpus {
+            halts.resize(halts.len().max(vcpu.halts.len()), 0);
+            for (sum, value) in halts.iter_mut().zip(&vcpu.halts) {
+                *sum += value;
+            }
+        }
+        Subject {
+            key: (process.pid, vm.number, None),
+            command: process.command.clone(),
+            vcpus: vm.vcpus.len().to_string(),
+            memory: vm.memory.clone(),
+            cpu,
+            exits,
+            halts,
+            at: process.at,
+        }
+    }
+
+    fn vcpu(process: &Process, vm: &Vm, vcpu: &Vcpu) -> Self {
+        Subject {
+            key: (process.pid, vm.number, Some(vcpu.id)),
+            command: process.command.clone(),
+            vcpus: vcpu.state.clone(),
+            memory: vcpu.memory.clone(),
+            cpu: vcpu.cpu.clone(),
+            exits: vcpu.exits.clone(),
+            halts: vcpu.halts.clone(),
+            at: process.at,
+        }
+    }
+
+    /// Returns all counters, those of the memory system first.
+    pub fn counters(&self) -> impl Iterator<Item = (&str, u64)> {
+        let all = [&self.memory, &self.cpu, &self.exits];
+        all.into_iter().flat_map(Counters::iter)
+    }
+}
+
+/// Returns the VMs of `processes`, or their vCPUs.
+pub fn subjects(processes: &[Process], by_vcpu: bool) -> Vec<Subject> {
+    let mut subjects = Vec::new();
+    let answers = |process: &Process| process.answer.as_ref().ok().cloned();
+    for process in processes {
+        let Some(Answer { vms, .. }) = answers(process) else {
+            continue;
+        };
+        for vm in &vms {
+            match by_vcpu {
+                false => subjects.push(Subject::vm(process, vm)),
+                true => {
+                    let vcpus = vm.vcpus.iter();
+                    subjects.extend(vcpus.map(|vcpu| Subject::vcpu(process, vm, vcpu)));
+                }
+            }
+        }
+    }
+    subjects
+}
+
+/// The look before the last one.
+#[derive(Default)]
+pub struct Earlier(BTreeMap<Key, Subject>);
+
+impl Earlier {
+    /// Takes the place of the look before.
+    pub fn remember(&mut self, subjects: &[Subject]) {
+        let new = subjects
+            .iter()
+            .map(|subject| (subject.key, subject.clone()));
+        self.0 = new.collect();
+    }
+
+    /// Returns how much a counter has changed per second since the look before. `None`: there was none.
+    pub fn rate(&self, now: &Subject, of: impl Fn(&Subject) -> u64) -> Option<f64> {
+        let before = self.0.get(&now.key)?;
+        let seconds = now.at.duration_since(before.at).as_secs_f64();
+        // A gauge may have become smaller.
+        let change = of(now).wrapping_sub(of(before)) as i64;
+        (seconds > 0.0).then(|| change as f64 / seconds)
+    }
+
+    /// Returns millions of instructions per second, and the percentage of them in compiled code, since the look before.
+    fn speed(&self, now: &Subject) -> (Option<f64>, Option<f64>) {
+        let all = self.rate(now, |it| it.cpu["instructions"]);
+        let compiled = self.rate(now, |it| it.cpu["instructions_compiled"]);
+        let share = all.filter(|all| *all > 0.0).zip(compiled);
+        let share = share.map(|(all, compiled)| 100.0 * compiled / all);
+        (all.map(|all| all / 1e6), share)
+    }
+}
+
+/// The heads of [`cells`].
+pub const HEADS: [&str; 12] = [
+    "PID", "COMMAND", "VM", "VCPUS", "MIPS", "COMPILED", "EXITS/s", "FAULTS/s", "DIRTY/s", "4K",
+    "2M", "1G",
+];
+
+/// Returns what a table shows of a subject. A rate is `-` at the first look.
+pub fn cells(now: &Subject, earlier: &Earlier) -> [String; HEADS.len()] {
+    let (pid, vm, vcpu) = now.key;
+    let rate = |kind: fn(&Subject) -> &Counters, name: &str| {
+        shown(earlier.rate(now, |subject| kind(subject)[name]))
+    };
+    let (mips, compiled) = earlier.speed(now);
+    let leaves = |name: &str| match vcpu {
+        None => now.memory[name].to_string(),
+        // One vCPU's share of a gauge means nothing: another one may zap what it maps.
+        Some(_) => String::new(),
+    };
+    [
+        pid.to_string(),
+        now.command.chars().take(16).collect(),
+        vm.to_string(),
+        match vcpu {
+            None => now.vcpus.clone(),
+            Some(id) => format!("{id} {}", now.vcpus),
+        },
+        mips.map_or("-".to_owned(), |mips| format!("{mips:.1}")),
+        compiled.map_or("-".to_owned(), |share| format!("{share:.0} %")),
+        rate(|it| &it.exits, "exits"),
+        rate(|it| &it.memory, "pf_taken"),
+        rate(|it| &it.memory, "dirty_pages"),
+        leaves("pages_4k"),
+        leaves("pages_2m"),
+        leaves("pages_1g"),
+    ]
+}
+
+/// Formats a rate.
+pub fn shown(rate: Option<f64>) -> String {
+    rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"))
+}
+
+/// Describes the waits in halts: the only exits whose time slat takes. Their mean is exact; 99 of 100 are shorter than the power of two
+/// that is given.
+pub fn halts(subject: &Subject) -> String {
+    let count: u64 = subject.halts.iter().sum();
+    if count == 0 {
+        return "halts: none. Other exits are not timed.".to_owned();
+    }
+    let mean = subject.exits["halt_wait_ns"] as f64 / count as f64;
+    let mut seen = 0;
+    let p99 = subject.halts.iter().position(|halts| {
+        seen += halts;
+        seen * 100 >= count * 99
+    });
+    let last = subject.halts.len() - 1;
+    let bound = match p99 {
+        Some(bits) if bits < last => format!("p99 below {}", time((1u64 << bits) as f64)),
+        _ => format!("p99 above {}", time((1u64 << (last - 1)) as f64)),
+    };
+    format!(
+        "halts: mean {}, {bound}. Other exits are not timed.",
+        time(mean)
+    )
+}
+
+/// Formats nanoseconds.
+fn time(ns: f64) -> String {
+    match ns {
+        ..1e3 => format!("{ns:.0} ns"),
+        ..1e6 => format!("{:.1} us", ns / 1e3),
+        ..1e9 => format!("{:.1} ms", ns / 1e6),
+        _ => format!("{:.1} s", ns / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stat::text::parse;
+    use std::time::Duration;
+
+    fn process(at: Instant, instructions: u64, compiled: u64, leaves: u64) -> Process {
+        let text = format!(
+            "slat 1\nnames memory pages_4k\nnames cpu instructions instructions_compiled\nnames exits halt_wait_ns\n\
+            vm 0\nmemory {leaves}\nvcpu 0 runs\nmemory 0\ncpu {instructions} {compiled}\nexits 3000\nhalts 0 0 0 2 0\nend\n"
+        );
+        Process {
+            pid: 7,
+            command: "vmm".to_owned(),
+            at,
+            answer: parse(&text),
+        }
+    }
+
+    #[test]
+    fn rates_are_those_between_two_looks() {
+        let begin = Instant::now();
+        let mut earlier = Earlier::default();
+        let first = subjects(&[process(begin, 1_000_000, 0, 9)], false);
+        assert_eq!(cells(&first[0], &earlier)[4..6], ["-", "-"]);
+        earlier.remember(&first);
+        let later = begin + Duration::from_secs(2);
+        let second = &subjects(&[process(later, 5_000_000, 3_000_000, 5)], false)[0];
+        let cells = cells(second, &earlier);
+        assert_eq!(cells[..6], ["7", "vmm", "0", "1", "2.0", "75 %"]);
+        assert_eq!(cells[9], "5");
+        let leaves = earlier.rate(second, |it| it.memory["pages_4k"]);
+        assert_eq!(leaves, Some(-2.0));
+    }
+
+    #[test]
+    fn halts_have_a_mean_and_a_bound() {
+        let processes = [process(Instant::now(), 0, 0, 0)];
+        let vcpu = &subjects(&processes, true)[0];
+        assert_eq!(vcpu.key, (7, 0, Some(0)));
+        let text = halts(vcpu);
+        assert!(
+            text.starts_with("halts: mean 1.5 us, p99 below 8 ns"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,235 @@
+//! The answer of a process, parsed: `slat_kvm`'s `publish/text.rs` has its form.
+
+use std::collections::BTreeMap;
+use std::ops::Index;
+use std::rc::Rc;
+
+/// Counters and their names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    names: Rc<[String]>,
+    values: Vec<u64>,
+}
+
+impl Counters {
+    /// Returns names and values, in the order of the process.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, u64)> {
+        let values = self.values.iter().copied();
+        self.names.iter().map(String::as_str).zip(values)
+    }
+
+    /// Adds the counters of `other`, which has the same names; or all of it, if this is empty.
+    pub fn add(&mut self, other: &Counters) {
+        if self.values.is_empty() {
+            *self = other.clone();
+            return;
+        }
+        for (sum, value) in self.values.iter_mut().zip(&other.values) {
+            *sum = sum.wrapping_add(*value);
+        }
+    }
+}
+
+/// The counter of a name; 0 if the process does not count it.
+impl Index<&str> for Counters {
+    type Output = u64;
+
+    fn index(&self, name: &str) -> &u64 {
+        let place = self.names.iter().position(|known| known == name);
+        place.and_then(|place| self.values.get(place)).unwrap_or(&0)
+    }
+}
+
+/// A vCPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Vcpu {
+    /// Its id.
+    pub id: u32,
+    /// `runs`, `halted`, or `out` of KVM_RUN.
+    pub state: String,
+    /// What the memory system has counted for it.
+    pub memory: Counters,
+    /// What the software CPU has counted.
+    pub cpu: Counters,
+    /// Its exits.
+    pub exits: Counters,
+    /// Its waits in halts, by the position of the highest set bit of their nanoseconds.
+    pub halts: Vec<u64>,
+}
+
+/// A live VM.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Vm {
+    /// The number of VMs that the process had created before it.
+    pub number: u64,
+    /// What the memory system has counted for it.
+    pub memory: Counters,
+    /// Its vCPUs.
+    pub vcpus: Vec<Vcpu>,
+}
+
+impl Vm {
+    /// Returns the sums of what its vCPUs count: of the software CPU, and of exits.
+    pub fn sums(&self) -> (Counters, Counters) {
+        let mut sums = <(Counters, Counters)>::default();
+        for vcpu in &self.vcpus {
+            sums.0.add(&vcpu.cpu);
+            sums.1.add(&vcpu.exits);
+        }
+        sums
+    }
+}
+
+/// What a process has answered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Answer {
+    /// Why no code is compiled, if none is.
+    pub interprets: Option<String>,
+    /// The number of VMs that have ended.
+    pub ended: u64,
+    /// What these VMs have counted.
+    pub ended_memory: Counters,
+    /// What the vCPUs have counted that have ended.
+    pub ended_cpu: Counters,
+    /// The live VMs.
+    pub vms: Vec<Vm>,
+}
+
+impl Answer {
+    /// Returns the sums over all VMs, ended ones included, as `slat run --stats` prints them: of the memory system, and of the software
+    /// CPU.
+    pub fn totals(&self) -> (Counters, Counters) {
+        let mut sums = (self.ended_memory.clone(), self.ended_cpu.clone());
+        for vm in &self.vms {
+            sums.0.add(&vm.memory);
+            for vcpu in &vm.vcpus {
+                sums.1.add(&vcpu.cpu);
+            }
+        }
+        sums
+    }
+}
+
+/// The names of the kinds of counters.
+#[derive(Default)]
+struct Names(BTreeMap<String, Rc<[String]>>);
+
+impl Names {
+    fn of(&self, kind: &str, values: Vec<u64>) -> Option<Counters> {
+        let names = self.0.get(kind)?.clone();
+        (names.len() == values.len()).then_some(Counters { names, values })
+    }
+}
+
+/// Parses an answer.
+///
+/// # Errors
+/// A part of a sentence about the process: its slat is of another version, or the answer ends early.
+pub fn parse(text: &str) -> Result<Answer, String> {
+    let mut lines = text.lines();
+    let version = slat_kvm::publish::VERSION;
+    let said = lines.next().and_then(|line| line.strip_prefix("slat "));
+    if said != Some(&version.to_string()) {
+        return Err("runs on another version of slat".to_owned());
+    }
+    // A line that is cut may look like a shorter one.
+    let answer = text.ends_with("\nend\n").then(|| read(lines)).flatten();
+    answer.ok_or("has given only a part of an answer".to_owned())
+}
+
+/// Reads the lines after the first. `None`: there is no line `end`, or a line does not fit.
+fn read<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Answer> {
+    let mut names = Names::default();
+    let mut answer = Answer::default();
+    for line in lines {
+        let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
+        let words = || rest.split_ascii_whitespace();
+        let numbers = || {
+            words()
+                .map(|word| word.parse().ok())
+                .collect::<Option<Vec<u64>>>()
+        };
+        match word {
+            "names" => {
+                let kind = words().next()?.to_owned();
+                names
+                    .0
+                    .insert(kind, words().skip(1).map(str::to_owned).collect());
+            }
+            "interprets" => answer.interprets = Some(rest.to_owned()),
+            "ended" => answer.ended = rest.parse().ok()?,
+            "vm" => answer.vms.push(Vm {
+                number: rest.parse().ok()?,
+                ..Vm::default()
+            }),
+            "vcpu" => {
+                let (id, state) = rest.split_once(' ')?;
+                answer.vms.last_mut()?.vcpus.push(Vcpu {
+                    id: id.parse().ok()?,
+                    state: state.to_owned(),
+                    ..Vcpu::default()
+                });
+            }
+            "halts" => answer.vms.last_mut()?.vcpus.last_mut()?.halts = numbers()?,
+            "memory" | "cpu" | "exits" => {
+                *place(&mut answer, word)? = names.of(word, numbers()?)?
+            }
+            "end" => return Some(answer),
+            // A later slat may say more.
+            _ => {}
+        }
+    }
+    None
+}
+
+/// Returns the counters that a line of this `kind` is about: those of the last vCPU, else of the last VM, else of all that have ended.
+fn place<'a>(answer: &'a mut Answer, kind: &str) -> Option<&'a mut Counters> {
+    let Some(vm) = answer.vms.last_mut() else {
+        return match kind {
+            "memory" => Some(&mut answer.ended_memory),
+            "cpu" => Some(&mut answer.ended_cpu),
+            _ => None,
+        };
+    };
+    match (vm.vcpus.last_mut(), kind) {
+        (None, "memory") => Some(&mut vm.memory),
+        (Some(vcpu), "memory") => Some(&mut vcpu.memory),
+        (Some(vcpu), "cpu") => Some(&mut vcpu.cpu),
+        (Some(vcpu), "exits") => Some(&mut vcpu.exits),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "slat 1\nnames memory a b\nnames cpu instructions\nnames exits exits\nended 1\nmemory 1 2\ncpu 5\n\
+        vm 4\nmemory 10 20\nvcpu 0 runs\nmemory 10 0\ncpu 100\nexits 3\nhalts 0 1\nvcpu 2 out\nmemory 0 20\ncpu 200\nexits 4\n\
+        halts 0 0\nlater 7\nend\n";
+
+    #[test]
+    fn an_answer_is_read_and_summed() {
+        let answer = parse(TEXT).unwrap();
+        assert_eq!((answer.ended, answer.vms.len()), (1, 1));
+        let vm = &answer.vms[0];
+        assert_eq!((vm.number, vm.vcpus.len()), (4, 2));
+        assert_eq!((vm.vcpus[0].state.as_str(), vm.vcpus[1].id), ("runs", 2));
+        assert_eq!(vm.vcpus[0].halts, [0, 1]);
+        let (memory, cpu) = answer.totals();
+        assert_eq!((memory["a"], memory["b"], memory["c"]), (11, 22, 0));
+        assert_eq!(cpu["instructions"], 305);
+        assert_eq!(vm.sums().1["exits"], 7);
+    }
+
+    #[test]
+    fn half_an_answer_is_none() {
+        for cut in 7..TEXT.len() - 1 {
+            let error = parse(&TEXT[..cut]).unwrap_err();
+            assert!(error.contains("part of an answer"), "{cut}: {error}");
+        }
+        assert!(parse("slat 2\nend\n").unwrap_err().contains("version"));
+        assert!(parse("").is_err());
+        assert!(parse(&TEXT.replace("memory 10 20", "memory 10")).is_err());
+    }
+}

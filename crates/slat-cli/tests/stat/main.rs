@@ -1,0 +1,510 @@
+//! `slat stat` as a user sees it: clients run under `slat run`, and another process watches them.
+#![cfg(target_arch = "x86_64")]
+
+mod client;
+mod screen;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// A directory of one test, in which processes publish; removed at its end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("stat-{name}"));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).unwrap();
+        Scratch(path)
+    }
+
+    fn slat(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+        command
+            .args(arguments)
+            .env("XDG_CACHE_HOME", self.0.join("cache"))
+            .env("XDG_RUNTIME_DIR", &self.0)
+            .env_remove("LD_PRELOAD");
+        command
+    }
+
+    /// Starts the client called `name` by `slat run`, and waits until it is ready.
+    fn start(&self, options: &[&str], name: &str) -> Client {
+        let program = std::env::current_exe().unwrap();
+        let name = format!("client::{name}");
+        let mut command = self.slat(&["run"]);
+        let mut process = command
+            .args(options)
+            .arg("--")
+            .arg(program)
+            .args([
+                "--exact",
+                &name,
+                "--ignored",
+                "--nocapture",
+                "--test-threads=1",
+            ])
+            .env("SLAT_TEST_VMS", vms().to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let mut client = Client { process, output };
+        client.said("ready");
+        client
+    }
+
+    fn stat(&self, arguments: &[&str]) -> Output {
+        self.slat(&[&["stat"], arguments].concat())
+            .output()
+            .unwrap()
+    }
+
+    /// Asks for all counters, of `pid` or of all processes.
+    fn json(&self, pid: Option<u32>) -> Vec<Value> {
+        let pid = pid.map(|pid| pid.to_string());
+        let mut arguments = vec!["--once", "--json"];
+        arguments.extend(pid.as_deref());
+        let output = self.stat(&arguments);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+        json["processes"].as_array().unwrap().clone()
+    }
+
+    fn sockets(&self) -> usize {
+        fs::read_dir(self.0.join("slat-stat")).map_or(0, |entries| entries.count())
+    }
+
+    /// Waits until a process has published its counters: a thread of its own does that.
+    fn published(&self, pid: u32) -> Value {
+        let begin = Instant::now();
+        loop {
+            let mut all = self.json(None).into_iter();
+            if let Some(process) = all.find(|process| process["pid"] == pid) {
+                return process;
+            }
+            assert!(
+                begin.elapsed() < Duration::from_secs(20),
+                "{pid} is not seen"
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A running client; killed when dropped.
+struct Client {
+    process: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Client {
+    fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Reads its output up to a line that ends with `word`; returns all of it.
+    fn said(&mut self, word: &str) -> String {
+        let mut all = String::new();
+        loop {
+            let mut line = String::new();
+            if self.output.read_line(&mut line).unwrap() == 0 {
+                let mut errors = String::new();
+                let _ = self
+                    .process
+                    .stderr
+                    .take()
+                    .unwrap()
+                    .read_to_string(&mut errors);
+                panic!("the client has ended: {all}{errors}");
+            }
+            all += &line;
+            if line.trim_end().ends_with(word) {
+                return all;
+            }
+        }
+    }
+
+    /// Lets it go on.
+    fn proceed(&mut self) {
+        let input = self.process.stdin.as_mut().unwrap();
+        input.write_all(b"\n").unwrap();
+    }
+
+    fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// The number of VMs in a process that has many: 1,000 by SLAT_TEST_VMS.
+fn vms() -> usize {
+    let wanted = std::env::var("SLAT_TEST_VMS");
+    wanted.map_or(100, |wanted| wanted.parse().unwrap())
+}
+
+fn is_root() -> bool {
+    // SAFETY: no arguments.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// Returns the counters in the account of `slat run --stats`.
+fn account(text: &str) -> BTreeMap<String, u64> {
+    let lines = text.lines().filter(|line| line.starts_with("  "));
+    let pairs = lines.filter_map(|line| {
+        let mut words = line.split_whitespace();
+        let name = words.next()?.to_owned();
+        Some((name, words.next()?.replace(',', "").parse().ok()?))
+    });
+    pairs.collect()
+}
+
+#[test]
+fn totals_are_those_of_the_account_at_the_end() {
+    let scratch = Scratch::new("totals");
+    let mut client = scratch.start(&["--stats"], "halts");
+    let process = scratch.published(client.pid());
+    let total = &process["total"];
+    assert_eq!((&total["vms"], &total["ended_vms"]), (&2.into(), &1.into()));
+    assert_eq!(process["vms"].as_array().unwrap().len(), 1);
+    client.proceed();
+    let mut errors = String::new();
+    let mut stderr = client.process.stderr.take().unwrap();
+    stderr.read_to_string(&mut errors).unwrap();
+    assert!(client.process.wait().unwrap().success(), "{errors}");
+    let account = account(&errors);
+    let both = ["memory", "cpu"].map(|kind| total[kind].as_object().unwrap());
+    let mut compared = 0;
+    for (name, value) in both.into_iter().flatten() {
+        // The client drops its VM before it ends.
+        if [
+            "zapped",
+            "slot_changes",
+            "remote_tlb_flush",
+            "remote_tlb_flush_requests",
+        ]
+        .contains(&name.as_str())
+        {
+            continue;
+        }
+        let printed = account.get(name).copied().unwrap_or(0);
+        assert_eq!(value.as_u64().unwrap(), printed, "{name}: {errors}");
+        compared += usize::from(printed != 0);
+    }
+    // Faults, leaves, instructions, blocks …
+    assert!(compared > 5, "{compared}: {errors}");
+    assert_eq!(scratch.sockets(), 0, "it has removed its socket");
+}
+
+#[test]
+fn a_killed_process_leaves_nothing() {
+    let scratch = Scratch::new("killed");
+    let mut client = scratch.start(&[], "halts");
+    let pid = client.pid();
+    scratch.published(pid);
+    client.kill();
+    assert_eq!(scratch.sockets(), 1, "it could not remove its socket");
+    let left = scratch.json(None);
+    assert!(left.iter().all(|process| process["pid"] != pid), "{left:?}");
+    assert_eq!(scratch.sockets(), 0);
+}
+
+#[test]
+fn a_process_that_executes_another_program_is_gone() {
+    let scratch = Scratch::new("executes");
+    let mut client = scratch.start(&[], "executes");
+    let pid = client.pid();
+    scratch.published(pid);
+    client.proceed();
+    let begin = Instant::now();
+    while scratch
+        .json(None)
+        .iter()
+        .any(|process| process["pid"] == pid)
+    {
+        assert!(begin.elapsed() < Duration::from_secs(20));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let error = text(&scratch.stat(&[&pid.to_string()]).stderr);
+    assert!(error.contains("no VM on slat"), "{error}");
+    assert_eq!(scratch.sockets(), 0);
+}
+
+#[test]
+fn many_vms_are_listed() {
+    let scratch = Scratch::new("many");
+    let client = scratch.start(&[], "many");
+    let process = scratch.published(client.pid());
+    let listed = process["vms"].as_array().unwrap();
+    let numbers: Vec<_> = listed.iter().map(|vm| vm["vm"].as_u64().unwrap()).collect();
+    assert_eq!(numbers, (0..vms() as u64).collect::<Vec<_>>());
+    assert!(
+        listed
+            .iter()
+            .all(|vm| vm["vcpus"].as_array().unwrap().len() == 1)
+    );
+    let table = text(&scratch.stat(&["--once", "--by-vcpu"]).stdout);
+    let pid = format!(" {} ", client.pid());
+    let rows = table
+        .lines()
+        .filter(|line| format!(" {line}").contains(&pid));
+    assert_eq!(rows.count(), vms(), "{table}");
+}
+
+#[test]
+fn forked_children_are_processes_of_their_own() {
+    let scratch = Scratch::new("forks");
+    let program_says = {
+        let mut client = scratch.start(&[], "forks");
+        let parent = scratch.published(client.pid());
+        assert_eq!(parent["vms"].as_array().unwrap().len(), 1);
+        // `start` has read the line that names the children; they are found by their parent.
+        let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", client.pid()));
+        let mut children: Vec<u32> = match children {
+            Ok(children) => children
+                .split_whitespace()
+                .map(|id| id.parse().unwrap())
+                .collect(),
+            Err(_) => Vec::new(),
+        };
+        if children.is_empty() {
+            // The test harness runs a test on a thread of its own.
+            for task in fs::read_dir(format!("/proc/{}/task", client.pid())).unwrap() {
+                let list = fs::read_to_string(task.unwrap().path().join("children")).unwrap();
+                children.extend(list.split_whitespace().map(|id| id.parse::<u32>().unwrap()));
+            }
+        }
+        let [without, with] = children[..] else {
+            panic!("{children:?}")
+        };
+        let child = scratch.published(with);
+        assert_eq!(child["vms"].as_array().unwrap().len(), 2);
+        client.kill();
+        let pids: Vec<_> = scratch
+            .json(None)
+            .iter()
+            .map(|it| it["pid"].clone())
+            .collect();
+        for child in [without, with] {
+            // SAFETY: the client's children, which do not end by themselves.
+            unsafe { libc::kill(child as i32, libc::SIGKILL) };
+        }
+        (pids, client.pid(), without, with)
+    };
+    let (pids, parent, without, with) = program_says;
+    assert!(pids.contains(&with.into()), "{pids:?}");
+    // A child that lives on does not keep its parent's socket.
+    assert!(
+        !pids.contains(&parent.into()) && !pids.contains(&without.into()),
+        "{pids:?}"
+    );
+}
+
+#[test]
+fn a_seccomp_filter_does_not_hide_a_process() {
+    let scratch = Scratch::new("seccomp");
+    let client = scratch.start(&[], "is_confined");
+    let process = scratch.published(client.pid());
+    let faults = process["total"]["memory"]["pf_fixed"].as_u64().unwrap();
+    assert!(faults >= 1, "{process}");
+}
+
+#[test]
+fn a_guest_that_computes_is_seen_to() {
+    let scratch = Scratch::new("computes");
+    let client = scratch.start(&[], "computes");
+    let pid = client.pid().to_string();
+    scratch.published(client.pid());
+    let arguments = [
+        "--csv",
+        "--count",
+        "3",
+        "--interval",
+        "0.2",
+        "--by-vcpu",
+        &pid,
+    ];
+    let output = scratch.stat(&arguments);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let table = text(&output.stdout);
+    let mut lines = table.lines();
+    assert_eq!(
+        lines.next(),
+        Some("seconds,pid,vm,vcpu,counter,value,per_second")
+    );
+    let of_instructions = lines.filter(|line| line.contains(",instructions,"));
+    let rows: Vec<Vec<_>> = of_instructions
+        .map(|line| line.split(',').collect())
+        .collect();
+    assert_eq!(rows.len(), 3, "{table}");
+    assert_eq!(rows[0][1..4], [pid.as_str(), "0", "0"]);
+    assert_eq!(rows[0][6], "");
+    // The guest never exits by itself: the ticker has it say how far it is.
+    let rate: u64 = rows[2][6].parse().unwrap();
+    assert!(rate > 100_000, "{table}");
+    let process = scratch.published(client.pid());
+    assert_eq!(process["vms"][0]["vcpus"][0]["state"], "runs");
+}
+
+#[test]
+fn a_stopped_process_is_listed_and_said_to_be_silent() {
+    let scratch = Scratch::new("stopped");
+    let client = scratch.start(&[], "halts");
+    scratch.published(client.pid());
+    // SAFETY: our own child.
+    unsafe { libc::kill(client.pid() as i32, libc::SIGSTOP) };
+    let pid = client.pid().to_string();
+    let table = text(&scratch.stat(&["--once", &pid]).stdout);
+    assert!(
+        table.contains("does not answer; it may be stopped"),
+        "{table}"
+    );
+}
+
+#[test]
+fn what_is_not_there_is_explained_in_a_line() {
+    let scratch = Scratch::new("errors");
+    let refused = |pid: &str| {
+        let output = scratch.stat(&["--once", pid]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(output.stdout.is_empty());
+        let error = text(&output.stderr);
+        assert_eq!(error.lines().count(), 1, "{error}");
+        error
+    };
+    assert!(refused("2147483647").contains("there is no process 2147483647"));
+    let own = std::process::id().to_string();
+    assert!(
+        refused(&own).contains("slat run"),
+        "this process is not under slat"
+    );
+    assert_eq!(scratch.stat(&["--json"]).status.code(), Some(2));
+    assert_eq!(scratch.stat(&["--interval", "0"]).status.code(), Some(2));
+}
+
+/// A user who has no VM.
+const ANOTHER: &str = "54321";
+
+/// Runs `slat` as another user: `None` without root.
+fn as_another(scratch: &Scratch, arguments: &[&str]) -> Option<Output> {
+    if !is_root() {
+        eprintln!("skipped: only root can be another user");
+        return None;
+    }
+    // A copy that everybody may execute, wherever the build is.
+    let name = scratch.0.file_name().unwrap().to_str().unwrap();
+    let directory = PathBuf::from(format!("/tmp/slat-{name}-{}", std::process::id()));
+    fs::create_dir_all(&directory).unwrap();
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
+    let program = directory.join("slat");
+    if !program.exists() {
+        // By another process: a file that is open for writing in a child of another test could not be executed.
+        let mut copy = Command::new("cp");
+        let copied = copy.arg(env!("CARGO_BIN_EXE_slat")).arg(&program).status();
+        assert!(copied.unwrap().success());
+    }
+    let output = Command::new("setpriv")
+        .args(["--reuid", ANOTHER, "--regid", ANOTHER, "--clear-groups"])
+        .arg(&program)
+        .args(arguments)
+        .env("XDG_RUNTIME_DIR", &scratch.0)
+        .output();
+    let _ = fs::remove_dir_all(&directory);
+    Some(output.unwrap())
+}
+
+#[test]
+fn another_user_sees_nothing() {
+    let scratch = Scratch::new("another");
+    let client = scratch.start(&[], "halts");
+    let pid = client.pid().to_string();
+    scratch.published(client.pid());
+    let directory = scratch.0.join("slat-stat");
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&directory), 0o700);
+    let socket = fs::read_dir(&directory)
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap()
+        .path();
+    assert_eq!(mode(&socket), 0o600);
+    let Some(all) = as_another(&scratch, &["stat", "--once"]) else {
+        return;
+    };
+    assert_eq!(
+        text(&all.stdout),
+        "No VM runs on slat. Start one: slat run -- PROGRAM\n"
+    );
+    let one = as_another(&scratch, &["stat", "--once", &pid]).unwrap();
+    assert_eq!(one.status.code(), Some(1));
+    assert!(
+        text(&one.stderr).contains("another user"),
+        "{}",
+        text(&one.stderr)
+    );
+    for path in [&directory, &socket] {
+        let opened = Command::new("setpriv")
+            .args(["--reuid", ANOTHER, "--regid", ANOTHER, "--clear-groups"])
+            .args(["ls", path.to_str().unwrap()])
+            .output()
+            .unwrap();
+        assert!(!opened.status.success(), "{}", text(&opened.stdout));
+    }
+}
+
+#[test]
+fn a_directory_that_lets_others_in_is_not_used() {
+    let scratch = Scratch::new("open");
+    let directory = scratch.0.join("slat-stat");
+    fs::create_dir(&directory).unwrap();
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
+    let client = scratch.start(&[], "halts");
+    // It publishes in another directory, and is seen all the same.
+    scratch.published(client.pid());
+    assert_eq!(scratch.sockets(), 0);
+}
+
+#[test]
+fn a_process_that_cannot_publish_runs_all_the_same() {
+    if !is_root() {
+        eprintln!("skipped: only root can be another user");
+        return;
+    }
+    let scratch = Scratch::new("unpublished");
+    // Neither the runtime directory nor this one is the user's.
+    let blocked = PathBuf::from(format!("/tmp/slat-stat-{ANOTHER}"));
+    fs::create_dir_all(&blocked).unwrap();
+    let ran = as_another(&scratch, &["run"]);
+    fs::remove_dir(&blocked).unwrap();
+    let ran = ran.unwrap();
+    assert!(ran.status.success(), "{}", text(&ran.stderr));
+    assert!(text(&ran.stdout).contains("memory system of 1 VM"));
+    assert_eq!(text(&ran.stderr), "");
+}

@@ -1,0 +1,110 @@
+//! The live table, in a terminal of tmux's.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use super::{Scratch, text};
+
+/// A terminal of 140 by 30 characters, on a tmux server of its own.
+struct Terminal(String);
+
+impl Terminal {
+    /// Returns `None`, and says so, where there is no tmux.
+    fn new(scratch: &Scratch, command: &str) -> Option<Self> {
+        let terminal = Terminal(format!("slat-stat-{}", std::process::id()));
+        let started = Command::new("tmux")
+            .args(["-L", &terminal.0, "-f", "/dev/null", "new-session", "-d"])
+            .args(["-x", "140", "-y", "30", command])
+            .env("XDG_RUNTIME_DIR", &scratch.0)
+            .env("TERM", "xterm-256color")
+            .status();
+        match started {
+            Ok(status) => assert!(status.success()),
+            Err(error) => {
+                eprintln!("skipped: tmux does not start: {error}");
+                return None;
+            }
+        }
+        Some(terminal)
+    }
+
+    fn tmux(&self, arguments: &[&str]) -> String {
+        let output = Command::new("tmux")
+            .args(["-L", &self.0])
+            .args(arguments)
+            .output();
+        text(&output.unwrap().stdout)
+    }
+
+    fn press(&self, key: &str) {
+        self.tmux(&["send-keys", key]);
+    }
+
+    /// Waits until the screen fulfils a condition; returns its lines.
+    fn shows(&self, condition: impl Fn(&[&str]) -> bool) -> String {
+        let begin = Instant::now();
+        loop {
+            let screen = self.tmux(&["capture-pane", "-p"]);
+            let lines: Vec<_> = screen.lines().collect();
+            if condition(&lines) {
+                return screen;
+            }
+            assert!(begin.elapsed() < Duration::from_secs(20), "{screen}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        self.tmux(&["kill-server"]);
+    }
+}
+
+/// Returns the words of the first line that begins with `word`.
+fn row<'a>(lines: &[&'a str], word: &str) -> Vec<&'a str> {
+    let words = lines
+        .iter()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>());
+    words
+        .into_iter()
+        .find(|words| words.first() == Some(&word))
+        .unwrap_or_default()
+}
+
+#[test]
+fn the_live_table_shows_rates_and_follows_keys() {
+    let scratch = Scratch::new("screen");
+    let client = scratch.start(&[], "computes");
+    let pid = client.pid().to_string();
+    scratch.published(client.pid());
+    let command = format!(
+        "'{}' stat {pid} --interval 0.2; echo ended; sleep 100",
+        env!("CARGO_BIN_EXE_slat")
+    );
+    let Some(terminal) = Terminal::new(&scratch, &command) else {
+        return;
+    };
+    // One VM with one vCPU, which computes: its speed is in the fifth column.
+    let is_fast = |lines: &[&str]| {
+        let row = row(lines, &pid);
+        row.get(4)
+            .and_then(|mips| mips.parse().ok())
+            .is_some_and(|mips: f64| mips > 0.1)
+    };
+    let screen = terminal.shows(is_fast);
+    let lines: Vec<_> = screen.lines().collect();
+    assert_eq!(lines[0], "slat stat: 1 VMs, every 0.2 s");
+    let heads: Vec<_> = lines[1].split_whitespace().collect();
+    assert_eq!(heads[..5], ["PID", "COMMAND", "VM", "VCPUS", "MIPS"]);
+    assert_eq!(row(&lines, &pid)[2..4], ["0", "1"]);
+    assert!(screen.contains("instructions"), "{screen}");
+    assert!(!screen.contains("pf_retried"), "{screen}");
+
+    terminal.press("v");
+    terminal.shows(|lines| lines[0].contains("1 vCPUs") && row(lines, &pid).contains(&"runs"));
+    terminal.press("a");
+    terminal.shows(|lines| lines.iter().any(|line| line.contains("pf_retried")));
+    terminal.press("q");
+    terminal.shows(|lines| lines.contains(&"ended"));
+}

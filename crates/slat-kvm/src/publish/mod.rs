@@ -1,0 +1,181 @@
+//! The counters of this process's VMs, for `slat stat`: a socket that answers with a text.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `socket` | a directory that only the user can enter, and the socket in it |
+//! | `text` | the answer |
+//!
+//! The counters stay where vCPUs count, and a vCPU pays nothing: one thread, which sleeps until someone connects, reads them. It
+//! is started with the first VM, so before the filters of most clients, and by [`crate::filters`] before all others. It has a
+//! descriptor table of its own: the socket is none of the client's descriptors, a forked child does not inherit it, and it is
+//! closed when the process ends, however it ends. A failure leaves the process unseen, and nothing else.
+
+mod socket;
+mod text;
+
+use crate::background::{self, Background};
+use crate::engine::EngineVm;
+use crate::errno::Result;
+use crate::heap;
+use crate::process::PerProcess;
+use crate::vcpu_common::VcpuCommon;
+use slat::Shared;
+use socket::Listener;
+use std::ffi::{CStr, OsString};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+pub use socket::{SUBDIRECTORY, directories};
+pub use text::VERSION;
+
+/// A live VM and its vCPUs.
+struct Listed {
+    /// The number of VMs that the process had created before.
+    number: u64,
+    engine: Weak<EngineVm>,
+    vcpus: Vec<Shared<VcpuCommon>>,
+}
+
+/// The live VMs of a process, in the order of their numbers.
+#[derive(Default)]
+struct Registry {
+    created: u64,
+    vms: Vec<Listed>,
+}
+
+static VMS: PerProcess<Mutex<Registry>> = PerProcess::new();
+
+/// Whether this program answers `slat stat`.
+static ENABLED: AtomicBool = AtomicBool::new(false);
+
+fn registry() -> MutexGuard<'static, Registry> {
+    VMS.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Registry {
+    fn index(&self, number: u64) -> Option<usize> {
+        self.vms.binary_search_by_key(&number, |vm| vm.number).ok()
+    }
+}
+
+/// Makes this program and its forked children answer `slat stat` once they create VMs.
+pub fn enable() {
+    ENABLED.store(true, Ordering::Relaxed);
+}
+
+/// Lists a new VM, and starts the thread if it is the process's first. Returns the VM's number.
+///
+/// # Errors
+/// `ENOMEM`.
+pub(crate) fn vm_begins(engine: &Arc<EngineVm>) -> Result<u64> {
+    let number = {
+        let mut registry = registry();
+        heap::reserve(&mut registry.vms, 1)?;
+        let number = registry.created;
+        registry.created += 1;
+        registry.vms.push(Listed {
+            number,
+            engine: Arc::downgrade(engine),
+            vcpus: Vec::new(),
+        });
+        number
+    };
+    start();
+    Ok(number)
+}
+
+/// Removes the VM `number` from the list.
+pub(crate) fn vm_ends(number: u64) {
+    let mut registry = registry();
+    let gone = registry.index(number).map(|at| registry.vms.remove(at));
+    drop(registry);
+    // The last use of a vCPU frees it, which takes other locks.
+    drop(gone);
+}
+
+/// Lists a new vCPU of the VM `number`.
+///
+/// # Errors
+/// `ENOMEM`.
+pub(crate) fn vcpu_begins(number: u64, vcpu: Shared<VcpuCommon>) -> Result<()> {
+    let mut registry = registry();
+    if let Some(at) = registry.index(number) {
+        heap::reserve(&mut registry.vms[at].vcpus, 1)?;
+        registry.vms[at].vcpus.push(vcpu);
+    }
+    Ok(())
+}
+
+/// Removes a vCPU of the VM `number` from the list.
+pub(crate) fn vcpu_ends(number: u64, vcpu: &VcpuCommon) {
+    let mut registry = registry();
+    let gone = registry.index(number).and_then(|at| {
+        let vcpus = &mut registry.vms[at].vcpus;
+        let place = vcpus.iter().position(|other| std::ptr::eq(&**other, vcpu));
+        place.map(|place| vcpus.remove(place))
+    });
+    drop(registry);
+    drop(gone);
+}
+
+/// Returns the first live VM whose number is at least `from`, with that number. Holds no lock afterwards, so that a slow reader
+/// delays no client.
+fn vm_from(from: u64) -> Option<(u64, Arc<EngineVm>)> {
+    let registry = registry();
+    let first = registry.vms.partition_point(|vm| vm.number < from);
+    let mut rest = registry.vms[first..].iter();
+    rest.find_map(|vm| Some((vm.number, vm.engine.upgrade()?)))
+}
+
+/// Returns the vCPU at `index` in the list of the VM `number`.
+fn vcpu_at(number: u64, index: usize) -> Option<Shared<VcpuCommon>> {
+    let registry = registry();
+    let vm = &registry.vms[registry.index(number)?];
+    vm.vcpus.get(index).cloned()
+}
+
+#[derive(Default)]
+struct Publisher {
+    /// `XDG_RUNTIME_DIR`, read by the thread that created the first VM: the client may change its environment later.
+    runtime: OnceLock<Option<OsString>>,
+    /// The socket's path, once there is one.
+    path: OnceLock<socket::Path>,
+}
+
+static PUBLISHER: PerProcess<Publisher> = PerProcess::new();
+
+/// Starts the thread if the program wants to be seen. Call before the client installs a seccomp filter.
+pub(crate) fn start() {
+    if ENABLED.load(Ordering::Relaxed) {
+        PUBLISHER.get_or_start(|publisher| {
+            let runtime = || std::env::var_os("XDG_RUNTIME_DIR");
+            publisher.runtime.get_or_init(runtime);
+            background::start(publisher);
+        });
+    }
+}
+
+/// Removes the process's socket from the directory. Call at the end of the process; what a killed one leaves, `slat stat` removes.
+pub fn end() {
+    if let Some(path) = PUBLISHER.peek().and_then(|publisher| publisher.path.get()) {
+        path.remove();
+    }
+}
+
+impl Background for Publisher {
+    const NAME: &CStr = c"slat-stat";
+    const WITHOUT: &str = "`slat stat` will not see this process";
+    const STACK: usize = 128 << 10;
+
+    fn run(&'static self) {
+        let runtime = self.runtime.get().and_then(Option::as_deref);
+        let Some(listener) = Listener::open(runtime) else {
+            return;
+        };
+        // Never set before: the thread is started once.
+        let _ = self.path.set(listener.path().clone());
+        while let Some(asked) = listener.accept() {
+            text::answer(asked);
+        }
+    }
+}

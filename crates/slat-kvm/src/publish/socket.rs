@@ -1,0 +1,308 @@
+//! A directory that only the user can enter, and the socket in it.
+//!
+//! Makes system calls directly, not through the C library: the preload library treats calls of the C library's functions as the
+//! program's, whose descriptors may have the same numbers as those of this thread's own table. Uses no heap: a process without
+//! memory is left unseen, not ended.
+
+use crate::background::leave_descriptors;
+use slat_process::calls::raw;
+use std::ffi::{CStr, OsStr, OsString};
+use std::fmt::{self, Write as _};
+use std::io::Write as _;
+use std::mem::size_of;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+
+/// The name of the directory below the user's runtime directory. In `slat` there, `slat run` may keep its library, which all may read.
+pub const SUBDIRECTORY: &str = "slat-stat";
+
+/// How long a reader may take to ask, and to take each part of the answer.
+const PATIENCE: libc::timeval = libc::timeval {
+    tv_sec: 2,
+    tv_usec: 0,
+};
+
+/// Returns the directories in which processes of `user` may have their sockets, best first. `runtime`: the value of
+/// `XDG_RUNTIME_DIR`. A process uses the first that it can make; a reader looks into all, and only into those that belong to the user
+/// and let nobody else in.
+pub fn directories(runtime: Option<&OsStr>, user: u32) -> impl Iterator<Item = PathBuf> {
+    (0..CANDIDATES)
+        .filter_map(move |index| candidate(index, runtime, user))
+        .map(|path| OsString::from_vec(path.as_c_str().to_bytes().to_vec()).into())
+}
+
+const CANDIDATES: usize = 3;
+
+/// Returns the directory of this index. `None`: there is no such one, or its path is too long.
+fn candidate(index: usize, runtime: Option<&OsStr>, user: u32) -> Option<Path> {
+    match index {
+        0 => {
+            let runtime = runtime.filter(|path| path.as_bytes().starts_with(b"/"))?;
+            Path::new(&[runtime.as_bytes(), b"/", SUBDIRECTORY.as_bytes()])
+        }
+        1 => Path::format(format_args!("/run/user/{user}/{SUBDIRECTORY}")),
+        _ => Path::format(format_args!("/tmp/slat-stat-{user}")),
+    }
+}
+
+/// A path that ends with NUL, without the heap.
+#[derive(Clone)]
+pub(super) struct Path([u8; Self::ROOM]);
+
+impl Path {
+    const ROOM: usize = 512;
+
+    fn new(parts: &[&[u8]]) -> Option<Self> {
+        let mut path = [0; Self::ROOM];
+        let mut rest = &mut path[..Self::ROOM - 1];
+        parts
+            .iter()
+            .try_for_each(|part| rest.write_all(part))
+            .ok()?;
+        Some(Path(path))
+    }
+
+    fn format(arguments: fmt::Arguments<'_>) -> Option<Self> {
+        let mut path = [0; Self::ROOM];
+        let mut rest = &mut path[..Self::ROOM - 1];
+        rest.write_fmt(arguments).ok()?;
+        Some(Path(path))
+    }
+
+    fn as_c_str(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.0).expect("the last byte is never written")
+    }
+
+    fn pointer(&self) -> usize {
+        self.0.as_ptr() as usize
+    }
+
+    /// Removes the file, if it is there.
+    pub(super) fn remove(&self) {
+        // SAFETY: a path that ends with NUL.
+        unsafe { raw(libc::SYS_unlink, [self.pointer(), 0, 0, 0, 0, 0]) };
+    }
+}
+
+/// A descriptor of this thread's own table.
+pub(super) struct Own(usize);
+
+impl Own {
+    /// Makes a system call that returns a descriptor. `None`: it failed.
+    ///
+    /// # Safety
+    /// As for the call itself, which opens a descriptor.
+    unsafe fn open(number: i64, arguments: [usize; 6]) -> Option<Self> {
+        // SAFETY: the caller's.
+        let fd = unsafe { raw(number, arguments) };
+        usize::try_from(fd).ok().map(Own)
+    }
+
+    /// Sends bytes. Returns whether all were taken.
+    pub(super) fn send(&self, mut bytes: &[u8]) -> bool {
+        while !bytes.is_empty() {
+            let (start, len) = (bytes.as_ptr() as usize, bytes.len());
+            let flags = libc::MSG_NOSIGNAL as usize;
+            // SAFETY: the bytes and their number.
+            let sent = unsafe { raw(libc::SYS_sendto, [self.0, start, len, flags, 0, 0]) };
+            match usize::try_from(sent) {
+                Ok(sent) if sent > 0 => bytes = &bytes[sent..],
+                _ => return false,
+            }
+        }
+        true
+    }
+
+    /// Receives what the reader asks: the first bytes that come. Empty: nothing came in time.
+    pub(super) fn receive<'a>(&self, to: &'a mut [u8]) -> &'a [u8] {
+        let (start, len) = (to.as_mut_ptr() as usize, to.len());
+        // SAFETY: the buffer and its length.
+        let received = unsafe { raw(libc::SYS_recvfrom, [self.0, start, len, 0, 0, 0]) };
+        &to[..usize::try_from(received).unwrap_or(0)]
+    }
+
+    fn set_patience(&self) {
+        let patience = PATIENCE;
+        for option in [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO] {
+            let value = &raw const patience as usize;
+            let level = libc::SOL_SOCKET as usize;
+            let len = size_of::<libc::timeval>();
+            // SAFETY: a live value of that size. A failure leaves the wait without limit.
+            unsafe {
+                raw(
+                    libc::SYS_setsockopt,
+                    [self.0, level, option as usize, value, len, 0],
+                )
+            };
+        }
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        // SAFETY: a descriptor of this thread's own table that only this `Own` uses.
+        unsafe { raw(libc::SYS_close, [self.0, 0, 0, 0, 0, 0]) };
+    }
+}
+
+/// A socket to which readers connect.
+pub(super) struct Listener {
+    socket: Own,
+    path: Path,
+}
+
+impl Listener {
+    /// Gives this thread a descriptor table of its own, and opens the socket in the first directory that can be used. `None`: the
+    /// process stays unseen.
+    pub(super) fn open(runtime: Option<&OsStr>) -> Option<Self> {
+        if !leave_descriptors() {
+            return None;
+        }
+        // SAFETY: no arguments.
+        let user = unsafe { raw(libc::SYS_geteuid, [0; 6]) } as u32;
+        (0..CANDIDATES).find_map(|index| {
+            let directory = candidate(index, runtime, user)?;
+            Self::open_in(&directory, user)
+        })
+    }
+
+    fn open_in(directory: &Path, user: u32) -> Option<Self> {
+        // SAFETY: a path that ends with NUL. A directory that is there is checked below.
+        unsafe { raw(libc::SYS_mkdir, [directory.pointer(), 0o700, 0, 0, 0, 0]) };
+        let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
+        let at = libc::AT_FDCWD as usize;
+        // SAFETY: a path that ends with NUL.
+        let opened = unsafe {
+            Own::open(
+                libc::SYS_openat,
+                [at, directory.pointer(), flags as usize, 0, 0, 0],
+            )?
+        };
+        // SAFETY: a struct of numbers, for which zeroes are valid.
+        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+        let to = &raw mut stat as usize;
+        // SAFETY: writes to the struct.
+        let failed = unsafe { raw(libc::SYS_fstat, [opened.0, to, 0, 0, 0, 0]) } != 0;
+        if failed || stat.st_uid != user || stat.st_mode & 0o077 != 0 {
+            return None;
+        }
+        let family = libc::AF_UNIX as usize;
+        let kind = (libc::SOCK_STREAM | libc::SOCK_CLOEXEC) as usize;
+        // SAFETY: plain numbers.
+        let socket = unsafe { Own::open(libc::SYS_socket, [family, kind, 0, 0, 0, 0])? };
+        // Names of processes in other PID namespaces may be alike, and a process that was executed has its predecessor's id.
+        let process = std::process::id();
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let now = now.map_or(0, |now| now.as_nanos() as u64);
+        let name = Path::format(format_args!("{process}-{now:x}"))?;
+        let name = name.as_c_str().to_bytes();
+        let directory = directory.as_c_str().to_bytes();
+        // Until it listens, a socket looks like that of a dead process: readers skip names that begin with a dot.
+        let hidden = Path::new(&[directory, b"/.", name])?;
+        let path = Path::new(&[directory, b"/", name])?;
+        // SAFETY: a descriptor and a mode: that of the file, which `bind` makes.
+        unsafe { raw(libc::SYS_fchmod, [socket.0, 0o600, 0, 0, 0, 0]) };
+        let (address, len) = address(&opened, name)?;
+        let address = &raw const address as usize;
+        // SAFETY: a live address of that length, a descriptor and a number, paths that end with NUL.
+        let done = unsafe {
+            raw(libc::SYS_bind, [socket.0, address, len, 0, 0, 0]) == 0
+                && raw(libc::SYS_listen, [socket.0, 16, 0, 0, 0, 0]) == 0
+                && raw(
+                    libc::SYS_rename,
+                    [hidden.pointer(), path.pointer(), 0, 0, 0, 0],
+                ) == 0
+        };
+        if !done {
+            hidden.remove();
+        }
+        done.then_some(Listener { socket, path })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Waits for a reader. The directory lets in nobody but the user, and root. `None`: the socket does not work any more.
+    pub(super) fn accept(&self) -> Option<Own> {
+        let flags = libc::SOCK_CLOEXEC as usize;
+        loop {
+            // SAFETY: no address is asked for.
+            let asked = unsafe { raw(libc::SYS_accept4, [self.socket.0, 0, 0, flags, 0, 0]) };
+            match asked {
+                0.. => {
+                    let asked = Own(asked as usize);
+                    asked.set_patience();
+                    return Some(asked);
+                }
+                error if -error == libc::EBADF as isize => return None,
+                error if -error == libc::EINVAL as isize => return None,
+                // The reader has gone, or the host has no memory or no descriptors for now.
+                _ => std::thread::sleep(std::time::Duration::from_millis(10)),
+            }
+        }
+    }
+}
+
+/// Returns the address of the hidden socket `name` in a directory: through its descriptor, because an address holds 107 bytes.
+fn address(directory: &Own, name: &[u8]) -> Option<(libc::sockaddr_un, usize)> {
+    // SAFETY: a struct of numbers, for which zeroes are valid.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    let mut text = [0u8; 107];
+    let mut rest = &mut text[..];
+    write!(rest, "/proc/thread-self/fd/{}/.", directory.0).ok()?;
+    rest.write_all(name).ok()?;
+    for (to, from) in address.sun_path.iter_mut().zip(text) {
+        *to = from as libc::c_char;
+    }
+    Some((address, size_of::<libc::sockaddr_un>()))
+}
+
+/// Writes an answer by parts, without the heap.
+pub(super) struct Writer<'a> {
+    to: &'a Own,
+    part: [u8; 4096],
+    len: usize,
+    failed: bool,
+}
+
+impl<'a> Writer<'a> {
+    pub(super) fn new(to: &'a Own) -> Self {
+        Writer {
+            to,
+            part: [0; 4096],
+            len: 0,
+            failed: false,
+        }
+    }
+
+    /// Sends what is left.
+    pub(super) fn finish(&mut self) -> fmt::Result {
+        self.failed |= !self.to.send(&self.part[..self.len]);
+        self.len = 0;
+        if self.failed { Err(fmt::Error) } else { Ok(()) }
+    }
+}
+
+impl fmt::Write for Writer<'_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let mut bytes = text.as_bytes();
+        while !bytes.is_empty() {
+            if self.len == self.part.len() {
+                self.finish()?;
+            }
+            let room = self.part.len() - self.len;
+            let (now, later) = bytes.split_at(bytes.len().min(room));
+            self.part[self.len..][..now.len()].copy_from_slice(now);
+            self.len += now.len();
+            bytes = later;
+        }
+        Ok(())
+    }
+}
+
+/// Writes ` value` for each value.
+pub(super) fn values(to: &mut Writer<'_>, mut values: impl Iterator<Item = u64>) -> fmt::Result {
+    values.try_for_each(|value| write!(to, " {value}"))
+}
