@@ -1,7 +1,7 @@
 //! Guarded accesses in code that is made at run time.
 //!
-//! Such code has no place in the exception table. It keeps a table of its own: one byte per byte of code, not 0 where a guarded access
-//! begins. If one cannot be executed, the thread continues at the code's *exit*, with the address of the access in RAX.
+//! Such code has no place in the exception table. It keeps a table of its own: one bit per byte of code, 1 where a guarded access begins, the
+//! lowest bit of a byte first. If one cannot be executed, the thread continues at the code's *exit*, with the address of the access in RAX.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -34,7 +34,8 @@ pub(crate) fn exit(ip: usize) -> Option<usize> {
     if !(start..end).contains(&ip) {
         return None;
     }
-    // SAFETY: the table has a byte for each byte of code (`set_generated`).
-    let is_guarded = unsafe { *(TABLE.load(Ordering::SeqCst) as *const u8).add(ip - start) } != 0;
-    is_guarded.then(|| EXIT.load(Ordering::SeqCst))
+    let offset = ip - start;
+    // SAFETY: the table has a bit for each byte of code (`set_generated`).
+    let bits = unsafe { *(TABLE.load(Ordering::SeqCst) as *const u8).add(offset / 8) };
+    (bits >> (offset % 8) & 1 != 0).then(|| EXIT.load(Ordering::SeqCst))
 }

@@ -1,6 +1,6 @@
 //! Memory for compiled code: whole pages of one reservation, writable while they are filled and executable afterwards, never both.
 //!
-//! Next to the code lies a table with one byte per byte of code: 1 where a guarded access begins. A signal handler finds with it
+//! Next to the code lies a table with one bit per byte of code: 1 where a guarded access begins. A signal handler finds with it
 //! whether an instruction may fail (`slat_guard::set_generated`).
 //!
 //! Only the compiling thread allocates, fills and recycles pages: a filter of the program's may forbid the system calls to the others.
@@ -19,8 +19,15 @@ const LINE: usize = 64;
 /// The reservation: code, then the table of guarded accesses.
 struct Reservation {
     start: *mut u8,
-    /// Bytes of code; the table has as many.
+    /// Bytes of code.
     bytes: usize,
+}
+
+impl Reservation {
+    /// Returns the bytes of the table.
+    fn table_bytes(&self) -> usize {
+        self.bytes / 8
+    }
 }
 
 // SAFETY: the address of a mapping, whose parts are handed out one by one.
@@ -31,7 +38,7 @@ unsafe impl Sync for Reservation {}
 impl Drop for Reservation {
     fn drop(&mut self) {
         // SAFETY: our own mapping; the last user of its parts is gone.
-        unsafe { libc::munmap(self.start.cast(), 2 * self.bytes) };
+        unsafe { libc::munmap(self.start.cast(), self.bytes + self.table_bytes()) };
     }
 }
 
@@ -70,7 +77,7 @@ impl Arena {
         let memory = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
-                2 * bytes,
+                bytes + bytes / 8,
                 libc::PROT_NONE,
                 flags,
                 -1,
@@ -84,11 +91,11 @@ impl Arena {
             start: memory.cast(),
             bytes,
         };
-        // SAFETY: the second half of the mapping just made.
+        // SAFETY: the end of the mapping just made.
         let table = unsafe {
             libc::mprotect(
                 memory.start.add(bytes).cast(),
-                bytes,
+                memory.table_bytes(),
                 libc::PROT_READ | libc::PROT_WRITE,
             )
         };
@@ -133,10 +140,13 @@ impl Arena {
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_WRITE) != 0 {
                 return Err(Refused::Forbidden);
             }
-            let table = start.add(self.memory.bytes);
-            table.write_bytes(0, len);
+            // Whole bytes of the table are these pages'.
+            let table = self.memory.start.add(self.memory.bytes);
+            let first = chunk.pages.start * PAGE;
+            table.add(first / 8).write_bytes(0, len / 8);
             for access in guarded {
-                table.add(offset + access as usize).write(1);
+                let at = first + offset + access as usize;
+                *table.add(at / 8) |= 1 << (at % 8);
             }
             (start.add(offset)).copy_from_nonoverlapping(code.as_ptr(), code.len());
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_EXEC) != 0 {

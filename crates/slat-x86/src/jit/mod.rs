@@ -334,37 +334,40 @@ impl Compiler {
         }
     }
 
+    /// Compiles by a tier, or by Cranelift if the baseline tier cannot.
     fn compile(
         &self,
         source: Source,
         tier: Tier,
         workshop: &mut Workshop,
     ) -> Result<Region, Refused> {
-        let Workshop {
-            context,
-            builder,
-            room,
-        } = workshop;
-        context.clear();
-        context.func.signature = translate::region();
-        let builder = FunctionBuilder::new(&mut context.func, builder);
-        let steps = translate::translate(builder, &source, tier);
-        let (chunk, guarded, entries) = match tier {
-            Tier::Baseline => {
-                let code = baseline::generate(&context.func, room).ok_or(Refused::Unable)?;
-                let (chunk, guarded) = self.put(code.bytes, code.guarded.into())?;
-                (chunk, guarded, code.entries.into())
-            }
-            Tier::Full => {
-                let (chunk, guarded) = self.put_full(context)?;
-                (chunk, guarded, vec![0; source.blocks.len()].into())
-            }
+        let steps = workshop.translate(&source, tier);
+        let Workshop { context, room, .. } = workshop;
+        let made = match tier {
+            Tier::Baseline => baseline::generate(&context.func, room),
+            Tier::Full => None,
         };
+        if let Some(code) = made {
+            let (chunk, guarded) = self.put(code.bytes, code.guarded.into())?;
+            return Ok(Region {
+                chunk,
+                source,
+                tier,
+                steps,
+                guarded,
+                entries: code.entries.into(),
+            });
+        }
+        let steps = match tier {
+            Tier::Baseline => workshop.translate(&source, Tier::Full),
+            Tier::Full => steps,
+        };
+        let (chunk, guarded) = self.put_full(&mut workshop.context)?;
         Ok(Region {
-            entries,
+            entries: vec![0; source.blocks.len()].into(),
             chunk,
             source,
-            tier,
+            tier: Tier::Full,
             steps,
             guarded,
         })
@@ -432,6 +435,19 @@ struct Workshop {
     context: Context,
     builder: FunctionBuilderContext,
     room: baseline::Room,
+}
+
+impl Workshop {
+    /// Makes the function of a region. Returns its instructions.
+    fn translate(&mut self, source: &Source, tier: Tier) -> Box<[Step]> {
+        let Workshop {
+            context, builder, ..
+        } = self;
+        context.clear();
+        context.func.signature = translate::region();
+        let builder = FunctionBuilder::new(&mut context.func, builder);
+        translate::translate(builder, source, tier)
+    }
 }
 
 impl Default for Workshop {

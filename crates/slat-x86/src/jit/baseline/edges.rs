@@ -66,6 +66,8 @@ impl Generator<'_> {
         let values = arguments(func, call);
         match target.entry {
             Some(entry) => Ok(self.conform(entry, parameters, values)),
+            // What its uses let go could be what it is given.
+            None if target.is_rare && !parameters.is_empty() => Err(Unknown),
             None => {
                 let (entry, moves) =
                     self.decide(target.position, target.branches > 1, parameters, values)?;

@@ -1,4 +1,4 @@
-//! The first tier: machine code for a function of Cranelift's intermediate language in one pass.
+//! The baseline tier: machine code for a function of Cranelift's intermediate language in one pass.
 //!
 //! What guest instructions mean is written once, in the translator; there are two ways from its function to code. This one takes a tenth of
 //! the time that Cranelift takes, and makes code that is somewhat larger and slower: right for code that is warm, of which there is much.
@@ -22,7 +22,8 @@
 //! begins with a copy of the state there; a value that a loop uses, but does not make, is used once more at the end of the loop; and
 //! a block with several branches to it begins with those values only that are used at its position or later.
 //!
-//! What this tier does not know (vectors, floating point) makes it refuse the whole function, which then waits for Cranelift.
+//! It knows integers only. The translator has vectors and floating point done by the interpreter's handlers for it; anything else that it does
+//! not know makes it refuse the function, which is Cranelift's then.
 
 mod edges;
 mod encode;
