@@ -270,3 +270,6 @@ impl Generator<'_> {
             })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,384 @@
+//! Random functions, in which there is all that this tier knows, do the same in its code as in Cranelift's.
+
+use super::{Room, generate};
+use crate::jit::{Compiler, translate};
+use cranelift_codegen::Context;
+use cranelift_codegen::control::ControlPlane;
+use cranelift_codegen::ir::condcodes::IntCC;
+use cranelift_codegen::ir::types::{I8, I16, I32, I64};
+use cranelift_codegen::ir::{
+    AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, Signature, Type, Value,
+};
+use cranelift_codegen::isa::CallConv;
+use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
+use std::arch::naked_asm;
+
+const TYPES: [Type; 4] = [I8, I16, I32, I64];
+/// Words of memory that a function has.
+const WORDS: usize = 24;
+/// Blocks at which one can be entered.
+const ENTRIES: usize = 2;
+/// Functions, unless `SLAT_FUNCTIONS` says how many.
+const FUNCTIONS: u64 = 1500;
+
+/// Returns a number that depends on its arguments, and leaves nothing else in the registers that it need not keep.
+#[unsafe(naked)]
+unsafe extern "C" fn scramble(memory: *mut u64, value: u64) -> u64 {
+    naked_asm!(
+        "mov rax, [rdi]",
+        "imul rax, rsi, 77",
+        "add rax, [rdi + 8]",
+        "mov rcx, -1",
+        "mov rdx, -2",
+        "mov rsi, -3",
+        "mov rdi, -4",
+        "mov r8, -5",
+        "mov r9, -6",
+        "mov r10, -7",
+        "mov r11, -8",
+        "ret",
+    )
+}
+
+/// Calls a region: R15 is `memory`.
+#[unsafe(naked)]
+unsafe extern "C" fn call(memory: *mut u64, entry: u64, code: *const u8) -> u64 {
+    naked_asm!(
+        "push rbp",
+        "push rbx",
+        "push r12",
+        "push r13",
+        "push r14",
+        "push r15",
+        "sub rsp, 8",
+        "mov r15, rdi",
+        "mov rdi, rsi",
+        "call rdx",
+        "add rsp, 8",
+        "pop r15",
+        "pop r14",
+        "pop r13",
+        "pop r12",
+        "pop rbx",
+        "pop rbp",
+        "ret",
+    )
+}
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        (self.0 ^ self.0 >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd) >> 3
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize]
+    }
+}
+
+struct Maker<'a, 'r> {
+    b: FunctionBuilder<'a>,
+    rng: &'r mut Random,
+    memory: Value,
+    values: Vec<Value>,
+}
+
+impl Maker<'_, '_> {
+    fn ty(&self, value: Value) -> Type {
+        self.b.func.dfg.value_type(value)
+    }
+
+    /// Returns a value of a type, mostly one that there is.
+    fn value(&mut self, ty: Type) -> Value {
+        let fitting: Vec<Value> = (self.values.iter().copied())
+            .filter(|&value| self.ty(value) == ty)
+            .collect();
+        if !fitting.is_empty() && self.rng.below(8) != 0 {
+            return self.rng.pick(&fitting);
+        }
+        if self.rng.below(3) == 0 {
+            let bits = ty.bits();
+            let value = self.rng.pick(&[0, 1, 0x7f, 0xff, self.rng.0]);
+            let value = if bits == 64 {
+                value
+            } else {
+                value & ((1 << bits) - 1)
+            };
+            return self.b.ins().iconst(ty, value as i64);
+        }
+        let offset = 8 * self.rng.below(WORDS as u64) as i32;
+        (self.b.ins()).load(ty, MemFlags::trusted(), self.memory, offset)
+    }
+
+    fn condition(&mut self) -> Value {
+        use IntCC::*;
+        let ty = self.rng.pick(&TYPES);
+        let (a, b) = (self.value(ty), self.value(ty));
+        let cc = self.rng.pick(&[
+            Equal,
+            NotEqual,
+            SignedLessThan,
+            SignedGreaterThanOrEqual,
+            SignedGreaterThan,
+            SignedLessThanOrEqual,
+            UnsignedLessThan,
+            UnsignedGreaterThanOrEqual,
+            UnsignedGreaterThan,
+            UnsignedLessThanOrEqual,
+        ]);
+        match self.rng.below(3) {
+            0 => {
+                let immediate = self.rng.below(256) as i64 - 128;
+                self.b.ins().icmp_imm(cc, a, immediate)
+            }
+            _ => self.b.ins().icmp(cc, a, b),
+        }
+    }
+
+    fn compute(&mut self) -> Value {
+        let ty = self.rng.pick(&TYPES);
+        let (a, b) = (self.value(ty), self.value(ty));
+        let immediate = self.rng.below(300) as i64 - 150;
+        let wide = ty.bits() >= 32;
+        let choice = self.rng.below(30);
+        let other = self.rng.pick(&TYPES);
+        let condition = (choice == 20).then(|| self.condition());
+        let ins = self.b.ins();
+        match choice {
+            0 => ins.iadd(a, b),
+            1 => ins.isub(a, b),
+            2 => ins.band(a, b),
+            3 => ins.bor(a, b),
+            4 => ins.bxor(a, b),
+            5 => ins.band_not(a, b),
+            6 => ins.imul(a, b),
+            7 => ins.ishl(a, b),
+            8 => ins.ushr(a, b),
+            9 => ins.sshr(a, b),
+            10 => ins.iadd_imm(a, immediate),
+            11 => ins.band_imm(a, immediate),
+            12 => ins.bxor_imm(a, immediate),
+            13 => ins.ishl_imm(a, immediate & i64::from(ty.bits() - 1)),
+            14 => ins.ushr_imm(a, immediate & i64::from(ty.bits() - 1)),
+            15 => ins.sshr_imm(a, immediate & i64::from(ty.bits() - 1)),
+            16 => ins.rotl_imm(a, immediate & i64::from(ty.bits() - 1)),
+            17 => ins.ineg(a),
+            18 => ins.bnot(a),
+            19 => self.condition(),
+            20 => match condition {
+                Some(condition) => ins.select(condition, a, b),
+                None => a,
+            },
+            21 if wide => ins.iabs(a),
+            22 if ty != I8 => ins.bswap(a),
+            23 if wide => ins.umulhi(a, b),
+            24 if wide => ins.smulhi(a, b),
+            25 if wide => {
+                let divisor = self.b.ins().bor_imm(b, 1);
+                self.b.ins().udiv(a, divisor)
+            }
+            26 if ty != I8 && is_x86_feature_detected!("bmi1") => ins.ctz(a),
+            27 if ty != I8 && is_x86_feature_detected!("popcnt") => ins.popcnt(a),
+            _ if other.bits() > ty.bits() && choice.is_multiple_of(2) => ins.uextend(other, a),
+            _ if other.bits() > ty.bits() => ins.sextend(other, a),
+            _ if other.bits() < ty.bits() => ins.ireduce(other, a),
+            _ => ins.bor(a, b),
+        }
+    }
+
+    fn store(&mut self) {
+        let ty = self.rng.pick(&TYPES);
+        let value = self.value(ty);
+        let offset = 8 * self.rng.below(WORDS as u64) as i32;
+        (self.b.ins()).store(MemFlags::trusted(), value, self.memory, offset);
+    }
+
+    fn call(&mut self) -> Value {
+        let mut signature = Signature::new(CallConv::SystemV);
+        signature.params = vec![AbiParam::new(I64); 2];
+        signature.returns = vec![AbiParam::new(I64)];
+        let signature = self.b.import_signature(signature);
+        let function = (self.b.ins()).iconst(I64, scramble as *const () as i64);
+        let value = self.value(I64);
+        let call = (self.b.ins()).call_indirect(signature, function, &[self.memory, value]);
+        self.b.inst_results(call)[0]
+    }
+
+    /// Makes a few instructions whose values are used in them only.
+    fn some(&mut self, count: u64) {
+        let known = self.values.len();
+        for _ in 0..self.rng.below(count) {
+            let value = self.compute();
+            self.values.push(value);
+        }
+        if self.rng.below(2) == 0 {
+            self.store();
+        }
+        self.values.truncate(known);
+    }
+
+    /// Two ways, of which one may be rare and call a function, that meet.
+    fn fork(&mut self) -> Value {
+        let ty = self.rng.pick(&TYPES);
+        let condition = self.condition();
+        let (side, on) = (self.b.create_block(), self.b.create_block());
+        let result = self.b.append_block_param(on, I64);
+        let extra = self.b.append_block_param(on, ty);
+        let is_rare = self.rng.below(2) == 0;
+        if is_rare {
+            self.b.set_cold_block(side);
+        }
+        let (given, more) = (self.value(I64), self.value(ty));
+        self.b
+            .ins()
+            .brif(condition, on, &[given.into(), more.into()], side, &[]);
+        self.b.switch_to_block(side);
+        self.some(4);
+        let given = match is_rare || self.rng.below(2) == 0 {
+            true => self.call(),
+            false => self.value(I64),
+        };
+        let known = self.values.len();
+        self.some(3);
+        self.values.truncate(known);
+        let more = self.value(ty);
+        self.b.ins().jump(on, &[given.into(), more.into()]);
+        self.b.switch_to_block(on);
+        self.values.push(extra);
+        result
+    }
+
+    /// A loop of a few turns, which uses values from before it.
+    fn repeat(&mut self) -> Value {
+        let zero = self.b.ins().iconst(I64, 0);
+        let start = self.value(I64);
+        let (turn, on) = (self.b.create_block(), self.b.create_block());
+        let count = self.b.append_block_param(turn, I64);
+        let sum = self.b.append_block_param(turn, I64);
+        self.b.ins().jump(turn, &[zero.into(), start.into()]);
+        self.b.switch_to_block(turn);
+        let outer = self.value(I64);
+        let known = self.values.len();
+        self.values.push(sum);
+        self.some(5);
+        if self.rng.below(3) == 0 {
+            let value = self.fork();
+            self.values.push(value);
+        }
+        let more = self.value(I64);
+        let next = self.b.ins().iadd(sum, outer);
+        let next = self.b.ins().bxor(next, more);
+        let count = self.b.ins().iadd_imm(count, 1);
+        let goes_on = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThan, count, 3);
+        self.values.truncate(known);
+        self.b
+            .ins()
+            .brif(goes_on, turn, &[count.into(), next.into()], on, &[]);
+        self.b.switch_to_block(on);
+        next
+    }
+
+    fn head(&mut self, block: Block, leave: Block) {
+        self.b.switch_to_block(block);
+        self.memory = self.b.ins().get_pinned_reg(I64);
+        self.values.clear();
+        for _ in 0..5 + self.rng.below(30) {
+            let value = match self.rng.below(12) {
+                0 => self.fork(),
+                1 => self.repeat(),
+                2 => self.call(),
+                3 => {
+                    self.store();
+                    continue;
+                }
+                _ => self.compute(),
+            };
+            self.values.push(value);
+        }
+        for (word, value) in std::mem::take(&mut self.values)
+            .into_iter()
+            .take(WORDS)
+            .enumerate()
+        {
+            let offset = 8 * word as i32;
+            (self.b.ins()).store(MemFlags::trusted(), value, self.memory, offset);
+        }
+        let result = self.value(I64);
+        self.b.ins().jump(leave, &[result.into()]);
+    }
+}
+
+fn make(context: &mut Context, room: &mut FunctionBuilderContext, rng: &mut Random) {
+    context.clear();
+    context.func.signature = translate::region();
+    let mut b = FunctionBuilder::new(&mut context.func, room);
+    let entry = b.create_block();
+    let index = b.append_block_param(entry, I64);
+    let leave = b.create_block();
+    let heads = [0; ENTRIES].map(|_| b.create_block());
+    b.switch_to_block(entry);
+    let index = b.ins().ireduce(I32, index);
+    let calls = heads.map(|head| BlockCall::new(head, [], &mut b.func.dfg.value_lists));
+    let table = b.create_jump_table(JumpTableData::new(calls[0], &calls));
+    b.ins().br_table(index, table);
+    let mut maker = Maker {
+        b,
+        rng,
+        memory: index,
+        values: Vec::new(),
+    };
+    for head in heads {
+        maker.head(head, leave);
+    }
+    let mut b = maker.b;
+    let result = b.append_block_param(leave, I64);
+    b.switch_to_block(leave);
+    b.ins().return_(&[result]);
+    b.seal_all_blocks();
+    b.finalize();
+}
+
+#[test]
+fn random_functions_do_what_cranelifts_code_does() {
+    let compiler = Compiler::with(1 << 20).unwrap();
+    let (mut context, mut builder) = (Context::new(), FunctionBuilderContext::new());
+    let mut room = Room::default();
+    let mut made = 0;
+    let functions = std::env::var("SLAT_FUNCTIONS").ok();
+    let functions = functions.map_or(FUNCTIONS, |functions| functions.parse().unwrap());
+    for seed in 0..functions {
+        let mut rng = Random(seed << 20 | 1);
+        make(&mut context, &mut builder, &mut rng);
+        let text = context.func.display().to_string();
+        let Some(code) = generate(&context.func, &mut room) else {
+            continue;
+        };
+        made += 1;
+        let entries = code.entries;
+        let baseline = compiler.arena.put(code.bytes, [].into_iter()).unwrap();
+        context
+            .compile(&*compiler.isa, &mut ControlPlane::default())
+            .unwrap();
+        let code = context.compiled_code().unwrap().code_buffer();
+        let full = compiler.arena.put(code, [].into_iter()).unwrap();
+        for (entry, offset) in entries.into_iter().enumerate() {
+            let before: [u64; WORDS] = std::array::from_fn(|_| rng.next() >> rng.below(64));
+            let run = |code: *const u8| {
+                let mut memory = before;
+                // SAFETY: a function just made, which accesses these words and its frame.
+                let result = unsafe { call(memory.as_mut_ptr(), entry as u64, code) };
+                (result, memory)
+            };
+            let expected = run(full.start());
+            let found = run(baseline.start().wrapping_add(offset as usize));
+            assert_eq!(found, expected, "function {seed}, entry {entry}:\n{text}");
+        }
+    }
+    assert!(made > functions * 9 / 10, "{made} of {functions} were made");
+}
