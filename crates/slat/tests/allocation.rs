@@ -1,6 +1,8 @@
 //! The n-th allocation of an operation fails, for every n: nothing has changed then, or the operation
 //! can be repeated, and no frame is lost.
 
+#[path = "common/access.rs"]
+mod access;
 #[macro_use]
 mod common;
 
@@ -43,15 +45,7 @@ fn set(vm: &TestVm, gfns: std::ops::Range<u64>, flags: SlotFlags) {
 /// One access by a new vCPU. Frames it allocated ahead go back with it.
 fn touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> Result<Level, Stop> {
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter_unguarded(1);
-    vcpu.quiesce();
-    let mut answer = vcpu.translate(Gpa(gfn << 12), access);
-    while answer == Err(Stop::Retry) {
-        vcpu.quiesce();
-        answer = vcpu.translate(Gpa(gfn << 12), access);
-    }
-    vcpu.leave();
-    answer.map(|translation| translation.level)
+    access::touch(&mut vcpu, gfn, access).map(|translation| translation.level)
 }
 
 /// Makes a VM by `prepare` and lets allocation n of `operate` fail, for n from 0 on, alone and with all

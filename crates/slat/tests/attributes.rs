@@ -1,10 +1,14 @@
 //! Private memory, one promise a test, then a model through random conversions and threads against each
 //! other.
 
+#[path = "common/access.rs"]
+mod access;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::*};
 
+use access::touch;
 use slat::format::{Npt, Stage2, Sv48x4};
 use slat::{
     Access::{self, *},
@@ -50,23 +54,6 @@ fn convert<F: Format>(vm: &TestVm<F>, gfns: Range<u64>, private: bool) {
     };
     vm.set_memory_attributes(Gfn(gfns.start)..Gfn(gfns.end), attributes)
         .unwrap();
-}
-
-/// One access by a vCPU that comes in for it, and quiesces as it is asked to.
-fn touch<F: Format>(
-    vcpu: &mut Vcpu<SimPlatform, F>,
-    gfn: u64,
-    access: Access,
-) -> Result<Translation, Stop> {
-    vcpu.enter_unguarded(1);
-    vcpu.quiesce();
-    let mut answer = vcpu.translate(Gpa(gfn << 12), access);
-    while answer == Err(Stop::Retry) {
-        vcpu.quiesce();
-        answer = vcpu.translate(Gpa(gfn << 12), access);
-    }
-    vcpu.leave();
-    answer
 }
 
 /// The host page behind a frame, and the level of its leaf.

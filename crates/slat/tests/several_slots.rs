@@ -1,5 +1,7 @@
 //! Several memslots changed as one: what stays mapped, what is zapped, and what is refused.
 
+#[path = "common/access.rs"]
+mod access;
 #[macro_use]
 mod common;
 
@@ -53,15 +55,7 @@ fn set(id: u32, gfns: Range<u64>) -> Change {
 /// One access by a vCPU of its own.
 fn touch<F: Format>(vm: &Arc<TestVm<F>>, gfn: u64, access: Access) -> Result<Level, Stop> {
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter_unguarded(1);
-    vcpu.quiesce();
-    let mut answer = vcpu.translate(Gpa(gfn << 12), access);
-    while answer == Err(Stop::Retry) {
-        vcpu.quiesce();
-        answer = vcpu.translate(Gpa(gfn << 12), access);
-    }
-    vcpu.leave();
-    answer.map(|translation| translation.level)
+    access::touch(&mut vcpu, gfn, access).map(|translation| translation.level)
 }
 
 /// Makes `changes`, and returns what has been counted meanwhile.
