@@ -6,9 +6,9 @@ use super::{Generator, Reg, Result, Unknown};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{Block, BlockCall, Value};
 
-/// What has to happen on the way to a block.
+/// Values that a branch, or a call, puts where its target wants them.
 #[derive(Default)]
-struct Moves {
+pub(super) struct Moves {
     /// Slots that are filled first.
     slots: Vec<(u8, Value)>,
     /// Then registers, from registers.
@@ -136,9 +136,9 @@ impl Generator<'_> {
         })
     }
 
-    fn give(&self, moves: &mut Moves, to: Reg, value: Value) {
+    /// Adds the move of a value to a register.
+    pub(super) fn give(&self, moves: &mut Moves, to: Reg, value: Value) {
         match self.places.register(value) {
-            _ if self.is_cpu(value) => moves.registers.push((to, super::places::R15)),
             Some(from) if from != to => moves.registers.push((to, from)),
             Some(_) => {}
             None => moves.rest.push((to, value)),
@@ -159,7 +159,7 @@ impl Generator<'_> {
             let register = Reg(register as u8);
             match given.iter().find(|(parameter, _)| *parameter == value) {
                 Some(&(_, value)) => self.give(&mut moves, register, value),
-                // A value that is nowhere is not used from there on.
+                // A value that is neither in a register nor saved is not used from there on.
                 None if self.is_somewhere(value) => self.give(&mut moves, register, value),
                 None => {}
             }
@@ -194,7 +194,7 @@ impl Generator<'_> {
     }
 
     /// Makes moves as if all happened at once.
-    fn make(&mut self, mut moves: Moves) {
+    pub(super) fn make(&mut self, mut moves: Moves) {
         // What slots get waits on the stack until nothing is read any more.
         for &(_, value) in &moves.slots {
             self.push(value);

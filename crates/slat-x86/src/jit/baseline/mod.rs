@@ -35,13 +35,13 @@ mod uses;
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{Block, Function, Inst, InstructionData, Opcode, Value};
 use encode::{Assembler, Label};
-use places::{Places, State};
+use places::{Places, R15, State};
 
 /// A register of the host's, by its number in instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Reg(u8);
 
-/// What is known of a block.
+/// Where a block is, who leads to it, and how it begins.
 #[derive(Clone, Copy)]
 struct Target {
     label: Label,
@@ -254,7 +254,7 @@ impl Generator<'_> {
     }
 
     fn is_cpu(&self, value: Value) -> bool {
-        self.places.values[value.index()].is_cpu
+        self.places.register(value) == Some(R15)
     }
 
     /// Whether an instruction is made together with the next one: a comparison that only that one uses.

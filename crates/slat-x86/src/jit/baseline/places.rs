@@ -1,4 +1,4 @@
-//! Where values are: in registers, in slots of the frame, or nowhere, because they are constants.
+//! Where values are: in registers or in slots of the frame. Constants are in neither, they are made again.
 //!
 //! A value gets a register when it is made, and loses it when it is not used any more, or to another one: then it is saved in a slot, where
 //! it stays good, as values never change.
@@ -45,7 +45,7 @@ const SLOTS: u32 = u128::BITS;
 const NOWHERE: u8 = u8::MAX;
 const NO_SLOT: u8 = u8::MAX;
 
-/// What is in the registers and in the slots at one place of the code.
+/// The values in the registers, and the slots that have values, at one place of the code.
 #[derive(Clone, Copy, Default)]
 pub(super) struct State {
     pub(super) registers: [Option<Value>; 16],
@@ -53,7 +53,7 @@ pub(super) struct State {
     pub(super) saved: u128,
 }
 
-/// What is known of a value.
+/// How a value is used, and where it is.
 #[derive(Clone, Copy)]
 pub(super) struct Known {
     /// Uses that are still to come.
@@ -61,8 +61,6 @@ pub(super) struct Known {
     /// Positions of the blocks with its definition and its last use.
     pub(super) made: u32,
     pub(super) last: u32,
-    /// Whether it is the CPU's address, which has a register of its own.
-    pub(super) is_cpu: bool,
     register: u8,
     slot: u8,
 }
@@ -72,7 +70,6 @@ impl Known {
         left: 0,
         made: 0,
         last: 0,
-        is_cpu: false,
         register: NOWHERE,
         slot: NO_SLOT,
     };
@@ -126,6 +123,11 @@ impl Places {
     pub(super) fn register(&self, value: Value) -> Option<Reg> {
         let register = self.values[value.index()].register;
         (register != NOWHERE).then_some(Reg(register))
+    }
+
+    /// Notes that a value is the CPU's address, which has a register of its own and is in no state.
+    pub(super) fn is_cpus(&mut self, value: Value) {
+        self.known(value).register = R15.0;
     }
 
     /// Returns the slot in which a value is saved.

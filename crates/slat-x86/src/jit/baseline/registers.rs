@@ -4,7 +4,7 @@
 //! ([`free`](Generator::free), [`change`](Generator::change)), which stay locked until it is done ([`finish`](Generator::finish)).
 
 use super::encode::Assembler;
-use super::places::{FOR_VALUES, KEPT, R15, RBP, bit};
+use super::places::{FOR_VALUES, KEPT, RBP, bit};
 use super::{Generator, Reg};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{InstructionData, Opcode, Value};
@@ -79,9 +79,6 @@ impl Generator<'_> {
 
     /// Returns the register with a value, which is locked.
     pub(super) fn get(&mut self, value: Value) -> Reg {
-        if self.is_cpu(value) {
-            return R15;
-        }
         if let Some(register) = self.places.register(value) {
             self.places.lock(register);
             return register;
@@ -101,12 +98,10 @@ impl Generator<'_> {
         }
     }
 
-    /// Copies a value to a register that is none of a value's.
+    /// Copies a value to a register that no other value needs.
     pub(super) fn copy(&mut self, value: Value, to: Reg) {
-        if self.is_cpu(value) {
-            return self.asm.mov(to, R15);
-        }
         match self.places.register(value) {
+            Some(register) if register == to => {}
             Some(register) => self.asm.mov(to, register),
             None => self.read(value, to),
         }
@@ -191,18 +186,16 @@ impl Generator<'_> {
         }
     }
 
-    /// Pushes a value that is in a register or in a slot. Returns whether it is: constants are not.
-    pub(super) fn push(&mut self, value: Value) -> bool {
-        if self.is_cpu(value) {
-            self.asm.push(R15);
-        } else if self.constant(value).is_some() {
-            return false;
-        } else if let Some(register) = self.places.register(value) {
-            self.asm.push(register);
-        } else if let Some(slot) = self.places.saved(value) {
-            self.asm.push_memory(RBP, offset_of_slot(slot));
+    /// Pushes a value for [`fill`](Self::fill), unless it is a constant.
+    pub(super) fn push(&mut self, value: Value) {
+        if self.constant(value).is_some() {
+            return;
         }
-        true
+        match (self.places.register(value), self.places.saved(value)) {
+            (Some(register), _) => self.asm.push(register),
+            (None, Some(slot)) => self.asm.push_memory(RBP, offset_of_slot(slot)),
+            (None, None) => unreachable!("{value} is nowhere"),
+        }
     }
 
     /// Fills a slot: with a constant, or with what was pushed.

@@ -2,8 +2,9 @@
 //!
 //! In a register, the bits beyond a value's type may be anything.
 
+use super::edges::Moves;
 use super::encode::{Alu, Count, Place, Shift, Unary};
-use super::places::{ARGUMENTS, R15, RAX, RCX, RDX};
+use super::places::{ARGUMENTS, RAX, RCX, RDX};
 use super::{Generator, Reg, Result, Unknown};
 use crate::jit::access;
 use cranelift_codegen::ir::condcodes::IntCC;
@@ -140,7 +141,7 @@ impl Generator<'_> {
             InstructionData::Brif { arg, blocks, .. } => self.fork(arg, &blocks, next)?,
             InstructionData::MultiAry { opcode: Return, .. } => {
                 let value = self.func.dfg.inst_args(inst)[0];
-                self.copy_to_rax(value);
+                self.copy(value, RAX);
                 self.asm.leave();
                 self.done();
             }
@@ -153,12 +154,6 @@ impl Generator<'_> {
     fn done(&mut self) {
         self.count_uses();
         self.places.unlock();
-    }
-
-    fn copy_to_rax(&mut self, value: Value) {
-        if self.places.register(value) != Some(RAX) {
-            self.copy(value, RAX);
-        }
     }
 
     fn binary(&mut self, opcode: Opcode, result: Value, a: Value, b: Operand) -> Result {
@@ -292,15 +287,8 @@ impl Generator<'_> {
 
     fn shift(&mut self, shift: Shift, size: u8, result: Value, a: Value, by: Operand) -> Result {
         let bits = 8u8 << size;
-        let by = match by {
-            Operand::Value(value) => match self.constant(value) {
-                Some(value) => Operand::Immediate(value),
-                None => by,
-            },
-            by => by,
-        };
-        match by {
-            Operand::Immediate(by) => {
+        match (self.immediate(by, 3), by) {
+            (Some(by), _) => {
                 let register = self.change(a);
                 let by = by as u8 & (bits - 1);
                 if by != 0 {
@@ -308,7 +296,8 @@ impl Generator<'_> {
                 }
                 self.finish(result, register);
             }
-            Operand::Value(by) => {
+            (None, Operand::Immediate(_)) => return Err(Unknown),
+            (None, Operand::Value(by)) => {
                 self.take(RCX);
                 self.copy(by, RCX);
                 // The host looks at five bits at least.
@@ -500,18 +489,11 @@ impl Generator<'_> {
             return Err(Unknown);
         }
         self.save_for_call();
-        let (mut moves, mut rest) = (Vec::new(), Vec::new());
+        let mut moves = Moves::default();
         for (&value, to) in arguments.iter().zip(ARGUMENTS) {
-            match self.places.register(value) {
-                _ if self.is_cpu(value) => moves.push((to, R15)),
-                Some(from) => moves.push((to, from)),
-                None => rest.push((to, value)),
-            }
+            self.give(&mut moves, to, value);
         }
-        Self::move_all(self.asm, &mut moves);
-        for (to, value) in rest {
-            self.read(value, to);
-        }
+        self.make(moves);
         self.asm.constant(RAX, function);
         self.asm.call(RAX);
         self.drop_for_call();

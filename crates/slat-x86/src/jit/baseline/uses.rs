@@ -48,9 +48,10 @@ impl Generator<'_> {
             }
             for inst in func.layout.block_insts(block) {
                 for &value in func.dfg.inst_results(inst) {
-                    let known = self.places.known(value);
-                    known.made = position;
-                    known.is_cpu = func.dfg.insts[inst].opcode() == Opcode::GetPinnedReg;
+                    self.places.known(value).made = position;
+                    if func.dfg.insts[inst].opcode() == Opcode::GetPinnedReg {
+                        self.places.is_cpus(value);
+                    }
                 }
             }
         }
