@@ -9,7 +9,7 @@ use std::time::Instant;
 /// Streams after which the process has all that it keeps for good: buffers, stacks, the allocator's pools.
 const WARM: u64 = 128;
 /// Bytes by which resident memory may exceed its size after those streams, for other reasons.
-const SLACK: u64 = 32 << 20;
+const SLACK: u64 = 64 << 20;
 /// Bytes that a stream may leave in addition: libFuzzer keeps some inputs.
 const PER_STREAM: u64 = 16 << 10;
 /// Streams between two checks of resident memory.

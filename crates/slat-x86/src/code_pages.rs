@@ -139,9 +139,9 @@ impl CodePages {
     }
 
     /// Tells the CPUs of a store to the page of `host` that was made for one of them outside its own instructions. All of them see
-    /// it before their next block.
-    pub fn stored(&self, host: *const u8) {
-        self.note_store(host as usize, ptr::null());
+    /// it before their next block. Returns whether the page may hold decoded code: the block that runs may be of it.
+    pub fn stored(&self, host: *const u8) -> bool {
+        self.note_store(host as usize, ptr::null()).is_some()
     }
 
     /// Gives the page of `host` a new version for a store of the CPU with this seat, or removes its mark. Returns the version; `None`:

@@ -85,6 +85,8 @@ pub struct Cpu {
     pub(crate) stop: bool,
     /// Work is pending for the block boundary.
     pub(crate) slow: bool,
+    /// An instruction was abandoned because a walk for it has set a bit in a page of decoded code: see [`Cpu::finish_fetched`].
+    pub(crate) walk_changed_code: bool,
     /// The last instruction has locked the bus, which ends the run.
     pub(crate) bus_locked: bool,
     /// The next bus lock does not end the run: the one that ended the last run.
@@ -180,6 +182,7 @@ impl Cpu {
             cpl: 0,
             stop: false,
             slow: true,
+            walk_changed_code: false,
             bus_locked: false,
             bus_lock_passes: false,
             bus_lock_rip: None,

@@ -112,6 +112,9 @@ pub enum Fault {
     /// The CPU abandons the instruction with nothing changed, checks `attention`, and executes it again. All translations are
     /// void.
     Retry,
+    /// The walk has set a bit in a page of decoded code (see [`CodePages::stored`](crate::CodePages::stored)), maybe that of the
+    /// instruction that it is for. The CPU executes this instruction, as it was fetched, with another walk, and fetches the next one.
+    CodeChanged,
     /// The host memory is not accessible: the run ends with [`Exit::BadAddress`].
     BadAddress,
     /// The machine has no memory for the translation: the run ends with [`Exit::OutOfMemory`].

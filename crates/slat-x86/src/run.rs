@@ -155,6 +155,7 @@ impl Cpu {
     #[cold]
     #[inline(never)]
     fn broke(&mut self, block: &Block, op: &Op, why: Break) -> Option<Exit> {
+        let why = self.finish_fetched(op, why);
         // Only executed operations count.
         let rest = u64::from(op.offset)
             + if matches!(why, Break::End | Break::ExitAfter | Break::TaskFault) {
@@ -170,6 +171,19 @@ impl Cpu {
             .sum();
         self.counters.instructions -= skipped.min(block.count.into());
         self.after_break(op, block.op_bytes(op), why)
+    }
+
+    /// Executes `op` again as long as walks for it set bits in pages of decoded code, which may be its own: a processor has fetched
+    /// it before. The block then ends, so that the next instruction is fetched. Returns what ends it, which is `why` for any other
+    /// reason.
+    pub(crate) fn finish_fetched(&mut self, op: &Op, mut why: Break) -> Break {
+        while matches!(why, Break::Retry) && std::mem::take(&mut self.walk_changed_code) {
+            why = match (op.handler)(self, op) {
+                Ok(()) => Break::End,
+                Err(why) => why,
+            };
+        }
+        why
     }
 
     /// Does what is to be done after `op`, whose bytes are `code`, has ended its block. `block_rip` is set.

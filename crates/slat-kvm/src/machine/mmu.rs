@@ -16,7 +16,7 @@ use crate::thread::bits;
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, Mode, WalkError, walk};
 use slat::{Gpa, HostWords, Hpa, Hva, ResolveError, Stop, VirtualStop};
 use slat_x86::state::control;
-use slat_x86::{Access, Cpu, Fault, GuestFlush, HostPage, Mmu, Paging};
+use slat_x86::{Access, CodePages, Cpu, Fault, GuestFlush, HostPage, Mmu, Paging};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
@@ -202,7 +202,7 @@ impl VcpuMachine {
     pub(crate) fn follow_client(&mut self) {
         if std::mem::take(&mut self.memory_restored) {
             self.vm.engine.guest_memory_changed();
-            self.engine.flush_guest(&mut Words);
+            self.engine.flush_guest(&mut Words(&self.vm.code));
             self.request_retry();
         }
     }
@@ -211,7 +211,7 @@ impl VcpuMachine {
     /// translations are void. The vCPU is entered.
     pub(crate) fn flush_shadowed(&mut self) -> bool {
         if self.shadows {
-            self.engine.flush_guest(&mut Words);
+            self.engine.flush_guest(&mut Words(&self.vm.code));
         }
         self.shadows
     }
@@ -239,7 +239,9 @@ impl VcpuMachine {
     /// Reads a word of guest memory at host address `word`, to which a translation has led.
     #[inline]
     pub(super) fn read_entry(&mut self, word: Hpa, size: usize) -> Result<u64, Fault> {
-        Words.read(word, size).map_err(|gone| self.gone(gone))
+        Words(&self.vm.code)
+            .read(word, size)
+            .map_err(|why| self.again(why))
     }
 
     /// Replaces a word of guest memory at host address `word`, to which a translation for writing has led, if it still is `old`. Returns
@@ -251,15 +253,20 @@ impl VcpuMachine {
         old: u64,
         new: u64,
     ) -> Result<bool, Fault> {
-        let exchanged = Words.compare_exchange(word, size, old, new);
-        exchanged.map_err(|gone| self.gone(gone))
+        let exchanged = Words(&self.vm.code).compare_exchange(word, size, old, new);
+        exchanged.map_err(|why| self.again(why))
     }
 
-    /// Returns the fault of an access to host memory that was not accessible, which is forgotten.
+    /// Returns the fault of a walk that has to begin again. Host memory that was not accessible is forgotten.
     #[cold]
-    fn gone(&mut self, Gone(host): Gone) -> Fault {
-        self.forget(host);
-        Fault::Retry
+    fn again(&mut self, why: Again) -> Fault {
+        match why {
+            Again::Gone(host) => {
+                self.forget(host);
+                Fault::Retry
+            }
+            Again::CodeChanged => Fault::CodeChanged,
+        }
     }
 
     /// Acknowledges the engine's flushes outside the CPU's loop; the CPU drops its translations before it uses one. Returns `false`
@@ -304,6 +311,7 @@ impl VcpuMachine {
         loop {
             match entered.walk_guest(gva, slat::Access::Read, &paging) {
                 Ok(page) => return Some(page.gpa.0 | (gva % PAGE)),
+                Err(Fault::CodeChanged) => {}
                 Err(Fault::Retry) if entered.may_try_again() => {}
                 Err(_) => return None,
             }
@@ -372,16 +380,23 @@ fn slat_access(access: Access) -> slat::Access {
     }
 }
 
-/// Guest memory, at the addresses where this process has it: what the engine's translations lead to.
-struct Words;
+/// Guest memory, at the addresses where this process has it: what the engine's translations lead to. A walk of the guest's tables
+/// sets bits in it, and the guest may execute the page that has them.
+struct Words<'a>(&'a CodePages);
 
-/// The host memory at this address is not accessible.
-struct Gone(*mut u8);
+/// Why a walk has to begin again.
+enum Again {
+    /// The host memory at this address is not accessible.
+    Gone(*mut u8),
 
-impl HostWords for Words {
-    type Error = Gone;
+    /// As [`Fault::CodeChanged`]. The next walk finds the bit set.
+    CodeChanged,
+}
 
-    fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Gone> {
+impl HostWords for Words<'_> {
+    type Error = Again;
+
+    fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Again> {
         let word = host.0 as *mut u8;
         // SAFETY: within a translated page of guest memory; guarded.
         let value = unsafe {
@@ -391,7 +406,7 @@ impl HostWords for Words {
                 slat_guard::load(word.cast::<u64>())
             }
         };
-        value.map_err(|_| Gone(word))
+        value.map_err(|_| Again::Gone(word))
     }
 
     fn compare_exchange(
@@ -400,7 +415,7 @@ impl HostWords for Words {
         size: usize,
         old: u64,
         new: u64,
-    ) -> Result<bool, Gone> {
+    ) -> Result<bool, Again> {
         let word = host.0 as *mut u8;
         // SAFETY: as for reading; the page may be written.
         let swapped = unsafe {
@@ -412,7 +427,11 @@ impl HostWords for Words {
                     .map(|result| result.is_ok())
             }
         };
-        swapped.map_err(|_| Gone(word))
+        let swapped = swapped.map_err(|_| Again::Gone(word))?;
+        if swapped && self.0.stored(word) {
+            return Err(Again::CodeChanged);
+        }
+        Ok(swapped)
     }
 }
 
@@ -424,26 +443,27 @@ impl VcpuMachine {
         access: slat::Access,
         paging: &GuestPaging,
     ) -> Result<HostPage, Fault> {
-        let stop = match (self.engine).translate_virtual(gva, access, paging, &mut Words) {
-            Ok(page) => {
-                let base = NonNull::new(page.host.0 as *mut u8).ok_or(Fault::BadAddress)?;
-                return Ok(HostPage {
-                    base,
-                    read: page.read,
-                    write: page.write,
-                    execute: page.execute,
-                    tracked: page.tracked.map(|gpa| gpa.0),
-                    bits: page.bits,
-                    // Whatever the guest flushes, everything is void.
-                    global: false,
-                });
-            }
-            Err(VirtualStop::PageFault { code }) => {
-                return Err(Fault::Page { error_code: code });
-            }
-            Err(VirtualStop::Memory(gone)) => return Err(self.gone(gone)),
-            Err(VirtualStop::Stop(stop)) => stop,
-        };
+        let stop =
+            match (self.engine).translate_virtual(gva, access, paging, &mut Words(&self.vm.code)) {
+                Ok(page) => {
+                    let base = NonNull::new(page.host.0 as *mut u8).ok_or(Fault::BadAddress)?;
+                    return Ok(HostPage {
+                        base,
+                        read: page.read,
+                        write: page.write,
+                        execute: page.execute,
+                        tracked: page.tracked.map(|gpa| gpa.0),
+                        bits: page.bits,
+                        // Whatever the guest flushes, everything is void.
+                        global: false,
+                    });
+                }
+                Err(VirtualStop::PageFault { code }) => {
+                    return Err(Fault::Page { error_code: code });
+                }
+                Err(VirtualStop::Memory(why)) => return Err(self.again(why)),
+                Err(VirtualStop::Stop(stop)) => stop,
+            };
         if let Stop::Mmio { gpa } = stop {
             return Err(Fault::Mmio { gpa: gpa.0 });
         }
@@ -589,7 +609,7 @@ impl Mmu for VcpuMachine {
             _ if paging.nested.is_some() => false,
             GuestFlush::Page(gva) if self.shadows && paging.cr0 & control::CR0_PG != 0 => {
                 let paging = guest_paging(paging, self.physical_bits);
-                self.engine.invlpg(gva, &paging, &mut Words)
+                self.engine.invlpg(gva, &paging, &mut Words(&self.vm.code))
             }
             GuestFlush::Page(_) => false,
             GuestFlush::All => self.flush_shadowed(),

@@ -400,6 +400,12 @@ impl Cpu {
     /// Continues after compiled code was stopped at an instruction, to which RIP points.
     fn stopped(&mut self, step: &Step, status: Status) -> Option<Exit> {
         match status {
+            Status::Interpret if self.walk_changed_code => {
+                self.block_rip = step.rip;
+                self.compiled.why = self.finish_fetched(&step.op, Break::Retry);
+                self.compiled.rip = self.state.rip;
+                self.stopped(step, Status::Broke)
+            }
             Status::Broke => {
                 let why = self.compiled.why;
                 if matches!(why, Break::Jump) {

@@ -148,6 +148,7 @@ pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
         Ok(()) if cpu.stop || cpu.slow => Status::After as u64,
         Ok(()) => 0,
         Err(why) => {
+            let why = cpu.outside_floats(|cpu| cpu.finish_fetched(op, why));
             cpu.compiled.rip = cpu.state.rip;
             failed(cpu, why)
         }

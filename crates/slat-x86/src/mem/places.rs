@@ -215,6 +215,10 @@ impl Cpu {
             Fault::NestedPage { error_code, gpa } => self.nested_page_fault(error_code, gpa),
             Fault::GeneralProtection => self.raise(vector::GP, Some(0)),
             Fault::Retry => Break::Retry,
+            Fault::CodeChanged => {
+                self.walk_changed_code = true;
+                Break::Retry
+            }
             Fault::BadAddress => self.leave(Exit::BadAddress),
             Fault::OutOfMemory => self.leave(Exit::OutOfMemory),
             Fault::Mmio { .. } => self.unimplemented("a CPU structure or code in MMIO"),
