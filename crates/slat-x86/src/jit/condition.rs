@@ -175,8 +175,13 @@ impl Translator<'_> {
 
     /// Call when an instruction has set the flags.
     pub(super) fn set_flags(&mut self, flags: Flags) {
-        self.flags = flags;
-        self.are_flags_recorded = false;
+        let before = std::mem::replace(&mut self.flags, flags);
+        let were_recorded = std::mem::replace(&mut self.are_flags_recorded, false);
+        if let Flags::Compared { parity, .. } = before
+            && !were_recorded
+        {
+            self.keep_computed(parity);
+        }
     }
 
     /// Brings the CPU's record up to date.

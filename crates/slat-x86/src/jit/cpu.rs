@@ -86,6 +86,8 @@ pub(crate) struct Compiled {
     pub(super) host_mxcsr: u32,
     /// What a load in two pages has read.
     pub(crate) copy: [u8; 32],
+    /// What floating point has computed and nothing uses. It is only written.
+    pub(super) unused: [u8; 16],
 }
 
 impl Compiled {
@@ -103,6 +105,7 @@ impl Compiled {
             floats: 0,
             host_mxcsr: 0,
             copy: [0; 32],
+            unused: [0; 16],
         }
     }
 }

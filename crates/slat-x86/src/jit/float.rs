@@ -4,6 +4,9 @@
 //! floating point sets that when it finds it clear ([`Translator::begin_floats`]), and it stays so from region to region, until the
 //! regions end, or while one calls a helper that may compute or run anybody else's code ([`Cpu::outside_floats`]). A guest that unmasks
 //! an exception is interpreted.
+//!
+//! A computation sets flags of MXCSR, which the compiler does not know: it leaves out what nothing uses. So a result that is overwritten
+//! without a use is stored beside the state ([`Translator::keep_computed`]).
 
 use super::condition::Flags;
 use super::helpers;
@@ -83,7 +86,7 @@ impl Translator<'_> {
                 let low = self.b.ins().extractlane(a, 0);
                 let result = operate(self.b.ins(), low, b);
                 let result = self.b.ins().insertlane(a, result, 0);
-                self.set_vector(insn, op.r[0], &[result]);
+                self.set_computed(insn, op.r[0], &[op.r[first], op.r[second]], &[result]);
             }
             return Some(());
         }
@@ -145,7 +148,7 @@ impl Translator<'_> {
         let rest = self.half(rest, 0);
         let rest = self.as_elements(rest, ty);
         let value = self.b.ins().insertlane(rest, value, 0);
-        self.set_vector(insn, op.r[0], &[value]);
+        self.set_computed(insn, op.r[0], &[], &[value]);
     }
 
     /// CVTTSD2SI and CVTTSS2SI. What does not fit, NaNs among it, is the interpreter's.
@@ -167,6 +170,7 @@ impl Translator<'_> {
         let to = if size == 3 { I64 } else { I32 };
         debug_assert!([F32, F64].contains(&self.b.func.dfg.value_type(value)));
         let value = self.b.ins().fcvt_to_sint_sat(to, value);
+        self.keep_computed(value);
         self.set(op.r[0], size, value);
     }
 }

@@ -19,6 +19,8 @@ pub(super) struct Vectors {
     known: [Option<Value>; 32],
     /// Those that are not written back, as bits.
     changed: u32,
+    /// Those of them that floating point has computed, and not used since.
+    computed: u32,
 }
 
 /// An operation on elements, or on one of them.
@@ -103,6 +105,7 @@ impl Translator<'_> {
     /// Writes back the vector registers that have changed. Returns whether there were some.
     pub(super) fn write_vectors(&mut self) -> bool {
         let changed = std::mem::take(&mut self.vectors.changed);
+        self.vectors.computed = 0;
         for n in (0..32).filter(|n| changed >> n & 1 != 0) {
             if let Some(value) = self.vectors.known[n] {
                 self.set_field(Self::vector_offset(n), value);
@@ -126,8 +129,36 @@ impl Translator<'_> {
 
     fn set_half(&mut self, r: u8, half: usize, value: Value) {
         let n = usize::from(r & 15) + 16 * half;
-        self.vectors.known[n] = Some(self.as_elements(value, I8X16));
+        let value = self.as_elements(value, I8X16);
+        let before = self.vectors.known[n].replace(value);
         self.vectors.changed |= 1 << n;
+        if self.vectors.computed >> n & 1 != 0
+            && let Some(before) = before
+        {
+            self.vectors.computed &= !(1 << n);
+            self.keep_computed(before);
+        }
+    }
+
+    /// Has a value computed, even if nothing uses it: floating point sets flags of MXCSR, too.
+    pub(super) fn keep_computed(&mut self, value: Value) {
+        self.set_field(offset_of!(Cpu, compiled.unused), value);
+    }
+
+    /// Writes a register as [`set_vector`](Self::set_vector) does, with what floating point has computed from `sources`.
+    pub(super) fn set_computed(
+        &mut self,
+        insn: &Instruction,
+        r: u8,
+        sources: &[u8],
+        halves: &[Value],
+    ) {
+        let bits = |r: u8| (if halves.len() > 1 { 0x1_0001 } else { 1 }) << (r & 15);
+        for source in sources.iter().filter(|source| **source != MEM) {
+            self.vectors.computed &= !bits(*source);
+        }
+        self.set_vector(insn, r, halves);
+        self.vectors.computed |= bits(r);
     }
 
     /// Writes a register: one half, or two. A VEX instruction that writes one clears the other.
@@ -287,7 +318,10 @@ impl Translator<'_> {
                 operate(self.b.ins(), a, b)
             })
             .collect();
-        self.set_vector(insn, op.r[0], &values);
+        match ty.lane_type().is_float() {
+            true => self.set_computed(insn, op.r[0], &[op.r[first], op.r[second]], &values),
+            false => self.set_vector(insn, op.r[0], &values),
+        }
     }
 
     /// MOVD and MOVQ: between a vector register and any place, the upper bits of a vector register cleared.

@@ -9,7 +9,7 @@ use iced_x86::{
 use std::sync::OnceLock;
 
 use crate::memory;
-use crate::native::{AT, BRANCH_TARGET, DATA, DATA_LEN, Regs, STACK, STACK_LEN};
+use crate::native::{AT, BRANCH_TARGET, DATA, DATA_LEN, Placed, Regs, STACK, STACK_LEN};
 use crate::rng::Rng;
 
 /// Instructions in one state, ready to run on either CPU.
@@ -17,6 +17,8 @@ pub struct Case {
     /// The last instruction; mostly the only one.
     pub instruction: Instruction,
     pub bytes: Vec<u8>,
+    /// Where a program stands in the code pages. `None`: no program.
+    pub program_at: Option<usize>,
     pub regs: Regs,
     pub data: Vec<u8>,
     pub stack: Vec<u8>,
@@ -29,9 +31,18 @@ impl Case {
         Case {
             instruction: Instruction::new(),
             bytes: vec![],
+            program_at: None,
             regs: random_regs(base, rng),
             data,
             stack,
+        }
+    }
+
+    /// What is executed, and where.
+    pub fn placed(&self) -> Placed<'_> {
+        match self.program_at {
+            Some(at) => Placed::program(&self.bytes, at),
+            None => Placed::short(&self.bytes),
         }
     }
 

@@ -1,8 +1,9 @@
-//! Runs the same bytes on the software CPU, in 64-bit mode with memory at the host's own addresses. The instruction is
-//! followed by HLT; every exception vector leads to a HLT of its own.
+//! Runs the same bytes on the software CPU, in 64-bit mode with memory at the host's own addresses. They are followed by HLT; every
+//! exception vector leads to a HLT of its own. Things may happen beside them which they must not notice ([`Beside`]).
 
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use slat_x86::state::xcr0;
 use slat_x86::{
@@ -10,12 +11,12 @@ use slat_x86::{
     Segment, State, Table,
 };
 
-use crate::native::{
-    ARENA_LEN, AT, Arena, BRANCH_TARGET, Fault, GS_BASE, HOLE, PAGE, Regs, SYSTEM,
-};
+use crate::native::{ARENA_LEN, Arena, Fault, GS_BASE, HOLE, PAGE, Placed, Regs, SYSTEM};
 
 /// Where things are in the system pages.
 const IDT: usize = SYSTEM;
+/// The interrupts taken.
+const TAKEN: usize = SYSTEM + 0x300;
 const TSS: usize = SYSTEM + 0x400;
 const GDT: usize = SYSTEM + 0x800;
 const HANDLERS: usize = SYSTEM + PAGE;
@@ -25,9 +26,30 @@ const CODE_SELECTOR: u16 = 8;
 const DATA_SELECTOR: u16 = 16;
 const TSS_SELECTOR: u16 = 24;
 
+/// The vector of the interrupt, the first one that is no exception's.
+const INTERRUPT: u8 = 32;
+const VECTORS: usize = INTERRUPT as usize + 1;
+
+/// What happens while the bytes are executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Beside {
+    Nothing,
+    /// Every few microseconds the run ends, and goes on.
+    Kicks,
+    /// Every few microseconds an interrupt, whose handler returns.
+    Interrupts,
+    /// Every few microseconds all pages may be written no more: the next store to each has to be translated again, as after a look at
+    /// a dirty log.
+    Protection,
+    /// A debugger stops after each instruction.
+    Steps,
+}
+
 /// Memory at the host's own addresses, and nothing else.
 struct Flat {
     base: u64,
+    /// The pages that have not been written since they were protected.
+    protected: [bool; ARENA_LEN / PAGE],
 }
 
 impl Mmu for Flat {
@@ -52,10 +74,12 @@ impl Mmu for Flat {
                 };
             return Err(slat_x86::Fault::Page { error_code });
         }
+        let protected = &mut self.protected[(page - self.base) as usize / PAGE];
+        *protected &= access != Access::Write;
         Ok(HostPage {
             base: NonNull::new(page as *mut u8).unwrap(),
             read: true,
-            write: true,
+            write: !*protected,
             execute: true,
             bits: 12,
             tracked: None,
@@ -105,7 +129,7 @@ impl Guest {
     pub fn new(arena: &Arena) -> Guest {
         slat_guard::install().expect("signal handlers");
         let base = arena.base as u64;
-        let idt = arena.bytes_mut(IDT, 32 * 16);
+        let idt = arena.bytes_mut(IDT, VECTORS * 16);
         for (vector, gate) in idt.chunks_exact_mut(16).enumerate() {
             let handler = base + HANDLERS as u64 + 4 * vector as u64;
             gate[..2].copy_from_slice(&(handler as u16).to_le_bytes());
@@ -114,7 +138,14 @@ impl Guest {
             gate[5] = 0x8e; // present interrupt gate
             gate[6..12].copy_from_slice(&(handler >> 16).to_le_bytes()[..6]);
         }
-        arena.bytes_mut(HANDLERS, PAGE).fill(HLT);
+        let handlers = arena.bytes_mut(HANDLERS, PAGE);
+        handlers.fill(HLT);
+        // inc qword [rip + TAKEN]; iretq
+        let handler = 4 * usize::from(INTERRUPT);
+        let distance = TAKEN as i32 - (HANDLERS + handler + 7) as i32;
+        handlers[handler..][..3].copy_from_slice(&[0x48, 0xff, 0x05]);
+        handlers[handler + 3..][..4].copy_from_slice(&distance.to_le_bytes());
+        handlers[handler + 7..][..2].copy_from_slice(&[0x48, 0xcf]);
         arena
             .bytes_mut(TSS + 0x24, 8)
             .copy_from_slice(&(base + FAULT_STACK as u64).to_le_bytes());
@@ -150,7 +181,7 @@ impl Guest {
         };
         state.idtr = Table {
             base: base + IDT as u64,
-            limit: 32 * 16 - 1,
+            limit: VECTORS as u16 * 16 - 1,
         };
         state.gdtr = Table {
             base: base + GDT as u64,
@@ -166,16 +197,19 @@ impl Guest {
         state.cr3 = 0x1000;
         Guest {
             cpu,
-            flat: Flat { base },
+            flat: Flat {
+                base,
+                protected: [false; _],
+            },
         }
     }
 
-    pub fn run(&mut self, arena: &Arena, code: &[u8], regs: &Regs) -> Outcome {
-        let page = arena.bytes_mut(0, PAGE);
-        page.fill(0x90);
-        page[AT..AT + code.len()].copy_from_slice(code);
-        page[AT + code.len()] = HLT;
-        page[BRANCH_TARGET] = HLT;
+    /// Executes `code` from `regs`, as [`Arena::run`] does.
+    pub fn run(&mut self, arena: &Arena, code: Placed<'_>, regs: &Regs, beside: Beside) -> Outcome {
+        let pages = arena.place(code);
+        for end in code.ends {
+            pages[end] = HLT;
+        }
 
         let state = &mut self.cpu.state;
         state.gpr = regs.gpr;
@@ -185,8 +219,7 @@ impl Guest {
         for (half, bytes) in state.ymm_high.iter_mut().zip(regs.high.chunks_exact(16)) {
             *half = u128::from_le_bytes(bytes.try_into().unwrap());
         }
-        let exit = self.cpu.run(&mut self.flat, &AtomicU32::new(0));
-        match exit {
+        match self.run_beside(code, beside) {
             Exit::Hlt => {}
             Exit::Emulation { reason, .. } => return Outcome::Unimplemented(reason),
             other => return Outcome::Strange(format!("{other:?}")),
@@ -224,6 +257,65 @@ impl Guest {
         let state = &mut self.cpu.state;
         state.ss = state.ds;
         Outcome::Done(after, Some(Fault { vector, error, cr2 }))
+    }
+
+    /// Runs until something else ends it than what happens beside it.
+    fn run_beside(&mut self, code: Placed<'_>, beside: Beside) -> Exit {
+        const BETWEEN: Duration = Duration::from_micros(2);
+        let (attention, over) = (AtomicU32::new(0), AtomicBool::new(false));
+        self.cpu.debugger.single_step = beside == Beside::Steps;
+        if matches!(beside, Beside::Nothing | Beside::Steps) {
+            return self.run_on(code, &attention, beside);
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut last = Instant::now();
+                while !over.load(Ordering::Relaxed) {
+                    if attention.load(Ordering::Relaxed) & 1 != 0 {
+                        last = Instant::now();
+                    } else if last.elapsed() > BETWEEN {
+                        attention.fetch_or(1, Ordering::Relaxed);
+                    }
+                }
+            });
+            let exit = self.run_on(code, &attention, beside);
+            over.store(true, Ordering::Relaxed);
+            exit
+        })
+    }
+
+    fn run_on(&mut self, code: Placed<'_>, attention: &AtomicU32, beside: Beside) -> Exit {
+        loop {
+            match self.cpu.run(&mut self.flat, attention) {
+                // The trap of HLT ends the halt.
+                Exit::Debug { .. } if self.is_behind_halt(code) => return Exit::Hlt,
+                Exit::Debug { .. } => {}
+                Exit::Attention => {
+                    attention.fetch_and(!1, Ordering::Relaxed);
+                    match beside {
+                        Beside::Interrupts if self.cpu.can_take_interrupt() => {
+                            self.cpu.inject_interrupt(INTERRUPT);
+                        }
+                        Beside::Protection => {
+                            self.flat.protected = [true; _];
+                            self.cpu.flush_tlb();
+                        }
+                        _ => {}
+                    }
+                }
+                exit => return exit,
+            }
+        }
+    }
+
+    fn is_behind_halt(&self, code: Placed<'_>) -> bool {
+        let at = self.cpu.state.rip.wrapping_sub(self.flat.base + 1) as usize;
+        code.ends.contains(&at) || (HANDLERS..HANDLERS + PAGE).contains(&at)
+    }
+
+    /// Returns the number of interrupts that were taken.
+    pub fn interrupts(arena: &Arena) -> u64 {
+        u64::from_le_bytes(arena.bytes(TAKEN, 8).try_into().unwrap())
     }
 }
 

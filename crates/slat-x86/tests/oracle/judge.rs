@@ -267,10 +267,11 @@ pub fn undefined_flags(instruction: &Instruction) -> u32 {
     instruction.rflags_undefined() | overflow
 }
 
-/// The arithmetic flags and DF, without those that the instruction leaves undefined. A fault leaves all as they were.
+/// The arithmetic flags and DF, without those that the instruction leaves undefined. A fault leaves all as they were, unless it is in
+/// the middle of a program.
 fn compared_flags(case: &Case, fault: bool) -> u64 {
     const ALL: u64 = 0xcd5;
-    if fault {
+    if fault && case.program_at.is_none() {
         return ALL;
     }
     let undefined = undefined_flags(&case.instruction);
@@ -314,7 +315,7 @@ pub fn describe(case: &Case, differences: &[String]) -> String {
     {
         let mut text = String::new();
         FastFormatter::new().format(&instruction, &mut text);
-        lines.push(format!("  {text}"));
+        lines.push(format!("  {:x} {text}", instruction.ip()));
     }
     let bytes: String = case.bytes.iter().map(|b| format!("{b:02x} ")).collect();
     lines.push(format!("    bytes: {}", bytes.trim_end()));

@@ -5,7 +5,8 @@
 //!
 //! `cargo test` takes a few seconds with fixed seeds. A campaign:
 //! `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo test --release -p slat-x86 --test oracle`;
-//! `SLAT_ORACLE_ONLY=mulss,fld` keeps to some mnemonics, `SLAT_ORACLE_SHOW=20` reports more differences of each form.
+//! `SLAT_ORACLE_PROGRAMS=100000` runs so many whole programs; `SLAT_ORACLE_ONLY=mulss,fld` keeps to some mnemonics,
+//! `SLAT_ORACLE_SHOW=20` reports more differences of each form.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
 #[path = "../common/compiled.rs"]
@@ -15,6 +16,7 @@ mod guest;
 mod judge;
 mod memory;
 mod native;
+mod programs;
 mod rng;
 mod sequences;
 mod vendor;
@@ -22,7 +24,7 @@ mod vendor;
 use std::collections::BTreeMap;
 
 use forms::{Case, Prefixes};
-use guest::{Guest, Outcome};
+use guest::{Beside, Guest, Outcome};
 use iced_x86::Mnemonic;
 use native::Arena;
 use rng::Rng;
@@ -141,12 +143,52 @@ fn sequences_of_instructions_do_what_the_host_does() {
     );
 }
 
+/// A CPU that runs a program may be interrupted, looked at, and loses rights to pages: the program does not notice.
+#[test]
+fn programs_do_what_they_do_on_the_host() {
+    let arena = Arena::new();
+    let mut guest = Guest::new(&arena);
+    let pool = Pool::new();
+    let mut seeds = Rng(setting("SLAT_ORACLE_SEED", 1));
+    let rounds = setting("SLAT_ORACLE_PROGRAMS", 2000);
+    let mut ends = [0u64; 2];
+    for round in 0..rounds {
+        let seed = seeds.next();
+        let Some(case) = programs::random(&pool, arena.base, &mut Rng(seed)) else {
+            continue;
+        };
+        let beside = match round % 5 {
+            0 => Beside::Nothing,
+            1 => Beside::Kicks,
+            2 => Beside::Interrupts,
+            3 => Beside::Protection,
+            _ => Beside::Steps,
+        };
+        judge::set_memory(&arena, &case);
+        let (_, fault) = arena.run(case.placed(), &case.regs);
+        ends[usize::from(fault.is_some())] += 1;
+        match run_beside(&case, &arena, &mut guest, beside) {
+            Verdict::Same | Verdict::AsAmd(_) => {}
+            Verdict::Unimplemented(reason) => panic!("{reason}"),
+            Verdict::Wrong(report) => panic!("beside {beside:?}, program {round}:\n{report}"),
+        }
+    }
+    let interrupts = Guest::interrupts(&arena);
+    println!("programs that ended, that faulted: {ends:?}; {interrupts} interrupts");
+    assert!(ends[0] > rounds / 3, "{ends:?}");
+    assert!(rounds < 100 || interrupts > 0);
+}
+
 fn run(case: &Case, arena: &Arena, guest: &mut Guest) -> Verdict {
+    run_beside(case, arena, guest, Beside::Nothing)
+}
+
+fn run_beside(case: &Case, arena: &Arena, guest: &mut Guest, beside: Beside) -> Verdict {
     judge::set_memory(arena, case);
-    let (regs, fault) = arena.run(&case.bytes, &case.regs);
+    let (regs, fault) = arena.run(case.placed(), &case.regs);
     let expected = judge::Result::new(arena, &case.instruction, regs, fault);
     judge::set_memory(arena, case);
-    let actual = match guest.run(arena, &case.bytes, &case.regs) {
+    let actual = match guest.run(arena, case.placed(), &case.regs, beside) {
         Outcome::Done(regs, fault) => judge::Result::new(arena, &case.instruction, *regs, fault),
         Outcome::Unimplemented(reason) => return Verdict::Unimplemented(reason),
         Outcome::Strange(exit) => return Verdict::Wrong(judge::describe(case, &[exit])),

@@ -1,4 +1,4 @@
-//! Runs a few instruction bytes on the host CPU itself, from a given state, and brings back the state they leave
+//! Runs instruction bytes on the host CPU itself, from a given state, and brings back the state they leave
 //! (or the fault they raise).
 
 use std::arch::global_asm;
@@ -146,19 +146,50 @@ unsafe extern "C" {
 }
 
 pub const PAGE: usize = 4096;
-/// Code, two pages of data, a page nobody may touch, two pages of stack: all below 2 GiB, so that 32-bit addresses
+/// Two pages of code, two of data, a page nobody may touch, two pages of stack: all below 2 GiB, so that 32-bit addresses
 /// and RIP-relative operands reach them.
-pub const DATA: usize = PAGE;
+pub const CODE_LEN: usize = 2 * PAGE;
+pub const DATA: usize = CODE_LEN;
 pub const DATA_LEN: usize = 2 * PAGE;
-pub const HOLE: usize = 3 * PAGE;
-pub const STACK: usize = 4 * PAGE;
+pub const HOLE: usize = 4 * PAGE;
+pub const STACK: usize = 5 * PAGE;
 pub const STACK_LEN: usize = 2 * PAGE;
 /// Guest-only pages (descriptor tables, handlers and their stack).
-pub const SYSTEM: usize = 6 * PAGE;
-pub const ARENA_LEN: usize = 9 * PAGE;
-/// Where the instruction stands in the code page, and where its branches go.
+pub const SYSTEM: usize = 7 * PAGE;
+pub const ARENA_LEN: usize = 10 * PAGE;
+/// Where an instruction stands in the code pages, and where its branches go.
 pub const AT: usize = 0x400;
 pub const BRANCH_TARGET: usize = 0x440;
+
+/// What is executed: bytes, where they stand in the code pages, and the two places where they lead to.
+#[derive(Clone, Copy)]
+pub struct Placed<'a> {
+    pub bytes: &'a [u8],
+    pub at: usize,
+    pub ends: [usize; 2],
+}
+
+impl<'a> Placed<'a> {
+    /// An instruction, or a few: they go on to what follows them, or branch.
+    pub fn short(bytes: &'a [u8]) -> Self {
+        Placed {
+            bytes,
+            at: AT,
+            ends: [AT + bytes.len(), BRANCH_TARGET],
+        }
+    }
+
+    /// A program, which ends behind its bytes.
+    pub fn program(bytes: &'a [u8], at: usize) -> Self {
+        let end = at + bytes.len();
+        assert!(at >= AT && end + END_LEN <= CODE_LEN);
+        Placed {
+            bytes,
+            at,
+            ends: [end; 2],
+        }
+    }
+}
 
 /// The base of GS, which nothing else uses in a Linux program.
 pub const GS_BASE: u64 = 0x1230;
@@ -217,16 +248,21 @@ impl Arena {
         unsafe { std::slice::from_raw_parts_mut((self.base + offset) as *mut u8, len) }
     }
 
-    /// Executes `code` at `AT` from `regs`. RIP afterwards is that of the next instruction, or of the faulting one.
-    pub fn run(&self, code: &[u8], regs: &Regs) -> (Regs, Option<Fault>) {
-        let page = self.bytes_mut(0, PAGE);
-        page.fill(0x90);
-        page[AT..AT + code.len()].copy_from_slice(code);
+    /// Fills the code pages. Returns them.
+    pub fn place(&self, code: Placed<'_>) -> &mut [u8] {
+        let pages = self.bytes_mut(0, CODE_LEN);
+        pages.fill(0x90);
+        pages[code.at..][..code.bytes.len()].copy_from_slice(code.bytes);
+        pages
+    }
+
+    /// Executes `code` from `regs`. RIP afterwards is that of the next instruction, or of the faulting one.
+    pub fn run(&self, code: Placed<'_>, regs: &Regs) -> (Regs, Option<Fault>) {
+        let pages = self.place(code);
         // The way back needs no register and touches no flag; a byte that it writes tells the two ends apart.
-        for end in [AT + code.len(), BRANCH_TARGET] {
-            page[end..end + 14].copy_from_slice(&self.exit_sequence(end));
+        for (number, end) in code.ends.into_iter().enumerate() {
+            pages[end..end + END_LEN].copy_from_slice(&self.exit_sequence(number, end));
         }
-        page[MARKER..MARKER + 8].fill(0);
         // SAFETY: the lock in `self` makes this the only user of the frame; the code page holds the instruction
         // followed by ways back, and faults come back through the handler.
         unsafe {
@@ -244,31 +280,25 @@ impl Arena {
                 cr2: (*frame).cr2,
             });
             if fault.is_none() {
-                let marker = self.bytes(MARKER, 1)[0];
-                after.rip = (self.base
-                    + if marker == 2 {
-                        BRANCH_TARGET
-                    } else {
-                        AT + code.len()
-                    }) as u64;
+                let number = self.bytes(MARKER, 1)[0];
+                after.rip = (self.base + code.ends[usize::from(number)]) as u64;
             }
             (after, fault)
         }
     }
 
-    /// `jmp` to a tail in the code page that notes which end was reached and leaves.
-    fn exit_sequence(&self, end: usize) -> [u8; 14] {
-        let marker = if end == BRANCH_TARGET { 2 } else { 1 };
-        let tail = 0x800 + 0x40 * marker;
-        let page = self.bytes_mut(tail, 0x40);
-        // mov byte [rip + MARKER], marker
-        page[..2].copy_from_slice(&[0xc6, 0x05]);
-        page[2..6].copy_from_slice(&((MARKER as i32) - (tail as i32 + 7)).to_le_bytes());
-        page[6] = marker as u8;
+    /// `jmp` to a tail in the code pages that notes which end was reached and leaves.
+    fn exit_sequence(&self, number: usize, end: usize) -> [u8; END_LEN] {
+        let tail = TAILS + 0x40 * number;
+        let pages = self.bytes_mut(tail, 0x40);
+        // mov byte [rip + MARKER], number
+        pages[..2].copy_from_slice(&[0xc6, 0x05]);
+        pages[2..6].copy_from_slice(&((MARKER as i32) - (tail as i32 + 7)).to_le_bytes());
+        pages[6] = number as u8;
         // jmp [rip + 0]
-        page[7..13].copy_from_slice(&[0xff, 0x25, 0, 0, 0, 0]);
-        page[13..21].copy_from_slice(&(slat_oracle_exit as *const () as u64).to_le_bytes());
-        let mut bytes = [0x90; 14];
+        pages[7..13].copy_from_slice(&[0xff, 0x25, 0, 0, 0, 0]);
+        pages[13..21].copy_from_slice(&(slat_oracle_exit as *const () as u64).to_le_bytes());
+        let mut bytes = [0x90; END_LEN];
         bytes[0] = 0xe9;
         bytes[1..5].copy_from_slice(&((tail as i32) - (end as i32 + 5)).to_le_bytes());
         bytes
@@ -282,8 +312,12 @@ impl Drop for Arena {
     }
 }
 
-/// A byte of the code page in which the exits leave their number.
-const MARKER: usize = 0xff0;
+/// Bytes of a way back.
+const END_LEN: usize = 14;
+/// Where the ways back go on in the code pages.
+const TAILS: usize = 0x100;
+/// A byte of the code pages in which they leave their number.
+const MARKER: usize = 0x1f0;
 
 fn install_handlers() {
     const ALT_STACK: usize = 1 << 16;

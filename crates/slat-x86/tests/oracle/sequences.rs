@@ -13,11 +13,11 @@ use crate::vendor;
 /// The forms that sequences are made of.
 pub struct Pool {
     /// Integer instructions.
-    integer: Vec<Code>,
+    pub integer: Vec<Code>,
     /// All that go on to the next instruction.
-    any: Vec<Code>,
+    pub any: Vec<Code>,
     /// Conditional branches.
-    branches: Vec<Code>,
+    pub branches: Vec<Code>,
 }
 
 impl Pool {
@@ -93,8 +93,13 @@ fn flow_of(code: Code) -> FlowControl {
     instruction.flow_control()
 }
 
-/// An instruction whose memory operand is at a fixed place, that leaves no flag undefined and RSP alone.
+/// An instruction that leaves no flag undefined, see [`placed`].
 fn plain(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
+    placed(code, base, rng).filter(|instruction| judge::undefined_flags(instruction) == 0)
+}
+
+/// An instruction whose memory operand is at a fixed place, and that leaves RSP alone.
+pub fn placed(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
     let (mut instruction, memory) = forms::operands(code, base, rng)?;
     if let Some(n) = memory {
         if memory::is_gather(&instruction) {
@@ -119,7 +124,7 @@ fn plain(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
         instruction.op_kind(n) == OpKind::Register
             && instruction.op_register(n).full_register() == Register::RSP
     });
-    (!rsp && judge::undefined_flags(&instruction) == 0).then_some(instruction)
+    (!rsp).then_some(instruction)
 }
 
 /// Instructions that want their registers, memory or counts prepared.
