@@ -40,7 +40,6 @@ pub(crate) fn enters(vcpu_id: u32, state: &State) {
     point(|| Entry {
         vcpu_id,
         rip: state.rip,
-        immediate_exit: 0,
     });
 }
 
@@ -79,9 +78,7 @@ pub(crate) fn left(vcpu_id: u32, state: &State, exit: &Exit) {
             guest_rip: state.rip,
             isa: 1,
             info1,
-            info2: 0,
             intr_info,
-            error_code: 0,
             vcpu_id,
         }
     });

@@ -124,6 +124,7 @@ const HEXADECIMAL: &[&str] = &[
     "info1",
     "base_gfn",
     "userspace_addr",
+    "hva",
     "port",
     "role",
 ];

@@ -24,6 +24,7 @@ use crate::vcpu::{Inner, Unfinished, VcpuObject};
 use crate::{exit, guest_debug, msr, report, trace};
 use kvm_bindings::*;
 use slat::Attention;
+use slat_trace::{DirtyRingExit, point};
 use slat_x86::state::flags;
 use slat_x86::{Exit, PORT_BYTES, vector};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -255,6 +256,9 @@ impl VcpuObject {
         let full = self.ring.as_ref().is_some_and(|ring| ring.is_soft_full());
         if full {
             self.page.set_exit_reason(KVM_EXIT_DIRTY_RING_FULL);
+            point(|| DirtyRingExit {
+                vcpu_id: self.common().id,
+            });
         }
         full
     }
