@@ -3,10 +3,11 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use slat_trace::read::Trace;
+use slat_trace::read::{Event, Trace};
 
 /// The file of one test, removed at its end.
 struct File(PathBuf);
@@ -61,17 +62,101 @@ fn counter(text: &str, name: &str) -> u64 {
 
 #[test]
 fn the_totals_are_those_of_the_counters() {
-    let file = File::new("totals");
-    let said = file.demo(&["--stats"]);
-    let report = file.report();
-    let count = |name: &str| report["counts"][name].as_u64().unwrap();
-    assert_eq!(report["lost"], 0);
-    assert_eq!(count("kvm_entry"), count("kvm_exit"));
-    assert!(count("kvm_exit") > 8000);
-    // The built-in program creates four slots, deletes one, and creates it again.
-    assert_eq!(count("memslot"), 6);
-    assert_eq!(counter(&said, "slot_changes"), 6);
-    assert_eq!(report["vcpus"], 2);
+    for (mmu, own) in [
+        ("tdp", "handle_mmio_page_fault"),
+        ("direct", "kvm_mmu_get_page"),
+        ("shadow", "kvm_mmu_unsync_page"),
+    ] {
+        let file = File::new(&format!("totals-{mmu}"));
+        let said = file.demo(&["--stats", "--mmu", mmu, "--trace-buffer", "8"]);
+        let report = file.report();
+        let count = |name: &str| report["counts"][name].as_u64().unwrap();
+        assert_eq!((&report["lost"], &report["vcpus"]), (&0.into(), &2.into()));
+        assert!(count(own) > 0 || mmu == "shadow", "{own}");
+        for (point, counted) in [
+            ("kvm_page_fault", "pf_taken"),
+            ("mark_mmio_spte", "pf_mmio_spte_created"),
+            ("handle_mmio_page_fault", "mmio_cached"),
+            ("kvm_mmu_split_huge_page", "splits"),
+            ("flush_begin", "remote_tlb_flush"),
+            ("flush_end", "remote_tlb_flush"),
+            ("memslot", "slot_changes"),
+        ] {
+            assert_eq!(
+                count(point),
+                counter(&said, counted),
+                "{mmu}: {point}, {counted}"
+            );
+        }
+        assert_eq!(count("kvm_entry"), count("kvm_exit"));
+        let trace = Trace::read(&file.0).unwrap();
+        let made = |event: &&Event| trace.value(event, "created") == Some(1);
+        let events = trace.threads.iter().flat_map(|thread| &thread.events);
+        let made = events.filter(made).count() as u64;
+        assert_eq!(made, counter(&said, "mmu_cache_miss"));
+        let faults = report["faults_by_slot"].as_array().unwrap().iter();
+        let faults: u64 = faults.map(|slot| slot["faults"].as_u64().unwrap()).sum();
+        assert_eq!(faults, count("kvm_page_fault"));
+        let exits = report["exits"].as_object().unwrap().values();
+        let exits: u64 = exits.map(|exits| exits["samples"].as_u64().unwrap()).sum();
+        assert_eq!(exits, count("kvm_exit"));
+    }
+}
+
+#[test]
+fn a_killed_process_leaves_a_file_that_can_be_read() {
+    let file = File::new("killed");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+    command
+        .args(["run", "--trace", file.path()])
+        .stdout(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    let began = Instant::now();
+    while Trace::read(&file.0).map_or(0, |trace| trace.count("kvm_exit")) < 100 {
+        assert!(began.elapsed() < Duration::from_secs(60) && child.try_wait().unwrap().is_none());
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(
+        file.report()["exits"]["EPT_MISCONFIG"]["samples"]
+            .as_u64()
+            .unwrap()
+            > 50
+    );
+}
+
+#[test]
+fn a_trace_becomes_one_of_perfettos() {
+    let (file, converted) = (File::new("perfetto"), File::new("perfetto.pftrace"));
+    file.demo(&[]);
+    let output = slat(&["trace", "convert", file.path(), converted.path()]);
+    assert!(output.status.success(), "{output:?}");
+    let bytes = fs::read(&converted.0).unwrap();
+    // A file is packets, each with the tag of field 1 of `Trace` (length-delimited), and its length.
+    let (mut rest, mut packets) = (&bytes[..], 0);
+    while let [0x0a, after @ ..] = rest {
+        let end = after.iter().position(|byte| byte & 0x80 == 0).unwrap();
+        let digits = after[..=end].iter().rev();
+        let len = digits.fold(0, |len, byte| len << 7 | usize::from(byte & 0x7f));
+        rest = &after[end + 1 + len..];
+        packets += 1;
+    }
+    assert!(rest.is_empty() && packets > 20_000, "{packets}");
+    let has = |text: &str| {
+        bytes
+            .windows(text.len())
+            .any(|part| part == text.as_bytes())
+    };
+    for text in [
+        "VM 0 vCPU 1",
+        "EPT_MISCONFIG",
+        "guest",
+        "client",
+        "kvm_mmio",
+        "gpa",
+    ] {
+        assert!(has(text), "{text}");
+    }
 }
 
 #[test]

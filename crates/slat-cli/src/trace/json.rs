@@ -42,6 +42,7 @@ pub fn of(trace: &Trace, summary: &Summary, top: usize) -> String {
         "faults_by_slot": faults.collect::<Vec<_>>(),
         "gfns": addresses(&summary.gfns, top),
         "gpas": addresses(&summary.gpas, top),
+        "ports": addresses(&summary.ports, top),
         "rips": addresses(&summary.rips, top),
     });
     format!("{report:#}\n")

@@ -73,6 +73,8 @@ pub struct Summary {
     pub gfns: Seen,
     /// Addresses of devices in memory.
     pub gpas: Seen,
+    /// Ports.
+    pub ports: Seen,
     /// Where the guest was when its vCPU left it.
     pub rips: Seen,
     /// Faults by memslot; `None`: at no slot that the trace knows.
@@ -151,6 +153,7 @@ impl Summary {
             "kvm_mmio" if value("type") != u64::from(slat_trace::mmio::READ_UNSATISFIED) => {
                 *self.gpas.entry(value("gpa")).or_default() += 1;
             }
+            "kvm_pio" => *self.ports.entry(value("port")).or_default() += 1,
             "kvm_page_fault" => {
                 let gfn = value("fault_address") >> 12;
                 *self.gfns.entry(gfn).or_default() += 1;

@@ -33,6 +33,7 @@ pub fn of(trace: &Trace, summary: &Summary, top: usize) -> String {
     addresses(&mut text, "Page frame", "Faults", &summary.gfns, top);
     faults(&mut text, summary);
     addresses(&mut text, "Device at", "Accesses", &summary.gpas, top);
+    addresses(&mut text, "Port", "Accesses", &summary.ports, top);
     addresses(&mut text, "Guest RIP", "Exits", &summary.rips, top);
     text
 }

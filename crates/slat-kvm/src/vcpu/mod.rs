@@ -212,7 +212,6 @@ impl VcpuObject {
         .map_err(no_memory)?;
         publish::vcpu_begins(vcpu.vm.number, common.clone())?;
         VcpuCommon::enlist(common)?;
-        // Without space for it, points of the vCPU's thread may be lost, and are counted.
         slat_trace::add_ring();
         Ok(vcpu)
     }
