@@ -9,6 +9,7 @@ use clap_complete::Shell;
 use slat::MmuKind;
 use slat_kvm::engine::TableFormat;
 use slat_kvm::policy::{Assignment, FORMATS, mmu_by_name};
+use slat_trace::{Buffer, Selection};
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
@@ -28,6 +29,9 @@ pub enum Command {
     Bench(Bench),
     /// Watch what the VMs on slat count, live: faults, exits, leaves, instructions
     Stat(Stat),
+    /// Read what `slat run --trace` has recorded: exits by reason, hot addresses, faults by memslot
+    #[command(subcommand)]
+    Trace(Trace),
     /// Show what slat supports, and what this host allows
     Info,
     /// Print a shell's completion of this command line
@@ -77,6 +81,18 @@ pub struct Run {
     /// When PROGRAM ends, print on stderr what the memory system did
     #[arg(long)]
     pub stats: bool,
+
+    /// Record KVM's tracepoints in FILE, for `slat trace`; a further process that uses KVM has FILE.PID
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+
+    /// With --trace, record only these: names between commas, or kvm, kvmmmu, slat for all of one kind
+    #[arg(long, value_name = "LIST", requires = "trace")]
+    pub trace_events: Option<Selection>,
+
+    /// With --trace, the MiB that hold the latest records of each thread; usually 4, which is 65,000 records
+    #[arg(long, value_name = "MIB", requires = "trace")]
+    pub trace_buffer: Option<Buffer>,
 
     /// The KVM program, found as a shell finds it, and its arguments
     // Options after its name are the program's; before it they are slat's, unless `--` comes first.
@@ -154,6 +170,43 @@ pub struct Stat {
     /// With --csv, end after N looks
     #[arg(long, value_name = "N", requires = "csv", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
+}
+
+/// `slat trace`.
+#[derive(Subcommand)]
+pub enum Trace {
+    /// Print how often and how long vCPUs left the guest, by reason, and where
+    Report(Report),
+    /// Write a file that https://ui.perfetto.dev opens: a track for each thread
+    Convert(Convert),
+}
+
+/// `slat trace report`.
+#[derive(ClapArgs)]
+pub struct Report {
+    /// What `slat run --trace` has written; the process may be running, or may have been killed
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Print it as JSON
+    #[arg(long)]
+    pub json: bool,
+
+    /// How many of the most frequent addresses to print
+    #[arg(long, value_name = "N", default_value = "10")]
+    pub top: usize,
+}
+
+/// `slat trace convert`.
+#[derive(ClapArgs)]
+pub struct Convert {
+    /// What `slat run --trace` has written
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// The file to write, in Perfetto's format
+    #[arg(value_name = "OUTPUT")]
+    pub output: PathBuf,
 }
 
 /// Parses the time between two looks.

@@ -117,7 +117,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     // output.
     let text = tables(selection, &report);
     if let Some(page) = page {
-        page.write(&html::page(selection, &report, size))?;
+        page.write(html::page(selection, &report, size))?;
     }
     match json {
         Json::Nowhere => say(&text)?,
@@ -126,7 +126,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
             say(&report.to_json())?;
         }
         Json::File(file) => {
-            file.write(&report.to_json())?;
+            file.write(report.to_json())?;
             say(&text)?;
         }
     }

@@ -22,6 +22,8 @@ mod program;
 mod run;
 #[cfg(target_arch = "x86_64")]
 mod stat;
+#[cfg(target_arch = "x86_64")]
+mod trace;
 
 #[cfg(target_arch = "x86_64")]
 fn main() -> std::process::ExitCode {
@@ -34,9 +36,10 @@ fn main() -> std::process::ExitCode {
         Err(error) => error.exit(),
     };
     match args.command {
-        args::Command::Run(options) => run::run(&options),
+        args::Command::Run(mut options) => run::run(&mut options),
         args::Command::Bench(options) => bench::run(&options),
         args::Command::Stat(options) => stat::run(&options),
+        args::Command::Trace(options) => trace::run(&options),
         args::Command::Info => info::print(),
         args::Command::Completions(options) => documents::completions(&options),
         args::Command::Man(options) => documents::man(&options),

@@ -74,22 +74,22 @@ impl Pending {
         }
     }
 
-    /// Replaces the file's content with `text`.
+    /// Replaces the file's content.
     ///
     /// # Errors
     /// A sentence for the user, which names the file.
-    pub fn write(mut self, text: &str) -> Result<(), String> {
+    pub fn write(mut self, content: impl AsRef<[u8]>) -> Result<(), String> {
         self.is_new = false;
-        self.replace(text)
+        self.replace(content.as_ref())
             .map_err(|error| format!("cannot write to {}: {error}", self.path.display()))
     }
 
-    fn replace(&mut self, text: &str) -> io::Result<()> {
+    fn replace(&mut self, content: &[u8]) -> io::Result<()> {
         // A pipe or a terminal has no old content.
         if self.file.metadata()?.is_file() {
             self.file.set_len(0)?;
         }
-        self.file.write_all(text.as_bytes())
+        self.file.write_all(content)
     }
 }
 

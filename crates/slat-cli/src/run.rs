@@ -2,8 +2,10 @@
 
 use std::env;
 use std::ffi::OsString;
+use std::fs;
+use std::io;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{self, Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use slat_kvm::policy::{Assignment, check_pair};
@@ -15,13 +17,26 @@ use crate::program::{Reach, Refusal};
 use crate::{demo, launchers, preload, program};
 
 /// Returns the environment of the library, or of the built-in program.
-fn settings(options: &Run) -> [(&'static str, Option<OsString>); 4] {
+fn settings(options: &Run) -> [(&'static str, Option<OsString>); 7] {
+    let text = |value: Option<String>| value.map(OsString::from);
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),
         ("SLAT_FORMAT", Some(options.table_format().name().into())),
         // Removed if not asked for: a `slat run` inside another one inherits nothing.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
         policies(&options.set),
+        (
+            "SLAT_TRACE",
+            options.trace.clone().map(PathBuf::into_os_string),
+        ),
+        (
+            "SLAT_TRACE_EVENTS",
+            text(options.trace_events.map(|list| list.to_string())),
+        ),
+        (
+            "SLAT_TRACE_BUFFER",
+            text(options.trace_buffer.map(|size| size.to_string())),
+        ),
     ]
 }
 
@@ -32,13 +47,33 @@ pub fn policies(set: &[Assignment]) -> (&'static str, Option<OsString>) {
     ("SLAT_SET", value)
 }
 
+/// Makes the path of a trace absolute, because PROGRAM may change its directory, and removes an old file there: a process makes
+/// its file anew, so that no two write to one.
+///
+/// # Errors
+/// A sentence for the user.
+fn prepare(file: &mut PathBuf) -> Result<(), String> {
+    let prepared = path::absolute(&*file).and_then(|absolute| {
+        *file = absolute;
+        match fs::symlink_metadata(&*file) {
+            Ok(known) if !known.is_file() => Err(io::Error::other("is there, and is no file")),
+            Ok(_) => fs::remove_file(&*file),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(error),
+        }
+    });
+    prepared.map_err(|error| format!("--trace {}: {error}", file.display()))
+}
+
 /// Replaces this process by PROGRAM, so that its exit status, its signals and its process id are
 /// its own. Returns only if that failed.
-pub fn run(options: &Run) -> ExitCode {
-    if let Err(message) = check_pair(options.mmu, options.table_format()) {
+pub fn run(options: &mut Run) -> ExitCode {
+    let checked = check_pair(options.mmu, options.table_format());
+    if let Err(message) = checked.and_then(|()| options.trace.as_mut().map_or(Ok(()), prepare)) {
         complain(&message);
         return ExitCode::from(2);
     }
+    let options = &*options;
     let Some((name, arguments)) = options.program.split_first() else {
         for (name, value) in settings(options) {
             // SAFETY: this process has no other thread yet.

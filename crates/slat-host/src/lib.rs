@@ -9,6 +9,7 @@ pub mod frames;
 pub mod mappings;
 pub mod procfs;
 mod resident;
+mod trace;
 
 pub use slat_process::forks as process;
 
@@ -19,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, PAGE_SHIFT, Pfn, Platform, Request,
+    Access, Entries, Event, Gfn, HostPage, HostRun, Hva, Level, PAGE_SHIFT, Pfn, Platform, Request,
     ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
@@ -187,6 +188,11 @@ unsafe impl Platform for HostPlatform {
     }
 
     fn flush(&self, _vm: VmId, _range: Range<Gfn>, _stale: Stale) {}
+
+    #[inline(always)]
+    fn trace(&self, event: Event) {
+        trace::record(event);
+    }
 
     fn wait(&self, round: u32, what: WaitFor) {
         const SPINS: u32 = 128;

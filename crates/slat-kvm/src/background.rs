@@ -33,6 +33,7 @@ pub(crate) fn leave_descriptors() -> bool {
 pub(crate) fn start<T: Background>(work: &'static T) -> bool {
     extern "C" fn main<T: Background>(work: *mut c_void) -> *mut c_void {
         calls::mark_own_thread();
+        slat_trace::name_thread(T::NAME);
         let _section = Section::enter();
         // SAFETY: the `work` of `start`, which lives as long as the process.
         unsafe { &*work.cast::<T>() }.run();

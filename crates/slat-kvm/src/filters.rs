@@ -9,7 +9,7 @@ use crate::background;
 use crate::irq::irqfd;
 use crate::policy::{self, Jit};
 use crate::process::PerProcess;
-use crate::{compiler, publish, recovery, report, steal_time, ticker};
+use crate::{compiler, publish, recovery, report, steal_time, ticker, trace};
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
@@ -50,6 +50,7 @@ pub fn announce(program: &[libc::sock_filter]) {
 pub(crate) fn kvm_is_used() {
     if USED.peek().is_none() {
         USED.get();
+        trace::begin();
         if is_any_forbidden() {
             start_threads();
         }

@@ -31,6 +31,7 @@
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`policy`], [`parameters`], `recovery` | settings, module parameters; recovery of NX huge pages |
 //! | [`publish`] | the counters of this process's VMs, for `slat stat` |
+//! | [`trace`] | tracepoints, for `slat run --trace` |
 //! | [`report`], [`errno`], `heap` | messages to the user, errors, vectors that report `ENOMEM` instead of ending the process |
 //! | [`engine`] | the engine's VM and vCPU, whatever their table format |
 //!
@@ -93,6 +94,7 @@ mod steal_time;
 pub mod system;
 pub mod thread;
 mod ticker;
+pub mod trace;
 pub mod user;
 pub mod vcpu;
 mod vcpu_common;

@@ -167,6 +167,11 @@ impl RunPage {
         field!(self, immediate_exit) != 0
     }
 
+    /// The exit reason.
+    pub fn exit_reason(&self) -> u32 {
+        field!(self, exit_reason)
+    }
+
     /// Sets the exit reason.
     pub fn set_exit_reason(&self, reason: u32) {
         set_field!(self, reason, exit_reason);

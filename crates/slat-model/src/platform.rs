@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
-use std::sync::{Arc, Condvar, Mutex, RwLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 
 use slat::{
@@ -40,6 +40,7 @@ pub enum Event {
 }
 
 type Hook = Arc<dyn Fn(Event) + Send + Sync>;
+type TraceHook = Box<dyn Fn(slat::Event) + Send + Sync>;
 
 /// Blocks every thread that resolves a page of `closed` until the gate is opened.
 #[derive(Default)]
@@ -58,6 +59,7 @@ pub struct SimMachine {
     resolves: AtomicU64,
     hooked: AtomicBool,
     hook: RwLock<Option<Hook>>,
+    trace_hook: OnceLock<TraceHook>,
     gate: Gate,
 }
 
@@ -114,6 +116,12 @@ impl SimMachine {
     pub fn set_hook(&self, hook: impl Fn(Event) + Send + Sync + 'static) {
         *self.hook.write().unwrap() = Some(Arc::new(hook));
         self.hooked.store(true, SeqCst);
+    }
+
+    /// Calls `hook` with every event that the engine traces from now on ([`Platform::trace`]), in the state that the trait says. Only
+    /// the first hook is called.
+    pub fn on_trace(&self, hook: impl Fn(slat::Event) + Send + Sync + 'static) {
+        let _ = self.trace_hook.set(Box::new(hook));
     }
 
     /// Call before and after a test's CPU reads an entry of the guest's own tables, at `host`: the hook can step in.
@@ -180,6 +188,7 @@ impl Machine for Arc<SimMachine> {
             resolves: AtomicU64::new(0),
             hooked: AtomicBool::new(false),
             hook: RwLock::new(None),
+            trace_hook: OnceLock::new(),
             gate: Gate::default(),
         })
     }
@@ -287,6 +296,13 @@ unsafe impl Platform for SimMachine {
     fn flush(&self, _: VmId, range: Range<Gfn>, _: Stale) {
         self.event(Event::Flush(range.start, range.end));
         self.flushes.fetch_add(1, Relaxed);
+    }
+
+    #[inline]
+    fn trace(&self, event: slat::Event) {
+        if let Some(hook) = self.trace_hook.get() {
+            hook(event);
+        }
     }
 
     fn wait(&self, round: u32, what: WaitFor) {

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering::*};
 use std::sync::{Arc, Mutex};
 
 use slat::{
-    Entries, Gfn, HostPage, HostRun, Hva, PAGE_SIZE, Pfn, Platform, Request, ResolveError, Stale,
-    TableMeta, VmId, WaitFor,
+    Entries, Event, Gfn, HostPage, HostRun, Hva, PAGE_SIZE, Pfn, Platform, Request, ResolveError,
+    Stale, TableMeta, VmId, WaitFor,
 };
 
 use crate::host::HostMemory;
@@ -246,6 +246,11 @@ unsafe impl<P: Platform> Platform for Watched<P> {
         let begun = self.tlb.flush_begins();
         self.platform.flush(vm, range.clone(), stale);
         self.tlb.flush_ended(vm, &range, stale, begun);
+    }
+
+    #[inline]
+    fn trace(&self, event: Event) {
+        self.platform.trace(event);
     }
 
     fn wait(&self, round: u32, what: WaitFor) {

@@ -76,6 +76,7 @@ pub(crate) fn is_borrowed() -> bool {
 pub(crate) extern "C" fn at_exit() {
     guarded::guarded(|| {
         slat_kvm::report::at_exit();
+        slat_kvm::trace::end();
         if !is_borrowed() {
             slat_kvm::publish::end();
         }

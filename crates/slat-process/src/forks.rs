@@ -17,12 +17,15 @@ struct Wiped {
     pid: AtomicI32,
     /// Number of VMs that live in this process.
     live_vms: AtomicUsize,
+    /// The tracepoints that this process records, a bit each.
+    traced: AtomicU64,
 }
 
 static WIPED: Wiped = Wiped {
     generation: AtomicU64::new(0),
     pid: AtomicI32::new(0),
     live_vms: AtomicUsize::new(0),
+    traced: AtomicU64::new(0),
 };
 
 /// The highest generation so far. A forked child continues its parent's count.
@@ -35,6 +38,7 @@ fn watch() {
         WIPED.generation.store(0, Ordering::Relaxed);
         WIPED.pid.store(0, Ordering::Relaxed);
         WIPED.live_vms.store(0, Ordering::Relaxed);
+        WIPED.traced.store(0, Ordering::Relaxed);
     }
     WATCHING.call_once(|| {
         let start = (&raw const WIPED).cast_mut().cast();
@@ -51,6 +55,12 @@ fn watch() {
 /// Returns the counter of VMs that live in this process, 0 in a forked child. One load.
 pub fn live_vms() -> &'static AtomicUsize {
     &WIPED.live_vms
+}
+
+/// Returns the tracepoints that this process records, a bit each; none in a forked child.
+#[inline(always)]
+pub fn traced() -> &'static AtomicU64 {
+    &WIPED.traced
 }
 
 /// Returns the id of the process that owns this memory: a child of `vfork` gets its parent's.

@@ -153,7 +153,10 @@ impl CodePages {
         let change = self.lock();
         let now = self.slots.at(host).load(Relaxed);
         let strikes = (now & STRIKE_MASK) + 1;
-        (now != 0).then(|| change.next(host, strikes < STRIKES, strikes, own))
+        (now != 0).then(|| {
+            slat_trace::point(|| slat_trace::CodeInvalidated { hva: host as u64 });
+            change.next(host, strikes < STRIKES, strikes, own)
+        })
     }
 
     fn lock(&self) -> Change<'_> {

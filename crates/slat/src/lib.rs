@@ -86,6 +86,7 @@ mod slots;
 mod stats;
 mod sync;
 mod table;
+mod trace;
 mod vcpu;
 mod vm;
 
@@ -108,6 +109,7 @@ pub use slots::{
 };
 pub use stats::Stats;
 pub use sync::quiesce::Attention;
+pub use trace::{Event, PageRole};
 pub use vcpu::{
     AfterPageFault, CreateVcpuError, Entered, HostWords, Stop, Translation, Vcpu, VcpuStats,
     VirtualPage, VirtualStop,

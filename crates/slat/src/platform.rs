@@ -11,6 +11,7 @@ use core::ptr::NonNull;
 use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT, Pfn};
 use crate::format::MemoryType;
 use crate::frame::{Entries, TableMeta};
+use crate::trace::Event;
 
 /// Identifies a VM towards its [`Platform`], for the life of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -238,6 +239,7 @@ impl Stale {
 /// | `flush` | no | slots | for CPUs in the guest | yes | no |
 /// | `wait` | yes | slots | shortly, that is its purpose | no | no |
 /// | `zapped` | yes | slots, a table's | no | no | no |
+/// | `trace` | yes | slots, a table's | no | no | no |
 ///
 /// "Yes", and a lock that is named, mean that it may be so. *Slots* is the lock of slot changes of one address space, under
 /// which a thread may sleep; other slot changes, and harvests of dirty logs, wait meanwhile. *A table's* is a spin lock: with
@@ -380,6 +382,13 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// several times, by leaves of several memslots, or of pieces of a huge one.
     fn zapped(&self, leaf: ZappedLeaf) {
         let _ = leaf;
+    }
+
+    /// Called at each event, by the thread that makes it. For a record of what the engine does; does nothing otherwise, and then it
+    /// is compiled away.
+    #[inline(always)]
+    fn trace(&self, event: Event) {
+        let _ = event;
     }
 
     /// Passes time while the engine waits; `round` counts up from 0 for one wait. Spin first, then

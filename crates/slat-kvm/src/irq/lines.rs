@@ -9,6 +9,7 @@ use crate::ticker::{VmTimer, VmTimers};
 use slat_irqchip::lapic::Request;
 use slat_irqchip::line::Outcome;
 use slat_irqchip::message::Message;
+use slat_trace::{AckIrq, MsiSetIrq, point};
 use std::sync::{PoisonError, RwLockReadGuard};
 
 impl Interrupts {
@@ -68,6 +69,10 @@ impl Interrupts {
 
     /// Sends the message of a device that writes `data` to `address`.
     fn send_msi(&self, address: u64, data: u32) -> Outcome {
+        point(|| MsiSetIrq {
+            address,
+            data: data.into(),
+        });
         let sent = self.vcpus.send(None, &self.message(address, data));
         match sent.taken {
             0 => Outcome::Ignored,
@@ -187,6 +192,7 @@ impl Interrupts {
         let set = |bits: u32| (0..u32::BITS as u8).filter(move |bit| bits >> bit & 1 != 0);
         let targets = (set(lines.into()).map(Target::Pic)).chain(set(pins).map(Target::IoApic));
         for target in targets {
+            point(|| acknowledged(target));
             let gsi = self.routes().gsi_of(target);
             if let Some(gsi) = gsi {
                 self.irqfds.resample(self, gsi);
@@ -229,4 +235,14 @@ impl VmTimers for Interrupts {
             }
         }
     }
+}
+
+/// Returns the point for the line of a controller whose interrupt the guest has ended.
+fn acknowledged(line: Target) -> AckIrq {
+    let (irqchip, pin) = match line {
+        Target::Pic(line) => (u32::from(line) / 8, u32::from(line) % 8),
+        Target::IoApic(pin) => (2, pin.into()),
+        Target::Msi { .. } | Target::Sint { .. } => unreachable!("these are no lines"),
+    };
+    AckIrq { irqchip, pin }
 }

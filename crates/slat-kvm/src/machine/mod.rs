@@ -29,6 +29,7 @@ use crate::vm::{ORDINARY, VmObject};
 use kvm_bindings::kvm_cpuid_entry2;
 use slat::{MmuKind, Shared};
 use slat_irqchip::lapic::{self, BASE_X2APIC, Effect, Lapic};
+use slat_trace::{Eoi, point};
 use slat_x86::MsrFault;
 use std::sync::{Arc, MutexGuard};
 
@@ -215,6 +216,10 @@ impl VcpuMachine {
                 self.task_priority_changed();
             }
             Effect::Eoi(vector, level) => {
+                point(|| Eoi {
+                    apicid: self.common.id,
+                    vector: vector.into(),
+                });
                 self.acknowledge_vector(vector);
                 if self.vm.interrupts.end_of_interrupt(vector, level) {
                     self.ioapic_eoi = Some(vector);

@@ -1,9 +1,11 @@
 //! Port and MMIO accesses that need no client: those to interrupt controllers, and those that only signal an eventfd.
 
 use crate::ioeventfd::{Bus, Place};
+use crate::trace;
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat_irqchip::lapic::Effect;
+use slat_trace::{FastMmio, point};
 use slat_x86::PORT_BYTES;
 
 impl VcpuObject {
@@ -47,6 +49,7 @@ impl VcpuObject {
                     .copied()
                     .unwrap_or(0);
             }
+            trace::mmio_read(gpa, &answer[..len.into()]);
             inner.cpu.complete_mmio_read(&answer[..len.into()]);
         }
         true
@@ -59,7 +62,9 @@ impl VcpuObject {
         let hole = lapic.is_some_and(|lapic| lapic.is_hole(gpa))
             && self.vm.quirks.has(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
         if hole && !write {
-            inner.cpu.complete_mmio_read(&[0xff; 8][..len.into()]);
+            let ones = &[0xff; 8][..len.into()];
+            trace::mmio_read(gpa, ones);
+            inner.cpu.complete_mmio_read(ones);
         }
         hole
     }
@@ -80,6 +85,7 @@ impl VcpuObject {
             let read = &mut read[..len];
             let is_ours = (read.chunks_mut(size)).all(|unit| interrupts.read_port(port, unit));
             if is_ours {
+                trace::port(false, port, size, read);
                 inner.cpu.complete_io(read);
             }
             return is_ours;
@@ -116,13 +122,20 @@ impl VcpuObject {
                 address: gpa,
             };
             let unit = std::iter::once(data);
-            return interrupts.write_memory(gpa, data)
-                || (inner.known_events).signal(&self.vm.ioevents, place, unit);
+            if interrupts.write_memory(gpa, data) {
+                return true;
+            }
+            let is_ours = (inner.known_events).signal(&self.vm.ioevents, place, unit);
+            if is_ours {
+                point(|| FastMmio { gpa });
+            }
+            return is_ours;
         }
         let mut read = [0; 8];
         let read = &mut read[..data.len()];
         let is_ours = interrupts.read_memory(gpa, read);
         if is_ours {
+            trace::mmio_read(gpa, read);
             inner.cpu.complete_mmio_read(read);
         }
         is_ours

@@ -11,6 +11,7 @@ use crate::vcpu::{Inner, Unfinished, VcpuObject};
 use crate::vcpu_common::VcpuCommon;
 use kvm_bindings::*;
 use slat_irqchip::lapic::BASE_BSP;
+use slat_trace::{InjVirq, point};
 use slat_x86::Segment;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -62,6 +63,11 @@ impl VcpuObject {
         }
         if allowed && let Some(vector) = self.next_interrupt(inner, has_external) {
             common.exits.irq_injections.add(1);
+            point(|| InjVirq {
+                vector: vector.into(),
+                soft: 0,
+                reinjected: 0,
+            });
             inner.cpu.inject_interrupt(vector);
             // If another interrupt is pending, exit as soon as the CPU could take it.
             inner.cpu.interrupt_window = self.has_interrupt(inner);

@@ -21,9 +21,10 @@ use crate::signals::Masked;
 use crate::thread::{self, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuObject};
-use crate::{exit, guest_debug, msr, report};
+use crate::{exit, guest_debug, msr, report, trace};
 use kvm_bindings::*;
 use slat::Attention;
+use slat_trace::{DirtyRingExit, point};
 use slat_x86::state::flags;
 use slat_x86::{Exit, PORT_BYTES, vector};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -65,6 +66,7 @@ impl VcpuObject {
         let inner = &mut *inner;
         let attention = self.common().attention.clone();
         let _guards = thread::begin(&attention);
+        let _traced = slat_trace::run_vcpu(self.vm.number, self.common().id);
         // SAFETY: plain call.
         let thread = unsafe { libc::pthread_self() } as usize;
         self.common().runner.store(thread, Ordering::SeqCst);
@@ -88,6 +90,7 @@ impl VcpuObject {
         });
         self.common().runner.store(0, Ordering::SeqCst);
         self.publish(inner);
+        trace::returns(self.page.exit_reason(), &result);
         result
     }
 
@@ -121,6 +124,11 @@ impl VcpuObject {
             Unfinished::PortIn(len) => {
                 let mut data = [0; PORT_BYTES];
                 self.page.read_pio(&mut data[..len]);
+                let (port, size) = (
+                    field!(self.page, __bindgen_anon_1.io.port),
+                    field!(self.page, __bindgen_anon_1.io.size),
+                );
+                trace::port(false, port, size.into(), &data[..len]);
                 inner.cpu.complete_io(&data[..len]);
             }
             Unfinished::Hypercall => {
@@ -136,6 +144,8 @@ impl VcpuObject {
             }
             Unfinished::MmioRead(len) => {
                 let data = field!(self.page, __bindgen_anon_1.mmio.data);
+                let gpa = field!(self.page, __bindgen_anon_1.mmio.phys_addr);
+                trace::mmio_read(gpa, &data[..len]);
                 inner.cpu.complete_mmio_read(&data[..len]);
             }
         }
@@ -214,7 +224,9 @@ impl VcpuObject {
                 machine.memory_fault = None;
                 let common = self.common();
                 common.client.executes();
+                trace::enters(common.id, &cpu.state);
                 let exit = cpu.run(machine, common.attention.flag());
+                trace::left(common.id, &cpu.state, &exit);
                 common.client.rests();
                 exit
             };
@@ -244,6 +256,9 @@ impl VcpuObject {
         let full = self.ring.as_ref().is_some_and(|ring| ring.is_soft_full());
         if full {
             self.page.set_exit_reason(KVM_EXIT_DIRTY_RING_FULL);
+            point(|| DirtyRingExit {
+                vcpu_id: self.common().id,
+            });
         }
         full
     }
@@ -336,6 +351,9 @@ impl VcpuObject {
                 count,
             } => {
                 let len = usize::from(size) * count as usize;
+                if write {
+                    trace::port(true, port, size.into(), inner.cpu.output());
+                }
                 if self.port_access(inner, port, size.into(), write, len) {
                     return Ok(Next::Again);
                 }
@@ -378,6 +396,9 @@ impl VcpuObject {
                 write,
                 data,
             } => {
+                if write {
+                    trace::mmio_write(gpa, &data[..len.into()]);
+                }
                 if self.apic_access(inner, gpa, len, write, data)
                     || self.apic_hole(inner, gpa, len, write)
                     || self.memory_access(inner, gpa, write, &data[..len.into()])
@@ -393,6 +414,7 @@ impl VcpuObject {
                 if write {
                     set_field!(page, data, __bindgen_anon_1.mmio.data);
                 } else {
+                    trace::mmio_asked(gpa, len);
                     inner.unfinished = Unfinished::MmioRead(len.into());
                 }
             }

@@ -212,6 +212,7 @@ impl VcpuObject {
         .map_err(no_memory)?;
         publish::vcpu_begins(vcpu.vm.number, common.clone())?;
         VcpuCommon::enlist(common)?;
+        slat_trace::add_ring();
         Ok(vcpu)
     }
 

@@ -6,6 +6,7 @@ use crate::vm::VmObject;
 use crate::{guest_memfd, report, user};
 use kvm_bindings::*;
 use slat::{Gpa, Hva, MemoryAttributes, Region, RegionError, SlotFlags};
+use slat_trace::{MemslotChange, point};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -81,6 +82,15 @@ impl VmObject {
             set => set,
         };
         set.map_err(refused)?;
+        point(|| MemslotChange {
+            vm: self.number as u32,
+            as_id: space as u32,
+            slot: region.slot & 0xffff,
+            base_gfn: region.guest_phys_addr / PAGE,
+            npages: size / PAGE,
+            userspace_addr: region.userspace_addr,
+            flags: region.flags,
+        });
         if let Some(mut bindings) = bindings {
             bindings.set(region.slot, part.map(|part| part.memory));
         }

@@ -61,6 +61,7 @@ use cranelift_codegen::{Context, control::ControlPlane, isa};
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
 use known::Known;
 use memory::{Arena, Chunk, Refused};
+use slat_trace::{CompileRegion, point};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
@@ -312,6 +313,10 @@ impl Compiler {
         let region = match known {
             Some(known) => Ok(known),
             None => self.compile(job.source, job.tier, workshop).map(|region| {
+                point(|| CompileRegion {
+                    rip: region.source.blocks.first().map_or(0, |(rip, _)| *rip),
+                    tier: region.tier as u32,
+                });
                 let region = Arc::new(region);
                 self.known.add(&region);
                 region

@@ -10,6 +10,7 @@ use crate::guest_walk::PageRights;
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 use crate::table::{FrameCache, Installed, OnLeaf, Path, Retry, Root, Run, widen};
+use crate::trace::Event;
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Does what [`Tree::map`](crate::table::Tree::map) does, for a page of the guest's if the target has a trail.
@@ -299,7 +300,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         role: Role,
         path: &mut Path<'_>,
     ) -> Option<u32> {
+        let trace = |created| {
+            let role = role.word();
+            let page = Event::GetPage { gfn, role, created };
+            self.platform.trace(page);
+        };
         if let Some(number) = pages.find_page(gfn, role) {
+            trace(false);
             return Some(number);
         }
         if path.frames.is_empty() {
@@ -318,6 +325,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             .store(F::SHADOWS && role.is_direct(), Relaxed);
         path.nx_splits += u64::from(nx_split);
         path.shadow_pages += 1;
+        trace(true);
         self.budget.took(1);
         Some(number)
     }
@@ -365,6 +373,11 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         pages.list_parent(id, lower);
         above.meta().count_leaves(-1);
         path.split(at, made);
+        self.platform.trace(Event::SplitHugePage {
+            gfn,
+            spte: bits,
+            level: at,
+        });
         Some(lower)
     }
 

@@ -20,6 +20,7 @@ use crate::platform::Platform;
 use crate::shadow::trail::{Note, Role};
 use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Table, tell_zapped};
+use crate::trace::Event;
 
 /// The number of an entry of a shadow page: that of the page, and the entry's index.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -276,6 +277,19 @@ impl Pages {
             .unsynced
     }
 
+    /// Makes page `number`, of a table of the guest's, [`Agreement::Unsynced`]. Returns whether it was [`Agreement::Synced`].
+    pub(super) fn unsync_page(&self, platform: &impl Platform, number: u32) -> bool {
+        let unsynced = self.set_agreement(number, Agreement::Unsynced);
+        let page = self.pool.get(number);
+        if unsynced {
+            platform.trace(Event::UnsyncPage {
+                gfn: page.gfn.get(),
+                role: page.role.get().word(),
+            });
+        }
+        unsynced
+    }
+
     /// Sets how well page `number`, of a table of the guest's, agrees with it. Returns whether that brings it onto the list
     /// of those that do not, or takes it off.
     pub(super) fn set_agreement(&self, number: u32, agreement: Agreement) -> bool {
@@ -389,6 +403,10 @@ impl Pages {
             }
         }
         detached.push(&table, level);
+        platform.trace(Event::PrepareZapPage {
+            gfn: page.gfn.get(),
+            role: page.role.get().word(),
+        });
         detached.zapped.shadow_pages += 1;
         detached.zapped.unsynced += u64::from(self.retire(number));
     }

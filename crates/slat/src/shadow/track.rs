@@ -103,14 +103,14 @@ impl Pages {
 
     /// Makes the pages of the table at `gfn` unsynced, if all are of level 1. Returns how many; `None`: stores to it must be
     /// noticed.
-    fn unsync(&self, gfn: Gfn) -> Option<u64> {
+    fn unsync(&self, platform: &impl Platform, gfn: Gfn) -> Option<u64> {
         let tracks = |number: u32| self.pool.get(number).level() > Level::PAGE;
         if self.pages_of_table(gfn).any(tracks) {
             return None;
         }
         let mut unsynced = 0;
         for number in self.pages_of_table(gfn) {
-            unsynced += u64::from(self.set_agreement(number, Agreement::Unsynced));
+            unsynced += u64::from(self.unsync_page(platform, number));
         }
         Some(unsynced)
     }
@@ -215,7 +215,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         };
         if role.level == Level::PAGE && others.any(unsynced) {
             // Stores to the table need not be noticed: the new page is compared with it, too, when the guest flushes.
-            path.unsynced += u64::from(pages.set_agreement(number, Agreement::Unsynced));
+            path.unsynced += u64::from(pages.unsync_page(&*self.platform, number));
             return Some(number);
         }
         // Pages of another role, if unsynced, cannot stay so: they have to be compared.
@@ -249,7 +249,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
         if leaf.write
             && path.stores
-            && let Some(unsynced) = pages.unsync(gfn)
+            && let Some(unsynced) = pages.unsync(&*self.platform, gfn)
         {
             path.unsynced += unsynced;
             return leaf;

@@ -9,6 +9,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
+use crate::trace::Event;
 
 impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
     type Format = F;
@@ -25,7 +26,10 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
     fn zap(&self, at: &At<'_>) {
         match P::WANTS_ZAPPED {
             true => _ = self.take(at),
-            false => at.clear::<F>(),
+            false => {
+                at.clear::<F>();
+                self.trace_zap(at);
+            }
         }
     }
 
@@ -33,11 +37,13 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
     fn take(&self, at: &At<'_>) -> u64 {
         let bits = at.take::<F>();
         tell_zapped::<P, F>(&*self.platform, bits, at.level);
+        self.trace_zap(at);
         bits
     }
 
     fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached) {
         at.clear::<F>();
+        self.trace_zap(at);
         detached.push(&self.table(lower), at.level.below());
     }
 
@@ -58,6 +64,11 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
             }
         }
         path.split(at.level, ENTRIES);
+        self.platform.trace(Event::SplitHugePage {
+            gfn: at.gfn,
+            spte: bits,
+            level: at.level,
+        });
         Split::InPlace
     }
 
@@ -115,6 +126,16 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
+    /// Call after the entry `at` was cleared.
+    #[inline(always)]
+    fn trace_zap(&self, at: &At<'_>) {
+        self.platform.trace(Event::SpteZapped {
+            gfn: at.gfn,
+            old_spte: at.bits,
+            level: at.level,
+        });
+    }
+
     /// Like [`ByGfn::check`], for the table of `level` in `frame` and those below it.
     fn check_below(&self, frame: Pfn, level: Level) -> Result<(), String> {
         let table = self.table(frame);

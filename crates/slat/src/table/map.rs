@@ -11,6 +11,7 @@ use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
 use crate::platform::Platform;
+use crate::trace::Event;
 
 /// What to do about a larger leaf on the path.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -317,6 +318,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 Ok(_) => {
                     if split {
                         path.split(level, ENTRIES);
+                        let spte = bits;
+                        (self.platform).trace(Event::SplitHugePage { gfn, spte, level });
                     }
                     path.nx_splits += nx_split as u64;
                     return new;

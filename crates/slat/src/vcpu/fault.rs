@@ -25,6 +25,7 @@ use crate::policy::Prefetch;
 use crate::shadow::trail::Target;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::table::{ByGfn, Installed, Key, Retry};
+use crate::trace::Event;
 use crate::vm::{LogKind, RangeOp, RingSlot};
 
 /// What a faulting access asks for.
@@ -213,6 +214,11 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         if plan.nx_split && !self.vcpu.vm().policy.nx_huge_pages_split().is_on() {
             self.zap_huge();
         }
+        self.vcpu.vm().platform.trace(Event::SpteRequested {
+            gfn: self.want.gfn(),
+            pfn: plan.leaf.pfn,
+            level: plan.level,
+        });
         let (installed, split, tracked) = match self.install(&plan) {
             Ok(done) => done,
             Err(retry) => return Err(self.clear(retry, &plan)),
@@ -224,6 +230,14 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             Installed::Spurious if !split => Outcome::Spurious { fast },
             _ => Outcome::Fixed { fast },
         });
+        if fast && self.want.of_guest {
+            self.vcpu.vm().platform.trace(Event::FastPageFault {
+                gpa: self.want.gpa,
+                access: self.want.access,
+                new_spte: F::leaf(plan.leaf, plan.level),
+                spurious: installed == Installed::Spurious && !split,
+            });
+        }
         if installed == Installed::New {
             self.vcpu.counters().leaves_of(plan.level).add(1);
             let prefetch = self.vcpu.vm().policy.prefetch();
@@ -298,7 +312,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             };
             match ring {
                 Some(ring) if log.kind() == LogKind::Rings => {
-                    ring.push(RingSlot::new(space, slot.id), slot.page);
+                    let pushed = ring.push(RingSlot::new(space, slot.id), slot.page);
+                    vm.platform.trace(pushed);
                 }
                 _ => log.mark(slot.page),
             }

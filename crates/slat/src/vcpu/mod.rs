@@ -33,6 +33,7 @@ use crate::sync::InSection;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader};
 use crate::table::{Flushed, Found, FrameCache, Key, Path, Root, lookup_in, lookup_page};
+use crate::trace::Event;
 use crate::vm::{DirtyRing, Space, Vm};
 use presence::Presence;
 use recent_slots::RecentSlots;
@@ -474,6 +475,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn quiesce(&mut self) {
         self.flags_in = None;
         self.presence.quiesce(&self.vm.readers);
+        self.vm.platform.trace(Event::Quiesce);
     }
 
     fn come_in(&mut self, walkable: Gpa) -> bool {

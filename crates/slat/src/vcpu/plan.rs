@@ -11,6 +11,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, Platform, Request, ResolveError};
 use crate::slots::{Limits, Memslot, PrivateFrames};
 use crate::sync::held;
+use crate::trace::Event;
 use crate::vm::{DirtyLog, InProgress, LogKind, Sequence, is_executable, leaf_of};
 
 /// What a fault installs. It holds as long as its sequence does.
@@ -184,7 +185,12 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             let mapped = (self.vcpu)
                 .on_tables(|_, tables, path| unsafe { tables.map_mmio(target, generation, path) });
             match mapped {
-                Ok(mapped) => self.vcpu.counters().pf_mmio_spte_created.add(mapped.into()),
+                Ok(true) => {
+                    self.vcpu.counters().pf_mmio_spte_created.add(1);
+                    let gfn = self.want.gfn();
+                    (self.vcpu.vm().platform).trace(Event::MarkMmioSpte { gfn, generation });
+                }
+                Ok(false) => {}
                 Err(retry) => return self.clear_path(retry),
             }
         }

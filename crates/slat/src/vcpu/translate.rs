@@ -14,6 +14,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::heap::OutOfMemory;
 use crate::platform::{Platform, ResolveError};
 use crate::shadow::trail::Target;
+use crate::trace::Event;
 use crate::vm::Mapping;
 
 /// A page of guest memory as the second level translates it.
@@ -169,6 +170,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return answer;
         }
         self.counters().pf_taken.add(1);
+        self.vm().platform.trace(Event::PageFault {
+            fault_address: gpa.0,
+            access,
+        });
         self.fault(self.physical(gpa, access, true))
     }
 
@@ -219,6 +224,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 }
                 Entry::Mmio { generation, .. } if self.is_current(generation) => {
                     self.counters().mmio_cached.add(1);
+                    let addr = gpa.0;
+                    (self.vm().platform).trace(Event::HandleMmioPageFault { addr, gfn });
                     Some(Err(Stop::Mmio { gpa }))
                 }
                 _ => None,

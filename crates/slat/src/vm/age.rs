@@ -8,6 +8,7 @@ use super::{RangeOp, Vm};
 use crate::addr::Hva;
 use crate::format::Format;
 use crate::platform::Platform;
+use crate::trace::Event;
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Returns how many leaves backed by the addresses `range` were used since their accessed bits were last cleared;
@@ -15,6 +16,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ///
     /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again.
     pub fn age(&self, range: Range<Hva>, clear: bool) -> u64 {
+        self.platform.trace(Event::AgeHva(range.clone()));
         let mut young = 0;
         for space in &self.spaces {
             let mut op = RangeOp::begin(self, space);

@@ -34,6 +34,7 @@ use crate::platform::{Platform, Stale, WaitFor};
 use crate::slots::Place;
 use crate::sync::{SpinLock, held};
 use crate::table::overlap;
+use crate::trace::Event;
 
 /// The value of the sequence when a fault began its look-ups.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -237,6 +238,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Ok::<(), slat::CreateVmError>(())
     /// ```
     pub fn invalidate(&self, range: Range<Hva>) -> Invalidation<'_, P, F> {
+        self.platform.trace(Event::UnmapHvaRange(range.clone()));
         self.in_progress.begin(&range, self.lock_wait());
         let mut used = false;
         for space in &self.spaces {

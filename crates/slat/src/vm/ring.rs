@@ -30,6 +30,7 @@ use crate::heap::{self, OutOfMemory};
 use crate::platform::Platform;
 use crate::slots::OwnedSlot;
 use crate::table::Walk;
+use crate::trace::Event;
 
 /// A ring entry, with the layout of `struct kvm_dirty_gfn`.
 #[repr(C)]
@@ -205,8 +206,8 @@ impl DirtyRing {
         used >= self.len - Self::RESERVED
     }
 
-    /// Adds page `offset` of `slot`. Call from the ring's vCPU only.
-    pub(crate) fn push(&self, slot: RingSlot, offset: u64) {
+    /// Adds page `offset` of `slot`. Call from the ring's vCPU only. Returns what to tell the platform.
+    pub(crate) fn push(&self, slot: RingSlot, offset: u64) -> Event {
         let tail = self.tail.load(Relaxed);
         let entry = self.entry(tail);
         entry.slot.store(slot.0, Relaxed);
@@ -214,6 +215,12 @@ impl DirtyRing {
         // Before the flag: a reset must find every ring entry that the client has collected.
         self.tail.store(tail.wrapping_add(1), Relaxed);
         entry.flags.store(DIRTY, Release);
+        Event::DirtyRingPush {
+            dirty_index: tail.wrapping_add(1),
+            reset_index: self.head.load(Relaxed),
+            slot: slot.0,
+            offset,
+        }
     }
 
     /// Begins a reset: it removes entries that are in the ring now.
@@ -312,6 +319,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 .sum();
             total += reset;
             if reset == 0 {
+                let done = rings.iter().map(|ring| Event::DirtyRingReset {
+                    dirty_index: ring.tail.load(Relaxed),
+                    reset_index: ring.head.load(Relaxed),
+                });
+                done.for_each(|event| self.platform.trace(event));
                 return total;
             }
         }

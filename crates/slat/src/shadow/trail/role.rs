@@ -4,6 +4,7 @@ use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::frame::ENTRIES;
 use crate::guest_walk::{GuestPaging, Mode, PageRights, UsedEntry, used_entry};
+use crate::trace::PageRole;
 
 /// The tables that a shadow page stands in for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -48,6 +49,27 @@ pub(crate) enum Meaning {
 }
 
 impl Role {
+    /// Returns it as KVM has it.
+    pub(crate) fn word(self) -> PageRole {
+        let short = matches!(self.tables, Tables::Of(Mode::Bits32 { .. }));
+        let PageRights {
+            write,
+            user,
+            execute,
+            ..
+        } = self.rights;
+        let bits = [
+            (u32::from(self.level.0), 0),
+            (short.into(), 4),
+            (self.quadrant.into(), 5),
+            (self.is_direct().into(), 7),
+            (execute.into(), 8),
+            (write.into(), 9),
+            (user.into(), 10),
+        ];
+        PageRole(bits.iter().fold(0, |word, (bits, at)| word | bits << at))
+    }
+
     /// Returns the role of direct pages of `level` that limit nothing.
     pub(crate) const fn direct(level: Level) -> Self {
         Role {

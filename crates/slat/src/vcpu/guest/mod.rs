@@ -24,6 +24,7 @@ use crate::guest_walk::{GuestPaging, PageRights};
 use crate::platform::Platform;
 use crate::shadow::trail::of_mmio_note;
 use crate::table::{Found, Key, Root, lookup_in};
+use crate::trace::Event;
 
 pub(super) use roots::Roots;
 pub(super) use walk::FlagsIn;
@@ -140,6 +141,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ) -> Result<VirtualPage, VirtualStop<W::Error>> {
         self.presence.tables.forget(Gva(gva));
         self.counters().pf_taken.add(1);
+        self.vm().platform.trace(Event::PageFault {
+            fault_address: gva,
+            access,
+        });
         self.fault(Virtual::new(gva, access, paging, words))
     }
 
@@ -201,6 +206,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     let (gfn, rights) = of_mmio_note(note);
                     rights.allow(&strict, access).then(|| {
                         self.counters().mmio_cached.add(1);
+                        let addr = gva;
+                        (self.vm().platform).trace(Event::HandleMmioPageFault { addr, gfn });
                         let gpa = Gpa(gfn.gpa().0 + gva % PAGE_SIZE);
                         Err(Stop::Mmio { gpa })
                     })

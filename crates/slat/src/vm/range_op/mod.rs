@@ -21,6 +21,7 @@ use crate::sync::held;
 use crate::table::{
     Detached, FlushTicket, Flushed, Flushes, FrameCache, Freed, LeafCounts, Path, Walk,
 };
+use crate::trace::Event;
 
 pub(crate) use ops::{Collapsing, Step};
 
@@ -127,6 +128,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     /// Ends the reader section and begins the next, so that flushes that wait for the first can go on. Flushes nothing
     /// itself.
     pub(super) fn pass(&mut self) {
+        self.vm.platform.trace(Event::Yield);
         self.section.outside(|_| ());
     }
 
@@ -446,11 +448,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         // The TLB of a CPU that walks a shadow table knows no guest frames.
         let gfns = if F::SHADOWS { all_gfns::<F>() } else { gfns };
+        self.platform.trace(Event::FlushBegin(gfns.clone()));
         // Readers first: after that no fault in progress can still add a leaf to a detached table. Then the hardware,
         // which drops what it has cached of them.
         self.readers.synchronize(self.reader_wait());
         held::assert_none("to flush");
         self.platform.flush(self.id, gfns.clone(), stale);
+        self.platform.trace(Event::FlushEnd(gfns.clone()));
         counters.remote_tlb_flush.add(1);
         Flushes::done(gfns, number)
     }

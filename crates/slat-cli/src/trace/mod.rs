@@ -1,0 +1,56 @@
+//! `slat trace`: what `slat run --trace` has recorded.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `summary` | exits by reason with their times, the most frequent addresses, faults by memslot |
+//! | `text`, `json` | the summary, for people and for scripts |
+//! | `perfetto` | the records in Perfetto's format |
+
+mod json;
+mod perfetto;
+mod summary;
+mod text;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use slat_trace::read::{Event, Trace};
+
+use crate::args;
+use crate::output::{Pending, complain, print};
+use summary::Summary;
+
+/// Runs the command.
+pub fn run(options: &args::Trace) -> ExitCode {
+    let done = match options {
+        args::Trace::Report(options) => report(options),
+        args::Trace::Convert(options) => convert(&options.file, &options.output),
+    };
+    done.unwrap_or_else(|message| {
+        complain(&format!("trace: {message}"));
+        ExitCode::FAILURE
+    })
+}
+
+fn report(options: &args::Report) -> Result<ExitCode, String> {
+    let trace = Trace::read(&options.file)?;
+    let summary = Summary::of(&trace);
+    Ok(print(&match options.json {
+        true => json::of(&trace, &summary, options.top),
+        false => text::of(&trace, &summary, options.top),
+    }))
+}
+
+fn convert(file: &Path, output: &Path) -> Result<ExitCode, String> {
+    let trace = Trace::read(file)?;
+    Pending::open(output)?.write(perfetto::of(&trace))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the records of all threads, in the order of their times.
+fn in_order(trace: &Trace) -> Vec<&Event> {
+    let threads = trace.threads.iter();
+    let mut events: Vec<_> = threads.flat_map(|thread| &thread.events).collect();
+    events.sort_by_key(|event| event.ns);
+    events
+}

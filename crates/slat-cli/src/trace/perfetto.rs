@@ -1,0 +1,298 @@
+//! A trace in Perfetto's format, which <https://ui.perfetto.dev> opens: a track for each thread, with what its vCPU was doing as
+//! slices, and all other records as instants with their fields.
+//!
+//! The messages are those parts of `protos/perfetto/trace/trace.proto` that are needed, with its field numbers.
+
+use std::collections::HashSet;
+
+use prost::Message;
+use slat_trace::read::{Event, Thread, Trace};
+
+use super::summary::reason;
+
+/// `perfetto.protos.Trace`: a file is one, and so are several after one another.
+#[derive(Clone, PartialEq, Message)]
+struct Packets {
+    #[prost(message, repeated, tag = "1")]
+    packet: Vec<TracePacket>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct TracePacket {
+    /// Nanoseconds.
+    #[prost(uint64, optional, tag = "8")]
+    timestamp: Option<u64>,
+    #[prost(uint32, tag = "10")]
+    trusted_packet_sequence_id: u32,
+    #[prost(message, optional, tag = "11")]
+    track_event: Option<TrackEvent>,
+    #[prost(message, optional, tag = "60")]
+    track_descriptor: Option<TrackDescriptor>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct TrackEvent {
+    #[prost(message, repeated, tag = "4")]
+    debug_annotations: Vec<DebugAnnotation>,
+    #[prost(enumeration = "Type", tag = "9")]
+    r#type: i32,
+    #[prost(uint64, tag = "11")]
+    track_uuid: u64,
+    #[prost(string, repeated, tag = "22")]
+    categories: Vec<String>,
+    #[prost(string, tag = "23")]
+    name: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, prost::Enumeration)]
+#[repr(i32)]
+enum Type {
+    Unspecified = 0,
+    SliceBegin = 1,
+    SliceEnd = 2,
+    Instant = 3,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct DebugAnnotation {
+    #[prost(string, tag = "10")]
+    name: String,
+    #[prost(oneof = "Value", tags = "3, 7")]
+    value: Option<Value>,
+}
+
+#[derive(Clone, PartialEq, prost::Oneof)]
+enum Value {
+    #[prost(uint64, tag = "3")]
+    Uint(u64),
+    /// Shown in hexadecimal digits.
+    #[prost(uint64, tag = "7")]
+    Pointer(u64),
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct TrackDescriptor {
+    #[prost(uint64, tag = "1")]
+    uuid: u64,
+    #[prost(message, optional, tag = "3")]
+    process: Option<ProcessDescriptor>,
+    #[prost(message, optional, tag = "4")]
+    thread: Option<ThreadDescriptor>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct ProcessDescriptor {
+    #[prost(int32, tag = "1")]
+    pid: i32,
+    #[prost(string, tag = "6")]
+    process_name: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct ThreadDescriptor {
+    #[prost(int32, tag = "1")]
+    pid: i32,
+    #[prost(int32, tag = "2")]
+    tid: i32,
+    #[prost(string, tag = "5")]
+    thread_name: String,
+}
+
+/// The track of the process. Those of its threads follow.
+const PROCESS: u64 = 1;
+
+/// Fields that are addresses or frame numbers.
+const HEXADECIMAL: &[&str] = &[
+    "rip",
+    "guest_rip",
+    "gpa",
+    "val",
+    "fault_address",
+    "error_code",
+    "start",
+    "end",
+    "gfn",
+    "pfn",
+    "sptep",
+    "old_spte",
+    "new_spte",
+    "spte",
+    "cr2_or_gpa",
+    "addr",
+    "address",
+    "data",
+    "info1",
+    "base_gfn",
+    "userspace_addr",
+    "hva",
+    "port",
+    "role",
+];
+
+/// Returns the content of the file.
+pub fn of(trace: &Trace) -> Vec<u8> {
+    let mut out = Vec::new();
+    describe(
+        &mut out,
+        TrackDescriptor {
+            uuid: PROCESS,
+            process: Some(ProcessDescriptor {
+                pid: trace.pid as i32,
+                process_name: format!("slat {}", trace.pid),
+            }),
+            thread: None,
+        },
+    );
+    for (thread, uuid) in trace.threads.iter().zip(PROCESS + 1..) {
+        describe(
+            &mut out,
+            TrackDescriptor {
+                uuid,
+                process: None,
+                thread: Some(ThreadDescriptor {
+                    pid: trace.pid as i32,
+                    tid: thread.tid as i32,
+                    thread_name: name_of(thread),
+                }),
+            },
+        );
+        let mut track = Track {
+            trace,
+            uuid,
+            open: Vec::new(),
+            out: &mut out,
+        };
+        thread.events.iter().for_each(|event| track.add(event));
+    }
+    out
+}
+
+/// Returns what to call a thread: by its vCPU, if it has run one.
+fn name_of(thread: &Thread) -> String {
+    let ran: HashSet<_> = thread
+        .events
+        .iter()
+        .filter_map(|event| event.vcpu)
+        .collect();
+    match (ran.iter().next(), ran.len()) {
+        (Some((vm, vcpu)), 1) => format!("VM {vm} vCPU {vcpu}"),
+        (Some(_), vcpus) => format!("{vcpus} vCPUs"),
+        (None, _) if thread.name.is_empty() => format!("thread {}", thread.tid),
+        (None, _) => thread.name.clone(),
+    }
+}
+
+fn describe(out: &mut Vec<u8>, track: TrackDescriptor) {
+    write(
+        out,
+        TracePacket {
+            track_descriptor: Some(track),
+            ..packet()
+        },
+    );
+}
+
+fn packet() -> TracePacket {
+    TracePacket {
+        trusted_packet_sequence_id: 1,
+        ..TracePacket::default()
+    }
+}
+
+fn write(out: &mut Vec<u8>, packet: TracePacket) {
+    let packet = vec![packet];
+    let written = Packets { packet }.encode(out);
+    written.expect("a vector has space");
+}
+
+/// A thread's track.
+struct Track<'t> {
+    trace: &'t Trace,
+    uuid: u64,
+    /// The slices that have begun and not ended.
+    open: Vec<Slice>,
+    out: &'t mut Vec<u8>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Slice {
+    /// What the vCPU is doing: one follows the other.
+    Vcpu,
+    /// Inside of that, or on a thread without a vCPU.
+    Flush,
+}
+
+impl Track<'_> {
+    fn add(&mut self, event: &Event) {
+        let point = &self.trace.points[event.point];
+        match point.name.as_str() {
+            "kvm_entry" => self.follow("guest", event),
+            "kvm_exit" => {
+                let number = self.trace.value(event, "exit_reason").unwrap_or_default();
+                self.follow(&reason(number), event);
+            }
+            "kvm_userspace_exit" => self.follow("client", event),
+            "flush_begin" => self.begin(Slice::Flush, "flush", event),
+            "flush_end" => self.end(Slice::Flush, event),
+            name => self.put(Type::Instant, name, event),
+        }
+    }
+
+    /// Ends what the vCPU did, and begins what it does from now on.
+    fn follow(&mut self, name: &str, event: &Event) {
+        self.end(Slice::Vcpu, event);
+        self.begin(Slice::Vcpu, name, event);
+    }
+
+    fn begin(&mut self, slice: Slice, name: &str, event: &Event) {
+        self.open.push(slice);
+        self.put(Type::SliceBegin, name, event);
+    }
+
+    /// Ends `slice`, and those in it, if its beginning is among the records that are left.
+    fn end(&mut self, slice: Slice, event: &Event) {
+        let Some(at) = self.open.iter().rposition(|open| *open == slice) else {
+            return;
+        };
+        for _ in self.open.drain(at..) {
+            let end = TrackEvent {
+                r#type: Type::SliceEnd.into(),
+                track_uuid: self.uuid,
+                ..TrackEvent::default()
+            };
+            write(self.out, at_time(event, end));
+        }
+    }
+
+    fn put(&mut self, kind: Type, name: &str, event: &Event) {
+        let values = self.trace.values(event);
+        let track_event = TrackEvent {
+            debug_annotations: values
+                .map(|(name, value)| annotation(name, value))
+                .collect(),
+            r#type: kind.into(),
+            track_uuid: self.uuid,
+            categories: vec![self.trace.points[event.point].system.clone()],
+            name: name.to_owned(),
+        };
+        write(self.out, at_time(event, track_event));
+    }
+}
+
+fn at_time(event: &Event, track_event: TrackEvent) -> TracePacket {
+    TracePacket {
+        timestamp: Some(event.ns),
+        track_event: Some(track_event),
+        ..packet()
+    }
+}
+
+fn annotation(name: &str, value: u64) -> DebugAnnotation {
+    DebugAnnotation {
+        name: name.to_owned(),
+        value: Some(match HEXADECIMAL.contains(&name) {
+            true => Value::Pointer(value),
+            false => Value::Uint(value),
+        }),
+    }
+}

@@ -1,0 +1,183 @@
+//! What a trace comes to.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use slat_trace::exit;
+use slat_trace::read::{Event, Trace};
+
+use super::in_order;
+
+/// Exits of one reason.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Exits {
+    /// Their number.
+    pub samples: u64,
+    /// Those of them that were followed by an entry of the vCPU. The times are theirs: nanoseconds from the exit to the entry.
+    pub timed: u64,
+    /// All times together.
+    pub total_ns: u64,
+    /// The shortest.
+    pub min_ns: u64,
+    /// The longest.
+    pub max_ns: u64,
+}
+
+impl Exits {
+    fn took(&mut self, ns: u64) {
+        self.min_ns = if self.timed == 0 {
+            ns
+        } else {
+            self.min_ns.min(ns)
+        };
+        self.max_ns = self.max_ns.max(ns);
+        self.total_ns += ns;
+        self.timed += 1;
+    }
+
+    /// Returns the mean time in nanoseconds.
+    pub fn mean_ns(&self) -> u64 {
+        self.total_ns.checked_div(self.timed).unwrap_or(0)
+    }
+}
+
+/// A memslot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Slot {
+    /// The number of its VM.
+    pub vm: u64,
+    /// Its address space.
+    pub space: u64,
+    /// Its id.
+    pub id: u64,
+}
+
+/// How often each address was seen.
+pub type Seen = HashMap<u64, u64>;
+
+/// What a trace comes to. All but `counts` is of the records that are left.
+#[derive(Clone, Debug, Default)]
+pub struct Summary {
+    /// Nanoseconds from the first record to the last one.
+    pub ns: u64,
+    /// Records that are left.
+    pub records: u64,
+    /// Records that were overwritten by later ones of their thread.
+    pub dropped: u64,
+    /// The vCPUs that ran: VM and id.
+    pub vcpus: HashSet<(u16, u32)>,
+    /// How many records there ever were of each recorded tracepoint.
+    pub counts: Vec<(String, u64)>,
+    /// Exits by reason.
+    pub exits: BTreeMap<String, Exits>,
+    /// Page frames of the guest that faulted.
+    pub gfns: Seen,
+    /// Addresses of devices in memory.
+    pub gpas: Seen,
+    /// Ports.
+    pub ports: Seen,
+    /// Where the guest was when its vCPU left it.
+    pub rips: Seen,
+    /// Faults by memslot; `None`: at no slot that the trace knows.
+    pub faults: BTreeMap<Option<Slot>, u64>,
+}
+
+/// Returns the most frequent addresses, at most `top`.
+pub fn hottest(seen: &Seen, top: usize) -> Vec<(u64, u64)> {
+    let mut all: Vec<_> = seen
+        .iter()
+        .map(|(address, times)| (*address, *times))
+        .collect();
+    all.sort_by_key(|(address, times)| (std::cmp::Reverse(*times), *address));
+    all.truncate(top);
+    all
+}
+
+/// What is remembered from record to record.
+#[derive(Default)]
+struct State {
+    /// The exit that each vCPU is in: its reason and its time.
+    outside: HashMap<(u16, u32), (String, u64)>,
+    /// The slots that there are: frames by slot.
+    slots: BTreeMap<Slot, std::ops::Range<u64>>,
+}
+
+impl State {
+    fn slot_of(&self, vm: u64, gfn: u64) -> Option<Slot> {
+        let mut slots = self.slots.iter();
+        slots
+            .find(|(slot, gfns)| slot.vm == vm && gfns.contains(&gfn))
+            .map(|(slot, _)| *slot)
+    }
+}
+
+impl Summary {
+    /// Summarizes a trace.
+    pub fn of(trace: &Trace) -> Self {
+        let events = in_order(trace);
+        let ends = events.first().zip(events.last());
+        let recorded = (trace.points.iter().enumerate()).filter(|(point, _)| trace.records(*point));
+        let mut summary = Summary {
+            ns: ends.map_or(0, |(first, last)| last.ns - first.ns),
+            records: events.len() as u64,
+            dropped: trace.threads.iter().map(|thread| thread.dropped).sum(),
+            counts: recorded
+                .map(|(_, point)| (point.name.clone(), trace.count(&point.name)))
+                .collect(),
+            ..Summary::default()
+        };
+        let mut state = State::default();
+        for event in events {
+            summary.add(trace, event, &mut state);
+        }
+        summary
+    }
+
+    fn add(&mut self, trace: &Trace, event: &Event, state: &mut State) {
+        let value = |field| trace.value(event, field).unwrap_or(0);
+        self.vcpus.extend(event.vcpu);
+        match trace.points[event.point].name.as_str() {
+            "kvm_exit" => {
+                let reason = reason(value("exit_reason"));
+                self.exits.entry(reason.clone()).or_default().samples += 1;
+                *self.rips.entry(value("guest_rip")).or_default() += 1;
+                if let Some(vcpu) = event.vcpu {
+                    state.outside.insert(vcpu, (reason, event.ns));
+                }
+            }
+            "kvm_entry" => {
+                let exit = event.vcpu.and_then(|vcpu| state.outside.remove(&vcpu));
+                if let Some((reason, since)) = exit {
+                    self.exits.entry(reason).or_default().took(event.ns - since);
+                }
+            }
+            "kvm_mmio" if value("type") != u64::from(slat_trace::mmio::READ_UNSATISFIED) => {
+                *self.gpas.entry(value("gpa")).or_default() += 1;
+            }
+            "kvm_pio" => *self.ports.entry(value("port")).or_default() += 1,
+            "kvm_page_fault" => {
+                let gfn = value("fault_address") >> 12;
+                *self.gfns.entry(gfn).or_default() += 1;
+                let vm = event.vcpu.map_or(0, |(vm, _)| vm.into());
+                *self.faults.entry(state.slot_of(vm, gfn)).or_default() += 1;
+            }
+            "memslot" => {
+                let slot = Slot {
+                    vm: value("vm"),
+                    space: value("as_id"),
+                    id: value("slot"),
+                };
+                let base = value("base_gfn");
+                match value("npages") {
+                    0 => drop(state.slots.remove(&slot)),
+                    pages => drop(state.slots.insert(slot, base..base + pages)),
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Returns the name of an exit reason.
+pub fn reason(number: u64) -> String {
+    exit::name(number).map_or_else(|| number.to_string(), str::to_owned)
+}

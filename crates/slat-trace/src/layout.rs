@@ -1,0 +1,97 @@
+//! The bytes of a file: a header, a text that describes the tracepoints, then rings of one size. Numbers are little-endian.
+//!
+//! The text has a line for each tracepoint, `SYSTEM:NAME FIELD:OFFSET:SIZE ...`; the line's number is the tracepoint's in records. So a
+//! reader knows the tracepoints of the version of slat that wrote the file.
+
+use crate::points::{POINTS, VALUES};
+use std::fmt::Write as _;
+use std::mem::offset_of;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"slatrace");
+pub(crate) const VERSION: u32 = 1;
+
+/// Bytes before the first ring.
+pub(crate) const HEADER_BYTES: usize = 16 << 10;
+/// Where the text begins.
+pub(crate) const TEXT_AT: usize = 512;
+/// Bytes of a ring before its records.
+pub(crate) const RING_HEADER_BYTES: usize = 4096;
+pub(crate) const RECORD_BYTES: usize = size_of::<Record>();
+
+/// The start of the file.
+#[repr(C)]
+pub(crate) struct Header {
+    /// [`MAGIC`], stored last when the file is made.
+    pub(crate) magic: AtomicU64,
+    pub(crate) version: AtomicU32,
+    pub(crate) pid: AtomicU32,
+    /// Bytes of a ring, with its header.
+    pub(crate) ring_bytes: AtomicU64,
+    pub(crate) text_bytes: AtomicU64,
+    /// The tracepoints that are recorded, a bit each.
+    pub(crate) selected: AtomicU64,
+    /// Rings that a thread can claim. Ring 0 is the first one.
+    pub(crate) allocated: AtomicU64,
+    /// Rings that threads have claimed.
+    pub(crate) claimed: AtomicU64,
+    /// Points of threads that found no ring.
+    pub(crate) lost: AtomicU64,
+    /// The counter and the clock when recording began, and at a later moment.
+    pub(crate) start: [AtomicU64; 2],
+    pub(crate) latest: [AtomicU64; 2],
+}
+
+/// The start of a ring.
+#[repr(C)]
+pub(crate) struct Ring {
+    /// Records that were ever written. The last of them are in the ring.
+    pub(crate) head: AtomicU64,
+    /// The index in the ring of the next record.
+    pub(crate) next: AtomicU64,
+    /// The thread.
+    pub(crate) tid: AtomicU32,
+    /// The first bytes of the thread's name, if it is a thread of slat's own; else zeroes.
+    pub(crate) name: [AtomicU64; 2],
+    /// Records that were ever written, by tracepoint.
+    pub(crate) counts: [AtomicU64; 64],
+}
+
+/// A record.
+#[repr(C, align(64))]
+pub(crate) struct Record {
+    /// The processor's time-stamp counter.
+    pub(crate) cycles: u64,
+    /// The tracepoint.
+    pub(crate) point: u16,
+    /// The number of the VM of `vcpu`.
+    pub(crate) vm: u16,
+    /// The vCPU that the thread ran, or [`NO_VCPU`].
+    pub(crate) vcpu: u32,
+    pub(crate) values: [u8; VALUES],
+}
+
+pub(crate) const NO_VCPU: u32 = u32::MAX;
+
+const _: () = assert!(size_of::<Header>() <= TEXT_AT);
+const _: () = assert!(size_of::<Ring>() <= RING_HEADER_BYTES);
+const _: () = assert!(RECORD_BYTES == 64 && offset_of!(Record, values) == 16);
+
+/// Returns the records that fit into a ring of `bytes`.
+pub(crate) fn capacity(ring_bytes: u64) -> u64 {
+    ring_bytes.saturating_sub(RING_HEADER_BYTES as u64) / RECORD_BYTES as u64
+}
+
+/// Returns the text that describes the tracepoints.
+pub(crate) fn text() -> String {
+    let mut text = String::new();
+    for point in POINTS {
+        // Writing to a string does not fail.
+        let _ = write!(text, "{}:{}", point.system, point.name);
+        for field in point.fields {
+            let _ = write!(text, " {}:{}:{}", field.name, field.offset, field.size);
+        }
+        text.push('\n');
+    }
+    text
+}

@@ -1,0 +1,219 @@
+//! The tracepoints. Names and fields of those in `kvm` and `kvmmmu` are Linux's (include/trace/events/kvm.h, arch/x86/kvm/trace.h and
+//! arch/x86/kvm/mmu/mmutrace.h of Linux 6.12), for those who know them; `conformance/tracepoints` compares them with a kernel's source.
+//! Fields are missing that would say nothing here, such as the kernel address of an entry. Those in `slat` are slat's own.
+
+use std::mem::offset_of;
+
+/// A field of a tracepoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Field {
+    /// Its name.
+    pub name: &'static str,
+    /// Bytes from the start of the values.
+    pub offset: usize,
+    /// Its bytes: 1, 4 or 8.
+    pub size: usize,
+}
+
+/// What is known of a tracepoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Description {
+    /// What it belongs to: `kvm`, `kvmmmu` or `slat`.
+    pub system: &'static str,
+    /// Its name, which no other tracepoint of any system has.
+    pub name: &'static str,
+    /// Its fields.
+    pub fields: &'static [Field],
+}
+
+/// The values of a tracepoint.
+pub trait Point: Copy {
+    /// Which tracepoint it is: an index into [`POINTS`].
+    const ID: usize;
+}
+
+/// Returns `name` without the mark of one that is also a word of Rust's.
+const fn plain(name: &'static str) -> &'static str {
+    match name.as_bytes() {
+        [b'r', b'#', ..] => name.split_at(2).1,
+        _ => name,
+    }
+}
+
+/// Bytes of a record for the values of a point.
+pub(crate) const VALUES: usize = 48;
+
+macro_rules! points {
+    ($($(#[$doc:meta])* $system:ident $name:ident: $type:ident { $($field:ident: $kind:ty),* })*) => {
+        $(
+            $(#[$doc])*
+            #[allow(missing_docs, reason = "the names of the fields are all there is to say")]
+            #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+            pub struct $type {
+                $(pub $field: $kind,)*
+            }
+
+            impl Point for $type {
+                const ID: usize = Id::$type as usize;
+            }
+
+            const _: () = assert!(size_of::<$type>() <= VALUES);
+        )*
+
+        enum Id {
+            $($type,)*
+        }
+
+        /// All tracepoints, in the order of their numbers in a file.
+        pub const POINTS: &[Description] = &[
+            $(Description {
+                system: stringify!($system),
+                name: plain(stringify!($name)),
+                fields: &[$(Field {
+                    name: plain(stringify!($field)),
+                    offset: offset_of!($type, $field),
+                    size: size_of::<$kind>(),
+                }),*],
+            },)*
+        ];
+    };
+}
+
+points! {
+    /// A vCPU enters the guest.
+    kvm kvm_entry: Entry { vcpu_id: u32, rip: u64 }
+    /// A vCPU has left the guest. `exit_reason` is one of VMX (`isa` 1), whatever the host's processor is: see [`exit`]. `info1` is the
+    /// exit qualification of port accesses, `intr_info` describes the exception of EXCEPTION_NMI.
+    kvm kvm_exit: Exit { exit_reason: u32, guest_rip: u64, isa: u32, info1: u64, intr_info: u32, vcpu_id: u32 }
+    /// `KVM_RUN` returns: `reason` is the number of `KVM_EXIT_*`, `errno` negative if it fails.
+    kvm kvm_userspace_exit: UserspaceExit { reason: u32, errno: i32 }
+    /// An access to a device in memory: `type` is [`mmio`]'s.
+    kvm kvm_mmio: Mmio { r#type: u32, len: u32, gpa: u64, val: u64 }
+    /// An access to ports; `rw` is 1 for a write, `val` the first unit.
+    kvm kvm_pio: Pio { rw: u32, port: u32, size: u32, count: u32, val: u32 }
+    /// A write to memory only signalled an eventfd. It has a `kvm_mmio`, too.
+    kvm kvm_fast_mmio: FastMmio { gpa: u64 }
+    /// A fault of the second level; with shadow paging, one at a guest-virtual address. `error_code` has the bits of x86's page
+    /// faults for writes (1) and fetches (4). KVM's `guest_rip` is missing: in the midst of a block the CPU has none to tell.
+    kvm kvm_page_fault: PageFault { vcpu_id: u32, fault_address: u64, error_code: u64 }
+    /// An interrupt is injected.
+    kvm kvm_inj_virq: InjVirq { vector: u32, soft: u8, reinjected: u8 }
+    /// A message-signalled interrupt is sent.
+    kvm kvm_msi_set_irq: MsiSetIrq { address: u64, data: u64 }
+    /// The guest has ended an interrupt of a controller's pin: `irqchip` is 0 or 1 for the two 8259, 2 for the I/O APIC.
+    kvm kvm_ack_irq: AckIrq { irqchip: u32, pin: u32 }
+    /// The guest has ended an interrupt of its local APIC.
+    kvm kvm_eoi: Eoi { apicid: u32, vector: i32 }
+    /// Host memory is about to be unmapped, or changed.
+    kvm kvm_unmap_hva_range: UnmapHvaRange { start: u64, end: u64 }
+    /// The accessed bits of leaves are read, and perhaps cleared.
+    kvm kvm_age_hva: AgeHva { start: u64, end: u64 }
+    /// A page was written that the client has to collect; `slot` has the address space from bit 16 on.
+    kvm kvm_dirty_ring_push: DirtyRingPush { dirty_index: u32, reset_index: u32, slot: u32, offset: u64 }
+    /// A ring was searched for pages that the client has collected.
+    kvm kvm_dirty_ring_reset: DirtyRingReset { dirty_index: u32, reset_index: u32 }
+    /// `KVM_RUN` returns because the ring of the vCPU is full.
+    kvm kvm_dirty_ring_exit: DirtyRingExit { vcpu_id: u32 }
+
+    /// A fault is about to install a leaf: `level` 1 is 4 KiB.
+    kvmmmu kvm_mmu_spte_requested: SpteRequested { gfn: u64, pfn: u64, level: u8 }
+    /// A fault was resolved without memslot and host look-up: `ret` is `RET_PF_FIXED` (3) or `RET_PF_SPURIOUS` (4).
+    kvmmmu fast_page_fault: FastPageFault { vcpu_id: i32, cr2_or_gpa: u64, error_code: u32, new_spte: u64, ret: i32 }
+    /// An entry becomes one for MMIO.
+    kvmmmu mark_mmio_spte: MarkMmioSpte { gfn: u64, r#gen: u32 }
+    /// An entry for MMIO answered an access.
+    kvmmmu handle_mmio_page_fault: HandleMmioPageFault { addr: u64, gfn: u64 }
+    /// A leaf of the TDP MMU, or an entry for a table with all below it, was zapped: `new_spte` is 0.
+    kvmmmu kvm_tdp_mmu_spte_changed: TdpMmuSpteChanged { gfn: u64, old_spte: u64, new_spte: u64, level: u8 }
+    /// A huge leaf of `level` was split.
+    kvmmmu kvm_mmu_split_huge_page: SplitHugePage { gfn: u64, spte: u64, level: i32, errno: i32 }
+    /// A shadow page was made, or found.
+    kvmmmu kvm_mmu_get_page: GetPage { gfn: u64, role: u32, created: u8 }
+    /// A shadow page follows the guest's table no more.
+    kvmmmu kvm_mmu_unsync_page: UnsyncPage { gfn: u64, role: u32 }
+    /// A shadow page is zapped.
+    kvmmmu kvm_mmu_prepare_zap_page: PrepareZapPage { gfn: u64, role: u32 }
+
+    /// A memslot was created, moved, or got other flags; `npages` 0: it was deleted.
+    slat memslot: MemslotChange { vm: u32, as_id: u32, slot: u32, base_gfn: u64, npages: u64, userspace_addr: u64, flags: u32 }
+    /// A flush of the guest frames from `start` to before `end` begins: it waits for vCPUs.
+    slat flush_begin: FlushBegin { start: u64, end: u64 }
+    /// That flush is done.
+    slat flush_end: FlushEnd { start: u64, end: u64 }
+    /// A vCPU has dropped its translations, for a flush.
+    slat quiesce: Quiesce {}
+    /// A long operation lets others pass.
+    slat r#yield: Yield {}
+    /// A region of guest code, which begins at `rip`, was compiled: `tier` 0 quickly, 1 by Cranelift.
+    slat compile: CompileRegion { rip: u64, tier: u32 }
+    /// A store to `hva`: what the vCPUs have decoded and compiled of the page there is void.
+    slat code_invalidated: CodeInvalidated { hva: u64 }
+}
+
+const _: () = assert!(POINTS.len() <= u64::BITS as usize);
+
+/// Values of `type` of `kvm_mmio`: KVM_TRACE_MMIO_* of Linux.
+pub mod mmio {
+    /// A read that the client completes.
+    pub const READ_UNSATISFIED: u32 = 0;
+    /// A read, with its value.
+    pub const READ: u32 = 1;
+    /// A write.
+    pub const WRITE: u32 = 2;
+}
+
+/// Basic exit reasons of VMX: appendix C of Intel's SDM, volume 3.
+pub mod exit {
+    /// An exception or NMI.
+    pub const EXCEPTION_NMI: u32 = 0;
+    /// An interrupt of the host: the vCPU was asked to leave the guest.
+    pub const EXTERNAL_INTERRUPT: u32 = 1;
+    /// A triple fault.
+    pub const TRIPLE_FAULT: u32 = 2;
+    /// An SMI.
+    pub const OTHER_SMI: u32 = 6;
+    /// The guest can take an interrupt now.
+    pub const INTERRUPT_WINDOW: u32 = 7;
+    /// HLT.
+    pub const HLT: u32 = 12;
+    /// RSM.
+    pub const RSM: u32 = 17;
+    /// VMCALL.
+    pub const VMCALL: u32 = 18;
+    /// An access to ports.
+    pub const IO_INSTRUCTION: u32 = 30;
+    /// RDMSR.
+    pub const MSR_READ: u32 = 31;
+    /// WRMSR.
+    pub const MSR_WRITE: u32 = 32;
+    /// An access to memory without a mapping, which could not be made.
+    pub const EPT_VIOLATION: u32 = 48;
+    /// An access to an entry for MMIO.
+    pub const EPT_MISCONFIG: u32 = 49;
+    /// A bus lock.
+    pub const BUS_LOCK: u32 = 74;
+    /// The notify window is over.
+    pub const NOTIFY: u32 = 75;
+
+    /// Returns the name of a reason, as Linux's VMX_EXIT_REASONS has it. `None`: slat does not use it.
+    pub fn name(reason: u64) -> Option<&'static str> {
+        Some(match u32::try_from(reason).ok()? {
+            EXCEPTION_NMI => "EXCEPTION_NMI",
+            EXTERNAL_INTERRUPT => "EXTERNAL_INTERRUPT",
+            TRIPLE_FAULT => "TRIPLE_FAULT",
+            OTHER_SMI => "OTHER_SMI",
+            INTERRUPT_WINDOW => "INTERRUPT_WINDOW",
+            HLT => "HLT",
+            RSM => "RSM",
+            VMCALL => "VMCALL",
+            IO_INSTRUCTION => "IO_INSTRUCTION",
+            MSR_READ => "MSR_READ",
+            MSR_WRITE => "MSR_WRITE",
+            EPT_VIOLATION => "EPT_VIOLATION",
+            EPT_MISCONFIG => "EPT_MISCONFIG",
+            BUS_LOCK => "BUS_LOCK",
+            NOTIFY => "NOTIFY",
+            _ => return None,
+        })
+    }
+}

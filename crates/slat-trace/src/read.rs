@@ -1,0 +1,250 @@
+//! Reads a file, while it is written or afterwards, also if the process was killed.
+
+use crate::clock::{Moment, Scale};
+use crate::layout::*;
+use std::fs::File;
+use std::io;
+use std::mem::offset_of;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// A tracepoint, as the file describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Point {
+    /// What it belongs to: `kvm`, `kvmmmu` or `slat`.
+    pub system: String,
+    /// Its name.
+    pub name: String,
+    /// Its fields: names, and where in a record's values they are.
+    fields: Vec<(String, Range<usize>)>,
+}
+
+/// A record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// Nanoseconds of `CLOCK_MONOTONIC`.
+    pub ns: u64,
+    /// The tracepoint: an index into [`Trace::points`].
+    pub point: usize,
+    /// The VM and the vCPU that the thread ran, if it ran one.
+    pub vcpu: Option<(u16, u32)>,
+    values: [u8; crate::points::VALUES],
+}
+
+/// What one thread has recorded.
+#[derive(Clone, Debug)]
+pub struct Thread {
+    /// Its id.
+    pub tid: u32,
+    /// Its name, if it is a thread of slat's own; else empty.
+    pub name: String,
+    /// The records that are left, in the order of their times.
+    pub events: Vec<Event>,
+    /// How many were ever written, by tracepoint.
+    pub counts: Vec<u64>,
+    /// How many were overwritten.
+    pub dropped: u64,
+}
+
+/// A file.
+#[derive(Clone, Debug)]
+pub struct Trace {
+    /// The process.
+    pub pid: u32,
+    /// The tracepoints that there are.
+    pub points: Vec<Point>,
+    /// Those that were recorded, a bit each.
+    selected: u64,
+    /// The threads, in the order of their first points.
+    pub threads: Vec<Thread>,
+    /// Points of threads that found no ring.
+    pub lost: u64,
+}
+
+impl Point {
+    /// Reads a line of the text.
+    fn parse(line: &str) -> Option<Self> {
+        let mut words = line.split(' ');
+        let (system, name) = words.next()?.split_once(':')?;
+        let field = |word: &str| {
+            let (name, place) = word.split_once(':')?;
+            let (offset, size) = place.split_once(':')?;
+            let (offset, size): (usize, usize) = (offset.parse().ok()?, size.parse().ok()?);
+            let fits = size <= 8 && offset.checked_add(size)? <= crate::points::VALUES;
+            fits.then(|| (name.to_owned(), offset..offset + size))
+        };
+        Some(Point {
+            system: system.to_owned(),
+            name: name.to_owned(),
+            fields: words.map(field).collect::<Option<_>>()?,
+        })
+    }
+}
+
+impl Trace {
+    /// Reads the file at `path`.
+    ///
+    /// # Errors
+    /// A sentence for the user.
+    pub fn read(path: &Path) -> Result<Self, String> {
+        let read = File::open(path).and_then(|file| Source(file).trace());
+        read.map_err(|error| format!("{}: {error}", path.display()))
+    }
+
+    /// Returns the tracepoint called `name`.
+    pub fn point(&self, name: &str) -> Option<usize> {
+        self.points.iter().position(|point| point.name == name)
+    }
+
+    /// Whether the tracepoint was recorded.
+    pub fn records(&self, point: usize) -> bool {
+        self.selected >> point & 1 != 0
+    }
+
+    /// Returns how many records of the tracepoint called `name` were ever written.
+    pub fn count(&self, name: &str) -> u64 {
+        let point = self.point(name);
+        point.map_or(0, |point| {
+            self.threads.iter().map(|thread| thread.counts[point]).sum()
+        })
+    }
+
+    /// Returns the value of a field; `None`: the tracepoint has none of this name.
+    pub fn value(&self, event: &Event, field: &str) -> Option<u64> {
+        let fields = &self.points[event.point].fields;
+        let (_, place) = fields.iter().find(|(name, _)| name == field)?;
+        Some(event.number(place))
+    }
+
+    /// Returns the names and values of all fields.
+    pub fn values<'t>(&'t self, event: &'t Event) -> impl Iterator<Item = (&'t str, u64)> {
+        let fields = self.points[event.point].fields.iter();
+        fields.map(|(name, place)| (name.as_str(), event.number(place)))
+    }
+}
+
+impl Event {
+    fn number(&self, place: &Range<usize>) -> u64 {
+        let mut bytes = [0; 8];
+        bytes[..place.len()].copy_from_slice(&self.values[place.clone()]);
+        u64::from_le_bytes(bytes)
+    }
+}
+
+struct Source(File);
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+impl Source {
+    fn bytes(&self, at: u64, len: usize) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        self.0.read_exact_at(&mut bytes, at)?;
+        Ok(bytes)
+    }
+
+    fn trace(&self) -> io::Result<Trace> {
+        let header = self
+            .bytes(0, HEADER_BYTES)
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::UnexpectedEof => invalid("is no trace of slat"),
+                _ => error,
+            })?;
+        if u64_at(&header, offset_of!(Header, magic)) != MAGIC {
+            return Err(invalid("is no trace of slat"));
+        }
+        if u32_at(&header, offset_of!(Header, version)) != VERSION {
+            return Err(invalid("is a trace of another version of slat"));
+        }
+        let text_bytes = u64_at(&header, offset_of!(Header, text_bytes)) as usize;
+        let text = header[TEXT_AT..].get(..text_bytes);
+        let text = text.and_then(|text| str::from_utf8(text).ok());
+        let points = text.map(|text| text.lines().map(Point::parse).collect());
+        let points: Option<Vec<_>> = points.flatten();
+        let points = points.ok_or_else(|| invalid("describes no tracepoints"))?;
+        let moment = |at| Moment {
+            cycles: u64_at(&header, at),
+            ns: u64_at(&header, at + 8),
+        };
+        let (start, latest) = (offset_of!(Header, start), offset_of!(Header, latest));
+        let scale = Scale::new(moment(start), moment(latest));
+        let ring_bytes = u64_at(&header, offset_of!(Header, ring_bytes));
+        let claimed = u64_at(&header, offset_of!(Header, claimed));
+        let end = claimed.checked_mul(ring_bytes);
+        let end = end.and_then(|bytes| bytes.checked_add(HEADER_BYTES as u64));
+        if capacity(ring_bytes) == 0 || end.is_none_or(|end| self.ends_before(end)) {
+            return Err(invalid("is shorter than it says"));
+        }
+        let ring = |index| {
+            let at = HEADER_BYTES as u64 + index * ring_bytes;
+            self.thread(at, capacity(ring_bytes), &points, scale)
+        };
+        Ok(Trace {
+            pid: u32_at(&header, offset_of!(Header, pid)),
+            selected: u64_at(&header, offset_of!(Header, selected)),
+            lost: u64_at(&header, offset_of!(Header, lost)),
+            threads: (0..claimed).map(ring).collect::<io::Result<_>>()?,
+            points,
+        })
+    }
+
+    fn ends_before(&self, end: u64) -> bool {
+        self.0.metadata().is_ok_and(|known| known.len() < end)
+    }
+
+    /// Reads the ring at `at`.
+    fn thread(&self, at: u64, capacity: u64, points: &[Point], scale: Scale) -> io::Result<Thread> {
+        let header = self.bytes(at, RING_HEADER_BYTES)?;
+        let head = u64_at(&header, offset_of!(Ring, head));
+        // The thread may be overwriting the oldest record, or was when it was killed.
+        let kept = match head < capacity {
+            true => head,
+            false => capacity - 1,
+        };
+        let records_at = at + RING_HEADER_BYTES as u64;
+        let bytes = self.bytes(records_at, (head.min(capacity) as usize) * RECORD_BYTES)?;
+        let events = (head - kept..head).map(|number| {
+            let at = (number % capacity) as usize * RECORD_BYTES;
+            event(&bytes[at..at + RECORD_BYTES], points.len(), scale)
+        });
+        let counts = offset_of!(Ring, counts);
+        let name = offset_of!(Ring, name);
+        let name = header[name..name + 16].split(|byte| *byte == 0).next();
+        Ok(Thread {
+            tid: u32_at(&header, offset_of!(Ring, tid)),
+            name: String::from_utf8_lossy(name.unwrap_or_default()).into_owned(),
+            events: events.collect::<io::Result<_>>()?,
+            counts: (0..points.len())
+                .map(|point| u64_at(&header, counts + 8 * point))
+                .collect(),
+            dropped: head - kept,
+        })
+    }
+}
+
+/// Decodes a record.
+fn event(bytes: &[u8], points: usize, scale: Scale) -> io::Result<Event> {
+    let numbers = u64_at(bytes, offset_of!(Record, point));
+    let point = numbers as u16 as usize;
+    if point >= points {
+        return Err(invalid("has a record of an unknown tracepoint"));
+    }
+    let (vm, vcpu) = ((numbers >> 16) as u16, (numbers >> 32) as u32);
+    let values = &bytes[offset_of!(Record, values)..];
+    Ok(Event {
+        ns: scale.ns(u64_at(bytes, offset_of!(Record, cycles))),
+        point,
+        vcpu: (vcpu != NO_VCPU).then_some((vm, vcpu)),
+        values: values.try_into().expect("the values are the rest"),
+    })
+}

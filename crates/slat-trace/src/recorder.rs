@@ -1,0 +1,378 @@
+//! The file of this process, and how a point gets into it.
+
+use crate::Selection;
+use crate::clock::{Moment, cycles};
+use crate::layout::*;
+use crate::points::Point;
+use slat_process::calls::{Call, is_any_forbidden, make, raw, result};
+use slat_process::forks::{Birth, PerProcess, traced};
+use std::cell::Cell;
+use std::ffi::{CStr, CString};
+use std::io;
+use std::marker::PhantomData;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering::*};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// Rings that a file has space for.
+const MOST_RINGS: u64 = 256;
+/// Rings that are there from the start: for slat's own threads, and those of the client that run no vCPU.
+const FIRST_RINGS: u64 = 8;
+
+/// The size of a thread's ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Buffer {
+    mebibytes: u32,
+}
+
+impl Buffer {
+    const SIZES: std::ops::RangeInclusive<u32> = 1..=1024;
+
+    fn ring_bytes(self) -> u64 {
+        u64::from(self.mebibytes) << 20
+    }
+}
+
+impl Default for Buffer {
+    fn default() -> Self {
+        Buffer { mebibytes: 4 }
+    }
+}
+
+impl std::fmt::Display for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.mebibytes.fmt(f)
+    }
+}
+
+impl FromStr for Buffer {
+    /// A message that says what is accepted.
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            Ok(mebibytes) if Self::SIZES.contains(&mebibytes) => Ok(Buffer { mebibytes }),
+            _ => Err("give mebibytes, from 1 to 1024".to_owned()),
+        }
+    }
+}
+
+/// The mapped file.
+struct Mapped {
+    start: NonNull<u8>,
+    ring_bytes: u64,
+    /// Held while rings are allocated.
+    allocating: Mutex<()>,
+}
+
+// SAFETY: the mapping lives as long as the process. All that threads share in it are atomics; a ring belongs to one thread.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+static MAPPED: PerProcess<OnceLock<Mapped>> = PerProcess::new();
+
+/// Records a point if it is selected. `values` is called only then. Costs one relaxed load otherwise.
+#[inline(always)]
+pub fn point<P: Point>(values: impl FnOnce() -> P) {
+    if traced().load(Relaxed) >> P::ID & 1 != 0 {
+        record(values());
+    }
+}
+
+/// What a thread knows of its ring.
+#[derive(Clone, Copy)]
+struct Claimed {
+    /// The process: a forked child has another file.
+    birth: Birth,
+    /// Valid in that process, for as long as it lives.
+    ring: NonNull<Ring>,
+    /// The records that fit into it.
+    capacity: u64,
+}
+
+thread_local! {
+    static CLAIMED: Cell<Option<Claimed>> = const { Cell::new(None) };
+    /// The VM and the vCPU that this thread runs.
+    static RUNS: Cell<(u16, u32)> = const { Cell::new((0, NO_VCPU)) };
+    /// The name of this thread, if it is slat's own.
+    static NAME: Cell<&'static CStr> = const { Cell::new(c"") };
+}
+
+/// Writes a record to the ring of this thread.
+#[cold]
+#[inline(never)]
+fn record<P: Point>(values: P) {
+    let claimed = match CLAIMED.get() {
+        Some(claimed) if claimed.birth.is_here() => claimed,
+        _ => match claim() {
+            Some(claimed) => claimed,
+            None => return,
+        },
+    };
+    let (vm, vcpu) = RUNS.get();
+    // SAFETY: a ring of this process, by `claim`, in a mapping that is never unmapped.
+    let ring = unsafe { claimed.ring.as_ref() };
+    let at = ring.next.load(Relaxed);
+    // SAFETY: the ring has `capacity` records after its header, and `at` is less. Only this thread, which claimed it, writes to
+    // them, and no thread of this process reads them. The values fit: `points` asserts it.
+    unsafe {
+        let records = claimed.ring.cast::<u8>().add(RING_HEADER_BYTES);
+        let record = records.cast::<Record>().add(at as usize).as_ptr();
+        (&raw mut (*record).cycles).write(cycles());
+        (&raw mut (*record).point).write(P::ID as u16);
+        (&raw mut (*record).vm).write(vm);
+        (&raw mut (*record).vcpu).write(vcpu);
+        (&raw mut (*record).values)
+            .cast::<P>()
+            .write_unaligned(values);
+    }
+    let next = if at + 1 == claimed.capacity {
+        0
+    } else {
+        at + 1
+    };
+    ring.next.store(next, Relaxed);
+    let count = &ring.counts[P::ID];
+    count.store(count.load(Relaxed) + 1, Relaxed);
+    // A reader that finds the process dead sees no record that is not complete.
+    ring.head.store(ring.head.load(Relaxed) + 1, Release);
+}
+
+/// Gives this thread a ring. `None`: there is none left; the point is lost, and counted.
+fn claim() -> Option<Claimed> {
+    let mapped = MAPPED.peek()?.get()?;
+    let header = mapped.header();
+    let next = |claimed| (claimed < header.allocated.load(Acquire)).then_some(claimed + 1);
+    let Ok(index) = header.claimed.fetch_update(Relaxed, Relaxed, next) else {
+        header.lost.fetch_add(1, Relaxed);
+        return None;
+    };
+    let claimed = Claimed {
+        birth: Birth::here(),
+        ring: mapped.ring(index).cast(),
+        capacity: capacity(mapped.ring_bytes),
+    };
+    // SAFETY: an allocated ring, in a mapping that is never unmapped.
+    let ring = unsafe { claimed.ring.as_ref() };
+    ring.tid.store(slat_process::thread_id() as u32, Relaxed);
+    let name = NAME.get().to_bytes();
+    for (word, bytes) in ring.name.iter().zip(name.chunks(8)) {
+        let mut whole = [0; 8];
+        whole[..bytes.len()].copy_from_slice(bytes);
+        word.store(u64::from_le_bytes(whole), Relaxed);
+    }
+    CLAIMED.set(Some(claimed));
+    Some(claimed)
+}
+
+/// Names this thread in the file. Call at the start of a thread of slat's own.
+pub fn name_thread(name: &'static CStr) {
+    NAME.set(name);
+}
+
+/// While this is there, records of this thread name a vCPU.
+#[must_use]
+pub struct OnVcpu {
+    before: (u16, u32),
+    _of_thread: PhantomData<*const ()>,
+}
+
+/// Says that this thread runs the vCPU `id` of the VM `vm` from now on, until the guard is dropped. `None`: nothing is recorded.
+#[inline]
+pub fn run_vcpu(vm: u64, id: u32) -> Option<OnVcpu> {
+    (traced().load(Relaxed) != 0).then(|| OnVcpu {
+        before: RUNS.replace((vm as u16, id)),
+        _of_thread: PhantomData,
+    })
+}
+
+/// Returns the id of the vCPU that this thread runs.
+pub fn vcpu() -> Option<u32> {
+    let (_, id) = RUNS.get();
+    (id != NO_VCPU).then_some(id)
+}
+
+impl Drop for OnVcpu {
+    fn drop(&mut self) {
+        RUNS.set(self.before);
+    }
+}
+
+/// Begins to record what `selected` has in this process, if it does not do so yet: in a new file at `path`, or, if there is a file (of
+/// another process), at `path` with the process's id behind a dot. Returns the file's path if it was made. Threads get rings of the size `buffer`.
+///
+/// # Errors
+/// The system's: the file cannot be made or mapped, or there is no space for the first rings.
+pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Option<PathBuf>> {
+    let slot = MAPPED.get();
+    if slot.get().is_some() {
+        return Ok(None);
+    }
+    let start = Moment::now();
+    let (path, file) = create(path)?;
+    let mapped = Mapped::new(&file, buffer.ring_bytes())?;
+    (0..FIRST_RINGS).try_for_each(|_| mapped.allocate())?;
+    mapped.describe(selected, start);
+    if slot.set(mapped).is_ok() {
+        traced().store(selected.0, Relaxed);
+    }
+    Ok(Some(path))
+}
+
+/// Allocates a ring more: for the thread of a new vCPU. Without space, or if a seccomp filter of the client forbids calls to this
+/// process, there is none more, and the points of the last threads may be lost, which is counted.
+pub fn add_ring() {
+    if let Some(mapped) = MAPPED.peek().and_then(|mapped| mapped.get()) {
+        mapped.mark_time();
+        if !is_any_forbidden() {
+            let _ = mapped.allocate();
+        }
+    }
+}
+
+/// Notes the time in the file. The later the last note is, the more precise are the times of the records.
+pub fn mark_time() {
+    if let Some(mapped) = MAPPED.peek().and_then(|mapped| mapped.get()) {
+        mapped.mark_time();
+    }
+}
+
+/// An open file, closed when this is dropped.
+struct File(usize);
+
+impl Drop for File {
+    fn drop(&mut self) {
+        // SAFETY: a descriptor that only this owns. An error changes nothing.
+        let _ = unsafe { make(Call::Close, [self.0, 0, 0, 0, 0, 0]) };
+    }
+}
+
+/// Makes the file.
+fn create(path: &Path) -> io::Result<(PathBuf, File)> {
+    match open_new(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            let mut own = path.as_os_str().to_owned();
+            own.push(format!(".{}", std::process::id()));
+            let own = PathBuf::from(own);
+            let file = open_new(&own)?;
+            Ok((own, file))
+        }
+        opened => Ok((path.to_owned(), opened?)),
+    }
+}
+
+fn open_new(path: &Path) -> io::Result<File> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let flags = libc::O_RDWR | libc::O_CREAT | libc::O_EXCL | libc::O_CLOEXEC;
+    let arguments = [
+        libc::AT_FDCWD as usize,
+        path.as_ptr() as usize,
+        flags as usize,
+        0o600,
+        0,
+        0,
+    ];
+    // SAFETY: a path that ends with NUL.
+    let opened = unsafe { make(Call::Open, arguments) };
+    Ok(File(opened.map_err(io::Error::from_raw_os_error)? as usize))
+}
+
+/// Makes a system call directly: the preload library takes calls of the C library's functions for the program's.
+///
+/// # Safety
+/// As for the call itself.
+unsafe fn call(number: i64, arguments: [usize; 6]) -> io::Result<usize> {
+    // SAFETY: the caller's.
+    let answer = result(unsafe { raw(number, arguments) });
+    answer
+        .map(|value| value as usize)
+        .map_err(io::Error::from_raw_os_error)
+}
+
+impl Mapped {
+    /// Makes the file as long as it can get, and maps it.
+    fn new(file: &File, ring_bytes: u64) -> io::Result<Self> {
+        let bytes = HEADER_BYTES + (MOST_RINGS * ring_bytes) as usize;
+        let protection = (libc::PROT_READ | libc::PROT_WRITE) as usize;
+        // SAFETY: a descriptor of our own, which is given a length, and mapped where nothing is.
+        let start = unsafe {
+            call(libc::SYS_ftruncate, [file.0, bytes, 0, 0, 0, 0])?;
+            let flags = libc::MAP_SHARED as usize;
+            call(libc::SYS_mmap, [0, bytes, protection, flags, file.0, 0])?
+        };
+        let mapped = Mapped {
+            start: NonNull::new(start as *mut u8).ok_or(io::ErrorKind::AddrNotAvailable)?,
+            ring_bytes,
+            allocating: Mutex::new(()),
+        };
+        mapped.populate(mapped.start, HEADER_BYTES)?;
+        Ok(mapped)
+    }
+
+    fn header(&self) -> &Header {
+        // SAFETY: the mapping begins with the header, whose parts are all atomics.
+        unsafe { self.start.cast().as_ref() }
+    }
+
+    fn ring(&self, index: u64) -> NonNull<u8> {
+        // SAFETY: the file has space for `MOST_RINGS`, and `allocate` allows no more.
+        unsafe { (self.start).add(HEADER_BYTES + (index * self.ring_bytes) as usize) }
+    }
+
+    /// Allocates pages of the file, so that stores to them find space on the disk, and cause no fault.
+    fn populate(&self, start: NonNull<u8>, bytes: usize) -> io::Result<()> {
+        let advice = libc::MADV_POPULATE_WRITE as usize;
+        // SAFETY: pages of the mapping, whose contents stay.
+        unsafe {
+            call(
+                libc::SYS_madvise,
+                [start.as_ptr() as usize, bytes, advice, 0, 0, 0],
+            )?
+        };
+        Ok(())
+    }
+
+    /// Allocates the next ring.
+    fn allocate(&self) -> io::Result<()> {
+        let _alone = (self.allocating.lock()).unwrap_or_else(PoisonError::into_inner);
+        let index = self.header().allocated.load(Relaxed);
+        if index == MOST_RINGS {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.populate(self.ring(index), self.ring_bytes as usize)?;
+        self.header().allocated.store(index + 1, Release);
+        Ok(())
+    }
+
+    /// Fills the header.
+    fn describe(&self, selected: Selection, start: Moment) {
+        let (header, text) = (self.header(), text());
+        assert!(TEXT_AT + text.len() <= HEADER_BYTES, "{} bytes", text.len());
+        // SAFETY: the header's pages have space for the text, which no other thread knows of yet.
+        unsafe {
+            let to = self.start.as_ptr().add(TEXT_AT);
+            to.copy_from_nonoverlapping(text.as_ptr(), text.len());
+        }
+        header.text_bytes.store(text.len() as u64, Relaxed);
+        header.version.store(VERSION, Relaxed);
+        header.pid.store(std::process::id(), Relaxed);
+        header.ring_bytes.store(self.ring_bytes, Relaxed);
+        header.selected.store(selected.0, Relaxed);
+        store(&header.start, start);
+        self.mark_time();
+        header.magic.store(MAGIC, Release);
+    }
+
+    fn mark_time(&self) {
+        store(&self.header().latest, Moment::now());
+    }
+}
+
+fn store([cycles, ns]: &[AtomicU64; 2], moment: Moment) {
+    cycles.store(moment.cycles, Relaxed);
+    ns.store(moment.ns, Relaxed);
+}

@@ -1,0 +1,179 @@
+//! What is recorded can be read, whatever becomes of the process that recorded it.
+
+use slat_trace::read::Trace;
+use slat_trace::{
+    AgeHva, Buffer, Eoi, FlushBegin, Mmio, Quiesce, Selection, begin, point, run_vcpu,
+};
+use std::path::PathBuf;
+
+/// Runs `work` in a forked child that records `selected` in a new file, and returns what the file has then.
+fn record(name: &str, selected: &str, work: fn()) -> Trace {
+    let path = std::env::temp_dir().join(format!("slat-trace-{}-{name}", std::process::id()));
+    let selected: Selection = selected.parse().unwrap();
+    // SAFETY: the child has one thread, which ends without a return.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let done = std::panic::catch_unwind(|| {
+            let made = begin(&path, selected, "1".parse::<Buffer>().unwrap());
+            assert_eq!(made.unwrap().as_ref(), Some(&path));
+            work();
+        });
+        // SAFETY: as above.
+        unsafe { libc::_exit(i32::from(done.is_err())) };
+    }
+    let mut status = 0;
+    // SAFETY: a child of this process.
+    unsafe { libc::waitpid(child, &mut status, 0) };
+    assert!(
+        status == 0 || libc::WTERMSIG(status) == libc::SIGKILL,
+        "{status:#x}"
+    );
+    read(path)
+}
+
+fn read(path: PathBuf) -> Trace {
+    let trace = Trace::read(&path).unwrap();
+    std::fs::remove_file(path).unwrap();
+    trace
+}
+
+fn mmio(gpa: u64) {
+    point(|| Mmio {
+        r#type: slat_trace::mmio::WRITE,
+        len: 4,
+        gpa,
+        val: !gpa,
+    });
+}
+
+#[test]
+fn a_record_is_read_as_it_was_written() {
+    let trace = record("plain", "kvm,slat", || {
+        mmio(0xfee0_0000);
+        let _on = run_vcpu(3, 7);
+        point(|| Eoi {
+            apicid: 9,
+            vector: -1,
+        });
+    });
+    let [thread] = &trace.threads[..] else {
+        panic!("{:?}", trace.threads)
+    };
+    let [first, second] = &thread.events[..] else {
+        panic!("{:?}", thread.events)
+    };
+    assert!(first.ns <= second.ns && second.ns - first.ns < 1_000_000_000);
+    assert_eq!(trace.points[first.point].name, "kvm_mmio");
+    let values: Vec<_> = trace.values(first).collect();
+    let gpa = 0xfee0_0000;
+    assert_eq!(
+        values,
+        [("type", 2), ("len", 4), ("gpa", gpa), ("val", !gpa)]
+    );
+    assert_eq!((first.vcpu, second.vcpu), (None, Some((3, 7))));
+    assert_eq!(trace.value(second, "vector"), Some(u32::MAX.into()));
+    assert_eq!(trace.value(second, "gpa"), None);
+    assert_eq!((trace.count("kvm_mmio"), trace.count("kvm_eoi")), (1, 1));
+}
+
+#[test]
+fn only_what_is_selected_is_recorded() {
+    let trace = record("selected", "kvm_age_hva,slat", || {
+        mmio(1);
+        point(|| AgeHva { start: 1, end: 2 });
+        point(|| Quiesce {});
+        point(|| panic!("evaluated") as Eoi);
+    });
+    let names = trace.threads[0].events.iter();
+    let names: Vec<_> = names
+        .map(|event| trace.points[event.point].name.as_str())
+        .collect();
+    assert_eq!(names, ["kvm_age_hva", "quiesce"]);
+    let recorded = |name| trace.records(trace.point(name).unwrap());
+    assert!(recorded("flush_begin") && !recorded("kvm_mmio"));
+}
+
+#[test]
+fn a_full_ring_keeps_the_latest_records_and_counts_all() {
+    const WRITTEN: u64 = 100_000;
+    let trace = record("full", "kvm", || (0..WRITTEN).for_each(mmio));
+    let thread = &trace.threads[0];
+    let kept = thread.events.len() as u64;
+    assert!(
+        (16_000..16_384).contains(&kept),
+        "{kept} of a MiB of 64 bytes each"
+    );
+    assert_eq!(thread.dropped, WRITTEN - kept);
+    assert_eq!(trace.count("kvm_mmio"), WRITTEN);
+    let gpas = thread
+        .events
+        .iter()
+        .map(|event| trace.value(event, "gpa").unwrap());
+    assert!(gpas.eq(thread.dropped..WRITTEN));
+}
+
+#[test]
+fn a_killed_process_leaves_its_records() {
+    let trace = record("killed", "kvm", || {
+        (0..20_000).for_each(mmio);
+        // SAFETY: this process.
+        unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+    });
+    assert_eq!(trace.count("kvm_mmio"), 20_000);
+    let last = trace.threads[0].events.last().unwrap();
+    assert_eq!(trace.value(last, "gpa"), Some(19_999));
+}
+
+#[test]
+fn threads_have_rings_of_their_own_until_none_is_left() {
+    const THREADS: u64 = 20;
+    let trace = record("threads", "slat", || {
+        std::thread::scope(|scope| {
+            for start in 0..THREADS {
+                scope.spawn(move || (0..100).for_each(|end| point(|| FlushBegin { start, end })));
+            }
+        });
+    });
+    let threads = trace.threads.len() as u64;
+    assert!((1..THREADS).contains(&threads));
+    for thread in &trace.threads {
+        let of = |field| {
+            thread
+                .events
+                .iter()
+                .map(|event| trace.value(event, field).unwrap())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(of("end"), Vec::from_iter(0..100));
+        assert!(of("start").windows(2).all(|pair| pair[0] == pair[1]));
+    }
+    assert_eq!(trace.lost, 100 * (THREADS - threads));
+}
+
+#[test]
+fn a_forked_child_does_not_write_to_its_parents_file() {
+    let trace = record("forked", "kvm", || {
+        mmio(1);
+        // SAFETY: the child makes a point and ends.
+        unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                mmio(2);
+                libc::_exit(0);
+            }
+            libc::waitpid(child, &mut 0, 0);
+        }
+        mmio(3);
+    });
+    assert_eq!(trace.count("kvm_mmio"), 2);
+}
+
+#[test]
+fn what_is_no_trace_is_refused() {
+    let path = std::env::temp_dir().join(format!("slat-trace-{}-none", std::process::id()));
+    for content in [&b""[..], &[7; 20_000]] {
+        std::fs::write(&path, content).unwrap();
+        assert!(Trace::read(&path).unwrap_err().contains("no trace"));
+    }
+    std::fs::remove_file(path).unwrap();
+}

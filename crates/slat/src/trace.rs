@@ -1,0 +1,134 @@
+//! What the engine does, for whoever wants to record it: the events that KVM has as tracepoints, and a few of its own.
+//!
+//! The engine tells its platform of each ([`Platform::trace`](crate::Platform::trace)). Most happen under locks or in
+//! the midst of a fault, so what a platform does with one has to be short. A platform that does nothing pays nothing:
+//! the calls are compiled away.
+
+use core::ops::Range;
+
+use crate::addr::{Access, Gfn, Gpa, Hva, Level, Pfn};
+
+/// Something that the engine does. The fields are named as those of KVM's tracepoint of the same name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// `kvm_page_fault`: a guest's access finds no entry that allows it. With shadow paging the address is a
+    /// guest-virtual one, else a guest-physical one. Counted as `pf_taken`.
+    PageFault {
+        /// The address.
+        fault_address: u64,
+        /// The right that is missing.
+        access: Access,
+    },
+    /// `kvm_mmu_spte_requested`: a fault is about to install a leaf.
+    SpteRequested {
+        /// The frame that the guest accesses.
+        gfn: Gfn,
+        /// The first frame of the leaf.
+        pfn: Pfn,
+        /// The leaf's level.
+        level: Level,
+    },
+    /// `fast_page_fault`: a fault of the guest was resolved without memslot and host look-up. Counted as `pf_fast`.
+    FastPageFault {
+        /// The address.
+        gpa: Gpa,
+        /// The right that was missing.
+        access: Access,
+        /// The leaf, as an entry of the tables.
+        new_spte: u64,
+        /// The leaf allowed the access already.
+        spurious: bool,
+    },
+    /// `mark_mmio_spte`: an entry says now that no memslot holds the frame. Counted as `pf_mmio_spte_created`.
+    MarkMmioSpte {
+        /// The frame.
+        gfn: Gfn,
+        /// The generation of the memslots.
+        generation: u64,
+    },
+    /// `handle_mmio_page_fault`: such an entry has answered an access. Counted as `mmio_cached`.
+    HandleMmioPageFault {
+        /// The address: with shadow paging a guest-virtual one.
+        addr: u64,
+        /// The frame.
+        gfn: Gfn,
+    },
+    /// `kvm_tdp_mmu_spte_changed`: an entry of the tree of tables was zapped: a leaf, or a table with all below it.
+    SpteZapped {
+        /// The first frame of the entry.
+        gfn: Gfn,
+        /// The entry before.
+        old_spte: u64,
+        /// Its level.
+        level: Level,
+    },
+    /// `kvm_mmu_split_huge_page`: a huge leaf was split. Counted as `splits`.
+    SplitHugePage {
+        /// The frame for which it was split.
+        gfn: Gfn,
+        /// The leaf, as an entry of the tables.
+        spte: u64,
+        /// Its level.
+        level: Level,
+    },
+    /// `kvm_mmu_get_page`: a shadow page was made (`created`, counted as `mmu_cache_miss`) or found.
+    GetPage {
+        /// The frame of the guest's table, or the first one that a direct page maps.
+        gfn: Gfn,
+        /// What it is made for.
+        role: PageRole,
+        /// It was made.
+        created: bool,
+    },
+    /// `kvm_mmu_unsync_page`: a shadow page follows the guest's table no more.
+    UnsyncPage {
+        /// As in [`Event::GetPage`].
+        gfn: Gfn,
+        /// As in [`Event::GetPage`].
+        role: PageRole,
+    },
+    /// `kvm_mmu_prepare_zap_page`: a shadow page is zapped. Counted as `mmu_shadow_zapped`.
+    PrepareZapPage {
+        /// As in [`Event::GetPage`].
+        gfn: Gfn,
+        /// As in [`Event::GetPage`].
+        role: PageRole,
+    },
+    /// `kvm_unmap_hva_range`: an invalidation begins, whether a memslot uses the memory or not.
+    UnmapHvaRange(Range<Hva>),
+    /// `kvm_age_hva`: the accessed bits of leaves are read, and perhaps cleared.
+    AgeHva(Range<Hva>),
+    /// `kvm_dirty_ring_push`: a vCPU notes a page that it has written.
+    DirtyRingPush {
+        /// Index after the entry, counted from the ring's beginning of use.
+        dirty_index: u32,
+        /// Index of the first entry that was not reset.
+        reset_index: u32,
+        /// The memslot, with its address space from bit 16 on.
+        slot: u32,
+        /// The page in the slot.
+        offset: u64,
+    },
+    /// `kvm_dirty_ring_reset`: a ring was searched for entries that the client has collected.
+    DirtyRingReset {
+        /// As in [`Event::DirtyRingPush`].
+        dirty_index: u32,
+        /// As in [`Event::DirtyRingPush`].
+        reset_index: u32,
+    },
+    /// The engine's own: a flush of these frames begins. Counted as `remote_tlb_flush`.
+    FlushBegin(Range<Gfn>),
+    /// The engine's own: that flush is done.
+    FlushEnd(Range<Gfn>),
+    /// The engine's own: a vCPU has dropped its translations.
+    Quiesce,
+    /// The engine's own: a long operation lets others pass.
+    Yield,
+}
+
+/// What a shadow page is made for: the lower bits of KVM's `kvm_mmu_page_role`, which has the level in bits 0 to 3,
+/// "entries of 4 bytes" in bit 4, the quadrant in 5 and 6, "direct" in 7, and in 8 to 10 the rights to execute, to write,
+/// and of user mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageRole(pub u32);
