@@ -9,6 +9,7 @@ use clap_complete::Shell;
 use slat::MmuKind;
 use slat_kvm::engine::TableFormat;
 use slat_kvm::policy::{Assignment, FORMATS, mmu_by_name};
+use slat_kvm::publish::MOST_CELLS;
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
@@ -28,6 +29,8 @@ pub enum Command {
     Bench(Bench),
     /// Watch what the VMs on slat count, live: faults, exits, leaves, instructions
     Stat(Stat),
+    /// Show how the memory of VMs on slat is mapped, live: memslots, leaves, dirty and accessed pages, MMIO entries
+    Map(Map),
     /// Show what slat supports, and what this host allows
     Info,
     /// Print a shell's completion of this command line
@@ -154,6 +157,38 @@ pub struct Stat {
     /// With --csv, end after N looks
     #[arg(long, value_name = "N", requires = "csv", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
+}
+
+/// `slat map`.
+#[derive(ClapArgs)]
+pub struct Map {
+    /// The process
+    #[arg(value_name = "PID")]
+    pub pid: i32,
+
+    /// Only the VM of this number, as `slat stat` shows it
+    #[arg(long, value_name = "N")]
+    pub vm: Option<u64>,
+
+    /// Look once, and print the picture
+    #[arg(long)]
+    pub once: bool,
+
+    /// Look once, and print the cells as JSON: numbers of 4 KiB pages
+    #[arg(long, requires = "once")]
+    pub json: bool,
+
+    /// Look once, and write a page that needs nothing but a browser
+    #[arg(long, value_name = "FILE", conflicts_with = "json")]
+    pub html: Option<PathBuf>,
+
+    /// The most cells of a memslot
+    #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u64).range(1..=MOST_CELLS))]
+    pub cells: u64,
+
+    /// Seconds between two looks
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
+    pub interval: f64,
 }
 
 /// Parses the time between two looks.

@@ -30,7 +30,8 @@
 //! | [`filters`] | seccomp filters of the client |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`policy`], [`parameters`], `recovery` | settings, module parameters; recovery of NX huge pages |
-//! | [`publish`] | the counters of this process's VMs, for `slat stat` |
+//! | [`publish`] | the counters of this process's VMs, and how their memory is mapped, for `slat stat` and `slat map` |
+//! | [`memory_map`] | how guest memory is mapped, in numbers of pages |
 //! | [`report`], [`errno`], `heap` | messages to the user, errors, vectors that report `ENOMEM` instead of ending the process |
 //! | [`engine`] | the engine's VM and vCPU, whatever their table format |
 //!
@@ -70,6 +71,7 @@ pub mod ioctl;
 mod ioeventfd;
 mod irq;
 mod machine;
+pub mod memory_map;
 mod msr;
 mod msr_filter;
 pub mod nested;
