@@ -77,6 +77,10 @@ pub struct Run {
     #[arg(long = "set", value_name = "POLICY=VALUE")]
     pub set: Vec<Assignment>,
 
+    /// The names of the guests' code, for profiles: vmlinux, another ELF file with symbols, or System.map
+    #[arg(long, value_name = "FILE")]
+    pub guest_symbols: Option<PathBuf>,
+
     /// When PROGRAM ends, print on stderr what the memory system did
     #[arg(long)]
     pub stats: bool,

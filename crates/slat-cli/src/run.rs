@@ -3,10 +3,11 @@
 use std::env;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use slat_kvm::policy::{Assignment, check_pair};
+use slat_kvm::symbols::Symbols;
 
 use crate::args::Run;
 use crate::output::complain;
@@ -15,14 +16,23 @@ use crate::program::{Reach, Refusal};
 use crate::{demo, launchers, preload, program};
 
 /// Returns the environment of the library, or of the built-in program.
-fn settings(options: &Run) -> [(&'static str, Option<OsString>); 4] {
+fn settings(options: &Run) -> [(&'static str, Option<OsString>); 5] {
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),
         ("SLAT_FORMAT", Some(options.table_format().name().into())),
         // Removed if not asked for: a `slat run` inside another one inherits nothing.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
+        (
+            "SLAT_GUEST_SYMBOLS",
+            options.guest_symbols.as_deref().map(from_anywhere),
+        ),
         policies(&options.set),
     ]
+}
+
+/// Returns a path that is right in any working directory.
+fn from_anywhere(path: &Path) -> OsString {
+    std::path::absolute(path).map_or_else(|_| path.into(), PathBuf::into_os_string)
 }
 
 /// Returns the variable that sets policies, and its value; `None` if there are none.
@@ -35,7 +45,9 @@ pub fn policies(set: &[Assignment]) -> (&'static str, Option<OsString>) {
 /// Replaces this process by PROGRAM, so that its exit status, its signals and its process id are
 /// its own. Returns only if that failed.
 pub fn run(options: &Run) -> ExitCode {
-    if let Err(message) = check_pair(options.mmu, options.table_format()) {
+    let symbols = options.guest_symbols.as_deref().map(Symbols::read);
+    let checked = check_pair(options.mmu, options.table_format());
+    if let Err(message) = checked.and(symbols.transpose().map(drop)) {
         complain(&message);
         return ExitCode::from(2);
     }

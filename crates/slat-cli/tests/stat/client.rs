@@ -246,3 +246,58 @@ fn changes_memslots() {
     });
     wait();
 }
+
+/// Calls two functions in turns, for ever, of which one takes three times as long as the other.
+#[rustfmt::skip]
+const CALLS: [(usize, &[u8]); 3] = [
+    (0, &[
+        0x31, 0xed, // xor ebp, ebp
+        0xbc, 0x00, 0x00, 0x28, 0x00, // mov esp, 0x280000
+        0xe8, 0xf4, 0x0f, 0x00, 0x00, // call the function at 0x1000
+        0xe8, 0xef, 0x1f, 0x00, 0x00, // call the function at 0x2000
+        0xeb, 0xf4, // jmp to the first call
+    ]),
+    (0x1000, &[
+        0x55, 0x89, 0xe5, // push ebp; mov ebp, esp
+        0xb9, 0xc0, 0xc6, 0x2d, 0x00, // mov ecx, 3000000
+        0x49, 0x75, 0xfd, // dec ecx; jnz
+        0x5d, 0xc3, // pop ebp; ret
+    ]),
+    (0x2000, &[
+        0x55, 0x89, 0xe5, // push ebp; mov ebp, esp
+        0xb9, 0x40, 0x42, 0x0f, 0x00, // mov ecx, 1000000
+        0x49, 0x75, 0xfd, // dec ecx; jnz
+        0x5d, 0xc3, // pop ebp; ret
+    ]),
+];
+
+/// Runs [`CALLS`] at 2 MiB in protected mode: in real mode nothing is compiled.
+#[test]
+#[ignore = "a client"]
+fn calls_functions() {
+    let kvm = Kvm::new().unwrap();
+    let (vm, vcpu) = machine(&kvm, &[]);
+    let start = memory(&vm, 1, 0, 2 << 20, MEMORY);
+    for (at, code) in CALLS {
+        // SAFETY: the mapping is larger.
+        unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), start.add(at), code.len()) };
+    }
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.cr0 |= 1;
+    let flat = |segment: &mut kvm_bindings::kvm_segment, kind| {
+        (segment.base, segment.limit, segment.selector) = (0, u32::MAX, 8);
+        (segment.type_, segment.s, segment.present) = (kind, 1, 1);
+        (segment.db, segment.g, segment.l) = (1, 1, 0);
+    };
+    flat(&mut sregs.cs, 11);
+    for data in [&mut sregs.ds, &mut sregs.es, &mut sregs.ss] {
+        flat(data, 3);
+    }
+    vcpu.set_sregs(&sregs).unwrap();
+    let mut regs = vcpu.get_regs().unwrap();
+    regs.rip = 2 << 20;
+    vcpu.set_regs(&regs).unwrap();
+    let mut vcpu = vcpu;
+    std::thread::spawn(move || vcpu.run().map(|_| ()));
+    wait();
+}

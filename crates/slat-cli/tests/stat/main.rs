@@ -4,6 +4,7 @@
 mod client;
 mod harness;
 mod map;
+mod profile;
 mod screen;
 
 use std::collections::BTreeMap;
