@@ -2,29 +2,14 @@
 
 use std::ops::Range;
 
-use slat::format::Entry;
-use slat::{Gfn, Level};
+use slat::Gfn;
 use slat_kvm::engine::EngineVm;
+use slat_kvm::memory_map::Cell;
 
-/// 4 KiB pages of a [`Cell`]: it covers 2 MiB.
+/// 4 KiB pages of a [`Cell`] of a [`PageMap`]: it covers 2 MiB.
 pub const CELL: u64 = 512;
 /// The most cells of a map: 1 GiB.
 const CELLS: u64 = 512;
-
-/// How the pages of 2 MiB of guest memory are mapped: a number of pages for each kind.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Cell {
-    /// Mapped by leaves of 4 KiB, 2 MiB, 1 GiB (or larger).
-    pub by_level: [u64; 3],
-    /// Pages with an MMIO entry.
-    pub mmio: u64,
-    /// Pages that are not executable.
-    pub nx: u64,
-    /// Pages that are not writable for the dirty log's sake.
-    pub protected: u64,
-    /// Mapped by a leaf whose dirty bit is set.
-    pub dirty: u64,
-}
 
 /// A map of guest memory, read from the tables.
 #[derive(Clone, Debug)]
@@ -86,37 +71,11 @@ impl Maps {
 
 fn cells(engine: &EngineVm, gpas: &Range<u64>) -> Vec<Cell> {
     let frames = gpas.start / slat::PAGE_SIZE..gpas.end.div_ceil(slat::PAGE_SIZE);
-    let mut cells = vec![Cell::default(); (frames.end - frames.start).div_ceil(CELL) as usize];
-    let range = Gfn(frames.start)..Gfn(frames.end);
-    engine.visit_leaves(0, range, &mut |gfn, level, entry| {
-        let mut first = gfn.0.max(frames.start);
-        let end = (gfn.0 + level.pages()).min(frames.end);
-        while first < end {
-            let index = (first - frames.start) / CELL;
-            let next = end.min(frames.start + (index + 1) * CELL);
-            cells[index as usize].add(next - first, level, &entry);
-            first = next;
-        }
-    });
-    cells
-}
-
-impl Cell {
-    /// Adds `pages` pages that are mapped by `entry`.
-    fn add(&mut self, pages: u64, level: Level, entry: &Entry) {
-        match entry {
-            Entry::Leaf(leaf) | Entry::Broken(leaf) => {
-                let level = usize::from(level.0).clamp(1, 3);
-                self.by_level[level - 1] += pages;
-                self.nx += if leaf.execute { 0 } else { pages };
-                let protected = leaf.may_write && !leaf.write;
-                self.protected += if protected { pages } else { 0 };
-                self.dirty += if leaf.dirty { pages } else { 0 };
-            }
-            Entry::Mmio { .. } => self.mmio += pages,
-            Entry::Empty | Entry::Table(_) => {}
-        }
-    }
+    let starts = frames.clone().step_by(CELL as usize);
+    let cell = |start| Gfn(start)..Gfn((start + CELL).min(frames.end));
+    starts
+        .map(|start| Cell::read(engine, 0, &cell(start)))
+        .collect()
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use clap_complete::Shell;
 use slat::MmuKind;
 use slat_kvm::engine::TableFormat;
 use slat_kvm::policy::{Assignment, FORMATS, mmu_by_name};
+use slat_kvm::publish::MOST_CELLS;
 use slat_trace::{Buffer, Selection};
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
@@ -32,6 +33,8 @@ pub enum Command {
     /// Read what `slat run --trace` has recorded: exits by reason, hot addresses, faults by memslot
     #[command(subcommand)]
     Trace(Trace),
+    /// Show how the memory of VMs on slat is mapped, live: memslots, leaves, dirty and accessed pages, MMIO entries
+    Map(Map),
     /// Show what slat supports, and what this host allows
     Info,
     /// Print a shell's completion of this command line
@@ -77,6 +80,10 @@ pub struct Run {
     /// Set a policy of the memory system (`slat info` lists them); may be given several times
     #[arg(long = "set", value_name = "POLICY=VALUE")]
     pub set: Vec<Assignment>,
+
+    /// The names of the guests' code, for profiles: vmlinux, another ELF file with symbols, or System.map
+    #[arg(long, value_name = "FILE")]
+    pub guest_symbols: Option<PathBuf>,
 
     /// When PROGRAM ends, print on stderr what the memory system did
     #[arg(long)]
@@ -207,6 +214,38 @@ pub struct Convert {
     /// The file to write, in Perfetto's format
     #[arg(value_name = "OUTPUT")]
     pub output: PathBuf,
+}
+
+/// `slat map`.
+#[derive(ClapArgs)]
+pub struct Map {
+    /// The process
+    #[arg(value_name = "PID")]
+    pub pid: i32,
+
+    /// Only the VM of this number, as `slat stat` shows it
+    #[arg(long, value_name = "N")]
+    pub vm: Option<u64>,
+
+    /// Look once, and print the picture
+    #[arg(long)]
+    pub once: bool,
+
+    /// Look once, and print the cells as JSON: numbers of 4 KiB pages
+    #[arg(long, requires = "once")]
+    pub json: bool,
+
+    /// Look once, and write a page that needs nothing but a browser
+    #[arg(long, value_name = "FILE", conflicts_with = "json")]
+    pub html: Option<PathBuf>,
+
+    /// The most cells of a memslot
+    #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u64).range(1..=MOST_CELLS))]
+    pub cells: u64,
+
+    /// Seconds between two looks
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
+    pub interval: f64,
 }
 
 /// Parses the time between two looks.

@@ -38,8 +38,15 @@ fn policies() -> String {
         .iter()
         .map(|setting| format!("{}={}", setting.name(), setting.value()))
         .collect();
-    let more = [slat_kvm::policy::JIT, slat_kvm::policy::NESTED];
-    set.join(" ") + &more.map(|name| format!(" {name}=on")).concat()
+    let more = [
+        (slat_kvm::policy::JIT, "on"),
+        (slat_kvm::policy::NESTED, "on"),
+        (slat_kvm::policy::JIT_MAP, "off"),
+    ];
+    set.join(" ")
+        + &more
+            .map(|(name, value)| format!(" {name}={value}"))
+            .concat()
 }
 
 fn host() -> Vec<(&'static str, String)> {

@@ -13,9 +13,15 @@ mod info;
 #[cfg(target_arch = "x86_64")]
 mod launchers;
 #[cfg(target_arch = "x86_64")]
+mod live;
+#[cfg(target_arch = "x86_64")]
+mod map;
+#[cfg(target_arch = "x86_64")]
 mod output;
 #[cfg(target_arch = "x86_64")]
 mod preload;
+#[cfg(target_arch = "x86_64")]
+mod processes;
 #[cfg(target_arch = "x86_64")]
 mod program;
 #[cfg(target_arch = "x86_64")]
@@ -40,6 +46,7 @@ fn main() -> std::process::ExitCode {
         args::Command::Bench(options) => bench::run(&options),
         args::Command::Stat(options) => stat::run(&options),
         args::Command::Trace(options) => trace::run(&options),
+        args::Command::Map(options) => map::run(&options),
         args::Command::Info => info::print(),
         args::Command::Completions(options) => documents::completions(&options),
         args::Command::Man(options) => documents::man(&options),

@@ -9,6 +9,7 @@ use std::path::{self, Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use slat_kvm::policy::{Assignment, check_pair};
+use slat_kvm::symbols::Symbols;
 
 use crate::args::Run;
 use crate::output::complain;
@@ -17,13 +18,17 @@ use crate::program::{Reach, Refusal};
 use crate::{demo, launchers, preload, program};
 
 /// Returns the environment of the library, or of the built-in program.
-fn settings(options: &Run) -> [(&'static str, Option<OsString>); 7] {
+fn settings(options: &Run) -> [(&'static str, Option<OsString>); 8] {
     let text = |value: Option<String>| value.map(OsString::from);
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),
         ("SLAT_FORMAT", Some(options.table_format().name().into())),
         // Removed if not asked for: a `slat run` inside another one inherits nothing.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
+        (
+            "SLAT_GUEST_SYMBOLS",
+            options.guest_symbols.as_deref().map(from_anywhere),
+        ),
         policies(&options.set),
         (
             "SLAT_TRACE",
@@ -38,6 +43,11 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 7] {
             text(options.trace_buffer.map(|size| size.to_string())),
         ),
     ]
+}
+
+/// Returns a path that is right in any working directory.
+fn from_anywhere(path: &Path) -> OsString {
+    std::path::absolute(path).map_or_else(|_| path.into(), PathBuf::into_os_string)
 }
 
 /// Returns the variable that sets policies, and its value; `None` if there are none.
@@ -68,8 +78,11 @@ fn prepare(file: &mut PathBuf) -> Result<(), String> {
 /// Replaces this process by PROGRAM, so that its exit status, its signals and its process id are
 /// its own. Returns only if that failed.
 pub fn run(options: &mut Run) -> ExitCode {
-    let checked = check_pair(options.mmu, options.table_format());
-    if let Err(message) = checked.and_then(|()| options.trace.as_mut().map_or(Ok(()), prepare)) {
+    let symbols = options.guest_symbols.as_deref().map(Symbols::read);
+    let checked = check_pair(options.mmu, options.table_format())
+        .and(symbols.transpose().map(drop))
+        .and_then(|()| options.trace.as_mut().map_or(Ok(()), prepare));
+    if let Err(message) = checked {
         complain(&message);
         return ExitCode::from(2);
     }

@@ -4,6 +4,7 @@
 use crate::background::{self, Background};
 use crate::policy::{self, Jit};
 use crate::process::PerProcess;
+use crate::{perf_map, symbols};
 use slat_x86::{Compile, Compiler};
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -14,7 +15,14 @@ static COMPILING: PerProcess<Compiling> = PerProcess::new();
 
 impl Default for Compiling {
     fn default() -> Self {
-        Self(Compiler::try_new().ok())
+        let compiler = Compiler::try_new().ok();
+        if policy::current().is_ok_and(|policies| policies.jit_map) {
+            symbols::of_guests();
+            if let Some(compiler) = &compiler {
+                compiler.observe(perf_map::add);
+            }
+        }
+        Self(compiler)
     }
 }
 

@@ -92,6 +92,13 @@ macro_rules! formats {
                 })
             }
 
+            /// Returns the format of its tables.
+            pub fn format(&self) -> TableFormat {
+                match self {
+                    $(EngineVm::$variant(_) => TableFormat::$variant,)*
+                }
+            }
+
             /// See [`slat::Vm::invalidate`].
             pub fn invalidate(&self, range: Range<Hva>) -> EngineInvalidation<'_> {
                 match self {
@@ -213,6 +220,10 @@ delegate! {
         fn age(range: Range<Hva>, clear: bool) -> u64;
         /// See [`slat::Vm::visit_leaves`].
         fn visit_leaves(space: usize, range: Range<Gfn>, visit: &mut dyn FnMut(Gfn, Level, Entry)) -> ();
+        /// See [`slat::Vm::memslot_from`].
+        fn memslot_from(space: usize, gfn: Gfn) -> Option<Region>;
+        /// See [`slat::Vm::private_around`].
+        fn private_around(gfn: Gfn) -> (bool, Range<Gfn>);
         /// See [`slat::Vm::audit`].
         fn audit() -> Result<(), slat::AuditError>;
         /// See [`slat::Vm::set_memory_region`].

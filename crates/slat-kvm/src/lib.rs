@@ -30,7 +30,9 @@
 //! | [`filters`] | seccomp filters of the client |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`policy`], [`parameters`], `recovery` | settings, module parameters; recovery of NX huge pages |
-//! | [`publish`] | the counters of this process's VMs, for `slat stat` |
+//! | [`publish`] | the counters of this process's VMs, and how their memory is mapped, for `slat stat` and `slat map` |
+//! | [`memory_map`] | how guest memory is mapped, in numbers of pages |
+//! | [`symbols`], `perf_map` | the names of guest code; compiled code, named for perf |
 //! | [`trace`] | tracepoints, for `slat run --trace` |
 //! | [`report`], [`errno`], `heap` | messages to the user, errors, vectors that report `ENOMEM` instead of ending the process |
 //! | [`engine`] | the engine's VM and vCPU, whatever their table format |
@@ -71,6 +73,7 @@ pub mod ioctl;
 mod ioeventfd;
 mod irq;
 mod machine;
+pub mod memory_map;
 mod msr;
 mod msr_filter;
 pub mod nested;
@@ -78,6 +81,7 @@ pub mod notify;
 mod options;
 mod page_cache;
 pub mod parameters;
+mod perf_map;
 pub mod policy;
 mod prefault;
 pub mod publish;
@@ -91,6 +95,7 @@ mod same_fields;
 mod signals;
 pub mod stats;
 mod steal_time;
+pub mod symbols;
 pub mod system;
 pub mod thread;
 mod ticker;

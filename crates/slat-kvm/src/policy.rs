@@ -1,4 +1,5 @@
-//! Policies of this process, which `slat run` passes in `SLAT_MMU`, `SLAT_FORMAT`, `SLAT_SET` and `SLAT_STATS`.
+//! Policies of this process, which `slat run` passes in `SLAT_MMU`, `SLAT_FORMAT`, `SLAT_SET`, `SLAT_STATS` and
+//! `SLAT_GUEST_SYMBOLS`.
 //!
 //! Invalid policies are refused with a message before any VM exists.
 
@@ -7,6 +8,7 @@ use crate::errno::{Error, Result};
 use slat::{AtomicPolicy, MmuKind, Policy, PolicyError, Setting};
 pub use slat_x86::Tier;
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
@@ -60,12 +62,15 @@ impl fmt::Display for Jit {
 /// The policy of nested virtualization: whether guests are offered SVM, as KVM's module parameter says.
 pub const NESTED: &str = "nested";
 
-/// Reads the value of [`NESTED`].
-fn parse_nested(value: &str) -> std::result::Result<bool, String> {
+/// The policy of the compiler: whether it writes perf's map of the compiled code, so that `perf report` names guest code.
+pub const JIT_MAP: &str = "jit_map";
+
+/// Reads the value of a policy that is on or off.
+fn parse_switch(name: &str, value: &str) -> std::result::Result<bool, String> {
     match value {
         "on" | "1" | "Y" | "y" => Ok(true),
         "off" | "0" | "N" | "n" => Ok(false),
-        _ => Err(format!("{NESTED}={value}: the value is on, or off")),
+        _ => Err(format!("{name}={value}: the value is on, or off")),
     }
 }
 
@@ -78,6 +83,8 @@ pub enum Assignment {
     Cpu(Jit),
     /// Whether the software CPU has SVM, [`NESTED`].
     Nested(bool),
+    /// Whether perf's map of compiled code is written, [`JIT_MAP`].
+    JitMap(bool),
 }
 
 impl Assignment {
@@ -87,6 +94,7 @@ impl Assignment {
             Assignment::Memory(setting) => setting.name(),
             Assignment::Cpu(_) => JIT,
             Assignment::Nested(_) => NESTED,
+            Assignment::JitMap(_) => JIT_MAP,
         }
     }
 }
@@ -103,7 +111,10 @@ impl FromStr for Assignment {
             return Jit::parse(value).map(Assignment::Cpu);
         }
         if name == NESTED {
-            return parse_nested(value).map(Assignment::Nested);
+            return parse_switch(name, value).map(Assignment::Nested);
+        }
+        if name == JIT_MAP {
+            return parse_switch(name, value).map(Assignment::JitMap);
         }
         match Setting::parse(name, value) {
             Ok(setting) => Ok(Assignment::Memory(setting)),
@@ -112,7 +123,7 @@ impl FromStr for Assignment {
                 let names: Vec<_> = known.iter().map(|known| known.name()).collect();
                 let names = names.join(", ");
                 Err(format!(
-                    "there is no policy \"{name}\"; there are {names}, {JIT}, {NESTED}"
+                    "there is no policy \"{name}\"; there are {names}, {JIT}, {NESTED}, {JIT_MAP}"
                 ))
             }
             Err(error) => Err(format!("{name}={value}: {error}")),
@@ -126,7 +137,9 @@ impl fmt::Display for Assignment {
         match self {
             Assignment::Memory(setting) => write!(f, "{}={}", setting.name(), setting.value()),
             Assignment::Cpu(jit) => write!(f, "{JIT}={jit}"),
-            Assignment::Nested(on) => write!(f, "{NESTED}={}", if *on { "on" } else { "off" }),
+            Assignment::Nested(on) | Assignment::JitMap(on) => {
+                write!(f, "{}={}", self.name(), if *on { "on" } else { "off" })
+            }
         }
     }
 }
@@ -143,8 +156,12 @@ pub struct Policies {
     pub jit: Jit,
     /// Whether guests are offered SVM.
     pub nested: bool,
+    /// Whether the compiler writes perf's map.
+    pub jit_map: bool,
     /// Print statistics at the end of the process.
     pub stats: bool,
+    /// The file with the names of the guests' code ([`crate::symbols`]).
+    pub guest_symbols: Option<PathBuf>,
 }
 
 impl Default for Policies {
@@ -155,7 +172,9 @@ impl Default for Policies {
             mmu: MmuKind::default(),
             jit: Jit::default(),
             nested: true,
+            jit_map: false,
             stats: false,
+            guest_symbols: None,
         }
     }
 }
@@ -183,13 +202,14 @@ impl Policies {
         check_pair(mmu, format)?;
         let mut settings = Vec::new();
         let mut jit = Jit::default();
-        let mut nested = true;
+        let (mut nested, mut jit_map) = (true, false);
         let set = variable("SLAT_SET").unwrap_or_default();
         for word in set.split(',').filter(|word| !word.is_empty()) {
             match word.parse() {
                 Ok(Assignment::Memory(setting)) => settings.push(setting),
                 Ok(Assignment::Cpu(value)) => jit = value,
                 Ok(Assignment::Nested(value)) => nested = value,
+                Ok(Assignment::JitMap(value)) => jit_map = value,
                 Err(error) => return Err(format!("SLAT_SET: {error}")),
             }
         }
@@ -200,7 +220,9 @@ impl Policies {
             mmu,
             jit,
             nested,
+            jit_map,
             stats,
+            guest_symbols: variable("SLAT_GUEST_SYMBOLS").map(PathBuf::from),
         })
     }
 
@@ -327,8 +349,8 @@ mod tests {
             .into_iter()
             .chain(tiers)
             .map(Assignment::Cpu);
-        let nested = [false, true].map(Assignment::Nested);
-        for assignment in all.chain(jit).chain(nested) {
+        let switches = [false, true].map(|on| [Assignment::Nested(on), Assignment::JitMap(on)]);
+        for assignment in all.chain(jit).chain(switches.into_iter().flatten()) {
             assert_eq!(assignment.to_string().parse(), Ok(assignment));
         }
     }

@@ -85,7 +85,7 @@ pub use decode::DECODER_BYTES;
 pub use features::{Features, PKRU_OFFSET};
 pub use heap::OutOfMemory;
 #[cfg(feature = "jit")]
-pub use jit::{Compile, Compiler, Tier};
+pub use jit::{Compile, CompiledCode, Compiler, Tier};
 pub use machine::{
     Access, BusLocks, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, HypercallOutcome,
     Hypercalls, Machine, Mmu, MsrFault, NestedPaging, Paging,

@@ -90,6 +90,24 @@ fn private_frames_are_the_private_backing_and_shared_ones_the_other() {
 }
 
 #[test]
+fn private_frames_are_listed() {
+    let (_, vm) = vm::<Ept>(Level::PAGE);
+    let everything = (false, Gfn(0)..Gfn(u64::MAX));
+    assert_eq!(vm.private_around(Gfn(9)), everything);
+    convert(&vm, 8..24, true);
+    convert(&vm, 12..16, false);
+    let around = |gfn| {
+        let (private, gfns) = vm.private_around(Gfn(gfn));
+        (private, gfns.start.0..gfns.end.0)
+    };
+    assert_eq!(around(0), (false, 0..8));
+    assert_eq!(around(11), (true, 8..12));
+    assert_eq!(around(12), (false, 12..16));
+    assert_eq!(around(23), (true, 16..24));
+    assert_eq!(around(24), (false, 24..u64::MAX));
+}
+
+#[test]
 fn bad_attributes_are_refused_with_kvms_errno() {
     let (_, vm) = vm::<Ept>(Level::PAGE);
     let set = |gfns: Range<u64>, attributes| {

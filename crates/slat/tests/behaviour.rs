@@ -256,6 +256,33 @@ fn an_invalidation_takes_pages_that_it_names_in_part() {
 }
 
 #[test]
+fn memslots_are_listed_by_their_frames() {
+    let (_, vm) = vm(1024, REMAP_4K);
+    let list = || {
+        let mut slots = Vec::new();
+        let mut at = Gfn(0);
+        while let Some(slot) = vm.memslot_from(0, at) {
+            at = Gpa(slot.gpa.0 + slot.size).gfn();
+            slots.push((slot.slot, slot.gpa.gfn().0, at.0));
+        }
+        slots
+    };
+    assert_eq!(list(), []);
+    set(&vm, 7, 100..116, 0, NONE);
+    set(&vm, 3, 500..501, 16, SlotFlags::READONLY);
+    set(&vm, 5, 0..16, 32, NONE);
+    assert_eq!(list(), [(5, 0, 16), (7, 100, 116), (3, 500, 501)]);
+    let slot = vm.memslot_from(0, Gfn(501 - 1)).unwrap();
+    assert_eq!(slot, region(3, 500..501, 16, SlotFlags::READONLY));
+    // From inside of a slot: that slot.
+    assert_eq!(vm.memslot_from(0, Gfn(115)).unwrap().slot, 7);
+    assert_eq!(vm.memslot_from(0, Gfn(116)).unwrap().slot, 3);
+    vm.remove_memory_region(0, 7).unwrap();
+    assert_eq!(list(), [(5, 0, 16), (3, 500, 501)]);
+    assert_eq!(vm.memslot_from(99, Gfn(0)), None);
+}
+
+#[test]
 fn an_invalidation_of_memory_that_no_slot_uses_disturbs_nobody() {
     let (_, vm) = vm(1024, REMAP_4K);
     let mut vcpu = vm.create_vcpu().unwrap();

@@ -1,8 +1,10 @@
-//! Maps of guest memory: each square 2 MiB, filled by the leaves that map it, phase beside phase.
+//! Maps of guest memory: squares, filled by the leaves that map them; of an experiment, phase beside phase.
 
 use maud::{Markup, html};
 
-use crate::maps::{CELL, Cell, PageMap};
+use slat_kvm::memory_map::Cell;
+
+use crate::maps::{CELL, PageMap};
 use crate::report::Unit;
 use crate::show::shown;
 
@@ -11,8 +13,8 @@ const COLUMNS: usize = 32;
 const WIDE: f64 = 14.0;
 const HIGH: f64 = 11.0;
 const GAP: f64 = 1.0;
-/// Height of a mark on an edge.
-const EDGE: f64 = 2.5;
+/// Height of a mark along an edge.
+const EDGE: f64 = 2.0;
 
 /// A way to map a share of a square's pages: class, name, and how many pages of a cell are mapped
 /// so.
@@ -25,14 +27,45 @@ const FILLS: [Kind; 4] = [
     ("small", "in 4 KiB leaves", |cell| cell.by_level[0]),
     ("mmio", "MMIO", |cell| cell.mmio),
 ];
-/// The kinds that are drawn over the fills: over the whole square, on its upper and on its lower
-/// edge.
+/// The kinds that are drawn over the fills: over the whole square, along its upper and its lower edge, and inside of these marks.
 const NX: Kind = ("nx", "not executable", |cell| cell.nx);
 const PROTECTED: Kind = ("protected", "write-protected for the log", |cell| {
     cell.protected
 });
 const DIRTY: Kind = ("dirty", "dirty", |cell| cell.dirty);
-const OVER: [Kind; 3] = [NX, PROTECTED, DIRTY];
+const ACCESSED: Kind = ("accessed", "accessed", |cell| cell.accessed);
+const PRIVATE: Kind = ("private", "private", |cell| cell.private);
+const OVER: [Kind; 5] = [NX, PROTECTED, DIRTY, ACCESSED, PRIVATE];
+
+/// A part of guest memory, to be drawn.
+pub struct Strip<'a> {
+    /// What it is, in a few words.
+    pub name: &'a str,
+    /// 4 KiB pages of each cell.
+    pub cell_pages: u64,
+    /// Its cells, by address.
+    pub cells: &'a [Cell],
+}
+
+impl Strip<'_> {
+    fn pages(&self, (.., pages): Kind) -> u64 {
+        self.cells.iter().map(pages).sum()
+    }
+}
+
+/// Draws the memory of VMs: `groups` have a name and strips.
+pub fn memory(groups: &[(String, Vec<Strip<'_>>)]) -> Markup {
+    let strips = || groups.iter().flat_map(|(_, strips)| strips);
+    html! {
+        (legend("A square is as large as the figure says.", strips()))
+        @for (name, strips) in groups {
+            h2 { (name) }
+            div.maps {
+                @for strip in strips { figure { (draw(strip)) } }
+            }
+        }
+    }
+}
 
 /// Draws the maps of an experiment, those of one case and variant together; nothing if there are
 /// none.
@@ -40,13 +73,14 @@ pub fn maps(maps: &[&PageMap]) -> Markup {
     html! {
         @if !maps.is_empty() {
             h3 { "What maps the guest\u{2019}s memory" }
-            (legend(maps))
+            @let strips: Vec<_> = maps.iter().map(|map| strip(map)).collect();
+            (legend("Each square is 2 MiB.", strips.iter()))
             @let mut subjects = subjects(maps);
             div.maps {
                 @for phases in &mut subjects {
                     figure {
                         figcaption { strong { (phases[0].case) } " " (phases[0].variant) }
-                        @for map in phases { (draw(map)) }
+                        @for map in phases { (draw(&strip(map))) }
                     }
                 }
             }
@@ -69,24 +103,28 @@ fn subjects<'a>(maps: &[&'a PageMap]) -> Vec<Vec<&'a PageMap>> {
     subjects
 }
 
-fn pages(cells: &[Cell], (.., pages): Kind) -> u64 {
-    cells.iter().map(pages).sum()
+fn strip(map: &PageMap) -> Strip<'_> {
+    Strip {
+        name: map.phase,
+        cell_pages: CELL,
+        cells: &map.cells,
+    }
 }
 
-fn draw(map: &PageMap) -> Markup {
-    let rows = map.cells.len().div_ceil(COLUMNS);
-    let columns = map.cells.len().min(COLUMNS);
+fn draw(strip: &Strip<'_>) -> Markup {
+    let rows = strip.cells.len().div_ceil(COLUMNS);
+    let columns = strip.cells.len().min(COLUMNS);
     let (width, height) = (COLUMNS as f64 * WIDE, rows as f64 * HIGH);
-    let account = account(map);
+    let account = account(strip);
     html! {
-        p.phase { strong { (map.phase) } " " (account) }
-        svg.map viewBox=(format!("0 0 {width} {height}")) role="img" aria-label=(format!("{}: {account}", map.phase)) {
-            title { (map.phase) ": " (account) }
-            @for (row, cells) in map.cells.chunks(COLUMNS).enumerate() {
+        p.phase { strong { (strip.name) } " " (account) }
+        svg.map viewBox=(format!("0 0 {width} {height}")) role="img" aria-label=(format!("{}: {account}", strip.name)) {
+            title { (strip.name) ": " (account) }
+            @for (row, cells) in strip.cells.chunks(COLUMNS).enumerate() {
                 @let mut column = 0;
                 // Equal adjacent squares are one rectangle, cut apart by the lines below.
                 @for run in cells.chunk_by(|a, b| a == b) {
-                    (draw_run(&run[0], column, run.len(), row as f64 * HIGH))
+                    (draw_run(&run[0], strip.cell_pages, column, run.len(), row as f64 * HIGH))
                     @let () = column += run.len();
                 }
             }
@@ -99,10 +137,10 @@ fn draw(map: &PageMap) -> Markup {
 }
 
 /// Counts the pages of 4 KiB of each kind.
-fn account(map: &PageMap) -> String {
+fn account(strip: &Strip<'_>) -> String {
     let mut parts = Vec::new();
     for kind in FILLS.into_iter().chain(OVER) {
-        let pages = pages(&map.cells, kind);
+        let pages = strip.pages(kind);
         if pages != 0 {
             parts.push(format!("{} {}", shown(pages as f64, Unit::Count), kind.1));
         }
@@ -113,13 +151,13 @@ fn account(map: &PageMap) -> String {
     format!("pages: {}", parts.join(" \u{b7} "))
 }
 
-fn draw_run(cell: &Cell, column: usize, cells: usize, top: f64) -> Markup {
+fn draw_run(cell: &Cell, cell_pages: u64, column: usize, cells: usize, top: f64) -> Markup {
     let (x, width) = (column as f64 * WIDE, cells as f64 * WIDE - GAP);
     let full = HIGH - 2.0 * GAP;
     // Every kind in a square is to be seen, be it one page.
     let share = |pages: u64, full: f64| match pages {
         0 => 0.0,
-        pages => (pages as f64 / CELL as f64 * full).max(1.0),
+        pages => (pages as f64 / cell_pages as f64 * full).max(1.0),
     };
     let bottom = top + full;
     let rect = |class: &str, bottom: f64, height: f64| {
@@ -141,15 +179,18 @@ fn draw_run(cell: &Cell, column: usize, cells: usize, top: f64) -> Markup {
         @let protected = share((PROTECTED.2)(cell), EDGE);
         (rect(PROTECTED.0, top + protected, protected))
         (rect(DIRTY.0, bottom, share((DIRTY.2)(cell), EDGE)))
+        (rect(ACCESSED.0, bottom - EDGE, share((ACCESSED.2)(cell), EDGE)))
+        @let private = share((PRIVATE.2)(cell), EDGE);
+        (rect(PRIVATE.0, top + EDGE + private, private))
     }
 }
 
-fn legend(maps: &[&PageMap]) -> Markup {
+fn legend<'a>(size: &str, strips: impl Iterator<Item = &'a Strip<'a>> + Clone) -> Markup {
     let kinds = FILLS.into_iter().chain(OVER);
-    let seen = kinds.filter(|kind| maps.iter().any(|map| pages(&map.cells, *kind) != 0));
+    let seen = kinds.filter(|kind| strips.clone().any(|strip| strip.pages(*kind) != 0));
     html! {
         ul.legend {
-            li { "Each square is 2 MiB." }
+            li { (size) }
             @for (class, name, _) in seen {
                 li {
                     svg viewBox="0 0 16 12" width="16" height="12" aria-hidden="true" {

@@ -1,4 +1,4 @@
-//! The report as one page that needs nothing else: no network, no script, no other file. It follows the reader's choice of
+//! The report, and maps of guest memory, each as one page that needs nothing else: no network, no script, no other file. It follows the reader's choice of
 //! light or dark.
 //!
 //! | file | idea |
@@ -6,7 +6,7 @@
 //! | `chart` | the contents of a chart: the table's lines as bars |
 //! | `axis` | positions of values, linear or logarithmic |
 //! | `picture` | the chart as inline SVG |
-//! | `map` | what maps the guest's memory |
+//! | `map` | what maps a guest's memory |
 //! | `table` | the terminal's table |
 //! | `facts` | the machine on which the measurements were made |
 
@@ -24,10 +24,47 @@ use crate::report::Report;
 use crate::rounds::Size;
 use crate::show::{Line, missed};
 
+pub use map::Strip;
+
 const STYLE: &str = include_str!("style.css");
 
 /// Makes the page of the measurements of `selection`, on this machine.
 pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
+    let contents = html! {
+        p.lead {
+            "What each mechanism of KVM\u{2019}s guest-memory system is worth: every one on and off \
+             within one run, with real guests."
+        }
+        dl.facts {
+            @for (name, value) in facts::facts(size) {
+                div { dt { (name) } dd { (value) } }
+            }
+        }
+        (overview(selection, report))
+        @for experiment in selection {
+            (section(experiment, report))
+        }
+        @if !report.notes().is_empty() {
+            section {
+                h2 { "Notes" }
+                @for note in report.notes() { p { (note) } }
+            }
+        }
+    };
+    document("slat bench", &contents)
+}
+
+/// Makes the page of how the memory of VMs is mapped. `lead` says whose it is; `groups` have a name and [`Strip`]s.
+pub fn memory_page(lead: &str, groups: &[(String, Vec<Strip<'_>>)]) -> String {
+    let contents = html! {
+        p.lead { (lead) }
+        section { (map::memory(groups)) }
+    };
+    document("slat map", &contents)
+}
+
+/// Makes a page called `title`.
+fn document(title: &str, contents: &Markup) -> String {
     html! {
         (DOCTYPE)
         html lang="en" {
@@ -35,32 +72,14 @@ pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 meta name="color-scheme" content="light dark";
-                title { "slat bench" }
+                title { (title) }
                 style { (PreEscaped(STYLE)) }
             }
             body {
                 (patterns())
                 main {
-                    h1 { "slat bench" }
-                    p.lead {
-                        "What each mechanism of KVM\u{2019}s guest-memory system is worth: every one on and off \
-                         within one run, with real guests."
-                    }
-                    dl.facts {
-                        @for (name, value) in facts::facts(size) {
-                            div { dt { (name) } dd { (value) } }
-                        }
-                    }
-                    (overview(selection, report))
-                    @for experiment in selection {
-                        (section(experiment, report))
-                    }
-                    @if !report.notes().is_empty() {
-                        section {
-                            h2 { "Notes" }
-                            @for note in report.notes() { p { (note) } }
-                        }
-                    }
+                    h1 { (title) }
+                    (contents)
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::source::Process;
+use super::Process;
 use super::text::{Answer, Counters, Vcpu, Vm};
 
 /// Returns the look as text: an object with the member `processes`.

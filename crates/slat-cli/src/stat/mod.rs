@@ -2,7 +2,6 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `source` | finds the processes, and asks them |
 //! | `text` | their answers, parsed |
 //! | `subject` | the VMs and vCPUs that the tables list, and rates |
 //! | `json` | one look as JSON |
@@ -10,7 +9,6 @@
 
 mod json;
 mod screen;
-mod source;
 mod subject;
 mod text;
 
@@ -21,11 +19,18 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use crate::args::Stat;
+use crate::live;
 use crate::output::{complain, print};
-use source::{Process, ask, why_not};
+use crate::processes::{self, NOBODY, why_not};
 use subject::{Earlier, HEADS, Subject, cells, halts, shown, subjects};
 
-const NOBODY: &str = "No VM runs on slat. Start one: slat run -- PROGRAM\n";
+/// A process and its counters.
+type Process = processes::Process<text::Answer>;
+
+/// Asks all processes of the user, or only `wanted`.
+fn ask(wanted: Option<i32>) -> Vec<Process> {
+    processes::ask(&text::question(), wanted)
+}
 
 /// Runs the command.
 pub fn run(options: &Stat) -> ExitCode {
@@ -46,13 +51,8 @@ pub fn run(options: &Stat) -> ExitCode {
     if processes.is_empty() {
         return print(NOBODY);
     }
-    match screen::show(options, processes) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            complain(&format!("stat: the terminal: {error}"));
-            ExitCode::FAILURE
-        }
-    }
+    let mut screen = screen::Screen::new(options, processes);
+    live::show("stat", interval(options), &mut screen)
 }
 
 /// Describes one look: a table of VMs or vCPUs; of a single process, all counters, too.

@@ -1,81 +1,49 @@
 //! The live table: VMs or vCPUs above, all counters of the selected one below.
 
-use std::io;
-use std::time::Instant;
-
-use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::Frame;
+use ratatui::crossterm::event::KeyCode;
 use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Cell, Row, Table, TableState};
-use ratatui::{DefaultTerminal, Frame};
 
-use super::source::{Process, ask};
 use super::subject::{Earlier, HEADS, Key, Subject, cells, halts, shown, subjects};
-use super::{interval, title};
+use super::{Process, ask, title};
 use crate::args::Stat;
+use crate::live::{self, View, bold};
 
-const KEYS: &str = "q quit   up/down select   v by VM or vCPU   a all counters or those that are not 0   space pause";
+const KEYS: &str = "up/down select   v by VM or vCPU   a all counters or those that are not 0";
 
-struct Screen<'a> {
+/// The view.
+pub struct Screen<'a> {
     options: &'a Stat,
     by_vcpu: bool,
     /// Whether counters are shown that are 0.
     all: bool,
-    paused: bool,
     processes: Vec<Process>,
     subjects: Vec<Subject>,
     earlier: Earlier,
     selected: Option<Key>,
 }
 
-/// Shows the table until the user ends it.
-///
-/// # Errors
-/// What the terminal returns.
-pub fn show(options: &Stat, processes: Vec<Process>) -> io::Result<()> {
-    let mut terminal = ratatui::try_init()?;
-    let mut screen = Screen {
-        options,
-        by_vcpu: options.by_vcpu,
-        all: false,
-        paused: false,
-        processes: Vec::new(),
-        subjects: Vec::new(),
-        earlier: Earlier::default(),
-        selected: None,
-    };
-    screen.look(processes);
-    let result = screen.run(&mut terminal);
-    ratatui::try_restore()?;
-    result
-}
-
-impl Screen<'_> {
-    fn run(&mut self, terminal: &mut DefaultTerminal) -> io::Result<()> {
-        let interval = interval(self.options);
-        let mut looked = Instant::now();
-        loop {
-            terminal.draw(|frame| self.draw(frame))?;
-            let left = interval.saturating_sub(looked.elapsed());
-            if event::poll(left)? {
-                if let Event::Key(key) = event::read()?
-                    && key.kind == KeyEventKind::Press
-                    && self.press(key.code, key.modifiers)
-                {
-                    return Ok(());
-                }
-            } else {
-                looked = Instant::now();
-                if !self.paused {
-                    self.look(ask(self.options.pid));
-                }
-            }
-        }
+impl<'a> Screen<'a> {
+    /// Makes the view of a first look.
+    pub fn new(options: &'a Stat, processes: Vec<Process>) -> Self {
+        let mut screen = Screen {
+            options,
+            by_vcpu: options.by_vcpu,
+            all: false,
+            processes: Vec::new(),
+            subjects: Vec::new(),
+            earlier: Earlier::default(),
+            selected: None,
+        };
+        screen.take(processes);
+        screen
     }
 
     /// Takes a new look, from which rates are computed.
-    fn look(&mut self, processes: Vec<Process>) {
+    fn take(&mut self, processes: Vec<Process>) {
         self.earlier.remember(&self.subjects);
         self.processes = processes;
         self.list();
@@ -87,25 +55,6 @@ impl Screen<'_> {
         let keys = || self.subjects.iter().map(|subject| subject.key);
         let kept = keys().find(|key| Some(*key) == self.selected);
         self.selected = kept.or(keys().next());
-    }
-
-    /// Does what a key means. Returns whether that is the end.
-    fn press(&mut self, key: KeyCode, modifiers: KeyModifiers) -> bool {
-        match key {
-            KeyCode::Char('q') | KeyCode::Esc => return true,
-            KeyCode::Char('c') if modifiers.contains(KeyModifiers::CONTROL) => return true,
-            KeyCode::Up => self.select(-1),
-            KeyCode::Down => self.select(1),
-            KeyCode::Char('a') => self.all = !self.all,
-            KeyCode::Char(' ') => self.paused = !self.paused,
-            KeyCode::Char('v') => {
-                self.by_vcpu = !self.by_vcpu;
-                self.earlier = Earlier::default();
-                self.list();
-            }
-            _ => {}
-        }
-        false
     }
 
     fn index(&self) -> Option<usize> {
@@ -121,45 +70,6 @@ impl Screen<'_> {
             .saturating_add_signed(by)
             .min(last);
         self.selected = self.subjects.get(index).map(|subject| subject.key);
-    }
-
-    fn draw(&self, frame: &mut Frame<'_>) {
-        let silent = self.processes.iter().filter_map(|process| {
-            let why = process.answer.as_ref().err()?;
-            Some(format!("{} {} {why}", process.pid, process.command))
-        });
-        let silent: Vec<_> = silent.map(Line::from).collect();
-        let height = frame.area().height;
-        let list = (self.subjects.len() as u16 + 1).min((height / 2).max(3));
-        let parts = [
-            Constraint::Length(1),
-            Constraint::Length(list),
-            Constraint::Length(silent.len().min(3) as u16),
-            Constraint::Length(1),
-            Constraint::Min(0),
-            Constraint::Length(1),
-        ];
-        let [head, vms, problems, name, counters, keys] =
-            Layout::vertical(parts).areas(frame.area());
-        let paused = if self.paused { ", paused" } else { "" };
-        let what = if self.by_vcpu { "vCPUs" } else { "VMs" };
-        let seconds = self.options.interval;
-        let count = self.subjects.len();
-        frame.render_widget(
-            Line::from(format!(
-                "slat stat: {count} {what}, every {seconds} s{paused}"
-            )),
-            head,
-        );
-        let mut state = TableState::default().with_selected(self.index());
-        frame.render_stateful_widget(self.list_table(), vms, &mut state);
-        frame.render_widget(ratatui::text::Text::from(silent), problems);
-        if let Some(subject) = self.index().map(|index| &self.subjects[index]) {
-            let text = format!("{}   {}", title(subject), halts(subject));
-            frame.render_widget(Line::from(text).style(bold()), name);
-            frame.render_widget(self.counter_table(subject, counters.height), counters);
-        }
-        frame.render_widget(Line::from(KEYS), keys);
     }
 
     fn list_table(&self) -> Table<'_> {
@@ -182,7 +92,7 @@ impl Screen<'_> {
     }
 
     /// Lists counters in as many columns as `height` asks for, three at most.
-    fn counter_table<'a>(&self, subject: &'a Subject, height: u16) -> Table<'a> {
+    fn counter_table<'s>(&self, subject: &'s Subject, height: u16) -> Table<'s> {
         let mut rows: Vec<Vec<String>> = Vec::new();
         let height = usize::from(height).max(1);
         let shown_now = subject.counters().enumerate();
@@ -217,6 +127,61 @@ impl Screen<'_> {
     }
 }
 
-fn bold() -> Style {
-    Style::new().add_modifier(Modifier::BOLD)
+impl View for Screen<'_> {
+    fn look(&mut self) {
+        self.take(ask(self.options.pid));
+    }
+
+    fn press(&mut self, key: KeyCode) {
+        match key {
+            KeyCode::Up => self.select(-1),
+            KeyCode::Down => self.select(1),
+            KeyCode::Char('a') => self.all = !self.all,
+            KeyCode::Char('v') => {
+                self.by_vcpu = !self.by_vcpu;
+                self.earlier = Earlier::default();
+                self.list();
+            }
+            _ => {}
+        }
+    }
+
+    fn draw(&mut self, frame: &mut Frame<'_>, paused: bool) {
+        let silent = self.processes.iter().filter_map(|process| {
+            let why = process.answer.as_ref().err()?;
+            Some(format!("{} {} {why}", process.pid, process.command))
+        });
+        let silent: Vec<_> = silent.map(Line::from).collect();
+        let height = frame.area().height;
+        let list = (self.subjects.len() as u16 + 1).min((height / 2).max(3));
+        let parts = [
+            Constraint::Length(1),
+            Constraint::Length(list),
+            Constraint::Length(silent.len().min(3) as u16),
+            Constraint::Length(1),
+            Constraint::Min(0),
+            Constraint::Length(1),
+        ];
+        let [head, vms, problems, name, counters, keys] =
+            Layout::vertical(parts).areas(frame.area());
+        let paused = if paused { ", paused" } else { "" };
+        let what = if self.by_vcpu { "vCPUs" } else { "VMs" };
+        let seconds = self.options.interval;
+        let count = self.subjects.len();
+        frame.render_widget(
+            Line::from(format!(
+                "slat stat: {count} {what}, every {seconds} s{paused}"
+            )),
+            head,
+        );
+        let mut state = TableState::default().with_selected(self.index());
+        frame.render_stateful_widget(self.list_table(), vms, &mut state);
+        frame.render_widget(ratatui::text::Text::from(silent), problems);
+        if let Some(subject) = self.index().map(|index| &self.subjects[index]) {
+            let text = format!("{}   {}", title(subject), halts(subject));
+            frame.render_widget(Line::from(text).style(bold()), name);
+            frame.render_widget(self.counter_table(subject, counters.height), counters);
+        }
+        frame.render_widget(Line::from(format!("{}   {KEYS}", live::KEYS)), keys);
+    }
 }

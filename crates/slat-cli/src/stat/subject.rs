@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::source::Process;
+use super::Process;
 use super::text::{Answer, Counters, Vcpu, Vm};
 
 /// A process id, the number of a VM, and the id of a vCPU of it; `None`: the VM as a whole.
@@ -203,7 +203,7 @@ fn time(ns: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::stat::text::parse;
+    use crate::stat::text::question;
     use std::time::Duration;
 
     fn process(at: Instant, instructions: u64, compiled: u64, leaves: u64) -> Process {
@@ -215,7 +215,7 @@ mod tests {
             pid: 7,
             command: "vmm".to_owned(),
             at,
-            answer: parse(&text),
+            answer: question().parse(&text),
         }
     }
 

@@ -1,8 +1,12 @@
-//! The answer of a process, parsed: `slat_kvm`'s `publish/text.rs` has its form.
+//! The answer of a process, parsed: `slat_kvm`'s `publish/stat.rs` has its form.
 
 use std::collections::BTreeMap;
 use std::ops::Index;
 use std::rc::Rc;
+
+use slat_kvm::publish::STAT;
+
+use crate::processes::Question;
 
 /// Counters and their names.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -121,24 +125,16 @@ impl Names {
     }
 }
 
-/// Parses an answer.
-///
-/// # Errors
-/// A part of a sentence about the process: its slat is of another version, or the answer ends early.
-pub fn parse(text: &str) -> Result<Answer, String> {
-    let mut lines = text.lines();
-    let version = slat_kvm::publish::VERSION;
-    let said = lines.next().and_then(|line| line.strip_prefix("slat "));
-    if said != Some(&version.to_string()) {
-        return Err("runs on another version of slat".to_owned());
+/// Returns the question.
+pub fn question() -> Question<Answer> {
+    Question {
+        words: STAT.to_owned(),
+        read,
     }
-    // A line that is cut may look like a shorter one.
-    let answer = text.ends_with("\nend\n").then(|| read(lines)).flatten();
-    answer.ok_or("has given only a part of an answer".to_owned())
 }
 
-/// Reads the lines after the first. `None`: there is no line `end`, or a line does not fit.
-fn read<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Answer> {
+/// Reads an answer's lines. `None`: a line does not fit.
+fn read(lines: &[&str]) -> Option<Answer> {
     let mut names = Names::default();
     let mut answer = Answer::default();
     for line in lines {
@@ -174,12 +170,11 @@ fn read<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Answer> {
             "memory" | "cpu" | "exits" => {
                 *place(&mut answer, word)? = names.of(word, numbers()?)?
             }
-            "end" => return Some(answer),
             // A later slat may say more.
             _ => {}
         }
     }
-    None
+    Some(answer)
 }
 
 /// Returns the counters that a line of this `kind` is about: those of the last vCPU, else of the last VM, else of all that have ended.
@@ -203,6 +198,10 @@ fn place<'a>(answer: &'a mut Answer, kind: &str) -> Option<&'a mut Counters> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn parse(text: &str) -> Result<Answer, String> {
+        question().parse(text)
+    }
 
     const TEXT: &str = "slat 1\nnames memory a b\nnames cpu instructions\nnames exits exits\nended 1\nmemory 1 2\ncpu 5\n\
         vm 4\nmemory 10 20\nvcpu 0 runs\nmemory 10 0\ncpu 100\nexits 3\nhalts 0 1\nvcpu 2 out\nmemory 0 20\ncpu 200\nexits 4\n\

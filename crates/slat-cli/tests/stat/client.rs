@@ -17,27 +17,41 @@ fn wait() {
     std::io::stdin().lock().read_line(&mut line).unwrap();
 }
 
+/// Maps `bytes` of memory for ever, and makes it the memslot `slot` at `gpa`.
+fn memory(vm: &VmFd, slot: u32, flags: u32, gpa: u64, bytes: usize) -> *mut u8 {
+    // SAFETY: a new mapping, which is never unmapped.
+    unsafe {
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let memory = libc::mmap(std::ptr::null_mut(), bytes, rights, kind, -1, 0);
+        assert_ne!(memory, libc::MAP_FAILED);
+        set_memory(vm, slot, flags, gpa, bytes, memory as u64);
+        memory.cast()
+    }
+}
+
+/// Makes the memory at `hva` the memslot `slot`; of 0 bytes, deletes the memslot.
+///
+/// # Safety
+/// The memory is mapped as long as the memslot is there.
+unsafe fn set_memory(vm: &VmFd, slot: u32, flags: u32, gpa: u64, bytes: usize, hva: u64) {
+    let region = kvm_userspace_memory_region {
+        slot,
+        flags,
+        guest_phys_addr: gpa,
+        memory_size: bytes as u64,
+        userspace_addr: hva,
+    };
+    // SAFETY: the caller's.
+    unsafe { vm.set_user_memory_region(region).unwrap() };
+}
+
 /// Creates a VM whose only vCPU runs `code` at address 0 in real mode.
 fn machine(kvm: &Kvm, code: &[u8]) -> (VmFd, VcpuFd) {
     let vm = kvm.create_vm().unwrap();
-    // SAFETY: a new mapping, which is never unmapped.
-    let memory = unsafe {
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        let memory = libc::mmap(std::ptr::null_mut(), MEMORY, rights, flags, -1, 0);
-        assert_ne!(memory, libc::MAP_FAILED);
-        std::ptr::copy_nonoverlapping(code.as_ptr(), memory.cast(), code.len());
-        let region = kvm_userspace_memory_region {
-            slot: 0,
-            flags: 0,
-            guest_phys_addr: 0,
-            memory_size: MEMORY as u64,
-            userspace_addr: memory as u64,
-        };
-        vm.set_user_memory_region(region).unwrap();
-        memory
-    };
-    assert!(!memory.is_null());
+    let start = memory(&vm, 0, 0, 0, MEMORY);
+    // SAFETY: the mapping is larger than any code here.
+    unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), start, code.len()) };
     let vcpu = vm.create_vcpu(0).unwrap();
     let mut sregs = vcpu.get_sregs().unwrap();
     sregs.cs.base = 0;
@@ -174,5 +188,116 @@ fn is_confined() {
     }
     let (_vm, mut vcpu) = machine(&kvm, WRITES);
     run_to_halt(&mut vcpu);
+    wait();
+}
+
+/// Reads a byte behind the memory, and goes on as [`WRITES`] does.
+const READS_A_DEVICE: &[u8] = &[
+    0xb8, 0xff, 0xff, // mov ax, 0xffff
+    0x8e, 0xd8, // mov ds, ax
+    0xa0, 0x10, 0x10, // mov al, [0x1010]: address 0x101000
+    0x31, 0xc0, // xor ax, ax
+    0x8e, 0xd8, // mov ds, ax
+];
+
+/// Has memory with 16 leaves, and an MMIO entry, and memslots that are not used. Deletes the first memslot when it is told so.
+#[test]
+#[ignore = "a client"]
+fn maps() {
+    let kvm = Kvm::new().unwrap();
+    let (vm, mut vcpu) = machine(&kvm, &[READS_A_DEVICE, WRITES].concat());
+    memory(
+        &vm,
+        1,
+        kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES,
+        2 << 20,
+        4 << 20,
+    );
+    memory(&vm, 2, kvm_bindings::KVM_MEM_READONLY, 8 << 20, 1 << 12);
+    assert!(matches!(
+        vcpu.run().unwrap(),
+        VcpuExit::MmioRead(0x10_1000, _)
+    ));
+    run_to_halt(&mut vcpu);
+    wait();
+    // SAFETY: nothing is mapped.
+    unsafe { set_memory(&vm, 0, 0, 0, 0, 0) };
+    wait();
+}
+
+/// Creates, moves and deletes memslots all the time, while a vCPU runs.
+#[test]
+#[ignore = "a client"]
+fn changes_memslots() {
+    let kvm = Kvm::new().unwrap();
+    let (vm, mut vcpu) = machine(&kvm, COMPUTES);
+    let hva = memory(&vm, 1, 0, 16 << 20, 8 << 20) as u64;
+    std::thread::spawn(move || vcpu.run().map(|_| ()));
+    std::thread::spawn(move || {
+        for round in 0u64.. {
+            let (slot, gpa) = ((2 + round % 7) as u32, (32 + round % 13) << 20);
+            // SAFETY: the memory is mapped for ever.
+            unsafe {
+                set_memory(&vm, slot, 0, gpa, 1 << 20, hva);
+                set_memory(&vm, slot, 0, (64 + round % 5) << 20, 1 << 20, hva);
+                set_memory(&vm, slot, 0, 0, 0, 0);
+            }
+        }
+    });
+    wait();
+}
+
+/// Calls two functions in turns, for ever, of which one takes three times as long as the other.
+#[rustfmt::skip]
+const CALLS: [(usize, &[u8]); 3] = [
+    (0, &[
+        0x31, 0xed, // xor ebp, ebp
+        0xbc, 0x00, 0x00, 0x28, 0x00, // mov esp, 0x280000
+        0xe8, 0xf4, 0x0f, 0x00, 0x00, // call the function at 0x1000
+        0xe8, 0xef, 0x1f, 0x00, 0x00, // call the function at 0x2000
+        0xeb, 0xf4, // jmp to the first call
+    ]),
+    (0x1000, &[
+        0x55, 0x89, 0xe5, // push ebp; mov ebp, esp
+        0xb9, 0xc0, 0xc6, 0x2d, 0x00, // mov ecx, 3000000
+        0x49, 0x75, 0xfd, // dec ecx; jnz
+        0x5d, 0xc3, // pop ebp; ret
+    ]),
+    (0x2000, &[
+        0x55, 0x89, 0xe5, // push ebp; mov ebp, esp
+        0xb9, 0x40, 0x42, 0x0f, 0x00, // mov ecx, 1000000
+        0x49, 0x75, 0xfd, // dec ecx; jnz
+        0x5d, 0xc3, // pop ebp; ret
+    ]),
+];
+
+/// Runs [`CALLS`] at 2 MiB in protected mode: in real mode nothing is compiled.
+#[test]
+#[ignore = "a client"]
+fn calls_functions() {
+    let kvm = Kvm::new().unwrap();
+    let (vm, vcpu) = machine(&kvm, &[]);
+    let start = memory(&vm, 1, 0, 2 << 20, MEMORY);
+    for (at, code) in CALLS {
+        // SAFETY: the mapping is larger.
+        unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), start.add(at), code.len()) };
+    }
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.cr0 |= 1;
+    let flat = |segment: &mut kvm_bindings::kvm_segment, kind| {
+        (segment.base, segment.limit, segment.selector) = (0, u32::MAX, 8);
+        (segment.type_, segment.s, segment.present) = (kind, 1, 1);
+        (segment.db, segment.g, segment.l) = (1, 1, 0);
+    };
+    flat(&mut sregs.cs, 11);
+    for data in [&mut sregs.ds, &mut sregs.es, &mut sregs.ss] {
+        flat(data, 3);
+    }
+    vcpu.set_sregs(&sregs).unwrap();
+    let mut regs = vcpu.get_regs().unwrap();
+    regs.rip = 2 << 20;
+    vcpu.set_regs(&regs).unwrap();
+    let mut vcpu = vcpu;
+    std::thread::spawn(move || vcpu.run().map(|_| ()));
     wait();
 }

@@ -1,178 +1,21 @@
-//! `slat stat` as a user sees it: clients run under `slat run`, and another process watches them.
+//! `slat stat` and `slat map` as a user sees them: clients run under `slat run`, and another process watches them.
 #![cfg(target_arch = "x86_64")]
 
 mod client;
+mod harness;
+mod map;
+mod profile;
 mod screen;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
-
-/// A directory of one test, in which processes publish; removed at its end.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("stat-{name}"));
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir_all(&path).unwrap();
-        Scratch(path)
-    }
-
-    fn slat(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-        command
-            .args(arguments)
-            .env("XDG_CACHE_HOME", self.0.join("cache"))
-            .env("XDG_RUNTIME_DIR", &self.0)
-            .env_remove("LD_PRELOAD");
-        command
-    }
-
-    /// Starts the client called `name` by `slat run`, and waits until it is ready.
-    fn start(&self, options: &[&str], name: &str) -> Client {
-        let program = std::env::current_exe().unwrap();
-        let name = format!("client::{name}");
-        let mut command = self.slat(&["run"]);
-        let mut process = command
-            .args(options)
-            .arg("--")
-            .arg(program)
-            .args([
-                "--exact",
-                &name,
-                "--ignored",
-                "--nocapture",
-                "--test-threads=1",
-            ])
-            .env("SLAT_TEST_VMS", vms().to_string())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let output = BufReader::new(process.stdout.take().unwrap());
-        let mut client = Client { process, output };
-        client.said("ready");
-        client
-    }
-
-    fn stat(&self, arguments: &[&str]) -> Output {
-        self.slat(&[&["stat"], arguments].concat())
-            .output()
-            .unwrap()
-    }
-
-    /// Asks for all counters, of `pid` or of all processes.
-    fn json(&self, pid: Option<u32>) -> Vec<Value> {
-        let pid = pid.map(|pid| pid.to_string());
-        let mut arguments = vec!["--once", "--json"];
-        arguments.extend(pid.as_deref());
-        let output = self.stat(&arguments);
-        assert!(output.status.success(), "{}", text(&output.stderr));
-        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
-        json["processes"].as_array().unwrap().clone()
-    }
-
-    fn sockets(&self) -> usize {
-        fs::read_dir(self.0.join("slat-stat")).map_or(0, |entries| entries.count())
-    }
-
-    /// Waits until a process has published its counters: a thread of its own does that.
-    fn published(&self, pid: u32) -> Value {
-        let begin = Instant::now();
-        loop {
-            let mut all = self.json(None).into_iter();
-            if let Some(process) = all.find(|process| process["pid"] == pid) {
-                return process;
-            }
-            assert!(
-                begin.elapsed() < Duration::from_secs(20),
-                "{pid} is not seen"
-            );
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-/// A running client; killed when dropped.
-struct Client {
-    process: Child,
-    output: BufReader<ChildStdout>,
-}
-
-impl Client {
-    fn pid(&self) -> u32 {
-        self.process.id()
-    }
-
-    /// Reads its output up to a line that ends with `word`; returns all of it.
-    fn said(&mut self, word: &str) -> String {
-        let mut all = String::new();
-        loop {
-            let mut line = String::new();
-            if self.output.read_line(&mut line).unwrap() == 0 {
-                let mut errors = String::new();
-                let _ = self
-                    .process
-                    .stderr
-                    .take()
-                    .unwrap()
-                    .read_to_string(&mut errors);
-                panic!("the client has ended: {all}{errors}");
-            }
-            all += &line;
-            if line.trim_end().ends_with(word) {
-                return all;
-            }
-        }
-    }
-
-    /// Lets it go on.
-    fn proceed(&mut self) {
-        let input = self.process.stdin.as_mut().unwrap();
-        input.write_all(b"\n").unwrap();
-    }
-
-    fn kill(&mut self) {
-        self.process.kill().unwrap();
-        self.process.wait().unwrap();
-    }
-}
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
-}
-
-/// The number of VMs in a process that has many: 1,000 by SLAT_TEST_VMS.
-fn vms() -> usize {
-    let wanted = std::env::var("SLAT_TEST_VMS");
-    wanted.map_or(100, |wanted| wanted.parse().unwrap())
-}
-
-fn is_root() -> bool {
-    // SAFETY: no arguments.
-    unsafe { libc::geteuid() == 0 }
-}
+use harness::{ANOTHER, Scratch, as_another, is_root, text, vms};
 
 /// Returns the counters in the account of `slat run --stats`.
 fn account(text: &str) -> BTreeMap<String, u64> {
@@ -406,37 +249,6 @@ fn what_is_not_there_is_explained_in_a_line() {
     );
     assert_eq!(scratch.stat(&["--json"]).status.code(), Some(2));
     assert_eq!(scratch.stat(&["--interval", "0"]).status.code(), Some(2));
-}
-
-/// A user who has no VM.
-const ANOTHER: &str = "54321";
-
-/// Runs `slat` as another user: `None` without root.
-fn as_another(scratch: &Scratch, arguments: &[&str]) -> Option<Output> {
-    if !is_root() {
-        eprintln!("skipped: only root can be another user");
-        return None;
-    }
-    // A copy that everybody may execute, wherever the build is.
-    let name = scratch.0.file_name().unwrap().to_str().unwrap();
-    let directory = PathBuf::from(format!("/tmp/slat-{name}-{}", std::process::id()));
-    fs::create_dir_all(&directory).unwrap();
-    fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
-    let program = directory.join("slat");
-    if !program.exists() {
-        // By another process: a file that is open for writing in a child of another test could not be executed.
-        let mut copy = Command::new("cp");
-        let copied = copy.arg(env!("CARGO_BIN_EXE_slat")).arg(&program).status();
-        assert!(copied.unwrap().success());
-    }
-    let output = Command::new("setpriv")
-        .args(["--reuid", ANOTHER, "--regid", ANOTHER, "--clear-groups"])
-        .arg(&program)
-        .args(arguments)
-        .env("XDG_RUNTIME_DIR", &scratch.0)
-        .output();
-    let _ = fs::remove_dir_all(&directory);
-    Some(output.unwrap())
 }
 
 #[test]

@@ -1,9 +1,9 @@
-//! The live table, in a terminal of tmux's.
+//! The live views, in a terminal of tmux's.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use super::{Scratch, text};
+use super::harness::{Scratch, text};
 
 /// A terminal of 140 by 30 characters, on a tmux server of its own.
 struct Terminal(String);
@@ -11,7 +11,8 @@ struct Terminal(String);
 impl Terminal {
     /// Returns `None`, and says so, where there is no tmux.
     fn new(scratch: &Scratch, command: &str) -> Option<Self> {
-        let terminal = Terminal(format!("slat-stat-{}", std::process::id()));
+        let name = scratch.0.file_name().unwrap().to_str().unwrap();
+        let terminal = Terminal(format!("slat-{name}-{}", std::process::id()));
         let started = Command::new("tmux")
             .args(["-L", &terminal.0, "-f", "/dev/null", "new-session", "-d"])
             .args(["-x", "140", "-y", "30", command])
@@ -105,6 +106,43 @@ fn the_live_table_shows_rates_and_follows_keys() {
     terminal.shows(|lines| lines[0].contains("1 vCPUs") && row(lines, &pid).contains(&"runs"));
     terminal.press("a");
     terminal.shows(|lines| lines.iter().any(|line| line.contains("pf_retried")));
+    terminal.press("q");
+    terminal.shows(|lines| lines.contains(&"ended"));
+}
+
+#[test]
+fn the_live_map_follows_the_guest_and_says_when_it_is_killed() {
+    let scratch = Scratch::new("map-screen");
+    let mut client = scratch.start(&[], "maps");
+    let pid = client.pid().to_string();
+    scratch.published(client.pid());
+    let command = format!(
+        "'{}' map {pid} --interval 0.2; echo ended; sleep 100",
+        env!("CARGO_BIN_EXE_slat")
+    );
+    let Some(terminal) = Terminal::new(&scratch, &command) else {
+        return;
+    };
+    let leaves = |leaves: u64| {
+        move |lines: &[&str]| {
+            let wanted = format!("leaves: {leaves} of 4 KiB, 0 of 2 MiB, 0 of 1 GiB");
+            lines.contains(&wanted.as_str())
+        }
+    };
+    let screen = terminal.shows(leaves(16));
+    assert!(
+        screen.starts_with("slat map: memory of process"),
+        "{screen}"
+    );
+    // The client deletes its first memslot.
+    client.proceed();
+    terminal.shows(leaves(0));
+    client.kill();
+    terminal.shows(|lines| {
+        lines
+            .iter()
+            .any(|line| line.contains("there is no process"))
+    });
     terminal.press("q");
     terminal.shows(|lines| lines.contains(&"ended"));
 }

@@ -1,17 +1,24 @@
-//! The counters of this process's VMs, for `slat stat`: a socket that answers with a text.
+//! The counters of this process's VMs, for `slat stat`, and how their memory is mapped, for `slat map`: a socket that answers with a
+//! text.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `socket` | a directory that only the user can enter, and the socket in it |
-//! | `text` | the answer |
+//! | `writer` | an answer, written to it by parts |
+//! | `text` | questions, and what all answers have |
+//! | `stat` | the answer with all counters |
+//! | `map` | the answer with the memslots and what is mapped |
 //!
 //! The counters stay where vCPUs count, and a vCPU pays nothing: one thread, which sleeps until someone connects, reads them. It
 //! is started with the first VM, so before the filters of most clients, and by [`crate::filters`] before all others. It has a
 //! descriptor table of its own: the socket is none of the client's descriptors, a forked child does not inherit it, and it is
 //! closed when the process ends, however it ends. A failure leaves the process unseen, and nothing else.
 
+mod map;
 mod socket;
+mod stat;
 mod text;
+mod writer;
 
 use crate::background::{self, Background};
 use crate::engine::EngineVm;
@@ -25,7 +32,9 @@ use std::ffi::{CStr, OsString};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+pub use map::{MAP, MOST_CELLS};
 pub use socket::{SUBDIRECTORY, directories};
+pub use stat::STAT;
 pub use text::VERSION;
 
 /// A live VM and its vCPUs.
@@ -164,7 +173,7 @@ pub fn end() {
 
 impl Background for Publisher {
     const NAME: &CStr = c"slat-stat";
-    const WITHOUT: &str = "`slat stat` will not see this process";
+    const WITHOUT: &str = "`slat stat` and `slat map` will not see this process";
     const STACK: usize = 128 << 10;
 
     fn run(&'static self) {

@@ -7,7 +7,7 @@
 use crate::background::leave_descriptors;
 use slat_process::calls::raw;
 use std::ffi::{CStr, OsStr, OsString};
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::io::Write as _;
 use std::mem::size_of;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -257,52 +257,4 @@ fn address(directory: &Own, name: &[u8]) -> Option<(libc::sockaddr_un, usize)> {
         *to = from as libc::c_char;
     }
     Some((address, size_of::<libc::sockaddr_un>()))
-}
-
-/// Writes an answer by parts, without the heap.
-pub(super) struct Writer<'a> {
-    to: &'a Own,
-    part: [u8; 4096],
-    len: usize,
-    failed: bool,
-}
-
-impl<'a> Writer<'a> {
-    pub(super) fn new(to: &'a Own) -> Self {
-        Writer {
-            to,
-            part: [0; 4096],
-            len: 0,
-            failed: false,
-        }
-    }
-
-    /// Sends what is left.
-    pub(super) fn finish(&mut self) -> fmt::Result {
-        self.failed |= !self.to.send(&self.part[..self.len]);
-        self.len = 0;
-        if self.failed { Err(fmt::Error) } else { Ok(()) }
-    }
-}
-
-impl fmt::Write for Writer<'_> {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        let mut bytes = text.as_bytes();
-        while !bytes.is_empty() {
-            if self.len == self.part.len() {
-                self.finish()?;
-            }
-            let room = self.part.len() - self.len;
-            let (now, later) = bytes.split_at(bytes.len().min(room));
-            self.part[self.len..][..now.len()].copy_from_slice(now);
-            self.len += now.len();
-            bytes = later;
-        }
-        Ok(())
-    }
-}
-
-/// Writes ` value` for each value.
-pub(super) fn values(to: &mut Writer<'_>, mut values: impl Iterator<Item = u64>) -> fmt::Result {
-    values.try_for_each(|value| write!(to, " {value}"))
 }

@@ -1,120 +1,47 @@
-//! The answer to a reader: lines of words.
+//! Questions and answers: lines of words. A reader sends one line, and gets one answer.
 //!
 //! ```text
 //! slat 1                       the version of this text
-//! names memory pf_taken …      the names of the values in lines `memory`; alike for `cpu` and `exits`
-//! interprets WHY               only if no code is compiled
-//! ended 2                      the number of VMs that have ended
-//! memory 17 …                  what they have counted
-//! cpu 812345 …                 what vCPUs have counted that have ended
-//! vm 3                         a live VM, by the number of VMs that the process had created before it
-//! memory 12 …                  what all its vCPUs have counted
-//! vcpu 0 runs                  a vCPU of it, by its id: runs, halted, or out of KVM_RUN
-//! memory 12 …                  what this vCPU has counted
-//! cpu 712345 …                 as of its last exit; a vCPU that executes exits every 10 ms (`ticker`)
-//! exits 5 …
-//! halts 0 …                    its waits in halts, by the position of the highest set bit of their nanoseconds
+//! names memory pf_taken …      the names of the values in lines of that kind
+//! …                            what the question asks for: `stat` and `map` say it
 //! end                          the answer is whole
 //! ```
 
-use super::socket::{Own, Writer, values};
-use super::{vcpu_at, vm_from};
-use crate::counters::{Count, Exits};
-use crate::engine::EngineVm;
-use crate::vcpu_common::VcpuCommon;
-use crate::{compiler, report};
-use slat::Stats;
-use slat_x86::Counters;
+use super::socket::Own;
+use super::writer::Writer;
+use super::{map, stat};
 use std::fmt::{self, Write as _};
-use std::sync::atomic::Ordering;
 
 /// The version of the text.
 pub const VERSION: u32 = 1;
 
-/// Answers one question.
+/// Answers one question; an unknown one not at all.
 pub(super) fn answer(asked: Own) {
-    let mut question = [0; 16];
-    if asked.receive(&mut question) == b"stat\n" {
-        // A reader that has gone needs no answer.
-        let _ = stat(&mut Writer::new(&asked));
-    }
-}
-
-/// Calls `visit` with every live VM, and `None`, and then with each of its vCPUs.
-fn visit(mut visit: impl FnMut(u64, &EngineVm, Option<&VcpuCommon>) -> fmt::Result) -> fmt::Result {
-    let mut from = 0;
-    while let Some((number, vm)) = vm_from(from) {
-        visit(number, &vm, None)?;
-        let mut index = 0;
-        while let Some(vcpu) = vcpu_at(number, index) {
-            visit(number, &vm, Some(&vcpu))?;
-            index += 1;
-        }
-        from = number + 1;
-    }
-    Ok(())
-}
-
-fn is_running(vcpu: &VcpuCommon) -> bool {
-    vcpu.runner.load(Ordering::Relaxed) != 0
-}
-
-fn names(to: &mut Writer<'_>, kind: &str, names: &[&str]) -> fmt::Result {
-    write!(to, "names {kind}")?;
-    names.iter().try_for_each(|name| write!(to, " {name}"))?;
-    to.write_char('\n')
-}
-
-fn memory(to: &mut Writer<'_>, counted: &Stats) -> fmt::Result {
-    to.write_str("memory")?;
-    values(to, counted.iter().map(|(_, value)| value))?;
-    to.write_char('\n')
-}
-
-fn cpu(to: &mut Writer<'_>, counted: &[u64; Counters::COUNT]) -> fmt::Result {
-    to.write_str("cpu")?;
-    values(to, counted.iter().copied())?;
-    to.write_char('\n')
-}
-
-fn vcpu(to: &mut Writer<'_>, vcpu: &VcpuCommon) -> fmt::Result {
-    let state = match (is_running(vcpu), vcpu.exits.is_blocking()) {
-        (true, false) => "runs",
-        (true, true) => "halted",
-        (false, _) => "out",
+    let mut question = [0; 64];
+    let question = std::str::from_utf8(asked.receive(&mut question));
+    let Some(line) = question.ok().and_then(|text| text.strip_suffix('\n')) else {
+        return;
     };
-    writeln!(to, "vcpu {} {state}", vcpu.id)?;
-    memory(to, &vcpu.counted.get())?;
-    let mut counted = [0; Counters::COUNT];
-    vcpu.cpu.add_to(&mut counted);
-    cpu(to, &counted)?;
-    to.write_str("exits")?;
-    let exits = 0..Exits::NAMES.len();
-    values(to, exits.map(|index| vcpu.exits.value(index)))?;
-    to.write_str("\nhalts")?;
-    values(to, vcpu.exits.halt_wait_hist.iter().map(Count::get))?;
-    to.write_char('\n')
+    let mut words = line.split(' ');
+    let to = &mut Writer::new(&asked);
+    // A reader that has gone needs no answer.
+    let _ = match words.next() {
+        Some(stat::STAT) => whole(to, stat::answer),
+        Some(map::MAP) => match map::Question::parse(words) {
+            Some(question) => whole(to, |to| map::answer(to, &question)),
+            None => Ok(()),
+        },
+        _ => Ok(()),
+    };
 }
 
-fn stat(to: &mut Writer<'_>) -> fmt::Result {
+/// Writes what `part` writes between the first line of an answer and its last.
+fn whole<'a>(
+    to: &mut Writer<'a>,
+    part: impl FnOnce(&mut Writer<'a>) -> fmt::Result,
+) -> fmt::Result {
     writeln!(to, "slat {VERSION}")?;
-    names(to, "memory", Stats::NAMES)?;
-    names(to, "cpu", &Counters::NAMES)?;
-    names(to, "exits", Exits::NAMES)?;
-    if let Some(why) = compiler::why_not() {
-        writeln!(to, "interprets {why}")?;
-    }
-    let ended = report::ended();
-    writeln!(to, "ended {}", ended.vms)?;
-    memory(to, &ended.memory)?;
-    cpu(to, &ended.cpu)?;
-    visit(|number, vm, of| match of {
-        Some(of) => vcpu(to, of),
-        None => {
-            writeln!(to, "vm {number}")?;
-            memory(to, &vm.stats())
-        }
-    })?;
+    part(to)?;
     to.write_str("end\n")?;
     to.finish()
 }

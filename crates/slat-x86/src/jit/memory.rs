@@ -205,7 +205,12 @@ impl Chunk {
     /// Returns the offset of an address in the code, if it is one.
     pub(super) fn offset_of(&self, address: usize) -> Option<u32> {
         let offset = address.checked_sub(self.start() as usize)?;
-        (offset < self.pages.len() * PAGE - self.offset).then_some(offset as u32)
+        (offset < self.len()).then_some(offset as u32)
+    }
+
+    /// Returns the bytes from the first instruction on that nothing else uses.
+    pub(super) fn len(&self) -> usize {
+        self.pages.len() * PAGE - self.offset
     }
 
     /// Returns the address of the first instruction.

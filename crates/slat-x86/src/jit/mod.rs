@@ -64,7 +64,7 @@ use memory::{Arena, Chunk, Refused};
 use slat_trace::{CompileRegion, point};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 
 /// The most compiled code of a process, in bytes.
 const MEMORY: usize = 64 << 20;
@@ -86,6 +86,17 @@ struct Source {
     mode: u8,
     /// Addresses and bytes. The region can be entered at each of them, by its index.
     blocks: Vec<(u64, Vec<u8>)>,
+}
+
+/// Where in the host's memory the code of a region is, for profilers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CompiledCode {
+    /// The host address of its first instruction.
+    pub address: usize,
+    /// Bytes from there on in which nothing else is.
+    pub len: usize,
+    /// The guest address of the block for which it was compiled, which is the first one.
+    pub rip: u64,
 }
 
 /// A job for the compiling thread.
@@ -159,6 +170,14 @@ pub(crate) struct Region {
 }
 
 impl Region {
+    fn place(&self) -> CompiledCode {
+        CompiledCode {
+            address: self.chunk.start() as usize,
+            len: self.chunk.len(),
+            rip: self.source.blocks.first().map_or(0, |(rip, _)| *rip),
+        }
+    }
+
     /// Returns the code that was compiled: addresses and bytes.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.source
@@ -201,6 +220,8 @@ pub struct Compiler {
     is_forbidden: AtomicBool,
     /// Done when the signal handlers know the code.
     announced: Once,
+    /// Called with each region.
+    observer: OnceLock<fn(&CompiledCode)>,
 }
 
 impl std::fmt::Debug for Compiler {
@@ -271,6 +292,7 @@ impl Compiler {
             changed: Condvar::new(),
             is_forbidden: AtomicBool::new(false),
             announced: Once::new(),
+            observer: OnceLock::new(),
         }))
     }
 
@@ -285,6 +307,12 @@ impl Compiler {
         // SAFETY: the table is readable as long as the arena exists, which the compiler and all regions keep. At a guarded access a region
         // has written back all state, and RBP points to its frame. Another compiler's regions belong to CPUs of a parent process.
         unsafe { slat_guard::set_generated(code, table, exit) };
+    }
+
+    /// Has `observer` called with all code that is compiled from now on, before it runs, on the thread that compiles. A compiler has one
+    /// observer: later ones are ignored. Memory of code that is used no more is used again, for other code.
+    pub fn observe(&self, observer: fn(&CompiledCode)) {
+        self.observer.get_or_init(|| observer);
     }
 
     /// Compiles, for ever. Call on a thread of its own, which no filter forbids `mprotect`.
@@ -318,6 +346,9 @@ impl Compiler {
                     tier: region.tier as u32,
                 });
                 let region = Arc::new(region);
+                if let Some(observer) = self.observer.get() {
+                    observer(&region.place());
+                }
                 self.known.add(&region);
                 region
             }),

@@ -1,11 +1,12 @@
-//! What a client can see of a VM: its readers, and the contents of its tables.
+//! What a client can see of a VM: its readers, its memslots, and the contents of its tables.
 
 use core::ops::Range;
 
 use super::{RangeOp, Vm};
-use crate::addr::{Gfn, Level};
+use crate::addr::{Gfn, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
+use crate::slots::{Memslot, Region, SlotSet};
 use crate::sync::quiesce::Attention;
 use crate::table::{At, Next, Show, Walk};
 
@@ -31,6 +32,52 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// client that raises a bit of its own in the words of some vCPUs, which they take before they drop what they have read.
     pub fn synchronize_those(&self, wanted: &dyn Fn(&Attention) -> bool) {
         self.readers.synchronize_those(wanted, self.reader_wait());
+    }
+
+    /// Returns the memslot of address space `space` that holds `gfn`, or else the first one after `gfn`, as the [`Region`] that
+    /// would create it. `None`: there is no such memslot, or no such address space.
+    ///
+    /// Takes no lock: sees the memslots that are published at this moment. To list all, go on from the end of the one that was
+    /// returned. A list that is made so lacks what is created meanwhile at lower frames, and may have a memslot twice that moves
+    /// meanwhile. The caller is in no reader section.
+    ///
+    /// ```
+    /// # use slat_model::{HostMemory, SimPlatform};
+    /// # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+    /// # use slat::{Config, Ept, Gfn, Gpa, Region, Vm};
+    /// # let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+    /// let region = Region::new(3, Gpa(0x4000), 0x2000, backing);
+    /// vm.set_memory_region(0, &region)?;
+    /// assert_eq!(vm.memslot_from(0, Gfn(0)), Some(region));
+    /// assert_eq!(vm.memslot_from(0, Gfn(5)), Some(region));
+    /// assert_eq!(vm.memslot_from(0, Gfn(6)), None);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn memslot_from(&self, space: usize, gfn: Gfn) -> Option<Region> {
+        self.read_slots(space, |slots| {
+            let mut first = None;
+            slots.in_gfns(&(gfn..Gfn(u64::MAX)), |slot| {
+                first = Some(region(slot));
+                false
+            });
+            first
+        })?
+    }
+
+    /// Returns whether `gfn` is private ([`Vm::set_memory_attributes`]), and the largest range of frames around it that are alike.
+    ///
+    /// Takes no lock, like [`Self::memslot_from`].
+    pub fn private_around(&self, gfn: Gfn) -> (bool, Range<Gfn>) {
+        // Attributes are equal in all address spaces, and there is one.
+        let around = self.read_slots(0, |slots| slots.private.around(gfn));
+        around.unwrap_or((false, Gfn(0)..Gfn(u64::MAX)))
+    }
+
+    /// Calls `read` with the published memslots of an address space. `None`: there is no such one.
+    fn read_slots<R>(&self, space: usize, read: impl FnOnce(&SlotSet) -> R) -> Option<R> {
+        let space = self.spaces.get(space)?;
+        let section = self.section();
+        Some(read(space.slots.current(section.inside())))
     }
 
     /// Calls `visit` for every leaf and every MMIO entry that covers a frame of `range`, in the order of gfn, with the
@@ -64,4 +111,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
             });
         });
     }
+}
+
+/// Returns the region that would create `slot`.
+fn region(slot: &Memslot) -> Region {
+    let size = slot.pages() << PAGE_SHIFT;
+    Region::new(slot.id(), slot.base().gpa(), size, slot.backing())
+        .with_private(slot.private())
+        .with_flags(slot.flags())
+        .with_rights(slot.rights())
+        .with_memory(slot.memory())
 }

@@ -11,13 +11,14 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::text::{Answer, parse};
-
 /// How long a process may take to answer. One that is stopped does not.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A process with VMs on slat.
-pub struct Process {
+/// What commands say if no process is found.
+pub const NOBODY: &str = "No VM runs on slat. Start one: slat run -- PROGRAM\n";
+
+/// A process with VMs on slat, and its answer to a question.
+pub struct Process<A> {
     /// Its id.
     pub pid: i32,
     /// The first word of its command line, without directories.
@@ -25,7 +26,7 @@ pub struct Process {
     /// When it was asked.
     pub at: Instant,
     /// What it has answered, or why that is missing.
-    pub answer: Result<Answer, String>,
+    pub answer: Result<A, String>,
 }
 
 /// Returns this process's effective user.
@@ -45,9 +46,37 @@ fn open(path: &Path) -> Option<File> {
     (found.st_uid() == user() && found.st_mode() & 0o077 == 0).then_some(directory)
 }
 
+/// A question, and how its answer is read.
+pub struct Question<A> {
+    /// The question's words.
+    pub words: String,
+    /// Reads the lines between the first and the last of the answer. `None`: a line does not fit.
+    pub read: fn(&[&str]) -> Option<A>,
+}
+
+impl<A> Question<A> {
+    /// Reads an answer.
+    ///
+    /// # Errors
+    /// A part of a sentence about the process: its slat is of another version, or the answer ends early.
+    pub fn parse(&self, text: &str) -> Result<A, String> {
+        let lines: Vec<_> = text.lines().collect();
+        let version = format!("slat {}", slat_kvm::publish::VERSION);
+        if lines.first() != Some(&version.as_str()) {
+            return Err("runs on another version of slat".to_owned());
+        }
+        let answer = match lines[1..] {
+            // A line that is cut may look like a shorter one.
+            [ref lines @ .., "end"] if text.ends_with('\n') => (self.read)(lines),
+            _ => None,
+        };
+        answer.ok_or("has given only a part of an answer".to_owned())
+    }
+}
+
 /// Asks all processes of the user, or only `wanted`. Removes the sockets of processes that have ended. The result is in the order
 /// of the process ids.
-pub fn ask(wanted: Option<i32>) -> Vec<Process> {
+pub fn ask<A>(question: &Question<A>, wanted: Option<i32>) -> Vec<Process<A>> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR");
     let directories: BTreeSet<PathBuf> =
         slat_kvm::publish::directories(runtime.as_deref(), user()).collect();
@@ -61,7 +90,7 @@ pub fn ask(wanted: Option<i32>) -> Vec<Process> {
         let names: Vec<OsString> = entries.flatten().map(|entry| entry.file_name()).collect();
         for name in names {
             if name.as_encoded_bytes().first() != Some(&b'.') {
-                processes.extend(ask_one(&path.join(name), wanted));
+                processes.extend(ask_one(question, &path.join(name), wanted));
             }
         }
     }
@@ -72,7 +101,7 @@ pub fn ask(wanted: Option<i32>) -> Vec<Process> {
 }
 
 /// Asks the process at this socket. `None`: there is none, or it is not `wanted`.
-fn ask_one(socket: &Path, wanted: Option<i32>) -> Option<Process> {
+fn ask_one<A>(question: &Question<A>, socket: &Path, wanted: Option<i32>) -> Option<Process<A>> {
     let mut stream = match UnixStream::connect(socket) {
         Ok(stream) => stream,
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
@@ -89,13 +118,13 @@ fn ask_one(socket: &Path, wanted: Option<i32>) -> Option<Process> {
     let answer = (|| {
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
-        stream.write_all(b"stat\n")?;
+        stream.write_all(format!("{}\n", question.words).as_bytes())?;
         let mut text = String::new();
         stream.read_to_string(&mut text)?;
         Ok(text)
     })();
     let answer = match answer {
-        Ok(text) => parse(&text),
+        Ok(text) => question.parse(&text),
         Err(error) => Err(unanswered(&error)),
     };
     Some(Process {

@@ -1,0 +1,75 @@
+//! What live views of a terminal have in common: they look again and again, and end, pause and redraw as the user's keys say.
+
+use std::io;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::style::{Modifier, Style};
+use ratatui::{DefaultTerminal, Frame};
+
+use crate::output::complain;
+
+/// The keys that [`show`] itself understands.
+pub const KEYS: &str = "q quit   space pause";
+
+/// A live view.
+pub trait View {
+    /// Looks again.
+    fn look(&mut self);
+
+    /// Draws the last look.
+    fn draw(&mut self, frame: &mut Frame<'_>, paused: bool);
+
+    /// Does what a key means that is not among [`KEYS`].
+    fn press(&mut self, key: KeyCode);
+}
+
+/// Shows a view of the command called `command` until the user ends it, and looks again after each `interval`. The view has looked
+/// once.
+pub fn show(command: &str, interval: Duration, view: &mut impl View) -> ExitCode {
+    let shown = ratatui::try_init().and_then(|mut terminal| {
+        let result = run(&mut terminal, interval, view);
+        ratatui::try_restore()?;
+        result
+    });
+    match shown {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            complain(&format!("{command}: the terminal: {error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(terminal: &mut DefaultTerminal, interval: Duration, view: &mut impl View) -> io::Result<()> {
+    let mut paused = false;
+    let mut looked = Instant::now();
+    loop {
+        terminal.draw(|frame| view.draw(frame, paused))?;
+        let left = interval.saturating_sub(looked.elapsed());
+        if !event::poll(left)? {
+            looked = Instant::now();
+            if !paused {
+                view.look();
+            }
+            continue;
+        }
+        let Event::Key(key) = event::read()? else {
+            continue;
+        };
+        let control = key.modifiers.contains(KeyModifiers::CONTROL);
+        match key.code {
+            _ if key.kind != KeyEventKind::Press => {}
+            KeyCode::Char('q') | KeyCode::Esc => return Ok(()),
+            KeyCode::Char('c') if control => return Ok(()),
+            KeyCode::Char(' ') => paused = !paused,
+            code => view.press(code),
+        }
+    }
+}
+
+/// The style of heads.
+pub fn bold() -> Style {
+    Style::new().add_modifier(Modifier::BOLD)
+}

@@ -1,0 +1,157 @@
+//! The answer to `map CELLS [VM]`: the memslots of all VMs, or of one, and how each is mapped, in at most `CELLS` cells.
+//!
+//! ```text
+//! names cell 4k 2m 1g …        the names of the values in lines `cell`
+//! vm 3 ept tdp                 a VM, by its number, with the format of its tables and its MMU
+//! slot 0 7 1048576 8192 140… 1 -
+//!                              a memslot: address space, id, first guest-physical address, bytes, host-virtual address,
+//!                              flags as KVM_SET_USER_MEMORY_REGION has them, and the address of its private memory, if it has any
+//! hole 0 4276092928 4096       a part of an address space without memslots: from the first to the last page with an entry
+//! cells 512                    the pages of each cell of the slot or hole before; the last may have fewer
+//! cell 3 12 0 0 …              a cell that is not all zero: its index, and its values (`memory_map`)
+//! ```
+//!
+//! One memslot is looked up at a time, and one cell is read at a time, without a lock held from one to the next: the answer takes no
+//! memory, vCPUs and slot changes wait for none of it, and memslots may come and go. What is written of a slot that is deleted
+//! meanwhile is what its frames have then: nothing.
+
+use super::vm_from;
+use super::writer::{Writer, names, values};
+use crate::caps::ADDRESS_SPACES;
+use crate::engine::EngineVm;
+use crate::memory_map::Cell;
+use slat::{Gfn, Gpa};
+use std::fmt::{self, Write as _};
+use std::ops::Range;
+
+/// The question's first word.
+pub const MAP: &str = "map";
+/// The most cells that a reader may ask for, for each memslot.
+pub const MOST_CELLS: u64 = 1024;
+
+/// What a reader asks.
+pub(super) struct Question {
+    /// The most cells of a memslot.
+    cells: u64,
+    /// The number of the only VM.
+    vm: Option<u64>,
+}
+
+impl Question {
+    /// Reads the words after the first. `None`: they make no sense.
+    pub(super) fn parse<'a>(mut words: impl Iterator<Item = &'a str>) -> Option<Self> {
+        let cells = words.next()?.parse().ok()?;
+        let vm = words.next().map(str::parse).transpose().ok()?;
+        let known = (1..=MOST_CELLS).contains(&cells) && words.next().is_none();
+        known.then_some(Question { cells, vm })
+    }
+}
+
+/// Writes the answer.
+pub(super) fn answer(to: &mut Writer<'_>, question: &Question) -> fmt::Result {
+    names(to, "cell", &Cell::NAMES)?;
+    let mut from = question.vm.unwrap_or(0);
+    while let Some((number, vm)) = vm_from(from) {
+        if question.vm.is_some_and(|wanted| wanted != number) {
+            break;
+        }
+        writeln!(to, "vm {number} {} {}", vm.format().name(), vm.mmu().name())?;
+        for space in 0..ADDRESS_SPACES as usize {
+            memory(to, &vm, space, question.cells)?;
+        }
+        if question.vm.is_some() {
+            break;
+        }
+        from = number + 1;
+    }
+    Ok(())
+}
+
+/// Writes the memslots of an address space, and the holes between them.
+fn memory(to: &mut Writer<'_>, vm: &EngineVm, space: usize, cells: u64) -> fmt::Result {
+    let mut at = Gfn(0);
+    while let Some(slot) = vm.memslot_from(space, at) {
+        let gfns = slot.gpa.gfn()..Gpa(slot.gpa.0 + slot.size).gfn();
+        hole(to, vm, space, at..gfns.start, cells)?;
+        write!(to, "slot")?;
+        let hva = slot.backing.0;
+        let numbers = [space as u64, slot.slot.into(), slot.gpa.0, slot.size, hva];
+        values(to, numbers.into_iter().chain([slot.flags.0.into()]))?;
+        match slot.private {
+            Some(private) => writeln!(to, " {}", private.0)?,
+            None => writeln!(to, " -")?,
+        }
+        strip(to, vm, space, &gfns, cells)?;
+        // The slot may be larger than another one that was there a moment ago.
+        at = at.max(gfns.end);
+    }
+    hole(to, vm, space, at..Gfn(u64::MAX), cells)
+}
+
+/// Writes what is mapped between two memslots, if anything is.
+fn hole(
+    to: &mut Writer<'_>,
+    vm: &EngineVm,
+    space: usize,
+    gfns: Range<Gfn>,
+    cells: u64,
+) -> fmt::Result {
+    if gfns.is_empty() {
+        return Ok(());
+    }
+    let mut used = gfns.end..gfns.start;
+    vm.visit_leaves(space, gfns.clone(), &mut |gfn, level, _| {
+        used.start = used.start.min(gfn.max(gfns.start));
+        used.end = used.end.max(Gfn(gfn.0 + level.pages()).min(gfns.end));
+    });
+    if used.is_empty() {
+        return Ok(());
+    }
+    let bytes = (used.end.0 - used.start.0) * slat::PAGE_SIZE;
+    writeln!(to, "hole {space} {} {bytes}", used.start.gpa().0)?;
+    strip(to, vm, space, &used, cells)
+}
+
+/// Writes how `gfns` are mapped, in at most `cells` cells.
+fn strip(
+    to: &mut Writer<'_>,
+    vm: &EngineVm,
+    space: usize,
+    gfns: &Range<Gfn>,
+    cells: u64,
+) -> fmt::Result {
+    let pages = (gfns.end.0 - gfns.start.0)
+        .div_ceil(cells)
+        .next_power_of_two();
+    writeln!(to, "cells {pages}")?;
+    let mut start = gfns.start;
+    for index in 0.. {
+        let end = Gfn(start.0 + pages).min(gfns.end);
+        let cell = Cell::read(vm, space, &(start..end));
+        if cell != Cell::default() {
+            write!(to, "cell {index}")?;
+            values(to, cell.values().into_iter())?;
+            to.write_char('\n')?;
+        }
+        start = end;
+        if start >= gfns.end {
+            break;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_question_has_a_width_and_may_have_a_vm() {
+        let parse = |line: &str| Question::parse(line.split(' ')).map(|it| (it.cells, it.vm));
+        assert_eq!(parse("64"), Some((64, None)));
+        assert_eq!(parse("1024 7"), Some((1024, Some(7))));
+        for line in ["", "0", "1025", "64 x", "64 7 8", "-1"] {
+            assert_eq!(parse(line), None, "{line}");
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The answer to `stat`: what all VMs and vCPUs count.
+//!
+//! ```text
+//! names memory pf_taken …      the names of the values in lines `memory`; alike for `cpu` and `exits`
+//! interprets WHY               only if no code is compiled
+//! ended 2                      the number of VMs that have ended
+//! memory 17 …                  what they have counted
+//! cpu 812345 …                 what vCPUs have counted that have ended
+//! vm 3                         a live VM, by the number of VMs that the process had created before it
+//! memory 12 …                  what all its vCPUs have counted
+//! vcpu 0 runs                  a vCPU of it, by its id: runs, halted, or out of KVM_RUN
+//! memory 12 …                  what this vCPU has counted
+//! cpu 712345 …                 as of its last exit; a vCPU that executes exits every 10 ms (`ticker`)
+//! exits 5 …
+//! halts 0 …                    its waits in halts, by the position of the highest set bit of their nanoseconds
+//! ```
+
+use super::writer::{Writer, names, values};
+use super::{vcpu_at, vm_from};
+use crate::counters::{Count, Exits};
+use crate::engine::EngineVm;
+use crate::vcpu_common::VcpuCommon;
+use crate::{compiler, report};
+use slat::Stats;
+use slat_x86::Counters;
+use std::fmt::{self, Write as _};
+use std::sync::atomic::Ordering;
+
+/// The question.
+pub const STAT: &str = "stat";
+
+/// Calls `visit` with every live VM, and `None`, and then with each of its vCPUs.
+fn visit(mut visit: impl FnMut(u64, &EngineVm, Option<&VcpuCommon>) -> fmt::Result) -> fmt::Result {
+    let mut from = 0;
+    while let Some((number, vm)) = vm_from(from) {
+        visit(number, &vm, None)?;
+        let mut index = 0;
+        while let Some(vcpu) = vcpu_at(number, index) {
+            visit(number, &vm, Some(&vcpu))?;
+            index += 1;
+        }
+        from = number + 1;
+    }
+    Ok(())
+}
+
+fn is_running(vcpu: &VcpuCommon) -> bool {
+    vcpu.runner.load(Ordering::Relaxed) != 0
+}
+
+fn memory(to: &mut Writer<'_>, counted: &Stats) -> fmt::Result {
+    to.write_str("memory")?;
+    values(to, counted.iter().map(|(_, value)| value))?;
+    to.write_char('\n')
+}
+
+fn cpu(to: &mut Writer<'_>, counted: &[u64; Counters::COUNT]) -> fmt::Result {
+    to.write_str("cpu")?;
+    values(to, counted.iter().copied())?;
+    to.write_char('\n')
+}
+
+fn vcpu(to: &mut Writer<'_>, vcpu: &VcpuCommon) -> fmt::Result {
+    let state = match (is_running(vcpu), vcpu.exits.is_blocking()) {
+        (true, false) => "runs",
+        (true, true) => "halted",
+        (false, _) => "out",
+    };
+    writeln!(to, "vcpu {} {state}", vcpu.id)?;
+    memory(to, &vcpu.counted.get())?;
+    let mut counted = [0; Counters::COUNT];
+    vcpu.cpu.add_to(&mut counted);
+    cpu(to, &counted)?;
+    to.write_str("exits")?;
+    let exits = 0..Exits::NAMES.len();
+    values(to, exits.map(|index| vcpu.exits.value(index)))?;
+    to.write_str("\nhalts")?;
+    values(to, vcpu.exits.halt_wait_hist.iter().map(Count::get))?;
+    to.write_char('\n')
+}
+
+/// Writes the answer.
+pub(super) fn answer(to: &mut Writer<'_>) -> fmt::Result {
+    names(to, "memory", Stats::NAMES)?;
+    names(to, "cpu", &Counters::NAMES)?;
+    names(to, "exits", Exits::NAMES)?;
+    if let Some(why) = compiler::why_not() {
+        writeln!(to, "interprets {why}")?;
+    }
+    let ended = report::ended();
+    writeln!(to, "ended {}", ended.vms)?;
+    memory(to, &ended.memory)?;
+    cpu(to, &ended.cpu)?;
+    visit(|number, vm, of| match of {
+        Some(of) => vcpu(to, of),
+        None => {
+            writeln!(to, "vm {number}")?;
+            memory(to, &vm.stats())
+        }
+    })
+}
