@@ -52,7 +52,7 @@ fn show(options: &Map) -> Result<ExitCode, String> {
         return Err(format!("process {} has no VM {wanted}", options.pid));
     }
     if let Some(page) = page {
-        page.write(&html(&process, vms))?;
+        page.write(html(&process, vms))?;
         return Ok(ExitCode::SUCCESS);
     }
     if options.json {
