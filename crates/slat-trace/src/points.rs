@@ -15,7 +15,7 @@ pub struct Field {
     pub size: usize,
 }
 
-/// What is known of a tracepoint.
+/// Describes a tracepoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Description {
     /// What it belongs to: `kvm`, `kvmmmu` or `slat`.

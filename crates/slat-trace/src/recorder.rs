@@ -202,8 +202,9 @@ impl Drop for OnVcpu {
     }
 }
 
-/// Begins to record what `selected` has in this process, if it does not do so yet: in a new file at `path`, or, if there is a file (of
-/// another process), at `path` with the process's id behind a dot. Returns the file's path if it was made. Threads get rings of the size `buffer`.
+/// Begins to record the tracepoints in `selected` in this process, unless it records already. Makes a new file at `path`; if another
+/// process has a file there, the new one's name is `path`, a dot and this process's id. The ring of each thread has the size `buffer`.
+/// Returns the path of the file that it made.
 ///
 /// # Errors
 /// The system's: the file cannot be made or mapped, or there is no space for the first rings.

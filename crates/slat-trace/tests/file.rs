@@ -1,4 +1,4 @@
-//! What is recorded can be read, whatever becomes of the process that recorded it.
+//! A file can be read while its process runs, and after it has ended or was killed.
 
 use slat_trace::read::Trace;
 use slat_trace::{

@@ -92,7 +92,7 @@ pub fn hottest(seen: &Seen, top: usize) -> Vec<(u64, u64)> {
     all
 }
 
-/// What is remembered from record to record.
+/// What earlier records say of those that follow.
 #[derive(Default)]
 struct State {
     /// The exit that each vCPU is in: its reason and its time.

@@ -11,9 +11,9 @@
 //! cell 3 12 0 0 …              a cell that is not all zero: its index, and its values (`memory_map`)
 //! ```
 //!
-//! One memslot is looked up at a time, and one cell is read at a time, without a lock held from one to the next: the answer takes no
-//! memory, vCPUs and slot changes wait for none of it, and memslots may come and go. What is written of a slot that is deleted
-//! meanwhile is what its frames have then: nothing.
+//! The thread looks up one memslot at a time, and reads one cell at a time. It holds no lock from one to the next, so vCPUs and slot
+//! changes do not wait for an answer, which needs no memory. Memslots may come and go: a slot that is deleted meanwhile has empty
+//! cells from then on.
 
 use super::vm_from;
 use super::writer::{Writer, names, values};

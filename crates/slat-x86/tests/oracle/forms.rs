@@ -17,7 +17,7 @@ pub struct Case {
     /// The last instruction; mostly the only one.
     pub instruction: Instruction,
     pub bytes: Vec<u8>,
-    /// Where a program stands in the code pages. `None`: no program.
+    /// The offset of a program in the code pages; `None` for an instruction, or a few.
     pub program_at: Option<usize>,
     pub regs: Regs,
     pub data: Vec<u8>,

@@ -164,10 +164,9 @@ fn programs_do_what_they_do_on_the_host() {
             3 => Beside::Protection,
             _ => Beside::Steps,
         };
-        judge::set_memory(&arena, &case);
-        let (_, fault) = arena.run(case.placed(), &case.regs);
-        ends[usize::from(fault.is_some())] += 1;
-        match run_beside(&case, &arena, &mut guest, beside) {
+        let expected = on_host(&case, &arena);
+        ends[usize::from(expected.fault.is_some())] += 1;
+        match on_guest(&case, &expected, &arena, &mut guest, beside) {
             Verdict::Same | Verdict::AsAmd(_) => {}
             Verdict::Unimplemented(reason) => panic!("{reason}"),
             Verdict::Wrong(report) => panic!("beside {beside:?}, program {round}:\n{report}"),
@@ -180,25 +179,36 @@ fn programs_do_what_they_do_on_the_host() {
 }
 
 fn run(case: &Case, arena: &Arena, guest: &mut Guest) -> Verdict {
-    run_beside(case, arena, guest, Beside::Nothing)
+    on_guest(case, &on_host(case, arena), arena, guest, Beside::Nothing)
 }
 
-fn run_beside(case: &Case, arena: &Arena, guest: &mut Guest, beside: Beside) -> Verdict {
+/// Runs the case on the host. Returns what it leaves.
+fn on_host(case: &Case, arena: &Arena) -> judge::Result {
     judge::set_memory(arena, case);
     let (regs, fault) = arena.run(case.placed(), &case.regs);
-    let expected = judge::Result::new(arena, &case.instruction, regs, fault);
+    judge::Result::new(arena, &case.instruction, regs, fault)
+}
+
+/// Runs the case on the software CPU, and judges what it leaves.
+fn on_guest(
+    case: &Case,
+    expected: &judge::Result,
+    arena: &Arena,
+    guest: &mut Guest,
+    beside: Beside,
+) -> Verdict {
     judge::set_memory(arena, case);
     let actual = match guest.run(arena, case.placed(), &case.regs, beside) {
         Outcome::Done(regs, fault) => judge::Result::new(arena, &case.instruction, *regs, fault),
         Outcome::Unimplemented(reason) => return Verdict::Unimplemented(reason),
         Outcome::Strange(exit) => return Verdict::Wrong(judge::describe(case, &[exit])),
     };
-    let differences = judge::differences(case, &expected, &actual);
+    let differences = judge::differences(case, expected, &actual);
     if differences.is_empty() {
         return Verdict::Same;
     }
-    if let Some((rewritten, rule)) = vendor::as_amd(case, &expected, &actual)
-        && judge::differences(case, &expected, &rewritten).is_empty()
+    if let Some((rewritten, rule)) = vendor::as_amd(case, expected, &actual)
+        && judge::differences(case, expected, &rewritten).is_empty()
     {
         return Verdict::AsAmd(rule);
     }

@@ -63,13 +63,14 @@ pub fn random(pool: &Pool, base: usize, rng: &mut Rng) -> Option<Case> {
     let at = match rng.one_in(2) {
         true if len < PAGE - AT => PAGE - rng.below(len),
         _ => AT + rng.below(last.checked_sub(AT)?),
-    };
-    case.program_at = Some(at.min(last));
-    case.regs.rip = (base + at.min(last)) as u64;
+    }
+    .min(last);
+    case.program_at = Some(at);
+    case.regs.rip = (base + at) as u64;
     case.bytes = encode(&code, case.regs.rip)?;
     // It stands for all of them: AF is undefined.
     case.instruction = Instruction::with2(Code::And_r32_rm32, Register::EAX, Register::EAX).ok()?;
-    (at.min(last) + case.bytes.len() + 0x20 <= CODE_LEN).then_some(case)
+    (at + case.bytes.len() + 0x20 <= CODE_LEN).then_some(case)
 }
 
 /// Encodes instructions whose addresses are names that branches go to.
