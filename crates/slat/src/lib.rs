@@ -40,6 +40,7 @@
 //! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_regions`], [`Vm::remove_memory_region`],
 //!   [`Vm::set_memory_attributes`], [`Vm::invalidate`], [`Vm::get_dirty_log`], [`Vm::lookup`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
+//! * A [`VmidAllocator`] hands out VMIDs, ASIDs or VPIDs, for whoever wants one.
 //!
 //! # Formats
 //! | type | page walker | levels | largest leaf | MMUs |
@@ -89,6 +90,7 @@ mod table;
 mod trace;
 mod vcpu;
 mod vm;
+mod vmid;
 
 pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn, Rights};
 pub use audit::AuditError;
@@ -118,6 +120,7 @@ pub use vm::{
     Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation,
     Mapping, MemoryUsage, Vm,
 };
+pub use vmid::{RunningVmid, Vmid, VmidAllocator, VmidError};
 
 /// What several threads may share, and what one may give to another, on every platform and format.
 const fn _threads<P: Platform, F: Format>() {
@@ -130,6 +133,8 @@ const fn _threads<P: Platform, F: Format>() {
     shared::<Attention>();
     shared::<AtomicPolicy>();
     shared::<VcpuStats>();
+    shared::<VmidAllocator>();
+    shared::<Vmid>();
     given::<Vcpu<P, F>>();
     given::<Entered<'_, P, F>>();
 }

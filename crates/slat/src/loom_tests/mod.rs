@@ -20,6 +20,7 @@ mod metas;
 mod shadow;
 mod slots;
 mod tables;
+mod vmids;
 
 use std::boxed::Box;
 use std::ops::Range;

@@ -1,0 +1,522 @@
+//! VMIDs, ASIDs, VPIDs: the numbers by which a TLB tells guests apart.
+//!
+//! A CPU has 8 to 16 bits of them, and a host may have more VMs. So they are handed out in *generations*, as Linux does it for
+//! arm64 (`vmid.c`): a VM keeps its number for as long as the generation lasts. When there is no number left, the next
+//! generation begins with all numbers but those of guests that run just then, and each CPU flushes its TLB before it enters its
+//! first guest of the new generation. A VM that ends gives nothing back, and needs no flush.
+//!
+//! # Concurrency
+//! Who may write what:
+//! * [`Vmid::tag`] (number and generation), [`VmidAllocator::generation`] and [`Cpu::flushed`] are written with the lock held;
+//! * [`Cpu::active`] is written by its own CPU without the lock: the tag of the guest it enters, or [`IDLE`]; and by the thread
+//!   that begins a generation, with the lock held: [`ROLLED`].
+//!
+//! *Two running guests have different numbers.* A CPU enters with the tag that it has read by exchanging `active` for it, and the
+//! exchange succeeds only if no generation has begun since the CPU read `active`. So the thread that begins one, when it
+//! exchanges that word for `ROLLED`, either makes the CPU fail, which then takes the lock, or finds the tag and reserves its
+//! number for the VM that has it, until a later generation begins and the CPU has left.
+//!
+//! *No TLB has entries of a number's earlier VM.* A number gets another VM only in a new generation. `flushed` is the
+//! generation for which the CPU has last flushed. If that is not the present one, the CPU's next entry takes the lock, and tells it
+//! to flush.
+//!
+//! *A flush by number misses nothing.* [`Vmid::number`] and [`VmidAllocator::enter`] have a fence each. A thread that changes a
+//! table and then reads the number either sees the one under which a CPU has entered, or made the change before that CPU's fence,
+//! and the CPU's walker sees the change. Entries under a number that the VM has lost are on CPUs that flush before they enter any guest.
+
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use core::fmt;
+use core::iter::repeat_with;
+
+use crate::heap::OutOfMemory;
+use crate::sync::SpinLock;
+use crate::sync::atomic::{AtomicU64, Ordering::*, const_fn, fence, overwrite};
+
+/// Bits of a number in a tag. The generation is in the bits above: 48, which are enough for a new one each microsecond for nine years.
+const NUMBER_BITS: u32 = 16;
+/// [`Cpu::active`] of a CPU that is in no guest. As a tag it is of generation 0, which no VM is of.
+const IDLE: u64 = 1;
+/// [`Cpu::active`] after a generation has begun, until the CPU's next entry or exit.
+const ROLLED: u64 = 0;
+
+const fn number(tag: u64) -> u16 {
+    tag as u16
+}
+
+const fn generation(tag: u64) -> u64 {
+    tag >> NUMBER_BITS
+}
+
+/// A VM's number, and of which generation it is. Has none before the VM is first entered.
+///
+/// One for each VM where only second-level translations are tagged with it, or where a CPU flushes its TLB when it enters another
+/// vCPU of the VM than the last time. Where the guest's own translations are tagged with it alone (SVM's ASID, VMX's VPID): one for each vCPU.
+pub struct Vmid {
+    tag: AtomicU64,
+}
+
+impl Vmid {
+    const_fn! {
+        /// Creates the VMID of a VM that no CPU has entered.
+        pub fn new() -> Self {
+            Vmid {
+                tag: AtomicU64::new(0),
+            }
+        }
+    }
+}
+
+impl Vmid {
+    /// Returns the number that the VM's TLB entries have, for [`Platform::flush`](crate::Platform::flush) on a machine that flushes
+    /// by number. `None`: no CPU has entered the VM, so no TLB has entries of it.
+    ///
+    /// What the caller stored before, tables above all, is seen by the walker of a CPU that enters the VM under another number afterwards.
+    pub fn number(&self) -> Option<u16> {
+        fence(SeqCst);
+        let tag = self.tag.load(Relaxed);
+        (tag != 0).then_some(number(tag))
+    }
+}
+
+impl Default for Vmid {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Vmid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Vmid({:?})", self.number())
+    }
+}
+
+/// Why a [`VmidAllocator`] cannot be created.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmidError {
+    /// There are not more numbers than CPUs. Such a machine flushes whenever a CPU enters another VM than the last one.
+    TooFew,
+    /// No heap memory for the bitmap.
+    OutOfMemory,
+}
+
+impl fmt::Display for VmidError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            VmidError::TooFew => {
+                "VMIDs: there are not more numbers than CPUs; flush at each change of VM instead"
+            }
+            VmidError::OutOfMemory => "VMIDs: no memory for the bitmap of numbers",
+        })
+    }
+}
+
+impl core::error::Error for VmidError {}
+
+impl From<OutOfMemory> for VmidError {
+    fn from(_: OutOfMemory) -> Self {
+        VmidError::OutOfMemory
+    }
+}
+
+/// Hands out VMIDs (or ASIDs, VPIDs) to the VMs that run on a machine's CPUs. A hypervisor has one.
+///
+/// ```
+/// use slat::{Vmid, VmidAllocator};
+/// # fn flush_all_guests_on_this_cpu() {}
+/// # fn run_guest(vmid: u16) {}
+/// // AArch64 with 8 bits: 1 to 255. 0 is the host's.
+/// let vmids = VmidAllocator::new(8, 4)?;
+/// // Beside each VM:
+/// let vmid = Vmid::new();
+///
+/// // On CPU 2, with interrupts masked, before each entry:
+/// let running = vmids.enter(2, &vmid);
+/// if running.must_flush() {
+///     flush_all_guests_on_this_cpu();
+/// }
+/// run_guest(running.number());
+/// // The guest has exited, and the CPU does not walk its tables any more.
+/// drop(running);
+/// # Ok::<(), slat::VmidError>(())
+/// ```
+pub struct VmidAllocator {
+    generation: AtomicU64,
+    cpus: Box<[Cpu]>,
+    numbers: SpinLock<Numbers>,
+}
+
+/// What a CPU writes at each entry, in a cache line of its own.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Cpu {
+    /// Tag of the guest that the CPU is in, [`IDLE`] or [`ROLLED`].
+    active: AtomicU64,
+    /// Generation before whose first guest the CPU has flushed.
+    flushed: AtomicU64,
+}
+
+/// The numbers of the present generation.
+struct Numbers {
+    /// A bit for each number: a VM has it. That of 0 is set.
+    taken: Box<[u64]>,
+    /// For each CPU the tag of the guest that it was in when the generation began, or a tag of generation 0.
+    reserved: Box<[u64]>,
+    /// No number below is free.
+    next: usize,
+    /// Numbers are below this.
+    end: usize,
+}
+
+impl VmidAllocator {
+    /// Creates an allocator of the numbers from 1 to 2^`bits` - 1 for `cpus` CPUs. 0 is never handed out: it is the host's (SVM,
+    /// VMX, and KVM on Arm).
+    ///
+    /// No CPU may have TLB entries of these numbers.
+    ///
+    /// # Errors
+    /// [`VmidError::TooFew`] unless there are more numbers than CPUs; [`VmidError::OutOfMemory`].
+    ///
+    /// # Panics
+    /// If `bits` is more than 16.
+    pub fn new(bits: u32, cpus: usize) -> Result<Self, VmidError> {
+        assert!(bits <= NUMBER_BITS, "a VMID has at most 16 bits");
+        let numbers = 1usize << bits;
+        if numbers - 1 <= cpus {
+            return Err(VmidError::TooFew);
+        }
+        let cpu = || Cpu {
+            active: AtomicU64::new(IDLE),
+            flushed: AtomicU64::new(1),
+        };
+        Ok(VmidAllocator {
+            generation: AtomicU64::new(1),
+            cpus: array(cpus, cpu)?,
+            numbers: SpinLock::new(Numbers::new(numbers, cpus)?),
+        })
+    }
+
+    /// Call on CPU `cpu`, from 0, before it enters a guest of the VM, and drop the returned guard after the exit. Between the two
+    /// the CPU must not call this again: mask interrupts, or do not enter VMs in their handlers.
+    ///
+    /// Takes a lock if the VM has no number of this generation, or the CPU has to flush. The lock is held for a few instructions,
+    /// but by a CPU that begins a generation: while it clears the bitmap and looks at all CPUs.
+    ///
+    /// # Panics
+    /// If there is no such CPU.
+    #[inline]
+    pub fn enter<'a>(&'a self, cpu: usize, vmid: &Vmid) -> RunningVmid<'a> {
+        let cpu = &self.cpus[cpu];
+        let before = cpu.active.load(Relaxed);
+        let tag = vmid.tag.load(Relaxed);
+        let current = self.generation.load(Relaxed);
+        let entered = before != ROLLED
+            && generation(tag) == current
+            && cpu.flushed.load(Relaxed) == current
+            && (cpu.active)
+                .compare_exchange(before, tag, Relaxed, Relaxed)
+                .is_ok();
+        let running = match entered {
+            true => RunningVmid {
+                cpu,
+                number: number(tag),
+                must_flush: false,
+            },
+            false => self.enter_locked(cpu, vmid),
+        };
+        fence(SeqCst);
+        running
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn enter_locked<'a>(&'a self, cpu: &'a Cpu, vmid: &Vmid) -> RunningVmid<'a> {
+        let mut numbers = self.numbers.lock(pause);
+        let mut tag = vmid.tag.load(Relaxed);
+        if generation(tag) != self.generation.load(Relaxed) {
+            tag = self.assign(&mut numbers, tag);
+            vmid.tag.store(tag, Relaxed);
+        }
+        cpu.active.store(tag, Relaxed);
+        let flushed = cpu.flushed.load(Relaxed);
+        cpu.flushed.store(generation(tag), Relaxed);
+        RunningVmid {
+            cpu,
+            number: number(tag),
+            must_flush: flushed != generation(tag),
+        }
+    }
+
+    /// Returns the tag, of the present generation or of one that this begins, for a VM that had the tag `old`.
+    fn assign(&self, numbers: &mut Numbers, old: u64) -> u64 {
+        let current =
+            |number: u16| self.generation.load(Relaxed) << NUMBER_BITS | u64::from(number);
+        // A VM that runs on another CPU has one number on both. Others keep theirs, too, if it is free: it is as good as any.
+        if generation(old) != 0 {
+            let new = current(number(old));
+            if numbers.renew(old, new) || numbers.take(number(old)) {
+                return new;
+            }
+        }
+        if let Some(number) = numbers.take_any() {
+            return current(number);
+        }
+        self.begin_generation(numbers);
+        // The VM may have run when it began.
+        if generation(old) != 0 && numbers.renew(old, current(number(old))) {
+            return current(number(old));
+        }
+        let number = numbers.take_any();
+        current(number.expect("there are more numbers than CPUs"))
+    }
+
+    fn begin_generation(&self, numbers: &mut Numbers) {
+        let next = self.generation.load(Relaxed) + 1;
+        self.generation.store(next, Relaxed);
+        numbers.free_all();
+        for (index, cpu) in self.cpus.iter().enumerate() {
+            // If a generation has begun since the CPU has entered its guest, the guest is reserved already.
+            match cpu.active.swap(ROLLED, Acquire) {
+                ROLLED => {}
+                active => numbers.reserved[index] = active,
+            }
+            let reserved = numbers.reserved[index];
+            if generation(reserved) != 0 {
+                numbers.take(number(reserved));
+            }
+        }
+    }
+}
+
+impl Numbers {
+    fn new(end: usize, cpus: usize) -> Result<Self, OutOfMemory> {
+        let mut numbers = Numbers {
+            taken: array(end.div_ceil(64), || 0)?,
+            reserved: array(cpus, || IDLE)?,
+            next: 0,
+            end,
+        };
+        numbers.free_all();
+        Ok(numbers)
+    }
+
+    fn free_all(&mut self) {
+        self.taken.fill(0);
+        self.take(0);
+        self.next = 1;
+    }
+
+    /// Takes `number`. Returns `false` if it is taken already.
+    fn take(&mut self, number: u16) -> bool {
+        let (word, bit) = (usize::from(number) / 64, 1 << (number % 64));
+        let free = self.taken[word] & bit == 0;
+        self.taken[word] |= bit;
+        free
+    }
+
+    /// Takes the lowest free number. `None`: all are taken.
+    fn take_any(&mut self) -> Option<u16> {
+        let from = self.next / 64;
+        let free = (self.taken[from..].iter()).position(|word| *word != u64::MAX);
+        let found = free.map(|offset| {
+            let word = from + offset;
+            word * 64 + self.taken[word].trailing_ones() as usize
+        });
+        let Some(found) = found.filter(|number| *number < self.end) else {
+            self.next = self.end;
+            return None;
+        };
+        self.next = found + 1;
+        let number = found as u16;
+        self.take(number);
+        Some(number)
+    }
+
+    /// Makes `new` of the reservations of `old`. Returns whether there were any.
+    fn renew(&mut self, old: u64, new: u64) -> bool {
+        let mut found = false;
+        for reserved in self.reserved.iter_mut().filter(|tag| **tag == old) {
+            *reserved = new;
+            found = true;
+        }
+        found
+    }
+}
+
+impl fmt::Debug for VmidAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("VmidAllocator")
+    }
+}
+
+/// The number under which a CPU runs a guest. Dropping it says that the guest has exited.
+#[derive(Debug)]
+#[must_use = "when it is dropped the guest counts as exited"]
+pub struct RunningVmid<'a> {
+    cpu: &'a Cpu,
+    number: u16,
+    must_flush: bool,
+}
+
+impl RunningVmid<'_> {
+    /// Returns the number to enter the guest with.
+    #[inline]
+    pub fn number(&self) -> u16 {
+        self.number
+    }
+
+    /// Whether the CPU must flush its TLB (if it shares that with other CPUs: all of it) of all guests before the entry.
+    #[inline]
+    pub fn must_flush(&self) -> bool {
+        self.must_flush
+    }
+}
+
+impl Drop for RunningVmid<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        overwrite(&self.cpu.active, IDLE, Release);
+    }
+}
+
+/// Waits a moment for the lock's holder.
+fn pause(_: u32) {
+    #[cfg(loom)]
+    loom::thread::yield_now();
+}
+
+/// Allocates a slice of `length` elements.
+fn array<T>(length: usize, element: impl FnMut() -> T) -> Result<Box<[T]>, OutOfMemory> {
+    let mut array = Vec::new();
+    (array.try_reserve_exact(length)).map_err(|_| OutOfMemory)?;
+    array.extend(repeat_with(element).take(length));
+    Ok(array.into_boxed_slice())
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use std::vec::Vec;
+
+    /// A CPU: its TLB has an entry for each number, with the VM and the version of its tables that it was loaded from.
+    #[derive(Default)]
+    struct Cpu<'a> {
+        tlb: BTreeMap<u16, (usize, u64)>,
+        guest: Option<(usize, RunningVmid<'a>)>,
+    }
+
+    struct Machine<'a> {
+        vmids: &'a VmidAllocator,
+        /// Each VM's number, and the version of its tables.
+        vms: Vec<(Vmid, u64)>,
+        cpus: Vec<Cpu<'a>>,
+    }
+
+    impl<'a> Machine<'a> {
+        fn new(vmids: &'a VmidAllocator, cpus: usize, vms: usize) -> Self {
+            Machine {
+                vmids,
+                vms: (0..vms).map(|_| (Vmid::new(), 0)).collect(),
+                cpus: (0..cpus).map(|_| Default::default()).collect(),
+            }
+        }
+
+        /// Enters `vm` on `cpu`, if the CPU is in no guest; otherwise its guest runs for a while, or exits if it is not `vm`.
+        fn run(&mut self, cpu: usize, vm: usize) {
+            match &self.cpus[cpu].guest {
+                None => {
+                    let running = self.vmids.enter(cpu, &self.vms[vm].0);
+                    if running.must_flush() {
+                        self.cpus[cpu].tlb.clear();
+                    }
+                    for (other, beside) in self.cpus.iter().filter_map(|cpu| cpu.guest.as_ref()) {
+                        assert_eq!(*other == vm, beside.number() == running.number());
+                    }
+                    self.cpus[cpu].guest = Some((vm, running));
+                    self.access(cpu);
+                }
+                Some((inside, _)) if *inside == vm => self.access(cpu),
+                Some(_) => self.cpus[cpu].guest = None,
+            }
+        }
+
+        /// The guest of `cpu` uses what its TLB has, or loads it.
+        fn access(&mut self, cpu: usize) {
+            let Cpu { tlb, guest } = &mut self.cpus[cpu];
+            let (vm, running) = guest.as_ref().unwrap();
+            let current = (*vm, self.vms[*vm].1);
+            let used = *tlb.entry(running.number()).or_insert(current);
+            assert_eq!(used, current, "CPU {cpu} used a stale entry");
+        }
+
+        /// Changes the tables of `vm` and flushes by number.
+        fn change(&mut self, vm: usize) {
+            self.vms[vm].1 += 1;
+            if let Some(number) = self.vms[vm].0.number() {
+                for cpu in &mut self.cpus {
+                    cpu.tlb.remove(&number);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_tlb_serves_a_vm_with_entries_of_another() {
+        let mut state = 1u64;
+        let mut random = |below: usize| {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            (state >> 33) as usize % below
+        };
+        for (bits, cpus, vms) in [
+            (1, 0, 1),
+            (2, 1, 5),
+            (2, 2, 3),
+            (2, 2, 9),
+            (3, 6, 40),
+            (7, 9, 400),
+        ] {
+            let vmids = VmidAllocator::new(bits, cpus).unwrap();
+            let mut machine = Machine::new(&vmids, cpus, vms);
+            for _ in 0..200_000 {
+                match random(8) {
+                    0 => machine.change(random(vms)),
+                    _ if cpus == 0 => {}
+                    // VMs of low number run more often: they cross generations.
+                    1..4 => machine.run(random(cpus), random(1 + vms / 8)),
+                    _ => machine.run(random(cpus), random(vms)),
+                }
+            }
+            let begun = vmids.generation.load(Relaxed);
+            assert_eq!(begun > 100, vms > (1 << bits), "{begun} generations");
+        }
+    }
+
+    #[test]
+    fn vms_keep_their_numbers_while_there_are_enough() {
+        let vmids = VmidAllocator::new(8, 2).unwrap();
+        let vms: Vec<_> = (0..255).map(|_| Vmid::new()).collect();
+        assert_eq!(vms[0].number(), None);
+        for round in 0..3 {
+            for (index, vm) in vms.iter().enumerate() {
+                let running = vmids.enter(round % 2, vm);
+                assert_eq!(usize::from(running.number()), index + 1);
+                assert!(!running.must_flush());
+            }
+        }
+        // One VM more: the next generation, with one flush on each CPU.
+        let one_more = Vmid::new();
+        assert!(vmids.enter(0, &one_more).must_flush());
+        assert!(!vmids.enter(0, &vms[7]).must_flush());
+        assert!(vmids.enter(1, &vms[7]).must_flush());
+        assert!(!vmids.enter(1, &one_more).must_flush());
+    }
+
+    #[test]
+    fn there_must_be_more_numbers_than_cpus() {
+        assert_eq!(VmidAllocator::new(0, 1).unwrap_err(), VmidError::TooFew);
+        assert_eq!(VmidAllocator::new(3, 7).unwrap_err(), VmidError::TooFew);
+        assert!(VmidAllocator::new(3, 6).is_ok());
+        assert!(VmidAllocator::new(16, 4096).is_ok());
+    }
+}
