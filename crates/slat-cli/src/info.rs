@@ -42,6 +42,7 @@ fn policies() -> String {
         (slat_kvm::policy::JIT, "on"),
         (slat_kvm::policy::NESTED, "on"),
         (slat_kvm::policy::JIT_MAP, "off"),
+        (slat_kvm::policy::USERFAULT, "off"),
     ];
     set.join(" ")
         + &more

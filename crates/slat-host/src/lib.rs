@@ -10,6 +10,7 @@ pub mod mappings;
 pub mod procfs;
 mod resident;
 mod trace;
+pub mod userfault;
 
 pub use slat_process::forks as process;
 
@@ -26,12 +27,15 @@ use slat::{
 
 use frames::Frames;
 use slat_process::wait;
+use userfault::Userfaults;
 
 /// Linux userspace as a [`Platform`].
 #[derive(Default)]
 pub struct HostPlatform {
     frames: Frames,
     contiguous: AtomicBool,
+    /// The pages that are not there yet.
+    pub userfaults: Userfaults,
 }
 
 impl HostPlatform {
@@ -155,11 +159,13 @@ unsafe impl Platform for HostPlatform {
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
         let (backing, access) = (request.backing, request.access);
         let address = backing.0 as usize;
+        let has_userfault = self.userfaults.check(request)?;
         loop {
             let found = mappings::find(address).ok_or(ResolveError::BadAddress)?;
             match self.try_page(&found.mapping, backing, access) {
                 // The mapping may have changed without a report.
                 Err(ResolveError::BadAddress) if !found.fresh => mappings::forget(address),
+                Ok(page) if has_userfault => return Ok(page.with_level(Level::PAGE)),
                 page => return page,
             }
         }
@@ -174,13 +180,20 @@ unsafe impl Platform for HostPlatform {
             };
             let stop = mapping.range.end.min(end);
             if mapping.readable {
-                resident::stretches(at..stop, &mut |stretch| {
+                let mut run = |stretch: Range<usize>, has_userfault| {
                     let backing = Hva(stretch.start as u64);
+                    let page = self.page(&mapping, backing);
                     found(HostRun {
                         backing,
                         pages: (stretch.len() >> PAGE_SHIFT) as u64,
-                        first: self.page(&mapping, backing),
+                        first: match has_userfault {
+                            true => page.with_level(Level::PAGE),
+                            false => page,
+                        },
                     });
+                };
+                resident::stretches(at..stop, &mut |stretch| {
+                    self.userfaults.present(stretch, &mut run);
                 });
             }
             at = stop;

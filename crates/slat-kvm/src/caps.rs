@@ -9,6 +9,8 @@ use slat::MmuKind;
 
 /// `KVM_CAP_GUEST_MEMFD_FLAGS`, of Linux 6.18.
 pub const KVM_CAP_GUEST_MEMFD_FLAGS: u32 = 244;
+/// `KVM_CAP_USERFAULT` of the posted series (version 3). Linux has since given the number to a capability of Arm hosts.
+pub const KVM_CAP_USERFAULT: u32 = 243;
 
 /// The number of memslots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
@@ -136,6 +138,7 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         KVM_CAP_COALESCED_MMIO => KVM_COALESCED_MMIO_PAGE_OFFSET,
         KVM_CAP_VM_TYPES => 1 << KVM_X86_DEFAULT_VM | 1 << KVM_X86_SW_PROTECTED_VM,
         KVM_CAP_MEMORY_ATTRIBUTES => KVM_MEMORY_ATTRIBUTE_PRIVATE,
+        KVM_CAP_USERFAULT => crate::policy::userfault().into(),
         KVM_CAP_GUEST_MEMFD_FLAGS => crate::guest_memfd::flags(false) as u32,
         KVM_CAP_EXIT_HYPERCALL => crate::options::HYPERCALL_EXITS,
         _ => 0,

@@ -3,7 +3,7 @@
 use crate::cpuid::host_is_amd;
 use crate::run_page::{PAGE, RunPage, set_field};
 use kvm_bindings::*;
-use slat::Gpa;
+use slat::{Gpa, Stop};
 use slat_x86::vector;
 
 /// A hypercall that the client carries out.
@@ -48,6 +48,30 @@ pub(crate) struct MemoryFault {
     pub(crate) gpa: Gpa,
     /// The page is private.
     pub(crate) private: bool,
+    /// The page is not there yet.
+    pub(crate) absent: bool,
+}
+
+/// `KVM_MEMORY_EXIT_FLAG_USERFAULT` of the posted series (version 3).
+pub(crate) const KVM_MEMORY_EXIT_FLAG_USERFAULT: u64 = 1 << 4;
+
+impl MemoryFault {
+    /// Returns the fault that has stopped an access. `None`: another reason has.
+    pub(crate) fn of(stop: &Stop) -> Option<Self> {
+        match *stop {
+            Stop::MemoryFault {
+                gpa,
+                private,
+                absent,
+                ..
+            } => Some(MemoryFault {
+                gpa,
+                private,
+                absent,
+            }),
+            _ => None,
+        }
+    }
 }
 
 /// Stores `KVM_EXIT_X86_RDMSR`, or with a value `KVM_EXIT_X86_WRMSR`; the client returns the result in `error` and `data`.
@@ -66,10 +90,9 @@ pub(crate) fn msr(page: &RunPage, index: u32, value: Option<u64>, reason: u32) {
 /// Stores `KVM_EXIT_MEMORY_FAULT`, which `KVM_RUN` returns with `EFAULT`.
 pub(crate) fn memory_fault(page: &RunPage, fault: MemoryFault) {
     page.set_exit_reason(KVM_EXIT_MEMORY_FAULT);
-    let flags = match fault.private {
-        true => KVM_MEMORY_EXIT_FLAG_PRIVATE.into(),
-        false => 0,
-    };
+    let flag = |set, flag| if set { flag } else { 0 };
+    let flags = flag(fault.private, KVM_MEMORY_EXIT_FLAG_PRIVATE.into())
+        | flag(fault.absent, KVM_MEMORY_EXIT_FLAG_USERFAULT);
     set_field!(page, flags, __bindgen_anon_1.memory_fault.flags);
     let start = fault.gpa.gfn().gpa().0;
     set_field!(page, start, __bindgen_anon_1.memory_fault.gpa);

@@ -62,6 +62,9 @@ impl fmt::Display for Jit {
 /// The policy of nested virtualization: whether guests are offered SVM, as KVM's module parameter says.
 pub const NESTED: &str = "nested";
 
+/// The policy of memslots with `KVM_MEM_USERFAULT`, which no Linux has: whether clients may have them.
+pub const USERFAULT: &str = "userfault";
+
 /// The policy of the compiler: whether it writes perf's map of the compiled code, so that `perf report` names guest code.
 pub const JIT_MAP: &str = "jit_map";
 
@@ -85,6 +88,8 @@ pub enum Assignment {
     Nested(bool),
     /// Whether perf's map of compiled code is written, [`JIT_MAP`].
     JitMap(bool),
+    /// Whether memslots may have pages that are not there yet, [`USERFAULT`].
+    Userfault(bool),
 }
 
 impl Assignment {
@@ -95,6 +100,7 @@ impl Assignment {
             Assignment::Cpu(_) => JIT,
             Assignment::Nested(_) => NESTED,
             Assignment::JitMap(_) => JIT_MAP,
+            Assignment::Userfault(_) => USERFAULT,
         }
     }
 }
@@ -116,6 +122,9 @@ impl FromStr for Assignment {
         if name == JIT_MAP {
             return parse_switch(name, value).map(Assignment::JitMap);
         }
+        if name == USERFAULT {
+            return parse_switch(name, value).map(Assignment::Userfault);
+        }
         match Setting::parse(name, value) {
             Ok(setting) => Ok(Assignment::Memory(setting)),
             Err(PolicyError::NoSuchPolicy) => {
@@ -123,7 +132,7 @@ impl FromStr for Assignment {
                 let names: Vec<_> = known.iter().map(|known| known.name()).collect();
                 let names = names.join(", ");
                 Err(format!(
-                    "there is no policy \"{name}\"; there are {names}, {JIT}, {NESTED}, {JIT_MAP}"
+                    "there is no policy \"{name}\"; there are {names}, {JIT}, {NESTED}, {JIT_MAP}, {USERFAULT}"
                 ))
             }
             Err(error) => Err(format!("{name}={value}: {error}")),
@@ -137,7 +146,7 @@ impl fmt::Display for Assignment {
         match self {
             Assignment::Memory(setting) => write!(f, "{}={}", setting.name(), setting.value()),
             Assignment::Cpu(jit) => write!(f, "{JIT}={jit}"),
-            Assignment::Nested(on) | Assignment::JitMap(on) => {
+            Assignment::Nested(on) | Assignment::JitMap(on) | Assignment::Userfault(on) => {
                 write!(f, "{}={}", self.name(), if *on { "on" } else { "off" })
             }
         }
@@ -158,6 +167,8 @@ pub struct Policies {
     pub nested: bool,
     /// Whether the compiler writes perf's map.
     pub jit_map: bool,
+    /// Whether memslots may have the flag `KVM_MEM_USERFAULT`.
+    pub userfault: bool,
     /// Print statistics at the end of the process.
     pub stats: bool,
     /// The file with the names of the guests' code ([`crate::symbols`]).
@@ -173,6 +184,7 @@ impl Default for Policies {
             jit: Jit::default(),
             nested: true,
             jit_map: false,
+            userfault: false,
             stats: false,
             guest_symbols: None,
         }
@@ -202,7 +214,7 @@ impl Policies {
         check_pair(mmu, format)?;
         let mut settings = Vec::new();
         let mut jit = Jit::default();
-        let (mut nested, mut jit_map) = (true, false);
+        let (mut nested, mut jit_map, mut userfault) = (true, false, false);
         let set = variable("SLAT_SET").unwrap_or_default();
         for word in set.split(',').filter(|word| !word.is_empty()) {
             match word.parse() {
@@ -210,6 +222,7 @@ impl Policies {
                 Ok(Assignment::Cpu(value)) => jit = value,
                 Ok(Assignment::Nested(value)) => nested = value,
                 Ok(Assignment::JitMap(value)) => jit_map = value,
+                Ok(Assignment::Userfault(value)) => userfault = value,
                 Err(error) => return Err(format!("SLAT_SET: {error}")),
             }
         }
@@ -221,6 +234,7 @@ impl Policies {
             jit,
             nested,
             jit_map,
+            userfault,
             stats,
             guest_symbols: variable("SLAT_GUEST_SYMBOLS").map(PathBuf::from),
         })
@@ -285,6 +299,11 @@ pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
 /// Whether guests are offered SVM.
 pub(crate) fn nested() -> bool {
     current().is_ok_and(|policies| policies.nested)
+}
+
+/// Whether clients may have memslots with `KVM_MEM_USERFAULT`.
+pub(crate) fn userfault() -> bool {
+    current().is_ok_and(|policies| policies.userfault)
 }
 
 /// Returns the number of a policy: 1 for "on", 0 for "off" or no such policy.

@@ -60,8 +60,8 @@ impl VcpuObject {
             }
             Err(stop) => {
                 // As in KVM, though the client does not run the vCPU.
-                if let Stop::MemoryFault { gpa, private, .. } = stop {
-                    exit::memory_fault(&self.page, MemoryFault { gpa, private });
+                if let Some(fault) = MemoryFault::of(&stop) {
+                    exit::memory_fault(&self.page, fault);
                 }
                 return Err(Error::new(errno(&stop)));
             }

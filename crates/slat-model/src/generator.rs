@@ -447,7 +447,8 @@ impl Generator {
         let change = match self.rng.below(16) {
             0 => HostChange::Nothing,
             1 => HostChange::Punch,
-            2 => HostChange::Protect {
+            2 => HostChange::Await,
+            3 => HostChange::Protect {
                 writable: self.rng.one_in(2),
             },
             _ => HostChange::Remap {

@@ -14,6 +14,8 @@ const KIND_SHIFT: u32 = 2;
 const KIND: u64 = 3 << KIND_SHIFT;
 const LEVEL_SHIFT: u32 = 4;
 const LEVEL: u64 = 3 << LEVEL_SHIFT;
+/// Of a page that is not `PRESENT`: it is to come.
+const AWAITED: u64 = 1 << 6;
 const VERSION_SHIFT: u32 = 16;
 
 /// Page numbers below the version in a frame number: at most 8 GiB of host memory.
@@ -68,6 +70,8 @@ pub enum HostChange {
     },
     /// Nothing is mapped.
     Punch,
+    /// The pages are not there yet ([`slat::ResolveError::Absent`]).
+    Await,
     /// The memory stays, with other rights.
     Protect {
         /// Whether it can be written from now on.
@@ -144,6 +148,11 @@ impl HostMemory {
         })
     }
 
+    /// Whether `page` is not there yet.
+    pub fn is_absent(&self, page: u64) -> bool {
+        self.word(page).load(SeqCst) & (PRESENT | AWAITED) == AWAITED
+    }
+
     /// Changes the mapping of `pages`. Huge mappings that reach beyond the range are split, so a page outside it keeps its
     /// memory, but perhaps not its level.
     pub fn change(&self, pages: &Range<u64>, change: HostChange) {
@@ -158,7 +167,8 @@ impl HostMemory {
             let now = word.load(SeqCst);
             let new = match change {
                 HostChange::Nothing => now,
-                HostChange::Punch => now & !PRESENT,
+                HostChange::Punch => now & !(PRESENT | AWAITED),
+                HostChange::Await => now & !PRESENT | AWAITED,
                 HostChange::Protect { writable } => {
                     now & !WRITABLE | if writable { WRITABLE } else { 0 }
                 }

@@ -52,6 +52,12 @@ pub trait Machine: 'static {
     /// resolve the page to: best found without it, as in books of the test's own. No two pages have the same frame.
     fn page(&self, page: u64) -> Option<HostPage>;
 
+    /// Whether `page`, a hole, is only not there yet: the platform says [`slat::ResolveError::Absent`].
+    fn is_absent(&self, page: u64) -> bool {
+        let _ = page;
+        false
+    }
+
     /// Changes what is mapped at `pages`. The engine was told before, and is told again afterwards ([`slat::Vm::invalidate`]).
     ///
     /// A machine that cannot do `change` may do a part of it, or nothing: the model asks [`Machine::page`] afterwards. Pages

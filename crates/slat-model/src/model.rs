@@ -144,6 +144,8 @@ pub enum Expected {
     Mmio,
     /// KVM_RUN fails with EFAULT.
     BadAddress,
+    /// The client brings the page.
+    Absent,
     /// A fetch that the slot does not allow.
     NoExecute,
     /// The access reaches this page.
@@ -404,7 +406,9 @@ impl GuestModel {
         if access == Access::Execute && !slot.is_executable() {
             return Expected::NoExecute;
         }
-        match machine.page(slot.host_page(gfn)) {
+        let page = slot.host_page(gfn);
+        match machine.page(page) {
+            None if machine.is_absent(page) => Expected::Absent,
             None => Expected::BadAddress,
             Some(page) if access == Access::Write && !page.writable => Expected::BadAddress,
             Some(page) if access == Access::Execute && !is_executable(&page) => {

@@ -209,6 +209,10 @@ impl Machine for Arc<SimMachine> {
         self.host.get(page)
     }
 
+    fn is_absent(&self, page: u64) -> bool {
+        self.host.is_absent(page)
+    }
+
     fn change(&self, pages: &Range<u64>, change: HostChange) {
         self.host.change(pages, change);
     }
@@ -263,6 +267,9 @@ unsafe impl Platform for SimMachine {
         self.event(Event::Resolved(backing));
         match page {
             Some(page) if page.writable || access != Access::Write => Ok(page),
+            None if (self.host.page(backing)).is_some_and(|page| self.host.is_absent(page)) => {
+                Err(ResolveError::Absent)
+            }
             _ => Err(ResolveError::BadAddress),
         }
     }

@@ -271,7 +271,7 @@ impl Defect for MisplacesNeighbours {
 
 #[test]
 fn a_wrong_resident_page_is_found() {
-    finds::<MisplacesNeighbours>("Translation");
+    finds::<MisplacesNeighbours>("its backing is");
 }
 
 /// Pages that were mapped one by one are said to be huge.

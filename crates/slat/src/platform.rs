@@ -169,6 +169,10 @@ pub enum ResolveError {
     OutOfMemory,
     /// The wait was interrupted (a signal): the vCPU should leave and come again.
     Interrupted,
+    /// The page is not there yet: it comes from a snapshot or another machine, and whoever runs the vCPU brings it. The access ends with
+    /// [`Stop::MemoryFault`](crate::Stop::MemoryFault), for every page alike, whether a device has it or the guest's table is in it.
+    /// [`Platform::resolve_resident`] leaves such pages out, and no [`HostPage::level`] reaches over one.
+    Absent,
 }
 
 impl fmt::Display for ResolveError {
@@ -177,6 +181,7 @@ impl fmt::Display for ResolveError {
             ResolveError::BadAddress => "no host memory with these rights is mapped there",
             ResolveError::OutOfMemory => "the host is out of memory",
             ResolveError::Interrupted => "the wait for host memory was interrupted",
+            ResolveError::Absent => "the page is not there yet",
         })
     }
 }

@@ -69,6 +69,7 @@ fn memory_fault(gfn: u64, access: Access) -> Result<Translation, Stop> {
         gpa,
         access,
         private,
+        absent: false,
     })
 }
 

@@ -88,8 +88,8 @@ impl VcpuMachine {
                 self.request_retry();
                 Unreachable::Fault(Fault::Retry)
             }
-            Stop::MemoryFault { gpa, private, .. } => {
-                self.memory_fault = Some(MemoryFault { gpa, private });
+            Stop::MemoryFault { .. } => {
+                self.memory_fault = MemoryFault::of(&stop);
                 Unreachable::Fault(Fault::BadAddress)
             }
             Stop::OutOfMemory { .. } => {

@@ -1,5 +1,6 @@
 //! A VM's calls for memslots and private memory.
 
+use super::userfault::{self, KVM_MEM_USERFAULT};
 use crate::errno::{Error, Result, fail};
 use crate::guest_memfd::{GuestMemfd, Part};
 use crate::vm::VmObject;
@@ -19,7 +20,7 @@ impl VmObject {
     /// # Errors
     /// KVM's: `EINVAL` for bad arguments, `EEXIST` for an overlap, `ENOMEM`.
     pub fn set_user_memory_region(&self, region: &kvm_userspace_memory_region) -> Result<()> {
-        if region.flags & KVM_MEM_GUEST_MEMFD != 0 {
+        if region.flags & (KVM_MEM_GUEST_MEMFD | KVM_MEM_USERFAULT) != 0 {
             return fail(libc::EINVAL);
         }
         self.set_user_memory_region2(&kvm_userspace_memory_region2 {
@@ -37,7 +38,8 @@ impl VmObject {
     /// # Errors
     /// As for [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` with any other flag, for a
     /// slot that exists already, and for a descriptor that is no guest_memfd of this VM; `EEXIST` for a part of a guest_memfd that
-    /// another slot uses; `EBADF` for a closed descriptor.
+    /// another slot uses; `EBADF` for a closed descriptor. With the policy `userfault`, `EINVAL` for `KVM_MEM_USERFAULT` with a bitmap
+    /// outside user space.
     pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
         let _call = self.begin()?;
         let wants_file = region.flags & KVM_MEM_GUEST_MEMFD != 0;
@@ -46,6 +48,7 @@ impl VmObject {
             true => 0,
             false => KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY,
         };
+        let known = known | userfault::flags();
         let space = (region.slot >> 16) as usize;
         if flags & !known != 0 || space >= self.address_spaces() {
             return fail(libc::EINVAL);
@@ -55,13 +58,14 @@ impl VmObject {
         if !user::in_user_space(region.userspace_addr, len) {
             return fail(libc::EINVAL);
         }
+        let bitmap = userfault::bitmap(region)?;
         let asked = Region::new(
             region.slot & 0xffff,
             Gpa(region.guest_phys_addr),
             size,
             Hva(region.userspace_addr),
         )
-        .with_flags(SlotFlags(flags));
+        .with_flags(SlotFlags(flags & !KVM_MEM_USERFAULT));
         let part = match wants_file {
             true => self.part_for(region, space, &asked)?,
             false => None,
@@ -76,12 +80,7 @@ impl VmObject {
         // Now, because the seccomp filter of a vCPU's thread may forbid the system call later.
         let start = asked.backing.0 as usize;
         slat_host::mappings::learn(start..start + len);
-        let set = match self.engine.set_memory_region(space, &asked) {
-            // After all other checks, as in KVM.
-            Err(RegionError::Empty(slot)) => self.engine.remove_memory_region(space, slot),
-            set => set,
-        };
-        set.map_err(refused)?;
+        self.set_slot(space, &asked, bitmap).map_err(refused)?;
         point(|| MemslotChange {
             vm: self.number as u32,
             as_id: space as u32,

@@ -15,6 +15,7 @@ mod clock;
 mod dirty;
 mod interrupts;
 mod memory;
+mod userfault;
 
 use crate::call::{Call, Life};
 use crate::caps::ADDRESS_SPACES;
@@ -38,7 +39,7 @@ use kvm_bindings::*;
 use slat::{CreateVmError, MmuKind};
 use slat_x86::{CodePages, Compile, Compiler};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, RwLockReadGuard, RwLockWriteGuard};
 
 /// The address space of vCPUs outside system management mode.
 pub(crate) const ORDINARY: usize = 0;
@@ -69,6 +70,8 @@ pub struct VmObject {
     /// Whether the VM is of the type `KVM_X86_SW_PROTECTED_VM`: its memory can be private.
     protected: bool,
     pub(crate) private: PrivateMemory,
+    /// Held while a slot's bitmap of absent pages changes, with the slot.
+    userfault_turn: Mutex<()>,
     pub(crate) devices: Devices,
     pub(crate) quirks: Quirks,
     pub(crate) options: Options,
@@ -133,6 +136,7 @@ impl VmObject {
             coalesced,
             protected,
             private: PrivateMemory::default(),
+            userfault_turn: Mutex::default(),
             devices: Devices::default(),
             quirks: Quirks::default(),
             options: Options::default(),

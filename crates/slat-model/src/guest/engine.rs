@@ -57,7 +57,12 @@ impl EngineMmu {
                 Ok(page) => return Ok(page.host),
                 Err(Stop::Retry) => vcpu.quiesce(),
                 Err(Stop::Mmio { gpa }) => return Err(Outcome::Mmio { gpa }),
-                Err(Stop::BadAddress { gpa, .. }) => return Err(Outcome::BadAddress { gpa }),
+                Err(
+                    Stop::BadAddress { gpa, .. }
+                    | Stop::MemoryFault {
+                        gpa, absent: true, ..
+                    },
+                ) => return Err(Outcome::BadAddress { gpa }),
                 Err(Stop::NoExecute { gpa }) => return Err(Outcome::NoExecute { gpa }),
                 Err(stop) => panic!("{access:?} at {gpa}: {stop}"),
             }

@@ -200,7 +200,7 @@ impl Memory {
                 tracked: false,
             },
             Expected::Mmio => Outcome::Mmio { gpa: Gpa(gpa) },
-            Expected::BadAddress => Outcome::BadAddress { gpa: Gpa(gpa) },
+            Expected::BadAddress | Expected::Absent => Outcome::BadAddress { gpa: Gpa(gpa) },
             Expected::NoExecute => Outcome::NoExecute { gpa: Gpa(gpa) },
         }
     }

@@ -33,7 +33,7 @@ pub enum Outcome {
         /// The address, to the byte.
         gpa: Gpa,
     },
-    /// The page's backing cannot be accessed in this way: KVM_RUN returns EFAULT.
+    /// The page's backing cannot be accessed in this way, or is not there yet: KVM_RUN returns EFAULT.
     BadAddress {
         /// An address in the page: of the data, or of a page-table entry whose flags cannot be set.
         gpa: Gpa,

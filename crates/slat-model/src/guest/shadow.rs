@@ -95,7 +95,10 @@ fn outcome(stop: Stop) -> Option<Outcome> {
     match stop {
         Stop::Retry => None,
         Stop::Mmio { gpa } => Some(Outcome::Mmio { gpa }),
-        Stop::BadAddress { gpa, .. } => Some(Outcome::BadAddress { gpa }),
+        Stop::BadAddress { gpa, .. }
+        | Stop::MemoryFault {
+            gpa, absent: true, ..
+        } => Some(Outcome::BadAddress { gpa }),
         Stop::NoExecute { gpa } => Some(Outcome::NoExecute { gpa }),
         stop => panic!("{stop}"),
     }

@@ -145,6 +145,15 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 );
                 self.tally.count("bad address");
             }
+            Err(Stop::MemoryFault {
+                gpa: at,
+                access: of,
+                private: false,
+                absent: true,
+            }) => {
+                assert_eq!((expected, at.0, of), (Expected::Absent, gpa, access));
+                self.tally.count("page not there yet");
+            }
             Err(Stop::NoExecute { gpa: at }) => {
                 assert_eq!((expected, at.0), (Expected::NoExecute, gpa), "{access:?}");
                 self.tally.count("fetch refused by a slot");
@@ -350,6 +359,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Err(Stop::NoExecute { .. }) => {
                 assert_eq!(expected, Expected::NoExecute, "frame {gfn:#x}, meanwhile");
             }
+            Err(Stop::MemoryFault { absent: true, .. }) => {
+                assert_eq!(expected, Expected::Absent, "frame {gfn:#x}, meanwhile");
+            }
             Err(Stop::Retry) => {
                 self.tally.count("retried meanwhile");
                 // If only its own flush interrupted it, the write was completed before.
@@ -419,6 +431,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 let why = match stop {
                     Stop::Mmio { .. } => Expected::Mmio,
                     Stop::BadAddress { .. } => Expected::BadAddress,
+                    Stop::MemoryFault { absent: true, .. } => Expected::Absent,
                     stop => panic!("prefault at {at:#x}: {stop:?}"),
                 };
                 assert_eq!(expect(at), why, "prefault at {at:#x}: {stop:?}");

@@ -159,11 +159,11 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             }
         };
         let Some(slot) = slot else {
-            let private = true;
             return Err(Halt::Stop(Stop::MemoryFault {
                 gpa,
                 access,
-                private,
+                private: true,
+                absent: false,
             }));
         };
         let allowed = slot.limits.rights.allow(access);
@@ -262,14 +262,18 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             return Err(self.stale(slot, Level::PAGE));
         }
         let private = slot.private;
-        Err(Halt::Stop(match private || slot.only_private_backing {
-            true => Stop::MemoryFault {
-                gpa,
-                access,
-                private,
+        let absent = error == ResolveError::Absent;
+        Err(Halt::Stop(
+            match absent || private || slot.only_private_backing {
+                true => Stop::MemoryFault {
+                    gpa,
+                    access,
+                    private,
+                    absent,
+                },
+                false => Stop::BadAddress { gpa, hva, error },
             },
-            false => Stop::BadAddress { gpa, hva, error },
-        }))
+        ))
     }
 
     /// Returns the level of the leaf. The flag says that NX alone keeps it from being larger.

@@ -66,7 +66,8 @@ pub enum Stop {
     DirtyRingFull,
     /// The client can repair the access: KVM_EXIT_MEMORY_FAULT; never MMIO. The page is private, and there is no private
     /// memory for it: no memslot, or one without private backing, or that cannot be resolved. Or the slot's only backing is
-    /// private, also where the page is shared ([`Region::private`](crate::Region)), and cannot be resolved.
+    /// private, also where the page is shared ([`Region::private`](crate::Region)), and cannot be resolved. Or the page
+    /// is not there yet ([`ResolveError::Absent`]): bring it, and run the vCPU again.
     MemoryFault {
         /// The address that was accessed.
         gpa: Gpa,
@@ -74,6 +75,8 @@ pub enum Stop {
         access: Access,
         /// The page is private.
         private: bool,
+        /// The platform has said that the page is not there yet.
+        absent: bool,
     },
     /// No memory for a page table. Nothing was changed.
     OutOfMemory {
@@ -94,6 +97,12 @@ impl fmt::Display for Stop {
             Stop::BadAddress { gpa, hva, error } => write!(
                 f,
                 "guest access to {gpa} (backed by {hva}): {error}; map it, or delete the memslot"
+            ),
+            Stop::MemoryFault {
+                gpa, absent: true, ..
+            } => write!(
+                f,
+                "guest access to {gpa}: the page is not there yet; bring it, and run the vCPU again"
             ),
             Stop::MemoryFault { gpa, .. } => write!(
                 f,
@@ -237,7 +246,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// outside the reader section, for as long as that takes. `Ok`: try the access again.
     ///
     /// # Errors
-    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::Retry`] as in `translate`, and if no slot is there any
+    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::MemoryFault`] if it is not there yet, [`Stop::Retry`] as in `translate`, and if no slot is there any
     /// more.
     ///
     /// # Panics
@@ -245,11 +254,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn revalidate(&mut self, gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop> {
         let mut slept = false;
         let gfn = gpa.gfn();
-        let Some(slot) = self.find_slot(gfn).1.map(|slot| slot.id()) else {
+        let (set, slot) = self.find_slot(gfn);
+        let private = set.private.around(gfn).0;
+        let Some(slot) = slot.map(|slot| slot.id()) else {
             // It was deleted since the translation, which is void.
             return Err(Stop::Retry);
         };
         match self.outside(&mut slept, |vcpu| vcpu.resolve(slot, gfn, hva, access)) {
+            Err(ResolveError::Absent) => Err(Stop::MemoryFault {
+                gpa,
+                access,
+                private,
+                absent: true,
+            }),
             Err(error) if error != ResolveError::Interrupted => {
                 Err(Stop::BadAddress { gpa, hva, error })
             }

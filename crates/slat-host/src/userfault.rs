@@ -1,0 +1,156 @@
+//! Pages of memslots that are not there yet, as the client says in a bitmap of its own: the posted series "KVM Userfault"
+//! (version 3, June 2025: `KVM_MEM_USERFAULT`). For post-copy migration and lazy restore where userfaultfd is forbidden.
+//!
+//! A bit that is set is a page to come: its access ends with [`ResolveError::Absent`]. The client stores the page, then clears the bit.
+//!
+//! # Concurrency
+//! The bitmap is memory of the client, which may do anything with it, so its bits are read by guarded loads; on x86 a load that
+//! sees the cleared bit is followed by accesses that see the page. A bit counts when a page is resolved: setting one later has no effect on a
+//! page that is mapped (as in the series). So the table of bitmaps is changed inside an invalidation of the slot's memory: then
+//! every leaf was resolved with the bitmap that the slot has.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering::*};
+use std::sync::{PoisonError, RwLock};
+
+use slat::{Hva, OutOfMemory, PAGE_SHIFT, PAGE_SIZE, Request, ResolveError};
+
+/// A memslot's bitmap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Userfault {
+    /// What backs the slot's first page, and first private page: those of bit 0.
+    pub backing: (Hva, Option<Hva>),
+    /// Number of pages.
+    pub pages: u64,
+    /// Address of the bitmap in this process.
+    pub bitmap: u64,
+}
+
+impl Userfault {
+    /// Returns the bits of the pages that `range` backs.
+    fn bits(&self, range: &Range<Hva>) -> impl Iterator<Item = Range<u64>> {
+        let (shared, private) = self.backing;
+        let page = |base: Hva, at: Hva| (at.0.saturating_sub(base.0) >> PAGE_SHIFT).min(self.pages);
+        [Some(shared), private.filter(|private| *private != shared)]
+            .into_iter()
+            .flatten()
+            .map(move |base| page(base, range.start)..page(base, range.end))
+            .filter(|bits| !bits.is_empty())
+    }
+
+    /// Whether `page` is not there yet.
+    ///
+    /// # Errors
+    /// [`ResolveError`]: the bitmap cannot be read.
+    fn is_absent(&self, page: u64) -> Result<bool, ResolveError> {
+        let byte = (self.bitmap + page / 8) as *const u8;
+        // SAFETY: a guarded load may be made at any address.
+        match unsafe { slat_guard::load(byte) } {
+            Ok(bits) => Ok(bits >> (page % 8) & 1 != 0),
+            Err(_) if slat_guard::was_kicked() => Err(ResolveError::Interrupted),
+            Err(_) => Err(ResolveError::BadAddress),
+        }
+    }
+}
+
+/// The bitmaps of a VM's slots.
+#[derive(Debug, Default)]
+pub struct Userfaults {
+    /// There are any. Most VMs have none, and their faults look no further.
+    any: AtomicBool,
+    /// By address space and slot.
+    slots: RwLock<Vec<((usize, u32), Userfault)>>,
+}
+
+impl Userfaults {
+    /// Returns the bitmap of a slot.
+    pub fn get(&self, space: usize, slot: u32) -> Option<Userfault> {
+        if !self.any.load(Acquire) {
+            return None;
+        }
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        let found = slots.iter().find(|(of, _)| *of == (space, slot));
+        found.map(|(_, userfault)| userfault.clone())
+    }
+
+    /// Gives a slot a bitmap, or takes it away. Call inside an invalidation of the slot's memory ([`slat::Vm::invalidate`]), or while
+    /// there is no such slot.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`]; nothing was changed. Not if the slot has a bitmap already, or gets none.
+    pub fn set(
+        &self,
+        space: usize,
+        slot: u32,
+        userfault: Option<Userfault>,
+    ) -> Result<(), OutOfMemory> {
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        if userfault.is_some() {
+            slots.try_reserve(1).map_err(|_| OutOfMemory)?;
+        }
+        slots.retain(|(of, _)| *of != (space, slot));
+        slots.extend(userfault.map(|userfault| ((space, slot), userfault)));
+        self.any.store(!slots.is_empty(), Release);
+        Ok(())
+    }
+
+    /// Finds out whether the page of `request` may be resolved. Returns whether its slot has a bitmap: then leaves are small, as
+    /// the page next to it may be absent.
+    ///
+    /// # Errors
+    /// [`ResolveError::Absent`]; others if the bitmap cannot be read.
+    pub(crate) fn check(&self, request: &Request) -> Result<bool, ResolveError> {
+        let Some(userfault) = self.get(request.space, request.slot) else {
+            return Ok(false);
+        };
+        let page = Hva(request.backing.0 & !(PAGE_SIZE - 1));
+        for bit in userfault.bits(&(page..page.add_pages(1))) {
+            if userfault.is_absent(bit.start)? {
+                return Err(ResolveError::Absent);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Calls `found` for the parts of `stretch` (whole pages) that are not absent, in ascending order. The flag says that a bitmap
+    /// has bits for `stretch`. What one memslot awaits, all do without here.
+    pub(crate) fn present(&self, stretch: Range<usize>, found: &mut dyn FnMut(Range<usize>, bool)) {
+        if !self.any.load(Acquire) {
+            return found(stretch, false);
+        }
+        let range = Hva(stretch.start as u64)..Hva(stretch.end as u64);
+        // Copies: no lock is held while a bitmap is read, because the client may let that wait.
+        let mut slots = Vec::new();
+        {
+            let all = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+            if slots.try_reserve(all.len()).is_err() {
+                return;
+            }
+            let touches = |of: &&Userfault| of.bits(&range).next().is_some();
+            let all = all.iter().map(|(_, userfault)| userfault);
+            slots.extend(all.filter(touches).cloned());
+        }
+        if slots.is_empty() {
+            return found(stretch, false);
+        }
+        let absent = |address: usize| {
+            let page = Hva(address as u64)..Hva(address as u64).add_pages(1);
+            (slots.iter()).any(|of| {
+                of.bits(&page)
+                    .any(|bit| of.is_absent(bit.start) != Ok(false))
+            })
+        };
+        let mut from = stretch.start;
+        for address in stretch.clone().step_by(PAGE_SIZE as usize) {
+            if absent(address) {
+                if from < address {
+                    found(from..address, true);
+                }
+                from = address + PAGE_SIZE as usize;
+            }
+        }
+        if from < stretch.end {
+            found(from..stretch.end, true);
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Memslots with `KVM_MEM_USERFAULT`: the client says in a bitmap which pages are not there yet ([`slat_host::userfault`]).
+//!
+//! The bitmap of a slot begins to count before the slot does, and ends after it. A slot that exists gets a bitmap, or loses it, inside an
+//! invalidation of its memory: all its pages are zapped, as in KVM, where the slot is flushed when the flag is set, and where huge pages come back
+//! when it is cleared. The engine does not know the flag: it asks the platform for each page.
+
+use crate::errno::{Result, fail};
+use crate::policy;
+use crate::user;
+use crate::vm::VmObject;
+use kvm_bindings::kvm_userspace_memory_region2;
+use slat::{Hva, PAGE_SIZE, Region, RegionError};
+use slat_host::userfault::Userfault;
+use std::sync::PoisonError;
+
+/// The flag of the posted series (version 3).
+pub(super) const KVM_MEM_USERFAULT: u32 = 1 << 3;
+
+/// Returns the flags that this module adds to a memslot's.
+pub(super) fn flags() -> u32 {
+    match policy::userfault() {
+        true => KVM_MEM_USERFAULT,
+        false => 0,
+    }
+}
+
+/// Returns the address of the bitmap that `region` names: the word after `pad1`. `None`: it has not the flag, or deletes a slot.
+///
+/// # Errors
+/// `EINVAL` if it does not lie in user space.
+pub(super) fn bitmap(region: &kvm_userspace_memory_region2) -> Result<Option<u64>> {
+    let size = region.memory_size;
+    if region.flags & KVM_MEM_USERFAULT == 0 || size == 0 {
+        return Ok(None);
+    }
+    let words = (size / PAGE_SIZE).div_ceil(64) as usize;
+    match user::in_user_space(region.pad2[0], words * 8) {
+        true => Ok(Some(region.pad2[0])),
+        false => fail(libc::EINVAL),
+    }
+}
+
+impl VmObject {
+    /// Creates, deletes or changes the memslot `asked`, whose absent pages `bitmap` names.
+    ///
+    /// # Errors
+    /// [`RegionError`]; nothing was changed.
+    pub(super) fn set_slot(
+        &self,
+        space: usize,
+        asked: &Region,
+        bitmap: Option<u64>,
+    ) -> std::result::Result<(), RegionError> {
+        let set = || match self.engine.set_memory_region(space, asked) {
+            // After all other checks, as in KVM.
+            Err(RegionError::Empty(slot)) => self.engine.remove_memory_region(space, slot),
+            set => set,
+        };
+        if !policy::userfault() {
+            return set();
+        }
+        let turn = self.userfault_turn.lock();
+        let _turn = turn.unwrap_or_else(PoisonError::into_inner);
+        let userfaults = &self.engine.platform().userfaults;
+        let old = userfaults.get(space, asked.slot);
+        let new = bitmap.map(|bitmap| Userfault {
+            backing: (asked.backing, asked.private),
+            pages: asked.size / PAGE_SIZE,
+            bitmap,
+        });
+        if asked.size == 0 {
+            set()?;
+            return Ok(userfaults.set(space, asked.slot, None)?);
+        }
+        if old == new {
+            return set();
+        }
+        self.engine.check_memory_region(space, asked)?;
+        let change = |userfault| {
+            let bytes = |start: Hva| start..start.add_pages(asked.size / PAGE_SIZE);
+            let _shared = self.engine.invalidate(bytes(asked.backing));
+            let _private = (asked.private).map(|start| self.engine.invalidate(bytes(start)));
+            userfaults.set(space, asked.slot, userfault)
+        };
+        change(new)?;
+        set().inspect_err(|_| {
+            // To set the old one, which there was, or none, takes no memory.
+            let _no_error = change(old);
+        })
+    }
+}
