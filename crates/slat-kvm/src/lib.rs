@@ -32,6 +32,7 @@
 //! | [`policy`], [`parameters`], `recovery` | settings, module parameters; recovery of NX huge pages |
 //! | [`publish`] | the counters of this process's VMs, and how their memory is mapped, for `slat stat` and `slat map` |
 //! | [`memory_map`] | how guest memory is mapped, in numbers of pages |
+//! | [`profile`] | samples of guest code, for `slat run --profile` |
 //! | [`symbols`], `perf_map` | the names of guest code; compiled code, named for perf |
 //! | [`trace`] | tracepoints, for `slat run --trace` |
 //! | [`report`], [`errno`], `heap` | messages to the user, errors, vectors that report `ENOMEM` instead of ending the process |
@@ -84,6 +85,7 @@ pub mod parameters;
 mod perf_map;
 pub mod policy;
 mod prefault;
+pub mod profile;
 pub mod publish;
 mod quirks;
 mod recovery;

@@ -79,6 +79,7 @@ pub(crate) extern "C" fn at_exit() {
         slat_kvm::trace::end();
         if !is_borrowed() {
             slat_kvm::publish::end();
+            slat_kvm::profile::end();
         }
         Ok(0)
     });
