@@ -80,6 +80,7 @@ pub(crate) extern "C" fn at_exit() {
         if !is_borrowed() {
             slat_kvm::publish::end();
             slat_kvm::profile::end();
+            slat_kvm::perf::end();
         }
         Ok(0)
     });

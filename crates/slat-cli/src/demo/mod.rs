@@ -35,6 +35,7 @@ fn account(format: &str) -> Result<String, Failure> {
     }
     slat_kvm::publish::end();
     slat_kvm::profile::end();
+    slat_kvm::perf::end();
     let steps = describe(&report, format, began.elapsed());
     Ok(steps + &slat_kvm::report::render(&totals))
 }

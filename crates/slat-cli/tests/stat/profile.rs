@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use super::harness::{Scratch, text};
+use super::harness::{Client, Scratch, text};
 
 /// The names of the client's code, as in System.map.
 const SYMBOLS: &str = "0000000000200000 T guest_main\n0000000000201000 T slow_function\n0000000000202000 t fast_function\n";
@@ -33,6 +33,31 @@ fn wait_for<T>(file: &str, found: impl Fn(&str) -> Option<T>) -> T {
     }
 }
 
+/// Runs perf. Returns what it prints, or why it failed.
+fn perf(arguments: &[&str]) -> Result<String, String> {
+    let output = Command::new("perf").args(arguments).output();
+    let output = output.map_err(|error| error.to_string())?;
+    match output.status.success() {
+        true => Ok(text(&output.stdout)),
+        false => Err(text(&output.stderr)),
+    }
+}
+
+/// Has perf record a client for a second. Returns its file. `None`: perf does not record here.
+fn record(scratch: &Scratch, client: &Client, options: &[&str]) -> Option<String> {
+    let data = scratch.0.join("perf.data").to_str().unwrap().to_owned();
+    let pid = client.pid().to_string();
+    let record = ["record", "-q", "-e", "cpu-clock", "-F", "500", "-o", &data];
+    let what = ["-p", &pid, "--", "sleep", "1"];
+    match perf(&[&record, options, &what].concat()) {
+        Ok(_) => Some(data),
+        Err(why) => {
+            eprintln!("skipped: perf does not record here: {why}");
+            None
+        }
+    }
+}
+
 #[test]
 fn perf_names_guest_functions() {
     let scratch = Scratch::new("perf-map");
@@ -52,24 +77,9 @@ fn perf_names_guest_functions() {
             .filter(|line| line.contains(" guest:slow_function"));
         (lines.count() >= 2).then_some(())
     });
-    let data = scratch.0.join("perf.data");
-    let record = Command::new("perf")
-        .args(["record", "-q", "-e", "cpu-clock", "-F", "500", "-o"])
-        .arg(&data)
-        .args(["-p", &client.pid().to_string(), "--", "sleep", "1"])
-        .output();
-    let reported = record.map(|record| {
-        if !record.status.success() {
-            return Err(text(&record.stderr));
-        }
-        let mut report = Command::new("perf");
-        let report = report.args(["report", "--stdio", "-i"]).arg(&data).output();
-        Ok(text(&report.unwrap().stdout))
-    });
-    match reported {
-        Ok(Ok(report)) => assert!(report.contains("guest:slow_function"), "{report}"),
-        Ok(Err(why)) => eprintln!("skipped: perf does not record here: {why}"),
-        Err(error) => eprintln!("skipped: there is no perf: {error}"),
+    if let Some(data) = record(&scratch, &client, &[]) {
+        let report = perf(&["report", "--stdio", "-i", &data]).unwrap();
+        assert!(report.contains("guest:slow_function"), "{report}");
     }
     drop(client);
     fs::remove_file(map).unwrap();
@@ -83,6 +93,53 @@ fn without_symbols_code_is_named_by_its_address() {
     wait_for(&map, |map| map.contains(" guest:0x201008\n").then_some(()));
     drop(client);
     fs::remove_file(map).unwrap();
+}
+
+#[test]
+fn perf_finds_the_code_of_guest_functions_in_a_jitdump() {
+    let scratch = Scratch::new("jitdump");
+    let symbols = symbols(&scratch);
+    let options = [
+        "--set",
+        "jit_map=dump",
+        "--guest-symbols",
+        symbols.to_str().unwrap(),
+    ];
+    let mut client = scratch.start(&options, "calls_functions");
+    let dump = scratch.0.join(format!("jit-{}.dump", client.pid()));
+    let name = b"guest:slow_function";
+    let begin = Instant::now();
+    let regions = || {
+        let bytes = fs::read(&dump).unwrap_or_default();
+        bytes
+            .windows(name.len())
+            .filter(|bytes| bytes == name)
+            .count()
+    };
+    // The hot loop is compiled by both tiers.
+    while regions() < 2 {
+        assert!(begin.elapsed() < Duration::from_secs(30));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let maps = fs::read_to_string(format!("/proc/{}/maps", client.pid())).unwrap();
+    let marker = maps
+        .lines()
+        .find(|line| line.ends_with(dump.to_str().unwrap()));
+    assert!(marker.is_some_and(|line| line.contains(" r-xp ")), "{maps}");
+    if let Some(data) = record(&scratch, &client, &["-k", "1"]) {
+        let injected = scratch.0.join("injected.data");
+        let injected = injected.to_str().unwrap();
+        perf(&["inject", "--jit", "-i", &data, "-o", injected]).unwrap();
+        let report = perf(&["report", "--stdio", "-i", injected]).unwrap();
+        let is_found =
+            |line: &str| line.contains("jitted-") && line.contains("guest:slow_function");
+        assert!(report.lines().any(is_found), "{report}");
+    }
+    client.proceed();
+    assert!(client.process.wait().unwrap().success());
+    let bytes = fs::read(&dump).unwrap();
+    // The record of the end: its id, and its size.
+    assert_eq!(bytes[bytes.len() - 16..][..8], [3, 0, 0, 0, 16, 0, 0, 0]);
 }
 
 /// Returns the samples of a profile by stack.
@@ -147,10 +204,7 @@ fn a_confined_process_writes_its_last_samples() {
         .find(|(stack, _)| *stack == "0x20000b;0x201008");
     assert!(slow.is_some_and(|(_, count)| count > 100), "{profile}");
     assert_eq!(
-        fs::read_dir(&scratch.0)
-            .unwrap()
-            .filter(|entry| is_profile(entry))
-            .count(),
+        fs::read_dir(&scratch.0).unwrap().filter(is_profile).count(),
         1
     );
 }
