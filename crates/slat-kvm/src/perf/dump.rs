@@ -9,13 +9,13 @@ use super::{Content, Written, name, open};
 use crate::process::PerProcess;
 use slat_process::calls::{Call, make};
 use slat_x86::CompiledCode;
-use std::ffi::{CString, OsString};
+use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::FileExt as _;
-use std::path::PathBuf;
+use std::path::{self, Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// "JiTD", the other way round where the byte order is another one.
@@ -87,6 +87,19 @@ fn load(now: u64, index: u64, name: &str, code: &[u8]) -> Vec<u8> {
     record(CODE_LOAD, now, &parts)
 }
 
+/// Returns the directory: that of `JITDUMPDIR`, if it is set, as for other programs that write such files. Call first before the client
+/// changes its own directory.
+pub(super) fn directory() -> &'static Path {
+    static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+    DIRECTORY.get_or_init(|| {
+        let chosen = std::env::var_os("JITDUMPDIR").filter(|path| !path.is_empty());
+        chosen.map_or_else(
+            || "/tmp".into(),
+            |chosen| path::absolute(&chosen).unwrap_or_else(|_| chosen.into()),
+        )
+    })
+}
+
 /// Maps the file for ever, for perf.
 fn mark(file: &File) -> io::Result<()> {
     let rights = libc::PROT_READ | libc::PROT_EXEC;
@@ -94,18 +107,19 @@ fn mark(file: &File) -> io::Result<()> {
     // SAFETY: a new mapping, which is not used.
     let marker = unsafe { libc::mmap(start, 1, rights, libc::MAP_PRIVATE, file.as_raw_fd(), 0) };
     match marker {
-        libc::MAP_FAILED => Err(io::Error::last_os_error()),
+        libc::MAP_FAILED => {
+            let error = io::Error::last_os_error();
+            Err(io::Error::other(format!(
+                "perf's marker cannot be mapped ({error}); is its directory mounted with noexec? (JITDUMPDIR names another)"
+            )))
+        }
         _ => Ok(()),
     }
 }
 
 impl Content for Dump {
-    /// The directory is that of `JITDUMPDIR`, if it is set, as for other programs that write such files.
     fn path() -> PathBuf {
-        static DIRECTORY: OnceLock<OsString> = OnceLock::new();
-        let chosen = || std::env::var_os("JITDUMPDIR").filter(|path| !path.is_empty());
-        let directory = DIRECTORY.get_or_init(|| chosen().unwrap_or_else(|| "/tmp".into()));
-        PathBuf::from(directory).join(format!("jit-{}.dump", std::process::id()))
+        directory().join(format!("jit-{}.dump", std::process::id()))
     }
 
     fn write(&mut self, code: &CompiledCode<'_>) -> io::Result<()> {
@@ -136,6 +150,9 @@ pub(super) fn end() {
         return;
     };
     let mut dump = dump.lock().unwrap_or_else(PoisonError::into_inner);
+    if dump.has_failed {
+        return;
+    }
     let Ok(path) = CString::new(Dump::path().into_os_string().as_bytes()) else {
         return;
     };

@@ -28,7 +28,10 @@ pub(crate) fn observer(map: JitMap) -> Option<fn(&CompiledCode<'_>)> {
     match map {
         JitMap::Off => None,
         JitMap::On => Some(map::add),
-        JitMap::Dump => Some(dump::add),
+        JitMap::Dump => {
+            dump::directory();
+            Some(dump::add)
+        }
     }
 }
 

@@ -1,6 +1,5 @@
 //! The file of a process, which has an old content or a new one at any time.
 
-use crate::report;
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -10,24 +9,19 @@ use std::path::{Path, PathBuf};
 pub(super) struct ProfileFile {
     /// `None` before the first content.
     path: Option<PathBuf>,
-    /// Whether a failure was reported.
-    has_failed: bool,
 }
 
 impl ProfileFile {
     /// Gives the file a new content. The first process that has one has a file at `wanted`, others have a dot and their process id
-    /// added. The first failure is reported.
-    pub(super) fn write(&mut self, wanted: &Path, content: &str) {
-        if let Err(error) = self.try_write(wanted, content)
-            && !self.has_failed
-        {
-            self.has_failed = true;
+    /// added.
+    ///
+    /// # Errors
+    /// The system's, after the file's path. The file has the old content.
+    pub(super) fn write(&mut self, wanted: &Path, content: &str) -> Result<(), String> {
+        self.try_write(wanted, content).map_err(|error| {
             let path = self.path.as_deref().unwrap_or(wanted);
-            report::say(format_args!(
-                "the profile {} cannot be written: {error}",
-                path.display()
-            ));
-        }
+            format!("{}: {error}", path.display())
+        })
     }
 
     fn try_write(&mut self, wanted: &Path, content: &str) -> io::Result<()> {
@@ -70,5 +64,31 @@ fn claim(wanted: &Path) -> io::Result<PathBuf> {
             create(&own).map(|_| own)
         }
         created => created.map(|_| wanted.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_has_its_last_content_and_another_process_another_file() {
+        let directory = std::env::temp_dir().join(format!("slat-profile-{}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        let wanted = directory.join("profile");
+        let read = |path: &Path| fs::read_to_string(path).unwrap();
+        let (mut first, mut second) = (ProfileFile::default(), ProfileFile::default());
+        first.write(&wanted, "old and long").unwrap();
+        first.write(&wanted, "new").unwrap();
+        second.write(&wanted, "other").unwrap();
+        let own = with_end(&wanted, &format!(".{}", std::process::id()));
+        assert_eq!((read(&wanted), read(&own)), ("new".into(), "other".into()));
+        assert_eq!(fs::read_dir(&directory).unwrap().count(), 2);
+        // Not a file, so it cannot be removed as one.
+        fs::create_dir(with_end(&wanted, ".new")).unwrap();
+        let error = first.write(&wanted, "newer").unwrap_err();
+        assert!(error.contains("profile: "), "{error}");
+        assert_eq!(read(&wanted), "new");
+        fs::remove_dir_all(&directory).unwrap();
     }
 }

@@ -20,6 +20,7 @@ mod stacks;
 
 use crate::background::{self, Background};
 use crate::process::PerProcess;
+use crate::report;
 use crate::symbols;
 use file::ProfileFile;
 pub(crate) use samples::Origin;
@@ -74,6 +75,8 @@ struct Output {
     file: ProfileFile,
     /// Whether there are samples that the file does not have.
     has_changed: bool,
+    /// Why it does not have them, if it could not be written.
+    failure: Option<String>,
 }
 
 static PROFILE: PerProcess<Profile> = PerProcess::new();
@@ -121,16 +124,20 @@ pub fn end() {
     let Some(profile) = PROFILE.peek() else {
         return;
     };
-    if !profile.is_served.load(Ordering::Relaxed) {
+    if profile.is_served.load(Ordering::Relaxed) {
+        let mut inbox = lock(&profile.inbox);
+        inbox.end = End::Asked;
+        profile.called.notify_one();
+        while inbox.end != End::Written {
+            inbox = (profile.ended.wait(inbox)).unwrap_or_else(PoisonError::into_inner);
+        }
+    } else {
         profile.count();
         profile.write();
-        return;
     }
-    let mut inbox = lock(&profile.inbox);
-    inbox.end = End::Asked;
-    profile.called.notify_one();
-    while inbox.end != End::Written {
-        inbox = (profile.ended.wait(inbox)).unwrap_or_else(PoisonError::into_inner);
+    // Here, because the thread has none of the client's descriptors.
+    if let Some(failure) = &lock(&profile.output).failure {
+        report::say(format_args!("the profile is not complete: {failure}"));
     }
 }
 
@@ -154,10 +161,11 @@ impl Profile {
     fn write(&self) {
         let mut output = lock(&self.output);
         if let Some(path) = wanted()
-            && std::mem::take(&mut output.has_changed)
+            && output.has_changed
         {
             let text = output.stacks.text(symbols::of_guests());
-            output.file.write(path, &text);
+            output.failure = output.file.write(path, &text).err();
+            output.has_changed = output.failure.is_some();
         }
     }
 }
