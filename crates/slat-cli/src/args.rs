@@ -85,6 +85,11 @@ pub struct Run {
     #[arg(long, value_name = "FILE")]
     pub guest_symbols: Option<PathBuf>,
 
+    /// Sample which guest code runs, and write its stacks to FILE, from which flame graphs are drawn; a further process that runs a
+    /// guest has FILE.PID
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
+
     /// When PROGRAM ends, print on stderr what the memory system did
     #[arg(long)]
     pub stats: bool,

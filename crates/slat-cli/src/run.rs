@@ -18,7 +18,7 @@ use crate::program::{Reach, Refusal};
 use crate::{demo, launchers, preload, program};
 
 /// Returns the environment of the library, or of the built-in program.
-fn settings(options: &Run) -> [(&'static str, Option<OsString>); 8] {
+fn settings(options: &Run) -> [(&'static str, Option<OsString>); 9] {
     let text = |value: Option<String>| value.map(OsString::from);
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),
@@ -30,6 +30,10 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 8] {
             options.guest_symbols.as_deref().map(from_anywhere),
         ),
         policies(&options.set),
+        (
+            "SLAT_PROFILE",
+            options.profile.clone().map(PathBuf::into_os_string),
+        ),
         (
             "SLAT_TRACE",
             options.trace.clone().map(PathBuf::into_os_string),
@@ -57,12 +61,15 @@ pub fn policies(set: &[Assignment]) -> (&'static str, Option<OsString>) {
     ("SLAT_SET", value)
 }
 
-/// Makes the path of a trace absolute, because PROGRAM may change its directory, and removes an old file there: a process makes
-/// its file anew, so that no two write to one.
+/// Makes the path of a file for `option` absolute, because PROGRAM may change its directory, and removes an old file there: a process
+/// makes its file anew, so that no two write to one. Checks that one can be made.
 ///
 /// # Errors
 /// A sentence for the user.
-fn prepare(file: &mut PathBuf) -> Result<(), String> {
+fn prepare(option: &str, file: &mut Option<PathBuf>) -> Result<(), String> {
+    let Some(file) = file else {
+        return Ok(());
+    };
     let prepared = path::absolute(&*file).and_then(|absolute| {
         *file = absolute;
         match fs::symlink_metadata(&*file) {
@@ -70,9 +77,11 @@ fn prepare(file: &mut PathBuf) -> Result<(), String> {
             Ok(_) => fs::remove_file(&*file),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(error) => Err(error),
-        }
+        }?;
+        fs::File::create_new(&*file)?;
+        fs::remove_file(&*file)
     });
-    prepared.map_err(|error| format!("--trace {}: {error}", file.display()))
+    prepared.map_err(|error| format!("{option} {}: {error}", file.display()))
 }
 
 /// Replaces this process by PROGRAM, so that its exit status, its signals and its process id are
@@ -81,7 +90,8 @@ pub fn run(options: &mut Run) -> ExitCode {
     let symbols = options.guest_symbols.as_deref().map(Symbols::read);
     let checked = check_pair(options.mmu, options.table_format())
         .and(symbols.transpose().map(drop))
-        .and_then(|()| options.trace.as_mut().map_or(Ok(()), prepare));
+        .and_then(|()| prepare("--trace", &mut options.trace))
+        .and_then(|()| prepare("--profile", &mut options.profile));
     if let Err(message) = checked {
         complain(&message);
         return ExitCode::from(2);

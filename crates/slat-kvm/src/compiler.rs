@@ -2,9 +2,9 @@
 //! what it needs; a forked child that creates VMs starts its own.
 
 use crate::background::{self, Background};
-use crate::policy::{self, Jit};
+use crate::policy::{self, Jit, JitMap};
 use crate::process::PerProcess;
-use crate::{perf_map, symbols};
+use crate::{perf, symbols};
 use slat_x86::{Compile, Compiler};
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -16,11 +16,10 @@ static COMPILING: PerProcess<Compiling> = PerProcess::new();
 impl Default for Compiling {
     fn default() -> Self {
         let compiler = Compiler::try_new().ok();
-        if policy::current().is_ok_and(|policies| policies.jit_map) {
+        let map = policy::current().map_or(JitMap::Off, |policies| policies.jit_map);
+        if let (Some(compiler), Some(observer)) = (&compiler, perf::observer(map)) {
             symbols::of_guests();
-            if let Some(compiler) = &compiler {
-                compiler.observe(perf_map::add);
-            }
+            compiler.observe(observer);
         }
         Self(compiler)
     }

@@ -5,7 +5,7 @@ use slat::format::{Entry, Npt, Stage2, Sv48x4, X86};
 use slat::guest_walk::GuestPaging;
 use slat::{
     Access, Attention, AttributesError, Config, CreateVmError, DirtyLogError, DirtyRing, Ept, Gfn,
-    Gpa, HostWords, Hva, Level, MemoryAttributes, MmuKind, OutOfMemory, Policy, Region,
+    Gpa, HostWords, Hva, Level, Mapping, MemoryAttributes, MmuKind, OutOfMemory, Policy, Region,
     RegionError, Stats, Stop, Translation, VcpuStats, VirtualPage, VirtualStop,
 };
 use slat_host::HostPlatform;
@@ -259,6 +259,8 @@ delegate! {
         fn attention() -> &Attention;
         /// See [`slat::Vcpu::stats`].
         fn stats() -> Stats;
+        /// See [`slat::Vcpu::lookup`].
+        fn lookup(gfn: Gfn) -> Option<Mapping>;
         /// See [`slat::Vcpu::count_guest_pte_read`].
         fn count_guest_pte_read();
         /// See [`slat::Vcpu::watch_stats`].

@@ -9,7 +9,7 @@ use crate::background;
 use crate::irq::irqfd;
 use crate::policy::{self, Jit};
 use crate::process::PerProcess;
-use crate::{compiler, publish, recovery, report, steal_time, ticker, trace};
+use crate::{compiler, profile, publish, recovery, report, steal_time, ticker, trace};
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
@@ -59,6 +59,7 @@ pub(crate) fn kvm_is_used() {
 
 fn start_threads() {
     helper::start(background::start);
+    profile::start();
     ticker::start();
     compiler::start(policy::current().map_or(Jit::Off, |policies| policies.jit));
     irqfd::start();

@@ -32,7 +32,8 @@
 //! | [`policy`], [`parameters`], `recovery` | settings, module parameters; recovery of NX huge pages |
 //! | [`publish`] | the counters of this process's VMs, and how their memory is mapped, for `slat stat` and `slat map` |
 //! | [`memory_map`] | how guest memory is mapped, in numbers of pages |
-//! | [`symbols`], `perf_map` | the names of guest code; compiled code, named for perf |
+//! | [`profile`] | samples of guest code, for `slat run --profile` |
+//! | [`symbols`], [`perf`] | the names of guest code; compiled code, named for perf |
 //! | [`trace`] | tracepoints, for `slat run --trace` |
 //! | [`report`], [`errno`], `heap` | messages to the user, errors, vectors that report `ENOMEM` instead of ending the process |
 //! | [`engine`] | the engine's VM and vCPU, whatever their table format |
@@ -81,9 +82,10 @@ pub mod notify;
 mod options;
 mod page_cache;
 pub mod parameters;
-mod perf_map;
+pub mod perf;
 pub mod policy;
 mod prefault;
+pub mod profile;
 pub mod publish;
 mod quirks;
 mod recovery;

@@ -65,8 +65,42 @@ pub const NESTED: &str = "nested";
 /// The policy of memslots with `KVM_MEM_USERFAULT`, which no Linux has: whether clients may have them.
 pub const USERFAULT: &str = "userfault";
 
-/// The policy of the compiler: whether it writes perf's map of the compiled code, so that `perf report` names guest code.
+/// The policy of the compiler: [`JitMap`].
 pub const JIT_MAP: &str = "jit_map";
+
+/// What the compiler writes for perf, so that it names guest code.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum JitMap {
+    /// Nothing.
+    #[default]
+    Off,
+    /// perf's map: names by address, the newest ones.
+    On,
+    /// perf's jitdump: names and code by address and time.
+    Dump,
+}
+
+impl JitMap {
+    /// Reads the value of [`JIT_MAP`].
+    fn parse(value: &str) -> std::result::Result<Self, String> {
+        match value {
+            "on" | "1" | "Y" | "y" => Ok(JitMap::On),
+            "off" | "0" | "N" | "n" => Ok(JitMap::Off),
+            "dump" => Ok(JitMap::Dump),
+            _ => Err(format!("{JIT_MAP}={value}: the value is on, off, or dump")),
+        }
+    }
+}
+
+impl fmt::Display for JitMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            JitMap::Off => "off",
+            JitMap::On => "on",
+            JitMap::Dump => "dump",
+        })
+    }
+}
 
 /// Reads the value of a policy that is on or off.
 fn parse_switch(name: &str, value: &str) -> std::result::Result<bool, String> {
@@ -86,8 +120,8 @@ pub enum Assignment {
     Cpu(Jit),
     /// Whether the software CPU has SVM, [`NESTED`].
     Nested(bool),
-    /// Whether perf's map of compiled code is written, [`JIT_MAP`].
-    JitMap(bool),
+    /// What is written for perf, [`JIT_MAP`].
+    JitMap(JitMap),
     /// Whether memslots may have pages that are not there yet, [`USERFAULT`].
     Userfault(bool),
 }
@@ -120,7 +154,7 @@ impl FromStr for Assignment {
             return parse_switch(name, value).map(Assignment::Nested);
         }
         if name == JIT_MAP {
-            return parse_switch(name, value).map(Assignment::JitMap);
+            return JitMap::parse(value).map(Assignment::JitMap);
         }
         if name == USERFAULT {
             return parse_switch(name, value).map(Assignment::Userfault);
@@ -146,9 +180,10 @@ impl fmt::Display for Assignment {
         match self {
             Assignment::Memory(setting) => write!(f, "{}={}", setting.name(), setting.value()),
             Assignment::Cpu(jit) => write!(f, "{JIT}={jit}"),
-            Assignment::Nested(on) | Assignment::JitMap(on) | Assignment::Userfault(on) => {
+            Assignment::Nested(on) | Assignment::Userfault(on) => {
                 write!(f, "{}={}", self.name(), if *on { "on" } else { "off" })
             }
+            Assignment::JitMap(map) => write!(f, "{JIT_MAP}={map}"),
         }
     }
 }
@@ -165,8 +200,8 @@ pub struct Policies {
     pub jit: Jit,
     /// Whether guests are offered SVM.
     pub nested: bool,
-    /// Whether the compiler writes perf's map.
-    pub jit_map: bool,
+    /// What the compiler writes for perf.
+    pub jit_map: JitMap,
     /// Whether memslots may have the flag `KVM_MEM_USERFAULT`.
     pub userfault: bool,
     /// Print statistics at the end of the process.
@@ -183,7 +218,7 @@ impl Default for Policies {
             mmu: MmuKind::default(),
             jit: Jit::default(),
             nested: true,
-            jit_map: false,
+            jit_map: JitMap::default(),
             userfault: false,
             stats: false,
             guest_symbols: None,
@@ -214,7 +249,7 @@ impl Policies {
         check_pair(mmu, format)?;
         let mut settings = Vec::new();
         let mut jit = Jit::default();
-        let (mut nested, mut jit_map, mut userfault) = (true, false, false);
+        let (mut nested, mut jit_map, mut userfault) = (true, JitMap::default(), false);
         let set = variable("SLAT_SET").unwrap_or_default();
         for word in set.split(',').filter(|word| !word.is_empty()) {
             match word.parse() {
@@ -368,8 +403,9 @@ mod tests {
             .into_iter()
             .chain(tiers)
             .map(Assignment::Cpu);
-        let switches = [false, true].map(|on| [Assignment::Nested(on), Assignment::JitMap(on)]);
-        for assignment in all.chain(jit).chain(switches.into_iter().flatten()) {
+        let nested = [false, true].map(Assignment::Nested);
+        let jit_map = [JitMap::Off, JitMap::On, JitMap::Dump].map(Assignment::JitMap);
+        for assignment in all.chain(jit).chain(nested).chain(jit_map) {
             assert_eq!(assignment.to_string().parse(), Ok(assignment));
         }
     }
@@ -405,6 +441,11 @@ mod tests {
             parse(&[("SLAT_SET", "jit=hot")])
                 .unwrap_err()
                 .contains("on, off, at-once, or at-once-baseline")
+        );
+        assert!(
+            parse(&[("SLAT_SET", "jit_map=maybe")])
+                .unwrap_err()
+                .contains("on, off, or dump")
         );
         assert!(
             parse(&[("SLAT_SET", "mmio_caching=7")])

@@ -32,7 +32,7 @@ impl Symbols {
         Self::parse(&bytes).map_err(failed)
     }
 
-    fn parse(bytes: &[u8]) -> Result<Self, String> {
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
         // Address, size if known, name.
         let mut found: Vec<(u64, u64, &str)> = Vec::new();
         match object::File::parse(bytes) {

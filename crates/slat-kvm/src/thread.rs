@@ -23,6 +23,8 @@ pub mod bits {
     pub const RING_FULL: u32 = 1 << 13;
     /// The guest, on another vCPU, has flushed this vCPU's translations of its virtual addresses.
     pub const GUEST_FLUSH: u32 = 1 << 14;
+    /// The vCPU has to sample what it executes, for a profile.
+    pub const SAMPLE: u32 = 1 << 15;
 }
 
 thread_local! {

@@ -2,13 +2,14 @@
 //!
 //! The thread serves timers of APICs and VMs (a deadline each), vCPUs that have to poll, because what they wait for raises no
 //! bit ([`bits::POLL`]), and vCPUs that execute: at each bit they look whether memory still holds their code, which the client, or the
-//! guest through other memslots, may have changed. The first of them starts the thread. A forked child has no such thread and starts its
-//! own if it creates VMs.
+//! guest through other memslots, may have changed, and for a profile they sample it ([`bits::SAMPLE`]). The first of them starts the
+//! thread. A forked child has no such thread and starts its own if it creates VMs.
 
 use crate::background::{self, Background};
 use crate::errno::{Result, no_memory};
 use crate::heap;
 use crate::process::PerProcess;
+use crate::profile;
 use crate::thread::bits;
 use slat::{Attention, Shared};
 use slat_process::calls::{self, Call};
@@ -24,6 +25,29 @@ pub const POLL_PERIOD: Duration = Duration::from_millis(1);
 const LOOK_PERIOD: Duration = Duration::from_millis(10);
 /// Rounds without a polled vCPU after which the thread sleeps until the next deadline or call.
 const IDLE_ROUNDS: u32 = 16;
+
+/// A bit that is raised periodically for vCPUs that execute.
+struct Periodic {
+    bit: u32,
+    period: Duration,
+    next: Instant,
+}
+
+impl Periodic {
+    fn new(bit: u32, period: Duration) -> Self {
+        let next = Instant::now();
+        Periodic { bit, period, next }
+    }
+
+    /// Returns the bit if it is to be raised, which it will be next after a period; else 0.
+    fn due(&mut self, now: Instant) -> u32 {
+        if self.next > now {
+            return 0;
+        }
+        self.next = now + self.period;
+        self.bit
+    }
+}
 
 /// What the ticker does at a client's deadline.
 pub(crate) enum Alarm {
@@ -102,15 +126,14 @@ impl Background for Ticker {
     fn run(&'static self) {
         let mut clients = lock(&self.clients);
         let mut idle = 0;
-        let mut look = Instant::now();
+        let look = Periodic::new(bits::POLL, LOOK_PERIOD);
+        let sample = profile::is_wanted().then(|| Periodic::new(bits::SAMPLE, profile::PERIOD));
+        let mut periodic = [Some(look), sample];
         loop {
             let now = Instant::now();
             let mut next: Option<Instant> = None;
             let (mut polled, mut executes) = (false, false);
-            let looks = look <= now;
-            if looks {
-                look = now + LOOK_PERIOD;
-            }
+            let raised = (periodic.iter_mut().flatten()).fold(0, |bits, one| bits | one.due(now));
             let mut call = None;
             for client in &*clients {
                 let mut deadline = lock(&client.deadline);
@@ -124,10 +147,11 @@ impl Background for Ticker {
                         if client.polls.load(Ordering::SeqCst) != 0 {
                             polled = true;
                             raise(attention, bits::POLL);
-                        } else if client.executes.load(Ordering::Relaxed) {
+                        }
+                        if client.executes.load(Ordering::Relaxed) {
                             executes = true;
-                            if looks {
-                                attention.raise(bits::POLL);
+                            if raised != 0 {
+                                attention.raise(raised);
                             }
                         }
                     }
@@ -154,7 +178,8 @@ impl Background for Ticker {
                 let tick = now + POLL_PERIOD;
                 next = Some(next.map_or(tick, |next| next.min(tick)));
             } else if executes {
-                next = Some(next.map_or(look, |next| next.min(look)));
+                let periodic = periodic.iter().flatten().map(|one| one.next);
+                next = periodic.chain(next).min();
             } else if self.ticks.swap(false, Ordering::SeqCst) {
                 // Look once more: a client may have begun polling before `ticks` was cleared.
                 continue;

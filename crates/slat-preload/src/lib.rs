@@ -79,6 +79,8 @@ pub(crate) extern "C" fn at_exit() {
         slat_kvm::trace::end();
         if !is_borrowed() {
             slat_kvm::publish::end();
+            slat_kvm::profile::end();
+            slat_kvm::perf::end();
         }
         Ok(0)
     });

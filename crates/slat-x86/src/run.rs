@@ -39,6 +39,15 @@ impl Cpu {
         })
     }
 
+    /// Forgets that the last run was interrupted where it was. Call after runs that the caller interrupts more often than every few
+    /// milliseconds: what is found running then is not worth Cranelift's time at once.
+    pub fn forget_interrupted(&mut self) {
+        #[cfg(feature = "jit")]
+        {
+            self.compiled.interrupted = None;
+        }
+    }
+
     /// Calls `f`, in which the CPU executes. Meanwhile other CPUs tell this one of their changes of code by `attention`.
     fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
         /// Leaves also when `f` panics.

@@ -34,6 +34,8 @@ fn account(format: &str) -> Result<String, Failure> {
         totals.cpu = Default::default();
     }
     slat_kvm::publish::end();
+    slat_kvm::profile::end();
+    slat_kvm::perf::end();
     let steps = describe(&report, format, began.elapsed());
     Ok(steps + &slat_kvm::report::render(&totals))
 }

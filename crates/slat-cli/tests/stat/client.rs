@@ -145,11 +145,8 @@ fn executes() {
     panic!("{error}");
 }
 
-/// Opens `/dev/kvm`, then forbids what publishing counters needs, then creates a VM.
-#[test]
-#[ignore = "a client"]
-fn is_confined() {
-    let kvm = Kvm::new().unwrap();
+/// Forbids what publishing counters and writing profiles needs.
+fn confine() {
     let forbidden = [
         libc::SYS_socket,
         libc::SYS_bind,
@@ -186,6 +183,14 @@ fn is_confined() {
             0
         );
     }
+}
+
+/// Opens `/dev/kvm`, then confines itself, then creates a VM.
+#[test]
+#[ignore = "a client"]
+fn is_confined() {
+    let kvm = Kvm::new().unwrap();
+    confine();
     let (_vm, mut vcpu) = machine(&kvm, WRITES);
     run_to_halt(&mut vcpu);
     wait();
@@ -271,12 +276,9 @@ const CALLS: [(usize, &[u8]); 3] = [
     ]),
 ];
 
-/// Runs [`CALLS`] at 2 MiB in protected mode: in real mode nothing is compiled.
-#[test]
-#[ignore = "a client"]
-fn calls_functions() {
-    let kvm = Kvm::new().unwrap();
-    let (vm, vcpu) = machine(&kvm, &[]);
+/// Starts a vCPU that runs [`CALLS`] at 2 MiB in protected mode: in real mode nothing is compiled.
+fn start_calls(kvm: &Kvm) -> VmFd {
+    let (vm, vcpu) = machine(kvm, &[]);
     let start = memory(&vm, 1, 0, 2 << 20, MEMORY);
     for (at, code) in CALLS {
         // SAFETY: the mapping is larger.
@@ -299,5 +301,44 @@ fn calls_functions() {
     vcpu.set_regs(&regs).unwrap();
     let mut vcpu = vcpu;
     std::thread::spawn(move || vcpu.run().map(|_| ()));
+    vm
+}
+
+#[test]
+#[ignore = "a client"]
+fn calls_functions() {
+    let kvm = Kvm::new().unwrap();
+    let _vm = start_calls(&kvm);
     wait();
+}
+
+/// Opens `/dev/kvm`, then confines itself, then calls functions.
+#[test]
+#[ignore = "a client"]
+fn calls_functions_confined() {
+    let kvm = Kvm::new().unwrap();
+    confine();
+    let _vm = start_calls(&kvm);
+    wait();
+}
+
+/// Calls functions, and has a child that does so, too, in two VMs.
+#[test]
+#[ignore = "a client"]
+fn forks_and_calls_functions() {
+    let kvm = Kvm::new().unwrap();
+    let _vm = start_calls(&kvm);
+    // SAFETY: this thread alone goes on in the child.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let kvm = Kvm::new().unwrap();
+        let _vms = [start_calls(&kvm), start_calls(&kvm)];
+        loop {
+            std::thread::park();
+        }
+    }
+    println!("child {child}");
+    wait();
+    // SAFETY: a plain call.
+    unsafe { libc::kill(child, libc::SIGKILL) };
 }

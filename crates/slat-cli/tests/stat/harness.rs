@@ -26,6 +26,7 @@ impl Scratch {
             .args(arguments)
             .env("XDG_CACHE_HOME", self.0.join("cache"))
             .env("XDG_RUNTIME_DIR", &self.0)
+            .env("JITDUMPDIR", &self.0)
             .env_remove("LD_PRELOAD");
         command
     }

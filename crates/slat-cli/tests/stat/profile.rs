@@ -1,11 +1,12 @@
 //! The names of guest code: in perf's map, and in slat's own profiles.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use super::harness::{Scratch, text};
+use super::harness::{Client, Scratch, text};
 
 /// The names of the client's code, as in System.map.
 const SYMBOLS: &str = "0000000000200000 T guest_main\n0000000000201000 T slow_function\n0000000000202000 t fast_function\n";
@@ -32,6 +33,31 @@ fn wait_for<T>(file: &str, found: impl Fn(&str) -> Option<T>) -> T {
     }
 }
 
+/// Runs perf. Returns what it prints, or why it failed.
+fn perf(arguments: &[&str]) -> Result<String, String> {
+    let output = Command::new("perf").args(arguments).output();
+    let output = output.map_err(|error| error.to_string())?;
+    match output.status.success() {
+        true => Ok(text(&output.stdout)),
+        false => Err(text(&output.stderr)),
+    }
+}
+
+/// Has perf record a client for a second. Returns its file. `None`: perf does not record here.
+fn record(scratch: &Scratch, client: &Client, options: &[&str]) -> Option<String> {
+    let data = scratch.0.join("perf.data").to_str().unwrap().to_owned();
+    let pid = client.pid().to_string();
+    let record = ["record", "-q", "-e", "cpu-clock", "-F", "500", "-o", &data];
+    let what = ["-p", &pid, "--", "sleep", "1"];
+    match perf(&[&record, options, &what].concat()) {
+        Ok(_) => Some(data),
+        Err(why) => {
+            eprintln!("skipped: perf does not record here: {why}");
+            None
+        }
+    }
+}
+
 #[test]
 fn perf_names_guest_functions() {
     let scratch = Scratch::new("perf-map");
@@ -51,24 +77,9 @@ fn perf_names_guest_functions() {
             .filter(|line| line.contains(" guest:slow_function"));
         (lines.count() >= 2).then_some(())
     });
-    let data = scratch.0.join("perf.data");
-    let record = Command::new("perf")
-        .args(["record", "-q", "-e", "cpu-clock", "-F", "500", "-o"])
-        .arg(&data)
-        .args(["-p", &client.pid().to_string(), "--", "sleep", "1"])
-        .output();
-    let reported = record.map(|record| {
-        if !record.status.success() {
-            return Err(text(&record.stderr));
-        }
-        let mut report = Command::new("perf");
-        let report = report.args(["report", "--stdio", "-i"]).arg(&data).output();
-        Ok(text(&report.unwrap().stdout))
-    });
-    match reported {
-        Ok(Ok(report)) => assert!(report.contains("guest:slow_function"), "{report}"),
-        Ok(Err(why)) => eprintln!("skipped: perf does not record here: {why}"),
-        Err(error) => eprintln!("skipped: there is no perf: {error}"),
+    if let Some(data) = record(&scratch, &client, &[]) {
+        let report = perf(&["report", "--stdio", "-i", &data]).unwrap();
+        assert!(report.contains("guest:slow_function"), "{report}");
     }
     drop(client);
     fs::remove_file(map).unwrap();
@@ -82,6 +93,175 @@ fn without_symbols_code_is_named_by_its_address() {
     wait_for(&map, |map| map.contains(" guest:0x201008\n").then_some(()));
     drop(client);
     fs::remove_file(map).unwrap();
+}
+
+#[test]
+fn perf_finds_the_code_of_guest_functions_in_a_jitdump() {
+    let scratch = Scratch::new("jitdump");
+    let symbols = symbols(&scratch);
+    let options = [
+        "--set",
+        "jit_map=dump",
+        "--guest-symbols",
+        symbols.to_str().unwrap(),
+    ];
+    let mut client = scratch.start(&options, "calls_functions");
+    let dump = scratch.0.join(format!("jit-{}.dump", client.pid()));
+    let name = b"guest:slow_function";
+    let begin = Instant::now();
+    let regions = || {
+        let bytes = fs::read(&dump).unwrap_or_default();
+        bytes
+            .windows(name.len())
+            .filter(|bytes| bytes == name)
+            .count()
+    };
+    // The hot loop is compiled by both tiers.
+    while regions() < 2 {
+        assert!(begin.elapsed() < Duration::from_secs(30));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let maps = fs::read_to_string(format!("/proc/{}/maps", client.pid())).unwrap();
+    let marker = maps
+        .lines()
+        .find(|line| line.ends_with(dump.to_str().unwrap()));
+    assert!(marker.is_some_and(|line| line.contains(" r-xp ")), "{maps}");
+    if let Some(data) = record(&scratch, &client, &["-k", "1"]) {
+        let injected = scratch.0.join("injected.data");
+        let injected = injected.to_str().unwrap();
+        perf(&["inject", "--jit", "-i", &data, "-o", injected]).unwrap();
+        let report = perf(&["report", "--stdio", "-i", injected]).unwrap();
+        let is_found =
+            |line: &str| line.contains("jitted-") && line.contains("guest:slow_function");
+        assert!(report.lines().any(is_found), "{report}");
+    }
+    client.proceed();
+    assert!(client.process.wait().unwrap().success());
+    let bytes = fs::read(&dump).unwrap();
+    // The record of the end: its id, and its size.
+    assert_eq!(bytes[bytes.len() - 16..][..8], [3, 0, 0, 0, 16, 0, 0, 0]);
+}
+
+/// Returns the samples of a profile by stack.
+fn samples(profile: &str) -> BTreeMap<&str, u64> {
+    let lines = profile.lines().map(|line| line.rsplit_once(' ').unwrap());
+    lines
+        .map(|(stack, count)| (stack, count.parse().unwrap()))
+        .collect()
+}
+
+/// Returns the samples of both functions if there are enough to compare them.
+fn compared(profile: &str) -> Option<(u64, u64)> {
+    let samples = samples(profile);
+    let of = |stack| samples.get(stack).copied().unwrap_or_default();
+    let both = (
+        of("guest_main;slow_function"),
+        of("guest_main;fast_function"),
+    );
+    (both.0 + both.1 > 400).then_some(both)
+}
+
+fn assert_three_to_one((slow, fast): (u64, u64)) {
+    let ratio = slow as f64 / fast as f64;
+    assert!((2.2..4.5).contains(&ratio), "{slow} to {fast}");
+}
+
+#[test]
+fn a_profile_is_there_while_the_process_runs_and_after_it_was_killed() {
+    let scratch = Scratch::new("profile");
+    let (symbols, file) = (symbols(&scratch), scratch.0.join("profile"));
+    let file = file.to_str().unwrap();
+    fs::write(file, "old").unwrap();
+    let options = [
+        "--profile",
+        file,
+        "--guest-symbols",
+        symbols.to_str().unwrap(),
+    ];
+    let mut client = scratch.start(&options, "calls_functions");
+    assert_three_to_one(wait_for(file, compared));
+    client.kill();
+    assert_three_to_one(compared(&fs::read_to_string(file).unwrap()).unwrap());
+}
+
+#[test]
+fn a_confined_process_writes_its_last_samples() {
+    let scratch = Scratch::new("profile-confined");
+    let file = scratch.0.join("profile");
+    let file = file.to_str().unwrap();
+    let mut client = scratch.start(&["--profile", file], "calls_functions_confined");
+    let first = wait_for(file, |profile| {
+        Some(total(profile)).filter(|total| *total > 0)
+    });
+    std::thread::sleep(Duration::from_millis(500));
+    client.proceed();
+    assert!(client.process.wait().unwrap().success());
+    let profile = fs::read_to_string(file).unwrap();
+    assert!(total(&profile) > first, "{first}, then {profile}");
+    // The addresses of the loops, called from the last byte of a call.
+    assert!(
+        samples(&profile).contains_key("0x20000b;0x201008"),
+        "{profile}"
+    );
+    assert_eq!(
+        fs::read_dir(&scratch.0).unwrap().filter(is_profile).count(),
+        1
+    );
+}
+
+fn total(profile: &str) -> u64 {
+    samples(profile).values().sum()
+}
+
+fn is_profile(entry: &std::io::Result<fs::DirEntry>) -> bool {
+    let name = entry.as_ref().unwrap().file_name();
+    name.to_str().unwrap().starts_with("profile")
+}
+
+#[test]
+fn a_further_process_has_a_file_of_its_own_and_vms_are_told_apart() {
+    let scratch = Scratch::new("profile-fork");
+    let (symbols, file) = (symbols(&scratch), scratch.0.join("profile"));
+    let file = file.to_str().unwrap();
+    let options = [
+        "--profile",
+        file,
+        "--guest-symbols",
+        symbols.to_str().unwrap(),
+    ];
+    let client = scratch.start(&options, "forks_and_calls_functions");
+    let files = || {
+        let entries = fs::read_dir(&scratch.0).unwrap().filter(is_profile);
+        entries.map(|entry| fs::read_to_string(entry.unwrap().path()).unwrap())
+    };
+    // The process that comes first has the name.
+    let (of_one, of_two) = (
+        "\nguest_main;slow_function ",
+        "\nVM 1;guest_main;slow_function ",
+    );
+    let have = |stack| files().any(|profile| format!("\n{profile}").contains(stack));
+    let begin = Instant::now();
+    while !have(of_one) || !have(of_two) {
+        let profiles: Vec<_> = files().collect();
+        assert!(begin.elapsed() < Duration::from_secs(30), "{profiles:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    drop(client);
+}
+
+#[test]
+fn a_profile_that_cannot_be_written_is_an_error_at_once() {
+    let scratch = Scratch::new("no-profile");
+    for (file, message) in [("/", "is no file"), ("/nowhere/profile", "No such file")] {
+        let mut run = scratch.slat(&["run", "--profile", file, "--", "true"]);
+        let output = run.output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        let error = text(&output.stderr);
+        assert!(
+            error.contains(message) && error.lines().count() == 1,
+            "{error}"
+        );
+    }
 }
 
 #[test]

@@ -1,11 +1,13 @@
 //! The machine around one software CPU: CPUID, MSRs, time. Module [`crate::mmu`] has its memory.
 
 mod async_pf;
+pub(crate) mod frames;
 pub(crate) mod hypercall;
 pub(crate) mod hyperv;
 mod mmu;
 pub(crate) mod msrs;
 mod nested_paging;
+mod peek;
 mod pv_eoi;
 mod services;
 mod smm;

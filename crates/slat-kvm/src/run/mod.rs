@@ -15,7 +15,9 @@ mod smm;
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
 use crate::exit::ClientCall;
+use crate::machine::frames;
 use crate::machine::hypercall::store_result;
+use crate::profile::{self, Origin};
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{self, bits};
@@ -176,6 +178,7 @@ impl VcpuObject {
                     | bits::RETRY
                     | bits::RING_FULL
                     | bits::GUEST_FLUSH
+                    | bits::SAMPLE
                     | Attention::FLUSH,
             );
             self.vm.still_alive()?;
@@ -273,9 +276,16 @@ impl VcpuObject {
                 | bits::POLL
                 | bits::RETRY
                 | bits::RING_FULL
-                | bits::GUEST_FLUSH,
+                | bits::GUEST_FLUSH
+                | bits::SAMPLE,
         );
         self.vm.still_alive()?;
+        if raised & bits::SAMPLE != 0 {
+            self.sample(inner);
+        }
+        if raised == bits::SAMPLE {
+            inner.cpu.forget_interrupted();
+        }
         // The acknowledgement (`quiesce`) clears FLUSH.
         let by_host = raised & bits::RETRY != 0
             || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0;
@@ -306,6 +316,19 @@ impl VcpuObject {
             return fail(libc::EINTR);
         }
         Ok(())
+    }
+
+    /// Notes the stack of what the guest executes, for a profile.
+    #[cold]
+    fn sample(&self, inner: &Inner) {
+        let mut stack = [0; frames::MOST];
+        let count = inner.machine.stack(&inner.cpu, &mut stack);
+        let origin = Origin {
+            vm: self.vm.number,
+            vcpu: self.common().id,
+            is_nested: inner.cpu.is_in_guest_mode(),
+        };
+        profile::count(origin, &stack[..count]);
     }
 
     /// Whether only polling can find that the run has to end: `immediate_exit`, set by a handler that calls nothing.

@@ -34,7 +34,7 @@ use crate::options::Options;
 use crate::policy::{self, Jit};
 use crate::quirks::Quirks;
 use crate::vfio::Devices;
-use crate::{compiler, notify, publish, recovery, report, vcpu_common};
+use crate::{compiler, notify, profile, publish, recovery, report, vcpu_common};
 use kvm_bindings::*;
 use slat::{CreateVmError, MmuKind};
 use slat_x86::{CodePages, Compile, Compiler};
@@ -121,6 +121,7 @@ impl VmObject {
         notify::register(&engine);
         recovery::begin();
         vcpu_common::prepare();
+        profile::start();
         Ok(Arc::new(VmObject {
             engine,
             number,

@@ -134,6 +134,7 @@ impl Arena {
             arena: self.clone(),
             pages,
             offset,
+            len: code.len(),
         };
         // SAFETY: these pages belong to nobody else; nothing executes them yet.
         unsafe {
@@ -199,18 +200,20 @@ pub(super) struct Chunk {
     pages: Range<usize>,
     /// Offset of the code in the pages.
     offset: usize,
+    /// Bytes of the code.
+    len: usize,
 }
 
 impl Chunk {
     /// Returns the offset of an address in the code, if it is one.
     pub(super) fn offset_of(&self, address: usize) -> Option<u32> {
         let offset = address.checked_sub(self.start() as usize)?;
-        (offset < self.len()).then_some(offset as u32)
+        (offset < self.len).then_some(offset as u32)
     }
 
-    /// Returns the bytes from the first instruction on that nothing else uses.
-    pub(super) fn len(&self) -> usize {
-        self.pages.len() * PAGE - self.offset
+    pub(super) fn code(&self) -> &[u8] {
+        // SAFETY: the pages are this chunk's, readable, and not written while it exists.
+        unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 
     /// Returns the address of the first instruction.

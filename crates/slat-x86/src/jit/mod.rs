@@ -88,13 +88,11 @@ struct Source {
     blocks: Vec<(u64, Vec<u8>)>,
 }
 
-/// Where in the host's memory the code of a region is, for profilers.
+/// The code of a region, for profilers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CompiledCode {
-    /// The host address of its first instruction.
-    pub address: usize,
-    /// Bytes from there on in which nothing else is.
-    pub len: usize,
+pub struct CompiledCode<'a> {
+    /// The host's instructions, where they are executed.
+    pub code: &'a [u8],
     /// The guest address of the block for which it was compiled, which is the first one.
     pub rip: u64,
 }
@@ -170,10 +168,9 @@ pub(crate) struct Region {
 }
 
 impl Region {
-    fn place(&self) -> CompiledCode {
+    fn compiled(&self) -> CompiledCode<'_> {
         CompiledCode {
-            address: self.chunk.start() as usize,
-            len: self.chunk.len(),
+            code: self.chunk.code(),
             rip: self.source.blocks.first().map_or(0, |(rip, _)| *rip),
         }
     }
@@ -347,7 +344,7 @@ impl Compiler {
                 });
                 let region = Arc::new(region);
                 if let Some(observer) = self.observer.get() {
-                    observer(&region.place());
+                    observer(&region.compiled());
                 }
                 self.known.add(&region);
                 region

@@ -1,0 +1,200 @@
+//! `slat run --profile FILE`: which guest code takes the time.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `samples` | what vCPUs have sampled last |
+//! | `stacks` | stacks, counted, and the lines of the file |
+//! | `file` | the file of a process |
+//!
+//! Every [`PERIOD`] the ticker raises [`bits::SAMPLE`](crate::thread::bits::SAMPLE) in the attention words of the vCPUs that execute. That
+//! ends the run of the CPU as any other bit does: at the end of a block, or in compiled code at the end of a region or of a turn of a loop.
+//! The vCPU notes its stack (`machine::frames`), and goes on. Time in which it does not execute is in no sample: halts, exits, and the time
+//! that the host gives to others.
+//!
+//! A thread counts the samples and writes the file every [`WRITE_PERIOD`], so that a process that is killed leaves a profile. It is that thread
+//! that writes at the end, too: no filter of the client binds it.
+
+mod file;
+mod samples;
+mod stacks;
+
+use crate::background::{self, Background};
+use crate::process::PerProcess;
+use crate::report;
+use crate::symbols;
+use file::ProfileFile;
+pub(crate) use samples::Origin;
+use samples::Samples;
+use stacks::Stacks;
+use std::ffi::CStr;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The time between two samples of a vCPU. No guest's timer has this period, so none is sampled in step.
+pub(crate) const PERIOD: Duration = Duration::from_micros(997);
+/// The least time between two writes of the file.
+const WRITE_PERIOD: Duration = Duration::from_secs(1);
+/// Writing takes at most one part in so many of the thread's time.
+const WRITE_SHARE: u32 = 32;
+
+#[derive(Default)]
+struct Profile {
+    inbox: Mutex<Inbox>,
+    /// Signalled when the thread has something to do.
+    called: Condvar,
+    /// Signalled when the last content is written.
+    ended: Condvar,
+    output: Mutex<Output>,
+    /// Whether there is a thread.
+    is_served: AtomicBool,
+}
+
+#[derive(Default)]
+struct Inbox {
+    samples: Samples,
+    end: End,
+}
+
+/// The end of the process.
+#[derive(Default, PartialEq, Eq)]
+enum End {
+    #[default]
+    NotYet,
+    /// The thread has to write.
+    Asked,
+    Written,
+}
+
+#[derive(Default)]
+struct Output {
+    /// Samples that are being counted, apart from those that vCPUs push meanwhile.
+    taken: Samples,
+    stacks: Stacks,
+    file: ProfileFile,
+    /// Whether there are samples that the file does not have.
+    has_changed: bool,
+    /// Why it does not have them, if it could not be written.
+    failure: Option<String>,
+}
+
+static PROFILE: PerProcess<Profile> = PerProcess::new();
+
+/// Returns the file that `slat run --profile` names, in `SLAT_PROFILE`.
+fn wanted() -> Option<&'static Path> {
+    static WANTED: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let read = || std::env::var_os("SLAT_PROFILE").filter(|path| !path.is_empty());
+    WANTED.get_or_init(|| read().map(PathBuf::from)).as_deref()
+}
+
+/// Whether vCPUs are to be sampled.
+pub(crate) fn is_wanted() -> bool {
+    wanted().is_some()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts the thread that writes the file, if a profile is wanted. Call before the client installs a seccomp filter.
+pub(crate) fn start() {
+    if is_wanted() {
+        PROFILE.get_or_start(|profile| {
+            symbols::of_guests();
+            let is_served = background::start(profile);
+            profile.is_served.store(is_served, Ordering::Relaxed);
+        });
+    }
+}
+
+/// Counts a sample: the linear addresses of a stack, the innermost first.
+pub(crate) fn count(origin: Origin, stack: &[u64]) {
+    if let Some(profile) = PROFILE.peek() {
+        let mut inbox = lock(&profile.inbox);
+        inbox.samples.push(origin, stack);
+        if inbox.samples.are_many() {
+            profile.called.notify_one();
+        }
+    }
+}
+
+/// Writes the file a last time, and returns when that is done. Call at the end of the process.
+pub fn end() {
+    let Some(profile) = PROFILE.peek() else {
+        return;
+    };
+    if profile.is_served.load(Ordering::Relaxed) {
+        let mut inbox = lock(&profile.inbox);
+        inbox.end = End::Asked;
+        profile.called.notify_one();
+        while inbox.end != End::Written {
+            inbox = (profile.ended.wait(inbox)).unwrap_or_else(PoisonError::into_inner);
+        }
+    } else {
+        profile.count();
+        profile.write();
+    }
+    // Here, because the thread has none of the client's descriptors.
+    if let Some(failure) = &lock(&profile.output).failure {
+        report::say(format_args!("the profile is not complete: {failure}"));
+    }
+}
+
+impl Profile {
+    /// Counts the samples that vCPUs have pushed.
+    fn count(&self) {
+        let mut output = lock(&self.output);
+        let Output {
+            taken,
+            stacks,
+            has_changed,
+            ..
+        } = &mut *output;
+        std::mem::swap(taken, &mut lock(&self.inbox).samples);
+        *has_changed |= taken.iter().next().is_some();
+        stacks.add(taken);
+        taken.clear();
+    }
+
+    /// Writes the file, if there is something new.
+    fn write(&self) {
+        let mut output = lock(&self.output);
+        if let Some(path) = wanted()
+            && output.has_changed
+        {
+            let text = output.stacks.text(symbols::of_guests());
+            output.failure = output.file.write(path, &text).err();
+            output.has_changed = output.failure.is_some();
+        }
+    }
+}
+
+impl Background for Profile {
+    const NAME: &CStr = c"slat-profile";
+    const WITHOUT: &str = "the profile is written at the end only";
+    const STACK: usize = 256 << 10;
+
+    fn run(&'static self) {
+        background::leave_descriptors();
+        let mut due = Instant::now() + WRITE_PERIOD;
+        loop {
+            let left = due.saturating_duration_since(Instant::now());
+            let is_idle = |inbox: &mut Inbox| inbox.end != End::Asked && !inbox.samples.are_many();
+            let waited = (self.called).wait_timeout_while(lock(&self.inbox), left, is_idle);
+            let (inbox, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            let is_end = inbox.end == End::Asked;
+            drop(inbox);
+            self.count();
+            if is_end || timeout.timed_out() {
+                let begin = Instant::now();
+                self.write();
+                due = Instant::now() + WRITE_PERIOD.max(begin.elapsed() * WRITE_SHARE);
+            }
+            if is_end {
+                lock(&self.inbox).end = End::Written;
+                self.ended.notify_all();
+            }
+        }
+    }
+}
