@@ -23,6 +23,8 @@ pub mod bits {
     pub const RING_FULL: u32 = 1 << 13;
     /// The guest, on another vCPU, has flushed this vCPU's translations of its virtual addresses.
     pub const GUEST_FLUSH: u32 = 1 << 14;
+    /// A debugger holds the vCPU, or has orders for it.
+    pub const HOLD: u32 = 1 << 15;
 }
 
 thread_local! {
