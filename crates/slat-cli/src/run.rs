@@ -18,7 +18,7 @@ use crate::program::{Reach, Refusal};
 use crate::{demo, launchers, preload, program};
 
 /// Returns the environment of the library, or of the built-in program.
-fn settings(options: &Run) -> [(&'static str, Option<OsString>); 8] {
+fn settings(options: &Run) -> [(&'static str, Option<OsString>); 9] {
     let text = |value: Option<String>| value.map(OsString::from);
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),
@@ -30,6 +30,7 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 8] {
             options.guest_symbols.as_deref().map(from_anywhere),
         ),
         policies(&options.set),
+        ("SLAT_GDB_WAIT", options.gdb_wait.then(|| "1".into())),
         (
             "SLAT_TRACE",
             options.trace.clone().map(PathBuf::into_os_string),
