@@ -22,6 +22,7 @@ ROWS = {
     "migrate": "rows.migrate",
     "secureboot": "rows.secureboot",
     "debug": "rows.debug",
+    "live-gdb": "rows.live_gdb",
     "dirty-rate": "rows.dirty_rate",
     "numa": "rows.numa",
     "cpu": "rows.cpu",
@@ -41,6 +42,7 @@ class Setting:
 
     def __init__(self, on, slat, mmu, qemu, materials):
         self.on = on
+        self.slat = slat
         self.qemu = qemu
         self.launcher = [slat, "run", "--mmu", mmu, "--"] if on == "slat" else []
         self.scratch = tempfile.mkdtemp(prefix="slat-vmm-")

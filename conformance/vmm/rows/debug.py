@@ -19,7 +19,7 @@ SYSTEM_CALL = "__x64_sys_sethostname"
 VARIABLE, FILE = "panic_timeout", "/proc/sys/kernel/panic"
 
 
-def _symbols(guest, *names):
+def symbols(guest, *names):
     lines = guest.console.run(f"grep -w -e {' -e '.join(names)} /proc/kallsyms").splitlines()
     found = {line.split()[2]: int(line.split()[0], 16) for line in lines}
     return [found[name] for name in names]
@@ -71,7 +71,7 @@ def run(setting, machine):
     options = ["-gdb", f"unix:{path},server=on,wait=off"]
     guest = Qemu(setting, machine, payload=linux(setting, more="nokaslr"), options=options)
     guest.boot()
-    call, variable = _symbols(guest, SYSTEM_CALL, VARIABLE)
+    call, variable = symbols(guest, SYSTEM_CALL, VARIABLE)
     gdb = Gdb("gdb", path)
     for kind in (SOFTWARE, HARDWARE):
         _break(guest, gdb, kind, call)

@@ -12,6 +12,8 @@ use slat_kvm::policy::{Assignment, FORMATS, mmu_by_name};
 use slat_kvm::publish::MOST_CELLS;
 use slat_trace::{Buffer, Selection};
 
+use crate::gdb::Address;
+
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
 #[command(name = "slat", version, max_term_width = 100, after_help = EXIT_STATUS)]
@@ -35,6 +37,8 @@ pub enum Command {
     Trace(Trace),
     /// Show how the memory of VMs on slat is mapped, live: memslots, leaves, dirty and accessed pages, MMIO entries
     Map(Map),
+    /// Debug the guest of a VM on slat with GDB, while its VMM notices nothing
+    Gdb(Gdb),
     /// Show what slat supports, and what this host allows
     Info,
     /// Print a shell's completion of this command line
@@ -105,6 +109,10 @@ pub struct Run {
     /// With --trace, the MiB that hold the latest records of each thread; usually 4, which is 65,000 records
     #[arg(long, value_name = "MIB", requires = "trace")]
     pub trace_buffer: Option<Buffer>,
+
+    /// Let the first VM wait for `slat gdb` before its first instruction
+    #[arg(long, requires = "program")]
+    pub gdb_wait: bool,
 
     /// The KVM program, found as a shell finds it, and its arguments
     // Options after its name are the program's; before it they are slat's, unless `--` comes first.
@@ -251,6 +259,22 @@ pub struct Map {
     /// Seconds between two looks
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
     pub interval: f64,
+}
+
+/// `slat gdb`.
+#[derive(ClapArgs)]
+pub struct Gdb {
+    /// The process
+    #[arg(value_name = "PID")]
+    pub pid: i32,
+
+    /// The VM of this number, as `slat stat` shows it; the first one if not given
+    #[arg(long, value_name = "N")]
+    pub vm: Option<u64>,
+
+    /// Where gdb connects: a port of 127.0.0.1, ADDRESS:PORT, the path of a Unix socket, or - if gdb has started this command
+    #[arg(long, value_name = "WHERE", default_value = "1234")]
+    pub listen: Address,
 }
 
 /// Parses the time between two looks.

@@ -9,6 +9,8 @@ mod demo;
 #[cfg(target_arch = "x86_64")]
 mod documents;
 #[cfg(target_arch = "x86_64")]
+mod gdb;
+#[cfg(target_arch = "x86_64")]
 mod info;
 #[cfg(target_arch = "x86_64")]
 mod launchers;
@@ -47,6 +49,7 @@ fn main() -> std::process::ExitCode {
         args::Command::Stat(options) => stat::run(&options),
         args::Command::Trace(options) => trace::run(&options),
         args::Command::Map(options) => map::run(&options),
+        args::Command::Gdb(options) => gdb::run(&options),
         args::Command::Info => info::print(),
         args::Command::Completions(options) => documents::completions(&options),
         args::Command::Man(options) => documents::man(&options),

@@ -74,13 +74,25 @@ impl<A> Question<A> {
     }
 }
 
-/// Asks all processes of the user, or only `wanted`. Removes the sockets of processes that have ended. The result is in the order
-/// of the process ids.
+/// Asks all processes of the user, or only `wanted`. The result is in the order of the process ids.
 pub fn ask<A>(question: &Question<A>, wanted: Option<i32>) -> Vec<Process<A>> {
+    let asked = each(wanted, |pid, stream| ask_one(question, pid, stream));
+    asked.into_iter().map(|(_, process)| process).collect()
+}
+
+/// Connects to a process of the user. `None`: it has no VM on slat, or belongs to another user.
+pub fn connect(pid: i32) -> Option<UnixStream> {
+    let (_, stream) = each(Some(pid), |_, stream| stream).pop()?;
+    Some(stream)
+}
+
+/// Connects to all processes of the user, or only to `wanted`, one after another, and calls `visit` with each. Removes the sockets of
+/// processes that have ended. The results are in the order of the process ids.
+fn each<T>(wanted: Option<i32>, mut visit: impl FnMut(i32, UnixStream) -> T) -> Vec<(i32, T)> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR");
     let directories: BTreeSet<PathBuf> =
         slat_kvm::publish::directories(runtime.as_deref(), user()).collect();
-    let mut processes = Vec::new();
+    let mut visited = Vec::new();
     for directory in directories.iter().filter_map(|path| open(path)) {
         // The directory itself, whatever its path leads to by now; and an address of a socket holds 107 bytes.
         let path = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
@@ -90,19 +102,20 @@ pub fn ask<A>(question: &Question<A>, wanted: Option<i32>) -> Vec<Process<A>> {
         let names: Vec<OsString> = entries.flatten().map(|entry| entry.file_name()).collect();
         for name in names {
             if name.as_encoded_bytes().first() != Some(&b'.') {
-                processes.extend(ask_one(question, &path.join(name), wanted));
+                let found = open_one(&path.join(name), wanted);
+                visited.extend(found.map(|(pid, stream)| (pid, visit(pid, stream))));
             }
         }
     }
-    processes.sort_by_key(|process| process.pid);
+    visited.sort_by_key(|(pid, _)| *pid);
     // A runtime directory may be named twice.
-    processes.dedup_by_key(|process| process.pid);
-    processes
+    visited.dedup_by_key(|(pid, _)| *pid);
+    visited
 }
 
-/// Asks the process at this socket. `None`: there is none, or it is not `wanted`.
-fn ask_one<A>(question: &Question<A>, socket: &Path, wanted: Option<i32>) -> Option<Process<A>> {
-    let mut stream = match UnixStream::connect(socket) {
+/// Connects to the process at this socket. `None`: there is none, or it is not `wanted`.
+fn open_one(socket: &Path, wanted: Option<i32>) -> Option<(i32, UnixStream)> {
+    let stream = match UnixStream::connect(socket) {
         Ok(stream) => stream,
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
             // The process has ended, or has executed another program: nobody will ever listen at this name again.
@@ -112,9 +125,13 @@ fn ask_one<A>(question: &Question<A>, socket: &Path, wanted: Option<i32>) -> Opt
         Err(_) => return None,
     };
     let pid = listener(&stream)?;
-    if wanted.is_some_and(|wanted| wanted != pid) {
-        return None;
-    }
+    wanted
+        .is_none_or(|wanted| wanted == pid)
+        .then_some((pid, stream))
+}
+
+/// Asks a process.
+fn ask_one<A>(question: &Question<A>, pid: i32, mut stream: UnixStream) -> Process<A> {
     let answer = (|| {
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
@@ -127,12 +144,12 @@ fn ask_one<A>(question: &Question<A>, socket: &Path, wanted: Option<i32>) -> Opt
         Ok(text) => question.parse(&text),
         Err(error) => Err(unanswered(&error)),
     };
-    Some(Process {
+    Process {
         pid,
         command: command(pid),
         at: Instant::now(),
         answer,
-    })
+    }
 }
 
 fn unanswered(error: &std::io::Error) -> String {

@@ -30,6 +30,7 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 9] {
             options.guest_symbols.as_deref().map(from_anywhere),
         ),
         policies(&options.set),
+        ("SLAT_GDB_WAIT", options.gdb_wait.then(|| "1".into())),
         (
             "SLAT_PROFILE",
             options.profile.clone().map(PathBuf::into_os_string),

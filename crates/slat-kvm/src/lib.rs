@@ -25,6 +25,7 @@
 //! | [`regs`], [`fpu`], [`events`], [`nested`], `same_fields` | the CPU's state in KVM's structs |
 //! | `msr`, [`cpuid`], [`cpu_features`], [`clock`], `steal_time` | MSRs, CPUID leaves, time |
 //! | `options`, `quirks`, `msr_filter` | what a client sets for a VM |
+//! | [`debugger`] | a debugger of the guest that the client does not know of, for `slat gdb` |
 //! | `call`, `entered` | guards of a call: one that panics makes the VM dead, and its vCPU still leaves the engine |
 //! | [`thread`], `signals`, `ticker`, `background` | signals, masks, timers, slat's own threads |
 //! | [`filters`] | seccomp filters of the client |
@@ -54,6 +55,7 @@ mod compiler;
 mod counters;
 pub mod cpu_features;
 pub mod cpuid;
+pub mod debugger;
 pub mod device;
 pub mod device_attr;
 pub mod dirty;

@@ -403,9 +403,10 @@ mod tests {
             .into_iter()
             .chain(tiers)
             .map(Assignment::Cpu);
-        let nested = [false, true].map(Assignment::Nested);
+        let switches = [Assignment::Nested, Assignment::Userfault];
+        let switches = switches.map(|of| [false, true].map(of)).into_iter().flatten();
         let jit_map = [JitMap::Off, JitMap::On, JitMap::Dump].map(Assignment::JitMap);
-        for assignment in all.chain(jit).chain(nested).chain(jit_map) {
+        for assignment in all.chain(jit).chain(switches).chain(jit_map) {
             assert_eq!(assignment.to_string().parse(), Ok(assignment));
         }
     }

@@ -7,6 +7,9 @@ use kvm_bindings::*;
 use slat_x86::state::{control, flags, xcr0};
 use slat_x86::{Features, Segment, State, Table};
 
+/// The flags that a caller can set.
+pub(crate) const FLAGS: u64 = 0x003f_7fd5;
+
 /// `KVM_GET_REGS`.
 pub fn get_regs(state: &State) -> kvm_regs {
     let [
@@ -56,7 +59,7 @@ pub fn set_regs(state: &mut State, regs: &kvm_regs) {
         regs.r9, regs.r10, regs.r11, regs.r12, regs.r13, regs.r14, regs.r15,
     ];
     state.rip = regs.rip;
-    state.rflags = regs.rflags & 0x003f_7fd5 | flags::ALWAYS;
+    state.rflags = regs.rflags & FLAGS | flags::ALWAYS;
     state.events.exception = None;
     state.events.debug = 0;
 }

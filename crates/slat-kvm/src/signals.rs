@@ -40,7 +40,7 @@ impl Masked {
 }
 
 /// Returns the signals that guarded accesses and kicks need.
-fn synchronous() -> u64 {
+pub(crate) fn synchronous() -> u64 {
     [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()]
         .iter()
         .fold(0, |set, signal| set | 1 << (signal - 1))

@@ -25,6 +25,8 @@ pub mod bits {
     pub const GUEST_FLUSH: u32 = 1 << 14;
     /// The vCPU has to sample what it executes, for a profile.
     pub const SAMPLE: u32 = 1 << 15;
+    /// A debugger holds the vCPU, or has orders for it.
+    pub const HOLD: u32 = 1 << 16;
 }
 
 thread_local! {

@@ -64,6 +64,7 @@ pub(crate) fn left(vcpu_id: u32, state: &State, exit: &Exit) {
             Exit::Hlt => (reason::HLT, 0, 0),
             Exit::Emulation { .. } => (reason::EXCEPTION_NMI, 0, exception(slat_x86::vector::UD)),
             Exit::Debug { vector, .. } => (reason::EXCEPTION_NMI, 0, exception(vector)),
+            Exit::Probe(_) => (reason::EXCEPTION_NMI, 0, exception(slat_x86::vector::DB)),
             Exit::Smi => (reason::OTHER_SMI, 0, 0),
             Exit::Rsm => (reason::RSM, 0, 0),
             Exit::Hypercall => (reason::VMCALL, 0, 0),

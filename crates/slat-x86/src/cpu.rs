@@ -15,6 +15,7 @@ use crate::machine::{BusLocks, Exit, GuestFlush, HypercallOutcome, Machine, Pagi
 use crate::mmio::Devices;
 use crate::once::Once;
 use crate::op::{Break, Op};
+use crate::probe::Probes;
 use crate::progress::Progress;
 use crate::simd;
 use crate::state::{Exception, Segment, State, control, flags, xcr0};
@@ -115,6 +116,7 @@ pub struct Cpu {
     pub(crate) last: Option<NonNull<Block>>,
     pub(crate) devices: Devices,
     pub(crate) watch: Watch,
+    pub(crate) probes: Probes,
     pub(crate) progress: Progress,
     pub(crate) fault: Exception,
     pub(crate) fault_address: u64,
@@ -200,6 +202,7 @@ impl Cpu {
             last: None,
             devices: Devices::default(),
             watch: Watch::default(),
+            probes: Probes::default(),
             progress: Progress::default(),
             fault: Exception {
                 vector: 0,

@@ -11,7 +11,7 @@
 use crate::machine::{Access, Exit};
 use crate::op::Break;
 use crate::state::{Exception, State, control, flags};
-use crate::{Cpu, vector};
+use crate::{Cpu, ProbeHit, vector};
 
 /// DR6: bits that always read as one.
 pub(crate) const DR6_ONES: u64 = 0xffff_0ff0;
@@ -123,13 +123,18 @@ impl Cpu {
         let ports = self.state.cr4 & control::CR4_DE != 0 && breakpoints.any(&[kind::PORT]);
         let watch = &mut self.watch;
         watch.ports = ports;
-        if watch.breakpoints == breakpoints {
-            return;
+        if watch.breakpoints != breakpoints {
+            watch.breakpoints = breakpoints;
+            self.apply_watch();
         }
+    }
+
+    /// Notes which kinds of breakpoints and probes there are, after a change of them.
+    pub(crate) fn apply_watch(&mut self) {
+        let Cpu { watch, probes, .. } = self;
         let watched_data = watch.data;
-        watch.code = breakpoints.any(&[kind::EXECUTE]);
-        watch.data = breakpoints.any(&[kind::WRITE, kind::READ_WRITE]);
-        watch.breakpoints = breakpoints;
+        watch.code = watch.breakpoints.any(&[kind::EXECUTE]) || probes.has_code();
+        watch.data = watch.breakpoints.any(&[kind::WRITE, kind::READ_WRITE]) || probes.has_data();
         if watched_data || self.watch.data {
             // The TLB may have pages that are watched now.
             self.flush_other();
@@ -139,7 +144,9 @@ impl Cpu {
     /// Whether the page of `lin` has watched bytes, and must not be entered into the TLB.
     pub(crate) fn is_watched_page(&self, lin: u64) -> bool {
         const DATA: [u64; 2] = [kind::WRITE, kind::READ_WRITE];
-        self.watch.data && self.watch.breakpoints.hits(&DATA, lin & !0xfff, 0x1000) != 0
+        self.watch.data
+            && (self.watch.breakpoints.hits(&DATA, lin & !0xfff, 0x1000) != 0
+                || self.probes.watch_page(lin))
     }
 
     /// Checks whether an access that is about to be made hits a watchpoint. An instruction that is not yet executed alone is
@@ -150,7 +157,8 @@ impl Cpu {
             Access::Write => &[kind::WRITE, kind::READ_WRITE],
             Access::Read | Access::Execute => &[kind::READ_WRITE],
         };
-        let hits = self.watch.breakpoints.hits(kinds, lin, len as u64);
+        let hits = self.watch.breakpoints.hits(kinds, lin, len as u64)
+            | self.probes.accessed(lin, len as u64, access);
         if hits == 0 {
             return Ok(());
         }
@@ -163,9 +171,14 @@ impl Cpu {
         Ok(())
     }
 
+    /// Whether the instruction traps at its end, whatever it does.
+    pub(crate) fn traps(&self) -> bool {
+        self.watch.steps || self.probes.steps
+    }
+
     /// Whether repeated string instructions stop after the current iteration.
     pub(crate) fn traps_after_iteration(&self) -> bool {
-        self.watch.steps || self.watch.hits != 0
+        self.traps() || self.watch.hits != 0
     }
 
     /// Returns the DR6 bits of breakpoints on `bytes` ports at `port`.
@@ -199,12 +212,13 @@ impl Cpu {
         }
     }
 
-    /// Whether an instruction breakpoint is within `len` bytes from `lin`.
+    /// Whether an instruction breakpoint or a code probe is within `len` bytes from `lin`.
     fn has_code_breakpoint(&self, lin: u64, len: u64) -> bool {
-        (self.watch.breakpoints.enabled()).any(|(i, kind, ..)| {
-            let at = self.watch.breakpoints.addresses[i];
-            kind == kind::EXECUTE && at.wrapping_sub(lin) < len
-        })
+        self.probes.has_code_in(lin, len)
+            || (self.watch.breakpoints.enabled()).any(|(i, kind, ..)| {
+                let at = self.watch.breakpoints.addresses[i];
+                kind == kind::EXECUTE && at.wrapping_sub(lin) < len
+            })
     }
 
     /// Runs `f` and returns, besides its result, the watchpoints that it hits as DR6 bits.
@@ -219,13 +233,13 @@ impl Cpu {
 
     /// Returns the DR6 bits of the current instruction's hits and of its single step, for a later trap.
     pub(crate) fn traps_of_instruction(&self) -> u64 {
-        self.watch.hits | if self.watch.steps { DR6_BS } else { 0 }
+        self.watch.hits | self.probes.step() | if self.watch.steps { DR6_BS } else { 0 }
     }
 
     /// Call at the end of an instruction: keeps its hits, and its single step, for the next boundary.
     pub(crate) fn trap(&mut self, hits: u64) {
         if hits != 0 {
-            self.state.events.debug |= hits;
+            self.state.events.debug |= self.probes.trap(hits);
             self.slow = true;
         }
     }
@@ -270,8 +284,12 @@ impl Cpu {
         None
     }
 
-    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them.
+    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them. A probe's come
+    /// first, in any case.
     pub(crate) fn take_traps(&mut self) -> Option<Exit> {
+        if let Some(exit) = self.take_probe_hit() {
+            return Some(exit);
+        }
         let events = &mut self.state.events;
         if events.debug == 0 || events.exception.is_some() || events.mov_ss_shadow {
             return None;
@@ -299,6 +317,10 @@ impl Cpu {
 
     /// Executes one instruction, with the effects of TF, RF, shadows, breakpoints and MMIO data.
     pub(crate) fn single_step(&mut self) -> Option<Exit> {
+        let lin = self.code_address(self.state.rip);
+        if self.is_probed(lin) {
+            return Some(Exit::Probe(ProbeHit::Code));
+        }
         let hits = self.code_hits(self.state.rip);
         if hits != 0 {
             return self.take_debug(hits);
@@ -321,6 +343,7 @@ impl Cpu {
             self.state.rip = start;
             return self.take_debug(hits);
         }
+        let probe_steps = self.probes.step();
         let resumed = self.state.rflags & flags::RF;
         // The instruction may set RF for the next one: IRET, and a string instruction that is not done.
         self.state.rflags &= !flags::RF;
@@ -346,13 +369,16 @@ impl Cpu {
             return exit;
         }
         self.drop_answers();
+        self.passed_probe();
         self.trap(hits);
+        self.trap(probe_steps);
         // MOV SS discards its single step.
         if steps && !self.state.events.mov_ss_shadow {
             self.trap(DR6_BS);
-            // A trap ends a halt before it begins.
-            return exit.filter(|exit| *exit != Exit::Hlt);
+        } else if probe_steps == 0 {
+            return exit;
         }
-        exit
+        // A trap ends a halt before it begins.
+        exit.filter(|exit| *exit != Exit::Hlt)
     }
 }

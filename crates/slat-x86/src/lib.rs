@@ -15,7 +15,7 @@
 //! | `block`, `blocks`, `hash` | a basic block; all of them, found by address |
 //! | `snapshot`, `once` | the copies of code that blocks are compared with; code that is not kept |
 //! | `code_pages`, `sync` | the pages with decoded code: what CPUs tell each other of stores to them |
-//! | `debug` | breakpoints, watchpoints, single steps |
+//! | `debug`, `probe` | breakpoints, watchpoints, single steps: of the guest and of KVM's API; of nobody inside |
 //! | `decode` | decoding code into blocks |
 //! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
 //! | `exec/` | the handlers of operations, a file per kind |
@@ -62,6 +62,7 @@ mod mem;
 mod mmio;
 mod once;
 mod op;
+mod probe;
 mod progress;
 mod run;
 mod segment;
@@ -91,6 +92,7 @@ pub use machine::{
     Hypercalls, Machine, Mmu, MsrFault, NestedPaging, Paging,
 };
 pub use mmio::PORT_BYTES;
+pub use probe::{Probe, ProbeHit, ProbeKind};
 pub use smm::{BadSmram, SMRAM_BYTES, SMRAM_OFFSET, SmramMap, interrupted_vmcb};
 pub use state::{Events, Exception, F80, Segment, State, Table};
 

@@ -1,5 +1,6 @@
 //! What a CPU needs from its machine, and why it stops.
 
+use crate::probe::ProbeHit;
 use crate::state::State;
 use std::ptr::NonNull;
 
@@ -366,4 +367,6 @@ pub enum Exit {
         /// DR6 as the exception would have set it.
         dr6: u64,
     },
+    /// A [`Probe`](crate::Probe) was hit, or a step was made.
+    Probe(ProbeHit),
 }

@@ -332,7 +332,10 @@ impl Cpu {
             // before its delivery: a fault of the fetch would replace it. The frame of an event may have hit a watchpoint, whose trap
             // comes before the handler's first instruction.
             let events = &self.state.events;
-            if events.exception.is_none() && (events.debug == 0 || events.mov_ss_shadow) {
+            if self.probes.hit.is_none()
+                && events.exception.is_none()
+                && (events.debug == 0 || events.mov_ss_shadow)
+            {
                 break;
             }
         }
@@ -348,6 +351,7 @@ impl Cpu {
         let shadow = events.sti_shadow || events.mov_ss_shadow;
         let stepping = self.state.rflags & (flags::TF | flags::RF) != 0
             || self.debugger.single_step
+            || self.probes.steps
             || self.watch.alone;
         if shadow || stepping {
             return self.single_step();

@@ -101,6 +101,73 @@ fn computes() {
     wait();
 }
 
+/// Counts, and stores the number at 0x3000.
+const STORES: &[u8] = &[
+    0x40, // inc ax
+    0xa3, 0x00, 0x30, // mov [0x3000], ax
+    0xeb, 0xfa, // jmp
+];
+
+/// Where the second vCPU of [`two_vcpus`] counts.
+const SECOND: u64 = 0x100;
+
+#[test]
+#[ignore = "a client"]
+fn two_vcpus() {
+    let kvm = Kvm::new().unwrap();
+    let mut code = STORES.to_vec();
+    code.resize(SECOND as usize, 0xf4);
+    code.extend(COMPUTES);
+    let (vm, mut first) = machine(&kvm, &code);
+    let mut second = vm.create_vcpu(1).unwrap();
+    second.set_sregs(&first.get_sregs().unwrap()).unwrap();
+    let mut regs = first.get_regs().unwrap();
+    regs.rip = SECOND;
+    second.set_regs(&regs).unwrap();
+    std::thread::spawn(move || first.run().map(|_| ()));
+    std::thread::spawn(move || second.run().map(|_| ()));
+    wait();
+}
+
+/// Ends its run by a signal whenever it is told so, says where the guest is, and runs it again when it is told so.
+#[test]
+#[ignore = "a client"]
+fn pauses() {
+    extern "C" fn nothing(_: i32) {}
+    let kvm = Kvm::new().unwrap();
+    let (_vm, mut vcpu) = machine(&kvm, COMPUTES);
+    // SAFETY: a handler that does nothing.
+    unsafe { libc::signal(libc::SIGUSR1, nothing as *const () as usize) };
+    let (sender, paused) = std::sync::mpsc::channel();
+    let (resume, told) = std::sync::mpsc::channel();
+    let (ids, id) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        // SAFETY: no arguments.
+        ids.send(unsafe { libc::pthread_self() }).unwrap();
+        loop {
+            assert_eq!(vcpu.run().unwrap_err().errno(), libc::EINTR);
+            sender.send(vcpu.get_regs().unwrap()).unwrap();
+            told.recv().unwrap();
+        }
+    });
+    let id = id.recv().unwrap();
+    wait();
+    loop {
+        // A signal that arrives before KVM_RUN ends none.
+        let regs = loop {
+            // SAFETY: a thread that does not end.
+            unsafe { libc::pthread_kill(id, libc::SIGUSR1) };
+            if let Ok(regs) = paused.recv_timeout(std::time::Duration::from_millis(50)) {
+                break regs;
+            }
+        };
+        println!("{} {}", regs.rip, regs.rax);
+        wait();
+        resume.send(()).unwrap();
+        wait();
+    }
+}
+
 #[test]
 #[ignore = "a client"]
 fn many() {

@@ -1,7 +1,8 @@
-//! `slat stat` and `slat map` as a user sees them: clients run under `slat run`, and another process watches them.
+//! `slat stat`, `slat map` and `slat gdb` as a user sees them: clients run under `slat run`, and another process watches them.
 #![cfg(target_arch = "x86_64")]
 
 mod client;
+mod gdb;
 mod harness;
 mod map;
 mod profile;

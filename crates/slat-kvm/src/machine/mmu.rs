@@ -124,7 +124,7 @@ impl VcpuMachine {
 
     /// Reads guest-physical memory of the vCPU's address space; the vCPU is entered. Returns `false` if the address is not memory, or
     /// not accessible.
-    pub(super) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
+    pub(crate) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
         let mut done = 0;
         while done < bytes.len() {
             let at = gpa.wrapping_add(done as u64);
@@ -151,7 +151,7 @@ impl VcpuMachine {
 
     /// Writes guest-physical memory of the vCPU's address space; marks the pages in the dirty log. The vCPU is entered. Returns `false`
     /// if the address is not memory, or not accessible.
-    pub(super) fn write_here(&mut self, gpa: u64, bytes: &[u8]) -> bool {
+    pub(crate) fn write_here(&mut self, gpa: u64, bytes: &[u8]) -> bool {
         let mut done = 0;
         while done < bytes.len() {
             let at = gpa.wrapping_add(done as u64);

@@ -1,5 +1,5 @@
-//! The counters of this process's VMs, for `slat stat`, and how their memory is mapped, for `slat map`: a socket that answers with a
-//! text.
+//! The counters of this process's VMs, for `slat stat`, how their memory is mapped, for `slat map`, and their debugger, for
+//! `slat gdb`: a socket that answers with a text.
 //!
 //! | file | idea |
 //! |---|---|
@@ -8,12 +8,14 @@
 //! | `text` | questions, and what all answers have |
 //! | `stat` | the answer with all counters |
 //! | `map` | the answer with the memslots and what is mapped |
+//! | `debug` | a conversation with a debugger, by a thread of its own |
 //!
 //! The counters stay where vCPUs count, and a vCPU pays nothing: one thread, which sleeps until someone connects, reads them. It
 //! is started with the first VM, so before the filters of most clients, and by [`crate::filters`] before all others. It has a
 //! descriptor table of its own: the socket is none of the client's descriptors, a forked child does not inherit it, and it is
 //! closed when the process ends, however it ends. A failure leaves the process unseen, and nothing else.
 
+mod debug;
 mod map;
 mod socket;
 mod stat;
@@ -32,10 +34,11 @@ use std::ffi::{CStr, OsString};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+pub use debug::{DEBUG, MOST_BYTES};
 pub use map::{MAP, MOST_CELLS};
 pub use socket::{SUBDIRECTORY, directories};
 pub use stat::STAT;
-pub use text::VERSION;
+pub use writer::VERSION;
 
 /// A live VM and its vCPUs.
 struct Listed {
@@ -173,7 +176,7 @@ pub fn end() {
 
 impl Background for Publisher {
     const NAME: &CStr = c"slat-stat";
-    const WITHOUT: &str = "`slat stat` and `slat map` will not see this process";
+    const WITHOUT: &str = "`slat stat`, `slat map` and `slat gdb` will not see this process";
     const STACK: usize = 128 << 10;
 
     fn run(&'static self) {

@@ -121,6 +121,20 @@ impl Own {
         &to[..usize::try_from(received).unwrap_or(0)]
     }
 
+    /// Receives what the reader says next, and returns how many bytes came: 0 if none comes in time, or if none is there and this does
+    /// not wait. `None`: the reader has gone, or there is no room for more.
+    pub(super) fn receive_more(&self, to: &mut [u8], waits: bool) -> Option<usize> {
+        let (start, len) = (to.as_mut_ptr() as usize, to.len());
+        let flags = if waits { 0 } else { libc::MSG_DONTWAIT } as usize;
+        // SAFETY: the buffer and its length.
+        let received = unsafe { raw(libc::SYS_recvfrom, [self.0, start, len, flags, 0, 0]) };
+        let nothing = [libc::EAGAIN, libc::EINTR].map(|error| -error as isize);
+        match usize::try_from(received) {
+            Err(_) if nothing.contains(&received) => Some(0),
+            received => received.ok().filter(|received| *received != 0),
+        }
+    }
+
     fn set_patience(&self) {
         let patience = PATIENCE;
         for option in [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO] {

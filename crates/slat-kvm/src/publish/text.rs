@@ -8,12 +8,9 @@
 //! ```
 
 use super::socket::Own;
-use super::writer::Writer;
-use super::{map, stat};
+use super::writer::{VERSION, Writer};
+use super::{debug, map, stat};
 use std::fmt::{self, Write as _};
-
-/// The version of the text.
-pub const VERSION: u32 = 1;
 
 /// Answers one question; an unknown one not at all.
 pub(super) fn answer(asked: Own) {
@@ -31,6 +28,10 @@ pub(super) fn answer(asked: Own) {
             Some(question) => whole(to, |to| map::answer(to, &question)),
             None => Ok(()),
         },
+        Some(debug::DEBUG) => {
+            debug::begin(asked, words);
+            return;
+        }
         _ => Ok(()),
     };
 }

@@ -3,6 +3,9 @@
 use super::socket::Own;
 use std::fmt::{self, Write as _};
 
+/// The version of all texts.
+pub const VERSION: u32 = 1;
+
 /// Writes an answer by parts, without the heap.
 pub(super) struct Writer<'a> {
     to: &'a Own,

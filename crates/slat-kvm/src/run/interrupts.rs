@@ -44,7 +44,7 @@ impl VcpuObject {
         }
         let common = self.common();
         inner.cpu.interrupt_window = false;
-        if inner.interrupts_blocked {
+        if inner.interrupts_blocked || inner.cpu.makes_probe_steps() {
             return Ok(true);
         }
         self.accept_smi(inner);

@@ -76,7 +76,10 @@ impl VcpuObject {
         let _polling = (masked.is_some() || !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed))
             .then(|| self.common().client.poll());
         set_field!(self.page, 0, flags);
-        let result = self.prepare(inner).and_then(|ready| {
+        if self.is_called_to_port() {
+            self.visit_port(inner, masked.as_ref());
+        }
+        let result = self.prepare(inner, masked.as_ref()).and_then(|ready| {
             if !ready {
                 return Ok(());
             }
@@ -98,12 +101,12 @@ impl VcpuObject {
 
     /// Reads the client's input in `kvm_run` and finishes the access that the client completed. Returns `false` if `KVM_RUN` is to
     /// return at once, with success.
-    fn prepare(&self, inner: &mut Inner) -> Result<bool> {
+    fn prepare(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
         self.accept_init_sipi(inner);
         if inner.mp_state == KVM_MP_STATE_UNINITIALIZED
             || inner.mp_state == KVM_MP_STATE_INIT_RECEIVED
         {
-            return self.wait_for_sipi(inner);
+            return self.wait_for_sipi(inner, masked);
         }
         let unknown = !u64::from(KVM_SYNC_X86_VALID_FIELDS);
         let dirty = field!(self.page, kvm_dirty_regs);
@@ -155,7 +158,7 @@ impl VcpuObject {
     }
 
     /// Waits for the SIPI that starts this processor; then fails with `EAGAIN`, as KVM does.
-    fn wait_for_sipi(&self, inner: &mut Inner) -> Result<bool> {
+    fn wait_for_sipi(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
         if inner.mp_state == KVM_MP_STATE_INIT_RECEIVED && inner.cpu.state.events.smm {
             // In system management mode no SIPI is accepted.
             return fail(libc::EINVAL);
@@ -165,6 +168,9 @@ impl VcpuObject {
         }
         let attention = &self.common().attention;
         loop {
+            if self.is_called_to_port() {
+                self.visit_port(inner, masked);
+            }
             self.accept_init_sipi(inner);
             if inner.mp_state == KVM_MP_STATE_RUNNABLE {
                 return fail(libc::EAGAIN);
@@ -266,8 +272,15 @@ impl VcpuObject {
         full
     }
 
-    /// Handles all raised attention bits. An error ends the run.
+    /// Handles all raised attention bits; waits while a debugger holds the vCPU. An error ends the run.
     fn attend(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        if self.is_called_to_port() {
+            inner.machine.stop_running();
+            inner.outside(|inner| {
+                self.visit_port(inner, masked);
+                inner.machine.begin_to_run();
+            });
+        }
         let attention = &self.common().attention;
         let raised = attention.take(
             bits::SIGNAL
@@ -359,7 +372,8 @@ impl VcpuObject {
             | Exit::BadAddress
             | Exit::OutOfMemory
             | Exit::BusLock
-            | Exit::Debug { .. } => {}
+            | Exit::Debug { .. }
+            | Exit::Probe(_) => {}
         }
     }
 
@@ -509,6 +523,10 @@ impl VcpuObject {
                 set_field!(page, KVM_RUN_X86_BUS_LOCK as u16, flags);
             }
             Exit::Debug { vector, dr6 } => guest_debug::exit(page, &inner.cpu, vector, dr6),
+            Exit::Probe(hit) => {
+                self.probe_hit(hit);
+                return Ok(Next::Again);
+            }
         }
         Ok(Next::Return)
     }

@@ -3,10 +3,12 @@
 //! | file | calls for |
 //! |---|---|
 //! | `registers` | the state of the CPU |
+//! | `debug` | nobody: what a debugger does that the client does not know of |
 //! | `one_reg` | registers by id |
 //! | `interrupts` | interrupts, exceptions and the local APIC |
 //! | `vapic` | the task priority in guest memory |
 
+mod debug;
 mod interrupts;
 mod one_reg;
 mod registers;
@@ -14,6 +16,7 @@ mod vapic;
 
 use crate::call::Call;
 use crate::engine::EngineVcpu;
+use crate::entered::thread_id;
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::ioeventfd::KnownEvents;
 use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
@@ -21,7 +24,7 @@ use crate::machine::VcpuMachine;
 use crate::run_page::{RING_OFFSET, RunPage};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
-use crate::{clock, coalesced, events, publish, report};
+use crate::{clock, coalesced, debugger, events, publish, report};
 use kvm_bindings::*;
 use slat::{DirtyRing, Shared};
 use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Lapic};
@@ -105,6 +108,8 @@ pub struct VcpuObject {
     pub(crate) page: RunPage,
     /// The dirty ring, if the VM has dirty rings.
     pub(crate) ring: Option<Arc<DirtyRing>>,
+    /// Where a debugger holds the vCPU.
+    port: debugger::Port<Inner>,
     inner: Mutex<Inner>,
 }
 
@@ -118,6 +123,7 @@ impl std::fmt::Debug for VcpuObject {
 
 impl Drop for VcpuObject {
     fn drop(&mut self) {
+        debugger::end(self);
         publish::vcpu_ends(self.vm.number, &self.common);
         self.common.delist();
         report::vcpu_ends(&self.common.cpu);
@@ -207,10 +213,12 @@ impl VcpuObject {
             vm,
             page,
             ring,
+            port: debugger::Port::new(common.attention.clone()),
             inner: Mutex::new(inner),
         })
         .map_err(no_memory)?;
         publish::vcpu_begins(vcpu.vm.number, common.clone())?;
+        debugger::begin(vcpu.vm.number, &*vcpu)?;
         VcpuCommon::enlist(common)?;
         slat_trace::add_ring();
         Ok(vcpu)
@@ -371,6 +379,14 @@ impl Inner {
     pub(crate) fn flush_translations(&mut self) {
         self.cpu.flush_tlb();
         self.machine.pages.flush();
+    }
+
+    /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
+    pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
+        self.machine.engine.leave();
+        let result = work(self);
+        self.machine.engine.enter_unguarded(thread_id());
+        result
     }
 
     /// Copies CR8 to the APIC's task priority. On a processor both are one register; while the vCPU runs, the CPU's copy is current.

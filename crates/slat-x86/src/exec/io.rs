@@ -60,8 +60,7 @@ impl Cpu {
     /// Returns the units of a string access at `lin` that one exit moves: upwards and without watchpoints, all that lie in the
     /// page and do not wrap around in the address size.
     fn units(&mut self, op: &Op, port: u16, lin: u64, offset: u64) -> u32 {
-        let observed =
-            self.watch.steps || self.watch.data || self.port_hits(port, 1 << op.size) != 0;
+        let observed = self.traps() || self.watch.data || self.port_hits(port, 1 << op.size) != 0;
         if op.rep == 0 || self.state.rflags & flags::DF != 0 || observed {
             return 1;
         }

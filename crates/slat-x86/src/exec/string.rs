@@ -117,7 +117,7 @@ fn repeat<T: Int>(
         return cpu.stored();
     }
     let address_size = op.address_size;
-    let alone = cpu.watch.steps || cpu.watch.data;
+    let alone = cpu.traps() || cpu.watch.data;
     let has_stretches = cpu.state.rflags & DF == 0 && cpu.is_64() && address_size == 8 && !alone;
     let mut done = 0;
     loop {

@@ -15,6 +15,7 @@ mod floating;
 mod invalidations;
 mod legacy;
 mod operands;
+mod probe;
 mod shared_code;
 mod smm;
 mod strings;

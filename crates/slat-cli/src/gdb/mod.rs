@@ -1,0 +1,74 @@
+//! `slat gdb`: serves GDB's remote protocol for a VM of another process.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `process` | the conversation with the process |
+//! | `connection` | the connection to GDB |
+//! | `arch` | the registers, as GDB is told of them |
+//! | `target` | what GDB asks for, by vCPUs |
+//! | `monitor` | GDB's command `monitor` |
+//! | `events` | waiting for GDB and for the VM |
+//!
+//! Nothing is kept in this process: when it ends, however it ends, the VM goes on without breakpoints.
+
+mod arch;
+mod connection;
+mod events;
+mod monitor;
+mod process;
+mod target;
+
+use std::io::{self, Write as _};
+use std::process::ExitCode;
+
+use gdbstub::stub::{DisconnectReason, GdbStub};
+
+use crate::args::Gdb;
+use crate::output::complain;
+pub use connection::Address;
+use connection::Listener;
+use process::Process;
+use target::Vm;
+
+/// How a session ends that GDB ends.
+const GONE: &str = "gdb has gone; the VM goes on";
+
+/// Runs the command.
+pub fn run(options: &Gdb) -> ExitCode {
+    match serve(options) {
+        Ok(end) => {
+            let _ = writeln!(io::stderr(), "slat: {end}");
+            ExitCode::SUCCESS
+        }
+        Err(message) => {
+            complain(&format!("gdb: {message}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Serves one session. Returns how it has ended.
+fn serve(options: &Gdb) -> Result<&'static str, String> {
+    // Before GDB comes: a wrong process is found at once.
+    drop(Process::connect(options.pid)?);
+    let listener = Listener::open(&options.listen)?;
+    // The text is for a person; without a reader GDB can connect all the same.
+    let _ = writeln!(
+        io::stderr(),
+        "slat: in gdb, type: target remote {}",
+        listener.address()
+    );
+    let mut connection = listener.accept()?;
+    let mut vm = Vm::attach(options.pid, options.vm)?;
+    if connection.keep_last_packet().is_err() {
+        return Ok(GONE);
+    }
+    let ended = GdbStub::new(connection).run_blocking::<events::Events>(&mut vm);
+    match ended {
+        Ok(DisconnectReason::Disconnect | DisconnectReason::Kill) => Ok(GONE),
+        Ok(_) => Ok("the VM has ended"),
+        Err(error) if error.is_target_error() => Err(error.into_target_error().unwrap_or_default()),
+        Err(error) if error.is_connection_error() => Ok(GONE),
+        Err(error) => Err(error.to_string()),
+    }
+}

@@ -1,0 +1,95 @@
+//! GDB's command `monitor`: what GDB has no word for.
+
+use gdbstub::outputln;
+use gdbstub::target::ext::monitor_cmd::{ConsoleOutput, MonitorCmd};
+
+use super::arch::Registers;
+use super::process::Space;
+use super::target::Vm;
+
+const HELP: &str = "\
+info            the VM and its vCPUs
+phys on|off     addresses of all of gdb's commands are guest-physical, or linear again
+xp ADDRESS [N]  show N bytes (64 if not given) of guest-physical memory";
+
+/// The most bytes that `xp` shows.
+const MOST_SHOWN: usize = 64 << 10;
+
+/// Returns the mode of a vCPU.
+fn mode(registers: &Registers) -> &'static str {
+    let bit = |name, bit: u32| registers.value(name) >> bit & 1 != 0;
+    match (bit("cr0", 0), bit("efer", 10), bit("cr0", 31)) {
+        (false, ..) => "real mode",
+        (true, true, _) => "long mode",
+        (true, false, true) => "protected mode with paging",
+        (true, false, false) => "protected mode",
+    }
+}
+
+/// Reads a number, decimal or after `0x` hexadecimal.
+fn number(text: &str) -> Option<u64> {
+    match text.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+impl Vm {
+    /// Describes the VM.
+    fn info(&mut self, out: &mut ConsoleOutput<'_>) -> Result<(), String> {
+        outputln!(out, "VM {} of process {}", self.number, self.pid);
+        for vcpu in self.process.vcpus()? {
+            if let Some(registers) = self.registers(vcpu)? {
+                let value = |name| registers.value(name);
+                let long = value("efer") >> 10 & 1 != 0;
+                let base = if long { 0 } else { value("cs_base") };
+                let at = value("rip").wrapping_add(base);
+                let mode = mode(&registers);
+                outputln!(out, "vCPU {vcpu}: {mode}, at linear address {at:#x}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Shows physical memory.
+    fn show(&mut self, at: u64, len: usize, out: &mut ConsoleOutput<'_>) -> Result<(), String> {
+        let mut bytes = vec![0; len];
+        let read = self
+            .process
+            .read(self.first, Space::Physical, at, &mut bytes)?;
+        for (line, bytes) in bytes[..read].chunks(16).enumerate() {
+            let digits: String = bytes.iter().map(|byte| format!(" {byte:02x}")).collect();
+            outputln!(out, "{:#x}:{digits}", at + 16 * line as u64);
+        }
+        if read < len {
+            outputln!(out, "{:#x} is no memory", at + read as u64);
+        }
+        Ok(())
+    }
+}
+
+impl MonitorCmd for Vm {
+    fn handle_monitor_cmd(
+        &mut self,
+        command: &[u8],
+        mut out: ConsoleOutput<'_>,
+    ) -> Result<(), String> {
+        let command = String::from_utf8_lossy(command);
+        let words: Vec<_> = command.split_whitespace().collect();
+        let out = &mut out;
+        match words[..] {
+            ["info"] => return self.info(out),
+            ["phys", "on"] => self.physical = true,
+            ["phys", "off"] => self.physical = false,
+            ["xp", at, ref rest @ ..] if rest.len() < 2 => {
+                let len = rest.first().map_or(Some(64), |len| number(len));
+                if let (Some(at), Some(len)) = (number(at), len) {
+                    return self.show(at, (len as usize).min(MOST_SHOWN), out);
+                }
+                outputln!(out, "{HELP}");
+            }
+            _ => outputln!(out, "{HELP}"),
+        }
+        Ok(())
+    }
+}

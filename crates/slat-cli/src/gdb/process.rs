@@ -1,0 +1,287 @@
+//! The conversation with the process that runs the VM ([`slat_kvm::publish`]).
+
+use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use slat_kvm::debugger::BLOCK;
+use slat_kvm::publish::{DEBUG, MOST_BYTES, VERSION};
+
+use crate::processes::{self, why_not};
+
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What memory an address belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Space {
+    Linear,
+    Physical,
+}
+
+/// Why all vCPUs are held.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Stopped {
+    /// This side has asked for it.
+    Asked,
+    /// A vCPU has come to an instruction with a probe.
+    Code(u32),
+    /// A vCPU has accessed memory that a probe of this kind watches.
+    Data(u32, String, u64),
+    /// A vCPU has executed an instruction.
+    Step(u32),
+    /// The VM has no vCPUs any more, or the process has ended.
+    Gone,
+}
+
+impl Stopped {
+    /// Reads the words after `stopped`.
+    fn parse(words: &[&str]) -> Option<Self> {
+        Some(match words {
+            [] => Stopped::Asked,
+            ["gone"] => Stopped::Gone,
+            [vcpu, "code"] => Stopped::Code(vcpu.parse().ok()?),
+            [vcpu, "step"] => Stopped::Step(vcpu.parse().ok()?),
+            [vcpu, kind, at] => {
+                Stopped::Data(vcpu.parse().ok()?, (*kind).to_owned(), at.parse().ok()?)
+            }
+            _ => return None,
+        })
+    }
+}
+
+/// A process that runs a VM.
+pub struct Process {
+    pid: i32,
+    stream: BufReader<UnixStream>,
+}
+
+impl Process {
+    /// Finds the process.
+    ///
+    /// # Errors
+    /// A sentence for the user.
+    pub fn connect(pid: i32) -> Result<Self, String> {
+        let stream = processes::connect(pid).ok_or_else(|| why_not(pid))?;
+        let limited = stream
+            .set_read_timeout(Some(PATIENCE))
+            .and_then(|()| stream.set_write_timeout(Some(PATIENCE)));
+        limited.map_err(|error| format!("the socket of process {pid}: {error}"))?;
+        let stream = BufReader::new(stream);
+        Ok(Process { pid, stream })
+    }
+
+    /// Begins to debug a VM of the process. Returns its number. Its vCPUs are being held.
+    ///
+    /// # Errors
+    /// A sentence for the user.
+    pub fn attach(&mut self, vm: Option<u64>) -> Result<u64, String> {
+        let vm = vm.map(|vm| format!(" {vm}")).unwrap_or_default();
+        self.say(&format!("{DEBUG}{vm}"))?;
+        if self.line()? != format!("slat {VERSION}") {
+            return Err(format!(
+                "process {} runs on another version of slat",
+                self.pid
+            ));
+        }
+        let line = self.line()?;
+        match line.split_once(' ') {
+            Some(("vm", number)) => number.parse().map_err(|_| self.nonsense(&line)),
+            Some(("refused", why)) => Err(format!("process {} {why}", self.pid)),
+            _ => Err(self.nonsense(&line)),
+        }
+    }
+
+    /// Returns the descriptor by which [`stopped`](Self::stopped) can be waited for, if no answer is read ahead.
+    pub fn descriptor(&self) -> Option<RawFd> {
+        match self.stream.buffer() {
+            [] => Some(self.stream.get_ref().as_raw_fd()),
+            _ => None,
+        }
+    }
+
+    /// Waits until all vCPUs are held.
+    ///
+    /// # Errors
+    /// A sentence for the user: a vCPU does not stop, or the answer makes no sense.
+    pub fn stopped(&mut self) -> Result<Stopped, String> {
+        let line = match self.line() {
+            Ok(line) => line,
+            Err(_) if self.has_ended() => return Ok(Stopped::Gone),
+            Err(error) => return Err(error),
+        };
+        let words: Vec<_> = line.split(' ').collect();
+        match words[..] {
+            ["stopped", ref rest @ ..] => Stopped::parse(rest),
+            _ => None,
+        }
+        .ok_or_else(|| self.nonsense(&line))
+    }
+
+    /// Whether the process has closed its end.
+    fn has_ended(&mut self) -> bool {
+        matches!(self.stream.fill_buf(), Ok([]))
+    }
+
+    /// Has all vCPUs held, if the VM runs.
+    pub fn stop(&mut self) -> Result<(), String> {
+        self.say("stop")
+    }
+
+    /// Lets all vCPUs go on as `others` says, but some as `own` says.
+    pub fn resume(&mut self, others: &str, own: &[(u32, &str)]) -> Result<(), String> {
+        let own: String = (own.iter())
+            .map(|(vcpu, word)| format!(" {vcpu}:{word}"))
+            .collect();
+        self.do_or_fail(&format!("resume {others}{own}"))
+    }
+
+    /// Sets all probes: kind, address, bytes.
+    pub fn set_probes<'a>(
+        &mut self,
+        probes: impl Iterator<Item = &'a (&'static str, u64, u64)>,
+    ) -> Result<(), String> {
+        let probes: String = probes
+            .map(|(kind, at, bytes)| format!(" {kind}:{at}:{bytes}"))
+            .collect();
+        self.do_or_fail(&format!("probes{probes}"))
+    }
+
+    /// Returns the ids of the vCPUs.
+    pub fn vcpus(&mut self) -> Result<Vec<u32>, String> {
+        let line = self.ask("vcpus")?;
+        let ids = line.strip_prefix("vcpus").map(str::split_whitespace);
+        ids.and_then(|ids| ids.map(str::parse).collect::<Result<_, _>>().ok())
+            .ok_or_else(|| self.nonsense(&line))
+    }
+
+    /// Returns the values of all registers of a vCPU. `None`: it is not there, or its process uses it.
+    pub fn registers(&mut self, vcpu: u32) -> Result<Option<[u8; BLOCK]>, String> {
+        let value = self.value(&format!("get {vcpu}"))?;
+        Ok(value.and_then(|bytes| bytes.try_into().ok()))
+    }
+
+    /// Sets a register. Returns `false` if it cannot be set.
+    pub fn set_register(&mut self, vcpu: u32, number: usize, value: &[u8]) -> Result<bool, String> {
+        self.done(&format!("set {vcpu} {number} {}", text(value)))
+    }
+
+    /// Reads memory, as far as there is any. Returns the number of bytes.
+    pub fn read(
+        &mut self,
+        vcpu: u32,
+        space: Space,
+        at: u64,
+        to: &mut [u8],
+    ) -> Result<usize, String> {
+        let space = name(space);
+        let mut done = 0;
+        while done < to.len() {
+            let (at, len) = part(at, done, to.len());
+            match self.value(&format!("read {vcpu} {space} {at} {len}"))? {
+                Some(bytes) if bytes.len() == len => to[done..done + len].copy_from_slice(&bytes),
+                _ => break,
+            }
+            done += len;
+        }
+        Ok(done)
+    }
+
+    /// Writes memory. Returns whether all of it was written.
+    pub fn write(
+        &mut self,
+        vcpu: u32,
+        space: Space,
+        at: u64,
+        bytes: &[u8],
+    ) -> Result<bool, String> {
+        let space = name(space);
+        let mut done = 0;
+        while done < bytes.len() {
+            let (at, len) = part(at, done, bytes.len());
+            let bytes = text(&bytes[done..done + len]);
+            if !self.done(&format!("write {vcpu} {space} {at} {bytes}"))? {
+                return Ok(false);
+            }
+            done += len;
+        }
+        Ok(true)
+    }
+
+    fn say(&mut self, line: &str) -> Result<(), String> {
+        let said = self
+            .stream
+            .get_mut()
+            .write_all(format!("{line}\n").as_bytes());
+        said.map_err(|error| format!("process {} has ended: {error}", self.pid))
+    }
+
+    fn line(&mut self) -> Result<String, String> {
+        let mut line = String::new();
+        match self.stream.read_line(&mut line) {
+            Ok(_) if line.ends_with('\n') => {
+                line.pop();
+                Ok(line)
+            }
+            Err(error) if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind()) => {
+                Err(format!(
+                    "process {} does not answer; it may be stopped, or a vCPU waits for its memory",
+                    self.pid
+                ))
+            }
+            _ => Err(format!("process {} has ended", self.pid)),
+        }
+    }
+
+    fn ask(&mut self, line: &str) -> Result<String, String> {
+        self.say(line)?;
+        self.line()
+    }
+
+    /// Asks for bytes.
+    fn value(&mut self, line: &str) -> Result<Option<Vec<u8>>, String> {
+        let line = self.ask(line)?;
+        Ok(line.strip_prefix("value ").and_then(bytes))
+    }
+
+    fn done(&mut self, line: &str) -> Result<bool, String> {
+        Ok(self.ask(line)? == "done")
+    }
+
+    fn do_or_fail(&mut self, line: &str) -> Result<(), String> {
+        match self.done(line)? {
+            true => Ok(()),
+            false => Err(format!("process {} refuses: {line}", self.pid)),
+        }
+    }
+
+    fn nonsense(&self, line: &str) -> String {
+        format!("process {} says what makes no sense: {line}", self.pid)
+    }
+}
+
+fn name(space: Space) -> &'static str {
+    match space {
+        Space::Linear => "linear",
+        Space::Physical => "physical",
+    }
+}
+
+/// Returns the address and the length of the next part of `len` bytes at `at`, of which `done` are done. It lies in one page.
+fn part(at: u64, done: usize, len: usize) -> (u64, usize) {
+    let at = at.wrapping_add(done as u64);
+    let in_page = (0x1000 - at % 0x1000) as usize;
+    (at, (len - done).min(in_page).min(MOST_BYTES))
+}
+
+fn text(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn bytes(text: &str) -> Option<Vec<u8>> {
+    let digits = text.as_bytes().chunks(2);
+    digits
+        .map(|two| u8::from_str_radix(std::str::from_utf8(two).ok()?, 16).ok())
+        .collect()
+}

@@ -1,0 +1,112 @@
+//! The vCPUs that a debugger can find, and which VM has a debugger.
+
+use super::Debuggee;
+use super::port::Orders;
+use crate::errno::Result;
+use crate::process::PerProcess;
+use crate::{heap, report};
+use slat_x86::Probe;
+use std::ptr::NonNull;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The VM that waits for a debugger, if the user wants that: the first.
+const WAITS: u64 = 0;
+
+/// What all vCPUs of a VM are to do that has a debugger.
+pub(super) struct Debugged {
+    pub(super) vm: u64,
+    /// Whether the debugger has let the VM run.
+    pub(super) runs: bool,
+    pub(super) probes: Vec<Probe>,
+}
+
+impl Debugged {
+    /// Returns the orders of a vCPU.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(super) fn orders(&self, steps: bool, passes: bool) -> Result<Orders> {
+        Ok(Orders {
+            probes: heap::copy_of(&self.probes)?,
+            steps,
+            passes,
+        })
+    }
+}
+
+struct Listed {
+    /// The number of its VM.
+    vm: u64,
+    vcpu: NonNull<dyn Debuggee>,
+}
+
+// SAFETY: the vCPU may be used from any thread, and `end` removes it from the list before it is freed.
+unsafe impl Send for Listed {}
+
+/// The vCPUs of a process, in the order in which they were created.
+#[derive(Default)]
+pub(super) struct List {
+    vcpus: Vec<Listed>,
+    pub(super) debugged: Option<Debugged>,
+    /// Whether there was a debugger: nothing waits for one any more.
+    pub(super) came: bool,
+    /// Whether the user was told that the first VM waits.
+    told: bool,
+}
+
+static LIST: PerProcess<Mutex<List>> = PerProcess::new();
+
+pub(super) fn list() -> MutexGuard<'static, List> {
+    LIST.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl List {
+    /// Returns the vCPUs of a VM. They live as long as the list is locked.
+    pub(super) fn of(&self, vm: u64) -> impl Iterator<Item = &dyn Debuggee> {
+        let listed = self.vcpus.iter().filter(move |listed| listed.vm == vm);
+        // SAFETY: `end` removes a vCPU before it is freed, for which it needs the lock of this list.
+        listed.map(|listed| unsafe { listed.vcpu.as_ref() })
+    }
+
+    /// Returns the least number of a VM that has vCPUs.
+    pub(super) fn first_vm(&self) -> Option<u64> {
+        self.vcpus.iter().map(|listed| listed.vm).min()
+    }
+}
+
+/// Lists a new vCPU. If its VM has a debugger, or waits for one, so does the vCPU.
+///
+/// # Errors
+/// `ENOMEM`.
+pub(crate) fn begin(vm: u64, vcpu: &(impl Debuggee + 'static)) -> Result<()> {
+    let list = &mut *list();
+    heap::reserve(&mut list.vcpus, 1)?;
+    match &list.debugged {
+        Some(debugged) if debugged.vm == vm && debugged.runs => {
+            vcpu.port().release(debugged.orders(false, false)?);
+        }
+        Some(debugged) if debugged.vm == vm => vcpu.port().hold(),
+        _ if vm == WAITS && !list.came && std::env::var_os("SLAT_GDB_WAIT").is_some() => {
+            vcpu.port().hold();
+            if !std::mem::replace(&mut list.told, true) {
+                let process = std::process::id();
+                report::say(format_args!(
+                    "VM {vm} of process {process} waits for a debugger: slat gdb {process}"
+                ));
+            }
+        }
+        _ => {}
+    }
+    let vcpu: &(dyn Debuggee + 'static) = vcpu;
+    let vcpu = NonNull::from(vcpu);
+    list.vcpus.push(Listed { vm, vcpu });
+    Ok(())
+}
+
+/// Removes a vCPU, if it is listed. Call before it is freed.
+pub(crate) fn end(vcpu: &dyn Debuggee) {
+    let at = std::ptr::from_ref(vcpu).cast::<()>();
+    list()
+        .vcpus
+        .retain(|listed| listed.vcpu.as_ptr().cast::<()>().cast_const() != at);
+}

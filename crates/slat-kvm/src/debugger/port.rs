@@ -1,0 +1,296 @@
+//! Where the thread of a vCPU waits while a debugger holds the vCPU.
+
+use crate::thread::bits;
+use crate::ticker;
+use slat::Attention;
+use slat_process::wait;
+use slat_x86::{Probe, ProbeHit};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The time limit of sleeps: see [`ticker::sleep`].
+const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+
+/// Changes whenever a vCPU of the process has something to say to its debugger. The debugger's thread sleeps on it.
+pub(super) static NEWS: AtomicU32 = AtomicU32::new(0);
+
+/// What a vCPU does when it goes on.
+#[derive(Default)]
+pub(crate) struct Orders {
+    pub(crate) probes: Vec<Probe>,
+    /// It executes one instruction.
+    pub(crate) steps: bool,
+    /// A probe at the next instruction does not stop it.
+    pub(crate) passes: bool,
+}
+
+struct State<T> {
+    /// Whether a debugger has the VM.
+    attached: bool,
+    held: bool,
+    /// The vCPU, while its thread waits here.
+    lent: Option<NonNull<T>>,
+    /// What the vCPU's thread has not done yet.
+    orders: Option<Orders>,
+    /// The probe that has stopped the vCPU, and that no debugger has seen yet.
+    hit: Option<ProbeHit>,
+}
+
+/// Where the thread of a vCPU waits, and what it lends meanwhile.
+pub(crate) struct Port<T> {
+    attention: Attention,
+    state: Mutex<State<T>>,
+}
+
+// SAFETY: the pointer leads to a `T` of another thread, which may be used from any thread, and by one at a time: under the lock.
+unsafe impl<T: Send> Send for Port<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Port<T> {}
+
+/// The part of a port that a debugger uses.
+pub(crate) trait Held {
+    /// Holds the vCPU: its thread waits before the next instruction of the guest.
+    fn hold(&self);
+
+    /// Lets the vCPU go on with these orders.
+    fn release(&self, orders: Orders);
+
+    /// Takes what no debugger needs: the vCPU goes on without probes.
+    fn detach(&self);
+
+    /// Returns the probe that has stopped the vCPU.
+    fn hit(&self) -> Option<ProbeHit>;
+
+    /// Forgets that probe.
+    fn forget_hit(&self);
+}
+
+impl<T> Port<T> {
+    pub(crate) fn new(attention: Attention) -> Self {
+        Port {
+            attention,
+            state: Mutex::new(State {
+                attached: false,
+                held: false,
+                lent: None,
+                orders: None,
+                hit: None,
+            }),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the vCPU's thread has to come to the port: a look at the attention word.
+    pub(crate) fn calls(&self) -> bool {
+        self.attention.flag().load(Ordering::SeqCst) & bits::HOLD != 0
+    }
+
+    /// Takes the orders for the vCPU, if there are any.
+    pub(crate) fn orders(&self) -> Option<Orders> {
+        self.state().orders.take()
+    }
+
+    /// Waits while the vCPU is held, and lends `vcpu` meanwhile. `leaves`, which gets the bits that were raised and whether a
+    /// signal has ended the sleep, says whether the wait is over. Call on the vCPU's thread, outside the engine.
+    pub(crate) fn wait(&self, vcpu: &mut T, mut leaves: impl FnMut(u32, bool) -> bool) {
+        let mut quiet = Quiet::begin(&self.attention);
+        let (mut raised, mut interrupted) = (quiet.bits, false);
+        let lent = NonNull::from(vcpu);
+        let mut told = false;
+        let mut state = self.state();
+        while state.held && !leaves(raised, interrupted) {
+            state.lent = Some(lent);
+            drop(state);
+            if !std::mem::replace(&mut told, true) {
+                tell();
+            }
+            interrupted = ticker::sleep(&self.attention, LONGEST_SLEEP);
+            if interrupted {
+                quiet.bits |= bits::SIGNAL;
+            }
+            raised = quiet.again();
+            state = self.state();
+        }
+        state.lent = None;
+        quiet.bits &= !bits::HOLD;
+        if state.held {
+            quiet.bits |= bits::HOLD;
+        }
+    }
+
+    /// Uses the vCPU, if its thread waits here; if not, returns `work`.
+    pub(crate) fn with_lent<R, W: FnOnce(&mut T) -> R>(&self, work: W) -> Result<R, W> {
+        let state = self.state();
+        match state.lent {
+            // SAFETY: the thread that has lent its exclusive reference goes on only after it has locked the state.
+            Some(mut lent) => Ok(work(unsafe { lent.as_mut() })),
+            None => Err(work),
+        }
+    }
+
+    /// Holds the vCPU, because a probe has stopped it; if no debugger has it any more, it goes on. Call on the vCPU's thread.
+    pub(crate) fn stopped(&self, hit: ProbeHit) {
+        let mut state = self.state();
+        if state.attached {
+            state.hit = Some(hit);
+            state.held = true;
+            self.attention.raise(bits::HOLD);
+            drop(state);
+            tell();
+        }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State<T>)) {
+        change(&mut self.state());
+        ticker::raise(&self.attention, bits::HOLD);
+    }
+}
+
+impl<T> Held for Port<T> {
+    fn hold(&self) {
+        self.change(|state| {
+            state.attached = true;
+            state.held = true;
+        });
+    }
+
+    fn release(&self, orders: Orders) {
+        self.change(|state| {
+            state.attached = true;
+            state.held = false;
+            state.orders = Some(orders);
+        });
+    }
+
+    fn detach(&self) {
+        self.change(|state| {
+            (state.attached, state.held, state.hit) = (false, false, None);
+            state.orders = Some(Orders::default());
+        });
+    }
+
+    fn hit(&self) -> Option<ProbeHit> {
+        self.state().hit
+    }
+
+    fn forget_hit(&self) {
+        self.state().hit = None;
+    }
+}
+
+/// Wakes the debugger.
+fn tell() {
+    NEWS.fetch_add(1, Ordering::SeqCst);
+    wait::wake(&NEWS);
+}
+
+/// Keeps bits from an attention word that nobody looks at now, so that what looks at the word sees only new ones. Dropping this
+/// raises them again.
+pub(crate) struct Quiet<'a> {
+    attention: &'a Attention,
+    bits: u32,
+}
+
+impl<'a> Quiet<'a> {
+    pub(crate) fn begin(attention: &'a Attention) -> Self {
+        let bits = attention.take(u32::MAX);
+        Quiet { attention, bits }
+    }
+
+    /// Takes and returns what was raised since.
+    fn again(&mut self) -> u32 {
+        let raised = self.attention.take(u32::MAX);
+        self.bits |= raised;
+        raised
+    }
+}
+
+impl Drop for Quiet<'_> {
+    fn drop(&mut self) {
+        // The vCPU was outside the engine, and has to drop its translations, but nobody waits for that.
+        if self.bits & Attention::FLUSH != 0 {
+            self.bits = self.bits & !Attention::FLUSH | bits::RETRY;
+        }
+        ticker::raise(self.attention, self.bits);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::thread;
+
+    fn until(done: impl Fn() -> bool) {
+        let begin = std::time::Instant::now();
+        while !done() {
+            assert!(begin.elapsed() < Duration::from_secs(20));
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_waiting_thread_lends_and_takes_back() {
+        let port = Arc::new(Port::new(Attention::new().unwrap()));
+        assert!(!port.calls());
+        port.hold();
+        let vcpu = {
+            let port = port.clone();
+            thread::spawn(move || {
+                let mut value = 1;
+                assert!(port.calls());
+                port.wait(&mut value, |_, _| false);
+                value
+            })
+        };
+        until(|| port.with_lent(|value| *value += 1).is_ok());
+        // What others raise meanwhile ends no wait, and is not lost.
+        ticker::raise(&port.attention, bits::IRQ);
+        port.release(Orders {
+            steps: true,
+            ..Orders::default()
+        });
+        assert_eq!(vcpu.join().unwrap(), 2);
+        assert!(port.with_lent(|_| ()).is_err());
+        assert_ne!(port.attention.take(bits::IRQ), 0);
+        assert!(port.orders().unwrap().steps);
+    }
+
+    #[test]
+    fn a_signal_ends_the_wait_and_the_vcpu_stays_held() {
+        let port = Arc::new(Port::new(Attention::new().unwrap()));
+        port.hold();
+        let vcpu = {
+            let port = port.clone();
+            thread::spawn(move || {
+                port.wait(&mut (), |raised, _| raised & bits::SIGNAL != 0);
+            })
+        };
+        until(|| port.with_lent(|_| ()).is_ok());
+        ticker::raise(&port.attention, bits::SIGNAL);
+        vcpu.join().unwrap();
+        assert_eq!(
+            port.attention.take(u32::MAX),
+            bits::SIGNAL | bits::HOLD,
+            "for the next run"
+        );
+    }
+
+    #[test]
+    fn a_hit_holds_nobody_without_a_debugger() {
+        let port: Port<()> = Port::new(Attention::new().unwrap());
+        port.stopped(ProbeHit::Step);
+        assert!(!port.calls() && port.hit().is_none());
+        port.hold();
+        port.stopped(ProbeHit::Code);
+        assert_eq!(port.hit(), Some(ProbeHit::Code));
+        port.detach();
+        assert!(port.orders().unwrap().probes.is_empty());
+        port.wait(&mut (), |_, _| panic!("not held"));
+    }
+}

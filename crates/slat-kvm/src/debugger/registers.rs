@@ -1,0 +1,266 @@
+//! The registers, as GDB numbers them and asks for them: GDB's features `org.gnu.gdb.i386.core`, `.sse` and `.segments`, and one with
+//! the registers of the system.
+
+use crate::regs;
+use slat_x86::State;
+use slat_x86::state::flags;
+
+/// A register, as GDB knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Register {
+    /// Its name.
+    pub name: &'static str,
+    /// Its size.
+    pub bytes: usize,
+    /// GDB's name of its type.
+    pub kind: &'static str,
+    /// GDB's name of the group of registers that it belongs to.
+    pub feature: &'static str,
+}
+
+const CORE: &str = "org.gnu.gdb.i386.core";
+const SSE: &str = "org.gnu.gdb.i386.sse";
+const SEGMENTS: &str = "org.gnu.gdb.i386.segments";
+const SYSTEM: &str = "slat.system";
+
+/// The number of registers.
+const COUNT: usize = 67;
+
+/// All registers, in GDB's order. The position of a register is its number.
+pub const REGISTERS: [Register; COUNT] = table();
+
+/// Bytes of the values of all registers, one after another.
+pub const BLOCK: usize = offset(COUNT);
+
+/// The number of RIP.
+const RIP: usize = 16;
+const RFLAGS: usize = 17;
+const SELECTORS: usize = 18;
+const ST: usize = 24;
+const X87: usize = 32;
+const XMM: usize = 40;
+const MXCSR: usize = 56;
+const BASES: usize = 57;
+const CONTROL: usize = 59;
+
+const fn table() -> [Register; COUNT] {
+    const GPRS: [&str; 16] = [
+        "rax", "rbx", "rcx", "rdx", "rsi", "rdi", "rbp", "rsp", "r8", "r9", "r10", "r11", "r12",
+        "r13", "r14", "r15",
+    ];
+    const SELECTOR_NAMES: [&str; 6] = ["cs", "ss", "ds", "es", "fs", "gs"];
+    const ST_NAMES: [&str; 8] = ["st0", "st1", "st2", "st3", "st4", "st5", "st6", "st7"];
+    const X87_NAMES: [&str; 8] = [
+        "fctrl", "fstat", "ftag", "fiseg", "fioff", "foseg", "fooff", "fop",
+    ];
+    const XMM_NAMES: [&str; 16] = [
+        "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
+        "xmm11", "xmm12", "xmm13", "xmm14", "xmm15",
+    ];
+    const CONTROL_NAMES: [&str; 8] = [
+        "k_gs_base",
+        "cr0",
+        "cr2",
+        "cr3",
+        "cr4",
+        "cr8",
+        "efer",
+        "cs_base",
+    ];
+    let mut table = [Register {
+        name: "",
+        bytes: 8,
+        kind: "int64",
+        feature: CORE,
+    }; COUNT];
+    let mut at = 0;
+    while at < COUNT {
+        let (name, bytes, kind, feature) = match at {
+            0..RIP => (GPRS[at], 8, "int64", CORE),
+            RIP => ("rip", 8, "code_ptr", CORE),
+            RFLAGS => ("eflags", 4, "i386_eflags", CORE),
+            SELECTORS..ST => (SELECTOR_NAMES[at - SELECTORS], 4, "int32", CORE),
+            ST..X87 => (ST_NAMES[at - ST], 10, "i387_ext", CORE),
+            X87..XMM => (X87_NAMES[at - X87], 4, "int", CORE),
+            XMM..MXCSR => (XMM_NAMES[at - XMM], 16, "vec128", SSE),
+            MXCSR => ("mxcsr", 4, "int", SSE),
+            BASES => ("fs_base", 8, "int64", SEGMENTS),
+            58 => ("gs_base", 8, "int64", SEGMENTS),
+            _ => (CONTROL_NAMES[at - CONTROL], 8, "int64", SYSTEM),
+        };
+        table[at] = Register {
+            name,
+            bytes,
+            kind,
+            feature,
+        };
+        at += 1;
+    }
+    table
+}
+
+/// Returns where the value of a register is among those of all.
+const fn offset(register: usize) -> usize {
+    let table = table();
+    let (mut at, mut bytes) = (0, 0);
+    while at < register {
+        bytes += table[at].bytes;
+        at += 1;
+    }
+    bytes
+}
+
+/// GDB's order of RAX to RSP, as indices of the CPU's.
+const GPR: [usize; 8] = [0, 3, 1, 2, 6, 7, 5, 4];
+
+/// Returns the CPU's index of a general register.
+fn gpr(register: usize) -> usize {
+    GPR.get(register).copied().unwrap_or(register)
+}
+
+/// Returns the x87 tag word: GDB wants two bits for each register.
+fn tag_word(state: &State) -> u32 {
+    (0..8).fold(0, |word, register| match state.ftw >> register & 1 {
+        0 => word | 3 << (2 * register),
+        _ => word,
+    })
+}
+
+/// Returns the value of a register.
+fn value(state: &State, register: usize) -> u128 {
+    let number = |value: u64| u128::from(value);
+    match register {
+        0..RIP => number(state.gpr[gpr(register)]),
+        RIP => number(state.rip),
+        RFLAGS => number(state.rflags),
+        SELECTORS..ST => {
+            let all = [
+                &state.cs, &state.ss, &state.ds, &state.es, &state.fs, &state.gs,
+            ];
+            u128::from(all[register - SELECTORS].selector)
+        }
+        ST..X87 => {
+            let image = state.to_fxsave();
+            let at = 32 + 16 * (register - ST);
+            let mut bytes = [0; 16];
+            bytes[..10].copy_from_slice(&image[at..at + 10]);
+            u128::from_le_bytes(bytes)
+        }
+        X87..XMM => u128::from(
+            [
+                state.fcw.into(),
+                state.fsw.into(),
+                tag_word(state),
+                (state.fip >> 32) as u32,
+                state.fip as u32,
+                (state.fdp >> 32) as u32,
+                state.fdp as u32,
+                state.fop.into(),
+            ][register - X87],
+        ),
+        XMM..MXCSR => state.xmm[register - XMM],
+        MXCSR => state.mxcsr.into(),
+        _ => number(
+            [
+                state.fs.base,
+                state.gs.base,
+                state.kernel_gs_base,
+                state.cr0,
+                state.cr2,
+                state.cr3,
+                state.cr4,
+                state.cr8,
+                state.efer,
+                state.cs.base,
+            ][register - BASES],
+        ),
+    }
+}
+
+/// Writes the values of all registers.
+pub(crate) fn get(state: &State, to: &mut [u8; BLOCK]) {
+    let mut rest = &mut to[..];
+    for (register, Register { bytes, .. }) in REGISTERS.iter().enumerate() {
+        let (part, after) = rest.split_at_mut(*bytes);
+        part.copy_from_slice(&value(state, register).to_le_bytes()[..*bytes]);
+        rest = after;
+    }
+}
+
+/// Sets a register. Returns `false` for a value of another size, and for a register whose change would need checks of an
+/// instruction: selectors, the registers of the system and those of the x87 but for ST0 to ST7.
+pub(crate) fn set(state: &mut State, register: usize, value: &[u8]) -> bool {
+    if REGISTERS.get(register).map(|known| known.bytes) != Some(value.len()) {
+        return false;
+    }
+    let mut bytes = [0; 16];
+    bytes[..value.len()].copy_from_slice(value);
+    let wide = u128::from_le_bytes(bytes);
+    let value = wide as u64;
+    match register {
+        0..RIP => state.gpr[gpr(register)] = value,
+        RIP => state.rip = value,
+        RFLAGS => state.rflags = value & regs::FLAGS | flags::ALWAYS,
+        ST..X87 => {
+            let mut image = state.to_fxsave();
+            let at = 32 + 16 * (register - ST);
+            image[at..at + 10].copy_from_slice(&bytes[..10]);
+            state.set_fxsave(&image);
+        }
+        XMM..MXCSR => state.xmm[register - XMM] = wide,
+        MXCSR => {
+            let mut image = state.to_fxsave();
+            image[24..28].copy_from_slice(&bytes[..4]);
+            state.set_fxsave(&image);
+        }
+        BASES => state.fs.base = value,
+        58 => state.gs.base = value,
+        _ => return false,
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slat_x86::state::{MXCSR_MASK, MXCSR_MM};
+
+    #[test]
+    fn what_is_set_is_read() {
+        let mut state = State::reset();
+        let mut before = [0; BLOCK];
+        get(&state, &mut before);
+        for (register, Register { name, bytes, .. }) in REGISTERS.iter().enumerate() {
+            let value: Vec<u8> = (1..=*bytes as u8).collect();
+            if !set(&mut state, register, &value) {
+                continue;
+            }
+            let mut block = [0; BLOCK];
+            get(&state, &mut block);
+            let at = offset(register)..offset(register) + bytes;
+            match *name {
+                "eflags" => assert_eq!(state.rflags, 0x0403_0201 & regs::FLAGS | flags::ALWAYS),
+                "mxcsr" => assert_eq!(state.mxcsr, 0x0403_0201 & (MXCSR_MASK | MXCSR_MM)),
+                _ => assert_eq!(block[at], value, "{name}"),
+            }
+        }
+        assert_eq!(state.gpr[3], 0x0807_0605_0403_0201, "rbx");
+        assert!(!set(&mut state, COUNT - 1, &[0; 8]), "cs_base");
+        assert!(!set(&mut state, RIP, &[0; 4]) && !set(&mut state, COUNT, &[]));
+    }
+
+    #[test]
+    fn the_numbers_are_those_of_gdb() {
+        let number = |name| REGISTERS.iter().position(|it| it.name == name).unwrap();
+        let known = [
+            ("rip", 16),
+            ("eflags", 17),
+            ("st0", 24),
+            ("fop", 39),
+            ("mxcsr", 56),
+        ];
+        for (name, expected) in known {
+            assert_eq!(number(name), expected, "{name}");
+        }
+    }
+}

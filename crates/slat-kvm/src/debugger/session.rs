@@ -1,0 +1,198 @@
+//! What a debugger does with all vCPUs of a VM: it stops all of them, and lets go on those that it wants to.
+
+use super::list::{Debugged, list};
+use super::port::NEWS;
+use super::{Debuggee, Request};
+use crate::errno::Result;
+use slat_process::wait;
+use slat_x86::{Probe, ProbeHit};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// How long a request waits for a vCPU that another call has locked.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// How long it waits until it tries again.
+const TRIES_AGAIN: Duration = Duration::from_millis(1);
+
+/// What a vCPU does that a debugger has held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Go {
+    /// It goes on.
+    On,
+    /// It executes one instruction.
+    Step,
+    /// It stays held.
+    Nowhere,
+}
+
+/// Why all vCPUs are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stopped {
+    /// The debugger wanted it.
+    Asked,
+    /// A vCPU has hit a probe.
+    Hit(u32, ProbeHit),
+    /// The VM has no vCPU any more.
+    Gone,
+}
+
+/// A debugger's use of a VM. Dropping this lets all vCPUs go on, without probes.
+pub(crate) struct Session {
+    pub(crate) vm: u64,
+    /// Whether all vCPUs are being held, because the debugger wants it or one has hit a probe.
+    stops: bool,
+    /// The vCPU that a code probe has stopped: it passes the probe when it goes on.
+    passes: Option<u32>,
+}
+
+impl Session {
+    /// Begins to debug a VM, the first one if none is named, and holds its vCPUs.
+    ///
+    /// # Errors
+    /// A sentence for the user.
+    pub(crate) fn attach(vm: Option<u64>) -> std::result::Result<Self, &'static str> {
+        let mut list = list();
+        if list.debugged.is_some() {
+            return Err("has a debugger already: end that one first");
+        }
+        let vm = vm.or(list.first_vm());
+        let Some(vm) = vm.filter(|vm| list.of(*vm).next().is_some()) else {
+            return Err("has no such VM with vCPUs: `slat stat` lists them");
+        };
+        let probes = Vec::new();
+        list.debugged = Some(Debugged {
+            vm,
+            runs: true,
+            probes,
+        });
+        drop(list);
+        let mut session = Session {
+            vm,
+            stops: false,
+            passes: None,
+        };
+        session.stop();
+        Ok(session)
+    }
+
+    /// Calls `visit` with each vCPU.
+    pub(crate) fn each(&self, visit: impl FnMut(&dyn Debuggee)) {
+        list().of(self.vm).for_each(visit);
+    }
+
+    /// Begins to hold all vCPUs.
+    pub(crate) fn stop(&mut self) {
+        self.stops = true;
+        self.each(|vcpu| vcpu.port().hold());
+    }
+
+    /// Whether the debugger has let the VM run, and was not told since that it has stopped.
+    pub(crate) fn runs(&self) -> bool {
+        list().debugged.as_ref().is_some_and(|it| it.runs)
+    }
+
+    /// Waits for news of the vCPUs, for at most `longest`, unless there were some since `seen` was [`news`](Self::news).
+    pub(crate) fn wait(&self, seen: u32, longest: Duration) {
+        wait::sleep(&NEWS, seen, Some(longest));
+    }
+
+    /// Returns a number that changes when there are news.
+    pub(crate) fn news(&self) -> u32 {
+        NEWS.load(Ordering::SeqCst)
+    }
+
+    /// Returns why all vCPUs are held; `None` if one runs. Of several hits one is returned: those of code will be hit again, those of
+    /// data are kept for the next time.
+    pub(crate) fn stopped(&mut self) -> Option<Stopped> {
+        let mut hit = false;
+        self.each(|vcpu| hit |= vcpu.port().hit().is_some());
+        if hit && !self.stops {
+            self.stop();
+        }
+        if !self.stops {
+            let gone = list().of(self.vm).next().is_none();
+            return gone.then_some(Stopped::Gone);
+        }
+        let mut runs = false;
+        self.each(|vcpu| runs |= vcpu.request(&mut Request::Nothing).is_none());
+        if runs {
+            return None;
+        }
+        let mut stopped = Stopped::Asked;
+        self.each(|vcpu| match (stopped, vcpu.port().hit()) {
+            (_, None) => {}
+            (Stopped::Asked, Some(hit)) => {
+                stopped = Stopped::Hit(vcpu.id(), hit);
+                vcpu.port().forget_hit();
+            }
+            (_, Some(ProbeHit::Data(..))) => {}
+            (_, Some(_)) => vcpu.port().forget_hit(),
+        });
+        self.stops = false;
+        self.passes = match stopped {
+            Stopped::Hit(vcpu, ProbeHit::Code) => Some(vcpu),
+            _ => None,
+        };
+        if let Some(debugged) = &mut list().debugged {
+            debugged.runs = false;
+        }
+        Some(stopped)
+    }
+
+    /// Lets vCPUs go on. If one of them has a hit that was kept, none does: [`stopped`](Self::stopped) returns the hit.
+    ///
+    /// # Errors
+    /// `ENOMEM`: all stay held.
+    pub(crate) fn resume(&mut self, go: impl Fn(u32) -> Go) -> Result<()> {
+        let list = &mut *list();
+        let moves = |vcpu: &&dyn Debuggee| go(vcpu.id()) != Go::Nowhere;
+        let keeps = (list.of(self.vm).filter(moves)).any(|vcpu| vcpu.port().hit().is_some());
+        if let Some(debugged) = list.debugged.as_ref().filter(|_| !keeps) {
+            for vcpu in list.of(self.vm).filter(moves) {
+                let steps = go(vcpu.id()) == Go::Step;
+                let passes = self.passes == Some(vcpu.id());
+                vcpu.port().release(debugged.orders(steps, passes)?);
+            }
+        }
+        if let Some(debugged) = &mut list.debugged {
+            debugged.runs = true;
+        }
+        Ok(())
+    }
+
+    /// Replaces the probes. vCPUs have them when they go on.
+    pub(crate) fn set_probes(&self, probes: Vec<Probe>) {
+        if let Some(debugged) = &mut list().debugged {
+            debugged.probes = probes;
+        }
+    }
+
+    /// Carries out a request of a vCPU that is held. Returns whether that succeeded.
+    pub(crate) fn request(&self, vcpu: u32, request: &mut Request<'_>) -> bool {
+        let begin = Instant::now();
+        loop {
+            let done = {
+                let list = list();
+                let found = list.of(self.vm).find(|it| it.id() == vcpu);
+                match found {
+                    Some(found) => found.request(request),
+                    None => return false,
+                }
+            };
+            match done {
+                Some(done) => return done,
+                None if begin.elapsed() > PATIENCE => return false,
+                None => wait::pause(TRIES_AGAIN),
+            }
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let list = &mut *list();
+        list.debugged = None;
+        list.came = true;
+        (list.of(self.vm)).for_each(|vcpu| vcpu.port().detach());
+    }
+}

@@ -1,0 +1,126 @@
+//! A vCPU under a debugger that the client does not know of: module [`debugger`](crate::debugger).
+
+use crate::debugger::{self, Debuggee, Held, Quiet, Request, Space};
+use crate::entered::Entered;
+use crate::machine::VcpuMachine;
+use crate::signals::Masked;
+use crate::thread::bits;
+use crate::vcpu::{Inner, VcpuObject};
+use slat_x86::ProbeHit;
+use std::ops::Range;
+use std::sync::TryLockError;
+
+const PAGE: u64 = 4096;
+
+impl VcpuObject {
+    /// Whether a debugger wants something of the thread that runs this vCPU.
+    pub(crate) fn is_called_to_port(&self) -> bool {
+        self.port.calls()
+    }
+
+    /// Waits while a debugger holds the vCPU, and until the run has to end; then does what the debugger wants. The vCPU is not entered.
+    pub(crate) fn visit_port(&self, inner: &mut Inner, masked: Option<&Masked>) {
+        self.port.wait(inner, |raised, interrupted| {
+            interrupted
+                || raised & bits::SIGNAL != 0
+                || self.page.immediate_exit()
+                || raised & bits::POLL != 0 && masked.is_some_and(Masked::signal_waits)
+        });
+        if let Some(orders) = self.port.orders() {
+            inner.cpu.set_probes(orders.probes, orders.steps);
+            if orders.passes {
+                inner.cpu.pass_probe();
+            }
+        }
+    }
+
+    /// Call when a probe has ended the CPU's run.
+    pub(crate) fn probe_hit(&self, hit: ProbeHit) {
+        self.port.stopped(hit);
+    }
+
+    /// Uses the state of the vCPU, which no thread uses meanwhile. `None`: a thread runs the vCPU, or has locked it for another call.
+    fn with_state<R>(&self, work: impl FnOnce(&mut Inner) -> R) -> Option<R> {
+        let work = match self.port.with_lent(work) {
+            Ok(result) => return Some(result),
+            Err(work) => work,
+        };
+        let mut inner = match self.inner.try_lock() {
+            Ok(inner) => inner,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(work(&mut inner))
+    }
+
+    /// Calls `access` with each page's part of `len` bytes at `address`: the guest-physical address, and where the part begins and ends
+    /// among the bytes. The vCPU is entered. Returns `false` if an address leads nowhere or `access` returns `false`.
+    fn by_pages(
+        &self,
+        inner: &mut Inner,
+        (space, address, len): (Space, u64, usize),
+        mut access: impl FnMut(&mut VcpuMachine, u64, Range<usize>) -> bool,
+    ) -> bool {
+        let _quiet = Quiet::begin(&self.common().attention);
+        let mut done = 0;
+        while done < len {
+            let at = address.wrapping_add(done as u64);
+            let end = len.min(done + (PAGE - at % PAGE) as usize);
+            let gpa = match space {
+                Space::Physical => Some(at),
+                Space::Linear => inner.machine.translate_for_client(&inner.cpu, at),
+            };
+            let mut entered = Entered::enter(&mut inner.machine);
+            entered.pages.flush();
+            if !gpa.is_some_and(|gpa| access(&mut entered, gpa, done..end)) {
+                return false;
+            }
+            done = end;
+        }
+        true
+    }
+}
+
+impl Debuggee for VcpuObject {
+    fn id(&self) -> u32 {
+        self.common().id
+    }
+
+    fn port(&self) -> &dyn Held {
+        &self.port
+    }
+
+    fn request(&self, request: &mut Request<'_>) -> Option<bool> {
+        if self.vm.still_alive().is_err() {
+            return Some(false);
+        }
+        match request {
+            Request::Nothing => self.with_state(|_| true),
+            Request::Get(block) => {
+                let state = self.with_state(|inner| inner.cpu.state.clone())?;
+                debugger::get(&state, block);
+                Some(true)
+            }
+            Request::Set(register, value) => {
+                self.with_state(|inner| debugger::set(&mut inner.cpu.state, *register, value))
+            }
+            Request::Read(space, address, bytes) => {
+                let what = (*space, *address, bytes.len());
+                self.with_state(|inner| {
+                    self.by_pages(inner, what, |machine, gpa, part| {
+                        machine.read_here(gpa, &mut bytes[part])
+                    })
+                })
+            }
+            Request::Write(space, address, bytes) => self.with_state(|inner| {
+                let what = (*space, *address, bytes.len());
+                let written = self.by_pages(inner, what, |machine, gpa, part| {
+                    machine.write_here(gpa, &bytes[part])
+                });
+                // The bytes may be code, or tables.
+                inner.flush_translations();
+                written
+            }),
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Probes: breakpoints, watchpoints and single steps that neither the guest nor a debugger of KVM's API
+//! ([`Debugger`](crate::Debugger)) knows of. They end the run with [`Exit::Probe`], and change no register.
+//!
+//! They are found where the debug registers are looked at (module `debug`): the page of a data probe is not entered into the TLB, and
+//! a code probe makes the CPU look at each block. So probes, DR0–DR7, and the debugger's breakpoints may be set at the same addresses:
+//! first the probe ends the run, and in the next run the others take effect.
+//!
+//! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`] lets the next run execute it. A data
+//! probe and a step stop after the instruction.
+
+use crate::Cpu;
+use crate::machine::{Access, Exit};
+use crate::state::flags;
+
+/// Among the DR6 bits of an instruction's traps: it has hit a data probe.
+const DATA: u64 = 1 << 32;
+/// Among the DR6 bits of an instruction's traps: it was a step.
+const STEP: u64 = 1 << 33;
+
+/// What a probe waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProbeKind {
+    /// The execution of the instruction at the first address.
+    Execute,
+    /// A write to any of the bytes.
+    Write,
+    /// A read of any of the bytes.
+    Read,
+    /// Either.
+    Access,
+}
+
+/// One probe: linear addresses and what must happen to them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Probe {
+    /// What must happen.
+    pub kind: ProbeKind,
+    /// The first linear address.
+    pub first: u64,
+    /// The number of bytes. For code, one is looked at.
+    pub bytes: u64,
+}
+
+/// Why [`Exit::Probe`] has ended the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProbeHit {
+    /// A code probe is at the next instruction.
+    Code,
+    /// The last instruction has accessed this linear address, which a data probe of this kind watches.
+    Data(ProbeKind, u64),
+    /// An instruction was executed by a step.
+    Step,
+}
+
+/// The probes of a CPU.
+#[derive(Default)]
+pub(crate) struct Probes {
+    list: Vec<Probe>,
+    /// Each instruction ends the run.
+    pub(crate) steps: bool,
+    /// The linear address of an instruction that code probes do not stop.
+    passed: Option<u64>,
+    /// The access by which the current instruction has hit a data probe.
+    access: Option<(ProbeKind, u64)>,
+    /// What ends the run before the next instruction.
+    pub(crate) hit: Option<ProbeHit>,
+}
+
+impl Probes {
+    pub(crate) fn has_code(&self) -> bool {
+        self.list.iter().any(|it| it.kind == ProbeKind::Execute)
+    }
+
+    pub(crate) fn has_data(&self) -> bool {
+        self.list.iter().any(|it| it.kind != ProbeKind::Execute)
+    }
+
+    /// Whether a code probe is within `len` bytes from `lin`.
+    pub(crate) fn has_code_in(&self, lin: u64, len: u64) -> bool {
+        let mut code = (self.list.iter()).filter(|probe| probe.kind == ProbeKind::Execute);
+        code.any(|probe| probe.first.wrapping_sub(lin) < len)
+    }
+
+    /// Returns the first data probe that shares a byte with the `len` bytes at `lin`.
+    fn data_in(&self, lin: u64, len: u64, access: Option<Access>) -> Option<&Probe> {
+        self.list.iter().find(|probe| {
+            let meant = match (probe.kind, access) {
+                (ProbeKind::Execute, _) => false,
+                (ProbeKind::Access, _) | (_, None) => true,
+                (ProbeKind::Write, Some(access)) => access == Access::Write,
+                (ProbeKind::Read, Some(access)) => access != Access::Write,
+            };
+            let overlaps =
+                lin.wrapping_sub(probe.first) < probe.bytes || probe.first.wrapping_sub(lin) < len;
+            meant && overlaps
+        })
+    }
+
+    /// Whether the page of `lin` has bytes that a data probe watches.
+    pub(crate) fn watch_page(&self, lin: u64) -> bool {
+        self.data_in(lin & !0xfff, 0x1000, None).is_some()
+    }
+
+    /// Notes an access that is about to be made if a data probe watches it. Returns its bits for [`Cpu::trap`].
+    pub(crate) fn accessed(&mut self, lin: u64, len: u64, access: Access) -> u64 {
+        let Some(&Probe { kind, first, .. }) = self.data_in(lin, len, Some(access)) else {
+            return 0;
+        };
+        // The first byte of both.
+        let at = match first.wrapping_sub(lin) < len {
+            true => first,
+            false => lin,
+        };
+        self.access = Some((kind, at));
+        DATA
+    }
+
+    /// Returns the bits of a step, if the CPU makes steps.
+    pub(crate) fn step(&self) -> u64 {
+        if self.steps { STEP } else { 0 }
+    }
+
+    /// Takes the probes' bits from those of an instruction's traps, and returns the others.
+    pub(crate) fn trap(&mut self, hits: u64) -> u64 {
+        if hits & DATA != 0 {
+            let access = self.access.take();
+            self.hit = access.map(|(kind, at)| ProbeHit::Data(kind, at));
+        } else if hits & STEP != 0 {
+            self.hit = Some(ProbeHit::Step);
+        }
+        hits & !(DATA | STEP)
+    }
+}
+
+impl Cpu {
+    /// Replaces all probes. `steps`: each instruction ends the run, too. A hit that has not ended a run is forgotten, and no
+    /// instruction is [passed](Self::pass_probe).
+    pub fn set_probes(&mut self, list: Vec<Probe>, steps: bool) {
+        self.probes = Probes {
+            list,
+            steps,
+            ..Probes::default()
+        };
+        self.apply_watch();
+        self.slow = true;
+    }
+
+    /// Lets the next run execute the instruction at RIP, even if a code probe is there.
+    pub fn pass_probe(&mut self) {
+        self.probes.passed = Some(self.linear_rip());
+    }
+
+    /// Whether each instruction ends the run.
+    pub fn makes_probe_steps(&self) -> bool {
+        self.probes.steps
+    }
+
+    /// Whether a code probe stops the instruction at the linear address `lin`.
+    pub(crate) fn is_probed(&self, lin: u64) -> bool {
+        self.watch.code && self.probes.passed != Some(lin) && self.probes.has_code_in(lin, 1)
+    }
+
+    /// Call after an instruction was executed: the next one may be stopped, unless it is the same string instruction.
+    pub(crate) fn passed_probe(&mut self) {
+        if self.state.rflags & flags::RF == 0 {
+            self.probes.passed = None;
+        }
+    }
+
+    /// Takes the hit that ends the run.
+    pub(crate) fn take_probe_hit(&mut self) -> Option<Exit> {
+        self.probes.hit.take().map(Exit::Probe)
+    }
+}

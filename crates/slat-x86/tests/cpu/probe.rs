@@ -1,0 +1,120 @@
+//! Probes: they end the run, whatever the guest and a debugger have set, and leave no trace in the guest.
+
+use crate::common::*;
+use slat_x86::*;
+
+fn code(first: u64) -> Probe {
+    data(ProbeKind::Execute, first, 1)
+}
+
+fn data(kind: ProbeKind, first: u64, bytes: u64) -> Probe {
+    Probe { kind, first, bytes }
+}
+
+#[test]
+fn a_code_probe_stops_before_its_instruction_until_it_is_passed() {
+    // l: inc eax; inc ebx; dec ecx; jnz l; hlt
+    let mut guest = Guest::new(b"\xff\xc0\xff\xc3\xff\xc9\x75\xf8\xf4");
+    guest.cpu.state.gpr[RCX] = 3;
+    let mut many: Vec<_> = (0..40).map(|at| code(CODE + 0x100 + at)).collect();
+    many.push(code(CODE + 2));
+    guest.cpu.set_probes(many, false);
+    for round in 0..3 {
+        assert_eq!(guest.run(), Exit::Probe(ProbeHit::Code));
+        assert_eq!(guest.run(), Exit::Probe(ProbeHit::Code), "not passed");
+        let state = &guest.cpu.state;
+        assert_eq!((state.rip, state.gpr[RBX]), (CODE + 2, round));
+        guest.cpu.pass_probe();
+    }
+    guest.halt();
+    assert_eq!(guest.cpu.state.gpr[RBX], 3);
+}
+
+#[test]
+fn a_string_instruction_is_passed_as_a_whole() {
+    // rep stosb; jmp to it
+    let mut guest = Guest::new(b"\xf3\xaa\xeb\xfc");
+    guest.cpu.state.gpr[RDI] = DATA;
+    guest.cpu.state.gpr[RCX] = 100;
+    guest.cpu.set_probes(vec![code(CODE)], false);
+    assert_eq!(guest.run(), Exit::Probe(ProbeHit::Code));
+    guest.cpu.pass_probe();
+    assert_eq!(guest.run(), Exit::Probe(ProbeHit::Code));
+    let state = &guest.cpu.state;
+    assert_eq!((state.rip, state.gpr[RCX]), (CODE, 0));
+}
+
+#[test]
+fn data_probes_stop_after_the_access_on_a_page_that_was_used_before() {
+    // mov [rsi],eax; mov eax,[rsi]; mov [rsi+9],al; hlt
+    let mut guest = Guest::new(b"\x89\x06\x8b\x06\x88\x46\x09\xf4");
+    guest.cpu.state.gpr[RSI] = DATA;
+    guest.halt();
+    for (kind, hits) in [
+        (ProbeKind::Write, &[2, 7][..]),
+        (ProbeKind::Read, &[4]),
+        (ProbeKind::Access, &[2, 4, 7]),
+    ] {
+        guest.cpu.set_probes(vec![data(kind, DATA + 3, 7)], false);
+        guest.cpu.state.rip = CODE;
+        for after in hits {
+            let at = if *after == 7 { DATA + 9 } else { DATA + 3 };
+            assert_eq!(guest.run(), Exit::Probe(ProbeHit::Data(kind, at)));
+            assert_eq!(guest.cpu.state.rip, CODE + after);
+        }
+        guest.halt();
+    }
+    guest.cpu.set_probes(Vec::new(), false);
+    guest.cpu.state.rip = CODE;
+    guest.halt();
+}
+
+#[test]
+fn steps_stop_after_each_instruction_also_of_devices_and_at_a_halt() {
+    // pushfq; in al,dx; mov eax,[rbx] (MMIO); int 0x80
+    let mut guest = Guest::new(b"\x9c\xec\x8b\x03\xf4\xcd\x80");
+    guest.cpu.set_probes(Vec::new(), true);
+    guest.cpu.state.gpr[RBX] = MMIO;
+    let step = Exit::Probe(ProbeHit::Step);
+    assert_eq!(guest.run(), step);
+    assert_eq!((guest.cpu.state.rip, guest.stack(0)), (CODE + 1, 2));
+    assert!(matches!(guest.run(), Exit::Io { .. }));
+    guest.cpu.complete_io(&[0]);
+    assert_eq!(guest.run(), step);
+    assert_eq!(guest.cpu.state.rip, CODE + 2);
+    assert!(matches!(guest.run(), Exit::Mmio { .. }));
+    guest.cpu.complete_mmio_read(&[1, 2, 3, 4]);
+    assert_eq!(guest.run(), step);
+    assert_eq!(guest.run(), step);
+    assert_eq!(guest.cpu.state.rip, CODE + 5);
+    assert_eq!(guest.run(), step);
+    assert_eq!(guest.cpu.state.rip, HANDLERS + 16 * 0x80);
+    assert_eq!(guest.cpu.state.dr6, 0xffff_0ff0);
+}
+
+/// The guest's own breakpoint at the address of a probe takes effect after it.
+#[test]
+fn probes_and_the_guests_breakpoints_share_addresses() {
+    // mov [rsi],eax; hlt
+    let mut guest = Guest::new(b"\x89\x06\xf4");
+    Guest::gate(guest.memory(), vector::DB, HANDLERS + 0x2000, 0, 0);
+    guest.memory().write(HANDLERS + 0x2000, b"\xf4");
+    guest.cpu.state.gpr[RSI] = DATA;
+    guest.cpu.state.dr = [CODE, DATA, 0, 0];
+    // Breakpoint 0 executes; breakpoint 1 writes a byte.
+    let watched = 0x400 | 2 << 2 | 1 << 20;
+    guest.cpu.state.dr7 = watched | 2;
+    let probes = vec![code(CODE), data(ProbeKind::Write, DATA, 1)];
+    guest.cpu.set_probes(probes, false);
+    assert_eq!(guest.run(), Exit::Probe(ProbeHit::Code));
+    guest.cpu.pass_probe();
+    guest.halt();
+    assert_eq!(guest.stack(0), CODE, "the guest's handler ran");
+    guest.cpu.state.rip = CODE;
+    guest.cpu.state.dr7 = watched;
+    guest.cpu.pass_probe();
+    let hit = ProbeHit::Data(ProbeKind::Write, DATA);
+    assert_eq!(guest.run(), Exit::Probe(hit));
+    guest.halt();
+    assert_eq!(guest.stack(0), CODE + 2, "the guest's handler ran");
+}
