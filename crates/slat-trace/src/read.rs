@@ -106,7 +106,8 @@ impl Trace {
     pub fn count(&self, name: &str) -> u64 {
         let point = self.point(name);
         point.map_or(0, |point| {
-            self.threads.iter().map(|thread| thread.counts[point]).sum()
+            let counts = self.threads.iter().map(|thread| thread.counts[point]);
+            counts.fold(0, u64::saturating_add)
         })
     }
 
@@ -171,6 +172,7 @@ impl Source {
         let text = text.and_then(|text| str::from_utf8(text).ok());
         let points = text.map(|text| text.lines().map(Point::parse).collect());
         let points: Option<Vec<_>> = points.flatten();
+        let points = points.filter(|points| points.len() <= MOST_POINTS);
         let points = points.ok_or_else(|| invalid("describes no tracepoints"))?;
         let moment = |at| Moment {
             cycles: u64_at(&header, at),
