@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::mem::offset_of;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 /// A tracepoint, as the file describes it.
@@ -88,7 +88,9 @@ impl Trace {
     /// # Errors
     /// A sentence for the user.
     pub fn read(path: &Path) -> Result<Self, String> {
-        let read = File::open(path).and_then(|file| Source(file).trace());
+        // Opening a pipe would wait for a writer.
+        let opened = (File::options().read(true).custom_flags(libc::O_NONBLOCK)).open(path);
+        let read = opened.and_then(|file| Source(file).trace());
         read.map_err(|error| format!("{}: {error}", path.display()))
     }
 
@@ -155,6 +157,9 @@ impl Source {
     }
 
     fn trace(&self) -> io::Result<Trace> {
+        if !self.0.metadata()?.is_file() {
+            return Err(invalid("is no file"));
+        }
         let header = self
             .bytes(0, HEADER_BYTES)
             .map_err(|error| match error.kind() {

@@ -229,6 +229,23 @@ fn a_seccomp_filter_does_not_hide_a_process() {
 }
 
 #[test]
+fn a_seccomp_filter_does_not_end_a_trace() {
+    let scratch = Scratch::new("seccomp-traced");
+    let file = scratch.0.join("trace");
+    let _client = scratch.start(&["--trace", file.to_str().unwrap()], "is_confined");
+    let report = scratch
+        .slat(&["trace", "report", "--json", file.to_str().unwrap()])
+        .output();
+    let report: Value = serde_json::from_slice(&report.unwrap().stdout).unwrap();
+    // Its vCPU ran under the filter.
+    assert_eq!(report["exits"]["HLT"]["samples"], 1, "{report}");
+    assert_eq!(
+        (&report["lost"], &report["unpaired"]),
+        (&0.into(), &0.into())
+    );
+}
+
+#[test]
 fn a_guest_that_computes_is_seen_to() {
     let scratch = Scratch::new("computes");
     let client = scratch.start(&[], "computes");
