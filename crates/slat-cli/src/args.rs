@@ -212,6 +212,10 @@ pub struct Report {
     #[arg(long)]
     pub json: bool,
 
+    /// Name the guest's code: vmlinux, another ELF file with symbols, or System.map
+    #[arg(long, value_name = "FILE")]
+    pub guest_symbols: Option<PathBuf>,
+
     /// How many of the most frequent addresses to print
     #[arg(long, value_name = "N", default_value = "10")]
     pub top: usize,

@@ -18,7 +18,7 @@ use crate::program::{Reach, Refusal};
 use crate::{demo, launchers, preload, program};
 
 /// Returns the environment of the library, or of the built-in program.
-fn settings(options: &Run) -> [(&'static str, Option<OsString>); 9] {
+fn settings(options: &Run) -> [(&'static str, Option<OsString>); 10] {
     let text = |value: Option<String>| value.map(OsString::from);
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),

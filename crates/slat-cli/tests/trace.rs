@@ -1,13 +1,54 @@
 //! `slat run --trace` and `slat trace` as a user sees them.
 #![cfg(target_arch = "x86_64")]
 
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use prost::Message;
 use serde_json::Value;
 use slat_trace::read::{Event, Trace};
+
+/// The parts of Perfetto's format that are checked, with the numbers of its `trace_packet.proto` and `track_event.proto`.
+mod perfetto {
+    use prost::Message;
+
+    pub const SLICE_BEGIN: i32 = 1;
+    pub const SLICE_END: i32 = 2;
+    pub const INSTANT: i32 = 3;
+
+    #[derive(Clone, PartialEq, Message)]
+    pub struct Trace {
+        #[prost(message, repeated, tag = "1")]
+        pub packet: Vec<Packet>,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub struct Packet {
+        #[prost(uint64, tag = "8")]
+        pub timestamp: u64,
+        #[prost(message, optional, tag = "11")]
+        pub track_event: Option<Event>,
+        #[prost(message, optional, tag = "60")]
+        pub track_descriptor: Option<Track>,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub struct Event {
+        #[prost(int32, tag = "9")]
+        pub r#type: i32,
+        #[prost(uint64, tag = "11")]
+        pub track_uuid: u64,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub struct Track {
+        #[prost(uint64, tag = "1")]
+        pub uuid: u64,
+    }
+}
 
 /// The file of one test, removed at its end.
 struct File(PathBuf);
@@ -81,6 +122,7 @@ fn the_totals_are_those_of_the_counters() {
             ("flush_begin", "remote_tlb_flush"),
             ("flush_end", "remote_tlb_flush"),
             ("memslot", "slot_changes"),
+            ("fast_page_fault", "pf_fast"),
         ] {
             assert_eq!(
                 count(point),
@@ -132,16 +174,32 @@ fn a_trace_becomes_one_of_perfettos() {
     let output = slat(&["trace", "convert", file.path(), converted.path()]);
     assert!(output.status.success(), "{output:?}");
     let bytes = fs::read(&converted.0).unwrap();
-    // A file is packets, each with the tag of field 1 of `Trace` (length-delimited), and its length.
-    let (mut rest, mut packets) = (&bytes[..], 0);
-    while let [0x0a, after @ ..] = rest {
-        let end = after.iter().position(|byte| byte & 0x80 == 0).unwrap();
-        let digits = after[..=end].iter().rev();
-        let len = digits.fold(0, |len, byte| len << 7 | usize::from(byte & 0x7f));
-        rest = &after[end + 1 + len..];
-        packets += 1;
+    let packets = perfetto::Trace::decode(&bytes[..]).unwrap().packet;
+    assert!(packets.len() > 20_000, "{}", packets.len());
+    // On each track, times rise, and slices that begin end in turn; the last ones may be open.
+    let mut tracks = HashMap::<_, (u64, u64)>::new();
+    for packet in &packets {
+        let Some(event) = &packet.track_event else {
+            continue;
+        };
+        let (since, open) = tracks.entry(event.track_uuid).or_default();
+        assert!(*since <= packet.timestamp);
+        *since = packet.timestamp;
+        match event.r#type {
+            perfetto::SLICE_BEGIN => *open += 1,
+            perfetto::SLICE_END => *open = open.checked_sub(1).expect("a slice to end"),
+            kind => assert_eq!(kind, perfetto::INSTANT),
+        }
     }
-    assert!(rest.is_empty() && packets > 20_000, "{packets}");
+    assert!(tracks.values().all(|(_, open)| *open <= 1), "{tracks:?}");
+    let tracks_of = packets
+        .iter()
+        .filter_map(|packet| packet.track_descriptor.as_ref());
+    let named: HashSet<_> = tracks_of.map(|track| track.uuid).collect();
+    assert!(
+        tracks.keys().all(|track| named.contains(track)),
+        "{named:?}"
+    );
     let has = |text: &str| {
         bytes
             .windows(text.len())
@@ -217,4 +275,94 @@ fn an_old_file_makes_way_and_other_things_do_not() {
     }
     let output = slat(&["trace", "report", "/nowhere/trace"]);
     assert_eq!(output.status.code(), Some(1));
+}
+
+#[test]
+fn code_has_the_names_of_a_symbol_table() {
+    let (file, symbols) = (File::new("named"), File::new("named.map"));
+    file.demo(&["--trace-events", "kvm_exit"]);
+    // The guest's code is here.
+    fs::write(&symbols.0, "0000000000008000 T the_guest\n").unwrap();
+    let named = ["--guest-symbols", symbols.path()];
+    let text = slat(&[&["trace", "report", file.path()], &named[..]].concat());
+    assert!(
+        String::from_utf8(text.stdout)
+            .unwrap()
+            .contains("  the_guest+0x")
+    );
+    let json = slat(&[&["trace", "report", "--json", file.path()], &named[..]].concat());
+    let report: Value = serde_json::from_slice(&json.stdout).unwrap();
+    let hottest = &report["rips"][0];
+    let offset = hottest["address"].as_u64().unwrap() - 0x8000;
+    assert_eq!(hottest["name"], format!("the_guest+{offset:#x}"));
+    assert_eq!(file.report()["rips"][0].get("name"), None);
+    let refused = slat(&[
+        "trace",
+        "report",
+        file.path(),
+        "--guest-symbols",
+        "/nowhere",
+    ]);
+    assert_eq!(refused.status.code(), Some(1));
+}
+
+/// Numbers as good as random ones.
+fn next(state: &mut u64) -> u64 {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    *state
+}
+
+#[test]
+fn a_damaged_file_is_read_or_refused() {
+    let (file, damaged) = (File::new("whole"), File::new("damaged"));
+    let converted = File::new("damaged.pftrace");
+    file.demo(&["--trace-buffer", "1"]);
+    let whole = fs::read(&file.0).unwrap();
+    // The header, its text, and the headers and first records of two rings: what is in a few places can do harm.
+    let ring = |index: usize| (16 << 10) + (index << 20);
+    let places = [
+        0..512,
+        512..4096,
+        ring(0)..ring(0) + 8192,
+        ring(1)..ring(1) + 8192,
+    ];
+    let end = ring(4).min(whole.len());
+    let mut state = 0x9e37_79b9_7f4a_7c15;
+    let (mut read, mut refused) = (0, 0);
+    for round in 0..60 {
+        let mut bytes = whole[..end].to_vec();
+        for _ in 0..=round % 7 {
+            let place = places[next(&mut state) as usize % places.len()].clone();
+            let at = place.start + next(&mut state) as usize % (place.len() - 8);
+            let wrong = [0, 1, u64::MAX, i64::MAX as u64, next(&mut state)];
+            let wrong = wrong[next(&mut state) as usize % wrong.len()].to_le_bytes();
+            // Whole words, or a byte.
+            let (at, len) = if round % 2 == 0 {
+                (at & !7, 8)
+            } else {
+                (at, 1)
+            };
+            bytes[at..at + len].copy_from_slice(&wrong[..len]);
+        }
+        if round % 5 == 0 {
+            bytes.truncate(next(&mut state) as usize % end);
+        }
+        fs::write(&damaged.0, &bytes).unwrap();
+        for command in [
+            &["trace", "report", damaged.path()][..],
+            &["trace", "report", "--json", damaged.path()],
+            &["trace", "convert", damaged.path(), converted.path()],
+        ] {
+            let output = slat(command);
+            let said = String::from_utf8_lossy(&output.stderr);
+            match output.status.code() {
+                Some(0) => read += 1,
+                Some(1) if said.starts_with("slat: trace: ") => refused += 1,
+                _ => panic!("round {round}, {command:?}: {:?}, {said}", output.status),
+            }
+        }
+    }
+    assert!(read > 10 && refused > 10, "{read} read, {refused} refused");
 }

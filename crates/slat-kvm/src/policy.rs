@@ -404,7 +404,10 @@ mod tests {
             .chain(tiers)
             .map(Assignment::Cpu);
         let switches = [Assignment::Nested, Assignment::Userfault];
-        let switches = switches.map(|of| [false, true].map(of)).into_iter().flatten();
+        let switches = switches
+            .map(|of| [false, true].map(of))
+            .into_iter()
+            .flatten();
         let jit_map = [JitMap::Off, JitMap::On, JitMap::Dump].map(Assignment::JitMap);
         for assignment in all.chain(jit).chain(switches).chain(jit_map) {
             assert_eq!(assignment.to_string().parse(), Ok(assignment));

@@ -17,6 +17,8 @@ pub(crate) const HEADER_BYTES: usize = 16 << 10;
 pub(crate) const TEXT_AT: usize = 512;
 /// Bytes of a ring before its records.
 pub(crate) const RING_HEADER_BYTES: usize = 4096;
+/// Tracepoints that a file can have: the bits of `selected`.
+pub(crate) const MOST_POINTS: usize = u64::BITS as usize;
 pub(crate) const RECORD_BYTES: usize = size_of::<Record>();
 
 /// The start of the file.
@@ -54,7 +56,7 @@ pub(crate) struct Ring {
     /// The first bytes of the thread's name, if it is a thread of slat's own; else zeroes.
     pub(crate) name: [AtomicU64; 2],
     /// Records that were ever written, by tracepoint.
-    pub(crate) counts: [AtomicU64; 64],
+    pub(crate) counts: [AtomicU64; MOST_POINTS],
 }
 
 /// A record.

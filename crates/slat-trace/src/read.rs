@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::mem::offset_of;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 /// A tracepoint, as the file describes it.
@@ -88,7 +88,9 @@ impl Trace {
     /// # Errors
     /// A sentence for the user.
     pub fn read(path: &Path) -> Result<Self, String> {
-        let read = File::open(path).and_then(|file| Source(file).trace());
+        // Opening a pipe would wait for a writer.
+        let opened = (File::options().read(true).custom_flags(libc::O_NONBLOCK)).open(path);
+        let read = opened.and_then(|file| Source(file).trace());
         read.map_err(|error| format!("{}: {error}", path.display()))
     }
 
@@ -106,7 +108,8 @@ impl Trace {
     pub fn count(&self, name: &str) -> u64 {
         let point = self.point(name);
         point.map_or(0, |point| {
-            self.threads.iter().map(|thread| thread.counts[point]).sum()
+            let counts = self.threads.iter().map(|thread| thread.counts[point]);
+            counts.fold(0, u64::saturating_add)
         })
     }
 
@@ -154,6 +157,9 @@ impl Source {
     }
 
     fn trace(&self) -> io::Result<Trace> {
+        if !self.0.metadata()?.is_file() {
+            return Err(invalid("is no file"));
+        }
         let header = self
             .bytes(0, HEADER_BYTES)
             .map_err(|error| match error.kind() {
@@ -171,6 +177,7 @@ impl Source {
         let text = text.and_then(|text| str::from_utf8(text).ok());
         let points = text.map(|text| text.lines().map(Point::parse).collect());
         let points: Option<Vec<_>> = points.flatten();
+        let points = points.filter(|points| points.len() <= MOST_POINTS);
         let points = points.ok_or_else(|| invalid("describes no tracepoints"))?;
         let moment = |at| Moment {
             cycles: u64_at(&header, at),

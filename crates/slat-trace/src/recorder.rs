@@ -22,6 +22,10 @@ const MOST_RINGS: u64 = 256;
 /// Rings that are there from the start: for slat's own threads, and those of the client that run no vCPU.
 const FIRST_RINGS: u64 = 8;
 
+/// Why nothing can be recorded on a full disk.
+const FULL: &str =
+    "no space is left for its first rings: free some, or give a smaller --trace-buffer";
+
 /// The size of a thread's ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
@@ -215,8 +219,13 @@ pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Opt
     }
     let start = Moment::now();
     let (path, file) = create(path)?;
-    let mapped = Mapped::new(&file, buffer.ring_bytes())?;
-    (0..FIRST_RINGS).try_for_each(|_| mapped.allocate())?;
+    let mapped = Mapped::new(&file, buffer.ring_bytes())
+        .and_then(|mapped| {
+            (0..FIRST_RINGS)
+                .try_for_each(|_| mapped.allocate())
+                .map(|()| mapped)
+        })
+        .inspect_err(|_| remove(&path))?;
     mapped.describe(selected, start);
     if slot.set(mapped).is_ok() {
         traced().store(selected.0, Relaxed);
@@ -263,6 +272,15 @@ fn create(path: &Path) -> io::Result<(PathBuf, File)> {
             Ok((own, file))
         }
         opened => Ok((path.to_owned(), opened?)),
+    }
+}
+
+/// Removes a file that has become no trace. An error changes nothing: the next run makes it anew.
+fn remove(path: &Path) {
+    if let Ok(path) = CString::new(path.as_os_str().as_bytes()) {
+        let arguments = [libc::AT_FDCWD as usize, path.as_ptr() as usize, 0, 0, 0, 0];
+        // SAFETY: a path that ends with NUL.
+        let _ = unsafe { call(libc::SYS_unlinkat, arguments) };
     }
 }
 
@@ -328,13 +346,19 @@ impl Mapped {
     fn populate(&self, start: NonNull<u8>, bytes: usize) -> io::Result<()> {
         let advice = libc::MADV_POPULATE_WRITE as usize;
         // SAFETY: pages of the mapping, whose contents stay.
-        unsafe {
+        let populated = unsafe {
             call(
                 libc::SYS_madvise,
                 [start.as_ptr() as usize, bytes, advice, 0, 0, 0],
-            )?
+            )
         };
-        Ok(())
+        match populated {
+            // A store would be a SIGBUS.
+            Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
+                Err(io::Error::new(io::ErrorKind::StorageFull, FULL))
+            }
+            populated => populated.map(drop),
+        }
     }
 
     /// Allocates the next ring.

@@ -4,6 +4,8 @@ use slat_trace::read::Trace;
 use slat_trace::{
     AgeHva, Buffer, Eoi, FlushBegin, Mmio, Quiesce, Selection, begin, point, run_vcpu,
 };
+use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 /// Runs `work` in a forked child that records `selected` in a new file, and returns what the file has then.
@@ -166,6 +168,48 @@ fn a_forked_child_does_not_write_to_its_parents_file() {
         mmio(3);
     });
     assert_eq!(trace.count("kvm_mmio"), 2);
+}
+
+#[test]
+fn a_pipe_is_refused_at_once() {
+    let path = std::env::temp_dir().join(format!("slat-trace-{}-pipe", std::process::id()));
+    let name = CString::new(path.as_os_str().as_bytes()).unwrap();
+    // SAFETY: a path that ends with NUL.
+    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    let refused = Trace::read(&path).unwrap_err();
+    std::fs::remove_file(path).unwrap();
+    assert!(refused.ends_with("is no file"), "{refused}");
+}
+
+#[test]
+fn without_space_there_is_no_file_and_a_reason() {
+    // This process's limit of a file's length, in a child: as a full disk, but without root.
+    let directory = std::env::temp_dir().join(format!("slat-trace-{}-full", std::process::id()));
+    std::fs::create_dir(&directory).unwrap();
+    // SAFETY: the child has one thread, which ends without a return.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let done = std::panic::catch_unwind(|| {
+            let limit = libc::rlimit {
+                rlim_cur: 1 << 20,
+                rlim_max: 1 << 20,
+            };
+            // SAFETY: plain numbers.
+            unsafe {
+                libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+                libc::setrlimit(libc::RLIMIT_FSIZE, &limit);
+            }
+            begin(&directory.join("trace"), Selection::ALL, Buffer::default()).unwrap_err();
+        });
+        // SAFETY: as above.
+        unsafe { libc::_exit(i32::from(done.is_err())) };
+    }
+    let mut status = 0;
+    // SAFETY: a child of this process.
+    unsafe { libc::waitpid(child, &mut status, 0) };
+    assert_eq!(status, 0);
+    // The directory is empty, or it could not be removed.
+    std::fs::remove_dir(directory).unwrap();
 }
 
 #[test]

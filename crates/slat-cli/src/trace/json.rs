@@ -3,10 +3,12 @@
 use serde_json::{Map, Value, json};
 use slat_trace::read::Trace;
 
+use super::Names;
 use super::summary::{Seen, Summary, hottest};
+use super::written;
 
 /// Returns the summary of `trace` as an object, with `top` addresses of each kind. Times are nanoseconds.
-pub fn of(trace: &Trace, summary: &Summary, top: usize) -> String {
+pub fn of(trace: &Trace, summary: &Summary, top: usize, names: &Names) -> String {
     let exits: Map<_, _> = (summary.exits.iter())
         .map(|(reason, exits)| {
             let of_reason = json!({
@@ -29,6 +31,10 @@ pub fn of(trace: &Trace, summary: &Summary, top: usize) -> String {
         }
         None => json!({ "slot": null, "faults": times }),
     });
+    let written = written::hottest(&summary.written, top).into_iter();
+    let written = written
+        .map(|range| json!({ "gfn": range.gfn, "pages": range.pages, "faults": range.faults }));
+    let nameless = Names(None);
     let report = json!({
         "pid": trace.pid,
         "ns": summary.ns,
@@ -37,19 +43,23 @@ pub fn of(trace: &Trace, summary: &Summary, top: usize) -> String {
         "records": summary.records,
         "dropped": summary.dropped,
         "lost": trace.lost,
+        "unpaired": summary.unpaired,
         "exits": exits,
         "counts": counts,
         "faults_by_slot": faults.collect::<Vec<_>>(),
-        "gfns": addresses(&summary.gfns, top),
-        "gpas": addresses(&summary.gpas, top),
-        "ports": addresses(&summary.ports, top),
-        "rips": addresses(&summary.rips, top),
+        "written_again": written.collect::<Vec<_>>(),
+        "gfns": addresses(&summary.gfns, top, &nameless),
+        "gpas": addresses(&summary.gpas, top, &nameless),
+        "ports": addresses(&summary.ports, top, &nameless),
+        "rips": addresses(&summary.rips, top, names),
     });
     format!("{report:#}\n")
 }
 
-fn addresses(seen: &Seen, top: usize) -> Vec<Value> {
-    let hottest = hottest(seen, top).into_iter();
-    let value = |(address, times)| json!({ "address": address, "times": times });
-    hottest.map(value).collect()
+fn addresses(seen: &Seen, top: usize, names: &Names) -> Vec<Value> {
+    let value = |(address, times)| match names.of(address) {
+        None => json!({ "address": address, "times": times }),
+        Some(name) => json!({ "address": address, "times": times, "name": name }),
+    };
+    hottest(seen, top).into_iter().map(value).collect()
 }

@@ -3,6 +3,7 @@
 //! | file | idea |
 //! |---|---|
 //! | `summary` | exits by reason with their times, the most frequent addresses, faults by memslot |
+//! | `written` | what the guest writes again and again while its dirty pages are logged |
 //! | `text`, `json` | the summary, for people and for scripts |
 //! | `perfetto` | the records in Perfetto's format |
 
@@ -10,10 +11,12 @@ mod json;
 mod perfetto;
 mod summary;
 mod text;
+mod written;
 
 use std::path::Path;
 use std::process::ExitCode;
 
+use slat_kvm::symbols::Symbols;
 use slat_trace::read::{Event, Trace};
 
 use crate::args;
@@ -34,10 +37,12 @@ pub fn run(options: &args::Trace) -> ExitCode {
 
 fn report(options: &args::Report) -> Result<ExitCode, String> {
     let trace = Trace::read(&options.file)?;
+    let symbols = options.guest_symbols.as_deref().map(Symbols::read);
+    let names = Names(symbols.transpose()?);
     let summary = Summary::of(&trace);
     Ok(print(&match options.json {
-        true => json::of(&trace, &summary, options.top),
-        false => text::of(&trace, &summary, options.top),
+        true => json::of(&trace, &summary, options.top, &names),
+        false => text::of(&trace, &summary, options.top, &names),
     }))
 }
 
@@ -45,6 +50,17 @@ fn convert(file: &Path, output: &Path) -> Result<ExitCode, String> {
     let trace = Trace::read(file)?;
     Pending::open(output)?.write(perfetto::of(&trace))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The names of the guest's code, if the user has said where they are.
+struct Names(Option<Symbols>);
+
+impl Names {
+    /// Returns the function of an address, and the offset in it.
+    fn of(&self, address: u64) -> Option<String> {
+        let (name, offset) = self.0.as_ref()?.find(address)?;
+        Some(format!("{name}+{offset:#x}"))
+    }
 }
 
 /// Returns the records of all threads, in the order of their times.

@@ -7,6 +7,11 @@ use slat_trace::read::{Event, Trace};
 
 use super::in_order;
 
+/// The bit of a page fault's error code for a write.
+const PFERR_WRITE: u64 = 1 << 1;
+/// What `fast_page_fault` returns if it has changed the entry.
+const RET_PF_FIXED: u64 = 3;
+
 /// Exits of one reason.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Exits {
@@ -69,8 +74,12 @@ pub struct Summary {
     pub counts: Vec<(String, u64)>,
     /// Exits by reason.
     pub exits: BTreeMap<String, Exits>,
+    /// Entries of vCPUs that were in the guest, and exits of those that were not: 0 if all records are left.
+    pub unpaired: u64,
     /// Page frames of the guest that faulted.
     pub gfns: Seen,
+    /// Page frames whose writes faulted only because the dirty log had protected them: [`super::written`].
+    pub written: BTreeMap<u64, u64>,
     /// Addresses of devices in memory.
     pub gpas: Seen,
     /// Ports.
@@ -95,8 +104,8 @@ pub fn hottest(seen: &Seen, top: usize) -> Vec<(u64, u64)> {
 /// What earlier records say of those that follow.
 #[derive(Default)]
 struct State {
-    /// The exit that each vCPU is in: its reason and its time.
-    outside: HashMap<(u16, u32), (String, u64)>,
+    /// Of each vCPU that has entered or left the guest: the exit that it is in, its reason and its time. `None`: it is in the guest.
+    exits: HashMap<(u16, u32), Option<(String, u64)>>,
     /// The slots that there are: frames by slot.
     slots: BTreeMap<Slot, std::ops::Range<u64>>,
 }
@@ -119,7 +128,9 @@ impl Summary {
         let mut summary = Summary {
             ns: ends.map_or(0, |(first, last)| last.ns - first.ns),
             records: events.len() as u64,
-            dropped: trace.threads.iter().map(|thread| thread.dropped).sum(),
+            dropped: (trace.threads.iter())
+                .map(|thread| thread.dropped)
+                .fold(0, u64::saturating_add),
             counts: recorded
                 .map(|(_, point)| (point.name.clone(), trace.count(&point.name)))
                 .collect(),
@@ -141,13 +152,18 @@ impl Summary {
                 self.exits.entry(reason.clone()).or_default().samples += 1;
                 *self.rips.entry(value("guest_rip")).or_default() += 1;
                 if let Some(vcpu) = event.vcpu {
-                    state.outside.insert(vcpu, (reason, event.ns));
+                    let before = state.exits.insert(vcpu, Some((reason, event.ns)));
+                    self.unpaired += u64::from(matches!(before, Some(Some(_))));
                 }
             }
             "kvm_entry" => {
-                let exit = event.vcpu.and_then(|vcpu| state.outside.remove(&vcpu));
-                if let Some((reason, since)) = exit {
-                    self.exits.entry(reason).or_default().took(event.ns - since);
+                let before = event.vcpu.and_then(|vcpu| state.exits.insert(vcpu, None));
+                match before {
+                    Some(Some((reason, since))) => {
+                        (self.exits.entry(reason).or_default()).took(event.ns - since)
+                    }
+                    Some(None) => self.unpaired += 1,
+                    None => {}
                 }
             }
             "kvm_mmio" if value("type") != u64::from(slat_trace::mmio::READ_UNSATISFIED) => {
@@ -160,6 +176,11 @@ impl Summary {
                 let vm = event.vcpu.map_or(0, |(vm, _)| vm.into());
                 *self.faults.entry(state.slot_of(vm, gfn)).or_default() += 1;
             }
+            "fast_page_fault"
+                if value("error_code") & PFERR_WRITE != 0 && value("ret") == RET_PF_FIXED =>
+            {
+                *self.written.entry(value("cr2_or_gpa") >> 12).or_default() += 1;
+            }
             "memslot" => {
                 let slot = Slot {
                     vm: value("vm"),
@@ -169,7 +190,7 @@ impl Summary {
                 let base = value("base_gfn");
                 match value("npages") {
                     0 => drop(state.slots.remove(&slot)),
-                    pages => drop(state.slots.insert(slot, base..base + pages)),
+                    pages => drop(state.slots.insert(slot, base..base.saturating_add(pages))),
                 }
             }
             _ => {}

@@ -5,10 +5,12 @@ use std::fmt::Write as _;
 use slat_kvm::report::grouped;
 use slat_trace::read::Trace;
 
+use super::Names;
 use super::summary::{Exits, Seen, Summary, hottest};
+use super::written;
 
 /// Returns the summary of `trace` as text, with `top` addresses of each kind.
-pub fn of(trace: &Trace, summary: &Summary, top: usize) -> String {
+pub fn of(trace: &Trace, summary: &Summary, top: usize, names: &Names) -> String {
     let mut text = format!(
         "Process {}: {} vCPUs, {} threads, {} s; {} records",
         trace.pid,
@@ -30,11 +32,15 @@ pub fn of(trace: &Trace, summary: &Summary, top: usize) -> String {
     for (name, count) in summary.counts.iter().filter(|(_, count)| *count != 0) {
         let _ = writeln!(text, "{name:<30} {:>15}", grouped(*count));
     }
-    addresses(&mut text, "Page frame", "Faults", &summary.gfns, top);
+    let nameless = Names(None);
+    let mut addresses =
+        |head, unit, seen, names| addresses(&mut text, [head, unit], seen, top, names);
+    addresses("Page frame", "Faults", &summary.gfns, &nameless);
+    addresses("Device at", "Accesses", &summary.gpas, &nameless);
+    addresses("Port", "Accesses", &summary.ports, &nameless);
+    addresses("Guest RIP", "Exits", &summary.rips, names);
     faults(&mut text, summary);
-    addresses(&mut text, "Device at", "Accesses", &summary.gpas, top);
-    addresses(&mut text, "Port", "Accesses", &summary.ports, top);
-    addresses(&mut text, "Guest RIP", "Exits", &summary.rips, top);
+    written_again(&mut text, summary, top);
     text
 }
 
@@ -100,7 +106,7 @@ fn exits(text: &mut String, summary: &Summary) {
     );
 }
 
-fn addresses(text: &mut String, head: &str, unit: &str, seen: &Seen, top: usize) {
+fn addresses(text: &mut String, [head, unit]: [&str; 2], seen: &Seen, top: usize, names: &Names) {
     let hottest = hottest(seen, top);
     if hottest.is_empty() {
         return;
@@ -108,10 +114,12 @@ fn addresses(text: &mut String, head: &str, unit: &str, seen: &Seen, top: usize)
     let all: u64 = seen.values().sum();
     let _ = writeln!(text, "\n{head:<20} {unit:>13} {:>13}", "Share");
     for (address, times) in hottest {
+        let name = names.of(address);
+        let name = name.map_or_else(String::new, |name| format!("  {name}"));
         let address = format!("{address:#x}");
         let _ = writeln!(
             text,
-            "{address:<20} {:>13} {:>13}",
+            "{address:<20} {:>13} {:>13}{name}",
             grouped(times),
             share(times, all)
         );
@@ -135,6 +143,31 @@ fn faults(text: &mut String, summary: &Summary) {
             "{slot:<20} {:>13} {:>13}",
             grouped(*times),
             share(*times, all)
+        );
+    }
+}
+
+fn written_again(text: &mut String, summary: &Summary, top: usize) {
+    let ranges = written::hottest(&summary.written, top);
+    if ranges.is_empty() {
+        return;
+    }
+    let _ = writeln!(
+        text,
+        "\n{:<24} {:>9} {:>13} {:>13}",
+        "Written again, frames", "Pages", "Faults", "For each page"
+    );
+    for range in ranges {
+        let frames = match range.pages {
+            1 => format!("{:#x}", range.gfn),
+            pages => format!("{:#x}-{:#x}", range.gfn, range.gfn + (pages - 1)),
+        };
+        let _ = writeln!(
+            text,
+            "{frames:<24} {:>9} {:>13} {:>13.1}",
+            grouped(range.pages),
+            grouped(range.faults),
+            range.faults as f64 / range.pages as f64
         );
     }
 }

@@ -159,10 +159,10 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// The number of VMs in a process that has many: 1,000 by SLAT_TEST_VMS.
+/// The number of VMs in a process that has many; SLAT_TEST_VMS is another one.
 pub fn vms() -> usize {
     let wanted = std::env::var("SLAT_TEST_VMS");
-    wanted.map_or(100, |wanted| wanted.parse().unwrap())
+    wanted.map_or(1000, |wanted| wanted.parse().unwrap())
 }
 
 pub fn is_root() -> bool {

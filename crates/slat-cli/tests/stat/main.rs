@@ -16,6 +16,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
 use harness::{ANOTHER, Scratch, as_another, is_root, text, vms};
 
 /// Returns the counters in the account of `slat run --stats`.
@@ -64,6 +66,54 @@ fn totals_are_those_of_the_account_at_the_end() {
     // Faults, leaves, instructions, blocks …
     assert!(compared > 5, "{compared}: {errors}");
     assert_eq!(scratch.sockets(), 0, "it has removed its socket");
+}
+
+#[test]
+fn exits_are_those_of_the_trace() {
+    for mmu in ["tdp", "direct", "shadow"] {
+        let scratch = Scratch::new(&format!("traced-{mmu}"));
+        let file = scratch.0.join("trace");
+        let file = file.to_str().unwrap();
+        let client = scratch.start(&["--mmu", mmu, "--trace", file], "maps");
+        let process = scratch.published(client.pid());
+        let report = scratch.slat(&["trace", "report", "--json", file]).output();
+        let report: Value = serde_json::from_slice(&report.unwrap().stdout).unwrap();
+        assert_eq!(
+            (&report["dropped"], &report["lost"]),
+            (&0.into(), &0.into())
+        );
+        let vcpu = &process["vms"][0]["vcpus"][0];
+        let counted = |name: &str| {
+            vcpu["exits"][name]
+                .as_u64()
+                .unwrap_or_else(|| panic!("{name}: {vcpu}"))
+        };
+        for (counter, reason) in [
+            ("insn_emulation", "EPT_MISCONFIG"),
+            ("io_exits", "IO_INSTRUCTION"),
+            ("halt_exits", "HLT"),
+            ("irq_exits", "EXTERNAL_INTERRUPT"),
+            ("irq_window_exits", "INTERRUPT_WINDOW"),
+        ] {
+            let traced = report["exits"][reason]["samples"].as_u64().unwrap_or(0);
+            assert_eq!(traced, counted(counter), "{mmu}: {reason}");
+        }
+        assert!(
+            counted("halt_exits") == 1 && counted("insn_emulation") == 1,
+            "{vcpu}"
+        );
+        for (point, counted) in [
+            ("kvm_entry", counted("exits")),
+            ("kvm_exit", counted("exits")),
+            ("kvm_userspace_exit", 2),
+            (
+                "kvm_page_fault",
+                process["total"]["memory"]["pf_taken"].as_u64().unwrap(),
+            ),
+        ] {
+            assert_eq!(report["counts"][point], counted, "{mmu}: {point}");
+        }
+    }
 }
 
 #[test]
@@ -177,6 +227,23 @@ fn a_seccomp_filter_does_not_hide_a_process() {
     let process = scratch.published(client.pid());
     let faults = process["total"]["memory"]["pf_fixed"].as_u64().unwrap();
     assert!(faults >= 1, "{process}");
+}
+
+#[test]
+fn a_seccomp_filter_does_not_end_a_trace() {
+    let scratch = Scratch::new("seccomp-traced");
+    let file = scratch.0.join("trace");
+    let _client = scratch.start(&["--trace", file.to_str().unwrap()], "is_confined");
+    let report = scratch
+        .slat(&["trace", "report", "--json", file.to_str().unwrap()])
+        .output();
+    let report: Value = serde_json::from_slice(&report.unwrap().stdout).unwrap();
+    // Its vCPU ran under the filter.
+    assert_eq!(report["exits"]["HLT"]["samples"], 1, "{report}");
+    assert_eq!(
+        (&report["lost"], &report["unpaired"]),
+        (&0.into(), &0.into())
+    );
 }
 
 #[test]
