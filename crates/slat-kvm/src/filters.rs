@@ -9,7 +9,7 @@ use crate::background;
 use crate::irq::irqfd;
 use crate::policy::{self, Jit};
 use crate::process::PerProcess;
-use crate::{compiler, profile, publish, recovery, report, steal_time, ticker, trace};
+use crate::{compiler, messages, profile, publish, recovery, steal_time, ticker, trace};
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
@@ -39,7 +39,7 @@ pub fn before_landlock() {
 pub fn announce(program: &[libc::sock_filter]) {
     let missing = filter::announce(program);
     for call in missing {
-        report::say(format_args!(
+        messages::say(format_args!(
             "a seccomp filter allows KVM_RUN and forbids {}, which KVM_RUN needs: see docs/seccomp.md",
             call.name
         ));

@@ -36,7 +36,7 @@
 //! | [`profile`] | samples of guest code, for `slat run --profile` |
 //! | [`symbols`], [`perf`] | the names of guest code; compiled code, named for perf |
 //! | [`trace`] | tracepoints, for `slat run --trace` |
-//! | [`report`], [`errno`], `heap` | messages to the user, errors, vectors that report `ENOMEM` instead of ending the process |
+//! | [`messages`], [`report`], [`errno`], `heap` | messages to the user, statistics at the end, errors, vectors that report `ENOMEM` instead of ending the process |
 //! | [`engine`] | the engine's VM and vCPU, whatever their table format |
 //!
 //! # Layers
@@ -77,6 +77,7 @@ mod ioeventfd;
 mod irq;
 mod machine;
 pub mod memory_map;
+pub mod messages;
 mod msr;
 mod msr_filter;
 pub mod nested;

@@ -1,7 +1,4 @@
-//! slat's messages, on standard error only: why calls or guests failed, and the statistics at the end.
-//!
-//! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat explains refused
-//! calls. It always names instructions that the CPU lacks, once each.
+//! The statistics that a process prints at its end, on standard error: what the memory system and the CPUs did for its VMs.
 
 use crate::compiler;
 use crate::counters::CpuCounts;
@@ -9,68 +6,10 @@ use crate::engine::EngineVm;
 use crate::policy;
 use crate::process::PerProcess;
 use crate::vcpu_common;
-use slat::{RegionError, Stats, Stop};
+use slat::Stats;
 use slat_x86::Counters;
-use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-
-/// Whether slat explains refused calls (`SLAT_LOG`).
-fn explains() -> bool {
-    static EXPLAINS: OnceLock<bool> = OnceLock::new();
-    *EXPLAINS.get_or_init(|| {
-        std::env::var_os("SLAT_LOG").is_some_and(|value| !value.is_empty() && value != "0")
-    })
-}
-
-/// Prints one line on standard error by one write, so that lines of other threads do not mix with it.
-pub fn say(line: std::fmt::Arguments<'_>) {
-    use std::io::Write as _;
-    let text = format!("slat: {line}\n");
-    // A failure, of a closed standard error, cannot be reported.
-    let _ = std::io::stderr().write_all(text.as_bytes());
-}
-
-pub(crate) fn refused_region(error: &RegionError) {
-    if explains() {
-        say(format_args!("{error}"));
-    }
-}
-
-pub(crate) fn stopped(stop: &Stop) {
-    if explains() {
-        say(format_args!("{stop}"));
-    }
-}
-
-/// Explains an ioctl that is unknown or failed.
-pub(crate) fn refused_ioctl(request: u32, errno: i32) {
-    if explains() {
-        match crate::abi::name(request) {
-            Some(name) => say(format_args!(
-                "{name}: {}",
-                std::io::Error::from_raw_os_error(errno)
-            )),
-            None => say(format_args!("ioctl {request:#x} is not supported")),
-        }
-    }
-}
-
-/// Reports an instruction that the CPU cannot execute, once for the same bytes and at most 64 times.
-pub(crate) fn cannot_execute(vcpu: u32, rip: u64, bytes: &[u8], reason: &str) {
-    static SAID: PerProcess<Mutex<BTreeSet<Vec<u8>>>> = PerProcess::new();
-    let mut said = SAID.get().lock().unwrap_or_else(PoisonError::into_inner);
-    if said.len() >= 64 || !said.insert(bytes.to_vec()) {
-        return;
-    }
-    let mut hex = String::new();
-    for byte in bytes {
-        let _ = write!(hex, " {byte:02x}");
-    }
-    say(format_args!(
-        "vCPU {vcpu} at {rip:#x} cannot execute{hex}: {reason}"
-    ));
-}
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The statistics of some of the process's VMs.
 #[derive(Clone, Copy, Debug, Default)]

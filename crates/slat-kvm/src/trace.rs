@@ -3,7 +3,7 @@
 //! [`slat_host::HostPlatform`].
 
 use crate::errno::Error;
-use crate::report;
+use crate::messages;
 use kvm_bindings::KVM_EXIT_UNKNOWN;
 use slat_trace::{
     Buffer, Entry, Mmio, Pio, Selection, UserspaceExit, begin as record, exit as reason, mmio,
@@ -25,7 +25,7 @@ pub(crate) fn begin() {
         record(Path::new(&path), selected, buffer?).map_err(|error| error.to_string())
     });
     if let Err(error) = begun {
-        report::say(format_args!("no trace in {}: {error}", path.display()));
+        messages::say(format_args!("no trace in {}: {error}", path.display()));
     }
 }
 

@@ -13,7 +13,7 @@ pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
     let result = {
         let _section = Section::enter();
         catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
-            slat_kvm::report::say(format_args!(
+            slat_kvm::messages::say(format_args!(
                 "internal error, reported above; the call answers EIO"
             ));
             Err(libc::EIO)

@@ -398,6 +398,8 @@ fn forks_and_calls_functions() {
     // SAFETY: this thread alone goes on in the child.
     let child = unsafe { libc::fork() };
     if child == 0 {
+        // The test may kill the parent. SAFETY: a plain call.
+        unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
         let kvm = Kvm::new().unwrap();
         let _vms = [start_calls(&kvm), start_calls(&kvm)];
         loop {

@@ -4,7 +4,7 @@ use super::Debuggee;
 use super::port::Orders;
 use crate::errno::Result;
 use crate::process::PerProcess;
-use crate::{heap, report};
+use crate::{heap, messages};
 use slat_x86::Probe;
 use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -90,7 +90,7 @@ pub(crate) fn begin(vm: u64, vcpu: &(impl Debuggee + 'static)) -> Result<()> {
             vcpu.port().hold();
             if !std::mem::replace(&mut list.told, true) {
                 let process = std::process::id();
-                report::say(format_args!(
+                messages::say(format_args!(
                     "VM {vm} of process {process} waits for a debugger: slat gdb {process}"
                 ));
             }

@@ -12,7 +12,7 @@ use crate::device::VfioDevice;
 use crate::errno::{Result, fail};
 use crate::guest_memfd::GuestMemfd;
 use crate::heap;
-use crate::report;
+use crate::messages;
 use crate::stats::StatsObject;
 use crate::system::System;
 use crate::thread::Section;
@@ -129,7 +129,7 @@ impl Object {
         if let Err(error) = &answer
             && request != crate::abi::KVM_RUN
         {
-            report::refused_ioctl(request, error.errno());
+            messages::refused_ioctl(request, error.errno());
         }
         answer
     }

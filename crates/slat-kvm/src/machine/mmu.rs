@@ -93,12 +93,12 @@ impl VcpuMachine {
                 Unreachable::Fault(Fault::BadAddress)
             }
             Stop::OutOfMemory { .. } => {
-                crate::report::stopped(&stop);
+                crate::messages::stopped(&stop);
                 Unreachable::Fault(Fault::OutOfMemory)
             }
             // `BadAddress`.
             _ => {
-                crate::report::stopped(&stop);
+                crate::messages::stopped(&stop);
                 Unreachable::Fault(Fault::BadAddress)
             }
         }

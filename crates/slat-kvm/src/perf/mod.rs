@@ -12,8 +12,8 @@
 mod dump;
 mod map;
 
+use crate::messages;
 use crate::policy::JitMap;
-use crate::report;
 use crate::symbols;
 use slat_process::forks::PerProcess;
 use slat_x86::CompiledCode;
@@ -63,7 +63,7 @@ fn add<T: Content + Send>(to: &'static PerProcess<Mutex<Written<T>>>, code: &Com
     }
     if let Err(error) = written.content.write(code) {
         written.has_failed = true;
-        report::say(format_args!(
+        messages::say(format_args!(
             "{}: {error}: perf will not name guest code",
             T::path().display()
         ));

@@ -19,8 +19,8 @@ mod samples;
 mod stacks;
 
 use crate::background::{self, Background};
+use crate::messages;
 use crate::process::PerProcess;
-use crate::report;
 use crate::symbols;
 use file::ProfileFile;
 pub(crate) use samples::Origin;
@@ -137,7 +137,7 @@ pub fn end() {
     }
     // Here, because the thread has none of the client's descriptors.
     if let Some(failure) = &lock(&profile.output).failure {
-        report::say(format_args!("the profile is not complete: {failure}"));
+        messages::say(format_args!("the profile is not complete: {failure}"));
     }
 }
 

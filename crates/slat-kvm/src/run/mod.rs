@@ -23,7 +23,7 @@ use crate::signals::Masked;
 use crate::thread::{self, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuObject};
-use crate::{exit, guest_debug, msr, report, trace};
+use crate::{exit, guest_debug, messages, msr, trace};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_trace::{DirtyRingExit, point};
@@ -471,7 +471,7 @@ impl VcpuObject {
             } => exit::delivery(page, vector, software, gpa),
             Exit::Shutdown => page.set_exit_reason(KVM_EXIT_SHUTDOWN),
             Exit::Emulation { bytes, len, reason } => {
-                report::cannot_execute(
+                messages::cannot_execute(
                     self.common().id,
                     inner.cpu.state.rip,
                     &bytes[..len.into()],

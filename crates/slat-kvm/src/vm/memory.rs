@@ -4,7 +4,7 @@ use super::userfault::{self, KVM_MEM_USERFAULT};
 use crate::errno::{Error, Result, fail};
 use crate::guest_memfd::{GuestMemfd, Part};
 use crate::vm::VmObject;
-use crate::{guest_memfd, report, user};
+use crate::{guest_memfd, messages, user};
 use kvm_bindings::*;
 use slat::{Gpa, Hva, MemoryAttributes, Region, RegionError, SlotFlags};
 use slat_trace::{MemslotChange, point};
@@ -178,6 +178,6 @@ impl VmObject {
 
 /// Reports a refused region to the user, and returns KVM's error.
 fn refused(error: RegionError) -> Error {
-    report::refused_region(&error);
+    messages::refused_region(&error);
     Error::new(error.errno())
 }

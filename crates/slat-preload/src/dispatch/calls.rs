@@ -75,7 +75,7 @@ pub fn answer(frame: &mut Frame) -> isize {
         libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => with_mask(number, arguments, 4, 5),
         libc::SYS_pselect6 => select(arguments),
         libc::SYS_prctl if a == super::SET_DISPATCH => {
-            slat_kvm::report::say(format_args!(
+            slat_kvm::messages::say(format_args!(
                 "prctl(PR_SET_SYSCALL_USER_DISPATCH): slat uses it itself in this program; the call answers EINVAL"
             ));
             error(libc::EINVAL)
@@ -133,7 +133,7 @@ fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
             }
             ARCH_GET_FS => write(b, pointers::programs() as u64).map_or_else(|e| e, |()| 0),
             ARCH_SET_GS | ARCH_GET_GS => {
-                slat_kvm::report::say(format_args!(
+                slat_kvm::messages::say(format_args!(
                     "arch_prctl({a:#x}): in a static program the base of GS is slat's; the call answers EINVAL"
                 ));
                 error(libc::EINVAL)
@@ -185,7 +185,7 @@ fn confine(program: usize, on_all: bool, install: impl FnOnce(usize) -> isize) -
 }
 
 fn refuse_strict() -> isize {
-    slat_kvm::report::say(format_args!(
+    slat_kvm::messages::say(format_args!(
         "seccomp: in strict mode a static program cannot use slat; the call answers EINVAL"
     ));
     error(libc::EINVAL)

@@ -88,7 +88,7 @@ pub fn arm_if_needed() {
     if (is_asked || text::program_makes_calls() && !has_sanitizer())
         && let Err(why) = arm()
     {
-        slat_kvm::report::say(format_args!(
+        slat_kvm::messages::say(format_args!(
             "this program makes system calls of its own, which slat does not see: {why}"
         ));
     }

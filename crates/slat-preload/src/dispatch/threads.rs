@@ -42,7 +42,7 @@ pub fn make(frame: &mut Frame, request: &Request) -> isize {
 }
 
 fn refuse(what: &str) -> isize {
-    slat_kvm::report::say(format_args!(
+    slat_kvm::messages::say(format_args!(
         "clone: slat cannot follow {what}; the call answers ENOSYS"
     ));
     error(libc::ENOSYS)

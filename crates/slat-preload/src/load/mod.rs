@@ -81,7 +81,7 @@ pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
 
 /// Ends the process as a shell does that cannot run a program.
 fn refuse(program: &CStr, why: impl Display) -> ! {
-    slat_kvm::report::say(format_args!("{}: {why}", program.to_string_lossy()));
+    slat_kvm::messages::say(format_args!("{}: {why}", program.to_string_lossy()));
     std::process::exit(126)
 }
 
