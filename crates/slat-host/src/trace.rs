@@ -125,3 +125,67 @@ pub(crate) fn record(event: Event) {
         _ => {}
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slat::{Gfn, Gpa, Hva, Level, PageRole, Pfn};
+
+    #[test]
+    fn the_engines_names_are_those_of_tracepoints() {
+        let (gfn, pfn, level, role) = (Gfn(1), Pfn(2), Level::PAGE, PageRole(3));
+        let access = Access::Read;
+        let events = [
+            Event::PageFault {
+                fault_address: 1,
+                access,
+            },
+            Event::SpteRequested { gfn, pfn, level },
+            Event::FastPageFault {
+                gpa: Gpa(1),
+                access,
+                new_spte: 1,
+                spurious: false,
+            },
+            Event::MarkMmioSpte { gfn, generation: 1 },
+            Event::HandleMmioPageFault { addr: 1, gfn },
+            Event::SpteZapped {
+                gfn,
+                old_spte: 1,
+                level,
+            },
+            Event::SplitHugePage {
+                gfn,
+                spte: 1,
+                level,
+            },
+            Event::GetPage {
+                gfn,
+                role,
+                created: true,
+            },
+            Event::UnsyncPage { gfn, role },
+            Event::PrepareZapPage { gfn, role },
+            Event::UnmapHvaRange(Hva(1)..Hva(2)),
+            Event::AgeHva(Hva(1)..Hva(2)),
+            Event::DirtyRingPush {
+                dirty_index: 1,
+                reset_index: 0,
+                slot: 0,
+                offset: 0,
+            },
+            Event::DirtyRingReset {
+                dirty_index: 1,
+                reset_index: 1,
+            },
+            Event::FlushBegin(gfn..Gfn(2)),
+            Event::FlushEnd(gfn..Gfn(2)),
+            Event::Quiesce,
+            Event::Yield,
+        ];
+        for event in events {
+            let known = POINTS.iter().any(|point| point.name == event.name());
+            assert!(known, "{event}");
+        }
+    }
+}

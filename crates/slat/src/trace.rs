@@ -4,6 +4,7 @@
 //! the midst of a fault, so what a platform does with one has to be short. A platform that does nothing pays nothing:
 //! the calls are compiled away.
 
+use core::fmt;
 use core::ops::Range;
 
 use crate::addr::{Access, Gfn, Gpa, Hva, Level, Pfn};
@@ -125,6 +126,39 @@ pub enum Event {
     Quiesce,
     /// The engine's own: a long operation lets others pass.
     Yield,
+}
+
+impl Event {
+    /// Returns the name of the tracepoint: KVM's, or the engine's own.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Event::PageFault { .. } => "kvm_page_fault",
+            Event::SpteRequested { .. } => "kvm_mmu_spte_requested",
+            Event::FastPageFault { .. } => "fast_page_fault",
+            Event::MarkMmioSpte { .. } => "mark_mmio_spte",
+            Event::HandleMmioPageFault { .. } => "handle_mmio_page_fault",
+            Event::SpteZapped { .. } => "kvm_tdp_mmu_spte_changed",
+            Event::SplitHugePage { .. } => "kvm_mmu_split_huge_page",
+            Event::GetPage { .. } => "kvm_mmu_get_page",
+            Event::UnsyncPage { .. } => "kvm_mmu_unsync_page",
+            Event::PrepareZapPage { .. } => "kvm_mmu_prepare_zap_page",
+            Event::UnmapHvaRange(_) => "kvm_unmap_hva_range",
+            Event::AgeHva(_) => "kvm_age_hva",
+            Event::DirtyRingPush { .. } => "kvm_dirty_ring_push",
+            Event::DirtyRingReset { .. } => "kvm_dirty_ring_reset",
+            Event::FlushBegin(_) => "flush_begin",
+            Event::FlushEnd(_) => "flush_end",
+            Event::Quiesce => "quiesce",
+            Event::Yield => "yield",
+        }
+    }
+}
+
+/// Writes the name, and the event's fields.
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {self:?}", self.name())
+    }
 }
 
 /// What a shadow page is made for: the lower bits of KVM's `kvm_mmu_page_role`, which has the level in bits 0 to 3,

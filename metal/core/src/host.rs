@@ -1,5 +1,6 @@
 //! The engine's platform: the parts of a machine that `slat` needs.
 
+use alloc::format;
 use alloc::string::String;
 use alloc::sync::Arc;
 use core::hint::spin_loop;
@@ -9,7 +10,7 @@ use core::ptr::{self, NonNull};
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
 use slat::{
-    Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform, Request,
+    Entries, Event, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform, Request,
     ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 use slat_model::{Lock, Tlb};
@@ -219,4 +220,13 @@ unsafe impl<M: Machine> Platform for Host<M> {
     fn wait(&self, _: u32, _: WaitFor) {
         spin_loop();
     }
+
+    fn trace(&self, event: Event) {
+        if TRACES {
+            M::print(&format!("trace {event}\n"));
+        }
+    }
 }
+
+/// Whether the monitor prints what the engine does: if it was built by `metal/run --trace`.
+const TRACES: bool = option_env!("SLAT_METAL_TRACE").is_some();
