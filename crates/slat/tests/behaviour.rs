@@ -890,23 +890,27 @@ fn a_look_up_says_what_is_mapped_and_changes_nothing() {
 fn look_ups_go_on_while_tables_are_freed() {
     let (platform, vm) = vm(GIB1, REMAP_4K);
     let done = AtomicBool::new(false);
+    let found = [const { AtomicBool::new(false) }; 2];
     std::thread::scope(|scope| {
-        for _ in 0..2 {
+        for found in &found {
             scope.spawn(|| {
-                let (mut found, mut n) = (0, 0);
-                while !done.load(SeqCst) || n == 0 {
+                let mut n = 0;
+                while !done.load(SeqCst) {
                     n += 1;
                     let gfn = n % (2 * MIB2);
                     if let Some(mapping) = vm.lookup(0, Gfn(gfn)) {
+                        found.store(true, SeqCst);
                         assert_eq!(HostMemory::identify(mapping.pfn).0, gfn);
-                        found += 1;
                     }
                 }
-                assert!(found > 0);
             });
         }
         let mut vcpu = vm.create_vcpu().unwrap();
-        for _ in 0..50 {
+        // On a busy machine a thread may begin late.
+        let all_found = || found.iter().all(|found| found.load(SeqCst));
+        let mut rounds = 0;
+        while rounds < 50 || !all_found() {
+            rounds += 1;
             set(&vm, 0, 0..2 * MIB2, 0, NONE);
             for gfn in 0..2 * MIB2 {
                 touch(&mut vcpu, gfn, Read).unwrap();
