@@ -247,7 +247,7 @@ impl Default for VmClock {
     }
 }
 
-fn host_tsc() -> u64 {
+pub(crate) fn host_tsc() -> u64 {
     // SAFETY: RDTSC is available on every x86-64 host; user space may execute it unless prctl forbids.
     unsafe { _rdtsc() }
 }

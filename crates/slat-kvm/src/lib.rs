@@ -11,7 +11,7 @@
 //! | [`ioctl`], [`abi`], [`user`] | the system-call interface: dispatch, request numbers, the client's memory |
 //! | [`system`], [`vm`], [`vcpu`] | the objects and their calls |
 //! | `run`, `exit`, `guest_debug` | `KVM_RUN`, and how it describes an exit |
-//! | [`stats`], `counters` | statistics, in KVM's binary format; what a vCPU counts for them |
+//! | [`stats`], `counters`, `exit_times` | statistics, in KVM's binary format; what a vCPU counts for them, and how long its exits take |
 //! | [`device`], [`device_attr`], `vfio`, `file_id` | devices and device attributes, and the identity of open files |
 //! | `prefault` | guest memory mapped before its use |
 //! | `machine` | what the CPU sees of its machine: address translation, MSRs, hypercalls, paravirtual features |
@@ -65,6 +65,7 @@ pub mod errno;
 mod eventfd;
 pub mod events;
 mod exit;
+mod exit_times;
 mod file_id;
 pub mod filters;
 pub mod fpu;

@@ -2,6 +2,7 @@
 
 use crate::counters::{CpuCounts, Exits};
 use crate::errno::{Result, no_memory};
+use crate::exit_times::ExitTimes;
 use crate::hyperv::VirtualProcessor;
 use crate::process::PerProcess;
 use crate::thread::bits;
@@ -28,6 +29,7 @@ pub(crate) struct VcpuCommon {
     /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0.
     pub(crate) runner: AtomicUsize,
     pub(crate) exits: Exits,
+    pub(crate) times: ExitTimes,
     pub(crate) cpu: CpuCounts,
     /// The engine's counters for this vCPU.
     pub(crate) counted: VcpuStats,
@@ -108,6 +110,7 @@ impl VcpuCommon {
             sipi_vector: AtomicU32::new(0),
             runner: AtomicUsize::new(0),
             exits: Exits::default(),
+            times: ExitTimes::default(),
             cpu: CpuCounts::default(),
             counted,
             vp: VirtualProcessor::new(index),

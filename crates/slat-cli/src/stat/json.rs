@@ -53,6 +53,10 @@ fn vm(vm: &Vm) -> Value {
 }
 
 fn vcpu(vcpu: &Vcpu) -> Value {
+    let times = vcpu.times.iter();
+    let times: Map<_, _> = times
+        .map(|(reason, of)| (reason.clone(), json!({ "ns": of.ns, "log2_ns": of.counts })))
+        .collect();
     json!({
         "vcpu": vcpu.id,
         "state": vcpu.state,
@@ -60,5 +64,6 @@ fn vcpu(vcpu: &Vcpu) -> Value {
         "cpu": counters(&vcpu.cpu),
         "exits": counters(&vcpu.exits),
         "halt_wait_log2_ns": vcpu.halts,
+        "exit_times": times,
     })
 }

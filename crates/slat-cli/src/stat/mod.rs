@@ -22,7 +22,7 @@ use crate::args::Stat;
 use crate::live;
 use crate::output::{complain, print};
 use crate::processes::{self, NOBODY, why_not};
-use subject::{Earlier, HEADS, Subject, cells, halts, shown, subjects};
+use subject::{Earlier, HEADS, Subject, cells, shown, subjects, times};
 
 /// A process and its counters.
 type Process = processes::Process<text::Answer>;
@@ -101,7 +101,7 @@ fn detail(text: &mut String, subject: &Subject) {
     for (name, value) in subject.counters().filter(|(_, value)| *value != 0) {
         let _ = writeln!(text, "  {name:<26}{value:>15}");
     }
-    let _ = writeln!(text, "  {}", halts(subject));
+    let _ = writeln!(text, "  {}", times(subject));
 }
 
 /// Names a subject.

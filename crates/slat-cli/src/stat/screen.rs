@@ -7,7 +7,7 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Cell, Row, Table, TableState};
 
-use super::subject::{Earlier, HEADS, Key, Subject, cells, halts, shown, subjects};
+use super::subject::{Earlier, HEADS, Key, Subject, cells, shown, subjects, times};
 use super::{Process, ask, title};
 use crate::args::Stat;
 use crate::live::{self, View, bold};
@@ -178,7 +178,7 @@ impl View for Screen<'_> {
         frame.render_stateful_widget(self.list_table(), vms, &mut state);
         frame.render_widget(ratatui::text::Text::from(silent), problems);
         if let Some(subject) = self.index().map(|index| &self.subjects[index]) {
-            let text = format!("{}   {}", title(subject), halts(subject));
+            let text = format!("{}   {}", title(subject), times(subject));
             frame.render_widget(Line::from(text).style(bold()), name);
             frame.render_widget(self.counter_table(subject, counters.height), counters);
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use super::Process;
-use super::text::{Answer, Counters, Vcpu, Vm};
+use super::text::{Answer, Counters, Times, Vcpu, Vm};
 
 /// A process id, the number of a VM, and the id of a vCPU of it; `None`: the VM as a whole.
 pub type Key = (i32, u64, Option<u32>);
@@ -24,20 +24,17 @@ pub struct Subject {
     pub cpu: Counters,
     /// Exits.
     pub exits: Counters,
-    /// Waits in halts, by the position of the highest set bit of their nanoseconds.
-    pub halts: Vec<u64>,
+    /// Waits in halts, and the times of other exits that were taken, by reason.
+    pub times: BTreeMap<String, Times>,
     at: Instant,
 }
 
 impl Subject {
     fn vm(process: &Process, vm: &Vm) -> Self {
         let (cpu, exits) = vm.sums();
-        let mut halts = Vec::new();
-        for vcpu in &vm.vcpus {
-            halts.resize(halts.len().max(vcpu.halts.len()), 0);
-            for (sum, value) in halts.iter_mut().zip(&vcpu.halts) {
-                *sum += value;
-            }
+        let mut times = BTreeMap::<_, Times>::new();
+        for (reason, of_vcpu) in vm.vcpus.iter().flat_map(times_of) {
+            times.entry(reason).or_default().add(&of_vcpu);
         }
         Subject {
             key: (process.pid, vm.number, None),
@@ -46,7 +43,7 @@ impl Subject {
             memory: vm.memory.clone(),
             cpu,
             exits,
-            halts,
+            times,
             at: process.at,
         }
     }
@@ -59,7 +56,7 @@ impl Subject {
             memory: vcpu.memory.clone(),
             cpu: vcpu.cpu.clone(),
             exits: vcpu.exits.clone(),
-            halts: vcpu.halts.clone(),
+            times: times_of(vcpu).collect(),
             at: process.at,
         }
     }
@@ -69,6 +66,17 @@ impl Subject {
         let all = [&self.memory, &self.cpu, &self.exits];
         all.into_iter().flat_map(Counters::iter)
     }
+}
+
+/// Returns the times of a vCPU's exits by reason: `halt`, and others.
+fn times_of(vcpu: &Vcpu) -> impl Iterator<Item = (String, Times)> {
+    let halts = Times {
+        ns: vcpu.exits["halt_wait_ns"],
+        counts: vcpu.halts.clone(),
+    };
+    let others = vcpu.times.iter();
+    let others = others.map(|(reason, times)| (reason.clone(), times.clone()));
+    others.chain([("halt".to_owned(), halts)])
 }
 
 /// Returns the VMs of `processes`, or their vCPUs.
@@ -166,28 +174,38 @@ pub fn shown(rate: Option<f64>) -> String {
     rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"))
 }
 
-/// Describes the waits in halts: the only exits whose time slat takes. Their mean is exact; 99 of 100 are shorter than the power of two
-/// that is given.
-pub fn halts(subject: &Subject) -> String {
-    let count: u64 = subject.halts.iter().sum();
-    if count == 0 {
-        return "halts: none. Other exits are not timed.".to_owned();
+/// Describes how long exits take, by reason: the mean, and a power of two that 99 of 100 do not exceed. Reasons of which no time was
+/// taken are left out.
+pub fn times(subject: &Subject) -> String {
+    let taken = subject.times.iter();
+    let taken = taken.filter_map(|(reason, times)| described(times).map(|it| (reason, it)));
+    let parts: Vec<_> = taken.map(|(reason, it)| format!("{reason} {it}")).collect();
+    match parts.is_empty() {
+        true => "exits: no time was taken yet".to_owned(),
+        false => format!("exits, mean < p99: {}", parts.join(", ")),
     }
-    let mean = subject.exits["halt_wait_ns"] as f64 / count as f64;
+}
+
+/// Describes times: `MEAN < P99`. `None`: there are none.
+fn described(times: &Times) -> Option<String> {
+    let count: u64 = times.counts.iter().sum();
+    if count == 0 {
+        return None;
+    }
     let mut seen = 0;
-    let p99 = subject.halts.iter().position(|halts| {
-        seen += halts;
+    let p99 = times.counts.iter().position(|times| {
+        seen += times;
         seen * 100 >= count * 99
-    });
-    let last = subject.halts.len() - 1;
-    let bound = match p99 {
-        Some(bits) if bits < last => format!("p99 below {}", time((1u64 << bits) as f64)),
-        _ => format!("p99 above {}", time((1u64 << (last - 1)) as f64)),
+    })?;
+    let last = times.counts.len() - 1;
+    let bound = match p99 < last {
+        true => time((1u64 << p99) as f64),
+        false => format!("more than {}", time((1u64 << (last - 1)) as f64)),
     };
-    format!(
-        "halts: mean {}, {bound}. Other exits are not timed.",
-        time(mean)
-    )
+    Some(format!(
+        "{} < {bound}",
+        time(times.ns as f64 / count as f64)
+    ))
 }
 
 /// Formats nanoseconds.
@@ -209,7 +227,7 @@ mod tests {
     fn process(at: Instant, instructions: u64, compiled: u64, leaves: u64) -> Process {
         let text = format!(
             "slat 1\nnames memory pages_4k\nnames cpu instructions instructions_compiled\nnames exits halt_wait_ns\n\
-            vm 0\nmemory {leaves}\nvcpu 0 runs\nmemory 0\ncpu {instructions} {compiled}\nexits 3000\nhalts 0 0 0 2 0\nend\n"
+            vm 0\nmemory {leaves}\nvcpu 0 runs\nmemory 0\ncpu {instructions} {compiled}\nexits 3000\nhalts 0 0 0 2 0\ntimes io 100 0 0 0 0 1 3 0\ntimes mmio 0 0 0\nend\n"
         );
         Process {
             pid: 7,
@@ -236,14 +254,15 @@ mod tests {
     }
 
     #[test]
-    fn halts_have_a_mean_and_a_bound() {
+    fn exits_have_a_mean_and_a_bound() {
         let processes = [process(Instant::now(), 0, 0, 0)];
         let vcpu = &subjects(&processes, true)[0];
         assert_eq!(vcpu.key, (7, 0, Some(0)));
-        let text = halts(vcpu);
-        assert!(
-            text.starts_with("halts: mean 1.5 us, p99 below 8 ns"),
-            "{text}"
+        assert_eq!(
+            times(vcpu),
+            "exits, mean < p99: halt 1.5 us < 8 ns, io 25 ns < 32 ns"
         );
+        let vm = &subjects(&processes, false)[0];
+        assert_eq!(times(vm), times(vcpu));
     }
 }

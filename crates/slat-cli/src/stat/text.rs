@@ -59,6 +59,29 @@ pub struct Vcpu {
     pub exits: Counters,
     /// Its waits in halts, by the position of the highest set bit of their nanoseconds.
     pub halts: Vec<u64>,
+    /// The times of its exits that were taken, by reason.
+    pub times: BTreeMap<String, Times>,
+}
+
+/// Times that were taken.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Times {
+    /// Their sum, in nanoseconds.
+    pub ns: u64,
+    /// Their counts, by the position of the highest set bit of the nanoseconds.
+    pub counts: Vec<u64>,
+}
+
+impl Times {
+    /// Adds `other`.
+    pub fn add(&mut self, other: &Times) {
+        self.ns += other.ns;
+        let len = self.counts.len().max(other.counts.len());
+        self.counts.resize(len, 0);
+        for (sum, value) in self.counts.iter_mut().zip(&other.counts) {
+            *sum += value;
+        }
+    }
 }
 
 /// A live VM.
@@ -166,6 +189,15 @@ fn read(lines: &[&str]) -> Option<Answer> {
                     ..Vcpu::default()
                 });
             }
+            "times" => {
+                let (name, rest) = rest.split_once(' ')?;
+                let numbers = rest.split_ascii_whitespace().map(|word| word.parse().ok());
+                let numbers = numbers.collect::<Option<Vec<u64>>>()?;
+                let (&ns, counts) = numbers.split_first()?;
+                let counts = counts.to_vec();
+                let vcpu = answer.vms.last_mut()?.vcpus.last_mut()?;
+                vcpu.times.insert(name.to_owned(), Times { ns, counts });
+            }
             "halts" => answer.vms.last_mut()?.vcpus.last_mut()?.halts = numbers()?,
             "memory" | "cpu" | "exits" => {
                 *place(&mut answer, word)? = names.of(word, numbers()?)?
@@ -204,7 +236,7 @@ mod tests {
     }
 
     const TEXT: &str = "slat 1\nnames memory a b\nnames cpu instructions\nnames exits exits\nended 1\nmemory 1 2\ncpu 5\n\
-        vm 4\nmemory 10 20\nvcpu 0 runs\nmemory 10 0\ncpu 100\nexits 3\nhalts 0 1\nvcpu 2 out\nmemory 0 20\ncpu 200\nexits 4\n\
+        vm 4\nmemory 10 20\nvcpu 0 runs\nmemory 10 0\ncpu 100\nexits 3\nhalts 0 1\ntimes io 7 0 1\nvcpu 2 out\nmemory 0 20\ncpu 200\nexits 4\n\
         halts 0 0\nlater 7\nend\n";
 
     #[test]
@@ -215,6 +247,8 @@ mod tests {
         assert_eq!((vm.number, vm.vcpus.len()), (4, 2));
         assert_eq!((vm.vcpus[0].state.as_str(), vm.vcpus[1].id), ("runs", 2));
         assert_eq!(vm.vcpus[0].halts, [0, 1]);
+        let (ns, counts) = (7, vec![0, 1]);
+        assert_eq!(vm.vcpus[0].times["io"], Times { ns, counts });
         let (memory, cpu) = answer.totals();
         assert_eq!((memory["a"], memory["b"], memory["c"]), (11, 22, 0));
         assert_eq!(cpu["instructions"], 305);

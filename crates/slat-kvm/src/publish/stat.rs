@@ -13,6 +13,7 @@
 //! cpu 712345 …                 as of its last exit; a vCPU that executes exits every 10 ms (`ticker`)
 //! exits 5 …
 //! halts 0 …                    its waits in halts, by the position of the highest set bit of their nanoseconds
+//! times io 5000 0 …            the sum of the times that were taken of its exits for this reason, in nanoseconds, and their counts as for halts
 //! ```
 
 use super::writer::{Writer, names, values};
@@ -76,7 +77,13 @@ fn vcpu(to: &mut Writer<'_>, vcpu: &VcpuCommon) -> fmt::Result {
     values(to, exits.map(|index| vcpu.exits.value(index)))?;
     to.write_str("\nhalts")?;
     values(to, vcpu.exits.halt_wait_hist.iter().map(Count::get))?;
-    to.write_char('\n')
+    to.write_char('\n')?;
+    for (name, times) in vcpu.times.iter() {
+        write!(to, "times {name} {}", times.ns.get())?;
+        values(to, times.hist.iter().map(Count::get))?;
+        to.write_char('\n')?;
+    }
+    Ok(())
 }
 
 /// Writes the answer.

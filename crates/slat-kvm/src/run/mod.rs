@@ -229,9 +229,15 @@ impl VcpuObject {
             }
             inner.vapic_to_guest();
             let exit = {
-                let Inner { cpu, machine, .. } = &mut *inner;
+                let Inner {
+                    cpu,
+                    machine,
+                    stopwatch,
+                    ..
+                } = &mut *inner;
                 machine.memory_fault = None;
                 let common = self.common();
+                stopwatch.enters(&common.times);
                 common.client.executes();
                 trace::enters(common.id, &cpu.state);
                 let exit = cpu.run(machine, common.attention.flag());
@@ -243,6 +249,8 @@ impl VcpuObject {
             inner.vapic_from_guest();
             inner.machine.collect_pv_eoi();
             self.count(&exit);
+            let number = self.common().exits.exits.get();
+            inner.stopwatch.exits(number, &exit);
             if let Next::Return = self.handle(inner, exit)? {
                 return Ok(());
             }

@@ -18,6 +18,7 @@ use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
 use crate::errno::{Error, Result, fail, no_memory};
+use crate::exit_times::Stopwatch;
 use crate::ioeventfd::KnownEvents;
 use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use crate::machine::VcpuMachine;
@@ -60,6 +61,7 @@ pub(crate) struct Inner {
     pub(crate) cpu: Cpu,
     pub(crate) machine: VcpuMachine,
     pub(crate) unfinished: Unfinished,
+    pub(crate) stopwatch: Stopwatch,
     pub(crate) mp_state: u32,
     /// The events that the client requested by `KVM_SET_VCPU_EVENTS` and the next run delivers.
     pub(crate) requested: events::Requested,
@@ -194,6 +196,7 @@ impl VcpuObject {
             cpu,
             machine,
             unfinished: Unfinished::Nothing,
+            stopwatch: Stopwatch::default(),
             mp_state: if waiting {
                 KVM_MP_STATE_UNINITIALIZED
             } else {

@@ -1,0 +1,113 @@
+//! How long exits take, by reason, for `slat stat`: from the exit of the CPU to its next entry, with what the client does meanwhile.
+//!
+//! Two looks at the clock are a tenth of a short exit, so the times of one exit in [`ONE_IN`] are taken; and the clock is the time-stamp
+//! counter, because no seccomp filter forbids it. Halts have an account of their own ([`Exits::waited`](crate::counters::Exits::waited)).
+
+use crate::clock;
+use crate::counters::{BUCKETS, Count, bucket};
+use slat_x86::Exit;
+
+/// Of so many exits the time of one is taken: a power of two.
+const ONE_IN: u64 = 16;
+
+/// Why the CPU has exited, as far as times are told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reason {
+    Io,
+    Mmio,
+    Interrupt,
+    Other,
+}
+
+impl Reason {
+    /// The names, in the order of the reasons.
+    const NAMES: [&str; 4] = ["io", "mmio", "interrupt", "other"];
+
+    /// Returns the reason of an exit. `None`: it has an account of its own.
+    fn of(exit: &Exit) -> Option<Self> {
+        match exit {
+            Exit::Io { .. } => Some(Reason::Io),
+            Exit::Mmio { .. } => Some(Reason::Mmio),
+            Exit::Attention | Exit::InterruptWindow => Some(Reason::Interrupt),
+            Exit::Hlt => None,
+            _ => Some(Reason::Other),
+        }
+    }
+}
+
+/// The times of exits for one reason.
+#[derive(Debug, Default)]
+pub(crate) struct Times {
+    /// The sum, in nanoseconds.
+    pub(crate) ns: Count,
+    /// Counts, by the position of the highest set bit of the nanoseconds.
+    pub(crate) hist: [Count; BUCKETS],
+}
+
+/// The times of a vCPU's exits.
+#[derive(Debug, Default)]
+pub(crate) struct ExitTimes([Times; Reason::NAMES.len()]);
+
+impl ExitTimes {
+    /// Returns the times of each reason, after its name.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&'static str, &Times)> {
+        Reason::NAMES.into_iter().zip(&self.0)
+    }
+}
+
+/// The exit whose time is being taken, and when it began. Of the thread that runs the vCPU.
+#[derive(Default)]
+pub(crate) struct Stopwatch(Option<(Reason, u64)>);
+
+impl Stopwatch {
+    /// Call after exit number `number`.
+    #[inline]
+    pub(crate) fn exits(&mut self, number: u64, exit: &Exit) {
+        if number.is_multiple_of(ONE_IN) {
+            self.0 = Reason::of(exit).map(|reason| (reason, clock::host_tsc()));
+        }
+    }
+
+    /// Call before an entry.
+    #[inline]
+    pub(crate) fn enters(&mut self, times: &ExitTimes) {
+        if let Some((reason, begin)) = self.0.take() {
+            let cycles = clock::host_tsc().saturating_sub(begin);
+            let ns = u128::from(cycles) * 1_000_000 / u128::from(clock::host_tsc_khz());
+            let times = &times.0[reason as usize];
+            times.ns.add(ns as u64);
+            times.hist[bucket(ns as u64)].add(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+    use std::time::Duration;
+
+    #[test]
+    fn the_time_of_one_exit_in_sixteen_is_taken() {
+        let times = ExitTimes::default();
+        let mut stopwatch = Stopwatch::default();
+        for number in 1..=2 * ONE_IN {
+            stopwatch.exits(number, &Exit::Attention);
+            thread::sleep(Duration::from_millis(2));
+            stopwatch.enters(&times);
+        }
+        stopwatch.exits(3 * ONE_IN, &Exit::Hlt);
+        stopwatch.enters(&times);
+        let sum = |times: &Times| times.hist.iter().map(Count::get).sum::<u64>();
+        let counts: Vec<_> = times
+            .iter()
+            .map(|(name, times)| (name, sum(times)))
+            .collect();
+        assert_eq!(
+            counts,
+            [("io", 0), ("mmio", 0), ("interrupt", 2), ("other", 0)]
+        );
+        let taken = times.0[Reason::Interrupt as usize].ns.get();
+        assert!((4_000_000..2_000_000_000).contains(&taken), "{taken} ns");
+    }
+}
