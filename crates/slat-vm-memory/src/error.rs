@@ -40,8 +40,8 @@ impl fmt::Display for Error {
                 error,
             } => write!(
                 f,
-                "setting memslot {slot}, {size:#x} bytes at {start:#x}: {error}; the range must be in whole pages and overlap no other \
-                 memslot's"
+                "setting memslot {slot}, {size:#x} bytes at {start:#x}: {error}; the number must be free, the range in whole pages \
+                 and outside the other memslots"
             ),
             Error::Rings(slot) => write!(
                 f,

@@ -11,6 +11,8 @@ use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 /// `ENXIO`: the VM has dirty rings.
 const ENXIO: i32 = 6;
+/// `EINVAL`: a bad argument.
+const EINVAL: i32 = 22;
 
 /// A memslot of a VM with the host memory that backs it, and the [`Bitmap`] of the region that it is made for. Dropping it deletes the
 /// memslot, and then unmaps the memory. It keeps the VM alive.
@@ -46,6 +48,10 @@ impl Memslot {
             memory_size: backing.size() as u64,
             userspace_addr: backing.as_ptr() as u64,
         };
+        if backing.size() == 0 {
+            // For KVM this would be to delete a memslot.
+            return Err(refused(region, slat_kvm::Error::new(EINVAL)));
+        }
         set(vm, region)?;
         Ok(Memslot {
             vm: vm.clone(),
@@ -79,7 +85,7 @@ impl Memslot {
     /// Harvests the memslot's log by KVM_GET_DIRTY_LOG: a bit for each page that a vCPU or a device has written.
     ///
     /// # Errors
-    /// `ENOENT` if the memslot is not logged, `EIO` in a forked child.
+    /// `ENOENT` if the memslot is not logged, `ENXIO` if dirty rings were enabled after the log began, `EIO` in a forked child.
     pub fn dirty_log(&self) -> slat_kvm::Result<Vec<u64>> {
         self.vm.get_dirty_log(self.region.slot, self.backing.size())
     }
@@ -110,12 +116,16 @@ fn set(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), Error> {
     }
     // SAFETY: the caller's; vm-memory expects that guests write its memory at any time.
     let set = unsafe { vm.set_user_memory_region(region) };
-    set.map_err(|error| Error::Memslot {
-        slot,
+    set.map_err(|error| refused(region, error))
+}
+
+fn refused(region: kvm_userspace_memory_region, error: slat_kvm::Error) -> Error {
+    Error::Memslot {
+        slot: region.slot,
         start: region.guest_phys_addr,
         size: region.memory_size,
         error,
-    })
+    }
 }
 
 impl Drop for Memslot {

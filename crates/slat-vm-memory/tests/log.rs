@@ -9,10 +9,16 @@ use slat_vm_memory::{Error, Memslot, memory, region};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MmapRegion, VolatileMemory,
+    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    MemoryRegionAddress, MmapRegion, VolatileMemory,
 };
 
 const LOGGED: u32 = KVM_MEM_LOG_DIRTY_PAGES;
+
+/// Returns where the memory of page 0 is mapped.
+fn first_byte(memory: &GuestMemoryMmap<Memslot>) -> *mut u8 {
+    memory.get_host_address(page(0)).unwrap()
+}
 
 #[test]
 fn writes_of_the_guest_and_of_devices_are_in_one_log() {
@@ -159,6 +165,59 @@ fn what_fails_leaves_no_memslot() {
         );
     }
     memory(&vm, LOGGED, &overlapping[..1]).unwrap();
+}
+
+#[test]
+fn a_number_is_for_one_region() {
+    let vm = vm();
+    let memory = memory(&vm, LOGGED, &[(page(0), 4 * PAGE)]).unwrap();
+    let again = region(&vm, 0, LOGGED, page(8), MmapRegion::new(4 * PAGE).unwrap());
+    assert!(matches!(again, Err(Error::Memslot { error, .. }) if error.errno() == libc::EINVAL));
+    let first = Memslot::of(memory.find_region(page(0)).unwrap());
+    // SAFETY: nothing is accessed by way of this region, which is refused.
+    let none = unsafe { MmapRegion::build_raw(first_byte(&memory), 0, libc::PROT_READ, 0) };
+    let none = region(&vm, 0, LOGGED, page(8), none.unwrap());
+    assert!(matches!(none, Err(Error::Memslot { error, .. }) if error.errno() == libc::EINVAL));
+    memory.write_obj(1u8, page(1)).unwrap();
+    assert_eq!(first.dirty_log().unwrap(), [0b10], "it is where it was");
+}
+
+/// The slots of system management mode have numbers from 1 << 16 on.
+#[test]
+fn each_address_space_has_its_own_log() {
+    let vm = vm();
+    let memory = memory(&vm, LOGGED, &[(page(0), 4 * PAGE)]).unwrap();
+    let managed = region(
+        &vm,
+        1 << 16,
+        LOGGED,
+        page(0),
+        MmapRegion::new(4 * PAGE).unwrap(),
+    );
+    let managed = managed.unwrap();
+    managed
+        .write_obj(1u8, MemoryRegionAddress(2 * PAGE as u64))
+        .unwrap();
+    assert!(Memslot::of(&managed).dirty_at(2 * PAGE));
+    assert!(dirty(&memory, 0).is_empty());
+    memory.write_obj(1u8, page(1)).unwrap();
+    assert_eq!(Memslot::of(&managed).dirty_log().unwrap(), [0b100]);
+    assert_eq!(dirty(&memory, 0), [1]);
+}
+
+/// As when the VM is dead: nobody knows whether its vCPUs still use the memory.
+#[test]
+fn memory_stays_mapped_when_its_memslot_cannot_be_deleted() {
+    let vm = vm();
+    let memory = memory(&vm, 0, &[(page(0), PAGE)]).unwrap();
+    let start = first_byte(&memory);
+    let deleted = kvm_userspace_memory_region::default();
+    // SAFETY: the memslot's memory is not given to the guest.
+    unsafe { vm.set_user_memory_region(deleted).unwrap() };
+    drop(memory);
+    // SAFETY: looks at the mapping only.
+    let mapped = unsafe { libc::msync(start.cast(), PAGE, libc::MS_ASYNC) };
+    assert_eq!(mapped, 0);
 }
 
 #[test]
