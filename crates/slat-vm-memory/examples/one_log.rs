@@ -1,5 +1,6 @@
 //! A VMM with one dirty log: the guest drives a virtio queue, the device fills a buffer through vm-memory, and
-//! KVM_GET_DIRTY_LOG has the pages of both. It harvests whenever the writer changes, to say who wrote what.
+//! KVM_GET_DIRTY_LOG has the pages of both. It harvests whenever the writer changes, to say who wrote what. Among the guest's are pages
+//! that it only reads or executes, here 0x1000 and 0x4000: as in KVM, a page is logged when the guest's first access maps it writable.
 
 use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd};
@@ -8,7 +9,7 @@ use std::error::Error;
 use std::io::Write;
 use std::sync::Arc;
 use virtio_queue::{Queue, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
 type Memory = GuestMemoryMmap<Memslot>;
 
@@ -61,16 +62,16 @@ impl Device {
     }
 }
 
-/// Harvests the log, and prints the pages that `writer` has written since the last harvest.
-fn harvest(memory: &Memory, writer: &str) -> Result<(), Box<dyn Error>> {
-    let mut pages = Vec::new();
+/// Harvests the log. Returns a line with the pages that `writer` has written since the last harvest.
+fn harvest(memory: &Memory, writer: &str) -> Result<String, Box<dyn Error>> {
+    let mut line = writer.to_owned();
     for region in memory.iter() {
         let log = Memslot::of(region).dirty_log()?;
-        let bits = (0..log.len() * 64).filter(|page| log[page / 64] >> (page % 64) & 1 != 0);
-        pages.extend(bits.map(|page| format!("{:#x}", page * 4096)));
+        let pages = (0..log.len() * 64).filter(|page| log[page / 64] >> (page % 64) & 1 != 0);
+        let addresses = pages.map(|page| region.start_addr().0 + page as u64 * 4096);
+        addresses.for_each(|address| line += &format!(" {address:#x}"));
     }
-    println!("{writer:7} {}", pages.join(" "));
-    Ok(())
+    Ok(line)
 }
 
 fn start(vcpu: &VcpuFd) -> Result<(), slat_kvm::Error> {
@@ -82,11 +83,12 @@ fn start(vcpu: &VcpuFd) -> Result<(), slat_kvm::Error> {
     vcpu.set_regs(&regs)
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+/// Runs the guest. Returns what is harvested.
+pub fn run() -> Result<Vec<String>, Box<dyn Error>> {
     let vm = Arc::new(Kvm::new()?.create_vm()?);
     let memory = memory(&vm, KVM_MEM_LOG_DIRTY_PAGES, &[(GuestAddress(0), 0x1_0000)])?;
     memory.write_slice(GUEST, GuestAddress(CODE))?;
-    harvest(&memory, "loader")?;
+    let mut lines = vec![harvest(&memory, "loader:")?];
 
     let mut device = Device::new()?;
     let mut vcpu = vm.create_vcpu(0)?;
@@ -95,15 +97,20 @@ fn main() -> Result<(), Box<dyn Error>> {
         let exit = vcpu.run()?;
         match exit {
             VcpuExit::IoOut(DOORBELL, _) => {
-                harvest(&memory, "guest")?;
+                lines.push(harvest(&memory, "guest:")?);
                 device.serve(&memory)?;
-                harvest(&memory, "device")?;
+                lines.push(harvest(&memory, "device:")?);
             }
             VcpuExit::Hlt => {
-                harvest(&memory, "guest")?;
-                return Ok(());
+                lines.push(harvest(&memory, "guest:")?);
+                return Ok(lines);
             }
             exit => return Err(format!("unexpected exit: {exit:?}").into()),
         }
     }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("{}", run()?.join("\n"));
+    Ok(())
 }
