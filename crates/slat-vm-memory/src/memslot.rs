@@ -52,7 +52,8 @@ impl Memslot {
             // For KVM this would be to delete a memslot.
             return Err(refused(region, slat_kvm::Error::new(EINVAL)));
         }
-        set(vm, region)?;
+        // SAFETY: `drop` unmaps it after deleting the memslot.
+        unsafe { set(vm, region)? };
         Ok(Memslot {
             vm: vm.clone(),
             region,
@@ -79,7 +80,8 @@ impl Memslot {
             flags,
             ..self.region
         };
-        set(&self.vm, region)
+        // SAFETY: as when it was created.
+        unsafe { set(&self.vm, region) }
     }
 
     /// Harvests the memslot's log by KVM_GET_DIRTY_LOG: a bit for each page that a vCPU or a device has written.
@@ -100,12 +102,14 @@ impl Memslot {
     }
 }
 
-/// Sets `region`, a memslot of `vm` whose backing is mapped until the memslot is deleted, and which only volatile accesses of
-/// vm-memory reach.
+/// Creates, changes or deletes the memslot `region` of `vm`.
 ///
 /// # Errors
 /// [`Error::Memslot`], [`Error::Rings`].
-fn set(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), Error> {
+///
+/// # Safety
+/// The backing stays mapped until the memslot is deleted, and vm-memory alone accesses it.
+unsafe fn set(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), Error> {
     let slot = region.slot;
     if region.flags & KVM_MEM_LOG_DIRTY_PAGES != 0 {
         // To clear no page changes nothing, and says whether the VM has rings.
@@ -114,7 +118,7 @@ fn set(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), Error> {
             _ => {}
         }
     }
-    // SAFETY: the caller's; vm-memory expects that guests write its memory at any time.
+    // SAFETY: the caller's; vm-memory expects that guests write the memory at any time.
     let set = unsafe { vm.set_user_memory_region(region) };
     set.map_err(|error| refused(region, error))
 }
@@ -130,14 +134,13 @@ fn refused(region: kvm_userspace_memory_region, error: slat_kvm::Error) -> Error
 
 impl Drop for Memslot {
     fn drop(&mut self) {
-        let deleted = set(
-            &self.vm,
-            kvm_userspace_memory_region {
-                flags: 0,
-                memory_size: 0,
-                ..self.region
-            },
-        );
+        let nothing = kvm_userspace_memory_region {
+            flags: 0,
+            memory_size: 0,
+            ..self.region
+        };
+        // SAFETY: deletes it.
+        let deleted = unsafe { set(&self.vm, nothing) };
         // A dead VM refuses, and a vCPU may still be on its way out of the guest: the memory stays mapped for it.
         if deleted.is_ok() {
             // SAFETY: it is dropped here only, and not used afterwards.
