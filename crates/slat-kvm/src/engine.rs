@@ -240,6 +240,10 @@ delegate! {
         fn get_dirty_log(space: usize, slot: u32, bitmap: &mut [u64]) -> Result<(), DirtyLogError>;
         /// See [`slat::Vm::clear_dirty_log`].
         fn clear_dirty_log(space: usize, slot: u32, first: u64, pages: u64, bitmap: &[u64]) -> Result<(), DirtyLogError>;
+        /// See [`slat::Vm::mark_dirty`].
+        fn mark_dirty(space: usize, gfns: Range<Gfn>) -> Result<(), DirtyLogError>;
+        /// See [`slat::Vm::is_marked_dirty`].
+        fn is_marked_dirty(space: usize, gfn: Gfn) -> bool;
         /// See [`slat::Vm::set_manual_dirty_log`].
         fn set_manual_dirty_log(manual: bool, initially_set: bool);
         /// See [`slat::Vm::use_dirty_rings`].

@@ -350,6 +350,23 @@ fn what_a_device_writes_is_in_the_log_that_is_taken_next() {
     assert_eq!(words, [0; 5]);
 }
 
+#[test]
+fn a_look_at_the_log_takes_nothing_from_it() {
+    let vm = vm();
+    let marked = |page: u64| vm.is_marked_dirty(0, Gfn(BASE + page));
+    vm.mark_dirty(0, Gfn(BASE)..Gfn(BASE + 1)).unwrap();
+    assert!(!marked(0), "no log");
+    log(&vm);
+    vm.mark_dirty(0, Gfn(BASE + 70)..Gfn(BASE + 71)).unwrap();
+    for _ in 0..2 {
+        assert_eq!([marked(69), marked(70), marked(71)], [false, true, false]);
+    }
+    assert!(!marked(PAGES), "after the slot");
+    assert!(!vm.is_marked_dirty(7, Gfn(BASE + 70)), "no address space");
+    vm.get_dirty_log(0, 3, &mut [0; 5]).unwrap();
+    assert!(!marked(70), "harvested");
+}
+
 /// More pages than are noted at a time.
 #[test]
 fn what_a_device_writes_is_in_the_log_however_much_it_is() {
@@ -375,4 +392,5 @@ fn a_device_cannot_write_to_rings() {
     let error = vm.mark_dirty(0, Gfn(BASE)..Gfn(BASE + 1));
     assert_eq!(error, Err(DirtyLogError::Rings));
     vm.mark_dirty(0, Gfn(0)..Gfn(BASE)).unwrap();
+    assert!(!vm.is_marked_dirty(0, Gfn(BASE)));
 }

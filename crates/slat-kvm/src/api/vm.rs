@@ -114,6 +114,25 @@ impl VmFd {
         })
     }
 
+    /// Marks pages in the dirty log that the VMM itself has written: the `len` bytes from guest-physical address `start` on, of
+    /// address space `space` (0 but for system management mode). Call after the write. Pages without a logged slot are passed
+    /// over. KVM's API has no such call, so that a VMM needs a second log there; `slat-vm-memory` makes it after each write.
+    ///
+    /// # Errors
+    /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address; `ENXIO` with dirty rings.
+    pub fn mark_dirty(&self, space: usize, start: u64, len: u64) -> Result<()> {
+        self.vm.mark_dirty(space, start, len)
+    }
+
+    /// Whether the page of guest-physical `address` of address space `space` is marked in a dirty log now. Unlike
+    /// [`get_dirty_log`](Self::get_dirty_log), clears nothing. `false` for pages without a logged slot, and with dirty rings.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child.
+    pub fn is_marked_dirty(&self, space: usize, address: u64) -> Result<bool> {
+        self.vm.is_marked_dirty(space, address)
+    }
+
     /// `KVM_RESET_DIRTY_RINGS`, which kvm-ioctls does not have. Returns how many ring entries were reset.
     ///
     /// # Errors

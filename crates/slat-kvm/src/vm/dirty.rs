@@ -6,7 +6,7 @@ use crate::errno::{Error, Result, fail};
 use crate::vm::VmObject;
 use crate::{dirty, heap};
 use kvm_bindings::*;
-use slat::DirtyLogError;
+use slat::{DirtyLogError, Gpa};
 
 fn refused(error: DirtyLogError) -> Error {
     Error::new(error.errno())
@@ -79,6 +79,32 @@ impl VmObject {
         self.engine
             .clear_dirty_log(space, id, first, pages.into(), bitmap.as_ref())
             .map_err(refused)
+    }
+
+    /// Marks the pages of the `len` bytes from `start` on of address space `space` in the dirty logs: the client has written them.
+    ///
+    /// # Errors
+    /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address; `ENXIO` with dirty rings.
+    pub fn mark_dirty(&self, space: usize, start: u64, len: u64) -> Result<()> {
+        let _call = self.begin()?;
+        let last = start.checked_add(len.saturating_sub(1));
+        let (true, Some(last)) = (space < self.address_spaces(), last) else {
+            return fail(libc::EINVAL);
+        };
+        if len == 0 {
+            return Ok(());
+        }
+        let gfns = Gpa(start).gfn()..Gpa(last).gfn().add(1);
+        self.engine.mark_dirty(space, gfns).map_err(refused)
+    }
+
+    /// Whether the page of `address` in address space `space` is marked in a dirty log. Clears nothing.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child, and after a call that panicked.
+    pub fn is_marked_dirty(&self, space: usize, address: u64) -> Result<bool> {
+        let _call = self.begin()?;
+        Ok(self.engine.is_marked_dirty(space, Gpa(address).gfn()))
     }
 
     /// Carries out `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.

@@ -111,6 +111,30 @@ fn wrong_ranges_of_a_log_are_refused() {
 }
 
 #[test]
+fn what_the_client_writes_is_marked_when_it_says_so() {
+    let guest = Guest::new(WRITE_AND_HALT);
+    let mark = |space, start, len| (guest.vm.mark_dirty(space, start, len)).map_err(|e| e.errno());
+    assert_eq!(mark(0, 0, 1), Ok(()), "no log");
+    log(&guest.vm, &guest.memory);
+    let marked = |page: u64| guest.vm.is_marked_dirty(0, page << 12).unwrap();
+    for (start, len, pages) in [
+        (0x1fff, 1, 0b0010),
+        (0x1fff, 2, 0b0110),
+        (0x2000, 0x1000, 0b0100),
+        (0x1000, 0, 0),
+        (0x2001, 1 << 40, 0b1100),
+    ] {
+        assert_eq!(mark(0, start, len), Ok(()));
+        assert!((0..4).all(|page| marked(page) == (pages >> page & 1 != 0)));
+        assert_eq!(guest.vm.get_dirty_log(0, MEMORY).unwrap(), [pages]);
+    }
+    assert_eq!(mark(0, u64::MAX, 1), Ok(()), "no slot");
+    assert_eq!(mark(0, u64::MAX, 2), Err(libc::EINVAL));
+    assert_eq!(mark(2, 0, 1), Err(libc::EINVAL), "address space");
+    assert_eq!(guest.vm.get_dirty_log(0, MEMORY).unwrap(), [0]);
+}
+
+#[test]
 fn a_log_that_cannot_be_given_away_is_not_taken() {
     let system = Object::system();
     let vm = create(&system, KVM_CREATE_VM, 0).0;

@@ -279,6 +279,21 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
+    /// Whether the dirty log of the memslot that holds `gfn` has the frame marked. Looks only: clears and protects nothing. `false`
+    /// also for a frame that no log with a bitmap covers. With [`DirtyLogMethod::DirtyBit`], what vCPUs write is not marked before
+    /// the next harvest.
+    pub fn is_marked_dirty(&self, space: usize, gfn: Gfn) -> bool {
+        let Some(space) = self.spaces.get(space) else {
+            return false;
+        };
+        let section = self.section();
+        let Some(slot) = space.slots.current(section.inside()).find(gfn) else {
+            return false;
+        };
+        let bitmap = slot.log().filter(|log| log.kind() != LogKind::Rings);
+        bitmap.is_some_and(|log| log.is_marked(gfn.0 - slot.gfns().start.0))
+    }
+
     /// Makes the log of a slot of `pages` pages that begins to log.
     pub(super) fn new_log(&self, pages: u64) -> Result<DirtyLog, OutOfMemory> {
         if self.log_mode.rings.load(SeqCst) {

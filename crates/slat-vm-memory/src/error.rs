@@ -1,0 +1,64 @@
+//! What can go wrong when guest memory is made.
+
+use std::fmt;
+use vm_memory::mmap::FromRangesError;
+
+/// Why there is no region, or no log.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Error {
+    /// KVM_SET_USER_MEMORY_REGION failed.
+    Memslot {
+        /// The memslot's number.
+        slot: u32,
+        /// Its first guest-physical address.
+        start: u64,
+        /// Its size in bytes.
+        size: u64,
+        /// KVM's error.
+        error: slat_kvm::Error,
+    },
+    /// The memslot with this number would be logged, but the VM logs to dirty rings, where only vCPUs can note a write.
+    Rings(u32),
+    /// vm-memory refuses the region, or the host has no memory for it.
+    Memory(FromRangesError),
+}
+
+impl From<FromRangesError> for Error {
+    fn from(error: FromRangesError) -> Self {
+        Error::Memory(error)
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Memslot {
+                slot,
+                start,
+                size,
+                error,
+            } => write!(
+                f,
+                "setting memslot {slot}, {size:#x} bytes at {start:#x}: {error}; the number must be free, the range in whole pages \
+                 and outside the other memslots"
+            ),
+            Error::Rings(slot) => write!(
+                f,
+                "logging memslot {slot}: devices cannot write to this VM's dirty rings; use a dirty bitmap, thus do not enable \
+                 KVM_CAP_DIRTY_LOG_RING"
+            ),
+            Error::Memory(error) => write!(f, "making a region of guest memory: {error}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Error::Memslot { error, .. } => Some(error),
+            Error::Rings(_) => None,
+            Error::Memory(error) => Some(error),
+        }
+    }
+}
