@@ -169,6 +169,40 @@ fn to_map_pages_in_advance_ends_at_an_absent_page() {
     }
 }
 
+#[test]
+fn huge_pages_come_back_without_the_flag() {
+    let memory = Memory::new(2 * HUGE);
+    let Some(start) = huge_memory(&memory) else {
+        return;
+    };
+    let code = start as u64 - memory.start as u64 + CODE;
+    memory.write(code, &[0xf4]);
+    let bitmap = [const { AtomicU64::new(0) }; HUGE / PAGE as usize / 64];
+    for mmu in MmuKind::ALL {
+        let vm = kvm().with_mmu(*mmu).create_vm().unwrap();
+        let mut vcpu = vm.create_vcpu(0).unwrap();
+        let stats = vm.get_stats_fd().unwrap();
+        for (flags, pages) in [
+            (KVM_MEM_USERFAULT, [1, 0]),
+            (0, [0, 1]),
+            (KVM_MEM_USERFAULT, [1, 0]),
+        ] {
+            let mut region = kvm_userspace_memory_region2 {
+                flags,
+                memory_size: HUGE as u64,
+                userspace_addr: start as u64,
+                ..Default::default()
+            };
+            region.pad2[0] = bitmap.as_ptr() as u64;
+            set(&vm, region).unwrap();
+            start_at_code(&vcpu);
+            assert_eq!(waits_for(&mut vcpu), None);
+            let mapped = ["pages_4k", "pages_2m"].map(|name| statistic(&stats, name));
+            assert_eq!(mapped, pages, "{mmu:?}");
+        }
+    }
+}
+
 /// ```text
 /// mov ax, 0x2000
 /// mov ds, ax
