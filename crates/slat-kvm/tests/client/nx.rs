@@ -2,31 +2,8 @@
 
 use crate::common::*;
 use kvm_bindings::*;
-use slat_kvm::api::StatsFd;
 use slat_kvm::{Kvm, VcpuExit, parameters};
 use std::time::{Duration, Instant};
-
-const HUGE: usize = 2 << 20;
-
-fn value(stats: &StatsFd, name: &str) -> u64 {
-    let values = stats.values().unwrap();
-    values.iter().find(|(known, _)| *known == name).unwrap().1[0]
-}
-
-/// Returns 2 MiB that the host backs with a huge page. `None`: the host never does.
-fn huge_memory(memory: &Memory) -> Option<*mut u8> {
-    let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
-    if mode.contains("[never]") {
-        return None;
-    }
-    let start = (memory.start as usize).next_multiple_of(HUGE) as *mut u8;
-    // SAFETY: advice for our own mapping.
-    let advised = unsafe { libc::madvise(start.cast(), HUGE, libc::MADV_HUGEPAGE) };
-    assert_eq!(advised, 0);
-    let range = start as usize..start as usize + HUGE;
-    slat_host::mappings::advised(range, slat_host::mappings::HugePages::Wanted);
-    Some(start)
-}
 
 #[test]
 fn execution_splits_a_huge_page_and_recovery_brings_it_back() {
@@ -67,7 +44,12 @@ fn execution_splits_a_huge_page_and_recovery_brings_it_back() {
         unsafe { vm.set_user_memory_region(region).unwrap() };
         let mut vcpu = vm.create_vcpu(0).unwrap();
         let stats = vm.get_stats_fd().unwrap();
-        let counts = || (value(&stats, "pages_2m"), value(&stats, "nx_lpage_splits"));
+        let counts = || {
+            (
+                statistic(&stats, "pages_2m"),
+                statistic(&stats, "nx_lpage_splits"),
+            )
+        };
         let mut execute = |code: &[u8]| {
             // SAFETY: within the memory; no vCPU runs.
             unsafe {

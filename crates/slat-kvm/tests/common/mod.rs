@@ -7,6 +7,7 @@ use kvm_bindings::{
 };
 use slat::Shared;
 use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_SET_USER_MEMORY_REGION};
+use slat_kvm::api::StatsFd;
 use slat_kvm::ioctl::{Answer, Object};
 use slat_kvm::vcpu::VcpuObject;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
@@ -101,6 +102,30 @@ impl Drop for Memory {
         // SAFETY: our mapping; the guests that used it are dropped.
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }
+}
+
+/// Bytes of a huge page.
+pub const HUGE: usize = 2 << 20;
+
+/// Returns a statistic of a VM or vCPU.
+pub fn statistic(stats: &StatsFd, name: &str) -> u64 {
+    let values = stats.values().unwrap();
+    values.iter().find(|(known, _)| *known == name).unwrap().1[0]
+}
+
+/// Returns 2 MiB that the host backs with a huge page. `None`: the host never does.
+pub fn huge_memory(memory: &Memory) -> Option<*mut u8> {
+    let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
+    if mode.contains("[never]") {
+        return None;
+    }
+    let start = (memory.start as usize).next_multiple_of(HUGE) as *mut u8;
+    // SAFETY: advice for our own mapping.
+    let advised = unsafe { libc::madvise(start.cast(), HUGE, libc::MADV_HUGEPAGE) };
+    assert_eq!(advised, 0);
+    let range = start as usize..start as usize + HUGE;
+    slat_host::mappings::advised(range, slat_host::mappings::HugePages::Wanted);
+    Some(start)
 }
 
 /// A VM with one vCPU about to execute `code` in real mode.

@@ -1,5 +1,7 @@
 //! Memslots with `KVM_MEM_USERFAULT`: a guest whose pages come one by one, as the client brings them.
 
+mod combined;
+#[path = "../common/mod.rs"]
 mod common;
 
 use common::*;
@@ -91,12 +93,16 @@ impl Late {
     }
 }
 
-/// Creates a VM of this process, which has the policy `userfault`.
-fn vm() -> VmFd {
+/// Opens the KVM of this process, which has the policy `userfault`.
+fn kvm() -> Kvm {
     static POLICY: Once = Once::new();
     // SAFETY: each test calls this first, and no thread of this process reads the environment before.
     POLICY.call_once(|| unsafe { std::env::set_var("SLAT_SET", "userfault=on") });
-    Kvm::new().unwrap().create_vm().unwrap()
+    Kvm::new().unwrap()
+}
+
+fn vm() -> VmFd {
+    kvm().create_vm().unwrap()
 }
 
 fn set(vm: &VmFd, region: kvm_userspace_memory_region2) -> Result<(), i32> {
