@@ -182,11 +182,11 @@ pub fn times(subject: &Subject) -> String {
     let parts: Vec<_> = taken.map(|(reason, it)| format!("{reason} {it}")).collect();
     match parts.is_empty() {
         true => "exits: no time was taken yet".to_owned(),
-        false => format!("exits, mean < p99: {}", parts.join(", ")),
+        false => format!("exits, mean (p99): {}", parts.join(", ")),
     }
 }
 
-/// Describes times: `MEAN < P99`. `None`: there are none.
+/// Describes times: `MEAN (P99)`. `None`: there are none.
 fn described(times: &Times) -> Option<String> {
     let count: u64 = times.counts.iter().sum();
     if count == 0 {
@@ -203,7 +203,7 @@ fn described(times: &Times) -> Option<String> {
         false => format!("more than {}", time((1u64 << (last - 1)) as f64)),
     };
     Some(format!(
-        "{} < {bound}",
+        "{} ({bound})",
         time(times.ns as f64 / count as f64)
     ))
 }
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(vcpu.key, (7, 0, Some(0)));
         assert_eq!(
             times(vcpu),
-            "exits, mean < p99: halt 1.5 us < 8 ns, io 25 ns < 32 ns"
+            "exits, mean (p99): halt 1.5 us (8 ns), io 25 ns (32 ns)"
         );
         let vm = &subjects(&processes, false)[0];
         assert_eq!(times(vm), times(vcpu));
