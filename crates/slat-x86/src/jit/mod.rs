@@ -74,7 +74,7 @@ const JOBS: usize = 64;
 /// How code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
-    /// In one pass ([`baseline`]): for warm code, of which there is much.
+    /// In one pass (`baseline`): for warm code, of which there is much.
     Baseline,
     /// By Cranelift, which takes ten times as long and makes faster code.
     Full,

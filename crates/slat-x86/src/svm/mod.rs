@@ -13,7 +13,7 @@
 //! What the hypervisor had in its registers stays in this CPU, not in the host save area, whose content is the processor's own affair
 //! (15.5.1). So does the control area, which VMRUN reads once: a processor may do so (15.15), and KVM does.
 //!
-//! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records what is [due](Svm); the boundary
+//! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records what is due; the boundary
 //! then stores it in the control block, which may have to wait for memory, and starts again until it is done.
 //!
 //! Translations of the two worlds never mix: the TLB has a name for each ASID that CPUID offers, and keeps what belongs to it until the
