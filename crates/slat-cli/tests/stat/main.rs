@@ -288,8 +288,13 @@ fn a_stopped_process_is_listed_and_said_to_be_silent() {
     let scratch = Scratch::new("stopped");
     let client = scratch.start(&[], "halts");
     scratch.published(client.pid());
+    // The signal takes effect when a thread of the process sees it.
     // SAFETY: our own child.
-    unsafe { libc::kill(client.pid() as i32, libc::SIGSTOP) };
+    let stopped = unsafe {
+        libc::kill(client.pid() as i32, libc::SIGSTOP);
+        libc::waitpid(client.pid() as i32, std::ptr::null_mut(), libc::WUNTRACED)
+    };
+    assert_eq!(stopped, client.pid() as i32);
     let pid = client.pid().to_string();
     let table = text(&scratch.stat(&["--once", &pid]).stdout);
     assert!(
