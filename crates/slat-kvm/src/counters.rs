@@ -119,14 +119,14 @@ impl Exits {
     pub(crate) fn waited(&self, time: Duration) {
         let ns = time.as_nanos() as u64;
         self.halt_wait_ns.add(ns);
-        self.halt_wait_hist[bucket(ns)].add(1);
+        self.halt_wait_hist[bucket(ns, BUCKETS)].add(1);
     }
 }
 
-/// Returns the bucket of a time: the position of the highest set bit, counted from 1.
-pub(crate) fn bucket(ns: u64) -> usize {
+/// Returns which of `buckets` counts a time: the position of the highest set bit, counted from 1.
+pub(crate) fn bucket(ns: u64, buckets: usize) -> usize {
     let bits = (u64::BITS - ns.leading_zeros()) as usize;
-    bits.min(BUCKETS - 1)
+    bits.min(buckets - 1)
 }
 
 #[cfg(test)]

@@ -4,11 +4,14 @@
 //! counter, because no seccomp filter forbids it. Halts have an account of their own ([`Exits::waited`](crate::counters::Exits::waited)).
 
 use crate::clock;
-use crate::counters::{BUCKETS, Count, bucket};
+use crate::counters::{Count, bucket};
 use slat_x86::Exit;
 
 /// Of so many exits the time of one is taken: a power of two.
 const ONE_IN: u64 = 16;
+
+/// Buckets of a histogram: the last one has what takes longer than 4 ms. Fewer than those of halts, as each vCPU has one for each reason.
+const BUCKETS: usize = 24;
 
 /// Why the CPU has exited, as far as times are told apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +79,7 @@ impl Stopwatch {
             let ns = u128::from(cycles) * 1_000_000 / u128::from(clock::host_tsc_khz());
             let times = &times.0[reason as usize];
             times.ns.add(ns as u64);
-            times.hist[bucket(ns as u64)].add(1);
+            times.hist[bucket(ns as u64, BUCKETS)].add(1);
         }
     }
 }

@@ -164,15 +164,15 @@ fn a_device_is_found_once_by_compiled_code(write: &Operation) {
     let (_machine, mut vcpu) = start(write);
     let began = Instant::now();
     loop {
-        assert!(began.elapsed() < Duration::from_secs(60), "not compiled");
         let before = counts();
         exits(&mut vcpu, TIMES);
         let risen = risen(&before);
-        if risen.get("instructions_compiled") >= Some(&TIMES) {
-            assert_eq!(risen["mmio_cached"], TIMES);
-            assert_eq!(risen.get("slot_lookups"), None);
+        let is_compiled = risen.get("instructions_compiled") >= Some(&TIMES);
+        // An interruption by the ticker has the access looked up once more, so not each round shows it.
+        if is_compiled && risen["mmio_cached"] == TIMES && !risen.contains_key("slot_lookups") {
             return;
         }
+        assert!(began.elapsed() < Duration::from_secs(60), "{risen:?}");
     }
 }
 
