@@ -14,7 +14,8 @@
 //! *Two running guests have different numbers.* A CPU enters with the tag that it has read by exchanging `active` for it, and the
 //! exchange succeeds only if no generation has begun since the CPU read `active`. So the thread that begins one, when it
 //! exchanges that word for `ROLLED`, either makes the CPU fail, which then takes the lock, or finds the tag and reserves its
-//! number for the VM that has it, until a later generation begins and the CPU has left.
+//! number for the VM that has it, until a later generation begins and the CPU has left. A CPU that leaves replaces `ROLLED`, and by that
+//! synchronizes with that thread: its next entry sees the new generation.
 //!
 //! *No TLB has entries of a number's earlier VM.* A number gets another VM only in a new generation. `flushed` is the
 //! generation for which the CPU has last flushed. If that is not the present one, the CPU's next entry takes the lock, and tells it
@@ -31,7 +32,7 @@ use core::iter::repeat_with;
 
 use crate::heap::OutOfMemory;
 use crate::sync::SpinLock;
-use crate::sync::atomic::{AtomicU64, Ordering::*, const_fn, fence, overwrite};
+use crate::sync::atomic::{AtomicU64, Ordering::*, const_fn, fence};
 
 /// Bits of a number in a tag. The generation is in the bits above: 48, which are enough for a new one each microsecond for nine years.
 const NUMBER_BITS: u32 = 16;
@@ -251,23 +252,20 @@ impl VmidAllocator {
     fn assign(&self, numbers: &mut Numbers, old: u64) -> u64 {
         let current =
             |number: u16| self.generation.load(Relaxed) << NUMBER_BITS | u64::from(number);
-        // A VM that runs on another CPU has one number on both. Others keep theirs, too, if it is free: it is as good as any.
-        if generation(old) != 0 {
-            let new = current(number(old));
-            if numbers.renew(old, new) || numbers.take(number(old)) {
-                return new;
+        // Twice at most: there are more numbers than CPUs, so a generation begins with one that is free.
+        loop {
+            // A VM that runs on another CPU has one number on both. Others keep theirs, too, if it is free: it is as good as any.
+            if generation(old) != 0 {
+                let new = current(number(old));
+                if numbers.renew(old, new) || numbers.take(number(old)) {
+                    return new;
+                }
+            }
+            match numbers.take_any() {
+                Some(number) => return current(number),
+                None => self.begin_generation(numbers),
             }
         }
-        if let Some(number) = numbers.take_any() {
-            return current(number);
-        }
-        self.begin_generation(numbers);
-        // The VM may have run when it began.
-        if generation(old) != 0 && numbers.renew(old, current(number(old))) {
-            return current(number(old));
-        }
-        let number = numbers.take_any();
-        current(number.expect("there are more numbers than CPUs"))
     }
 
     fn begin_generation(&self, numbers: &mut Numbers) {
@@ -276,7 +274,7 @@ impl VmidAllocator {
         numbers.free_all();
         for (index, cpu) in self.cpus.iter().enumerate() {
             // If a generation has begun since the CPU has entered its guest, the guest is reserved already.
-            match cpu.active.swap(ROLLED, Acquire) {
+            match cpu.active.swap(ROLLED, AcqRel) {
                 ROLLED => {}
                 active => numbers.reserved[index] = active,
             }
@@ -375,7 +373,8 @@ impl RunningVmid<'_> {
 impl Drop for RunningVmid<'_> {
     #[inline]
     fn drop(&mut self) {
-        overwrite(&self.cpu.active, IDLE, Release);
+        // Acquire: if it replaces `ROLLED`, the next entry sees the new generation.
+        self.cpu.active.swap(IDLE, AcqRel);
     }
 }
 
