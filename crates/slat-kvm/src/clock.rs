@@ -235,6 +235,18 @@ pub struct Reading {
     pub host_tsc: u64,
 }
 
+/// Returns the nanoseconds of the host's monotonic clock: `KVM_GET_PIT2` says in them when a count began, and perf takes them for the
+/// times of compiled code.
+pub(crate) fn monotonic() -> u64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the time is written to a struct on the stack.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
 /// The host's wall clock: nanoseconds since 1970, UTC.
 pub fn realtime() -> u64 {
     let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);

@@ -15,7 +15,7 @@ macro_rules! exits {
         pub(crate) struct Exits {
             $($(#[$doc])* pub(crate) $name: Count,)*
             /// Counts of waits in halts, by the position of the highest set bit of their nanoseconds.
-            pub(crate) halt_wait_hist: [Count; BUCKETS],
+            pub(crate) halt_wait_hist: Histogram<BUCKETS>,
             /// Whether the vCPU waits in a halt now.
             blocking: AtomicBool,
         }
@@ -85,6 +85,29 @@ impl Count {
     }
 }
 
+/// Counts of times, by the position of the highest set bit of their nanoseconds, counted from 1. The last one has all that are longer.
+#[derive(Debug)]
+pub(crate) struct Histogram<const BUCKETS: usize>([Count; BUCKETS]);
+
+impl<const BUCKETS: usize> Default for Histogram<BUCKETS> {
+    fn default() -> Self {
+        Histogram(std::array::from_fn(|_| Count::default()))
+    }
+}
+
+impl<const BUCKETS: usize> Histogram<BUCKETS> {
+    /// Counts a time.
+    pub(crate) fn add(&self, ns: u64) {
+        let bits = (u64::BITS - ns.leading_zeros()) as usize;
+        self.0[bits.min(BUCKETS - 1)].add(1);
+    }
+
+    /// Returns the counts.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = u64> {
+        self.0.iter().map(Count::get)
+    }
+}
+
 /// The CPU's counters, as of the end of its last run.
 #[derive(Debug, Default)]
 pub(crate) struct CpuCounts([AtomicU64; Counters::COUNT]);
@@ -119,14 +142,8 @@ impl Exits {
     pub(crate) fn waited(&self, time: Duration) {
         let ns = time.as_nanos() as u64;
         self.halt_wait_ns.add(ns);
-        self.halt_wait_hist[bucket(ns, BUCKETS)].add(1);
+        self.halt_wait_hist.add(ns);
     }
-}
-
-/// Returns which of `buckets` counts a time: the position of the highest set bit, counted from 1.
-pub(crate) fn bucket(ns: u64, buckets: usize) -> usize {
-    let bits = (u64::BITS - ns.leading_zeros()) as usize;
-    bits.min(buckets - 1)
 }
 
 #[cfg(test)]
@@ -140,7 +157,7 @@ mod tests {
         exits.waited(Duration::from_nanos(1));
         exits.waited(Duration::from_nanos(1023));
         exits.waited(Duration::from_secs(1000));
-        let hist: Vec<_> = exits.halt_wait_hist.iter().map(Count::get).collect();
+        let hist: Vec<_> = exits.halt_wait_hist.iter().collect();
         assert_eq!((hist[0], hist[1], hist[10], hist[31]), (1, 1, 1, 1));
         assert_eq!(exits.halt_wait_ns.get(), 1024 + 1_000_000_000_000);
     }

@@ -4,7 +4,7 @@
 //! counter, because no seccomp filter forbids it. Halts have an account of their own ([`Exits::waited`](crate::counters::Exits::waited)).
 
 use crate::clock;
-use crate::counters::{Count, bucket};
+use crate::counters::{Count, Histogram};
 use slat_x86::Exit;
 
 /// Of so many exits the time of one is taken: a power of two.
@@ -43,8 +43,8 @@ impl Reason {
 pub(crate) struct Times {
     /// The sum, in nanoseconds.
     pub(crate) ns: Count,
-    /// Counts, by the position of the highest set bit of the nanoseconds.
-    pub(crate) hist: [Count; BUCKETS],
+    /// Their counts.
+    pub(crate) hist: Histogram<BUCKETS>,
 }
 
 /// The times of a vCPU's exits.
@@ -79,7 +79,7 @@ impl Stopwatch {
             let ns = u128::from(cycles) * 1_000_000 / u128::from(clock::host_tsc_khz());
             let times = &times.0[reason as usize];
             times.ns.add(ns as u64);
-            times.hist[bucket(ns as u64, BUCKETS)].add(1);
+            times.hist.add(ns as u64);
         }
     }
 }
@@ -101,7 +101,7 @@ mod tests {
         }
         stopwatch.exits(3 * ONE_IN, &Exit::Hlt);
         stopwatch.enters(&times);
-        let sum = |times: &Times| times.hist.iter().map(Count::get).sum::<u64>();
+        let sum = |times: &Times| times.hist.iter().sum::<u64>();
         let counts: Vec<_> = times
             .iter()
             .map(|(name, times)| (name, sum(times)))

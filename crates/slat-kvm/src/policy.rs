@@ -120,7 +120,7 @@ pub enum Assignment {
     Cpu(Jit),
     /// Whether the software CPU has SVM, [`NESTED`].
     Nested(bool),
-    /// What is written for perf, [`JIT_MAP`].
+    /// Which file the compiler writes for perf, [`JIT_MAP`].
     JitMap(JitMap),
     /// Whether memslots may have pages that are not there yet, [`USERFAULT`].
     Userfault(bool),

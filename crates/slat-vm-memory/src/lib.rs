@@ -27,7 +27,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # What is not logged
+//! # Writes that are not logged
 //! As with any bitmap of vm-memory, writes through raw pointers (`get_host_address`, `ptr_guard_mut`) and by other processes that map
 //! the memory: call [`mark_dirty`](slat_kvm::VmFd::mark_dirty) after these. A VM with dirty rings has no place for a write that no
 //! vCPU makes; its memslots cannot be logged here ([`Error::Rings`]).

@@ -40,7 +40,7 @@
 //! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_regions`], [`Vm::remove_memory_region`],
 //!   [`Vm::set_memory_attributes`], [`Vm::invalidate`], [`Vm::get_dirty_log`], [`Vm::lookup`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
-//! * A [`VmidAllocator`] hands out VMIDs, ASIDs or VPIDs, for whoever wants one.
+//! * A [`VmidAllocator`] hands out VMIDs, ASIDs or VPIDs. The engine does not need it.
 //!
 //! # Formats
 //! | type | page walker | levels | largest leaf | MMUs |

@@ -169,8 +169,9 @@ pub enum ResolveError {
     OutOfMemory,
     /// The wait was interrupted (a signal): the vCPU should leave and come again.
     Interrupted,
-    /// The page is not there yet: it comes from a snapshot or another machine, and whoever runs the vCPU brings it. The access ends with
-    /// [`Stop::MemoryFault`](crate::Stop::MemoryFault), for every page alike, whether a device has it or the guest's table is in it.
+    /// The page is not there yet, because its contents are still in a snapshot or on another machine. The access ends with
+    /// [`Stop::MemoryFault`](crate::Stop::MemoryFault); the caller brings the page, and runs the vCPU again. It is the same for pages with
+    /// page tables of the guest.
     /// [`Platform::resolve_resident`] leaves such pages out, and no [`HostPage::level`] reaches over one.
     Absent,
 }

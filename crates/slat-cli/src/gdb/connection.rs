@@ -134,9 +134,9 @@ impl Drop for Listener {
 pub struct Connection {
     input: File,
     output: File,
-    /// What was read and not used yet, reversed.
+    /// Bytes that GDB has sent and this has not used yet, the first one last.
     read: Vec<u8>,
-    /// What was not written yet.
+    /// Bytes for GDB, until the next flush.
     unwritten: Vec<u8>,
 }
 

@@ -2,34 +2,46 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, Stdio};
+use std::process::{Child, ChildStderr, Stdio};
 use std::time::{Duration, Instant};
 
-use super::harness::{Scratch, text};
+use super::harness::{Client, Scratch, poll, text, unless};
 
 /// The numbers of registers, and where their values are among those of all.
 const RAX: usize = 0;
 const RIP: usize = 16;
 
+/// Starts `slat gdb`, and connects to it as GDB does. Returns the process, the rest of what it says, and the connection.
+fn connect(scratch: &Scratch, pid: u32) -> (Child, BufReader<ChildStderr>, TcpStream) {
+    let mut command = scratch.slat(&["gdb", &pid.to_string(), "--listen", ":0"]);
+    let mut slat = command.stderr(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    let mut errors = BufReader::new(slat.stderr.take().unwrap());
+    errors.read_line(&mut line).unwrap();
+    let port = line.trim_end().rsplit_once("target remote :");
+    let (_, port) = port.unwrap_or_else(|| panic!("{line}"));
+    let stream = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
+    (slat, errors, stream)
+}
+
 /// A debugger, and the `slat gdb` that serves it; killed when dropped.
 struct Gdb {
     stream: TcpStream,
     slat: Child,
+    /// What `slat gdb` says has a reader.
+    _errors: BufReader<ChildStderr>,
 }
 
 impl Gdb {
     fn start(scratch: &Scratch, pid: u32) -> Self {
-        let mut command = scratch.slat(&["gdb", &pid.to_string(), "--listen", ":0"]);
-        let mut slat = command.stderr(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        let mut errors = BufReader::new(slat.stderr.as_mut().unwrap());
-        errors.read_line(&mut line).unwrap();
-        let port = line.trim_end().rsplit_once("target remote :");
-        let (_, port) = port.unwrap_or_else(|| panic!("{line}"));
-        let stream = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
+        let (slat, errors, stream) = connect(scratch, pid);
         let patience = Some(Duration::from_secs(20));
         stream.set_read_timeout(patience).unwrap();
-        let mut gdb = Gdb { stream, slat };
+        let mut gdb = Gdb {
+            stream,
+            slat,
+            _errors: errors,
+        };
         gdb.ask("qSupported:swbreak+;hwbreak+;vContSupported+");
         gdb
     }
@@ -113,25 +125,28 @@ fn number_of(digits: &str) -> u64 {
     })
 }
 
+/// Starts a client with two vCPUs, and a debugger of its VM.
+fn debugged(scratch: &Scratch) -> (Client, Gdb) {
+    let client = scratch.start(&[], "two_vcpus");
+    scratch.published(client.pid());
+    let gdb = Gdb::start(scratch, client.pid());
+    (client, gdb)
+}
+
 /// Waits until the VM of a process executes.
 fn executes(scratch: &Scratch, pid: u32) {
     let counted = || {
         let process = scratch.published(pid);
         process["total"]["cpu"]["instructions"].as_u64().unwrap()
     };
-    let (begin, first) = (Instant::now(), counted());
-    while counted() < first + 100_000 {
-        assert!(begin.elapsed() < Duration::from_secs(20), "it is held");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    let first = counted();
+    poll(20, || unless(counted() >= first + 100_000, "it is held"));
 }
 
 #[test]
 fn vcpus_are_threads_whose_registers_and_memory_can_be_read_and_written() {
     let scratch = Scratch::new("gdb-threads");
-    let client = scratch.start(&[], "two_vcpus");
-    scratch.published(client.pid());
-    let mut gdb = Gdb::start(&scratch, client.pid());
+    let (_client, mut gdb) = debugged(&scratch);
     assert_eq!(gdb.ask("qfThreadInfo"), "m01,02");
     let mut description = String::new();
     loop {
@@ -167,9 +182,7 @@ fn vcpus_are_threads_whose_registers_and_memory_can_be_read_and_written() {
 #[test]
 fn breakpoints_and_watchpoints_stop_all_vcpus() {
     let scratch = Scratch::new("gdb-breaks");
-    let client = scratch.start(&[], "two_vcpus");
-    scratch.published(client.pid());
-    let mut gdb = Gdb::start(&scratch, client.pid());
+    let (_client, mut gdb) = debugged(&scratch);
     gdb.done("Z0,1,1");
     let mut before = None;
     for _ in 0..3 {
@@ -204,9 +217,7 @@ fn breakpoints_and_watchpoints_stop_all_vcpus() {
 #[test]
 fn a_step_is_one_instruction_of_one_vcpu() {
     let scratch = Scratch::new("gdb-steps");
-    let client = scratch.start(&[], "two_vcpus");
-    scratch.published(client.pid());
-    let mut gdb = Gdb::start(&scratch, client.pid());
+    let (_client, mut gdb) = debugged(&scratch);
     gdb.done("Z0,0,1");
     gdb.until_stop("vCont;c");
     let other = gdb.register(1, RAX);
@@ -248,17 +259,8 @@ fn however_a_debugger_goes_the_guest_goes_on() {
 #[test]
 fn one_debugger_at_a_time() {
     let scratch = Scratch::new("gdb-two");
-    let client = scratch.start(&[], "two_vcpus");
-    scratch.published(client.pid());
-    let gdb = Gdb::start(&scratch, client.pid());
-    let pid = client.pid().to_string();
-    let mut second = scratch.slat(&["gdb", &pid, "--listen", ":0"]);
-    let mut second = second.stderr(Stdio::piped()).spawn().unwrap();
-    let mut errors = BufReader::new(second.stderr.take().unwrap());
-    let mut line = String::new();
-    errors.read_line(&mut line).unwrap();
-    let (_, port) = line.trim_end().rsplit_once(':').unwrap();
-    let _stream = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
+    let (client, gdb) = debugged(&scratch);
+    let (mut second, mut errors, _stream) = connect(&scratch, client.pid());
     let mut error = String::new();
     errors.read_to_string(&mut error).unwrap();
     assert_eq!(second.wait().unwrap().code(), Some(1));

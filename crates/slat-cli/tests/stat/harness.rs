@@ -82,18 +82,11 @@ impl Scratch {
 
     /// Waits until a process has published its counters: a thread of its own does that.
     pub fn published(&self, pid: u32) -> Value {
-        let begin = Instant::now();
-        loop {
+        poll(20, || {
             let mut all = self.json(None).into_iter();
-            if let Some(process) = all.find(|process| process["pid"] == pid) {
-                return process;
-            }
-            assert!(
-                begin.elapsed() < Duration::from_secs(20),
-                "{pid} is not seen"
-            );
-            std::thread::sleep(Duration::from_millis(20));
-        }
+            let found = all.find(|process| process["pid"] == pid);
+            found.ok_or(format!("{pid} is not seen"))
+        })
     }
 }
 
@@ -153,6 +146,23 @@ impl Drop for Client {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
+}
+
+/// Asks again and again, until there is an answer. Panics with what is said in place of one after `seconds`.
+pub fn poll<T>(seconds: u64, mut ask: impl FnMut() -> Result<T, String>) -> T {
+    let begin = Instant::now();
+    loop {
+        match ask() {
+            Ok(answer) => return answer,
+            Err(why) => assert!(begin.elapsed() < Duration::from_secs(seconds), "{why}"),
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Says `why` unless `done`.
+pub fn unless(done: bool, why: &str) -> Result<(), String> {
+    if done { Ok(()) } else { Err(why.to_owned()) }
 }
 
 pub fn text(bytes: &[u8]) -> String {

@@ -14,11 +14,10 @@ use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use harness::{ANOTHER, Scratch, as_another, is_root, text, vms};
+use harness::{ANOTHER, Scratch, as_another, is_root, poll, text, unless, vms};
 
 /// Returns the counters in the account of `slat run --stats`.
 fn account(text: &str) -> BTreeMap<String, u64> {
@@ -136,15 +135,13 @@ fn a_process_that_executes_another_program_is_gone() {
     let pid = client.pid();
     scratch.published(pid);
     client.proceed();
-    let begin = Instant::now();
-    while scratch
-        .json(None)
-        .iter()
-        .any(|process| process["pid"] == pid)
-    {
-        assert!(begin.elapsed() < Duration::from_secs(20));
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    poll(20, || {
+        let all = scratch.json(None);
+        unless(
+            all.iter().all(|process| process["pid"] != pid),
+            "it is seen",
+        )
+    });
     let error = text(&scratch.stat(&[&pid.to_string()]).stderr);
     assert!(error.contains("no VM on slat"), "{error}");
     assert_eq!(scratch.sockets(), 0);

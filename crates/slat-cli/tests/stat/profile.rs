@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::harness::{Client, Scratch, text};
+use super::harness::{Client, Scratch, poll, text, unless};
 
 /// The names of the client's code, as in System.map.
 const SYMBOLS: &str = "0000000000200000 T guest_main\n0000000000201000 T slow_function\n0000000000202000 t fast_function\n";
@@ -19,18 +19,10 @@ fn symbols(scratch: &Scratch) -> PathBuf {
 
 /// Waits until `found` returns something of the file.
 fn wait_for<T>(file: &str, found: impl Fn(&str) -> Option<T>) -> T {
-    let begin = Instant::now();
-    loop {
+    poll(30, || {
         let content = fs::read_to_string(file).unwrap_or_default();
-        if let Some(found) = found(&content) {
-            return found;
-        }
-        assert!(
-            begin.elapsed() < Duration::from_secs(30),
-            "{file}: {content}"
-        );
-        std::thread::sleep(Duration::from_millis(20));
-    }
+        found(&content).ok_or(format!("{file}: {content}"))
+    })
 }
 
 /// Runs perf. Returns what it prints, or why it failed.
@@ -108,7 +100,6 @@ fn perf_finds_the_code_of_guest_functions_in_a_jitdump() {
     let mut client = scratch.start(&options, "calls_functions");
     let dump = scratch.0.join(format!("jit-{}.dump", client.pid()));
     let name = b"guest:slow_function";
-    let begin = Instant::now();
     let regions = || {
         let bytes = fs::read(&dump).unwrap_or_default();
         bytes
@@ -117,10 +108,7 @@ fn perf_finds_the_code_of_guest_functions_in_a_jitdump() {
             .count()
     };
     // The hot loop is compiled by both tiers.
-    while regions() < 2 {
-        assert!(begin.elapsed() < Duration::from_secs(30));
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    poll(30, || unless(regions() >= 2, "it is not compiled"));
     let maps = fs::read_to_string(format!("/proc/{}/maps", client.pid())).unwrap();
     let marker = maps
         .lines()
@@ -240,12 +228,10 @@ fn a_further_process_has_a_file_of_its_own_and_vms_are_told_apart() {
         "\nVM 1;guest_main;slow_function ",
     );
     let have = |stack| files().any(|profile| format!("\n{profile}").contains(stack));
-    let begin = Instant::now();
-    while !have(of_one) || !have(of_two) {
+    poll(30, || {
         let profiles: Vec<_> = files().collect();
-        assert!(begin.elapsed() < Duration::from_secs(30), "{profiles:?}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+        unless(have(of_one) && have(of_two), &format!("{profiles:?}"))
+    });
     drop(client);
 }
 

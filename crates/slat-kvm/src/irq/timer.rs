@@ -3,6 +3,7 @@
 //! The alarm rings when the counter's output rises. Its owner calls [`Timer::expire`], and then pulses the VM's line, with the 8254
 //! unlocked.
 
+use crate::clock::monotonic;
 use crate::errno::{Result, no_memory};
 use crate::ticker::{Alarm, Client};
 use slat::Shared;
@@ -22,17 +23,6 @@ impl Drop for Timer {
     }
 }
 
-/// Returns the nanoseconds of the host's monotonic clock, in which `KVM_GET_PIT2` says when a count began.
-fn now() -> u64 {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: the time is written to a struct on the stack.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-}
-
 impl Timer {
     /// Creates a timer with this alarm. `speaker`: it has port 0x61, too.
     ///
@@ -40,7 +30,7 @@ impl Timer {
     /// `ENOMEM`.
     pub(crate) fn new(alarm: Alarm, speaker: bool) -> Result<Shared<Self>> {
         Shared::try_new(Timer {
-            pit: Mutex::new(Pit::new(speaker, now())),
+            pit: Mutex::new(Pit::new(speaker, monotonic())),
             alarm: Client::register(alarm)?,
         })
         .map_err(no_memory)
@@ -52,11 +42,9 @@ impl Timer {
 
     /// Sets the alarm after a change of the counters.
     fn arm(&self, pit: &Pit) {
-        self.alarm.set_deadline(
-            pit.next_deadline().map(|deadline| {
-                Instant::now() + Duration::from_nanos(deadline.saturating_sub(now()))
-            }),
-        );
+        self.alarm.set_deadline(pit.next_deadline().map(|deadline| {
+            Instant::now() + Duration::from_nanos(deadline.saturating_sub(monotonic()))
+        }));
     }
 
     /// Whether `port` is one of the 8254's.
@@ -66,19 +54,19 @@ impl Timer {
     }
 
     pub(crate) fn read(&self, port: u16) -> u8 {
-        self.lock().read(port, now())
+        self.lock().read(port, monotonic())
     }
 
     pub(crate) fn write(&self, port: u16, value: u8) {
         let mut pit = self.lock();
-        pit.write(port, value, now());
+        pit.write(port, value, monotonic());
         self.arm(&pit);
     }
 
     /// Counts the edges that are due. Returns whether the line is to be pulsed.
     pub(crate) fn expire(&self) -> bool {
         let mut pit = self.lock();
-        let pulse = pit.expire(now());
+        let pulse = pit.expire(monotonic());
         self.arm(&pit);
         pulse
     }
@@ -102,7 +90,7 @@ impl Timer {
 
     pub(crate) fn restore(&self, state: &PitState) {
         let mut pit = self.lock();
-        pit.restore(state, now());
+        pit.restore(state, monotonic());
         self.arm(&pit);
     }
 }

@@ -6,6 +6,7 @@
 //! time on: so each sample has the name that was good when it was taken.
 
 use super::{Content, Written, name, open};
+use crate::clock::monotonic;
 use crate::process::PerProcess;
 use slat_process::calls::{Call, make};
 use slat_x86::CompiledCode;
@@ -39,17 +40,6 @@ struct Dump {
 }
 
 static DUMP: PerProcess<Mutex<Written<Dump>>> = PerProcess::new();
-
-/// Returns the time of CLOCK_MONOTONIC in nanoseconds.
-fn now() -> u64 {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: a live struct. This clock is always there.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-}
 
 fn header(now: u64) -> Vec<u8> {
     let pid = std::process::id();
@@ -124,7 +114,7 @@ impl Content for Dump {
 
     fn write(&mut self, code: &CompiledCode<'_>) -> io::Result<()> {
         let file = open(&Self::path(), self.bytes == 0)?;
-        let now = now();
+        let now = monotonic();
         let mut bytes = Vec::new();
         if self.bytes == 0 {
             mark(&file)?;
@@ -158,7 +148,7 @@ pub(super) fn end() {
     };
     let flags = libc::O_WRONLY | libc::O_APPEND | libc::O_NOFOLLOW | libc::O_CLOEXEC;
     let (at, path) = (libc::AT_FDCWD as usize, path.as_ptr() as usize);
-    let record = record(CODE_CLOSE, now(), &[]);
+    let record = record(CODE_CLOSE, monotonic(), &[]);
     // SAFETY: a path that ends with NUL, live bytes, and a descriptor that only this uses.
     unsafe {
         let Ok(file) = make(Call::Open, [at, path, flags as usize, 0, 0, 0]) else {
@@ -168,7 +158,7 @@ pub(super) fn end() {
         let _ = make(Call::Write, [file as usize, start, len, 0, 0, 0]);
         let _ = make(Call::Close, [file as usize, 0, 0, 0, 0, 0]);
     }
-    // What is compiled now runs no more.
+    // The process ends: regions that are compiled from now on never run.
     dump.has_failed = true;
 }
 

@@ -18,7 +18,7 @@
 
 use super::writer::{Writer, names, values};
 use super::{vcpu_at, vm_from};
-use crate::counters::{Count, Exits};
+use crate::counters::Exits;
 use crate::engine::EngineVm;
 use crate::vcpu_common::VcpuCommon;
 use crate::{compiler, report};
@@ -76,11 +76,11 @@ fn vcpu(to: &mut Writer<'_>, vcpu: &VcpuCommon) -> fmt::Result {
     let exits = 0..Exits::NAMES.len();
     values(to, exits.map(|index| vcpu.exits.value(index)))?;
     to.write_str("\nhalts")?;
-    values(to, vcpu.exits.halt_wait_hist.iter().map(Count::get))?;
+    values(to, vcpu.exits.halt_wait_hist.iter())?;
     to.write_char('\n')?;
     for (name, times) in vcpu.times.iter() {
         write!(to, "times {name} {}", times.ns.get())?;
-        values(to, times.hist.iter().map(Count::get))?;
+        values(to, times.hist.iter())?;
         to.write_char('\n')?;
     }
     Ok(())

@@ -215,9 +215,7 @@ impl Entry {
                 give(engine.iter().nth(index).map_or(0, |(_, value)| value))
             }
             (Source::Exits(index), Some(exits)) => give(exits.value(index)),
-            (Source::HaltHistogram, Some(exits)) => {
-                exits.halt_wait_hist.iter().for_each(|n| give(n.get()))
-            }
+            (Source::HaltHistogram, Some(exits)) => exits.halt_wait_hist.iter().for_each(give),
             (Source::Blocking, Some(exits)) => give(exits.is_blocking().into()),
             // A VM's list has no source of a vCPU.
             _ => (0..self.len()).for_each(|_| give(0)),

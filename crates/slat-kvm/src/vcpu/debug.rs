@@ -54,7 +54,7 @@ impl VcpuObject {
     }
 
     /// Calls `access` with each page's part of `len` bytes at `address`: the guest-physical address, and where the part begins and ends
-    /// among the bytes. The vCPU is entered. Returns `false` if an address leads nowhere or `access` returns `false`.
+    /// among the bytes. `access` runs with the vCPU entered. Returns `false` if an address is not mapped, or `access` returns `false`.
     fn by_pages(
         &self,
         inner: &mut Inner,

@@ -304,22 +304,27 @@ fn debug(vector: u8, dr6: u64) -> Exit {
     Exit::Debug { vector, dr6 }
 }
 
+/// Runs `pushfq; in al,dx; mov eax,[rbx]` with RBX at a device. Each instruction ends with `step`.
+pub(crate) fn steps_over_devices(guest: &mut Guest, step: &Exit) {
+    guest.cpu.state.gpr[RBX] = MMIO;
+    assert_eq!(guest.run(), *step);
+    assert_eq!((guest.cpu.state.rip, guest.stack(0)), (CODE + 1, 2));
+    assert!(matches!(guest.run(), Exit::Io { .. }));
+    guest.cpu.complete_io(&[0]);
+    assert_eq!(guest.run(), *step);
+    assert_eq!(guest.cpu.state.rip, CODE + 2);
+    assert!(matches!(guest.run(), Exit::Mmio { .. }));
+    guest.cpu.complete_mmio_read(&[1, 2, 3, 4]);
+    assert_eq!(guest.run(), *step);
+}
+
 #[test]
 fn a_debugger_steps_without_a_trace_in_the_guest() {
     // pushfq; in al,dx; mov eax,[rbx] (MMIO); int 0x80
     let mut guest = traced(b"\x9c\xec\x8b\x03\xcd\x80");
     guest.cpu.debugger.single_step = true;
-    guest.cpu.state.gpr[RBX] = MMIO;
     let step = debug(vector::DB, NONE | BS);
-    assert_eq!(guest.run(), step);
-    assert_eq!((guest.cpu.state.rip, guest.stack(0)), (CODE + 1, 2));
-    assert!(matches!(guest.run(), Exit::Io { .. }));
-    guest.cpu.complete_io(&[0]);
-    assert_eq!(guest.run(), step);
-    assert_eq!(guest.cpu.state.rip, CODE + 2);
-    assert!(matches!(guest.run(), Exit::Mmio { .. }));
-    guest.cpu.complete_mmio_read(&[1, 2, 3, 4]);
-    assert_eq!(guest.run(), step);
+    steps_over_devices(&mut guest, &step);
     assert_eq!(guest.run(), step);
     assert_eq!(guest.cpu.state.rip, HANDLERS + 16 * 0x80);
     assert_eq!(guest.cpu.state.rflags & TF, 0);

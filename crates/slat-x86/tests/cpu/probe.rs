@@ -1,6 +1,7 @@
 //! Probes: they end the run, whatever the guest and a debugger have set, and leave no trace in the guest.
 
 use crate::common::*;
+use crate::debug::steps_over_devices;
 use slat_x86::*;
 
 fn code(first: u64) -> Probe {
@@ -74,17 +75,8 @@ fn steps_stop_after_each_instruction_also_of_devices_and_at_a_halt() {
     // pushfq; in al,dx; mov eax,[rbx] (MMIO); int 0x80
     let mut guest = Guest::new(b"\x9c\xec\x8b\x03\xf4\xcd\x80");
     guest.cpu.set_probes(Vec::new(), true);
-    guest.cpu.state.gpr[RBX] = MMIO;
     let step = Exit::Probe(ProbeHit::Step);
-    assert_eq!(guest.run(), step);
-    assert_eq!((guest.cpu.state.rip, guest.stack(0)), (CODE + 1, 2));
-    assert!(matches!(guest.run(), Exit::Io { .. }));
-    guest.cpu.complete_io(&[0]);
-    assert_eq!(guest.run(), step);
-    assert_eq!(guest.cpu.state.rip, CODE + 2);
-    assert!(matches!(guest.run(), Exit::Mmio { .. }));
-    guest.cpu.complete_mmio_read(&[1, 2, 3, 4]);
-    assert_eq!(guest.run(), step);
+    steps_over_devices(&mut guest, &step);
     assert_eq!(guest.run(), step);
     assert_eq!(guest.cpu.state.rip, CODE + 5);
     assert_eq!(guest.run(), step);
