@@ -94,10 +94,11 @@ pub unsafe extern "C" fn slat_munmap(address: *mut c_void, size: usize) -> c_int
 }
 
 /// Calls `change(context)`, which changes mappings of guest memory within `size` bytes at `start`: by `mprotect`, `madvise`, `mremap`,
-/// `fallocate` or another call that has no function here. What MMU notifiers are in the kernel: every VM drops its translations of the
-/// range before, and makes no new ones until `change` has returned. Then no vCPU uses an old one.
+/// `fallocate` or another call that has no function here. Every VM drops its translations of the range before, and makes no new ones
+/// until `change` has returned, as with MMU notifiers in the kernel: no vCPU reads or writes the memory meanwhile, so that its content
+/// can be moved.
 ///
-/// Without it, a guest that has used a page goes on to read and write the page that was there.
+/// Without it, vCPUs go on with what they know of the mapping that was there, until an access fails.
 ///
 /// `change` must not wait for a vCPU's thread, nor leave by `longjmp` or an exception. Returns what `change` returns, with the errno that
 /// it leaves; or -1 with errno `EINVAL`, without having called it, if the range goes beyond the end of the addresses.
