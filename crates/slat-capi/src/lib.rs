@@ -9,12 +9,14 @@
 //! | [`descriptors`] | descriptors: open, ioctl, close, dup, and what can be read or allocated by one |
 //! | [`memory`] | mappings: those of descriptors, and changes of guest memory |
 //! | [`signals`] | signals that end KVM_RUN |
+//! | [`engine`] | the engine below KVM's API, on a platform of callbacks |
 //!
 //! # The border
-//! Every function's work is done in [`slat_kvm::guarded::guarded`]: no panic leaves the library. A call that panics fails with `EIO`, and if
+//! Every function's work is done in [`slat_kvm::guarded::guarded`], or in what that uses: no panic leaves the library. A call that panics fails with `EIO`, and if
 //! it was a VM's, so do all later calls of that VM.
 
 pub mod descriptors;
+pub mod engine;
 pub mod memory;
 pub mod signals;
 

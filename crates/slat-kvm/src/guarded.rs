@@ -13,12 +13,7 @@ pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
     let before = errno();
     let result = {
         let _section = Section::enter();
-        catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
-            messages::say(format_args!(
-                "internal error, reported above; the call answers EIO"
-            ));
-            Err(libc::EIO)
-        })
+        without_panic(work).unwrap_or(Err(libc::EIO))
     };
     match result {
         Ok(value) => {
@@ -30,4 +25,15 @@ pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
             -1
         }
     }
+}
+
+/// Returns what `work` returns. `None`, and a message, if it panics.
+pub fn without_panic<R>(work: impl FnOnce() -> R) -> Option<R> {
+    let result = catch_unwind(AssertUnwindSafe(work));
+    if result.is_err() {
+        messages::say(format_args!(
+            "internal error, reported above; the call answers EIO"
+        ));
+    }
+    result.ok()
 }
