@@ -112,6 +112,7 @@ static void try(uint32_t format)
     CHECK(slat_vm_root(vm, &frame) == 0 && host.used[frame]);
     CHECK(slat_vm_set_region(vm, 0, RAM, PAGES * PAGE, 0, LOG_DIRTY) == 0);
     CHECK(slat_vm_set_region(vm, 1, RAM, PAGE, 0, 0) == -EEXIST);
+    CHECK(strstr(slat_last_error(), "memslot 0"));
     CHECK(slat_vm_set_region(vm, 1, 1, PAGE, 0, 0) == -EINVAL);
 
     CHECK(slat_vm_lookup(vm, RAM, &frame) == -ENOENT);
@@ -125,7 +126,7 @@ static void try(uint32_t format)
     uint64_t read = format == SLAT_EPT || format == SLAT_NPT;
     CHECK(slat_vm_dirty_log(vm, 0, &log, 1) == 0 && log == (1 << 5 | read));
     CHECK(slat_vm_dirty_log(vm, 0, &log, 1) == 0 && log == 0);
-    CHECK(slat_vm_dirty_log(vm, 0, &log, 0) == -EFAULT);
+    CHECK(slat_vm_dirty_log(vm, 0, NULL, 0) == -EFAULT);
 
     int flushes = host.flushes;
     CHECK(slat_vm_invalidate(vm, 0, PAGE, move, &host) == 7);

@@ -15,11 +15,12 @@
  * calls fail with EIO.
  *
  * The engine, slat_vm_create and what follows, is for hypervisors that run their guests themselves. Its functions return 0 or a negative
- * errno and leave `errno` alone. A VM's functions may be called by any thread at any time, a vCPU's by one at a time.
+ * errno; `errno` itself says nothing then, slat_last_error does. A VM's functions may be called by any thread at any time, a vCPU's by one
+ * thread at a time.
  *
- * Threads: every function of KVM's API may be called by any thread at any time. As with the kernel, a call of a vCPU waits for the one before it:
- * only one thread at a time runs a vCPU, and another one stops it by a signal or `immediate_exit`. A close does not end a call in
- * progress. In a forked child the parent's objects fail with EIO; closing them is allowed.
+ * Threads: every function of KVM's API may be called by any thread at any time. As with the kernel, a call of a vCPU waits for the one
+ * before it: only one thread at a time runs a vCPU, and another one stops it by a signal or `immediate_exit`. A close does not end a
+ * call in progress. In a forked child the parent's objects fail with EIO; closing them is allowed.
  *
  * Signals: the library handles SIGSEGV, SIGBUS and one real-time signal, from the first VM on, and passes on to the handlers that were
  * there what is not its own. Handlers for SIGSEGV and SIGBUS have to be installed before.
@@ -312,6 +313,12 @@ void slat_vcpu_destroy(struct slat_vcpu *vcpu);
  * - `vcpu` is valid, and no other thread uses it.
  */
 int slat_vcpu_fault(struct slat_vcpu *vcpu, uint64_t gpa, uint32_t access);
+
+/**
+ * Returns why the engine has refused something to this thread last, and what to do about it: a text that is valid until the thread's next
+ * call. A value that a call does not know, such as a format, changes no text.
+ */
+const char *slat_last_error(void);
 
 /**
  * Maps memory. Stands for `mmap`: a vCPU's descriptor has `struct kvm_run` and the pages behind it (`KVM_GET_VCPU_MMAP_SIZE` bytes), and

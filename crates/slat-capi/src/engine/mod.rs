@@ -1,9 +1,10 @@
 //! The engine: second-level tables for a hypervisor that runs its guests itself.
 //!
-//! Unlike the functions of KVM's layer, these return 0 or a negative errno, and leave `errno` alone.
+//! Unlike the functions of KVM's layer, these return 0 or a negative errno, and set no `errno`.
 
 #![allow(non_camel_case_types)] // C names.
 
+pub mod message;
 pub mod platform;
 mod vm;
 
@@ -210,8 +211,11 @@ pub unsafe extern "C" fn slat_vm_dirty_log(
 ) -> c_int {
     // SAFETY: the caller's.
     let slat_vm(handle) = unsafe { &*vm };
-    // SAFETY: the caller's.
-    let bitmap = unsafe { std::slice::from_raw_parts_mut(bitmap, words) };
+    let bitmap = match words {
+        0 => &mut [],
+        // SAFETY: the caller's.
+        _ => unsafe { std::slice::from_raw_parts_mut(bitmap, words) },
+    };
     handle.call(|| handle.vm.dirty_log(slot, bitmap))
 }
 

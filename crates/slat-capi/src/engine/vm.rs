@@ -1,6 +1,7 @@
 //! The engine's objects, whatever their table format.
 
 use super::Done;
+use super::message::refused;
 use super::platform::Callbacks;
 use slat::{
     Access, Config, CreateVmError, Format, Gfn, Gpa, Hva, Mapping, Pfn, Region, Stop, Vcpu, Vm,
@@ -29,8 +30,8 @@ pub(super) fn create<F: Format>(
 ) -> Result<Box<dyn AnyVm>, c_int> {
     match Vm::<_, F>::new(platform, config) {
         Ok(vm) => Ok(Box::new(vm)),
-        Err(CreateVmError::OutOfMemory) => Err(libc::ENOMEM),
-        Err(_) => Err(libc::EINVAL),
+        Err(error @ CreateVmError::OutOfMemory) => Err(refused(libc::ENOMEM, &error)),
+        Err(error) => Err(refused(libc::EINVAL, &error)),
     }
 }
 
@@ -40,12 +41,15 @@ const SPACE: usize = 0;
 impl<F: Format> AnyVm for Arc<Vm<Callbacks, F>> {
     fn set_region(&self, region: &Region) -> Done {
         let set = self.set_memory_region(SPACE, region);
-        set.map(|()| 0).map_err(|error| error.errno())
+        set.map(|()| 0)
+            .map_err(|error| refused(error.errno(), &error))
     }
 
     fn remove_region(&self, slot: u32) -> Done {
         let removed = self.remove_memory_region(SPACE, slot);
-        removed.map(|()| 0).map_err(|error| error.errno())
+        removed
+            .map(|()| 0)
+            .map_err(|error| refused(error.errno(), &error))
     }
 
     fn root(&self) -> Option<Pfn> {
@@ -58,7 +62,8 @@ impl<F: Format> AnyVm for Arc<Vm<Callbacks, F>> {
 
     fn dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Done {
         let got = self.get_dirty_log(SPACE, slot, bitmap);
-        got.map(|()| 0).map_err(|error| error.errno())
+        got.map(|()| 0)
+            .map_err(|error| refused(error.errno(), &error))
     }
 
     fn invalidate(&self, range: Range<Hva>, change: &mut dyn FnMut() -> c_int) -> c_int {
@@ -69,20 +74,23 @@ impl<F: Format> AnyVm for Arc<Vm<Callbacks, F>> {
     fn create_vcpu(&self) -> Result<Box<dyn AnyVcpu>, c_int> {
         match Vm::create_vcpu(self) {
             Ok(vcpu) => Ok(Box::new(vcpu)),
-            Err(_) => Err(libc::ENOMEM),
+            Err(error) => Err(refused(libc::ENOMEM, &error)),
         }
     }
 }
 
 impl<F: Format> AnyVcpu for Vcpu<Callbacks, F> {
     fn fault(&mut self, gpa: Gpa, access: Access) -> Done {
-        match self.hardware_fault(gpa, access) {
-            Ok(()) => Ok(0),
-            Err(Stop::Mmio { .. }) => Ok(super::SLAT_MMIO),
-            Err(Stop::NoExecute { .. }) => Err(libc::EACCES),
-            Err(Stop::OutOfMemory { .. }) => Err(libc::ENOMEM),
-            Err(Stop::MemoryFault { absent: true, .. }) => Err(libc::EAGAIN),
-            Err(_) => Err(libc::EFAULT),
-        }
+        let Err(stop) = self.hardware_fault(gpa, access) else {
+            return Ok(0);
+        };
+        let errno = match stop {
+            Stop::Mmio { .. } => return Ok(super::SLAT_MMIO),
+            Stop::NoExecute { .. } => libc::EACCES,
+            Stop::OutOfMemory { .. } => libc::ENOMEM,
+            Stop::MemoryFault { absent: true, .. } => libc::EAGAIN,
+            _ => libc::EFAULT,
+        };
+        Err(refused(errno, &stop))
     }
 }
