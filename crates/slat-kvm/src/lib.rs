@@ -3,12 +3,13 @@
 //! Two interfaces to one set of objects:
 //!
 //! - [`Kvm`], [`VmFd`], [`VcpuFd`]: the types and methods of kvm-ioctls, for Rust programs.
-//! - [`ioctl::Object`]: requests and pointers as `ioctl` passes them, for the preload library.
+//! - [`ioctl::Object`]: requests and pointers as `ioctl` passes them, for the preload library and the C library.
 //!
 //! | file | idea |
 //! |---|---|
 //! | [`api`] | the Rust API |
 //! | [`ioctl`], [`abi`], [`user`] | the system-call interface: dispatch, request numbers, the client's memory |
+//! | [`descriptors`], [`guarded`] | which descriptors of a C client are KVM's; the border between C and Rust: `errno`, panics |
 //! | [`system`], [`vm`], [`vcpu`] | the objects and their calls |
 //! | `run`, `exit`, `guest_debug` | `KVM_RUN`, and how it describes an exit |
 //! | [`stats`], `counters`, `exit_times` | statistics, in KVM's binary format; what a vCPU counts for them, and how long its exits take |
@@ -56,6 +57,7 @@ mod counters;
 pub mod cpu_features;
 pub mod cpuid;
 pub mod debugger;
+pub mod descriptors;
 pub mod device;
 pub mod device_attr;
 pub mod dirty;
@@ -69,6 +71,7 @@ mod exit_times;
 mod file_id;
 pub mod filters;
 pub mod fpu;
+pub mod guarded;
 mod guest_debug;
 pub mod guest_memfd;
 mod heap;

@@ -161,13 +161,9 @@ pub fn write_parameter(name: &str, text: &[u8]) -> Result<isize, i32> {
     Ok(text.len() as isize)
 }
 
-/// Enters an object and its descriptor in the table.
-pub fn adopt(fd: OwnedFd, object: Object) -> Result<isize, i32> {
-    let fd = fd.into_raw_fd();
-    if table::insert(fd, object) {
-        return Ok(fd as isize);
+fn adopt(fd: OwnedFd, object: Object) -> Result<isize, i32> {
+    match table::adopt(fd, object) {
+        Ok(fd) => Ok(fd as isize),
+        Err(error) => Err(error.errno()),
     }
-    // SAFETY: our own descriptor, from `into_raw_fd`.
-    drop(unsafe { OwnedFd::from_raw_fd(fd) });
-    Err(libc::EMFILE)
 }

@@ -1,6 +1,5 @@
 //! ioctl: slat serves KVM's requests, and watches userfaultfd's.
 
-use crate::device::adopt;
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::memory::{self, Range};
@@ -9,7 +8,7 @@ use crate::real::{Next, errno, kernel, plain, set_errno};
 use crate::{heap, table};
 use slat_host::mappings;
 use slat_kvm::abi::KVMIO;
-use slat_kvm::ioctl::{Answer, Object};
+use slat_kvm::ioctl::Object;
 use slat_kvm::notify;
 use slat_kvm::thread::Section;
 use std::ffi::{c_int, c_ulong};
@@ -30,7 +29,7 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
         plain(call())
     } else if table::is_ours(fd) || number >> 8 & 0xff == KVMIO {
         guarded(|| match table::get(fd).or_else(|| inherited(fd)) {
-            Some(handle) => kvm(handle.object(), number, argument),
+            Some(handle) => kvm(&handle, number, argument),
             None => call(),
         })
     } else if number >> 8 & 0xff == UFFDIO && notify::is_anyone_listening() {
@@ -50,14 +49,12 @@ fn is_any_files(request: u32) -> bool {
     [libc::FIOCLEX, libc::FIONCLEX, libc::FIONBIO].contains(&c_ulong::from(request))
 }
 
-fn kvm(object: &Object, request: u32, argument: usize) -> Result<isize, i32> {
+fn kvm(handle: &table::Handle, request: u32, argument: usize) -> Result<isize, i32> {
     if !heap::is_ready() {
         return Err(libc::ENOMEM);
     }
-    match object.ioctl(request, argument as u64) {
-        Ok(Answer::Value(value)) => Ok(value as isize),
-        Ok(Answer::Created(object, fd)) => adopt(fd, object),
-        Ok(Answer::Stored(object, fd)) => adopt(fd, object).map(|_| 0),
+    match handle.ioctl(request, argument as u64) {
+        Ok(value) => Ok(value as isize),
         Err(error) => Err(error.errno()),
     }
 }

@@ -6,9 +6,7 @@
 //! | file | idea |
 //! |---|---|
 //! | `real` | system calls that bypass this library's own functions |
-//! | `guarded` | the border between C and Rust: `errno`, panics, signal handlers that wait |
 //! | `heap` | memory that is not allocated by the program's `malloc` |
-//! | `table` | which descriptors are KVM's |
 //! | `paths` | what a path leads to, however it is spelled |
 //! | `device` | `/dev/kvm` and KVM's module parameters as files |
 //! | `looks` | what KVM's files and descriptors look like |
@@ -45,7 +43,6 @@ mod environment;
 mod fds;
 mod files;
 mod forks;
-mod guarded;
 mod heap;
 mod indirect;
 mod ioctls;
@@ -59,9 +56,9 @@ mod real;
 mod signals;
 mod status;
 mod streams;
-mod table;
 
 use slat_host::process;
+use slat_kvm::{descriptors as table, guarded};
 use std::sync::Once;
 
 #[cfg(not(test))]

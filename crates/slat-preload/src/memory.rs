@@ -117,23 +117,15 @@ unsafe fn map_object(
     let Some(handle) = table::get(fd) else {
         return change();
     };
-    if !(offset as u64).is_multiple_of(Range::PAGE as u64) || len == 0 {
-        return Err(libc::EINVAL);
-    }
     let object = handle.object();
-    let allowed = match object {
-        Object::Vcpu(vcpu) if vcpu.is_foreign() => return change(),
-        Object::Vcpu(vcpu) => vcpu.check_mapping(offset as u64, len, protection, flags),
-        Object::GuestMemfd(guest_memfd) => guest_memfd.check_mapping(protection, flags),
-        _ => return Err(libc::ENODEV),
-    };
-    allowed.map_err(|error| error.errno())?;
+    if matches!(object, Object::Vcpu(vcpu) if vcpu.is_foreign()) {
+        return change();
+    }
+    (object.check_mapping(offset as u64, len, protection, flags)).map_err(|error| error.errno())?;
     invalidating(&[range], change, |address| {
         mappings::changed(Range::at(address as usize, len).std());
-        if let Object::Vcpu(vcpu) = object {
-            // SAFETY: the mapping made above. If the host cannot make another mapping, the client sees an empty ring.
-            let _ = unsafe { vcpu.show_coalesced(address as usize, len, offset as u64) };
-        }
+        // SAFETY: the mapping made above.
+        unsafe { object.complete_mapping(address as usize, len, offset as u64) };
     })
 }
 

@@ -13,6 +13,7 @@ use crate::errno::{Result, fail};
 use crate::guest_memfd::GuestMemfd;
 use crate::heap;
 use crate::messages;
+use crate::run_page::PAGE;
 use crate::stats::StatsObject;
 use crate::system::System;
 use crate::thread::Section;
@@ -132,6 +133,42 @@ impl Object {
             messages::refused_ioctl(request, error.errno());
         }
         answer
+    }
+}
+
+impl Object {
+    /// Checks whether the client may map this part of the object's descriptor with this protection and these flags.
+    ///
+    /// # Errors
+    /// `EINVAL` for an offset within a page or an empty mapping, `ENODEV` for an object without pages, and the errors of
+    /// [`VcpuObject::check_mapping`] and [`GuestMemfd::check_mapping`].
+    pub fn check_mapping(
+        &self,
+        offset: u64,
+        len: usize,
+        protection: i32,
+        flags: i32,
+    ) -> Result<()> {
+        if !offset.is_multiple_of(PAGE as u64) || len == 0 {
+            return fail(libc::EINVAL);
+        }
+        match self {
+            Object::Vcpu(vcpu) => vcpu.check_mapping(offset, len, protection, flags),
+            Object::GuestMemfd(guest_memfd) => guest_memfd.check_mapping(protection, flags),
+            _ => fail(libc::ENODEV),
+        }
+    }
+
+    /// Completes the client's mapping of this object's descriptor: a vCPU's has pages that are not in its file. Should the host not
+    /// be able to make another mapping, the client sees an empty ring of coalesced I/O.
+    ///
+    /// # Safety
+    /// `address` and `len` are a new mapping of this object's descriptor, from `offset` on.
+    pub unsafe fn complete_mapping(&self, address: usize, len: usize, offset: u64) {
+        if let Object::Vcpu(vcpu) = self {
+            // SAFETY: the caller's.
+            let _ = unsafe { vcpu.show_coalesced(address, len, offset) };
+        }
     }
 }
 

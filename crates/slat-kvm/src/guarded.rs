@@ -1,7 +1,8 @@
 //! The border between C and Rust.
 
-use crate::real::{errno, set_errno};
-use slat_kvm::thread::Section;
+use crate::messages;
+use crate::thread::Section;
+use slat_process::{errno, set_errno};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs slat's code for a C caller. A success leaves `errno` as it was, an error becomes -1 and `errno`, a panic becomes `EIO`.
@@ -12,12 +13,7 @@ pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
     let before = errno();
     let result = {
         let _section = Section::enter();
-        catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
-            slat_kvm::messages::say(format_args!(
-                "internal error, reported above; the call answers EIO"
-            ));
-            Err(libc::EIO)
-        })
+        without_panic(work).unwrap_or(Err(libc::EIO))
     };
     match result {
         Ok(value) => {
@@ -29,4 +25,15 @@ pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
             -1
         }
     }
+}
+
+/// Returns what `work` returns. `None`, and a message, if it panics.
+pub fn without_panic<R>(work: impl FnOnce() -> R) -> Option<R> {
+    let result = catch_unwind(AssertUnwindSafe(work));
+    if result.is_err() {
+        messages::say(format_args!(
+            "internal error, reported above; the call answers EIO"
+        ));
+    }
+    result.ok()
 }

@@ -9,9 +9,11 @@
 //! object, and cannot be emptied as long as the count is held; if not, the look-up lowers the count and begins again. The cell
 //! may hold another object by then, which is harmless: no look-up reads the object before the second check.
 
-use slat_kvm::ioctl::Object;
-use slat_kvm::process::PerProcess;
+use crate::errno::{Result, fail};
+use crate::ioctl::{Answer, Object};
+use crate::process::PerProcess;
 use std::cell::UnsafeCell;
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering};
@@ -64,6 +66,18 @@ impl Handle {
     pub fn object(&self) -> &Object {
         // SAFETY: this handle is a user, so no thread writes.
         unsafe { (*self.0.object.get()).as_ref() }.expect("a used cell holds an object")
+    }
+
+    /// Carries out a request, and enters in the table what it creates. Returns what `ioctl` returns.
+    ///
+    /// # Errors
+    /// As for [`Object::ioctl`]; `EMFILE` if the new descriptor's number is beyond the table.
+    pub fn ioctl(&self, request: u32, argument: u64) -> Result<i32> {
+        match self.object().ioctl(request, argument)? {
+            Answer::Value(value) => Ok(value),
+            Answer::Created(object, fd) => adopt(fd, object),
+            Answer::Stored(object, fd) => adopt(fd, object).map(|_| 0),
+        }
     }
 
     /// Forgets the use without lowering the count: for objects of a parent process.
@@ -165,6 +179,20 @@ pub fn get(fd: i32) -> Option<Handle> {
 /// Makes `fd` refer to a new object. False when its number is beyond the table.
 pub fn insert(fd: i32, object: Object) -> bool {
     share(fd, Handle::new(object))
+}
+
+/// Enters an object and its descriptor in the table. Returns the descriptor, which the client owns from now on.
+///
+/// # Errors
+/// `EMFILE` if its number is beyond the table.
+pub fn adopt(fd: OwnedFd, object: Object) -> Result<i32> {
+    let fd = fd.into_raw_fd();
+    if insert(fd, object) {
+        return Ok(fd);
+    }
+    // SAFETY: our own descriptor, from `into_raw_fd`.
+    drop(unsafe { OwnedFd::from_raw_fd(fd) });
+    fail(libc::EMFILE)
 }
 
 /// Makes `fd` refer to the object of `handle`. False when its number is beyond the table.

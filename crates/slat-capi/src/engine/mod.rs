@@ -1,0 +1,297 @@
+//! The engine: second-level tables for a hypervisor that runs its guests itself.
+//!
+//! Unlike the functions of KVM's layer, these return 0 or a negative errno, and set no `errno`.
+
+#![allow(non_camel_case_types)] // C names.
+
+pub mod message;
+pub mod platform;
+mod vm;
+
+use platform::{Callbacks, slat_platform};
+use slat::format::{Ept, Npt, Stage2, Sv48x4};
+use slat::{Access, Config, Gfn, Gpa, Hva, PAGE_SIZE, Region, SlotFlags};
+use slat_kvm::guarded::without_panic;
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use vm::{AnyVcpu, AnyVm};
+
+/// The table format of Intel's EPT.
+pub const SLAT_EPT: u32 = 0;
+/// The table format of AMD's nested paging.
+pub const SLAT_NPT: u32 = 1;
+/// The table format of AArch64's stage 2.
+pub const SLAT_STAGE2: u32 = 2;
+/// The table format of RISC-V's G-stage, with 48-bit addresses.
+pub const SLAT_SV48X4: u32 = 3;
+
+/// The guest reads data.
+pub const SLAT_READ: u32 = 0;
+/// The guest writes data.
+pub const SLAT_WRITE: u32 = 1;
+/// The guest fetches an instruction.
+pub const SLAT_EXECUTE: u32 = 2;
+
+/// A fault's result: no memslot is there, or it is a write to a read-only one. The hypervisor emulates the access.
+pub const SLAT_MMIO: c_int = 1;
+
+/// A VM.
+pub struct slat_vm(Arc<Handle>);
+
+/// A vCPU.
+pub struct slat_vcpu {
+    vm: Arc<Handle>,
+    vcpu: Box<dyn AnyVcpu>,
+}
+
+struct Handle {
+    vm: Box<dyn AnyVm>,
+    /// A call has panicked: the VM's state is unknown, and its locks may be held.
+    dead: AtomicBool,
+}
+
+type Done = Result<c_int, c_int>;
+
+impl Handle {
+    /// Does a call of this VM or of its vCPUs. After one that panics all fail with `EIO`.
+    fn call(&self, work: impl FnOnce() -> Done) -> c_int {
+        if self.dead.load(SeqCst) {
+            return -libc::EIO;
+        }
+        let done = without_panic(work).unwrap_or_else(|| {
+            self.dead.store(true, SeqCst);
+            Err(libc::EIO)
+        });
+        done.unwrap_or_else(|errno| -errno)
+    }
+}
+
+/// Creates a VM without memory, whose tables have `format` (`SLAT_EPT`, …), and stores it in `*vm`.
+///
+/// Returns 0; or `-EINVAL` if there is no such format or `platform` lacks a callback, `-ENOMEM`.
+///
+/// # Safety
+/// - `platform` and `vm` are valid. The callbacks keep what `struct slat_platform` says, until the VM is destroyed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_create(
+    format: u32,
+    platform: *const slat_platform,
+    vm: *mut *mut slat_vm,
+) -> c_int {
+    let create = || {
+        // SAFETY: the caller's.
+        let platform = unsafe { Callbacks::new(&*platform) }.ok_or(libc::EINVAL)?;
+        let (platform, config) = (Arc::new(platform), Config::default());
+        let created = match format {
+            SLAT_EPT => vm::create::<Ept>(platform, config),
+            SLAT_NPT => vm::create::<Npt>(platform, config),
+            SLAT_STAGE2 => vm::create::<Stage2<48>>(platform, config),
+            SLAT_SV48X4 => vm::create::<Sv48x4>(platform, config),
+            _ => Err(libc::EINVAL),
+        };
+        let handle = Arc::new(Handle {
+            vm: created?,
+            dead: AtomicBool::new(false),
+        });
+        // SAFETY: the caller's.
+        unsafe { *vm = Box::into_raw(Box::new(slat_vm(handle))) };
+        Ok(0)
+    };
+    let done: Done = without_panic(create).unwrap_or(Err(libc::EIO));
+    done.unwrap_or_else(|errno| -errno)
+}
+
+/// Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are not.
+///
+/// # Safety
+/// - `vm` is from `slat_vm_create`, and is not used any more. No CPU can walk its tables once its vCPUs are destroyed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_destroy(vm: *mut slat_vm) {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = *unsafe { Box::from_raw(vm) };
+    discard(handle.clone(), handle);
+}
+
+/// Drops what belongs to a VM, unless that is dead.
+fn discard<T>(handle: Arc<Handle>, what: T) {
+    match handle.dead.load(SeqCst) {
+        true => std::mem::forget((handle, what)),
+        false => {
+            let _ = without_panic(|| drop((what, handle)));
+        }
+    }
+}
+
+/// Gives the guest `size` bytes of memory at `gpa` as memslot `slot`, or moves this slot there, or changes its flags. `backing` means
+/// something to the platform only, which is asked for the pages from there on. `flags` are KVM's: `KVM_MEM_LOG_DIRTY_PAGES`,
+/// `KVM_MEM_READONLY`.
+///
+/// Returns 0; or `-EINVAL`, `-EEXIST` for an overlap, `-ENOMEM`.
+///
+/// # Safety
+/// - `vm` is valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_set_region(
+    vm: *const slat_vm,
+    slot: u32,
+    gpa: u64,
+    size: u64,
+    backing: u64,
+    flags: u32,
+) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = unsafe { &*vm };
+    handle.call(|| {
+        let region = Region::new(slot, Gpa(gpa), size, Hva(backing));
+        handle.vm.set_region(&region.with_flags(SlotFlags(flags)))
+    })
+}
+
+/// Deletes the memslot `slot`. No CPU reaches its memory when this returns.
+///
+/// Returns 0; or `-EINVAL` if there is no such slot, `-ENOMEM`.
+///
+/// # Safety
+/// - `vm` is valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_remove_region(vm: *const slat_vm, slot: u32) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = unsafe { &*vm };
+    handle.call(|| handle.vm.remove_region(slot))
+}
+
+/// Stores in `*frame` the number of the frame that has the root of the VM's tables: what the hardware is told.
+///
+/// # Safety
+/// - `vm` and `frame` are valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_root(vm: *const slat_vm, frame: *mut u64) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = unsafe { &*vm };
+    handle.call(|| {
+        let root = handle.vm.root().ok_or(libc::ENOENT)?;
+        // SAFETY: the caller's.
+        unsafe { *frame = root.0 };
+        Ok(0)
+    })
+}
+
+/// Stores in `*frame` the number of the host frame to which the page at `gpa` is mapped now. Takes no fault.
+///
+/// Returns 0; or `-ENOENT` if it is not mapped.
+///
+/// # Safety
+/// - `vm` and `frame` are valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_lookup(vm: *const slat_vm, gpa: u64, frame: *mut u64) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = unsafe { &*vm };
+    handle.call(|| {
+        let mapping = handle.vm.lookup(Gfn(gpa / PAGE_SIZE)).ok_or(libc::ENOENT)?;
+        // SAFETY: the caller's.
+        unsafe { *frame = mapping.pfn.0 };
+        Ok(0)
+    })
+}
+
+/// Copies the dirty log of the memslot `slot`, a bit for each page, to `words` words at `bitmap`, clears it, and protects the pages:
+/// `KVM_GET_DIRTY_LOG`.
+///
+/// Returns 0; or `-ENOENT` if the slot does not log, `-EFAULT` if it has more than 64 pages for each word.
+///
+/// # Safety
+/// - `vm` is valid, and `words` words at `bitmap` may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_dirty_log(
+    vm: *const slat_vm,
+    slot: u32,
+    bitmap: *mut u64,
+    words: usize,
+) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = unsafe { &*vm };
+    let bitmap = match words {
+        0 => &mut [],
+        // SAFETY: the caller's.
+        _ => unsafe { std::slice::from_raw_parts_mut(bitmap, words) },
+    };
+    handle.call(|| handle.vm.dirty_log(slot, bitmap))
+}
+
+/// Calls `change(context)`, which changes what the platform has for `size` bytes of backing at `start`. The VM's translations are dropped
+/// before, and made anew only after it. `change` must not wait for a vCPU, nor leave by `longjmp` or an exception.
+///
+/// Returns what `change` returns; `-EINVAL`, without having called it, if the range goes beyond 64 bits.
+///
+/// # Safety
+/// - `vm` is valid, and `change` may be called with `context` on this thread.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_invalidate(
+    vm: *const slat_vm,
+    start: u64,
+    size: u64,
+    change: extern "C-unwind" fn(context: *mut c_void) -> c_int,
+    context: *mut c_void,
+) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = unsafe { &*vm };
+    handle.call(|| {
+        let end = start.checked_add(size).ok_or(libc::EINVAL)?;
+        Ok((handle.vm).invalidate(Hva(start)..Hva(end), &mut || change(context)))
+    })
+}
+
+/// Creates a vCPU of a VM, and stores it in `*vcpu`. One thread at a time uses it.
+///
+/// Returns 0; or `-ENOMEM`.
+///
+/// # Safety
+/// - `vm` and `vcpu` are valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vcpu_create(vm: *const slat_vm, vcpu: *mut *mut slat_vcpu) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = unsafe { &*vm };
+    handle.call(|| {
+        let created = slat_vcpu {
+            vcpu: handle.vm.create_vcpu()?,
+            vm: handle.clone(),
+        };
+        // SAFETY: the caller's.
+        unsafe { *vcpu = Box::into_raw(Box::new(created)) };
+        Ok(0)
+    })
+}
+
+/// Destroys a vCPU.
+///
+/// # Safety
+/// - `vcpu` is from `slat_vcpu_create`, and is not used any more. Its CPU is not in the guest.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vcpu_destroy(vcpu: *mut slat_vcpu) {
+    // SAFETY: the caller's.
+    let slat_vcpu { vm, vcpu } = *unsafe { Box::from_raw(vcpu) };
+    discard(vm, vcpu);
+}
+
+/// Handles a second-level fault of the CPU, for `access` (`SLAT_READ`, …) to `gpa`: brings the tables to where they allow it.
+///
+/// Returns 0: run the guest again, which repeats the access; `SLAT_MMIO`: emulate it; `-EACCES` for a fetch that is not allowed, `-EFAULT`
+/// if the platform has no page, `-EAGAIN` if it has none yet, `-ENOMEM`.
+///
+/// # Safety
+/// - `vcpu` is valid, and no other thread uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vcpu_fault(vcpu: *mut slat_vcpu, gpa: u64, access: u32) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vcpu { vm, vcpu } = unsafe { &mut *vcpu };
+    vm.call(|| {
+        let access = match access {
+            SLAT_READ => Access::Read,
+            SLAT_WRITE => Access::Write,
+            SLAT_EXECUTE => Access::Execute,
+            _ => return Err(libc::EINVAL),
+        };
+        vcpu.fault(Gpa(gpa), access)
+    })
+}

@@ -1,0 +1,169 @@
+//! The engine's platform, made of a C program's callbacks.
+
+use slat::{
+    Entries, Gfn, HostPage, HostRun, Hva, Level, MetaMap, PAGE_SIZE, Pfn, Platform, Request,
+    ResolveError, Stale, TableMeta, VmId, WaitFor,
+};
+use std::ffi::{c_int, c_void};
+use std::ops::Range;
+use std::ptr::NonNull;
+
+/// A page of the host's.
+#[repr(C)]
+#[derive(Debug)]
+pub struct slat_page {
+    /// The number of the 4 KiB frame that backs the page.
+    pub frame: u64,
+    /// Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB. The leaf is no larger.
+    pub size: u64,
+    /// Whether the guest may write.
+    pub writable: bool,
+    /// Whether the guest may execute.
+    pub executable: bool,
+}
+
+/// What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls no function of
+/// this library. Frames are 4 KiB; a frame's number is its physical address divided by that.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct slat_platform {
+    /// Passed to each callback.
+    pub context: *mut c_void,
+    /// Allocates `count` frames next to each other for tables, a power of two, the first aligned to all. Returns its number, or 0 without
+    /// memory. Must not wait for a vCPU.
+    pub allocate: Option<unsafe extern "C" fn(context: *mut c_void, count: usize) -> u64>,
+    /// Frees one of these frames, which no CPU can walk any more.
+    pub free: Option<unsafe extern "C" fn(context: *mut c_void, frame: u64)>,
+    /// Returns the address of one of these frames in this program, the same until it is freed. Called at each step of a walk.
+    pub address: Option<unsafe extern "C" fn(context: *mut c_void, frame: u64) -> *mut c_void>,
+    /// Finds the page that backs the memory at `backing`, and describes it in `*page`. It backs that memory until `slat_vm_invalidate`. May
+    /// sleep. Returns 0; `-EFAULT` if there is none, or none that `access` may use (`SLAT_READ`, …); `-ENOMEM`; `-EINTR`; `-EAGAIN` if it is
+    /// not there yet.
+    pub resolve: Option<
+        unsafe extern "C" fn(
+            context: *mut c_void,
+            backing: u64,
+            access: u32,
+            page: *mut slat_page,
+        ) -> c_int,
+    >,
+    /// Flushes what CPUs have cached of the translations of the `pages` guest frames from `first` on, tables that they have cached on the
+    /// way included, and waits until none uses an old one.
+    pub flush: Option<unsafe extern "C" fn(context: *mut c_void, first: u64, pages: u64)>,
+    /// Passes time while the engine waits; `round` counts up from 0. Spin first, then yield the processor.
+    pub wait: Option<unsafe extern "C" fn(context: *mut c_void, round: u32)>,
+}
+
+/// A platform that lacks no callback.
+pub(super) struct Callbacks {
+    context: *mut c_void,
+    allocate: unsafe extern "C" fn(*mut c_void, usize) -> u64,
+    free: unsafe extern "C" fn(*mut c_void, u64),
+    address: unsafe extern "C" fn(*mut c_void, u64) -> *mut c_void,
+    resolve: unsafe extern "C" fn(*mut c_void, u64, u32, *mut slat_page) -> c_int,
+    flush: unsafe extern "C" fn(*mut c_void, u64, u64),
+    wait: unsafe extern "C" fn(*mut c_void, u32),
+    metas: MetaMap,
+}
+
+// SAFETY: the client lets any thread call the callbacks with the context.
+unsafe impl Send for Callbacks {}
+// SAFETY: as above, several threads at once.
+unsafe impl Sync for Callbacks {}
+
+impl Callbacks {
+    /// `None`: a callback is missing.
+    ///
+    /// # Safety
+    /// - The callbacks keep what [`slat_platform`] says.
+    pub(super) unsafe fn new(client: &slat_platform) -> Option<Self> {
+        Some(Callbacks {
+            context: client.context,
+            allocate: client.allocate?,
+            free: client.free?,
+            address: client.address?,
+            resolve: client.resolve?,
+            flush: client.flush?,
+            wait: client.wait?,
+            metas: MetaMap::new(),
+        })
+    }
+}
+
+fn level(size: u64) -> Level {
+    [Level::GIGA, Level::MEGA]
+        .into_iter()
+        .find(|level| level.pages() * PAGE_SIZE <= size)
+        .unwrap_or(Level::PAGE)
+}
+
+// SAFETY: the client keeps the contract, by the promise of `Callbacks::new`; metadata stays at its address.
+unsafe impl Platform for Callbacks {
+    fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
+        self.alloc_root(vm, 1)
+    }
+
+    fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
+        // SAFETY: the client's callback.
+        let first = match unsafe { (self.allocate)(self.context, tables) } {
+            0 => return None,
+            first => Pfn(first),
+        };
+        let frames = || (0..tables as u64).map(|i| first.add(i));
+        if frames().any(|frame| self.metas.prepare(frame).is_err()) {
+            // SAFETY: allocated above, and nobody knows of them.
+            frames().for_each(|frame| unsafe { self.free_table(vm, frame) });
+            return None;
+        }
+        Some(first)
+    }
+
+    unsafe fn free_table(&self, _: VmId, frame: Pfn) {
+        // SAFETY: the client's callback.
+        unsafe { (self.free)(self.context, frame.0) }
+    }
+
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        // SAFETY: the client's callback.
+        let address = unsafe { (self.address)(self.context, frame.0) };
+        NonNull::new(address.cast()).expect("an allocated frame has an address")
+    }
+
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        (self.metas.get(frame)).expect("`alloc_root` has prepared it")
+    }
+
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        let mut page = slat_page {
+            frame: 0,
+            size: PAGE_SIZE,
+            writable: true,
+            executable: true,
+        };
+        let (backing, access) = (request.backing.0, request.access as u32);
+        // SAFETY: the client's callback, which gets a live struct.
+        match -unsafe { (self.resolve)(self.context, backing, access, &mut page) } {
+            0 => Ok(HostPage::new(Pfn(page.frame), level(page.size))
+                .with_writable(page.writable)
+                .with_execute(page.executable)),
+            libc::ENOMEM => Err(ResolveError::OutOfMemory),
+            libc::EINTR => Err(ResolveError::Interrupted),
+            libc::EAGAIN => Err(ResolveError::Absent),
+            _ => Err(ResolveError::BadAddress),
+        }
+    }
+
+    /// Maps nothing ahead.
+    fn resolve_resident(&self, _: VmId, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}
+
+    fn flush(&self, _: VmId, range: Range<Gfn>, _: Stale) {
+        let pages = range.end.0 - range.start.0;
+        // SAFETY: the client's callback.
+        unsafe { (self.flush)(self.context, range.start.0, pages) }
+    }
+
+    fn wait(&self, round: u32, _: WaitFor) {
+        // SAFETY: the client's callback.
+        unsafe { (self.wait)(self.context, round) }
+    }
+}

@@ -1,0 +1,36 @@
+//! The KVM API for C programs, without `/dev/kvm`.
+//!
+//! `slat_open` stands for opening `/dev/kvm`; `slat_ioctl`, `slat_mmap`, `slat_munmap`, `slat_close` and `slat_dup` for the functions of the
+//! C library without the prefix. A program that has a KVM backend is ported by renaming these calls. `include/slat.h` is what
+//! cbindgen makes of this crate (`tests/header.rs`).
+//!
+//! | file | idea |
+//! |---|---|
+//! | [`descriptors`] | descriptors: open, ioctl, close, dup, and what can be read or allocated by one |
+//! | [`memory`] | mappings: those of descriptors, and changes of guest memory |
+//! | [`signals`] | signals that end KVM_RUN |
+//! | [`engine`] | the engine below KVM's API, on a platform of callbacks |
+//!
+//! # The border
+//! Every function's work is done in [`slat_kvm::guarded::guarded`], or in what that uses: no panic leaves the library. A call that panics fails with `EIO`, and if
+//! it was a VM's, so do all later calls of that VM.
+
+pub mod descriptors;
+pub mod engine;
+pub mod memory;
+pub mod signals;
+
+use slat_kvm::guarded::guarded;
+
+/// What a call returns: a value or an errno.
+type Answer = Result<isize, i32>;
+
+/// Returns what a function of the C library has returned.
+fn answer(value: isize) -> Answer {
+    match value {
+        -1 => Err(std::io::Error::last_os_error()
+            .raw_os_error()
+            .unwrap_or(libc::EIO)),
+        value => Ok(value),
+    }
+}

@@ -1,0 +1,132 @@
+//! Mappings: those of KVM's descriptors, and changes of those that back guest memory.
+
+use crate::{Answer, answer, guarded};
+use libc::off_t;
+use slat_host::mappings;
+use slat_kvm::{descriptors, notify};
+use std::ffi::{c_int, c_void};
+use std::ops::Range;
+
+const PAGE: usize = 4096;
+
+/// Returns the pages that hold `size` bytes at `start`.
+fn pages(start: *const c_void, size: usize) -> Result<Range<usize>, i32> {
+    let end = (start.addr().checked_add(size)).and_then(|end| end.checked_next_multiple_of(PAGE));
+    Ok(start.addr() & !(PAGE - 1)..end.ok_or(libc::EINVAL)?)
+}
+
+/// Runs `change`, which replaces or removes the mappings in `range`, inside an invalidation. Says which mappings are new: those in
+/// the range it returns.
+fn replace(
+    range: Range<usize>,
+    change: impl FnOnce() -> Result<(isize, Range<usize>), i32>,
+) -> Answer {
+    notify::around(range, || {
+        let (value, changed) = change()?;
+        mappings::changed(changed);
+        Ok(value)
+    })
+}
+
+/// Maps memory. Stands for `mmap`: a vCPU's descriptor has `struct kvm_run` and the pages behind it (`KVM_GET_VCPU_MMAP_SIZE` bytes), and
+/// its dirty ring. With `MAP_FIXED`, no vCPU uses what was there before when this returns.
+///
+/// Returns the address; or `MAP_FAILED` and errno.
+///
+/// # Safety
+/// - As for `mmap`: with `MAP_FIXED`, nothing but guests uses the memory that was there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_mmap(
+    address: *mut c_void,
+    size: usize,
+    protection: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: off_t,
+) -> *mut c_void {
+    let address = guarded(|| {
+        let handle = match flags & libc::MAP_ANONYMOUS {
+            0 => descriptors::get(fd),
+            _ => None,
+        };
+        if let Some(handle) = &handle {
+            (handle
+                .object()
+                .check_mapping(offset as u64, size, protection, flags))
+            .map_err(|error| error.errno())?;
+        }
+        let replaced = match flags & libc::MAP_FIXED {
+            0 => 0..0,
+            _ => pages(address, size)?,
+        };
+        replace(replaced, || {
+            // SAFETY: the caller's.
+            let new = unsafe { libc::mmap(address, size, protection, flags, fd, offset) };
+            let value = answer(new.addr().cast_signed())?;
+            if let Some(handle) = &handle {
+                // SAFETY: the mapping made above.
+                unsafe {
+                    handle
+                        .object()
+                        .complete_mapping(new.addr(), size, offset as u64)
+                };
+            }
+            Ok((value, pages(new, size)?))
+        })
+    });
+    std::ptr::with_exposed_provenance_mut(address.cast_unsigned())
+}
+
+/// Unmaps memory. Stands for `munmap`. No vCPU uses the memory when this returns: one whose guest does stops with `EFAULT`.
+///
+/// # Safety
+/// - As for `munmap`: nothing but guests uses the memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_munmap(address: *mut c_void, size: usize) -> c_int {
+    guarded(|| {
+        let range = pages(address, size)?;
+        replace(range.clone(), || {
+            // SAFETY: the caller's.
+            let value = answer(unsafe { libc::munmap(address, size) } as isize)?;
+            Ok((value, range))
+        })
+    }) as c_int
+}
+
+/// Calls `change(context)`, which changes mappings of guest memory within `size` bytes at `start`: by `mprotect`, `madvise`, `mremap`,
+/// `fallocate` or another call that has no function here. Every VM drops its translations of the range before, and makes no new ones
+/// until `change` has returned, as with MMU notifiers in the kernel: no vCPU reads or writes the memory meanwhile, so that its content
+/// can be moved.
+///
+/// Without it, vCPUs go on with what they know of the mapping that was there, until an access fails.
+///
+/// `change` must not wait for a vCPU's thread, nor leave by `longjmp` or an exception. Returns what `change` returns, with the errno that
+/// it leaves; or -1 with errno `EINVAL`, without having called it, if the range goes beyond the end of the addresses.
+///
+/// # Safety
+/// - `change` may be called with `context` on this thread.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_around(
+    start: *mut c_void,
+    size: usize,
+    change: extern "C-unwind" fn(context: *mut c_void) -> c_int,
+    context: *mut c_void,
+) -> c_int {
+    let mut left = None;
+    let value = guarded(|| {
+        let range = pages(start, size)?;
+        Ok(notify::around(range.clone(), || {
+            let value = change(context);
+            left = std::io::Error::last_os_error().raw_os_error();
+            // It may have been advice about huge pages.
+            mappings::advice_passed_by();
+            mappings::changed(range);
+            value
+        }) as isize)
+    });
+    if let Some(errno) = left {
+        // SAFETY: this thread's own errno.
+        unsafe { *libc::__errno_location() = errno };
+    }
+    value as c_int
+}
