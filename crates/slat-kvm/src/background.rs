@@ -1,9 +1,15 @@
 //! Threads of slat's own, which serve all vCPUs of a process. Starting one does not use the heap, because `KVM_RUN` may start one;
 //! they are started before the client installs a seccomp filter ([`crate::filters`]).
+//!
+//! Before a new thread is slat's, it runs code of the client's: a sanitizer's `pthread_create`, which allocates. If the client forks at
+//! this moment, the child finds the allocator's lock held, by a thread that it does not have. A client's own threads it can keep
+//! from that, but it does not know of slat's. So the thread that starts one waits until it has come to its work.
 
 use crate::thread::Section;
-use slat_process::calls;
+use slat_process::{calls, wait};
 use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering::*};
+use std::time::{Duration, Instant};
 
 /// The work of a background thread.
 pub(crate) trait Background: Sync + 'static {
@@ -28,10 +34,24 @@ pub(crate) fn leave_descriptors() -> bool {
     unsafe { calls::raw(libc::SYS_close_range, arguments) == 0 }
 }
 
+/// The work to which a new thread came last.
+static BEGUN: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Waits until the new thread has come to its `work`: not forever, because its start may need a lock that this thread holds, and
+/// another new thread may have come to its own work since.
+fn wait_for(work: *mut c_void) {
+    const LONGEST: Duration = Duration::from_millis(20);
+    let end = Instant::now() + LONGEST;
+    while BEGUN.load(Acquire) != work && Instant::now() < end {
+        wait::pause(Duration::from_micros(20));
+    }
+}
+
 /// Starts the thread of `work`, which runs in a [`Section`] and blocks all signals. Returns `false`, and prints a message, if the
 /// thread cannot be started.
 pub(crate) fn start<T: Background>(work: &'static T) -> bool {
     extern "C" fn main<T: Background>(work: *mut c_void) -> *mut c_void {
+        BEGUN.store(work, Release);
         calls::mark_own_thread();
         slat_trace::name_thread(T::NAME);
         let _section = Section::enter();
@@ -53,7 +73,11 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
             libc::pthread_attr_setstacksize(&mut attributes, T::STACK);
             libc::pthread_attr_setdetachstate(&mut attributes, libc::PTHREAD_CREATE_DETACHED);
             let work = std::ptr::from_ref(work).cast_mut().cast();
+            BEGUN.store(std::ptr::null_mut(), Relaxed);
             error = libc::pthread_create(&mut thread, &attributes, main::<T>, work);
+            if error == 0 {
+                wait_for(work);
+            }
             libc::pthread_attr_destroy(&mut attributes);
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
