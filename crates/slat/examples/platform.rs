@@ -3,6 +3,8 @@
 //! The platform is in [`plain_memory`]; read that first. Run it: `cargo run -p slat --example platform`.
 
 mod plain_memory;
+#[path = "plain_memory/relocate.rs"]
+mod relocate;
 #[cfg(test)]
 #[path = "plain_memory/under_test.rs"]
 mod under_test;
@@ -10,29 +12,16 @@ mod under_test;
 use std::error::Error;
 use std::fmt::Write;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::atomic::Ordering::Relaxed;
 
 use plain_memory::PlainMemory;
 use plain_memory::cpu::Cpu;
-use slat::{Config, Ept, Gpa, Hpa, Hva, PAGE_SIZE, Pfn, Region, Stop, Vm};
+use relocate::relocate;
+use slat::{Config, Ept, Gpa, Hva, PAGE_SIZE, Region, Stop, Vm};
 
 /// Where guest memory begins, and how many pages it has.
 const RAM: Gpa = Gpa(0x10_0000);
 const PAGES: u64 = 256;
-
-/// Moves the page at `backing` to another frame, as a host does that wants large free ranges. Call while `backing` is
-/// invalidated. Returns the old frame and the new one.
-fn relocate(host: &PlainMemory, backing: Hva) -> Option<(Pfn, Pfn)> {
-    let old = host.resident(backing)?;
-    let new = host.allocate(1)?;
-    for offset in (0..PAGE_SIZE).step_by(8) {
-        let [from, to] = [old, new].map(|frame| host.word(Hpa(frame.hpa().0 + offset)));
-        to.store(from.load(Relaxed), Relaxed);
-    }
-    host.owner(backing)?.store(new.0, Release);
-    host.free(old);
-    Some((old, new))
-}
 
 fn run(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     // 1 MiB of guest memory, of which nothing is resident, on a host with 2 MiB.

@@ -3,17 +3,17 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use slat::{Access, Ept, Gpa, Hpa, OutOfMemory, Stats, Stop, Translation, Vcpu, Vm};
+use slat::{Access, Ept, Format, Gpa, Hpa, OutOfMemory, Stats, Stop, Translation, Vcpu, Vm};
 
 use super::PlainMemory;
 
-pub struct Cpu {
-    vcpu: Vcpu<PlainMemory, Ept>,
+pub struct Cpu<F: Format = Ept> {
+    vcpu: Vcpu<PlainMemory, F>,
     host: Arc<PlainMemory>,
 }
 
-impl Cpu {
-    pub fn new(vm: &Arc<Vm<PlainMemory, Ept>>) -> Result<Self, OutOfMemory> {
+impl<F: Format> Cpu<F> {
+    pub fn new(vm: &Arc<Vm<PlainMemory, F>>) -> Result<Self, OutOfMemory> {
         Ok(Cpu {
             vcpu: vm.create_vcpu()?,
             host: vm.platform().clone(),

@@ -7,7 +7,7 @@ use slat::{Ept, HostPage, Hva, PAGE_SIZE};
 use slat_model::{HostChange, Machine, Subject, Tlb};
 
 use crate::plain_memory::{PlainMemory, page};
-use crate::relocate;
+use crate::relocate::relocate;
 
 const TABLES: usize = 1024;
 
