@@ -61,7 +61,7 @@ pub struct Region {
     pub gpa: Gpa,
     /// Bytes, not 0.
     pub size: u64,
-    /// What backs its first byte.
+    /// What backs its first byte. Backings are below 2^60 - 4096.
     pub backing: Hva,
     /// What backs its first byte where it is private ([`crate::Vm::set_memory_attributes`]):
     /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached. It may be the same as `backing`: then
@@ -159,7 +159,7 @@ pub enum RegionError {
     BadFlags(u32),
     /// An address or the size is not a multiple of 4096.
     Misaligned(Region),
-    /// Address plus size wraps around, or the backing reaches beyond its address space.
+    /// Address plus size wraps around, or a backing reaches beyond 2^60 - 4096.
     TooHigh(Region),
     /// It reaches beyond what the page tables can hold.
     BeyondTables(Region),
@@ -246,7 +246,7 @@ impl fmt::Display for RegionError {
             RegionError::TooHigh(r) => {
                 at(f, r)?;
                 f.write_str(
-                    "an address wraps around, or the backing reaches beyond its address space",
+                    "an address wraps around, or the backing reaches beyond 0xffffffffffff000",
                 )
             }
             RegionError::BeyondTables(r) => {
