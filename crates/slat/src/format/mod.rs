@@ -7,9 +7,9 @@ mod riscv;
 mod x86;
 
 pub use aarch64::Stage2;
-pub use ept::Ept;
-pub use riscv::{GStage, Sv39x4, Sv48x4};
-pub use x86::{Npt, X86};
+pub use ept::{Ept, Ept5, ExtendedPageTables};
+pub use riscv::{GStage, Sv39x4, Sv48x4, Sv57x4};
+pub use x86::{Npt, Npt5, X86};
 
 use core::ops::Range;
 

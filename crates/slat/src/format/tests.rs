@@ -189,12 +189,14 @@ fn leaves_of_x86_tables_have_a_privilege_and_a_key() {
 #[test]
 fn every_format_keeps_its_promises() {
     keeps_its_promises::<Ept>();
+    keeps_its_promises::<Ept5>();
     keeps_its_promises::<Npt>();
-    keeps_its_promises::<X86<4>>();
+    keeps_its_promises::<Npt5>();
     keeps_its_promises::<X86<5>>();
     keeps_its_promises::<Stage2<48>>();
     keeps_its_promises::<Stage2<40>>();
     keeps_its_promises::<Stage2<48, true>>();
     keeps_its_promises::<Sv39x4>();
     keeps_its_promises::<Sv48x4>();
+    keeps_its_promises::<Sv57x4>();
 }

@@ -6,7 +6,9 @@ use std::thread;
 use core::ops::Range;
 
 use super::*;
-use crate::format::{Entry, Ept, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, all_gfns};
+use crate::format::{
+    Entry, Ept, Ept5, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, Sv57x4, all_gfns,
+};
 use crate::platform::VmId;
 use crate::policy::SplitWalk;
 use crate::sync::atomic::Ordering::*;
@@ -165,6 +167,8 @@ macro_rules! for_formats {
             #[test]
             fn ept() { super::behaviour::$test::<Ept>() }
             #[test]
+            fn ept_with_5_levels() { super::behaviour::$test::<Ept5>() }
+            #[test]
             fn npt() { super::behaviour::$test::<Npt>() }
             #[test]
             fn stage2() { super::behaviour::$test::<Stage2<48>>() }
@@ -172,6 +176,8 @@ macro_rules! for_formats {
             fn stage2_dirty_bits() { super::behaviour::$test::<Stage2<48, true>>() }
             #[test]
             fn sv48x4() { super::behaviour::$test::<Sv48x4>() }
+            #[test]
+            fn sv57x4() { super::behaviour::$test::<Sv57x4>() }
         }
     )*};
 }
