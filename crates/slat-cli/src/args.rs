@@ -433,7 +433,7 @@ mod tests {
             ),
             (
                 ["run", "--format", "sv39"],
-                "possible values: ept, ept5, npt, npt5, aarch64, riscv, riscv57, x86",
+                "possible values: ept, ept5, npt, npt5, aarch64, aarch64-lpa2, riscv, riscv57, x86",
             ),
             (
                 ["run", "--set", "nx_hugepages=1"],

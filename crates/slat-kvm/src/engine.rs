@@ -129,6 +129,8 @@ formats! {
     Npt5 = "npt5": Npt5,
     /// AArch64 stage 2, 48 bits.
     Aarch64 = "aarch64": Stage2<48>,
+    /// AArch64 stage 2 with FEAT_LPA2, 52 bits.
+    Aarch64Lpa2 = "aarch64-lpa2": Stage2<52>,
     /// RISC-V G-stage, Sv48x4.
     Riscv = "riscv": Sv48x4,
     /// RISC-V G-stage, Sv57x4.

@@ -52,7 +52,7 @@ impl Subject {
     }
 
     /// The simulated machine with every format; those with a size twice.
-    pub const ALL: [Subject; 14] = [
+    pub const ALL: [Subject; 15] = [
         Subject::simulated::<Ept>("EPT"),
         Subject::simulated::<Npt>("NPT"),
         Subject::simulated::<X86<5>>("x86 5-level"),
@@ -67,6 +67,7 @@ impl Subject {
         Subject::simulated::<Npt5>("NPT, 5 levels"),
         Subject::simulated::<GStage<5>>("Sv57x4"),
         Subject::simulated::<Ept5>("").with_mmu("EPT, 5 levels, direct", MmuKind::Direct),
+        Subject::simulated::<Stage2<52>>("stage 2, 52 bits"),
     ];
 
     /// Runs up to `steps` operations, as `rng` chooses them, with an audit every 500.

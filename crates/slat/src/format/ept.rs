@@ -88,7 +88,7 @@ impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
 
     #[inline]
     fn decode(bits: u64, level: Level) -> Entry {
-        let pfn = Pfn((bits & FRAME) >> 12);
+        let pfn = Self::take_frame(bits & FRAME);
         match bits & RIGHTS {
             0 => Entry::Empty,
             MISCONFIGURED => Entry::Mmio {
@@ -103,7 +103,7 @@ impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     #[inline]
     fn decode_leaf(bits: u64) -> Leaf {
         Leaf {
-            pfn: Pfn((bits & FRAME) >> 12),
+            pfn: Self::take_frame(bits & FRAME),
             write: bits & WRITE != 0,
             execute: bits & EXECUTE != 0,
             may_write: bits & MAY_WRITE != 0,

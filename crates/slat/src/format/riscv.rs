@@ -69,7 +69,6 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const BREAK_BEFORE_MAKE: bool = false;
     const TABLE: u64 = TABLE;
     const FRAME: u64 = FRAME;
-    const FRAME_SHIFT: u32 = FRAME_SHIFT;
     const WRITE: u64 = WRITE;
     const MAY_WRITE: u64 = MAY_WRITE;
     const ACCESSED: u64 = ACCESSED;
@@ -83,7 +82,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
 
     #[inline]
     fn decode(bits: u64, level: Level) -> Entry {
-        let pfn = Pfn((bits & FRAME) >> FRAME_SHIFT);
+        let pfn = Self::take_frame(bits & FRAME);
         if bits & VALID == 0 {
             return match bits & MMIO {
                 0 => Entry::Empty,
@@ -102,7 +101,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     #[inline]
     fn decode_leaf(bits: u64) -> Leaf {
         Leaf {
-            pfn: Pfn((bits & FRAME) >> FRAME_SHIFT),
+            pfn: Self::take_frame(bits & FRAME),
             write: bits & WRITE != 0,
             execute: bits & EXECUTE != 0,
             may_write: bits & MAY_WRITE != 0,
@@ -136,6 +135,16 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
             | bit(leaf.dirty, DIRTY)
             | bit(leaf.may_write, MAY_WRITE)
             | bit(leaf.may_execute, MAY_EXECUTE)
+    }
+
+    #[inline]
+    fn put_frame(frame: Pfn) -> u64 {
+        frame.0 << FRAME_SHIFT
+    }
+
+    #[inline]
+    fn take_frame(bits: u64) -> Pfn {
+        Pfn(bits >> FRAME_SHIFT)
     }
 
     #[inline]

@@ -5,7 +5,7 @@
 //! is write-back and index 3 uncached, as after reset; index 1 (PWT alone) is write-combining, as Linux sets it.
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
-use crate::addr::{Access, Level, Pfn};
+use crate::addr::{Access, Level};
 
 /// x86-64 tables with `LEVELS` (4 or 5) levels. Entries that refer to tables limit no right, leaves alone do.
 ///
@@ -125,7 +125,7 @@ impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED> {
 
 #[inline]
 fn decode(bits: u64, level: Level) -> Entry {
-    let pfn = Pfn((bits & FRAME) >> 12);
+    let pfn = Npt::take_frame(bits & FRAME);
     match bits & (PRESENT | RESERVED) {
         PRESENT if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
         PRESENT => Entry::Leaf(decode_leaf(bits)),
@@ -147,7 +147,7 @@ fn decode_mmio(bits: u64) -> Entry {
 #[inline]
 fn decode_leaf(bits: u64) -> Leaf {
     Leaf {
-        pfn: Pfn((bits & FRAME) >> 12),
+        pfn: Npt::take_frame(bits & FRAME),
         write: bits & WRITE != 0,
         execute: bits & NO_EXECUTE == 0,
         may_write: bits & MAY_WRITE != 0,
@@ -187,6 +187,7 @@ fn encode(leaf: Leaf, level: Level) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::addr::Pfn;
     use crate::format::tests::LEAF;
 
     /// APM 2, figures "4-Kbyte PTE", "2-Mbyte PDE", "1-Gbyte PDPE" (long mode).

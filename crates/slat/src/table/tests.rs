@@ -175,6 +175,8 @@ macro_rules! for_formats {
             #[test]
             fn stage2_dirty_bits() { super::behaviour::$test::<Stage2<48, true>>() }
             #[test]
+            fn stage2_with_52_bits() { super::behaviour::$test::<Stage2<52>>() }
+            #[test]
             fn sv48x4() { super::behaviour::$test::<Sv48x4>() }
             #[test]
             fn sv57x4() { super::behaviour::$test::<Sv57x4>() }

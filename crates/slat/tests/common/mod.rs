@@ -66,6 +66,8 @@ macro_rules! on_every_format {
             #[test]
             fn stage_2_with_hardware_dirty_state() { super::$test::<Stage2<48, true>>() }
             #[test]
+            fn stage_2_with_52_bits() { super::$test::<Stage2<52>>() }
+            #[test]
             fn sv39x4() { super::$test::<Sv39x4>() }
             #[test]
             fn sv48x4() { super::$test::<Sv48x4>() }

@@ -88,6 +88,7 @@ on_formats! { true:
     npt_with_5_levels: tdp, Npt5,
     npt_direct: direct, Npt,
     stage_2_with_a_concatenated_root: tdp, Stage2<40>,
+    stage_2_with_52_bits: tdp, Stage2<52>,
     sv39x4: tdp, Sv39x4,
     sv48x4: tdp, Sv48x4,
     sv57x4: tdp, Sv57x4,

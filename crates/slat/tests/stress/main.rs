@@ -84,6 +84,7 @@ mod every_use_of_a_translation_can_be_explained {
         stage_2: tdp, Stage2<48>,
         stage_2_with_a_concatenated_root: tdp, Stage2<40>,
         stage_2_with_hardware_dirty_state: tdp, Stage2<48, true>,
+        stage_2_with_52_bits: tdp, Stage2<52>,
         sv39x4: tdp, Sv39x4,
         sv48x4: tdp, Sv48x4,
         sv57x4: tdp, Sv57x4,
