@@ -72,7 +72,7 @@ Environment of PROGRAM:
 #[derive(ClapArgs)]
 #[command(after_help = EXIT_STATUS_OF_RUN)]
 pub struct Run {
-    /// What makes the tables: tdp (a tree), direct (shadow pages and a reverse map; ept and npt), shadow (tables that shadow
+    /// What makes the tables: tdp (a tree), direct (shadow pages and a reverse map; ept and npt, also with 5 levels), shadow (tables that shadow
     /// the guest's own; x86)
     #[arg(long, value_name = "MMU", default_value = "tdp", value_parser = mmu())]
     pub mmu: MmuKind,
@@ -433,7 +433,7 @@ mod tests {
             ),
             (
                 ["run", "--format", "sv39"],
-                "possible values: ept, npt, aarch64, riscv, x86",
+                "possible values: ept, ept5, npt, npt5, aarch64, aarch64-lpa2, riscv, riscv57, x86",
             ),
             (
                 ["run", "--set", "nx_hugepages=1"],

@@ -1,7 +1,7 @@
 //! The engine with the table format that was chosen when the process began: the only module that names the platform and
 //! the formats. The same x86 guest runs with any of them; only the entries of the tables differ.
 
-use slat::format::{Entry, Npt, Stage2, Sv48x4, X86};
+use slat::format::{Entry, Ept5, Npt, Npt5, Stage2, Sv48x4, Sv57x4, X86};
 use slat::guest_walk::GuestPaging;
 use slat::{
     Access, Attention, AttributesError, Config, CreateVmError, DirtyLogError, DirtyRing, Ept, Gfn,
@@ -121,12 +121,20 @@ macro_rules! formats {
 formats! {
     /// Intel EPT.
     Ept = "ept": Ept,
+    /// Intel EPT of five levels.
+    Ept5 = "ept5": Ept5,
     /// AMD nested page tables.
     Npt = "npt": Npt,
+    /// AMD nested page tables of five levels.
+    Npt5 = "npt5": Npt5,
     /// AArch64 stage 2, 48 bits.
     Aarch64 = "aarch64": Stage2<48>,
+    /// AArch64 stage 2 with FEAT_LPA2, 52 bits.
+    Aarch64Lpa2 = "aarch64-lpa2": Stage2<52>,
     /// RISC-V G-stage, Sv48x4.
     Riscv = "riscv": Sv48x4,
+    /// RISC-V G-stage, Sv57x4.
+    Riscv57 = "riscv57": Sv57x4,
     /// x86's own tables, of five levels. The shadow MMU has no others.
     X86 = "x86": X86<5>,
 }

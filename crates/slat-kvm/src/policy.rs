@@ -429,7 +429,7 @@ mod tests {
         assert!(
             parse(&[("SLAT_MMU", "direct"), ("SLAT_FORMAT", "aarch64")])
                 .unwrap_err()
-                .contains("ept, npt")
+                .contains("ept, ept5, npt, npt5")
         );
         assert!(
             parse(&[("SLAT_SET", "nonsense=on")])

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use slat::format::{GStage, Npt, Stage2, X86};
+use slat::format::{Ept5, GStage, Npt, Npt5, Stage2, X86};
 use slat::{Ept, Format, MmuKind};
 
 use crate::generator::Generator;
@@ -52,7 +52,7 @@ impl Subject {
     }
 
     /// The simulated machine with every format; those with a size twice.
-    pub const ALL: [Subject; 10] = [
+    pub const ALL: [Subject; 15] = [
         Subject::simulated::<Ept>("EPT"),
         Subject::simulated::<Npt>("NPT"),
         Subject::simulated::<X86<5>>("x86 5-level"),
@@ -63,6 +63,11 @@ impl Subject {
         Subject::simulated::<Stage2<48, true>>("stage 2, 48 bits, hardware dirty state"),
         Subject::simulated::<Ept>("").with_mmu("EPT, direct", MmuKind::Direct),
         Subject::simulated::<Npt>("").with_mmu("NPT, direct", MmuKind::Direct),
+        Subject::simulated::<Ept5>("EPT, 5 levels"),
+        Subject::simulated::<Npt5>("NPT, 5 levels"),
+        Subject::simulated::<GStage<5>>("Sv57x4"),
+        Subject::simulated::<Ept5>("").with_mmu("EPT, 5 levels, direct", MmuKind::Direct),
+        Subject::simulated::<Stage2<52>>("stage 2, 52 bits"),
     ];
 
     /// Runs up to `steps` operations, as `rng` chooses them, with an audit every 500.

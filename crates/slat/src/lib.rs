@@ -45,12 +45,13 @@
 //! # Formats
 //! | type | page walker | levels | largest leaf | MMUs |
 //! |---|---|---|---|---|
-//! | [`Ept`] | Intel VMX, EPT | 4 | 1 GiB | tdp, direct |
-//! | [`format::Npt`] | AMD SVM, nested paging | 4 | 1 GiB | tdp, direct |
+//! | [`Ept`], [`format::Ept5`] | Intel VMX, EPT | 4, 5 | 1 GiB | tdp, direct |
+//! | [`format::Npt`], [`format::Npt5`] | AMD SVM, nested paging | 4, 5 | 1 GiB | tdp, direct |
 //! | [`format::X86<5>`](format::X86) | x86's own, 5-level paging | 5 | 1 GiB | tdp, shadow |
 //! | [`format::Stage2<IPA_BITS>`](format::Stage2) | AArch64 stage 2, 4 KiB granule | 2 to 4, by `IPA_BITS`; up to 16 tables side by side as root | 1 GiB | tdp |
+//! | [`format::Stage2<52>`](format::Stage2) | the same with FEAT_LPA2: 52 bits of both addresses | 4; 16 tables side by side as root | 1 GiB | tdp |
 //! | [`format::Stage2<IPA_BITS, true>`](format::Stage2) | the same with FEAT_HAFDBS: it sets accessed and dirty | as above | 1 GiB | tdp |
-//! | [`format::Sv39x4`], [`format::Sv48x4`] | RISC-V G-stage | 3, 4; 4 tables as root | 1 GiB | tdp |
+//! | [`format::Sv39x4`], [`format::Sv48x4`], [`format::Sv57x4`] | RISC-V G-stage | 3, 4, 5; 4 tables as root | 1 GiB | tdp |
 //!
 //! # Concurrency
 //! Faults of different vCPUs run in parallel, with one short lock per table they install into (with the

@@ -41,17 +41,22 @@ mod engine_and_model_agree_on {
         sv39x4: 5,
         stage_2_with_hardware_dirty_state: 7,
         ept_made_of_shadow_pages: 8,
+        sv57x4: 12,
+        ept_with_5_levels_made_of_shadow_pages: 13,
+        stage_2_with_52_bits: 14,
     }
 
     formats! { true:
         npt: 1,
         sv48x4: 6,
         npt_made_of_shadow_pages: 9,
+        ept_with_5_levels: 10,
+        npt_with_5_levels: 11,
     }
 
     #[test]
     fn no_fewer_formats_than_there_are() {
-        assert_eq!(super::Subject::ALL.len(), 10);
+        assert_eq!(super::Subject::ALL.len(), 15);
     }
 }
 

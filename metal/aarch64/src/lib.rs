@@ -4,9 +4,9 @@
 //! accesses is the intermediate physical address that stage 2 translates. CPUs are flushed by broadcast (`tlb`), for which Arm
 //! needs no interrupt; there is an interrupt all the same, to make a CPU leave the guest.
 //!
-//! Two programs are built from it, which differ in their tables ([`Tables`]): `aarch64` has four levels and software that sets
+//! Three programs are built from it, which differ in their tables ([`Tables`]): `aarch64` has four levels and software that sets
 //! the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1 and lets hardware manage access flag and
-//! dirty state.
+//! dirty state, `aarch64-lpa2` begins at 16 concatenated tables of level 0 whose descriptors have 52 bits of address.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -55,6 +55,31 @@ pub trait Monitor: Send + Sync + 'static {
     type Tables: Tables;
     /// Returns the queue of work for the second CPU: [`Machine::second`].
     fn second() -> &'static Second<El2<Self::Tables>>;
+}
+
+/// Makes a program of a file: the monitor called `$name`, with tables of `$tables`.
+#[macro_export]
+macro_rules! program {
+    ($name:literal, $tables:ty) => {
+        struct Program;
+
+        static SECOND: metal_core::Second<$crate::El2<$tables>> = metal_core::Second::new();
+
+        impl $crate::Monitor for Program {
+            const NAME: &'static str = $name;
+            type Tables = $tables;
+
+            fn second() -> &'static metal_core::Second<$crate::El2<$tables>> {
+                &SECOND
+            }
+        }
+
+        /// Entry point of Rust, which `boot.S` jumps to.
+        #[unsafe(no_mangle)]
+        extern "C" fn main(cpu: usize) -> ! {
+            $crate::main::<Program>(cpu)
+        }
+    };
 }
 
 /// QEMU's virt machine under the monitor `M`.

@@ -4,8 +4,8 @@
 //! The host runs untranslated, the guest in VS mode with vsatp bare, so that each address the guest accesses is the
 //! guest-physical address that the G-stage translates. The firmware flushes the TLBs of all harts (SBI's remote fences).
 //!
-//! Two programs are built from it, `riscv` with Sv39x4 tables and `riscv-sv48x4`. Which bits the walker sets is found out by
-//! trying (`marks`); the engine sets those that it does not.
+//! Three programs are built from it, `riscv` with Sv39x4 tables, `riscv-sv48x4` and `riscv-sv57x4`. Which bits the walker sets is
+//! found out by trying (`marks`); the engine sets those that it does not.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -50,6 +50,31 @@ pub trait Monitor: Send + Sync + 'static {
     type Tables: Tables;
     /// Returns the queue of work for the second CPU: [`Machine::second`].
     fn second() -> &'static Second<Hart<Self::Tables>>;
+}
+
+/// Makes a program of a file: the monitor called `$name`, with tables of `$tables`.
+#[macro_export]
+macro_rules! program {
+    ($name:literal, $tables:ty) => {
+        struct Program;
+
+        static SECOND: metal_core::Second<$crate::Hart<$tables>> = metal_core::Second::new();
+
+        impl $crate::Monitor for Program {
+            const NAME: &'static str = $name;
+            type Tables = $tables;
+
+            fn second() -> &'static metal_core::Second<$crate::Hart<$tables>> {
+                &SECOND
+            }
+        }
+
+        /// Entry point of Rust, which `boot.S` jumps to.
+        #[unsafe(no_mangle)]
+        extern "C" fn main(cpu: usize, hart: u64) -> ! {
+            $crate::main::<Program>(cpu, hart)
+        }
+    };
 }
 
 /// QEMU's virt machine under the monitor `M`.

@@ -465,12 +465,13 @@ impl<M: Machine, F: Format> Runner<M, F> {
     pub(super) fn check_still_mapped(&mut self, pages: &[(usize, u64)], split: bool) {
         for (i, gfn) in pages {
             let before = self.cpus[*i].vcpu.stats().pf_taken;
-            let translation = self.access(*i, gfn << 12, Access::Read).unwrap();
+            let answer = self.access(*i, gfn << 12, Access::Read);
             let faults = self.cpus[*i].vcpu.stats().pf_taken - before;
             if self.vm.stats().mmu_recycled > self.recycled {
                 self.tally.count("recycled during an operation");
                 return;
             }
+            let translation = answer.unwrap();
             assert_eq!(faults, 0, "frame {gfn:#x} was unmapped");
             self.check_level(*gfn, &translation, split);
         }

@@ -10,13 +10,20 @@
 //! to manage the dirty state, too (FEAT_HAFDBS, VTCR_EL2.HD), the bits of a leaf mean something else:
 //! DBM says that the guest may write, and S2AP\[1\], which is then set by the first write, that it
 //! did ("Hardware management of the dirty state").
+//!
+//! # 52 bits
+//! Tables for more than 48 bits of address have the descriptors of FEAT_LPA2 (VTCR_EL2.DS = 1): bits 49:48 are of the address,
+//! too, and the bits that say elsewhere who shares a leaf are its uppermost two. VTCR_EL2 says that of all leaves.
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
-use crate::addr::{Access, Level, Pfn};
+use crate::addr::{Access, Level, PAGE_SHIFT, Pfn};
 
-/// Stage 2 tables for `IPA_BITS` (39 to 48) bits of intermediate physical address. Where the upper
+/// Stage 2 tables for `IPA_BITS` (39 to 52) bits of intermediate physical address. Where the upper
 /// level would have at most 16 entries, that many tables of the level below are concatenated
-/// ("Concatenated translation tables for the initial stage 2 lookup").
+/// ("Concatenated translation tables for the initial stage 2 lookup"): there are never more than four levels.
+///
+/// More than 48 bits are for CPUs with FEAT_LPA2 for this granule (ID_AA64MMFR0_EL1.TGran4_2 = 3), and only those tables lead to
+/// host memory above 256 TiB.
 ///
 /// With `HARDWARE_DIRTY` the tables are for walkers with VTCR_EL2.HA and HD set, and such a walker
 /// needs them: another one finds every clean leaf write-protected.
@@ -41,7 +48,13 @@ const WRITE: u64 = 1 << 7;
 const INNER_SHAREABLE: u64 = 0b11 << 8;
 /// The access flag. Clear: the first access faults (or hardware sets it, with VTCR_EL2.HA).
 const ACCESSED: u64 = 1 << 10;
-const FRAME: u64 = 0x0000_ffff_ffff_f000;
+/// The bits of a leaf, and of VTTBR_EL2, for an address of 48 bits.
+const FRAME_48: u64 = 0x0000_ffff_ffff_f000;
+/// With FEAT_LPA2: 49:12 of the address in the same bits, and 51:50 in bits 9:8.
+const FRAME_52: u64 = 0x0003_ffff_ffff_f000 | UPPERMOST;
+const UPPERMOST: u64 = 0b11 << 8;
+/// From bits 9:8 of an entry to bits 39:38 of a frame number.
+const UPPERMOST_SHIFT: u32 = 30;
 /// Dirty bit modifier: a write to a leaf without S2AP[1] sets that instead of faulting.
 const DBM: u64 = 1 << 51;
 /// XN[1], bit 54.
@@ -72,13 +85,19 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
     /// Levels at which a lookup starts: the number of tables on the way to a page.
     const LEVELS: u32 = (IPA_BITS - 12 - 4).div_ceil(9);
 
+    /// The descriptors are those of FEAT_LPA2.
+    const LPA2: bool = IPA_BITS > 48;
+    /// The largest address of a table or a page has so many bits.
+    const PA_BITS: u32 = if Self::LPA2 { 52 } else { 48 };
+    const SHARED: u64 = if Self::LPA2 { 0 } else { INNER_SHAREABLE };
+
     /// VTCR_EL2.T0SZ.
     pub const T0SZ: u64 = 64 - IPA_BITS as u64;
     /// VTCR_EL2.SL0 for the 4 KiB granule: 2 starts at the Arm level 0, 1 at level 1.
     pub const SL0: u64 = Self::LEVELS as u64 - 2;
 
     /// VTCR_EL2 for a walker of these tables on a CPU with this ID_AA64MMFR0_EL1.PARange (which allows
-    /// `IPA_BITS`): walks are inner shareable and write-back cached, VMIDs have 8 bits, and accessed and
+    /// `IPA_BITS`): walks, and with FEAT_LPA2 the memory, are inner shareable, walks write-back cached, VMIDs have 8 bits, and accessed and
     /// dirty are set with `HARDWARE_DIRTY` only.
     pub const fn vtcr(pa_range: u64) -> u64 {
         const RES1: u64 = 1 << 31;
@@ -86,13 +105,10 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
         const INNER_SHAREABLE_WALKS: u64 = 0b11 << 12;
         const HA: u64 = 1 << 21;
         const HD: u64 = 1 << 22;
-        // 52 bits are a matter of other descriptors (FEAT_LPA2).
-        let bits_48 = 5;
-        let physical = if pa_range < bits_48 {
-            pa_range
-        } else {
-            bits_48
-        };
+        const DS: u64 = 1 << 32;
+        // 5 is 48 bits, 6 is 52.
+        let (most, lpa2) = if Self::LPA2 { (6, DS) } else { (5, 0) };
+        let physical = if pa_range < most { pa_range } else { most };
         let managed = if HARDWARE_DIRTY { HA | HD } else { 0 };
         RES1 | physical << 16
             | INNER_SHAREABLE_WALKS
@@ -100,15 +116,21 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
             | Self::SL0 << 6
             | Self::T0SZ
             | managed
+            | lpa2
     }
 
     /// VTTBR_EL2 for the tables at `root` ([`Vm::root`](crate::Vm::root)).
     ///
     /// # Panics
-    /// If the address of `root` has more than 48 bits.
+    /// If the address of `root` has more than 48 bits, or with FEAT_LPA2 more than 52.
     pub const fn vttbr(root: Pfn, vmid: u8) -> u64 {
-        assert!(root.0 >> 36 == 0, "VTTBR_EL2 has 48 address bits");
-        (vmid as u64) << 48 | root.hpa().0
+        assert!(
+            root.0 >> (Self::PA_BITS - PAGE_SHIFT) == 0,
+            "VTTBR_EL2 has 48 address bits, with FEAT_LPA2 52"
+        );
+        let address = root.hpa().0;
+        // BADDR has bits 51:48 of the address in its bits 5:2.
+        (vmid as u64) << 48 | address & FRAME_48 | address >> 48 << 2
     }
 
     /// What says of a leaf that it was written to.
@@ -123,7 +145,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
     #[inline]
     fn leaf_of(bits: u64) -> Leaf {
         Leaf {
-            pfn: Pfn((bits & FRAME) >> 12),
+            pfn: Self::take_frame(bits & Self::FRAME),
             write: bits & Self::WRITE != 0,
             execute: bits & NO_EXECUTE == 0,
             may_write: bits & MAY_WRITE != 0,
@@ -148,7 +170,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> super::sealed::Sealed
 impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS, HARDWARE_DIRTY> {
     const NAME: &'static str = "aarch64";
     const TOP: Level = {
-        assert!(IPA_BITS >= 39 && IPA_BITS <= 48, "39 to 48 bits of IPA");
+        assert!(IPA_BITS >= 39 && IPA_BITS <= 52, "39 to 52 bits of IPA");
         Level(Self::LEVELS as u8)
     };
     const ROOT_TABLES: usize = {
@@ -162,7 +184,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = true;
     const TABLE: u64 = TABLE;
-    const FRAME: u64 = FRAME;
+    const FRAME: u64 = if Self::LPA2 { FRAME_52 } else { FRAME_48 };
     const WRITE: u64 = if HARDWARE_DIRTY { DBM } else { WRITE };
     const MAY_WRITE: u64 = MAY_WRITE;
     const ACCESSED: u64 = ACCESSED;
@@ -188,7 +210,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
             };
         }
         if level > Level::PAGE && bits & TABLE_OR_PAGE != 0 {
-            Entry::Table(Pfn((bits & FRAME) >> 12))
+            Entry::Table(Self::take_frame(bits & Self::FRAME))
         } else {
             Entry::Leaf(Self::leaf_of(bits))
         }
@@ -202,7 +224,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
     #[inline]
     fn leaf(leaf: Leaf, level: Level) -> u64 {
         let memory = match leaf.memory {
-            MemoryType::WriteBack => WRITE_BACK | INNER_SHAREABLE,
+            MemoryType::WriteBack => WRITE_BACK | Self::SHARED,
             MemoryType::WriteCombining => NON_CACHEABLE,
             MemoryType::Device => DEVICE,
         };
@@ -217,6 +239,24 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
             | bit(leaf.dirty, Self::written(leaf.write))
             | bit(leaf.may_write, MAY_WRITE)
             | bit(leaf.may_execute, MAY_EXECUTE)
+    }
+
+    #[inline]
+    fn put_frame(frame: Pfn) -> u64 {
+        let bits = frame.0 << PAGE_SHIFT;
+        match Self::LPA2 {
+            true => bits & FRAME_52 | frame.0 >> UPPERMOST_SHIFT & UPPERMOST,
+            false => bits,
+        }
+    }
+
+    #[inline]
+    fn take_frame(bits: u64) -> Pfn {
+        let low = bits >> PAGE_SHIFT;
+        match Self::LPA2 {
+            true => Pfn(low | (bits & UPPERMOST) << UPPERMOST_SHIFT),
+            false => Pfn(low),
+        }
     }
 
     #[inline]
@@ -285,6 +325,7 @@ mod tests {
 
     type Ipa48 = Stage2<48>;
     type Managed = Stage2<48, true>;
+    type Lpa2 = Stage2<52>;
 
     /// DDI 0487, "VMSAv8-64 Block descriptors" and "Page descriptors", "Stage 2 attribute fields".
     #[test]
@@ -385,6 +426,22 @@ mod tests {
         );
     }
 
+    /// DDI 0487, "VMSAv8-64 Block descriptors" and "Page descriptors": OA\[51:50\] in bits 9:8 where DS is 1.
+    #[test]
+    fn a_leaf_of_52_bits_has_the_uppermost_two_where_others_say_who_shares_it() {
+        let leaf = |pfn| Lpa2::leaf(Leaf { pfn, ..LEAF }, Level::PAGE);
+        let rest = Ipa48::leaf(LEAF, Level::PAGE) & !INNER_SHAREABLE;
+        for (frame, bits) in [
+            (1, 1 << 12),
+            (1 << 37, 1 << 49),
+            (1 << 38, 1 << 8),
+            (1 << 39, 1 << 9),
+        ] {
+            assert_eq!(leaf(Pfn(frame)), rest | bits);
+            assert_eq!(Lpa2::table(Pfn(frame)), bits | 0b11);
+        }
+    }
+
     /// DDI 0487, table "Implications of the effective PA size on concatenation" (4 KiB granule).
     #[test]
     fn roots_are_concatenated_up_to_sixteen_tables() {
@@ -405,6 +462,12 @@ mod tests {
             (Level(4), 1)
         );
         assert_eq!((Ipa48::TOP, Ipa48::ROOT_TABLES), (Level(4), 1));
+        assert_eq!((Lpa2::TOP, Lpa2::ROOT_TABLES), (Level(4), 16));
+        assert_eq!(
+            (<Stage2<49>>::TOP, <Stage2<49>>::ROOT_TABLES),
+            (Level(4), 2)
+        );
+        assert_eq!((Lpa2::T0SZ, Lpa2::SL0), (12, 2));
         assert_eq!((<Stage2<40>>::T0SZ, <Stage2<40>>::SL0), (24, 1));
         assert_eq!((Ipa48::T0SZ, Ipa48::SL0), (16, 2));
     }
@@ -416,5 +479,14 @@ mod tests {
         assert_eq!(<Stage2<40>>::vtcr(2), 0x8002_3558);
         assert_eq!(Managed::vtcr(6), 0x8065_3590, "HA, HD, 48 bits");
         assert_eq!(Ipa48::vttbr(Pfn(0x12345), 7), 0x0007_0000_1234_5000);
+        assert_eq!(
+            Lpa2::vtcr(6),
+            0x1_8006_358c,
+            "DS, 52 bits of both addresses"
+        );
+        assert_eq!(
+            Lpa2::vttbr(Pfn(0xa1_2345_6700), 7),
+            0x0007_1234_5670_0000 | 0xa << 2
+        );
     }
 }

@@ -7,23 +7,28 @@
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level, Pfn};
 
-/// Four-level EPT.
-pub struct Ept;
+/// Extended page tables with `LEVELS` (4 or 5) levels.
+pub struct ExtendedPageTables<const LEVELS: u8>;
 
-impl Ept {
+/// Four-level EPT: 48 bits of guest-physical address.
+pub type Ept = ExtendedPageTables<4>;
+/// Five-level EPT: 57 bits of guest-physical address.
+pub type Ept5 = ExtendedPageTables<5>;
+
+impl<const LEVELS: u8> ExtendedPageTables<LEVELS> {
     /// The EPT pointer, a VMCS field, for the tables at `root` ([`crate::Vm::root`]): write-back, a walk of
-    /// four levels, accessed and dirty flags (SDM 3C, table "Format of Extended-Page-Table Pointer").
-    /// The CPU must have all three: IA32_VMX_EPT_VPID_CAP bits 6, 14 and 21, and bits 16 and 17 for
-    /// leaves of 2 MiB and 1 GiB.
+    /// `LEVELS` levels, accessed and dirty flags (SDM 3C, table "Format of Extended-Page-Table Pointer").
+    /// The CPU must have all three: IA32_VMX_EPT_VPID_CAP bits 14, 6 (four levels) or 7 (five), and 21; and bits 16 and
+    /// 17 for leaves of 2 MiB and 1 GiB.
     ///
     /// # Panics
     /// If the address of `root` has more than 52 bits.
     pub const fn eptp(root: Pfn) -> u64 {
         const WRITE_BACK: u64 = 6;
-        const WALK_OF_FOUR: u64 = 3 << 3;
         const ACCESSED_DIRTY: u64 = 1 << 6;
         assert!(root.0 >> 40 == 0, "EPTP has 52 address bits");
-        root.hpa().0 | WRITE_BACK | WALK_OF_FOUR | ACCESSED_DIRTY
+        let walk_length = (LEVELS as u64 - 1) << 3;
+        root.hpa().0 | WRITE_BACK | walk_length | ACCESSED_DIRTY
     }
 }
 
@@ -54,13 +59,17 @@ const MISCONFIGURED: u64 = WRITE | EXECUTE;
 /// An MMIO entry keeps its generation where a leaf has its frame number: hardware looks no further
 /// once the rights are misconfigured.
 const MMIO_GENERATION_SHIFT: u32 = 12;
-const MMIO_GENERATION: u64 = ((1 << Ept::MMIO_GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
+const GENERATION_BITS: u32 = 40;
+const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
 
-impl super::sealed::Sealed for Ept {}
+impl<const LEVELS: u8> super::sealed::Sealed for ExtendedPageTables<LEVELS> {}
 
-impl Format for Ept {
+impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     const NAME: &'static str = "ept";
-    const TOP: Level = Level(4);
+    const TOP: Level = {
+        assert!(LEVELS == 4 || LEVELS == 5, "4 or 5 levels");
+        Level(LEVELS)
+    };
     const ROOT_TABLES: usize = 1;
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;
@@ -72,14 +81,14 @@ impl Format for Ept {
     const DIRTY: u64 = DIRTY;
     const SETS_DIRTY: bool = true;
     const LOGS_READS: bool = true;
-    const MMIO_GENERATION_BITS: u32 = 40;
+    const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
     const MMIO_NOTE_BITS: u32 = 0;
     const SHADOWS: bool = false;
     const MMIO_PHYSICAL_BITS: u32 = 52;
 
     #[inline]
     fn decode(bits: u64, level: Level) -> Entry {
-        let pfn = Pfn((bits & FRAME) >> 12);
+        let pfn = Self::take_frame(bits & FRAME);
         match bits & RIGHTS {
             0 => Entry::Empty,
             MISCONFIGURED => Entry::Mmio {
@@ -94,7 +103,7 @@ impl Format for Ept {
     #[inline]
     fn decode_leaf(bits: u64) -> Leaf {
         Leaf {
-            pfn: Pfn((bits & FRAME) >> 12),
+            pfn: Self::take_frame(bits & FRAME),
             write: bits & WRITE != 0,
             execute: bits & EXECUTE != 0,
             may_write: bits & MAY_WRITE != 0,
@@ -191,6 +200,7 @@ mod tests {
     #[test]
     fn the_pointer_says_what_the_format_rests_on() {
         assert_eq!(Ept::eptp(Pfn(0x77)), 0x77000 | 6 | 3 << 3 | 1 << 6);
+        assert_eq!(Ept5::eptp(Pfn(0x77)), 0x77000 | 6 | 4 << 3 | 1 << 6);
     }
 
     /// SDM 3C table 29-2: bits 7:3 of an entry that references a table are reserved.

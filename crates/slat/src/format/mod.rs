@@ -7,13 +7,13 @@ mod riscv;
 mod x86;
 
 pub use aarch64::Stage2;
-pub use ept::Ept;
-pub use riscv::{GStage, Sv39x4, Sv48x4};
-pub use x86::{Npt, X86};
+pub use ept::{Ept, Ept5, ExtendedPageTables};
+pub use riscv::{GStage, Sv39x4, Sv48x4, Sv57x4};
+pub use x86::{Npt, Npt5, X86};
 
 use core::ops::Range;
 
-use crate::addr::{Access, Gfn, Level, Pfn};
+use crate::addr::{Access, Gfn, Level, PAGE_SHIFT, Pfn};
 use crate::frame::ENTRIES;
 use crate::guest_walk::PageRights;
 
@@ -237,10 +237,8 @@ pub trait Format: sealed::Sealed + Send + Sync + 'static {
     const BREAK_BEFORE_MAKE: bool;
     /// What every entry that leads to a table has beside the frame. It limits no right: leaves decide.
     const TABLE: u64;
-    /// The bits of an entry that hold a frame.
+    /// The bits of an entry that hold a frame, as [`put_frame`](Self::put_frame) says.
     const FRAME: u64;
-    /// Where they begin.
-    const FRAME_SHIFT: u32 = 12;
     /// The bit of a leaf that allows writing.
     const WRITE: u64;
     /// The bit of a leaf that says [`Leaf::may_write`].
@@ -276,21 +274,31 @@ pub trait Format: sealed::Sealed + Send + Sync + 'static {
     fn next_table(bits: u64, level: Level) -> Option<Pfn> {
         let frame = bits.wrapping_sub(Self::TABLE);
         let leads = level > Level::PAGE && frame & !Self::FRAME == 0;
-        leads.then_some(Pfn(frame >> Self::FRAME_SHIFT))
+        leads.then_some(Self::take_frame(frame))
     }
     /// A leaf for a table of `level`.
     fn leaf(leaf: Leaf, level: Level) -> u64;
     /// Whether an entry can hold the number of this frame.
     #[inline]
     fn holds(frame: Pfn) -> bool {
-        frame.0 <= Self::FRAME >> Self::FRAME_SHIFT
+        frame <= Self::take_frame(Self::FRAME)
     }
     /// Returns the bits of an entry that hold `frame`. The caller has checked that it [`holds`](Self::holds) that: a platform
     /// promises it of tables, and a fault refuses other pages.
     #[inline]
     fn frame(frame: Pfn) -> u64 {
         debug_assert!(Self::holds(frame), "no entry holds {frame:?}");
-        frame.0 << Self::FRAME_SHIFT
+        Self::put_frame(frame)
+    }
+    /// Returns the bits of an entry that hold `frame`, one that [an entry holds](Self::holds): some of [`FRAME`](Self::FRAME).
+    #[inline]
+    fn put_frame(frame: Pfn) -> u64 {
+        frame.0 << PAGE_SHIFT
+    }
+    /// Returns the frame that [`put_frame`](Self::put_frame) made `bits` of. All bits of [`FRAME`](Self::FRAME) are the last one.
+    #[inline]
+    fn take_frame(bits: u64) -> Pfn {
+        Pfn(bits >> PAGE_SHIFT)
     }
     /// An entry that leads to a table.
     #[inline]

@@ -1,19 +1,21 @@
 //! RISC-V G-stage tables.
 //!
-//! The RISC-V Instruction Set Manual, Volume II, "Hypervisor Extension": Sv39x4 and Sv48x4 are Sv39 and
-//! Sv48 with a root of four tables (16 KiB, aligned); G-stage accesses are made as if in U-mode, so
+//! The RISC-V Instruction Set Manual, Volume II, "Hypervisor Extension": Sv39x4, Sv48x4 and Sv57x4 are Sv39, Sv48 and
+//! Sv57 with a root of four tables (16 KiB, aligned); G-stage accesses are made as if in U-mode, so
 //! every leaf has U set. Entry bits from "Sv39", memory types from "Svpbmt".
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level, Pfn};
 
-/// G-stage tables with `LEVELS` levels: 3 is Sv39x4, 4 is Sv48x4.
+/// G-stage tables with `LEVELS` levels: 3 is Sv39x4, 4 is Sv48x4, 5 is Sv57x4.
 pub struct GStage<const LEVELS: u8>;
 
 /// Sv39x4: 41 bits of guest-physical address.
 pub type Sv39x4 = GStage<3>;
 /// Sv48x4: 50 bits of guest-physical address.
 pub type Sv48x4 = GStage<4>;
+/// Sv57x4: 59 bits of guest-physical address.
+pub type Sv57x4 = GStage<5>;
 
 const VALID: u64 = 1 << 0;
 const READ: u64 = 1 << 1;
@@ -59,7 +61,7 @@ impl<const LEVELS: u8> super::sealed::Sealed for GStage<LEVELS> {}
 impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const NAME: &'static str = "riscv";
     const TOP: Level = {
-        assert!(LEVELS == 3 || LEVELS == 4, "3 or 4 levels");
+        assert!(LEVELS >= 3 && LEVELS <= 5, "3 to 5 levels");
         Level(LEVELS)
     };
     const ROOT_TABLES: usize = 4;
@@ -67,7 +69,6 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const BREAK_BEFORE_MAKE: bool = false;
     const TABLE: u64 = TABLE;
     const FRAME: u64 = FRAME;
-    const FRAME_SHIFT: u32 = FRAME_SHIFT;
     const WRITE: u64 = WRITE;
     const MAY_WRITE: u64 = MAY_WRITE;
     const ACCESSED: u64 = ACCESSED;
@@ -81,7 +82,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
 
     #[inline]
     fn decode(bits: u64, level: Level) -> Entry {
-        let pfn = Pfn((bits & FRAME) >> FRAME_SHIFT);
+        let pfn = Self::take_frame(bits & FRAME);
         if bits & VALID == 0 {
             return match bits & MMIO {
                 0 => Entry::Empty,
@@ -100,7 +101,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     #[inline]
     fn decode_leaf(bits: u64) -> Leaf {
         Leaf {
-            pfn: Pfn((bits & FRAME) >> FRAME_SHIFT),
+            pfn: Self::take_frame(bits & FRAME),
             write: bits & WRITE != 0,
             execute: bits & EXECUTE != 0,
             may_write: bits & MAY_WRITE != 0,
@@ -134,6 +135,16 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
             | bit(leaf.dirty, DIRTY)
             | bit(leaf.may_write, MAY_WRITE)
             | bit(leaf.may_execute, MAY_EXECUTE)
+    }
+
+    #[inline]
+    fn put_frame(frame: Pfn) -> u64 {
+        frame.0 << FRAME_SHIFT
+    }
+
+    #[inline]
+    fn take_frame(bits: u64) -> Pfn {
+        Pfn(bits >> FRAME_SHIFT)
     }
 
     #[inline]
@@ -209,11 +220,12 @@ mod tests {
     }
 
     /// Volume II, "Hypervisor Guest Address Translation and Protection Register": mode 8 is Sv39x4,
-    /// 9 is Sv48x4.
+    /// 9 is Sv48x4, 10 is Sv57x4.
     #[test]
     fn a_walker_is_told_of_the_tables_by_one_register() {
         assert_eq!(Sv39x4::hgatp(Pfn(0x80204), 3), 0x8000_3000_0008_0204);
         assert_eq!(Sv48x4::hgatp(Pfn(0x80204), 0), 0x9000_0000_0008_0204);
+        assert_eq!(Sv57x4::hgatp(Pfn(0x80204), 1), 0xa000_1000_0008_0204);
     }
 
     /// Volume II, "G-stage": the root is widened by two bits.
@@ -221,5 +233,6 @@ mod tests {
     fn the_root_has_four_tables() {
         assert_eq!((Sv39x4::TOP, Sv39x4::ROOT_TABLES), (Level(3), 4));
         assert_eq!((Sv48x4::TOP, Sv48x4::ROOT_TABLES), (Level(4), 4));
+        assert_eq!((Sv57x4::TOP, Sv57x4::ROOT_TABLES), (Level(5), 4));
     }
 }

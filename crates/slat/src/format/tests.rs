@@ -109,13 +109,20 @@ fn keeps_its_promises<F: Format>() {
         let (generation, note) = (0, notes);
         assert_eq!(wrapped, Entry::Mmio { generation, note });
     }
-    let last = Pfn(F::FRAME >> F::FRAME_SHIFT);
+    let last = F::take_frame(F::FRAME);
     assert!(F::holds(last) && !F::holds(last.add(1)));
-    assert_eq!(F::decode(F::table(last), Level(2)), Entry::Table(last));
-    assert_eq!(F::next_table(F::table(last), Level(2)), Some(last));
-    let leaf = Leaf { pfn: last, ..LEAF };
-    let bits = F::leaf(leaf, Level::PAGE);
-    assert_eq!(F::decode(bits, Level::PAGE), Entry::Leaf(leaf));
+    let bits_of_frames = (0..u64::BITS).map(|bit| Pfn(1 << bit));
+    for pfn in bits_of_frames.filter(|pfn| F::holds(*pfn)).chain([last]) {
+        assert_eq!(F::decode(F::table(pfn), Level(2)), Entry::Table(pfn));
+        assert_eq!(F::next_table(F::table(pfn), Level(2)), Some(pfn));
+        let leaf = Leaf { pfn, ..LEAF };
+        let bits = F::leaf(leaf, Level::PAGE);
+        assert_eq!(F::decode(bits, Level::PAGE), Entry::Leaf(leaf));
+        assert_eq!(F::next_table(bits, Level(2)), None);
+        if F::BREAK_BEFORE_MAKE {
+            assert_eq!(F::decode(F::broken(bits), Level::PAGE), Entry::Broken(leaf));
+        }
+    }
     assert_refuses(|| F::table(last.add(1)));
     let beyond = last.add(1);
     assert_refuses(|| {
@@ -156,6 +163,11 @@ fn registers_and_privileges_hold_no_more_than_they_have_bits_for() {
     );
     assert_refuses(|| <Stage2<48>>::vttbr(Pfn(1 << 36), 0));
     assert_eq!(
+        <Stage2<52>>::vttbr(Pfn((1 << 40) - 1), 255),
+        0x00ff_ffff_ffff_f03c
+    );
+    assert_refuses(|| <Stage2<52>>::vttbr(Pfn(1 << 40), 0));
+    assert_eq!(
         Sv48x4::hgatp(Pfn((1 << 44) - 1), 0x3fff),
         0x93ff_ffff_ffff_ffff
     );
@@ -189,12 +201,16 @@ fn leaves_of_x86_tables_have_a_privilege_and_a_key() {
 #[test]
 fn every_format_keeps_its_promises() {
     keeps_its_promises::<Ept>();
+    keeps_its_promises::<Ept5>();
     keeps_its_promises::<Npt>();
-    keeps_its_promises::<X86<4>>();
+    keeps_its_promises::<Npt5>();
     keeps_its_promises::<X86<5>>();
     keeps_its_promises::<Stage2<48>>();
     keeps_its_promises::<Stage2<40>>();
     keeps_its_promises::<Stage2<48, true>>();
+    keeps_its_promises::<Stage2<52>>();
+    keeps_its_promises::<Stage2<52, true>>();
     keeps_its_promises::<Sv39x4>();
     keeps_its_promises::<Sv48x4>();
+    keeps_its_promises::<Sv57x4>();
 }

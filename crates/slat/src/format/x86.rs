@@ -5,20 +5,22 @@
 //! is write-back and index 3 uncached, as after reset; index 1 (PWT alone) is write-combining, as Linux sets it.
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
-use crate::addr::{Access, Level, Pfn};
+use crate::addr::{Access, Level};
 
 /// x86-64 tables with `LEVELS` (4 or 5) levels. Entries that refer to tables limit no right, leaves alone do.
 ///
-/// With five levels they can also shadow the tables of a guest ([`MmuKind::Shadow`](crate::MmuKind)): a guest that uses
-/// fewer levels begins at a table of a lower one.
-pub struct X86<const LEVELS: u8>;
+/// Those that are not `NESTED` have five levels and can also shadow the tables of a guest
+/// ([`MmuKind::Shadow`](crate::MmuKind)): a guest that uses fewer levels begins at a table of a lower one.
+pub struct X86<const LEVELS: u8, const NESTED: bool = false>;
 
 /// AMD nested page tables: four levels of the same entries. The nested walk treats every guest access
 /// as a user access (APM 2, "Nested Paging: Permission Checks").
 ///
 /// nCR3 is the address of the root ([`crate::Vm::root`]). The walk goes by the host's registers: EFER.NXE
 /// must be set, CR4.PAE, too, and CR4.LA57 clear.
-pub type Npt = X86<4>;
+pub type Npt = X86<4, true>;
+/// The same with five levels, which translate 57 bits of guest-physical address: for a host with CR4.LA57 set.
+pub type Npt5 = X86<5, true>;
 
 const PRESENT: u64 = 1 << 0;
 const WRITE: u64 = 1 << 1;
@@ -54,12 +56,15 @@ const _: () = assert!(NOTE_BITS + GENERATION_BITS == MMIO_LOW + 64 - MMIO_HIGH_S
 /// Bits 62:59 of a leaf: its protection key.
 const KEY_SHIFT: u32 = 59;
 
-impl<const LEVELS: u8> super::sealed::Sealed for X86<LEVELS> {}
+impl<const LEVELS: u8, const NESTED: bool> super::sealed::Sealed for X86<LEVELS, NESTED> {}
 
-impl<const LEVELS: u8> Format for X86<LEVELS> {
-    const NAME: &'static str = if LEVELS == 5 { "x86-la57" } else { "npt" };
+impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED> {
+    const NAME: &'static str = if NESTED { "npt" } else { "x86-la57" };
     const TOP: Level = {
-        assert!(LEVELS == 4 || LEVELS == 5, "4 or 5 levels");
+        assert!(
+            LEVELS == 5 || LEVELS == 4 && NESTED,
+            "4 or 5 levels, those of shadow tables 5"
+        );
         Level(LEVELS)
     };
     const ROOT_TABLES: usize = 1;
@@ -75,7 +80,7 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
     const LOGS_READS: bool = true;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
     const MMIO_NOTE_BITS: u32 = NOTE_BITS;
-    const SHADOWS: bool = LEVELS == 5;
+    const SHADOWS: bool = !NESTED;
     const MMIO_PHYSICAL_BITS: u32 = 51;
 
     #[inline]
@@ -120,7 +125,7 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
 
 #[inline]
 fn decode(bits: u64, level: Level) -> Entry {
-    let pfn = Pfn((bits & FRAME) >> 12);
+    let pfn = Npt::take_frame(bits & FRAME);
     match bits & (PRESENT | RESERVED) {
         PRESENT if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
         PRESENT => Entry::Leaf(decode_leaf(bits)),
@@ -142,7 +147,7 @@ fn decode_mmio(bits: u64) -> Entry {
 #[inline]
 fn decode_leaf(bits: u64) -> Leaf {
     Leaf {
-        pfn: Pfn((bits & FRAME) >> 12),
+        pfn: Npt::take_frame(bits & FRAME),
         write: bits & WRITE != 0,
         execute: bits & NO_EXECUTE == 0,
         may_write: bits & MAY_WRITE != 0,
@@ -182,6 +187,7 @@ fn encode(leaf: Leaf, level: Level) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::addr::Pfn;
     use crate::format::tests::LEAF;
 
     /// APM 2, figures "4-Kbyte PTE", "2-Mbyte PDE", "1-Gbyte PDPE" (long mode).

@@ -109,7 +109,6 @@ macro_rules! small_format {
             const BREAK_BEFORE_MAKE: bool = $breaks;
             const TABLE: u64 = <$of>::TABLE;
             const FRAME: u64 = <$of>::FRAME;
-            const FRAME_SHIFT: u32 = <$of>::FRAME_SHIFT;
             const WRITE: u64 = <$of>::WRITE;
             const MAY_WRITE: u64 = <$of>::MAY_WRITE;
             const ACCESSED: u64 = <$of>::ACCESSED;

@@ -16,7 +16,8 @@ pub(crate) struct FrameCache {
 }
 
 impl FrameCache {
-    /// The most frames that one fault can need: for the missing tables, or for the splits, on the path to its leaf.
+    /// The most frames that one fault can need: for the missing tables, or for the splits, on the path to its leaf. Below a root of
+    /// level 5 there are four.
     pub(crate) const FAULT: usize = 4;
     /// The number of frames that a range operation allocates at a time.
     pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 64 };

@@ -6,7 +6,9 @@ use std::thread;
 use core::ops::Range;
 
 use super::*;
-use crate::format::{Entry, Ept, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, all_gfns};
+use crate::format::{
+    Entry, Ept, Ept5, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, Sv57x4, all_gfns,
+};
 use crate::platform::VmId;
 use crate::policy::SplitWalk;
 use crate::sync::atomic::Ordering::*;
@@ -165,13 +167,19 @@ macro_rules! for_formats {
             #[test]
             fn ept() { super::behaviour::$test::<Ept>() }
             #[test]
+            fn ept_with_5_levels() { super::behaviour::$test::<Ept5>() }
+            #[test]
             fn npt() { super::behaviour::$test::<Npt>() }
             #[test]
             fn stage2() { super::behaviour::$test::<Stage2<48>>() }
             #[test]
             fn stage2_dirty_bits() { super::behaviour::$test::<Stage2<48, true>>() }
             #[test]
+            fn stage2_with_52_bits() { super::behaviour::$test::<Stage2<52>>() }
+            #[test]
             fn sv48x4() { super::behaviour::$test::<Sv48x4>() }
+            #[test]
+            fn sv57x4() { super::behaviour::$test::<Sv57x4>() }
         }
     )*};
 }

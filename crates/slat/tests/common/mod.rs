@@ -41,16 +41,22 @@ macro_rules! on_every_format {
     ($($test:ident,)*) => {$(
         mod $test {
             use slat::Ept;
-            use slat::format::{Npt, Stage2, Sv39x4, Sv48x4, X86};
+            use slat::format::{Ept5, Npt, Npt5, Stage2, Sv39x4, Sv48x4, Sv57x4, X86};
 
             #[test]
             fn ept() { super::$test::<Ept>() }
             #[test]
+            fn ept_with_5_levels() { super::$test::<Ept5>() }
+            #[test]
             fn npt() { super::$test::<Npt>() }
+            #[test]
+            fn npt_with_5_levels() { super::$test::<Npt5>() }
             #[test]
             fn ept_direct() { super::common::direct(super::$test::<Ept>) }
             #[test]
             fn npt_direct() { super::common::direct(super::$test::<Npt>) }
+            #[test]
+            fn ept_with_5_levels_direct() { super::common::direct(super::$test::<Ept5>) }
             #[test]
             fn x86_with_5_levels() { super::$test::<X86<5>>() }
             #[test]
@@ -60,9 +66,13 @@ macro_rules! on_every_format {
             #[test]
             fn stage_2_with_hardware_dirty_state() { super::$test::<Stage2<48, true>>() }
             #[test]
+            fn stage_2_with_52_bits() { super::$test::<Stage2<52>>() }
+            #[test]
             fn sv39x4() { super::$test::<Sv39x4>() }
             #[test]
             fn sv48x4() { super::$test::<Sv48x4>() }
+            #[test]
+            fn sv57x4() { super::$test::<Sv57x4>() }
         }
     )*};
 }

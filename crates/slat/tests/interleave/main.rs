@@ -14,7 +14,7 @@ mod several;
 
 use common::{direct, tdp};
 use slat::Ept;
-use slat::format::{Npt, Stage2, Sv39x4, Sv48x4, X86};
+use slat::format::{Ept5, Npt, Npt5, Stage2, Sv39x4, Sv48x4, Sv57x4, X86};
 
 macro_rules! tests {
     ($repeats:tt, $mmu:path, $format:ty: $($test:ident,)*) => {$(
@@ -82,9 +82,14 @@ on_formats! { false:
 }
 
 on_formats! { true:
+    ept_with_5_levels: tdp, Ept5,
+    ept_with_5_levels_direct: direct, Ept5,
     npt: tdp, Npt,
+    npt_with_5_levels: tdp, Npt5,
     npt_direct: direct, Npt,
     stage_2_with_a_concatenated_root: tdp, Stage2<40>,
+    stage_2_with_52_bits: tdp, Stage2<52>,
     sv39x4: tdp, Sv39x4,
     sv48x4: tdp, Sv48x4,
+    sv57x4: tdp, Sv57x4,
 }

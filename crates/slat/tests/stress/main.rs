@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{direct, shadow, tdp};
-use slat::format::{Npt, Stage2, Sv39x4, Sv48x4, X86};
+use slat::format::{Ept5, Npt, Npt5, Stage2, Sv39x4, Sv48x4, Sv57x4, X86};
 use slat::{
     Access::{self, *},
     Attention, Config, Ept, Format, Gpa, Level, SlotFlags, Stop, Vcpu, Vm,
@@ -73,16 +73,21 @@ mod every_use_of_a_translation_can_be_explained {
     use super::*;
     on_every_format! {
         ept: tdp, Ept,
+        ept_with_5_levels: tdp, Ept5,
         npt: tdp, Npt,
+        npt_with_5_levels: tdp, Npt5,
         ept_direct: direct, Ept,
+        ept_with_5_levels_direct: direct, Ept5,
         npt_direct: direct, Npt,
         x86_with_5_levels: tdp, X86<5>,
         x86_shadow: shadow, X86<5>,
         stage_2: tdp, Stage2<48>,
         stage_2_with_a_concatenated_root: tdp, Stage2<40>,
         stage_2_with_hardware_dirty_state: tdp, Stage2<48, true>,
+        stage_2_with_52_bits: tdp, Stage2<52>,
         sv39x4: tdp, Sv39x4,
         sv48x4: tdp, Sv48x4,
+        sv57x4: tdp, Sv57x4,
     }
 }
 
