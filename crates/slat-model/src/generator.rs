@@ -133,6 +133,7 @@ impl Generator {
                 let (gpa, access) = self.access(seen);
                 Op::Age { vcpu, gpa, access }
             }
+            Kind::Cold => Op::Cold,
             Kind::Quiesce => Op::Quiesce(vcpu),
             Kind::Replace => {
                 self.spaces[vcpu] = first_space_of(vcpu);

@@ -108,6 +108,8 @@ pub enum Op {
         /// Kind.
         access: Access,
     },
+    /// The host looks for memory that was not used.
+    Cold,
     /// A vCPU drops its translations and reports that.
     Quiesce(usize),
     /// Deletes a vCPU and creates another one.
@@ -140,6 +142,7 @@ pub(crate) enum Kind {
     Policy,
     RecoverNx,
     Age,
+    Cold,
     Quiesce,
     Replace,
     UseSpace,
@@ -175,6 +178,7 @@ impl Mix {
             (Kind::Policy, 12),
             (Kind::RecoverNx, 12),
             (Kind::Age, 3),
+            (Kind::Cold, 12),
             (Kind::Quiesce, 4),
             (Kind::Replace, 2),
             (Kind::UseSpace, 4),

@@ -127,8 +127,8 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
         either!(self, mmu => mmu.walk(walk, show, visit));
     }
 
-    fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
-        either!(self, mmu => mmu.age(walk, clear))
+    fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Gfn, Level, bool)) {
+        either!(self, mmu => mmu.age(walk, clear, seen));
     }
 
     #[inline]

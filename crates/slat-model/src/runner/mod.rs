@@ -1,6 +1,7 @@
 //! Runs operations on an engine and a model side by side, and compares every result.
 
 mod access;
+mod cold;
 mod logs;
 
 use std::cell::OnceCell;
@@ -23,6 +24,7 @@ use crate::setup::{SPACES, VCPUS, first_space_of};
 use crate::tally::Tally;
 use crate::tlb::Tlb;
 use crate::watched::Watched;
+use cold::Cold;
 
 /// The least number of pages of host memory: the longest slot but for giant ones.
 const LEAST_PAGES: u64 = 2048;
@@ -75,6 +77,7 @@ pub struct Runner<M: Machine, F: Format> {
     collected: Vec<(usize, DirtyPage)>,
     /// All rings so far.
     rings: Vec<RingClient>,
+    cold: Cold,
 }
 
 impl<M: Machine, F: Format> Runner<M, F> {
@@ -126,6 +129,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             ops: 0,
             collected: Vec::new(),
             rings: Vec::new(),
+            cold: Cold::new(host_pages),
         };
         for i in 0..VCPUS {
             let cpu = runner.new_cpu(i);
@@ -250,6 +254,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                     self.tally.count("one young leaf");
                 }
             }
+            Op::Cold => self.cold(),
             Op::Quiesce(i) => {
                 let cpu = &mut self.cpus[*i];
                 cpu.vcpu.enter_unguarded(*i);

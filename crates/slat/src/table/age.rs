@@ -25,44 +25,47 @@
 use core::ops::Range;
 
 use super::walk::Stopped;
-use super::{Tree, Walk};
+use super::{Table, Tree, Walk};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 
 /// One step of a walk that ages.
-struct Aging<'w, P: Platform, F: Format> {
+struct Aging<'w, P: Platform, F: Format, S> {
     tree: &'w Tree<P, F>,
     walk: &'w mut Walk,
     clear: bool,
-    /// How many leaves had the accessed bit.
-    young: u64,
+    seen: &'w mut S,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Does [`ByGfn::age`](super::ByGfn::age), without a lock.
-    pub(super) fn age_unlocked(&self, walk: &mut Walk, clear: bool) -> u64 {
-        let mut young = 0;
+    pub(super) fn age_unlocked(
+        &self,
+        walk: &mut Walk,
+        clear: bool,
+        seen: &mut impl FnMut(Gfn, Level, bool),
+    ) {
         self.each_root(walk, |walk, root, gfns| {
             let mut aging = Aging {
                 tree: self,
                 walk,
                 clear,
-                young: 0,
+                seen: &mut *seen,
             };
-            let result = aging.table(root, F::TOP, gfns);
-            young += aging.young;
-            result
+            aging.table(root, F::TOP, gfns)
         });
-        young
     }
 }
 
-impl<P: Platform, F: Format> Aging<'_, P, F> {
+impl<P: Platform, F: Format, S: FnMut(Gfn, Level, bool)> Aging<'_, P, F, S> {
     /// Ages the leaves for `range` in the table of `level` in `frame`, and in the tables below it.
     fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
         let table = self.tree.table(frame);
+        if level == Level::PAGE {
+            return self.pages(&table, range);
+        }
         let mut gfn = range.start.align_down(level);
         while gfn < range.end {
             let next = gfn.add(level.pages());
@@ -71,7 +74,7 @@ impl<P: Platform, F: Format> Aging<'_, P, F> {
                 return Err(Stopped { at: below.start });
             }
             self.walk.visits();
-            if let Some(lower) = self.entry(table.entry(level.index(gfn)), level) {
+            if let Some(lower) = self.entry(table.entry(level.index(gfn)), gfn, level) {
                 self.table(lower, level.below(), below)?;
             }
             gfn = next;
@@ -79,26 +82,44 @@ impl<P: Platform, F: Format> Aging<'_, P, F> {
         Ok(())
     }
 
-    /// Ages the leaf in `entry`, if it is one. Returns the table that it refers to, if it does.
-    #[inline]
-    fn entry(&mut self, entry: &AtomicU64, level: Level) -> Option<Pfn> {
+    /// Ages the leaves for `range` in a table of level 1.
+    fn pages(&mut self, table: &Table<'_, P>, range: Range<Gfn>) -> Result<(), Stopped> {
+        let wanted = range.end.0 - range.start.0;
+        let allowed = self.walk.count_up_to(wanted as u32);
+        let first = Level::PAGE.index(range.start);
+        let entries = &table.entries()[first..first + allowed as usize];
+        for (entry, gfn) in entries.iter().zip(range.start.0..) {
+            self.entry(entry, Gfn(gfn), Level::PAGE);
+        }
+        let at = range.start.add(allowed.into());
+        match at == range.end {
+            true => Ok(()),
+            false => Err(Stopped { at }),
+        }
+    }
+
+    /// Ages the leaf in `entry`, for `gfn`, if it is one. Returns the table that it refers to, if it does.
+    #[inline(always)]
+    fn entry(&mut self, entry: &AtomicU64, gfn: Gfn, level: Level) -> Option<Pfn> {
         // `Acquire`: the entries of a new table are visible, too.
         let mut bits = entry.load(Acquire);
         loop {
             if let Some(lower) = F::next_table(bits, level) {
                 return Some(lower);
             }
-            let aged = F::clear_accessed(bits);
-            if F::is_absent(bits) || aged == bits {
+            if F::is_absent(bits) {
                 return None;
             }
-            if self.clear
+            let aged = F::clear_accessed(bits);
+            let young = aged != bits;
+            if young
+                && self.clear
                 && let Err(now) = entry.compare_exchange(bits, aged, Relaxed, Acquire)
             {
                 bits = now;
                 continue;
             }
-            self.young += 1;
+            (self.seen)(gfn, level, young);
             return None;
         }
     }

@@ -91,20 +91,18 @@ pub(crate) trait ByGfn {
     /// when the budget of `walk` is used up; the next call resumes with the same entry.
     fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit);
 
-    /// Returns how many leaves of the range have the accessed bit set; clears it if `clear`. Continues `walk`, and stops when
-    /// its budget is used up, as [`Self::walk`] does, but need not take a lock.
-    fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
-        let mut young = 0;
+    /// Calls `seen` for every leaf that covers frames of the range, with the first frame and the level of the leaf, and whether
+    /// it had the accessed bit; clears that if `clear`. Continues `walk`, and stops when its budget is used up, as
+    /// [`Self::walk`] does, but need not take a lock.
+    fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Gfn, Level, bool)) {
         self.walk(walk, Show::default(), &mut |at: &At<'_>| {
-            if Self::Format::clear_accessed(at.bits) != at.bits {
-                young += 1;
-                if clear {
-                    at.update::<Self::Format>(Self::Format::clear_accessed);
-                }
+            let young = Self::Format::clear_accessed(at.bits) != at.bits;
+            if young && clear {
+                at.update::<Self::Format>(Self::Format::clear_accessed);
             }
+            seen(at.gfn, at.level, young);
             Next::Pass
         });
-        young
     }
 
     /// Zaps the leaf at `at`.

@@ -18,8 +18,8 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
         self.walk_on(walk, show, visit);
     }
 
-    fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
-        self.age_unlocked(walk, clear)
+    fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Gfn, Level, bool)) {
+        self.age_unlocked(walk, clear, seen);
     }
 
     #[inline]

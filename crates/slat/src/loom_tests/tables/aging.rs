@@ -8,7 +8,9 @@ impl<F: Format> World<F> {
         let me = self.readers.register().unwrap();
         me.enter(&self.readers, 0);
         let mut walk = Walk::unbroken(Gfn(0)..Gfn(4));
-        let young = self.step(&mut Unflushed::none()).age(&mut walk, true);
+        let mut young = 0;
+        self.step(&mut Unflushed::none())
+            .age(&mut walk, true, |_, _, used| young += u64::from(used));
         me.leave();
         self.readers.release(me);
         young

@@ -260,11 +260,11 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Returns how many leaves of the range were used since their accessed bit was last cleared; clears it if `clear`.
-    /// Needs no flush: a CPU that still caches the leaf does not set the bit again, and so the page looks unused for
-    /// longer than it was.
-    pub(crate) fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
-        self.mmu.age(walk, clear)
+    /// Calls `seen` for every leaf of the range, with its first frame, its level, and whether it was used since its accessed
+    /// bit was last cleared; clears that if `clear`. Needs no flush: a CPU that still caches the leaf does not set the bit
+    /// again, and so the page looks unused for longer than it was.
+    pub(crate) fn age(&self, walk: &mut Walk, clear: bool, mut seen: impl FnMut(Gfn, Level, bool)) {
+        self.mmu.age(walk, clear, &mut seen);
     }
 
     /// Splits the huge leaves of the range for which `wanted` is true, and those pieces for which it is true, down to
