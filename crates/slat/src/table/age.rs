@@ -23,9 +23,10 @@
 //! ([`ByGfn::age`](super::ByGfn)).
 
 use core::ops::Range;
+use core::slice;
 
 use super::walk::Stopped;
-use super::{Table, Tree, Walk};
+use super::{Aged, Table, Tree, Walk};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::platform::Platform;
@@ -41,12 +42,7 @@ struct Aging<'w, P: Platform, F: Format, S> {
 
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Does [`ByGfn::age`](super::ByGfn::age), without a lock.
-    pub(super) fn age_unlocked(
-        &self,
-        walk: &mut Walk,
-        clear: bool,
-        seen: &mut impl FnMut(Gfn, Level, bool),
-    ) {
+    pub(super) fn age_unlocked(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
         self.each_root(walk, |walk, root, gfns| {
             let mut aging = Aging {
                 tree: self,
@@ -59,7 +55,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-impl<P: Platform, F: Format, S: FnMut(Gfn, Level, bool)> Aging<'_, P, F, S> {
+impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
     /// Ages the leaves for `range` in the table of `level` in `frame`, and in the tables below it.
     fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
         let table = self.tree.table(frame);
@@ -74,8 +70,11 @@ impl<P: Platform, F: Format, S: FnMut(Gfn, Level, bool)> Aging<'_, P, F, S> {
                 return Err(Stopped { at: below.start });
             }
             self.walk.visits();
-            if let Some(lower) = self.entry(table.entry(level.index(gfn)), gfn, level) {
-                self.table(lower, level.below(), below)?;
+            let entry = table.entry(level.index(gfn));
+            // `Acquire`: the entries of a new table are visible, too.
+            match F::next_table(entry.load(Acquire), level) {
+                Some(lower) => self.table(lower, level.below(), below)?,
+                None => self.entries(slice::from_ref(entry), gfn, level),
             }
             gfn = next;
         }
@@ -88,39 +87,60 @@ impl<P: Platform, F: Format, S: FnMut(Gfn, Level, bool)> Aging<'_, P, F, S> {
         let allowed = self.walk.count_up_to(wanted as u32);
         let first = Level::PAGE.index(range.start);
         let entries = &table.entries()[first..first + allowed as usize];
-        for (entry, gfn) in entries.iter().zip(range.start.0..) {
-            self.entry(entry, Gfn(gfn), Level::PAGE);
+        let mut gfn = range.start;
+        for some in entries.chunks(Aged::MOST) {
+            self.entries(some, gfn, Level::PAGE);
+            gfn = gfn.add(some.len() as u64);
         }
-        let at = range.start.add(allowed.into());
-        match at == range.end {
+        match gfn == range.end {
             true => Ok(()),
-            false => Err(Stopped { at }),
+            false => Err(Stopped { at: gfn }),
         }
     }
 
-    /// Ages the leaf in `entry`, for `gfn`, if it is one. Returns the table that it refers to, if it does.
-    #[inline(always)]
-    fn entry(&mut self, entry: &AtomicU64, gfn: Gfn, level: Level) -> Option<Pfn> {
-        // `Acquire`: the entries of a new table are visible, too.
-        let mut bits = entry.load(Acquire);
-        loop {
-            if let Some(lower) = F::next_table(bits, level) {
-                return Some(lower);
+    /// Ages the leaves among adjacent `entries` of `level`; the first is for `gfn`.
+    #[inline]
+    fn entries(&mut self, entries: &[AtomicU64], gfn: Gfn, level: Level) {
+        let (mut mapped, mut young) = (0, 0);
+        for (n, entry) in entries.iter().enumerate() {
+            let bits = entry.load(Relaxed);
+            let is_leaf = !F::is_absent(bits) && F::next_table(bits, level).is_none();
+            let is_young = is_leaf && F::clear_accessed(bits) != bits;
+            mapped |= u64::from(is_leaf) << n;
+            young |= u64::from(is_young) << n;
+        }
+        if self.clear {
+            let mut left = young;
+            while left != 0 {
+                let n = left.trailing_zeros();
+                left &= left - 1;
+                if !clear::<F>(&entries[n as usize], level) {
+                    young &= !(1 << n);
+                }
             }
-            if F::is_absent(bits) {
-                return None;
-            }
-            let aged = F::clear_accessed(bits);
-            let young = aged != bits;
-            if young
-                && self.clear
-                && let Err(now) = entry.compare_exchange(bits, aged, Relaxed, Acquire)
-            {
-                bits = now;
-                continue;
-            }
-            (self.seen)(gfn, level, young);
-            return None;
+        }
+        if mapped != 0 {
+            (self.seen)(Aged {
+                gfn,
+                level,
+                mapped,
+                young,
+            });
+        }
+    }
+}
+
+/// Clears the accessed bit of the leaf of `level` in `entry`, if there is one that has it. Returns whether.
+fn clear<F: Format>(entry: &AtomicU64, level: Level) -> bool {
+    let mut bits = entry.load(Relaxed);
+    loop {
+        let aged = F::clear_accessed(bits);
+        if F::is_absent(bits) || aged == bits || F::next_table(bits, level).is_some() {
+            return false;
+        }
+        match entry.compare_exchange(bits, aged, Relaxed, Relaxed) {
+            Ok(_) => return true,
+            Err(now) => bits = now,
         }
     }
 }

@@ -5,9 +5,10 @@
 use core::ops::Range;
 
 use super::{RangeOp, Vm};
-use crate::addr::Hva;
+use crate::addr::{Hva, PAGE_SHIFT};
 use crate::format::Format;
 use crate::platform::Platform;
+use crate::table::Aged;
 use crate::trace::Event;
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -17,19 +18,20 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again.
     pub fn age(&self, range: Range<Hva>, clear: bool) -> u64 {
         let mut young = 0;
-        self.each_leaf(range, clear, |_, used| young += u64::from(used));
+        self.each_leaf(range, clear, |_, aged| {
+            young += u64::from(aged.young.count_ones())
+        });
         young
     }
 
-    /// Calls `seen` for every leaf that maps a page backed by `range`, in any address space, with what backs it, and whether it
-    /// was used since its accessed bit was last cleared; clears that if `clear`. Leaves out frames whose memory is that of
-    /// their slot's other backing.
-    #[inline]
+    /// Calls `seen` for all leaves that map pages backed by `range`, in any address space, some at a time, with the backing of
+    /// the frame `Aged::gfn`; clears their accessed bits if `clear`. Leaves out frames whose memory is that of their slot's
+    /// other backing. A leaf of 2 MiB or more may reach out of the range.
     pub(super) fn each_leaf(
         &self,
         range: Range<Hva>,
         clear: bool,
-        mut seen: impl FnMut(Range<Hva>, bool),
+        mut seen: impl FnMut(Hva, Aged),
     ) {
         self.platform.trace(Event::AgeHva(range.clone()));
         for space in &self.spaces {
@@ -38,24 +40,23 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 &range,
                 || (),
                 |step, slot, place, walk| {
-                    let (gfns, backing) = (slot.gfns(), place.backing_of(slot));
+                    let (base, backing) = (slot.base().0, place.backing_of(slot).0);
+                    // What backs frame 0, if the slot had it.
+                    let origin = backing.wrapping_sub(base << PAGE_SHIFT);
                     let attributes = &space.slots.current(step.section()).private;
                     while !walk.is_done() && !walk.is_spent() {
                         let (is_backed, alike) = place.backs(slot, walk.at(), attributes);
-                        if !is_backed {
+                        if is_backed {
+                            walk.before(alike.end, |walk| {
+                                step.age(walk, clear, |aged| {
+                                    let hva = origin.wrapping_add(aged.gfn.gpa().0);
+                                    seen(Hva(hva), aged);
+                                });
+                            });
+                        } else {
                             walk.visits();
                             walk.stop_at(alike.end);
-                            continue;
                         }
-                        walk.before(alike.end, |walk| {
-                            step.age(walk, clear, |gfn, level, young| {
-                                // A leaf of a slot that has just left may reach out of this one.
-                                let leaf = gfn.block(level);
-                                let start = leaf.start.max(gfns.start).0 - gfns.start.0;
-                                let end = leaf.end.min(gfns.end).0 - gfns.start.0;
-                                seen(backing.add_pages(start)..backing.add_pages(end), young);
-                            });
-                        });
                     }
                 },
             );

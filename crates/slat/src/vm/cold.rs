@@ -14,12 +14,14 @@
 
 use alloc::vec::Vec;
 use core::ops::Range;
+use core::slice;
 
 use super::Vm;
 use crate::addr::{Hva, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::format::Format;
 use crate::heap::OutOfMemory;
 use crate::platform::Platform;
+use crate::table::Aged;
 
 /// Pages of a block.
 const BLOCK: usize = Level::MEGA.pages() as usize;
@@ -121,12 +123,36 @@ impl ColdMap {
         (byte & AGE).checked_sub(1)
     }
 
-    /// Notes a leaf that maps `hvas`.
-    #[inline]
-    fn mark(&mut self, hvas: Range<Hva>, young: bool) {
+    /// Marks what `aged` maps; `backing` backs its first frame, and may lie before the map if that is of a huge leaf.
+    fn mark(&mut self, backing: Hva, aged: Aged) {
+        if aged.level > Level::PAGE {
+            self.mark_huge(backing, aged.level, aged.young != 0);
+            return;
+        }
+        let mut index = self.index(backing);
+        let (mut mapped, mut young) = (aged.mapped, aged.young);
+        while mapped != 0 {
+            // To the end of the block, if it comes first.
+            let here = (BLOCK - index % BLOCK).min(Aged::MOST);
+            self.blocks[index / BLOCK] |= PAGES;
+            let end = self.pages.len().min(index + here);
+            for page in &mut self.pages[index..end] {
+                *page |= (mapped & 1) as u8 * SEEN | (young & 1) as u8 * YOUNG;
+                (mapped, young) = (mapped >> 1, young >> 1);
+            }
+            index = end;
+        }
+    }
+
+    /// Marks the pages that a huge leaf of `level` maps.
+    fn mark_huge(&mut self, backing: Hva, level: Level, young: bool) {
         let marks = SEEN | if young { YOUNG } else { 0 };
-        let hvas = hvas.start.max(self.backing.start)..hvas.end.min(self.backing.end);
-        let (mut at, end) = (self.index(hvas.start), self.index(hvas.end));
+        // A leaf of a slot that has just left may begin before all addresses.
+        let first = backing.0.wrapping_sub(self.origin.0) as i64 >> PAGE_SHIFT;
+        let end = first + level.pages() as i64;
+        let range = [self.backing.start, self.backing.end].map(|hva| self.index(hva) as i64);
+        let mut at = first.max(range[0]) as usize;
+        let end = end.min(range[1]).max(0) as usize;
         while at < end {
             let block = at / BLOCK;
             let next = end.min((block + 1) * BLOCK);
@@ -134,9 +160,8 @@ impl ColdMap {
                 self.blocks[block] |= marks;
             } else {
                 self.blocks[block] |= PAGES;
-                self.pages[at..next]
-                    .iter_mut()
-                    .for_each(|page| *page |= marks);
+                let part = &mut self.pages[at..next];
+                part.iter_mut().for_each(|page| *page |= marks);
             }
             at = next;
         }
@@ -195,17 +220,24 @@ struct Ranges<'m> {
 }
 
 impl Ranges<'_> {
-    /// Returns where the pages that are like page `at` end, as far as can be seen at once, and if they are cold, their age
-    /// and whether they are huge.
-    #[inline]
+    /// Returns where pages end that are all as cold, or not, as page `at`, in its block, and if they are, the least age and
+    /// whether they are huge.
     fn piece(&self, at: usize) -> (usize, Option<(u8, bool)>) {
         let block = self.map.blocks[at / BLOCK];
-        let next = match block & PAGES {
-            0 => (at / BLOCK + 1) * BLOCK,
-            _ => at + 1,
+        let end = (at / BLOCK + 1) * BLOCK;
+        let is_cold = |byte: &u8| *byte > self.passes;
+        let (bytes, next) = if block & PAGES == 0 {
+            (slice::from_ref(&block), end)
+        } else {
+            let pages = &self.map.pages[at..end];
+            let first = is_cold(&pages[0]);
+            let count = pages.iter().position(|page| is_cold(page) != first);
+            let count = count.unwrap_or(pages.len());
+            (&pages[..count], at + count)
         };
-        let age = self.map.age(at).filter(|age| *age >= self.passes);
-        (next, age.map(|age| (age, block & AGE != 0)))
+        let least = bytes.iter().map(|byte| byte & AGE).min().unwrap_or(0);
+        let cold = is_cold(&least).then(|| (least - 1, block & AGE != 0));
+        (next, cold)
     }
 }
 
@@ -274,9 +306,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         map: &'m mut ColdMap,
         passes: u8,
     ) -> impl Iterator<Item = ColdRange> + use<'m, P, F> {
-        self.each_leaf(map.backing.clone(), true, |hvas, young| {
-            map.mark(hvas, young)
-        });
+        self.each_leaf(map.backing.clone(), true, |hva, aged| map.mark(hva, aged));
         map.end_pass();
         map.ranges(passes)
     }

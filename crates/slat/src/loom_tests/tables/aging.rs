@@ -10,7 +10,9 @@ impl<F: Format> World<F> {
         let mut walk = Walk::unbroken(Gfn(0)..Gfn(4));
         let mut young = 0;
         self.step(&mut Unflushed::none())
-            .age(&mut walk, true, |_, _, used| young += u64::from(used));
+            .age(&mut walk, true, |aged| {
+                young += u64::from(aged.young.count_ones())
+            });
         me.leave();
         self.readers.release(me);
         young
