@@ -134,6 +134,7 @@ impl Generator {
                 Op::Age { vcpu, gpa, access }
             }
             Kind::Cold => Op::Cold,
+            Kind::Promote => Op::Promote(self.rng.pick(&[1, 2, 5, 64, usize::MAX])),
             Kind::Quiesce => Op::Quiesce(vcpu),
             Kind::Replace => {
                 self.spaces[vcpu] = first_space_of(vcpu);

@@ -110,6 +110,8 @@ pub enum Op {
     },
     /// The host looks for memory that was not used.
     Cold,
+    /// The host replaces small leaves by huge ones, and asks the platform for at most this many.
+    Promote(usize),
     /// A vCPU drops its translations and reports that.
     Quiesce(usize),
     /// Deletes a vCPU and creates another one.
@@ -143,6 +145,7 @@ pub(crate) enum Kind {
     RecoverNx,
     Age,
     Cold,
+    Promote,
     Quiesce,
     Replace,
     UseSpace,
@@ -179,6 +182,7 @@ impl Mix {
             (Kind::RecoverNx, 12),
             (Kind::Age, 3),
             (Kind::Cold, 12),
+            (Kind::Promote, 6),
             (Kind::Quiesce, 4),
             (Kind::Replace, 2),
             (Kind::UseSpace, 4),

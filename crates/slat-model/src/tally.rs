@@ -44,10 +44,11 @@ impl Tally {
         "access that the mapping does not allow",
     ];
     /// Further names that a run with [`MmuKind::Tdp`](slat::MmuKind) must have counted.
-    pub const OF_TDP: [&'static str; 3] = [
+    pub const OF_TDP: [&'static str; 4] = [
         "still mapped when several slots were set",
         "still mapped when logging ended",
         "huge page recovered",
+        "huge page promoted",
     ];
     /// Further names that a run with rings must have counted.
     pub const OF_RINGS: [&'static str; 4] = [

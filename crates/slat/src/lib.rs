@@ -118,7 +118,7 @@ pub use vcpu::{
 };
 pub use vm::{
     ColdMap, ColdRange, Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError,
-    Invalidation, Mapping, MemoryUsage, Vm,
+    Invalidation, Mapping, MemoryUsage, Promotion, Vm,
 };
 pub use vmid::{RunningVmid, Vmid, VmidAllocator, VmidError};
 
