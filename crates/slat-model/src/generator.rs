@@ -133,6 +133,8 @@ impl Generator {
                 let (gpa, access) = self.access(seen);
                 Op::Age { vcpu, gpa, access }
             }
+            Kind::Cold => Op::Cold,
+            Kind::Promote => Op::Promote(self.rng.pick(&[1, 2, 5, 64, usize::MAX])),
             Kind::Quiesce => Op::Quiesce(vcpu),
             Kind::Replace => {
                 self.spaces[vcpu] = first_space_of(vcpu);

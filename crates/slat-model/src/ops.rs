@@ -108,6 +108,10 @@ pub enum Op {
         /// Kind.
         access: Access,
     },
+    /// The host looks for memory that was not used.
+    Cold,
+    /// The host replaces small leaves by huge ones, and asks the platform for at most this many.
+    Promote(usize),
     /// A vCPU drops its translations and reports that.
     Quiesce(usize),
     /// Deletes a vCPU and creates another one.
@@ -140,6 +144,8 @@ pub(crate) enum Kind {
     Policy,
     RecoverNx,
     Age,
+    Cold,
+    Promote,
     Quiesce,
     Replace,
     UseSpace,
@@ -175,6 +181,8 @@ impl Mix {
             (Kind::Policy, 12),
             (Kind::RecoverNx, 12),
             (Kind::Age, 3),
+            (Kind::Cold, 12),
+            (Kind::Promote, 6),
             (Kind::Quiesce, 4),
             (Kind::Replace, 2),
             (Kind::UseSpace, 4),

@@ -8,7 +8,7 @@ pub struct Tally(BTreeMap<&'static str, u64>);
 
 impl Tally {
     /// Names that a long run must have counted, whatever the format.
-    pub const USUAL: [&'static str; 31] = [
+    pub const USUAL: [&'static str; 33] = [
         "slot set",
         "several slots set",
         "several slots refused",
@@ -34,6 +34,8 @@ impl Tally {
         "prefaulted in part",
         "NX tables recovered",
         "one young leaf",
+        "page not used for three passes",
+        "page used again",
         "mapping looked up",
         "mapping cached less than the host has it",
         "fetch refused by a slot",
@@ -42,10 +44,11 @@ impl Tally {
         "access that the mapping does not allow",
     ];
     /// Further names that a run with [`MmuKind::Tdp`](slat::MmuKind) must have counted.
-    pub const OF_TDP: [&'static str; 3] = [
+    pub const OF_TDP: [&'static str; 4] = [
         "still mapped when several slots were set",
         "still mapped when logging ended",
         "huge page recovered",
+        "huge page promoted",
     ];
     /// Further names that a run with rings must have counted.
     pub const OF_RINGS: [&'static str; 4] = [

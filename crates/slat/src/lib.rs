@@ -118,8 +118,8 @@ pub use vcpu::{
     VirtualPage, VirtualStop,
 };
 pub use vm::{
-    Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation,
-    Mapping, MemoryUsage, Vm,
+    ColdMap, ColdRange, Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError,
+    Invalidation, Mapping, MemoryUsage, Promotion, Vm,
 };
 pub use vmid::{RunningVmid, Vmid, VmidAllocator, VmidError};
 

@@ -11,8 +11,8 @@ use crate::platform::Platform;
 use crate::shadow::trail::Target;
 use crate::shadow::{Budget, ShadowMmu};
 use crate::table::{
-    At, ByGfn, Collapse, Cursor, Detached, Flushed, Flushes, Found, FrameCache, Installed, Key,
-    Path, Retry, Root, Show, Split, TableFrames, Tree, Visit, Walk, descend, is_nx_split,
+    Aged, At, ByGfn, Collapse, Cursor, Detached, Flushed, Flushes, Found, FrameCache, Installed,
+    Key, Path, Retry, Root, Show, Split, TableFrames, Tree, Visit, Walk, descend, is_nx_split,
 };
 
 /// How the tables of a VM are made ([`Config::mmu`](crate::Config)).
@@ -127,8 +127,8 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
         either!(self, mmu => mmu.walk(walk, show, visit));
     }
 
-    fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
-        either!(self, mmu => mmu.age(walk, clear))
+    fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
+        either!(self, mmu => mmu.age(walk, clear, seen));
     }
 
     #[inline]

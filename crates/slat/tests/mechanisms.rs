@@ -11,7 +11,8 @@ use slat::Setting;
 use slat::format::Entry;
 use slat::{
     Access::{self, *},
-    Format, Gfn, Gpa, Level, MmuKind, Region, SlotFlags, Stats, Stop, Translation, Vcpu, Vm,
+    Format, Gfn, Gpa, Level, MmuKind, Promotion, Region, SlotFlags, Stats, Stop, Translation, Vcpu,
+    Vm,
 };
 use slat_model::{HostChange, HostMemory, PageKind, RingClient, SimPlatform};
 
@@ -32,6 +33,8 @@ on_every_format! {
     the_begin_of_a_log_is_flushed_wherever_it_has_protected,
     the_end_of_a_log_brings_huge_leaves_back_in_place,
     huge_leaves_come_back_where_slot_host_and_policies_allow_them,
+    tables_whose_reason_has_gone_are_promoted_in_place,
+    a_promotion_goes_on_where_the_last_one_ended,
     a_cached_mmio_access_looks_up_no_slot,
     an_execution_fault_splits_every_level_in_place,
     recovery_of_nx_huge_pages_brings_the_huge_leaf_back,
@@ -461,6 +464,80 @@ fn huge_leaves_come_back_where_slot_host_and_policies_allow_them<F: Format>() {
         (page.level, page.write, did.pf_taken),
         (Level::MEGA, false, 0)
     );
+}
+
+fn tables_whose_reason_has_gone_are_promoted_in_place<F: Format>() {
+    let in_place = common::config().mmu == MmuKind::Tdp;
+    let mut world = World::<F>::new(4 * MIB2, Level::MEGA);
+    let small = HostChange::Remap {
+        level: Level::PAGE,
+        writable: true,
+        kind: PageKind::Ordinary,
+    };
+    let host = &world.vm.platform().host;
+    host.change(&(2 * MIB2..3 * MIB2), small);
+    world.vm.platform().watch(&world.vm, 1);
+    world.set(0..4 * MIB2, SlotFlags::default());
+    world.policy("huge_pages", "off");
+    for page in [3, MIB2 + 3, 2 * MIB2 + 3] {
+        world.touch(page, Write);
+    }
+    let promote = |world: &World<F>| world.vm.promote(&mut Promotion::default(), usize::MAX);
+    assert_eq!(promote(&world), 0);
+    world.policy("huge_pages", "on");
+    let (leaves, did) = world.during(|world| promote(world));
+    assert_eq!((leaves, did.collapses), (2, if in_place { 2 } else { 0 }));
+    assert_eq!(world.vm.platform().tlb.stale(), None);
+    let (_, did) = world.during(|world| {
+        for page in (0..2 * MIB2).step_by(11) {
+            assert_eq!(world.touch(page, Write).level, Level::MEGA);
+        }
+        assert_eq!(world.touch(2 * MIB2 + 3, Write).level, Level::PAGE);
+    });
+    assert_eq!(did.pf_taken, if in_place { 0 } else { 2 });
+    assert_eq!(promote(&world), 0);
+    world.vm.audit().unwrap();
+    world.vm.platform().check();
+}
+
+fn a_promotion_goes_on_where_the_last_one_ended<F: Format>() {
+    let mut world = World::<F>::new(12 * MIB2, Level::MEGA);
+    world.policy("huge_pages", "off");
+    let set = |world: &World<F>, id, blocks: Range<u64>, flags| {
+        let gfns = blocks.start * MIB2..blocks.end * MIB2;
+        let (gpa, size) = (Gpa(gfns.start << 12), (gfns.end - gfns.start) << 12);
+        let region = Region::new(id, gpa, size, HostMemory::hva(gfns.start));
+        world
+            .vm
+            .set_memory_region(0, &region.with_flags(flags))
+            .unwrap();
+    };
+    set(&world, 5, 0..4, SlotFlags::default());
+    set(&world, 1, 4..6, LOGGED);
+    set(&world, 3, 6..12, SlotFlags::default());
+    for block in 0..12 {
+        world.touch(block * MIB2 + 7, Write);
+    }
+    world.policy("huge_pages", "on");
+    let mut promotion = Promotion::default();
+    for most in [1, 2, 3] {
+        let mut all = Vec::new();
+        for _ in 0..100 {
+            let before = world.vm.stats().pages_2m;
+            all.push(world.vm.promote(&mut promotion, most));
+            assert!(
+                all.last()
+                    .is_some_and(|leaves| *leaves <= most.max(2) as u64)
+            );
+            assert!(world.vm.stats().pages_2m >= before);
+        }
+        // All but those of the slot that logs.
+        let promoted = all.iter().sum::<u64>();
+        assert_eq!(promoted, if most == 1 { 10 } else { 0 }, "{most}: {all:?}");
+    }
+    set(&world, 1, 4..6, SlotFlags::default());
+    assert_eq!(world.touch(4 * MIB2, Read).level, Level::MEGA);
+    world.vm.audit().unwrap();
 }
 
 fn a_cached_mmio_access_looks_up_no_slot<F: Format>() {

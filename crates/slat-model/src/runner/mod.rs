@@ -1,6 +1,7 @@
 //! Runs operations on an engine and a model side by side, and compares every result.
 
 mod access;
+mod cold;
 mod logs;
 
 use std::cell::OnceCell;
@@ -9,8 +10,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use slat::{
-    Change, Config, Format, MmuKind, PAGE_SIZE, Pfn, Platform, Region, RegionError, Setting,
-    SlotFlags, Translation, Vcpu, Vm,
+    Change, Config, Format, MmuKind, PAGE_SIZE, Pfn, Platform, Promotion, Region, RegionError,
+    Setting, SlotFlags, Translation, Vcpu, Vm,
 };
 
 use crate::host::HostMemory;
@@ -23,6 +24,7 @@ use crate::setup::{SPACES, VCPUS, first_space_of};
 use crate::tally::Tally;
 use crate::tlb::Tlb;
 use crate::watched::Watched;
+use cold::Cold;
 
 /// The least number of pages of host memory: the longest slot but for giant ones.
 const LEAST_PAGES: u64 = 2048;
@@ -75,6 +77,8 @@ pub struct Runner<M: Machine, F: Format> {
     collected: Vec<(usize, DirtyPage)>,
     /// All rings so far.
     rings: Vec<RingClient>,
+    cold: Cold,
+    promotion: Promotion,
 }
 
 impl<M: Machine, F: Format> Runner<M, F> {
@@ -126,6 +130,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
             ops: 0,
             collected: Vec::new(),
             rings: Vec::new(),
+            cold: Cold::new(host_pages),
+            promotion: Promotion::default(),
         };
         for i in 0..VCPUS {
             let cpu = runner.new_cpu(i);
@@ -250,6 +256,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
                     self.tally.count("one young leaf");
                 }
             }
+            Op::Cold => self.cold(),
+            Op::Promote(most) => self.promote(*most),
             Op::Quiesce(i) => {
                 let cpu = &mut self.cpus[*i];
                 cpu.vcpu.enter_unguarded(*i);
@@ -406,6 +414,33 @@ impl<M: Machine, F: Format> Runner<M, F> {
         assert_eq!(found, expected, "the slot at {gpa:#x}");
         if found.is_some() {
             self.tally.count("slot found");
+        }
+    }
+
+    fn promote(&mut self, most: usize) {
+        let in_place = self.vm.mmu() == MmuKind::Tdp;
+        let mut known = Vec::new();
+        if in_place {
+            for space in 0..SPACES {
+                known.extend(self.mapped(space, 0..u64::MAX));
+            }
+        }
+        let before = self.vm.stats();
+        let leaves = self.vm.promote(&mut self.promotion, most);
+        let did = self.vm.stats().since(&before);
+        let expected = if in_place { leaves } else { 0 };
+        assert_eq!(did.collapses, expected, "leaves promoted");
+        assert!(leaves == 0 || self.is_on("huge_pages", true));
+        if leaves > 0 {
+            self.tally.count("huge page promoted");
+        }
+        self.check_still_mapped(&known, false);
+        if most == usize::MAX && in_place {
+            // From the beginning on, there is no table left that could be.
+            self.promotion = Promotion::default();
+            self.vm.promote(&mut self.promotion, most);
+            assert_eq!(self.promotion, Promotion::default());
+            assert_eq!(self.vm.promote(&mut self.promotion, most), 0);
         }
     }
 

@@ -4,9 +4,11 @@
 
 pub mod cpu;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+use std::sync::{Mutex, PoisonError};
 
 use slat::{
     ENTRIES, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MetaMap, PAGE_SIZE, Pfn, Platform,
@@ -16,6 +18,9 @@ use slat::{
 /// A page of memory, as the words in it. It has the layout of [`Entries`]: a table is a page whose words are entries.
 #[repr(C, align(4096))]
 pub struct Page([AtomicU64; ENTRIES]);
+
+/// The words of a page that is in no frame.
+pub type Content = Box<[u64; ENTRIES]>;
 
 struct Frame {
     page: Page,
@@ -27,6 +32,8 @@ pub struct PlainMemory {
     frames: Box<[Frame]>,
     /// The frame that backs each page of guest memory; 0: none yet. Backing addresses count from the first of these pages.
     backing: Box<[AtomicU64]>,
+    /// The contents of pages that were taken away from their guest, by the number of the backing page.
+    pub swapped: Mutex<BTreeMap<u64, Content>>,
     /// What the engine keeps for frames that hold tables, as Linux does in `struct page`.
     metas: MetaMap,
     /// Number of flushes so far.
@@ -43,6 +50,7 @@ impl PlainMemory {
         let host = PlainMemory {
             frames: (0..frames).map(frame).collect(),
             backing: (0..pages).map(|_| AtomicU64::new(0)).collect(),
+            swapped: Mutex::default(),
             metas: MetaMap::new(),
             flushes: AtomicU64::new(0),
         };
@@ -93,26 +101,26 @@ impl PlainMemory {
         (frame != 0).then_some(Pfn(frame))
     }
 
-    /// Returns the frame that backs the page at `backing`, which gets one full of zeros if it has none.
+    /// Returns the frame that backs the page at `backing`. If it has none it gets one, with what it has had when it was taken away,
+    /// or else full of zeros.
     pub fn make_resident(&self, backing: Hva) -> Result<Pfn, ResolveError> {
         let owner = self.owner(backing).ok_or(ResolveError::BadAddress)?;
         if let Some(frame) = self.resident(backing) {
             return Ok(frame);
         }
-        let new = self.allocate(1).ok_or(ResolveError::OutOfMemory)?;
-        self.frame(new)
-            .page
-            .0
-            .iter()
-            .for_each(|word| word.store(0, Relaxed));
-        match owner.compare_exchange(0, new.0, AcqRel, Acquire) {
-            Ok(_) => Ok(new),
-            Err(other) => {
-                // Another CPU was faster.
-                self.free(new);
-                Ok(Pfn(other))
-            }
+        let mut swapped = self.swapped.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another CPU may have been faster.
+        if let Some(frame) = self.resident(backing) {
+            return Ok(frame);
         }
+        let new = self.allocate(1).ok_or(ResolveError::OutOfMemory)?;
+        let content = swapped.remove(&(backing.0 / PAGE_SIZE));
+        let content = content.unwrap_or(Box::new([0; ENTRIES]));
+        for (word, value) in self.frame(new).page.0.iter().zip(*content) {
+            word.store(value, Relaxed);
+        }
+        owner.store(new.0, Release);
+        Ok(new)
     }
 }
 

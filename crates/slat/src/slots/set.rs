@@ -192,6 +192,27 @@ impl Place {
         key: 0,
     };
 
+    /// Returns the address that backs the first page of `slot`, one of whose backings is here.
+    pub(crate) fn backing_of(self, slot: &Memslot) -> Hva {
+        let private = slot.private().filter(|_| self.private);
+        private.unwrap_or(slot.backing())
+    }
+
+    /// Returns whether the backing of `slot` that is here is the one that `gfn` has by `attributes`, and a range of frames
+    /// around it for which this is alike.
+    pub(crate) fn backs(
+        self,
+        slot: &Memslot,
+        gfn: Gfn,
+        attributes: &PrivateFrames,
+    ) -> (bool, Range<Gfn>) {
+        if slot.private().is_none() {
+            return (true, slot.gfns());
+        }
+        let (is_private, alike) = attributes.around(gfn);
+        (is_private == self.private, alike)
+    }
+
     fn shared(slot: &Memslot) -> Self {
         Place {
             private: false,

@@ -23,46 +23,45 @@
 //! ([`ByGfn::age`](super::ByGfn)).
 
 use core::ops::Range;
+use core::slice;
 
 use super::walk::Stopped;
-use super::{Tree, Walk};
+use super::{Aged, Table, Tree, Walk};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 
 /// One step of a walk that ages.
-struct Aging<'w, P: Platform, F: Format> {
+struct Aging<'w, P: Platform, F: Format, S> {
     tree: &'w Tree<P, F>,
     walk: &'w mut Walk,
     clear: bool,
-    /// How many leaves had the accessed bit.
-    young: u64,
+    seen: &'w mut S,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Does [`ByGfn::age`](super::ByGfn::age), without a lock.
-    pub(super) fn age_unlocked(&self, walk: &mut Walk, clear: bool) -> u64 {
-        let mut young = 0;
+    pub(super) fn age_unlocked(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
         self.each_root(walk, |walk, root, gfns| {
             let mut aging = Aging {
                 tree: self,
                 walk,
                 clear,
-                young: 0,
+                seen: &mut *seen,
             };
-            let result = aging.table(root, F::TOP, gfns);
-            young += aging.young;
-            result
+            aging.table(root, F::TOP, gfns)
         });
-        young
     }
 }
 
-impl<P: Platform, F: Format> Aging<'_, P, F> {
+impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
     /// Ages the leaves for `range` in the table of `level` in `frame`, and in the tables below it.
     fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
         let table = self.tree.table(frame);
+        if level == Level::PAGE {
+            return self.pages(&table, range);
+        }
         let mut gfn = range.start.align_down(level);
         while gfn < range.end {
             let next = gfn.add(level.pages());
@@ -71,35 +70,77 @@ impl<P: Platform, F: Format> Aging<'_, P, F> {
                 return Err(Stopped { at: below.start });
             }
             self.walk.visits();
-            if let Some(lower) = self.entry(table.entry(level.index(gfn)), level) {
-                self.table(lower, level.below(), below)?;
+            let entry = table.entry(level.index(gfn));
+            // `Acquire`: the entries of a new table are visible, too.
+            match F::next_table(entry.load(Acquire), level) {
+                Some(lower) => self.table(lower, level.below(), below)?,
+                None => self.entries(slice::from_ref(entry), gfn, level),
             }
             gfn = next;
         }
         Ok(())
     }
 
-    /// Ages the leaf in `entry`, if it is one. Returns the table that it refers to, if it does.
+    /// Ages the leaves for `range` in a table of level 1.
+    fn pages(&mut self, table: &Table<'_, P>, range: Range<Gfn>) -> Result<(), Stopped> {
+        let wanted = range.end.0 - range.start.0;
+        let allowed = self.walk.count_up_to(wanted as u32);
+        let first = Level::PAGE.index(range.start);
+        let entries = &table.entries()[first..first + allowed as usize];
+        let mut gfn = range.start;
+        for some in entries.chunks(Aged::MOST) {
+            self.entries(some, gfn, Level::PAGE);
+            gfn = gfn.add(some.len() as u64);
+        }
+        match gfn == range.end {
+            true => Ok(()),
+            false => Err(Stopped { at: gfn }),
+        }
+    }
+
+    /// Ages the leaves among adjacent `entries` of `level`; the first is for `gfn`.
     #[inline]
-    fn entry(&mut self, entry: &AtomicU64, level: Level) -> Option<Pfn> {
-        // `Acquire`: the entries of a new table are visible, too.
-        let mut bits = entry.load(Acquire);
-        loop {
-            if let Some(lower) = F::next_table(bits, level) {
-                return Some(lower);
+    fn entries(&mut self, entries: &[AtomicU64], gfn: Gfn, level: Level) {
+        let (mut mapped, mut young) = (0, 0);
+        for (n, entry) in entries.iter().enumerate() {
+            let bits = entry.load(Relaxed);
+            let is_leaf = !F::is_absent(bits) && F::next_table(bits, level).is_none();
+            let is_young = is_leaf && F::clear_accessed(bits) != bits;
+            mapped |= u64::from(is_leaf) << n;
+            young |= u64::from(is_young) << n;
+        }
+        if self.clear {
+            let mut left = young;
+            while left != 0 {
+                let n = left.trailing_zeros();
+                left &= left - 1;
+                if !clear::<F>(&entries[n as usize], level) {
+                    young &= !(1 << n);
+                }
             }
-            let aged = F::clear_accessed(bits);
-            if F::is_absent(bits) || aged == bits {
-                return None;
-            }
-            if self.clear
-                && let Err(now) = entry.compare_exchange(bits, aged, Relaxed, Acquire)
-            {
-                bits = now;
-                continue;
-            }
-            self.young += 1;
-            return None;
+        }
+        if mapped != 0 {
+            (self.seen)(Aged {
+                gfn,
+                level,
+                mapped,
+                young,
+            });
+        }
+    }
+}
+
+/// Clears the accessed bit of the leaf of `level` in `entry`, if there is one that has it. Returns whether.
+fn clear<F: Format>(entry: &AtomicU64, level: Level) -> bool {
+    let mut bits = entry.load(Relaxed);
+    loop {
+        let aged = F::clear_accessed(bits);
+        if F::is_absent(bits) || aged == bits || F::next_table(bits, level).is_some() {
+            return false;
+        }
+        match entry.compare_exchange(bits, aged, Relaxed, Relaxed) {
+            Ok(_) => return true,
+            Err(now) => bits = now,
         }
     }
 }

@@ -91,20 +91,22 @@ pub(crate) trait ByGfn {
     /// when the budget of `walk` is used up; the next call resumes with the same entry.
     fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit);
 
-    /// Returns how many leaves of the range have the accessed bit set; clears it if `clear`. Continues `walk`, and stops when
-    /// its budget is used up, as [`Self::walk`] does, but need not take a lock.
-    fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
-        let mut young = 0;
+    /// Calls `seen` for all leaves that cover frames of the range, some at a time, and clears their accessed bits if `clear`.
+    /// Continues `walk`, and stops when its budget is used up, as [`Self::walk`] does, but need not take a lock.
+    fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
         self.walk(walk, Show::default(), &mut |at: &At<'_>| {
-            if Self::Format::clear_accessed(at.bits) != at.bits {
-                young += 1;
-                if clear {
-                    at.update::<Self::Format>(Self::Format::clear_accessed);
-                }
+            let young = Self::Format::clear_accessed(at.bits) != at.bits;
+            if young && clear {
+                at.update::<Self::Format>(Self::Format::clear_accessed);
             }
+            seen(Aged {
+                gfn: at.gfn,
+                level: at.level,
+                mapped: 1,
+                young: u64::from(young),
+            });
             Next::Pass
         });
-        young
     }
 
     /// Zaps the leaf at `at`.
@@ -164,6 +166,23 @@ pub(crate) trait ByGfn {
     /// # Errors
     /// The first thing that is wrong.
     fn check(&self) -> Result<(), String>;
+}
+
+/// Adjacent entries of a level, as [`ByGfn::age`] has found them. In the masks, bit n is for the n-th of them.
+#[derive(Clone, Copy)]
+pub(crate) struct Aged {
+    /// The first frame of the first entry.
+    pub(crate) gfn: Gfn,
+    pub(crate) level: Level,
+    /// Those that are leaves.
+    pub(crate) mapped: u64,
+    /// Leaves that had the accessed bit.
+    pub(crate) young: u64,
+}
+
+impl Aged {
+    /// The most entries.
+    pub(crate) const MOST: usize = u64::BITS as usize;
 }
 
 /// What [`ByGfn::split`] did.

@@ -3,7 +3,9 @@
 use alloc::string::String;
 
 use super::detached::tell_zapped;
-use super::{At, ByGfn, Collapse, Detached, Flushed, Path, Show, Split, Table, Tree, Visit, Walk};
+use super::{
+    Aged, At, ByGfn, Collapse, Detached, Flushed, Path, Show, Split, Table, Tree, Visit, Walk,
+};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
@@ -18,8 +20,8 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
         self.walk_on(walk, show, visit);
     }
 
-    fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
-        self.age_unlocked(walk, clear)
+    fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
+        self.age_unlocked(walk, clear, seen);
     }
 
     #[inline]

@@ -92,7 +92,7 @@ use crate::platform::{Platform, WaitFor};
 use crate::sync::atomic::AtomicU64;
 
 pub(crate) use at::{At, Kept, Listed};
-pub(crate) use by_gfn::{ByGfn, Collapse, Next, RUN, Show, Split, Visit};
+pub(crate) use by_gfn::{Aged, ByGfn, Collapse, Next, RUN, Show, Split, Visit};
 pub(crate) use by_index::{Found, Installed, Key, Retry, Root};
 pub(crate) use detached::{Detached, Freed, tell_zapped};
 pub(crate) use flushes::{FlushTicket, Flushed, Flushes, overlap};

@@ -95,6 +95,21 @@ impl Walk {
         self.entries += u64::from(entries);
     }
 
+    /// Counts up to `entries` that the walk is about to read, as many as its budget allows. Returns how many.
+    pub(super) fn count_up_to(&mut self, entries: u32) -> u32 {
+        let allowed = entries.min(self.budget);
+        self.count(allowed);
+        allowed
+    }
+
+    /// Does `work` with a walk over the frames of this one before `end`, which goes on where this one is and uses its budget.
+    pub(crate) fn before(&mut self, end: Gfn, work: impl FnOnce(&mut Self)) {
+        let all = self.range.end;
+        self.range.end = all.min(end);
+        work(self);
+        self.range.end = all;
+    }
+
     /// Counts the visit of one entry, which is not left out if the budget is used up.
     pub(crate) fn visits(&mut self) {
         self.spend(1);

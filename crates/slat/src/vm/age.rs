@@ -1,13 +1,14 @@
 //! Which backing pages the guest has used: what a host wants to know before it reclaims memory (KVM's `kvm_age_gfn`
 //! and `kvm_test_age_gfn`). No lock of a tree of tables is taken: `table/age.rs`
-//! has the argument.
+//! has the argument. Which were not used for some time is in [`super::cold`].
 
 use core::ops::Range;
 
 use super::{RangeOp, Vm};
-use crate::addr::Hva;
+use crate::addr::{Hva, PAGE_SHIFT};
 use crate::format::Format;
 use crate::platform::Platform;
+use crate::table::Aged;
 use crate::trace::Event;
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -16,16 +17,49 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ///
     /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again.
     pub fn age(&self, range: Range<Hva>, clear: bool) -> u64 {
-        self.platform.trace(Event::AgeHva(range.clone()));
         let mut young = 0;
+        self.each_leaf(range, clear, |_, aged| {
+            young += u64::from(aged.young.count_ones())
+        });
+        young
+    }
+
+    /// Calls `seen` for all leaves that map pages backed by `range`, in any address space, some at a time, with the backing of
+    /// the frame `Aged::gfn`; clears their accessed bits if `clear`. Leaves out frames whose memory is that of their slot's
+    /// other backing. A leaf of 2 MiB or more may reach out of the range.
+    pub(super) fn each_leaf(
+        &self,
+        range: Range<Hva>,
+        clear: bool,
+        mut seen: impl FnMut(Hva, Aged),
+    ) {
+        self.platform.trace(Event::AgeHva(range.clone()));
         for space in &self.spaces {
             let mut op = RangeOp::begin(self, space);
             op.walk_backed_by(
                 &range,
                 || (),
-                |step, _, walk| young += step.age(walk, clear),
+                |step, slot, place, walk| {
+                    let (base, backing) = (slot.base().0, place.backing_of(slot).0);
+                    // What backs frame 0, if the slot had it.
+                    let origin = backing.wrapping_sub(base << PAGE_SHIFT);
+                    let attributes = &space.slots.current(step.section()).private;
+                    while !walk.is_done() && !walk.is_spent() {
+                        let (is_backed, alike) = place.backs(slot, walk.at(), attributes);
+                        if is_backed {
+                            walk.before(alike.end, |walk| {
+                                step.age(walk, clear, |aged| {
+                                    let hva = origin.wrapping_add(aged.gfn.gpa().0);
+                                    seen(Hva(hva), aged);
+                                });
+                            });
+                        } else {
+                            walk.visits();
+                            walk.stop_at(alike.end);
+                        }
+                    }
+                },
             );
         }
-        young
     }
 }

@@ -281,7 +281,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 counters.invalidations.add(1);
             }
         };
-        op.walk_backed_by(range, found, |step, slot, walk| step.zap(slot, walk));
+        op.walk_backed_by(range, found, |step, slot, _, walk| step.zap(slot, walk));
         op.finish();
     }
 

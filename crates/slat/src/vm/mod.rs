@@ -2,7 +2,7 @@
 //! the host.
 //!
 //! A file per mechanism: [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
-//! (conversions), [`nx`], [`recover`] (huge pages), [`age`]. Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What it all takes is in [`usage`]. What range operations have in common is in [`range_op`], what long operations on
+//! (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`] and [`cold`]. Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What it all takes is in [`usage`]. What range operations have in common is in [`range_op`], what long operations on
 //! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
@@ -23,6 +23,7 @@
 
 mod age;
 mod attributes;
+mod cold;
 mod departure;
 mod dirty;
 mod edge;
@@ -32,6 +33,7 @@ mod leaf;
 mod mapping;
 mod mmu_pages;
 mod nx;
+mod promote;
 pub(crate) mod range_op;
 mod recover;
 mod region;
@@ -41,11 +43,13 @@ mod slot_op;
 mod usage;
 
 pub(crate) use crate::dirty_log::{DirtyLog, LogKind};
+pub use cold::{ColdMap, ColdRange};
 pub use dirty::DirtyLogError;
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
 pub(crate) use leaf::{is_executable, leaf_of};
 pub use mapping::Mapping;
+pub use promote::Promotion;
 pub(crate) use range_op::RangeOp;
 pub(crate) use ring::RingSlot;
 pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};

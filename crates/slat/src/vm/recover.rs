@@ -1,4 +1,5 @@
-//! Huge pages come back when a dirty log ends (KVM: `kvm_mmu_recover_huge_pages`).
+//! Huge pages come back when a dirty log ends (KVM: `kvm_mmu_recover_huge_pages`), or when [`promote`](super::promote) finds
+//! that they may.
 //!
 //! While a slot logs, it is mapped by 4 KiB leaves. When its log ends, each table whose frames one huge leaf may map is
 //! replaced by that leaf, in place: each page stays mapped throughout, to the same frame, so that the guest takes no
@@ -57,24 +58,40 @@ impl Candidate {
 /// The tables that are replaced between two flushes, if those of a format are flushed.
 const SOME: usize = FrameCache::BATCH;
 
+/// What [`SlotOp::recover_some`] did.
+pub(super) struct Recovered {
+    /// The page of the slot to go on with.
+    pub(super) next: u64,
+    /// The number of tables for which it has asked the host.
+    pub(super) tables: usize,
+    /// The number of those that were replaced; in an MMU of shadow pages, zapped.
+    pub(super) leaves: u64,
+}
+
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
     /// Replaces the tables of the slot, which has ended its log, by the huge leaves that fit.
     pub(super) fn recover_huge_pages(&mut self) {
         let mut at = 0;
-        while let Some(next) = self.recover_some(at) {
-            at = next;
+        while let Some(some) = self.recover_some(at, SOME) {
+            at = some.next;
         }
     }
 
-    /// Like [`Self::recover_huge_pages`], for the first tables from page `at` on. Returns the page to go on with.
-    fn recover_some(&mut self, at: u64) -> Option<u64> {
+    /// Like [`Self::recover_huge_pages`], for at most `most` tables from page `at` on (but two), and for one step. `None`: the slot ends
+    /// before that page, or the operation has to end ([`Self::slot`]).
+    pub(super) fn recover_some(&mut self, at: u64, most: usize) -> Option<Recovered> {
         let (vm, space) = (self.vm, self.op.space);
         // Before the slot, its attributes, the host and the policies are looked at.
         let sequence = vm.in_progress.sequence();
         let slot = self.slot()?;
         let (base, pages, limits) = (slot.base(), slot.pages(), slot.limits());
         let (gfns, backing) = (slot.gfns(), slot.backing());
+        if at >= pages {
+            return None;
+        }
         let mut found = [Candidate::NONE; SOME];
+        // Two tables may begin at one page, and only behind both of them is there another page to go on with.
+        let allowed = &mut found[..most.clamp(2, SOME)];
         let mut count = 0;
         let mut walk = Walk::new(base.add(at)..base.add(pages));
         self.op.covers(&walk.range());
@@ -84,7 +101,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
                 if !is_shared(private, &at.gfn.block(at.level)) {
                     return Next::Descend;
                 }
-                let Some(candidate) = found.get_mut(count) else {
+                let Some(candidate) = allowed.get_mut(count) else {
                     return Next::Stop;
                 };
                 *candidate = Candidate {
@@ -99,6 +116,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         });
         let next = walk.at().0 - base.0;
         let found = &mut found[..count];
+        let mut leaves = 0;
         self.pass_by(|| {
             for candidate in &mut *found {
                 candidate.leaf = vm.huge_leaf(&gfns, limits, candidate);
@@ -110,7 +128,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
             let mut count = 0;
             let holds = |table: &Candidate| vm.in_progress.holds(sequence, &table.hvas());
             self.walk(first.gfn.0 - base.0..end.0 - base.0, |step, _, walk| {
-                let wanted = |gfn, level, because_of_nx: bool| {
+                let mut wanted = |gfn, level, because_of_nx: bool| {
                     let named = |table: &&Candidate| (table.gfn, table.level) == (gfn, level);
                     let table = found.iter().find(named);
                     match table.and_then(|table| Some((table, table.leaf?))) {
@@ -118,18 +136,25 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
                         Some(_) if because_of_nx && vm.policy.nx_huge_pages().is_on() => {
                             Collapsing::Keep
                         }
-                        Some((table, leaf)) if holds(table) => Collapsing::To(leaf),
+                        Some((table, leaf)) if holds(table) => {
+                            leaves += 1;
+                            Collapsing::To(leaf)
+                        }
                         Some(_) => Collapsing::Zap,
                     }
                 };
-                step.collapse(walk, wanted, |gfn, level| {
+                step.collapse(walk, &mut wanted, |gfn, level| {
                     broken[count] = (gfn, level);
                     count += 1;
                 });
             });
             self.op.restore(&broken[..count]);
         }
-        (next < pages).then_some(next)
+        Some(Recovered {
+            next,
+            tables: count,
+            leaves,
+        })
     }
 }
 

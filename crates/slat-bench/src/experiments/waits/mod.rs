@@ -25,8 +25,8 @@ One thread works on a slot of 64 GiB mapped by 4 KiB (begin-eager, begin-lazy: 2
 makes calls about other memory, one by one. invalidate: of a mapped page. slot: one of 16 pages is
 created, or deleted. fault: a vCPU's, beside age. The engine alone, EPT; only its tables are real.
 get, clear: the dirty log, every page dirty, by write protection or dirty bits. begin: of logging,
-huge leaves split at once (eager) or not (lazy). end: of it; all of it may be huge again. The rest
-are calls of that name; ring-reset: one page in 64. nothing: the first thread computes, no more.
+huge leaves split at once (eager) or not (lazy). end: of it; all of it may be huge again. cold: of
+cold_ranges, no page used since. The rest are of that name; ring-reset: 1 page in 64. nothing: none.
 alone, operation: how long it took without and with the calls. calls: how many were in progress
 during it. p50, p99, p99.9, max: what they took; p99.9 of fewer than 1000 calls is left empty.
 anytime: what 999 of 1000 would wait at most if they came at random moments: one call of a second
@@ -123,7 +123,7 @@ fn alone(subject: &mut Subject, plan: Plan) -> Result<Vec<Sample>, Failure> {
         let time = began.elapsed();
         samples.push(Sample::seconds(OPERATION, time));
         subject.check(told)?;
-        if subject.operation() == Operation::Age {
+        if matches!(subject.operation(), Operation::Age | Operation::Cold) {
             let seconds = time.as_secs_f64() / told as f64;
             samples.push(Sample::new(PER_PAGE, Unit::Seconds, seconds));
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use slat::Setting;
 use slat::{
-    Access, DirtyGfn, DirtyRing, Ept, Gfn, Gpa, Hva, Level, MemoryAttributes, RegionError,
+    Access, ColdMap, DirtyGfn, DirtyRing, Ept, Gfn, Gpa, Hva, Level, MemoryAttributes, RegionError,
     SlotFlags, Stop, Vcpu, Vm,
 };
 
@@ -36,6 +36,7 @@ pub(super) enum Operation {
     GetDirtyBit,
     Clear,
     Age,
+    Cold,
     Zap,
     ZapDirtyBit,
     BeginSmall,
@@ -52,12 +53,13 @@ pub(super) enum Operation {
 use Operation::*;
 
 impl Operation {
-    pub(super) const ALL: [(Operation, &str); 16] = [
+    pub(super) const ALL: [(Operation, &str); 17] = [
         (Nothing, "nothing"),
         (GetProtect, "get-protect"),
         (GetDirtyBit, "get-dirty-bit"),
         (Clear, "clear"),
         (Age, "age"),
+        (Cold, "cold"),
         (Zap, "zap"),
         (ZapDirtyBit, "zap-dirty-bit"),
         (BeginSmall, "begin-4k"),
@@ -103,6 +105,8 @@ pub(super) struct Subject {
     rings: Vec<Arc<[DirtyGfn]>>,
     pages: u64,
     bitmap: Vec<u64>,
+    /// For [`Cold`].
+    cold: ColdMap,
     /// Time that a thread computes for [`Nothing`].
     nothing: Duration,
 }
@@ -149,6 +153,7 @@ impl Subject {
             rings,
             pages,
             bitmap: vec![0; pages.div_ceil(64) as usize],
+            cold: ColdMap::new(backing(if operation == Cold { pages } else { 0 }))?,
             nothing,
         })
     }
@@ -193,6 +198,7 @@ impl Subject {
                 self.access(Access::Write, 1)?;
             }
             Age => self.access(Access::Read, 1)?,
+            Cold => drop(self.vm.cold_ranges(&mut self.cold, 1)),
             End => self.create(SlotFlags::LOG_DIRTY_PAGES)?,
             NxRecovery => self.access(Access::Execute, MEGA)?,
             RingReset => {
@@ -221,12 +227,18 @@ impl Subject {
             }
             GetProtect | GetDirtyBit => vm.get_dirty_log(0, SLOT, &mut self.bitmap)?,
             Clear => vm.clear_dirty_log(0, SLOT, 0, self.pages, &self.bitmap)?,
-            Age => return Ok(vm.age(self.backing(), true)),
+            Age => return Ok(vm.age(backing(self.pages), true)),
+            Cold => {
+                let ranges = vm.cold_ranges(&mut self.cold, 1);
+                return Ok(ranges
+                    .map(|cold| (cold.hvas.end.0 - cold.hvas.start.0) / PAGE)
+                    .sum());
+            }
             Zap | ZapDirtyBit => vm.zap(0, gfns),
             BeginSmall | BeginEager | BeginLazy => self.create(SlotFlags::LOG_DIRTY_PAGES)?,
             End => self.create(SlotFlags(0))?,
             Delete => self.delete()?,
-            Invalidate => drop(vm.invalidate(self.backing())),
+            Invalidate => drop(vm.invalidate(backing(self.pages))),
             Attributes => vm.set_memory_attributes(gfns, MemoryAttributes::PRIVATE)?,
             NxRecovery => return Ok(vm.recover_nx_huge_pages()),
             RingReset => return Ok(vm.reset_dirty_rings()),
@@ -251,6 +263,7 @@ impl Subject {
                 expect("pages dirty after a zap", self.marked(), self.pages)
             }
             Age => expect("pages used", told, self.pages),
+            Cold => expect("pages not used", told, self.pages),
             NxRecovery => expect("tables recovered", told, self.pages / MEGA),
             RingReset => expect("entries reset", told, self.pages / APART),
             _ => Ok(()),
@@ -284,7 +297,9 @@ impl Subject {
     /// Returns the leaves of 4 KiB and 2 MiB that map the slot after the operation.
     fn after(&self) -> [u64; 2] {
         match self.operation {
-            GetProtect | GetDirtyBit | Clear | Age | BeginSmall | BeginEager => [self.pages, 0],
+            GetProtect | GetDirtyBit | Clear | Age | Cold | BeginSmall | BeginEager => {
+                [self.pages, 0]
+            }
             BeginLazy | RingReset => self.before(),
             // Huge leaves come back in place, but where an invalidation has begun meanwhile.
             End => [0, self.vm.stats().pages_2m.min(self.pages / MEGA)],
@@ -308,10 +323,6 @@ impl Subject {
 
     fn gfns(&self) -> Range<Gfn> {
         Gfn(0)..Gfn(self.pages)
-    }
-
-    fn backing(&self) -> Range<Hva> {
-        Hva(BACKING)..Hva(BACKING + self.pages * PAGE)
     }
 
     fn marked(&self) -> u64 {
@@ -378,6 +389,11 @@ impl Subject {
             Ok(())
         })
     }
+}
+
+/// Returns what backs the first `pages` of the large slot.
+fn backing(pages: u64) -> Range<Hva> {
+    Hva(BACKING)..Hva(BACKING + pages * PAGE)
 }
 
 fn expect(what: &str, is: u64, expected: u64) -> Result<(), Failure> {

@@ -8,7 +8,11 @@ impl<F: Format> World<F> {
         let me = self.readers.register().unwrap();
         me.enter(&self.readers, 0);
         let mut walk = Walk::unbroken(Gfn(0)..Gfn(4));
-        let young = self.step(&mut Unflushed::none()).age(&mut walk, true);
+        let mut young = 0;
+        self.step(&mut Unflushed::none())
+            .age(&mut walk, true, |aged| {
+                young += u64::from(aged.young.count_ones())
+            });
         me.leave();
         self.readers.release(me);
         young

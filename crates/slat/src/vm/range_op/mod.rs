@@ -202,13 +202,13 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Like [`Self::walk_slots`], but for each slot that a part of `hvas` backs. Calls `found` whenever a step finds
-    /// such a slot, before `work`.
+    /// Like [`Self::walk_slots`], but for each slot that a part of `hvas` backs, with the place of that backing. Calls
+    /// `found` whenever a step finds such a slot, before `work`.
     pub(super) fn walk_backed_by(
         &mut self,
         hvas: &Range<Hva>,
         mut found: impl FnMut(),
-        mut work: impl FnMut(&mut Step<'_, Mmu<P, F>>, &Memslot, &mut Walk),
+        mut work: impl FnMut(&mut Step<'_, Mmu<P, F>>, &Memslot, Place, &mut Walk),
     ) {
         // Where the next step begins: at a slot (by its place in the order of backing), and a page of it.
         let mut at = Some((Place::FIRST, 0));
@@ -228,7 +228,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
                 }
                 ticket.covers(&gfns);
                 let mut walk = Walk::resumed(gfns, start);
-                walk.with_budget(budget, |walk| work(&mut step, slot, walk));
+                walk.with_budget(budget, |walk| work(&mut step, slot, here, walk));
                 if !walk.is_done() {
                     at = Some((here, walk.at().0 - slot.base().0));
                 }

@@ -11,7 +11,7 @@ use crate::policy::SplitWalk;
 use crate::slots::{Memslot, SlotSet};
 use crate::sync::{Guarded, InSection};
 use crate::table::{
-    At, ByGfn, Collapse, Flushed, LeafCounts, Next, Path, RUN, Show, Split, Visit, Walk,
+    Aged, At, ByGfn, Collapse, Flushed, LeafCounts, Next, Path, RUN, Show, Split, Visit, Walk,
 };
 
 /// A step of a range operation on the MMU `M`: what it does in one reader section.
@@ -260,11 +260,11 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Returns how many leaves of the range were used since their accessed bit was last cleared; clears it if `clear`.
-    /// Needs no flush: a CPU that still caches the leaf does not set the bit again, and so the page looks unused for
-    /// longer than it was.
-    pub(crate) fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
-        self.mmu.age(walk, clear)
+    /// Calls `seen` for all leaves of the range, some at a time, with those that were used since their accessed bits were last
+    /// cleared; clears these if `clear`. Needs no flush: a CPU that still caches a leaf does not set the bit again, and so
+    /// the page looks unused for longer than it was.
+    pub(crate) fn age(&self, walk: &mut Walk, clear: bool, mut seen: impl FnMut(Aged)) {
+        self.mmu.age(walk, clear, &mut seen);
     }
 
     /// Splits the huge leaves of the range for which `wanted` is true, and those pieces for which it is true, down to

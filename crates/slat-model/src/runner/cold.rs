@@ -1,0 +1,94 @@
+//! Memory that was not used for some passes.
+
+use std::ops::Range;
+
+use slat::format::Entry;
+use slat::{ColdMap, Format, Gfn, PAGE_SHIFT};
+
+use super::Runner;
+use crate::host::HostMemory;
+use crate::machine::Machine;
+
+/// The engine's map of some pages of the backing, and the same in plain words.
+pub(super) struct Cold {
+    map: ColdMap,
+    pages: Range<u64>,
+    /// In how many passes each page was not used. `None`: it is not mapped.
+    ages: Vec<Option<u8>>,
+}
+
+impl Cold {
+    /// The pages of the first blocks of 2 MiB, of which the first and the last are not there as a whole.
+    pub(super) fn new(host_pages: u64) -> Self {
+        let pages = 77..host_pages.min(4096) - 300;
+        Cold {
+            map: ColdMap::new(HostMemory::hvas(&pages)).expect("some kilobytes"),
+            ages: vec![None; pages.end as usize],
+            pages,
+        }
+    }
+}
+
+impl<M: Machine, F: Format> Runner<M, F> {
+    /// Makes a pass, and compares all ages.
+    pub(super) fn cold(&mut self) {
+        let used = self.pages_used();
+        let cold = &mut self.cold;
+        for (age, used) in cold.ages.iter_mut().zip(used) {
+            *age = match (used, *age) {
+                (None, _) => None,
+                (Some(true), old) => {
+                    if old.is_some_and(|old| old > 0) {
+                        self.tally.count("page used again");
+                    }
+                    Some(0)
+                }
+                (Some(false), None) => Some(0),
+                (Some(false), Some(old)) => Some((old + 1).min(ColdMap::MOST_PASSES)),
+            };
+        }
+        let mut found = vec![None; cold.ages.len()];
+        for range in self.vm.cold_ranges(&mut cold.map, 3) {
+            let first = (range.hvas.start.0 - HostMemory::BASE.0) >> PAGE_SHIFT;
+            let end = (range.hvas.end.0 - HostMemory::BASE.0) >> PAGE_SHIFT;
+            let ages = &cold.ages[first as usize..end as usize];
+            assert_eq!(ages.iter().min(), Some(&Some(range.passes)), "{range:?}");
+            found[first as usize..end as usize].copy_from_slice(ages);
+            self.tally.count("page not used for three passes");
+        }
+        for page in cold.pages.clone() {
+            let age = cold.ages[page as usize];
+            assert_eq!(
+                cold.map.passes(HostMemory::hva(page)),
+                age,
+                "page {page:#x}"
+            );
+            let is_cold = age.filter(|age| *age >= 3);
+            assert_eq!(found[page as usize], is_cold, "page {page:#x}");
+        }
+    }
+
+    /// Returns of each page of the map whether a leaf that maps it has the accessed bit. `None`: none maps it.
+    fn pages_used(&self) -> Vec<Option<bool>> {
+        let mut used = vec![None; self.cold.ages.len()];
+        let all = Gfn(0)..Gfn(crate::model::capacity::<F>());
+        for (space, model) in self.models.iter().enumerate() {
+            self.vm
+                .visit_leaves(space, all.clone(), &mut |gfn, level, entry| {
+                    let Entry::Leaf(leaf) = entry else {
+                        return;
+                    };
+                    let (_, slot) = model.slot_at(gfn.0).expect("a slot has every leaf");
+                    let backing = (slot.backing - HostMemory::BASE.0) >> PAGE_SHIFT;
+                    let first = backing + gfn.0 - slot.base;
+                    for page in first..first + level.pages() {
+                        if self.cold.pages.contains(&page) {
+                            let used: &mut Option<bool> = &mut used[page as usize];
+                            *used = Some(leaf.accessed || *used == Some(true));
+                        }
+                    }
+                });
+        }
+        used
+    }
+}

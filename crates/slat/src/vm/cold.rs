@@ -1,0 +1,313 @@
+//! Which guest memory was not used for some time, and so may be reclaimed.
+//!
+//! An accessed bit says whether a page was used since the last pass. A [`ColdMap`] keeps how many passes ago: a byte for each
+//! page, as the generations of Linux's multi-generational LRU, but for a guest alone. The caller owns it, so a VM that nobody
+//! reclaims from has none.
+//!
+//! A pass has two halves. The walk reads and clears the accessed bits, without a lock of a tree of tables (`table/age.rs`), and
+//! marks in the map what is mapped, and what was used. Marks are only ever added, so it does not matter how many leaves map
+//! a page, or in which order: one that was used makes the page young. Then the map ages all its bytes, which no CPU sees, many at
+//! a time.
+//!
+//! A leaf of 2 MiB or more marks blocks instead of pages, so it costs a byte for each 2 MiB. Pages of a block have ages of
+//! their own from the first small leaf on until they are all alike again; they begin with that of the block.
+
+use alloc::vec::Vec;
+use core::ops::Range;
+use core::slice;
+
+use super::Vm;
+use crate::addr::{Hva, Level, PAGE_SHIFT, PAGE_SIZE};
+use crate::format::Format;
+use crate::heap::OutOfMemory;
+use crate::platform::Platform;
+use crate::table::Aged;
+
+/// Pages of a block.
+const BLOCK: usize = Level::MEGA.pages() as usize;
+
+// What a byte of the map has. Between two passes only the age, and in a block `PAGES`.
+/// One more than the age; 0: not mapped.
+const AGE: u8 = 0x1f;
+/// The ages of the pages of the block are their own, and not that of the block.
+const PAGES: u8 = 1 << 5;
+/// This pass has found a leaf.
+const SEEN: u8 = 1 << 6;
+/// This pass has found that a leaf was used.
+const YOUNG: u8 = 1 << 7;
+const MARKS: u8 = SEEN | YOUNG;
+
+/// How long ago each page of some backing memory was used: what [`Vm::cold_ranges`] keeps between two calls. It takes a byte
+/// for each 4 KiB.
+#[derive(Debug)]
+pub struct ColdMap {
+    backing: Range<Hva>,
+    /// The address of the first block.
+    origin: Hva,
+    /// For what huge leaves map: a byte for each block of 2 MiB, aligned by address.
+    blocks: Vec<u8>,
+    /// For what small leaves map: a byte for each page of the blocks.
+    pages: Vec<u8>,
+}
+
+/// Memory that the guest has not used for some passes ([`Vm::cold_ranges`]).
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ColdRange {
+    /// What backs it.
+    pub hvas: Range<Hva>,
+    /// The number of passes in which none of it was used, at most [`ColdMap::MOST_PASSES`].
+    pub passes: u8,
+    /// Leaves of 2 MiB or more map it: pages under one leaf have one accessed bit.
+    pub huge: bool,
+}
+
+impl ColdMap {
+    /// The largest number of passes that it counts.
+    pub const MOST_PASSES: u8 = AGE - 1;
+
+    /// Makes a map for the memory slots' `backing`, shared or private, rounded out to pages. It may be a part of a slot's,
+    /// or that of several slots.
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    pub fn new(backing: Range<Hva>) -> Result<Self, OutOfMemory> {
+        const BYTES: u64 = BLOCK as u64 * PAGE_SIZE;
+        let backing = Hva(backing.start.0 / PAGE_SIZE * PAGE_SIZE)
+            ..Hva(backing.end.0.next_multiple_of(PAGE_SIZE));
+        let origin = Hva(backing.start.0 / BYTES * BYTES);
+        let count = (backing.end.0.saturating_sub(origin.0)).div_ceil(BYTES);
+        let count = usize::try_from(count).map_err(|_| OutOfMemory)?;
+        Ok(ColdMap {
+            blocks: zeros(count)?,
+            pages: zeros(count.checked_mul(BLOCK).ok_or(OutOfMemory)?)?,
+            backing,
+            origin,
+        })
+    }
+
+    /// Returns in how many passes up to the last one the page at `backing` was not used. `None`: it is not mapped, or not in
+    /// the map.
+    pub fn passes(&self, backing: Hva) -> Option<u8> {
+        let is_there = self.backing.contains(&backing);
+        is_there.then(|| self.age(self.index(backing)))?
+    }
+
+    /// Returns the ranges, in the order of address and as large as can be, that were not used in the last `passes` passes;
+    /// with 0, all that is mapped. Does not begin another pass.
+    pub fn ranges(&self, passes: u8) -> impl Iterator<Item = ColdRange> + use<'_> {
+        Ranges {
+            map: self,
+            passes,
+            at: self.index(self.backing.start),
+        }
+    }
+
+    fn index(&self, backing: Hva) -> usize {
+        ((backing.0 - self.origin.0) >> PAGE_SHIFT) as usize
+    }
+
+    fn hva(&self, index: usize) -> Hva {
+        self.origin.add_pages(index as u64)
+    }
+
+    /// Returns the age of page `index`.
+    #[inline]
+    fn age(&self, index: usize) -> Option<u8> {
+        let block = self.blocks[index / BLOCK];
+        let byte = if block & PAGES == 0 {
+            block
+        } else {
+            self.pages[index]
+        };
+        (byte & AGE).checked_sub(1)
+    }
+
+    /// Marks what `aged` maps; `backing` backs its first frame, and may lie before the map if that is of a huge leaf.
+    fn mark(&mut self, backing: Hva, aged: Aged) {
+        if aged.level > Level::PAGE {
+            self.mark_huge(backing, aged.level, aged.young != 0);
+            return;
+        }
+        let mut index = self.index(backing);
+        let (mut mapped, mut young) = (aged.mapped, aged.young);
+        while mapped != 0 {
+            // To the end of the block, if it comes first.
+            let here = (BLOCK - index % BLOCK).min(Aged::MOST);
+            self.blocks[index / BLOCK] |= PAGES;
+            let end = self.pages.len().min(index + here);
+            for page in &mut self.pages[index..end] {
+                *page |= (mapped & 1) as u8 * SEEN | (young & 1) as u8 * YOUNG;
+                (mapped, young) = (mapped >> 1, young >> 1);
+            }
+            index = end;
+        }
+    }
+
+    /// Marks the pages that a huge leaf of `level` maps.
+    fn mark_huge(&mut self, backing: Hva, level: Level, young: bool) {
+        let marks = SEEN | if young { YOUNG } else { 0 };
+        // A leaf of a slot that has just left may begin before all addresses.
+        let first = backing.0.wrapping_sub(self.origin.0) as i64 >> PAGE_SHIFT;
+        let end = first + level.pages() as i64;
+        let range = [self.backing.start, self.backing.end].map(|hva| self.index(hva) as i64);
+        let mut at = first.max(range[0]) as usize;
+        let end = end.min(range[1]).max(0) as usize;
+        while at < end {
+            let block = at / BLOCK;
+            let next = end.min((block + 1) * BLOCK);
+            if next - at == BLOCK {
+                self.blocks[block] |= marks;
+            } else {
+                self.blocks[block] |= PAGES;
+                let part = &mut self.pages[at..next];
+                part.iter_mut().for_each(|page| *page |= marks);
+            }
+            at = next;
+        }
+    }
+
+    /// Ends a pass: makes ages of the marks.
+    fn end_pass(&mut self) {
+        let blocks = self.blocks.iter_mut();
+        for (block, pages) in blocks.zip(self.pages.chunks_exact_mut(BLOCK)) {
+            let (old, marks) = (*block & AGE, *block & MARKS);
+            let had_pages = *block & PAGES;
+            *block = aged(*block, 0);
+            if had_pages == 0 {
+                continue;
+            }
+            let mut small = 0;
+            for page in pages.iter_mut() {
+                small |= *page & SEEN;
+                *page = aged(*page | marks, old);
+            }
+            // Without small leaves, and with a huge leaf that was used or is gone, the pages are all alike.
+            match small == 0 && marks != SEEN {
+                true => pages.fill(0),
+                false => *block |= PAGES,
+            }
+        }
+    }
+}
+
+/// Returns a byte after a pass. A page without an age has had that of its block, `inherited`.
+#[inline(always)]
+fn aged(byte: u8, inherited: u8) -> u8 {
+    let own = byte & AGE;
+    let old = if own == 0 { inherited } else { own };
+    let idle = if old == AGE { AGE } else { old + 1 };
+    match (byte & SEEN, byte & YOUNG) {
+        (0, _) => 0,
+        (_, 0) => idle,
+        _ => 1,
+    }
+}
+
+fn zeros(count: usize) -> Result<Vec<u8>, OutOfMemory> {
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(count).map_err(|_| OutOfMemory)?;
+    bytes.resize(count, 0);
+    Ok(bytes)
+}
+
+/// The ranges of a map that are cold.
+struct Ranges<'m> {
+    map: &'m ColdMap,
+    passes: u8,
+    /// The next page to look at.
+    at: usize,
+}
+
+impl Ranges<'_> {
+    /// Returns where pages end that are all as cold, or not, as page `at`, in its block, and if they are, the least age and
+    /// whether they are huge.
+    fn piece(&self, at: usize) -> (usize, Option<(u8, bool)>) {
+        let block = self.map.blocks[at / BLOCK];
+        let end = (at / BLOCK + 1) * BLOCK;
+        let is_cold = |byte: &u8| *byte > self.passes;
+        let (bytes, next) = if block & PAGES == 0 {
+            (slice::from_ref(&block), end)
+        } else {
+            let pages = &self.map.pages[at..end];
+            let first = is_cold(&pages[0]);
+            let count = pages.iter().position(|page| is_cold(page) != first);
+            let count = count.unwrap_or(pages.len());
+            (&pages[..count], at + count)
+        };
+        let least = bytes.iter().map(|byte| byte & AGE).min().unwrap_or(0);
+        let cold = is_cold(&least).then(|| (least - 1, block & AGE != 0));
+        (next, cold)
+    }
+}
+
+impl Iterator for Ranges<'_> {
+    type Item = ColdRange;
+
+    fn next(&mut self) -> Option<ColdRange> {
+        let end = self.map.index(self.map.backing.end);
+        let mut found: Option<(usize, u8, bool)> = None;
+        while self.at < end {
+            let (next, cold) = self.piece(self.at);
+            found = match (found, cold) {
+                (None, None) => None,
+                (None, Some((age, huge))) => Some((self.at, age, huge)),
+                (Some((start, least, huge)), Some((age, alike))) if huge == alike => {
+                    Some((start, least.min(age), huge))
+                }
+                (Some(_), _) => break,
+            };
+            self.at = next.min(end);
+        }
+        found.map(|(start, passes, huge)| ColdRange {
+            hvas: self.map.hva(start)..self.map.hva(self.at),
+            passes,
+            huge,
+        })
+    }
+}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Makes a pass over the memory of `map`, and returns the ranges, in the order of address and as large as can be, that the
+    /// guest has not used in this pass and those before it, `passes` in all. With 0, all that is mapped.
+    ///
+    /// What no leaf maps is in no range. A page that gets its first leaf, or one again after a zap, is as if it was used in that
+    /// pass; until then the guest has not used it since the zap, of which [`Platform::zapped`] tells. A page that several slots
+    /// or address spaces map was used if one of them has used it; private frames are found by their private backing.
+    ///
+    /// The pass clears accessed bits: two maps for the same memory, or [`Vm::age`] beside one, hide uses from each other. A
+    /// huge leaf has one bit, which is cleared also if the map has only a part of its pages.
+    ///
+    /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again. So cold pages may be in use,
+    /// which is no error: to take one away, [`Vm::invalidate`] it, which flushes, and the next use is a fault. A host
+    /// whose guests seldom reload their TLBs asks for more than one pass.
+    ///
+    /// Faults do not wait for it, but in the shadow MMU, whose lock it takes for a step.
+    ///
+    /// ```
+    /// # use slat_model::{HostMemory, SimPlatform};
+    /// # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+    /// # use slat::{Access, ColdMap, Config, Ept, Gpa, Region, Vm};
+    /// # let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+    /// vm.set_memory_region(0, &Region::new(0, Gpa(0), 0x20_0000, backing))?;
+    /// let mut map = ColdMap::new(backing..backing.add_pages(512))?;
+    /// vm.create_vcpu()?.hardware_fault(Gpa(0x3000), Access::Write)?;
+    /// assert_eq!(map.passes(backing.add_pages(3)), None);
+    ///
+    /// // The page was used before the first pass, and not between that and the second.
+    /// vm.cold_ranges(&mut map, 1).for_each(drop);
+    /// assert_eq!(map.passes(backing.add_pages(3)), Some(0));
+    /// let cold: Vec<_> = vm.cold_ranges(&mut map, 1).collect();
+    /// assert!(cold[0].hvas.contains(&backing.add_pages(3)));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn cold_ranges<'m>(
+        &self,
+        map: &'m mut ColdMap,
+        passes: u8,
+    ) -> impl Iterator<Item = ColdRange> + use<'m, P, F> {
+        self.each_leaf(map.backing.clone(), true, |hva, aged| map.mark(hva, aged));
+        map.end_pass();
+        map.ranges(passes)
+    }
+}
