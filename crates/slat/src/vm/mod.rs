@@ -1,7 +1,7 @@
 //! The memory of one VM: memslots, tables, and the operations that keep the tables consistent with the slots and with
 //! the host.
 //!
-//! A file per mechanism: [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
+//! A file per mechanism: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
 //! (conversions), [`nx`], [`recover`] (huge pages), [`age`]. Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What it all takes is in [`usage`]. What range operations have in common is in [`range_op`], what long operations on
 //! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
@@ -26,6 +26,7 @@ mod attributes;
 mod departure;
 mod dirty;
 mod edge;
+mod fork;
 mod inspect;
 mod invalidate;
 mod leaf;
