@@ -101,7 +101,7 @@ pub use heap::{OutOfMemory, Shared};
 pub use meta_map::MetaMap;
 pub use mmu::MmuKind;
 pub use platform::{
-    HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor, ZappedLeaf,
+    ForkError, HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor, ZappedLeaf,
 };
 pub use policy::{
     AtomicPolicy, DirtyLogMethod, DirtyLogReads, Policy, PolicyError, Prefetch, Setting, SplitWalk,

@@ -103,6 +103,14 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         }
     }
 
+    /// Returns the tree, if the MMU is one.
+    pub(crate) fn tree_mut(&mut self) -> Option<&mut Tree<P, F>> {
+        match self {
+            Mmu::Tdp(tree) => Some(tree),
+            Mmu::Shadow(_) => None,
+        }
+    }
+
     /// Makes sure that `frames` and the MMU have what installs of `tables` tables need.
     ///
     /// # Errors

@@ -11,6 +11,7 @@ use core::ptr::NonNull;
 use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT, Pfn};
 use crate::format::MemoryType;
 use crate::frame::{Entries, TableMeta};
+use crate::heap::OutOfMemory;
 use crate::trace::Event;
 
 /// Identifies a VM towards its [`Platform`], for the life of the process.
@@ -189,6 +190,35 @@ impl fmt::Display for ResolveError {
 
 impl core::error::Error for ResolveError {}
 
+/// Why a VM was not cloned ([`Vm::fork_from`](crate::Vm::fork_from)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ForkError {
+    /// The platform does not give each VM pages of its own ([`Platform::share`]).
+    Unsupported,
+    /// No memory for the VM, its slots or its root, or for what the platform keeps. The call can be repeated.
+    OutOfMemory,
+}
+
+impl From<OutOfMemory> for ForkError {
+    fn from(_: OutOfMemory) -> Self {
+        ForkError::OutOfMemory
+    }
+}
+
+impl fmt::Display for ForkError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ForkError::Unsupported => {
+                "cloning a VM: the platform shares no pages between VMs; implement Platform::share"
+            }
+            ForkError::OutOfMemory => "cloning a VM: no memory",
+        })
+    }
+}
+
+impl core::error::Error for ForkError {}
+
 /// What the engine is waiting for, given to [`Platform::wait`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitFor {
@@ -242,6 +272,7 @@ impl Stale {
 /// | `resolve` | no | none | for anything: it may sleep | yes | yes, but for this vCPU |
 /// | `populate` | no | none | for anything: it may sleep | yes | yes, but for this vCPU |
 /// | `resolve_resident` | yes | none; by [`Vm::audit`](crate::Vm::audit) slots and a table's | for locks of its own | not the pages asked for | no |
+/// | `share` | no | slots | for locks of its own | yes | no |
 /// | `flush` | no | slots | for CPUs in the guest | yes | no |
 /// | `wait` | yes | slots | shortly, that is its purpose | no | no |
 /// | `zapped` | yes | slots, a table's | no | no | no |
@@ -353,6 +384,25 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// may do less, or nothing, as without an implementation: each page that is not resident then is resolved by itself.
     fn populate(&self, vm: VmId, backing: Range<Hva>) {
         let _ = (vm, backing);
+    }
+
+    /// Makes the memory of the new VM `child` a copy of that of `parent` as it is now: every page that backs the parent backs the
+    /// child at the same backing address. [`Vm::fork_from`](crate::Vm::fork_from) calls it, while no fault of the parent installs a leaf.
+    ///
+    /// From now on, until the page has one user left,
+    /// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) return it as not writable, to both VMs
+    ///   ([`HostPage::writable`]);
+    /// - `resolve` for a write gives the VM that asks a copy of its own, and returns that: it begins an invalidation of the page *of
+    ///   that VM* ([`Vm::invalidate`](crate::Vm::invalidate)), copies, changes what backs the page, and ends the invalidation;
+    /// - the frame is not taken back, whatever invalidations of the other VM do.
+    ///
+    /// The engine does not tell when a VM ends: whoever drops it tells the platform.
+    ///
+    /// # Errors
+    /// [`ForkError`]; then nothing is shared.
+    fn share(&self, parent: VmId, child: VmId) -> Result<(), ForkError> {
+        let _ = (parent, child);
+        Err(ForkError::Unsupported)
     }
 
     /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:

@@ -203,6 +203,20 @@ impl Memslot {
         gfn.0.wrapping_sub(self.base.0) < self.pages()
     }
 
+    /// Returns the region that asks for such a slot.
+    pub(crate) fn region(&self) -> Region {
+        Region {
+            slot: self.id(),
+            flags: self.flags(),
+            gpa: self.base.gpa(),
+            size: self.pages() << PAGE_SHIFT,
+            backing: self.backing,
+            private: self.private(),
+            rights: self.rights(),
+            memory: self.memory(),
+        }
+    }
+
     /// Whether it has the size and the backing of `region`.
     pub(crate) fn has_pages_of(&self, region: &Region) -> bool {
         let private = (self.private(), region.private);

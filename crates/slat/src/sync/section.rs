@@ -44,7 +44,7 @@ use core::marker::PhantomData;
 /// owner.leave();
 /// ```
 ///
-/// It does not say to which VM the reader belongs: nothing in the engine handles two VMs.
+/// It does not say to which VM the reader belongs: the one operation on two VMs ([`crate::vm`]'s clones) has a section of one only.
 #[derive(Clone, Copy)]
 pub(crate) struct InSection<'s>(PhantomData<&'s ()>);
 
@@ -72,5 +72,10 @@ impl<T> Guarded<T> {
     #[inline(always)]
     pub(crate) fn get<'s>(&'s self, _: InSection<'s>) -> &'s T {
         &self.0
+    }
+
+    /// Returns the value of an owner that no reader knows yet.
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        &mut self.0
     }
 }

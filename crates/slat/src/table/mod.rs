@@ -69,6 +69,7 @@
 
 mod age;
 mod at;
+mod build;
 mod by_gfn;
 mod by_index;
 mod change;
@@ -92,6 +93,7 @@ use crate::platform::{Platform, WaitFor};
 use crate::sync::atomic::AtomicU64;
 
 pub(crate) use at::{At, Kept, Listed};
+pub(crate) use build::TableBuilder;
 pub(crate) use by_gfn::{Aged, ByGfn, Collapse, Next, RUN, Show, Split, Visit};
 pub(crate) use by_index::{Found, Installed, Key, Retry, Root};
 pub(crate) use detached::{Detached, Freed, tell_zapped};

@@ -252,6 +252,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
+    /// Begins an invalidation of all backing addresses that zaps nothing: until the returned guard is dropped, faults wait, and
+    /// none installs what it has looked up before.
+    pub(super) fn suspend_faults(&self) -> Invalidation<'_, P, F> {
+        let range = Hva(0)..Hva(u64::MAX);
+        self.in_progress.begin(&range, self.lock_wait());
+        self.in_progress.raise();
+        Invalidation {
+            vm: self,
+            range,
+            used: true,
+        }
+    }
+
     /// Zaps all leaves of memslots in the guest frames `range` of address space `space`: the next access to each page
     /// faults and looks it up anew (KVM's `kvm_zap_gfn_range`). For a client that knows of a change that
     /// neither slots nor invalidations announce. When this returns, no CPU uses one of the old translations.

@@ -1,8 +1,9 @@
 //! The memory of one VM: memslots, tables, and the operations that keep the tables consistent with the slots and with
 //! the host.
 //!
-//! A file per mechanism: [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
-//! (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`] and [`cold`]. Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What it all takes is in [`usage`]. What range operations have in common is in [`range_op`], what long operations on
+//! A file per mechanism: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
+//! (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`] and [`cold`]. Which leaf a page gets is in [`leaf`], which it
+//! has in [`mapping`]. What it all takes is in [`usage`]. What range operations have in common is in [`range_op`], what long operations on
 //! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
@@ -27,6 +28,7 @@ mod cold;
 mod departure;
 mod dirty;
 mod edge;
+mod fork;
 mod inspect;
 mod invalidate;
 mod leaf;

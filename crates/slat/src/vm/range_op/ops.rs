@@ -44,6 +44,12 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.mmu.walk(walk, show, visit);
     }
 
+    /// Call after leaves, of which `leaves` says how many by level, have lost a right: the operation flushes.
+    pub(in crate::vm) fn changed(&mut self, leaves: &LeafCounts) {
+        let changed = self.unflushed.changed.iter_mut();
+        changed.zip(leaves).for_each(|(sum, n)| *sum += n);
+    }
+
     /// Zaps leaves of `slot`. If its log consists of the leaves' dirty bits, moves them to its bitmap.
     pub(crate) fn zap(&mut self, slot: &Memslot, walk: &mut Walk) {
         match slot.log() {

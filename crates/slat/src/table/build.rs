@@ -1,0 +1,85 @@
+//! The tables of a tree that no other thread knows yet, made from leaves in the order of their frames.
+
+use super::{FrameCache, LeafCounts, Table, Tree};
+use crate::addr::{Gfn, Level, Pfn};
+use crate::format::Format;
+use crate::heap::OutOfMemory;
+use crate::platform::Platform;
+use crate::sync::atomic::Ordering::Relaxed;
+
+/// Fills an empty tree.
+pub(crate) struct TableBuilder<'t, P: Platform, F: Format> {
+    tree: &'t mut Tree<P, F>,
+    frames: FrameCache,
+    /// The table that has received the last leaf, with the first frame that it maps and its level.
+    last: Option<(Gfn, Level, Pfn)>,
+    /// The number of leaves in the tree, by level.
+    leaves: LeafCounts,
+}
+
+impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
+    pub(crate) fn new(tree: &'t mut Tree<P, F>) -> Self {
+        let frames = FrameCache::new(tree.frames.clone());
+        TableBuilder {
+            tree,
+            frames,
+            last: None,
+            leaves: LeafCounts::default(),
+        }
+    }
+
+    /// Makes sure that [`Self::put`] has the tables for one leaf, and allocates for others. Not under a table's lock.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn prepare(&mut self) -> Result<(), OutOfMemory> {
+        let _ = (self.frames).fill(self.tree.platform(), FrameCache::BATCH);
+        match self.frames.len() < Self::MOST {
+            true => Err(OutOfMemory),
+            false => Ok(()),
+        }
+    }
+
+    /// The most tables that one leaf can need.
+    const MOST: usize = F::TOP.0 as usize - 1;
+
+    /// Stores `bits` as the leaf of `level` for `gfn`. Returns `false` if the tables that are prepared may be too few; then
+    /// it has done nothing.
+    pub(crate) fn put(&mut self, gfn: Gfn, level: Level, bits: u64) -> bool {
+        let first = gfn.align_down(Level(level.0 + 1));
+        let frame = match self.last {
+            Some((start, of, frame)) if (start, of) == (first, level) => frame,
+            _ if self.frames.len() < Self::MOST => return false,
+            _ => self.table_for(gfn, level),
+        };
+        self.last = Some((first, level, frame));
+        let table = self.tree.table(frame);
+        // Relaxed: the tree is published as a whole, by whatever publishes its VM.
+        table.entry(level.index(gfn)).store(bits, Relaxed);
+        table.meta().count_leaves(1);
+        self.leaves[level.0 as usize - 1] += 1;
+        true
+    }
+
+    /// Returns the table of `level` on the path to `gfn`, after adding what is missing.
+    fn table_for(&mut self, gfn: Gfn, level: Level) -> Pfn {
+        loop {
+            let found = self.tree.find_at(gfn, level);
+            if found.level == level {
+                return found.table;
+            }
+            let frame = self.frames.take();
+            let mut table: Table<'_, P> = self.tree.table(frame);
+            table.meta().begin(0);
+            // SAFETY: the frame is new, and nobody else knows the tree.
+            unsafe { table.clear() };
+            found.entry.store(F::table(frame), Relaxed);
+        }
+    }
+
+    /// Ends the work. Returns the number of leaves in the tree, by level.
+    pub(crate) fn finish(mut self) -> LeafCounts {
+        self.frames.release(self.tree.platform());
+        self.leaves
+    }
+}
