@@ -66,6 +66,7 @@ mod probe;
 mod progress;
 mod run;
 mod segment;
+mod sem;
 pub mod simd;
 mod smm;
 mod snapshot;
