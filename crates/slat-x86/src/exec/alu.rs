@@ -79,7 +79,7 @@ fn mi<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     to_memory::<T, F, A>(cpu, op, T::of(op.imm))
 }
 
-fn binary<A: Operation>(op: &Op) -> Handler {
+pub(super) fn binary<A: Operation>(op: &Op) -> Handler {
     match (op.r[0], op.r[1]) {
         (MEM, NONE) => by_size_and_form!(op, mi, A),
         (MEM, _) => by_size_and_form!(op, mr, A),

@@ -4,7 +4,7 @@ use super::condition::Carry;
 use super::translate::{TYPES, Translator};
 use crate::sem::Compute;
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::I8;
+use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 
 /// Defines functions that are one instruction of Cranelift's.
@@ -47,6 +47,10 @@ impl Compute for Translator<'_> {
         neg(a) ineg;
         differ(a, b) bxor;
         choose(which, a, b) select;
+        select(which, a, b) select;
+        trailing_zeros(a) ctz;
+        leading_zeros(a) clz;
+        ones(a) popcnt;
     }
     shifts! {
         shl, ishl, ishl_imm;
@@ -82,6 +86,30 @@ impl Compute for Translator<'_> {
             Some(m) => self.number(m.wrapping_add(n), a),
             None => self.b.ins().iadd_imm(a, n),
         }
+    }
+    fn product(&mut self, a: Value, b: Value, is_signed: bool) -> (Value, Value) {
+        let size = self.size_of(a);
+        if size == 3 {
+            let low = self.b.ins().imul(a, b);
+            let high = match is_signed {
+                true => self.b.ins().smulhi(a, b),
+                false => self.b.ins().umulhi(a, b),
+            };
+            return (low, high);
+        }
+        let [a, b] = [a, b].map(|value| match is_signed {
+            true => self.b.ins().sextend(I64, value),
+            false => self.b.ins().uextend(I64, value),
+        });
+        let product = self.b.ins().imul(a, b);
+        let high = self.b.ins().ushr_imm(product, 8 << size);
+        (self.narrow(product, size), self.narrow(high, size))
+    }
+    fn no(&mut self) -> Value {
+        self.b.ins().iconst(I8, 0)
+    }
+    fn is_zero(&mut self, a: Value) -> Value {
+        self.b.ins().icmp_imm(IntCC::Equal, a, 0)
     }
     fn is_less(&mut self, a: Value, b: Value) -> Value {
         self.b.ins().icmp(IntCC::UnsignedLessThan, a, b)

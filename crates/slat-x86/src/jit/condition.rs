@@ -8,7 +8,7 @@ use super::helpers;
 use super::translate::Translator;
 use crate::Cpu;
 use crate::flags;
-use crate::sem;
+use crate::sem::{self, Compute};
 use crate::state::flags::{ARITHMETIC, CF, PF, ZF};
 use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
 use cranelift_codegen::ir::types::{I8, I64};
@@ -190,10 +190,6 @@ impl Translator<'_> {
     /// Returns the sign bit of a value, as 0 or 1 in 8 bits.
     pub(super) fn sign(&mut self, value: Value) -> Value {
         self.b.ins().icmp_imm(IntCC::SignedLessThan, value, 0)
-    }
-
-    pub(super) fn no(&mut self) -> Value {
-        self.b.ins().iconst(I8, 0)
     }
 
     /// Returns CF.

@@ -5,7 +5,8 @@ use super::condition::Flags;
 use super::translate::{TYPES, Translator};
 use crate::exec::control::condition_number;
 use crate::op::{MEM, NONE, Op};
-use crate::sem::{Operation, by_mnemonic};
+use crate::sem::alu::flags_of_product;
+use crate::sem::{Compute, Operation, alu, by_mnemonic};
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I32, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
@@ -172,8 +173,9 @@ impl Translator<'_> {
                 let value = self.narrow(value, size);
                 self.set(op.r[0], size, value);
             }
-            Imul if insn.op_count() > 1 && size > 0 => self.multiply(insn, op),
-            Mul | Imul if insn.op_count() == 1 && size >= 2 => self.multiply_wide(op),
+            Imul if insn.op_count() == 2 => self.binary::<alu::Imul>(op),
+            Imul if insn.op_count() == 3 => self.sources::<alu::Imul>(op),
+            Mul | Imul if size >= 2 => self.multiply_wide(op),
             Push => {
                 let sized = size == self.word;
                 let is_plain = [NONE, MEM].contains(&op.r[0]) || self.is_word(insn.op0_register());
@@ -336,7 +338,7 @@ impl Translator<'_> {
     }
 
     /// Changes the first operand by an operation with the second operand `b`; or only compares them.
-    fn modify<A: Operation>(&mut self, op: &Op, b: Value) {
+    pub(super) fn modify<A: Operation>(&mut self, op: &Op, b: Value) {
         let carry = self.carry_for::<A>();
         let flags = if A::WRITES {
             let mut flags = Flags::Recorded;
@@ -407,83 +409,24 @@ impl Translator<'_> {
         Some(())
     }
 
+    /// An operation on the second and the third operand, whose result is the first.
+    pub(super) fn sources<A: Operation>(&mut self, op: &Op) {
+        let (a, b) = (self.operand(op, 1, op.size), self.operand(op, 2, op.size));
+        let carry = self.carry_for::<A>();
+        let (result, flags) = A::apply(self, a, b, carry);
+        self.set(op.r[0], op.size, result);
+        self.set_flags(flags);
+    }
+
     /// MUL and IMUL with one operand, to DX:AX of the size.
     fn multiply_wide(&mut self, op: &Op) {
-        let size = op.size;
         let is_signed = op.mnemonic == Mnemonic::Imul;
-        let b = self.operand(op, 0, size);
-        let a = self.get(0, size);
-        let (low, high) = self.product(a, b, size, is_signed);
-        // Whether the high half is more than an extension of the low one.
-        let wide = match is_signed {
-            true => {
-                let sign = self.b.ins().sshr_imm(low, (8 << size) - 1);
-                self.b.ins().icmp(IntCC::NotEqual, high, sign)
-            }
-            false => self.b.ins().icmp_imm(IntCC::NotEqual, high, 0),
-        };
-        self.set(0, size, low);
-        self.set(2, size, high);
-        self.set_flags(Flags::Given {
-            carry: wide,
-            overflow: wide,
-            aux: None,
-            result: low,
-        });
-    }
-
-    /// Returns the halves of a product of two values of 4 or 8 bytes.
-    pub(super) fn product(
-        &mut self,
-        a: Value,
-        b: Value,
-        size: u8,
-        is_signed: bool,
-    ) -> (Value, Value) {
-        if size == 3 {
-            let low = self.b.ins().imul(a, b);
-            let high = match is_signed {
-                true => self.b.ins().smulhi(a, b),
-                false => self.b.ins().umulhi(a, b),
-            };
-            return (low, high);
-        }
-        let [a, b] = [a, b].map(|value| match is_signed {
-            true => self.b.ins().sextend(I64, value),
-            false => self.b.ins().uextend(I64, value),
-        });
-        let product = self.b.ins().imul(a, b);
-        let high = self.b.ins().ushr_imm(product, 32);
-        (self.narrow(product, size), self.narrow(high, size))
-    }
-
-    /// IMUL with two or three operands.
-    fn multiply(&mut self, insn: &Instruction, op: &Op) {
-        let size = op.size;
-        let two = insn.op_count() == 2 && op.r[1] != NONE;
-        let b = self.operand(op, 1, size);
-        let a = match two {
-            true => self.get(op.r[0], size),
-            false => self.immediate(size, op.imm),
-        };
-        let (low, wide) = if size == 3 {
-            let low = self.b.ins().imul(a, b);
-            let high = self.b.ins().smulhi(a, b);
-            let sign = self.b.ins().sshr_imm(low, 63);
-            (low, self.b.ins().icmp(IntCC::NotEqual, high, sign))
-        } else {
-            let (a, b) = (self.b.ins().sextend(I64, a), self.b.ins().sextend(I64, b));
-            let product = self.b.ins().imul(a, b);
-            let low = self.narrow(product, size);
-            let again = self.b.ins().sextend(I64, low);
-            (low, self.b.ins().icmp(IntCC::NotEqual, again, product))
-        };
-        self.set(op.r[0], size, low);
-        self.set_flags(Flags::Given {
-            carry: wide,
-            overflow: wide,
-            aux: None,
-            result: low,
-        });
+        let b = self.operand(op, 0, op.size);
+        let a = self.get(0, op.size);
+        let (low, high) = self.product(a, b, is_signed);
+        self.set(0, op.size, low);
+        self.set(2, op.size, high);
+        let flags = flags_of_product(self, low, high, is_signed);
+        self.set_flags(flags);
     }
 }

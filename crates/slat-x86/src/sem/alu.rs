@@ -1,4 +1,4 @@
-//! Arithmetic and logic: ADD OR ADC SBB AND SUB XOR CMP TEST, and INC DEC NEG NOT.
+//! Arithmetic and logic: ADD OR ADC SBB AND SUB XOR CMP TEST, INC DEC NEG NOT, MUL and IMUL.
 
 use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
 
@@ -44,6 +44,11 @@ operations! {
         (result, Flags::Sub { a: zero, b: a, result })
     }
     Not |c, a, _b, _carry| (c.not(a), Flags::Recorded)
+    // With two or three operands.
+    Imul |c, a, b, _carry| {
+        let (low, high) = c.product(a, b, true);
+        (low, flags_of_product(c, low, high, true))
+    }
 }
 
 #[inline(always)]
@@ -69,5 +74,31 @@ fn with_carry<C: Compute>(
         overflow,
         aux: Some(c.bit(aux, 4)),
         result,
+    }
+}
+
+/// Returns the flags after a multiplication: CF and OF are whether the product is wider than its low half.
+#[inline(always)]
+pub(crate) fn flags_of_product<C: Compute>(
+    c: &mut C,
+    low: C::Value,
+    high: C::Value,
+    is_signed: bool,
+) -> FlagsOf<C> {
+    let extended = match is_signed {
+        true => {
+            let last = c.number(i64::from(c.bits(low)) - 1, low);
+            c.sar(low, last)
+        }
+        false => c.number(0, low),
+    };
+    let rest = c.xor(high, extended);
+    let zero = c.number(0, low);
+    let wide = c.is_less(zero, rest);
+    Flags::Given {
+        carry: wide,
+        overflow: wide,
+        aux: None,
+        result: low,
     }
 }

@@ -5,6 +5,7 @@
 //! fetch operands and write results, each in its own way. An instruction that is added here is in both.
 
 pub(crate) mod alu;
+pub(crate) mod bits;
 mod now;
 pub(crate) mod shift;
 
@@ -42,6 +43,20 @@ pub(crate) trait Compute {
     fn rol(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn ror(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
 
+    /// Returns the halves of a product.
+    fn product(
+        &mut self,
+        a: Self::Value,
+        b: Self::Value,
+        is_signed: bool,
+    ) -> (Self::Value, Self::Value);
+    /// Returns the width if `a` is 0, here and below.
+    fn trailing_zeros(&mut self, a: Self::Value) -> Self::Value;
+    fn leading_zeros(&mut self, a: Self::Value) -> Self::Value;
+    fn ones(&mut self, a: Self::Value) -> Self::Value;
+
+    fn no(&mut self) -> Self::Bool;
+    fn is_zero(&mut self, a: Self::Value) -> Self::Bool;
     /// Whether `a` is less than `b`, without sign.
     fn is_less(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
     /// Whether `a` is not greater than `b`, without sign.
@@ -52,6 +67,7 @@ pub(crate) trait Compute {
     /// Whether exactly one of two is true.
     fn differ(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
     fn choose(&mut self, which: Self::Bool, a: Self::Bool, b: Self::Bool) -> Self::Bool;
+    fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
 }
 
 /// How an instruction sets the arithmetic flags: of which operation they are. They are computed when something reads them.
@@ -194,6 +210,15 @@ macro_rules! by_mnemonic {
     };
     ($mnemonic:expr, unary $($call:tt)*) => {
         by_mnemonic!($mnemonic, alu [Inc Dec Neg Not] $($call)*)
+    };
+    ($mnemonic:expr, bit_test $($call:tt)*) => {
+        by_mnemonic!($mnemonic, bits [Bt Bts Btr Btc] $($call)*)
+    };
+    ($mnemonic:expr, sources $($call:tt)*) => {
+        by_mnemonic!(
+            $mnemonic,
+            bits [Tzcnt Lzcnt Popcnt Andn Blsr Blsmsk Blsi Bextr Bzhi Rorx Shlx Shrx Sarx] $($call)*
+        )
     };
     ($mnemonic:expr, shift $($call:tt)*) => {
         by_mnemonic!($mnemonic, shift [Shl Shr Sar Rol Ror Rcl Rcr] $($call)*)

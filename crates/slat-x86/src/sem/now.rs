@@ -43,6 +43,9 @@ impl<T: Int> Compute for Now<T> {
         shl |a, count| a << (count & 63);
         shr |a, count| a >> (count & 63);
         sar |a, count| (T::of(a).sx() >> (count & 63)) as u64;
+        trailing_zeros |a| a.trailing_zeros().min(T::BITS).into();
+        leading_zeros |a| (a.leading_zeros() - (64 - T::BITS)).into();
+        ones |a| a.count_ones().into();
         rol |a, count| {
             let n = count as u32 % T::BITS;
             a << n | a.checked_shr(T::BITS - n).unwrap_or(0)
@@ -72,6 +75,22 @@ impl<T: Int> Compute for Now<T> {
         T::of(a.zx().wrapping_add(n as u64))
     }
     #[inline(always)]
+    fn product(&mut self, a: T, b: T, is_signed: bool) -> (T, T) {
+        let product = match is_signed {
+            true => (i128::from(a.sx()) * i128::from(b.sx())) as u128,
+            false => u128::from(a.zx()) * u128::from(b.zx()),
+        };
+        (T::of(product as u64), T::of((product >> T::BITS) as u64))
+    }
+    #[inline(always)]
+    fn no(&mut self) -> bool {
+        false
+    }
+    #[inline(always)]
+    fn is_zero(&mut self, a: T) -> bool {
+        a.zx() == 0
+    }
+    #[inline(always)]
     fn is_less(&mut self, a: T, b: T) -> bool {
         a.zx() < b.zx()
     }
@@ -93,6 +112,10 @@ impl<T: Int> Compute for Now<T> {
     }
     #[inline(always)]
     fn choose(&mut self, which: bool, a: bool, b: bool) -> bool {
+        if which { a } else { b }
+    }
+    #[inline(always)]
+    fn select(&mut self, which: bool, a: T, b: T) -> T {
         if which { a } else { b }
     }
 }
