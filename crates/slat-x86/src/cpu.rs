@@ -5,19 +5,18 @@ use crate::blocks::Blocks;
 use crate::code_pages::{CodePages, Member};
 use crate::counters::Counters;
 use crate::debug::{Debugger, Watch};
-use crate::decode;
-use crate::features::Features;
+use crate::decoder;
+use crate::features::{Features, has_avx};
 use crate::fixed::Fixed;
 use crate::flags::Lazy;
 use crate::heap::{OutOfMemory, Pages};
-use crate::int::Int;
+use crate::int::{Int, Registers};
 use crate::machine::{BusLocks, Exit, GuestFlush, HypercallOutcome, Machine, Paging};
 use crate::mmio::Devices;
 use crate::once::Once;
 use crate::op::{Break, Op};
 use crate::probe::Probes;
 use crate::progress::Progress;
-use crate::simd;
 use crate::state::{Exception, Segment, State, control, flags, xcr0};
 use crate::svm::Svm;
 use crate::sync::Arc;
@@ -158,6 +157,17 @@ fn invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
 // addresses are guest memory, which any thread may access through guarded accesses.
 unsafe impl Send for Cpu {}
 
+impl Registers for Cpu {
+    #[inline(always)]
+    fn gpr(&self) -> &[u64; 16] {
+        &self.state.gpr
+    }
+    #[inline(always)]
+    fn gpr_mut(&mut self) -> &mut [u64; 16] {
+        &mut self.state.gpr
+    }
+}
+
 impl Cpu {
     /// Makes a CPU after RESET, with all memory that running needs: half a MiB, most of which the host provides at first use. The
     /// blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
@@ -168,7 +178,7 @@ impl Cpu {
     /// # Errors
     /// [`OutOfMemory`] if the host has no memory.
     pub fn try_new(code: Arc<CodePages>) -> Result<Self, OutOfMemory> {
-        decode::build_tables()?;
+        decoder::build_tables()?;
         Ok(Self {
             state: State::reset(),
             interrupt_window: false,
@@ -460,7 +470,7 @@ impl Cpu {
             mode |= mode::TASK_SWITCHED;
         }
         const AVX: u64 = xcr0::SSE | xcr0::AVX;
-        if state.cr4 & control::CR4_OSXSAVE == 0 || state.xcr0 & AVX != AVX || !simd::has_avx() {
+        if state.cr4 & control::CR4_OSXSAVE == 0 || state.xcr0 & AVX != AVX || !has_avx() {
             mode |= mode::NO_AVX;
         }
         if self.has_paragraphs() {

@@ -3,33 +3,16 @@
 //! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that fetch is the guest's.
 
 use crate::block::{Block, Key, LONGEST, MAX_BYTES};
-use crate::heap::{self, OutOfMemory};
 use crate::op::{Break, Op};
 use crate::snapshot::Snapshot;
 use crate::{Cpu, lower};
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, Register};
 use std::ptr::NonNull;
-use std::sync::Once;
 
 /// UD2 and "kvm": makes KVM emulate the next instruction.
 const PREFIX: &[u8] = b"\x0f\x0bkvm";
 /// Bytes of the longest instruction.
 const INSTRUCTION: usize = 15;
-/// More heap bytes than the decoder's tables use, once per process (checked by a test).
-pub const DECODER_BYTES: usize = 512 << 10;
-
-/// Has the decoder build its tables. It builds them at the first use in a process, and cannot report a failed allocation. So
-/// this checks first that there is enough memory: other threads may still use it up meanwhile.
-pub(crate) fn build_tables() -> Result<(), OutOfMemory> {
-    static BUILT: Once = Once::new();
-    if !BUILT.is_completed() {
-        heap::probe(DECODER_BYTES)?;
-        BUILT.call_once(|| {
-            let _ = Decoder::new(64, &[], DecoderOptions::NONE);
-        });
-    }
-    Ok(())
-}
 
 /// The result of decoding: the number of bytes, and why decoding stopped.
 struct Decoded {

@@ -2,7 +2,6 @@
 //!
 //! Without a feature its control bits are reserved and its instructions are #UD, as far as hardware under KVM behaves so.
 
-use crate::simd;
 use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 use crate::svm;
 
@@ -77,10 +76,15 @@ const EDX: usize = 3;
 
 /// Returns the state components that this CPU has on this host. AVX instructions depend on theirs: without it they are #UD.
 fn components() -> u64 {
-    match simd::has_avx() {
+    match has_avx() {
         true => xcr0::ALL,
         false => xcr0::ALL & !xcr0::AVX,
     }
+}
+
+/// Whether the host has AVX and its system the state of YMM registers, without which the guest has neither.
+pub fn has_avx() -> bool {
+    is_x86_feature_detected!("avx")
 }
 
 impl Features {

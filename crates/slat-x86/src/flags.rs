@@ -9,6 +9,7 @@
 
 use crate::Cpu;
 use crate::int::Int;
+use crate::sem::{Flags, FlagsOf, Now};
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 
 /// The last flag-setting operation. Values are zero-extended.
@@ -140,53 +141,103 @@ impl Lazy {
 }
 
 impl Cpu {
-    /// Records `a + b`.
+    /// Records the flags that an instruction sets.
     #[inline(always)]
-    pub(crate) fn note_add<T: Int>(&mut self, a: T, result: T) {
-        self.note(ADD, result, a);
+    pub(crate) fn note<T: Int>(&mut self, flags: FlagsOf<Now<T>>) {
+        let lazy = &mut self.lazy;
+        let (kind, result) = match flags {
+            Flags::Recorded => return,
+            Flags::Add { a, result } => {
+                (lazy.x, lazy.y) = (result.zx(), a.zx());
+                lazy.kind = ADD | T::SIZE;
+                return;
+            }
+            Flags::Sub { a, b, .. } => {
+                (lazy.x, lazy.y) = (a.zx(), b.zx());
+                lazy.kind = SUB | T::SIZE;
+                return;
+            }
+            Flags::Logic { carry, result } => {
+                match carry {
+                    None => lazy.x = NO_CARRY,
+                    Some(carry) => lazy.set_carry(carry),
+                }
+                (LOGIC, result)
+            }
+            Flags::Inc { result, .. } => (INC, result),
+            Flags::Dec { result, .. } => (DEC, result),
+            Flags::Shl { before, result } => {
+                // CF is the sign of `before`.
+                (lazy.x, lazy.y) = (u64::MAX >> (65 - T::BITS), before.zx());
+                (SHL, result)
+            }
+            Flags::Shr { carry, result } => {
+                lazy.set_carry(carry);
+                (SHR, result)
+            }
+            Flags::Given {
+                carry,
+                overflow,
+                aux,
+                result,
+            } => {
+                lazy.set_carry(carry);
+                lazy.given = given(overflow, aux.unwrap_or(false));
+                (GIVEN, result)
+            }
+            Flags::Compared {
+                carry,
+                zero,
+                parity,
+            } => {
+                let bit = |is_set, flag| if is_set { flag } else { 0 };
+                let value = bit(carry, CF) | bit(zero, ZF) | bit(parity, PF);
+                return self.set_flags(ARITHMETIC, value);
+            }
+            Flags::Rotated { carry, overflow } => return self.rotate_flags(carry, overflow),
+        };
+        lazy.kind = kind | T::SIZE;
+        lazy.result = result.zx();
     }
 
     /// Records `a - b`.
     #[inline(always)]
     pub(crate) fn note_sub<T: Int>(&mut self, a: T, b: T) {
-        self.note(SUB, a, b);
-    }
-
-    #[inline(always)]
-    fn note<T: Int>(&mut self, kind: u8, x: T, y: T) {
-        self.lazy.kind = kind | T::SIZE;
-        (self.lazy.x, self.lazy.y) = (x.zx(), y.zx());
+        let result = T::of(a.zx().wrapping_sub(b.zx()));
+        self.note(Flags::Sub { a, b, result });
     }
 
     /// Records a logical operation.
     #[inline(always)]
     pub(crate) fn note_logic<T: Int>(&mut self, result: T) {
-        self.lazy.x = NO_CARRY;
-        self.note_result(LOGIC, result);
-    }
-
-    /// Records [`INC`] or [`DEC`]: CF stays.
-    #[inline(always)]
-    pub(crate) fn note_result<T: Int>(&mut self, kind: u8, result: T) {
-        self.lazy.kind = kind | T::SIZE;
-        self.lazy.result = result.zx();
+        self.note(Flags::Logic {
+            carry: None,
+            result,
+        });
     }
 
     /// Sets all arithmetic flags at once: the given ones, and the others computed from the result.
     #[inline(always)]
     pub(crate) fn put_flags<T: Int>(&mut self, carry: bool, overflow: bool, aux: bool, result: T) {
-        self.lazy.set_carry(carry);
-        self.lazy.given = given(overflow, aux);
-        self.note_result(GIVEN, result);
+        let aux = Some(aux);
+        self.note(Flags::Given {
+            carry,
+            overflow,
+            aux,
+            result,
+        });
     }
 
-    /// Sets CF and OF.
-    pub(crate) fn rotate_flags(&mut self, carry: bool, overflow: bool) {
+    /// Sets CF and, if given, OF.
+    pub(crate) fn rotate_flags(&mut self, carry: bool, overflow: Option<bool>) {
         let lazy = &mut self.lazy;
         if lazy.kind < ADD {
-            let value = if carry { CF } else { 0 } | if overflow { OF } else { 0 };
-            return self.set_flags(CF | OF, value);
+            let bit = |is_set, flag| if is_set { flag } else { 0 };
+            let mask = CF | bit(overflow.is_some(), OF);
+            let value = bit(carry, CF) | bit(overflow == Some(true), OF);
+            return self.set_flags(mask, value);
         }
+        let overflow = overflow.unwrap_or_else(|| lazy.overflow());
         lazy.given = given(overflow, lazy.aux());
         lazy.result = lazy.operand(lazy.result());
         lazy.kind = GIVEN | lazy.kind & 3;

@@ -1,7 +1,12 @@
 //! The four operand sizes of integer instructions, as types.
 
-use crate::Cpu;
 use slat_guard::Word;
+
+/// What has the general registers: the CPU.
+pub(crate) trait Registers {
+    fn gpr(&self) -> &[u64; 16];
+    fn gpr_mut(&mut self) -> &mut [u64; 16];
+}
 
 /// An unsigned integer of one of the operand sizes.
 pub(crate) trait Int: Word + Copy + Eq + std::fmt::Debug + 'static {
@@ -16,9 +21,9 @@ pub(crate) trait Int: Word + Copy + Eq + std::fmt::Debug + 'static {
     /// Returns the low bits of `v`.
     fn of(v: u64) -> Self;
     /// Reads register `r`; for bytes, 16–19 are AH CH DH BH.
-    fn get(cpu: &Cpu, r: u8) -> Self;
+    fn get(cpu: &impl Registers, r: u8) -> Self;
     /// Writes register `r`: a doubleword clears the upper half, smaller sizes leave the rest.
-    fn set(cpu: &mut Cpu, r: u8, v: Self);
+    fn set(cpu: &mut impl Registers, r: u8, v: Self);
     /// Returns the sign bit.
     #[inline(always)]
     fn top(self) -> bool {
@@ -44,11 +49,11 @@ macro_rules! int {
                 v as $ty
             }
             #[inline(always)]
-            fn get($cpu: &Cpu, $r: u8) -> Self {
+            fn get($cpu: &impl Registers, $r: u8) -> Self {
                 $get
             }
             #[inline(always)]
-            fn set($c: &mut Cpu, $d: u8, $v: Self) {
+            fn set($c: &mut impl Registers, $d: u8, $v: Self) {
                 $set
             }
         }
@@ -59,10 +64,10 @@ int!(
     u8,
     i8,
     0,
-    |cpu, r| (cpu.state.gpr[usize::from(r & 15)] >> ((r >> 4) * 8)) as u8,
+    |cpu, r| (cpu.gpr()[usize::from(r & 15)] >> ((r >> 4) * 8)) as u8,
     |cpu, r, v| {
         let shift = (r >> 4) * 8;
-        let reg = &mut cpu.state.gpr[usize::from(r & 15)];
+        let reg = &mut cpu.gpr_mut()[usize::from(r & 15)];
         *reg = *reg & !(0xff << shift) | u64::from(v) << shift;
     }
 );
@@ -70,9 +75,9 @@ int!(
     u16,
     i16,
     1,
-    |cpu, r| cpu.state.gpr[usize::from(r & 15)] as u16,
+    |cpu, r| cpu.gpr()[usize::from(r & 15)] as u16,
     |cpu, r, v| {
-        let reg = &mut cpu.state.gpr[usize::from(r & 15)];
+        let reg = &mut cpu.gpr_mut()[usize::from(r & 15)];
         *reg = *reg & !0xffff | u64::from(v);
     }
 );
@@ -80,18 +85,18 @@ int!(
     u32,
     i32,
     2,
-    |cpu, r| cpu.state.gpr[usize::from(r & 15)] as u32,
+    |cpu, r| cpu.gpr()[usize::from(r & 15)] as u32,
     |cpu, r, v| {
-        cpu.state.gpr[usize::from(r & 15)] = u64::from(v);
+        cpu.gpr_mut()[usize::from(r & 15)] = u64::from(v);
     }
 );
 int!(
     u64,
     i64,
     3,
-    |cpu, r| cpu.state.gpr[usize::from(r & 15)],
+    |cpu, r| cpu.gpr()[usize::from(r & 15)],
     |cpu, r, v| {
-        cpu.state.gpr[usize::from(r & 15)] = v;
+        cpu.gpr_mut()[usize::from(r & 15)] = v;
     }
 );
 

@@ -8,6 +8,7 @@ use crate::frame::Frame;
 use crate::machine::Exit;
 use crate::op::Break;
 use crate::segment::Descriptor;
+use crate::source::Source;
 use crate::state::{Events, Exception, MAX_NMIS, Segment, flags};
 use crate::svm::intercept::code;
 use crate::svm::{Event, EventKind};
@@ -24,36 +25,6 @@ const NULL: Segment = Segment {
     limit: 0,
     rights: Segment::UNUSABLE,
 };
-
-/// The origin of an event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Source {
-    /// An external interrupt.
-    Interrupt,
-    /// A non-maskable interrupt.
-    Nmi,
-    /// An exception that is a trap or an abort.
-    External,
-    /// An exception that is a fault: RF is set in the flags that are pushed (SDM volume 3, "Instruction-Breakpoint
-    /// Exception Condition").
-    Fault,
-    /// INT3, INTO: the gate's DPL is checked.
-    SoftwareException,
-    /// INT n: the gate's DPL is checked.
-    Software,
-}
-
-impl Source {
-    /// Returns the EXT bit of the error codes of a fault in the delivery.
-    pub(crate) fn external(self) -> u32 {
-        u32::from(!self.is_software())
-    }
-
-    /// Whether an instruction raised the event on purpose.
-    pub(crate) fn is_software(self) -> bool {
-        matches!(self, Source::Software | Source::SoftwareException)
-    }
-}
 
 /// Returns the source of an exception that INT n did not cause.
 fn source(vector: u8) -> Source {

@@ -4,29 +4,38 @@
 //! translates guest-virtual addresses to host pages ([`Mmu`]) and serves CPUID, MSRs and the like. [`Cpu::run`] runs until it
 //! needs its caller and returns the reason: [`Exit`].
 //!
-//! | file | idea |
-//! |---|---|
-//! | [`state`] | the architectural registers |
-//! | [`machine`] | what the CPU needs from its machine, and its exits |
-//! | `cpu` | the CPU object; `run`: its outer loop |
-//! | `counters` | what it counts of its work |
-//! | `features` | the features in the guest's CPUID |
-//! | `fixed`, `heap` | the memory that a CPU has from its creation; allocations that may fail |
-//! | `block`, `blocks`, `hash` | a basic block; all of them, found by address |
-//! | `snapshot`, `once` | the copies of code that blocks are compared with; code that is not kept |
-//! | `code_pages`, `sync` | the pages with decoded code: what CPUs tell each other of stores to them |
-//! | `debug`, `probe` | breakpoints, watchpoints, single steps: of the guest and of KVM's API; of nobody inside |
-//! | `decode` | decoding code into blocks |
-//! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
-//! | `exec/` | the handlers of operations, a file per kind |
-//! | `jit/` | the compiler of hot code (feature `jit`) |
-//! | `flags` | lazy arithmetic flags |
-//! | `tlb/`, `mem` | the software TLB, of two levels; loads and stores |
-//! | `mmio` | MMIO and port accesses, whose data the device model provides |
-//! | `segment`, `interrupt`, `frame` | descriptors; delivery of exceptions and interrupts; what they push |
-//! | `task`, `tss` | task switches; the task-state segment |
-//! | `svm/` | nested virtualization by SVM |
-//! | `simd/`, `x87/` | SSE, AVX, and x87 |
+//! | layer | file | idea |
+//! |---|---|---|
+//! | base | `heap`, `hash`, `sync` | allocations that may fail; a fast hash; what the model checker replaces |
+//! | | `counters` | what the CPU counts of its work |
+//! | | `decoder` | the tables of the instruction decoder |
+//! | | `frame`, `source`, `tss` | what deliveries push; the origins of events; the task-state segment |
+//! | guest | `state` | the architectural registers |
+//! | | `machine` | what the CPU needs from its machine, and its exits |
+//! | sem | `int` | the operand sizes |
+//! | | `sem/` | what integer instructions mean, whatever computes it |
+//! | cpu | `cpu` | the CPU object |
+//! | | `op`, `block`, `blocks` | the decoded operation; a basic block; all of them, found by address |
+//! | | `snapshot`, `once` | the copies of code that blocks are compared with; code that is not kept |
+//! | | `code_pages` | the pages with decoded code: what CPUs tell each other of stores to them |
+//! | | `features` | the features in the guest's CPUID |
+//! | | `fixed` | the memory that a CPU has from its creation |
+//! | | `flags` | lazy arithmetic flags |
+//! | | `tlb/`, `mmio` | the software TLB, of two levels; MMIO and port accesses, whose data the device model provides |
+//! | | `debug`, `probe` | breakpoints, watchpoints, single steps: of the guest and of KVM's API; of nobody inside |
+//! | | `progress` | how long events have been delivered without an instruction |
+//! | | `svm/` | nested virtualization by SVM |
+//! | interpreter | `mem` | loads and stores |
+//! | | `segment`, `interrupt`, `task` | descriptors; delivery of exceptions and interrupts; task switches |
+//! | | `exec/` | the handlers of operations, a file per kind |
+//! | | `simd/`, `x87/` | SSE, AVX, and x87 |
+//! | decoding | `lower` | from an instruction to an operation |
+//! | | `decode` | decoding code into blocks |
+//! | compiler | `jit/` | the compiler of hot code (feature `jit`) |
+//! | run | `run`, `smm` | the outer loop; system-management mode |
+//!
+//! A module imports from its own layer and from lower ones (checked by `tests/architecture.rs`). Inside the `cpu` layer modules import one
+//! another: a CPU holds blocks, whose operations hold functions that take the CPU.
 //!
 //! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
 //! several threads; code that was overwritten is not executed from the block cache: by this CPU from the next instruction on, by
@@ -45,6 +54,7 @@ mod counters;
 mod cpu;
 mod debug;
 mod decode;
+mod decoder;
 mod exec;
 mod features;
 mod fixed;
@@ -66,9 +76,11 @@ mod probe;
 mod progress;
 mod run;
 mod segment;
+mod sem;
 pub mod simd;
 mod smm;
 mod snapshot;
+mod source;
 pub mod state;
 pub mod svm;
 mod sync;
@@ -82,17 +94,17 @@ pub use code_pages::CodePages;
 pub use counters::Counters;
 pub use cpu::Cpu;
 pub use debug::{Breakpoints, Debugger};
-pub use decode::DECODER_BYTES;
+pub use decoder::DECODER_BYTES;
 pub use features::{Features, PKRU_OFFSET};
 pub use heap::OutOfMemory;
 #[cfg(feature = "jit")]
 pub use jit::{Compile, CompiledCode, Compiler, Tier};
 pub use machine::{
     Access, BusLocks, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, HypercallOutcome,
-    Hypercalls, Machine, Mmu, MsrFault, NestedPaging, Paging,
+    Hypercalls, Machine, Mmu, MsrFault, NestedPaging, Paging, ProbeHit, ProbeKind,
 };
 pub use mmio::PORT_BYTES;
-pub use probe::{Probe, ProbeHit, ProbeKind};
+pub use probe::Probe;
 pub use smm::{BadSmram, SMRAM_BYTES, SMRAM_OFFSET, SmramMap, interrupted_vmcb};
 pub use state::{Events, Exception, F80, Segment, State, Table};
 

@@ -3,7 +3,7 @@
 use crate::Cpu;
 use crate::cpu::mode;
 use crate::exec;
-use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form};
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form, segment};
 use crate::{simd, svm, vector, x87};
 use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
@@ -266,14 +266,6 @@ fn register(r: Register) -> u8 {
         }
     } else {
         n
-    }
-}
-
-/// Returns the number of a segment register; DS's for none.
-pub(crate) fn segment(r: Register) -> u8 {
-    match r {
-        Register::None => 3,
-        r => r.number() as u8,
     }
 }
 

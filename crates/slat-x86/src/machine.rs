@@ -1,6 +1,5 @@
 //! What a CPU needs from its machine, and why it stops.
 
-use crate::probe::ProbeHit;
 use crate::state::State;
 use std::ptr::NonNull;
 
@@ -278,6 +277,30 @@ pub enum BusLocks {
     ExitBefore,
     /// It ends the run with [`Exit::BusLock`] after its instruction: as on Intel's processors (bus-lock detection).
     ExitAfter,
+}
+
+/// What a probe waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProbeKind {
+    /// The execution of the instruction at the first address.
+    Execute,
+    /// A write to any of the bytes.
+    Write,
+    /// A read of any of the bytes.
+    Read,
+    /// Either.
+    Access,
+}
+
+/// Why [`Exit::Probe`] has ended the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProbeHit {
+    /// A code probe is at the next instruction.
+    Code,
+    /// The last instruction has accessed this linear address, which a data probe of this kind watches.
+    Data(ProbeKind, u64),
+    /// An instruction was executed by a step.
+    Step,
 }
 
 /// Why a run ended.

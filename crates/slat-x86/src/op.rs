@@ -1,7 +1,7 @@
 //! The decoded operation: what the interpreter's inner loop works on.
 
 use crate::Cpu;
-use iced_x86::Mnemonic;
+use iced_x86::{Mnemonic, Register};
 
 /// How an instruction ended, other than by continuing with the next one.
 ///
@@ -95,4 +95,12 @@ pub struct Op {
     pub count: u8,
     /// The instruction, for uses that do not deserve a handler of their own.
     pub(crate) mnemonic: Mnemonic,
+}
+
+/// Returns the number of a segment register; DS's for none.
+pub(crate) fn segment(r: Register) -> u8 {
+    match r {
+        Register::None => 3,
+        r => r.number() as u8,
+    }
 }

@@ -9,26 +9,13 @@
 //! probe and a step stop after the instruction.
 
 use crate::Cpu;
-use crate::machine::{Access, Exit};
+use crate::machine::{Access, Exit, ProbeHit, ProbeKind};
 use crate::state::flags;
 
 /// Among the DR6 bits of an instruction's traps: it has hit a data probe.
 const DATA: u64 = 1 << 32;
 /// Among the DR6 bits of an instruction's traps: it was a step.
 const STEP: u64 = 1 << 33;
-
-/// What a probe waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProbeKind {
-    /// The execution of the instruction at the first address.
-    Execute,
-    /// A write to any of the bytes.
-    Write,
-    /// A read of any of the bytes.
-    Read,
-    /// Either.
-    Access,
-}
 
 /// One probe: linear addresses and what must happen to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,17 +26,6 @@ pub struct Probe {
     pub first: u64,
     /// The number of bytes. For code, one is looked at.
     pub bytes: u64,
-}
-
-/// Why [`Exit::Probe`] has ended the run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProbeHit {
-    /// A code probe is at the next instruction.
-    Code,
-    /// The last instruction has accessed this linear address, which a data probe of this kind watches.
-    Data(ProbeKind, u64),
-    /// An instruction was executed by a step.
-    Step,
 }
 
 /// The probes of a CPU.

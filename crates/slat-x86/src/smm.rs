@@ -16,8 +16,6 @@ use crate::state::{Segment, State, Table, control::*, flags};
 pub const SMRAM_BYTES: usize = 512;
 /// Where the saved registers are, from SMBASE.
 pub const SMRAM_OFFSET: u64 = 0xfe00;
-/// SMBASE after RESET.
-pub const SMBASE_RESET: u64 = 0x3_0000;
 /// Where the handler begins, from SMBASE.
 const HANDLER: u64 = 0x8000;
 

@@ -1,7 +1,5 @@
 //! The architectural state of one CPU.
 
-use crate::smm::SMBASE_RESET;
-
 /// RFLAGS bits.
 #[allow(missing_docs)]
 pub mod flags {
@@ -376,7 +374,7 @@ impl State {
             vm_cr: 0,
             vm_hsave_pa: 0,
             tsc_ratio: 1 << 32,
-            smbase: SMBASE_RESET,
+            smbase: 0x3_0000,
             events: Events::default(),
         }
     }

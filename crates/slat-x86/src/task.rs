@@ -12,9 +12,9 @@
 
 use crate::debug::DR6_BT;
 use crate::exec::descriptor::system_segment;
-use crate::interrupt::Source;
 use crate::op::{Break, Flow};
 use crate::segment::Descriptor;
+use crate::source::Source;
 use crate::state::{Exception, Segment, State, control, flags};
 use crate::tss::{Format, Image, Registers};
 use crate::{Cpu, vector};

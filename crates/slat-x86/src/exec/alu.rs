@@ -1,92 +1,21 @@
-//! Two-operand arithmetic and logic (ADD OR ADC SBB AND SUB XOR CMP TEST), and INC DEC NEG NOT.
+//! The operations of `sem::alu` on registers and memory.
 
 use crate::Cpu;
 use crate::exec::{Form, by_size_and_form};
-use crate::flags::{self, by_condition};
+use crate::flags::by_condition;
 use crate::int::{Int, by_size};
 use crate::op::{Flow, Handler, MEM, NONE, Op};
+use crate::sem::alu::{Cmp, Dec, Sub, Test};
+use crate::sem::{Now, Operation, by_mnemonic};
 use iced_x86::{Instruction, Mnemonic};
-
-/// One of the two-operand operations.
-trait Binary: 'static {
-    /// Whether the result is stored (not for CMP and TEST).
-    const WRITES: bool = true;
-    /// Whether the carry flag is an input.
-    const CARRY: bool = false;
-    fn apply<T: Int>(a: T, b: T, carry: bool) -> T;
-    fn note<T: Int>(cpu: &mut Cpu, a: T, b: T, carry: bool, result: T);
-}
-
-macro_rules! binary {
-    ($name:ident, |$a:ident, $b:ident| $result:expr, |$cpu:ident, $r:ident| $note:expr $(, $writes:literal)?) => {
-        struct $name;
-        impl Binary for $name {
-            $(const WRITES: bool = $writes;)?
-            #[inline(always)]
-            fn apply<T: Int>($a: T, $b: T, _: bool) -> T {
-                let ($a, $b) = ($a.zx(), $b.zx());
-                T::of($result)
-            }
-            #[inline(always)]
-            fn note<T: Int>($cpu: &mut Cpu, $a: T, $b: T, _: bool, $r: T) {
-                let _ = ($a, $b, $r);
-                $note
-            }
-        }
-    };
-}
-binary!(Add, |a, b| a.wrapping_add(b), |cpu, r| cpu.note_add(a, r));
-binary!(Sub, |a, b| a.wrapping_sub(b), |cpu, r| cpu.note_sub(a, b));
-binary!(
-    Cmp,
-    |a, b| a.wrapping_sub(b),
-    |cpu, r| cpu.note_sub(a, b),
-    false
-);
-binary!(And, |a, b| a & b, |cpu, r| cpu.note_logic(r));
-binary!(Or, |a, b| a | b, |cpu, r| cpu.note_logic(r));
-binary!(Xor, |a, b| a ^ b, |cpu, r| cpu.note_logic(r));
-binary!(Test, |a, b| a & b, |cpu, r| cpu.note_logic(r), false);
-
-struct Adc;
-impl Binary for Adc {
-    const CARRY: bool = true;
-    #[inline(always)]
-    fn apply<T: Int>(a: T, b: T, carry: bool) -> T {
-        T::of(a.zx().wrapping_add(b.zx()).wrapping_add(carry.into()))
-    }
-    #[inline(always)]
-    fn note<T: Int>(cpu: &mut Cpu, a: T, b: T, carry: bool, result: T) {
-        let (x, y, r) = (a.zx(), b.zx(), result.zx());
-        let out = if carry { r <= x } else { r < x };
-        let overflow = T::of((x ^ r) & (y ^ r)).top();
-        cpu.put_flags(out, overflow, (x ^ y ^ r) & 16 != 0, result);
-    }
-}
-
-struct Sbb;
-impl Binary for Sbb {
-    const CARRY: bool = true;
-    #[inline(always)]
-    fn apply<T: Int>(a: T, b: T, carry: bool) -> T {
-        T::of(a.zx().wrapping_sub(b.zx()).wrapping_sub(carry.into()))
-    }
-    #[inline(always)]
-    fn note<T: Int>(cpu: &mut Cpu, a: T, b: T, carry: bool, result: T) {
-        let (x, y, r) = (a.zx(), b.zx(), result.zx());
-        let out = if carry { x <= y } else { x < y };
-        let overflow = T::of((x ^ y) & (x ^ r)).top();
-        cpu.put_flags(out, overflow, (x ^ y ^ r) & 16 != 0, result);
-    }
-}
 
 /// Operates on a register destination and the value `b`.
 #[inline(always)]
-fn to_register<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
+fn to_register<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     let a = T::get(cpu, op.r[0]);
     let carry = A::CARRY && cpu.cf();
-    let result = A::apply(a, b, carry);
-    A::note(cpu, a, b, carry, result);
+    let (result, flags) = A::apply(&mut Now::new(), a, b, carry);
+    cpu.note(flags);
     if A::WRITES {
         T::set(cpu, op.r[0], result);
     }
@@ -95,39 +24,40 @@ fn to_register<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
 
 /// Operates on a memory destination and the value `b`.
 #[inline(always)]
-fn to_memory<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
+fn to_memory<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     if F::FLAT && !A::WRITES {
         let lin = F::flat(cpu, op);
         if let Some(a) = cpu.try_load::<T>(lin) {
-            A::note(cpu, a, b, false, A::apply(a, b, false));
+            cpu.note(A::apply(&mut Now::new(), a, b, false).1);
             return Ok(());
         }
     }
     to_memory_full::<T, F, A>(cpu, op, b)
 }
 #[inline(never)]
-fn to_memory_full<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
+fn to_memory_full<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     let lin = F::lin(cpu, op, T::BYTES as u32)?;
     let carry = A::CARRY && cpu.cf();
+    let apply = move |a| A::apply(&mut Now::new(), a, b, carry);
     if A::WRITES {
-        let (a, result) = cpu.update::<T>(lin, op.lock, move |a| A::apply(a, b, carry))?;
-        A::note(cpu, a, b, carry, result);
+        let (a, _) = cpu.update::<T>(lin, op.lock, move |a| apply(a).0)?;
+        cpu.note(apply(a).1);
         cpu.stored()
     } else {
         let a = cpu.load::<T>(lin)?;
-        A::note(cpu, a, b, carry, A::apply(a, b, carry));
+        cpu.note(apply(a).1);
         Ok(())
     }
 }
 
-fn rr<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn rr<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = T::get(cpu, op.r[1]);
     to_register::<T, A>(cpu, op, b)
 }
-fn ri<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn ri<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     to_register::<T, A>(cpu, op, T::of(op.imm))
 }
-fn rm<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn rm<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     if F::FLAT {
         let lin = F::flat(cpu, op);
         if let Some(b) = cpu.try_load::<T>(lin) {
@@ -137,19 +67,19 @@ fn rm<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
     rm_slow::<T, A>(cpu, op)
 }
 #[inline(never)]
-fn rm_slow<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn rm_slow<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = cpu.load_mem::<T>(op)?;
     to_register::<T, A>(cpu, op, b)
 }
-fn mr<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn mr<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = T::get(cpu, op.r[1]);
     to_memory::<T, F, A>(cpu, op, b)
 }
-fn mi<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn mi<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     to_memory::<T, F, A>(cpu, op, T::of(op.imm))
 }
 
-fn binary<A: Binary>(op: &Op) -> Handler {
+pub(super) fn binary<A: Operation>(op: &Op) -> Handler {
     match (op.r[0], op.r[1]) {
         (MEM, NONE) => by_size_and_form!(op, mi, A),
         (MEM, _) => by_size_and_form!(op, mr, A),
@@ -159,72 +89,21 @@ fn binary<A: Binary>(op: &Op) -> Handler {
     }
 }
 
-/// One of the one-operand operations.
-trait Unary: 'static {
-    fn apply<T: Int>(a: T) -> T;
-    fn note<T: Int>(cpu: &mut Cpu, a: T, result: T);
-}
-
-struct Inc;
-impl Unary for Inc {
-    #[inline(always)]
-    fn apply<T: Int>(a: T) -> T {
-        T::of(a.zx().wrapping_add(1))
-    }
-    #[inline(always)]
-    fn note<T: Int>(cpu: &mut Cpu, _: T, result: T) {
-        cpu.note_result(flags::INC, result);
-    }
-}
-struct Dec;
-impl Unary for Dec {
-    #[inline(always)]
-    fn apply<T: Int>(a: T) -> T {
-        T::of(a.zx().wrapping_sub(1))
-    }
-    #[inline(always)]
-    fn note<T: Int>(cpu: &mut Cpu, _: T, result: T) {
-        cpu.note_result(flags::DEC, result);
-    }
-}
-struct Neg;
-impl Unary for Neg {
-    #[inline(always)]
-    fn apply<T: Int>(a: T) -> T {
-        T::of(a.zx().wrapping_neg())
-    }
-    #[inline(always)]
-    fn note<T: Int>(cpu: &mut Cpu, a: T, _: T) {
-        cpu.note_sub(T::of(0), a);
-    }
-}
-struct Not;
-impl Unary for Not {
-    #[inline(always)]
-    fn apply<T: Int>(a: T) -> T {
-        T::of(!a.zx())
-    }
-    #[inline(always)]
-    fn note<T: Int>(_: &mut Cpu, _: T, _: T) {}
-}
-
-fn unary_r<T: Int, U: Unary>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn unary_r<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let a = T::get(cpu, op.r[0]);
-    let result = U::apply(a);
-    U::note(cpu, a, result);
-    T::set(cpu, op.r[0], result);
-    Ok(())
+    to_register::<T, A>(cpu, op, a)
 }
-fn unary_m<T: Int, F: Form, U: Unary>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn unary_m<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = F::lin(cpu, op, T::BYTES as u32)?;
-    let (a, result) = cpu.update::<T>(lin, op.lock, U::apply)?;
-    U::note(cpu, a, result);
+    let apply = |a| A::apply(&mut Now::new(), a, a, false);
+    let (a, _) = cpu.update::<T>(lin, op.lock, move |a| apply(a).0)?;
+    cpu.note(apply(a).1);
     cpu.stored()
 }
-fn unary<U: Unary>(op: &Op) -> Handler {
+fn unary<A: Operation>(op: &Op) -> Handler {
     match op.r[0] {
-        MEM => by_size_and_form!(op, unary_m, U),
-        _ => by_size!(op.size, unary_r, U),
+        MEM => by_size_and_form!(op, unary_m, A),
+        _ => by_size!(op.size, unary_r, A),
     }
 }
 
@@ -237,11 +116,11 @@ mod fusible {
 }
 
 /// Executes a register operation and the Jcc after it. The target is in `disp`.
-fn rr_jcc<T: Int, A: Binary, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn rr_jcc<T: Int, A: Operation, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     rr::<T, A>(cpu, op)?;
     branch::<CC>(cpu, op)
 }
-fn ri_jcc<T: Int, A: Binary, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn ri_jcc<T: Int, A: Operation, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     ri::<T, A>(cpu, op)?;
     branch::<CC>(cpu, op)
 }
@@ -258,7 +137,7 @@ fn branch<const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     }
 }
 
-fn fused_binary<A: Binary>(op: &Op, cc: u8) -> Handler {
+fn fused_binary<A: Operation>(op: &Op, cc: u8) -> Handler {
     match (op.r[1], op.size) {
         (NONE, 0) => by_condition!(cc, ri_jcc, u8, A),
         (NONE, 2) => by_condition!(cc, ri_jcc, u32, A),
@@ -297,20 +176,6 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Mnemonic::Dec if op.size >= 2 => fusible::DEC,
         _ => 0,
     };
-    Some(match insn.mnemonic() {
-        Mnemonic::Add => binary::<Add>(op),
-        Mnemonic::Or => binary::<Or>(op),
-        Mnemonic::Adc => binary::<Adc>(op),
-        Mnemonic::Sbb => binary::<Sbb>(op),
-        Mnemonic::And => binary::<And>(op),
-        Mnemonic::Sub => binary::<Sub>(op),
-        Mnemonic::Xor => binary::<Xor>(op),
-        Mnemonic::Cmp => binary::<Cmp>(op),
-        Mnemonic::Test => binary::<Test>(op),
-        Mnemonic::Inc => unary::<Inc>(op),
-        Mnemonic::Dec => unary::<Dec>(op),
-        Mnemonic::Neg => unary::<Neg>(op),
-        Mnemonic::Not => unary::<Not>(op),
-        _ => return None,
-    })
+    by_mnemonic!(insn.mnemonic(), binary binary(op))
+        .or_else(|| by_mnemonic!(insn.mnemonic(), unary unary(op)))
 }

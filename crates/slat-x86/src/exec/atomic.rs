@@ -3,6 +3,7 @@
 use crate::Cpu;
 use crate::int::{Int, by_size};
 use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::sem::Flags;
 use crate::state::flags::ZF;
 use iced_x86::{Instruction, Mnemonic};
 
@@ -36,7 +37,10 @@ fn xadd<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         let old = T::get(cpu, op.r[0]);
         (old, sum(old))
     };
-    cpu.note_add(old, new);
+    cpu.note(Flags::Add {
+        a: old,
+        result: new,
+    });
     T::set(cpu, op.r[1], old);
     if op.r[0] != MEM {
         T::set(cpu, op.r[0], new);

@@ -1,40 +1,10 @@
-//! Bit tests and scans: BT BTS BTR BTC, BSF BSR TZCNT LZCNT POPCNT, CRC32.
+//! Bit tests on registers and memory; BSF BSR, CRC32.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
-use crate::state::flags::{ARITHMETIC, CF, ZF};
+use crate::sem::{Now, Operation, by_mnemonic};
 use iced_x86::{Instruction, Mnemonic};
-
-trait BitOp: 'static {
-    const WRITES: bool = true;
-    fn apply(v: u64, mask: u64) -> u64;
-}
-struct Bt;
-impl BitOp for Bt {
-    const WRITES: bool = false;
-    fn apply(v: u64, _: u64) -> u64 {
-        v
-    }
-}
-struct Bts;
-impl BitOp for Bts {
-    fn apply(v: u64, mask: u64) -> u64 {
-        v | mask
-    }
-}
-struct Btr;
-impl BitOp for Btr {
-    fn apply(v: u64, mask: u64) -> u64 {
-        v & !mask
-    }
-}
-struct Btc;
-impl BitOp for Btc {
-    fn apply(v: u64, mask: u64) -> u64 {
-        v ^ mask
-    }
-}
 
 /// Returns the address of the word that holds the bit: a register as bit offset can select a bit
 /// beyond the operand.
@@ -54,30 +24,32 @@ fn bit_address<T: Int>(cpu: &mut Cpu, op: &Op, bit: i64) -> Result<u64, Break> {
     cpu.segmented(op.seg, offset, T::BYTES as u32)
 }
 
-fn bit<T: Int, B: BitOp>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn bit<T: Int, B: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let index = if op.r[1] == NONE {
         op.imm as i64
     } else {
         T::get(cpu, op.r[1]).sx()
     };
-    let mask = 1u64 << (index as u64 & u64::from(T::BITS - 1));
+    let apply = move |a| B::apply(&mut Now::new(), a, T::of(index as u64), false);
     let old = if op.r[0] == MEM {
         let lin = bit_address::<T>(cpu, op, index)?;
         if B::WRITES {
-            cpu.update::<T>(lin, op.lock, move |v| T::of(B::apply(v.zx(), mask)))?
-                .0
+            cpu.update::<T>(lin, op.lock, move |a| apply(a).0)?.0
         } else {
             cpu.load::<T>(lin)?
         }
     } else {
-        let v = T::get(cpu, op.r[0]);
+        let a = T::get(cpu, op.r[0]);
         if B::WRITES {
-            T::set(cpu, op.r[0], T::of(B::apply(v.zx(), mask)));
+            T::set(cpu, op.r[0], apply(a).0);
         }
-        v
+        a
     };
-    cpu.set_flags(CF, if old.zx() & mask != 0 { CF } else { 0 });
+    cpu.note(apply(old).1);
     cpu.stored()
+}
+fn bit_test<B: Operation>(op: &Op) -> Handler {
+    by_size!(op.size, bit, B)
 }
 
 /// BSF and BSR leave the destination alone when the source is zero, as processors do. The flags that are undefined, here and below, are as
@@ -99,27 +71,6 @@ fn bsr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-fn tzcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let n = T::of(v.trailing_zeros().min(T::BITS).into());
-    T::set(cpu, op.r[0], n);
-    cpu.put_flags(v == 0, false, false, n);
-    Ok(())
-}
-fn lzcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let n = T::of((v.leading_zeros() - (64 - T::BITS)).into());
-    T::set(cpu, op.r[0], n);
-    cpu.put_flags(v == 0, false, false, n);
-    Ok(())
-}
-fn popcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    T::set(cpu, op.r[0], T::of(v.count_ones().into()));
-    cpu.set_flags(ARITHMETIC, if v == 0 { ZF } else { 0 });
-    Ok(())
-}
-
 /// Adds a source of `T` to a CRC-32C in a doubleword.
 fn crc32<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut data = cpu.operand::<T>(op, 1)?.zx();
@@ -137,15 +88,8 @@ fn crc32<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(match insn.mnemonic() {
-        Mnemonic::Bt => by_size!(op.size, bit, Bt),
-        Mnemonic::Bts => by_size!(op.size, bit, Bts),
-        Mnemonic::Btr => by_size!(op.size, bit, Btr),
-        Mnemonic::Btc => by_size!(op.size, bit, Btc),
         Mnemonic::Bsf => by_size!(op.size, bsf),
         Mnemonic::Bsr => by_size!(op.size, bsr),
-        Mnemonic::Tzcnt => by_size!(op.size, tzcnt),
-        Mnemonic::Lzcnt => by_size!(op.size, lzcnt),
-        Mnemonic::Popcnt => by_size!(op.size, popcnt),
         Mnemonic::Crc32 => {
             let size = match op.r[1] {
                 MEM => insn.memory_size().size(),
@@ -153,6 +97,6 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
             };
             by_size!(size.trailing_zeros(), crc32)
         }
-        _ => return None,
+        mnemonic => return by_mnemonic!(mnemonic, bit_test bit_test(op)),
     })
 }

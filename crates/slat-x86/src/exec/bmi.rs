@@ -1,62 +1,28 @@
-//! BMI1, BMI2 and ADX.
+//! Operations whose result replaces none of their operands: the counts, BMI1 and BMI2; ADX.
 
 use crate::Cpu;
-use crate::int::Int;
-use crate::op::{Flow, Handler, Op};
+use crate::int::{Int, by_size};
+use crate::op::{Flow, Handler, NONE, Op};
+use crate::sem::{Compute, Now, Operation, by_mnemonic};
 use crate::state::flags::{CF, OF};
 use iced_x86::{Instruction, Mnemonic};
 
-/// Sets SF and ZF by a result, and CF; clears OF. AF and PF, which the manual leaves undefined, are those of a logical operation.
-fn logic<T: Int>(cpu: &mut Cpu, result: T, carry: bool) {
-    cpu.put_flags(carry, false, false, result);
+/// An operation of `sem` on the second and the third operand, whose result is the first.
+fn from_sources<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let a = cpu.operand::<T>(op, 1)?;
+    let b = match op.r[2] {
+        NONE => T::of(op.imm),
+        _ => cpu.operand::<T>(op, 2)?,
+    };
+    let (result, flags) = A::apply(&mut Now::new(), a, b, false);
+    T::set(cpu, op.r[0], result);
+    cpu.note(flags);
+    Ok(())
+}
+pub(super) fn sources<A: Operation>(op: &Op) -> Handler {
+    by_size!(op.size, from_sources, A)
 }
 
-fn andn<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let b = cpu.operand::<T>(op, 2)?.zx();
-    let result = T::of(!T::get(cpu, op.r[1]).zx() & b);
-    T::set(cpu, op.r[0], result);
-    logic(cpu, result, false);
-    Ok(())
-}
-fn blsr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let result = T::of(v & v.wrapping_sub(1));
-    T::set(cpu, op.r[0], result);
-    logic(cpu, result, v == 0);
-    Ok(())
-}
-fn blsmsk<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let result = T::of(v ^ v.wrapping_sub(1));
-    T::set(cpu, op.r[0], result);
-    logic(cpu, result, v == 0);
-    Ok(())
-}
-fn blsi<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let result = T::of(v & v.wrapping_neg());
-    T::set(cpu, op.r[0], result);
-    logic(cpu, result, v != 0);
-    Ok(())
-}
-fn bextr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let control = T::get(cpu, op.r[2]).zx();
-    let (start, len) = (control as u32 & 0xff, control as u32 >> 8 & 0xff);
-    let v = v.checked_shr(start).unwrap_or(0);
-    let result = T::of(if len >= 64 { v } else { v & ((1 << len) - 1) });
-    T::set(cpu, op.r[0], result);
-    logic(cpu, result, false);
-    Ok(())
-}
-fn bzhi<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let n = T::get(cpu, op.r[2]).zx() as u32 & 0xff;
-    let result = T::of(if n >= T::BITS { v } else { v & ((1 << n) - 1) });
-    T::set(cpu, op.r[0], result);
-    logic(cpu, result, n >= T::BITS);
-    Ok(())
-}
 fn pdep<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut mask = cpu.operand::<T>(op, 2)?.zx();
     let source = T::get(cpu, op.r[1]).zx();
@@ -88,36 +54,11 @@ fn pext<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 fn mulx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let a = cpu.operand::<T>(op, 2)?.zx();
-    let product = u128::from(a) * u128::from(T::get(cpu, 2).zx());
+    let b = cpu.operand::<T>(op, 2)?;
+    let (low, high) = Now::new().product(T::get(cpu, 2), b, false);
     // The low half first: if both destinations are one register it keeps the high half.
-    T::set(cpu, op.r[1], T::of(product as u64));
-    T::set(cpu, op.r[0], T::of((product >> T::BITS) as u64));
-    Ok(())
-}
-fn rorx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let n = op.imm as u32 & (T::BITS - 1);
-    let result = v >> n | v.checked_shl(T::BITS - n).unwrap_or(0);
-    T::set(cpu, op.r[0], T::of(result));
-    Ok(())
-}
-fn shlx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let n = T::get(cpu, op.r[2]).zx() as u32 & (T::BITS - 1);
-    T::set(cpu, op.r[0], T::of(v << n));
-    Ok(())
-}
-fn shrx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    let n = T::get(cpu, op.r[2]).zx() as u32 & (T::BITS - 1);
-    T::set(cpu, op.r[0], T::of(v >> n));
-    Ok(())
-}
-fn sarx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.sx();
-    let n = T::get(cpu, op.r[2]).zx() as u32 & (T::BITS - 1);
-    T::set(cpu, op.r[0], T::of((v >> n) as u64));
+    T::set(cpu, op.r[1], low);
+    T::set(cpu, op.r[0], high);
     Ok(())
 }
 
@@ -147,21 +88,11 @@ macro_rules! wide {
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(match insn.mnemonic() {
-        Mnemonic::Andn => wide!(op, andn),
-        Mnemonic::Blsr => wide!(op, blsr),
-        Mnemonic::Blsmsk => wide!(op, blsmsk),
-        Mnemonic::Blsi => wide!(op, blsi),
-        Mnemonic::Bextr => wide!(op, bextr),
-        Mnemonic::Bzhi => wide!(op, bzhi),
         Mnemonic::Pdep => wide!(op, pdep),
         Mnemonic::Pext => wide!(op, pext),
         Mnemonic::Mulx => wide!(op, mulx),
-        Mnemonic::Rorx => wide!(op, rorx),
-        Mnemonic::Shlx => wide!(op, shlx),
-        Mnemonic::Shrx => wide!(op, shrx),
-        Mnemonic::Sarx => wide!(op, sarx),
         Mnemonic::Adcx => wide!(op, adcx),
         Mnemonic::Adox => wide!(op, adox),
-        _ => return None,
+        mnemonic => return by_mnemonic!(mnemonic, sources sources(op)),
     })
 }

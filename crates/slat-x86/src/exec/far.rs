@@ -1,9 +1,9 @@
 //! Far transfers: JMP and CALL far, RETF, IRET, INT.
 
 use crate::Cpu;
-use crate::interrupt::Source;
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::segment::Descriptor;
+use crate::source::Source;
 use crate::state::{Segment, flags};
 use crate::svm::intercept::code;
 use crate::task::Initiator;

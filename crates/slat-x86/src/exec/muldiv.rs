@@ -1,8 +1,11 @@
 //! MUL IMUL DIV IDIV.
 
+use super::{alu, bmi};
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, NONE, Op};
+use crate::op::{Flow, Handler, Op};
+use crate::sem::alu::{Imul, flags_of_product};
+use crate::sem::{Compute, Now};
 use crate::vector;
 use iced_x86::{Instruction, Mnemonic};
 
@@ -16,49 +19,18 @@ fn set_double<T: Int>(cpu: &mut Cpu, low: T, high: T) {
     }
 }
 
+fn multiply<T: Int, const SIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let b = cpu.operand::<T>(op, 0)?;
+    let (low, high) = Now::new().product(T::get(cpu, 0), b, SIGNED);
+    set_double(cpu, low, high);
+    cpu.note(flags_of_product(&mut Now::new(), low, high, SIGNED));
+    Ok(())
+}
 fn mul<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let b = cpu.operand::<T>(op, 0)?.zx();
-    let product = u128::from(T::get(cpu, 0).zx()) * u128::from(b);
-    let (low, high) = (T::of(product as u64), T::of((product >> T::BITS) as u64));
-    set_double(cpu, low, high);
-    let wide = high.zx() != 0;
-    cpu.put_flags(wide, wide, false, low);
-    Ok(())
+    multiply::<T, false>(cpu, op)
 }
-
-fn imul1<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let b = cpu.operand::<T>(op, 0)?.sx();
-    let product = i128::from(T::get(cpu, 0).sx()) * i128::from(b);
-    let (low, high) = (T::of(product as u64), T::of((product >> T::BITS) as u64));
-    set_double(cpu, low, high);
-    let wide = i128::from(low.sx()) != product;
-    cpu.put_flags(wide, wide, false, low);
-    Ok(())
-}
-
-/// IMUL with two or three operands.
-#[inline(always)]
-fn imul<T: Int>(cpu: &mut Cpu, op: &Op, a: T, b: T) -> Flow {
-    let (low, wide) = if T::BITS == 64 {
-        let (low, wide) = a.sx().overflowing_mul(b.sx());
-        (T::of(low as u64), wide)
-    } else {
-        let product = a.sx() * b.sx();
-        let low = T::of(product as u64);
-        (low, low.sx() != product)
-    };
-    T::set(cpu, op.r[0], low);
-    cpu.put_flags(wide, wide, false, low);
-    Ok(())
-}
-fn imul2<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let b = cpu.operand::<T>(op, 1)?;
-    let a = T::get(cpu, op.r[0]);
-    imul(cpu, op, a, b)
-}
-fn imul3<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let a = cpu.operand::<T>(op, 1)?;
-    imul(cpu, op, a, T::of(op.imm))
+fn imul<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    multiply::<T, true>(cpu, op)
 }
 
 /// Returns the dividend's halves.
@@ -110,9 +82,9 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(match insn.mnemonic() {
         Mnemonic::Mul => by_size!(op.size, mul),
         Mnemonic::Imul => match insn.op_count() {
-            1 => by_size!(op.size, imul1),
-            2 if op.r[1] != NONE => by_size!(op.size, imul2),
-            _ => by_size!(op.size, imul3),
+            1 => by_size!(op.size, imul),
+            2 => alu::binary::<Imul>(op),
+            _ => bmi::sources::<Imul>(op),
         },
         Mnemonic::Div => by_size!(op.size, div),
         Mnemonic::Idiv => by_size!(op.size, idiv),

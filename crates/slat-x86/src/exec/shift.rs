@@ -1,156 +1,49 @@
-//! Shifts and rotates: SHL SHR SAR ROL ROR RCL RCR, SHLD SHRD.
+//! The shifts and rotates of `sem::shift` on registers and memory, and SHLD SHRD.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
 use crate::op::{Flow, Handler, MEM, NONE, Op};
+use crate::sem::shift::Shl;
+use crate::sem::{Flags, Now, Operation, by_mnemonic};
 use iced_x86::{Instruction, Mnemonic};
-
-/// Result, carry and overflow of a shift by a count that is not zero.
-type Shifted<T> = (T, bool, bool);
-
-trait Shift: 'static {
-    /// Rotates leave SF, ZF, AF and PF alone.
-    const ROTATE: bool;
-    /// Whether it rotates through the carry flag: BITS + 1 steps restore the operand and the flags.
-    const THROUGH_CARRY: bool = false;
-    fn apply<T: Int>(a: T, count: u32, carry: bool) -> Shifted<T>;
-}
 
 fn bit(v: u64, n: u32) -> bool {
     v.checked_shr(n).unwrap_or(0) & 1 != 0
 }
 
-struct Shl;
-impl Shift for Shl {
-    const ROTATE: bool = false;
-    #[inline(always)]
-    fn apply<T: Int>(a: T, count: u32, _: bool) -> Shifted<T> {
-        let v = a.zx();
-        // The count may exceed a byte's or word's width.
-        let result = T::of(v << count);
-        let carry = count <= T::BITS && bit(v, T::BITS - count);
-        (result, carry, carry != result.top())
-    }
-}
-struct Shr;
-impl Shift for Shr {
-    const ROTATE: bool = false;
-    #[inline(always)]
-    fn apply<T: Int>(a: T, count: u32, _: bool) -> Shifted<T> {
-        let result = T::of(a.zx() >> count);
-        let overflow = (result.zx() ^ result.zx() << 1) >> (T::BITS - 1) & 1 != 0;
-        (result, bit(a.zx(), count - 1), overflow)
-    }
-}
-struct Sar;
-impl Shift for Sar {
-    const ROTATE: bool = false;
-    #[inline(always)]
-    fn apply<T: Int>(a: T, count: u32, _: bool) -> Shifted<T> {
-        (
-            T::of((a.sx() >> count) as u64),
-            a.sx() >> (count - 1) & 1 != 0,
-            false,
-        )
-    }
-}
-struct Rol;
-impl Shift for Rol {
-    const ROTATE: bool = true;
-    #[inline(always)]
-    fn apply<T: Int>(a: T, count: u32, _: bool) -> Shifted<T> {
-        let n = count % T::BITS;
-        let v = a.zx();
-        let result = T::of(v << n | v.checked_shr(T::BITS - n).unwrap_or(0));
-        let carry = bit(result.zx(), 0);
-        (result, carry, carry != result.top())
-    }
-}
-struct Ror;
-impl Shift for Ror {
-    const ROTATE: bool = true;
-    #[inline(always)]
-    fn apply<T: Int>(a: T, count: u32, _: bool) -> Shifted<T> {
-        let n = count % T::BITS;
-        let v = a.zx();
-        let result = T::of(v >> n | v.checked_shl(T::BITS - n).unwrap_or(0));
-        let next = bit(result.zx(), T::BITS - 2);
-        (result, result.top(), result.top() != next)
-    }
-}
-struct Rcl;
-impl Shift for Rcl {
-    const ROTATE: bool = true;
-    const THROUGH_CARRY: bool = true;
-    fn apply<T: Int>(a: T, count: u32, mut carry: bool) -> Shifted<T> {
-        let mut v = a.zx();
-        for _ in 0..count {
-            let out = bit(v, T::BITS - 1);
-            v = T::of(v << 1 | u64::from(carry)).zx();
-            carry = out;
-        }
-        let result = T::of(v);
-        (result, carry, carry != result.top())
-    }
-}
-struct Rcr;
-impl Shift for Rcr {
-    const ROTATE: bool = true;
-    const THROUGH_CARRY: bool = true;
-    fn apply<T: Int>(a: T, count: u32, mut carry: bool) -> Shifted<T> {
-        let mut v = a.zx();
-        for _ in 0..count {
-            let out = v & 1 != 0;
-            v = v >> 1 | u64::from(carry) << (T::BITS - 1);
-            carry = out;
-        }
-        let result = T::of(v);
-        (result, carry, result.top() != bit(v, T::BITS - 2))
-    }
-}
-
 #[inline(always)]
-fn shift<T: Int, S: Shift>(cpu: &mut Cpu, op: &Op, count: u32) -> Flow {
+fn shift<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op, count: u32) -> Flow {
     let mut count = count & if T::BITS == 64 { 63 } else { 31 };
-    if S::THROUGH_CARRY {
+    if S::CARRY {
         count %= T::BITS + 1;
     }
-    let carry = S::ROTATE && cpu.cf();
-    let f = move |a| {
-        if count == 0 {
-            (a, false, false)
-        } else {
-            S::apply::<T>(a, count, carry)
-        }
+    let carry = S::CARRY && cpu.cf();
+    let apply = move |a| match count {
+        0 => (a, Flags::Recorded),
+        _ => S::apply(&mut Now::new(), a, T::of(count.into()), carry),
     };
-    let (result, carry, overflow) = if op.r[0] == MEM {
+    let flags = if op.r[0] == MEM {
         let lin = cpu.lin(op, T::BYTES as u32)?;
-        let (a, _) = cpu.update::<T>(lin, false, move |a| f(a).0)?;
-        f(a)
+        let (a, _) = cpu.update::<T>(lin, false, move |a| apply(a).0)?;
+        apply(a).1
     } else {
-        let out = f(T::get(cpu, op.r[0]));
-        T::set(cpu, op.r[0], out.0);
-        out
+        let (result, flags) = apply(T::get(cpu, op.r[0]));
+        T::set(cpu, op.r[0], result);
+        flags
     };
-    if count == 0 {
-        // The flags stay.
-    } else if S::ROTATE {
-        cpu.rotate_flags(carry, overflow);
-    } else {
-        cpu.put_flags(carry, overflow, false, result);
-    }
+    cpu.note(flags);
     cpu.stored()
 }
 
-fn by_immediate<T: Int, S: Shift>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn by_immediate<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     shift::<T, S>(cpu, op, op.imm as u32)
 }
-fn by_cl<T: Int, S: Shift>(cpu: &mut Cpu, op: &Op) -> Flow {
+fn by_cl<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let count = cpu.state.gpr[1] as u32 & 0xff;
     shift::<T, S>(cpu, op, count)
 }
 
-fn lower_shift<S: Shift>(op: &Op) -> Handler {
+fn lower_shift<S: Operation>(op: &Op) -> Handler {
     match op.r[1] {
         NONE => by_size!(op.size, by_immediate, S),
         _ => by_size!(op.size, by_cl, S),
@@ -204,15 +97,9 @@ fn shrd<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(match insn.mnemonic() {
-        Mnemonic::Shl | Mnemonic::Sal => lower_shift::<Shl>(op),
-        Mnemonic::Shr => lower_shift::<Shr>(op),
-        Mnemonic::Sar => lower_shift::<Sar>(op),
-        Mnemonic::Rol => lower_shift::<Rol>(op),
-        Mnemonic::Ror => lower_shift::<Ror>(op),
-        Mnemonic::Rcl => lower_shift::<Rcl>(op),
-        Mnemonic::Rcr => lower_shift::<Rcr>(op),
         Mnemonic::Shld => by_size!(op.size, shld),
         Mnemonic::Shrd => by_size!(op.size, shrd),
-        _ => return None,
+        Mnemonic::Sal => lower_shift::<Shl>(op),
+        mnemonic => return by_mnemonic!(mnemonic, shift lower_shift(op)),
     })
 }

@@ -4,11 +4,11 @@ use crate::Cpu;
 use crate::debug::DR6_ONES;
 use crate::exec::v86::InterruptFlag;
 use crate::int::{Int, by_size};
-use crate::lower::segment;
 use crate::machine::{
     Exit, GuestFlush, HypercallInstruction, HypercallOutcome, Hypercalls, MsrFault,
 };
 use crate::mem::CACHE_LINE;
+use crate::op::segment;
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form};
 use crate::state::{control::*, flags, is_pat};
 use crate::svm::VM_CR_SVMDIS;

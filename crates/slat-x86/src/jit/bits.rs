@@ -5,8 +5,9 @@ use super::condition::Flags;
 use super::helpers;
 use super::translate::{TYPES, Translator};
 use crate::op::{MEM, NONE, Op};
+use crate::sem::{Compute, Operation, by_mnemonic};
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::{I8, I64};
+use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{Instruction, Mnemonic};
 
@@ -19,40 +20,12 @@ impl Translator<'_> {
             return None;
         }
         match insn.mnemonic() {
-            Bt | Bts | Btr | Btc => return self.bit(op),
             Bsf | Bsr => self.scan(op),
-            Tzcnt | Lzcnt => self.count_zeros(op),
-            Popcnt => self.count_ones(op),
             Movbe => self.move_swapped(op),
-            Andn => {
-                let b = self.operand(op, 2, size);
-                let a = self.get(op.r[1], size);
-                let result = self.b.ins().band_not(b, a);
-                self.set_logic(op.r[0], size, None, result);
-            }
-            Blsr | Blsmsk | Blsi => self.lowest_bit(op),
-            Bzhi => self.clear_from(op),
-            Bextr => self.extract(op),
-            Rorx => {
-                let v = self.operand(op, 1, size);
-                let result = self.b.ins().rotr_imm(v, op.imm as i64);
-                self.set(op.r[0], size, result);
-            }
-            Shlx | Shrx | Sarx => {
-                let v = self.operand(op, 1, size);
-                // Cranelift takes a count modulo the width, too.
-                let count = self.get(op.r[2], size);
-                let result = match insn.mnemonic() {
-                    Shlx => self.b.ins().ishl(v, count),
-                    Shrx => self.b.ins().ushr(v, count),
-                    _ => self.b.ins().sshr(v, count),
-                };
-                self.set(op.r[0], size, result);
-            }
             Mulx => {
                 let b = self.operand(op, 2, size);
                 let a = self.get(2, size);
-                let (low, high) = self.product(a, b, size, false);
+                let (low, high) = self.product(a, b, false);
                 // The low half first: if both destinations are one register it keeps the high half.
                 self.set(op.r[1], size, low);
                 self.set(op.r[0], size, high);
@@ -60,58 +33,27 @@ impl Translator<'_> {
             Adcx | Adox => self.add_with_flag(op),
             Shld | Shrd => return self.double_shift(op),
             Div | Idiv => return self.divide(op),
-            _ => return None,
+            mnemonic => {
+                return by_mnemonic!(mnemonic, sources self.sources(op))
+                    .or_else(|| by_mnemonic!(mnemonic, bit_test self.bit_test(op))?);
+            }
         }
         Some(())
-    }
-
-    /// Writes a result that sets ZF and SF, and CF if given; AF and OF are clear.
-    fn set_logic(&mut self, r: u8, size: u8, carry: Option<Value>, result: Value) {
-        self.set(r, size, result);
-        self.set_flags(Flags::Logic { carry, result });
-    }
-
-    fn is_zero(&mut self, value: Value) -> Value {
-        self.b.ins().icmp_imm(IntCC::Equal, value, 0)
     }
 
     /// Returns bit `n` of a value, 0 or 1 in 8 bits.
     pub(super) fn bit_of(&mut self, value: Value, n: Value) -> Value {
         let value = self.b.ins().ushr(value, n);
-        let value = self.b.ins().band_imm(value, 1);
-        match self.b.func.dfg.value_type(value) {
-            I8 => value,
-            _ => self.b.ins().ireduce(I8, value),
-        }
+        self.bit(value, 0)
     }
 
     /// BT, BTS, BTR and BTC, but of memory with a register as bit offset, which may select a bit beyond the operand.
-    fn bit(&mut self, op: &Op) -> Option<()> {
-        let size = op.size;
-        let bits: i64 = 8 << size;
-        let index = match (op.r[1], op.r[0]) {
-            (NONE, _) => self.immediate(size, op.imm & (bits as u64 - 1)),
-            (_, MEM) => return None,
-            (r, _) => {
-                let index = self.get(r, size);
-                self.b.ins().band_imm(index, bits - 1)
-            }
-        };
-        let old = if op.mnemonic == Mnemonic::Bt {
-            self.operand(op, 0, size)
-        } else {
-            let one = self.immediate(size, 1);
-            let mask = self.b.ins().ishl(one, index);
-            let (old, _) = self.change(op, |this, v| match op.mnemonic {
-                Mnemonic::Bts => this.b.ins().bor(v, mask),
-                Mnemonic::Btr => this.b.ins().band_not(v, mask),
-                _ => this.b.ins().bxor(v, mask),
-            });
-            old
-        };
-        let carry = self.bit_of(old, index);
-        let flags = self.with_flags(Some(carry), None);
-        self.set_flags(flags);
+    fn bit_test<A: Operation>(&mut self, op: &Op) -> Option<()> {
+        if op.r[0] == MEM && op.r[1] != NONE {
+            return None;
+        }
+        let index = self.operand(op, 1, op.size);
+        self.modify::<A>(op, index);
         Some(())
     }
 
@@ -140,89 +82,11 @@ impl Translator<'_> {
         });
     }
 
-    /// TZCNT and LZCNT.
-    fn count_zeros(&mut self, op: &Op) {
-        let v = self.operand(op, 1, op.size);
-        let n = match op.mnemonic {
-            Mnemonic::Tzcnt => self.b.ins().ctz(v),
-            _ => self.b.ins().clz(v),
-        };
-        let carry = self.is_zero(v);
-        self.set_logic(op.r[0], op.size, Some(carry), n);
-    }
-
-    /// POPCNT, after which no result has the flags: PF is clear, whatever ZF is.
-    fn count_ones(&mut self, op: &Op) {
-        let v = self.operand(op, 1, op.size);
-        let n = self.b.ins().popcnt(v);
-        self.set(op.r[0], op.size, n);
-        let zero = self.is_zero(v);
-        let none = self.no();
-        self.set_flags(Flags::Compared {
-            carry: none,
-            zero,
-            parity: none,
-        });
-    }
-
     /// MOVBE.
     fn move_swapped(&mut self, op: &Op) {
         let value = self.operand(op, 1, op.size);
         let value = self.b.ins().bswap(value);
         self.write(op, value);
-    }
-
-    /// BLSR, BLSMSK and BLSI.
-    fn lowest_bit(&mut self, op: &Op) {
-        let v = self.operand(op, 1, op.size);
-        let mut carry = self.is_zero(v);
-        let result = if op.mnemonic == Mnemonic::Blsi {
-            carry = self.b.ins().bxor_imm(carry, 1);
-            let negative = self.b.ins().ineg(v);
-            self.b.ins().band(v, negative)
-        } else {
-            let less = self.b.ins().iadd_imm(v, -1);
-            match op.mnemonic {
-                Mnemonic::Blsr => self.b.ins().band(v, less),
-                _ => self.b.ins().bxor(v, less),
-            }
-        };
-        self.set_logic(op.r[0], op.size, Some(carry), result);
-    }
-
-    /// Returns the lower `n` bits of a value, all of them if `n` is not less than `limit`, and whether it is.
-    fn low_bits(&mut self, v: Value, n: Value, limit: i64) -> (Value, Value) {
-        let ones = self.immediate(self.size_of(v), u64::MAX);
-        let mask = self.b.ins().ishl(ones, n);
-        let low = self.b.ins().band_not(v, mask);
-        let all = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThanOrEqual, n, limit);
-        (self.b.ins().select(all, v, low), all)
-    }
-
-    /// BZHI.
-    fn clear_from(&mut self, op: &Op) {
-        let v = self.operand(op, 1, op.size);
-        let n = self.get(op.r[2], op.size);
-        let n = self.b.ins().band_imm(n, 0xff);
-        let (result, all) = self.low_bits(v, n, 8 << op.size);
-        self.set_logic(op.r[0], op.size, Some(all), result);
-    }
-
-    /// BEXTR.
-    fn extract(&mut self, op: &Op) {
-        let v = self.operand(op, 1, op.size);
-        let v = self.wide(v);
-        let control = self.get(op.r[2], 3);
-        let start = self.b.ins().band_imm(control, 0xff);
-        let len = self.b.ins().ushr_imm(control, 8);
-        let len = self.b.ins().band_imm(len, 0xff);
-        let shifted = self.b.ins().ushr(v, start);
-        let none = self.constant(0);
-        let beyond = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThan, start, 63);
-        let v = self.b.ins().select(beyond, none, shifted);
-        let (result, _) = self.low_bits(v, len, 64);
-        let result = self.narrow(result, op.size);
-        self.set_logic(op.r[0], op.size, None, result);
     }
 
     /// ADCX and ADOX: an addition with one flag as carry in and out, that leaves the others alone.

@@ -8,66 +8,15 @@ use super::helpers;
 use super::translate::Translator;
 use crate::Cpu;
 use crate::flags;
+use crate::sem::{self, Compute};
 use crate::state::flags::{ARITHMETIC, CF, PF, ZF};
 use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
 use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use std::mem::offset_of;
 
-/// What set the arithmetic flags. Operands and results have the operation's type; `carry`, `overflow`, `aux` are 0 or 1 in 8 bits.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Flags {
-    /// The CPU's record has it.
-    Recorded,
-    Add {
-        a: Value,
-        result: Value,
-    },
-    Sub {
-        a: Value,
-        b: Value,
-        result: Value,
-    },
-    /// OF and AF are clear. No `carry`: CF, too.
-    Logic {
-        carry: Option<Value>,
-        result: Value,
-    },
-    Inc {
-        carry: Carry,
-        result: Value,
-    },
-    Dec {
-        carry: Carry,
-        result: Value,
-    },
-    /// The operand was shifted one bit less to `before`.
-    Shl {
-        before: Value,
-        result: Value,
-    },
-    Shr {
-        carry: Value,
-        result: Value,
-    },
-    Given {
-        carry: Value,
-        overflow: Value,
-        aux: Option<Value>,
-        result: Value,
-    },
-    /// CF, ZF and PF, which no result has; the others are clear.
-    Compared {
-        carry: Value,
-        zero: Value,
-        parity: Value,
-    },
-    /// CF, and OF if there is a value; the others are those of the record.
-    Rotated {
-        carry: Value,
-        overflow: Option<Value>,
-    },
-}
+/// What set the arithmetic flags. Operands and results have the operation's type; truth values are 0 or 1 in 8 bits.
+pub(super) type Flags = sem::Flags<Value, Value, Carry>;
 
 /// The carry flag that an instruction leaves alone.
 #[derive(Clone, Copy, Debug)]
@@ -76,23 +25,6 @@ pub(super) enum Carry {
     Recorded,
     /// 0 or 1 in 8 bits.
     Is(Value),
-}
-
-impl Flags {
-    /// Returns the result, whose bits make ZF, SF and PF.
-    fn result(&self) -> Option<Value> {
-        match *self {
-            Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => None,
-            Flags::Add { result, .. }
-            | Flags::Sub { result, .. }
-            | Flags::Logic { result, .. }
-            | Flags::Inc { result, .. }
-            | Flags::Dec { result, .. }
-            | Flags::Shl { result, .. }
-            | Flags::Shr { result, .. }
-            | Flags::Given { result, .. } => Some(result),
-        }
-    }
 }
 
 /// What a record has of the carry flag: see [`flags::Lazy`].
@@ -105,44 +37,6 @@ enum Comparison {
 }
 
 impl Translator<'_> {
-    /// Returns the flags after ADC or SBB.
-    pub(super) fn with_carry(
-        &mut self,
-        adds: bool,
-        a: Value,
-        b: Value,
-        carry: Option<Value>,
-        result: Value,
-    ) -> Flags {
-        let ins = |this: &mut Self, cc, x, y| this.b.ins().icmp(cc, x, y);
-        let (without, with) = match adds {
-            true => (
-                ins(self, IntCC::UnsignedLessThan, result, a),
-                ins(self, IntCC::UnsignedLessThanOrEqual, result, a),
-            ),
-            false => (
-                ins(self, IntCC::UnsignedLessThan, a, b),
-                ins(self, IntCC::UnsignedLessThanOrEqual, a, b),
-            ),
-        };
-        let out = match carry {
-            Some(carry) => self.b.ins().select(carry, with, without),
-            None => without,
-        };
-        let other = if adds { b } else { a };
-        let x = self.b.ins().bxor(a, if adds { result } else { b });
-        let y = self.b.ins().bxor(other, result);
-        let both = self.b.ins().band(x, y);
-        let overflow = self.sign(both);
-        let aux = self.aux_of(a, b, result);
-        Flags::Given {
-            carry: out,
-            overflow,
-            aux: Some(aux),
-            result,
-        }
-    }
-
     /// Returns the flags with another CF and OF, as far as they are given.
     pub(super) fn with_flags(&mut self, carry: Option<Value>, overflow: Option<Value>) -> Flags {
         let carry = carry.unwrap_or_else(|| self.carry());
@@ -175,6 +69,11 @@ impl Translator<'_> {
 
     /// Call when an instruction has set the flags.
     pub(super) fn set_flags(&mut self, flags: Flags) {
+        let flags = match flags {
+            Flags::Recorded => return,
+            Flags::Rotated { carry, overflow } => self.with_flags(Some(carry), overflow),
+            flags => flags,
+        };
         let before = std::mem::replace(&mut self.flags, flags);
         let were_recorded = std::mem::replace(&mut self.are_flags_recorded, false);
         if let Flags::Compared { parity, .. } = before
@@ -291,10 +190,6 @@ impl Translator<'_> {
     /// Returns the sign bit of a value, as 0 or 1 in 8 bits.
     pub(super) fn sign(&mut self, value: Value) -> Value {
         self.b.ins().icmp_imm(IntCC::SignedLessThan, value, 0)
-    }
-
-    pub(super) fn no(&mut self) -> Value {
-        self.b.ins().iconst(I8, 0)
     }
 
     /// Returns CF.

@@ -6,7 +6,6 @@ use super::Step;
 use crate::Cpu;
 use crate::flags;
 use crate::op::Break;
-use crate::state::flags::CF;
 use crate::tlb::Tlb;
 
 /// How a helper, or a whole region, ended. (A region that only leaves for RIP returns a target instead: `dispatch`.)
@@ -163,12 +162,12 @@ pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
 
 /// Sets CF and OF.
 pub(super) extern "C" fn rotated(cpu: &mut Cpu, carry: u64, overflow: u64) {
-    cpu.rotate_flags(carry != 0, overflow != 0);
+    cpu.rotate_flags(carry != 0, Some(overflow != 0));
 }
 
 /// Sets CF.
 pub(super) extern "C" fn carried(cpu: &mut Cpu, carry: u64) {
-    cpu.set_flags(CF, if carry != 0 { CF } else { 0 });
+    cpu.rotate_flags(carry != 0, None);
 }
 
 /// A quotient and a remainder.

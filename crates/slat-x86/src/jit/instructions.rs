@@ -5,8 +5,10 @@ use super::condition::Flags;
 use super::translate::{TYPES, Translator};
 use crate::exec::control::condition_number;
 use crate::op::{MEM, NONE, Op};
+use crate::sem::alu::flags_of_product;
+use crate::sem::{Compute, Operation, alu, by_mnemonic};
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::{I8, I32, I64};
+use cranelift_codegen::ir::types::{I32, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
@@ -171,12 +173,9 @@ impl Translator<'_> {
                 let value = self.narrow(value, size);
                 self.set(op.r[0], size, value);
             }
-            Add | Sub | And | Or | Xor | Cmp | Test | Adc | Sbb => self.binary(op),
-            Inc | Dec | Neg | Not => self.unary(op),
-            Shl | Sal | Shr | Sar if op.r[1] != NONE => return self.shift_by_cl(op),
-            Shl | Sal | Shr | Sar | Rol | Ror => return self.shift(op),
-            Imul if insn.op_count() > 1 && size > 0 => self.multiply(insn, op),
-            Mul | Imul if insn.op_count() == 1 && size >= 2 => self.multiply_wide(op),
+            Imul if insn.op_count() == 2 => self.binary::<alu::Imul>(op),
+            Imul if insn.op_count() == 3 => self.sources::<alu::Imul>(op),
+            Mul | Imul if size >= 2 => self.multiply_wide(op),
             Push => {
                 let sized = size == self.word;
                 let is_plain = [NONE, MEM].contains(&op.r[0]) || self.is_word(insn.op0_register());
@@ -240,11 +239,15 @@ impl Translator<'_> {
                     return None;
                 }
             }
-            _ => {
-                return (self.bit_instruction(insn, op)).or_else(|| match self.tier {
-                    Tier::Baseline => None,
-                    Tier::Full => self.vector_instruction(insn, op),
-                });
+            mnemonic => {
+                return by_mnemonic!(mnemonic, binary self.binary(op))
+                    .or_else(|| by_mnemonic!(mnemonic, unary self.unary(op)))
+                    .or_else(|| by_mnemonic!(mnemonic, shift self.shift(op))?)
+                    .or_else(|| self.bit_instruction(insn, op))
+                    .or_else(|| match self.tier {
+                        Tier::Baseline => None,
+                        Tier::Full => self.vector_instruction(insn, op),
+                    });
             }
         }
         Some(())
@@ -326,256 +329,104 @@ impl Translator<'_> {
         }
     }
 
-    fn binary(&mut self, op: &Op) {
-        use Mnemonic::*;
-        let size = op.size;
-        let mnemonic = op.mnemonic;
-        let b = self.operand(op, 1, size);
-        let carry = match mnemonic {
-            Adc | Sbb => {
-                let carry = self.carry();
-                Some(match size {
-                    0 => carry,
-                    _ => self.b.ins().uextend(TYPES[usize::from(size)], carry),
-                })
-            }
-            _ => None,
-        };
-        let apply = |this: &mut Self, a: Value| {
-            let ins = this.b.ins();
-            let value = match mnemonic {
-                Add | Adc => ins.iadd(a, b),
-                Sub | Cmp | Sbb => ins.isub(a, b),
-                And | Test => ins.band(a, b),
-                Or => ins.bor(a, b),
-                _ => ins.bxor(a, b),
-            };
-            match (mnemonic, carry) {
-                (Adc, Some(carry)) => this.b.ins().iadd(value, carry),
-                (Sbb, Some(carry)) => this.b.ins().isub(value, carry),
-                _ => value,
-            }
-        };
-        let (a, result) = match mnemonic {
-            Cmp | Test => {
-                let a = self.operand(op, 0, size);
-                (a, apply(self, a))
-            }
-            _ => self.change(op, apply),
-        };
-        let flags = match mnemonic {
-            Add => Flags::Add { a, result },
-            Sub | Cmp => Flags::Sub { a, b, result },
-            Adc | Sbb => self.with_carry(mnemonic == Adc, a, b, carry, result),
-            _ => Flags::Logic {
-                carry: None,
-                result,
-            },
+    /// Returns the carry flag for an operation, if that is an input of it.
+    fn carry_for<A: Operation>(&mut self) -> Value {
+        match A::CARRY {
+            true => self.carry(),
+            false => self.no(),
+        }
+    }
+
+    /// Changes the first operand by an operation with the second operand `b`; or only compares them.
+    pub(super) fn modify<A: Operation>(&mut self, op: &Op, b: Value) {
+        let carry = self.carry_for::<A>();
+        let flags = if A::WRITES {
+            let mut flags = Flags::Recorded;
+            self.change(op, |this, a| {
+                let (result, of_result) = A::apply(this, a, b, carry);
+                flags = of_result;
+                result
+            });
+            flags
+        } else {
+            let a = self.operand(op, 0, op.size);
+            A::apply(self, a, b, carry).1
         };
         self.set_flags(flags);
     }
 
-    fn unary(&mut self, op: &Op) {
-        use Mnemonic::*;
-        let size = op.size;
-        let carry = self.kept_carry();
-        let (a, result) = self.change(op, |this, a| match op.mnemonic {
-            Inc => this.b.ins().iadd_imm(a, 1),
-            Dec => this.b.ins().iadd_imm(a, -1),
-            Neg => this.b.ins().ineg(a),
-            _ => this.b.ins().bnot(a),
-        });
-        match op.mnemonic {
-            Inc => self.set_flags(Flags::Inc { carry, result }),
-            Dec => self.set_flags(Flags::Dec { carry, result }),
-            Neg => {
-                let zero = self.immediate(size, 0);
-                self.set_flags(Flags::Sub {
-                    a: zero,
-                    b: a,
-                    result,
-                });
-            }
-            _ => {}
+    fn binary<A: Operation>(&mut self, op: &Op) {
+        let b = self.operand(op, 1, op.size);
+        self.modify::<A>(op, b);
+    }
+
+    fn unary<A: Operation>(&mut self, op: &Op) {
+        let none = self.no();
+        self.modify::<A>(op, none);
+    }
+
+    fn shift<A: Operation>(&mut self, op: &Op) -> Option<()> {
+        match op.r[1] {
+            NONE => self.shift_by_immediate::<A>(op),
+            _ => self.shift_by_cl::<A>(op),
         }
     }
 
     /// Shifts and rotates by an immediate count that is neither 0 nor as large as the operand.
-    fn shift(&mut self, op: &Op) -> Option<()> {
-        use Mnemonic::*;
+    fn shift_by_immediate<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
-        let bits: i64 = 8 << size;
-        let mnemonic = op.mnemonic;
-        if op.r[1] != NONE {
+        let count = op.imm & if size == 3 { 63 } else { 31 };
+        if count == 0 || count >= 8 << size {
             return None;
         }
-        let count = op.imm as i64 & if size == 3 { 63 } else { 31 };
-        if count == 0 || count >= bits {
-            return None;
-        }
-        let (a, result) = self.change(op, |this, a| match mnemonic {
-            Shr => this.b.ins().ushr_imm(a, count),
-            Sar => this.b.ins().sshr_imm(a, count),
-            Rol => this.b.ins().rotl_imm(a, count),
-            Ror => this.b.ins().rotr_imm(a, count),
-            _ => this.b.ins().ishl_imm(a, count),
-        });
-        let bit = |this: &mut Self, value: Value, n: i64| {
-            let value = this.b.ins().ushr_imm(value, n);
-            let value = this.b.ins().band_imm(value, 1);
-            match size {
-                0 => value,
-                _ => this.b.ins().ireduce(I8, value),
-            }
-        };
-        let flags = match mnemonic {
-            Shr => Flags::Shr {
-                carry: bit(self, a, count - 1),
-                result,
-            },
-            Sar => Flags::Logic {
-                carry: Some(bit(self, a, count - 1)),
-                result,
-            },
-            Rol => {
-                let (carry, top) = (bit(self, result, 0), bit(self, result, bits - 1));
-                let overflow = self.b.ins().bxor(carry, top);
-                self.with_flags(Some(carry), Some(overflow))
-            }
-            Ror => {
-                let (top, next) = (bit(self, result, bits - 1), bit(self, result, bits - 2));
-                let overflow = self.b.ins().bxor(top, next);
-                self.with_flags(Some(top), Some(overflow))
-            }
-            _ => Flags::Shl {
-                before: self.b.ins().ishl_imm(a, count - 1),
-                result,
-            },
-        };
-        self.set_flags(flags);
+        let count = self.immediate(size, count);
+        self.modify::<A>(op, count);
         Some(())
     }
 
-    /// Shifts of a register of 4 or 8 bytes by CL, which leave the flags alone if the count is 0.
-    fn shift_by_cl(&mut self, op: &Op) -> Option<()> {
-        use Mnemonic::*;
+    /// Shifts and rotates of a register of 4 or 8 bytes by CL, which leave the flags alone if the count is 0. Those through the carry flag
+    /// are not defined for that count.
+    fn shift_by_cl<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
-        if op.r[0] == MEM || size < 2 {
+        if op.r[0] == MEM || size < 2 || A::CARRY {
             return None;
         }
-        let bits: i64 = 8 << size;
         self.record_flags();
-        let count = self.get(1, 0);
-        let count = self.b.ins().band_imm(count, bits - 1);
+        let count = self.get(1, size);
+        let count = self.b.ins().band_imm(count, (8 << size) - 1);
         let a = self.get(op.r[0], size);
+        let no = self.no();
         // Cranelift takes a count modulo the width, too.
-        let result = match op.mnemonic {
-            Shr => self.b.ins().ushr(a, count),
-            Sar => self.b.ins().sshr(a, count),
-            _ => self.b.ins().ishl(a, count),
-        };
+        let (result, flags) = A::apply(self, a, count, no);
         self.set(op.r[0], size, result);
         let (shifted, on) = (self.b.create_block(), self.b.create_block());
         self.b.ins().brif(count, shifted, &[], on, &[]);
         self.b.switch_to_block(shifted);
-        let less = self.b.ins().iadd_imm(count, -1);
-        let before = match op.mnemonic {
-            Shr | Sar => self.b.ins().ushr(a, less),
-            _ => self.b.ins().ishl(a, less),
-        };
-        let last = self.b.ins().ireduce(I8, before);
-        let carry = self.b.ins().band_imm(last, 1);
-        self.record(match op.mnemonic {
-            Shr => Flags::Shr { carry, result },
-            Sar => Flags::Logic {
-                carry: Some(carry),
-                result,
-            },
-            _ => Flags::Shl { before, result },
-        });
+        self.record(flags);
         self.b.ins().jump(on, &[]);
         self.b.switch_to_block(on);
         self.flags = Flags::Recorded;
         Some(())
     }
 
+    /// An operation on the second and the third operand, whose result is the first.
+    pub(super) fn sources<A: Operation>(&mut self, op: &Op) {
+        let (a, b) = (self.operand(op, 1, op.size), self.operand(op, 2, op.size));
+        let carry = self.carry_for::<A>();
+        let (result, flags) = A::apply(self, a, b, carry);
+        self.set(op.r[0], op.size, result);
+        self.set_flags(flags);
+    }
+
     /// MUL and IMUL with one operand, to DX:AX of the size.
     fn multiply_wide(&mut self, op: &Op) {
-        let size = op.size;
         let is_signed = op.mnemonic == Mnemonic::Imul;
-        let b = self.operand(op, 0, size);
-        let a = self.get(0, size);
-        let (low, high) = self.product(a, b, size, is_signed);
-        // Whether the high half is more than an extension of the low one.
-        let wide = match is_signed {
-            true => {
-                let sign = self.b.ins().sshr_imm(low, (8 << size) - 1);
-                self.b.ins().icmp(IntCC::NotEqual, high, sign)
-            }
-            false => self.b.ins().icmp_imm(IntCC::NotEqual, high, 0),
-        };
-        self.set(0, size, low);
-        self.set(2, size, high);
-        self.set_flags(Flags::Given {
-            carry: wide,
-            overflow: wide,
-            aux: None,
-            result: low,
-        });
-    }
-
-    /// Returns the halves of a product of two values of 4 or 8 bytes.
-    pub(super) fn product(
-        &mut self,
-        a: Value,
-        b: Value,
-        size: u8,
-        is_signed: bool,
-    ) -> (Value, Value) {
-        if size == 3 {
-            let low = self.b.ins().imul(a, b);
-            let high = match is_signed {
-                true => self.b.ins().smulhi(a, b),
-                false => self.b.ins().umulhi(a, b),
-            };
-            return (low, high);
-        }
-        let [a, b] = [a, b].map(|value| match is_signed {
-            true => self.b.ins().sextend(I64, value),
-            false => self.b.ins().uextend(I64, value),
-        });
-        let product = self.b.ins().imul(a, b);
-        let high = self.b.ins().ushr_imm(product, 32);
-        (self.narrow(product, size), self.narrow(high, size))
-    }
-
-    /// IMUL with two or three operands.
-    fn multiply(&mut self, insn: &Instruction, op: &Op) {
-        let size = op.size;
-        let two = insn.op_count() == 2 && op.r[1] != NONE;
-        let b = self.operand(op, 1, size);
-        let a = match two {
-            true => self.get(op.r[0], size),
-            false => self.immediate(size, op.imm),
-        };
-        let (low, wide) = if size == 3 {
-            let low = self.b.ins().imul(a, b);
-            let high = self.b.ins().smulhi(a, b);
-            let sign = self.b.ins().sshr_imm(low, 63);
-            (low, self.b.ins().icmp(IntCC::NotEqual, high, sign))
-        } else {
-            let (a, b) = (self.b.ins().sextend(I64, a), self.b.ins().sextend(I64, b));
-            let product = self.b.ins().imul(a, b);
-            let low = self.narrow(product, size);
-            let again = self.b.ins().sextend(I64, low);
-            (low, self.b.ins().icmp(IntCC::NotEqual, again, product))
-        };
-        self.set(op.r[0], size, low);
-        self.set_flags(Flags::Given {
-            carry: wide,
-            overflow: wide,
-            aux: None,
-            result: low,
-        });
+        let b = self.operand(op, 0, op.size);
+        let a = self.get(0, op.size);
+        let (low, high) = self.product(a, b, is_signed);
+        self.set(0, op.size, low);
+        self.set(2, op.size, high);
+        let flags = flags_of_product(self, low, high, is_signed);
+        self.set_flags(flags);
     }
 }

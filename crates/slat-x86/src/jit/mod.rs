@@ -40,6 +40,7 @@
 mod access;
 mod baseline;
 mod bits;
+mod compute;
 mod condition;
 mod cpu;
 mod dispatch;

@@ -15,6 +15,8 @@ mod vex;
 
 pub(crate) use host::{FLAGS as MXCSR_FLAGS, HostFlags, exchange_mxcsr, runs_on_host};
 
+pub use crate::features::has_avx;
+
 use crate::Cpu;
 use crate::op::{Flow, Handler, Op};
 use iced_x86::{CpuidFeature, EncodingKind, Instruction, Mnemonic};
@@ -32,11 +34,6 @@ pub struct Features {
     pub leaf7_ebx: u32,
     /// Bits of CPUID.7.0:ECX: VAES, VPCLMULQDQ.
     pub leaf7_ecx: u32,
-}
-
-/// Whether the host has AVX and its system the state of YMM registers, without which the guest has neither.
-pub fn has_avx() -> bool {
-    is_x86_feature_detected!("avx")
 }
 
 /// Returns the [`Features`] of this host.

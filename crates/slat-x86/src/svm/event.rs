@@ -1,6 +1,6 @@
 //! Events as VMCBs have them: EVENTINJ and EXITINTINFO (AMD64 volume 2, 15.20 and 15.7.2).
 
-use crate::interrupt::Source;
+use crate::source::Source;
 use crate::state::Exception;
 use crate::vector;
 

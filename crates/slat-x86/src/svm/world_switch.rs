@@ -202,7 +202,7 @@ impl Cpu {
 
     /// Returns an event that was to be delivered to the guest next, and is the hypervisor's now.
     fn pending_event(&self) -> Option<Event> {
-        use crate::interrupt::Source;
+        use crate::source::Source;
         let events = &self.state.events;
         (self.svm.injected)
             .or(events

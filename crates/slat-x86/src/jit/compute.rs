@@ -1,0 +1,148 @@
+//! Computing with Cranelift values: the formulas of `sem` become code.
+
+use super::condition::Carry;
+use super::translate::{TYPES, Translator};
+use crate::sem::Compute;
+use cranelift_codegen::ir::condcodes::IntCC;
+use cranelift_codegen::ir::types::{I8, I64};
+use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
+
+/// Defines functions that are one instruction of Cranelift's.
+macro_rules! instructions {
+    ($($name:ident($($a:ident),*) $instruction:ident;)*) => {
+        $(
+            fn $name(&mut self, $($a: Value),*) -> Value {
+                self.b.ins().$instruction($($a),*)
+            }
+        )*
+    };
+}
+
+/// Defines shifts: instructions with an immediate if the count is constant.
+macro_rules! shifts {
+    ($($name:ident, $instruction:ident, $with_immediate:ident;)*) => {
+        $(
+            fn $name(&mut self, a: Value, count: Value) -> Value {
+                match self.constant_of(count) {
+                    Some(count) => self.b.ins().$with_immediate(a, count),
+                    None => self.b.ins().$instruction(a, count),
+                }
+            }
+        )*
+    };
+}
+
+impl Compute for Translator<'_> {
+    type Value = Value;
+    /// 0 or 1 in 8 bits.
+    type Bool = Value;
+    type Kept = Carry;
+
+    instructions! {
+        add(a, b) iadd;
+        and(a, b) band;
+        or(a, b) bor;
+        xor(a, b) bxor;
+        not(a) bnot;
+        neg(a) ineg;
+        differ(a, b) bxor;
+        choose(which, a, b) select;
+        select(which, a, b) select;
+        trailing_zeros(a) ctz;
+        leading_zeros(a) clz;
+        ones(a) popcnt;
+    }
+    shifts! {
+        shl, ishl, ishl_imm;
+        shr, ushr, ushr_imm;
+        sar, sshr, sshr_imm;
+        rol, rotl, rotl_imm;
+        ror, rotr, rotr_imm;
+    }
+
+    fn bits(&self, a: Value) -> u32 {
+        8 << self.size_of(a)
+    }
+    fn number(&mut self, n: i64, like: Value) -> Value {
+        self.immediate(self.size_of(like), n as u64)
+    }
+    fn widened(&mut self, a: Value, like: Value) -> Value {
+        match self.size_of(like) {
+            0 => a,
+            size => self.b.ins().uextend(TYPES[usize::from(size)], a),
+        }
+    }
+    fn kept_carry(&mut self) -> Carry {
+        Translator::kept_carry(self)
+    }
+    fn sub(&mut self, a: Value, b: Value) -> Value {
+        match (self.constant_of(a), self.constant_of(b)) {
+            (Some(n), Some(m)) => self.number(n.wrapping_sub(m), a),
+            _ => self.b.ins().isub(a, b),
+        }
+    }
+    fn plus(&mut self, a: Value, n: i64) -> Value {
+        match self.constant_of(a) {
+            Some(m) => self.number(m.wrapping_add(n), a),
+            None => self.b.ins().iadd_imm(a, n),
+        }
+    }
+    fn product(&mut self, a: Value, b: Value, is_signed: bool) -> (Value, Value) {
+        let size = self.size_of(a);
+        if size == 3 {
+            let low = self.b.ins().imul(a, b);
+            let high = match is_signed {
+                true => self.b.ins().smulhi(a, b),
+                false => self.b.ins().umulhi(a, b),
+            };
+            return (low, high);
+        }
+        let [a, b] = [a, b].map(|value| match is_signed {
+            true => self.b.ins().sextend(I64, value),
+            false => self.b.ins().uextend(I64, value),
+        });
+        let product = self.b.ins().imul(a, b);
+        let high = self.b.ins().ushr_imm(product, 8 << size);
+        (self.narrow(product, size), self.narrow(high, size))
+    }
+    fn no(&mut self) -> Value {
+        self.b.ins().iconst(I8, 0)
+    }
+    fn is_zero(&mut self, a: Value) -> Value {
+        self.b.ins().icmp_imm(IntCC::Equal, a, 0)
+    }
+    fn is_less(&mut self, a: Value, b: Value) -> Value {
+        self.b.ins().icmp(IntCC::UnsignedLessThan, a, b)
+    }
+    fn is_at_most(&mut self, a: Value, b: Value) -> Value {
+        self.b.ins().icmp(IntCC::UnsignedLessThanOrEqual, a, b)
+    }
+    fn is_negative(&mut self, a: Value) -> Value {
+        self.sign(a)
+    }
+    fn bit(&mut self, a: Value, n: u32) -> Value {
+        let low = match n {
+            0 => a,
+            _ => self.b.ins().ushr_imm(a, i64::from(n)),
+        };
+        let low = match self.size_of(a) {
+            0 => low,
+            _ => self.b.ins().ireduce(I8, low),
+        };
+        self.b.ins().band_imm(low, 1)
+    }
+}
+
+impl Translator<'_> {
+    /// Returns the number that a value is, if it is always the same one.
+    fn constant_of(&self, value: Value) -> Option<i64> {
+        let dfg = &self.b.func.dfg;
+        match dfg.insts[dfg.value_def(value).inst()?] {
+            InstructionData::UnaryImm {
+                opcode: Opcode::Iconst,
+                imm,
+            } => Some(imm.bits()),
+            _ => None,
+        }
+    }
+}

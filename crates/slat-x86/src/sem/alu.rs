@@ -1,0 +1,104 @@
+//! Arithmetic and logic: ADD OR ADC SBB AND SUB XOR CMP TEST, INC DEC NEG NOT, MUL and IMUL.
+
+use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
+
+operations! {
+    Add |c, a, b, _carry| {
+        let result = c.add(a, b);
+        (result, Flags::Add { a, result })
+    }
+    Sub |c, a, b, _carry| subtract(c, a, b)
+    Cmp |c, a, b, _carry| subtract(c, a, b), WRITES = false
+    And |c, a, b, _carry| logic(c.and(a, b))
+    Or |c, a, b, _carry| logic(c.or(a, b))
+    Xor |c, a, b, _carry| logic(c.xor(a, b))
+    Test |c, a, b, _carry| logic(c.and(a, b)), WRITES = false
+    Adc |c, a, b, carry| {
+        let sum = c.add(a, b);
+        let more = c.widened(carry, a);
+        let result = c.add(sum, more);
+        let (with, without) = (c.is_at_most(result, a), c.is_less(result, a));
+        let changed = (c.xor(a, result), c.xor(b, result));
+        let out = c.choose(carry, with, without);
+        (result, with_carry(c, out, changed, (a, b, result)))
+    }, CARRY = true
+    Sbb |c, a, b, carry| {
+        let difference = c.sub(a, b);
+        let more = c.widened(carry, a);
+        let result = c.sub(difference, more);
+        let (with, without) = (c.is_at_most(a, b), c.is_less(a, b));
+        let changed = (c.xor(a, b), c.xor(a, result));
+        let out = c.choose(carry, with, without);
+        (result, with_carry(c, out, changed, (a, b, result)))
+    }, CARRY = true
+    Inc |c, a, _b, _carry| {
+        let (result, carry) = (c.plus(a, 1), c.kept_carry());
+        (result, Flags::Inc { carry, result })
+    }
+    Dec |c, a, _b, _carry| {
+        let (result, carry) = (c.plus(a, -1), c.kept_carry());
+        (result, Flags::Dec { carry, result })
+    }
+    Neg |c, a, _b, _carry| {
+        let (zero, result) = (c.number(0, a), c.neg(a));
+        (result, Flags::Sub { a: zero, b: a, result })
+    }
+    Not |c, a, _b, _carry| (c.not(a), Flags::Recorded)
+    // With two or three operands.
+    Imul |c, a, b, _carry| {
+        let (low, high) = c.product(a, b, true);
+        (low, flags_of_product(c, low, high, true))
+    }
+}
+
+#[inline(always)]
+fn subtract<C: Compute>(c: &mut C, a: C::Value, b: C::Value) -> (C::Value, FlagsOf<C>) {
+    let result = c.sub(a, b);
+    (result, Flags::Sub { a, b, result })
+}
+
+/// Returns the flags after ADC or SBB. OF is whether both of `changed` are negative.
+#[inline(always)]
+fn with_carry<C: Compute>(
+    c: &mut C,
+    carry: C::Bool,
+    changed: (C::Value, C::Value),
+    (a, b, result): (C::Value, C::Value, C::Value),
+) -> FlagsOf<C> {
+    let both = c.and(changed.0, changed.1);
+    let overflow = c.is_negative(both);
+    let aux = c.xor(a, b);
+    let aux = c.xor(aux, result);
+    Flags::Given {
+        carry,
+        overflow,
+        aux: Some(c.bit(aux, 4)),
+        result,
+    }
+}
+
+/// Returns the flags after a multiplication: CF and OF are whether the product is wider than its low half.
+#[inline(always)]
+pub(crate) fn flags_of_product<C: Compute>(
+    c: &mut C,
+    low: C::Value,
+    high: C::Value,
+    is_signed: bool,
+) -> FlagsOf<C> {
+    let extended = match is_signed {
+        true => {
+            let last = c.number(i64::from(c.bits(low)) - 1, low);
+            c.sar(low, last)
+        }
+        false => c.number(0, low),
+    };
+    let rest = c.xor(high, extended);
+    let zero = c.number(0, low);
+    let wide = c.is_less(zero, rest);
+    Flags::Given {
+        carry: wide,
+        overflow: wide,
+        aux: None,
+        result: low,
+    }
+}

@@ -1,0 +1,227 @@
+//! What integer instructions mean, written once for the interpreter and the compiler.
+//!
+//! An instruction is a type: its result and its flags are functions generic over [`Compute`], which is what computes. [`Now`] computes
+//! with integers, while the interpreter executes; the compiler's translator makes Cranelift values of the same formulas. `exec` and `jit`
+//! fetch operands and write results, each in its own way. An instruction that is added here is in both.
+
+pub(crate) mod alu;
+pub(crate) mod bits;
+mod now;
+pub(crate) mod shift;
+
+pub(crate) use now::Now;
+
+/// What computes. Values have the width of the operands.
+pub(crate) trait Compute {
+    type Value: Copy;
+    type Bool: Copy;
+    /// The carry flag that an instruction leaves alone.
+    type Kept: Copy;
+
+    /// Returns the width of `a` in bits.
+    fn bits(&self, a: Self::Value) -> u32;
+    /// Returns a number as wide as `like`.
+    fn number(&mut self, n: i64, like: Self::Value) -> Self::Value;
+    /// Returns 0 or 1, as wide as `like`.
+    fn widened(&mut self, a: Self::Bool, like: Self::Value) -> Self::Value;
+    fn kept_carry(&mut self) -> Self::Kept;
+
+    fn add(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn and(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn or(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn xor(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn not(&mut self, a: Self::Value) -> Self::Value;
+    fn neg(&mut self, a: Self::Value) -> Self::Value;
+    fn plus(&mut self, a: Self::Value, n: i64) -> Self::Value;
+
+    /// Shifts to the left. The interpreter's counts may exceed the width of a byte or word, here and below; the compiler's never.
+    fn shl(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+    fn shr(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+    fn sar(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+    /// Rotates by a count modulo the width.
+    fn rol(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+    fn ror(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+
+    /// Returns the halves of a product.
+    fn product(
+        &mut self,
+        a: Self::Value,
+        b: Self::Value,
+        is_signed: bool,
+    ) -> (Self::Value, Self::Value);
+    /// Returns the width if `a` is 0, here and below.
+    fn trailing_zeros(&mut self, a: Self::Value) -> Self::Value;
+    fn leading_zeros(&mut self, a: Self::Value) -> Self::Value;
+    fn ones(&mut self, a: Self::Value) -> Self::Value;
+
+    fn no(&mut self) -> Self::Bool;
+    fn is_zero(&mut self, a: Self::Value) -> Self::Bool;
+    /// Whether `a` is less than `b`, without sign.
+    fn is_less(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
+    /// Whether `a` is not greater than `b`, without sign.
+    fn is_at_most(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
+    fn is_negative(&mut self, a: Self::Value) -> Self::Bool;
+    /// Returns bit `n`.
+    fn bit(&mut self, a: Self::Value, n: u32) -> Self::Bool;
+    /// Whether exactly one of two is true.
+    fn differ(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
+    fn choose(&mut self, which: Self::Bool, a: Self::Bool, b: Self::Bool) -> Self::Bool;
+    fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
+}
+
+/// How an instruction sets the arithmetic flags: of which operation they are. They are computed when something reads them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Flags<V, B, K> {
+    /// They stay; in the compiler, what the CPU's record has.
+    Recorded,
+    Add {
+        a: V,
+        result: V,
+    },
+    Sub {
+        a: V,
+        b: V,
+        result: V,
+    },
+    /// OF and AF are clear. No `carry`: CF, too.
+    Logic {
+        carry: Option<B>,
+        result: V,
+    },
+    Inc {
+        carry: K,
+        result: V,
+    },
+    Dec {
+        carry: K,
+        result: V,
+    },
+    /// The operand was shifted one bit less to `before`.
+    Shl {
+        before: V,
+        result: V,
+    },
+    Shr {
+        carry: B,
+        result: V,
+    },
+    /// No `aux`: AF is clear.
+    Given {
+        carry: B,
+        overflow: B,
+        aux: Option<B>,
+        result: V,
+    },
+    /// CF, ZF and PF, which no result has; the others are clear.
+    Compared {
+        carry: B,
+        zero: B,
+        parity: B,
+    },
+    /// CF, and OF if there is a value; the others stay.
+    Rotated {
+        carry: B,
+        overflow: Option<B>,
+    },
+}
+
+impl<V: Copy, B, K> Flags<V, B, K> {
+    /// Returns the result, whose bits make ZF, SF and PF.
+    pub(crate) fn result(&self) -> Option<V> {
+        match *self {
+            Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => None,
+            Flags::Add { result, .. }
+            | Flags::Sub { result, .. }
+            | Flags::Logic { result, .. }
+            | Flags::Inc { result, .. }
+            | Flags::Dec { result, .. }
+            | Flags::Shl { result, .. }
+            | Flags::Shr { result, .. }
+            | Flags::Given { result, .. } => Some(result),
+        }
+    }
+}
+
+/// The flags as `C` has them.
+pub(crate) type FlagsOf<C> =
+    Flags<<C as Compute>::Value, <C as Compute>::Bool, <C as Compute>::Kept>;
+
+/// An operation on up to two operands, and perhaps the carry flag.
+pub(crate) trait Operation: 'static {
+    /// Whether the result is stored (not for CMP and TEST).
+    const WRITES: bool = true;
+    /// Whether the carry flag is an input.
+    const CARRY: bool = false;
+    /// Returns the result and the flags. An operation on one operand gets it twice.
+    fn apply<C: Compute>(
+        c: &mut C,
+        a: C::Value,
+        b: C::Value,
+        carry: C::Bool,
+    ) -> (C::Value, FlagsOf<C>);
+}
+
+/// Defines types that are [`Operation`]s, by what they do.
+macro_rules! operations {
+    ($($name:ident |$c:ident, $a:ident, $b:ident, $carry:ident| $body:expr $(, $constant:ident = $value:literal)?)*) => {
+        $(
+            pub(crate) struct $name;
+            impl Operation for $name {
+                $(const $constant: bool = $value;)?
+                #[inline(always)]
+                fn apply<C: Compute>(
+                    $c: &mut C,
+                    $a: C::Value,
+                    $b: C::Value,
+                    $carry: C::Bool,
+                ) -> (C::Value, FlagsOf<C>) {
+                    $body
+                }
+            }
+        )*
+    };
+}
+use operations;
+
+/// Returns a result with the flags of a logical operation.
+#[inline(always)]
+fn logic<V: Copy, B, K>(result: V) -> (V, Flags<V, B, K>) {
+    let carry = None;
+    (result, Flags::Logic { carry, result })
+}
+
+/// Calls a function or method that is generic over an [`Operation`], for the one that a mnemonic names. `None`: it is none of the family.
+macro_rules! by_mnemonic {
+    ($mnemonic:expr, $family:ident [$($name:ident)*] $this:ident.$f:ident $arguments:tt) => {
+        match $mnemonic {
+            $(Mnemonic::$name => Some($this.$f::<$crate::sem::$family::$name>$arguments),)*
+            _ => None,
+        }
+    };
+    ($mnemonic:expr, $family:ident [$($name:ident)*] $f:ident $arguments:tt) => {
+        match $mnemonic {
+            $(Mnemonic::$name => Some($f::<$crate::sem::$family::$name>$arguments),)*
+            _ => None,
+        }
+    };
+    ($mnemonic:expr, binary $($call:tt)*) => {
+        by_mnemonic!($mnemonic, alu [Add Or Adc Sbb And Sub Xor Cmp Test] $($call)*)
+    };
+    ($mnemonic:expr, unary $($call:tt)*) => {
+        by_mnemonic!($mnemonic, alu [Inc Dec Neg Not] $($call)*)
+    };
+    ($mnemonic:expr, bit_test $($call:tt)*) => {
+        by_mnemonic!($mnemonic, bits [Bt Bts Btr Btc] $($call)*)
+    };
+    ($mnemonic:expr, sources $($call:tt)*) => {
+        by_mnemonic!(
+            $mnemonic,
+            bits [Tzcnt Lzcnt Popcnt Andn Blsr Blsmsk Blsi Bextr Bzhi Rorx Shlx Shrx Sarx] $($call)*
+        )
+    };
+    ($mnemonic:expr, shift $($call:tt)*) => {
+        by_mnemonic!($mnemonic, shift [Shl Shr Sar Rol Ror Rcl Rcr] $($call)*)
+    };
+}
+pub(crate) use by_mnemonic;

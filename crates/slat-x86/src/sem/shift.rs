@@ -1,0 +1,78 @@
+//! Shifts and rotates by a count that is not 0: SHL SHR SAR ROL ROR RCL RCR.
+
+use super::{Compute, Flags, FlagsOf, Operation, operations};
+
+operations! {
+    Shl |c, a, n, _carry| {
+        let (result, less) = (c.shl(a, n), c.plus(n, -1));
+        let before = c.shl(a, less);
+        (result, Flags::Shl { before, result })
+    }
+    Shr |c, a, n, _carry| {
+        let (result, carry) = (c.shr(a, n), last_down(c, a, n));
+        (result, Flags::Shr { carry, result })
+    }
+    Sar |c, a, n, _carry| {
+        let (result, less) = (c.sar(a, n), c.plus(n, -1));
+        let before = c.sar(a, less);
+        let carry = Some(c.bit(before, 0));
+        (result, Flags::Logic { carry, result })
+    }
+    Rol |c, a, n, _carry| {
+        let result = c.rol(a, n);
+        let carry = c.bit(result, 0);
+        (result, turned_left(c, carry, result))
+    }
+    Ror |c, a, n, _carry| {
+        let result = c.ror(a, n);
+        let carry = c.is_negative(result);
+        (result, turned_right(c, carry, result))
+    }
+    // RCL and RCR turn the carry flag with the operand: a step more than the width restores both.
+    Rcl |c, a, n, carry| {
+        let (one, less, rest) = (c.number(1, a), c.plus(n, -1), rest(c, a, n));
+        let (up, down, carry) = (c.shl(a, n), c.shr(a, rest), c.widened(carry, a));
+        let (carry, around) = (c.shl(carry, less), c.shr(down, one));
+        let up = c.or(up, carry);
+        let (result, carry) = (c.or(up, around), c.bit(down, 0));
+        (result, turned_left(c, carry, result))
+    }, CARRY = true
+    Rcr |c, a, n, carry| {
+        let (one, rest) = (c.number(1, a), rest(c, a, n));
+        let (down, up, carry) = (c.shr(a, n), c.shl(a, rest), c.widened(carry, a));
+        let (carry, around) = (c.shl(carry, rest), c.shl(up, one));
+        let down = c.or(down, carry);
+        let (result, carry) = (c.or(down, around), last_down(c, a, n));
+        (result, turned_right(c, carry, result))
+    }, CARRY = true
+}
+
+/// Returns the last bit that a shift to the right drops.
+#[inline(always)]
+fn last_down<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Bool {
+    let less = c.plus(n, -1);
+    let before = c.shr(a, less);
+    c.bit(before, 0)
+}
+
+/// Returns how many bits a shift by `n` keeps.
+#[inline(always)]
+fn rest<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Value {
+    let width = c.number(c.bits(a).into(), a);
+    c.sub(width, n)
+}
+
+/// Returns the flags after a rotate to the left. OF, here and below, is what it is after one step, whatever the count.
+#[inline(always)]
+fn turned_left<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> FlagsOf<C> {
+    let top = c.is_negative(result);
+    let overflow = Some(c.differ(carry, top));
+    Flags::Rotated { carry, overflow }
+}
+
+#[inline(always)]
+fn turned_right<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> FlagsOf<C> {
+    let (top, next) = (c.is_negative(result), c.bit(result, c.bits(result) - 2));
+    let overflow = Some(c.differ(top, next));
+    Flags::Rotated { carry, overflow }
+}

@@ -1,0 +1,31 @@
+//! The origins of events.
+
+/// The origin of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// An external interrupt.
+    Interrupt,
+    /// A non-maskable interrupt.
+    Nmi,
+    /// An exception that is a trap or an abort.
+    External,
+    /// An exception that is a fault: RF is set in the flags that are pushed (SDM volume 3, "Instruction-Breakpoint
+    /// Exception Condition").
+    Fault,
+    /// INT3, INTO: the gate's DPL is checked.
+    SoftwareException,
+    /// INT n: the gate's DPL is checked.
+    Software,
+}
+
+impl Source {
+    /// Returns the EXT bit of the error codes of a fault in the delivery.
+    pub(crate) fn external(self) -> u32 {
+        u32::from(!self.is_software())
+    }
+
+    /// Whether an instruction raised the event on purpose.
+    pub(crate) fn is_software(self) -> bool {
+        matches!(self, Source::Software | Source::SoftwareException)
+    }
+}
