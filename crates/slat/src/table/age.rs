@@ -99,15 +99,17 @@ impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
     }
 
     /// Ages the leaves among adjacent `entries` of `level`; the first is for `gfn`.
-    #[inline]
+    #[inline(always)]
     fn entries(&mut self, entries: &[AtomicU64], gfn: Gfn, level: Level) {
         let (mut mapped, mut young) = (0, 0);
-        for (n, entry) in entries.iter().enumerate() {
-            let bits = entry.load(Relaxed);
-            let is_leaf = !F::is_absent(bits) && F::next_table(bits, level).is_none();
-            let is_young = is_leaf && F::clear_accessed(bits) != bits;
-            mapped |= u64::from(is_leaf) << n;
-            young |= u64::from(is_young) << n;
+        if entries.len() == Aged::MOST && are_idle::<F>(entries, level) {
+            mapped = u64::MAX;
+        } else {
+            for (n, entry) in entries.iter().enumerate() {
+                let (is_leaf, is_young) = leaf::<F>(entry, level);
+                mapped |= u64::from(is_leaf) << n;
+                young |= u64::from(is_young) << n;
+            }
         }
         if self.clear {
             let mut left = young;
@@ -130,12 +132,36 @@ impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
     }
 }
 
+/// Whether `entries`, of `level`, are all leaves that were not used, as most are.
+#[inline(always)]
+fn are_idle<F: Format>(entries: &[AtomicU64], level: Level) -> bool {
+    entries.iter().fold(true, |all, entry| {
+        let (is_leaf, is_young) = leaf::<F>(entry, level);
+        all & is_leaf & !is_young
+    })
+}
+
+/// Returns whether `entry` is a leaf of `level`, and whether one that was used. Without a branch: no predictor knows which pages
+/// the guest uses.
+#[inline(always)]
+fn leaf<F: Format>(entry: &AtomicU64, level: Level) -> (bool, bool) {
+    let bits = entry.load(Relaxed);
+    let is_leaf = !F::is_absent(bits) & !is_table::<F>(bits, level);
+    (is_leaf, is_leaf & (F::clear_accessed(bits) != bits))
+}
+
+/// Whether the entry of a table of `level` refers to a table.
+#[inline(always)]
+fn is_table<F: Format>(bits: u64, level: Level) -> bool {
+    level > Level::PAGE && F::next_table(bits, level).is_some()
+}
+
 /// Clears the accessed bit of the leaf of `level` in `entry`, if there is one that has it. Returns whether.
 fn clear<F: Format>(entry: &AtomicU64, level: Level) -> bool {
     let mut bits = entry.load(Relaxed);
     loop {
         let aged = F::clear_accessed(bits);
-        if F::is_absent(bits) || aged == bits || F::next_table(bits, level).is_some() {
+        if F::is_absent(bits) || aged == bits || is_table::<F>(bits, level) {
             return false;
         }
         match entry.compare_exchange(bits, aged, Relaxed, Relaxed) {
