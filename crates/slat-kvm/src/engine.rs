@@ -5,8 +5,8 @@ use slat::format::{Entry, Ept5, Npt, Npt5, Stage2, Sv48x4, Sv57x4, X86};
 use slat::guest_walk::GuestPaging;
 use slat::{
     Access, Attention, AttributesError, Config, CreateVmError, DirtyLogError, DirtyRing, Ept, Gfn,
-    Gpa, HostWords, Hva, Level, Mapping, MemoryAttributes, MmuKind, OutOfMemory, Policy, Region,
-    RegionError, Stats, Stop, Translation, VcpuStats, VirtualPage, VirtualStop,
+    Gpa, HostWords, Hva, Level, Mapping, MemoryAttributes, MemoryUsage, MmuKind, OutOfMemory,
+    Policy, Region, RegionError, Stats, Stop, Translation, VcpuStats, VirtualPage, VirtualStop,
 };
 use slat_host::HostPlatform;
 use std::ops::Range;
@@ -214,6 +214,8 @@ delegate! {
         fn set_policy(setting: slat::Setting) -> ();
         /// See [`slat::Vm::stats`].
         fn stats() -> Stats;
+        /// See [`slat::Vm::memory_usage`].
+        fn memory_usage() -> MemoryUsage;
         /// See [`slat::Vm::visit_attention`].
         fn visit_attention(visit: &mut dyn FnMut(&Attention)) -> ();
         /// See [`slat::Vm::guest_memory_changed`].

@@ -203,7 +203,7 @@ impl Memslot {
         gfn.0.wrapping_sub(self.base.0) < self.pages()
     }
 
-    /// Returns the region that asks for such a slot.
+    /// Returns the region that would create such a slot.
     pub(crate) fn region(&self) -> Region {
         Region {
             slot: self.id(),

@@ -3,10 +3,10 @@
 use core::ops::Range;
 
 use super::{RangeOp, Vm};
-use crate::addr::{Gfn, Level, PAGE_SHIFT};
+use crate::addr::{Gfn, Level};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
-use crate::slots::{Memslot, Region, SlotSet};
+use crate::slots::{Region, SlotSet};
 use crate::sync::quiesce::Attention;
 use crate::table::{At, Next, Show, Walk};
 
@@ -57,7 +57,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.read_slots(space, |slots| {
             let mut first = None;
             slots.in_gfns(&(gfn..Gfn(u64::MAX)), |slot| {
-                first = Some(region(slot));
+                first = Some(slot.region());
                 false
             });
             first
@@ -111,14 +111,4 @@ impl<P: Platform, F: Format> Vm<P, F> {
             });
         });
     }
-}
-
-/// Returns the region that would create `slot`.
-fn region(slot: &Memslot) -> Region {
-    let size = slot.pages() << PAGE_SHIFT;
-    Region::new(slot.id(), slot.base().gpa(), size, slot.backing())
-        .with_private(slot.private())
-        .with_flags(slot.flags())
-        .with_rights(slot.rights())
-        .with_memory(slot.memory())
 }
