@@ -296,7 +296,7 @@ impl Cpu {
         };
         // SAFETY: alive, as all blocks are until all are freed, between blocks, when `last` is cleared.
         let last = self.last.map(|last| unsafe { last.as_ref() });
-        let stamp = self.stamp;
+        let stamp = self.clock.stamp;
         let is_it = |found: NonNull<Block>| {
             // SAFETY: as above: it is from the table, or has followed another block that is alive.
             let block = unsafe { found.as_ref() };

@@ -22,8 +22,8 @@
 //!   at at each block boundary anyway. So another CPU's store is seen before the next block; a CPU's own store ends its block
 //!   (`Cpu::note_store`). A CPU clears the bit before it reads the version: a change in between sets it again.
 //! - **Stores by anyone else**, the client or a device, are not known here. Code is compared with memory again after each beginning
-//!   of a run and each event that serialises instructions (`Cpu::serialize`). The exception is an IRET to a user, after which a
-//!   user's code is compared, but no supervisor's (`Cpu::serialize_return`).
+//!   of a run and each event that serialises instructions (`Clock::serialize`). The exception is an IRET to a user, after which a
+//!   user's code is compared, but no supervisor's (`Clock::serialize_return`).
 //! - **Pages that hold code no more.** After [`STRIKES`] stores without a comparison in between, a page's mark is removed:
 //!   otherwise stores to it would stay slow for ever.
 //!

@@ -2,6 +2,7 @@
 
 use crate::block::Block;
 use crate::blocks::Blocks;
+use crate::clock::Clock;
 use crate::code_pages::{CodePages, Member};
 use crate::counters::Counters;
 use crate::debug::{Debugger, Watch};
@@ -97,15 +98,8 @@ pub struct Cpu {
     pub(crate) code_page: usize,
     /// RIP at the start of the running block.
     pub(crate) block_rip: u64,
-    /// Number of flushes: the code of another generation has to be translated again.
-    pub(crate) generation: u64,
-    /// Numbers of events that serialise instructions, for supervisor code and for user code: the code of another epoch has to be
-    /// compared with memory.
-    pub(crate) epochs: [u64; 2],
-    /// Numbers of events that may make code stale, never 0, for supervisor code and for user code.
-    stamps: [u64; 2],
-    /// The one of `stamps` for the current CPL: code with another stamp has to be looked at.
-    pub(crate) stamp: u64,
+    /// When decoded code has to be looked at again.
+    pub(crate) clock: Clock,
     pub(crate) code: Member,
     #[cfg(feature = "jit")]
     pub(crate) compiled: crate::jit::Compiled,
@@ -125,7 +119,7 @@ pub struct Cpu {
     pub(crate) svm: Svm,
     machine: Option<NonNull<dyn Machine>>,
     /// The registers that the TLB's content depends on, as last seen.
-    seen: [u64; 4],
+    paging_registers: [u64; 4],
 }
 
 /// Returns the canonical address with the low bits of `address`: 48, or with CR4.LA57 57.
@@ -137,7 +131,7 @@ pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
     ((address << shift) as i64 >> shift) as u64
 }
 
-/// Index of CR3 in `Cpu::seen`.
+/// Index of CR3 in `Cpu::paging_registers`.
 const CR3: usize = 1;
 
 /// Returns whether a change of CR0, CR3, CR4 and EFER invalidates translations, or changes what they depend on. TS, which
@@ -200,10 +194,7 @@ impl Cpu {
             bus_lock_rip: None,
             code_page: usize::MAX,
             block_rip: 0,
-            generation: 1,
-            epochs: [1; 2],
-            stamps: [1; 2],
-            stamp: 1,
+            clock: Clock::new(),
             code: Member::try_new(code)?,
             #[cfg(feature = "jit")]
             compiled: crate::jit::Compiled::new(),
@@ -224,7 +215,7 @@ impl Cpu {
             counters: Counters::default(),
             svm: Svm::new(),
             machine: None,
-            seen: [0; 4],
+            paging_registers: [0; 4],
         })
     }
 
@@ -246,14 +237,14 @@ impl Cpu {
 
     /// Drops all translations. The caller has counted why.
     pub(crate) fn drop_translations(&mut self) {
-        self.outdate_blocks();
+        self.clock.flush();
         self.flush_data();
     }
 
     /// Drops all translations of the current world.
     pub(crate) fn flush_world(&mut self) {
         self.counters.flushes_other += 1;
-        self.outdate_blocks();
+        self.clock.flush();
         let space = self.space();
         self.tlb().flush_world(space);
     }
@@ -282,42 +273,6 @@ impl Cpu {
         (self.svm.world() as u16) << PCID_BITS | pcid
     }
 
-    /// Has all blocks translated again.
-    pub(crate) fn outdate_blocks(&mut self) {
-        self.generation += 1;
-        self.outdate_stamps();
-    }
-
-    /// Has all code looked at before it is executed next.
-    pub(crate) fn outdate_stamps(&mut self) {
-        self.stamps = self.stamps.map(|stamp| stamp + 1);
-        self.choose_stamp();
-    }
-
-    fn choose_stamp(&mut self) {
-        self.stamp = self.stamps[usize::from(self.cpl == 3)];
-    }
-
-    /// Call for an event that serialises instructions (SDM volume 3, "Serializing Instructions"), and for an interrupt and a far
-    /// transfer, by which guests begin code that a device has loaded: stores of the client and of devices to code, made before, are
-    /// seen from the next block on.
-    pub(crate) fn serialize(&mut self) {
-        self.epochs = self.epochs.map(|epoch| epoch + 1);
-        self.outdate_stamps();
-    }
-
-    /// Call for an IRET, which has changed the CPL. To a user it serialises the user's instructions alone: each page fault of a user ends
-    /// with it, and to compare the supervisor's code for the next one would cost more than all else that the fault does. What a client
-    /// or a device stores to a supervisor's code is seen after the next of the many events that serialise all, interrupts among them.
-    pub(crate) fn serialize_return(&mut self) {
-        if self.cpl != 3 {
-            return self.serialize();
-        }
-        self.epochs[1] += 1;
-        self.stamps[1] += 1;
-        self.choose_stamp();
-    }
-
     /// Returns what the CPU has done so far.
     pub fn counters(&self) -> &Counters {
         &self.counters
@@ -327,7 +282,7 @@ impl Cpu {
     pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
         self.counters.flushes_page += 1;
         match self.tlb().may_be_large(lin) {
-            true => self.outdate_blocks(),
+            true => self.clock.flush(),
             false => self.outdate_page(lin),
         }
         self.tlb().flush_page(lin, which);
@@ -345,7 +300,7 @@ impl Cpu {
         let space = self.space_of(pcid);
         match pcid == self.pcid() {
             true => {
-                self.outdate_blocks();
+                self.clock.flush();
                 self.tlb().switch(space, false);
             }
             false => self.tlb().forget(space),
@@ -355,7 +310,7 @@ impl Cpu {
     /// Drops all translations but the global ones: INVPCID of type 3.
     pub(crate) fn flush_spaces(&mut self) {
         self.counters.flushes_pcid += 1;
-        self.outdate_blocks();
+        self.clock.flush();
         let space = self.space();
         self.tlb().flush_spaces(space);
     }
@@ -438,9 +393,9 @@ impl Cpu {
     /// Loads CR3. Drops the translations of the new PCID, but not the global ones. `keeps`: neither the PCID's.
     pub(crate) fn load_cr3(&mut self, cr3: u64, keeps: bool) {
         self.state.cr3 = cr3;
-        self.seen[CR3] = cr3;
+        self.paging_registers[CR3] = cr3;
         self.counters.flushes_cr3 += 1;
-        self.outdate_blocks();
+        self.clock.flush();
         let space = self.space();
         self.tlb().switch(space, keeps);
         if !keeps {
@@ -488,11 +443,11 @@ impl Cpu {
             mode |= mode::USER;
         }
         self.mode = mode;
-        self.choose_stamp();
+        self.clock.enter(self.cpl == 3);
         self.update_table();
-        let before = self.seen;
+        let before = self.paging_registers;
         self.see_registers();
-        let flushes = invalidates(&before, &self.seen);
+        let flushes = invalidates(&before, &self.paging_registers);
         if flushes {
             self.flush_other();
         }
@@ -504,14 +459,14 @@ impl Cpu {
     /// Notes the registers whose changes flush translations: from here on [`derive`](Self::derive) looks for changes of these.
     fn see_registers(&mut self) {
         let state = &self.state;
-        self.seen = [state.cr0, state.cr3, state.cr4, state.efer];
+        self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
     }
 
     /// Call after the registers have become those of another world, whose translations are kept.
     pub(crate) fn enter_world(&mut self) {
         self.see_registers();
         self.derive();
-        self.outdate_blocks();
+        self.clock.flush();
         let space = self.space();
         self.tlb().enter_world(space);
     }

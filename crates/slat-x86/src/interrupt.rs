@@ -117,7 +117,7 @@ impl Cpu {
                 Err(why) => return self.delivery_broke(why),
             }
         } else if let Some(vector) = events.interrupt {
-            self.serialize();
+            self.clock.serialize();
             match self.deliver(vector, None, Source::Interrupt, rip) {
                 Ok(()) => {
                     self.state.events.interrupt = None;
@@ -134,7 +134,7 @@ impl Cpu {
         } else if self.nmi_leaves_guest() {
             self.leaves_for(code::NMI);
         } else if events.takes_nmi() {
-            self.serialize();
+            self.clock.serialize();
             match self.deliver(vector::NMI, None, Source::Nmi, rip) {
                 Ok(()) => {
                     self.state.events.nmis -= 1;
@@ -151,7 +151,7 @@ impl Cpu {
         } else if self.interrupt_leaves_guest() {
             self.leaves_for(code::INTR);
         } else if self.takes_virtual_interrupt() && !self.leaves_for(code::VINTR) {
-            self.serialize();
+            self.clock.serialize();
             match self.deliver(self.virtual_vector(), None, Source::Interrupt, rip) {
                 Ok(()) => self.end_virtual_interrupt(),
                 Err(Break::Exception | Break::TaskFault) => {

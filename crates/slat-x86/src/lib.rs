@@ -8,6 +8,7 @@
 //! |---|---|---|
 //! | base | `heap`, `hash`, `sync` | allocations that may fail; a fast hash; what the model checker replaces |
 //! | | `counters` | what the CPU counts of its work |
+//! | | `clock` | when decoded code has to be looked at again |
 //! | | `decoder` | the tables of the instruction decoder |
 //! | | `frame`, `source`, `tss` | what deliveries push; the origins of events; the task-state segment |
 //! | guest | `state` | the architectural registers |
@@ -49,6 +50,7 @@
 
 mod block;
 mod blocks;
+mod clock;
 mod code_pages;
 mod counters;
 mod cpu;

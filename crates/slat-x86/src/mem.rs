@@ -104,7 +104,7 @@ impl Cpu {
         let host = host as usize;
         if self.code.stored(host) {
             self.counters.code_stores += 1;
-            self.outdate_stamps();
+            self.clock.change();
             self.stop = true;
         } else {
             // Another CPU's stores have removed the mark while a block of the page runs.

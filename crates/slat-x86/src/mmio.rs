@@ -7,9 +7,7 @@
 
 use crate::Cpu;
 use crate::heap::Zeroed;
-#[cfg(feature = "jit")]
-use crate::machine::Access;
-use crate::machine::{Exit, MsrFault};
+use crate::machine::{Access, Exit, MsrFault};
 use crate::op::{Break, Op};
 use crate::state::{Exception, State, flags};
 use crate::vector;

@@ -15,7 +15,7 @@ use crate::snapshot::Snapshot;
 pub(crate) struct Once {
     /// As in [`Snapshot::key_of`].
     key: u64,
-    /// [`Cpu::generation`] when `host` was looked up; 0, which is none: never.
+    /// The generation when `host` was looked up; 0, which is none: never.
     generation: u64,
     /// The host address of the page.
     host: *mut u8,
@@ -40,11 +40,11 @@ impl Cpu {
     /// Returns the host address of the page of the code at `lin`.
     fn once_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
         let key = Snapshot::key_of(lin, self.cpl == 3);
-        if self.once.key != key || self.once.generation != self.generation {
+        if self.once.key != key || self.once.generation != self.clock.generation() {
             let host = self.code_host(lin)?;
             self.once = Once {
                 key,
-                generation: self.generation,
+                generation: self.clock.generation(),
                 host,
             };
         }

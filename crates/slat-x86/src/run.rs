@@ -22,7 +22,7 @@ impl Cpu {
             cpu.derive();
             cpu.adopt_flags();
             cpu.forget_question();
-            cpu.serialize();
+            cpu.clock.serialize();
             #[cfg(feature = "jit")]
             cpu.prepare_compiled(attention);
             let rip = cpu.state.rip;
@@ -100,7 +100,7 @@ impl Cpu {
             // changes it while it runs.
             let block = unsafe { found.as_ref() };
             #[cfg(feature = "jit")]
-            if block.entrance.is_some() && block.is_current(self.stamp) {
+            if block.entrance.is_some() && block.is_current(self.clock.stamp) {
                 if self.compiled.interrupted == Some(block.key.rip) {
                     self.sampled(found);
                     continue;

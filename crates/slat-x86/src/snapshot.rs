@@ -1,10 +1,9 @@
 //! Copies of the guest's code, by page: blocks are decoded from them, and they tell whether blocks are still good.
 //!
 //! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is good as long as its snapshot is, of which
-//! the CPU keeps record with its *stamp*: every event that may make code stale changes it, a flush of the TLB, a store to a page with
-//! decoded code, an event that serialises instructions. Then each page is looked at once when code of it is entered next
-//! ([`Cpu::check_snapshot`]): which of these was it, does it concern this page, and if it may: does memory still hold the lines? If it
-//! does not, the snapshot begins a new *edition* without lines, and each of its blocks is compared with memory by itself.
+//! the CPU keeps record with its *stamp*: every event that may make code stale changes it (`clock`). Then each page is looked at once when
+//! code of it is entered next ([`Cpu::check_snapshot`]): which event was it, does it concern this page, and if it may: does memory still
+//! hold the lines? If it does not, the snapshot begins a new *edition* without lines, and each of its blocks is compared with memory by itself.
 //!
 //! Lines are copied from memory, then blocks are decoded from the copies or compared with them. So what is compared later is what was
 //! decoded.
@@ -25,7 +24,7 @@ const LINE: usize = 64;
 
 /// The code of a page that was decoded.
 pub(crate) struct Snapshot {
-    /// [`Cpu::stamp`] as long as memory is known to hold the lines.
+    /// The stamp as long as memory is known to hold the lines.
     pub(crate) stamp: u64,
     /// Host address of the page.
     pub(crate) host: *mut u8,
@@ -33,11 +32,11 @@ pub(crate) struct Snapshot {
     pub(crate) edition: u64,
     /// The linear address of the page, and whether it was looked up as user.
     key: u64,
-    /// [`Cpu::generation`] when `host` was looked up; 0: look it up again.
+    /// The generation when `host` was looked up; 0: look it up again.
     generation: u64,
     /// The version of the page (see `code_pages`). 0: it was not trusted, so the lines are compared at the next entry.
     version: u64,
-    /// The one of [`Cpu::epochs`] when the lines were compared.
+    /// The epoch when the lines were compared.
     epoch: u64,
     /// Bit n: line n of `bytes` holds code.
     lines: u64,
@@ -86,9 +85,9 @@ impl Snapshot {
         lin & !0xfff | u64::from(user)
     }
 
-    /// Returns 1 for a page that was looked up as user, 0 for one as supervisor.
-    fn user(&self) -> usize {
-        (self.key & 1) as usize
+    /// Whether the page was looked up as user.
+    fn is_user(&self) -> bool {
+        self.key & 1 != 0
     }
 
     /// Has the page looked up again.
@@ -186,7 +185,7 @@ impl Cpu {
     /// fault will have.
     #[inline]
     fn check_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
-        match page.stamp == self.stamp {
+        match page.stamp == self.clock.stamp {
             true => Ok(()),
             false => self.look_at_snapshot(page, lin),
         }
@@ -195,23 +194,23 @@ impl Cpu {
     /// Makes sure that memory holds the lines of `page`, unless that takes a translation. Returns whether it does.
     #[cfg(feature = "jit")]
     pub(crate) fn look_again(&mut self, page: &mut Snapshot, lin: u64) -> bool {
-        page.generation == self.generation
+        page.generation == self.clock.generation()
             && self.look_at_snapshot(page, lin).is_ok()
-            && page.stamp == self.stamp
+            && page.stamp == self.clock.stamp
     }
 
     #[inline(never)]
     fn look_at_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
         loop {
             let before = page.host;
-            if page.generation != self.generation {
+            if page.generation != self.clock.generation() {
                 page.host = self.code_host(lin)?;
-                page.generation = self.generation;
+                page.generation = self.clock.generation();
             }
             // Before the comparison: only so is the version that of what is compared.
             let version = self.mark_code(page.host).unwrap_or(0);
             let is_known = page.host == before
-                && page.epoch == self.epochs[page.user()]
+                && page.epoch == self.clock.epoch(page.is_user())
                 && page.version == version;
             if version == 0 || !is_known {
                 self.counters.pages_compared += 1;
@@ -228,8 +227,8 @@ impl Cpu {
                 }
             }
             page.version = version;
-            page.epoch = self.epochs[page.user()];
-            page.stamp = if version != 0 { self.stamp } else { 0 };
+            page.epoch = self.clock.epoch(page.is_user());
+            page.stamp = if version != 0 { self.clock.stamp } else { 0 };
             return Ok(());
         }
     }
@@ -313,7 +312,7 @@ impl Cpu {
         self.code.heed(attention, |pages| {
             tlb.look_at_writes(|host| pages.version_of(host) != 0)
         });
-        self.outdate_stamps();
+        self.clock.change();
     }
 
     /// Returns the host address of the page from which the code at `lin` is fetched.
@@ -330,7 +329,7 @@ impl Cpu {
     }
 
     pub(crate) fn code_gone(&mut self, lin: u64, host: *mut u8) -> Result<(), Break> {
-        self.outdate_blocks();
+        self.clock.flush();
         self.gone(lin, host, Access::Execute)
     }
 }

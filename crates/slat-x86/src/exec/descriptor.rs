@@ -93,7 +93,7 @@ fn load_table(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         cpu.state.idtr = table;
     }
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 fn store_table(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -155,7 +155,7 @@ fn lldt(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         cpu.state.ldtr = system_segment(cpu, selector, 2)?;
     }
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -170,7 +170,7 @@ fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.mark_descriptor(selector, 2)?;
     segment.rights |= 2;
     cpu.state.tr = segment;
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 /// SLDT (`aux` 0) and STR (1).

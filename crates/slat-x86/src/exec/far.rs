@@ -56,7 +56,7 @@ fn far_jump(cpu: &mut Cpu, op: &Op) -> Flow {
     let cs = far_code(cpu, op, selector, Initiator::Jump)?;
     cpu.state.cs = cs;
     cpu.state.rip = offset;
-    cpu.serialize();
+    cpu.clock.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -75,7 +75,7 @@ fn far_call(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.set_rsp(rsp);
     cpu.state.cs = cs;
     cpu.state.rip = offset;
-    cpu.serialize();
+    cpu.clock.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -132,7 +132,7 @@ fn retf(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.state.cs.selector = selector;
         cpu.state.cs.base = u64::from(selector) << 4;
         cpu.state.rip = rip;
-        cpu.serialize();
+        cpu.clock.serialize();
         cpu.refresh();
         return Err(Break::Jump);
     }
@@ -155,7 +155,7 @@ fn retf(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     cpu.state.cs = cs;
     cpu.state.rip = rip;
-    cpu.serialize();
+    cpu.clock.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -226,7 +226,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.rip = rip;
     cpu.state.events.nmi_blocked = false;
     cpu.refresh();
-    cpu.serialize_return();
+    cpu.clock.serialize_return();
     Err(Break::Jump)
 }
 
@@ -251,7 +251,7 @@ fn iret_8086(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.rip = rip;
     cpu.set_flags(mask, new);
     cpu.state.events.nmi_blocked = false;
-    cpu.serialize();
+    cpu.clock.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }

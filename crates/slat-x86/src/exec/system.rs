@@ -298,7 +298,7 @@ fn write_control(cpu: &mut Cpu, op: &Op) -> Flow {
             cpu.machine().set_task_priority(v);
         }
     }
-    cpu.serialize();
+    cpu.clock.serialize();
     cpu.refresh();
     Err(Break::End)
 }
@@ -352,7 +352,7 @@ fn write_debug(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     cpu.update_watch();
     cpu.slow = true;
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 
@@ -416,7 +416,7 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     // SDM volume 3, "Serializing Instructions": these writes are none, and timers and IPIs are made of them. Hyper-V's are the same
     // registers of the APIC.
     if !matches!(msr, TSC_DEADLINE | X2APIC_FIRST..=X2APIC_LAST | HYPERV_EOI..=HYPERV_TPR) {
-        cpu.serialize();
+        cpu.clock.serialize();
     }
     cpu.refresh();
     Err(Break::End)
@@ -433,7 +433,7 @@ fn cpuid(cpu: &mut Cpu, op: &Op) -> Flow {
     for (register, v) in [0, 3, 1, 2].into_iter().zip(out) {
         cpu.state.gpr[register] = v.into();
     }
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 
@@ -588,7 +588,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.flush_page(lin, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(lin));
     }
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -620,14 +620,14 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
         true => GuestFlush::Page(address),
         false => GuestFlush::All,
     });
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 /// INVD (`aux` 1) and WBINVD.
 fn invalidate_caches(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     cpu.intercept(op, [code::WBINVD, code::INVD][usize::from(op.aux & 1)])?;
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 /// MONITOR, and MWAIT (`aux` 1).
@@ -661,7 +661,7 @@ fn barrier(_: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 fn serialize(cpu: &mut Cpu, _: &Op) -> Flow {
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 

@@ -127,7 +127,7 @@ impl Cpu {
         self.set_flags(mask | flags::VIP | flags::ID, image);
         self.state.events.nmi_blocked = false;
         self.refresh();
-        self.serialize_return();
+        self.clock.serialize_return();
         Err(Break::Jump)
     }
 

@@ -46,7 +46,7 @@ pub(super) fn set_of(rip: u64) -> usize {
 pub(super) struct Target {
     /// The address of the guest's code.
     pub(super) rip: u64,
-    /// The page that has it. If its stamp is not [`Cpu::stamp`], it has to be looked at first. It is alive as long as the edition is the
+    /// The page that has it. If its stamp is not The stamp, it has to be looked at first. It is alive as long as the edition is the
     /// CPU's.
     pub(super) page: *const Snapshot,
     pub(super) code: *const u8,
@@ -232,7 +232,7 @@ impl Cpu {
     /// Whether a block is good now, and of a mode that compiled code is for.
     fn may_compile(&self, block: &Block) -> bool {
         matches!(block.key.mode & mode::BITS, mode::BITS_64 | mode::FLAT_32)
-            && block.is_current(self.stamp)
+            && block.is_current(self.clock.stamp)
     }
 
     /// Attaches code of a tier at least to a block, and to others, that was compiled for another CPU or before, if there is any and memory
@@ -321,7 +321,7 @@ impl Cpu {
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
                 || self.compiles_at_once();
-            if !found.is_current(self.stamp) || !is_warm {
+            if !found.is_current(self.clock.stamp) || !is_warm {
                 continue;
             }
             let width = mode::width(block.key.mode);

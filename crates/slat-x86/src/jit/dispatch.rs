@@ -95,7 +95,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         target_rip = const offset_of!(Target, rip),
         page = const offset_of!(Target, page),
         stamp = const offset_of!(Snapshot, stamp),
-        cpu_stamp = const offset_of!(Cpu, stamp),
+        cpu_stamp = const offset_of!(Cpu, clock.stamp),
         cpu_edition = const offset_of!(Cpu, compiled.edition),
         edition = const offset_of!(Target, edition),
         look = sym look,

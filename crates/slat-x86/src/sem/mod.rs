@@ -72,6 +72,10 @@ pub(crate) trait Compute {
 
 /// How an instruction sets the arithmetic flags: of which operation they are. They are computed when something reads them.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(
+    not(feature = "jit"),
+    expect(dead_code, reason = "the compiler needs more than the record does")
+)]
 pub(crate) enum Flags<V, B, K> {
     /// They stay; in the compiler, what the CPU's record has.
     Recorded,
@@ -126,6 +130,7 @@ pub(crate) enum Flags<V, B, K> {
     },
 }
 
+#[cfg(feature = "jit")]
 impl<V: Copy, B, K> Flags<V, B, K> {
     /// Returns the result, whose bits make ZF, SF and PF.
     pub(crate) fn result(&self) -> Option<V> {

@@ -13,9 +13,10 @@ mod sse4a;
 mod table;
 mod vex;
 
-pub(crate) use host::{FLAGS as MXCSR_FLAGS, HostFlags, exchange_mxcsr, runs_on_host};
-
 pub use crate::features::has_avx;
+pub(crate) use host::HostFlags;
+#[cfg(feature = "jit")]
+pub(crate) use host::{FLAGS as MXCSR_FLAGS, exchange_mxcsr, runs_on_host};
 
 use crate::Cpu;
 use crate::op::{Flow, Handler, Op};

@@ -118,7 +118,7 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.tlb().forget_world(world);
         cpu.tell_flush(GuestFlush::Nested);
     }
-    cpu.serialize();
+    cpu.clock.serialize();
     Err(Break::End)
 }
 

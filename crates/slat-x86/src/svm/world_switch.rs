@@ -118,7 +118,7 @@ impl Cpu {
         registers.load(&mut self.state);
         self.adopt_flags();
         self.enter_world();
-        self.serialize();
+        self.clock.serialize();
         self.slow = true;
     }
 
