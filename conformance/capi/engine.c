@@ -123,7 +123,7 @@ static void try(uint32_t format)
 
     CHECK(slat_vcpu_fault(vcpu, RAM + 5 * PAGE, SLAT_WRITE) == 0);
     /* The tables of x86 let the guest write what it has read, and the page counts as written, as in KVM. */
-    uint64_t read = format == SLAT_EPT || format == SLAT_NPT;
+    uint64_t read = format == SLAT_EPT || format == SLAT_NPT || format == SLAT_EPT5 || format == SLAT_NPT5;
     CHECK(slat_vm_dirty_log(vm, 0, &log, 1) == 0 && log == (1 << 5 | read));
     CHECK(slat_vm_dirty_log(vm, 0, &log, 1) == 0 && log == 0);
     CHECK(slat_vm_dirty_log(vm, 0, NULL, 0) == -EFAULT);
@@ -151,11 +151,11 @@ static void try(uint32_t format)
 
 int main(void)
 {
-    for (uint32_t format = SLAT_EPT; format <= SLAT_SV48X4; format++)
+    for (uint32_t format = SLAT_EPT; format <= SLAT_SV57X4; format++)
         try(format);
     struct slat_platform none = { 0 };
     struct slat_vm *vm;
-    CHECK(slat_vm_create(SLAT_SV48X4 + 1, &none, &vm) == -EINVAL);
-    puts("four formats");
+    CHECK(slat_vm_create(SLAT_SV57X4 + 1, &none, &vm) == -EINVAL);
+    puts("eight formats");
     return 0;
 }

@@ -88,6 +88,7 @@ pub const EXPERIMENTS: &[Experiment] = &[
     experiments::waits::EXPERIMENT,
     experiments::faults::EXPERIMENT,
     experiments::nested::EXPERIMENT,
+    experiments::clone::EXPERIMENT,
     experiments::cpu::EXPERIMENT,
     experiments::vmm::EXPERIMENT,
 ];

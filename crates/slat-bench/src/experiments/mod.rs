@@ -1,5 +1,6 @@
 //! The experiments, one file each.
 
+pub mod clone;
 pub mod cpu;
 pub mod dirty;
 pub mod execute;

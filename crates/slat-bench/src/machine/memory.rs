@@ -65,32 +65,43 @@ impl Memory {
     /// If `size` is no multiple of `piece`, or as [`Memory::new`].
     pub fn aliased(size: usize, piece: usize, alignment: usize) -> io::Result<Self> {
         assert!(size.is_multiple_of(piece));
-        // SAFETY: a name; the result is checked.
-        let file = unsafe { libc::memfd_create(c"slat-bench".as_ptr(), libc::MFD_CLOEXEC) };
-        if file < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a descriptor made just now.
-        let file = unsafe { OwnedFd::from_raw_fd(file) };
-        let file = File::from(file);
-        file.set_len(piece as u64)?;
+        let file = file_in_memory(piece)?;
         let memory = Self::reserve(size, alignment)?;
         for at in memory.addresses().step_by(piece) {
-            // SAFETY: replaces a part of the mapping made just now, which no code has used.
-            let mapped = unsafe {
-                libc::mmap(
-                    at as *mut libc::c_void,
-                    piece,
-                    libc::PROT_READ | libc::PROT_WRITE,
-                    libc::MAP_SHARED | libc::MAP_FIXED,
-                    file.as_raw_fd(),
-                    0,
-                )
-            };
-            if mapped == libc::MAP_FAILED {
-                return Err(io::Error::last_os_error());
-            }
+            // SAFETY: a part of the mapping made just now, which no code has used.
+            unsafe { map_file(at, piece, &file, libc::MAP_SHARED)? };
         }
+        Ok(memory)
+    }
+
+    /// Maps `size` bytes of zeroes at a multiple of `alignment`, which are a file's. Returns the file, too.
+    ///
+    /// # Errors
+    /// The host's for making a file in memory, and for mapping it.
+    ///
+    /// # Panics
+    /// As [`Memory::new`].
+    pub fn in_file(size: usize, alignment: usize) -> io::Result<(Self, File)> {
+        let file = file_in_memory(size)?;
+        let memory = Self::of_file(&file, size, alignment, libc::MAP_SHARED)?;
+        Ok((memory, file))
+    }
+
+    /// Maps the first `size` bytes of a file at a multiple of `alignment`, copy on write. Nobody writes to the file meanwhile.
+    ///
+    /// # Errors
+    /// Those of mmap.
+    ///
+    /// # Panics
+    /// As [`Memory::new`].
+    pub fn copy_of(file: &File, size: usize, alignment: usize) -> io::Result<Self> {
+        Self::of_file(file, size, alignment, libc::MAP_PRIVATE)
+    }
+
+    fn of_file(file: &File, size: usize, alignment: usize, sharing: i32) -> io::Result<Self> {
+        let memory = Self::reserve(size, alignment)?;
+        // SAFETY: the mapping made just now, which no code has used.
+        unsafe { map_file(memory.address(), size, file, sharing)? };
         Ok(memory)
     }
 
@@ -203,6 +214,45 @@ impl Memory {
         // SAFETY: page aligned, `size` bytes long, initialised, and all threads that hold this access it as atomics, as the
         // guest's own aligned stores do.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.size / 8) }
+    }
+}
+
+/// Makes a file of `size` bytes of zeroes that is in memory only.
+fn file_in_memory(size: usize) -> io::Result<File> {
+    // SAFETY: a name; the result is checked.
+    let file = unsafe { libc::memfd_create(c"slat-bench".as_ptr(), libc::MFD_CLOEXEC) };
+    if file < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a descriptor made just now.
+    let file = File::from(unsafe { OwnedFd::from_raw_fd(file) });
+    file.set_len(size as u64)?;
+    Ok(file)
+}
+
+/// Maps the beginning of `file` at `address`, shared or copy on write.
+///
+/// # Safety
+/// - No code uses the `size` bytes at `address`, which are mapped.
+unsafe fn map_file(address: u64, size: usize, file: &File, sharing: i32) -> io::Result<()> {
+    let (rights, flags) = (
+        libc::PROT_READ | libc::PROT_WRITE,
+        sharing | libc::MAP_FIXED,
+    );
+    // SAFETY: the caller's.
+    let mapped = unsafe {
+        libc::mmap(
+            address as *mut libc::c_void,
+            size,
+            rights,
+            flags,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    match mapped {
+        libc::MAP_FAILED => Err(io::Error::last_os_error()),
+        _ => Ok(()),
     }
 }
 

@@ -109,9 +109,25 @@ impl<'m, A: Api> Machine<'m, A> {
         end: u64,
         prepare: impl FnOnce(&A::Vm) -> Result<(), Failure>,
     ) -> Result<Self, Failure> {
-        assert!(vcpus <= guest::MAX_VCPUS);
         let mut system = Memory::new(guest::SYSTEM_SIZE, 2 << 20, Pages::Small)?;
         guest::load(system.bytes(), end);
+        Self::on(api, vcpus, system, prepare)
+    }
+
+    /// Like [`Machine::prepared`], with the `system` slot of another machine, or a copy of it.
+    ///
+    /// # Errors
+    /// Those of [`Machine::prepared`].
+    ///
+    /// # Panics
+    /// Those of [`Machine::new`].
+    pub fn on(
+        api: &A,
+        vcpus: usize,
+        system: Memory,
+        prepare: impl FnOnce(&A::Vm) -> Result<(), Failure>,
+    ) -> Result<Self, Failure> {
+        assert!(vcpus <= guest::MAX_VCPUS);
         let vm = api.create_vm()?;
         prepare(&vm)?;
         let mut machine = Machine {

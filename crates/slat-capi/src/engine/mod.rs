@@ -9,7 +9,7 @@ pub mod platform;
 mod vm;
 
 use platform::{Callbacks, slat_platform};
-use slat::format::{Ept, Npt, Stage2, Sv48x4};
+use slat::format::{Ept, Ept5, Npt, Npt5, Stage2, Sv48x4, Sv57x4};
 use slat::{Access, Config, Gfn, Gpa, Hva, PAGE_SIZE, Region, SlotFlags};
 use slat_kvm::guarded::without_panic;
 use std::ffi::{c_int, c_void};
@@ -25,6 +25,14 @@ pub const SLAT_NPT: u32 = 1;
 pub const SLAT_STAGE2: u32 = 2;
 /// The table format of RISC-V's G-stage, with 48-bit addresses.
 pub const SLAT_SV48X4: u32 = 3;
+/// The table format of Intel's EPT, with five levels.
+pub const SLAT_EPT5: u32 = 4;
+/// The table format of AMD's nested paging, with five levels.
+pub const SLAT_NPT5: u32 = 5;
+/// The table format of AArch64's stage 2, with 52-bit addresses (FEAT_LPA2).
+pub const SLAT_STAGE2_LPA2: u32 = 6;
+/// The table format of RISC-V's G-stage, with 57-bit addresses.
+pub const SLAT_SV57X4: u32 = 7;
 
 /// The guest reads data.
 pub const SLAT_READ: u32 = 0;
@@ -88,6 +96,10 @@ pub unsafe extern "C" fn slat_vm_create(
             SLAT_NPT => vm::create::<Npt>(platform, config),
             SLAT_STAGE2 => vm::create::<Stage2<48>>(platform, config),
             SLAT_SV48X4 => vm::create::<Sv48x4>(platform, config),
+            SLAT_EPT5 => vm::create::<Ept5>(platform, config),
+            SLAT_NPT5 => vm::create::<Npt5>(platform, config),
+            SLAT_STAGE2_LPA2 => vm::create::<Stage2<52>>(platform, config),
+            SLAT_SV57X4 => vm::create::<Sv57x4>(platform, config),
             _ => Err(libc::EINVAL),
         };
         let handle = Arc::new(Handle {
