@@ -98,7 +98,7 @@ fn memslots_may_change_meanwhile() {
     assert!(seen.len() > 3, "others are seen now and then: {seen:?}");
     let process = scratch.published(client.pid());
     let changes = &process["vms"][0]["memory"]["slot_changes"];
-    assert!(changes.as_u64().unwrap() > 1000, "{changes}");
+    assert!(changes.as_u64().unwrap() > 100, "{changes}");
     assert_eq!(process["vms"][0]["vcpus"][0]["state"], "runs");
 }
 
