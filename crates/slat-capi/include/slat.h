@@ -58,6 +58,26 @@
 #define SLAT_SV48X4 3
 
 /**
+ * The table format of Intel's EPT, with five levels.
+ */
+#define SLAT_EPT5 4
+
+/**
+ * The table format of AMD's nested paging, with five levels.
+ */
+#define SLAT_NPT5 5
+
+/**
+ * The table format of AArch64's stage 2, with 52-bit addresses (FEAT_LPA2).
+ */
+#define SLAT_STAGE2_LPA2 6
+
+/**
+ * The table format of RISC-V's G-stage, with 57-bit addresses.
+ */
+#define SLAT_SV57X4 7
+
+/**
  * The guest reads data.
  */
 #define SLAT_READ 0
