@@ -519,9 +519,9 @@ fn write_protection_of_a_run_of_pages_stays_despite_a_mark() {
 #[test]
 fn no_dirty_mark_is_lost_by_ageing() {
     no_mark_is_lost(|world| {
-        _ = world
+        world
             .step(&mut Unflushed::none())
-            .age(&mut Walk::unbroken(Gfn(0)..Gfn(4)), true)
+            .age(&mut Walk::unbroken(Gfn(0)..Gfn(4)), true, |_| {})
     });
 }
 
