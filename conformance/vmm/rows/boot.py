@@ -48,7 +48,7 @@ def run(setting, machine, irqchip, cpus, *words):
             cpu = word
         else:
             raise SystemExit(f"boot: unknown word {word}")
-    if machine == "microvm" and irqchip == "on":
+    if machine == "microvm":
         # Newer firmware of this machine lets the 8259 interrupt, but does not set its vectors, and Linux, told that there is none,
         # does not mask it. A tick of the 8254 after the firmware, 55 ms after the start, is vector 0: a divide error.
         machine += ",pit=off"
