@@ -1,8 +1,8 @@
 //! The KVM API for C programs, without `/dev/kvm`.
 //!
-//! `slat_open` stands for opening `/dev/kvm`; `slat_ioctl`, `slat_mmap`, `slat_munmap`, `slat_close` and `slat_dup` for the functions of the
-//! C library without the prefix. A program that has a KVM backend is ported by renaming these calls. `include/slat.h` is what
-//! cbindgen makes of this crate (`tests/header.rs`).
+//! A program that has a KVM backend is ported by renaming its calls. `slat_open` takes the place of opening `/dev/kvm`. `slat_ioctl`,
+//! `slat_mmap`, `slat_munmap`, `slat_close` and `slat_dup` take the place of the C library's functions without the prefix.
+//! cbindgen makes `include/slat.h` of this crate (`tests/header.rs`).
 //!
 //! | file | idea |
 //! |---|---|

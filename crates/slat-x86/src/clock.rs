@@ -1,8 +1,8 @@
 //! When decoded code has to be looked at again: the clock of a CPU.
 //!
 //! A look at memory before each block would cost more than the block. So each event that may make code stale advances a number of the
-//! clock, and whoever has looked at a page of code keeps the numbers as they were: while they are equal, nothing has happened. Three
-//! numbers say what has to be done, from the dearest to the cheapest:
+//! clock. Whoever has looked at a page of code keeps the numbers of that time. While the clock still has them, nothing has happened.
+//! There are three numbers, because events differ in what has to be done; the dearest comes first:
 //!
 //! | number | advances when | another one than kept means |
 //! |---|---|---|
@@ -22,7 +22,7 @@
 //! Two more numbers are no time of a CPU, but tell contents apart: a page's *version*, which all CPUs share, rises with each store to
 //! it (`code_pages`); its *edition* is another one whenever this CPU has found it changed (`snapshot`).
 
-/// The numbers of a CPU. None is ever 0, which stands for "never" in what keeps them.
+/// The numbers of a CPU. They begin at 1: a page that keeps 0 was never looked at.
 pub(crate) struct Clock {
     generation: u64,
     /// For supervisor code and for user code.

@@ -2,7 +2,7 @@
 
 use slat_guard::Word;
 
-/// What has the general registers: the CPU.
+/// The CPU, of which this layer knows only that it has general registers.
 pub(crate) trait Registers {
     fn gpr(&self) -> &[u64; 16];
     fn gpr_mut(&mut self) -> &mut [u64; 16];

@@ -94,8 +94,8 @@ impl Guest {
     }
 }
 
-/// A device behind an IOMMU that sets accessed and dirty bits (the RISC-V IOMMU specification: `GADE`), and caches nothing: where
-/// the hardware has an IOTLB, [`slat::Platform::flush`] flushes it.
+/// A device behind an IOMMU. The IOMMU sets accessed and dirty bits (the RISC-V IOMMU specification: `GADE`). It caches nothing;
+/// an IOTLB would be flushed by [`slat::Platform::flush`].
 struct Device {
     host: Arc<PlainMemory>,
     root: Pfn,

@@ -396,7 +396,7 @@ pub unsafe trait Platform: Send + Sync + 'static {
     ///   that VM* ([`Vm::invalidate`](crate::Vm::invalidate)), copies, changes what backs the page, and ends the invalidation;
     /// - the frame is not taken back, whatever invalidations of the other VM do.
     ///
-    /// The engine does not tell when a VM ends: whoever drops it tells the platform.
+    /// The engine does not tell the platform that a VM ends. The program that drops the VM does.
     ///
     /// # Errors
     /// [`ForkError`]; then nothing is shared.
