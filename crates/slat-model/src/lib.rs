@@ -38,6 +38,20 @@
 //!
 //! If a run fails, the message ends with a few operations that fail, too ([`Failure`]).
 //!
+//! # Your page-table format under these tests
+//! Implement [`Format`](slat::Format), which is an `unsafe trait`: its text says what you promise. Then:
+//!
+//! ```
+//! # use slat::Ept as MyFormat;
+//! use std::sync::Arc;
+//! use slat_model::{SimMachine, Subject, format_promises};
+//!
+//! format_promises::<MyFormat>();
+//! Subject::of::<Arc<SimMachine>, MyFormat>("my format").run_seeds(0..2, 500);
+//! ```
+//!
+//! `tests/own_format.rs` has a whole one, for AMD's IOMMU, and what these say of it with a defect in each function.
+//!
 //! # The pieces
 //! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change under the guest, table
 //!   frames detect misuse, and a [hook](SimMachine::set_hook) makes two threads meet at the one moment that matters;
@@ -77,6 +91,8 @@ mod ops;
 #[cfg(feature = "std")]
 mod platform;
 #[cfg(feature = "std")]
+mod promises;
+#[cfg(feature = "std")]
 mod region;
 #[cfg(feature = "std")]
 mod rings;
@@ -110,6 +126,7 @@ pub use {
     model::capacity,
     ops::{Mix, Op, POLICIES},
     platform::{Event, SimMachine, SimPlatform},
+    promises::format_promises,
     region::set_region,
     rings::{DirtyPage, RingClient},
     rng::Rng,

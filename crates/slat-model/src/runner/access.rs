@@ -301,7 +301,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
     fn repeat_mmio(&mut self, i: usize, gpa: u64, access: Access) {
         let model = &self.models[self.cpus[i].space];
         let nowhere = model.slot_at(gpa >> 12).is_none() && gpa >> 12 < model.capacity;
-        if !nowhere || !self.is_on("mmio_caching", true) || self.failing {
+        let caches = F::MMIO_GENERATION_BITS > 0 && self.is_on("mmio_caching", true);
+        if !nowhere || !caches || self.failing {
             return;
         }
         self.enter(i);

@@ -162,12 +162,10 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
     }
 }
 
-impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> super::sealed::Sealed
+// SAFETY: the bits are those of the Arm ARM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
+unsafe impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format
     for Stage2<IPA_BITS, HARDWARE_DIRTY>
 {
-}
-
-impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS, HARDWARE_DIRTY> {
     const NAME: &'static str = "aarch64";
     const TOP: Level = {
         assert!(IPA_BITS >= 39 && IPA_BITS <= 52, "39 to 52 bits of IPA");

@@ -62,9 +62,8 @@ const MMIO_GENERATION_SHIFT: u32 = 12;
 const GENERATION_BITS: u32 = 40;
 const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
 
-impl<const LEVELS: u8> super::sealed::Sealed for ExtendedPageTables<LEVELS> {}
-
-impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
+// SAFETY: the bits are those of the SDM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
+unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     const NAME: &'static str = "ept";
     const TOP: Level = {
         assert!(LEVELS == 4 || LEVELS == 5, "4 or 5 levels");

@@ -172,35 +172,50 @@ impl Leaf {
     }
 }
 
-/// Keeps other crates from implementing [`Format`].
-pub(crate) mod sealed {
-    /// A format whose bits were checked against the engine (`format::tests`) and against its walker.
-    pub trait Sealed {}
-}
-
 /// What one kind of page walker understands.
 ///
-/// The trait is sealed. The engine follows what a format says is a table, and a CPU what it says is a leaf,
-/// so a format that reads a frame number out of an entry where none was put makes the safe
-/// [`Vcpu::translate`](crate::Vcpu::translate) dereference any number. An `unsafe trait` could ask its
-/// implementer for as much, but what it would have to ask is how all the constants and functions below
-/// hang together in every protocol of the engine (which stores may be plain, which entries a range operation
-/// passes over unseen). That is checked here, by tests that go through all entries a format makes and by the
-/// walkers of real and emulated machines; so a format for another walker is added here, too, beside these.
+/// The engine has those of the processors; a hypervisor may bring its own, for an IOMMU's walker, or for a processor that the
+/// engine does not know. `slat_model::format_promises` checks what functions can show of the promises below, the random
+/// operations of that crate try the rest, and its `tests/own_format` has a whole one: the second-stage tables of Intel's IOMMU.
 ///
-/// ```compile_fail,E0277
-/// use slat::{Access, Ept, Format, Level, Pfn, format::{Entry, Leaf}};
+/// # Safety
+/// The engine follows what a format says is a table, and a CPU what the format says is a leaf, so a wrong answer makes the safe
+/// [`Vcpu::translate`](crate::Vcpu::translate) dereference any number, or lets a guest write where it must not. Whoever
+/// implements the trait promises this, of each level from [`Level::PAGE`] to [`TOP`](Self::TOP):
 ///
-/// struct Mine;
+/// 1. *Entries mean one thing.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) returns for the bits that [`leaf`](Self::leaf),
+///    [`table`](Self::table), [`mmio`](Self::mmio), [`cleared`](Self::cleared) and [`broken`](Self::broken) make just what they
+///    were made of, for every leaf whose frame an entry [`holds`](Self::holds). Nothing but what `table` makes is an
+///    [`Entry::Table`], even after a walker or [`write_protect`](Self::write_protect), [`mark`](Self::mark),
+///    [`clear_accessed`](Self::clear_accessed) or [`clear_dirty`](Self::clear_dirty) changed a leaf.
+/// 2. *The walker agrees.* It translates by what `decode` calls a leaf, with no right that the leaf lacks, and faults on all
+///    else; tables limit no right. Of an entry it reads all 64 bits at once, and it writes none but [`ACCESSED`](Self::ACCESSED),
+///    and [`DIRTY`](Self::DIRTY) where it wrote to memory, of a leaf that allows the access, atomically and never after
+///    the leaf was replaced. It caches no entry that is not valid; where it must not see one valid entry replaced by another,
+///    [`BREAK_BEFORE_MAKE`](Self::BREAK_BEFORE_MAKE) is true.
+/// 3. *Changes change one thing.* `write_protect` takes `write` from a leaf that has it and gives it `may_write`; `mark`,
+///    `clear_accessed` and `clear_dirty` change what they are called; nothing else of the leaf changes.
+/// 4. *Short cuts agree with `decode`*, for all these entries: [`decode_leaf`](Self::decode_leaf), [`next_table`](Self::next_table),
+///    [`is_absent`](Self::is_absent) (of `cleared`, `mmio` and `0`, and of nothing else: a [broken](Entry::Broken) leaf is seen),
+///    [`is_writable`](Self::is_writable), [`is_settled`](Self::is_settled), [`ready`](Self::ready).
+/// 5. *Functions are pure*: the same arguments, the same result, and no panic but for values that the method's text excludes.
 ///
-/// // All there is to a format, and a table wherever an entry is not 0.
-/// impl Format for Mine {
-///     const NAME: &'static str = "mine";
-/// #   const TOP: Level = Ept::TOP;
+/// What the constants limit (levels, frames, bits that overlap) is checked when a [`Vm`](crate::Vm) of the format is compiled:
+///
+/// ```compile_fail,E0080
+/// # use slat::format::{Entry, Leaf};
+/// # use slat::{Access, Config, Ept, Format, Level, Vm};
+/// # use slat_model::SimPlatform;
+/// struct TooHigh;
+///
+/// // SAFETY: no walker uses it.
+/// unsafe impl Format for TooHigh {
+///     const TOP: Level = Level(6);
+/// #   const NAME: &'static str = "too high";
 /// #   const ROOT_TABLES: usize = Ept::ROOT_TABLES;
 /// #   const MAX_LEAF: Level = Ept::MAX_LEAF;
 /// #   const BREAK_BEFORE_MAKE: bool = Ept::BREAK_BEFORE_MAKE;
-/// #   const TABLE: u64 = 0;
+/// #   const TABLE: u64 = Ept::TABLE;
 /// #   const FRAME: u64 = Ept::FRAME;
 /// #   const WRITE: u64 = Ept::WRITE;
 /// #   const MAY_WRITE: u64 = Ept::MAY_WRITE;
@@ -212,17 +227,18 @@ pub(crate) mod sealed {
 /// #   const MMIO_NOTE_BITS: u32 = Ept::MMIO_NOTE_BITS;
 /// #   const SHADOWS: bool = Ept::SHADOWS;
 /// #   const MMIO_PHYSICAL_BITS: u32 = Ept::MMIO_PHYSICAL_BITS;
-///     fn decode(bits: u64, _: Level) -> Entry {
-///         Entry::Table(Pfn(bits >> 12))
-///     }
+///     // The rest as in `Ept`.
+/// #   fn decode(bits: u64, level: Level) -> Entry { Ept::decode(bits, level) }
 /// #   fn decode_leaf(bits: u64) -> Leaf { Ept::decode_leaf(bits) }
 /// #   fn leaf(leaf: Leaf, level: Level) -> u64 { Ept::leaf(leaf, level) }
 /// #   fn mmio(generation: u64, note: u64) -> u64 { Ept::mmio(generation, note) }
 /// #   fn is_absent(bits: u64) -> bool { Ept::is_absent(bits) }
 /// #   fn ready(access: Access) -> (u64, u64) { Ept::ready(access) }
 /// }
+///
+/// let vm = Vm::<_, TooHigh>::new(SimPlatform::new(512), Config::default());
 /// ```
-pub trait Format: sealed::Sealed + Send + Sync + 'static {
+pub unsafe trait Format: Send + Sync + 'static {
     /// KVM's or the manual's name, for people.
     const NAME: &'static str;
     /// Level of the entries in the root table.
@@ -366,6 +382,39 @@ pub trait Format: sealed::Sealed + Send + Sync + 'static {
 /// Returns all guest frames that tables of format `F` can translate.
 pub(crate) const fn all_gfns<F: Format>() -> Range<Gfn> {
     Gfn(0)..Gfn(F::TOP.pages() * (ENTRIES * F::ROOT_TABLES) as u64)
+}
+
+/// Checks what the engine asks of a format's constants: evaluate it in a `const` block.
+pub(crate) const fn check_limits<F: Format>() {
+    let (flags, leaf) = (
+        F::WRITE | F::MAY_WRITE | F::ACCESSED | F::DIRTY,
+        F::MAX_LEAF.0,
+    );
+    assert!(F::TOP.0 >= 2 && F::TOP.0 <= 5, "2 to 5 levels");
+    assert!(
+        leaf >= 1 && leaf <= 3 && leaf <= F::TOP.0,
+        "leaves are of levels 1 to 3"
+    );
+    assert!(
+        F::ROOT_TABLES.is_power_of_two() && F::ROOT_TABLES <= 16,
+        "1 to 16 tables in the root"
+    );
+    assert!(
+        all_gfns::<F>().end.0 <= 1 << 48,
+        "guest frames have 48 bits"
+    );
+    assert!(
+        F::FRAME != 0 && F::FRAME & (flags | F::TABLE) == 0,
+        "frames and flags overlap"
+    );
+    assert!(
+        F::WRITE.is_power_of_two() && F::MAY_WRITE.is_power_of_two(),
+        "a right is one bit"
+    );
+    assert!(
+        F::MMIO_GENERATION_BITS < 64 && F::MMIO_NOTE_BITS < 64,
+        "an entry has 64 bits"
+    );
 }
 
 #[cfg(test)]

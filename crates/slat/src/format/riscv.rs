@@ -56,9 +56,8 @@ impl<const LEVELS: u8> GStage<LEVELS> {
     }
 }
 
-impl<const LEVELS: u8> super::sealed::Sealed for GStage<LEVELS> {}
-
-impl<const LEVELS: u8> Format for GStage<LEVELS> {
+// SAFETY: the bits are those of the privileged architecture. `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
+unsafe impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const NAME: &'static str = "riscv";
     const TOP: Level = {
         assert!(LEVELS >= 3 && LEVELS <= 5, "3 to 5 levels");

@@ -56,9 +56,8 @@ const _: () = assert!(NOTE_BITS + GENERATION_BITS == MMIO_LOW + 64 - MMIO_HIGH_S
 /// Bits 62:59 of a leaf: its protection key.
 const KEY_SHIFT: u32 = 59;
 
-impl<const LEVELS: u8, const NESTED: bool> super::sealed::Sealed for X86<LEVELS, NESTED> {}
-
-impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED> {
+// SAFETY: the bits are those of the processor's manuals (named above). `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
+unsafe impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED> {
     const NAME: &'static str = if NESTED { "npt" } else { "x86-la57" };
     const TOP: Level = {
         assert!(

@@ -63,7 +63,7 @@ use alloc::vec::Vec;
 use core::fmt;
 
 use crate::addr::Pfn;
-use crate::format::Format;
+use crate::format::{Format, check_limits};
 use crate::heap::{OutOfMemory, Shared};
 use crate::mmu::{Mmu, MmuKind};
 use crate::platform::{Platform, VmId, WaitFor};
@@ -271,6 +271,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Errors
     /// [`CreateVmError`].
     pub fn unshared(platform: Arc<P>, config: Config) -> Result<Self, CreateVmError> {
+        const { check_limits::<F>() };
         static NEXT_ID: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
         let (mmu, format) = (config.mmu, F::NAME);
         if !mmu.serves::<F>() {
@@ -307,7 +308,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             log_mode: LogMode::default(),
             rings: FairLock::new(Vec::new()),
             nx_cursor: AtomicU64::new(0),
-            mmio_entries: config.physical_bits <= F::MMIO_PHYSICAL_BITS,
+            mmio_entries: F::MMIO_GENERATION_BITS > 0
+                && config.physical_bits <= F::MMIO_PHYSICAL_BITS,
             readers,
         })
     }

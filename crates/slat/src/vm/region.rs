@@ -211,7 +211,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// for it, zaps all MMIO entries: old ones would become valid again. Faults may install others meanwhile, of the
     /// generation before, which is the last to come again.
     pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, change: &SlotsChange<'_>) {
-        if (change.set().generation + 1) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
+        let wraps = (change.set().generation + 1) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0;
+        if F::MMIO_GENERATION_BITS > 0 && wraps {
             let mut op = RangeOp::begin(self, space);
             op.walk(&mut Walk::new(all_gfns::<F>()), |step, walk| {
                 step.zap_mmio(walk);
