@@ -162,15 +162,20 @@ impl Block {
     /// Whether memory holds the code of a region that can be entered at this block. Call while the block is current, as seen by its CPU,
     /// and not running.
     pub(crate) fn holds(&self, region: &crate::jit::Region) -> bool {
+        region
+            .parts()
+            .all(|(rip, code)| self.holds_beside(rip, code))
+    }
+
+    /// Whether memory holds `code` at `rip`, which is in the page of this block. Call as [`holds`](Self::holds).
+    pub(crate) fn holds_beside(&self, rip: u64, code: &[u8]) -> bool {
         let Some(mut place) = self.first else {
             return false;
         };
         // SAFETY: as in `Cpu::holds`.
         let page = unsafe { place.page.as_mut() };
-        region.parts().all(|(rip, code)| {
-            let (at, _) = Snapshot::split(rip);
-            page.copy(at, code.len()).is_ok() && page.has(at, code)
-        })
+        let (at, _) = Snapshot::split(rip);
+        page.copy(at, code.len()).is_ok() && page.has(at, code)
     }
 }
 

@@ -225,3 +225,37 @@ fn repeated_string_instructions() {
         });
     }
 }
+
+/// What a kick finds running is compiled again, better, with all the blocks of the loop: although none but the one that was found has been
+/// entered since the baseline tier's region has them.
+#[test]
+fn a_loop_that_is_kicked_becomes_one_region() {
+    const TURNS: u64 = 100_000;
+    let memory = Guest::new(b"").machine.memory;
+    // again: call f; dec ecx; jnz again; hlt; f: test cl,1; jz on; inc ebx; on: ret
+    let code = b"\xe8\x05\0\0\0\xff\xc9\x75\xf7\xf4\xf6\xc1\x01\x74\x02\xff\xc3\xc3";
+    let mut guest = Guest::interpreted(memory, code);
+    let compiler = Compiler::try_new().unwrap();
+    (guest.cpu.set_compiler(compiler.clone(), Compile::Hot)).unwrap();
+    std::thread::spawn(move || compiler.work());
+    for _ in 0..60 {
+        guest.cpu.state.rip = CODE;
+        guest.cpu.state.gpr[RCX] = 0xffff_ffff;
+        after_kick(&mut guest, Duration::from_millis(1));
+        // The next run begins where this one was kicked, which is what is compiled.
+        after_kick(&mut guest, Duration::from_millis(1));
+    }
+    let before = *guest.cpu.counters();
+    guest.attention.store(0, Ordering::SeqCst);
+    guest.cpu.state.rip = CODE;
+    guest.cpu.state.gpr[RCX] = TURNS;
+    guest.halt();
+    let did = guest.cpu.counters();
+    let chained = did.regions_chained - before.regions_chained;
+    // The return alone leaves the region, and comes back to it.
+    assert!(
+        did.regions >= 2 && chained < TURNS * 3 / 2,
+        "{} regions; {chained} entered by others in {TURNS} turns",
+        did.regions
+    );
+}

@@ -316,12 +316,13 @@ impl Cpu {
             let Some(found) = self.blocks.kept(&key) else {
                 continue;
             };
-            let (code, _) = found.parts();
+            let (code, after) = found.parts();
             // A block that has hardly run is left out: it would make the region larger, and save nothing.
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
                 || self.compiles_at_once();
-            if !found.is_current(self.clock.stamp) || !is_warm {
+            // A block that other blocks' code has run for a while is not current.
+            if !is_warm || !after.is_empty() || !block.holds_beside(rip, code) {
                 continue;
             }
             let width = mode::width(block.key.mode);
