@@ -29,8 +29,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use slat::{
-    Access, Ept, Gfn, Gpa, Hva, MAX_SLOTS, PAGE_SHIFT, PAGE_SIZE, Region, RegionError, SlotFlags,
-    Stats, Stop, Translation, Vcpu, Vm,
+    Access, Ept, Gfn, Gpa, Granule, Hva, MAX_SLOTS, PAGE_SHIFT, PAGE_SIZE, Region, RegionError,
+    SlotFlags, Stats, Stop, Translation, Vcpu, Vm,
 };
 
 use crate::bare::{self, Bare};
@@ -243,7 +243,7 @@ impl ArrayVm {
             let new =
                 check(&set, region, None)?.ok_or(RegionError::NothingToDelete(region.slot))?;
             if set.slots.last().is_some_and(|last| last.base > new.base) {
-                return Err(RegionError::Misaligned(*region));
+                return Err(RegionError::Misaligned(*region, Granule::Kib4));
             }
             writer.put(region.slot, Some(&new));
             set.slots.push(new);
@@ -412,7 +412,7 @@ fn check(set: &Set, region: &Region, old: Option<&Slot>) -> Result<Option<Slot>,
         return Err(RegionError::BadFlags(region.flags.0));
     }
     if !(region.size | region.gpa.0 | region.backing.0).is_multiple_of(PAGE_SIZE) {
-        return Err(RegionError::Misaligned(*region));
+        return Err(RegionError::Misaligned(*region, Granule::Kib4));
     }
     if region.slot >= MAX_SLOTS {
         return Err(RegionError::SlotTooHigh(region.slot));

@@ -19,12 +19,19 @@ pub fn format_promises<F: Format>() {
     let frames = frames::<F>();
     for level in (1..=F::MAX_LEAF.0).map(Level) {
         for privilege in privileges::<F>() {
-            for leaf in flags().map(|leaf| Leaf { privilege, ..leaf }) {
+            let pfn = Pfn(3 * F::GRANULE.pages(F::MAX_LEAF));
+            for leaf in flags().map(|leaf| Leaf {
+                pfn,
+                privilege,
+                ..leaf
+            }) {
                 leaf_means_what_it_was_made_of::<F>(leaf, level);
                 changes_change_one_thing::<F>(leaf, level);
             }
         }
-        let starts = frames.iter().map(|pfn| pfn.0 & !(level.pages() - 1));
+        let starts = frames
+            .iter()
+            .map(|pfn| pfn.0 & !(F::GRANULE.pages(level) - 1));
         for pfn in starts.map(Pfn) {
             leaf_means_what_it_was_made_of::<F>(Leaf { pfn, ..BARE }, level);
         }
@@ -40,9 +47,9 @@ pub fn format_promises<F: Format>() {
     same::<F, _>(1, "the last frame that FRAME holds", holds, (true, false));
 }
 
-/// A leaf without flags, in a frame that is aligned for every level.
+/// A leaf without flags.
 const BARE: Leaf = Leaf {
-    pfn: Pfn(3 << 18),
+    pfn: Pfn(0),
     write: false,
     execute: false,
     may_write: false,

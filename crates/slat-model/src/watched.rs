@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering::*};
 use std::sync::{Arc, Mutex};
 
 use slat::{
-    Entries, Event, Gfn, HostPage, HostRun, Hva, PAGE_SIZE, Pfn, Platform, Request, ResolveError,
-    Stale, TableMeta, VmId, WaitFor,
+    Entries, Event, Gfn, Granule, HostPage, HostRun, Hva, PAGE_SIZE, Pfn, Platform, Request,
+    ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
 use crate::host::HostMemory;
@@ -174,6 +174,10 @@ impl<P> Deref for Watched<P> {
 
 // SAFETY: `P` keeps the contract; what it returns is passed on, or refused.
 unsafe impl<P: Platform> Platform for Watched<P> {
+    fn granule(&self) -> Granule {
+        self.platform.granule()
+    }
+
     fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
         if self.fails() {
             return None;

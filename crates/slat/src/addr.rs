@@ -1,14 +1,18 @@
 //! Addresses and levels as types: a [`Gfn`] cannot be passed where a [`Pfn`] is meant.
 //!
-//! An address ending in `pa`/`va` counts bytes, a frame number counts 4 KiB pages.
+//! An address ending in `pa`/`va` counts bytes, a frame number counts pages of the format's [`Granule`]. That converts between
+//! them; the methods here which take no granule are short forms for [`Granule::Kib4`], for x86's own tables and for callers whose
+//! pages have 4 KiB. Code for any format does not use those.
 
 use core::fmt;
 use core::ops::Range;
 
-/// log2 of the page size of level 1.
-pub const PAGE_SHIFT: u32 = 12;
-/// Bytes in a page of level 1.
-pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
+use crate::granule::Granule;
+
+/// log2 of [`PAGE_SIZE`].
+pub const PAGE_SHIFT: u32 = Granule::Kib4.shift();
+/// Bytes in a page of 4 KiB ([`Granule::Kib4`]).
+pub const PAGE_SIZE: u64 = Granule::Kib4.bytes();
 
 macro_rules! address {
     ($(#[$doc:meta])* $name:ident) => {
@@ -49,18 +53,19 @@ address! {
     Hpa
 }
 address! {
-    /// Number of a 4 KiB frame in the guest's physical address space.
+    /// Number of a page in the guest's physical address space, in pages of the format's [`Granule`].
     Gfn
 }
 address! {
-    /// Number of a 4 KiB frame in the host's physical address space.
+    /// Number of a page in the host's physical address space, in pages of the format's [`Granule`].
     Pfn
 }
 
 impl Gpa {
-    /// The frame that holds this address.
+    /// The 4 KiB frame that holds this address.
+    #[inline(always)]
     pub const fn gfn(self) -> Gfn {
-        Gfn(self.0 >> PAGE_SHIFT)
+        Granule::Kib4.gfn(self)
     }
 
     /// Offset inside its 4 KiB page.
@@ -70,9 +75,9 @@ impl Gpa {
 }
 
 impl Gfn {
-    /// Address of the first byte.
+    /// Address of the first byte, if it is the number of a 4 KiB frame.
     pub const fn gpa(self) -> Gpa {
-        Gpa(self.0 << PAGE_SHIFT)
+        Granule::Kib4.gpa(self)
     }
 
     /// The frame `pages` further up.
@@ -80,29 +85,28 @@ impl Gfn {
         Gfn(self.0 + pages)
     }
 
-    /// First frame of the region that one entry of `level` covers around this frame.
+    /// First frame of the region that one entry of `level` covers around this frame, in tables of 4 KiB.
     pub const fn align_down(self, level: Level) -> Gfn {
-        Gfn(self.0 & !(level.pages() - 1))
+        Granule::Kib4.align_down(self, level)
     }
 
-    /// The frames that one entry of `level` covers around this frame.
+    /// The frames that one entry of `level` covers around this frame, in tables of 4 KiB.
     pub const fn block(self, level: Level) -> Range<Gfn> {
-        let start = self.align_down(level);
-        start..start.add(level.pages())
+        Granule::Kib4.block(self, level)
     }
 }
 
 impl Hpa {
-    /// The frame that holds this address.
+    /// The 4 KiB frame that holds this address.
     pub const fn pfn(self) -> Pfn {
-        Pfn(self.0 >> PAGE_SHIFT)
+        Granule::Kib4.pfn(self)
     }
 }
 
 impl Pfn {
-    /// Address of the first byte.
+    /// Address of the first byte, if it is the number of a 4 KiB frame.
     pub const fn hpa(self) -> Hpa {
-        Hpa(self.0 << PAGE_SHIFT)
+        Granule::Kib4.hpa(self)
     }
 
     /// The frame `pages` further up.
@@ -110,43 +114,40 @@ impl Pfn {
         Pfn(self.0 + pages)
     }
 
-    /// First frame of the naturally aligned region of `level` around this frame.
+    /// First frame of the naturally aligned region of `level` around this frame, in tables of 4 KiB.
     pub const fn align_down(self, level: Level) -> Pfn {
         Pfn(self.0 & !(level.pages() - 1))
     }
 }
 
 impl Hva {
-    /// The address `pages` pages further up.
+    /// The address `pages` pages of 4 KiB further up.
     pub const fn add_pages(self, pages: u64) -> Hva {
-        Hva(self.0 + (pages << PAGE_SHIFT))
+        Granule::Kib4.add_pages(self, pages)
     }
 }
 
-/// Height of an entry above the page: level 1 maps 4 KiB, 2 maps 2 MiB, 3 maps 1 GiB.
+/// Height of an entry above the page: with tables of 4 KiB, level 1 maps 4 KiB, 2 maps 2 MiB, 3 maps 1 GiB. What it maps with
+/// others, [`Granule::pages`] says. (Arm counts downwards: its level 3 is 1 here.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Level(pub u8);
 
 impl Level {
-    /// 4 KiB.
+    /// A page: 4 KiB, or what the granule is.
     pub const PAGE: Level = Level(1);
-    /// 2 MiB.
+    /// 2 MiB with tables of 4 KiB, 32 MiB of 16 KiB, 512 MiB of 64 KiB.
     pub const MEGA: Level = Level(2);
-    /// 1 GiB.
+    /// 1 GiB with tables of 4 KiB, 64 GiB of 16 KiB, 4 TiB of 64 KiB.
     pub const GIGA: Level = Level(3);
 
-    /// log2 of the entries of a table. A model checker can only afford small ones.
-    pub(crate) const INDEX_BITS: u32 = if cfg!(loom) { 1 } else { 9 };
-
-    /// 4 KiB pages that one entry of this level covers.
+    /// Pages of 4 KiB that one entry of this level covers, in tables of 4 KiB.
     pub const fn pages(self) -> u64 {
-        1 << (Self::INDEX_BITS * (self.0 as u32 - 1))
+        Granule::Kib4.pages(self)
     }
 
-    /// Index, in a table of this level, of the entry on the way to `gfn`.
+    /// Index, in a table of 4 KiB of this level, of the entry on the way to `gfn`.
     pub const fn index(self, gfn: Gfn) -> usize {
-        ((gfn.0 >> (Self::INDEX_BITS * (self.0 as u32 - 1))) & ((1 << Self::INDEX_BITS) - 1))
-            as usize
+        Granule::Kib4.index(gfn, self)
     }
 
     /// The next level towards the page.
@@ -155,8 +156,8 @@ impl Level {
     }
 }
 
-/// Number of a 4 KiB page in the addresses that a walker translates: a guest frame for a second-level walker, a virtual
-/// page for that of a shadow table.
+/// Number of a page in the addresses that a walker translates: a guest frame for a second-level walker, a virtual
+/// page, of 4 KiB, for that of a shadow table.
 #[derive(Clone, Copy)]
 pub(crate) struct PageIndex(u64);
 
@@ -166,13 +167,13 @@ impl PageIndex {
         PageIndex(gva >> PAGE_SHIFT)
     }
 
-    /// Returns the index, in a table of `level`, of the entry on the path to the page.
+    /// Returns the index, in a shadow table of `level`, of the entry on the path to the page.
     #[inline(always)]
     pub(crate) fn at(self, level: Level) -> usize {
         level.index(Gfn(self.0))
     }
 
-    /// Returns the page that entry `index` of the same table of level 1 translates.
+    /// Returns the page that entry `index` of the same shadow table of level 1 translates.
     pub(crate) fn with_entry(self, index: usize) -> Self {
         PageIndex(self.0 & !(Level::MEGA.pages() - 1) | index as u64)
     }
@@ -199,11 +200,6 @@ impl From<Gfn> for PageIndex {
     fn from(gfn: Gfn) -> Self {
         PageIndex(gfn.0)
     }
-}
-
-/// The frames `range` covers, as a half-open range of guest-physical addresses for messages.
-pub(crate) fn gpa_range(range: &Range<Gfn>) -> Range<Gpa> {
-    range.start.gpa()..range.end.gpa()
 }
 
 /// What a guest does with a page.

@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::ops::Range;
 
-use crate::addr::{Gfn, Level, PAGE_SHIFT};
+use crate::addr::{Gfn, Level};
 use crate::format::{Entry, Format, Leaf, all_gfns};
 use crate::platform::Platform;
 use crate::slots::{Memslot, Place};
@@ -60,7 +60,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 match checked {
                     Ok(()) => Next::Pass,
                     Err(why) => {
-                        let (level, gpa) = (at.level.0, at.gfn.gpa());
+                        let (level, gpa) = (at.level.0, F::GRANULE.gpa(at.gfn));
                         error.get_or_insert_with(|| {
                             alloc::format!("level {level} leaf at gpa {gpa}: {why}")
                         });
@@ -107,7 +107,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         leaf: &Leaf,
     ) -> Result<(), String> {
         let gfns = slot.gfns();
-        let block = gfn.block(level);
+        let block = F::GRANULE.block(gfn, level);
         if block.end > gfns.end || block.start < gfns.start {
             return Err(alloc::format!("it reaches out of {slot:?}"));
         }
@@ -125,7 +125,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         if let Some(log) = slot.log().filter(|log| log.kind() == LogKind::Bitmap) {
             let first = gfn.0 - gfns.start.0;
-            let unmarked = (first..first + level.pages()).any(|page| !log.is_marked(page));
+            let unmarked =
+                (first..first + F::GRANULE.pages(level)).any(|page| !log.is_marked(page));
             if leaf.write && unmarked {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
@@ -137,14 +138,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 .ok_or("it is private without private backing")?,
             false => slot.backing(),
         };
-        let hva = backing.add_pages(gfn.0 - slot.base().0);
-        self.platform
-            .resolve_resident(self.id, hva..hva.add_pages(level.pages()), &mut |run| {
-                let offset = (run.backing.0 - hva.0) >> PAGE_SHIFT;
+        let hva = F::GRANULE.add_pages(backing, gfn.0 - slot.base().0);
+        self.platform.resolve_resident(
+            self.id,
+            hva..F::GRANULE.add_pages(hva, F::GRANULE.pages(level)),
+            &mut |run| {
+                let offset = F::GRANULE.pages_between(hva, run.backing);
                 if run.first.pfn != leaf.pfn.add(offset) {
                     wrong = Some(run.first.pfn);
                 }
-            });
+            },
+        );
         match wrong {
             Some(pfn) => Err(alloc::format!(
                 "it maps {:?}, but its backing is {pfn:?}",

@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 use core::ops::Range;
 
 use crate::addr::{Gfn, Level};
+use crate::format::Format;
 use crate::heap::OutOfMemory;
 use crate::sync::FairLock;
 
@@ -83,8 +84,8 @@ impl DirtyLog {
 
     /// Marks the pages of the leaf at `gfn`, as far as they lie in the frames `slot` of the log's slot: all pages of a huge
     /// leaf that could not be split.
-    pub(crate) fn mark_leaf(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
-        self.mark_gfns(slot, &gfn.block(level), |_| true);
+    pub(crate) fn mark_leaf<F: Format>(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
+        self.mark_gfns(slot, &F::GRANULE.block(gfn, level), |_| true);
     }
 
     /// Marks those of `gfns` that lie in the frames `slot` of the log's slot and for which `wanted` returns `true`.

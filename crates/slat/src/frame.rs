@@ -1,13 +1,14 @@
 //! A table in its frame: the entries that page walkers read, and what the engine keeps beside them.
 
-use crate::addr::Level;
+use crate::granule::Granule;
 use crate::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::*, const_fn};
 use crate::sync::spin::RawSpinLock;
 
-/// Entries in one table.
-pub const ENTRIES: usize = 1 << Level::INDEX_BITS;
+/// Entries in a table of 4 KiB.
+pub const ENTRIES: usize = Granule::Kib4.entries();
 
-/// The entries of one table, in the 4 KiB frame that page walkers read.
+/// The entries of a table of 4 KiB, in the frame that page walkers read. A larger one ([`Granule`]) begins with
+/// these, and goes on after them.
 #[repr(C, align(4096))]
 pub struct Entries(pub(crate) [AtomicU64; ENTRIES]);
 

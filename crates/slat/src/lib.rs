@@ -75,6 +75,7 @@ mod audit;
 mod dirty_log;
 pub mod format;
 mod frame;
+mod granule;
 pub mod guest_walk;
 mod heap;
 #[cfg(all(test, loom))]
@@ -97,6 +98,7 @@ pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pf
 pub use audit::AuditError;
 pub use format::{Ept, Format, MemoryType};
 pub use frame::{ENTRIES, Entries, TableMeta};
+pub use granule::Granule;
 pub use heap::{OutOfMemory, Shared};
 pub use meta_map::MetaMap;
 pub use mmu::MmuKind;

@@ -6,6 +6,7 @@ use alloc::sync::Arc;
 
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Format, Leaf};
+use crate::granule::Granule;
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
 use crate::shadow::trail::Target;
@@ -46,10 +47,11 @@ impl MmuKind {
 
     /// Returns whether there is such an MMU for tables of format `F`.
     pub const fn serves<F: Format>(self) -> bool {
+        let is_4k = matches!(F::GRANULE, Granule::Kib4);
         match self {
             MmuKind::Tdp => true,
-            MmuKind::Direct => !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1 && !F::SHADOWS,
-            MmuKind::Shadow => F::SHADOWS,
+            MmuKind::Direct => is_4k && !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1 && !F::SHADOWS,
+            MmuKind::Shadow => is_4k && F::SHADOWS,
         }
     }
 }

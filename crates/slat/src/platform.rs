@@ -8,9 +8,10 @@ use core::fmt;
 use core::ops::Range;
 use core::ptr::NonNull;
 
-use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT, Pfn};
+use crate::addr::{Access, Gfn, Hva, Level, Pfn};
 use crate::format::MemoryType;
 use crate::frame::{Entries, TableMeta};
+use crate::granule::Granule;
 use crate::heap::OutOfMemory;
 use crate::trace::Event;
 
@@ -118,7 +119,7 @@ impl Request {
 pub struct HostRun {
     /// Backing address of the first page.
     pub backing: Hva,
-    /// Number of 4 KiB pages.
+    /// Number of pages, of the granule.
     pub pages: u64,
     /// The first page; its `pfn` counts up from there, the rest holds for all.
     pub first: HostPage,
@@ -126,19 +127,22 @@ pub struct HostRun {
 
 impl HostRun {
     /// Returns the address after the last page.
-    fn end(&self) -> Hva {
-        self.backing.add_pages(self.pages)
+    fn end(&self, granule: Granule) -> Hva {
+        granule.add_pages(self.backing, self.pages)
     }
 
     /// Whether all of `backing` is in the run.
-    pub(crate) fn covers(&self, backing: &Range<Hva>) -> bool {
-        self.backing <= backing.start && backing.end <= self.end()
+    pub(crate) fn covers(&self, backing: &Range<Hva>, granule: Granule) -> bool {
+        self.backing <= backing.start && backing.end <= self.end(granule)
     }
 
     /// Returns the part in `backing`; `None` if that is empty.
-    pub(crate) fn within(&self, backing: &Range<Hva>) -> Option<HostRun> {
-        let (start, end) = (self.backing.max(backing.start), self.end().min(backing.end));
-        let pages = |from: Hva, to: Hva| (to.0 - from.0) >> PAGE_SHIFT;
+    pub(crate) fn within(&self, backing: &Range<Hva>, granule: Granule) -> Option<HostRun> {
+        let (start, end) = (
+            self.backing.max(backing.start),
+            self.end(granule).min(backing.end),
+        );
+        let pages = |from: Hva, to: Hva| granule.pages_between(from, to);
         (start < end).then(|| HostRun {
             backing: start,
             pages: pages(start, end),
@@ -151,7 +155,7 @@ impl HostRun {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ZappedLeaf {
-    /// First of the [`Level::pages`] contiguous host frames.
+    /// First of the [`Granule::pages`] contiguous host frames.
     pub pfn: Pfn,
     /// Its level.
     pub level: Level,
@@ -300,10 +304,11 @@ impl Stale {
 ///
 /// # Safety
 /// An implementation promises, for as long as it lives:
-/// - a frame given by [`alloc_table`](Self::alloc_table) is 4096 bytes of memory, aligned to 4096,
+/// - [`granule`](Self::granule) never changes, and a frame number is an address divided by its bytes;
+/// - a frame given by [`alloc_table`](Self::alloc_table) is one page of it, aligned to its size,
 ///   that nobody else uses until [`free_table`](Self::free_table); page walkers see it as the CPUs do
 ///   (ordinary write-back memory), and its number fits the format's entries;
-/// - [`entries`](Self::entries) and [`meta`](Self::meta) of an allocated frame point to that memory
+/// - [`entries`](Self::entries) and [`meta`](Self::meta) of an allocated frame point to that memory, all of it,
 ///   and to a [`TableMeta`] of its own (created by [`TableMeta::new`]), both valid and at the same
 ///   place until the frame is freed;
 /// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) answer with memory that the
@@ -314,6 +319,12 @@ impl Stale {
 ///   same VMID, ASID, VPID or root frame; and no CPU can walk a root when its VM is dropped. A [`VmId`]
 ///   is never used twice, frames are.
 pub unsafe trait Platform: Send + Sync + 'static {
+    /// Returns the size of its pages: of the frames that it gives for tables, and of those that it counts in [`Pfn`], [`Gfn`] and
+    /// [`HostRun`]. A VM is made only if that is the granule of its format ([`Format::GRANULE`](crate::Format::GRANULE)).
+    fn granule(&self) -> Granule {
+        Granule::Kib4
+    }
+
     /// Allocates a frame for one table of `vm`, contents unspecified; `None` when memory is out, which every caller
     /// survives. Called ahead of need, never under a table's lock; must not wait for a vCPU, a flush,
     /// or an invalidation.

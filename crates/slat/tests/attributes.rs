@@ -204,7 +204,7 @@ fn a_slot_with_private_backing_takes_no_flags_and_no_change() {
         r.slot = 1;
         r.private = r.private.map(|hva| slat::Hva(hva.0 + 1));
     });
-    assert!(matches!(odd, RegionError::Misaligned(_)));
+    assert!(matches!(odd, RegionError::Misaligned(..)));
     let high = refused(&|r| (r.slot, r.private) = (1, Some(slat::Hva(u64::MAX - 0xfff))));
     assert!(matches!(high, RegionError::TooHigh(_)));
     // Nobody else can have the same private memory, not even a page of it.

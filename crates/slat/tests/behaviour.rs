@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use slat::{
     Access::{self, *},
-    Attention, Config, Ept, Gfn, Gpa, Hva, Level, MemoryType, Region, RegionError, Rights,
+    Attention, Config, Ept, Gfn, Gpa, Granule, Hva, Level, MemoryType, Region, RegionError, Rights,
     SlotFlags, Stop, Translation, Vcpu, Vm,
 };
 use slat::{DirtyLogMethod, DirtyLogReads, Prefetch, Setting, Switch};
@@ -940,7 +940,7 @@ fn a_slot_is_deleted_by_its_number_and_not_by_a_size() {
     let odd = empty.with_gpa(Gpa(1));
     assert_eq!(
         vm.set_memory_region(0, &odd),
-        Err(RegionError::Misaligned(odd))
+        Err(RegionError::Misaligned(odd, Granule::Kib4))
     );
     assert!(vm.lookup(0, Gfn(5)).is_some());
 

@@ -176,7 +176,7 @@ fn a_leaf_that_was_split_in_place_is_not_stale() {
     };
     let lower = world.frames.alloc();
     for i in 0..ENTRIES {
-        let piece = huge.piece(Level::MEGA, i);
+        let piece = huge.piece(Npt::GRANULE, Level::MEGA, i);
         write(lower, i, Npt::leaf(piece, Level::PAGE));
     }
     world.put(Npt::table(lower));

@@ -13,8 +13,8 @@ pub use x86::{Npt, Npt5, X86};
 
 use core::ops::Range;
 
-use crate::addr::{Access, Gfn, Level, PAGE_SHIFT, Pfn};
-use crate::frame::ENTRIES;
+use crate::addr::{Access, Gfn, Level, Pfn};
+use crate::granule::Granule;
 use crate::guest_walk::PageRights;
 
 /// What an entry means, whatever the bits of its architecture.
@@ -42,7 +42,7 @@ pub enum Entry {
 /// A leaf of any level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Leaf {
-    /// First of the [`Level::pages`] contiguous host frames.
+    /// First of the [`Granule::pages`] contiguous host frames.
     pub pfn: Pfn,
     /// The guest may write.
     pub write: bool,
@@ -51,7 +51,7 @@ pub struct Leaf {
     /// Software only: `write` may be given back without asking slot or host again; it was taken
     /// for the dirty log. (KVM: "MMU-writable".)
     pub may_write: bool,
-    /// Software only, of a huge leaf: the guest may execute its pieces of 4 KiB. The policy `nx_huge_pages` keeps it
+    /// Software only, of a huge leaf: the guest may execute its pieces of level 1. The policy `nx_huge_pages` keeps it
     /// from executing the leaf as a whole.
     pub may_execute: bool,
     /// Used since the bit was last cleared.
@@ -159,12 +159,12 @@ impl Leaf {
         }
     }
 
-    /// Returns the `i`-th of the 512 leaves, one level down, that together mean what this one, of `level`, means. Of
-    /// 4 KiB they may be executed if [`may_execute`](Self::may_execute) says so.
-    pub fn piece(self, level: Level, i: usize) -> Leaf {
+    /// Returns the `i`-th of the leaves, one level down, that together mean what this one, of `level` in tables of `granule`,
+    /// means: as many as a table has entries. Of level 1 they may be executed if [`may_execute`](Self::may_execute) says so.
+    pub fn piece(self, granule: Granule, level: Level, i: usize) -> Leaf {
         let small = level == Level::MEGA;
         Leaf {
-            pfn: self.pfn.add(i as u64 * level.below().pages()),
+            pfn: self.pfn.add(i as u64 * granule.pages(level.below())),
             execute: self.execute || small && self.may_execute,
             may_execute: !small && self.may_execute,
             ..self
@@ -241,10 +241,12 @@ impl Leaf {
 pub unsafe trait Format: Send + Sync + 'static {
     /// KVM's or the manual's name, for people.
     const NAME: &'static str;
+    /// The size of a page and of a table, and so how many bits of an address index a table. [`Gfn`] and [`Pfn`] count its pages.
+    const GRANULE: Granule = Granule::Kib4;
     /// Level of the entries in the root table.
     const TOP: Level;
     /// Tables of the root, next to each other in memory: more than one where the walker indexes its
-    /// first level with more than 9 bits.
+    /// first level with more bits than others.
     const ROOT_TABLES: usize;
     /// Largest leaf.
     const MAX_LEAF: Level;
@@ -309,12 +311,12 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// Returns the bits of an entry that hold `frame`, one that [an entry holds](Self::holds): some of [`FRAME`](Self::FRAME).
     #[inline]
     fn put_frame(frame: Pfn) -> u64 {
-        frame.0 << PAGE_SHIFT
+        frame.0 << Self::GRANULE.shift()
     }
     /// Returns the frame that [`put_frame`](Self::put_frame) made `bits` of. All bits of [`FRAME`](Self::FRAME) are the last one.
     #[inline]
     fn take_frame(bits: u64) -> Pfn {
-        Pfn(bits >> PAGE_SHIFT)
+        Pfn(bits >> Self::GRANULE.shift())
     }
     /// An entry that leads to a table.
     #[inline]
@@ -379,9 +381,14 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn ready(access: Access) -> (u64, u64);
 }
 
+/// Returns the number of guest frames that one table of the root translates.
+pub(crate) const fn root_pages<F: Format>() -> u64 {
+    F::GRANULE.pages(F::TOP) * F::GRANULE.entries() as u64
+}
+
 /// Returns all guest frames that tables of format `F` can translate.
 pub(crate) const fn all_gfns<F: Format>() -> Range<Gfn> {
-    Gfn(0)..Gfn(F::TOP.pages() * (ENTRIES * F::ROOT_TABLES) as u64)
+    Gfn(0)..Gfn(root_pages::<F>() * F::ROOT_TABLES as u64)
 }
 
 /// Checks what the engine asks of a format's constants: evaluate it in a `const` block.

@@ -167,7 +167,11 @@ impl<F: Format> World<F> {
         self.readers.synchronize(|round, _| wait(round));
         drop(ticket);
         // SAFETY: all readers have passed since the tables were detached.
-        unsafe { unflushed.detached.free::<F>(&*self.machine, &self.frames) };
+        unsafe {
+            unflushed
+                .detached
+                .free::<_, F>(&*self.machine, &self.frames)
+        };
         self.readers.release(me);
     }
 
@@ -196,7 +200,11 @@ impl<F: Format> World<F> {
         }
         drop(ticket);
         // SAFETY: all readers have passed since the table was detached.
-        unsafe { unflushed.detached.free::<F>(&*self.machine, &self.frames) };
+        unsafe {
+            unflushed
+                .detached
+                .free::<_, F>(&*self.machine, &self.frames)
+        };
         self.readers.release(me);
     }
 

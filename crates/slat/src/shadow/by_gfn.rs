@@ -9,14 +9,14 @@ use core::ops::Range;
 
 use super::ShadowMmu;
 use super::list::END;
-use super::page::{EntryId, Pages, number_of};
+use super::page::{EntryId, Pages, ShadowTable, number_of};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, all_gfns};
 use crate::frame::{ENTRIES, TableMeta};
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::table::{
-    At, ByGfn, Detached, Kept, Listed, Next, Path, Show, Split, Table, Visit, Walk, tell_zapped,
+    At, ByGfn, Detached, Kept, Listed, Next, Path, Show, Split, Visit, Walk, tell_zapped,
 };
 
 impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
@@ -86,7 +86,7 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
 
     fn is_nx_table(&self, frame: Pfn) -> bool {
         // SAFETY: a walk has shown the entry that refers to the table, under the lock that it still holds.
-        let table = unsafe { Table::at(&*self.platform, frame) };
+        let table = unsafe { ShadowTable::at(&*self.platform, frame) };
         table.meta().nx_split.load(Relaxed)
     }
 
@@ -152,7 +152,7 @@ struct Walker<'w, P: Platform, F: Format, V> {
     /// The first frame of the region that was visited last.
     visited: Gfn,
     /// The table of the entry that was visited last, which often has the next one, too: the page's number, and the table.
-    table: Option<(u32, &'w [AtomicU64; ENTRIES], &'w TableMeta)>,
+    table: Option<(u32, &'w [AtomicU64], &'w TableMeta)>,
 }
 
 impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {

@@ -389,7 +389,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let (table, level) = (pages.table(&*self.platform, number), page.level());
         let mut installed = 0;
         for (index, entry) in table.entries().iter().enumerate() {
-            let piece = huge.piece(Level(level.0 + 1), index);
+            let piece = huge.piece(F::GRANULE, Level(level.0 + 1), index);
             let bits = entry.load(Relaxed);
             match F::decode(bits, level) {
                 Entry::Table(lower) => {

@@ -46,8 +46,8 @@ use crate::sync::SpinLock;
 use crate::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::spin::SpinGuard;
-use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, Table, TableFrames};
-use page::{Agreement, Pages, ShadowPage};
+use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, TableFrames};
+use page::{Agreement, Pages, ShadowPage, ShadowTable};
 use pool::More;
 use rmap::Node;
 
@@ -216,7 +216,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// - a walk has reached the table, in a reader section that the caller is still in.
     pub(crate) unsafe fn maps_parts(&self, frame: Pfn) -> bool {
         // SAFETY: the caller's promise.
-        let table = unsafe { Table::at(&*self.platform, frame) };
+        let table = unsafe { ShadowTable::at(&*self.platform, frame) };
         table.meta().maps_parts.load(Relaxed)
     }
 
@@ -241,7 +241,7 @@ fn new_page<F: Format>() -> Result<Box<ShadowPage>, OutOfMemory> {
 fn begin<P: Platform>(platform: &P, frame: Pfn, number: u32) {
     // SAFETY: the frame is new: allocated, and not published.
     let table = unsafe {
-        let mut table = Table::at(platform, frame);
+        let mut table = ShadowTable::at(platform, frame);
         table.clear();
         table
     };
@@ -258,6 +258,6 @@ impl<P: Platform, F: Format> Drop for ShadowMmu<P, F> {
         drop(pages);
         // SAFETY: `&mut self`: no software walker has a reference to a table; and the owner of a VM stops
         // its CPUs before it drops the VM.
-        let _ = unsafe { detached.free::<F>(&*self.platform, &self.frames) };
+        let _ = unsafe { detached.free::<P, F>(&*self.platform, &self.frames) };
     }
 }

@@ -13,7 +13,7 @@ use super::list::{Link, List};
 use super::pool::Pool;
 use super::rmap::{Node, Rmap, RmapEntry};
 use crate::addr::{Gfn, Level, Pfn};
-use crate::format::{Entry, Format};
+use crate::format::{Entry, Format, X86};
 use crate::frame::ENTRIES;
 use crate::heap::{Large, OutOfMemory};
 use crate::platform::Platform;
@@ -21,6 +21,9 @@ use crate::shadow::trail::{Note, Role};
 use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Table, tell_zapped};
 use crate::trace::Event;
+
+/// A table of a shadow page: 4 KiB, as x86's are, whatever the format of its entries.
+pub(super) type ShadowTable<'p, P> = Table<'p, P, X86<5>>;
 
 /// The number of an entry of a shadow page: that of the page, and the entry's index.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -441,11 +444,15 @@ impl Pages {
     }
 
     /// Returns the table of page `number`.
-    pub(super) fn table<'p, P: Platform>(&self, platform: &'p P, number: u32) -> Table<'p, P> {
+    pub(super) fn table<'p, P: Platform>(
+        &self,
+        platform: &'p P,
+        number: u32,
+    ) -> ShadowTable<'p, P> {
         let frame = self.pool.get(number).frame.get();
         // SAFETY: the page is in use, and the lock of the MMU is held: its table is freed only after it was zapped, which
         // needs the lock, and a flush. Callers keep no reference beyond the lock.
-        unsafe { Table::at(platform, frame) }
+        unsafe { ShadowTable::at(platform, frame) }
     }
 
     /// Checks that all lists are right, both ways.
@@ -579,7 +586,7 @@ impl Pages {
 /// Returns the number of the page with the table in `frame`, which an entry refers to.
 pub(super) fn number_of<P: Platform>(platform: &P, frame: Pfn) -> u32 {
     // SAFETY: an entry under the lock refers to it, or it is that of a page in use.
-    let table = unsafe { Table::at(platform, frame) };
+    let table = unsafe { ShadowTable::at(platform, frame) };
     table.meta().next.load(Relaxed) as u32
 }
 

@@ -8,6 +8,7 @@ use alloc::vec::Vec;
 
 use super::region::place;
 use super::{Region, RegionError, SlotsChange, check};
+use crate::granule::Granule;
 use crate::heap::OutOfMemory;
 
 /// A change of one memslot, for [`crate::Vm::set_memory_regions`].
@@ -41,18 +42,19 @@ impl Change {
 /// Changes that are right in themselves and together, whatever slots there are.
 pub(crate) struct Batch<'a> {
     changes: &'a [Change],
+    granule: Granule,
     /// The slots that they change, in ascending order.
     ids: Vec<u32>,
 }
 
 impl<'a> Batch<'a> {
-    /// Checks `changes` against the rules that concern no other slot. The caller holds no lock.
+    /// Checks `changes`, for tables of `granule`, against the rules that concern no other slot. The caller holds no lock.
     ///
     /// # Errors
     /// [`RegionError`].
-    pub(crate) fn check(changes: &'a [Change]) -> Result<Self, RegionError> {
+    pub(crate) fn check(changes: &'a [Change], granule: Granule) -> Result<Self, RegionError> {
         for region in changes.iter().filter_map(Change::region) {
-            check(region)?;
+            check(region, granule)?;
         }
         let mut ids = collected(changes.iter().map(Change::slot))?;
         ids.sort_unstable();
@@ -68,7 +70,11 @@ impl<'a> Batch<'a> {
         if let Some((region, by)) = overlap(&mut collected(private)?) {
             return Err(RegionError::PrivateTaken { region, by });
         }
-        Ok(Batch { changes, ids })
+        Ok(Batch {
+            changes,
+            granule,
+            ids,
+        })
     }
 
     /// Checks the changes against the existing slots, in their order. `capacity`: frames that the tables hold.
@@ -87,7 +93,9 @@ impl<'a> Batch<'a> {
                 {
                     return Err(RegionError::PrivateChanged(region.slot));
                 }
-                (Change::Set(region), _) => place(slots, region, capacity, is_named)?,
+                (Change::Set(region), _) => {
+                    place(slots, (region, self.granule), capacity, is_named)?
+                }
             }
         }
         Ok(())

@@ -28,8 +28,12 @@ pub(super) const PAGES: u64 = (1 << 48) - 1;
 
 /// An order of slots.
 pub(super) trait Order {
-    /// Returns the number of the slot's first page in the address space that the order is about, below [`PAGES`].
+    /// Returns the number of the slot's first page in the address space that the order is about, below [`PAGES`]. Guest frames
+    /// are numbered by the granule of the tables; pages of backings have 4 KiB, of which every granule is a multiple.
     fn page(slot: &Memslot) -> u64;
+
+    /// Returns the number of these pages that the slot has.
+    fn pages(slot: &Memslot) -> u64;
 
     /// Returns what the order compares. Slots may share pages of their backing: the id makes the key unique.
     fn key(slot: &Memslot) -> u64 {
@@ -39,7 +43,7 @@ pub(super) trait Order {
 
     /// Returns the number of the page after the slot's last one.
     fn end(slot: &Memslot) -> u64 {
-        Self::page(slot) + slot.pages()
+        Self::page(slot) + Self::pages(slot)
     }
 }
 
@@ -56,17 +60,29 @@ impl Order for ByGfn {
     fn page(slot: &Memslot) -> u64 {
         slot.base().0
     }
+
+    fn pages(slot: &Memslot) -> u64 {
+        slot.pages()
+    }
 }
 
 impl Order for ByHva {
     fn page(slot: &Memslot) -> u64 {
         slot.backing().0 >> PAGE_SHIFT
     }
+
+    fn pages(slot: &Memslot) -> u64 {
+        slot.size() >> PAGE_SHIFT
+    }
 }
 
 impl Order for ByPrivate {
     fn page(slot: &Memslot) -> u64 {
         slot.private().unwrap_or(Hva(u64::MAX)).0 >> PAGE_SHIFT
+    }
+
+    fn pages(slot: &Memslot) -> u64 {
+        slot.size() >> PAGE_SHIFT
     }
 }
 

@@ -5,9 +5,10 @@ use core::ops::{Deref, Range};
 use core::ptr;
 
 use super::{Region, SlotFlags};
-use crate::addr::{Gfn, Hva, PAGE_SHIFT, Rights, gpa_range};
+use crate::addr::{Gfn, Hva, Rights};
 use crate::dirty_log::DirtyLog;
 use crate::format::MemoryType;
+use crate::granule::Granule;
 use crate::heap::{Shared, Uncounted};
 use crate::sync::atomic::Watch;
 
@@ -37,7 +38,7 @@ union Extra {
     private: Hva,
 }
 
-/// Flags, rights and memory type, in a byte.
+/// Flags, rights, memory type and granule, in a byte.
 #[derive(Clone, Copy)]
 struct Traits(u8);
 
@@ -48,9 +49,10 @@ impl Traits {
     const NO_EXECUTE: u8 = 1 << 3;
     const WRITE_COMBINING: u8 = 1 << 4;
     const DEVICE: u8 = 1 << 5;
+    const GRANULE_SHIFT: u32 = 6;
 
-    /// Makes those of `region`, whose flags are valid.
-    fn of(region: &Region) -> Self {
+    /// Makes those of `region`, whose flags are valid, in tables of `granule`.
+    fn of(region: &Region, granule: Granule) -> Self {
         let bit = |set: bool, bit| if set { bit } else { 0 };
         let memory = match region.memory {
             MemoryType::WriteBack => 0,
@@ -59,7 +61,16 @@ impl Traits {
         };
         let flags = region.flags.0 as u8 & Self::FLAGS;
         let write = bit(!region.rights.write, Self::NO_WRITE);
-        Traits(flags | write | bit(!region.rights.execute, Self::NO_EXECUTE) | memory)
+        let granule = (granule as u8) << Self::GRANULE_SHIFT;
+        Traits(flags | write | bit(!region.rights.execute, Self::NO_EXECUTE) | memory | granule)
+    }
+
+    fn granule(self) -> Granule {
+        match self.0 >> Self::GRANULE_SHIFT {
+            0 => Granule::Kib4,
+            1 => Granule::Kib16,
+            _ => Granule::Kib64,
+        }
     }
 
     fn has(self, bit: u8) -> bool {
@@ -145,9 +156,19 @@ impl Memslot {
         self.base
     }
 
-    /// Length in 4 KiB pages, never 0.
+    /// Returns the granule of the tables that map it: it says how large its pages are.
+    pub(crate) fn granule(&self) -> Granule {
+        self.traits.granule()
+    }
+
+    /// Length in pages, never 0.
     pub(crate) fn pages(&self) -> u64 {
         self.pages.into()
+    }
+
+    /// Length in bytes.
+    pub(super) fn size(&self) -> u64 {
+        self.pages() << self.granule().shift()
     }
 
     /// Backing of the first page.
@@ -208,8 +229,8 @@ impl Memslot {
         Region {
             slot: self.id(),
             flags: self.flags(),
-            gpa: self.base.gpa(),
-            size: self.pages() << PAGE_SHIFT,
+            gpa: self.granule().gpa(self.base),
+            size: self.size(),
             backing: self.backing,
             private: self.private(),
             rights: self.rights(),
@@ -220,13 +241,14 @@ impl Memslot {
     /// Whether it has the size and the backing of `region`.
     pub(crate) fn has_pages_of(&self, region: &Region) -> bool {
         let private = (self.private(), region.private);
-        (self.backing, self.pages()) == (region.backing, region.pages()) && private.0 == private.1
+        (self.backing, self.pages()) == (region.backing, region.pages(self.granule()))
+            && private.0 == private.1
     }
 
     /// Whether it is as `region` asks for.
     pub(crate) fn is(&self, region: &Region) -> bool {
         let limits = (region.flags, region.rights, region.memory);
-        self.base == region.gpa.gfn()
+        self.base == self.granule().gfn(region.gpa)
             && self.has_pages_of(region)
             && (self.flags(), self.rights(), self.memory()) == limits
     }
@@ -234,7 +256,7 @@ impl Memslot {
     /// Whether frames that it shares with `other` are the same memory in both: backed by the same pages. False if one has
     /// private backing.
     pub(crate) fn backs_alike(&self, other: &Memslot) -> bool {
-        let origin = |slot: &Memslot| slot.backing.0.wrapping_sub(slot.base.gpa().0);
+        let origin = |slot: &Memslot| slot.backing.0.wrapping_sub(slot.granule().gpa(slot.base).0);
         let shared_only = !self.has_private && !other.has_private;
         shared_only && origin(self) == origin(other)
     }
@@ -247,18 +269,15 @@ impl Memslot {
 
     /// Returns what backs `gfns`, which it holds, where they are shared.
     pub(crate) fn hvas(&self, gfns: &Range<Gfn>) -> Range<Hva> {
-        let hva = |gfn: Gfn| self.backing.add_pages(gfn.0 - self.base.0);
+        let hva = |gfn: Gfn| self.granule().add_pages(self.backing, gfn.0 - self.base.0);
         hva(gfns.start)..hva(gfns.end)
     }
 
     /// Returns the frames that `range` backs, if `backing` backs the first page.
     pub(super) fn gfns_backed_by(&self, range: &Range<Hva>, backing: Hva) -> Range<Gfn> {
-        let first = range.start.0.saturating_sub(backing.0) >> PAGE_SHIFT;
-        let end = range
-            .end
-            .0
-            .saturating_sub(backing.0)
-            .div_ceil(1 << PAGE_SHIFT);
+        let bytes = self.granule().bytes();
+        let first = range.start.0.saturating_sub(backing.0) / bytes;
+        let end = range.end.0.saturating_sub(backing.0).div_ceil(bytes);
         self.base.add(first.min(self.pages()))..self.base.add(end.min(self.pages()))
     }
 }
@@ -269,7 +288,7 @@ impl fmt::Debug for Memslot {
             f,
             "memslot {} {:?} backed by {} flags {:#x} {:?} {:?}",
             self.id,
-            gpa_range(&self.gfns()),
+            self.granule().gpas(&self.gfns()),
             self.backing,
             self.flags().0,
             self.rights(),
@@ -286,9 +305,9 @@ pub(crate) struct OwnedSlot {
 }
 
 impl OwnedSlot {
-    /// Makes the slot that `region` asks for, as [`super::plan`] allows it, with `log` for its log.
+    /// Makes the slot that `region` asks for, as [`super::plan`] allows it, in tables of `granule`, with `log` for its log.
     #[inline]
-    pub(crate) fn new(region: &Region, log: Option<Shared<DirtyLog>>) -> Self {
+    pub(crate) fn new(region: &Region, granule: Granule, log: Option<Shared<DirtyLog>>) -> Self {
         let fits = "the rules of regions leave no larger one";
         let extra = match region.private {
             Some(private) => Extra { private },
@@ -303,12 +322,12 @@ impl OwnedSlot {
         );
         OwnedSlot {
             slot: Memslot {
-                base: region.gpa.gfn(),
+                base: granule.gfn(region.gpa),
                 backing: region.backing,
                 extra,
-                pages: region.pages().try_into().expect(fits),
+                pages: region.pages(granule).try_into().expect(fits),
                 id: region.slot.try_into().expect(fits),
-                traits: Traits::of(region),
+                traits: Traits::of(region, granule),
                 has_private,
                 alive: Watch::new(),
             },

@@ -6,8 +6,9 @@ use core::ops::{BitOr, Range};
 
 use super::SlotsChange;
 use super::index::PAGES;
-use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, Rights};
+use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, Rights};
 use crate::format::MemoryType;
+use crate::granule::Granule;
 use crate::heap::OutOfMemory;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
@@ -130,14 +131,15 @@ impl Region {
         Region { rights, ..self }
     }
 
-    /// Its length in pages.
-    pub(crate) fn pages(&self) -> u64 {
-        self.size >> PAGE_SHIFT
+    /// Its length in pages of `granule`.
+    pub(crate) fn pages(&self, granule: Granule) -> u64 {
+        self.size >> granule.shift()
     }
 
     /// The frames of a region that was checked.
-    pub(crate) fn gfns(&self) -> Range<Gfn> {
-        self.gpa.gfn()..self.gpa.gfn().add(self.pages())
+    pub(crate) fn gfns(&self, granule: Granule) -> Range<Gfn> {
+        let start = granule.gfn(self.gpa);
+        start..start.add(self.pages(granule))
     }
 
     /// The same, cached as `memory` says.
@@ -157,8 +159,8 @@ pub enum RegionError {
     SlotTooHigh(u32),
     /// Bits that are no flag.
     BadFlags(u32),
-    /// An address or the size is not a multiple of 4096.
-    Misaligned(Region),
+    /// An address or the size is not a multiple of the bytes of a page.
+    Misaligned(Region, Granule),
     /// Address plus size wraps around, or a backing reaches beyond 2^60 - 4096.
     TooHigh(Region),
     /// It reaches beyond what the page tables can hold.
@@ -239,9 +241,10 @@ impl fmt::Display for RegionError {
                 "setting a memslot: flags {flags:#x} hold unknown bits; known are {:#x}",
                 SlotFlags::VALID
             ),
-            RegionError::Misaligned(r) => {
+            RegionError::Misaligned(r, granule) => {
                 at(f, r)?;
-                f.write_str("gpa, size and backing must be multiples of 0x1000")
+                let page = granule.bytes();
+                write!(f, "gpa, size and backing must be multiples of {page:#x}")
             }
             RegionError::TooHigh(r) => {
                 at(f, r)?;
@@ -309,16 +312,16 @@ const MAX_PAGES: u64 = (1 << 31) - 1;
 /// Backing addresses are below this: the index by backing has no more bits for a page number.
 const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
-/// A region that is right in itself, whatever slots there are.
+/// A region that is right in itself, whatever slots there are, for tables of a granule.
 #[derive(Clone, Copy)]
-pub(crate) struct Checked<'a>(&'a Region);
+pub(crate) struct Checked<'a>(&'a Region, Granule);
 
-/// Checks `region` against the rules that concern no other slot. The caller holds no lock.
+/// Checks `region`, for tables of `granule`, against the rules that concern no other slot. The caller holds no lock.
 ///
 /// # Errors
 /// [`RegionError`].
 #[inline]
-pub(crate) fn check(region: &Region) -> Result<Checked<'_>, RegionError> {
+pub(crate) fn check(region: &Region, granule: Granule) -> Result<Checked<'_>, RegionError> {
     let Region {
         slot: id,
         flags,
@@ -335,8 +338,9 @@ pub(crate) fn check(region: &Region) -> Result<Checked<'_>, RegionError> {
         return Err(RegionError::PrivateWithFlags(flags));
     }
     let last_backing = private.map_or(backing, |private| private.max(backing));
-    if (size | gpa.0 | backing.0 | private.map_or(0, |private| private.0)) % PAGE_SIZE != 0 {
-        return Err(RegionError::Misaligned(*region));
+    let addresses = size | gpa.0 | backing.0 | private.map_or(0, |private| private.0);
+    if addresses % granule.bytes() != 0 {
+        return Err(RegionError::Misaligned(*region, granule));
     }
     if id >= MAX_SLOTS {
         return Err(RegionError::SlotTooHigh(id));
@@ -345,7 +349,7 @@ pub(crate) fn check(region: &Region) -> Result<Checked<'_>, RegionError> {
     let (Some(_), Some(backing_end)) = ends else {
         return Err(RegionError::TooHigh(*region));
     };
-    if size >> PAGE_SHIFT > MAX_PAGES {
+    if region.pages(granule) > MAX_PAGES {
         return Err(RegionError::TooLarge(*region));
     }
     if size == 0 {
@@ -354,7 +358,7 @@ pub(crate) fn check(region: &Region) -> Result<Checked<'_>, RegionError> {
     if backing_end > BACKING_END {
         return Err(RegionError::TooHigh(*region));
     }
-    Ok(Checked(region))
+    Ok(Checked(region, granule))
 }
 
 /// Checks `region` against the existing slots. Returns whether it changes anything; `false`: the slot is like that already.
@@ -365,7 +369,7 @@ pub(crate) fn check(region: &Region) -> Result<Checked<'_>, RegionError> {
 #[inline]
 pub(crate) fn plan(
     slots: &SlotsChange<'_>,
-    Checked(region): Checked<'_>,
+    Checked(region, granule): Checked<'_>,
     capacity: u64,
 ) -> Result<bool, RegionError> {
     let id = region.slot;
@@ -379,26 +383,26 @@ pub(crate) fn plan(
         if !old.has_pages_of(region) || !same_limits {
             return Err(RegionError::Resized(id));
         }
-        if old.base() == region.gpa.gfn() {
+        if old.base() == granule.gfn(region.gpa) {
             return Ok(old.flags() != region.flags);
         }
     }
-    place(slots, region, capacity, |other| other == id)?;
+    place(slots, (region, granule), capacity, |other| other == id)?;
     Ok(true)
 }
 
-/// Checks whether `region` has a place beside the existing slots but those for which `leaves` is true.
+/// Checks whether `region`, in tables of `granule`, has a place beside the existing slots but those for which `leaves` is true.
 ///
 /// # Errors
 /// [`RegionError`].
 #[inline]
 pub(super) fn place(
     slots: &SlotsChange<'_>,
-    region: &Region,
+    (region, granule): (&Region, Granule),
     capacity: u64,
     leaves: impl Fn(u32) -> bool,
 ) -> Result<(), RegionError> {
-    let gfns = region.gfns();
+    let gfns = region.gfns(granule);
     let region = *region;
     if let Some(with) = slots.set().overlap(&gfns, &leaves) {
         return Err(RegionError::Overlap { region, with });
@@ -407,11 +411,7 @@ pub(super) fn place(
     if gfns.end.0 > capacity.min(PAGES) {
         return Err(RegionError::BeyondTables(region));
     }
-    let taken = |private| {
-        slots
-            .set()
-            .private_overlap(private, region.pages(), &leaves)
-    };
+    let taken = |private| slots.set().private_overlap(private, region.size, &leaves);
     match region.private.and_then(taken) {
         Some(by) => Err(RegionError::PrivateTaken { region, by }),
         None => Ok(()),

@@ -21,7 +21,7 @@ pub(crate) struct SlotSet {
     /// Raised by every change. An MMIO entry of another generation is not valid.
     pub(crate) generation: u64,
     /// At most log2 of the pages of the smallest slot.
-    pub(crate) granule: u32,
+    pub(crate) smallest: u32,
     alive: Watch,
 }
 
@@ -58,7 +58,7 @@ impl SlotSet {
             by_private: Index::new()?,
             private: PrivateFrames::NONE,
             generation: 0,
-            granule: 0,
+            smallest: 0,
             alive: Watch::new(),
         })
     }
@@ -93,16 +93,16 @@ impl SlotSet {
         first
     }
 
-    /// Returns the id of a slot whose private backing has one of the `pages` from `private` on, and for which `leaves` is false.
+    /// Returns the id of a slot whose private backing has one of the `size` bytes from `private` on, and for which `leaves` is false.
     pub(super) fn private_overlap(
         &self,
         private: Hva,
-        pages: u64,
+        size: u64,
         leaves: impl Fn(u32) -> bool,
     ) -> Option<u32> {
         let first = private.0 >> PAGE_SHIFT;
         let mut found = None;
-        let pages = first..first + pages;
+        let pages = first..first + (size >> PAGE_SHIFT);
         self.by_private.overlapping(&pages, &mut |slot| {
             found = Some(slot.id()).filter(|id| !leaves(*id));
             found.is_none()
@@ -157,10 +157,10 @@ impl SlotSet {
     ) {
         self.alive.owned();
         if let Some(slot) = new {
-            let granule = slot.pages().ilog2();
-            self.granule = match self.by_gfn.is_empty() {
-                true => granule,
-                false => self.granule.min(granule),
+            let size = slot.pages().ilog2();
+            self.smallest = match self.by_gfn.is_empty() {
+                true => size,
+                false => self.smallest.min(size),
             };
         }
         self.by_gfn.exchange(old, new, &mut spares.by_gfn);

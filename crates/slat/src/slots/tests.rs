@@ -9,6 +9,7 @@ use std::vec::Vec;
 
 use super::*;
 use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT};
+use crate::granule::Granule;
 use core::ops::Range;
 
 const CAPACITY: u64 = 1 << 36;
@@ -93,11 +94,13 @@ impl World {
     fn set(&self, region: &Region) -> Result<(), RegionError> {
         let mut change = self.slots.change(|_| unreachable!());
         change.catch_up(&self.readers, |_, _| panic!("nobody is inside"));
-        let new = match check(region).and_then(|checked| plan(&change, checked, CAPACITY)) {
+        let new = match check(region, Granule::Kib4)
+            .and_then(|checked| plan(&change, checked, CAPACITY))
+        {
             // Then the test deletes it.
             Err(RegionError::Empty(id)) if change.by_id(id).is_some() => None,
             planned => match planned? {
-                true => Some(OwnedSlot::new(region, None)),
+                true => Some(OwnedSlot::new(region, Granule::Kib4, None)),
                 false => return Ok(()),
             },
         };
@@ -107,14 +110,14 @@ impl World {
 
     /// What [`crate::Vm::set_memory_regions`] does to the set.
     fn set_several(&self, changes: &[Change]) -> Result<(), RegionError> {
-        let batch = Batch::check(changes)?;
+        let batch = Batch::check(changes, Granule::Kib4)?;
         let mut change = self.slots.change(|_| unreachable!());
         batch.plan(&change, CAPACITY)?;
         change.catch_up(&self.readers, |_, _| panic!("nobody is inside"));
         let edits = changes.iter().map(|change| Edit {
             id: change.slot(),
             new: match change {
-                Change::Set(region) => Some(OwnedSlot::new(region, None)),
+                Change::Set(region) => Some(OwnedSlot::new(region, Granule::Kib4, None)),
                 Change::Remove(_) => None,
             },
         });
@@ -423,7 +426,7 @@ fn every_wrong_region_is_refused_with_the_errno_of_kvm() {
     for change in misaligned {
         assert!(matches!(
             refused(change),
-            (EINVAL, RegionError::Misaligned(_))
+            (EINVAL, RegionError::Misaligned(..))
         ));
     }
     let bad_flags = refused(&|r| r.flags = SlotFlags(1 << 2));
@@ -514,7 +517,10 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
         backing: Hva(3000 << PAGE_SHIFT | 1),
         ..region(2, end - 1, 2, 0)
     };
-    assert_eq!(told(misaligned), RegionError::Misaligned(misaligned));
+    assert_eq!(
+        told(misaligned),
+        RegionError::Misaligned(misaligned, Granule::Kib4)
+    );
     let large = region(2, end - 1, 1 << 31, 3000);
     assert_eq!(told(large), RegionError::TooLarge(large));
     let wraps = region(2, (1 << 52) - 1, 2, 3000);

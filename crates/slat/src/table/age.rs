@@ -62,15 +62,15 @@ impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
         if level == Level::PAGE {
             return self.pages(&table, range);
         }
-        let mut gfn = range.start.align_down(level);
+        let mut gfn = F::GRANULE.align_down(range.start, level);
         while gfn < range.end {
-            let next = gfn.add(level.pages());
+            let next = gfn.add(F::GRANULE.pages(level));
             let below = range.start.max(gfn)..range.end.min(next);
             if self.walk.is_spent() {
                 return Err(Stopped { at: below.start });
             }
             self.walk.visits();
-            let entry = table.entry(level.index(gfn));
+            let entry = table.entry(F::GRANULE.index(gfn, level));
             // `Acquire`: the entries of a new table are visible, too.
             match F::next_table(entry.load(Acquire), level) {
                 Some(lower) => self.table(lower, level.below(), below)?,
@@ -82,10 +82,10 @@ impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
     }
 
     /// Ages the leaves for `range` in a table of level 1.
-    fn pages(&mut self, table: &Table<'_, P>, range: Range<Gfn>) -> Result<(), Stopped> {
+    fn pages(&mut self, table: &Table<'_, P, F>, range: Range<Gfn>) -> Result<(), Stopped> {
         let wanted = range.end.0 - range.start.0;
         let allowed = self.walk.count_up_to(wanted as u32);
-        let first = Level::PAGE.index(range.start);
+        let first = F::GRANULE.index(range.start, Level::PAGE);
         let entries = &table.entries()[first..first + allowed as usize];
         let mut gfn = range.start;
         for some in entries.chunks(Aged::MOST) {

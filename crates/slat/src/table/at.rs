@@ -47,8 +47,8 @@ impl At<'_> {
     }
 
     /// Returns whether `range` contains all frames that the entry covers.
-    pub(crate) fn is_inside(&self, range: &Range<Gfn>) -> bool {
-        range.start <= self.gfn && self.gfn.0 + self.level.pages() <= range.end.0
+    pub(crate) fn is_inside<F: Format>(&self, range: &Range<Gfn>) -> bool {
+        range.start <= self.gfn && self.gfn.0 + F::GRANULE.pages(self.level) <= range.end.0
     }
 
     /// Clears the entry, which is a leaf or refers to a table.
@@ -68,7 +68,7 @@ impl At<'_> {
     fn cleared<F: Format>(&self) {
         match self.kept {
             Kept::Cleared(cleared) if F::BREAK_BEFORE_MAKE => {
-                cleared.add(self.level.index(self.gfn));
+                cleared.add(F::GRANULE.index(self.gfn, self.level));
             }
             Kept::Cleared(_) => {}
             Kept::Listed(listed) => listed.unlist(),

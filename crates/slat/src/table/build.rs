@@ -1,6 +1,6 @@
 //! The tables of a tree that no other thread knows yet, made from leaves in the order of their frames.
 
-use super::{FrameCache, LeafCounts, Table, Tree};
+use super::{FrameCache, LeafCounts, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::heap::OutOfMemory;
@@ -46,7 +46,7 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
     /// Stores `bits` as the leaf of `level` for `gfn`. Returns `false` if the tables that are prepared may be too few; then
     /// it has done nothing.
     pub(crate) fn put(&mut self, gfn: Gfn, level: Level, bits: u64) -> bool {
-        let first = gfn.align_down(Level(level.0 + 1));
+        let first = F::GRANULE.align_down(gfn, Level(level.0 + 1));
         let frame = match self.last {
             Some((start, of, frame)) if (start, of) == (first, level) => frame,
             _ if self.frames.len() < Self::MOST => return false,
@@ -55,7 +55,9 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
         self.last = Some((first, level, frame));
         let table = self.tree.table(frame);
         // Relaxed: the tree is published as a whole, by whatever publishes its VM.
-        table.entry(level.index(gfn)).store(bits, Relaxed);
+        table
+            .entry(F::GRANULE.index(gfn, level))
+            .store(bits, Relaxed);
         table.meta().count_leaves(1);
         self.leaves[level.0 as usize - 1] += 1;
         true
@@ -69,7 +71,7 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
                 return found.table;
             }
             let frame = self.frames.take();
-            let mut table: Table<'_, P> = self.tree.table(frame);
+            let mut table = self.tree.table(frame);
             table.meta().begin(0);
             // SAFETY: the frame is new, and nobody else knows the tree.
             unsafe { table.clear() };

@@ -8,7 +8,6 @@ use super::{
 };
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
-use crate::frame::ENTRIES;
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
 use crate::trace::Event;
@@ -65,7 +64,7 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
                 Err(now) => bits = now,
             }
         }
-        path.split(at.level, ENTRIES);
+        path.split(at.level, F::GRANULE.entries());
         self.platform.trace(Event::SplitHugePage {
             gfn: at.gfn,
             spte: bits,
@@ -151,8 +150,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-impl<P: Platform> Table<'_, P> {
-    /// Checks that the table, which has `level` and whose lock is held, counts its leaves right.
+impl<P: Platform, G: Format> Table<'_, P, G> {
+    /// Checks that the table, which has `level` and entries of `F`, and whose lock is held, counts its leaves right.
     ///
     /// # Errors
     /// Both numbers.

@@ -6,7 +6,7 @@
 use crate::sync::atomic::Ordering::*;
 use core::cell::Cell;
 
-use super::{ENTRIES, Flushed, Table, TableGuard, TableMeta, Tree};
+use super::{Flushed, Table, TableGuard, TableMeta, Tree};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
@@ -18,8 +18,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
     pub(super) fn may_install(&self, bits: u64, gfn: Gfn, level: Level, own: &Flushed) -> bool {
         // An entry that has no number yet is seen only without the lock, and passes. Then the exchange for `bits`,
         // under the lock, fails.
-        F::cleared_by(bits)
-            .is_none_or(|number| !self.flushes.is_due(&gfn.block(level), number, own))
+        F::cleared_by(bits).is_none_or(|number| {
+            !self
+                .flushes
+                .is_due(&F::GRANULE.block(gfn, level), number, own)
+        })
     }
 
     /// Call after a leaf in `table`, whose lock is held, was broken.
@@ -30,7 +33,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Returns whether a thread that has done the flush `own` since it found the leaf of `level` at `gfn` broken may
     /// mend it. The caller holds the lock of `table`, which contains the leaf.
     pub(super) fn may_mend(table: &TableMeta, gfn: Gfn, level: Level, own: &Flushed) -> bool {
-        !F::BREAK_BEFORE_MAKE || own.covers(&gfn.block(level), table.broken.load(Relaxed))
+        !F::BREAK_BEFORE_MAKE
+            || own.covers(&F::GRANULE.block(gfn, level), table.broken.load(Relaxed))
     }
 }
 
@@ -52,7 +56,7 @@ impl Cleared {
 /// of their flush.
 pub(super) struct LockedTable<'w, P: Platform, F: Format> {
     tree: &'w Tree<P, F>,
-    table: Table<'w, P>,
+    table: Table<'w, P, F>,
     pub(super) cleared: Cleared,
     _guard: TableGuard<'w>,
 }
@@ -60,12 +64,12 @@ pub(super) struct LockedTable<'w, P: Platform, F: Format> {
 impl<'w, P: Platform, F: Format> LockedTable<'w, P, F> {
     /// Takes the lock of `table`.
     #[inline]
-    pub(super) fn new(tree: &'w Tree<P, F>, table: &Table<'w, P>) -> Self {
+    pub(super) fn new(tree: &'w Tree<P, F>, table: &Table<'w, P, F>) -> Self {
         LockedTable {
             tree,
             table: Table { ..*table },
             cleared: Cleared {
-                first: Cell::new(ENTRIES),
+                first: Cell::new(F::GRANULE.entries()),
                 end: Cell::new(0),
             },
             _guard: table.lock(),

@@ -73,7 +73,7 @@ impl Detached {
     }
 
     /// Adds a table of `level`, with all tables below it. Call after the last entry that refers to it was cleared.
-    pub(crate) fn push<P: Platform>(&mut self, table: &Table<'_, P>, level: Level) {
+    pub(crate) fn push<P: Platform, F: Format>(&mut self, table: &Table<'_, P, F>, level: Level) {
         table.meta().next.store(self.head, Relaxed);
         self.head = Detached::pack(table.frame, level);
     }
@@ -84,9 +84,9 @@ impl Detached {
     /// - the tables are of format `F`, of the VM of `frames` on `platform`;
     /// - since they were detached, every reader has passed a quiescent point, and hardware was
     ///   flushed: no walker can reach them.
-    pub(crate) unsafe fn free<F: Format>(
+    pub(crate) unsafe fn free<P: Platform, F: Format>(
         self,
-        platform: &impl Platform,
+        platform: &P,
         frames: &TableFrames,
     ) -> Freed {
         let mut freeing = Freeing {
@@ -99,7 +99,10 @@ impl Detached {
         let mut head = self.head;
         while head != Detached::END {
             let (frame, level) = Detached::unpack(head);
-            head = Table { platform, frame }.meta().next.load(Relaxed);
+            head = Table::<P, F>::new(platform, frame)
+                .meta()
+                .next
+                .load(Relaxed);
             // SAFETY: the caller's promise.
             unsafe { freeing.subtree::<F>(frame, level) };
         }
@@ -141,10 +144,7 @@ impl<P: Platform> Freeing<'_, P> {
     /// # Safety
     /// - as [`Detached::free`], for the table and those below it.
     unsafe fn subtree<F: Format>(&mut self, frame: Pfn, level: Level) {
-        let table = Table {
-            platform: self.platform,
-            frame,
-        };
+        let table = Table::<P, F>::new(self.platform, frame);
         let meta = table.meta();
         let tells = P::WANTS_ZAPPED && meta.leaves.load(Relaxed) > 0;
         if level > Level::PAGE || tells {

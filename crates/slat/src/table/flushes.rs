@@ -29,7 +29,7 @@ use core::cell::Cell;
 use core::iter;
 use core::ops::Range;
 
-use crate::addr::{Gfn, Level};
+use crate::addr::Gfn;
 
 /// The flushes of one VM.
 pub(crate) struct Flushes {
@@ -244,15 +244,15 @@ impl FlushTicket<'_> {
         Gfn(start)..Gfn(end)
     }
 
-    /// Returns whether another operation needs a flush of some of these frames. A huge leaf, of at most `largest`,
+    /// Returns whether another operation needs a flush of some of these frames. A huge leaf, of at most `largest` pages,
     /// that it zapped may reach into them from the frames that its ticket covers.
-    pub(crate) fn others_need(&self, largest: Level) -> bool {
+    pub(crate) fn others_need(&self, largest: u64) -> bool {
         let Range { start, end } = self.gfns();
         if start >= end {
             return false;
         }
-        let end = end.add(largest.pages() - 1).align_down(largest);
-        let reach = start.align_down(largest)..end;
+        let aligned = |gfn: Gfn| Gfn(gfn.0 & !(largest - 1));
+        let reach = aligned(start)..aligned(end.add(largest - 1));
         let mut others = (self.flushes.listed()).filter(|(i, _)| Some(*i) != self.index);
         let unlisted = self.flushes.unlisted.load(Acquire) - u64::from(self.index.is_none());
         unlisted != 0 || others.any(|(_, entry)| overlap(&entry.gfns(), &reach))
@@ -271,6 +271,7 @@ impl Drop for FlushTicket<'_> {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::addr::Level;
     use std::vec::Vec;
 
     fn gfns(start: u64, end: u64) -> Range<Gfn> {
@@ -288,15 +289,17 @@ mod tests {
         let flushes = Flushes::default();
         let here = need(&flushes, gfns(0, 8));
         let elsewhere = need(&flushes, gfns(1 << 20, 1 << 21));
-        assert!(!here.others_need(Level::GIGA) && !elsewhere.others_need(Level::GIGA));
-        let beside = need(&flushes, gfns(8, 9));
-        assert!(!here.others_need(Level::PAGE));
         assert!(
-            here.others_need(Level::MEGA),
+            !here.others_need(Level::GIGA.pages()) && !elsewhere.others_need(Level::GIGA.pages())
+        );
+        let beside = need(&flushes, gfns(8, 9));
+        assert!(!here.others_need(1));
+        assert!(
+            here.others_need(Level::MEGA.pages()),
             "a huge leaf may reach here from there"
         );
         drop(beside);
-        assert!(!here.others_need(Level::MEGA));
+        assert!(!here.others_need(Level::MEGA.pages()));
     }
 
     #[test]
@@ -336,16 +339,21 @@ mod tests {
         more.of_leaving_slot();
         assert_eq!(more.gfns(), far(101));
         assert!(flushes.is_due(&far(100), flushes.next(), &nothing));
-        assert!(tickets[0].others_need(Level::GIGA) && !more.others_need(Level::GIGA));
+        assert!(
+            tickets[0].others_need(Level::GIGA.pages()) && !more.others_need(Level::GIGA.pages())
+        );
         assert!(
             flushes
                 .due_of_leaving_slots()
                 .is_some_and(|gfns| gfns.contains(&Gfn(101 << 30)))
         );
         drop(more);
-        assert!(!tickets[0].others_need(Level::GIGA) && flushes.due_of_leaving_slots().is_none());
+        assert!(
+            !tickets[0].others_need(Level::GIGA.pages())
+                && flushes.due_of_leaving_slots().is_none()
+        );
         tickets.pop();
-        assert!(need(&flushes, far(7)).others_need(Level::GIGA));
+        assert!(need(&flushes, far(7)).others_need(Level::GIGA.pages()));
     }
 
     #[test]

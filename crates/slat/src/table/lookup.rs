@@ -10,16 +10,15 @@
 
 use super::{Found, Key, Root, Table};
 use crate::addr::{Gfn, Level, PageIndex, Pfn};
-use crate::format::Format;
-use crate::frame::ENTRIES;
+use crate::format::{Format, root_pages};
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 
-impl<'a, P: Platform> Table<'a, P> {
+impl<'a, P: Platform, F: Format> Table<'a, P, F> {
     /// Loads the entry on the path to `index` of this table, which has `level`.
     #[inline(always)]
     fn find(&self, index: PageIndex, level: Level) -> Found<'a> {
-        let entry = self.entry(index.at(level));
+        let entry = self.entry(F::GRANULE.index(index.as_gfn(), level));
         Found {
             entry,
             bits: entry.load(Acquire),
@@ -35,8 +34,7 @@ pub(super) fn root_table<F: Format>(root: Root, index: Gfn) -> Pfn {
     if F::ROOT_TABLES == 1 {
         root.frame()
     } else {
-        let pages = F::TOP.pages() * ENTRIES as u64;
-        root.frame().add(index.0 / pages)
+        root.frame().add(index.0 / root_pages::<F>())
     }
 }
 
@@ -97,7 +95,7 @@ impl Cursor {
         let reached = self.at.filter(|(_, at)| *at >= level);
         let (mut frame, mut at) = reached.unwrap_or_else(root);
         loop {
-            let found = Table { platform, frame }.find(index, at);
+            let found = Table::<P, F>::new(platform, frame).find(index, at);
             match F::next_table(found.bits, at) {
                 Some(lower) if at > level => (frame, at) = (lower, at.below()),
                 _ => {
@@ -130,8 +128,12 @@ pub(crate) unsafe fn descend<P: Platform, F: Format>(
 pub(crate) unsafe fn is_nx_split<P: Platform, F: Format>(platform: &P, key: Key) -> bool {
     // SAFETY: the caller's promise.
     let found = unsafe { descend::<P, F>(platform, key, Level::PAGE) };
-    let frame = found.table;
-    let is_nx_split = || Table { platform, frame }.meta().nx_split.load(Relaxed);
+    let is_nx_split = || {
+        Table::<P, F>::new(platform, found.table)
+            .meta()
+            .nx_split
+            .load(Relaxed)
+    };
     found.level == Level::PAGE && is_nx_split()
 }
 
@@ -145,7 +147,7 @@ pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     platform: &P,
     key: Key,
 ) -> Result<Found<'_>, Found<'_>> {
-    let find = |frame, level| Table { platform, frame }.find(key.index, level);
+    let find = |frame, level| Table::<P, F>::new(platform, frame).find(key.index, level);
     let mut frame = root_table::<F>(key.context, key.gfn());
     // The number of steps is a constant, so that the compiler unrolls them.
     for step in 0..F::TOP.0 - 1 {
@@ -162,15 +164,14 @@ pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
 /// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which it ended.
 ///
 /// # Safety
-/// - on `platform`, `lookup_page` has found an entry of `table` for a page of the same 2 MiB, and the
+/// - on `platform`, `lookup_page` has found an entry of `table` for a page that it translates, too, and the
 ///   caller has been in one reader section since, without a quiescent point, and stays in it as long as the
 ///   result is used.
 #[inline(always)]
-pub(crate) unsafe fn lookup_in<P: Platform>(
+pub(crate) unsafe fn lookup_in<P: Platform, F: Format>(
     platform: &P,
     table: Pfn,
     index: PageIndex,
 ) -> Found<'_> {
-    let frame = table;
-    Table { platform, frame }.find(index, Level::PAGE)
+    Table::<P, F>::new(platform, table).find(index, Level::PAGE)
 }

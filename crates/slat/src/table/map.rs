@@ -9,7 +9,6 @@ use core::ops::Range;
 use super::{Cursor, Found, FrameCache, Installed, Path, Retry, Table, Tree, descend};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
-use crate::frame::ENTRIES;
 use crate::platform::Platform;
 use crate::trace::Event;
 
@@ -43,7 +42,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let gfn = cursor.key.gfn();
         // SAFETY: the caller's promise.
         let table = unsafe { self.table_for(cursor, level, OnLeaf::Split, path)? };
-        let entry = table.entry(level.index(gfn));
+        let entry = table.entry(F::GRANULE.index(gfn, level));
         let guard = table.lock();
         if !valid() {
             return Err(Retry::Stale);
@@ -89,9 +88,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
         valid: impl Fn() -> bool,
     ) -> Result<u64, Retry> {
         let gfn = cursor.key.gfn();
-        let first = Level::PAGE.index(gfn);
+        let first = F::GRANULE.index(gfn, Level::PAGE);
         let indexes = first..first + pages as usize;
-        debug_assert!(indexes.end <= ENTRIES);
+        debug_assert!(indexes.end <= F::GRANULE.entries());
         let run = Run::<F>::new(leaf, Level::PAGE);
         let filled = path.frames.fill(&*self.platform, FrameCache::FAULT);
         filled.map_err(|_| Retry::Unprepared)?;
@@ -147,7 +146,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let Ok(table) = table else {
             return false;
         };
-        let entry = table.entry(Level::PAGE.index(gfn));
+        let entry = table.entry(F::GRANULE.index(gfn, Level::PAGE));
         let _guard = table.lock();
         let bits = entry.load(Relaxed);
         // An MMIO entry names no flush, so it must not replace an entry whose flush is due.
@@ -190,13 +189,13 @@ impl<P: Platform, F: Format> Tree<P, F> {
         table.meta().begin(indexes.len() as u16);
         // SAFETY: the frame is this path's, and not published before the store below.
         unsafe {
-            if indexes.len() < ENTRIES {
+            if indexes.len() < F::GRANULE.entries() {
                 table.clear();
             }
             run.fill(&mut table.unpublished()[indexes]);
         }
         let gfn = cursor.key.gfn();
-        let entry = above.entry(Level::MEGA.index(gfn));
+        let entry = above.entry(F::GRANULE.index(gfn, Level::MEGA));
         let guard = above.lock();
         let bits = entry.load(Relaxed);
         let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::MEGA, &path.flushed);
@@ -225,7 +224,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         level: Level,
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
-    ) -> Result<Table<'_, P>, Retry> {
+    ) -> Result<Table<'_, P, F>, Retry> {
         let gfn = cursor.key.gfn();
         loop {
             // SAFETY: the caller's promise.
@@ -255,8 +254,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
     /// Breaks the leaf for `gfn` in `table`, which has `level`: the first half of break-before-make. Returns
     /// [`Retry::MustMend`] when it did. `Ok`: the entry is not a leaf any more; descend again.
-    fn break_leaf(&self, table: &Table<'_, P>, level: Level, gfn: Gfn) -> Result<(), Retry> {
-        let entry = table.entry(level.index(gfn));
+    fn break_leaf(&self, table: &Table<'_, P, F>, level: Level, gfn: Gfn) -> Result<(), Retry> {
+        let entry = table.entry(F::GRANULE.index(gfn, level));
         let guard = table.lock();
         let broken = entry.fetch_update(Release, Relaxed, |bits| match F::decode(bits, level) {
             Entry::Leaf(_) => Some(F::broken(bits)),
@@ -277,13 +276,13 @@ impl<P: Platform, F: Format> Tree<P, F> {
     #[cold]
     pub(super) fn put_table(
         &self,
-        table: &Table<'_, P>,
+        table: &Table<'_, P, F>,
         level: Level,
         gfn: Gfn,
         path: &mut Path<'_>,
         wanted: impl Fn(Entry) -> bool,
     ) -> u64 {
-        let entry = table.entry(level.index(gfn));
+        let entry = table.entry(F::GRANULE.index(gfn, level));
         // Conflicts are rare, so the new table is filled before the lock is taken. The exchange fails if the entry
         // is not the one that the table was filled for, and also if hardware has set a bit in a huge leaf meanwhile.
         let frame = path.frames.take();
@@ -317,7 +316,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             match put {
                 Ok(_) => {
                     if split {
-                        path.split(level, ENTRIES);
+                        path.split(level, F::GRANULE.entries());
                         let spte = bits;
                         (self.platform).trace(Event::SplitHugePage { gfn, spte, level });
                     }
@@ -338,10 +337,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let mut table = self.table(frame);
         let leaves = match F::decode(bits, level) {
             Entry::Leaf(huge) | Entry::Broken(huge) => {
-                let run = Run::<F>::new(huge.piece(level, 0), level.below());
+                let run = Run::<F>::new(huge.piece(F::GRANULE, level, 0), level.below());
                 // SAFETY: the caller's promise.
                 run.fill(unsafe { table.unpublished() });
-                ENTRIES as u16
+                F::GRANULE.entries() as u16
             }
             _ => {
                 // SAFETY: the caller's promise.
@@ -409,7 +408,7 @@ impl<F: Format> Run<F> {
     /// Makes a run of leaves of `level` that begins with `first`.
     pub(crate) fn new(first: Leaf, level: Level) -> Self {
         let second = Leaf {
-            pfn: first.pfn.add(level.pages()),
+            pfn: first.pfn.add(F::GRANULE.pages(level)),
             ..first
         };
         let bits = F::leaf(first, level);

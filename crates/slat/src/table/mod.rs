@@ -3,7 +3,7 @@
 //! # Who may change what
 //! * Every table has one lock, in its [`TableMeta`]. **Software changes an entry only under the lock of the table that
 //!   contains it**, by one atomic store (or read-modify-write, where hardware may set accessed or dirty in that
-//!   entry at the same time). A range operation takes the lock once for up to 512 entries, a fault once for its
+//!   entry at the same time). A range operation takes the lock once for the entries of the table, a fault once for its
 //!   install. Two exceptions: a page walker sets accessed and dirty without the lock, and [`age`] clears accessed.
 //! * No thread holds two table locks, allocates, or waits for anything under one.
 //! * Walkers, software and hardware, take no lock. They see each entry as it was before or after a change. A table is
@@ -84,10 +84,11 @@ mod walk;
 
 use alloc::sync::Arc;
 use core::marker::PhantomData;
+use core::slice;
 
 use crate::addr::{Gfn, Pfn};
 use crate::format::Format;
-use crate::frame::{ENTRIES, TableMeta};
+use crate::frame::TableMeta;
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::atomic::AtomicU64;
@@ -165,11 +166,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 
     #[inline]
-    fn table(&self, frame: Pfn) -> Table<'_, P> {
-        Table {
-            platform: &self.platform,
-            frame,
-        }
+    fn table(&self, frame: Pfn) -> Table<'_, P, F> {
+        Table::new(&self.platform, frame)
     }
 }
 
@@ -181,24 +179,34 @@ impl<P: Platform, F: Format> Drop for Tree<P, F> {
         }
         // SAFETY: `&mut self`: no software walker has a reference to the tree; and the owner of a VM stops
         // its CPUs before it drops the VM.
-        let _ = unsafe { all.free::<F>(&*self.platform, &self.frames) };
+        let _ = unsafe { all.free::<P, F>(&*self.platform, &self.frames) };
     }
 }
 
-/// An allocated table frame.
-pub(crate) struct Table<'a, P: Platform> {
+/// An allocated table frame, one page of the granule of `F`.
+pub(crate) struct Table<'a, P: Platform, F: Format> {
     platform: &'a P,
     frame: Pfn,
+    format: PhantomData<F>,
 }
 
-impl<'a, P: Platform> Table<'a, P> {
+impl<'a, P: Platform, F: Format> Table<'a, P, F> {
+    #[inline(always)]
+    fn new(platform: &'a P, frame: Pfn) -> Self {
+        Table {
+            platform,
+            frame,
+            format: PhantomData,
+        }
+    }
+
     /// Returns the table in `frame`, for the MMUs outside this module.
     ///
     /// # Safety
     /// - `frame` is one that `platform` has allocated for a table, and is not freed while the result, or a reference that
     ///   it has returned, is used.
     pub(crate) unsafe fn at(platform: &'a P, frame: Pfn) -> Self {
-        Table { platform, frame }
+        Table::new(platform, frame)
     }
 
     /// Returns its frame.
@@ -207,10 +215,11 @@ impl<'a, P: Platform> Table<'a, P> {
     }
 
     #[inline]
-    pub(crate) fn entries(&self) -> &'a [AtomicU64; ENTRIES] {
-        // SAFETY: the platform's promise for allocated frames. Frames in entries, and `root`, are
+    pub(crate) fn entries(&self) -> &'a [AtomicU64] {
+        let first = self.platform.entries(self.frame).cast::<AtomicU64>();
+        // SAFETY: the platform's promise for allocated frames: so many entries are there. Frames in entries, and `root`, are
         // allocated; a detached one stays so until no reader can have reached it.
-        unsafe { &self.platform.entries(self.frame).as_ref().0 }
+        unsafe { slice::from_raw_parts(first.as_ptr(), F::GRANULE.entries()) }
     }
 
     #[inline]
@@ -240,9 +249,10 @@ impl<'a, P: Platform> Table<'a, P> {
     ///
     /// # Safety
     /// - no other thread can reach the table while the result is used.
-    unsafe fn unpublished(&mut self) -> &mut [AtomicU64; ENTRIES] {
+    unsafe fn unpublished(&mut self) -> &mut [AtomicU64] {
+        let first = self.platform.entries(self.frame).cast::<AtomicU64>();
         // SAFETY: the caller's promise; otherwise as for `entries`.
-        unsafe { &mut self.platform.entries(self.frame).as_mut().0 }
+        unsafe { slice::from_raw_parts_mut(first.as_ptr(), F::GRANULE.entries()) }
     }
 
     /// Takes the lock of the table.

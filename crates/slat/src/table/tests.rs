@@ -156,7 +156,12 @@ fn write_protect<F: Format>(
 
 fn free<F: Format>(tree: Mapping<'_, F>, unflushed: Unflushed) -> LeafCounts {
     // SAFETY: tests that use this have one thread.
-    unsafe { unflushed.detached.free::<F>(&*tree.platform, &tree.frames) }.leaves
+    unsafe {
+        unflushed
+            .detached
+            .free::<_, F>(&*tree.platform, &tree.frames)
+    }
+    .leaves
 }
 
 /// Runs generic tests for formats that differ in dirty bits, break-before-make and the size of the root.

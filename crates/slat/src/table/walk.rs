@@ -5,10 +5,10 @@ use core::ops::Range;
 use super::by_gfn::{Next, RUN, Show, Visit};
 use super::clear::{Cleared, LockedTable};
 use super::lookup::root_table;
-use super::{At, Kept, Table, Tree};
+use super::{At, Kept, Tree};
 use crate::addr::{Gfn, Level, Pfn};
-use crate::format::{Entry, Format, all_gfns};
-use crate::frame::{ENTRIES, TableMeta};
+use crate::format::{Entry, Format, all_gfns, root_pages};
+use crate::frame::TableMeta;
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::held;
@@ -137,7 +137,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         mut step: impl FnMut(&mut Walk, Pfn, Range<Gfn>) -> Result<(), Stopped>,
     ) {
         let end = walk.range.end.min(all_gfns::<F>().end);
-        let root_pages = F::TOP.pages() * ENTRIES as u64;
+        let root_pages = root_pages::<F>();
         while walk.at < end {
             let start = walk.at;
             let next = Gfn((start.0 / root_pages + 1) * root_pages).min(end);
@@ -176,8 +176,8 @@ struct Walker<'w, P: Platform, F: Format, V> {
 impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
     /// Walks over `range` in the level 1 table in `frame`.
     fn pages(&mut self, frame: Pfn, range: Range<Gfn>) -> Result<(), Stopped> {
-        let table: Table<'_, P> = self.tree.table(frame);
-        let first = Level::PAGE.index(range.start);
+        let table = self.tree.table(frame);
+        let first = F::GRANULE.index(range.start, Level::PAGE);
         let wanted = (range.end.0 - range.start.0) as usize;
         let allowed = match self.walk.budget as usize {
             budget if budget >= wanted => wanted,
@@ -239,19 +239,19 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         if level == Level::PAGE {
             return self.pages(frame, range);
         }
-        let table: Table<'_, P> = self.tree.table(frame);
+        let table = self.tree.table(frame);
         let (entries, meta) = (table.entries(), table.meta());
         let mut locked = LockedTable::new(self.tree, &table);
-        let mut gfn = range.start.align_down(level);
+        let mut gfn = F::GRANULE.align_down(range.start, level);
         while gfn < range.end {
-            let next_gfn = gfn.add(level.pages());
+            let next_gfn = gfn.add(F::GRANULE.pages(level));
             let below = range.start.max(gfn)..range.end.min(next_gfn);
             let stopped = Stopped { at: below.start };
             if self.walk.budget == 0 {
                 return Err(stopped);
             }
             self.walk.count(1);
-            let entry = &entries[level.index(gfn)];
+            let entry = &entries[F::GRANULE.index(gfn, level)];
             let bits = entry.load(Acquire);
             if !F::is_absent(bits) || self.show.mmio && bits != 0 {
                 let at = At {

@@ -43,8 +43,9 @@ pub(super) struct Want<'t> {
 }
 
 impl Want<'_> {
-    pub(super) fn gfn(&self) -> Gfn {
-        self.gpa.gfn()
+    #[inline(always)]
+    pub(super) fn gfn<F: Format>(&self) -> Gfn {
+        F::GRANULE.gfn(self.gpa)
     }
 }
 
@@ -215,7 +216,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             self.zap_huge();
         }
         self.vcpu.vm().platform.trace(Event::SpteRequested {
-            gfn: self.want.gfn(),
+            gfn: self.want.gfn::<F>(),
             pfn: plan.leaf.pfn,
             level: plan.level,
         });
@@ -249,7 +250,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
                 self.prefetch(&plan, prefetch);
             }
         }
-        let found = translation(plan.leaf, plan.level, self.want.gfn());
+        let found = translation::<F>(plan.leaf, plan.level, self.want.gfn::<F>());
         let translation = Translation {
             write: found.write && !tracked,
             tracked,
@@ -267,7 +268,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let Want {
             access, of_guest, ..
         } = self.want;
-        let (key, gfn) = (self.want.target.key(), self.want.gfn());
+        let (key, gfn) = (self.want.target.key(), self.want.gfn::<F>());
         let (slot, leaf, level) = (plan.slot, plan.leaf, plan.level);
         let may_walk = self.vcpu.may_walk_from(&self.want.target);
         // Not `on_tables`, whose result would be copied in every fault.
@@ -290,7 +291,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             None => None,
         };
         let mut noted = false;
-        let hvas = slot.hvas(gfn, level);
+        let hvas = slot.hvas::<F>(gfn, level);
         // NX may have made a table there since the level was chosen; a huge leaf would throw away what
         // another vCPU has just been given. Under the lock this is settled.
         let nx_table = || {
@@ -359,7 +360,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let target = self.want.target;
         match retry {
             Retry::Unsynced(level) => return Halt::Unsynced(level),
-            Retry::Unflushed(level) => self.flush(self.want.gfn().block(level)),
+            Retry::Unflushed(level) => self.flush(F::GRANULE.block(self.want.gfn::<F>(), level)),
             Retry::Unprotected => {
                 let tables = target.trail::<F>().map(|trail| trail.tables());
                 tables.into_iter().for_each(|gfns| self.flush(gfns));
@@ -393,7 +394,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// Zaps the region of `level` around the page, by what is known of its slot then: it may log by now, and the
     /// leaves' dirty bits go to its log.
     fn zap(&mut self, level: Level) {
-        let gfns = self.want.gfn().block(level);
+        let gfns = F::GRANULE.block(self.want.gfn::<F>(), level);
         self.outside(|vcpu| {
             let mut op = RangeOp::begin(vcpu.vm(), vcpu.space());
             op.zap_slots(&gfns);
@@ -413,10 +414,10 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 
     /// Flushes the leaf of `level` that this fault has broken, and installs its pieces.
     fn mend(&mut self, level: Level, nx_split: bool) -> Halt {
-        let (key, gfn) = (self.want.target.key(), self.want.gfn());
+        let (key, gfn) = (self.want.target.key(), self.want.gfn::<F>());
         let mut mended = false;
         while !mended {
-            self.flush(gfn.block(level));
+            self.flush(F::GRANULE.block(gfn, level));
             mended = self.vcpu.on_tables(|_, tables, path| {
                 path.nx_split = nx_split;
                 tables.mend(gfn, level, path)

@@ -21,8 +21,8 @@ use core::fmt;
 use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
 
-use self::paging_structure_cache::PagingStructureCache;
-use crate::addr::{Access, Gfn, Gpa, PAGE_SHIFT, Pfn};
+use self::paging_structure_cache::{PagingStructureCache, TableRegion};
+use crate::addr::{Access, Gfn, Gpa, Pfn};
 use crate::format::{Format, Leaf, all_gfns};
 use crate::heap::OutOfMemory;
 use crate::mmu::Mmu;
@@ -257,11 +257,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// ready for `access` ([`Found::ready`]). Outside a section the cache is empty.
     #[inline(always)]
     pub(crate) fn cached_leaf(&self, gpa: Gpa, access: Access) -> Option<Leaf> {
-        let table = self.presence.tables.get(gpa)?;
+        let table = self
+            .presence
+            .tables
+            .get(TableRegion::of_gpa(gpa, F::GRANULE))?;
         // SAFETY: the table was put there by `remember`, which takes what `walk` has found; since then the
         // reader has been in one section and passed no quiescent point, because that empties the cache
         // (`Presence`) and needs `&mut self`.
-        let found = unsafe { lookup_in(&*self.vm.platform, table, gpa.gfn().into()) };
+        let found =
+            unsafe { lookup_in::<P, F>(&*self.vm.platform, table, F::GRANULE.gfn(gpa).into()) };
         found.ready::<F>(access)
     }
 
@@ -273,7 +277,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
         // SAFETY: the key has the root of this vCPU's tree; a vCPU that may walk is in a section, which only ends by
         // `&mut self`.
-        Some(unsafe { lookup_page::<P, F>(&*self.vm.platform, self.key(gpa.gfn())) })
+        Some(unsafe { lookup_page::<P, F>(&*self.vm.platform, self.key(F::GRANULE.gfn(gpa))) })
     }
 
     /// Puts `table` in the paging-structure cache.
@@ -283,12 +287,16 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ///   quiescent point since.
     #[inline(always)]
     pub(crate) unsafe fn remember(&mut self, gpa: Gpa, table: Pfn) {
-        self.presence.tables.put(gpa, table);
+        self.presence
+            .tables
+            .put(TableRegion::of_gpa(gpa, F::GRANULE), table);
     }
 
     /// Drops the table for `gpa` from the paging-structure cache. Call before a fault at `gpa`.
     pub(crate) fn forget(&mut self, gpa: Gpa) {
-        self.presence.tables.forget(gpa);
+        self.presence
+            .tables
+            .forget(TableRegion::of_gpa(gpa, F::GRANULE));
     }
 
     /// Returns what the vCPU works with in a fault.
@@ -428,7 +436,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// inside something that is used as a whole meanwhile.
     pub fn enter_unguarded(&mut self, token: usize) {
         self.token = token;
-        self.come_in(all_gfns::<F>().end.gpa());
+        self.come_in(F::GRANULE.gpa(all_gfns::<F>().end));
     }
 
     /// Ends the reader section. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
@@ -514,12 +522,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     #[inline(always)]
     pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
         assert!(self.is_entered(), "Vcpu::slot_at outside enter/leave");
-        let slot = self.find_slot(gpa.gfn()).1?;
+        let slot = self.find_slot(F::GRANULE.gfn(gpa)).1?;
         Some(Region {
             slot: slot.id(),
             flags: slot.flags(),
-            gpa: slot.base().gpa(),
-            size: slot.pages() << PAGE_SHIFT,
+            gpa: F::GRANULE.gpa(slot.base()),
+            size: slot.pages() << F::GRANULE.shift(),
             backing: slot.backing(),
             private: slot.private(),
             rights: slot.rights(),

@@ -43,7 +43,8 @@
 
 use alloc::boxed::Box;
 
-use crate::addr::{Gpa, Gva, Level, PAGE_SHIFT, Pfn};
+use crate::addr::{Gpa, Gva, Pfn};
+use crate::granule::Granule;
 use crate::heap;
 use crate::heap::OutOfMemory;
 
@@ -63,43 +64,48 @@ struct Entry {
     table: Pfn,
 }
 
-/// 8 KiB. With all that a level 1 table translates, they cover 1 GiB.
+/// 8 KiB. With all that a level 1 table of 4 KiB translates, they cover 1 GiB.
 const ENTRIES: usize = if cfg!(loom) { 2 } else { 512 };
-/// log2 of the bytes that a level 1 table translates.
-const REGION_SHIFT: u32 = PAGE_SHIFT + Level::INDEX_BITS;
 /// As many as fit below the bit that tells a virtual address from a guest-physical one.
-const STAMPS: u64 = Region::VIRTUAL;
+const STAMPS: u64 = TableRegion::VIRTUAL;
+
+/// log2 of the bytes that a level 1 table translates.
+const fn region_shift(granule: Granule) -> u32 {
+    granule.shift() + granule.index_bits()
+}
 
 /// What a level 1 table translates: a region of guest-physical addresses, or with the shadow MMU one of virtual addresses. The
 /// two never have the same tag, whatever their 64 bits.
 #[derive(Clone, Copy)]
-pub(super) struct Region(u64);
-
-impl Region {
-    /// Below the address of a region: it is a virtual one.
-    const VIRTUAL: u64 = 1 << (REGION_SHIFT - 1);
-
-    const fn around(address: u64) -> u64 {
-        address >> REGION_SHIFT << REGION_SHIFT
-    }
-
-    #[inline(always)]
-    fn index(self) -> usize {
-        (self.0 >> REGION_SHIFT) as usize % ENTRIES
-    }
+pub(super) struct TableRegion {
+    /// Its address, and [`VIRTUAL`](Self::VIRTUAL).
+    tag: u64,
+    /// Its place in the cache.
+    index: usize,
 }
 
-impl From<Gpa> for Region {
-    #[inline(always)]
-    fn from(gpa: Gpa) -> Self {
-        Region(Self::around(gpa.0))
-    }
-}
+impl TableRegion {
+    /// Below the address of a region of any granule: it is a virtual one.
+    const VIRTUAL: u64 = 1 << (region_shift(Granule::Kib4) - 1);
 
-impl From<Gva> for Region {
+    /// Returns the region around `gpa` that a table of `granule` translates.
     #[inline(always)]
-    fn from(gva: Gva) -> Self {
-        Region(Self::around(gva.0) | Self::VIRTUAL)
+    pub(super) const fn of_gpa(gpa: Gpa, granule: Granule) -> Self {
+        let number = gpa.0 >> region_shift(granule);
+        TableRegion {
+            tag: number << region_shift(granule),
+            index: number as usize % ENTRIES,
+        }
+    }
+
+    /// Returns the region around `gva` that a shadow table translates.
+    #[inline(always)]
+    pub(super) const fn of_gva(gva: Gva) -> Self {
+        let TableRegion { tag, index } = Self::of_gpa(Gpa(gva.0), Granule::Kib4);
+        TableRegion {
+            tag: tag | Self::VIRTUAL,
+            index,
+        }
     }
 }
 
@@ -119,25 +125,22 @@ impl PagingStructureCache {
 
     /// Returns the table for `region`, that of an address, that was put here since the last [`clear`](Self::clear).
     #[inline(always)]
-    pub(super) fn get(&self, region: impl Into<Region>) -> Option<Pfn> {
-        let region = region.into();
-        let entry = &self.entries[region.index()];
+    pub(super) fn get(&self, region: TableRegion) -> Option<Pfn> {
+        let entry = &self.entries[region.index];
         (entry.tag == self.tag(region)).then_some(entry.table)
     }
 
     /// Remembers `table` as the one for `region`.
     #[inline(always)]
-    pub(super) fn put(&mut self, region: impl Into<Region>, table: Pfn) {
-        let region = region.into();
+    pub(super) fn put(&mut self, region: TableRegion, table: Pfn) {
         let tag = self.tag(region);
-        self.entries[region.index()] = Entry { tag, table };
+        self.entries[region.index] = Entry { tag, table };
     }
 
     /// Drops the table for `region`.
-    pub(super) fn forget(&mut self, region: impl Into<Region>) {
-        let region = region.into();
+    pub(super) fn forget(&mut self, region: TableRegion) {
         if self.get(region).is_some() {
-            self.entries[region.index()].tag = 0;
+            self.entries[region.index].tag = 0;
         }
     }
 
@@ -158,8 +161,8 @@ impl PagingStructureCache {
     }
 
     #[inline(always)]
-    fn tag(&self, region: Region) -> u64 {
-        region.0 | self.stamp
+    fn tag(&self, region: TableRegion) -> u64 {
+        region.tag | self.stamp
     }
 }
 
@@ -167,28 +170,48 @@ impl PagingStructureCache {
 mod tests {
     use super::*;
 
-    const REGION: u64 = 1 << REGION_SHIFT;
+    const REGION: u64 = 1 << region_shift(Granule::Kib4);
+
+    fn gpa(address: u64) -> TableRegion {
+        TableRegion::of_gpa(Gpa(address), Granule::Kib4)
+    }
+
+    fn gva(address: u64) -> TableRegion {
+        TableRegion::of_gva(Gva(address))
+    }
+
+    #[test]
+    fn a_region_is_what_one_table_translates() {
+        for granule in [Granule::Kib4, Granule::Kib16, Granule::Kib64] {
+            let mut cache = cache(0);
+            let at = |address| TableRegion::of_gpa(Gpa(address), granule);
+            let size = granule.bytes() * granule.entries() as u64;
+            cache.put(at(3 * size), Pfn(7));
+            let found = [3 * size - 1, 3 * size, 4 * size - 1, 4 * size].map(|a| cache.get(at(a)));
+            assert_eq!(found, [None, Some(Pfn(7)), Some(Pfn(7)), None]);
+        }
+    }
 
     #[test]
     fn a_virtual_address_is_no_guest_physical_one() {
         let addresses = (0..64).map(|bit| 1 << bit).chain([0, u64::MAX]);
         for address in addresses.clone() {
             let mut cache = cache(0);
-            cache.put(Gva(address), Pfn(7));
-            assert_eq!(cache.get(Gva(address)), Some(Pfn(7)));
+            cache.put(gva(address), Pfn(7));
+            assert_eq!(cache.get(gva(address)), Some(Pfn(7)));
             let found = addresses
                 .clone()
-                .find(|other| cache.get(Gpa(*other)).is_some());
+                .find(|other| cache.get(gpa(*other)).is_some());
             assert_eq!(found, None, "{address:#x}");
-            cache.forget(Gva(address));
-            assert_eq!(cache.get(Gva(address)), None);
+            cache.forget(gva(address));
+            assert_eq!(cache.get(gva(address)), None);
         }
     }
 
     /// The cache with tables for the first `regions` regions, numbered as they are.
     fn cache(regions: u64) -> PagingStructureCache {
         let mut cache = PagingStructureCache::new().unwrap();
-        (0..regions).for_each(|n| cache.put(Gpa(n * REGION), Pfn(n)));
+        (0..regions).for_each(|n| cache.put(gpa(n * REGION), Pfn(n)));
         cache
     }
 
@@ -197,12 +220,12 @@ mod tests {
         let cache = cache(ENTRIES as u64);
         for n in 0..ENTRIES as u64 {
             for offset in [0, 1, 0x1234, REGION - 1] {
-                assert_eq!(cache.get(Gpa(n * REGION + offset)), Some(Pfn(n)));
+                assert_eq!(cache.get(gpa(n * REGION + offset)), Some(Pfn(n)));
             }
             // Regions that share the entry; the last is beyond what any tree translates.
             for other in [1, 2, 1 << 16, u64::MAX / REGION / ENTRIES as u64] {
-                let gpa = (n + other * ENTRIES as u64) * REGION;
-                assert_eq!(cache.get(Gpa(gpa)), None, "{gpa:#x}");
+                let far = (n + other * ENTRIES as u64) * REGION;
+                assert_eq!(cache.get(gpa(far)), None, "{far:#x}");
             }
         }
     }
@@ -210,29 +233,29 @@ mod tests {
     #[test]
     fn a_new_cache_is_empty() {
         let cache = cache(0);
-        let any = (0..2 * ENTRIES as u64).any(|n| cache.get(Gpa(n * REGION)).is_some());
+        let any = (0..2 * ENTRIES as u64).any(|n| cache.get(gpa(n * REGION)).is_some());
         assert!(!any);
     }
 
     #[test]
     fn the_last_table_put_in_an_entry_is_the_one_it_holds() {
         let mut cache = cache(1);
-        let other = Gpa(ENTRIES as u64 * REGION);
+        let other = gpa(ENTRIES as u64 * REGION);
         cache.put(other, Pfn(7));
-        assert_eq!((cache.get(Gpa(0)), cache.get(other)), (None, Some(Pfn(7))));
+        assert_eq!((cache.get(gpa(0)), cache.get(other)), (None, Some(Pfn(7))));
         // What is forgotten is not there, and what is there stays.
-        cache.forget(Gpa(0));
+        cache.forget(gpa(0));
         assert_eq!(cache.get(other), Some(Pfn(7)));
         cache.forget(other);
-        assert_eq!((cache.get(Gpa(0)), cache.get(other)), (None, None));
+        assert_eq!((cache.get(gpa(0)), cache.get(other)), (None, None));
     }
 
     #[test]
     fn nothing_is_found_after_a_clear() {
         let mut cache = cache(3);
         cache.clear();
-        cache.put(Gpa(REGION), Pfn(9));
-        let found = [0, 1, 2].map(|n| cache.get(Gpa(n * REGION)));
+        cache.put(gpa(REGION), Pfn(9));
+        let found = [0, 1, 2].map(|n| cache.get(gpa(n * REGION)));
         assert_eq!(found, [None, Some(Pfn(9)), None]);
     }
 
@@ -242,12 +265,12 @@ mod tests {
         let first = cache.stamp;
         // All but the last few of the clears in one step.
         cache.stamp = STAMPS - 2;
-        cache.put(Gpa(REGION), Pfn(9));
+        cache.put(gpa(REGION), Pfn(9));
         let mut clears = 0;
         while cache.stamp != first {
             cache.clear();
             clears += 1;
-            let any = (0..ENTRIES as u64).any(|n| cache.get(Gpa(n * REGION)).is_some());
+            let any = (0..ENTRIES as u64).any(|n| cache.get(gpa(n * REGION)).is_some());
             assert!(!any, "after {clears} clears");
         }
         assert_eq!(clears, 2);

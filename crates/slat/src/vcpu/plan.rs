@@ -6,7 +6,7 @@ use core::ptr;
 use super::Vcpu;
 use super::fault::{Fault, Halt, Outcome, Want};
 use super::translate::Stop;
-use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT};
+use crate::addr::{Access, Gfn, Hva, Level};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, Platform, Request, ResolveError};
 use crate::slots::{Limits, Memslot, PrivateFrames};
@@ -51,7 +51,7 @@ pub(super) struct SlotFacts {
 
 impl SlotFacts {
     /// `None`: the frame is private, and the slot has no private backing.
-    pub(super) fn of(slot: &Memslot, gfn: Gfn, private: &PrivateFrames) -> Option<Self> {
+    pub(super) fn of<F: Format>(slot: &Memslot, gfn: Gfn, private: &PrivateFrames) -> Option<Self> {
         let (private, alike) = private.around(gfn);
         let backing = if private {
             slot.private()?
@@ -63,9 +63,9 @@ impl SlotFacts {
         let page = |gfn: Gfn| gfn.0 - slot.base().0;
         Some(SlotFacts {
             id: slot.id(),
-            hva_base: backing.add_pages(page(gfns.start)),
+            hva_base: F::GRANULE.add_pages(backing, page(gfns.start)),
             gfns,
-            hva: backing.add_pages(page(gfn)),
+            hva: F::GRANULE.add_pages(backing, page(gfn)),
             page: page(gfn),
             private,
             only_private_backing: slot.private() == Some(slot.backing()),
@@ -76,15 +76,15 @@ impl SlotFacts {
     }
 
     /// Returns what backs a leaf of `level` around `gfn`, the page of these facts; the leaf fits the frames.
-    pub(super) fn hvas(&self, gfn: Gfn, level: Level) -> Range<Hva> {
-        let start = Hva(self.hva.0 - ((gfn.0 - gfn.align_down(level).0) << PAGE_SHIFT));
-        start..start.add_pages(level.pages())
+    pub(super) fn hvas<F: Format>(&self, gfn: Gfn, level: Level) -> Range<Hva> {
+        let start = Hva(self.hva.0 - (F::GRANULE.page_in(gfn, level) << F::GRANULE.shift()));
+        start..F::GRANULE.add_pages(start, F::GRANULE.pages(level))
     }
 
     /// Returns the smallest range around `range` that begins and ends at multiples of `pages`, rounded down to a power of two, of at
     /// most a table's; as far as it is in the slot.
-    pub(super) fn around(&self, range: &Range<Gfn>, pages: u64) -> Range<Gfn> {
-        let pages = 1 << pages.clamp(1, Level::MEGA.pages()).ilog2();
+    pub(super) fn around<F: Format>(&self, range: &Range<Gfn>, pages: u64) -> Range<Gfn> {
+        let pages = 1 << pages.clamp(1, F::GRANULE.pages(Level::MEGA)).ilog2();
         let (start, end) = (
             range.start.0 & !(pages - 1),
             range.end.0.next_multiple_of(pages),
@@ -148,10 +148,10 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     #[inline(always)]
     pub(super) fn slot(&mut self) -> Result<SlotFacts, Halt> {
         let Want { gpa, access, .. } = self.want;
-        let gfn = self.want.gfn();
+        let gfn = self.want.gfn::<F>();
         let (set, slot) = self.vcpu.find_slot(gfn);
         let slot = match slot {
-            Some(slot) => SlotFacts::of(slot, gfn, &set.private),
+            Some(slot) => SlotFacts::of::<F>(slot, gfn, &set.private),
             None if set.private.around(gfn).0 => None,
             None => {
                 let generation = set.generation;
@@ -187,7 +187,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             match mapped {
                 Ok(true) => {
                     self.vcpu.counters().pf_mmio_spte_created.add(1);
-                    let gfn = self.want.gfn();
+                    let gfn = self.want.gfn::<F>();
                     (self.vcpu.vm().platform).trace(Event::MarkMmioSpte { gfn, generation });
                 }
                 Ok(false) => {}
@@ -235,7 +235,9 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let found = unsafe { self.vcpu.tables().find(&mut self.want.target.cursor) };
         match found.entry::<F>() {
             Entry::Leaf(leaf) if leaf.may_write => Some(HostPage {
-                pfn: leaf.pfn.add(self.want.gfn().0 & (found.level.pages() - 1)),
+                pfn: leaf
+                    .pfn
+                    .add(F::GRANULE.page_in(self.want.gfn::<F>(), found.level)),
                 level: found.level,
                 writable: true,
                 execute: leaf.execute || leaf.may_execute,
@@ -250,13 +252,13 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     fn host_page(&mut self, slot: &SlotFacts, sequence: Sequence) -> Result<HostPage, Halt> {
         let Want { gpa, access, .. } = self.want;
         let hva = slot.hva;
-        let gfn = self.want.gfn();
+        let gfn = self.want.gfn::<F>();
         let error = match self.outside(|vcpu| vcpu.resolve(slot.id, gfn, hva, access)) {
             Ok(host) => return Ok(host),
             Err(ResolveError::Interrupted) => return Err(Halt::Stop(Stop::Retry)),
             Err(error) => error,
         };
-        let hvas = slot.hvas(self.want.gfn(), Level::PAGE);
+        let hvas = slot.hvas::<F>(self.want.gfn::<F>(), Level::PAGE);
         if !self.vcpu.vm().in_progress.holds(sequence, &hvas) {
             // The slot may have been deleted, or its memory come back, or be about to.
             return Err(self.stale(slot, Level::PAGE));
@@ -287,7 +289,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             // SAFETY: the walk may be made.
             || self.vcpu.may_walk_from(&target) && unsafe { self.vcpu.tables().is_nx_split(target.key()) };
         let vm = self.vcpu.vm();
-        let (gfn, trail) = (self.want.gfn(), self.want.target.trail::<F>());
+        let (gfn, trail) = (self.want.gfn::<F>(), self.want.target.trail::<F>());
         let largest = trail.map_or(host.level, |trail| trail.leaf_level().min(host.level));
         let mut level = vm.fitting_level(&slot.gfns, gfn, host.pfn, largest);
         if level > Level::PAGE {
@@ -306,7 +308,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// `level`, or for the move of the slot, to end, if that was it.
     pub(super) fn stale(&mut self, slot: &SlotFacts, level: Level) -> Halt {
         self.vcpu.counters().pf_retried.add(1);
-        let hvas = slot.hvas(self.want.gfn(), level);
+        let hvas = slot.hvas::<F>(self.want.gfn::<F>(), level);
         self.wait_while(|vcpu, _| {
             let in_progress = &vcpu.vm().in_progress;
             in_progress.covers(&hvas) || slot.may_move_with_its_dirt(in_progress)

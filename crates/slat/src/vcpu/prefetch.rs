@@ -1,6 +1,6 @@
 //! Mapping more than was asked for: what is resident around a fault, and whole ranges ahead of time.
 //!
-//! A fault that installed a 4 KiB leaf may look at the aligned window around its page, in both directions
+//! A fault that installed a leaf of level 1 may look at the aligned window around its page, in both directions
 //! and up to the window's end, and maps what is resident and absent: not in a slot that logs
 //! (every page would look written), not where the frames have other attributes, not when a huge leaf was
 //! installed (there is nothing left to map).
@@ -21,7 +21,7 @@ use super::plan::{Plan, SlotFacts};
 use super::streams::Resident;
 use super::translate::Stop;
 use super::{HostWords, Vcpu};
-use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PAGE_SHIFT, PageIndex};
+use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PageIndex};
 use crate::format::{Entry, Format, Leaf};
 use crate::guest_walk::PageRights;
 use crate::platform::{HostPage, HostRun, Platform};
@@ -34,7 +34,7 @@ use crate::vm::Sequence;
 impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// Maps what is resident in the window around the page, which was just mapped as `plan` says.
     pub(super) fn prefetch(&mut self, plan: &Plan<'_>, policy: Prefetch) {
-        let (vcpu, gfn) = (&mut *self.vcpu, self.want.gfn());
+        let (vcpu, gfn) = (&mut *self.vcpu, self.want.gfn::<F>());
         let slot = plan.slot;
         let Some(window) = vcpu.streams.fault(gfn, policy) else {
             return;
@@ -134,7 +134,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let Some(slot) = slot.filter(|slot| slot.log().is_none()) else {
             return 0;
         };
-        let Some(slot) = SlotFacts::of(slot, run.gfn, &set.private) else {
+        let Some(slot) = SlotFacts::of::<F>(slot, run.gfn, &set.private) else {
             return 0;
         };
         let end = run.gfn.add(run.pages).min(slot.gfns.end);
@@ -174,13 +174,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         resident: &mut Option<Resident>,
     ) -> (Gfn, u64) {
         let known = resident.filter(|known| known.sequence == sequence);
-        let asked = slot.around(&range, known.map_or(1, |known| 2 * known.run.pages));
-        let hva = |gfn: Gfn| slot.hva_base.add_pages(gfn.0 - slot.gfns.start.0);
+        let asked = slot.around::<F>(&range, known.map_or(1, |known| 2 * known.run.pages));
+        let hva = |gfn: Gfn| F::GRANULE.add_pages(slot.hva_base, gfn.0 - slot.gfns.start.0);
         let backing = hva(range.start)..hva(range.end);
         let (mut installed, mut unmapped) = (0, range.start);
         self.on_tables(|vm, tables, path| {
             let mut map = |run: HostRun| {
-                let page = (run.backing.0 - backing.start.0) >> PAGE_SHIFT;
+                let page = F::GRANULE.pages_between(backing.start, run.backing);
                 let gfn = range.start.add(page);
                 let HostPage { pfn, level, .. } = run.first;
                 let is_fit = vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE;
@@ -208,14 +208,18 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     }
                 }
             };
-            if let Some(known) = known.filter(|known| known.run.covers(&backing)) {
-                return known.run.within(&backing).into_iter().for_each(map);
+            if let Some(known) = known.filter(|known| known.run.covers(&backing, F::GRANULE)) {
+                return known
+                    .run
+                    .within(&backing, F::GRANULE)
+                    .into_iter()
+                    .for_each(map);
             }
             held::assert_none("to ask the host");
             *resident = None;
             let asked = hva(asked.start)..hva(asked.end);
             vm.platform.resolve_resident(vm.id, asked, &mut |run| {
-                if let Some(part) = run.within(&backing) {
+                if let Some(part) = run.within(&backing, F::GRANULE) {
                     map(part);
                     let longest = resident.map_or(0, |longest| longest.run.pages);
                     if longest < run.pages {
@@ -242,7 +246,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// If the vCPU was not entered.
     pub fn prefault(&mut self, range: Range<Gpa>) -> Result<u64, Stop> {
         let mut at = range.start;
-        let mut asked = at.gfn();
+        let mut asked = F::GRANULE.gfn(at);
         let mut result = Ok(());
         while at < range.end && result.is_ok() {
             match self.prefault_some(at, range.end, &mut asked) {
@@ -261,32 +265,34 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Maps what is resident in the pages of one level 1 table, or else one leaf. Returns the address after what was
     /// mapped. The platform was asked for the pages before `asked`: those that were not resident are made so, one by one.
     fn prefault_some(&mut self, gpa: Gpa, end: Gpa, asked: &mut Gfn) -> Result<Gpa, Stop> {
-        let gfn = gpa.gfn();
-        let end = Gfn(end.0.div_ceil(1 << PAGE_SHIFT));
+        let gfn = F::GRANULE.gfn(gpa);
+        let end = Gfn(end.0.div_ceil(F::GRANULE.bytes()));
         if gfn < *asked {
             // SAFETY: the root stays, and the vCPU is in its section.
             let found = unsafe { self.tables().lookup(self.key(gfn)) };
             if let Entry::Leaf(_) = found.entry::<F>() {
-                return Ok(gfn.block(found.level).end.gpa());
+                return Ok(F::GRANULE.gpa(F::GRANULE.block(gfn, found.level).end));
             }
         } else {
             self.populate(gfn, end);
             if let Some(after) = self.prefault_resident(gfn, end, asked) {
-                return Ok(after.gpa());
+                return Ok(F::GRANULE.gpa(after));
             }
         }
         let level = self.translate_uncounted(gpa, Access::Read)?.level;
-        Ok(gfn.block(level).end.gpa())
+        Ok(F::GRANULE.gpa(F::GRANULE.block(gfn, level).end))
     }
 
     /// Has the platform make resident what [`Self::prefault_resident`] asks it for next.
     fn populate(&mut self, gfn: Gfn, end: Gfn) {
         let (set, slot) = self.find_slot(gfn);
-        let Some(slot) = slot.and_then(|slot| SlotFacts::of(slot, gfn, &set.private)) else {
+        let Some(slot) = slot.and_then(|slot| SlotFacts::of::<F>(slot, gfn, &set.private)) else {
             return;
         };
-        let end = end.min(slot.gfns.end).min(gfn.block(Level::MEGA).end);
-        let hva = |gfn: Gfn| slot.hva_base.add_pages(gfn.0 - slot.gfns.start.0);
+        let end = end
+            .min(slot.gfns.end)
+            .min(F::GRANULE.block(gfn, Level::MEGA).end);
+        let hva = |gfn: Gfn| F::GRANULE.add_pages(slot.hva_base, gfn.0 - slot.gfns.start.0);
         self.outside(&mut false, |vcpu| {
             held::assert_none("to populate memory");
             let vm = vcpu.vm();
@@ -301,13 +307,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let sequence = self.vm().in_progress.sequence();
         let (set, slot) = self.find_slot(gfn);
         let slot = slot.filter(|slot| slot.log().is_none())?;
-        let slot = SlotFacts::of(slot, gfn, &set.private)?;
+        let slot = SlotFacts::of::<F>(slot, gfn, &set.private)?;
         let end = end.min(slot.gfns.end);
-        // One table for each 2 MiB that are left, taken from the platform by the batch.
-        let tables = (end.0 - gfn.0).div_ceil(Level::MEGA.pages()) as usize;
+        // One table for each region of level 2 that is left, taken from the platform by the batch.
+        let tables = (end.0 - gfn.0).div_ceil(F::GRANULE.pages(Level::MEGA)) as usize;
         self.fill_frames_for(tables);
         let at = Target::new(self.key(gfn), None);
-        *asked = end.min(gfn.block(Level::MEGA).end);
+        *asked = end.min(F::GRANULE.block(gfn, Level::MEGA).end);
         let (next, _) = self.map_resident(gfn..*asked, at, &slot, sequence, &mut None);
         (next > gfn).then_some(next)
     }

@@ -60,7 +60,7 @@ impl RecentSlots {
         set: &'s SlotSet,
         gfn: Gfn,
     ) -> (Option<&'s Memslot>, bool) {
-        let recent = &mut self.0[(gfn.0 >> set.granule) as usize % Self::ENTRIES];
+        let recent = &mut self.0[(gfn.0 >> set.smallest) as usize % Self::ENTRIES];
         if recent.generation == set.generation {
             // SAFETY: the slot was found in the set of this generation, which is the current one (caller's promise);
             // its slots are alive, and stay so in the caller's reader section.

@@ -11,7 +11,7 @@ use core::mem::take;
 use core::ops::Range;
 
 use crate::addr::Gfn;
-use crate::frame::ENTRIES;
+use crate::granule::Granule;
 use crate::platform::HostRun;
 use crate::policy::Prefetch;
 use crate::vm::Sequence;
@@ -119,6 +119,8 @@ impl Stream {
     /// The number of pages in the adaptive window when it opens. Until then the size doubles with each fault, so that is the stream's fifth:
     /// a look costs more than the faults that it saves if the stream ends soon.
     const OPEN: u64 = 16;
+    /// The most pages in the adaptive window: those of a table of 4 KiB. So with any granule one table maps them.
+    const MOST: u64 = Granule::Kib4.entries() as u64;
     /// The distance within which a fault continues a stream: a guest may use each second page, or each eighth.
     const NEAR: u64 = 8;
 
@@ -201,7 +203,7 @@ impl Streams {
         stream.pause.learn(installed == 0);
         stream.size = match installed {
             0 => Stream::OPEN,
-            _ => (stream.size * 2).min(ENTRIES as u64),
+            _ => (stream.size * 2).min(Stream::MOST),
         };
     }
 }

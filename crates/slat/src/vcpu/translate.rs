@@ -20,7 +20,7 @@ use crate::vm::Mapping;
 /// A page of guest memory as the second level translates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Translation {
-    /// First byte of the 4 KiB host page.
+    /// First byte of the host page, of the granule of the format: 4 KiB, or what it is.
     pub host: Hpa,
     /// Level of the leaf it came from.
     pub level: Level,
@@ -127,9 +127,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// If the vCPU was not entered.
     #[inline(always)]
     pub fn translate(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
-        let gfn = gpa.gfn();
+        let gfn = F::GRANULE.gfn(gpa);
         if let Some(leaf) = self.cached_leaf(gpa, access) {
-            return Ok(translation(leaf, Level::PAGE, gfn));
+            return Ok(translation::<F>(leaf, Level::PAGE, gfn));
         }
         // Twice the same: the compiler knows the level of the first, which is the common one.
         match self.walk(gpa) {
@@ -138,12 +138,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     let table = found.table;
                     // SAFETY: the walk has found the leaf in this table just now.
                     unsafe { self.remember(gpa, table) };
-                    return Ok(translation(leaf, Level::PAGE, gfn));
+                    return Ok(translation::<F>(leaf, Level::PAGE, gfn));
                 }
             }
             Some(Err(found)) => {
                 if let Some(leaf) = found.ready::<F>(access) {
-                    return Ok(translation(leaf, found.level, gfn));
+                    return Ok(translation::<F>(leaf, found.level, gfn));
                 }
             }
             None => {}
@@ -206,7 +206,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     fn physical(&self, gpa: Gpa, access: Access, of_guest: bool) -> Physical {
         Physical(Want {
-            target: Target::new(self.key(gpa.gfn()), None),
+            target: Target::new(self.key(F::GRANULE.gfn(gpa)), None),
             gpa,
             access,
             of_guest,
@@ -215,7 +215,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// Returns what the tables say of an access to `gpa`. `None`: there is no entry that allows it.
     fn translate_mapped(&mut self, gpa: Gpa, access: Access) -> Option<Result<Translation, Stop>> {
-        let gfn = gpa.gfn();
+        let gfn = F::GRANULE.gfn(gpa);
         loop {
             // SAFETY: the root stays, and the vCPU is in its section.
             let found = unsafe { self.tables().lookup(self.key(gfn)) };
@@ -229,7 +229,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                         dirty: leaf.dirty || write,
                         ..leaf
                     };
-                    Some(Ok(translation(leaf, found.level, gfn)))
+                    Some(Ok(translation::<F>(leaf, found.level, gfn)))
                 }
                 Entry::Mmio { generation, .. } if self.is_current(generation) => {
                     self.counters().mmio_cached.add(1);
@@ -253,7 +253,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// If the vCPU was not entered.
     pub fn revalidate(&mut self, gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop> {
         let mut slept = false;
-        let gfn = gpa.gfn();
+        let gfn = F::GRANULE.gfn(gpa);
         let (set, slot) = self.find_slot(gfn);
         let private = set.private.around(gfn).0;
         let Some(slot) = slot.map(|slot| slot.id()) else {
@@ -284,10 +284,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
 /// Returns the translation of `gfn` by `leaf`, which is of `level`.
 #[inline]
-pub(super) fn translation(leaf: Leaf, level: Level, gfn: Gfn) -> Translation {
-    let pfn = leaf.pfn.add(gfn.0 & (level.pages() - 1));
+pub(super) fn translation<F: Format>(leaf: Leaf, level: Level, gfn: Gfn) -> Translation {
+    let pfn = leaf.pfn.add(F::GRANULE.page_in(gfn, level));
     Translation {
-        host: pfn.hpa(),
+        host: F::GRANULE.hpa(pfn),
         level,
         write: leaf.write && leaf.dirty,
         execute: leaf.execute,

@@ -5,7 +5,7 @@
 use core::ops::Range;
 
 use super::{RangeOp, Vm};
-use crate::addr::{Hva, PAGE_SHIFT};
+use crate::addr::Hva;
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::table::Aged;
@@ -42,14 +42,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 |step, slot, place, walk| {
                     let (base, backing) = (slot.base().0, place.backing_of(slot).0);
                     // What backs frame 0, if the slot had it.
-                    let origin = backing.wrapping_sub(base << PAGE_SHIFT);
+                    let origin = backing.wrapping_sub(base << F::GRANULE.shift());
                     let attributes = &space.slots.current(step.section()).private;
                     while !walk.is_done() && !walk.is_spent() {
                         let (is_backed, alike) = place.backs(slot, walk.at(), attributes);
                         if is_backed {
                             walk.before(alike.end, |walk| {
                                 step.age(walk, clear, |aged| {
-                                    let hva = origin.wrapping_add(aged.gfn.gpa().0);
+                                    let hva = origin.wrapping_add(F::GRANULE.gpa(aged.gfn).0);
                                     seen(Hva(hva), aged);
                                 });
                             });

@@ -44,7 +44,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if attributes.0 & !MemoryAttributes::PRIVATE.0 != 0 {
             return Err(AttributesError::Unknown(attributes));
         }
-        if gfns.is_empty() || gfns.end > Gpa(u64::MAX).gfn().add(1) {
+        if gfns.is_empty() || gfns.end > F::GRANULE.gfn(Gpa(u64::MAX)).add(1) {
             return Err(AttributesError::BadRange);
         }
         // The locks of all spaces, always in this order. While one of them is held, no conversion is published.

@@ -9,7 +9,7 @@
 //! a page, or in which order: one that was used makes the page young. Then the map ages all its bytes, which no CPU sees, many at
 //! a time.
 //!
-//! A leaf of 2 MiB or more marks blocks instead of pages, so it costs a byte for each 2 MiB. Pages of a block have ages of
+//! A huge leaf marks blocks of 512 pages instead of pages: one of 2 MiB costs one byte. Pages of a block have ages of
 //! their own from the first small leaf on until they are all alike again; they begin with that of the block.
 
 use alloc::vec::Vec;
@@ -17,14 +17,15 @@ use core::ops::Range;
 use core::slice;
 
 use super::Vm;
-use crate::addr::{Hva, Level, PAGE_SHIFT, PAGE_SIZE};
+use crate::addr::{Hva, Level};
 use crate::format::Format;
+use crate::granule::Granule;
 use crate::heap::OutOfMemory;
 use crate::platform::Platform;
 use crate::table::Aged;
 
-/// Pages of a block.
-const BLOCK: usize = Level::MEGA.pages() as usize;
+/// Pages of a block. A leaf above level 1 has whole blocks, whatever the granule.
+const BLOCK: usize = Granule::Kib4.pages(Level::MEGA) as usize;
 
 // What a byte of the map has. Between two passes only the age, and in a block `PAGES`.
 /// One more than the age; 0: not mapped.
@@ -38,13 +39,14 @@ const YOUNG: u8 = 1 << 7;
 const MARKS: u8 = SEEN | YOUNG;
 
 /// How long ago each page of some backing memory was used: what [`Vm::cold_ranges`] keeps between two calls. It takes a byte
-/// for each 4 KiB.
+/// for each page.
 #[derive(Debug)]
 pub struct ColdMap {
+    granule: Granule,
     backing: Range<Hva>,
     /// The address of the first block.
     origin: Hva,
-    /// For what huge leaves map: a byte for each block of 2 MiB, aligned by address.
+    /// For what huge leaves map: a byte for each block, aligned by address.
     blocks: Vec<u8>,
     /// For what small leaves map: a byte for each page of the blocks.
     pages: Vec<u8>,
@@ -58,7 +60,7 @@ pub struct ColdRange {
     pub hvas: Range<Hva>,
     /// The number of passes in which none of it was used, at most [`ColdMap::MOST_PASSES`].
     pub passes: u8,
-    /// Leaves of 2 MiB or more map it: pages under one leaf have one accessed bit.
+    /// Leaves above level 1 map it: pages under one leaf have one accessed bit.
     pub huge: bool,
 }
 
@@ -66,19 +68,28 @@ impl ColdMap {
     /// The largest number of passes that it counts.
     pub const MOST_PASSES: u8 = AGE - 1;
 
-    /// Makes a map for the memory slots' `backing`, shared or private, rounded out to pages. It may be a part of a slot's,
+    /// Makes a map for the memory slots' `backing`, shared or private, rounded out to pages of 4 KiB. It may be a part of a slot's,
     /// or that of several slots.
     ///
     /// # Errors
     /// There is no memory for it.
     pub fn new(backing: Range<Hva>) -> Result<Self, OutOfMemory> {
-        const BYTES: u64 = BLOCK as u64 * PAGE_SIZE;
-        let backing = Hva(backing.start.0 / PAGE_SIZE * PAGE_SIZE)
-            ..Hva(backing.end.0.next_multiple_of(PAGE_SIZE));
-        let origin = Hva(backing.start.0 / BYTES * BYTES);
-        let count = (backing.end.0.saturating_sub(origin.0)).div_ceil(BYTES);
+        Self::with_granule(backing, Granule::Kib4)
+    }
+
+    /// Like [`new`](Self::new), but for pages of `granule`: a VM's with tables of it.
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    pub fn with_granule(backing: Range<Hva>, granule: Granule) -> Result<Self, OutOfMemory> {
+        let page = granule.bytes();
+        let block = BLOCK as u64 * page;
+        let backing = Hva(backing.start.0 / page * page)..Hva(backing.end.0.next_multiple_of(page));
+        let origin = Hva(backing.start.0 / block * block);
+        let count = (backing.end.0.saturating_sub(origin.0)).div_ceil(block);
         let count = usize::try_from(count).map_err(|_| OutOfMemory)?;
         Ok(ColdMap {
+            granule,
             blocks: zeros(count)?,
             pages: zeros(count.checked_mul(BLOCK).ok_or(OutOfMemory)?)?,
             backing,
@@ -104,11 +115,11 @@ impl ColdMap {
     }
 
     fn index(&self, backing: Hva) -> usize {
-        ((backing.0 - self.origin.0) >> PAGE_SHIFT) as usize
+        self.granule.pages_between(self.origin, backing) as usize
     }
 
     fn hva(&self, index: usize) -> Hva {
-        self.origin.add_pages(index as u64)
+        self.granule.add_pages(self.origin, index as u64)
     }
 
     /// Returns the age of page `index`.
@@ -154,8 +165,8 @@ impl ColdMap {
     fn mark_huge(&mut self, backing: Hva, level: Level, young: bool) {
         let marks = SEEN | if young { YOUNG } else { 0 };
         // A leaf of a slot that has just left may begin before all addresses.
-        let first = backing.0.wrapping_sub(self.origin.0) as i64 >> PAGE_SHIFT;
-        let end = first + level.pages() as i64;
+        let first = backing.0.wrapping_sub(self.origin.0) as i64 >> self.granule.shift();
+        let end = first + self.granule.pages(level) as i64;
         let range = [self.backing.start, self.backing.end].map(|hva| self.index(hva) as i64);
         let mut at = first.max(range[0]) as usize;
         let end = end.min(range[1]).max(0) as usize;
@@ -290,6 +301,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// which is no error: to take one away, [`Vm::invalidate`] it, which flushes, and the next use is a fault. A host
     /// whose guests seldom reload their TLBs asks for more than one pass.
     ///
+    /// # Panics
+    /// If `map` was made for pages of another granule than that of the format.
+    ///
     /// With EPT it takes 1.9 ns for each 4 KiB leaf that was not used, 7 ns for one that was, and 9 ns for one of 2 MiB.
     /// Faults do not wait for it, but in the shadow MMU, whose lock it takes for a step.
     ///
@@ -315,6 +329,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         map: &'m mut ColdMap,
         passes: u8,
     ) -> impl Iterator<Item = ColdRange> + use<'m, P, F> {
+        assert_eq!(map.granule, F::GRANULE, "the granule of a cold map");
         self.each_leaf(map.backing.clone(), true, |hva, aged| map.mark(hva, aged));
         map.end_pass();
         map.ranges(passes)

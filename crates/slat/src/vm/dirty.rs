@@ -384,7 +384,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         let mut found = 0;
         self.walk(0..pages, |step, slot, walk| {
             let note = |gfn, level| {
-                log.mark_leaf(&slot.gfns(), gfn, level);
+                log.mark_leaf::<F>(&slot.gfns(), gfn, level);
                 found += 1;
             };
             step.clear_dirty(walk, |_, _| true, note);

@@ -51,9 +51,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         let mut level = host.min(F::MAX_LEAF);
         while level > Level::PAGE {
-            let block = gfn.block(level);
+            let block = F::GRANULE.block(gfn, level);
             let inside = gfns.start <= block.start && block.end <= gfns.end;
-            let congruent = (gfn.0 ^ pfn.0) & (level.pages() - 1) == 0;
+            let congruent = (gfn.0 ^ pfn.0) & (F::GRANULE.pages(level) - 1) == 0;
             if inside && congruent {
                 break;
             }
@@ -68,7 +68,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     pub(crate) fn leaf_at(&self, leaf: Leaf, level: Level) -> Leaf {
         let nx = level > Level::PAGE && self.policy.nx_huge_pages().is_on();
         Leaf {
-            pfn: leaf.pfn.align_down(level),
+            pfn: Pfn(leaf.pfn.0 & !(F::GRANULE.pages(level) - 1)),
             execute: leaf.execute && !nx,
             may_execute: leaf.execute && nx,
             ..leaf

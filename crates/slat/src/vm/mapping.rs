@@ -31,9 +31,9 @@ pub struct Mapping {
 impl Mapping {
     /// Returns what `leaf`, of `level`, says of `gfn`, which it covers.
     #[inline]
-    fn of(leaf: Leaf, level: Level, gfn: Gfn) -> Self {
+    fn of<F: Format>(leaf: Leaf, level: Level, gfn: Gfn) -> Self {
         Mapping {
-            pfn: leaf.pfn.add(gfn.0 & (level.pages() - 1)),
+            pfn: leaf.pfn.add(F::GRANULE.page_in(gfn, level)),
             level,
             rights: Rights {
                 write: leaf.write,
@@ -111,7 +111,7 @@ impl<P: Platform, F: Format> Space<P, F> {
             Err(found) => (found.entry::<F>(), found.level),
         };
         match entry {
-            Entry::Leaf(leaf) => Some(Mapping::of(leaf, level, gfn)),
+            Entry::Leaf(leaf) => Some(Mapping::of::<F>(leaf, level, gfn)),
             _ => None,
         }
     }
@@ -125,7 +125,7 @@ impl<P: Platform, F: Format> Space<P, F> {
             .get(inside)
             .walk(&mut walk, Show::default(), &mut |at: &At<'_>| {
                 if let Entry::Leaf(leaf) = at.decode::<F>() {
-                    let this = Mapping::of(leaf, at.level, gfn);
+                    let this = Mapping::of::<F>(leaf, at.level, gfn);
                     // Leaves of higher levels are shown first.
                     let all: &mut Mapping = found.get_or_insert(this);
                     all.rights.write |= this.rights.write;

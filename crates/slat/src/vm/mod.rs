@@ -64,6 +64,7 @@ use core::fmt;
 
 use crate::addr::Pfn;
 use crate::format::{Format, check_limits};
+use crate::granule::Granule;
 use crate::heap::{OutOfMemory, Shared};
 use crate::mmu::{Mmu, MmuKind};
 use crate::platform::{Platform, VmId, WaitFor};
@@ -147,6 +148,13 @@ pub enum CreateVmError {
         /// The name of the format.
         format: &'static str,
     },
+    /// The platform's pages are not as large as those of the format ([`Platform::granule`]).
+    OtherGranule {
+        /// That of the platform.
+        platform: Granule,
+        /// That of the format.
+        format: Granule,
+    },
     /// More address spaces than a dirty ring tells apart: 65536.
     TooManySpaces(usize),
     /// No frame for a root table, or no heap memory.
@@ -166,6 +174,12 @@ impl fmt::Display for CreateVmError {
                 f,
                 "creating a VM: there is no {} MMU for tables of format {format}; tdp is for all",
                 mmu.name()
+            ),
+            CreateVmError::OtherGranule { platform, format } => write!(
+                f,
+                "creating a VM: the platform has pages of {:#x} bytes, the format's tables of {:#x}; take a format with the platform's",
+                platform.bytes(),
+                format.bytes()
             ),
             CreateVmError::TooManySpaces(spaces) => write!(
                 f,
@@ -276,6 +290,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let (mmu, format) = (config.mmu, F::NAME);
         if !mmu.serves::<F>() {
             return Err(CreateVmError::NoSuchMmu { mmu, format });
+        }
+        // What makes all that the engine does with frames sound: they are as large as it takes them to be.
+        if platform.granule() != F::GRANULE {
+            return Err(CreateVmError::OtherGranule {
+                platform: platform.granule(),
+                format: F::GRANULE,
+            });
         }
         if config.spaces > RingSlot::SPACES {
             return Err(CreateVmError::TooManySpaces(config.spaces));

@@ -61,7 +61,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                         if zap {
                             left -= 1;
                             zapped += 1;
-                            cursor = gfn.add(level.pages());
+                            cursor = gfn.add(F::GRANULE.pages(level));
                         }
                         zap
                     });

@@ -25,6 +25,7 @@ use super::slot_op::SlotOp;
 use super::{Vm, leaf_of};
 use crate::addr::{Access, Gfn, Hva, Level};
 use crate::format::{Format, Leaf};
+use crate::granule::Granule;
 use crate::platform::Platform;
 use crate::slots::{Limits, PrivateFrames};
 use crate::sync::held;
@@ -50,8 +51,8 @@ impl Candidate {
     };
 
     /// Returns what backs its pages.
-    fn hvas(&self) -> Range<Hva> {
-        self.backing..self.backing.add_pages(self.level.pages())
+    fn hvas(&self, granule: Granule) -> Range<Hva> {
+        self.backing..granule.add_pages(self.backing, granule.pages(self.level))
     }
 }
 
@@ -98,7 +99,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         self.op.once(&mut walk, |step, walk| {
             let private = &space.slots.current(step.section()).private;
             step.visit_tables(walk, |at, _| {
-                if !is_shared(private, &at.gfn.block(at.level)) {
+                if !is_shared(private, &F::GRANULE.block(at.gfn, at.level)) {
                     return Next::Descend;
                 }
                 let Some(candidate) = allowed.get_mut(count) else {
@@ -107,7 +108,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
                 *candidate = Candidate {
                     gfn: at.gfn,
                     level: at.level,
-                    backing: backing.add_pages(at.gfn.0 - base.0),
+                    backing: F::GRANULE.add_pages(backing, at.gfn.0 - base.0),
                     leaf: None,
                 };
                 count += 1;
@@ -122,11 +123,13 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
                 candidate.leaf = vm.huge_leaf(&gfns, limits, candidate);
             }
         });
-        let end = found.iter().map(|table| table.gfn.block(table.level).end);
+        let end = found
+            .iter()
+            .map(|table| F::GRANULE.block(table.gfn, table.level).end);
         if let (Some(first), Some(end)) = (found.first(), end.max()) {
             let mut broken = [(Gfn(0), Level::PAGE); SOME];
             let mut count = 0;
-            let holds = |table: &Candidate| vm.in_progress.holds(sequence, &table.hvas());
+            let holds = |table: &Candidate| vm.in_progress.holds(sequence, &table.hvas(F::GRANULE));
             self.walk(first.gfn.0 - base.0..end.0 - base.0, |step, _, walk| {
                 let mut wanted = |gfn, level, because_of_nx: bool| {
                     let named = |table: &&Candidate| (table.gfn, table.level) == (gfn, level);
@@ -170,7 +173,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn huge_leaf(&self, gfns: &Range<Gfn>, limits: Limits, table: &Candidate) -> Option<Leaf> {
         let mut leaf = None;
         held::assert_none("to ask the host");
-        let first = table.backing..table.backing.add_pages(1);
+        let first = table.backing..F::GRANULE.add_pages(table.backing, 1);
         self.platform.resolve_resident(self.id, first, &mut |run| {
             let host = &run.first;
             if self.fitting_level(gfns, table.gfn, host.pfn, host.level) >= table.level {

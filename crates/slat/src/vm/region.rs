@@ -49,7 +49,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// [`RegionError`]; nothing was changed. [`RegionError::Empty`] for size 0, without a wait for other slot changes.
     pub fn set_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
-        let checked = check(region)?;
+        let checked = check(region, F::GRANULE)?;
         let change = space.slots.change(self.turn_wait());
         let id = region.slot;
         if !plan(&change, checked, all_gfns::<F>().end.0)? {
@@ -59,7 +59,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         let new = Some(self.slot(region, &change)?);
         self.commit(space, change, &mut [Edit { id, new }])?;
-        self.flush_slots_that_left(&region.gfns());
+        self.flush_slots_that_left(&region.gfns(F::GRANULE));
         Ok(())
     }
 
@@ -121,7 +121,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// changes are of one slot.
     pub fn set_memory_regions(&self, space: usize, changes: &[Change]) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
-        let batch = Batch::check(changes)?;
+        let batch = Batch::check(changes, F::GRANULE)?;
         let mut edits = Vec::new();
         (edits.try_reserve_exact(changes.len())).map_err(|_| OutOfMemory)?;
         let change = space.slots.change(self.turn_wait());
@@ -143,7 +143,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         for this in changes {
             if let Change::Set(region) = this {
-                self.flush_slots_that_left(&region.gfns());
+                self.flush_slots_that_left(&region.gfns(F::GRANULE));
                 // As for one slot: another thread may have begun the log of one that is not changed.
                 self.wait_for_begin(space.slots.change(self.turn_wait()), region.slot);
             }
@@ -202,7 +202,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// As for [`Vm::set_memory_region`], but never [`RegionError::OutOfMemory`].
     pub fn check_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
-        let checked = check(region)?;
+        let checked = check(region, F::GRANULE)?;
         let change = space.slots.change(self.turn_wait());
         plan(&change, checked, all_gfns::<F>().end.0).map(|_| ())
     }
@@ -224,16 +224,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// moved slot keeps its bitmap: pages in it are still to be reported.
     fn slot(&self, region: &Region, change: &SlotsChange<'_>) -> Result<OwnedSlot, RegionError> {
         if !region.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
-            return Ok(OwnedSlot::new(region, None));
+            return Ok(OwnedSlot::new(region, F::GRANULE, None));
         }
         let old = change
             .by_id(region.slot)
             .filter(|old| old.has_pages_of(region));
         if let Some(log) = old.and_then(|old| old.share_log()) {
-            return Ok(OwnedSlot::new(region, Some(log)));
+            return Ok(OwnedSlot::new(region, F::GRANULE, Some(log)));
         }
-        let log = Shared::try_new(self.new_log(region.pages())?)?;
-        let slot = OwnedSlot::new(region, Some(log.clone()));
+        let log = Shared::try_new(self.new_log(region.pages(F::GRANULE))?)?;
+        let slot = OwnedSlot::new(region, F::GRANULE, Some(log.clone()));
         if log.initially_set {
             // But a page that comes from another log comes with its mark.
             change.set().in_gfns(&slot.gfns(), |old| {

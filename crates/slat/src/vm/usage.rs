@@ -1,8 +1,9 @@
 //! How much memory the tables of a VM take, and how much of the guest's they map.
 
 use super::Vm;
-use crate::addr::PAGE_SIZE;
+use crate::addr::Level;
 use crate::format::Format;
+use crate::granule::Granule;
 use crate::platform::Platform;
 
 /// What [`Vm::memory_usage`] returns.
@@ -14,20 +15,25 @@ pub struct MemoryUsage {
     pub table_bytes: u64,
     /// The most that [`Self::table_bytes`] has been.
     pub peak_table_bytes: u64,
-    /// Leaves of 4 KiB.
+    /// Leaves of level 1: of 4 KiB, or of the granule.
     pub pages_4k: u64,
-    /// Leaves of 2 MiB.
+    /// Leaves of level 2: of 2 MiB with tables of 4 KiB.
     pub pages_2m: u64,
-    /// Leaves of 1 GiB.
+    /// Leaves of level 3: of 1 GiB with tables of 4 KiB.
     pub pages_1g: u64,
+    /// The granule of the tables.
+    pub granule: Granule,
 }
 
 impl MemoryUsage {
     /// Returns how many bytes of guest memory are mapped. A page counts as often as it is mapped: by memslots that share their
     /// backing, and in the shadow MMU by guest-virtual addresses.
     pub fn mapped_bytes(&self) -> u64 {
-        let pages = self.pages_4k + (self.pages_2m << 9) + (self.pages_1g << 18);
-        pages * PAGE_SIZE
+        let pages = |leaves: u64, level| leaves * self.granule.pages(level);
+        let pages = pages(self.pages_4k, Level::PAGE)
+            + pages(self.pages_2m, Level::MEGA)
+            + pages(self.pages_1g, Level::GIGA);
+        pages * self.granule.bytes()
     }
 }
 
@@ -60,11 +66,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let (now, peak) = self.frames.count();
         let stats = self.stats();
         MemoryUsage {
-            table_bytes: now * PAGE_SIZE,
-            peak_table_bytes: peak * PAGE_SIZE,
+            table_bytes: now * F::GRANULE.bytes(),
+            peak_table_bytes: peak * F::GRANULE.bytes(),
             pages_4k: stats.pages_4k,
             pages_2m: stats.pages_2m,
             pages_1g: stats.pages_1g,
+            granule: F::GRANULE,
         }
     }
 }

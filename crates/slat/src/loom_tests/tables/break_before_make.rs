@@ -207,7 +207,7 @@ fn an_operation_after_a_zap_flushes_or_finds_it_flushed() {
             ticket.covers(&(Gfn(0)..Gfn(1)));
             let mut unflushed = Unflushed::none();
             (world.step(&mut unflushed)).zap_unnoted(&mut Walk::unbroken(Gfn(0)..Gfn(1)));
-            if !unflushed.is_empty() || ticket.others_need(Level::MEGA) {
+            if !unflushed.is_empty() || ticket.others_need(Level::MEGA.pages()) {
                 flush_a_tlb(world, cached);
             }
             drop(ticket);

@@ -17,6 +17,7 @@ mod walk;
 use core::fmt;
 
 use super::Vcpu;
+use super::paging_structure_cache::TableRegion;
 use super::translate::Stop;
 use crate::addr::{Access, Gpa, Gva, Hpa, Level, PAGE_SIZE, PageIndex, Pfn};
 use crate::format::{Entry, Format};
@@ -139,7 +140,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         paging: &GuestPaging,
         words: &mut W,
     ) -> Result<VirtualPage, VirtualStop<W::Error>> {
-        self.presence.tables.forget(Gva(gva));
+        self.presence.tables.forget(TableRegion::of_gva(Gva(gva)));
         self.counters().pf_taken.add(1);
         self.vm().platform.trace(Event::PageFault {
             fault_address: gva,
@@ -161,11 +162,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             index: PageIndex::of_gva(gva),
         };
         let strict = paging.strict();
-        let cached = self.presence.tables.get(Gva(gva));
+        let cached = self.presence.tables.get(TableRegion::of_gva(Gva(gva)));
         loop {
             let found = match cached {
                 // SAFETY: a walk has found the table, as in `cached_leaf`.
-                Some(table) => unsafe { lookup_in(&*self.vm.platform, table, key.index) },
+                Some(table) => unsafe { lookup_in::<P, F>(&*self.vm.platform, table, key.index) },
                 // SAFETY: `guest_root` has looked whether the root is still there.
                 None => unsafe { self.tables().lookup(key) },
             };
@@ -198,7 +199,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     };
                     if found.level == Level::PAGE {
                         let table = found.table;
-                        self.presence.tables.put(Gva(gva), table);
+                        self.presence
+                            .tables
+                            .put(TableRegion::of_gva(Gva(gva)), table);
                     }
                     Some(Ok(page))
                 }

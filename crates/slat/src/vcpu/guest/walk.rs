@@ -155,7 +155,7 @@ pub(in crate::vcpu) struct FlagsIn {
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Returns the host page of the guest's table at `gpa`, to set a flag in it.
     fn reach_flags(&mut self, gpa: Gpa) -> Result<Hpa, Stop> {
-        let (gfn, generation) = (gpa.gfn(), self.slots().generation);
+        let (gfn, generation) = (F::GRANULE.gfn(gpa), self.slots().generation);
         if let Some(last) = self.flags_in
             && (last.gfn, last.generation) == (gfn, generation)
         {
@@ -199,7 +199,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         access: Access,
     ) -> Result<Translation, Stop> {
         if let Some(leaf) = self.cached_leaf(gpa, access) {
-            return Ok(translation(leaf, Level::PAGE, gpa.gfn()));
+            return Ok(translation::<F>(leaf, Level::PAGE, F::GRANULE.gfn(gpa)));
         }
         if let Some(Ok(found)) = self.walk(gpa)
             && let Some(leaf) = found.ready::<F>(access)
@@ -207,7 +207,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             let table = found.table;
             // SAFETY: the walk has found the leaf in this table just now.
             unsafe { self.remember(gpa, table) };
-            return Ok(translation(leaf, Level::PAGE, gpa.gfn()));
+            return Ok(translation::<F>(leaf, Level::PAGE, F::GRANULE.gfn(gpa)));
         }
         self.translate_uncounted(gpa, access)
     }

@@ -379,10 +379,11 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         let (Some((first, _)), Some((last, level))) = (broken.first(), broken.last()) else {
             return;
         };
-        let mut flushed = flush(self, *first..last.block(*level).end);
+        let block = |gfn: &Gfn, level: &Level| F::GRANULE.block(*gfn, *level);
+        let mut flushed = flush(self, *first..block(last, level).end);
         for (gfn, level) in broken.iter().rev() {
             while !mend(self, *gfn, *level, &flushed) {
-                flushed = flush(self, gfn.block(*level));
+                flushed = flush(self, block(gfn, level));
             }
         }
     }
@@ -471,7 +472,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return Flushed::default();
         }
         counters.remote_tlb_flush_requests.add(1);
-        let stale = match ticket.others_need(F::MAX_LEAF) {
+        let stale = match ticket.others_need(F::GRANULE.pages(F::MAX_LEAF)) {
             true => Stale::ANYTHING,
             false if unflushed.is_empty() => return Flushed::default(),
             false => unflushed.stale::<F>(),
@@ -488,7 +489,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if !unflushed.detached.is_empty() {
             // SAFETY: since the tables were detached, all readers have passed a quiescent point, and hardware was
             // flushed.
-            freed += unsafe { unflushed.detached.free::<F>(&*self.platform, &self.frames) };
+            freed += unsafe {
+                unflushed
+                    .detached
+                    .free::<P, F>(&*self.platform, &self.frames)
+            };
         }
         for (gauge, collapsed) in counters.leaves().into_iter().zip(unflushed.collapsed) {
             gauge.add(collapsed);

@@ -72,7 +72,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
             if wanted(at.gfn, at.level) {
                 let bits = mmu.take(at);
                 if let Some(log) = log.filter(|_| M::Format::clear_dirty(bits) != bits) {
-                    log.mark_leaf(&slot.gfns(), at.gfn, at.level);
+                    log.mark_leaf::<M::Format>(&slot.gfns(), at.gfn, at.level);
                 }
                 count(&mut unflushed.zapped, at.level);
             }
@@ -92,7 +92,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
             walk,
             show,
             &mut |at: &At<'_>| match at.decode::<M::Format>() {
-                Entry::Table(lower) if at.is_inside(&range) => {
+                Entry::Table(lower) if at.is_inside::<M::Format>(&range) => {
                     mmu.detach(at, lower, &mut unflushed.detached);
                     Next::Pass
                 }
@@ -126,7 +126,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
                 && let Some(slot) = slots.find(gfn)
                 && let Some(log) = slot.log().filter(|log| !log.kind().protects())
             {
-                log.mark_leaf(&slot.gfns(), gfn, level);
+                log.mark_leaf::<M::Format>(&slot.gfns(), gfn, level);
             }
         })
     }
@@ -218,7 +218,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
                 let range = walk.range();
                 let note = |gfn: Gfn, level| {
                     let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
-                    log.mark_gfns(&slot.gfns(), &gfn.block(level), |gfn| !cleared(gfn));
+                    log.mark_gfns(&slot.gfns(), &M::Format::GRANULE.block(gfn, level), |gfn| {
+                        !cleared(gfn)
+                    });
                 };
                 self.clear_dirty(walk, named, note);
             }
@@ -342,7 +344,9 @@ fn visit_tables<M: ByGfn>(mmu: &M, walk: &mut Walk, mut visit: impl FnMut(&At<'_
         walk,
         Show::TABLES,
         &mut |at: &At<'_>| match at.decode::<M::Format>() {
-            Entry::Table(lower) if at.level <= M::Format::MAX_LEAF && at.is_inside(&range) => {
+            Entry::Table(lower)
+                if at.level <= M::Format::MAX_LEAF && at.is_inside::<M::Format>(&range) =>
+            {
                 visit(at, lower)
             }
             _ => Next::Descend,
