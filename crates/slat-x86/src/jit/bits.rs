@@ -5,7 +5,7 @@ use super::condition::Flags;
 use super::helpers;
 use super::translate::{TYPES, Translator};
 use crate::op::{MEM, NONE, Op};
-use crate::sem::{Compute, Operation, by_mnemonic};
+use crate::sem::{Bits, Compute, Operation, Readable, by_mnemonic};
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{InstBuilder, Value};
@@ -107,8 +107,14 @@ impl Translator<'_> {
         let second = self.b.ins().icmp(IntCC::UnsignedLessThan, result, sum);
         let out = self.b.ins().bor(first, second);
         let flags = match is_carry {
-            true => self.with_flags(Some(out), None),
-            false => self.with_flags(None, Some(out)),
+            true => Flags::Rotated {
+                carry: Some(out),
+                overflow: None,
+            },
+            false => Flags::Rotated {
+                carry: None,
+                overflow: Some(out),
+            },
         };
         self.set(op.r[0], size, result);
         self.set_flags(flags);
@@ -139,7 +145,7 @@ impl Translator<'_> {
         let last = self.immediate(size, last as u64);
         let carry = self.bit_of(a, last);
         let changed = self.b.ins().bxor(a, result);
-        let overflow = self.sign(changed);
+        let overflow = self.is_negative(changed);
         self.set_flags(Flags::Given {
             carry,
             overflow,
@@ -231,7 +237,7 @@ impl Translator<'_> {
         let quotient = self.b.ins().udiv(a, b);
         let negated = self.b.ins().ineg(quotient);
         let signs = self.b.ins().bxor(dividend, divisor);
-        let is_negative = self.sign(signs);
+        let is_negative = self.is_negative(signs);
         let signed = self.b.ins().select(is_negative, negated, quotient);
         // Whether it fits: it has its sign, in the operand's width.
         let fails = if size < 3 {
@@ -239,7 +245,7 @@ impl Translator<'_> {
             let again = self.b.ins().sextend(I64, narrow);
             self.b.ins().icmp(IntCC::NotEqual, again, signed)
         } else {
-            let is_large = self.sign(quotient);
+            let is_large = self.is_negative(quotient);
             self.b.ins().band_not(is_large, is_negative)
         };
         self.interpret_if(fails);

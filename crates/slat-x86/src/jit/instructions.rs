@@ -6,7 +6,7 @@ use super::translate::{TYPES, Translator};
 use crate::exec::control::condition_number;
 use crate::op::{MEM, NONE, Op};
 use crate::sem::alu::flags_of_product;
-use crate::sem::{Compute, Operation, alu, by_mnemonic};
+use crate::sem::{Bits, Compute, Operation, Readable, alu, by_mnemonic};
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I32, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};

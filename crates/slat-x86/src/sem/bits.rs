@@ -94,7 +94,7 @@ fn modulo<C: Compute>(c: &mut C, n: C::Value) -> C::Value {
 fn selected<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> (C::Value, FlagsOf<C>) {
     let (n, one) = (modulo(c, n), c.number(1, a));
     let (mask, low) = (c.shl(one, n), c.shr(a, n));
-    let (carry, overflow) = (c.bit(low, 0), None);
+    let (carry, overflow) = (Some(c.bit(low, 0)), None);
     (mask, Flags::Rotated { carry, overflow })
 }
 

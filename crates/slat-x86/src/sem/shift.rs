@@ -67,6 +67,7 @@ fn rest<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Value {
 fn turned_left<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> FlagsOf<C> {
     let top = c.is_negative(result);
     let overflow = Some(c.differ(carry, top));
+    let carry = Some(carry);
     Flags::Rotated { carry, overflow }
 }
 
@@ -74,5 +75,6 @@ fn turned_left<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> Flags
 fn turned_right<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> FlagsOf<C> {
     let (top, next) = (c.is_negative(result), c.bit(result, c.bits(result) - 2));
     let overflow = Some(c.differ(top, next));
+    let carry = Some(carry);
     Flags::Rotated { carry, overflow }
 }
