@@ -9,7 +9,8 @@
 
 use crate::Cpu;
 use crate::int::Int;
-use crate::sem::{Bits, Flags, FlagsOf, Now, Readable, condition};
+use crate::sem::alu::Cmp;
+use crate::sem::{Bits, Flags, FlagsOf, Now, Operation, Readable, condition};
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 
 /// The last flag-setting operation. Values are zero-extended.
@@ -95,59 +96,43 @@ impl Read<'_> {
     }
 }
 
+/// Defines functions that are an expression of their arguments.
+macro_rules! functions {
+    ($($name:ident($($a:ident: $of:ty),*) -> $result:ty = $value:expr;)*) => {
+        $(
+            #[inline(always)]
+            fn $name(&mut self $(, $a: $of)*) -> $result {
+                $value
+            }
+        )*
+    };
+}
+
 impl Bits for Read<'_> {
     type Value = u64;
     type Bool = bool;
     type Kept = ();
 
-    #[inline(always)]
-    fn number(&mut self, n: i64, _: u64) -> u64 {
-        n as u64
+    functions! {
+        number(n: i64, _like: u64) -> u64 = n as u64;
+        add(a: u64, b: u64) -> u64 = a.wrapping_add(b);
+        sub(a: u64, b: u64) -> u64 = a.wrapping_sub(b);
+        and(a: u64, b: u64) -> u64 = a & b;
+        xor(a: u64, b: u64) -> u64 = a ^ b;
+        not(a: u64) -> u64 = !a;
+        plus(a: u64, n: i64) -> u64 = a.wrapping_add(n as u64);
+        no() -> bool = false;
+        is_zero(a: u64) -> bool = a == 0;
+        is_equal(a: u64, b: u64) -> bool = a == b;
+        is_less(a: u64, b: u64) -> bool = a < b;
+        is_at_most(a: u64, b: u64) -> bool = a <= b;
+        is_even(a: u64) -> bool = (a as u8).count_ones() & 1 == 0;
+        bit(a: u64, n: u32) -> bool = a >> n & 1 != 0;
+        differ(a: bool, b: bool) -> bool = a != b;
+        either(a: bool, b: bool) -> bool = a || b;
+        opposite(a: bool) -> bool = !a;
     }
-    #[inline(always)]
-    fn add(&mut self, a: u64, b: u64) -> u64 {
-        a.wrapping_add(b)
-    }
-    #[inline(always)]
-    fn sub(&mut self, a: u64, b: u64) -> u64 {
-        a.wrapping_sub(b)
-    }
-    #[inline(always)]
-    fn and(&mut self, a: u64, b: u64) -> u64 {
-        a & b
-    }
-    #[inline(always)]
-    fn xor(&mut self, a: u64, b: u64) -> u64 {
-        a ^ b
-    }
-    #[inline(always)]
-    fn not(&mut self, a: u64) -> u64 {
-        !a
-    }
-    #[inline(always)]
-    fn plus(&mut self, a: u64, n: i64) -> u64 {
-        a.wrapping_add(n as u64)
-    }
-    #[inline(always)]
-    fn no(&mut self) -> bool {
-        false
-    }
-    #[inline(always)]
-    fn is_zero(&mut self, a: u64) -> bool {
-        a == 0
-    }
-    #[inline(always)]
-    fn is_equal(&mut self, a: u64, b: u64) -> bool {
-        a == b
-    }
-    #[inline(always)]
-    fn is_less(&mut self, a: u64, b: u64) -> bool {
-        a < b
-    }
-    #[inline(always)]
-    fn is_at_most(&mut self, a: u64, b: u64) -> bool {
-        a <= b
-    }
+
     #[inline(always)]
     fn is_less_signed(&mut self, a: u64, b: u64) -> bool {
         self.signed(a) < self.signed(b)
@@ -159,26 +144,6 @@ impl Bits for Read<'_> {
     #[inline(always)]
     fn is_negative(&mut self, a: u64) -> bool {
         a >> self.top() & 1 != 0
-    }
-    #[inline(always)]
-    fn is_even(&mut self, a: u64) -> bool {
-        (a as u8).count_ones() & 1 == 0
-    }
-    #[inline(always)]
-    fn bit(&mut self, a: u64, n: u32) -> bool {
-        a >> n & 1 != 0
-    }
-    #[inline(always)]
-    fn differ(&mut self, a: bool, b: bool) -> bool {
-        a != b
-    }
-    #[inline(always)]
-    fn either(&mut self, a: bool, b: bool) -> bool {
-        a || b
-    }
-    #[inline(always)]
-    fn opposite(&mut self, a: bool) -> bool {
-        !a
     }
 }
 
@@ -292,20 +257,10 @@ impl Cpu {
         lazy.result = result.zx();
     }
 
-    /// Records `a - b`.
+    /// Records a comparison of `a` with `b`.
     #[inline(always)]
-    pub(crate) fn note_sub<T: Int>(&mut self, a: T, b: T) {
-        let result = T::of(a.zx().wrapping_sub(b.zx()));
-        self.note(Flags::Sub { a, b, result });
-    }
-
-    /// Records a logical operation.
-    #[inline(always)]
-    pub(crate) fn note_logic<T: Int>(&mut self, result: T) {
-        self.note(Flags::Logic {
-            carry: None,
-            result,
-        });
+    pub(crate) fn note_comparison<T: Int>(&mut self, a: T, b: T) {
+        self.note(Cmp::apply(&mut Now::new(), a, b, false).1);
     }
 
     /// Sets all arithmetic flags at once: the given ones, and the others computed from the result.
@@ -390,6 +345,12 @@ impl Cpu {
     #[inline(always)]
     pub(crate) fn zf(&self) -> bool {
         Read(self).zero()
+    }
+
+    /// Returns the condition that is an input of an operation.
+    #[inline(always)]
+    pub(crate) fn input_of<A: Operation>(&self) -> bool {
+        A::READS.is_some_and(|cc| condition(&mut Read(self), cc))
     }
 
     /// Whether condition `CC` (the low four bits of Jcc's opcode) holds.

@@ -6,6 +6,7 @@ use crate::sem::{Bits, Compute};
 use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
 use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
+use std::convert::Infallible;
 
 /// Defines functions that are one instruction of Cranelift's.
 macro_rules! instructions {
@@ -128,6 +129,9 @@ impl Bits for Translator<'_> {
 }
 
 impl Compute for Translator<'_> {
+    /// Faults are the interpreter's, which executes the instruction again.
+    type Fault = Infallible;
+
     instructions! {
         or(a, b) bor;
         neg(a) ineg;
@@ -136,6 +140,7 @@ impl Compute for Translator<'_> {
         trailing_zeros(a) ctz;
         leading_zeros(a) clz;
         ones(a) popcnt;
+        swap_bytes(a) bswap;
     }
     shifts! {
         shl, ishl, ishl_imm;
@@ -156,6 +161,18 @@ impl Compute for Translator<'_> {
     }
     fn kept_carry(&mut self) -> Carry {
         Translator::kept_carry(self)
+    }
+    fn extend_half(&mut self, a: Value) -> Value {
+        let size = self.size_of(a);
+        let half = self.b.ins().ireduce(TYPES[usize::from(size) - 1], a);
+        self.b.ins().sextend(TYPES[usize::from(size)], half)
+    }
+    fn quotient(&mut self, halves: (Value, Value), divisor: Value) -> (Value, Value) {
+        self.divide_halves(halves, divisor)
+    }
+    fn fault_if(&mut self, fails: Value) -> Result<(), Infallible> {
+        self.interpret_if(fails);
+        Ok(())
     }
     fn product(&mut self, a: Value, b: Value, is_signed: bool) -> (Value, Value) {
         let size = self.size_of(a);

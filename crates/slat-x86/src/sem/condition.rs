@@ -6,6 +6,10 @@
 use super::{Bits, Flags, FlagsOf};
 use crate::state::flags::{CF, OF, PF, SF, ZF};
 
+/// The conditions that are one flag, by number, of those that instructions have as an input.
+pub(crate) const OVERFLOW: u8 = 0;
+pub(crate) const CARRY: u8 = 2;
+
 /// Where arithmetic flags are to be read.
 pub(crate) trait Readable: Bits + Sized {
     /// Returns what set the flags last.

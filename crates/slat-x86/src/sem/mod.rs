@@ -9,11 +9,13 @@
 pub(crate) mod alu;
 pub(crate) mod bits;
 mod condition;
+pub(crate) mod division;
+pub(crate) mod moves;
 mod now;
 pub(crate) mod shift;
 
-pub(crate) use condition::{Readable, condition};
-pub(crate) use now::Now;
+pub(crate) use condition::{CARRY, Readable, condition};
+pub(crate) use now::{DivideError, Now};
 
 /// What computes flags. Values have the width of the operands.
 pub(crate) trait Bits {
@@ -53,6 +55,9 @@ pub(crate) trait Bits {
 
 /// What computes results, too.
 pub(crate) trait Compute: Bits {
+    /// The fault of a computation that can fail.
+    type Fault;
+
     /// Returns the width of `a` in bits.
     fn bits(&self, a: Self::Value) -> u32;
     /// Returns 0 or 1, as wide as `like`.
@@ -81,6 +86,17 @@ pub(crate) trait Compute: Bits {
     fn trailing_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn leading_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn ones(&mut self, a: Self::Value) -> Self::Value;
+    fn swap_bytes(&mut self, a: Self::Value) -> Self::Value;
+    /// Sign-extends the lower half.
+    fn extend_half(&mut self, a: Self::Value) -> Self::Value;
+    /// Returns quotient and remainder, without sign, of halves of which the high one is below the divisor.
+    fn quotient(
+        &mut self,
+        halves: (Self::Value, Self::Value),
+        divisor: Self::Value,
+    ) -> (Self::Value, Self::Value);
+    /// Ends the instruction with its fault.
+    fn fault_if(&mut self, fails: Self::Bool) -> Result<(), Self::Fault>;
 
     fn choose(&mut self, which: Self::Bool, a: Self::Bool, b: Self::Bool) -> Self::Bool;
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
@@ -161,28 +177,29 @@ impl<V: Copy, B, K> Flags<V, B, K> {
 /// The flags as `C` has them.
 pub(crate) type FlagsOf<C> = Flags<<C as Bits>::Value, <C as Bits>::Bool, <C as Bits>::Kept>;
 
-/// An operation on up to two operands, and perhaps the carry flag.
+/// An operation on up to two operands, and perhaps a condition.
 pub(crate) trait Operation: 'static {
     /// Whether the result is stored (not for CMP and TEST).
     const WRITES: bool = true;
-    /// Whether the carry flag is an input.
-    const CARRY: bool = false;
+    /// The condition that is an input, if it is always the same.
+    const READS: Option<u8> = None;
     /// Returns the result and the flags. An operation on one operand gets it twice.
     fn apply<C: Compute>(
         c: &mut C,
         a: C::Value,
         b: C::Value,
-        carry: C::Bool,
+        holds: C::Bool,
     ) -> (C::Value, FlagsOf<C>);
 }
 
 /// Defines types that are [`Operation`]s, by what they do.
 macro_rules! operations {
-    ($($name:ident |$c:ident, $a:ident, $b:ident, $carry:ident| $body:expr $(, $constant:ident = $value:literal)?)*) => {
+    ($($name:ident |$c:ident, $a:ident, $b:ident, $carry:ident| $body:expr $(, READS = $reads:ident)? $(, WRITES = $writes:literal)?)*) => {
         $(
             pub(crate) struct $name;
             impl Operation for $name {
-                $(const $constant: bool = $value;)?
+                $(const READS: Option<u8> = Some($reads);)?
+                $(const WRITES: bool = $writes;)?
                 #[inline(always)]
                 fn apply<C: Compute>(
                     $c: &mut C,
@@ -220,10 +237,14 @@ macro_rules! by_mnemonic {
         }
     };
     ($mnemonic:expr, binary $($call:tt)*) => {
-        by_mnemonic!($mnemonic, alu [Add Or Adc Sbb And Sub Xor Cmp Test] $($call)*)
+        by_mnemonic!($mnemonic, alu [Add Or Adc Sbb And Sub Xor Cmp Test Adcx Adox] $($call)*)
     };
     ($mnemonic:expr, unary $($call:tt)*) => {
         by_mnemonic!($mnemonic, alu [Inc Dec Neg Not] $($call)*)
+            .or_else(|| by_mnemonic!($mnemonic, moves [Bswap] $($call)*))
+    };
+    ($mnemonic:expr, scan $($call:tt)*) => {
+        by_mnemonic!($mnemonic, bits [Bsf Bsr] $($call)*)
     };
     ($mnemonic:expr, bit_test $($call:tt)*) => {
         by_mnemonic!($mnemonic, bits [Bt Bts Btr Btc] $($call)*)

@@ -102,7 +102,12 @@ impl<T: Int> Bits for Now<T> {
     }
 }
 
+/// The quotient does not fit, or there is none.
+pub(crate) struct DivideError;
+
 impl<T: Int> Compute for Now<T> {
+    type Fault = DivideError;
+
     functions! {
         or |a, b| a | b;
         neg |a| a.wrapping_neg();
@@ -112,6 +117,11 @@ impl<T: Int> Compute for Now<T> {
         trailing_zeros |a| a.trailing_zeros().min(T::BITS).into();
         leading_zeros |a| (a.leading_zeros() - (64 - T::BITS)).into();
         ones |a| a.count_ones().into();
+        swap_bytes |a| a.swap_bytes() >> (64 - T::BITS);
+        extend_half |a| {
+            let unused = 64 - T::BITS / 2;
+            ((a << unused) as i64 >> unused) as u64
+        };
         rol |a, count| {
             let n = count as u32 % T::BITS;
             a << n | a.checked_shr(T::BITS - n).unwrap_or(0)
@@ -139,6 +149,23 @@ impl<T: Int> Compute for Now<T> {
             false => u128::from(a.zx()) * u128::from(b.zx()),
         };
         (T::of(product as u64), T::of((product >> T::BITS) as u64))
+    }
+    #[inline(always)]
+    fn quotient(&mut self, (low, high): (T, T), divisor: T) -> (T, T) {
+        let (low, high, divisor) = (low.zx(), high.zx(), divisor.zx());
+        if high == 0 {
+            return (T::of(low / divisor), T::of(low % divisor));
+        }
+        let wide = u128::from(high) << T::BITS | u128::from(low);
+        let divisor = u128::from(divisor);
+        (
+            T::of((wide / divisor) as u64),
+            T::of((wide % divisor) as u64),
+        )
+    }
+    #[inline(always)]
+    fn fault_if(&mut self, fails: bool) -> Result<(), DivideError> {
+        if fails { Err(DivideError) } else { Ok(()) }
     }
     #[inline(always)]
     fn choose(&mut self, which: bool, a: bool, b: bool) -> bool {
