@@ -1,6 +1,5 @@
 //! Instructions from XMM and memory to XMM or flags: fetch, call the stub, store.
 
-use super::Plain;
 use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work, runs_on_host};
 use super::lanes::Lanes;
 use super::table::{self, Kind};
@@ -57,29 +56,6 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Kind::ImplicitXmm0 => by_source!(implicit_xmm0),
     };
     Some(handler)
-}
-
-/// See [`super::plain`].
-pub(super) fn plain(insn: &Instruction) -> Option<Plain> {
-    let mnemonic = insn.mnemonic();
-    let by_immediate = insn.op1_kind() == OpKind::Immediate8;
-    let (kind, stub) = match by_immediate {
-        true => (Kind::Int, table::shift(mnemonic)?),
-        false => table::xmm(mnemonic)?,
-    };
-    if !matches!(kind, Kind::Int | Kind::Float | Kind::ImplicitXmm0) {
-        return None;
-    }
-    Some(Plain {
-        stub: stub as usize,
-        has_immediate: insn.op_kind(insn.op_count() - 1) == OpKind::Immediate8,
-        first: 0,
-        last: if by_immediate { 0 } else { 1 },
-        reads_xmm0: kind == Kind::ImplicitXmm0,
-        shifts_by_immediate: false,
-        is_float: kind == Kind::Float,
-        is_aligned: true,
-    })
 }
 
 /// Whether a string comparison returns an index in ECX. The others return a mask in XMM0.

@@ -82,6 +82,7 @@ macro_rules! row {
 }
 
 /// Whether the rows of a form compute each half of 256 bits as one of 128.
+#[cfg(feature = "jit")]
 macro_rules! by_halves {
     (v2) => {
         true
@@ -115,6 +116,7 @@ macro_rules! table {
             })
         }
 
+        #[cfg(feature = "jit")]
         fn $halves(mnemonic: M) -> bool {
             match mnemonic {
                 $($(M::$mnemonic => by_halves!($form),)+)+
@@ -125,6 +127,7 @@ macro_rules! table {
 }
 
 /// Whether an instruction computes each half of 256 bits from the same halves of its operands as one of 128, but for the immediate.
+#[cfg(feature = "jit")]
 pub(super) fn is_by_halves(mnemonic: M) -> bool {
     plain_by_halves(mnemonic) || immediate_by_halves(mnemonic)
 }
