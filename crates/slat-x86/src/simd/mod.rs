@@ -1,14 +1,18 @@
 //! SSE to SSE4.2, SSE4a, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA, F16C, VAES and VPCLMULQDQ in `vex`.
 //!
-//! The host CPU does the work: `table` has a stub of the equal instruction for each mnemonic, `host` calls it, and the handlers
+//! The host CPU does the work: `pairs` and `table` have a stub of the equal instruction for each mnemonic, `host` calls it, and the handlers
 //! here only fetch operands and store results. Plain moves need no stub.
 
+mod forms;
 mod gpr;
 mod host;
 mod lanes;
+#[cfg(feature = "jit")]
+mod meaning;
 mod mmx;
 mod moves;
 mod operate;
+mod pairs;
 #[cfg(feature = "jit")]
 mod plain;
 mod sse4a;
@@ -20,7 +24,11 @@ pub(crate) use host::HostFlags;
 #[cfg(feature = "jit")]
 pub(crate) use host::{FLAGS as MXCSR_FLAGS, exchange_mxcsr, runs_on_host};
 #[cfg(feature = "jit")]
-pub(crate) use plain::{Plain, plain};
+pub(crate) use {
+    meaning::{Each, Elements},
+    pairs::meaning,
+    plain::{Plain, plain},
+};
 
 use crate::Cpu;
 use crate::op::{Flow, Handler, Op};

@@ -1,8 +1,9 @@
 //! Instructions from XMM and memory to XMM or flags: fetch, call the stub, store.
 
+use super::forms::Kind;
 use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work, runs_on_host};
 use super::lanes::Lanes;
-use super::table::{self, Kind};
+use super::table;
 use crate::Cpu;
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::{control, flags};
@@ -50,7 +51,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     }
     let handler: Handler = match kind {
         Kind::Int => by_source!(int),
-        Kind::Float => by_source!(float),
+        Kind::Float(_) => by_source!(float),
         Kind::IntFlags => by_source!(int_flags),
         Kind::FloatFlags => by_source!(float_flags),
         Kind::ImplicitXmm0 => by_source!(implicit_xmm0),
@@ -156,8 +157,16 @@ const FLUSH_TO_ZERO: u32 = 1 << 15;
 fn run_unmasked(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     with_unmasked(cpu, |mxcsr| {
         let result = host::float(Entry(op.imm), work, mxcsr);
-        (result, Lanes::of(op.mnemonic).has_denormal(&[work.dst]))
+        (result, lanes(op).has_denormal(&[work.dst]))
     })
+}
+
+/// Returns the elements of an instruction's result that can underflow.
+fn lanes(op: &Op) -> Lanes {
+    match table::xmm(op.mnemonic) {
+        Some((Kind::Float(lanes), _)) => lanes,
+        _ => Lanes::None,
+    }
 }
 
 /// Runs an instruction of which the guest has unmasked exceptions. `run` executes it under the MXCSR that it is passed, and returns

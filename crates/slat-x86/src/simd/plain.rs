@@ -1,7 +1,7 @@
 //! The instructions from vectors to a vector, for the compiler: it passes the operands to the stub itself.
 
-use super::table::{self, Kind};
-use super::vex;
+use super::forms::Kind;
+use super::{table, vex};
 use iced_x86::{EncodingKind, Instruction, OpKind};
 
 /// How a stub executes an instruction from vectors to a vector.
@@ -39,7 +39,7 @@ fn legacy(insn: &Instruction) -> Option<Plain> {
         true => (Kind::Int, table::shift(mnemonic)?),
         false => table::xmm(mnemonic)?,
     };
-    if !matches!(kind, Kind::Int | Kind::Float | Kind::ImplicitXmm0) {
+    if !matches!(kind, Kind::Int | Kind::Float(_) | Kind::ImplicitXmm0) {
         return None;
     }
     Some(Plain {
@@ -49,7 +49,7 @@ fn legacy(insn: &Instruction) -> Option<Plain> {
         last: if by_immediate { 0 } else { 1 },
         reads_xmm0: kind == Kind::ImplicitXmm0,
         shifts_by_immediate: false,
-        is_float: kind == Kind::Float,
+        is_float: matches!(kind, Kind::Float(_)),
         is_aligned: true,
     })
 }

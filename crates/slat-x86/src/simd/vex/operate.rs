@@ -1,11 +1,12 @@
 //! Instructions that a stub executes: fetch, call, store.
 
 use super::host::{self, Entry, Stub, Work};
-use super::table::{self, Kind};
+use super::table;
 use super::{load, store};
 use crate::Cpu;
 use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::simd::forms::Kind;
 use crate::simd::host::runs_on_host;
 use crate::simd::lanes::Lanes;
 use crate::simd::operate::{UNALIGNED, returns_index, strings, with_unmasked};

@@ -1,8 +1,9 @@
 //! The part of [`simd::plain`](crate::simd::plain) that is VEX-encoded.
 
 use super::operate::{Found, find};
-use super::table::{self, Kind};
+use super::table;
 use crate::simd::Plain;
+use crate::simd::forms::Kind;
 use iced_x86::{CpuidFeature, Instruction, Mnemonic as M, OpKind};
 
 /// See [`simd::plain`](crate::simd::plain).
