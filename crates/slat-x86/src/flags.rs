@@ -1,7 +1,7 @@
 //! Lazy arithmetic flags.
 //!
 //! Most flags are overwritten before anything reads them, so the common operations only record what they did, in few words. A reader
-//! computes the flag it needs from the record. Rare operations compute their flags at once. While there is a record, the arithmetic
+//! computes the flag it needs from the record, by `sem::condition`. Rare operations compute their flags at once. While there is a record, the arithmetic
 //! bits of `state.rflags` are stale, except that CF is `x < y` always: so INC and DEC, which leave CF alone, leave `x` and `y` alone.
 //!
 //! ADD and SUB are one thing seen from two sides: `a + b = r` is `r - b = a`. Both record `x` and `y` of a subtraction, from which CF,
@@ -9,7 +9,8 @@
 
 use crate::Cpu;
 use crate::int::Int;
-use crate::sem::{Flags, FlagsOf, Now};
+use crate::sem::alu::Cmp;
+use crate::sem::{Bits, Flags, FlagsOf, Now, Operation, Readable, condition};
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 
 /// The last flag-setting operation. Values are zero-extended.
@@ -66,15 +67,6 @@ impl Lazy {
         }
     }
 
-    fn top(&self) -> u32 {
-        (8 << (self.kind & 3)) - 1
-    }
-
-    /// Returns the bits of a value that the operand has.
-    fn operand(&self, value: u64) -> u64 {
-        value & u64::MAX >> (63 - self.top())
-    }
-
     #[inline(always)]
     fn carry(&self) -> bool {
         self.x < self.y
@@ -84,59 +76,124 @@ impl Lazy {
     fn set_carry(&mut self, carry: bool) {
         (self.x, self.y) = (0, carry.into());
     }
+}
+
+/// The record, and the flags in RFLAGS if there is none. Values are zero-extended, but that the bits of a difference beyond the operand's are
+/// undefined.
+struct Read<'a>(&'a Cpu);
+
+impl Read<'_> {
+    /// Returns the number of the operand's highest bit.
+    #[inline(always)]
+    fn top(&self) -> u32 {
+        (8 << (self.0.lazy.kind & 3)) - 1
+    }
+
+    /// Returns a value with its sign bit as the highest.
+    #[inline(always)]
+    fn signed(&self, a: u64) -> i64 {
+        (a << (63 - self.top())) as i64
+    }
+}
+
+/// Defines functions that are an expression of their arguments.
+macro_rules! functions {
+    ($($name:ident($($a:ident: $of:ty),*) -> $result:ty = $value:expr;)*) => {
+        $(
+            #[inline(always)]
+            fn $name(&mut self $(, $a: $of)*) -> $result {
+                $value
+            }
+        )*
+    };
+}
+
+impl Bits for Read<'_> {
+    type Value = u64;
+    type Bool = bool;
+    type Kept = ();
+
+    functions! {
+        number(n: i64, _like: u64) -> u64 = n as u64;
+        add(a: u64, b: u64) -> u64 = a.wrapping_add(b);
+        sub(a: u64, b: u64) -> u64 = a.wrapping_sub(b);
+        and(a: u64, b: u64) -> u64 = a & b;
+        xor(a: u64, b: u64) -> u64 = a ^ b;
+        not(a: u64) -> u64 = !a;
+        plus(a: u64, n: i64) -> u64 = a.wrapping_add(n as u64);
+        no() -> bool = false;
+        is_zero(a: u64) -> bool = a == 0;
+        is_equal(a: u64, b: u64) -> bool = a == b;
+        is_less(a: u64, b: u64) -> bool = a < b;
+        is_at_most(a: u64, b: u64) -> bool = a <= b;
+        is_even(a: u64) -> bool = (a as u8).count_ones() & 1 == 0;
+        bit(a: u64, n: u32) -> bool = a >> n & 1 != 0;
+        differ(a: bool, b: bool) -> bool = a != b;
+        either(a: bool, b: bool) -> bool = a || b;
+        opposite(a: bool) -> bool = !a;
+    }
 
     #[inline(always)]
-    fn is_zero(&self) -> bool {
-        match self.kind & !3 {
-            ADD => self.x == 0,
-            SUB => self.x == self.y,
-            _ => self.result == 0,
+    fn is_less_signed(&mut self, a: u64, b: u64) -> bool {
+        self.signed(a) < self.signed(b)
+    }
+    #[inline(always)]
+    fn is_at_most_signed(&mut self, a: u64, b: u64) -> bool {
+        self.signed(a) <= self.signed(b)
+    }
+    #[inline(always)]
+    fn is_negative(&mut self, a: u64) -> bool {
+        a >> self.top() & 1 != 0
+    }
+}
+
+impl Readable for Read<'_> {
+    #[inline(always)]
+    fn flags(&mut self) -> FlagsOf<Self> {
+        let lazy = &self.0.lazy;
+        let (carry, result) = (lazy.carry(), lazy.result);
+        match lazy.kind & !3 {
+            ADD => Flags::Add {
+                a: lazy.y,
+                result: lazy.x,
+            },
+            SUB => Flags::Sub {
+                a: lazy.x,
+                b: lazy.y,
+                result: lazy.x.wrapping_sub(lazy.y),
+            },
+            LOGIC => Flags::Logic {
+                carry: Some(carry),
+                result,
+            },
+            INC => Flags::Inc { carry: (), result },
+            DEC => Flags::Dec { carry: (), result },
+            SHL => Flags::Shl {
+                before: lazy.y,
+                result,
+            },
+            SHR => Flags::Shr { carry, result },
+            GIVEN => Flags::Given {
+                carry,
+                overflow: lazy.given & GIVEN_OF != 0,
+                aux: Some(lazy.given & GIVEN_AF != 0),
+                result,
+            },
+            _ => Flags::Recorded,
         }
     }
-
-    /// Returns the result. Bits above the operand's are undefined.
     #[inline(always)]
-    fn result(&self) -> u64 {
-        match self.kind & !3 {
-            ADD => self.x,
-            SUB => self.x.wrapping_sub(self.y),
-            _ => self.result,
-        }
+    fn recorded(&mut self, flag: u64) -> bool {
+        self.0.state.rflags & flag != 0
     }
-
     #[inline(always)]
-    fn is_negative(&self) -> bool {
-        self.result() >> self.top() & 1 != 0
+    fn kept(&mut self, (): ()) -> bool {
+        self.0.lazy.carry()
     }
-
+    /// Returns CF as all records have it.
     #[inline(always)]
-    fn overflow(&self) -> bool {
-        let Lazy { x, y, result, .. } = *self;
-        let vector = match self.kind & !3 {
-            ADD | SUB => (x ^ y) & (x ^ x.wrapping_sub(y)),
-            SHL => y ^ result,
-            SHR => result ^ result << 1,
-            INC => return result == 1 << self.top(),
-            DEC => return result == (1 << self.top()) - 1,
-            GIVEN => return self.given & GIVEN_OF != 0,
-            _ => return false,
-        };
-        vector >> self.top() & 1 != 0
-    }
-
-    fn aux(&self) -> bool {
-        let Lazy { x, y, result, .. } = *self;
-        match self.kind & !3 {
-            ADD | SUB => (x ^ y ^ x.wrapping_sub(y)) & AF != 0,
-            INC => result & 15 == 0,
-            DEC => result & 15 == 15,
-            GIVEN => self.given & GIVEN_AF != 0,
-            _ => false,
-        }
-    }
-
-    fn is_even(&self) -> bool {
-        (self.result() as u8).count_ones() & 1 == 0
+    fn carry(&mut self) -> bool {
+        self.0.lazy.carry()
     }
 }
 
@@ -200,20 +257,10 @@ impl Cpu {
         lazy.result = result.zx();
     }
 
-    /// Records `a - b`.
+    /// Records a comparison of `a` with `b`.
     #[inline(always)]
-    pub(crate) fn note_sub<T: Int>(&mut self, a: T, b: T) {
-        let result = T::of(a.zx().wrapping_sub(b.zx()));
-        self.note(Flags::Sub { a, b, result });
-    }
-
-    /// Records a logical operation.
-    #[inline(always)]
-    pub(crate) fn note_logic<T: Int>(&mut self, result: T) {
-        self.note(Flags::Logic {
-            carry: None,
-            result,
-        });
+    pub(crate) fn note_comparison<T: Int>(&mut self, a: T, b: T) {
+        self.note(Cmp::apply(&mut Now::new(), a, b, false).1);
     }
 
     /// Sets all arithmetic flags at once: the given ones, and the others computed from the result.
@@ -228,18 +275,27 @@ impl Cpu {
         });
     }
 
-    /// Sets CF and, if given, OF.
-    pub(crate) fn rotate_flags(&mut self, carry: bool, overflow: Option<bool>) {
-        let lazy = &mut self.lazy;
-        if lazy.kind < ADD {
-            let bit = |is_set, flag| if is_set { flag } else { 0 };
-            let mask = CF | bit(overflow.is_some(), OF);
-            let value = bit(carry, CF) | bit(overflow == Some(true), OF);
+    /// Sets CF and OF, each if it is given.
+    pub(crate) fn rotate_flags(&mut self, carry: Option<bool>, overflow: Option<bool>) {
+        let mut read = Read(self);
+        let top = read.top();
+        let Some(Flags::Given {
+            carry,
+            overflow,
+            aux,
+            result,
+        }) = read.rotated(carry, overflow)
+        else {
+            let (mut mask, mut value) = (0, 0);
+            for (flag, is_set) in [(CF, carry), (OF, overflow)] {
+                mask |= if is_set.is_some() { flag } else { 0 };
+                value |= if is_set == Some(true) { flag } else { 0 };
+            }
             return self.set_flags(mask, value);
-        }
-        let overflow = overflow.unwrap_or_else(|| lazy.overflow());
-        lazy.given = given(overflow, lazy.aux());
-        lazy.result = lazy.operand(lazy.result());
+        };
+        let lazy = &mut self.lazy;
+        lazy.given = given(overflow, aux.unwrap_or(false));
+        lazy.result = result & u64::MAX >> (63 - top);
         lazy.kind = GIVEN | lazy.kind & 3;
         lazy.set_carry(carry);
     }
@@ -261,16 +317,17 @@ impl Cpu {
 
     /// Returns RFLAGS with the arithmetic flags computed.
     pub(crate) fn flags(&mut self) -> u64 {
-        let lazy = &self.lazy;
-        if lazy.kind >= ADD {
+        if self.lazy.kind >= ADD {
+            let mut read = Read(self);
+            let aux = read.aux();
             let mut value = 0;
             for (flag, is_set) in [
-                (CF, lazy.carry()),
-                (PF, lazy.is_even()),
-                (AF, lazy.aux()),
-                (ZF, lazy.is_zero()),
-                (SF, lazy.is_negative()),
-                (OF, lazy.overflow()),
+                (CF, read.carry()),
+                (PF, read.parity()),
+                (AF, aux.unwrap_or(false)),
+                (ZF, read.zero()),
+                (SF, read.negative()),
+                (OF, read.overflow()),
             ] {
                 value |= if is_set { flag } else { 0 };
             }
@@ -282,51 +339,24 @@ impl Cpu {
 
     #[inline(always)]
     pub(crate) fn cf(&self) -> bool {
-        self.lazy.carry()
+        Read(self).carry()
     }
 
     #[inline(always)]
     pub(crate) fn zf(&self) -> bool {
-        self.recorded_or(ZF, Lazy::is_zero)
+        Read(self).zero()
     }
 
+    /// Returns the condition that is an input of an operation.
     #[inline(always)]
-    fn sf(&self) -> bool {
-        self.recorded_or(SF, Lazy::is_negative)
-    }
-
-    fn pf(&self) -> bool {
-        self.recorded_or(PF, Lazy::is_even)
-    }
-
-    #[inline(always)]
-    fn of(&self) -> bool {
-        self.recorded_or(OF, Lazy::overflow)
-    }
-
-    /// Returns what the record says, or if there is none, the flag of RFLAGS.
-    #[inline(always)]
-    fn recorded_or(&self, flag: u64, says: impl FnOnce(&Lazy) -> bool) -> bool {
-        match self.lazy.kind {
-            DONE..ADD => self.state.rflags & flag != 0,
-            _ => says(&self.lazy),
-        }
+    pub(crate) fn input_of<A: Operation>(&self) -> bool {
+        A::READS.is_some_and(|cc| condition(&mut Read(self), cc))
     }
 
     /// Whether condition `CC` (the low four bits of Jcc's opcode) holds.
     #[inline(always)]
     pub(crate) fn condition<const CC: u8>(&self) -> bool {
-        let holds = match CC >> 1 {
-            0 => self.of(),
-            1 => self.cf(),
-            2 => self.zf(),
-            3 => self.cf() || self.zf(),
-            4 => self.sf(),
-            5 => self.pf(),
-            6 => self.sf() != self.of(),
-            _ => self.zf() || self.sf() != self.of(),
-        };
-        holds != (CC & 1 != 0)
+        condition(&mut Read(self), CC)
     }
 }
 

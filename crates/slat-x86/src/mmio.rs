@@ -186,14 +186,19 @@ pub(crate) enum PortKind {
 
 impl Cpu {
     /// Removes and returns the guest-physical address of the device that compiled code has met by this access.
+    #[cfg(feature = "jit")]
     #[inline]
     pub(crate) fn take_met(&mut self, lin: u64, access: Access) -> Option<u64> {
-        #[cfg(feature = "jit")]
-        return (self.devices.met)
+        (self.devices.met)
             .take_if(|met| (met.lin, met.access) == (lin, access))
-            .map(|met| met.gpa);
-        #[cfg(not(feature = "jit"))]
-        return None;
+            .map(|met| met.gpa)
+    }
+
+    /// Without a compiler, there is none.
+    #[cfg(not(feature = "jit"))]
+    #[inline]
+    pub(crate) fn take_met(&mut self, _: u64, _: Access) -> Option<u64> {
+        None
     }
 
     /// Provides the data of the MMIO read that ended the last run.

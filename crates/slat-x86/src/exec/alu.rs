@@ -1,4 +1,4 @@
-//! The operations of `sem::alu` on registers and memory.
+//! The operations of `sem::alu` on registers and memory, and BSWAP.
 
 use crate::Cpu;
 use crate::exec::{Form, by_size_and_form};
@@ -13,8 +13,8 @@ use iced_x86::{Instruction, Mnemonic};
 #[inline(always)]
 fn to_register<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     let a = T::get(cpu, op.r[0]);
-    let carry = A::CARRY && cpu.cf();
-    let (result, flags) = A::apply(&mut Now::new(), a, b, carry);
+    let input = cpu.input_of::<A>();
+    let (result, flags) = A::apply(&mut Now::new(), a, b, input);
     cpu.note(flags);
     if A::WRITES {
         T::set(cpu, op.r[0], result);
@@ -37,8 +37,8 @@ fn to_memory<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op, b: T) -> Flo
 #[inline(never)]
 fn to_memory_full<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     let lin = F::lin(cpu, op, T::BYTES as u32)?;
-    let carry = A::CARRY && cpu.cf();
-    let apply = move |a| A::apply(&mut Now::new(), a, b, carry);
+    let input = cpu.input_of::<A>();
+    let apply = move |a| A::apply(&mut Now::new(), a, b, input);
     if A::WRITES {
         let (a, _) = cpu.update::<T>(lin, op.lock, move |a| apply(a).0)?;
         cpu.note(apply(a).1);

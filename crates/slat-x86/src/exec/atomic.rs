@@ -3,7 +3,8 @@
 use crate::Cpu;
 use crate::int::{Int, by_size};
 use crate::op::{Break, Flow, Handler, MEM, Op};
-use crate::sem::Flags;
+use crate::sem::alu::Add;
+use crate::sem::{Now, Operation};
 use crate::state::flags::ZF;
 use iced_x86::{Instruction, Mnemonic};
 
@@ -29,18 +30,15 @@ fn xchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 
 fn xadd<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let add = T::get(cpu, op.r[1]);
-    let sum = move |old: T| T::of(old.zx().wrapping_add(add.zx()));
-    let (old, new) = if op.r[0] == MEM {
+    let sum = move |old| Add::apply(&mut Now::new(), old, add, false);
+    let old = if op.r[0] == MEM {
         let lin = cpu.lin(op, T::BYTES as u32)?;
-        cpu.update::<T>(lin, op.lock, sum)?
+        cpu.update::<T>(lin, op.lock, move |old| sum(old).0)?.0
     } else {
-        let old = T::get(cpu, op.r[0]);
-        (old, sum(old))
+        T::get(cpu, op.r[0])
     };
-    cpu.note(Flags::Add {
-        a: old,
-        result: new,
-    });
+    let (new, flags) = sum(old);
+    cpu.note(flags);
     T::set(cpu, op.r[1], old);
     if op.r[0] != MEM {
         T::set(cpu, op.r[0], new);
@@ -59,7 +57,7 @@ fn cmpxchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         T::get(cpu, op.r[0])
     };
-    cpu.note_sub(expected, old);
+    cpu.note_comparison(expected, old);
     if old != expected {
         T::set(cpu, 0, old);
     } else if op.r[0] != MEM {

@@ -1,4 +1,4 @@
-//! Bit tests on registers and memory; BSF BSR, CRC32.
+//! Bit tests on registers and memory; bit scans, CRC32.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
@@ -52,23 +52,18 @@ fn bit_test<B: Operation>(op: &Op) -> Handler {
     by_size!(op.size, bit, B)
 }
 
-/// BSF and BSR leave the destination alone when the source is zero, as processors do. The flags that are undefined, here and below, are as
-/// after a logical operation.
-fn bsf<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    if v != 0 {
-        T::set(cpu, op.r[0], T::of(v.trailing_zeros().into()));
+/// BSF and BSR leave the destination alone if the source is zero, as processors do.
+fn scan<T: Int, B: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let source = cpu.operand::<T>(op, 1)?;
+    let (result, flags) = B::apply(&mut Now::new(), source, source, false);
+    if source.zx() != 0 {
+        T::set(cpu, op.r[0], result);
     }
-    cpu.note_logic(T::of(v));
+    cpu.note(flags);
     Ok(())
 }
-fn bsr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = cpu.operand::<T>(op, 1)?.zx();
-    if v != 0 {
-        T::set(cpu, op.r[0], T::of((63 - v.leading_zeros()).into()));
-    }
-    cpu.note_logic(T::of(v));
-    Ok(())
+fn bit_scan<B: Operation>(op: &Op) -> Handler {
+    by_size!(op.size, scan, B)
 }
 
 /// Adds a source of `T` to a CRC-32C in a doubleword.
@@ -88,8 +83,6 @@ fn crc32<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(match insn.mnemonic() {
-        Mnemonic::Bsf => by_size!(op.size, bsf),
-        Mnemonic::Bsr => by_size!(op.size, bsr),
         Mnemonic::Crc32 => {
             let size = match op.r[1] {
                 MEM => insn.memory_size().size(),
@@ -97,6 +90,9 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
             };
             by_size!(size.trailing_zeros(), crc32)
         }
-        mnemonic => return by_mnemonic!(mnemonic, bit_test bit_test(op)),
+        mnemonic => {
+            return by_mnemonic!(mnemonic, bit_test bit_test(op))
+                .or_else(|| by_mnemonic!(mnemonic, scan bit_scan(op)));
+        }
     })
 }

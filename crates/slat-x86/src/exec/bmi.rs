@@ -1,10 +1,9 @@
-//! Operations whose result replaces none of their operands: the counts, BMI1 and BMI2; ADX.
+//! Operations whose result replaces none of their operands: the counts, BMI1 and BMI2.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
 use crate::op::{Flow, Handler, NONE, Op};
 use crate::sem::{Compute, Now, Operation, by_mnemonic};
-use crate::state::flags::{CF, OF};
 use iced_x86::{Instruction, Mnemonic};
 
 /// An operation of `sem` on the second and the third operand, whose result is the first.
@@ -62,23 +61,6 @@ fn mulx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// ADCX and ADOX: an addition with one flag as carry in and out.
-fn add_with<T: Int, const FLAG: u64>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let b = cpu.operand::<T>(op, 1)?.zx();
-    let a = T::get(cpu, op.r[0]).zx();
-    let carry = cpu.flags() & FLAG != 0;
-    let sum = u128::from(a) + u128::from(b) + u128::from(carry);
-    T::set(cpu, op.r[0], T::of(sum as u64));
-    cpu.set_flags(FLAG, if sum >> T::BITS != 0 { FLAG } else { 0 });
-    Ok(())
-}
-fn adcx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    add_with::<T, CF>(cpu, op)
-}
-fn adox<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    add_with::<T, OF>(cpu, op)
-}
-
 /// Chooses a handler of an instruction that exists for doublewords and quadwords only.
 macro_rules! wide {
     ($op:expr, $f:ident) => {
@@ -91,8 +73,6 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Mnemonic::Pdep => wide!(op, pdep),
         Mnemonic::Pext => wide!(op, pext),
         Mnemonic::Mulx => wide!(op, mulx),
-        Mnemonic::Adcx => wide!(op, adcx),
-        Mnemonic::Adox => wide!(op, adox),
         mnemonic => return by_mnemonic!(mnemonic, sources sources(op)),
     })
 }

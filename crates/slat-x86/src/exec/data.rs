@@ -1,10 +1,13 @@
-//! Moves: MOV and its extending forms, LEA, CMOVcc, SETcc, BSWAP, MOVBE, XLAT, and the conversions of RAX.
+//! Moves: MOV and its extending forms, LEA, CMOVcc, SETcc, MOVBE, XLAT, and the conversions of RAX.
 
+use super::bmi;
 use crate::Cpu;
 use crate::exec::{Form, by_size_and_form};
 use crate::flags::by_condition;
 use crate::int::{Int, by_size};
 use crate::op::{Flow, Handler, MEM, NONE, Op, form};
+use crate::sem::moves::{Cmov, Extend, Movbe, Setcc, Spread};
+use crate::sem::{Now, Operation};
 use iced_x86::{Code, Instruction, Mnemonic, OpKind};
 
 fn mov_rr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -137,35 +140,23 @@ fn lea(op: &Op) -> Handler {
 }
 
 fn cmov<T: Int, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
-    // The source is read whether the condition holds or not, and a doubleword destination is always extended.
+    // A doubleword destination is always extended.
     let source = cpu.operand::<T>(op, 1)?;
-    let v = if cpu.condition::<CC>() {
-        source
-    } else {
-        T::get(cpu, op.r[0])
-    };
+    let (old, holds) = (T::get(cpu, op.r[0]), cpu.condition::<CC>());
+    let (v, _) = Cmov::apply(&mut Now::new(), old, source, holds);
     T::set(cpu, op.r[0], v);
     Ok(())
 }
 fn setcc<const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = u8::from(cpu.condition::<CC>());
-    cpu.set_operand::<u8>(op, 0, v)?;
+    let (v, _) = Setcc::apply(&mut Now::new(), 0u8, 0, cpu.condition::<CC>());
+    cpu.set_operand(op, 0, v)?;
     cpu.stored()
 }
 
-fn bswap<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = T::get(cpu, op.r[0]).zx().swap_bytes() >> (64 - T::BITS);
-    // A 16-bit BSWAP is undefined; processors return zero.
-    T::set(
-        cpu,
-        op.r[0],
-        if T::BITS == 16 { T::of(0) } else { T::of(v) },
-    );
-    Ok(())
-}
 fn movbe<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.operand::<T>(op, 1)?;
-    cpu.set_operand(op, 0, T::of(v.zx().swap_bytes() >> (64 - T::BITS)))?;
+    let (v, _) = Movbe::apply(&mut Now::new(), v, v, false);
+    cpu.set_operand(op, 0, v)?;
     cpu.stored()
 }
 
@@ -182,17 +173,11 @@ fn xlat(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// CBW, CWDE, CDQE: from the lower half of the register of `op.size`.
-fn widen<S: Int, D: Int>(cpu: &mut Cpu, _: &Op) -> Flow {
-    let v = S::get(cpu, 0).sx() as u64;
-    D::set(cpu, 0, D::of(v));
-    Ok(())
-}
-/// CWD, CDQ, CQO.
-fn spread<T: Int>(cpu: &mut Cpu, _: &Op) -> Flow {
-    let sign = T::get(cpu, 0).sx() >> 63;
-    T::set(cpu, 2, T::of(sign as u64));
-    Ok(())
+/// Chooses the handler of a conversion of RAX, to a register of `size`.
+fn convert<A: Operation>(op: &mut Op, size: u8, to: u8) -> Handler {
+    op.size = size;
+    (op.r[0], op.r[1]) = (to, 0);
+    bmi::sources::<A>(op)
 }
 
 fn nop(_: &mut Cpu, _: &Op) -> Flow {
@@ -238,15 +223,14 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
             }
         }
         Mnemonic::Lea => lea(op),
-        Mnemonic::Bswap => by_size!(op.size, bswap),
         Mnemonic::Movbe => by_size!(op.size, movbe),
         Mnemonic::Xlatb => xlat,
-        Mnemonic::Cbw => widen::<u8, u16>,
-        Mnemonic::Cwde => widen::<u16, u32>,
-        Mnemonic::Cdqe => widen::<u32, u64>,
-        Mnemonic::Cwd => spread::<u16>,
-        Mnemonic::Cdq => spread::<u32>,
-        Mnemonic::Cqo => spread::<u64>,
+        Mnemonic::Cbw => convert::<Extend>(op, 1, 0),
+        Mnemonic::Cwde => convert::<Extend>(op, 2, 0),
+        Mnemonic::Cdqe => convert::<Extend>(op, 3, 0),
+        Mnemonic::Cwd => convert::<Spread>(op, 1, 2),
+        Mnemonic::Cdq => convert::<Spread>(op, 2, 2),
+        Mnemonic::Cqo => convert::<Spread>(op, 3, 2),
         Mnemonic::Nop
         | Mnemonic::Endbr64
         | Mnemonic::Endbr32

@@ -4,13 +4,13 @@ use super::{alu, bmi};
 use crate::Cpu;
 use crate::int::{Int, by_size};
 use crate::op::{Flow, Handler, Op};
-use crate::sem::alu::{Imul, flags_of_product};
-use crate::sem::{Compute, Now};
+use crate::sem::alu::Imul;
+use crate::sem::{self, DivideError, Now};
 use crate::vector;
 use iced_x86::{Instruction, Mnemonic};
 
 /// Writes the double-width result: AX for bytes, else DX:AX of the size.
-fn set_double<T: Int>(cpu: &mut Cpu, low: T, high: T) {
+fn set_double<T: Int>(cpu: &mut Cpu, (low, high): (T, T)) {
     if T::BITS == 8 {
         u16::set(cpu, 0, (low.zx() | high.zx() << 8) as u16);
     } else {
@@ -21,9 +21,9 @@ fn set_double<T: Int>(cpu: &mut Cpu, low: T, high: T) {
 
 fn multiply<T: Int, const SIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = cpu.operand::<T>(op, 0)?;
-    let (low, high) = Now::new().product(T::get(cpu, 0), b, SIGNED);
-    set_double(cpu, low, high);
-    cpu.note(flags_of_product(&mut Now::new(), low, high, SIGNED));
+    let (product, flags) = sem::alu::multiply(&mut Now::new(), T::get(cpu, 0), b, SIGNED);
+    set_double(cpu, product);
+    cpu.note(flags);
     Ok(())
 }
 fn mul<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -34,48 +34,29 @@ fn imul<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 /// Returns the dividend's halves.
-fn dividend<T: Int>(cpu: &Cpu) -> (u64, u64) {
+fn dividend<T: Int>(cpu: &Cpu) -> (T, T) {
     if T::BITS == 8 {
         let ax = u16::get(cpu, 0).zx();
-        (ax & 0xff, ax >> 8)
+        (T::of(ax), T::of(ax >> 8))
     } else {
-        (T::get(cpu, 0).zx(), T::get(cpu, 2).zx())
+        (T::get(cpu, 0), T::get(cpu, 2))
     }
 }
 
-fn div<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let divisor = cpu.operand::<T>(op, 0)?.zx();
-    let (low, high) = dividend::<T>(cpu);
-    // The quotient fits if and only if the high half is below the divisor.
-    if divisor <= high {
-        return Err(cpu.raise(vector::DE, None));
+fn divide<T: Int, const SIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let divisor = cpu.operand::<T>(op, 0)?;
+    let halves = dividend::<T>(cpu);
+    match sem::division::divide(&mut Now::new(), halves, divisor, SIGNED) {
+        Ok(results) => set_double(cpu, results),
+        Err(DivideError) => return Err(cpu.raise(vector::DE, None)),
     }
-    let (quotient, remainder) = if high == 0 {
-        (low / divisor, low % divisor)
-    } else {
-        let wide = u128::from(high) << T::BITS | u128::from(low);
-        (
-            (wide / u128::from(divisor)) as u64,
-            (wide % u128::from(divisor)) as u64,
-        )
-    };
-    set_double(cpu, T::of(quotient), T::of(remainder));
     Ok(())
 }
-
+fn div<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    divide::<T, false>(cpu, op)
+}
 fn idiv<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let divisor = i128::from(cpu.operand::<T>(op, 0)?.sx());
-    let (low, high) = dividend::<T>(cpu);
-    let wide = i128::from(T::of(high).sx()) << T::BITS | i128::from(low);
-    let quotient = wide.checked_div(divisor);
-    match quotient {
-        Some(quotient) if i128::from(T::of(quotient as u64).sx()) == quotient => {
-            let remainder = wide - quotient * divisor;
-            set_double(cpu, T::of(quotient as u64), T::of(remainder as u64));
-            Ok(())
-        }
-        _ => Err(cpu.raise(vector::DE, None)),
-    }
+    divide::<T, true>(cpu, op)
 }
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {

@@ -293,7 +293,7 @@ fn scas<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         let destination = cpu.string_address(0, 7, op.address_size, T::BYTES as u32)?;
         let b = cpu.load::<T>(destination)?;
         let a = T::get(cpu, 0);
-        cpu.note_sub(a, b);
+        cpu.note_comparison(a, b);
         cpu.advance_string(7, op.address_size, T::BYTES as u8);
         Ok(goes_on(cpu, op))
     };
@@ -310,7 +310,7 @@ fn cmps<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         let a = cpu.load::<T>(source)?;
         let destination = cpu.string_address(0, 7, op.address_size, T::BYTES as u32)?;
         let b = cpu.load::<T>(destination)?;
-        cpu.note_sub(a, b);
+        cpu.note_comparison(a, b);
         cpu.advance_string(6, op.address_size, T::BYTES as u8);
         cpu.advance_string(7, op.address_size, T::BYTES as u8);
         Ok(goes_on(cpu, op))
@@ -440,7 +440,7 @@ fn compare_stretch<T: Int>(
         }
     }
     if let Some((a, b)) = last {
-        cpu.note_sub(a, b);
+        cpu.note_comparison(a, b);
     }
     if from.is_some() {
         cpu.advance_by(6, 8, elements * T::BYTES);

@@ -2,10 +2,11 @@
 
 use super::condition::Carry;
 use super::translate::{TYPES, Translator};
-use crate::sem::Compute;
-use cranelift_codegen::ir::condcodes::IntCC;
+use crate::sem::{Bits, Compute};
+use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
 use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
+use std::convert::Infallible;
 
 /// Defines functions that are one instruction of Cranelift's.
 macro_rules! instructions {
@@ -32,7 +33,18 @@ macro_rules! shifts {
     };
 }
 
-impl Compute for Translator<'_> {
+/// Defines comparisons.
+macro_rules! comparisons {
+    ($($name:ident, $cc:ident;)*) => {
+        $(
+            fn $name(&mut self, a: Value, b: Value) -> Value {
+                self.b.ins().icmp(IntCC::$cc, a, b)
+            }
+        )*
+    };
+}
+
+impl Bits for Translator<'_> {
     type Value = Value;
     /// 0 or 1 in 8 bits.
     type Bool = Value;
@@ -41,39 +53,21 @@ impl Compute for Translator<'_> {
     instructions! {
         add(a, b) iadd;
         and(a, b) band;
-        or(a, b) bor;
         xor(a, b) bxor;
         not(a) bnot;
-        neg(a) ineg;
         differ(a, b) bxor;
-        choose(which, a, b) select;
-        select(which, a, b) select;
-        trailing_zeros(a) ctz;
-        leading_zeros(a) clz;
-        ones(a) popcnt;
+        either(a, b) bor;
     }
-    shifts! {
-        shl, ishl, ishl_imm;
-        shr, ushr, ushr_imm;
-        sar, sshr, sshr_imm;
-        rol, rotl, rotl_imm;
-        ror, rotr, rotr_imm;
+    comparisons! {
+        is_equal, Equal;
+        is_less, UnsignedLessThan;
+        is_at_most, UnsignedLessThanOrEqual;
+        is_less_signed, SignedLessThan;
+        is_at_most_signed, SignedLessThanOrEqual;
     }
 
-    fn bits(&self, a: Value) -> u32 {
-        8 << self.size_of(a)
-    }
     fn number(&mut self, n: i64, like: Value) -> Value {
         self.immediate(self.size_of(like), n as u64)
-    }
-    fn widened(&mut self, a: Value, like: Value) -> Value {
-        match self.size_of(like) {
-            0 => a,
-            size => self.b.ins().uextend(TYPES[usize::from(size)], a),
-        }
-    }
-    fn kept_carry(&mut self) -> Carry {
-        Translator::kept_carry(self)
     }
     fn sub(&mut self, a: Value, b: Value) -> Value {
         match (self.constant_of(a), self.constant_of(b)) {
@@ -86,6 +80,99 @@ impl Compute for Translator<'_> {
             Some(m) => self.number(m.wrapping_add(n), a),
             None => self.b.ins().iadd_imm(a, n),
         }
+    }
+    fn no(&mut self) -> Value {
+        self.b.ins().iconst(I8, 0)
+    }
+    fn is_zero(&mut self, a: Value) -> Value {
+        self.b.ins().icmp_imm(IntCC::Equal, a, 0)
+    }
+    fn is_negative(&mut self, a: Value) -> Value {
+        self.b.ins().icmp_imm(IntCC::SignedLessThan, a, 0)
+    }
+    fn is_even(&mut self, a: Value) -> Value {
+        let low = self.wide(a);
+        let low = self.b.ins().band_imm(low, 0xff);
+        let high = self.b.ins().ushr_imm(low, 4);
+        let nibble = self.b.ins().bxor(low, high);
+        let nibble = self.b.ins().band_imm(nibble, 15);
+        // Bit n tells whether n has an even number of bits.
+        let table = self.constant(0x9669);
+        let bit = self.b.ins().ushr(table, nibble);
+        let bit = self.b.ins().band_imm(bit, 1);
+        self.b.ins().ireduce(I8, bit)
+    }
+    fn bit(&mut self, a: Value, n: u32) -> Value {
+        let low = match n {
+            0 => a,
+            _ => self.b.ins().ushr_imm(a, i64::from(n)),
+        };
+        let low = match self.size_of(a) {
+            0 => low,
+            _ => self.b.ins().ireduce(I8, low),
+        };
+        self.b.ins().band_imm(low, 1)
+    }
+    fn opposite(&mut self, a: Value) -> Value {
+        let dfg = &self.b.func.dfg;
+        match dfg.value_def(a).inst().map(|inst| dfg.insts[inst]) {
+            // The opposite comparison, which costs nothing.
+            Some(InstructionData::IntCompare { args, cond, .. }) => {
+                (self.b.ins()).icmp(cond.complement(), args[0], args[1])
+            }
+            Some(InstructionData::IntCompareImm { arg, cond, imm, .. }) => {
+                self.b.ins().icmp_imm(cond.complement(), arg, imm)
+            }
+            _ => self.b.ins().bxor_imm(a, 1),
+        }
+    }
+}
+
+impl Compute for Translator<'_> {
+    /// Faults are the interpreter's, which executes the instruction again.
+    type Fault = Infallible;
+
+    instructions! {
+        or(a, b) bor;
+        neg(a) ineg;
+        choose(which, a, b) select;
+        select(which, a, b) select;
+        trailing_zeros(a) ctz;
+        leading_zeros(a) clz;
+        ones(a) popcnt;
+        swap_bytes(a) bswap;
+    }
+    shifts! {
+        shl, ishl, ishl_imm;
+        shr, ushr, ushr_imm;
+        sar, sshr, sshr_imm;
+        rol, rotl, rotl_imm;
+        ror, rotr, rotr_imm;
+    }
+
+    fn bits(&self, a: Value) -> u32 {
+        8 << self.size_of(a)
+    }
+    fn widened(&mut self, a: Value, like: Value) -> Value {
+        match self.size_of(like) {
+            0 => a,
+            size => self.b.ins().uextend(TYPES[usize::from(size)], a),
+        }
+    }
+    fn kept_carry(&mut self) -> Carry {
+        Translator::kept_carry(self)
+    }
+    fn extend_half(&mut self, a: Value) -> Value {
+        let size = self.size_of(a);
+        let half = self.b.ins().ireduce(TYPES[usize::from(size) - 1], a);
+        self.b.ins().sextend(TYPES[usize::from(size)], half)
+    }
+    fn quotient(&mut self, halves: (Value, Value), divisor: Value) -> (Value, Value) {
+        self.divide_halves(halves, divisor)
+    }
+    fn fault_if(&mut self, fails: Value) -> Result<(), Infallible> {
+        self.interpret_if(fails);
+        Ok(())
     }
     fn product(&mut self, a: Value, b: Value, is_signed: bool) -> (Value, Value) {
         let size = self.size_of(a);
@@ -104,32 +191,6 @@ impl Compute for Translator<'_> {
         let product = self.b.ins().imul(a, b);
         let high = self.b.ins().ushr_imm(product, 8 << size);
         (self.narrow(product, size), self.narrow(high, size))
-    }
-    fn no(&mut self) -> Value {
-        self.b.ins().iconst(I8, 0)
-    }
-    fn is_zero(&mut self, a: Value) -> Value {
-        self.b.ins().icmp_imm(IntCC::Equal, a, 0)
-    }
-    fn is_less(&mut self, a: Value, b: Value) -> Value {
-        self.b.ins().icmp(IntCC::UnsignedLessThan, a, b)
-    }
-    fn is_at_most(&mut self, a: Value, b: Value) -> Value {
-        self.b.ins().icmp(IntCC::UnsignedLessThanOrEqual, a, b)
-    }
-    fn is_negative(&mut self, a: Value) -> Value {
-        self.sign(a)
-    }
-    fn bit(&mut self, a: Value, n: u32) -> Value {
-        let low = match n {
-            0 => a,
-            _ => self.b.ins().ushr_imm(a, i64::from(n)),
-        };
-        let low = match self.size_of(a) {
-            0 => low,
-            _ => self.b.ins().ireduce(I8, low),
-        };
-        self.b.ins().band_imm(low, 1)
     }
 }
 

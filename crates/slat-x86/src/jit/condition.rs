@@ -8,9 +8,9 @@ use super::helpers;
 use super::translate::Translator;
 use crate::Cpu;
 use crate::flags;
-use crate::sem::{self, Compute};
-use crate::state::flags::{ARITHMETIC, CF, PF, ZF};
-use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
+use crate::sem::{self, Bits, Readable};
+use crate::state::flags::{ARITHMETIC, CF, OF, PF, SF, ZF};
+use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use std::mem::offset_of;
@@ -38,23 +38,21 @@ enum Comparison {
 
 impl Translator<'_> {
     /// Returns the flags with another CF and OF, as far as they are given.
-    pub(super) fn with_flags(&mut self, carry: Option<Value>, overflow: Option<Value>) -> Flags {
+    fn with_flags(&mut self, carry: Option<Value>, overflow: Option<Value>) -> Flags {
+        if let Some(flags) = self.rotated(carry, overflow) {
+            return flags;
+        }
         let carry = carry.unwrap_or_else(|| self.carry());
-        let Some(result) = self.flags.result() else {
-            if let Flags::Compared { .. } = self.flags {
-                self.record_flags();
-            }
-            let overflow = overflow.or(match self.flags {
-                Flags::Rotated { overflow, .. } => overflow,
-                _ => None,
-            });
-            return Flags::Rotated { carry, overflow };
-        };
-        Flags::Given {
-            carry,
-            overflow: overflow.unwrap_or_else(|| self.overflow()),
-            aux: self.aux(),
-            result,
+        if let Flags::Compared { .. } = self.flags {
+            self.record_flags();
+        }
+        let overflow = overflow.or(match self.flags {
+            Flags::Rotated { overflow, .. } => overflow,
+            _ => None,
+        });
+        Flags::Rotated {
+            carry: Some(carry),
+            overflow,
         }
     }
 
@@ -71,7 +69,7 @@ impl Translator<'_> {
     pub(super) fn set_flags(&mut self, flags: Flags) {
         let flags = match flags {
             Flags::Recorded => return,
-            Flags::Rotated { carry, overflow } => self.with_flags(Some(carry), overflow),
+            Flags::Rotated { carry, overflow } => self.with_flags(carry, overflow),
             flags => flags,
         };
         let before = std::mem::replace(&mut self.flags, flags);
@@ -132,6 +130,7 @@ impl Translator<'_> {
                 parity,
             } => return self.record_compared(carry, zero, parity),
             Flags::Rotated { carry, overflow } => {
+                let carry = carry.unwrap_or_else(|| self.carry());
                 let mut values = vec![self.wide(carry)];
                 let mut helper = helpers::carried as *const () as usize;
                 if let Some(overflow) = overflow {
@@ -187,51 +186,6 @@ impl Translator<'_> {
         self.b.func.dfg.value_type(value).bytes().trailing_zeros() as u8
     }
 
-    /// Returns the sign bit of a value, as 0 or 1 in 8 bits.
-    pub(super) fn sign(&mut self, value: Value) -> Value {
-        self.b.ins().icmp_imm(IntCC::SignedLessThan, value, 0)
-    }
-
-    /// Returns CF.
-    pub(super) fn carry(&mut self) -> Value {
-        match self.flags {
-            Flags::Add { a, result } => self.b.ins().icmp(IntCC::UnsignedLessThan, result, a),
-            Flags::Sub { a, b, .. } => self.b.ins().icmp(IntCC::UnsignedLessThan, a, b),
-            Flags::Logic { carry: None, .. } => self.no(),
-            Flags::Shl { before, .. } => self.sign(before),
-            Flags::Logic {
-                carry: Some(carry), ..
-            }
-            | Flags::Inc {
-                carry: Carry::Is(carry),
-                ..
-            }
-            | Flags::Dec {
-                carry: Carry::Is(carry),
-                ..
-            }
-            | Flags::Shr { carry, .. }
-            | Flags::Given { carry, .. }
-            | Flags::Compared { carry, .. }
-            | Flags::Rotated { carry, .. } => carry,
-            Flags::Recorded | Flags::Inc { .. } | Flags::Dec { .. } => {
-                let x = self.field(I64, offset_of!(Cpu, lazy.x));
-                let y = self.field(I64, offset_of!(Cpu, lazy.y));
-                self.b.ins().icmp(IntCC::UnsignedLessThan, x, y)
-            }
-        }
-    }
-
-    fn zero(&mut self) -> Value {
-        if let Flags::Compared { zero, .. } = self.flags {
-            return zero;
-        }
-        match self.flags.result() {
-            Some(result) => self.b.ins().icmp_imm(IntCC::Equal, result, 0),
-            None => self.recorded_zero(),
-        }
-    }
-
     /// Returns ZF of the record, as `Cpu::zf` does.
     fn recorded_zero(&mut self) -> Value {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
@@ -259,106 +213,6 @@ impl Translator<'_> {
         zero
     }
 
-    /// Returns AF of an addition or a subtraction.
-    fn aux_of(&mut self, a: Value, b: Value, result: Value) -> Value {
-        let aux = self.b.ins().bxor(a, b);
-        let aux = self.b.ins().bxor(aux, result);
-        let aux = self.b.ins().band_imm(aux, 16);
-        self.b.ins().icmp_imm(IntCC::NotEqual, aux, 0)
-    }
-
-    /// Returns AF, unless the record has it. `None`: it is clear.
-    fn aux(&mut self) -> Option<Value> {
-        let low_nibble_is = |this: &mut Self, result, nibble| {
-            let low = this.b.ins().band_imm(result, 15);
-            this.b.ins().icmp_imm(IntCC::Equal, low, nibble)
-        };
-        match self.flags {
-            Flags::Add { a, result } => {
-                let b = self.b.ins().isub(result, a);
-                Some(self.aux_of(a, b, result))
-            }
-            Flags::Sub { a, b, result } => Some(self.aux_of(a, b, result)),
-            Flags::Inc { result, .. } => Some(low_nibble_is(self, result, 0)),
-            Flags::Dec { result, .. } => Some(low_nibble_is(self, result, 15)),
-            Flags::Given { aux, .. } => aux,
-            Flags::Logic { .. } | Flags::Shl { .. } | Flags::Shr { .. } => None,
-            Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => None,
-        }
-    }
-
-    pub(super) fn overflow(&mut self) -> Value {
-        let difference = |this: &mut Self, x, y, d| {
-            let a = this.b.ins().bxor(x, y);
-            let b = this.b.ins().bxor(x, d);
-            let both = this.b.ins().band(a, b);
-            this.sign(both)
-        };
-        match self.flags {
-            Flags::Add { a, result } => {
-                let b = self.b.ins().isub(result, a);
-                difference(self, result, a, b)
-            }
-            Flags::Sub { a, b, result } => difference(self, a, b, result),
-            Flags::Logic { .. } | Flags::Compared { .. } => self.no(),
-            // The result is the smallest number, or the largest.
-            Flags::Inc { result, .. } => {
-                let before = self.b.ins().iadd_imm(result, -1);
-                let changed = self.b.ins().band_not(result, before);
-                self.sign(changed)
-            }
-            Flags::Dec { result, .. } => {
-                let before = self.b.ins().iadd_imm(result, 1);
-                let changed = self.b.ins().band_not(before, result);
-                self.sign(changed)
-            }
-            Flags::Shl { before, result } => {
-                let changed = self.b.ins().bxor(before, result);
-                self.sign(changed)
-            }
-            Flags::Shr { result, .. } => {
-                let next = self.b.ins().ishl_imm(result, 1);
-                let changed = self.b.ins().bxor(result, next);
-                self.sign(changed)
-            }
-            Flags::Given { overflow, .. } => overflow,
-            Flags::Rotated {
-                overflow: Some(overflow),
-                ..
-            } => overflow,
-            Flags::Recorded | Flags::Rotated { overflow: None, .. } => self.asked(0),
-        }
-    }
-
-    fn negative(&mut self) -> Value {
-        if let Flags::Compared { .. } = self.flags {
-            return self.no();
-        }
-        match self.flags.result() {
-            Some(result) => self.sign(result),
-            None => self.asked(8),
-        }
-    }
-
-    fn parity(&mut self) -> Value {
-        if let Flags::Compared { parity, .. } = self.flags {
-            return parity;
-        }
-        let Some(result) = self.flags.result() else {
-            return self.asked(10);
-        };
-        let low = self.wide(result);
-        let low = self.b.ins().band_imm(low, 0xff);
-        let high = self.b.ins().ushr_imm(low, 4);
-        let nibble = self.b.ins().bxor(low, high);
-        let nibble = self.b.ins().band_imm(nibble, 15);
-        // Bit n tells whether n has an even number of bits.
-        let table = self.constant(0x9669);
-        let bit = self.b.ins().ushr(table, nibble);
-        let bit = self.b.ins().band_imm(bit, 1);
-        self.b.ins().ireduce(I8, bit)
-    }
-
     /// Asks the interpreter for a condition.
     fn asked(&mut self, condition: u8) -> Value {
         self.record_flags();
@@ -369,63 +223,35 @@ impl Translator<'_> {
 
     /// Returns whether a condition (the low four bits of Jcc's opcode) holds, as 0 or 1 in 8 bits.
     pub(super) fn condition(&mut self, condition: u8) -> Value {
-        if let Some(holds) = self.compared(condition) {
-            return holds;
-        }
-        if let Flags::Recorded = self.flags
-            && !matches!(condition >> 1, 1 | 2)
-        {
-            return self.asked(condition);
-        }
-        let holds = match condition >> 1 {
-            0 => self.overflow(),
-            1 => self.carry(),
-            2 => self.zero(),
-            3 => {
-                let (carry, zero) = (self.carry(), self.zero());
-                self.b.ins().bor(carry, zero)
-            }
-            4 => self.negative(),
-            5 => self.parity(),
-            n => {
-                let (negative, overflow) = (self.negative(), self.overflow());
-                let less = self.b.ins().bxor(negative, overflow);
-                if n == 6 {
-                    less
-                } else {
-                    let zero = self.zero();
-                    self.b.ins().bor(less, zero)
-                }
-            }
-        };
-        match condition & 1 {
-            0 => holds,
-            _ => self.b.ins().bxor_imm(holds, 1),
+        match self.flags {
+            // One call for flags that need it, however many.
+            Flags::Recorded if !matches!(condition >> 1, 1 | 2) => self.asked(condition),
+            _ => sem::condition(self, condition),
         }
     }
+}
 
-    /// Returns a condition that is one comparison: of the operands of CMP and SUB, or of a logical result with 0.
-    fn compared(&mut self, condition: u8) -> Option<Value> {
-        use IntCC::*;
-        let cc = match condition >> 1 {
-            1 => UnsignedLessThan,
-            2 => Equal,
-            3 => UnsignedLessThanOrEqual,
-            6 => SignedLessThan,
-            7 => SignedLessThanOrEqual,
-            _ => return None,
-        };
-        let cc = match condition & 1 {
-            0 => cc,
-            _ => cc.complement(),
-        };
-        match self.flags {
-            Flags::Sub { a, b, .. } => Some(self.b.ins().icmp(cc, a, b)),
-            Flags::Logic {
-                carry: None,
-                result,
-            } => Some(self.b.ins().icmp_imm(cc, result, 0)),
-            _ => None,
+impl Readable for Translator<'_> {
+    fn flags(&mut self) -> Flags {
+        self.flags
+    }
+    fn recorded(&mut self, flag: u64) -> Value {
+        match flag {
+            CF => {
+                let x = self.field(I64, offset_of!(Cpu, lazy.x));
+                let y = self.field(I64, offset_of!(Cpu, lazy.y));
+                self.is_less(x, y)
+            }
+            ZF => self.recorded_zero(),
+            OF => self.asked(0),
+            SF => self.asked(8),
+            _ => self.asked(10),
+        }
+    }
+    fn kept(&mut self, carry: Carry) -> Value {
+        match carry {
+            Carry::Recorded => self.recorded(CF),
+            Carry::Is(carry) => carry,
         }
     }
 }

@@ -2,26 +2,22 @@
 //! constant. Each half of 256 bits is one of 128, as in `vector`.
 
 use super::translate::Translator;
-use super::vector::sources;
+use super::vector::{sources, type_of};
 use crate::op::{MEM, Op};
+use crate::simd::{self, Each};
 use cranelift_codegen::ir::types::{F32X4, F64X2, I8X16, I16X8, I32X4, I64, I64X2};
 use cranelift_codegen::ir::{InstBuilder, Type, Value};
 use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind};
 
 /// Returns the size of the elements that an instruction interleaves, as a shift, and whether it takes the upper ones.
 fn interleaving(mnemonic: Mnemonic) -> Option<(u8, bool)> {
-    use Mnemonic::*;
-    Some(match mnemonic {
-        Punpcklbw | Vpunpcklbw => (0, false),
-        Punpckhbw | Vpunpckhbw => (0, true),
-        Punpcklwd | Vpunpcklwd => (1, false),
-        Punpckhwd | Vpunpckhwd => (1, true),
-        Punpckldq | Vpunpckldq | Unpcklps | Vunpcklps => (2, false),
-        Punpckhdq | Vpunpckhdq | Unpckhps | Vunpckhps => (2, true),
-        Punpcklqdq | Vpunpcklqdq | Unpcklpd | Vunpcklpd | Movlhps | Vmovlhps => (3, false),
-        Punpckhqdq | Vpunpckhqdq | Unpckhpd | Vunpckhpd => (3, true),
-        _ => return None,
-    })
+    let (each, elements) = simd::meaning(mnemonic)?;
+    let size = type_of(elements).lane_type().bytes().trailing_zeros() as u8;
+    match each {
+        Each::InterleaveLow => Some((size, false)),
+        Each::InterleaveHigh => Some((size, true)),
+        _ => None,
+    }
 }
 
 /// Returns the bytes of a result whose elements, of `1 << size` bytes, are those that `choose` names.
@@ -32,28 +28,11 @@ fn order(size: u8, choose: impl Fn(usize) -> usize) -> [u8; 16] {
     })
 }
 
-/// The shifts by a constant.
-#[derive(Clone, Copy)]
-enum Shift {
-    Left,
-    Right,
-    Signed,
-}
-
-/// Returns the elements and the direction of a shift by a constant.
-fn shift_by_constant(mnemonic: Mnemonic) -> Option<(Type, Shift)> {
-    use Mnemonic::*;
-    Some(match mnemonic {
-        Psllw | Vpsllw => (I16X8, Shift::Left),
-        Pslld | Vpslld => (I32X4, Shift::Left),
-        Psllq | Vpsllq => (I64X2, Shift::Left),
-        Psrlw | Vpsrlw => (I16X8, Shift::Right),
-        Psrld | Vpsrld => (I32X4, Shift::Right),
-        Psrlq | Vpsrlq => (I64X2, Shift::Right),
-        Psraw | Vpsraw => (I16X8, Shift::Signed),
-        Psrad | Vpsrad => (I32X4, Shift::Signed),
-        _ => return None,
-    })
+/// Returns the elements and the direction of a shift.
+fn shift(mnemonic: Mnemonic) -> Option<(Type, Each)> {
+    let (each, elements) = simd::meaning(mnemonic)?;
+    let is_shift = matches!(each, Each::ShiftLeft | Each::ShiftRight | Each::ShiftSigned);
+    is_shift.then_some((type_of(elements), each))
 }
 
 impl Translator<'_> {
@@ -75,7 +54,7 @@ impl Translator<'_> {
             let begin = if upper { count / 2 } else { 0 };
             let mask = order(size, |k| begin + k / 2 + if k & 1 == 0 { 0 } else { count });
             self.shuffle_both(insn, op, [first, second], halves, mask);
-        } else if let Some((ty, shift)) = shift_by_constant(insn.mnemonic())
+        } else if let Some((ty, shift)) = shift(insn.mnemonic())
             && by_constant
         {
             self.shift_elements(insn, op, halves, ty, shift);
@@ -178,7 +157,7 @@ impl Translator<'_> {
         op: &Op,
         halves: usize,
         ty: Type,
-        shift: Shift,
+        shift: Each,
     ) {
         let from = if insn.encoding() == EncodingKind::VEX {
             1
@@ -191,11 +170,11 @@ impl Translator<'_> {
             .map(|value| {
                 let value = self.as_elements(value, ty);
                 match shift {
-                    Shift::Signed => self.b.ins().sshr_imm(value, count.min(bits - 1)),
+                    Each::ShiftSigned => self.b.ins().sshr_imm(value, count.min(bits - 1)),
                     // Cranelift takes a count modulo the width.
                     _ if count >= bits => self.zeroes(),
-                    Shift::Left => self.b.ins().ishl_imm(value, count),
-                    Shift::Right => self.b.ins().ushr_imm(value, count),
+                    Each::ShiftLeft => self.b.ins().ishl_imm(value, count),
+                    _ => self.b.ins().ushr_imm(value, count),
                 }
             })
             .collect();

@@ -11,42 +11,30 @@
 use super::condition::Flags;
 use super::helpers;
 use super::translate::Translator;
-use super::vector::{Operate, sources};
+use super::vector::{Operate, sources, type_of};
 use crate::Cpu;
 use crate::op::{MEM, Op};
-use crate::simd::{self, MXCSR_FLAGS};
+use crate::simd::{self, Each, Elements, MXCSR_FLAGS};
 use cranelift_codegen::ir::condcodes::{FloatCC, IntCC};
 use cranelift_codegen::ir::types::{F32, F32X4, F64, F64X2, I32, I64};
 use cranelift_codegen::ir::{InstBuilder, MemFlags, Type, Value};
 use iced_x86::{Instruction, Mnemonic};
 use std::mem::offset_of;
 
-/// Returns the elements of an instruction with two sources, whether it has one element only, and its operation.
+/// Returns the elements of an instruction that computes those of two sources, whether it has one element only, and its operation.
 fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
-    use Mnemonic::*;
-    let add: Operate = |ins, a, b| ins.fadd(a, b);
-    let subtract: Operate = |ins, a, b| ins.fsub(a, b);
-    let multiply: Operate = |ins, a, b| ins.fmul(a, b);
-    let divide: Operate = |ins, a, b| ins.fdiv(a, b);
-    Some(match mnemonic {
-        Addss | Vaddss => (F32X4, true, add),
-        Addsd | Vaddsd => (F64X2, true, add),
-        Addps | Vaddps => (F32X4, false, add),
-        Addpd | Vaddpd => (F64X2, false, add),
-        Subss | Vsubss => (F32X4, true, subtract),
-        Subsd | Vsubsd => (F64X2, true, subtract),
-        Subps | Vsubps => (F32X4, false, subtract),
-        Subpd | Vsubpd => (F64X2, false, subtract),
-        Mulss | Vmulss => (F32X4, true, multiply),
-        Mulsd | Vmulsd => (F64X2, true, multiply),
-        Mulps | Vmulps => (F32X4, false, multiply),
-        Mulpd | Vmulpd => (F64X2, false, multiply),
-        Divss | Vdivss => (F32X4, true, divide),
-        Divsd | Vdivsd => (F64X2, true, divide),
-        Divps | Vdivps => (F32X4, false, divide),
-        Divpd | Vdivpd => (F64X2, false, divide),
+    let (each, elements) = simd::meaning(mnemonic)?;
+    let ty = type_of(elements);
+    let is_scalar = matches!(elements, Elements::Single | Elements::Double);
+    let operate: Operate = match each {
+        _ if !ty.lane_type().is_float() => return None,
+        Each::Add => |ins, a, b| ins.fadd(a, b),
+        Each::Subtract => |ins, a, b| ins.fsub(a, b),
+        Each::Multiply => |ins, a, b| ins.fmul(a, b),
+        Each::Divide => |ins, a, b| ins.fdiv(a, b),
         _ => return None,
-    })
+    };
+    Some((ty, is_scalar, operate))
 }
 
 impl Translator<'_> {

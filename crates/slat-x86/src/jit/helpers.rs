@@ -162,12 +162,12 @@ pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
 
 /// Sets CF and OF.
 pub(super) extern "C" fn rotated(cpu: &mut Cpu, carry: u64, overflow: u64) {
-    cpu.rotate_flags(carry != 0, Some(overflow != 0));
+    cpu.rotate_flags(Some(carry != 0), Some(overflow != 0));
 }
 
 /// Sets CF.
 pub(super) extern "C" fn carried(cpu: &mut Cpu, carry: u64) {
-    cpu.rotate_flags(carry != 0, None);
+    cpu.rotate_flags(Some(carry != 0), None);
 }
 
 /// A quotient and a remainder.

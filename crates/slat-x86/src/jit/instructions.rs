@@ -5,10 +5,8 @@ use super::condition::Flags;
 use super::translate::{TYPES, Translator};
 use crate::exec::control::condition_number;
 use crate::op::{MEM, NONE, Op};
-use crate::sem::alu::flags_of_product;
-use crate::sem::{Compute, Operation, alu, by_mnemonic};
+use crate::sem::{Bits, Compute, Operation, alu, by_mnemonic, moves};
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::{I32, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
@@ -199,41 +197,23 @@ impl Translator<'_> {
                 self.move_stack(1 << size);
                 self.set(5, size, value);
             }
-            Cdqe => {
-                let value = self.get(0, 2);
-                let value = self.b.ins().sextend(I64, value);
-                self.set(0, 3, value);
-            }
-            Cwde => {
-                let value = self.get(0, 1);
-                let value = self.b.ins().sextend(I32, value);
-                self.set(0, 2, value);
-            }
-            Cdq | Cqo => {
-                let size = if insn.mnemonic() == Cdq { 2 } else { 3 };
-                let value = self.get(0, size);
-                let sign = self.b.ins().sshr_imm(value, (8 << size) - 1);
-                self.set(2, size, sign);
-            }
-            Bswap if size >= 2 => {
-                let value = self.get(op.r[0], size);
-                let value = self.b.ins().bswap(value);
-                self.set(op.r[0], size, value);
-            }
-            Xchg | Xadd => self.exchange(op),
+            Cbw | Cwde | Cdqe => self.sources::<moves::Extend>(op),
+            Cwd | Cdq | Cqo => self.sources::<moves::Spread>(op),
+            Xchg => self.exchange(op),
+            Xadd => self.exchange_and_add(op),
             // With a register, it depends on the result what of it is written.
-            Cmpxchg if op.r[0] == MEM => self.exchange(op),
+            Cmpxchg if op.r[0] == MEM => self.compare_and_exchange(op),
             _ if insn.condition_code() != ConditionCode::None => {
                 let condition = condition_number(insn.condition_code());
                 if op.r[0] != MEM && insn.op_count() == 2 {
-                    // CMOVcc reads its source whether the condition holds or not.
                     let source = self.operand(op, 1, size);
                     let old = self.get(op.r[0], size);
                     let holds = self.condition(condition);
-                    let value = self.b.ins().select(holds, source, old);
+                    let (value, _) = moves::Cmov::apply(self, old, source, holds);
                     self.set(op.r[0], size, value);
                 } else if insn.op_count() == 1 {
-                    let value = self.condition(condition);
+                    let holds = self.condition(condition);
+                    let (value, _) = moves::Setcc::apply(self, holds, holds, holds);
                     self.write(op, value);
                 } else {
                     return None;
@@ -284,73 +264,73 @@ impl Translator<'_> {
         }
     }
 
-    /// XCHG, XADD and CMPXCHG.
+    /// XCHG.
     fn exchange(&mut self, op: &Op) {
-        let size = op.size;
-        let other = op.r[1];
-        let value = self.get(other, size);
-        let expected = self.get(0, size);
-        let (old, new) = self.change(op, |this, old| match op.mnemonic {
-            Mnemonic::Xchg => value,
-            Mnemonic::Xadd => this.b.ins().iadd(old, value),
-            _ => {
-                let is_equal = this.b.ins().icmp(IntCC::Equal, old, expected);
-                this.b.ins().select(is_equal, value, old)
-            }
-        });
-        match op.mnemonic {
-            Mnemonic::Xchg => self.set(other, size, old),
-            Mnemonic::Xadd => {
-                self.set(other, size, old);
-                if op.r[0] != MEM {
-                    // One register may be both.
-                    self.set(op.r[0], size, new);
-                }
-                self.set_flags(Flags::Add {
-                    a: old,
-                    result: new,
-                });
-            }
-            _ => {
-                // Nothing of RAX is written if they were equal.
-                let kept = self.get(0, 3);
-                self.set(0, size, old);
-                let loaded = self.get(0, 3);
-                let is_equal = self.b.ins().icmp(IntCC::Equal, old, expected);
-                let value = self.b.ins().select(is_equal, kept, loaded);
-                self.set(0, 3, value);
-                let result = self.b.ins().isub(expected, old);
-                self.set_flags(Flags::Sub {
-                    a: expected,
-                    b: old,
-                    result,
-                });
-            }
-        }
+        let value = self.get(op.r[1], op.size);
+        let (old, _) = self.change(op, |_, _| value);
+        self.set(op.r[1], op.size, old);
     }
 
-    /// Returns the carry flag for an operation, if that is an input of it.
-    fn carry_for<A: Operation>(&mut self) -> Value {
-        match A::CARRY {
-            true => self.carry(),
-            false => self.no(),
+    /// XADD.
+    fn exchange_and_add(&mut self, op: &Op) {
+        let (other, size) = (op.r[1], op.size);
+        let (value, no) = (self.get(other, size), self.no());
+        let mut flags = Flags::Recorded;
+        let (old, new) = self.change(op, |this, old| {
+            let (result, of_result) = alu::Add::apply(this, old, value, no);
+            flags = of_result;
+            result
+        });
+        self.set(other, size, old);
+        if op.r[0] != MEM {
+            // One register may be both.
+            self.set(op.r[0], size, new);
+        }
+        self.set_flags(flags);
+    }
+
+    /// CMPXCHG.
+    fn compare_and_exchange(&mut self, op: &Op) {
+        let size = op.size;
+        let (value, expected) = (self.get(op.r[1], size), self.get(0, size));
+        let (old, _) = self.change(op, |this, old| {
+            let is_equal = this.is_equal(old, expected);
+            this.select(is_equal, value, old)
+        });
+        // Nothing of RAX is written if they were equal.
+        let kept = self.get(0, 3);
+        self.set(0, size, old);
+        let loaded = self.get(0, 3);
+        let is_equal = self.is_equal(old, expected);
+        let value = self.select(is_equal, kept, loaded);
+        self.set(0, 3, value);
+        let no = self.no();
+        let flags = alu::Cmp::apply(self, expected, old, no).1;
+        self.set_flags(flags);
+    }
+
+    /// Returns the condition that is an input of an operation.
+    fn input_of<A: Operation>(&mut self) -> Value {
+        match A::READS {
+            Some(cc) => self.condition(cc),
+            None => self.no(),
         }
     }
 
     /// Changes the first operand by an operation with the second operand `b`; or only compares them.
     pub(super) fn modify<A: Operation>(&mut self, op: &Op, b: Value) {
-        let carry = self.carry_for::<A>();
+        let input = self.input_of::<A>();
         let flags = if A::WRITES {
             let mut flags = Flags::Recorded;
             self.change(op, |this, a| {
-                let (result, of_result) = A::apply(this, a, b, carry);
+                let (result, of_result) = A::apply(this, a, b, input);
                 flags = of_result;
                 result
             });
             flags
         } else {
             let a = self.operand(op, 0, op.size);
-            A::apply(self, a, b, carry).1
+            A::apply(self, a, b, input).1
         };
         self.set_flags(flags);
     }
@@ -388,7 +368,7 @@ impl Translator<'_> {
     /// are not defined for that count.
     fn shift_by_cl<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
-        if op.r[0] == MEM || size < 2 || A::CARRY {
+        if op.r[0] == MEM || size < 2 || A::READS.is_some() {
             return None;
         }
         self.record_flags();
@@ -412,8 +392,8 @@ impl Translator<'_> {
     /// An operation on the second and the third operand, whose result is the first.
     pub(super) fn sources<A: Operation>(&mut self, op: &Op) {
         let (a, b) = (self.operand(op, 1, op.size), self.operand(op, 2, op.size));
-        let carry = self.carry_for::<A>();
-        let (result, flags) = A::apply(self, a, b, carry);
+        let input = self.input_of::<A>();
+        let (result, flags) = A::apply(self, a, b, input);
         self.set(op.r[0], op.size, result);
         self.set_flags(flags);
     }
@@ -423,10 +403,9 @@ impl Translator<'_> {
         let is_signed = op.mnemonic == Mnemonic::Imul;
         let b = self.operand(op, 0, op.size);
         let a = self.get(0, op.size);
-        let (low, high) = self.product(a, b, is_signed);
+        let ((low, high), flags) = alu::multiply(self, a, b, is_signed);
         self.set(0, op.size, low);
         self.set(2, op.size, high);
-        let flags = flags_of_product(self, low, high, is_signed);
         self.set_flags(flags);
     }
 }

@@ -17,6 +17,9 @@
 //! | file | idea |
 //! |---|---|
 //! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
+//! | `guest` | the guest's instructions, decoded |
+//! | `values` | registers and operands as values |
+//! | `compute` | the formulas of `sem` as code |
 //! | `instructions` | instructions with a translation of their own |
 //! | `bits` | those on bits, and wide arithmetic |
 //! | `vector` | vector instructions with a translation of their own |
@@ -46,12 +49,14 @@ mod cpu;
 mod dispatch;
 mod elements;
 mod float;
+mod guest;
 mod helpers;
 mod instructions;
 mod known;
 mod memory;
 mod stub;
 mod translate;
+mod values;
 mod vector;
 
 use crate::heap::OutOfMemory;

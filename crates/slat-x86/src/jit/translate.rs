@@ -14,112 +14,32 @@
 //! `instructions` does not translate calls the interpreter's handler, and is a checkpoint; then the region reads what the handler has
 //! changed.
 //!
-//! This file has the function as a whole: its blocks, its state, and how it is left.
+//! This file has the function as a whole: its blocks, its state, and how it is left. `guest` decodes the instructions, `values` has the
+//! registers.
 
 use super::access::LastAccess;
 use super::condition::Flags;
 use super::cpu::{SET_BITS, SETS, set_of};
+use super::guest::{Guest, decode, numbers, registers, sets_flags_first};
 use super::helpers::{self, Status};
 use super::vector::Vectors;
 use super::{Source, Step, Tier};
 use crate::Cpu;
 use crate::cpu::mode;
-use crate::lower;
-use crate::op::{MEM, NONE, Op};
+use crate::op::MEM;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
-    AbiParam, Block, BlockArg, BlockCall, InstBuilder, InstructionData, JumpTableData, MemFlags,
-    Opcode, SigRef, Signature, SourceLoc, Type, Value,
+    AbiParam, Block, BlockArg, BlockCall, InstBuilder, JumpTableData, MemFlags, SigRef, Signature,
+    SourceLoc, Type, Value,
 };
 use cranelift_codegen::isa::CallConv;
 use cranelift_frontend::FunctionBuilder;
-use iced_x86::{
-    Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess,
-    OpKind,
-};
+use iced_x86::{FlowControl, Instruction, InstructionInfoFactory};
 use std::collections::HashMap;
 use std::mem::offset_of;
 
 /// The types of the operand sizes.
 pub(super) const TYPES: [Type; 4] = [I8, I16, I32, I64];
-
-/// One guest instruction.
-struct Guest {
-    insn: Instruction,
-    step: usize,
-}
-
-/// Decodes the region's blocks: its instructions, and which of them each block has.
-fn decode(source: &Source) -> (Vec<Step>, Vec<Vec<Guest>>) {
-    let mut steps = Vec::new();
-    let mut blocks = Vec::new();
-    let mut lowered = Vec::new();
-    for (rip, bytes) in &source.blocks {
-        let width = mode::width(source.mode);
-        let mut decoder = Decoder::with_ip(width, bytes, *rip, DecoderOptions::NONE);
-        let mut block = Vec::new();
-        while decoder.can_decode() {
-            let start = decoder.position();
-            let insn = decoder.decode();
-            if insn.is_invalid() {
-                break;
-            }
-            let code = &bytes[start..decoder.position()];
-            lowered.clear();
-            lower::lower(&insn, code, source.mode, 0, insn.len() as u8, &mut lowered);
-            block.push(Guest {
-                insn,
-                step: steps.len(),
-            });
-            let mut bytes = [0; 15];
-            bytes[..code.len()].copy_from_slice(code);
-            steps.push(Step {
-                rip: insn.ip(),
-                op: lowered[0],
-                bytes,
-                before: block.len() as u8 - 1,
-            });
-        }
-        blocks.push(block);
-    }
-    (steps, blocks)
-}
-
-/// Returns the general registers that an instruction uses, by number, and whether it may write them.
-fn registers(
-    factory: &mut InstructionInfoFactory,
-    insn: &Instruction,
-) -> impl Iterator<Item = (usize, bool)> {
-    let used = factory.info(insn).used_registers().iter();
-    used.filter(|used| used.register().is_gpr()).map(|used| {
-        let may_write = !matches!(used.access(), OpAccess::Read | OpAccess::CondRead);
-        (used.register().full_register().number(), may_write)
-    })
-}
-
-/// Returns the numbers of general registers that are given as bits.
-fn numbers(registers: u16) -> impl Iterator<Item = usize> {
-    (0..16).filter(move |r| registers >> r & 1 != 0)
-}
-
-/// Whether a block sets all flags before it uses them or may stop: then nobody can tell what they were before.
-fn sets_flags_first(guests: &[Guest]) -> bool {
-    use Mnemonic::*;
-    for Guest { insn, .. } in guests {
-        let mut operands = (0..insn.op_count()).map(|k| (insn.op_kind(k), insn.op_register(k)));
-        let is_plain = operands.all(|(kind, register)| match kind {
-            OpKind::Memory => insn.mnemonic() == Lea,
-            OpKind::Register => register.is_gpr(),
-            _ => true,
-        });
-        match insn.mnemonic() {
-            Add | Sub | And | Or | Xor | Cmp | Test | Neg if is_plain => return true,
-            Mov | Movzx | Movsx | Movsxd | Lea | Not if is_plain => {}
-            _ => return false,
-        }
-    }
-    false
-}
 
 /// A block of the region.
 #[derive(Clone, Copy)]
@@ -170,7 +90,7 @@ pub(super) struct Translator<'a> {
     /// The host's name of the CPU, in this block.
     cpu: Option<Value>,
     /// The registers as this block knows them.
-    gpr: [Option<Value>; 16],
+    pub(super) gpr: [Option<Value>; 16],
     /// The registers that are not written back, as bits.
     pub(super) changed: u16,
     pub(super) vectors: Vectors,
@@ -339,7 +259,7 @@ impl<'a> Translator<'a> {
             .store(MemFlags::trusted(), value, cpu, offset as i32);
     }
 
-    fn gpr_offset(r: usize) -> usize {
+    pub(super) fn gpr_offset(r: usize) -> usize {
         offset_of!(Cpu, state.gpr) + 8 * r
     }
 
@@ -622,99 +542,5 @@ impl<'a> Translator<'a> {
 
     pub(super) fn is_64(&self) -> bool {
         self.word == 3
-    }
-
-    /// Returns the value of a register.
-    fn register(&mut self, r: usize) -> Value {
-        match self.gpr[r] {
-            Some(value) => value,
-            None => {
-                let value = self.field(I64, Self::gpr_offset(r));
-                self.gpr[r] = Some(value);
-                value
-            }
-        }
-    }
-
-    /// Reads a register in an operand size.
-    pub(super) fn get(&mut self, r: u8, size: u8) -> Value {
-        let value = self.register(usize::from(r & 15));
-        let value = match r >> 4 {
-            0 => value,
-            _ => self.b.ins().ushr_imm(value, 8),
-        };
-        self.narrow(value, size)
-    }
-
-    /// Returns the low part of a 64-bit value.
-    pub(super) fn narrow(&mut self, value: Value, size: u8) -> Value {
-        match size {
-            3 => value,
-            size => self.b.ins().ireduce(TYPES[usize::from(size)], value),
-        }
-    }
-
-    /// Returns a value zero-extended to 64 bits.
-    pub(super) fn wide(&mut self, value: Value) -> Value {
-        let dfg = &self.b.func.dfg;
-        if dfg.value_type(value) == I64 {
-            return value;
-        }
-        let inst = dfg.value_def(value).inst();
-        match inst.map(|inst| dfg.insts[inst]) {
-            // Cranelift would load the extended one from memory.
-            Some(InstructionData::UnaryImm {
-                opcode: Opcode::Iconst,
-                imm,
-            }) => self.constant(imm.bits()),
-            _ => self.b.ins().uextend(I64, value),
-        }
-    }
-
-    /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes leave the rest.
-    pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
-        let number = usize::from(r & 15);
-        self.changed |= 1 << number;
-        let value = self.wide(value);
-        let value = if size >= 2 {
-            value
-        } else {
-            let shift = i64::from(r >> 4) * 8;
-            let mask = (if size == 0 { 0xff } else { 0xffff }) << shift;
-            let old = self.register(number);
-            let old = self.b.ins().band_imm(old, !mask);
-            let value = match shift {
-                0 => value,
-                shift => self.b.ins().ishl_imm(value, shift),
-            };
-            self.b.ins().bor(old, value)
-        };
-        self.gpr[number] = Some(value);
-    }
-
-    pub(super) fn immediate(&mut self, size: u8, value: u64) -> Value {
-        let bits = 8 << size;
-        let value = (value as i64) << (64 - bits) >> (64 - bits);
-        match size {
-            3 => self.constant(value),
-            size => {
-                let ty = TYPES[usize::from(size)];
-                // Cranelift wants the bits beyond the type to be clear.
-                let value = value & ((1i64 << bits) - 1);
-                self.b.ins().iconst(ty, value)
-            }
-        }
-    }
-
-    /// Reads operand `k`.
-    pub(super) fn operand(&mut self, op: &Op, k: usize, size: u8) -> Value {
-        match op.r[k] {
-            MEM => {
-                let lin = self.lin(op);
-                self.load(lin, size)
-            }
-            NONE => self.immediate(size, op.imm),
-            r => self.get(r, size),
-        }
     }
 }

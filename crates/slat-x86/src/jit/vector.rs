@@ -5,9 +5,9 @@ use super::translate::Translator;
 use crate::Cpu;
 use crate::cpu::mode;
 use crate::op::{MEM, Op};
-use crate::simd;
+use crate::simd::{self, Each, Elements};
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::{I8X16, I16X8, I32X4, I64, I64X2};
+use cranelift_codegen::ir::types::{F32X4, F64X2, I8X16, I16X8, I32X4, I64, I64X2};
 use cranelift_codegen::ir::{Endianness, InstBuilder, MemFlags, Type, Value};
 use cranelift_frontend::FuncInstBuilder;
 use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind, Register};
@@ -34,48 +34,40 @@ pub(super) fn sources(insn: &Instruction) -> [usize; 2] {
     }
 }
 
-/// Returns the elements and the operation of an instruction with two sources.
+/// Returns the type of vectors of elements.
+pub(super) fn type_of(elements: Elements) -> Type {
+    match elements {
+        Elements::Bytes => I8X16,
+        Elements::Words => I16X8,
+        Elements::Doublewords => I32X4,
+        Elements::Quadwords => I64X2,
+        Elements::Singles | Elements::Single => F32X4,
+        Elements::Doubles | Elements::Double => F64X2,
+    }
+}
+
+/// Returns the elements and the operation of an instruction that computes each integer of two sources.
 fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
-    use Mnemonic::*;
-    let equal: Operate = |ins, a, b| ins.icmp(IntCC::Equal, a, b);
-    let greater: Operate = |ins, a, b| ins.icmp(IntCC::SignedGreaterThan, a, b);
-    let add: Operate = |ins, a, b| ins.iadd(a, b);
-    let subtract: Operate = |ins, a, b| ins.isub(a, b);
-    Some(match mnemonic {
-        Pxor | Xorps | Xorpd | Vpxor | Vxorps | Vxorpd => (I8X16, |ins, a, b| ins.bxor(a, b)),
-        Por | Orps | Orpd | Vpor | Vorps | Vorpd => (I8X16, |ins, a, b| ins.bor(a, b)),
-        Pand | Andps | Andpd | Vpand | Vandps | Vandpd => (I8X16, |ins, a, b| ins.band(a, b)),
-        Pandn | Andnps | Andnpd | Vpandn | Vandnps | Vandnpd => {
-            (I8X16, |ins, a, b| ins.band_not(b, a))
-        }
-        Pcmpeqb | Vpcmpeqb => (I8X16, equal),
-        Pcmpeqw | Vpcmpeqw => (I16X8, equal),
-        Pcmpeqd | Vpcmpeqd => (I32X4, equal),
-        Pcmpgtb | Vpcmpgtb => (I8X16, greater),
-        Pcmpgtw | Vpcmpgtw => (I16X8, greater),
-        Pcmpgtd | Vpcmpgtd => (I32X4, greater),
-        Pcmpeqq | Vpcmpeqq => (I64X2, equal),
-        Pcmpgtq | Vpcmpgtq => (I64X2, greater),
-        Paddb | Vpaddb => (I8X16, add),
-        Paddw | Vpaddw => (I16X8, add),
-        Paddd | Vpaddd => (I32X4, add),
-        Paddq | Vpaddq => (I64X2, add),
-        Psubb | Vpsubb => (I8X16, subtract),
-        Psubw | Vpsubw => (I16X8, subtract),
-        Psubd | Vpsubd => (I32X4, subtract),
-        Psubq | Vpsubq => (I64X2, subtract),
-        Pminub | Vpminub => (I8X16, |ins, a, b| ins.umin(a, b)),
-        Pmaxub | Vpmaxub => (I8X16, |ins, a, b| ins.umax(a, b)),
-        Pminud | Vpminud => (I32X4, |ins, a, b| ins.umin(a, b)),
-        Pmaxud | Vpmaxud => (I32X4, |ins, a, b| ins.umax(a, b)),
-        Pminsd | Vpminsd => (I32X4, |ins, a, b| ins.smin(a, b)),
-        Pmaxsd | Vpmaxsd => (I32X4, |ins, a, b| ins.smax(a, b)),
-        Pmullw | Vpmullw => (I16X8, |ins, a, b| ins.imul(a, b)),
-        Pmulld | Vpmulld => (I32X4, |ins, a, b| ins.imul(a, b)),
-        Pminsw | Vpminsw => (I16X8, |ins, a, b| ins.smin(a, b)),
-        Pmaxsw | Vpmaxsw => (I16X8, |ins, a, b| ins.smax(a, b)),
+    let (each, elements) = simd::meaning(mnemonic)?;
+    let ty = type_of(elements);
+    let operate: Operate = match each {
+        _ if ty.lane_type().is_float() => return None,
+        Each::And => |ins, a, b| ins.band(a, b),
+        Each::AndNot => |ins, a, b| ins.band_not(b, a),
+        Each::Or => |ins, a, b| ins.bor(a, b),
+        Each::Xor => |ins, a, b| ins.bxor(a, b),
+        Each::Equal => |ins, a, b| ins.icmp(IntCC::Equal, a, b),
+        Each::Greater => |ins, a, b| ins.icmp(IntCC::SignedGreaterThan, a, b),
+        Each::Add => |ins, a, b| ins.iadd(a, b),
+        Each::Subtract => |ins, a, b| ins.isub(a, b),
+        Each::Multiply => |ins, a, b| ins.imul(a, b),
+        Each::Min => |ins, a, b| ins.smin(a, b),
+        Each::Max => |ins, a, b| ins.smax(a, b),
+        Each::MinUnsigned => |ins, a, b| ins.umin(a, b),
+        Each::MaxUnsigned => |ins, a, b| ins.umax(a, b),
         _ => return None,
-    })
+    };
+    Some((ty, operate))
 }
 
 /// Whether an instruction moves a whole register, and if so, whether to or from an aligned address only.

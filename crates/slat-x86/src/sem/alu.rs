@@ -1,6 +1,7 @@
-//! Arithmetic and logic: ADD OR ADC SBB AND SUB XOR CMP TEST, INC DEC NEG NOT, MUL and IMUL.
+//! Arithmetic and logic: ADD OR ADC SBB AND SUB XOR CMP TEST, ADCX ADOX, INC DEC NEG NOT, MUL and IMUL.
 
-use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
+use super::condition::OVERFLOW;
+use super::{CARRY, Compute, Flags, FlagsOf, Operation, logic, operations};
 
 operations! {
     Add |c, a, b, _carry| {
@@ -14,14 +15,19 @@ operations! {
     Xor |c, a, b, _carry| logic(c.xor(a, b))
     Test |c, a, b, _carry| logic(c.and(a, b)), WRITES = false
     Adc |c, a, b, carry| {
-        let sum = c.add(a, b);
-        let more = c.widened(carry, a);
-        let result = c.add(sum, more);
-        let (with, without) = (c.is_at_most(result, a), c.is_less(result, a));
+        let (result, out) = sum(c, a, b, carry);
         let changed = (c.xor(a, result), c.xor(b, result));
-        let out = c.choose(carry, with, without);
         (result, with_carry(c, out, changed, (a, b, result)))
-    }, CARRY = true
+    }, READS = CARRY
+    // ADX: one flag is carry in and out, and the others stay.
+    Adcx |c, a, b, carry| {
+        let (result, out) = sum(c, a, b, carry);
+        (result, Flags::Rotated { carry: Some(out), overflow: None })
+    }, READS = CARRY
+    Adox |c, a, b, carry| {
+        let (result, out) = sum(c, a, b, carry);
+        (result, Flags::Rotated { carry: None, overflow: Some(out) })
+    }, READS = OVERFLOW
     Sbb |c, a, b, carry| {
         let difference = c.sub(a, b);
         let more = c.widened(carry, a);
@@ -30,7 +36,7 @@ operations! {
         let changed = (c.xor(a, b), c.xor(a, result));
         let out = c.choose(carry, with, without);
         (result, with_carry(c, out, changed, (a, b, result)))
-    }, CARRY = true
+    }, READS = CARRY
     Inc |c, a, _b, _carry| {
         let (result, carry) = (c.plus(a, 1), c.kept_carry());
         (result, Flags::Inc { carry, result })
@@ -46,8 +52,8 @@ operations! {
     Not |c, a, _b, _carry| (c.not(a), Flags::Recorded)
     // With two or three operands.
     Imul |c, a, b, _carry| {
-        let (low, high) = c.product(a, b, true);
-        (low, flags_of_product(c, low, high, true))
+        let ((low, _), flags) = multiply(c, a, b, true);
+        (low, flags)
     }
 }
 
@@ -77,14 +83,25 @@ fn with_carry<C: Compute>(
     }
 }
 
-/// Returns the flags after a multiplication: CF and OF are whether the product is wider than its low half.
+/// Returns a sum, and the carry out.
 #[inline(always)]
-pub(crate) fn flags_of_product<C: Compute>(
+fn sum<C: Compute>(c: &mut C, a: C::Value, b: C::Value, carry: C::Bool) -> (C::Value, C::Bool) {
+    let sum = c.add(a, b);
+    let more = c.widened(carry, a);
+    let result = c.add(sum, more);
+    let (with, without) = (c.is_at_most(result, a), c.is_less(result, a));
+    (result, c.choose(carry, with, without))
+}
+
+/// MUL and IMUL: returns the halves of the product. CF and OF are whether it is wider than its low half.
+#[inline(always)]
+pub(crate) fn multiply<C: Compute>(
     c: &mut C,
-    low: C::Value,
-    high: C::Value,
+    a: C::Value,
+    b: C::Value,
     is_signed: bool,
-) -> FlagsOf<C> {
+) -> ((C::Value, C::Value), FlagsOf<C>) {
+    let (low, high) = c.product(a, b, is_signed);
     let extended = match is_signed {
         true => {
             let last = c.number(i64::from(c.bits(low)) - 1, low);
@@ -95,10 +112,11 @@ pub(crate) fn flags_of_product<C: Compute>(
     let rest = c.xor(high, extended);
     let zero = c.number(0, low);
     let wide = c.is_less(zero, rest);
-    Flags::Given {
+    let flags = Flags::Given {
         carry: wide,
         overflow: wide,
         aux: None,
         result: low,
-    }
+    };
+    ((low, high), flags)
 }

@@ -1,4 +1,4 @@
-//! Bit tests and counts, BMI1 and BMI2. Counts and positions are as in the register: nobody has reduced them to the width.
+//! Bit tests, scans and counts, BMI1 and BMI2. Counts and positions are as in the register: nobody has reduced them to the width.
 
 use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
 
@@ -16,6 +16,13 @@ operations! {
     Btc |c, a, n, _carry| {
         let (mask, flags) = selected(c, a, n);
         (c.xor(a, mask), flags)
+    }
+
+    // The result if there is a bit; else nothing is written. The flags that are undefined are as after a logical operation.
+    Bsf |c, a, _b, _carry| (c.trailing_zeros(a), logic(a).1)
+    Bsr |c, a, _b, _carry| {
+        let (above, top) = (c.leading_zeros(a), c.number(i64::from(c.bits(a)) - 1, a));
+        (c.sub(top, above), logic(a).1)
     }
 
     Tzcnt |c, a, _b, _carry| {
@@ -94,7 +101,7 @@ fn modulo<C: Compute>(c: &mut C, n: C::Value) -> C::Value {
 fn selected<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> (C::Value, FlagsOf<C>) {
     let (n, one) = (modulo(c, n), c.number(1, a));
     let (mask, low) = (c.shl(one, n), c.shr(a, n));
-    let (carry, overflow) = (c.bit(low, 0), None);
+    let (carry, overflow) = (Some(c.bit(low, 0)), None);
     (mask, Flags::Rotated { carry, overflow })
 }
 

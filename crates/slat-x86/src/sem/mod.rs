@@ -3,37 +3,69 @@
 //! An instruction is a type: its result and its flags are functions generic over [`Compute`], which is what computes. [`Now`] computes
 //! with integers, while the interpreter executes; the compiler's translator makes Cranelift values of the same formulas. `exec` and `jit`
 //! fetch operands and write results, each in its own way. An instruction that is added here is in both.
+//!
+//! Flags are computed when something reads them, by [`condition`], from what the last instruction left: see there.
 
 pub(crate) mod alu;
 pub(crate) mod bits;
+mod condition;
+pub(crate) mod division;
+pub(crate) mod moves;
 mod now;
 pub(crate) mod shift;
 
-pub(crate) use now::Now;
+pub(crate) use condition::{CARRY, Readable, condition};
+pub(crate) use now::{DivideError, Now};
 
-/// What computes. Values have the width of the operands.
-pub(crate) trait Compute {
+/// What computes flags. Values have the width of the operands.
+pub(crate) trait Bits {
     type Value: Copy;
     type Bool: Copy;
     /// The carry flag that an instruction leaves alone.
     type Kept: Copy;
 
-    /// Returns the width of `a` in bits.
-    fn bits(&self, a: Self::Value) -> u32;
     /// Returns a number as wide as `like`.
     fn number(&mut self, n: i64, like: Self::Value) -> Self::Value;
+    fn add(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn and(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn xor(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn not(&mut self, a: Self::Value) -> Self::Value;
+    fn plus(&mut self, a: Self::Value, n: i64) -> Self::Value;
+
+    fn no(&mut self) -> Self::Bool;
+    fn is_zero(&mut self, a: Self::Value) -> Self::Bool;
+    fn is_equal(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
+    /// Whether `a` is less than `b`, without sign.
+    fn is_less(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
+    /// Whether `a` is not greater than `b`, without sign.
+    fn is_at_most(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
+    fn is_less_signed(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
+    fn is_at_most_signed(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
+    fn is_negative(&mut self, a: Self::Value) -> Self::Bool;
+    /// Whether the lowest byte has an even number of ones.
+    fn is_even(&mut self, a: Self::Value) -> Self::Bool;
+    /// Returns bit `n`.
+    fn bit(&mut self, a: Self::Value, n: u32) -> Self::Bool;
+    /// Whether exactly one of two is true.
+    fn differ(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
+    fn either(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
+    fn opposite(&mut self, a: Self::Bool) -> Self::Bool;
+}
+
+/// What computes results, too.
+pub(crate) trait Compute: Bits {
+    /// The fault of a computation that can fail.
+    type Fault;
+
+    /// Returns the width of `a` in bits.
+    fn bits(&self, a: Self::Value) -> u32;
     /// Returns 0 or 1, as wide as `like`.
     fn widened(&mut self, a: Self::Bool, like: Self::Value) -> Self::Value;
     fn kept_carry(&mut self) -> Self::Kept;
 
-    fn add(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
-    fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
-    fn and(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn or(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
-    fn xor(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
-    fn not(&mut self, a: Self::Value) -> Self::Value;
     fn neg(&mut self, a: Self::Value) -> Self::Value;
-    fn plus(&mut self, a: Self::Value, n: i64) -> Self::Value;
 
     /// Shifts to the left. The interpreter's counts may exceed the width of a byte or word, here and below; the compiler's never.
     fn shl(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
@@ -54,28 +86,23 @@ pub(crate) trait Compute {
     fn trailing_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn leading_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn ones(&mut self, a: Self::Value) -> Self::Value;
+    fn swap_bytes(&mut self, a: Self::Value) -> Self::Value;
+    /// Sign-extends the lower half.
+    fn extend_half(&mut self, a: Self::Value) -> Self::Value;
+    /// Returns quotient and remainder, without sign, of halves of which the high one is below the divisor.
+    fn quotient(
+        &mut self,
+        halves: (Self::Value, Self::Value),
+        divisor: Self::Value,
+    ) -> (Self::Value, Self::Value);
+    /// Ends the instruction with its fault.
+    fn fault_if(&mut self, fails: Self::Bool) -> Result<(), Self::Fault>;
 
-    fn no(&mut self) -> Self::Bool;
-    fn is_zero(&mut self, a: Self::Value) -> Self::Bool;
-    /// Whether `a` is less than `b`, without sign.
-    fn is_less(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
-    /// Whether `a` is not greater than `b`, without sign.
-    fn is_at_most(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
-    fn is_negative(&mut self, a: Self::Value) -> Self::Bool;
-    /// Returns bit `n`.
-    fn bit(&mut self, a: Self::Value, n: u32) -> Self::Bool;
-    /// Whether exactly one of two is true.
-    fn differ(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
     fn choose(&mut self, which: Self::Bool, a: Self::Bool, b: Self::Bool) -> Self::Bool;
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
 }
-
 /// How an instruction sets the arithmetic flags: of which operation they are. They are computed when something reads them.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(
-    not(feature = "jit"),
-    expect(dead_code, reason = "the compiler needs more than the record does")
-)]
 pub(crate) enum Flags<V, B, K> {
     /// They stay; in the compiler, what the CPU's record has.
     Recorded,
@@ -123,14 +150,13 @@ pub(crate) enum Flags<V, B, K> {
         zero: B,
         parity: B,
     },
-    /// CF, and OF if there is a value; the others stay.
+    /// CF and OF, each if there is a value; the others stay.
     Rotated {
-        carry: B,
+        carry: Option<B>,
         overflow: Option<B>,
     },
 }
 
-#[cfg(feature = "jit")]
 impl<V: Copy, B, K> Flags<V, B, K> {
     /// Returns the result, whose bits make ZF, SF and PF.
     pub(crate) fn result(&self) -> Option<V> {
@@ -149,31 +175,31 @@ impl<V: Copy, B, K> Flags<V, B, K> {
 }
 
 /// The flags as `C` has them.
-pub(crate) type FlagsOf<C> =
-    Flags<<C as Compute>::Value, <C as Compute>::Bool, <C as Compute>::Kept>;
+pub(crate) type FlagsOf<C> = Flags<<C as Bits>::Value, <C as Bits>::Bool, <C as Bits>::Kept>;
 
-/// An operation on up to two operands, and perhaps the carry flag.
+/// An operation on up to two operands, and perhaps a condition.
 pub(crate) trait Operation: 'static {
     /// Whether the result is stored (not for CMP and TEST).
     const WRITES: bool = true;
-    /// Whether the carry flag is an input.
-    const CARRY: bool = false;
+    /// The condition that is an input, if it is always the same.
+    const READS: Option<u8> = None;
     /// Returns the result and the flags. An operation on one operand gets it twice.
     fn apply<C: Compute>(
         c: &mut C,
         a: C::Value,
         b: C::Value,
-        carry: C::Bool,
+        holds: C::Bool,
     ) -> (C::Value, FlagsOf<C>);
 }
 
 /// Defines types that are [`Operation`]s, by what they do.
 macro_rules! operations {
-    ($($name:ident |$c:ident, $a:ident, $b:ident, $carry:ident| $body:expr $(, $constant:ident = $value:literal)?)*) => {
+    ($($name:ident |$c:ident, $a:ident, $b:ident, $carry:ident| $body:expr $(, READS = $reads:ident)? $(, WRITES = $writes:literal)?)*) => {
         $(
             pub(crate) struct $name;
             impl Operation for $name {
-                $(const $constant: bool = $value;)?
+                $(const READS: Option<u8> = Some($reads);)?
+                $(const WRITES: bool = $writes;)?
                 #[inline(always)]
                 fn apply<C: Compute>(
                     $c: &mut C,
@@ -211,10 +237,14 @@ macro_rules! by_mnemonic {
         }
     };
     ($mnemonic:expr, binary $($call:tt)*) => {
-        by_mnemonic!($mnemonic, alu [Add Or Adc Sbb And Sub Xor Cmp Test] $($call)*)
+        by_mnemonic!($mnemonic, alu [Add Or Adc Sbb And Sub Xor Cmp Test Adcx Adox] $($call)*)
     };
     ($mnemonic:expr, unary $($call:tt)*) => {
         by_mnemonic!($mnemonic, alu [Inc Dec Neg Not] $($call)*)
+            .or_else(|| by_mnemonic!($mnemonic, moves [Bswap] $($call)*))
+    };
+    ($mnemonic:expr, scan $($call:tt)*) => {
+        by_mnemonic!($mnemonic, bits [Bsf Bsr] $($call)*)
     };
     ($mnemonic:expr, bit_test $($call:tt)*) => {
         by_mnemonic!($mnemonic, bits [Bt Bts Btr Btc] $($call)*)

@@ -1,6 +1,6 @@
-//! Shifts and rotates by a count that is not 0: SHL SHR SAR ROL ROR RCL RCR.
+//! Shifts and rotates by a count that is not 0: SHL SHR SAR ROL ROR RCL RCR, SHLD SHRD.
 
-use super::{Compute, Flags, FlagsOf, Operation, operations};
+use super::{CARRY, Compute, Flags, FlagsOf, Operation, operations};
 
 operations! {
     Shl |c, a, n, _carry| {
@@ -36,7 +36,7 @@ operations! {
         let up = c.or(up, carry);
         let (result, carry) = (c.or(up, around), c.bit(down, 0));
         (result, turned_left(c, carry, result))
-    }, CARRY = true
+    }, READS = CARRY
     Rcr |c, a, n, carry| {
         let (one, rest) = (c.number(1, a), rest(c, a, n));
         let (down, up, carry) = (c.shr(a, n), c.shl(a, rest), c.widened(carry, a));
@@ -44,7 +44,74 @@ operations! {
         let down = c.or(down, carry);
         let (result, carry) = (c.or(down, around), last_down(c, a, n));
         (result, turned_right(c, carry, result))
-    }, CARRY = true
+    }, READS = CARRY
+}
+
+/// SHLD: shifts to the left, bits of `fill` in. A count above the width of a word is undefined; here and in [`shrd`], as on much hardware,
+/// the operand itself follows the bits shifted in.
+#[inline(always)]
+pub(crate) fn shld<C: Compute>(
+    c: &mut C,
+    a: C::Value,
+    fill: C::Value,
+    n: C::Value,
+) -> (C::Value, FlagsOf<C>) {
+    let ((high, low), m) = double(c, a, fill, n);
+    let rest = rest(c, high, m);
+    let (up, down) = (c.shl(high, m), c.shr(low, rest));
+    let result = c.or(up, down);
+    let last = c.shr(a, rest);
+    let carry = c.bit(last, 0);
+    (result, flags_of_double(c, carry, a, result))
+}
+
+/// SHRD: shifts to the right, bits of `fill` in.
+#[inline(always)]
+pub(crate) fn shrd<C: Compute>(
+    c: &mut C,
+    a: C::Value,
+    fill: C::Value,
+    n: C::Value,
+) -> (C::Value, FlagsOf<C>) {
+    let ((low, high), m) = double(c, a, fill, n);
+    let rest = rest(c, low, m);
+    let (down, up) = (c.shr(low, m), c.shl(high, rest));
+    let result = c.or(down, up);
+    let carry = last_down(c, a, n);
+    (result, flags_of_double(c, carry, a, result))
+}
+
+/// Returns the halves of what a double shift shifts, and by how much: for a word, at most its width.
+#[inline(always)]
+fn double<C: Compute>(
+    c: &mut C,
+    a: C::Value,
+    fill: C::Value,
+    n: C::Value,
+) -> ((C::Value, C::Value), C::Value) {
+    if c.bits(a) != 16 {
+        return ((a, fill), n);
+    }
+    let (width, less) = (c.number(16, a), c.plus(n, -16));
+    let is_far = c.is_less(width, n);
+    let halves = (c.select(is_far, fill, a), c.select(is_far, a, fill));
+    (halves, c.select(is_far, less, n))
+}
+
+#[inline(always)]
+fn flags_of_double<C: Compute>(
+    c: &mut C,
+    carry: C::Bool,
+    a: C::Value,
+    result: C::Value,
+) -> FlagsOf<C> {
+    let changed = c.xor(a, result);
+    Flags::Given {
+        carry,
+        overflow: c.is_negative(changed),
+        aux: None,
+        result,
+    }
 }
 
 /// Returns the last bit that a shift to the right drops.
@@ -67,6 +134,7 @@ fn rest<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Value {
 fn turned_left<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> FlagsOf<C> {
     let top = c.is_negative(result);
     let overflow = Some(c.differ(carry, top));
+    let carry = Some(carry);
     Flags::Rotated { carry, overflow }
 }
 
@@ -74,5 +142,6 @@ fn turned_left<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> Flags
 fn turned_right<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> FlagsOf<C> {
     let (top, next) = (c.is_negative(result), c.bit(result, c.bits(result) - 2));
     let overflow = Some(c.differ(top, next));
+    let carry = Some(carry);
     Flags::Rotated { carry, overflow }
 }

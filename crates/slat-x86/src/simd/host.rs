@@ -144,6 +144,7 @@ pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
 ///
 /// # Safety
 /// The host has all bits of `new`, which masks all exceptions. Rust code computes nothing until its own control bits are back.
+#[cfg(feature = "jit")]
 pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     let mut old = 0u32;
     // SAFETY: promised by the caller.

@@ -1,7 +1,5 @@
 //! Which elements of a result can underflow.
 
-use iced_x86::Mnemonic;
-
 /// The elements of an instruction's result that can be denormal because of an underflow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Lanes {
@@ -37,32 +35,5 @@ impl Lanes {
             .any(|half| {
                 (0..elements).any(|n| is_denormal((half >> (n * bits)) as u64, exponent, fraction))
             })
-    }
-
-    /// Returns the elements of a legacy SSE instruction.
-    pub(super) fn of(mnemonic: Mnemonic) -> Lanes {
-        use Mnemonic as M;
-        match mnemonic {
-            M::Addss | M::Subss | M::Mulss | M::Divss | M::Cvtsd2ss => Lanes::ScalarSingle,
-            M::Addsd | M::Subsd | M::Mulsd | M::Divsd => Lanes::ScalarDouble,
-            M::Addps
-            | M::Subps
-            | M::Mulps
-            | M::Divps
-            | M::Addsubps
-            | M::Haddps
-            | M::Hsubps
-            | M::Cvtpd2ps
-            | M::Dpps => Lanes::Single,
-            M::Addpd
-            | M::Subpd
-            | M::Mulpd
-            | M::Divpd
-            | M::Addsubpd
-            | M::Haddpd
-            | M::Hsubpd
-            | M::Dppd => Lanes::Double,
-            _ => Lanes::None,
-        }
     }
 }

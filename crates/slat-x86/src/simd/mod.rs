@@ -1,14 +1,20 @@
 //! SSE to SSE4.2, SSE4a, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA, F16C, VAES and VPCLMULQDQ in `vex`.
 //!
-//! The host CPU does the work: `table` has a stub of the equal instruction for each mnemonic, `host` calls it, and the handlers
+//! The host CPU does the work: `pairs` and `table` have a stub of the equal instruction for each mnemonic, `host` calls it, and the handlers
 //! here only fetch operands and store results. Plain moves need no stub.
 
+mod forms;
 mod gpr;
 mod host;
 mod lanes;
+#[cfg(feature = "jit")]
+mod meaning;
 mod mmx;
 mod moves;
 mod operate;
+mod pairs;
+#[cfg(feature = "jit")]
+mod plain;
 mod sse4a;
 mod table;
 mod vex;
@@ -17,6 +23,12 @@ pub use crate::features::has_avx;
 pub(crate) use host::HostFlags;
 #[cfg(feature = "jit")]
 pub(crate) use host::{FLAGS as MXCSR_FLAGS, exchange_mxcsr, runs_on_host};
+#[cfg(feature = "jit")]
+pub(crate) use {
+    meaning::{Each, Elements},
+    pairs::meaning,
+    plain::{Plain, plain},
+};
 
 use crate::Cpu;
 use crate::op::{Flow, Handler, Op};
@@ -84,34 +96,6 @@ fn offered(feature: CpuidFeature) -> Option<bool> {
 pub(crate) fn is_offered(insn: &Instruction) -> bool {
     let mut features = insn.code().cpuid_features().iter();
     features.all(|f| offered(*f) == Some(true))
-}
-
-/// How a stub executes an instruction from vectors to a vector.
-pub(crate) struct Plain {
-    /// The stub's address, for 128 bits.
-    pub(crate) stub: usize,
-    /// Whether it wants the immediate, which the operation has in `aux`.
-    pub(crate) has_immediate: bool,
-    /// Operand `k` is in register `k`, for these.
-    pub(crate) first: usize,
-    pub(crate) last: usize,
-    /// Whether the register after them has the guest's XMM0.
-    pub(crate) reads_xmm0: bool,
-    /// Whether the register after them has the immediate.
-    pub(crate) shifts_by_immediate: bool,
-    /// Whether it computes under MXCSR.
-    pub(crate) is_float: bool,
-    /// Whether an operand in memory has to be aligned.
-    pub(crate) is_aligned: bool,
-}
-
-/// Returns how a stub executes an instruction which the host has, one half of 128 bits at a time if it is `wide`; `None` if it is no
-/// instruction from vectors to a vector, or its halves depend on each other.
-pub(crate) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
-    match insn.encoding() == EncodingKind::VEX {
-        true => vex::plain(insn, wide),
-        false => operate::plain(insn),
-    }
 }
 
 fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {

@@ -1,9 +1,9 @@
 //! Instructions from XMM and memory to XMM or flags: fetch, call the stub, store.
 
-use super::Plain;
+use super::forms::Kind;
 use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work, runs_on_host};
 use super::lanes::Lanes;
-use super::table::{self, Kind};
+use super::table;
 use crate::Cpu;
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::{control, flags};
@@ -51,35 +51,12 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     }
     let handler: Handler = match kind {
         Kind::Int => by_source!(int),
-        Kind::Float => by_source!(float),
+        Kind::Float(_) => by_source!(float),
         Kind::IntFlags => by_source!(int_flags),
         Kind::FloatFlags => by_source!(float_flags),
         Kind::ImplicitXmm0 => by_source!(implicit_xmm0),
     };
     Some(handler)
-}
-
-/// See [`super::plain`].
-pub(super) fn plain(insn: &Instruction) -> Option<Plain> {
-    let mnemonic = insn.mnemonic();
-    let by_immediate = insn.op1_kind() == OpKind::Immediate8;
-    let (kind, stub) = match by_immediate {
-        true => (Kind::Int, table::shift(mnemonic)?),
-        false => table::xmm(mnemonic)?,
-    };
-    if !matches!(kind, Kind::Int | Kind::Float | Kind::ImplicitXmm0) {
-        return None;
-    }
-    Some(Plain {
-        stub: stub as usize,
-        has_immediate: insn.op_kind(insn.op_count() - 1) == OpKind::Immediate8,
-        first: 0,
-        last: if by_immediate { 0 } else { 1 },
-        reads_xmm0: kind == Kind::ImplicitXmm0,
-        shifts_by_immediate: false,
-        is_float: kind == Kind::Float,
-        is_aligned: true,
-    })
 }
 
 /// Whether a string comparison returns an index in ECX. The others return a mask in XMM0.
@@ -180,8 +157,16 @@ const FLUSH_TO_ZERO: u32 = 1 << 15;
 fn run_unmasked(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     with_unmasked(cpu, |mxcsr| {
         let result = host::float(Entry(op.imm), work, mxcsr);
-        (result, Lanes::of(op.mnemonic).has_denormal(&[work.dst]))
+        (result, lanes(op).has_denormal(&[work.dst]))
     })
+}
+
+/// Returns the elements of an instruction's result that can underflow.
+fn lanes(op: &Op) -> Lanes {
+    match table::xmm(op.mnemonic) {
+        Some((Kind::Float(lanes), _)) => lanes,
+        _ => Lanes::None,
+    }
 }
 
 /// Runs an instruction of which the guest has unmasked exceptions. `run` executes it under the MXCSR that it is passed, and returns

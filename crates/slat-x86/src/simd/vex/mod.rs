@@ -11,9 +11,12 @@ mod host;
 mod masked;
 mod moves;
 mod operate;
+#[cfg(feature = "jit")]
+mod plain;
 mod table;
 
-pub(super) use operate::plain;
+#[cfg(feature = "jit")]
+pub(super) use plain::plain;
 
 use crate::Cpu;
 use crate::op::{Break, Flow, Handler, MEM, Op};

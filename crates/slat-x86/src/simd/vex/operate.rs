@@ -1,12 +1,12 @@
 //! Instructions that a stub executes: fetch, call, store.
 
 use super::host::{self, Entry, Stub, Work};
-use super::table::{self, Kind};
+use super::table;
 use super::{load, store};
 use crate::Cpu;
 use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, Op};
-use crate::simd::Plain;
+use crate::simd::forms::Kind;
 use crate::simd::host::runs_on_host;
 use crate::simd::lanes::Lanes;
 use crate::simd::operate::{UNALIGNED, returns_index, strings, with_unmasked};
@@ -25,7 +25,6 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
         stub,
         by_constant,
         sources,
-        ..
     } = find(insn, wide)?;
     op.imm = stub as usize as u64;
     if mnemonic == M::Vinsertps && op.r[2] == MEM {
@@ -49,18 +48,16 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
 }
 
 /// The stub of an instruction, and what it wants.
-struct Found {
-    kind: Kind,
-    stub: Stub,
-    /// Whether the last operand is an immediate.
-    immediate: bool,
+pub(super) struct Found {
+    pub(super) kind: Kind,
+    pub(super) stub: Stub,
     /// Whether the stub shifts by a count in a register: the immediate goes there.
-    by_constant: bool,
-    /// The number of the last operand that is none.
-    sources: u32,
+    pub(super) by_constant: bool,
+    /// The number of the last operand that is no immediate.
+    pub(super) sources: u32,
 }
 
-fn find(insn: &Instruction, wide: bool) -> Option<Found> {
+pub(super) fn find(insn: &Instruction, wide: bool) -> Option<Found> {
     let mnemonic = insn.mnemonic();
     let last = insn.op_count().checked_sub(1)?;
     let immediate = insn.op_kind(last) == OpKind::Immediate8;
@@ -72,48 +69,8 @@ fn find(insn: &Instruction, wide: bool) -> Option<Found> {
     Some(Found {
         kind,
         stub,
-        immediate,
         by_constant: found.is_none(),
         sources: last - u32::from(immediate),
-    })
-}
-
-/// See [`simd::plain`](crate::simd::plain).
-pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
-    use M::*;
-    let mnemonic = insn.mnemonic();
-    let Found {
-        kind,
-        stub,
-        immediate,
-        by_constant,
-        sources,
-    } = find(insn, false)?;
-    let is_float = match kind {
-        Kind::Int => false,
-        Kind::Float(_) => true,
-        _ => return None,
-    };
-    // Whether the upper half is computed as the lower one is: it has the same sources, and no other bits of the immediate.
-    let is_uniform = table::is_by_halves(mnemonic)
-        && !(immediate
-            && matches!(
-                mnemonic,
-                Vpermilpd | Vshufpd | Vblendps | Vblendpd | Vpblendd | Vmpsadbw
-            ));
-    if wide && !is_uniform {
-        return None;
-    }
-    let accumulates = insn.code().cpuid_features().contains(&CpuidFeature::FMA);
-    Some(Plain {
-        stub: stub as usize,
-        has_immediate: immediate && !by_constant,
-        first: usize::from(!accumulates),
-        last: sources as usize,
-        reads_xmm0: false,
-        shifts_by_immediate: by_constant,
-        is_float,
-        is_aligned: false,
     })
 }
 

@@ -1,0 +1,59 @@
+//! Hypercalls: VMCALL, VMMCALL.
+
+use crate::Cpu;
+use crate::machine::{HypercallInstruction, HypercallOutcome, Hypercalls};
+use crate::op::{Break, Flow, Handler, Op};
+use crate::svm::intercept::code;
+use iced_x86::{Instruction, Mnemonic};
+
+fn vmcall(cpu: &mut Cpu, op: &Op) -> Flow {
+    hypercall_by(cpu, op, HypercallInstruction::Vmcall)
+}
+fn vmmcall(cpu: &mut Cpu, op: &Op) -> Flow {
+    hypercall_by(cpu, op, HypercallInstruction::Vmmcall)
+}
+fn hypercall_by(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
+    if cpu.svm.is_guest() {
+        return nested_hypercall(cpu, op, which);
+    }
+    match cpu.machine().hypercall_instruction(which) {
+        Hypercalls::Executed => hypercall(cpu, op),
+        Hypercalls::Undefined => Err(cpu.ud()),
+        Hypercalls::Patched(by) => patch(cpu, op, by),
+    }
+}
+/// VMMCALL of a guest whose hypervisor is a guest: it calls that one, or nobody. VMCALL becomes VMMCALL, as in KVM, where the machine
+/// corrects such guests at all.
+fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
+    match which {
+        HypercallInstruction::Vmmcall => cpu.intercept(op, code::VMMCALL)?,
+        HypercallInstruction::Vmcall => {
+            if cpu.machine().hypercall_instruction(which) != Hypercalls::Undefined {
+                return patch(cpu, op, HypercallInstruction::Vmmcall);
+            }
+        }
+    }
+    Err(cpu.ud())
+}
+/// Overwrites the instruction by `by`, which is executed.
+fn patch(cpu: &mut Cpu, op: &Op, by: HypercallInstruction) -> Flow {
+    let at = cpu.state.cs.base.wrapping_add(cpu.rip_of(op));
+    cpu.store_bytes(at, &by.bytes())?;
+    Err(Break::Retry)
+}
+fn hypercall(cpu: &mut Cpu, op: &Op) -> Flow {
+    Err(match cpu.call_machine() {
+        HypercallOutcome::Done => Break::End,
+        HypercallOutcome::Outside => cpu.ask_hypercall(op),
+        HypercallOutcome::Undefined => cpu.ud(),
+        HypercallOutcome::Retry => Break::Retry,
+    })
+}
+
+pub(super) fn lower(insn: &Instruction) -> Option<Handler> {
+    match insn.mnemonic() {
+        Mnemonic::Vmcall => Some(vmcall),
+        Mnemonic::Vmmcall => Some(vmmcall),
+        _ => None,
+    }
+}

@@ -1,0 +1,87 @@
+//! The guest's instructions of a region, and what they use.
+
+use super::{Source, Step};
+use crate::cpu::mode;
+use crate::lower;
+use iced_x86::{
+    Decoder, DecoderOptions, Instruction, InstructionInfoFactory, Mnemonic, OpAccess, OpKind,
+};
+
+/// One guest instruction.
+pub(super) struct Guest {
+    pub(super) insn: Instruction,
+    /// The index of its step.
+    pub(super) step: usize,
+}
+
+/// Decodes the region's blocks: its instructions, and which of them each block has.
+pub(super) fn decode(source: &Source) -> (Vec<Step>, Vec<Vec<Guest>>) {
+    let mut steps = Vec::new();
+    let mut blocks = Vec::new();
+    let mut lowered = Vec::new();
+    for (rip, bytes) in &source.blocks {
+        let width = mode::width(source.mode);
+        let mut decoder = Decoder::with_ip(width, bytes, *rip, DecoderOptions::NONE);
+        let mut block = Vec::new();
+        while decoder.can_decode() {
+            let start = decoder.position();
+            let insn = decoder.decode();
+            if insn.is_invalid() {
+                break;
+            }
+            let code = &bytes[start..decoder.position()];
+            lowered.clear();
+            lower::lower(&insn, code, source.mode, 0, insn.len() as u8, &mut lowered);
+            block.push(Guest {
+                insn,
+                step: steps.len(),
+            });
+            let mut bytes = [0; 15];
+            bytes[..code.len()].copy_from_slice(code);
+            steps.push(Step {
+                rip: insn.ip(),
+                op: lowered[0],
+                bytes,
+                before: block.len() as u8 - 1,
+            });
+        }
+        blocks.push(block);
+    }
+    (steps, blocks)
+}
+
+/// Returns the general registers that an instruction uses, by number, and whether it may write them.
+pub(super) fn registers(
+    factory: &mut InstructionInfoFactory,
+    insn: &Instruction,
+) -> impl Iterator<Item = (usize, bool)> {
+    let used = factory.info(insn).used_registers().iter();
+    used.filter(|used| used.register().is_gpr()).map(|used| {
+        let may_write = !matches!(used.access(), OpAccess::Read | OpAccess::CondRead);
+        (used.register().full_register().number(), may_write)
+    })
+}
+
+/// Returns the numbers of general registers that are given as bits.
+pub(super) fn numbers(registers: u16) -> impl Iterator<Item = usize> {
+    (0..16).filter(move |r| registers >> r & 1 != 0)
+}
+
+/// Whether a block sets all flags before it uses them or may stop: then nobody can tell what they were before.
+pub(super) fn sets_flags_first(guests: &[Guest]) -> bool {
+    use Mnemonic::*;
+    for Guest { insn, .. } in guests {
+        let mut operands = (0..insn.op_count()).map(|k| (insn.op_kind(k), insn.op_register(k)));
+        let is_plain = operands.all(|(kind, register)| match kind {
+            OpKind::Memory => insn.mnemonic() == Lea,
+            OpKind::Register => register.is_gpr(),
+            _ => true,
+        });
+        match insn.mnemonic() {
+            Add | Sub | And | Or | Xor | Cmp | Test | Neg if is_plain => return true,
+            Mov | Movzx | Movsx | Movsxd | Lea | Not if is_plain => {}
+            _ => return false,
+        }
+    }
+    false
+}

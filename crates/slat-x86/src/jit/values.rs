@@ -1,0 +1,102 @@
+//! General registers, immediates and operands as values.
+
+use super::translate::{TYPES, Translator};
+use crate::op::{MEM, NONE, Op};
+use cranelift_codegen::ir::types::I64;
+use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
+
+impl Translator<'_> {
+    /// Returns the value of a register.
+    pub(super) fn register(&mut self, r: usize) -> Value {
+        match self.gpr[r] {
+            Some(value) => value,
+            None => {
+                let value = self.field(I64, Self::gpr_offset(r));
+                self.gpr[r] = Some(value);
+                value
+            }
+        }
+    }
+
+    /// Reads a register in an operand size.
+    pub(super) fn get(&mut self, r: u8, size: u8) -> Value {
+        let value = self.register(usize::from(r & 15));
+        let value = match r >> 4 {
+            0 => value,
+            _ => self.b.ins().ushr_imm(value, 8),
+        };
+        self.narrow(value, size)
+    }
+
+    /// Returns the low part of a 64-bit value.
+    pub(super) fn narrow(&mut self, value: Value, size: u8) -> Value {
+        match size {
+            3 => value,
+            size => self.b.ins().ireduce(TYPES[usize::from(size)], value),
+        }
+    }
+
+    /// Returns a value zero-extended to 64 bits.
+    pub(super) fn wide(&mut self, value: Value) -> Value {
+        let dfg = &self.b.func.dfg;
+        if dfg.value_type(value) == I64 {
+            return value;
+        }
+        let inst = dfg.value_def(value).inst();
+        match inst.map(|inst| dfg.insts[inst]) {
+            // Cranelift would load the extended one from memory.
+            Some(InstructionData::UnaryImm {
+                opcode: Opcode::Iconst,
+                imm,
+            }) => self.constant(imm.bits()),
+            _ => self.b.ins().uextend(I64, value),
+        }
+    }
+
+    /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes leave the rest.
+    pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
+        let number = usize::from(r & 15);
+        self.changed |= 1 << number;
+        let value = self.wide(value);
+        let value = if size >= 2 {
+            value
+        } else {
+            let shift = i64::from(r >> 4) * 8;
+            let mask = (if size == 0 { 0xff } else { 0xffff }) << shift;
+            let old = self.register(number);
+            let old = self.b.ins().band_imm(old, !mask);
+            let value = match shift {
+                0 => value,
+                shift => self.b.ins().ishl_imm(value, shift),
+            };
+            self.b.ins().bor(old, value)
+        };
+        self.gpr[number] = Some(value);
+    }
+
+    pub(super) fn immediate(&mut self, size: u8, value: u64) -> Value {
+        let bits = 8 << size;
+        let value = (value as i64) << (64 - bits) >> (64 - bits);
+        match size {
+            3 => self.constant(value),
+            size => {
+                let ty = TYPES[usize::from(size)];
+                // Cranelift wants the bits beyond the type to be clear.
+                let value = value & ((1i64 << bits) - 1);
+                self.b.ins().iconst(ty, value)
+            }
+        }
+    }
+
+    /// Reads operand `k`.
+    pub(super) fn operand(&mut self, op: &Op, k: usize, size: u8) -> Value {
+        match op.r[k] {
+            MEM => {
+                let lin = self.lin(op);
+                self.load(lin, size)
+            }
+            NONE => self.immediate(size, op.imm),
+            r => self.get(r, size),
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! The flags and conditions that instructions read, of what the last instruction left.
+//!
+//! The interpreter reads its record of it (`flags`), whatever the instruction was. The compiler mostly knows the instruction, and makes
+//! code of the formula for that one alone: after a comparison, a condition is one comparison of the host's.
+
+use super::{Bits, Flags, FlagsOf};
+use crate::state::flags::{CF, OF, PF, SF, ZF};
+
+/// The conditions that are one flag, by number, of those that instructions have as an input.
+pub(crate) const OVERFLOW: u8 = 0;
+pub(crate) const CARRY: u8 = 2;
+
+/// Where arithmetic flags are to be read.
+pub(crate) trait Readable: Bits + Sized {
+    /// Returns what set the flags last.
+    fn flags(&mut self) -> FlagsOf<Self>;
+    /// Returns one of the flags that [`Flags::Recorded`] stands for: CF PF ZF SF or OF.
+    fn recorded(&mut self, flag: u64) -> Self::Bool;
+    /// Returns the carry flag that an instruction left alone.
+    fn kept(&mut self, carry: Self::Kept) -> Self::Bool;
+
+    /// Returns CF.
+    #[inline(always)]
+    fn carry(&mut self) -> Self::Bool {
+        match self.flags() {
+            Flags::Add { a, result } => self.is_less(result, a),
+            Flags::Sub { a, b, .. } => self.is_less(a, b),
+            Flags::Logic { carry: None, .. } => self.no(),
+            Flags::Inc { carry, .. } | Flags::Dec { carry, .. } => self.kept(carry),
+            Flags::Shl { before, .. } => self.is_negative(before),
+            Flags::Logic {
+                carry: Some(carry), ..
+            }
+            | Flags::Shr { carry, .. }
+            | Flags::Given { carry, .. }
+            | Flags::Compared { carry, .. }
+            | Flags::Rotated {
+                carry: Some(carry), ..
+            } => carry,
+            Flags::Recorded | Flags::Rotated { carry: None, .. } => self.recorded(CF),
+        }
+    }
+
+    /// Returns ZF.
+    #[inline(always)]
+    fn zero(&mut self) -> Self::Bool {
+        match self.flags() {
+            Flags::Sub { a, b, .. } => self.is_equal(a, b),
+            Flags::Compared { zero, .. } => zero,
+            flags => match flags.result() {
+                Some(result) => self.is_zero(result),
+                None => self.recorded(ZF),
+            },
+        }
+    }
+
+    /// Returns SF.
+    #[inline(always)]
+    fn negative(&mut self) -> Self::Bool {
+        match self.flags() {
+            Flags::Compared { .. } => self.no(),
+            flags => match flags.result() {
+                Some(result) => self.is_negative(result),
+                None => self.recorded(SF),
+            },
+        }
+    }
+
+    /// Returns PF.
+    #[inline(always)]
+    fn parity(&mut self) -> Self::Bool {
+        match self.flags() {
+            Flags::Compared { parity, .. } => parity,
+            flags => match flags.result() {
+                Some(result) => self.is_even(result),
+                None => self.recorded(PF),
+            },
+        }
+    }
+
+    /// Returns OF.
+    #[inline(always)]
+    fn overflow(&mut self) -> Self::Bool {
+        let changed = match self.flags() {
+            Flags::Logic { .. } | Flags::Compared { .. } => return self.no(),
+            Flags::Given { overflow, .. }
+            | Flags::Rotated {
+                overflow: Some(overflow),
+                ..
+            } => return overflow,
+            Flags::Recorded | Flags::Rotated { overflow: None, .. } => return self.recorded(OF),
+            // `a + b = result` is `result - b = a`.
+            Flags::Add { a, result } => {
+                let b = self.sub(result, a);
+                both_changed(self, result, a, b)
+            }
+            Flags::Sub { a, b, result } => both_changed(self, a, b, result),
+            // The result is the smallest number, or the largest.
+            Flags::Inc { result, .. } => {
+                let before = self.plus(result, -1);
+                let before = self.not(before);
+                self.and(result, before)
+            }
+            Flags::Dec { result, .. } => {
+                let (before, after) = (self.plus(result, 1), self.not(result));
+                self.and(before, after)
+            }
+            Flags::Shl { before, result } => self.xor(before, result),
+            Flags::Shr { result, .. } => {
+                let next = self.add(result, result);
+                self.xor(result, next)
+            }
+        };
+        self.is_negative(changed)
+    }
+
+    /// Returns AF of an operation that has a result. `None`: it is clear.
+    #[inline(always)]
+    fn aux(&mut self) -> Option<Self::Bool> {
+        let changed = match self.flags() {
+            Flags::Add { a, result } => {
+                let b = self.sub(result, a);
+                let changed = self.xor(a, b);
+                self.xor(changed, result)
+            }
+            Flags::Sub { a, b, result } => {
+                let changed = self.xor(a, b);
+                self.xor(changed, result)
+            }
+            Flags::Inc { result, .. } => {
+                let before = self.plus(result, -1);
+                self.xor(before, result)
+            }
+            Flags::Dec { result, .. } => {
+                let before = self.plus(result, 1);
+                self.xor(before, result)
+            }
+            Flags::Given { aux, .. } => return aux,
+            Flags::Logic { .. } | Flags::Shl { .. } | Flags::Shr { .. } => return None,
+            Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => return None,
+        };
+        Some(self.bit(changed, 4))
+    }
+
+    /// Returns the flags with another CF and OF, as far as they are given. `None`: the others are those of no result.
+    #[inline(always)]
+    fn rotated(
+        &mut self,
+        carry: Option<Self::Bool>,
+        overflow: Option<Self::Bool>,
+    ) -> Option<FlagsOf<Self>> {
+        let result = self.flags().result()?;
+        Some(Flags::Given {
+            carry: carry.unwrap_or_else(|| self.carry()),
+            overflow: overflow.unwrap_or_else(|| self.overflow()),
+            aux: self.aux(),
+            result,
+        })
+    }
+}
+
+/// Returns a value whose sign is OF of a subtraction: the operands have different signs, and the result has not the first one's.
+#[inline(always)]
+fn both_changed<C: Bits>(c: &mut C, a: C::Value, b: C::Value, result: C::Value) -> C::Value {
+    let (operands, result) = (c.xor(a, b), c.xor(a, result));
+    c.and(operands, result)
+}
+
+/// Returns whether condition `cc` (the low four bits of Jcc's opcode) holds.
+#[inline(always)]
+pub(crate) fn condition<C: Readable>(c: &mut C, cc: u8) -> C::Bool {
+    let holds = match (cc >> 1, c.flags()) {
+        (3, Flags::Sub { a, b, .. }) => c.is_at_most(a, b),
+        (6, Flags::Sub { a, b, .. }) => c.is_less_signed(a, b),
+        (7, Flags::Sub { a, b, .. }) => c.is_at_most_signed(a, b),
+        // OF is clear, and perhaps CF.
+        (3, Flags::Logic { carry: None, .. }) => c.zero(),
+        (6, Flags::Logic { .. }) => c.negative(),
+        (7, Flags::Logic { result, .. }) => {
+            let none = c.number(0, result);
+            c.is_at_most_signed(result, none)
+        }
+        (0, _) => c.overflow(),
+        (1, _) => c.carry(),
+        (2, _) => c.zero(),
+        (3, _) => {
+            let (carry, zero) = (c.carry(), c.zero());
+            c.either(carry, zero)
+        }
+        (4, _) => c.negative(),
+        (5, _) => c.parity(),
+        (6, _) => is_less(c),
+        _ => {
+            let (less, zero) = (is_less(c), c.zero());
+            c.either(less, zero)
+        }
+    };
+    match cc & 1 {
+        0 => holds,
+        _ => c.opposite(holds),
+    }
+}
+
+/// Whether a signed comparison found "less": SF is not OF.
+#[inline(always)]
+fn is_less<C: Readable>(c: &mut C) -> C::Bool {
+    let (negative, overflow) = (c.negative(), c.overflow());
+    c.differ(negative, overflow)
+}

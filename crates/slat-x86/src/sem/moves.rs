@@ -1,0 +1,23 @@
+//! Moves that compute: SETcc CMOVcc, BSWAP MOVBE, and the conversions of RAX. All leave the flags alone.
+
+use super::{Compute, Flags, FlagsOf, Operation, operations};
+
+operations! {
+    // The condition is the caller's. The source of CMOVcc is read whether it holds or not.
+    Setcc |c, a, _b, holds| (c.widened(holds, a), Flags::Recorded)
+    Cmov |c, a, b, holds| (c.select(holds, b, a), Flags::Recorded)
+
+    // A 16-bit BSWAP is undefined; processors return zero.
+    Bswap |c, a, _b, _holds| match c.bits(a) {
+        16 => (c.number(0, a), Flags::Recorded),
+        _ => (c.swap_bytes(a), Flags::Recorded),
+    }
+    Movbe |c, a, _b, _holds| (c.swap_bytes(a), Flags::Recorded)
+
+    // CBW CWDE CDQE, by the size of the result; CWD CDQ CQO.
+    Extend |c, a, _b, _holds| (c.extend_half(a), Flags::Recorded)
+    Spread |c, a, _b, _holds| {
+        let last = c.number(i64::from(c.bits(a)) - 1, a);
+        (c.sar(a, last), Flags::Recorded)
+    }
+}

@@ -1,0 +1,157 @@
+//! How the stubs of the tables are made, and called.
+
+use super::lanes::Lanes;
+
+/// How a stub is to be called.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Kind {
+    /// Bits in, bits out; MXCSR has no effect.
+    Int,
+    /// Rounds or raises floating-point exceptions; the elements of the result that can underflow.
+    Float(Lanes),
+    /// Sets ZF, PF, CF and changes no register (PTEST).
+    IntFlags,
+    /// Sets ZF, PF, CF under MXCSR and changes no register (COMISS and its variants).
+    FloatFlags,
+    /// Reads XMM0 besides its operands.
+    ImplicitXmm0,
+}
+
+/// Returns the kind of a group by its name.
+macro_rules! kind {
+    (Int) => {
+        Kind::Int
+    };
+    (IntFlags) => {
+        Kind::IntFlags
+    };
+    (FloatFlags) => {
+        Kind::FloatFlags
+    };
+    ($lanes:ident) => {
+        Kind::Float(Lanes::$lanes)
+    };
+}
+pub(super) use kind;
+
+macro_rules! stub {
+    ($($line:expr),+) => {{
+        #[unsafe(naked)]
+        unsafe extern "C" fn stub() {
+            naked_asm!($($line,)+ "ret")
+        }
+        stub as Stub
+    }};
+}
+pub(super) use stub;
+
+/// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 stubs, eight bytes apart. AT&T
+/// syntax, in which a counting symbol can be an immediate.
+macro_rules! imm_stub {
+    ($op:expr) => {{
+        #[unsafe(naked)]
+        unsafe extern "C" fn stub() {
+            naked_asm!(
+                "leaq 2f(%rip), %r8",
+                "leaq (%r8, %rcx, 8), %r8",
+                "jmp *%r8",
+                ".balign 8",
+                "2:",
+                ".set slat_imm, 0",
+                ".rept 256",
+                $op,
+                "ret",
+                ".balign 8",
+                ".set slat_imm, slat_imm + 1",
+                ".endr",
+                options(att_syntax)
+            )
+        }
+        stub as Stub
+    }};
+}
+pub(super) use imm_stub;
+
+/// Makes the stub of one row with a VEX prefix: of 128 bits for `false`, of 256 for `true`. Operand 0 is in register 0, operand 1 in register 1, …
+macro_rules! row {
+    // Two operands, and three, of the vector's size.
+    (v2 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1")) };
+    (v2 true $text:expr) => { stub!(concat!($text, " ymm0, ymm1")) };
+    (v3 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1, xmm2")) };
+    (v3 true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, ymm2")) };
+    (v4 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1, xmm2, xmm3")) };
+    (v4 true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, ymm2, ymm3")) };
+    // Forms of 128 bits only, scalars among them.
+    (x2 false $text:expr) => { row!(v2 false $text) };
+    (x3 false $text:expr) => { row!(v3 false $text) };
+    // Forms of 256 bits only.
+    (y3 true $text:expr) => { row!(v3 true $text) };
+    // The source is half as large as the result, or the other way round.
+    (widen false $text:expr) => { row!(v2 false $text) };
+    (widen true $text:expr) => { stub!(concat!($text, " ymm0, xmm1")) };
+    (narrow false $text:expr) => { row!(v2 false $text) };
+    (narrow true $text:expr) => { stub!(concat!($text, " xmm0, ymm1")) };
+    // The last operand is a count of 64 bits.
+    (shift false $text:expr) => { row!(v3 false $text) };
+    (shift true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, xmm2")) };
+    // With an immediate.
+    (v2i false $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
+    (v2i true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %ymm0")) };
+    (v3i false $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %xmm1, %xmm0")) };
+    (v3i true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm2, %ymm1, %ymm0")) };
+    (x2i false $text:expr) => { row!(v2i false $text) };
+    (x3i false $text:expr) => { row!(v3i false $text) };
+    (y2i true $text:expr) => { row!(v2i true $text) };
+    (y3i true $text:expr) => { row!(v3i true $text) };
+    (narrow_i false $text:expr) => { row!(v2i false $text) };
+    (narrow_i true $text:expr) => { row!(extract true $text) };
+    (extract true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %xmm0")) };
+    (insert true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %ymm1, %ymm0")) };
+    // All elements are the source's first one, or its first 128 bits. Hosts without AVX2 have no such form on registers.
+    (broadcast32 false $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0") };
+    (broadcast32 true $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0", "vinsertf128 ymm0, ymm0, xmm0, 1") };
+    (broadcast64 true $text:expr) => { stub!("vmovddup xmm0, xmm1", "vinsertf128 ymm0, ymm0, xmm0, 1") };
+    (broadcast128 true $text:expr) => { stub!("vinsertf128 ymm0, ymm1, xmm1, 1") };
+    // Any other combination does not exist.
+    ($form:ident $wide:ident $text:expr) => { return None };
+}
+pub(super) use row;
+
+/// Whether the rows of a form compute each half of 256 bits as one of 128.
+#[cfg(feature = "jit")]
+macro_rules! by_halves {
+    (v2) => {
+        true
+    };
+    (v3) => {
+        true
+    };
+    (v4) => {
+        true
+    };
+    (v2i) => {
+        true
+    };
+    (v3i) => {
+        true
+    };
+    ($form:ident) => {
+        false
+    };
+}
+#[cfg(feature = "jit")]
+pub(super) use by_halves;
+
+/// Makes the stub of one row without a VEX prefix, by the form with one: operand 0 is the first source, too. The instructions with four
+/// operands have XMM0 for the last one.
+macro_rules! legacy_row {
+    (v2i $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
+    (v3i $text:expr) => { legacy_row!(v2i $text) };
+    (x2i $text:expr) => { legacy_row!(v2i $text) };
+    (x3i $text:expr) => { legacy_row!(v2i $text) };
+    (v4 $text:expr) => {
+        stub!("movdqa xmm3, xmm0", "movdqa xmm0, xmm2", concat!($text, " xmm3, xmm1"), "movdqa xmm0, xmm3")
+    };
+    ($form:ident $text:expr) => { stub!(concat!($text, " xmm0, xmm1")) };
+}
+pub(super) use legacy_row;

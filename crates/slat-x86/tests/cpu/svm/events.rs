@@ -1,0 +1,122 @@
+//! Events and interrupts: injected, pending, virtual, and those that make a guest leave.
+
+use super::*;
+
+#[test]
+fn vmrun_injects_an_event_before_the_first_instruction() {
+    const VALID: u64 = 1 << 31;
+    // Vector 0x80 as an interrupt and as INT n, #GP with an error code, an NMI.
+    for (event, vector, error) in [
+        (VALID | 0x80, 0x80, None),
+        (VALID | 4 << 8 | 0x80, 0x80, None),
+        (VALID | 3 << 8 | 1 << 11 | 13 | 8 << 32, 13, Some(8)),
+        (VALID | 2 << 8, 2, None),
+    ] {
+        let mut guest = hypervisor(b"\x0f\x0b");
+        put(&guest, at::EVENT, event);
+        put(&guest, at::NEXT_RIP, L2 + 0x50);
+        assert_eq!(exit(&mut guest), 0x78);
+        assert_eq!(get(&guest, at::RIP), HANDLERS + 16 * vector);
+        assert_eq!(get(&guest, at::EVENT) & VALID, 0);
+        let rsp = get(&guest, at::RSP);
+        let has_error = u64::from(error.is_some());
+        if let Some(error) = error {
+            assert_eq!(guest.memory().read64(rsp), error);
+        }
+        let soft = event >> 8 & 7 == 4;
+        let returns = guest.memory().read64(rsp + 8 * has_error);
+        assert_eq!(returns, if soft { L2 + 0x50 } else { L2 });
+        assert!(!guest.cpu.state.events.nmi_blocked, "for the hypervisor");
+    }
+}
+
+#[test]
+fn an_exit_in_the_delivery_of_an_event_tells_which() {
+    let event = 1u64 << 31 | 0x80;
+    let mut guest = hypervisor(b"\x90");
+    // Its stack is not there.
+    guest.machine.absent(L2_STACK - 8);
+    put(&guest, at::EVENT, event);
+    put32(&guest, at::EXCEPTIONS, 1 << 14);
+    assert_eq!(exit(&mut guest), 0x4e);
+    assert_eq!(get(&guest, at::INT_INFO), event);
+    assert_eq!(get(&guest, at::RIP), L2);
+    // Nor is its page fault's, nor its double fault's.
+    fill(&guest);
+    put(&guest, at::EVENT, event);
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), 0x7f, "a shutdown");
+    // INT n of its own.
+    guest.memory().write(L2, b"\xcd\x80");
+    fill(&guest);
+    put32(&guest, at::EXCEPTIONS, 1 << 14);
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), 0x4e);
+    assert_eq!(get(&guest, at::INT_INFO), event | 4 << 8);
+}
+
+#[test]
+fn a_virtual_interrupt_waits_for_the_guest() {
+    const IRQ: u64 = 1 << 8 | 5 << 16 | 0x80 << 32;
+    // nop; sti; nop; vmmcall
+    let l2 = b"\x90\xfb\x90\x0f\x01\xd9";
+    let mut guest = hypervisor(l2);
+    put(&guest, at::INTERRUPTS, IRQ | 1 << 24);
+    assert_eq!(exit(&mut guest), 0x78);
+    assert_eq!(get(&guest, at::RIP), HANDLERS + 16 * 0x80);
+    assert_eq!(guest.memory().read64(get(&guest, at::RSP)), L2 + 3);
+    assert_eq!(get(&guest, at::INTERRUPTS) & 1 << 8, 0, "it was taken");
+    // Its priority is not above the task's, unless that is ignored.
+    for (more, code) in [(5, 0x81), (5 | 1 << 20, 0x64)] {
+        fill(&guest);
+        put(&guest, at::INTERRUPTS, IRQ | more);
+        intercept(&guest, 0x64);
+        again(&mut guest);
+        assert_eq!(exit(&mut guest), code);
+        assert_ne!(get(&guest, at::INTERRUPTS) & 1 << 8, 0, "it waits");
+    }
+    // With a GIF of its own that is clear.
+    fill(&guest);
+    put(&guest, at::INTERRUPTS, IRQ | 1 << 25);
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), 0x81);
+}
+
+#[test]
+fn an_interrupt_makes_the_guest_leave_and_stays() {
+    // jmp .
+    let mut guest = hypervisor(b"\xeb\xfe");
+    intercept(&guest, 0x60);
+    guest.cpu.state.rflags |= flags::IF;
+    put(&guest, at::INTERRUPTS, 1 << 24);
+    guest
+        .attention
+        .store(2, std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(guest.run(), Exit::Attention);
+    guest
+        .attention
+        .store(0, std::sync::atomic::Ordering::Relaxed);
+    if !guest.cpu.is_in_guest_mode() {
+        guest.cpu.debugger.single_step = true;
+        assert!(matches!(guest.run(), Exit::Debug { .. }));
+        guest.cpu.debugger.single_step = false;
+    }
+    assert!(guest.cpu.can_take_interrupt() && guest.cpu.exits_on_interrupt());
+    guest.cpu.exit_on_interrupt();
+    assert_eq!(exit(&mut guest), 0x60);
+    assert!(!guest.cpu.can_take_interrupt(), "GIF is clear");
+}
+
+#[test]
+fn an_nmi_makes_the_guest_leave_and_stays() {
+    let mut guest = hypervisor(b"\xeb\xfe");
+    intercept(&guest, 0x61);
+    guest.cpu.state.events.nmi_blocked = true;
+    guest.cpu.inject_nmis(1);
+    assert_eq!(exit(&mut guest), 0x61);
+    assert_eq!(guest.cpu.state.events.nmis, 1);
+    // stgi; hlt
+    guest.memory().write(CODE + 4, b"\x0f\x01\xdc\xf4");
+    guest.cpu.state.events.nmi_blocked = false;
+    guest.halt_in_handler(vector::NMI);
+}

@@ -1,0 +1,102 @@
+//! The translations of a hypervisor and of its guests.
+
+use super::*;
+
+/// The same linear address is another page in each world.
+#[test]
+fn translations_of_the_worlds_never_mix() {
+    // mov ebx, [DATA]; vmrun; mov ecx, [DATA]; hlt
+    let load = |modrm: u8| {
+        let mut code = vec![0x8b, modrm, 0x25];
+        code.extend((DATA as u32).to_le_bytes());
+        code
+    };
+    let code = [load(0x1c), vec![0x0f, 0x01, 0xd8], load(0x0c), vec![0xf4]].concat();
+    let mut guest = hypervisor(&[load(0x14), vec![0x0f, 0x01, 0xd9]].concat());
+    guest.memory().write(CODE, &code);
+    guest.machine.spaces.insert((0x7000, DATA >> 12), 0x300);
+    put(&guest, at::CR3, 0x7000);
+    guest.memory().write64(DATA, 1);
+    guest.memory().write64(0x30_0000, 2);
+    guest.halt();
+    let gpr = guest.cpu.state.gpr;
+    assert_eq!((gpr[RBX], gpr[RDX], gpr[RCX]), (1, 2, 1));
+}
+
+/// What an ASID has stays until the hypervisor has it flushed, also a global page, which is no page of another world.
+#[test]
+fn translations_are_kept_for_an_asid_until_they_are_flushed() {
+    // mov edx, [DATA]; vmmcall
+    let mut l2 = vec![0x8b, 0x14, 0x25];
+    l2.extend((DATA as u32).to_le_bytes());
+    l2.extend(b"\x0f\x01\xd9");
+    const INVLPGA: u32 = 0x100;
+    // The ASIDs of two runs, TLB_CONTROL or INVLPGA before the second, and what that sees.
+    for (first, second, how, seen) in [
+        (1, 1, 0, 2),
+        (1, 1, 1, 3),
+        (1, 1, 3, 3),
+        (1, 1, 7, 3),
+        (1, 1, INVLPGA, 3),
+        (2, 1, INVLPGA, 3),
+        (1, 2, 0, 3),
+        (2, 1, 0, 3),
+        (7, 7, 0, 2),
+        (9, 9, 0, 3),
+    ] {
+        for global in [false, true] {
+            let mut guest = hypervisor(&l2);
+            guest.cpu.state.cr4 |= 1 << 7;
+            put(&guest, at::CR4, guest.cpu.state.cr4);
+            put(&guest, at::CR3, 0x7000);
+            if global {
+                guest.machine.globals.insert(DATA >> 12);
+            }
+            guest.memory().write64(DATA, 1);
+            for page in [2, 3] {
+                guest.memory().write64(0x30_0000 + page * 0x1000, page);
+            }
+            let own = |guest: &mut Guest| {
+                guest.cpu.state.rip = CODE + 0x100;
+                guest.halt();
+                assert_eq!(guest.cpu.state.gpr[RBX], 1);
+            };
+            let mut load = vec![0x8b, 0x1c, 0x25];
+            load.extend((DATA as u32).to_le_bytes());
+            load.push(0xf4);
+            guest.memory().write(CODE + 0x100, &load);
+            // invlpga; hlt
+            guest.memory().write(CODE + 0x200, b"\x0f\x01\xdf\xf4");
+            own(&mut guest);
+            guest.machine.spaces.insert((0x7000, DATA >> 12), 0x302);
+            put32(&guest, at::ASID, first);
+            again(&mut guest);
+            assert_eq!(exit(&mut guest), 0x81);
+            assert_eq!(guest.cpu.state.gpr[RDX], 2);
+            own(&mut guest);
+            guest.machine.spaces.insert((0x7000, DATA >> 12), 0x303);
+            if how == INVLPGA {
+                guest.cpu.state.rip = CODE + 0x200;
+                guest.cpu.state.gpr[RAX] = DATA;
+                guest.cpu.state.gpr[RCX] = second.into();
+                guest.halt();
+            }
+            let case = (first, second, how, global);
+            // What the machine knows of nested tables is void, also when the TLB has nothing of the ASID.
+            let mut told = guest.machine.flushes.len();
+            if how == INVLPGA {
+                assert_eq!(guest.machine.flushes.last(), Some(&GuestFlush::Nested));
+                told -= 1;
+            }
+            put(&guest, at::RIP, L2);
+            put32(&guest, at::ASID, second);
+            put32(&guest, at::TLB_CONTROL, how & 0xff);
+            again(&mut guest);
+            assert_eq!(exit(&mut guest), 0x81);
+            assert_eq!(guest.cpu.state.gpr[RDX], seen, "{case:?}");
+            let is_told = guest.machine.flushes[told..].contains(&GuestFlush::Nested);
+            assert_eq!(is_told, seen != 2, "{case:?}");
+            own(&mut guest);
+        }
+    }
+}
