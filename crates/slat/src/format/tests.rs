@@ -142,6 +142,13 @@ fn keeps_its_promises<F: Format>() {
     assert_eq!(F::next_table(table, Level::MEGA), Some(Pfn(0x1234)));
     assert_eq!(F::next_table(0, Level::MEGA), None);
     assert!(!F::is_absent(table));
+    assert!(F::TABLE_WRITE == 0 || F::TABLE_WRITE == F::WRITE);
+    assert!(!F::is_protected(table), "a new table limits nothing");
+    let protected = table & !F::TABLE_WRITE;
+    assert_eq!(F::decode(protected, Level::MEGA), Entry::Table(Pfn(0x1234)));
+    assert_eq!(F::next_table(protected, Level::MEGA), Some(Pfn(0x1234)));
+    assert!(!F::is_absent(protected));
+    assert_eq!(F::is_protected(protected), F::TABLE_WRITE != 0);
 }
 
 /// Checks that the packer of a field panics. It does so where nothing but a defect of the engine gives it such a value.
