@@ -209,20 +209,18 @@ fn a_table_that_was_write_protected_is_stale_until_it_was_flushed() {
     world.put(open);
     assert_eq!(world.tlb.stale(), None);
     world.put(protected);
-    assert!(world.tlb.stale().is_some());
     let leaves = Stale {
         level: None,
         tables: false,
     };
     world.flush_only(0..512, leaves);
-    set(0, Npt::write_protect(page(0)));
     assert!(world.tlb.stale().is_some(), "the table is still cached");
     world.flush(0..512);
-    set(1, Npt::write_protect(page(1)));
+    set(0, Npt::write_protect(page(0)));
     assert_eq!(world.tlb.stale(), None, "no walker could write by it");
     world.put(open);
     assert_eq!(world.tlb.stale(), None);
-    set(2, Npt::write_protect(page(2)));
+    set(1, Npt::write_protect(page(2)));
     assert!(world.tlb.stale().is_some(), "the table allows writes again");
     world.flush(0..512);
     assert_eq!(world.tlb.stale(), None);

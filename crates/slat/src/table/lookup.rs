@@ -173,11 +173,11 @@ pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     Ok(find(frame, Level::PAGE, above))
 }
 
-/// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which it ended.
+/// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which it ended, by a path that was not
+/// write-protected.
 ///
 /// # Safety
-/// - on `platform`, `lookup_page` has found an entry of `table` for a page of the same 2 MiB, by a path that was not
-///   write-protected, and the
+/// - on `platform`, `lookup_page` has found an entry of `table` for a page of the same 2 MiB, and the
 ///   caller has been in one reader section since, without a quiescent point, and stays in it as long as the
 ///   result is used.
 #[inline(always)]

@@ -166,7 +166,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
 }
 
 /// What entries of a table of level 1 have in common.
-struct Entries<'t> {
+struct Pages<'t> {
     meta: &'t TableMeta,
     cleared: &'t Cleared,
     /// The path to the table is write-protected.
@@ -196,7 +196,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         let entries = &table.entries()[first..first + allowed];
         let meta = table.meta();
         let locked = LockedTable::new(self.tree, &table);
-        let all = Entries {
+        let all = Pages {
             meta,
             cleared: &locked.cleared,
             protected,
@@ -220,12 +220,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
     }
 
     /// Visits level 1 entries one by one; the first is for frame `first`.
-    fn each(
-        &mut self,
-        entries: &[AtomicU64],
-        first: Gfn,
-        all: &Entries<'_>,
-    ) -> Result<(), Stopped> {
+    fn each(&mut self, entries: &[AtomicU64], first: Gfn, all: &Pages<'_>) -> Result<(), Stopped> {
         entries.iter().zip(first.0..).try_for_each(|(entry, gfn)| {
             let bits = entry.load(Relaxed);
             if F::is_absent(bits) && !(self.show.mmio && bits != 0) {
