@@ -234,7 +234,7 @@ impl Mix {
 }
 
 /// Every policy, with its values; repeated values are more frequent.
-pub const POLICIES: [(&str, &[&str]); 12] = [
+pub const POLICIES: [(&str, &[&str]); 13] = [
     ("mmio_caching", &["on", "on", "off"]),
     ("huge_pages", &["on", "on", "on", "off"]),
     ("eager_page_split", &["on", "off"]),
@@ -250,4 +250,5 @@ pub const POLICIES: [(&str, &[&str]); 12] = [
         &["write-protect", "write-protect", "dirty-bit"],
     ),
     ("dirty_log_reads", &["auto", "on", "off"]),
+    ("hierarchical_protect", &["on", "off"]),
 ];

@@ -204,6 +204,15 @@ fn tables_are_followed<F: Format>(frames: &[Pfn], level: Level) {
         same::<F, _>(1, of, F::decode(bits, level), Entry::Table(*pfn));
         same::<F, _>(4, of, F::next_table(bits, level), Some(*pfn));
         same::<F, _>(4, of, F::is_absent(bits), false);
+        same::<F, _>(1, of, F::is_protected(bits), false);
+        if F::TABLE_WRITE != 0 {
+            let bits = bits & !F::TABLE_WRITE;
+            let of = &format_args!("the table {pfn:?} of {level:?}, write-protected, {bits:#x}");
+            same::<F, _>(1, of, F::decode(bits, level), Entry::Table(*pfn));
+            same::<F, _>(4, of, F::next_table(bits, level), Some(*pfn));
+            same::<F, _>(4, of, F::is_absent(bits), false);
+            same::<F, _>(4, of, F::is_protected(bits), true);
+        }
     }
 }
 

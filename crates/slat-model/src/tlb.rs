@@ -12,6 +12,10 @@
 //! * On all formats, a table that a ghost points to is not freed ([`Tlb::freed`]), and the caller of an operation that has
 //!   flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_slot`]).
 //!
+//! Where walkers obey a write-protected entry that refers to a table ([`Format::TABLE_WRITE`]), what is below one cannot be cached as
+//! writable: when such an entry is found, the right that it had becomes a ghost, and so does that of each leaf below it. After that
+//! leaves below it may lose the right without another flush.
+//!
 //! The model reads a table at certain moments only, so it may miss a ghost; it makes none that a walker could not have. A flush
 //! that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
 //!
@@ -68,6 +72,12 @@ struct Inner {
 struct Walker {
     vm: VmId,
     decode: fn(u64, Level) -> Entry,
+    /// Whether an entry that refers to a table is write-protected.
+    is_protected: fn(u64) -> bool,
+    /// Takes the right to write from a leaf.
+    protect: fn(u64) -> u64,
+    /// The right to write of an entry that refers to a table, if it is cached as that of the whole path, as that of a leaf is; else 0.
+    path_write: u64,
     break_before_make: bool,
     top: Level,
 }
@@ -90,7 +100,12 @@ impl Place {
 /// A valid entry, as far as a walker cares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Value {
-    Table(Pfn),
+    Table {
+        frame: Pfn,
+        write: bool,
+    },
+    /// Of ghosts only: the right to write of an entry that refers to a table.
+    TableWrite,
     Leaf {
         pfn: Pfn,
         memory: MemoryType,
@@ -122,15 +137,29 @@ impl Value {
                 let kept = (!write || now_write) && (!execute || now_execute);
                 kept && (!dirty || now_dirty) && now.is_some_and(|now| self.means(&now))
             }
-            (Value::Table(_), now) => now == Some(*self),
+            (
+                Value::Table { frame, write },
+                Some(Value::Table {
+                    frame: now,
+                    write: stays,
+                }),
+            ) => frame == now && (!write || stays),
             _ => false,
+        }
+    }
+
+    /// Returns the table that the entry refers to.
+    fn table(&self) -> Option<Pfn> {
+        match self {
+            Value::Table { frame, .. } => Some(*frame),
+            _ => None,
         }
     }
 
     /// Whether both point to the same frame and, if they are leaves, have the same memory type.
     fn means(&self, other: &Value) -> bool {
         match (self, other) {
-            (Value::Table(a), Value::Table(b)) => a == b,
+            (Value::Table { frame, .. }, Value::Table { frame: other, .. }) => frame == other,
             (
                 Value::Leaf { pfn, memory, .. },
                 Value::Leaf {
@@ -168,6 +197,8 @@ struct Table {
     /// Position of the table's first entry.
     place: Place,
     entries: NonNull<Entries>,
+    /// The table above, in which it was found.
+    above: Option<Pfn>,
     seen: Box<[u64; ENTRIES]>,
 }
 
@@ -205,7 +236,10 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
 impl Walker {
     fn value(&self, bits: u64, level: Level) -> Option<Value> {
         match (self.decode)(bits, level) {
-            Entry::Table(frame) => Some(Value::Table(frame)),
+            Entry::Table(frame) => Some(Value::Table {
+                frame,
+                write: !(self.is_protected)(bits),
+            }),
             Entry::Leaf(leaf) => Some(Value::Leaf {
                 pfn: leaf.pfn,
                 memory: leaf.memory,
@@ -214,6 +248,15 @@ impl Walker {
                 dirty: leaf.dirty,
             }),
             Entry::Empty | Entry::Mmio { .. } | Entry::Broken(_) => None,
+        }
+    }
+
+    /// Returns `bits`, read from a table of `level` whose path is write-protected, with the rights that a walker may cache.
+    fn below_protected(&self, bits: u64, level: Level) -> u64 {
+        match self.value(bits, level) {
+            Some(Value::Leaf { write: true, .. }) => (self.protect)(bits),
+            Some(Value::Table { .. }) => bits & !self.path_write,
+            _ => bits,
         }
     }
 }
@@ -250,6 +293,12 @@ impl Tlb {
             walker: Some(Walker {
                 vm,
                 decode: F::decode,
+                is_protected: F::is_protected,
+                protect: F::write_protect,
+                path_write: match F::PROTECT_FROM > Level::MEGA {
+                    true => F::TABLE_WRITE,
+                    false => 0,
+                },
                 break_before_make: F::BREAK_BEFORE_MAKE,
                 top: F::TOP,
             }),
@@ -261,7 +310,7 @@ impl Tlb {
                 let gfn = i * F::TOP.pages() * ENTRIES as u64;
                 let level = F::TOP;
                 let place = Place { space, level, gfn };
-                inner.reach(root.add(i), place);
+                inner.reach(root.add(i), place, None);
             }
         }
         self.watching.store(true, SeqCst);
@@ -397,7 +446,7 @@ impl Tlb {
     pub fn check_frames(&self, are_wrong: impl Fn(Pfn, u64) -> bool) -> Result<(), String> {
         self.check_ghosts(|place, value| match value {
             Value::Leaf { pfn, .. } => are_wrong(*pfn, place.level.pages()),
-            Value::Table(_) => false,
+            Value::Table { .. } | Value::TableWrite => false,
         })
     }
 
@@ -419,7 +468,7 @@ impl Tlb {
                 let is_there = place.space == space && overlap(&place.gfns(), gfns);
                 is_there && !is_of_slot(place.gfn, *pfn)
             }
-            Value::Table(_) => false,
+            Value::Table { .. } | Value::TableWrite => false,
         })
     }
 
@@ -441,14 +490,16 @@ impl Tlb {
 }
 
 impl Inner {
-    /// Adds the table in `frame`, which a walker can reach from now on; its entries are at and after `place`.
-    fn reach(&mut self, frame: Pfn, place: Place) {
+    /// Adds the table in `frame`, which a walker can reach from now on, by an entry of the table `above`; its entries are at and
+    /// after `place`.
+    fn reach(&mut self, frame: Pfn, place: Place, above: Option<Pfn>) {
         let entries = self.entries.as_ref();
         let entries = entries.expect("tables are known while it watches")(frame);
         let seen = Box::new([0; ENTRIES]);
         let table = Table {
             place,
             entries,
+            above,
             seen,
         };
         self.tables.insert(frame, table);
@@ -465,12 +516,17 @@ impl Inner {
 
     /// Compares a table with its copy.
     fn compare(&mut self, frame: Pfn) {
-        let Some(table) = self.tables.get_mut(&frame) else {
+        let protected = self.is_below_protected(frame);
+        let Some((walker, table)) = self.walker.zip(self.tables.get_mut(&frame)) else {
             return;
         };
+        let level = table.place.level;
         let mut changes = Vec::new();
         for i in 0..ENTRIES {
-            let now = table.read(i);
+            let now = match protected {
+                true => walker.below_protected(table.read(i), level),
+                false => table.read(i),
+            };
             let was = core::mem::replace(&mut table.seen[i], now);
             if now != was {
                 changes.push((i, was, now));
@@ -479,29 +535,92 @@ impl Inner {
         for (i, was, now) in changes {
             if let Some(table) = self.tables.get(&frame) {
                 let place = table.place(i);
-                self.change(place, was, now);
+                self.change(frame, place, was, now);
             }
         }
     }
 
-    fn change(&mut self, place: Place, was: u64, now: u64) {
+    /// Whether the path to the table in `frame` is write-protected now.
+    fn is_below_protected(&self, frame: Pfn) -> bool {
+        let Some(walker) = self.walker else {
+            return false;
+        };
+        let (mut frame, mut protected) = (frame, false);
+        while let Some(table) = self.tables.get(&frame)
+            && let Some(above) = table.above
+            && let Some(upper) = self.tables.get(&above)
+        {
+            let level = upper.place.level;
+            let bits = upper.read(level.index(Gfn(table.place.gfn)));
+            match walker.value(bits, level) {
+                Some(Value::Table {
+                    frame: lower,
+                    write,
+                }) if lower == frame => protected |= !write,
+                // It was removed: what is cached of it was cached before.
+                _ => return false,
+            }
+            frame = above;
+        }
+        protected
+    }
+
+    /// Takes the right to write from what was seen in the table in `frame`, and below. A walker may still have cached it.
+    fn protect_below(&mut self, frame: Pfn) {
+        let Some((walker, table)) = self.walker.zip(self.tables.get_mut(&frame)) else {
+            return;
+        };
+        let level = table.place.level;
+        let mut lost = Vec::new();
+        for i in 0..ENTRIES {
+            let was = table.seen[i];
+            table.seen[i] = walker.below_protected(was, level);
+            if table.seen[i] != was {
+                lost.extend(walker.value(was, level).map(|value| match value {
+                    Value::Table { .. } => (table.place(i), Value::TableWrite),
+                    leaf => (table.place(i), leaf),
+                }));
+            }
+        }
+        for (place, value) in lost {
+            self.add_ghost(place, value);
+        }
+        for below in self.below(frame) {
+            self.protect_below(below);
+        }
+    }
+
+    fn add_ghost(&mut self, place: Place, value: Value) {
+        let number = self.made;
+        self.made += 1;
+        self.ghosts.push(Ghost {
+            place,
+            value,
+            number,
+        });
+        self.lost = true;
+    }
+
+    /// Call when an entry of the table in `frame`, at `place`, was seen to change.
+    fn change(&mut self, frame: Pfn, place: Place, was: u64, now: u64) {
         let walker = self.walker.expect("tables are known while it watches");
         let value = |bits| walker.value(bits, place.level);
         let (was, now) = (value(was), value(now));
         if let Some(value) = was
             && !value.is_kept_by(now)
         {
-            if let Value::Table(below) = value {
-                self.compare_below(below);
+            let stays = value
+                .table()
+                .filter(|_| now.and_then(|now| now.table()) == value.table());
+            if let Some(below) = stays {
+                self.protect_below(below);
+                self.add_ghost(place, Value::TableWrite);
+            } else {
+                if let Some(below) = value.table() {
+                    self.compare_below(below);
+                }
+                self.add_ghost(place, value);
             }
-            let number = self.made;
-            self.made += 1;
-            self.ghosts.push(Ghost {
-                place,
-                value,
-                number,
-            });
-            self.lost = true;
         }
         let Some(value) = now else { return };
         if walker.break_before_make
@@ -513,11 +632,11 @@ impl Inner {
                 self.findings.push(finding);
             }
         }
-        if let Value::Table(below) = value
-            && was != now
+        if let Some(below) = value.table()
+            && was.and_then(|was| was.table()) != Some(below)
         {
             let level = place.level.below();
-            self.reach(below, Place { level, ..place });
+            self.reach(below, Place { level, ..place }, Some(frame));
         }
     }
 
@@ -539,8 +658,8 @@ impl Inner {
         }
         let values = table.seen.iter().map(|bits| walker.value(*bits, level));
         let tables = values.filter_map(|value| match value {
-            Some(Value::Table(below)) => Some(below),
-            _ => None,
+            Some(value) => value.table(),
+            None => None,
         });
         tables.collect()
     }
@@ -557,7 +676,7 @@ impl Inner {
     fn flush(&mut self, range: &Range<u64>, stale: Stale, moment: u64) {
         let is_meant = |ghost: &Ghost| match ghost.value {
             Value::Leaf { .. } => stale.level.is_none_or(|level| level == ghost.place.level),
-            Value::Table(_) => stale.tables,
+            Value::Table { .. } | Value::TableWrite => stale.tables,
         };
         let all = core::mem::take(&mut self.ghosts);
         let (gone, kept): (Vec<_>, Vec<_>) = all
@@ -578,7 +697,7 @@ impl Inner {
             });
         }
         for ghost in gone {
-            if let Value::Table(below) = ghost.value {
+            if let Some(below) = ghost.value.table() {
                 self.forget_below(below);
             }
         }
@@ -589,7 +708,7 @@ impl Inner {
     /// Calls `each` for a ghost, and for all that is reached through it.
     fn each_cached(&self, ghost: &Ghost, each: &mut impl FnMut(Place, Value)) {
         each(ghost.place, ghost.value);
-        if let Value::Table(frame) = ghost.value {
+        if let Some(frame) = ghost.value.table() {
             self.each_below(frame, each);
         }
     }
@@ -602,7 +721,7 @@ impl Inner {
             let place = table.place(i);
             if let Some(value) = walker.value(*bits, place.level) {
                 each(place, value);
-                if let Value::Table(below) = value {
+                if let Some(below) = value.table() {
                     self.each_below(below, each);
                 }
             }
@@ -624,7 +743,7 @@ impl Inner {
             let index = table.place.level.index(Gfn(gfn));
             let place = table.place(index);
             match walker.value(table.seen[index], place.level)? {
-                Value::Table(below) => table = self.tables.get(&below)?,
+                Value::Table { frame, .. } => table = self.tables.get(&frame)?,
                 leaf => return Some((place, leaf)),
             }
         }
@@ -632,7 +751,7 @@ impl Inner {
 
     /// Whether the tables allow all that a ghost allows, as after a split in place.
     fn is_explained(&self, ghost: &Ghost) -> bool {
-        if let Value::Table(_) = ghost.value {
+        if let Value::Table { .. } | Value::TableWrite = ghost.value {
             return false;
         }
         let gfns = ghost.place.gfns();
@@ -664,8 +783,8 @@ impl Ghost {
         // matter. A leaf conflicts with all that is cached below it, and with a larger leaf.
         match (value, &self.value) {
             (Value::Leaf { .. }, Value::Leaf { .. }) => true,
-            (Value::Leaf { .. }, Value::Table(_)) => self.place.level < place.level,
-            (Value::Table(_), _) => false,
+            (Value::Leaf { .. }, Value::Table { .. }) => self.place.level < place.level,
+            _ => false,
         }
     }
 }

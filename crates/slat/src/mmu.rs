@@ -171,6 +171,14 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
         either!(self, mmu => mmu.restore(gfn, level, own))
     }
 
+    fn protects_tables(&self) -> bool {
+        either!(self, mmu => mmu.protects_tables())
+    }
+
+    fn lift(&self, walk: &mut Walk) {
+        either!(self, mmu => mmu.lift(walk));
+    }
+
     fn zap_oldest(&self, detached: &mut Detached, zapped: &mut dyn FnMut(Gfn, Level, u64)) -> bool {
         either!(self, mmu => mmu.zap_oldest(detached, zapped))
     }

@@ -33,8 +33,15 @@ full-walk: looks at every entry of the range, those of tables just made, too. sk
 passes over tables of 4 KiB entries, in which nothing can be split (published for arm64).
 default: passes over what holds no huge leaf at all; each table knows. On memory split before it has
 nothing to do then, as split/4k shows; in enable and clear, it is left to protect every page.
+from-above: default, and the pages are protected by the entries above their tables (policy
+hierarchical_protect; in the other rows it is off): each table when the first write comes to it.
 limit_seconds: the bytes of the new tables, written one after the other. Frames are resident.",
-    settable: Settable::AllBut(&["prefetch", "split_walk", "huge_pages"]),
+    settable: Settable::AllBut(&[
+        "prefetch",
+        "split_walk",
+        "huge_pages",
+        "hierarchical_protect",
+    ]),
     run,
     compare,
     rows: Rows::Metrics,
@@ -44,10 +51,13 @@ const SECONDS: &str = "seconds";
 const ENTRIES_VISITED: &str = "entries_visited";
 const LIMIT: &str = "limit_seconds";
 
-/// Variants are values of the policy `split_walk`.
+/// Variants are values of the policy `split_walk`, and one of another policy.
 const FULL_WALK: &str = "full-walk";
 const SKIP: &str = "skip-last-level";
 const DEFAULT: &str = "default";
+/// The last of these, with `hierarchical_protect`.
+const FROM_ABOVE: &str = "from-above";
+const VARIANTS: [&str; 4] = [FULL_WALK, SKIP, DEFAULT, FROM_ABOVE];
 
 /// The call that is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -156,7 +166,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             // As large as the memslot's tables; resident from here on.
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
-            bench.in_turns(&case, rounds, &[FULL_WALK, SKIP, DEFAULT], |bench, walk| {
+            bench.in_turns(&case, rounds, &VARIANTS, |bench, walk| {
                 // The walks differ in the entries they read, not in the result.
                 let mut look = |phase, machine: &Machine<'_, Slat>| {
                     if walk == DEFAULT {
@@ -209,7 +219,12 @@ fn measure(
         split_and_stay(&machine, subject)?;
     }
     protect_manually(&machine, call != Call::Enable)?;
-    machine.set_policy("split_walk", walk)?;
+    let from_above = walk == FROM_ABOVE;
+    machine.set_policy("split_walk", if from_above { DEFAULT } else { walk })?;
+    machine.set_policy(
+        "hierarchical_protect",
+        if from_above { "on" } else { "off" },
+    )?;
     let now = stats(&machine).since(&before);
     let leaves = [now.pages_4k, now.pages_2m, now.pages_1g];
     if leaves != subject.leaves() {
@@ -320,6 +335,12 @@ fn compare(report: &Report) -> Vec<Line> {
                 // Protecting that many pages takes more than a twentieth of the time in any case.
                 (Mapped::Small, _, Some(change)) => line.change_at_most(change),
                 _ => line,
+            }));
+            // Of memory that is split already, only the entries above the tables are left to change.
+            let from_above = Line::compare(report, NAME, &case, SECONDS, DEFAULT, FROM_ABOVE);
+            lines.extend(from_above.map(|line| match (mapped, call) {
+                (Mapped::Small, Call::Enable) => line.change_at_most(-0.99),
+                _ => line.with_published(None),
             }));
             lines.extend(Line::compare(
                 report,

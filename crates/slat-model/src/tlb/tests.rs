@@ -14,6 +14,10 @@ struct World {
 const VM: VmId = VmId(7);
 
 fn leaf<F: Format>(page: u64) -> u64 {
+    leaf_of::<F>(page, Level::MEGA)
+}
+
+fn leaf_of<F: Format>(page: u64, level: Level) -> u64 {
     let leaf = Leaf {
         pfn: Pfn(page),
         write: true,
@@ -25,7 +29,7 @@ fn leaf<F: Format>(page: u64) -> u64 {
         memory: MemoryType::WriteBack,
         privilege: Privilege::USER,
     };
-    F::leaf(leaf, Level::MEGA)
+    F::leaf(leaf, level)
 }
 
 impl World {
@@ -186,5 +190,38 @@ fn a_leaf_that_was_split_in_place_is_not_stale() {
     write(lower, 9, 0);
     assert!(world.tlb.stale().is_some());
     world.flush(9..10);
+    assert_eq!(world.tlb.stale(), None);
+}
+
+/// What is below a write-protected table may lose the right to write without a flush, but only after that of the table.
+#[test]
+fn a_table_that_was_write_protected_is_stale_until_it_was_flushed() {
+    let world = World::new::<Npt>(0);
+    let lower = world.frames.alloc();
+    let set = |i, bits| {
+        world.tlb.reached(lower);
+        write(lower, i, bits);
+        world.tlb.reached(lower);
+    };
+    let page = |page| leaf_of::<Npt>(page, Level::PAGE);
+    (0..ENTRIES).for_each(|i| write(lower, i, page(i as u64)));
+    let (open, protected) = (Npt::table(lower), Npt::table(lower) & !Npt::TABLE_WRITE);
+    world.put(open);
+    assert_eq!(world.tlb.stale(), None);
+    world.put(protected);
+    let leaves = Stale {
+        level: None,
+        tables: false,
+    };
+    world.flush_only(0..512, leaves);
+    assert!(world.tlb.stale().is_some(), "the table is still cached");
+    world.flush(0..512);
+    set(0, Npt::write_protect(page(0)));
+    assert_eq!(world.tlb.stale(), None, "no walker could write by it");
+    world.put(open);
+    assert_eq!(world.tlb.stale(), None);
+    set(1, Npt::write_protect(page(2)));
+    assert!(world.tlb.stale().is_some(), "the table allows writes again");
+    world.flush(0..512);
     assert_eq!(world.tlb.stale(), None);
 }

@@ -73,6 +73,10 @@ unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;
     const TABLE: u64 = TABLE;
+    const TABLE_WRITE: u64 = WRITE;
+    // SDM 3C, "Information That May Be Cached": a cached paging-structure entry stands for all that lead to it, with their access
+    // privileges.
+    const PROTECT_FROM: Level = Self::TOP;
     const FRAME: u64 = FRAME;
     const WRITE: u64 = WRITE;
     const MAY_WRITE: u64 = MAY_WRITE;
@@ -207,6 +211,13 @@ mod tests {
     fn a_table_entry_limits_nothing() {
         assert_eq!(Ept::table(Pfn(0x77)), 0x77000 | 1 << 8 | 0b111);
         assert_eq!(Ept::decode(0x77107, Level(2)), Entry::Table(Pfn(0x77)));
+    }
+
+    /// SDM 3C, "EPT Violations": a write needs bit 1 of every entry that translates the address.
+    #[test]
+    fn a_table_entry_without_bit_1_is_write_protected() {
+        assert_eq!(Ept::decode(0x77105, Level(2)), Entry::Table(Pfn(0x77)));
+        assert!(Ept::is_protected(0x77105) && !Ept::is_protected(0x77107));
     }
 
     /// SDM 3C, "EPT Misconfigurations": bit 0 clear while bit 1 is set.

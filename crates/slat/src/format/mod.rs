@@ -136,6 +136,21 @@ const fn bit(set: bool, bit: u64) -> u64 {
     if set { bit } else { 0 }
 }
 
+impl Entry {
+    /// Returns what the entry means at the end of a path, which may be write-protected ([`Format::TABLE_WRITE`]).
+    #[inline]
+    pub(crate) fn below(self, is_protected: bool) -> Entry {
+        match self {
+            Entry::Leaf(leaf) if is_protected => Entry::Leaf(Leaf {
+                write: false,
+                may_write: leaf.write || leaf.may_write,
+                ..leaf
+            }),
+            entry => entry,
+        }
+    }
+}
+
 impl Leaf {
     /// Whether it has the right to `access`.
     #[inline]
@@ -189,10 +204,12 @@ impl Leaf {
 ///    [`Entry::Table`], even after a walker or [`write_protect`](Self::write_protect), [`mark`](Self::mark),
 ///    [`clear_accessed`](Self::clear_accessed) or [`clear_dirty`](Self::clear_dirty) changed a leaf.
 /// 2. *The walker agrees.* It translates by what `decode` calls a leaf, with no right that the leaf lacks, and faults on all
-///    else; tables limit no right. Of an entry it reads all 64 bits at once, and it writes none but [`ACCESSED`](Self::ACCESSED),
-///    and [`DIRTY`](Self::DIRTY) where it wrote to memory, of a leaf that allows the access, atomically and never after
-///    the leaf was replaced. It caches no entry that is not valid; where it must not see one valid entry replaced by another,
-///    [`BREAK_BEFORE_MAKE`](Self::BREAK_BEFORE_MAKE) is true.
+///    else. Tables limit no right but that to write, which, where [`TABLE_WRITE`](Self::TABLE_WRITE) is not 0, a walker needs that bit of
+///    every entry on its path for. Of an entry it reads all 64 bits at once, and it writes none but
+///    [`ACCESSED`](Self::ACCESSED), and [`DIRTY`](Self::DIRTY) where it wrote to memory, of a leaf that allows the access, atomically
+///    and never after the leaf was replaced. It caches no entry that is not valid; where it must not see one valid entry
+///    replaced by another, [`BREAK_BEFORE_MAKE`](Self::BREAK_BEFORE_MAKE) is true. What it caches of entries that lead to tables,
+///    [`PROTECT_FROM`](Self::PROTECT_FROM) says.
 /// 3. *Changes change one thing.* `write_protect` takes `write` from a leaf that has it and gives it `may_write`; `mark`,
 ///    `clear_accessed` and `clear_dirty` change what they are called; nothing else of the leaf changes.
 /// 4. *Short cuts agree with `decode`*, for all these entries: [`decode_leaf`](Self::decode_leaf), [`next_table`](Self::next_table),
@@ -253,8 +270,15 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// A valid entry that leads elsewhere may only replace a valid one after an invalid one and a
     /// flush.
     const BREAK_BEFORE_MAKE: bool;
-    /// What every entry that leads to a table has beside the frame. It limits no right: leaves decide.
+    /// What an entry that leads to a table has beside the frame. It limits no right: leaves decide.
     const TABLE: u64;
+    /// The bit of an entry that leads to a table without which nothing below it can be written, whatever the leaves say: one
+    /// of [`TABLE`](Self::TABLE), and the same as [`WRITE`](Self::WRITE). Without it the entry is *write-protected*. 0 where
+    /// walkers go by the leaf alone.
+    const TABLE_WRITE: u64 = 0;
+    /// The highest level at which an entry may be write-protected while entries below it are not. Above [`Level::MEGA`] only where
+    /// a walker that caches an entry caches the rights of its whole path with it.
+    const PROTECT_FROM: Level = Level::MEGA;
     /// The bits of an entry that hold a frame, as [`put_frame`](Self::put_frame) says.
     const FRAME: u64;
     /// The bit of a leaf that allows writing.
@@ -286,11 +310,11 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn decode(bits: u64, level: Level) -> Entry;
     /// What `bits` mean that are known to be a leaf.
     fn decode_leaf(bits: u64) -> Leaf;
-    /// The next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made.
-    /// It agrees with `decode` for all entries of ours, and exists because every step of a walk asks.
+    /// The next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made, write-protected or
+    /// not. It agrees with `decode` for all entries of ours, and exists because every step of a walk asks.
     #[inline]
     fn next_table(bits: u64, level: Level) -> Option<Pfn> {
-        let frame = bits.wrapping_sub(Self::TABLE);
+        let frame = (bits | Self::TABLE_WRITE).wrapping_sub(Self::TABLE);
         let leads = level > Level::PAGE && frame & !Self::FRAME == 0;
         leads.then_some(Self::take_frame(frame))
     }
@@ -322,6 +346,11 @@ pub unsafe trait Format: Send + Sync + 'static {
     #[inline]
     fn table(frame: Pfn) -> u64 {
         Self::frame(frame) | Self::TABLE
+    }
+    /// Whether an entry that leads to a table is write-protected.
+    #[inline]
+    fn is_protected(table: u64) -> bool {
+        !table & Self::TABLE_WRITE != 0
     }
     /// See [`Entry::Mmio`]. `note` has at most [`Format::MMIO_NOTE_BITS`] bits.
     fn mmio(generation: u64, note: u64) -> u64;
@@ -413,6 +442,10 @@ pub(crate) const fn check_limits<F: Format>() {
     assert!(
         F::FRAME != 0 && F::FRAME & (flags | F::TABLE) == 0,
         "frames and flags overlap"
+    );
+    assert!(
+        F::TABLE_WRITE == 0 || F::TABLE_WRITE == F::WRITE && F::TABLE & F::WRITE != 0,
+        "tables are protected by the bit of leaves"
     );
     assert!(
         F::WRITE.is_power_of_two() && F::MAY_WRITE.is_power_of_two(),

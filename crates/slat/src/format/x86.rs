@@ -70,6 +70,8 @@ unsafe impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED>
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;
     const TABLE: u64 = TABLE;
+    // What tables of a guest's own say of writing is in the leaves that shadow them.
+    const TABLE_WRITE: u64 = if NESTED { WRITE } else { 0 };
     const FRAME: u64 = FRAME;
     const WRITE: u64 = WRITE;
     const MAY_WRITE: u64 = MAY_WRITE;
@@ -231,6 +233,13 @@ mod tests {
     fn a_table_entry_limits_nothing() {
         assert_eq!(Npt::table(Pfn(0x77)), 0x77000 | 0b10_0111);
         assert_eq!(X86::<5>::table(Pfn(0x77)), 0x77000 | 0b10_0111);
+    }
+
+    /// APM 2, "Page-Protection Checks": a page is writable if the R/W bit is set at every level.
+    #[test]
+    fn a_table_entry_without_bit_1_is_write_protected() {
+        assert_eq!(Npt::decode(0x77025, Level(2)), Entry::Table(Pfn(0x77)));
+        assert!(Npt::is_protected(0x77025) && !Npt::is_protected(0x77027));
     }
 
     /// APM 2, "Page-Fault Error Code": RSV is set if a reserved bit is set in a present entry.

@@ -27,6 +27,13 @@ const GET_AND_CLEAR: Harvest = |vm| {
     bitmap[0] & 1 != 0
 };
 
+const GET_AND_CLEAR_BOTH: Harvest = |vm| {
+    let mut bitmap = [0];
+    vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
+    vm.clear_dirty_log(0, 0, 0, 2, &bitmap).unwrap();
+    bitmap[0] & 1 != 0
+};
+
 /// Writes 1 and 2 to page 0, and checks the attention word in between.
 fn write_twice(vcpu: &mut SmallVcpu) {
     let mut remembered = get(vcpu, 0, Write).unwrap();
@@ -201,6 +208,93 @@ fn a_huge_leaf_is_split_eagerly_during_a_write() {
         copy.update(&vm, true);
         guest.join().unwrap();
         copy.update(&vm, GET(&vm));
+        assert_eq!(copy.0, 2, "a write is in no dirty log");
+        vm.audit().unwrap();
+    });
+}
+
+/// A slot of the pages of one table, which the begin of its log has protected from above.
+const PROTECTED_FROM_ABOVE: fn() -> Arc<SmallVm> = || {
+    let vm = vm(Level::PAGE, 2, PLAIN);
+    touch(&vm, 0, Write);
+    touch(&vm, 1, Write);
+    set_slot(&vm, 0, 2, LOGGED);
+    vm
+};
+
+/// The same, after a first write to page 0.
+const PUSHED: fn() -> Arc<SmallVm> = || {
+    let vm = PROTECTED_FROM_ABOVE();
+    touch(&vm, 0, Write);
+    vm
+};
+
+/// The same, after writes to both pages, which are all of the table.
+const BOTH_WRITTEN: fn() -> Arc<SmallVm> = || {
+    let vm = PUSHED();
+    touch(&vm, 1, Write);
+    vm
+};
+
+#[test]
+fn no_write_is_lost_by_a_harvest_below_a_protected_table() {
+    no_write_is_lost(3, PROTECTED_FROM_ABOVE, GET);
+    no_write_is_lost(3, PUSHED, GET);
+}
+
+/// The harvest takes both pages, so it protects them from above, while the guest writes.
+#[test]
+fn no_write_is_lost_by_a_harvest_that_protects_from_above() {
+    no_write_is_lost(3, BOTH_WRITTEN, GET);
+    no_write_is_lost(
+        2,
+        || {
+            let vm = BOTH_WRITTEN();
+            vm.set_manual_dirty_log(true, false);
+            vm
+        },
+        GET_AND_CLEAR_BOTH,
+    );
+}
+
+#[test]
+fn no_write_is_lost_when_logging_begins_from_above() {
+    model(2, || {
+        let vm = vm(Level::PAGE, 2, PLAIN);
+        touch(&vm, 0, Write);
+        let mut copy = Copy::default();
+        let cpus = vm.clone();
+        let guest = spawn(move || on_cpu(&cpus, write_twice));
+        set_slot(&vm, 0, 2, LOGGED);
+        copy.update(&vm, true);
+        guest.join().unwrap();
+        copy.update(&vm, GET(&vm));
+        assert_eq!(copy.0, 2, "a write is in no dirty log");
+        vm.audit().unwrap();
+    });
+}
+
+/// Two vCPUs push the same entry down. The second must not take the right from the page that the first has given it to: a client that
+/// clears this page alone would find it protected, and flush nothing.
+#[test]
+fn two_faults_push_one_entry_down() {
+    model(2, || {
+        let vm = PROTECTED_FROM_ABOVE();
+        vm.set_manual_dirty_log(true, false);
+        let harvest = || {
+            let mut bitmap = [0];
+            vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
+            let first = [bitmap[0] & 1];
+            vm.clear_dirty_log(0, 0, 0, 2, &first).unwrap();
+            first[0] != 0
+        };
+        let mut copy = Copy::default();
+        let cpus = vm.clone();
+        let guest = spawn(move || on_cpu(&cpus, write_twice));
+        touch(&vm, 1, Write);
+        copy.update(&vm, harvest());
+        guest.join().unwrap();
+        copy.update(&vm, harvest());
         assert_eq!(copy.0, 2, "a write is in no dirty log");
         vm.audit().unwrap();
     });

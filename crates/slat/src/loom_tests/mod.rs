@@ -107,6 +107,8 @@ macro_rules! small_format {
             const MAX_LEAF: Level = Level::MEGA;
             const BREAK_BEFORE_MAKE: bool = $breaks;
             const TABLE: u64 = <$of>::TABLE;
+            const TABLE_WRITE: u64 = <$of>::TABLE_WRITE;
+            const PROTECT_FROM: Level = <$of>::PROTECT_FROM;
             const FRAME: u64 = <$of>::FRAME;
             const WRITE: u64 = <$of>::WRITE;
             const MAY_WRITE: u64 = <$of>::MAY_WRITE;

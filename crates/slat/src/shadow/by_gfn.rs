@@ -266,6 +266,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             bits,
             gfn: region.gfn,
             level: region.level,
+            below_protected: false,
         };
         match self.visit.visit(&at) {
             Next::Stop => Err(Stop),

@@ -19,6 +19,8 @@ pub(crate) struct At<'t> {
     /// The first frame that the entry covers, which may be before the walk's range.
     pub(crate) gfn: Gfn,
     pub(crate) level: Level,
+    /// An entry on the path was write-protected ([`super::protect`]) when the walk passed it.
+    pub(crate) below_protected: bool,
 }
 
 /// Where the MMU of an entry keeps books about it.
@@ -41,9 +43,9 @@ pub(crate) trait Listed {
 }
 
 impl At<'_> {
-    /// Returns the meaning of [`bits`](Self::bits).
+    /// Returns the meaning of [`bits`](Self::bits) on the path to the entry.
     pub(crate) fn decode<F: Format>(&self) -> Entry {
-        F::decode(self.bits, self.level)
+        F::decode(self.bits, self.level).below(self.below_protected)
     }
 
     /// Returns whether `range` contains all frames that the entry covers.

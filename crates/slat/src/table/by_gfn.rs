@@ -59,6 +59,14 @@ pub(crate) struct Show {
 }
 
 impl Show {
+    /// Shows tables, and enters them.
+    pub(crate) const ENTERED: Show = Show {
+        tables: true,
+        skip_last_level: false,
+        skip_without_huge: false,
+        mmio: false,
+    };
+
     /// Shows tables, and skips the entries of level 1 tables.
     pub(crate) const TABLES: Show = Show {
         tables: true,
@@ -149,6 +157,17 @@ pub(crate) trait ByGfn {
     fn restore(&self, gfn: Gfn, level: Level, own: &Flushed) -> bool {
         let _ = (gfn, level, own);
         true
+    }
+
+    /// Whether walkers obey an entry that refers to a table when it is write-protected ([`super::protect`]).
+    fn protects_tables(&self) -> bool {
+        false
+    }
+
+    /// Gives entries that refer to tables, and cover only frames of the range, the right to write back: no log needs them
+    /// protected any more, and leaves keep the rights they have. Continues `walk` like [`Self::walk`].
+    fn lift(&self, walk: &mut Walk) {
+        walk.stop_at(walk.range().end);
     }
 
     /// Zaps the oldest of the tables that the MMU may zap to stay within a limit, with its leaves, and adds it to

@@ -99,21 +99,38 @@ pub(crate) struct Found<'t> {
     pub(crate) level: Level,
     /// The frame of the table that holds the entry.
     pub(crate) table: Pfn,
+    /// The bits that all entries on the path to the table have.
+    pub(super) above: u64,
 }
 
 impl Found<'_> {
-    /// Returns what the entry means; never [`Entry::Table`].
+    /// Returns what the entry means on its path: a leaf under a write-protected entry is write-protected. Never
+    /// [`Entry::Table`].
     #[inline]
     pub(crate) fn entry<F: Format>(&self) -> Entry {
-        F::decode(self.bits, self.level)
+        F::decode(self.bits, self.level).below(self.is_protected::<F>())
     }
 
-    /// Returns the leaf in the entry, if it allows `access` and has the bits set that the access sets.
+    /// Whether the path to the table is write-protected ([`super::protect`]).
+    #[inline(always)]
+    pub(crate) fn is_protected<F: Format>(&self) -> bool {
+        F::is_protected(self.above)
+    }
+
+    /// Returns the leaf in the entry, if it allows `access` on its path and has the bits set that the access sets.
     #[inline(always)]
     pub(crate) fn ready<F: Format>(&self, access: Access) -> Option<Leaf> {
         let (set, clear) = F::ready(access);
-        let ready = self.bits & (set | clear) == set;
-        ready.then(|| F::decode_leaf(self.bits))
+        let bits = self.bits & (self.above | !F::TABLE_WRITE);
+        let ready = bits & (set | clear) == set;
+        ready.then(|| F::decode_leaf(bits))
+    }
+
+    /// Returns the table that holds the entry, for a paging-structure cache. `None`: the path is write-protected, which a look-up
+    /// that begins with the table would not see.
+    #[inline(always)]
+    pub(crate) fn to_remember<F: Format>(&self) -> Option<Pfn> {
+        (!self.is_protected::<F>()).then_some(self.table)
     }
 
     /// Sets accessed, and dirty if `write`, as a page walker does when it uses the leaf: without a lock, and only if

@@ -116,6 +116,17 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
         may
     }
 
+    fn protects_tables(&self) -> bool {
+        F::TABLE_WRITE != 0
+    }
+
+    fn lift(&self, walk: &mut Walk) {
+        match self.protects_tables() {
+            true => self.lift_unlocked(walk),
+            false => walk.stop_at(walk.range().end),
+        }
+    }
+
     fn is_nx_table(&self, frame: Pfn) -> bool {
         self.table(frame).meta().nx_split.load(Relaxed)
     }

@@ -15,15 +15,16 @@ use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 
 impl<'a, P: Platform, F: Format> Table<'a, P, F> {
-    /// Loads the entry on the path to `index` of this table, which has `level`.
+    /// Loads the entry on the path to `index` of this table, which has `level`. All entries above it have the bits `above`.
     #[inline(always)]
-    fn find(&self, index: PageIndex, level: Level) -> Found<'a> {
+    fn find(&self, index: PageIndex, level: Level, above: u64) -> Found<'a> {
         let entry = self.entry(F::GRANULE.index(index.as_gfn(), level));
         Found {
             entry,
             bits: entry.load(Acquire),
             level,
             table: self.frame,
+            above,
         }
     }
 }
@@ -48,13 +49,25 @@ pub(crate) struct Cursor {
     pub(crate) key: Key,
     /// Where it has ended: frame and level of a table. `None`: it has not begun.
     at: Option<(Pfn, Level)>,
+    /// The bits that all entries have by which it has come there.
+    above: u64,
 }
 
 impl Cursor {
     /// Makes a walk to `key` that has not begun.
     #[inline(always)]
     pub(crate) fn new(key: Key) -> Self {
-        Cursor { key, at: None }
+        Cursor {
+            key,
+            at: None,
+            above: u64::MAX,
+        }
+    }
+
+    /// Whether an entry by which it has come where it is was write-protected then.
+    #[inline(always)]
+    pub(crate) fn is_protected<F: Format>(&self) -> bool {
+        F::is_protected(self.above)
     }
 
     /// Returns the walk to the address `pages` pages after this one, in the same table of level 1.
@@ -71,7 +84,7 @@ impl Cursor {
 
     /// Has the walk begin with the root.
     pub(crate) fn restart(&mut self) {
-        self.at = None;
+        (self.at, self.above) = (None, u64::MAX);
     }
 
     /// Finds the entry of `level` on the path, or the one above it at which the path ends. All accesses that
@@ -87,19 +100,20 @@ impl Cursor {
     ) -> Found<'p> {
         let Key { context, index } = self.key;
         let root = || {
-            (
-                root_table::<F>(context, index.as_gfn()),
-                context.level::<F>(),
-            )
+            let root = root_table::<F>(context, index.as_gfn());
+            (root, context.level::<F>(), u64::MAX)
         };
         let reached = self.at.filter(|(_, at)| *at >= level);
-        let (mut frame, mut at) = reached.unwrap_or_else(root);
+        let reached = reached.map(|(frame, at)| (frame, at, self.above));
+        let (mut frame, mut at, mut above) = reached.unwrap_or_else(root);
         loop {
-            let found = Table::<P, F>::new(platform, frame).find(index, at);
+            let found = Table::<P, F>::new(platform, frame).find(index, at, above);
             match F::next_table(found.bits, at) {
-                Some(lower) if at > level => (frame, at) = (lower, at.below()),
+                Some(lower) if at > level => {
+                    (frame, at, above) = (lower, at.below(), above & found.bits);
+                }
                 _ => {
-                    self.at = Some((frame, at));
+                    (self.at, self.above) = (Some((frame, at)), above);
                     return found;
                 }
             }
@@ -147,21 +161,23 @@ pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     platform: &P,
     key: Key,
 ) -> Result<Found<'_>, Found<'_>> {
-    let find = |frame, level| Table::<P, F>::new(platform, frame).find(key.index, level);
-    let mut frame = root_table::<F>(key.context, key.gfn());
+    let find =
+        |frame, level, above| Table::<P, F>::new(platform, frame).find(key.index, level, above);
+    let (mut frame, mut above) = (root_table::<F>(key.context, key.gfn()), u64::MAX);
     // The number of steps is a constant, so that the compiler unrolls them.
     for step in 0..F::TOP.0 - 1 {
         let level = Level(F::TOP.0 - step);
-        let found = find(frame, level);
+        let found = find(frame, level, above);
         match F::next_table(found.bits, level) {
-            Some(lower) => frame = lower,
+            Some(lower) => (frame, above) = (lower, above & found.bits),
             None => return Err(found),
         }
     }
-    Ok(find(frame, Level::PAGE))
+    Ok(find(frame, Level::PAGE, above))
 }
 
-/// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which it ended.
+/// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which it ended, by a path that was not
+/// write-protected.
 ///
 /// # Safety
 /// - on `platform`, `lookup_page` has found an entry of `table` for a page that it translates, too, and the
@@ -173,5 +189,5 @@ pub(crate) unsafe fn lookup_in<P: Platform, F: Format>(
     table: Pfn,
     index: PageIndex,
 ) -> Found<'_> {
-    Table::<P, F>::new(platform, table).find(index, Level::PAGE)
+    Table::<P, F>::new(platform, table).find(index, Level::PAGE, u64::MAX)
 }

@@ -21,7 +21,8 @@ pub(crate) enum OnLeaf {
 
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Installs `leaf` for the region of `level` around `cursor`. Adds missing tables; splits a larger leaf on the path in
-    /// place, so that its other pages stay mapped throughout. Calls `valid` under the lock of the table that
+    /// place, so that its other pages stay mapped throughout. If the leaf is to be written to, pushes write protection down on
+    /// its path ([`super::protect`]). Calls `valid` under the lock of the table that
     /// receives the leaf, immediately before the install, and `done` under that lock, immediately after it.
     ///
     /// # Errors
@@ -40,8 +41,15 @@ impl<P: Platform, F: Format> Tree<P, F> {
         done: impl FnOnce(),
     ) -> Result<Installed, Retry> {
         let gfn = cursor.key.gfn();
-        // SAFETY: the caller's promise.
-        let table = unsafe { self.table_for(cursor, level, OnLeaf::Split, path)? };
+        let table = loop {
+            // SAFETY: the caller's promise.
+            let table = unsafe { self.table_for(cursor, level, OnLeaf::Split, path)? };
+            if !(leaf.write && cursor.is_protected::<F>()) {
+                break table;
+            }
+            self.push_down(gfn, level);
+            cursor.restart();
+        };
         let entry = table.entry(F::GRANULE.index(gfn, level));
         let guard = table.lock();
         if !valid() {

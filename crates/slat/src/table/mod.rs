@@ -4,7 +4,8 @@
 //! * Every table has one lock, in its [`TableMeta`]. **Software changes an entry only under the lock of the table that
 //!   contains it**, by one atomic store (or read-modify-write, where hardware may set accessed or dirty in that
 //!   entry at the same time). A range operation takes the lock once for the entries of the table, a fault once for its
-//!   install. Two exceptions: a page walker sets accessed and dirty without the lock, and [`age`] clears accessed.
+//!   install. Three exceptions: a page walker sets accessed and dirty without the lock, [`age`] clears accessed, and [`protect`]
+//!   gives an entry that refers to a table the right to write under the lock of *that* table.
 //! * No thread holds two table locks, allocates, or waits for anything under one.
 //! * Walkers, software and hardware, take no lock. They see each entry as it was before or after a change. A table is
 //!   published by a `Release` store after it was filled; a walker loads entries with `Acquire`, so it sees the
@@ -80,6 +81,7 @@ mod frames;
 mod lookup;
 mod map;
 mod path;
+mod protect;
 mod walk;
 
 use alloc::sync::Arc;

@@ -160,9 +160,17 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 walk,
                 visit: &mut *visit,
             };
-            walker.table(root, F::TOP, gfns)
+            walker.table(root, F::TOP, gfns, false)
         });
     }
+}
+
+/// What entries of a table of level 1 have in common.
+struct Pages<'t> {
+    meta: &'t TableMeta,
+    cleared: &'t Cleared,
+    /// The path to the table is write-protected.
+    protected: bool,
 }
 
 /// One step of a walk.
@@ -174,8 +182,8 @@ struct Walker<'w, P: Platform, F: Format, V> {
 }
 
 impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
-    /// Walks over `range` in the level 1 table in `frame`.
-    fn pages(&mut self, frame: Pfn, range: Range<Gfn>) -> Result<(), Stopped> {
+    /// Walks over `range` in the level 1 table in `frame`, to which a path leads that is write-protected if `protected`.
+    fn pages(&mut self, frame: Pfn, range: Range<Gfn>, protected: bool) -> Result<(), Stopped> {
         let table = self.tree.table(frame);
         let first = F::GRANULE.index(range.start, Level::PAGE);
         let wanted = (range.end.0 - range.start.0) as usize;
@@ -188,16 +196,21 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         let entries = &table.entries()[first..first + allowed];
         let meta = table.meta();
         let locked = LockedTable::new(self.tree, &table);
+        let all = Pages {
+            meta,
+            cleared: &locked.cleared,
+            protected,
+        };
         self.walk.count(allowed as u32);
         let (runs, rest) = entries.as_chunks::<RUN>();
         let mut gfn = range.start;
         for run in runs {
             if !self.visit.run(run, gfn) {
-                self.each(run, gfn, meta, &locked.cleared)?;
+                self.each(run, gfn, &all)?;
             }
             gfn = gfn.add(RUN as u64);
         }
-        self.each(rest, gfn, meta, &locked.cleared)?;
+        self.each(rest, gfn, &all)?;
         let at = range.start.add(allowed as u64);
         if allowed == wanted {
             Ok(())
@@ -207,13 +220,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
     }
 
     /// Visits level 1 entries one by one; the first is for frame `first`.
-    fn each(
-        &mut self,
-        entries: &[AtomicU64],
-        first: Gfn,
-        meta: &TableMeta,
-        cleared: &Cleared,
-    ) -> Result<(), Stopped> {
+    fn each(&mut self, entries: &[AtomicU64], first: Gfn, all: &Pages<'_>) -> Result<(), Stopped> {
         entries.iter().zip(first.0..).try_for_each(|(entry, gfn)| {
             let bits = entry.load(Relaxed);
             if F::is_absent(bits) && !(self.show.mmio && bits != 0) {
@@ -221,11 +228,12 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             }
             let at = At {
                 entry,
-                meta,
-                kept: Kept::Cleared(cleared),
+                meta: all.meta,
+                kept: Kept::Cleared(all.cleared),
                 bits,
                 gfn: Gfn(gfn),
                 level: Level::PAGE,
+                below_protected: all.protected,
             };
             match self.visit.visit(&at) {
                 Next::Stop => Err(Stopped { at: at.gfn }),
@@ -234,10 +242,17 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         })
     }
 
-    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it.
-    fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
+    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it. The path to it is write-protected if
+    /// `protected`.
+    fn table(
+        &mut self,
+        frame: Pfn,
+        level: Level,
+        range: Range<Gfn>,
+        protected: bool,
+    ) -> Result<(), Stopped> {
         if level == Level::PAGE {
-            return self.pages(frame, range);
+            return self.pages(frame, range, protected);
         }
         let table = self.tree.table(frame);
         let (entries, meta) = (table.entries(), table.meta());
@@ -261,6 +276,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                     bits,
                     gfn,
                     level,
+                    below_protected: protected,
                 };
                 let is_table = matches!(F::decode(bits, level), Entry::Table(_));
                 let next = if !is_table || self.show.tables {
@@ -272,10 +288,11 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                     return Err(stopped);
                 }
                 if next == Next::Descend
-                    && let Some(lower) = self.table_to_enter(entry, level)
+                    && let Some((lower, bits)) = self.table_to_enter(entry, level)
                 {
                     drop(locked);
-                    self.table(lower, level.below(), below)?;
+                    let protected = protected || F::is_protected(bits);
+                    self.table(lower, level.below(), below, protected)?;
                     locked = LockedTable::new(self.tree, &table);
                 }
             }
@@ -284,17 +301,19 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         Ok(())
     }
 
-    /// Returns the table that `entry` refers to now. `None`: it refers to none, or the walk skips the table.
-    fn table_to_enter(&self, entry: &AtomicU64, level: Level) -> Option<Pfn> {
+    /// Returns the table that `entry` refers to now, and the bits of the entry. `None`: it refers to none, or the walk skips
+    /// the table.
+    fn table_to_enter(&self, entry: &AtomicU64, level: Level) -> Option<(Pfn, u64)> {
         if self.show.skip_last_level && level == Level::MEGA {
             return None;
         }
-        let Entry::Table(lower) = F::decode(entry.load(Relaxed), level) else {
+        let bits = entry.load(Relaxed);
+        let Entry::Table(lower) = F::decode(bits, level) else {
             return None;
         };
         let is_split = self.show.skip_without_huge
             && level == Level::GIGA
             && self.tree.table(lower).meta().leaves.load(Relaxed) == 0;
-        (!is_split).then_some(lower)
+        (!is_split).then_some((lower, bits))
     }
 }

@@ -280,16 +280,17 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Some(unsafe { lookup_page::<P, F>(&*self.vm.platform, self.key(F::GRANULE.gfn(gpa))) })
     }
 
-    /// Puts `table` in the paging-structure cache.
+    /// Puts `table`, if there is one, in the paging-structure cache.
     ///
     /// # Safety
-    /// - `table` holds the entry of level 1 for `gpa` that [`Vcpu::walk`] has found, and the vCPU has passed no
-    ///   quiescent point since.
+    /// - `table` is [what may be remembered](Found::to_remember) of the entry of level 1 for `gpa` that [`Vcpu::walk`] has
+    ///   found, and the vCPU has passed no quiescent point since.
     #[inline(always)]
-    pub(crate) unsafe fn remember(&mut self, gpa: Gpa, table: Pfn) {
-        self.presence
-            .tables
-            .put(TableRegion::of_gpa(gpa, F::GRANULE), table);
+    pub(crate) unsafe fn remember(&mut self, gpa: Gpa, table: Option<Pfn>) {
+        if let Some(table) = table {
+            let region = TableRegion::of_gpa(gpa, F::GRANULE);
+            self.presence.tables.put(region, table);
+        }
     }
 
     /// Drops the table for `gpa` from the paging-structure cache. Call before a fault at `gpa`.

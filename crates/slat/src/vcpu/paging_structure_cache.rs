@@ -31,6 +31,8 @@
 //!   leaf that may be written without being noted is the leaf of a page that is in the log.
 //! * *Splits and broken leaves* change entries of higher levels, which the cache does not hold. The table of a
 //!   split leaf is new: a walk from the root reaches it first.
+//! * *Write protection of a higher entry* ([`crate::table`]'s hierarchical protection): only a table whose path
+//!   allows writes is put here. When the path is protected later, that operation flushes, too, and waits for this vCPU.
 //! * *MMIO entries* are not leaves: they are found by a walk from the root and compared with the
 //!   generation there.
 //!

@@ -135,9 +135,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         match self.walk(gpa) {
             Some(Ok(found)) => {
                 if let Some(leaf) = found.ready::<F>(access) {
-                    let table = found.table;
-                    // SAFETY: the walk has found the leaf in this table just now.
-                    unsafe { self.remember(gpa, table) };
+                    // SAFETY: the walk has found the leaf just now.
+                    unsafe { self.remember(gpa, found.to_remember::<F>()) };
                     return Ok(translation::<F>(leaf, Level::PAGE, gfn));
                 }
             }

@@ -15,6 +15,9 @@
 //! off, the leaf is write-protected and the log contains only pages that were written. Both apply to bitmaps and
 //! rings; with dirty bits, the leaf starts dirty or clean.
 //!
+//! With the policy `hierarchical_protect`, on formats that allow it, whole ranges are protected by the entries above their tables:
+//! when a log begins, and where a harvest finds every page of such an entry in the log (`table::protect`).
+//!
 //! # Dirty bits (policy `dirty_log=dirty-bit`, where the walker sets them)
 //! Leaves stay writable, and start clean if a read installs them (but see *Reads*). A harvest first moves the bits from
 //! the leaves into the bitmap: it clears a leaf's bit, notes the page, and flushes before it returns, so that the
@@ -175,17 +178,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let mut cleared = 0;
             let mut full = 0..0;
             for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
+                let valid = valid_bits(pages, i);
                 *out = match word.load(Acquire) {
                     0 => 0,
                     dirty if manual => dirty,
                     _ => word.swap(0, AcqRel),
-                } & valid_bits(pages, i);
+                } & valid;
                 op.look();
                 if !manual {
                     cleared |= *out;
                 }
                 if protects {
-                    op.protect_word(&mut full, i as u64, *out);
+                    op.protect_word(&mut full, i as u64, *out, valid);
                 }
             }
             op.protect_words(full);
@@ -228,10 +232,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let mut full = 0..0;
             let named = bitmap[..words].iter().zip(first as usize / 64..);
             for (clear, i) in named.filter(|(clear, _)| **clear != 0) {
-                let clear = clear & valid_bits(all, i);
+                let valid = valid_bits(all, i);
+                let clear = clear & valid;
                 let was = log.bits[i].fetch_and(!clear, AcqRel) & clear;
                 op.look();
-                op.protect_word(&mut full, i as u64, was);
+                op.protect_word(&mut full, i as u64, was, valid);
                 cleared |= was;
             }
             op.protect_words(full);
@@ -326,17 +331,20 @@ impl<P: Platform, F: Format> Vm<P, F> {
             LogChange::Continues => op.protect(pages, |page| !log.is_marked(page)),
             _ => {
                 // In this order: a huge leaf is protected once, and its pieces are then protected, too.
-                op.protect(pages.clone(), |_| true);
+                op.protect_all(pages.clone());
                 op.split_eagerly(pages);
             }
         }
         op.finish();
     }
 
-    /// Ends logging in slot `id`: huge leaves come back in the place of tables ([`super::recover`]). Small leaves that stay
-    /// become writable by their next write fault.
+    /// Ends logging in slot `id`: huge leaves come back in the place of tables ([`super::recover`]). Of small leaves that stay, those
+    /// that were protected from above are writable again; the others become so by their next write fault.
     pub(super) fn end_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
         let mut op = SlotOp::begin(self, space, change, id, None);
+        if let Some(pages) = op.slot().map(|slot| slot.pages()) {
+            op.lift_protection(0..pages);
+        }
         op.recover_huge_pages();
         op.finish();
     }
@@ -355,16 +363,16 @@ fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, Dirt
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// Makes the log note the next write to the pages of word number `word` of the bitmap whose bits are set in `mask`.
-    /// Collects adjacent words with all bits set in `full`, so that one walk serves them; the caller calls
+    /// Makes the log note the next write to the pages of word number `word` of the bitmap whose bits are set in `mask`; `valid` has those
+    /// of all its pages. Collects adjacent words with all bits set in `full`, so that one walk serves them; the caller calls
     /// [`Self::protect_words`] with what is left in it.
-    fn protect_word(&mut self, full: &mut Range<u64>, word: u64, mask: u64) {
+    fn protect_word(&mut self, full: &mut Range<u64>, word: u64, mask: u64, valid: u64) {
         if mask == 0 {
             return;
         }
-        if mask == u64::MAX && full.end == word {
+        if mask == valid && full.end == word {
             full.end += 1;
-        } else if mask == u64::MAX {
+        } else if mask == valid {
             self.protect_words(replace(full, word..word + 1));
         } else {
             let first = word * 64;
@@ -376,7 +384,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
 
     /// Makes the log note the next write to all pages of the words numbered `words`.
     fn protect_words(&mut self, words: Range<u64>) {
-        self.protect(words.start * 64..words.end * 64, |_| true);
+        self.protect_all(words.start * 64..words.end * 64);
     }
 
     /// Moves the dirty bits of the leaves of all `pages` to the bitmap of `log`, and flushes.

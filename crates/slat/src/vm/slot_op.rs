@@ -111,6 +111,21 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         });
     }
 
+    /// Does what [`Self::protect`] does, for all `pages`; from above, if the policy `hierarchical_protect` says so.
+    pub(super) fn protect_all(&mut self, pages: Range<u64>) {
+        match self.vm.policy.hierarchical_protect().is_on() {
+            true => self.walk(pages, |step, slot, walk| {
+                step.protect_from_above(slot, walk)
+            }),
+            false => self.protect(pages, |_| true),
+        }
+    }
+
+    /// Gives back what [`Self::protect_all`] has taken from `pages` from above. For a slot that does not log any more.
+    pub(super) fn lift_protection(&mut self, pages: Range<u64>) {
+        self.walk(pages, |step, _, walk| step.lift_protection(walk));
+    }
+
     /// Splits the huge leaves of `pages`, chunk by chunk, as far as there is memory for tables. The first write to a
     /// leaf that stays huge splits it.
     pub(super) fn split_eagerly(&mut self, pages: Range<u64>) {

@@ -204,9 +204,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if let Some(Ok(found)) = self.walk(gpa)
             && let Some(leaf) = found.ready::<F>(access)
         {
-            let table = found.table;
-            // SAFETY: the walk has found the leaf in this table just now.
-            unsafe { self.remember(gpa, table) };
+            // SAFETY: the walk has found the leaf just now.
+            unsafe { self.remember(gpa, found.to_remember::<F>()) };
             return Ok(translation::<F>(leaf, Level::PAGE, F::GRANULE.gfn(gpa)));
         }
         self.translate_uncounted(gpa, access)

@@ -44,6 +44,8 @@ pub(crate) struct Unflushed {
     pub(crate) detached: Detached,
     /// The number of leaves, by level, that lost a right or a dirty bit that a TLB may still hold.
     pub(crate) changed: LeafCounts,
+    /// The number of entries that refer to a table and were write-protected.
+    protected: u64,
     /// The number of tables replaced by a leaf, by its level.
     collapsed: LeafCounts,
 }
@@ -54,13 +56,15 @@ impl Unflushed {
             zapped: LeafCounts::default(),
             detached: Detached::none(),
             changed: LeafCounts::default(),
+            protected: 0,
             collapsed: LeafCounts::default(),
         }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         let none = LeafCounts::default();
-        self.zapped == none && self.changed == none && self.detached.is_empty()
+        let leaves = self.zapped == none && self.changed == none;
+        leaves && self.protected == 0 && self.detached.is_empty()
     }
 
     /// Returns what of this walkers may have cached.
@@ -72,7 +76,7 @@ impl Unflushed {
         let mut levels = (1..=LeafCounts::default().len() as u8)
             .map(Level)
             .filter(has_leaves);
-        let tables = !self.detached.is_empty();
+        let tables = !self.detached.is_empty() || self.protected > 0;
         let only = levels.next().filter(|_| levels.next().is_none());
         Stale {
             level: only.filter(|_| F::BREAK_BEFORE_MAKE && !tables),

@@ -228,7 +228,34 @@ impl<'s, M: ByGfn> Step<'s, M> {
         }
     }
 
-    /// Write-protects every leaf of the range for which `wanted` is true, and sets its `may_write`.
+    /// Does what [`Self::protect`] does, for all pages in the range. Where the log works by write protection and walkers
+    /// [obey it](ByGfn::protects_tables), protects the highest entries that cover only frames of the range, and nothing below them.
+    pub(crate) fn protect_from_above(&mut self, slot: &Memslot, walk: &mut Walk) {
+        let by_dirty_bit = slot.log().is_some_and(|log| !log.kind().protects());
+        if by_dirty_bit || !self.mmu.protects_tables() {
+            return self.protect(slot, walk, |_| true);
+        }
+        let range = walk.range();
+        let (changed, tables) = (&mut self.unflushed.changed, &mut self.unflushed.protected);
+        let mut protect = WriteProtect::<M::Format, _, _> {
+            wanted: |_, _| true,
+            passes: |at: &At<'_>| match at.level <= M::Format::PROTECT_FROM
+                && at.is_inside::<M::Format>(&range)
+            {
+                true => {
+                    *tables += u64::from(at.protect_below::<M::Format>());
+                    true
+                }
+                false => at.is_protected::<M::Format>(),
+            },
+            changed,
+            format: PhantomData,
+        };
+        self.mmu.walk(walk, Show::ENTERED, &mut protect);
+    }
+
+    /// Write-protects every leaf of the range for which `wanted` is true, and sets its `may_write`. Passes over what is
+    /// [protected from above](Self::protect_from_above).
     ///
     /// A huge leaf is protected as a whole if a page of it is in the range. The next write fault, or an eager split,
     /// splits it.
@@ -241,12 +268,22 @@ impl<'s, M: ByGfn> Step<'s, M> {
         walk: &mut Walk,
         wanted: impl FnMut(Gfn, Level) -> bool,
     ) {
-        let mut protect = WriteProtect::<M::Format, _> {
+        let show = match self.mmu.protects_tables() {
+            true => Show::ENTERED,
+            false => Show::default(),
+        };
+        let mut protect = WriteProtect::<M::Format, _, _> {
             wanted,
+            passes: |at: &At<'_>| at.is_protected::<M::Format>(),
             changed: &mut self.unflushed.changed,
             format: PhantomData,
         };
-        self.mmu.walk(walk, Show::default(), &mut protect);
+        self.mmu.walk(walk, show, &mut protect);
+    }
+
+    /// Ends what [`Self::protect_from_above`] has done, as far as entries cover only frames of the range.
+    pub(crate) fn lift_protection(&self, walk: &mut Walk) {
+        self.mmu.lift(walk);
     }
 
     /// Clears the dirty bit of every leaf of the range that has it set and for which `wanted` is true, and calls
@@ -358,16 +395,30 @@ fn count(counts: &mut LeafCounts, level: Level) {
     counts[level.0 as usize - 1] += 1;
 }
 
-/// The visitor of [`Step::write_protect`].
-struct WriteProtect<'c, F, W> {
+/// The visitor of [`Step::write_protect`] and [`Step::protect_from_above`].
+struct WriteProtect<'c, F, W, T> {
+    /// Whether to protect a leaf.
     wanted: W,
+    /// Whether to pass over what is below an entry that refers to a table.
+    passes: T,
     changed: &'c mut LeafCounts,
     format: PhantomData<F>,
 }
 
-impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<'_, F, W> {
+impl<F, W, T> Visit for WriteProtect<'_, F, W, T>
+where
+    F: Format,
+    W: FnMut(Gfn, Level) -> bool,
+    T: FnMut(&At<'_>) -> bool,
+{
     #[inline]
     fn visit(&mut self, at: &At<'_>) -> Next {
+        if F::TABLE_WRITE != 0 && F::next_table(at.bits, at.level).is_some() {
+            return match (self.passes)(at) {
+                true => Next::Pass,
+                false => Next::Descend,
+            };
+        }
         if F::is_writable(at.bits) && (self.wanted)(at.gfn, at.level) {
             at.put(F::write_protect(at.bits));
             count(self.changed, at.level);
