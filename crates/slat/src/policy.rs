@@ -211,11 +211,14 @@ words! {
 
 words! {
     /// How writes to logged slots are found out.
-    DirtyLogMethod, "write-protect, dirty-bit":
+    DirtyLogMethod, "write-protect, dirty-bit, buffer":
     /// A page is write-protected until a write to it was noted.
     WriteProtect = "write-protect",
     /// The walker sets the dirty bits of leaves, on formats that have them ([`Format::SETS_DIRTY`]).
     DirtyBit = "dirty-bit",
+    /// Like [`Self::DirtyBit`], and the walker writes the page of each dirty bit that it sets to a buffer (Intel's PML, Arm's HDBSS):
+    /// a harvest looks at these pages alone ([`Vm::drain`](crate::Vm::drain)). For tables that are no shadow pages.
+    Buffer = "buffer",
 }
 
 words! {
