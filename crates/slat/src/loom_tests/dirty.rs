@@ -126,7 +126,7 @@ fn a_write_through_a_dirty_bit_of_another_cpu_is_in_the_next_log() {
     model(3, || {
         let vm = BY_BUFFER();
         let cpus = vm.clone();
-        let other = spawn(move || touch(&cpus, 0, Write));
+        let other = spawn(move || _ = touch(&cpus, 0, Write));
         touch(&vm, 0, Write);
         assert!(GET(&vm), "the write was before the harvest");
         other.join().unwrap();
@@ -141,9 +141,10 @@ fn no_page_of_a_full_buffer_is_lost_by_a_harvest() {
         let vm = vm(Level::PAGE, 0, PLAIN);
         vm.set_policy(Setting::DirtyLog(DirtyLogMethod::Buffer));
         set_slot(&vm, 0, 2, LOGGED);
-        (0..2).for_each(|gfn| touch(&vm, gfn, Read));
+        let both = |vm: &Arc<SmallVm>, access| [0, 1].map(|gfn| touch(vm, gfn, access));
+        both(&vm, Read);
         let cpus = vm.clone();
-        let guest = spawn(move || (0..2).for_each(|gfn| touch(&cpus, gfn, Write)));
+        let guest = spawn(move || _ = both(&cpus, Write));
         let harvest = || {
             let mut bitmap = [0];
             vm.get_dirty_log(0, 0, &mut bitmap).unwrap();

@@ -324,7 +324,7 @@ impl Readers {
             owned: AtomicBool::new(true),
             attention: Attention::new()?,
             counters: Counters::default(),
-            written: WalkerBuffer::default(),
+            written: WalkerBuffer::new(),
             next: AtomicPtr::new(head),
         })?);
         // SAFETY: freed when `self` is dropped.

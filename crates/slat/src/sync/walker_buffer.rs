@@ -11,10 +11,13 @@ use crate::heap::{self, OutOfMemory};
 use crate::sync::atomic::{AtomicPtr, Ordering::*};
 
 /// The buffer of one CPU; made when its walker first needs it.
-#[derive(Default)]
 pub(crate) struct WalkerBuffer(AtomicPtr<SpinLock<WrittenPages>>);
 
 impl WalkerBuffer {
+    pub(crate) fn new() -> Self {
+        WalkerBuffer(AtomicPtr::new(ptr::null_mut()))
+    }
+
     /// Returns the buffer. `None`: nothing was ever written to it.
     pub(crate) fn get(&self) -> Option<&SpinLock<WrittenPages>> {
         // SAFETY: the pointer was made by `Box::into_raw`, and the memory is freed when `self` is dropped.

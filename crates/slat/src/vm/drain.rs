@@ -139,7 +139,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Not with shadow pages: their walkers know virtual addresses.
     pub(super) fn may_use_walker_buffers(&self) -> bool {
         let may = F::SETS_DIRTY && self.mmu != MmuKind::Shadow;
-        self.log_mode.buffers.fetch_or(may, SeqCst);
+        if may {
+            self.log_mode.buffers.store(true, SeqCst);
+        }
         may
     }
 }
