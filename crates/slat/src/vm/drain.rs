@@ -15,7 +15,8 @@
 //!   buffer, it sets no bit, and exits instead). A CPU that was interrupted has done both or none. So what a harvest could miss
 //!   is drained first: [`Platform::drain`] interrupts the CPUs that are in the guest.
 //! * *The walker of a software CPU* ([`Vcpu::mark_logged`](crate::vcpu)) does both under the lock of its buffer, which a harvest takes, too. Without that a
-//!   second CPU could see the bit and write, and a harvest that begins after that write would not find the entry yet. A full
+//!   second CPU could see the bit and write, and a harvest that begins after that write would not find the entry yet. (So the bit is
+//!   set with `Release`: who has seen it finds the lock taken, and waits.) A full
 //!   buffer is drained by its CPU, under the same lock, before the bit is set.
 //! * *A fault* that installs a dirty leaf marks the page itself, under the lock of the table: no walker will tell.
 //!
