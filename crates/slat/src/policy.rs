@@ -154,7 +154,7 @@ policies! {
     split_walk SplitWalk: SplitWalk = SplitWalk::Default;
     /// Pages around a fault that are mapped with it, if resident.
     prefetch Prefetch: Prefetch = Prefetch::Adaptive;
-    /// How writes to logged slots are found out.
+    /// How writes to logged slots are found out. Logs to rings are always by write protection.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
     /// Whether a read or fetch that maps a page of a logged slot is logged, and the page writable at
     /// once; off: only writes are.
