@@ -103,6 +103,10 @@ impl Generator {
                 let (gpa, access) = self.access(seen);
                 Op::Translate { vcpu, gpa, access }
             }
+            Kind::Walk => {
+                let gpa = self.gpa(seen);
+                Op::Walk { vcpu, gpa }
+            }
             Kind::Prefault => {
                 let gpa = self.gpa(seen);
                 let bytes =

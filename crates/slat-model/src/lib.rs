@@ -113,6 +113,8 @@ mod trial;
 #[cfg(feature = "std")]
 mod violations;
 #[cfg(feature = "std")]
+mod walker_buffers;
+#[cfg(feature = "std")]
 mod watched;
 #[cfg(feature = "std")]
 mod witness;

@@ -152,6 +152,18 @@ pub enum Expected {
     Page(HostPage),
 }
 
+/// How a log learns of writes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Method {
+    /// By write protection.
+    #[default]
+    Protection,
+    /// By the dirty bits of leaves; it may name neighbours of a page, too.
+    DirtyBits,
+    /// By the buffers of walkers.
+    Buffers,
+}
+
 /// The way in which slots that begin to log do so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogMode {
@@ -161,8 +173,8 @@ pub struct LogMode {
     pub manual: bool,
     /// A new log names every page.
     pub initially_set: bool,
-    /// New logs use the dirty bits of leaves, and may name neighbours of a page, too.
-    pub by_dirty_bit: bool,
+    /// How new logs learn of writes, if they are not rings.
+    pub method: Method,
 }
 
 /// The log of a slot.
@@ -171,8 +183,7 @@ struct Log {
     /// A bit per page, counted from the slot's start: written since it was last cleared. With rings: named by a ring entry that
     /// has not been reset.
     noted: Vec<u64>,
-    /// Whether it consists of the dirty bits of leaves.
-    by_dirty_bit: bool,
+    method: Method,
     /// Whether the log may name more than was written.
     loose: bool,
 }
@@ -186,11 +197,14 @@ impl Log {
                 *noted.last_mut().expect("a slot has a page") = (1 << (pages % 64)) - 1;
             }
         }
-        let by_dirty_bit = mode.by_dirty_bit && !mode.rings;
+        let method = match mode.rings {
+            true => Method::Protection,
+            false => mode.method,
+        };
         Log {
             noted,
-            by_dirty_bit,
-            loose: by_dirty_bit,
+            method,
+            loose: method == Method::DirtyBits,
         }
     }
 
@@ -354,11 +368,10 @@ impl GuestModel {
     pub fn kept(&self, after: &GuestModel) -> Vec<Range<u64>> {
         let mut kept = Vec::new();
         for (id, old) in &self.slots {
-            let method =
-                |model: &GuestModel, id| model.logs.get(&id).map(|log: &Log| log.by_dirty_bit);
+            let method = |model: &GuestModel, id| model.logs.get(&id).map(|log: &Log| log.method);
             // The dirty bits of a slot that moves are noted.
             let moved = after.slots.get(id).is_some_and(|new| new.base != old.base);
-            if moved && method(self, *id) == Some(true) {
+            if moved && method(self, *id).is_some_and(|method| method != Method::Protection) {
                 continue;
             }
             for (other, new) in &after.slots {
@@ -422,7 +435,9 @@ impl GuestModel {
     pub fn may_write(&self, machine: &impl Machine, gfn: u64) -> bool {
         match (self.expect(machine, gfn, Access::Write), self.slot_at(gfn)) {
             (Expected::Page(_), Some((id, slot))) => match self.logs.get(&id) {
-                Some(log) => log.loose || log.holds(gfn - slot.base),
+                Some(log) => {
+                    log.loose || log.method != Method::Protection || log.holds(gfn - slot.base)
+                }
                 None => true,
             },
             _ => false,

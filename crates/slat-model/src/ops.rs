@@ -41,6 +41,13 @@ pub enum Op {
         /// Kind.
         access: Access,
     },
+    /// A write by a vCPU whose walker is hardware, if the tables allow it.
+    Walk {
+        /// The vCPU.
+        vcpu: usize,
+        /// Address.
+        gpa: u64,
+    },
     /// KVM_PRE_FAULT_MEMORY.
     Prefault {
         /// Which vCPU.
@@ -134,6 +141,7 @@ pub(crate) enum Kind {
     Regions,
     FindSlot,
     Translate,
+    Walk,
     Prefault,
     Invalidate,
     DirtyLog,
@@ -167,7 +175,8 @@ impl Mix {
     pub const ALL: Mix = Mix(
         "all",
         &[
-            (Kind::Translate, 730),
+            (Kind::Translate, 700),
+            (Kind::Walk, 30),
             (Kind::Region, 80),
             (Kind::Regions, 30),
             (Kind::Invalidate, 60),
@@ -204,7 +213,8 @@ impl Mix {
     pub const LOGS: Mix = Mix(
         "logs",
         &[
-            (Kind::Translate, 600),
+            (Kind::Translate, 500),
+            (Kind::Walk, 100),
             (Kind::Region, 30),
             (Kind::Regions, 20),
             (Kind::Invalidate, 20),
@@ -247,7 +257,7 @@ pub const POLICIES: [(&str, &[&str]); 13] = [
     ("split_walk", &["default", "skip-last-level", "full-walk"]),
     (
         "dirty_log",
-        &["write-protect", "write-protect", "dirty-bit"],
+        &["write-protect", "dirty-bit", "buffer", "buffer"],
     ),
     ("dirty_log_reads", &["auto", "on", "off"]),
     ("hierarchical_protect", &["on", "off"]),

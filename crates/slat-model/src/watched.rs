@@ -15,6 +15,7 @@ use crate::host::HostMemory;
 use crate::machine::Machine;
 use crate::tlb::Tlb;
 use crate::violations::Violations;
+use crate::walker_buffers::WalkerBuffers;
 
 /// A platform between the engine and another one, `P`, to which it passes every call. It tells the [`Tlb`] what the engine
 /// does, makes allocations fail when told to, and checks the frames that `P` returns. The memory of all machines has the same
@@ -35,6 +36,8 @@ pub struct Watched<P> {
     /// Frames that are allocated now.
     live: Mutex<BTreeSet<Pfn>>,
     violations: Violations,
+    /// What the walkers of vCPUs, which are hardware, have written.
+    pub(crate) buffers: WalkerBuffers,
 }
 
 impl<P: Platform> Watched<P> {
@@ -50,6 +53,7 @@ impl<P: Platform> Watched<P> {
             failed: AtomicBool::new(false),
             live: Mutex::default(),
             violations: Violations::default(),
+            buffers: WalkerBuffers::default(),
         })
     }
 
@@ -250,6 +254,11 @@ unsafe impl<P: Platform> Platform for Watched<P> {
         let begun = self.tlb.flush_begins();
         self.platform.flush(vm, range.clone(), stale);
         self.tlb.flush_ended(vm, &range, stale, begun);
+    }
+
+    fn drain(&self, vm: VmId, take: &mut dyn FnMut(usize, Gfn)) {
+        self.platform.drain(vm, take);
+        self.buffers.drain(take);
     }
 
     #[inline]

@@ -10,7 +10,7 @@ use crate::format::{Entry, Format, Leaf, all_gfns};
 use crate::platform::Platform;
 use crate::slots::{Memslot, Place};
 use crate::table::{At, ByGfn, Next, Show, Walk};
-use crate::vm::{LogKind, RangeOp, Vm};
+use crate::vm::{DirtyLog, LogKind, RangeOp, Vm};
 
 /// An invariant that does not hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,7 +28,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Checks that
     /// * every leaf is in a memslot, at a level that slot and attributes allow, maps the frame that backs it, private
     ///   or shared, and is not writable if the slot is read-only;
-    /// * no page of a slot that logs to a bitmap by write protection is writable without being marked;
+    /// * no page of a slot that logs to a bitmap by write protection is writable without being marked, and no page of one that
+    ///   logs by buffers is dirty without being marked or in a buffer;
     /// * no huge leaf is executable with `nx_huge_pages` on;
     /// * every table counts its leaves right;
     /// * the slots by gfn, by backing and by id are the same, and none overlap;
@@ -40,6 +41,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Errors
     /// The first invariant found that does not hold.
     pub fn audit(&self) -> Result<(), AuditError> {
+        self.drain_walkers();
         let mut leaves = [0u64; 3];
         for space in &self.spaces {
             // Locked before the reader section begins: the holder of the lock may be waiting for readers.
@@ -123,13 +125,23 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if leaf.memory.combined(limits.memory) != leaf.memory {
             return Err(alloc::format!("it is cached more than {slot:?}"));
         }
-        if let Some(log) = slot.log().filter(|log| log.kind() == LogKind::Bitmap) {
+        let is_unmarked = |log: &DirtyLog| {
             let first = gfn.0 - gfns.start.0;
-            let unmarked =
-                (first..first + F::GRANULE.pages(level)).any(|page| !log.is_marked(page));
-            if leaf.write && unmarked {
+            (first..first + F::GRANULE.pages(level)).any(|page| !log.is_marked(page))
+        };
+        match slot.log().map(|log| (log, log.kind())) {
+            Some((log, LogKind::Bitmap)) if leaf.write && is_unmarked(log) => {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
+            // The walker would not name it once more, nor the other pages of a huge leaf.
+            Some((log, LogKind::Buffers))
+                if leaf.write && (leaf.dirty || level > Level::PAGE) && is_unmarked(log) =>
+            {
+                return Err(
+                    "it is dirty, or huge and writable, but not marked in the dirty log".into(),
+                );
+            }
+            _ => {}
         }
         let mut wrong = None;
         let backing = match private {

@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 use core::ops::Range;
 
 use crate::addr::{Gfn, Level};
-use crate::format::Format;
+use crate::format::{Format, Leaf};
 use crate::heap::OutOfMemory;
 use crate::sync::FairLock;
 
@@ -16,6 +16,9 @@ pub(crate) enum LogKind {
     Bitmap,
     /// The leaves' own dirty bits; a bitmap, at a harvest.
     DirtyBits,
+    /// The leaves' own dirty bits, of which the walker notes in a buffer where it has set one; a bitmap, when the buffer
+    /// is drained (`vm/drain.rs`).
+    Buffers,
     /// Write protection; the rings of the vCPUs.
     Rings,
 }
@@ -23,7 +26,13 @@ pub(crate) enum LogKind {
 impl LogKind {
     /// Whether a leaf must not be writable before a write to it was noted.
     pub(crate) fn protects(self) -> bool {
-        self != LogKind::DirtyBits
+        !matches!(self, LogKind::DirtyBits | LogKind::Buffers)
+    }
+
+    /// Whether the log learns of a write from the fault that installs `leaf`: no walker will tell, or it has no dirty bit
+    /// left to set.
+    pub(crate) fn learns_from_fault(self, leaf: &Leaf) -> bool {
+        leaf.write && (self.protects() || self == LogKind::Buffers && leaf.dirty)
     }
 }
 

@@ -278,6 +278,7 @@ impl Stale {
 /// | `resolve_resident` | yes | none; by [`Vm::audit`](crate::Vm::audit) slots and a table's | for locks of its own | not the pages asked for | no |
 /// | `share` | no | slots | for locks of its own | yes | no |
 /// | `flush` | no | slots | for CPUs in the guest | yes | no |
+/// | `drain` | no | none | for CPUs in the guest | yes | yes |
 /// | `wait` | yes | slots | shortly, that is its purpose | no | no |
 /// | `zapped` | yes | slots, a table's | no | no | no |
 /// | `trace` | yes | slots, a table's | no | no | no |
@@ -440,6 +441,16 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// It does nothing for software CPUs: the engine waits for their acknowledgement itself
     /// ([`crate::Vcpu::quiesce`]).
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale);
+
+    /// Has the CPUs of `vm` give the engine what their page walkers have written to their buffers (Intel's PML, Arm's HDBSS). When it
+    /// returns, each entry that was written before the call was given to `take`, with the address space of the walk, or to
+    /// [`Vm::drain`](crate::Vm::drain): a CPU that is in the guest is interrupted, and its buffer is drained before it enters again.
+    ///
+    /// A harvest of a log by the policy `dirty_log=buffer` begins with it. Does nothing where no hardware fills a buffer: those of
+    /// software CPUs are the engine's own.
+    fn drain(&self, vm: VmId, take: &mut dyn FnMut(usize, Gfn)) {
+        let _ = (vm, take);
+    }
 
     /// Whether [`zapped`](Self::zapped) is called. If not, nothing is paid for it.
     const WANTS_ZAPPED: bool = false;

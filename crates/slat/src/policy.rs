@@ -154,7 +154,7 @@ policies! {
     split_walk SplitWalk: SplitWalk = SplitWalk::Default;
     /// Pages around a fault that are mapped with it, if resident.
     prefetch Prefetch: Prefetch = Prefetch::Adaptive;
-    /// How writes to logged slots are found out.
+    /// How writes to logged slots are found out. Logs to rings are always by write protection.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
     /// Write-protect a range for its dirty log by the entries above its tables, one for each GiB that lies wholly in it (EPT) or for
     /// each 2 MiB (NPT), and what is in a table when the first write comes to it; off: every leaf at once. For
@@ -215,11 +215,14 @@ words! {
 
 words! {
     /// How writes to logged slots are found out.
-    DirtyLogMethod, "write-protect, dirty-bit":
+    DirtyLogMethod, "write-protect, dirty-bit, buffer":
     /// A page is write-protected until a write to it was noted.
     WriteProtect = "write-protect",
     /// The walker sets the dirty bits of leaves, on formats that have them ([`Format::SETS_DIRTY`]).
     DirtyBit = "dirty-bit",
+    /// Like [`Self::DirtyBit`], and the walker writes the page of each dirty bit that it sets to a buffer (Intel's PML, Arm's HDBSS):
+    /// a harvest looks at these pages alone ([`Vm::drain`](crate::Vm::drain)). For tables that are no shadow pages.
+    Buffer = "buffer",
 }
 
 words! {

@@ -209,11 +209,11 @@ fn a_read_is_logged_and_maps_for_writing_where_kvm_does_so<F: Format>() {
         ("on", true),
         ("off", false),
     ] {
-        for means in ["write-protect", "dirty-bit"] {
+        for means in ["write-protect", "dirty-bit", "buffer"] {
             let mut world = World::<F>::new(64, Level::PAGE);
             world.policy("dirty_log_reads", policy);
             world.policy("dirty_log", means);
-            let by_dirty_bit = means == "dirty-bit" && F::SETS_DIRTY;
+            let by_dirty_bit = means != "write-protect" && F::SETS_DIRTY;
             let read_only = HostChange::Remap {
                 level: Level::PAGE,
                 writable: false,

@@ -88,7 +88,7 @@ fn without_the_split_every_page_faults_back_in() {
 /// The pages of a table that was split for an execution have dirty bits of their own; a huge leaf in its place would have one for all.
 #[test]
 fn recovery_leaves_out_slots_that_log() {
-    for by in ["write-protect", "dirty-bit"] {
+    for by in ["write-protect", "dirty-bit", "buffer"] {
         let vm = vm::<Npt>(&[("dirty_log", by), ("nx_huge_pages_recovery_ratio", "1")]);
         let mut vcpu = vm.create_vcpu().unwrap();
         touch(&mut vcpu, 0, Write);

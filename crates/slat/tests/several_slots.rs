@@ -227,7 +227,11 @@ fn logged(id: u32, gfns: Range<u64>) -> Change {
 
 #[test]
 fn pages_stay_in_the_dirty_log_when_their_slot_becomes_two_and_one_again() {
-    for method in [DirtyLogMethod::WriteProtect, DirtyLogMethod::DirtyBit] {
+    for method in [
+        DirtyLogMethod::WriteProtect,
+        DirtyLogMethod::DirtyBit,
+        DirtyLogMethod::Buffer,
+    ] {
         let vm = vm::<Ept>(2000, Level::PAGE);
         vm.set_policy(Setting::DirtyLog(method));
         vm.set_memory_region(0, &region(0, 0..2000).with_flags(LOGGED))

@@ -82,8 +82,10 @@ fn zaps_and_harvests<F: Format>(log: &str) {
 #[test]
 fn a_slot_of_small_leaves_is_zapped_aged_and_harvested_page_by_page() {
     zaps_and_harvests::<Npt>("dirty-bit");
+    zaps_and_harvests::<Npt>("buffer");
     zaps_and_harvests::<Npt>("write-protect");
     zaps_and_harvests::<Stage2<48, true>>("dirty-bit");
+    zaps_and_harvests::<Stage2<48, true>>("buffer");
     zaps_and_harvests::<Stage2<48>>("write-protect");
 }
 

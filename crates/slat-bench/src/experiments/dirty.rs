@@ -1,4 +1,6 @@
-//! The dirty log: bitmaps against rings.
+//! The dirty log: bitmaps against rings, and the ways to learn of writes.
+
+mod methods;
 
 use std::io;
 use std::ops::Range;
@@ -36,10 +38,13 @@ clear: the next write to each page is recorded again. slat: KVM_CLEAR_DIRTY_LOG 
 ring: KVM_RESET_DIRTY_RINGS.
 redirty: the guest writes to every page again; each write is a fault that records the page. The
 time includes the guest's own instructions, a few to a page.
+harvest-few, harvest-all: a log is got, and its pages are logged again, after 16 pages were written,
+or all; write: the guest writes to every page again; by the policy dirty_log. write-protect: each
+write faults. dirty-bit: a harvest looks at all leaves. buffer: the walker notes each page.
 end: the log ends, and the guest writes to every page again; the host backs them with 2 MiB pages.
 recover: huge leaves come back in place (KVM since 6.13). zap: the tables are zapped, and faults
 bring the huge leaves back.",
-    settable: Settable::AllBut(&["huge_pages"]),
+    settable: Settable::AllBut(&["huge_pages", "dirty_log"]),
     run,
     compare,
     rows: Rows::Metrics,
@@ -86,6 +91,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             Ok(vec![Sample::new(NS_PER_PAGE, Unit::Nanoseconds, ns)])
         })?;
     }
+    methods::run(bench, &memory, rounds)?;
     drop(memory);
     let memory = Memory::new((pages * PAGE) as usize, 2 << 20, Pages::Huge)?;
     memory.populate()?;
@@ -310,7 +316,7 @@ fn compare(report: &Report) -> Vec<Line> {
     let ends = [NS_PER_PAGE, FAULTS]
         .into_iter()
         .filter_map(|metric| Line::compare(report, NAME, END, metric, RECOVER, ZAP));
-    logs.chain(ends).collect()
+    logs.chain(methods::compare(report)).chain(ends).collect()
 }
 
 #[cfg(test)]
@@ -328,6 +334,7 @@ mod tests {
                 assert!(report.value(NAME, case, variant, NS_PER_PAGE).unwrap() > 0.0);
             }
         }
+        methods::check(&report);
         let faults = |variant| report.value(NAME, END, variant, FAULTS).unwrap();
         assert!(faults(RECOVER) < faults(ZAP) || thp_mode() == Thp::Never);
     }

@@ -3,6 +3,7 @@
 mod access;
 mod cold;
 mod logs;
+mod walker;
 
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -16,7 +17,7 @@ use slat::{
 
 use crate::host::HostMemory;
 use crate::machine::Machine;
-use crate::model::{GuestModel, capacity};
+use crate::model::{GuestModel, Method, capacity};
 use crate::ops::Op;
 use crate::region::set_region;
 use crate::rings::{DirtyPage, RingClient};
@@ -204,6 +205,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Op::SetRegions { space, changes } => self.set_regions(*space, changes),
             Op::FindSlot { vcpu, gpa } => self.find_slot(*vcpu, *gpa),
             Op::Translate { vcpu, gpa, access } => drop(self.access(*vcpu, *gpa, *access)),
+            Op::Walk { vcpu, gpa } => self.walk_for_write(*vcpu, *gpa),
             Op::Prefault { vcpu, gpa, bytes } => self.prefault(*vcpu, *gpa, *bytes),
             Op::Invalidate {
                 pages,
@@ -324,7 +326,11 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.nx |= self.is_on("nx_huge_pages", false);
         for model in &mut self.models {
             if name == "dirty_log" {
-                model.mode.by_dirty_bit = F::SETS_DIRTY && value == "dirty-bit";
+                model.mode.method = match value {
+                    "dirty-bit" if F::SETS_DIRTY => Method::DirtyBits,
+                    "buffer" if F::SETS_DIRTY => Method::Buffers,
+                    _ => Method::Protection,
+                };
             }
         }
     }

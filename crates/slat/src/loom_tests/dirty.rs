@@ -88,13 +88,18 @@ const WRITTEN: fn() -> Arc<SmallVm> = || {
     vm
 };
 
-const BY_DIRTY_BIT: fn() -> Arc<SmallVm> = || {
+/// A slot that logs as `method` says, with its page mapped for reading.
+fn by(method: DirtyLogMethod) -> Arc<SmallVm> {
     let vm = vm(Level::PAGE, 0, PLAIN);
-    vm.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
+    vm.set_policy(Setting::DirtyLog(method));
     set_slot(&vm, 0, 1, LOGGED);
     touch(&vm, 0, Read);
     vm
-};
+}
+
+const BY_DIRTY_BIT: fn() -> Arc<SmallVm> = || by(DirtyLogMethod::DirtyBit);
+
+const BY_BUFFER: fn() -> Arc<SmallVm> = || by(DirtyLogMethod::Buffer);
 
 const MANUAL: fn() -> Arc<SmallVm> = || {
     let vm = WRITTEN();
@@ -118,6 +123,48 @@ fn no_write_is_lost_by_a_harvest_of_dirty_bits() {
 }
 
 #[test]
+fn no_write_is_lost_by_a_harvest_of_walkers_buffers() {
+    no_write_is_lost(3, BY_BUFFER, GET);
+}
+
+/// The second CPU finds the dirty bit set by the first, which may not have written to its buffer yet.
+#[test]
+fn a_write_through_a_dirty_bit_of_another_cpu_is_in_the_next_log() {
+    model(3, || {
+        let vm = BY_BUFFER();
+        let cpus = vm.clone();
+        let other = spawn(move || _ = touch(&cpus, 0, Write));
+        touch(&vm, 0, Write);
+        assert!(GET(&vm), "the write was before the harvest");
+        other.join().unwrap();
+        vm.audit().unwrap();
+    });
+}
+
+/// The buffer has one entry, so each page is drained to the log by the CPU that writes the next one.
+#[test]
+fn no_page_of_a_full_buffer_is_lost_by_a_harvest() {
+    model(2, || {
+        let vm = vm(Level::PAGE, 0, PLAIN);
+        vm.set_policy(Setting::DirtyLog(DirtyLogMethod::Buffer));
+        set_slot(&vm, 0, 2, LOGGED);
+        let both = |vm: &Arc<SmallVm>, access| [0, 1].map(|gfn| touch(vm, gfn, access));
+        both(&vm, Read);
+        let cpus = vm.clone();
+        let guest = spawn(move || _ = both(&cpus, Write));
+        let harvest = || {
+            let mut bitmap = [0];
+            vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
+            bitmap[0]
+        };
+        let first = harvest();
+        guest.join().unwrap();
+        assert_eq!(first | harvest(), 3);
+        vm.audit().unwrap();
+    });
+}
+
+#[test]
 fn no_write_is_lost_when_the_client_clears_the_log() {
     no_write_is_lost(2, MANUAL, GET_AND_CLEAR);
 }
@@ -125,7 +172,7 @@ fn no_write_is_lost_when_the_client_clears_the_log() {
 /// The slot becomes another one, of another id, whose log the client gets from then on.
 #[test]
 fn no_write_is_lost_when_a_slot_that_logs_is_replaced() {
-    for prepare in [PROTECTED, WRITTEN, BY_DIRTY_BIT] {
+    for prepare in [PROTECTED, WRITTEN, BY_DIRTY_BIT, BY_BUFFER] {
         model(2, move || {
             let vm = prepare();
             let mut copy = Copy::default();
@@ -146,8 +193,19 @@ fn no_write_is_lost_when_a_slot_that_logs_is_replaced() {
 
 #[test]
 fn no_write_is_lost_when_logging_begins() {
-    model(2, || {
+    no_write_is_lost_after_logging_begins(DirtyLogMethod::WriteProtect);
+}
+
+/// The walker may have set a dirty bit before it knew that there is a log of buffers.
+#[test]
+fn no_write_is_lost_when_logging_by_buffers_begins() {
+    no_write_is_lost_after_logging_begins(DirtyLogMethod::Buffer);
+}
+
+fn no_write_is_lost_after_logging_begins(method: DirtyLogMethod) {
+    model(2, move || {
         let vm = vm(Level::PAGE, 1, PLAIN);
+        vm.set_policy(Setting::DirtyLog(method));
         touch(&vm, 0, Read);
         let mut copy = Copy::default();
         let cpus = vm.clone();

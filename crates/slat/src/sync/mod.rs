@@ -10,6 +10,7 @@ pub(crate) mod quiesce;
 /// ends, so each access needs such a proof.
 pub(crate) mod section;
 pub(crate) mod spin;
+pub(crate) mod walker_buffer;
 
 pub(crate) use fair::FairLock;
 pub(crate) use section::{Guarded, InSection};

@@ -40,6 +40,7 @@ use crate::heap::{self, Shared};
 use crate::stats::Counters;
 use crate::sync::InSection;
 use crate::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use crate::sync::walker_buffer::WalkerBuffer;
 use alloc::boxed::Box;
 use core::ptr;
 
@@ -104,6 +105,8 @@ pub(crate) struct Reader {
     attention: Attention,
     /// The owners' counters. A new owner continues them, because only sums over all readers are used.
     pub(crate) counters: Counters,
+    /// What the owners' walkers have written. A new owner goes on with the buffer.
+    pub(crate) written: WalkerBuffer,
     /// Next in the list of all readers; set once, before publication.
     next: AtomicPtr<Reader>,
 }
@@ -321,6 +324,7 @@ impl Readers {
             owned: AtomicBool::new(true),
             attention: Attention::new()?,
             counters: Counters::default(),
+            written: WalkerBuffer::new(),
             next: AtomicPtr::new(head),
         })?);
         // SAFETY: freed when `self` is dropped.

@@ -134,14 +134,15 @@ impl Found<'_> {
     }
 
     /// Sets accessed, and dirty if `write`, as a page walker does when it uses the leaf: without a lock, and only if
-    /// the entry is unchanged. Returns `false` if it has changed: walk again.
+    /// the entry is unchanged. Returns `false` if it has changed: walk again. `Release`: who sees the bit sees that the buffer is
+    /// locked in which its CPU notes it (`vm/drain.rs`).
     #[inline]
     pub(crate) fn mark<F: Format>(&self, write: bool) -> bool {
         let marked = F::mark(self.bits, write);
         marked == self.bits
             || self
                 .entry
-                .compare_exchange(self.bits, marked, Relaxed, Relaxed)
+                .compare_exchange(self.bits, marked, Release, Relaxed)
                 .is_ok()
     }
 }

@@ -308,7 +308,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
                 && !nx_table()
         };
         let note = || {
-            let Some(log) = log.filter(|log| leaf.write && log.kind().protects()) else {
+            let Some(log) = log.filter(|log| log.kind().learns_from_fault(&leaf)) else {
                 return;
             };
             match ring {

@@ -11,6 +11,7 @@ mod presence;
 mod recent_slots;
 mod streams;
 mod translate;
+mod walker;
 
 pub use guest::{HostWords, VirtualPage, VirtualStop};
 pub use hardware::AfterPageFault;

@@ -100,7 +100,7 @@ impl SlotFacts {
     /// Whether the slot may be about to move, and its leaves' dirty bits are its log, which it takes along: they
     /// were noted, or will be, as pages of where it is now, and no leaf may be added to them.
     pub(super) fn may_move_with_its_dirt(&self, in_progress: &InProgress) -> bool {
-        self.log == Some(LogKind::DirtyBits) && in_progress.is_slot_moving()
+        self.log.is_some_and(|log| !log.protects()) && in_progress.is_slot_moving()
     }
 
     /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow.

@@ -221,7 +221,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return match found.entry::<F>() {
                 Entry::Leaf(leaf) if leaf.allows(access) => {
                     let write = access == Access::Write;
-                    if !found.mark::<F>(write) {
+                    let is_marked = match write && !leaf.dirty && self.vm().has_walker_buffers() {
+                        true => self.mark_logged(&found, gfn)?,
+                        false => found.mark::<F>(write),
+                    };
+                    if !is_marked {
                         continue;
                     }
                     let leaf = Leaf {

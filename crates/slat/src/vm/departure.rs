@@ -80,6 +80,12 @@ impl<'s> Part<'s> {
         has_marks.then_some((old, new))
     }
 
+    /// Whether the new slot has another log than the old one, of a kind that walkers' buffers are drained to.
+    fn begins_buffers(&self) -> bool {
+        let new = self.new.log().filter(|_| !self.new.logs_to(self.old.log()));
+        new.is_some_and(|log| log.kind() == LogKind::Buffers)
+    }
+
     /// Returns what is to be done in the log of the new slot for a part that stays.
     fn log_work(&self) -> Option<LogWork> {
         let log = self.new.share_log();
@@ -90,7 +96,7 @@ impl<'s> Part<'s> {
             (Some(old), Some(_)) => match old.kind() {
                 LogKind::Bitmap => Some(LogChange::Continues),
                 LogKind::Rings => Some(LogChange::Begins),
-                LogKind::DirtyBits => None,
+                LogKind::DirtyBits | LogKind::Buffers => None,
             },
             (None, None) => None,
         };
@@ -135,6 +141,8 @@ pub(super) struct Departure<'a, P: Platform, F: Format> {
     noted: bool,
     /// Marks of a part are to be copied.
     copies: bool,
+    /// A part gets a log that walkers' buffers are drained to ([`super::drain`]).
+    begins_buffers: bool,
     /// Tables for the leaves that cross an edge of a part that stays.
     frames: FrameCache,
     broken: Vec<(Gfn, Level)>,
@@ -192,6 +200,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
             vm,
             noted,
             copies: false,
+            begins_buffers: false,
             frames,
             broken,
         })
@@ -221,6 +230,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
             let mut at = old.gfns().start;
             each_part(old, set, |part| {
                 self.copies |= part.logs().is_some();
+                self.begins_buffers |= part.begins_buffers();
                 let stays = part.stays() && !part.is_invalidated(&vm.in_progress);
                 op.zap_gone(&(at..part.gfns.start));
                 if !stays {
@@ -239,7 +249,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
 
     /// Ends (5 to 8).
     pub(super) fn end(mut self) {
-        if self.noted || self.copies {
+        if self.noted || self.copies || self.begins_buffers {
             self.op.wait_for_readers();
         }
         if self.copies {

@@ -23,6 +23,9 @@
 //! the leaves into the bitmap: it clears a leaf's bit, notes the page, and flushes before it returns, so that the
 //! next write through any CPU's TLB sets the bit again.
 //!
+//! # Buffers (policy `dirty_log=buffer`)
+//! Like dirty bits, but the walker says where it has set one: [`super::drain`].
+//!
 //! # Manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
 //! Getting the log protects nothing; [`Vm::clear_dirty_log`] clears and protects the pages that the client names.
 //! With *initially set* a new log marks every page, and beginning it changes no leaf.
@@ -132,6 +135,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let space = self.spaces.get(space).ok_or(DirtyLogError::NotLogged(id))?;
         loop {
             let log = bitmap_of(&space.slots.change(self.turn_wait()), id)?;
+            if log.kind() == LogKind::Buffers {
+                self.drain_walkers();
+            }
             let _turn = log.turn.lock(self.turn_wait());
             let change = space.slots.change(self.turn_wait());
             let op = SlotOp::begin(self, space, change, id, Some(log.clone()));
@@ -174,7 +180,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 op.harvest_dirty_bits(log, pages);
             }
             let manual = self.log_mode.manual.load(SeqCst);
-            let protects = !manual && log.kind().protects();
+            let protects = !manual && log.kind() != LogKind::DirtyBits;
             let mut cleared = 0;
             let mut full = 0..0;
             for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
@@ -285,8 +291,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Whether the dirty log of the memslot that holds `gfn` has the frame marked. Looks only: clears and protects nothing. `false`
-    /// also for a frame that no log with a bitmap covers. With [`DirtyLogMethod::DirtyBit`], what vCPUs write is not marked before
-    /// the next harvest.
+    /// also for a frame that no log with a bitmap covers. With [`DirtyLogMethod::DirtyBit`] and [`DirtyLogMethod::Buffer`], what
+    /// vCPUs write is not marked before the next harvest.
     pub fn is_marked_dirty(&self, space: usize, gfn: Gfn) -> bool {
         let Some(space) = self.spaces.get(space) else {
             return false;
@@ -304,9 +310,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if self.log_mode.rings.load(SeqCst) {
             return Ok(DirtyLog::rings());
         }
-        let kind = match F::SETS_DIRTY && self.policy.dirty_log() == DirtyLogMethod::DirtyBit {
-            true => LogKind::DirtyBits,
-            false => LogKind::Bitmap,
+        let kind = match self.policy.dirty_log() {
+            DirtyLogMethod::DirtyBit if F::SETS_DIRTY => LogKind::DirtyBits,
+            DirtyLogMethod::Buffer if self.may_use_walker_buffers() => LogKind::Buffers,
+            _ => LogKind::Bitmap,
         };
         DirtyLog::bitmap(kind, pages, self.log_mode.initially_set.load(SeqCst))
     }
@@ -329,6 +336,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         match what {
             LogChange::Continues => op.protect(pages, |page| !log.is_marked(page)),
+            // In this order: a walker names one page of a huge leaf, so one that is left must not be writable.
+            LogChange::Begins if log.kind() == LogKind::Buffers => {
+                op.split_eagerly(pages.clone());
+                op.protect(pages, |_| true);
+            }
             _ => {
                 // In this order: a huge leaf is protected once, and its pieces are then protected, too.
                 op.protect_all(pages.clone());

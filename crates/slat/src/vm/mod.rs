@@ -1,7 +1,7 @@
 //! The memory of one VM: memslots, tables, and the operations that keep the tables consistent with the slots and with
 //! the host.
 //!
-//! A file per mechanism: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
+//! A file per mechanism: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`] and [`ring`], [`attributes`]
 //! (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`] and [`cold`]. Which leaf a page gets is in [`leaf`], which it
 //! has in [`mapping`]. What it all takes is in [`usage`]. What range operations have in common is in [`range_op`], what long operations on
 //! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
@@ -13,7 +13,7 @@
 //!    flush), or over one step of an operation on a slot ([`slot_op`]). A conversion takes those of all address
 //!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section,
 //!    so its holder may wait for a flush.
-//! 4. One of: the hull of the invalidations in progress, a table's lock. Held for a few instructions or one table,
+//! 4. One of: the hull of the invalidations in progress, a table's lock, that of a walker's buffer. Held for a few instructions or one table,
 //!    while the holder waits for nothing, not even another such lock ([`crate::table`], [`crate::sync::spin`]).
 //!
 //! The first three are fair: first come, first served ([`crate::sync::fair`]). The one exception to the order: a slot
@@ -27,6 +27,7 @@ mod attributes;
 mod cold;
 mod departure;
 mod dirty;
+mod drain;
 mod edge;
 mod fork;
 mod inspect;
@@ -244,6 +245,8 @@ struct LogMode {
     initially_set: AtomicBool,
     /// New logs have no bitmap, but write to rings ([`Vm::use_dirty_rings`]).
     rings: AtomicBool,
+    /// There was a log of the kind [`LogKind::Buffers`]: software CPUs fill their buffers.
+    buffers: AtomicBool,
 }
 
 /// One address space: slots and the tables that translate them.

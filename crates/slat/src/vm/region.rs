@@ -50,6 +50,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     pub fn set_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
         let checked = check(region, F::GRANULE)?;
+        self.drain_before(region);
         let change = space.slots.change(self.turn_wait());
         let id = region.slot;
         if !plan(&change, checked, all_gfns::<F>().end.0)? {
@@ -124,6 +125,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let batch = Batch::check(changes, F::GRANULE)?;
         let mut edits = Vec::new();
         (edits.try_reserve_exact(changes.len())).map_err(|_| OutOfMemory)?;
+        for this in changes {
+            if let Change::Set(region) = this {
+                self.drain_before(region);
+            }
+        }
         let change = space.slots.change(self.turn_wait());
         batch.plan(&change, all_gfns::<F>().end.0)?;
         for this in changes {

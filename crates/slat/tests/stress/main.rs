@@ -62,7 +62,13 @@ fn time_of_each() -> Duration {
 }
 
 fn all_logs<F: Format>() {
-    for logs in [Logs::Bitmap, Logs::Manual, Logs::DirtyBits, Logs::Rings] {
+    for logs in [
+        Logs::Bitmap,
+        Logs::Manual,
+        Logs::DirtyBits,
+        Logs::Buffers,
+        Logs::Rings,
+    ] {
         for world in [World::new, World::with_walkers] {
             stress::<F>(world(logs), 4, time_of_each(), None);
         }

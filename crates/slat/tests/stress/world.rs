@@ -39,6 +39,8 @@ pub enum Logs {
     Manual,
     /// Leaves' dirty bits, where the format has them.
     DirtyBits,
+    /// The buffers of walkers, where they set dirty bits.
+    Buffers,
     /// A ring for each vCPU.
     Rings,
 }
@@ -127,6 +129,7 @@ impl<F: Format> World<F> {
             Logs::Bitmap => {}
             Logs::Manual => vm.set_manual_dirty_log(true, false),
             Logs::DirtyBits => vm.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit)),
+            Logs::Buffers => vm.set_policy(Setting::DirtyLog(DirtyLogMethod::Buffer)),
             Logs::Rings => vm.use_dirty_rings(),
         }
         let world = World {
@@ -266,7 +269,9 @@ impl<F: Format> World<F> {
         let mut bitmap = vec![0; pages as usize / 64];
         self.harvests
             .harvest(&mut bitmap, |bitmap| match self.logs {
-                Logs::Bitmap | Logs::DirtyBits => self.vm.get_dirty_log(0, 1, bitmap).unwrap(),
+                Logs::Bitmap | Logs::DirtyBits | Logs::Buffers => {
+                    self.vm.get_dirty_log(0, 1, bitmap).unwrap()
+                }
                 Logs::Manual => {
                     self.vm.get_dirty_log(0, 1, bitmap).unwrap();
                     self.vm.clear_dirty_log(0, 1, 0, pages, bitmap).unwrap();

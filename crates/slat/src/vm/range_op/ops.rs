@@ -13,6 +13,7 @@ use crate::sync::{Guarded, InSection};
 use crate::table::{
     Aged, At, ByGfn, Collapse, Flushed, LeafCounts, Next, Path, RUN, Show, Split, Visit, Walk,
 };
+use crate::vm::LogKind;
 
 /// A step of a range operation on the MMU `M`: what it does in one reader section.
 pub(crate) struct Step<'s, M> {
@@ -213,6 +214,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
     ) {
         let named = |gfn, level| level > Level::PAGE || is_named(gfn);
         match slot.log() {
+            Some(log) if log.kind() == LogKind::Buffers => self.protect_buffered(walk, named),
             Some(log) if !log.kind().protects() => {
                 // The dirty bit of a huge leaf is also that of its other pages: these are marked.
                 let range = walk.range();
@@ -299,6 +301,25 @@ impl<'s, M: ByGfn> Step<'s, M> {
             if M::Format::clear_dirty(at.bits) != at.bits && wanted(at.gfn, at.level) {
                 at.update::<M::Format>(M::Format::clear_dirty);
                 dirty(at.gfn, at.level);
+                count(&mut unflushed.changed, at.level);
+            }
+            Next::Pass
+        });
+    }
+
+    /// Clears the dirty bit of the leaves of the range for which `wanted` is true, so that a walker writes their pages to its
+    /// buffer when it sets the bit again. Of a huge leaf it would write one page: so a huge leaf is write-protected, and the next
+    /// write splits it.
+    fn protect_buffered(&mut self, walk: &mut Walk, mut wanted: impl FnMut(Gfn, Level) -> bool) {
+        let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
+        mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
+            let is_huge = at.level > Level::PAGE;
+            let rearmed = |bits| match is_huge && M::Format::is_writable(bits) {
+                true => M::Format::clear_dirty(M::Format::write_protect(bits)),
+                false => M::Format::clear_dirty(bits),
+            };
+            if rearmed(at.bits) != at.bits && wanted(at.gfn, at.level) {
+                at.update::<M::Format>(rearmed);
                 count(&mut unflushed.changed, at.level);
             }
             Next::Pass

@@ -1,0 +1,70 @@
+//! A page walker in hardware: it reads the tables themselves, sets accessed and dirty, and writes the pages whose dirty bits it has
+//! set to a buffer.
+
+use std::sync::atomic::{AtomicU64, Ordering::*};
+
+use slat::format::Entry;
+use slat::{Access, ENTRIES, Format, Gfn, Level, Pfn, Platform};
+
+use super::Runner;
+use crate::machine::Machine;
+use crate::model::Expected;
+
+impl<M: Machine, F: Format> Runner<M, F> {
+    /// Has the walker of vCPU `i` write to `gpa`, if the tables allow that.
+    pub(super) fn walk_for_write(&mut self, i: usize, gpa: u64) {
+        let (gfn, space) = (gpa >> 12, self.cpus[i].space);
+        let Some((entry, level)) = self.walk(space, gfn) else {
+            return;
+        };
+        let bits = entry.load(Acquire);
+        let Entry::Leaf(leaf) = F::decode(bits, level) else {
+            return;
+        };
+        if !leaf.write {
+            return;
+        }
+        let expected = self.models[space].expect(&*self.machine, gfn, Access::Write);
+        let Expected::Page(page) = expected else {
+            panic!("a walker may write to frame {gfn:#x}: {leaf:?}, expected {expected:?}");
+        };
+        assert_eq!(leaf.pfn.add(gfn & (level.pages() - 1)), page.pfn);
+        let is_logged = F::SETS_DIRTY && !leaf.dirty;
+        let full = is_logged.then(|| self.platform.buffers.take_full(i));
+        let full = full.flatten();
+        for (space, gfn) in full.iter().flatten() {
+            self.vm.drain(*space, [*gfn]);
+        }
+        entry.store(F::mark(bits, true), Release);
+        if is_logged {
+            self.platform.buffers.write(i, (space, Gfn(gfn)));
+        }
+        if !self.models[space].mode.rings {
+            self.models[space].note_write(gfn);
+        }
+        self.tally.count(match full {
+            Some(_) => "written when a buffer was full",
+            None => "written by a walker",
+        });
+    }
+
+    /// Returns the entry at which a walk to `gfn` ends, and its level.
+    fn walk(&self, space: usize, gfn: u64) -> Option<(&AtomicU64, Level)> {
+        let top_pages = F::TOP.pages() * ENTRIES as u64;
+        let root = (gfn / top_pages < F::ROOT_TABLES as u64).then_some(self.vm.root(space)?)?;
+        let (mut frame, mut level): (Pfn, Level) = (root.add(gfn / top_pages), F::TOP);
+        loop {
+            // SAFETY: frames of tables that a walk reaches are memory, and accessed atomically; nothing frees one meanwhile: the
+            // runner is the only thread.
+            let entries = unsafe {
+                let entries = self.platform.entries(frame);
+                entries.cast::<[AtomicU64; ENTRIES]>().as_ref()
+            };
+            let entry = &entries[(gfn / level.pages()) as usize % ENTRIES];
+            match F::decode(entry.load(Acquire), level) {
+                Entry::Table(lower) => (frame, level) = (lower, Level(level.0 - 1)),
+                _ => return Some((entry, level)),
+            }
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! The buffers that hardware walkers fill: one for each vCPU, small, so that full ones are usual.
+
+use std::mem::take;
+use std::sync::Mutex;
+
+use slat::Gfn;
+
+use crate::setup::VCPUS;
+
+/// An address space, and a frame whose dirty bit was set there.
+type Written = (usize, Gfn);
+
+/// The buffers of all vCPUs.
+#[derive(Default)]
+pub(crate) struct WalkerBuffers([Mutex<Vec<Written>>; VCPUS]);
+
+impl WalkerBuffers {
+    /// The number of entries of each.
+    const MOST: usize = 4;
+
+    /// Returns what is in the buffer of vCPU `i`, now empty, if that is full: the vCPU leaves the guest.
+    pub(crate) fn take_full(&self, i: usize) -> Option<Vec<Written>> {
+        let mut buffer = self.0[i].lock().unwrap();
+        (buffer.len() == Self::MOST).then(|| take(&mut *buffer))
+    }
+
+    /// Writes to the buffer of vCPU `i`, which is not full.
+    pub(crate) fn write(&self, i: usize, written: Written) {
+        let mut buffer = self.0[i].lock().unwrap();
+        assert!(
+            buffer.len() < Self::MOST,
+            "no walker writes to a full buffer"
+        );
+        buffer.push(written);
+    }
+
+    /// Empties all buffers.
+    pub(crate) fn drain(&self, give: &mut dyn FnMut(usize, Gfn)) {
+        for buffer in &self.0 {
+            let written = take(&mut *buffer.lock().unwrap());
+            written
+                .into_iter()
+                .for_each(|(space, gfn)| give(space, gfn));
+        }
+    }
+}
