@@ -7,7 +7,7 @@ use crate::host::{HostChange, HostMemory, PageKind};
 use crate::model::{GuestModel, ModelSlot};
 use crate::ops::{Kind, Op, POLICIES};
 use crate::rng::Rng;
-use crate::setup::{SPACES, Setup, VCPUS, first_space_of};
+use crate::setup::{MOST_VMS, SPACES, Setup, VCPUS, first_space_of};
 
 /// Most of the bookkeeping is for writes.
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
@@ -35,7 +35,7 @@ pub struct Generator {
     rng: Rng,
     setup: Setup,
     capacity: u64,
-    /// The address space that each vCPU uses.
+    /// The address space that each vCPU uses, or used in the VM that was operated on before.
     spaces: [usize; VCPUS],
     /// Ids below this are used.
     ids: u64,
@@ -144,6 +144,9 @@ impl Generator {
                 self.spaces[vcpu] = first_space_of(vcpu);
                 Op::Replace(vcpu)
             }
+            Kind::Fork => Op::Fork,
+            Kind::Turn => Op::Turn(self.rng.below(MOST_VMS as u64) as usize),
+            Kind::End => Op::End,
             Kind::UseSpace => {
                 self.spaces[vcpu] = space;
                 Op::UseSpace { vcpu, space }

@@ -4,6 +4,7 @@
 //! frame number shows which page it maps, and whether the translation is current or left over from before a remapping.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::*};
 
 use slat::{HostPage, Hva, Level, MemoryType, PAGE_SHIFT, Pfn};
@@ -16,6 +17,8 @@ const LEVEL_SHIFT: u32 = 4;
 const LEVEL: u64 = 3 << LEVEL_SHIFT;
 /// Of a page that is not `PRESENT`: it is to come.
 const AWAITED: u64 = 1 << 6;
+/// Of a page that is `PRESENT`: another VM may have the same frame ([`HostMemory::share`]).
+const SHARED: u64 = 1 << 7;
 const VERSION_SHIFT: u32 = 16;
 
 /// Page numbers below the version in a frame number: at most 8 GiB of host memory.
@@ -82,7 +85,8 @@ pub enum HostChange {
 /// Host memory at [`HostMemory::BASE`].
 pub struct HostMemory {
     pages: Box<[AtomicU64]>,
-    next_version: AtomicU64,
+    /// One for all memories that share frames.
+    next_version: Arc<AtomicU64>,
 }
 
 impl HostMemory {
@@ -95,7 +99,7 @@ impl HostMemory {
         let word = PRESENT | WRITABLE | 1 << LEVEL_SHIFT;
         HostMemory {
             pages: (0..pages).map(|_| AtomicU64::new(word)).collect(),
-            next_version: AtomicU64::new(1),
+            next_version: Arc::new(AtomicU64::new(1)),
         }
     }
 
@@ -148,6 +152,12 @@ impl HostMemory {
         })
     }
 
+    /// Like [`HostMemory::get`], but a page that may be shared is not writable.
+    pub(crate) fn usable(&self, page: u64) -> Option<HostPage> {
+        let found = self.get(page)?;
+        Some(found.with_writable(found.writable && !self.is_shared(page)))
+    }
+
     /// Whether `page` is not there yet.
     pub fn is_absent(&self, page: u64) -> bool {
         self.word(page).load(SeqCst) & (PRESENT | AWAITED) == AWAITED
@@ -161,14 +171,14 @@ impl HostMemory {
         }
         self.cut(pages.start);
         self.cut(pages.end);
-        let version = self.next_version.fetch_add(1, Relaxed) % VERSIONS;
+        let version = self.new_version();
         for page in pages.clone() {
             let word = self.word(page);
             let now = word.load(SeqCst);
             let new = match change {
                 HostChange::Nothing => now,
-                HostChange::Punch => now & !(PRESENT | AWAITED),
-                HostChange::Await => now & !PRESENT | AWAITED,
+                HostChange::Punch => now & !(PRESENT | SHARED | AWAITED),
+                HostChange::Await => now & !(PRESENT | SHARED) | AWAITED,
                 HostChange::Protect { writable } => {
                     now & !WRITABLE | if writable { WRITABLE } else { 0 }
                 }
@@ -187,6 +197,53 @@ impl HostMemory {
             };
             word.store(new, SeqCst);
         }
+    }
+
+    fn new_version(&self) -> u64 {
+        self.next_version.fetch_add(1, Relaxed) % VERSIONS
+    }
+
+    /// Makes memory with the same frames, which are shared from now on.
+    pub(crate) fn share(&self) -> Self {
+        let share = |word: &AtomicU64| {
+            let now = word.load(SeqCst);
+            let shared = if now & PRESENT != 0 { SHARED } else { 0 };
+            word.store(now | shared, SeqCst);
+            AtomicU64::new(now | shared)
+        };
+        HostMemory {
+            pages: self.pages.iter().map(share).collect(),
+            next_version: self.next_version.clone(),
+        }
+    }
+
+    /// Whether `page`, or another one of its huge page, may have a frame that another VM has, too.
+    pub(crate) fn is_shared(&self, page: u64) -> bool {
+        self.word(page).load(SeqCst) & SHARED != 0
+    }
+
+    /// Call when no other VM has a frame of `pages` any more, which are whole huge pages.
+    pub(crate) fn end_sharing(&self, pages: Range<u64>) {
+        for page in pages {
+            self.word(page).fetch_and(!SHARED, SeqCst);
+        }
+    }
+
+    /// Makes `page` one that is not part of a huge page, and not shared.
+    pub(crate) fn separate(&self, page: u64) {
+        self.cut(page);
+        self.cut(page + 1);
+        self.end_sharing(page..page + 1);
+    }
+
+    /// Gives `page` a frame of its own, and returns that.
+    pub(crate) fn replace(&self, page: u64) -> Pfn {
+        self.separate(page);
+        let low = (1 << VERSION_SHIFT) - 1;
+        let now = self.word(page).load(SeqCst) & low;
+        let word = now | self.new_version() << VERSION_SHIFT;
+        self.word(page).store(word, SeqCst);
+        self.get(page).expect("it is present").pfn
     }
 
     /// Makes sure that no huge mapping crosses the boundary before page `at`.

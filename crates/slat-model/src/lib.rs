@@ -32,8 +32,8 @@
 //! ```
 //!
 //! Operations create, move and delete memslots, let three vCPUs access them in two address spaces, between which they change,
-//! change the memory under them, collect dirty logs and rings, change policies, and make allocations fail. Each result of the
-//! engine is compared with the model's. After each operation no TLB may have an entry that is not in the tables; every 500 operations the engine's
+//! change the memory under them, collect dirty logs and rings, change policies, clone the VM and go on with both, and make allocations
+//! fail. Each result of the engine is compared with the model's. After each operation no TLB may have an entry that is not in the tables; every 500 operations the engine's
 //! invariants are checked ([`slat::Vm::audit`]). [`Machine`] says what of the platform this tests.
 //!
 //! If a run fails, the message ends with a few operations that fail, too ([`Failure`]).
@@ -43,11 +43,10 @@
 //!
 //! ```
 //! # use slat::Ept as MyFormat;
-//! use std::sync::Arc;
-//! use slat_model::{SimMachine, Subject, format_promises};
+//! use slat_model::{Simulated, Subject, format_promises};
 //!
 //! format_promises::<MyFormat>();
-//! Subject::of::<Arc<SimMachine>, MyFormat>("my format").run_seeds(0..2, 500);
+//! Subject::of::<Simulated, MyFormat>("my format").run_seeds(0..2, 500);
 //! ```
 //!
 //! `tests/own_format.rs` has a whole one, for AMD's IOMMU, and what these say of it with a defect in each function.
@@ -72,6 +71,8 @@ mod tlb;
 pub use lock::Lock;
 pub use tlb::Tlb;
 
+#[cfg(feature = "std")]
+mod clones;
 #[cfg(feature = "std")]
 mod frames;
 #[cfg(feature = "std")]
@@ -121,10 +122,11 @@ mod witness;
 
 #[cfg(feature = "std")]
 pub use {
+    clones::Simulated,
     frames::POISON,
     heap::FailingHeap,
     host::{HostChange, HostMemory, PageKind},
-    machine::Machine,
+    machine::{Invalidate, Machine},
     model::capacity,
     ops::{Mix, Op, POLICIES},
     platform::{Event, SimMachine, SimPlatform},

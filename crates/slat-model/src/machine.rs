@@ -3,10 +3,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use slat::{HostPage, Hva, Platform};
+use slat::{HostPage, Hva, Pfn, Platform, VmId};
 
 use crate::host::HostChange;
 use crate::tlb::Tlb;
+
+/// Begins an invalidation of the page at an address, which is the platform's and is backed by a frame, in one VM; calls the
+/// function, which changes what backs the page; and ends the invalidation.
+pub type Invalidate = Arc<dyn Fn(Hva, Pfn, &mut dyn FnMut()) + Send + Sync>;
 
 /// A machine with a platform to be tested, and with memory that may back memslots.
 ///
@@ -21,6 +25,9 @@ use crate::tlb::Tlb;
 ///   have memory and a [`TableMeta`](slat::TableMeta) of its own, and must not be guest memory. Contents may be anything.
 /// * [`Platform::flush`]: after each operation the TLBs have no entry that the engine has removed from the tables, and no table
 ///   is freed before.
+///
+/// * [`Platform::share`], if [`Machine::as_seen_by`] is implemented: what one VM writes no other one reads, and no leaf lets a
+///   VM write to a page that it shares.
 ///
 /// What the platform does when several CPUs call it at once is not tested.
 pub trait Machine: 'static {
@@ -63,6 +70,39 @@ pub trait Machine: 'static {
     /// A machine that cannot do `change` may do a part of it, or nothing: the model asks [`Machine::page`] afterwards. Pages
     /// beside `pages` keep their frames and rights; if they were in one huge page with some of them, their level may fall.
     fn change(&self, pages: &Range<u64>, change: HostChange);
+
+    /// Returns the machine as `vm` sees it: the other methods are about the memory of this VM then. Called for each VM when it
+    /// has been made, the clones that [`Platform::share`] has given memory included; what is returned is dropped when the VM
+    /// ends. Where the platform would call [`Vm::invalidate`](slat::Vm::invalidate), to give the VM a page of its own, it calls
+    /// `invalidate`.
+    ///
+    /// `None`, as without an implementation: the platform shares no pages.
+    fn as_seen_by(&self, vm: VmId, invalidate: Invalidate) -> Option<Self>
+    where
+        Self: Sized,
+    {
+        let _ = (vm, invalidate);
+        None
+    }
+
+    /// Whether another VM may have the frame of `page`, too, so that the guest may not write to it unasked. In contrast,
+    /// [`HostPage::writable`] of [`Machine::page`] says whether a write will succeed.
+    fn is_shared(&self, page: u64) -> bool {
+        let _ = page;
+        false
+    }
+
+    /// Returns the word that was last stored in `frame`, or copied to it with the page; 0 at first. `None`: the machine does not
+    /// keep contents.
+    fn load(&self, frame: Pfn) -> Option<u64> {
+        let _ = frame;
+        None
+    }
+
+    /// Stores a word in `frame`: the guest has written to it.
+    fn store(&self, frame: Pfn, value: u64) {
+        let _ = (frame, value);
+    }
 
     /// Runs checks of the machine's own. Called at every audit, while no operation is in progress.
     ///

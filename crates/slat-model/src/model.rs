@@ -239,6 +239,15 @@ impl GuestModel {
         }
     }
 
+    /// Returns the memory of a clone: its logs begin anew.
+    pub fn fork(&self) -> Self {
+        let anew = |id: &u32| (*id, Log::new(self.slots[id].pages, self.mode));
+        GuestModel {
+            logs: self.logs.keys().map(anew).collect(),
+            ..self.clone()
+        }
+    }
+
     /// Does KVM_SET_USER_MEMORY_REGION; the error is an errno.
     pub fn set_region(&mut self, region: &Region) -> Result<(), i32> {
         let id = region.slot;
@@ -434,6 +443,7 @@ impl GuestModel {
     /// Whether a write to `gfn` may succeed without another fault.
     pub fn may_write(&self, machine: &impl Machine, gfn: u64) -> bool {
         match (self.expect(machine, gfn, Access::Write), self.slot_at(gfn)) {
+            (Expected::Page(_), Some((_, slot))) if machine.is_shared(slot.host_page(gfn)) => false,
             (Expected::Page(_), Some((id, slot))) => match self.logs.get(&id) {
                 Some(log) => {
                     log.loose || log.method != Method::Protection || log.holds(gfn - slot.base)

@@ -130,6 +130,12 @@ pub enum Op {
         /// The address space.
         space: usize,
     },
+    /// Clones the VM. The next operations are the clone's.
+    Fork,
+    /// The next operations are those of another VM, counted from the oldest.
+    Turn(usize),
+    /// Ends the VM, if there are others, and goes on with the oldest.
+    End,
     /// The allocation after this many others fails.
     FailAllocation(u64),
 }
@@ -157,6 +163,9 @@ pub(crate) enum Kind {
     Quiesce,
     Replace,
     UseSpace,
+    Fork,
+    Turn,
+    End,
     Fail,
 }
 
@@ -171,7 +180,7 @@ impl fmt::Debug for Mix {
 }
 
 impl Mix {
-    /// All kinds.
+    /// All kinds but those that clone the VM.
     pub const ALL: Mix = Mix(
         "all",
         &[
@@ -227,6 +236,35 @@ impl Mix {
             (Kind::Quiesce, 10),
             (Kind::UseSpace, 5),
             (Kind::Fail, 20),
+        ],
+    );
+
+    /// A VM and its clones, which access, log and lose memory in turns.
+    pub const CLONES: Mix = Mix(
+        "clones",
+        &[
+            (Kind::Fork, 6),
+            (Kind::Turn, 30),
+            (Kind::End, 4),
+            (Kind::Translate, 700),
+            (Kind::Region, 60),
+            (Kind::Regions, 20),
+            (Kind::Invalidate, 60),
+            (Kind::DirtyLog, 20),
+            (Kind::ClearLog, 20),
+            (Kind::ManualLog, 3),
+            (Kind::Collect, 8),
+            (Kind::ResetRings, 4),
+            (Kind::Prefault, 10),
+            (Kind::Policy, 12),
+            (Kind::RecoverNx, 6),
+            (Kind::Age, 3),
+            (Kind::Cold, 3),
+            (Kind::Promote, 6),
+            (Kind::Quiesce, 4),
+            (Kind::Replace, 2),
+            (Kind::UseSpace, 4),
+            (Kind::Fail, 6),
         ],
     );
 

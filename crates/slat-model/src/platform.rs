@@ -7,10 +7,11 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Format, Gfn, HostPage, HostRun, Hpa, Hva, Level, Pfn, Platform, Request,
-    ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
+    Access, Entries, ForkError, Format, Gfn, HostPage, HostRun, Hpa, Hva, Level, Pfn, Platform,
+    Request, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 
+use crate::clones::{Sharing, Simulated};
 use crate::frames::Frames;
 use crate::host::{HostChange, HostMemory, PageKind};
 use crate::machine::Machine;
@@ -52,8 +53,9 @@ struct Gate {
 
 /// A simulated machine.
 pub struct SimMachine {
-    /// Its host memory.
-    pub host: HostMemory,
+    /// Its host memory: of the first VM, if there are clones.
+    pub host: Arc<HostMemory>,
+    pub(crate) sharing: Sharing,
     frames: Frames,
     flushes: AtomicU64,
     resolves: AtomicU64,
@@ -70,7 +72,7 @@ impl SimPlatform {
     /// Makes a machine with `pages` pages of host memory.
     pub fn new(pages: u64) -> Arc<Self> {
         let tlb = Arc::<Tlb>::default();
-        let machine: Arc<SimMachine> = Machine::new(pages, tlb.clone());
+        let machine = Simulated::new(pages, tlb.clone());
         Watched::of(&machine, tlb)
     }
 
@@ -96,12 +98,32 @@ impl SimPlatform {
 
     /// Panics if any violation was recorded.
     pub fn check(&self) {
-        let found = self.violations().and_then(|()| self.frames.check());
+        let found = self.violations().and_then(|()| self.check_tables());
         found.unwrap_or_else(|violations| panic!("{violations}"));
     }
 }
 
 impl SimMachine {
+    /// Makes a machine with `pages` pages of host memory.
+    pub(crate) fn with_memory(pages: u64) -> Arc<Self> {
+        Arc::new(SimMachine {
+            host: Arc::new(HostMemory::new(pages)),
+            sharing: Sharing::default(),
+            frames: Frames::default(),
+            flushes: AtomicU64::new(0),
+            resolves: AtomicU64::new(0),
+            hooked: AtomicBool::new(false),
+            hook: RwLock::new(None),
+            trace_hook: OnceLock::new(),
+            gate: Gate::default(),
+        })
+    }
+
+    /// Checks that no table frame was misused.
+    pub(crate) fn check_tables(&self) -> Result<(), String> {
+        self.frames.check()
+    }
+
     /// Returns the number of hardware flushes so far.
     pub fn flushes(&self) -> u64 {
         self.flushes.load(SeqCst)
@@ -176,52 +198,6 @@ impl SimMachine {
     }
 }
 
-impl Machine for Arc<SimMachine> {
-    type Platform = SimMachine;
-    const REPORTS_FLUSHES: bool = false;
-
-    fn new(pages: u64, _: Arc<Tlb>) -> Self {
-        Arc::new(SimMachine {
-            host: HostMemory::new(pages),
-            frames: Frames::default(),
-            flushes: AtomicU64::new(0),
-            resolves: AtomicU64::new(0),
-            hooked: AtomicBool::new(false),
-            hook: RwLock::new(None),
-            trace_hook: OnceLock::new(),
-            gate: Gate::default(),
-        })
-    }
-
-    fn platform(&self) -> &Arc<SimMachine> {
-        self
-    }
-
-    fn backing(&self) -> Hva {
-        HostMemory::BASE
-    }
-
-    fn pages(&self) -> u64 {
-        self.host.len()
-    }
-
-    fn page(&self, page: u64) -> Option<HostPage> {
-        self.host.get(page)
-    }
-
-    fn is_absent(&self, page: u64) -> bool {
-        self.host.is_absent(page)
-    }
-
-    fn change(&self, pages: &Range<u64>, change: HostChange) {
-        self.host.change(pages, change);
-    }
-
-    fn check(&self) -> Result<(), String> {
-        self.frames.check()
-    }
-}
-
 /// Whether `page` is the next page of the run, with the same attributes.
 fn continues(run: &HostRun, page: &HostPage) -> bool {
     let next = run.first.with_pfn(run.first.pfn.add(run.pages));
@@ -263,26 +239,34 @@ unsafe impl Platform for SimMachine {
         self.event(Event::Resolve(backing));
         self.pass_gate(backing);
         self.resolves.fetch_add(1, Relaxed);
-        let page = self.host.page(backing).and_then(|p| self.host.get(p));
+        let memory = self.memory_of(request.vm);
+        let number = memory.page(backing);
+        if let Some(page) = number
+            && access == Access::Write
+            && memory.is_shared(page)
+            && memory.get(page).is_some_and(|page| page.writable)
+        {
+            self.make_own(request.vm, page);
+        }
+        let page = number.and_then(|page| memory.usable(page));
         self.event(Event::Resolved(backing));
         match page {
             Some(page) if page.writable || access != Access::Write => Ok(page),
-            None if (self.host.page(backing)).is_some_and(|page| self.host.is_absent(page)) => {
-                Err(ResolveError::Absent)
-            }
+            None if number.is_some_and(|page| memory.is_absent(page)) => Err(ResolveError::Absent),
             _ => Err(ResolveError::BadAddress),
         }
     }
 
-    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         let mut give = |run: HostRun| {
             self.event(Event::Resident(run.backing));
             found(run);
         };
+        let memory = self.memory_of(vm);
         let mut run: Option<HostRun> = None;
         let mut at = backing.start;
         while at < backing.end {
-            let page = self.host.page(at).and_then(|page| self.host.get(page));
+            let page = memory.page(at).and_then(|page| memory.usable(page));
             match (&mut run, page) {
                 (Some(run), Some(page)) if continues(run, &page) => run.pages += 1,
                 (before, page) => {
@@ -298,6 +282,11 @@ unsafe impl Platform for SimMachine {
             at = at.add_pages(1);
         }
         run.into_iter().for_each(give);
+    }
+
+    fn share(&self, parent: VmId, child: VmId) -> Result<(), ForkError> {
+        self.share_memory(parent, child);
+        Ok(())
     }
 
     fn flush(&self, _: VmId, range: Range<Gfn>, _: Stale) {

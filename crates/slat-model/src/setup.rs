@@ -7,6 +7,9 @@ pub const SPACES: usize = 2;
 /// Number of its vCPUs.
 pub const VCPUS: usize = 3;
 
+/// The most VMs there are at one time: the first one, and clones.
+pub const MOST_VMS: usize = 3;
+
 /// Returns the address space that a vCPU uses when it is created.
 pub const fn first_space_of(vcpu: usize) -> usize {
     vcpu / 2

@@ -58,6 +58,15 @@ impl Tally {
         "ring left with pages",
     ];
 
+    /// Names that a run of [`Mix::CLONES`](crate::Mix::CLONES) must have counted, the last one only with
+    /// [`MmuKind::Tdp`](slat::MmuKind).
+    pub const OF_CLONES: [&'static str; 4] = [
+        "VM cloned",
+        "VM ended beside a clone",
+        "page copied for a write",
+        "mapping copied to a clone",
+    ];
+
     pub(crate) fn count(&mut self, what: &'static str) {
         *self.0.entry(what).or_default() += 1;
     }

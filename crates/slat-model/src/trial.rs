@@ -1,18 +1,17 @@
 //! Whole runs: random operations on a machine with tables of one format, from a seed or from a fuzzer's bytes.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use slat::format::{Ept5, GStage, Npt, Npt5, Stage2, X86};
 use slat::{Ept, Format, MmuKind};
 
+use crate::clones::Simulated;
 use crate::generator::Generator;
 use crate::machine::Machine;
 use crate::model::capacity;
 use crate::ops::Op;
-use crate::platform::SimMachine;
 use crate::rng::Rng;
-use crate::runner::Runner;
+use crate::runner::Family;
 use crate::setup::Setup;
 use crate::shrink::{Failure, panics, run_or_shrink};
 use crate::tally::Tally;
@@ -48,7 +47,7 @@ impl Subject {
     }
 
     const fn simulated<F: Format>(name: &'static str) -> Self {
-        Subject::of::<Arc<SimMachine>, F>(name)
+        Subject::of::<Simulated, F>(name)
     }
 
     /// The simulated machine with every format; those with a size twice.
@@ -125,9 +124,9 @@ fn generate<M: Machine, F: Format>(
     steps: usize,
     mut each: impl FnMut(&Op),
 ) -> Tally {
-    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings, mmu);
+    let mut family = Family::<M, F>::new(setup.host_pages, setup.rings, mmu);
     let setup = Setup {
-        host_pages: runner.host_pages(),
+        host_pages: family.host_pages(),
         ..setup
     };
     let mut generator = Generator::new(rng, setup, capacity::<F>());
@@ -135,14 +134,14 @@ fn generate<M: Machine, F: Format>(
         if generator.is_exhausted() {
             break;
         }
-        let op = generator.next_op(runner.models());
+        let op = generator.next_op(family.models());
         each(&op);
-        runner.run(&op);
+        family.run(&op);
         if step % BATCH == 0 {
-            runner.check();
+            family.check();
         }
     }
-    runner.finish()
+    family.finish()
 }
 
 fn run<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, rng: Rng, steps: usize) -> Tally {
@@ -159,7 +158,7 @@ fn record<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, rng: Rng, steps: us
 
 /// Runs just these operations, audited once, at the end.
 fn replay<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, ops: &[Op]) {
-    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings, mmu);
-    ops.iter().for_each(|op| runner.run(op));
-    runner.finish();
+    let mut family = Family::<M, F>::new(setup.host_pages, setup.rings, mmu);
+    ops.iter().for_each(|op| family.run(op));
+    family.finish();
 }

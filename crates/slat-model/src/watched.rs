@@ -1,14 +1,14 @@
 //! A platform whose use is watched: it goes between the engine and the platform under test.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::{Deref, Range};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering::*};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 
 use slat::{
-    Entries, Event, Gfn, Granule, HostPage, HostRun, Hva, PAGE_SIZE, Pfn, Platform, Request,
-    ResolveError, Stale, TableMeta, VmId, WaitFor,
+    Entries, Event, ForkError, Gfn, Granule, HostPage, HostRun, Hva, PAGE_SIZE, Pfn, Platform,
+    Request, ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
 use crate::host::HostMemory;
@@ -22,8 +22,12 @@ use crate::walker_buffers::WalkerBuffers;
 /// backing addresses here, from [`HostMemory::BASE`] on.
 pub struct Watched<P> {
     platform: Arc<P>,
-    /// The entries that hardware walkers may have cached.
+    /// The entries that hardware walkers may have cached of the first VM.
     pub tlb: Arc<Tlb>,
+    /// Those of its clones.
+    clones: RwLock<HashMap<VmId, Arc<Tlb>>>,
+    /// Whether there are any.
+    cloned: AtomicBool,
     /// Whether `P` tells `tlb` of flushes.
     reports_flushes: bool,
     /// To be added to a backing address, to get that of `P`.
@@ -33,11 +37,17 @@ pub struct Watched<P> {
     /// Whether every later one fails, too.
     fail_on: AtomicBool,
     failed: AtomicBool,
-    /// Frames that are allocated now.
-    live: Mutex<BTreeSet<Pfn>>,
+    live: Mutex<Live>,
     violations: Violations,
     /// What the walkers of vCPUs, which are hardware, have written.
     pub(crate) buffers: WalkerBuffers,
+}
+
+/// The frames that are allocated now.
+#[derive(Default)]
+struct Live {
+    vms: BTreeMap<Pfn, VmId>,
+    numbers: HashMap<VmId, usize>,
 }
 
 impl<P: Platform> Watched<P> {
@@ -46,6 +56,8 @@ impl<P: Platform> Watched<P> {
         Arc::new(Watched {
             platform: machine.platform().clone(),
             tlb,
+            clones: RwLock::default(),
+            cloned: AtomicBool::new(false),
             reports_flushes: M::REPORTS_FLUSHES,
             offset: machine.backing().0.wrapping_sub(HostMemory::BASE.0),
             fail_in: AtomicI64::new(-1),
@@ -69,9 +81,51 @@ impl<P: Platform> Watched<P> {
         self.failed.swap(false, SeqCst)
     }
 
+    /// Whether an allocation is to fail, or one has since the last call of [`Watched::stop_failing`].
+    pub(crate) fn is_failing(&self) -> bool {
+        self.fail_in.load(SeqCst) >= 0 || self.failed.load(SeqCst)
+    }
+
     /// Returns the number of frames that are allocated now.
     pub fn live_frames(&self) -> usize {
-        self.live.lock().unwrap().len()
+        self.live.lock().unwrap().vms.len()
+    }
+
+    /// Returns the number of frames that `vm` has now.
+    pub(crate) fn live_frames_of(&self, vm: VmId) -> usize {
+        let live = self.live.lock().unwrap();
+        live.numbers.get(&vm).copied().unwrap_or(0)
+    }
+
+    /// Returns the model of the TLBs of `vm`, a clone from now on.
+    pub(crate) fn add_clone(&self, vm: VmId) -> Arc<Tlb> {
+        let tlb = Arc::<Tlb>::default();
+        self.clones.write().unwrap().insert(vm, tlb.clone());
+        self.cloned.store(true, SeqCst);
+        tlb
+    }
+
+    /// Call when `vm`, which may be a clone, has ended.
+    pub(crate) fn remove_clone(&self, vm: VmId) {
+        let mut clones = self.clones.write().unwrap();
+        clones.remove(&vm);
+        self.cloned.store(!clones.is_empty(), SeqCst);
+    }
+
+    /// Calls `then` with the model of each VM's TLBs.
+    fn each_tlb(&self, mut then: impl FnMut(&Tlb)) {
+        then(&self.tlb);
+        if self.cloned.load(Relaxed) {
+            let clones = self.clones.read().unwrap();
+            clones.values().for_each(|tlb| then(tlb));
+        }
+    }
+
+    /// Call in a quiet moment: see [`Tlb::stale`].
+    pub(crate) fn stale(&self) -> Option<String> {
+        let mut found = None;
+        self.each_tlb(|tlb| found = found.take().or_else(|| tlb.stale()));
+        found
     }
 
     /// Records a violation, for [`Watched::violations`].
@@ -81,10 +135,10 @@ impl<P: Platform> Watched<P> {
 
     /// Returns the violations that were recorded as the error.
     pub fn violations(&self) -> Result<(), String> {
-        self.tlb
-            .findings()
-            .into_iter()
-            .for_each(|finding| self.note(finding));
+        self.each_tlb(|tlb| {
+            let findings = tlb.findings();
+            findings.into_iter().for_each(|finding| self.note(finding));
+        });
         self.violations.check()
     }
 
@@ -92,7 +146,7 @@ impl<P: Platform> Watched<P> {
     /// no operation is in progress.
     pub(crate) fn check_frames(&self, is_guest_memory: impl Fn(Pfn) -> bool) -> Result<(), String> {
         let mut used: Vec<(Range<usize>, Pfn)> = Vec::new();
-        for frame in self.live.lock().unwrap().iter().copied() {
+        for frame in self.live.lock().unwrap().vms.keys().copied() {
             let entries = self.platform.entries(frame).as_ptr() as usize;
             let meta = self.platform.meta(frame).as_ptr() as usize;
             if !entries.is_multiple_of(PAGE_SIZE as usize) {
@@ -129,15 +183,16 @@ impl<P: Platform> Watched<P> {
 
     /// Accepts a run of `tables` frames from `P`, of which the first is `frame`. A run that is wrong is refused: to the engine
     /// memory is out.
-    fn accept(&self, frame: Pfn, tables: usize) -> Option<Pfn> {
+    fn accept(&self, vm: VmId, frame: Pfn, tables: usize) -> Option<Pfn> {
         let frames = || (0..tables as u64).map(|i| frame.add(i));
         let mut live = self.live.lock().unwrap();
-        let wrong = if frames().any(|frame| live.contains(&frame)) {
+        let wrong = if frames().any(|frame| live.vms.contains_key(&frame)) {
             "is in use already"
         } else if !frame.0.is_multiple_of(tables as u64) {
             "is not aligned to the number of tables"
         } else {
-            live.extend(frames());
+            live.vms.extend(frames().map(|frame| (frame, vm)));
+            *live.numbers.entry(vm).or_default() += tables;
             return Some(frame);
         };
         self.note(format!("{frame:?}, allocated for {tables} tables, {wrong}"));
@@ -146,12 +201,21 @@ impl<P: Platform> Watched<P> {
 
     /// Call before `frame` is freed.
     fn release(&self, frame: Pfn) {
-        if let Err(why) = self.tlb.freed(frame) {
-            self.note(why);
+        self.each_tlb(|tlb| {
+            if let Err(why) = tlb.freed(frame) {
+                self.note(why);
+            }
+        });
+        let mut live = self.live.lock().unwrap();
+        match live.vms.remove(&frame) {
+            Some(vm) => *live.numbers.entry(vm).or_default() -= 1,
+            None => self.note(format!("{frame:?} was freed, and not allocated")),
         }
-        if !self.live.lock().unwrap().remove(&frame) {
-            self.note(format!("{frame:?} was freed, and not allocated"));
-        }
+    }
+
+    /// Returns the backing address here of the platform's `backing`.
+    pub(crate) fn outer(&self, backing: Hva) -> Hva {
+        Hva(backing.0.wrapping_sub(self.offset))
     }
 
     fn inner(&self, backing: Hva) -> Hva {
@@ -186,14 +250,14 @@ unsafe impl<P: Platform> Platform for Watched<P> {
         if self.fails() {
             return None;
         }
-        self.accept(self.platform.alloc_table(vm)?, 1)
+        self.accept(vm, self.platform.alloc_table(vm)?, 1)
     }
 
     fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
         if self.fails() {
             return None;
         }
-        self.accept(self.platform.alloc_root(vm, tables)?, tables)
+        self.accept(vm, self.platform.alloc_root(vm, tables)?, tables)
     }
 
     unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
@@ -205,7 +269,7 @@ unsafe impl<P: Platform> Platform for Watched<P> {
     fn alloc_tables(&self, vm: VmId, frames: usize, take: &mut dyn FnMut(Pfn)) {
         let frames = (0..frames).take_while(|_| !self.fails()).count();
         self.platform.alloc_tables(vm, frames, &mut |frame| {
-            self.accept(frame, 1).into_iter().for_each(&mut *take);
+            self.accept(vm, frame, 1).into_iter().for_each(&mut *take);
         });
     }
 
@@ -218,7 +282,7 @@ unsafe impl<P: Platform> Platform for Watched<P> {
     #[inline]
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         let entries = self.platform.entries(frame);
-        self.tlb.reached(frame);
+        self.each_tlb(|tlb| tlb.reached(frame));
         entries
     }
 
@@ -241,19 +305,25 @@ unsafe impl<P: Platform> Platform for Watched<P> {
         let inner = self.inner(backing.start)..self.inner(backing.end);
         self.platform.resolve_resident(vm, inner, &mut |run| {
             found(HostRun {
-                backing: Hva(run.backing.0.wrapping_sub(self.offset)),
+                backing: self.outer(run.backing),
                 ..run
             });
         });
     }
 
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
-        if self.reports_flushes {
+        let clone = self.clones.read().unwrap().get(&vm).cloned();
+        if self.reports_flushes && clone.is_none() {
             return self.platform.flush(vm, range, stale);
         }
-        let begun = self.tlb.flush_begins();
+        let tlb = clone.as_ref().unwrap_or(&self.tlb);
+        let begun = tlb.flush_begins();
         self.platform.flush(vm, range.clone(), stale);
-        self.tlb.flush_ended(vm, &range, stale, begun);
+        tlb.flush_ended(vm, &range, stale, begun);
+    }
+
+    fn share(&self, parent: VmId, child: VmId) -> Result<(), ForkError> {
+        self.platform.share(parent, child)
     }
 
     fn drain(&self, vm: VmId, take: &mut dyn FnMut(usize, Gfn)) {

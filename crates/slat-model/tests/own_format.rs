@@ -4,17 +4,16 @@
 mod vtd;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 
 use slat::format::{Entry, Leaf};
 use slat::{Access, Format, Level, Pfn};
-use slat_model::{SimMachine, Subject, Tally, format_promises};
+use slat_model::{Simulated, Subject, Tally, format_promises};
 use vtd::SecondStage;
 
 #[test]
 fn a_sound_format_passes() {
     format_promises::<SecondStage>();
-    let subject = Subject::of::<Arc<SimMachine>, SecondStage>("VT-d second stage");
+    let subject = Subject::of::<Simulated, SecondStage>("VT-d second stage");
     let tally = subject.run_seeds(0..16, 8000);
     for usual in Tally::USUAL {
         // A device caches no MMIO.

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use slat::Policy;
-use slat_model::{POLICIES, Rng, Subject, Tally, streams};
+use slat_model::{Mix, POLICIES, Rng, Setup, Subject, Tally, streams};
 
 /// 16 runs of 8,000 steps: every setup there is, on each format; and as many more if they have not met everything.
 fn agree_on(format: usize) {
@@ -31,18 +31,36 @@ fn agree_on(format: usize) {
     assert!(never.is_empty(), "{} never met: {never:?}", subject.name);
 }
 
+/// 13 runs of 8,000 steps on a VM and its clones.
+fn clones_agree_on(format: usize) {
+    let subject = &Subject::ALL[format];
+    let seed = 1000 * format as u64;
+    let mut tally = Tally::default();
+    for seed in seed..seed + 13 {
+        let setup = Setup {
+            mix: Mix::CLONES,
+            ..Setup::of_seed(seed)
+        };
+        tally.add(&subject.run_seed(seed, setup, 8_000));
+    }
+    let is_tdp = !subject.name.contains("direct");
+    let wanted = &Tally::OF_CLONES[..if is_tdp { 4 } else { 3 }];
+    let never: Vec<_> = wanted.iter().filter(|what| tally.of(what) == 0).collect();
+    assert!(never.is_empty(), "{} never met: {never:?}", subject.name);
+}
+
 /// The first word says whether other formats take the same paths, so that `.ci/full` suffices.
 macro_rules! formats {
-    ($repeats:tt: $($name:ident: $format:expr,)*) => {$(
+    ($agree:ident, $repeats:tt: $($name:ident: $format:expr,)*) => {$(
         #[test]
         #[cfg_attr($repeats, ignore = "takes the paths of another format; .ci/full")]
-        fn $name() { agree_on($format); }
+        fn $name() { $agree($format); }
     )*};
 }
 
 mod engine_and_model_agree_on {
     use super::agree_on;
-    formats! { false:
+    formats! { agree_on, false:
         ept: 0,
         x86_with_5_levels: 2,
         stage_2_with_break_before_make: 3,
@@ -55,7 +73,7 @@ mod engine_and_model_agree_on {
         stage_2_with_52_bits: 14,
     }
 
-    formats! { true:
+    formats! { agree_on, true:
         npt: 1,
         sv48x4: 6,
         npt_made_of_shadow_pages: 9,
@@ -66,6 +84,30 @@ mod engine_and_model_agree_on {
     #[test]
     fn no_fewer_formats_than_there_are() {
         assert_eq!(super::Subject::ALL.len(), 15);
+    }
+}
+
+mod clones_agree_with_the_model_on {
+    use super::clones_agree_on;
+    formats! { clones_agree_on, false:
+        ept: 0,
+        stage_2_with_break_before_make: 3,
+        sv39x4: 5,
+        stage_2_with_hardware_dirty_state: 7,
+        ept_made_of_shadow_pages: 8,
+    }
+
+    formats! { clones_agree_on, true:
+        npt: 1,
+        x86_with_5_levels: 2,
+        stage_2_with_a_concatenated_root: 4,
+        sv48x4: 6,
+        npt_made_of_shadow_pages: 9,
+        ept_with_5_levels: 10,
+        npt_with_5_levels: 11,
+        sv57x4: 12,
+        ept_with_5_levels_made_of_shadow_pages: 13,
+        stage_2_with_52_bits: 14,
     }
 }
 

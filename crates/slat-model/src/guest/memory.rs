@@ -194,7 +194,7 @@ impl Memory {
     /// Returns what an access to a guest-physical address comes to.
     pub fn access(&self, gpa: u64, access: Access) -> Outcome {
         let sim = self.machine.ram.sim();
-        match self.model.expect(sim, gpa >> 12, access) {
+        match self.model.expect(&**sim, gpa >> 12, access) {
             Expected::Page(page) => Outcome::Page {
                 host: page.pfn.hpa(),
                 tracked: false,

@@ -7,9 +7,10 @@ use std::sync::{Mutex, PoisonError};
 
 use slat::{Hpa, PAGE_SIZE};
 
+use crate::clones::Simulated;
 use crate::host::HostMemory;
 use crate::machine::Machine;
-use crate::platform::{SimMachine, SimPlatform};
+use crate::platform::SimPlatform;
 use crate::watched::Watched;
 
 /// Number of 8-byte words in a page.
@@ -32,13 +33,13 @@ impl fmt::Debug for GuestMachine {
 
 impl GuestMachine {
     pub(super) fn new(pages: u64) -> Self {
-        let sim: Arc<SimMachine> = Machine::new(pages, Arc::default());
+        let machine = Simulated::new(pages, Arc::default());
         GuestMachine {
-            platform: Watched::of(&sim, Arc::default()),
+            platform: Watched::of(&machine, Arc::default()),
             ram: Arc::new(GuestRam {
                 words: (0..pages * WORDS).map(|_| AtomicU64::new(0)).collect(),
                 changes: Mutex::default(),
-                sim,
+                sim: Arc::new(machine),
             }),
         }
     }
@@ -63,7 +64,7 @@ pub struct GuestRam {
     words: Box<[AtomicU64]>,
     /// What was written by [`GuestRam::compare_exchange`] since the last [`GuestRam::take_changes`].
     changes: Mutex<Vec<Change>>,
-    sim: Arc<SimMachine>,
+    sim: Arc<Simulated>,
 }
 
 impl GuestRam {
@@ -106,7 +107,7 @@ impl GuestRam {
             "an entry of {size} bytes at {host}"
         );
         let (page, _) = HostMemory::identify(host.pfn());
-        let today = self.sim.host.get(page);
+        let today = self.sim.page(page);
         let usable = today.is_some_and(|now| now.pfn == host.pfn() && (now.writable || !write));
         assert!(
             usable,
@@ -136,7 +137,7 @@ impl GuestRam {
         std::mem::take(&mut *self.lock())
     }
 
-    pub(super) fn sim(&self) -> &Arc<SimMachine> {
+    pub(super) fn sim(&self) -> &Arc<Simulated> {
         &self.sim
     }
 }

@@ -38,7 +38,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         if access != Access::Write {
             let installed = did.pages_4k == 1 && did.splits == 0;
             let page = self.machine.page(slot.host_page(gfn));
-            let writable = slot.is_writable() && page.is_some_and(|page| page.writable);
+            let own = !self.machine.is_shared(slot.host_page(gfn));
+            let writable = slot.is_writable() && own && page.is_some_and(|page| page.writable);
             if installed && !to_ring {
                 let wanted = reads && writable;
                 assert_eq!(

@@ -2,8 +2,12 @@
 
 mod access;
 mod cold;
+mod contents;
+mod family;
 mod logs;
 mod walker;
+
+pub use family::Family;
 
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -11,12 +15,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use slat::{
-    Change, Config, Format, MmuKind, PAGE_SIZE, Pfn, Platform, Promotion, Region, RegionError,
-    Setting, SlotFlags, Translation, Vcpu, Vm,
+    Change, Config, Format, Gfn, MmuKind, PAGE_SHIFT, PAGE_SIZE, Pfn, Platform, Promotion, Region,
+    RegionError, Setting, SlotFlags, Translation, Vcpu, Vm,
 };
 
 use crate::host::HostMemory;
-use crate::machine::Machine;
+use crate::machine::{Invalidate, Machine};
 use crate::model::{GuestModel, Method, capacity};
 use crate::ops::Op;
 use crate::region::set_region;
@@ -26,6 +30,7 @@ use crate::tally::Tally;
 use crate::tlb::Tlb;
 use crate::watched::Watched;
 use cold::Cold;
+use contents::Contents;
 
 /// The least number of pages of host memory: the longest slot but for giant ones.
 const LEAST_PAGES: u64 = 2048;
@@ -58,13 +63,14 @@ pub struct Runner<M: Machine, F: Format> {
     machine: Arc<M>,
     platform: Arc<Watched<M::Platform>>,
     vm: Arc<Vm<Watched<M::Platform>, F>>,
+    /// What walkers may have cached of its tables.
+    walkers: Arc<Tlb>,
     /// The model of each address space.
     models: Vec<GuestModel>,
     cpus: Vec<Cpu<M::Platform, F>>,
     policies: BTreeMap<&'static str, &'static str>,
     /// Whether NX huge pages were ever on: leaves may be smaller, and huge ones not executable.
     nx: bool,
-    failing: bool,
     /// The most table frames there were after an operation.
     most_frames: u64,
     /// How many shadow pages had been recycled when the operation began.
@@ -80,6 +86,7 @@ pub struct Runner<M: Machine, F: Format> {
     rings: Vec<RingClient>,
     cold: Cold,
     promotion: Promotion,
+    memory: Contents,
 }
 
 impl<M: Machine, F: Format> Runner<M, F> {
@@ -93,7 +100,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             "a machine with {} pages of memory, for up to {host_pages}",
             machine.pages()
         );
-        let platform = Watched::of(&*machine, tlb);
+        let platform = Watched::of(&*machine, tlb.clone());
         let config = Config::default().with_spaces(SPACES).with_mmu(mmu);
         let vm = Vm::new(platform.clone(), config).unwrap_or_else(|error| {
             let why = platform.violations();
@@ -102,28 +109,42 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 why.err().unwrap_or(error.to_string())
             )
         });
+        let mut model = GuestModel::new(capacity::<F>());
+        if rings {
+            vm.use_dirty_rings();
+            model.mode.rings = true;
+        }
+        Self::of(machine, platform, vm, tlb, vec![model; SPACES])
+    }
+
+    /// Makes the vCPUs of `vm`, whose memory is what `models` say.
+    fn of(
+        machine: Arc<M>,
+        platform: Arc<Watched<M::Platform>>,
+        vm: Arc<Vm<Watched<M::Platform>, F>>,
+        walkers: Arc<Tlb>,
+        models: Vec<GuestModel>,
+    ) -> Self {
         let roots: Vec<_> = (0..SPACES).filter_map(|space| vm.root(space)).collect();
         let tables = machine.platform().clone();
         // SAFETY: the platform's promise; the platform tells the model when frames are freed, and the runner forgets the
         // tables when it is dropped.
         unsafe {
             let entries = move |frame| tables.entries(frame);
-            platform.tlb.watch_at::<F>(vm.id(), &roots, entries);
+            walkers.watch_at::<F>(vm.id(), &roots, entries);
         }
-        let mut model = GuestModel::new(capacity::<F>());
-        if rings {
-            vm.use_dirty_rings();
-            model.mode.rings = true;
-        }
+        let seen = machine.as_seen_by(vm.id(), invalidate(&vm, walkers.clone()));
+        let machine = seen.map_or(machine, Arc::new);
+        let cold = Cold::new(machine.pages());
         let mut runner = Runner {
             machine,
             platform,
             vm,
-            models: vec![model; SPACES],
+            walkers,
+            models,
             cpus: Vec::new(),
             policies: BTreeMap::new(),
             nx: false,
-            failing: false,
             most_frames: 0,
             recycled: 0,
             tally: Tally::default(),
@@ -131,8 +152,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
             ops: 0,
             collected: Vec::new(),
             rings: Vec::new(),
-            cold: Cold::new(host_pages),
+            cold,
             promotion: Promotion::default(),
+            memory: Contents::new(),
         };
         for i in 0..VCPUS {
             let cpu = runner.new_cpu(i);
@@ -172,7 +194,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     pub fn run(&mut self, op: &Op) {
         self.recycled = self.vm.stats().mmu_recycled;
         self.apply(op);
-        if let Some(why) = self.platform.tlb.stale() {
+        if let Some(why) = self.platform.stale() {
             panic!("after {op:?}: {why}");
         }
         self.ops += 1;
@@ -184,7 +206,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     /// Compares what the VM says of its tables with the frames that it has of the platform.
     fn check_usage(&mut self) {
         let usage = self.vm.memory_usage();
-        let frames = self.platform.live_frames() as u64;
+        let frames = self.platform.live_frames_of(self.vm.id()) as u64;
         assert_eq!(usage.table_bytes, frames * PAGE_SIZE, "bytes of tables");
         self.most_frames = self.most_frames.max(frames);
         assert!(
@@ -219,7 +241,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 for (gfn, access) in during {
                     self.access_meanwhile(*gfn, *access, pages);
                 }
-                self.machine.change(pages, *change);
+                self.change_host(pages, *change);
                 for (gfn, access) in during {
                     self.access_meanwhile(*gfn, *access, pages);
                 }
@@ -275,8 +297,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Op::UseSpace { vcpu, space } => self.use_space(*vcpu, *space),
             Op::FailAllocation(n) => {
                 self.platform.fail_allocation(*n, false);
-                self.failing = true;
             }
+            Op::Fork | Op::Turn(_) | Op::End => unreachable!("operations on several VMs"),
         }
     }
 
@@ -302,7 +324,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             frames.sort_unstable();
             frames
         };
-        self.platform.tlb.check_frames(|first, count| {
+        self.walkers.check_frames(|first, count| {
             let frames: &Vec<Pfn> = frames.get_or_init(sorted);
             let at = frames.partition_point(|frame| *frame < first);
             frames
@@ -478,17 +500,15 @@ impl<M: Machine, F: Format> Runner<M, F> {
     fn allocation_failed(&mut self) {
         self.check_violations();
         assert!(
-            self.failing && self.platform.stop_failing(),
+            self.platform.stop_failing(),
             "out of memory, though no allocation was made to fail"
         );
-        self.failing = false;
         self.tally.count("out of memory");
     }
 
     /// Audits the engine and the machine, and compares all of the engine's dirty logs.
     pub fn check(&mut self) {
         self.platform.stop_failing();
-        self.failing = false;
         self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
         let found = self
             .platform
@@ -499,7 +519,32 @@ impl<M: Machine, F: Format> Runner<M, F> {
             let ids: Vec<_> = self.models[space].slots.keys().copied().collect();
             ids.into_iter().for_each(|id| self.dirty_log(space, id));
         }
+        self.check_slots();
+        self.check_contents();
         self.tally.count("audit");
+    }
+
+    /// Compares the memslots.
+    fn check_slots(&self) {
+        for (space, model) in self.models.iter().enumerate() {
+            let mut slots: Vec<_> = model
+                .slots
+                .iter()
+                .map(|(id, slot)| slot.region(*id))
+                .collect();
+            slots.sort_unstable_by_key(|slot| slot.gpa.0);
+            let mut from = Gfn(0);
+            for slot in slots {
+                let found = self.vm.memslot_from(space, from);
+                assert_eq!(
+                    found,
+                    Some(slot),
+                    "the memslot after {from:?} in space {space}"
+                );
+                from = Gfn((slot.gpa.0 + slot.size) >> PAGE_SHIFT);
+            }
+            assert_eq!(self.vm.memslot_from(space, from), None, "space {space}");
+        }
     }
 
     /// Checks that no two pages of host memory have the same frame, and that none has one of a table.
@@ -519,18 +564,37 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.check();
         self.check_frames().unwrap_or_else(|why| panic!("{why}"));
         let (machine, platform) = (self.machine.clone(), self.platform.clone());
+        let vm = self.vm.id();
         let tally = core::mem::take(&mut self.tally);
         drop(self);
         let found = platform.violations().and_then(|()| machine.check());
         found.unwrap_or_else(|why| panic!("at the end of the VM: {why}"));
-        assert_eq!(platform.live_frames(), 0, "table frames were leaked");
+        assert_eq!(platform.live_frames_of(vm), 0, "table frames were leaked");
         tally
     }
+}
+
+/// Returns what a platform calls that changes what backs a page of `vm`, whose tables `walkers` walk.
+fn invalidate<P: Platform, F: Format>(
+    vm: &Arc<Vm<Watched<P>, F>>,
+    walkers: Arc<Tlb>,
+) -> Invalidate {
+    let vm = Arc::downgrade(vm);
+    Arc::new(move |page, frame, change| {
+        let vm = vm.upgrade().expect("one of its vCPUs asks");
+        let page = vm.platform().outer(page);
+        let guard = vm.invalidate(page..page.add_pages(1));
+        let gone = walkers.check_frames(|first, count| (first..first.add(count)).contains(&frame));
+        gone.unwrap_or_else(|why| panic!("before {frame:?} is copied: {why}"));
+        change();
+        drop(guard);
+    })
 }
 
 impl<M: Machine, F: Format> Drop for Runner<M, F> {
     /// Before the VM is dropped: then no CPU walks its tables any more.
     fn drop(&mut self) {
-        self.platform.tlb.forget();
+        self.walkers.forget();
+        self.platform.remove_clone(self.vm.id());
     }
 }

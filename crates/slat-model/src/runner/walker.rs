@@ -48,7 +48,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         });
     }
 
-    /// Returns the entry at which a walk to `gfn` ends, and its level.
+    /// Returns the entry at which a walk to `gfn` for a write ends, and its level. `None`: an entry above does not allow it.
     fn walk(&self, space: usize, gfn: u64) -> Option<(&AtomicU64, Level)> {
         let top_pages = F::TOP.pages() * ENTRIES as u64;
         let root = (gfn / top_pages < F::ROOT_TABLES as u64).then_some(self.vm.root(space)?)?;
@@ -61,7 +61,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 entries.cast::<[AtomicU64; ENTRIES]>().as_ref()
             };
             let entry = &entries[(gfn / level.pages()) as usize % ENTRIES];
-            match F::decode(entry.load(Acquire), level) {
+            let bits = entry.load(Acquire);
+            match F::decode(bits, level) {
+                Entry::Table(_) if F::is_protected(bits) => return None,
                 Entry::Table(lower) => (frame, level) = (lower, Level(level.0 - 1)),
                 _ => return Some((entry, level)),
             }

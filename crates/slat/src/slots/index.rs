@@ -17,7 +17,7 @@ use crate::addr::{Gfn, Hva, PAGE_SHIFT};
 use crate::heap::OutOfMemory;
 
 /// Most slots of a leaf.
-const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
+pub(super) const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
 /// A leaf with fewer slots is merged with a neighbour if all fit in one.
 const LOW: usize = LEAF / 4;
 /// Leaves of the smallest directory.
@@ -417,13 +417,15 @@ impl<O: Order> Index<O> {
         }
     }
 
-    /// Merges the leaf `at` with a neighbour, if there is one and one leaf has space for both.
+    /// Merges the leaf `at` with a neighbour, if there is one and one leaf has space for both and another slot.
     fn merge(&mut self, at: usize) {
         let left = at.saturating_sub(1);
         let Some([left, right]) = self.leaves.get_mut(left..left + 2) else {
             return;
         };
-        if left.slots.len() + right.slots.len() < LEAF {
+        // A leaf that others follow, or that follows others, is never left empty: a look-up would end in it.
+        let is_empty = left.slots.is_empty() || right.slots.is_empty();
+        if is_empty || left.slots.len() + right.slots.len() < LEAF {
             left.owned();
             right.owned();
             left.slots.append(&mut right.slots);

@@ -340,6 +340,26 @@ fn slots_are_found_however_they_lie() {
     finds_all(&scattered);
 }
 
+/// Slots that are created in ascending order fill one leaf after the other. Those of the last leaf are deleted here: the full
+/// leaf before it still has its slots.
+#[test]
+fn the_last_slots_can_go_when_all_before_them_are_in_full_leaves() {
+    let slots = 2 * index::LEAF as u64 + 1;
+    for deleted in [1, index::LEAF as u64 + 1] {
+        let world = World::new();
+        for id in 0..slots {
+            world.set(&region(id as u32, 2 * id, 1, id)).unwrap();
+        }
+        for id in slots - deleted..slots {
+            world.set(&region(id as u32, 0, 0, 0)).unwrap();
+        }
+        for id in 0..slots - deleted {
+            let found = world.current().find(Gfn(2 * id)).map(|slot| slot.id());
+            assert_eq!(found, Some(id as u32), "{deleted} deleted");
+        }
+    }
+}
+
 #[test]
 fn every_id_can_be_used_at_once_in_any_order() {
     let world = World::new();

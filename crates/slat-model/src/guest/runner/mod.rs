@@ -15,6 +15,7 @@ use super::oracle::{GuestAccess, Oracle};
 use super::ram::GuestMachine;
 use super::registers::{Privilege, Registers};
 use crate::host::{HostChange, HostMemory};
+use crate::machine::Machine;
 use crate::tally::Tally;
 use control::canonical;
 pub use tallied::{OF_CACHES, USUAL};
@@ -280,7 +281,7 @@ impl Runner {
     fn invalidate(&mut self, pages: &Range<u64>, change: HostChange) {
         let sim = self.oracle.memory.machine.ram.sim().clone();
         let range = HostMemory::hvas(pages);
-        let mut change_it = || sim.host.change(pages, change);
+        let mut change_it = || sim.change(pages, change);
         self.mmu.invalidate(range, &mut change_it);
         self.tally.count(match change {
             HostChange::Protect { .. } => "host pages protected",

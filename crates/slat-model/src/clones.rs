@@ -1,0 +1,189 @@
+//! The simulated machine as each of several VMs sees its memory: clones share frames until one of them writes.
+//!
+//! As on Linux, each mapping of a page that is shared has a mark. A write to a page with the mark gives the VM a frame of its
+//! own, a new *version* of the page; or, if no other VM has the frame any more, it only removes the mark.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use slat::{HostPage, Hva, Pfn, VmId};
+
+use crate::host::{HostChange, HostMemory};
+use crate::machine::{Invalidate, Machine};
+use crate::platform::SimMachine;
+use crate::tlb::Tlb;
+
+/// The simulated machine as one VM sees it, or as any does as long as there are no clones.
+pub struct Simulated {
+    machine: Arc<SimMachine>,
+    memory: Arc<HostMemory>,
+    vm: Option<VmId>,
+}
+
+/// The VMs that share memory, and what their frames contain.
+#[derive(Default)]
+pub(crate) struct Sharing {
+    vms: Mutex<Vec<Sharer>>,
+    contents: Mutex<HashMap<Pfn, u64>>,
+}
+
+struct Sharer {
+    vm: VmId,
+    memory: Arc<HostMemory>,
+    /// Of a clone that is being made there is none yet.
+    invalidate: Option<Invalidate>,
+}
+
+impl Sharing {
+    fn word(&self, frame: Pfn) -> u64 {
+        let contents = self.contents.lock().unwrap();
+        contents.get(&frame).copied().unwrap_or(0)
+    }
+
+    fn set_word(&self, frame: Pfn, value: u64) {
+        self.contents.lock().unwrap().insert(frame, value);
+    }
+
+    /// Whether a VM other than `vm`, whose memory is `memory`, has a frame of `pages`.
+    fn has_others(&self, vm: VmId, memory: &HostMemory, pages: Range<u64>) -> bool {
+        let vms = self.vms.lock().unwrap();
+        let mut others = vms.iter().filter(|other| other.vm != vm);
+        others.any(|other| {
+            let has = |page| memory.get(page).map(|page| page.pfn);
+            pages.clone().any(|page| {
+                let frame = has(page);
+                frame.is_some() && frame == other.memory.get(page).map(|page| page.pfn)
+            })
+        })
+    }
+}
+
+impl SimMachine {
+    /// Returns the memory of `vm`.
+    pub(crate) fn memory_of(&self, vm: VmId) -> Arc<HostMemory> {
+        let vms = self.sharing.vms.lock().unwrap();
+        let own = vms.iter().find(|sharer| sharer.vm == vm);
+        own.map_or(&self.host, |sharer| &sharer.memory).clone()
+    }
+
+    /// Gives `child` the memory of `parent`.
+    pub(crate) fn share_memory(&self, parent: VmId, child: VmId) {
+        let memory = Arc::new(self.memory_of(parent).share());
+        self.sharing.vms.lock().unwrap().push(Sharer {
+            vm: child,
+            memory,
+            invalidate: None,
+        });
+    }
+
+    /// Call before `vm` may write to `page` of its memory, which is shared.
+    pub(crate) fn make_own(&self, vm: VmId, page: u64) {
+        let memory = self.memory_of(vm);
+        let Some(found) = memory.get(page) else {
+            return;
+        };
+        let first = page & !(found.level.pages() - 1);
+        let whole = first..first + found.level.pages();
+        if !self.sharing.has_others(vm, &memory, whole.clone()) {
+            return memory.end_sharing(whole);
+        }
+        let invalidate = {
+            let vms = self.sharing.vms.lock().unwrap();
+            let own = vms.iter().find(|sharer| sharer.vm == vm);
+            let own = own.and_then(|sharer| sharer.invalidate.clone());
+            own.expect("a VM that shares memory is known")
+        };
+        invalidate(
+            HostMemory::hva(page),
+            found.pfn,
+            &mut || match self.sharing.has_others(vm, &memory, page..page + 1) {
+                true => {
+                    let copy = memory.replace(page);
+                    self.sharing.set_word(copy, self.sharing.word(found.pfn));
+                }
+                false => memory.separate(page),
+            },
+        );
+    }
+}
+
+impl Machine for Simulated {
+    type Platform = SimMachine;
+    const REPORTS_FLUSHES: bool = false;
+
+    fn new(pages: u64, _: Arc<Tlb>) -> Self {
+        let machine = SimMachine::with_memory(pages);
+        Simulated {
+            memory: machine.host.clone(),
+            machine,
+            vm: None,
+        }
+    }
+
+    fn platform(&self) -> &Arc<SimMachine> {
+        &self.machine
+    }
+
+    fn backing(&self) -> Hva {
+        HostMemory::BASE
+    }
+
+    fn pages(&self) -> u64 {
+        self.memory.len()
+    }
+
+    fn page(&self, page: u64) -> Option<HostPage> {
+        self.memory.get(page)
+    }
+
+    fn is_absent(&self, page: u64) -> bool {
+        self.memory.is_absent(page)
+    }
+
+    fn change(&self, pages: &Range<u64>, change: HostChange) {
+        self.memory.change(pages, change);
+    }
+
+    fn as_seen_by(&self, vm: VmId, invalidate: Invalidate) -> Option<Self> {
+        let memory = self.machine.memory_of(vm);
+        let mut vms = self.machine.sharing.vms.lock().unwrap();
+        vms.retain(|sharer| sharer.vm != vm);
+        vms.push(Sharer {
+            vm,
+            memory: memory.clone(),
+            invalidate: Some(invalidate),
+        });
+        Some(Simulated {
+            machine: self.machine.clone(),
+            memory,
+            vm: Some(vm),
+        })
+    }
+
+    fn is_shared(&self, page: u64) -> bool {
+        self.memory.is_shared(page)
+    }
+
+    fn load(&self, frame: Pfn) -> Option<u64> {
+        Some(self.machine.sharing.word(frame))
+    }
+
+    fn store(&self, frame: Pfn, value: u64) {
+        self.machine.sharing.set_word(frame, value);
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.machine.check_tables()
+    }
+}
+
+impl Drop for Simulated {
+    /// The VM has ended: its frames are those of the others.
+    fn drop(&mut self) {
+        if let Some(vm) = self.vm {
+            let mut vms = self.machine.sharing.vms.lock().unwrap();
+            vms.retain(|sharer| sharer.vm != vm);
+        }
+    }
+}

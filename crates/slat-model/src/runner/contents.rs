@@ -1,0 +1,71 @@
+//! What the guest has written, and reads.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use slat::{Access, Format, Pfn, Translation};
+
+use super::Runner;
+use crate::host::HostChange;
+use crate::machine::Machine;
+
+/// The word that each page of host memory has; 0 if none is here.
+pub(super) type Contents = BTreeMap<u64, u64>;
+
+impl<M: Machine, F: Format> Runner<M, F> {
+    /// Has the guest write a word of its own to the page it has been given, or compares what it reads there.
+    pub(super) fn touch(&mut self, i: usize, gfn: u64, access: Access, translation: &Translation) {
+        let frame = Pfn(translation.host.0 >> 12);
+        let (_, slot) = self.models[self.cpus[i].space]
+            .slot_at(gfn)
+            .expect("a page is in a slot");
+        let page = slot.host_page(gfn);
+        if access == Access::Write {
+            let word = (self.vm.id().0 << 32) | (self.ops as u64 + 1);
+            self.machine.store(frame, word);
+            self.memory.insert(page, word);
+        } else {
+            self.compare_word(page, frame);
+        }
+    }
+
+    /// Whether the frame that backs `gfn` for a vCPU may back a page of another VM, too.
+    pub(super) fn is_shared(&self, i: usize, gfn: u64) -> bool {
+        let slot = self.models[self.cpus[i].space].slot_at(gfn);
+        slot.is_some_and(|(_, slot)| self.machine.is_shared(slot.host_page(gfn)))
+    }
+
+    fn compare_word(&self, page: u64, frame: Pfn) {
+        let wanted = self.memory.get(&page).copied().unwrap_or(0);
+        let found = self.machine.load(frame).unwrap_or(wanted);
+        assert_eq!(
+            found,
+            wanted,
+            "the word in page {page:#x} of {:?}, {frame:?}",
+            self.vm.id()
+        );
+    }
+
+    /// Compares all pages that the guest, or its parent before the fork, has written.
+    pub(super) fn check_contents(&self) {
+        for page in self.memory.keys() {
+            if let Some(found) = self.machine.page(*page) {
+                self.compare_word(*page, found.pfn);
+            }
+        }
+    }
+
+    /// Changes host memory. What is in pages that are replaced is lost.
+    pub(super) fn change_host(&mut self, pages: &Range<u64>, change: HostChange) {
+        let frame = |page: u64| self.machine.page(page).map(|page| page.pfn);
+        let written = self.memory.range(pages.clone()).map(|(page, _)| *page);
+        let before: Vec<_> = written.map(|page| (page, frame(page))).collect();
+        self.machine.change(pages, change);
+        let lost = before
+            .into_iter()
+            .filter(|(page, was)| frame(*page) != *was);
+        for (page, _) in lost.collect::<Vec<_>>() {
+            self.memory.remove(&page);
+        }
+    }
+}
