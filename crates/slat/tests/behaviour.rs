@@ -528,6 +528,8 @@ fn a_log_that_others_begin_is_had_when_it_has_begun() {
     ];
     for ask in asks {
         let (platform, vm) = vm(PAGES, REMAP_4K);
+        // The log has to look at each table, so that it takes a while to begin.
+        vm.set_policy(Setting::HierarchicalProtect(Switch::Off));
         set(&vm, 0, 0..PAGES, 0, NONE);
         let mut vcpu = vm.create_vcpu().unwrap();
         for gfn in 0..PAGES {
