@@ -1,5 +1,6 @@
 //! The simulated machine: a [`Platform`] whose every result a test can choose, and which a test can stop at every call.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
@@ -7,8 +8,8 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Format, Gfn, HostPage, HostRun, Hpa, Hva, Level, Pfn, Platform, Request,
-    ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
+    Access, Entries, Format, Gfn, Granule, HostPage, HostRun, Hpa, Hva, Level, Pfn, Platform,
+    Request, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 
 use crate::frames::Frames;
@@ -67,11 +68,15 @@ pub struct SimMachine {
 pub type SimPlatform = Watched<SimMachine>;
 
 impl SimPlatform {
-    /// Makes a machine with `pages` pages of host memory.
+    /// Makes a machine with `pages` pages of host memory, of 4 KiB.
     pub fn new(pages: u64) -> Arc<Self> {
-        let tlb = Arc::<Tlb>::default();
-        let machine: Arc<SimMachine> = Machine::new(pages, tlb.clone());
-        Watched::of(&machine, tlb)
+        Self::with_granule(Granule::Kib4, pages)
+    }
+
+    /// Makes a machine with `pages` pages of host memory, of `granule`.
+    pub fn with_granule(granule: Granule, pages: u64) -> Arc<Self> {
+        let machine = Arc::new(SimMachine::with_granule(granule, pages));
+        Watched::of(&machine, Arc::default())
     }
 
     /// Makes a machine with `pages` pages of host memory, which is mapped at `level`.
@@ -102,6 +107,19 @@ impl SimPlatform {
 }
 
 impl SimMachine {
+    fn with_granule(granule: Granule, pages: u64) -> Self {
+        SimMachine {
+            host: HostMemory::with_granule(granule, pages),
+            frames: Frames::new(granule),
+            flushes: AtomicU64::new(0),
+            resolves: AtomicU64::new(0),
+            hooked: AtomicBool::new(false),
+            hook: RwLock::new(None),
+            trace_hook: OnceLock::new(),
+            gate: Gate::default(),
+        }
+    }
+
     /// Returns the number of hardware flushes so far.
     pub fn flushes(&self) -> u64 {
         self.flushes.load(SeqCst)
@@ -181,16 +199,7 @@ impl Machine for Arc<SimMachine> {
     const REPORTS_FLUSHES: bool = false;
 
     fn new(pages: u64, _: Arc<Tlb>) -> Self {
-        Arc::new(SimMachine {
-            host: HostMemory::new(pages),
-            frames: Frames::default(),
-            flushes: AtomicU64::new(0),
-            resolves: AtomicU64::new(0),
-            hooked: AtomicBool::new(false),
-            hook: RwLock::new(None),
-            trace_hook: OnceLock::new(),
-            gate: Gate::default(),
-        })
+        Arc::new(SimMachine::with_granule(Granule::Kib4, pages))
     }
 
     fn platform(&self) -> &Arc<SimMachine> {
@@ -222,6 +231,47 @@ impl Machine for Arc<SimMachine> {
     }
 }
 
+/// A simulated machine with the granule of `F`.
+pub(crate) struct SimOf<F>(Arc<SimMachine>, PhantomData<F>);
+
+impl<F: Format> Machine for SimOf<F> {
+    type Platform = SimMachine;
+    const REPORTS_FLUSHES: bool = false;
+
+    fn new(pages: u64, _: Arc<Tlb>) -> Self {
+        let machine = SimMachine::with_granule(F::GRANULE, pages);
+        SimOf(Arc::new(machine), PhantomData)
+    }
+
+    fn platform(&self) -> &Arc<SimMachine> {
+        &self.0
+    }
+
+    fn backing(&self) -> Hva {
+        self.0.backing()
+    }
+
+    fn pages(&self) -> u64 {
+        self.0.pages()
+    }
+
+    fn page(&self, page: u64) -> Option<HostPage> {
+        self.0.page(page)
+    }
+
+    fn is_absent(&self, page: u64) -> bool {
+        self.0.is_absent(page)
+    }
+
+    fn change(&self, pages: &Range<u64>, change: HostChange) {
+        self.0.change(pages, change);
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.0.check()
+    }
+}
+
 /// Whether `page` is the next page of the run, with the same attributes.
 fn continues(run: &HostRun, page: &HostPage) -> bool {
     let next = run.first.with_pfn(run.first.pfn.add(run.pages));
@@ -233,6 +283,10 @@ fn continues(run: &HostRun, page: &HostPage) -> bool {
 // - no code accesses memory at the addresses that `resolve` returns;
 // - no hardware walks these tables.
 unsafe impl Platform for SimMachine {
+    fn granule(&self) -> Granule {
+        self.host.granule()
+    }
+
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         self.event(Event::Alloc);
         Some(self.frames.alloc())
@@ -295,7 +349,7 @@ unsafe impl Platform for SimMachine {
                     *before = first;
                 }
             }
-            at = at.add_pages(1);
+            at = self.granule().add_pages(at, 1);
         }
         run.into_iter().for_each(give);
     }

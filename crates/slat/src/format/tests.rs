@@ -18,9 +18,9 @@ pub(super) const LEAF: Leaf = Leaf {
 
 const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
 
-fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
+fn leaves<F: Format>(level: Level) -> impl Iterator<Item = Leaf> {
     (0..192u64).map(move |bits| Leaf {
-        pfn: Pfn(level.pages() * 3),
+        pfn: Pfn(F::GRANULE.pages(level) * 3),
         write: bits & 1 != 0,
         execute: bits & 2 != 0,
         may_write: bits & 4 != 0,
@@ -42,8 +42,9 @@ fn is_ready<F: Format>(bits: u64, access: Access) -> bool {
 }
 
 fn keeps_its_promises<F: Format>() {
+    assert!(!F::SHADOWS || F::GRANULE == Granule::Kib4, "x86's tables");
     for level in [Level::PAGE, Level::MEGA, Level::GIGA] {
-        for leaf in leaves(level) {
+        for leaf in leaves::<F>(level) {
             let bits = F::leaf(leaf, level);
             assert_eq!(F::decode(bits, level), Entry::Leaf(leaf));
             assert_eq!(F::decode_leaf(bits), leaf);
@@ -168,6 +169,12 @@ fn registers_and_privileges_hold_no_more_than_they_have_bits_for() {
     );
     assert_refuses(|| <Stage2<52>>::vttbr(Pfn(1 << 40), 0));
     assert_eq!(
+        <Stage2Kib64<48>>::vttbr(Pfn((1 << 32) - 1), 255),
+        0x00ff_ffff_ffff_0000
+    );
+    assert_refuses(|| <Stage2Kib64<48>>::vttbr(Pfn(1 << 32), 0));
+    assert_refuses(|| <Stage2Kib16<52>>::vttbr(Pfn(1 << 38), 0));
+    assert_eq!(
         Sv48x4::hgatp(Pfn((1 << 44) - 1), 0x3fff),
         0x93ff_ffff_ffff_ffff
     );
@@ -187,7 +194,7 @@ fn registers_and_privileges_hold_no_more_than_they_have_bits_for() {
 #[test]
 fn leaves_of_x86_tables_have_a_privilege_and_a_key() {
     for (user, key) in [(false, 0), (true, 15), (false, 9)] {
-        for leaf in leaves(Level::MEGA).map(|leaf| Leaf {
+        for leaf in leaves::<X86<5>>(Level::MEGA).map(|leaf| Leaf {
             privilege: Privilege::new(user, key),
             ..leaf
         }) {
@@ -210,6 +217,12 @@ fn every_format_keeps_its_promises() {
     keeps_its_promises::<Stage2<48, true>>();
     keeps_its_promises::<Stage2<52>>();
     keeps_its_promises::<Stage2<52, true>>();
+    keeps_its_promises::<Stage2Kib16<48>>();
+    keeps_its_promises::<Stage2Kib16<48, true>>();
+    keeps_its_promises::<Stage2Kib16<52>>();
+    keeps_its_promises::<Stage2Kib64<48>>();
+    keeps_its_promises::<Stage2Kib64<52>>();
+    keeps_its_promises::<Stage2Kib64<52, true>>();
     keeps_its_promises::<Sv39x4>();
     keeps_its_promises::<Sv48x4>();
     keeps_its_promises::<Sv57x4>();
