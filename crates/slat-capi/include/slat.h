@@ -78,6 +78,16 @@
 #define SLAT_SV57X4 7
 
 /**
+ * The table format of AArch64's stage 2 with a granule of 16 KiB. Frames have that size.
+ */
+#define SLAT_STAGE2_16K 8
+
+/**
+ * The table format of AArch64's stage 2 with a granule of 64 KiB. Frames have that size.
+ */
+#define SLAT_STAGE2_64K 9
+
+/**
  * The guest reads data.
  */
 #define SLAT_READ 0
@@ -112,11 +122,12 @@ struct slat_vm;
  */
 struct slat_page {
   /**
-   * The number of the 4 KiB frame that backs the page.
+   * The number of the frame that backs the page.
    */
   uint64_t frame;
   /**
-   * Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB. The leaf is no larger.
+   * Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB, or what leaves of the
+   * format have. The leaf is no larger.
    */
   uint64_t size;
   /**
@@ -131,7 +142,8 @@ struct slat_page {
 
 /**
  * What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls no function of
- * this library. Frames are 4 KiB; a frame's number is its physical address divided by that.
+ * this library. Frames are 4 KiB, or with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these say; a frame's number is its physical address
+ * divided by that, a guest frame's likewise.
  */
 struct slat_platform {
   /**

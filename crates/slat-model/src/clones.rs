@@ -4,10 +4,11 @@
 //! own, a new *version* of the page; or, if no other VM has the frame any more, it only removes the mark.
 
 use std::collections::HashMap;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use slat::{HostPage, Hva, Pfn, VmId};
+use slat::{Ept, Format, Granule, HostPage, Hva, Pfn, VmId};
 
 use crate::host::{HostChange, HostMemory};
 use crate::machine::{Invalidate, Machine};
@@ -15,10 +16,25 @@ use crate::platform::SimMachine;
 use crate::tlb::Tlb;
 
 /// The simulated machine as one VM sees it, or as any does as long as there are no clones.
-pub struct Simulated {
+/// Its pages are those of format `F`.
+pub struct Simulated<F = Ept> {
     machine: Arc<SimMachine>,
     memory: Arc<HostMemory>,
     vm: Option<VmId>,
+    format: PhantomData<fn() -> F>,
+}
+
+impl<F> Simulated<F> {
+    /// Makes one with `pages` pages of host memory, of `granule`.
+    pub(crate) fn with_granule(granule: Granule, pages: u64) -> Self {
+        let machine = SimMachine::with_memory(granule, pages);
+        Simulated {
+            memory: machine.host.clone(),
+            machine,
+            vm: None,
+            format: PhantomData,
+        }
+    }
 }
 
 /// The VMs that share memory, and what their frames contain.
@@ -83,8 +99,9 @@ impl SimMachine {
         let Some(found) = memory.get(page) else {
             return;
         };
-        let first = page & !(found.level.pages() - 1);
-        let whole = first..first + found.level.pages();
+        let pages = memory.granule().pages(found.level);
+        let first = page & !(pages - 1);
+        let whole = first..first + pages;
         if !self.sharing.has_others(vm, &memory, whole.clone()) {
             return memory.end_sharing(whole);
         }
@@ -95,7 +112,7 @@ impl SimMachine {
             own.expect("a VM that shares memory is known")
         };
         invalidate(
-            HostMemory::hva(page),
+            memory.granule().add_pages(HostMemory::BASE, page),
             found.pfn,
             &mut || match self.sharing.has_others(vm, &memory, page..page + 1) {
                 true => {
@@ -108,17 +125,12 @@ impl SimMachine {
     }
 }
 
-impl Machine for Simulated {
+impl<F: Format> Machine for Simulated<F> {
     type Platform = SimMachine;
     const REPORTS_FLUSHES: bool = false;
 
     fn new(pages: u64, _: Arc<Tlb>) -> Self {
-        let machine = SimMachine::with_memory(pages);
-        Simulated {
-            memory: machine.host.clone(),
-            machine,
-            vm: None,
-        }
+        Self::with_granule(F::GRANULE, pages)
     }
 
     fn platform(&self) -> &Arc<SimMachine> {
@@ -158,6 +170,7 @@ impl Machine for Simulated {
             machine: self.machine.clone(),
             memory,
             vm: Some(vm),
+            format: PhantomData,
         })
     }
 
@@ -178,7 +191,7 @@ impl Machine for Simulated {
     }
 }
 
-impl Drop for Simulated {
+impl<F> Drop for Simulated<F> {
     /// The VM has ended: its frames are those of the others.
     fn drop(&mut self) {
         if let Some(vm) = self.vm {

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::*};
 
-use slat::{ENTRIES, Entries, PAGE_SHIFT, PAGE_SIZE, Pfn, TableMeta};
+use slat::{Entries, Granule, Hpa, Pfn, TableMeta};
 
 use crate::violations::Violations;
 
@@ -17,8 +17,8 @@ pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
 const LIVE: u64 = 0x11fe_11fe;
 const FREED: u64 = 0xf4ee_f4ee;
 
-/// Number of frames freed later before a freed frame is used again.
-const QUARANTINE: usize = 4096;
+/// Bytes of frames freed later before a freed frame is used again.
+const QUARANTINE: u64 = 16 << 20;
 
 /// Frames that are allocated together: as many as a root has at most.
 const BLOCK: u64 = 16;
@@ -30,19 +30,23 @@ struct Beside {
     state: AtomicU64,
 }
 
-const LAYOUT: Layout = {
-    let pages = 2 * BLOCK as usize;
-    match Layout::from_size_align(pages * PAGE_SIZE as usize, pages * PAGE_SIZE as usize) {
-        Ok(layout) => layout,
-        Err(_) => unreachable!(),
-    }
-};
+/// The memory of a block and of what is beside it.
+fn layout(granule: Granule) -> Layout {
+    let bytes = (2 * BLOCK * granule.bytes()) as usize;
+    Layout::from_size_align(bytes, bytes).expect("a power of two")
+}
 
-/// The allocator of table frames; a frame's number is its address in this process.
-#[derive(Default)]
+/// The allocator of table frames; a frame's number is its address in this process, in pages of a granule.
 pub struct Frames {
+    granule: Granule,
     inner: Mutex<Inner>,
     violations: Violations,
+}
+
+impl Default for Frames {
+    fn default() -> Self {
+        Frames::new(Granule::Kib4)
+    }
 }
 
 #[derive(Default)]
@@ -57,21 +61,30 @@ struct Inner {
 }
 
 impl Frames {
+    /// Makes an allocator of frames of `granule`.
+    pub fn new(granule: Granule) -> Self {
+        Frames {
+            granule,
+            inner: Mutex::default(),
+            violations: Violations::default(),
+        }
+    }
+
     /// Allocates a frame full of [`POISON`], with fresh metadata.
     pub fn alloc(&self) -> Pfn {
         let mut inner = self.inner.lock().unwrap();
-        let frame = if inner.quarantine.len() > QUARANTINE {
+        let frame = if inner.quarantine.len() as u64 * self.granule.bytes() > QUARANTINE {
             let frame = inner.quarantine.pop_front().unwrap();
             self.check_poison(frame);
             frame
         } else {
             if inner.fresh.is_empty() {
-                let block = inner.new_block();
+                let block = self.new_block(&mut inner);
                 inner.fresh.extend((0..BLOCK).rev().map(|i| block.add(i)));
             }
             inner.fresh.pop().unwrap()
         };
-        inner.give(frame);
+        self.give(&mut inner, frame);
         frame
     }
 
@@ -79,8 +92,8 @@ impl Frames {
     pub fn alloc_run(&self, count: u64) -> Pfn {
         assert!(count <= BLOCK && count.is_power_of_two());
         let mut inner = self.inner.lock().unwrap();
-        let block = inner.new_block();
-        (0..count).for_each(|i| inner.give(block.add(i)));
+        let block = self.new_block(&mut inner);
+        (0..count).for_each(|i| self.give(&mut inner, block.add(i)));
         inner.fresh.extend((count..BLOCK).map(|i| block.add(i)));
         block
     }
@@ -92,11 +105,11 @@ impl Frames {
             self.note(format!("{frame:?} was freed, but never allocated"));
             return;
         }
-        if state(frame).swap(FREED, SeqCst) != LIVE {
+        if self.state(frame).swap(FREED, SeqCst) != LIVE {
             self.note(format!("{frame:?} was freed twice"));
             return;
         }
-        poison(frame);
+        self.poison(frame);
         inner.quarantine.push_back(frame);
     }
 
@@ -104,7 +117,7 @@ impl Frames {
     #[inline]
     pub fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         self.check_live(frame);
-        words(frame).cast()
+        self.words(frame).cast()
     }
 
     /// Returns the metadata of a frame.
@@ -112,19 +125,19 @@ impl Frames {
     pub fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         self.check_live(frame);
         // The metadata is the first field of `Beside`.
-        beside(frame).cast()
+        self.beside(frame).cast()
     }
 
     #[inline]
     fn check_live(&self, frame: Pfn) {
-        if state(frame).load(Relaxed) != LIVE {
+        if self.state(frame).load(Relaxed) != LIVE {
             self.note(format!("{frame:?} is used after it was freed"));
         }
     }
 
     fn check_poison(&self, frame: Pfn) {
         // SAFETY: frames stay allocated until `self` is dropped; entries are only accessed atomically.
-        let words = unsafe { words(frame).as_ref() };
+        let words = unsafe { self.words(frame).as_ref() };
         if let Some(i) = words.iter().position(|w| w.load(Relaxed) != POISON) {
             self.note(format!(
                 "entry {i} of {frame:?} was written after it was freed"
@@ -145,22 +158,22 @@ impl Frames {
     }
 }
 
-impl Inner {
-    fn new_block(&mut self) -> Pfn {
+impl Frames {
+    fn new_block(&self, inner: &mut Inner) -> Pfn {
         // SAFETY: the layout has a size.
-        let memory = unsafe { alloc(LAYOUT) };
+        let memory = unsafe { alloc(layout(self.granule)) };
         assert!(!memory.is_null(), "the test machine is out of memory");
-        let block = Pfn(memory as u64 >> PAGE_SHIFT);
-        self.blocks.push(block.0);
-        (0..BLOCK).for_each(|i| poison(block.add(i)));
+        let block = self.granule.pfn(Hpa(memory as u64));
+        inner.blocks.push(block.0);
+        (0..BLOCK).for_each(|i| self.poison(block.add(i)));
         block
     }
 
-    fn give(&mut self, frame: Pfn) {
-        self.all.insert(frame.0);
+    fn give(&self, inner: &mut Inner, frame: Pfn) {
+        inner.all.insert(frame.0);
         // SAFETY: the frame is not in use, and the page after its block has space for a `Beside`.
         unsafe {
-            beside(frame).write(Beside {
+            self.beside(frame).write(Beside {
                 meta: TableMeta::new(),
                 state: AtomicU64::new(LIVE),
             });
@@ -170,44 +183,50 @@ impl Inner {
 
 impl Drop for Frames {
     fn drop(&mut self) {
+        let granule = self.granule;
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         for frame in inner.blocks.drain(..) {
             // SAFETY: allocated in `new_block` with this layout; the engine is dropped.
-            unsafe { dealloc((frame << PAGE_SHIFT) as *mut u8, LAYOUT) };
+            unsafe { dealloc(granule.hpa(Pfn(frame)).0 as *mut u8, layout(granule)) };
         }
     }
 }
 
-#[inline]
-fn words(frame: Pfn) -> NonNull<[AtomicU64; ENTRIES]> {
-    NonNull::new(frame.hpa().0 as *mut _).expect("no frame is at address 0")
+impl Frames {
+    #[inline]
+    fn words(&self, frame: Pfn) -> NonNull<[AtomicU64]> {
+        let first = NonNull::new(self.granule.hpa(frame).0 as *mut AtomicU64);
+        let first = first.expect("no frame is at address 0");
+        NonNull::slice_from_raw_parts(first, self.granule.entries())
+    }
+
+    #[inline]
+    fn beside(&self, frame: Pfn) -> NonNull<Beside> {
+        let beside = self.granule.hpa(frame.add(BLOCK)).0;
+        NonNull::new(beside as *mut _).expect("no frame is at address 0")
+    }
+
+    #[inline]
+    fn state(&self, frame: Pfn) -> &AtomicU64 {
+        // SAFETY: the engine only passes frames that `alloc` returned to it, now or earlier; their memory stays until the platform
+        // is dropped. `state` itself is only accessed through references.
+        unsafe { &(*self.beside(frame).as_ptr()).state }
+    }
+
+    fn poison(&self, frame: Pfn) {
+        // SAFETY: as in `check_poison`.
+        for word in unsafe { self.words(frame).as_ref() } {
+            word.store(POISON, Relaxed);
+        }
+    }
 }
 
-/// Changes an entry, as an engine does.
+/// Changes an entry of a frame of 4 KiB, as an engine does.
 #[cfg(test)]
 pub(crate) fn write(frame: Pfn, index: usize, bits: u64) {
+    let words = frame.hpa().0 as *const [AtomicU64; slat::ENTRIES];
     // SAFETY: frames stay allocated until the platform is dropped; entries are only accessed atomically.
-    let words = unsafe { words(frame).as_ref() };
-    words[index].store(bits, Release);
-}
-
-#[inline]
-fn beside(frame: Pfn) -> NonNull<Beside> {
-    NonNull::new(frame.add(BLOCK).hpa().0 as *mut _).expect("no frame is at address 0")
-}
-
-#[inline]
-fn state<'a>(frame: Pfn) -> &'a AtomicU64 {
-    // SAFETY: the engine only passes frames that `alloc` returned to it, now or earlier; their memory stays until the platform
-    // is dropped. `state` itself is only accessed through references.
-    unsafe { &(*beside(frame).as_ptr()).state }
-}
-
-fn poison(frame: Pfn) {
-    // SAFETY: as in `check_poison`.
-    for word in unsafe { words(frame).as_ref() } {
-        word.store(POISON, Relaxed);
-    }
+    unsafe { &(*words)[index] }.store(bits, Release);
 }
 
 #[cfg(test)]
@@ -238,9 +257,7 @@ mod tests {
         let frames = Frames::default();
         let frame = frames.alloc();
         frames.free(frame);
-        // SAFETY: the frame's memory stays while `frames` lives.
-        let words = unsafe { words(frame).as_ref() };
-        words[3].store(0, Relaxed);
+        write(frame, 3, 0);
         assert!(frames.check().is_err());
     }
 }

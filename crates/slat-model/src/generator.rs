@@ -1,7 +1,7 @@
 //! Generates operations: mostly sensible, some wrong, all of them crowded into few addresses, so that slots collide, share
 //! backing, and cross the borders of tables.
 
-use slat::{Access, Change, Gpa, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags};
+use slat::{Access, Change, Gfn, Granule, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags};
 
 use crate::host::{HostChange, HostMemory, PageKind};
 use crate::model::{GuestModel, ModelSlot};
@@ -28,18 +28,20 @@ const IDS: u64 = 16;
 /// Number of slot ids in runs with many slots, and how many of those slots there should be.
 const MANY_IDS: u64 = 200;
 const MANY: usize = 50;
-const SIZES: [u64; 10] = [1, 2, 7, 64, 511, 512, 513, 1024, 1500, 2048];
 
 /// Generates operations.
 pub struct Generator {
     rng: Rng,
     setup: Setup,
+    granule: Granule,
+    /// Entries of a table.
+    entries: u64,
     capacity: u64,
     /// The address space that each vCPU uses, or used in the VM that was operated on before.
     spaces: [usize; VCPUS],
     /// Ids below this are used.
     ids: u64,
-    /// Guest frames around which everything happens: the begin, the first 2 MiB and 1 GiB borders, the borders of tables of
+    /// Guest frames around which everything happens: the begin, the first borders of levels 2 and 3, the borders of tables of
     /// levels 3 and 4 (which are those between the tables of a concatenated root, too), the end.
     places: Vec<u64>,
     /// Frames of the last accesses: the next ones are likely to be near.
@@ -47,20 +49,23 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// Makes a generator for tables that map `capacity` frames.
-    pub fn new(rng: Rng, setup: Setup, capacity: u64) -> Self {
+    /// Makes a generator for tables of `granule` that map `capacity` frames.
+    pub fn new(rng: Rng, setup: Setup, granule: Granule, capacity: u64) -> Self {
+        let n = granule.entries() as u64;
         let places = [
             0,
-            512 * 3,
-            (1 << 18) - 512,
-            1 << 18,
-            (1 << 27) - 1024,
-            (1 << 36) - 1024,
-            capacity - 2048,
+            n * 3,
+            n * n - n,
+            n * n,
+            n.pow(3) - 2 * n,
+            n.pow(4) - 2 * n,
+            capacity - 4 * n,
         ];
         Generator {
             rng,
             setup,
+            granule,
+            entries: n,
             capacity,
             spaces: std::array::from_fn(first_space_of),
             ids: if setup.many_slots { MANY_IDS } else { IDS },
@@ -95,7 +100,7 @@ impl Generator {
                 Op::SetRegions { space, changes }
             }
             Kind::FindSlot => {
-                let gpa = self.gfn(seen) << 12;
+                let gpa = self.gfn(seen) << self.granule.shift();
                 Op::FindSlot { vcpu, gpa }
             }
             Kind::Fail if self.setup.failures => Op::FailAllocation(self.rng.below(6)),
@@ -109,8 +114,8 @@ impl Generator {
             }
             Kind::Prefault => {
                 let gpa = self.gpa(seen);
-                let bytes =
-                    self.rng.pick(&[1, 4096, 9, 512, 1100, 5000]) << self.rng.pick(&[0, 12]);
+                let bytes = self.rng.pick(&[1, 4096, 9, 512, 1100, 5000]);
+                let bytes = bytes << self.rng.pick(&[0, self.granule.shift()]);
                 Op::Prefault { vcpu, gpa, bytes }
             }
             Kind::Invalidate => self.invalidate(models),
@@ -159,7 +164,7 @@ impl Generator {
     }
 
     fn gpa(&mut self, model: &GuestModel) -> u64 {
-        self.gfn(model) << 12 | self.rng.below(4096)
+        self.gfn(model) << self.granule.shift() | self.rng.below(self.granule.bytes())
     }
 
     /// Returns a frame to access: often near an earlier one, mostly in a slot or just beside one.
@@ -173,10 +178,10 @@ impl Generator {
             let slot = model.slots[&slot];
             (slot.base + self.rng.below(slot.pages + 2)).wrapping_sub(1)
         } else {
-            self.rng.pick(&self.places) + self.rng.below(4096)
+            self.rng.pick(&self.places) + self.rng.below(8 * self.entries)
         };
         // Beyond the tables, too, but not beyond 64 bits of address.
-        let gfn = gfn & ((1 << 52) - 1);
+        let gfn = gfn & (u64::MAX >> self.granule.shift());
         if self.recent.len() < 16 {
             self.recent.push(gfn);
         } else {
@@ -228,13 +233,14 @@ impl Generator {
     }
 
     fn region(&mut self, model: &GuestModel) -> Region {
+        let (n, shift) = (self.entries, self.granule.shift());
         let existing = self.some_slot(model);
         let missing = self.setup.many_slots && model.slots.len() < MANY;
         let region = match (self.rng.below(10), existing) {
             (0..9, _) if missing => self.fresh(),
             (0..2, Some(id)) => self.existing(model, id, |region, _| region.size = 0),
             (2..4, Some(id)) => self.existing(model, id, |region, rng| {
-                let by = rng.pick(&[1, 2, 512, 700, 1 << 18]) << 12;
+                let by = rng.pick(&[1, 2, n, n + 188, n * n]) << shift;
                 let up = rng.one_in(2);
                 let gpa = region.gpa.0;
                 region.gpa.0 = if up { gpa + by } else { gpa.saturating_sub(by) };
@@ -281,7 +287,7 @@ impl Generator {
                 ),
             ],
             (5, Some((id, slot)), Some((other, its))) if id != other => {
-                let by = self.rng.pick(&[1, 512, 700]);
+                let by = self.rng.pick(&[1, self.entries, self.entries + 188]);
                 vec![
                     self.set(
                         id,
@@ -317,14 +323,17 @@ impl Generator {
         let at = 1 + self.rng.below(slot.pages - 1);
         let at = match self.rng.one_in(3) {
             true => at,
-            false => (at & !511).max(1),
+            false => (at & !(self.entries - 1)).max(1),
         };
-        let hole = self.rng.pick(&[0, 0, 1, 7, 512]).min(slot.pages - at);
+        let hole = self
+            .rng
+            .pick(&[0, 0, 1, 7, self.entries])
+            .min(slot.pages - at);
         let lower = ModelSlot { pages: at, ..slot };
         let upper = ModelSlot {
             base: slot.base + at + hole,
             pages: slot.pages - at - hole,
-            backing: slot.backing + ((at + hole) << 12),
+            backing: slot.backing + ((at + hole) << self.granule.shift()),
             ..slot
         };
         let other = self.rng.below(self.ids) as u32;
@@ -345,7 +354,8 @@ impl Generator {
         }
         pairs.retain(|(_, slot, _, next)| {
             let limits = |slot: &ModelSlot| (slot.rights, slot.memory);
-            next.backing == slot.backing + (slot.pages << 12) && limits(slot) == limits(next)
+            next.backing == slot.backing + (slot.pages << slot.granule.shift())
+                && limits(slot) == limits(next)
         });
         if pairs.is_empty() {
             return Vec::new();
@@ -378,26 +388,28 @@ impl Generator {
     }
 
     fn fresh(&mut self) -> Region {
-        let giant = self.setup.host_pages >= 2 << 18 && self.rng.one_in(40);
+        let n = self.entries;
+        let sizes = [1, 2, 7, 64, n - 1, n, n + 1, 2 * n, 3 * n - 36, 4 * n];
+        let giant = self.setup.host_pages >= 2 * n * n && self.rng.one_in(40);
         let pages = if giant {
-            (1 << 18) + self.rng.pick(&[0, 0, 512, 3])
+            n * n + self.rng.pick(&[0, 0, n, 3])
         } else if self.setup.many_slots {
             // Many of this size fit.
-            self.rng.pick(&SIZES[..4])
+            self.rng.pick(&sizes[..4])
         } else {
-            self.rng.pick(&SIZES)
+            self.rng.pick(&sizes)
         };
         let base = if giant {
-            self.rng.pick(&[1 << 18, (1 << 18) - 512, 2 << 18])
+            self.rng.pick(&[n * n, n * n - n, 2 * n * n])
         } else if self.setup.many_slots {
-            self.rng.pick(&self.places) + self.rng.below(1500)
+            self.rng.pick(&self.places) + self.rng.below(3 * n - 36)
         } else {
-            self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, 512, 513, 1024])
+            self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, n, n + 1, 2 * n])
         };
         // Mostly congruent to the guest frame, so that huge leaves are possible.
         let room = self.setup.host_pages - pages;
         let skew = if self.rng.one_in(5) { 1 } else { 0 };
-        let unit = if giant { 1 << 18 } else { 512 };
+        let unit = if giant { n * n } else { n };
         let backing = self.rng.below(room / unit + 1) * unit + base % unit + skew;
         // Most are as KVM's.
         let rights = match self.rng.one_in(5) {
@@ -410,9 +422,9 @@ impl Generator {
         };
         Region::new(
             self.rng.below(self.ids) as u32,
-            Gpa(base << 12),
-            pages << 12,
-            HostMemory::hva(backing.min(room)),
+            self.granule.gpa(Gfn(base)),
+            pages << self.granule.shift(),
+            self.granule.add_pages(HostMemory::BASE, backing.min(room)),
         )
         .with_flags(SlotFlags(self.rng.pick(&[0, 0, 0, 1, 1, 2, 3])))
         .with_rights(rights)
@@ -420,16 +432,17 @@ impl Generator {
     }
 
     fn spoil(&mut self, mut region: Region) -> Region {
+        let shift = self.granule.shift();
         match self.rng.below(9) {
-            0 => region.gpa.0 |= 1 << self.rng.below(12),
-            1 => region.size |= 1 << self.rng.below(12),
-            2 => region.backing.0 |= 1 << self.rng.below(12),
+            0 => region.gpa.0 |= 1 << self.rng.below(shift.into()),
+            1 => region.size |= 1 << self.rng.below(shift.into()),
+            2 => region.backing.0 |= 1 << self.rng.below(shift.into()),
             3 => region.slot = self.rng.pick(&[MAX_SLOTS, MAX_SLOTS + 1, u32::MAX]),
             4 => region.flags.0 |= 1 << (2 + self.rng.below(30)),
-            5 => region.gpa.0 = u64::MAX << 12,
-            6 => region.gpa.0 = self.rng.pick(&[self.capacity, self.capacity - 1]) << 12,
-            7 => region.size = self.rng.pick(&[1u64 << 31, u64::MAX >> 12]) << 12,
-            _ => region.backing.0 = u64::MAX << 12,
+            5 => region.gpa.0 = u64::MAX << shift,
+            6 => region.gpa.0 = self.rng.pick(&[self.capacity, self.capacity - 1]) << shift,
+            7 => region.size = self.rng.pick(&[1u64 << 31, u64::MAX >> shift]) << shift,
+            _ => region.backing.0 = u64::MAX << shift,
         }
         region
     }
@@ -440,16 +453,16 @@ impl Generator {
         let anchor = match self.some_slot(model) {
             Some(id) => {
                 let slot = &model.slots[&id];
-                let page = (slot.backing - HostMemory::BASE.0) >> 12;
-                page + self.rng.below(slot.pages)
+                slot.host_page(slot.base) + self.rng.below(slot.pages)
             }
             None => self.rng.below(self.setup.host_pages),
         };
+        let n = self.entries;
         let (start, pages) = match self.rng.below(8) {
             0..3 => (anchor, self.rng.pick(&[1, 2, 9])),
-            3..6 => (anchor & !511, 512 * self.rng.pick(&[1, 2, 4])),
-            6 => (anchor & !((1 << 18) - 1), 1 << 18),
-            _ => (anchor, self.rng.below(1500) + 1),
+            3..6 => (anchor & !(n - 1), n * self.rng.pick(&[1, 2, 4])),
+            6 => (anchor & !(n * n - 1), n * n),
+            _ => (anchor, self.rng.below(3 * n - 36) + 1),
         };
         let start = start.min(self.setup.host_pages - 1);
         let pages = start..(start + pages).min(self.setup.host_pages);

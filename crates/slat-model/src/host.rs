@@ -1,4 +1,4 @@
-//! The host memory that backs memslots, as a table with one word per 4 KiB page.
+//! The host memory that backs memslots, as a table with one word per page.
 //!
 //! Every remapping gives its pages a new *version*, and a page's frame number is made of its page number and its version: a
 //! frame number shows which page it maps, and whether the translation is current or left over from before a remapping.
@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::*};
 
-use slat::{HostPage, Hva, Level, MemoryType, PAGE_SHIFT, Pfn};
+use slat::{Granule, HostPage, Hva, Level, MemoryType, Pfn};
 
 const PRESENT: u64 = 1 << 0;
 const WRITABLE: u64 = 1 << 1;
@@ -21,10 +21,8 @@ const AWAITED: u64 = 1 << 6;
 const SHARED: u64 = 1 << 7;
 const VERSION_SHIFT: u32 = 16;
 
-/// Page numbers below the version in a frame number: at most 8 GiB of host memory.
+/// Page numbers below the version in a frame number: at most 8 GiB of host memory, if pages have 4 KiB.
 const PAGE_BITS: u32 = 21;
-/// Number of versions: the other bits of a frame number if physical addresses have 48 bits.
-const VERSIONS: u64 = 1 << (36 - PAGE_BITS);
 
 /// What kind of memory the host has mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +82,7 @@ pub enum HostChange {
 
 /// Host memory at [`HostMemory::BASE`].
 pub struct HostMemory {
+    granule: Granule,
     pages: Box<[AtomicU64]>,
     /// One for all memories that share frames.
     next_version: Arc<AtomicU64>,
@@ -93,14 +92,30 @@ impl HostMemory {
     /// Its first address: far from 0, and a multiple of every page size.
     pub const BASE: Hva = Hva(1 << 40);
 
-    /// Makes `pages` pages of memory, present, writable, mapped by 4 KiB pages.
+    /// Makes `pages` pages of 4 KiB of memory, present, writable, mapped by single pages.
     pub fn new(pages: u64) -> Self {
+        Self::with_granule(Granule::Kib4, pages)
+    }
+
+    /// Like [`new`](Self::new), but with pages of `granule`.
+    pub fn with_granule(granule: Granule, pages: u64) -> Self {
         assert!(pages <= 1 << PAGE_BITS);
         let word = PRESENT | WRITABLE | 1 << LEVEL_SHIFT;
         HostMemory {
+            granule,
             pages: (0..pages).map(|_| AtomicU64::new(word)).collect(),
             next_version: Arc::new(AtomicU64::new(1)),
         }
+    }
+
+    /// Returns the size of its pages.
+    pub fn granule(&self) -> Granule {
+        self.granule
+    }
+
+    /// Number of versions: the other bits of a frame number if physical addresses have 48 bits.
+    fn versions(&self) -> u64 {
+        1 << (48 - self.granule.shift() - PAGE_BITS)
     }
 
     /// Returns the number of pages.
@@ -113,19 +128,19 @@ impl HostMemory {
         self.pages.is_empty()
     }
 
-    /// Returns the address of a page.
+    /// Returns the address of a page of 4 KiB.
     pub fn hva(page: u64) -> Hva {
         Self::BASE.add_pages(page)
     }
 
-    /// Returns the addresses of pages.
+    /// Returns the addresses of pages of 4 KiB.
     pub fn hvas(pages: &Range<u64>) -> Range<Hva> {
         Self::hva(pages.start)..Self::hva(pages.end)
     }
 
     /// Returns the page at an address, if there is one.
     pub fn page(&self, hva: Hva) -> Option<u64> {
-        let page = hva.0.checked_sub(Self::BASE.0)? >> PAGE_SHIFT;
+        let page = hva.0.checked_sub(Self::BASE.0)? >> self.granule.shift();
         (page < self.len()).then_some(page)
     }
 
@@ -187,7 +202,7 @@ impl HostMemory {
                     writable,
                     kind,
                 } => {
-                    let level = fitting(pages, page, level);
+                    let level = self.fitting(pages, page, level);
                     PRESENT
                         | if writable { WRITABLE } else { 0 }
                         | (kind as u64) << KIND_SHIFT
@@ -200,7 +215,7 @@ impl HostMemory {
     }
 
     fn new_version(&self) -> u64 {
-        self.next_version.fetch_add(1, Relaxed) % VERSIONS
+        self.next_version.fetch_add(1, Relaxed) % self.versions()
     }
 
     /// Makes memory with the same frames, which are shared from now on.
@@ -212,6 +227,7 @@ impl HostMemory {
             AtomicU64::new(now | shared)
         };
         HostMemory {
+            granule: self.granule,
             pages: self.pages.iter().map(share).collect(),
             next_version: self.next_version.clone(),
         }
@@ -249,11 +265,12 @@ impl HostMemory {
     /// Makes sure that no huge mapping crosses the boundary before page `at`.
     fn cut(&self, at: u64) {
         for level in [Level::GIGA, Level::MEGA] {
-            if at.is_multiple_of(level.pages()) {
+            let size = self.granule.pages(level);
+            if at.is_multiple_of(size) {
                 continue;
             }
-            let start = at & !(level.pages() - 1);
-            for page in start..(start + level.pages()).min(self.len()) {
+            let start = at & !(size - 1);
+            for page in start..(start + size).min(self.len()) {
                 let word = self.word(page);
                 let now = word.load(SeqCst);
                 if (now & LEVEL) >> LEVEL_SHIFT >= level.0 as u64 {
@@ -263,18 +280,19 @@ impl HostMemory {
             }
         }
     }
-}
 
-/// Returns the largest level up to `level` whose aligned region around `page` lies in `pages`.
-fn fitting(pages: &Range<u64>, page: u64, mut level: Level) -> Level {
-    while level > Level::PAGE {
-        let start = page & !(level.pages() - 1);
-        if pages.start <= start && start + level.pages() <= pages.end {
-            break;
+    /// Returns the largest level up to `level` whose aligned region around `page` lies in `pages`.
+    fn fitting(&self, pages: &Range<u64>, page: u64, mut level: Level) -> Level {
+        while level > Level::PAGE {
+            let size = self.granule.pages(level);
+            let start = page & !(size - 1);
+            if pages.start <= start && start + size <= pages.end {
+                break;
+            }
+            level = level.below();
         }
-        level = level.below();
+        level
     }
-    level
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use slat::{
-    Access, Change, Format, Gpa, HostPage, Hva, Level, MAX_SLOTS, MemoryType, Region, Rights,
-    SlotFlags,
+    Access, Change, Format, Gpa, Granule, HostPage, Hva, Level, MAX_SLOTS, MemoryType, Region,
+    Rights, SlotFlags,
 };
 
 use crate::host::HostMemory;
@@ -14,7 +14,7 @@ use crate::machine::Machine;
 
 /// Returns the number of guest frames that the tables of a format can map.
 pub const fn capacity<F: Format>() -> u64 {
-    (F::ROOT_TABLES as u64) << (9 * F::TOP.0)
+    (F::ROOT_TABLES as u64) << ((F::GRANULE.shift() - 3) * F::TOP.0 as u32)
 }
 
 const EINVAL: i32 = 22;
@@ -28,6 +28,8 @@ const READONLY: u32 = 2;
 /// A memslot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelSlot {
+    /// What a page is.
+    pub granule: Granule,
     /// First guest frame.
     pub base: u64,
     /// Length in pages.
@@ -44,10 +46,11 @@ pub struct ModelSlot {
 
 impl ModelSlot {
     /// Makes the slot that `region` asks for.
-    fn of(region: &Region) -> Self {
+    fn of(region: &Region, granule: Granule) -> Self {
         ModelSlot {
-            base: region.gpa.0 >> 12,
-            pages: region.size >> 12,
+            granule,
+            base: region.gpa.0 >> granule.shift(),
+            pages: region.size >> granule.shift(),
             backing: region.backing.0,
             flags: region.flags.0,
             rights: region.rights,
@@ -87,8 +90,8 @@ impl ModelSlot {
     pub fn region(&self, id: u32) -> Region {
         Region::new(
             id,
-            Gpa(self.base << 12),
-            self.pages << 12,
+            Gpa(self.base << self.granule.shift()),
+            self.pages << self.granule.shift(),
             Hva(self.backing),
         )
         .with_flags(SlotFlags(self.flags))
@@ -110,7 +113,7 @@ impl ModelSlot {
 
     /// Returns the number, in host memory, of the page that backs `gfn`.
     pub fn host_page(&self, gfn: u64) -> u64 {
-        ((self.backing - HostMemory::BASE.0) >> 12) + gfn - self.base
+        ((self.backing - HostMemory::BASE.0) >> self.granule.shift()) + gfn - self.base
     }
 
     /// Returns the largest level at which `gfn` may be mapped.
@@ -126,7 +129,7 @@ impl ModelSlot {
     pub fn bounded_level(&self, gfn: u64, host: &HostPage) -> Level {
         let mut fits = Level::PAGE;
         for level in [Level::MEGA, Level::GIGA] {
-            let pages = level.pages();
+            let pages = self.granule.pages(level);
             let first = gfn / pages * pages;
             let whole = first >= self.base && first + pages <= self.end();
             if level <= host.level && whole && gfn % pages == host.pfn.0 % pages {
@@ -216,6 +219,8 @@ impl Log {
 /// The memory of a guest, in one address space.
 #[derive(Clone, Debug)]
 pub struct GuestModel {
+    /// What a page is.
+    pub granule: Granule,
     /// Number of guest frames that the tables can map.
     pub capacity: u64,
     /// Memslots by id.
@@ -228,9 +233,10 @@ pub struct GuestModel {
 }
 
 impl GuestModel {
-    /// Makes a guest without memory, in tables that map `capacity` frames.
-    pub fn new(capacity: u64) -> Self {
+    /// Makes a guest without memory, in tables of `granule` that map `capacity` frames.
+    pub fn new(granule: Granule, capacity: u64) -> Self {
         GuestModel {
+            granule,
             capacity,
             slots: BTreeMap::new(),
             mode: LogMode::default(),
@@ -251,7 +257,7 @@ impl GuestModel {
     /// Does KVM_SET_USER_MEMORY_REGION; the error is an errno.
     pub fn set_region(&mut self, region: &Region) -> Result<(), i32> {
         let id = region.slot;
-        check_alone(region)?;
+        check_alone(region, self.granule)?;
         let old = self.slots.get(&id).copied();
         if region.size == 0 {
             return match old {
@@ -262,7 +268,7 @@ impl GuestModel {
                 None => Err(EINVAL),
             };
         }
-        let new = ModelSlot::of(region);
+        let new = ModelSlot::of(region, self.granule);
         if let Some(old) = old {
             let fixed = |s: &ModelSlot| {
                 let limits = (s.flags & READONLY, s.rights, s.memory);
@@ -294,11 +300,11 @@ impl GuestModel {
         let mut regions = Vec::new();
         for change in changes {
             if let Change::Set(region) = change {
-                check_alone(region)?;
+                check_alone(region, self.granule)?;
                 if region.size == 0 {
                     return Err(EINVAL);
                 }
-                regions.push((region.slot, ModelSlot::of(region)));
+                regions.push((region.slot, ModelSlot::of(region, self.granule)));
             }
         }
         let ids: BTreeSet<u32> = changes.iter().map(Change::slot).collect();
@@ -317,7 +323,7 @@ impl GuestModel {
                 }
                 continue;
             };
-            let new = ModelSlot::of(region);
+            let new = ModelSlot::of(region, self.granule);
             let mut others = self.slots.iter().filter(|(id, _)| !ids.contains(id));
             if others.any(|(_, slot)| slot.overlaps(&new)) {
                 return Err(EEXIST);
@@ -524,9 +530,9 @@ impl GuestModel {
 }
 
 /// Checks what KVM checks of a region before it looks at other slots; the error is an errno.
-fn check_alone(region: &Region) -> Result<(), i32> {
+fn check_alone(region: &Region, granule: Granule) -> Result<(), i32> {
     let (gpa, size, backing) = (region.gpa.0, region.size, region.backing.0);
-    let aligned = |x: u64| x & 0xfff == 0;
+    let aligned = |x: u64| x.is_multiple_of(granule.bytes());
     if region.flags.0 & !(LOG | READONLY) != 0
         || !aligned(size)
         || !aligned(gpa)
@@ -534,7 +540,7 @@ fn check_alone(region: &Region) -> Result<(), i32> {
         || region.slot >= MAX_SLOTS
         || gpa.checked_add(size).is_none()
         || backing.checked_add(size).is_none()
-        || size >> 12 > (1 << 31) - 1
+        || size >> granule.shift() > (1 << 31) - 1
     {
         return Err(EINVAL);
     }

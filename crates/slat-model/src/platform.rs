@@ -7,14 +7,13 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, ForkError, Format, Gfn, HostPage, HostRun, Hpa, Hva, Level, Pfn, Platform,
-    Request, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
+    Access, Entries, ForkError, Format, Gfn, Granule, HostPage, HostRun, Hpa, Hva, Level, Pfn,
+    Platform, Request, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 
 use crate::clones::{Sharing, Simulated};
 use crate::frames::Frames;
 use crate::host::{HostChange, HostMemory, PageKind};
-use crate::machine::Machine;
 use crate::tlb::Tlb;
 use crate::watched::Watched;
 
@@ -69,10 +68,15 @@ pub struct SimMachine {
 pub type SimPlatform = Watched<SimMachine>;
 
 impl SimPlatform {
-    /// Makes a machine with `pages` pages of host memory.
+    /// Makes a machine with `pages` pages of host memory, of 4 KiB.
     pub fn new(pages: u64) -> Arc<Self> {
+        Self::with_granule(Granule::Kib4, pages)
+    }
+
+    /// Makes a machine with `pages` pages of host memory, of `granule`.
+    pub fn with_granule(granule: Granule, pages: u64) -> Arc<Self> {
         let tlb = Arc::<Tlb>::default();
-        let machine = Simulated::new(pages, tlb.clone());
+        let machine = <Simulated>::with_granule(granule, pages);
         Watched::of(&machine, tlb)
     }
 
@@ -104,12 +108,12 @@ impl SimPlatform {
 }
 
 impl SimMachine {
-    /// Makes a machine with `pages` pages of host memory.
-    pub(crate) fn with_memory(pages: u64) -> Arc<Self> {
+    /// Makes a machine with `pages` pages of host memory, of `granule`.
+    pub(crate) fn with_memory(granule: Granule, pages: u64) -> Arc<Self> {
         Arc::new(SimMachine {
-            host: Arc::new(HostMemory::new(pages)),
+            host: Arc::new(HostMemory::with_granule(granule, pages)),
             sharing: Sharing::default(),
-            frames: Frames::default(),
+            frames: Frames::new(granule),
             flushes: AtomicU64::new(0),
             resolves: AtomicU64::new(0),
             hooked: AtomicBool::new(false),
@@ -209,6 +213,10 @@ fn continues(run: &HostRun, page: &HostPage) -> bool {
 // - no code accesses memory at the addresses that `resolve` returns;
 // - no hardware walks these tables.
 unsafe impl Platform for SimMachine {
+    fn granule(&self) -> Granule {
+        self.host.granule()
+    }
+
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         self.event(Event::Alloc);
         Some(self.frames.alloc())
@@ -279,7 +287,7 @@ unsafe impl Platform for SimMachine {
                     *before = first;
                 }
             }
-            at = at.add_pages(1);
+            at = self.granule().add_pages(at, 1);
         }
         run.into_iter().for_each(give);
     }

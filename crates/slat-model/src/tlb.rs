@@ -25,13 +25,14 @@ use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
 use alloc::string::String;
+use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::Range;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
 use slat::format::Entry;
-use slat::{ENTRIES, Entries, Format, Gfn, Level, MemoryType, Pfn, Stale, VmId};
+use slat::{Entries, Format, Gfn, Granule, Level, MemoryType, Pfn, Stale, VmId};
 
 #[cfg(feature = "std")]
 use crate::host::HostMemory;
@@ -79,6 +80,7 @@ struct Walker {
     /// The right to write of an entry that refers to a table, if it is cached as that of the whole path, as that of a leaf is; else 0.
     path_write: u64,
     break_before_make: bool,
+    granule: Granule,
     top: Level,
 }
 
@@ -86,14 +88,20 @@ struct Walker {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     space: usize,
+    /// That of the tables, the same for all.
+    granule: Granule,
     level: Level,
     /// First frame that the entry covers.
     gfn: u64,
 }
 
 impl Place {
+    fn pages(&self) -> u64 {
+        self.granule.pages(self.level)
+    }
+
     fn gfns(&self) -> Range<u64> {
-        self.gfn..self.gfn + self.level.pages()
+        self.gfn..self.gfn + self.pages()
     }
 }
 
@@ -199,7 +207,7 @@ struct Table {
     entries: NonNull<Entries>,
     /// The table above, in which it was found.
     above: Option<Pfn>,
-    seen: Box<[u64; ENTRIES]>,
+    seen: Box<[u64]>,
 }
 
 // SAFETY: the entries are read atomically, and are memory until the table is dropped from the model ([`Tlb::watch_at`]).
@@ -208,14 +216,15 @@ unsafe impl Send for Table {}
 impl Table {
     /// Reads entry `index`.
     fn read(&self, index: usize) -> u64 {
+        assert!(index < self.seen.len());
         // SAFETY: the promise of `Tlb::watch_at`. The model drops tables that were freed or forgotten.
-        let entries = unsafe { self.entries.cast::<[AtomicU64; ENTRIES]>().as_ref() };
-        entries[index].load(Acquire)
+        let entry = unsafe { self.entries.cast::<AtomicU64>().add(index).as_ref() };
+        entry.load(Acquire)
     }
 
     fn place(&self, index: usize) -> Place {
         Place {
-            gfn: self.place.gfn + index as u64 * self.place.level.pages(),
+            gfn: self.place.gfn + index as u64 * self.place.pages(),
             ..self.place
         }
     }
@@ -227,6 +236,11 @@ struct Ghost {
     value: Value,
     /// Number of ghosts made before it.
     number: u64,
+}
+
+/// Returns the number of frames that one table of the root translates.
+fn root_pages(granule: Granule, top: Level) -> u64 {
+    granule.pages(top) * granule.entries() as u64
 }
 
 fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
@@ -270,7 +284,7 @@ impl Tlb {
     ///   [`Tlb::freed`], or [`Tlb::forget`] was called.
     pub unsafe fn watch<F: Format>(&self, vm: VmId, roots: &[Pfn]) {
         let at_its_address = |frame: Pfn| {
-            NonNull::new(frame.hpa().0 as *mut Entries).expect("no frame is at address 0")
+            NonNull::new(F::GRANULE.hpa(frame).0 as *mut Entries).expect("no frame is at address 0")
         };
         // SAFETY: the caller's promise.
         unsafe { self.watch_at::<F>(vm, roots, at_its_address) };
@@ -300,6 +314,7 @@ impl Tlb {
                     false => 0,
                 },
                 break_before_make: F::BREAK_BEFORE_MAKE,
+                granule: F::GRANULE,
                 top: F::TOP,
             }),
             entries: Some(Box::new(entries)),
@@ -307,9 +322,12 @@ impl Tlb {
         };
         for (space, root) in roots.iter().enumerate() {
             for i in 0..F::ROOT_TABLES as u64 {
-                let gfn = i * F::TOP.pages() * ENTRIES as u64;
-                let level = F::TOP;
-                let place = Place { space, level, gfn };
+                let place = Place {
+                    space,
+                    granule: F::GRANULE,
+                    level: F::TOP,
+                    gfn: i * root_pages(F::GRANULE, F::TOP),
+                };
                 inner.reach(root.add(i), place, None);
             }
         }
@@ -445,7 +463,7 @@ impl Tlb {
     /// Like [`Tlb::check_backing`], but for frames: calls `are_wrong` with the first frame of a leaf and the number of frames.
     pub fn check_frames(&self, are_wrong: impl Fn(Pfn, u64) -> bool) -> Result<(), String> {
         self.check_ghosts(|place, value| match value {
-            Value::Leaf { pfn, .. } => are_wrong(*pfn, place.level.pages()),
+            Value::Leaf { pfn, .. } => are_wrong(*pfn, place.pages()),
             Value::Table { .. } | Value::TableWrite => false,
         })
     }
@@ -495,7 +513,7 @@ impl Inner {
     fn reach(&mut self, frame: Pfn, place: Place, above: Option<Pfn>) {
         let entries = self.entries.as_ref();
         let entries = entries.expect("tables are known while it watches")(frame);
-        let seen = Box::new([0; ENTRIES]);
+        let seen = vec![0; place.granule.entries()].into_boxed_slice();
         let table = Table {
             place,
             entries,
@@ -522,7 +540,7 @@ impl Inner {
         };
         let level = table.place.level;
         let mut changes = Vec::new();
-        for i in 0..ENTRIES {
+        for i in 0..table.seen.len() {
             let now = match protected {
                 true => walker.below_protected(table.read(i), level),
                 false => table.read(i),
@@ -572,7 +590,7 @@ impl Inner {
         };
         let level = table.place.level;
         let mut lost = Vec::new();
-        for i in 0..ENTRIES {
+        for i in 0..table.seen.len() {
             let was = table.seen[i];
             table.seen[i] = walker.below_protected(was, level);
             if table.seen[i] != was {
@@ -731,16 +749,17 @@ impl Inner {
     /// Returns the leaf of the tables that translates `gfn`, as of the last comparison.
     fn leaf(&self, space: usize, gfn: u64) -> Option<(Place, Value)> {
         let walker = self.walker?;
-        let root_pages = walker.top.pages() * ENTRIES as u64;
+        let root_pages = root_pages(walker.granule, walker.top);
         let root_place = Place {
             space,
+            granule: walker.granule,
             level: walker.top,
             gfn: gfn / root_pages * root_pages,
         };
         let mut tables = self.tables.values();
         let mut table = tables.find(|table| table.place == root_place)?;
         loop {
-            let index = table.place.level.index(Gfn(gfn));
+            let index = walker.granule.index(Gfn(gfn), table.place.level);
             let place = table.place(index);
             match walker.value(table.seen[index], place.level)? {
                 Value::Table { frame, .. } => table = self.tables.get(&frame)?,

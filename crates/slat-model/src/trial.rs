@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use slat::format::{Ept5, GStage, Npt, Npt5, Stage2, X86};
-use slat::{Ept, Format, MmuKind};
+use slat::format::{Ept5, GStage, Npt, Npt5, Stage2, Stage2Kib16, Stage2Kib64, X86};
+use slat::{Ept, Format, Granule, MmuKind};
 
 use crate::clones::Simulated;
 use crate::generator::Generator;
@@ -47,11 +47,11 @@ impl Subject {
     }
 
     const fn simulated<F: Format>(name: &'static str) -> Self {
-        Subject::of::<Simulated, F>(name)
+        Subject::of::<Simulated<F>, F>(name)
     }
 
     /// The simulated machine with every format; those with a size twice.
-    pub const ALL: [Subject; 15] = [
+    pub const ALL: [Subject; 19] = [
         Subject::simulated::<Ept>("EPT"),
         Subject::simulated::<Npt>("NPT"),
         Subject::simulated::<X86<5>>("x86 5-level"),
@@ -67,6 +67,12 @@ impl Subject {
         Subject::simulated::<GStage<5>>("Sv57x4"),
         Subject::simulated::<Ept5>("").with_mmu("EPT, 5 levels, direct", MmuKind::Direct),
         Subject::simulated::<Stage2<52>>("stage 2, 52 bits"),
+        Subject::simulated::<Stage2Kib16<48>>("stage 2, 16 KiB, concatenated root"),
+        Subject::simulated::<Stage2Kib16<52, true>>(
+            "stage 2, 16 KiB, 52 bits, hardware dirty state",
+        ),
+        Subject::simulated::<Stage2Kib64<48>>("stage 2, 64 KiB"),
+        Subject::simulated::<Stage2Kib64<52>>("stage 2, 64 KiB, 52 bits"),
     ];
 
     /// Runs up to `steps` operations, as `rng` chooses them, with an audit every 500.
@@ -116,6 +122,12 @@ impl Subject {
 /// Steps between two audits.
 const BATCH: usize = 500;
 
+/// Returns the pages of host memory: where tables have more entries, as many more, but not more than in the largest setup.
+fn host_pages<F: Format>(setup: Setup) -> u64 {
+    let times = F::GRANULE.entries() as u64 / Granule::Kib4.entries() as u64;
+    (setup.host_pages * times).min(Setup::LARGE.host_pages)
+}
+
 /// Generates and runs operations; calls `each` with every operation before it is run.
 fn generate<M: Machine, F: Format>(
     mmu: MmuKind,
@@ -124,12 +136,12 @@ fn generate<M: Machine, F: Format>(
     steps: usize,
     mut each: impl FnMut(&Op),
 ) -> Tally {
-    let mut family = Family::<M, F>::new(setup.host_pages, setup.rings, mmu);
+    let mut family = Family::<M, F>::new(host_pages::<F>(setup), setup.rings, mmu);
     let setup = Setup {
         host_pages: family.host_pages(),
         ..setup
     };
-    let mut generator = Generator::new(rng, setup, capacity::<F>());
+    let mut generator = Generator::new(rng, setup, F::GRANULE, capacity::<F>());
     for step in 1..=steps {
         if generator.is_exhausted() {
             break;
@@ -158,7 +170,7 @@ fn record<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, rng: Rng, steps: us
 
 /// Runs just these operations, audited once, at the end.
 fn replay<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, ops: &[Op]) {
-    let mut family = Family::<M, F>::new(setup.host_pages, setup.rings, mmu);
+    let mut family = Family::<M, F>::new(host_pages::<F>(setup), setup.rings, mmu);
     ops.iter().for_each(|op| family.run(op));
     family.finish();
 }

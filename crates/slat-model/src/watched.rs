@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering::*};
 use std::sync::{Arc, Mutex, RwLock};
 
 use slat::{
-    Entries, Event, ForkError, Gfn, Granule, HostPage, HostRun, Hva, PAGE_SIZE, Pfn, Platform,
-    Request, ResolveError, Stale, TableMeta, VmId, WaitFor,
+    Entries, Event, ForkError, Gfn, Granule, HostPage, HostRun, Hva, Pfn, Platform, Request,
+    ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
 use crate::host::HostMemory;
@@ -145,17 +145,18 @@ impl<P: Platform> Watched<P> {
     /// Checks that each table has a page of memory and metadata of its own, and no frame that `is_guest_memory`. Call while
     /// no operation is in progress.
     pub(crate) fn check_frames(&self, is_guest_memory: impl Fn(Pfn) -> bool) -> Result<(), String> {
+        let bytes = self.platform.granule().bytes() as usize;
         let mut used: Vec<(Range<usize>, Pfn)> = Vec::new();
         for frame in self.live.lock().unwrap().vms.keys().copied() {
             let entries = self.platform.entries(frame).as_ptr() as usize;
             let meta = self.platform.meta(frame).as_ptr() as usize;
-            if !entries.is_multiple_of(PAGE_SIZE as usize) {
+            if !entries.is_multiple_of(bytes) {
                 return Err(format!("{frame:?}: its entries are at {entries:#x}"));
             }
             if is_guest_memory(frame) {
                 return Err(format!("{frame:?} is a table, and memory of the guest"));
             }
-            used.push((entries..entries + size_of::<Entries>(), frame));
+            used.push((entries..entries + bytes, frame));
             used.push((meta..meta + size_of::<TableMeta>(), frame));
         }
         match overlap(&mut used) {

@@ -59,7 +59,7 @@ impl Witness {
         write: bool,
     ) -> Result<(), String> {
         let Hpa(address) = translation.host;
-        let (page, _) = HostMemory::identify(slat::Pfn(address >> 12));
+        let (page, _) = HostMemory::identify(host.granule().pfn(Hpa(address)));
         // In this order: a page is stored in `now` before it is removed from `soon`.
         let soon = self.soon[gfn as usize].load(SeqCst);
         let now = self.now[gfn as usize].load(SeqCst);
@@ -69,7 +69,7 @@ impl Witness {
             ));
         }
         let today = host.get(page);
-        if today.map(|p| p.pfn.hpa()) != Some(translation.host) {
+        if today.map(|p| host.granule().hpa(p.pfn)) != Some(translation.host) {
             return Err(format!(
                 "frame {gfn:#x} still leads to {:?}, host page {page:#x} is {today:?}",
                 translation.host

@@ -7,7 +7,9 @@
 use core::fmt;
 use core::ops::Range;
 
-use crate::granule::Granule;
+mod granule;
+
+pub use granule::Granule;
 
 /// log2 of [`PAGE_SIZE`].
 pub const PAGE_SHIFT: u32 = Granule::Kib4.shift();

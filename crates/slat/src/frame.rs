@@ -1,6 +1,6 @@
 //! A table in its frame: the entries that page walkers read, and what the engine keeps beside them.
 
-use crate::granule::Granule;
+use crate::addr::Granule;
 use crate::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::*, const_fn};
 use crate::sync::spin::RawSpinLock;
 

@@ -50,6 +50,7 @@
 //! | [`format::X86<5>`](format::X86) | x86's own, 5-level paging | 5 | 1 GiB | tdp, shadow |
 //! | [`format::Stage2<IPA_BITS>`](format::Stage2) | AArch64 stage 2, 4 KiB granule | 2 to 4, by `IPA_BITS`; up to 16 tables side by side as root | 1 GiB | tdp |
 //! | [`format::Stage2<52>`](format::Stage2) | the same with FEAT_LPA2: 52 bits of both addresses | 4; 16 tables side by side as root | 1 GiB | tdp |
+//! | [`format::Stage2Kib16`], [`format::Stage2Kib64`] | the same with pages and tables of 16 or 64 KiB ([`Granule`]) | 2 to 4, 2 to 3 | 32 MiB, 512 MiB; for more than 48 bits 64 GiB, 4 TiB | tdp |
 //! | [`format::Stage2<IPA_BITS, true>`](format::Stage2) | the same with FEAT_HAFDBS: it sets accessed and dirty | as above | 1 GiB | tdp |
 //! | [`format::Sv39x4`], [`format::Sv48x4`], [`format::Sv57x4`] | RISC-V G-stage | 3, 4, 5; 4 tables as root | 1 GiB | tdp |
 //!
@@ -75,7 +76,6 @@ mod audit;
 mod dirty_log;
 pub mod format;
 mod frame;
-mod granule;
 pub mod guest_walk;
 mod heap;
 #[cfg(all(test, loom))]
@@ -94,11 +94,12 @@ mod vcpu;
 mod vm;
 mod vmid;
 
-pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn, Rights};
+pub use addr::{
+    Access, Gfn, Gpa, Granule, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn, Rights,
+};
 pub use audit::AuditError;
 pub use format::{Ept, Format, MemoryType};
 pub use frame::{ENTRIES, Entries, TableMeta};
-pub use granule::Granule;
 pub use heap::{OutOfMemory, Shared};
 pub use meta_map::MetaMap;
 pub use mmu::MmuKind;

@@ -4,9 +4,8 @@
 use alloc::string::String;
 use alloc::sync::Arc;
 
-use crate::addr::{Gfn, Level, Pfn};
+use crate::addr::{Gfn, Granule, Level, Pfn};
 use crate::format::{Format, Leaf};
-use crate::granule::Granule;
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
 use crate::shadow::trail::Target;

@@ -8,10 +8,9 @@ use core::fmt;
 use core::ops::Range;
 use core::ptr::NonNull;
 
-use crate::addr::{Access, Gfn, Hva, Level, Pfn};
+use crate::addr::{Access, Gfn, Granule, Hva, Level, Pfn};
 use crate::format::MemoryType;
 use crate::frame::{Entries, TableMeta};
-use crate::granule::Granule;
 use crate::heap::OutOfMemory;
 use crate::trace::Event;
 

@@ -1,7 +1,7 @@
 //! What every format promises, and what a `Vm` of one refuses.
 
 use slat::Ept;
-use slat::format::{Ept5, GStage, Npt, Npt5, Stage2, X86};
+use slat::format::{Ept5, GStage, Npt, Npt5, Stage2, Stage2Kib16, Stage2Kib64, X86};
 use slat_model::format_promises;
 
 #[test]
@@ -16,6 +16,12 @@ fn every_format_keeps_its_promises() {
     format_promises::<Stage2<48, true>>();
     format_promises::<Stage2<52>>();
     format_promises::<Stage2<52, true>>();
+    format_promises::<Stage2Kib16<48>>();
+    format_promises::<Stage2Kib16<48, true>>();
+    format_promises::<Stage2Kib16<52>>();
+    format_promises::<Stage2Kib64<48>>();
+    format_promises::<Stage2Kib64<52>>();
+    format_promises::<Stage2Kib64<52, true>>();
     format_promises::<GStage<3>>();
     format_promises::<GStage<4>>();
     format_promises::<GStage<5>>();

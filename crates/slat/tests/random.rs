@@ -71,6 +71,8 @@ mod engine_and_model_agree_on {
         sv57x4: 12,
         ept_with_5_levels_made_of_shadow_pages: 13,
         stage_2_with_52_bits: 14,
+        stage_2_of_16k_with_a_concatenated_root: 15,
+        stage_2_of_64k_with_52_bits: 18,
     }
 
     formats! { agree_on, true:
@@ -79,11 +81,13 @@ mod engine_and_model_agree_on {
         npt_made_of_shadow_pages: 9,
         ept_with_5_levels: 10,
         npt_with_5_levels: 11,
+        stage_2_of_16k_with_52_bits: 16,
+        stage_2_of_64k: 17,
     }
 
     #[test]
     fn no_fewer_formats_than_there_are() {
-        assert_eq!(super::Subject::ALL.len(), 15);
+        assert_eq!(super::Subject::ALL.len(), 19);
     }
 }
 

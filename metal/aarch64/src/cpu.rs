@@ -164,11 +164,11 @@ impl<F: Tables> Cpu for El2<F> {
         // SAFETY: the engine's tables, at one of their frames; the monitor itself is not translated by them. The barriers make
         // the walker see the stores to the tables, and this CPU the register.
         unsafe {
-            write!(vttbr_el2, F::vttbr(root.pfn(), vmid(vm)));
+            write!(vttbr_el2, F::vttbr(F::GRANULE.pfn(root), vmid(vm)));
             asm!("dsb ishst", "isb", options(nostack, preserves_flags));
         }
         if let Some(gpa) = self.refused.take() {
-            tlb::forget(gpa.gfn());
+            tlb::forget(gpa);
         }
         loop {
             // SAFETY: the context is the guest's own, and the guest can access only what the tables map.

@@ -4,9 +4,11 @@
 //! accesses is the intermediate physical address that stage 2 translates. CPUs are flushed by broadcast (`tlb`), for which Arm
 //! needs no interrupt; there is an interrupt all the same, to make a CPU leave the guest.
 //!
-//! Three programs are built from it, which differ in their tables ([`Tables`]): `aarch64` has four levels and software that sets
+//! Several programs are built from it, which differ in their tables ([`Tables`]): `aarch64` has four levels and software that sets
 //! the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1 and lets hardware manage access flag and
-//! dirty state, `aarch64-lpa2` begins at 16 concatenated tables of level 0 whose descriptors have 52 bits of address.
+//! dirty state, `aarch64-lpa2` begins at 16 concatenated tables of level 0 whose descriptors have 52 bits of address. `aarch64-16k`
+//! and `aarch64-64k` have tables of these granules, the first with a concatenated root, the second with 52 bits of address and
+//! hardware dirty state; the monitor's own tables stay those of 4 KiB.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -37,7 +39,9 @@ pub trait Tables: Format {
     fn vttbr(root: Pfn, vmid: u8) -> u64;
 }
 
-impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Tables for Stage2<IPA_BITS, HARDWARE_DIRTY> {
+impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32> Tables
+    for Stage2<IPA_BITS, HARDWARE_DIRTY, PAGE_SHIFT>
+{
     fn vtcr(pa_range: u64) -> u64 {
         Self::vtcr(pa_range)
     }
@@ -126,7 +130,7 @@ impl<M: Monitor> Machine for Virt<M> {
     fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale) {
         // A TLBI that names no VMID uses VTTBR_EL2's, which is that of this CPU's last guest.
         if read!(vttbr_el2) >> 48 == cpu::vmid(vm).into() {
-            tlb::flush_range(range, stale);
+            tlb::flush_range(range, stale, M::Tables::GRANULE);
         } else {
             tlb::flush_everything();
         }

@@ -8,20 +8,20 @@ use core::arch::asm;
 use core::ops::Range;
 
 use crate::sysreg::read;
-use slat::{Gfn, Level, PAGE_SHIFT, Stale};
+use slat::{Gfn, Gpa, Granule, Level, Stale};
 
 /// More leaves than this are flushed with the whole VMID, not one by one.
 const FEW: u64 = 64;
 
-/// Returns the operand of TLBI IPAS2E1: the IPA in units of 4 KiB. Higher bits give the level of the leaf in tables of 4 KiB,
+/// Returns the operand of TLBI IPAS2E1: the IPA in units of 4 KiB. Higher bits give the level of the leaf in tables of `granule`,
 /// if all leaves have one level; CPUs with FEAT_TTL use them.
-fn operand(gfn: Gfn, level: Option<Level>) -> u64 {
-    const _: () = assert!(PAGE_SHIFT == 12);
+fn operand(ipa: Gpa, hint: Option<(Granule, Level)>) -> u64 {
     const TTL_SHIFT: u32 = 44;
-    const GRANULE_4K: u64 = 0b01 << 2;
-    // Arm counts levels from the root: pages are at level 3.
-    let hint = level.map_or(0, |level| GRANULE_4K | u64::from(4 - level.0));
-    gfn.0 | hint << TTL_SHIFT
+    let hint = hint.map_or(0, |(granule, level)| {
+        // Arm counts levels from the root: pages are at level 3.
+        (granule as u64 + 1) << 2 | u64::from(4 - level.0)
+    });
+    ipa.gfn().0 | hint << TTL_SHIFT
 }
 
 fn looks_at_levels() -> bool {
@@ -30,19 +30,21 @@ fn looks_at_levels() -> bool {
 }
 
 /// Makes every CPU drop `stale` in `range` of the guest whose VMID this CPU's VTTBR_EL2 holds.
-pub(crate) fn flush_range(range: &Range<Gfn>, stale: Stale) {
+pub(crate) fn flush_range(range: &Range<Gfn>, stale: Stale, granule: Granule) {
     // One instruction for each leaf, at any address in it.
     let leaf = stale.level.unwrap_or(Level::PAGE);
-    let gfns = range.start.align_down(leaf).0..range.end.0;
+    let pages = granule.pages(leaf);
+    let gfns = granule.align_down(range.start, leaf).0..range.end.0;
     let hint = stale.level.filter(|_| looks_at_levels());
+    let hint = hint.map(|level| (granule, level));
     // SAFETY: a TLB may be invalidated at any time.
     unsafe {
         asm!("dsb ishst", options(nostack, preserves_flags));
-        if (gfns.end - gfns.start) / leaf.pages() > FEW {
+        if (gfns.end - gfns.start) / pages > FEW {
             asm!("tlbi vmalls12e1is", options(nostack, preserves_flags));
         } else {
-            for gfn in gfns.step_by(leaf.pages() as usize) {
-                let operand = operand(Gfn(gfn), hint);
+            for gfn in gfns.step_by(pages as usize) {
+                let operand = operand(granule.gpa(Gfn(gfn)), hint);
                 if stale.tables {
                     asm!("tlbi ipas2e1is, {}", in(reg) operand, options(nostack, preserves_flags));
                 } else {
@@ -73,8 +75,8 @@ pub(crate) fn flush_everything() {
     }
 }
 
-/// Makes this CPU drop the page `gfn` of the guest whose VMID its VTTBR_EL2 holds.
-pub(crate) fn forget(gfn: Gfn) {
+/// Makes this CPU drop the page at `ipa` of the guest whose VMID its VTTBR_EL2 holds.
+pub(crate) fn forget(ipa: Gpa) {
     // SAFETY: as above.
     unsafe {
         asm!(
@@ -84,7 +86,7 @@ pub(crate) fn forget(gfn: Gfn) {
             "tlbi vmalle1",
             "dsb nsh",
             "isb",
-            in(reg) operand(gfn, None),
+            in(reg) operand(ipa, None),
             options(nostack, preserves_flags)
         );
     }

@@ -71,7 +71,7 @@ impl<M: Machine> Bench<'_, M> {
         let code = Region::new(
             CODE_SLOT,
             CODE,
-            CODE_PAGES * PAGE_SIZE,
+            CODE_PAGES * page::<M>(),
             Hva(self.host.small().0),
         );
         set_region::<M>(&vm, &code)?;
@@ -99,12 +99,13 @@ impl<M: Machine> Bench<'_, M> {
     /// Returns the backing of `pages` of the data slot.
     pub(crate) fn backing(&self, pages: Range<u64>) -> Range<Hva> {
         let start = Hva(self.host.large().0);
-        start.add_pages(pages.start)..start.add_pages(pages.end)
+        let at = |page| Tables::<M>::GRANULE.add_pages(start, page);
+        at(pages.start)..at(pages.end)
     }
 
-    /// Returns the physical address of a page of the data slot.
-    pub(crate) fn page(&self, page: u64) -> Hpa {
-        Hpa(self.host.large().0 + page * PAGE_SIZE)
+    /// Returns the physical address of page `number` of the data slot.
+    pub(crate) fn page(&self, number: u64) -> Hpa {
+        Hpa(self.host.large().0 + number * page::<M>())
     }
 
     /// Runs `command` on the machine's first CPU.
@@ -182,16 +183,31 @@ fn set_region<M: Machine>(vm: &GuestVm<M>, region: &Region) -> Result<(), String
     set.map_err(|error| error.to_string())
 }
 
+/// Returns the bytes of a page of the machine's tables.
+pub(crate) fn page<M: Machine>() -> u64 {
+    Tables::<M>::GRANULE.bytes()
+}
+
+/// Returns the pages that a leaf of level 2 of the machine's tables maps.
+pub(crate) fn pieces<M: Machine>() -> u64 {
+    Tables::<M>::GRANULE.pages(Level::MEGA)
+}
+
+/// Returns the bytes that a leaf of level 2 of the machine's tables maps.
+pub(crate) fn huge<M: Machine>() -> u64 {
+    pieces::<M>() * page::<M>()
+}
+
 /// Makes a command on `count` pages of the data slot, from `first` on, one word each.
-pub(crate) fn pages(op: Op, first: u64, count: u64) -> Command {
-    every(op, first, count, PAGE_SIZE)
+pub(crate) fn pages<M: Machine>(op: Op, first: u64, count: u64) -> Command {
+    every::<M>(op, first, count, page::<M>())
 }
 
 /// Makes a command on `count` addresses of the data slot, `step` bytes apart.
-pub(crate) fn every(op: Op, first_page: u64, count: u64, step: u64) -> Command {
+pub(crate) fn every<M: Machine>(op: Op, first_page: u64, count: u64, step: u64) -> Command {
     Command {
         op,
-        gpa: Gpa(DATA.0 + first_page * PAGE_SIZE),
+        gpa: Gpa(DATA.0 + first_page * page::<M>()),
         step,
         count,
         value: 0x100,

@@ -4,11 +4,12 @@
 use core::ops::Range;
 use core::ptr::{self, NonNull};
 
-use slat::{Entries, Hpa, PAGE_SIZE, Pfn, TableMeta};
+use slat::{Entries, Granule, Hpa, Pfn, TableMeta};
 use slat_model::Lock;
 
 /// An allocator of table frames.
 pub(crate) struct Frames {
+    granule: Granule,
     /// The frames; the first ones hold the array of [`TableMeta`], one for each frame of the range.
     all: Range<Pfn>,
     free: Lock<Free>,
@@ -22,13 +23,16 @@ struct Free {
 }
 
 impl Frames {
+    /// Makes one of frames of `granule`.
+    ///
     /// # Safety
     /// - `memory` (whole pages, not at 0) is used by no other code, and its addresses are valid as they are.
-    pub(crate) unsafe fn new(memory: Range<Hpa>) -> Self {
-        let all = memory.start.pfn()..memory.end.pfn();
+    pub(crate) unsafe fn new(memory: Range<Hpa>, granule: Granule) -> Self {
+        let all = granule.pfn(memory.start)..granule.pfn(memory.end);
         let frames = all.end.0 - all.start.0;
-        let reserved = (frames * size_of::<TableMeta>() as u64).div_ceil(PAGE_SIZE);
+        let reserved = (frames * size_of::<TableMeta>() as u64).div_ceil(granule.bytes());
         Frames {
+            granule,
             free: Lock::new(Free {
                 fresh: all.start.0 + reserved..all.end.0,
                 list: 0,
@@ -50,7 +54,7 @@ impl Frames {
             0 => free.fresh.next()?,
             first => {
                 // SAFETY: a frame in the list is this allocator's, and begins with a link.
-                free.list = unsafe { ptr::read(Pfn(first).hpa().0 as *const u64) };
+                free.list = unsafe { ptr::read(self.granule.hpa(Pfn(first)).0 as *const u64) };
                 first
             }
         };
@@ -68,7 +72,7 @@ impl Frames {
             return None;
         }
         for skipped in free.fresh.start..start {
-            free.push(Pfn(skipped));
+            free.push(self.granule, Pfn(skipped));
         }
         free.fresh.start = end;
         free.used += count;
@@ -83,7 +87,7 @@ impl Frames {
     /// - `frame` was allocated by this allocator, is freed once, and is not used any more.
     pub(crate) unsafe fn free(&self, frame: Pfn) {
         let mut free = self.free.lock();
-        free.push(frame);
+        free.push(self.granule, frame);
         free.used -= 1;
     }
 
@@ -96,21 +100,21 @@ impl Frames {
     pub(crate) fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         debug_assert!(self.all.contains(&frame));
         // SAFETY: no frame of ours is at address 0.
-        unsafe { NonNull::new_unchecked(frame.hpa().0 as *mut Entries) }
+        unsafe { NonNull::new_unchecked(self.granule.hpa(frame).0 as *mut Entries) }
     }
 
     pub(crate) fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         debug_assert!(self.all.contains(&frame));
-        let array = self.all.start.hpa().0 as *mut TableMeta;
+        let array = self.granule.hpa(self.all.start).0 as *mut TableMeta;
         // SAFETY: the array has an element for each frame of the range, and is not at address 0.
         unsafe { NonNull::new_unchecked(array.add((frame.0 - self.all.start.0) as usize)) }
     }
 }
 
 impl Free {
-    fn push(&mut self, frame: Pfn) {
+    fn push(&mut self, granule: Granule, frame: Pfn) {
         // SAFETY: the frame is free: its memory is the allocator's.
-        unsafe { ptr::write(frame.hpa().0 as *mut u64, self.list) };
+        unsafe { ptr::write(granule.hpa(frame).0 as *mut u64, self.list) };
         self.list = frame.0;
     }
 }

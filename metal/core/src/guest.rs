@@ -52,7 +52,7 @@ impl<M: Machine> Guest<M> {
     pub(crate) fn new(vm: &GuestVm<M>) -> Result<Self, String> {
         Ok(Guest {
             vcpu: vm.create_vcpu().map_err(|error| error.to_string())?,
-            second_level: vm.root(0).ok_or("no root table")?.hpa(),
+            second_level: Tables::<M>::GRANULE.hpa(vm.root(0).ok_or("no root table")?),
             paging: guest_tables::paging(guest_tables::root(0).0, M::physical_bits()),
             seen: Arc::default(),
         })

@@ -10,8 +10,8 @@ use core::ptr::{self, NonNull};
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
 use slat::{
-    Entries, Event, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform, Request,
-    ResolveError, Stale, TableMeta, VmId, WaitFor,
+    Entries, Event, Format, Gfn, Granule, HostPage, HostRun, Hpa, Hva, Level, Pfn, Platform,
+    Request, ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 use slat_model::{Lock, Tlb};
 
@@ -44,6 +44,9 @@ pub struct Host<M> {
 }
 
 impl<M: Machine> Host<M> {
+    /// The size of its pages, that of the tables.
+    const GRANULE: Granule = Tables::<M>::GRANULE;
+
     /// Pages of [`Host::small`].
     pub const SMALL_PAGES: u64 = 16;
 
@@ -54,12 +57,12 @@ impl<M: Machine> Host<M> {
     /// - `heap` is the global allocator, and has no memory yet.
     pub unsafe fn new(memory: Memory, heap: &Heap) -> Arc<Self> {
         let at = |offset: u64| Hpa(memory.monitor.start.0.next_multiple_of(MIB) + offset);
-        let small = at(0)..at(Self::SMALL_PAGES * PAGE_SIZE);
+        let small = at(0)..at(Self::SMALL_PAGES * Self::GRANULE.bytes());
         assert!(at(48 * MIB) <= memory.monitor.end, "too little memory");
         // SAFETY: the caller's promise; the parts do not overlap.
         let frames = unsafe {
             heap.give(at(MIB)..at(17 * MIB));
-            Frames::new(at(17 * MIB)..memory.monitor.end)
+            Frames::new(at(17 * MIB)..memory.monitor.end, Self::GRANULE)
         };
         Arc::new(Host {
             frames,
@@ -82,7 +85,7 @@ impl<M: Machine> Host<M> {
 
     /// Copies the guest's program, less than a page, to the first small page. Call while no guest runs.
     pub fn load(&self, program: &[u8]) {
-        assert!(program.len() as u64 <= PAGE_SIZE);
+        assert!(program.len() as u64 <= Self::GRANULE.bytes());
         let to = self.small.start.0 as *mut u8;
         // SAFETY: guests' memory, large enough.
         unsafe { ptr::copy_nonoverlapping(program.as_ptr(), to, program.len()) };
@@ -148,7 +151,7 @@ impl<M: Machine> Host<M> {
     }
 
     fn page(&self, backing: Hva) -> Option<HostPage> {
-        let page = backing.0 & !(PAGE_SIZE - 1);
+        let page = backing.0 & !(Self::GRANULE.bytes() - 1);
         let level = if self.large.contains(&Hpa(page)) {
             Level(self.level.load(SeqCst))
         } else if self.small.contains(&Hpa(page)) {
@@ -161,13 +164,17 @@ impl<M: Machine> Host<M> {
         } else {
             page
         };
-        Some(HostPage::new(Hpa(host).pfn(), level))
+        Some(HostPage::new(Self::GRANULE.pfn(Hpa(host)), level))
     }
 }
 
 // SAFETY: frames and metadata are allocated from `Frames`, which keeps them at their addresses; `page` returns memory of the
 // guests, which is never freed; `flush` is the machine's, with the same contract.
 unsafe impl<M: Machine> Platform for Host<M> {
+    fn granule(&self) -> Granule {
+        Self::GRANULE
+    }
+
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         self.frames.alloc()
     }
@@ -198,8 +205,8 @@ unsafe impl<M: Machine> Platform for Host<M> {
     }
 
     fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
-        let pages = (backing.end.0 - backing.start.0) / PAGE_SIZE;
-        for backing in (0..pages).map(|i| backing.start.add_pages(i)) {
+        let pages = Self::GRANULE.pages_between(backing.start, backing.end);
+        for backing in (0..pages).map(|i| Self::GRANULE.add_pages(backing.start, i)) {
             if let Some(first) = self.page(backing) {
                 found(HostRun {
                     backing,

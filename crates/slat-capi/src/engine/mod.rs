@@ -9,8 +9,8 @@ pub mod platform;
 mod vm;
 
 use platform::{Callbacks, slat_platform};
-use slat::format::{Ept, Ept5, Npt, Npt5, Stage2, Sv48x4, Sv57x4};
-use slat::{Access, Config, Gfn, Gpa, Hva, PAGE_SIZE, Region, SlotFlags};
+use slat::format::{Ept, Ept5, Npt, Npt5, Stage2, Stage2Kib16, Stage2Kib64, Sv48x4, Sv57x4};
+use slat::{Access, Config, Gpa, Hva, Region, SlotFlags};
 use slat_kvm::guarded::without_panic;
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -33,6 +33,10 @@ pub const SLAT_NPT5: u32 = 5;
 pub const SLAT_STAGE2_LPA2: u32 = 6;
 /// The table format of RISC-V's G-stage, with 57-bit addresses.
 pub const SLAT_SV57X4: u32 = 7;
+/// The table format of AArch64's stage 2 with a granule of 16 KiB. Frames have that size.
+pub const SLAT_STAGE2_16K: u32 = 8;
+/// The table format of AArch64's stage 2 with a granule of 64 KiB. Frames have that size.
+pub const SLAT_STAGE2_64K: u32 = 9;
 
 /// The guest reads data.
 pub const SLAT_READ: u32 = 0;
@@ -90,7 +94,7 @@ pub unsafe extern "C" fn slat_vm_create(
     let create = || {
         // SAFETY: the caller's.
         let platform = unsafe { Callbacks::new(&*platform) }.ok_or(libc::EINVAL)?;
-        let (platform, config) = (Arc::new(platform), Config::default());
+        let config = Config::default();
         let created = match format {
             SLAT_EPT => vm::create::<Ept>(platform, config),
             SLAT_NPT => vm::create::<Npt>(platform, config),
@@ -100,6 +104,8 @@ pub unsafe extern "C" fn slat_vm_create(
             SLAT_NPT5 => vm::create::<Npt5>(platform, config),
             SLAT_STAGE2_LPA2 => vm::create::<Stage2<52>>(platform, config),
             SLAT_SV57X4 => vm::create::<Sv57x4>(platform, config),
+            SLAT_STAGE2_16K => vm::create::<Stage2Kib16<48>>(platform, config),
+            SLAT_STAGE2_64K => vm::create::<Stage2Kib64<48>>(platform, config),
             _ => Err(libc::EINVAL),
         };
         let handle = Arc::new(Handle {
@@ -200,7 +206,7 @@ pub unsafe extern "C" fn slat_vm_lookup(vm: *const slat_vm, gpa: u64, frame: *mu
     // SAFETY: the caller's.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
-        let mapping = handle.vm.lookup(Gfn(gpa / PAGE_SIZE)).ok_or(libc::ENOENT)?;
+        let mapping = handle.vm.lookup(Gpa(gpa)).ok_or(libc::ENOENT)?;
         // SAFETY: the caller's.
         unsafe { *frame = mapping.pfn.0 };
         Ok(0)

@@ -1,7 +1,7 @@
 //! The engine's platform, made of a C program's callbacks.
 
 use slat::{
-    Entries, Gfn, HostPage, HostRun, Hva, Level, MetaMap, PAGE_SIZE, Pfn, Platform, Request,
+    Entries, Gfn, Granule, HostPage, HostRun, Hva, Level, MetaMap, Pfn, Platform, Request,
     ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 use std::ffi::{c_int, c_void};
@@ -12,9 +12,10 @@ use std::ptr::NonNull;
 #[repr(C)]
 #[derive(Debug)]
 pub struct slat_page {
-    /// The number of the 4 KiB frame that backs the page.
+    /// The number of the frame that backs the page.
     pub frame: u64,
-    /// Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB. The leaf is no larger.
+    /// Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB, or what leaves of the
+    /// format have. The leaf is no larger.
     pub size: u64,
     /// Whether the guest may write.
     pub writable: bool,
@@ -23,7 +24,8 @@ pub struct slat_page {
 }
 
 /// What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls no function of
-/// this library. Frames are 4 KiB; a frame's number is its physical address divided by that.
+/// this library. Frames are 4 KiB, or with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these say; a frame's number is its physical address
+/// divided by that, a guest frame's likewise.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct slat_platform {
@@ -56,6 +58,7 @@ pub struct slat_platform {
 
 /// A platform that lacks no callback.
 pub(super) struct Callbacks {
+    granule: Granule,
     context: *mut c_void,
     allocate: unsafe extern "C" fn(*mut c_void, usize) -> u64,
     free: unsafe extern "C" fn(*mut c_void, u64),
@@ -78,6 +81,7 @@ impl Callbacks {
     /// - The callbacks keep what [`slat_platform`] says.
     pub(super) unsafe fn new(client: &slat_platform) -> Option<Self> {
         Some(Callbacks {
+            granule: Granule::Kib4,
             context: client.context,
             allocate: client.allocate?,
             free: client.free?,
@@ -88,17 +92,26 @@ impl Callbacks {
             metas: MetaMap::new(),
         })
     }
-}
 
-fn level(size: u64) -> Level {
-    [Level::GIGA, Level::MEGA]
-        .into_iter()
-        .find(|level| level.pages() * PAGE_SIZE <= size)
-        .unwrap_or(Level::PAGE)
+    /// The same with frames of `granule`.
+    pub(super) fn with_granule(self, granule: Granule) -> Self {
+        Callbacks { granule, ..self }
+    }
+
+    fn level(&self, size: u64) -> Level {
+        [Level::GIGA, Level::MEGA]
+            .into_iter()
+            .find(|level| self.granule.pages(*level) <= size >> self.granule.shift())
+            .unwrap_or(Level::PAGE)
+    }
 }
 
 // SAFETY: the client keeps the contract, by the promise of `Callbacks::new`; metadata stays at its address.
 unsafe impl Platform for Callbacks {
+    fn granule(&self) -> Granule {
+        self.granule
+    }
+
     fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
         self.alloc_root(vm, 1)
     }
@@ -136,14 +149,14 @@ unsafe impl Platform for Callbacks {
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
         let mut page = slat_page {
             frame: 0,
-            size: PAGE_SIZE,
+            size: self.granule.bytes(),
             writable: true,
             executable: true,
         };
         let (backing, access) = (request.backing.0, request.access as u32);
         // SAFETY: the client's callback, which gets a live struct.
         match -unsafe { (self.resolve)(self.context, backing, access, &mut page) } {
-            0 => Ok(HostPage::new(Pfn(page.frame), level(page.size))
+            0 => Ok(HostPage::new(Pfn(page.frame), self.level(page.size))
                 .with_writable(page.writable)
                 .with_execute(page.executable)),
             libc::ENOMEM => Err(ResolveError::OutOfMemory),

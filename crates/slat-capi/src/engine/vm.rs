@@ -3,9 +3,7 @@
 use super::Done;
 use super::message::refused;
 use super::platform::Callbacks;
-use slat::{
-    Access, Config, CreateVmError, Format, Gfn, Gpa, Hva, Mapping, Pfn, Region, Stop, Vcpu, Vm,
-};
+use slat::{Access, Config, CreateVmError, Format, Gpa, Hva, Mapping, Pfn, Region, Stop, Vcpu, Vm};
 use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +12,7 @@ pub(super) trait AnyVm: Send + Sync {
     fn set_region(&self, region: &Region) -> Done;
     fn remove_region(&self, slot: u32) -> Done;
     fn root(&self) -> Option<Pfn>;
-    fn lookup(&self, gfn: Gfn) -> Option<Mapping>;
+    fn lookup(&self, gpa: Gpa) -> Option<Mapping>;
     fn dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Done;
     fn invalidate(&self, range: Range<Hva>, change: &mut dyn FnMut() -> c_int) -> c_int;
     fn create_vcpu(&self) -> Result<Box<dyn AnyVcpu>, c_int>;
@@ -25,10 +23,10 @@ pub(super) trait AnyVcpu {
 }
 
 pub(super) fn create<F: Format>(
-    platform: Arc<Callbacks>,
+    platform: Callbacks,
     config: Config,
 ) -> Result<Box<dyn AnyVm>, c_int> {
-    match Vm::<_, F>::new(platform, config) {
+    match Vm::<_, F>::new(Arc::new(platform.with_granule(F::GRANULE)), config) {
         Ok(vm) => Ok(Box::new(vm)),
         Err(error @ CreateVmError::OutOfMemory) => Err(refused(libc::ENOMEM, &error)),
         Err(error) => Err(refused(libc::EINVAL, &error)),
@@ -56,8 +54,8 @@ impl<F: Format> AnyVm for Arc<Vm<Callbacks, F>> {
         Vm::root(self, SPACE)
     }
 
-    fn lookup(&self, gfn: Gfn) -> Option<Mapping> {
-        Vm::lookup(self, SPACE, gfn)
+    fn lookup(&self, gpa: Gpa) -> Option<Mapping> {
+        Vm::lookup(self, SPACE, F::GRANULE.gfn(gpa))
     }
 
     fn dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Done {

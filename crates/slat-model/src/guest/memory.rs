@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use slat::{Access, Gpa, PAGE_SIZE, Region};
+use slat::{Access, Gpa, Granule, PAGE_SIZE, Region};
 
 use super::mmu::Outcome;
 use super::ram::{GuestMachine, WORDS, entry_in};
@@ -48,7 +48,7 @@ impl Memory {
     pub fn new(machine: GuestMachine) -> Self {
         Memory {
             machine,
-            model: GuestModel::new(CAPACITY),
+            model: GuestModel::new(Granule::Kib4, CAPACITY),
             past: HashMap::new(),
         }
     }

@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering::SeqCst;
 use slat::{Access, Attention, Format, Gfn, Gpa, Hva, Level, Mapping, Stop, Translation};
 
 use super::Runner;
-use crate::host::HostMemory;
 use crate::machine::Machine;
 use crate::model::{Expected, is_executable};
 use crate::setup::{SPACES, VCPUS};
@@ -90,7 +89,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         access: Access,
     ) -> Result<Translation, Stop> {
         self.enter(i);
-        let gfn = gpa >> 12;
+        let gfn = gpa >> F::GRANULE.shift();
         let before = self.cpus[i].vcpu.stats();
         let was_full = self.is_ring_full(i);
         let copies = access == Access::Write && self.is_shared(i, gfn);
@@ -139,9 +138,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
             Err(Stop::BadAddress { gpa: at, hva, .. }) => {
                 let (_, slot) = model.slot_at(gfn).expect("a bad address is in a slot");
-                let page = HostMemory::hva(slot.host_page(gfn));
+                let page = Self::hva(slot.host_page(gfn));
                 assert_eq!(
-                    (expected, at.0, Hva(hva.0 & !0xfff)),
+                    (expected, at.0, Hva(hva.0 & !(F::GRANULE.bytes() - 1))),
                     (Expected::BadAddress, gpa, page),
                     "{access:?}"
                 );
@@ -229,7 +228,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             (Ok(page), Some(now)) => {
                 assert_eq!(
                     (page.host, page.level),
-                    (now.pfn.hpa(), now.level),
+                    (F::GRANULE.hpa(now.pfn), now.level),
                     "{}",
                     at()
                 );
@@ -257,7 +256,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 continue;
             };
             let page = Translation {
-                host: mapping.pfn.hpa(),
+                host: F::GRANULE.hpa(mapping.pfn),
                 level: mapping.level,
                 write: mapping.rights.write,
                 execute: mapping.rights.execute,
@@ -307,7 +306,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
     /// look-up.
     fn repeat_mmio(&mut self, i: usize, gpa: u64, access: Access) {
         let model = &self.models[self.cpus[i].space];
-        let nowhere = model.slot_at(gpa >> 12).is_none() && gpa >> 12 < model.capacity;
+        let gfn = gpa >> F::GRANULE.shift();
+        let nowhere = model.slot_at(gfn).is_none() && gfn < model.capacity;
         let caches = F::MMIO_GENERATION_BITS > 0 && self.is_on("mmio_caching", true);
         if !nowhere || !caches || self.platform.is_failing() {
             return;
@@ -335,7 +335,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let cpu = &mut self.cpus[i];
         let before = cpu.vcpu.stats();
         cpu.vcpu.attention().raise(BUSY);
-        let answer = cpu.vcpu.translate(Gpa(gfn << 12), access);
+        let answer = cpu.vcpu.translate(Gpa(gfn << F::GRANULE.shift()), access);
         if answer == Err(Stop::Retry) {
             cpu.tlb.clear();
             cpu.vcpu.quiesce();
@@ -354,7 +354,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                     "{access:?} at frame {gfn:#x}: {translation:?} while it is invalidated"
                 );
                 self.note_access(i, gfn, access, &did, &translation);
-                self.check_granted(gfn << 12, access, &translation);
+                self.check_granted(gfn << F::GRANULE.shift(), access, &translation);
                 self.check_translation(i, gfn, &translation, "meanwhile");
                 self.cpus[i].remember(gfn, translation);
             }
@@ -419,17 +419,20 @@ impl<M: Machine, F: Format> Runner<M, F> {
         // It mapped memory as far as guest memory can be read, and returns the next page.
         let mapped = match at == gpa {
             true => 0..0,
-            false => gpa >> 12..at.div_ceil(4096),
+            false => gpa >> F::GRANULE.shift()..at.div_ceil(F::GRANULE.bytes()),
         };
         // The page that it could not map may have been recorded before it was interrupted.
-        let noted = gpa >> 12..at.div_ceil(4096) + 1;
+        let noted = gpa >> F::GRANULE.shift()..at.div_ceil(F::GRANULE.bytes()) + 1;
         self.note_pushes(i, noted.clone(), Access::Read, was_full);
         if self.logs_reads() {
             self.uncertain_writes(self.cpus[i].space, noted);
         }
         let model = &self.models[self.cpus[i].space];
-        let expect = |gpa: u64| model.expect(&*self.machine, gpa >> 12, Access::Read);
-        let mut pages = mapped.clone().map(|gfn| (gfn, expect(gfn << 12)));
+        let expect =
+            |gpa: u64| model.expect(&*self.machine, gpa >> F::GRANULE.shift(), Access::Read);
+        let mut pages = mapped
+            .clone()
+            .map(|gfn| (gfn, expect(gfn << F::GRANULE.shift())));
         let wrong = pages.find(|(_, expected)| !matches!(expected, Expected::Page(_)));
         assert_eq!(wrong, None, "prefaulted from {gpa:#x} to {at:#x}");
         match stop {
@@ -473,7 +476,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     pub(super) fn check_still_mapped(&mut self, pages: &[(usize, u64)], split: bool) {
         for (i, gfn) in pages {
             let before = self.cpus[*i].vcpu.stats().pf_taken;
-            let answer = self.access(*i, gfn << 12, Access::Read);
+            let answer = self.access(*i, gfn << F::GRANULE.shift(), Access::Read);
             let faults = self.cpus[*i].vcpu.stats().pf_taken - before;
             if self.vm.stats().mmu_recycled > self.recycled {
                 self.tally.count("recycled during an operation");
@@ -493,7 +496,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let step = (gfns.end - gfns.start) as usize / SAMPLES;
         for gfn in gfns.step_by(step.max(1)) {
             let before = self.cpus[i].vcpu.stats().pf_taken;
-            let answer = self.access(i, gfn << 12, Access::Read);
+            let answer = self.access(i, gfn << F::GRANULE.shift(), Access::Read);
             let known = self.cpus[i].vcpu.stats().pf_taken == before;
             if let (true, Ok(page)) = (known, answer) {
                 self.check_level(gfn, &page, true);
@@ -523,15 +526,15 @@ impl<M: Machine, F: Format> Runner<M, F> {
             panic!("{when} {translation:?} of frame {gfn:#x}, expected {expected:?}");
         };
         let at = || format!("{when} {translation:?} of frame {gfn:#x}, host {page:?}");
-        assert_eq!(translation.host, page.pfn.hpa(), "{}", at());
+        assert_eq!(translation.host, F::GRANULE.hpa(page.pfn), "{}", at());
         let (id, slot) = model.slot_at(gfn).expect("a page is in a slot");
-        let first = gfn & !(translation.level.pages() - 1);
-        let block = first..first + translation.level.pages();
+        let block = F::GRANULE.block(Gfn(gfn), translation.level);
+        let block = block.start.0..block.end.0;
         let fits = translation.level <= slot.bounded_level(gfn, &page);
         if !fits {
             // A change of several slots has split the leaf in place. A vCPU that had it before may keep it, if the slots still have
             // the same memory for all its pages.
-            let here = translation.host.0 >> 12;
+            let here = F::GRANULE.pfn(translation.host).0;
             let same = |other: u64| match model.expect(machine, other, Access::Read) {
                 Expected::Page(page) => page.pfn.0 == here.wrapping_add(other).wrapping_sub(gfn),
                 _ => false,

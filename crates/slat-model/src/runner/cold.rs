@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use slat::format::Entry;
-use slat::{ColdMap, Format, Gfn, PAGE_SHIFT};
+use slat::{ColdMap, Format, Gfn, Granule};
 
 use super::Runner;
 use crate::host::HostMemory;
@@ -18,11 +18,13 @@ pub(super) struct Cold {
 }
 
 impl Cold {
-    /// The pages of the first blocks of 2 MiB, of which the first and the last are not there as a whole.
-    pub(super) fn new(host_pages: u64) -> Self {
-        let pages = 77..host_pages.min(4096) - 300;
+    /// The pages of the first huge leaves, of which the first and the last are not there as a whole.
+    pub(super) fn new(granule: Granule, host_pages: u64) -> Self {
+        let pages = 77..host_pages.min(8 * granule.entries() as u64) - 300;
+        let [start, end] =
+            [pages.start, pages.end].map(|page| granule.add_pages(HostMemory::BASE, page));
         Cold {
-            map: ColdMap::new(HostMemory::hvas(&pages)).expect("some kilobytes"),
+            map: ColdMap::with_granule(start..end, granule).expect("some kilobytes"),
             ages: vec![None; pages.end as usize],
             pages,
         }
@@ -49,8 +51,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
         let mut found = vec![None; cold.ages.len()];
         for range in self.vm.cold_ranges(&mut cold.map, 3) {
-            let first = (range.hvas.start.0 - HostMemory::BASE.0) >> PAGE_SHIFT;
-            let end = (range.hvas.end.0 - HostMemory::BASE.0) >> PAGE_SHIFT;
+            let first = F::GRANULE.pages_between(HostMemory::BASE, range.hvas.start);
+            let end = F::GRANULE.pages_between(HostMemory::BASE, range.hvas.end);
             let ages = &cold.ages[first as usize..end as usize];
             assert_eq!(ages.iter().min(), Some(&Some(range.passes)), "{range:?}");
             found[first as usize..end as usize].copy_from_slice(ages);
@@ -58,11 +60,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
         for page in cold.pages.clone() {
             let age = cold.ages[page as usize];
-            assert_eq!(
-                cold.map.passes(HostMemory::hva(page)),
-                age,
-                "page {page:#x}"
-            );
+            assert_eq!(cold.map.passes(Self::hva(page)), age, "page {page:#x}");
             let is_cold = age.filter(|age| *age >= 3);
             assert_eq!(found[page as usize], is_cold, "page {page:#x}");
         }
@@ -79,9 +77,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
                         return;
                     };
                     let (_, slot) = model.slot_at(gfn.0).expect("a slot has every leaf");
-                    let backing = (slot.backing - HostMemory::BASE.0) >> PAGE_SHIFT;
-                    let first = backing + gfn.0 - slot.base;
-                    for page in first..first + level.pages() {
+                    let first = slot.host_page(gfn.0);
+                    for page in first..first + F::GRANULE.pages(level) {
                         if self.cold.pages.contains(&page) {
                             let used: &mut Option<bool> = &mut used[page as usize];
                             *used = Some(leaf.accessed || *used == Some(true));

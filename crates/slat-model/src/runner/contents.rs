@@ -15,7 +15,7 @@ pub(super) type Contents = BTreeMap<u64, u64>;
 impl<M: Machine, F: Format> Runner<M, F> {
     /// Has the guest write a word of its own to the page it has been given, or compares what it reads there.
     pub(super) fn touch(&mut self, i: usize, gfn: u64, access: Access, translation: &Translation) {
-        let frame = Pfn(translation.host.0 >> 12);
+        let frame = F::GRANULE.pfn(translation.host);
         let (_, slot) = self.models[self.cpus[i].space]
             .slot_at(gfn)
             .expect("a page is in a slot");

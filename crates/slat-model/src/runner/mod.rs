@@ -15,8 +15,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use slat::{
-    Change, Config, Format, Gfn, MmuKind, PAGE_SHIFT, PAGE_SIZE, Pfn, Platform, Promotion, Region,
-    RegionError, Setting, SlotFlags, Translation, Vcpu, Vm,
+    Change, Config, Format, Gfn, Hva, MmuKind, Pfn, Platform, Promotion, Region, RegionError,
+    Setting, SlotFlags, Translation, Vcpu, Vm,
 };
 
 use crate::host::HostMemory;
@@ -31,9 +31,6 @@ use crate::tlb::Tlb;
 use crate::watched::Watched;
 use cold::Cold;
 use contents::Contents;
-
-/// The least number of pages of host memory: the longest slot but for giant ones.
-const LEAST_PAGES: u64 = 2048;
 
 /// A vCPU with the translations it remembers, as a TLB does.
 struct Cpu<P: Platform, F: Format> {
@@ -95,8 +92,10 @@ impl<M: Machine, F: Format> Runner<M, F> {
     pub fn new(host_pages: u64, rings: bool, mmu: MmuKind) -> Self {
         let tlb = Arc::<Tlb>::default();
         let machine = Arc::new(M::new(host_pages, tlb.clone()));
+        // The longest slot but for giant ones.
+        let least = 4 * F::GRANULE.entries() as u64;
         assert!(
-            (LEAST_PAGES..=host_pages).contains(&machine.pages()),
+            (least..=host_pages).contains(&machine.pages()),
             "a machine with {} pages of memory, for up to {host_pages}",
             machine.pages()
         );
@@ -109,7 +108,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 why.err().unwrap_or(error.to_string())
             )
         });
-        let mut model = GuestModel::new(capacity::<F>());
+        let mut model = GuestModel::new(F::GRANULE, capacity::<F>());
         if rings {
             vm.use_dirty_rings();
             model.mode.rings = true;
@@ -135,7 +134,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
         let seen = machine.as_seen_by(vm.id(), invalidate(&vm, walkers.clone()));
         let machine = seen.map_or(machine, Arc::new);
-        let cold = Cold::new(machine.pages());
+        let cold = Cold::new(F::GRANULE, machine.pages());
         let mut runner = Runner {
             machine,
             platform,
@@ -180,6 +179,16 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
+    /// Returns the address of a page of host memory.
+    fn hva(page: u64) -> Hva {
+        F::GRANULE.add_pages(HostMemory::BASE, page)
+    }
+
+    /// Returns the addresses of pages of host memory.
+    fn hvas(pages: &Range<u64>) -> Range<Hva> {
+        Self::hva(pages.start)..Self::hva(pages.end)
+    }
+
     /// Returns the number of pages of host memory.
     pub fn host_pages(&self) -> u64 {
         self.machine.pages()
@@ -207,10 +216,14 @@ impl<M: Machine, F: Format> Runner<M, F> {
     fn check_usage(&mut self) {
         let usage = self.vm.memory_usage();
         let frames = self.platform.live_frames_of(self.vm.id()) as u64;
-        assert_eq!(usage.table_bytes, frames * PAGE_SIZE, "bytes of tables");
+        assert_eq!(
+            usage.table_bytes,
+            frames * F::GRANULE.bytes(),
+            "bytes of tables"
+        );
         self.most_frames = self.most_frames.max(frames);
         assert!(
-            usage.peak_table_bytes >= self.most_frames * PAGE_SIZE,
+            usage.peak_table_bytes >= self.most_frames * F::GRANULE.bytes(),
             "{usage:?}, {} frames at one time",
             self.most_frames
         );
@@ -235,7 +248,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 during,
             } => {
                 let vm = self.vm.clone();
-                let guard = vm.invalidate(HostMemory::hvas(pages));
+                let guard = vm.invalidate(Self::hvas(pages));
                 let gone = self.check_backing(pages);
                 gone.unwrap_or_else(|why| panic!("during {op:?}: {why}"));
                 for (gfn, access) in during {
@@ -270,7 +283,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Op::Policy(name, value) => self.set_policy(name, value),
             Op::RecoverNx => self.recover_nx(),
             Op::Age { vcpu, gpa, access } => {
-                let everything = HostMemory::hvas(&(0..self.machine.pages()));
+                let everything = Self::hvas(&(0..self.machine.pages()));
                 self.vm.age(everything.clone(), true);
                 assert_eq!(self.vm.age(everything.clone(), false), 0, "old leaves");
                 let used = self.access(*vcpu, *gpa, *access).is_ok();
@@ -364,7 +377,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             .and_then(|m| m.slots.get(&region.slot));
         let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
         let begins_or_ends =
-            old.is_some_and(|old| old.logs() != logs && old.base << 12 == region.gpa.0);
+            old.is_some_and(|old| old.logs() != logs && old.region(region.slot).gpa == region.gpa);
         // Where tables are shadow pages, the end of a log zaps those in whose place a huge leaf fits.
         let in_place = logs || self.vm.mmu() == MmuKind::Tdp;
         let kept = match old {
@@ -437,7 +450,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.enter(i);
         let found = self.cpus[i].vcpu.slot_at(slat::Gpa(gpa));
         self.cpus[i].vcpu.leave();
-        let expected = self.models[self.cpus[i].space].slot_at(gpa >> 12);
+        let expected = self.models[self.cpus[i].space].slot_at(gpa >> F::GRANULE.shift());
         let expected = expected.map(|(id, slot)| slot.region(id));
         assert_eq!(found, expected, "the slot at {gpa:#x}");
         if found.is_some() {
@@ -541,7 +554,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                     Some(slot),
                     "the memslot after {from:?} in space {space}"
                 );
-                from = Gfn((slot.gpa.0 + slot.size) >> PAGE_SHIFT);
+                from = Gfn((slot.gpa.0 + slot.size) >> F::GRANULE.shift());
             }
             assert_eq!(self.vm.memslot_from(space, from), None, "space {space}");
         }

@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::*};
 
 use slat::format::Entry;
-use slat::{Access, ENTRIES, Format, Gfn, Level, Pfn, Platform};
+use slat::{Access, Format, Gfn, Level, Pfn, Platform};
 
 use super::Runner;
 use crate::machine::Machine;
@@ -13,7 +13,7 @@ use crate::model::Expected;
 impl<M: Machine, F: Format> Runner<M, F> {
     /// Has the walker of vCPU `i` write to `gpa`, if the tables allow that.
     pub(super) fn walk_for_write(&mut self, i: usize, gpa: u64) {
-        let (gfn, space) = (gpa >> 12, self.cpus[i].space);
+        let (gfn, space) = (gpa >> F::GRANULE.shift(), self.cpus[i].space);
         let Some((entry, level)) = self.walk(space, gfn) else {
             return;
         };
@@ -28,7 +28,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let Expected::Page(page) = expected else {
             panic!("a walker may write to frame {gfn:#x}: {leaf:?}, expected {expected:?}");
         };
-        assert_eq!(leaf.pfn.add(gfn & (level.pages() - 1)), page.pfn);
+        assert_eq!(leaf.pfn.add(gfn & (F::GRANULE.pages(level) - 1)), page.pfn);
         let is_logged = F::SETS_DIRTY && !leaf.dirty;
         let full = is_logged.then(|| self.platform.buffers.take_full(i));
         let full = full.flatten();
@@ -50,17 +50,17 @@ impl<M: Machine, F: Format> Runner<M, F> {
 
     /// Returns the entry at which a walk to `gfn` for a write ends, and its level. `None`: an entry above does not allow it.
     fn walk(&self, space: usize, gfn: u64) -> Option<(&AtomicU64, Level)> {
-        let top_pages = F::TOP.pages() * ENTRIES as u64;
+        let top_pages = F::GRANULE.pages(F::TOP) * F::GRANULE.entries() as u64;
         let root = (gfn / top_pages < F::ROOT_TABLES as u64).then_some(self.vm.root(space)?)?;
         let (mut frame, mut level): (Pfn, Level) = (root.add(gfn / top_pages), F::TOP);
         loop {
+            let index = F::GRANULE.index(Gfn(gfn), level);
             // SAFETY: frames of tables that a walk reaches are memory, and accessed atomically; nothing frees one meanwhile: the
-            // runner is the only thread.
-            let entries = unsafe {
+            // runner is the only thread. A table has so many entries.
+            let entry = unsafe {
                 let entries = self.platform.entries(frame);
-                entries.cast::<[AtomicU64; ENTRIES]>().as_ref()
+                entries.cast::<AtomicU64>().add(index).as_ref()
             };
-            let entry = &entries[(gfn / level.pages()) as usize % ENTRIES];
             let bits = entry.load(Acquire);
             match F::decode(bits, level) {
                 Entry::Table(_) if F::is_protected(bits) => return None,

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::frames::{Frames, write};
+use slat::ENTRIES;
 use slat::format::{Leaf, Npt, Privilege, Stage2};
 
 /// A root of level 3 with a table of level 2, whose entries start at frame 0.

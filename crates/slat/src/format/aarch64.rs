@@ -1,4 +1,4 @@
-//! AArch64 stage 2, 4 KiB granule.
+//! AArch64 stage 2, with granules of 4, 16 and 64 KiB.
 //!
 //! Arm ARM (DDI 0487), "VMSAv8-64 translation table format descriptors" and "Stage 2 memory
 //! attributes" (FWB = 0). A valid descriptor is changed into a different valid one only by way of an
@@ -11,23 +11,42 @@
 //! DBM says that the guest may write, and S2AP\[1\], which is then set by the first write, that it
 //! did ("Hardware management of the dirty state").
 //!
+//! # Granules
+//! Pages and tables of 16 or 64 KiB have more entries, whose addresses begin at a higher bit; the rest of a descriptor is as
+//! with 4 KiB. Above a page there are blocks of 32 MiB, or of 512 MiB; the next larger ones, of 64 GiB and 4 TiB, only exist for 52 bits.
+//!
 //! # 52 bits
-//! Tables for more than 48 bits of address have the descriptors of FEAT_LPA2 (VTCR_EL2.DS = 1): bits 49:48 are of the address,
-//! too, and the bits that say elsewhere who shares a leaf are its uppermost two. VTCR_EL2 says that of all leaves.
+//! With granules of 4 and 16 KiB, tables for more than 48 bits of address have the descriptors of FEAT_LPA2 (VTCR_EL2.DS = 1): bits
+//! 49:48 are of the address, too, and the bits that say elsewhere who shares a leaf are its uppermost two. VTCR_EL2 says that of all
+//! leaves. With 64 KiB they are those of FEAT_LPA: bits 51:48 of the address are in bits 15:12.
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
-use crate::addr::{Access, Level, PAGE_SHIFT, Pfn};
+use crate::addr::{Access, Granule, Level, Pfn};
 
 /// Stage 2 tables for `IPA_BITS` (39 to 52) bits of intermediate physical address. Where the upper
 /// level would have at most 16 entries, that many tables of the level below are concatenated
 /// ("Concatenated translation tables for the initial stage 2 lookup"): there are never more than four levels.
 ///
-/// More than 48 bits are for CPUs with FEAT_LPA2 for this granule (ID_AA64MMFR0_EL1.TGran4_2 = 3), and only those tables lead to
-/// host memory above 256 TiB.
+/// More than 48 bits are for CPUs with FEAT_LPA2 for the granule (ID_AA64MMFR0_EL1.TGran4_2 or TGran16_2 = 3), or with FEAT_LPA for
+/// 64 KiB (PARange = 6), and only those tables lead to host memory above 256 TiB.
 ///
 /// With `HARDWARE_DIRTY` the tables are for walkers with VTCR_EL2.HA and HD set, and such a walker
 /// needs them: another one finds every clean leaf write-protected.
-pub struct Stage2<const IPA_BITS: u32, const HARDWARE_DIRTY: bool = false>;
+///
+/// `PAGE_SHIFT` is log2 of the granule: 12, 14 or 16 ([`Stage2Kib16`], [`Stage2Kib64`]). It is that of the platform, too
+/// ([`Platform::granule`](crate::Platform::granule)).
+pub struct Stage2<
+    const IPA_BITS: u32,
+    const HARDWARE_DIRTY: bool = false,
+    const PAGE_SHIFT: u32 = 12,
+>;
+
+/// Stage 2 tables with a granule of 16 KiB.
+pub type Stage2Kib16<const IPA_BITS: u32, const HARDWARE_DIRTY: bool = false> =
+    Stage2<IPA_BITS, HARDWARE_DIRTY, 14>;
+/// Stage 2 tables with a granule of 64 KiB.
+pub type Stage2Kib64<const IPA_BITS: u32, const HARDWARE_DIRTY: bool = false> =
+    Stage2<IPA_BITS, HARDWARE_DIRTY, 16>;
 
 const VALID: u64 = 1 << 0;
 /// Bit 1 of a valid descriptor: table (levels above the page), or page.
@@ -48,13 +67,15 @@ const WRITE: u64 = 1 << 7;
 const INNER_SHAREABLE: u64 = 0b11 << 8;
 /// The access flag. Clear: the first access faults (or hardware sets it, with VTCR_EL2.HA).
 const ACCESSED: u64 = 1 << 10;
-/// The bits of a leaf, and of VTTBR_EL2, for an address of 48 bits.
-const FRAME_48: u64 = 0x0000_ffff_ffff_f000;
-/// With FEAT_LPA2: 49:12 of the address in the same bits, and 51:50 in bits 9:8.
-const FRAME_52: u64 = 0x0003_ffff_ffff_f000 | UPPERMOST;
-const UPPERMOST: u64 = 0b11 << 8;
-/// From bits 9:8 of an entry to bits 39:38 of a frame number.
-const UPPERMOST_SHIFT: u32 = 30;
+/// Where an entry has the address of a frame: some bits in their places, others moved down.
+struct AddressBits {
+    /// The bits that are in their places.
+    low: u64,
+    /// Where the others are.
+    moved: u64,
+    /// By how many bits these were moved.
+    by: u32,
+}
 /// Dirty bit modifier: a write to a leaf without S2AP[1] sets that instead of faulting.
 const DBM: u64 = 1 << 51;
 /// XN[1], bit 54.
@@ -81,20 +102,61 @@ const CLEARED: u64 = 1 << 57;
 const FLUSH_SHIFT: u32 = 4;
 const FLUSH: u64 = ((1 << 53) - 1) << FLUSH_SHIFT;
 
-impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_DIRTY> {
-    /// Levels at which a lookup starts: the number of tables on the way to a page.
-    const LEVELS: u32 = (IPA_BITS - 12 - 4).div_ceil(9);
+impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
+    Stage2<IPA_BITS, HARDWARE_DIRTY, PAGE_SHIFT>
+{
+    const PAGES: Granule = match PAGE_SHIFT {
+        12 => Granule::Kib4,
+        14 => Granule::Kib16,
+        16 => Granule::Kib64,
+        _ => panic!("a granule of 4, 16 or 64 KiB: a shift of 12, 14 or 16"),
+    };
 
+    /// Bits of an address that index a table.
+    const INDEX_BITS: u32 = PAGE_SHIFT - 3;
+    /// Levels at which a lookup starts: the number of tables on the way to a page.
+    const LEVELS: u32 = (IPA_BITS - PAGE_SHIFT - 4).div_ceil(Self::INDEX_BITS);
+
+    /// Addresses have more than 48 bits.
+    const WIDE: bool = IPA_BITS > 48;
     /// The descriptors are those of FEAT_LPA2.
-    const LPA2: bool = IPA_BITS > 48;
+    const LPA2: bool = Self::WIDE && PAGE_SHIFT < 16;
     /// The largest address of a table or a page has so many bits.
-    const PA_BITS: u32 = if Self::LPA2 { 52 } else { 48 };
+    const PA_BITS: u32 = if Self::WIDE { 52 } else { 48 };
     const SHARED: u64 = if Self::LPA2 { 0 } else { INNER_SHAREABLE };
+
+    const ADDRESS: AddressBits = {
+        match (Self::WIDE, Self::LPA2) {
+            (false, _) => AddressBits {
+                low: Self::bits_to(48),
+                moved: 0,
+                by: 0,
+            },
+            // 51:50 in bits 9:8.
+            (true, true) => AddressBits {
+                low: Self::bits_to(50),
+                moved: 0b11 << 8,
+                by: 50 - 8,
+            },
+            // 51:48 in bits 15:12.
+            (true, false) => AddressBits {
+                low: Self::bits_to(48),
+                moved: 0b1111 << 12,
+                by: 48 - 12,
+            },
+        }
+    };
+
+    /// Returns the bits of an address from those of a page's number up to `end`.
+    const fn bits_to(end: u32) -> u64 {
+        (1 << end) - (1 << PAGE_SHIFT)
+    }
 
     /// VTCR_EL2.T0SZ.
     pub const T0SZ: u64 = 64 - IPA_BITS as u64;
-    /// VTCR_EL2.SL0 for the 4 KiB granule: 2 starts at the Arm level 0, 1 at level 1.
-    pub const SL0: u64 = Self::LEVELS as u64 - 2;
+    /// VTCR_EL2.SL0: the Arm level at which the lookup starts. With 4 KiB, 2 is level 0, and 1 is level 1; with the larger granules
+    /// 3, 2 and 1 are levels 0, 1 and 2.
+    pub const SL0: u64 = Self::LEVELS as u64 - if PAGE_SHIFT == 12 { 2 } else { 1 };
 
     /// VTCR_EL2 for a walker of these tables on a CPU with this ID_AA64MMFR0_EL1.PARange (which allows
     /// `IPA_BITS`): walks, and with FEAT_LPA2 the memory, are inner shareable, walks write-back cached, VMIDs have 8 bits, and accessed and
@@ -106,31 +168,38 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
         const HA: u64 = 1 << 21;
         const HD: u64 = 1 << 22;
         const DS: u64 = 1 << 32;
+        let granule = match Self::PAGES {
+            Granule::Kib4 => 0b00,
+            Granule::Kib16 => 0b10,
+            Granule::Kib64 => 0b01,
+        };
         // 5 is 48 bits, 6 is 52.
-        let (most, lpa2) = if Self::LPA2 { (6, DS) } else { (5, 0) };
+        let most = if Self::WIDE { 6 } else { 5 };
         let physical = if pa_range < most { pa_range } else { most };
         let managed = if HARDWARE_DIRTY { HA | HD } else { 0 };
         RES1 | physical << 16
+            | granule << 14
             | INNER_SHAREABLE_WALKS
             | WRITE_BACK_WALKS
             | Self::SL0 << 6
             | Self::T0SZ
             | managed
-            | lpa2
+            | if Self::LPA2 { DS } else { 0 }
     }
 
     /// VTTBR_EL2 for the tables at `root` ([`Vm::root`](crate::Vm::root)).
     ///
     /// # Panics
-    /// If the address of `root` has more than 48 bits, or with FEAT_LPA2 more than 52.
+    /// If the address of `root` has more than 48 bits, or with `IPA_BITS` above 48 more than 52.
     pub const fn vttbr(root: Pfn, vmid: u8) -> u64 {
+        const LOW: u64 = (1 << 48) - 1;
         assert!(
             root.0 >> (Self::PA_BITS - PAGE_SHIFT) == 0,
-            "VTTBR_EL2 has 48 address bits, with FEAT_LPA2 52"
+            "VTTBR_EL2 has 48 address bits, for tables of more than 48 bits 52"
         );
-        let address = root.hpa().0;
+        let address = Self::PAGES.hpa(root).0;
         // BADDR has bits 51:48 of the address in its bits 5:2.
-        (vmid as u64) << 48 | address & FRAME_48 | address >> 48 << 2
+        (vmid as u64) << 48 | address & LOW | address >> 48 << 2
     }
 
     /// What says of a leaf that it was written to.
@@ -163,26 +232,31 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
 }
 
 // SAFETY: the bits are those of the Arm ARM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
-unsafe impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format
-    for Stage2<IPA_BITS, HARDWARE_DIRTY>
+unsafe impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32> Format
+    for Stage2<IPA_BITS, HARDWARE_DIRTY, PAGE_SHIFT>
 {
     const NAME: &'static str = "aarch64";
+    const GRANULE: Granule = Self::PAGES;
     const TOP: Level = {
         assert!(IPA_BITS >= 39 && IPA_BITS <= 52, "39 to 52 bits of IPA");
         Level(Self::LEVELS as u8)
     };
     const ROOT_TABLES: usize = {
-        let covered = 12 + 9 * Self::LEVELS;
+        let covered = PAGE_SHIFT + Self::INDEX_BITS * Self::LEVELS;
         if IPA_BITS > covered {
             1 << (IPA_BITS - covered)
         } else {
             1
         }
     };
-    const MAX_LEAF: Level = Level::GIGA;
+    const MAX_LEAF: Level = if PAGE_SHIFT == 12 || Self::WIDE {
+        Level::GIGA
+    } else {
+        Level::MEGA
+    };
     const BREAK_BEFORE_MAKE: bool = true;
     const TABLE: u64 = TABLE;
-    const FRAME: u64 = if Self::LPA2 { FRAME_52 } else { FRAME_48 };
+    const FRAME: u64 = Self::ADDRESS.low | Self::ADDRESS.moved;
     const WRITE: u64 = if HARDWARE_DIRTY { DBM } else { WRITE };
     const MAY_WRITE: u64 = MAY_WRITE;
     const ACCESSED: u64 = ACCESSED;
@@ -241,20 +315,21 @@ unsafe impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format
 
     #[inline]
     fn put_frame(frame: Pfn) -> u64 {
-        let bits = frame.0 << PAGE_SHIFT;
-        match Self::LPA2 {
-            true => bits & FRAME_52 | frame.0 >> UPPERMOST_SHIFT & UPPERMOST,
-            false => bits,
+        let (address, bits) = (frame.0 << PAGE_SHIFT, Self::ADDRESS);
+        match bits.moved {
+            0 => address,
+            moved => address & bits.low | address >> bits.by & moved,
         }
     }
 
     #[inline]
     fn take_frame(bits: u64) -> Pfn {
-        let low = bits >> PAGE_SHIFT;
-        match Self::LPA2 {
-            true => Pfn(low | (bits & UPPERMOST) << UPPERMOST_SHIFT),
-            false => Pfn(low),
-        }
+        let AddressBits { low, moved, by } = Self::ADDRESS;
+        let address = match moved {
+            0 => bits,
+            _ => bits & low | (bits & moved) << by,
+        };
+        Pfn(address >> PAGE_SHIFT)
     }
 
     #[inline]
@@ -324,6 +399,8 @@ mod tests {
     type Ipa48 = Stage2<48>;
     type Managed = Stage2<48, true>;
     type Lpa2 = Stage2<52>;
+    type Wide16 = Stage2Kib16<52>;
+    type Wide64 = Stage2Kib64<52>;
 
     /// DDI 0487, "VMSAv8-64 Block descriptors" and "Page descriptors", "Stage 2 attribute fields".
     #[test]
@@ -440,6 +517,73 @@ mod tests {
         }
     }
 
+    /// DDI 0487, "VMSAv8-64 Block descriptors" and "Page descriptors", 16 KiB and 64 KiB granules.
+    #[test]
+    fn a_leaf_of_a_larger_granule_has_fewer_bits_of_address() {
+        fn has<F: Format>(address: u64, level: Level, bits: u64) {
+            let pfn = Pfn(address >> F::GRANULE.shift());
+            let leaf = Leaf { pfn, ..LEAF };
+            let kind = if level == Level::PAGE { 0b11 } else { 0b01 };
+            let rest = Ipa48::leaf(LEAF, Level::PAGE) & !0b11 & !INNER_SHAREABLE;
+            assert_eq!(F::leaf(leaf, level), rest | kind | bits, "{address:#x}");
+            assert_eq!(F::decode(F::leaf(leaf, level), level), Entry::Leaf(leaf));
+        }
+        const SHARED: u64 = INNER_SHAREABLE;
+        has::<Stage2Kib16<48>>(0x8000_4000, Level::PAGE, 0x8000_4000 | SHARED);
+        has::<Stage2Kib16<48>>(0x8200_0000, Level::MEGA, 0x8200_0000 | SHARED);
+        has::<Stage2Kib64<48>>(0x8001_0000, Level::PAGE, 0x8001_0000 | SHARED);
+        has::<Stage2Kib64<48>>(0xa000_0000, Level::MEGA, 0xa000_0000 | SHARED);
+        // FEAT_LPA2: OA[51:50] in bits 9:8. A block of level 1 has 64 GiB.
+        has::<Wide16>(1 << 49, Level::PAGE, 1 << 49);
+        has::<Wide16>(1 << 50 | 1 << 14, Level::PAGE, 1 << 8 | 1 << 14);
+        has::<Wide16>(1 << 51 | 1 << 36, Level::GIGA, 1 << 9 | 1 << 36);
+        // FEAT_LPA: OA[51:48] in bits 15:12. A block of level 1 has 4 TiB.
+        has::<Wide64>(1 << 47 | 1 << 16, Level::PAGE, 1 << 47 | 1 << 16 | SHARED);
+        for bit in 48..52 {
+            has::<Wide64>(1 << bit, Level::PAGE, 1 << (bit - 36) | SHARED);
+            has::<Wide64>(
+                1 << bit | 1 << 42,
+                Level::GIGA,
+                1 << (bit - 36) | 1 << 42 | SHARED,
+            );
+        }
+        let largest = [
+            <Stage2Kib16<48>>::MAX_LEAF,
+            Wide16::MAX_LEAF,
+            <Stage2Kib64<48>>::MAX_LEAF,
+            Wide64::MAX_LEAF,
+        ];
+        assert_eq!(
+            largest,
+            [Level::MEGA, Level::GIGA, Level::MEGA, Level::GIGA]
+        );
+        assert_eq!(Wide64::table(Pfn(1 << 32)), 1 << 12 | 0b11);
+    }
+
+    /// DDI 0487, tables "Implications of the effective PA size on concatenation" for 16 KiB and 64 KiB, and VTCR_EL2.SL0.
+    #[test]
+    fn a_larger_granule_needs_fewer_levels() {
+        fn root<F: Format>() -> (u8, usize) {
+            (F::TOP.0, F::ROOT_TABLES)
+        }
+        assert_eq!(root::<Stage2Kib16<40>>(), (2, 16));
+        assert_eq!(root::<Stage2Kib16<47>>(), (3, 1));
+        assert_eq!(root::<Stage2Kib16<48>>(), (3, 2));
+        assert_eq!(root::<Wide16>(), (4, 1));
+        assert_eq!(root::<Stage2Kib64<42>>(), (2, 1));
+        assert_eq!(root::<Stage2Kib64<46>>(), (2, 16));
+        assert_eq!(root::<Stage2Kib64<48>>(), (3, 1));
+        assert_eq!(root::<Wide64>(), (3, 1));
+        assert_eq!(
+            (<Stage2Kib16<40>>::SL0, <Stage2Kib16<48>>::SL0, Wide16::SL0),
+            (1, 2, 3)
+        );
+        assert_eq!(
+            (<Stage2Kib64<46>>::SL0, <Stage2Kib64<48>>::SL0, Wide64::SL0),
+            (1, 2, 2)
+        );
+    }
+
     /// DDI 0487, table "Implications of the effective PA size on concatenation" (4 KiB granule).
     #[test]
     fn roots_are_concatenated_up_to_sixteen_tables() {
@@ -477,6 +621,14 @@ mod tests {
         assert_eq!(<Stage2<40>>::vtcr(2), 0x8002_3558);
         assert_eq!(Managed::vtcr(6), 0x8065_3590, "HA, HD, 48 bits");
         assert_eq!(Ipa48::vttbr(Pfn(0x12345), 7), 0x0007_0000_1234_5000);
+        assert_eq!(<Stage2Kib16<48>>::vtcr(5), 0x8005_b590, "TG0 is 2");
+        assert_eq!(<Stage2Kib64<48>>::vtcr(5), 0x8005_7590, "TG0 is 1");
+        assert_eq!(Wide16::vtcr(6), 0x1_8006_b5cc, "DS");
+        assert_eq!(Wide64::vtcr(6), 0x8006_758c, "52 bits without DS");
+        assert_eq!(
+            Wide64::vttbr(Pfn(0x5_1234_5678), 7),
+            0x0007_1234_5678_0000 | 5 << 2
+        );
         assert_eq!(
             Lpa2::vtcr(6),
             0x1_8006_358c,

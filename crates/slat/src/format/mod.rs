@@ -6,15 +6,14 @@ mod ept;
 mod riscv;
 mod x86;
 
-pub use aarch64::Stage2;
+pub use aarch64::{Stage2, Stage2Kib16, Stage2Kib64};
 pub use ept::{Ept, Ept5, ExtendedPageTables};
 pub use riscv::{GStage, Sv39x4, Sv48x4, Sv57x4};
 pub use x86::{Npt, Npt5, X86};
 
 use core::ops::Range;
 
-use crate::addr::{Access, Gfn, Level, Pfn};
-use crate::granule::Granule;
+use crate::addr::{Access, Gfn, Granule, Level, Pfn};
 use crate::guest_walk::PageRights;
 
 /// What an entry means, whatever the bits of its architecture.
@@ -446,6 +445,10 @@ pub(crate) const fn check_limits<F: Format>() {
     assert!(
         F::TABLE_WRITE == 0 || F::TABLE_WRITE == F::WRITE && F::TABLE & F::WRITE != 0,
         "tables are protected by the bit of leaves"
+    );
+    assert!(
+        !F::SHADOWS || matches!(F::GRANULE, Granule::Kib4),
+        "x86's tables have 4 KiB"
     );
     assert!(
         F::WRITE.is_power_of_two() && F::MAY_WRITE.is_power_of_two(),

@@ -58,6 +58,12 @@ fn registers_and_privileges_hold_no_more_than_they_have_bits_for() {
     );
     assert_refuses(|| <Stage2<52>>::vttbr(Pfn(1 << 40), 0));
     assert_eq!(
+        <Stage2Kib64<48>>::vttbr(Pfn((1 << 32) - 1), 255),
+        0x00ff_ffff_ffff_0000
+    );
+    assert_refuses(|| <Stage2Kib64<48>>::vttbr(Pfn(1 << 32), 0));
+    assert_refuses(|| <Stage2Kib16<52>>::vttbr(Pfn(1 << 38), 0));
+    assert_eq!(
         Sv48x4::hgatp(Pfn((1 << 44) - 1), 0x3fff),
         0x93ff_ffff_ffff_ffff
     );
@@ -88,4 +94,10 @@ fn every_format_refuses_what_an_entry_cannot_hold() {
     refuses_what_an_entry_cannot_hold::<Sv39x4>();
     refuses_what_an_entry_cannot_hold::<Sv48x4>();
     refuses_what_an_entry_cannot_hold::<Sv57x4>();
+    refuses_what_an_entry_cannot_hold::<Stage2Kib16<48>>();
+    refuses_what_an_entry_cannot_hold::<Stage2Kib16<48, true>>();
+    refuses_what_an_entry_cannot_hold::<Stage2Kib16<52>>();
+    refuses_what_an_entry_cannot_hold::<Stage2Kib64<48>>();
+    refuses_what_an_entry_cannot_hold::<Stage2Kib64<52>>();
+    refuses_what_an_entry_cannot_hold::<Stage2Kib64<52, true>>();
 }

@@ -8,7 +8,7 @@ use alloc::vec::Vec;
 
 use super::region::place;
 use super::{Region, RegionError, SlotsChange, check};
-use crate::granule::Granule;
+use crate::addr::Granule;
 use crate::heap::OutOfMemory;
 
 /// A change of one memslot, for [`crate::Vm::set_memory_regions`].

@@ -5,10 +5,9 @@ use core::ops::{Deref, Range};
 use core::ptr;
 
 use super::{Region, SlotFlags};
-use crate::addr::{Gfn, Hva, Rights};
+use crate::addr::{Gfn, Granule, Hva, Rights};
 use crate::dirty_log::DirtyLog;
 use crate::format::MemoryType;
-use crate::granule::Granule;
 use crate::heap::{Shared, Uncounted};
 use crate::sync::atomic::Watch;
 

@@ -6,9 +6,8 @@ use core::ops::{BitOr, Range};
 
 use super::SlotsChange;
 use super::index::PAGES;
-use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, Rights};
+use crate::addr::{Gfn, Gpa, Granule, Hva, PAGE_SHIFT, Rights};
 use crate::format::MemoryType;
-use crate::granule::Granule;
 use crate::heap::OutOfMemory;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).

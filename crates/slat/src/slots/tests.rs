@@ -8,8 +8,7 @@ use std::string::ToString;
 use std::vec::Vec;
 
 use super::*;
-use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT};
-use crate::granule::Granule;
+use crate::addr::{Gfn, Gpa, Granule, Hva, PAGE_SHIFT};
 use core::ops::Range;
 
 const CAPACITY: u64 = 1 << 36;

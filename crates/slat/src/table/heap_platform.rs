@@ -1,63 +1,121 @@
 //! A platform for unit tests.
 
+use std::alloc::{Layout, alloc, dealloc};
 use std::boxed::Box;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::vec::Vec;
 
 use core::ops::Range;
 use core::ptr::NonNull;
 
-use crate::addr::{Gfn, Hva, Pfn};
-use crate::frame::{ENTRIES, Entries, TableMeta};
+use crate::addr::{Gfn, Granule, Hpa, Hva, Pfn};
+use crate::frame::{Entries, TableMeta};
 use crate::platform::{
     HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor, ZappedLeaf,
 };
-use crate::sync::atomic::AtomicU64;
 
 /// A platform with frames from the heap, and no host memory.
-#[derive(Default)]
 pub(crate) struct Heap {
-    frames: Mutex<BTreeMap<u64, Frame>>,
+    granule: Granule,
+    frames: Mutex<Frames>,
     pub(crate) zapped: Mutex<Vec<ZappedLeaf>>,
     /// Called in each flush, while it waits for the hardware.
     pub(crate) in_flush: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
-struct Frame {
-    memory: Box<Aligned>,
-    /// Metadata of each table.
-    meta: Box<[TableMeta; 16]>,
-    /// The number of tables not freed yet: those of a root, or one.
-    live: usize,
+#[derive(Default)]
+struct Frames {
+    /// Those that are allocated, by their numbers.
+    used: BTreeMap<u64, Frame>,
+    /// Memory of single tables that were freed.
+    spare: Vec<Memory>,
 }
 
-#[repr(align(65536))]
-struct Aligned([Entries; 16]);
+struct Frame {
+    meta: Box<TableMeta>,
+    /// Its memory; that of a root has all its tables.
+    memory: Arc<Memory>,
+}
+
+/// Memory of tables, aligned to its size.
+struct Memory {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: it owns the memory.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn new(bytes: u64) -> Self {
+        let layout = Layout::from_size_align(bytes as usize, bytes as usize).unwrap();
+        // SAFETY: the layout has a size.
+        let start = NonNull::new(unsafe { alloc(layout) }).expect("there is memory");
+        // SAFETY: the memory has so many bytes.
+        unsafe { start.write_bytes(0xff, layout.size()) };
+        Memory { start, layout }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+impl Default for Heap {
+    fn default() -> Self {
+        Heap::new(Granule::Kib4)
+    }
+}
 
 impl Heap {
+    /// Makes one whose pages have the bytes of `granule`.
+    pub(crate) fn new(granule: Granule) -> Self {
+        Heap {
+            granule,
+            frames: Mutex::default(),
+            zapped: Mutex::default(),
+            in_flush: OnceLock::new(),
+        }
+    }
+
     fn alloc(&self, tables: usize) -> Pfn {
-        let entries = || Entries([const { AtomicU64::new(!0) }; ENTRIES]);
-        let memory = Box::new(Aligned(core::array::from_fn(|_| entries())));
-        let pfn = Pfn(memory.0.as_ptr() as u64 >> 12);
-        let meta = Box::new([const { TableMeta::new() }; 16]);
-        let frame = Frame {
-            memory,
-            meta,
-            live: tables,
+        let mut frames = self.frames.lock().unwrap();
+        let spare = if tables == 1 {
+            frames.spare.pop()
+        } else {
+            None
         };
-        self.frames.lock().unwrap().insert(pfn.0, frame);
-        pfn
+        let memory = spare.unwrap_or_else(|| Memory::new(tables as u64 * self.granule.bytes()));
+        let first = self.granule.pfn(Hpa(memory.start.as_ptr() as u64));
+        let memory = Arc::new(memory);
+        for i in 0..tables as u64 {
+            let frame = Frame {
+                meta: Box::default(),
+                memory: memory.clone(),
+            };
+            frames.used.insert(first.add(i).0, frame);
+        }
+        first
     }
 
     pub(crate) fn live(&self) -> usize {
-        self.frames.lock().unwrap().values().map(|f| f.live).sum()
+        self.frames.lock().unwrap().used.len()
     }
 }
 
-// SAFETY: a frame's memory and metadata stay in their boxes until it is freed.
+// SAFETY: a frame's memory and metadata stay where they are until it is freed.
 unsafe impl Platform for Heap {
+    fn granule(&self) -> Granule {
+        self.granule
+    }
+
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         Some(self.alloc(1))
     }
@@ -68,24 +126,23 @@ unsafe impl Platform for Heap {
 
     unsafe fn free_table(&self, _: VmId, frame: Pfn) {
         let mut frames = self.frames.lock().unwrap();
-        let block = frame.0 & !15;
-        let entry = frames.get_mut(&block).expect("freed twice");
-        entry.live -= 1;
-        if entry.live == 0 {
-            frames.remove(&block);
-        }
+        let freed = frames.used.remove(&frame.0).expect("freed twice");
+        let memory = Arc::into_inner(freed.memory);
+        let single = memory.filter(|memory| memory.layout.size() as u64 == self.granule.bytes());
+        frames.spare.extend(single);
     }
 
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         let frames = self.frames.lock().unwrap();
-        let block = frames.get(&(frame.0 & !15)).expect("used after free");
-        NonNull::from(&block.memory.0[frame.0 as usize & 15])
+        let memory = &frames.used.get(&frame.0).expect("used after free").memory;
+        let offset = self.granule.hpa(frame).0 - memory.start.as_ptr() as u64;
+        // SAFETY: the frame is in this memory.
+        unsafe { memory.start.add(offset as usize) }.cast()
     }
 
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         let frames = self.frames.lock().unwrap();
-        let block = frames.get(&(frame.0 & !15)).expect("used after free");
-        NonNull::from(&block.meta[frame.0 as usize & 15])
+        NonNull::from(&*frames.used.get(&frame.0).expect("used after free").meta)
     }
 
     fn resolve(&self, _: &Request) -> Result<HostPage, ResolveError> {

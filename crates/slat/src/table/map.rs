@@ -100,6 +100,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let indexes = first..first + pages as usize;
         debug_assert!(indexes.end <= F::GRANULE.entries());
         let run = Run::<F>::new(leaf, Level::PAGE);
+        if !run.holds(leaf, pages) {
+            return Err(Retry::Stale);
+        }
         let filled = path.frames.fill(&*self.platform, FrameCache::FAULT);
         filled.map_err(|_| Retry::Unprepared)?;
         // SAFETY: the caller's promise.
@@ -404,8 +407,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-/// The bits of leaves that differ only in their frames, which are consecutive. In every format these bits are an
-/// arithmetic sequence.
+/// The bits of leaves that differ only in their frames, which are consecutive. These bits are an
+/// arithmetic sequence ([`Self::holds`]).
 pub(crate) struct Run<F> {
     first: u64,
     step: u64,
@@ -425,6 +428,18 @@ impl<F: Format> Run<F> {
             step: F::leaf(second, level).wrapping_sub(bits),
             format: PhantomData,
         }
+    }
+
+    /// Whether the run of level 1 that begins with `first` has the bits of all its first `pages` leaves. Entries that have an
+    /// address in two parts are an arithmetic sequence only up to a boundary between these, of 256 TiB or more.
+    fn holds(&self, first: Leaf, pages: u64) -> bool {
+        let bits = F::FRAME >> F::FRAME.trailing_zeros();
+        let in_one_part = bits & (bits + 1) == 0;
+        let last = Leaf {
+            pfn: first.pfn.add(pages - 1),
+            ..first
+        };
+        in_one_part || self.bits(pages as usize - 1) == F::leaf(last, Level::PAGE)
     }
 
     /// Returns the bits of leaf number `i`.

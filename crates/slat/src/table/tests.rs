@@ -7,7 +7,8 @@ use core::ops::Range;
 
 use super::*;
 use crate::format::{
-    Entry, Ept, Ept5, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, Sv57x4, all_gfns,
+    Entry, Ept, Ept5, Leaf, MemoryType, Npt, Privilege, Stage2, Stage2Kib16, Stage2Kib64, Sv48x4,
+    Sv57x4, all_gfns,
 };
 use crate::platform::VmId;
 use crate::policy::SplitWalk;
@@ -26,7 +27,7 @@ fn tree<F: Format>() -> World<F> {
     let flushes = Shared::try_new(Flushes::default()).unwrap();
     let frames = Shared::try_new(TableFrames::new(VmId(0))).unwrap();
     World(Guarded::new(
-        Tree::new(Arc::new(Heap::default()), frames, flushes).unwrap(),
+        Tree::new(Arc::new(Heap::new(F::GRANULE)), frames, flushes).unwrap(),
     ))
 }
 
@@ -54,7 +55,7 @@ impl<F: Format> core::ops::Deref for World<F> {
 
 /// Flushes the region of `level` around `gfn`. No page walker uses these tables, so there is nothing to wait for.
 fn flush<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level) -> Flushed {
-    Flushes::done(Gfn(gfn).block(level), tree.flushes.begin())
+    Flushes::done(F::GRANULE.block(Gfn(gfn), level), tree.flushes.begin())
 }
 
 /// Splits the huge leaves of `range`. Returns how many, by level.
@@ -130,7 +131,7 @@ fn map<F: Format>(
 fn pfn<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Option<u64> {
     let found = tree.lookup(gfn);
     match found.entry::<F>() {
-        Entry::Leaf(leaf) => Some(leaf.pfn.0 + (gfn & (found.level.pages() - 1))),
+        Entry::Leaf(leaf) => Some(leaf.pfn.0 + F::GRANULE.page_in(Gfn(gfn), found.level)),
         _ => None,
     }
 }
@@ -164,7 +165,7 @@ fn free<F: Format>(tree: Mapping<'_, F>, unflushed: Unflushed) -> LeafCounts {
     .leaves
 }
 
-/// Runs generic tests for formats that differ in dirty bits, break-before-make and the size of the root.
+/// Runs generic tests for formats that differ in dirty bits, break-before-make and the size of the root and of a page.
 macro_rules! for_formats {
     ($($test:ident)*) => {$(
         mod $test {
@@ -182,6 +183,10 @@ macro_rules! for_formats {
             #[test]
             fn stage2_with_52_bits() { super::behaviour::$test::<Stage2<52>>() }
             #[test]
+            fn stage2_of_16k() { super::behaviour::$test::<Stage2Kib16<52>>() }
+            #[test]
+            fn stage2_of_64k() { super::behaviour::$test::<Stage2Kib64<52>>() }
+            #[test]
             fn sv48x4() { super::behaviour::$test::<Sv48x4>() }
             #[test]
             fn sv57x4() { super::behaviour::$test::<Sv57x4>() }
@@ -191,7 +196,7 @@ macro_rules! for_formats {
 
 for_formats! {
     a_huge_leaf_on_the_path_is_split_in_place
-    a_split_goes_down_to_4k_everywhere_in_its_range_only
+    a_split_goes_down_to_pages_everywhere_in_its_range_only
     widening_keeps_all_rights
     a_stale_leaf_is_not_installed
     a_detached_table_stays_until_it_is_freed
@@ -207,28 +212,30 @@ mod behaviour {
     use super::*;
 
     pub fn a_huge_leaf_on_the_path_is_split_in_place<F: Format>() {
+        let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
         assert!(matches!(
-            map(&tree, 1 << 18, Level::GIGA, LEAF),
+            map(&tree, n * n, Level::GIGA, LEAF),
             Ok(Installed::New)
         ));
-        let gfn = (1 << 18) + 5 * 512 + 7;
+        let gfn = n * n + 5 * n + 7;
         assert!(matches!(
             map(&tree, gfn, Level::PAGE, LEAF),
             Ok(Installed::Spurious)
         ));
         let level = |gfn| tree.lookup(gfn).level;
         assert_eq!(level(gfn), Level::PAGE);
-        assert_eq!(level(gfn + 500), Level::PAGE);
-        assert_eq!(level(gfn + 512), Level::MEGA);
-        for gfn in ((1 << 18)..(2 << 18)).step_by(97) {
+        assert_eq!(level(gfn + n - 12), Level::PAGE);
+        assert_eq!(level(gfn + n), Level::MEGA);
+        for gfn in (n * n..2 * n * n).step_by(97 * n as usize / 512) {
             assert_eq!(pfn(&tree, gfn), Some(gfn));
         }
     }
 
-    pub fn a_split_goes_down_to_4k_everywhere_in_its_range_only<F: Format>() {
+    pub fn a_split_goes_down_to_pages_everywhere_in_its_range_only<F: Format>() {
+        let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
-        for base in [0, 512, 1024, 1536] {
+        for base in [0, n, 2 * n, 3 * n] {
             let _ = map(&tree, base, Level::MEGA, LEAF);
         }
         let splits = [
@@ -236,11 +243,11 @@ mod behaviour {
             SplitWalk::Full,
             SplitWalk::SkipLastLevel,
         ]
-        .map(|how| split(&tree, 512..1536, how));
+        .map(|how| split(&tree, n..3 * n, how));
         assert_eq!(splits, [[0, 2, 0], [0; 3], [0; 3]]);
         let level = |gfn| tree.lookup(gfn).level.0;
-        assert_eq!([0, 511, 512, 1535, 1536].map(level), [2, 2, 1, 1, 2]);
-        assert!((0..2048).all(|gfn| pfn(&tree, gfn) == Some(gfn)));
+        assert_eq!([0, n - 1, n, 3 * n - 1, 3 * n].map(level), [2, 2, 1, 1, 2]);
+        assert!((0..4 * n).all(|gfn| pfn(&tree, gfn) == Some(gfn)));
     }
 
     pub fn widening_keeps_all_rights<F: Format>() {
@@ -288,46 +295,51 @@ mod behaviour {
     }
 
     pub fn a_detached_table_stays_until_it_is_freed<F: Format>() {
+        let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
-        for gfn in 512..1024 {
+        for gfn in n..2 * n {
             let _ = map(&tree, gfn, Level::PAGE, LEAF);
         }
         let live = tree.platform.live();
-        let reached = tree.table(frame_of(&tree, 600));
-        let unflushed = zap(&tree, 512..1024);
-        assert_eq!(pfn(&tree, 600), None);
+        let reached = tree.table(frame_of(&tree, n + 88));
+        let unflushed = zap(&tree, n..2 * n);
+        assert_eq!(pfn(&tree, n + 88), None);
         // A walker that has reached the table before still finds the leaf.
-        let bits = reached.entry(600 - 512).load(Relaxed);
-        assert!(matches!(F::decode(bits, Level::PAGE), Entry::Leaf(leaf) if leaf.pfn == Pfn(600)));
+        let bits = reached.entry(88).load(Relaxed);
+        assert!(
+            matches!(F::decode(bits, Level::PAGE), Entry::Leaf(leaf) if leaf.pfn == Pfn(n + 88))
+        );
         assert_eq!(tree.platform.live(), live);
-        assert_eq!(free(&tree, unflushed), [512, 0, 0]);
+        assert_eq!(free(&tree, unflushed), [n, 0, 0]);
         assert_eq!(tree.platform.live(), live - 1);
     }
 
     pub fn a_zap_removes_whole_leaves_and_whole_tables<F: Format>() {
+        let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
         let _ = map(&tree, 0, Level::MEGA, LEAF);
-        for gfn in [512, 513, 1023, 1024] {
+        for gfn in [n, n + 1, 2 * n - 1, 2 * n] {
             let _ = map(&tree, gfn, Level::PAGE, LEAF);
         }
-        let unflushed = zap(&tree, 511..513);
+        let unflushed = zap(&tree, n - 1..n + 1);
         assert_eq!(unflushed.zapped, [1, 1, 0]);
         assert_eq!(free(&tree, unflushed), [0; 3]);
         let mapped = |tree: Mapping<'_, F>| {
-            [0, 511, 512, 513, 1023, 1024].map(|gfn| pfn(tree, gfn).is_some() as u8)
+            [0, n - 1, n, n + 1, 2 * n - 1, 2 * n].map(|gfn| pfn(tree, gfn).is_some() as u8)
         };
         assert_eq!(mapped(&tree), [0, 0, 0, 1, 1, 1]);
-        let unflushed = zap(&tree, 0..1024);
+        let unflushed = zap(&tree, 0..2 * n);
         assert!(!unflushed.is_empty());
         assert_eq!(free(&tree, unflushed), [2, 0, 0]);
         assert_eq!(mapped(&tree), [0, 0, 0, 0, 0, 1]);
-        assert!(zap(&tree, 0..1024).is_empty());
+        assert!(zap(&tree, 0..2 * n).is_empty());
         let everything = zap(&tree, 0..all_gfns::<F>().end.0);
         assert_eq!(free(&tree, everything), [1, 0, 0]);
         assert_eq!(tree.platform.live(), F::ROOT_TABLES);
     }
 
     pub fn a_conflicting_entry_is_zapped_first<F: Format>() {
+        let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
         let other = Leaf {
             pfn: Pfn(1 << 20),
@@ -349,7 +361,7 @@ mod behaviour {
             map(&tree, 0, Level::MEGA, LEAF),
             Err(Retry::Conflict(_))
         ));
-        let unflushed = zap(&tree, 0..512);
+        let unflushed = zap(&tree, 0..n);
         assert_eq!(free(&tree, unflushed), [1, 0, 0]);
         assert!(matches!(
             map(&tree, 0, Level::MEGA, LEAF),
@@ -359,8 +371,9 @@ mod behaviour {
 
     /// As long as a ticket covers a cleared entry, only a thread that has flushed it itself installs a leaf there.
     pub fn a_cleared_entry_is_replaced_after_its_flush<F: Format>() {
+        let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
-        for gfn in [7, 8, 600] {
+        for gfn in [7, 8, n + 88] {
             let _ = map(&tree, gfn, Level::PAGE, LEAF);
         }
         let ticket = tree.flushes.need_flush();
@@ -386,10 +399,10 @@ mod behaviour {
             try_to_map(7, &flush(&tree, 7, Level::PAGE)),
             Ok(Installed::New)
         ));
-        // An entry that is cleared again names another flush. The ticket does not cover frame 600.
-        let mine = flush(&tree, 600, Level::MEGA);
-        let _ = (zap(&tree, 7..8), zap(&tree, 600..601));
-        assert!(matches!(try_to_map(600, &nothing), Ok(Installed::New)));
+        // An entry that is cleared again names another flush. The ticket does not cover frame n + 88.
+        let mine = flush(&tree, n + 88, Level::MEGA);
+        let _ = (zap(&tree, 7..8), zap(&tree, n + 88..n + 89));
+        assert!(matches!(try_to_map(n + 88, &nothing), Ok(Installed::New)));
         let unflushed = matches!(try_to_map(7, &mine), Err(Retry::Unflushed(_)));
         assert_eq!(unflushed, F::BREAK_BEFORE_MAKE);
         drop(ticket);
@@ -402,6 +415,7 @@ mod behaviour {
 
     /// Whether it goes alone, with its table, or with the tree.
     pub fn the_platform_hears_of_every_zapped_leaf_and_its_marks<F: Format>() {
+        let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
         let platform = tree.platform.clone();
         let told = || std::mem::take(&mut *platform.zapped.lock().unwrap());
@@ -414,10 +428,10 @@ mod behaviour {
         for (gfn, level, leaf) in [
             (1, Level::PAGE, clean),
             (2, Level::PAGE, LEAF),
-            (512, Level::MEGA, LEAF),
-            (1024, Level::PAGE, clean),
-            (1025, Level::PAGE, LEAF),
-            (1 << 18, Level::GIGA, clean),
+            (n, Level::MEGA, LEAF),
+            (2 * n, Level::PAGE, clean),
+            (2 * n + 1, Level::PAGE, LEAF),
+            (n * n, Level::GIGA, clean),
         ] {
             let _ = map(&tree, gfn, level, leaf);
         }
@@ -425,27 +439,33 @@ mod behaviour {
         let heard = || told().into_iter().map(marks).collect::<std::vec::Vec<_>>();
         let _ = free(&tree, zap(&tree, 2..3));
         assert_eq!(heard(), [(2, 1, true, true)]);
-        let taken = zap(&tree, 1024..1536);
+        let taken = zap(&tree, 2 * n..3 * n);
         assert_eq!(heard(), [], "CPUs may still be in the table");
         let _ = free(&tree, taken);
-        assert_eq!(heard(), [(1024, 1, false, false), (1025, 1, true, true)]);
-        let _ = write_protect(&tree, 512..1024, |_| true);
-        let _ = free(&tree, zap(&tree, 700..701));
-        assert_eq!(heard(), [(512, 2, true, true)]);
+        assert_eq!(
+            heard(),
+            [(2 * n, 1, false, false), (2 * n + 1, 1, true, true)]
+        );
+        let _ = write_protect(&tree, n..2 * n, |_| true);
+        let _ = free(&tree, zap(&tree, n + 188..n + 189));
+        assert_eq!(heard(), [(n, 2, true, true)]);
         drop(tree);
-        assert_eq!(heard(), [(1, 1, false, false), (1 << 18, 3, false, false)]);
+        assert_eq!(heard(), [(1, 1, false, false), (n * n, 3, false, false)]);
     }
 
     /// A walk in many small steps does what it does in one.
     pub fn a_walk_resumes_where_it_stopped<F: Format>() {
+        let n = F::GRANULE.pages(Level::MEGA);
+        let end = 2 * n + 176;
+        let small = (30..end).filter(|gfn| gfn % 3 == 0).count() as u64;
         for step in [5, 6, 7, 100, 600] {
             let tree = tree::<F>();
-            for gfn in (0..1200).step_by(3) {
+            for gfn in (0..end).step_by(3) {
                 let _ = map(&tree, gfn, Level::PAGE, LEAF);
             }
-            let _ = map(&tree, 2048, Level::MEGA, LEAF);
-            let _ = map(&tree, 1 << 18, Level::GIGA, LEAF);
-            let mut walk = Walk::new(Gfn(30)..Gfn(2 << 18));
+            let _ = map(&tree, 4 * n, Level::MEGA, LEAF);
+            let _ = map(&tree, n * n, Level::GIGA, LEAF);
+            let mut walk = Walk::new(Gfn(30)..Gfn(2 * n * n));
             let mut unflushed = Unflushed::none();
             let mut steps = 0;
             while !walk.is_done() {
@@ -456,9 +476,9 @@ mod behaviour {
                 assert!(walk.entries - before <= u64::from(step));
                 steps += 1;
             }
-            assert_eq!(unflushed.changed, [390, 1, 1], "by {step}");
-            assert!(steps > 1200 / u64::from(step));
-            let mut walk = Walk::new(Gfn(30)..Gfn(2 << 18));
+            assert_eq!(unflushed.changed, [small, 1, 1], "by {step}");
+            assert!(steps > end / u64::from(step));
+            let mut walk = Walk::new(Gfn(30)..Gfn(2 * n * n));
             while !walk.is_done() {
                 walk.with_budget(&mut { step }, |walk| {
                     tree.step(&mut unflushed).zap_unnoted(walk)
@@ -466,19 +486,20 @@ mod behaviour {
             }
             let whole = free(&tree, unflushed);
             assert!(
-                whole[0] >= 176,
+                whole[0] >= (n + 16) / 3,
                 "tables in the range are detached as a whole: {whole:?}"
             );
             assert_eq!(pfn(&tree, 27), Some(27));
             assert!(
-                (30..1200)
-                    .chain([2100, 1 << 18])
+                (30..end)
+                    .chain([4 * n + 52, n * n])
                     .all(|gfn| pfn(&tree, gfn).is_none())
             );
         }
     }
 
     pub fn write_protection_remembers_the_right_to_write<F: Format>() {
+        let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
         let readonly = Leaf {
             write: false,
@@ -488,17 +509,43 @@ mod behaviour {
         let _ = map(&tree, 1, Level::PAGE, readonly);
         let _ = map(&tree, 2, Level::PAGE, LEAF);
         let _ = map(&tree, 3, Level::PAGE, LEAF);
-        let _ = map(&tree, 512, Level::MEGA, LEAF);
-        let changed = write_protect(&tree, 0..513, |gfn| gfn != Gfn(3));
+        let _ = map(&tree, n, Level::MEGA, LEAF);
+        let changed = write_protect(&tree, 0..n + 1, |gfn| gfn != Gfn(3));
         assert_eq!(changed, [1, 1, 0]);
         let rights = |gfn| match tree.lookup(gfn).entry::<F>() {
             Entry::Leaf(leaf) => (leaf.write, leaf.may_write),
             other => panic!("{other:?}"),
         };
         let expected = [(false, false), (false, true), (true, false), (false, true)];
-        assert_eq!([1, 2, 3, 1000].map(rights), expected);
+        assert_eq!([1, 2, 3, n + 488].map(rights), expected);
         assert_eq!(write_protect(&tree, 0..3, |_| true), [0; 3]);
     }
+}
+
+/// Where an entry has the uppermost bits of an address elsewhere, frames on both sides of a boundary are no arithmetic sequence.
+#[test]
+fn a_run_of_frames_is_mapped_right_or_not_at_all() {
+    fn runs<F: Format>(boundary: u64) {
+        let tree = tree::<F>();
+        let mut frames = FrameCache::new(tree.frames.clone());
+        let mut map = |gfn: u64, first: u64| {
+            let leaf = Leaf {
+                pfn: Pfn(first),
+                ..LEAF
+            };
+            let mut path = Path::new(&mut frames);
+            tree.map_absent_at(Gfn(gfn), 8, leaf, &mut path, || true)
+        };
+        assert_eq!(map(0, boundary - 4), Err(Retry::Stale));
+        assert_eq!(map(0, boundary - 8), Ok(8));
+        assert_eq!(map(8, boundary), Ok(8));
+        frames.release(&*tree.platform);
+        let mapped = (0..16).map(|gfn| pfn(&tree, gfn));
+        assert!(mapped.eq((boundary - 8..boundary + 8).map(Some)));
+    }
+    runs::<Stage2<52>>(1 << (50 - 12));
+    runs::<Stage2Kib16<52>>(1 << (50 - 14));
+    runs::<Stage2Kib64<52>>(1 << (48 - 16));
 }
 
 /// Returns the level 1 table on the path to `gfn`.
@@ -506,7 +553,10 @@ fn frame_of<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Pfn {
     let mut frame = lookup::root_table::<F>(tree.context(), Gfn(gfn));
     let mut level = F::TOP;
     while level > Level::PAGE {
-        let bits = tree.table(frame).entry(level.index(Gfn(gfn))).load(Acquire);
+        let bits = tree
+            .table(frame)
+            .entry(F::GRANULE.index(Gfn(gfn), level))
+            .load(Acquire);
         let Entry::Table(lower) = F::decode(bits, level) else {
             panic!("no table")
         };

@@ -45,8 +45,7 @@
 
 use alloc::boxed::Box;
 
-use crate::addr::{Gpa, Gva, Pfn};
-use crate::granule::Granule;
+use crate::addr::{Gpa, Granule, Gva, Pfn};
 use crate::heap;
 use crate::heap::OutOfMemory;
 

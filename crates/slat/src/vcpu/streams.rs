@@ -10,8 +10,7 @@
 use core::mem::take;
 use core::ops::Range;
 
-use crate::addr::Gfn;
-use crate::granule::Granule;
+use crate::addr::{Gfn, Granule};
 use crate::platform::HostRun;
 use crate::policy::Prefetch;
 use crate::vm::Sequence;

@@ -17,9 +17,8 @@ use core::ops::Range;
 use core::slice;
 
 use super::Vm;
-use crate::addr::{Hva, Level};
+use crate::addr::{Granule, Hva, Level};
 use crate::format::Format;
-use crate::granule::Granule;
 use crate::heap::OutOfMemory;
 use crate::platform::Platform;
 use crate::table::Aged;

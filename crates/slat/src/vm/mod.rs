@@ -63,9 +63,8 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::fmt;
 
-use crate::addr::Pfn;
+use crate::addr::{Granule, Pfn};
 use crate::format::{Format, check_limits};
-use crate::granule::Granule;
 use crate::heap::{OutOfMemory, Shared};
 use crate::mmu::{Mmu, MmuKind};
 use crate::platform::{Platform, VmId, WaitFor};

@@ -1,9 +1,8 @@
 //! How much memory the tables of a VM take, and how much of the guest's they map.
 
 use super::Vm;
-use crate::addr::Level;
+use crate::addr::{Granule, Level};
 use crate::format::Format;
-use crate::granule::Granule;
 use crate::platform::Platform;
 
 /// What [`Vm::memory_usage`] returns.

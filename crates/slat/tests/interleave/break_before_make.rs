@@ -4,9 +4,8 @@
 
 use std::sync::Arc;
 
-use slat::{Access::*, Format, Gfn, Gpa, Level, MemoryAttributes, Region};
+use slat::{Access::*, Format, Level, MemoryAttributes};
 use slat::{Setting, Switch};
-use slat_model::HostMemory;
 
 use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World};
 use crate::interleave::interleave;
@@ -73,7 +72,7 @@ impl<F: Format> World<F> {
             Self::REMAP_1,
             Self::REMAP_HUGE,
             |w| w.set_policies(&[("nx_huge_pages", "on")]),
-            |w| w.vm.zap(0, Gfn(0)..Gfn(512)),
+            |w| w.vm.zap(0, Self::frames(0..512)),
         ];
         for other in others {
             interleave(logged, &[(1, Write), (700, Read)], end, other);
@@ -90,9 +89,9 @@ impl<F: Format> World<F> {
     }
 
     pub fn a_zap_and_a_fault_that_maps_a_larger_leaf() {
-        let zap: Act<F> = |w| w.vm.zap(0, Gfn(0)..Gfn(SLOT_PAGES));
+        let zap: Act<F> = |w| w.vm.zap(0, Self::frames(0..SLOT_PAGES));
         interleave(Self::SMALL_WHERE_HUGE_FIT, &[], zap, |w| w.touch(1, Read));
-        let zap_one: Act<F> = |w| w.vm.zap(0, Gfn(1)..Gfn(2));
+        let zap_one: Act<F> = |w| w.vm.zap(0, Self::frames(1..2));
         interleave(Self::SMALL_WHERE_HUGE_FIT, &[], zap_one, |w| {
             w.touch(2, Read)
         });
@@ -122,11 +121,10 @@ impl<F: Format> World<F> {
     pub fn two_backings() -> Arc<Self> {
         let world = Self::new(Level::MEGA, NONE);
         world.delete();
-        let region = Region::new(0, Gpa(0), SLOT_PAGES << 12, HostMemory::hva(0))
-            .with_private(Some(HostMemory::hva(SLOT_PAGES)));
-        world.witness.allow(0..SLOT_PAGES, 0);
+        let region = Self::region(0, 0..SLOT_PAGES, 0).with_private(Some(Self::hva(SLOT_PAGES)));
+        world.allow(0..SLOT_PAGES, 0);
         world.vm.set_memory_region(0, &region).unwrap();
-        world.witness.settle(0..0, 0..SLOT_PAGES);
+        world.settle(0..0, 0..SLOT_PAGES);
         world.touch(1, Write);
         world
     }
@@ -134,11 +132,11 @@ impl<F: Format> World<F> {
     /// Other frames, behind the same guest frames.
     pub fn a_conversion_and_a_fault() {
         let convert: Act<F> = |w| {
-            w.witness.allow(0..512, SLOT_PAGES);
-            let frames = Gfn(0)..Gfn(512);
+            w.allow(0..512, SLOT_PAGES);
+            let frames = Self::frames(0..512);
             let private = MemoryAttributes::PRIVATE;
             w.vm.set_memory_attributes(frames, private).unwrap();
-            w.witness.settle(0..0, 0..512);
+            w.settle(0..0, 0..512);
         };
         interleave(Self::two_backings, &[], convert, |w| w.touch(1, Write));
     }

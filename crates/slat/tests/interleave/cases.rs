@@ -157,9 +157,9 @@ impl<F: Format> World<F> {
         let victims: [Act<F>; 6] = [
             |w| w.touch(1, Execute),
             |w| w.touch(1, Write),
-            |w| w.vm.zap(0, slat::Gfn(0)..slat::Gfn(512)),
+            |w| w.vm.zap(0, Self::frames(0..512)),
             |w| _ = w.vm.recover_nx_huge_pages(),
-            |w| w.vm.zap(0, slat::Gfn(300)..slat::Gfn(301)),
+            |w| w.vm.zap(0, Self::frames(300..301)),
             Self::REMAP_HUGE,
         ];
         let turn_nx_on: Act<F> = |w| w.vm.set_policy(Setting::NxHugePages(Switch::On));

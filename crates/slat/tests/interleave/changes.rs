@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use slat::{Access::*, Format, Gfn, Gpa, Level, MemoryAttributes, Region, SlotFlags, WaitFor};
+use slat::{Access::*, Format, Level, MemoryAttributes, SlotFlags, WaitFor};
 use slat::{DirtyLogMethod, MmuKind, Setting};
-use slat_model::{Event, HostMemory};
+use slat_model::Event;
 
 use crate::common::config;
 use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World};
@@ -56,7 +56,11 @@ impl<F: Format> World<F> {
         let far: Act<F> = |w| w.shift(Self::FAR);
         let begin: Act<F> = |w| {
             w.flags(LOGGED);
-            w.expect(w.vm.platform().tlb.check_gone(0, &(0..SLOT_PAGES)));
+            w.expect(
+                w.vm.platform()
+                    .tlb
+                    .check_gone(0, &(0..Self::at(SLOT_PAGES))),
+            );
         };
         interleave(mapped, &[(1, Write), (700, Write)], far, begin);
     }
@@ -64,16 +68,20 @@ impl<F: Format> World<F> {
     /// Who has been told that a slot is there may not meet what was there before.
     pub fn a_slot_that_appears_where_another_leaves_is_all_that_is_seen_there() {
         let create: Act<F> = |w| {
-            let region = Region::new(1, Gpa(0), SLOT_PAGES << 12, HostMemory::hva(SLOT_PAGES));
-            w.witness.allow(0..SLOT_PAGES, SLOT_PAGES);
+            let region = Self::region(1, 0..SLOT_PAGES, SLOT_PAGES);
+            w.allow(0..SLOT_PAGES, SLOT_PAGES);
             // The other one may still be there.
             if w.vm.set_memory_region(0, &region).is_ok() {
-                w.expect(w.vm.platform().tlb.check_backing(&(0..SLOT_PAGES)));
+                w.expect(
+                    w.vm.platform()
+                        .tlb
+                        .check_backing(&(0..Self::at(SLOT_PAGES))),
+                );
             }
         };
         let delete: Act<F> = |w| w.set(0..0, 0);
         let elsewhere: Act<F> = |w| {
-            w.witness.allow(2048..2048 + SLOT_PAGES, 0);
+            w.allow(2048..2048 + SLOT_PAGES, 0);
             w.set(2048..2048 + SLOT_PAGES, 0);
         };
         for leave in [delete, elsewhere] {
@@ -84,22 +92,26 @@ impl<F: Format> World<F> {
     /// The same of a slot that is moved there.
     pub fn a_slot_that_moves_to_where_another_leaves_is_all_that_is_seen_there() {
         const OTHER: u64 = 4096 - SLOT_PAGES;
-        fn another(base: u64) -> Region {
-            let backing = HostMemory::hva(SLOT_PAGES);
-            Region::new(1, Gpa(base << 12), SLOT_PAGES << 12, backing)
-        }
         let with_another = || {
             let world = Self::MAPPED();
-            world.witness.allow(OTHER..OTHER + SLOT_PAGES, SLOT_PAGES);
-            world.vm.set_memory_region(0, &another(OTHER)).unwrap();
+            world.allow(OTHER..OTHER + SLOT_PAGES, SLOT_PAGES);
+            world
+                .vm
+                .set_memory_region(0, &Self::region(1, OTHER..OTHER + SLOT_PAGES, SLOT_PAGES))
+                .unwrap();
             world.touch(OTHER, Write);
             world
         };
         let come: Act<F> = |w| {
-            w.witness.allow(0..SLOT_PAGES, SLOT_PAGES);
+            w.allow(0..SLOT_PAGES, SLOT_PAGES);
             // The other one may still be there.
-            if w.vm.set_memory_region(0, &another(0)).is_ok() {
-                w.expect(w.vm.platform().tlb.check_backing(&(0..SLOT_PAGES)));
+            let here = Self::region(1, 0..SLOT_PAGES, SLOT_PAGES);
+            if w.vm.set_memory_region(0, &here).is_ok() {
+                w.expect(
+                    w.vm.platform()
+                        .tlb
+                        .check_backing(&(0..Self::at(SLOT_PAGES))),
+                );
             }
         };
         let delete: Act<F> = |w| w.set(0..0, 0);
@@ -112,11 +124,11 @@ impl<F: Format> World<F> {
     /// Who has been told that frames are private may not meet them shared.
     pub fn a_conversion_to_what_is_being_converted_to() {
         let convert: Act<F> = |w| {
-            w.witness.allow(0..512, SLOT_PAGES);
+            w.allow(0..512, SLOT_PAGES);
             let private = MemoryAttributes::PRIVATE;
-            w.vm.set_memory_attributes(Gfn(0)..Gfn(512), private)
+            w.vm.set_memory_attributes(Self::frames(0..512), private)
                 .unwrap();
-            w.expect(w.vm.platform().tlb.check_backing(&(0..512)));
+            w.expect(w.vm.platform().tlb.check_backing(&(0..Self::at(512))));
         };
         interleave(Self::two_backings, &[(1, Write)], convert, convert);
     }
@@ -136,7 +148,7 @@ impl<F: Format> World<F> {
         world.flags(LOGGED);
         // With a flush, so that the move does not begin by waiting for the zap.
         world.touch(700, Write);
-        world.vm.zap(0, Gfn(700)..Gfn(701));
+        world.vm.zap(0, Self::frames(700..701));
         let (moving, mover) = (AtomicBool::new(false), AtomicBool::new(false));
         let (moving, mover) = (Arc::new(moving), Arc::new(mover));
         let thread = Arc::new(Mutex::new(None));
@@ -161,13 +173,13 @@ impl<F: Format> World<F> {
                 let mut vcpu = world.vm.create_vcpu().unwrap();
                 vcpu.attention().raise(BUSY);
                 vcpu.enter_unguarded(1);
-                if let Ok(translation) = vcpu.translate(Gpa(2 << 12), Write) {
+                if let Ok(translation) = vcpu.translate(Self::gpa(2), Write) {
                     world.wrote(&translation);
                 }
                 vcpu.leave();
             }
         });
-        world.vm.zap(0, Gfn(2)..Gfn(3));
+        world.vm.zap(0, Self::frames(2..3));
         thread.lock().unwrap().take().unwrap().join().unwrap();
         world.vm.platform().clear_hook();
         world.check();

@@ -9,10 +9,12 @@ use crate::common::config;
 use crate::interleave::{Holder, Scene};
 use slat::{
     Access::{self, *},
-    Attention, DirtyLogError, Format, Gpa, Level, MmuKind, Region, SlotFlags, Stop, Vcpu, Vm,
+    Attention, DirtyLogError, Format, Gfn, Gpa, Hva, Level, MmuKind, Region, SlotFlags, Stop, Vcpu,
+    Vm,
 };
 use slat_model::{Harvests, HostChange, HostMemory, PageKind, SimPlatform, Witness, set_region};
 
+// All numbers of pages are those of tables of 4 KiB; [`World::at`] makes the format's of them.
 const PAGES: u64 = 2048;
 /// Host pages 0..1024 back the slot at frame `base`.
 pub const SLOT_PAGES: u64 = 1024;
@@ -34,18 +36,56 @@ pub struct World<F: Format> {
 }
 
 impl<F: Format> World<F> {
+    /// Returns the page that is as far into the same huge leaf, in tables of `F`, as `page` is in tables of 4 KiB.
+    pub const fn at(page: u64) -> u64 {
+        let small = Level::MEGA.pages();
+        page / small * F::GRANULE.pages(Level::MEGA) + page % small
+    }
+
+    fn all(pages: &Range<u64>) -> Range<u64> {
+        Self::at(pages.start)..Self::at(pages.end)
+    }
+
+    /// Returns the frames numbered `pages`.
+    pub fn frames(pages: Range<u64>) -> Range<Gfn> {
+        let Range { start, end } = Self::all(&pages);
+        Gfn(start)..Gfn(end)
+    }
+
+    pub fn hva(host_page: u64) -> Hva {
+        F::GRANULE.add_pages(HostMemory::BASE, Self::at(host_page))
+    }
+
+    pub fn gpa(page: u64) -> Gpa {
+        F::GRANULE.gpa(Gfn(Self::at(page)))
+    }
+
+    /// Returns a region of the frames `pages`, backed from `host_page` on.
+    pub fn region(id: u32, pages: Range<u64>, host_page: u64) -> Region {
+        let (gpa, end) = (Self::gpa(pages.start), Self::gpa(pages.end));
+        Region::new(id, gpa, end.0 - gpa.0, Self::hva(host_page))
+    }
+
+    pub fn allow(&self, pages: Range<u64>, host_page: u64) {
+        self.witness.allow(Self::all(&pages), Self::at(host_page));
+    }
+
+    pub fn settle(&self, gone: Range<u64>, pages: Range<u64>) {
+        self.witness.settle(Self::all(&gone), Self::all(&pages));
+    }
+
     pub fn new(level: Level, flags: SlotFlags) -> Arc<Self> {
         Self::with_frames(level, flags, 4096)
     }
 
     /// A world whose slot may be moved within `frames` guest frames.
     pub fn with_frames(level: Level, flags: SlotFlags, frames: u64) -> Arc<Self> {
-        let platform = SimPlatform::new(PAGES);
-        platform.host.change(&(0..PAGES), remap(level));
+        let platform = SimPlatform::with_granule(F::GRANULE, Self::at(PAGES));
+        platform.host.change(&(0..Self::at(PAGES)), remap(level));
         let world = World::<F> {
             vm: Vm::new(platform.clone(), config()).unwrap(),
-            witness: Witness::new(frames),
-            harvests: Harvests::new(SLOT_PAGES),
+            witness: Witness::new(Self::at(frames)),
+            harvests: Harvests::new(Self::at(SLOT_PAGES)),
             base: Mutex::new(0),
             flags: Mutex::new(flags),
             logging: AtomicBool::new(flags == LOGGED),
@@ -61,36 +101,31 @@ impl<F: Format> World<F> {
     }
 
     pub fn set(&self, gfns: Range<u64>, host_page: u64) {
-        let region = Region::new(
-            0,
-            Gpa(gfns.start << 12),
-            (gfns.end - gfns.start) << 12,
-            HostMemory::hva(host_page),
-        )
-        .with_flags(*self.flags.lock().unwrap());
+        let flags = *self.flags.lock().unwrap();
+        let region = Self::region(0, gfns, host_page).with_flags(flags);
         set_region(&self.vm, 0, &region).unwrap();
     }
 
     pub fn create(&self, host_page: u64) {
-        self.witness.allow(self.gfns(), host_page);
+        self.allow(self.gfns(), host_page);
         self.set(self.gfns(), host_page);
-        self.witness.settle(0..0, self.gfns());
+        self.settle(0..0, self.gfns());
     }
 
     pub fn delete(&self) {
         self.set(0..0, 0);
-        self.witness.settle(self.gfns(), 0..0);
+        self.settle(self.gfns(), 0..0);
         let tlb = &self.vm.platform().tlb;
-        self.expect(tlb.check_gone(0, &self.gfns()));
+        self.expect(tlb.check_gone(0, &Self::all(&self.gfns())));
         self.harvests.forget();
     }
 
     pub fn shift(&self, base: u64) {
         let from = self.gfns();
         *self.base.lock().unwrap() = base;
-        self.witness.allow(self.gfns(), 0);
+        self.allow(self.gfns(), 0);
         self.set(self.gfns(), 0);
-        self.witness.settle(from, self.gfns());
+        self.settle(from, self.gfns());
     }
 
     pub fn flags(&self, flags: SlotFlags) {
@@ -101,7 +136,10 @@ impl<F: Format> World<F> {
     }
 
     pub fn invalidate(&self, pages: Range<u64>, change: HostChange) {
-        let guard = self.vm.invalidate(HostMemory::hvas(&pages));
+        let guard = self
+            .vm
+            .invalidate(Self::hva(pages.start)..Self::hva(pages.end));
+        let pages = Self::all(&pages);
         self.expect(self.vm.platform().tlb.check_backing(&pages));
         self.vm.platform().host.change(&pages, change);
         drop(guard);
@@ -113,17 +151,17 @@ impl<F: Format> World<F> {
 
     /// Gets the logs of all slots there are: 0 or 2, which begins at the first page, and perhaps 1, from [`CUT`] on.
     pub fn harvest(&self) {
-        const WORDS: usize = SLOT_PAGES as usize / 64;
-        let mut bitmap = [0; WORDS];
+        let all = Self::at(SLOT_PAGES);
+        let mut bitmap = vec![0; all as usize / 64];
         self.harvests.harvest(&mut bitmap, |bitmap| {
             for (id, first) in [(0, 0), (1, CUT), (2, 0)] {
-                let mut words = [0; WORDS];
+                let mut words = vec![0; bitmap.len()];
                 match self.vm.get_dirty_log(0, id, &mut words) {
                     Ok(()) => {}
                     Err(DirtyLogError::NotLogged(_)) => continue,
                     Err(error) => panic!("{error}"),
                 }
-                for page in first..SLOT_PAGES {
+                for page in first..all {
                     let (from, to) = ((page - first) as usize, page as usize);
                     bitmap[to / 64] |= (words[from / 64] >> (from % 64) & 1) << (to % 64);
                 }
@@ -132,18 +170,18 @@ impl<F: Format> World<F> {
     }
 
     /// One access by a vCPU of its own, with one use of what it was given.
-    pub fn touch(&self, gfn: u64, access: Access) {
+    pub fn touch(&self, page: u64, access: Access) {
         let mut vcpu = self.vm.create_vcpu().unwrap();
         vcpu.enter_unguarded(1);
         vcpu.quiesce();
-        self.access(&mut vcpu, gfn, access);
+        self.access(&mut vcpu, Self::at(page), access);
         vcpu.leave();
     }
 
     /// The same by a vCPU that is inside and remembers nothing.
     pub fn access(&self, vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) {
         loop {
-            match vcpu.translate(Gpa(gfn << 12), access) {
+            match vcpu.translate(F::GRANULE.gpa(Gfn(gfn)), access) {
                 Ok(translation) => {
                     self.use_page(gfn, &translation, access);
                     if access == Write {
@@ -163,8 +201,8 @@ impl<F: Format> World<F> {
     /// Notes a write that was made by `translation`, whose backing tells the page: the slot may be moving.
     pub fn wrote(&self, translation: &slat::Translation) {
         if self.logging.load(SeqCst) {
-            let (page, _) = HostMemory::identify(translation.host.pfn());
-            self.harvests.write(page % SLOT_PAGES);
+            let (page, _) = HostMemory::identify(F::GRANULE.pfn(translation.host));
+            self.harvests.write(page % Self::at(SLOT_PAGES));
         }
     }
 
@@ -219,9 +257,9 @@ impl<F: Format> Scene for World<F> {
         vcpu.quiesce();
         let mut tlb = Vec::new();
         let get = |vcpu: &mut Vcpu<SimPlatform, F>, tlb: &mut Vec<_>| {
-            for &(gfn, access) in held {
-                match vcpu.translate(Gpa(gfn << 12), access) {
-                    Ok(translation) => tlb.push((gfn, access, translation)),
+            for &(page, access) in held {
+                match vcpu.translate(Self::gpa(page), access) {
+                    Ok(translation) => tlb.push((Self::at(page), access, translation)),
                     Err(Stop::Retry) => {
                         tlb.clear();
                         vcpu.quiesce();

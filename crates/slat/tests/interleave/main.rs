@@ -14,7 +14,9 @@ mod several;
 
 use common::{direct, tdp};
 use slat::Ept;
-use slat::format::{Ept5, Npt, Npt5, Stage2, Sv39x4, Sv48x4, Sv57x4, X86};
+use slat::format::{
+    Ept5, Npt, Npt5, Stage2, Stage2Kib16, Stage2Kib64, Sv39x4, Sv48x4, Sv57x4, X86,
+};
 
 macro_rules! tests {
     ($repeats:tt, $mmu:path, $format:ty: $($test:ident,)*) => {$(
@@ -89,6 +91,8 @@ on_formats! { true:
     npt_direct: direct, Npt,
     stage_2_with_a_concatenated_root: tdp, Stage2<40>,
     stage_2_with_52_bits: tdp, Stage2<52>,
+    stage_2_of_16k: tdp, Stage2Kib16<48>,
+    stage_2_of_64k: tdp, Stage2Kib64<52>,
     sv39x4: tdp, Sv39x4,
     sv48x4: tdp, Sv48x4,
     sv57x4: tdp, Sv57x4,

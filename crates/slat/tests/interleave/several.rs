@@ -3,8 +3,7 @@
 
 use std::sync::Arc;
 
-use slat::{Access::*, Change, DirtyLogMethod, Format, Gfn, Gpa, Level, Region, Setting, Stop};
-use slat_model::HostMemory;
+use slat::{Access::*, Change, DirtyLogMethod, Format, Level, Setting, Stop};
 
 use crate::harness::{Act, CUT, LOGGED, NONE, Prepare, SLOT_PAGES, World, remap};
 use crate::interleave::interleave;
@@ -12,12 +11,8 @@ use crate::interleave::interleave;
 impl<F: Format> World<F> {
     fn part(&self, id: u32, pages: std::ops::Range<u64>) -> Change {
         let base = self.gfns().start;
-        let (gpa, size) = (
-            Gpa((base + pages.start) << 12),
-            (pages.end - pages.start) << 12,
-        );
-        let backing = HostMemory::hva(pages.start);
-        Change::Set(Region::new(id, gpa, size, backing).with_flags(self.slot_flags()))
+        let region = Self::region(id, base + pages.start..base + pages.end, pages.start);
+        Change::Set(region.with_flags(self.slot_flags()))
     }
 
     fn change(&self, changes: &[Change]) {
@@ -31,18 +26,18 @@ impl<F: Format> World<F> {
     const LOWER_ID: Act<F> = |w| w.change(&[Change::Remove(2), w.part(0, 0..SLOT_PAGES)]);
 
     /// Accesses memory, which is there all the time.
-    fn reach(&self, gfn: u64) {
+    fn reach(&self, page: u64) {
         let mut vcpu = self.vm.create_vcpu().unwrap();
         vcpu.enter_unguarded(1);
         vcpu.quiesce();
-        let mut answer = vcpu.translate(Gpa(gfn << 12), Read);
+        let mut answer = vcpu.translate(Self::gpa(page), Read);
         while answer == Err(Stop::Retry) {
             vcpu.quiesce();
-            answer = vcpu.translate(Gpa(gfn << 12), Read);
+            answer = vcpu.translate(Self::gpa(page), Read);
         }
         match answer {
-            Ok(translation) => self.use_page(gfn, &translation, Read),
-            Err(stop) => self.expect(Err(format!("frame {gfn}: {stop}"))),
+            Ok(translation) => self.use_page(Self::at(page), &translation, Read),
+            Err(stop) => self.expect(Err(format!("frame {page}: {stop}"))),
         }
         vcpu.leave();
     }
@@ -140,7 +135,7 @@ impl<F: Format> World<F> {
             interleave(world, &held, Self::HARVEST, Self::SPLIT);
             interleave(world, &held, Self::HIGHER_ID, Self::HARVEST);
             interleave(world, &held, Self::HARVEST, Self::HIGHER_ID);
-            let zap: Act<F> = |w| w.vm.zap(0, Gfn(0)..Gfn(SLOT_PAGES));
+            let zap: Act<F> = |w| w.vm.zap(0, Self::frames(0..SLOT_PAGES));
             // No CPU writes again what the zap finds written.
             interleave(world, &[], zap, Self::SPLIT);
             interleave(world, &held, Self::SPLIT, zap);

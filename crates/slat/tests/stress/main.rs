@@ -13,7 +13,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{direct, shadow, tdp};
-use slat::format::{Ept5, Npt, Npt5, Stage2, Sv39x4, Sv48x4, Sv57x4, X86};
+use slat::format::{
+    Ept5, Npt, Npt5, Stage2, Stage2Kib16, Stage2Kib64, Sv39x4, Sv48x4, Sv57x4, X86,
+};
 use slat::{
     Access::{self, *},
     Attention, Config, Ept, Format, Gpa, Level, SlotFlags, Stop, Vcpu, Vm,
@@ -91,6 +93,8 @@ mod every_use_of_a_translation_can_be_explained {
         stage_2_with_a_concatenated_root: tdp, Stage2<40>,
         stage_2_with_hardware_dirty_state: tdp, Stage2<48, true>,
         stage_2_with_52_bits: tdp, Stage2<52>,
+        stage_2_of_16k: tdp, Stage2Kib16<48>,
+        stage_2_of_64k: tdp, Stage2Kib64<52>,
         sv39x4: tdp, Sv39x4,
         sv48x4: tdp, Sv48x4,
         sv57x4: tdp, Sv57x4,
@@ -113,7 +117,7 @@ fn a_vcpu_that_comes_in_during_a_flush_is_told() {
     let vm: Arc<Vm<SimPlatform, Ept>> = Vm::new(platform.clone(), Config::default()).unwrap();
     let witness = Witness::new(1);
     witness.allow(0..1, 0);
-    let slot = region(0, 0..1, 0, SlotFlags::default());
+    let slot = region::<Ept>(0, 0..1, 0, SlotFlags::default());
     vm.set_memory_region(0, &slot).unwrap();
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {

@@ -11,8 +11,8 @@ use crate::common::config;
 use crate::guest::{HUGE, Memory, USED, paging};
 use slat::{
     Access::{self, Execute, Read, Write},
-    Attention, Format, Gpa, Level, MmuKind, Pfn, Region, SlotFlags, Stop, Translation, Vcpu,
-    VirtualStop, Vm,
+    Attention, Format, Gfn, Gpa, Hva, Level, MmuKind, Pfn, Region, SlotFlags, Stop, Translation,
+    Vcpu, VirtualStop, Vm,
 };
 use slat::{DirtyLogMethod, Setting};
 use slat_model::{
@@ -79,14 +79,17 @@ pub struct World<F: Format> {
     rings: Mutex<Vec<RingClient>>,
 }
 
-pub fn region(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> Region {
-    Region::new(
-        slot,
-        Gpa(gfns.start << 12),
-        (gfns.end - gfns.start) << 12,
-        HostMemory::hva(host_page),
-    )
-    .with_flags(flags)
+pub fn region<F: Format>(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> Region {
+    let (gpa, end) = (gpa::<F>(gfns.start), gpa::<F>(gfns.end));
+    Region::new(slot, gpa, end.0 - gpa.0, hva::<F>(host_page)).with_flags(flags)
+}
+
+fn gpa<F: Format>(gfn: u64) -> Gpa {
+    F::GRANULE.gpa(Gfn(gfn))
+}
+
+fn hva<F: Format>(host_page: u64) -> Hva {
+    F::GRANULE.add_pages(HostMemory::BASE, host_page)
 }
 
 pub const fn remap(level: Level) -> HostChange {
@@ -120,7 +123,7 @@ fn translate_virtual<F: Format>(
 
 impl<F: Format> World<F> {
     pub fn new(logs: Logs) -> Self {
-        let platform = SimPlatform::new(HOST_PAGES);
+        let platform = SimPlatform::with_granule(F::GRANULE, HOST_PAGES);
         platform.host.change(&(0..HOST_PAGES), remap(Level::MEGA));
         let config = config().with_spaces(2);
         let guest = (config.mmu == MmuKind::Shadow).then(identity);
@@ -179,7 +182,7 @@ impl<F: Format> World<F> {
     ) {
         let witness = &self.witnesses[space];
         witness.allow(gfns.clone(), page);
-        let region = region(slot, gfns.clone(), page, flags);
+        let region = region::<F>(slot, gfns.clone(), page, flags);
         self.vm.set_memory_region(space, &region).unwrap();
         // Whatever was there before is not cached any more, here or where the slot was.
         let is_of_slot = |gfn: u64, pfn: Pfn| {
@@ -251,7 +254,7 @@ impl<F: Format> World<F> {
                     audit.unwrap_or_else(|error| self.platform.note(error.to_string()));
                     self.audits.fetch_add(1, Relaxed);
                 }
-                1 => drop(self.vm.age(HostMemory::hvas(&(0..HOST_PAGES)), true)),
+                1 => drop(self.vm.age(hva::<F>(0)..hva::<F>(HOST_PAGES), true)),
                 2 => drop(self.vm.recover_nx_huge_pages()),
                 3 => {
                     let (name, values) = rng.pick(&POLICIES);
@@ -297,7 +300,7 @@ impl<F: Format> World<F> {
             let start = rng.below(HOST_PAGES - pages + 1);
             let start = if pages > 5 { start & !511 } else { start };
             let pages = start..start + pages;
-            let guard = self.vm.invalidate(HostMemory::hvas(&pages));
+            let guard = (self.vm).invalidate(hva::<F>(pages.start)..hva::<F>(pages.end));
             self.expect(self.platform.tlb.check_backing(&pages));
             let level = rng.pick(&[Level::PAGE, Level::MEGA, Level::MEGA]);
             self.platform.host.change(&pages, remap(level));
@@ -354,13 +357,13 @@ impl<F: Format> World<F> {
                 arrived = true;
             }
             let answer = if rng.one_in(128) {
-                let range = Gpa(gfn << 12)..Gpa((gfn + 100) << 12);
+                let range = gpa::<F>(gfn)..gpa::<F>(gfn + 100);
                 vcpu.prefault(range).map(|_| None)
             } else {
                 let guest = self.guest.as_ref();
                 match guest.filter(|_| space == 0 && rng.one_in(2)) {
                     Some(guest) => translate_virtual(&mut vcpu, gfn, access, guest),
-                    None => vcpu.translate(Gpa(gfn << 12), access),
+                    None => vcpu.translate(gpa::<F>(gfn), access),
                 }
                 .map(Some)
             };

@@ -2,10 +2,11 @@
 
 use alloc::format;
 
-use slat::{Level, PAGE_SIZE, SlotFlags, Stale};
+use slat::{Format, Level, SlotFlags, Stale};
 
 use super::Verdict;
-use crate::bench::{Bench, DATA, MIB, every, pages, same};
+use crate::bench::{Bench, DATA, every, huge, page, pages, same};
+use crate::guest::Tables;
 use crate::{Cpu, Machine, Op};
 
 /// Uses `count` leaves, `step` bytes apart, then some of them again, and checks after each which
@@ -13,21 +14,22 @@ use crate::{Cpu, Machine, Op};
 fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64) -> Verdict {
     const AGAIN: u64 = 5;
     let size = count * step;
-    let all = bench.backing(0..size / PAGE_SIZE);
+    let all = bench.backing(0..size / page::<M>());
     let mut vm = bench.vm(level, &[("prefetch", "off")])?;
     vm.set(&bench.data_slot(size, SlotFlags::default()))?;
-    bench.run(&mut vm, every(Op::Write, 0, count, step))?;
+    bench.run(&mut vm, every::<M>(Op::Write, 0, count, step))?;
     vm.faulted(1 + count)?;
     same("leaves used at first", vm.vm.age(all.clone(), true), count)?;
     // A translation in a TLB is used without a walk, and sets no accessed bit.
-    let gfns = DATA.gfn()..DATA.gfn().add(size / PAGE_SIZE);
+    let first = Tables::<M>::GRANULE.gfn(DATA);
+    let gfns = first..first.add(size / page::<M>());
     M::flush_guests(vm.vm.id(), &gfns, Stale::ANYTHING);
     same("leaves used since", vm.vm.age(all.clone(), false), 0)?;
 
-    bench.run(&mut vm, every(Op::Read, 0, AGAIN, 2 * step))?;
+    bench.run(&mut vm, every::<M>(Op::Read, 0, AGAIN, 2 * step))?;
     vm.faulted(if bench.cpu.sets_accessed() { 0 } else { AGAIN })?;
     same("leaves used again", vm.vm.age(all.clone(), false), AGAIN)?;
-    let first = bench.backing(0..step / PAGE_SIZE);
+    let first = bench.backing(0..step / page::<M>());
     same("the first of them", vm.vm.age(first, true), 1)?;
     same("the others", vm.vm.age(all, false), AGAIN - 1)?;
     vm.end(&bench.host)?;
@@ -35,19 +37,19 @@ fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64
 }
 
 pub(super) fn of_pages<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
-    age(bench, Level::PAGE, 16, PAGE_SIZE)?;
+    age(bench, Level::PAGE, 16, page::<M>())?;
     // Prefetched pages are not young until they are used.
     let mut vm = bench.vm(Level::PAGE, &[("prefetch", "8")])?;
-    vm.set(&bench.data_slot(64 * PAGE_SIZE, SlotFlags::default()))?;
-    bench.run(&mut vm, pages(Op::Read, 0, 1))?;
+    vm.set(&bench.data_slot(64 * page::<M>(), SlotFlags::default()))?;
+    bench.run(&mut vm, pages::<M>(Op::Read, 0, 1))?;
     let all = bench.backing(0..64);
     same("young after one fault", vm.vm.age(all.clone(), false), 1)?;
-    bench.run(&mut vm, pages(Op::Read, 0, 3))?;
+    bench.run(&mut vm, pages::<M>(Op::Read, 0, 3))?;
     same("young after two more pages", vm.vm.age(all, false), 3)?;
     vm.end(&bench.host)?;
     Ok("16 leaves, 5 used again; 7 mapped ahead, 2 used".into())
 }
 
 pub(super) fn of_huge_pages<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
-    age(bench, Level::MEGA, 12, 2 * MIB)
+    age(bench, Level::MEGA, 12, huge::<M>())
 }

@@ -99,8 +99,8 @@ impl<M: Machine> Turn<'_, '_, M> {
     /// Executes in both huge pages, when they are mapped.
     fn execute(&mut self) -> Result<(), String> {
         for page in FUNCTIONS {
-            self.bench.run(self.vm, pages(Op::Read, page, 1))?;
-            self.bench.run(self.vm, pages(Op::Execute, page, 1))?;
+            self.bench.run(self.vm, pages::<M>(Op::Read, page, 1))?;
+            self.bench.run(self.vm, pages::<M>(Op::Execute, page, 1))?;
         }
         Ok(())
     }
@@ -196,7 +196,7 @@ impl<M: Machine> Turn<'_, '_, M> {
                 .check_frames(|first, count| (first..first.add(count)).contains(&frame))?;
             self.bench.host.map_at(level);
             drop(invalidation);
-            self.bench.run(self.vm, pages(Op::Write, 80, 1))?;
+            self.bench.run(self.vm, pages::<M>(Op::Write, 80, 1))?;
             self.guest_writes();
         }
         Ok(())
@@ -279,8 +279,8 @@ fn changes<M: Machine>() -> impl Iterator<Item = Change<M>> {
 }
 
 /// Returns the command that the other CPU's guest runs, again and again.
-fn writes() -> Command {
-    every(Op::Write, 0, PAGES / STEP, STEP * PAGE_SIZE)
+fn writes<M: Machine>() -> Command {
+    every::<M>(Op::Write, 0, PAGES / STEP, STEP * PAGE_SIZE)
 }
 
 /// Counts of all changes.
@@ -318,7 +318,7 @@ fn make<M: Machine>(
     let mut guest = vm.second_guest()?;
     let (stops, turns) = stops_and_turns::<M>();
     for stop in 0..stops {
-        let running = Beside::start(guest, writes());
+        let running = Beside::start(guest, writes::<M>());
         running.pass();
         for turn in 0..turns {
             let mut turn = Turn {
@@ -337,7 +337,7 @@ fn make<M: Machine>(
     let stats = vm.vm.stats();
     holds("it was not made", (change.counts)(&stats, stops * turns))?;
     // Every page is at its old address again.
-    bench.write(&mut vm, pages(Op::Write, 0, PAGES))?;
+    bench.write(&mut vm, pages::<M>(Op::Write, 0, PAGES))?;
     seen.look(bench, change)?;
     seen.changes += 1;
     seen.flushes += stats.remote_tlb_flush;

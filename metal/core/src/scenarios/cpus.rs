@@ -3,10 +3,10 @@
 use alloc::format;
 use core::sync::atomic::Ordering::SeqCst;
 
-use slat::{Level, PAGE_SIZE, SlotFlags};
+use slat::{Level, SlotFlags};
 
 use super::Verdict;
-use crate::bench::{Bench, every, holds, pages, read_word, same};
+use crate::bench::{Bench, every, holds, page, pages, read_word, same};
 use crate::guest::Beside;
 use crate::{Machine, Op};
 
@@ -14,10 +14,13 @@ use crate::{Machine, Op};
 pub(super) fn fault_in_the_same_tables<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const PAGES: u64 = 8192;
     let mut vm = bench.vm(Level::PAGE, &[("prefetch", "off")])?;
-    vm.set(&bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default()))?;
-    let odd = every(Op::Write, 1, PAGES / 2, 2 * PAGE_SIZE);
+    vm.set(&bench.data_slot(PAGES * page::<M>(), SlotFlags::default()))?;
+    let odd = every::<M>(Op::Write, 1, PAGES / 2, 2 * page::<M>());
     let running = Beside::start(vm.second_guest()?, odd);
-    bench.write(&mut vm, every(Op::Write, 0, PAGES / 2, 2 * PAGE_SIZE))?;
+    bench.write(
+        &mut vm,
+        every::<M>(Op::Write, 0, PAGES / 2, 2 * page::<M>()),
+    )?;
     running.pass();
     let passes_before_stop = running.passes();
     let other = running.stop()?;
@@ -40,8 +43,8 @@ pub(super) fn fault_in_the_same_tables<M: Machine>(bench: &mut Bench<'_, M>) -> 
 pub(super) fn a_kick<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const KICKS: u64 = 10;
     let vm = bench.vm(Level::PAGE, &[])?;
-    vm.set(&bench.data_slot(PAGE_SIZE, SlotFlags::default()))?;
-    let mut long = pages(Op::Read, 0, 100_000);
+    vm.set(&bench.data_slot(page::<M>(), SlotFlags::default()))?;
+    let mut long = pages::<M>(Op::Read, 0, 100_000);
     long.step = 0;
     let running = Beside::start(vm.second_guest()?, long);
     running.pass();

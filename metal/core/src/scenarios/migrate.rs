@@ -55,15 +55,15 @@ fn copy<M: Machine>(
 }
 
 /// Makes a command that writes every page in turn.
-fn all_pages() -> Command {
-    pages(Op::Write, 0, PAGES)
+fn all_pages<M: Machine>() -> Command {
+    pages::<M>(Op::Write, 0, PAGES)
 }
 
 /// Makes a command that writes one page again and again: all but the first write of a pass use the TLB.
-fn one_page() -> Command {
+fn one_page<M: Machine>() -> Command {
     Command {
         step: 0,
-        ..pages(Op::Write, 3, 100_000)
+        ..pages::<M>(Op::Write, 3, 100_000)
     }
 }
 
@@ -71,7 +71,7 @@ fn migrate<M: Machine>(bench: &mut Bench<'_, M>, means: &str, writes: Command) -
     let mut vm = bench.vm(Level::MEGA, &[("prefetch", "off"), ("dirty_log", means)])?;
     vm.vm.set_manual_dirty_log(true, true);
     vm.set(&bench.data_slot(HUGE * 2 * MIB, SlotFlags::default()))?;
-    bench.write(&mut vm, all_pages())?;
+    bench.write(&mut vm, all_pages::<M>())?;
     vm.counted(&[("pages_2m", HUGE), ("splits", 0)])?;
 
     let running = Beside::start(vm.second_guest()?, writes);
@@ -111,19 +111,19 @@ fn migrate<M: Machine>(bench: &mut Bench<'_, M>, means: &str, writes: Command) -
 }
 
 pub(super) fn by_write_protection<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
-    migrate(bench, "write-protect", all_pages())
+    migrate(bench, "write-protect", all_pages::<M>())
 }
 
 pub(super) fn of_one_page_by_write_protection<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
-    migrate(bench, "write-protect", one_page())
+    migrate(bench, "write-protect", one_page::<M>())
 }
 
 pub(super) fn by_dirty_bit<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
-    with_dirty_bits(bench, all_pages())
+    with_dirty_bits(bench, all_pages::<M>())
 }
 
 pub(super) fn of_one_page_by_dirty_bit<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
-    with_dirty_bits(bench, one_page())
+    with_dirty_bits(bench, one_page::<M>())
 }
 
 fn with_dirty_bits<M: Machine>(bench: &mut Bench<'_, M>, writes: Command) -> Verdict {

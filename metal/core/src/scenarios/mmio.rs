@@ -3,10 +3,10 @@
 use alloc::format;
 use core::sync::atomic::Ordering::SeqCst;
 
-use slat::{Gpa, Level, PAGE_SIZE, SlotFlags};
+use slat::{Gpa, Level, SlotFlags};
 
 use super::Verdict;
-use crate::bench::{Bench, DATA, HOLE, TestVm, pages, read_word, same, write_word};
+use crate::bench::{Bench, DATA, HOLE, TestVm, page, pages, read_word, same, write_word};
 use crate::guest::DEVICE;
 use crate::{Command, Cpu, Machine, Op};
 
@@ -71,7 +71,7 @@ pub(super) fn becomes_memory_and_back<M: Machine>(bench: &mut Bench<'_, M>) -> V
     vm.faulted_mmio(1 + 1, 1)?;
 
     let memory = bench
-        .data_slot(4 * PAGE_SIZE, SlotFlags::default())
+        .data_slot(4 * page::<M>(), SlotFlags::default())
         .with_gpa(HOLE);
     vm.set(&memory)?;
     write_word(bench.page(0), 1000);
@@ -92,18 +92,18 @@ pub(super) fn becomes_memory_and_back<M: Machine>(bench: &mut Bench<'_, M>) -> V
 pub(super) fn read_only_slot<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const PAGES: u64 = 4;
     let mut vm = bench.vm(Level::PAGE, &[("prefetch", "off")])?;
-    vm.set(&bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::READONLY))?;
+    vm.set(&bench.data_slot(PAGES * page::<M>(), SlotFlags::READONLY))?;
     for page in 0..PAGES {
         write_word(bench.page(page), 11);
     }
-    let sum = bench.run(&mut vm, pages(Op::Read, 0, PAGES))?;
+    let sum = bench.run(&mut vm, pages::<M>(Op::Read, 0, PAGES))?;
     same("sum read", sum, 11 * PAGES as u32)?;
     vm.faulted_mmio(1 + PAGES, 0)?;
-    bench.run(&mut vm, pages(Op::Write, 0, PAGES))?;
+    bench.run(&mut vm, pages::<M>(Op::Write, 0, PAGES))?;
     vm.faulted_mmio(PAGES, 0)?;
     same("writes that exited", vm.guest.seen.mmio.load(SeqCst), PAGES)?;
     for page in 0..PAGES {
-        let gpa = Gpa(DATA.0 + page * PAGE_SIZE);
+        let gpa = Gpa(DATA.0 + bench.page(page).0 - bench.page(0).0);
         same(
             "word that was not to be written",
             read_word(bench.page(page)),

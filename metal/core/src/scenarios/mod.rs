@@ -16,7 +16,7 @@ mod stale;
 
 use alloc::string::String;
 
-use slat::Format;
+use slat::{Format, Granule};
 
 use crate::Machine;
 use crate::bench::Bench;
@@ -28,14 +28,10 @@ type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
 /// Returns all scenarios for the machine's tables, in the order in which they run.
 pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
-    let all: [(&'static str, Scenario<M>); 26] = [
+    let all: [(&'static str, Scenario<M>); 16] = [
         ("demand_faults_4k", faults::of_4k),
         ("demand_faults_2m", faults::of_2m),
-        ("demand_faults_1g", faults::of_1g),
         ("prefetch_window", faults::prefetch_window),
-        ("nx_huge_page_2m", nx::huge_page_2m),
-        ("nx_huge_page_1g", nx::huge_page_1g),
-        ("splits_under_a_running_guest", split::under_a_running_guest),
         ("mmio", mmio::cached),
         (
             "mmio_becomes_memory_and_back",
@@ -45,6 +41,23 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
         ("dirty_log_by_write_protection", dirty::by_write_protection),
         ("dirty_log_by_dirty_bit", dirty::by_dirty_bit),
         ("eager_split", dirty::eager_split),
+        ("accessed_bits", age::of_pages),
+        (
+            "two_cpus_fault_in_the_same_tables",
+            cpus::fault_in_the_same_tables,
+        ),
+        ("a_kick_takes_a_cpu_out_of_the_guest", cpus::a_kick),
+        ("slot_deleted_under_a_running_guest", slots::deleted),
+        ("slot_moved_under_a_running_guest", slots::moved),
+        ("stale_translation", stale::on_one_cpu),
+        ("stale_translation_on_another_cpu", stale::on_another_cpu),
+    ];
+    // Those that count pages of 4 KiB and huge ones of 2 MiB, of which the data's GiB has many.
+    let small_pages: [(&'static str, Scenario<M>); 10] = [
+        ("demand_faults_1g", faults::of_1g),
+        ("nx_huge_page_2m", nx::huge_page_2m),
+        ("nx_huge_page_1g", nx::huge_page_1g),
+        ("splits_under_a_running_guest", split::under_a_running_guest),
         ("dirty_log_cleared_by_hand", dirty::cleared_by_hand),
         (
             "migration_by_write_protection",
@@ -59,17 +72,7 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
             "migration_of_one_page_by_dirty_bit",
             migrate::of_one_page_by_dirty_bit,
         ),
-        ("accessed_bits", age::of_pages),
         ("accessed_bits_2m", age::of_huge_pages),
-        (
-            "two_cpus_fault_in_the_same_tables",
-            cpus::fault_in_the_same_tables,
-        ),
-        ("a_kick_takes_a_cpu_out_of_the_guest", cpus::a_kick),
-        ("slot_deleted_under_a_running_guest", slots::deleted),
-        ("slot_moved_under_a_running_guest", slots::moved),
-        ("stale_translation", stale::on_one_cpu),
-        ("stale_translation_on_another_cpu", stale::on_another_cpu),
     ];
     // What may be cached is recorded from roots that stay, and those of shadow tables come and go.
     let second_level: [(&'static str, Scenario<M>); 1] = [(
@@ -90,11 +93,14 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
             guest_tables::root_beside,
         ),
     ];
+    let is_small = Tables::<M>::GRANULE == Granule::Kib4;
     let (second_level, shadow) = match Tables::<M>::SHADOWS {
         true => (None, Some(shadow)),
-        false => (Some(second_level), None),
+        false => (Some(second_level).filter(|_| is_small), None),
     };
+    let small_pages = Some(small_pages).filter(|_| is_small);
     (all.into_iter())
+        .chain(small_pages.into_iter().flatten())
         .chain(second_level.into_iter().flatten())
         .chain(shadow.into_iter().flatten())
 }

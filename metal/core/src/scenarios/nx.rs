@@ -30,11 +30,11 @@ pub(super) fn huge_page_2m<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let mut vm = bench.vm(Level::MEGA, &policies)?;
     vm.set(&bench.data_slot(REGIONS * 2 * MIB, SlotFlags::default()))?;
     plant_functions(bench, CALLED..CALLED + 512);
-    bench.run(&mut vm, every(Op::Read, 0, REGIONS, 2 * MIB))?;
+    bench.run(&mut vm, every::<M>(Op::Read, 0, REGIONS, 2 * MIB))?;
     vm.faulted(1 + REGIONS)?;
     vm.counted(&[("pages_2m", REGIONS), ("splits", 0)])?;
 
-    bench.run(&mut vm, pages(Op::Execute, CALLED + 77, 1))?;
+    bench.run(&mut vm, pages::<M>(Op::Execute, CALLED + 77, 1))?;
     vm.faulted(1)?;
     vm.counted(&[
         ("splits", 1),
@@ -48,12 +48,12 @@ pub(super) fn huge_page_2m<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         ),
     ])?;
 
-    bench.run(&mut vm, pages(Op::Execute, CALLED, 512))?;
-    bench.run(&mut vm, pages(Op::Read, 0, REGIONS * 512))?;
+    bench.run(&mut vm, pages::<M>(Op::Execute, CALLED, 512))?;
+    bench.run(&mut vm, pages::<M>(Op::Read, 0, REGIONS * 512))?;
     vm.faulted(0)?;
 
     same("tables recovered", vm.vm.recover_nx_huge_pages(), 1)?;
-    bench.run(&mut vm, pages(Op::Read, 0, REGIONS * 512))?;
+    bench.run(&mut vm, pages::<M>(Op::Read, 0, REGIONS * 512))?;
     vm.faulted(1)?;
     vm.counted(&[("nx_lpage_splits", fell(1)), ("pages_2m", 1)])?;
     vm.end(&bench.host)?;
@@ -68,11 +68,11 @@ pub(super) fn huge_page_1g<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let mut vm = bench.vm(Level::GIGA, &[("nx_huge_pages", "on")])?;
     vm.set(&bench.data_slot(GIB, SlotFlags::default()))?;
     plant_functions(bench, CALLED..CALLED + 512);
-    bench.run(&mut vm, pages(Op::Read, 0, 1))?;
+    bench.run(&mut vm, pages::<M>(Op::Read, 0, 1))?;
     vm.faulted(1 + 1)?;
     vm.counted(&[("pages_1g", 1)])?;
 
-    bench.run(&mut vm, pages(Op::Execute, CALLED + 5, 1))?;
+    bench.run(&mut vm, pages::<M>(Op::Execute, CALLED + 5, 1))?;
     // A fault that has to break a leaf before it makes the table ends with its flush: one per level.
     let faults = if Tables::<M>::BREAK_BEFORE_MAKE { 2 } else { 1 };
     vm.faulted(faults)?;
@@ -84,9 +84,9 @@ pub(super) fn huge_page_1g<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         ("zapped", 0),
     ])?;
 
-    bench.run(&mut vm, every(Op::Read, 0, 512, 2 * MIB))?;
-    bench.run(&mut vm, pages(Op::Execute, CALLED, 512))?;
-    bench.run(&mut vm, pages(Op::Read, CALLED - 512, 3 * 512))?;
+    bench.run(&mut vm, every::<M>(Op::Read, 0, 512, 2 * MIB))?;
+    bench.run(&mut vm, pages::<M>(Op::Execute, CALLED, 512))?;
+    bench.run(&mut vm, pages::<M>(Op::Read, CALLED - 512, 3 * 512))?;
     vm.faulted(0)?;
     vm.end(&bench.host)?;
     Ok(format!(

@@ -5,10 +5,10 @@ use alloc::format;
 use alloc::string::String;
 use core::sync::atomic::Ordering::SeqCst;
 
-use slat::{Gpa, Level, PAGE_SIZE, Region, SlotFlags};
+use slat::{Gpa, Level, Region, SlotFlags};
 
 use super::Verdict;
-use crate::bench::{Bench, DATA, holds, pages, read_word, same, write_word};
+use crate::bench::{Bench, DATA, holds, page, pages, read_word, same, write_word};
 use crate::guest::Beside;
 use crate::{Machine, Op};
 
@@ -53,7 +53,7 @@ fn changes_under_the_guest<M: Machine>(
 ) -> Verdict {
     let vm = bench.vm(Level::PAGE, &[])?;
     vm.set(&back)?;
-    let running = Beside::start(vm.second_guest()?, pages(Op::Write, 0, PAGES));
+    let running = Beside::start(vm.second_guest()?, pages::<M>(Op::Write, 0, PAGES));
     is_written(bench, &running)?;
     for round in 0..ROUNDS {
         vm.set(&gone)?;
@@ -76,12 +76,12 @@ fn changes_under_the_guest<M: Machine>(
 }
 
 pub(super) fn deleted<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
-    let slot = bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default());
+    let slot = bench.data_slot(PAGES * page::<M>(), SlotFlags::default());
     changes_under_the_guest(bench, slot.with_size(0), slot)
 }
 
 pub(super) fn moved<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
-    let slot = bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default());
+    let slot = bench.data_slot(PAGES * page::<M>(), SlotFlags::default());
     let elsewhere = slot.with_gpa(Gpa(DATA.0 + (1 << 29)));
     changes_under_the_guest(bench, elsewhere, slot)
 }

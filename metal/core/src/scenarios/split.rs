@@ -23,7 +23,7 @@ pub(super) fn under_a_running_guest<M: Machine>(bench: &mut Bench<'_, M>) -> Ver
         write_word(bench.page(region * 512), region as u32 + 1);
     }
     let sum = (REGIONS * (REGIONS + 1) / 2) as u32;
-    let reads = every(Op::Read, 0, REGIONS, 2 * MIB);
+    let reads = every::<M>(Op::Read, 0, REGIONS, 2 * MIB);
     same("sum read", bench.run(&mut vm, reads)?, sum)?;
     vm.faulted(1 + REGIONS)?;
     vm.counted(&[("pages_2m", REGIONS)])?;
@@ -32,7 +32,7 @@ pub(super) fn under_a_running_guest<M: Machine>(bench: &mut Bench<'_, M>) -> Ver
     same("sum read by the other CPU", running.pass(), sum)?;
     let before = running.passes();
     for region in 0..REGIONS {
-        bench.run(&mut vm, pages(Op::Execute, region * 512 + 1, 1))?;
+        bench.run(&mut vm, pages::<M>(Op::Execute, region * 512 + 1, 1))?;
     }
     let passes = running.passes() - before;
     same("sum read afterwards", running.pass(), sum)?;

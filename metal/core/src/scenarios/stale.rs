@@ -4,10 +4,10 @@ use alloc::format;
 use core::hint::spin_loop;
 use core::sync::atomic::Ordering::SeqCst;
 
-use slat::{Hpa, Level, PAGE_SIZE, SlotFlags};
+use slat::{Hpa, Level, SlotFlags};
 
 use super::Verdict;
-use crate::bench::{Bench, CODE_PAGES, TestVm, holds, pages, same, write_word};
+use crate::bench::{Bench, CODE_PAGES, TestVm, holds, page, pages, same, write_word};
 use crate::guest::Beside;
 use crate::{Command, Machine, Op};
 
@@ -18,17 +18,17 @@ const NEW: u32 = 5;
 /// On a page that must not be read. One such word in a sum is more than all the others.
 const POISON: u32 = 1 << 16;
 
-fn read_first_page() -> Command {
+fn read_first_page<M: Machine>() -> Command {
     Command {
         step: 0,
-        ..pages(Op::Read, 0, READS)
+        ..pages::<M>(Op::Read, 0, READS)
     }
 }
 
 impl<M: Machine> Bench<'_, M> {
     /// Returns the page that replaces the first of the data slot after [`Bench::move_page`].
     pub(super) fn spare(&self) -> Hpa {
-        Hpa(self.host.small().0 + CODE_PAGES * PAGE_SIZE)
+        Hpa(self.host.small().0 + CODE_PAGES * page::<M>())
     }
 
     /// Makes `page` back the first page of the data slot. Runs `meanwhile` while the data slot's page is invalidated.
@@ -49,7 +49,7 @@ impl<M: Machine> Bench<'_, M> {
     /// Makes a VM with a data slot whose first page is `OLD`, and a spare one that is `NEW`.
     fn vm_with_page_to_move(&mut self) -> Result<TestVm<M>, alloc::string::String> {
         let vm = self.vm(Level::PAGE, &[("prefetch", "off")])?;
-        vm.set(&self.data_slot(PAGE_SIZE, SlotFlags::default()))?;
+        vm.set(&self.data_slot(page::<M>(), SlotFlags::default()))?;
         write_word(self.page(0), OLD);
         write_word(self.spare(), NEW);
         Ok(vm)
@@ -58,13 +58,13 @@ impl<M: Machine> Bench<'_, M> {
 
 pub(super) fn on_one_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let mut vm = bench.vm_with_page_to_move()?;
-    let sum = bench.run(&mut vm, read_first_page())?;
+    let sum = bench.run(&mut vm, read_first_page::<M>())?;
     same("sum read", sum, OLD * READS as u32)?;
     vm.faulted(1 + 1)?;
-    bench.run(&mut vm, read_first_page())?;
+    bench.run(&mut vm, read_first_page::<M>())?;
     vm.faulted(0)?;
     bench.move_page(&vm, bench.spare(), || ());
-    let sum = bench.run(&mut vm, read_first_page())?;
+    let sum = bench.run(&mut vm, read_first_page::<M>())?;
     same("sum read after the page was moved", sum, NEW * READS as u32)?;
     vm.faulted(1)?;
     vm.counted(&[("zapped", 1), ("invalidations", 1)])?;
@@ -75,7 +75,7 @@ pub(super) fn on_one_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
 pub(super) fn on_another_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const ROUNDS: u64 = 50;
     let vm = bench.vm_with_page_to_move()?;
-    let running = Beside::start(vm.second_guest()?, read_first_page());
+    let running = Beside::start(vm.second_guest()?, read_first_page::<M>());
     let mut now = (bench.page(0), OLD);
     let mut then = (bench.spare(), NEW);
     for round in 0..ROUNDS {

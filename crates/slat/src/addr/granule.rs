@@ -5,7 +5,7 @@
 
 use core::ops::Range;
 
-use crate::addr::{Gfn, Gpa, Hpa, Hva, Level, Pfn};
+use super::{Gfn, Gpa, Hpa, Hva, Level, Pfn};
 
 /// The bytes of a page, and of a table, in one format.
 ///
