@@ -78,6 +78,7 @@ impl Gpa {
 
 impl Gfn {
     /// Address of the first byte, if it is the number of a 4 KiB frame.
+    #[inline]
     pub const fn gpa(self) -> Gpa {
         Granule::Kib4.gpa(self)
     }
@@ -88,11 +89,13 @@ impl Gfn {
     }
 
     /// First frame of the region that one entry of `level` covers around this frame, in tables of 4 KiB.
+    #[inline]
     pub const fn align_down(self, level: Level) -> Gfn {
         Granule::Kib4.align_down(self, level)
     }
 
     /// The frames that one entry of `level` covers around this frame, in tables of 4 KiB.
+    #[inline]
     pub const fn block(self, level: Level) -> Range<Gfn> {
         Granule::Kib4.block(self, level)
     }
@@ -100,6 +103,7 @@ impl Gfn {
 
 impl Hpa {
     /// The 4 KiB frame that holds this address.
+    #[inline]
     pub const fn pfn(self) -> Pfn {
         Granule::Kib4.pfn(self)
     }
@@ -107,6 +111,7 @@ impl Hpa {
 
 impl Pfn {
     /// Address of the first byte, if it is the number of a 4 KiB frame.
+    #[inline]
     pub const fn hpa(self) -> Hpa {
         Granule::Kib4.hpa(self)
     }
@@ -117,6 +122,7 @@ impl Pfn {
     }
 
     /// First frame of the naturally aligned region of `level` around this frame, in tables of 4 KiB.
+    #[inline]
     pub const fn align_down(self, level: Level) -> Pfn {
         Pfn(self.0 & !(level.pages() - 1))
     }
@@ -124,6 +130,7 @@ impl Pfn {
 
 impl Hva {
     /// The address `pages` pages of 4 KiB further up.
+    #[inline]
     pub const fn add_pages(self, pages: u64) -> Hva {
         Granule::Kib4.add_pages(self, pages)
     }
@@ -143,11 +150,13 @@ impl Level {
     pub const GIGA: Level = Level(3);
 
     /// Pages of 4 KiB that one entry of this level covers, in tables of 4 KiB.
+    #[inline]
     pub const fn pages(self) -> u64 {
         Granule::Kib4.pages(self)
     }
 
     /// Index, in a table of 4 KiB of this level, of the entry on the way to `gfn`.
+    #[inline]
     pub const fn index(self, gfn: Gfn) -> usize {
         Granule::Kib4.index(gfn, self)
     }

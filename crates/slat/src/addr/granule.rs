@@ -1,7 +1,8 @@
 //! The granule of a format's tables: the size of a page, and with it of a table.
 //!
 //! Arm's word for it. A table is one page and an entry has 8 bytes, so the granule says how many bits of an address index a
-//! table. It is a constant of each [`Format`](crate::Format), so all of this is computed when the engine is compiled.
+//! table. It is a constant of each [`Format`](crate::Format), so all of this is computed when the engine is compiled: by the crate that
+//! says for which format, hence `inline`.
 
 use core::ops::Range;
 
@@ -31,31 +32,37 @@ pub enum Granule {
 
 impl Granule {
     /// Returns log2 of the bytes of a page.
+    #[inline(always)]
     pub const fn shift(self) -> u32 {
         12 + 2 * self as u32
     }
 
     /// Returns the bytes of a page, and of a table.
+    #[inline(always)]
     pub const fn bytes(self) -> u64 {
         1 << self.shift()
     }
 
     /// Returns log2 of the entries of a table. A model checker can only afford small ones.
+    #[inline(always)]
     pub(crate) const fn index_bits(self) -> u32 {
         if cfg!(loom) { 1 } else { self.shift() - 3 }
     }
 
     /// Returns the number of entries in a table.
+    #[inline(always)]
     pub const fn entries(self) -> usize {
         1 << self.index_bits()
     }
 
     /// log2 of the pages that one entry of `level` covers.
+    #[inline(always)]
     const fn pages_shift(self, level: Level) -> u32 {
         self.index_bits() * (level.0 as u32 - 1)
     }
 
     /// Returns the number of pages that one entry of `level` covers.
+    #[inline(always)]
     pub const fn pages(self, level: Level) -> u64 {
         1 << self.pages_shift(level)
     }
@@ -67,17 +74,20 @@ impl Granule {
     }
 
     /// Returns the first frame of those that one entry of `level` covers around `gfn`.
+    #[inline(always)]
     pub const fn align_down(self, gfn: Gfn, level: Level) -> Gfn {
         Gfn(gfn.0 & !(self.pages(level) - 1))
     }
 
     /// Returns the frames that one entry of `level` covers around `gfn`.
+    #[inline(always)]
     pub const fn block(self, gfn: Gfn, level: Level) -> Range<Gfn> {
         let start = self.align_down(gfn, level);
         start..start.add(self.pages(level))
     }
 
     /// Returns the number of `gfn` among the frames that one entry of `level` covers.
+    #[inline(always)]
     pub(crate) const fn page_in(self, gfn: Gfn, level: Level) -> u64 {
         gfn.0 & (self.pages(level) - 1)
     }
@@ -89,16 +99,19 @@ impl Granule {
     }
 
     /// Returns the address of the first byte of `gfn`.
+    #[inline(always)]
     pub const fn gpa(self, gfn: Gfn) -> Gpa {
         Gpa(gfn.0 << self.shift())
     }
 
     /// Returns the addresses of `gfns`.
+    #[inline(always)]
     pub(crate) const fn gpas(self, gfns: &Range<Gfn>) -> Range<Gpa> {
         self.gpa(gfns.start)..self.gpa(gfns.end)
     }
 
     /// Returns the frame that holds `hpa`.
+    #[inline(always)]
     pub const fn pfn(self, hpa: Hpa) -> Pfn {
         Pfn(hpa.0 >> self.shift())
     }
@@ -110,11 +123,13 @@ impl Granule {
     }
 
     /// Returns the address `pages` pages after `hva`.
+    #[inline(always)]
     pub const fn add_pages(self, hva: Hva, pages: u64) -> Hva {
         Hva(hva.0 + (pages << self.shift()))
     }
 
     /// Returns the number of whole pages from `from` to `to`, which is not below it.
+    #[inline(always)]
     pub const fn pages_between(self, from: Hva, to: Hva) -> u64 {
         (to.0 - from.0) >> self.shift()
     }

@@ -64,6 +64,7 @@ impl Traits {
         Traits(flags | write | bit(!region.rights.execute, Self::NO_EXECUTE) | memory | granule)
     }
 
+    #[inline]
     fn granule(self) -> Granule {
         match self.0 >> Self::GRANULE_SHIFT {
             0 => Granule::Kib4,
@@ -156,6 +157,7 @@ impl Memslot {
     }
 
     /// Returns the granule of the tables that map it: it says how large its pages are.
+    #[inline]
     pub(crate) fn granule(&self) -> Granule {
         self.traits.granule()
     }

@@ -434,7 +434,8 @@ impl<F: Format> Run<F> {
     /// address in two parts are an arithmetic sequence only up to a boundary between these, of 256 TiB or more.
     fn holds(&self, first: Leaf, pages: u64) -> bool {
         let bits = F::FRAME >> F::FRAME.trailing_zeros();
-        let in_one_part = bits & (bits + 1) == 0;
+        let in_place = F::put_frame(Pfn(1)) == 1 << F::FRAME.trailing_zeros();
+        let in_one_part = in_place && bits & (bits + 1) == 0;
         let last = Leaf {
             pfn: first.pfn.add(pages - 1),
             ..first
