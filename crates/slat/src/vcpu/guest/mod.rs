@@ -161,7 +161,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             context: root?,
             index: PageIndex::of_gva(gva),
         };
-        let strict = paging.strict();
+        let strict = paging.of_leaf();
         let cached = self.presence.tables.get(TableRegion::of_gva(Gva(gva)));
         loop {
             let found = match cached {
