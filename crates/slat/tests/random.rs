@@ -72,7 +72,6 @@ mod engine_and_model_agree_on {
         ept_with_5_levels_made_of_shadow_pages: 13,
         stage_2_with_52_bits: 14,
         stage_2_of_16k_with_a_concatenated_root: 15,
-        stage_2_of_64k_with_52_bits: 18,
     }
 
     formats! { agree_on, true:
@@ -83,6 +82,7 @@ mod engine_and_model_agree_on {
         npt_with_5_levels: 11,
         stage_2_of_16k_with_52_bits: 16,
         stage_2_of_64k: 17,
+        stage_2_of_64k_with_52_bits: 18,
     }
 
     #[test]
@@ -96,16 +96,16 @@ mod clones_agree_with_the_model_on {
     formats! { clones_agree_on, false:
         ept: 0,
         stage_2_with_break_before_make: 3,
-        sv39x4: 5,
-        stage_2_with_hardware_dirty_state: 7,
-        ept_made_of_shadow_pages: 8,
     }
 
     formats! { clones_agree_on, true:
         npt: 1,
         x86_with_5_levels: 2,
         stage_2_with_a_concatenated_root: 4,
+        sv39x4: 5,
         sv48x4: 6,
+        stage_2_with_hardware_dirty_state: 7,
+        ept_made_of_shadow_pages: 8,
         npt_made_of_shadow_pages: 9,
         ept_with_5_levels: 10,
         npt_with_5_levels: 11,
