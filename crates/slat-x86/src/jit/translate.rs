@@ -3,7 +3,8 @@
 //! A region is one function. All state is in the [`Cpu`] at the beginning of each block. A block reads the general registers that it
 //! uses; what it has changed, registers and the record of the flags (`flags::Lazy`), it writes back at its end, and at checkpoints. So
 //! there are no values that live across blocks: to find places for them would be most of the work of compiling, and the host has hardly
-//! more registers than the guest. (Paths of several blocks with their state in values were tried: they gained nothing.) But a block that
+//! more registers than the guest. (Paths of several blocks with their state in values were tried, and gained
+//! nothing; but then most regions of Cranelift's had one block, because those that compiled code had run were left out.) But a block that
 //! jumps to its own beginning keeps its registers in values from turn to turn: a short loop would do little else than write them back.
 //!
 //! Every place where the region is left is between two instructions. An access that the TLB does not have calls a helper, and if that
