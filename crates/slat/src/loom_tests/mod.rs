@@ -14,6 +14,7 @@
 mod dirty;
 mod faults;
 mod flushes;
+mod fork;
 mod guest_tables;
 mod locks;
 mod metas;
@@ -32,7 +33,9 @@ use crate::Vcpu;
 use crate::addr::{Access, Gfn, Gpa, Hva, Level, PAGE_SHIFT, Pfn};
 use crate::format::{Entry, Ept, Format, Leaf, Stage2, X86};
 use crate::frame::{Entries, TableMeta};
-use crate::platform::{HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor};
+use crate::platform::{
+    ForkError, HostPage, HostRun, Platform, Request, ResolveError, Stale, VmId, WaitFor,
+};
 use crate::slots::{Region, SlotFlags};
 use crate::sync::atomic::{AtomicU64, Watch};
 use crate::vm::{Config, Vm};
@@ -179,6 +182,8 @@ struct Machine {
     /// The host page that each backing page is mapped to.
     mapped: Mutex<Vec<HostPage>>,
     pages: Vec<Page>,
+    /// The VM that was cloned, and what its clone has.
+    sharing: fork::Sharing,
 }
 
 impl Machine {
@@ -195,6 +200,7 @@ impl Machine {
             frames: Mutex::new(Vec::new()),
             mapped: Mutex::new((0..Self::PAGES).map(mapped).collect()),
             pages: (0..Self::PAGES).map(page).collect(),
+            sharing: fork::Sharing::default(),
         })
     }
 
@@ -213,6 +219,15 @@ impl Machine {
         let mapped = &mut self.mapped.lock().unwrap()[page as usize];
         mapped.pfn = Pfn(to);
         mapped.level = Level::PAGE;
+    }
+
+    /// Returns the host page that backs `page` of `vm`.
+    fn backs(&self, vm: VmId, page: u64) -> HostPage {
+        let own = || {
+            let mapped = self.mapped.lock().unwrap()[page as usize];
+            mapped.with_writable(!self.sharing.is_shared(page))
+        };
+        self.sharing.of_clone(vm, page).unwrap_or_else(own)
     }
 
     fn page(&self, translation: &Translation) -> &Page {
@@ -265,16 +280,25 @@ unsafe impl Platform for Machine {
     }
 
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
-        Ok(self.mapped.lock().unwrap()[(request.backing.0 >> PAGE_SHIFT) as usize])
+        let page = request.backing.0 >> PAGE_SHIFT;
+        if request.access == Access::Write && self.sharing.is_shared(page) {
+            self.sharing.copy(self, page);
+        }
+        Ok(self.backs(request.vm, page))
     }
 
-    fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+    fn share(&self, _: VmId, clone: VmId) -> Result<(), ForkError> {
+        let originals = self.mapped.lock().unwrap().clone();
+        self.sharing.begin(clone, originals);
+        Ok(())
+    }
+
+    fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         for page in backing.start.0 >> PAGE_SHIFT..backing.end.0 >> PAGE_SHIFT {
-            let first = self.mapped.lock().unwrap()[page as usize];
             found(HostRun {
                 backing: Hva(page << PAGE_SHIFT),
                 pages: 1,
-                first,
+                first: self.backs(vm, page),
             });
         }
     }
