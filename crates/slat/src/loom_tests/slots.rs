@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::vec::Vec;
 
 use super::{Machine, PLAIN, hvas, model, on_cpu, set_slot, spawn, vm, wait};
-use crate::addr::{Gfn, Gpa, Level, PAGE_SHIFT};
+use crate::addr::{Gfn, Gpa, Granule, Level, PAGE_SHIFT};
 use crate::slots::{Edit, OwnedSlot, Place, Region, RegionError, SlotSet, Slots, check, plan};
 use crate::sync::InSection;
 use crate::sync::quiesce::Readers;
@@ -49,7 +49,7 @@ impl World {
         let edit = |(slot, base, pages): &(u32, u64, u64)| {
             let (gpa, size) = (Gpa(base << PAGE_SHIFT), pages << PAGE_SHIFT);
             let region = Region::new(*slot, gpa, size, hvas(0..1).start);
-            let new = (*pages > 0).then(|| OwnedSlot::new(&region, None));
+            let new = (*pages > 0).then(|| OwnedSlot::new(&region, Granule::Kib4, None));
             Edit { id: *slot, new }
         };
         let mut edits: Vec<_> = changes.iter().map(edit).collect();
@@ -63,11 +63,12 @@ impl World {
         let region = Region::new(slot, gpa, size, backing);
         let mut change = self.slots.change(wait);
         change.catch_up(&self.readers, |round, _| wait(round));
-        let new = match check(&region).and_then(|checked| plan(&change, checked, 64)) {
+        let new = match check(&region, Granule::Kib4).and_then(|checked| plan(&change, checked, 64))
+        {
             Err(RegionError::Empty(_)) => None,
             planned => {
                 assert!(planned.unwrap(), "a change is asked for");
-                Some(OwnedSlot::new(&region, None))
+                Some(OwnedSlot::new(&region, Granule::Kib4, None))
             }
         };
         let edits = &mut [Edit { id: slot, new }];
