@@ -3,6 +3,8 @@
 
 #[macro_use]
 mod common;
+#[path = "common/queued.rs"]
+mod queued;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,6 +16,8 @@ use slat::{
     Format, Gfn, Gpa, Level, MmuKind, Region, Setting, SlotFlags, Stats, Stop, Vcpu, Vm,
 };
 use slat_model::{Event, HostMemory, SimPlatform};
+
+use queued::Queued;
 
 const MIB2: u64 = 512;
 const GIB1: u64 = 1 << 18;
@@ -27,6 +31,7 @@ on_every_format! {
     what_reaches_out_of_the_slot_is_not_protected_from_above,
     a_harvest_protects_a_table_that_was_written_to_throughout,
     the_end_of_a_log_gives_back_what_was_protected_from_above,
+    the_end_of_a_log_stops_when_the_slot_logs_again,
     the_policy_can_change_while_tables_are_protected,
 }
 
@@ -52,10 +57,14 @@ impl<F: Format> World<F> {
         world
     }
 
-    fn set(&self, flags: SlotFlags) {
+    fn region(&self, flags: SlotFlags) -> Region {
         let Range { start, end } = self.slot;
         let hva = HostMemory::hva(start);
-        let region = Region::new(0, Gpa(start << 12), (end - start) << 12, hva).with_flags(flags);
+        Region::new(0, Gpa(start << 12), (end - start) << 12, hva).with_flags(flags)
+    }
+
+    fn set(&self, flags: SlotFlags) {
+        let region = self.region(flags);
         self.vm.set_memory_region(0, &region).unwrap();
         self.check();
     }
@@ -124,7 +133,7 @@ fn the_begin_of_a_log_reads_no_table_below_those_that_it_protects<F: Format>() {
                 counted.fetch_add(1, SeqCst);
             }
         });
-        let region = Region::new(0, Gpa(0), GIB1 << 12, HostMemory::hva(0)).with_flags(LOGGED);
+        let region = world.region(LOGGED);
         world.vm.set_memory_region(0, &region).unwrap();
         world.vm.platform().clear_hook();
         world.check();
@@ -211,6 +220,21 @@ fn the_end_of_a_log_gives_back_what_was_protected_from_above<F: Format>() {
     assert!(PAGES.iter().all(|gfn| !world.is_writable(*gfn)));
     world.access(PAGES[2], Write);
     assert_eq!(world.harvest(), [PAGES[2]]);
+}
+
+/// In the first step of the end, another thread waits to make the slot log again. The steps that follow give nothing back.
+fn the_end_of_a_log_stops_when_the_slot_logs_again<F: Format>() {
+    let world = World::<F>::new(0..GIB1, PAGES);
+    world.set(LOGGED);
+    let region = world.region(LOGGED);
+    let vm = world.vm.clone();
+    let again = move || vm.set_memory_region(0, &region).unwrap();
+    let queued = Queued::at_the_next_table(world.vm.platform(), again);
+    let plain = world.region(SlotFlags::default());
+    world.vm.set_memory_region(0, &plain).unwrap();
+    queued.join();
+    assert!(PAGES.iter().all(|gfn| !world.is_writable(*gfn)));
+    world.check();
 }
 
 fn the_policy_can_change_while_tables_are_protected<F: Format>() {

@@ -1,16 +1,22 @@
 //! Operations that look at more entries than one reader section may: they go on where they stopped, at each entry once.
 
+#[path = "common/queued.rs"]
+mod queued;
+
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use slat::{
-    Access::Write, Config, Format, Gfn, Gpa, Level, MemoryAttributes, Region, SlotFlags, Stop, Vm,
-    WaitFor, format::Npt, format::Stage2,
+    Access::Write, Change, Config, Format, Gfn, Gpa, Level, MemoryAttributes, Region, SlotFlags,
+    Stop, Vm, WaitFor, format::Npt, format::Stage2,
 };
 use slat::{DirtyLogMethod, Setting};
 use slat_model::{Event, HostMemory, SimPlatform, set_region};
+
+use queued::Queued;
 
 /// No multiple of what a section may look at, nor of a table.
 const PAGES: u64 = 2 * 4096 + 700;
@@ -25,10 +31,14 @@ fn region(slot: u32, base: u64, flags: SlotFlags) -> Region {
 }
 
 fn write<F: Format>(vm: &Arc<Vm<SimPlatform, F>>, base: u64) {
+    write_all(vm, base..base + PAGES);
+}
+
+fn write_all<F: Format>(vm: &Arc<Vm<SimPlatform, F>>, gfns: Range<u64>) {
     let mut vcpu = vm.create_vcpu().unwrap();
     vcpu.enter_unguarded(1);
     vcpu.quiesce();
-    for gfn in base..base + PAGES {
+    for gfn in gfns {
         while vcpu.translate(Gpa(gfn << 12), Write) == Err(Stop::Retry) {
             vcpu.quiesce();
         }
@@ -199,6 +209,32 @@ fn a_log_that_is_taken_is_not_that_of_another_slot() {
     let far = region(0, 1 << 19, logged);
     a_slot_in_place_of_the_one_whose_log_is_taken(far, region(1, BASE, logged));
     a_slot_in_place_of_the_one_whose_log_is_taken(gone, again);
+}
+
+/// A log is taken; after its first step its slot is replaced by one with a log of its own. What was taken, and is not protected
+/// yet, is noted in the new log when it is written again.
+#[test]
+fn what_is_taken_from_the_log_of_a_slot_that_is_replaced_is_noted_again() {
+    for log in ["write-protect", "dirty-bit", "buffer"] {
+        let vm = Vm::<_, Npt>::new(machine(PAGES), Config::default()).unwrap();
+        vm.set_policy(Setting::parse("dirty_log", log).unwrap());
+        let logged = SlotFlags::LOG_DIRTY_PAGES;
+        vm.set_memory_region(0, &region(0, BASE, logged)).unwrap();
+        write(&vm, BASE);
+        assert_eq!(in_log(&vm, 0), PAGES);
+        // In the first word a page is missing, so that its pages are protected at once. The others are collected.
+        write_all(&vm, BASE + 1..BASE + PAGES);
+        let change = vm.clone();
+        let queued = Queued::at_the_next_table(vm.platform(), move || {
+            let changes = [Change::Remove(0), Change::Set(region(1, BASE, logged))];
+            change.set_memory_regions(0, &changes).unwrap();
+        });
+        assert!(in_log(&vm, 0) > 0);
+        queued.join();
+        vm.audit().unwrap();
+        write(&vm, BASE);
+        assert_eq!(in_log(&vm, 1), PAGES, "{log}");
+    }
 }
 
 #[test]

@@ -433,9 +433,10 @@ impl<F: Format> Run<F> {
     /// Whether the run of level 1 that begins with `first` has the bits of all its first `pages` leaves. Entries that have an
     /// address in two parts are an arithmetic sequence only up to a boundary between these, of 256 TiB or more.
     fn holds(&self, first: Leaf, pages: u64) -> bool {
-        let bits = F::FRAME >> F::FRAME.trailing_zeros();
-        let in_place = F::put_frame(Pfn(1)) == 1 << F::FRAME.trailing_zeros();
-        let in_one_part = in_place && bits & (bits + 1) == 0;
+        let lowest = F::FRAME.trailing_zeros();
+        let bits = F::FRAME >> lowest;
+        // The two parts may be beside each other, with the upper one below.
+        let in_one_part = bits & (bits + 1) == 0 && F::put_frame(Pfn(1)) == 1 << lowest;
         let last = Leaf {
             pfn: first.pfn.add(pages - 1),
             ..first

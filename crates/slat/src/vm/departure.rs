@@ -94,9 +94,9 @@ impl<'s> Part<'s> {
             (None, Some(new)) => (!new.initially_set).then_some(LogChange::Begins),
             (Some(_), None) => Some(LogChange::Ends),
             (Some(old), Some(_)) => match old.kind() {
-                LogKind::Bitmap => Some(LogChange::Continues),
+                LogKind::Bitmap | LogKind::Buffers => Some(LogChange::Continues),
                 LogKind::Rings => Some(LogChange::Begins),
-                LogKind::DirtyBits | LogKind::Buffers => None,
+                LogKind::DirtyBits => None,
             },
             (None, None) => None,
         };

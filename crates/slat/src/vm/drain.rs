@@ -29,6 +29,8 @@
 //!   VM, with what is in it. A hypervisor drains a hardware buffer before it gives it to another CPU, as at any exit.
 //! * *Zaps* of leaves move dirty bits to the bitmap as with dirty bits. So when a slot moves, entries with frames of before are not
 //!   needed. One for a frame without a slot, or with one that logs otherwise or not at all, is passed over.
+//! * *A slot is replaced by one with another log* ([`super::region`]): the marks are copied. But a harvest of the old log may have taken
+//!   some, and finds no slot any more whose dirty bits it could clear. So those of unmarked pages are cleared.
 //! * *A log begins*: a walker may have set dirty bits without a record, and a drain that has looked the old slots up passed over
 //!   entries. Both were in reader sections that began before the slots with the log were published. So the change waits for
 //!   these sections, and then clears all dirty bits ([`super::departure`]). Bits of the log's end stay, and the next log clears them.

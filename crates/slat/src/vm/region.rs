@@ -21,9 +21,9 @@
 //! * *No write is lost.* A part may come from one log into another. When no reader uses the old set, nothing is marked in the old log
 //!   any more; then the marks of the part are copied. A leaf may be writable without a mark: a harvest of the old log has taken the
 //!   mark, and finds no slot any more whose page it could protect. So what is unmarked is protected (with rings, which number
-//!   pages by slot: everything). Meanwhile no thread harvests the new logs: their turns are locked before they are published.
-//!   Dirty bits that are the log stay in the leaves; a part that goes from one kind of log to another is zapped, and its bits
-//!   noted.
+//!   pages by slot: everything; with walkers' buffers, its dirty bits are cleared). Meanwhile no thread harvests the new logs: their
+//!   turns are locked before they are published. Other dirty bits that are the log stay in the leaves; a part that goes from one
+//!   kind of log to another is zapped, and its bits noted.
 //! * *Logs begin and end*, too, with all pages of a part, as when one slot changes its flags.
 
 use alloc::vec::Vec;
