@@ -156,8 +156,8 @@ policies! {
     prefetch Prefetch: Prefetch = Prefetch::Adaptive;
     /// How writes to logged slots are found out. Logs to rings are always by write protection.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
-    /// Write-protect a range for its dirty log by the entries above its tables, one for each GiB that lies wholly in it (EPT) or for
-    /// each 2 MiB (NPT), and what is in a table when the first write comes to it; off: every leaf at once. For
+    /// Write-protect a range for its dirty log by the entries above its tables, the highest that lie wholly in it (EPT) or one
+    /// for each 2 MiB (NPT), and what is in a table when the first write comes to it; off: every leaf at once. For
     /// [`MmuKind::Tdp`](crate::MmuKind), on formats whose walkers obey such entries, and [`DirtyLogMethod::WriteProtect`].
     hierarchical_protect HierarchicalProtect: Switch = Switch::On;
     /// Whether a read or fetch that maps a page of a logged slot is logged, and the page writable at

@@ -2,7 +2,7 @@
 //! through a huge page may hang the machine (CVE-2018-12207). The policy works on all others, too.
 //!
 //! A fetch through a huge leaf faults, and the fault splits the leaf in place, down to 4 KiB at the page of the fetch.
-//! The 512 pages of the last split are executable from then on; the larger pieces beside it stay huge and not
+//! The pages of the last split are executable from then on; the larger pieces beside it stay huge and not
 //! executable, and nothing is unmapped (but see the policy `nx_huge_pages_split`). The tables that exist only for this
 //! are marked, and `nx_lpage_splits` counts them. From time to time recovery zaps a share of them: the next fault there
 //! installs the huge leaf again, and it stays if the guest does not execute from it any more.
