@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex};
 
 use slat::format::Stage2;
 use slat::{
-    Entries, Ept, Gfn, HostPage, HostRun, Hva, Level, Pfn, Platform, Request, ResolveError, Stale,
-    TableMeta, VmId, WaitFor,
+    Config, Entries, Ept, ForkError, Gfn, HostPage, HostRun, Hva, Level, Pfn, Platform, Request,
+    ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 use slat_model::{Failure, HostChange, Machine, Setup, Subject, Tlb};
 
@@ -213,6 +213,14 @@ impl Defect for FlushesLeaves {
             },
         );
     }
+}
+
+#[test]
+fn a_platform_that_shares_nothing_says_so_at_a_fork() {
+    let own = Arc::new(Own::new(512, Arc::default()));
+    let vm = Vm::<_, Ept>::new(own, Config::default()).unwrap();
+    assert_eq!(Vm::fork_from(&vm).err(), Some(ForkError::Unsupported));
+    vm.audit().unwrap();
 }
 
 #[test]

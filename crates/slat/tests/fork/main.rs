@@ -17,10 +17,10 @@ use machine::{Cow, PAGES, memory};
 use slat::format::X86;
 use slat::{
     Access::{self, *},
-    Config, ForkError, Format, Gpa, Level, MmuKind, Prefetch, Region, Setting, SlotFlags, Stop,
+    ForkError, Format, Gpa, Level, MmuKind, Prefetch, Region, Setting, SlotFlags, Stop,
     Translation, Vcpu, Vm,
 };
-use slat_model::{Rng, SimPlatform};
+use slat_model::Rng;
 
 on_every_format! {
     a_clone_reads_without_a_fault_and_writes_for_itself,
@@ -348,13 +348,6 @@ fn a_parent_that_runs_is_copied_at_one_moment<F: Format>() {
     parent.audit().unwrap();
     end(parent);
     machine.check();
-}
-
-#[test]
-fn a_platform_that_shares_nothing_says_so() {
-    let vm = Vm::<_, slat::Ept>::new(SimPlatform::new(512), Config::default()).unwrap();
-    assert_eq!(Vm::fork_from(&vm).err(), Some(ForkError::Unsupported));
-    vm.audit().unwrap();
 }
 
 /// By physical addresses, as a CPU without paging accesses memory.
