@@ -3,17 +3,18 @@
 //! As on Linux, each mapping of a page that is shared has a mark. A write to a page with the mark gives the VM a frame of its
 //! own, a new *version* of the page; or, if no other VM has the frame any more, it only removes the mark.
 
-use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use slat::{Ept, Format, Granule, HostPage, Hva, Pfn, VmId};
 
 use crate::host::{HostChange, HostMemory};
 use crate::machine::{Invalidate, Machine};
-use crate::platform::SimMachine;
+use crate::platform::{SimMachine, SimPlatform};
+use crate::sharing::Sharer;
 use crate::tlb::Tlb;
+use crate::watched::Watched;
 
 /// The simulated machine as one VM sees it, or as any does as long as there are no clones.
 /// Its pages are those of format `F`.
@@ -37,41 +38,17 @@ impl<F> Simulated<F> {
     }
 }
 
-/// The VMs that share memory, and what their frames contain.
-#[derive(Default)]
-pub(crate) struct Sharing {
-    vms: Mutex<Vec<Sharer>>,
-    contents: Mutex<HashMap<Pfn, u64>>,
-}
-
-struct Sharer {
-    vm: VmId,
-    memory: Arc<HostMemory>,
-    /// Of a clone that is being made there is none yet.
-    invalidate: Option<Invalidate>,
-}
-
-impl Sharing {
-    fn word(&self, frame: Pfn) -> u64 {
-        let contents = self.contents.lock().unwrap();
-        contents.get(&frame).copied().unwrap_or(0)
+impl SimPlatform {
+    /// Makes a machine with `pages` pages of host memory, of 4 KiB.
+    pub fn new(pages: u64) -> Arc<Self> {
+        Self::with_granule(Granule::Kib4, pages)
     }
 
-    fn set_word(&self, frame: Pfn, value: u64) {
-        self.contents.lock().unwrap().insert(frame, value);
-    }
-
-    /// Whether a VM other than `vm`, whose memory is `memory`, has a frame of `pages`.
-    fn has_others(&self, vm: VmId, memory: &HostMemory, pages: Range<u64>) -> bool {
-        let vms = self.vms.lock().unwrap();
-        let mut others = vms.iter().filter(|other| other.vm != vm);
-        others.any(|other| {
-            let has = |page| memory.get(page).map(|page| page.pfn);
-            pages.clone().any(|page| {
-                let frame = has(page);
-                frame.is_some() && frame == other.memory.get(page).map(|page| page.pfn)
-            })
-        })
+    /// Makes a machine with `pages` pages of host memory, of `granule`.
+    pub fn with_granule(granule: Granule, pages: u64) -> Arc<Self> {
+        let tlb = Arc::<Tlb>::default();
+        let machine = <Simulated>::with_granule(granule, pages);
+        Watched::of(&machine, tlb)
     }
 }
 

@@ -104,6 +104,8 @@ mod runner;
 #[cfg(feature = "std")]
 mod setup;
 #[cfg(feature = "std")]
+mod sharing;
+#[cfg(feature = "std")]
 mod shrink;
 #[cfg(feature = "std")]
 pub mod streams;

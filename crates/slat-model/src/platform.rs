@@ -11,10 +11,9 @@ use slat::{
     Platform, Request, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 
-use crate::clones::{Sharing, Simulated};
 use crate::frames::Frames;
 use crate::host::{HostChange, HostMemory, PageKind};
-use crate::tlb::Tlb;
+use crate::sharing::Sharing;
 use crate::watched::Watched;
 
 /// A moment at which a test can step in, to cause an interleaving that chance rarely does.
@@ -68,18 +67,6 @@ pub struct SimMachine {
 pub type SimPlatform = Watched<SimMachine>;
 
 impl SimPlatform {
-    /// Makes a machine with `pages` pages of host memory, of 4 KiB.
-    pub fn new(pages: u64) -> Arc<Self> {
-        Self::with_granule(Granule::Kib4, pages)
-    }
-
-    /// Makes a machine with `pages` pages of host memory, of `granule`.
-    pub fn with_granule(granule: Granule, pages: u64) -> Arc<Self> {
-        let tlb = Arc::<Tlb>::default();
-        let machine = <Simulated>::with_granule(granule, pages);
-        Watched::of(&machine, tlb)
-    }
-
     /// Makes a machine with `pages` pages of host memory, which is mapped at `level`.
     pub fn at_level(pages: u64, level: Level) -> Arc<Self> {
         let platform = Self::new(pages);

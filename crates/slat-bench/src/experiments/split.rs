@@ -29,10 +29,8 @@ logging is enabled (enable), or by the call that clears the log, where that prot
 (clear: average of two, the guest writes to all pages before each). split: that call with no page.
 4k, thp, 1g: the guest has written to all memory, which is mapped by leaves of 4 KiB (it was split
 before), 2 MiB, 1 GiB. One GiB, repeated, backs the whole slot: that saves memory.
-full-walk: looks at every entry of the range, those of tables just made, too. skip-last-level:
-passes over tables of 4 KiB entries, in which nothing can be split (published for arm64).
-default: passes over what holds no huge leaf at all; each table knows. On memory split before it has
-nothing to do then, as split/4k shows; in enable and clear, it is left to protect every page.
+full-walk: looks at every entry of the range. skip-last-level: passes over tables of 4 KiB entries,
+in which nothing can be split (published for arm64). default: passes over what holds no huge leaf.
 from-above: default, and the pages are protected by the entries above their tables (policy
 hierarchical_protect; in the other rows it is off): each table when the first write comes to it.
 limit_seconds: the bytes of the new tables, written one after the other. Frames are resident.",

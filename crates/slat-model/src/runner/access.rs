@@ -245,12 +245,18 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Looks up a frame near one that was accessed lately. What it is mapped to must be what the model has.
-    pub(super) fn look_up_some_frame(&mut self) {
-        let Some(near) = self.accessed.get(self.ops % ACCESSED) else {
-            return;
-        };
-        let gfn = near.wrapping_add(self.ops as u64 / 7 % 5).wrapping_sub(2);
+    /// Looks up the frame that was accessed last, and one near another that was lately.
+    pub(super) fn look_up_some_frames(&mut self) {
+        let near = self.accessed.get(self.ops % ACCESSED).copied();
+        let near = near.map(|gfn| gfn.wrapping_add(self.ops as u64 / 7 % 5).wrapping_sub(2));
+        let last = self.accessed.back().copied();
+        last.into_iter()
+            .chain(near)
+            .for_each(|gfn| self.look_up_frame(gfn));
+    }
+
+    /// Looks up a frame: what it is mapped to must be what the model has.
+    fn look_up_frame(&mut self, gfn: u64) {
         for space in 0..=SPACES {
             let Some(mapping) = self.vm.lookup(space, Gfn(gfn)) else {
                 continue;

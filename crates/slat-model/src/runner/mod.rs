@@ -208,7 +208,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
         self.ops += 1;
         self.check_usage();
-        self.look_up_some_frame();
+        self.look_up_some_frames();
         self.check_violations();
     }
 
