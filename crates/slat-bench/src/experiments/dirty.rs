@@ -34,16 +34,13 @@ pub const EXPERIMENT: Experiment = Experiment {
 A guest writes to every page of a logged slot, as in a migration's last rounds: CPU time for a page.
 get: the client learns which pages were written. slat: KVM_GET_DIRTY_LOG, and the numbers of the
 bits that are set. ring: it collects the entries of the vCPU's ring, which has one for each page.
-clear: the next write to each page is recorded again. slat: KVM_CLEAR_DIRTY_LOG (manual protection).
-ring: KVM_RESET_DIRTY_RINGS.
-redirty: the guest writes to every page again; each write is a fault that records the page. The
-time includes the guest's own instructions, a few to a page.
+clear: the next write to each page is recorded again. slat: KVM_CLEAR_DIRTY_LOG. ring: reset rings.
+redirty: the guest writes to every page again, with its own instructions: a fault records each page.
 harvest-few, harvest-all: a log is got, and its pages are logged again, after 16 pages were written,
 or all; write: the guest writes to every page again; by the policy dirty_log. write-protect: each
 write faults. dirty-bit: a harvest looks at all leaves. buffer: the walker notes each page.
-end: the log ends, and the guest writes to every page again; the host backs them with 2 MiB pages.
-recover: huge leaves come back in place (KVM since 6.13). zap: the tables are zapped, and faults
-bring the huge leaves back.",
+end: the log ends, the guest writes again, on 2 MiB pages of the host's. recover: huge leaves come
+back in place (KVM since 6.13). zap: the tables are zapped, and faults bring huge leaves back.",
     settable: Settable::AllBut(&["huge_pages", "dirty_log"]),
     run,
     compare,
