@@ -55,7 +55,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Changes host memory. What is in pages that are replaced is lost.
+    /// Changes host memory. A page that is replaced loses its word.
     pub(super) fn change_host(&mut self, pages: &Range<u64>, change: HostChange) {
         let frame = |page: u64| self.machine.page(page).map(|page| page.pfn);
         let written = self.memory.range(pages.clone()).map(|(page, _)| *page);

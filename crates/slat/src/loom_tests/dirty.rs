@@ -193,24 +193,33 @@ fn no_write_is_lost_when_a_slot_that_logs_is_replaced() {
 
 #[test]
 fn no_write_is_lost_when_logging_begins() {
-    no_write_is_lost_after_logging_begins(DirtyLogMethod::WriteProtect);
+    no_write_is_lost_after_logging_begins(1, || {
+        let vm = vm(Level::PAGE, 1, PLAIN);
+        vm.set_policy(Setting::DirtyLog(DirtyLogMethod::WriteProtect));
+        touch(&vm, 0, Read);
+        vm
+    });
 }
 
 /// The walker may have set a dirty bit before it knew that there is a log of buffers.
 #[test]
 fn no_write_is_lost_when_logging_by_buffers_begins() {
-    no_write_is_lost_after_logging_begins(DirtyLogMethod::Buffer);
+    no_write_is_lost_after_logging_begins(1, || {
+        let vm = vm(Level::PAGE, 1, PLAIN);
+        vm.set_policy(Setting::DirtyLog(DirtyLogMethod::Buffer));
+        touch(&vm, 0, Read);
+        vm
+    });
 }
 
-fn no_write_is_lost_after_logging_begins(method: DirtyLogMethod) {
+/// The log of the slot of `pages` that `prepare` has made begins while a vCPU writes to page 0 twice.
+fn no_write_is_lost_after_logging_begins(pages: u64, prepare: fn() -> Arc<SmallVm>) {
     model(2, move || {
-        let vm = vm(Level::PAGE, 1, PLAIN);
-        vm.set_policy(Setting::DirtyLog(method));
-        touch(&vm, 0, Read);
+        let vm = prepare();
         let mut copy = Copy::default();
         let cpus = vm.clone();
         let guest = spawn(move || on_cpu(&cpus, write_twice));
-        set_slot(&vm, 0, 1, LOGGED);
+        set_slot(&vm, 0, pages, LOGGED);
         // The client copies everything once, then the pages in the log.
         copy.update(&vm, true);
         guest.join().unwrap();
@@ -256,18 +265,10 @@ fn a_huge_leaf_is_split_by_a_write_during_a_harvest() {
 
 #[test]
 fn a_huge_leaf_is_split_eagerly_during_a_write() {
-    model(2, || {
+    no_write_is_lost_after_logging_begins(2, || {
         let vm = vm(Level::MEGA, 2, PLAIN);
         touch(&vm, 1, Read);
-        let mut copy = Copy::default();
-        let cpus = vm.clone();
-        let guest = spawn(move || on_cpu(&cpus, write_twice));
-        set_slot(&vm, 0, 2, LOGGED);
-        copy.update(&vm, true);
-        guest.join().unwrap();
-        copy.update(&vm, GET(&vm));
-        assert_eq!(copy.0, 2, "a write is in no dirty log");
-        vm.audit().unwrap();
+        vm
     });
 }
 
@@ -317,18 +318,10 @@ fn no_write_is_lost_by_a_harvest_that_protects_from_above() {
 
 #[test]
 fn no_write_is_lost_when_logging_begins_from_above() {
-    model(2, || {
+    no_write_is_lost_after_logging_begins(2, || {
         let vm = vm(Level::PAGE, 2, PLAIN);
         touch(&vm, 0, Write);
-        let mut copy = Copy::default();
-        let cpus = vm.clone();
-        let guest = spawn(move || on_cpu(&cpus, write_twice));
-        set_slot(&vm, 0, 2, LOGGED);
-        copy.update(&vm, true);
-        guest.join().unwrap();
-        copy.update(&vm, GET(&vm));
-        assert_eq!(copy.0, 2, "a write is in no dirty log");
-        vm.audit().unwrap();
+        vm
     });
 }
 

@@ -49,7 +49,7 @@ impl Drop for WalkerBuffer {
     }
 }
 
-/// What is in a buffer, up to [`WrittenPages::MOST`] entries.
+/// The entries of a buffer, at most [`WrittenPages::MOST`].
 pub(crate) struct WrittenPages(Vec<(u16, Gfn)>);
 
 impl WrittenPages {
