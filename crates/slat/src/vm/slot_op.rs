@@ -139,7 +139,11 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             }
             let mut walk = Walk::new(start..end);
             (self.op).split_some(&mut walk, how, |_, _| true, &mut frames, &mut broken);
-            at = walk.at().0 - base.0;
+            let next = walk.at().0 - base.0;
+            if filled.is_err() && next == at {
+                break;
+            }
+            at = next;
             self.pass_by(|| ());
         }
         frames.release(&*self.vm.platform);
