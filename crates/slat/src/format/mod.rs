@@ -379,6 +379,12 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn ready(access: Access) -> (u64, u64);
 }
 
+/// Returns whether tables of format `F` can stand in for those that an x86 guest makes for itself or, as a hypervisor, for its
+/// own guests. Tables of fewer levels are among them, so walks begin with one table; and what the guest changes is replaced at once.
+pub(crate) const fn can_shadow<F: Format>() -> bool {
+    !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1
+}
+
 /// Returns all guest frames that tables of format `F` can translate.
 pub(crate) const fn all_gfns<F: Format>() -> Range<Gfn> {
     Gfn(0)..Gfn(F::TOP.pages() * (ENTRIES * F::ROOT_TABLES) as u64)

@@ -46,6 +46,11 @@ impl At<'_> {
         F::decode(self.bits, self.level)
     }
 
+    /// Returns whether the entry is one of a tree, and not of a shadow page.
+    pub(crate) fn is_in_tree(&self) -> bool {
+        matches!(self.kept, Kept::Cleared(_))
+    }
+
     /// Returns whether `range` contains all frames that the entry covers.
     pub(crate) fn is_inside(&self, range: &Range<Gfn>) -> bool {
         range.start <= self.gfn && self.gfn.0 + self.level.pages() <= range.end.0

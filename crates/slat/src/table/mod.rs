@@ -5,7 +5,8 @@
 //!   contains it**, by one atomic store (or read-modify-write, where hardware may set accessed or dirty in that
 //!   entry at the same time). A range operation takes the lock once for up to 512 entries, a fault once for its
 //!   install. Two exceptions: a page walker sets accessed and dirty without the lock, and [`age`] clears accessed.
-//! * No thread holds two table locks, allocates, or waits for anything under one.
+//! * No thread holds two table locks, allocates, or waits for anything under one. Whoever takes one may hold the lock of the
+//!   shadow pages beside the tree ([`crate::shadow`]), which nobody takes under a table's.
 //! * Walkers, software and hardware, take no lock. They see each entry as it was before or after a change. A table is
 //!   published by a `Release` store after it was filled; a walker loads entries with `Acquire`, so it sees the
 //!   entries of the table, too.
@@ -80,6 +81,7 @@ mod frames;
 mod lookup;
 mod map;
 mod path;
+mod protect;
 mod walk;
 
 use alloc::sync::Arc;

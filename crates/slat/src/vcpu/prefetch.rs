@@ -139,6 +139,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         };
         let end = run.gfn.add(run.pages).min(slot.gfns.end);
         let trail = trail.beside(run.gfn, run.rights);
+        if !trail.fits::<F>() {
+            return 0;
+        }
         let key = Key {
             context: self.context,
             index: run.index,
