@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use slat::format::{Ept5, GStage, Npt, Npt5, Stage2, X86};
-use slat::{Ept, Format, MmuKind};
+use slat::{Config, Ept, Format, MmuKind};
 
 use crate::generator::Generator;
 use crate::machine::Machine;
@@ -24,10 +24,12 @@ pub struct Subject {
     pub name: &'static str,
     /// What makes the tables.
     mmu: MmuKind,
+    /// Whether nested tables are shadowed. The guest has none.
+    nested: bool,
     /// See [`Subject::run`].
-    run: fn(MmuKind, Setup, Rng, usize) -> Tally,
-    replay: fn(MmuKind, Setup, &[Op]),
-    record: fn(MmuKind, Setup, Rng, usize) -> Vec<Op>,
+    run: fn(Config, Setup, Rng, usize) -> Tally,
+    replay: fn(Config, Setup, &[Op]),
+    record: fn(Config, Setup, Rng, usize) -> Vec<Op>,
 }
 
 impl Subject {
@@ -36,6 +38,7 @@ impl Subject {
         Subject {
             name,
             mmu: MmuKind::Tdp,
+            nested: false,
             run: run::<M, F>,
             replay: replay::<M, F>,
             record: record::<M, F>,
@@ -47,12 +50,26 @@ impl Subject {
         Subject { name, mmu, ..self }
     }
 
+    /// The same, called `name`, with nested tables shadowed, if the guest had any.
+    const fn with_nested(self, name: &'static str) -> Self {
+        Subject {
+            name,
+            nested: true,
+            ..self
+        }
+    }
+
+    fn config(&self) -> Config {
+        let config = Config::default().with_mmu(self.mmu);
+        config.with_nested(self.nested)
+    }
+
     const fn simulated<F: Format>(name: &'static str) -> Self {
         Subject::of::<Arc<SimMachine>, F>(name)
     }
 
     /// The simulated machine with every format; those with a size twice.
-    pub const ALL: [Subject; 15] = [
+    pub const ALL: [Subject; 16] = [
         Subject::simulated::<Ept>("EPT"),
         Subject::simulated::<Npt>("NPT"),
         Subject::simulated::<X86<5>>("x86 5-level"),
@@ -68,6 +85,7 @@ impl Subject {
         Subject::simulated::<GStage<5>>("Sv57x4"),
         Subject::simulated::<Ept5>("").with_mmu("EPT, 5 levels, direct", MmuKind::Direct),
         Subject::simulated::<Stage2<52>>("stage 2, 52 bits"),
+        Subject::simulated::<Npt>("").with_nested("NPT, nested tables"),
     ];
 
     /// Runs up to `steps` operations, as `rng` chooses them, with an audit every 500.
@@ -75,7 +93,7 @@ impl Subject {
     /// # Panics
     /// If engine and model disagree.
     pub fn run(&self, setup: Setup, rng: Rng, steps: usize) -> Tally {
-        (self.run)(self.mmu, setup, rng, steps)
+        (self.run)(self.config(), setup, rng, steps)
     }
 
     /// Like [`Subject::run`], but from a seed.
@@ -108,8 +126,8 @@ impl Subject {
         run_or_shrink(
             || self.run(setup, Rng::new(seed), steps),
             || format!("{}, seed {seed}, {setup:?}, {steps} steps", self.name),
-            || (self.record)(self.mmu, setup, Rng::new(seed), steps),
-            |ops| (self.replay)(self.mmu, setup, ops),
+            || (self.record)(self.config(), setup, Rng::new(seed), steps),
+            |ops| (self.replay)(self.config(), setup, ops),
         )
     }
 }
@@ -119,13 +137,13 @@ const BATCH: usize = 500;
 
 /// Generates and runs operations; calls `each` with every operation before it is run.
 fn generate<M: Machine, F: Format>(
-    mmu: MmuKind,
+    config: Config,
     setup: Setup,
     rng: Rng,
     steps: usize,
     mut each: impl FnMut(&Op),
 ) -> Tally {
-    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings, mmu);
+    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings, config);
     let setup = Setup {
         host_pages: runner.host_pages(),
         ..setup
@@ -145,21 +163,21 @@ fn generate<M: Machine, F: Format>(
     runner.finish()
 }
 
-fn run<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, rng: Rng, steps: usize) -> Tally {
-    generate::<M, F>(mmu, setup, rng, steps, |_| ())
+fn run<M: Machine, F: Format>(config: Config, setup: Setup, rng: Rng, steps: usize) -> Tally {
+    generate::<M, F>(config, setup, rng, steps, |_| ())
 }
 
 /// Returns the operations of a run up to the one that fails.
-fn record<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
+fn record<M: Machine, F: Format>(config: Config, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
     let mut ops = Vec::new();
-    let run = || generate::<M, F>(mmu, setup, rng, steps, |op| ops.push(op.clone()));
+    let run = || generate::<M, F>(config, setup, rng, steps, |op| ops.push(op.clone()));
     panics(|| drop(run()));
     ops
 }
 
 /// Runs just these operations, audited once, at the end.
-fn replay<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, ops: &[Op]) {
-    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings, mmu);
+fn replay<M: Machine, F: Format>(config: Config, setup: Setup, ops: &[Op]) {
+    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings, config);
     ops.iter().for_each(|op| runner.run(op));
     runner.finish();
 }

@@ -44,6 +44,7 @@ mod engine_and_model_agree_on {
         sv57x4: 12,
         ept_with_5_levels_made_of_shadow_pages: 13,
         stage_2_with_52_bits: 14,
+        npt_beside_shadow_pages: 15,
     }
 
     formats! { true:
@@ -56,7 +57,7 @@ mod engine_and_model_agree_on {
 
     #[test]
     fn no_fewer_formats_than_there_are() {
-        assert_eq!(super::Subject::ALL.len(), 15);
+        assert_eq!(super::Subject::ALL.len(), 16);
     }
 }
 
