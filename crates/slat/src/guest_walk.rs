@@ -97,12 +97,20 @@ impl GuestPaging {
         Some(self.table_in(pointer))
     }
 
-    /// Returns the state in which a shadow leaf is judged: one that lacks the right to write does so also where CR0.WP is
-    /// clear, perhaps for the dirty log.
+    /// Returns the state with CR0.WP set.
     pub(crate) fn strict(&self) -> GuestPaging {
         GuestPaging {
             write_protect: true,
             ..*self
+        }
+    }
+
+    /// Returns the state in which a shadow leaf is judged: one that lacks the right to write does so also where CR0.WP is
+    /// clear, perhaps for the dirty log; and one that lacks the right to execute where EFER.NXE is, perhaps for its slot.
+    pub(crate) fn of_leaf(&self) -> GuestPaging {
+        GuestPaging {
+            no_execute: true,
+            ..self.strict()
         }
     }
 

@@ -222,6 +222,29 @@ fn no_shadow_leaf_exceeds_the_limits_of_its_slot() {
     }
 }
 
+/// With EFER.NXE clear the guest's own tables forbid no execution, but the slot does.
+#[test]
+fn a_slot_keeps_code_out_where_the_guest_cannot() {
+    let mut guest = Guest::new(Level::PAGE);
+    guest.vm.remove_memory_region(0, 0).unwrap();
+    let tables = Region::new(0, Gpa(0), DATA << 12, HostMemory::hva(0));
+    guest.vm.set_memory_region(0, &tables).unwrap();
+    let data = Region::new(1, Gpa(DATA << 12), 512 << 12, HostMemory::hva(DATA))
+        .with_rights(Rights::ALL.with_execute(false));
+    guest.vm.set_memory_region(0, &data).unwrap();
+    let paging = GuestPaging {
+        no_execute: false,
+        ..paging(guest.cr3)
+    };
+    let page = guest.try_access_in(&paging, 0, Read).unwrap();
+    assert!(page.read && !page.execute);
+    let gpa = Gpa(DATA << 12);
+    assert_eq!(
+        guest.try_access_in(&paging, 0, Execute),
+        Err(VirtualStop::Stop(Stop::NoExecute { gpa }))
+    );
+}
+
 /// A frame has a leaf for each virtual page that the guest has used it by.
 #[test]
 fn a_look_up_of_a_frame_finds_each_right_that_a_leaf_of_it_has() {

@@ -162,7 +162,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             context: root?,
             index: PageIndex::of_gva(gva),
         };
-        let strict = paging.strict();
+        let strict = paging.of_leaf();
         let cached = self.presence.tables.get(Gva(gva));
         loop {
             let found = match cached {

@@ -80,7 +80,7 @@ impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
             let gpa = Gpa(page.gpa.0 + gva % PAGE_SIZE);
             let trail = Trail::new(paging, gva, access, &path, gpa.gfn(), seen);
             let is_enough =
-                |trail: &Trail| trail.fits::<F>() && trail.rights.allow(&paging.strict(), access);
+                |trail: &Trail| trail.fits::<F>() && trail.rights.allow(&paging.of_leaf(), access);
             let Some(trail) = trail.filter(is_enough) else {
                 let found = vcpu.translate(gpa, access)?;
                 return Ok(Wanted::Page(VirtualPage {
@@ -133,7 +133,7 @@ impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
             execute: found.execute,
             ..trail.rights
         };
-        let strict = self.paging.strict();
+        let strict = self.paging.of_leaf();
         VirtualPage {
             host: found.host,
             bits: page.bits,
