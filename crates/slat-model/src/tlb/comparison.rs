@@ -41,6 +41,9 @@ impl Inner {
         let Some((walker, table)) = self.walker.zip(self.tables.get_mut(&frame)) else {
             return;
         };
+        if !protected && table.is_as_seen() {
+            return;
+        }
         let level = table.place.level;
         let mut changes = Vec::new();
         for i in 0..table.seen.len() {
