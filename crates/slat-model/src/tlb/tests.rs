@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::frames::{Frames, write};
-use slat::ENTRIES;
-use slat::format::{Leaf, Npt, Privilege, Stage2};
+use slat::format::{Entry, Leaf, Npt, Privilege, Stage2};
+use slat::{ENTRIES, MemoryType};
 
 /// A root of level 3 with a table of level 2, whose entries start at frame 0.
 struct World {

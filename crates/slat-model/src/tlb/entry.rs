@@ -1,0 +1,153 @@
+//! Entries as a walker sees them, and those that it may still have cached.
+
+use core::ops::Range;
+
+use slat::{Granule, Level, MemoryType, Pfn};
+
+/// Position of an entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) space: usize,
+    /// That of the tables, the same for all.
+    pub(super) granule: Granule,
+    pub(super) level: Level,
+    /// First frame that the entry covers.
+    pub(super) gfn: u64,
+}
+
+impl Place {
+    pub(super) fn pages(&self) -> u64 {
+        self.granule.pages(self.level)
+    }
+
+    pub(super) fn gfns(&self) -> Range<u64> {
+        self.gfn..self.gfn + self.pages()
+    }
+}
+
+/// A valid entry, as far as a walker cares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Value {
+    Table {
+        frame: Pfn,
+        write: bool,
+    },
+    /// Of ghosts only: the right to write of an entry that refers to a table.
+    TableWrite,
+    Leaf {
+        pfn: Pfn,
+        memory: MemoryType,
+        write: bool,
+        execute: bool,
+        /// A walker that has cached a dirty leaf does not set the bit again.
+        dirty: bool,
+    },
+}
+
+impl Value {
+    /// Whether `now`, which is at the same position, allows all that `self` does.
+    pub(super) fn is_kept_by(&self, now: Option<Value>) -> bool {
+        match (*self, now) {
+            (
+                Value::Leaf {
+                    write,
+                    execute,
+                    dirty,
+                    ..
+                },
+                Some(Value::Leaf {
+                    write: now_write,
+                    execute: now_execute,
+                    dirty: now_dirty,
+                    ..
+                }),
+            ) => {
+                let kept = (!write || now_write) && (!execute || now_execute);
+                kept && (!dirty || now_dirty) && now.is_some_and(|now| self.means(&now))
+            }
+            (
+                Value::Table { frame, write },
+                Some(Value::Table {
+                    frame: now,
+                    write: stays,
+                }),
+            ) => frame == now && (!write || stays),
+            _ => false,
+        }
+    }
+
+    /// Returns the table that the entry refers to.
+    pub(super) fn table(&self) -> Option<Pfn> {
+        match self {
+            Value::Table { frame, .. } => Some(*frame),
+            _ => None,
+        }
+    }
+
+    /// Whether both point to the same frame and, if they are leaves, have the same memory type.
+    fn means(&self, other: &Value) -> bool {
+        match (self, other) {
+            (Value::Table { frame, .. }, Value::Table { frame: other, .. }) => frame == other,
+            (
+                Value::Leaf { pfn, memory, .. },
+                Value::Leaf {
+                    pfn: other_pfn,
+                    memory: other_memory,
+                    ..
+                },
+            ) => pfn == other_pfn && memory == other_memory,
+            _ => false,
+        }
+    }
+
+    /// Returns the 4 KiB part at `offset` pages of a leaf.
+    pub(super) fn at(self, offset: u64) -> Value {
+        match self {
+            Value::Leaf {
+                pfn,
+                memory,
+                write,
+                execute,
+                dirty,
+            } => Value::Leaf {
+                pfn: pfn.add(offset),
+                memory,
+                write,
+                execute,
+                dirty,
+            },
+            table => table,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ghost {
+    pub(super) place: Place,
+    pub(super) value: Value,
+    /// Number of ghosts made before it.
+    pub(super) number: u64,
+}
+
+impl Ghost {
+    /// Whether a walker that may hold this ghost must not find `value` at `place`.
+    pub(super) fn conflicts(&self, place: &Place, value: &Value) -> bool {
+        if self.place.space != place.space || !overlap(&self.place.gfns(), &place.gfns()) {
+            return false;
+        }
+        if self.place.level == place.level {
+            return !self.value.means(value);
+        }
+        // A leaf that was reached through a removed table does not conflict with another table: only the entries in that table
+        // matter. A leaf conflicts with all that is cached below it, and with a larger leaf.
+        match (value, &self.value) {
+            (Value::Leaf { .. }, Value::Leaf { .. }) => true,
+            (Value::Leaf { .. }, Value::Table { .. }) => self.place.level < place.level,
+            _ => false,
+        }
+    }
+}
+
+pub(super) fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
+}

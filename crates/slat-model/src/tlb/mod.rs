@@ -1,0 +1,309 @@
+//! What a hardware page walker may have cached: every valid entry that it could have read since the last completed flush of its
+//! range, leaves and entries that point to tables alike.
+//!
+//! Entries in the tables may be cached at any time, so they need not be recorded. An entry that was removed from the tables and
+//! not flushed since is a *ghost*. The model keeps a copy of each table that a walker can reach, compares it with the table
+//! whenever the engine asks the platform for that table, and before each flush, and makes a ghost of every entry that was
+//! removed or has lost a right. A flush ends the ghosts of its range. A removed table is reached through its ghost and is
+//! compared, too.
+//!
+//! * On formats with break-before-make, a new valid entry must not *conflict* with a ghost: map another frame, have another
+//!   size or another memory type.
+//! * On all formats, a table that a ghost points to is not freed ([`Tlb::freed`]), and the caller of an operation that has
+//!   flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_slot`]).
+//!
+//! Where walkers obey a write-protected entry that refers to a table ([`Format::TABLE_WRITE`]), what is below one cannot be cached as
+//! writable: when such an entry is found, the right that it had becomes a ghost, and so does that of each leaf below it. After that
+//! leaves below it may lose the right without another flush.
+//!
+//! The model reads a table at certain moments only, so it may miss a ghost; it makes none that a walker could not have. A flush
+//! that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
+//!
+//! It needs no OS: the machines that [`crate`] runs operations on and the monitors in `metal` share this model.
+
+mod cached;
+mod comparison;
+mod entry;
+mod table;
+
+use alloc::boxed::Box;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::ops::Range;
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+
+use slat::{Entries, Format, Gfn, Level, Pfn, Stale, VmId};
+
+#[cfg(feature = "std")]
+use crate::host::HostMemory;
+use crate::lock::Lock;
+use entry::{Ghost, Place, Value, overlap};
+use table::{Table, Walker, root_pages};
+
+/// Conflicts that are kept as text until a caller asks for them.
+const FINDINGS: usize = 20;
+
+/// The model; it knows the tables of one VM, and nothing before `Tlb::watch`.
+#[derive(Default)]
+pub struct Tlb {
+    watching: AtomicBool,
+    conflicts: AtomicU64,
+    inner: Lock<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    walker: Option<Walker>,
+    /// Returns the entries in a table frame.
+    entries: Option<Box<dyn Fn(Pfn) -> NonNull<Entries> + Send>>,
+    /// Tables that a walker can reach.
+    tables: BTreeMap<Pfn, Table>,
+    ghosts: Vec<Ghost>,
+    /// Number of all tables so far.
+    made: u64,
+    /// Tables that the engine asked for since they were last compared in a quiet moment.
+    touched: BTreeSet<Pfn>,
+    /// Whether there are ghosts that [`Tlb::stale`] has not seen.
+    lost: bool,
+    conflicts: u64,
+    /// Texts of the first conflicts.
+    findings: Vec<String>,
+}
+
+impl Tlb {
+    /// Makes walkers of `F` use the tables of `vm` from now on, whose root table (the first of several) in each address space
+    /// is one of `roots`, and whose frames are memory at the addresses that their numbers say.
+    ///
+    /// # Safety
+    /// - the frame of a table is memory at that address, and is accessed atomically only, until it is given to
+    ///   [`Tlb::freed`], or [`Tlb::forget`] was called.
+    pub unsafe fn watch<F: Format>(&self, vm: VmId, roots: &[Pfn]) {
+        let at_its_address = |frame: Pfn| {
+            NonNull::new(F::GRANULE.hpa(frame).0 as *mut Entries).expect("no frame is at address 0")
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.watch_at::<F>(vm, roots, at_its_address) };
+    }
+
+    /// Like [`Tlb::watch`], but for frames whose memory is where `entries` says, which is called under the model's lock and
+    /// must not call the model.
+    ///
+    /// # Safety
+    /// - the memory that `entries` returns for the frame of a table is accessed atomically only, until the frame is given to
+    ///   [`Tlb::freed`], or [`Tlb::forget`] was called.
+    pub unsafe fn watch_at<F: Format>(
+        &self,
+        vm: VmId,
+        roots: &[Pfn],
+        entries: impl Fn(Pfn) -> NonNull<Entries> + Send + 'static,
+    ) {
+        let mut inner = self.inner.lock();
+        *inner = Inner {
+            walker: Some(Walker {
+                vm,
+                decode: F::decode,
+                is_protected: F::is_protected,
+                protect: F::write_protect,
+                path_write: match F::PROTECT_FROM > Level::MEGA {
+                    true => F::TABLE_WRITE,
+                    false => 0,
+                },
+                break_before_make: F::BREAK_BEFORE_MAKE,
+                granule: F::GRANULE,
+                top: F::TOP,
+            }),
+            entries: Some(Box::new(entries)),
+            ..Inner::default()
+        };
+        for (space, root) in roots.iter().enumerate() {
+            for i in 0..F::ROOT_TABLES as u64 {
+                let place = Place {
+                    space,
+                    granule: F::GRANULE,
+                    level: F::TOP,
+                    gfn: i * root_pages(F::GRANULE, F::TOP),
+                };
+                inner.reach(root.add(i), place, None);
+            }
+        }
+        self.watching.store(true, SeqCst);
+    }
+
+    /// Call when no CPU can walk the tables any more: later changes of the tables do not matter.
+    pub fn forget(&self) {
+        self.watching.store(false, SeqCst);
+        let mut inner = self.inner.lock();
+        inner.walker = None;
+        inner.entries = None;
+        inner.tables.clear();
+        inner.ghosts.clear();
+        inner.touched.clear();
+    }
+
+    /// Returns the number of conflicts so far.
+    pub fn conflicts(&self) -> u64 {
+        self.conflicts.load(SeqCst)
+    }
+
+    /// Returns the number of ghosts since [`Tlb::watch`]: entries that were removed or have lost a right.
+    pub fn ghosts(&self) -> u64 {
+        self.inner.lock().made
+    }
+
+    fn with<R>(&self, then: impl FnOnce(&mut Inner) -> R) -> Option<R> {
+        if !self.watching.load(Relaxed) {
+            return None;
+        }
+        let mut inner = self.inner.lock();
+        let before = inner.conflicts;
+        let result = then(&mut inner);
+        self.conflicts.fetch_add(inner.conflicts - before, SeqCst);
+        Some(result)
+    }
+
+    /// Call when the engine reaches the table in `frame`, before it reads or changes it.
+    #[inline]
+    pub fn reached(&self, frame: Pfn) {
+        if self.watching.load(Relaxed) {
+            self.with(|inner| {
+                inner.compare(frame);
+                if inner.tables.contains_key(&frame) {
+                    inner.touched.insert(frame);
+                }
+            });
+        }
+    }
+
+    /// Call before a flush begins. Returns the moment, for [`Tlb::flush_ended`]: entries removed after it may be cached after
+    /// the flush.
+    pub fn flush_begins(&self) -> u64 {
+        let moment = self.with(|inner| {
+            inner.compare_touched();
+            inner.made
+        });
+        moment.unwrap_or(0)
+    }
+
+    /// Call when a flush of `range` that began at `moment` is complete, and is only known to have dropped the entries in
+    /// `stale`.
+    pub fn flush_ended(&self, vm: VmId, range: &Range<Gfn>, stale: Stale, moment: u64) {
+        self.with(|inner| {
+            if inner.walker.is_some_and(|walker| walker.vm == vm) {
+                inner.compare_touched();
+                inner.flush(&(range.start.0..range.end.0), stale, moment);
+            }
+        });
+    }
+
+    /// Call for a flush of `range` that takes no time: where a machine would execute INVEPT, TLBI or HFENCE.
+    pub fn flushed(&self, vm: VmId, range: &Range<Gfn>, stale: Stale) {
+        self.flush_ended(vm, range, stale, self.flush_begins());
+    }
+
+    /// Call when a frame is freed, before anything is written to it.
+    ///
+    /// # Errors
+    /// That a walker can still reach the table in the frame.
+    pub fn freed(&self, frame: Pfn) -> Result<(), String> {
+        let known = self.with(|inner| {
+            if inner.tables.contains_key(&frame) {
+                inner.compare_touched();
+            }
+            let known = inner.tables.get(&frame).map(|table| table.place);
+            inner.forget_below(frame);
+            known
+        });
+        match known.flatten() {
+            Some(place) => Err(format!("the table of {place:x?} is freed and not flushed")),
+            None => Ok(()),
+        }
+    }
+
+    /// Call in a quiet moment, when every operation has returned. Returns a conflict, or a cached entry that allows what the
+    /// tables do not.
+    pub fn stale(&self) -> Option<String> {
+        self.with(|inner| {
+            inner.compare_touched();
+            inner.touched.clear();
+            if let Some(finding) = inner.findings.pop() {
+                return Some(finding);
+            }
+            if !core::mem::take(&mut inner.lost) {
+                return None;
+            }
+            let stale = inner.ghosts.iter().find(|ghost| !inner.is_explained(ghost));
+            stale.map(|ghost| {
+                let now = inner.leaf(ghost.place.space, ghost.place.gfn);
+                format!("{ghost:x?} is still cached; the tables have {now:x?}")
+            })
+        })
+        .flatten()
+    }
+
+    /// Returns the conflicts since the last call, only the first if there are many.
+    pub fn findings(&self) -> Vec<String> {
+        core::mem::take(&mut self.inner.lock().findings)
+    }
+
+    /// Call while an invalidation of `pages` of host memory is in progress. The error is an entry that a walker may have
+    /// cached, that is not in the tables, and that maps one of the pages.
+    #[cfg(feature = "std")]
+    pub fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
+        self.check_frames(|first, count| {
+            let (page, _) = HostMemory::identify(first);
+            overlap(&(page..page + count), pages)
+        })
+    }
+
+    /// Like [`Tlb::check_backing`], but for frames: calls `are_wrong` with the first frame of a leaf and the number of frames.
+    pub fn check_frames(&self, are_wrong: impl Fn(Pfn, u64) -> bool) -> Result<(), String> {
+        self.check_ghosts(|place, value| match value {
+            Value::Leaf { pfn, .. } => are_wrong(*pfn, place.pages()),
+            Value::Table { .. } | Value::TableWrite => false,
+        })
+    }
+
+    /// Call after a slot was deleted. The error is a leaf of `gfns` that a walker may have cached.
+    pub fn check_gone(&self, space: usize, gfns: &Range<u64>) -> Result<(), String> {
+        self.check_slot(space, gfns, |_, _| false)
+    }
+
+    /// Call after a slot was created or moved, for the frames where it is or was. The error is a leaf of `gfns` that a walker may
+    /// have cached, and for whose first frames, the guest's and the host's, `is_of_slot` is false.
+    pub fn check_slot(
+        &self,
+        space: usize,
+        gfns: &Range<u64>,
+        is_of_slot: impl Fn(u64, Pfn) -> bool,
+    ) -> Result<(), String> {
+        self.check_ghosts(|place, value| match value {
+            Value::Leaf { pfn, .. } => {
+                let is_there = place.space == space && overlap(&place.gfns(), gfns);
+                is_there && !is_of_slot(place.gfn, *pfn)
+            }
+            Value::Table { .. } | Value::TableWrite => false,
+        })
+    }
+
+    fn check_ghosts(&self, is_wrong: impl Fn(&Place, &Value) -> bool) -> Result<(), String> {
+        let wrong = self.with(|inner| {
+            inner.compare_touched();
+            let mut wrong = None;
+            for ghost in &inner.ghosts {
+                inner.each_cached(ghost, &mut |place, value| {
+                    if is_wrong(&place, &value) {
+                        wrong = Some(format!("{value:x?} of {place:x?} is still cached"));
+                    }
+                });
+            }
+            wrong
+        });
+        wrong.flatten().map_or(Ok(()), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests;
