@@ -138,6 +138,10 @@ impl<F: Format> Guest<F> {
         self.l2(MIB2 + 0x6000, Read);
         assert_eq!(self.log(), [0u64; 0]);
         self.l2(MIB2 + 0x6000, Write);
+        // Once it was noted it needs no more faults.
+        let before = self.vm.stats();
+        self.l2(MIB2 + 0x6000, Write);
+        assert_eq!(self.vm.stats().since(&before).pf_taken, 0);
         assert_eq!(self.log(), [2 * DATA + 6]);
         self.set(SlotFlags::default());
         // Where no table is, L1's pages are as large again as they were.
