@@ -21,7 +21,7 @@ use crate::progress::Progress;
 use crate::state::{Exception, Segment, State, control, flags, xcr0};
 use crate::svm::Svm;
 use crate::sync::Arc;
-use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, Which};
+use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, USER_CHECKED, Which};
 use std::ptr::NonNull;
 use std::time::Duration;
 
@@ -471,9 +471,10 @@ impl Cpu {
         self.tlb().enter_world(space);
     }
 
-    /// Chooses the TLB table for CPL and RFLAGS.AC.
+    /// Chooses the TLB table for CPL, RFLAGS.AC and CR0.AM.
     pub(crate) fn update_table(&mut self) {
         self.table = match (self.cpl == 3, self.state.rflags & flags::AC != 0) {
+            (true, true) if self.state.cr0 & control::CR0_AM != 0 => USER_CHECKED,
             (true, _) => USER,
             (false, false) => SUPERVISOR,
             (false, true) => SUPERVISOR_AC,
@@ -541,7 +542,7 @@ impl Cpu {
 
     /// Returns the paging state for an access through the current TLB table.
     pub(crate) fn paging(&self) -> Paging {
-        self.paging_for(self.table)
+        self.paging_for(self.filled_table())
     }
 
     /// Returns the paging state for an access through a TLB table.
