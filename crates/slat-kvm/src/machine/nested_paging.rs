@@ -10,11 +10,11 @@
 //! hypervisor has it flushed, as a processor does.
 
 use crate::machine::VcpuMachine;
-use crate::machine::mmu::{guest_paging, own_fault, unpaged};
+use crate::machine::mmu::{guest_paging, own_fault, slat_access, unpaged};
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, WalkError, walk};
 use slat::{Gpa, Hpa};
 use slat_x86::state::control;
-use slat_x86::{Fault, HostPage, NestedPaging, Paging};
+use slat_x86::{Access, Fault, HostPage, Mmu, NestedPaging, Paging};
 
 const PAGE: u64 = 4096;
 
@@ -238,5 +238,32 @@ impl VcpuMachine {
             bits: first.bits,
             ..second
         })
+    }
+
+    /// Translates a physical address of L2's by the `nested` tables, for an access that the CPU makes to a structure there.
+    ///
+    /// # Errors
+    /// [`Fault::NestedPage`], and those of an access.
+    pub(super) fn translate_second_stage(
+        &mut self,
+        gpa: u64,
+        access: Access,
+        nested: &NestedPaging,
+    ) -> Result<HostPage, Fault> {
+        let stage = &second_stage(nested, self.physical_bits);
+        if self.shadows {
+            let mut memory = Shadowed {
+                machine: self,
+                nested: stage,
+            };
+            return memory.page(gpa, slat_access(access), AT_PAGE);
+        }
+        let mut memory = Walked {
+            machine: self,
+            of: nested,
+            nested: stage,
+        };
+        let page = memory.page(gpa, slat_access(access), AT_PAGE)?;
+        self.translate_physical(page.gpa.0, access)
     }
 }
