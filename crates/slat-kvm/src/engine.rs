@@ -42,6 +42,13 @@ macro_rules! formats {
                 }
             }
 
+            /// Whether a VM with tables of this format and this MMU can shadow nested tables.
+            pub fn nests(self, mmu: MmuKind) -> bool {
+                match self {
+                    $(TableFormat::$variant => mmu.nests::<$format>(),)*
+                }
+            }
+
             /// The format called `name`. `None`: there is none.
             pub fn by_name(name: &str) -> Option<Self> {
                 match name {
@@ -220,6 +227,8 @@ delegate! {
         fn visit_attention(visit: &mut dyn FnMut(&Attention)) -> ();
         /// See [`slat::Vm::guest_memory_changed`].
         fn guest_memory_changed() -> ();
+        /// See [`slat::Vm::shadows_nested`].
+        fn shadows_nested() -> bool;
         /// See [`slat::Vm::mmu`].
         fn mmu() -> MmuKind;
         /// See [`slat::Vm::synchronize`].

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use slat::format::{Ept5, GStage, Npt, Npt5, Stage2, Stage2Kib16, Stage2Kib64, X86};
-use slat::{Ept, Format, Granule, MmuKind};
+use slat::{Config, Ept, Format, Granule, MmuKind};
 
 use crate::clones::Simulated;
 use crate::generator::Generator;
@@ -23,10 +23,12 @@ pub struct Subject {
     pub name: &'static str,
     /// What makes the tables.
     mmu: MmuKind,
+    /// Whether nested tables are shadowed. The guest has none.
+    nested: bool,
     /// See [`Subject::run`].
-    run: fn(MmuKind, Setup, Rng, usize) -> Tally,
-    replay: fn(MmuKind, Setup, &[Op]),
-    record: fn(MmuKind, Setup, Rng, usize) -> Vec<Op>,
+    run: fn(Config, Setup, Rng, usize) -> Tally,
+    replay: fn(Config, Setup, &[Op]),
+    record: fn(Config, Setup, Rng, usize) -> Vec<Op>,
 }
 
 impl Subject {
@@ -35,6 +37,7 @@ impl Subject {
         Subject {
             name,
             mmu: MmuKind::Tdp,
+            nested: false,
             run: run::<M, F>,
             replay: replay::<M, F>,
             record: record::<M, F>,
@@ -46,12 +49,26 @@ impl Subject {
         Subject { name, mmu, ..self }
     }
 
+    /// The same, called `name`, with nested tables shadowed, if the guest had any.
+    const fn with_nested(self, name: &'static str) -> Self {
+        Subject {
+            name,
+            nested: true,
+            ..self
+        }
+    }
+
+    fn config(&self) -> Config {
+        let config = Config::default().with_mmu(self.mmu);
+        config.with_nested(self.nested)
+    }
+
     const fn simulated<F: Format>(name: &'static str) -> Self {
         Subject::of::<Simulated<F>, F>(name)
     }
 
     /// The simulated machine with every format; those with a size twice.
-    pub const ALL: [Subject; 19] = [
+    pub const ALL: [Subject; 20] = [
         Subject::simulated::<Ept>("EPT"),
         Subject::simulated::<Npt>("NPT"),
         Subject::simulated::<X86<5>>("x86 5-level"),
@@ -73,6 +90,7 @@ impl Subject {
         ),
         Subject::simulated::<Stage2Kib64<48>>("stage 2, 64 KiB"),
         Subject::simulated::<Stage2Kib64<52>>("stage 2, 64 KiB, 52 bits"),
+        Subject::simulated::<Npt>("").with_nested("NPT, nested tables"),
     ];
 
     /// Runs up to `steps` operations, as `rng` chooses them, with an audit every 500.
@@ -80,7 +98,7 @@ impl Subject {
     /// # Panics
     /// If engine and model disagree.
     pub fn run(&self, setup: Setup, rng: Rng, steps: usize) -> Tally {
-        (self.run)(self.mmu, setup, rng, steps)
+        (self.run)(self.config(), setup, rng, steps)
     }
 
     /// Like [`Subject::run`], but from a seed.
@@ -113,8 +131,8 @@ impl Subject {
         run_or_shrink(
             || self.run(setup, Rng::new(seed), steps),
             || format!("{}, seed {seed}, {setup:?}, {steps} steps", self.name),
-            || (self.record)(self.mmu, setup, Rng::new(seed), steps),
-            |ops| (self.replay)(self.mmu, setup, ops),
+            || (self.record)(self.config(), setup, Rng::new(seed), steps),
+            |ops| (self.replay)(self.config(), setup, ops),
         )
     }
 }
@@ -130,13 +148,13 @@ fn host_pages<F: Format>(setup: Setup) -> u64 {
 
 /// Generates and runs operations; calls `each` with every operation before it is run.
 fn generate<M: Machine, F: Format>(
-    mmu: MmuKind,
+    config: Config,
     setup: Setup,
     rng: Rng,
     steps: usize,
     mut each: impl FnMut(&Op),
 ) -> Tally {
-    let mut family = Family::<M, F>::new(host_pages::<F>(setup), setup.rings, mmu);
+    let mut family = Family::<M, F>::new(host_pages::<F>(setup), setup.rings, config);
     let setup = Setup {
         host_pages: family.host_pages(),
         ..setup
@@ -156,21 +174,21 @@ fn generate<M: Machine, F: Format>(
     family.finish()
 }
 
-fn run<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, rng: Rng, steps: usize) -> Tally {
-    generate::<M, F>(mmu, setup, rng, steps, |_| ())
+fn run<M: Machine, F: Format>(config: Config, setup: Setup, rng: Rng, steps: usize) -> Tally {
+    generate::<M, F>(config, setup, rng, steps, |_| ())
 }
 
 /// Returns the operations of a run up to the one that fails.
-fn record<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
+fn record<M: Machine, F: Format>(config: Config, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
     let mut ops = Vec::new();
-    let run = || generate::<M, F>(mmu, setup, rng, steps, |op| ops.push(op.clone()));
+    let run = || generate::<M, F>(config, setup, rng, steps, |op| ops.push(op.clone()));
     panics(|| drop(run()));
     ops
 }
 
 /// Runs just these operations, audited once, at the end.
-fn replay<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, ops: &[Op]) {
-    let mut family = Family::<M, F>::new(host_pages::<F>(setup), setup.rings, mmu);
+fn replay<M: Machine, F: Format>(config: Config, setup: Setup, ops: &[Op]) {
+    let mut family = Family::<M, F>::new(host_pages::<F>(setup), setup.rings, config);
     ops.iter().for_each(|op| family.run(op));
     family.finish();
 }

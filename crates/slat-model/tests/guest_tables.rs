@@ -1,6 +1,7 @@
 //! Guests that write their own page tables: MMUs that are right pass, and each defect of one that is not is found.
 
-use slat::MmuKind;
+use slat::format::{Ept5, Npt, Npt5};
+use slat::{Ept, MmuKind};
 use slat_model::Tally;
 use slat_model::guest::{Defect, GuestSubject, OF_CACHES, USUAL};
 
@@ -33,6 +34,21 @@ fn a_hypervisor_and_its_guest_may_share_tables() {
     for subject in [GuestSubject::engine(MmuKind::Tdp), GuestSubject::shadow()] {
         let tally = subject.with_nested_tables().run_seeds(0..24, RUN);
         assert!(tally.of("access") >= 24 * RUN, "{tally:?}");
+    }
+}
+
+#[test]
+fn nested_tables_are_shadowed_beside_the_second_level() {
+    let subjects = [
+        GuestSubject::nested::<Npt>(MmuKind::Tdp),
+        GuestSubject::nested::<Npt5>(MmuKind::Tdp),
+        GuestSubject::nested::<Ept>(MmuKind::Tdp),
+        GuestSubject::nested::<Npt>(MmuKind::Direct),
+        GuestSubject::nested::<Ept5>(MmuKind::Direct),
+    ];
+    for subject in subjects {
+        let tally = subject.run_seeds(0..16, RUN);
+        assert!(tally.of("stale translation") > 0, "{subject:?}: {tally:?}");
     }
 }
 
@@ -84,6 +100,9 @@ fn a_campaign() {
         GuestSubject::engine(MmuKind::Direct),
         GuestSubject::shadow(),
         GuestSubject::shadow().with_nested_tables(),
+        GuestSubject::nested::<Npt>(MmuKind::Tdp),
+        GuestSubject::nested::<Ept>(MmuKind::Tdp),
+        GuestSubject::nested::<Npt>(MmuKind::Direct),
         GuestSubject::caching(),
     ];
     let runs = accesses.div_ceil(subjects.len() as u64 * RUN);

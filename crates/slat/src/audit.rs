@@ -55,7 +55,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 let checked = match change.set().find(at.gfn) {
                     Some(slot) => {
                         let private = change.set().private.around(at.gfn);
-                        self.audit_leaf(slot, private, at.gfn, at.level, &leaf)
+                        self.audit_leaf(slot, private, at, &leaf)
                     }
                     None => Err("it is in no memslot".into()),
                 };
@@ -98,17 +98,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Checks `leaf`, of `level` at `gfn`, in `slot`. `private`: whether the frame is private; `alike`: the frames
+    /// Checks `leaf`, which is at `at`, in `slot`. `private`: whether the frame is private; `alike`: the frames
     /// around it that are like it.
     fn audit_leaf(
         &self,
         slot: &Memslot,
         (private, alike): (bool, Range<Gfn>),
-        gfn: Gfn,
-        level: Level,
+        at: &At<'_>,
         leaf: &Leaf,
     ) -> Result<(), String> {
-        let gfns = slot.gfns();
+        let (gfn, level, gfns) = (at.gfn, at.level, slot.gfns());
         let block = F::GRANULE.block(gfn, level);
         if block.end > gfns.end || block.start < gfns.start {
             return Err(alloc::format!("it reaches out of {slot:?}"));
@@ -133,12 +132,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Some((log, LogKind::Bitmap)) if leaf.write && is_unmarked(log) => {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
-            // The walker would not name it once more, nor the other pages of a huge leaf.
+            // The walker would not name it once more, nor the other pages of a huge leaf, nor any of a shadow page.
             Some((log, LogKind::Buffers))
-                if leaf.write && (leaf.dirty || level > Level::PAGE) && is_unmarked(log) =>
+                if leaf.write
+                    && (leaf.dirty || level > Level::PAGE || at.is_shadowed())
+                    && is_unmarked(log) =>
             {
                 return Err(
-                    "it is dirty, or huge and writable, but not marked in the dirty log".into(),
+                    "it is writable, and dirty, huge or shadowed, but not marked in the dirty log"
+                        .into(),
                 );
             }
             _ => {}

@@ -4,8 +4,8 @@
 use alloc::string::String;
 use alloc::sync::Arc;
 
-use crate::addr::{Gfn, Granule, Level, Pfn};
-use crate::format::{Format, Leaf};
+use crate::addr::{Gfn, Level, Pfn};
+use crate::format::{Format, Leaf, can_shadow};
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
 use crate::shadow::trail::Target;
@@ -46,18 +46,28 @@ impl MmuKind {
 
     /// Returns whether there is such an MMU for tables of format `F`.
     pub const fn serves<F: Format>(self) -> bool {
-        let is_4k = matches!(F::GRANULE, Granule::Kib4);
         match self {
             MmuKind::Tdp => true,
-            MmuKind::Direct => is_4k && !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1 && !F::SHADOWS,
-            MmuKind::Shadow => is_4k && F::SHADOWS,
+            MmuKind::Direct => can_shadow::<F>() && !F::SHADOWS,
+            MmuKind::Shadow => can_shadow::<F>() && F::SHADOWS,
         }
+    }
+
+    /// Returns whether there is such an MMU for tables of format `F` that shadows nested tables, too ([`Config::nested`](crate::Config)).
+    pub const fn nests<F: Format>(self) -> bool {
+        self.serves::<F>() && can_shadow::<F>()
     }
 }
 
 /// The MMU of one address space.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "there is one for each address space"
+)]
 pub(crate) enum Mmu<P: Platform, F: Format> {
+    /// A tree alone.
     Tdp(Tree<P, F>),
+    /// Shadow pages, alone or beside a tree.
     Shadow(ShadowMmu<P, F>),
 }
 
@@ -71,23 +81,27 @@ macro_rules! either {
 }
 
 impl<P: Platform, F: Format> Mmu<P, F> {
-    /// Makes an MMU of `kind` that maps nothing, in frames of `frames`.
+    /// Makes an MMU of `kind` that maps nothing, in frames of `frames`; one that also shadows nested tables, if `nested`.
     ///
     /// # Errors
     /// [`OutOfMemory`].
     pub(crate) fn new(
-        kind: MmuKind,
+        (kind, nested): (MmuKind, bool),
         platform: Arc<P>,
         frames: Shared<TableFrames>,
         flushes: Shared<Flushes>,
         budget: Shared<Budget>,
     ) -> Result<Self, OutOfMemory> {
-        Ok(match kind {
-            MmuKind::Tdp => Mmu::Tdp(Tree::new(platform, frames, flushes)?),
-            MmuKind::Direct | MmuKind::Shadow => {
-                Mmu::Shadow(ShadowMmu::new(platform, frames, flushes, budget)?)
-            }
-        })
+        if kind != MmuKind::Tdp {
+            let shadows = nested || kind == MmuKind::Shadow;
+            let mmu = ShadowMmu::new(platform, frames, flushes, budget, shadows);
+            return mmu.map(Mmu::Shadow);
+        }
+        let tree = Tree::new(platform.clone(), frames.clone(), flushes.clone())?;
+        match nested {
+            true => ShadowMmu::with_tree(tree, platform, frames, flushes, budget).map(Mmu::Shadow),
+            false => Ok(Mmu::Tdp(tree)),
+        }
     }
 
     /// Returns the context of all walks.
@@ -99,17 +113,30 @@ impl<P: Platform, F: Format> Mmu<P, F> {
     #[inline]
     pub(crate) fn shadow(&self) -> Option<&ShadowMmu<P, F>> {
         match self {
-            Mmu::Shadow(mmu) if F::SHADOWS => Some(mmu),
+            Mmu::Shadow(mmu) if mmu.shadows() => Some(mmu),
             _ => None,
         }
     }
 
-    /// Returns the tree, if the MMU is one.
+    /// Returns the MMU, if it shadows the tables by which the guest itself is translated: none else has their leaves.
+    #[inline]
+    pub(crate) fn shadow_of_all(&self) -> Option<&ShadowMmu<P, F>> {
+        (self.shadow()).filter(|mmu| F::SHADOWS && mmu.tree().is_none())
+    }
+
+    /// Returns the tree, if there is one.
     pub(crate) fn tree_mut(&mut self) -> Option<&mut Tree<P, F>> {
         match self {
             Mmu::Tdp(tree) => Some(tree),
-            Mmu::Shadow(_) => None,
+            Mmu::Shadow(mmu) => mmu.tree_mut(),
         }
+    }
+
+    /// Returns how often a table of the guest's has begun to be tracked. A huge leaf that was [mappable](Self::mappable_level)
+    /// after this was asked still is, if the answer is the same under the lock of the table that receives the leaf.
+    #[inline]
+    pub(crate) fn tracking_begun(&self) -> u64 {
+        self.shadow().map_or(0, ShadowMmu::tracking_begun)
     }
 
     /// Makes sure that `frames` and the MMU have what installs of `tables` tables need.
@@ -250,7 +277,11 @@ impl<P: Platform, F: Format> Mmu<P, F> {
             Mmu::Tdp(tree) => unsafe {
                 tree.map(&mut target.cursor, level, leaf, path, valid, done)
             },
-            Mmu::Shadow(mmu) => mmu.map(*target, level, leaf, path, valid, done),
+            Mmu::Shadow(mmu) => match mmu.tree_for(target) {
+                // SAFETY: the caller's promise.
+                Some(tree) => unsafe { tree.map(target, level, leaf, path, valid, done) },
+                None => mmu.map(*target, level, leaf, path, valid, done),
+            },
         }
     }
 
@@ -274,7 +305,11 @@ impl<P: Platform, F: Format> Mmu<P, F> {
             Mmu::Tdp(tree) => unsafe {
                 tree.map_absent(&mut target.cursor, pages, leaf, path, valid)
             },
-            Mmu::Shadow(mmu) => mmu.map_absent(*target, pages, leaf, path, valid),
+            Mmu::Shadow(mmu) => match mmu.tree_for(target) {
+                // SAFETY: the caller's promise.
+                Some(tree) => unsafe { tree.map_absent(target, pages, leaf, path, valid) },
+                None => mmu.map_absent(*target, pages, leaf, path, valid),
+            },
         }
     }
 
@@ -291,11 +326,15 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         generation: u64,
         path: &mut Path<'_>,
     ) -> Result<bool, Retry> {
-        match self {
-            // SAFETY: the caller's promise.
-            Mmu::Tdp(tree) => Ok(unsafe { tree.map_mmio(&mut target.cursor, generation, path) }),
-            Mmu::Shadow(mmu) => mmu.map_mmio(*target, generation, path),
-        }
+        let tree = match self {
+            Mmu::Tdp(tree) => tree,
+            Mmu::Shadow(mmu) => match mmu.tree_for(target) {
+                Some(beside) => beside.tree,
+                None => return mmu.map_mmio(*target, generation, path),
+            },
+        };
+        // SAFETY: the caller's promise.
+        Ok(unsafe { tree.map_mmio(&mut target.cursor, generation, path) })
     }
 
     /// Returns the largest level, up to `level`, at which the MMU can map `gfn`.

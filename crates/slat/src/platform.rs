@@ -278,7 +278,7 @@ impl Stale {
 /// | `share` | no | slots | for locks of its own | yes | no |
 /// | `flush` | no | slots | for CPUs in the guest | yes | no |
 /// | `drain` | no | none | for CPUs in the guest | yes | yes |
-/// | `wait` | yes | slots | shortly, that is its purpose | no | no |
+/// | `wait` | yes | slots; for a table's, that of shadow pages | shortly, that is its purpose | no | no |
 /// | `zapped` | yes | slots, a table's | no | no | no |
 /// | `trace` | yes | slots, a table's | no | no | no |
 ///
@@ -420,8 +420,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.
     /// A huge leaf that was zapped may reach out of `range`: nothing of it is used either. `stale` says what
     /// is enough; a platform that does not look at it flushes everything in the range.
-    /// With [`MmuKind::Shadow`](crate::MmuKind) the range is always that of all frames: what a TLB holds then is known by virtual
-    /// address.
+    /// In a VM that has shadowed tables of the guest's, the range is always that of all frames: what a TLB holds then is known by virtual
+    /// address, or by that of a nested guest.
     ///
     /// When it returns, for each CPU that may run the guest:
     /// - leaves that its TLB holds are void, whatever their size, also those combined with translations

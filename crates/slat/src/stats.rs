@@ -90,13 +90,13 @@ counters! {
     split_entries_visited,
     /// Pages mapped ahead of their use.
     prefetched,
-    /// Shadow pages made: of their frame and role there was none. None with [`MmuKind::Tdp`](crate::MmuKind).
+    /// Shadow pages made: of their frame and role there was none. With [`MmuKind::Tdp`](crate::MmuKind) those of nested tables.
     mmu_cache_miss,
     /// Shadow pages zapped.
     mmu_shadow_zapped,
     /// Of these, the oldest ones, zapped because the limit of pages was reached ([`Vm::set_mmu_pages`](crate::Vm)).
     mmu_recycled,
-    /// Stores to tables of the guest's that the MMU was told of. None without [`MmuKind::Shadow`](crate::MmuKind).
+    /// Stores to tables of the guest's that the MMU was told of. None if it shadows no tables.
     mmu_pte_write,
     /// Of the entries that these stores have changed, those that refer to a shadow page, and were cleared for that.
     mmu_pde_zapped,

@@ -72,6 +72,7 @@ mod engine_and_model_agree_on {
         ept_with_5_levels_made_of_shadow_pages: 13,
         stage_2_with_52_bits: 14,
         stage_2_of_16k_with_a_concatenated_root: 15,
+        npt_beside_shadow_pages: 19,
     }
 
     formats! { agree_on, true:
@@ -87,7 +88,7 @@ mod engine_and_model_agree_on {
 
     #[test]
     fn no_fewer_formats_than_there_are() {
-        assert_eq!(super::Subject::ALL.len(), 19);
+        assert_eq!(super::Subject::ALL.len(), 20);
     }
 }
 
@@ -112,6 +113,7 @@ mod clones_agree_with_the_model_on {
         sv57x4: 12,
         ept_with_5_levels_made_of_shadow_pages: 13,
         stage_2_with_52_bits: 14,
+        npt_beside_shadow_pages: 19,
     }
 }
 

@@ -22,8 +22,8 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 A guest (L1) runs a guest of its own (L2) by SVM, with nested page tables in pages of 4 KiB. slat
 stands for hardware that has no third level: a translation of L2's goes through its own tables, L1's
-nested ones and slat's. tdp walks L1's tables, and keeps 16 pages; shadow, slat without a second
-level, shadows them as KVM does: entries go from L2's physical addresses to the host's.
+nested ones and slat's. slat shadows L1's nested tables as KVM does: entries go from L2's physical
+addresses to the host's. tdp does so beside L1's second level; shadow is slat without one.
 exit: what a guest asks of the level below: L2 of L1 by VMMCALL, there and back (l2); L1 of the
 program by a device register (program); and of slat by VMMCALL, a call inside the CPU (slat).
 compute: recursion in L1, in L2. walk: writes to pages at random. faults: L2 reads each page once.

@@ -5,7 +5,8 @@
 //! most of these, and no others.
 //!
 //! With the shadow MMU there is one: the engine shadows the guest's tables, and walks them itself where it has to. It is told of
-//! stores to them, and of the translations that the guest invalidates.
+//! stores to them, and of the translations that the guest invalidates. The nested tables of a guest that is a hypervisor are
+//! shadowed beside a second level, too ([`super::nested_paging`]).
 
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, outside};
@@ -535,14 +536,11 @@ impl Mmu for VcpuMachine {
             page
         } else if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
             unpaged(gva)
+        } else if let Some(nested) = paging.nested.as_ref().filter(|_| self.shadows_nested) {
+            return self.translate_nested(gva, access, paging, nested);
         } else if self.shadows {
-            return match &paging.nested {
-                Some(nested) => self.translate_nested(gva, access, paging, nested),
-                None => {
-                    let paging = guest_paging(paging, self.physical_bits);
-                    self.translate_shadowed(gva, access, &paging)
-                }
-            };
+            let paging = guest_paging(paging, self.physical_bits);
+            return self.translate_shadowed(gva, access, &paging);
         } else {
             self.walk_guest(gva, access, paging)?
         };
@@ -612,7 +610,10 @@ impl Mmu for VcpuMachine {
         let void = match what {
             GuestFlush::Nested => {
                 self.pages.flush_nested();
-                self.flush_shadowed()
+                if self.shadows_nested {
+                    self.engine.flush_guest(&mut Words(&self.vm.code));
+                }
+                self.shadows_nested
             }
             // A nested guest's own tables are not shadowed.
             _ if paging.nested.is_some() => false,

@@ -75,6 +75,8 @@ pub(crate) struct VcpuMachine {
     space: usize,
     /// The engine has the shadow MMU.
     shadows: bool,
+    /// The engine shadows the nested tables of a guest that is a hypervisor.
+    shadows_nested: bool,
     /// The client has set the registers, and may have restored guest memory: what the shadow MMU has made of the guest's tables is
     /// to be compared with them.
     pub(crate) memory_restored: bool,
@@ -89,6 +91,7 @@ impl VcpuMachine {
     ) -> Self {
         let tsc = vm.clock.new_tsc();
         let shadows = vm.engine.mmu() == MmuKind::Shadow;
+        let shadows_nested = vm.engine.shadows_nested();
         VcpuMachine {
             engine,
             vm,
@@ -116,6 +119,7 @@ impl VcpuMachine {
             memory_fault: None,
             space: ORDINARY,
             shadows,
+            shadows_nested,
             memory_restored: false,
         }
     }

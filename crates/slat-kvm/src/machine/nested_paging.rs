@@ -4,10 +4,11 @@
 //! hypervisor's (L1) by L1's nested tables; then the engine's second level follows, as for any address of L1's. Each entry of L2's tables
 //! is at a physical address of L2's, so the walk of L2's tables has a walk of L1's at each step.
 //!
-//! With the shadow MMU the engine shadows L1's nested tables, like any table of the guest's: L2's physical addresses are what is
-//! translated. So a step is one walk of the shadow table, from there to the host, and L1's tables are read at a fault only
-//! ([`Shadowed`]). Other MMUs know nothing of these tables, which are then walked ([`Walked`]); what that has found is kept until the
-//! hypervisor has it flushed, as a processor does.
+//! The engine shadows L1's nested tables, with the shadow MMU like any table of the guest's, with other MMUs beside L1's second level: L2's
+//! physical addresses are what is translated. So a step is one walk of the shadow table, from there to the host, and L1's tables are
+//! read at a fault only ([`Shadowed`]). Table formats with break-before-make cannot shadow them. There they are walked ([`Walked`]), as
+//! they are for a client that asks for a translation; what that has found is kept until the hypervisor has it flushed, as a
+//! processor does.
 
 use crate::machine::VcpuMachine;
 use crate::machine::mmu::{guest_paging, own_fault, slat_access, unpaged};
@@ -251,7 +252,7 @@ impl VcpuMachine {
         nested: &NestedPaging,
     ) -> Result<HostPage, Fault> {
         let stage = &second_stage(nested, self.physical_bits);
-        if self.shadows {
+        if self.shadows_nested {
             let mut memory = Shadowed {
                 machine: self,
                 nested: stage,

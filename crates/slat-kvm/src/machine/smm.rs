@@ -16,7 +16,7 @@ impl VcpuMachine {
         self.engine.use_space(space);
         self.pages.flush();
         // Stores to the guest's tables that are made in one address space are not noticed in the other one.
-        self.memory_restored |= self.shadows;
+        self.memory_restored |= self.shadows_nested;
         true
     }
 

@@ -107,6 +107,7 @@ impl VmObject {
             Some(mmu) if !policies.format.has(mmu) => TableFormat::of(mmu),
             _ => policies.format,
         };
+        config.nested = policies.nested && format.nests(config.mmu);
         if protected && config.mmu == MmuKind::Shadow {
             // As in KVM without the TDP MMU.
             return fail(libc::EINVAL);

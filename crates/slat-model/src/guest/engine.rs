@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use slat::format::Npt;
+use slat::format::{Format, Npt};
 use slat::guest_walk::{GuestPaging, GuestTables, WalkError, walk};
 use slat::{
     Access, Config, DirtyLogReads, Gfn, Gpa, Hpa, Hva, MmuKind, PAGE_SIZE, Pfn, Region, Setting,
-    Stop, Vcpu, Vm,
+    Stop, Translation, Vcpu, Vm,
 };
 
 use super::CPUS;
@@ -17,14 +17,14 @@ use super::registers::Registers;
 use crate::platform::SimPlatform;
 use crate::region::set_region;
 
-/// Flushes of its own that an access may need.
-const MOST_RETRIES: usize = 3;
+/// Flushes of its own that an access may need: one for each table on the path, and for the page.
+const MOST_RETRIES: usize = 16;
 
-/// [`slat::guest_walk::walk`] over a [`Vm`] with tables of AMD's nested paging.
-pub struct EngineMmu {
-    vm: Arc<Vm<SimPlatform, Npt>>,
-    vcpus: Vec<Vcpu<SimPlatform, Npt>>,
-    ram: Arc<GuestRam>,
+/// [`slat::guest_walk::walk`] over a [`Vm`] with second-level tables: those of AMD's nested paging, unless said otherwise.
+pub struct EngineMmu<F: Format = Npt> {
+    pub(super) vm: Arc<Vm<SimPlatform, F>>,
+    pub(super) vcpus: Vec<Vcpu<SimPlatform, F>>,
+    pub(super) ram: Arc<GuestRam>,
 }
 
 impl EngineMmu {
@@ -35,9 +35,43 @@ impl EngineMmu {
 
     /// Like [`EngineMmu::new`], with second-level tables that `mmu` makes.
     pub fn with_mmu(machine: &GuestMachine, mmu: MmuKind) -> Self {
-        let config = Config::default().with_mmu(mmu);
-        let vm = Vm::new(machine.platform.clone(), config);
-        let vm = vm.expect("there is memory");
+        EngineMmu::with_config(machine, Config::default().with_mmu(mmu))
+    }
+}
+
+/// Repeats `access` on `vcpu` while it is to be retried.
+pub(super) fn until_done<F: Format, T>(
+    vcpu: &mut Vcpu<SimPlatform, F>,
+    mut access: impl FnMut(&mut Vcpu<SimPlatform, F>) -> Option<T>,
+) -> T {
+    for _ in 0..MOST_RETRIES {
+        if let Some(done) = access(vcpu) {
+            return done;
+        }
+        // It has no translation of an earlier section.
+        vcpu.quiesce();
+    }
+    panic!("an access is retried for ever");
+}
+
+/// Returns what an access comes to that has stopped. `None`: it is to be retried.
+pub(super) fn stopped(stop: Stop) -> Option<Outcome> {
+    match stop {
+        Stop::Retry => None,
+        Stop::Mmio { gpa } => Some(Outcome::Mmio { gpa }),
+        Stop::BadAddress { gpa, .. }
+        | Stop::MemoryFault {
+            gpa, absent: true, ..
+        } => Some(Outcome::BadAddress { gpa }),
+        Stop::NoExecute { gpa } => Some(Outcome::NoExecute { gpa }),
+        stop => panic!("{stop}"),
+    }
+}
+
+impl<F: Format> EngineMmu<F> {
+    /// Makes a VM without memslots on `machine`.
+    pub(super) fn with_config(machine: &GuestMachine, config: Config) -> Self {
+        let vm = Vm::new(machine.platform.clone(), config).expect("there is memory");
         // So that logs are exact.
         vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
         let vcpus = (0..CPUS).map(|_| vm.create_vcpu().expect("there is memory"));
@@ -49,25 +83,17 @@ impl EngineMmu {
     }
 
     /// Translates a guest-physical address by the second level.
-    pub(super) fn reach(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Result<Hpa, Outcome> {
+    fn translate(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Result<Translation, Outcome> {
         let mut vcpu = self.vcpus[cpu].enter(cpu);
-        for _ in 0..MOST_RETRIES {
-            // It has no translation of an earlier section.
-            match vcpu.translate(gpa, access) {
-                Ok(page) => return Ok(page.host),
-                Err(Stop::Retry) => vcpu.quiesce(),
-                Err(Stop::Mmio { gpa }) => return Err(Outcome::Mmio { gpa }),
-                Err(
-                    Stop::BadAddress { gpa, .. }
-                    | Stop::MemoryFault {
-                        gpa, absent: true, ..
-                    },
-                ) => return Err(Outcome::BadAddress { gpa }),
-                Err(Stop::NoExecute { gpa }) => return Err(Outcome::NoExecute { gpa }),
-                Err(stop) => panic!("{access:?} at {gpa}: {stop}"),
-            }
-        }
-        panic!("{access:?} at {gpa} is retried for ever");
+        until_done(&mut vcpu, |vcpu| match vcpu.translate(gpa, access) {
+            Ok(found) => Some(Ok(found)),
+            Err(stop) => stopped(stop).map(Err),
+        })
+    }
+
+    /// Returns the host page to which the second level translates a guest-physical address.
+    pub(super) fn reach(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Result<Hpa, Outcome> {
+        self.translate(cpu, gpa, access).map(|found| found.host)
     }
 
     /// Reads a page-table entry. `Err`: what the access that needs it comes to.
@@ -113,12 +139,12 @@ pub(super) fn outcome(reached: Result<Hpa, Outcome>) -> Outcome {
 }
 
 /// The tables of a guest, for walks of one vCPU.
-struct Tables<'a> {
-    mmu: &'a mut EngineMmu,
+struct Tables<'a, F: Format> {
+    mmu: &'a mut EngineMmu<F>,
     cpu: usize,
 }
 
-impl GuestTables for Tables<'_> {
+impl<F: Format> GuestTables for Tables<'_, F> {
     type Error = Outcome;
 
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Outcome> {
@@ -136,7 +162,7 @@ impl GuestTables for Tables<'_> {
     }
 }
 
-impl GuestMmu for EngineMmu {
+impl<F: Format> GuestMmu for EngineMmu<F> {
     fn access(
         &mut self,
         cpu: usize,
@@ -156,7 +182,10 @@ impl GuestMmu for EngineMmu {
     }
 
     fn access_physical(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Outcome {
-        outcome(self.reach(cpu, gpa, access))
+        match self.translate(cpu, gpa, access) {
+            Ok(Translation { host, tracked, .. }) => Outcome::Page { host, tracked },
+            Err(outcome) => outcome,
+        }
     }
 
     fn stored(&mut self, _: usize, _: StoreKind, _: &[Part]) {}

@@ -3,29 +3,22 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use slat::format::X86;
+use slat::format::{Format, X86};
 use slat::guest_walk::GuestPaging;
-use slat::{
-    Access, Config, DirtyLogReads, Gfn, Gpa, HostWords, Hpa, Hva, MmuKind, Pfn, Region, Setting,
-    Stop, Vcpu, VirtualStop, Vm,
-};
+use slat::{Access, Config, Gfn, Gpa, HostWords, Hpa, Hva, MmuKind, Pfn, Region, VirtualStop, Vm};
 
 use super::CPUS;
+use super::engine::{EngineMmu, stopped, until_done};
 use super::mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
 use super::ram::{GuestMachine, GuestRam};
 use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege, Registers};
 use crate::platform::SimPlatform;
-use crate::region::set_region;
 
-/// Flushes of its own that an access may need: one for each table on the path, and for the page.
-const MOST_RETRIES: usize = 16;
-
-/// [`Vcpu::translate_virtual`] over a [`Vm`] that shadows the guest's tables.
-pub struct ShadowMmu {
-    vm: Arc<Vm<SimPlatform, X86<5>>>,
-    vcpus: Vec<Vcpu<SimPlatform, X86<5>>>,
+/// [`Vcpu::translate_virtual`](slat::Vcpu) over a [`Vm`] that shadows the guest's tables: those of its own paging, or nested ones
+/// beside its own, which are walked then.
+pub struct ShadowMmu<F: Format = X86<5>> {
+    engine: EngineMmu<F>,
     registers: [Registers; CPUS],
-    ram: Arc<GuestRam>,
 }
 
 /// The contents of host memory, for walks.
@@ -52,59 +45,40 @@ impl HostWords for Words<'_> {
 impl ShadowMmu {
     /// Makes a VM without memslots on `machine`.
     pub fn new(machine: &GuestMachine) -> Self {
-        let config = Config::default().with_mmu(MmuKind::Shadow);
-        let vm = Vm::new(machine.platform.clone(), config).expect("there is memory");
-        // So that logs are exact.
-        vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
-        let vcpus = (0..CPUS).map(|_| vm.create_vcpu().expect("there is memory"));
+        ShadowMmu::with_config(machine, Config::default().with_mmu(MmuKind::Shadow))
+    }
+}
+
+impl<F: Format> ShadowMmu<F> {
+    /// Makes a VM without memslots on `machine`, with second-level tables that `mmu` makes, and shadow pages of nested tables.
+    pub fn nested(machine: &GuestMachine, mmu: MmuKind) -> Self {
+        ShadowMmu::with_config(machine, Config::default().with_mmu(mmu).with_nested(true))
+    }
+
+    fn with_config(machine: &GuestMachine, config: Config) -> Self {
         ShadowMmu {
-            vcpus: vcpus.collect(),
-            vm,
+            engine: EngineMmu::with_config(machine, config),
             registers: Default::default(),
-            ram: machine.ram.clone(),
         }
     }
 
     /// Returns the VM.
-    pub fn vm(&self) -> &Arc<Vm<SimPlatform, X86<5>>> {
-        &self.vm
+    pub fn vm(&self) -> &Arc<Vm<SimPlatform, F>> {
+        &self.engine.vm
+    }
+
+    /// Returns whether tables used as `paging` says are shadowed.
+    fn shadows(&self, paging: &GuestPaging) -> bool {
+        self.vm().mmu() == MmuKind::Shadow || paging.reserves_table_global
     }
 
     fn flush(&mut self, cpu: usize) {
-        let mut vcpu = self.vcpus[cpu].enter(cpu);
-        vcpu.flush_guest(&mut Words(&self.ram));
+        let mut vcpu = self.engine.vcpus[cpu].enter(cpu);
+        vcpu.flush_guest(&mut Words(&self.engine.ram));
     }
 }
 
-/// Repeats `access` on `vcpu` while it is to be retried. `None`: it is retried for ever.
-fn until_done<T>(
-    vcpu: &mut Vcpu<SimPlatform, X86<5>>,
-    mut access: impl FnMut(&mut Vcpu<SimPlatform, X86<5>>) -> Option<T>,
-) -> T {
-    for _ in 0..MOST_RETRIES {
-        if let Some(done) = access(vcpu) {
-            return done;
-        }
-        vcpu.quiesce();
-    }
-    panic!("an access is retried for ever");
-}
-
-/// Returns what an access comes to that has stopped. `None`: it is to be retried.
-fn outcome(stop: Stop) -> Option<Outcome> {
-    match stop {
-        Stop::Retry => None,
-        Stop::Mmio { gpa } => Some(Outcome::Mmio { gpa }),
-        Stop::BadAddress { gpa, .. }
-        | Stop::MemoryFault {
-            gpa, absent: true, ..
-        } => Some(Outcome::BadAddress { gpa }),
-        Stop::NoExecute { gpa } => Some(Outcome::NoExecute { gpa }),
-        stop => panic!("{stop}"),
-    }
-}
-
-impl GuestMmu for ShadowMmu {
+impl<F: Format> GuestMmu for ShadowMmu<F> {
     fn access(
         &mut self,
         cpu: usize,
@@ -112,11 +86,11 @@ impl GuestMmu for ShadowMmu {
         access: Access,
         paging: Option<&GuestPaging>,
     ) -> Outcome {
-        let Some(paging) = paging else {
-            return self.access_physical(cpu, Gpa(gva), access);
+        let Some(paging) = paging.filter(|paging| self.shadows(paging)) else {
+            return self.engine.access(cpu, gva, access, paging);
         };
-        let mut words = Words(&self.ram);
-        let mut vcpu = self.vcpus[cpu].enter(cpu);
+        let mut words = Words(&self.engine.ram);
+        let mut vcpu = self.engine.vcpus[cpu].enter(cpu);
         until_done(&mut vcpu, |vcpu| {
             match vcpu.translate_virtual(gva, access, paging, &mut words) {
                 Ok(page) => Some(Outcome::Page {
@@ -124,32 +98,25 @@ impl GuestMmu for ShadowMmu {
                     tracked: page.tracked.is_some(),
                 }),
                 Err(VirtualStop::PageFault { code }) => Some(Outcome::PageFault { code }),
-                Err(VirtualStop::Stop(stop)) => outcome(stop),
+                Err(VirtualStop::Stop(stop)) => stopped(stop),
                 Err(VirtualStop::Memory(never)) => match never {},
             }
         })
     }
 
     fn access_physical(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Outcome {
-        let mut vcpu = self.vcpus[cpu].enter(cpu);
-        until_done(&mut vcpu, |vcpu| match vcpu.translate(gpa, access) {
-            Ok(page) => Some(Outcome::Page {
-                host: page.host,
-                tracked: page.tracked,
-            }),
-            Err(stop) => outcome(stop),
-        })
+        self.engine.access_physical(cpu, gpa, access)
     }
 
     fn stored(&mut self, cpu: usize, _: StoreKind, parts: &[Part]) {
-        let mut vcpu = self.vcpus[cpu].enter(cpu);
+        let mut vcpu = self.engine.vcpus[cpu].enter(cpu);
         for part in parts {
             let _no_cpu_remembers_any = vcpu.stored(part.gpa, part.bytes as u64);
         }
     }
 
     fn client_stored(&mut self) {
-        self.vm.guest_memory_changed();
+        self.vm().guest_memory_changed();
         (0..CPUS).for_each(|cpu| self.flush(cpu));
     }
 
@@ -173,8 +140,11 @@ impl GuestMmu for ShadowMmu {
         let Some(paging) = self.registers[cpu].paging(&Privilege::KERNEL) else {
             return;
         };
-        let mut vcpu = self.vcpus[cpu].enter(cpu);
-        let _no_cpu_remembers_any = vcpu.invlpg(gva, &paging, &mut Words(&self.ram));
+        if !self.shadows(&paging) {
+            return;
+        }
+        let mut vcpu = self.engine.vcpus[cpu].enter(cpu);
+        let _no_cpu_remembers_any = vcpu.invlpg(gva, &paging, &mut Words(&self.engine.ram));
     }
 
     fn invpcid(&mut self, cpu: usize, invpcid: Invpcid) {
@@ -187,26 +157,24 @@ impl GuestMmu for ShadowMmu {
     }
 
     fn set_region(&mut self, region: &Region) {
-        let set = set_region(&self.vm, 0, region);
-        set.unwrap_or_else(|error| panic!("{region:?}: {error}"));
+        self.engine.set_region(region);
     }
 
     fn invalidate(&mut self, range: Range<Hva>, change: &mut dyn FnMut()) {
-        let invalidation = self.vm.invalidate(range);
-        change();
-        drop(invalidation);
+        self.engine.invalidate(range, change);
     }
 
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]) {
-        let got = self.vm.get_dirty_log(0, slot, bitmap);
-        got.unwrap_or_else(|error| panic!("slot {slot}: {error}"));
+        self.engine.dirty_log(slot, bitmap);
     }
 
     fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
-        Some(self.vm.lookup(0, gfn).map(|mapping| mapping.pfn))
+        let found = self.engine.frame_of(gfn);
+        // What the second level does not map, shadow pages of nested tables may.
+        found.filter(|frame| frame.is_some() || self.vm().mmu() == MmuKind::Shadow)
     }
 
     fn audit(&mut self) -> Result<(), String> {
-        self.vm.audit().map_err(|error| error.to_string())
+        self.engine.audit()
     }
 }

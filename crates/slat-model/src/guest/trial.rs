@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use slat::MmuKind;
+use slat::{Format, MmuKind};
 
 use super::caching::CachingMmu;
 use super::defects::Defect;
@@ -115,6 +115,14 @@ impl GuestSubject {
     /// The engine with its shadow MMU.
     pub fn shadow() -> Self {
         GuestSubject::new("shadow", ShadowMmu::new)
+    }
+
+    /// The engine, with second-level tables of format `F` that `mmu` makes, and with shadow pages of the hypervisor's nested tables
+    /// ([`GuestSubject::with_nested_tables`]).
+    pub fn nested<F: Format>(mmu: MmuKind) -> Self {
+        let name = format!("nested, {mmu:?}, {}", F::NAME);
+        let make = move |machine: &GuestMachine| ShadowMmu::<F>::nested(machine, mmu);
+        GuestSubject::new(name, make).with_nested_tables()
     }
 
     /// The engine with a TLB, paging-structure caches and copies of tables.

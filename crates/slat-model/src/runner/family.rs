@@ -1,7 +1,7 @@
 //! A VM and its clones, with their models: what one of them writes no other one reads.
 
 use slat::format::Entry;
-use slat::{ForkError, Format, Gfn, MmuKind, Vm};
+use slat::{Config, ForkError, Format, Gfn, MmuKind, Vm};
 use std::sync::Arc;
 
 use super::Runner;
@@ -23,9 +23,9 @@ pub struct Family<M: Machine, F: Format> {
 
 impl<M: Machine, F: Format> Family<M, F> {
     /// Makes a VM: see [`Runner::new`].
-    pub fn new(host_pages: u64, rings: bool, mmu: MmuKind) -> Self {
+    pub fn new(host_pages: u64, rings: bool, config: Config) -> Self {
         Family {
-            vms: vec![Runner::new(host_pages, rings, mmu)],
+            vms: vec![Runner::new(host_pages, rings, config)],
             current: 0,
             tally: Tally::default(),
         }

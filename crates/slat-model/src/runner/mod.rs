@@ -88,8 +88,8 @@ pub struct Runner<M: Machine, F: Format> {
 
 impl<M: Machine, F: Format> Runner<M, F> {
     /// Makes a VM without memory on a machine of `host_pages` pages; with `rings` its dirty logs are
-    /// rings. `mmu` makes its tables.
-    pub fn new(host_pages: u64, rings: bool, mmu: MmuKind) -> Self {
+    /// rings. `config` says how its tables are made.
+    pub fn new(host_pages: u64, rings: bool, config: Config) -> Self {
         let tlb = Arc::<Tlb>::default();
         let machine = Arc::new(M::new(host_pages, tlb.clone()));
         // The longest slot but for giant ones.
@@ -100,7 +100,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             machine.pages()
         );
         let platform = Watched::of(&*machine, tlb.clone());
-        let config = Config::default().with_spaces(SPACES).with_mmu(mmu);
+        let config = config.with_spaces(SPACES);
         let vm = Vm::new(platform.clone(), config).unwrap_or_else(|error| {
             let why = platform.violations();
             panic!(

@@ -56,11 +56,12 @@ const MAY_EXECUTE: u64 = 1 << 53;
 /// Writable and executable but not readable is an *EPT misconfiguration* (SDM, "EPT
 /// Misconfigurations"): it exits with a reason of its own, which no ordinary fault has.
 const MISCONFIGURED: u64 = WRITE | EXECUTE;
-/// An MMIO entry keeps its generation where a leaf has its frame number: hardware looks no further
-/// once the rights are misconfigured.
-const MMIO_GENERATION_SHIFT: u32 = 12;
-const GENERATION_BITS: u32 = 40;
-const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
+/// All other bits of an MMIO entry are its note and its generation: hardware looks no further once the rights are misconfigured. A note
+/// has a guest frame of 40 bits, and three rights.
+const MMIO_SHIFT: u32 = RIGHTS.count_ones();
+const NOTE_BITS: u32 = 43;
+const GENERATION_BITS: u32 = 18;
+const _: () = assert!(MMIO_SHIFT + NOTE_BITS + GENERATION_BITS == 64);
 
 // SAFETY: the bits are those of the SDM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
 unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
@@ -85,7 +86,7 @@ unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     const SETS_DIRTY: bool = true;
     const LOGS_READS: bool = true;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
-    const MMIO_NOTE_BITS: u32 = 0;
+    const MMIO_NOTE_BITS: u32 = NOTE_BITS;
     const SHADOWS: bool = false;
     const MMIO_PHYSICAL_BITS: u32 = 52;
 
@@ -95,8 +96,8 @@ unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
         match bits & RIGHTS {
             0 => Entry::Empty,
             MISCONFIGURED => Entry::Mmio {
-                generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
-                note: 0,
+                generation: bits >> (MMIO_SHIFT + NOTE_BITS),
+                note: bits >> MMIO_SHIFT & ((1 << NOTE_BITS) - 1),
             },
             _ if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
             _ => Entry::Leaf(Self::decode_leaf(bits)),
@@ -142,8 +143,9 @@ unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     }
 
     #[inline]
-    fn mmio(generation: u64, _note: u64) -> u64 {
-        (generation << MMIO_GENERATION_SHIFT) & MMIO_GENERATION | MISCONFIGURED
+    fn mmio(generation: u64, note: u64) -> u64 {
+        debug_assert_eq!(note >> NOTE_BITS, 0, "the note has more bits");
+        (note | generation << NOTE_BITS) << MMIO_SHIFT | MISCONFIGURED
     }
 
     #[inline]
@@ -223,23 +225,15 @@ mod tests {
     /// SDM 3C, "EPT Misconfigurations": bit 0 clear while bit 1 is set.
     #[test]
     fn an_mmio_entry_is_a_misconfiguration() {
-        let bits = Ept::mmio(5, 0);
-        assert_eq!(bits & 0b111, 0b110);
-        assert!(Ept::is_absent(bits));
-        assert_eq!(
-            Ept::decode(bits, Level(1)),
-            Entry::Mmio {
-                generation: 5,
-                note: 0
-            }
-        );
-        assert_eq!(
-            Ept::decode(Ept::mmio(u64::MAX, 0), Level(1)),
-            Entry::Mmio {
-                generation: (1 << 40) - 1,
-                note: 0
-            }
-        );
+        for (generation, note) in [(5, 0), ((1 << 18) - 1, 0), (0, (1 << 43) - 1), (7, 9)] {
+            let bits = Ept::mmio(generation, note);
+            assert_eq!(bits & 0b111, 0b110);
+            assert!(Ept::is_absent(bits));
+            let entry = Ept::decode(bits, Level(1));
+            assert_eq!(entry, Entry::Mmio { generation, note });
+        }
+        // As many bits of the generation as there are.
+        assert_eq!(Ept::mmio(u64::MAX, 0), Ept::mmio((1 << 18) - 1, 0));
     }
 
     #[test]

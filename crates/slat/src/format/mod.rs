@@ -414,6 +414,13 @@ pub(crate) const fn root_pages<F: Format>() -> u64 {
     F::GRANULE.pages(F::TOP) * F::GRANULE.entries() as u64
 }
 
+/// Returns whether tables of format `F` can stand in for those that an x86 guest makes for itself or, as a hypervisor, for its
+/// own guests: they have pages of 4 KiB, as those have; tables of fewer levels are among them, so walks begin with one table; and
+/// what the guest changes is replaced at once.
+pub(crate) const fn can_shadow<F: Format>() -> bool {
+    matches!(F::GRANULE, Granule::Kib4) && !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1
+}
+
 /// Returns all guest frames that tables of format `F` can translate.
 pub(crate) const fn all_gfns<F: Format>() -> Range<Gfn> {
     Gfn(0)..Gfn(root_pages::<F>() * F::ROOT_TABLES as u64)

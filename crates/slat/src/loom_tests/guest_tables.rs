@@ -20,23 +20,23 @@ use crate::{HostWords, MmuKind, Prefetch, Setting, Stop, Translation, Vcpu, Virt
 type ShadowVm = Vm<Machine, SmallX86<2>>;
 
 /// The frame of the page directory that most tests use.
-const ROOT: u64 = 0;
+pub(super) const ROOT: u64 = 0;
 /// The frame of the page table that it refers to first.
-const TABLE: u64 = 1;
+pub(super) const TABLE: u64 = 1;
 /// A frame that the table maps first, and that may also be a page directory.
-const DATA: u64 = 2;
+pub(super) const DATA: u64 = 2;
 /// A frame that a store maps, and that is another page table: its first entry maps itself.
-const OTHER: u64 = 3;
+pub(super) const OTHER: u64 = 3;
 
 /// Returns an entry for `frame`: present, writable, user, accessed and dirty.
-const fn entry(frame: u64) -> u64 {
+pub(super) const fn entry(frame: u64) -> u64 {
     frame << PAGE_SHIFT | 0x67
 }
 
 /// A guest.
 #[derive(Clone)]
-struct Guest {
-    vm: Arc<ShadowVm>,
+pub(super) struct Guest {
+    pub(super) vm: Arc<ShadowVm>,
     words: Words,
 }
 
@@ -79,6 +79,15 @@ impl Guest {
     /// Makes a guest like [`Self::new`], with host pages of `level`.
     fn with_pages(level: Level, entries: &[(u64, usize, u64)]) -> Guest {
         let config = Config::default().with_mmu(MmuKind::Shadow);
+        Self::with_config(config, level, entries)
+    }
+
+    /// Makes a guest like [`Self::with_pages`], in a VM of `config`.
+    pub(super) fn with_config(
+        config: Config,
+        level: Level,
+        entries: &[(u64, usize, u64)],
+    ) -> Guest {
         let vm = Vm::new(Machine::new(level), config).unwrap();
         vm.set_policy(Setting::Prefetch(Prefetch::Off));
         let words = || core::array::from_fn(|_| core::array::from_fn(|_| AtomicU64::new(0)));
@@ -106,7 +115,7 @@ impl Guest {
     }
 
     /// Runs `code` on a new CPU.
-    fn on_cpu<R>(&self, code: impl FnOnce(&mut Cpu) -> R) -> R {
+    pub(super) fn on_cpu<R>(&self, code: impl FnOnce(&mut Cpu) -> R) -> R {
         let mut cpu = Cpu {
             vcpu: self.vm.create_vcpu().unwrap(),
             words: self.words.clone(),
@@ -129,7 +138,7 @@ impl Guest {
 }
 
 /// A CPU of the guest, which remembers no translation from one access to the next.
-struct Cpu {
+pub(super) struct Cpu {
     vcpu: Vcpu<Machine, SmallX86<2>>,
     words: Words,
 }
@@ -152,7 +161,7 @@ impl Cpu {
     }
 
     /// Reads virtual page `page` by the page directory `ROOT`. Returns the host page; `None` is #PF, or MMIO.
-    fn read(&mut self, page: u64) -> Option<u64> {
+    pub(super) fn read(&mut self, page: u64) -> Option<u64> {
         self.access(ROOT, page, Read)
     }
 
@@ -177,7 +186,7 @@ impl Cpu {
     }
 
     /// Stores `entry` at `index` of the table in frame `table`.
-    fn store(&mut self, table: u64, index: usize, entry: u64) {
+    pub(super) fn store(&mut self, table: u64, index: usize, entry: u64) {
         let found = self.translate_store(table);
         self.store_by(found, table, index, entry);
     }
@@ -203,12 +212,12 @@ impl Cpu {
     }
 
     /// Loads CR3 with what it has.
-    fn flush(&mut self) {
+    pub(super) fn flush(&mut self) {
         self.vcpu.flush_guest(&mut self.words);
     }
 
     /// Reads virtual page 0, passes a quiescent point, and reads it again.
-    fn read_twice(&mut self) {
+    pub(super) fn read_twice(&mut self) {
         self.read(0);
         self.vcpu.quiesce();
         self.read(0);
@@ -222,7 +231,7 @@ impl Cpu {
 }
 
 /// Runs `one` and `other` on a CPU each, concurrently; then `after` on a third, and the audit.
-fn two_cpus(
+pub(super) fn two_cpus(
     preemptions: usize,
     prepare: fn() -> Guest,
     one: fn(&mut Cpu),
@@ -366,7 +375,7 @@ fn nothing_stale_is_left_of_a_table_that_two_cpus_compare() {
 }
 
 /// Runs `host` concurrently with a CPU that runs `code`; then `after` on another CPU, and the audit.
-fn beside_host(
+pub(super) fn beside_host(
     preemptions: usize,
     prepare: fn() -> Guest,
     code: fn(&mut Cpu),

@@ -11,6 +11,7 @@
 //! before* the moment from which one thread owns it alone, whatever the interleaving. Table frames, nodes,
 //! slots and slot sets are watched until they are freed, host pages until the host takes them back.
 
+mod beside;
 mod dirty;
 mod faults;
 mod flushes;

@@ -5,6 +5,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 /// The number of shadow pages in use, in all address spaces of a VM, and its limit. Roots do not count.
 pub(crate) struct Budget {
     used: AtomicU64,
+    was_used: AtomicBool,
     limit: AtomicU64,
     /// The client has set the limit.
     is_set: AtomicBool,
@@ -16,6 +17,7 @@ impl Default for Budget {
     fn default() -> Self {
         Budget {
             used: AtomicU64::new(0),
+            was_used: AtomicBool::new(false),
             limit: AtomicU64::new(Self::LEAST),
             is_set: AtomicBool::new(false),
             memory: AtomicU64::new(0),
@@ -69,7 +71,15 @@ impl Budget {
         self.used.load(Relaxed).saturating_sub(self.limit())
     }
 
+    /// Returns whether there has ever been a shadow page. (That there is none now does not mean that none is left in a TLB.)
+    pub(crate) fn was_used(&self) -> bool {
+        self.was_used.load(Relaxed)
+    }
+
     pub(super) fn took(&self, pages: u64) {
+        if !self.was_used() {
+            self.was_used.store(true, Relaxed);
+        }
         self.used.fetch_add(pages, Relaxed);
     }
 

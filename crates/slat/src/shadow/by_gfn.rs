@@ -3,26 +3,142 @@
 //! In the order of gfn, it shows the leaves that map a frame, those of higher levels first, and with [`Show::tables`] the
 //! entry that refers to a direct page, for the region that the page maps. A page that nothing refers to is shown by an
 //! entry that is in no table. Under the lock of the MMU, which it holds for one step.
+//!
+//! If there is a tree beside the shadow pages ([`super::beside`]), each step is first one in the tree, without that lock, and then
+//! one over the frames that this has passed. An entry shows which of the two has it ([`At::is_in_tree`]).
 
 use alloc::string::String;
+use core::cell::RefCell;
 use core::ops::Range;
 
 use super::ShadowMmu;
 use super::list::END;
 use super::page::{EntryId, Pages, ShadowTable, number_of};
 use crate::addr::{Gfn, Level, Pfn};
-use crate::format::{Entry, Format, all_gfns};
+use crate::format::{Entry, Format, Leaf, all_gfns};
 use crate::frame::{ENTRIES, TableMeta};
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::table::{
-    At, ByGfn, Detached, Kept, Listed, Next, Path, Show, Split, Visit, Walk, tell_zapped,
+    Aged, At, ByGfn, Collapse, Detached, Kept, Listed, Next, Path, Show, Split, Visit, Walk,
+    tell_zapped,
 };
 
 impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
     type Format = F;
 
     fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
+        match self.tree() {
+            None => self.walk_pages(walk, show, visit),
+            Some(tree) if !self.may_have_pages() => tree.walk(walk, show, visit),
+            Some(tree) => {
+                let visit = RefCell::new(visit);
+                walk.both(
+                    |walk| tree.walk(walk, show, *visit.borrow_mut()),
+                    |walk| self.walk_pages(walk, show, *visit.borrow_mut()),
+                );
+            }
+        }
+    }
+
+    fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
+        match self.tree() {
+            None => self.age_pages(walk, clear, seen),
+            Some(tree) if !self.may_have_pages() => tree.age(walk, clear, seen),
+            Some(tree) => {
+                let seen = RefCell::new(seen);
+                walk.both(
+                    |walk| tree.age(walk, clear, *seen.borrow_mut()),
+                    |walk| self.age_pages(walk, clear, *seen.borrow_mut()),
+                );
+            }
+        }
+    }
+
+    fn zap(&self, at: &At<'_>) {
+        match self.tree_of(at) {
+            Some(tree) => tree.zap(at),
+            None if P::WANTS_ZAPPED => _ = self.take(at),
+            None => at.clear::<F>(),
+        }
+    }
+
+    fn take(&self, at: &At<'_>) -> u64 {
+        if let Some(tree) = self.tree_of(at) {
+            return tree.take(at);
+        }
+        let bits = at.take::<F>();
+        tell_zapped::<P, F>(&*self.platform, bits, at.level);
+        bits
+    }
+
+    fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached) {
+        match self.tree_of(at) {
+            Some(tree) => tree.detach(at, lower, detached),
+            None => listed(at).detach(lower, detached),
+        }
+    }
+
+    fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split {
+        match self.tree_of(at) {
+            Some(tree) => tree.split(at, path),
+            None => listed(at).split(at, path),
+        }
+    }
+
+    fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse {
+        if let Some(tree) = self.tree_of(at) {
+            return tree.collapse(at, lower, leaf, detached);
+        }
+        self.detach(at, lower, detached);
+        Collapse::Zapped
+    }
+
+    fn mend(&self, _gfn: Gfn, _level: Level, _path: &mut Path<'_>) -> bool {
+        // No leaf is ever broken: the formats of this MMU do not ask for break-before-make.
+        true
+    }
+
+    fn protects_tables(&self) -> bool {
+        self.tree().is_some_and(ByGfn::protects_tables)
+    }
+
+    fn lift(&self, walk: &mut Walk) {
+        // No entry of a shadow page that refers to a table is ever write-protected.
+        match self.tree() {
+            Some(tree) => tree.lift(walk),
+            None => walk.stop_at(walk.range().end),
+        }
+    }
+
+    fn zap_oldest(&self, detached: &mut Detached, zapped: &mut dyn FnMut(Gfn, Level, u64)) -> bool {
+        let pages = self.lock();
+        let Some(oldest) = pages.oldest() else {
+            return false;
+        };
+        self.zap_page(&pages, oldest, detached, zapped);
+        true
+    }
+
+    fn is_nx_table(&self, frame: Pfn) -> bool {
+        // SAFETY: a walk has shown the entry that refers to the table, under the lock that it still holds.
+        let table = unsafe { ShadowTable::at(&*self.platform, frame) };
+        table.meta().nx_split.load(Relaxed)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let pages = self.lock();
+        pages.check::<P, F>(&self.platform, self.root())?;
+        match self.tree() {
+            Some(tree) => self.check_beside(tree, &pages).and_then(|()| tree.check()),
+            None => Ok(()),
+        }
+    }
+}
+
+impl<P: Platform, F: Format> ShadowMmu<P, F> {
+    /// Does what [`ByGfn::walk`] does in shadow pages.
+    fn walk_pages(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
         let end = walk.range().end.min(all_gfns::<F>().end);
         let begin = walk.at();
         if begin < end {
@@ -49,49 +165,21 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
         walk.stop_at(walk.range().end);
     }
 
-    fn zap(&self, at: &At<'_>) {
-        match P::WANTS_ZAPPED {
-            true => _ = self.take(at),
-            false => at.clear::<F>(),
-        }
-    }
-
-    fn take(&self, at: &At<'_>) -> u64 {
-        let bits = at.take::<F>();
-        tell_zapped::<P, F>(&*self.platform, bits, at.level);
-        bits
-    }
-
-    fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached) {
-        listed(at).detach(lower, detached);
-    }
-
-    fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split {
-        listed(at).split(at, path)
-    }
-
-    fn mend(&self, _gfn: Gfn, _level: Level, _path: &mut Path<'_>) -> bool {
-        // No leaf is ever broken: the formats of this MMU do not ask for break-before-make.
-        true
-    }
-
-    fn zap_oldest(&self, detached: &mut Detached, zapped: &mut dyn FnMut(Gfn, Level, u64)) -> bool {
-        let pages = self.lock();
-        let Some(oldest) = pages.oldest() else {
-            return false;
-        };
-        self.zap_page(&pages, oldest, detached, zapped);
-        true
-    }
-
-    fn is_nx_table(&self, frame: Pfn) -> bool {
-        // SAFETY: a walk has shown the entry that refers to the table, under the lock that it still holds.
-        let table = unsafe { ShadowTable::at(&*self.platform, frame) };
-        table.meta().nx_split.load(Relaxed)
-    }
-
-    fn check(&self) -> Result<(), String> {
-        self.lock().check::<P, F>(&self.platform, self.root)
+    /// Does what [`ByGfn::age`] does in shadow pages.
+    fn age_pages(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
+        self.walk_pages(walk, Show::default(), &mut |at: &At<'_>| {
+            let young = F::clear_accessed(at.bits) != at.bits;
+            if young && clear {
+                at.update::<F>(F::clear_accessed);
+            }
+            seen(Aged {
+                gfn: at.gfn,
+                level: at.level,
+                mapped: 1,
+                young: u64::from(young),
+            });
+            Next::Pass
+        });
     }
 }
 
@@ -113,6 +201,10 @@ struct Shown<'w, P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> Listed for Shown<'_, P, F> {
+    fn is_shadowed(&self) -> bool {
+        self.mmu.shadows()
+    }
+
     fn unlist(&self) {
         let (node, index) = self.listed_by;
         let link = |id| self.pages.link(id);

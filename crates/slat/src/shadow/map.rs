@@ -69,7 +69,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             if !F::is_absent(bits) {
                 continue;
             }
-            if F::SHADOWS && all.is_tracked(gfn) {
+            if self.shadows() && all.is_tracked(gfn) {
                 // A fault finds out what to do about it.
                 continue;
             }
@@ -92,14 +92,11 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         generation: u64,
         path: &mut Path<'_>,
     ) -> Result<bool, Retry> {
-        let rights = target
-            .trail::<F>()
-            .map_or(PageRights::ALL, |trail| trail.rights);
-        let note = match F::SHADOWS {
-            true => mmio_note::<F>(target.gfn::<F>(), rights),
-            false => Some(0),
-        };
-        let Some(note) = note else {
+        let trail = target.trail::<F>();
+        let rights = trail.map_or(PageRights::ALL, |trail| trail.rights);
+        let note = mmio_note::<F>(target.gfn::<F>(), rights);
+        // Walks by guest-physical addresses need none.
+        let Some(note) = note.or_else(|| trail.is_none().then_some(0)) else {
             return Ok(false);
         };
         let pages = self.lock();
@@ -129,7 +126,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
 
     /// Returns the largest level, up to `level`, at which the MMU can map `gfn`.
     pub(crate) fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
-        match F::SHADOWS && level > Level::PAGE {
+        match self.tracking.any() && level > Level::PAGE {
             true => self.largest(&self.lock(), gfn, level),
             false => level,
         }
@@ -165,9 +162,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 
     /// Returns the largest level, up to `level`, at which `gfn` may be mapped: a huge leaf covers no table of the guest's.
-    fn largest(&self, pages: &Pages, gfn: Gfn, level: Level) -> Level {
+    pub(super) fn largest(&self, pages: &Pages, gfn: Gfn, level: Level) -> Level {
         let mut level = level;
-        while F::SHADOWS && level > Level::PAGE && pages.rmap.has_tables(gfn, level) {
+        while self.shadows() && level > Level::PAGE && pages.rmap.has_tables(gfn, level) {
             level = level.below();
         }
         level
@@ -223,7 +220,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         path: &mut Path<'_>,
     ) -> Result<u32, Retry> {
         let (mut number, mut at) = match target.trail::<F>() {
-            None => (self.root, F::TOP),
+            None => {
+                let root = self.root();
+                (root.expect("an MMU beside a tree has trails"), F::TOP)
+            }
             Some(trail) => {
                 let (gfn, role) = trail.page(trail.top());
                 let number = pages.find_page(gfn, role).ok_or(Retry::Unprepared)?;
@@ -242,14 +242,12 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 None => (target.gfn::<F>().align_down(at), Role::direct(at.below())),
                 Some(trail) => trail.page(at.below()),
             };
-            if F::SHADOWS {
-                (pages.pool.get(number).guest()).inspect(|guest| guest.stores.set(0));
-            }
+            (pages.pool.get(number).guest()).inspect(|guest| guest.stores.set(0));
             number = match F::decode(bits, at) {
                 Entry::Table(lower) => {
                     let lower = number_of(&*self.platform, lower);
                     let page = pages.pool.get(lower);
-                    if F::SHADOWS && (page.gfn.get(), page.role.get()) != (child, role) {
+                    if self.shadows() && (page.gfn.get(), page.role.get()) != (child, role) {
                         return Err(Retry::Replaced(at));
                     }
                     lower
@@ -258,7 +256,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 Entry::Leaf(_) => {
                     let note = || pages.pool.get(number).note(id.index());
                     let is_whole = || role.is_direct() && note() == Note::new(child, role.rights);
-                    if F::SHADOWS && !is_whole() {
+                    if self.shadows() && !is_whole() {
                         return Err(Retry::Replaced(at));
                     }
                     (self.split_leaf(pages, id, child, path)).ok_or(Retry::Unprepared)?
@@ -322,7 +320,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let meta = pages.table(&*self.platform, number).meta();
         meta.nx_split.store(nx_split, Relaxed);
         meta.maps_parts
-            .store(F::SHADOWS && role.is_direct(), Relaxed);
+            .store(self.shadows() && role.is_direct(), Relaxed);
+        if !role.is_direct() {
+            self.tracking.made();
+        }
         path.nx_splits += u64::from(nx_split);
         path.shadow_pages += 1;
         trace(true);
@@ -352,10 +353,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let above = pages.table(&*self.platform, id.page());
         let at = pages.pool.get(id.page()).level();
         let page = pages.pool.get(id.page());
-        let role = match F::SHADOWS {
-            true => page.role.get().pieces(page.note(id.index()).rights()),
-            false => Role::direct(at.below()),
-        };
+        let role = page.role.get().pieces(page.note(id.index()).rights());
         let lower = self.page(pages, gfn, role, path)?;
         let mut bits = above.entry(id.index()).load(Acquire);
         let mut made = 0;

@@ -6,11 +6,13 @@
 //! * A *shadow page* ([`page`]) is a table, with the guest frame and the *role* that it is made for. Pages with equal
 //!   frame and role are one. A page that nothing refers to any more stays, and is found again by these two.
 //! * The *reverse map* ([`rmap`]) knows for each guest frame which leaves map it. Work by gfn ([`by_gfn`]) goes by it.
+//! * A *tree* may be beside the shadow pages, for all but the tables of a guest that is a hypervisor ([`beside`]).
 //! * The number of pages is limited ([`Budget`]). A fault that finds the budget used up has the oldest pages zapped.
 //!
 //! # Who may change what
 //! * One lock for each address space ([`ShadowMmu::lock`]). Its holder alone changes entries, pages and lists; installs a
-//!   leaf, or does one step of a walk; and waits for nothing, takes no other lock, and allocates nothing. What an install
+//!   leaf, or does one step of a walk; and waits for nothing, takes no other lock (but that of a table of the tree beside it:
+//!   [`beside`]), and allocates nothing. What an install
 //!   needs is allocated before ([`ShadowMmu::prepare`]).
 //! * Page walkers take no lock ([`crate::table`], whose rules about publishing and freeing tables hold here, too). They set
 //!   accessed and dirty in leaves, so the holder of the lock changes a leaf by a read-modify-write.
@@ -20,6 +22,7 @@
 //! * A zapped page is freed after the flush ([`Detached`](crate::table::Detached)), like a table of a `Tree`. Its record
 //!   may be used for another page at once: records are used under the lock only.
 
+mod beside;
 mod budget;
 mod by_gfn;
 mod list;
@@ -38,7 +41,7 @@ use alloc::sync::Arc;
 use core::marker::PhantomData;
 
 use crate::addr::{Gfn, Level, Pfn};
-use crate::format::Format;
+use crate::format::{Format, can_shadow};
 use crate::heap::{OutOfMemory, Shared, boxed};
 use crate::platform::{Platform, WaitFor};
 use crate::shadow::trail::{Changes, Role};
@@ -46,7 +49,8 @@ use crate::sync::SpinLock;
 use crate::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::spin::SpinGuard;
-use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, TableFrames};
+use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, TableFrames, Tree};
+use beside::{Beginning, Tracking};
 use page::{Agreement, Pages, ShadowPage, ShadowTable};
 use pool::More;
 use rmap::Node;
@@ -55,10 +59,14 @@ use rmap::Node;
 pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     platform: Arc<P>,
     frames: Shared<TableFrames>,
+    /// Walks by guest-physical addresses begin with the root of these.
+    physical: Physical<P, F>,
     pages: SpinLock<Pages>,
-    /// Number of the page that all walks begin with.
-    root: u32,
+    /// It shadows tables of the guest's.
+    shadows: bool,
     context: Root,
+    tracking: Tracking,
+    beginning: Beginning,
     /// How often a page was zapped that walks begin with.
     roots_zapped: AtomicU64,
     changes: Box<Changes>,
@@ -70,8 +78,16 @@ pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     format: PhantomData<F>,
 }
 
+/// The tables for guest-physical addresses.
+enum Physical<P: Platform, F: Format> {
+    /// Direct pages, from the root with this number down.
+    Pages(u32),
+    /// A tree beside the shadow pages ([`beside`]).
+    Tree(Tree<P, F>),
+}
+
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Makes an MMU that maps nothing.
+    /// Makes an MMU that maps nothing. It `shadows` tables of the guest's, if wanted.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -80,14 +96,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         frames: Shared<TableFrames>,
         flushes: Shared<Flushes>,
         budget: Shared<Budget>,
+        shadows: bool,
     ) -> Result<Self, OutOfMemory> {
-        let mut pages = Pages::new(F::TOP);
-        let _ = (pages.pool).add(More::allocate(pages.pool.ask(1)?, new_page::<F>)?);
-        let nodes = &mut pages.rmap.nodes;
-        let _ = nodes.add(More::allocate(nodes.ask(1)?, Node::make)?);
-        pages.rmap.begin();
+        let mut pages = Self::no_pages()?;
+        let _ = (pages.pool).add(More::allocate(pages.pool.ask(1)?, || {
+            ShadowPage::make(shadows)
+        })?);
         let root = pages.pool.take().ok_or(OutOfMemory)?;
-        let changes = boxed(Changes::new())?;
         let frame = frames.allocate_root(&*platform, 1)?;
         let page = pages.pool.get(root);
         page.frame.set(frame);
@@ -96,16 +111,64 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(ShadowMmu {
             platform,
             frames,
+            physical: Physical::Pages(root),
             pages: SpinLock::new(pages),
-            root,
+            shadows,
             context: Root::new(frame, F::TOP),
+            tracking: Tracking::default(),
+            beginning: Beginning::none(),
             roots_zapped: AtomicU64::new(0),
-            changes,
+            changes: boxed(Changes::new())?,
             flushes,
             budget,
             is_short: AtomicBool::new(true),
             format: PhantomData,
         })
+    }
+
+    /// Makes an MMU for tables of the guest's, with `tree` for all else.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn with_tree(
+        tree: Tree<P, F>,
+        platform: Arc<P>,
+        frames: Shared<TableFrames>,
+        flushes: Shared<Flushes>,
+        budget: Shared<Budget>,
+    ) -> Result<Self, OutOfMemory> {
+        Ok(ShadowMmu {
+            platform,
+            frames,
+            context: tree.context(),
+            physical: Physical::Tree(tree),
+            pages: SpinLock::new(Self::no_pages()?),
+            shadows: true,
+            tracking: Tracking::default(),
+            beginning: Beginning::default(),
+            roots_zapped: AtomicU64::new(0),
+            changes: boxed(Changes::new())?,
+            flushes,
+            budget,
+            // Nothing is allocated for a guest that makes no such tables.
+            is_short: AtomicBool::new(false),
+            format: PhantomData,
+        })
+    }
+
+    /// Makes an empty reverse map, and no page.
+    fn no_pages() -> Result<Pages, OutOfMemory> {
+        let mut pages = Pages::new(F::TOP);
+        let nodes = &mut pages.rmap.nodes;
+        let _ = nodes.add(More::allocate(nodes.ask(1)?, Node::make)?);
+        pages.rmap.begin();
+        Ok(pages)
+    }
+
+    /// Returns whether it shadows tables of the guest's.
+    #[inline(always)]
+    pub(crate) fn shadows(&self) -> bool {
+        can_shadow::<F>() && self.shadows
     }
 
     #[inline(always)]
@@ -121,7 +184,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Whether an install may begin. If not, [`Self::prepare`] has to come first.
     #[inline]
     fn is_prepared(&self, pages: &Pages) -> bool {
-        let is_prepared = pages.is_prepared::<F>();
+        let is_prepared = pages.is_prepared(self.shadows());
         if !is_prepared {
             self.is_short.store(true, Relaxed);
         }
@@ -157,9 +220,14 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         frames: &mut FrameCache,
         tables: usize,
     ) -> Result<(), OutOfMemory> {
-        let tables = tables.max(Pages::install(F::SHADOWS));
+        let shadows = self.shadows();
+        let is_enough = !self.is_short.load(Relaxed);
+        if self.tree().is_some() && is_enough {
+            return frames.fill(&*self.platform, tables);
+        }
+        let tables = tables.max(Pages::install(shadows));
         let filled = frames.fill(&*self.platform, tables);
-        if tables <= FrameCache::FAULT && !self.is_short.load(Relaxed) {
+        if tables <= FrameCache::FAULT && is_enough {
             return filled;
         }
         // As much more again: not every fault allocates.
@@ -169,7 +237,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         };
         let pages = self.lock();
         let more_pages = wanted(pages.pool.spare(), tables);
-        let nodes = tables.max(Pages::install_nodes(F::SHADOWS));
+        let nodes = tables.max(Pages::install_nodes(shadows));
         let more_nodes = wanted(pages.rmap.spare(), nodes);
         self.is_short.store(false, Relaxed);
         if more_pages + more_nodes == 0 {
@@ -177,7 +245,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
         let ask = (pages.pool.ask(more_pages), pages.rmap.nodes.ask(more_nodes));
         drop(pages);
-        let more_pages = More::allocate(ask.0?, new_page::<F>)?;
+        let more_pages = More::allocate(ask.0?, || ShadowPage::make(shadows))?;
         let more_nodes = More::allocate(ask.1?, Node::make)?;
         let mut pages = self.lock();
         let unused = (pages.pool.add(more_pages), pages.rmap.nodes.add(more_nodes));
@@ -197,8 +265,11 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         zapped: &mut dyn FnMut(Gfn, Level, u64),
     ) {
         let guest = pages.pool.get(number).guest();
-        if F::SHADOWS && guest.is_some_and(|guest| guest.is_root.get()) {
+        if guest.is_some_and(|guest| guest.is_root.get()) {
             self.roots_zapped.fetch_add(1, Release);
+        }
+        if guest.is_some() {
+            self.tracking.forget();
         }
         pages.zap::<P, F>(&self.platform, number, detached, zapped);
         self.budget.gave_back(1);
@@ -232,11 +303,6 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 }
 
-/// Makes a record of a shadow page, for tables of format `F`.
-fn new_page<F: Format>() -> Result<Box<ShadowPage>, OutOfMemory> {
-    ShadowPage::make(F::SHADOWS)
-}
-
 /// Makes the frame the empty table of page `number`, which no other thread can reach yet.
 fn begin<P: Platform>(platform: &P, frame: Pfn, number: u32) {
     // SAFETY: the frame is new: allocated, and not published.
@@ -253,9 +319,10 @@ impl<P: Platform, F: Format> Drop for ShadowMmu<P, F> {
     fn drop(&mut self) {
         let mut detached = Detached::none();
         while self.zap_oldest(&mut detached, &mut |_, _, _| ()) {}
-        let pages = self.lock();
-        detached.push(&pages.table(&*self.platform, self.root), F::TOP);
-        drop(pages);
+        if let Physical::Pages(root) = self.physical {
+            let pages = self.lock();
+            detached.push(&pages.table(&*self.platform, root), F::TOP);
+        }
         // SAFETY: `&mut self`: no software walker has a reference to a table; and the owner of a VM stops
         // its CPUs before it drops the VM.
         let _ = unsafe { detached.free::<P, F>(&*self.platform, &self.frames) };

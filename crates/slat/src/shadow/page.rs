@@ -207,9 +207,9 @@ impl Pages {
 
     /// Whether nothing needs to be allocated for an install.
     #[inline]
-    pub(super) fn is_prepared<F: Format>(&self) -> bool {
-        self.pool.spare() >= Self::install(F::SHADOWS)
-            && self.rmap.spare() >= Self::install_nodes(F::SHADOWS)
+    pub(super) fn is_prepared(&self, shadows: bool) -> bool {
+        self.pool.spare() >= Self::install(shadows)
+            && self.rmap.spare() >= Self::install_nodes(shadows)
     }
 
     pub(super) fn link(&self, id: u32) -> &Link {
@@ -462,10 +462,10 @@ impl Pages {
     pub(super) fn check<P: Platform, F: Format>(
         &self,
         platform: &P,
-        root: u32,
+        root: Option<u32>,
     ) -> Result<(), String> {
         let mut entries = 0u64;
-        for number in self.active().chain([root]) {
+        for number in self.active().chain(root) {
             let page = self.pool.get(number);
             let (table, level) = (self.table(platform, number), page.level());
             let at = || {
@@ -479,7 +479,9 @@ impl Pages {
             if number_of(platform, table.frame()) != number {
                 return Err(format!("{}: its table belongs to another page", at()));
             }
-            if number != root && self.find_page(page.gfn.get(), page.role.get()) != Some(number) {
+            if Some(number) != root
+                && self.find_page(page.gfn.get(), page.role.get()) != Some(number)
+            {
                 return Err(format!(
                     "{}: it is not the page of its frame and role",
                     at()
@@ -506,9 +508,7 @@ impl Pages {
                 }
             }
         }
-        if F::SHADOWS {
-            self.check_tables::<P, F>(platform)?;
-        }
+        self.check_tables::<P, F>(platform)?;
         let listed = self.listed_below(self.rmap.root()) + self.parents(root);
         if listed != entries {
             return Err(format!(
@@ -562,8 +562,8 @@ impl Pages {
     }
 
     /// Returns how many entries refer to tables.
-    fn parents(&self, root: u32) -> u64 {
-        let pages = self.active().chain([root]);
+    fn parents(&self, root: Option<u32>) -> u64 {
+        let pages = self.active().chain(root);
         let parents = |number| self.parents_of(self.pool.get(number)).count();
         pages.map(parents).sum::<usize>() as u64
     }

@@ -82,8 +82,8 @@ impl Pages {
         pages.any(|guest| guest.agreement.get() != Agreement::Unsynced)
     }
 
-    /// Write-protects all leaves that map `gfn`. Returns whether one allowed stores.
-    fn protect<P: Platform, F: Format>(&self, platform: &P, gfn: Gfn) -> bool {
+    /// Write-protects all leaves in shadow pages that map `gfn`. Returns whether one allowed stores.
+    pub(super) fn protect<P: Platform, F: Format>(&self, platform: &P, gfn: Gfn) -> bool {
         let mut changed = false;
         for level in (1..=F::MAX_LEAF.0).map(Level) {
             let Some(listed) = self.rmap.find(gfn, level) else {
@@ -219,7 +219,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             return Some(number);
         }
         // Pages of another role, if unsynced, cannot stay so: they have to be compared.
-        let changed = pages.protect::<P, F>(&self.platform, gfn);
+        let changed = self.protect(pages, gfn);
         self.notice_stores(pages, gfn);
         let largest = gfn.block(F::MAX_LEAF);
         if changed || self.flushes.is_due(&largest, u64::MAX, &Flushed::default()) {
@@ -244,7 +244,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Returns `leaf`, for memory at `gfn`, without the right to write if that is a tracked table. A write that may go
     /// unnoticed makes the table's pages unsynced.
     pub(super) fn guarded(&self, pages: &Pages, gfn: Gfn, leaf: Leaf, path: &mut Path<'_>) -> Leaf {
-        if !F::SHADOWS || !pages.is_tracked(gfn) {
+        if !self.shadows() || !pages.is_tracked(gfn) {
             return leaf;
         }
         if leaf.write
@@ -318,22 +318,26 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 
     /// Zaps the shadow pages of the first table of the guest's in `range`, whatever its contents: the memory there has become
-    /// another one. Returns whether there was one.
+    /// another one.
     pub(crate) fn forget_table(
         &self,
         range: &Range<Gfn>,
         detached: &mut Detached,
         zapped: &mut dyn FnMut(Gfn, Level, u64),
-    ) -> bool {
+    ) {
         let pages = self.lock();
         let Some(gfn) = pages.rmap.first_table(range) else {
-            return false;
+            return;
         };
         self.changes.raise(gfn);
         for number in pages.pages_of_table(gfn) {
             self.zap_page(&pages, number, detached, zapped);
         }
-        true
+    }
+
+    /// Returns whether there are pages of a table of the guest's in `range`.
+    pub(crate) fn has_table(&self, range: &Range<Gfn>) -> bool {
+        self.may_have_pages() && self.lock().rmap.first_table(range).is_some()
     }
 
     /// Zaps the entry of `level` on the path to `key`, if the path reaches so far.
@@ -430,7 +434,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             if !take(page) {
                 break;
             }
-            changed |= pages.protect::<P, F>(&self.platform, page.gfn);
+            changed |= self.protect(&pages, page.gfn);
             self.notice_stores(&pages, page.gfn);
             let guest = pages.pool.get(number).guest();
             changed |= guest.is_some_and(|guest| guest.flush.get() != 0);

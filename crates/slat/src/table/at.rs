@@ -34,6 +34,8 @@ pub(crate) enum Kept<'t> {
 
 /// A visited entry of an MMU that lists its entries, and is locked. The methods are given the same entry.
 pub(crate) trait Listed {
+    /// Does [`At::is_shadowed`].
+    fn is_shadowed(&self) -> bool;
     /// Takes the leaf or MMIO entry off its list. Call after it was cleared.
     fn unlist(&self);
     /// Does [`ByGfn::detach`](super::ByGfn::detach).
@@ -46,6 +48,19 @@ impl At<'_> {
     /// Returns the meaning of [`bits`](Self::bits) on the path to the entry.
     pub(crate) fn decode<F: Format>(&self) -> Entry {
         F::decode(self.bits, self.level).below(self.below_protected)
+    }
+
+    /// Returns whether the entry is one of a tree, and not of a shadow page.
+    pub(crate) fn is_in_tree(&self) -> bool {
+        matches!(self.kept, Kept::Cleared(_))
+    }
+
+    /// Returns whether walkers may come to the entry by addresses that the guest's own tables translate. They do not know the frame.
+    pub(crate) fn is_shadowed(&self) -> bool {
+        match self.kept {
+            Kept::Cleared(_) => false,
+            Kept::Listed(listed) => listed.is_shadowed(),
+        }
     }
 
     /// Returns whether `range` contains all frames that the entry covers.

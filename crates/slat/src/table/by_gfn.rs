@@ -94,28 +94,14 @@ pub(crate) trait ByGfn {
     type Format: Format;
 
     /// Continues `walk`: calls `visit` for every leaf that covers frames of its range, and for the entries that `show`
-    /// adds, in the order of gfn, each under the lock of its table, or of the MMU. Takes that lock wherever a fault could
+    /// adds, in the order of gfn (of two MMUs, in that of each), each under the lock of its table, or of the MMU. Takes that lock wherever a fault could
     /// install something in the range, even if there is no entry to visit. Stops where `visit` returns [`Next::Stop`], or
     /// when the budget of `walk` is used up; the next call resumes with the same entry.
     fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit);
 
     /// Calls `seen` for all leaves that cover frames of the range, some at a time, and clears their accessed bits if `clear`.
     /// Continues `walk`, and stops when its budget is used up, as [`Self::walk`] does, but need not take a lock.
-    fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
-        self.walk(walk, Show::default(), &mut |at: &At<'_>| {
-            let young = Self::Format::clear_accessed(at.bits) != at.bits;
-            if young && clear {
-                at.update::<Self::Format>(Self::Format::clear_accessed);
-            }
-            seen(Aged {
-                gfn: at.gfn,
-                level: at.level,
-                mapped: 1,
-                young: u64::from(young),
-            });
-            Next::Pass
-        });
-    }
+    fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged));
 
     /// Zaps the leaf at `at`.
     fn zap(&self, at: &At<'_>);
@@ -143,11 +129,7 @@ pub(crate) trait ByGfn {
     /// Replaces the table in the frame `lower`, to which the entry `at` refers, by the huge leaf `leaf`, which maps all that
     /// the table maps, and adds the table to `detached`. On formats with break-before-make it makes the entry a broken
     /// leaf; [`Self::restore`] installs it after a flush. An MMU that cannot have a leaf there clears the entry.
-    fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse {
-        let _ = leaf;
-        self.detach(at, lower, detached);
-        Collapse::Zapped
-    }
+    fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse;
 
     /// Installs the broken leaf of `level` at `gfn` as a whole, after the flush `own` of it: the second half of
     /// [`Self::collapse`] on formats with break-before-make. Does nothing if the leaf was zapped meanwhile.

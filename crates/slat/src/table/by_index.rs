@@ -8,7 +8,7 @@
 //! Look-ups are the same for every MMU, because walkers are ([`super::lookup`]). What a tree installs is in [`super::map`].
 
 use crate::addr::{Access, Gfn, Level, PageIndex, Pfn};
-use crate::format::{Entry, Format, Leaf};
+use crate::format::{Entry, Format, Leaf, can_shadow};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 
 /// What an install did ([`Tree::map`](super::Tree::map)).
@@ -85,10 +85,14 @@ impl Root {
         self.frame
     }
 
-    /// Returns the level of the root table. For a format that shadows no tables that is the top, and the compiler knows it.
+    /// Returns the level of the root table. For a format that cannot shadow tables that is the top, and the compiler knows it.
     #[inline(always)]
     pub(crate) fn level<F: Format>(self) -> Level {
-        if F::SHADOWS { self.level } else { F::TOP }
+        if can_shadow::<F>() {
+            self.level
+        } else {
+            F::TOP
+        }
     }
 }
 

@@ -6,7 +6,8 @@
 //!   entry at the same time). A range operation takes the lock once for the entries of the table, a fault once for its
 //!   install. Three exceptions: a page walker sets accessed and dirty without the lock, [`age`] clears accessed, and [`protect`]
 //!   gives an entry that refers to a table the right to write under the lock of *that* table.
-//! * No thread holds two table locks, allocates, or waits for anything under one.
+//! * No thread holds two table locks, allocates, or waits for anything under one. Whoever takes one may hold the lock of the
+//!   shadow pages beside the tree ([`crate::shadow`]), which nobody takes under a table's.
 //! * Walkers, software and hardware, take no lock. They see each entry as it was before or after a change. A table is
 //!   published by a `Release` store after it was filled; a walker loads entries with `Acquire`, so it sees the
 //!   entries of the table, too.
@@ -82,6 +83,7 @@ mod lookup;
 mod map;
 mod path;
 mod protect;
+mod track;
 mod walk;
 
 use alloc::sync::Arc;

@@ -1,5 +1,6 @@
 //! Walks over ranges of frames, in steps: the progress of one, and how a tree is walked.
 
+use core::mem::replace;
 use core::ops::Range;
 
 use super::by_gfn::{Next, RUN, Show, Visit};
@@ -18,6 +19,8 @@ pub(crate) struct Walk {
     range: Range<Gfn>,
     /// The next frame; the end of the range when the walk is done.
     at: Gfn,
+    /// Of a walk over two MMUs ([`Self::both`]): the next frame in the first one, if it is after `at`.
+    ahead: Gfn,
     /// The number of entries that it may still read in this step.
     budget: u32,
     /// The number of entries that it has read.
@@ -29,6 +32,7 @@ impl Walk {
     pub(crate) fn new(range: Range<Gfn>) -> Self {
         Walk {
             at: range.start,
+            ahead: range.start,
             range,
             budget: 0,
             entries: 0,
@@ -108,6 +112,22 @@ impl Walk {
         self.range.end = all.min(end);
         work(self);
         self.range.end = all;
+    }
+
+    /// Walks over the range with `first`, and over what that has passed with `second`, each with a part of the budget. The walk
+    /// is where `second` has come to; `first` goes on where it was.
+    pub(crate) fn both(&mut self, first: impl FnOnce(&mut Self), second: impl FnOnce(&mut Self)) {
+        let from = self.at;
+        self.ahead = self.ahead.max(from);
+        if self.ahead < self.range.end {
+            let kept = self.budget / 2;
+            self.budget -= kept;
+            self.at = self.ahead;
+            first(self);
+            self.budget += kept;
+            self.ahead = replace(&mut self.at, from);
+        }
+        self.before(self.ahead, second);
     }
 
     /// Counts the visit of one entry, which is not left out if the budget is used up.

@@ -100,7 +100,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`VirtualStop`], but for [`Stop::Retry`]. [`VirtualStop::PageFault`] is to be injected into the guest.
     ///
     /// # Panics
-    /// If the vCPU was entered, or the VM was not made with [`MmuKind::Shadow`](crate::MmuKind).
+    /// If the vCPU was entered, or the VM shadows no tables ([`Vcpu::translate_virtual`]).
     pub fn hardware_page_fault<W: HostWords>(
         &mut self,
         gva: u64,

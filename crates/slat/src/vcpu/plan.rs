@@ -9,6 +9,7 @@ use super::translate::Stop;
 use crate::addr::{Access, Gfn, Hva, Level};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, Platform, Request, ResolveError};
+use crate::shadow::trail::Trail;
 use crate::slots::{Limits, Memslot, PrivateFrames};
 use crate::sync::held;
 use crate::trace::Event;
@@ -92,9 +93,10 @@ impl SlotFacts {
         self.gfns.start.max(Gfn(start))..self.gfns.end.min(Gfn(end))
     }
 
-    /// Whether leaves of the slot must not be writable before a write was noted.
-    fn protects(&self) -> bool {
-        self.log.is_some_and(LogKind::protects)
+    /// Whether leaves of the slot, or those in shadow pages of the guest's tables, must not be writable before a write was noted.
+    fn protects(&self, shadowed: bool) -> bool {
+        let protects = |log: LogKind| log.protects() || shadowed && log == LogKind::Buffers;
+        self.log.is_some_and(protects)
     }
 
     /// Whether the slot may be about to move, and its leaves' dirty bits are its log, which it takes along: they
@@ -103,9 +105,15 @@ impl SlotFacts {
         self.log.is_some_and(|log| !log.protects()) && in_progress.is_slot_moving()
     }
 
-    /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow.
-    pub(super) fn leaf(&self, host: &HostPage, access: Access) -> Leaf {
-        leaf_of(host, self.limits, self.protects(), access)
+    /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow. `trail`: the way to it through the
+    /// guest's tables, which limit its rights.
+    pub(super) fn leaf(&self, host: &HostPage, access: Access, trail: Option<&Trail>) -> Leaf {
+        let protects = self.protects(trail.is_some());
+        let leaf = leaf_of(host, self.limits, protects, access);
+        match trail {
+            None => leaf,
+            Some(trail) => leaf.granted(trail.rights),
+        }
     }
 }
 
@@ -128,11 +136,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             None => self.host_page(slot, sequence)?,
         };
         let (level, nx_split) = self.level(slot, &host);
-        let leaf = slot.leaf(&host, self.logged_access(slot));
-        let leaf = match self.want.target.trail::<F>() {
-            None => leaf,
-            Some(trail) => leaf.granted(trail.rights),
-        };
+        let trail = self.want.target.trail::<F>();
+        let leaf = slot.leaf(&host, self.logged_access(slot), trail);
         Ok(Plan {
             slot,
             leaf: self.vcpu.vm().leaf_at(leaf, level),

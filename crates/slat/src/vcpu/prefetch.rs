@@ -139,6 +139,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         };
         let end = run.gfn.add(run.pages).min(slot.gfns.end);
         let trail = trail.beside(run.gfn, run.rights);
+        if !trail.fits::<F>() {
+            return 0;
+        }
         let key = Key {
             context: self.context,
             index: run.index,
@@ -188,14 +191,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 if is_fit && at.trail::<F>().is_none_or(may_be_huge) {
                     return;
                 }
-                let leaf = Leaf {
-                    accessed: false,
-                    ..slot.leaf(&run.first, Access::Read)
-                };
                 let valid = || vm.in_progress.holds(sequence, &backing);
                 let trail = at.trail::<F>().map(|trail| trail.beside(gfn, trail.rights));
-                let leaf = trail.map_or(leaf, |trail| leaf.granted(trail.rights));
                 let trail = trail.as_ref();
+                let leaf = Leaf {
+                    accessed: false,
+                    ..slot.leaf(&run.first, Access::Read, trail)
+                };
                 let cursor = at.cursor.after(page);
                 let mut target = Target { cursor, trail };
                 // SAFETY: as for the install of a leaf (`Fault::install`): the vCPU has not left its section since.

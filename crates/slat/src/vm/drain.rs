@@ -37,6 +37,8 @@
 //! * *Huge leaves*: a walker names the page that was accessed, and sets the bit of a huge leaf once for all its pages. So faults map
 //!   logged slots at 4 KiB; what was huge before is split when the log begins, or is write-protected, and the first write splits it.
 //!   (With *initially set* it stays writable as long as all its pages are marked.)
+//! * *Shadow pages* of nested tables: a walker that comes to a leaf of theirs does not know its frame. So there writes are found by
+//!   write protection, as in a log that is a bitmap alone: a leaf becomes writable, and dirty, by a fault, which marks the page.
 
 use crate::sync::atomic::Ordering::*;
 
@@ -139,9 +141,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Whether a new log can be one of walkers' buffers. If so, software CPUs fill theirs from now on. Call before the slot
     /// that has the log is published.
     ///
-    /// Not with shadow pages: their walkers know virtual addresses.
+    /// Not where walkers may know other addresses than the guest's frames: with the shadow MMU, and where direct pages are parts of
+    /// what is made of nested tables, too.
     pub(super) fn may_use_walker_buffers(&self) -> bool {
-        let may = F::SETS_DIRTY && self.mmu != MmuKind::Shadow;
+        let may = F::SETS_DIRTY && (self.mmu == MmuKind::Tdp || !self.shadows_nested());
         if may {
             self.log_mode.buffers.store(true, SeqCst);
         }

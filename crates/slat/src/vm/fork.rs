@@ -76,6 +76,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 spaces: parent.spaces.len(),
                 policy: parent.policy(),
                 mmu: parent.mmu,
+                nested: parent.nested,
                 ..Config::default()
             },
         )
@@ -172,8 +173,9 @@ struct Freeze<'f, 't, P: Platform, F: Format> {
 impl<P: Platform, F: Format> Visit for Freeze<'_, '_, P, F> {
     fn visit(&mut self, at: &At<'_>) -> Next {
         let bits = frozen::<F>(at.bits);
-        // A leaf that is being replaced is not copied: the child faults there.
+        // A leaf that is being replaced is not copied: the child faults there. Nor is one in a shadow page.
         if let Some(copy) = &mut self.copy
+            && at.is_in_tree()
             && let Entry::Leaf(_) = at.decode::<F>()
             && !copy.put(at.gfn, at.level, F::clear_dirty(bits))
         {

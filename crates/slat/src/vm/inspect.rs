@@ -81,8 +81,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Calls `visit` for every leaf and every MMIO entry that covers a frame of `range`, in the order of gfn, with the
-    /// first frame that the entry covers (a huge leaf may begin before `range`), its level, and its meaning. Does
-    /// nothing if the address space `space` does not exist.
+    /// first frame that the entry covers (a huge leaf may begin before `range`), its level, and its meaning. Those of nested tables
+    /// have an order of their own. Does nothing if the address space `space` does not exist.
     ///
     /// Changes nothing. CPUs may run meanwhile, so entries in different tables are seen at different times. `visit` is
     /// called under the lock of a table and must not call the VM.

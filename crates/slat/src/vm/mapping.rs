@@ -96,7 +96,7 @@ impl<P: Platform, F: Format> Space<P, F> {
         if gfn >= all_gfns::<F>().end {
             return None;
         }
-        if F::SHADOWS && self.mmu.get(inside).shadow().is_some() {
+        if F::SHADOWS && self.mmu.get(inside).shadow_of_all().is_some() {
             return self.reverse_mapping(inside, gfn);
         }
         let key = Key {

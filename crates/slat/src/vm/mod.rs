@@ -13,8 +13,9 @@
 //!    flush), or over one step of an operation on a slot ([`slot_op`]). A conversion takes those of all address
 //!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section,
 //!    so its holder may wait for a flush.
-//! 4. One of: the hull of the invalidations in progress, a table's lock, that of a walker's buffer. Held for a few instructions or one table,
-//!    while the holder waits for nothing, not even another such lock ([`crate::table`], [`crate::sync::spin`]).
+//! 4. One of: the hull of the invalidations in progress, the lock of shadow pages, a table's lock, that of a walker's buffer. Held for
+//!    a few instructions or one table, while the holder waits for nothing, not even another such lock ([`crate::table`],
+//!    [`crate::sync::spin`]). But under the lock of shadow pages one of a table of the tree beside them may be taken.
 //!
 //! The first three are fair: first come, first served ([`crate::sync::fair`]). The one exception to the order: a slot
 //! change that begins a log locks the turn of the new log, which no other thread can find yet, under 3.
@@ -64,7 +65,7 @@ use alloc::vec::Vec;
 use core::fmt;
 
 use crate::addr::{Granule, Pfn};
-use crate::format::{Format, check_limits};
+use crate::format::{Format, can_shadow, check_limits};
 use crate::heap::{OutOfMemory, Shared};
 use crate::mmu::{Mmu, MmuKind};
 use crate::platform::{Platform, VmId, WaitFor};
@@ -95,6 +96,11 @@ pub struct Config {
     pub policy: Policy,
     /// How its tables are made.
     pub mmu: MmuKind,
+    /// Whether it shadows the tables that the guest, a hypervisor, makes for its own guests (nested paging). Their addresses
+    /// are then what [`Vcpu::translate_virtual`](crate::Vcpu::translate_virtual) translates. For x86's formats: EPT, NPT and its own.
+    /// [`MmuKind::Shadow`] does so in any case. If the guest makes no such tables, this takes a few KiB of a VM with
+    /// [`MmuKind::Tdp`], and with [`MmuKind::Direct`] 4 KiB for each shadow page.
+    pub nested: bool,
 }
 
 impl Default for Config {
@@ -104,6 +110,7 @@ impl Default for Config {
             physical_bits: 48,
             policy: Policy::default(),
             mmu: MmuKind::default(),
+            nested: false,
         }
     }
 }
@@ -135,6 +142,12 @@ impl Config {
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Config { mmu, ..self }
     }
+
+    /// The same with nested tables shadowed, or not.
+    #[must_use]
+    pub fn with_nested(self, nested: bool) -> Self {
+        Config { nested, ..self }
+    }
 }
 
 /// Why a VM was not created.
@@ -154,6 +167,11 @@ pub enum CreateVmError {
         platform: Granule,
         /// That of the format.
         format: Granule,
+    },
+    /// Tables of the format cannot shadow nested ones.
+    NoNested {
+        /// The name of the format.
+        format: &'static str,
     },
     /// More address spaces than a dirty ring tells apart: 65536.
     TooManySpaces(usize),
@@ -180,6 +198,10 @@ impl fmt::Display for CreateVmError {
                 "creating a VM: the platform has pages of {:#x} bytes, the format's tables of {:#x}; take a format with the platform's",
                 platform.bytes(),
                 format.bytes()
+            ),
+            CreateVmError::NoNested { format } => write!(
+                f,
+                "creating a VM: tables of format {format} cannot shadow nested ones; leave Config::nested false"
             ),
             CreateVmError::TooManySpaces(spaces) => write!(
                 f,
@@ -224,6 +246,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) budget: Shared<Budget>,
     pub(crate) frames: Shared<TableFrames>,
     mmu: MmuKind,
+    nested: bool,
     log_mode: LogMode,
     /// The rings of all vCPUs. The lock serializes resets.
     rings: FairLock<Vec<Arc<DirtyRing>>>,
@@ -293,6 +316,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if !mmu.serves::<F>() {
             return Err(CreateVmError::NoSuchMmu { mmu, format });
         }
+        if config.nested && !mmu.nests::<F>() {
+            return Err(CreateVmError::NoNested { format });
+        }
         // What makes all that the engine does with frames sound: they are as large as it takes them to be.
         if platform.granule() != F::GRANULE {
             return Err(CreateVmError::OtherGranule {
@@ -313,7 +339,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .map_err(|_| OutOfMemory)?;
         for _ in 0..config.spaces.max(1) {
             let (frames, flushes) = (frames.clone(), flushes.clone());
-            let mmu = Mmu::new(mmu, platform.clone(), frames, flushes, budget.clone())?;
+            let kind = (mmu, config.nested);
+            let mmu = Mmu::new(kind, platform.clone(), frames, flushes, budget.clone())?;
             spaces.push(Space::new(mmu)?);
         }
         let readers = Readers::new();
@@ -328,6 +355,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             budget,
             frames,
             mmu: config.mmu,
+            nested: config.nested,
             log_mode: LogMode::default(),
             rings: FairLock::new(Vec::new()),
             nx_cursor: AtomicU64::new(0),
@@ -350,6 +378,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Returns how its tables are made.
     pub fn mmu(&self) -> MmuKind {
         self.mmu
+    }
+
+    /// Returns whether it shadows tables of the guest's: at least the nested ones of a guest that is a hypervisor, by the addresses
+    /// that they translate ([`Config::nested`]); with [`MmuKind::Shadow`] all.
+    pub fn shadows_nested(&self) -> bool {
+        can_shadow::<F>() && (self.nested || self.mmu == MmuKind::Shadow)
     }
 
     /// Returns its policies as they are now.

@@ -15,6 +15,8 @@
 //! and dirty, as the first write to it would make it: no dirty bit is lost. What walkers have set in the old leaves up
 //! to the flush, the platform is told when the table is freed ([`Platform::zapped`]).
 //!
+//! A table that maps one of the guest's that is shadowed stays, as a fault installs no huge leaf there ([`crate::shadow`]).
+//!
 //! Tables of level 1 that exist because of NX stay: a fetch has made them, and another would make them again. Their recovery
 //! has its own pace ([`super::nx`]). The MMUs of shadow pages have no leaf ready for a table: there it is zapped, as in KVM.
 
@@ -83,6 +85,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         let (vm, space) = (self.vm, self.op.space);
         // Before the slot, its attributes, the host and the policies are looked at.
         let sequence = vm.in_progress.sequence();
+        let tracking_begun = self.op.tracking_begun();
         let slot = self.slot()?;
         let (base, pages, limits) = (slot.base(), slot.pages(), slot.limits());
         let (gfns, backing) = (slot.gfns(), slot.backing());
@@ -122,14 +125,23 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
                 candidate.leaf = vm.huge_leaf(&gfns, limits, candidate);
             }
         });
+        for table in &mut *found {
+            table.leaf = table
+                .leaf
+                .filter(|_| self.op.may_map(table.gfn, table.level));
+        }
         let end = found
             .iter()
             .map(|table| F::GRANULE.block(table.gfn, table.level).end);
         if let (Some(first), Some(end)) = (found.first(), end.max()) {
             let mut broken = [(Gfn(0), Level::PAGE); SOME];
             let mut count = 0;
-            let holds = |table: &Candidate| vm.in_progress.holds(sequence, &table.hvas(F::GRANULE));
             self.walk(first.gfn.0 - base.0..end.0 - base.0, |step, _, walk| {
+                let mmu = space.mmu.get(step.section());
+                let holds = |table: &Candidate| {
+                    vm.in_progress.holds(sequence, &table.hvas(F::GRANULE))
+                        && mmu.tracking_begun() == tracking_begun
+                };
                 let mut wanted = |gfn, level, because_of_nx: bool| {
                     let named = |table: &&Candidate| (table.gfn, table.level) == (gfn, level);
                     let table = found.iter().find(named);

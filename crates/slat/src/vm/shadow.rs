@@ -14,7 +14,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Call after the client has written to guest memory that may hold tables of the guest's, as a VMM does when it restores a
     /// VM, and before the guest runs again: at its next flush, which the caller does for each CPU
     /// ([`Vcpu::flush_guest`](crate::Vcpu)), a CPU compares what was made of them. Stores of the client are not
-    /// noticed; KVM notices none either. Without the shadow MMU there is nothing to do.
+    /// noticed; KVM notices none either. Without shadow pages of tables there is nothing to do.
     pub fn guest_memory_changed(&self) {
         for space in &self.spaces {
             let section = self.section();
@@ -22,6 +22,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 section.counters().mmu_unsync.add(mmu.distrust_all());
             }
         }
+    }
+
+    /// Has work by gfn look for shadow pages beside the tree of `space`, before the first one is made ([`crate::shadow`]). The caller is in no
+    /// reader section.
+    pub(crate) fn begin_shadowing(&self, space: &Space<P, F>) {
+        let tell = |tell: fn(&ShadowMmu<P, F>)| {
+            let section = self.section();
+            space.mmu.get(section.inside()).shadow().map(tell);
+        };
+        tell(ShadowMmu::announce);
+        self.readers.synchronize(self.reader_wait());
+        tell(ShadowMmu::begin);
     }
 
     /// Zaps what was made of the guest's entries in `range`, where there was a store. The caller is in no reader section.
@@ -97,16 +109,19 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
 
     /// Zaps the shadow pages of the guest's tables in `range`: the memory there has become another one, or none.
     pub(super) fn forget_tables(&mut self, range: &Range<Gfn>) {
-        let mut found = F::SHADOWS;
-        if found {
+        while self.has_table(range) {
+            // Which frames its entries map is not known before they are zapped.
             self.covers(&all_gfns::<F>());
-        }
-        while found {
-            found = false;
             self.on_shadow(|mmu, detached, zapped| {
-                found = mmu.forget_table(range, detached, zapped);
+                mmu.forget_table(range, detached, zapped);
                 Followed::default()
             });
         }
+    }
+
+    /// Returns whether there are shadow pages of a table of the guest's in `range`.
+    fn has_table(&self, range: &Range<Gfn>) -> bool {
+        let mmu = self.space.mmu.get(self.section.inside());
+        mmu.shadow().is_some_and(|mmu| mmu.has_table(range))
     }
 }

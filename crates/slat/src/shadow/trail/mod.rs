@@ -7,8 +7,8 @@ pub(crate) use role::{Meaning, Note, Role, mmio_note, of_mmio_note};
 
 use core::ops::Range;
 
-use crate::addr::{Access, Gfn, Gpa, Level, PageIndex};
-use crate::format::Format;
+use crate::addr::{Access, Gfn, Gpa, Level, PageIndex, Pfn};
+use crate::format::{Format, Leaf, MemoryType, Privilege, all_gfns, can_shadow};
 use crate::guest_walk::{GuestPaging, PageRights, Path};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::table::{Cursor, Key};
@@ -174,6 +174,24 @@ impl Trail {
         None
     }
 
+    /// Returns whether a leaf of format `F` can map the page with the guest's rights. A format of the second level holds neither
+    /// privilege nor key, and a guest may name frames beyond those of its tables.
+    pub(crate) fn fits<F: Format>(&self) -> bool {
+        let leaf = Leaf {
+            pfn: Pfn(0),
+            write: false,
+            execute: false,
+            may_write: false,
+            may_execute: false,
+            accessed: false,
+            dirty: false,
+            memory: MemoryType::WriteBack,
+            privilege: Privilege::new(self.rights.user, self.rights.key),
+        };
+        let held = F::decode_leaf(F::leaf(leaf, Level::PAGE));
+        held.privilege == leaf.privilege && self.gfn < all_gfns::<F>().end
+    }
+
     /// Returns frame and role of the page that the walk begins with.
     pub(crate) fn root(&self) -> (Gfn, Role) {
         self.pages[self.top.0 as usize - 1]
@@ -258,10 +276,10 @@ impl<'t> Target<'t> {
         self.cursor.key
     }
 
-    /// Returns what the guest's tables say. For a format that shadows none that is nothing, and the compiler knows it.
+    /// Returns what the guest's tables say. For a format that cannot shadow them that is nothing, and the compiler knows it.
     #[inline(always)]
     pub(crate) fn trail<F: Format>(self) -> Option<&'t Trail> {
-        if F::SHADOWS { self.trail } else { None }
+        if can_shadow::<F>() { self.trail } else { None }
     }
 
     /// Returns the frame that a leaf of level 1 there is to map.

@@ -264,7 +264,8 @@ impl Note {
 /// Returns the note of an MMIO entry of format `F`: like [`Note`], but without a key. `None`: the entry has no space for what
 /// the guest says, which is another key than 0, or a frame that no guest table can name.
 pub(crate) fn mmio_note<F: Format>(gfn: Gfn, rights: PageRights) -> Option<u64> {
-    let fits = rights.key == 0 && gfn.0 >> (F::MMIO_NOTE_BITS - Note::RIGHTS) == 0;
+    let frame_bits = F::MMIO_NOTE_BITS.checked_sub(Note::RIGHTS)?;
+    let fits = rights.key == 0 && gfn.0 >> frame_bits == 0;
     fits.then(|| gfn.0 << Note::RIGHTS | Note::new(Gfn(0), rights).0)
 }
 

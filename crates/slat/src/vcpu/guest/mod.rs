@@ -1,4 +1,5 @@
-//! Translation of guest-virtual addresses, with the shadow MMU: from the guest's own tables to host pages in one walk.
+//! Translation of guest-virtual addresses, with the shadow MMU: from the guest's own tables to host pages in one walk. And that of
+//! a nested guest's physical addresses, which the guest's tables translate just so: there a "virtual" address is one of them.
 //!
 //! 1. The shadow table: no lock, no slot, and no entry of the guest's is read ([`Vcpu::translate_virtual`]).
 //! 2. A walk of the guest's tables ([`crate::guest_walk`]), which decides whether the access is allowed, and sets flags. The
@@ -116,7 +117,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`VirtualStop`]. After [`Stop::Retry`] all earlier translations are void.
     ///
     /// # Panics
-    /// If the vCPU was not entered, or the VM was not made with [`MmuKind::Shadow`](crate::MmuKind).
+    /// If the vCPU was not entered, or the VM shadows no tables: it was made neither with [`MmuKind::Shadow`](crate::MmuKind) nor with
+    /// [`Config::nested`](crate::Config).
     pub fn translate_virtual<W: HostWords>(
         &mut self,
         gva: u64,

@@ -58,7 +58,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Returns the root for `gva`. `None`: there is no shadow page for the guest's table yet.
     pub(in crate::vcpu) fn guest_root(&mut self, gva: u64, paging: &GuestPaging) -> Option<Root> {
         let mmu = self.tables().shadow();
-        let zapped = mmu.expect("a VM with the shadow MMU").roots_zapped();
+        let zapped = mmu
+            .expect("a VM that shadows tables of the guest's")
+            .roots_zapped();
         let of = Some(RootsOf::new(paging));
         if self.roots.of != of || self.roots.zapped != zapped {
             self.presence.tables.clear();

@@ -56,6 +56,9 @@ impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
         slept: &mut bool,
     ) -> Result<Wanted<'_, VirtualPage>, Self::Stop> {
         let (gva, access, paging) = (self.gva, self.access, self.paging);
+        if vcpu.tables().shadow().is_some_and(|mmu| !mmu.has_begun()) {
+            vcpu.outside(slept, |vcpu| vcpu.vm().begin_shadowing(vcpu.space()));
+        }
         if !mem::take(&mut self.goes_on) {
             let mut tables = Tables {
                 vcpu,
@@ -76,7 +79,8 @@ impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
             };
             let gpa = Gpa(page.gpa.0 + gva % PAGE_SIZE);
             let trail = Trail::new(paging, gva, access, &path, gpa.gfn(), seen);
-            let is_enough = |trail: &Trail| trail.rights.allow(&paging.of_leaf(), access);
+            let is_enough =
+                |trail: &Trail| trail.fits::<F>() && trail.rights.allow(&paging.of_leaf(), access);
             let Some(trail) = trail.filter(is_enough) else {
                 let found = vcpu.translate(gpa, access)?;
                 return Ok(Wanted::Page(VirtualPage {

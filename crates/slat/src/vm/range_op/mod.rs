@@ -31,7 +31,7 @@ pub(crate) use ops::{Collapsing, Step};
 pub(crate) struct RangeOp<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
     pub(super) space: &'a Space<P, F>,
-    section: Section<'a>,
+    pub(super) section: Section<'a>,
     ticket: FlushTicket<'a>,
     unflushed: Unflushed,
 }
@@ -257,6 +257,17 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         mmu.prepare(frames, tables)
     }
 
+    /// Returns [`Mmu::tracking_begun`].
+    pub(super) fn tracking_begun(&self) -> u64 {
+        self.space.mmu.get(self.section.inside()).tracking_begun()
+    }
+
+    /// Returns whether the MMU can map the frames from `gfn` on by a leaf of `level`.
+    pub(super) fn may_map(&self, gfn: Gfn, level: Level) -> bool {
+        let mmu = self.space.mmu.get(self.section.inside());
+        mmu.mappable_level(gfn, level) == level
+    }
+
     /// Runs `work` as one step, in a new reader section: threads that waited for the end of the last one have passed. Gives it the
     /// slots and the MMU.
     pub(super) fn alone<R>(
@@ -447,12 +458,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// no reader can reach a table that was detached before. `stale` says what that may be. The caller is outside
     /// every reader section.
     pub(crate) fn flush(&self, gfns: Range<Gfn>, stale: Stale, counters: &Counters) -> Flushed {
-        let number = match F::BREAK_BEFORE_MAKE || F::SHADOWS {
+        let number = match F::BREAK_BEFORE_MAKE || self.shadows_nested() {
             true => self.flushes.begin(),
             false => 0,
         };
         // The TLB of a CPU that walks a shadow table knows no guest frames.
-        let gfns = if F::SHADOWS { all_gfns::<F>() } else { gfns };
+        let gfns = match self.shadows_nested() && self.budget.was_used() {
+            true => all_gfns::<F>(),
+            false => gfns,
+        };
         self.platform.trace(Event::FlushBegin(gfns.clone()));
         // Readers first: after that no fault in progress can still add a leaf to a detached table. Then the hardware,
         // which drops what it has cached of them.

@@ -308,13 +308,13 @@ impl<'s, M: ByGfn> Step<'s, M> {
     }
 
     /// Clears the dirty bit of the leaves of the range for which `wanted` is true, so that a walker writes their pages to its
-    /// buffer when it sets the bit again. Of a huge leaf it would write one page: so a huge leaf is write-protected, and the next
-    /// write splits it.
+    /// buffer when it sets the bit again. Of a huge leaf it would write one page, and of a shadowed one it does not know the frame: so
+    /// these are write-protected, and the next write faults, which splits a huge one.
     fn protect_buffered(&mut self, walk: &mut Walk, mut wanted: impl FnMut(Gfn, Level) -> bool) {
         let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
         mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
-            let is_huge = at.level > Level::PAGE;
-            let rearmed = |bits| match is_huge && M::Format::is_writable(bits) {
+            let is_named = at.level == Level::PAGE && !at.is_shadowed();
+            let rearmed = |bits| match !is_named && M::Format::is_writable(bits) {
                 true => M::Format::clear_dirty(M::Format::write_protect(bits)),
                 false => M::Format::clear_dirty(bits),
             };
@@ -435,7 +435,8 @@ where
     #[inline]
     fn visit(&mut self, at: &At<'_>) -> Next {
         if F::TABLE_WRITE != 0 && F::next_table(at.bits, at.level).is_some() {
-            return match (self.passes)(at) {
+            // A shadow page may be reached by other entries, too.
+            return match at.is_in_tree() && (self.passes)(at) {
                 true => Next::Pass,
                 false => Next::Descend,
             };
