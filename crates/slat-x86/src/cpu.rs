@@ -460,15 +460,24 @@ impl Cpu {
     fn see_registers(&mut self) {
         let state = &self.state;
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
+        self.svm.note_registers(self.paging_registers);
     }
 
-    /// Call after the registers have become those of another world, whose translations are kept.
+    /// Call after the registers have become those of another world. Its translations are kept, unless its hypervisor has changed registers
+    /// on which they depend: a processor's TLB holds the flags of entries, this one what follows from them.
     pub(crate) fn enter_world(&mut self) {
+        let mut before = self.svm.noted_registers();
         self.see_registers();
+        // A change of CR3 is to be followed by a flush, as on a processor.
+        before[CR3] = self.paging_registers[CR3];
+        let is_outdated = invalidates(&before, &self.paging_registers);
         self.derive();
         self.clock.flush();
         let space = self.space();
-        self.tlb().enter_world(space);
+        match is_outdated {
+            true => self.tlb().flush_world(space),
+            false => self.tlb().enter_world(space),
+        }
     }
 
     /// Chooses the TLB table for CPL, RFLAGS.AC and CR0.AM.

@@ -13,7 +13,7 @@
 //! | INVPCID type 0, 1 | the page; all but global pages: of the current PCID | those of the PCID, not global pages |
 //! | INVPCID type 3 | all but global pages | all but global pages |
 //! | INVPCID type 2, changes of CR0, CR4, EFER, PKRU; host pages change | all | all |
-//! | from a hypervisor to its guest, and back (another world) | all | what TLB_CONTROL says, of the guest's ASID or all |
+//! | from a hypervisor to its guest, and back (another world) | all | what TLB_CONTROL says, of the guest's ASID or all; the new world's, if CR0, CR4, EFER are not what they were |
 //! | INVLPGA for another ASID | nothing | all of that ASID |
 //!
 //! Code fetches use the second level only: blocks remember their host page until the next flush (`snapshot`).

@@ -114,6 +114,8 @@ pub(crate) struct Svm {
     guest: bool,
     /// The ASID of the guest that ran last.
     last_asid: u32,
+    /// The paging registers of each world when it ran last: [`Cpu::paging_registers`].
+    registers: [[u64; 4]; WORLDS],
     /// The guest-physical address of the control block.
     vmcb: u64,
     /// The control area.
@@ -158,6 +160,7 @@ impl Svm {
         Svm {
             guest: false,
             last_asid: 0,
+            registers: [[0; 4]; WORLDS],
             vmcb: 0,
             control: Control::new([0; CONTROL_BYTES]),
             host: Registers::default(),
@@ -169,6 +172,16 @@ impl Svm {
             interrupted: false,
             pauses: Pauses::default(),
         }
+    }
+
+    /// Notes the paging registers of the current world.
+    pub(crate) fn note_registers(&mut self, registers: [u64; 4]) {
+        self.registers[self.world()] = registers;
+    }
+
+    /// Returns the paging registers that the current world had when it ran last.
+    pub(crate) fn noted_registers(&self) -> [u64; 4] {
+        self.registers[self.world()]
     }
 
     /// Whether the CPU is in guest mode.
