@@ -21,7 +21,7 @@ use crate::progress::Progress;
 use crate::state::{Exception, Segment, State, control, flags, xcr0};
 use crate::svm::Svm;
 use crate::sync::Arc;
-use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, Which};
+use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, USER_CHECKED, Which};
 use std::ptr::NonNull;
 use std::time::Duration;
 
@@ -460,20 +460,30 @@ impl Cpu {
     fn see_registers(&mut self) {
         let state = &self.state;
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
+        self.svm.note_registers(self.paging_registers);
     }
 
-    /// Call after the registers have become those of another world, whose translations are kept.
+    /// Call after the registers have become those of another world. Its translations are kept, unless its hypervisor has changed registers
+    /// on which they depend: a processor's TLB holds the flags of entries, this one what follows from them.
     pub(crate) fn enter_world(&mut self) {
+        let mut before = self.svm.noted_registers();
         self.see_registers();
+        // A change of CR3 is to be followed by a flush, as on a processor.
+        before[CR3] = self.paging_registers[CR3];
+        let is_outdated = invalidates(&before, &self.paging_registers);
         self.derive();
         self.clock.flush();
         let space = self.space();
-        self.tlb().enter_world(space);
+        match is_outdated {
+            true => self.tlb().flush_world(space),
+            false => self.tlb().enter_world(space),
+        }
     }
 
-    /// Chooses the TLB table for CPL and RFLAGS.AC.
+    /// Chooses the TLB table for CPL, RFLAGS.AC and CR0.AM.
     pub(crate) fn update_table(&mut self) {
         self.table = match (self.cpl == 3, self.state.rflags & flags::AC != 0) {
+            (true, true) if self.state.cr0 & control::CR0_AM != 0 => USER_CHECKED,
             (true, _) => USER,
             (false, false) => SUPERVISOR,
             (false, true) => SUPERVISOR_AC,
@@ -541,7 +551,7 @@ impl Cpu {
 
     /// Returns the paging state for an access through the current TLB table.
     pub(crate) fn paging(&self) -> Paging {
-        self.paging_for(self.table)
+        self.paging_for(self.filled_table())
     }
 
     /// Returns the paging state for an access through a TLB table.

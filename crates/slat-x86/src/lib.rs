@@ -45,8 +45,8 @@
 //!
 //! The caller has called `slat_guard::install` before it runs a CPU.
 //!
-//! Missing: AVX-512 and what came after it, alignment checks (#AC), interrupt and trap gates out of virtual-8086 mode and IRET
-//! into it (task switches do both), VMX.
+//! Missing: AVX-512 and what came after it, interrupt and trap gates out of virtual-8086 mode and IRET into it (task switches do both),
+//! VMX.
 
 mod block;
 mod blocks;
@@ -128,6 +128,7 @@ pub mod vector {
     pub const GP: u8 = 13;
     pub const PF: u8 = 14;
     pub const MF: u8 = 16;
+    pub const AC: u8 = 17;
     pub const MC: u8 = 18;
     pub const XM: u8 = 19;
 }

@@ -159,6 +159,21 @@ pub trait Mmu {
         self.translate(gpa, access, &Paging::OFF)
     }
 
+    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a guest whose hypervisor is a guest: it goes
+    /// through the `nested` tables first, where it may be [`Fault::NestedPage`].
+    fn translate_nested_physical(
+        &mut self,
+        gpa: u64,
+        access: Access,
+        nested: &NestedPaging,
+    ) -> Result<HostPage, Fault> {
+        let paging = Paging {
+            nested: Some(*nested),
+            ..Paging::OFF
+        };
+        self.translate(gpa, access, &paging)
+    }
+
     /// Call after a guarded access through a translation returned [`Gone`](slat_guard::Gone). `Ok`: translate again and retry.
     fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;
 

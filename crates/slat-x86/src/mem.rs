@@ -9,6 +9,7 @@
 //! and the CPUs that share the code.
 
 mod address;
+mod alignment;
 mod physical;
 mod places;
 
@@ -111,7 +112,7 @@ impl Cpu {
             self.stop |= self.code_page == host & !0xfff || self.code_page == ANY_PAGE;
         }
         if self.code.pages().version_of(host) == 0 {
-            let table = self.table;
+            let table = self.filled_table();
             self.tlb().forget_code(table, lin);
         }
     }
@@ -132,6 +133,7 @@ impl Cpu {
     ) -> Result<(T, T), Break> {
         let locks_bus = lock && lin % CACHE_LINE > CACHE_LINE - T::BYTES;
         if locks_bus {
+            self.check_alignment(lin, size_of::<T>())?;
             self.before_bus_lock()?;
         }
         let both = self.exchange(lin, lock, f)?;
@@ -188,6 +190,7 @@ impl Cpu {
         lock: bool,
         mut f: impl FnMut(T) -> T,
     ) -> Result<(T, T), Break> {
+        self.check_alignment(lin, size_of::<T>())?;
         loop {
             let Some(to) = self.write_place(lin, T::BYTES as usize)? else {
                 // Across pages or to MMIO: not atomic, as slat has no bus locks.
@@ -329,6 +332,7 @@ impl Cpu {
     #[cold]
     #[inline(never)]
     fn load_slow<T: Word>(&mut self, lin: u64) -> Result<T, Break> {
+        self.check_alignment(lin, size_of::<T>())?;
         loop {
             let places = self.places(lin, size_of::<T>(), Access::Read)?;
             if let Some(v) = self.load_at(lin, &places)? {
@@ -363,6 +367,7 @@ impl Cpu {
     #[inline(never)]
     fn store_slow<T: Word>(&mut self, lin: u64, v: T) -> Result<(), Break> {
         let size = size_of::<T>();
+        self.check_alignment(lin, size)?;
         loop {
             let places = self.places(lin, size, Access::Write)?;
             if let Some(to) = places.destination(lin) {
@@ -394,7 +399,7 @@ impl Cpu {
     }
 }
 
-/// Accesses of compiled code that miss the TLB. Those to devices are left to the interpreter.
+/// Accesses of compiled code that miss the TLB. Those to devices, and those that have to be aligned, are left to the interpreter.
 #[cfg(feature = "jit")]
 impl Cpu {
     /// Translates all pages of an access. A device that it meets the interpreter does not look for again ([`Self::take_met`]).
@@ -405,8 +410,11 @@ impl Cpu {
     }
 
     /// Returns the host address to read `len` bytes at, 32 at most: of the memory, or of a copy if it is in two pages. `None`: it is MMIO,
-    /// at least in part, or near a watchpoint, where each access has to be looked at.
+    /// at least in part, or near a watchpoint or has to be aligned: then each access has to be looked at.
     pub(crate) fn place_to_load(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
+        if self.checks_alignment() {
+            return Ok(None);
+        }
         loop {
             let places = self.places_or_met(lin, len, Access::Read)?;
             if !places.are_memory() || self.is_watched_page(lin) {
@@ -424,12 +432,15 @@ impl Cpu {
     }
 
     /// Returns the host address to write `len` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants
-    /// to know of.
+    /// to know of, and that need not be aligned.
     pub(crate) fn place_to_store(
         &mut self,
         lin: u64,
         len: usize,
     ) -> Result<Option<*mut u8>, Break> {
+        if self.checks_alignment() {
+            return Ok(None);
+        }
         let places = self.places_or_met(lin, len, Access::Write)?;
         let table = self.table;
         Ok(match places.destination(lin) {

@@ -13,12 +13,13 @@
 //! | INVPCID type 0, 1 | the page; all but global pages: of the current PCID | those of the PCID, not global pages |
 //! | INVPCID type 3 | all but global pages | all but global pages |
 //! | INVPCID type 2, changes of CR0, CR4, EFER, PKRU; host pages change | all | all |
-//! | from a hypervisor to its guest, and back (another world) | all | what TLB_CONTROL says, of the guest's ASID or all |
+//! | from a hypervisor to its guest, and back (another world) | all | what TLB_CONTROL says, of the guest's ASID or all; the new world's, if CR0, CR4, EFER are not what they were |
 //! | INVLPGA for another ASID | nothing | all of that ASID |
 //!
 //! Code fetches use the second level only: blocks remember their host page until the next flush (`snapshot`).
 //!
-//! In the first level there is one table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC set (SMAP). Each
+//! In the first level there is one table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC set (SMAP), and an
+//! empty one as user with alignment checks. Each
 //! entry has a tag for reads and one for writes; an access hits if the tag at the index of its first byte's page is that of its *last* byte's page,
 //! so that one comparison also finds an access that crosses into the next page.
 //!
@@ -42,6 +43,8 @@ pub(crate) const SUPERVISOR: usize = 0;
 pub(crate) const USER: usize = ENTRIES;
 /// Index of the first entry of the table for supervisor accesses with RFLAGS.AC set.
 pub(crate) const SUPERVISOR_AC: usize = 2 * ENTRIES;
+/// Index of the first entry of the table for user accesses that have to be aligned. It is always empty: see `mem::alignment`.
+pub(crate) const USER_CHECKED: usize = 3 * ENTRIES;
 
 /// The tag of no page: a page's tag is the address of its last byte. So a TLB of zeroes is empty.
 const EMPTY: u64 = 0;

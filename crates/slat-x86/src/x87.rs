@@ -232,6 +232,15 @@ fn status_to_ax(cpu: &mut Cpu, _op: &Op) -> Flow {
     Ok(())
 }
 
+/// Returns how an operand of `bytes` bytes has to be aligned where alignment is checked: 8 for an extended number, and otherwise as the
+/// largest of its parts.
+fn alignment(bytes: u8) -> usize {
+    match bytes {
+        10 => 8,
+        bytes => 1 << bytes.trailing_zeros(),
+    }
+}
+
 /// Why a load ends the run. No device has floating-point registers; KVM's emulator has no such load either, and its clients
 /// rely on that.
 const MMIO: &str = "an x87 load from MMIO";
@@ -241,6 +250,7 @@ fn load(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::new(cpu);
+    cpu.check_alignment(lin, alignment(op.aux))?;
     cpu.load_memory(lin, &mut run.memory[..usize::from(op.aux)], MMIO)?;
     run.call(own_stub(op));
     run.commit(cpu, op);
@@ -258,6 +268,7 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     // Nothing is stored if an unmasked exception stops the instruction; an unmasked precision exception does not stop it.
     let unmasked = status & !(run.image.fcw as u16) & 0x3f;
     if status & ERROR == 0 || unmasked & !PRECISION == 0 {
+        cpu.check_alignment(lin, alignment(op.aux))?;
         cpu.store_bytes(lin, &run.memory[..usize::from(op.aux)])?;
     }
     run.commit(cpu, op);
@@ -269,6 +280,7 @@ fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::with_pointers(cpu);
+    cpu.check_alignment(lin, alignment(op.aux))?;
     cpu.load_memory(lin, &mut run.memory[..usize::from(op.aux)], MMIO)?;
     run.call_with_pointers(own_stub(op));
     run.commit_all(&mut cpu.state);
@@ -281,6 +293,7 @@ fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::with_pointers(cpu);
     run.call_with_pointers(own_stub(op));
+    cpu.check_alignment(lin, alignment(op.aux))?;
     cpu.store_bytes(lin, &run.memory[..usize::from(op.aux)])?;
     run.commit_all(&mut cpu.state);
     Ok(())

@@ -17,7 +17,7 @@ use crate::thread::bits;
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, Mode, WalkError, walk};
 use slat::{Gpa, HostWords, Hpa, Hva, ResolveError, Stop, VirtualStop};
 use slat_x86::state::control;
-use slat_x86::{Access, CodePages, Cpu, Fault, GuestFlush, HostPage, Mmu, Paging};
+use slat_x86::{Access, CodePages, Cpu, Fault, GuestFlush, HostPage, Mmu, NestedPaging, Paging};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
@@ -373,7 +373,7 @@ pub(super) fn guest_paging(paging: &Paging, physical_bits: u32) -> GuestPaging {
     }
 }
 
-fn slat_access(access: Access) -> slat::Access {
+pub(super) fn slat_access(access: Access) -> slat::Access {
     match access {
         Access::Read => slat::Access::Read,
         Access::Write => slat::Access::Write,
@@ -585,6 +585,15 @@ impl Mmu for VcpuMachine {
             Err(Unreachable::NotMemory) => Err(Fault::Mmio { gpa }),
             Err(Unreachable::Fault(fault)) => Err(fault),
         }
+    }
+
+    fn translate_nested_physical(
+        &mut self,
+        gpa: u64,
+        access: Access,
+        nested: &NestedPaging,
+    ) -> Result<HostPage, Fault> {
+        self.translate_second_stage(gpa & !(PAGE - 1), access, nested)
     }
 
     fn recheck(&mut self, host: *mut u8, _access: Access) -> Result<(), Fault> {

@@ -11,11 +11,11 @@
 //! processor does.
 
 use crate::machine::VcpuMachine;
-use crate::machine::mmu::{guest_paging, own_fault, unpaged};
+use crate::machine::mmu::{guest_paging, own_fault, slat_access, unpaged};
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, WalkError, walk};
 use slat::{Gpa, Hpa};
 use slat_x86::state::control;
-use slat_x86::{Fault, HostPage, NestedPaging, Paging};
+use slat_x86::{Access, Fault, HostPage, Mmu, NestedPaging, Paging};
 
 const PAGE: u64 = 4096;
 
@@ -112,9 +112,9 @@ impl Shadowed<'_> {
         })
     }
 
-    /// Returns the host address of an entry of L2's tables, whose page has to be writable, as for [`Walked`]. `None`: it is not in memory.
-    fn entry(&mut self, gpa: Gpa) -> Result<Option<Hpa>, Fault> {
-        match self.page(gpa.0, slat::Access::Write, AT_TABLE) {
+    /// Returns the host address of an entry of L2's tables. `None`: it is not in memory that allows `access`.
+    fn entry(&mut self, gpa: Gpa, access: slat::Access) -> Result<Option<Hpa>, Fault> {
+        match self.page(gpa.0, access, AT_TABLE) {
             Ok(page) => Ok(Some(Hpa(page.base.as_ptr() as u64 + gpa.0 % PAGE))),
             Err(Fault::Mmio { .. }) => Ok(None),
             Err(fault) => Err(fault),
@@ -126,7 +126,12 @@ impl GuestTables for Shadowed<'_> {
     type Error = Fault;
 
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
-        match self.entry(gpa)? {
+        // L1's page has to be writable, as for `Walked`; the memslot need not be.
+        let word = match self.entry(gpa, slat::Access::Write)? {
+            None => self.entry(gpa, slat::Access::Read)?,
+            word => word,
+        };
+        match word {
             Some(word) => self.machine.read_entry(word, size),
             // A table that is not in memory maps nothing.
             None => Ok(0),
@@ -140,7 +145,7 @@ impl GuestTables for Shadowed<'_> {
         old: u64,
         new: u64,
     ) -> Result<bool, Fault> {
-        match self.entry(gpa)? {
+        match self.entry(gpa, slat::Access::Write)? {
             Some(word) => self.machine.exchange_entry(word, size, old, new),
             // The flags of tables in read-only memory do not change.
             None => Ok(true),
@@ -239,5 +244,32 @@ impl VcpuMachine {
             bits: first.bits,
             ..second
         })
+    }
+
+    /// Translates a physical address of L2's by the `nested` tables, for an access that the CPU makes to a structure there.
+    ///
+    /// # Errors
+    /// [`Fault::NestedPage`], and those of an access.
+    pub(super) fn translate_second_stage(
+        &mut self,
+        gpa: u64,
+        access: Access,
+        nested: &NestedPaging,
+    ) -> Result<HostPage, Fault> {
+        let stage = &second_stage(nested, self.physical_bits);
+        if self.shadows_nested {
+            let mut memory = Shadowed {
+                machine: self,
+                nested: stage,
+            };
+            return memory.page(gpa, slat_access(access), AT_PAGE);
+        }
+        let mut memory = Walked {
+            machine: self,
+            of: nested,
+            nested: stage,
+        };
+        let page = memory.page(gpa, slat_access(access), AT_PAGE)?;
+        self.translate_physical(page.gpa.0, access)
     }
 }

@@ -112,6 +112,7 @@ fn store_table(cpu: &mut Cpu, op: &Op) -> Flow {
     image[2..].copy_from_slice(&table.base.to_le_bytes());
     let len = if cpu.is_64() { 10 } else { 6 };
     let lin = cpu.lin(op, len as u32)?;
+    cpu.check_alignment(lin, 4)?;
     cpu.store_bytes(lin, &image[..len])?;
     cpu.stored()
 }

@@ -71,6 +71,7 @@ fn far_call(cpu: &mut Cpu, op: &Op) -> Flow {
     frame[bytes..bytes + 2].copy_from_slice(&cpu.state.cs.selector.to_le_bytes());
     let rsp = cpu.rsp_plus((2 * bytes as u64).wrapping_neg());
     let lin = cpu.stack_address(rsp, 2 * bytes as u32)?;
+    cpu.check_alignment(lin, bytes)?;
     cpu.store_bytes(lin, &frame[..2 * bytes])?;
     cpu.set_rsp(rsp);
     cpu.state.cs = cs;

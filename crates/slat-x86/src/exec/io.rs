@@ -126,6 +126,7 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.port_allowed(port, 1 << op.size)?;
     cpu.intercept_port(op, port, IN | string_bits(op, 0))?;
     let lin = cpu.string_address(0, 7, address_size, 1 << op.size)?;
+    cpu.check_alignment(lin, 1 << op.size)?;
     let is_memory = cpu.write_place(lin, 1 << op.size)?.is_some();
     let offset = cpu.string_register(7, address_size);
     // Each unit that a device model reads or writes is an exit of its own.
@@ -145,6 +146,7 @@ fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.port_allowed(port, 1 << op.size)?;
     cpu.intercept_port(op, port, string_bits(op, op.seg))?;
     let lin = cpu.string_address(op.seg, 6, address_size, 1 << op.size)?;
+    cpu.check_alignment(lin, 1 << op.size)?;
     let offset = cpu.string_register(6, address_size);
     let kind = PortKind::Outs { address_size, rep };
     let count = cpu.units(op, port, lin, offset);

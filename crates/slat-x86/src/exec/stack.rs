@@ -188,6 +188,7 @@ fn pusha(cpu: &mut Cpu, op: &Op) -> Flow {
         let v = cpu.state.gpr[reg].to_le_bytes();
         frame[at..at + bytes as usize].copy_from_slice(&v[..bytes as usize]);
     }
+    cpu.check_alignment(lin, bytes as usize)?;
     cpu.store_bytes(lin, &frame[..8 * bytes as usize])?;
     cpu.set_rsp(rsp);
     cpu.stored()
@@ -255,6 +256,7 @@ fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
     let image = frame.bytes();
     let rsp = cpu.rsp_plus((image.len() as u64).wrapping_neg());
     let lin = cpu.stack_address(rsp, image.len() as u32)?;
+    cpu.check_alignment(lin, bytes as usize)?;
     cpu.store_bytes(lin, image)?;
     cpu.set_rsp(rsp.wrapping_sub(allocate));
     match op.size {

@@ -4,7 +4,7 @@
 //! therefore stops after a bounded number of iterations and starts again at its own RIP; so do iterations that access MMIO,
 //! each of which is a whole instruction to the device model.
 //!
-//! The usual repeated instruction (64-bit addresses, DF clear, not watched) handles the elements of a page at once: a *stretch*. Elements
+//! The usual repeated instruction (64-bit addresses, DF clear, not watched, no alignment checks) handles the elements of a page at once: a *stretch*. Elements
 //! that cross into another page, and those in MMIO, are handled one by one.
 
 use crate::Cpu;
@@ -117,7 +117,7 @@ fn repeat<T: Int>(
         return cpu.stored();
     }
     let address_size = op.address_size;
-    let alone = cpu.traps() || cpu.watch.data;
+    let alone = cpu.traps() || cpu.watch.data || cpu.checks_alignment();
     let has_stretches = cpu.state.rflags & DF == 0 && cpu.is_64() && address_size == 8 && !alone;
     let mut done = 0;
     loop {

@@ -1,15 +1,24 @@
 //! Accesses to guest-physical memory that the CPU itself makes: control blocks and maps of permissions.
 
 use crate::Cpu;
-use crate::machine::{Access, Fault, HostPage};
+use crate::machine::{Access, Fault, HostPage, NestedPaging};
 use crate::mem::Destination;
 use crate::op::Break;
 use std::ops::Range;
 
 impl Cpu {
-    /// Translates a guest-physical address. `None`: it is not memory.
-    fn physical(&mut self, gpa: u64, access: Access) -> Result<Option<HostPage>, Break> {
-        match self.machine().translate_physical(gpa, access) {
+    /// Translates a guest-physical address, through the `nested` tables if there are some. `None`: it is not memory.
+    fn physical(
+        &mut self,
+        nested: Option<&NestedPaging>,
+        gpa: u64,
+        access: Access,
+    ) -> Result<Option<HostPage>, Break> {
+        let translated = match nested {
+            Some(nested) => (self.machine()).translate_nested_physical(gpa, access, nested),
+            None => self.machine().translate_physical(gpa, access),
+        };
+        match translated {
             Ok(page) => Ok(Some(page)),
             Err(Fault::Mmio { .. } | Fault::Page { .. }) => Ok(None),
             Err(fault) => Err(self.fault(gpa, fault)),
@@ -18,9 +27,19 @@ impl Cpu {
 
     /// Reads bytes of one page. Returns `false` if they are not memory.
     pub(crate) fn read_physical(&mut self, gpa: u64, bytes: &mut [u8]) -> Result<bool, Break> {
+        self.read_physical_of(None, gpa, bytes)
+    }
+
+    /// Like [`read_physical`](Self::read_physical), through `nested` tables if there are some.
+    pub(crate) fn read_physical_of(
+        &mut self,
+        nested: Option<&NestedPaging>,
+        gpa: u64,
+        bytes: &mut [u8],
+    ) -> Result<bool, Break> {
         debug_assert!(bytes.len() <= 0x1000 - (gpa & 0xfff) as usize);
         loop {
-            let Some(page) = self.physical(gpa, Access::Read)? else {
+            let Some(page) = self.physical(nested, gpa, Access::Read)? else {
                 return Ok(false);
             };
             let host = page.base.as_ptr().wrapping_add((gpa & 0xfff) as usize);
@@ -39,8 +58,18 @@ impl Cpu {
         gpa: u64,
         parts: &[(Range<usize>, &[u8])],
     ) -> Result<bool, Break> {
+        self.write_physical_of(None, gpa, parts)
+    }
+
+    /// Like [`write_physical`](Self::write_physical), through `nested` tables if there are some.
+    pub(crate) fn write_physical_of(
+        &mut self,
+        nested: Option<&NestedPaging>,
+        gpa: u64,
+        parts: &[(Range<usize>, &[u8])],
+    ) -> Result<bool, Break> {
         loop {
-            let Some(page) = self.physical(gpa, Access::Write)? else {
+            let Some(page) = self.physical(nested, gpa, Access::Write)? else {
                 return Ok(false);
             };
             let offset = gpa & 0xfff;

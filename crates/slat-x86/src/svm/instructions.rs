@@ -1,13 +1,13 @@
 //! The instructions of SVM (AMD64 volume 3, "System Instruction Reference").
 
 use crate::Cpu;
-use crate::machine::GuestFlush;
+use crate::machine::{GuestFlush, NestedPaging};
 use crate::op::{Break, Flow, Handler, Op};
-use crate::state::control::EFER_SVME;
+use crate::state::control::{EFER_LMA, EFER_SVME};
 use crate::svm::intercept::code;
 use crate::svm::vmcb::{SAVE_BYTES, SAVE_OFFSET, Save};
-use crate::svm::world_of;
 use crate::svm::world_switch::VIRTUAL_GIF;
+use crate::svm::{feature, world_of};
 use crate::tlb::Which;
 use iced_x86::{Code, Instruction, Mnemonic};
 
@@ -55,12 +55,24 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
     }
 }
 
+/// Returns the nested tables through which the control block of VMLOAD or VMSAVE, whose intercept is `code`, is found: those of a guest
+/// whose hypervisor has virtualized these instructions (15.33.1). Outside long mode such a guest leaves. The address of other guests is
+/// one of the hypervisor's.
+fn virtual_tables(cpu: &mut Cpu, op: &Op, code: u64) -> Result<Option<NestedPaging>, Break> {
+    let is_offered = cpu.features.svm & feature::VIRTUAL_VMLOAD != 0;
+    match cpu.svm.virtual_vmload_tables().filter(|_| is_offered) {
+        Some(_) if cpu.state.efer & EFER_LMA == 0 => Err(cpu.exit_at(op, code, 0, 0)),
+        tables => Ok(tables),
+    }
+}
+
 fn vmload(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::VMLOAD)?;
+    let nested = virtual_tables(cpu, op, code::VMLOAD)?;
     let vmcb = vmcb_address(cpu, op)?;
     let mut save = Save([0; SAVE_BYTES]);
-    if !cpu.read_physical(vmcb + SAVE_OFFSET as u64, &mut save.0)? {
+    if !cpu.read_physical_of(nested.as_ref(), vmcb + SAVE_OFFSET as u64, &mut save.0)? {
         return Err(cpu.unimplemented(NO_MEMORY));
     }
     save.load_rest(&mut cpu.state);
@@ -71,11 +83,12 @@ fn vmload(cpu: &mut Cpu, op: &Op) -> Flow {
 fn vmsave(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::VMSAVE)?;
+    let nested = virtual_tables(cpu, op, code::VMSAVE)?;
     let vmcb = vmcb_address(cpu, op)?;
     let mut save = Save([0; SAVE_BYTES]);
     save.save_rest(&cpu.state);
     let parts = Save::VMSAVE.map(|range| (range, save.0.as_slice()));
-    match cpu.write_physical(vmcb + SAVE_OFFSET as u64, &parts)? {
+    match cpu.write_physical_of(nested.as_ref(), vmcb + SAVE_OFFSET as u64, &parts)? {
         true => cpu.stored(),
         false => Err(cpu.unimplemented(NO_MEMORY)),
     }

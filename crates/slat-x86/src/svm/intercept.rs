@@ -102,7 +102,7 @@ impl Cpu {
 
     /// Has the guest leave before `op`.
     #[cold]
-    fn exit_at(&mut self, op: &Op, code: u64, info_1: u64, info_2: u64) -> Break {
+    pub(super) fn exit_at(&mut self, op: &Op, code: u64, info_1: u64, info_2: u64) -> Break {
         let next_rip = self.next_rip(op);
         self.leave_guest(VmExit {
             code,

@@ -19,7 +19,7 @@
 //! Translations of the two worlds never mix: the TLB has a name for each ASID that CPUID offers, and keeps what belongs to it until the
 //! hypervisor has it flushed. Those of other ASIDs share a name, and nothing is kept.
 //!
-//! Not offered: SEV, AVIC, virtual NMIs, last-branch records, virtual VMLOAD and VMSAVE, shadow stacks, and the traps after
+//! Not offered: SEV, AVIC, virtual NMIs, last-branch records, shadow stacks, and the traps after
 //! writes of control registers and EFER, which serve SEV-ES.
 
 mod checks;
@@ -57,6 +57,8 @@ pub mod feature {
     pub const PAUSE_FILTER: u32 = 1 << 10;
     /// These have to be close together.
     pub const PAUSE_THRESHOLD: u32 = 1 << 12;
+    /// A guest with nested paging can have VMLOAD and VMSAVE with addresses of its own.
+    pub const VIRTUAL_VMLOAD: u32 = 1 << 15;
     /// A guest can have a GIF of its own.
     pub const VIRTUAL_GIF: u32 = 1 << 16;
     /// All of them.
@@ -67,6 +69,7 @@ pub mod feature {
         | DECODE_ASSISTS
         | PAUSE_FILTER
         | PAUSE_THRESHOLD
+        | VIRTUAL_VMLOAD
         | VIRTUAL_GIF;
 }
 
@@ -111,6 +114,8 @@ pub(crate) struct Svm {
     guest: bool,
     /// The ASID of the guest that ran last.
     last_asid: u32,
+    /// The paging registers of each world when it ran last: [`Cpu::paging_registers`].
+    registers: [[u64; 4]; WORLDS],
     /// The guest-physical address of the control block.
     vmcb: u64,
     /// The control area.
@@ -155,6 +160,7 @@ impl Svm {
         Svm {
             guest: false,
             last_asid: 0,
+            registers: [[0; 4]; WORLDS],
             vmcb: 0,
             control: Control::new([0; CONTROL_BYTES]),
             host: Registers::default(),
@@ -166,6 +172,16 @@ impl Svm {
             interrupted: false,
             pauses: Pauses::default(),
         }
+    }
+
+    /// Notes the paging registers of the current world.
+    pub(crate) fn note_registers(&mut self, registers: [u64; 4]) {
+        self.registers[self.world()] = registers;
+    }
+
+    /// Returns the paging registers that the current world had when it ran last.
+    pub(crate) fn noted_registers(&self) -> [u64; 4] {
+        self.registers[self.world()]
     }
 
     /// Whether the CPU is in guest mode.
@@ -244,6 +260,12 @@ impl Svm {
             cr4: self.host.cr4,
             efer: self.host.efer,
         })
+    }
+
+    /// Returns the nested tables of a guest whose VMLOAD and VMSAVE are virtualized: they are with nested paging only.
+    pub(crate) fn virtual_vmload_tables(&self) -> Option<NestedPaging> {
+        self.nested_paging()
+            .filter(|_| self.control.virtual_vmload())
     }
 
     /// Returns the time-stamp counter where the hypervisor's is `tsc`: of its guest `ratio` times that, with 32 bits of fraction, and an

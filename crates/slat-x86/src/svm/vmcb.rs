@@ -32,6 +32,7 @@ mod at {
     pub const NESTED_PAGING: usize = 0x90;
     pub const EVENT_INJECTION: usize = 0xa8;
     pub const NESTED_CR3: usize = 0xb0;
+    pub const VIRTUAL_EXTENSIONS: usize = 0xb8;
     pub const NEXT_RIP: usize = 0xc8;
 }
 
@@ -176,6 +177,11 @@ impl Control {
 
     pub(crate) fn nested_cr3(&self) -> u64 {
         get64(&self.0, at::NESTED_CR3)
+    }
+
+    /// Whether the guest's VMLOAD and VMSAVE take addresses of its own.
+    pub(crate) fn virtual_vmload(&self) -> bool {
+        get64(&self.0, at::VIRTUAL_EXTENSIONS) & 1 << 1 != 0
     }
 
     /// Returns EVENTINJ.

@@ -274,6 +274,21 @@ impl Mmu for TestMachine {
             global: self.globals.contains(&(gva >> 12)) && paging.cr4 & 1 << 7 != 0,
         })
     }
+    /// Nested tables have the pages in `spaces`.
+    fn translate_nested_physical(
+        &mut self,
+        gpa: u64,
+        access: Access,
+        nested: &NestedPaging,
+    ) -> Result<HostPage, Fault> {
+        match self.spaces.get(&(nested.cr3, gpa >> 12)) {
+            Some(page) => self.translate(page << 12, access, &Paging::OFF),
+            None => Err(Fault::NestedPage {
+                error_code: 1 << 32,
+                gpa,
+            }),
+        }
+    }
     fn recheck(&mut self, host: *mut u8, _: Access) -> Result<(), Fault> {
         self.rechecks += 1;
         if let Some(result) = self.mends {

@@ -4,7 +4,7 @@ use crate::common::*;
 use slat_x86::*;
 
 /// The guest runs at CPL 3.
-fn as_user(guest: &mut Guest) {
+pub fn as_user(guest: &mut Guest) {
     let segment = |selector, rights| Segment {
         selector,
         base: 0,

@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod alignment;
 mod avx;
 mod behaviour;
 mod coherence;

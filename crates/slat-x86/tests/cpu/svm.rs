@@ -33,6 +33,8 @@ mod at {
     pub const INT_INFO: u64 = 0x88;
     pub const NESTED: u64 = 0x90;
     pub const EVENT: u64 = 0xa8;
+    pub const NESTED_CR3: u64 = 0xb0;
+    pub const VIRTUAL_EXTENSIONS: u64 = 0xb8;
     pub const NEXT_RIP: u64 = 0xc8;
     pub const EFER: u64 = 0x400 + 0xd0;
     pub const CR4: u64 = 0x400 + 0x148;
@@ -45,6 +47,7 @@ mod at {
     pub const RSP: u64 = 0x400 + 0x1d8;
     pub const RAX: u64 = 0x400 + 0x1f8;
     pub const CR2: u64 = 0x400 + 0x240;
+    pub const PAT: u64 = 0x400 + 0x268;
 }
 
 fn put(guest: &Guest, at: u64, value: u64) {

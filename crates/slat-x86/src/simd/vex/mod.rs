@@ -63,6 +63,7 @@ fn load32(cpu: &mut Cpu, lin: u64) -> Result<Ymm, Break> {
     {
         return Ok([low, high]);
     }
+    cpu.check_alignment(lin, 32)?;
     let mut bytes = [0; 32];
     cpu.load_bytes(lin, &mut bytes)?;
     let (halves, _) = bytes.as_chunks::<16>();
@@ -80,6 +81,7 @@ fn store32(cpu: &mut Cpu, lin: u64, v: Ymm) -> Flow {
     {
         return Ok(());
     }
+    cpu.check_alignment(lin, 32)?;
     let mut bytes = [0; 32];
     bytes[..16].copy_from_slice(&v[0].to_le_bytes());
     bytes[16..].copy_from_slice(&v[1].to_le_bytes());

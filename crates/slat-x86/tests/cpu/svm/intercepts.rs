@@ -161,6 +161,26 @@ fn exceptions_are_the_guests_or_the_hypervisors() {
 }
 
 #[test]
+fn an_alignment_check_is_an_exception_to_intercept() {
+    // mov eax, [rsp + 1], by a user with CR0.AM and RFLAGS.AC.
+    let mut guest = hypervisor(b"\x8b\x44\x24\x01\x0f\x01\xd9");
+    let user = |selector, rights| Segment {
+        selector,
+        base: 0,
+        limit: u32::MAX,
+        rights,
+    };
+    put_segment(&guest, 0x410, &user(0x23, 0xa0fb));
+    put_segment(&guest, 0x420, &user(0x1b, 0xc0f3));
+    guest.memory().write(VMCB + 0x4cb, &[3]);
+    put(&guest, at::CR0, guest.cpu.state.cr0 | 1 << 18);
+    put(&guest, at::RFLAGS, 2 | 1 << 18);
+    put32(&guest, at::EXCEPTIONS, 1 << 17);
+    assert_eq!(exit(&mut guest), 0x51);
+    assert_eq!((get(&guest, at::RIP), get(&guest, at::INFO_1)), (L2, 0));
+}
+
+#[test]
 fn an_intercepted_page_fault_leaves_cr2_alone() {
     // mov [0x300000], eax
     let mut guest = hypervisor(b"\x89\x04\x25\x00\x00\x30\x00");

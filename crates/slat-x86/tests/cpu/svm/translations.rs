@@ -100,3 +100,77 @@ fn translations_are_kept_for_an_asid_until_they_are_flushed() {
         }
     }
 }
+
+/// An address of L2's, and L1's page for it.
+const BLOCK: u64 = 0x28_0000;
+const NESTED_BLOCK: u64 = 0x30_0000;
+
+/// Returns a hypervisor with nested paging, which maps [`BLOCK`] for VMLOAD and VMSAVE. Its guest executes `l2` with RAX there.
+fn with_virtual_vmload(l2: &[u8]) -> Guest {
+    const NESTED_TABLES: u64 = 0x9000;
+    let mut guest = hypervisor(l2);
+    (guest.machine.spaces).insert((NESTED_TABLES, BLOCK >> 12), NESTED_BLOCK >> 12);
+    for (at, value) in [
+        (at::NESTED, 1),
+        (at::NESTED_CR3, NESTED_TABLES),
+        (at::PAT, 0x0007_0406_0007_0406),
+        (at::VIRTUAL_EXTENSIONS, 2),
+        (at::RAX, BLOCK),
+    ] {
+        put(&guest, at, value);
+    }
+    guest
+}
+
+/// Where VMSAVE puts STAR.
+const STAR: u64 = 0x600;
+
+#[test]
+fn a_guest_has_vmload_and_vmsave_at_addresses_of_its_own() {
+    // vmsave; vmmcall
+    let vmsave = b"\x0f\x01\xdb\x0f\x01\xd9";
+    let mut guest = with_virtual_vmload(vmsave);
+    guest.cpu.state.star = 0x1234;
+    assert_eq!(exit(&mut guest), 0x81);
+    assert_eq!(guest.memory().read64(NESTED_BLOCK + STAR), 0x1234);
+    assert_eq!(guest.memory().read64(BLOCK + STAR), 0);
+    // vmload; vmmcall
+    let mut guest = with_virtual_vmload(b"\x0f\x01\xda\x0f\x01\xd9");
+    guest.memory().write64(NESTED_BLOCK + STAR, 0x5678);
+    guest.memory().write64(BLOCK + STAR, 1);
+    assert_eq!(exit(&mut guest), 0x81);
+    assert_eq!(guest.cpu.state.star, 0x5678);
+    // Without nested paging, or the bit, it is an address of the hypervisor's.
+    for field in [at::NESTED, at::VIRTUAL_EXTENSIONS] {
+        let mut guest = with_virtual_vmload(vmsave);
+        guest.cpu.state.star = 0x1234;
+        put(&guest, field, 0);
+        assert_eq!(exit(&mut guest), 0x81);
+        assert_eq!(guest.memory().read64(BLOCK + STAR), 0x1234, "{field:#x}");
+        assert_eq!(guest.memory().read64(NESTED_BLOCK + STAR), 0, "{field:#x}");
+    }
+}
+
+#[test]
+fn a_virtual_vmsave_leaves_as_any_access_does() {
+    let vmsave = b"\x0f\x01\xdb";
+    let mut guest = with_virtual_vmload(vmsave);
+    put(&guest, at::RAX, BLOCK + 0x1000);
+    assert_eq!(exit(&mut guest), 0x400, "no nested entry");
+    assert_eq!(get(&guest, at::INFO_2) & !0xfff, BLOCK + 0x1000);
+    assert_eq!(get(&guest, at::RIP), L2);
+    let mut guest = with_virtual_vmload(vmsave);
+    intercept(&guest, 0x83);
+    assert_eq!(exit(&mut guest), 0x83);
+    // A guest outside long mode.
+    let mut guest = with_virtual_vmload(vmsave);
+    let state = &guest.cpu.state;
+    put(&guest, at::EFER, state.efer & !(1 << 8));
+    put(&guest, at::CR0, state.cr0 & !(1 << 31));
+    let code = Segment {
+        rights: 0xc09b,
+        ..state.cs
+    };
+    put_segment(&guest, 0x410, &code);
+    assert_eq!(exit(&mut guest), 0x83);
+}

@@ -1,0 +1,156 @@
+//! Where everything is, and the entries that are stored to tables.
+
+/// Bytes of a page.
+pub const PAGE: u64 = 0x1000;
+
+/// Flags of entries of page tables.
+pub const P: u64 = 1 << 0;
+pub const RW: u64 = 1 << 1;
+pub const US: u64 = 1 << 2;
+pub const A: u64 = 1 << 5;
+pub const D: u64 = 1 << 6;
+pub const PS: u64 = 1 << 7;
+pub const G: u64 = 1 << 8;
+pub const NX: u64 = 1 << 63;
+/// The bits of an entry that have an address.
+pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+
+/// The hypervisor's system slot. Its first pages are left to a nested page of 1 GiB; then come code, control blocks, and tables that do not
+/// change but for the roots' later entries.
+pub const SYSTEM_BYTES: u64 = 0x20_0000;
+/// vmrun; hlt
+pub const VMRUN: u64 = 0x8000;
+/// invlpga; hlt
+pub const INVLPGA: u64 = 0x8010;
+/// mov [rdi], rsi; hlt
+pub const STORE: u64 = 0x8020;
+/// The control block of the first vCPU; that of the second follows.
+pub const VMCB: u64 = 0x9000;
+pub const HOST_SAVE: u64 = 0xb000;
+/// The hypervisor's own tables: its memory, one to one.
+pub const OWN: u64 = 0xc000;
+/// The nested guest's code, at the same address for all three: mov rax, [rdi]; vmmcall.
+pub const LOAD: u64 = 0x1_0000;
+/// mov [rdi], rsi; vmmcall
+pub const NESTED_STORE: u64 = 0x1_0010;
+/// jmp rdi
+pub const JUMP: u64 = 0x1_0020;
+/// invlpg [rdi]; vmmcall
+pub const INVLPG: u64 = 0x1_0030;
+/// mov rax, cr3; mov cr3, rax; vmmcall
+pub const LOAD_CR3: u64 = 0x1_0040;
+/// The nested guest's tables: the root, and what its first entry leads to, which maps the code.
+pub const GUEST_ROOT: u64 = 0x1_1000;
+/// The nested tables: likewise, for the code and the guest's fixed tables.
+pub const NESTED_ROOT: u64 = 0x1_5000;
+
+/// The pages whose contents are random: nested tables; the guest's, tables and data alike.
+pub const POOL: u64 = 0x20_0000;
+pub const POOL_PAGES: u64 = 24;
+/// The first page of the guest's.
+const GUESTS: u64 = 10;
+/// Pages of the pool in a memslot.
+pub const SLOT_PAGES: u64 = 6;
+/// The entries that addresses lead to, of each table.
+pub const USED: u64 = 4;
+
+/// Offsets in each page that accesses reach, above its entries: mov eax, PAGE; vmmcall.
+pub const CODE_AT: u64 = 0x800;
+/// The page's number.
+pub const NAME_AT: u64 = 0x810;
+/// Where stores of data go.
+pub const DATA_AT: u64 = 0x818;
+
+/// Returns the addresses of all pages that accesses can reach.
+pub fn reached() -> impl Iterator<Item = u64> {
+    (0..USED)
+        .map(|page| page * PAGE)
+        .chain((0..POOL_PAGES).map(|page| POOL + page * PAGE))
+}
+
+/// Returns the addresses of all entries that change.
+pub fn entries() -> impl Iterator<Item = u64> {
+    let roots = [GUEST_ROOT, NESTED_ROOT].into_iter();
+    roots
+        .chain(reached())
+        .flat_map(|page| (0..USED).map(move |n| page + 8 * n))
+}
+
+/// Numbers at random: xorshift64*.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    pub fn below(&mut self, end: u64) -> u64 {
+        ((self.next() >> 32) * end) >> 32
+    }
+
+    /// Returns whether something happens that does so in one of `n` cases.
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    /// Returns an address that tables are walked for: its indices are small. (The first entry of a root is fixed.)
+    pub fn address(&mut self) -> u64 {
+        let top = 1 + self.below(USED - 1);
+        let rest = [30, 21, 12].map(|shift| self.below(USED) << shift);
+        top << 39 | rest.iter().sum::<u64>()
+    }
+
+    /// Returns the address of a random entry: of a table in the pool, or of a root.
+    pub fn entry_address(&mut self) -> u64 {
+        match self.below(8) {
+            0 => NESTED_ROOT + 8 * (1 + self.below(USED - 1)),
+            1 => GUEST_ROOT + 8 * (1 + self.below(USED - 1)),
+            _ => POOL + self.below(POOL_PAGES) * PAGE + 8 * self.below(USED),
+        }
+    }
+
+    /// Returns a value for the entry at `at`: mostly one that makes sense there.
+    pub fn entry(&mut self, at: u64) -> u64 {
+        let page = at.wrapping_sub(POOL) / PAGE;
+        let is_guests = at & !0xfff == GUEST_ROOT || (GUESTS..POOL_PAGES).contains(&page);
+        let target = match is_guests != self.one_in(30) {
+            // Of the nested guest's memory; the pages in which it finds its tables are anywhere in it.
+            true => self.address(),
+            // Mostly what fits: the tables of each level refer to those of the next one, the lowest to the guest's pages.
+            false => {
+                let (from, to) = match page {
+                    _ if self.one_in(30) => (0, POOL_PAGES + 2),
+                    0..2 => (2, 5),
+                    2..5 => (5, GUESTS),
+                    5..POOL_PAGES => (GUESTS, POOL_PAGES),
+                    _ => (0, 2),
+                };
+                POOL + (from + self.below(to - from)) * PAGE
+            }
+        };
+        let mut entry = target | P | RW | US | A | D;
+        let flips = [
+            (P, 50),
+            (RW, 30),
+            (US, 40),
+            (A, 3),
+            (D, 3),
+            (PS, 16),
+            (G, 60),
+            (NX, 16),
+        ];
+        for (flag, n) in flips {
+            if self.one_in(n) {
+                entry ^= flag;
+            }
+        }
+        match entry & PS {
+            // Mostly without the reserved bits of a page of 2 MiB.
+            PS if !self.one_in(8) => entry & !0x1f_e000,
+            _ => entry,
+        }
+    }
+}
