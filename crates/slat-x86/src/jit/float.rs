@@ -41,7 +41,7 @@ impl Translator<'_> {
     /// Call before an instruction with floating point: from here to the end of the block, unless a handler runs, the host has the guest's
     /// MXCSR.
     pub(super) fn begin_floats(&mut self) {
-        if std::mem::replace(&mut self.has_floats, true) {
+        if std::mem::replace(&mut self.now.has_floats, true) {
             return;
         }
         self.prepare_stop();

@@ -8,11 +8,11 @@ use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 impl Translator<'_> {
     /// Returns the value of a register.
     pub(super) fn register(&mut self, r: usize) -> Value {
-        match self.gpr[r] {
+        match self.now.gpr[r] {
             Some(value) => value,
             None => {
                 let value = self.field(I64, Self::gpr_offset(r));
-                self.gpr[r] = Some(value);
+                self.now.gpr[r] = Some(value);
                 value
             }
         }
@@ -56,7 +56,7 @@ impl Translator<'_> {
     /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes leave the rest.
     pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
         let number = usize::from(r & 15);
-        self.changed |= 1 << number;
+        self.now.changed |= 1 << number;
         let value = self.wide(value);
         let value = if size >= 2 {
             value
@@ -71,7 +71,7 @@ impl Translator<'_> {
             };
             self.b.ins().bor(old, value)
         };
-        self.gpr[number] = Some(value);
+        self.now.gpr[number] = Some(value);
     }
 
     pub(super) fn immediate(&mut self, size: u8, value: u64) -> Value {
