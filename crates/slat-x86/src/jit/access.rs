@@ -1,7 +1,8 @@
 //! Accesses of compiled code to guest memory. Inline are a look at where the last access was, which often is near, or else at the TLB,
 //! and the access itself, which is guarded. Everything else calls a helper.
 
-use super::helpers;
+use super::Tier;
+use super::helpers::{self, OrStop};
 use super::translate::{TYPES, Translator};
 use crate::Cpu;
 use crate::op::{NONE, Op};
@@ -33,12 +34,11 @@ impl Kind {
         }
     }
 
-    fn helper(self) -> usize {
-        let helper: unsafe extern "C" fn() = match self {
-            Kind::Load => helpers::place_to_load,
-            Kind::Store => helpers::place_to_store,
-        };
-        helper as usize
+    fn helper(self) -> OrStop {
+        match self {
+            Kind::Load => helpers::PLACE_TO_LOAD,
+            Kind::Store => helpers::PLACE_TO_STORE,
+        }
     }
 }
 
@@ -252,8 +252,18 @@ impl Translator<'_> {
     /// Loads from guest memory.
     pub(super) fn load(&mut self, lin: Value, size: u8) -> Value {
         let host = self.place_to_load(lin, size);
-        let ty = TYPES[usize::from(size)];
-        self.b.ins().load(ty, Self::guarded(), host, 0)
+        let flags = Self::guarded();
+        if self.tier == Tier::Baseline || size > 2 {
+            let ty = TYPES[usize::from(size)];
+            return self.b.ins().load(ty, flags, host, 0);
+        }
+        // The host extends it for nothing.
+        let value = match size {
+            0 => self.b.ins().uload8(I64, flags, host, 0),
+            1 => self.b.ins().uload16(I64, flags, host, 0),
+            _ => self.b.ins().uload32(flags, host, 0),
+        };
+        self.narrow(value, size)
     }
 
     /// Stores to guest memory. Nothing of the instruction has happened before.

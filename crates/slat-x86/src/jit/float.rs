@@ -49,7 +49,7 @@ impl Translator<'_> {
         let (begin, fine) = (self.cold(), self.b.create_block());
         self.b.ins().brif(on, fine, &[], begin, &[]);
         self.b.switch_to_block(begin);
-        self.call_or_stop(helpers::begin_floats as *const () as usize, &[]);
+        self.call_or_stop(helpers::BEGIN_FLOATS, &[]);
         self.b.ins().jump(fine, &[]);
         self.b.switch_to_block(fine);
     }

@@ -183,11 +183,13 @@ impl Translator<'_> {
                 };
                 let from = from.trailing_zeros() as u8;
                 let value = self.operand(op, 1, from);
-                let to = TYPES[usize::from(size)];
                 let value = match (from == size, insn.mnemonic()) {
                     (true, _) => value,
-                    (_, Movzx) => self.b.ins().uextend(to, value),
-                    _ => self.b.ins().sextend(to, value),
+                    (_, Movzx) => {
+                        let value = self.wide(value);
+                        self.narrow(value, size)
+                    }
+                    _ => self.b.ins().sextend(TYPES[usize::from(size)], value),
                 };
                 self.set(op.r[0], size, value);
             }

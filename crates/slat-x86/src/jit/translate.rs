@@ -21,7 +21,7 @@ use super::access::LastAccess;
 use super::condition::Flags;
 use super::cpu::{SET_BITS, SETS, set_of};
 use super::guest::{Guest, decode, numbers, registers, sets_flags_first};
-use super::helpers::{self, Status};
+use super::helpers::{self, OrStop, Status};
 use super::paths::Paths;
 use super::vector::Vectors;
 use super::{Source, Step, Tier};
@@ -150,8 +150,8 @@ pub(super) struct Translator<'a> {
     cpu: Option<Value>,
     pub(super) now: Now,
     heads: HashMap<u64, Head>,
-    /// Those of the helpers, by the numbers of arguments besides the CPU and of results.
-    signatures: HashMap<(usize, usize), SigRef>,
+    /// Those of the helpers, by convention and the numbers of arguments besides the CPU and of results.
+    signatures: HashMap<(CallConv, usize, usize), SigRef>,
     /// Those of stubs, by the numbers of vectors and of integers.
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
     /// Leaves for RIP. Its parameter: what the region returns.
@@ -343,9 +343,20 @@ impl<'a> Translator<'a> {
         arguments: &[Value],
         returns: usize,
     ) -> Vec<Value> {
-        let kind = (arguments.len(), returns);
+        self.call_as(CallConv::SystemV, helper, arguments, returns)
+    }
+
+    /// Calls a helper that has this convention.
+    fn call_as(
+        &mut self,
+        convention: CallConv,
+        helper: usize,
+        arguments: &[Value],
+        returns: usize,
+    ) -> Vec<Value> {
+        let kind = (convention, arguments.len(), returns);
         let signature: SigRef = *(self.signatures.entry(kind)).or_insert_with(|| {
-            let signature = signature(CallConv::SystemV, 1 + kind.0, kind.1);
+            let signature = signature(convention, 1 + kind.1, kind.2);
             self.b.import_signature(signature)
         });
         let function = self.constant(helper as i64);
@@ -406,11 +417,15 @@ impl<'a> Translator<'a> {
     }
 
     /// Calls one of the helpers that stop the region at the checkpoint if they find nothing. Returns what it finds.
-    pub(super) fn call_or_stop(&mut self, helper: usize, arguments: &[Value]) -> Value {
+    pub(super) fn call_or_stop(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         debug_assert!(!self.now.has_changed);
         let mut arguments = arguments.to_vec();
         arguments.push(self.address_of(self.now.checkpoint));
-        self.call(helper, &arguments, 1)[0]
+        let (convention, helper) = match self.tier {
+            Tier::Baseline => (CallConv::SystemV, helper.plain),
+            Tier::Full => (CallConv::WindowsFastcall, helper.keeping),
+        };
+        self.call_as(convention, helper as usize, &arguments, 1)[0]
     }
 
     /// Leaves the current instruction to the interpreter.

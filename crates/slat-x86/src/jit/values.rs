@@ -3,7 +3,7 @@
 use super::translate::{TYPES, Translator};
 use crate::op::{MEM, NONE, Op};
 use cranelift_codegen::ir::types::I64;
-use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
+use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Type, Value};
 
 impl Translator<'_> {
     /// Returns the value of a register.
@@ -49,8 +49,31 @@ impl Translator<'_> {
                 opcode: Opcode::Iconst,
                 imm,
             }) => self.constant(imm.bits()),
+            Some(InstructionData::Unary {
+                opcode: Opcode::Ireduce,
+                arg,
+            }) if self.is_extended(arg, dfg.value_type(value)) => arg,
             _ => self.b.ins().uextend(I64, value),
         }
+    }
+
+    /// Whether a value is one of 64 bits that was zero-extended from `ty` or less.
+    fn is_extended(&self, value: Value, ty: Type) -> bool {
+        let dfg = &self.b.func.dfg;
+        let bits = match dfg.value_def(value).inst().map(|inst| dfg.insts[inst]) {
+            Some(InstructionData::Unary {
+                opcode: Opcode::Uextend,
+                arg,
+            }) => dfg.value_type(arg).bits(),
+            Some(InstructionData::Load { opcode, .. }) => match opcode {
+                Opcode::Uload8 => 8,
+                Opcode::Uload16 => 16,
+                Opcode::Uload32 => 32,
+                _ => return false,
+            },
+            _ => return false,
+        };
+        dfg.value_type(value) == I64 && bits <= ty.bits()
     }
 
     /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes leave the rest.
