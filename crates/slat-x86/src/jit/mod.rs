@@ -1,7 +1,7 @@
 //! The compiler.
 //!
 //! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their loops, which
-//! become one function of the host's. It can be entered at each of its blocks. The compiling happens on a thread of its own
+//! become one function of the host's. It can be entered where `paths` begin. The compiling happens on a thread of its own
 //! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
 //!
 //! There are two [tiers](Tier), and one translation for both: to Cranelift's intermediate language. Warm code, of which there is much, is

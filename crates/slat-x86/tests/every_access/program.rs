@@ -359,18 +359,20 @@ impl Program {
         }
     }
 
-    /// A call of a function, which returns to after the call or to after itself.
+    /// A call of a function, which returns to after the call, or in every other round to after itself.
     fn function(&mut self, random: &mut Random) {
         self.stack(random);
         let call = self.jump(b"\xe8");
         let back = self.code.len();
+        // inc r13
+        self.bytes(b"\x49\xff\xc5");
         let over = self.jump(b"\xe9");
         self.land(call);
         self.computes(random);
         self.operand(random);
         if random.below(2) == 0 {
-            // add qword [rsp],n
-            self.bytes(b"\x48\x81\x04\x24");
+            // test r15b,1; jz after the next instruction; add qword [rsp],n
+            self.bytes(b"\x41\xf6\xc7\x01\x74\x08\x48\x81\x04\x24");
             let after = (self.code.len() + 5 - back) as u32;
             self.bytes(&after.to_le_bytes());
         }
