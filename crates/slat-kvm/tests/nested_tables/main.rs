@@ -3,7 +3,7 @@
 //!
 //! Two vCPUs share memory. The hypervisor and its guest store to the tables of both dimensions, some of which are one another's; they flush,
 //! by TLB_CONTROL, INVLPGA, INVLPG and MOV to CR3, or they do not; memslots come, go, and become read-only. Each access of the guest comes
-//! to what the manual allows (`oracle`), and sets no flag without reason.
+//! to what the manual allows (`oracle`), and sets the flags that it has to, and no others without reason.
 //!
 //! `cargo test -p slat-kvm --release --test nested_tables`, with SLAT_STEPS=…, SLAT_SEED=… and SLAT_MMU=… for another number of accesses,
 //! other seeds, and one MMU.
@@ -16,7 +16,7 @@ mod oracle;
 use common::{Memory, set_msr, tell_features};
 use kvm_bindings::*;
 use layout::*;
-use oracle::{Access, Kind, Outcome, Since, Tables, Time};
+use oracle::{Access, Kind, Marks, Outcome, Since, Tables, Time};
 use slat::MmuKind;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::collections::{BTreeSet, HashMap};
@@ -365,6 +365,7 @@ impl Machine {
         let ([code, info_1, info_2, rax], device) = self.run_guest(cpu, asid, rip, &access, value);
         let since = self.flushed[cpu][asid as usize].since(access.address);
         let (allowed, marks) = self.tables.outcomes(&access, since);
+        let is_flushed = since.nested == self.now;
         let written = self.look_at_entries(&marks, (offset, value), &allowed, is_entry);
         let outcome = match (code, access.kind) {
             (VMMCALL, _) if device.is_some() => Outcome::Mmio(device.unwrap()),
@@ -389,6 +390,9 @@ impl Machine {
             "vCPU {cpu}, {access:x?}: {outcome:x?}, allowed: {allowed:x?}; {:x?}",
             self.path(access.address)
         );
+        if is_flushed && !is_entry && matches!(outcome, Outcome::Page(_)) {
+            self.check_flags(&marks);
+        }
         self.count("access");
         self.count(match outcome {
             Outcome::Page(_) => "page",
@@ -400,6 +404,18 @@ impl Machine {
         if allowed.len() > 1 {
             self.count("several outcomes");
         }
+    }
+
+    /// Checks that the flags of `marks` are set, those of an access that has reached a page with nothing known from before.
+    fn check_flags(&mut self, marks: &Marks) {
+        for (at, flags) in marks {
+            let entry = self.get(*at);
+            assert!(
+                entry & flags == *flags || self.tables.memory(*at) == Some(true),
+                "the entry at {at:#x} is {entry:#x}, without {flags:#x}"
+            );
+        }
+        self.count("flags checked");
     }
 
     /// Returns the entries of the guest's tables for `address`, as far as their tables are where they would be without nested tables.
@@ -421,7 +437,7 @@ impl Machine {
     /// Looks which entries have changed: flags of those in `marks`, and one that a store has written. Returns the page of that.
     fn look_at_entries(
         &mut self,
-        marks: &BTreeSet<u64>,
+        marks: &Marks,
         (offset, value): (u64, u64),
         allowed: &BTreeSet<Outcome>,
         is_entry: bool,
@@ -448,7 +464,7 @@ impl Machine {
             } else if new != old {
                 let marked = (new ^ old) & !(A | D) == 0 && new & old == old;
                 assert!(
-                    marked && marks.contains(&at),
+                    marked && marks.contains_key(&at),
                     "the entry at {at:#x} was {old:#x} and is {new:#x}; stored: {value:#x}, allowed: {allowed:x?}"
                 );
                 let is_read_only = self.tables.memory(at) == Some(true);
@@ -585,6 +601,7 @@ fn a_nested_guest_reaches_what_the_tables_say() {
             "nested fault at a table",
             "nested fault at a page",
             "several outcomes",
+            "flags checked",
         ] {
             assert!(
                 counts.get(what).is_some_and(|n| *n > RUN / 100),
