@@ -75,6 +75,10 @@ struct Machine {
     tables: Tables,
     now: Time,
     flushed: Vec<Vec<Flushed>>,
+    /// Pages that the guest has accessed lately.
+    recent: [u64; 4],
+    /// The entries that the last access may have used.
+    used: Vec<u64>,
     /// What entries are in memory.
     copies: HashMap<u64, u64>,
     counts: HashMap<&'static str, u64>,
@@ -120,6 +124,8 @@ impl Machine {
             tables: Tables::default(),
             now: 0,
             flushed: vec![vec![Flushed::default(); ASIDS as usize + 1]; CPUS],
+            recent: [1 << 39; 4],
+            used: Vec::new(),
             copies: HashMap::new(),
             counts: HashMap::new(),
         };
@@ -176,7 +182,7 @@ impl Machine {
             self.memory.write(page + CODE_AT + 5, b"\x0f\x01\xd9");
             self.put(page + NAME_AT, name.into());
         }
-        for at in entries().filter(|at| at % PAGE != 0 || !(LOAD..SYSTEM_BYTES).contains(at)) {
+        for at in entries().filter(|at| changes(*at)) {
             let entry = match at {
                 0..LOAD => 0,
                 _ => self.random.entry(at),
@@ -311,6 +317,14 @@ impl Machine {
         )
     }
 
+    /// Returns an address for the guest: half of them are pages that it has accessed lately, and of which something may be kept.
+    fn address(&mut self) -> u64 {
+        match self.random.one_in(2) {
+            true => self.recent[self.random.below(4) as usize],
+            false => self.random.address(),
+        }
+    }
+
     /// Returns all that an access of the guest with `asid` may come to.
     fn outcomes(&self, cpu: usize, asid: u64, access: &Access) -> BTreeSet<Outcome> {
         let since = self.flushed[cpu][asid as usize].since(access.address);
@@ -319,13 +333,14 @@ impl Machine {
 
     /// Has the guest make a random access, and judges what comes of it.
     fn access(&mut self, cpu: usize) {
+        let address = self.address();
         let random = &mut self.random;
         let asid = match random.below(3) {
             0 => 1 + random.below(ASIDS),
             _ => 1,
         };
         let mut access = Access {
-            address: random.address(),
+            address,
             kind: [Kind::Read, Kind::Write, Kind::Execute][random.below(3) as usize],
             user: random.one_in(3),
             write_protect: random.one_in(2),
@@ -339,6 +354,8 @@ impl Machine {
             access.address = self.random.address();
             all = self.outcomes(cpu, asid, &access);
         }
+        let replaced = self.random.below(4) as usize;
+        self.recent[replaced] = access.address;
         if (all.iter()).any(|outcome| matches!(outcome, Outcome::Mmio(_)))
             && access.kind == Kind::Execute
         {
@@ -365,6 +382,7 @@ impl Machine {
         let ([code, info_1, info_2, rax], device) = self.run_guest(cpu, asid, rip, &access, value);
         let since = self.flushed[cpu][asid as usize].since(access.address);
         let (allowed, marks) = self.tables.outcomes(&access, since);
+        self.used = marks.keys().copied().filter(|at| changes(*at)).collect();
         let is_flushed = since.nested == self.now;
         let written = self.look_at_entries(&marks, (offset, value), &allowed, is_entry);
         let outcome = match (code, access.kind) {
@@ -477,7 +495,10 @@ impl Machine {
 
     /// Has the hypervisor store to an entry.
     fn store(&mut self, cpu: usize) {
-        let at = self.random.entry_address();
+        let at = match self.used.len() as u64 {
+            n if n > 0 && self.random.one_in(2) => self.used[self.random.below(n) as usize],
+            _ => self.random.entry_address(),
+        };
         if self.tables.memory(at) != Some(false) {
             return;
         }
@@ -498,7 +519,7 @@ impl Machine {
     /// Has the hypervisor or its guest drop translations of a page, or the guest all of its own.
     fn flush(&mut self, cpu: usize) {
         let asid = 1 + self.random.below(ASIDS);
-        let address = self.random.address();
+        let address = self.address();
         self.now += 1;
         let now = self.now;
         match self.random.below(3) {
