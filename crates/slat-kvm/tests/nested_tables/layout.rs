@@ -80,7 +80,7 @@ pub fn entries() -> impl Iterator<Item = u64> {
 pub fn changes(at: u64) -> bool {
     let is_root = [GUEST_ROOT, NESTED_ROOT].contains(&(at & !0xfff));
     match at {
-        LOAD..SYSTEM_BYTES => is_root && at % PAGE != 0,
+        LOAD..SYSTEM_BYTES => is_root && !at.is_multiple_of(PAGE),
         _ => true,
     }
 }
