@@ -112,29 +112,35 @@ impl Shadowed<'_> {
         })
     }
 
-    /// Returns the host address of an entry of L2's tables. `None`: it is not in memory that allows `access`.
-    fn entry(&mut self, gpa: Gpa, access: slat::Access) -> Result<Option<Hpa>, Fault> {
-        match self.page(gpa.0, access, AT_TABLE) {
-            Ok(page) => Ok(Some(Hpa(page.base.as_ptr() as u64 + gpa.0 % PAGE))),
-            Err(Fault::Mmio { .. }) => Ok(None),
+    /// Returns where an entry of L2's tables is. L1's page has to be writable, as for [`Walked`]; the memslot need not be.
+    fn entry(&mut self, gpa: Gpa) -> Result<EntryIn, Fault> {
+        match self.page(gpa.0, slat::Access::Write, AT_TABLE) {
+            Ok(page) => Ok(EntryIn::Memory(Hpa(
+                page.base.as_ptr() as u64 + gpa.0 % PAGE
+            ))),
+            Err(Fault::Mmio { gpa }) => Ok(EntryIn::NotWritable(Gpa(gpa))),
             Err(fault) => Err(fault),
         }
     }
+}
+
+/// Where an entry of L2's tables is.
+enum EntryIn {
+    /// At this host address, in memory that may be written.
+    Memory(Hpa),
+    /// At this address of L1's, in read-only memory, or in none.
+    NotWritable(Gpa),
 }
 
 impl GuestTables for Shadowed<'_> {
     type Error = Fault;
 
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
-        // L1's page has to be writable, as for `Walked`; the memslot need not be.
-        let word = match self.entry(gpa, slat::Access::Write)? {
-            None => self.entry(gpa, slat::Access::Read)?,
-            word => word,
-        };
-        match word {
-            Some(word) => self.machine.read_entry(word, size),
-            // A table that is not in memory maps nothing.
-            None => Ok(0),
+        match self.entry(gpa)? {
+            EntryIn::Memory(word) => self.machine.read_entry(word, size),
+            // At the address that this translation has led to. One for reading could lead to another page: to what the shadow has of an
+            // earlier entry of L1's that allows no writing, and that no flush has dropped yet.
+            EntryIn::NotWritable(gpa) => self.machine.read(gpa, size),
         }
     }
 
@@ -145,10 +151,10 @@ impl GuestTables for Shadowed<'_> {
         old: u64,
         new: u64,
     ) -> Result<bool, Fault> {
-        match self.entry(gpa, slat::Access::Write)? {
-            Some(word) => self.machine.exchange_entry(word, size, old, new),
+        match self.entry(gpa)? {
+            EntryIn::Memory(word) => self.machine.exchange_entry(word, size, old, new),
             // The flags of tables in read-only memory do not change.
-            None => Ok(true),
+            EntryIn::NotWritable(_) => Ok(true),
         }
     }
 }

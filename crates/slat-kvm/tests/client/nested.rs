@@ -175,6 +175,61 @@ fn an_address_beyond_the_nested_tables_is_a_nested_page_fault() {
     );
 }
 
+/// A table of the nested guest's is read where the nested entry of the moment leads to, or is a nested page fault; not where an earlier
+/// entry, which allowed no writing, led to.
+#[test]
+fn a_table_whose_nested_entry_has_changed_is_read_in_one_place() {
+    let mut guest = hypervisor();
+    // The nested tables are the hypervisor's own, too: a directory, and a table.
+    let [nested, table] = [0, DATA];
+    let mut sregs = guest.vcpu.get_sregs().unwrap();
+    (sregs.cr0, sregs.cr3, sregs.cr4) = (0x8000_0011, nested, 0x10);
+    guest.vcpu.set_sregs(&sregs).unwrap();
+    let memory = &guest.memory;
+    let put = |at: u64, value: u64| memory.write(at, &(value as u32).to_le_bytes());
+    put(nested, table | 7);
+    (0..4).for_each(|page| put(table + 4 * page, page << 12 | 7));
+    // The nested guest sees its code's page a second time, read-only.
+    const AGAIN: u64 = 4;
+    put(table + 4 * AGAIN, CODE | 5);
+    put(VMCB + 0x90, 1);
+    put(VMCB + 0xb0, nested);
+    // Page faults make the guest leave.
+    put(VMCB + 8, 1 << 14);
+    // vmrun; mov dword [0x3010], 0x10007; out 0x11, al; hlt: that page leads to no memory then, and may be written.
+    memory.write(
+        CODE,
+        b"\x0f\x01\xd8\xc7\x05\x10\x30\0\0\x07\0\x01\0\xe6\x11\xf4",
+    );
+    // mov eax, [0x4000]; vmmcall
+    memory.write(L2, b"\xa1\0\x40\0\0\x0f\x01\xd9");
+    let exit_code = || {
+        let mut code = [0; 8];
+        memory.read(VMCB + 0x70, &mut code);
+        u64::from_le_bytes(code)
+    };
+    expect_out(&mut guest.vcpu, 0x11, false);
+    assert_eq!(exit_code(), 0x81);
+    // The guest has paging now: its first table is in the page that was seen again, and would map the code, by 2 MiB.
+    const POINTERS: u64 = 0x800;
+    const ENTRY: u64 = POINTERS / 8 + 1;
+    put(CODE + POINTERS, CODE | 1);
+    put(CODE + 8 * ENTRY, 0xe7);
+    for (at, value) in [
+        (0x148, 0x20),
+        (0x150, AGAIN << 12 | POINTERS),
+        (0x158, 0x8000_0011),
+        (0x178, ENTRY << 21 | (L2 + 5)),
+    ] {
+        put(VMCB + 0x400 + at, value);
+    }
+    let mut regs = guest.vcpu.get_regs().unwrap();
+    (regs.rip, regs.rax) = (CODE, VMCB);
+    guest.vcpu.set_regs(&regs).unwrap();
+    expect_out(&mut guest.vcpu, 0x11, false);
+    assert_eq!(exit_code(), 0x4e, "a page fault");
+}
+
 #[test]
 fn a_state_that_no_cpu_is_in_is_refused() {
     let mut guest = hypervisor();

@@ -68,12 +68,21 @@ pub fn reached() -> impl Iterator<Item = u64> {
         .chain((0..POOL_PAGES).map(|page| POOL + page * PAGE))
 }
 
-/// Returns the addresses of all entries that change.
+/// Returns the addresses of all entries that are looked at: those that change, and the roots' first ones.
 pub fn entries() -> impl Iterator<Item = u64> {
     let roots = [GUEST_ROOT, NESTED_ROOT].into_iter();
     roots
         .chain(reached())
         .flat_map(|page| (0..USED).map(move |n| page + 8 * n))
+}
+
+/// Returns whether the entry at `at` changes: the roots' first ones, and the tables below those, do not.
+pub fn changes(at: u64) -> bool {
+    let is_root = [GUEST_ROOT, NESTED_ROOT].contains(&(at & !0xfff));
+    match at {
+        LOAD..SYSTEM_BYTES => is_root && !at.is_multiple_of(PAGE),
+        _ => true,
+    }
 }
 
 /// Numbers at random: xorshift64*.

@@ -8,7 +8,7 @@
 //! tables for that address, too: stricter than the manual, which need not drop what a processor keeps of guest-physical addresses.
 
 use crate::layout::*;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// What an access does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,25 +101,29 @@ impl Tables {
     }
 
     /// Returns all that `access` may come to, and the entries that it may mark.
-    pub fn outcomes(&self, access: &Access, since: Since) -> (BTreeSet<Outcome>, BTreeSet<u64>) {
+    pub fn outcomes(&self, access: &Access, since: Since) -> (BTreeSet<Outcome>, Marks) {
         let mut search = Search {
             tables: self,
             access,
             since,
             outcomes: BTreeSet::new(),
-            marks: BTreeSet::new(),
+            marks: Marks::new(),
         };
         search.guest(GUEST_ROOT, 4, P | RW | US);
         (search.outcomes, search.marks)
     }
 }
 
+/// The entries that an access uses, and the flags that it sets in them if it comes to a page: A, and D in those that map what it writes to.
+/// The tables of the guest's count as written to (15.25.5).
+pub type Marks = BTreeMap<u64, u64>;
+
 struct Search<'a> {
     tables: &'a Tables,
     access: &'a Access,
     since: Since,
     outcomes: BTreeSet<Outcome>,
-    marks: BTreeSet<u64>,
+    marks: Marks,
 }
 
 /// EXITINFO1: the fault was at the page itself, or at a table of the guest's.
@@ -167,7 +171,16 @@ fn code(kind: Kind, user: bool) -> u64 {
     kind | if user { 4 } else { 0 }
 }
 
+/// Returns the flag of an entry that maps what an access writes to.
+fn dirty(kind: Kind) -> u64 {
+    if kind == Kind::Write { D } else { 0 }
+}
+
 impl Search<'_> {
+    fn mark(&mut self, at: u64, flags: u64) {
+        *self.marks.entry(at).or_default() |= flags;
+    }
+
     /// Walks the guest's tables from that of `level` at `table`, an address of the guest's.
     fn guest(&mut self, table: u64, level: u32, rights: u64) {
         let Access {
@@ -184,7 +197,7 @@ impl Search<'_> {
                 .entries(found, self.since.guest)
                 .collect::<Vec<_>>()
             {
-                self.marks.insert(found);
+                self.mark(found, A);
                 let fault = match meaning(entry, level, address, false) {
                     Meaning::Table(next) => {
                         self.guest(next, level - 1, and(rights, entry));
@@ -198,6 +211,7 @@ impl Search<'_> {
                             || kind == Kind::Execute && rights & NX != 0
                             || kind == Kind::Write && rights & RW == 0 && (user || write_protect);
                         if !is_forbidden {
+                            self.mark(found, dirty(kind));
                             self.page(page);
                             continue;
                         }
@@ -242,7 +256,7 @@ impl Search<'_> {
             .entries(at, self.since.nested)
             .collect::<Vec<_>>()
         {
-            self.marks.insert(at);
+            self.mark(at, A);
             let fault = match meaning(entry, level, gpa, true) {
                 Meaning::Table(next) => {
                     let rights = and(rights, entry);
@@ -257,6 +271,7 @@ impl Search<'_> {
                         || kind == Kind::Execute && rights & NX != 0
                         || kind == Kind::Write && rights & RW == 0;
                     if !is_forbidden {
+                        self.mark(at, dirty(kind));
                         found.insert(page);
                         continue;
                     }
