@@ -219,7 +219,7 @@ fn short_modes_have_a_page_directory_for_each_gib() {
 }
 
 #[test]
-#[should_panic = "the shadow MMU"]
+#[should_panic = "shadows tables of the guest"]
 fn a_vm_without_the_shadow_mmu_has_no_such_calls() {
     let vm = Vm::<_, Tables>::new(SimPlatform::new(16), Config::default()).unwrap();
     let memory = Memory::new(16);
