@@ -133,17 +133,16 @@ impl Cpu {
             return (!self.leaves_for(code::SMI)).then_some(Exit::Smi);
         } else if self.nmi_leaves_guest() {
             self.leaves_for(code::NMI);
-        } else if events.takes_nmi() {
+        } else if self.takes_nmi() {
             self.clock.serialize();
             match self.deliver(vector::NMI, None, Source::Nmi, rip) {
                 Ok(()) => {
-                    self.state.events.nmis -= 1;
-                    self.state.events.nmi_blocked = true;
-                    self.svm.set_nmi_injected(false);
+                    self.end_nmi();
+                    self.block_nmis(false);
                     self.end_shadow();
                 }
                 Err(Break::Exception | Break::TaskFault) => {
-                    self.state.events.nmis -= 1;
+                    self.end_nmi();
                     self.note_fault();
                 }
                 Err(why) => return self.delivery_broke(why),
@@ -176,9 +175,8 @@ impl Cpu {
         match self.deliver(event.vector(), event.error(), source, rip) {
             Ok(()) => {
                 self.svm.end_injection();
-                if source == Source::Nmi && !self.state.events.nmi_blocked {
-                    self.state.events.nmi_blocked = true;
-                    self.svm.set_nmi_injected(true);
+                if source == Source::Nmi {
+                    self.block_nmis(true);
                 }
                 self.end_shadow();
             }

@@ -314,12 +314,12 @@ impl Cpu {
         state.rip = registers.eip.into();
         state.rflags = rflags;
         self.adopt_flags();
+        if initiator == Initiator::Return {
+            self.unblock_nmis();
+        }
         let state = &mut self.state;
         for (to, from) in state.gpr.iter_mut().zip(registers.general) {
             *to = from.into();
-        }
-        if initiator == Initiator::Return {
-            state.events.nmi_blocked = false;
         }
         let cpl = u32::from(registers.selectors[1] & 3);
         state.ldtr = unusable(ldt, 0);

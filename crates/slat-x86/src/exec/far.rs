@@ -225,7 +225,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.set_flags(mask, new);
     cpu.state.cs = cs;
     cpu.state.rip = rip;
-    cpu.state.events.nmi_blocked = false;
+    cpu.unblock_nmis();
     cpu.refresh();
     cpu.clock.serialize_return();
     Err(Break::Jump)
@@ -251,7 +251,7 @@ fn iret_8086(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.cs.base = u64::from(selector) << 4;
     cpu.state.rip = rip;
     cpu.set_flags(mask, new);
-    cpu.state.events.nmi_blocked = false;
+    cpu.unblock_nmis();
     cpu.clock.serialize();
     cpu.refresh();
     Err(Break::Jump)

@@ -125,7 +125,7 @@ impl Cpu {
         self.state.rip = rip;
         let mask = LOADED | flags::IOPL | flags::RF | flags::VM | flags::AC | flags::VIF;
         self.set_flags(mask | flags::VIP | flags::ID, image);
-        self.state.events.nmi_blocked = false;
+        self.unblock_nmis();
         self.refresh();
         self.clock.serialize_return();
         Err(Break::Jump)

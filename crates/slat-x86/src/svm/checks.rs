@@ -36,7 +36,9 @@ impl Cpu {
             !(matches!(flush, 0 | 1) || has(feature::FLUSH_BY_ASID) && matches!(flush, 3 | 7));
         let interrupts = control.virtual_interrupt();
         let bad_interrupts = interrupts & NOT_OFFERED != 0
-            || interrupts & GIF_ENABLE != 0 && !has(feature::VIRTUAL_GIF);
+            || interrupts & GIF_ENABLE != 0 && !has(feature::VIRTUAL_GIF)
+            || interrupts & NMI_ENABLE != 0
+                && !(has(feature::VIRTUAL_NMI) && control.intercepts(code::NMI));
         let bad_event = control.event().is_valid() && !control.event().is_injectable();
         control.intercepts(code::VMRUN)
             && control.asid() != 0

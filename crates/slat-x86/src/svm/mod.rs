@@ -19,8 +19,8 @@
 //! Translations of the two worlds never mix: the TLB has a name for each ASID that CPUID offers, and keeps what belongs to it until the
 //! hypervisor has it flushed. Those of other ASIDs share a name, and nothing is kept.
 //!
-//! Not offered: SEV, AVIC, virtual NMIs, last-branch records, shadow stacks, and the traps after
-//! writes of control registers and EFER, which serve SEV-ES.
+//! Not offered: SEV, AVIC, last-branch records, shadow stacks, and the traps after writes of control registers and EFER, which
+//! serve SEV-ES.
 
 mod checks;
 mod event;
@@ -61,6 +61,8 @@ pub mod feature {
     pub const VIRTUAL_VMLOAD: u32 = 1 << 15;
     /// A guest can have a GIF of its own.
     pub const VIRTUAL_GIF: u32 = 1 << 16;
+    /// A guest can have NMIs of its own.
+    pub const VIRTUAL_NMI: u32 = 1 << 25;
     /// All of them.
     pub const ALL: u32 = NESTED_PAGING
         | NEXT_RIP
@@ -70,7 +72,8 @@ pub mod feature {
         | PAUSE_FILTER
         | PAUSE_THRESHOLD
         | VIRTUAL_VMLOAD
-        | VIRTUAL_GIF;
+        | VIRTUAL_GIF
+        | VIRTUAL_NMI;
 }
 
 /// The number of ASIDs that CPUID tells: KVM's number for its guests.
@@ -210,11 +213,6 @@ impl Svm {
         self.injected
     }
 
-    /// Notes whether NMIs are blocked because of an injected one.
-    pub(crate) fn set_nmi_injected(&mut self, blocks: bool) {
-        self.nmi_injected = blocks;
-    }
-
     pub(crate) fn end_injection(&mut self) {
         self.injected = None;
     }
@@ -284,6 +282,11 @@ impl Svm {
     fn has_virtual_gif(&self) -> bool {
         self.guest && self.has(virtual_interrupt::GIF_ENABLE)
     }
+
+    /// Whether NMIs that are delivered to the guest, and IRET, are its own. Those of the hypervisor make it leave then.
+    fn has_virtual_nmis(&self) -> bool {
+        self.guest && self.has(virtual_interrupt::NMI_ENABLE)
+    }
 }
 
 impl Cpu {
@@ -347,7 +350,55 @@ impl Cpu {
 
     /// Whether an NMI is taken before the next instruction: delivered, or by a #VMEXIT.
     pub fn takes_nmi(&self) -> bool {
-        self.state.events.takes_nmi() || self.nmi_leaves_guest()
+        self.state.events.takes_nmi() || self.nmi_leaves_guest() || self.takes_virtual_nmi()
+    }
+
+    /// Whether the guest's virtual NMI is taken before the next instruction (15.21.10).
+    fn takes_virtual_nmi(&self) -> bool {
+        use virtual_interrupt::*;
+        self.svm.has_virtual_nmis()
+            && self.svm.control.virtual_interrupt() & (NMI | NMI_MASK) == NMI
+            && self.takes_virtual_events()
+    }
+
+    /// Whether nothing but masks of their own delays the guest's virtual events.
+    fn takes_virtual_events(&self) -> bool {
+        use virtual_interrupt::*;
+        let control = self.svm.control.virtual_interrupt();
+        let events = &self.state.events;
+        self.svm.guest
+            && !(events.sti_shadow || events.mov_ss_shadow || events.gif_clear)
+            && (control & GIF_ENABLE == 0 || control & GIF != 0)
+    }
+
+    /// Call when an NMI that was pending is delivered, or has failed to be.
+    pub(crate) fn end_nmi(&mut self) {
+        match self.svm.has_virtual_nmis() {
+            true => (self.svm.control).set_virtual_interrupt(virtual_interrupt::NMI, 0),
+            false => self.state.events.nmis = self.state.events.nmis.saturating_sub(1),
+        }
+    }
+
+    /// Call when the handler of an NMI begins, of one that VMRUN has `injected` or another one.
+    pub(crate) fn block_nmis(&mut self, injected: bool) {
+        use virtual_interrupt::NMI_MASK;
+        if self.svm.has_virtual_nmis() {
+            (self.svm.control).set_virtual_interrupt(NMI_MASK, NMI_MASK);
+        } else if !(injected && self.state.events.nmi_blocked) {
+            self.state.events.nmi_blocked = true;
+            self.svm.nmi_injected = injected;
+        }
+    }
+
+    /// Call for IRET: the handler of an NMI ends.
+    pub(crate) fn unblock_nmis(&mut self) {
+        match self.svm.has_virtual_nmis() {
+            true => {
+                (self.svm.control).set_virtual_interrupt(virtual_interrupt::NMI_MASK, 0);
+                self.slow = true;
+            }
+            false => self.state.events.nmi_blocked = false,
+        }
     }
 
     /// Whether an external interrupt makes the guest leave now.
@@ -361,14 +412,11 @@ impl Cpu {
     pub fn takes_virtual_interrupt(&self) -> bool {
         use virtual_interrupt::*;
         let control = self.svm.control.virtual_interrupt();
-        let events = &self.state.events;
-        self.svm.guest
+        self.takes_virtual_events()
             && control & IRQ != 0
             && (control & IGNORE_TPR != 0
                 || control >> PRIORITY_SHIFT & 15 > self.svm.virtual_priority())
             && self.state.rflags & flags::IF != 0
-            && !(events.sti_shadow || events.mov_ss_shadow || events.gif_clear)
-            && (control & GIF_ENABLE == 0 || control & GIF != 0)
     }
 
     /// Returns the vector of the virtual interrupt.

@@ -76,12 +76,15 @@ pub(crate) mod virtual_interrupt {
     pub const TPR: u64 = 0xff;
     pub const IRQ: u64 = 1 << 8;
     pub const GIF: u64 = 1 << 9;
+    pub const NMI: u64 = 1 << 11;
+    pub const NMI_MASK: u64 = 1 << 12;
     pub const PRIORITY_SHIFT: u32 = 16;
     pub const IGNORE_TPR: u64 = 1 << 20;
     pub const MASKING: u64 = 1 << 24;
     pub const GIF_ENABLE: u64 = 1 << 25;
-    /// Virtual NMIs (26), x2AVIC (30) and AVIC (31), which this CPU does not have.
-    pub const NOT_OFFERED: u64 = 1 << 26 | 1 << 30 | 1 << 31;
+    pub const NMI_ENABLE: u64 = 1 << 26;
+    /// x2AVIC (30) and AVIC (31), which this CPU does not have.
+    pub const NOT_OFFERED: u64 = 1 << 30 | 1 << 31;
 }
 
 fn get<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {

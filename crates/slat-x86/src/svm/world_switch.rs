@@ -221,6 +221,10 @@ impl Cpu {
         let events = &self.state.events;
         let shadow = events.sti_shadow || events.mov_ss_shadow;
         self.svm.control.put_exit(exit, shadow);
+        if self.svm.has_virtual_nmis() && self.svm.delivers_nmi() {
+            // EXITINTINFO has it.
+            self.end_nmi();
+        }
         let control = *self.svm.control.bytes();
         let at = self.svm.vmcb;
         let [interrupts, event, next_rip] = Control::STORED;
@@ -246,7 +250,7 @@ impl Cpu {
             self.state.pat = host.pat;
         }
         if self.svm.delivers_nmi() {
-            self.state.events.nmis = self.state.events.nmis.saturating_sub(1);
+            self.end_nmi();
         }
         self.state.events.nmi_blocked &= !std::mem::take(&mut self.svm.nmi_injected);
         self.svm.guest = false;

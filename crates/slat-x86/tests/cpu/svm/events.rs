@@ -82,6 +82,82 @@ fn a_virtual_interrupt_waits_for_the_guest() {
     assert_eq!(exit(&mut guest), 0x81);
 }
 
+const NMI: u64 = 1 << 11;
+const NMI_MASK: u64 = 1 << 12;
+const NMI_ENABLE: u64 = 1 << 26;
+
+/// A hypervisor whose guest `l2` has virtual NMIs, and counts them in RBX.
+fn with_virtual_nmis(l2: &[u8]) -> Guest {
+    let guest = hypervisor(l2);
+    // inc rbx; iretq
+    (guest.memory()).write(HANDLERS + 16 * 2, b"\x48\xff\xc3\x48\xcf");
+    put(&guest, at::INTERRUPTS, NMI_ENABLE | NMI);
+    intercept(&guest, 0x61);
+    guest
+}
+
+#[test]
+fn a_virtual_nmi_waits_for_the_end_of_another_ones_handler() {
+    let mut guest = with_virtual_nmis(b"\x90\x0f\x01\xd9");
+    guest.cpu.state.gpr[RBX] = 0;
+    assert_eq!(exit(&mut guest), 0x81);
+    assert_eq!(guest.cpu.state.gpr[RBX], 1);
+    let pending = |guest: &Guest| get(guest, at::INTERRUPTS) & (NMI | NMI_MASK);
+    assert_eq!(
+        pending(&guest),
+        0,
+        "it was taken, and its handler has ended"
+    );
+    // The handler of one that is injected comes first.
+    let mut guest = with_virtual_nmis(b"\x90\x0f\x01\xd9");
+    guest.cpu.state.gpr[RBX] = 0;
+    put(&guest, at::EVENT, 1 << 31 | 2 << 8 | 2);
+    assert_eq!(exit(&mut guest), 0x81);
+    assert_eq!((guest.cpu.state.gpr[RBX], pending(&guest)), (2, 0));
+    // Until then it waits.
+    guest.memory().write(HANDLERS + 16 * 2, b"\xf4");
+    fill(&guest);
+    put(&guest, at::INTERRUPTS, NMI_ENABLE | NMI);
+    put(&guest, at::EVENT, 1 << 31 | 2 << 8 | 2);
+    intercept(&guest, 0x61);
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), 0x78);
+    assert_eq!(pending(&guest), NMI | NMI_MASK);
+    assert!(
+        !guest.cpu.state.events.nmi_blocked,
+        "the hypervisor's are not"
+    );
+    // Also with a GIF of its own that is clear.
+    fill(&guest);
+    put(&guest, at::INTERRUPTS, NMI_ENABLE | NMI | 1 << 25);
+    intercept(&guest, 0x61);
+    again(&mut guest);
+    assert_eq!((exit(&mut guest), pending(&guest)), (0x81, NMI));
+}
+
+#[test]
+fn virtual_nmis_are_none_of_the_hypervisors() {
+    let mut guest = with_virtual_nmis(b"\xeb\xfe");
+    put(&guest, at::INTERRUPTS, NMI_ENABLE | NMI_MASK);
+    guest.cpu.state.events.nmi_blocked = true;
+    guest.cpu.inject_nmis(1);
+    assert_eq!(exit(&mut guest), 0x61, "one of the hypervisor's");
+    assert_eq!(guest.cpu.state.events.nmis, 1);
+    // An exit in the delivery tells of the virtual one, which is not pending then.
+    let mut guest = with_virtual_nmis(b"\x90");
+    guest.machine.absent(L2_STACK - 8);
+    put32(&guest, at::EXCEPTIONS, 1 << 14);
+    guest.cpu.state.events.nmis = 0;
+    assert_eq!(exit(&mut guest), 0x4e);
+    assert_eq!(get(&guest, at::INT_INFO), 1 << 31 | 2 << 8 | 2);
+    assert_eq!(get(&guest, at::INTERRUPTS) & (NMI | NMI_MASK), 0);
+    // It cannot have virtual ones if those of the hypervisor do not make it leave.
+    fill(&guest);
+    put(&guest, at::INTERRUPTS, NMI_ENABLE);
+    again(&mut guest);
+    assert_eq!(exit(&mut guest), u64::MAX);
+}
+
 #[test]
 fn an_interrupt_makes_the_guest_leave_and_stays() {
     // jmp .
