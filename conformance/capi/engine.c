@@ -1,6 +1,7 @@
 /*
  * The engine by its C functions: a platform of one array of frames, of which some hold tables and some back guest memory. In each
- * format faults map pages, writes are logged, the host moves a page, and in the end every frame is free.
+ * format faults map pages, writes are logged, the host moves a page, and in the end every frame is free. A buffer that a page walker fills
+ * is drained to a log.
  */
 #include <errno.h>
 #include <sched.h>
@@ -26,6 +27,10 @@ struct host {
     /* The frame behind each page of backing. */
     uint64_t backing[PAGES];
     int flushes;
+    /* What the walker of the VM's CPU has left in its buffer. */
+    struct slat_vm *vm;
+    uint64_t buffer[PAGES];
+    size_t written;
 };
 
 static uint64_t allocate(void *context, size_t count)
@@ -83,6 +88,31 @@ static void pause_a_little(void *context, uint32_t round)
     sched_yield();
 }
 
+static void drain(void *context)
+{
+    struct host *host = context;
+    CHECK(slat_vm_drain(host->vm, host->buffer, host->written) == 0);
+    host->written = 0;
+}
+
+/* The walker of the CPU writes to a page that is mapped, and the harvest finds it by the buffer. */
+static void log_by_buffer(struct host *host, struct slat_vm *vm, struct slat_vcpu *vcpu)
+{
+    uint64_t log;
+    host->vm = vm;
+    CHECK(slat_vm_set_policy(vm, "dirty_log", "paper") == -EINVAL);
+    CHECK(strstr(slat_last_error(), "buffer"));
+    CHECK(slat_vm_set_policy(vm, "dirty_log", "buffer") == 0);
+    CHECK(slat_vm_set_region(vm, 2, RAM, PAGES * PAGE, 0, LOG_DIRTY) == 0);
+    CHECK(slat_vcpu_fault(vcpu, RAM + 3 * PAGE, SLAT_WRITE) == 0);
+    CHECK(slat_vm_dirty_log(vm, 2, &log, 1) == 0 && log == 1 << 3);
+    host->buffer[host->written++] = RAM + 3 * PAGE;
+    host->buffer[host->written++] = RAM + PAGES * PAGE;
+    CHECK(slat_vm_dirty_log(vm, 2, &log, 1) == 0 && log == 1 << 3 && host->written == 0);
+    CHECK(slat_vm_dirty_log(vm, 2, &log, 1) == 0 && log == 0);
+    CHECK(slat_vm_remove_region(vm, 2) == 0);
+}
+
 /* Moves the first page to another frame. */
 static int move(void *context)
 {
@@ -99,7 +129,7 @@ static void try(uint32_t format)
     struct host host = { .memory = aligned_alloc(PAGE, FRAMES * PAGE) };
     struct slat_platform platform = {
         .context = &host, .allocate = allocate, .free = release, .address = address,
-        .resolve = resolve, .flush = flush, .wait = pause_a_little,
+        .resolve = resolve, .flush = flush, .wait = pause_a_little, .drain = drain,
     };
     struct slat_vm *vm;
     struct slat_vcpu *vcpu;
@@ -137,6 +167,9 @@ static void try(uint32_t format)
 
     CHECK(slat_vm_remove_region(vm, 0) == 0);
     CHECK(slat_vcpu_fault(vcpu, RAM, SLAT_READ) == SLAT_MMIO);
+    /* The hardware of AArch64 sets no dirty bits in these tables. */
+    if (format != SLAT_STAGE2 && format != SLAT_STAGE2_LPA2)
+        log_by_buffer(&host, vm, vcpu);
     slat_vm_destroy(vm);
     slat_vcpu_destroy(vcpu);
     for (int i = 0; i < PAGES; i++)

@@ -142,8 +142,8 @@ struct slat_page {
 
 /**
  * What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls no function of
- * this library. Frames are 4 KiB, or with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these say; a frame's number is its physical address
- * divided by that, a guest frame's likewise.
+ * this library, but for `drain`. Only `drain` may be `NULL`. Frames are 4 KiB, or with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these
+ * say; a frame's number is its physical address divided by that, a guest frame's likewise.
  */
 struct slat_platform {
   /**
@@ -178,6 +178,11 @@ struct slat_platform {
    * Passes time while the engine waits; `round` counts up from 0. Spin first, then yield the processor.
    */
   void (*wait)(void *context, uint32_t round);
+  /**
+   * Interrupts the CPUs that are in the guest, and returns when all that was in the buffers of their page walkers is passed to
+   * `slat_vm_drain`. A dirty log by the policy `dirty_log=buffer` is got after it. `NULL` where no hardware fills a buffer.
+   */
+  void (*drain)(void *context);
 };
 
 #ifdef __cplusplus
@@ -256,6 +261,17 @@ int slat_vm_create(uint32_t format, const struct slat_platform *platform, struct
 void slat_vm_destroy(struct slat_vm *vm);
 
 /**
+ * Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on. `slat info` lists the
+ * policies.
+ *
+ * Returns 0; or `-EINVAL` if there is no such policy, or it takes other values.
+ *
+ * # Safety
+ * - `vm` is valid, and `name` and `value` are texts that end with a NUL.
+ */
+int slat_vm_set_policy(const struct slat_vm *vm, const char *name, const char *value);
+
+/**
  * Gives the guest `size` bytes of memory at `gpa` as memslot `slot`, or moves this slot there, or changes its flags. `backing` means
  * something to the platform only, which is asked for the pages from there on. `flags` are KVM's: `KVM_MEM_LOG_DIRTY_PAGES`,
  * `KVM_MEM_READONLY`.
@@ -305,6 +321,18 @@ int slat_vm_lookup(const struct slat_vm *vm, uint64_t gpa, uint64_t *frame);
  * - `vm` is valid, and `words` words at `bitmap` may be written.
  */
 int slat_vm_dirty_log(const struct slat_vm *vm, uint32_t slot, uint64_t *bitmap, size_t words);
+
+/**
+ * Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: what it has left in its buffer, as
+ * Intel's PML does, of which these are the entries, and Arm's HDBSS. Call when the CPU has left the guest, whatever the reason, and before
+ * it enters again, for all that is in the buffer. Addresses whose memslot does not log by buffers (policy `dirty_log`) are passed over.
+ *
+ * Returns 0.
+ *
+ * # Safety
+ * - `vm` is valid, and `count` addresses at `gpas` may be read.
+ */
+int slat_vm_drain(const struct slat_vm *vm, const uint64_t *gpas, size_t count);
 
 /**
  * Calls `change(context)`, which changes what the platform has for `size` bytes of backing at `start`. The VM's translations are dropped

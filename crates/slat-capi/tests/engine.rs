@@ -62,6 +62,7 @@ fn create(broken: &AtomicBool) -> *mut slat_vm {
         resolve: Some(resolve),
         flush: Some(flush),
         wait: Some(wait),
+        drain: None,
     };
     let mut vm = null_mut();
     // SAFETY: live arguments.

@@ -29,7 +29,7 @@ impl VmObject {
         let _call = self.begin()?;
         self.test_device(device)?;
         let files = self.devices.create()?;
-        let fd = memfd("kvm-vfio\0", 0, true)?;
+        let fd = memfd(c"kvm-vfio", 0, true)?;
         let vm = self.clone();
         Ok((Arc::new(VfioDevice { vm, files }), fd))
     }

@@ -26,7 +26,7 @@ use kvm_bindings::kvm_create_guest_memfd;
 use slat::Hva;
 use slat_host::procfs;
 use std::collections::BTreeMap;
-use std::ffi::c_int;
+use std::ffi::{CStr, c_int};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -61,7 +61,7 @@ pub struct GuestMemfd {
 impl GuestMemfd {
     /// Creates guest memory and the descriptor that refers to it.
     fn create(size: u64, flags: u64) -> Result<(Self, OwnedFd)> {
-        const NAME: &str = "kvm-gmem\0";
+        const NAME: &CStr = c"kvm-gmem";
         let len = usize::try_from(size).map_err(|_| Error::new(libc::EINVAL))?;
         let file = memfd(NAME, len, true)?;
         let memory = Arc::new(Shared::map(&file, 0, len)?);

@@ -5,6 +5,7 @@
 
 use crate::errno::{Result, last};
 use kvm_bindings::*;
+use std::ffi::CStr;
 use std::io::Write as _;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -136,8 +137,7 @@ impl RunPage {
         let mut name = [0u8; 32];
         let mut rest = &mut name[..];
         write!(rest, "kvm-vcpu:{vcpu_id}\0").expect("it fits");
-        let len = 32 - rest.len();
-        let name = std::str::from_utf8(&name[..len]).expect("it is ASCII");
+        let name = CStr::from_bytes_until_nul(&name).expect("it was just written");
         let fd = memfd(name, size, true)?;
         seal(&fd, libc::F_SEAL_SEAL)?;
         let page = RunPage::map(&fd)?;
@@ -200,7 +200,7 @@ impl RunPage {
     }
 }
 
-/// Creates a memfd of fixed size, `size` bytes, with a NUL-terminated name. Descriptors of KVM's objects are such memfds, so that a
+/// Creates a memfd of fixed size, `size` bytes, called `name`. Descriptors of KVM's objects are such memfds, so that a
 /// stray system call on one is harmless.
 ///
 /// The client's threads may use the descriptor's number before they are told it. So the memfd is sealed against shrinking while
@@ -208,7 +208,7 @@ impl RunPage {
 ///
 /// # Errors
 /// What the host returns: `EPERM` if another thread has made the file longer than `size` meanwhile.
-pub fn memfd(name: &str, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
+pub fn memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     let fd = unsealed_memfd(name, close_on_exec)?;
     seal(&fd, libc::F_SEAL_SHRINK)?;
     // SAFETY: plain system call on our own descriptor.
@@ -219,15 +219,14 @@ pub fn memfd(name: &str, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Creates an empty memfd with a NUL-terminated name, whose size can change. Map no such memfd.
+/// Creates an empty memfd called `name`, whose size can change. Map no such memfd.
 ///
 /// # Errors
 /// What the host returns for creating the file.
-pub fn unsealed_memfd(name: &str, close_on_exec: bool) -> Result<OwnedFd> {
-    assert!(name.ends_with('\0'));
+pub fn unsealed_memfd(name: &CStr, close_on_exec: bool) -> Result<OwnedFd> {
     let flags = libc::MFD_ALLOW_SEALING | if close_on_exec { libc::MFD_CLOEXEC } else { 0 };
     // SAFETY: the name is NUL-terminated.
-    let fd = unsafe { libc::memfd_create(name.as_ptr().cast(), flags) };
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), flags) };
     if fd < 0 {
         return Err(last());
     }
@@ -267,7 +266,7 @@ mod tests {
     #[test]
     fn nobody_can_change_the_size_of_a_memfd() {
         for size in [0, PAGE] {
-            let fd = memfd("test\0", size, true).unwrap();
+            let fd = memfd(c"test", size, true).unwrap();
             for other in [0, 1, 2 * PAGE] {
                 // SAFETY: plain system call on our own descriptor.
                 let cut = unsafe { libc::ftruncate(fd.as_raw_fd(), other as libc::off_t) };

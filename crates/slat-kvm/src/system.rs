@@ -22,7 +22,7 @@ impl System {
     /// What the host returns for making a file.
     pub fn descriptor(close_on_exec: bool) -> Result<OwnedFd> {
         filters::kvm_is_used();
-        memfd("kvm\0", 0, close_on_exec)
+        memfd(c"kvm", 0, close_on_exec)
     }
 
     /// `KVM_GET_API_VERSION`.
@@ -100,7 +100,7 @@ impl System {
             _ => return fail(libc::EINVAL),
         };
         filters::kvm_is_used();
-        let fd = memfd("kvm-vm\0", 0, true)?;
+        let fd = memfd(c"kvm-vm", 0, true)?;
         Ok((VmObject::new(protected, mmu, jit)?, fd))
     }
 }

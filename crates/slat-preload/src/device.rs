@@ -126,7 +126,7 @@ pub fn open_parameter(name: &'static str, opening: Opening) -> Result<isize, i32
         return Err(libc::EACCES);
     }
     let (name, text) = slat_kvm::parameters::read(name).ok_or(libc::ENOENT)?;
-    let fd = slat_kvm::run_page::unsealed_memfd("kvm-parameter\0", true)
+    let fd = slat_kvm::run_page::unsealed_memfd(c"kvm-parameter", true)
         .map_err(|error| error.errno())?;
     let mut file = std::fs::File::from(fd);
     file.write_all((text + "\n").as_bytes())

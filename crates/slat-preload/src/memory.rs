@@ -483,7 +483,7 @@ mod tests {
 
     #[test]
     fn mappings_of_a_file_are_found() {
-        let fd = slat_kvm::run_page::memfd("test\0", 8192, true).unwrap();
+        let fd = slat_kvm::run_page::memfd(c"test", 8192, true).unwrap();
         use std::os::fd::AsRawFd;
         assert_eq!(mapped_from(fd.as_raw_fd()), []);
         // SAFETY: a new mapping.

@@ -154,7 +154,9 @@ policies! {
     split_walk SplitWalk: SplitWalk = SplitWalk::Default;
     /// Pages around a fault that are mapped with it, if resident.
     prefetch Prefetch: Prefetch = Prefetch::Adaptive;
-    /// How writes to logged slots are found out. Logs to rings are always by write protection.
+    /// How writes to logged slots are found out. Logs to rings are always by write protection. Write protection is the default: it
+    /// needs nothing of the CPU, and such a log begins at once (`hierarchical_protect`), while with dirty bits and buffers it begins by
+    /// clearing the dirty bit of every leaf. [`DirtyLogMethod::Buffer`] saves the fault of each page's next write.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
     /// Write-protect a range for its dirty log by the entries above its tables, the highest that lie wholly in it (EPT) or one
     /// for each 2 MiB (NPT), and what is in a table when the first write comes to it; off: every leaf at once. For

@@ -28,6 +28,7 @@ const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 on_every_format! {
     the_begin_of_a_log_reads_no_table_below_those_that_it_protects,
     the_first_write_to_each_page_is_noted_and_no_other_page,
+    a_page_that_is_read_before_it_is_written_is_noted,
     what_reaches_out_of_the_slot_is_not_protected_from_above,
     a_harvest_protects_a_table_that_was_written_to_throughout,
     the_end_of_a_log_gives_back_what_was_protected_from_above,
@@ -166,6 +167,20 @@ fn the_first_write_to_each_page_is_noted_and_no_other_page<F: Format>() {
     let mut expected = neighbours;
     expected.sort();
     assert_eq!(world.harvest(), expected);
+}
+
+/// The vCPU stays in one section: it must not keep the table that the read has found, whose leaves allow the write.
+fn a_page_that_is_read_before_it_is_written_is_noted<F: Format>() {
+    let mut world = World::<F>::new(0..GIB1, PAGES);
+    world.set(LOGGED);
+    let mut entered = world.vcpu.enter(0);
+    for gfn in PAGES {
+        for access in [Read, Write] {
+            entered.translate(Gpa(gfn << 12), access).unwrap();
+        }
+    }
+    drop(entered);
+    assert_eq!(world.harvest(), PAGES);
 }
 
 fn what_reaches_out_of_the_slot_is_not_protected_from_above<F: Format>() {

@@ -6,16 +6,17 @@ mod access;
 mod common;
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
 
 use common::config;
 use slat::{
     Access::{self, *},
     Change, Ept, Format, Gfn, Gpa, Level, MAX_SLOTS, MemoryType, Region, RegionError, Rights,
-    Setting, SlotFlags, Stats, Stop, Vm,
+    Setting, SlotFlags, Stats, Stop, Vm, WaitFor,
 };
-use slat::{DirtyLogMethod, Prefetch};
-use slat_model::{HostMemory, SimPlatform};
+use slat::{DirtyLogMethod, Prefetch, Switch};
+use slat_model::{Event, HostMemory, SimPlatform};
 
 on_every_format! {
     a_hole_of_2_mib_in_4_gib_zaps_2_mib,
@@ -275,6 +276,103 @@ fn pages_stay_in_the_dirty_log_when_their_slot_becomes_two_and_one_again() {
         }
         assert_eq!(log(&vm, 3), [5, 63, 700]);
         end(&vm);
+    }
+}
+
+/// A harvest has taken the bits of all pages, and has not come to the last of them when its slot becomes another one. It returns
+/// after that has protected them: a write that the client makes then would be in no log.
+#[test]
+fn a_harvest_of_a_slot_that_is_replaced_returns_when_the_next_log_has_begun() {
+    // A step of an operation reads fewer entries.
+    const PAGES: u64 = 10 * MIB2;
+    const LAST: u64 = PAGES - 1;
+    for method in [DirtyLogMethod::WriteProtect, DirtyLogMethod::Buffer] {
+        let vm = vm::<Ept>(PAGES, Level::PAGE);
+        vm.set_policy(Setting::DirtyLog(method));
+        vm.set_policy(Setting::HierarchicalProtect(Switch::Off));
+        vm.set_memory_regions(0, &[logged(0, 0..PAGES)]).unwrap();
+        for table in 0..10 {
+            touch(&vm, table * MIB2 + MIB2 - 1, Write).unwrap();
+        }
+        vm.mark_dirty(0, Gfn(0)..Gfn(PAGES)).unwrap();
+
+        let turns = Arc::new(Turns::default());
+        vm.platform().set_hook({
+            let turns = turns.clone();
+            move |event| match (thread::current().name(), event) {
+                (Some("harvest"), Event::Entries(_)) => {
+                    turns.advance(0, 1);
+                    turns.wait_for(2);
+                }
+                // Both wait for the slots now: the change, and then the harvest.
+                (Some("change"), Event::Wait(WaitFor::Turn)) if turns.advance(1, 2) => {
+                    turns.wait_for(3)
+                }
+                // The slot has changed, and the change waits for the harvest, which returns or waits, too.
+                (Some("change"), Event::Wait(WaitFor::Turn)) => {
+                    turns.advance(3, 4);
+                    turns.wait_for(5);
+                }
+                (Some("harvest"), Event::Wait(WaitFor::Turn)) => {
+                    turns.advance(2, 3);
+                    turns.advance(4, 5);
+                }
+                _ => {}
+            }
+        });
+        thread::scope(|scope| {
+            let named = |name: &str| thread::Builder::new().name(name.into());
+            let client = || {
+                assert!(log(&vm, 0).contains(&LAST));
+                touch(&vm, LAST, Write).unwrap();
+                turns.advance(3, 5);
+                turns.advance(4, 5);
+            };
+            named("harvest").spawn_scoped(scope, client).unwrap();
+            turns.wait_for(1);
+            let replace = || {
+                let changes = [Change::Remove(0), logged(1, 0..PAGES)];
+                vm.set_memory_regions(0, &changes).unwrap();
+            };
+            named("change").spawn_scoped(scope, replace).unwrap();
+        });
+        assert_eq!(turns.now(), 5);
+        vm.platform().clear_hook();
+        assert!(
+            log(&vm, 1).contains(&LAST),
+            "{method}: the write is in no log"
+        );
+        end(&vm);
+    }
+}
+
+/// A number that threads raise, and wait for.
+#[derive(Default)]
+struct Turns {
+    now: Mutex<u32>,
+    raised: Condvar,
+}
+
+impl Turns {
+    fn now(&self) -> u32 {
+        *self.now.lock().unwrap()
+    }
+
+    /// Raises the number to `to` if it is `from`. Returns whether it was.
+    fn advance(&self, from: u32, to: u32) -> bool {
+        let mut now = self.now.lock().unwrap();
+        let is_next = *now == from;
+        if is_next {
+            *now = to;
+            self.raised.notify_all();
+        }
+        is_next
+    }
+
+    fn wait_for(&self, number: u32) {
+        let now = self.now.lock().unwrap();
+        let is_lower = |now: &mut u32| *now < number;
+        drop(self.raised.wait_while(now, is_lower).unwrap());
     }
 }
 

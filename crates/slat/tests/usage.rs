@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 
 use common::config;
-use slat::{Access, Format, Gpa, Level, Region, Stop, Vm};
+use slat::{Access, Config, Ept, Format, Gpa, Level, Region, SlotFlags, Stop, TableMeta, Vm};
 use slat_model::{HostMemory, SimPlatform};
 
 on_every_format! {
@@ -78,4 +78,23 @@ fn the_peak_is_exact_with_several_threads<F: Format>() {
     let left = vm.memory_usage();
     assert!(left.table_bytes <= usage.table_bytes);
     assert_eq!(left.table_bytes, platform.live_frames() as u64 * 4096);
+}
+
+/// All that grows with the memory that is mapped: tables, what is kept beside each, the bitmap of a log.
+#[test]
+fn a_gib_of_small_pages_takes_2_1_mib_at_most() {
+    const GIB1: u64 = 1 << 30;
+    let platform = SimPlatform::at_level(GIB1 >> 12, Level::PAGE);
+    let vm = Vm::<_, Ept>::new(platform, Config::default()).unwrap();
+    let region = Region::new(0, Gpa(0), GIB1, HostMemory::hva(0));
+    vm.set_memory_region(0, &region.with_flags(SlotFlags::LOG_DIRTY_PAGES))
+        .unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.hardware_prefault(Gpa(0)..Gpa(GIB1)), Ok(GIB1));
+    let usage = vm.memory_usage();
+    assert_eq!(usage.mapped_bytes(), GIB1);
+    let beside = usage.table_bytes / 4096 * size_of::<TableMeta>() as u64;
+    let bitmap = vm.dirty_log_words(0, 0).unwrap() as u64 * 8;
+    let all = usage.table_bytes + beside + bitmap;
+    assert!(all * 10 <= 21 << 20, "{all} bytes");
 }

@@ -8,11 +8,12 @@ pub mod message;
 pub mod platform;
 mod vm;
 
+use message::refused;
 use platform::{Callbacks, slat_platform};
 use slat::format::{Ept, Ept5, Npt, Npt5, Stage2, Stage2Kib16, Stage2Kib64, Sv48x4, Sv57x4};
-use slat::{Access, Config, Gpa, Hva, Region, SlotFlags};
+use slat::{Access, Config, Gpa, Hva, Region, Setting, SlotFlags};
 use slat_kvm::guarded::without_panic;
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use vm::{AnyVcpu, AnyVm};
@@ -141,6 +142,32 @@ fn discard<T>(handle: Arc<Handle>, what: T) {
     }
 }
 
+/// Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on. `slat info` lists the
+/// policies.
+///
+/// Returns 0; or `-EINVAL` if there is no such policy, or it takes other values.
+///
+/// # Safety
+/// - `vm` is valid, and `name` and `value` are texts that end with a NUL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_set_policy(
+    vm: *const slat_vm,
+    name: *const c_char,
+    value: *const c_char,
+) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = unsafe { &*vm };
+    handle.call(|| {
+        // SAFETY: the caller's.
+        let [name, value] = [name, value].map(|text| unsafe { CStr::from_ptr(text) });
+        let [name, value] = [name, value].map(CStr::to_string_lossy);
+        let setting = Setting::parse(&name, &value)
+            .map_err(|error| refused(libc::EINVAL, &format_args!("policy {name}: {error}")))?;
+        handle.vm.set_policy(setting);
+        Ok(0)
+    })
+}
+
 /// Gives the guest `size` bytes of memory at `gpa` as memslot `slot`, or moves this slot there, or changes its flags. `backing` means
 /// something to the platform only, which is asked for the pages from there on. `flags` are KVM's: `KVM_MEM_LOG_DIRTY_PAGES`,
 /// `KVM_MEM_READONLY`.
@@ -235,6 +262,33 @@ pub unsafe extern "C" fn slat_vm_dirty_log(
         _ => unsafe { std::slice::from_raw_parts_mut(bitmap, words) },
     };
     handle.call(|| handle.vm.dirty_log(slot, bitmap))
+}
+
+/// Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: what it has left in its buffer, as
+/// Intel's PML does, of which these are the entries, and Arm's HDBSS. Call when the CPU has left the guest, whatever the reason, and before
+/// it enters again, for all that is in the buffer. Addresses whose memslot does not log by buffers (policy `dirty_log`) are passed over.
+///
+/// Returns 0.
+///
+/// # Safety
+/// - `vm` is valid, and `count` addresses at `gpas` may be read.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn slat_vm_drain(
+    vm: *const slat_vm,
+    gpas: *const u64,
+    count: usize,
+) -> c_int {
+    // SAFETY: the caller's.
+    let slat_vm(handle) = unsafe { &*vm };
+    let gpas = match count {
+        0 => &[],
+        // SAFETY: the caller's.
+        _ => unsafe { std::slice::from_raw_parts(gpas, count) },
+    };
+    handle.call(|| {
+        handle.vm.drain(gpas);
+        Ok(0)
+    })
 }
 
 /// Calls `change(context)`, which changes what the platform has for `size` bytes of backing at `start`. The VM's translations are dropped

@@ -24,8 +24,8 @@ pub struct slat_page {
 }
 
 /// What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls no function of
-/// this library. Frames are 4 KiB, or with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these say; a frame's number is its physical address
-/// divided by that, a guest frame's likewise.
+/// this library, but for `drain`. Only `drain` may be `NULL`. Frames are 4 KiB, or with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these
+/// say; a frame's number is its physical address divided by that, a guest frame's likewise.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct slat_platform {
@@ -54,9 +54,12 @@ pub struct slat_platform {
     pub flush: Option<unsafe extern "C" fn(context: *mut c_void, first: u64, pages: u64)>,
     /// Passes time while the engine waits; `round` counts up from 0. Spin first, then yield the processor.
     pub wait: Option<unsafe extern "C" fn(context: *mut c_void, round: u32)>,
+    /// Interrupts the CPUs that are in the guest, and returns when all that was in the buffers of their page walkers is passed to
+    /// `slat_vm_drain`. A dirty log by the policy `dirty_log=buffer` is got after it. `NULL` where no hardware fills a buffer.
+    pub drain: Option<unsafe extern "C" fn(context: *mut c_void)>,
 }
 
-/// A platform that lacks no callback.
+/// A platform that lacks no callback that it must have.
 pub(super) struct Callbacks {
     granule: Granule,
     context: *mut c_void,
@@ -66,6 +69,7 @@ pub(super) struct Callbacks {
     resolve: unsafe extern "C" fn(*mut c_void, u64, u32, *mut slat_page) -> c_int,
     flush: unsafe extern "C" fn(*mut c_void, u64, u64),
     wait: unsafe extern "C" fn(*mut c_void, u32),
+    drain: Option<unsafe extern "C" fn(*mut c_void)>,
     metas: MetaMap,
 }
 
@@ -89,6 +93,7 @@ impl Callbacks {
             resolve: client.resolve?,
             flush: client.flush?,
             wait: client.wait?,
+            drain: client.drain,
             metas: MetaMap::new(),
         })
     }
@@ -173,6 +178,13 @@ unsafe impl Platform for Callbacks {
         let pages = range.end.0 - range.start.0;
         // SAFETY: the client's callback.
         unsafe { (self.flush)(self.context, range.start.0, pages) }
+    }
+
+    fn drain(&self, _: VmId, _: &mut dyn FnMut(usize, Gfn)) {
+        if let Some(drain) = self.drain {
+            // SAFETY: the client's callback.
+            unsafe { drain(self.context) }
+        }
     }
 
     fn wait(&self, round: u32, _: WaitFor) {

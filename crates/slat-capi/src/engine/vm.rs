@@ -3,17 +3,21 @@
 use super::Done;
 use super::message::refused;
 use super::platform::Callbacks;
-use slat::{Access, Config, CreateVmError, Format, Gpa, Hva, Mapping, Pfn, Region, Stop, Vcpu, Vm};
+use slat::{
+    Access, Config, CreateVmError, Format, Gpa, Hva, Mapping, Pfn, Region, Setting, Stop, Vcpu, Vm,
+};
 use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::Arc;
 
 pub(super) trait AnyVm: Send + Sync {
+    fn set_policy(&self, setting: Setting);
     fn set_region(&self, region: &Region) -> Done;
     fn remove_region(&self, slot: u32) -> Done;
     fn root(&self) -> Option<Pfn>;
     fn lookup(&self, gpa: Gpa) -> Option<Mapping>;
     fn dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Done;
+    fn drain(&self, gpas: &[u64]);
     fn invalidate(&self, range: Range<Hva>, change: &mut dyn FnMut() -> c_int) -> c_int;
     fn create_vcpu(&self) -> Result<Box<dyn AnyVcpu>, c_int>;
 }
@@ -37,6 +41,10 @@ pub(super) fn create<F: Format>(
 const SPACE: usize = 0;
 
 impl<F: Format> AnyVm for Arc<Vm<Callbacks, F>> {
+    fn set_policy(&self, setting: Setting) {
+        Vm::set_policy(self, setting);
+    }
+
     fn set_region(&self, region: &Region) -> Done {
         let set = self.set_memory_region(SPACE, region);
         set.map(|()| 0)
@@ -62,6 +70,11 @@ impl<F: Format> AnyVm for Arc<Vm<Callbacks, F>> {
         let got = self.get_dirty_log(SPACE, slot, bitmap);
         got.map(|()| 0)
             .map_err(|error| refused(error.errno(), &error))
+    }
+
+    fn drain(&self, gpas: &[u64]) {
+        let gfns = gpas.iter().map(|gpa| F::GRANULE.gfn(Gpa(*gpa)));
+        Vm::drain(self, SPACE, gfns);
     }
 
     fn invalidate(&self, range: Range<Hva>, change: &mut dyn FnMut() -> c_int) -> c_int {

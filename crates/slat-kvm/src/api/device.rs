@@ -78,7 +78,7 @@ impl VmFd {
     pub fn create_device(&self, device: &mut kvm_create_device) -> Result<DeviceFd> {
         if device.flags & KVM_CREATE_DEVICE_TEST != 0 {
             self.vm.test_device(device)?;
-            return Ok(DeviceFd(Device::Other(memfd("kvm-device\0", 0, true)?)));
+            return Ok(DeviceFd(Device::Other(memfd(c"kvm-device", 0, true)?)));
         }
         let (object, fd) = self.vm.create_device(device)?;
         device.fd = fd.as_raw_fd() as u32;

@@ -82,7 +82,7 @@ impl StatsObject {
         let data = HEADER + NAME_SIZE + entries.len() * DESCRIPTOR;
         let values: usize = entries.iter().map(Entry::len).sum();
         let size = data + values * size_of::<u64>();
-        let fd = memfd("kvm-stats\0", size, true)?;
+        let fd = memfd(c"kvm-stats", size, true)?;
         let file = Shared::map(&fd, 0, size)?;
         // The descriptor is read-only from now on; the mapping above stays writable.
         seal(&fd, libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL)?;

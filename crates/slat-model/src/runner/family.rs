@@ -1,7 +1,8 @@
 //! A VM and its clones, with their models: what one of them writes no other one reads.
 
 use slat::format::Entry;
-use slat::{ForkError, Format, Gfn, MmuKind, Vm};
+use slat::{ForkError, Format, Gfn, Level, MmuKind, Vm};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::Runner;
@@ -96,6 +97,7 @@ impl<M: Machine, F: Format> Family<M, F> {
 impl<M: Machine, F: Format> Runner<M, F> {
     /// Clones the VM. `None`: the platform does not share pages, or memory was out.
     fn fork(&mut self) -> Option<Self> {
+        let written = self.written();
         let vm = match Vm::fork_from(&self.vm) {
             Ok(vm) => Arc::new(vm),
             Err(ForkError::OutOfMemory) => {
@@ -122,6 +124,11 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 });
             }
         }
+        let forgotten = &written - &self.written();
+        assert!(
+            forgotten.is_empty(),
+            "after a fork the host is not told of writes: {forgotten:x?}"
+        );
         let complete = vm.mmu() == MmuKind::Tdp && !self.platform.is_failing();
         for (space, gfn) in
             (0..SPACES).flat_map(|space| self.accessed.iter().map(move |gfn| (space, *gfn)))
@@ -151,5 +158,22 @@ impl<M: Machine, F: Format> Runner<M, F> {
         clone.memory = self.memory.clone();
         clone.check_slots();
         Some(clone)
+    }
+
+    /// Returns the leaves of which the host is told that the guest has written, or may have, when they are zapped
+    /// ([`slat::ZappedLeaf::dirty`]).
+    fn written(&self) -> BTreeSet<(usize, Gfn, Level)> {
+        let mut written = BTreeSet::new();
+        for space in 0..SPACES {
+            let all = Gfn(0)..Gfn(capacity::<F>());
+            self.vm.visit_leaves(space, all, &mut |gfn, level, entry| {
+                if let Entry::Leaf(leaf) = entry
+                    && (leaf.dirty || !F::SETS_DIRTY && (leaf.write || leaf.may_write))
+                {
+                    written.insert((space, gfn, level));
+                }
+            });
+        }
+        written
     }
 }

@@ -3,8 +3,10 @@
 
 use std::sync::Arc;
 
-use super::{LOGGED, PLAIN, SmallVcpu, SmallVm, get, model, on_cpu, set_slot, spawn, touch, vm};
-use crate::addr::{Access::*, Gpa, Hva, Level, PAGE_SIZE};
+use super::{
+    LOGGED, PLAIN, SmallVcpu, SmallVm, get, hvas, model, on_cpu, set_slot, spawn, touch, vm,
+};
+use crate::addr::{Access::*, Gfn, Gpa, Hva, Level, PAGE_SIZE};
 use crate::sync::atomic::Ordering::*;
 use crate::sync::quiesce::Attention;
 use crate::vm::{DirtyGfn, DirtyRing, RingSlot};
@@ -323,6 +325,40 @@ fn no_write_is_lost_when_logging_begins_from_above() {
         touch(&vm, 0, Write);
         vm
     });
+}
+
+/// The client has marked a page below the protected entry, so the harvest takes its bit, and finds the entry protected while the
+/// guest's write pushes it down. What the push stores must happen after the harvest's look at the entry, or the fault
+/// believes that its page is marked still.
+#[test]
+fn no_write_is_lost_by_a_harvest_of_a_page_that_the_client_has_marked() {
+    no_write_is_lost(
+        3,
+        || {
+            let vm = PROTECTED_FROM_ABOVE();
+            vm.mark_dirty(0, Gfn(0)..Gfn(1)).unwrap();
+            vm
+        },
+        GET,
+    );
+}
+
+/// What the push would store refers to a table that is unlinked by then.
+#[test]
+fn a_table_that_is_zapped_while_a_fault_pushes_into_it_is_not_reached_again() {
+    let invalidate = |vm: &SmallVm| drop(vm.invalidate(hvas(0..2)));
+    let remove = |vm: &SmallVm| set_slot(vm, 0, 0, PLAIN);
+    for zap in [invalidate as fn(&SmallVm), remove] {
+        model(2, move || {
+            let vm = PROTECTED_FROM_ABOVE();
+            let cpus = vm.clone();
+            let guest = spawn(move || _ = touch(&cpus, 0, Write));
+            zap(&vm);
+            guest.join().unwrap();
+            vm.audit().unwrap();
+            [0, 1].map(|gfn| touch(&vm, gfn, Write));
+        });
+    }
 }
 
 /// Two vCPUs push the same entry down. The second must not take the right from the page that the first has given it to: a client that

@@ -26,6 +26,18 @@
 //! # Buffers (policy `dirty_log=buffer`)
 //! Like dirty bits, but the walker says where it has set one: [`super::drain`].
 //!
+//! # A slot that is replaced during a harvest
+//! The harvest holds the slots in steps ([`super::slot_op`]). If its slot becomes another one between two of them, with another log, the
+//! marks that it has not taken are copied, and it protects nothing more: the change has the pages protected that are not marked in
+//! the new log, those that the harvest has taken and not come to among them. Until that is done, a write to such a page is in no log.
+//! So the harvest does not return before ([`Vm::wait_for_successors`]): the caller copies the page after the write.
+//!
+//! # When another vCPU's fault has not noted its write yet
+//! A leaf is stored first, and its page is noted next, under one lock. A second vCPU may write through the leaf in between, and a
+//! harvest that begins after that write may end before the page is noted: the write is in the next log, as with KVM's
+//! `fast_page_fault`, which marks the page when its SPTE is writable. It is not lost. The log that decides is the one that is got when
+//! all vCPUs have left the guest, and a vCPU whose fault has not noted its page has not.
+//!
 //! # Manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
 //! Getting the log protects nothing; [`Vm::clear_dirty_log`] clears and protects the pages that the client names.
 //! With *initially set* a new log marks every page, and beginning it changes no leaf.
@@ -138,13 +150,43 @@ impl<P: Platform, F: Format> Vm<P, F> {
             if log.kind() == LogKind::Buffers {
                 self.drain_walkers();
             }
-            let _turn = log.turn.lock(self.turn_wait());
+            let turn = log.turn.lock(self.turn_wait());
             let change = space.slots.change(self.turn_wait());
             let op = SlotOp::begin(self, space, change, id, Some(log.clone()));
             // `None`: while this thread waited, the slot began another log, or ended logging, or was deleted.
-            if let Some(pages) = op.slot().map(|slot| slot.pages()) {
-                return then(op, &log, pages);
+            if let Some((pages, gfns)) = op.slot().map(|slot| (slot.pages(), slot.gfns())) {
+                let done = then(op, &log, pages);
+                drop(turn);
+                self.wait_for_successors(space, id, &log, gfns);
+                return done;
             }
+        }
+    }
+
+    /// Call after an operation on slot `id`, which had `gfns`, and its log: if other slots have taken its place meanwhile, waits
+    /// until the changes that made them have protected what the operation has not come to.
+    fn wait_for_successors(
+        &self,
+        space: &Space<P, F>,
+        id: u32,
+        log: &DirtyLog,
+        mut gfns: Range<Gfn>,
+    ) {
+        while !gfns.is_empty() {
+            let change = space.slots.change(self.turn_wait());
+            if change.by_id(id).is_some_and(|slot| slot.logs_to(Some(log))) {
+                return;
+            }
+            let mut next = None;
+            change.set().in_gfns(&gfns, |slot| {
+                next = Some((slot.id(), slot.gfns().end));
+                false
+            });
+            let Some((id, end)) = next else {
+                return;
+            };
+            self.wait_for_begin(change, id);
+            gfns.start = end;
         }
     }
 
@@ -161,8 +203,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// slot. Unless protection is manual, clears the log and protects the pages in it: KVM_GET_DIRTY_LOG.
     ///
     /// Every write before the call is in this log or in one that was got before; every write after the call is in
-    /// a later one. Slots may change meanwhile: if this slot is deleted or ends logging, its log is still copied
-    /// to the end.
+    /// a later one. (A write is in the next log if another vCPU is still in the fault that has made its page writable.) Slots may
+    /// change meanwhile: if this slot is deleted or ends logging, its log is still copied to the end; if others take its place, this
+    /// returns when their logs have begun.
     ///
     /// # Errors
     /// [`DirtyLogError`]; nothing was changed.
