@@ -1,7 +1,8 @@
 //! Accesses of compiled code to guest memory. Inline are a look at where the last access was, which often is near, or else at the TLB,
 //! and the access itself, which is guarded. Everything else calls a helper.
 
-use super::helpers;
+use super::Tier;
+use super::helpers::{self, OrStop};
 use super::translate::{TYPES, Translator};
 use crate::Cpu;
 use crate::op::{NONE, Op};
@@ -33,12 +34,11 @@ impl Kind {
         }
     }
 
-    fn helper(self) -> usize {
-        let helper: unsafe extern "C" fn() = match self {
-            Kind::Load => helpers::place_to_load,
-            Kind::Store => helpers::place_to_store,
-        };
-        helper as usize
+    fn helper(self) -> OrStop {
+        match self {
+            Kind::Load => helpers::PLACE_TO_LOAD,
+            Kind::Store => helpers::PLACE_TO_STORE,
+        }
     }
 }
 
@@ -77,8 +77,7 @@ impl Translator<'_> {
         }
         // The displacement last: all of it is one address of the host's then.
         let sum = match (sum, op.disp as i64) {
-            (Some(sum), 0) => sum,
-            (Some(sum), disp) => self.b.ins().iadd_imm(sum, disp),
+            (Some(sum), disp) => self.moved(sum, disp),
             (None, disp) => self.constant(disp),
         };
         match op.address_size {
@@ -136,7 +135,7 @@ impl Translator<'_> {
         let host = self.call_or_stop(kind.helper(), &[lin, bytes]);
         self.b.ins().jump(on, &[host.into()]);
         self.b.switch_to_block(on);
-        self.last_access = Some(LastAccess {
+        self.now.last_access = Some(LastAccess {
             lin,
             host: place,
             bytes: 1 << size,
@@ -157,20 +156,21 @@ impl Translator<'_> {
         let entry = self.b.ins().iadd(table, at);
         let last = match size {
             0 => lin,
-            size => self.b.ins().iadd_imm(lin, (1 << size) - 1),
+            size => self.moved(lin, (1 << size) - 1),
         };
         let wanted = self.b.ins().bor_imm(last, 0xfff);
         let trusted = MemFlags::trusted();
         let found = (self.b.ins()).load(I64, trusted, entry, kind.tag() as i32);
         let addend = self.b.ins().load(I64, trusted, entry, tlb::ADDEND as i32);
         let host = self.b.ins().iadd(addend, lin);
-        (self.b.ins().icmp(IntCC::Equal, found, wanted), host)
+        // What is found is second: the host compares with it in memory.
+        (self.b.ins().icmp(IntCC::Equal, wanted, found), host)
     }
 
     /// Says what the last access tells of one at `lin`. Only the last one tells anything: another one before it was perhaps looked up
     /// by the helper, which may have waited, and what was known of other pages is nothing then.
     fn near(&mut self, lin: Value, size: u8, kind: Kind) -> Near {
-        let Some(last) = self.last_access else {
+        let Some(last) = self.now.last_access else {
             return Near::Unknown;
         };
         let ((base, disp), (last_base, last_disp)) = (self.root(lin), self.root(last.lin));
@@ -224,6 +224,16 @@ impl Translator<'_> {
         }
     }
 
+    /// Returns the address `by` bytes after another one: one sum, if that is a sum itself.
+    pub(super) fn moved(&mut self, lin: Value, by: i64) -> Value {
+        match self.root(lin) {
+            _ if by == 0 => lin,
+            (None, at) => self.constant(at.wrapping_add(by)),
+            (Some(base), at) if at.wrapping_add(by) == 0 => base,
+            (Some(base), at) => self.b.ins().iadd_imm(base, at.wrapping_add(by)),
+        }
+    }
+
     /// Returns the flags of an access to guest memory.
     pub(super) fn guarded() -> MemFlags {
         MemFlags::new().with_trap_code(Some(GUARDED))
@@ -242,8 +252,18 @@ impl Translator<'_> {
     /// Loads from guest memory.
     pub(super) fn load(&mut self, lin: Value, size: u8) -> Value {
         let host = self.place_to_load(lin, size);
-        let ty = TYPES[usize::from(size)];
-        self.b.ins().load(ty, Self::guarded(), host, 0)
+        let flags = Self::guarded();
+        if self.tier == Tier::Baseline || size > 2 {
+            let ty = TYPES[usize::from(size)];
+            return self.b.ins().load(ty, flags, host, 0);
+        }
+        // The host extends it for nothing.
+        let value = match size {
+            0 => self.b.ins().uload8(I64, flags, host, 0),
+            1 => self.b.ins().uload16(I64, flags, host, 0),
+            _ => self.b.ins().uload32(flags, host, 0),
+        };
+        self.narrow(value, size)
     }
 
     /// Stores to guest memory. Nothing of the instruction has happened before.
@@ -254,7 +274,7 @@ impl Translator<'_> {
 
     fn store_at(&mut self, host: Value, value: Value) {
         self.b.ins().store(Self::guarded(), value, host, 0);
-        self.has_changed = true;
+        self.now.has_changed = true;
     }
 
     /// Reads, changes and writes guest memory: atomically if the instruction is locked. `change` gets the old value and returns the new
@@ -290,7 +310,7 @@ impl Translator<'_> {
         let same = self.b.ins().icmp(IntCC::Equal, seen, old);
         (self.b.ins()).brif(same, done, &[], attempt, &[seen.into()]);
         self.b.switch_to_block(done);
-        self.has_changed = true;
+        self.now.has_changed = true;
         (old, new)
     }
 }

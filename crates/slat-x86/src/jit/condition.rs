@@ -43,10 +43,10 @@ impl Translator<'_> {
             return flags;
         }
         let carry = carry.unwrap_or_else(|| self.carry());
-        if let Flags::Compared { .. } = self.flags {
+        if let Flags::Compared { .. } = self.now.flags {
             self.record_flags();
         }
-        let overflow = overflow.or(match self.flags {
+        let overflow = overflow.or(match self.now.flags {
             Flags::Rotated { overflow, .. } => overflow,
             _ => None,
         });
@@ -58,7 +58,7 @@ impl Translator<'_> {
 
     /// Returns the carry flag, for an instruction that leaves it alone.
     pub(super) fn kept_carry(&mut self) -> Carry {
-        match self.flags {
+        match self.now.flags {
             Flags::Recorded => Carry::Recorded,
             Flags::Inc { carry, .. } | Flags::Dec { carry, .. } => carry,
             _ => Carry::Is(self.carry()),
@@ -72,8 +72,8 @@ impl Translator<'_> {
             Flags::Rotated { carry, overflow } => self.with_flags(carry, overflow),
             flags => flags,
         };
-        let before = std::mem::replace(&mut self.flags, flags);
-        let were_recorded = std::mem::replace(&mut self.are_flags_recorded, false);
+        let before = std::mem::replace(&mut self.now.flags, flags);
+        let were_recorded = std::mem::replace(&mut self.now.are_flags_recorded, false);
         if let Flags::Compared { parity, .. } = before
             && !were_recorded
         {
@@ -83,14 +83,14 @@ impl Translator<'_> {
 
     /// Brings the CPU's record up to date.
     pub(super) fn record_flags(&mut self) {
-        if !std::mem::replace(&mut self.are_flags_recorded, true) {
-            self.record(self.flags);
+        if !std::mem::replace(&mut self.now.are_flags_recorded, true) {
+            self.record(self.now.flags);
         }
     }
 
     /// Writes a record of `flags`.
     pub(super) fn record(&mut self, flags: Flags) {
-        self.has_changed = true;
+        self.now.has_changed = true;
         use Comparison::*;
         let kept = |carry| match carry {
             Carry::Recorded => Stays,
@@ -223,7 +223,7 @@ impl Translator<'_> {
 
     /// Returns whether a condition (the low four bits of Jcc's opcode) holds, as 0 or 1 in 8 bits.
     pub(super) fn condition(&mut self, condition: u8) -> Value {
-        match self.flags {
+        match self.now.flags {
             // One call for flags that need it, however many.
             Flags::Recorded if !matches!(condition >> 1, 1 | 2) => self.asked(condition),
             _ => sem::condition(self, condition),
@@ -233,7 +233,7 @@ impl Translator<'_> {
 
 impl Readable for Translator<'_> {
     fn flags(&mut self) -> Flags {
-        self.flags
+        self.now.flags
     }
     fn recorded(&mut self, flag: u64) -> Value {
         match flag {

@@ -260,7 +260,7 @@ impl Cpu {
     fn install(&mut self, region: &Arc<Region>) {
         self.counters.regions += 1;
         let mut is_instead = false;
-        for (entry, (rip, _)) in region.source.blocks.iter().enumerate() {
+        for (entry, (rip, _)) in region.entered() {
             let key = Key {
                 lin: *rip,
                 rip: *rip,
@@ -268,7 +268,7 @@ impl Cpu {
             };
             let entrance = Entrance {
                 region: region.clone(),
-                entry: entry as u32,
+                entry,
             };
             is_instead |= self.blocks.attach(&key, entrance);
         }
@@ -335,7 +335,10 @@ impl Cpu {
             copy.extend_from_slice(code);
             source.blocks.push((rip, copy));
             bytes += code.len();
-            found.asked.set(Some(tier).max(found.asked.get()));
+            // Another tier's region can be entered at each of its blocks.
+            if tier == Tier::Baseline || rip == block.key.rip {
+                found.asked.set(Some(tier).max(found.asked.get()));
+            }
             while decoder.can_decode() {
                 last = decoder.decode();
             }
@@ -356,7 +359,7 @@ impl Cpu {
     fn make_known(&mut self, block: &Block) -> Option<(*const u8, u32)> {
         let entrance = block.entrance.as_ref()?;
         let page = block.first.as_ref()?.page.as_ptr();
-        let (code, entry) = (entrance.region.entry(entrance.entry), entrance.entry);
+        let (code, entry) = (entrance.region.entry(entrance.entry)?, entrance.entry);
         let rip = block.key.rip;
         let [newer, older] = &mut self.fixed.targets.0[set_of(rip)];
         if newer.rip != rip {

@@ -41,7 +41,7 @@ impl Translator<'_> {
     /// Call before an instruction with floating point: from here to the end of the block, unless a handler runs, the host has the guest's
     /// MXCSR.
     pub(super) fn begin_floats(&mut self) {
-        if std::mem::replace(&mut self.has_floats, true) {
+        if std::mem::replace(&mut self.now.has_floats, true) {
             return;
         }
         self.prepare_stop();
@@ -49,7 +49,7 @@ impl Translator<'_> {
         let (begin, fine) = (self.cold(), self.b.create_block());
         self.b.ins().brif(on, fine, &[], begin, &[]);
         self.b.switch_to_block(begin);
-        self.call_or_stop(helpers::begin_floats as *const () as usize, &[]);
+        self.call_or_stop(helpers::BEGIN_FLOATS, &[]);
         self.b.ins().jump(fine, &[]);
         self.b.switch_to_block(fine);
     }

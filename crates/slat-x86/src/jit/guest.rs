@@ -10,13 +10,12 @@ use iced_x86::{
 /// One guest instruction.
 pub(super) struct Guest {
     pub(super) insn: Instruction,
-    /// The index of its step.
-    pub(super) step: usize,
+    /// Its step, if its block begins the path.
+    pub(super) step: Step,
 }
 
-/// Decodes the region's blocks: its instructions, and which of them each block has.
-pub(super) fn decode(source: &Source) -> (Vec<Step>, Vec<Vec<Guest>>) {
-    let mut steps = Vec::new();
+/// Decodes the region's blocks.
+pub(super) fn decode(source: &Source) -> Vec<Vec<Guest>> {
     let mut blocks = Vec::new();
     let mut lowered = Vec::new();
     for (rip, bytes) in &source.blocks {
@@ -32,22 +31,19 @@ pub(super) fn decode(source: &Source) -> (Vec<Step>, Vec<Vec<Guest>>) {
             let code = &bytes[start..decoder.position()];
             lowered.clear();
             lower::lower(&insn, code, source.mode, 0, insn.len() as u8, &mut lowered);
-            block.push(Guest {
-                insn,
-                step: steps.len(),
-            });
             let mut bytes = [0; 15];
             bytes[..code.len()].copy_from_slice(code);
-            steps.push(Step {
+            let step = Step {
                 rip: insn.ip(),
                 op: lowered[0],
                 bytes,
-                before: block.len() as u8 - 1,
-            });
+                before: block.len() as u8,
+            };
+            block.push(Guest { insn, step });
         }
         blocks.push(block);
     }
-    (steps, blocks)
+    blocks
 }
 
 /// Returns the general registers that an instruction uses, by number, and whether it may write them.

@@ -59,30 +59,91 @@ impl Found {
     }
 }
 
-/// Defines a function for compiled code that returns what another one finds. If that finds nothing, the region returns instead, to which RBP
+/// A function for compiled code that returns what another one finds. If that finds nothing, the region returns instead, to which RBP
 /// points: the interpreter continues. So compiled code need not look, and has no blocks for it.
+#[derive(Clone, Copy)]
+pub(super) struct OrStop {
+    /// In System V's convention.
+    pub(super) plain: unsafe extern "C" fn(),
+    /// In Windows', which keeps so many registers that a path's values may stay in them. (A call that is rarely made is
+    /// as dear for the allocation of registers as any other.)
+    pub(super) keeping: unsafe extern "C" fn(),
+}
+
+/// Defines an [`OrStop`].
 macro_rules! or_stop {
     ($(#[$doc:meta])* $name:ident = $find:ident) => {
         $(#[$doc])*
-        #[unsafe(naked)]
-        pub(super) unsafe extern "C" fn $name() {
-            std::arch::naked_asm!(
-                "sub rsp, 8",
-                "call {find}",
-                "add rsp, 8",
-                "test rdx, rdx",
-                "jnz 2f",
-                "ret",
-                "2:",
-                "mov eax, {interpret}",
-                "mov rsp, rbp",
-                "pop rbp",
-                "ret",
-                find = sym $find,
-                interpret = const Status::Interpret as u64,
-            )
-        }
+        pub(super) const $name: OrStop = {
+            #[unsafe(naked)]
+            unsafe extern "C" fn plain() {
+                std::arch::naked_asm!(
+                    "sub rsp, 8",
+                    "call {find}",
+                    "add rsp, 8",
+                    "test rdx, rdx",
+                    "jnz {stop}",
+                    "ret",
+                    find = sym $find,
+                    stop = sym stop,
+                )
+            }
+            #[unsafe(naked)]
+            unsafe extern "C" fn keeping() {
+                std::arch::naked_asm!(
+                    "push rsi",
+                    "push rdi",
+                    "sub rsp, 168",
+                    "movaps [rsp], xmm6",
+                    "movaps [rsp + 16], xmm7",
+                    "movaps [rsp + 32], xmm8",
+                    "movaps [rsp + 48], xmm9",
+                    "movaps [rsp + 64], xmm10",
+                    "movaps [rsp + 80], xmm11",
+                    "movaps [rsp + 96], xmm12",
+                    "movaps [rsp + 112], xmm13",
+                    "movaps [rsp + 128], xmm14",
+                    "movaps [rsp + 144], xmm15",
+                    "mov rdi, rcx",
+                    "mov rsi, rdx",
+                    "mov rdx, r8",
+                    "mov rcx, r9",
+                    "call {find}",
+                    "movaps xmm6, [rsp]",
+                    "movaps xmm7, [rsp + 16]",
+                    "movaps xmm8, [rsp + 32]",
+                    "movaps xmm9, [rsp + 48]",
+                    "movaps xmm10, [rsp + 64]",
+                    "movaps xmm11, [rsp + 80]",
+                    "movaps xmm12, [rsp + 96]",
+                    "movaps xmm13, [rsp + 112]",
+                    "movaps xmm14, [rsp + 128]",
+                    "movaps xmm15, [rsp + 144]",
+                    "add rsp, 168",
+                    "pop rdi",
+                    "pop rsi",
+                    "test rdx, rdx",
+                    "jnz {stop}",
+                    "ret",
+                    find = sym $find,
+                    stop = sym stop,
+                )
+            }
+            OrStop { plain, keeping }
+        };
     };
+}
+
+/// Returns from the region: the interpreter continues.
+#[unsafe(naked)]
+unsafe extern "C" fn stop() {
+    std::arch::naked_asm!(
+        "mov eax, {interpret}",
+        "mov rsp, rbp",
+        "pop rbp",
+        "ret",
+        interpret = const Status::Interpret as u64,
+    )
 }
 
 /// Finds the place of an access: in the TLB, which compiled code has perhaps not looked at, or by `find`. One outside 64-bit mode that ends
@@ -124,18 +185,18 @@ extern "C" fn find_floats(cpu: &mut Cpu, step: *const Step) -> Found {
 or_stop! {
     /// Returns the host address to load so many bytes from: the memory, or a copy of it if it is in two pages. MMIO is the interpreter's:
     /// what was read before may be read again.
-    place_to_load = find_load
+    PLACE_TO_LOAD = find_load
 }
 
 or_stop! {
     /// Returns the host address to store so many bytes at, if that is a store to a page without decoded code, in one page, that nobody
     /// wants to know of.
-    place_to_store = find_store
+    PLACE_TO_STORE = find_store
 }
 
 or_stop! {
     /// Begins floats: see `float`.
-    begin_floats = find_floats
+    BEGIN_FLOATS = find_floats
 }
 
 /// Has the interpreter execute `step`.

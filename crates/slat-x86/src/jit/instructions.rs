@@ -33,11 +33,7 @@ impl Translator<'_> {
             self.push(back);
             self.goto(op.imm);
         } else if insn.mnemonic() == Mnemonic::Ret {
-            let rsp = self.stack(0);
-            let target = self.load(rsp, word);
-            let target = self.target(target);
-            self.move_stack((1 << word) + op.imm as i64);
-            self.leave_for(target);
+            self.ret(op);
         } else if code.is_jmp_near_indirect() {
             let target = self.operand(op, 0, word);
             let target = self.target(target);
@@ -55,15 +51,36 @@ impl Translator<'_> {
 
     /// Continues at `target` if `taken` is not 0, else at `next`.
     fn fork(&mut self, taken: Value, target: u64, next: u64) {
-        self.write_for(target);
+        if !self.keeps_values(target) && !self.keeps_values(next) {
+            self.write_registers();
+        }
         let (jump, fall) = (self.b.create_block(), self.b.create_block());
         self.b.ins().brif(taken, jump, &[], fall, &[]);
-        let (changed, recorded) = (self.changed, self.are_flags_recorded);
+        let now = self.now.clone();
         self.b.switch_to_block(jump);
         self.goto(target);
-        (self.changed, self.are_flags_recorded) = (changed, recorded);
-        self.b.switch_to_block(fall);
+        self.resume(fall, now);
         self.goto(next);
+    }
+
+    /// RET: in the path if it leads to where the CALL has come from.
+    fn ret(&mut self, op: &Op) {
+        let rsp = self.stack(0);
+        let found = self.load(rsp, self.word);
+        let target = self.target(found);
+        self.move_stack((1 << self.word) + op.imm as i64);
+        let Some(back) = self.paths.back(self.now.node) else {
+            return self.leave_for(target);
+        };
+        let expected = self.immediate(self.word, back);
+        let as_called = self.is_equal(found, expected);
+        let (elsewhere, on) = (self.cold(), self.b.create_block());
+        self.b.ins().brif(as_called, on, &[], elsewhere, &[]);
+        let now = self.now.clone();
+        self.b.switch_to_block(elsewhere);
+        self.leave_for(target);
+        self.resume(on, now);
+        self.goto(back);
     }
 
     /// LOOP, LOOPE, LOOPNE, JECXZ and JRCXZ, which leave the flags alone.
@@ -114,9 +131,17 @@ impl Translator<'_> {
 
     /// Returns the address `by` bytes from where the stack pointer points.
     fn stack(&mut self, by: i64) -> Value {
-        let rsp = self.get(4, self.word);
-        let rsp = self.b.ins().iadd_imm(rsp, by);
-        self.wide(rsp)
+        match self.is_64() {
+            true => {
+                let rsp = self.register(4);
+                self.moved(rsp, by)
+            }
+            false => {
+                let rsp = self.get(4, self.word);
+                let rsp = self.b.ins().iadd_imm(rsp, by);
+                self.wide(rsp)
+            }
+        }
     }
 
     fn move_stack(&mut self, by: i64) {
@@ -158,11 +183,13 @@ impl Translator<'_> {
                 };
                 let from = from.trailing_zeros() as u8;
                 let value = self.operand(op, 1, from);
-                let to = TYPES[usize::from(size)];
                 let value = match (from == size, insn.mnemonic()) {
                     (true, _) => value,
-                    (_, Movzx) => self.b.ins().uextend(to, value),
-                    _ => self.b.ins().sextend(to, value),
+                    (_, Movzx) => {
+                        let value = self.wide(value);
+                        self.narrow(value, size)
+                    }
+                    _ => self.b.ins().sextend(TYPES[usize::from(size)], value),
                 };
                 self.set(op.r[0], size, value);
             }
@@ -385,7 +412,7 @@ impl Translator<'_> {
         self.record(flags);
         self.b.ins().jump(on, &[]);
         self.b.switch_to_block(on);
-        self.flags = Flags::Recorded;
+        self.now.flags = Flags::Recorded;
         Some(())
     }
 

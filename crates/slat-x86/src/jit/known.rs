@@ -22,16 +22,16 @@ impl Known {
     /// Remembers a region. It is compiled again for others if there is no memory for that.
     pub(super) fn add(&self, region: &Arc<Region>) {
         let mut entries = lock(&self.0);
-        let blocks = &region.source.blocks;
-        if entries.capacity() - entries.len() < blocks.len() {
+        let blocks = region.entered().count();
+        if entries.capacity() - entries.len() < blocks {
             entries.retain(|_, known| known.strong_count() > 0);
             // Room for twice as many, so that this is rare.
-            let more = entries.len() + blocks.len();
+            let more = entries.len() + blocks;
             if entries.try_reserve(more).is_err() {
                 return;
             }
         }
-        for block in blocks {
+        for (_, block) in region.entered() {
             let entry = entries.entry((block.0, region.source.mode));
             let entry = entry.or_default();
             let is_better = |known: Arc<Region>| {

@@ -1,7 +1,7 @@
 //! The compiler.
 //!
 //! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their loops, which
-//! become one function of the host's. It can be entered at each of its blocks. The compiling happens on a thread of its own
+//! become one function of the host's. It can be entered where `paths` begin. The compiling happens on a thread of its own
 //! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
 //!
 //! There are two [tiers](Tier), and one translation for both: to Cranelift's intermediate language. Warm code, of which there is much, is
@@ -18,6 +18,7 @@
 //! |---|---|
 //! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
 //! | `guest` | the guest's instructions, decoded |
+//! | `paths` | which blocks follow one another with the state in values |
 //! | `values` | registers and operands as values |
 //! | `compute` | the formulas of `sem` as code |
 //! | `instructions` | instructions with a translation of their own |
@@ -54,6 +55,7 @@ mod helpers;
 mod instructions;
 mod known;
 mod memory;
+mod paths;
 mod stub;
 mod translate;
 mod values;
@@ -90,7 +92,7 @@ pub enum Tier {
 #[derive(PartialEq, Eq)]
 struct Source {
     mode: u8,
-    /// Addresses and bytes. The region can be entered at each of them, by its index.
+    /// Addresses and bytes. The region is entered at the first one or others, by their indices.
     blocks: Vec<(u64, Vec<u8>)>,
 }
 
@@ -148,7 +150,7 @@ pub(crate) struct Step {
     rip: u64,
     op: Op,
     bytes: [u8; 15],
-    /// Instructions before it in its block.
+    /// Instructions before it in its path.
     before: u8,
 }
 
@@ -169,8 +171,8 @@ pub(crate) struct Region {
     /// The code has pointers to them.
     steps: Box<[Step]>,
     guarded: Guarded,
-    /// Where each block can be entered: offsets.
-    entries: Box<[u32]>,
+    /// Where each block can be entered, if it can: offsets.
+    entries: Box<[Option<u32>]>,
 }
 
 impl Region {
@@ -190,8 +192,15 @@ impl Region {
     }
 
     /// Returns the address where a block can be entered.
-    fn entry(&self, block: u32) -> *const u8 {
-        (self.chunk.start()).wrapping_add(self.entries[block as usize] as usize)
+    fn entry(&self, block: u32) -> Option<*const u8> {
+        let offset = self.entries[block as usize]?;
+        Some((self.chunk.start()).wrapping_add(offset as usize))
+    }
+
+    /// Returns the index, the address and the bytes of each block that can be entered.
+    fn entered(&self) -> impl Iterator<Item = (u32, &(u64, Vec<u8>))> {
+        let blocks = (0..).zip(&self.source.blocks);
+        blocks.filter(|(block, _)| self.entries[*block as usize].is_some())
     }
 
     /// Returns the instruction with the guarded access at a host address, if that is in this region.
@@ -380,7 +389,7 @@ impl Compiler {
         tier: Tier,
         workshop: &mut Workshop,
     ) -> Result<Region, Refused> {
-        let steps = workshop.translate(&source, tier);
+        let (steps, entered) = workshop.translate(&source, tier);
         let Workshop { context, room, .. } = workshop;
         let made = match tier {
             Tier::Baseline => baseline::generate(&context.func, room),
@@ -394,16 +403,16 @@ impl Compiler {
                 tier,
                 steps,
                 guarded,
-                entries: code.entries.into(),
+                entries: code.entries.into_iter().map(Some).collect(),
             });
         }
-        let steps = match tier {
+        let (steps, entered) = match tier {
             Tier::Baseline => workshop.translate(&source, Tier::Full),
-            Tier::Full => steps,
+            Tier::Full => (steps, entered),
         };
         let (chunk, guarded) = self.put_full(&mut workshop.context)?;
         Ok(Region {
-            entries: vec![0; source.blocks.len()].into(),
+            entries: entered.into_iter().map(|is| is.then_some(0)).collect(),
             chunk,
             source,
             tier: Tier::Full,
@@ -477,8 +486,8 @@ struct Workshop {
 }
 
 impl Workshop {
-    /// Makes the function of a region. Returns its instructions.
-    fn translate(&mut self, source: &Source, tier: Tier) -> Box<[Step]> {
+    /// Makes the function of a region. Returns its instructions, and whether each block can be entered.
+    fn translate(&mut self, source: &Source, tier: Tier) -> (Box<[Step]>, Vec<bool>) {
         let Workshop {
             context, builder, ..
         } = self;

@@ -1,11 +1,10 @@
 //! From guest code to Cranelift's intermediate language.
 //!
-//! A region is one function. All state is in the [`Cpu`] at the beginning of each block. A block reads the general registers that it
-//! uses; what it has changed, registers and the record of the flags (`flags::Lazy`), it writes back at its end, and at checkpoints. So
-//! there are no values that live across blocks: to find places for them would be most of the work of compiling, and the host has hardly
-//! more registers than the guest. (Paths of several blocks with their state in values were tried, and gained
-//! nothing; but then most regions of Cranelift's had one block, because those that compiled code had run were left out.) But a block that
-//! jumps to its own beginning keeps its registers in values from turn to turn: a short loop would do little else than write them back.
+//! A region is one function, of *paths* of blocks (`paths`). All state is in the [`Cpu`] at the beginning of each path. A path reads the
+//! general registers that it uses; what it has changed, registers and the record of the flags (`flags::Lazy`), it writes back where it
+//! ends, and at checkpoints. A path that leads to its own beginning keeps its registers in values from turn to turn: a short loop would do
+//! little else than write them back. In the baseline tier each block is a path, because values that live longer need places, and to find
+//! them is most of the work of compiling.
 //!
 //! Every place where the region is left is between two instructions. An access that the TLB does not have calls a helper, and if that
 //! cannot do it, the region stops at its *checkpoint*: the last instruction before which the CPU had all state, if no instruction since
@@ -22,7 +21,8 @@ use super::access::LastAccess;
 use super::condition::Flags;
 use super::cpu::{SET_BITS, SETS, set_of};
 use super::guest::{Guest, decode, numbers, registers, sets_flags_first};
-use super::helpers::{self, Status};
+use super::helpers::{self, OrStop, Status};
+use super::paths::Paths;
 use super::vector::Vectors;
 use super::{Source, Step, Tier};
 use crate::Cpu;
@@ -49,9 +49,11 @@ struct Head {
     sets_flags_first: bool,
 }
 
-/// The beginning of each turn of a block that is a loop.
+/// The beginning of each turn of a path that is a loop.
 #[derive(Clone, Copy)]
 struct Turn {
+    /// Its address.
+    rip: u64,
     /// Its parameters: the general registers that the instructions use, and the counter of instructions.
     block: Block,
     /// These registers, as bits.
@@ -60,16 +62,21 @@ struct Turn {
     count: Value,
 }
 
-/// Builds the function of a region. Returns its instructions, to which its code has pointers.
-pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source, tier: Tier) -> Box<[Step]> {
-    let (steps, blocks) = decode(source);
-    let steps = steps.into_boxed_slice();
-    let mut translator = Translator::new(builder, &steps, source, tier, &blocks);
-    for ((rip, _), guests) in source.blocks.iter().zip(&blocks) {
-        translator.block(*rip, guests);
+/// Builds the function of a region. Returns its instructions, to which its code has pointers, and whether each block can be entered.
+pub(super) fn translate(
+    builder: FunctionBuilder<'_>,
+    source: &Source,
+    tier: Tier,
+) -> (Box<[Step]>, Vec<bool>) {
+    let blocks = decode(source);
+    let (paths, steps) = Paths::new(source, &blocks, tier);
+    let mut translator = Translator::new(builder, &steps, source, tier, &blocks, &paths);
+    for root in paths.roots.iter().flatten() {
+        translator.path(*root);
     }
     translator.finish();
-    steps
+    let roots = paths.roots.iter().map(Option::is_some).collect();
+    (steps, roots)
 }
 
 /// The signature of a region: from the index of the block to a status, or a target (`dispatch`). The convention keeps no registers: see `dispatch`.
@@ -84,13 +91,21 @@ fn signature(convention: CallConv, parameters: usize, returns: usize) -> Signatu
     signature
 }
 
-pub(super) struct Translator<'a> {
-    pub(super) b: FunctionBuilder<'a>,
-    steps: &'a [Step],
-    factory: InstructionInfoFactory,
-    /// The host's name of the CPU, in this block.
-    cpu: Option<Value>,
-    /// The registers as this block knows them.
+/// Where a path is, and the state there.
+#[derive(Clone)]
+pub(super) struct Now {
+    pub(super) node: usize,
+    /// The address of its block.
+    head: u64,
+    /// The current instruction.
+    step: usize,
+    /// Instructions of the path before it.
+    before: i64,
+    /// The CPU has the state before this instruction, unless `has_changed`.
+    checkpoint: usize,
+    /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
+    pub(super) has_changed: bool,
+    /// The registers as this path knows them.
     pub(super) gpr: [Option<Value>; 16],
     /// The registers that are not written back, as bits.
     pub(super) changed: u16,
@@ -99,26 +114,51 @@ pub(super) struct Translator<'a> {
     pub(super) flags: Flags,
     /// Whether the CPU's record has them.
     pub(super) are_flags_recorded: bool,
-    /// Instructions of this block before the current one.
-    before: i64,
+    /// Whether the host has the guest's MXCSR here.
+    pub(super) has_floats: bool,
+    pub(super) last_access: Option<LastAccess>,
+}
+
+impl Now {
+    /// Returns the state at the beginning of a node, if all of it is in the CPU.
+    fn new(node: usize) -> Self {
+        Self {
+            node,
+            head: 0,
+            step: 0,
+            before: 0,
+            checkpoint: 0,
+            has_changed: false,
+            gpr: [None; 16],
+            changed: 0,
+            vectors: Vectors::default(),
+            flags: Flags::Recorded,
+            are_flags_recorded: true,
+            has_floats: false,
+            last_access: None,
+        }
+    }
+}
+
+pub(super) struct Translator<'a> {
+    pub(super) b: FunctionBuilder<'a>,
+    steps: &'a [Step],
+    blocks: &'a [Vec<Guest>],
+    pub(super) paths: &'a Paths<'a>,
+    factory: InstructionInfoFactory,
+    /// The host's name of the CPU, in this path.
+    cpu: Option<Value>,
+    pub(super) now: Now,
     heads: HashMap<u64, Head>,
-    /// Those of the helpers, by the numbers of arguments besides the CPU and of results.
-    signatures: HashMap<(usize, usize), SigRef>,
+    /// Those of the helpers, by convention and the numbers of arguments besides the CPU and of results.
+    signatures: HashMap<(CallConv, usize, usize), SigRef>,
     /// Those of stubs, by the numbers of vectors and of integers.
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
     /// Leaves for RIP. Its parameter: what the region returns.
     leave: Block,
     /// Stops. Its parameters: the step, the status.
     stop: Block,
-    /// The current instruction.
-    step: usize,
-    /// The CPU has the state before this instruction, unless `has_changed`.
-    checkpoint: usize,
-    /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
-    pub(super) has_changed: bool,
-    /// The address of the current block.
-    head: u64,
-    /// If the current block may jump to itself: where its next turn begins.
+    /// If the path may lead to its beginning: where its next turn begins.
     turn: Option<Turn>,
     /// The CPU's.
     pub(super) mode: u8,
@@ -127,9 +167,6 @@ pub(super) struct Translator<'a> {
     pub(super) operand_bytes: i64,
     /// The operand size of addresses and of words on the stack.
     pub(super) word: u8,
-    /// Whether the host has the guest's MXCSR here.
-    pub(super) has_floats: bool,
-    pub(super) last_access: Option<LastAccess>,
 }
 
 impl<'a> Translator<'a> {
@@ -138,41 +175,36 @@ impl<'a> Translator<'a> {
         steps: &'a [Step],
         source: &Source,
         tier: Tier,
-        blocks: &[Vec<Guest>],
+        blocks: &'a [Vec<Guest>],
+        paths: &'a Paths<'a>,
     ) -> Self {
         let entry = b.create_block();
         let index = b.append_block_param(entry, I64);
         let [leave, stop] = std::array::from_fn(|_| b.create_block());
-        let heads = (source.blocks.iter().zip(blocks))
-            .map(|((rip, _), guests)| {
+        let mut heads = HashMap::new();
+        for (((rip, _), guests), root) in source.blocks.iter().zip(blocks).zip(&paths.roots) {
+            if root.is_some() {
                 let head = Head {
                     block: b.create_block(),
                     sets_flags_first: sets_flags_first(guests),
                 };
-                (*rip, head)
-            })
-            .collect();
+                heads.insert(*rip, head);
+            }
+        }
         b.switch_to_block(entry);
         let mut translator = Self {
             b,
             steps,
+            blocks,
+            paths,
             factory: InstructionInfoFactory::new(),
             cpu: None,
-            gpr: [None; 16],
-            changed: 0,
-            vectors: Vectors::default(),
-            flags: Flags::Recorded,
-            are_flags_recorded: true,
-            before: 0,
+            now: Now::new(0),
             heads,
             signatures: HashMap::new(),
             stubs: HashMap::new(),
             leave,
             stop,
-            step: 0,
-            checkpoint: 0,
-            has_changed: false,
-            head: 0,
             turn: None,
             mode: source.mode,
             tier,
@@ -181,8 +213,6 @@ impl<'a> Translator<'a> {
                 _ => 2,
             },
             operand_bytes: 0,
-            has_floats: false,
-            last_access: None,
         };
         translator.enter(index, source);
         translator
@@ -191,10 +221,12 @@ impl<'a> Translator<'a> {
     /// Continues in the block with this index.
     fn enter(&mut self, index: Value, source: &Source) {
         let index = self.b.ins().ireduce(I32, index);
+        let first = self.heads[&source.blocks[0].0];
         // The first block is the default, too: Cranelift wants one.
         let mut targets = (source.blocks.iter().take(1).chain(&source.blocks))
             .map(|(rip, _)| {
-                BlockCall::new(self.heads[rip].block, [], &mut self.b.func.dfg.value_lists)
+                let head = self.heads.get(rip).unwrap_or(&first);
+                BlockCall::new(head.block, [], &mut self.b.func.dfg.value_lists)
             })
             .collect::<Vec<_>>();
         let default = targets.remove(0);
@@ -207,11 +239,11 @@ impl<'a> Translator<'a> {
     fn finish(mut self) {
         let step = self.b.append_block_param(self.stop, I64);
         let status = self.b.append_block_param(self.stop, I64);
-        self.begin(self.stop);
+        self.begin(self.stop, 0);
         self.set_field(offset_of!(Cpu, compiled.step), step);
         self.b.ins().return_(&[status]);
         let target = self.b.append_block_param(self.leave, I64);
-        self.begin(self.leave);
+        self.begin(self.leave, 0);
         self.b.ins().return_(&[target]);
         self.b.seal_all_blocks();
         self.b.finalize();
@@ -224,16 +256,23 @@ impl<'a> Translator<'a> {
     }
 
     /// Begins a block that finds all state in the CPU.
-    fn begin(&mut self, block: Block) {
+    fn begin(&mut self, block: Block, node: usize) {
         self.b.switch_to_block(block);
         self.cpu = Some(self.b.ins().get_pinned_reg(I64));
-        self.gpr = [None; 16];
-        self.changed = 0;
-        self.forget_vectors();
-        self.has_floats = false;
-        self.last_access = None;
-        self.flags = Flags::Recorded;
-        self.are_flags_recorded = true;
+        self.now = Now::new(node);
+    }
+
+    /// Continues in `block`, with the state that was there before the branch to it.
+    pub(super) fn resume(&mut self, block: Block, now: Now) {
+        self.b.switch_to_block(block);
+        self.now = now;
+        self.mark_checkpoint();
+    }
+
+    /// Has guarded accesses from here on belong to the checkpoint.
+    fn mark_checkpoint(&mut self) {
+        let step = self.now.checkpoint as u32;
+        self.b.set_srcloc(SourceLoc::new(step));
     }
 
     pub(super) fn constant(&mut self, value: i64) -> Value {
@@ -266,10 +305,10 @@ impl<'a> Translator<'a> {
 
     /// Writes back the registers that have changed.
     pub(super) fn write_registers(&mut self) {
-        let changed = std::mem::take(&mut self.changed);
-        self.has_changed |= self.write_vectors() || changed != 0;
+        let changed = std::mem::take(&mut self.now.changed);
+        self.now.has_changed |= self.write_vectors() || changed != 0;
         for r in numbers(changed) {
-            if let Some(value) = self.gpr[r] {
+            if let Some(value) = self.now.gpr[r] {
                 self.set_field(Self::gpr_offset(r), value);
             }
         }
@@ -284,15 +323,15 @@ impl<'a> Translator<'a> {
     /// Makes the current instruction the checkpoint. Call before anything of it has happened.
     pub(super) fn set_checkpoint(&mut self) {
         self.write_back();
-        self.checkpoint = self.step;
-        self.has_changed = false;
-        self.b.set_srcloc(SourceLoc::new(self.step as u32));
+        self.now.checkpoint = self.now.step;
+        self.now.has_changed = false;
+        self.mark_checkpoint();
     }
 
     /// Call before an access, or whatever else may stop the region: makes the current instruction the checkpoint if the one there is
     /// would not do any more.
     pub(super) fn prepare_stop(&mut self) {
-        if self.has_changed {
+        if self.now.has_changed {
             self.set_checkpoint();
         }
     }
@@ -304,9 +343,20 @@ impl<'a> Translator<'a> {
         arguments: &[Value],
         returns: usize,
     ) -> Vec<Value> {
-        let kind = (arguments.len(), returns);
+        self.call_as(CallConv::SystemV, helper, arguments, returns)
+    }
+
+    /// Calls a helper that has this convention.
+    fn call_as(
+        &mut self,
+        convention: CallConv,
+        helper: usize,
+        arguments: &[Value],
+        returns: usize,
+    ) -> Vec<Value> {
+        let kind = (convention, arguments.len(), returns);
         let signature: SigRef = *(self.signatures.entry(kind)).or_insert_with(|| {
-            let signature = signature(CallConv::SystemV, 1 + kind.0, kind.1);
+            let signature = signature(convention, 1 + kind.1, kind.2);
             self.b.import_signature(signature)
         });
         let function = self.constant(helper as i64);
@@ -325,14 +375,14 @@ impl<'a> Translator<'a> {
         block
     }
 
-    /// Counts the instructions of this block up to the current one, which is done. Returns the sum.
+    /// Counts the instructions of this path up to the current one, which is done. Returns the sum.
     fn count_done(&mut self) -> Value {
         let offset = offset_of!(Cpu, counters.instructions_compiled);
         let before = match self.turn {
             Some(turn) => turn.count,
             None => self.field(I64, offset),
         };
-        let sum = self.b.ins().iadd_imm(before, self.before + 1);
+        let sum = self.b.ins().iadd_imm(before, self.now.before + 1);
         self.set_field(offset, sum);
         sum
     }
@@ -367,11 +417,15 @@ impl<'a> Translator<'a> {
     }
 
     /// Calls one of the helpers that stop the region at the checkpoint if they find nothing. Returns what it finds.
-    pub(super) fn call_or_stop(&mut self, helper: usize, arguments: &[Value]) -> Value {
-        debug_assert!(!self.has_changed);
+    pub(super) fn call_or_stop(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
+        debug_assert!(!self.now.has_changed);
         let mut arguments = arguments.to_vec();
-        arguments.push(self.address_of(self.checkpoint));
-        self.call(helper, &arguments, 1)[0]
+        arguments.push(self.address_of(self.now.checkpoint));
+        let (convention, helper) = match self.tier {
+            Tier::Baseline => (CallConv::SystemV, helper.plain),
+            Tier::Full => (CallConv::WindowsFastcall, helper.keeping),
+        };
+        self.call_as(convention, helper as usize, &arguments, 1)[0]
     }
 
     /// Leaves the current instruction to the interpreter.
@@ -388,8 +442,8 @@ impl<'a> Translator<'a> {
 
     /// Stops at the checkpoint.
     fn stop_with(&mut self, status: Value) {
-        debug_assert!(!self.has_changed);
-        let step = self.address_of(self.checkpoint);
+        debug_assert!(!self.now.has_changed);
+        let step = self.address_of(self.now.checkpoint);
         (self.b.ins()).jump(self.stop, &[step.into(), status.into()]);
     }
 
@@ -398,46 +452,59 @@ impl<'a> Translator<'a> {
         self.constant(&raw const self.steps[step] as i64)
     }
 
-    /// Continues at `rip`, after the current instruction: in the region if it has a block there, else leaves.
+    /// Continues at `rip`, after the current instruction: in the path or the region if it has a block there, else leaves.
     pub(super) fn goto(&mut self, rip: u64) {
-        let Some(&head) = self.heads.get(&rip) else {
+        let next = self.paths.next(self.now.node, rip);
+        let head = self.heads.get(&rip).copied();
+        if rip <= self.now.head && (next.is_some() || head.is_some()) {
+            // A loop has to see it.
+            self.leave_if_wanted(rip);
+        }
+        if let Some(node) = next {
+            self.now.node = node;
+            self.now.before += 1;
+            return self.node();
+        }
+        let Some(head) = head else {
             let to = self.constant(rip as i64);
             return self.leave_for(to);
         };
-        self.write_for(rip);
+        let turn = self.turn_at(rip);
+        match turn {
+            Some(_) => _ = self.write_vectors(),
+            None => self.write_registers(),
+        }
         if !head.sets_flags_first {
             self.record_flags();
         }
         let count = self.count_done();
-        let (block, values) = match self.turn_at(rip) {
+        let (block, values) = match turn {
             Some(turn) => (turn.block, self.values_of(turn.registers, count)),
             None => (head.block, Vec::new()),
         };
-        if rip <= self.head {
-            // A loop has to see it.
-            let wanted = self.attention();
-            let (wait, go) = (self.cold(), self.b.create_block());
-            self.b.ins().brif(wanted, wait, &[], go, &[]);
-            self.b.switch_to_block(wait);
-            self.write_back();
-            let to = self.constant(rip as i64);
-            self.leave_to(to);
-            self.b.switch_to_block(go);
-        }
         self.b.ins().jump(block, &values);
     }
 
-    /// Returns where the next turn begins if the current block is a loop, and begins at `rip`.
-    fn turn_at(&self, rip: u64) -> Option<Turn> {
-        self.turn.filter(|_| rip == self.head)
+    /// Leaves for `rip` if others want something of the CPU.
+    fn leave_if_wanted(&mut self, rip: u64) {
+        let wanted = self.attention();
+        let (leave, go) = (self.cold(), self.b.create_block());
+        self.b.ins().brif(wanted, leave, &[], go, &[]);
+        let now = self.now.clone();
+        self.b.switch_to_block(leave);
+        let to = self.constant(rip as i64);
+        self.leave_for(to);
+        self.resume(go, now);
     }
 
-    /// Writes back what the block at `rip` finds in the CPU: all registers, or the vectors alone for the next turn.
-    pub(super) fn write_for(&mut self, rip: u64) {
-        match self.turn_at(rip) {
-            Some(_) => _ = self.write_vectors(),
-            None => self.write_registers(),
-        }
+    /// Returns where the next turn begins if the path is a loop, and begins at `rip`.
+    fn turn_at(&self, rip: u64) -> Option<Turn> {
+        self.turn.filter(|turn| rip == turn.rip)
+    }
+
+    /// Whether registers stay in values if the region continues at `rip`.
+    pub(super) fn keeps_values(&self, rip: u64) -> bool {
+        self.turn_at(rip).is_some() || self.paths.next(self.now.node, rip).is_some()
     }
 
     /// Returns the parameters of a turn: the registers that are given as bits, and the counter of instructions.
@@ -449,10 +516,10 @@ impl<'a> Translator<'a> {
         values
     }
 
-    /// Begins the loop that a block is: the registers that its instructions use stay in values from turn to turn.
-    fn begin_turn(&mut self, guests: &[Guest]) {
+    /// Begins the loop that a path is: the registers that its instructions use stay in values from turn to turn.
+    fn begin_turn(&mut self, rip: u64) {
         let (mut used, mut changed) = (0, 0);
-        for Guest { insn, .. } in guests {
+        for Guest { insn, .. } in self.paths.turning(self.now.node) {
             for (r, may_write) in registers(&mut self.factory, insn) {
                 used |= 1 << r;
                 changed |= u16::from(may_write) << r;
@@ -464,48 +531,55 @@ impl<'a> Translator<'a> {
         self.b.ins().jump(block, &values);
         self.b.switch_to_block(block);
         for r in numbers(used) {
-            self.gpr[r] = Some(self.b.append_block_param(block, I64));
+            self.now.gpr[r] = Some(self.b.append_block_param(block, I64));
         }
-        self.changed = changed;
-        self.has_changed |= changed != 0;
+        self.now.changed = changed;
+        self.now.has_changed |= changed != 0;
         self.turn = Some(Turn {
+            rip,
             block,
             registers: used,
             count: self.b.append_block_param(block, I64),
         });
     }
 
-    /// Translates a basic block.
-    fn block(&mut self, rip: u64, guests: &[Guest]) {
+    /// Translates the path that a node begins.
+    fn path(&mut self, root: usize) {
+        let rip = self.steps[self.paths.nodes[root].step].rip;
         let head = self.heads[&rip];
-        self.begin(head.block);
-        self.before = 0;
-        self.head = rip;
-        self.step = guests[0].step;
+        self.begin(head.block, root);
+        self.now.step = self.paths.nodes[root].step;
         self.set_checkpoint();
         // The record of the flags may be an old one.
-        self.has_changed = head.sets_flags_first;
-        // The last instruction tells whether it is a loop.
-        let last = guests.last().expect("a block begins with an instruction");
+        self.now.has_changed = head.sets_flags_first;
         self.turn = None;
-        if last.insn.near_branch_target() == rip {
-            self.begin_turn(guests);
+        if self.paths.nodes[root].turns {
+            self.begin_turn(rip);
         }
-        for guest in guests {
-            self.step = guest.step;
+        self.node();
+    }
+
+    /// Translates the path from the beginning of a node on.
+    fn node(&mut self) {
+        let node = &self.paths.nodes[self.now.node];
+        self.now.head = self.steps[node.step].rip;
+        let guests = &self.blocks[node.block];
+        for (step, guest) in (node.step..).zip(guests) {
+            self.now.step = step;
             if self.instruction(&guest.insn) {
                 return;
             }
-            self.before += 1;
+            self.now.before += 1;
         }
         // The block's limit, or something that cannot be decoded.
-        self.before -= 1;
+        self.now.before -= 1;
+        let last = guests.last().expect("a block begins with an instruction");
         self.goto(last.insn.next_ip());
     }
 
     /// Translates an instruction. Returns whether it ends the block.
     fn instruction(&mut self, insn: &Instruction) -> bool {
-        let op = &self.steps[self.step].op;
+        let op = &self.steps[self.now.step].op;
         self.operand_bytes = insn.memory_size().size() as i64;
         if insn.flow_control() != FlowControl::Next {
             self.branch(insn, op);
@@ -522,20 +596,20 @@ impl<'a> Translator<'a> {
     /// Has the interpreter's handler execute the current instruction.
     fn handler(&mut self, insn: &Instruction) {
         self.set_checkpoint();
-        let step = self.address_of(self.step);
+        let step = self.address_of(self.now.step);
         let status = self.call(helpers::handler as *const () as usize, &[step], 1)[0];
         let (stop, on) = (self.cold(), self.b.create_block());
         self.b.ins().brif(status, stop, &[], on, &[]);
         self.b.switch_to_block(stop);
         self.stop_with(status);
         self.b.switch_to_block(on);
-        self.has_changed = true;
-        self.has_floats = false;
-        self.last_access = None;
-        self.flags = Flags::Recorded;
+        self.now.has_changed = true;
+        self.now.has_floats = false;
+        self.now.last_access = None;
+        self.now.flags = Flags::Recorded;
         for (r, may_write) in registers(&mut self.factory, insn) {
             if may_write {
-                self.gpr[r] = None;
+                self.now.gpr[r] = None;
             }
         }
         self.forget_vectors();

@@ -3,16 +3,16 @@
 use super::translate::{TYPES, Translator};
 use crate::op::{MEM, NONE, Op};
 use cranelift_codegen::ir::types::I64;
-use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
+use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Type, Value};
 
 impl Translator<'_> {
     /// Returns the value of a register.
     pub(super) fn register(&mut self, r: usize) -> Value {
-        match self.gpr[r] {
+        match self.now.gpr[r] {
             Some(value) => value,
             None => {
                 let value = self.field(I64, Self::gpr_offset(r));
-                self.gpr[r] = Some(value);
+                self.now.gpr[r] = Some(value);
                 value
             }
         }
@@ -49,14 +49,37 @@ impl Translator<'_> {
                 opcode: Opcode::Iconst,
                 imm,
             }) => self.constant(imm.bits()),
+            Some(InstructionData::Unary {
+                opcode: Opcode::Ireduce,
+                arg,
+            }) if self.is_extended(arg, dfg.value_type(value)) => arg,
             _ => self.b.ins().uextend(I64, value),
         }
+    }
+
+    /// Whether a value is one of 64 bits that was zero-extended from `ty` or less.
+    fn is_extended(&self, value: Value, ty: Type) -> bool {
+        let dfg = &self.b.func.dfg;
+        let bits = match dfg.value_def(value).inst().map(|inst| dfg.insts[inst]) {
+            Some(InstructionData::Unary {
+                opcode: Opcode::Uextend,
+                arg,
+            }) => dfg.value_type(arg).bits(),
+            Some(InstructionData::Load { opcode, .. }) => match opcode {
+                Opcode::Uload8 => 8,
+                Opcode::Uload16 => 16,
+                Opcode::Uload32 => 32,
+                _ => return false,
+            },
+            _ => return false,
+        };
+        dfg.value_type(value) == I64 && bits <= ty.bits()
     }
 
     /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes leave the rest.
     pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
         let number = usize::from(r & 15);
-        self.changed |= 1 << number;
+        self.now.changed |= 1 << number;
         let value = self.wide(value);
         let value = if size >= 2 {
             value
@@ -71,7 +94,7 @@ impl Translator<'_> {
             };
             self.b.ins().bor(old, value)
         };
-        self.gpr[number] = Some(value);
+        self.now.gpr[number] = Some(value);
     }
 
     pub(super) fn immediate(&mut self, size: u8, value: u64) -> Value {

@@ -14,7 +14,7 @@ use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind, Register};
 use std::mem::offset_of;
 
 /// The vector registers as a block knows them: 16 lower halves, then 16 upper ones. All values are [`I8X16`].
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct Vectors {
     known: [Option<Value>; 32],
     /// Those that are not written back, as bits.
@@ -91,15 +91,15 @@ impl Translator<'_> {
 
     /// Forgets what is known of vector registers, which are written back.
     pub(super) fn forget_vectors(&mut self) {
-        self.vectors = Vectors::default();
+        self.now.vectors = Vectors::default();
     }
 
     /// Writes back the vector registers that have changed. Returns whether there were some.
     pub(super) fn write_vectors(&mut self) -> bool {
-        let changed = std::mem::take(&mut self.vectors.changed);
-        self.vectors.computed = 0;
+        let changed = std::mem::take(&mut self.now.vectors.changed);
+        self.now.vectors.computed = 0;
         for n in (0..32).filter(|n| changed >> n & 1 != 0) {
-            if let Some(value) = self.vectors.known[n] {
+            if let Some(value) = self.now.vectors.known[n] {
                 self.set_field(Self::vector_offset(n), value);
             }
         }
@@ -109,11 +109,11 @@ impl Translator<'_> {
     /// Reads a half of a register: 0 is the lower one.
     pub(super) fn half(&mut self, r: u8, half: usize) -> Value {
         let n = usize::from(r & 15) + 16 * half;
-        match self.vectors.known[n] {
+        match self.now.vectors.known[n] {
             Some(value) => value,
             None => {
                 let value = self.field(I8X16, Self::vector_offset(n));
-                self.vectors.known[n] = Some(value);
+                self.now.vectors.known[n] = Some(value);
                 value
             }
         }
@@ -122,12 +122,12 @@ impl Translator<'_> {
     fn set_half(&mut self, r: u8, half: usize, value: Value) {
         let n = usize::from(r & 15) + 16 * half;
         let value = self.as_elements(value, I8X16);
-        let before = self.vectors.known[n].replace(value);
-        self.vectors.changed |= 1 << n;
-        if self.vectors.computed >> n & 1 != 0
+        let before = self.now.vectors.known[n].replace(value);
+        self.now.vectors.changed |= 1 << n;
+        if self.now.vectors.computed >> n & 1 != 0
             && let Some(before) = before
         {
-            self.vectors.computed &= !(1 << n);
+            self.now.vectors.computed &= !(1 << n);
             self.keep_computed(before);
         }
     }
@@ -147,10 +147,10 @@ impl Translator<'_> {
     ) {
         let bits = |r: u8| (if halves.len() > 1 { 0x1_0001 } else { 1 }) << (r & 15);
         for source in sources.iter().filter(|source| **source != MEM) {
-            self.vectors.computed &= !bits(*source);
+            self.now.vectors.computed &= !bits(*source);
         }
         self.set_vector(insn, r, halves);
-        self.vectors.computed |= bits(r);
+        self.now.vectors.computed |= bits(r);
     }
 
     /// Writes a register: one half, or two. A VEX instruction that writes one clears the other.
@@ -232,7 +232,7 @@ impl Translator<'_> {
             let flags = Self::guarded();
             self.b.ins().store(flags, *value, host, 16 * half as i32);
         }
-        self.has_changed = true;
+        self.now.has_changed = true;
     }
 
     /// Translates a vector instruction. `None`, with nothing done: there is no translation.

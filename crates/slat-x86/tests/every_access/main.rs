@@ -209,7 +209,7 @@ fn compare(expected: &Account, found: &Account, what: &str) {
 
 #[test]
 fn every_access_of_compiled_code_that_fails_leaves_what_it_leaves_in_the_interpreter() {
-    let rounds = setting("SLAT_TEST_ROUNDS", 20);
+    let rounds = setting("SLAT_TEST_ROUNDS", 30);
     let seed = setting("SLAT_TEST_SEED", 1);
     let (mut runs, mut failed) = (0u64, [0u64; WAYS.len()]);
     let mut instructions = [0u64; 2];

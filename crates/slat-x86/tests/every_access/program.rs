@@ -102,7 +102,8 @@ impl Program {
         };
         let slots = match is_single {
             true => 1 + random.below(4),
-            false => 8 + random.below(10),
+            // Few make a loop that is one path.
+            false => 2 + random.below(16),
         };
         for _ in 0..slots {
             program.computes(random);
@@ -285,7 +286,8 @@ impl Program {
 
     /// Something with memory operands.
     fn one(&mut self, random: &mut Random) {
-        match random.below(16) {
+        match random.below(18) {
+            10 | 11 => self.function(random),
             0 => {
                 // push r
                 self.stack(random);
@@ -355,6 +357,27 @@ impl Program {
             }
             _ => self.operand(random),
         }
+    }
+
+    /// A call of a function, which returns to after the call, or in every other round to after itself.
+    fn function(&mut self, random: &mut Random) {
+        self.stack(random);
+        let call = self.jump(b"\xe8");
+        let back = self.code.len();
+        // inc r13
+        self.bytes(b"\x49\xff\xc5");
+        let over = self.jump(b"\xe9");
+        self.land(call);
+        self.computes(random);
+        self.operand(random);
+        if random.below(2) == 0 {
+            // test r15b,1; jz after the next instruction; add qword [rsp],n
+            self.bytes(b"\x41\xf6\xc7\x01\x74\x08\x48\x81\x04\x24");
+            let after = (self.code.len() + 5 - back) as u32;
+            self.bytes(&after.to_le_bytes());
+        }
+        self.bytes(b"\xc3");
+        self.land(over);
     }
 
     /// An instruction of [`FORMS`] on an operand of its own.

@@ -1,0 +1,233 @@
+//! Paths: which blocks of a region follow one another with the state in values.
+//!
+//! A path begins with all state in the CPU, and where it ends all state is there again. Between its blocks nothing is written back that the
+//! next one overwrites, nothing is read again, and no record of the flags is made that nobody reads.
+//!
+//! After a branch a path goes on to both sides: it is a tree of *nodes*, and a block that several others lead to is in it several times. It
+//! goes on after CALL, and then after RET if that finds the address on the stack which the CALL has pushed. It ends before a block to
+//! which a branch leads back, because a loop is a path of its own, and before one that would make it too long.
+//!
+//! A region can be entered where paths begin. These are its first block, loops, what CALLs call, where they return to, and where other paths
+//! end. What else is entered, when an interrupt was served there for example, is the matter of another tier, until the next jump.
+
+use super::guest::Guest;
+use super::{Source, Step, Tier};
+use iced_x86::{FlowControl, Mnemonic};
+use std::collections::{HashMap, VecDeque};
+
+/// The most nodes of a path, and of all besides those with which they begin.
+const NODES: usize = 16;
+const ALL_NODES: usize = 64;
+/// The most instructions from the beginning of a path to the end of one of its nodes.
+const INSTRUCTIONS: usize = 192;
+
+/// A block of a path.
+pub(super) struct Node {
+    /// Its index in the region.
+    pub(super) block: usize,
+    /// The index of the step of its first instruction.
+    pub(super) step: usize,
+    /// Whether the path may lead from here to its beginning.
+    pub(super) turns: bool,
+    /// The first node of its path, and the one before it.
+    root: usize,
+    parent: Option<usize>,
+    /// Instructions of the path before this node.
+    before: usize,
+    /// The nodes that follow, and their addresses.
+    next: Vec<(u64, usize)>,
+    /// What CALLs of the path have pushed and RETs have not popped yet, when the node begins.
+    calls: Vec<u64>,
+}
+
+/// The paths of a region.
+pub(super) struct Paths<'a> {
+    source: &'a Source,
+    blocks: &'a [Vec<Guest>],
+    by_rip: HashMap<u64, usize>,
+    /// The first nodes of the paths, by their blocks.
+    pub(super) roots: Vec<Option<usize>>,
+    pub(super) nodes: Vec<Node>,
+}
+
+impl<'a> Paths<'a> {
+    /// Makes the paths of a region with these instructions. Returns them with the steps of all nodes.
+    pub(super) fn new(
+        source: &'a Source,
+        blocks: &'a [Vec<Guest>],
+        tier: Tier,
+    ) -> (Self, Box<[Step]>) {
+        let rips = source.blocks.iter().map(|(rip, _)| *rip);
+        let mut paths = Self {
+            source,
+            blocks,
+            by_rip: rips.zip(0..).collect(),
+            roots: vec![None; blocks.len()],
+            nodes: Vec::new(),
+        };
+        match tier {
+            Tier::Baseline => (0..blocks.len()).for_each(|block| _ = paths.grow(block, 1, &[])),
+            Tier::Full => paths.grow_all(),
+        }
+        let steps = paths.lay_out();
+        (paths, steps)
+    }
+
+    /// Returns the node that follows another one at `rip`.
+    pub(super) fn next(&self, node: usize, rip: u64) -> Option<usize> {
+        let mut next = self.nodes[node].next.iter();
+        next.find(|(at, _)| *at == rip).map(|(_, node)| *node)
+    }
+
+    /// Returns where the path continues after the RET at the end of a node.
+    pub(super) fn back(&self, node: usize) -> Option<u64> {
+        let back = *self.nodes[node].calls.last()?;
+        self.next(node, back).map(|_| back)
+    }
+
+    /// Returns the instructions that are executed between two turns of a path.
+    pub(super) fn turning(&self, root: usize) -> impl Iterator<Item = &'a Guest> {
+        let nodes = self
+            .nodes
+            .iter()
+            .filter(move |node| node.turns && node.root == root);
+        nodes.flat_map(|node| &self.blocks[node.block])
+    }
+
+    fn add(&mut self, block: usize, parent: Option<usize>, calls: Vec<u64>) -> usize {
+        let node = self.nodes.len();
+        let above = parent.map(|parent| &self.nodes[parent]);
+        self.nodes.push(Node {
+            block,
+            step: 0,
+            turns: false,
+            root: above.map_or(node, |above| above.root),
+            parent,
+            before: above.map_or(0, |above| above.before + self.blocks[above.block].len()),
+            next: Vec::new(),
+            calls,
+        });
+        node
+    }
+
+    /// Returns where a path may continue after a block, and what is pushed then.
+    fn after(&self, block: usize, calls: &[u64]) -> Vec<(u64, Vec<u64>)> {
+        let Guest { insn, .. } = self.blocks[block].last().expect("an instruction");
+        let (target, next) = (insn.near_branch_target(), insn.next_ip());
+        match insn.flow_control() {
+            FlowControl::ConditionalBranch => {
+                vec![(target, calls.to_vec()), (next, calls.to_vec())]
+            }
+            FlowControl::UnconditionalBranch => vec![(target, calls.to_vec())],
+            FlowControl::Next => vec![(next, calls.to_vec())],
+            FlowControl::Call => vec![(target, [calls, &[next]].concat())],
+            FlowControl::Return if insn.mnemonic() == Mnemonic::Ret => match calls.split_last() {
+                Some((back, calls)) => vec![(*back, calls.to_vec())],
+                None => Vec::new(),
+            },
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether a branch that is no CALL leads back to each block.
+    fn loops(&self) -> Vec<bool> {
+        let mut loops = vec![false; self.blocks.len()];
+        for (block, (rip, _)) in self.source.blocks.iter().enumerate() {
+            for (target, calls) in self.after(block, &[]) {
+                let to = self.by_rip.get(&target).filter(|_| calls.is_empty());
+                if let Some(&to) = to.filter(|_| target <= *rip) {
+                    loops[to] = true;
+                }
+            }
+        }
+        loops
+    }
+
+    /// Grows a path from each block where the region is entered often, and from those where paths end.
+    fn grow_all(&mut self) {
+        let loops = self.loops();
+        let mut is_root = loops.clone();
+        is_root[0] = true;
+        for guests in self.blocks {
+            let Guest { insn, .. } = guests.last().expect("an instruction");
+            let is_call = matches!(
+                insn.flow_control(),
+                FlowControl::Call | FlowControl::IndirectCall
+            );
+            for rip in [insn.next_ip(), insn.near_branch_target()] {
+                if let Some(&block) = self.by_rip.get(&rip).filter(|_| is_call) {
+                    is_root[block] = true;
+                }
+            }
+        }
+        while let Some(block) =
+            (0..is_root.len()).find(|&block| is_root[block] && self.roots[block].is_none())
+        {
+            let most = NODES.min(ALL_NODES.saturating_sub(self.nodes.len()));
+            for end in self.grow(block, most.max(1), &loops) {
+                is_root[end] = true;
+            }
+        }
+    }
+
+    /// Grows the path that a block begins to so many nodes at most. Returns the blocks before which it ends.
+    fn grow(&mut self, root: usize, most: usize, loops: &[bool]) -> Vec<usize> {
+        let (first, mut ends) = (self.add(root, None, Vec::new()), Vec::new());
+        self.roots[root] = Some(first);
+        let mut open = VecDeque::from([first]);
+        while let Some(node) = open.pop_front() {
+            let Node { block, calls, .. } = &self.nodes[node];
+            for (rip, calls) in self.after(*block, calls) {
+                let Some(&block) = self.by_rip.get(&rip) else {
+                    continue;
+                };
+                if block == root {
+                    self.turn(node);
+                } else if self.nodes.len() - first < most && !loops[block] && self.fits(block, node)
+                {
+                    let next = self.add(block, Some(node), calls);
+                    self.nodes[node].next.push((rip, next));
+                    open.push_back(next);
+                } else {
+                    ends.push(block);
+                }
+            }
+        }
+        ends
+    }
+
+    /// Whether a block may follow a node: the path does not become too long, and has not come from there.
+    fn fits(&self, block: usize, node: usize) -> bool {
+        let Node {
+            before,
+            block: last,
+            ..
+        } = self.nodes[node];
+        let mut above = std::iter::successors(Some(node), |node| self.nodes[*node].parent);
+        before + self.blocks[last].len() + self.blocks[block].len() <= INSTRUCTIONS
+            && above.all(|node| self.nodes[node].block != block)
+    }
+
+    /// The path leads from a node to its beginning.
+    fn turn(&mut self, node: usize) {
+        let mut above = Some(node);
+        while let Some(node) = above {
+            self.nodes[node].turns = true;
+            above = self.nodes[node].parent;
+        }
+    }
+
+    /// Gives all nodes their steps.
+    fn lay_out(&mut self) -> Box<[Step]> {
+        let mut steps = Vec::new();
+        for node in &mut self.nodes {
+            node.step = steps.len();
+            let guests = self.blocks[node.block].iter().zip(node.before..);
+            steps.extend(guests.map(|(guest, before)| Step {
+                before: before as u8,
+                ..guest.step
+            }));
+        }
+        steps.into()
+    }
+}
