@@ -21,6 +21,7 @@ macro_rules! report {
         ".pushsection .text.slat_guard_fixup,\"ax\",@progbits\n4: mov {gone:e}, 1\njmp 3b\n.popsection"
     };
 }
+pub(crate) use report;
 
 mod sealed {
     pub trait Sealed: Copy + Eq {

@@ -1,8 +1,14 @@
 //! Runs of bytes: copies, fills and comparison.
 
-use crate::access::guarded;
+use crate::access::{guarded, report};
 use crate::{Gone, load};
 use std::arch::asm;
+use std::arch::x86_64::{
+    __m128i, _mm_and_si128, _mm_cmpeq_epi8, _mm_loadu_si128, _mm_movemask_epi8,
+};
+
+/// Bytes that are compared at once.
+const LINE: usize = 64;
 
 fn done(len: usize, left: usize) -> Result<(), usize> {
     if left == 0 { Ok(()) } else { Err(len - left) }
@@ -96,12 +102,66 @@ pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
     unsafe { fill_elements::<1>(dst, byte.into(), len) }
 }
 
-/// Whether the memory at `p` holds `bytes`. Meant for the few dozen bytes of a code block.
+/// Whether the memory at `p` holds a line.
 ///
 /// # Safety
 /// As for [`load`], for every byte.
 #[inline]
-pub unsafe fn matches(p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
+unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone> {
+    let gone: u32;
+    let (a, b, c, d): (__m128i, __m128i, __m128i, __m128i);
+    // SAFETY: instructions that read memory; if one cannot, the exception table sends the thread to the fix-up. The caller answers for
+    // the bytes.
+    unsafe {
+        asm!(
+            "xor {gone:e}, {gone:e}",
+            "2: movups {a}, xmmword ptr [{p}]",
+            guarded!(),
+            "2: movups {b}, xmmword ptr [{p} + 16]",
+            guarded!(),
+            "2: movups {c}, xmmword ptr [{p} + 32]",
+            guarded!(),
+            "2: movups {d}, xmmword ptr [{p} + 48]",
+            guarded!(),
+            "3:",
+            report!(),
+            p = in(reg) p,
+            gone = out(reg) gone,
+            a = out(xmm_reg) a,
+            b = out(xmm_reg) b,
+            c = out(xmm_reg) c,
+            d = out(xmm_reg) d,
+            options(nostack, readonly),
+        );
+    }
+    if gone != 0 {
+        return Err(Gone);
+    }
+    let quarters = line.as_ptr().cast::<__m128i>();
+    // SAFETY: the quarters are within the line, at any alignment.
+    let equal =
+        |k: usize, quarter| unsafe { _mm_cmpeq_epi8(quarter, _mm_loadu_si128(quarters.add(k))) };
+    let [a, b, c, d] = [equal(0, a), equal(1, b), equal(2, c), equal(3, d)];
+    // SAFETY: each x86-64 processor has these instructions.
+    let all = unsafe { _mm_and_si128(_mm_and_si128(a, b), _mm_and_si128(c, d)) };
+    // SAFETY: as above.
+    Ok(unsafe { _mm_movemask_epi8(all) } == 0xffff)
+}
+
+/// Whether the memory at `p` holds `bytes`.
+///
+/// # Safety
+/// As for [`load`], for every byte.
+#[inline]
+pub unsafe fn matches(mut p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
+    let (lines, bytes) = bytes.as_chunks::<LINE>();
+    for line in lines {
+        // SAFETY: within the range that the caller promises.
+        if !unsafe { matches_line(p, line)? } {
+            return Ok(false);
+        }
+        p = p.wrapping_add(LINE);
+    }
     let len = bytes.len();
     if len < 8 {
         for (i, &byte) in bytes.iter().enumerate() {

@@ -145,6 +145,30 @@ fn copies_stop_at_the_hole_and_say_where() {
 }
 
 #[test]
+fn a_comparison_sees_each_byte_and_no_others() {
+    let p = map(2, RW);
+    // SAFETY: the mapping is ours, and every access is guarded.
+    unsafe {
+        libc::mprotect(p.add(PAGE).cast(), PAGE, libc::PROT_NONE);
+        for len in 1..200 {
+            let mut bytes: Vec<u8> = (0..len as u8).collect();
+            let at = p.add(PAGE - len);
+            assert_eq!(copy_out(at, &bytes), Ok(()));
+            assert_eq!(matches(at, &bytes), Ok(true));
+            assert_eq!(matches(at.add(1), &bytes[..len - 1]), Ok(len == 1));
+            for changed in 0..len {
+                bytes[changed] ^= 0x80;
+                assert_eq!(matches(at, &bytes), Ok(false), "{changed} of {len}");
+                bytes[changed] ^= 0x80;
+            }
+            // Whatever its quarter, an access beyond the page is none.
+            bytes.push(0);
+            assert_eq!(matches(at, &bytes), Err(Gone), "{len}");
+        }
+    }
+}
+
+#[test]
 fn a_file_that_shrank_is_gone() {
     install().unwrap();
     // SAFETY: a memory file of our own; the access beyond its end is guarded.

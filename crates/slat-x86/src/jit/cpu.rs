@@ -171,19 +171,21 @@ impl Cpu {
         self.compiled.interrupted = Some(self.state.rip);
     }
 
-    /// Call when a block with compiled code is about to run which was interrupted: a sample of what takes the time. It is worth Cranelift's
-    /// code, which takes less time to make than has passed since the last sample.
+    /// Call when a block with compiled code is about to run which was interrupted: a sample of what takes the time. A region's second sample
+    /// is worth Cranelift's code, which takes less time to make than has passed since the last sample.
     #[cold]
     #[inline(never)]
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
         self.compiled.interrupted = None;
         // SAFETY: as in `warmed`.
         let block = unsafe { found.as_ref() };
-        let is_full = |entrance: &Entrance| entrance.region.tier == Tier::Full;
+        let is_second = |Entrance { region, .. }: &Entrance| {
+            region.tier != Tier::Full && region.is_sampled.swap(true, Ordering::Relaxed)
+        };
         let may_improve =
             (self.compiled.client.as_ref()).is_some_and(|client| client.compile == Compile::Hot);
         if may_improve
-            && !block.entrance.as_ref().is_some_and(is_full)
+            && block.entrance.as_ref().is_some_and(is_second)
             && !self.adopt(found, Tier::Full)
         {
             self.submit(block, Tier::Full);

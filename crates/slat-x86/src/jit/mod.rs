@@ -5,9 +5,10 @@
 //! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
 //!
 //! There are two [tiers](Tier), and one translation for both: to Cranelift's intermediate language. Warm code, of which there is much, is
-//! worth little time: the `baseline` tier makes machine code in one pass. What is found running when the caller interrupts a run, which
+//! worth little time: the `baseline` tier makes machine code in one pass. What is found running twice when the caller interrupts a run, which
 //! happens every few milliseconds, is worth more: Cranelift makes a better region for it (`Cpu::sampled`). So nothing counts in compiled
-//! code, and the time for Cranelift is bounded by the number of samples.
+//! code, and the time for Cranelift is bounded by the number of samples. (Most code that is found once in a boot is never found again: to
+//! wait for the second sample takes two thirds off Cranelift's time.)
 //!
 //! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own blocks, and it is
 //! as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the page's
@@ -124,7 +125,7 @@ struct Done {
 /// When code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
-    /// By the baseline tier after it has run often, by Cranelift if it is found running later; on the compiler's thread.
+    /// By the baseline tier after it has run often, by Cranelift if it is found running twice later; on the compiler's thread.
     Hot,
     /// Before it runs for the first time, on the CPU's own thread: slow, for tests of the compiler.
     AtOnce(Tier),
@@ -168,6 +169,8 @@ pub(crate) struct Region {
     chunk: Chunk,
     source: Source,
     pub(crate) tier: Tier,
+    /// Whether a sample was of this region.
+    is_sampled: AtomicBool,
     /// The code has pointers to them.
     steps: Box<[Step]>,
     guarded: Guarded,
@@ -333,7 +336,9 @@ impl Compiler {
         loop {
             let mut jobs = lock(&self.jobs);
             let job = loop {
-                match jobs.pop_front() {
+                // What is interpreted meanwhile comes first.
+                let next = jobs.iter().position(|job| job.tier == Tier::Baseline);
+                match jobs.remove(next.unwrap_or(0)) {
                     Some(job) => break job,
                     None => {
                         jobs = (self.changed.wait(jobs)).unwrap_or_else(PoisonError::into_inner);
@@ -401,6 +406,7 @@ impl Compiler {
                 chunk,
                 source,
                 tier,
+                is_sampled: AtomicBool::new(false),
                 steps,
                 guarded,
                 entries: code.entries.into_iter().map(Some).collect(),
@@ -416,6 +422,7 @@ impl Compiler {
             chunk,
             source,
             tier: Tier::Full,
+            is_sampled: AtomicBool::new(false),
             steps,
             guarded,
         })
