@@ -66,7 +66,10 @@ impl<M: Machine> Guest<M> {
         loop {
             let root = self.root()?;
             alone = self.turn(last.2, alone);
-            match cpu.run(self.vcpu.vm().id(), root) {
+            let vm = self.vcpu.vm();
+            let exit = cpu.run(vm.id(), root);
+            cpu.drain(&mut |gpa| vm.drain(0, [gpa.gfn()]));
+            match exit {
                 Exit::Fault { gpa, access, cause } => {
                     last = match last {
                         (page, how, n) if (page.gfn(), how) == (gpa.gfn(), access) => {
@@ -88,6 +91,7 @@ impl<M: Machine> Guest<M> {
                 Exit::Kicked => {
                     self.seen.kicks.fetch_add(1, SeqCst);
                 }
+                Exit::BufferFull => {}
                 Exit::Other { code, info } => {
                     return Err(format!("unexpected exit {code:#x}, {info:#x}"));
                 }

@@ -97,6 +97,14 @@ pub trait Cpu: Sized + 'static {
     fn sets_dirty(&self) -> bool {
         Self::Format::SETS_DIRTY
     }
+
+    /// Whether the walker writes to a buffer in which leaves it has set the dirty bit (Intel's PML).
+    const FILLS_BUFFER: bool = false;
+
+    /// Empties that buffer: calls `note` for the address of each entry. Call after each run.
+    fn drain(&mut self, note: &mut dyn FnMut(Gpa)) {
+        let _ = note;
+    }
 }
 
 /// Why a CPU left the guest.
@@ -128,6 +136,8 @@ pub enum Exit {
     },
     /// An interrupt for the monitor arrived ([`Machine::kick`]).
     Kicked,
+    /// The buffer that the walker fills is full ([`Cpu::drain`]).
+    BufferFull,
     /// Any other exit: no scenario expects it.
     Other {
         /// The machine's code for it.

@@ -10,11 +10,13 @@ use metal_x86::{guest, msr};
 #[repr(u64)]
 pub enum Field {
     Vpid = 0x0000,
+    PmlIndex = 0x0812,
     HostEs = 0x0c00,
     HostCs = 0x0c02,
     HostSs = 0x0c04,
     HostDs = 0x0c06,
     HostTr = 0x0c0c,
+    PmlAddress = 0x200e,
     EptPointer = 0x201a,
     GuestPhysicalAddress = 0x2400,
     LinkPointer = 0x2800,
@@ -94,11 +96,15 @@ unsafe fn controls(msr: u32, wanted: u64) -> u64 {
     wanted | must
 }
 
-/// Describes a guest in 32-bit protected mode without paging, with flat segments, in EPT.
+/// The index of the first entry that the CPU writes to a buffer of page-modification logging; the next ones are below.
+pub const FIRST_MODIFIED: u64 = 511;
+
+/// Describes a guest in 32-bit protected mode without paging, with flat segments, in EPT. The pages that it modifies are written
+/// to the page at `modified`.
 ///
 /// # Safety
-/// - this CPU has a current VMCS, and is in the state that an exit is to restore.
-pub unsafe fn describe_guest() {
+/// - this CPU has a current VMCS, and is in the state that an exit is to restore; no other code uses the page.
+pub unsafe fn describe_guest(modified: u64) {
     const CODE32: u64 = 0xc09b;
     const DATA32: u64 = 0xc093;
     const BUSY_TSS: u64 = 0x8b;
@@ -110,6 +116,8 @@ pub unsafe fn describe_guest() {
     // SAFETY: the caller's promise.
     unsafe {
         write_controls();
+        write(Field::PmlAddress, modified);
+        write(Field::PmlIndex, FIRST_MODIFIED);
         write_host();
         for (i, rights) in (0..).zip(segments) {
             let large = rights & 0x8000 != 0;
@@ -144,6 +152,8 @@ unsafe fn write_controls() {
     const VPID: u64 = 1 << 5;
     /// Allows paging to be off.
     const UNRESTRICTED: u64 = 1 << 7;
+    /// Page-modification logging.
+    const PML: u64 = 1 << 17;
     const HOST_IS_64_BIT: u64 = 1 << 9;
     const ACKNOWLEDGE_INTERRUPT: u64 = 1 << 15;
     const LOAD_EFER: u64 = 1 << 21;
@@ -151,7 +161,10 @@ unsafe fn write_controls() {
     unsafe {
         write(Field::PinBased, controls(0x481, EXTERNAL_INTERRUPTS_EXIT));
         write(Field::Primary, controls(0x482, HLT_EXITS | SECONDARY));
-        write(Field::Secondary, controls(0x48b, EPT | VPID | UNRESTRICTED));
+        write(
+            Field::Secondary,
+            controls(0x48b, EPT | VPID | UNRESTRICTED | PML),
+        );
         let exit = HOST_IS_64_BIT | ACKNOWLEDGE_INTERRUPT | LOAD_EFER;
         write(Field::Exit, controls(0x483, exit));
         write(Field::Entry, controls(0x484, 0));

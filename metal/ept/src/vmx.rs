@@ -4,6 +4,7 @@
 use alloc::boxed::Box;
 use core::arch::{asm, naked_asm};
 use core::mem::offset_of;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use metal_core::{Cause, Command, Cpu, Exit, Second};
 use metal_x86::guest::{self, Registers};
@@ -24,6 +25,7 @@ const EXIT_INTERRUPT: u64 = 1;
 const EXIT_HLT: u64 = 12;
 const EXIT_EPT_VIOLATION: u64 = 48;
 const EXIT_EPT_MISCONFIGURATION: u64 = 49;
+const EXIT_PML_FULL: u64 = 62;
 
 // The exit qualification of an EPT violation.
 const VIOLATION_WRITE: u64 = 1 << 1;
@@ -54,9 +56,14 @@ impl Region {
     }
 }
 
+/// The buffer of page-modification logging, which the CPU fills from the last entry on.
+#[repr(C, align(4096))]
+struct Modified([AtomicU64; 512]);
+
 /// A CPU, and the state of the guest it runs.
 pub struct Vmx {
     number: usize,
+    modified: &'static Modified,
     registers: Registers,
     launched: bool,
 }
@@ -68,6 +75,8 @@ impl Vmx {
         const VMXON_ALLOWED: u64 = 1 << 2;
         const CR4_VMXE: u64 = 1 << 13;
         let mut entered: u8;
+        let modified = Modified([const { AtomicU64::new(0) }; 512]);
+        let modified: &'static Modified = Box::leak(Box::new(modified));
         // SAFETY: `run` starts the emulator with VMX; the regions are never freed. CR0 and CR4 have the bits that VMX requires:
         // paging, protection, NE (`boot`), and VMXE.
         unsafe {
@@ -85,10 +94,11 @@ impl Vmx {
             assert!(entered != 0, "VMCLEAR fails");
             asm!("vmptrld [{}]", "seta {}", in(reg) &vmcs, out(reg_byte) entered);
             assert!(entered != 0, "VMPTRLD fails");
-            vmcs::describe_guest();
+            vmcs::describe_guest(&raw const *modified as u64);
         }
         Vmx {
             number,
+            modified,
             registers: Registers::default(),
             launched: false,
         }
@@ -127,6 +137,7 @@ impl Cpu for Vmx {
     type Format = Ept;
     const RETURN: &'static [u8] = guest::RETURN;
     const REPORTS_MMIO: bool = true;
+    const FILLS_BUFFER: bool = true;
 
     fn program() -> &'static [u8] {
         guest::program()
@@ -178,11 +189,26 @@ impl Cpu for Vmx {
                 apic::end_of_interrupt();
                 Exit::Kicked
             }
+            EXIT_PML_FULL => Exit::BufferFull,
             code => Exit::Other {
                 code,
                 info: qualification,
             },
         }
+    }
+
+    fn drain(&mut self, note: &mut dyn FnMut(Gpa)) {
+        // SAFETY: `new` has made a VMCS current.
+        let next = unsafe { vmcs::read(Field::PmlIndex) } as u16;
+        let written = &self.modified.0[usize::from(next.wrapping_add(1))..];
+        if written.is_empty() {
+            return;
+        }
+        for entry in written {
+            note(Gpa(entry.load(Relaxed)));
+        }
+        // SAFETY: as above.
+        unsafe { vmcs::write(Field::PmlIndex, vmcs::FIRST_MODIFIED) };
     }
 
     fn complete_mmio(&mut self, value: u32) {

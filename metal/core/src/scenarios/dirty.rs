@@ -89,6 +89,25 @@ pub(super) fn by_dirty_bit<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     takes_exact_logs(bench, "dirty-bit", false)
 }
 
+/// The walker names the pages, so the harvests look at these alone. It writes to more of them at last than its buffer holds.
+pub(super) fn by_buffer<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    if !M::Cpu::FILLS_BUFFER {
+        return Ok("this CPU fills no buffer: nothing to see".into());
+    }
+    let verdict = takes_exact_logs(bench, "buffer", false)?;
+    const MANY: u64 = 4 * PAGES;
+    let policies = [("dirty_log", "buffer"), ("dirty_log_reads", "off")];
+    let mut vm = bench.vm(Level::PAGE, &policies)?;
+    vm.set(&bench.data_slot(MANY * page::<M>(), SlotFlags::LOG_DIRTY_PAGES))?;
+    bench.run(&mut vm, pages::<M>(Op::Read, 0, MANY))?;
+    vm.faulted(1 + MANY)?;
+    bench.write(&mut vm, pages::<M>(Op::Write, 0, MANY))?;
+    vm.faulted(0)?;
+    vm.logged("more than a buffer holds", |page| page < MANY)?;
+    vm.end(&bench.host)?;
+    Ok(format!("{verdict}, then {MANY} by one run"))
+}
+
 /// Enabling the log splits huge leaves before the first write, and reads no page to do so.
 pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let leaves = (GIB / huge::<M>()).min(4);

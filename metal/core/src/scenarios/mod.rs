@@ -28,7 +28,7 @@ type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
 /// Returns all scenarios for the machine's tables, in the order in which they run.
 pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
-    let all: [(&'static str, Scenario<M>); 16] = [
+    let all: [(&'static str, Scenario<M>); 17] = [
         ("demand_faults_4k", faults::of_4k),
         ("demand_faults_2m", faults::of_2m),
         ("prefetch_window", faults::prefetch_window),
@@ -40,6 +40,7 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
         ("read_only_slot", mmio::read_only_slot),
         ("dirty_log_by_write_protection", dirty::by_write_protection),
         ("dirty_log_by_dirty_bit", dirty::by_dirty_bit),
+        ("dirty_log_by_buffer", dirty::by_buffer),
         ("eager_split", dirty::eager_split),
         ("accessed_bits", age::of_pages),
         (
