@@ -163,7 +163,7 @@ impl Translator<'_> {
         let found = (self.b.ins()).load(I64, trusted, entry, kind.tag() as i32);
         let addend = self.b.ins().load(I64, trusted, entry, tlb::ADDEND as i32);
         let host = self.b.ins().iadd(addend, lin);
-        // What is found is second: the host compares with it in memory.
+        // `found` is the second operand: the host's comparison can then read it from memory, without a load of its own.
         (self.b.ins().icmp(IntCC::Equal, wanted, found), host)
     }
 

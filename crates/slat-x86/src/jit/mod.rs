@@ -5,10 +5,10 @@
 //! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
 //!
 //! There are two [tiers](Tier), and one translation for both: to Cranelift's intermediate language. Warm code, of which there is much, is
-//! worth little time: the `baseline` tier makes machine code in one pass. What is found running twice when the caller interrupts a run, which
-//! happens every few milliseconds, is worth more: Cranelift makes a better region for it (`Cpu::sampled`). So nothing counts in compiled
-//! code, and the time for Cranelift is bounded by the number of samples. (Most code that is found once in a boot is never found again: to
-//! wait for the second sample takes two thirds off Cranelift's time.)
+//! worth little time: the `baseline` tier makes machine code in one pass. The caller interrupts a run every few
+//! milliseconds, and the region that runs then is a *sample* (`Cpu::sampled`). For the second sample of a region Cranelift makes a better
+//! one. So nothing counts in compiled code, and the time for Cranelift is bounded by the number of samples. (Most regions that are sampled
+//! once in a boot are never sampled again: to wait for the second sample takes two thirds off Cranelift's time.)
 //!
 //! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own blocks, and it is
 //! as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the page's
@@ -125,7 +125,7 @@ struct Done {
 /// When code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
-    /// By the baseline tier after it has run often, by Cranelift if it is found running twice later; on the compiler's thread.
+    /// By the baseline tier after it has run often, by Cranelift when its region is sampled for the second time; on the compiler's thread.
     Hot,
     /// Before it runs for the first time, on the CPU's own thread: slow, for tests of the compiler.
     AtOnce(Tier),
@@ -336,7 +336,7 @@ impl Compiler {
         loop {
             let mut jobs = lock(&self.jobs);
             let job = loop {
-                // What is interpreted meanwhile comes first.
+                // Baseline jobs come first: until one is done, the interpreter runs its code.
                 let next = jobs.iter().position(|job| job.tier == Tier::Baseline);
                 match jobs.remove(next.unwrap_or(0)) {
                     Some(job) => break job,
