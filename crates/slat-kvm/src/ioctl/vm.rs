@@ -10,6 +10,8 @@ use kvm_bindings::*;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
+// Not in the frame of the requests to other objects.
+#[inline(never)]
 pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vm.begin()?;
     match request {

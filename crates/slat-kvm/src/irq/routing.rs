@@ -89,10 +89,11 @@ impl Routes {
             if entry.gsi >= MAX_ROUTES || entry.flags & !known != 0 {
                 return fail(libc::EINVAL);
             }
-            routes.push((entry.gsi, target(entry, has_chips, extended_ids)?));
+            let target = target(entry, has_chips, extended_ids)?;
+            // Behind those that the client has named for this GSI before. VMMs name GSIs in order: it is the end.
+            let at = routes.partition_point(|(gsi, _)| *gsi <= entry.gsi);
+            routes.insert(at, (entry.gsi, target));
         }
-        // A stable sort: it keeps the order in which a client names the targets of a GSI.
-        routes.sort_by_key(|(gsi, _)| *gsi);
         let conflict = |group: &[(u32, Target)]| {
             (1..group.len()).any(|i| group[..i].iter().any(|other| other.1.excludes(group[i].1)))
         };
