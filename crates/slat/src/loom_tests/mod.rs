@@ -18,6 +18,7 @@ mod fork;
 mod guest_tables;
 mod locks;
 mod metas;
+mod promote;
 mod shadow;
 mod slots;
 mod tables;
