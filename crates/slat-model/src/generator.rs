@@ -406,9 +406,10 @@ impl Generator {
         } else {
             self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, n, n + 1, 2 * n])
         };
-        // Mostly congruent to the guest frame, so that huge leaves are possible.
+        // Mostly congruent to the guest frame, so that huge leaves are possible. Others are off by a page, or by as many as a huge
+        // leaf has in tables of 4 KiB.
         let room = self.setup.host_pages - pages;
-        let skew = if self.rng.one_in(5) { 1 } else { 0 };
+        let skew = self.rng.pick(&[1, Level::MEGA.pages() % n, 0, 0, 0]);
         let unit = if giant { n * n } else { n };
         let backing = self.rng.below(room / unit + 1) * unit + base % unit + skew;
         // Most are as KVM's.

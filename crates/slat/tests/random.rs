@@ -140,7 +140,7 @@ fn whatever_bytes_say_the_engine_and_the_model_agree() {
 }
 
 /// `cargo test -p slat --release --test random -- --ignored --nocapture`, with SLAT_STEPS=… and
-/// SLAT_SEED=… for another length and other seeds.
+/// SLAT_SEED=… for another length and other seeds, and SLAT_FORMATS=… for those alone whose name contains that.
 #[test]
 #[ignore = "takes minutes"]
 fn a_campaign_over_all_formats() {
@@ -152,8 +152,12 @@ fn a_campaign_over_all_formats() {
         number("SLAT_SEED", 1 << 32),
     );
     const RUN: u64 = 20_000;
-    let runs = steps.div_ceil(RUN * Subject::ALL.len() as u64);
-    for subject in &Subject::ALL {
+    let named = std::env::var("SLAT_FORMATS").unwrap_or_default();
+    let is_named = |subject: &&Subject| subject.name.contains(&named);
+    let subjects: Vec<_> = Subject::ALL.iter().filter(is_named).collect();
+    assert!(!subjects.is_empty(), "no format is called {named}");
+    let runs = steps.div_ceil(RUN * subjects.len() as u64);
+    for subject in subjects {
         let begin = std::time::Instant::now();
         let tally = subject.run_seeds(first..first + runs, RUN as usize);
         let (steps, time) = (runs * RUN, begin.elapsed());

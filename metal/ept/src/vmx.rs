@@ -222,6 +222,8 @@ impl Cpu for Vmx {
 }
 
 impl Virtualization for Vmx {
+    const NAME: &'static str = "ept";
+
     fn second() -> &'static Second<Self> {
         static SECOND: Second<Vmx> = Second::new();
         &SECOND

@@ -7,7 +7,7 @@ use core::mem::offset_of;
 use metal_core::{Cause, Command, Cpu, Exit, Second};
 use metal_x86::guest::{self, Registers};
 use metal_x86::{SHOOTDOWN, Virtualization, msr};
-use slat::format::{Npt, X86};
+use slat::format::{Npt, Npt5, X86};
 use slat::{Access, Format, Gpa, Hpa, VmId};
 
 use crate::vmcb::Vmcb;
@@ -139,18 +139,24 @@ impl<F: Format> Cpu for Svm<F> {
     }
 }
 
-impl Virtualization for Svm<Npt> {
-    fn second() -> &'static Second<Self> {
-        static SECOND: Second<Svm<Npt>> = Second::new();
-        &SECOND
-    }
+/// Gives a PC the CPUs that walk tables of a format, under a name.
+macro_rules! cpus {
+    ($($name:literal: $format:ty,)*) => {$(
+        impl Virtualization for Svm<$format> {
+            const NAME: &'static str = $name;
+
+            fn second() -> &'static Second<Self> {
+                static SECOND: Second<Svm<$format>> = Second::new();
+                &SECOND
+            }
+        }
+    )*};
 }
 
-impl Virtualization for Svm<X86<5>> {
-    fn second() -> &'static Second<Self> {
-        static SECOND: Second<Svm<X86<5>>> = Second::new();
-        &SECOND
-    }
+cpus! {
+    "npt": Npt,
+    "npt5": Npt5,
+    "x86-la57": X86<5>,
 }
 
 /// Runs the guest of `vmcb` with `registers` until it exits.

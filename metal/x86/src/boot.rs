@@ -113,6 +113,7 @@ gdtr:
     .word 39
     .quad gdt
 .balign 4096
+.globl pml4
 pml4:
     .quad pdpt + 3
     .skip 4088

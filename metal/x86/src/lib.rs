@@ -9,6 +9,7 @@ pub mod apic;
 mod boot;
 pub mod guest;
 mod interrupts;
+pub mod la57;
 mod memory;
 pub mod msr;
 
@@ -20,7 +21,7 @@ use core::ops::Range;
 use core::panic::PanicInfo;
 
 use metal_core::{Console, Cpu, Machine, Memory, Second, Shootdown};
-use slat::{Format, Gfn, Hpa, Stale, VmId};
+use slat::{Gfn, Hpa, Stale, VmId};
 
 /// CPUs of the machine.
 pub const CPUS: usize = 2;
@@ -36,6 +37,9 @@ pub static SHOOTDOWN: Shootdown<CPUS> = Shootdown::new();
 
 /// A CPU with one of the two ways to run a guest.
 pub trait Virtualization: Cpu {
+    /// [`Machine::NAME`] of a PC with such CPUs.
+    const NAME: &'static str;
+
     /// Returns the queue of work for the second CPU.
     fn second() -> &'static Second<Self>;
 }
@@ -45,7 +49,7 @@ pub struct Pc<C>(PhantomData<fn() -> C>);
 
 impl<C: Virtualization> Machine for Pc<C> {
     type Cpu = C;
-    const NAME: &'static str = C::Format::NAME;
+    const NAME: &'static str = C::NAME;
 
     fn physical_bits() -> u32 {
         const ADDRESS_SIZES: u32 = 0x8000_0008;
@@ -71,6 +75,32 @@ impl<C: Virtualization> Machine for Pc<C> {
     fn power_off() -> ! {
         power_off()
     }
+}
+
+/// Makes the program a monitor that runs the scenarios, and nothing else, on CPUs of the type `$cpu`: its heap and its entry
+/// point, where each CPU calls `$before` first.
+#[macro_export]
+macro_rules! monitor {
+    ($cpu:ty $(, $before:path)?) => {
+        #[global_allocator]
+        static HEAP: ::metal_core::Heap = ::metal_core::Heap::new();
+
+        /// Entry point of each CPU, on a stack of its own.
+        #[unsafe(no_mangle)]
+        extern "C" fn monitor(cpu: usize) -> ! {
+            $($before();)?
+            // SAFETY: once, by the first CPU; the memory is described as it is.
+            let host = (cpu == 0).then(|| unsafe {
+                ::metal_core::Host::<$crate::Pc<$cpu>>::new($crate::MEMORY, &HEAP)
+            });
+            $crate::start(cpu);
+            let this = <$cpu>::new(cpu);
+            match host {
+                Some(host) => ::metal_core::run(this, host),
+                None => <$cpu as $crate::Virtualization>::second().serve(this),
+            }
+        }
+    };
 }
 
 /// Prepares the calling CPU for interrupts; the first one starts the second. Call once on each.

@@ -75,7 +75,8 @@ impl Inner {
             && let Some(upper) = self.tables.get(&above)
         {
             let level = upper.place.level;
-            let bits = upper.read(level.index(Gfn(table.place.gfn)));
+            let index = upper.place.granule.index(Gfn(table.place.gfn), level);
+            let bits = upper.read(index);
             match walker.value(bits, level) {
                 Some(Value::Table {
                     frame: lower,

@@ -14,9 +14,9 @@ use crate::{Change, Region};
 use crate::{DirtyLogMethod, Setting, Switch};
 
 /// What the client does to find out about writes to page 0.
-type Harvest = fn(&SmallVm) -> bool;
+pub(super) type Harvest = fn(&SmallVm) -> bool;
 
-const GET: Harvest = |vm| {
+pub(super) const GET: Harvest = |vm| {
     let mut bitmap = [0];
     vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
     bitmap[0] & 1 != 0
@@ -37,7 +37,7 @@ const GET_AND_CLEAR_BOTH: Harvest = |vm| {
 };
 
 /// Writes 1 and 2 to page 0, and checks the attention word in between.
-fn write_twice(vcpu: &mut SmallVcpu) {
+pub(super) fn write_twice(vcpu: &mut SmallVcpu) {
     let mut remembered = get(vcpu, 0, Write).unwrap();
     for version in 1..=2 {
         assert!(remembered.write, "it may be used for writing");
@@ -52,10 +52,10 @@ fn write_twice(vcpu: &mut SmallVcpu) {
 
 /// The client's copy of page 0.
 #[derive(Default)]
-struct Copy(u64);
+pub(super) struct Copy(pub(super) u64);
 
 impl Copy {
-    fn update(&mut self, vm: &SmallVm, dirty: bool) {
+    pub(super) fn update(&mut self, vm: &SmallVm, dirty: bool) {
         if dirty {
             self.0 = vm.platform().pages[0].content.load(Relaxed);
         }

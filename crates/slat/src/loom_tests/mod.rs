@@ -19,6 +19,7 @@ mod fork;
 mod guest_tables;
 mod locks;
 mod metas;
+mod promote;
 mod shadow;
 mod slots;
 mod tables;

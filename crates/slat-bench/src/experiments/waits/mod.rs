@@ -25,9 +25,9 @@ One thread works on a slot of 64 GiB mapped by 4 KiB (begin-eager, begin-lazy: 2
 makes calls about other memory, one by one. invalidate: of a mapped page. slot: one of 16 pages is
 created, or deleted. fault: a vCPU's, beside age. The engine alone, EPT; only its tables are real.
 get, clear: the dirty log, every page dirty, by write protection or dirty bits. begin: of logging,
-huge leaves split at once (eager) or not (lazy). end: of it; all of it may be huge again. cold: of
-cold_ranges, no page used since. The rest are of that name; ring-reset: 1 page in 64. nothing: none.
-alone, operation: how long it took without and with the calls. calls: how many were in progress
+huge leaves split at once (eager) or not (lazy). end: of it; all may be huge again, as in promote.
+cold: of cold_ranges, no page used since. The rest are of that name; ring-reset: 1 page in 64.
+nothing: none. alone, operation: how long it took without and with the calls. calls: in progress
 during it. p50, p99, p99.9, max: what they took; p99.9 of fewer than 1000 calls is left empty.
 anytime: what 999 of 1000 would wait at most if they came at random moments: one call of a second
 among a million of a microsecond is one call, but half of the moments. Asked for: p99.9 and anytime.",

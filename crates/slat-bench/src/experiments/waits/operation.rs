@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use slat::Setting;
 use slat::{
-    Access, ColdMap, DirtyGfn, DirtyRing, Ept, Gfn, Gpa, Hva, Level, MemoryAttributes, RegionError,
-    SlotFlags, Stop, Vcpu, Vm,
+    Access, ColdMap, DirtyGfn, DirtyRing, Ept, Gfn, Gpa, Hva, Level, MemoryAttributes, Promotion,
+    RegionError, SlotFlags, Stop, Switch, Vcpu, Vm,
 };
 
 use super::unrelated;
@@ -47,13 +47,14 @@ pub(super) enum Operation {
     Invalidate,
     Attributes,
     NxRecovery,
+    Promote,
     RingReset,
 }
 
 use Operation::*;
 
 impl Operation {
-    pub(super) const ALL: [(Operation, &str); 17] = [
+    pub(super) const ALL: [(Operation, &str); 18] = [
         (Nothing, "nothing"),
         (GetProtect, "get-protect"),
         (GetDirtyBit, "get-dirty-bit"),
@@ -70,13 +71,14 @@ impl Operation {
         (Invalidate, "invalidate"),
         (Attributes, "attributes"),
         (NxRecovery, "nx-recovery"),
+        (Promote, "promote"),
         (RingReset, "ring-reset"),
     ];
 
     /// Returns the pages by which the host maps the large slot's memory.
     fn host(self) -> Level {
         match self {
-            BeginEager | BeginLazy | End | NxRecovery => Level::MEGA,
+            BeginEager | BeginLazy | End | NxRecovery | Promote => Level::MEGA,
             _ => Level::PAGE,
         }
     }
@@ -180,6 +182,12 @@ impl Subject {
         self.delete()?;
         match self.operation {
             RingReset => self.create(SlotFlags::LOG_DIRTY_PAGES)?,
+            Promote => {
+                self.vm.set_policy(Setting::HugePages(Switch::Off));
+                self.create(SlotFlags(0))?;
+                self.map()?;
+                self.vm.set_policy(Setting::HugePages(Switch::On));
+            }
             _ => {
                 self.create(SlotFlags(0))?;
                 self.map()?;
@@ -241,6 +249,7 @@ impl Subject {
             Invalidate => drop(vm.invalidate(backing(self.pages))),
             Attributes => vm.set_memory_attributes(gfns, MemoryAttributes::PRIVATE)?,
             NxRecovery => return Ok(vm.recover_nx_huge_pages()),
+            Promote => return Ok(vm.promote(&mut Promotion::default(), usize::MAX)),
             RingReset => return Ok(vm.reset_dirty_rings()),
         }
         Ok(0)
@@ -265,6 +274,7 @@ impl Subject {
             Age => expect("pages used", told, self.pages),
             Cold => expect("pages not used", told, self.pages),
             NxRecovery => expect("tables recovered", told, self.pages / MEGA),
+            Promote => expect("leaves installed", told, self.vm.stats().pages_2m),
             RingReset => expect("entries reset", told, self.pages / APART),
             _ => Ok(()),
         }
@@ -302,7 +312,7 @@ impl Subject {
             }
             BeginLazy | RingReset => self.before(),
             // Huge leaves come back in place, but where an invalidation has begun meanwhile.
-            End => [0, self.vm.stats().pages_2m.min(self.pages / MEGA)],
+            End | Promote => [0, self.vm.stats().pages_2m.min(self.pages / MEGA)],
             Nothing | Zap | ZapDirtyBit | Delete | Invalidate | Attributes | NxRecovery => [0, 0],
         }
     }
