@@ -1,15 +1,25 @@
-//! The thread that compiles the guests' hot code. It exists before a process's first vCPU does, and so before the client can forbid
-//! what it needs; a forked child that creates VMs starts its own.
+//! The threads that compile the guests' hot code, one for each tier. They exist before a process's first vCPU does, and so before the
+//! client can forbid what they need; a forked child that creates VMs starts its own.
 
 use crate::background::{self, Background};
 use crate::policy::{self, Jit, JitMap};
 use crate::process::PerProcess;
 use crate::{perf, symbols};
-use slat_x86::{Compile, Compiler};
+use slat_x86::{Compile, Compiler, Tier};
 use std::ffi::CStr;
 use std::sync::Arc;
 
-struct Compiling(Option<Arc<Compiler>>);
+/// The thread of the baseline tier.
+struct Baseline(Option<Arc<Compiler>>);
+
+/// Cranelift's thread.
+struct Full(Option<Arc<Compiler>>);
+
+struct Compiling {
+    compiler: Option<Arc<Compiler>>,
+    baseline: Baseline,
+    full: Full,
+}
 
 static COMPILING: PerProcess<Compiling> = PerProcess::new();
 
@@ -21,11 +31,15 @@ impl Default for Compiling {
             symbols::of_guests();
             compiler.observe(observer);
         }
-        Self(compiler)
+        Self {
+            baseline: Baseline(compiler.clone()),
+            full: Full(compiler.clone()),
+            compiler,
+        }
     }
 }
 
-/// Returns the process's compiler, and when a VM with `jit` compiles; starts the compiler's thread if there is none. `None` if nothing
+/// Returns the process's compiler, and when a VM with `jit` compiles; starts the compiler's threads if there are none. `None` if nothing
 /// is to be compiled, or there is no address space for code: then the interpreter runs everything.
 pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
     let compile = match jit {
@@ -34,9 +48,10 @@ pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
         Jit::AtOnce(tier) => Compile::AtOnce(tier),
     };
     let compiling = COMPILING.get_or_start(|compiling| {
-        background::start(compiling);
+        background::start(&compiling.baseline);
+        background::start(&compiling.full);
     });
-    Some((compiling.0.clone()?, compile))
+    Some((compiling.compiler.clone()?, compile))
 }
 
 /// Returns why no code is compiled, if none is.
@@ -44,23 +59,36 @@ pub(crate) fn why_not() -> Option<&'static str> {
     if !policy::current().is_ok_and(|policies| policies.jit != Jit::Off) {
         return Some("jit is off");
     }
-    // Not `get`: it would make the value, and nobody would start its thread.
-    match &COMPILING.peek()?.0 {
+    // Not `get`: it would make the value, and nobody would start its threads.
+    match &COMPILING.peek()?.compiler {
         None => Some("the host has no address space for code"),
         Some(compiler) if compiler.is_forbidden() => Some("the host allows no executable memory"),
         Some(_) => None,
     }
 }
 
-impl Background for Compiling {
+impl Background for Baseline {
     const NAME: &CStr = c"slat-compiler";
     const WITHOUT: &str = "the guests' code is interpreted";
-    /// The compiler recurses.
+    /// What it cannot compile is Cranelift's, which recurses.
     const STACK: usize = 8 << 20;
 
     fn run(&'static self) {
         if let Some(compiler) = &self.0 {
-            compiler.work()
+            compiler.work(Tier::Baseline)
+        }
+    }
+}
+
+impl Background for Full {
+    const NAME: &CStr = c"slat-cranelift";
+    const WITHOUT: &str = "the guests' code is not optimised";
+    /// Cranelift recurses.
+    const STACK: usize = 8 << 20;
+
+    fn run(&'static self) {
+        if let Some(compiler) = &self.0 {
+            compiler.work(Tier::Full)
         }
     }
 }

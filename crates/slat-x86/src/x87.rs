@@ -128,7 +128,7 @@ impl Stub {
     }
 }
 
-/// The [`Stub`] that is the instruction itself. The upper bits of `op.imm` are those of a [`quick::Plan`].
+/// The [`Stub`] that is the instruction itself. The upper bits of `op.imm` are those of a `Plan` (`quick`).
 fn own_stub(op: &Op) -> Stub {
     Stub(op.imm as u16)
 }

@@ -155,7 +155,7 @@ fn a_cpu_without_memory_has_hot_code_compiled_later_or_not_at_all() {
         .cpu
         .set_compiler(compiler.clone(), Compile::Hot)
         .unwrap();
-    std::thread::spawn(move || compiler.work());
+    std::thread::spawn(move || compiler.work(Tier::Baseline));
     let mut expected = 0;
     for round in 0..100_000 {
         expected = (expected + 40) & 0xffff_ffff;

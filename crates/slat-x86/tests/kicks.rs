@@ -237,7 +237,10 @@ fn a_loop_that_is_kicked_becomes_one_region() {
     let mut guest = Guest::interpreted(memory, code);
     let compiler = Compiler::try_new().unwrap();
     (guest.cpu.set_compiler(compiler.clone(), Compile::Hot)).unwrap();
-    std::thread::spawn(move || compiler.work());
+    for tier in [Tier::Baseline, Tier::Full] {
+        let compiler = compiler.clone();
+        std::thread::spawn(move || compiler.work(tier));
+    }
     for _ in 0..60 {
         guest.cpu.state.rip = CODE;
         guest.cpu.state.gpr[RCX] = 0xffff_ffff;

@@ -127,7 +127,7 @@ fn a_run_takes_little_of_the_stack() {
     println!("{interpreted} bytes for the interpreter");
     let compiler = Compiler::try_new().unwrap();
     let worker = compiler.clone();
-    std::thread::spawn(move || worker.work());
+    std::thread::spawn(move || worker.work(Tier::Baseline));
     let (with_code, counters) = measure(Some(compiler));
     println!("{with_code} bytes with compiled code");
     assert!(

@@ -200,7 +200,7 @@ impl Cpu {
         };
         if self.may_compile(block)
             && block.asked.get() < Some(tier)
-            && client.compiler.has_room()
+            && client.compiler.has_room(tier)
             && let Ok(source) = self.collect(block, tier)
             && !source.blocks.is_empty()
         {
@@ -210,7 +210,7 @@ impl Cpu {
                 client: client.number,
             };
             match client.compile {
-                Compile::Hot => client.compiler.submit(job),
+                Compile::Hot => client.compiler.jobs[tier as usize].add(job),
                 Compile::AtOnce(_) => client.compiler.finish(job, &mut Workshop::default()),
             }
         }
@@ -323,6 +323,14 @@ impl Cpu {
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
                 || self.compiles_at_once();
+            // A block that a region has is entered there. Else a boot had each compiled twice.
+            let is_known = tier == Tier::Baseline
+                && rip != block.key.rip
+                && found.entrance.is_some()
+                && !self.compiles_at_once();
+            if is_known {
+                continue;
+            }
             // A block that other blocks' code has run for a while is not current.
             if !is_warm || !after.is_empty() || !block.holds_beside(rip, code) {
                 continue;

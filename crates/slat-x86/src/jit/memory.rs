@@ -3,7 +3,7 @@
 //! Next to the code lies a table with one bit per byte of code: 1 where a guarded access begins. A signal handler finds with it
 //! whether an instruction may fail (`slat_guard::set_generated`).
 //!
-//! Only the compiling thread allocates, fills and recycles pages: a filter of the program's may forbid the system calls to the others.
+//! Only the compiling threads allocate, fill and recycle pages: a filter of the program's may forbid the system calls to the others.
 //! (CPUs that compile at once do it themselves: they are for tests.)
 //! What other threads free waits in `returned`.
 

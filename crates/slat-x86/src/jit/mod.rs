@@ -1,14 +1,15 @@
 //! The compiler.
 //!
 //! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their loops, which
-//! become one function of the host's. It can be entered where `paths` begin. The compiling happens on a thread of its own
+//! become one function of the host's. It can be entered where `paths` begin. The compiling happens on threads of its own
 //! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
 //!
 //! There are two [tiers](Tier), and one translation for both: to Cranelift's intermediate language. Warm code, of which there is much, is
 //! worth little time: the `baseline` tier makes machine code in one pass. The caller interrupts a run every few
 //! milliseconds, and the region that runs then is a *sample* (`Cpu::sampled`). For the second sample of a region Cranelift makes a better
 //! one. So nothing counts in compiled code, and the time for Cranelift is bounded by the number of samples. (Most regions that are sampled
-//! once in a boot are never sampled again: to wait for the second sample takes two thirds off Cranelift's time.)
+//! once in a boot are never sampled again: to wait for the second sample takes two thirds off Cranelift's time.) Each tier has a
+//! thread: code that waits for the baseline tier is interpreted meanwhile, and behind Cranelift that was a third of all that a boot interpreted.
 //!
 //! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own blocks, and it is
 //! as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the page's
@@ -77,7 +78,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 
 /// The most compiled code of a process, in bytes.
 const MEMORY: usize = 64 << 20;
-/// Jobs that wait: more are refused.
+/// Jobs of a tier that wait: more are refused.
 const JOBS: usize = 64;
 
 /// How code is compiled.
@@ -106,12 +107,44 @@ pub struct CompiledCode<'a> {
     pub rip: u64,
 }
 
-/// A job for the compiling thread.
+/// A job for a compiling thread.
 struct Job {
     source: Source,
     tier: Tier,
     /// The CPU that asked.
     client: u64,
+}
+
+/// The jobs of a tier, in their order.
+#[derive(Default)]
+struct Jobs {
+    waiting: Mutex<VecDeque<Job>>,
+    added: Condvar,
+}
+
+impl Jobs {
+    /// Waits for a job.
+    fn take(&self) -> Job {
+        let mut waiting = lock(&self.waiting);
+        loop {
+            match waiting.pop_front() {
+                Some(job) => return job,
+                None => {
+                    waiting = (self.added.wait(waiting)).unwrap_or_else(PoisonError::into_inner)
+                }
+            }
+        }
+    }
+
+    /// Adds a job, unless there is no memory for it.
+    fn add(&self, job: Job) {
+        let mut waiting = lock(&self.waiting);
+        if waiting.try_reserve(1).is_ok() {
+            waiting.push_back(job);
+        }
+        drop(waiting);
+        self.added.notify_one();
+    }
 }
 
 /// Finished work that waits until its CPU takes it.
@@ -125,7 +158,7 @@ struct Done {
 /// When code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
-    /// By the baseline tier after it has run often, by Cranelift when its region is sampled for the second time; on the compiler's thread.
+    /// By the baseline tier after it has run often, by Cranelift when its region is sampled for the second time; on the compiler's threads.
     Hot,
     /// Before it runs for the first time, on the CPU's own thread: slow, for tests of the compiler.
     AtOnce(Tier),
@@ -225,13 +258,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct Compiler {
     arena: Arc<Arena>,
     isa: isa::OwnedTargetIsa,
-    jobs: Mutex<VecDeque<Job>>,
+    /// By tier.
+    jobs: [Jobs; 2],
     /// The CPUs by number, and what was compiled for them.
     clients: Mutex<Vec<(u64, Done)>>,
     /// Numbers of CPUs given so far.
     numbers: AtomicU64,
     known: Known,
-    changed: Condvar,
     is_forbidden: AtomicBool,
     /// Done when the signal handlers know the code.
     announced: Once,
@@ -246,7 +279,7 @@ impl std::fmt::Debug for Compiler {
 }
 
 impl Compiler {
-    /// Makes a compiler. Some thread has to call [`work`](Self::work), unless all its CPUs compile [at once](Compile::AtOnce).
+    /// Makes a compiler. A thread for each tier has to call [`work`](Self::work), unless all its CPUs compile [at once](Compile::AtOnce).
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host gives no address space for code.
@@ -300,11 +333,10 @@ impl Compiler {
         Ok(Arc::new(Self {
             arena,
             isa,
-            jobs: Mutex::default(),
+            jobs: Default::default(),
             clients: Mutex::default(),
             numbers: AtomicU64::new(0),
             known: Known::new(),
-            changed: Condvar::new(),
             is_forbidden: AtomicBool::new(false),
             announced: Once::new(),
             observer: OnceLock::new(),
@@ -324,28 +356,17 @@ impl Compiler {
         unsafe { slat_guard::set_generated(code, table, exit) };
     }
 
-    /// Has `observer` called with all code that is compiled from now on, before it runs, on the thread that compiles. A compiler has one
+    /// Has `observer` called with all code that is compiled from now on, before it runs, on the threads that compile. A compiler has one
     /// observer: later ones are ignored. Memory of code that is used no more is used again, for other code.
     pub fn observe(&self, observer: fn(&CompiledCode)) {
         self.observer.get_or_init(|| observer);
     }
 
-    /// Compiles, for ever. Call on a thread of its own, which no filter forbids `mprotect`.
-    pub fn work(&self) -> ! {
+    /// Compiles what is to be compiled by a tier, for ever. Call on a thread of its own, which no filter forbids `mprotect`.
+    pub fn work(&self, tier: Tier) -> ! {
         let mut workshop = Workshop::default();
         loop {
-            let mut jobs = lock(&self.jobs);
-            let job = loop {
-                // Baseline jobs come first: until one is done, the interpreter runs its code.
-                let next = jobs.iter().position(|job| job.tier == Tier::Baseline);
-                match jobs.remove(next.unwrap_or(0)) {
-                    Some(job) => break job,
-                    None => {
-                        jobs = (self.changed.wait(jobs)).unwrap_or_else(PoisonError::into_inner);
-                    }
-                }
-            };
-            drop(jobs);
+            let job = self.jobs[tier as usize].take();
             self.finish(job, &mut workshop);
         }
     }
@@ -469,19 +490,9 @@ impl Compiler {
         self.is_forbidden.load(Ordering::Relaxed)
     }
 
-    /// Whether a job may be done, and there are not too many.
-    fn has_room(&self) -> bool {
-        !self.is_forbidden() && lock(&self.jobs).len() < JOBS
-    }
-
-    /// Takes a job, for the compiler's thread.
-    fn submit(&self, job: Job) {
-        let mut jobs = lock(&self.jobs);
-        if jobs.try_reserve(1).is_ok() {
-            jobs.push_back(job);
-        }
-        drop(jobs);
-        self.changed.notify_one();
+    /// Whether a job of a tier may be done, and there are not too many.
+    fn has_room(&self, tier: Tier) -> bool {
+        !self.is_forbidden() && lock(&self.jobs[tier as usize].waiting).len() < JOBS
     }
 }
 

@@ -1,0 +1,118 @@
+//! What a handler has to know of its instruction besides the operands: found out once, when the instruction is decoded.
+
+use crate::op::Op;
+use crate::state::flags::{AF, ALWAYS, ARITHMETIC, OF, SF};
+use crate::x87::{Image, NO_IP, NO_OPCODE, Run, Stub};
+use core::sync::atomic::{AtomicU16, Ordering::Relaxed};
+
+/// The condition codes, as the upper byte of the status word has them.
+const CONDITIONS: u8 = 0x47;
+
+/// What a handler has to know besides the operation, packed into `op.imm`. The low 16 bits are the instruction's own stub.
+#[derive(Clone, Copy)]
+pub(super) struct Plan {
+    /// The stub to call: another form of the same instruction, if that leaves less on the host's stack.
+    pub(super) stub: Stub,
+    /// The registers and flags that the instruction writes besides its result.
+    pub(super) touches: u8,
+    /// The condition codes that it writes.
+    pub(super) conditions: u8,
+    /// The second operand: ST(`other`).
+    pub(super) other: u8,
+    /// The result goes to ST(`destination`).
+    pub(super) destination: u8,
+    /// Registers that are popped after that.
+    pub(super) pops: u8,
+}
+
+/// Bits of [`Plan::touches`]: FIP, FDP, FOP; and OF, SF and AF, which comparisons clear on some CPUs.
+pub(super) const IP: u8 = 1 << 0;
+pub(super) const DP: u8 = 1 << 1;
+pub(super) const OPCODE: u8 = 1 << 2;
+pub(super) const OTHER_FLAGS: u8 = 1 << 3;
+
+impl Plan {
+    pub(super) fn pack(self) -> u64 {
+        u64::from(self.stub.0) << 16
+            | u64::from(self.touches) << 32
+            | u64::from(self.conditions) << 40
+            | u64::from(self.other) << 48
+            | u64::from(self.destination) << 51
+            | u64::from(self.pops) << 54
+    }
+
+    #[inline(always)]
+    pub(super) fn of(op: &Op) -> Plan {
+        Plan {
+            stub: Stub((op.imm >> 16) as u16),
+            touches: (op.imm >> 32) as u8,
+            conditions: (op.imm >> 40) as u8,
+            other: (op.imm >> 48) as u8 & 7,
+            destination: (op.imm >> 51) as u8 & 7,
+            pops: (op.imm >> 54) as u8 & 3,
+        }
+    }
+}
+
+/// Returns what [`probe`] finds for an instruction; it is asked once.
+pub(super) fn touched(stub: Stub) -> (u8, u8) {
+    static FOUND: [AtomicU16; Stub::COUNT] = [const { AtomicU16::new(0) }; Stub::COUNT];
+    /// Bit 15, which no condition code is: it was asked.
+    const ASKED: u8 = 0x80;
+    let found = &FOUND[usize::from(stub.0)];
+    // Two threads may ask at once, and get the same answer.
+    let known = match found.load(Relaxed) {
+        0 => {
+            let (touches, conditions) = probe(stub);
+            let answer = u16::from_le_bytes([touches, conditions | ASKED]);
+            found.store(answer, Relaxed);
+            answer
+        }
+        known => known,
+    };
+    let [touches, conditions] = known.to_le_bytes();
+    (touches, conditions & CONDITIONS)
+}
+
+/// Executes an instruction on a usual state, to find out which pointers, flags and condition codes it writes on this host. CPUs
+/// differ: newer ones write FOP and FDP only when an exception is not masked; and what the manuals call undefined may be unchanged.
+fn probe(stub: Stub) -> (u8, u8) {
+    const ONE: [u8; 10] = [0, 0, 0, 0, 0, 0, 0, 0x80, 0xff, 0x3f];
+    let mut st = [0; 80];
+    for register in st.chunks_exact_mut(10) {
+        register.copy_from_slice(&ONE);
+    }
+    let run = |conditions: u8, tags: u32| {
+        let image = Image {
+            fcw: 0x37f,
+            fsw: u32::from(conditions) << 8,
+            tags,
+            ip: NO_IP,
+            cs_and_opcode: NO_OPCODE,
+            dp: 0,
+            ds: 0,
+            st,
+        };
+        let mut run = Run {
+            image,
+            memory: [0; 112],
+            flags: ARITHMETIC | ALWAYS,
+        };
+        run.call(stub);
+        run
+    };
+    // Pushes need an empty ST(7), others may need a full one.
+    const STACK_FAULT: u32 = 1 << 6;
+    let tags = match run(0, 0).image.fsw & STACK_FAULT {
+        0 => 0,
+        _ => 3 << 14,
+    };
+    let (run, other) = (run(0, tags), run(CONDITIONS, tags));
+    let bit = |is_set, bit| if is_set { bit } else { 0 };
+    let touches = bit(run.image.has_ip(), IP)
+        | bit(run.image.has_dp(), DP)
+        | bit(run.image.has_opcode(), OPCODE)
+        | bit(run.flags & (OF | SF | AF) == 0, OTHER_FLAGS);
+    let same = !(run.image.fsw ^ other.image.fsw) >> 8;
+    (touches, same as u8 & CONDITIONS)
+}
