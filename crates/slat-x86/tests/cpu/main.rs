@@ -16,6 +16,7 @@ mod floating;
 mod invalidations;
 mod legacy;
 mod operands;
+mod other_pages;
 mod probe;
 mod shared_code;
 mod smm;
