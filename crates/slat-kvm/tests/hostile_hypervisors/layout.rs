@@ -6,12 +6,13 @@ use slat_model::Rng;
 pub const PAGE: u64 = 0x1000;
 
 /// Memslots: number, address, bytes, and where their memory is. The second is beside the first, and the third is read-only; then comes a
-/// device; the last shows the first one's control block, tables and code a second time.
-pub const SLOTS: [(u32, u64, u64, u64); 4] = [
+/// device; the fourth shows the first one's control block, tables and code a second time. The last is system management mode's.
+pub const SLOTS: [(u32, u64, u64, u64); 5] = [
     (0, 0, 0x4_0000, 0),
     (1, 0x4_0000, 0x2_0000, 0x4_0000),
     (2, READ_ONLY, 0x1_0000, READ_ONLY),
     (3, AGAIN, 0x4_0000, 0),
+    (1 << 16, 0, 0x4_0000, 0),
 ];
 pub const READ_ONLY: u64 = 0x6_0000;
 pub const DEVICE: u64 = 0x7_0000;
@@ -35,8 +36,10 @@ pub const IDT: u64 = 0x19000;
 pub const OWN: u64 = 0x20000;
 pub const GUESTS: u64 = 0x28000;
 pub const NESTED: u64 = 0x30000;
+/// Where system management mode begins to execute.
+pub const MANAGEMENT: u64 = 0x38000;
 /// What the hypervisor copies to the nested tables, or a part of it.
-pub const STAGED: u64 = 0x38000;
+pub const STAGED: u64 = 0x39000;
 /// Pages of a hierarchy: the root, the next table, a directory and a table of PAE paging; a directory and a table of 32-bit paging.
 pub const HIERARCHY_PAGES: u64 = 6;
 
@@ -215,7 +218,7 @@ pub const HYPERVISORS: [&[u8]; 7] = [
     // rep movsb; vmrun; hlt: what is staged becomes a nested table.
     b"\xf3\xa4\x0f\x01\xd8\xf4",
     // clgi; vmload; vmrun; vmsave; stgi; hlt
-    b"\x0f\x01\xdc\x0f\x01\xda\x0f\x01\xd8\x0f\x01\xdb\x0f\x01\xdd\xf4",
+    b"\x0f\x01\xdd\x0f\x01\xda\x0f\x01\xd8\x0f\x01\xdb\x0f\x01\xdc\xf4",
     // vmrun; vmrun; hlt
     b"\x0f\x01\xd8\x0f\x01\xd8\xf4",
     // vmrun; rep movsb; invlpga; vmrun; hlt
@@ -226,7 +229,19 @@ pub const HYPERVISORS: [&[u8]; 7] = [
     b"\x89\x07\x0f\x01\xd8\x89\x07\x0f\x01\xd8\xf4",
 ];
 
-/// What its guest runs, in parts; each is code in 32 and 64 bits, and something in 16.
+/// What system management mode runs.
+pub const MANAGERS: [&[u8]; 4] = [
+    // rsm
+    b"\x0f\xaa",
+    // vmrun; rsm
+    b"\x0f\x01\xd8\x0f\xaa",
+    // vmload; stgi; rsm
+    b"\x0f\x01\xda\x0f\x01\xdc\x0f\xaa",
+    // rep movsb; rsm
+    b"\xf3\xa4\x0f\xaa",
+];
+
+/// What the nested guest runs, in parts; each is code in 32 and 64 bits, and something in 16.
 const PARTS: [&[u8]; 22] = [
     b"\x0f\x01\xd9",             // vmmcall
     b"\xf4",                     // hlt
@@ -244,7 +259,7 @@ const PARTS: [&[u8]; 22] = [
     b"\x0f\x01\xd8",             // vmrun
     b"\x0f\x01\xda",             // vmload
     b"\x0f\x01\xdb",             // vmsave
-    b"\x0f\x01\xdc",             // clgi
+    b"\x0f\x01\xdd",             // clgi
     b"\x0f\x01\x3f",             // invlpg [rdi]
     b"\x0f\x20\xd8\x0f\x22\xd8", // mov rax, cr3; mov cr3, rax
     b"\x0f\x22\xd8",             // mov cr3, rax

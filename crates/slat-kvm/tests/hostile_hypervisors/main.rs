@@ -206,8 +206,14 @@ impl Machine {
     /// Has a hypervisor run, with `counts` of what it comes to.
     fn round(&mut self, counts: &mut BTreeMap<String, u64>) {
         let cpu = self.random.below(2) as usize;
-        if self.random.one_in(32) {
-            let slot = self.random.below(SLOTS.len() as u64) as usize;
+        // Slots that are gone come back soon.
+        let slot = match self.slots.iter().position(|is_there| !is_there) {
+            Some(gone) => self.random.one_in(4).then_some(gone),
+            None => {
+                (self.random.one_in(32)).then(|| self.random.below(SLOTS.len() as u64) as usize)
+            }
+        };
+        if let Some(slot) = slot {
             self.change_slot(slot);
         }
         self.repair();
@@ -226,6 +232,8 @@ impl Machine {
         }
         let code = self.random.pick(&HYPERVISORS);
         self.memory.write(CODE, code);
+        let code = self.random.pick(&MANAGERS);
+        self.memory.write(MANAGEMENT, code);
         let code = guest_code(&mut self.random);
         self.memory.write(L2, &code);
         let registers = self.registers(at);
