@@ -5,7 +5,7 @@ use std::io;
 use std::process::ExitCode;
 
 use crate::output;
-use slat_kvm::cpuid::host_leaf;
+use slat_kvm::cpuid::{host_is_amd, host_leaf};
 use slat_process::pointers::can_be_separate;
 
 /// Prints everything. Facts that cannot be found out are printed as unknown.
@@ -25,6 +25,7 @@ fn supported() -> Vec<(&'static str, String)> {
         ("mmu", mmus()),
         ("formats", slat_kvm::policy::FORMATS.join(", ")),
         ("policies", policies()),
+        ("nested guests", nested_guests()),
     ]
 }
 
@@ -48,6 +49,15 @@ fn policies() -> String {
         + &more
             .map(|(name, value)| format!(" {name}={value}"))
             .concat()
+}
+
+/// Says what makes a guest a hypervisor. Guests ask for the vendor before they ask for SVM.
+fn nested_guests() -> String {
+    let model = match host_is_amd() {
+        true => "host, or EPYC,+svm",
+        false => "EPYC,+svm; no Intel model",
+    };
+    format!("SVM with nested paging (QEMU: -cpu {model})")
 }
 
 fn host() -> Vec<(&'static str, String)> {

@@ -19,9 +19,13 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Returns the EXT bit of the error codes of a fault in the delivery.
-    pub(crate) fn external(self) -> u32 {
-        u32::from(!self.is_software())
+    /// Returns the EXT bit of the error codes of a fault in the delivery: of Intel's CPUs for all that no instruction raised on purpose
+    /// (SDM volume 3, "Error Code"), of AMD's for interrupts (AMD64 volume 2, 8.4.1).
+    pub(crate) fn external(self, is_intel: bool) -> u32 {
+        u32::from(match is_intel {
+            true => !self.is_software(),
+            false => matches!(self, Source::Interrupt | Source::Nmi),
+        })
     }
 
     /// Whether an instruction raised the event on purpose.

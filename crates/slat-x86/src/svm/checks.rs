@@ -25,7 +25,10 @@ impl Cpu {
         use virtual_interrupt::*;
         let features = &self.features;
         let has = |bit| features.svm & bit != 0;
-        let ends_beyond = |at: u64, bytes| (at + bytes - 1) & features.beyond_physical() != 0;
+        // A map may end where addresses do.
+        let ends_beyond = |at: u64, bytes: u64| {
+            (at | at.wrapping_add(bytes - 1)) & features.beyond_physical() != 0
+        };
         let bad_paging = control.has_unknown_paging()
             || control.nested_paging()
                 && (!has(feature::NESTED_PAGING)

@@ -68,6 +68,39 @@ fn a_fault_in_delivery_is_a_double_fault_and_a_third_ends_the_run() {
     assert_eq!(guest.cpu.state.rip, CODE);
 }
 
+/// EXT in the error code of a fault in a delivery: of interrupts; of exceptions on Intel's CPUs alone; never of INT n.
+#[test]
+fn an_exception_is_an_external_event_to_intel_alone() {
+    const VECTOR: u8 = 0x80;
+    for (vendor, of_exception) in [(b"Genu", 1), (b"Auth", 0)] {
+        let cases: [(&[u8], u8, u64); 3] = [
+            // ud2
+            (b"\x0f\x0b", vector::UD, of_exception),
+            // int 0x80
+            (b"\xcd\x80", VECTOR, 0),
+            // sti; nop
+            (b"\xfb\x90", VECTOR, 1),
+        ];
+        for (code, vector, external) in cases {
+            let mut guest = Guest::new(code);
+            guest
+                .cpu
+                .set_features(Features::from_cpuid(|leaf, _| match leaf {
+                    0 => [0xd, u32::from_le_bytes(*vendor), 0, 0],
+                    _ => [0; 4],
+                }));
+            if code[0] == 0xfb {
+                guest.cpu.inject_interrupt(VECTOR);
+            }
+            // What is there is no gate.
+            guest.memory().write64(IDT + 16 * u64::from(vector), 0);
+            guest.halt_in_handler(vector::GP);
+            let error = u64::from(vector) << 3 | 2 | external;
+            assert_eq!(guest.stack(0), error, "{code:x?}");
+        }
+    }
+}
+
 #[test]
 fn interrupts_wait_for_the_instruction_after_sti() {
     // sti; inc eax; inc eax; hlt

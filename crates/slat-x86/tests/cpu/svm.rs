@@ -210,6 +210,8 @@ fn vmrun_refuses_states_that_no_cpu_has() {
     assert!(refused(&flip(at::TLB_CONTROL, 2)));
     assert!(refused(&set(0x40, 1 << 52)), "the map of ports");
     assert!(refused(&set(0x48, 1 << 48)), "the map of MSRs");
+    assert!(refused(&set(0x40, !0xfff)), "a map that ends at 0");
+    assert!(refused(&set(0x48, !0xfff)), "a map that ends at 0");
     assert!(refused(&set(at::NESTED, 2)), "SEV");
     assert!(refused(&set(at::EVENT, 1 << 31 | 1 << 8)));
     assert!(refused(&set(at::EVENT, 1 << 31 | 3 << 8 | 2)));

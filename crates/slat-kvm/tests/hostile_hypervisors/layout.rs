@@ -1,0 +1,281 @@
+//! Where everything is, and what random addresses, values, control blocks and code are made of.
+
+use kvm_bindings::{kvm_segment, kvm_sregs};
+use slat_model::Rng;
+
+pub const PAGE: u64 = 0x1000;
+
+/// Memslots: number, address, bytes, and where their memory is. The second is beside the first, and the third is read-only; then comes a
+/// device; the fourth shows the first one's control block, tables and code a second time. The last is system management mode's.
+pub const SLOTS: [(u32, u64, u64, u64); 5] = [
+    (0, 0, 0x4_0000, 0),
+    (1, 0x4_0000, 0x2_0000, 0x4_0000),
+    (2, READ_ONLY, 0x1_0000, READ_ONLY),
+    (3, AGAIN, 0x4_0000, 0),
+    (1 << 16, 0, 0x4_0000, 0),
+];
+pub const READ_ONLY: u64 = 0x6_0000;
+pub const DEVICE: u64 = 0x7_0000;
+pub const AGAIN: u64 = 0x8_0000;
+/// Bytes of memory, and of addresses that the tables lead to.
+pub const MEMORY: u64 = 0x8_0000;
+const MAPPED: u64 = 0xc_0000;
+
+pub const CODE: u64 = 0x8000;
+pub const L2: u64 = 0x9000;
+pub const STACK: u64 = 0xa800;
+pub const HOST_SAVE: u64 = 0xb000;
+pub const VMCB: u64 = 0xc000;
+pub const VMCB_AGAIN: u64 = 0xd000;
+pub const IO_MAP: u64 = 0x10000;
+pub const MSR_MAP: u64 = 0x14000;
+/// Descriptor tables of both: a few segments; gates to [`L2`].
+pub const GDT: u64 = 0x18000;
+pub const IDT: u64 = 0x19000;
+/// Tables of three hierarchies: the hypervisor's own, its guest's, and the nested ones; each has those of all modes.
+pub const OWN: u64 = 0x20000;
+pub const GUESTS: u64 = 0x28000;
+pub const NESTED: u64 = 0x30000;
+/// Where system management mode begins to execute.
+pub const MANAGEMENT: u64 = 0x38000;
+/// What the hypervisor copies to the nested tables, or a part of it.
+pub const STAGED: u64 = 0x39000;
+/// Pages of a hierarchy: the root, the next table, a directory and a table of PAE paging; a directory and a table of 32-bit paging.
+pub const HIERARCHY_PAGES: u64 = 6;
+
+/// Pages that addresses lead to, in turn.
+const PLACES: [u64; 24] = [
+    0,
+    CODE,
+    L2,
+    HOST_SAVE,
+    VMCB,
+    VMCB_AGAIN,
+    GDT,
+    IDT,
+    OWN,
+    OWN + 4 * PAGE,
+    GUESTS,
+    GUESTS + 3 * PAGE,
+    GUESTS + 4 * PAGE,
+    NESTED,
+    NESTED + PAGE,
+    NESTED + 2 * PAGE,
+    NESTED + 3 * PAGE,
+    NESTED + 4 * PAGE,
+    0x3_f000,
+    0x4_0000,
+    READ_ONLY - PAGE,
+    READ_ONLY,
+    DEVICE - PAGE,
+    DEVICE,
+];
+
+/// Returns the address of a page that means something, or of one that means nothing.
+pub fn place(random: &mut Rng) -> u64 {
+    let page = random.pick(&PLACES);
+    match random.below(16) {
+        0 => AGAIN + page % (MAPPED - AGAIN),
+        1 => random.pick(&[MAPPED, 1 << 31, 1 << 32, 1 << 47, 1 << 51, 1 << 52]),
+        2 => random
+            .pick(&[0, 1_u64 << 63])
+            .wrapping_sub(random.below(5) * PAGE),
+        _ => page,
+    }
+}
+
+/// Returns a value for a field that was `old`.
+pub fn value(random: &mut Rng, old: u64) -> u64 {
+    match random.below(6) {
+        0 => random.word(),
+        1 => 1 << random.below(64),
+        2 => !0 << random.below(64),
+        3 => place(random) + random.below(2) * random.below(PAGE),
+        _ => old ^ 1 << random.below(64),
+    }
+}
+
+/// How a CPU is to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    Real,
+    Flat,
+    Paging32,
+    Pae,
+    Long,
+}
+
+impl Mode {
+    pub const ALL: [Mode; 5] = [
+        Mode::Real,
+        Mode::Flat,
+        Mode::Paging32,
+        Mode::Pae,
+        Mode::Long,
+    ];
+
+    pub fn random(random: &mut Rng) -> Self {
+        match random.below(3) {
+            0 => random.pick(&Mode::ALL),
+            _ => Mode::Long,
+        }
+    }
+
+    pub fn cr0(self) -> u64 {
+        match self {
+            Mode::Real => 0x10,
+            Mode::Flat => 0x11,
+            _ => 0x8001_0011,
+        }
+    }
+
+    pub fn cr4(self) -> u64 {
+        match self {
+            Mode::Pae | Mode::Long => 0x620,
+            _ => 0x610,
+        }
+    }
+
+    /// EFER: SVME, and LME, LMA and NXE.
+    pub fn efer(self) -> u64 {
+        match self {
+            Mode::Long => 0x1d00,
+            _ => 0x1000,
+        }
+    }
+
+    /// Returns the root of this mode's tables in a hierarchy.
+    pub fn root(self, hierarchy: u64) -> u64 {
+        match self {
+            Mode::Long => hierarchy,
+            Mode::Pae => hierarchy + PAGE,
+            _ => hierarchy + 4 * PAGE,
+        }
+    }
+
+    pub fn segment(self, code: bool) -> kvm_segment {
+        let is_real = self == Mode::Real;
+        kvm_segment {
+            selector: if is_real { 0 } else { 8 },
+            limit: if is_real { 0xffff } else { u32::MAX },
+            type_: if code { 11 } else { 3 },
+            present: 1,
+            s: 1,
+            l: (code && self == Mode::Long).into(),
+            db: (!(is_real || code && self == Mode::Long)).into(),
+            g: (!is_real).into(),
+            ..Default::default()
+        }
+    }
+
+    /// Puts these registers of a hypervisor into this mode.
+    pub fn set(self, sregs: &mut kvm_sregs) {
+        (sregs.cr0, sregs.cr4, sregs.efer) = (self.cr0(), self.cr4(), self.efer());
+        sregs.cr3 = self.root(OWN);
+        sregs.cs = self.segment(true);
+        let data = self.segment(false);
+        (sregs.ds, sregs.es, sregs.ss) = (data, data, data);
+        (sregs.gdt.base, sregs.gdt.limit) = (GDT, 0xfff);
+        (sregs.idt.base, sregs.idt.limit) = (if self == Mode::Real { 0 } else { IDT }, 0xfff);
+    }
+}
+
+/// Returns the first word of a segment in a control block.
+pub fn packed(segment: &kvm_segment) -> u64 {
+    let attributes = u64::from(segment.type_)
+        | u64::from(segment.s) << 4
+        | u64::from(segment.present) << 7
+        | u64::from(segment.l) << 9
+        | u64::from(segment.db) << 10
+        | u64::from(segment.g) << 11;
+    u64::from(segment.selector) | attributes << 16 | u64::from(segment.limit) << 32
+}
+
+/// Returns the bytes of a hierarchy at `at`: each address leads to itself, page by page, for all.
+pub fn hierarchy(at: u64) -> Vec<u8> {
+    const ALL: u64 = 0x67;
+    let mut bytes = vec![0; (HIERARCHY_PAGES * PAGE) as usize];
+    let mut put = |page: u64, index: u64, size: u64, entry: u64| {
+        let at = (page * PAGE + index * size) as usize;
+        bytes[at..at + size as usize].copy_from_slice(&entry.to_le_bytes()[..size as usize]);
+    };
+    put(0, 0, 8, (at + PAGE) | ALL);
+    // A PAE root has no rights.
+    put(1, 0, 8, (at + 2 * PAGE) | 1);
+    put(2, 0, 8, (at + 3 * PAGE) | ALL);
+    put(4, 0, 4, (at + 5 * PAGE) | ALL);
+    for page in 0..MAPPED / PAGE {
+        put(3, page, 8, (page * PAGE) | ALL);
+        put(5, page, 4, (page * PAGE) | ALL);
+    }
+    bytes
+}
+
+/// What a hypervisor runs: with VMRUN in it, and an end.
+pub const HYPERVISORS: [&[u8]; 7] = [
+    // vmrun; hlt
+    b"\x0f\x01\xd8\xf4",
+    // rep movsb; vmrun; hlt: what is staged becomes a nested table.
+    b"\xf3\xa4\x0f\x01\xd8\xf4",
+    // clgi; vmload; vmrun; vmsave; stgi; hlt
+    b"\x0f\x01\xdd\x0f\x01\xda\x0f\x01\xd8\x0f\x01\xdb\x0f\x01\xdc\xf4",
+    // vmrun; vmrun; hlt
+    b"\x0f\x01\xd8\x0f\x01\xd8\xf4",
+    // vmrun; rep movsb; invlpga; vmrun; hlt
+    b"\x0f\x01\xd8\xf3\xa4\x0f\x01\xdf\x0f\x01\xd8\xf4",
+    // vmsave; vmrun; hlt: to the control block itself
+    b"\x0f\x01\xdb\x0f\x01\xd8\xf4",
+    // mov [rdi], eax; vmrun; mov [rdi], eax; vmrun; hlt
+    b"\x89\x07\x0f\x01\xd8\x89\x07\x0f\x01\xd8\xf4",
+];
+
+/// What system management mode runs.
+pub const MANAGERS: [&[u8]; 4] = [
+    // rsm
+    b"\x0f\xaa",
+    // vmrun; rsm
+    b"\x0f\x01\xd8\x0f\xaa",
+    // vmload; stgi; rsm
+    b"\x0f\x01\xda\x0f\x01\xdc\x0f\xaa",
+    // rep movsb; rsm
+    b"\xf3\xa4\x0f\xaa",
+];
+
+/// What the nested guest runs, in parts; each is code in 32 and 64 bits, and something in 16.
+const PARTS: [&[u8]; 22] = [
+    b"\x0f\x01\xd9",             // vmmcall
+    b"\xf4",                     // hlt
+    b"\x89\x07",                 // mov [rdi], eax
+    b"\x8b\x06",                 // mov eax, [rsi]
+    b"\xf3\xa4",                 // rep movsb
+    b"\xf3\xab",                 // rep stosd
+    b"\xf0\x0f\xb1\x0f",         // lock cmpxchg [rdi], ecx
+    b"\xff\xe7",                 // jmp rdi
+    b"\xff\xd6",                 // call rsi
+    b"\x50\x58",                 // push; pop
+    b"\xcc",                     // int3
+    b"\xcd\x80",                 // int 0x80
+    b"\x0f\x0b",                 // ud2
+    b"\x0f\x01\xd8",             // vmrun
+    b"\x0f\x01\xda",             // vmload
+    b"\x0f\x01\xdb",             // vmsave
+    b"\x0f\x01\xdd",             // clgi
+    b"\x0f\x01\x3f",             // invlpg [rdi]
+    b"\x0f\x20\xd8\x0f\x22\xd8", // mov rax, cr3; mov cr3, rax
+    b"\x0f\x22\xd8",             // mov cr3, rax
+    b"\x0f\x30",                 // wrmsr
+    b"\xe4\x10\xe7\x20\x6e\xec", // in, out, outs
+];
+
+/// Returns code of a guest.
+pub fn guest_code(random: &mut Rng) -> Vec<u8> {
+    let mut code = Vec::new();
+    for _ in 0..random.below(6) {
+        match random.below(8) {
+            0 => code.extend((0..random.below(6)).map(|_| random.word() as u8)),
+            _ => code.extend(random.pick(&PARTS)),
+        }
+    }
+    code.extend(b"\x0f\x01\xd9\xf4");
+    code
+}
