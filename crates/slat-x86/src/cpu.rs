@@ -460,6 +460,10 @@ impl Cpu {
     fn see_registers(&mut self) {
         let state = &self.state;
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
+    }
+
+    /// Call before another world's registers are loaded, and before it is the current one.
+    pub(crate) fn leave_world(&mut self) {
         self.svm.note_registers(self.paging_registers);
     }
 

@@ -177,7 +177,7 @@ impl Svm {
         }
     }
 
-    /// Notes the paging registers of the current world.
+    /// Notes the paging registers of the current world, which is about to be left.
     pub(crate) fn note_registers(&mut self, registers: [u64; 4]) {
         self.registers[self.world()] = registers;
     }

@@ -54,6 +54,7 @@ impl Cpu {
         self.flags();
         let mut host = Registers::of(&self.state, 0);
         host.rip = next;
+        self.leave_world();
         self.svm.vmcb = vmcb;
         self.svm.host = host;
         self.svm.control = control;
@@ -245,6 +246,7 @@ impl Cpu {
 
     /// Makes the hypervisor's registers those of the CPU, which leaves guest mode.
     pub(super) fn end_guest(&mut self, pdptes: [u64; 4]) {
+        self.leave_world();
         let mut host = self.svm.host;
         if self.svm.control.nested_paging() {
             self.state.pat = host.pat;
