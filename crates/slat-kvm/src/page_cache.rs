@@ -68,6 +68,7 @@ impl PageCache {
     }
 
     /// Returns where the linear page `gva` leads, if that is known, and a device's page.
+    #[inline(always)]
     pub(crate) fn device(&self, gva: u64, access: Access, paging: &Paging) -> Option<GuestPage> {
         let known = self.devices[Self::device_index(gva)]?;
         let is_it = (known.gva, known.access) == (gva, access) && known.paging == *paging;
