@@ -21,6 +21,15 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
     match request {
         KVM_RUN if argument == 0 => vcpu.run()?,
         KVM_RUN => return fail(libc::EINVAL),
+        _ => return about_state(vcpu, request, argument),
+    }
+    DONE
+}
+
+/// Does all but `KVM_RUN`. Its frame has room for structures of several KiB, which no other request is to have below its caller.
+#[inline(never)]
+fn about_state(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
+    match request {
         KVM_GET_REGS => return give(argument, &vcpu.get_regs()?),
         KVM_SET_REGS => vcpu.set_regs(&user::read(argument)?)?,
         KVM_GET_SREGS => return give(argument, &vcpu.get_sregs()?),
