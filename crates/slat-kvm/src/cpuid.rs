@@ -274,7 +274,7 @@ fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
             }
         }
     }
-    // A stable sort has a buffer of 4 KiB on the stack; `conformance/programs/below.c` says who misses them.
+    // A stable sort has a buffer of 4 KiB on the stack; `conformance/programs/below.c` says which client needs what lies there.
     entries.sort_unstable_by_key(|entry| (entry.function, entry.index));
 }
 

@@ -8,13 +8,6 @@ use slat_kvm::VcpuExit;
 const MADE: usize = 42 << 10;
 const RUN: usize = 96 << 10;
 
-/// Returns the resident bytes of this process.
-fn resident() -> usize {
-    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
-    let pages = pages.split(' ').nth(1).unwrap();
-    pages.parse::<usize>().unwrap() * 4096
-}
-
 #[test]
 fn a_vcpu_takes_memory_when_it_is_used() {
     // hlt

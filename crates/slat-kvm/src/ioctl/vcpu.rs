@@ -26,7 +26,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
     DONE
 }
 
-/// Does all but `KVM_RUN`. Its frame has room for structures of several KiB, which no other request is to have below its caller.
+/// Does all requests but `KVM_RUN`. Not inlined: its frame has room for structures of several KiB, and other requests would have it, too.
 #[inline(never)]
 fn about_state(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
     match request {

@@ -10,7 +10,7 @@ use kvm_bindings::*;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-// Not in the frame of the requests to other objects.
+// Not inlined: requests to other objects would have its frame, too.
 #[inline(never)]
 pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vm.begin()?;

@@ -1,6 +1,8 @@
 //! A guest in real mode, small enough to be written in bytes.
 #![allow(dead_code)]
 
+pub mod hypervisors;
+
 use kvm_bindings::{
     CpuId, KVM_MAX_CPUID_ENTRIES, KVM_X86_SW_PROTECTED_VM, Msrs, kvm_cpuid_entry2, kvm_enable_cap,
     kvm_msr_entry, kvm_userspace_memory_region,
@@ -102,6 +104,13 @@ impl Drop for Memory {
         // SAFETY: our mapping; the guests that used it are dropped.
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }
+}
+
+/// Returns the resident bytes of this process.
+pub fn resident() -> usize {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages = pages.split(' ').nth(1).unwrap();
+    pages.parse::<usize>().unwrap() * 4096
 }
 
 /// Bytes of a huge page.

@@ -180,17 +180,6 @@ impl Mode {
     }
 }
 
-/// Returns the first word of a segment in a control block.
-pub fn packed(segment: &kvm_segment) -> u64 {
-    let attributes = u64::from(segment.type_)
-        | u64::from(segment.s) << 4
-        | u64::from(segment.present) << 7
-        | u64::from(segment.l) << 9
-        | u64::from(segment.db) << 10
-        | u64::from(segment.g) << 11;
-    u64::from(segment.selector) | attributes << 16 | u64::from(segment.limit) << 32
-}
-
 /// Returns the bytes of a hierarchy at `at`: each address leads to itself, page by page, for all.
 pub fn hierarchy(at: u64) -> Vec<u8> {
     const ALL: u64 = 0x67;

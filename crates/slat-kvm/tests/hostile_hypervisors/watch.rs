@@ -1,4 +1,4 @@
-//! What sees to it that runs end, and how much memory the process has.
+//! What sees to it that runs end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -33,11 +33,4 @@ pub fn watch(progress: &Arc<AtomicU64>) -> JoinHandle<()> {
             std::thread::sleep(Duration::from_millis(1));
         }
     })
-}
-
-/// Returns the resident bytes of this process.
-pub fn resident() -> usize {
-    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
-    let pages = pages.split(' ').nth(1).unwrap();
-    pages.parse::<usize>().unwrap() * 4096
 }

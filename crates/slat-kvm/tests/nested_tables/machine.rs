@@ -1,5 +1,6 @@
 //! The machine: two vCPUs of a hypervisor, its memory with the code and the tables in it, and how it and its guest are run.
 
+use crate::common::hypervisors::packed;
 use crate::common::{Memory, set_msr, tell_features};
 use crate::layout::*;
 use crate::oracle::{Access, Since, Tables, Time};
@@ -77,18 +78,6 @@ fn segment(code: bool, user: bool) -> kvm_segment {
         g: 1,
         ..Default::default()
     }
-}
-
-/// Returns the first word of a segment in a control block.
-fn packed(segment: &kvm_segment) -> u64 {
-    let attributes = u64::from(segment.type_)
-        | u64::from(segment.s) << 4
-        | u64::from(segment.dpl) << 5
-        | u64::from(segment.present) << 7
-        | u64::from(segment.l) << 9
-        | u64::from(segment.db) << 10
-        | u64::from(segment.g) << 11;
-    u64::from(segment.selector) | attributes << 16 | u64::from(segment.limit) << 32
 }
 
 impl Machine {

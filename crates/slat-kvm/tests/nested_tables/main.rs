@@ -14,6 +14,7 @@ mod layout;
 mod machine;
 mod oracle;
 
+use common::hypervisors::{chosen_mmus, number};
 use kvm_bindings::*;
 use layout::*;
 use machine::{ASIDS, CPUS, Machine};
@@ -302,23 +303,15 @@ impl Machine {
     }
 }
 
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
-}
-
 #[test]
 fn a_nested_guest_reaches_what_the_tables_say() {
     let accesses = number("SLAT_STEPS", 3 * RUN);
     let first = number("SLAT_SEED", 1);
     let runs = accesses.div_ceil(MmuKind::ALL.len() as u64 * RUN);
-    let only = std::env::var("SLAT_MMU").ok();
-    for mmu in MmuKind::ALL {
-        if only.as_ref().is_some_and(|name| *name != mmu.name()) {
-            continue;
-        }
+    for mmu in chosen_mmus() {
         let mut counts = HashMap::<_, u64>::new();
         for seed in first..first + runs {
-            let mut machine = Machine::new(*mmu, seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            let mut machine = Machine::new(mmu, seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
             println!("{mmu:?}, seed {seed}");
             while machine.counts.get("access").is_none_or(|n| *n < RUN) {
                 machine.step();

@@ -9,7 +9,8 @@
 //! milliseconds, and the region that runs then is a *sample* (`Cpu::sampled`). For the second sample of a region Cranelift makes a better
 //! one. So nothing counts in compiled code, and the time for Cranelift is bounded by the number of samples. (Most regions that are sampled
 //! once in a boot are never sampled again: to wait for the second sample takes two thirds off Cranelift's time.) Each tier has a
-//! thread: code that waits for the baseline tier is interpreted meanwhile, and behind Cranelift that was a third of all that a boot interpreted.
+//! thread of its own. Code that waits for the baseline tier is interpreted; when its jobs waited behind Cranelift's, such code was a third of
+//! what a boot interpreted.
 //!
 //! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own blocks, and it is
 //! as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the page's

@@ -92,7 +92,7 @@ fn an_exception_is_an_external_event_to_intel_alone() {
             if code[0] == 0xfb {
                 guest.cpu.inject_interrupt(VECTOR);
             }
-            // What is there is no gate.
+            // The entry of the vector becomes zeros, which are no gate.
             guest.memory().write64(IDT + 16 * u64::from(vector), 0);
             guest.halt_in_handler(vector::GP);
             let error = u64::from(vector) << 3 | 2 | external;

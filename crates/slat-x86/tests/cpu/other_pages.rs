@@ -74,7 +74,7 @@ fn the_clients_stores_to_the_other_page_are_seen_in_the_next_run() {
         program.returns(value);
         assert_eq!(program.run(0, 5), 5 * u64::from(value));
     }
-    // What was compiled at first is good again.
+    // The page holds its first content again, and with that the code that was compiled first fits.
     program.returns(0);
     assert_eq!(program.run(0, 5), 0);
 }

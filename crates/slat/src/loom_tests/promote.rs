@@ -25,7 +25,7 @@ fn promote(vm: &Arc<SmallVm>) {
     vm.promote(&mut Promotion::default(), 2);
 }
 
-/// Checks that one huge leaf maps both pages; whoever came first, the next promotion finds nothing in its way.
+/// Promotes again, and checks that one huge leaf maps both pages: whichever thread came first, nothing is left that prevents it.
 fn is_huge(vm: &Arc<SmallVm>) {
     promote(vm);
     assert_eq!((vm.stats().pages_4k, vm.stats().pages_2m), (0, 1));
