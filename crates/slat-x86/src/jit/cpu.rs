@@ -28,7 +28,7 @@ const BYTES: usize = 1024;
 #[derive(Clone)]
 pub(crate) struct Entrance {
     pub(crate) region: Arc<Region>,
-    entry: u32,
+    code: *const u8,
 }
 
 /// Sets of [`Targets`], and how far the address of one is shifted from its index.
@@ -50,7 +50,6 @@ pub(super) struct Target {
     /// CPU's.
     pub(super) page: *const Snapshot,
     pub(super) code: *const u8,
-    pub(super) entry: u32,
     /// [`Compiled::edition`] then. 0: none.
     pub(super) edition: u32,
 }
@@ -262,7 +261,7 @@ impl Cpu {
     fn install(&mut self, region: &Arc<Region>) {
         self.counters.regions += 1;
         let mut is_instead = false;
-        for (entry, (rip, _)) in region.entered() {
+        for (code, (rip, _)) in region.entered() {
             let key = Key {
                 lin: *rip,
                 rip: *rip,
@@ -270,7 +269,7 @@ impl Cpu {
             };
             let entrance = Entrance {
                 region: region.clone(),
-                entry,
+                code,
             };
             is_instead |= self.blocks.attach(&key, entrance);
         }
@@ -364,12 +363,10 @@ impl Cpu {
         Ok(source)
     }
 
-    /// Makes the place where the compiled code of a block, which is current, can be entered known to regions. Returns its address and the
-    /// index of the block.
-    fn make_known(&mut self, block: &Block) -> Option<(*const u8, u32)> {
-        let entrance = block.entrance.as_ref()?;
+    /// Makes the place where the compiled code of a block, which is current, is entered known to regions. Returns it.
+    fn make_known(&mut self, block: &Block) -> Option<*const u8> {
+        let code = block.entrance.as_ref()?.code;
         let page = block.first.as_ref()?.page.as_ptr();
-        let (code, entry) = (entrance.region.entry(entrance.entry)?, entrance.entry);
         let rip = block.key.rip;
         let [newer, older] = &mut self.fixed.targets.0[set_of(rip)];
         if newer.rip != rip {
@@ -379,23 +376,22 @@ impl Cpu {
             rip,
             page,
             code,
-            entry,
             edition: self.compiled.edition,
         };
-        Some((code, entry))
+        Some(code)
     }
 
     /// Runs the region of a block, and those to which it leads. It may free the block.
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
         self.compiled.edition = self.compiled.edition & !0xff | u32::from(self.mode);
         // SAFETY: a block lives until all are freed, which happens in `find_block` only.
-        let (function, entry) = self.make_known(unsafe { block.as_ref() })?;
+        let code = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
         self.code_page = ANY_PAGE;
         let before = self.counters.instructions_compiled;
-        // SAFETY: a function that the compiler made for this CPU. It accesses the CPU, its own stack frame, and guest memory by guarded
-        // accesses, and those that follow it do, too.
-        let status = unsafe { dispatch(ptr::from_mut(self), function, entry.into()) };
+        // SAFETY: where a region is entered that the compiler made for this CPU. It accesses the CPU, its own stack frame, and guest memory
+        // by guarded accesses, and those that follow it do, too.
+        let status = unsafe { dispatch(ptr::from_mut(self), code) };
         self.end_floats();
         let status = Status::of(status).unwrap_or_else(|| {
             // The address of an access that failed.

@@ -8,6 +8,7 @@
 //! took a tenth more time, and calls in a loop two thirds, because a host foresees where a return leads, but not all those jumps.
 
 use super::cpu::Target;
+use super::entries;
 use crate::Cpu;
 use crate::snapshot::Snapshot;
 use std::arch::naked_asm;
@@ -20,14 +21,14 @@ extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
     cpu.look_again(page, target.rip) && target.edition == cpu.compiled.edition
 }
 
-/// Runs a region from its block `entry` on, and then those that follow it: the region that [`Target`]s have for RIP, as long as its page
+/// Runs a region, which is entered at `code`, and then those that follow it: the region that [`Target`]s have for RIP, as long as its page
 /// is good and nothing else is to be done, for which this looks each time. Returns the status of the last one.
 ///
 /// # Safety
-/// `code` is the function of a region of this CPU's, which has been prepared.
+/// `code` is where a region of this CPU's is entered, and the CPU has been prepared.
 #[unsafe(naked)]
-pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: u64) -> u64 {
-    // A region wants the CPU in R15 and its entry in RDI, and keeps no other register than RSP and RBP.
+pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 {
+    // A region wants the CPU in R15, and keeps no other register than RSP and RBP. It leaves its frame, and returns.
     naked_asm!(
         "push rbp",
         "push rbx",
@@ -37,10 +38,8 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         "push r15",
         "sub rsp, 8",
         "mov r15, rdi",
-        "mov rdi, rdx",
-        "mov rax, rsi",
         "2:",
-        "call rax",
+        "call 8f",
         "test rax, rax",
         "jns 3f",
         // Does anybody want something of the CPU, or has code changed?
@@ -66,9 +65,14 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         "jne 6f",
         "7:",
         "inc qword ptr [r15 + {chained}]",
-        "mov edi, [rax + {entry}]",
-        "mov rax, [rax + {code}]",
+        "mov rsi, [rax + {code}]",
         "jmp 2b",
+        // A region's frame.
+        "8:",
+        "push rbp",
+        "mov rbp, rsp",
+        "sub rsp, {frame}",
+        "jmp rsi",
         // Its page has to be looked at, once for all of them.
         "6:",
         "mov rbx, rax",
@@ -100,7 +104,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         edition = const offset_of!(Target, edition),
         look = sym look,
         chained = const offset_of!(Cpu, counters.regions_chained),
-        entry = const offset_of!(Target, entry),
         code = const offset_of!(Target, code),
+        frame = const entries::FRAME,
     )
 }

@@ -37,6 +37,7 @@
 //! | `memory` | pages for code, never writable and executable at once |
 //! | `known` | what was compiled for any CPU |
 //! | `cpu` | the CPU's side: what is hot, and running it |
+//! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering regions, and from one to the next |
 //!
 //! While a region runs, R15 holds the address of the [`Cpu`]; the registers are its variables. It is left between two instructions
@@ -52,6 +53,7 @@ mod condition;
 mod cpu;
 mod dispatch;
 mod elements;
+mod entries;
 mod float;
 mod guest;
 mod helpers;
@@ -208,7 +210,7 @@ pub(crate) struct Region {
     /// The code has pointers to them.
     steps: Box<[Step]>,
     guarded: Guarded,
-    /// Where each block can be entered, if it can: offsets.
+    /// Where the region is entered at each block, if it can: offsets.
     entries: Box<[Option<u32>]>,
 }
 
@@ -228,16 +230,13 @@ impl Region {
             .map(|(rip, bytes)| (*rip, &**bytes))
     }
 
-    /// Returns the address where a block can be entered.
-    fn entry(&self, block: u32) -> Option<*const u8> {
-        let offset = self.entries[block as usize]?;
-        Some((self.chunk.start()).wrapping_add(offset as usize))
-    }
-
-    /// Returns the index, the address and the bytes of each block that can be entered.
-    fn entered(&self) -> impl Iterator<Item = (u32, &(u64, Vec<u8>))> {
-        let blocks = (0..).zip(&self.source.blocks);
-        blocks.filter(|(block, _)| self.entries[*block as usize].is_some())
+    /// Returns the address and the bytes of each block that can be entered, and where.
+    fn entered(&self) -> impl Iterator<Item = (*const u8, &(u64, Vec<u8>))> {
+        let blocks = self.entries.iter().zip(&self.source.blocks);
+        blocks.filter_map(|(offset, block)| {
+            let code = self.chunk.start().wrapping_add((*offset)? as usize);
+            Some((code, block))
+        })
     }
 
     /// Returns the instruction with the guarded access at a host address, if that is in this region.
@@ -416,7 +415,7 @@ impl Compiler {
         tier: Tier,
         workshop: &mut Workshop,
     ) -> Result<Region, Refused> {
-        let (steps, entered) = workshop.translate(&source, tier);
+        let steps = workshop.translate(&source, tier);
         let Workshop { context, room, .. } = workshop;
         let made = match tier {
             Tier::Baseline => baseline::generate(&context.func, room),
@@ -434,13 +433,17 @@ impl Compiler {
                 entries: code.entries.into_iter().map(Some).collect(),
             });
         }
-        let (steps, entered) = match tier {
+        let steps = match tier {
             Tier::Baseline => workshop.translate(&source, Tier::Full),
-            Tier::Full => (steps, entered),
+            Tier::Full => steps,
         };
-        let (chunk, guarded) = self.put_full(&mut workshop.context)?;
+        let compiled = (workshop.context)
+            .compile(&*self.isa, &mut ControlPlane::default())
+            .map_err(|_| Refused::Unable)?;
+        let entries = entries::of(compiled, source.blocks.len())?;
+        let (chunk, guarded) = self.put_full(compiled)?;
         Ok(Region {
-            entries: entered.into_iter().map(|is| is.then_some(0)).collect(),
+            entries,
             chunk,
             source,
             tier: Tier::Full,
@@ -450,11 +453,11 @@ impl Compiler {
         })
     }
 
-    /// Has Cranelift make code, and puts that into memory.
-    fn put_full(&self, context: &mut Context) -> Result<(Chunk, Guarded), Refused> {
-        let compiled = context
-            .compile(&*self.isa, &mut ControlPlane::default())
-            .map_err(|_| Refused::Unable)?;
+    /// Puts Cranelift's code into memory.
+    fn put_full(
+        &self,
+        compiled: &cranelift_codegen::CompiledCode,
+    ) -> Result<(Chunk, Guarded), Refused> {
         let places = compiled.buffer.get_srclocs_sorted();
         // A division is none: it does not fail.
         let traps = compiled.buffer.traps().iter();
@@ -505,8 +508,8 @@ struct Workshop {
 }
 
 impl Workshop {
-    /// Makes the function of a region. Returns its instructions, and whether each block can be entered.
-    fn translate(&mut self, source: &Source, tier: Tier) -> (Box<[Step]>, Vec<bool>) {
+    /// Makes the function of a region. Returns its instructions.
+    fn translate(&mut self, source: &Source, tier: Tier) -> Box<[Step]> {
         let Workshop {
             context, builder, ..
         } = self;

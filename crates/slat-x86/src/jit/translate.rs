@@ -20,6 +20,7 @@
 use super::access::LastAccess;
 use super::condition::Flags;
 use super::cpu::{SET_BITS, SETS, set_of};
+use super::entries;
 use super::guest::{Guest, decode, numbers, registers, sets_flags_first};
 use super::helpers::{self, OrStop, Status};
 use super::paths::Paths;
@@ -62,12 +63,8 @@ struct Turn {
     count: Value,
 }
 
-/// Builds the function of a region. Returns its instructions, to which its code has pointers, and whether each block can be entered.
-pub(super) fn translate(
-    builder: FunctionBuilder<'_>,
-    source: &Source,
-    tier: Tier,
-) -> (Box<[Step]>, Vec<bool>) {
+/// Builds the function of a region. Returns its instructions, to which its code has pointers.
+pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source, tier: Tier) -> Box<[Step]> {
     let blocks = decode(source);
     let (paths, steps) = Paths::new(source, &blocks, tier);
     let mut translator = Translator::new(builder, &steps, source, tier, &blocks, &paths);
@@ -75,11 +72,11 @@ pub(super) fn translate(
         translator.path(*root);
     }
     translator.finish();
-    let roots = paths.roots.iter().map(Option::is_some).collect();
-    (steps, roots)
+    steps
 }
 
-/// The signature of a region: from the index of the block to a status, or a target (`dispatch`). The convention keeps no registers: see `dispatch`.
+/// The signature of a region: it returns a status, or a target (`dispatch`). The convention keeps no registers: see `dispatch`. Its
+/// parameter is the index of a block, which nobody gives: a region is entered where its paths begin.
 pub(super) fn region() -> Signature {
     signature(CallConv::Winch, 1, 1)
 }
@@ -154,8 +151,6 @@ pub(super) struct Translator<'a> {
     signatures: HashMap<(CallConv, usize, usize), SigRef>,
     /// Those of stubs, by the numbers of vectors and of integers.
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
-    /// Leaves for RIP. Its parameter: what the region returns.
-    leave: Block,
     /// Stops. Its parameters: the step, the status.
     stop: Block,
     /// If the path may lead to its beginning: where its next turn begins.
@@ -180,7 +175,7 @@ impl<'a> Translator<'a> {
     ) -> Self {
         let entry = b.create_block();
         let index = b.append_block_param(entry, I64);
-        let [leave, stop] = std::array::from_fn(|_| b.create_block());
+        let stop = b.create_block();
         let mut heads = HashMap::new();
         for (((rip, _), guests), root) in source.blocks.iter().zip(blocks).zip(&paths.roots) {
             if root.is_some() {
@@ -203,7 +198,6 @@ impl<'a> Translator<'a> {
             heads,
             signatures: HashMap::new(),
             stubs: HashMap::new(),
-            leave,
             stop,
             turn: None,
             mode: source.mode,
@@ -218,7 +212,7 @@ impl<'a> Translator<'a> {
         translator
     }
 
-    /// Continues in the block with this index.
+    /// Leads to all blocks with which paths begin, for Cranelift, by an index.
     fn enter(&mut self, index: Value, source: &Source) {
         let index = self.b.ins().ireduce(I32, index);
         let first = self.heads[&source.blocks[0].0];
@@ -235,16 +229,13 @@ impl<'a> Translator<'a> {
         self.b.ins().br_table(index, table);
     }
 
-    /// Adds the blocks that leave, and ends the function.
+    /// Adds the block that stops, and ends the function.
     fn finish(mut self) {
         let step = self.b.append_block_param(self.stop, I64);
         let status = self.b.append_block_param(self.stop, I64);
         self.begin(self.stop, 0);
         self.set_field(offset_of!(Cpu, compiled.step), step);
         self.b.ins().return_(&[status]);
-        let target = self.b.append_block_param(self.leave, I64);
-        self.begin(self.leave, 0);
-        self.b.ins().return_(&[target]);
         self.b.seal_all_blocks();
         self.b.finalize();
     }
@@ -413,7 +404,7 @@ impl<'a> Translator<'a> {
         };
         let targets = self.field(I64, offset_of!(Cpu, compiled.targets));
         let target = self.b.ins().isub(offset, targets);
-        self.b.ins().jump(self.leave, &[target.into()]);
+        self.b.ins().return_(&[target]);
     }
 
     /// Calls one of the helpers that stop the region at the checkpoint if they find nothing. Returns what it finds.
@@ -547,6 +538,8 @@ impl<'a> Translator<'a> {
     fn path(&mut self, root: usize) {
         let rip = self.steps[self.paths.nodes[root].step].rip;
         let head = self.heads[&rip];
+        let block = self.paths.nodes[root].block;
+        self.b.set_srcloc(entries::begins(block));
         self.begin(head.block, root);
         self.now.step = self.paths.nodes[root].step;
         self.set_checkpoint();

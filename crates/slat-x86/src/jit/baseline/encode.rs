@@ -99,6 +99,11 @@ impl Assembler {
         self.code.extend([0; 4]);
     }
 
+    /// Returns where a label is.
+    pub(super) fn offset_of(&self, label: Label) -> u32 {
+        self.labels[label.0 as usize]
+    }
+
     /// Fills in the offsets. Call when all labels that were used have places.
     pub(super) fn link(&mut self) {
         for (at, label) in self.uses.drain(..) {
@@ -361,13 +366,6 @@ impl Assembler {
     pub(super) fn jump_if(&mut self, condition: u8, label: Label) {
         self.bytes(&[0x0f, 0x80 | condition]);
         self.use_of(label);
-    }
-
-    /// Enters a function with a frame of so many bytes.
-    pub(super) fn enter(&mut self, frame: u32) {
-        // push rbp; mov rbp,rsp; sub rsp,frame
-        self.bytes(&[0x55, 0x48, 0x89, 0xe5, 0x48, 0x81, 0xec]);
-        self.bytes(&frame.to_le_bytes());
     }
 
     /// Returns from a function.

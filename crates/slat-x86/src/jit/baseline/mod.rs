@@ -165,12 +165,9 @@ impl Generator<'_> {
         for block in late {
             self.late_block(block)?;
         }
-        let mut offsets = Vec::new();
-        for block in entries {
-            offsets.push(self.asm.at());
-            self.asm.enter(self.places.frame());
-            self.asm.jump(self.targets[block.index()].label);
-        }
+        let offsets = { entries.iter() }
+            .map(|block| self.asm.offset_of(self.targets[block.index()].label))
+            .collect();
         self.asm.link();
         Ok(offsets)
     }

@@ -4,6 +4,7 @@
 //! it stays good, as values never change.
 
 use super::Reg;
+use crate::jit::entries::FRAME;
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::Value;
 
@@ -41,6 +42,7 @@ pub(super) const FOR_VALUES: [Reg; 13] = [
 pub(super) const KEPT: u16 = 1 << 3 | 1 << 12 | 1 << 13 | 1 << 14;
 /// Slots of a function: more make it too large for this tier.
 const SLOTS: u32 = u128::BITS;
+const _: () = assert!(SLOTS * 8 <= FRAME);
 
 const NOWHERE: u8 = u8::MAX;
 const NO_SLOT: u8 = u8::MAX;
@@ -89,8 +91,6 @@ pub(super) struct Places {
     locked: u16,
     /// Slots that values have been given since the last block that begins with none.
     slots: u32,
-    /// The most slots.
-    most: u32,
     /// Values that were given slots, from where on they are taken back after a block that is rarely executed.
     given: Vec<Value>,
     /// The register that is taken next.
@@ -108,7 +108,7 @@ impl Places {
         self.values.resize(values, Known::NEW);
         self.state = State::default();
         self.given.clear();
-        (self.locked, self.slots, self.most, self.next) = (0, 0, 0, 0);
+        (self.locked, self.slots, self.next) = (0, 0, 0);
         self.is_full = false;
     }
 
@@ -134,11 +134,6 @@ impl Places {
     pub(super) fn saved(&self, value: Value) -> Option<u8> {
         let slot = self.values[value.index()].slot;
         (slot != NO_SLOT && self.state.saved >> slot & 1 != 0).then_some(slot)
-    }
-
-    /// Returns the bytes of a frame with all slots, which is aligned to 16 bytes.
-    pub(super) fn frame(&self) -> u32 {
-        (self.most * 8).next_multiple_of(16)
     }
 
     /// Whether there were enough slots.
@@ -191,7 +186,6 @@ impl Places {
             self.known(value).slot = self.slots as u8;
             self.given.push(value);
             self.slots += 1;
-            self.most = self.most.max(self.slots);
         }
         self.known(value).slot
     }

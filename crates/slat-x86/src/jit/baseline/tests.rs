@@ -2,13 +2,15 @@
 
 use super::{Room, generate};
 use crate::jit::dispatch::dispatch;
-use crate::jit::{Compiler, translate};
+use crate::jit::memory::Chunk;
+use crate::jit::{Compiler, entries, translate};
 use cranelift_codegen::Context;
 use cranelift_codegen::control::ControlPlane;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
-    AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, Signature, Type, Value,
+    AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, Signature, SourceLoc, Type,
+    Value,
 };
 use cranelift_codegen::isa::CallConv;
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
@@ -260,9 +262,11 @@ impl Maker<'_, '_> {
         next
     }
 
-    fn head(&mut self, block: Block, leave: Block) {
+    fn head(&mut self, index: usize, block: Block, leave: Block) {
         self.b.switch_to_block(block);
+        self.b.set_srcloc(entries::begins(index));
         self.memory = self.b.ins().get_pinned_reg(I64);
+        self.b.set_srcloc(SourceLoc::default());
         self.values.clear();
         for _ in 0..5 + self.rng.below(30) {
             let value = match self.rng.below(12) {
@@ -311,8 +315,8 @@ fn make(context: &mut Context, room: &mut FunctionBuilderContext, rng: &mut Rand
         memory: index,
         values: Vec::new(),
     };
-    for head in heads {
-        maker.head(head, leave);
+    for (index, head) in heads.into_iter().enumerate() {
+        maker.head(index, head, leave);
     }
     let mut b = maker.b;
     let result = b.append_block_param(leave, I64);
@@ -338,23 +342,27 @@ fn random_functions_do_what_cranelifts_code_does() {
             continue;
         };
         made += 1;
-        let entries = code.entries;
+        let offsets = code.entries;
         let baseline = compiler.arena.put(code.bytes, [].into_iter()).unwrap();
         context
             .compile(&*compiler.isa, &mut ControlPlane::default())
             .unwrap();
-        let code = context.compiled_code().unwrap().code_buffer();
-        let full = compiler.arena.put(code, [].into_iter()).unwrap();
-        for (entry, offset) in entries.into_iter().enumerate() {
+        let code = context.compiled_code().unwrap();
+        let Ok(full_offsets) = entries::of(code, ENTRIES) else {
+            continue;
+        };
+        let full = { compiler.arena.put(code.code_buffer(), [].into_iter()) }.unwrap();
+        for (entry, (offset, full_offset)) in offsets.into_iter().zip(full_offsets).enumerate() {
             let before: [u64; WORDS] = std::array::from_fn(|_| rng.next() >> rng.below(64));
-            let run = |code: *const u8| {
+            let run = |chunk: &Chunk, offset: u32| {
+                let code = chunk.start().wrapping_add(offset as usize);
                 let mut memory = before;
                 // SAFETY: a function just made, which accesses these words in the place of a CPU, and its frame.
-                let result = unsafe { dispatch(memory.as_mut_ptr().cast(), code, entry as u64) };
+                let result = unsafe { dispatch(memory.as_mut_ptr().cast(), code) };
                 (result, memory)
             };
-            let expected = run(full.start());
-            let found = run(baseline.start().wrapping_add(offset as usize));
+            let expected = run(&full, full_offset.expect("each path is entered"));
+            let found = run(&baseline, offset);
             assert_eq!(found, expected, "function {seed}, entry {entry}:\n{text}");
         }
     }

@@ -1,0 +1,73 @@
+//! Where the code of a region is entered.
+//!
+//! A function of Cranelift's has one beginning, a region has many, and it is entered at them directly. To lead from the one to each path by
+//! an index took a jump by a table: the table is in code, which the caches of data do not have, and a host foresees such jumps
+//! badly. The jump is still at the function's beginning, where nobody executes it: without it Cranelift would drop the paths.
+//! All state is in the CPU where a path begins, so its code expects nothing in a register but the CPU's address, and of the stack that
+//! there is a frame. `dispatch` makes the frame: of one size for all regions.
+//!
+//! Source locations tell where a path begins: other code of a region has the numbers of steps as its locations.
+
+use super::memory::Refused;
+use cranelift_codegen::CompiledCode;
+use cranelift_codegen::ir::SourceLoc;
+use iced_x86::{Decoder, DecoderOptions, Mnemonic, Register};
+
+/// Bytes of a region's frame: what the baseline tier uses at most. Cranelift uses 304 in a guest's boot, half of its functions 64.
+pub(super) const FRAME: u32 = 1024;
+
+/// The bit of a location that tells them from steps.
+const BEGINS: u32 = 1 << 30;
+
+/// Returns the location of the first instruction of the path that begins with a block, by the block's index.
+pub(super) fn begins(block: usize) -> SourceLoc {
+    SourceLoc::new(BEGINS | block as u32)
+}
+
+/// Returns the offset where a function of Cranelift's is entered at each block, if it can, of so many.
+///
+/// # Errors
+/// [`Refused::Unable`] if it wants a larger frame.
+pub(super) fn of(compiled: &CompiledCode, blocks: usize) -> Result<Box<[Option<u32>]>, Refused> {
+    if frame(compiled.code_buffer()) > FRAME {
+        return Err(Refused::Unable);
+    }
+    let mut entries = vec![None; blocks];
+    for place in compiled.buffer.get_srclocs_sorted() {
+        if !place.loc.is_default() && place.loc.bits() & BEGINS != 0 {
+            entries[(place.loc.bits() & !BEGINS) as usize] = Some(place.start);
+        }
+    }
+    Ok(entries.into())
+}
+
+/// Returns the bytes of the frame that a function makes: push rbp; mov rbp,rsp; sub rsp,bytes. (Cranelift tells them without those of
+/// arguments to helpers.)
+fn frame(code: &[u8]) -> u32 {
+    let mut made = Decoder::new(64, code, DecoderOptions::NONE)
+        .into_iter()
+        .skip(2);
+    match made.next() {
+        Some(insn) if insn.mnemonic() == Mnemonic::Sub && insn.op0_register() == Register::RSP => {
+            insn.immediate32()
+        }
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::frame;
+
+    #[test]
+    fn frames_are_those_of_the_code() {
+        let begin = b"\x55\x48\x89\xe5";
+        for (code, bytes) in [
+            (&b"\x48\x83\xec\x40"[..], 0x40),
+            (b"\x48\x81\xec\x00\x08\x00\x00", 0x800),
+            (b"\x48\x83\xe8\x40", 0),
+        ] {
+            assert_eq!(frame(&[begin, code].concat()), bytes);
+        }
+    }
+}
