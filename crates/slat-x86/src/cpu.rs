@@ -61,7 +61,13 @@ pub(crate) mod mode {
 pub(crate) const ANY_PAGE: usize = 1;
 
 /// One software CPU. It has all memory that it needs to run from its creation; see [`Cpu::try_new`].
+///
+/// Its first fields are those that compiled code uses most: `jit::window` says in which order.
+#[repr(C)]
 pub struct Cpu {
+    #[cfg(feature = "jit")]
+    pub(crate) compiled: crate::jit::Compiled,
+    pub(crate) lazy: Lazy,
     /// The architectural state, complete while the CPU does not run.
     pub state: State,
     /// End the run with [`Exit::InterruptWindow`] when the guest could take an interrupt.
@@ -76,7 +82,6 @@ pub struct Cpu {
     pub debugger: Debugger,
 
     pub(crate) features: Features,
-    pub(crate) lazy: Lazy,
     pub(crate) fixed: Pages<Fixed>,
     /// The table of the TLB that data accesses use.
     pub(crate) table: usize,
@@ -101,8 +106,6 @@ pub struct Cpu {
     /// When decoded code has to be looked at again.
     pub(crate) clock: Clock,
     pub(crate) code: Member,
-    #[cfg(feature = "jit")]
-    pub(crate) compiled: crate::jit::Compiled,
     pub(crate) blocks: Blocks,
     pub(crate) once: Once,
     /// The block that was executed last, if it is alive.
@@ -324,6 +327,12 @@ impl Cpu {
     /// There is no compiled code to forget.
     #[cfg(not(feature = "jit"))]
     pub(crate) fn forget_targets(&mut self) {}
+
+    /// Returns the number of instructions so far.
+    #[cfg(not(feature = "jit"))]
+    pub(crate) fn instructions(&self) -> u64 {
+        self.counters.instructions
+    }
 
     /// Runs `f` with `machine` as the CPU's machine.
     pub(crate) fn with_machine<T>(

@@ -234,6 +234,7 @@ impl Events {
 /// All state that a program could read or a client may set, complete while the CPU does not run.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
+#[repr(C)]
 pub struct State {
     /// RAX RCX RDX RBX RSP RBP RSI RDI R8…R15.
     pub gpr: [u64; 16],

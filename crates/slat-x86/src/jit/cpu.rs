@@ -62,7 +62,8 @@ pub(crate) struct Targets([[Target; 2]; SETS]);
 // SAFETY: integers and pointers.
 unsafe impl Zeroed for Targets {}
 
-/// What compiled code knows of its CPU besides the architectural state.
+/// What compiled code knows of its CPU besides the architectural state. Its last fields are in R15's window (`window`).
+#[repr(C)]
 pub(crate) struct Compiled {
     /// The instruction at which the region was stopped.
     pub(super) step: *const Step,
@@ -70,12 +71,8 @@ pub(crate) struct Compiled {
     pub(super) why: Break,
     /// RIP as the instruction that ended with [`Break::Jump`] has set it.
     pub(super) rip: u64,
-    /// The table of the TLB that data accesses use.
-    pub(crate) table: *const Entry,
-    pub(super) targets: *const [Target; 2],
     /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode.
     pub(super) edition: u32,
-    pub(super) attention: *const AtomicU32,
     pub(super) client: Option<Client>,
     /// RIP where the last run ended for its caller's attention: what runs at such a moment is hot.
     pub(crate) interrupted: Option<u64>,
@@ -87,6 +84,12 @@ pub(crate) struct Compiled {
     pub(crate) copy: [u8; 32],
     /// What floating point has computed and nothing uses. It is only written.
     pub(super) unused: [u8; 16],
+    /// Instructions of compiled code, those that are counted and those of this run.
+    pub(super) instructions: u64,
+    pub(super) attention: *const AtomicU32,
+    /// The table of the TLB that data accesses use.
+    pub(crate) table: *const Entry,
+    pub(super) targets: *const [Target; 2],
 }
 
 impl Compiled {
@@ -95,16 +98,17 @@ impl Compiled {
             step: ptr::null(),
             why: Break::Jump,
             rip: 0,
-            table: ptr::null(),
-            targets: ptr::null(),
             edition: 1 << 8,
-            attention: ptr::null(),
             client: None,
             interrupted: None,
             floats: 0,
             host_mxcsr: 0,
             copy: [0; 32],
             unused: [0; 16],
+            instructions: 0,
+            attention: ptr::null(),
+            table: ptr::null(),
+            targets: ptr::null(),
         }
     }
 }
@@ -388,7 +392,6 @@ impl Cpu {
         let code = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
         self.code_page = ANY_PAGE;
-        let before = self.counters.instructions_compiled;
         // SAFETY: where a region is entered that the compiler made for this CPU. It accesses the CPU, its own stack frame, and guest memory
         // by guarded accesses, and those that follow it do, too.
         let status = unsafe { dispatch(ptr::from_mut(self), code) };
@@ -403,11 +406,18 @@ impl Cpu {
             // SAFETY: a step of a region that a block has still.
             let step = unsafe { *self.compiled.step };
             self.state.rip = step.rip;
-            self.counters.instructions_compiled += u64::from(step.before);
+            self.compiled.instructions += u64::from(step.before);
             step
         });
-        self.counters.instructions += self.counters.instructions_compiled - before;
+        self.counters.instructions = self.instructions();
+        self.counters.instructions_compiled = self.compiled.instructions;
         self.stopped(&stopped?, status)
+    }
+
+    /// Returns the number of instructions so far, those of the region that runs included.
+    pub(crate) fn instructions(&self) -> u64 {
+        let compiled = self.compiled.instructions - self.counters.instructions_compiled;
+        self.counters.instructions + compiled
     }
 
     /// Continues after compiled code was stopped at an instruction, to which RIP points.

@@ -9,6 +9,7 @@
 
 use super::cpu::Target;
 use super::entries;
+use super::window::{BASE, from_base};
 use crate::Cpu;
 use crate::snapshot::Snapshot;
 use std::arch::naked_asm;
@@ -28,7 +29,7 @@ extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
 /// `code` is where a region of this CPU's is entered, and the CPU has been prepared.
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 {
-    // A region wants the CPU in R15, and keeps no other register than RSP and RBP. It leaves its frame, and returns.
+    // A region wants R15 near the CPU, and keeps no other register than RSP and RBP. It leaves its frame, and returns.
     naked_asm!(
         "push rbp",
         "push rbx",
@@ -37,7 +38,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "push r14",
         "push r15",
         "sub rsp, 8",
-        "mov r15, rdi",
+        "lea r15, [rdi + {base}]",
         "2:",
         "call 8f",
         "test rax, rax",
@@ -76,7 +77,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         // Its page has to be looked at, once for all of them.
         "6:",
         "mov rbx, rax",
-        "mov rdi, r15",
+        "lea rdi, [r15 - {base}]",
         "mov rsi, rax",
         "call {look}",
         "test al, al",
@@ -93,17 +94,18 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "pop rbx",
         "pop rbp",
         "ret",
-        attention = const offset_of!(Cpu, compiled.attention),
-        rip = const offset_of!(Cpu, state.rip),
+        base = const BASE,
+        attention = const from_base(offset_of!(Cpu, compiled.attention)),
+        rip = const from_base(offset_of!(Cpu, state.rip)),
         size = const size_of::<Target>(),
         target_rip = const offset_of!(Target, rip),
         page = const offset_of!(Target, page),
         stamp = const offset_of!(Snapshot, stamp),
-        cpu_stamp = const offset_of!(Cpu, clock.stamp),
-        cpu_edition = const offset_of!(Cpu, compiled.edition),
+        cpu_stamp = const from_base(offset_of!(Cpu, clock.stamp)),
+        cpu_edition = const from_base(offset_of!(Cpu, compiled.edition)),
         edition = const offset_of!(Target, edition),
         look = sym look,
-        chained = const offset_of!(Cpu, counters.regions_chained),
+        chained = const from_base(offset_of!(Cpu, counters.regions_chained)),
         code = const offset_of!(Target, code),
         frame = const entries::FRAME,
     )

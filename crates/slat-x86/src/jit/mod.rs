@@ -36,11 +36,12 @@
 //! | `helpers` | what compiled code calls |
 //! | `memory` | pages for code, never writable and executable at once |
 //! | `known` | what was compiled for any CPU |
+//! | `window` | the fields of a CPU that R15 reaches |
 //! | `cpu` | the CPU's side: what is hot, and running it |
 //! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering regions, and from one to the next |
 //!
-//! While a region runs, R15 holds the address of the [`Cpu`]; the registers are its variables. It is left between two instructions
+//! While a region runs, R15 leads to the [`Cpu`]; the registers are its variables. It is left between two instructions
 //! always, with all state written back, so faults are as precise as the interpreter's. Then it continues in the region at the new RIP
 //! directly if it finds that in [`Targets`], as code that is good now. Loops, and regions that continue in another one, look at
 //! `attention` each time.
@@ -65,6 +66,7 @@ mod stub;
 mod translate;
 mod values;
 mod vector;
+mod window;
 
 use crate::heap::OutOfMemory;
 use crate::op::Op;

@@ -25,6 +25,7 @@ use super::guest::{Guest, decode, numbers, registers, sets_flags_first};
 use super::helpers::{self, OrStop, Status};
 use super::paths::Paths;
 use super::vector::Vectors;
+use super::window::{BASE, from_base};
 use super::{Source, Step, Tier};
 use crate::Cpu;
 use crate::cpu::mode;
@@ -143,8 +144,8 @@ pub(super) struct Translator<'a> {
     blocks: &'a [Vec<Guest>],
     pub(super) paths: &'a Paths<'a>,
     factory: InstructionInfoFactory,
-    /// The host's name of the CPU, in this path.
-    cpu: Option<Value>,
+    /// R15, which leads to the CPU (`window`), in this path.
+    base: Option<Value>,
     pub(super) now: Now,
     heads: HashMap<u64, Head>,
     /// Those of the helpers, by convention and the numbers of arguments besides the CPU and of results.
@@ -193,7 +194,7 @@ impl<'a> Translator<'a> {
             blocks,
             paths,
             factory: InstructionInfoFactory::new(),
-            cpu: None,
+            base: None,
             now: Now::new(0),
             heads,
             signatures: HashMap::new(),
@@ -249,7 +250,7 @@ impl<'a> Translator<'a> {
     /// Begins a block that finds all state in the CPU.
     fn begin(&mut self, block: Block, node: usize) {
         self.b.switch_to_block(block);
-        self.cpu = Some(self.b.ins().get_pinned_reg(I64));
+        self.base = Some(self.b.ins().get_pinned_reg(I64));
         self.now = Now::new(node);
     }
 
@@ -270,24 +271,25 @@ impl<'a> Translator<'a> {
         self.b.ins().iconst(I64, value)
     }
 
-    pub(super) fn cpu(&self) -> Value {
-        self.cpu.expect("within a block")
+    /// Returns R15.
+    fn base(&self) -> Value {
+        self.base.expect("within a block")
     }
 
     /// Reads a field of the CPU.
     pub(super) fn field(&mut self, ty: Type, offset: usize) -> Value {
-        let cpu = self.cpu();
+        let base = self.base();
         self.b
             .ins()
-            .load(ty, MemFlags::trusted(), cpu, offset as i32)
+            .load(ty, MemFlags::trusted(), base, from_base(offset))
     }
 
     /// Writes a field of the CPU.
     pub(super) fn set_field(&mut self, offset: usize, value: Value) {
-        let cpu = self.cpu();
+        let base = self.base();
         self.b
             .ins()
-            .store(MemFlags::trusted(), value, cpu, offset as i32);
+            .store(MemFlags::trusted(), value, base, from_base(offset));
     }
 
     pub(super) fn gpr_offset(r: usize) -> usize {
@@ -351,7 +353,8 @@ impl<'a> Translator<'a> {
             self.b.import_signature(signature)
         });
         let function = self.constant(helper as i64);
-        let cpu = self.cpu();
+        let base = self.base();
+        let cpu = self.b.ins().iadd_imm(base, -(BASE as i64));
         let all: Vec<Value> = std::iter::once(cpu)
             .chain(arguments.iter().copied())
             .collect();
@@ -368,7 +371,7 @@ impl<'a> Translator<'a> {
 
     /// Counts the instructions of this path up to the current one, which is done. Returns the sum.
     fn count_done(&mut self) -> Value {
-        let offset = offset_of!(Cpu, counters.instructions_compiled);
+        let offset = offset_of!(Cpu, compiled.instructions);
         let before = match self.turn {
             Some(turn) => turn.count,
             None => self.field(I64, offset),
@@ -516,7 +519,7 @@ impl<'a> Translator<'a> {
                 changed |= u16::from(may_write) << r;
             }
         }
-        let count = self.field(I64, offset_of!(Cpu, counters.instructions_compiled));
+        let count = self.field(I64, offset_of!(Cpu, compiled.instructions));
         let values = self.values_of(used, count);
         let block = self.b.create_block();
         self.b.ins().jump(block, &values);

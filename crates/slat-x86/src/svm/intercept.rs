@@ -237,7 +237,7 @@ impl Cpu {
             return Ok(());
         }
         // Cycles are instructions: how fast the host is does not matter.
-        let now = self.counters.instructions + self.counters.instructions_compiled;
+        let now = self.instructions();
         let (count, threshold) = self.svm.control.pause_filter();
         let pauses = &mut self.svm.pauses;
         let since = now.wrapping_sub(pauses.last);

@@ -3,6 +3,7 @@
 use super::{Room, generate};
 use crate::jit::dispatch::dispatch;
 use crate::jit::memory::Chunk;
+use crate::jit::window::BASE;
 use crate::jit::{Compiler, entries, translate};
 use cranelift_codegen::Context;
 use cranelift_codegen::control::ControlPlane;
@@ -358,7 +359,8 @@ fn random_functions_do_what_cranelifts_code_does() {
                 let code = chunk.start().wrapping_add(offset as usize);
                 let mut memory = before;
                 // SAFETY: a function just made, which accesses these words in the place of a CPU, and its frame.
-                let result = unsafe { dispatch(memory.as_mut_ptr().cast(), code) };
+                let cpu = memory.as_mut_ptr().wrapping_byte_sub(BASE).cast();
+                let result = unsafe { dispatch(cpu, code) };
                 (result, memory)
             };
             let expected = run(&full, full_offset.expect("each path is entered"));
