@@ -160,10 +160,10 @@ impl Translator<'_> {
         };
         let wanted = self.b.ins().bor_imm(last, 0xfff);
         let trusted = MemFlags::trusted();
-        let found = (self.b.ins()).load(I64, trusted, entry, kind.tag() as i32);
         let addend = self.b.ins().load(I64, trusted, entry, tlb::ADDEND as i32);
         let host = self.b.ins().iadd(addend, lin);
-        // `found` is the second operand: the host's comparison can then read it from memory, without a load of its own.
+        // `found` is loaded last, and the second operand: the host's comparison can then read it from memory, without a load of its own.
+        let found = (self.b.ins()).load(I64, trusted, entry, kind.tag() as i32);
         (self.b.ins().icmp(IntCC::Equal, wanted, found), host)
     }
 

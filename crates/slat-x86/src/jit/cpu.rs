@@ -34,6 +34,7 @@ pub(crate) struct Entrance {
 /// Sets of [`Targets`], and how far the address of one is shifted from its index.
 pub(super) const SETS: usize = 4096;
 pub(super) const SET_BITS: u32 = size_of::<[Target; 2]>().trailing_zeros();
+pub(super) const SETS_BYTES: u64 = (SETS as u64) << SET_BITS;
 
 /// Returns the index of the set that targets with this address are in. The translator has it for addresses that it does not know.
 pub(super) fn set_of(rip: u64) -> usize {

@@ -1,13 +1,12 @@
 //! How compiled code is entered, and how a region continues in another one.
 //!
-//! A region that leaves for RIP returns where a [`Target`] for it would be, as a number below 0: its complement. The address of most of
-//! them is known when the region is compiled, so the host loads the target while the region still runs. What else ends a region is 0 or
-//! above.
+//! A region that leaves for RIP returns where a [`Target`] for it would be: the distance from the first one. That of most of them is known when
+//! the region is compiled, so the host loads the target while the region still runs. What else ends a region is above those.
 //!
 //! Regions are called and return, although they could jump from one to the next. That was tried, with one frame for all of them: a boot
 //! took a tenth more time, and calls in a loop two thirds, because a host foresees where a return leads, but not all those jumps.
 
-use super::cpu::Target;
+use super::cpu::{SETS_BYTES, Target};
 use super::entries;
 use super::window::{BASE, from_base};
 use crate::Cpu;
@@ -41,14 +40,14 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "lea r15, [rdi + {base}]",
         "2:",
         "call 8f",
-        "test rax, rax",
-        "jns 3f",
+        "cmp rax, {sets}",
+        "jae 3f",
         // Does anybody want something of the CPU, or has code changed?
         "mov rcx, [r15 + {attention}]",
         "cmp dword ptr [rcx], 0",
         "jne 5f",
         // Is the region at RIP known?
-        "not rax",
+        "add rax, [r15 + {targets}]",
         "mov rcx, [r15 + {rip}]",
         "cmp rcx, [rax + {target_rip}]",
         "je 4f",
@@ -97,6 +96,8 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         base = const BASE,
         attention = const from_base(offset_of!(Cpu, compiled.attention)),
         rip = const from_base(offset_of!(Cpu, state.rip)),
+        sets = const SETS_BYTES,
+        targets = const from_base(offset_of!(Cpu, compiled.targets)),
         size = const size_of::<Target>(),
         target_rip = const offset_of!(Target, rip),
         page = const offset_of!(Target, page),

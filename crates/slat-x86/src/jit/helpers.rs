@@ -3,34 +3,36 @@
 //! A helper gets the CPU that runs the region: nothing else refers to it meanwhile.
 
 use super::Step;
+use super::cpu::SETS_BYTES;
 use crate::Cpu;
 use crate::flags;
 use crate::op::Break;
 use crate::tlb::Tlb;
 
-/// How a helper, or a whole region, ended. (A region that only leaves for RIP returns a target instead: `dispatch`.)
+/// How a helper, or a whole region, ended. A region that only leaves for RIP returns a set of targets instead (`dispatch`): less than
+/// any of these but [`Continue`](Self::Continue).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(super) enum Status {
-    /// All is done. A region: continue at RIP.
+    /// All is done. Of a helper, and of `dispatch`: continue at RIP.
     Continue = 0,
     /// The instruction ended with the [`Break`] in `compiled.why`.
-    Broke = 1,
+    Broke = SETS_BYTES,
     /// Nothing has happened: the interpreter has to execute this instruction.
-    Interpret = 2,
+    Interpret,
     /// The instruction is done, but the CPU has to look around before the next one.
-    After = 3,
+    After,
 }
 
 impl Status {
     pub(super) fn of(number: u64) -> Option<Self> {
-        Some(match number {
-            0 => Status::Continue,
-            1 => Status::Broke,
-            2 => Status::Interpret,
-            3 => Status::After,
-            _ => return None,
-        })
+        let all = [
+            Status::Continue,
+            Status::Broke,
+            Status::Interpret,
+            Status::After,
+        ];
+        all.into_iter().find(|status| *status as u64 == number)
     }
 }
 

@@ -391,23 +391,16 @@ impl<'a> Translator<'a> {
     /// Leaves. The CPU has all state, and continues at `rip`.
     fn leave_to(&mut self, rip: Value) {
         self.set_field(offset_of!(Cpu, state.rip), rip);
-        // The complement of the address of RIP's set: see `dispatch`.
-        let offset = match self.root(rip) {
-            (None, rip) => {
-                let offset = (set_of(rip as u64) as i64) << SET_BITS;
-                self.constant(!offset)
-            }
+        let set = match self.root(rip) {
+            (None, rip) => self.constant((set_of(rip as u64) as i64) << SET_BITS),
             _ => {
                 let page = self.b.ins().ushr_imm(rip, 12);
                 let index = self.b.ins().bxor(rip, page);
                 let index = self.b.ins().band_imm(index, SETS as i64 - 1);
-                let offset = self.b.ins().ishl_imm(index, i64::from(SET_BITS));
-                self.b.ins().bnot(offset)
+                self.b.ins().ishl_imm(index, i64::from(SET_BITS))
             }
         };
-        let targets = self.field(I64, offset_of!(Cpu, compiled.targets));
-        let target = self.b.ins().isub(offset, targets);
-        self.b.ins().return_(&[target]);
+        self.b.ins().return_(&[set]);
     }
 
     /// Calls one of the helpers that stop the region at the checkpoint if they find nothing. Returns what it finds.

@@ -290,9 +290,9 @@ impl Maker<'_, '_> {
             let offset = 8 * word as i32;
             (self.b.ins()).store(MemFlags::trusted(), value, self.memory, offset);
         }
-        // Not below 0: then it leaves for no other region.
+        // A large number: a small one is a set of other regions.
         let result = self.value(I64);
-        let result = self.b.ins().ushr_imm(result, 1);
+        let result = self.b.ins().bor_imm(result, i64::MIN);
         self.b.ins().jump(leave, &[result.into()]);
     }
 }
