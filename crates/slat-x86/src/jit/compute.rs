@@ -52,7 +52,6 @@ impl Bits for Translator<'_> {
 
     instructions! {
         add(a, b) iadd;
-        and(a, b) band;
         xor(a, b) bxor;
         not(a) bnot;
         differ(a, b) bxor;
@@ -66,6 +65,13 @@ impl Bits for Translator<'_> {
         is_at_most_signed, SignedLessThanOrEqual;
     }
 
+    fn and(&mut self, a: Value, b: Value) -> Value {
+        match self.is_same(a, b) {
+            // TEST of a register with itself, which is how compilers compare with 0.
+            true => a,
+            false => self.b.ins().band(a, b),
+        }
+    }
     fn number(&mut self, n: i64, like: Value) -> Value {
         self.immediate(self.size_of(like), n as u64)
     }
@@ -195,6 +201,19 @@ impl Compute for Translator<'_> {
 }
 
 impl Translator<'_> {
+    /// Whether two values are one, or parts of one.
+    fn is_same(&self, a: Value, b: Value) -> bool {
+        let dfg = &self.b.func.dfg;
+        let whole = |value| match dfg.value_def(value).inst().map(|inst| dfg.insts[inst]) {
+            Some(InstructionData::Unary {
+                opcode: Opcode::Ireduce,
+                arg,
+            }) => arg,
+            _ => value,
+        };
+        a == b || dfg.value_type(a) == dfg.value_type(b) && whole(a) == whole(b)
+    }
+
     /// Returns the number that a value is, if it is always the same one.
     fn constant_of(&self, value: Value) -> Option<i64> {
         let dfg = &self.b.func.dfg;

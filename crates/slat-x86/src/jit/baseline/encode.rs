@@ -191,7 +191,10 @@ impl Assembler {
     }
 
     pub(super) fn alu_immediate(&mut self, alu: Alu, size: u8, to: Reg, value: i32) {
-        let place = Place::Register(to);
+        self.alu_immediate_at(alu, size, Place::Register(to), value);
+    }
+
+    fn alu_immediate_at(&mut self, alu: Alu, size: u8, place: Place, value: i32) {
         match i8::try_from(value) {
             Ok(value) if size != 0 => {
                 self.instruction(size, Width::Sized, 0, 0x83, alu as u8, place);
@@ -284,6 +287,14 @@ impl Assembler {
     pub(super) fn store_immediate(&mut self, size: u8, base: Reg, disp: i32, value: i32) {
         self.sized(size, 0xc6, 0, Place::Memory(base, disp));
         self.immediate(size, value);
+    }
+
+    pub(super) fn compare_with_memory(&mut self, size: u8, register: Reg, base: Reg, disp: i32) {
+        self.sized(size, 0x3a, register.0, Place::Memory(base, disp));
+    }
+
+    pub(super) fn add_to_memory(&mut self, size: u8, base: Reg, disp: i32, value: i32) {
+        self.alu_immediate_at(Alu::Add, size, Place::Memory(base, disp), value);
     }
 
     pub(super) fn push(&mut self, register: Reg) {

@@ -11,6 +11,7 @@
 //! | `places` | where values are: registers, slots of the frame |
 //! | `registers` | values get registers, and give them up |
 //! | `select` | which instructions of the host do what an instruction does |
+//! | `fuse` | which instructions are one of the host's together |
 //! | `edges` | from one block to the next |
 //!
 //! The blocks are taken in their order, those that are rarely executed at the end. A block begins with the values where the first branch to
@@ -27,13 +28,14 @@
 
 mod edges;
 mod encode;
+mod fuse;
 mod places;
 mod registers;
 mod select;
 mod uses;
 
 use cranelift_codegen::entity::EntityRef;
-use cranelift_codegen::ir::{Block, Function, Inst, InstructionData, Opcode, Value};
+use cranelift_codegen::ir::{Block, Function, Inst, InstructionData, Value};
 use encode::{Assembler, Label};
 use places::{Places, R15, State};
 
@@ -225,9 +227,14 @@ impl Generator<'_> {
         if !self.is_apart && state.registers.iter().all(Option::is_none) && state.saved == 0 {
             self.end_segment();
         }
-        let mut insts = func.layout.block_insts(block).peekable();
+        let mut insts = func.layout.block_insts(block);
         while let Some(inst) = insts.next() {
-            if self.is_unused(inst) || self.is_fused(inst, insts.peek().copied()) {
+            if self.is_unused(inst) || self.is_fused(inst) {
+                continue;
+            }
+            if let Some(addition) = self.addition(inst) {
+                self.add_in_place(addition);
+                insts.nth(1);
                 continue;
             }
             self.inst = Some(inst);
@@ -252,19 +259,6 @@ impl Generator<'_> {
 
     fn is_cpu(&self, value: Value) -> bool {
         self.places.register(value) == Some(R15)
-    }
-
-    /// Whether an instruction is made together with the next one: a comparison that only that one uses.
-    fn is_fused(&self, inst: Inst, next: Option<Inst>) -> bool {
-        let insts = &self.func.dfg.insts;
-        let is_comparison = matches!(insts[inst].opcode(), Opcode::Icmp | Opcode::IcmpImm);
-        is_comparison
-            && next.is_some_and(|next| {
-                let result = self.func.dfg.first_result(inst);
-                matches!(insts[next].opcode(), Opcode::Brif | Opcode::Select)
-                    && self.func.dfg.inst_args(next)[0] == result
-                    && self.places.left(result) == 1
-            })
     }
 }
 

@@ -46,7 +46,7 @@ fn truncate(value: i64, size: u8) -> i64 {
 
 impl Generator<'_> {
     /// Returns the size index of a value.
-    fn size(&self, value: Value) -> Result<u8> {
+    pub(super) fn size(&self, value: Value) -> Result<u8> {
         match self.func.dfg.value_type(value) {
             I8 => Ok(0),
             I16 => Ok(1),
@@ -391,10 +391,17 @@ impl Generator<'_> {
         match self.immediate(b, size) {
             Some(0) => self.asm.test(size, first),
             Some(value) => self.asm.alu_immediate(Alu::Cmp, size, first, value),
-            None => {
-                let other = self.operand(b);
-                self.asm.alu(Alu::Cmp, size, first, other);
-            }
+            None => match b {
+                Operand::Value(b) if let Some((load, address, offset)) = self.fused_load(b) => {
+                    let base = self.get(address);
+                    self.asm.compare_with_memory(size, first, base, offset);
+                    self.count_uses_by(load);
+                }
+                _ => {
+                    let other = self.operand(b);
+                    self.asm.alu(Alu::Cmp, size, first, other);
+                }
+            },
         }
         Ok(condition(cc))
     }
@@ -410,9 +417,7 @@ impl Generator<'_> {
             && matches!(dfg.insts[inst].opcode(), Opcode::Icmp | Opcode::IcmpImm)
         {
             let condition = self.compare(inst)?;
-            let current = self.inst.replace(inst);
-            self.count_uses();
-            self.inst = current;
+            self.count_uses_by(inst);
             return Ok(condition);
         }
         let size = self.size(value)?;

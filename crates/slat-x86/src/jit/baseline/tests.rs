@@ -111,10 +111,15 @@ impl Maker<'_, '_> {
             UnsignedGreaterThan,
             UnsignedLessThanOrEqual,
         ]);
-        match self.rng.below(3) {
+        match self.rng.below(4) {
             0 => {
                 let immediate = self.rng.below(256) as i64 - 128;
                 self.b.ins().icmp_imm(cc, a, immediate)
+            }
+            1 => {
+                let (offset, trusted) = (self.word(), MemFlags::trusted());
+                let b = self.b.ins().load(ty, trusted, self.memory, offset);
+                self.b.ins().icmp(cc, a, b)
             }
             _ => self.b.ins().icmp(cc, a, b),
         }
@@ -173,9 +178,26 @@ impl Maker<'_, '_> {
 
     fn store(&mut self) {
         let ty = self.rng.pick(&TYPES);
-        let value = self.value(ty);
-        let offset = 8 * self.rng.below(WORDS as u64) as i32;
-        (self.b.ins()).store(MemFlags::trusted(), value, self.memory, offset);
+        let (offset, trusted) = (self.word(), MemFlags::trusted());
+        let value = match self.rng.below(3) {
+            0 => {
+                // At the place itself, or at another one.
+                let from = [offset, self.word()][self.rng.below(2) as usize];
+                let number = self.rng.below(1000) as i64 - 500;
+                let old = self.b.ins().load(ty, trusted, self.memory, from);
+                self.b.ins().iadd_imm(old, number)
+            }
+            _ => self.value(ty),
+        };
+        (self.b.ins()).store(trusted, value, self.memory, offset);
+        if self.rng.below(4) == 0 {
+            self.values.push(value);
+        }
+    }
+
+    /// Returns the offset of a word.
+    fn word(&mut self) -> i32 {
+        8 * self.rng.below(WORDS as u64) as i32
     }
 
     fn call(&mut self) -> Value {

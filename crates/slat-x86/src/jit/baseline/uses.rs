@@ -175,6 +175,13 @@ impl Generator<'_> {
         }
     }
 
+    /// Counts the uses of an instruction that was made together with the current one.
+    pub(super) fn count_uses_by(&mut self, inst: Inst) {
+        let current = self.inst.replace(inst);
+        self.count_uses();
+        self.inst = current;
+    }
+
     /// Counts the uses of a whole block: as done, or (`by` is 1) as still to come.
     pub(super) fn count_block(&mut self, block: Block, by: i32) {
         let func = self.func;

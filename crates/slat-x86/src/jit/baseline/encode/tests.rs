@@ -87,6 +87,10 @@ fn another_decoder_reads_what_is_written_for_every_register() {
                 let made = made(|asm| asm.alu(alu, size, a, b));
                 same(&made, &format!("{word} {x},{y}"));
             }
+            same(
+                &made(|asm| asm.compare_with_memory(size, a, b, 0x30)),
+                &format!("cmp {x},[{}+30h]", name(3, b)),
+            );
             let wide = name(2, a);
             let extended = match size {
                 0 | 1 => format!("movzx {wide},{y}"),
@@ -203,6 +207,10 @@ fn another_decoder_reads_what_is_written_for_one_register() {
                     &sum,
                 );
                 let place = memory(size, a, 0x30);
+                same(
+                    &made(|asm| asm.add_to_memory(size, a, 0x30, value)),
+                    &format!("add {place},{}", hex(value)),
+                );
                 let stored = format!("mov {place},{}", hex(value));
                 same(
                     &made(|asm| asm.store_immediate(size, a, 0x30, value)),

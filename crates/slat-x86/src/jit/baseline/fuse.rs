@@ -1,0 +1,131 @@
+//! Instructions of Cranelift's language that are one of the host's together.
+
+use super::Generator;
+use crate::jit::access;
+use cranelift_codegen::ir::{Inst, InstructionData, MemFlags, Opcode, Value};
+
+/// A load of a field, an addition to it and a store.
+pub(super) struct Addition {
+    size: u8,
+    address: Value,
+    offset: i32,
+    number: i32,
+    insts: [Inst; 3],
+}
+
+impl Generator<'_> {
+    /// Whether an instruction is made together with the one that uses its result, alone: a comparison with a branch at the end of the
+    /// block or a selection after it, or a load with a comparison after it.
+    pub(super) fn is_fused(&self, inst: Inst) -> bool {
+        let layout = &self.func.layout;
+        match self.func.dfg.insts[inst].opcode() {
+            Opcode::Icmp | Opcode::IcmpImm => {
+                let is_last_used = layout
+                    .inst_block(inst)
+                    .and_then(|block| layout.last_inst(block))
+                    .is_some_and(|last| self.is_condition_of(inst, last));
+                is_last_used
+                    || layout
+                        .next_inst(inst)
+                        .is_some_and(|next| self.is_condition_of(inst, next))
+            }
+            Opcode::Load => layout.next_inst(inst).is_some_and(|next| {
+                self.is_compared_by(inst, next)
+                    && (layout.next_inst(next)).is_some_and(|user| self.is_condition_of(next, user))
+            }),
+            _ => false,
+        }
+    }
+
+    /// Whether `user` branches or selects by the result of `inst`, which nothing else uses.
+    fn is_condition_of(&self, inst: Inst, user: Inst) -> bool {
+        let dfg = &self.func.dfg;
+        matches!(dfg.insts[user].opcode(), Opcode::Brif | Opcode::Select)
+            && dfg.inst_args(user)[0] == dfg.first_result(inst)
+            && self.places.left(dfg.first_result(inst)) == 1
+    }
+
+    /// Whether `user` compares something with what a load of a field gives, which nothing else uses.
+    fn is_compared_by(&self, inst: Inst, user: Inst) -> bool {
+        let dfg = &self.func.dfg;
+        let InstructionData::IntCompare { args: [_, b], .. } = dfg.insts[user] else {
+            return false;
+        };
+        self.field(inst).is_some() && b == dfg.first_result(inst) && self.places.left(b) == 1
+    }
+
+    /// Returns the address and the offset of a load that cannot fail.
+    fn field(&self, inst: Inst) -> Option<(Value, i32)> {
+        let is_plain = |flags: MemFlags| flags.trap_code() != Some(access::GUARDED);
+        match self.func.dfg.insts[inst] {
+            InstructionData::Load {
+                opcode: Opcode::Load,
+                arg,
+                flags,
+                offset,
+            } if is_plain(flags) => Some((arg, offset.into())),
+            _ => None,
+        }
+    }
+
+    /// Returns the load that a value is the result of, with its address and offset, if it is made only where the value is used.
+    pub(super) fn fused_load(&self, value: Value) -> Option<(Inst, Value, i32)> {
+        let inst = self.func.dfg.value_def(value).inst()?;
+        let is_made = self.places.register(value).is_some() || self.places.saved(value).is_some();
+        let (address, offset) = self.field(inst).filter(|_| !is_made)?;
+        Some((inst, address, offset))
+    }
+
+    /// Returns the addition to a field that three instructions are of which this is the first.
+    pub(super) fn addition(&self, load: Inst) -> Option<Addition> {
+        let (dfg, layout) = (&self.func.dfg, &self.func.layout);
+        let (address, offset) = self.field(load)?;
+        let add = layout.next_inst(load)?;
+        let store = layout.next_inst(add)?;
+        let InstructionData::BinaryImm64 {
+            opcode: Opcode::IaddImm,
+            arg,
+            imm,
+        } = dfg.insts[add]
+        else {
+            return None;
+        };
+        let InstructionData::Store {
+            opcode: Opcode::Store,
+            args: [value, to],
+            offset: at,
+            ..
+        } = dfg.insts[store]
+        else {
+            return None;
+        };
+        let [old, new] = [load, add].map(|inst| dfg.first_result(inst));
+        let is_one = arg == old && value == new && (to, at.into()) == (address, offset);
+        let are_used_once = [old, new].iter().all(|&value| self.places.left(value) == 1);
+        (is_one && are_used_once).then_some(Addition {
+            size: self.size(new).ok()?,
+            address,
+            offset,
+            number: imm.bits().try_into().ok()?,
+            insts: [load, add, store],
+        })
+    }
+
+    /// Makes an addition, by one instruction.
+    pub(super) fn add_in_place(&mut self, addition: Addition) {
+        let Addition {
+            size,
+            address,
+            offset,
+            number,
+            insts,
+        } = addition;
+        let base = self.get(address);
+        self.asm.add_to_memory(size, base, offset, number);
+        for inst in insts {
+            self.inst = Some(inst);
+            self.count_uses();
+        }
+        self.places.unlock();
+    }
+}
