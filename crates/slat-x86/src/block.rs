@@ -1,5 +1,7 @@
 //! One basic block: decoded operations, and the bytes they were decoded from, which are compared with memory.
 
+#[cfg(feature = "jit")]
+use crate::cpu::mode;
 use crate::heap::{self, OutOfMemory};
 #[cfg(feature = "jit")]
 use crate::jit::Tier;
@@ -27,6 +29,20 @@ pub(crate) struct Key {
     pub rip: u64,
     /// See [`crate::cpu::mode`].
     pub mode: u8,
+}
+
+#[cfg(feature = "jit")]
+impl Key {
+    /// Returns the key of the code at `rip`, whose linear address is `base` away.
+    pub(crate) fn new(base: u64, rip: u64, mode: u8) -> Self {
+        let lin = base.wrapping_add(rip) & mode::linear(mode);
+        Self { lin, rip, mode }
+    }
+
+    /// Returns the distance of the linear address from RIP.
+    pub(crate) fn base(&self) -> u64 {
+        self.lin.wrapping_sub(self.rip) & mode::linear(self.mode)
+    }
 }
 
 /// Where the code of a block is, or the part of it in one page.

@@ -55,6 +55,19 @@ pub(crate) mod mode {
             _ => 32,
         }
     }
+
+    /// Whether offsets in ES, CS, SS and DS are not linear addresses.
+    pub fn has_segments(mode: u8) -> bool {
+        matches!(mode & BITS, BITS_16 | BITS_32)
+    }
+
+    /// Returns the mask of linear addresses.
+    pub fn linear(mode: u8) -> u64 {
+        match mode & BITS {
+            BITS_64 => u64::MAX,
+            _ => 0xffff_ffff,
+        }
+    }
 }
 
 /// See [`Cpu::code_page`].

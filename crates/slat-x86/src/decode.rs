@@ -64,6 +64,10 @@ impl Cpu {
             len = INSTRUCTION;
             decoded = self.decode_ops(key, &buffer[..len], 1, &mut block.ops);
         }
+        if block.ops.is_empty() && decoded.end == DecoderError::None {
+            // The first instruction ends beyond the code segment. This is not kept: the limit is no part of the key.
+            return Err(self.gp());
+        }
         if block.ops.is_empty() {
             // Not an instruction: #UD, or #GP if it is longer than 15 bytes. Each of the bytes may be the invalid one, so all
             // of them are compared.
@@ -118,6 +122,11 @@ impl Cpu {
             bytes: 0,
             end: DecoderError::None,
         };
+        // A segment of 4 GiB begins again after its last byte.
+        let end = match self.state.cs.limit {
+            limit if limit != u32::MAX && !self.is_64() => u64::from(limit) + 1,
+            _ => u64::MAX,
+        };
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
             let start = decoded.bytes;
             let mut prefix = 0;
@@ -144,6 +153,10 @@ impl Cpu {
             }
             if decoded.end != DecoderError::None {
                 // The end of the page or a bad instruction; the next block starts here and handles it.
+                break;
+            }
+            if insn.next_ip() > end {
+                // It ends beyond the code segment.
                 break;
             }
             decoded.bytes = decoder.position();

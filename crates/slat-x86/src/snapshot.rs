@@ -164,17 +164,17 @@ impl Block {
     pub(crate) fn holds(&self, region: &crate::jit::Region) -> bool {
         region
             .parts()
-            .all(|(rip, code)| self.holds_beside(rip, code))
+            .all(|(lin, code)| self.holds_beside(lin, code))
     }
 
-    /// Whether memory holds `code` at `rip`, which is in the page of this block. Call as [`holds`](Self::holds).
-    pub(crate) fn holds_beside(&self, rip: u64, code: &[u8]) -> bool {
+    /// Whether memory holds `code` at `lin`, which is in the page of this block. Call as [`holds`](Self::holds).
+    pub(crate) fn holds_beside(&self, lin: u64, code: &[u8]) -> bool {
         let Some(mut place) = self.first else {
             return false;
         };
         // SAFETY: as in `Cpu::holds`.
         let page = unsafe { place.page.as_mut() };
-        let (at, _) = Snapshot::split(rip);
+        let (at, _) = Snapshot::split(lin);
         page.copy(at, code.len()).is_ok() && page.has(at, code)
     }
 }
@@ -196,9 +196,10 @@ impl Cpu {
         }
     }
 
-    /// Makes sure that memory holds the lines of `page`, unless that takes a translation. Returns whether it does.
+    /// Makes sure that memory holds the lines of `page`, in which code at `rip` is, unless that takes a translation. Returns whether it does.
     #[cfg(feature = "jit")]
-    pub(crate) fn look_again(&mut self, page: &mut Snapshot, lin: u64) -> bool {
+    pub(crate) fn look_again(&mut self, page: &mut Snapshot, rip: u64) -> bool {
+        let lin = self.code_address(rip);
         page.generation == self.clock.generation()
             && self.look_at_snapshot(page, lin).is_ok()
             && page.stamp == self.clock.stamp

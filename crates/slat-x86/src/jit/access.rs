@@ -5,11 +5,10 @@ use super::Tier;
 use super::helpers::{self, OrStop};
 use super::translate::{TYPES, Translator};
 use crate::Cpu;
-use crate::op::{NONE, Op};
-use crate::state::Segment;
+use crate::op::Op;
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::{I32, I64};
+use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{InstBuilder, InstructionData, MemFlags, Opcode, TrapCode, Value};
 use iced_x86::Mnemonic;
 use std::mem::offset_of;
@@ -61,64 +60,6 @@ enum Near {
 }
 
 impl Translator<'_> {
-    /// Returns the offset of the memory operand in its segment.
-    pub(super) fn offset(&mut self, op: &Op) -> Value {
-        let mut sum = (op.base != NONE).then(|| self.get(op.base, 3));
-        if op.index != NONE {
-            let index = self.get(op.index, 3);
-            let index = match op.scale {
-                0 => index,
-                scale => self.b.ins().ishl_imm(index, i64::from(scale)),
-            };
-            sum = Some(match sum {
-                Some(base) => self.b.ins().iadd(base, index),
-                None => index,
-            });
-        }
-        // The displacement last: all of it is one address of the host's then.
-        let sum = match (sum, op.disp as i64) {
-            (Some(sum), disp) => self.moved(sum, disp),
-            (None, disp) => self.constant(disp),
-        };
-        match op.address_size {
-            4 => self.b.ins().band_imm(sum, 0xffff_ffff),
-            _ => sum,
-        }
-    }
-
-    /// Returns the linear address of the memory operand.
-    pub(super) fn lin(&mut self, op: &Op) -> Value {
-        let offset = self.offset(op);
-        let segment = match op.seg {
-            4 => offset_of!(Cpu, state.fs),
-            5 => offset_of!(Cpu, state.gs),
-            _ => return offset,
-        };
-        let base = self.field(I64, segment + offset_of!(Segment, base));
-        let lin = self.b.ins().iadd(base, offset);
-        if self.is_64() {
-            return lin;
-        }
-        self.check_limit(segment, offset);
-        self.b.ins().band_imm(lin, 0xffff_ffff)
-    }
-
-    /// Leaves the instruction to the interpreter if a segment may end before 4 GiB or before the operand at `offset` does, or is none.
-    fn check_limit(&mut self, segment: usize, offset: Value) {
-        let last = (1 << 32) - self.operand_bytes;
-        let is_beyond = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThan, offset, last);
-        self.interpret_if(is_beyond);
-        let limit = self.field(I32, segment + offset_of!(Segment, limit));
-        let is_short = self.b.ins().icmp_imm(IntCC::NotEqual, limit, 0xffff_ffff);
-        self.interpret_if(is_short);
-        let rights = self.field(I32, segment + offset_of!(Segment, rights));
-        // Present, and either code or a segment that does not expand down: it is enough that this bit is clear.
-        let wanted = i64::from(Segment::UNUSABLE | 1 << 7 | 1 << 2);
-        let rights = self.b.ins().band_imm(rights, wanted);
-        let is_strange = self.b.ins().icmp_imm(IntCC::NotEqual, rights, 1 << 7);
-        self.interpret_if(is_strange);
-    }
-
     /// Returns the host address of an access: from that of the last one if it is in the same page, or else from the TLB, or from a helper.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Value {
         self.prepare_stop();

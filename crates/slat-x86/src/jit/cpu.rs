@@ -4,7 +4,7 @@ use super::dispatch::dispatch;
 use super::helpers::Status;
 use super::{Client, Compile, Compiler, Done, Job, Region, Source, Step, Tier, Workshop, lock};
 use crate::Cpu;
-use crate::block::{Block, Key};
+use crate::block::Block;
 use crate::cpu::{ANY_PAGE, mode};
 use crate::heap::{self, OutOfMemory, Zeroed};
 use crate::machine::Exit;
@@ -72,8 +72,10 @@ pub(crate) struct Compiled {
     pub(super) why: Break,
     /// RIP as the instruction that ended with [`Break::Jump`] has set it.
     pub(super) rip: u64,
-    /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode.
+    /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode. See `tell_targets_apart`.
     pub(super) edition: u32,
+    /// CS's base for which there are targets of code with segments.
+    base: u64,
     pub(super) client: Option<Client>,
     /// RIP where the last run ended for its caller's attention: what runs at such a moment is hot.
     pub(crate) interrupted: Option<u64>,
@@ -100,6 +102,7 @@ impl Compiled {
             why: Break::Jump,
             rip: 0,
             edition: 1 << 8,
+            base: 0,
             client: None,
             interrupted: None,
             floats: 0,
@@ -202,7 +205,7 @@ impl Cpu {
         let Some(client) = &self.compiled.client else {
             return;
         };
-        if self.may_compile(block)
+        if block.is_current(self.clock.stamp)
             && block.asked.get() < Some(tier)
             && client.compiler.has_room(tier)
             && let Ok(source) = self.collect(block, tier)
@@ -235,12 +238,6 @@ impl Cpu {
         }
     }
 
-    /// Whether a block is good now, and of a mode that compiled code is for.
-    fn may_compile(&self, block: &Block) -> bool {
-        matches!(block.key.mode & mode::BITS, mode::BITS_64 | mode::FLAT_32)
-            && block.is_current(self.clock.stamp)
-    }
-
     /// Attaches code of a tier at least to a block, and to others, that was compiled for another CPU or before, if there is any and memory
     /// holds it. Returns whether there was. Call while no block is running.
     pub(crate) fn adopt(&mut self, block: NonNull<Block>, tier: Tier) -> bool {
@@ -249,10 +246,10 @@ impl Cpu {
         let Some(client) = &self.compiled.client else {
             return false;
         };
-        if !self.may_compile(block) {
+        if !block.is_current(self.clock.stamp) {
             return false;
         }
-        let known = client.compiler.known.at(block.key.rip, block.key.mode);
+        let known = client.compiler.known.at(&block.key);
         let is_good = |region: &Arc<Region>| region.tier >= tier && block.holds(region);
         let Some(region) = known.filter(is_good) else {
             return false;
@@ -267,11 +264,7 @@ impl Cpu {
         self.counters.regions += 1;
         let mut is_instead = false;
         for (code, (rip, _)) in region.entered() {
-            let key = Key {
-                lin: *rip,
-                rip: *rip,
-                mode: region.source.mode,
-            };
+            let key = region.source.key(*rip);
             let entrance = Entrance {
                 region: region.clone(),
                 code,
@@ -301,6 +294,12 @@ impl Cpu {
         let page = block.key.lin >> 12;
         let mut source = Source {
             mode: block.key.mode,
+            base: block.key.base(),
+            stack: match self.stack_mask() {
+                0xffff => 1,
+                0xffff_ffff => 2,
+                _ => 3,
+            },
             blocks: heap::vec(BLOCKS)?,
         };
         let mut bytes = 0;
@@ -311,14 +310,10 @@ impl Cpu {
         while let Some(&rip) = wanted.get(next) {
             next += 1;
             let known = source.blocks.iter().any(|(start, _)| *start == rip);
-            if known || source.blocks.len() >= BLOCKS || bytes >= BYTES || rip >> 12 != page {
+            let key = source.key(rip);
+            if known || source.blocks.len() >= BLOCKS || bytes >= BYTES || key.lin >> 12 != page {
                 continue;
             }
-            let key = Key {
-                rip,
-                lin: rip,
-                ..block.key
-            };
             let Some(found) = self.blocks.kept(&key) else {
                 continue;
             };
@@ -336,7 +331,7 @@ impl Cpu {
                 continue;
             }
             // A block that other blocks' code has run for a while is not current.
-            if !is_warm || !after.is_empty() || !block.holds_beside(rip, code) {
+            if !is_warm || !after.is_empty() || !block.holds_beside(key.lin, code) {
                 continue;
             }
             let width = mode::width(block.key.mode);
@@ -386,9 +381,19 @@ impl Cpu {
         Some(code)
     }
 
+    /// Has the targets be those of the CPU's mode and its code segment. A target has RIP only. In code with segments that is not enough, so
+    /// those of another base are forgotten; while regions run, neither changes.
+    fn tell_targets_apart(&mut self) {
+        if mode::has_segments(self.mode) && self.compiled.base != self.state.cs.base {
+            self.compiled.base = self.state.cs.base;
+            self.forget_targets();
+        }
+        self.compiled.edition = self.compiled.edition & !0xff | u32::from(self.mode);
+    }
+
     /// Runs the region of a block, and those to which it leads. It may free the block.
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
-        self.compiled.edition = self.compiled.edition & !0xff | u32::from(self.mode);
+        self.tell_targets_apart();
         // SAFETY: a block lives until all are freed, which happens in `find_block` only.
         let code = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
@@ -465,7 +470,7 @@ impl Cpu {
             }
             Status::After => {
                 self.counters.instructions += 1;
-                self.state.rip = step.rip.wrapping_add(step.op.len.into());
+                self.state.rip = self.next_rip(&step.op);
                 None
             }
             Status::Continue => None,

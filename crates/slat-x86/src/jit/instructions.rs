@@ -10,39 +10,40 @@ use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
+/// Whether an operand is a general register of this size.
+fn is_word(register: Register, size: u8) -> bool {
+    register.is_gpr() && register.size() == 1 << size
+}
+
 impl Translator<'_> {
     /// Translates a near branch; leaves before any other instruction that ends a block.
     pub(super) fn branch(&mut self, insn: &Instruction, op: &Op) {
         let next = insn.next_ip();
-        let code = insn.code();
-        let word = self.word;
+        let (code, size) = (insn.code(), op.size);
         if code.is_jcc_short_or_near() {
             let taken = self.condition(condition_number(insn.condition_code()));
             self.fork(taken, op.imm, next);
         } else if code.is_loop() || code.is_loopcc() || code.is_jcx_short() {
-            match op.address_size {
-                4 | 8 => self.branch_by_count(insn, op),
-                _ => self.leave_to_interpreter(),
-            }
+            self.branch_by_count(insn, op);
         } else if code.is_jmp_short_or_near() {
             self.goto(op.imm);
-        } else if op.size != word || op.address_size != 1 << word {
+        } else if !self.is_on_stack(size) || !self.translates_address(op) {
             self.leave_to_interpreter();
         } else if code.is_call_near() {
-            let back = self.immediate(word, next);
-            self.push(back);
+            let back = self.immediate(size, next);
+            self.push(size, back);
             self.goto(op.imm);
         } else if insn.mnemonic() == Mnemonic::Ret {
             self.ret(op);
         } else if code.is_jmp_near_indirect() {
-            let target = self.operand(op, 0, word);
+            let target = self.operand(op, 0, size);
             let target = self.target(target);
             self.leave_for(target);
         } else if code.is_call_near_indirect() {
-            let target = self.operand(op, 0, word);
+            let target = self.operand(op, 0, size);
             let target = self.target(target);
-            let back = self.immediate(word, next);
-            self.push(back);
+            let back = self.immediate(size, next);
+            self.push(size, back);
             self.leave_for(target);
         } else {
             self.leave_to_interpreter();
@@ -65,14 +66,17 @@ impl Translator<'_> {
 
     /// RET: in the path if it leads to where the CALL has come from.
     fn ret(&mut self, op: &Op) {
-        let rsp = self.stack(0);
-        let found = self.load(rsp, self.word);
+        let bytes = 1 << op.size;
+        let rsp = self.stack_at(0, bytes);
+        let found = self.load(rsp, op.size);
         let target = self.target(found);
-        self.move_stack((1 << self.word) + op.imm as i64);
-        let Some(back) = self.paths.back(self.now.node) else {
+        self.move_stack(bytes + op.imm as i64);
+        let back = self.paths.back(self.now.node);
+        // A RET of a smaller size leads elsewhere.
+        let Some(back) = back.filter(|back| *back <= u64::MAX >> (64 - 8 * bytes)) else {
             return self.leave_for(target);
         };
-        let expected = self.immediate(self.word, back);
+        let expected = self.immediate(op.size, back);
         let as_called = self.is_equal(found, expected);
         let (elsewhere, on) = (self.cold(), self.b.create_block());
         self.b.ins().brif(as_called, on, &[], elsewhere, &[]);
@@ -83,12 +87,14 @@ impl Translator<'_> {
         self.goto(back);
     }
 
-    /// LOOP, LOOPE, LOOPNE, JECXZ and JRCXZ, which leave the flags alone.
+    /// LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ, which leave the flags alone.
     fn branch_by_count(&mut self, insn: &Instruction, op: &Op) {
         let size = op.address_size.trailing_zeros() as u8;
         let count = self.get(1, size);
         let taken = match insn.mnemonic() {
-            Mnemonic::Jrcxz | Mnemonic::Jecxz => self.b.ins().icmp_imm(IntCC::Equal, count, 0),
+            Mnemonic::Jrcxz | Mnemonic::Jecxz | Mnemonic::Jcxz => {
+                self.b.ins().icmp_imm(IntCC::Equal, count, 0)
+            }
             mnemonic => {
                 let count = self.b.ins().iadd_imm(count, -1);
                 let more = self.b.ins().icmp_imm(IntCC::NotEqual, count, 0);
@@ -127,38 +133,6 @@ impl Translator<'_> {
         self.b.switch_to_block(bail);
         self.stop_for_interpreter();
         self.b.switch_to_block(fine);
-    }
-
-    /// Returns the address `by` bytes from where the stack pointer points.
-    fn stack(&mut self, by: i64) -> Value {
-        match self.is_64() {
-            true => {
-                let rsp = self.register(4);
-                self.moved(rsp, by)
-            }
-            false => {
-                let rsp = self.get(4, self.word);
-                let rsp = self.b.ins().iadd_imm(rsp, by);
-                self.wide(rsp)
-            }
-        }
-    }
-
-    fn move_stack(&mut self, by: i64) {
-        let rsp = self.stack(by);
-        self.set(4, 3, rsp);
-    }
-
-    fn push(&mut self, value: Value) {
-        let bytes = 1 << self.word;
-        let rsp = self.stack(-bytes);
-        self.store(rsp, self.word, value);
-        self.move_stack(-bytes);
-    }
-
-    /// Whether an operand is a general register as wide as words on the stack.
-    fn is_word(&self, register: Register) -> bool {
-        register.is_gpr() && register.size() == 1 << self.word
     }
 
     /// Translates an instruction that does not end the block. `None`, with nothing done: there is no translation.
@@ -202,28 +176,21 @@ impl Translator<'_> {
             Imul if insn.op_count() == 3 => self.sources::<alu::Imul>(op),
             Mul | Imul if size >= 2 => self.multiply_wide(op),
             Push => {
-                let sized = size == self.word;
-                let is_plain = [NONE, MEM].contains(&op.r[0]) || self.is_word(insn.op0_register());
-                if !sized || !is_plain {
+                let is_plain = [NONE, MEM].contains(&op.r[0]) || is_word(insn.op0_register(), size);
+                if !self.is_on_stack(size) || !is_plain {
                     return None;
                 }
                 let value = self.operand(op, 0, size);
-                self.push(value);
+                self.push(size, value);
             }
-            Pop if insn.op0_kind() == OpKind::Register && self.is_word(insn.op0_register()) => {
-                let rsp = self.stack(0);
-                let value = self.load(rsp, self.word);
-                self.move_stack(1 << self.word);
-                self.set(op.r[0], self.word, value);
+            Pop if is_word(insn.op0_register(), size) && self.is_on_stack(size) => {
+                let bytes = 1 << size;
+                let rsp = self.stack_at(0, bytes);
+                let value = self.load(rsp, size);
+                self.move_stack(bytes);
+                self.set(op.r[0], size, value);
             }
-            Leave if size == self.word => {
-                let rbp = self.get(5, size);
-                let rbp = self.wide(rbp);
-                let value = self.load(rbp, size);
-                self.set(4, 3, rbp);
-                self.move_stack(1 << size);
-                self.set(5, size, value);
-            }
+            Leave if self.is_on_stack(size) => self.leave_frame(size),
             Cbw | Cwde | Cdqe => self.sources::<moves::Extend>(op),
             Cwd | Cdq | Cqo => self.sources::<moves::Spread>(op),
             Xchg => self.exchange(op),

@@ -1,15 +1,15 @@
 //! The compiled code of all CPUs, by address: what one CPU has had compiled, the others need not.
 //!
-//! Regions belong to the blocks they are attached to, here they are only remembered. Code found here is that of an address and a mode,
+//! Regions belong to the blocks they are attached to, here they are only remembered. Code found here is that of a block's key,
 //! nothing more: who takes it compares it with memory first, like all code ([`Cpu::adopt`](crate::Cpu)).
 
 use super::{Region, lock};
+use crate::block::Key;
 use crate::hash::Seeded;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 
-/// Addresses of blocks, and their modes.
-type Entries = HashMap<(u64, u8), Weak<Region>, Seeded>;
+type Entries = HashMap<Key, Weak<Region>, Seeded>;
 
 /// Regions by the blocks at which they can be entered: the newest one of each, or a better one of the same code.
 pub(super) struct Known(Mutex<Entries>);
@@ -32,7 +32,7 @@ impl Known {
             }
         }
         for (_, block) in region.entered() {
-            let entry = entries.entry((block.0, region.source.mode));
+            let entry = entries.entry(region.source.key(block.0));
             let entry = entry.or_default();
             let is_better = |known: Arc<Region>| {
                 known.tier > region.tier && known.source.blocks.contains(block)
@@ -43,8 +43,8 @@ impl Known {
         }
     }
 
-    /// Returns the region that can be entered at `rip` in a mode.
-    pub(super) fn at(&self, rip: u64, mode: u8) -> Option<Arc<Region>> {
-        lock(&self.0).get(&(rip, mode))?.upgrade()
+    /// Returns the region that can be entered at a block with this key.
+    pub(super) fn at(&self, key: &Key) -> Option<Arc<Region>> {
+        lock(&self.0).get(key)?.upgrade()
     }
 }

@@ -17,6 +17,11 @@
 //! version covers it (`code_pages`). A region stores to no page with decoded code, it leaves that to the interpreter; so it cannot
 //! change itself.
 //!
+//! Code with segments, which is that of 16 bits and that of 32 bits whose segments are not flat, is known by its linear address and by RIP, as
+//! blocks are. A region is for one base of CS ([`Source::base`]): its addresses of code are constants, and one page has all of it. It reads
+//! the other segments when it runs (`address`). It can only continue in a region with the same base: whatever loads CS ends a
+//! run of regions, and a run with another base than the last one forgets where regions continue (`Cpu::tell_targets_apart`).
+//!
 //! | file | idea |
 //! |---|---|
 //! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
@@ -31,6 +36,7 @@
 //! | `float` | those with floating point |
 //! | `baseline` | from that language to machine code, in one pass |
 //! | `stub` | all other vector instructions, by the interpreter's stubs |
+//! | `address` | linear addresses: segments, the stack pointer |
 //! | `access` | accesses to guest memory |
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
@@ -47,6 +53,7 @@
 //! `attention` each time.
 
 mod access;
+mod address;
 mod baseline;
 mod bits;
 mod compute;
@@ -68,6 +75,7 @@ mod values;
 mod vector;
 mod window;
 
+use crate::block::Key;
 use crate::heap::OutOfMemory;
 use crate::op::Op;
 pub(crate) use cpu::{Compiled, Entrance, Targets, WARM};
@@ -99,8 +107,24 @@ pub enum Tier {
 #[derive(PartialEq, Eq)]
 struct Source {
     mode: u8,
+    /// The distance of linear addresses from those of code: CS's base outside 64-bit mode.
+    base: u64,
+    /// The operand size of the stack pointer.
+    stack: u8,
     /// Addresses and bytes. The region is entered at the first one or others, by their indices.
     blocks: Vec<(u64, Vec<u8>)>,
+}
+
+impl Source {
+    /// Returns the key of the block at `rip`.
+    fn key(&self, rip: u64) -> Key {
+        Key::new(self.base, rip, self.mode)
+    }
+
+    /// Returns the key of the first block.
+    fn first(&self) -> Option<Key> {
+        self.blocks.first().map(|(rip, _)| self.key(*rip))
+    }
 }
 
 /// The code of a region, for profilers.
@@ -224,12 +248,10 @@ impl Region {
         }
     }
 
-    /// Returns the code that was compiled: addresses and bytes.
+    /// Returns the code that was compiled: linear addresses and bytes.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.source
-            .blocks
-            .iter()
-            .map(|(rip, bytes)| (*rip, &**bytes))
+        let blocks = self.source.blocks.iter();
+        blocks.map(|(rip, bytes)| (self.source.key(*rip).lin, &**bytes))
     }
 
     /// Returns the address and the bytes of each block that can be entered, and where.
@@ -375,8 +397,8 @@ impl Compiler {
 
     fn finish(&self, job: Job, workshop: &mut Workshop) {
         // Another CPU may have had the same compiled while this waited.
-        let known = (job.source.blocks.first())
-            .and_then(|(rip, _)| self.known.at(*rip, job.source.mode))
+        let known = (job.source.first())
+            .and_then(|key| self.known.at(&key))
             .filter(|known| known.source == job.source && known.tier >= job.tier);
         let region = match known {
             Some(known) => Ok(known),
@@ -543,6 +565,8 @@ mod tests {
         // inc eax; jmp to the next
         Source {
             mode: 2,
+            base: 0,
+            stack: 3,
             blocks: vec![(rip, b"\xff\xc0\xeb\x00".to_vec())],
         }
     }

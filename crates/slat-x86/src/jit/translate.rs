@@ -18,6 +18,7 @@
 //! registers.
 
 use super::access::LastAccess;
+use super::address::PlainSegment;
 use super::condition::Flags;
 use super::cpu::{SET_BITS, SETS, set_of};
 use super::entries;
@@ -29,7 +30,7 @@ use super::window::{BASE, from_base};
 use super::{Source, Step, Tier};
 use crate::Cpu;
 use crate::cpu::mode;
-use crate::op::MEM;
+use crate::op::{MEM, Op};
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
     AbiParam, Block, BlockArg, BlockCall, InstBuilder, JumpTableData, MemFlags, SigRef, Signature,
@@ -115,6 +116,8 @@ pub(super) struct Now {
     /// Whether the host has the guest's MXCSR here.
     pub(super) has_floats: bool,
     pub(super) last_access: Option<LastAccess>,
+    /// The segment registers that were found plain, by number.
+    pub(super) segments: [Option<PlainSegment>; 6],
 }
 
 impl Now {
@@ -134,6 +137,7 @@ impl Now {
             are_flags_recorded: true,
             has_floats: false,
             last_access: None,
+            segments: [None; 6],
         }
     }
 }
@@ -161,8 +165,10 @@ pub(super) struct Translator<'a> {
     pub(super) tier: Tier,
     /// Bytes of the current instruction's memory operand.
     pub(super) operand_bytes: i64,
-    /// The operand size of addresses and of words on the stack.
-    pub(super) word: u8,
+    /// The operand size of the stack pointer.
+    pub(super) stack: u8,
+    /// Whether offsets in ES, CS, SS and DS are not linear addresses.
+    pub(super) has_segments: bool,
 }
 
 impl<'a> Translator<'a> {
@@ -203,10 +209,8 @@ impl<'a> Translator<'a> {
             turn: None,
             mode: source.mode,
             tier,
-            word: match source.mode & mode::BITS {
-                mode::BITS_64 => 3,
-                _ => 2,
-            },
+            stack: source.stack,
+            has_segments: mode::has_segments(source.mode),
             operand_bytes: 0,
         };
         translator.enter(index, source);
@@ -441,6 +445,7 @@ impl<'a> Translator<'a> {
 
     /// Continues at `rip`, after the current instruction: in the path or the region if it has a block there, else leaves.
     pub(super) fn goto(&mut self, rip: u64) {
+        let rip = self.wrapped(rip);
         let next = self.paths.next(self.now.node, rip);
         let head = self.heads.get(&rip).copied();
         if rip <= self.now.head && (next.is_some() || head.is_some()) {
@@ -574,8 +579,7 @@ impl<'a> Translator<'a> {
             self.branch(insn, op);
             return true;
         }
-        let translated = (op.address_size == 1 << self.word || !op.r.contains(&MEM))
-            && self.inline(insn, op).is_some();
+        let translated = self.translates_address(op) && self.inline(insn, op).is_some();
         if !translated {
             self.handler(insn);
         }
@@ -604,7 +608,20 @@ impl<'a> Translator<'a> {
         self.forget_vectors();
     }
 
+    /// Whether the memory operand, if there is one, has an address that is translated.
+    pub(super) fn translates_address(&self, op: &Op) -> bool {
+        !self.is_64() || op.address_size == 8 || !op.r.contains(&MEM)
+    }
+
+    /// Returns an address of code as RIP has it after an instruction.
+    fn wrapped(&self, rip: u64) -> u64 {
+        match self.is_64() {
+            true => rip,
+            false => rip & 0xffff_ffff,
+        }
+    }
+
     pub(super) fn is_64(&self) -> bool {
-        self.word == 3
+        self.stack == 3
     }
 }

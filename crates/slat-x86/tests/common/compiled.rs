@@ -18,16 +18,26 @@ pub fn compile(cpu: &mut Cpu) {
     let _ = cpu;
 }
 
-/// Has `cpu` compile all code before it runs.
+/// Has `cpu` compile all code before it runs, by the tier that the environment names.
 #[cfg(feature = "jit")]
 pub fn always(cpu: &mut Cpu) {
-    // There can be one only in a process.
-    static COMPILER: OnceLock<Arc<Compiler>> = OnceLock::new();
-    let compiler = COMPILER.get_or_init(|| Compiler::try_new().unwrap());
     let tier = match std::env::var("SLAT_TEST_COMPILED").as_deref() {
         Ok("baseline") => Tier::Baseline,
         _ => Tier::Full,
     };
-    let compile = Compile::AtOnce(tier);
-    cpu.set_compiler(compiler.clone(), compile).unwrap();
+    by(cpu, tier);
+}
+
+/// Has `cpu` compile all code before it runs, by a tier.
+#[cfg(feature = "jit")]
+pub fn by(cpu: &mut Cpu, tier: Tier) {
+    cpu.set_compiler(compiler(), Compile::AtOnce(tier)).unwrap();
+}
+
+/// Returns the compiler of the process, which can have one only.
+#[cfg(feature = "jit")]
+pub fn compiler() -> Arc<Compiler> {
+    static COMPILER: OnceLock<Arc<Compiler>> = OnceLock::new();
+    let compiler = COMPILER.get_or_init(|| Compiler::try_new().unwrap());
+    compiler.clone()
 }

@@ -1,0 +1,171 @@
+//! Linear addresses of memory operands and of the stack.
+//!
+//! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code an access takes base and
+//! limit from the segment register, once in a path: what loads one ends the block. So a region depends on no segment's base or limit. What is not plain is the interpreter's, which raises the fault if there
+//! is one: an operand that ends beyond the limit, a segment that expands down or is none, a stack pointer of another width than the
+//! region is for (`Source::stack`).
+
+use super::translate::Translator;
+use crate::Cpu;
+use crate::op::{NONE, Op};
+use crate::state::Segment;
+use cranelift_codegen::ir::condcodes::IntCC;
+use cranelift_codegen::ir::types::{I32, I64};
+use cranelift_codegen::ir::{InstBuilder, Value};
+use std::mem::offset_of;
+
+/// The number of SS.
+const SS: u8 = 2;
+/// D/B in [`Segment::rights`]: the stack pointer has 32 bits.
+const BIG: i64 = 1 << 14;
+
+/// A segment that was found plain.
+#[derive(Clone, Copy)]
+pub(super) struct PlainSegment {
+    base: Value,
+    limit: Value,
+}
+
+/// Returns where the CPU has a segment register.
+fn segment_offset(segment: u8) -> usize {
+    match segment {
+        0 => offset_of!(Cpu, state.es),
+        1 => offset_of!(Cpu, state.cs),
+        SS => offset_of!(Cpu, state.ss),
+        3 => offset_of!(Cpu, state.ds),
+        4 => offset_of!(Cpu, state.fs),
+        _ => offset_of!(Cpu, state.gs),
+    }
+}
+
+impl Translator<'_> {
+    /// Returns the offset of the memory operand in its segment.
+    pub(super) fn offset(&mut self, op: &Op) -> Value {
+        let mut sum = (op.base != NONE).then(|| self.get(op.base, 3));
+        if op.index != NONE {
+            let index = self.get(op.index, 3);
+            let index = match op.scale {
+                0 => index,
+                scale => self.b.ins().ishl_imm(index, i64::from(scale)),
+            };
+            sum = Some(match sum {
+                Some(base) => self.b.ins().iadd(base, index),
+                None => index,
+            });
+        }
+        let mask = match op.address_size {
+            2 => 0xffff,
+            4 => 0xffff_ffff,
+            _ => -1,
+        };
+        // The displacement last: all of it is one address of the host's then.
+        match (sum, op.disp as i64) {
+            (None, disp) => self.constant(disp & mask),
+            (Some(sum), disp) => {
+                let sum = self.moved(sum, disp);
+                match mask {
+                    -1 => sum,
+                    mask => self.b.ins().band_imm(sum, mask),
+                }
+            }
+        }
+    }
+
+    /// Returns the linear address of the memory operand.
+    pub(super) fn lin(&mut self, op: &Op) -> Value {
+        let offset = self.offset(op);
+        self.segmented(op.seg, offset, self.operand_bytes)
+    }
+
+    /// Returns the linear address of `bytes` bytes at an offset in a segment. Leaves the instruction to the interpreter if the segment is not
+    /// plain, or ends before they do.
+    fn segmented(&mut self, segment: u8, offset: Value, bytes: i64) -> Value {
+        if !self.has_segments && segment < 4 {
+            return offset;
+        }
+        if self.is_64() {
+            let base = self.field(I64, segment_offset(segment) + offset_of!(Segment, base));
+            return self.b.ins().iadd(base, offset);
+        }
+        let PlainSegment { base, limit } = self.plain_segment(segment);
+        let last = self.moved(offset, bytes - 1);
+        let is_beyond = (self.b.ins()).icmp(IntCC::UnsignedGreaterThan, last, limit);
+        self.interpret_if(is_beyond);
+        let lin = self.b.ins().iadd(base, offset);
+        self.b.ins().band_imm(lin, 0xffff_ffff)
+    }
+
+    /// Returns a segment register outside 64-bit mode. Leaves the instruction to the interpreter if that is not plain.
+    fn plain_segment(&mut self, segment: u8) -> PlainSegment {
+        if let Some(known) = self.now.segments[usize::from(segment)] {
+            return known;
+        }
+        let at = segment_offset(segment);
+        let rights = self.field(I32, at + offset_of!(Segment, rights));
+        // Either code or a segment that does not expand down: it is enough that this bit is clear.
+        let looked_at = i64::from(Segment::UNUSABLE) | 1 << 2;
+        let (looked_at, wanted) = match segment {
+            SS => (looked_at | BIG, if self.stack == 2 { BIG } else { 0 }),
+            _ => (looked_at, 0),
+        };
+        let rights = self.b.ins().band_imm(rights, looked_at);
+        let is_strange = self.b.ins().icmp_imm(IntCC::NotEqual, rights, wanted);
+        self.interpret_if(is_strange);
+        let base = self.field(I64, at + offset_of!(Segment, base));
+        let limit = self.field(I32, at + offset_of!(Segment, limit));
+        let limit = self.wide(limit);
+        let found = PlainSegment { base, limit };
+        self.now.segments[usize::from(segment)] = Some(found);
+        found
+    }
+
+    /// Returns the offset in SS that is `by` bytes from where the stack pointer points.
+    fn stack_offset(&mut self, by: i64) -> Value {
+        let sp = self.get(4, self.stack);
+        match self.is_64() {
+            true => self.moved(sp, by),
+            false => {
+                let sp = self.b.ins().iadd_imm(sp, by);
+                self.wide(sp)
+            }
+        }
+    }
+
+    /// Returns the linear address of `bytes` bytes, `by` bytes from where the stack pointer points.
+    pub(super) fn stack_at(&mut self, by: i64, bytes: i64) -> Value {
+        let offset = self.stack_offset(by);
+        self.segmented(SS, offset, bytes)
+    }
+
+    /// Moves the stack pointer. Call after [`stack_at`](Self::stack_at), which has found that it has the region's width.
+    pub(super) fn move_stack(&mut self, by: i64) {
+        let sp = self.stack_offset(by);
+        self.set(4, self.stack, sp);
+    }
+
+    /// LEAVE: reads the word that the frame pointer points to, and moves the stack pointer after it.
+    pub(super) fn leave_frame(&mut self, size: u8) {
+        let frame = self.get(5, self.stack);
+        let frame = self.wide(frame);
+        let lin = self.segmented(SS, frame, 1 << size);
+        let value = self.load(lin, size);
+        self.set(4, self.stack, frame);
+        self.move_stack(1 << size);
+        self.set(5, size, value);
+    }
+
+    pub(super) fn push(&mut self, size: u8, value: Value) {
+        let bytes = 1 << size;
+        let lin = self.stack_at(-bytes, bytes);
+        self.store(lin, size, value);
+        self.move_stack(-bytes);
+    }
+
+    /// Whether words of this operand size are pushed and popped by code that is translated.
+    pub(super) fn is_on_stack(&self, size: u8) -> bool {
+        match self.is_64() {
+            true => size == 3,
+            false => matches!(size, 1 | 2),
+        }
+    }
+}
