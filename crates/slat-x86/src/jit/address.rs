@@ -60,9 +60,12 @@ impl Translator<'_> {
         };
         // The displacement last: all of it is one address of the host's then.
         match (sum, op.disp as i64) {
-            (None, disp) => self.constant(disp & mask),
-            (Some(sum), disp) => {
-                let sum = self.moved(sum, disp);
+            (None, disp) if !self.is_relative => self.constant(disp & mask),
+            (sum, disp) => {
+                let sum = match sum {
+                    Some(sum) => self.moved(sum, disp),
+                    None => self.address(disp),
+                };
                 match mask {
                     -1 => sum,
                     mask => self.b.ins().band_imm(sum, mask),

@@ -2,7 +2,10 @@
 
 use super::dispatch::dispatch;
 use super::helpers::Status;
-use super::{Client, Compile, Compiler, Done, Job, Region, Source, Step, Tier, Workshop, lock};
+use super::{
+    Client, Compile, Compiler, Done, Job, Region, Source, Step, Tier, Workshop, is_movable, lock,
+    page_of,
+};
 use crate::Cpu;
 use crate::block::Block;
 use crate::cpu::{ANY_PAGE, mode};
@@ -36,7 +39,7 @@ pub(super) const SETS: usize = 4096;
 pub(super) const SET_BITS: u32 = size_of::<[Target; 2]>().trailing_zeros();
 pub(super) const SETS_BYTES: u64 = (SETS as u64) << SET_BITS;
 
-/// Returns the index of the set that targets with this address are in. The translator has it for addresses that it does not know.
+/// Returns the index of the set where a target with this address is looked for first.
 pub(super) fn set_of(rip: u64) -> usize {
     (rip ^ rip >> 12) as usize & (SETS - 1)
 }
@@ -74,6 +77,8 @@ pub(crate) struct Compiled {
     pub(super) rip: u64,
     /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode. See `tell_targets_apart`.
     pub(super) edition: u32,
+    /// The target that a region looked at last of those in its set, none of which was the right one.
+    pub(super) wanted: *const Target,
     /// CS's base for which there are targets of code with segments.
     base: u64,
     pub(super) client: Option<Client>,
@@ -102,6 +107,7 @@ impl Compiled {
             why: Break::Jump,
             rip: 0,
             edition: 1 << 8,
+            wanted: ptr::null(),
             base: 0,
             client: None,
             interrupted: None,
@@ -215,6 +221,7 @@ impl Cpu {
                 source,
                 tier,
                 client: client.number,
+                page: page_of(block.key.rip, is_movable(block.key.mode, tier)),
             };
             match client.compile {
                 Compile::Hot => client.compiler.jobs[tier as usize].add(job),
@@ -233,8 +240,8 @@ impl Cpu {
             // Hot code is compiled anew, what is hot no more is forgotten.
             return self.forget_blocks();
         }
-        for region in done.regions {
-            self.install(&region);
+        for (region, page) in done.regions {
+            self.install(&region, page);
         }
     }
 
@@ -249,22 +256,30 @@ impl Cpu {
         if !block.is_current(self.clock.stamp) {
             return false;
         }
-        let known = client.compiler.known.at(&block.key);
-        let is_good = |region: &Arc<Region>| region.tier >= tier && block.holds(region);
-        let Some(region) = known.filter(is_good) else {
+        let (key, bytes) = (&block.key, block.parts().0);
+        // Cranelift's first.
+        let good = [Tier::Full, Tier::Baseline]
+            .into_iter()
+            .find_map(|made_by| {
+                let page = page_of(key.rip, is_movable(key.mode, made_by));
+                let place = key.rip.wrapping_sub(page);
+                let region = (client.compiler.known).at(key.mode, key.base(), place, bytes)?;
+                (region.tier >= tier && block.holds(&region)).then_some((region, page))
+            });
+        let Some((region, page)) = good else {
             return false;
         };
         self.counters.regions_shared += 1;
-        self.install(&region);
+        self.install(&region, page);
         true
     }
 
-    /// Attaches compiled code to its blocks.
-    fn install(&mut self, region: &Arc<Region>) {
+    /// Attaches compiled code to its blocks in a page.
+    fn install(&mut self, region: &Arc<Region>, page: u64) {
         self.counters.regions += 1;
         let mut is_instead = false;
-        for (code, (rip, _)) in region.entered() {
-            let key = region.source.key(*rip);
+        for (code, (place, _)) in region.entered() {
+            let key = region.source.key(page, *place);
             let entrance = Entrance {
                 region: region.clone(),
                 code,
@@ -291,8 +306,10 @@ impl Cpu {
 
     /// Collects a region: `block`, and the kept blocks of its page that follow.
     fn collect(&self, block: &Block, tier: Tier) -> Result<Source, OutOfMemory> {
-        let page = block.key.lin >> 12;
+        let is_movable = is_movable(block.key.mode, tier);
+        let page = page_of(block.key.rip, is_movable);
         let mut source = Source {
+            is_movable,
             mode: block.key.mode,
             base: block.key.base(),
             stack: match self.stack_mask() {
@@ -309,18 +326,22 @@ impl Cpu {
         let mut next = 0;
         while let Some(&rip) = wanted.get(next) {
             next += 1;
-            let known = source.blocks.iter().any(|(start, _)| *start == rip);
-            let key = source.key(rip);
-            if known || source.blocks.len() >= BLOCKS || bytes >= BYTES || key.lin >> 12 != page {
+            let place = rip.wrapping_sub(page);
+            let known = source.blocks.iter().any(|(start, _)| *start == place);
+            let key = source.key(page, place);
+            let is_there = key.lin >> 12 == block.key.lin >> 12;
+            if known || source.blocks.len() >= BLOCKS || bytes >= BYTES || !is_there {
                 continue;
             }
             let Some(found) = self.blocks.kept(&key) else {
                 continue;
             };
             let (code, after) = found.parts();
-            // A block that has hardly run is left out: it would make the region larger, and save nothing.
+            // A block that has hardly run is left out: it would make the region larger, and save nothing. One that has found its code known has
+            // never been interpreted.
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
+                || found.entrance.is_some()
                 || self.compiles_at_once();
             // A block that a region has is entered there. Else a boot had each compiled twice.
             let is_known = tier == Tier::Baseline
@@ -342,7 +363,7 @@ impl Cpu {
             }
             let mut copy = heap::vec(code.len())?;
             copy.extend_from_slice(code);
-            source.blocks.push((rip, copy));
+            source.blocks.push((place, copy));
             bytes += code.len();
             // Another tier's region can be entered at each of its blocks.
             if tier == Tier::Baseline || rip == block.key.rip {
@@ -368,7 +389,12 @@ impl Cpu {
         let code = block.entrance.as_ref()?.code;
         let page = block.first.as_ref()?.page.as_ptr();
         let rip = block.key.rip;
-        let [newer, older] = &mut self.fixed.targets.0[set_of(rip)];
+        let wanted = std::mem::replace(&mut self.compiled.wanted, ptr::null());
+        let set = match wanted.is_null() {
+            true => set_of(rip),
+            false => (wanted as usize - self.compiled.targets as usize) >> SET_BITS,
+        };
+        let [newer, older] = &mut self.fixed.targets.0[set];
         if newer.rip != rip {
             *older = *newer;
         }
@@ -410,7 +436,7 @@ impl Cpu {
         });
         let stopped = (status != Status::Continue).then(|| {
             // SAFETY: a step of a region that a block has still.
-            let step = unsafe { *self.compiled.step };
+            let step = unsafe { *self.compiled.step }.at(self.state.rip);
             self.state.rip = step.rip;
             self.compiled.instructions += u64::from(step.before);
             step

@@ -1,7 +1,10 @@
 //! How compiled code is entered, and how a region continues in another one.
 //!
-//! A region that leaves for RIP returns where a [`Target`] for it would be: the distance from the first one. That of most of them is known when
-//! the region is compiled, so the host loads the target while the region still runs. What else ends a region is above those.
+//! A region that leaves for RIP returns the set in which its [`Target`] is looked for: the distance from the first one. Code that leaves
+//! for one place always has the same set, known when it is compiled, so the host loads the target while the region still runs. It is
+//! the set of the address ([`set_of`](super::cpu::set_of)) as that was when the region was compiled: which one it is does not matter
+//! as long as the target is put where it was looked for ([`Compiled::wanted`](super::cpu::Compiled)). Code that leaves for an address
+//! which it computes computes the set, too. What else ends a region is above all sets.
 //!
 //! Regions are called and return, although they could jump from one to the next. That was tried, with one frame for all of them: a boot
 //! took a tenth more time, and calls in a loop two thirds, because a host foresees where a return leads, but not all those jumps.
@@ -53,12 +56,12 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "je 4f",
         "add rax, {size}",
         "cmp rcx, [rax + {target_rip}]",
-        "jne 5f",
+        "jne 9f",
         // Is it good?
         "4:",
         "mov esi, [r15 + {cpu_edition}]",
         "cmp esi, [rax + {edition}]",
-        "jne 5f",
+        "jne 9f",
         "mov rsi, [rax + {page}]",
         "mov rsi, [rsi + {stamp}]",
         "cmp rsi, [r15 + {cpu_stamp}]",
@@ -82,6 +85,10 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "test al, al",
         "mov rax, rbx",
         "jnz 7b",
+        "jmp 5f",
+        // It will be put where it was looked for.
+        "9:",
+        "mov [r15 + {wanted}], rax",
         "5:",
         "xor eax, eax",
         "3:",
@@ -97,6 +104,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         attention = const from_base(offset_of!(Cpu, compiled.attention)),
         rip = const from_base(offset_of!(Cpu, state.rip)),
         sets = const SETS_BYTES,
+        wanted = const from_base(offset_of!(Cpu, compiled.wanted)),
         targets = const from_base(offset_of!(Cpu, compiled.targets)),
         size = const size_of::<Target>(),
         target_rip = const offset_of!(Target, rip),

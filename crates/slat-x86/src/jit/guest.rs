@@ -36,6 +36,11 @@ pub(super) fn decode(source: &Source) -> Vec<Vec<Guest>> {
             let step = Step {
                 rip: insn.ip(),
                 op: lowered[0],
+                is_movable: source.is_movable,
+                moves_displacement: source.is_movable && insn.is_ip_rel_memory_operand(),
+                moves_immediate: source.is_movable
+                    && insn.op_count() > 0
+                    && is_near_branch(insn.op0_kind()),
                 bytes,
                 before: block.len() as u8,
             };
@@ -44,6 +49,13 @@ pub(super) fn decode(source: &Source) -> Vec<Vec<Guest>> {
         blocks.push(block);
     }
     blocks
+}
+
+fn is_near_branch(kind: OpKind) -> bool {
+    matches!(
+        kind,
+        OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64
+    )
 }
 
 /// Returns the general registers that an instruction uses, by number, and whether it may write them.

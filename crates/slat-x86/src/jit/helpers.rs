@@ -203,15 +203,24 @@ or_stop! {
 
 /// Has the interpreter execute `step`.
 pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
-    let op = &step.op;
-    cpu.block_rip = step.rip;
+    let rip = cpu.state.rip;
+    let moved;
+    let op = match step.moves_displacement {
+        true => {
+            moved = step.at(rip);
+            &moved.op
+        }
+        false => &step.op,
+    };
+    cpu.block_rip = step.rip_at(rip);
     cpu.stop = false;
     match cpu.outside_floats(|cpu| (op.handler)(cpu, op)) {
         Ok(()) if cpu.stop || cpu.slow => Status::After as u64,
         Ok(()) => 0,
         Err(why) => {
             let why = cpu.outside_floats(|cpu| cpu.finish_fetched(op, why));
-            cpu.compiled.rip = cpu.state.rip;
+            // RIP stays in the region's page until that is left.
+            cpu.compiled.rip = std::mem::replace(&mut cpu.state.rip, rip);
             failed(cpu, why)
         }
     }

@@ -30,7 +30,8 @@ impl Translator<'_> {
         } else if !self.is_on_stack(size) || !self.translates_address(op) {
             self.leave_to_interpreter();
         } else if code.is_call_near() {
-            let back = self.immediate(size, next);
+            let back = self.address(next as i64);
+            let back = self.narrow(back, size);
             self.push(size, back);
             self.goto(op.imm);
         } else if insn.mnemonic() == Mnemonic::Ret {
@@ -42,7 +43,8 @@ impl Translator<'_> {
         } else if code.is_call_near_indirect() {
             let target = self.operand(op, 0, size);
             let target = self.target(target);
-            let back = self.immediate(size, next);
+            let back = self.address(next as i64);
+            let back = self.narrow(back, size);
             self.push(size, back);
             self.leave_for(target);
         } else {
@@ -76,7 +78,8 @@ impl Translator<'_> {
         let Some(back) = back.filter(|back| *back <= u64::MAX >> (64 - 8 * bytes)) else {
             return self.leave_for(target);
         };
-        let expected = self.immediate(op.size, back);
+        let expected = self.address(back as i64);
+        let expected = self.narrow(expected, op.size);
         let as_called = self.is_equal(found, expected);
         let (elsewhere, on) = (self.cold(), self.b.create_block());
         self.b.ins().brif(as_called, on, &[], elsewhere, &[]);

@@ -1,50 +1,69 @@
-//! The compiled code of all CPUs, by address: what one CPU has had compiled, the others need not.
+//! The compiled code of all CPUs, by content: what was compiled once is not compiled again, for another CPU, for another process that runs
+//! the same program, or for one that has it at another address.
 //!
-//! Regions belong to the blocks they are attached to, here they are only remembered. Code found here is that of a block's key,
-//! nothing more: who takes it compares it with memory first, like all code ([`Cpu::adopt`](crate::Cpu)).
+//! Code found here begins like the block that is asked for, nothing more: who takes it compares all of it with memory first, like all code
+//! ([`Cpu::adopt`](crate::Cpu)). Regions that no block has any more are kept, until there is no room for new ones.
 
-use super::{Region, lock};
-use crate::block::Key;
+use super::{Region, Source, lock};
 use crate::hash::Seeded;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, Weak};
+use std::hash::BuildHasher;
+use std::sync::{Arc, Mutex};
 
-type Entries = HashMap<Key, Weak<Region>, Seeded>;
+/// By the hash of what a block is.
+type Entries = HashMap<u64, Arc<Region>, Seeded>;
 
 /// Regions by the blocks at which they can be entered: the newest one of each, or a better one of the same code.
-pub(super) struct Known(Mutex<Entries>);
+pub(super) struct Known {
+    entries: Mutex<Entries>,
+    hasher: Seeded,
+}
 
 impl Known {
     pub(super) fn new() -> Self {
-        Known(Mutex::new(HashMap::with_hasher(Seeded::new())))
+        Self {
+            entries: Mutex::new(HashMap::with_hasher(Seeded::new())),
+            hasher: Seeded::new(),
+        }
+    }
+
+    /// Returns the hash of a block.
+    fn hash(&self, mode: u8, base: u64, place: u64, bytes: &[u8]) -> u64 {
+        let words = bytes.chunks(8).map(|chunk| {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            u64::from_le_bytes(word)
+        });
+        let start = self.hasher.hash_one((mode, base, place));
+        words.fold(start, |hash, word| self.hasher.hash_one((hash, word)))
     }
 
     /// Remembers a region. It is compiled again for others if there is no memory for that.
     pub(super) fn add(&self, region: &Arc<Region>) {
-        let mut entries = lock(&self.0);
-        let blocks = region.entered().count();
-        if entries.capacity() - entries.len() < blocks {
-            entries.retain(|_, known| known.strong_count() > 0);
-            // Room for twice as many, so that this is rare.
-            let more = entries.len() + blocks;
-            if entries.try_reserve(more).is_err() {
-                return;
-            }
+        let mut entries = lock(&self.entries);
+        if entries.try_reserve(region.source.blocks.len()).is_err() {
+            return;
         }
         for (_, block) in region.entered() {
-            let entry = entries.entry(region.source.key(block.0));
-            let entry = entry.or_default();
-            let is_better = |known: Arc<Region>| {
+            let Source { mode, base, .. } = region.source;
+            let hash = self.hash(mode, base, block.0, &block.1);
+            let is_better = |known: &Arc<Region>| {
                 known.tier > region.tier && known.source.blocks.contains(block)
             };
-            if !entry.upgrade().is_some_and(is_better) {
-                *entry = Arc::downgrade(region);
+            if !entries.get(&hash).is_some_and(is_better) {
+                entries.insert(hash, region.clone());
             }
         }
     }
 
-    /// Returns the region that can be entered at a block with this key.
-    pub(super) fn at(&self, key: &Key) -> Option<Arc<Region>> {
-        lock(&self.0).get(key)?.upgrade()
+    /// Returns the region that can be entered at a block with this mode, base of code, place and bytes.
+    pub(super) fn at(&self, mode: u8, base: u64, place: u64, bytes: &[u8]) -> Option<Arc<Region>> {
+        let hash = self.hash(mode, base, place, bytes);
+        lock(&self.entries).get(&hash).cloned()
+    }
+
+    /// Forgets all regions. Those that blocks have stay alive.
+    pub(super) fn clear(&self) {
+        lock(&self.entries).clear();
     }
 }

@@ -47,7 +47,7 @@
 //! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering regions, and from one to the next |
 //!
-//! While a region runs, R15 leads to the [`Cpu`]; the registers are its variables. It is left between two instructions
+//! While a region runs, R15 leads to the [`Cpu`]; the registers are its variables, and RIP is in the region's page. It is left between two instructions
 //! always, with all state written back, so faults are as precise as the interpreter's. Then it continues in the region at the new RIP
 //! directly if it finds that in [`Targets`], as code that is good now. Loops, and regions that continue in another one, look at
 //! `attention` each time.
@@ -76,6 +76,7 @@ mod vector;
 mod window;
 
 use crate::block::Key;
+use crate::cpu::mode;
 use crate::heap::OutOfMemory;
 use crate::op::Op;
 pub(crate) use cpu::{Compiled, Entrance, Targets, WARM};
@@ -111,19 +112,28 @@ struct Source {
     base: u64,
     /// The operand size of the stack pointer.
     stack: u8,
-    /// Addresses and bytes. The region is entered at the first one or others, by their indices.
+    /// Whether it is the same for all pages ([`is_movable`]).
+    is_movable: bool,
+    /// Their places ([`page_of`]) and bytes.
     blocks: Vec<(u64, Vec<u8>)>,
 }
 
-impl Source {
-    /// Returns the key of the block at `rip`.
-    fn key(&self, rip: u64) -> Key {
-        Key::new(self.base, rip, self.mode)
-    }
+/// Whether a tier's code is the same for all pages: wherever a program or a library is in its address space. The baseline tier's is in 64-bit
+/// mode: most of the code of short programs is its. Cranelift's is for one page, because what is hot stays where it is: addresses that
+/// are computed when it runs made hot loops a fifth slower.
+fn is_movable(mode: u8, tier: Tier) -> bool {
+    tier == Tier::Baseline && mode & mode::BITS == mode::BITS_64
+}
 
-    /// Returns the key of the first block.
-    fn first(&self) -> Option<Key> {
-        self.blocks.first().map(|(rip, _)| self.key(*rip))
+/// Returns the address from which the places of code count. For code that is the same for all pages that is its page.
+fn page_of(rip: u64, is_movable: bool) -> u64 {
+    if is_movable { rip & !0xfff } else { 0 }
+}
+
+impl Source {
+    /// Returns the key of the block at a place in a page.
+    fn key(&self, page: u64, place: u64) -> Key {
+        Key::new(self.base, page.wrapping_add(place), self.mode)
     }
 }
 
@@ -142,6 +152,8 @@ struct Job {
     tier: Tier,
     /// The CPU that asked.
     client: u64,
+    /// Where its code is.
+    page: u64,
 }
 
 /// The jobs of a tier, in their order.
@@ -179,7 +191,8 @@ impl Jobs {
 /// Finished work that waits until its CPU takes it.
 #[derive(Default)]
 struct Done {
-    regions: Vec<Arc<Region>>,
+    /// With their pages.
+    regions: Vec<(Arc<Region>, u64)>,
     /// There was no memory for a region.
     is_refused: bool,
 }
@@ -210,11 +223,32 @@ impl Drop for Client {
 /// An instruction of a region.
 #[derive(Clone, Copy)]
 pub(crate) struct Step {
+    /// Its place ([`page_of`]).
     rip: u64,
+    /// Whether that counts from its page, and whether the displacement and the immediate of its operation do, too.
+    is_movable: bool,
+    moves_displacement: bool,
+    moves_immediate: bool,
     op: Op,
     bytes: [u8; 15],
     /// Instructions before it in its path.
     before: u8,
+}
+
+impl Step {
+    /// Returns the instruction as it is in the page of `rip`: with addresses for places.
+    fn at(mut self, rip: u64) -> Self {
+        let by = |moves| page_of(rip, moves);
+        self.op.disp = self.op.disp.wrapping_add(by(self.moves_displacement));
+        self.op.imm = self.op.imm.wrapping_add(by(self.moves_immediate));
+        self.rip = self.rip_at(rip);
+        self
+    }
+
+    /// Returns the address of the instruction if it is in the page of `rip`.
+    fn rip_at(&self, rip: u64) -> u64 {
+        self.rip.wrapping_add(page_of(rip, self.is_movable))
+    }
 }
 
 /// Where a region continues whose guarded access failed: it returns the address of that, which is in RAX.
@@ -230,6 +264,8 @@ type Guarded = Box<[(u32, u32)]>;
 pub(crate) struct Region {
     chunk: Chunk,
     source: Source,
+    /// Where the code was for which it was compiled.
+    page: u64,
     pub(crate) tier: Tier,
     /// Whether a sample was of this region.
     is_sampled: AtomicBool,
@@ -244,14 +280,20 @@ impl Region {
     fn compiled(&self) -> CompiledCode<'_> {
         CompiledCode {
             code: self.chunk.code(),
-            rip: self.source.blocks.first().map_or(0, |(rip, _)| *rip),
+            rip: self.rip(),
         }
     }
 
-    /// Returns the code that was compiled: linear addresses and bytes.
+    /// Returns the address for which it was compiled.
+    fn rip(&self) -> u64 {
+        let first = self.source.blocks.first();
+        first.map_or(self.page, |(place, _)| self.page.wrapping_add(*place))
+    }
+
+    /// Returns the code that was compiled: linear addresses, as far as they are in a page, and bytes.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (u64, &[u8])> {
         let blocks = self.source.blocks.iter();
-        blocks.map(|(rip, bytes)| (self.source.key(*rip).lin, &**bytes))
+        blocks.map(|(place, bytes)| (self.source.key(0, *place).lin, &**bytes))
     }
 
     /// Returns the address and the bytes of each block that can be entered, and where.
@@ -397,23 +439,28 @@ impl Compiler {
 
     fn finish(&self, job: Job, workshop: &mut Workshop) {
         // Another CPU may have had the same compiled while this waited.
-        let known = (job.source.first())
-            .and_then(|key| self.known.at(&key))
+        let known = (job.source.blocks.first())
+            .and_then(|(place, bytes)| {
+                let Source { mode, base, .. } = job.source;
+                self.known.at(mode, base, *place, bytes)
+            })
             .filter(|known| known.source == job.source && known.tier >= job.tier);
         let region = match known {
             Some(known) => Ok(known),
-            None => self.compile(job.source, job.tier, workshop).map(|region| {
-                point(|| CompileRegion {
-                    rip: region.source.blocks.first().map_or(0, |(rip, _)| *rip),
-                    tier: region.tier as u32,
-                });
-                let region = Arc::new(region);
-                if let Some(observer) = self.observer.get() {
-                    observer(&region.compiled());
-                }
-                self.known.add(&region);
-                region
-            }),
+            None => self
+                .compile(job.source, job.page, job.tier, workshop)
+                .map(|region| {
+                    point(|| CompileRegion {
+                        rip: region.rip(),
+                        tier: region.tier as u32,
+                    });
+                    let region = Arc::new(region);
+                    if let Some(observer) = self.observer.get() {
+                        observer(&region.compiled());
+                    }
+                    self.known.add(&region);
+                    region
+                }),
         };
         if matches!(region, Err(Refused::Forbidden)) {
             self.is_forbidden.store(true, Ordering::Relaxed);
@@ -425,9 +472,12 @@ impl Compiler {
         };
         match region {
             Ok(region) if done.regions.try_reserve(1).is_ok() => {
-                done.regions.push(region);
+                done.regions.push((region, job.page));
             }
-            Err(Refused::Full) => done.is_refused = true,
+            Err(Refused::Full) => {
+                self.known.clear();
+                done.is_refused = true;
+            }
             Ok(_) | Err(Refused::Forbidden | Refused::Unable) => {}
         }
     }
@@ -436,10 +486,11 @@ impl Compiler {
     fn compile(
         &self,
         source: Source,
+        page: u64,
         tier: Tier,
         workshop: &mut Workshop,
     ) -> Result<Region, Refused> {
-        let steps = workshop.translate(&source, tier);
+        let steps = workshop.translate(&source, page, tier);
         let Workshop { context, room, .. } = workshop;
         let made = match tier {
             Tier::Baseline => baseline::generate(&context.func, room),
@@ -450,6 +501,7 @@ impl Compiler {
             return Ok(Region {
                 chunk,
                 source,
+                page,
                 tier,
                 is_sampled: AtomicBool::new(false),
                 steps,
@@ -458,7 +510,7 @@ impl Compiler {
             });
         }
         let steps = match tier {
-            Tier::Baseline => workshop.translate(&source, Tier::Full),
+            Tier::Baseline => workshop.translate(&source, page, Tier::Full),
             Tier::Full => steps,
         };
         let compiled = (workshop.context)
@@ -470,6 +522,7 @@ impl Compiler {
             entries,
             chunk,
             source,
+            page,
             tier: Tier::Full,
             is_sampled: AtomicBool::new(false),
             steps,
@@ -533,14 +586,14 @@ struct Workshop {
 
 impl Workshop {
     /// Makes the function of a region. Returns its instructions.
-    fn translate(&mut self, source: &Source, tier: Tier) -> Box<[Step]> {
+    fn translate(&mut self, source: &Source, page: u64, tier: Tier) -> Box<[Step]> {
         let Workshop {
             context, builder, ..
         } = self;
         context.clear();
         context.func.signature = translate::region();
         let builder = FunctionBuilder::new(&mut context.func, builder);
-        translate::translate(builder, source, tier)
+        translate::translate(builder, source, page, tier)
     }
 }
 
@@ -567,6 +620,7 @@ mod tests {
             mode: 2,
             base: 0,
             stack: 3,
+            is_movable: false,
             blocks: vec![(rip, b"\xff\xc0\xeb\x00".to_vec())],
         }
     }
@@ -584,6 +638,7 @@ mod tests {
                 source,
                 tier: Tier::Full,
                 client,
+                page: 0,
             };
             compiler.finish(job, &mut Workshop::default());
         };

@@ -66,10 +66,15 @@ struct Turn {
 }
 
 /// Builds the function of a region. Returns its instructions, to which its code has pointers.
-pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source, tier: Tier) -> Box<[Step]> {
+pub(super) fn translate(
+    builder: FunctionBuilder<'_>,
+    source: &Source,
+    page: u64,
+    tier: Tier,
+) -> Box<[Step]> {
     let blocks = decode(source);
     let (paths, steps) = Paths::new(source, &blocks, tier);
-    let mut translator = Translator::new(builder, &steps, source, tier, &blocks, &paths);
+    let mut translator = Translator::new(builder, &steps, source, page, tier, &blocks, &paths);
     for root in paths.roots.iter().flatten() {
         translator.path(*root);
     }
@@ -116,6 +121,8 @@ pub(super) struct Now {
     /// Whether the host has the guest's MXCSR here.
     pub(super) has_floats: bool,
     pub(super) last_access: Option<LastAccess>,
+    /// The page of the code.
+    page: Option<Value>,
     /// The segment registers that were found plain, by number.
     pub(super) segments: [Option<PlainSegment>; 6],
 }
@@ -137,6 +144,7 @@ impl Now {
             are_flags_recorded: true,
             has_floats: false,
             last_access: None,
+            page: None,
             segments: [None; 6],
         }
     }
@@ -160,11 +168,16 @@ pub(super) struct Translator<'a> {
     stop: Block,
     /// If the path may lead to its beginning: where its next turn begins.
     turn: Option<Turn>,
+    /// Whether its code is the same for all pages, and for which one it is compiled.
+    is_movable: bool,
+    page: u64,
     /// The CPU's.
     pub(super) mode: u8,
     pub(super) tier: Tier,
     /// Bytes of the current instruction's memory operand.
     pub(super) operand_bytes: i64,
+    /// Whether that is near the instruction.
+    pub(super) is_relative: bool,
     /// The operand size of the stack pointer.
     pub(super) stack: u8,
     /// Whether offsets in ES, CS, SS and DS are not linear addresses.
@@ -176,6 +189,7 @@ impl<'a> Translator<'a> {
         mut b: FunctionBuilder<'a>,
         steps: &'a [Step],
         source: &Source,
+        page: u64,
         tier: Tier,
         blocks: &'a [Vec<Guest>],
         paths: &'a Paths<'a>,
@@ -207,11 +221,14 @@ impl<'a> Translator<'a> {
             stubs: HashMap::new(),
             stop,
             turn: None,
+            is_movable: source.is_movable,
+            page,
             mode: source.mode,
             tier,
             stack: source.stack,
             has_segments: mode::has_segments(source.mode),
             operand_bytes: 0,
+            is_relative: false,
         };
         translator.enter(index, source);
         translator
@@ -269,6 +286,28 @@ impl<'a> Translator<'a> {
     fn mark_checkpoint(&mut self) {
         let step = self.now.checkpoint as u32;
         self.b.set_srcloc(SourceLoc::new(step));
+    }
+
+    /// Returns the address of a place, of code or near it ([`page_of`](super::page_of)).
+    pub(super) fn address(&mut self, place: i64) -> Value {
+        if !self.is_movable {
+            return self.constant(place);
+        }
+        let page = match self.now.page {
+            Some(page) => page,
+            None => {
+                let rip = self.field(I64, offset_of!(Cpu, state.rip));
+                self.b.ins().band_imm(rip, !0xfff)
+            }
+        };
+        self.now.page = Some(page);
+        self.moved(page, place)
+    }
+
+    /// Returns the place that an address is of, if it is one of a place.
+    fn place_of(&self, address: Value) -> Option<i64> {
+        let (root, place) = self.root(address);
+        (root == self.now.page || root.is_none()).then_some(place)
     }
 
     pub(super) fn constant(&mut self, value: i64) -> Value {
@@ -395,9 +434,12 @@ impl<'a> Translator<'a> {
     /// Leaves. The CPU has all state, and continues at `rip`.
     fn leave_to(&mut self, rip: Value) {
         self.set_field(offset_of!(Cpu, state.rip), rip);
-        let set = match self.root(rip) {
-            (None, rip) => self.constant((set_of(rip as u64) as i64) << SET_BITS),
-            _ => {
+        let set = match self.place_of(rip) {
+            Some(place) => {
+                let set = set_of(self.page.wrapping_add(place as u64));
+                self.constant((set as i64) << SET_BITS)
+            }
+            None => {
                 let page = self.b.ins().ushr_imm(rip, 12);
                 let index = self.b.ins().bxor(rip, page);
                 let index = self.b.ins().band_imm(index, SETS as i64 - 1);
@@ -458,7 +500,7 @@ impl<'a> Translator<'a> {
             return self.node();
         }
         let Some(head) = head else {
-            let to = self.constant(rip as i64);
+            let to = self.address(rip as i64);
             return self.leave_for(to);
         };
         let turn = self.turn_at(rip);
@@ -484,7 +526,7 @@ impl<'a> Translator<'a> {
         self.b.ins().brif(wanted, leave, &[], go, &[]);
         let now = self.now.clone();
         self.b.switch_to_block(leave);
-        let to = self.constant(rip as i64);
+        let to = self.address(rip as i64);
         self.leave_for(to);
         self.resume(go, now);
     }
@@ -575,6 +617,7 @@ impl<'a> Translator<'a> {
     fn instruction(&mut self, insn: &Instruction) -> bool {
         let op = &self.steps[self.now.step].op;
         self.operand_bytes = insn.memory_size().size() as i64;
+        self.is_relative = insn.is_ip_rel_memory_operand();
         if insn.flow_control() != FlowControl::Next {
             self.branch(insn, op);
             return true;
