@@ -57,11 +57,19 @@ pub(crate) mod mode {
     }
 
     /// Whether offsets in ES, CS, SS and DS are not linear addresses.
+    #[cfg(feature = "jit")]
     pub fn has_segments(mode: u8) -> bool {
         matches!(mode & BITS, BITS_16 | BITS_32)
     }
 
+    /// Whether a selector is a paragraph number: in real mode and in virtual-8086 mode.
+    #[cfg(feature = "jit")]
+    pub fn has_paragraphs(mode: u8) -> bool {
+        mode & NO_VEX != 0
+    }
+
     /// Returns the mask of linear addresses.
+    #[cfg(feature = "jit")]
     pub fn linear(mode: u8) -> u64 {
         match mode & BITS {
             BITS_64 => u64::MAX,

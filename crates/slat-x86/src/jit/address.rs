@@ -1,7 +1,7 @@
 //! Linear addresses of memory operands and of the stack.
 //!
 //! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code an access takes base and
-//! limit from the segment register, once in a path: what loads one ends the block. So a region depends on no segment's base or limit. What is not plain is the interpreter's, which raises the fault if there
+//! limit from the segment register, once in a path: a handler that loads one ends the block. So a region depends on no segment's base or limit. What is not plain is the interpreter's, which raises the fault if there
 //! is one: an operand that ends beyond the limit, a segment that expands down or is none, a stack pointer of another width than the
 //! region is for (`Source::stack`).
 
@@ -22,12 +22,12 @@ const BIG: i64 = 1 << 14;
 /// A segment that was found plain.
 #[derive(Clone, Copy)]
 pub(super) struct PlainSegment {
-    base: Value,
+    pub(super) base: Value,
     limit: Value,
 }
 
 /// Returns where the CPU has a segment register.
-fn segment_offset(segment: u8) -> usize {
+pub(super) fn segment_offset(segment: u8) -> usize {
     match segment {
         0 => offset_of!(Cpu, state.es),
         1 => offset_of!(Cpu, state.cs),
@@ -155,6 +155,15 @@ impl Translator<'_> {
         self.set(4, self.stack, frame);
         self.move_stack(1 << size);
         self.set(5, size, value);
+    }
+
+    /// Returns the word that the stack pointer points to, and moves that after it.
+    pub(super) fn pop(&mut self, size: u8) -> Value {
+        let bytes = 1 << size;
+        let lin = self.stack_at(0, bytes);
+        let value = self.load(lin, size);
+        self.move_stack(bytes);
+        value
     }
 
     pub(super) fn push(&mut self, size: u8, value: Value) {

@@ -142,7 +142,10 @@ impl Translator<'_> {
     pub(super) fn inline(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
+        let has_segment = (0..insn.op_count()).any(|k| insn.op_register(k).is_segment_register());
         match insn.mnemonic() {
+            Lds | Les | Lfs | Lgs => return self.segment_instruction(insn, op),
+            _ if has_segment => return self.segment_instruction(insn, op),
             Nop | Endbr64 | Prefetcht0 | Prefetcht1 | Prefetcht2 | Prefetchnta | Prefetchw => {}
             Mov | Movnti => {
                 let general =
@@ -187,10 +190,7 @@ impl Translator<'_> {
                 self.push(size, value);
             }
             Pop if is_word(insn.op0_register(), size) && self.is_on_stack(size) => {
-                let bytes = 1 << size;
-                let rsp = self.stack_at(0, bytes);
-                let value = self.load(rsp, size);
-                self.move_stack(bytes);
+                let value = self.pop(size);
                 self.set(op.r[0], size, value);
             }
             Leave if self.is_on_stack(size) => self.leave_frame(size),

@@ -37,6 +37,7 @@
 //! | `baseline` | from that language to machine code, in one pass |
 //! | `stub` | all other vector instructions, by the interpreter's stubs |
 //! | `address` | linear addresses: segments, the stack pointer |
+//! | `segments` | moves of segment registers |
 //! | `access` | accesses to guest memory |
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
@@ -69,6 +70,7 @@ mod instructions;
 mod known;
 mod memory;
 mod paths;
+mod segments;
 mod stub;
 mod translate;
 mod values;

@@ -114,6 +114,10 @@ impl Program<'_> {
                 3 => bytes[0] = self.random.below(0x40) as u8 & !4,
                 4 => bytes[0] = 0x88 | bytes[0] & 3,
                 5 => (bytes[0], bytes[1]) = (0x66, 0x67),
+                // LES and LDS.
+                6 if self.selector.is_some() && self.random.below(2) == 0 => {
+                    (bytes[0], bytes[1]) = (0xc4 | bytes[0] & 1, bytes[1] & 0x3f);
+                }
                 _ => {}
             }
             let mut decoder =
@@ -257,6 +261,16 @@ impl Program<'_> {
             Some(_) => paragraph(self.random),
             None => self.random.pick(&[0x10, 0x10, 0x10, 0x10, 0x18, 0x50, 0]),
         };
+        if self.random.below(3) == 0 {
+            // By the stack.
+            let word = self.word();
+            self.emit(&[0x68]);
+            self.number(selector.into(), word);
+            let pop: &[u8] = self
+                .random
+                .pick(&[&[0x07], &[0x1f], &[0x0f, 0xa1], &[0x0f, 0xa9]]);
+            return self.emit(pop);
+        }
         if self.bits == 32 {
             self.emit(&[0x66]);
         }

@@ -127,6 +127,30 @@ fn linear_addresses_of_32_bits_begin_again_after_the_last() {
     assert_eq!(guest.cpu.state.gpr[RAX], 0x1234_5678);
 }
 
+#[test]
+fn code_beyond_its_segment_is_not_executed() {
+    // The limit's distance from the first byte, what is executed, and where the next instruction is.
+    for (limit, sum, end) in [(4, 9, 5), (3, 2, 2), (2, 2, 2), (1, 2, 2), (0, 1, 1)] {
+        let mut guest = Guest::new(&[]);
+        mode_of(16, &mut guest);
+        // inc bx; inc bx; add bx,7
+        guest.memory().write(0x8000, b"\x43\x43\x83\xc3\x07");
+        for _ in 0..3 {
+            let state = &mut guest.cpu.state;
+            (state.cs.base, state.cs.limit) = (0, 0x8000 + limit);
+            (state.rip, state.gpr[RBX], state.gpr[RSP]) = (0x8000, 0, 0x2000);
+            guest.halt();
+            let state = &guest.cpu.state;
+            assert_eq!(state.rip, 0x601 + 16 * u64::from(vector::GP), "{limit}");
+            assert_eq!(state.gpr[RBX], sum, "{limit}");
+            assert_eq!(
+                guest.memory().read(0x2000 - 6),
+                (0x8000 + end as u16).to_le_bytes()
+            );
+        }
+    }
+}
+
 /// Puts a guest into the code size.
 fn mode_of(bits: u32, guest: &mut Guest) {
     let state = &mut guest.cpu.state;
