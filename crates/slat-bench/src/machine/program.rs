@@ -3,6 +3,7 @@
 use kvm_bindings::kvm_regs;
 
 use super::guest::{DEVICE, PAGE, PROGRAM, STACKS};
+use super::modes::{self, Mode};
 
 /// The programs' instructions: bytes among this process's constants, never executed by it.
 macro_rules! programs {
@@ -301,6 +302,37 @@ programs! {
         "pop rbx",
         "ret",
     ]
+    /// Copies, fills and searches, by repeated instructions, 25 instructions; rdx times, rbx data of two pages. r10 counts what was not
+    /// searched, r11 adds what was copied and filled.
+    string = "slat_bench_string" [
+        "mov byte ptr [rbx + 2048 + 200], 1",
+        "2:",
+        "mov [rbx], rdx",
+        "mov rax, rdx",
+        "mov rsi, rbx",
+        "lea rdi, [rbx + 4096]",
+        "mov ecx, 1000",
+        "rep movsb",
+        "mov ecx, 64",
+        "rep stosq",
+        "mov ecx, 7",
+        "rep movsb",
+        "mov ecx, 3",
+        "rep stosq",
+        "add r11, [rbx + 4096]",
+        "add r11, [rdi - 8]",
+        "mov al, 1",
+        "lea rdi, [rbx + 2048]",
+        "mov ecx, 256",
+        "repne scasb",
+        "add r10, rcx",
+        "sub rdi, 11",
+        "mov ecx, 16",
+        "repne scasb",
+        "add r10, rcx",
+        "dec rdx",
+        "jnz 2b",
+    ]
     /// Takes interrupts, as [`super::interrupts`] has prepared: enables the local APIC and writes the time-stamp
     /// counter to the word at r9, again and again, until the word at r10 is not zero. r8: as for `handle`.
     interruptible = "slat_bench_interruptible" [
@@ -589,6 +621,31 @@ impl Program {
         (Self::new(Loop::fib, registers), now + 2)
     }
 
+    /// Copies, fills and searches at `data`, by REP MOVSB, REP STOSQ and REPNE SCASB, long and short ones. Returns also the number of
+    /// instructions; a repeated one counts once. What is copied and filled begins with the number of the turn: from `times` down to 1. R11
+    /// is the sum of these, twice; R10 counts [`UNSEARCHED`] in each turn.
+    pub fn strings(times: u64, data: u64) -> (Self, u64) {
+        let registers = kvm_regs {
+            rbx: data,
+            rdx: times,
+            ..Default::default()
+        };
+        (Self::new(Loop::string, registers), 25 * times + 2)
+    }
+
+    /// Does arithmetic, loads, stores and calls in another mode. Returns also the number of instructions, without those that go to the mode
+    /// and back. Ends with the mode's [result](Mode::result).
+    pub fn mixed(times: u64, mode: Mode) -> (Self, u64) {
+        let registers = kvm_regs {
+            rip: modes::entry(),
+            rflags: 1 << 1,
+            rbx: mode.address(),
+            rcx: times,
+            ..Default::default()
+        };
+        (Program(registers), Mode::INSTRUCTIONS * times)
+    }
+
     /// Writes to each of `pages` pages, `times` times. Returns also the number of instructions. The first word of each page
     /// ends as 1.
     pub fn rounds(first: u64, pages: u64, times: u64) -> (Self, u64) {
@@ -664,6 +721,9 @@ impl Program {
 /// `inc esi; ret`: a function that counts its calls, to be [written](Program::write) and
 /// [called](Program::call).
 pub const COUNTED_RETURN: u32 = u32::from_le_bytes([0xff, 0xc6, 0xc3, 0xcc]);
+
+/// The bytes that a turn of [`Program::strings`] does not search, because it has found what it looks for.
+pub const UNSEARCHED: u64 = 256 - 201 + 16 - 11;
 
 /// The page numbers that [`Program::scatter`] reads: the upper bits of a linear congruential sequence.
 #[derive(Debug)]
