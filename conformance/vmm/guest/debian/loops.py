@@ -18,6 +18,6 @@ def count_digits(numbers):
     return counts
 
 
-numbers = primes(300_000)
-assert len(numbers) == 25_997
+numbers = primes(1_000_000)
+assert len(numbers) == 78_498
 assert sum(count_digits(numbers).values()) == sum(len(str(n)) for n in numbers)
