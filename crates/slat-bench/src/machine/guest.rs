@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
 
-use super::{Failure, interrupts, modes, program};
+use super::{Failure, interrupts, loops, modes};
 
 /// A guest page, the smallest unit of a program.
 pub const PAGE: u64 = 4096;
@@ -98,14 +98,11 @@ pub fn load(system: &mut [u8], end: u64) {
     let gib = end.div_ceil(1 << 30);
     assert!(gib <= MAX_GIB, "guest tables for {gib} GiB");
     identity_map(system, PRESENT_WRITABLE, PML4, PDPT, PAGE_DIRECTORIES, gib);
-    for (code, place) in [
-        (program::code(), PROGRAM..MODES),
-        (modes::code(), MODES..IDT),
-    ] {
+    for (code, place) in [(loops::code(), PROGRAM..MODES), (modes::code(), MODES..IDT)] {
         assert!(code.len() as u64 <= place.end - place.start);
         system[place.start as usize..][..code.len()].copy_from_slice(code);
     }
-    interrupts::load(system, program::interrupt_handler());
+    interrupts::load(system, loops::interrupt_handler());
 }
 
 /// Flags of entries: present, writable.

@@ -6,6 +6,7 @@ pub mod api;
 pub mod guest;
 pub mod hypervisor;
 mod interrupts;
+mod loops;
 pub mod memory;
 mod modes;
 pub mod program;
