@@ -6,6 +6,7 @@
 #   apt_install PACKAGE...      installs, with the right to; false without it
 #   apt_newest REGEX            the name with the highest version among the packages whose names match
 #   apt_unpack PACKAGE DIR      downloads the package and unpacks it into DIR, without installing it; needs no rights
+#   apt_mirror                  the mirror of Debian that is configured; false without one
 #   apt_suite DIR SUITE...      the functions above and below look at these suites of Debian, the last first, not at the machine's own, with lists
 #                               and cache below DIR. Call in a subshell. False where no Debian mirror is configured
 #   apt_architecture            set this before apt_suite for packages that are not of the machine's architecture
@@ -55,11 +56,15 @@ apt_unpack() {
         dpkg -x "$download"/*.deb "$2" && rm -rf "$download"
 }
 
+apt_mirror() {
+    apt-get indextargets --format '$(REPO_URI)' | grep -m1 -E '/debian/?$'
+}
+
 apt_suite() {
     local dir mirror suite keyring=/usr/share/keyrings/debian-archive-keyring.gpg
     dir=$(mkdir -p "$1" && cd "$1" && pwd)
     shift
-    mirror=$(apt-get indextargets --format '$(REPO_URI)' | grep -m1 -E '/debian/?$') && [ -e "$keyring" ] || return 1
+    mirror=$(apt_mirror) && [ -e "$keyring" ] || return 1
     mkdir -p "$dir"/{lists,cache/archives}/partial
     : >"$dir/status"
     for suite in "$@"; do

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -18,10 +18,22 @@ const READY: &str = "slat: guest ready";
 /// Longer than any step takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Whether QEMU is installed.
-pub fn is_installed() -> bool {
-    let version = Command::new(PROGRAM).arg("--version").output();
-    version.is_ok_and(|output| output.status.success())
+/// Returns the version of QEMU, as `QEMU 7.2.22`; `None` where it is not installed.
+pub fn version() -> Option<String> {
+    let output = Command::new(PROGRAM).arg("--version").output().ok()?;
+    let said = String::from_utf8(output.stdout).ok()?;
+    let number = said.strip_prefix("QEMU emulator version ")?;
+    Some(format!("QEMU {}", number.split_whitespace().next()?))
+}
+
+/// What a PC boots.
+pub struct Payload {
+    pub kernel: PathBuf,
+    pub initrd: PathBuf,
+    /// Read only.
+    pub disk: PathBuf,
+    /// For the kernel, besides those of the console.
+    pub arguments: &'static str,
 }
 
 /// A running QEMU, which ends when this is dropped.
@@ -35,10 +47,8 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Starts a PC with one CPU and `disk`, on slat, or on QEMU's own software CPU. The kernel is entered at Xen's PVH entry
-    /// point, so that nothing has to be unpacked.
-    pub fn start(linux: &Linux, on_slat: bool, disk: &Path) -> Result<Self, Failure> {
-        let material = |name| linux.materials.join(name);
+    /// Starts a PC with one CPU on slat, or on QEMU's own software CPU.
+    pub fn start(linux: &Linux, on_slat: bool, payload: &Payload) -> Result<Self, Failure> {
         let mut command = match on_slat {
             true => {
                 let mut command = Command::new(&linux.slat);
@@ -57,12 +67,13 @@ impl Qemu {
         };
         let machine = "-M pc -smp 1 -m 512 -nodefaults -no-user-config -display none -no-reboot -serial stdio -monitor none";
         command.args(machine.split(' '));
-        command.arg("-kernel").arg(material("vmlinux"));
-        command.arg("-initrd").arg(material("initrd"));
-        command.args(["-append", "console=ttyS0 panic=-1 reboot=t"]);
+        command.arg("-kernel").arg(&payload.kernel);
+        command.arg("-initrd").arg(&payload.initrd);
+        let arguments = format!("console=ttyS0 panic=-1 reboot=t {}", payload.arguments);
+        command.args(["-append", &arguments]);
         // By blockdev, whose options are JSON: a path may hold any character.
         let node = serde_json::json!({"driver": "raw", "node-name": "disk", "read-only": true,
-            "file": {"driver": "file", "filename": disk}});
+            "file": {"driver": "file", "filename": &payload.disk}});
         command.args(["-blockdev", &node.to_string()]);
         command.args(["-device", "virtio-blk-pci,drive=disk,ioeventfd=on"]);
         Self::spawn(command)

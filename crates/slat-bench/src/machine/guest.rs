@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
 
-use super::{Failure, interrupts, program};
+use super::{Failure, interrupts, loops, modes};
 
 /// A guest page, the smallest unit of a program.
 pub const PAGE: u64 = 4096;
@@ -25,11 +25,14 @@ pub const END: u16 = 0xf4;
 /// The first address that is free for data; below it, and above [`SYSTEM_SIZE`], there is space for small slots.
 pub const DATA: u64 = 4 << 30;
 
+/// Words that a program in another mode uses ([`super::modes`]).
+pub(super) const SCRATCH: u64 = 0x800;
 pub(crate) const PML4: u64 = 0x1000;
 const PDPT: u64 = 0x2000;
 /// The descriptor tables ([`super::interrupts`]).
 pub(super) const GDT: u64 = 0x3000;
 pub(super) const PROGRAM: u64 = 0x4000;
+pub(super) const MODES: u64 = 0xe000;
 pub(super) const IDT: u64 = 0xf000;
 pub(super) const STACKS: u64 = 0x1_0000; // a page for each vCPU, growing down to it
 pub(crate) const PAGE_DIRECTORIES: u64 = STACKS + (MAX_VCPUS as u64 + 1) * PAGE;
@@ -95,10 +98,11 @@ pub fn load(system: &mut [u8], end: u64) {
     let gib = end.div_ceil(1 << 30);
     assert!(gib <= MAX_GIB, "guest tables for {gib} GiB");
     identity_map(system, PRESENT_WRITABLE, PML4, PDPT, PAGE_DIRECTORIES, gib);
-    let code = program::code();
-    assert!(code.len() as u64 <= IDT - PROGRAM);
-    system[PROGRAM as usize..][..code.len()].copy_from_slice(code);
-    interrupts::load(system, program::interrupt_handler());
+    for (code, place) in [(loops::code(), PROGRAM..MODES), (modes::code(), MODES..IDT)] {
+        assert!(code.len() as u64 <= place.end - place.start);
+        system[place.start as usize..][..code.len()].copy_from_slice(code);
+    }
+    interrupts::load(system, loops::interrupt_handler());
 }
 
 /// Flags of entries: present, writable.

@@ -6,7 +6,9 @@ pub mod api;
 pub mod guest;
 pub mod hypervisor;
 mod interrupts;
+mod loops;
 pub mod memory;
+mod modes;
 pub mod program;
 
 use slat::Setting;
@@ -21,6 +23,7 @@ use slat_kvm::engine::EngineVm;
 pub use api::{Api, Failure, RealKvm, Slat, VcpuApi, VmApi};
 pub use interrupts::message;
 pub use memory::{Memory, Pages};
+pub use modes::Mode;
 pub use program::Program;
 
 /// A VM whose slot 0 holds the guest's tables, code and stacks.

@@ -1,4 +1,4 @@
-//! Linux under an unmodified QEMU.
+//! Linux under an unmodified QEMU: guests that boot, and then work.
 
 use std::fs::File;
 use std::io::Write;
@@ -6,35 +6,22 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::NAME;
+use super::guests::{GUESTS, Guest, LINUX};
 use crate::Linux;
 use crate::machine::{Api, Failure, Slat};
 use crate::qemu::{self, Qemu, TemporaryFile};
-use crate::report::{Sample, Unit};
+use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
+use crate::show::Line;
 
-pub const CASE: &str = "linux";
-pub const BOOT: &str = "boot_cpu_seconds";
-/// What the guest's shell works on, and its processor time.
-pub const WORKS: [(&str, &str); 3] = [
-    (
-        "shell_cpu_seconds",
-        "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done",
-    ),
-    (
-        "sha256_cpu_seconds",
-        "head -c 50000000 /dev/zero | sha256sum >/tmp/sum",
-    ),
-    (
-        "gzip_cpu_seconds",
-        "seq 1000000 >/tmp/numbers; gzip -c /tmp/numbers | gunzip -c | cmp - /tmp/numbers",
-    ),
-];
-/// All of these.
-pub const WORK: &str = "works_cpu_seconds";
-pub const IDLE: &str = "idle_share_of_core";
-pub const READ: &str = "read_bytes_per_s";
+const BOOT: &str = "boot_cpu_seconds";
+/// All works of a guest.
+const WORKS: &str = "works_cpu_seconds";
+const IDLE: &str = "idle_share_of_core";
+const READ: &str = "read_bytes_per_s";
 /// QEMU's own software CPU.
-pub const TCG: &str = "tcg";
+const TCG: &str = "tcg";
 
 /// Time for which a guest still works after it has booted.
 const SETTLING: Duration = Duration::from_secs(5);
@@ -46,61 +33,99 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
         );
         return Ok(());
     };
-    if let Err(why) = look_for(&linux) {
-        bench.note(format!("vmm: Linux was not measured: {why}."));
-        return Ok(());
-    }
-    let (rounds, idle) = (bench.size.pick(1, 3, 5), bench.size.pick(1, 10, 30));
     let disk = Disk::new(bench.size.pick(1, 512, 2048))?;
-    bench.in_turns(CASE, rounds, &[TCG, Slat::NAME], |_, variant| {
-        let mut qemu = Qemu::start(&linux, variant == Slat::NAME, &disk.file.0)?;
-        qemu.boot()?;
-        let booted = qemu.cpu_time()?;
-        thread::sleep(SETTLING);
-        let mut samples = vec![Sample::seconds(BOOT, booted)];
-        let mut all = Duration::ZERO;
-        for (metric, command) in WORKS {
-            let before = qemu.cpu_time()?;
-            qemu.run(command)?;
-            let used = qemu.cpu_time()? - before;
-            samples.push(Sample::seconds(metric, used));
-            all += used;
+    for guest in GUESTS {
+        match look_for(guest, &linux) {
+            Ok(version) => bench.note(format!("tcg is that of {version}.")),
+            Err(why) => {
+                bench.note(format!("vmm: {} was not measured: {why}.", guest.case));
+                continue;
+            }
         }
-        samples.push(Sample::seconds(WORK, all));
-        let share = idle_share(&qemu, Duration::from_secs(idle))?;
-        let read = qemu.run("dd if=/dev/vda of=/dev/null bs=1M iflag=direct status=none")?;
-        samples.extend([
-            Sample::new(IDLE, Unit::Share, share),
-            Sample::new(
-                READ,
-                Unit::PerSecond,
-                disk.bytes as f64 / read.as_secs_f64(),
-            ),
-        ]);
-        Ok(samples)
-    })
-}
-
-/// Returns which file is missing, and how to get it.
-fn look_for(linux: &Linux) -> Result<(), String> {
-    let directory = linux.materials.display();
-    let remedy = format!("`conformance/vmm/materials {directory}` (in slat's sources) prepares it");
-    if !qemu::is_installed() {
-        return Err(format!("there is no QEMU here; {remedy}"));
-    }
-    for name in ["vmlinux", "initrd"] {
-        if !linux.materials.join(name).is_file() {
-            return Err(format!("{directory} has no {name}; {remedy}"));
-        }
+        let (rounds, idle) = (bench.size.pick(1, 3, 5), bench.size.pick(1, 10, 30));
+        bench.in_turns(guest.case, rounds, &[TCG, Slat::NAME], |_, variant| {
+            let mut qemu = guest.start(&linux, variant == Slat::NAME, &disk.file.0)?;
+            let mut samples = work(guest, &mut qemu)?;
+            if guest.case == LINUX {
+                samples.extend(devices(&mut qemu, Duration::from_secs(idle), &disk)?);
+            }
+            Ok(samples)
+        })?;
     }
     Ok(())
 }
 
-fn idle_share(qemu: &Qemu, time: Duration) -> Result<f64, Failure> {
+/// Returns the version of QEMU; an error says what is missing, and how to get it.
+fn look_for(guest: &Guest, linux: &Linux) -> Result<String, String> {
+    let directory = linux.materials.display();
+    let command = [
+        "conformance/vmm/materials",
+        &directory.to_string(),
+        guest.what,
+    ]
+    .join(" ");
+    let remedy = format!("`{}` (in slat's sources) prepares it", command.trim_end());
+    let Some(version) = qemu::version() else {
+        return Err(format!("there is no QEMU here; {remedy}"));
+    };
+    match guest
+        .files()
+        .find(|name| !linux.materials.join(name).is_file())
+    {
+        Some(name) => Err(format!("{directory} has no {name}; {remedy}")),
+        None => Ok(version),
+    }
+}
+
+/// Measures the boot and the works.
+fn work(guest: &Guest, qemu: &mut Qemu) -> Result<Vec<Sample>, Failure> {
+    qemu.boot()?;
+    let mut samples = vec![Sample::seconds(BOOT, qemu.cpu_time()?)];
+    thread::sleep(SETTLING);
+    let mut all = Duration::ZERO;
+    for work in guest.works {
+        let before = qemu.cpu_time()?;
+        qemu.run(work.command)?;
+        let used = qemu.cpu_time()? - before;
+        samples.push(Sample::seconds(work.metric, used));
+        all += used;
+    }
+    samples.push(Sample::seconds(WORKS, all));
+    Ok(samples)
+}
+
+/// Measures for `time` how the guest idles, and then how it reads `disk`.
+fn devices(qemu: &mut Qemu, time: Duration, disk: &Disk) -> Result<[Sample; 2], Failure> {
     let (began, before) = (Instant::now(), qemu.cpu_time()?);
     thread::sleep(time);
     let used = qemu.cpu_time()? - before;
-    Ok(used.as_secs_f64() / began.elapsed().as_secs_f64())
+    let share = used.as_secs_f64() / began.elapsed().as_secs_f64();
+    let read = qemu.run("dd if=/dev/vda of=/dev/null bs=1M iflag=direct status=none")?;
+    let speed = disk.bytes as f64 / read.as_secs_f64();
+    Ok([
+        Sample::new(IDLE, Unit::Share, share),
+        Sample::new(READ, Unit::PerSecond, speed),
+    ])
+}
+
+/// Returns the comparisons of all guests, in the order in which they are measured.
+pub fn compare(report: &Report) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for guest in GUESTS {
+        let line = |metric| Line::compare(report, NAME, guest.case, metric, TCG, Slat::NAME);
+        let most = |metric, most: f64| Some(line(metric)?.change_at_most(most - 1.0));
+        lines.extend(most(BOOT, guest.boot));
+        lines.extend(
+            guest
+                .works
+                .iter()
+                .filter_map(|work| most(work.metric, work.most)),
+        );
+        lines.extend(most(WORKS, guest.together));
+        lines.extend(line(IDLE).map(|line| line.at_most(0.02)));
+        lines.extend(line(READ).map(|line| line.at_least(200e6)));
+    }
+    lines
 }
 
 /// A file of the host's, in its page cache.

@@ -1,0 +1,139 @@
+//! The Linux guests: what they boot, and what their shells work on.
+
+use std::path::Path;
+
+use crate::Linux;
+use crate::machine::Failure;
+use crate::qemu::{Payload, Qemu};
+
+/// The first guest, whose devices are measured, too.
+pub const LINUX: &str = "linux";
+
+/// A guest. Its files are among the materials.
+pub struct Guest {
+    pub case: &'static str,
+    /// What `conformance/vmm/materials` prepares the files by, besides the directory.
+    pub what: &'static str,
+    kernel: &'static str,
+    initrd: &'static str,
+    /// The disk with its system, if that is not all in the initrd.
+    system: Option<&'static str>,
+    /// In the order in which they are done.
+    pub works: &'static [Work],
+    /// The most processor time to the shell that is asked for, of that on QEMU's own software CPU.
+    pub boot: f64,
+    /// Likewise for all works together.
+    pub together: f64,
+}
+
+/// What the guest's shell works on, and its processor time.
+pub struct Work {
+    pub metric: &'static str,
+    pub command: &'static str,
+    /// The most that is asked for, of the time on QEMU's own software CPU.
+    pub most: f64,
+}
+
+const fn work(metric: &'static str, most: f64, command: &'static str) -> Work {
+    Work {
+        metric,
+        command,
+        most,
+    }
+}
+
+const SHELL: &str = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done";
+const SHA256: &str = "head -c 50000000 /dev/zero | sha256sum >/tmp/sum";
+const GZIP: &str =
+    "seq 1000000 >/tmp/numbers; gzip -c /tmp/numbers | gunzip -c | cmp - /tmp/numbers";
+
+/// In the order in which they are measured.
+pub const GUESTS: &[Guest] = &[
+    Guest {
+        case: LINUX,
+        what: "",
+        // Entered at Xen's PVH entry point, so that nothing has to be unpacked.
+        kernel: "vmlinux",
+        initrd: "initrd",
+        system: None,
+        works: &[
+            work("shell_cpu_seconds", 0.6, SHELL),
+            work("sha256_cpu_seconds", 0.6, SHA256),
+            work("gzip_cpu_seconds", 0.6, GZIP),
+        ],
+        boot: 1.0,
+        together: 0.6,
+    },
+    Guest {
+        case: "i386",
+        what: "i386",
+        // Unpacks itself, in 32-bit code.
+        kernel: "i386/vmlinuz",
+        initrd: "i386/initrd",
+        system: None,
+        works: &[
+            work("shell_cpu_seconds", 0.7, SHELL),
+            work("sha256_cpu_seconds", 0.7, SHA256),
+            work("gzip_cpu_seconds", 0.7, GZIP),
+        ],
+        boot: 0.7,
+        together: 0.7,
+    },
+    Guest {
+        case: "debian",
+        what: "debian",
+        kernel: "vmlinux",
+        initrd: "debian/initrd",
+        system: Some("debian/disk"),
+        works: &[
+            work(
+                "gcc_cpu_seconds",
+                0.9,
+                "gcc -O2 -o /tmp/crypto crypto.c -lcrypto",
+            ),
+            // Made by the work before.
+            work("ecdsa_cpu_seconds", 0.9, "/tmp/crypto ecdsa-p256 2000"),
+            work("x25519_cpu_seconds", 0.9, "/tmp/crypto x25519 5000"),
+            work("rsa_cpu_seconds", 0.9, "/tmp/crypto rsa-2048 400"),
+            work("aes_gcm_cpu_seconds", 0.9, "/tmp/crypto aes-256-gcm 200"),
+            work(
+                "chacha20_cpu_seconds",
+                0.9,
+                "/tmp/crypto chacha20-poly1305 150",
+            ),
+            work("sha256_cpu_seconds", 0.9, "/tmp/crypto sha-256 300"),
+            work("python_loops_cpu_seconds", 0.9, "python3 loops.py"),
+            work("python_floats_cpu_seconds", 0.3, "python3 floats.py"),
+            work("apt_cpu_seconds", 0.9, "apt list >/tmp/list 2>/tmp/said"),
+            work(
+                "forks_cpu_seconds",
+                0.9,
+                "i=0; while [ $i -lt 300 ]; do /bin/true; i=$((i+1)); done",
+            ),
+        ],
+        boot: 0.9,
+        together: 0.6,
+    },
+];
+
+impl Guest {
+    /// Returns the names of its files.
+    pub fn files(&self) -> impl Iterator<Item = &'static str> {
+        [Some(self.kernel), Some(self.initrd), self.system]
+            .into_iter()
+            .flatten()
+    }
+
+    /// Starts it, with `disk` unless it has its own.
+    pub fn start(&self, linux: &Linux, on_slat: bool, disk: &Path) -> Result<Qemu, Failure> {
+        let material = |name| linux.materials.join(name);
+        let payload = Payload {
+            kernel: material(self.kernel),
+            initrd: material(self.initrd),
+            disk: self.system.map_or_else(|| disk.to_owned(), material),
+            // guest/init of the materials goes there.
+            arguments: self.system.map_or("", |_| "system=/dev/vda"),
+        };
+        Qemu::start(linux, on_slat, &payload)
+    }
+}

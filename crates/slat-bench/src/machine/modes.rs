@@ -1,0 +1,184 @@
+//! A loop in 32-bit protected mode and in 16-bit real mode, both without paging. A program begins in long mode, like all others, goes to its
+//! mode, and comes back for its end.
+
+use super::guest::{MODES, SCRATCH, STACKS};
+
+// Bytes among this process's constants, never executed by it. Addresses are those of a guest that has this code at MODES.
+std::arch::global_asm!(
+    // The same for registers of 32 bits (`e` is e) and of 16 bits (`e` is nothing): arithmetic, loads and stores, and a function; ecx times.
+    ".macro slat_bench_mixed e",
+    r"xor \e\()ax, \e\()ax",
+    r"xor \e\()bx, \e\()bx",
+    r"mov \e\()si, {scratch}",
+    "2:",
+    r"add \e\()ax, \e\()cx",
+    r"mov [\e\()si], \e\()ax",
+    r"add [\e\()si + 4], \e\()cx",
+    "call 3f",
+    "dec ecx",
+    "jnz 2b",
+    "jmp 4f",
+    "3:",
+    r"push \e\()bp",
+    r"mov \e\()bp, \e\()sp",
+    r"add \e\()bx, [\e\()si]",
+    r"xor \e\()bx, \e\()cx",
+    r"pop \e\()bp",
+    "ret",
+    "4:",
+    r"mov [\e\()si + 8], \e\()bx",
+    ".endm",
+    // What a far jump has after its opcode.
+    ".macro slat_bench_far size, label, selector",
+    r".\size {modes} + (\label - slat_bench_modes)",
+    r".short \selector",
+    ".endm",
+    ".macro slat_bench_flat",
+    "mov eax, 0x20",
+    "mov ds, eax",
+    "mov es, eax",
+    "mov ss, eax",
+    ".endm",
+    ".pushsection .rodata.slat_bench_modes, \"a\", @progbits",
+    ".balign 16",
+    ".globl slat_bench_modes, slat_bench_modes_end, slat_bench_code32, slat_bench_code16",
+    "slat_bench_modes:",
+    "lgdt [rip + 5f]",
+    "mov qword ptr [{scratch}], 0",
+    "mov qword ptr [{scratch} + 8], 0",
+    "lea rax, [rip + 1f]",
+    "push 0x18",
+    "push rax",
+    "retfq",
+    ".code32",
+    "1:",
+    "mov eax, cr0",
+    "and eax, 0x7fffffff", // PG, so that it is legacy mode: EFER.LME stays
+    "mov cr0, eax",
+    "slat_bench_flat",
+    "jmp ebx",
+    "slat_bench_code32:",
+    "slat_bench_mixed e",
+    "slat_bench_leave:",
+    "mov eax, cr0",
+    "or eax, 0x80000000",
+    "mov cr0, eax",
+    ".byte 0xea",
+    "slat_bench_far long, 1f, 8",
+    ".code64",
+    "1:",
+    "mov eax, [{scratch}]",
+    "mov esi, [{scratch} + 4]",
+    "mov edi, [{scratch} + 8]",
+    "hlt",
+    ".code32",
+    "slat_bench_code16:",
+    ".byte 0xea",
+    "slat_bench_far long, 1f, 0x28",
+    ".code16",
+    "1:",
+    // The limits of real mode's segments.
+    "mov ax, 0x30",
+    "mov ds, ax",
+    "mov es, ax",
+    "mov ss, ax",
+    "mov eax, cr0",
+    "and al, 0xfe", // PE
+    "mov cr0, eax",
+    ".byte 0xea",
+    "slat_bench_far short, 1f, 0",
+    "1:",
+    "xor ax, ax",
+    "mov ds, ax",
+    "mov es, ax",
+    "mov ax, {stacks} >> 4",
+    "mov ss, ax",
+    "slat_bench_mixed",
+    "mov eax, cr0",
+    "or al, 1",
+    "mov cr0, eax",
+    ".byte 0x66, 0xea",
+    "slat_bench_far long, 1f, 0x18",
+    ".code32",
+    "1:",
+    "slat_bench_flat",
+    "jmp slat_bench_leave",
+    ".code64",
+    ".balign 8",
+    // Code at 8 and data at 0x10 as in long mode, then code and data of 32 bits, and of 16 bits.
+    "6:",
+    ".quad 0, 0x00af9b000000ffff, 0x00cf93000000ffff",
+    ".quad 0x00cf9b000000ffff, 0x00cf93000000ffff, 0x00009b000000ffff, 0x000093000000ffff",
+    "5:",
+    ".short 55",
+    ".quad {modes} + (6b - slat_bench_modes)",
+    "slat_bench_modes_end:",
+    ".popsection",
+    modes = const MODES,
+    scratch = const SCRATCH,
+    stacks = const STACKS,
+);
+
+unsafe extern "C" {
+    static slat_bench_modes: u8;
+    static slat_bench_modes_end: u8;
+    static slat_bench_code32: u8;
+    static slat_bench_code16: u8;
+}
+
+/// A mode of a CPU that a program can be in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Protected mode with flat segments of 32 bits.
+    Protected32,
+    /// Real mode.
+    Real16,
+}
+
+impl Mode {
+    /// Instructions of a turn of the loop.
+    pub(super) const INSTRUCTIONS: u64 = 12;
+
+    /// Returns what the loop leaves in RAX, RSI and RDI after `times` turns.
+    pub fn result(self, times: u64) -> [u64; 3] {
+        let mask: u64 = match self {
+            Mode::Protected32 => 0xffff_ffff,
+            Mode::Real16 => 0xffff,
+        };
+        let turn = |[a, count, b]: [u64; 3], n: u64| {
+            let a = a.wrapping_add(n) & mask;
+            [
+                a,
+                count.wrapping_add(n) & mask,
+                (b.wrapping_add(a) ^ n) & mask,
+            ]
+        };
+        (1..=times).rev().fold([0; 3], turn)
+    }
+
+    /// Returns the address of the code that [`entry`]'s goes to, once it is in protected mode.
+    pub(super) fn address(self) -> u64 {
+        address(match self {
+            Mode::Protected32 => &raw const slat_bench_code32,
+            Mode::Real16 => &raw const slat_bench_code16,
+        })
+    }
+}
+
+/// Returns the address where a program in another mode begins. RBX: the mode's [address](Mode::address), RCX: turns, not 0.
+pub(super) fn entry() -> u64 {
+    address(&raw const slat_bench_modes)
+}
+
+fn address(label: *const u8) -> u64 {
+    // SAFETY: both labels are in the same section.
+    MODES + unsafe { label.offset_from(&raw const slat_bench_modes) } as u64
+}
+
+pub(super) fn code() -> &'static [u8] {
+    let begin = &raw const slat_bench_modes;
+    let end = &raw const slat_bench_modes_end;
+    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised constants between
+    // them.
+    unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
+}
