@@ -31,7 +31,7 @@ counters! {
     instructions_compiled,
     /// Regions of compiled code that the CPU was given.
     regions,
-    /// Of these, compiled for another CPU, or before.
+    /// Of these, compiled for another CPU, for another address, or before.
     regions_shared,
     /// Basic blocks executed by the interpreter, and regions of compiled code entered.
     blocks,

@@ -7,6 +7,7 @@
 mod common;
 use common::*;
 use slat_x86::*;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -261,4 +262,43 @@ fn a_loop_that_is_kicked_becomes_one_region() {
         "{} regions; {chained} entered by others in {TURNS} turns",
         did.regions
     );
+}
+
+/// A kick is seen after a region without loops, when another one is about to go on: it is the one that ran which is compiled again.
+#[test]
+fn code_without_loops_that_takes_the_time_is_compiled_again() {
+    /// The addresses of what was compiled.
+    static MADE: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+    let memory = Guest::new(b"").machine.memory;
+    // again: call f, in another page; jmp again
+    let call = (OTHER - CODE - 5) as u32;
+    let code = [&b"\xe8"[..], &call.to_le_bytes(), b"\xeb\xf9"].concat();
+    let mut guest = Guest::interpreted(memory, &code);
+    // f: imul eax,ebx, many times; ret
+    let function = [&b"\x0f\xaf\xc3".repeat(300)[..], b"\xc3"].concat();
+    guest.memory().write(OTHER, &function);
+    let compiler = Compiler::try_new().unwrap();
+    compiler.observe(|made| MADE.lock().unwrap().push(made.rip));
+    (guest.cpu.set_compiler(compiler.clone(), Compile::Hot)).unwrap();
+    for tier in [Tier::Baseline, Tier::Full] {
+        let compiler = compiler.clone();
+        std::thread::spawn(move || compiler.work(tier));
+    }
+    guest.cpu.state.rip = CODE;
+    let made = || MADE.lock().unwrap().clone();
+    let times = |made: &[u64]| {
+        let page = made.iter().filter(|rip| **rip >> 12 == OTHER >> 12);
+        page.fold(std::collections::HashMap::new(), |mut times, rip| {
+            *times.entry(*rip).or_insert(0) += 1;
+            times
+        })
+    };
+    let is_better = || times(&made()).values().any(|times| *times > 1);
+    for _ in 0..200 {
+        if is_better() {
+            return;
+        }
+        after_kick(&mut guest, Duration::from_millis(1));
+    }
+    panic!("compiled once: {:x?}", made());
 }

@@ -7,7 +7,7 @@ use super::{
     page_of,
 };
 use crate::Cpu;
-use crate::block::Block;
+use crate::block::{Block, Key};
 use crate::cpu::{ANY_PAGE, mode};
 use crate::heap::{self, OutOfMemory, Zeroed};
 use crate::machine::Exit;
@@ -82,6 +82,8 @@ pub(crate) struct Compiled {
     /// CS's base for which there are targets of code with segments.
     base: u64,
     pub(super) client: Option<Client>,
+    /// Where the region was entered that was running when something was wanted of the CPU.
+    pub(super) ran: u64,
     /// RIP where the last run ended for its caller's attention: what runs at such a moment is hot.
     pub(crate) interrupted: Option<u64>,
     /// Not 0: the host's MXCSR is the guest's (`float`).
@@ -110,6 +112,7 @@ impl Compiled {
             wanted: ptr::null(),
             base: 0,
             client: None,
+            ran: 0,
             interrupted: None,
             floats: 0,
             host_mxcsr: 0,
@@ -184,12 +187,13 @@ impl Cpu {
         self.compiled.interrupted = Some(self.state.rip);
     }
 
-    /// Call when a block with compiled code is about to run which was interrupted: a sample of what takes the time. A region's second sample
-    /// is worth Cranelift's code, which takes less time to make than has passed since the last sample.
+    /// Call when a block with compiled code is about to run at which the last run was interrupted: a sample of what takes the time. A
+    /// region's second sample is worth Cranelift's code, which takes less time to make than has passed since the last sample.
     #[cold]
     #[inline(never)]
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
         self.compiled.interrupted = None;
+        let found = self.interrupted_in(found);
         // SAFETY: as in `warmed`.
         let block = unsafe { found.as_ref() };
         let is_second = |Entrance { region, .. }: &Entrance| {
@@ -204,6 +208,38 @@ impl Cpu {
             self.submit(block, Tier::Full);
         }
         self.take_compiled();
+    }
+
+    /// Returns the block of the region that ran when the run was interrupted at `next`. That is seen after the region only, unless it was in a
+    /// loop: what goes on there is another one then, and code without loops would never be sampled itself.
+    fn interrupted_in(&mut self, next: NonNull<Block>) -> NonNull<Block> {
+        // SAFETY: as in `warmed`.
+        let next_block = unsafe { next.as_ref() };
+        let region = |block: &Block| {
+            block
+                .entrance
+                .as_ref()
+                .map(|entrance| &raw const *entrance.region)
+        };
+        let key = Key::new(
+            next_block.key.base(),
+            self.compiled.ran,
+            next_block.key.mode,
+        );
+        let Some(ran) = self.blocks.kept(&key).map(NonNull::from) else {
+            return next;
+        };
+        // SAFETY: as above.
+        let ran_block = unsafe { ran.as_ref() };
+        if let Some(mut place) = ran_block.first
+            && region(ran_block).is_some()
+            && region(ran_block) != region(next_block)
+            // SAFETY: alive as long as the block; nothing else refers to it while no block is running.
+            && self.look_again(unsafe { place.page.as_mut() }, key.lin)
+        {
+            return ran;
+        }
+        next
     }
 
     /// Has a block compiled, with those around it, unless that was asked for already.
@@ -420,6 +456,7 @@ impl Cpu {
     /// Runs the region of a block, and those to which it leads. It may free the block.
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
         self.tell_targets_apart();
+        self.compiled.ran = 0;
         // SAFETY: a block lives until all are freed, which happens in `find_block` only.
         let code = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;

@@ -41,6 +41,8 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "push r15",
         "sub rsp, 8",
         "lea r15, [rdi + {base}]",
+        // RBP has the address at which the region that runs was entered.
+        "mov rbp, [r15 + {rip}]",
         "2:",
         "call 8f",
         "cmp rax, {sets}",
@@ -48,7 +50,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         // Does anybody want something of the CPU, or has code changed?
         "mov rcx, [r15 + {attention}]",
         "cmp dword ptr [rcx], 0",
-        "jne 5f",
+        "jne 24f",
         // Is the region at RIP known?
         "add rax, [r15 + {targets}]",
         "mov rcx, [r15 + {rip}]",
@@ -69,6 +71,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "7:",
         "inc qword ptr [r15 + {chained}]",
         "mov rsi, [rax + {code}]",
+        "mov rbp, [rax + {target_rip}]",
         "jmp 2b",
         // A region's frame.
         "8:",
@@ -85,6 +88,9 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "test al, al",
         "mov rax, rbx",
         "jnz 7b",
+        "jmp 5f",
+        "24:",
+        "mov [r15 + {ran}], rbp",
         "jmp 5f",
         // It will be put where it was looked for.
         "9:",
@@ -104,6 +110,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         attention = const from_base(offset_of!(Cpu, compiled.attention)),
         rip = const from_base(offset_of!(Cpu, state.rip)),
         sets = const SETS_BYTES,
+        ran = const from_base(offset_of!(Cpu, compiled.ran)),
         wanted = const from_base(offset_of!(Cpu, compiled.wanted)),
         targets = const from_base(offset_of!(Cpu, compiled.targets)),
         size = const size_of::<Target>(),

@@ -380,8 +380,8 @@ fn random_functions_do_what_cranelifts_code_does() {
             let run = |chunk: &Chunk, offset: u32| {
                 let code = chunk.start().wrapping_add(offset as usize);
                 let mut memory = before;
-                // SAFETY: a function just made, which accesses these words in the place of a CPU, and its frame.
                 let cpu = memory.as_mut_ptr().wrapping_byte_sub(BASE).cast();
+                // SAFETY: a function just made, which accesses these words as a CPU's near R15, and its frame.
                 let result = unsafe { dispatch(cpu, code) };
                 (result, memory)
             };
