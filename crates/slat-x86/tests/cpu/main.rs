@@ -15,6 +15,7 @@ mod fetch;
 mod floating;
 mod invalidations;
 mod legacy;
+mod moved;
 mod operands;
 mod other_pages;
 mod probe;
