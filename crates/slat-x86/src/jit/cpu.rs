@@ -3,8 +3,8 @@
 use super::dispatch::dispatch;
 use super::helpers::Status;
 use super::{
-    Client, Compile, Compiler, Done, Job, Region, Source, Step, Tier, Workshop, is_movable, lock,
-    page_of,
+    Client, Compile, Compiler, Done, Job, Kind, Region, Source, Step, Tier, Workshop, is_movable,
+    lock, page_of,
 };
 use crate::Cpu;
 use crate::block::{Block, Key};
@@ -124,6 +124,16 @@ impl Compiled {
             targets: ptr::null(),
         }
     }
+}
+
+/// Returns of which kind a block's code is for a tier, and the address from which its places count.
+fn kind_of(key: &Key, tier: Tier) -> (Kind, u64) {
+    let kind = Kind {
+        mode: key.mode,
+        is_movable: is_movable(key.mode, tier),
+        base: key.base(),
+    };
+    (kind, page_of(key.rip, kind.is_movable))
 }
 
 impl Cpu {
@@ -257,7 +267,7 @@ impl Cpu {
                 source,
                 tier,
                 client: client.number,
-                page: page_of(block.key.rip, is_movable(block.key.mode, tier)),
+                page: kind_of(&block.key, tier).1,
             };
             match client.compile {
                 Compile::Hot => client.compiler.jobs[tier as usize].add(job),
@@ -297,9 +307,9 @@ impl Cpu {
         let good = [Tier::Full, Tier::Baseline]
             .into_iter()
             .find_map(|made_by| {
-                let page = page_of(key.rip, is_movable(key.mode, made_by));
+                let (kind, page) = kind_of(key, made_by);
                 let place = key.rip.wrapping_sub(page);
-                let region = (client.compiler.known).at(key.mode, key.base(), place, bytes)?;
+                let region = client.compiler.known.at(kind, place, bytes)?;
                 (region.tier >= tier && block.holds(&region)).then_some((region, page))
             });
         let Some((region, page)) = good else {
@@ -342,12 +352,9 @@ impl Cpu {
 
     /// Collects a region: `block`, and the kept blocks of its page that follow.
     fn collect(&self, block: &Block, tier: Tier) -> Result<Source, OutOfMemory> {
-        let is_movable = is_movable(block.key.mode, tier);
-        let page = page_of(block.key.rip, is_movable);
+        let (kind, page) = kind_of(&block.key, tier);
         let mut source = Source {
-            is_movable,
-            mode: block.key.mode,
-            base: block.key.base(),
+            kind,
             stack: match self.stack_mask() {
                 0xffff => 1,
                 0xffff_ffff => 2,

@@ -19,7 +19,7 @@ pub(super) fn decode(source: &Source) -> Vec<Vec<Guest>> {
     let mut blocks = Vec::new();
     let mut lowered = Vec::new();
     for (rip, bytes) in &source.blocks {
-        let width = mode::width(source.mode);
+        let width = mode::width(source.kind.mode);
         let mut decoder = Decoder::with_ip(width, bytes, *rip, DecoderOptions::NONE);
         let mut block = Vec::new();
         while decoder.can_decode() {
@@ -30,15 +30,22 @@ pub(super) fn decode(source: &Source) -> Vec<Vec<Guest>> {
             }
             let code = &bytes[start..decoder.position()];
             lowered.clear();
-            lower::lower(&insn, code, source.mode, 0, insn.len() as u8, &mut lowered);
+            lower::lower(
+                &insn,
+                code,
+                source.kind.mode,
+                0,
+                insn.len() as u8,
+                &mut lowered,
+            );
             let mut bytes = [0; 15];
             bytes[..code.len()].copy_from_slice(code);
             let step = Step {
                 rip: insn.ip(),
                 op: lowered[0],
-                is_movable: source.is_movable,
-                moves_displacement: source.is_movable && insn.is_ip_rel_memory_operand(),
-                moves_immediate: source.is_movable
+                is_movable: source.kind.is_movable,
+                moves_displacement: source.kind.is_movable && insn.is_ip_rel_memory_operand(),
+                moves_immediate: source.kind.is_movable
                     && insn.op_count() > 0
                     && is_near_branch(insn.op0_kind()),
                 bytes,

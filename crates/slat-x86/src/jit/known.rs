@@ -4,7 +4,7 @@
 //! Code found here begins like the block that is asked for, nothing more: who takes it compares all of it with memory first, like all code
 //! ([`Cpu::adopt`](crate::Cpu)). Regions that no block has any more are kept, until there is no room for new ones.
 
-use super::{Region, Source, lock};
+use super::{Kind, Region, lock};
 use crate::hash::Seeded;
 use std::collections::HashMap;
 use std::hash::BuildHasher;
@@ -27,14 +27,14 @@ impl Known {
         }
     }
 
-    /// Returns the hash of a block.
-    fn hash(&self, mode: u8, base: u64, place: u64, bytes: &[u8]) -> u64 {
+    /// Returns the hash of a block, given as its kind, place and bytes.
+    fn hash(&self, kind: Kind, place: u64, bytes: &[u8]) -> u64 {
         let words = bytes.chunks(8).map(|chunk| {
             let mut word = [0; 8];
             word[..chunk.len()].copy_from_slice(chunk);
             u64::from_le_bytes(word)
         });
-        let start = self.hasher.hash_one((mode, base, place));
+        let start = self.hasher.hash_one((kind, place));
         words.fold(start, |hash, word| self.hasher.hash_one((hash, word)))
     }
 
@@ -45,8 +45,7 @@ impl Known {
             return;
         }
         for (_, block) in region.entered() {
-            let Source { mode, base, .. } = region.source;
-            let hash = self.hash(mode, base, block.0, &block.1);
+            let hash = self.hash(region.source.kind, block.0, &block.1);
             let is_better = |known: &Arc<Region>| {
                 known.tier > region.tier && known.source.blocks.contains(block)
             };
@@ -56,10 +55,11 @@ impl Known {
         }
     }
 
-    /// Returns the region that can be entered at a block with this mode, base of code, place and bytes.
-    pub(super) fn at(&self, mode: u8, base: u64, place: u64, bytes: &[u8]) -> Option<Arc<Region>> {
-        let hash = self.hash(mode, base, place, bytes);
-        lock(&self.entries).get(&hash).cloned()
+    /// Returns the region that can be entered at a block, given as its kind, place and bytes.
+    pub(super) fn at(&self, kind: Kind, place: u64, bytes: &[u8]) -> Option<Arc<Region>> {
+        let hash = self.hash(kind, place, bytes);
+        let found = lock(&self.entries).get(&hash).cloned();
+        found.filter(|region| region.source.kind == kind)
     }
 
     /// Forgets all regions. Those that blocks have stay alive.

@@ -18,7 +18,7 @@
 //! change itself.
 //!
 //! Code with segments, which is that of 16 bits and that of 32 bits whose segments are not flat, is known by its linear address and by RIP, as
-//! blocks are. A region is for one base of CS ([`Source::base`]): its addresses of code are constants, and one page has all of it. It reads
+//! blocks are. A region is for one base of CS ([`Kind::base`]): its addresses of code are constants, and one page has all of it. It reads
 //! the other segments when it runs (`address`). It can only continue in a region with the same base: whatever loads CS ends a
 //! run of regions, and a run with another base than the last one forgets where regions continue (`Cpu::tell_targets_apart`).
 //!
@@ -106,16 +106,22 @@ pub enum Tier {
     Full,
 }
 
+/// What kind of code blocks are: what compiled code depends on besides their places and bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Kind {
+    mode: u8,
+    /// Whether it is the same for all pages ([`is_movable`]).
+    is_movable: bool,
+    /// The distance of linear addresses from those of code: CS's base outside 64-bit mode.
+    base: u64,
+}
+
 /// The code of a region-to-be.
 #[derive(PartialEq, Eq)]
 struct Source {
-    mode: u8,
-    /// The distance of linear addresses from those of code: CS's base outside 64-bit mode.
-    base: u64,
+    kind: Kind,
     /// The operand size of the stack pointer.
     stack: u8,
-    /// Whether it is the same for all pages ([`is_movable`]).
-    is_movable: bool,
     /// Their places ([`page_of`]) and bytes.
     blocks: Vec<(u64, Vec<u8>)>,
 }
@@ -135,7 +141,8 @@ fn page_of(rip: u64, is_movable: bool) -> u64 {
 impl Source {
     /// Returns the key of the block at a place in a page.
     fn key(&self, page: u64, place: u64) -> Key {
-        Key::new(self.base, page.wrapping_add(place), self.mode)
+        let Kind { mode, base, .. } = self.kind;
+        Key::new(base, page.wrapping_add(place), mode)
     }
 }
 
@@ -442,10 +449,7 @@ impl Compiler {
     fn finish(&self, job: Job, workshop: &mut Workshop) {
         // Another CPU may have had the same compiled while this waited.
         let known = (job.source.blocks.first())
-            .and_then(|(place, bytes)| {
-                let Source { mode, base, .. } = job.source;
-                self.known.at(mode, base, *place, bytes)
-            })
+            .and_then(|(place, bytes)| self.known.at(job.source.kind, *place, bytes))
             .filter(|known| known.source == job.source && known.tier >= job.tier);
         let region = match known {
             Some(known) => Ok(known),
@@ -619,10 +623,12 @@ mod tests {
     fn source(rip: u64) -> Source {
         // inc eax; jmp to the next
         Source {
-            mode: 2,
-            base: 0,
+            kind: Kind {
+                mode: 2,
+                is_movable: false,
+                base: 0,
+            },
             stack: 3,
-            is_movable: false,
             blocks: vec![(rip, b"\xff\xc0\xeb\x00".to_vec())],
         }
     }
