@@ -2,10 +2,8 @@
 
 use super::dispatch::dispatch;
 use super::helpers::Status;
-use super::{
-    Client, Compile, Compiler, Done, Job, Kind, Region, Source, Step, Tier, Workshop, is_movable,
-    lock, page_of,
-};
+use super::region::{Kind, Region, Source, Step};
+use super::{Client, Compile, Compiler, Done, Job, Tier, Workshop, lock};
 use crate::Cpu;
 use crate::block::{Block, Key};
 use crate::cpu::{ANY_PAGE, mode};
@@ -124,16 +122,6 @@ impl Compiled {
             targets: ptr::null(),
         }
     }
-}
-
-/// Returns of which kind a block's code is for a tier, and the address from which its places count.
-fn kind_of(key: &Key, tier: Tier) -> (Kind, u64) {
-    let kind = Kind {
-        mode: key.mode,
-        is_movable: is_movable(key.mode, tier),
-        base: key.base(),
-    };
-    (kind, page_of(key.rip, kind.is_movable))
 }
 
 impl Cpu {
@@ -267,7 +255,7 @@ impl Cpu {
                 source,
                 tier,
                 client: client.number,
-                page: kind_of(&block.key, tier).1,
+                page: Kind::of(&block.key, tier).1,
             };
             match client.compile {
                 Compile::Hot => client.compiler.jobs[tier as usize].add(job),
@@ -307,7 +295,7 @@ impl Cpu {
         let good = [Tier::Full, Tier::Baseline]
             .into_iter()
             .find_map(|made_by| {
-                let (kind, page) = kind_of(key, made_by);
+                let (kind, page) = Kind::of(key, made_by);
                 let place = key.rip.wrapping_sub(page);
                 let region = client.compiler.known.at(kind, place, bytes)?;
                 (region.tier >= tier && block.holds(&region)).then_some((region, page))
@@ -352,7 +340,7 @@ impl Cpu {
 
     /// Collects a region: `block`, and the kept blocks of its page that follow.
     fn collect(&self, block: &Block, tier: Tier) -> Result<Source, OutOfMemory> {
-        let (kind, page) = kind_of(&block.key, tier);
+        let (kind, page) = Kind::of(&block.key, tier);
         let mut source = Source {
             kind,
             stack: match self.stack_mask() {

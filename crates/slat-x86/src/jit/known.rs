@@ -4,7 +4,8 @@
 //! Code found here begins like the block that is asked for, nothing more: who takes it compares all of it with memory first, like all code
 //! ([`Cpu::adopt`](crate::Cpu)). Regions that no block has any more are kept, until there is no room for new ones.
 
-use super::{Kind, Region, lock};
+use super::region::Kind;
+use super::{Region, lock};
 use crate::hash::Seeded;
 use std::collections::HashMap;
 use std::hash::BuildHasher;

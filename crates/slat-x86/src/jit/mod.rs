@@ -18,7 +18,7 @@
 //! change itself.
 //!
 //! Code with segments, which is that of 16 bits and that of 32 bits whose segments are not flat, is known by its linear address and by RIP, as
-//! blocks are. A region is for one base of CS ([`Kind::base`]): its addresses of code are constants, and one page has all of it. It reads
+//! blocks are. A region is for one base of CS ([`base`](region::Kind::base)): its addresses of code are constants, and one page has all of it. It reads
 //! the other segments when it runs (`address`). It can only continue in a region with the same base: whatever loads CS ends a
 //! run of regions, and a run with another base than the last one forgets where regions continue (`Cpu::tell_targets_apart`).
 //!
@@ -42,15 +42,16 @@
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
 //! | `memory` | pages for code, never writable and executable at once |
-//! | `known` | what was compiled for any CPU |
+//! | `region` | the code of a region, and the region |
+//! | `known` | what was compiled, by content |
 //! | `window` | the fields of a CPU that R15 reaches |
 //! | `cpu` | the CPU's side: what is hot, and running it |
 //! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering regions, and from one to the next |
 //!
-//! While a region runs, R15 leads to the [`Cpu`]; the registers are its variables, and RIP is in the region's page. It is left between two instructions
-//! always, with all state written back, so faults are as precise as the interpreter's. Then it continues in the region at the new RIP
-//! directly if it finds that in [`Targets`], as code that is good now. Loops, and regions that continue in another one, look at
+//! While a region runs, R15 leads to the [`Cpu`]; the registers are its variables, and RIP is in the region's page. It is left between two
+//! instructions always, with all state written back, so faults are as precise as the interpreter's. Then it continues in the region at the
+//! new RIP directly if it finds that in [`Targets`], as code that is good now. Loops, and regions that continue in another one, look at
 //! `attention` each time.
 
 mod access;
@@ -70,6 +71,7 @@ mod instructions;
 mod known;
 mod memory;
 mod paths;
+mod region;
 mod segments;
 mod stub;
 mod translate;
@@ -77,16 +79,16 @@ mod values;
 mod vector;
 mod window;
 
-use crate::block::Key;
-use crate::cpu::mode;
 use crate::heap::OutOfMemory;
-use crate::op::Op;
 pub(crate) use cpu::{Compiled, Entrance, Targets, WARM};
 use cranelift_codegen::settings::{self, Configurable};
 use cranelift_codegen::{Context, control::ControlPlane, isa};
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
 use known::Known;
 use memory::{Arena, Chunk, Refused};
+pub use region::CompiledCode;
+use region::{Guarded, Source};
+pub(crate) use region::{Region, Step};
 use slat_trace::{CompileRegion, point};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -104,55 +106,6 @@ pub enum Tier {
     Baseline,
     /// By Cranelift, which takes ten times as long and makes faster code.
     Full,
-}
-
-/// What kind of code blocks are: what compiled code depends on besides their places and bytes.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Kind {
-    mode: u8,
-    /// Whether it is the same for all pages ([`is_movable`]).
-    is_movable: bool,
-    /// The distance of linear addresses from those of code: CS's base outside 64-bit mode.
-    base: u64,
-}
-
-/// The code of a region-to-be.
-#[derive(PartialEq, Eq)]
-struct Source {
-    kind: Kind,
-    /// The operand size of the stack pointer.
-    stack: u8,
-    /// Their places ([`page_of`]) and bytes.
-    blocks: Vec<(u64, Vec<u8>)>,
-}
-
-/// Whether a tier's code is the same for all pages: wherever a program or a library is in its address space. The baseline tier's is in 64-bit
-/// mode: most of the code of short programs is its. Cranelift's is for one page, because what is hot stays where it is: addresses that
-/// are computed when it runs made hot loops a fifth slower.
-fn is_movable(mode: u8, tier: Tier) -> bool {
-    tier == Tier::Baseline && mode & mode::BITS == mode::BITS_64
-}
-
-/// Returns the address from which the places of code count. For code that is the same for all pages that is its page.
-fn page_of(rip: u64, is_movable: bool) -> u64 {
-    if is_movable { rip & !0xfff } else { 0 }
-}
-
-impl Source {
-    /// Returns the key of the block at a place in a page.
-    fn key(&self, page: u64, place: u64) -> Key {
-        let Kind { mode, base, .. } = self.kind;
-        Key::new(base, page.wrapping_add(place), mode)
-    }
-}
-
-/// The code of a region, for profilers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CompiledCode<'a> {
-    /// The host's instructions, where they are executed.
-    pub code: &'a [u8],
-    /// The guest address of the block for which it was compiled, which is the first one.
-    pub rip: u64,
 }
 
 /// A job for a compiling thread.
@@ -229,100 +182,10 @@ impl Drop for Client {
     }
 }
 
-/// An instruction of a region.
-#[derive(Clone, Copy)]
-pub(crate) struct Step {
-    /// Its place ([`page_of`]).
-    rip: u64,
-    /// Whether that counts from its page, and whether the displacement and the immediate of its operation do, too.
-    is_movable: bool,
-    moves_displacement: bool,
-    moves_immediate: bool,
-    op: Op,
-    bytes: [u8; 15],
-    /// Instructions before it in its path.
-    before: u8,
-}
-
-impl Step {
-    /// Returns the instruction as it is in the page of `rip`: with addresses for places.
-    fn at(mut self, rip: u64) -> Self {
-        let by = |moves| page_of(rip, moves);
-        self.op.disp = self.op.disp.wrapping_add(by(self.moves_displacement));
-        self.op.imm = self.op.imm.wrapping_add(by(self.moves_immediate));
-        self.rip = self.rip_at(rip);
-        self
-    }
-
-    /// Returns the address of the instruction if it is in the page of `rip`.
-    fn rip_at(&self, rip: u64) -> u64 {
-        self.rip.wrapping_add(page_of(rip, self.is_movable))
-    }
-}
-
 /// Where a region continues whose guarded access failed: it returns the address of that, which is in RAX.
 #[unsafe(naked)]
 unsafe extern "C" fn access_failed() {
     std::arch::naked_asm!("mov rsp, rbp", "pop rbp", "ret")
-}
-
-/// Guarded accesses: their offsets, ascending, and the index of the step that each belongs to.
-type Guarded = Box<[(u32, u32)]>;
-
-/// Compiled code.
-pub(crate) struct Region {
-    chunk: Chunk,
-    source: Source,
-    /// Where the code was for which it was compiled.
-    page: u64,
-    pub(crate) tier: Tier,
-    /// Whether a sample was of this region.
-    is_sampled: AtomicBool,
-    /// The code has pointers to them.
-    steps: Box<[Step]>,
-    guarded: Guarded,
-    /// Where the region is entered at each block, if it can: offsets.
-    entries: Box<[Option<u32>]>,
-}
-
-impl Region {
-    fn compiled(&self) -> CompiledCode<'_> {
-        CompiledCode {
-            code: self.chunk.code(),
-            rip: self.rip(),
-        }
-    }
-
-    /// Returns the address for which it was compiled.
-    fn rip(&self) -> u64 {
-        let first = self.source.blocks.first();
-        first.map_or(self.page, |(place, _)| self.page.wrapping_add(*place))
-    }
-
-    /// Returns the code that was compiled: linear addresses, as far as they are in a page, and bytes.
-    pub(crate) fn parts(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        let blocks = self.source.blocks.iter();
-        blocks.map(|(place, bytes)| (self.source.key(0, *place).lin, &**bytes))
-    }
-
-    /// Returns the address and the bytes of each block that can be entered, and where.
-    fn entered(&self) -> impl Iterator<Item = (*const u8, &(u64, Vec<u8>))> {
-        let blocks = self.entries.iter().zip(&self.source.blocks);
-        blocks.filter_map(|(offset, block)| {
-            let code = self.chunk.start().wrapping_add((*offset)? as usize);
-            Some((code, block))
-        })
-    }
-
-    /// Returns the instruction with the guarded access at a host address, if that is in this region.
-    pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
-        let offset = self.chunk.offset_of(address)?;
-        let found = self
-            .guarded
-            .binary_search_by_key(&offset, |access| access.0);
-        let (_, step) = self.guarded[found.ok()?];
-        Some(&raw const self.steps[step as usize])
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -623,7 +486,7 @@ mod tests {
     fn source(rip: u64) -> Source {
         // inc eax; jmp to the next
         Source {
-            kind: Kind {
+            kind: region::Kind {
                 mode: 2,
                 is_movable: false,
                 base: 0,

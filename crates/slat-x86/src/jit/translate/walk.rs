@@ -1,0 +1,139 @@
+//! Along the paths of a region: from one block to the next, and from turn to turn of a loop.
+
+use super::{Translator, Turn};
+use crate::Cpu;
+use crate::jit::entries;
+use crate::jit::guest::{Guest, numbers, registers};
+use cranelift_codegen::ir::types::I64;
+use cranelift_codegen::ir::{BlockArg, InstBuilder, Value};
+use std::mem::offset_of;
+
+impl Translator<'_> {
+    /// Continues at `rip`, after the current instruction: in the path or the region if it has a block there, else leaves.
+    pub(in crate::jit) fn goto(&mut self, rip: u64) {
+        let rip = self.wrapped(rip);
+        let next = self.paths.next(self.now.node, rip);
+        let head = self.heads.get(&rip).copied();
+        if rip <= self.now.head && (next.is_some() || head.is_some()) {
+            // A loop has to see it.
+            self.leave_if_wanted(rip);
+        }
+        if let Some(node) = next {
+            self.now.node = node;
+            self.now.before += 1;
+            return self.node();
+        }
+        let Some(head) = head else {
+            let to = self.address(rip as i64);
+            return self.leave_for(to);
+        };
+        let turn = self.turn_at(rip);
+        match turn {
+            Some(_) => _ = self.write_vectors(),
+            None => self.write_registers(),
+        }
+        if !head.sets_flags_first {
+            self.record_flags();
+        }
+        let count = self.count_done();
+        let (block, values) = match turn {
+            Some(turn) => (turn.block, self.values_of(turn.registers, count)),
+            None => (head.block, Vec::new()),
+        };
+        self.b.ins().jump(block, &values);
+    }
+
+    /// Leaves for `rip` if others want something of the CPU.
+    fn leave_if_wanted(&mut self, rip: u64) {
+        let wanted = self.attention();
+        let (leave, go) = (self.cold(), self.b.create_block());
+        self.b.ins().brif(wanted, leave, &[], go, &[]);
+        let now = self.now.clone();
+        self.b.switch_to_block(leave);
+        let to = self.address(rip as i64);
+        self.leave_for(to);
+        self.resume(go, now);
+    }
+
+    /// Returns where the next turn begins if the path is a loop, and begins at `rip`.
+    fn turn_at(&self, rip: u64) -> Option<Turn> {
+        self.turn.filter(|turn| rip == turn.rip)
+    }
+
+    /// Whether registers stay in values if the region continues at `rip`.
+    pub(in crate::jit) fn keeps_values(&self, rip: u64) -> bool {
+        self.turn_at(rip).is_some() || self.paths.next(self.now.node, rip).is_some()
+    }
+
+    /// Returns the parameters of a turn: the registers that are given as bits, and the counter of instructions.
+    fn values_of(&mut self, registers: u16, count: Value) -> Vec<BlockArg> {
+        let mut values: Vec<BlockArg> = numbers(registers)
+            .map(|r| self.register(r).into())
+            .collect();
+        values.push(count.into());
+        values
+    }
+
+    /// Begins the loop that a path is: the registers that its instructions use stay in values from turn to turn.
+    fn begin_turn(&mut self, rip: u64) {
+        let (mut used, mut changed) = (0, 0);
+        for Guest { insn, .. } in self.paths.turning(self.now.node) {
+            for (r, may_write) in registers(&mut self.factory, insn) {
+                used |= 1 << r;
+                changed |= u16::from(may_write) << r;
+            }
+        }
+        let count = self.field(I64, offset_of!(Cpu, compiled.instructions));
+        let values = self.values_of(used, count);
+        let block = self.b.create_block();
+        self.b.ins().jump(block, &values);
+        self.b.switch_to_block(block);
+        for r in numbers(used) {
+            self.now.gpr[r] = Some(self.b.append_block_param(block, I64));
+        }
+        self.now.changed = changed;
+        self.now.has_changed |= changed != 0;
+        self.turn = Some(Turn {
+            rip,
+            block,
+            registers: used,
+            count: self.b.append_block_param(block, I64),
+        });
+    }
+
+    /// Translates the path that a node begins.
+    pub(super) fn path(&mut self, root: usize) {
+        let rip = self.steps[self.paths.nodes[root].step].rip;
+        let head = self.heads[&rip];
+        let block = self.paths.nodes[root].block;
+        self.b.set_srcloc(entries::begins(block));
+        self.begin(head.block, root);
+        self.now.step = self.paths.nodes[root].step;
+        self.set_checkpoint();
+        // The record of the flags may be an old one.
+        self.now.has_changed = head.sets_flags_first;
+        self.turn = None;
+        if self.paths.nodes[root].turns {
+            self.begin_turn(rip);
+        }
+        self.node();
+    }
+
+    /// Translates the path from the beginning of a node on.
+    fn node(&mut self) {
+        let node = &self.paths.nodes[self.now.node];
+        self.now.head = self.steps[node.step].rip;
+        let guests = &self.blocks[node.block];
+        for (step, guest) in (node.step..).zip(guests) {
+            self.now.step = step;
+            if self.instruction(&guest.insn) {
+                return;
+            }
+            self.now.before += 1;
+        }
+        // The block's limit, or something that cannot be decoded.
+        self.now.before -= 1;
+        let last = guests.last().expect("a block begins with an instruction");
+        self.goto(last.insn.next_ip());
+    }
+}
