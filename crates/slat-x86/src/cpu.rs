@@ -25,58 +25,7 @@ use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, USER_CHECKED, 
 use std::ptr::NonNull;
 use std::time::Duration;
 
-/// The CPU state that decoding depends on besides the bytes, as bits of a block's key.
-pub(crate) mod mode {
-    /// Default operand and address size: [`BITS_16`], [`BITS_32`], [`BITS_64`] or [`FLAT_32`].
-    pub const BITS: u8 = 3;
-    pub const BITS_16: u8 = 0;
-    pub const BITS_32: u8 = 1;
-    pub const BITS_64: u8 = 2;
-    /// 32 bits, and the offsets in ES, CS, SS and DS are linear addresses, with no limit, on a stack of 32 bits.
-    pub const FLAT_32: u8 = 3;
-    /// SSE instructions are #UD (CR0.EM, or CR4.OSFXSR is clear).
-    pub const NO_SSE: u8 = 1 << 2;
-    /// x87 instructions are #NM (CR0.EM).
-    pub const NO_X87: u8 = 1 << 3;
-    /// x87 and SSE instructions are #NM (CR0.TS).
-    pub const TASK_SWITCHED: u8 = 1 << 4;
-    /// CPL 3: a supervisor's code has another key.
-    pub const USER: u8 = 1 << 5;
-    /// VEX-encoded vector instructions are #UD (CR4.OSXSAVE or a bit of XCR0 is clear, or the mode has no VEX prefix).
-    pub const NO_AVX: u8 = 1 << 6;
-    /// VEX prefixes are #UD (real mode and virtual-8086 mode).
-    pub const NO_VEX: u8 = 1 << 7;
-
-    /// Returns the default operand size of a mode, but for 64 bits, and its address size, in bits.
-    pub fn width(mode: u8) -> u32 {
-        match mode & BITS {
-            BITS_16 => 16,
-            BITS_64 => 64,
-            _ => 32,
-        }
-    }
-
-    /// Whether offsets in ES, CS, SS and DS are not linear addresses.
-    #[cfg(feature = "jit")]
-    pub fn has_segments(mode: u8) -> bool {
-        matches!(mode & BITS, BITS_16 | BITS_32)
-    }
-
-    /// Whether a selector is a paragraph number: in real mode and in virtual-8086 mode.
-    #[cfg(feature = "jit")]
-    pub fn has_paragraphs(mode: u8) -> bool {
-        mode & NO_VEX != 0
-    }
-
-    /// Returns the mask of linear addresses.
-    #[cfg(feature = "jit")]
-    pub fn linear(mode: u8) -> u64 {
-        match mode & BITS {
-            BITS_64 => u64::MAX,
-            _ => 0xffff_ffff,
-        }
-    }
-}
+pub(crate) mod mode;
 
 /// See [`Cpu::code_page`].
 pub(crate) const ANY_PAGE: usize = 1;

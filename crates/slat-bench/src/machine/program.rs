@@ -189,8 +189,8 @@ impl Program {
     }
 
     /// Copies, fills and searches at `data`, by REP MOVSB, REP STOSQ and REPNE SCASB, long and short ones. Returns also the number of
-    /// instructions; a repeated one counts once. What is copied and filled begins with the number of the turn: from `times` down to 1. R11
-    /// is the sum of these, twice; R10 counts [`UNSEARCHED`] in each turn.
+    /// instructions; a repeated one counts once. Each turn copies, and fills with, its own number, from `times` down to 1. R11 ends as twice
+    /// the sum of these numbers; R10 grows by [`UNSEARCHED`] in each turn.
     pub fn strings(times: u64, data: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rbx: data,

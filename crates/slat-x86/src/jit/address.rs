@@ -2,7 +2,7 @@
 //!
 //! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code an access takes base and
 //! limit from the segment register, once in a path: a handler that loads one ends the block. So a region depends on no segment's base or
-//! limit. What is not plain is the interpreter's, which raises the fault if there is one: an operand that ends beyond the limit, a segment
+//! limit. The interpreter executes what is not plain, and raises the fault if there is one: an operand that ends beyond the limit, a segment
 //! that expands down or is none, a stack pointer of another width than the region is for (`Source::stack`).
 
 use super::translate::Translator;

@@ -208,8 +208,8 @@ impl Cpu {
         self.take_compiled();
     }
 
-    /// Returns the block of the region that ran when the run was interrupted at `next`. That is seen after the region only, unless it was in a
-    /// loop: what goes on there is another one then, and code without loops would never be sampled itself.
+    /// Returns the block of the region that ran when the run was interrupted, after which `next` goes on. A region without loops ends before
+    /// it looks at `attention`, so `next` is another region's; if that were the sample, code without loops would never be one.
     fn interrupted_in(&mut self, next: NonNull<Block>) -> NonNull<Block> {
         // SAFETY: as in `warmed`.
         let next_block = unsafe { next.as_ref() };
@@ -248,14 +248,14 @@ impl Cpu {
         if block.is_current(self.clock.stamp)
             && block.asked.get() < Some(tier)
             && client.compiler.has_room(tier)
-            && let Ok(source) = self.collect(block, tier)
+            && let Ok((source, page)) = self.collect(block, tier)
             && !source.blocks.is_empty()
         {
             let job = Job {
                 source,
                 tier,
                 client: client.number,
-                page: Kind::of(&block.key, tier).1,
+                page,
             };
             match client.compile {
                 Compile::Hot => client.compiler.jobs[tier as usize].add(job),
@@ -338,8 +338,8 @@ impl Cpu {
         }
     }
 
-    /// Collects a region: `block`, and the kept blocks of its page that follow.
-    fn collect(&self, block: &Block, tier: Tier) -> Result<Source, OutOfMemory> {
+    /// Collects a region: `block`, and the kept blocks of its page that follow. Returns the address from which its places count, too.
+    fn collect(&self, block: &Block, tier: Tier) -> Result<(Source, u64), OutOfMemory> {
         let (kind, page) = Kind::of(&block.key, tier);
         let mut source = Source {
             kind,
@@ -412,7 +412,7 @@ impl Cpu {
                 _ => {}
             }
         }
-        Ok(source)
+        Ok((source, page))
     }
 
     /// Makes the place where the compiled code of a block, which is current, is entered known to regions. Returns it.

@@ -3,8 +3,8 @@
 //! A function of Cranelift's has one beginning, a region has many, and it is entered at them directly. To lead from the one to each path by
 //! an index took a jump by a table: the table is in code, which the caches of data do not have, and a host foresees such jumps
 //! badly. The jump is still at the function's beginning, where nobody executes it: without it Cranelift would drop the paths.
-//! All state is in the CPU where a path begins, so its code expects nothing in a register but the CPU's address, and of the stack that
-//! there is a frame. `dispatch` makes the frame: of one size for all regions.
+//! All state is in the CPU where a path begins, so its code expects no register but R15, and of the stack that there is a
+//! frame. `dispatch` makes the frame: of one size for all regions.
 //!
 //! Source locations tell where a path begins: other code of a region has the numbers of steps as its locations.
 

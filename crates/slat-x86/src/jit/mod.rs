@@ -9,8 +9,8 @@
 //! milliseconds, and the region that runs then is a *sample* (`Cpu::sampled`). For the second sample of a region Cranelift makes a better
 //! one. So nothing counts in compiled code, and the time for Cranelift is bounded by the number of samples. (Most regions that are sampled
 //! once in a boot are never sampled again: to wait for the second sample takes two thirds off Cranelift's time.) Each tier has a
-//! thread of its own. Code that waits for the baseline tier is interpreted; when its jobs waited behind Cranelift's, such code was a third of
-//! what a boot interpreted.
+//! thread of its own: the interpreter runs the code that waits for the baseline tier, and a third of what it ran in a boot was such code when
+//! one thread served both tiers.
 //!
 //! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own blocks, and it is
 //! as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the page's
@@ -18,7 +18,7 @@
 //! change itself.
 //!
 //! Code with segments, which is that of 16 bits and that of 32 bits whose segments are not flat, is known by its linear address and by RIP, as
-//! blocks are. A region is for one base of CS ([`base`](region::Kind::base)): its addresses of code are constants, and one page has all of it. It reads
+//! blocks are. A region is for one base of CS (`Kind::base`): its addresses of code are constants, and one page has all of it. It reads
 //! the other segments when it runs (`address`). It can only continue in a region with the same base: whatever loads CS ends a
 //! run of regions, and a run with another base than the last one forgets where regions continue (`Cpu::tell_targets_apart`).
 //!

@@ -1,4 +1,4 @@
-//! What is compiled, and what comes of it: the code of a region, and the region.
+//! The code of a region, as a CPU collects it ([`Source`]) and as the compiler makes it ([`Region`]).
 //!
 //! Compiled code counts the addresses of code from the code's page where it may be any page's ([`is_movable`]), and from 0 where it is for
 //! one page: a *place* is such an address.

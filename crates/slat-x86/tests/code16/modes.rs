@@ -122,7 +122,7 @@ pub fn prepare(guest: &mut Guest, mode: Mode, random: &mut Random) -> Vec<u8> {
     for address in (FIRST..FIRST + BYTES + 0x1_0000).step_by(8) {
         guest.memory().write64(address, random.next());
     }
-    // What is called across the end of the segment: inc dx; ret.
+    // A function near the end of the segment, to which CALL gets by a displacement that wraps: inc dx; ret.
     guest.memory().write(base + 0xffe0, b"\x42\xc3\xf4");
     guest.memory().write(base + ip, &code);
     code

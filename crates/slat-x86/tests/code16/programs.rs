@@ -79,7 +79,8 @@ impl Program<'_> {
         self.emit(&value.to_le_bytes()[..bytes]);
     }
 
-    /// Appends a part of the program. `depth`: how deeply others may be in it. What is in a loop or a function leaves CX and SP alone.
+    /// Appends a part of the program, in which others may be nested up to `depth` times. Parts of loops and of functions do not change CX
+    /// and SP.
     fn part(&mut self, depth: u32) {
         match self.random.below(12) {
             0 if depth > 0 => self.counted(Self::repeat),
