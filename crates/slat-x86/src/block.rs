@@ -2,10 +2,11 @@
 
 #[cfg(feature = "jit")]
 use crate::cpu::mode;
-use crate::heap::{self, OutOfMemory};
+use crate::heap::OutOfMemory;
 #[cfg(feature = "jit")]
 use crate::jit::Tier;
 use crate::op::Op;
+use crate::pool::{List, Pool};
 use crate::snapshot::Snapshot;
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::cell::Cell;
@@ -83,17 +84,17 @@ pub(crate) struct Block {
     /// Instructions in `ops`.
     pub(crate) count: u8,
     /// Empty in a block that holds nothing (yet).
-    pub(crate) ops: Vec<Op>,
+    pub(crate) ops: List<Op>,
     /// The compiled region that this block is a part of.
     #[cfg(feature = "jit")]
     pub(crate) entrance: Option<crate::jit::Entrance>,
-    bytes: Vec<u8>,
+    bytes: List<u8>,
     /// The next page, for an instruction that crosses into it.
     pub(crate) second: Option<Place>,
 }
 
 #[cfg(feature = "jit")]
-const _: () = assert!(std::mem::offset_of!(Block, ops) == 64);
+const _: () = assert!(std::mem::offset_of!(Block, ops) == 64 && size_of::<Block>() == 128);
 
 impl Block {
     fn empty() -> Self {
@@ -112,53 +113,74 @@ impl Block {
             crosses: false,
             split: 0,
             count: 0,
-            ops: Vec::new(),
+            ops: List::empty(),
             #[cfg(feature = "jit")]
             entrance: None,
-            bytes: Vec::new(),
+            bytes: List::empty(),
             second: None,
         }
     }
 
-    /// Makes an empty block into which `max_ops` operations can be decoded without allocating.
-    pub(crate) fn with_room(max_ops: usize) -> Result<Self, OutOfMemory> {
-        let longest = LONGEST.min(16 * max_ops);
-        let mut block = Self::empty();
+    /// Makes an empty block in `pool`, into which `max_ops` operations can be decoded.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    ///
+    /// # Safety
+    /// - it is used only as long as the pool's pieces are.
+    pub(crate) unsafe fn with_room(
+        pool: &mut Pool,
+        max_ops: usize,
+    ) -> Result<NonNull<Self>, OutOfMemory> {
         // The last instruction may be more than one operation.
-        block.ops = heap::vec(max_ops - 1 + PER_INSTRUCTION)?;
-        block.bytes = heap::vec(longest)?;
-        Ok(block)
+        let (ops, longest) = (max_ops - 1 + PER_INSTRUCTION, LONGEST.min(16 * max_ops));
+        let mut block = Self::empty();
+        // SAFETY: the caller's promise.
+        unsafe {
+            block.ops.reserve(pool, ops)?;
+            block.bytes.reserve(pool, longest)?;
+        }
+        pool.put(block)
     }
 
-    /// Makes an empty block with exactly the memory that a copy of `block` needs.
-    pub(crate) fn with_room_for(block: &Block) -> Result<Self, OutOfMemory> {
-        let mut new = Self::empty();
-        new.reserve(block)?;
+    /// Makes a copy of `from` in `pool`.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    ///
+    /// # Safety
+    /// - it is used only as long as the pool's pieces are.
+    pub(crate) unsafe fn copied(
+        from: &Block,
+        pool: &mut Pool,
+    ) -> Result<NonNull<Self>, OutOfMemory> {
+        let mut new = pool.put(Self::empty())?;
+        // SAFETY: made just now; the caller's promise.
+        unsafe { new.as_mut().copy(from, pool)? };
         Ok(new)
     }
 
-    /// Makes sure that [`copy`](Self::copy) of `from` does not allocate. Leaves this block as it is.
-    pub(crate) fn reserve(&mut self, from: &Block) -> Result<(), OutOfMemory> {
-        heap::reserve(&mut self.ops, from.ops.len())?;
-        heap::reserve(&mut self.bytes, from.bytes.len())
-    }
-
-    /// Copies `from`, for which memory was [reserved](Self::reserve).
-    pub(crate) fn copy(&mut self, from: &Block) {
-        fn replace<T: Copy>(vec: &mut Vec<T>, with: &[T]) {
-            vec.clear();
-            vec.extend_from_slice(with);
+    /// Becomes a copy of `from`.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`]: it is as it was.
+    ///
+    /// # Safety
+    /// - it is used only as long as the pool's pieces are.
+    pub(crate) unsafe fn copy(&mut self, from: &Block, pool: &mut Pool) -> Result<(), OutOfMemory> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.ops.reserve(pool, from.ops.len())?;
+            self.bytes.reserve(pool, from.bytes.len())?;
         }
-        replace(&mut self.ops, &from.ops);
-        replace(&mut self.bytes, &from.bytes);
+        self.ops.clear();
+        self.ops.extend(&from.ops);
+        self.bytes.clear();
+        self.bytes.extend(&from.bytes);
         (self.key, self.first, self.second) = (from.key, from.first, from.second);
         self.cool();
         (self.crosses, self.split, self.count) = (from.crosses, from.split, from.count);
-    }
-
-    /// Returns the heap bytes of a block whose vectors are at their largest.
-    pub(crate) fn heap_bytes(&self) -> usize {
-        size_of::<Block>() + self.ops.capacity() * size_of::<Op>() + self.bytes.capacity()
+        Ok(())
     }
 
     /// Empties the block, until [`fill`](Self::fill). Its `ops` can be appended to.
@@ -194,7 +216,7 @@ impl Block {
         self.split = split as u8;
         self.count = self.ops.iter().map(|op| op.count).sum();
         self.bytes.clear();
-        self.bytes.extend_from_slice(bytes);
+        self.bytes.extend(bytes);
     }
 
     /// Whether the block may be executed without another look, by a CPU with this stamp: memory is known to hold its code. (One in two

@@ -7,27 +7,28 @@
 //! than decoding it. Code that has run before is copied into a block that is kept. So every block that can be found is
 //! complete: a fetch that fails half-way has changed no kept block.
 //!
-//! Kept blocks and copies of pages never move and are freed only all at once, between blocks: when they are about to exceed
-//! [`CODE_BYTES`]. If there is no memory to keep a block, it runs all the same, and is decoded again the next time.
+//! Kept blocks and copies of pages lie in a [`Pool`]: they never move and are freed only all at once, between blocks, when they are about
+//! to exceed [`CODE_BYTES`]. If there is no memory to keep a block, it runs all the same, and is decoded again the next time.
 
 use crate::Cpu;
 use crate::block::{Block, Key, MAX_OPS};
 use crate::hash::Seeded;
-use crate::heap::{self, OutOfMemory, Zeroed};
+use crate::heap::{OutOfMemory, Zeroed};
 use crate::op::Break;
+use crate::pool::Pool;
 use crate::snapshot::Snapshot;
 use std::collections::HashMap;
 use std::ptr::NonNull;
 
-/// The most heap bytes that the kept blocks of one CPU, the copies of its code and their indices may use: about 40,000 blocks of six
+/// The most heap bytes that the kept blocks of one CPU, the copies of its code and their indices may use: about 120,000 blocks of six
 /// instructions in 2,000 pages.
-pub const CODE_BYTES: usize = 32 << 20;
+pub const CODE_BYTES: usize = 64 << 20;
 /// More bytes than one block and its copies need.
 const RESERVE: usize = 64 << 10;
 /// Entries of the direct-mapped front table.
 const FRONT: usize = 16384;
 /// Bits of [`Seen`], and those of one of its lines.
-const SEEN: usize = 1 << 18;
+const SEEN: usize = 1 << 20;
 const SEEN_LINE: usize = 512;
 /// Bits that an address sets, all in one line.
 const SEEN_EACH: u32 = 3;
@@ -84,37 +85,42 @@ impl Front {
 pub(crate) struct Blocks {
     kept: HashMap<Key, NonNull<Block>, Seeded>,
     snapshots: HashMap<u64, NonNull<Snapshot>, Seeded>,
-    /// Heap bytes of the blocks in `kept` and of the snapshots.
-    bytes: usize,
+    /// Has the blocks in `kept`, and the snapshots.
+    pool: Pool,
+    /// Has the two other blocks.
+    _own: Pool,
     /// The reused block, which is not kept.
     once: NonNull<Block>,
     /// The block of a single-stepped instruction.
     single: NonNull<Block>,
 }
 
-fn leak<T>(value: Box<T>) -> NonNull<T> {
-    NonNull::from(Box::leak(value))
-}
-
 impl Blocks {
     pub(crate) fn try_new() -> Result<Self, OutOfMemory> {
-        let once = heap::boxed(Block::with_room(MAX_OPS)?)?;
-        let single = heap::boxed(Block::with_room(1)?)?;
+        let mut own = Pool::default();
+        // SAFETY: the pool is never cleared, and lives as long as the blocks.
+        let [once, single] = unsafe {
+            [
+                Block::with_room(&mut own, MAX_OPS)?,
+                Block::with_room(&mut own, 1)?,
+            ]
+        };
         Ok(Self {
             kept: HashMap::with_hasher(Seeded::new()),
             snapshots: HashMap::with_hasher(Seeded::new()),
-            bytes: 0,
-            once: leak(once),
-            single: leak(single),
+            pool: Pool::default(),
+            _own: own,
+            once,
+            single,
         })
     }
 
-    /// Returns the heap bytes of the kept blocks, the snapshots, and their indices.
-    fn heap_bytes(&self) -> usize {
+    /// Returns the heap bytes of the kept blocks, the snapshots, and their indices, once `more` of them are used.
+    fn heap_bytes(&self, more: usize) -> usize {
         // A map fills at most seven eighths of a power of two of entries, and has a byte more for each.
         let index =
             |capacity: usize, entry: usize| (capacity * 8 / 7).next_power_of_two() * (entry + 1);
-        self.bytes
+        self.pool.bytes_with(more)
             + index(self.kept.capacity(), size_of::<(Key, NonNull<Block>)>())
             + index(
                 self.snapshots.capacity(),
@@ -127,7 +133,7 @@ impl Blocks {
         // If there is no memory for the index, nothing will be kept.
         let _ = self.kept.try_reserve(1);
         let _ = self.snapshots.try_reserve(2);
-        self.heap_bytes() + RESERVE > CODE_BYTES
+        self.heap_bytes(RESERVE) > CODE_BYTES
     }
 
     /// Returns the snapshot of a page if there is one.
@@ -144,8 +150,7 @@ impl Blocks {
             return Ok(page);
         }
         self.snapshots.try_reserve(1).map_err(|_| OutOfMemory)?;
-        let page = leak(heap::boxed(Snapshot::new(key))?);
-        self.bytes += size_of::<Snapshot>();
+        let page = self.pool.put(Snapshot::new(key))?;
         self.snapshots.insert(key, page);
         Ok(page)
     }
@@ -194,19 +199,17 @@ impl Blocks {
             let block = unsafe { block.as_mut() };
             block.clear(block.key);
         }
-        self.bytes = 0;
     }
 
     /// Frees what is in the maps. Nobody may refer to it any more.
     fn free(&mut self) {
-        for (_, block) in self.kept.drain() {
-            // SAFETY: made by `leak`, removed from the map here; the caller's promise.
-            drop(unsafe { Box::from_raw(block.as_ptr()) });
+        for (_, mut block) in self.kept.drain() {
+            // SAFETY: alive, removed from the map here; the caller's promise.
+            unsafe { block.as_mut() }.cool();
         }
-        for (_, page) in self.snapshots.drain() {
-            // SAFETY: as above.
-            drop(unsafe { Box::from_raw(page.as_ptr()) });
-        }
+        self.snapshots.clear();
+        // SAFETY: the maps had all of its pieces.
+        unsafe { self.pool.clear() };
     }
 
     /// Keeps a copy of `once`, which replaces an old block with its key. On failure the old block is unchanged.
@@ -221,18 +224,13 @@ impl Blocks {
             Some(&kept) => {
                 // SAFETY: blocks in the map are alive, and nothing else refers to one while no block is running.
                 let block = unsafe { &mut *kept.as_ptr() };
-                let before = block.heap_bytes();
-                let reserved = block.reserve(once);
-                self.bytes += block.heap_bytes() - before;
-                reserved?;
-                block.copy(once);
+                // SAFETY: nobody uses a block once the pool is cleared.
+                unsafe { block.copy(once, &mut self.pool)? };
                 kept
             }
             None => {
-                let mut block = heap::boxed(Block::with_room_for(once)?)?;
-                block.copy(once);
-                self.bytes += block.heap_bytes();
-                let kept = leak(block);
+                // SAFETY: as above.
+                let kept = unsafe { Block::copied(once, &mut self.pool)? };
                 self.kept.insert(once.key, kept);
                 kept
             }
@@ -244,18 +242,15 @@ impl Blocks {
 
 impl Drop for Blocks {
     fn drop(&mut self) {
+        // The CPU that might run one of them is being dropped.
         self.free();
-        for block in [self.once, self.single] {
-            // SAFETY: made by `leak`, and the CPU that might run it is being dropped.
-            drop(unsafe { Box::from_raw(block.as_ptr()) });
-        }
     }
 }
 
 impl Cpu {
     /// Returns the heap bytes of the blocks of decoded code and their index: at most [`CODE_BYTES`].
     pub fn code_bytes(&self) -> usize {
-        self.blocks.heap_bytes()
+        self.blocks.heap_bytes(0)
     }
 
     /// Frees all blocks if one more may exceed [`CODE_BYTES`]. Call while no block is running.
@@ -388,6 +383,7 @@ impl Cpu {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::heap;
 
     #[test]
     fn code_is_seen_from_its_second_run_on_until_much_other_code_has_run() {

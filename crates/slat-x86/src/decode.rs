@@ -4,6 +4,7 @@
 
 use crate::block::{Block, Key, LONGEST, MAX_BYTES};
 use crate::op::{Break, Op};
+use crate::pool::List;
 use crate::snapshot::Snapshot;
 use crate::{Cpu, lower};
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, Register};
@@ -115,7 +116,7 @@ impl Cpu {
         Ok(page)
     }
 
-    fn decode_ops(&self, key: Key, bytes: &[u8], max_ops: usize, ops: &mut Vec<Op>) -> Decoded {
+    fn decode_ops(&self, key: Key, bytes: &[u8], max_ops: usize, ops: &mut List<Op>) -> Decoded {
         let bits = crate::cpu::mode::width(key.mode);
         let mut decoder = Decoder::with_ip(bits, bytes, key.rip, DecoderOptions::NONE);
         let mut decoded = Decoded {

@@ -74,6 +74,7 @@ mod mem;
 mod mmio;
 mod once;
 mod op;
+mod pool;
 mod probe;
 mod progress;
 mod run;

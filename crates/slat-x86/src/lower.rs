@@ -4,6 +4,7 @@ use crate::Cpu;
 use crate::cpu::mode;
 use crate::exec;
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form, segment};
+use crate::pool::List;
 use crate::{simd, svm, vector, x87};
 use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
@@ -15,7 +16,7 @@ pub(crate) fn lower(
     mode: u8,
     offset: u8,
     len: u8,
-    ops: &mut Vec<Op>,
+    ops: &mut List<Op>,
 ) -> bool {
     if insn.is_jcc_short_or_near()
         && let Some(previous) = ops.last_mut()
@@ -25,6 +26,24 @@ pub(crate) fn lower(
             return true;
         }
     }
+    let (op, may_store) = alone(insn, code, mode, offset, len);
+    ops.push(op);
+    if may_store {
+        let behind = offset.wrapping_add(len);
+        ops.push(Op {
+            handler: check,
+            offset: behind,
+            len: 0,
+            count: 0,
+            ..invalid()
+        });
+    }
+    insn.flow_control() != FlowControl::Next
+}
+
+/// Returns the operation of an instruction, and whether it needs a check behind it: its handler may store without a look at the code. Takes
+/// what [`lower`] takes.
+pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: u8) -> (Op, bool) {
     let mut op = Op {
         offset,
         len,
@@ -40,27 +59,14 @@ pub(crate) fn lower(
     };
     if let Some(handler) = found {
         op.handler = handler;
-        ops.push(op);
-    } else {
-        op.handler = floating(insn, code, mode, &mut op).unwrap_or_else(|| missing(insn));
-        let hidden = matches!(
-            insn.mnemonic(),
-            Mnemonic::Maskmovq | Mnemonic::Maskmovdqu | Mnemonic::Vmaskmovdqu
-        );
-        let may_store = op.r[0] == MEM || hidden;
-        ops.push(op);
-        if may_store {
-            let behind = offset.wrapping_add(len);
-            ops.push(Op {
-                handler: check,
-                offset: behind,
-                len: 0,
-                count: 0,
-                ..invalid()
-            });
-        }
+        return (op, false);
     }
-    insn.flow_control() != FlowControl::Next
+    op.handler = floating(insn, code, mode, &mut op).unwrap_or_else(|| missing(insn));
+    let hidden = matches!(
+        insn.mnemonic(),
+        Mnemonic::Maskmovq | Mnemonic::Maskmovdqu | Mnemonic::Vmaskmovdqu
+    );
+    (op, op.r[0] == MEM || hidden)
 }
 
 const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 19] = [

@@ -147,7 +147,7 @@ impl Cpu {
         self.stop = false;
         self.counters.instructions += u64::from(block.count);
         self.counters.blocks += 1;
-        for op in &block.ops {
+        for op in block.ops.iter() {
             match (op.handler)(self, op) {
                 Ok(()) if holds(op) => {}
                 Ok(()) => return self.broke(block, op, Break::End),

@@ -22,7 +22,8 @@ const PAGE: usize = 0x1000;
 /// Bytes of a line.
 const LINE: usize = 64;
 
-/// The code of a page that was decoded.
+/// The code of a page that was decoded. Its first line is read at each entry of its code.
+#[repr(C, align(64))]
 pub(crate) struct Snapshot {
     /// The stamp as long as memory is known to hold the lines.
     pub(crate) stamp: u64,

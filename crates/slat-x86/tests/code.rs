@@ -98,7 +98,7 @@ fn decoded_code_is_thrown_away_when_it_takes_more_than_its_part_of_the_heap() {
     if compiles_here() {
         return;
     }
-    let blocks = 40_000;
+    let blocks = 78_000;
     let mut guest = guest_of(blocks);
     let before = COUNT.get().bytes;
     let (mut most, mut thrown_away, mut expected) = (0, 0, 0);

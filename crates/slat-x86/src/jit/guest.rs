@@ -4,7 +4,8 @@ use super::{Source, Step};
 use crate::cpu::mode;
 use crate::lower;
 use iced_x86::{
-    Decoder, DecoderOptions, Instruction, InstructionInfoFactory, Mnemonic, OpAccess, OpKind,
+    CodeSize, Decoder, DecoderOptions, EncodingKind, Instruction, InstructionInfoFactory, Mnemonic,
+    OpAccess, OpKind,
 };
 
 /// One guest instruction.
@@ -17,7 +18,6 @@ pub(super) struct Guest {
 /// Decodes the region's blocks.
 pub(super) fn decode(source: &Source) -> Vec<Vec<Guest>> {
     let mut blocks = Vec::new();
-    let mut lowered = Vec::new();
     for (rip, bytes) in &source.blocks {
         let width = mode::width(source.kind.mode);
         let mut decoder = Decoder::with_ip(width, bytes, *rip, DecoderOptions::NONE);
@@ -29,20 +29,12 @@ pub(super) fn decode(source: &Source) -> Vec<Vec<Guest>> {
                 break;
             }
             let code = &bytes[start..decoder.position()];
-            lowered.clear();
-            lower::lower(
-                &insn,
-                code,
-                source.kind.mode,
-                0,
-                insn.len() as u8,
-                &mut lowered,
-            );
+            let (op, _) = lower::alone(&insn, code, source.kind.mode, 0, insn.len() as u8);
             let mut bytes = [0; 15];
             bytes[..code.len()].copy_from_slice(code);
             let step = Step {
                 rip: insn.ip(),
-                op: lowered[0],
+                op,
                 is_movable: source.kind.is_movable,
                 moves_displacement: source.kind.is_movable && insn.is_ip_rel_memory_operand(),
                 moves_immediate: source.kind.is_movable
@@ -87,14 +79,20 @@ pub(super) fn sets_flags_first(guests: &[Guest]) -> bool {
     use Mnemonic::*;
     for Guest { insn, .. } in guests {
         let mut operands = (0..insn.op_count()).map(|k| (insn.op_kind(k), insn.op_register(k)));
-        let is_plain = operands.all(|(kind, register)| match kind {
+        let are_plain = operands.all(|(kind, register)| match kind {
             OpKind::Memory => insn.mnemonic() == Lea,
             OpKind::Register => register.is_gpr(),
             _ => true,
         });
+        // In real mode VEX is undefined.
+        let is_plain = are_plain
+            && (insn.encoding() != EncodingKind::VEX || insn.code_size() == CodeSize::Code64);
         match insn.mnemonic() {
-            Add | Sub | And | Or | Xor | Cmp | Test | Neg if is_plain => return true,
-            Mov | Movzx | Movsx | Movsxd | Lea | Not if is_plain => {}
+            Add | Sub | And | Or | Xor | Cmp | Test | Neg | Andn | Popcnt if is_plain => {
+                return true;
+            }
+            Mov | Movzx | Movsx | Movsxd | Lea | Not | Bswap | Rorx | Shlx | Shrx | Sarx
+                if is_plain => {}
             _ => return false,
         }
     }

@@ -480,8 +480,8 @@ impl Default for Workshop {
 mod tests {
     use super::*;
     use crate::block::Block;
+    use crate::pool::Pool;
     use crate::{CodePages, Cpu};
-    use std::ptr::NonNull;
 
     fn source(rip: u64) -> Source {
         // inc eax; jmp to the next
@@ -519,14 +519,14 @@ mod tests {
         assert_eq!(done.regions.len(), 2);
         drop(done);
         (0..3).for_each(submit);
-        let block = NonNull::from(Box::leak(Box::new(Block::with_room(1).unwrap())));
+        let mut pool = Pool::default();
+        // SAFETY: the pool lives longer.
+        let block = unsafe { Block::with_room(&mut pool, 1).unwrap() };
         cpu.warmed(block);
         let done = compiler.take(client);
         assert!(!done.is_refused && done.regions.is_empty());
         submit(0);
         assert_eq!(compiler.take(client).regions.len(), 1);
-        // SAFETY: made above; the CPU does not know it.
-        drop(unsafe { Box::from_raw(block.as_ptr()) });
         drop(cpu);
         submit(0);
         assert!(compiler.take(client).regions.is_empty(), "the CPU is gone");

@@ -206,10 +206,8 @@ fn both(code: &[u8]) -> Option<(Op, Handler, Handler)> {
     if insn.is_invalid() {
         return None;
     }
-    let mut ops = vec![];
     let mode = 2;
-    crate::lower::lower(&insn, code, mode, 0, insn.len() as u8, &mut ops);
-    let op = ops[0];
+    let (op, _) = crate::lower::alone(&insn, code, mode, 0, insn.len() as u8);
     // A ModR/M byte may be the number that says memory.
     let mut again = op;
     again.r[MODRM] = crate::op::NONE;

@@ -1,0 +1,230 @@
+//! Memory that is handed out in pieces and taken back as a whole.
+//!
+//! A CPU has some hundred thousand pieces of decoded code. From the heap each would have its own bookkeeping, and they would lie apart:
+//! most of the time that code takes which runs a few times is spent waiting for them. A pool's pieces lie next to one another, and there
+//! is nothing to do for each when all are freed. (Huge pages gained nothing that could be measured.)
+
+use crate::heap::{self, OutOfMemory};
+use std::alloc::{Layout, alloc, dealloc};
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+/// Bytes of a pool's first chunk, and its alignment. Each further chunk doubles the pool, up to [`LARGEST`].
+const PAGE: usize = 4 << 10;
+const LARGEST: usize = 2 << 20;
+
+struct Chunk {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout; nobody uses its pieces any more.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+/// Memory for pieces, which never move.
+#[derive(Default)]
+pub(crate) struct Pool {
+    chunks: Vec<Chunk>,
+    /// Bytes of all chunks.
+    bytes: usize,
+    /// Bytes of the last chunk that are handed out.
+    used: usize,
+}
+
+impl Pool {
+    /// Returns the bytes of the heap that it has.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes + self.chunks.capacity() * size_of::<Chunk>()
+    }
+
+    /// Returns how many bytes of the heap it has once it has handed out `more`, in small pieces.
+    pub(crate) fn bytes_with(&self, more: usize) -> usize {
+        let left = self.chunks.last().map_or(0, |last| last.layout.size()) - self.used;
+        match more <= left {
+            true => self.bytes(),
+            false => self.bytes() + self.next_chunk(),
+        }
+    }
+
+    fn next_chunk(&self) -> usize {
+        self.bytes.clamp(PAGE, LARGEST)
+    }
+
+    /// Returns memory for a value of this layout.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    fn take(&mut self, layout: Layout) -> Result<NonNull<u8>, OutOfMemory> {
+        debug_assert!(layout.align() <= PAGE && layout.size() <= LARGEST);
+        let at = self.used.next_multiple_of(layout.align());
+        if let Some(last) = self.chunks.last()
+            && at + layout.size() <= last.layout.size()
+        {
+            self.used = at + layout.size();
+            // SAFETY: a part of the chunk.
+            return Ok(unsafe { last.start.add(at) });
+        }
+        let size = self.next_chunk().max(layout.size().next_multiple_of(PAGE));
+        let chunk = Layout::from_size_align(size, PAGE).map_err(|_| OutOfMemory)?;
+        let count = self.chunks.len() + 1;
+        heap::reserve(&mut self.chunks, count)?;
+        // SAFETY: the layout has a size.
+        let start = NonNull::new(unsafe { alloc(chunk) }).ok_or(OutOfMemory)?;
+        self.chunks.push(Chunk {
+            start,
+            layout: chunk,
+        });
+        self.bytes += size;
+        self.used = layout.size();
+        Ok(start)
+    }
+
+    /// Returns a place with `value`, which is never dropped.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn put<T>(&mut self, value: T) -> Result<NonNull<T>, OutOfMemory> {
+        let place = self.take(Layout::new::<T>())?.cast();
+        // SAFETY: memory for a value of this type, of which nobody else knows.
+        unsafe { place.write(value) };
+        Ok(place)
+    }
+
+    /// Frees all pieces.
+    ///
+    /// # Safety
+    /// - nobody uses one of them any more.
+    pub(crate) unsafe fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// A list with a fixed capacity, in a pool.
+pub(crate) struct List<T> {
+    start: NonNull<T>,
+    len: u32,
+    capacity: u32,
+}
+
+impl<T: Copy> List<T> {
+    /// Returns a list without room.
+    pub(crate) const fn empty() -> Self {
+        Self {
+            start: NonNull::dangling(),
+            len: 0,
+            capacity: 0,
+        }
+    }
+
+    /// Makes sure that it can hold `len` elements, for which it may move to other memory of `pool`.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`]: it is as it was.
+    ///
+    /// # Safety
+    /// - the list is used only as long as the pool's pieces are.
+    pub(crate) unsafe fn reserve(
+        &mut self,
+        pool: &mut Pool,
+        len: usize,
+    ) -> Result<(), OutOfMemory> {
+        if len > self.capacity as usize {
+            let layout = Layout::array::<T>(len).map_err(|_| OutOfMemory)?;
+            let start = pool.take(layout)?.cast();
+            // SAFETY: it has so many elements, and the new memory, which is another, has room for them.
+            unsafe { start.copy_from_nonoverlapping(self.start, self.len as usize) };
+            (self.start, self.capacity) = (start, len as u32);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.len = 0;
+    }
+
+    /// Adds an element, for which there must be room.
+    pub(crate) fn push(&mut self, value: T) {
+        self.extend(&[value]);
+    }
+
+    /// Adds elements, for which there must be room.
+    pub(crate) fn extend(&mut self, values: &[T]) {
+        let (len, room) = (self.len as usize, (self.capacity - self.len) as usize);
+        assert!(values.len() <= room, "no room was reserved");
+        let values_start = NonNull::from(values).cast();
+        // SAFETY: there is room behind the elements, and a borrowed slice is no part of it.
+        unsafe {
+            (self.start.add(len)).copy_from_nonoverlapping(values_start, values.len());
+        }
+        self.len += values.len() as u32;
+    }
+}
+
+impl<T> Deref for List<T> {
+    type Target = [T];
+    #[inline(always)]
+    fn deref(&self) -> &[T] {
+        // SAFETY: so many elements were written, and the pool's pieces are still used, as `reserve` was promised.
+        unsafe { NonNull::slice_from_raw_parts(self.start, self.len as usize).as_ref() }
+    }
+}
+
+impl<T> DerefMut for List<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and exclusively borrowed.
+        unsafe { NonNull::slice_from_raw_parts(self.start, self.len as usize).as_mut() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_keep_their_contents_and_chunks_double() {
+        let mut pool = Pool::default();
+        assert_eq!(pool.bytes(), 0);
+        let numbers: Vec<_> = (0..100_000).map(|n: u64| pool.put(n).unwrap()).collect();
+        let mut list = List::empty();
+        for round in 0..100u8 {
+            // SAFETY: the pool is cleared at the end.
+            unsafe { list.reserve(&mut pool, list.len() + 3) }.unwrap();
+            list.extend(&[round, round]);
+            list.push(round);
+        }
+        let expected: Vec<u8> = (0..300).map(|k| (k / 3) as u8).collect();
+        assert_eq!(*list, *expected);
+        // SAFETY: all are alive.
+        let held = numbers.iter().map(|number| unsafe { *number.as_ref() });
+        assert!(held.eq(0..100_000));
+        let chunks = pool.chunks.iter().map(|chunk| chunk.layout.size() / PAGE);
+        assert!(chunks.eq([1, 1, 2, 4, 8, 16, 32, 64, 128]));
+        // SAFETY: nothing is used any more.
+        unsafe { pool.clear() };
+        assert_eq!(pool.bytes(), 0);
+    }
+
+    #[test]
+    fn pieces_are_aligned_and_a_pool_tells_how_much_it_will_have() {
+        #[repr(align(64))]
+        struct Line(#[expect(unused, reason = "only its place matters")] u8);
+        let mut pool = Pool::default();
+        for _ in 0..200 {
+            let expected = pool.bytes_with(128);
+            pool.put(1u8).unwrap();
+            let line = pool.put(Line(1)).unwrap();
+            assert!(line.is_aligned());
+            assert!(pool.bytes() <= expected.max(pool.bytes_with(0)));
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "no room was reserved")]
+    fn a_list_never_exceeds_its_capacity() {
+        List::empty().push(1u8);
+    }
+}
