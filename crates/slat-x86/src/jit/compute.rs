@@ -51,15 +51,12 @@ impl Bits for Translator<'_> {
     type Kept = Carry;
 
     instructions! {
-        add(a, b) iadd;
         xor(a, b) bxor;
         not(a) bnot;
         differ(a, b) bxor;
-        either(a, b) bor;
     }
     comparisons! {
         is_equal, Equal;
-        is_less, UnsignedLessThan;
         is_at_most, UnsignedLessThanOrEqual;
         is_less_signed, SignedLessThan;
         is_at_most_signed, SignedLessThanOrEqual;
@@ -72,12 +69,31 @@ impl Bits for Translator<'_> {
             false => self.b.ins().band(a, b),
         }
     }
+    fn add(&mut self, a: Value, b: Value) -> Value {
+        match self.constant_of(b) {
+            Some(0) => a,
+            _ => self.b.ins().iadd(a, b),
+        }
+    }
+    fn is_less(&mut self, a: Value, b: Value) -> Value {
+        match self.constant_of(b) {
+            Some(0) => self.no(),
+            _ => self.b.ins().icmp(IntCC::UnsignedLessThan, a, b),
+        }
+    }
+    fn either(&mut self, a: Value, b: Value) -> Value {
+        match self.constant_of(b) {
+            Some(0) => a,
+            _ => self.b.ins().bor(a, b),
+        }
+    }
     fn number(&mut self, n: i64, like: Value) -> Value {
         self.immediate(self.size_of(like), n as u64)
     }
     fn sub(&mut self, a: Value, b: Value) -> Value {
         match (self.constant_of(a), self.constant_of(b)) {
             (Some(n), Some(m)) => self.number(n.wrapping_sub(m), a),
+            (None, Some(0)) => a,
             _ => self.b.ins().isub(a, b),
         }
     }
@@ -141,7 +157,6 @@ impl Compute for Translator<'_> {
     instructions! {
         or(a, b) bor;
         neg(a) ineg;
-        choose(which, a, b) select;
         select(which, a, b) select;
         trailing_zeros(a) ctz;
         leading_zeros(a) clz;
@@ -160,9 +175,10 @@ impl Compute for Translator<'_> {
         8 << self.size_of(a)
     }
     fn widened(&mut self, a: Value, like: Value) -> Value {
-        match self.size_of(like) {
-            0 => a,
-            size => self.b.ins().uextend(TYPES[usize::from(size)], a),
+        match (self.size_of(like), self.constant_of(a)) {
+            (0, _) => a,
+            (_, Some(n)) => self.number(n, like),
+            (size, None) => self.b.ins().uextend(TYPES[usize::from(size)], a),
         }
     }
     fn kept_carry(&mut self) -> Carry {
@@ -215,7 +231,7 @@ impl Translator<'_> {
     }
 
     /// Returns the number that a value is, if it is always the same one.
-    fn constant_of(&self, value: Value) -> Option<i64> {
+    pub(super) fn constant_of(&self, value: Value) -> Option<i64> {
         let dfg = &self.b.func.dfg;
         match dfg.insts[dfg.value_def(value).inst()?] {
             InstructionData::UnaryImm {

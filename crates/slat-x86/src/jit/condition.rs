@@ -7,7 +7,7 @@
 use super::helpers;
 use super::translate::Translator;
 use crate::Cpu;
-use crate::flags;
+use crate::flags::{self, DONE};
 use crate::sem::{self, Bits, Readable};
 use crate::state::flags::{ARITHMETIC, CF, OF, PF, SF, ZF};
 use cranelift_codegen::ir::condcodes::IntCC;
@@ -37,22 +37,32 @@ enum Comparison {
 }
 
 impl Translator<'_> {
-    /// Returns the flags with another CF and OF, as far as they are given.
-    fn with_flags(&mut self, carry: Option<Value>, overflow: Option<Value>) -> Flags {
+    /// Returns flags whose record needs no other ones: where an instruction sets CF and OF alone, the others are those of the last
+    /// instruction, or RFLAGS has them.
+    pub(super) fn completed(&mut self, flags: Flags) -> Flags {
+        let Flags::Rotated { carry, overflow } = flags else {
+            return flags;
+        };
         if let Some(flags) = self.rotated(carry, overflow) {
             return flags;
         }
-        let carry = carry.unwrap_or_else(|| self.carry());
-        if let Flags::Compared { .. } = self.now.flags {
-            self.record_flags();
-        }
-        let overflow = overflow.or(match self.now.flags {
-            Flags::Rotated { overflow, .. } => overflow,
-            _ => None,
-        });
-        Flags::Rotated {
-            carry: Some(carry),
-            overflow,
+        match self.now.flags {
+            Flags::Rotated {
+                carry: before,
+                overflow: overflow_before,
+            } => Flags::Rotated {
+                carry: carry.or(before),
+                overflow: overflow.or(overflow_before),
+            },
+            Flags::Compared { .. } => {
+                self.record_flags();
+                flags
+            }
+            // Once in a path: what follows in a chain of sums with carries finds them there.
+            _ => {
+                self.call(helpers::settle as *const () as usize, &[], 0);
+                flags
+            }
         }
     }
 
@@ -67,15 +77,15 @@ impl Translator<'_> {
 
     /// Call when an instruction has set the flags.
     pub(super) fn set_flags(&mut self, flags: Flags) {
-        let flags = match flags {
-            Flags::Recorded => return,
-            Flags::Rotated { carry, overflow } => self.with_flags(carry, overflow),
-            flags => flags,
-        };
+        if let Flags::Recorded = flags {
+            return;
+        }
+        let flags = self.completed(flags);
         let before = std::mem::replace(&mut self.now.flags, flags);
         let were_recorded = std::mem::replace(&mut self.now.are_flags_recorded, false);
         if let Flags::Compared { parity, .. } = before
             && !were_recorded
+            && self.constant_of(parity).is_none()
         {
             self.keep_computed(parity);
         }
@@ -88,7 +98,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Writes a record of `flags`.
+    /// Writes a record of `flags`, which are [completed](Self::completed).
     pub(super) fn record(&mut self, flags: Flags) {
         self.now.has_changed = true;
         use Comparison::*;
@@ -128,17 +138,12 @@ impl Translator<'_> {
                 carry,
                 zero,
                 parity,
-            } => return self.record_compared(carry, zero, parity),
+            } => {
+                let flags = [(CF, Some(carry)), (ZF, Some(zero)), (PF, Some(parity))];
+                return self.record_in_rflags(ARITHMETIC, &flags);
+            }
             Flags::Rotated { carry, overflow } => {
-                let carry = carry.unwrap_or_else(|| self.carry());
-                let mut values = vec![self.wide(carry)];
-                let mut helper = helpers::carried as *const () as usize;
-                if let Some(overflow) = overflow {
-                    values.push(self.wide(overflow));
-                    helper = helpers::rotated as *const () as usize;
-                }
-                self.call(helper, &values, 0);
-                return;
+                return self.record_in_rflags(0, &[(CF, carry), (OF, overflow)]);
             }
         };
         let kind = kind | self.size_of(sized);
@@ -163,22 +168,26 @@ impl Translator<'_> {
         }
     }
 
-    /// Writes CF, ZF and PF where flags without a record are, and clears the others.
-    fn record_compared(&mut self, carry: Value, zero: Value, parity: Value) {
+    /// Writes flags where those without a record are, and clears those of `cleared`.
+    fn record_in_rflags(&mut self, cleared: u64, flags: &[(u64, Option<Value>)]) {
+        let given = flags.iter().filter(|(_, value)| value.is_some());
+        let changed = given.fold(cleared, |mask, (flag, _)| mask | flag);
         let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
-        let mut rflags = self.b.ins().band_imm(rflags, !(ARITHMETIC as i64));
-        let carry = self.wide(carry);
-        for (flag, value) in [(CF, carry), (ZF, zero), (PF, parity)] {
+        let mut rflags = self.b.ins().band_imm(rflags, !(changed as i64));
+        for &(flag, value) in flags {
+            let Some(value) = value else { continue };
             let value = self.wide(value);
             let bit = (self.b.ins()).ishl_imm(value, i64::from(flag.trailing_zeros()));
             rflags = self.b.ins().bor(rflags, bit);
+            if flag == CF {
+                let none = self.constant(0);
+                self.set_field(offset_of!(Cpu, lazy.x), none);
+                self.set_field(offset_of!(Cpu, lazy.y), value);
+            }
         }
         self.set_field(offset_of!(Cpu, state.rflags), rflags);
-        let kind = self.b.ins().iconst(I8, i64::from(flags::DONE));
+        let kind = self.b.ins().iconst(I8, i64::from(DONE));
         self.set_field(offset_of!(Cpu, lazy.kind), kind);
-        let none = self.constant(0);
-        self.set_field(offset_of!(Cpu, lazy.x), none);
-        self.set_field(offset_of!(Cpu, lazy.y), carry);
     }
 
     /// Returns the size index of a value.

@@ -232,14 +232,9 @@ pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
     holds(cpu).into()
 }
 
-/// Sets CF and OF.
-pub(super) extern "C" fn rotated(cpu: &mut Cpu, carry: u64, overflow: u64) {
-    cpu.rotate_flags(Some(carry != 0), Some(overflow != 0));
-}
-
-/// Sets CF.
-pub(super) extern "C" fn carried(cpu: &mut Cpu, carry: u64) {
-    cpu.rotate_flags(Some(carry != 0), None);
+/// Has RFLAGS have the flags.
+pub(super) extern "C" fn settle(cpu: &mut Cpu) {
+    cpu.flags();
 }
 
 /// A quotient and a remainder.

@@ -379,6 +379,7 @@ impl Translator<'_> {
         let (shifted, on) = (self.b.create_block(), self.b.create_block());
         self.b.ins().brif(count, shifted, &[], on, &[]);
         self.b.switch_to_block(shifted);
+        let flags = self.completed(flags);
         self.record(flags);
         self.b.ins().jump(on, &[]);
         self.b.switch_to_block(on);

@@ -29,12 +29,12 @@ operations! {
         (result, Flags::Rotated { carry: None, overflow: Some(out) })
     }, READS = OVERFLOW
     Sbb |c, a, b, carry| {
-        let difference = c.sub(a, b);
+        // Two subtractions, of which one may borrow.
+        let (part, first) = (c.sub(a, b), c.is_less(a, b));
         let more = c.widened(carry, a);
-        let result = c.sub(difference, more);
-        let (with, without) = (c.is_at_most(a, b), c.is_less(a, b));
+        let (result, second) = (c.sub(part, more), c.is_less(part, more));
         let changed = (c.xor(a, b), c.xor(a, result));
-        let out = c.choose(carry, with, without);
+        let out = c.either(first, second);
         (result, with_carry(c, out, changed, (a, b, result)))
     }, READS = CARRY
     Inc |c, a, _b, _carry| {
@@ -86,11 +86,13 @@ fn with_carry<C: Compute>(
 /// Returns a sum, and the carry out.
 #[inline(always)]
 fn sum<C: Compute>(c: &mut C, a: C::Value, b: C::Value, carry: C::Bool) -> (C::Value, C::Bool) {
-    let sum = c.add(a, b);
+    // Two sums, of which one may carry.
+    let part = c.add(a, b);
+    let first = c.is_less(part, a);
     let more = c.widened(carry, a);
-    let result = c.add(sum, more);
-    let (with, without) = (c.is_at_most(result, a), c.is_less(result, a));
-    (result, c.choose(carry, with, without))
+    let result = c.add(part, more);
+    let second = c.is_less(result, more);
+    (result, c.either(first, second))
 }
 
 /// MUL and IMUL: returns the halves of the product. CF and OF are whether it is wider than its low half.

@@ -98,7 +98,6 @@ pub(crate) trait Compute: Bits {
     /// Ends the instruction with its fault.
     fn fault_if(&mut self, fails: Self::Bool) -> Result<(), Self::Fault>;
 
-    fn choose(&mut self, which: Self::Bool, a: Self::Bool, b: Self::Bool) -> Self::Bool;
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
 }
 /// How an instruction sets the arithmetic flags: of which operation they are. They are computed when something reads them.

@@ -168,10 +168,6 @@ impl<T: Int> Compute for Now<T> {
         if fails { Err(DivideError) } else { Ok(()) }
     }
     #[inline(always)]
-    fn choose(&mut self, which: bool, a: bool, b: bool) -> bool {
-        if which { a } else { b }
-    }
-    #[inline(always)]
     fn select(&mut self, which: bool, a: T, b: T) -> T {
         if which { a } else { b }
     }
