@@ -255,7 +255,8 @@ fn fibonacci(n: u64) -> u64 {
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let rounds = bench.size.pick(1, 3, 9);
-    let data = Memory::new((FUNCTIONS * PAGE) as usize, 2 << 20, Pages::Small)?;
+    // As QEMU has it.
+    let data = Memory::new((FUNCTIONS * PAGE) as usize, 2 << 20, Pages::Huge)?;
     let mut slat = prepare(&bench.slat, &data)?;
     let mut kvm = match &bench.kvm {
         Some(kvm) => Some(prepare(kvm, &data)?),
