@@ -9,9 +9,11 @@ use std::alloc::{Layout, alloc, dealloc};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-/// Bytes of a pool's first chunk, and its alignment. Each further chunk doubles the pool, up to [`LARGEST`].
+/// Bytes of a pool's first chunk. Each further chunk doubles the pool, up to [`LARGEST`].
 const PAGE: usize = 4 << 10;
 const LARGEST: usize = 2 << 20;
+/// The alignment of chunks: a cache line, the largest of a piece.
+const LINE: usize = 64;
 
 struct Chunk {
     start: NonNull<u8>,
@@ -59,7 +61,7 @@ impl Pool {
     /// # Errors
     /// [`OutOfMemory`].
     fn take(&mut self, layout: Layout) -> Result<NonNull<u8>, OutOfMemory> {
-        debug_assert!(layout.align() <= PAGE && layout.size() <= LARGEST);
+        debug_assert!(layout.align() <= LINE && layout.size() <= LARGEST);
         let at = self.used.next_multiple_of(layout.align());
         if let Some(last) = self.chunks.last()
             && at + layout.size() <= last.layout.size()
@@ -69,7 +71,7 @@ impl Pool {
             return Ok(unsafe { last.start.add(at) });
         }
         let size = self.next_chunk().max(layout.size().next_multiple_of(PAGE));
-        let chunk = Layout::from_size_align(size, PAGE).map_err(|_| OutOfMemory)?;
+        let chunk = Layout::from_size_align(size, LINE).map_err(|_| OutOfMemory)?;
         let count = self.chunks.len() + 1;
         heap::reserve(&mut self.chunks, count)?;
         // SAFETY: the layout has a size.
