@@ -41,8 +41,8 @@ pub(crate) fn lower(
     insn.flow_control() != FlowControl::Next
 }
 
-/// Returns the operation of an instruction, and whether it needs a check behind it: its handler may store without a look at the code. Takes
-/// what [`lower`] takes.
+/// Returns the operation of one instruction, of which the arguments are those of [`lower`]. Also returns whether the next operation must
+/// be a check, because the handler may store and does not look whether it changed code.
 pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: u8) -> (Op, bool) {
     let mut op = Op {
         offset,

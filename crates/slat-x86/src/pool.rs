@@ -158,7 +158,7 @@ impl<T: Copy> List<T> {
         let (len, room) = (self.len as usize, (self.capacity - self.len) as usize);
         assert!(values.len() <= room, "no room was reserved");
         let values_start = NonNull::from(values).cast();
-        // SAFETY: there is room behind the elements, and a borrowed slice is no part of it.
+        // SAFETY: the list has room for so many more elements. `values` is not in that room, as nobody has borrowed it.
         unsafe {
             (self.start.add(len)).copy_from_nonoverlapping(values_start, values.len());
         }
