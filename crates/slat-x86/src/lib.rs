@@ -6,7 +6,7 @@
 //!
 //! | layer | file | idea |
 //! |---|---|---|
-//! | base | `heap`, `hash`, `sync` | allocations that may fail; a fast hash; what the model checker replaces |
+//! | base | `heap`, `pool`, `hash`, `sync` | allocations that may fail; pieces of memory that are freed all at once; a fast hash; what the model checker replaces |
 //! | | `counters` | what the CPU counts of its work |
 //! | | `clock` | when decoded code has to be looked at again |
 //! | | `decoder` | the tables of the instruction decoder |
