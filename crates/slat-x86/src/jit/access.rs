@@ -8,7 +8,7 @@ use crate::Cpu;
 use crate::op::Op;
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::I64;
+use cranelift_codegen::ir::types::{I32, I64};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, MemFlags, Opcode, TrapCode, Value};
 use iced_x86::Mnemonic;
 use std::mem::offset_of;
@@ -41,11 +41,20 @@ impl Kind {
     }
 }
 
-/// The last access, if nothing has happened since that may have changed the TLB.
+/// Where an access is made: so many bytes from a host address.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub(super) host: Value,
+    pub(super) offset: i32,
+}
+
+/// The last access, if nothing has happened since that may have changed the TLB: it was made `distance` bytes from the address `lin`, and
+/// as far from `host`.
 #[derive(Clone, Copy)]
 pub(super) struct LastAccess {
     lin: Value,
     host: Value,
+    distance: i64,
     bytes: i64,
     kind: Kind,
 }
@@ -53,59 +62,107 @@ pub(super) struct LastAccess {
 /// What the last access tells of an access.
 enum Near {
     Unknown,
-    /// Its host address, if the first value is not 0.
-    If(Value, Value),
-    /// Its host address.
-    Certain(Value),
+    /// It is made so far from where the last one's distance counts from, if the value is not 0.
+    If(Value, LastAccess, i64),
+    Certain(Place),
+}
+
+/// What an address is computed from: it is a fixed distance from a value, or from 0.
+struct Origin {
+    base: Option<Value>,
+    distance: i64,
+    /// Whether it is the lower half of that.
+    is_half: bool,
 }
 
 impl Translator<'_> {
-    /// Returns the host address of an access: from that of the last one if it is in the same page, or else from the TLB, or from a helper.
-    fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Value {
+    /// Returns where an access is made: as far from the last one as it is in memory, if that is the same page, or else where the TLB says,
+    /// or a helper.
+    fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
-        let (same, host) = match self.near(lin, size, kind) {
-            Near::Certain(host) => return host,
-            Near::If(same, host) => (same, host),
-            Near::Unknown => self.look_up(lin, size, kind),
+        let (lin, host, distance) = match self.near(lin, size, kind) {
+            Near::Certain(place) => return place,
+            Near::If(is_same, last, distance) => {
+                let host = self.known_or(is_same, last.host, |translator| {
+                    let lin = translator.again(lin);
+                    let found = translator.ask(lin, size, kind);
+                    translator.b.ins().iadd_imm(found, -distance)
+                });
+                (last.lin, host, distance)
+            }
+            Near::Unknown => {
+                let (is_there, addend) = self.look_up(lin, size, kind);
+                let addend = self.known_or(is_there, addend, |translator| {
+                    let found = translator.ask(lin, size, kind);
+                    translator.b.ins().isub(found, lin)
+                });
+                let host = match self.constant_of(lin) {
+                    Some(lin) => self.moved(addend, lin),
+                    None => self.b.ins().iadd(addend, lin),
+                };
+                (lin, host, 0)
+            }
         };
-        let (miss, on) = (self.cold(), self.b.create_block());
-        let place = self.b.append_block_param(on, I64);
-        self.b.ins().brif(same, on, &[host.into()], miss, &[]);
-        self.b.switch_to_block(miss);
-        let bytes = self.constant(1 << size);
-        let host = self.call_or_stop(kind.helper(), &[lin, bytes]);
-        self.b.ins().jump(on, &[host.into()]);
-        self.b.switch_to_block(on);
         self.now.last_access = Some(LastAccess {
             lin,
-            host: place,
+            host,
+            distance,
             bytes: 1 << size,
             kind,
         });
-        place
+        Place {
+            host,
+            offset: distance as i32,
+        }
     }
 
-    /// Looks `lin` up in the TLB. Returns whether it is there, and its host address then.
+    /// Returns `known` if `is_known` is not 0, and else, which is rare, what `find` finds.
+    fn known_or(
+        &mut self,
+        is_known: Value,
+        known: Value,
+        find: impl FnOnce(&mut Self) -> Value,
+    ) -> Value {
+        let (miss, on) = (self.cold(), self.b.create_block());
+        let value = self.b.append_block_param(on, I64);
+        (self.b.ins()).brif(is_known, on, &[known.into()], miss, &[]);
+        self.b.switch_to_block(miss);
+        let found = find(self);
+        self.b.ins().jump(on, &[found.into()]);
+        self.b.switch_to_block(on);
+        value
+    }
+
+    /// Asks a helper for the host address of an access.
+    fn ask(&mut self, lin: Value, size: u8, kind: Kind) -> Value {
+        let bytes = self.constant(1 << size);
+        self.call_or_stop(kind.helper(), &[lin, bytes])
+    }
+
+    /// Looks `lin` up in the TLB. Returns whether it is there, and the distance of its host address then.
     fn look_up(&mut self, lin: Value, size: u8, kind: Kind) -> (Value, Value) {
-        let shift = tlb::ENTRY_BITS;
-        let at = self.b.ins().ushr_imm(lin, i64::from(12 - shift));
-        let at = self
-            .b
-            .ins()
-            .band_imm(at, ((tlb::ENTRIES - 1) << shift) as i64);
+        let shift = 12 - tlb::ENTRY_BITS;
+        let mask = (tlb::ENTRIES as i64 - 1) << tlb::ENTRY_BITS;
+        let last = self.moved(lin, (1 << size) - 1);
         let table = self.field(I64, offset_of!(Cpu, compiled.table));
-        let entry = self.b.ins().iadd(table, at);
-        let last = match size {
-            0 => lin,
-            size => self.moved(lin, (1 << size) - 1),
+        let (entry, offset, wanted) = match (self.constant_of(lin), self.constant_of(last)) {
+            (Some(lin), Some(last)) => (
+                table,
+                (lin >> shift & mask) as i32,
+                self.constant(last | 0xfff),
+            ),
+            _ => {
+                let at = self.b.ins().ushr_imm(lin, i64::from(shift));
+                let at = self.b.ins().band_imm(at, mask);
+                let entry = self.b.ins().iadd(table, at);
+                (entry, 0, self.b.ins().bor_imm(last, 0xfff))
+            }
         };
-        let wanted = self.b.ins().bor_imm(last, 0xfff);
         let trusted = MemFlags::trusted();
-        let addend = self.b.ins().load(I64, trusted, entry, tlb::ADDEND as i32);
-        let host = self.b.ins().iadd(addend, lin);
-        // `found` is loaded last, and the second operand: the host's comparison can then read it from memory, without a load of its own.
-        let found = (self.b.ins()).load(I64, trusted, entry, kind.tag() as i32);
-        (self.b.ins().icmp(IntCC::Equal, wanted, found), host)
+        let addend = (self.b.ins()).load(I64, trusted, entry, offset + tlb::ADDEND as i32);
+        // `found` is loaded last, and the second operand: the baseline tier's comparison reads it from memory, without a load of its own.
+        let found = (self.b.ins()).load(I64, trusted, entry, offset + kind.tag() as i32);
+        (self.b.ins().icmp(IntCC::Equal, wanted, found), addend)
     }
 
     /// Says what the last access tells of one at `lin`. Only the last one tells anything: another one before it was perhaps looked up
@@ -114,31 +171,101 @@ impl Translator<'_> {
         let Some(last) = self.now.last_access else {
             return Near::Unknown;
         };
-        let ((base, disp), (last_base, last_disp)) = (self.root(lin), self.root(last.lin));
-        let (distance, bytes) = (disp.wrapping_sub(last_disp), 1 << size);
+        let (origin, from) = (self.origin(lin), self.origin(last.lin));
+        let distance = origin.distance.wrapping_sub(from.distance);
+        let distance = match origin.is_half {
+            true => i64::from(distance as i32),
+            false => distance,
+        };
         let grants = kind == Kind::Load || last.kind == Kind::Store;
-        if base != last_base || !grants || distance.unsigned_abs() >= PAGE_SIZE / 2 {
+        if (origin.base, origin.is_half) != (from.base, from.is_half)
+            || !grants
+            || distance.unsigned_abs() >= PAGE_SIZE / 4
+        {
             return Near::Unknown;
         }
-        let host = match distance {
-            0 => last.host,
-            _ => self.b.ins().iadd_imm(last.host, distance),
+        let (end, last_end) = (distance + (1 << size), last.distance + last.bytes);
+        let place = Place {
+            host: last.host,
+            offset: distance as i32,
         };
-        let end = distance + bytes;
-        if distance >= 0 && end <= last.bytes {
-            return Near::Certain(host);
+        if distance >= last.distance && end <= last_end {
+            return Near::Certain(place);
         }
-        // What both accesses reach, from `first` to `end` about the last one's address, has to be in one page. If the last one was in two,
-        // `host` was a copy.
-        let (first, end) = (distance.min(0), end.max(last.bytes));
-        let at = self.b.ins().band_imm(last.lin, PAGE_SIZE as i64 - 1);
-        let at = match first {
-            0 => at,
-            first => self.b.ins().iadd_imm(at, first),
-        };
+        // What both accesses reach has to be in one page. If the last one was in two, `host` was a copy.
+        let (first, end) = (distance.min(last.distance), end.max(last_end));
+        let first_lin = self.moved(last.lin, first);
         let most = PAGE_SIZE as i64 - (end - first);
-        let same = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThanOrEqual, at, most);
-        Near::If(same, host)
+        match self.constant_of(first_lin) {
+            Some(at) if at & (PAGE_SIZE as i64 - 1) <= most => Near::Certain(place),
+            Some(_) => Near::Unknown,
+            None => {
+                let at = self.b.ins().band_imm(first_lin, PAGE_SIZE as i64 - 1);
+                let is_same = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThanOrEqual, at, most);
+                Near::If(is_same, last, distance)
+            }
+        }
+    }
+
+    /// Returns what an address is computed from. Those in code of 32 bits are lower halves.
+    fn origin(&self, lin: Value) -> Origin {
+        let (base, distance) = self.root(lin);
+        let mut origin = Origin {
+            base,
+            distance,
+            is_half: false,
+        };
+        while let Some(base) = origin.base
+            && (origin.is_half || distance == 0)
+            && let Some(whole) = self.half_of(base, origin.is_half)
+        {
+            let (base, distance) = self.root(whole);
+            origin = Origin {
+                base,
+                distance: origin.distance.wrapping_add(distance),
+                is_half: true,
+            };
+        }
+        origin
+    }
+
+    /// Returns the value whose lower half another one has: extended, or not if only lower halves matter.
+    fn half_of(&self, value: Value, is_half: bool) -> Option<Value> {
+        let dfg = &self.b.func.dfg;
+        match dfg.insts[dfg.value_def(value).inst()?] {
+            InstructionData::BinaryImm64 {
+                opcode: Opcode::BandImm,
+                arg,
+                imm,
+            } if imm.bits() == 0xffff_ffff => Some(arg),
+            InstructionData::Unary {
+                opcode: Opcode::Uextend,
+                arg,
+            } if dfg.value_type(arg) == I32 => Some(arg),
+            InstructionData::Unary {
+                opcode: Opcode::Ireduce,
+                arg,
+            } if is_half && dfg.value_type(value) == I32 => Some(arg),
+            _ => None,
+        }
+    }
+
+    /// Computes an address again: where it is used alone, it is not computed elsewhere then.
+    fn again(&mut self, lin: Value) -> Value {
+        let Origin {
+            base,
+            distance,
+            is_half,
+        } = self.origin(lin);
+        let sum = match base {
+            None => self.constant(distance),
+            Some(base) => self.b.ins().iadd_imm(base, distance),
+        };
+        match is_half {
+            false => sum,
+            true if self.size_of(sum) == 3 => self.b.ins().band_imm(sum, 0xffff_ffff),
+            true => self.b.ins().uextend(I64, sum),
+        }
     }
 
     /// Returns the value that an address is a fixed distance from, if it is not fixed itself, and the distance.
@@ -180,41 +307,41 @@ impl Translator<'_> {
         MemFlags::new().with_trap_code(Some(GUARDED))
     }
 
-    /// Returns the host address to load from.
-    pub(super) fn place_to_load(&mut self, lin: Value, size: u8) -> Value {
+    /// Returns where to load from.
+    pub(super) fn place_to_load(&mut self, lin: Value, size: u8) -> Place {
         self.place(lin, size, Kind::Load)
     }
 
-    /// Returns the host address to store at.
-    pub(super) fn place_to_store(&mut self, lin: Value, size: u8) -> Value {
+    /// Returns where to store at.
+    pub(super) fn place_to_store(&mut self, lin: Value, size: u8) -> Place {
         self.place(lin, size, Kind::Store)
     }
 
     /// Loads from guest memory.
     pub(super) fn load(&mut self, lin: Value, size: u8) -> Value {
-        let host = self.place_to_load(lin, size);
+        let Place { host, offset } = self.place_to_load(lin, size);
         let flags = Self::guarded();
         if self.tier == Tier::Baseline || size > 2 {
             let ty = TYPES[usize::from(size)];
-            return self.b.ins().load(ty, flags, host, 0);
+            return self.b.ins().load(ty, flags, host, offset);
         }
         // The host extends it for nothing.
         let value = match size {
-            0 => self.b.ins().uload8(I64, flags, host, 0),
-            1 => self.b.ins().uload16(I64, flags, host, 0),
-            _ => self.b.ins().uload32(flags, host, 0),
+            0 => self.b.ins().uload8(I64, flags, host, offset),
+            1 => self.b.ins().uload16(I64, flags, host, offset),
+            _ => self.b.ins().uload32(flags, host, offset),
         };
         self.narrow(value, size)
     }
 
     /// Stores to guest memory. Nothing of the instruction has happened before.
     pub(super) fn store(&mut self, lin: Value, size: u8, value: Value) {
-        let host = self.place_to_store(lin, size);
-        self.store_at(host, value);
+        let place = self.place_to_store(lin, size);
+        self.store_at(place, value);
     }
 
-    fn store_at(&mut self, host: Value, value: Value) {
-        self.b.ins().store(Self::guarded(), value, host, 0);
+    fn store_at(&mut self, Place { host, offset }: Place, value: Value) {
+        (self.b.ins()).store(Self::guarded(), value, host, offset);
         self.now.has_changed = true;
     }
 
@@ -234,14 +361,16 @@ impl Translator<'_> {
             let crosses = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThan, in_line, last);
             self.interpret_if(crosses);
         }
-        let host = self.place_to_store(lin, op.size);
+        let place = self.place_to_store(lin, op.size);
+        let Place { host, offset } = place;
         let ty = TYPES[usize::from(op.size)];
-        let old = self.b.ins().load(ty, Self::guarded(), host, 0);
+        let old = (self.b.ins()).load(ty, Self::guarded(), host, offset);
         if !is_locked {
             let new = change(self, old);
-            self.store_at(host, new);
+            self.store_at(place, new);
             return (old, new);
         }
+        let host = self.moved(host, offset.into());
         let (attempt, done) = (self.b.create_block(), self.b.create_block());
         self.b.ins().jump(attempt, &[old.into()]);
         self.b.switch_to_block(attempt);

@@ -71,8 +71,8 @@ impl Bits for Translator<'_> {
     }
     fn add(&mut self, a: Value, b: Value) -> Value {
         match self.constant_of(b) {
-            Some(0) => a,
-            _ => self.b.ins().iadd(a, b),
+            Some(n) => self.plus(a, n),
+            None => self.b.ins().iadd(a, b),
         }
     }
     fn is_less(&mut self, a: Value, b: Value) -> Value {
@@ -99,6 +99,8 @@ impl Bits for Translator<'_> {
     }
     fn plus(&mut self, a: Value, n: i64) -> Value {
         match self.constant_of(a) {
+            _ if self.size_of(a) == 3 => self.moved(a, n),
+            _ if n == 0 => a,
             Some(m) => self.number(m.wrapping_add(n), a),
             None => self.b.ins().iadd_imm(a, n),
         }

@@ -1,6 +1,7 @@
 //! Vector instructions that have a translation of their own: moves, and operations that string functions are made of. They treat
 //! elements of at most 64 bits alone, so a 256-bit one is two of 128 bits: Cranelift has no wider vectors on this host.
 
+use super::access::Place;
 use super::translate::Translator;
 use crate::Cpu;
 use crate::cpu::mode;
@@ -212,11 +213,11 @@ impl Translator<'_> {
             return (0..halves).map(|half| self.half(op.r[k], half)).collect();
         }
         let (lin, size) = self.vector_in_memory(op, halves, is_aligned);
-        let host = self.place_to_load(lin, size);
+        let Place { host, offset } = self.place_to_load(lin, size);
         (0..halves as i32)
             .map(|half| {
                 let flags = Self::guarded();
-                self.b.ins().load(I8X16, flags, host, 16 * half)
+                self.b.ins().load(I8X16, flags, host, offset + 16 * half)
             })
             .collect()
     }
@@ -227,10 +228,11 @@ impl Translator<'_> {
             // The first half may be stored and the second one fail: loads before this instruction must not be made again.
             self.set_checkpoint();
         }
-        let host = self.place_to_store(lin, size);
+        let Place { host, offset } = self.place_to_store(lin, size);
         for (half, value) in values.iter().enumerate() {
             let flags = Self::guarded();
-            self.b.ins().store(flags, *value, host, 16 * half as i32);
+            let at = offset + 16 * half as i32;
+            self.b.ins().store(flags, *value, host, at);
         }
         self.now.has_changed = true;
     }

@@ -16,6 +16,8 @@ pub(super) enum Place {
     Register(Reg),
     /// At a register plus a number of bytes.
     Memory(Reg, i32),
+    /// At the sum of two registers, the second one not RSP, plus a number of bytes.
+    Sum(Reg, Reg, i32),
 }
 
 /// Operations of two operands with one encoding, by their numbers in it.
@@ -130,8 +132,9 @@ impl Assembler {
         reg: u8,
         place: Place,
     ) {
-        let rm = match place {
-            Place::Register(rm) | Place::Memory(rm, _) => rm.0,
+        let (rm, index) = match place {
+            Place::Register(rm) | Place::Memory(rm, _) => (rm.0, None),
+            Place::Sum(rm, index, _) => (rm.0, Some(index.0)),
         };
         if size == 1 {
             self.code.push(0x66);
@@ -140,6 +143,7 @@ impl Assembler {
             self.code.push(prefix);
         }
         let mut rex = u8::from(size == 3) << 3 | reg >> 3 << 2 | rm >> 3;
+        rex |= index.map_or(0, |index| index >> 3 << 1);
         if width == Width::Byte && (reg > 3 || matches!(place, Place::Register(_)) && rm > 3) {
             rex |= 0x40;
         }
@@ -151,10 +155,13 @@ impl Assembler {
         }
         self.code.push(opcode as u8);
         let (reg, low) = (reg & 7, rm & 7);
-        let (form, sib) = (reg << 3 | low, (low == 4).then_some(0x24));
+        let (form, sib) = match index {
+            Some(index) => (reg << 3 | 4, Some((index & 7) << 3 | low)),
+            None => (reg << 3 | low, (low == 4).then_some(0x24)),
+        };
         match place {
             Place::Register(_) => self.code.push(0xc0 | form),
-            Place::Memory(_, disp) => {
+            Place::Memory(_, disp) | Place::Sum(_, _, disp) => {
                 let short = i8::try_from(disp);
                 // RBP and R13 have no form without a displacement.
                 self.code.push(match (disp, short) {
@@ -276,21 +283,18 @@ impl Assembler {
         }
     }
 
-    pub(super) fn load(&mut self, size: u8, to: Reg, base: Reg, disp: i32) {
-        self.zero_extend(size, to, Place::Memory(base, disp));
+    pub(super) fn store(&mut self, size: u8, place: Place, from: Reg) {
+        self.sized(size, 0x88, from.0, place);
     }
 
-    pub(super) fn store(&mut self, size: u8, base: Reg, disp: i32, from: Reg) {
-        self.sized(size, 0x88, from.0, Place::Memory(base, disp));
-    }
-
-    pub(super) fn store_immediate(&mut self, size: u8, base: Reg, disp: i32, value: i32) {
-        self.sized(size, 0xc6, 0, Place::Memory(base, disp));
+    pub(super) fn store_immediate(&mut self, size: u8, place: Place, value: i32) {
+        self.sized(size, 0xc6, 0, place);
         self.immediate(size, value);
     }
 
-    pub(super) fn compare_with_memory(&mut self, size: u8, register: Reg, base: Reg, disp: i32) {
-        self.sized(size, 0x3a, register.0, Place::Memory(base, disp));
+    /// Computes with what is in memory.
+    pub(super) fn alu_with(&mut self, alu: Alu, size: u8, to: Reg, from: Place) {
+        self.sized(size, (alu as u16) << 3 | 2, to.0, from);
     }
 
     pub(super) fn add_to_memory(&mut self, size: u8, base: Reg, disp: i32, value: i32) {
@@ -301,29 +305,17 @@ impl Assembler {
         self.instruction(2, Width::Sized, 0, 0xff, 6, Place::Register(register));
     }
 
-    pub(super) fn push_memory(&mut self, base: Reg, disp: i32) {
-        self.instruction(2, Width::Sized, 0, 0xff, 6, Place::Memory(base, disp));
+    pub(super) fn push_memory(&mut self, place: Place) {
+        self.instruction(2, Width::Sized, 0, 0xff, 6, place);
     }
 
-    pub(super) fn pop_memory(&mut self, base: Reg, disp: i32) {
-        self.instruction(2, Width::Sized, 0, 0x8f, 0, Place::Memory(base, disp));
+    pub(super) fn pop_memory(&mut self, place: Place) {
+        self.instruction(2, Width::Sized, 0, 0x8f, 0, place);
     }
 
-    /// Adds without a change of the flags.
-    pub(super) fn add_to(&mut self, to: Reg, base: Reg, disp: i32) {
-        self.instruction(3, Width::Sized, 0, 0x8d, to.0, Place::Memory(base, disp));
-    }
-
-    /// Adds two registers without a change of the flags.
-    pub(super) fn add_both(&mut self, to: Reg, a: Reg, b: Reg) {
-        let rex = 0x48 | to.0 >> 3 << 2 | b.0 >> 3 << 1 | a.0 >> 3;
-        self.bytes(&[
-            rex,
-            0x8d,
-            0x44 | (to.0 & 7) << 3,
-            (b.0 & 7) << 3 | a.0 & 7,
-            0,
-        ]);
+    /// Computes the address of a place, without a change of the flags.
+    pub(super) fn address(&mut self, to: Reg, place: Place) {
+        self.instruction(3, Width::Sized, 0, 0x8d, to.0, place);
     }
 
     /// Sets a byte to a condition, 0 to 15, which is 0 or 1.

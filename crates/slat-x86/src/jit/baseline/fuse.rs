@@ -15,7 +15,7 @@ pub(super) struct Addition {
 
 impl Generator<'_> {
     /// Whether an instruction is made together with the one that uses its result, alone: a comparison with a branch at the end of the
-    /// block or a selection after it, or a load with a comparison after it.
+    /// block or a selection after it, a load with a comparison after it, or a sum with an access after it.
     pub(super) fn is_fused(&self, inst: Inst) -> bool {
         let layout = &self.func.layout;
         match self.func.dfg.insts[inst].opcode() {
@@ -33,8 +33,40 @@ impl Generator<'_> {
                 self.is_compared_by(inst, next)
                     && (layout.next_inst(next)).is_some_and(|user| self.is_condition_of(next, user))
             }),
+            Opcode::Iadd => layout
+                .next_inst(inst)
+                .is_some_and(|next| self.is_address_of(inst, next)),
             _ => false,
         }
+    }
+
+    /// Whether `user` accesses memory where `inst` says, which nothing else uses.
+    fn is_address_of(&self, inst: Inst, user: Inst) -> bool {
+        let dfg = &self.func.dfg;
+        let sum = dfg.first_result(inst);
+        let address = match dfg.insts[user] {
+            InstructionData::Load { arg, .. } => Some(arg),
+            InstructionData::Store { args, .. } => Some(args[1]),
+            _ => None,
+        };
+        address == Some(sum) && self.places.left(sum) == 1
+    }
+
+    /// Returns the sum that an address is, if it is made only by the access, and what is added.
+    pub(super) fn fused_sum(&self, address: Value) -> Option<(Inst, [Value; 2])> {
+        let inst = self.func.dfg.value_def(address).inst()?;
+        match self.func.dfg.insts[inst] {
+            InstructionData::Binary {
+                opcode: Opcode::Iadd,
+                args,
+            } if !self.is_made(address) => Some((inst, args)),
+            _ => None,
+        }
+    }
+
+    /// Whether a register or a slot has a value.
+    fn is_made(&self, value: Value) -> bool {
+        self.places.register(value).is_some() || self.places.saved(value).is_some()
     }
 
     /// Whether `user` branches or selects by the result of `inst`, which nothing else uses.
@@ -71,8 +103,7 @@ impl Generator<'_> {
     /// Returns the load that a value is the result of, with its address and offset, if it is made only where the value is used.
     pub(super) fn fused_load(&self, value: Value) -> Option<(Inst, Value, i32)> {
         let inst = self.func.dfg.value_def(value).inst()?;
-        let is_made = self.places.register(value).is_some() || self.places.saved(value).is_some();
-        let (address, offset) = self.field(inst).filter(|_| !is_made)?;
+        let (address, offset) = self.field(inst).filter(|_| !self.is_made(value))?;
         Some((inst, address, offset))
     }
 

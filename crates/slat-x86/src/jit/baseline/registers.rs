@@ -3,15 +3,16 @@
 //! An instruction asks for the registers of what it reads ([`get`](Generator::get), [`take`](Generator::take)) and for one for its result
 //! ([`free`](Generator::free), [`change`](Generator::change)), which stay locked until it is done ([`finish`](Generator::finish)).
 
-use super::encode::Assembler;
+use super::encode::{Assembler, Place};
 use super::places::{FOR_VALUES, KEPT, RBP, bit};
 use super::{Generator, Reg};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{InstructionData, Opcode, Value};
 
-/// Returns the offset of a slot from RBP.
-pub(super) fn offset_of_slot(slot: u8) -> i32 {
-    -8 * (i32::from(slot) + 1)
+/// Returns the place of a slot's low doubleword, or of its upper one.
+fn place_of_slot(slot: u8, is_upper: bool) -> Place {
+    let offset = -8 * (i32::from(slot) + 1);
+    Place::Memory(RBP, offset + if is_upper { 4 } else { 0 })
 }
 
 impl Generator<'_> {
@@ -35,7 +36,7 @@ impl Generator<'_> {
         if let Some(register) = self.places.register(value) {
             let slot = self.places.slot(value);
             self.places.state.saved |= 1 << slot;
-            self.asm.store(3, RBP, offset_of_slot(slot), register);
+            self.asm.store(3, place_of_slot(slot, false), register);
         }
     }
 
@@ -93,7 +94,7 @@ impl Generator<'_> {
     pub(super) fn read(&mut self, value: Value, register: Reg) {
         match (self.constant(value), self.places.saved(value)) {
             (Some(constant), _) => self.asm.constant(register, constant),
-            (None, Some(slot)) => (self.asm).load(3, register, RBP, offset_of_slot(slot)),
+            (None, Some(slot)) => (self.asm).zero_extend(3, register, place_of_slot(slot, false)),
             (None, None) => unreachable!("{value} is nowhere"),
         }
     }
@@ -193,21 +194,21 @@ impl Generator<'_> {
         }
         match (self.places.register(value), self.places.saved(value)) {
             (Some(register), _) => self.asm.push(register),
-            (None, Some(slot)) => self.asm.push_memory(RBP, offset_of_slot(slot)),
+            (None, Some(slot)) => self.asm.push_memory(place_of_slot(slot, false)),
             (None, None) => unreachable!("{value} is nowhere"),
         }
     }
 
     /// Fills a slot: with a constant, or with what was pushed.
     pub(super) fn fill(&mut self, slot: u8, value: Value) {
-        let to = offset_of_slot(slot);
+        let [to, upper] = [false, true].map(|is_upper| place_of_slot(slot, is_upper));
         match self.constant(value) {
             Some(constant) => {
                 let (low, high) = (constant as i32, (constant >> 32) as i32);
-                self.asm.store_immediate(2, RBP, to, low);
-                self.asm.store_immediate(2, RBP, to + 4, high);
+                self.asm.store_immediate(2, to, low);
+                self.asm.store_immediate(2, upper, high);
             }
-            None => self.asm.pop_memory(RBP, to),
+            None => self.asm.pop_memory(to),
         }
     }
 }

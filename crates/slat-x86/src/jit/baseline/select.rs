@@ -189,7 +189,7 @@ impl Generator<'_> {
             Some(value) if alu == Alu::Add && size == 3 && self.is_kept_after(a) => {
                 let from = self.get(a);
                 let register = self.free(self.is_long(result));
-                self.asm.add_to(register, from, value);
+                self.asm.address(register, Place::Memory(from, value));
                 self.finish(result, register);
             }
             Some(-1) if alu == Alu::Xor => {
@@ -217,7 +217,7 @@ impl Generator<'_> {
                 if is_added && other != Reg(4) {
                     let from = self.get(a);
                     let register = self.free(self.is_long(result));
-                    self.asm.add_both(register, from, other);
+                    self.asm.address(register, Place::Sum(from, other, 0));
                     self.finish(result, register);
                 } else {
                     let register = self.change(a);
@@ -394,7 +394,8 @@ impl Generator<'_> {
             None => match b {
                 Operand::Value(b) if let Some((load, address, offset)) = self.fused_load(b) => {
                     let base = self.get(address);
-                    self.asm.compare_with_memory(size, first, base, offset);
+                    let field = Place::Memory(base, offset);
+                    self.asm.alu_with(Alu::Cmp, size, first, field);
                     self.count_uses_by(load);
                 }
                 _ => {
@@ -452,28 +453,40 @@ impl Generator<'_> {
         }
     }
 
+    /// Returns the place at an address, whose registers are locked.
+    fn place(&mut self, address: Value, offset: i32) -> Place {
+        match self.fused_sum(address) {
+            Some((sum, [a, b])) => {
+                let place = Place::Sum(self.get(a), self.get(b), offset);
+                self.count_uses_by(sum);
+                place
+            }
+            None => Place::Memory(self.get(address), offset),
+        }
+    }
+
     fn load(&mut self, result: Value, address: Value, flags: MemFlags, offset: i32) -> Result {
         let size = self.size(result)?;
-        let base = self.get(address);
+        let place = self.place(address, offset);
         let register = self.free(self.is_long(result));
         self.guard(flags);
-        self.asm.load(size, register, base, offset);
+        self.asm.zero_extend(size, register, place);
         self.finish(result, register);
         Ok(())
     }
 
     fn store(&mut self, value: Value, address: Value, flags: MemFlags, offset: i32) -> Result {
         let size = self.size(value)?;
-        let base = self.get(address);
+        let place = self.place(address, offset);
         match self.immediate(Operand::Value(value), size) {
             Some(value) => {
                 self.guard(flags);
-                self.asm.store_immediate(size, base, offset, value);
+                self.asm.store_immediate(size, place, value);
             }
             None => {
                 let value = self.get(value);
                 self.guard(flags);
-                self.asm.store(size, base, offset, value);
+                self.asm.store(size, place, value);
             }
         }
         self.done();

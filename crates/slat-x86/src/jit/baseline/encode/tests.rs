@@ -88,7 +88,7 @@ fn another_decoder_reads_what_is_written_for_every_register() {
                 same(&made, &format!("{word} {x},{y}"));
             }
             same(
-                &made(|asm| asm.compare_with_memory(size, a, b, 0x30)),
+                &made(|asm| asm.alu_with(Alu::Cmp, size, a, Place::Memory(b, 0x30))),
                 &format!("cmp {x},[{}+30h]", name(3, b)),
             );
             let wide = name(2, a);
@@ -112,11 +112,20 @@ fn another_decoder_reads_what_is_written_for_every_register() {
                     0 | 1 => format!("movzx {wide},{place}"),
                     _ => format!("mov {x},{place}"),
                 };
-                same(&made(|asm| asm.load(size, a, b, disp)), &loaded);
+                let at = Place::Memory(b, disp);
+                same(&made(|asm| asm.zero_extend(size, a, at)), &loaded);
                 same(
-                    &made(|asm| asm.store(size, b, disp, a)),
+                    &made(|asm| asm.store(size, at, a)),
                     &format!("mov {place},{x}"),
                 );
+                for index in (0..16).map(Reg).filter(|index| index.0 != 4) {
+                    let sum = format!("[{}+{}", name(3, b), name(3, index));
+                    let place = place.replace(&format!("[{}", name(3, b)), &sum);
+                    same(
+                        &made(|asm| asm.store(size, Place::Sum(b, index, disp), a)),
+                        &format!("mov {place},{x}"),
+                    );
+                }
             }
             let place = memory(size, a, 0);
             let exchanged = format!("lock cmpxchg {place},{y}");
@@ -145,16 +154,16 @@ fn another_decoder_reads_what_is_written_for_every_register() {
         same(&made(|asm| asm.mov(a, b)), &format!("mov {x},{y}"));
         same(&made(|asm| asm.exchange(a, b)), &format!("xchg {y},{x}"));
         same(
-            &made(|asm| asm.add_to(a, b, 0x40)),
+            &made(|asm| asm.address(a, Place::Memory(b, 0x40))),
             &format!("lea {x},[{y}+40h]"),
         );
         if b != Reg(4) {
             same(
-                &made(|asm| asm.add_both(a, Reg(1), b)),
+                &made(|asm| asm.address(a, Place::Sum(Reg(1), b, 0))),
                 &format!("lea {x},[rcx+{y}]"),
             );
             same(
-                &made(|asm| asm.add_both(Reg(1), a, b)),
+                &made(|asm| asm.address(Reg(1), Place::Sum(a, b, 0))),
                 &format!("lea rcx,[{x}+{y}]"),
             );
         }
@@ -213,7 +222,7 @@ fn another_decoder_reads_what_is_written_for_one_register() {
                 );
                 let stored = format!("mov {place},{}", hex(value));
                 same(
-                    &made(|asm| asm.store_immediate(size, a, 0x30, value)),
+                    &made(|asm| asm.store_immediate(size, Place::Memory(a, 0x30), value)),
                     &stored,
                 );
             }
@@ -240,10 +249,13 @@ fn another_decoder_reads_what_is_written_for_one_register() {
         same(&made(|asm| asm.call(a)), &format!("call {x}"));
         same(&made(|asm| asm.push(a)), &format!("push {x}"));
         same(
-            &made(|asm| asm.push_memory(a, -8)),
+            &made(|asm| asm.push_memory(Place::Memory(a, -8))),
             &format!("push [{x}-8h]"),
         );
-        same(&made(|asm| asm.pop_memory(a, -8)), &format!("pop [{x}-8h]"));
+        same(
+            &made(|asm| asm.pop_memory(Place::Memory(a, -8))),
+            &format!("pop [{x}-8h]"),
+        );
     }
 }
 
