@@ -259,3 +259,60 @@ fn an_access_below_one_across_a_page_end_is_in_memory() {
         assert_eq!(run(code, None, at, true), run(code, None, at, false));
     }
 }
+
+/// An instruction that loads to a register, RAX or RCX, or stores it: at RBX and a displacement.
+fn access(is_store: bool, size: usize, register: u8, displacement: i8) -> Vec<u8> {
+    let prefix: &[u8] = match size {
+        1 => &[0x66],
+        3 => &[0x48],
+        _ => &[],
+    };
+    let opcode = 0x88 | u8::from(!is_store) << 1 | u8::from(size != 0);
+    let operands = [opcode, 0x43 | register << 3, displacement as u8];
+    [prefix, &operands].concat()
+}
+
+#[test]
+fn two_accesses_that_are_near_one_another_may_be_in_two_pages() {
+    for (first, second) in [(false, false), (true, false), (true, true)] {
+        for (size, other) in (0..4).flat_map(|size| (0..4).map(move |other| (size, other))) {
+            for distance in -9..=9 {
+                let turn = [
+                    &access(first, size, 0, 0)[..],
+                    &access(second, other, 1, distance),
+                    // add r8, rax; rol r8, 7; add r8, rcx; lea rcx, [r8+r8*2]; inc rbx; dec r15
+                    b"\x49\x01\xc0\x49\xc1\xc0\x07\x49\x01\xc8\x4b\x8d\x0c\x40\x48\xff\xc3\x49\xff\xcf",
+                ]
+                .concat();
+                // mov r15d, 32; the turn; jne to it; hlt
+                let back = -(turn.len() as i8 + 2) as u8;
+                let code = [b"\x41\xbf\x20\0\0\0", &turn[..], &[0x75, back, 0xf4]].concat();
+                assert_eq!(
+                    run(&code, None, 0xff0, true),
+                    run(&code, None, 0xff0, false),
+                    "sizes {size} and {other}, stores {first} and {second}, distance {distance}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sum_beyond_4_gib_is_not_near_its_lower_half() {
+    // mov eax, esi; mov rdx, [rax+5]; lea ecx, [rsi+5]; mov rdi, [rcx]; dec r15; jne; hlt
+    let code = b"\x89\xf0\x48\x8b\x50\x05\x8d\x4e\x05\x48\x8b\x39\x49\xff\xcf\x75\xef\xf4";
+    for is_compiled in [false, true] {
+        let mut guest = Guest::interpreted(Memory::new(MMIO as usize), code);
+        if is_compiled {
+            compiled::always(&mut guest.cpu);
+        }
+        guest.machine.moved.insert(1 << 20, DATA >> 12);
+        guest.machine.moved.insert(0, (DATA >> 12) + 1);
+        start(&mut guest, 0);
+        guest.cpu.state.gpr[RSI] = 0xffff_fffe;
+        assert_eq!(guest.run(), Exit::Hlt);
+        let memory = guest.machine.memory.clone();
+        let [beyond, half] = [DATA + 3, DATA + 0x1003].map(|at| memory.read64(at));
+        assert_eq!([RDX, RDI].map(|r| guest.cpu.state.gpr[r]), [beyond, half]);
+    }
+}
