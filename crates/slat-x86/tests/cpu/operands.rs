@@ -260,26 +260,35 @@ fn an_access_below_one_across_a_page_end_is_in_memory() {
     }
 }
 
-/// An instruction that loads to a register, RAX or RCX, or stores it: at RBX and a displacement.
-fn access(is_store: bool, size: usize, register: u8, displacement: i8) -> Vec<u8> {
+/// An instruction that loads to a register, RAX or RCX, or stores it, with the rest of its operand.
+fn access(is_store: bool, size: usize, register: u8, operand: &[u8]) -> Vec<u8> {
     let prefix: &[u8] = match size {
         1 => &[0x66],
         3 => &[0x48],
         _ => &[],
     };
     let opcode = 0x88 | u8::from(!is_store) << 1 | u8::from(size != 0);
-    let operands = [opcode, 0x43 | register << 3, displacement as u8];
-    [prefix, &operands].concat()
+    let mut insn = [prefix, &[opcode], operand].concat();
+    insn[prefix.len() + 1] |= register << 3;
+    insn
+}
+
+/// Loads and stores, in the order of two accesses.
+const KINDS: [(bool, bool); 3] = [(false, false), (true, false), (true, true)];
+
+/// All pairs of size indices.
+fn sizes() -> impl Iterator<Item = (usize, usize)> {
+    (0..4).flat_map(|size| (0..4).map(move |other| (size, other)))
 }
 
 #[test]
 fn two_accesses_that_are_near_one_another_may_be_in_two_pages() {
-    for (first, second) in [(false, false), (true, false), (true, true)] {
-        for (size, other) in (0..4).flat_map(|size| (0..4).map(move |other| (size, other))) {
-            for distance in -9..=9 {
+    for (first, second) in KINDS {
+        for (size, other) in sizes() {
+            for distance in -9..=9i8 {
                 let turn = [
-                    &access(first, size, 0, 0)[..],
-                    &access(second, other, 1, distance),
+                    &access(first, size, 0, &[0x43, 0])[..],
+                    &access(second, other, 1, &[0x43, distance as u8]),
                     // add r8, rax; rol r8, 7; add r8, rcx; lea rcx, [r8+r8*2]; inc rbx; dec r15
                     b"\x49\x01\xc0\x49\xc1\xc0\x07\x49\x01\xc8\x4b\x8d\x0c\x40\x48\xff\xc3\x49\xff\xcf",
                 ]
@@ -291,6 +300,43 @@ fn two_accesses_that_are_near_one_another_may_be_in_two_pages() {
                     run(&code, None, 0xff0, true),
                     run(&code, None, 0xff0, false),
                     "sizes {size} and {other}, stores {first} and {second}, distance {distance}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn two_accesses_at_fixed_addresses_may_be_in_two_pages() {
+    // [address]
+    let at = |address: u64| [&[0x04, 0x25], &(address as u32).to_le_bytes()[..]].concat();
+    for (first, second) in KINDS {
+        for (size, other) in sizes() {
+            for (offset, distance) in [
+                (0xff1, 8),
+                (0xff1, 15),
+                (0xff8, 1),
+                (0xff8, 8),
+                (0xffd, -8),
+                (0xffd, 3),
+                (0xfff, -4),
+            ] {
+                let address = DATA + offset;
+                let near = address.wrapping_add_signed(distance);
+                let turn = [
+                    &access(first, size, 0, &at(address))[..],
+                    &access(second, other, 1, &at(near)),
+                    // inc rax; lea rcx, [rcx+rax]; dec r15
+                    b"\x48\xff\xc0\x48\x8d\x0c\x01\x49\xff\xcf",
+                ]
+                .concat();
+                // jne to the turn; hlt
+                let back = -(turn.len() as i8 + 2) as u8;
+                let code = [&turn[..], &[0x75, back, 0xf4]].concat();
+                assert_eq!(
+                    run(&code, None, 0, true),
+                    run(&code, None, 0, false),
+                    "sizes {size} and {other}, stores {first} and {second}, {address:#x} and {near:#x}"
                 );
             }
         }
