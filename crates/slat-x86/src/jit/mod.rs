@@ -39,6 +39,7 @@
 //! | `address` | linear addresses: segments, the stack pointer |
 //! | `segments` | moves of segment registers |
 //! | `access` | accesses to guest memory |
+//! | `near` | what one access tells of the next one |
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
 //! | `memory` | pages for code, never writable and executable at once |
@@ -70,6 +71,7 @@ mod helpers;
 mod instructions;
 mod known;
 mod memory;
+mod near;
 mod paths;
 mod region;
 mod segments;

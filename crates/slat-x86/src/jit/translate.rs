@@ -19,12 +19,12 @@
 
 mod walk;
 
-use super::access::LastAccess;
 use super::address::PlainSegment;
 use super::condition::Flags;
 use super::cpu::{SET_BITS, SETS, set_of};
 use super::guest::{Guest, decode, numbers, registers, sets_flags_first};
 use super::helpers::{self, OrStop, Status};
+use super::near::LastAccess;
 use super::paths::Paths;
 use super::vector::Vectors;
 use super::window::{BASE, from_base};

@@ -1,0 +1,184 @@
+//! What the last access tells of the next one: programs access the words of a structure or of a stack one after another, and those are
+//! in one page, mostly. How far apart two addresses are is known when code is compiled if both count from one value.
+
+use super::access::{Kind, Place};
+use super::translate::Translator;
+use cranelift_codegen::ir::condcodes::IntCC;
+use cranelift_codegen::ir::types::{I32, I64};
+use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
+
+const PAGE_SIZE: i64 = 4096;
+
+/// The last access, if nothing has happened since that may have changed the TLB: it was made `distance` bytes from the address `lin`, and
+/// as far from `host`. A row of accesses has the first one's, so none computes its host address, and both keep their registers.
+#[derive(Clone, Copy)]
+pub(super) struct LastAccess {
+    pub(super) lin: Value,
+    pub(super) host: Value,
+    pub(super) distance: i64,
+    pub(super) bytes: i64,
+    pub(super) kind: Kind,
+}
+
+/// What the last access tells of an access.
+pub(super) enum Near {
+    Unknown,
+    /// It is in the same page if the value is not 0: then it is made so far from the last one's `lin`, and from its `host`.
+    If {
+        is_same: Value,
+        last: LastAccess,
+        distance: i64,
+    },
+    Certain(Place),
+}
+
+/// What an address is computed from: it is a fixed distance from a value, or from 0.
+struct Origin {
+    base: Option<Value>,
+    distance: i64,
+    /// Whether it is the lower half of that.
+    is_half: bool,
+}
+
+impl Translator<'_> {
+    /// Says what the last access tells of one at `lin`. Only the last one tells anything: another one before it was perhaps looked up
+    /// by the helper, which may have waited, and what was known of other pages is nothing then.
+    pub(super) fn near(&mut self, lin: Value, size: u8, kind: Kind) -> Near {
+        let Some(last) = self.now.last_access else {
+            return Near::Unknown;
+        };
+        let (origin, from) = (self.origin(lin), self.origin(last.lin));
+        let distance = origin.distance.wrapping_sub(from.distance);
+        let distance = match origin.is_half {
+            true => i64::from(distance as i32),
+            false => distance,
+        };
+        let grants = kind == Kind::Load || last.kind == Kind::Store;
+        if (origin.base, origin.is_half) != (from.base, from.is_half)
+            || !grants
+            || distance.unsigned_abs() >= PAGE_SIZE as u64 / 4
+        {
+            return Near::Unknown;
+        }
+        let (end, last_end) = (distance + (1 << size), last.distance + last.bytes);
+        let place = Place {
+            host: last.host,
+            offset: distance as i32,
+        };
+        if distance >= last.distance && end <= last_end {
+            return Near::Certain(place);
+        }
+        // What both accesses reach has to be in one page. If the last one was in two, `host` was a copy.
+        let (first, end) = (distance.min(last.distance), end.max(last_end));
+        let first_lin = self.moved(last.lin, first);
+        let most = PAGE_SIZE - (end - first);
+        match self.constant_of(first_lin) {
+            Some(at) if at & (PAGE_SIZE - 1) <= most => Near::Certain(place),
+            Some(_) => Near::Unknown,
+            None => {
+                let at = self.b.ins().band_imm(first_lin, PAGE_SIZE - 1);
+                let is_same = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThanOrEqual, at, most);
+                Near::If {
+                    is_same,
+                    last,
+                    distance,
+                }
+            }
+        }
+    }
+
+    /// Returns what an address is computed from. Those in code of 32 bits are lower halves.
+    fn origin(&self, lin: Value) -> Origin {
+        let (base, distance) = self.root(lin);
+        let mut origin = Origin {
+            base,
+            distance,
+            is_half: false,
+        };
+        while let Some(base) = origin.base
+            && (origin.is_half || distance == 0)
+            && let Some(whole) = self.half_of(base, origin.is_half)
+        {
+            let (base, distance) = self.root(whole);
+            origin = Origin {
+                base,
+                distance: origin.distance.wrapping_add(distance),
+                is_half: true,
+            };
+        }
+        origin
+    }
+
+    /// Returns the value whose lower half another one has: extended, or not if only lower halves matter.
+    fn half_of(&self, value: Value, is_half: bool) -> Option<Value> {
+        let dfg = &self.b.func.dfg;
+        match dfg.insts[dfg.value_def(value).inst()?] {
+            InstructionData::BinaryImm64 {
+                opcode: Opcode::BandImm,
+                arg,
+                imm,
+            } if imm.bits() == 0xffff_ffff => Some(arg),
+            InstructionData::Unary {
+                opcode: Opcode::Uextend,
+                arg,
+            } if dfg.value_type(arg) == I32 => Some(arg),
+            InstructionData::Unary {
+                opcode: Opcode::Ireduce,
+                arg,
+            } if is_half && dfg.value_type(value) == I32 => Some(arg),
+            _ => None,
+        }
+    }
+
+    /// Computes an address again: where it is used alone, it is not computed elsewhere then.
+    pub(super) fn again(&mut self, lin: Value) -> Value {
+        let Origin {
+            base,
+            distance,
+            is_half,
+        } = self.origin(lin);
+        let sum = match base {
+            None => self.constant(distance),
+            Some(base) => self.b.ins().iadd_imm(base, distance),
+        };
+        match is_half {
+            false => sum,
+            true if self.size_of(sum) == 3 => self.b.ins().band_imm(sum, 0xffff_ffff),
+            true => self.b.ins().uextend(I64, sum),
+        }
+    }
+
+    /// Returns the value that an address is a fixed distance from, if it is not fixed itself, and the distance.
+    pub(super) fn root(&self, lin: Value) -> (Option<Value>, i64) {
+        let dfg = &self.b.func.dfg;
+        let (mut value, mut distance) = (lin, 0i64);
+        loop {
+            let inst = dfg.value_def(value).inst();
+            match inst.map(|inst| dfg.insts[inst]) {
+                Some(InstructionData::BinaryImm64 {
+                    opcode: Opcode::IaddImm,
+                    arg,
+                    imm,
+                }) => {
+                    distance = distance.wrapping_add(imm.bits());
+                    value = arg;
+                }
+                Some(InstructionData::UnaryImm {
+                    opcode: Opcode::Iconst,
+                    imm,
+                }) => return (None, distance.wrapping_add(imm.bits())),
+                _ => return (Some(value), distance),
+            }
+        }
+    }
+
+    /// Returns the address `by` bytes after another one: one sum, if that is a sum itself.
+    pub(super) fn moved(&mut self, lin: Value, by: i64) -> Value {
+        match self.root(lin) {
+            _ if by == 0 => lin,
+            (None, at) => self.constant(at.wrapping_add(by)),
+            (Some(base), at) if at.wrapping_add(by) == 0 => base,
+            (Some(base), at) => self.b.ins().iadd_imm(base, at.wrapping_add(by)),
+        }
+    }
+}
