@@ -7,6 +7,7 @@ use super::near::{LastAccess, Near};
 use super::translate::{TYPES, Translator};
 use crate::Cpu;
 use crate::op::Op;
+use crate::sem::Bits;
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::I64;
@@ -73,11 +74,7 @@ impl Translator<'_> {
                     let found = translator.ask(lin, size, kind);
                     translator.b.ins().isub(found, lin)
                 });
-                let host = match self.constant_of(lin) {
-                    Some(lin) => self.moved(addend, lin),
-                    None => self.b.ins().iadd(addend, lin),
-                };
-                (lin, host, 0)
+                (lin, self.add(addend, lin), 0)
             }
         };
         self.now.last_access = Some(LastAccess {

@@ -8,6 +8,7 @@
 use super::translate::Translator;
 use crate::Cpu;
 use crate::op::{NONE, Op};
+use crate::sem::Bits;
 use crate::state::Segment;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I32, I64};
@@ -125,13 +126,8 @@ impl Translator<'_> {
     /// Returns the offset in SS that is `by` bytes from where the stack pointer points.
     fn stack_offset(&mut self, by: i64) -> Value {
         let sp = self.get(4, self.stack);
-        match self.is_64() {
-            true => self.moved(sp, by),
-            false => {
-                let sp = self.b.ins().iadd_imm(sp, by);
-                self.wide(sp)
-            }
-        }
+        let sp = self.plus(sp, by);
+        self.wide(sp)
     }
 
     /// Returns the linear address of `bytes` bytes, `by` bytes from where the stack pointer points.

@@ -87,7 +87,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns what an address is computed from. Those in code of 32 bits are lower halves.
+    /// Returns what an address is computed from. Those in code of 32 bits are lower halves. A sum with a half is none: it may lead beyond
+    /// 4 GiB, where the half of the sum does not.
     fn origin(&self, lin: Value) -> Origin {
         let (base, distance) = self.root(lin);
         let mut origin = Origin {

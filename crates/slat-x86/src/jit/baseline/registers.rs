@@ -9,10 +9,9 @@ use super::{Generator, Reg};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{InstructionData, Opcode, Value};
 
-/// Returns the place of a slot's low doubleword, or of its upper one.
-fn place_of_slot(slot: u8, is_upper: bool) -> Place {
-    let offset = -8 * (i32::from(slot) + 1);
-    Place::Memory(RBP, offset + if is_upper { 4 } else { 0 })
+/// Returns the place `by` bytes from the beginning of a slot.
+fn place_of_slot(slot: u8, by: i32) -> Place {
+    Place::Memory(RBP, by - 8 * (i32::from(slot) + 1))
 }
 
 impl Generator<'_> {
@@ -36,7 +35,7 @@ impl Generator<'_> {
         if let Some(register) = self.places.register(value) {
             let slot = self.places.slot(value);
             self.places.state.saved |= 1 << slot;
-            self.asm.store(3, place_of_slot(slot, false), register);
+            self.asm.store(3, place_of_slot(slot, 0), register);
         }
     }
 
@@ -94,7 +93,7 @@ impl Generator<'_> {
     pub(super) fn read(&mut self, value: Value, register: Reg) {
         match (self.constant(value), self.places.saved(value)) {
             (Some(constant), _) => self.asm.constant(register, constant),
-            (None, Some(slot)) => (self.asm).zero_extend(3, register, place_of_slot(slot, false)),
+            (None, Some(slot)) => (self.asm).zero_extend(3, register, place_of_slot(slot, 0)),
             (None, None) => unreachable!("{value} is nowhere"),
         }
     }
@@ -194,14 +193,14 @@ impl Generator<'_> {
         }
         match (self.places.register(value), self.places.saved(value)) {
             (Some(register), _) => self.asm.push(register),
-            (None, Some(slot)) => self.asm.push_memory(place_of_slot(slot, false)),
+            (None, Some(slot)) => self.asm.push_memory(place_of_slot(slot, 0)),
             (None, None) => unreachable!("{value} is nowhere"),
         }
     }
 
     /// Fills a slot: with a constant, or with what was pushed.
     pub(super) fn fill(&mut self, slot: u8, value: Value) {
-        let [to, upper] = [false, true].map(|is_upper| place_of_slot(slot, is_upper));
+        let [to, upper] = [0, 4].map(|by| place_of_slot(slot, by));
         match self.constant(value) {
             Some(constant) => {
                 let (low, high) = (constant as i32, (constant >> 32) as i32);

@@ -393,8 +393,7 @@ impl Generator<'_> {
             Some(value) => self.asm.alu_immediate(Alu::Cmp, size, first, value),
             None => match b {
                 Operand::Value(b) if let Some((load, address, offset)) = self.fused_load(b) => {
-                    let base = self.get(address);
-                    let field = Place::Memory(base, offset);
+                    let field = self.place(address, offset);
                     self.asm.alu_with(Alu::Cmp, size, first, field);
                     self.count_uses_by(load);
                 }
