@@ -32,7 +32,7 @@ pub struct Features {
     pub(crate) mxcsr: u32,
     /// Intel's CPUs have SYSCALL in 64-bit mode only, and no instruction breakpoints in the shadow of MOV SS.
     pub(crate) is_intel: bool,
-    /// The features of SVM: bits of [`svm::feature`](crate::svm::feature).
+    /// The features of SVM: bits of [`crate::svm::feature`].
     pub(crate) svm: u32,
     /// Bits of a guest-physical address.
     pub(crate) physical_bits: u32,

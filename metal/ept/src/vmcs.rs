@@ -73,7 +73,7 @@ pub unsafe fn write(field: Field, value: u64) {
 }
 
 /// # Safety
-/// - as for [`write`].
+/// - as for [`write()`].
 unsafe fn write_at(encoding: u64, value: u64) {
     let written: u8;
     // SAFETY: the caller's promise.

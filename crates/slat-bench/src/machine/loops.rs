@@ -126,7 +126,7 @@ programs! {
         "dec rcx",
         "jnz 3b",
     ]
-    /// rsi += the first byte of random pages ([`Random`]); rbx first page, rcx times, rax state, r8 and r9 multiplier and
+    /// rsi += the first byte of random pages ([`Random`](super::program::Random)); rbx first page, rcx times, rax state, r8 and r9 multiplier and
     /// increment, r10 64 minus the bits of a page number.
     scatter = "slat_bench_scatter" [
         "2:",
@@ -277,7 +277,7 @@ programs! {
         "pop rbp",
         "ret",
     ]
-    /// The Fibonacci number of rdi, by recursion, to rax; [`Program::fibonacci`] counts instructions.
+    /// The Fibonacci number of rdi, by recursion, to rax; [`Program::fibonacci`](super::Program::fibonacci) counts instructions.
     fib = "slat_bench_fib" [
         "call 3f",
         "hlt",

@@ -1,4 +1,4 @@
-//! The machine around one software CPU: CPUID, MSRs, time. Module [`crate::mmu`] has its memory.
+//! The machine around one software CPU: CPUID, MSRs, time. Module [`mmu`] has its memory.
 
 mod async_pf;
 pub(crate) mod frames;

@@ -1,4 +1,4 @@
-//! A vCPU under a debugger that the client does not know of: module [`debugger`](crate::debugger).
+//! A vCPU under a debugger that the client does not know of: module [`crate::debugger`].
 
 use crate::debugger::{self, Debuggee, Held, Quiet, Request, Space};
 use crate::entered::Entered;

@@ -66,7 +66,7 @@ const DEAD: i32 = libc::EIO;
 /// The page of one more program, with an instruction that crosses into the next page.
 const ACROSS: usize = PROGRAMS.len();
 
-/// The page where SMIs have their handler as long as SMBASE is not changed, and its code: inc word [0x4000]; rsm.
+/// The page where SMIs have their handler as long as SMBASE is not changed, and its code: `inc word [0x4000]; rsm`.
 const SMI_HANDLER: (usize, &[u8]) = (0x38, &[0xff, 0x06, 0x00, 0x40, 0x0f, 0xaa]);
 
 /// Jumps to its last two bytes, the first two of `mov ax, imm16`.

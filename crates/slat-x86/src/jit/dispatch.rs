@@ -8,6 +8,8 @@
 //!
 //! Regions are called and return, although they could jump from one to the next. That was tried, with one frame for all of them: a boot
 //! took a tenth more time, and calls in a loop two thirds, because a host foresees where a return leads, but not all those jumps.
+//! Regions of several pages, which go on in what they call and in what linkage tables lead to, were tried, too: a shell and apt
+//! continued in another region a fifth less often, with longer paths a third, and took as much time.
 
 use super::cpu::{SETS_BYTES, Target};
 use super::entries;

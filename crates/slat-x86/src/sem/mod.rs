@@ -4,7 +4,7 @@
 //! with integers, while the interpreter executes; the compiler's translator makes Cranelift values of the same formulas. `exec` and `jit`
 //! fetch operands and write results, each in its own way. An instruction that is added here is in both.
 //!
-//! Flags are computed when something reads them, by [`condition`], from what the last instruction left: see there.
+//! Flags are computed when something reads them, by [`mod@condition`], from what the last instruction left: see there.
 
 pub(crate) mod alu;
 pub(crate) mod bits;

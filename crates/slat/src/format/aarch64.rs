@@ -53,17 +53,17 @@ const VALID: u64 = 1 << 0;
 const TABLE_OR_PAGE: u64 = 1 << 1;
 /// What every descriptor of a table has beside the address.
 const TABLE: u64 = VALID | TABLE_OR_PAGE;
-/// MemAttr[3:0], bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0101 Normal, inner and outer
+/// `MemAttr[3:0]`, bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0101 Normal, inner and outer
 /// Non-cacheable, which gathers stores; 0b0001 Device-nGnRE.
 const MEMORY_TYPE: u64 = 0b1111 << 2;
 const WRITE_BACK: u64 = 0b1111 << 2;
 const NON_CACHEABLE: u64 = 0b0101 << 2;
 const DEVICE: u64 = 0b0001 << 2;
-/// S2AP[0]: readable.
+/// `S2AP[0]`: readable.
 const READ: u64 = 1 << 6;
-/// S2AP[1]: writable; with hardware dirty state, written to.
+/// `S2AP[1]`: writable; with hardware dirty state, written to.
 const WRITE: u64 = 1 << 7;
-/// SH[1:0], bits 9:8: 0b11 is inner shareable.
+/// `SH[1:0]`, bits 9:8: 0b11 is inner shareable.
 const INNER_SHAREABLE: u64 = 0b11 << 8;
 /// The access flag. Clear: the first access faults (or hardware sets it, with VTCR_EL2.HA).
 const ACCESSED: u64 = 1 << 10;
@@ -76,14 +76,14 @@ struct AddressBits {
     /// By how many bits these were moved.
     by: u32,
 }
-/// Dirty bit modifier: a write to a leaf without S2AP[1] sets that instead of faulting.
+/// Dirty bit modifier: a write to a leaf without `S2AP[1]` sets that instead of faulting.
 const DBM: u64 = 1 << 51;
-/// XN[1], bit 54.
+/// `XN[1]`, bit 54.
 const NO_EXECUTE: u64 = 1 << 54;
 /// Bits 58:55 of a leaf are for software.
 const MAY_WRITE: u64 = 1 << 55;
 /// Dirty, as seen by a software walker or set at the write fault. With hardware dirty state it is for
-/// leaves that are write-protected, in which S2AP[1] would make them writable.
+/// leaves that are write-protected, in which `S2AP[1]` would make them writable.
 const DIRTY: u64 = 1 << 56;
 
 /// In an invalid descriptor this bit is [`CLEARED`], which a broken leaf is told from by [`BROKEN`].

@@ -19,7 +19,7 @@
 //! * A fault checks under the lock whether what it has looked up is still current. An invalidation first makes
 //!   that check fail, and then takes the lock. So either the fault has it first, and the leaf is on the list of its frame
 //!   when the invalidation comes; or the fault finds that its plan is stale.
-//! * A zapped page is freed after the flush ([`Detached`](crate::table::Detached)), like a table of a `Tree`. Its record
+//! * A zapped page is freed after the flush ([`crate::table::Detached`]), like a table of a `Tree`. Its record
 //!   may be used for another page at once: records are used under the lock only.
 
 mod beside;

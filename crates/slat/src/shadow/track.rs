@@ -15,7 +15,7 @@
 //! an entry does that was cleared on formats with break-before-make ([`crate::table`]): the number of the first flush that
 //! begins after all leaves were protected. A fault that needs the page does that flush, unless it was done, reads the
 //! guest's tables again, and only then lets an entry refer to the page. A store that was not noticed was before that.
-//! [`Changes`](Changes) shows that none was between the reading of an entry and its use.
+//! [`Changes`](super::trail::Changes) shows that none was between the reading of an entry and its use.
 
 use core::ops::Range;
 

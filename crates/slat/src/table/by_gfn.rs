@@ -190,7 +190,7 @@ impl Aged {
 pub(crate) enum Split {
     /// The leaf was replaced by a table of its pieces.
     InPlace,
-    /// The leaf was made [`Entry::Broken`].
+    /// The leaf was made [`Entry::Broken`](crate::format::Entry::Broken).
     Broken,
     /// Nothing was split: what the MMU has allocated ahead is used up.
     Unprepared,
@@ -200,7 +200,7 @@ pub(crate) enum Split {
 pub(crate) enum Collapse {
     /// The table was replaced by the leaf.
     InPlace,
-    /// The entry was made [`Entry::Broken`].
+    /// The entry was made [`Entry::Broken`](crate::format::Entry::Broken).
     Broken,
     /// The entry was cleared.
     Zapped,

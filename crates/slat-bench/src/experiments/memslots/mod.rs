@@ -1,7 +1,7 @@
 //! Memslots: looking them up, and changing them.
 //!
-//! Each case of memslot_perf_test is measured twice: the time *inside* the memory system, beside an array ([`inside`]), and the
-//! time that a KVM program waits, beside a real KVM ([`program`]).
+//! Each case of memslot_perf_test is measured twice: the time *inside* the memory system, beside an array ([`mod@inside`]), and the
+//! time that a KVM program waits, beside a real KVM ([`mod@program`]).
 
 mod inside;
 mod layout;

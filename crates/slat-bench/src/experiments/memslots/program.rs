@@ -1,4 +1,4 @@
-//! The cases of [`inside`](super::inside) as a KVM program: a guest that runs meanwhile, calls for memslots, and madvise on the
+//! The cases of [`inside`](mod@super::inside) as a KVM program: a guest that runs meanwhile, calls for memslots, and madvise on the
 //! guest's memory. Measures the time that the program waits, on slat and on a real KVM.
 
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! The part of [`simd::plain`](crate::simd::plain) that is VEX-encoded.
+//! The part of [`simd::plain`](mod@crate::simd::plain) that is VEX-encoded.
 
 use super::operate::{Found, find};
 use super::table;
@@ -6,7 +6,7 @@ use crate::simd::Plain;
 use crate::simd::forms::Kind;
 use iced_x86::{CpuidFeature, Instruction, Mnemonic as M, OpKind};
 
-/// See [`simd::plain`](crate::simd::plain).
+/// See [`simd::plain`](mod@crate::simd::plain).
 pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
     use M::*;
     let mnemonic = insn.mnemonic();

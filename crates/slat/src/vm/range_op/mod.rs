@@ -1,5 +1,5 @@
 //! What every operation on a range of guest frames has in common: steps, each in a reader section of its own; the
-//! ticket for its flush ([`Flushes`](crate::table::Flushes)); the flush; and the tables to free after it. What an
+//! ticket for its flush ([`crate::table::Flushes`]); the flush; and the tables to free after it. What an
 //! operation does at entries is in [`ops`].
 
 mod ops;
