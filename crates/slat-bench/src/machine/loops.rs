@@ -126,8 +126,10 @@ programs! {
         "dec rcx",
         "jnz 3b",
     ]
-    /// rsi += the first byte of random pages ([`Random`](super::program::Random)); rbx first page, rcx times, rax state, r8 and r9 multiplier and
+    /// rsi += the first byte of random pages ([`Random`]); rbx first page, rcx times, rax state, r8 and r9 multiplier and
     /// increment, r10 64 minus the bits of a page number.
+    ///
+    /// [`Random`]: super::program::Random
     scatter = "slat_bench_scatter" [
         "2:",
         "imul rax, r8",
@@ -277,7 +279,9 @@ programs! {
         "pop rbp",
         "ret",
     ]
-    /// The Fibonacci number of rdi, by recursion, to rax; [`Program::fibonacci`](super::Program::fibonacci) counts instructions.
+    /// The Fibonacci number of rdi, by recursion, to rax; [`Program::fibonacci`] counts instructions.
+    ///
+    /// [`Program::fibonacci`]: super::Program::fibonacci
     fib = "slat_bench_fib" [
         "call 3f",
         "hlt",

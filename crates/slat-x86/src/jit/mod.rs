@@ -50,10 +50,12 @@
 //! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering regions, and from one to the next |
 //!
-//! While a region runs, R15 leads to the [`Cpu`](crate::Cpu); the registers are its variables, and RIP is in the region's page. It is left between two
+//! While a region runs, R15 leads to the [`Cpu`]; the registers are its variables, and RIP is in the region's page. It is left between two
 //! instructions always, with all state written back, so faults are as precise as the interpreter's. Then it continues in the region at the
 //! new RIP directly if it finds that in [`Targets`], as code that is good now. Loops, and regions that continue in another one, look at
 //! `attention` each time.
+//!
+//! [`Cpu`]: crate::Cpu
 
 mod access;
 mod address;

@@ -1,8 +1,8 @@
 //! What the last access tells of the next one: programs access the words of a structure or of a stack one after another, and those are
 //! in one page, mostly. How far apart two addresses are is known when code is compiled if both count from one value.
 //!
-//! To keep the page of an access in values from turn to turn of a loop, so that a turn compares it and looks nothing up, was tried: gzip
-//! and checksums took a twentieth less time, sorting that much more.
+//! To keep the page of an access in values from turn to turn of a loop, so that a turn compares it and looks nothing up, was tried: gzip,
+//! checksums and sorting took as long, within the noise. The pages take registers, and others are spilled for them.
 
 use super::access::{Kind, Place};
 use super::translate::Translator;

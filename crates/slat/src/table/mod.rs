@@ -30,7 +30,7 @@
 //! invalid entry that *names its flush* ([`Format::cleared`]): the number of the first flush that begins after the
 //! change ([`flushes`]). A thread that installs something (a leaf, a table, a run of leaves, an MMIO entry)
 //! first reads the entry under the lock of the table. If the flush that it names is not due any more, the entry
-//! counts as empty; otherwise the thread leaves it alone. To all others a cleared entry is [`Entry::Empty`](crate::format::Entry::Empty): walkers
+//! counts as empty; otherwise the thread leaves it alone. To all others a cleared entry is [`Entry::Empty`]: walkers
 //! fault, range operations skip it, nothing cleans it up.
 //!
 //! * *When a flush is not due any more.* The operation that clears an entry has a ticket from before its first change
@@ -54,7 +54,7 @@
 //! * *No flush is forgotten.* Nothing is allocated between a clear and its flush, so no flush is lost for lack of
 //!   memory. A tree is dropped only when no walker uses it. Numbers belong to a VM; a frame that another VM has
 //!   used is overwritten before it becomes a table.
-//! * *Splits.* A leaf that is split is not cleared. It becomes [`Entry::Broken`](crate::format::Entry::Broken), which keeps the leaf, so that
+//! * *Splits.* A leaf that is split is not cleared. It becomes [`Entry::Broken`], which keeps the leaf, so that
 //!   invalidations find it. The thread that broke it flushes, and then mends it: it installs the pieces
 //!   ([`ByGfn::mend`]). But it may find another broken leaf there, if its own was zapped meanwhile and then another one
 //!   mapped and broken. So the metadata of a table contain the number for the last leaf that was broken in it, and a
@@ -68,6 +68,9 @@
 //!   invalidation that comes meanwhile finds the leaf, and zaps it.
 //!
 //! On formats that do not ask for it, `cleared` is 0 and names no flush, and all checks are compiled away.
+//!
+//! [`Entry::Empty`]: crate::format::Entry::Empty
+//! [`Entry::Broken`]: crate::format::Entry::Broken
 
 mod age;
 mod at;

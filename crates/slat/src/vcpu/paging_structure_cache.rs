@@ -20,7 +20,7 @@
 //!   be reused, only after a flush that waits for this vCPU's quiescent point.
 //! * *Leaves that a late fault installs in a detached table.* That fault is in a reader section that began
 //!   before the flush. Any invalidation that it did not see waits for the same flush (see
-//!   [`Vm::invalidate`](crate::Vm::invalidate)).
+//!   `vm::invalidate`).
 //! * *Changes in place* (write protection, aging, cleared dirty bits, single zapped leaves, widened rights). The
 //!   entry is loaded anew, so the cache hides none of them.
 //! * *Accessed and dirty bits.* A look-up through the cache sets neither: it takes only a leaf that has
