@@ -159,6 +159,37 @@ fn measure(operation: &Operation) -> BTreeMap<&'static str, u64> {
     risen(&before)
 }
 
+/// Measurements, until one is not interrupted: the ticker has each vCPU look at its code every 10 ms, which costs a look-up and
+/// a comparison. A measurement takes a small part of that, so the first or second succeeds.
+const ATTEMPTS: usize = 10;
+
+/// Asserts that `operation` costs what it did. An operation that has become dearer, or cheaper, is so in each attempt.
+fn compare(operation: &Operation) {
+    let each = operation.each.iter().map(|cost| (cost, TIMES));
+    let windows = operation.window.iter().map(|cost| (cost, TIMES / WINDOW));
+    let expected: BTreeMap<_, _> = each
+        .chain(windows)
+        .map(|((name, cost), times)| (*name, cost * times))
+        .collect();
+    let mut seen = BTreeMap::new();
+    for _ in 0..ATTEMPTS {
+        seen = measure(operation);
+        if !operation.window.is_empty() {
+            // Once, a function's block and the loop's share an entry of the table in which blocks are looked up first.
+            for name in ["blocks_looked_up", "pages_compared"] {
+                let (seen, expected) = (seen.get_mut(name).unwrap(), expected[name]);
+                if seen.abs_diff(expected) <= 1 {
+                    *seen = expected;
+                }
+            }
+        }
+        if seen == expected {
+            return;
+        }
+    }
+    assert_eq!(seen, expected, "{}", operation.name);
+}
+
 /// Compiled code leaves an access to a device to the interpreter, and tells it which device it has found.
 fn a_device_is_found_once_by_compiled_code(write: &Operation) {
     let (_machine, mut vcpu) = start(write);
@@ -179,25 +210,7 @@ fn a_device_is_found_once_by_compiled_code(write: &Operation) {
 #[test]
 fn each_operation_costs_what_it_did() {
     for operation in OPERATIONS {
-        let each = operation
-            .each
-            .iter()
-            .map(|(name, cost)| (*name, cost * TIMES));
-        let windows = operation
-            .window
-            .iter()
-            .map(|(name, cost)| (*name, cost * (TIMES / WINDOW)));
-        let expected: BTreeMap<_, _> = each.chain(windows).collect();
-        let mut seen = measure(operation);
-        if !operation.window.is_empty() {
-            // Once, a function's block and the loop's share an entry of the table in which blocks are looked up first.
-            for name in ["blocks_looked_up", "pages_compared"] {
-                let (seen, expected) = (seen.get_mut(name).unwrap(), expected[name]);
-                assert!(seen.abs_diff(expected) <= 1, "{name}: {seen}");
-                *seen = expected;
-            }
-        }
-        assert_eq!(seen, expected, "{}", operation.name);
+        compare(operation);
         if operation.name == WRITE {
             a_device_is_found_once_by_compiled_code(operation);
         }
