@@ -5,7 +5,7 @@ use crate::Cpu;
 use crate::int::{Int, by_size};
 use crate::op::{Flow, Handler, Op};
 use crate::sem::alu::Imul;
-use crate::sem::{self, DivideError, Now};
+use crate::sem::{self, Compute, DivideError, Now};
 use crate::vector;
 use iced_x86::{Instruction, Mnemonic};
 
@@ -21,7 +21,8 @@ fn set_double<T: Int>(cpu: &mut Cpu, (low, high): (T, T)) {
 
 fn multiply<T: Int, const SIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = cpu.operand::<T>(op, 0)?;
-    let (product, flags) = sem::alu::multiply(&mut Now::new(), T::get(cpu, 0), b, SIGNED);
+    let product = Now::new().product(T::get(cpu, 0), b, SIGNED);
+    let flags = sem::alu::multiplied(&mut Now::new(), product, SIGNED);
     set_double(cpu, product);
     cpu.note(flags);
     Ok(())

@@ -23,7 +23,7 @@ impl Translator<'_> {
             Mulx => {
                 let b = self.operand(op, 2, size);
                 let a = self.get(2, size);
-                let (low, high) = self.product(a, b, false);
+                let (low, high) = self.halves(a, b, false);
                 // The low half first: if both destinations are one register it keeps the high half.
                 self.set(op.r[1], size, low);
                 self.set(op.r[0], size, high);

@@ -1,10 +1,11 @@
 //! Computing with Cranelift values: the formulas of `sem` become code.
 
+use super::Tier;
 use super::condition::Carry;
 use super::translate::{TYPES, Translator};
-use crate::sem::{Bits, Compute};
+use crate::sem::{Bits, Compute, two_sums};
 use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
-use cranelift_codegen::ir::types::{I8, I64};
+use cranelift_codegen::ir::types::{I8, I64, I128};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 use std::convert::Infallible;
 
@@ -198,6 +199,18 @@ impl Compute for Translator<'_> {
         self.interpret_if(fails);
         Ok(())
     }
+    fn sum(&mut self, a: Value, b: Value, carry: Value) -> (Value, Value) {
+        if !self.has_pairs(a) {
+            return two_sums(self, a, b, carry);
+        }
+        // The host's ADC: the carry is what another half's sum with ones has.
+        let (carry, ones) = (self.widened(carry, a), self.constant(-1));
+        let a = self.b.ins().iconcat(carry, a);
+        let b = self.b.ins().iconcat(ones, b);
+        let (sum, carry) = self.b.ins().uadd_overflow(a, b);
+        let (_, result) = self.b.ins().isplit(sum);
+        (result, carry)
+    }
     fn product(&mut self, a: Value, b: Value, is_signed: bool) -> (Value, Value) {
         let size = self.size_of(a);
         if size == 3 {
@@ -219,6 +232,24 @@ impl Compute for Translator<'_> {
 }
 
 impl Translator<'_> {
+    /// Returns the halves of a product like [`product`](Compute::product), where both are used.
+    pub(super) fn halves(&mut self, a: Value, b: Value, is_signed: bool) -> (Value, Value) {
+        if !self.has_pairs(a) {
+            return self.product(a, b, is_signed);
+        }
+        let [a, b] = [a, b].map(|value| match is_signed {
+            true => self.b.ins().sextend(I128, value),
+            false => self.b.ins().uextend(I128, value),
+        });
+        let product = self.b.ins().imul(a, b);
+        self.b.ins().isplit(product)
+    }
+
+    /// Whether the tier computes with pairs of values like this one.
+    fn has_pairs(&self, half: Value) -> bool {
+        self.tier == Tier::Full && self.size_of(half) == 3
+    }
+
     /// Whether two values are one, or parts of one.
     fn is_same(&self, a: Value, b: Value) -> bool {
         let dfg = &self.b.func.dfg;

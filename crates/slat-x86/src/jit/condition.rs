@@ -9,7 +9,7 @@ use super::translate::Translator;
 use crate::Cpu;
 use crate::flags::{self, DONE};
 use crate::sem::{self, Bits, Readable};
-use crate::state::flags::{ARITHMETIC, CF, OF, PF, SF, ZF};
+use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
@@ -60,10 +60,43 @@ impl Translator<'_> {
             }
             // Once in a path: what follows in a chain of sums with carries finds them there.
             _ => {
-                self.call(helpers::settle as *const () as usize, &[], 0);
+                self.settle();
                 flags
             }
         }
+    }
+
+    /// Has RFLAGS have the flags of the record.
+    fn settle(&mut self) {
+        let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
+        let is_done = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThan, kind, i64::from(flags::ADD));
+        let (has_record, on) = (self.cold(), self.b.create_block());
+        self.b.ins().brif(is_done, on, &[], has_record, &[]);
+        self.b.switch_to_block(has_record);
+        self.call_keeping(helpers::SETTLE, &[]);
+        self.b.ins().jump(on, &[]);
+        self.b.switch_to_block(on);
+        self.now.flags = Flags::Rotated {
+            carry: None,
+            overflow: None,
+        };
+    }
+
+    /// Writes the flags where those without a record are, for a block that begins with ADCX or ADOX.
+    pub(super) fn write_rflags(&mut self) {
+        if let Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } = self.now.flags {
+            return self.record_flags();
+        }
+        let flags = [
+            (CF, Some(self.carry())),
+            (PF, Some(self.parity())),
+            (AF, self.aux()),
+            (ZF, Some(self.zero())),
+            (SF, Some(self.negative())),
+            (OF, Some(self.overflow())),
+        ];
+        self.record_in_rflags(ARITHMETIC, &flags);
+        self.now.are_flags_recorded = true;
     }
 
     /// Returns the carry flag, for an instruction that leaves it alone.
@@ -234,7 +267,7 @@ impl Translator<'_> {
     pub(super) fn condition(&mut self, condition: u8) -> Value {
         match self.now.flags {
             // One call for flags that need it, however many.
-            Flags::Recorded if !matches!(condition >> 1, 1 | 2) => self.asked(condition),
+            Flags::Recorded if condition >> 1 > 2 => self.asked(condition),
             _ => sem::condition(self, condition),
         }
     }
@@ -246,13 +279,21 @@ impl Readable for Translator<'_> {
     }
     fn recorded(&mut self, flag: u64) -> Value {
         match flag {
+            // Others are there as soon as CF or OF is known alone.
+            _ if flag != CF && matches!(self.now.flags, Flags::Rotated { .. }) => {
+                let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
+                self.bit(rflags, flag.trailing_zeros())
+            }
             CF => {
                 let x = self.field(I64, offset_of!(Cpu, lazy.x));
                 let y = self.field(I64, offset_of!(Cpu, lazy.y));
                 self.is_less(x, y)
             }
             ZF => self.recorded_zero(),
-            OF => self.asked(0),
+            OF => {
+                self.settle();
+                self.recorded(OF)
+            }
             SF => self.asked(8),
             _ => self.asked(10),
         }

@@ -74,8 +74,30 @@ pub(super) fn numbers(registers: u16) -> impl Iterator<Item = usize> {
     (0..16).filter(move |r| registers >> r & 1 != 0)
 }
 
+/// What a block does first with the arithmetic flags.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum FirstUse {
+    /// It sets all: nobody can tell what they were before.
+    SetsAll,
+    /// It wants the record of them.
+    Record,
+    /// It wants them in RFLAGS: it sets CF or OF alone, and the others stay.
+    Rflags,
+}
+
+/// Returns what a block does first with the flags.
+pub(super) fn first_use(guests: &[Guest]) -> FirstUse {
+    let uses_flags = |insn: &&Instruction| insn.rflags_read() | insn.rflags_modified() != 0;
+    let user = guests.iter().map(|guest| &guest.insn).find(uses_flags);
+    match user.map(Instruction::mnemonic) {
+        Some(Mnemonic::Adcx | Mnemonic::Adox) => FirstUse::Rflags,
+        _ if sets_flags_first(guests) => FirstUse::SetsAll,
+        _ => FirstUse::Record,
+    }
+}
+
 /// Whether a block sets all flags before it uses them or may stop: then nobody can tell what they were before.
-pub(super) fn sets_flags_first(guests: &[Guest]) -> bool {
+fn sets_flags_first(guests: &[Guest]) -> bool {
     use Mnemonic::*;
     for Guest { insn, .. } in guests {
         let mut operands = (0..insn.op_count()).map(|k| (insn.op_kind(k), insn.op_register(k)));

@@ -179,6 +179,11 @@ extern "C" fn find_store(cpu: &mut Cpu, lin: u64, bytes: u64, step: *const Step)
     access(cpu, lin, bytes, step, look_up, find)
 }
 
+extern "C" fn settle(cpu: &mut Cpu) -> Found {
+    cpu.flags();
+    Found { value: 0, stops: 0 }
+}
+
 extern "C" fn find_floats(cpu: &mut Cpu, step: *const Step) -> Found {
     let found = cpu.begin_floats().then_some(0);
     Found::new(cpu, found, step)
@@ -199,6 +204,11 @@ or_stop! {
 or_stop! {
     /// Begins floats: see `float`.
     BEGIN_FLOATS = find_floats
+}
+
+or_stop! {
+    /// Has RFLAGS have the flags. Never stops.
+    SETTLE = settle
 }
 
 /// Has the interpreter execute `step`.
@@ -230,11 +240,6 @@ pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
 pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
     let holds: fn(&Cpu) -> bool = flags::by_condition!(condition, Cpu::condition);
     holds(cpu).into()
-}
-
-/// Has RFLAGS have the flags.
-pub(super) extern "C" fn settle(cpu: &mut Cpu) {
-    cpu.flags();
 }
 
 /// A quotient and a remainder.

@@ -401,7 +401,8 @@ impl Translator<'_> {
         let is_signed = op.mnemonic == Mnemonic::Imul;
         let b = self.operand(op, 0, op.size);
         let a = self.get(0, op.size);
-        let ((low, high), flags) = alu::multiply(self, a, b, is_signed);
+        let (low, high) = self.halves(a, b, is_signed);
+        let flags = alu::multiplied(self, (low, high), is_signed);
         self.set(0, op.size, low);
         self.set(2, op.size, high);
         self.set_flags(flags);

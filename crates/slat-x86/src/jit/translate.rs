@@ -22,7 +22,7 @@ mod walk;
 use super::address::PlainSegment;
 use super::condition::Flags;
 use super::cpu::{SET_BITS, SETS, set_of};
-use super::guest::{Guest, decode, numbers, registers, sets_flags_first};
+use super::guest::{FirstUse, Guest, decode, first_use, numbers, registers};
 use super::helpers::{self, OrStop, Status};
 use super::near::LastAccess;
 use super::paths::Paths;
@@ -50,7 +50,7 @@ pub(super) const TYPES: [Type; 4] = [I8, I16, I32, I64];
 #[derive(Clone, Copy)]
 struct Head {
     block: Block,
-    sets_flags_first: bool,
+    flags: FirstUse,
 }
 
 /// The beginning of each turn of a path that is a loop.
@@ -203,7 +203,7 @@ impl<'a> Translator<'a> {
             if root.is_some() {
                 let head = Head {
                     block: b.create_block(),
-                    sets_flags_first: sets_flags_first(guests),
+                    flags: first_use(guests),
                 };
                 heads.insert(*rip, head);
             }
@@ -455,11 +455,16 @@ impl<'a> Translator<'a> {
         debug_assert!(!self.now.has_changed);
         let mut arguments = arguments.to_vec();
         arguments.push(self.address_of(self.now.checkpoint));
+        self.call_keeping(helper, &arguments)
+    }
+
+    /// Calls a helper that keeps as many registers as the tier wants. Returns what it finds.
+    pub(super) fn call_keeping(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         let (convention, helper) = match self.tier {
             Tier::Baseline => (CallConv::SystemV, helper.plain),
             Tier::Full => (CallConv::WindowsFastcall, helper.keeping),
         };
-        self.call_as(convention, helper as usize, &arguments, 1)[0]
+        self.call_as(convention, helper as usize, arguments, 1)[0]
     }
 
     /// Leaves the current instruction to the interpreter.

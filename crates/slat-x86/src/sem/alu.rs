@@ -15,17 +15,17 @@ operations! {
     Xor |c, a, b, _carry| logic(c.xor(a, b))
     Test |c, a, b, _carry| logic(c.and(a, b)), WRITES = false
     Adc |c, a, b, carry| {
-        let (result, out) = sum(c, a, b, carry);
+        let (result, out) = c.sum(a, b, carry);
         let changed = (c.xor(a, result), c.xor(b, result));
         (result, with_carry(c, out, changed, (a, b, result)))
     }, READS = CARRY
     // ADX: one flag is carry in and out, and the others stay.
     Adcx |c, a, b, carry| {
-        let (result, out) = sum(c, a, b, carry);
+        let (result, out) = c.sum(a, b, carry);
         (result, Flags::Rotated { carry: Some(out), overflow: None })
     }, READS = CARRY
     Adox |c, a, b, carry| {
-        let (result, out) = sum(c, a, b, carry);
+        let (result, out) = c.sum(a, b, carry);
         (result, Flags::Rotated { carry: None, overflow: Some(out) })
     }, READS = OVERFLOW
     Sbb |c, a, b, carry| {
@@ -52,7 +52,8 @@ operations! {
     Not |c, a, _b, _carry| (c.not(a), Flags::Recorded)
     // With two or three operands.
     Imul |c, a, b, _carry| {
-        let ((low, _), flags) = multiply(c, a, b, true);
+        let halves = c.product(a, b, true);
+        let (low, flags) = (halves.0, multiplied(c, halves, true));
         (low, flags)
     }
 }
@@ -83,27 +84,13 @@ fn with_carry<C: Compute>(
     }
 }
 
-/// Returns a sum, and the carry out.
+/// Returns the flags of MUL and IMUL, which have the halves of a product: CF and OF are whether it is wider than its low half.
 #[inline(always)]
-fn sum<C: Compute>(c: &mut C, a: C::Value, b: C::Value, carry: C::Bool) -> (C::Value, C::Bool) {
-    // Two sums, of which one may carry.
-    let part = c.add(a, b);
-    let first = c.is_less(part, a);
-    let more = c.widened(carry, a);
-    let result = c.add(part, more);
-    let second = c.is_less(result, more);
-    (result, c.either(first, second))
-}
-
-/// MUL and IMUL: returns the halves of the product. CF and OF are whether it is wider than its low half.
-#[inline(always)]
-pub(crate) fn multiply<C: Compute>(
+pub(crate) fn multiplied<C: Compute>(
     c: &mut C,
-    a: C::Value,
-    b: C::Value,
+    (low, high): (C::Value, C::Value),
     is_signed: bool,
-) -> ((C::Value, C::Value), FlagsOf<C>) {
-    let (low, high) = c.product(a, b, is_signed);
+) -> FlagsOf<C> {
     let extended = match is_signed {
         true => {
             let last = c.number(i64::from(c.bits(low)) - 1, low);
@@ -114,11 +101,10 @@ pub(crate) fn multiply<C: Compute>(
     let rest = c.xor(high, extended);
     let zero = c.number(0, low);
     let wide = c.is_less(zero, rest);
-    let flags = Flags::Given {
+    Flags::Given {
         carry: wide,
         overflow: wide,
         aux: None,
         result: low,
-    };
-    ((low, high), flags)
+    }
 }

@@ -54,7 +54,7 @@ pub(crate) trait Bits {
 }
 
 /// What computes results, too.
-pub(crate) trait Compute: Bits {
+pub(crate) trait Compute: Bits + Sized {
     /// The fault of a computation that can fail.
     type Fault;
 
@@ -74,6 +74,17 @@ pub(crate) trait Compute: Bits {
     /// Rotates by a count modulo the width.
     fn rol(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn ror(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+
+    /// Returns a sum, and the carry out.
+    #[inline(always)]
+    fn sum(
+        &mut self,
+        a: Self::Value,
+        b: Self::Value,
+        carry: Self::Bool,
+    ) -> (Self::Value, Self::Bool) {
+        two_sums(self, a, b, carry)
+    }
 
     /// Returns the halves of a product.
     fn product(
@@ -100,6 +111,23 @@ pub(crate) trait Compute: Bits {
 
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
 }
+
+/// Returns a sum, and the carry out: by two sums, of which one may carry.
+#[inline(always)]
+pub(crate) fn two_sums<C: Compute>(
+    c: &mut C,
+    a: C::Value,
+    b: C::Value,
+    carry: C::Bool,
+) -> (C::Value, C::Bool) {
+    let part = c.add(a, b);
+    let first = c.is_less(part, a);
+    let more = c.widened(carry, a);
+    let result = c.add(part, more);
+    let second = c.is_less(result, more);
+    (result, c.either(first, second))
+}
+
 /// How an instruction sets the arithmetic flags: of which operation they are. They are computed when something reads them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Flags<V, B, K> {

@@ -3,7 +3,7 @@
 use super::{Translator, Turn};
 use crate::Cpu;
 use crate::jit::entries;
-use crate::jit::guest::{Guest, numbers, registers};
+use crate::jit::guest::{FirstUse, Guest, numbers, registers};
 use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{BlockArg, InstBuilder, Value};
 use std::mem::offset_of;
@@ -32,8 +32,10 @@ impl Translator<'_> {
             Some(_) => _ = self.write_vectors(),
             None => self.write_registers(),
         }
-        if !head.sets_flags_first {
-            self.record_flags();
+        match head.flags {
+            FirstUse::SetsAll => {}
+            FirstUse::Record => self.record_flags(),
+            FirstUse::Rflags => self.write_rflags(),
         }
         let count = self.count_done();
         let (block, values) = match turn {
@@ -111,7 +113,7 @@ impl Translator<'_> {
         self.now.step = self.paths.nodes[root].step;
         self.set_checkpoint();
         // The record of the flags may be an old one.
-        self.now.has_changed = head.sets_flags_first;
+        self.now.has_changed = head.flags == FirstUse::SetsAll;
         self.turn = None;
         if self.paths.nodes[root].turns {
             self.begin_turn(rip);
