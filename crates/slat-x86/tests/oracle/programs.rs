@@ -117,13 +117,14 @@ impl Program<'_> {
 
     /// A part of a program in so many loops. Functions are called by the main program only.
     fn part(&mut self, loops: usize, may_call: bool) {
-        match self.rng.below(9) {
+        match self.rng.below(10) {
             0 | 1 if loops < DEPTH => self.loop_of_parts(loops, may_call),
             2 | 3 => self.skip(),
             4 if may_call => self.call(),
             5 => self.string(),
             6 => self.patch(),
             7 => self.divide(),
+            8 => self.chain(),
             _ => self.stretch(),
         }
     }
@@ -175,6 +176,37 @@ impl Program<'_> {
         Some(instruction)
     }
 
+    /// Sums that pass CF or OF on, as those of large numbers do, and a look at a flag: at the beginning of a loop they find flags of the
+    /// turn before.
+    fn chain(&mut self) {
+        const SUMS: [Code; 6] = [
+            Code::Adcx_r64_rm64,
+            Code::Adox_r64_rm64,
+            Code::Adcx_r32_rm32,
+            Code::Adox_r32_rm32,
+            Code::Adc_r64_rm64,
+            Code::VEX_Mulx_r64_r64_rm64,
+        ];
+        const LOOKS: [Code; 6] = [
+            Code::Seto_rm8,
+            Code::Setb_rm8,
+            Code::Sete_rm8,
+            Code::Sets_rm8,
+            Code::Setp_rm8,
+            Code::Setle_rm8,
+        ];
+        for _ in 0..1 + self.rng.below(4) {
+            let code = self.rng.pick(&SUMS);
+            if self.pool.any.contains(&code) || self.pool.integer.contains(&code) {
+                let sum = self.plain(code);
+                self.code.extend(sum);
+            }
+        }
+        let code = self.rng.pick(&LOOKS);
+        let look = self.plain(code);
+        self.code.extend(look);
+    }
+
     fn loop_of_parts(&mut self, loops: usize, may_call: bool) {
         let counter = MemoryOperand::with_base_displ(
             Register::RIP,
@@ -185,6 +217,9 @@ impl Program<'_> {
         self.push(start.expect("a store"));
         let again = self.new_name();
         self.label(again);
+        if self.rng.one_in(3) {
+            self.chain();
+        }
         for _ in 0..1 + self.rng.below(2) {
             self.part(loops + 1, may_call);
         }
