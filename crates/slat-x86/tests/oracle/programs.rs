@@ -213,7 +213,13 @@ impl Program<'_> {
             (self.base + COUNTERS + 8 * loops) as i64,
         );
         let turns = 1 + self.rng.below(12) as u32;
-        let start = Instruction::with2(Code::Mov_rm32_imm32, counter, turns);
+        // By large steps, CF and OF change from turn to turn.
+        let (step, code) = match self.rng.one_in(2) {
+            true => (0x3000_0000, Code::Sub_rm32_imm32),
+            false => (1, Code::Dec_rm32),
+        };
+        let first = turns.wrapping_mul(step);
+        let start = Instruction::with2(Code::Mov_rm32_imm32, counter, first);
         self.push(start.expect("a store"));
         let again = self.new_name();
         self.label(again);
@@ -223,8 +229,11 @@ impl Program<'_> {
         for _ in 0..1 + self.rng.below(2) {
             self.part(loops + 1, may_call);
         }
-        let count = Instruction::with1(Code::Dec_rm32, counter).expect("a decrement");
-        self.push(count);
+        let count = match code {
+            Code::Dec_rm32 => Instruction::with1(code, counter),
+            _ => Instruction::with2(code, counter, step),
+        };
+        self.push(count.expect("a count"));
         self.branch(Code::Jne_rel32_64, again);
     }
 
