@@ -20,6 +20,22 @@ fn arithmetic_flags_of_add_sub_inc_and_shifts() {
     assert_eq!(arithmetic(0), 0x801, "0x80000001 << 1: CF OF");
 }
 
+/// A block that begins with ADCX leaves the flags of the block before alone, AF among them, which the oracle's programs do not compare.
+#[test]
+fn a_chain_of_sums_leaves_the_other_flags_alone() {
+    // mov ecx,18; cmp ecx,ecx; jmp again; again: adcx eax,ebx; pushf; dec ecx; jne again; hlt
+    let code = b"\xb9\x12\0\0\0\x39\xc9\xeb\0\x66\x0f\x38\xf6\xc3\x9c\xff\xc9\x75\xf6\xf4";
+    let mut guest = Guest::new(code);
+    guest.halt();
+    assert_eq!(guest.stack(17) & 0x8d5, 0x44, "equal: ZF PF");
+    for left in 1..18u64 {
+        let parity = u64::from(left.count_ones() % 2 == 0) << 2;
+        let aux = u64::from(left == 15) << 4;
+        let flags = guest.stack(left - 1) & 0x8d5;
+        assert_eq!(flags, parity | aux, "{left} turns left");
+    }
+}
+
 #[test]
 fn a_doubleword_write_clears_the_upper_half_and_a_byte_write_does_not() {
     // mov rax,-1; mov rbx,-1; mov eax,1; mov bl,0; mov bh,1; hlt
