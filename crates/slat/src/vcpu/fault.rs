@@ -152,6 +152,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     #[cold]
     pub(super) fn fault<S: Source<P, F>>(&mut self, mut source: S) -> Result<S::Page, S::Stop> {
         let mut slept = false;
+        let missed = self.presence.missed;
         let stop = loop {
             if self.prepare().is_err() {
                 let gpa = source.address();
@@ -161,7 +162,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             let want = match source.resolve(self, &mut slept)? {
                 Wanted::Leaf(want) => want,
                 Wanted::Page(_) if slept => break Stop::Retry,
-                Wanted::Page(page) => return Ok(page),
+                Wanted::Page(page) => {
+                    self.assert_none_missed(missed);
+                    return Ok(page);
+                }
             };
             let vcpu = &mut *self;
             let mut fault = Fault { vcpu, want, slept };
@@ -173,7 +177,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     let page = source.page(self, found, is_new);
                     match slept {
                         true => break Stop::Retry,
-                        false => return Ok(page),
+                        false => {
+                            self.assert_none_missed(missed);
+                            return Ok(page);
+                        }
                     }
                 }
                 Err(Halt::Stop(stop)) => break stop,
@@ -183,6 +190,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             }
         };
         Err(if slept { Stop::Retry } else { stop }.into())
+    }
+
+    /// Asserts, in builds for tests, that no flush has gone by in a fault that succeeds: its caller goes on with what it got before.
+    /// `missed`: how often flushes had gone by when it began.
+    fn assert_none_missed(&self, missed: u64) {
+        debug_assert_eq!(
+            missed, self.presence.missed,
+            "a fault succeeds that has missed a flush"
+        );
     }
 }
 

@@ -182,6 +182,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 reader: NonNull::from(reader),
                 walkable: Gpa(0),
                 tables,
+                missed: 0,
             },
             counted_before: reader.counters.snapshot(),
             vm: self.clone(),

@@ -89,7 +89,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ) -> u64 {
         let sequence = self.vm().in_progress.sequence();
         let (table, role) = trail.page(Level::PAGE);
-        let Ok(host) = self.reach_table(table.gpa(), Access::Read) else {
+        let Some(host) = self.reach_mapped_table(table.gpa(), Access::Read) else {
             return 0;
         };
         let (mut installed, mut run) = (0, None::<GuestRun>);

@@ -18,6 +18,8 @@ pub(super) struct Presence {
     /// Level 1 tables that walks have reached in this section since its last quiescent point, of guest-physical addresses below
     /// `walkable` and of virtual ones; empty outside a section.
     pub(super) tables: PagingStructureCache,
+    /// How often flushes went by while the vCPU was outside.
+    pub(super) missed: u64,
 }
 
 impl Presence {
@@ -48,6 +50,7 @@ impl Presence {
         }
         let missed = self.reader().enter(readers, token);
         self.walkable = walkable;
+        self.missed += u64::from(missed);
         missed
     }
 

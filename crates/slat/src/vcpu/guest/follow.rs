@@ -122,7 +122,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ) -> Option<Compared> {
         let mut entries = [0; ENTRIES];
         let entries = &mut entries[..indexes.len()];
-        let Some(changes) = self.read_table(&page, indexes.start, entries, words) else {
+        let Some(changes) = self.read_table(&page, indexes.start, entries, words, slept) else {
             // The guest's table cannot be read now.
             *slept = true;
             self.forget_table(page.gfn);
@@ -153,11 +153,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         first: usize,
         entries: &mut [u64],
         words: &mut W,
+        slept: &mut bool,
     ) -> Option<u64> {
         let changes = self.tables().shadow()?.changes_of(page.gfn);
         let mut host = self.reach_table(page.gfn.gpa(), Access::Read);
         if host == Err(Stop::Retry) {
             // The first try may have slept while it made the page accessible.
+            *slept = true;
             host = self.reach_table(page.gfn.gpa(), Access::Read);
         }
         let host = host.ok()?.host;

@@ -202,17 +202,27 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         gpa: Gpa,
         access: Access,
     ) -> Result<Translation, Stop> {
+        match self.reach_mapped_table(gpa, access) {
+            Some(found) => Ok(found),
+            None => self.translate_uncounted(gpa, access),
+        }
+    }
+
+    /// Like [`Self::reach_table`], but does not wait: finds the page if it is mapped.
+    pub(in crate::vcpu) fn reach_mapped_table(
+        &mut self,
+        gpa: Gpa,
+        access: Access,
+    ) -> Option<Translation> {
+        let page = |leaf| translation::<F>(leaf, Level::PAGE, F::GRANULE.gfn(gpa));
         if let Some(leaf) = self.cached_leaf(gpa, access) {
-            return Ok(translation::<F>(leaf, Level::PAGE, F::GRANULE.gfn(gpa)));
+            return Some(page(leaf));
         }
-        if let Some(Ok(found)) = self.walk(gpa)
-            && let Some(leaf) = found.ready::<F>(access)
-        {
-            // SAFETY: the walk has found the leaf just now.
-            unsafe { self.remember(gpa, found.to_remember::<F>()) };
-            return Ok(translation::<F>(leaf, Level::PAGE, F::GRANULE.gfn(gpa)));
-        }
-        self.translate_uncounted(gpa, access)
+        let found = self.walk(gpa)?.ok()?;
+        let leaf = found.ready::<F>(access)?;
+        // SAFETY: the walk has found the leaf just now.
+        unsafe { self.remember(gpa, found.to_remember::<F>()) };
+        Some(page(leaf))
     }
 }
 
