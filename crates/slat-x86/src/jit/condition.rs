@@ -66,7 +66,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Has RFLAGS have the flags of the record.
+    /// Has RFLAGS have the flags of the record. Mostly they are there: see [`write_rflags`](Self::write_rflags).
     fn settle(&mut self) {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
         let is_done = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThan, kind, i64::from(flags::ADD));
@@ -82,7 +82,8 @@ impl Translator<'_> {
         };
     }
 
-    /// Writes the flags where those without a record are, for a block that begins with ADCX or ADOX.
+    /// Writes the flags where those without a record are, for a block that begins with ADCX or ADOX: a loop of such sums would otherwise
+    /// ask a helper for them in each turn.
     pub(super) fn write_rflags(&mut self) {
         if let Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } = self.now.flags {
             return self.record_flags();
@@ -266,7 +267,7 @@ impl Translator<'_> {
     /// Returns whether a condition (the low four bits of Jcc's opcode) holds, as 0 or 1 in 8 bits.
     pub(super) fn condition(&mut self, condition: u8) -> Value {
         match self.now.flags {
-            // One call for flags that need it, however many.
+            // One call for flags that need it, however many. OF alone is found with all of them.
             Flags::Recorded if condition >> 1 > 2 => self.asked(condition),
             _ => sem::condition(self, condition),
         }

@@ -53,8 +53,7 @@ operations! {
     // With two or three operands.
     Imul |c, a, b, _carry| {
         let halves = c.product(a, b, true);
-        let (low, flags) = (halves.0, multiplied(c, halves, true));
-        (low, flags)
+        (halves.0, multiplied(c, halves, true))
     }
 }
 
