@@ -70,12 +70,9 @@ impl Translator<'_> {
     fn settle(&mut self) {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
         let is_done = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThan, kind, i64::from(flags::ADD));
-        let (has_record, on) = (self.cold(), self.b.create_block());
-        self.b.ins().brif(is_done, on, &[], has_record, &[]);
-        self.b.switch_to_block(has_record);
-        self.call_keeping(helpers::SETTLE, &[]);
-        self.b.ins().jump(on, &[]);
-        self.b.switch_to_block(on);
+        self.unless(is_done, |translator| {
+            translator.call_keeping(helpers::SETTLE, &[]);
+        });
         self.now.flags = Flags::Rotated {
             carry: None,
             overflow: None,

@@ -46,12 +46,9 @@ impl Translator<'_> {
         }
         self.prepare_stop();
         let on = self.field(I32, offset_of!(Cpu, compiled.floats));
-        let (begin, fine) = (self.cold(), self.b.create_block());
-        self.b.ins().brif(on, fine, &[], begin, &[]);
-        self.b.switch_to_block(begin);
-        self.call_or_stop(helpers::BEGIN_FLOATS, &[]);
-        self.b.ins().jump(fine, &[]);
-        self.b.switch_to_block(fine);
+        self.unless(on, |translator| {
+            translator.call_or_stop(helpers::BEGIN_FLOATS, &[]);
+        });
     }
 
     /// Translates an instruction of this file. `None`, with nothing done: there is no translation.

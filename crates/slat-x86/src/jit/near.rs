@@ -1,8 +1,8 @@
 //! What the last access tells of the next one: programs access the words of a structure or of a stack one after another, and those are
 //! in one page, mostly. How far apart two addresses are is known when code is compiled if both count from one value.
 //!
-//! Only the last access tells anything. To keep four, off different registers, was tried: three of eight looks at the TLB were left in
-//! RSA's loops, but RSA took 7 % longer, and a shell, checksums and gzip no less. What is kept takes registers.
+//! Only the last access is remembered. To remember four was tried: of eight looks at the TLB in RSA's loops it left three, but RSA took 7 %
+//! longer, and a shell, checksums and gzip were no faster. The addresses that are remembered take registers.
 //!
 //! To keep the page of an access in values from turn to turn of a loop, so that a turn compares it and looks nothing up, was tried: gzip,
 //! checksums and sorting took as long, within the noise. The pages take registers, and others are spilled for them.

@@ -413,6 +413,16 @@ impl<'a> Translator<'a> {
         block
     }
 
+    /// Does something unless a value is not 0, which is rare.
+    pub(super) fn unless(&mut self, is_done: Value, rare: impl FnOnce(&mut Self)) {
+        let (missing, on) = (self.cold(), self.b.create_block());
+        self.b.ins().brif(is_done, on, &[], missing, &[]);
+        self.b.switch_to_block(missing);
+        rare(self);
+        self.b.ins().jump(on, &[]);
+        self.b.switch_to_block(on);
+    }
+
     /// Counts the instructions of this path up to the current one, which is done. Returns the sum.
     fn count_done(&mut self) -> Value {
         let offset = offset_of!(Cpu, compiled.instructions);

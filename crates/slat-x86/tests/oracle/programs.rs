@@ -214,9 +214,13 @@ impl Program<'_> {
         );
         let turns = 1 + self.rng.below(12) as u32;
         // By large steps, CF and OF change from turn to turn.
-        let (step, code) = match self.rng.one_in(2) {
-            true => (0x3000_0000, Code::Sub_rm32_imm32),
-            false => (1, Code::Dec_rm32),
+        const STEP: u32 = 0x3000_0000;
+        let (step, count) = match self.rng.one_in(2) {
+            true => (
+                STEP,
+                Instruction::with2(Code::Sub_rm32_imm32, counter, STEP),
+            ),
+            false => (1, Instruction::with1(Code::Dec_rm32, counter)),
         };
         let first = turns.wrapping_mul(step);
         let start = Instruction::with2(Code::Mov_rm32_imm32, counter, first);
@@ -229,10 +233,6 @@ impl Program<'_> {
         for _ in 0..1 + self.rng.below(2) {
             self.part(loops + 1, may_call);
         }
-        let count = match code {
-            Code::Dec_rm32 => Instruction::with1(code, counter),
-            _ => Instruction::with2(code, counter, step),
-        };
         self.push(count.expect("a count"));
         self.branch(Code::Jne_rel32_64, again);
     }
