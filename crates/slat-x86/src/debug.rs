@@ -284,6 +284,13 @@ impl Cpu {
         None
     }
 
+    /// Whether [`take_traps`](Self::take_traps) takes one.
+    pub(crate) fn has_traps(&self) -> bool {
+        let events = &self.state.events;
+        let is_pending = events.debug != 0 && events.exception.is_none() && !events.mov_ss_shadow;
+        is_pending || self.probes.hit.is_some()
+    }
+
     /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them. A probe's come
     /// first, in any case.
     pub(crate) fn take_traps(&mut self) -> Option<Exit> {
@@ -343,6 +350,15 @@ impl Cpu {
             self.state.rip = start;
             return self.take_debug(hits);
         }
+        self.step(start, |cpu| cpu.execute(block))
+    }
+
+    /// Executes the instruction at RIP `start` by `execute`, with the effects of TF, RF, shadows and MMIO data.
+    pub(crate) fn step(
+        &mut self,
+        start: u64,
+        execute: impl FnOnce(&mut Self) -> Option<Exit>,
+    ) -> Option<Exit> {
         let probe_steps = self.probes.step();
         let resumed = self.state.rflags & flags::RF;
         // The instruction may set RF for the next one: IRET, and a string instruction that is not done.
@@ -355,7 +371,7 @@ impl Cpu {
         (self.watch.steps, self.watch.collects, self.watch.hits) = (steps, true, 0);
         self.watch.alone = false;
         let before = self.counters.instructions;
-        let exit = self.execute(block);
+        let exit = execute(self);
         let executed = self.counters.instructions != before || self.state.rip != start;
         let steps = std::mem::take(&mut self.watch.steps);
         let hits = std::mem::take(&mut self.watch.hits);

@@ -3,7 +3,7 @@
 //! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that fetch is the guest's.
 
 use crate::block::{Block, Key, LONGEST, MAX_BYTES};
-use crate::op::{Break, Op};
+use crate::op::{Break, LONGEST_INSTRUCTION as INSTRUCTION, Op};
 use crate::pool::List;
 use crate::snapshot::Snapshot;
 use crate::{Cpu, lower};
@@ -12,8 +12,6 @@ use std::ptr::NonNull;
 
 /// UD2 and "kvm": makes KVM emulate the next instruction.
 const PREFIX: &[u8] = b"\x0f\x0bkvm";
-/// Bytes of the longest instruction.
-const INSTRUCTION: usize = 15;
 
 /// The result of decoding: the number of bytes, and why decoding stopped.
 struct Decoded {
@@ -30,6 +28,14 @@ impl Cpu {
         } else {
             self.state.cs.base.wrapping_add(rip) & 0xffff_ffff
         }
+    }
+
+    /// Returns the first one of the two instructions that were fused to `op`, whose bytes are `code`.
+    pub(crate) fn first_of_fused(&self, op: &Op, code: &[u8]) -> Op {
+        let bits = crate::cpu::mode::width(self.mode);
+        let mut decoder = Decoder::with_ip(bits, code, self.rip_of(op), DecoderOptions::NONE);
+        let insn = decoder.decode();
+        lower::alone(&insn, code, self.mode, op.offset, insn.len() as u8).0
     }
 
     pub(crate) fn check_code_limit(&mut self, rip: u64) -> Result<(), Break> {

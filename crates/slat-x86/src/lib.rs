@@ -33,7 +33,7 @@
 //! | decoding | `lower` | from an instruction to an operation |
 //! | | `decode` | decoding code into blocks |
 //! | compiler | `jit/` | the compiler of hot code (feature `jit`) |
-//! | run | `run`, `smm` | the outer loop; system-management mode |
+//! | run | `run`, `complete`, `smm` | the outer loop; what a run leaves of an instruction; system-management mode |
 //!
 //! A module imports from its own layer and from lower ones (checked by `tests/architecture.rs`). Inside the `cpu` layer modules import one
 //! another: a CPU holds blocks, whose operations hold functions that take the CPU.
@@ -52,6 +52,7 @@ mod block;
 mod blocks;
 mod clock;
 mod code_pages;
+mod complete;
 mod counters;
 mod cpu;
 mod debug;

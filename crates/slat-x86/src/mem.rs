@@ -192,7 +192,11 @@ impl Cpu {
     ) -> Result<(T, T), Break> {
         self.check_alignment(lin, size_of::<T>())?;
         loop {
-            let Some(to) = self.write_place(lin, T::BYTES as usize)? else {
+            let to = match self.has_answers() && self.answered_at(lin).is_some() {
+                true => None,
+                false => self.write_place(lin, T::BYTES as usize)?,
+            };
+            let Some(to) = to else {
                 // Across pages or to MMIO: not atomic, as slat has no bus locks.
                 let old = self.load::<T>(lin)?;
                 let new = f(old);

@@ -1,14 +1,17 @@
 //! MMIO and port accesses, whose data the device model provides. And hypercalls and MSRs that it handles.
 //!
 //! *MMIO reads*: the instruction is abandoned with nothing changed, the run ends, the caller provides the data,
-//! and the instruction is executed again from its start: its reads then use the data in order.
+//! and the instruction, as it was decoded, is executed again from its start: a read at a linear address whose data is
+//! known returns that data, and is not translated again.
 //! *MMIO writes*: queued by the instruction, which completes; each fragment of the queue ends a run.
 //! *Ports*, *hypercalls* and *MSRs*: RIP stays at the instruction until the access is completed.
+//!
+//! [`complete`](crate::complete) finishes such an instruction before anything else is executed.
 
 use crate::Cpu;
 use crate::heap::Zeroed;
 use crate::machine::{Access, Exit, MsrFault};
-use crate::op::{Break, Op};
+use crate::op::{Break, LONGEST_INSTRUCTION, Op};
 use crate::state::{Exception, State, flags};
 use crate::vector;
 
@@ -19,6 +22,8 @@ const MOST_FRAGMENTS: usize = 96;
 
 #[derive(Clone, Copy, Debug)]
 struct Fragment {
+    /// The linear address; 0 for a write, whose queue does not need it.
+    lin: u64,
     gpa: u64,
     len: u8,
     data: [u8; 8],
@@ -105,6 +110,25 @@ impl Output {
     }
 }
 
+/// An instruction that waits for the data of MMIO reads, as it was decoded.
+///
+/// It is executed again from here, and not fetched again: meanwhile the client may have patched it.
+#[derive(Clone, Copy)]
+pub(crate) struct Reader {
+    pub(crate) op: Op,
+    /// RIP of the instruction.
+    pub(crate) rip: u64,
+    pub(crate) bytes: [u8; LONGEST_INSTRUCTION],
+}
+
+impl Reader {
+    /// Returns the instruction's bytes.
+    pub(crate) fn code(&self) -> &[u8] {
+        let len = self.bytes.len().min(self.op.len.into());
+        &self.bytes[..len]
+    }
+}
+
 /// The accesses in progress. Their data is in [`crate::fixed::Fixed`].
 #[derive(Default)]
 pub(crate) struct Devices {
@@ -112,6 +136,8 @@ pub(crate) struct Devices {
     taken: usize,
     /// The read that ended the last run.
     asked: Option<Fragment>,
+    /// The instruction that makes the reads.
+    pub(crate) reader: Option<Reader>,
     pub(crate) port: Option<Port>,
     /// The instruction that ended the last run and needs a result from the caller.
     question: Option<Question>,
@@ -225,13 +251,21 @@ impl Cpu {
     pub(crate) fn drop_answers(&mut self) {
         self.fixed.answers.clear();
         self.devices.taken = 0;
+        self.devices.reader = None;
     }
 
-    pub(crate) fn mmio_read(&mut self, gpa: u64, buffer: &mut [u8]) -> Result<(), Break> {
+    /// Returns the guest-physical address of the read at `lin` whose data is known, and which the current execution has not made yet.
+    pub(crate) fn answered_at(&self, lin: u64) -> Option<u64> {
+        let mut left = self.fixed.answers.waiting().iter().skip(self.devices.taken);
+        left.find(|answer| answer.lin == lin)
+            .map(|answer| answer.gpa)
+    }
+
+    pub(crate) fn mmio_read(&mut self, lin: u64, gpa: u64, buffer: &mut [u8]) -> Result<(), Break> {
         let len = buffer.len();
         let answers = &mut self.fixed.answers;
         if let Some(answer) = answers.waiting().get(self.devices.taken)
-            && answer.gpa == gpa
+            && answer.lin == lin
             && usize::from(answer.len) == len
         {
             buffer.copy_from_slice(&answer.data[..len]);
@@ -244,6 +278,7 @@ impl Cpu {
             return Err(self.unimplemented("an instruction with very many MMIO reads"));
         }
         let read = Fragment {
+            lin,
             gpa,
             len: len as u8,
             data: [0; 8],
@@ -259,6 +294,7 @@ impl Cpu {
 
     pub(crate) fn mmio_write(&mut self, gpa: u64, bytes: &[u8]) -> Result<(), Break> {
         let mut write = Fragment {
+            lin: 0,
             gpa,
             len: bytes.len() as u8,
             data: [0; 8],
@@ -272,9 +308,14 @@ impl Cpu {
         Ok(())
     }
 
+    /// Whether there are queued writes.
+    pub(crate) fn has_writes(&self) -> bool {
+        !self.fixed.writes.waiting().is_empty()
+    }
+
     /// Removes the next queued write. Returns it as an exit.
     pub(crate) fn next_mmio_write(&mut self) -> Option<Exit> {
-        let Fragment { gpa, len, data } = self.fixed.writes.pop()?;
+        let Fragment { gpa, len, data, .. } = self.fixed.writes.pop()?;
         Some(Exit::Mmio {
             gpa,
             len,
@@ -283,9 +324,20 @@ impl Cpu {
         })
     }
 
-    /// Drops an unanswered read of an earlier run; its instruction asks again.
+    /// Drops an access of an earlier run that the caller did not complete: its instruction makes it again. Also one whose instruction is
+    /// not at RIP any more.
     pub(crate) fn forget_question(&mut self) {
-        self.devices.asked = None;
+        let rip = self.state.rip;
+        let Devices {
+            reader,
+            asked,
+            port,
+            ..
+        } = &mut self.devices;
+        port.take_if(|port| !port.answered || port.rip != rip);
+        if asked.take().is_some() || reader.is_some_and(|reader| reader.rip != rip) {
+            self.drop_answers();
+        }
     }
 
     /// Ends the run with the hypercall `op`.
@@ -423,6 +475,11 @@ impl Cpu {
             }
         }
         self.port_done(&port);
+    }
+
+    /// Whether there is data of a string input to be stored.
+    pub(crate) fn has_input(&self) -> bool {
+        self.devices.port.is_some_and(|port| port.answered)
     }
 
     /// Call when the port access, or this part of a repeated one, is done.

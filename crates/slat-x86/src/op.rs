@@ -3,6 +3,9 @@
 use crate::Cpu;
 use iced_x86::{Mnemonic, Register};
 
+/// Bytes of the longest instruction.
+pub(crate) const LONGEST_INSTRUCTION: usize = 15;
+
 /// How an instruction ended, other than by continuing with the next one.
 ///
 /// A handler that returns [`Exception`](Break::Exception), [`Retry`](Break::Retry) or [`Exit`](Break::Exit) has changed

@@ -17,25 +17,38 @@ impl Cpu {
     /// was completed takes effect before that. Bit [`CodePages::CHANGED`] is this crate's: other CPUs set it meanwhile, and it is clear
     /// when this returns.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
-        let _host = HostFlags::keep();
-        self.with_machine(machine, |cpu| {
-            cpu.derive();
-            cpu.adopt_flags();
-            cpu.forget_question();
-            cpu.clock.serialize();
+        self.entered(machine, attention, |cpu| {
             #[cfg(feature = "jit")]
             cpu.prepare_compiled(attention);
             let rip = cpu.state.rip;
             cpu.bus_lock_passes = cpu.bus_lock_rip.take() == Some(rip);
-            let exit = cpu.told_by(attention, |cpu| cpu.run_loop(attention));
+            let exit = cpu.run_loop(attention);
             if exit == Exit::BusLock && cpu.bus_locks == BusLocks::ExitBefore {
                 cpu.bus_lock_rip = Some(cpu.state.rip);
             } else if cpu.bus_lock_passes {
                 // The run ended before the instruction.
                 cpu.bus_lock_rip = Some(rip);
             }
-            cpu.flags();
             exit
+        })
+    }
+
+    /// Calls `f`, which executes instructions of the guest, with what follows from the state, and the guest's state complete afterwards.
+    pub(crate) fn entered<T>(
+        &mut self,
+        machine: &mut dyn Machine,
+        attention: &AtomicU32,
+        f: impl FnOnce(&mut Self) -> T,
+    ) -> T {
+        let _host = HostFlags::keep();
+        self.with_machine(machine, |cpu| {
+            cpu.derive();
+            cpu.adopt_flags();
+            cpu.forget_question();
+            cpu.clock.serialize();
+            let result = cpu.told_by(attention, f);
+            cpu.flags();
+            result
         })
     }
 
@@ -66,7 +79,7 @@ impl Cpu {
     /// Heeds what other CPUs have done with code, if `attention` says so. Returns whether it asks for the caller.
     #[cold]
     #[inline(never)]
-    fn attend(&mut self, attention: &AtomicU32) -> bool {
+    pub(crate) fn attend(&mut self, attention: &AtomicU32) -> bool {
         let asked = attention.load(Ordering::Acquire);
         if asked & CodePages::CHANGED != 0 {
             self.heed_code(attention);
@@ -216,6 +229,9 @@ impl Cpu {
             Break::TaskFault => return self.take_fault(),
             Break::Exit => {
                 self.state.rip = self.rip_of(op);
+                if let Some(Exit::Mmio { .. }) = self.exit {
+                    self.keep_reader(op, code);
+                }
                 return self.take_exit(code);
             }
             Break::ExitAfter => {
@@ -279,45 +295,18 @@ impl Cpu {
     fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
         // Events and single steps store to memory, too: changes of code are heeded first.
         self.attend(attention);
-        if self.svm.is_exit_due() {
-            return match self.exit_guest() {
-                // It waits for memory.
-                None if self.svm.is_exit_due() && self.attend(attention) => Some(Exit::Attention),
-                exit => exit,
-            };
-        }
-        self.svm.set_delivering(None);
-        if let Some(write) = self.next_mmio_write() {
-            return Some(write);
-        }
-        if std::mem::take(&mut self.bus_locked) {
-            return Some(Exit::BusLock);
-        }
-        match self.devices.port {
-            Some(port) if port.answered && port.rip == self.state.rip => {
-                if let Err(why) = self.finish_ins()
-                    && let Some(exit) = self.fetch_failed(why)
-                {
-                    return Some(exit);
-                }
-            }
-            // The caller did not complete it: the instruction is executed again.
-            _ => self.devices.port = None,
-        }
-        if self.has_answers()
-            && let Some(exit) = self.single_step()
+        if self.is_unfinished()
+            && let Some(exit) = self.finish(attention)
         {
             return Some(exit);
         }
-        if let Some(write) = self.next_mmio_write() {
-            return Some(write);
-        }
+        self.svm.set_delivering(None);
         loop {
-            if self.attend(attention) {
-                return Some(Exit::Attention);
-            }
             if let Some(exit) = self.take_traps() {
                 return Some(exit);
+            }
+            if self.attend(attention) {
+                return Some(Exit::Attention);
             }
             if let Some(exit) = self.deliver_events() {
                 return Some(exit);
@@ -363,9 +352,7 @@ impl Cpu {
         let events = &self.state.events;
         self.slow = events.interrupt.is_some()
             || events.nmis != 0 && !events.nmi_blocked && !events.gif_clear
-            || events.takes_smi()
-            || self.has_answers()
-            || self.devices.port.is_some();
+            || events.takes_smi();
         None
     }
 }

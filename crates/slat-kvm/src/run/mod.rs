@@ -15,8 +15,8 @@ mod smm;
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
 use crate::exit::ClientCall;
-use crate::machine::frames;
 use crate::machine::hypercall::store_result;
+use crate::machine::{VcpuMachine, frames};
 use crate::profile::{self, Origin};
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
@@ -28,8 +28,8 @@ use kvm_bindings::*;
 use slat::Attention;
 use slat_trace::{DirtyRingExit, point};
 use slat_x86::state::flags;
-use slat_x86::{Exit, PORT_BYTES, vector};
-use std::sync::atomic::{AtomicBool, Ordering};
+use slat_x86::{Cpu, Exit, PORT_BYTES, vector};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 /// Whether every signal handler of the client calls [`crate::signal_arrived`]. If not, `KVM_RUN` polls `immediate_exit`, because a
@@ -83,13 +83,13 @@ impl VcpuObject {
             if !ready {
                 return Ok(());
             }
-            if self.page.immediate_exit() {
+            if self.page.immediate_exit() && !inner.is_unfinished() {
                 return fail(libc::EINTR);
             }
             inner.has_run = true;
             inner.machine.begin_to_run();
             let mut entered = Entered::enter(inner);
-            let result = self.loop_until_exit(&mut entered, masked.as_ref());
+            let result = self.complete_and_run(&mut entered, masked.as_ref());
             entered.machine.stop_running();
             result
         });
@@ -200,14 +200,28 @@ impl VcpuObject {
         }
     }
 
-    fn loop_until_exit(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
-        self.page.set_exit_reason(KVM_EXIT_UNKNOWN);
+    /// Finishes what the last run began, then executes the guest until an exit.
+    fn complete_and_run(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         inner.machine.follow_client();
-        inner.machine.write_clocks();
         inner.cpu.bus_locks = self.vm.options.bus_locks();
         let window = self.vm.options.notify_window();
         inner.cpu.notify_window =
             window.map(|cycles| NOTIFY_THRESHOLD + inner.machine.tsc.duration(cycles));
+        if let Next::Return = self.complete(inner, masked)? {
+            return Ok(());
+        }
+        if self.page.immediate_exit() {
+            return fail(libc::EINTR);
+        }
+        if masked.is_some_and(Masked::signal_waits) {
+            self.common().attention.raise(bits::SIGNAL);
+        }
+        self.loop_until_exit(inner, masked)
+    }
+
+    fn loop_until_exit(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        self.page.set_exit_reason(KVM_EXIT_UNKNOWN);
+        inner.machine.write_clocks();
         inner.requested.begin_exception(&mut inner.cpu);
         loop {
             if self.common().attention.flag().load(Ordering::SeqCst) != 0 {
@@ -220,41 +234,96 @@ impl VcpuObject {
                 self.page.set_exit_reason(KVM_EXIT_SHUTDOWN);
                 return Ok(());
             }
-            if self.ring_is_full()
-                || self.has_ended_for_client(inner)
-                || self.has_hyperv_exit(inner)
-                || !self.deliver_events(inner, masked)?
-            {
+            if self.ring_is_full() || !self.deliver_events(inner, masked)? {
                 return Ok(());
             }
             inner.vapic_to_guest();
-            let exit = {
-                let Inner {
-                    cpu,
-                    machine,
-                    stopwatch,
-                    ..
-                } = &mut *inner;
-                machine.memory_fault = None;
-                let common = self.common();
-                stopwatch.enters(&common.times);
-                common.client.executes();
-                trace::enters(common.id, &cpu.state);
-                let exit = cpu.run(machine, common.attention.flag());
-                trace::left(common.id, &cpu.state, &exit);
-                common.client.rests();
-                exit
-            };
-            self.common().cpu.publish(inner.cpu.counters());
+            let exit = self.execute(inner, |cpu, machine, attention| {
+                Some(cpu.run(machine, attention))
+            });
             inner.vapic_from_guest();
             inner.machine.collect_pv_eoi();
-            self.count(&exit);
-            let number = self.common().exits.exits.get();
-            inner.stopwatch.exits(number, &exit);
-            if let Next::Return = self.handle(inner, exit)? {
+            if let Some(exit) = exit
+                && let Next::Return = self.handle(inner, exit)?
+            {
+                return Ok(());
+            }
+            if let Next::Return = self.complete(inner, masked)? {
                 return Ok(());
             }
         }
+    }
+
+    /// Finishes the instruction of the last exit with what the client has provided. `Next::Return`: it has another exit for the client,
+    /// which is set.
+    ///
+    /// KVM promises a client that a run with `immediate_exit` leaves nothing of an instruction behind (api.rst, 5), so this comes before
+    /// signals, requests and interrupts, and executes no other instruction. [`Cpu::run`] finishes the instruction, too, before it
+    /// executes another: where it follows at once, nothing is done here.
+    ///
+    /// # Errors
+    /// Those of [`run`](Self::run), if the instruction has to wait for memory. Then what is left of it stays for the next run.
+    fn complete(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<Next> {
+        while inner.cpu.is_unfinished() && self.is_called_away(masked) {
+            let exit = self.execute(inner, |cpu, machine, attention| {
+                cpu.complete(machine, attention)
+            });
+            match exit {
+                None => {}
+                Some(Exit::Attention) => {
+                    if self.ring_is_full() {
+                        return Ok(Next::Return);
+                    }
+                    if !self.serve_requests(inner)? {
+                        self.attend(inner, masked)?;
+                    }
+                }
+                Some(exit) => {
+                    if let Next::Return = self.handle(inner, exit)? {
+                        return Ok(Next::Return);
+                    }
+                }
+            }
+        }
+        match self.has_ended_for_client(inner) || self.has_hyperv_exit(inner) {
+            true => Ok(Next::Return),
+            false => Ok(Next::Again),
+        }
+    }
+
+    /// Whether something may end this run, or come, before the guest's next instruction.
+    fn is_called_away(&self, masked: Option<&Masked>) -> bool {
+        self.page.immediate_exit()
+            || masked.is_some()
+            || self.common().attention.flag().load(Ordering::SeqCst) != 0
+    }
+
+    /// Executes instructions of the guest by `f`, and counts the exit that ends them.
+    fn execute(
+        &self,
+        inner: &mut Inner,
+        f: impl FnOnce(&mut Cpu, &mut VcpuMachine, &AtomicU32) -> Option<Exit>,
+    ) -> Option<Exit> {
+        let Inner {
+            cpu,
+            machine,
+            stopwatch,
+            ..
+        } = inner;
+        machine.memory_fault = None;
+        let common = self.common();
+        stopwatch.enters(&common.times);
+        common.client.executes();
+        trace::enters(common.id, &cpu.state);
+        let exit = f(cpu, machine, common.attention.flag());
+        common.client.rests();
+        common.cpu.publish(cpu.counters());
+        if let Some(exit) = &exit {
+            trace::left(common.id, &cpu.state, exit);
+            self.count(exit);
+            stopwatch.exits(common.exits.exits.get(), exit);
+        }
+        exit
     }
 
     /// Whether the guest has ended an interrupt of the client's I/O APIC; if so, sets the exit `KVM_EXIT_IOAPIC_EOI`.
@@ -289,12 +358,25 @@ impl VcpuObject {
                 inner.machine.begin_to_run();
             });
         }
+        self.serve_requests(inner)?;
+        let raised = self.common().attention.take(bits::SIGNAL | bits::POLL);
+        let polled = raised & bits::POLL != 0
+            && (self.must_leave() || masked.is_some_and(Masked::signal_waits));
+        if raised & bits::SIGNAL != 0 || polled {
+            self.common().exits.signal_exits.add(1);
+            self.page.set_exit_reason(KVM_EXIT_INTR);
+            return fail(libc::EINTR);
+        }
+        Ok(())
+    }
+
+    /// Does what attention bits ask for other than to return to the client. Returns whether there was anything. `EIO` if the VM is
+    /// dead.
+    fn serve_requests(&self, inner: &mut Inner) -> Result<bool> {
         let attention = &self.common().attention;
         let raised = attention.take(
-            bits::SIGNAL
-                | bits::IRQ
+            bits::IRQ
                 | bits::TIMER
-                | bits::POLL
                 | bits::RETRY
                 | bits::RING_FULL
                 | bits::GUEST_FLUSH
@@ -329,14 +411,7 @@ impl VcpuObject {
             inner.machine.run_timers();
             inner.machine.arm_timer();
         }
-        let polled = raised & bits::POLL != 0
-            && (self.must_leave() || masked.is_some_and(Masked::signal_waits));
-        if raised & bits::SIGNAL != 0 || polled {
-            self.common().exits.signal_exits.add(1);
-            self.page.set_exit_reason(KVM_EXIT_INTR);
-            return fail(libc::EINTR);
-        }
-        Ok(())
+        Ok(raised != 0 || by_host)
     }
 
     /// Notes the stack of what the guest executes, for a profile.

@@ -378,6 +378,12 @@ impl VcpuObject {
 }
 
 impl Inner {
+    /// Whether something is left of the instruction of the last exit, or the client has not seen what it has done.
+    pub(crate) fn is_unfinished(&self) -> bool {
+        let machine = &self.machine;
+        self.cpu.is_unfinished() || machine.ioapic_eoi.is_some() || machine.hyperv.exit.is_some()
+    }
+
     /// Drops all translations: the CPU's, and those that its machine keeps for it.
     pub(crate) fn flush_translations(&mut self) {
         self.cpu.flush_tlb();

@@ -7,13 +7,13 @@ use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 
 /// Bytes of guest memory, from address 0. The guest's addresses from here on are mapped to devices, later ones are not mapped.
 pub const MEMORY: u64 = 0x40_0000;
-const CODE: u64 = 0x1000;
-const IDT: u64 = 0x2000;
+pub const CODE: u64 = 0x1000;
+pub const IDT: u64 = 0x2000;
 const GDT: u64 = 0x3000;
 const TABLES: u64 = 0x4000;
-const HANDLERS: u64 = 0x7000;
-const DATA: u64 = 0x10_0000;
-const STACK: u64 = 0x1f_0000;
+pub const HANDLERS: u64 = 0x7000;
+pub const DATA: u64 = 0x10_0000;
+pub const STACK: u64 = 0x1f_0000;
 
 /// Rounds of the guest: code runs for the first time, is cached, and runs from the cache.
 pub const ROUNDS: u64 = 4;
@@ -67,7 +67,11 @@ pub struct Machine {
 
 impl Machine {
     pub fn new() -> Self {
-        let kvm = Kvm::new().unwrap();
+        Machine::of(Kvm::new().unwrap())
+    }
+
+    /// Makes a VM of `kvm`.
+    pub fn of(kvm: Kvm) -> Self {
         let vm = kvm.create_vm().unwrap();
         let memory = Memory::new(MEMORY as usize);
         set_slot(&vm, &memory, 0, MEMORY);

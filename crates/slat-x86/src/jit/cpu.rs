@@ -498,15 +498,9 @@ impl Cpu {
                 if matches!(why, Break::Jump) {
                     self.state.rip = self.compiled.rip;
                 }
-                if matches!(
-                    why,
-                    Break::Jump | Break::End | Break::ExitAfter | Break::TaskFault
-                ) {
-                    self.counters.instructions += 1;
-                }
                 self.block_rip = step.rip;
                 let len = usize::from(step.op.len).min(step.bytes.len());
-                self.after_break(&step.op, &step.bytes[..len], why)
+                self.executed_alone(&step.op, &step.bytes[..len], why)
             }
             Status::Interpret => {
                 // SAFETY: set for this run.

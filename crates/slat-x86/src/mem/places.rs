@@ -147,6 +147,13 @@ impl Cpu {
                 needs_look,
             });
         }
+        // A read that was made is not translated again: other pages may be mapped now.
+        if self.has_answers()
+            && access == Access::Read
+            && let Some(gpa) = self.answered_at(lin)
+        {
+            return Ok(Place::Mmio(gpa));
+        }
         if !self.canonical(lin) {
             self.fault_noncanonical = true;
             return Err(self.raise(vector::GP, Some(0)));
@@ -293,7 +300,8 @@ impl Cpu {
             }
             Place::Mmio(gpa) => {
                 for (i, part) in buffer.chunks_mut(8).enumerate() {
-                    self.mmio_read(gpa + 8 * i as u64, part)?;
+                    let at = 8 * i as u64;
+                    self.mmio_read(lin.wrapping_add(at), gpa + at, part)?;
                 }
                 Ok(true)
             }

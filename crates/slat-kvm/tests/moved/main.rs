@@ -1,0 +1,342 @@
+//! A guest that is moved to another VM at an exit does there what it would have done: `KVM_RUN` with `immediate_exit` leaves nothing
+//! of an instruction behind that the client cannot read.
+//!
+//! Each program runs once in one VM, and is then moved at each of its exits in turn: the client serves the exit, calls `KVM_RUN` with
+//! `immediate_exit` until it returns `EINTR`, reads all state, and gives it to a new VM. The device counts its accesses, and
+//! a read changes what the next one returns: an access that is lost or made twice is seen, and so are registers, flags and memory.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod device;
+#[path = "../long_mode/mod.rs"]
+#[allow(dead_code)]
+mod long_mode;
+mod programs;
+mod state;
+
+use device::{Access, Device};
+use kvm_bindings::*;
+use long_mode::Machine;
+use programs::{END, PROGRAMS, Program, SET_TF};
+use slat::MmuKind;
+use slat_kvm::policy::{Jit, Tier};
+use slat_kvm::{Kvm, VcpuExit, VcpuFd};
+use state::State;
+
+/// How guests are translated and executed.
+#[derive(Clone, Copy, Debug)]
+struct World {
+    mmu: MmuKind,
+    jit: Jit,
+}
+
+/// All of them: the oldest way of each kind, and the compilers.
+fn worlds() -> impl Iterator<Item = World> {
+    let jits = [
+        Jit::Off,
+        Jit::AtOnce(Tier::Baseline),
+        Jit::AtOnce(Tier::Full),
+    ];
+    let mmus = MmuKind::ALL.iter().copied();
+    mmus.flat_map(move |mmu| jits.map(|jit| World { mmu, jit }))
+}
+
+/// Each way once.
+fn some_worlds() -> impl Iterator<Item = World> {
+    worlds().step_by(4)
+}
+
+/// A VM with the vCPU that runs a program.
+struct Guest {
+    vcpu: VcpuFd,
+    machine: Machine,
+}
+
+/// What a program has done.
+#[derive(Debug, PartialEq)]
+struct Outcome {
+    accesses: Vec<Access>,
+    regs: kvm_regs,
+    xmm: [[u8; 16]; 2],
+    memory: u64,
+}
+
+impl Guest {
+    /// Makes a VM whose guest memory holds nothing but the tables of [`Machine`].
+    fn new(world: World) -> Self {
+        let kvm = Kvm::new().unwrap().with_mmu(world.mmu).with_jit(world.jit);
+        let machine = Machine::of(kvm);
+        common::enable(
+            &machine.vm,
+            KVM_CAP_X86_USER_SPACE_MSR,
+            KVM_MSR_EXIT_REASON_UNKNOWN.into(),
+        )
+        .unwrap();
+        common::enable(
+            &machine.vm,
+            KVM_CAP_EXIT_HYPERCALL,
+            1 << programs::MAP_GPA_RANGE,
+        )
+        .unwrap();
+        let vcpu = machine.vm.create_vcpu(0).unwrap();
+        Guest { vcpu, machine }
+    }
+
+    /// Makes a VM that is about to run a program.
+    fn about_to_run(world: World, code: &[u8]) -> Self {
+        let guest = Guest::new(world);
+        guest.machine.memory.write(long_mode::CODE, code);
+        programs::prepare(&guest.machine);
+        guest.machine.start(&guest.vcpu);
+        let mut regs = guest.vcpu.get_regs().unwrap();
+        programs::begin(&mut regs);
+        guest.vcpu.set_regs(&regs).unwrap();
+        guest
+    }
+
+    /// Finishes the last exit, and returns a VM that has all state of this one.
+    fn moved(mut self, world: World, device: &mut Device) -> Self {
+        self.vcpu.set_kvm_immediate_exit(1);
+        loop {
+            match self.vcpu.run() {
+                Ok(exit) => assert!(device.serve(exit), "the guest went on"),
+                Err(error) => {
+                    assert_eq!(error.errno(), libc::EINTR);
+                    break;
+                }
+            }
+        }
+        self.vcpu.set_kvm_immediate_exit(0);
+        let state = State::of(&self.machine.kvm, &self.vcpu);
+        let mut memory = vec![0; long_mode::MEMORY as usize];
+        self.machine.memory.read(0, &mut memory);
+        drop(self);
+        let there = Guest::new(world);
+        there.machine.memory.write(0, &memory);
+        state.give(&there.vcpu);
+        there
+    }
+
+    fn outcome(&self, device: Device) -> Outcome {
+        let mut memory = vec![0; long_mode::MEMORY as usize];
+        self.machine.memory.read(0, &mut memory);
+        let (words, _) = memory.as_chunks::<8>();
+        let hash = words.iter().fold(1, |hash: u64, word| {
+            (hash ^ u64::from_le_bytes(*word))
+                .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+                .rotate_left(23)
+        });
+        let fpu = self.vcpu.get_fpu().unwrap();
+        Outcome {
+            accesses: device.accesses,
+            regs: self.vcpu.get_regs().unwrap(),
+            xmm: [fpu.xmm[0], fpu.xmm[1]],
+            memory: hash,
+        }
+    }
+}
+
+/// More exits than any program has.
+const MOST_EXITS: usize = 400;
+
+/// Runs a program to its end, and moves it after each exit whose number `moves` accepts. Returns what it has done, and how many exits it
+/// had.
+fn run(world: World, code: &[u8], moves: impl Fn(usize) -> bool) -> (Outcome, usize) {
+    let mut guest = Guest::about_to_run(world, code);
+    let mut device = Device::default();
+    let mut exits = 0;
+    loop {
+        let exit = guest.vcpu.run().unwrap();
+        if !device.serve(exit) {
+            return (guest.outcome(device), exits);
+        }
+        exits += 1;
+        assert!(exits < MOST_EXITS, "the program does not end");
+        if moves(exits) {
+            guest = guest.moved(world, &mut device);
+        }
+    }
+}
+
+/// Checks that a program does the same if it is moved at each exit that `moves` accepts.
+fn check(world: World, name: &str, code: &[u8], moves: impl Fn(usize) -> bool) {
+    let code = [code, END].concat();
+    let (stays, exits) = run(world, &code, |_| false);
+    assert!(exits > 0, "{name} has no exit");
+    let moved = run(world, &code, moves).0;
+    assert_eq!(moved, stays, "{name} in {world:?}, with {exits} exits");
+}
+
+#[test]
+fn a_guest_that_is_moved_at_each_exit_does_what_it_would_have_done() {
+    for world in worlds() {
+        for Program { name, code } in PROGRAMS {
+            check(world, name, code, |_| true);
+        }
+    }
+}
+
+#[test]
+fn a_guest_with_single_steps_that_is_moved_does_what_it_would_have_done() {
+    for world in some_worlds() {
+        for Program { name, code } in PROGRAMS {
+            let code = [SET_TF, code].concat();
+            check(world, name, &code, |_| true);
+        }
+    }
+}
+
+/// What moves between exits that are not moved may hide, because a VM that was moved begins without any state of its own.
+#[test]
+fn a_guest_that_is_moved_once_does_what_it_would_have_done() {
+    for world in some_worlds() {
+        for Program { name, code } in PROGRAMS {
+            for at in [1, 2] {
+                check(world, name, code, |exit| exit == at);
+            }
+        }
+    }
+}
+
+#[test]
+fn random_programs_do_the_same_wherever_they_are_moved() {
+    let rounds = common::hypervisors::number("SLAT_TEST_ROUNDS", 12);
+    let first = common::hypervisors::number("SLAT_SEED", 1);
+    for world in worlds() {
+        for seed in first..first + rounds {
+            let code = programs::random(seed);
+            let (stays, exits) = run(world, &code, |_| false);
+            let chosen =
+                |exit: usize| (seed ^ exit as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 62 == 0;
+            let moved = run(world, &code, chosen).0;
+            assert_eq!(moved, stays, "SLAT_SEED={seed} in {world:?}: {exits} exits");
+        }
+    }
+}
+
+/// Runs `code` until its first exit, which is served; then `meanwhile` changes something, and the run is completed.
+fn complete(code: &[u8], meanwhile: impl FnOnce(&mut Guest)) -> (Guest, Device) {
+    let world = World {
+        mmu: MmuKind::Tdp,
+        jit: Jit::Off,
+    };
+    let mut guest = Guest::about_to_run(world, code);
+    let mut device = Device::default();
+    assert!(device.serve(guest.vcpu.run().unwrap()));
+    meanwhile(&mut guest);
+    guest.vcpu.set_kvm_immediate_exit(1);
+    while let Ok(exit) = guest.vcpu.run() {
+        assert!(device.serve(exit));
+    }
+    (guest, device)
+}
+
+/// mov eax,[rbx]; hlt
+const LOAD: &[u8] = b"\x8b\x03\xf4";
+
+#[test]
+fn an_instruction_that_is_patched_meanwhile_is_completed_as_it_was_decoded() {
+    let (guest, device) = complete(LOAD, |guest| {
+        guest.machine.memory.write(long_mode::CODE, b"\xcc\xcc\xcc");
+    });
+    let regs = guest.vcpu.get_regs().unwrap();
+    assert_eq!(regs.rip, long_mode::CODE + 2);
+    assert_eq!(
+        device.accesses,
+        [Access::read(programs::DEVICE, regs.rax, 4)]
+    );
+}
+
+#[test]
+fn data_that_were_read_are_used_where_a_memslot_is_now() {
+    let there = common::Memory::new(0x1000);
+    there.write(0, &[0xee; 8]);
+    let (guest, device) = complete(b"\x01\x0b\xf4", |guest| {
+        let region = kvm_userspace_memory_region {
+            slot: 1,
+            flags: 0,
+            guest_phys_addr: programs::DEVICE,
+            memory_size: 0x1000,
+            userspace_addr: there.start as u64,
+        };
+        // SAFETY: the memory outlives the guest, which is dropped first.
+        unsafe { guest.machine.vm.set_user_memory_region(region) }.unwrap();
+    });
+    // add [rbx],ecx: read from the device, written to what is there now.
+    let regs = guest.vcpu.get_regs().unwrap();
+    assert_eq!(regs.rip, long_mode::CODE + 2);
+    let [Access { value, .. }] = device.accesses[..] else {
+        panic!("{:?}", device.accesses)
+    };
+    let mut sum = [0; 4];
+    there.read(0, &mut sum);
+    assert_eq!(
+        u32::from_le_bytes(sum),
+        (value as u32).wrapping_add(regs.rcx as u32)
+    );
+    drop(guest);
+}
+
+#[test]
+fn a_comparison_is_completed_without_the_jump_that_follows_it() {
+    // cmp eax,[rbx]; jmp by flags; hlt
+    let (guest, _) = complete(b"\x3b\x03\x75\x00\xf4", |_| {});
+    assert_eq!(guest.vcpu.get_regs().unwrap().rip, long_mode::CODE + 2);
+}
+
+#[test]
+fn a_client_that_continues_elsewhere_has_the_access_forgotten() {
+    let (guest, _) = complete(b"\x8b\x03\xf4\x90\xf4", |guest| {
+        let mut regs = guest.vcpu.get_regs().unwrap();
+        (regs.rip, regs.rax) = (long_mode::CODE + 3, 5);
+        guest.vcpu.set_regs(&regs).unwrap();
+    });
+    let regs = guest.vcpu.get_regs().unwrap();
+    assert_eq!((regs.rip, regs.rax), (long_mode::CODE + 3, 5));
+}
+
+#[test]
+fn a_pending_signal_that_the_run_unblocks_lets_no_code_run() {
+    // SAFETY: sets of signals, of this thread alone.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, libc::SIGUSR2);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+        libc::pthread_kill(libc::pthread_self(), libc::SIGUSR2);
+        // in al,dx, completed; then inc ecx must not run.
+        let world = World {
+            mmu: MmuKind::Tdp,
+            jit: Jit::Off,
+        };
+        let mut guest = Guest::about_to_run(world, b"\xec\xff\xc1\xf4");
+        let before = guest.vcpu.get_regs().unwrap();
+        let VcpuExit::IoIn(_, data) = guest.vcpu.run().unwrap() else {
+            panic!("no port")
+        };
+        data[0] = 0x5a;
+        guest.vcpu.set_signal_mask(Some(0)).unwrap();
+        assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+        let after = guest.vcpu.get_regs().unwrap();
+        assert_eq!((after.rip, after.rcx), (long_mode::CODE + 1, before.rcx));
+        assert_eq!(after.rax & 0xff, 0x5a);
+        let time = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        assert_eq!(
+            libc::sigtimedwait(&set, std::ptr::null_mut(), &time),
+            libc::SIGUSR2
+        );
+    }
+}
+
+#[test]
+fn what_the_client_shares_by_its_run_page_is_of_after_the_completion() {
+    let (guest, device) = complete(LOAD, |guest| {
+        guest.vcpu.set_sync_valid_reg(slat_kvm::SyncReg::Register);
+    });
+    let regs = guest.vcpu.get_regs().unwrap();
+    assert_eq!(guest.vcpu.sync_regs().regs, regs);
+    assert_eq!(regs.rax, device.accesses[0].value);
+}

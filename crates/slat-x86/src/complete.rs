@@ -1,0 +1,114 @@
+//! Completion: what is left of the last instruction after a run has ended, done before anything else.
+//!
+//! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. What an instruction has
+//! begun is in no register: the data that a device returned, writes that no device has seen, a #VMEXIT that waits for memory,
+//! traps. [`Cpu::complete`] brings all of it into [`State`](crate::State) or to the caller, and executes no other instruction
+//! (KVM's API, `immediate_exit`). Only then come `attention` and events.
+//!
+//! An instruction that waits for data is executed as it was decoded. Its reads of devices return the data of the caller; its
+//! other operands are translated anew, as KVM does.
+
+use crate::Cpu;
+use crate::machine::{Exit, Machine};
+use crate::mmio::Reader;
+use crate::op::{Break, LONGEST_INSTRUCTION, Op};
+use crate::sync::AtomicU32;
+
+impl Cpu {
+    /// Whether something is left of the last instruction: [`complete`](Self::complete) does it.
+    pub fn is_unfinished(&self) -> bool {
+        self.waits_for_memory() || self.has_writes() || self.bus_locked || self.has_traps()
+    }
+
+    /// Finishes the last instruction, with the data that the caller has provided, and executes no other one. Returns the next exit of
+    /// it. `None`: all of it is in [`state`](Self::state).
+    ///
+    /// Ends with [`Exit::Attention`] if it has to wait for memory and `attention` is not zero.
+    pub fn complete(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Option<Exit> {
+        if !self.is_unfinished() {
+            return None;
+        }
+        self.entered(machine, attention, |cpu| {
+            cpu.attend(attention);
+            cpu.finish(attention)
+        })
+    }
+
+    /// Does what [`complete`](Self::complete) promises, within a run that has heeded changes of code.
+    pub(crate) fn finish(&mut self, attention: &AtomicU32) -> Option<Exit> {
+        loop {
+            if let Some(write) = self.next_mmio_write() {
+                return Some(write);
+            }
+            if std::mem::take(&mut self.bus_locked) {
+                return Some(Exit::BusLock);
+            }
+            let exit = if self.svm.is_exit_due() {
+                self.exit_guest()
+            } else if self.has_answers() {
+                self.svm.set_delivering(None);
+                self.finish_read()
+            } else if self.has_input() {
+                match self.finish_ins() {
+                    Ok(()) => None,
+                    Err(why) => self.fetch_failed(why),
+                }
+            } else {
+                return self.take_traps();
+            };
+            if exit.is_some() {
+                return exit;
+            }
+            if self.waits_for_memory() && self.attend(attention) {
+                return Some(Exit::Attention);
+            }
+        }
+    }
+
+    /// Whether the last instruction has to access memory before it is done.
+    fn waits_for_memory(&self) -> bool {
+        self.svm.is_exit_due() || self.has_answers() || self.has_input()
+    }
+
+    /// Executes the instruction whose reads have data.
+    fn finish_read(&mut self) -> Option<Exit> {
+        let reader = self.devices.reader?;
+        self.step(reader.rip, |cpu| {
+            cpu.block_rip = reader.rip.wrapping_sub(reader.op.offset.into());
+            cpu.stop = false;
+            let why = match (reader.op.handler)(cpu, &reader.op) {
+                Ok(()) => Break::End,
+                Err(why) => why,
+            };
+            let why = cpu.finish_fetched(&reader.op, why);
+            cpu.executed_alone(&reader.op, reader.code(), why)
+        })
+    }
+
+    /// Call when `op`, whose bytes are `code`, was executed without its block: counts it if it is done, and does what is to be done after
+    /// it. `block_rip` is set.
+    pub(crate) fn executed_alone(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
+        use Break::*;
+        if matches!(why, Jump | End | ExitAfter | TaskFault) {
+            self.counters.instructions += 1;
+        }
+        self.after_break(op, code, why)
+    }
+
+    /// Call when `op`, whose bytes are `code`, ends the run with an MMIO read: keeps it for [`finish_read`](Self::finish_read).
+    pub(crate) fn keep_reader(&mut self, op: &Op, code: &[u8]) {
+        let op = match op.count {
+            // The read is the first one's. The second one is another instruction.
+            2 => self.first_of_fused(op, code),
+            _ => *op,
+        };
+        let mut bytes = [0; LONGEST_INSTRUCTION];
+        let len = code.len().min(op.len.into());
+        bytes[..len].copy_from_slice(&code[..len]);
+        self.devices.reader = Some(Reader {
+            op,
+            rip: self.rip_of(&op),
+            bytes,
+        });
+    }
+}
