@@ -56,12 +56,12 @@ const OPERATIONS: &[Operation] = &[
         // mov ebx,0x400000; mov eax,[rbx]; jmp back
         code: b"\xbb\0\0\x40\0\x8b\x03\xeb\xfc",
         each: &[
-            ("blocks", 3),
+            ("blocks", 2),
             ("blocks_looked_up", 1),
             ("instructions", 2),
-            ("mmio_cached", 2),
+            ("mmio_cached", 1),
             ("pages_compared", 1),
-            ("tlb_misses", 2),
+            ("tlb_misses", 1),
         ],
         window: &[],
     },
