@@ -23,6 +23,7 @@ use slat::MmuKind;
 use slat_kvm::policy::{Jit, Tier};
 use slat_kvm::{Kvm, VcpuExit, VcpuFd};
 use state::State;
+use std::os::fd::AsRawFd;
 
 /// How guests are translated and executed.
 #[derive(Clone, Copy, Debug)]
@@ -79,6 +80,11 @@ struct Outcome {
 impl Guest {
     /// Makes a VM whose guest memory holds nothing but the tables of [`Machine`].
     fn new(world: World) -> Self {
+        Guest::with(world, |_| {})
+    }
+
+    /// Like [`new`](Self::new), with a VM that `prepare` has changed before its vCPU is made.
+    fn with(world: World, prepare: impl FnOnce(&Machine)) -> Self {
         let kvm = Kvm::new().unwrap().with_mmu(world.mmu).with_jit(world.jit);
         let machine = Machine::of(kvm);
         common::enable(
@@ -93,13 +99,19 @@ impl Guest {
             1 << programs::MAP_GPA_RANGE,
         )
         .unwrap();
+        prepare(&machine);
         let vcpu = machine.vm.create_vcpu(0).unwrap();
         Guest { vcpu, machine }
     }
 
     /// Makes a VM that is about to run a program.
     fn about_to_run(world: World, code: &[u8]) -> Self {
-        let guest = Guest::new(world);
+        Guest::new(world).about(world, code)
+    }
+
+    /// Has this VM begin with a program.
+    fn about(self, world: World, code: &[u8]) -> Self {
+        let guest = self;
         guest.machine.memory.write(long_mode::CODE, code);
         programs::prepare(&guest.machine);
         guest.machine.start(&guest.vcpu);
@@ -380,6 +392,100 @@ fn a_signal_between_the_pieces_of_a_store_loses_none() {
     assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
     let at: Vec<_> = device.accesses.iter().map(|access| access.at).collect();
     assert_eq!(at, [programs::DEVICE + 1, programs::DEVICE + 9]);
+}
+
+#[test]
+fn data_that_were_read_stay_until_there_is_memory_for_them() {
+    let mut guest = Guest::about_to_run(PLAIN, b"\x48\x89\xde\xa4\xf4");
+    let mut device = Device::default();
+    assert!(device.serve(guest.vcpu.run().unwrap()));
+    let page = long_mode::DATA;
+    let protect = |rights| {
+        let memory = &guest.machine.memory;
+        // SAFETY: a page of the guest's memory, which slat accesses guarded only.
+        unsafe { libc::mprotect(memory.start.add(page as usize).cast(), 0x1000, rights) }
+    };
+    assert_eq!(protect(libc::PROT_NONE), 0);
+    guest.vcpu.set_kvm_immediate_exit(1);
+    for _ in 0..2 {
+        assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EFAULT);
+    }
+    assert_eq!(protect(libc::PROT_READ | libc::PROT_WRITE), 0);
+    assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+    let regs = guest.vcpu.get_regs().unwrap();
+    assert_eq!(regs.rip, long_mode::CODE + 4);
+    let [Access { value, .. }] = device.accesses[..] else {
+        panic!("{:?}", device.accesses)
+    };
+    let mut stored = [0];
+    guest.machine.memory.read(page + 0x800, &mut stored);
+    assert_eq!(u64::from(stored[0]), value);
+}
+
+#[test]
+fn a_full_dirty_ring_comes_before_the_rest_of_an_instruction_and_loses_nothing() {
+    // rep insb to pages that fill the ring: each exit brings one page's data.
+    const RING: u64 = 4096;
+    const DIRTY: u32 = 1;
+    const RESET: u32 = 2;
+    let guest = Guest::with(PLAIN, |machine| {
+        common::enable(&machine.vm, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, RING).unwrap();
+    });
+    let mut guest = guest.about(PLAIN, b"\xf3\x6c\xf4");
+    let region = kvm_userspace_memory_region {
+        slot: 0,
+        flags: KVM_MEM_LOG_DIRTY_PAGES,
+        guest_phys_addr: 0,
+        memory_size: long_mode::MEMORY,
+        userspace_addr: guest.machine.memory.start as u64,
+    };
+    // SAFETY: the memory that the slot has already.
+    unsafe { guest.machine.vm.set_user_memory_region(region) }.unwrap();
+    let mut regs = guest.vcpu.get_regs().unwrap();
+    let (first, pages) = (0x20_0000, 300);
+    (regs.rdi, regs.rcx) = (first, pages * 0x1000);
+    guest.vcpu.set_regs(&regs).unwrap();
+    // SAFETY: a new mapping of the vCPU's descriptor, which has the ring there.
+    let ring = unsafe {
+        let mapped = libc::mmap(
+            std::ptr::null_mut(),
+            RING as usize,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            guest.vcpu.as_raw_fd(),
+            64 * 4096,
+        );
+        assert_ne!(mapped, libc::MAP_FAILED);
+        std::slice::from_raw_parts_mut(mapped.cast::<kvm_dirty_gfn>(), RING as usize / 16)
+    };
+    let mut device = Device::default();
+    let mut fulls = 0;
+    loop {
+        match guest.vcpu.run() {
+            Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
+                fulls += 1;
+                guest.vcpu.set_kvm_immediate_exit(0);
+                for entry in &mut *ring {
+                    entry.flags = if entry.flags == DIRTY { RESET } else { 0 };
+                }
+                assert!(guest.machine.vm.reset_dirty_rings().unwrap() > 0);
+            }
+            Ok(exit) => {
+                if !device.serve(exit) {
+                    break;
+                }
+                guest.vcpu.set_kvm_immediate_exit(1);
+            }
+            Err(error) => {
+                assert_eq!(error.errno(), libc::EINTR);
+                guest.vcpu.set_kvm_immediate_exit(0);
+            }
+        }
+    }
+    assert!(fulls > 0, "the ring was never full");
+    let sum: usize = device.accesses.iter().map(|access| access.len).sum();
+    assert_eq!(sum as u64, pages * 0x1000);
+    assert_eq!(guest.vcpu.get_regs().unwrap().rdi, first + pages * 0x1000);
 }
 
 #[test]
