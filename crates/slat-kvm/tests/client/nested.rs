@@ -250,6 +250,15 @@ fn a_state_that_no_cpu_is_in_is_refused() {
     assert!(refused(&|state| state.hdr.svm.vmcb_pa = VMCB + 8));
     assert!(refused(&|state| state.hdr.svm.vmcb_pa = 1 << 60));
     assert!(refused(&|state| state.flags = 2), "a run without a guest");
+    let efer = |value: u64| {
+        move |state: &mut KvmNestedStateBuffer| {
+            // SAFETY: the page of bytes of this format.
+            let page = unsafe { &mut state.data.svm.vmcb12 };
+            page[0x4d0..0x4d8].copy_from_slice(&value.to_le_bytes());
+        }
+    };
+    assert!(!refused(&efer(EFER_SVME)));
+    assert!(refused(&efer(EFER_SVME | 1 << 10)), "LMA without LME");
     // Without SVM there is no guest, and GIF is set.
     assert!(set_msr(vcpu, EFER, 0));
     let after = state(vcpu);

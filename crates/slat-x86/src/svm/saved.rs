@@ -34,8 +34,8 @@ impl Cpu {
     /// are those of the CPU.
     ///
     /// # Errors
-    /// [`BadVmcb`] as KVM does: a control area that VMRUN refuses, hypervisor's registers that no VMRUN saves, without protected mode, or
-    /// caches of the guest's that are off by halves. (KVM's VMRUN wants paging, too.) Nothing has changed then.
+    /// [`BadVmcb`] as KVM does: a control area that VMRUN refuses, hypervisor's registers that no VMRUN saves, without protected mode or
+    /// with EFER.LMA and no LME, or caches of the guest's that are off by halves. (KVM's VMRUN wants paging, too.) Nothing has changed then.
     pub fn restore_guest_mode(
         &mut self,
         address: u64,
@@ -50,6 +50,7 @@ impl Cpu {
         let host = Registers::read(&save);
         let caches = self.state.cr0 & (CR0_CD | CR0_NW);
         let fits = host.cr0 & CR0_PE != 0
+            && host.efer & (EFER_LMA | EFER_LME) != EFER_LMA
             && host.rflags & flags::VM == 0
             && caches != CR0_NW
             && checks::are_registers_valid(&host, &self.features)
