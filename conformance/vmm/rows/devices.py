@@ -181,28 +181,15 @@ class Snapshot:
         disk = _disk(guest, "snapshots")
         run(f"word=old; echo old >/tmp/state; echo old | dd of={disk} conv=fsync")
         state = {"tag": "row", "vmstate": "snapshots", "devices": ["snapshots"]}
-        self._job(guest, "snapshot-save", state)
+        guest.job("snapshot-save", **state)
         run(f"word=new; echo new >/tmp/state; echo new | dd of={disk} conv=fsync")
         equal("after the save", run(f"echo $word; cat /tmp/state; head -c 3 {disk}"), "new\nnew\nnew")
         # Restored while it runs: QEMU stops it for that, and must be told to go on.
         guest.qmp.call("stop")
-        self._job(guest, "snapshot-load", state)
+        guest.job("snapshot-load", **state)
         guest.qmp.call("cont")
         equal("after the load", run(f"echo $word; cat /tmp/state; head -c 3 {disk}"), "old\nold\nold")
         guest.check_cpus()
-
-    @staticmethod
-    def _job(guest, command, state):
-        name = f"job-{command}"
-        guest.qmp.call(command, job_id=name, **state)
-
-        def concluded(jobs):
-            return all(job["status"] == "concluded" for job in jobs if job["id"] == name)
-
-        for job in guest.qmp.poll("query-jobs", concluded, 120):
-            if job["id"] == name and "error" in job:
-                raise Failure(f"{command}: {job['error']}")
-        guest.qmp.call("job-dismiss", id=name)
 
 
 class Reboot:

@@ -55,6 +55,18 @@ class Qemu:
         """Checks that the guest sees all CPUs, and has work done on each of them."""
         self.console.check_cpus(self.cpus)
 
+    def job(self, command, **arguments):
+        """Runs a command that is a job until it is done."""
+        self.qmp.call(command, job_id=command, **arguments)
+
+        def mine(jobs):
+            return next(job for job in jobs if job["id"] == command)
+
+        job = mine(self.qmp.poll("query-jobs", lambda jobs: mine(jobs)["status"] == "concluded", 120))
+        if "error" in job:
+            raise Failure(f"{self.name}: {command}: {job['error']}")
+        self.qmp.call("job-dismiss", id=command)
+
     def power_off(self, seconds=60):
         """Has the guest power off; the machine must say so and QEMU's status must be 0."""
         self.console.check()
