@@ -20,6 +20,7 @@ ROWS = {
     "boot": "rows.boot",
     "devices": "rows.devices",
     "migrate": "rows.migrate",
+    "exits": "rows.exits",
     "secureboot": "rows.secureboot",
     "debug": "rows.debug",
     "live-gdb": "rows.live_gdb",
