@@ -6,8 +6,6 @@
 
 /// Nanoseconds of one unit of the reference clock.
 pub const UNIT: u64 = 100;
-/// Units per millisecond.
-const UNITS_PER_MS: u64 = 1_000_000 / UNIT;
 /// Bytes of the page that have a meaning.
 pub const PAGE_BYTES: usize = 24;
 /// The sequence that guests take for "read the MSR" in an old version of the interface.
@@ -25,11 +23,12 @@ pub struct TscPage {
 }
 
 impl TscPage {
-    /// Returns the parameters by which the clock of a guest, whose TSC runs at `khz`, shows `nanoseconds` when the TSC is `tsc`. The
-    /// sequence is 0. `None`: the TSC is too slow for the page.
-    pub fn new(khz: u32, tsc: u64, nanoseconds: u64) -> Option<Self> {
-        let scale = (u128::from(UNITS_PER_MS) << 64).checked_div(khz.into())?;
-        let scale = u64::try_from(scale).ok()?;
+    /// Returns the parameters by which a guest's clock shows `nanoseconds` when its TSC is `tsc`, and from there on counts as the machine's
+    /// clock does: `((cycles << shift) * mul) >> 32` nanoseconds. The sequence is 0. `None`: the TSC is too slow for the page.
+    pub fn new(mul: u32, shift: i8, tsc: u64, nanoseconds: u64) -> Option<Self> {
+        let left = u32::try_from(32 + i32::from(shift)).ok()?;
+        let scaled_up = u128::from(mul).checked_mul(1u128.checked_shl(left)?)?;
+        let scale = u64::try_from(scaled_up / u128::from(UNIT)).ok()?;
         Some(TscPage {
             sequence: 0,
             scale,
@@ -79,26 +78,31 @@ mod tests {
 
     #[test]
     fn a_page_turns_cycles_into_units() {
-        for khz in [1_000_000, 2_445_443, 4_700_000] {
-            let page = TscPage::new(khz, 5_000, 7_000).unwrap();
+        for (mul, shift) in [(1 << 31, 1), (0xd156_a1c5, -1), (0xd9db_ed5a, -2)] {
+            let page = TscPage::new(mul, shift, 5_000, 7_000).unwrap();
             assert_eq!(page.time(5_000), 70);
-            let hour = 3600 * 1000 * u64::from(khz);
-            assert!(page.time(5_000 + hour).abs_diff(70 + 36_000_000_000) <= 2);
+            let cycles = 3600 * 2_445_443_000u64;
+            let nanoseconds = (u128::from(cycles) * u128::from(mul)) >> (32 - i32::from(shift));
+            let units = nanoseconds as u64 / UNIT;
+            assert!(page.time(5_000 + cycles).abs_diff(70 + units) <= 2);
         }
     }
 
     #[test]
     fn a_clock_may_be_behind_its_tsc() {
-        let page = TscPage::new(1_000_000, u64::MAX / 2, 0).unwrap();
+        let page = TscPage::new(1 << 31, 1, u64::MAX / 2, 0).unwrap();
         assert_eq!(page.time(u64::MAX / 2), 0);
         assert_eq!(page.time(u64::MAX / 2 + 1_000_000).abs_diff(10_000) / 2, 0);
     }
 
     #[test]
     fn a_slow_tsc_has_no_page() {
-        assert_eq!(TscPage::new(0, 0, 0), None);
-        assert_eq!(TscPage::new(10_000, 0, 0), None);
-        assert!(TscPage::new(10_001, 0, 0).is_some());
+        // Of 1 kHz, of 10 MHz, and of a little more.
+        assert_eq!(TscPage::new(0xf424_0000, 20, 0, 0), None);
+        assert_eq!(TscPage::new(0xc800_0000, 7, 0, 0), None);
+        assert!(TscPage::new(0xc7ff_0000, 7, 0, 0).is_some());
+        assert_eq!(TscPage::new(1 << 31, -33, 0, 0), None);
+        assert_eq!(TscPage::new(1 << 31, 127, 0, 0), None);
     }
 
     #[test]

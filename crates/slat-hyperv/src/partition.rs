@@ -375,7 +375,7 @@ mod tests {
     }
 
     fn page() -> TscPage {
-        TscPage::new(1_000_000, 0, 0).unwrap()
+        TscPage::new(1 << 31, 1, 0, 0).unwrap()
     }
 
     #[test]

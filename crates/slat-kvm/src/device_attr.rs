@@ -5,6 +5,7 @@
 //! | `/dev/kvm` | 0 | `KVM_X86_XCOMP_GUEST_SUPP`: the bits that a guest's XCR0 can have |
 //! | vCPU | `KVM_VCPU_TSC_CTRL` | `KVM_VCPU_TSC_OFFSET`: guest's TSC minus the scaled TSC of the host |
 
+use crate::clock::TscChange;
 use crate::cpuid;
 use crate::errno::{Result, fail};
 use crate::system::System;
@@ -65,10 +66,8 @@ impl VcpuObject {
     ) -> Result<()> {
         check(attribute)?;
         let offset = read(attribute.addr)?;
-        let mut inner = self.lock()?;
-        let machine = &mut inner.machine;
-        machine.vm.clock.set_tsc_offset(&mut machine.tsc, offset);
-        inner.machine.clock_page_changed();
+        let change = TscChange::Offset(offset);
+        self.lock()?.machine.change_tsc(change);
         Ok(())
     }
 }

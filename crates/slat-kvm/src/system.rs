@@ -5,7 +5,7 @@ use crate::irq::vcpus::MAX_VCPUS;
 use crate::policy::{self, Jit};
 use crate::run_page::{MMAP_SIZE, memfd};
 use crate::vm::VmObject;
-use crate::{caps, cpuid, filters, hyperv, msr};
+use crate::{caps, clock, cpuid, filters, hyperv, msr};
 use kvm_bindings::*;
 use slat::MmuKind;
 use std::os::fd::OwnedFd;
@@ -22,6 +22,7 @@ impl System {
     /// What the host returns for making a file.
     pub fn descriptor(close_on_exec: bool) -> Result<OwnedFd> {
         filters::kvm_is_used();
+        clock::note_start();
         memfd(c"kvm", 0, close_on_exec)
     }
 

@@ -14,10 +14,11 @@ mod smm;
 mod speculation;
 mod steal_time;
 
-use crate::clock::{self, Tsc};
+use crate::clock::{Tsc, TscChange, host_tsc};
 use crate::cpuid;
 use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
+use crate::errno::Result;
 use crate::exit::{ClientCall, MemoryFault};
 use crate::hyperv::VcpuHyperv;
 use crate::msr::index;
@@ -57,12 +58,16 @@ pub(crate) struct VcpuMachine {
     /// Whether the guest is due to be told that all pages are there that it waits for.
     pages_are_ready: bool,
     pub(crate) tsc: Tsc,
+    /// The number by which the VM's clock knows the TSC.
+    tsc_number: usize,
     /// APIC_BASE of a vCPU without local APIC.
     base: u64,
     clock_version: u32,
     clock_changed: bool,
-    /// [`clock::VmClock::changes`] when the clock's page was written.
+    /// [`VmClock::changes`](crate::clock::VmClock::changes) when the clock's page was written.
     clock_set: u64,
+    /// The host's TSC at which the clock's page is to be written again. `None`: it stays right.
+    clock_due: Option<u64>,
     guest_paused: bool,
     wall_clock_wanted: bool,
     /// Whether the guest has only the paravirtual features that its CPUID names (`KVM_CAP_ENFORCE_PV_FEATURE_CPUID`).
@@ -82,17 +87,32 @@ pub(crate) struct VcpuMachine {
     pub(crate) memory_restored: bool,
 }
 
+impl Drop for VcpuMachine {
+    fn drop(&mut self) {
+        if self.vm.clock.forget_tsc(self.tsc_number) {
+            self.vm.clock_pages_changed();
+        }
+    }
+}
+
 impl VcpuMachine {
+    /// Creates the machine around a vCPU.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
     pub(crate) fn new(
         engine: EngineVcpu,
         vm: Arc<VmObject>,
         common: Shared<VcpuCommon>,
         base: u64,
-    ) -> Self {
-        let tsc = vm.clock.new_tsc();
+    ) -> Result<Self> {
+        let (tsc_number, tsc) = vm.clock.new_tsc()?;
+        if let Some(mut lapic) = common.lapic() {
+            lapic.set_tsc_khz(tsc.actual_khz().into());
+        }
         let shadows = vm.engine.mmu() == MmuKind::Shadow;
         let shadows_nested = vm.engine.shadows_nested();
-        VcpuMachine {
+        Ok(VcpuMachine {
             engine,
             vm,
             common,
@@ -108,10 +128,12 @@ impl VcpuMachine {
             pv_eoi_offered: false,
             pages_are_ready: false,
             tsc,
+            tsc_number,
             base,
             clock_version: 0,
             clock_changed: false,
             clock_set: 0,
+            clock_due: None,
             guest_paused: false,
             wall_clock_wanted: false,
             enforces_pv_features: false,
@@ -121,7 +143,7 @@ impl VcpuMachine {
             shadows,
             shadows_nested,
             memory_restored: false,
-        }
+        })
     }
 
     /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
@@ -155,16 +177,13 @@ impl VcpuMachine {
         self.tsc.now()
     }
 
-    pub(crate) fn move_tsc(&mut self, change: u64) {
-        self.tsc.shift(change);
-        self.clock_page_changed();
-    }
-
-    /// Sets the frequency of the guest's TSC.
-    pub(crate) fn set_tsc_khz(&mut self, khz: u32) {
-        self.tsc.set_khz(khz);
+    /// Changes the guest's TSC, and has all pages of clocks written again for which that matters.
+    pub(crate) fn change_tsc(&mut self, change: TscChange) {
+        if (self.vm.clock).change_tsc(self.tsc_number, &mut self.tsc, change) {
+            self.vm.clock_pages_changed();
+        }
         if let Some(mut lapic) = self.common.lapic() {
-            lapic.set_tsc_khz(khz.into());
+            lapic.set_tsc_khz(self.tsc.actual_khz().into());
         }
         self.clock_page_changed();
     }
@@ -280,14 +299,17 @@ impl VcpuMachine {
         uses
     }
 
-    /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered. Skips a page that is not memory.
+    /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered; call before it executes guest code, after
+    /// [`bits::RETRY`] was taken, and after it entered. Skips a page that is not memory.
     pub(crate) fn write_clocks(&mut self) {
+        if self.vm.clock.is_updating() {
+            self.outside(|machine| machine.vm.clock.wait_for_update());
+        }
         self.write_tsc_page();
         let address = self.msr(index::KVM_WALL_CLOCK_NEW);
         // A client that resets the MSR to 0 wants no page.
         if std::mem::take(&mut self.wall_clock_wanted) && address != 0 {
-            // The host's clock when the VM's clock was zero. The client may have set the VM's clock to any value: modulo 2^64.
-            let start = clock::realtime().wrapping_sub(self.vm.clock.kvmclock());
+            let start = self.vm.clock.boot_time();
             let mut page = [0; 12];
             page[0..4].copy_from_slice(&2u32.to_le_bytes());
             page[4..8].copy_from_slice(&((start / 1_000_000_000) as u32).to_le_bytes());
@@ -296,14 +318,15 @@ impl VcpuMachine {
         }
         let set = self.vm.clock.changes();
         let was_set = std::mem::replace(&mut self.clock_set, set) != set;
-        if std::mem::take(&mut self.clock_changed) || was_set {
+        let is_due = self.clock_due.is_some_and(|due| host_tsc() >= due);
+        if std::mem::take(&mut self.clock_changed) || was_set || is_due {
+            self.clock_due = None;
             let address = self.msr(index::KVM_SYSTEM_TIME_NEW);
             if address & 1 != 0 {
                 self.clock_version = self.clock_version.wrapping_add(2) & !1;
-                let (tsc, now) = (self.guest_tsc(), self.vm.clock.kvmclock());
-                let mut page = clock::system_time(self.clock_version, tsc, now, self.tsc.khz());
-                page[29] |= u8::from(self.guest_paused) << 1;
                 let odd = (self.clock_version | 1).to_le_bytes();
+                let parameters = self.vm.clock.parameters(&self.tsc);
+                let page = parameters.page(self.clock_version, self.guest_paused);
                 // The version is odd while the rest changes, for readers on other vCPUs.
                 let written = self.write_guest(address & !1, &odd)
                     && self.write_guest((address & !1) + 4, &page[4..])
@@ -311,6 +334,7 @@ impl VcpuMachine {
                 // A signal may have interrupted the wait for guest memory: retry later, or the guest's clock stops.
                 self.clock_changed = !written && self.is_called_out();
                 self.guest_paused &= self.clock_changed;
+                self.clock_due = self.vm.clock.refresh(&parameters);
             }
         }
     }

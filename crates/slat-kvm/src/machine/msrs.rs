@@ -1,6 +1,7 @@
 //! Access to model-specific registers. Access to an unknown MSR is #GP for the guest and ends `KVM_GET_MSRS`/`KVM_SET_MSRS` early,
 //! as with KVM's `ignore_msrs=0`.
 
+use crate::clock::{TscChange, ordered_tsc};
 use crate::machine::{VcpuMachine, speculation};
 use crate::msr::index::*;
 use crate::msr::{PLATFORM_INFO_CPUID_FAULT, fixed, microcode_revision};
@@ -293,24 +294,29 @@ pub(crate) fn write_machine(
     };
     match index {
         TSC if !by_guest => {
-            machine.vm.clock.set_tsc(&mut machine.tsc, value, true);
-            machine.clock_page_changed();
+            machine.change_tsc(TscChange::Value(value));
         }
         TSC => {
             let change = value.wrapping_sub(machine.guest_tsc());
-            machine.move_tsc(change);
+            machine.change_tsc(TscChange::Shift(change));
             let adjust = machine.msr(TSC_ADJUST).wrapping_add(change);
             machine.store(TSC_ADJUST, adjust);
         }
         TSC_ADJUST => {
             if by_guest {
-                machine.move_tsc(value.wrapping_sub(machine.msr(TSC_ADJUST)));
+                let change = value.wrapping_sub(machine.msr(TSC_ADJUST));
+                machine.change_tsc(TscChange::Shift(change));
             }
             machine.store(TSC_ADJUST, value);
         }
         APIC_BASE => machine.set_apic_base(value, by_guest)?,
         TSC_DEADLINE => {
-            let tsc = machine.guest_tsc();
+            // One moment by both: a timer that waits for a TSC does not expire before it.
+            let host_tsc = ordered_tsc();
+            let (tsc, now) = (
+                machine.tsc.at(host_tsc),
+                machine.vm.clock.timer_time(host_tsc),
+            );
             let effect = (machine.common.lapic()).map_or(Effect::None, |mut lapic| {
                 lapic.set_tsc_deadline(value, tsc, now)
             });

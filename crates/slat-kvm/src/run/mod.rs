@@ -402,6 +402,8 @@ impl VcpuObject {
         }
         if by_host {
             inner.machine.engine.quiesce();
+        }
+        if by_host || raised & bits::POLL != 0 {
             inner.machine.write_clocks();
         }
         if raised & bits::TIMER != 0 {

@@ -190,7 +190,7 @@ impl VcpuObject {
         });
         let common = VcpuCommon::new(id, index, engine.attention().clone(), counted, lapic)?;
         let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
-        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
+        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base)?;
         let waiting = irqchip && !bootstrap;
         let mut inner = Inner {
             cpu,
@@ -263,7 +263,7 @@ impl VcpuObject {
     /// `EINVAL` for a frequency beyond KVM's own limits.
     pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
         let khz = clock::frequency(khz)?;
-        self.lock()?.machine.set_tsc_khz(khz);
+        self.lock()?.machine.change_tsc(clock::TscChange::Khz(khz));
         Ok(())
     }
 

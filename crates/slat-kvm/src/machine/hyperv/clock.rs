@@ -1,19 +1,39 @@
 //! The reference clock, and the page by which the guest computes it from its TSC.
 
+use crate::clock::ordered_tsc;
 use crate::machine::VcpuMachine;
-use slat_hyperv::clock::TscPage;
+use slat_hyperv::clock::{TscPage, UNIT};
 use slat_hyperv::partition::{DuePage, PageOutcome, Partition};
 
 impl VcpuMachine {
-    /// The reference clock now, in units of 100 ns. Computed from this vCPU's TSC where the guest has a page: all vCPUs of a guest
-    /// that uses one have the same TSC.
+    /// The reference clock now, in units of 100 ns: kvmclock, with the arithmetic of the guest's page, also while there is none.
     pub(super) fn reference_time(&self) -> u64 {
         (self.vm.hyperv).with_partition(|partition| self.time_of(partition))
     }
 
     /// Like [`reference_time`](Self::reference_time), with the partition locked already.
     pub(super) fn time_of(&self, partition: &Partition) -> u64 {
-        partition.time(self.guest_tsc(), self.vm.clock.kvmclock())
+        let page = self.tsc_page();
+        let host_tsc = ordered_tsc();
+        let tsc = self.tsc.at(host_tsc);
+        let now = match page {
+            Some(page) => page.time(tsc).wrapping_mul(UNIT),
+            None => self.vm.clock.kvmclock_at(host_tsc),
+        };
+        partition.time(tsc, now)
+    }
+
+    /// Returns the contents of a page that is written now. `None`: the vCPUs' TSCs differ, or are too slow, and no page is right.
+    fn tsc_page(&self) -> Option<TscPage> {
+        let clock = self.vm.clock.parameters(&self.tsc);
+        let clock = clock.without_wrap(self.guest_tsc());
+        let page = TscPage::new(
+            clock.scale.mul,
+            clock.scale.shift,
+            clock.tsc,
+            clock.nanoseconds,
+        );
+        page.filter(|_| clock.is_stable)
     }
 
     /// Writes the guest's page of the reference clock, if it is to be written. The vCPU is entered. If that is interrupted, leaves it to
@@ -45,8 +65,7 @@ impl VcpuMachine {
         // While the rest changes, guests on other vCPUs read the MSR.
         let mut write = |offset, bytes: &[u8]| self.write_guest(at + offset, bytes).then_some(());
         write(0, &0u32.to_le_bytes())?;
-        let (tsc, now) = (self.guest_tsc(), self.vm.clock.kvmclock());
-        let Some(mut page) = TscPage::new(self.tsc.khz(), tsc, now) else {
+        let Some(mut page) = self.tsc_page() else {
             return Some(PageOutcome::Broken);
         };
         page.sequence = TscPage::next_sequence(due.last_sequence.max(old.sequence));

@@ -1,0 +1,482 @@
+//! Time in a VM. Everything that a guest can read follows from the host's TSC:
+//!
+//! | clock | what it is |
+//! |---|---|
+//! | a vCPU's TSC ([`Tsc`]) | the host's TSC, scaled if the client has set another frequency, plus an offset |
+//! | kvmclock ([`VmClock::kvmclock`]) | the VM's pair: nanoseconds at one value of the host's TSC; from there on the host's TSC counts |
+//! | the page of a vCPU ([`VmClock::parameters`]) | the pair in the terms of the vCPU's TSC, and nanoseconds per cycle |
+//! | `KVM_GET_CLOCK`, the wall clock's page, Hyper-V's reference clock and its page | kvmclock |
+//! | the time of timers ([`VmClock::now`]) | the host's TSC since the VM was created, in nanoseconds |
+//!
+//! Steal time has no moment: it adds up durations that the host's scheduler measures.
+//!
+//! # kvmclock
+//! A VM has one pair, as KVM has its master clock. While the TSCs of all vCPUs are equal, `KVM_GET_CLOCK` computes the clock exactly as
+//! guests do, with the same multiplier. So no reading depends on the vCPU or on when its page was written, and guests are told
+//! that the clock is stable: they do not compare readings. When TSCs differ, as after a guest's write to one of them, the clock is not
+//! stable, and `KVM_GET_CLOCK` says neither that nor the host's TSC. Then the clock is computed exactly, each page has the vCPU's
+//! own scale, and pages are written again each minute ([`REFRESH`]): a scale is rounded down, so a page is at most 30 ns late,
+//! and never ahead.
+//!
+//! The pair changes
+//! * by `KVM_SET_CLOCK`. No vCPU executes guest code from before the change until the vCPU has the new pair ([`VmClock::update`]), so
+//!   guests do not see the old clock on one vCPU after the new one on another;
+//! * when TSCs become equal or different, and with the frequency of all: then the clock continues from its present value, rounded up.
+//!
+//! # Frequencies
+//! The host's frequency is one number for the process ([`host`]). A VM that is migrated to another process, or another host, continues
+//! from the clock that the client sets, by the new host's frequency: only the rate changes, by what the measurements differ. A frequency
+//! that the client sets within 250 ppm of the host's is not scaled, as in KVM. The TSC then counts by up to so much faster or slower than the guest
+//! was told; kvmclock, Hyper-V's clock and timers do not, because they count with the host's frequency and not with the one that was asked for.
+//!
+//! # Timers
+//! [`VmClock::now`] and the TSC are one counter, so a deadline in TSC cycles and one in nanoseconds expire at the same time, and no timer
+//! expires before the guest's clocks say so. The ticker sleeps by the host's `CLOCK_MONOTONIC`, which NTP makes faster or slower, by at most
+//! 500 ppm. That matters for one wait at a time only, because [`VmClock::instant`] converts what is left: a ticker that comes too early finds the timer
+//! not expired and waits again. The 8254 counts by `CLOCK_MONOTONIC`, in which `KVM_GET_PIT2` tells when a count began.
+//!
+//! # The host sleeps
+//! A TSC that goes on meanwhile makes guests' clocks jump forward, as KVM's do. slat does not notice a TSC that begins at 0 again (S3 on
+//! machines without `nonstop_tsc_s3`).
+
+pub(crate) mod host;
+mod page;
+mod tsc;
+
+pub use host::tsc_khz as host_tsc_khz;
+pub(crate) use host::{monotonic, note_start, ordered_tsc, tsc as host_tsc};
+pub(crate) use page::{Parameters, Scale};
+pub(crate) use tsc::{Tsc, frequency};
+
+use crate::errno::Result;
+use crate::heap;
+use host::Moment;
+use kvm_bindings::{KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, KVM_CLOCK_TSC_STABLE};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The flags that `KVM_GET_CLOCK` can return and `KVM_SET_CLOCK` accepts.
+pub const FLAGS: u32 = KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
+/// Seconds after which the page of a clock that is not stable is written again.
+const REFRESH: u64 = 60;
+/// The longest time that is added to a deadline, in nanoseconds: see [`VmClock::instant`].
+const MARGIN: u64 = 50_000;
+const YEAR: u64 = 365 * 24 * 3600 * 1_000_000_000;
+
+/// A VM's clock.
+#[derive(Debug)]
+pub struct VmClock {
+    /// The host's TSC when the VM was created.
+    start: u64,
+    /// Nanoseconds per cycle of the host's TSC.
+    scale: Scale,
+    kvmclock: Mutex<Kvmclock>,
+    /// How often the pair has changed: after each change vCPUs write their pages again.
+    changes: AtomicU64,
+    /// Held during an update.
+    turn: Mutex<()>,
+    /// Whether there is an update.
+    is_updating: AtomicBool,
+    /// The TSC's frequency of new vCPUs.
+    tsc_khz: AtomicU32,
+}
+
+/// The pair, and the TSCs of the VM's vCPUs.
+#[derive(Debug)]
+struct Kvmclock {
+    /// The host's TSC at a moment.
+    host_tsc: u64,
+    /// The clock at that moment.
+    nanoseconds: u64,
+    /// How the clock is computed while the TSCs of all vCPUs are equal: their ratio to the host's TSC, and nanoseconds per cycle.
+    /// `None`: they differ.
+    common: Option<(u64, Scale)>,
+    /// The vCPUs' TSCs by number; `None`: that number is free.
+    tscs: Vec<Option<Tsc>>,
+    /// The TSC that was set last by the client, or for a new vCPU.
+    last: Option<LastTsc>,
+}
+
+/// The TSC that was set last on a vCPU of the VM.
+#[derive(Clone, Copy, Debug)]
+struct LastTsc {
+    tsc: Tsc,
+    /// Whether the client has set the TSC of any vCPU.
+    by_client: bool,
+}
+
+/// What a vCPU's TSC is set to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum TscChange {
+    /// The client writes the TSC, or a vCPU is new, which writes 0. Zero, or a value within a second of what the TSC that the client
+    /// set last would be now, synchronizes with the last TSC of the same frequency: as with KVM, a client that sets its vCPUs one after
+    /// the other gets the same TSC on all.
+    Value(u64),
+    /// The client sets `KVM_VCPU_TSC_OFFSET`.
+    Offset(u64),
+    /// The client sets the frequency; the TSC continues. A TSC that is within a second of one that has been given this frequency before
+    /// is synchronized with that.
+    Khz(u32),
+    /// The guest writes its TSC, or TSC_ADJUST: this is added.
+    Shift(u64),
+}
+
+impl Kvmclock {
+    /// The clock when the host's TSC is `host_tsc`; not before the pair's moment.
+    fn at(&self, host_tsc: u64) -> u64 {
+        let host_tsc = host_tsc.max(self.host_tsc);
+        let since = match self.common {
+            Some((ratio, scale)) => {
+                let cycles = |host_tsc| tsc::scaled(host_tsc, ratio);
+                scale.nanoseconds(cycles(host_tsc).wrapping_sub(cycles(self.host_tsc)))
+            }
+            None => {
+                let cycles = u128::from(host_tsc - self.host_tsc);
+                (cycles * 1_000_000 / u128::from(host_tsc_khz().max(1))) as u64
+            }
+        };
+        self.nanoseconds.wrapping_add(since)
+    }
+
+    /// Computes `common` again. If it has changed, the clock continues from its value when the host's TSC is `host_tsc`: rounded up,
+    /// so that no reading is before one by the old pair. Returns whether it has changed.
+    fn look_at_tscs(&mut self, host_tsc: u64) -> bool {
+        let mut tscs = self.tscs.iter().flatten();
+        let ratio = match tscs.next() {
+            None => Some(tsc::SAME),
+            Some(first) => (tscs.all(|tsc| tsc.is_same(first))).then_some(first.ratio()),
+        };
+        let changes = self.common.map(|(ratio, _)| ratio) != ratio;
+        if changes {
+            let now = self.at(host_tsc).wrapping_add(1);
+            (self.host_tsc, self.nanoseconds) = (host_tsc.max(self.host_tsc), now);
+            self.common = ratio.map(|ratio| (ratio, Scale::new(ratio)));
+        }
+        changes
+    }
+
+    /// Returns what `tsc` becomes when the host's TSC is `host_tsc`.
+    fn changed(&mut self, mut tsc: Tsc, change: TscChange, host_tsc: u64, by_client: bool) -> Tsc {
+        let second = 1000 * u64::from(tsc.khz());
+        let is_near = |last: &LastTsc, value: u64| {
+            let expected = last.tsc.at(host_tsc);
+            expected.wrapping_sub(value).wrapping_add(second) < 2 * second
+        };
+        match change {
+            TscChange::Shift(change) => {
+                tsc.shift(change);
+                return tsc;
+            }
+            TscChange::Offset(offset) => tsc.set_offset(offset),
+            TscChange::Value(value) => {
+                let same = self.last.filter(|last| {
+                    let synchronizes = value == 0 || last.by_client && is_near(last, value);
+                    last.tsc.khz() == tsc.khz() && synchronizes
+                });
+                match same {
+                    Some(same) => tsc.set_offset(same.tsc.offset()),
+                    None => tsc.shift(value.wrapping_sub(tsc.at(host_tsc))),
+                }
+            }
+            TscChange::Khz(khz) => {
+                let value = tsc.at(host_tsc);
+                tsc.set_khz(khz, host_tsc);
+                let same = (self.last)
+                    .filter(|last| last.tsc.khz() == khz && is_near(last, value))
+                    .filter(|last| last.tsc.ratio() == tsc.ratio());
+                if let Some(same) = same {
+                    tsc.set_offset(same.tsc.offset());
+                }
+            }
+        }
+        let by_client = by_client || self.last.is_some_and(|last| last.by_client);
+        self.last = Some(LastTsc { tsc, by_client });
+        tsc
+    }
+}
+
+impl VmClock {
+    /// Creates a clock that starts at zero now.
+    pub fn new() -> Self {
+        let scale = Scale::new(tsc::SAME);
+        let start = ordered_tsc();
+        VmClock {
+            start,
+            scale,
+            kvmclock: Mutex::new(Kvmclock {
+                host_tsc: start,
+                nanoseconds: 0,
+                common: Some((tsc::SAME, scale)),
+                tscs: Vec::new(),
+                last: None,
+            }),
+            changes: AtomicU64::new(0),
+            turn: Mutex::default(),
+            is_updating: AtomicBool::new(false),
+            tsc_khz: AtomicU32::new(host_tsc_khz()),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Kvmclock> {
+        self.kvmclock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nanoseconds since the VM was created, for timers. `KVM_SET_CLOCK` does not change them.
+    pub fn now(&self) -> u64 {
+        self.timer_time(ordered_tsc())
+    }
+
+    /// [`now`](Self::now) when the host's TSC is `host_tsc`.
+    pub(crate) fn timer_time(&self, host_tsc: u64) -> u64 {
+        (self.scale).nanoseconds(host_tsc.saturating_sub(self.start))
+    }
+
+    /// The moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. It is late by 1/2048 of the wait, and not
+    /// more than 50 µs: the host's monotonic clock is faster or slower than the TSC by less, and a ticker that came too early
+    /// would have to wait a second time.
+    pub fn instant(&self, nanoseconds: u64) -> Instant {
+        let wait = nanoseconds.saturating_sub(self.now()).min(YEAR);
+        Instant::now() + Duration::from_nanos(wait + (wait / 2048).min(MARGIN))
+    }
+
+    /// The clock that `KVM_GET_CLOCK` shows.
+    pub fn kvmclock(&self) -> u64 {
+        self.kvmclock_at(ordered_tsc())
+    }
+
+    /// [`kvmclock`](Self::kvmclock) when the host's TSC is `host_tsc`.
+    pub(crate) fn kvmclock_at(&self, host_tsc: u64) -> u64 {
+        self.lock().at(host_tsc)
+    }
+
+    /// Reads the clock, the host's wall clock and the host's TSC at one moment.
+    pub(crate) fn read(&self) -> Reading {
+        let Moment { tsc, ns, .. } = Moment::of_realtime();
+        let kvmclock = self.lock();
+        Reading {
+            clock: kvmclock.at(tsc),
+            realtime: ns,
+            host_tsc: tsc,
+            is_stable: kvmclock.common.is_some(),
+        }
+    }
+
+    /// The wall clock when the clock was zero, in nanoseconds since 1970, UTC. The client may have set the clock to any value: modulo
+    /// 2^64.
+    pub(crate) fn boot_time(&self) -> u64 {
+        let now = self.read();
+        now.realtime.wrapping_sub(now.clock)
+    }
+
+    /// Sets the clock to `data`, for `KVM_SET_CLOCK`. `since`: a moment of the wall clock; the time that has passed since then is added.
+    /// One in the future does not set the clock back. Call in [`update`](Self::update).
+    pub(crate) fn set(&self, clock: u64, since: Option<u64>) {
+        let (host_tsc, passed) = match since {
+            None => (ordered_tsc(), 0),
+            Some(since) => {
+                let now = Moment::of_realtime();
+                (now.tsc, now.ns.saturating_sub(since))
+            }
+        };
+        let mut kvmclock = self.lock();
+        (kvmclock.host_tsc, kvmclock.nanoseconds) = (host_tsc, clock.wrapping_add(passed));
+        drop(kvmclock);
+        self.changes.fetch_add(1, Ordering::Release);
+    }
+
+    /// Runs `work`, which changes the pair, while no vCPU executes guest code. `stop` returns when each vCPU has left the engine's reader
+    /// section or has called [`is_updating`](Self::is_updating) since: there it waits, outside the section, for the end of the update.
+    /// The caller is in no section.
+    pub(crate) fn update(&self, stop: impl FnOnce(), work: impl FnOnce()) {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        // SeqCst: a vCPU that enters its section after `stop` has looked at it sees the flag.
+        self.is_updating.store(true, Ordering::SeqCst);
+        stop();
+        work();
+        self.is_updating.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether there is an update, for whose end a vCPU has to wait before it executes guest code.
+    pub(crate) fn is_updating(&self) -> bool {
+        self.is_updating.load(Ordering::SeqCst)
+    }
+
+    /// Waits for the end of an update. The caller is in no reader section.
+    pub(crate) fn wait_for_update(&self) {
+        drop(self.turn.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// How often the pair has changed.
+    pub fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
+    }
+
+    /// Returns what the page of a vCPU with this TSC shows from now on.
+    pub(crate) fn parameters(&self, tsc: &Tsc) -> Parameters {
+        let kvmclock = self.lock();
+        match kvmclock.common {
+            Some((_, scale)) => Parameters {
+                tsc: tsc.at(kvmclock.host_tsc),
+                nanoseconds: kvmclock.nanoseconds,
+                scale,
+                is_stable: true,
+            },
+            None => {
+                let host_tsc = ordered_tsc();
+                Parameters {
+                    tsc: tsc.at(host_tsc),
+                    nanoseconds: kvmclock.at(host_tsc),
+                    scale: Scale::new(tsc.ratio()),
+                    is_stable: false,
+                }
+            }
+        }
+    }
+
+    /// Returns the host's TSC at which a page of `parameters` is to be written again. `None`: it stays right.
+    pub(crate) fn refresh(&self, parameters: &Parameters) -> Option<u64> {
+        let cycles = REFRESH * 1000 * u64::from(host_tsc_khz());
+        (!parameters.is_stable).then(|| host_tsc().wrapping_add(cycles))
+    }
+
+    /// Returns the TSC of a new vCPU, and the number by which the clock knows it: zero for the first vCPU of a VM, else the TSC that was set
+    /// last. Call [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn new_tsc(&self) -> Result<(usize, Tsc)> {
+        let mut kvmclock = self.lock();
+        let free = kvmclock.tscs.iter().position(Option::is_none);
+        let number = free.unwrap_or(kvmclock.tscs.len());
+        if free.is_none() {
+            heap::reserve(&mut kvmclock.tscs, 1)?;
+            kvmclock.tscs.push(None);
+        }
+        let host_tsc = ordered_tsc();
+        let tsc = Tsc::new(self.tsc_khz());
+        let tsc = kvmclock.changed(tsc, TscChange::Value(0), host_tsc, false);
+        kvmclock.tscs[number] = Some(tsc);
+        self.follow_tscs(kvmclock, host_tsc);
+        Ok((number, tsc))
+    }
+
+    /// Changes the TSC of the vCPU with this number. Returns whether the pair has changed: then all vCPUs have to write their pages
+    /// again, and else this one alone.
+    pub(crate) fn change_tsc(&self, number: usize, tsc: &mut Tsc, change: TscChange) -> bool {
+        let mut kvmclock = self.lock();
+        let host_tsc = ordered_tsc();
+        *tsc = kvmclock.changed(*tsc, change, host_tsc, true);
+        kvmclock.tscs[number] = Some(*tsc);
+        self.follow_tscs(kvmclock, host_tsc)
+    }
+
+    fn follow_tscs(&self, mut kvmclock: MutexGuard<'_, Kvmclock>, host_tsc: u64) -> bool {
+        let changes = kvmclock.look_at_tscs(host_tsc);
+        drop(kvmclock);
+        if changes {
+            self.changes.fetch_add(1, Ordering::Release);
+        }
+        changes
+    }
+
+    /// Forgets the TSC of a vCPU that is dropped. Returns whether the pair has changed, like [`change_tsc`](Self::change_tsc).
+    pub(crate) fn forget_tsc(&self, number: usize) -> bool {
+        let mut kvmclock = self.lock();
+        kvmclock.tscs[number] = None;
+        self.follow_tscs(kvmclock, ordered_tsc())
+    }
+
+    /// The TSC's frequency of new vCPUs.
+    pub fn tsc_khz(&self) -> u32 {
+        self.tsc_khz.load(Ordering::Relaxed)
+    }
+
+    /// Sets the TSC's frequency of new vCPUs.
+    pub(crate) fn set_tsc_khz(&self, khz: u32) {
+        self.tsc_khz.store(khz, Ordering::Relaxed);
+    }
+}
+
+impl Default for VmClock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What [`VmClock::read`] returns.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reading {
+    /// Nanoseconds of the VM's clock.
+    pub(crate) clock: u64,
+    /// Nanoseconds since 1970, UTC.
+    pub(crate) realtime: u64,
+    /// Cycles.
+    pub(crate) host_tsc: u64,
+    /// Whether all vCPUs' pages show the same clock.
+    pub(crate) is_stable: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn new_vcpu(clock: &VmClock) -> (usize, Tsc) {
+        clock.new_tsc().unwrap()
+    }
+
+    #[test]
+    fn vcpus_that_are_set_one_after_the_other_have_the_same_tsc() {
+        let clock = VmClock::new();
+        let (mut first, mut second) = (new_vcpu(&clock), new_vcpu(&clock));
+        assert_eq!(first.1.offset(), second.1.offset());
+        let set = |vcpu: &mut (usize, Tsc), change| clock.change_tsc(vcpu.0, &mut vcpu.1, change);
+        assert!(set(&mut first, TscChange::Value(1 << 40)), "they differ");
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(
+            set(&mut second, TscChange::Value(1 << 40)),
+            "they are equal"
+        );
+        assert_eq!(first.1.offset(), second.1.offset());
+        assert_eq!(
+            new_vcpu(&clock).1.offset(),
+            first.1.offset(),
+            "of a new vCPU"
+        );
+        set(&mut second, TscChange::Value(1 << 41));
+        assert_ne!(first.1.offset(), second.1.offset());
+        assert!(!clock.read().is_stable);
+        assert!(clock.forget_tsc(1) && clock.read().is_stable);
+    }
+
+    #[test]
+    fn vcpus_whose_frequency_is_set_one_after_the_other_have_the_same_tsc() {
+        let clock = VmClock::new();
+        let (mut first, mut second) = (new_vcpu(&clock), new_vcpu(&clock));
+        let khz = TscChange::Khz(host_tsc_khz() / 3);
+        clock.change_tsc(first.0, &mut first.1, khz);
+        assert!(!clock.read().is_stable);
+        clock.change_tsc(second.0, &mut second.1, khz);
+        assert!(clock.read().is_stable && first.1.is_same(&second.1));
+    }
+
+    #[test]
+    fn the_clock_can_be_set() {
+        let clock = VmClock::new();
+        clock.set(1 << 50, None);
+        assert!(clock.kvmclock() >= 1 << 50);
+        assert!(clock.kvmclock() < (1 << 50) + 10_000_000_000);
+    }
+
+    #[test]
+    fn a_deadline_is_not_before_its_time() {
+        let clock = VmClock::new();
+        for wait in [0, 1, 1_000_000, 1 << 40, u64::MAX] {
+            let begin = Instant::now();
+            let now = clock.now();
+            let deadline = clock.instant(now.saturating_add(wait));
+            let left = (deadline - begin).as_nanos() as u64;
+            assert!(left >= wait.min(YEAR), "{wait}: {left}");
+        }
+    }
+}
