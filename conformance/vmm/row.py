@@ -28,6 +28,7 @@ ROWS = {
     "numa": "rows.numa",
     "cpu": "rows.cpu",
     "hyperv": "rows.hyperv",
+    "clock": "rows.clock",
     "bus-lock": "rows.bus_lock",
     "nested": "rows.nested",
     "xen": "rows.xen",

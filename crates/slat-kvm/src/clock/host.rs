@@ -1,14 +1,15 @@
 //! The host's clocks: its TSC, the frequency of the TSC, its monotonic clock and its wall clock.
 //!
 //! # The frequency
-//! All VMs of a process use one frequency, in kHz, which never changes ([`tsc_khz`]). CPUID tells it where the hypervisor's timing leaf or
-//! the TSC leaf is exact. Otherwise it is measured against `CLOCK_MONOTONIC_RAW`. The kernel computes that clock from the TSC by its own
-//! calibration, and NTP does not correct it, so the measurement finds the kernel's number. A long baseline makes it exact: two readings
-//! that are 16 ms apart, each the best of many, are good to 0.3 ppm, and rounding to kHz is 0.2 ppm at 2.5 GHz. The first reading is
-//! taken when `/dev/kvm` is opened ([`note_start`]), so that few programs wait for the second one.
+//! All VMs of a process use one frequency, in kHz, which never changes ([`tsc_khz`]). CPUID tells it where the
+//! hypervisor's timing leaf or the TSC leaf is exact. Otherwise it is measured against `CLOCK_MONOTONIC_RAW`. The
+//! kernel computes that clock from the TSC by its own calibration, and NTP does not correct it, so the measurement
+//! finds the kernel's number. A long baseline makes it exact: two readings that are 16 ms apart, each the best of many,
+//! are good to 0.3 ppm, and rounding to kHz is 0.2 ppm at 2.5 GHz. The first reading is taken when `/dev/kvm` is opened
+//! ([`note_start`]), so that few programs wait for the second one.
 //!
-//! No thread waits for another one: each that needs the frequency before it is known measures by itself, and the first result is
-//! everybody's. So a child that is forked meanwhile does not wait for a thread that it does not have.
+//! No thread waits for another one: each that needs the frequency before it is known measures by itself, and the first
+//! result is everybody's. So a child that is forked meanwhile does not wait for a thread that it does not have.
 //!
 //! # Simulation
 //! Unit tests set the clocks of their thread (`simulated`), so that hours pass at once.
@@ -23,8 +24,10 @@ const HYPERVISOR: u32 = 1 << 31;
 const HYPERVISOR_TIMING: u32 = 0x4000_0010;
 /// The TSC leaf: Hz of the crystal in ECX, times EBX / EAX.
 const TSC_LEAF: u32 = 0x15;
-/// How many readings of the clock the best one is chosen of.
-const READINGS: u32 = 32;
+/// How many readings the best one is chosen of, for a measurement.
+const MANY: u32 = 32;
+/// How many readings the best one is chosen of, for a client.
+const FEW: u32 = 4;
 /// Cycles between the two readings of a measurement, for each cycle that they took: 16 ms where a reading takes 40 ns.
 const BASELINE: u64 = 200_000;
 /// The longest measurement, for hosts where a reading is a system call.
@@ -40,7 +43,8 @@ pub(crate) fn tsc() -> u64 {
     unsafe { _rdtsc() }
 }
 
-/// Reads the host's TSC after all loads before this call: a thread that has seen another thread's TSC must not read an older one.
+/// Reads the host's TSC after all loads before this call: a thread that has seen another thread's TSC must not read an
+/// older one.
 pub(crate) fn ordered_tsc() -> u64 {
     // SAFETY: SSE2 is part of x86-64.
     unsafe { _mm_lfence() };
@@ -58,8 +62,8 @@ fn read(clock: libc::clockid_t) -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Returns the nanoseconds of the host's monotonic clock: `KVM_GET_PIT2` says in them when a count began, and perf takes them for the
-/// times of compiled code.
+/// Returns the nanoseconds of the host's monotonic clock: `KVM_GET_PIT2` says in them when a count began, and perf
+/// takes them for the times of compiled code.
 pub(crate) fn monotonic() -> u64 {
     read(libc::CLOCK_MONOTONIC)
 }
@@ -86,15 +90,20 @@ impl Moment {
         }
     }
 
-    /// Returns the reading that took the fewest cycles, of `READINGS`.
-    fn best(clock: libc::clockid_t) -> Self {
-        let rest = (1..READINGS).map(|_| Self::once(clock));
+    /// Returns the reading that took the fewest cycles, of `readings`.
+    fn best(clock: libc::clockid_t, readings: u32) -> Self {
+        let rest = (1..readings).map(|_| Self::once(clock));
         rest.fold(Self::once(clock), |best, one| {
             match one.width < best.width {
                 true => one,
                 false => best,
             }
         })
+    }
+
+    /// Reads the clock by which the frequency is measured.
+    fn for_measurement() -> Self {
+        Self::best(libc::CLOCK_MONOTONIC_RAW, MANY)
     }
 
     /// Returns the TSC and the wall clock: nanoseconds since 1970, UTC.
@@ -107,7 +116,7 @@ impl Moment {
                 width: 0,
             };
         }
-        Self::best(libc::CLOCK_REALTIME)
+        Self::best(libc::CLOCK_REALTIME, FEW)
     }
 }
 
@@ -115,18 +124,20 @@ impl Moment {
 static START: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
 static START_STATE: AtomicU8 = AtomicU8::new(EMPTY);
 const EMPTY: u8 = 0;
-/// A thread writes the reading. In a child that was forked meanwhile, nobody does: its measurements take a first reading each.
+/// A thread writes the reading. In a child that was forked meanwhile, nobody does: its measurements take a first
+/// reading each.
 const BEING_NOTED: u8 = 1;
 const NOTED: u8 = 2;
 /// The frequency in kHz; 0 while it is not known.
 static KHZ: AtomicU32 = AtomicU32::new(0);
 
-/// Takes the first reading of the measurement, unless the process has it. Call early: [`tsc_khz`] waits until the reading is old enough.
+/// Takes the first reading of the measurement, unless the process has it. Call early: [`tsc_khz`] waits until the
+/// reading is old enough.
 pub(crate) fn note_start() {
     let claimed =
         START_STATE.compare_exchange(EMPTY, BEING_NOTED, Ordering::Relaxed, Ordering::Relaxed);
     if claimed.is_ok() {
-        let moment = Moment::best(libc::CLOCK_MONOTONIC_RAW);
+        let moment = Moment::for_measurement();
         for (word, value) in START.iter().zip([moment.tsc, moment.ns, moment.width]) {
             word.store(value, Ordering::Relaxed);
         }
@@ -136,13 +147,14 @@ pub(crate) fn note_start() {
 
 fn start() -> Moment {
     if START_STATE.load(Ordering::Acquire) != NOTED {
-        return Moment::best(libc::CLOCK_MONOTONIC_RAW);
+        return Moment::for_measurement();
     }
     let [tsc, ns, width] = [0, 1, 2].map(|word| START[word].load(Ordering::Relaxed));
     Moment { tsc, ns, width }
 }
 
-/// Returns the frequency of the host's TSC: always the same in this process, also after a fork. The first call may take 16 ms.
+/// Returns the frequency of the host's TSC: always the same in this process, also after a fork. The first call may take
+/// 16 ms.
 pub fn tsc_khz() -> u32 {
     #[cfg(test)]
     if let Some(host) = simulated::get() {
@@ -160,7 +172,8 @@ pub fn tsc_khz() -> u32 {
     }
 }
 
-/// Returns the frequency that CPUID tells exactly. A crystal's frequency that only leaf 0x16 tells is rounded to MHz: not used.
+/// Returns the frequency that CPUID tells exactly. A crystal's frequency that only leaf 0x16 tells is rounded to MHz:
+/// not used.
 fn khz_of_cpuid() -> Option<u32> {
     let virtualized = host_leaf(1, 0).ecx & HYPERVISOR != 0;
     let khz = if virtualized {
@@ -173,7 +186,8 @@ fn khz_of_cpuid() -> Option<u32> {
     u32::try_from(khz).ok().filter(|&khz| khz != 0)
 }
 
-/// Measures the frequency from `start` to a moment that is late enough. Does not sleep: a seccomp filter of the program may forbid it.
+/// Measures the frequency from `start` to a moment that is late enough. Does not sleep: a seccomp filter of the program
+/// may forbid it.
 fn measure(start: Moment) -> u32 {
     loop {
         let now = Moment::once(libc::CLOCK_MONOTONIC_RAW);
@@ -182,7 +196,7 @@ fn measure(start: Moment) -> u32 {
             now.ns.wrapping_sub(start.ns),
         );
         if cycles >= BASELINE * (start.width + now.width) || ns >= LONGEST_NS {
-            let end = Moment::best(libc::CLOCK_MONOTONIC_RAW);
+            let end = Moment::for_measurement();
             return khz_between(&start, &end);
         }
         std::hint::spin_loop();
@@ -246,8 +260,8 @@ pub(crate) mod simulated {
 mod tests {
     use super::*;
 
-    /// Returns kHz by which a measurement of `start` to `end`, or a shorter one by a tenth, may be wrong: 1 ppm, rounding, and a part of
-    /// the cycles that the readings took.
+    /// Returns kHz by which a measurement of `start` to `end`, or a shorter one by a tenth, may be wrong: 1 ppm,
+    /// rounding, and a part of the cycles that the readings took.
     fn tolerance(start: &Moment, end: &Moment) -> u64 {
         let ms = (end.ns - start.ns) / 1_000_000;
         let khz = end.tsc.wrapping_sub(start.tsc) / ms.max(1);
@@ -257,12 +271,16 @@ mod tests {
     /// A frequency that is measured once, in a short time, is the one that a longer time tells.
     #[test]
     fn the_frequency_is_the_kernels() {
-        let start = Moment::best(libc::CLOCK_MONOTONIC_RAW);
+        let start = Moment::for_measurement();
         let short = measure(start);
         std::thread::sleep(std::time::Duration::from_millis(200));
-        let end = Moment::best(libc::CLOCK_MONOTONIC_RAW);
+        let end = Moment::for_measurement();
         let long = khz_between(&start, &end);
-        for khz in [short, tsc_khz()] {
+        // In a child that was forked while its parent took the first reading.
+        let noted = START_STATE.swap(BEING_NOTED, Ordering::Relaxed);
+        let of_child = measure(super::start());
+        START_STATE.store(noted, Ordering::Release);
+        for khz in [short, of_child, tsc_khz()] {
             let error = u64::from(khz.abs_diff(long));
             assert!(
                 error <= tolerance(&start, &end),

@@ -2,42 +2,45 @@
 //!
 //! | clock | what it is |
 //! |---|---|
-//! | a vCPU's TSC ([`Tsc`]) | the host's TSC, scaled if the client has set another frequency, plus an offset |
-//! | kvmclock ([`VmClock::kvmclock`]) | the VM's pair: nanoseconds at one value of the host's TSC; from there on the host's TSC counts |
-//! | the page of a vCPU ([`VmClock::parameters`]) | the pair in the terms of the vCPU's TSC, and nanoseconds per cycle |
+//! | a vCPU's TSC (`Tsc`) | the host's TSC, scaled if the client has set another frequency, plus an offset |
+//! | kvmclock ([`VmClock::kvmclock`]) | the VM's pair: nanoseconds at one host TSC, which counts from there on |
+//! | a vCPU's page (`VmClock::parameters`) | the pair in terms of the vCPU's TSC, and nanoseconds per cycle |
 //! | `KVM_GET_CLOCK`, the wall clock's page, Hyper-V's reference clock and its page | kvmclock |
 //! | the time of timers ([`VmClock::now`]) | the host's TSC since the VM was created, in nanoseconds |
 //!
 //! Steal time has no moment: it adds up durations that the host's scheduler measures.
 //!
 //! # kvmclock
-//! A VM has one pair, as KVM has its master clock. While the TSCs of all vCPUs are equal, `KVM_GET_CLOCK` computes the clock exactly as
-//! guests do, with the same multiplier. So no reading depends on the vCPU or on when its page was written, and guests are told
-//! that the clock is stable: they do not compare readings. When TSCs differ, as after a guest's write to one of them, the clock is not
-//! stable, and `KVM_GET_CLOCK` says neither that nor the host's TSC. Then the clock is computed exactly, each page has the vCPU's
-//! own scale, and pages are written again each minute ([`REFRESH`]): a scale is rounded down, so a page is at most 30 ns late,
-//! and never ahead.
+//! A VM has one pair, as KVM has its master clock. While the TSCs of all vCPUs are equal, `KVM_GET_CLOCK` computes the
+//! clock exactly as guests do, with the same multiplier. So no reading depends on the vCPU or on when its page was
+//! written, and guests are told that the clock is stable: they do not compare readings. When TSCs differ, as after a
+//! guest's write to one of them, the clock is not stable, and `KVM_GET_CLOCK` says neither that nor the host's TSC.
+//! Then the clock is computed exactly, each page has the vCPU's own scale, and pages are written again each minute
+//! (`REFRESH`): a scale is rounded down, so a page is at most 30 ns late, and never ahead.
 //!
 //! The pair changes
-//! * by `KVM_SET_CLOCK`. No vCPU executes guest code from before the change until the vCPU has the new pair ([`VmClock::update`]), so
-//!   guests do not see the old clock on one vCPU after the new one on another;
-//! * when TSCs become equal or different, and with the frequency of all: then the clock continues from its present value, rounded up.
+//! * by `KVM_SET_CLOCK`. No vCPU executes guest code from before the change until the vCPU has the new pair
+//!   (`VmClock::update`), so guests do not see the old clock on one vCPU after the new one on another;
+//! * when TSCs become equal or different, and with the frequency of all: then the clock continues from its present
+//!   value, rounded up.
 //!
 //! # Frequencies
-//! The host's frequency is one number for the process ([`host`]). A VM that is migrated to another process, or another host, continues
-//! from the clock that the client sets, by the new host's frequency: only the rate changes, by what the measurements differ. A frequency
-//! that the client sets within 250 ppm of the host's is not scaled, as in KVM. The TSC then counts by up to so much faster or slower than the guest
-//! was told; kvmclock, Hyper-V's clock and timers do not, because they count with the host's frequency and not with the one that was asked for.
+//! The host's frequency is one number for the process (`host`). A VM that is migrated to another process, or another
+//! host, continues from the clock that the client sets, by the new host's frequency: only the rate changes, by what the
+//! measurements differ. A frequency that the client sets within 250 ppm of the host's is not scaled, as in KVM. The TSC
+//! then counts by up to so much faster or slower than the guest was told; kvmclock, Hyper-V's clock and timers do not,
+//! because they count with the host's frequency and not with the one that was asked for.
 //!
 //! # Timers
-//! [`VmClock::now`] and the TSC are one counter, so a deadline in TSC cycles and one in nanoseconds expire at the same time, and no timer
-//! expires before the guest's clocks say so. The ticker sleeps by the host's `CLOCK_MONOTONIC`, which NTP makes faster or slower, by at most
-//! 500 ppm. That matters for one wait at a time only, because [`VmClock::instant`] converts what is left: a ticker that comes too early finds the timer
-//! not expired and waits again. The 8254 counts by `CLOCK_MONOTONIC`, in which `KVM_GET_PIT2` tells when a count began.
+//! [`VmClock::now`] and the TSC are one counter, so a deadline in TSC cycles and one in nanoseconds expire at the same
+//! time, and no timer expires before the guest's clocks say so. The ticker sleeps by the host's `CLOCK_MONOTONIC`,
+//! which NTP makes faster or slower, by at most 500 ppm. That matters for one wait at a time only, because
+//! [`VmClock::instant`] converts what is left: a ticker that comes too early finds the timer not expired and waits
+//! again. The 8254 counts by `CLOCK_MONOTONIC`, in which `KVM_GET_PIT2` tells when a count began.
 //!
 //! # The host sleeps
-//! A TSC that goes on meanwhile makes guests' clocks jump forward, as KVM's do. slat does not notice a TSC that begins at 0 again (S3 on
-//! machines without `nonstop_tsc_s3`).
+//! A TSC that goes on meanwhile makes guests' clocks jump forward, as KVM's do. slat does not notice a TSC that begins
+//! at 0 again (S3 on machines without `nonstop_tsc_s3`).
 
 pub(crate) mod host;
 mod page;
@@ -45,7 +48,7 @@ mod tsc;
 
 pub use host::tsc_khz as host_tsc_khz;
 pub(crate) use host::{monotonic, note_start, ordered_tsc, tsc as host_tsc};
-pub(crate) use page::{Parameters, Scale};
+pub(crate) use page::{FLAGS_OFFSET, PAUSED, Parameters, Scale};
 pub(crate) use tsc::{Tsc, frequency};
 
 use crate::errno::Result;
@@ -89,8 +92,8 @@ struct Kvmclock {
     host_tsc: u64,
     /// The clock at that moment.
     nanoseconds: u64,
-    /// How the clock is computed while the TSCs of all vCPUs are equal: their ratio to the host's TSC, and nanoseconds per cycle.
-    /// `None`: they differ.
+    /// How the clock is computed while the TSCs of all vCPUs are equal: their ratio to the host's TSC, and nanoseconds
+    /// per cycle. `None`: they differ.
     common: Option<(u64, Scale)>,
     /// The vCPUs' TSCs by number; `None`: that number is free.
     tscs: Vec<Option<Tsc>>,
@@ -109,14 +112,14 @@ struct LastTsc {
 /// What a vCPU's TSC is set to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TscChange {
-    /// The client writes the TSC, or a vCPU is new, which writes 0. Zero, or a value within a second of what the TSC that the client
-    /// set last would be now, synchronizes with the last TSC of the same frequency: as with KVM, a client that sets its vCPUs one after
-    /// the other gets the same TSC on all.
+    /// The client writes the TSC, or a vCPU is new, which writes 0. Zero, or a value within a second of what the TSC
+    /// that the client set last would be now, synchronizes with the last TSC of the same frequency: as with KVM, a
+    /// client that sets its vCPUs one after the other gets the same TSC on all.
     Value(u64),
     /// The client sets `KVM_VCPU_TSC_OFFSET`.
     Offset(u64),
-    /// The client sets the frequency; the TSC continues. A TSC that is within a second of one that has been given this frequency before
-    /// is synchronized with that.
+    /// The client sets the frequency; the TSC continues. If it is within a second of another vCPU's TSC of this
+    /// frequency, it is synchronized with that.
     Khz(u32),
     /// The guest writes its TSC, or TSC_ADJUST: this is added.
     Shift(u64),
@@ -139,8 +142,8 @@ impl Kvmclock {
         self.nanoseconds.wrapping_add(since)
     }
 
-    /// Computes `common` again. If it has changed, the clock continues from its value when the host's TSC is `host_tsc`: rounded up,
-    /// so that no reading is before one by the old pair. Returns whether it has changed.
+    /// Computes `common` again. If it has changed, the clock continues from its value when the host's TSC is
+    /// `host_tsc`: rounded up, so that no reading is before one by the old pair. Returns whether it has changed.
     fn look_at_tscs(&mut self, host_tsc: u64) -> bool {
         let mut tscs = self.tscs.iter().flatten();
         let ratio = match tscs.next() {
@@ -159,8 +162,8 @@ impl Kvmclock {
     /// Returns what `tsc` becomes when the host's TSC is `host_tsc`.
     fn changed(&mut self, mut tsc: Tsc, change: TscChange, host_tsc: u64, by_client: bool) -> Tsc {
         let second = 1000 * u64::from(tsc.khz());
-        let is_near = |last: &LastTsc, value: u64| {
-            let expected = last.tsc.at(host_tsc);
+        let is_near = |other: &Tsc, value: u64| {
+            let expected = other.at(host_tsc);
             expected.wrapping_sub(value).wrapping_add(second) < 2 * second
         };
         match change {
@@ -171,7 +174,7 @@ impl Kvmclock {
             TscChange::Offset(offset) => tsc.set_offset(offset),
             TscChange::Value(value) => {
                 let same = self.last.filter(|last| {
-                    let synchronizes = value == 0 || last.by_client && is_near(last, value);
+                    let synchronizes = value == 0 || last.by_client && is_near(&last.tsc, value);
                     last.tsc.khz() == tsc.khz() && synchronizes
                 });
                 match same {
@@ -182,12 +185,11 @@ impl Kvmclock {
             TscChange::Khz(khz) => {
                 let value = tsc.at(host_tsc);
                 tsc.set_khz(khz, host_tsc);
-                let same = (self.last)
-                    .filter(|last| last.tsc.khz() == khz && is_near(last, value))
-                    .filter(|last| last.tsc.ratio() == tsc.ratio());
-                if let Some(same) = same {
-                    tsc.set_offset(same.tsc.offset());
+                let mut others = self.tscs.iter().flatten();
+                if let Some(same) = others.find(|it| it.khz() == khz && is_near(it, value)) {
+                    tsc.set_offset(same.offset());
                 }
+                return tsc;
             }
         }
         let by_client = by_client || self.last.is_some_and(|last| last.by_client);
@@ -232,9 +234,9 @@ impl VmClock {
         (self.scale).nanoseconds(host_tsc.saturating_sub(self.start))
     }
 
-    /// The moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. It is late by 1/2048 of the wait, and not
-    /// more than 50 µs: the host's monotonic clock is faster or slower than the TSC by less, and a ticker that came too early
-    /// would have to wait a second time.
+    /// The moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. It is late by 1/2048 of
+    /// the wait, and not more than 50 µs: the host's monotonic clock is faster or slower than the TSC by less, and a
+    /// ticker that came too early would have to wait a second time.
     pub fn instant(&self, nanoseconds: u64) -> Instant {
         let wait = nanoseconds.saturating_sub(self.now()).min(YEAR);
         Instant::now() + Duration::from_nanos(wait + (wait / 2048).min(MARGIN))
@@ -262,15 +264,15 @@ impl VmClock {
         }
     }
 
-    /// The wall clock when the clock was zero, in nanoseconds since 1970, UTC. The client may have set the clock to any value: modulo
-    /// 2^64.
+    /// The wall clock when the clock was zero, in nanoseconds since 1970, UTC. The client may have set the clock to any
+    /// value: modulo 2^64.
     pub(crate) fn boot_time(&self) -> u64 {
         let now = self.read();
         now.realtime.wrapping_sub(now.clock)
     }
 
-    /// Sets the clock to `data`, for `KVM_SET_CLOCK`. `since`: a moment of the wall clock; the time that has passed since then is added.
-    /// One in the future does not set the clock back. Call in [`update`](Self::update).
+    /// Sets the clock to `data`, for `KVM_SET_CLOCK`. `since`: a moment of the wall clock; the time that has passed
+    /// since then is added. One in the future does not set the clock back. Call in [`update`](Self::update).
     pub(crate) fn set(&self, clock: u64, since: Option<u64>) {
         let (host_tsc, passed) = match since {
             None => (ordered_tsc(), 0),
@@ -285,9 +287,9 @@ impl VmClock {
         self.changes.fetch_add(1, Ordering::Release);
     }
 
-    /// Runs `work`, which changes the pair, while no vCPU executes guest code. `stop` returns when each vCPU has left the engine's reader
-    /// section or has called [`is_updating`](Self::is_updating) since: there it waits, outside the section, for the end of the update.
-    /// The caller is in no section.
+    /// Runs `work`, which changes the pair, while no vCPU executes guest code. `stop` returns when each vCPU has left
+    /// the engine's reader section or has called [`is_updating`](Self::is_updating) since: there it waits, outside the
+    /// section, for the end of the update. The caller is in no section.
     pub(crate) fn update(&self, stop: impl FnOnce(), work: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         // SeqCst: a vCPU that enters its section after `stop` has looked at it sees the flag.
@@ -340,8 +342,8 @@ impl VmClock {
         (!parameters.is_stable).then(|| host_tsc().wrapping_add(cycles))
     }
 
-    /// Returns the TSC of a new vCPU, and the number by which the clock knows it: zero for the first vCPU of a VM, else the TSC that was set
-    /// last. Call [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
+    /// Returns the TSC of a new vCPU, and the number by which the clock knows it: zero for the first vCPU of a VM, else
+    /// the TSC that was set last. Call [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -361,8 +363,8 @@ impl VmClock {
         Ok((number, tsc))
     }
 
-    /// Changes the TSC of the vCPU with this number. Returns whether the pair has changed: then all vCPUs have to write their pages
-    /// again, and else this one alone.
+    /// Changes the TSC of the vCPU with this number. Returns whether the pair has changed: then all vCPUs have to write
+    /// their pages again, and else this one alone.
     pub(crate) fn change_tsc(&self, number: usize, tsc: &mut Tsc, change: TscChange) -> bool {
         let mut kvmclock = self.lock();
         let host_tsc = ordered_tsc();
@@ -380,7 +382,8 @@ impl VmClock {
         changes
     }
 
-    /// Forgets the TSC of a vCPU that is dropped. Returns whether the pair has changed, like [`change_tsc`](Self::change_tsc).
+    /// Forgets the TSC of a vCPU that is dropped. Returns whether the pair has changed, like
+    /// [`change_tsc`](Self::change_tsc).
     pub(crate) fn forget_tsc(&self, number: usize) -> bool {
         let mut kvmclock = self.lock();
         kvmclock.tscs[number] = None;

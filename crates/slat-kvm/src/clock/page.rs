@@ -1,4 +1,5 @@
-//! The arithmetic by which guests compute nanoseconds from their TSC, and the page of the paravirtual clock that has its parameters.
+//! The arithmetic by which guests compute nanoseconds from their TSC, and the page of the paravirtual clock that has
+//! its parameters.
 
 use super::host;
 
@@ -7,10 +8,12 @@ const SECOND: u128 = 1_000_000_000;
 /// The page's flag for a clock that is the same on all vCPUs: guests compare no readings (`PVCLOCK_TSC_STABLE_BIT`).
 const STABLE: u8 = 1;
 /// The page's flag for a guest that was paused (`PVCLOCK_GUEST_STOPPED`).
-const PAUSED: u8 = 1 << 1;
+pub(crate) const PAUSED: u8 = 1 << 1;
+/// Where the page has its flags.
+pub(crate) const FLAGS_OFFSET: u64 = 29;
 
-/// Nanoseconds per cycle, as in the page: `((cycles << shift) * mul) >> 32`. The multiplier has 32 significant bits and is rounded down:
-/// the clock loses up to 1.7 µs an hour.
+/// Nanoseconds per cycle, as in the page: `((cycles << shift) * mul) >> 32`. The multiplier has 32 significant bits and
+/// is rounded down: the clock loses up to 1.7 µs an hour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scale {
     /// The multiplier.
@@ -60,8 +63,8 @@ pub(crate) struct Parameters {
 }
 
 impl Parameters {
-    /// Returns parameters of the same clock for a guest that scales its TSC and not the difference of two, whose TSC is `tsc` now: if the TSC
-    /// has passed 0 since the moment of these parameters, their moment is then.
+    /// Returns parameters of the same clock for a guest that scales its TSC and not the difference of two, whose TSC is
+    /// `tsc` now: if the TSC has passed 0 since the moment of these parameters, their moment is then.
     pub(crate) fn without_wrap(self, tsc: u64) -> Self {
         if self.tsc <= tsc {
             return self;
@@ -74,8 +77,8 @@ impl Parameters {
         }
     }
 
-    /// Returns the contents of the page. `version` is odd while the page changes; a guest reads until it sees the same even value twice.
-    /// `paused`: the guest was paused.
+    /// Returns the contents of the page. `version` is odd while the page changes; a guest reads until it sees the same
+    /// even value twice. `paused`: the guest was paused.
     pub(crate) fn page(&self, version: u32, paused: bool) -> [u8; 32] {
         let mut page = [0; 32];
         page[0..4].copy_from_slice(&version.to_le_bytes());
@@ -83,7 +86,8 @@ impl Parameters {
         page[16..24].copy_from_slice(&self.nanoseconds.to_le_bytes());
         page[24..28].copy_from_slice(&self.scale.mul.to_le_bytes());
         page[28] = self.scale.shift as u8;
-        page[29] = if self.is_stable { STABLE } else { 0 } | if paused { PAUSED } else { 0 };
+        page[FLAGS_OFFSET as usize] =
+            if self.is_stable { STABLE } else { 0 } | if paused { PAUSED } else { 0 };
         page
     }
 }

@@ -17,8 +17,8 @@ pub(crate) struct Tsc {
 
 /// One cycle per cycle of the host.
 pub(super) const SAME: u64 = 1 << 32;
-/// A frequency that differs from the host's by at most this many millionths is not scaled, as in KVM: the same machine was
-/// measured again.
+/// A frequency that differs from the host's by at most this many millionths is not scaled, as in KVM: the same machine
+/// was measured again.
 const TOLERANCE_PPM: u64 = 250;
 /// The lowest frequency that is refused.
 const TOO_MANY_KHZ: u32 = 1 << 31;
@@ -64,8 +64,8 @@ impl Tsc {
         scaled(host, self.ratio).wrapping_add(self.offset)
     }
 
-    /// The guest's TSC now. The host's TSC is read after all loads before this call: a guest that has seen another vCPU's TSC must
-    /// not read an older one.
+    /// The guest's TSC now. The host's TSC is read after all loads before this call: a guest that has seen another
+    /// vCPU's TSC must not read an older one.
     pub(crate) fn now(&self) -> u64 {
         self.at(host::ordered_tsc())
     }
@@ -80,8 +80,8 @@ impl Tsc {
         self.khz
     }
 
-    /// The frequency at which the TSC counts: the host's, where that differs from what the client asked for by no more than the
-    /// tolerance.
+    /// The frequency at which the TSC counts: the host's, where that differs from what the client asked for by no more
+    /// than the tolerance.
     pub(crate) fn actual_khz(&self) -> u32 {
         match self.ratio {
             SAME => host::tsc_khz(),

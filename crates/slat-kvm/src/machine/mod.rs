@@ -14,7 +14,7 @@ mod smm;
 mod speculation;
 mod steal_time;
 
-use crate::clock::{Tsc, TscChange, host_tsc};
+use crate::clock::{self, Tsc, TscChange, host_tsc};
 use crate::cpuid;
 use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
@@ -89,7 +89,8 @@ pub(crate) struct VcpuMachine {
 
 impl Drop for VcpuMachine {
     fn drop(&mut self) {
-        if self.vm.clock.forget_tsc(self.tsc_number) {
+        // In a forked child the clock's lock may be held for ever.
+        if !self.vm.is_foreign() && self.vm.clock.forget_tsc(self.tsc_number) {
             self.vm.clock_pages_changed();
         }
     }
@@ -299,6 +300,13 @@ impl VcpuMachine {
         uses
     }
 
+    /// Whether the page of the clock says that the guest was paused. As in KVM, that stays until the guest has cleared it.
+    fn has_unread_pause(&mut self, page: u64) -> bool {
+        let at = page + clock::FLAGS_OFFSET;
+        let word = self.read_guest_word(at & !7);
+        word.is_some_and(|word| word >> (8 * (at % 8)) & u64::from(clock::PAUSED) != 0)
+    }
+
     /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered; call before it executes guest code, after
     /// [`bits::RETRY`] was taken, and after it entered. Skips a page that is not memory.
     pub(crate) fn write_clocks(&mut self) {
@@ -326,7 +334,8 @@ impl VcpuMachine {
                 self.clock_version = self.clock_version.wrapping_add(2) & !1;
                 let odd = (self.clock_version | 1).to_le_bytes();
                 let parameters = self.vm.clock.parameters(&self.tsc);
-                let page = parameters.page(self.clock_version, self.guest_paused);
+                let paused = self.guest_paused || self.has_unread_pause(address & !1);
+                let page = parameters.page(self.clock_version, paused);
                 // The version is odd while the rest changes, for readers on other vCPUs.
                 let written = self.write_guest(address & !1, &odd)
                     && self.write_guest((address & !1) + 4, &page[4..])

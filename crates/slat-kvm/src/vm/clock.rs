@@ -10,8 +10,8 @@ impl VmObject {
     /// `KVM_SET_TSC_KHZ`: sets the frequency of the VM's vCPUs; 0 is the host's.
     ///
     /// # Errors
-    /// `EINVAL` for a frequency beyond KVM's own limits, and once there are vCPUs: so does KVM since Linux 6.17; before, the call
-    /// succeeded and concerned later vCPUs only.
+    /// `EINVAL` for a frequency beyond KVM's own limits, and once there are vCPUs: so does KVM since Linux 6.17;
+    /// before, the call succeeded and concerned later vCPUs only.
     pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
         let _call = self.begin()?;
         let khz = clock::frequency(khz)?;
@@ -49,8 +49,8 @@ impl VmObject {
         })
     }
 
-    /// `KVM_SET_CLOCK`. With `KVM_CLOCK_REALTIME`, adds the time that has passed since `data.realtime`. Waits until no vCPU executes guest
-    /// code with the old clock.
+    /// `KVM_SET_CLOCK`. With `KVM_CLOCK_REALTIME`, adds the time that has passed since `data.realtime`. Waits until no
+    /// vCPU executes guest code with the old clock.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags.
@@ -72,8 +72,8 @@ impl VmObject {
         Ok(())
     }
 
-    /// Has all vCPUs write the pages of their clocks before they execute guest code again, without waiting. Call after the pair of the VM's
-    /// clock has changed.
+    /// Has all vCPUs write the pages of their clocks before they execute guest code again, without waiting. Call after
+    /// the pair of the VM's clock has changed.
     pub(crate) fn clock_pages_changed(&self) {
         self.hyperv.clock_changed();
         self.call_vcpus_out();
@@ -94,6 +94,7 @@ mod tests {
     use crate::vcpu::VcpuObject;
     use slat::Shared;
     use slat_hyperv::msr::{REFERENCE_TSC, TIME_REF_COUNT};
+    use slat_irqchip::lapic;
     use std::os::fd::OwnedFd;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -381,6 +382,27 @@ mod tests {
     }
 
     #[test]
+    fn a_pause_is_told_until_the_guest_has_read_it() {
+        let mut machine = Machine::new();
+        machine.add_vcpu();
+        let flags = Machine::page(0) + 24;
+        let paused = |machine: &Machine| machine.word(flags) >> 41 & 1 != 0;
+        assert!(!paused(&machine));
+        machine.vcpus[0].0.kvmclock_ctrl().unwrap();
+        for _ in 0..2 {
+            machine.run(0);
+            assert!(paused(&machine));
+            machine
+                .vm
+                .set_clock(&machine.vm.get_clock().unwrap())
+                .unwrap();
+        }
+        machine.at(flags).fetch_and(!(1 << 41), Ordering::SeqCst);
+        machine.run(0);
+        assert!(!paused(&machine));
+    }
+
+    #[test]
     fn clocks_of_different_tscs_agree_and_are_not_stable() {
         on_hosts(|| {
             let mut machine = two_vcpus();
@@ -505,6 +527,36 @@ mod tests {
         });
     }
 
+    /// The timer expires when the TSC is there, of a guest that was told another frequency, too.
+    #[test]
+    fn a_deadline_by_the_tsc_is_one_by_the_clock() {
+        on_hosts(|| {
+            let vm = VmObject::new(false, None, None).unwrap();
+            vm.create_irqchip().unwrap();
+            let (vcpu, _fd) = vm.create_vcpu(0).unwrap();
+            let khz = host().khz;
+            for told in [khz, khz + khz / 5000, khz / 3] {
+                vcpu.set_tsc_khz(told).unwrap();
+                let mut inner = vcpu.lock().unwrap();
+                let machine = &mut inner.machine;
+                let (begin, tsc) = (vm.clock.now(), machine.guest_tsc());
+                let mut lapic = machine.common.lapic().unwrap();
+                lapic.write(lapic::reg::LVT_TIMER, 2 << 17 | 0x40, begin);
+                drop(lapic);
+                pass(3600 * SECOND);
+                let end = machine.guest_tsc();
+                let mut earlier = host();
+                earlier.tsc -= earlier.khz as u64 * 1000 * 3600;
+                simulated::set(Some(earlier));
+                msrs::write_machine(machine, index::TSC_DEADLINE, end, true).unwrap();
+                let deadline = machine.common.lapic().unwrap().deadline().unwrap();
+                // A ratio of frequencies is rounded to 2^-32.
+                let error = (deadline - begin).abs_diff(3600 * SECOND);
+                assert!(end > tsc && error < 5_000, "{told} kHz: {error}");
+            }
+        });
+    }
+
     /// A machine that threads share.
     struct Shareable(Machine);
 
@@ -520,8 +572,8 @@ mod tests {
         }
     }
 
-    /// Two threads that read vCPUs' pages, one that reads KVM_GET_CLOCK, and one that has the vCPUs write their pages again and again:
-    /// none reads a time before one that was read.
+    /// Two threads that read vCPUs' pages, one that reads KVM_GET_CLOCK, and one that has the vCPUs write their pages
+    /// again and again: none reads a time before one that was read.
     #[test]
     fn readings_of_several_threads_never_go_back() {
         let readers = Shareable::with_two_vcpus();
@@ -559,8 +611,8 @@ mod tests {
     /// No vCPU's guest sees the old clock after another one's has seen the new one.
     #[test]
     fn guests_see_a_new_clock_at_the_same_time() {
-        // si: the vCPU's page; 0x7000: the highest upper half of a page's time that a guest has seen; 0x7008: a guest has seen a lower
-        // one after that; 0x7010: all is over.
+        // si: the vCPU's page; 0x7000: the highest upper half of a page's time that a guest has seen; 0x7008: a guest
+        // has seen a lower one after that; 0x7010: all is over.
         const WATCH: [u8; 40] = [
             0x80, 0x3e, 0x10, 0x70, 0x00, // again: cmp byte [0x7010], 0
             0x75, 0x1d, // jne end
