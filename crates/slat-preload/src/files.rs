@@ -6,22 +6,46 @@ use crate::paths::{Special, special};
 use crate::real::{Next, call, set_errno};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// Defines an exported C function. In the unit tests of this crate the C library's own must stay in force.
+/// Defines an exported C function, which runs with slat's own flags and floating point ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own must stay in force.
 ///
 /// A handler of the program that was deferred runs at the end of such a function, and may unwind by `pthread_exit`.
 macro_rules! interpose {
     ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
+        $crate::files::interpose_with_callers_floats! {
+            $($(#[$meta])* fn $name($($argument: $type),*) -> $result { slat_process::caller::with_own_floats(|| $body) })*
+        }
+    };
+}
+pub(crate) use interpose;
+
+/// Like [`interpose`], but for a function that makes a thread, which begins with its maker's floating point.
+macro_rules! interpose_with_callers_floats {
+    ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
         $(
+            #[allow(non_snake_case, reason = "the C library's name")]
+            mod $name {
+                use super::*;
+
+                pub(super) unsafe extern "C-unwind" fn inner($($argument: $type),*) -> $result $body
+            }
+
             $(#[$meta])*
             ///
             /// # Safety
             /// As for the C library's function of this name.
             #[cfg_attr(not(test), unsafe(no_mangle))]
-            pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> $result $body
+            #[unsafe(naked)]
+            pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> $result {
+                std::arch::naked_asm!(
+                    slat_process::with_own_flags!(),
+                    inner = sym $name::inner,
+                    flags = const slat_process::caller::FLAGS,
+                )
+            }
         )*
     };
 }
-pub(crate) use interpose;
+pub(crate) use interpose_with_callers_floats;
 
 /// Opens the special file that a path leads to. `None`: the kernel has to open it.
 fn open_special(directory: c_int, path: *const c_char, opening: Opening) -> Option<c_int> {

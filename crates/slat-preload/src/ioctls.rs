@@ -112,41 +112,39 @@ const PTHREAD_CANCEL_ASYNCHRONOUS: c_int = 1;
 
 static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 
-/// ioctl(2).
-///
-/// An asynchronous cancellation can end the kernel's `KVM_RUN`, but not Rust code. So a cancellation waits while slat works,
-/// `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no other frame on its stack. Handlers of the
-/// program that were deferred find the cancellation state as the program has set it, because they may jump away.
-///
-/// # Safety
-/// As for `ioctl`. A request without argument leaves it undefined, and does not read it.
-#[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
-    if !table::is_ours(fd) {
-        // SAFETY: the caller's.
-        return unsafe { ioctl_on(fd, request, argument) };
-    }
-    let (mut kind, mut state) = (0, 0);
-    // SAFETY: the caller's, and the thread's own cancellation state.
-    unsafe {
-        let section = Section::enter();
-        pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &mut kind);
-        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut state);
-        let answer = ioctl_on(fd, request, argument);
-        pthread_setcancelstate(state, std::ptr::null_mut());
-        let after = errno();
-        drop(section);
-        set_errno(after);
-        if kind == PTHREAD_CANCEL_ASYNCHRONOUS {
-            // Some C libraries forget the thread's result when `setcancelstate` itself cancels.
-            pthread_testcancel();
-            pthread_setcanceltype(kind, std::ptr::null_mut());
-        }
-        answer
-    }
-}
-
 interpose! {
+    /// ioctl(2).
+    ///
+    /// An asynchronous cancellation can end the kernel's `KVM_RUN`, but not Rust code. So a cancellation waits while slat works,
+    /// `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no other frame on its stack. Handlers of the
+    /// program that were deferred find the cancellation state as the program has set it, because they may jump away.
+    ///
+    /// A request without argument leaves it undefined, and does not read it.
+    fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
+        if !table::is_ours(fd) {
+            // SAFETY: the caller's.
+            return unsafe { ioctl_on(fd, request, argument) };
+        }
+        let (mut kind, mut state) = (0, 0);
+        // SAFETY: the caller's, and the thread's own cancellation state.
+        unsafe {
+            let section = Section::enter();
+            pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &mut kind);
+            pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut state);
+            let answer = ioctl_on(fd, request, argument);
+            pthread_setcancelstate(state, std::ptr::null_mut());
+            let after = errno();
+            drop(section);
+            set_errno(after);
+            if kind == PTHREAD_CANCEL_ASYNCHRONOUS {
+                // Some C libraries forget the thread's result when `setcancelstate` itself cancels.
+                pthread_testcancel();
+                pthread_setcanceltype(kind, std::ptr::null_mut());
+            }
+            answer
+        }
+    }
+
     /// pthread_cancel(3).
     fn pthread_cancel(thread: usize) -> c_int {
         let Some(function) = NEXT_CANCEL.get() else {

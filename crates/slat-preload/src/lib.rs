@@ -59,6 +59,7 @@ mod streams;
 
 use slat_host::process;
 use slat_kvm::{descriptors as table, guarded};
+use slat_process::caller::with_own_floats;
 use std::sync::Once;
 
 #[cfg(not(test))]
@@ -71,15 +72,17 @@ pub(crate) fn is_borrowed() -> bool {
 }
 
 pub(crate) extern "C" fn at_exit() {
-    guarded::guarded(|| {
-        slat_kvm::report::at_exit();
-        slat_kvm::trace::end();
-        if !is_borrowed() {
-            slat_kvm::publish::end();
-            slat_kvm::profile::end();
-            slat_kvm::perf::end();
-        }
-        Ok(0)
+    with_own_floats(|| {
+        guarded::guarded(|| {
+            slat_kvm::report::at_exit();
+            slat_kvm::trace::end();
+            if !is_borrowed() {
+                slat_kvm::publish::end();
+                slat_kvm::profile::end();
+                slat_kvm::perf::end();
+            }
+            Ok(0)
+        })
     });
 }
 

@@ -5,12 +5,13 @@
 //! unwinds through here. So no value on the stack has a destructor.
 
 use crate::device;
-use crate::files::interpose;
+use crate::files::{interpose, interpose_with_callers_floats};
 use crate::guarded::guarded;
 use crate::real::{Next, call, kernel, plain, raw, set_errno};
 use crate::table;
 use slat_kvm::ioctl::Object;
 use slat_kvm::thread::Section;
+use slat_process::caller::with_own_floats;
 use std::ffi::{c_int, c_void};
 
 /// The offset at which a call reads or writes.
@@ -190,26 +191,24 @@ macro_rules! streams {
                 Err(_) => panic!("a name without NUL inside"),
             });
 
-            $(#[$meta])*
-            ///
-            /// # Safety
-            /// As for the C library's function of this name.
-            #[cfg_attr(not(test), unsafe(no_mangle))]
-            pub unsafe extern "C-unwind" fn $name($fd: c_int, $($argument: $type),*) -> isize {
-                if table::is_ours($fd) {
-                    return match $first {
-                        Some(answer) => answer,
-                        // SAFETY: the caller's. A call on KVM's descriptors never blocks.
-                        None => unsafe { call!($number, $fd, $($given),*) },
+            interpose_with_callers_floats! {
+                $(#[$meta])*
+                fn $name($fd: c_int, $($argument: $type),*) -> isize {
+                    if table::is_ours($fd) {
+                        return with_own_floats(|| match $first {
+                            Some(answer) => answer,
+                            // SAFETY: the caller's. A call on KVM's descriptors never blocks.
+                            None => unsafe { call!($number, $fd, $($given),*) },
+                        });
+                    }
+                    let Some(function) = $next.get() else {
+                        // SAFETY: the caller's.
+                        return unsafe { call!($number, $fd, $($given),*) };
                     };
+                    type Function = unsafe extern "C-unwind" fn(c_int, $($type),*) -> isize;
+                    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+                    unsafe { std::mem::transmute::<usize, Function>(function)($fd, $($argument),*) }
                 }
-                let Some(function) = $next.get() else {
-                    // SAFETY: the caller's.
-                    return unsafe { call!($number, $fd, $($given),*) };
-                };
-                type Function = unsafe extern "C-unwind" fn(c_int, $($type),*) -> isize;
-                // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
-                unsafe { std::mem::transmute::<usize, Function>(function)($fd, $($argument),*) }
             }
         )*
 

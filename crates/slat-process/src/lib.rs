@@ -6,12 +6,14 @@
 //! | [`calls`] | the system calls that slat makes on the program's threads, and who makes those that a filter forbids |
 //! | [`filter`] | what a seccomp filter decides about them |
 //! | `helper` | a thread without a filter that makes system calls for others |
+//! | [`caller`] | flags and floating point as the program has set them, and as slat needs them |
 //! | [`gate`] | the instruction at which slat enters the kernel |
 //! | [`pointers`] | two thread pointers on one thread: the program's and slat's |
 //! | [`stack`] | the stack on which dispatched system calls are served |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
+pub mod caller;
 pub mod calls;
 pub mod filter;
 pub mod forks;

@@ -145,7 +145,7 @@ macro_rules! to_programs_pointer {
 }
 
 /// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. Where there is one
-/// pointer it is the same as `$inner`: unwinding passes through it.
+/// pointer it is the same as `$inner`: unwinding passes through it. The program's flag AC is cleared ([`caller`](crate::caller)).
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
@@ -153,6 +153,7 @@ macro_rules! handler {
         #[unsafe(naked)]
         pub unsafe extern "C-unwind" fn $name() {
             ::std::arch::naked_asm!(
+                $crate::own_flags!(),
                 "cmp byte ptr [rip + {separate}], 0",
                 "jne 2f",
                 "jmp {inner}",

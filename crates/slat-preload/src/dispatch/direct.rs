@@ -1,6 +1,7 @@
 //! ioctl(2) from a call site that was rewritten ([`sites`](super::sites)): a jump to slat in place of a signal.
 //!
-//! The kernel keeps all registers over a system call but RAX, RCX and R11, so this does, too: flags and vectors are saved. Nothing of the
+//! The kernel keeps all registers over a system call but RAX, RCX and R11, so this does, too: flags, floating point and vectors are saved, and
+//! slat's code finds them as it expects ([`caller`](slat_process::caller)). Nothing of the
 //! program's stack is written to, which may be a goroutine's. slat's stack is free if the program is on its own
 //! ([`stack`](slat_process::stack)): a call from anywhere else, and each call that is not ioctl, is made by the `syscall` in the
 //! site's stub, and dispatched.
@@ -9,6 +10,7 @@
 //! instructions: handlers find out which thread pointer FS holds, and the stack pointer says what of slat's stack is in use.
 
 use super::calls;
+use slat_process::caller::MXCSR;
 use slat_process::filter::Made;
 use slat_process::pointers::{ALTERNATE_HIGH, ALTERNATE_LOW, STACK_HIGH, STACK_LOW};
 use std::arch::naked_asm;
@@ -34,7 +36,10 @@ struct Saved {
     rdx: usize,
     rsi: usize,
     rdi: usize,
+    /// RFLAGS; the arithmetic flags are in `arithmetic`.
     flags: usize,
+    /// As LAHF and SETO store them in RAX.
+    arithmetic: usize,
     site: *const Site,
     answer: usize,
     rsp: usize,
@@ -57,7 +62,7 @@ pub fn prepare() {
 #[unsafe(naked)]
 pub unsafe extern "C" fn entry() {
     naked_asm!(
-        // The flags, in AH and AL.
+        // The arithmetic flags, in AH and AL.
         "mov r11, rax",
         "lahf",
         "seto al",
@@ -81,6 +86,10 @@ pub unsafe extern "C" fn entry() {
         "push rax",
         "push rcx",
         "push rax",
+        "pushfq",
+        // All clear, but for the one that is always set: strings go upwards, alignment is not checked, nothing traps.
+        "push 2",
+        "popfq",
         "push rdi",
         "push rsi",
         "push rdx",
@@ -101,6 +110,8 @@ pub unsafe extern "C" fn entry() {
         "mov eax, -1",
         "mov edx, -1",
         "xsave64 [rsp]",
+        "fninit",
+        "ldmxcsr [rip + {mxcsr}]",
         "mov rdi, rbp",
         "call {serve}",
         "mov [rbp + {answer}], rax",
@@ -116,6 +127,7 @@ pub unsafe extern "C" fn entry() {
         "pop rdx",
         "pop rsi",
         "pop rdi",
+        "popfq",
         "pop rax",
         "pop rcx",
         "mov rcx, [rcx]",
@@ -136,6 +148,7 @@ pub unsafe extern "C" fn entry() {
         alternate_low = const ALTERNATE_LOW,
         alternate_high = const ALTERNATE_HIGH,
         state_bytes = sym STATE_BYTES,
+        mxcsr = sym MXCSR,
         serve = sym serve,
         answer = const std::mem::offset_of!(Saved, answer),
         call = const std::mem::offset_of!(Site, call),

@@ -8,6 +8,7 @@
 //! handlers make calls of their own, which are served below the first: [`stack`] knows where.
 
 use super::serve;
+use slat_process::caller::{IDENTIFICATION, NESTED_TASK};
 use slat_process::gate::GATE;
 use slat_process::pointers::SEPARATE;
 use slat_process::stack;
@@ -165,6 +166,7 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn entry() {
     naked_asm!(
+        slat_process::own_flags!(),
         "cmp dword ptr [rsi + 8], 2",
         "jne {others}",
         "cmp byte ptr [rip + {separate}], 0",
@@ -185,6 +187,9 @@ pub unsafe extern "C-unwind" fn entry() {
     )
 }
 
+/// The flags that rt_sigreturn(2) leaves as they are, and a system call, too (`FIX_EFLAGS` of `arch/x86/kernel/signal.c` has the others).
+const LEFT_ALONE: u64 = NESTED_TASK | IDENTIFICATION;
+
 /// Returns to the program.
 ///
 /// # Safety
@@ -193,6 +198,12 @@ pub unsafe extern "C-unwind" fn entry() {
 unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
     naked_asm!(
         "mov rsp, rdi",
+        "mov eax, [rdi + {flags}]",
+        "and eax, {left_alone}",
+        "pushfq",
+        "and dword ptr [rsp], {others}",
+        "or [rsp], eax",
+        "popfq",
         "cmp byte ptr [rip + {separate}], 0",
         "je 2f",
         slat_process::to_programs_pointer!(),
@@ -200,6 +211,9 @@ unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
         "mov eax, {rt_sigreturn}",
         "jmp qword ptr [rip + {gate}]",
         separate = sym SEPARATE,
+        flags = const std::mem::offset_of!(Frame, registers) + 8 * libc::REG_EFL as usize,
+        left_alone = const LEFT_ALONE,
+        others = const !(LEFT_ALONE as i32),
         rt_sigreturn = const libc::SYS_rt_sigreturn,
         gate = sym GATE,
     )

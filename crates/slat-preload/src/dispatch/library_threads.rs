@@ -1,7 +1,7 @@
 //! Threads that the C library makes, in a program that it has loaded, and the stacks on which their calls are served.
 
 use super::{arm_thread, disarm_thread, is_armed};
-use crate::files::interpose;
+use crate::files::interpose_with_callers_floats;
 use crate::guarded::guarded;
 use crate::load;
 use crate::real::{Next, kernel, map_memory};
@@ -131,7 +131,7 @@ type CreateShort = unsafe extern "C" fn(
     *mut c_void,
 ) -> c_int;
 
-interpose! {
+interpose_with_callers_floats! {
     /// thrd_create(3).
     fn thrd_create(
         thread: *mut c_void,
