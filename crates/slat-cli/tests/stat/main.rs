@@ -17,7 +17,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use harness::{ANOTHER, Scratch, as_another, is_root, poll, text, unless, vms};
+use harness::{ANOTHER, Client, Scratch, as_another, is_root, poll, text, unless, vms};
 
 /// Returns the counters in the account of `slat run --stats`.
 fn account(text: &str) -> BTreeMap<String, u64> {
@@ -126,6 +126,28 @@ fn a_killed_process_leaves_nothing() {
     let left = scratch.json(None);
     assert!(left.iter().all(|process| process["pid"] != pid), "{left:?}");
     assert_eq!(scratch.sockets(), 0);
+}
+
+#[test]
+fn the_next_process_removes_what_dead_ones_have_left() {
+    let scratch = Scratch::new("next");
+    let living = scratch.start(&[], "halts");
+    let mut killed = [(); 3].map(|()| scratch.start(&[], "halts"));
+    for client in killed.iter().chain([&living]) {
+        scratch.published(client.pid());
+    }
+    killed.iter_mut().for_each(Client::kill);
+    assert_eq!(scratch.sockets(), 4, "they could not remove their sockets");
+    // From here on nobody asks, who would remove them, too.
+    let mut next = scratch.start(&[], "halts");
+    poll(20, || {
+        let sockets = scratch.sockets();
+        unless(sockets == 2, &format!("{sockets} sockets"))
+    });
+    next.proceed();
+    next.process.wait().unwrap();
+    assert_eq!(scratch.sockets(), 1, "the living one's");
+    scratch.published(living.pid());
 }
 
 #[test]

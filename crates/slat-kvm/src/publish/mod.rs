@@ -167,7 +167,8 @@ pub(crate) fn start() {
     }
 }
 
-/// Removes the process's socket from the directory. Call at the end of the process; what a killed one leaves, `slat stat` removes.
+/// Removes the process's socket from the directory. Call at the end of the process; what a killed one leaves, `slat stat` removes, or the next
+/// process that makes a socket there.
 pub fn end() {
     if let Some(path) = PUBLISHER.peek().and_then(|publisher| publisher.path.get()) {
         path.remove();

@@ -214,9 +214,10 @@ impl Listener {
         // Until it listens, a socket looks like that of a dead process: readers skip names that begin with a dot.
         let hidden = Path::new(&[directory, b"/.", name])?;
         let path = Path::new(&[directory, b"/", name])?;
+        remove_dead(&opened, now);
         // SAFETY: a descriptor and a mode: that of the file, which `bind` makes.
         unsafe { raw(libc::SYS_fchmod, [socket.0, 0o600, 0, 0, 0, 0]) };
-        let (address, len) = address(&opened, name)?;
+        let (address, len) = address(&opened, &[b".", name])?;
         let address = &raw const address as usize;
         // SAFETY: a live address of that length, a descriptor and a number, paths that end with NUL.
         let done = unsafe {
@@ -258,15 +259,77 @@ impl Listener {
     }
 }
 
-/// Returns the address of the hidden socket `name` in a directory: through its descriptor, because an address holds 107 bytes.
-fn address(directory: &Own, name: &[u8]) -> Option<(libc::sockaddr_un, usize)> {
+/// Removes the sockets of a directory at which nobody listens any more: their processes were killed, ended by `_exit` or executed another
+/// program. Readers do the same, but there may never be one.
+fn remove_dead(directory: &Own, now: u64) {
+    /// The bytes of a `linux_dirent64` before its name.
+    const HEAD: usize = 19;
+    let mut buffer = [0u8; 8 << 10];
+    loop {
+        let (start, len) = (buffer.as_mut_ptr() as usize, buffer.len());
+        // SAFETY: the buffer and its length.
+        let filled = unsafe { raw(libc::SYS_getdents64, [directory.0, start, len, 0, 0, 0]) };
+        let Ok(filled @ 1..) = usize::try_from(filled) else {
+            return;
+        };
+        let mut rest = &buffer[..filled];
+        while rest.len() > HEAD {
+            let (entry, others) =
+                rest.split_at(usize::from(u16::from_ne_bytes([rest[16], rest[17]])));
+            rest = others;
+            if entry[18] == libc::DT_SOCK
+                && let Ok(name) = CStr::from_bytes_until_nul(&entry[HEAD..])
+                && may_be_dead(name, now)
+                && is_dead(directory, name) == Some(true)
+            {
+                // SAFETY: a descriptor and a name that ends with NUL.
+                unsafe {
+                    raw(
+                        libc::SYS_unlinkat,
+                        [directory.0, name.as_ptr() as usize, 0, 0, 0, 0],
+                    )
+                };
+            }
+        }
+    }
+}
+
+/// Whether a name is that of a socket which has been made, as far as the name says. A hidden one may be about to be bound, for a moment.
+fn may_be_dead(name: &CStr, now: u64) -> bool {
+    const MOMENT: u64 = 60_000_000_000;
+    let Some(hidden) = name.to_bytes().strip_prefix(b".") else {
+        return true;
+    };
+    let text = std::str::from_utf8(hidden).unwrap_or_default();
+    let made = text.split_once('-');
+    let made = made.and_then(|(_, made)| u64::from_str_radix(made, 16).ok());
+    made.is_some_and(|made| now.saturating_sub(made) > MOMENT)
+}
+
+/// Whether nobody listens at the socket `name` any more. `None`: unknown. Does not disturb who listens: the kernel refuses a datagram socket
+/// there by another error.
+fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
+    let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as usize;
+    // SAFETY: plain numbers.
+    let socket =
+        unsafe { Own::open(libc::SYS_socket, [libc::AF_UNIX as usize, kind, 0, 0, 0, 0])? };
+    let (address, len) = address(directory, &[name.to_bytes()])?;
+    let address = &raw const address as usize;
+    // SAFETY: a live address of that length.
+    let answer = unsafe { raw(libc::SYS_connect, [socket.0, address, len, 0, 0, 0]) };
+    Some(answer == -libc::ECONNREFUSED as isize)
+}
+
+/// Returns the address of the socket in a directory whose name has these parts: through the directory's descriptor, because an address holds
+/// 107 bytes.
+fn address(directory: &Own, name: &[&[u8]]) -> Option<(libc::sockaddr_un, usize)> {
     // SAFETY: a struct of numbers, for which zeroes are valid.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
     let mut text = [0u8; 107];
     let mut rest = &mut text[..];
-    write!(rest, "/proc/thread-self/fd/{}/.", directory.0).ok()?;
-    rest.write_all(name).ok()?;
+    write!(rest, "/proc/thread-self/fd/{}/", directory.0).ok()?;
+    name.iter().try_for_each(|part| rest.write_all(part)).ok()?;
     for (to, from) in address.sun_path.iter_mut().zip(text) {
         *to = from as libc::c_char;
     }
