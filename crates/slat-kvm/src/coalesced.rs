@@ -94,7 +94,7 @@ impl Coalesced {
     /// The page at `address` belongs to a mapping that the caller may replace.
     pub(crate) unsafe fn show_at(&self, address: usize) -> Result<()> {
         // SAFETY: the caller's.
-        unsafe { self.ring.show_at(address) }
+        unsafe { self.ring.show_at(0, address) }
     }
 
     /// Returns `first` (which the client advances) and `last` (which slat advances).

@@ -5,6 +5,7 @@
 
 use crate::process::PerProcess;
 use slat::{RegionError, Stop};
+use slat_process::file_size::limited;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -22,7 +23,7 @@ pub fn say(line: std::fmt::Arguments<'_>) {
     use std::io::Write as _;
     let text = format!("slat: {line}\n");
     // A failure, of a closed standard error, cannot be reported.
-    let _ = std::io::stderr().write_all(text.as_bytes());
+    let _ = limited(|| std::io::stderr().write_all(text.as_bytes()));
 }
 
 pub(crate) fn refused_region(error: &RegionError) {

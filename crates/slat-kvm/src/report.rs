@@ -7,6 +7,7 @@ use crate::policy;
 use crate::process::PerProcess;
 use crate::vcpu_common;
 use slat::Stats;
+use slat_process::file_size::limited;
 use slat_x86::Counters;
 use std::fmt::Write as _;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -156,7 +157,7 @@ pub fn at_exit() {
     let totals = totals();
     if totals.vms != 0 {
         use std::io::Write as _;
-        let _ = std::io::stderr().write_all(render(&totals).as_bytes());
+        let _ = limited(|| std::io::stderr().write_all(render(&totals).as_bytes()));
     }
 }
 

@@ -1,12 +1,14 @@
 //! The vCPU's shared memory: the `kvm_run` page, the port-data page and the page of the coalesced ring.
 //!
-//! The vCPU's descriptor is a memfd of that size, so the client's own `mmap` of it works without help. The client may write
-//! to the pages at any time, also while the vCPU runs: every access here is volatile and nothing read is trusted twice.
+//! The vCPU's descriptor is a memfd of that size, so the client's own `mmap` of it works without help. Under an RLIMIT_FSIZE that
+//! forbids such a file it is empty, and what the client has mapped is replaced by slat's memory. The client may write to the pages at any time, also while the vCPU runs: every access here is volatile and nothing read is trusted twice.
 
-use crate::errno::{Result, last};
+use crate::errno::{Error, Result, last};
+use crate::messages;
 use kvm_bindings::*;
+use slat_process::file_size::limited;
 use std::ffi::CStr;
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 
@@ -91,18 +93,20 @@ impl Shared {
         unsafe { libc::mmap(self.start().cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
     }
 
-    /// Maps this memory's first page at `address`, too.
+    /// Maps the page `page` of this memory at `address`, too.
     ///
     /// # Errors
     /// What the host returns for the mapping.
     ///
     /// # Safety
     /// The page belongs to a mapping that the caller may replace.
-    pub(crate) unsafe fn show_at(&self, address: usize) -> Result<()> {
+    pub(crate) unsafe fn show_at(&self, page: usize, address: usize) -> Result<()> {
+        assert!(page * PAGE < self.len);
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        let from = self.start().wrapping_add(page * PAGE);
         // SAFETY: with an old length of 0, `mremap` leaves the old mapping of shared memory as it is and adds a second one; the
         // caller may replace the page at `address`.
-        let shown = unsafe { libc::mremap(self.start().cast(), 0, PAGE, flags, address) };
+        let shown = unsafe { libc::mremap(from.cast(), 0, PAGE, flags, address) };
         if shown == libc::MAP_FAILED {
             return Err(last());
         }
@@ -119,7 +123,11 @@ impl Drop for Shared {
 
 /// One mapping of a vCPU's shared pages.
 #[derive(Debug)]
-pub struct RunPage(Shared);
+pub struct RunPage {
+    memory: Shared,
+    /// Whether it is the descriptor's file, which the client's own mapping shows.
+    is_file: bool,
+}
 
 impl RunPage {
     /// Creates the shared pages and the descriptor of the vCPU `vcpu_id`. The mapping outlives the descriptor. If `ring` is not 0,
@@ -138,9 +146,19 @@ impl RunPage {
         let mut rest = &mut name[..];
         write!(rest, "kvm-vcpu:{vcpu_id}\0").expect("it fits");
         let name = CStr::from_bytes_until_nul(&name).expect("it was just written");
-        let fd = memfd(name, size, true)?;
+        let (fd, page) = match sized_memfd(name, size, true) {
+            Err(error) if error.errno() == libc::EFBIG && ring == 0 => {
+                let memory = Shared::new(MMAP_SIZE)?;
+                let is_file = false;
+                (memfd(name, 0, true)?, RunPage { memory, is_file })
+            }
+            made => {
+                let fd = made.inspect_err(|error| refused_size(name, size, *error))?;
+                let page = RunPage::map(&fd)?;
+                (fd, page)
+            }
+        };
         seal(&fd, libc::F_SEAL_SEAL)?;
-        let page = RunPage::map(&fd)?;
         Ok((page, fd))
     }
 
@@ -149,17 +167,41 @@ impl RunPage {
     /// # Errors
     /// What the host returns for mapping the memory.
     pub fn map(fd: &OwnedFd) -> Result<RunPage> {
-        Ok(RunPage(Shared::map(fd, 0, MMAP_SIZE)?))
+        Ok(RunPage {
+            memory: Shared::map(fd, 0, MMAP_SIZE)?,
+            is_file: true,
+        })
+    }
+
+    /// Maps the pages into the client's mapping of the descriptor, if that does not show them already.
+    ///
+    /// # Errors
+    /// What the host returns for the mapping.
+    ///
+    /// # Safety
+    /// `address` and `len` are a new mapping of the vCPU's descriptor, from `offset` on.
+    pub(crate) unsafe fn show(&self, address: usize, len: usize, offset: u64) -> Result<()> {
+        if self.is_file {
+            return Ok(());
+        }
+        let mapped = offset..offset.saturating_add(len as u64);
+        let mut pages =
+            (0..MMAP_SIZE / PAGE).filter(|page| mapped.contains(&((page * PAGE) as u64)));
+        pages.try_for_each(|page| {
+            let at = address + page * PAGE - offset as usize;
+            // SAFETY: a page of the mapping that the caller names.
+            unsafe { self.memory.show_at(page, at) }
+        })
     }
 
     /// The address of the first page.
     pub(crate) fn address(&self) -> usize {
-        self.0.start() as usize
+        self.memory.start() as usize
     }
 
     /// The `kvm_run` struct.
     pub fn ptr(&self) -> *mut kvm_run {
-        self.0.start().cast()
+        self.memory.start().cast()
     }
 
     /// Whether the client asked for `KVM_RUN` to return at once.
@@ -183,7 +225,7 @@ impl RunPage {
         // SAFETY: within the mapping; the client may change the bytes meanwhile, each is a valid u8 all the same.
         unsafe {
             std::ptr::copy_nonoverlapping(
-                self.0.start().add(PIO_OFFSET),
+                self.memory.start().add(PIO_OFFSET),
                 data.as_mut_ptr(),
                 data.len(),
             )
@@ -195,7 +237,11 @@ impl RunPage {
         assert!(data.len() <= PAGE);
         // SAFETY: within the mapping.
         unsafe {
-            std::ptr::copy_nonoverlapping(data.as_ptr(), self.0.start().add(PIO_OFFSET), data.len())
+            std::ptr::copy_nonoverlapping(
+                data.as_ptr(),
+                self.memory.start().add(PIO_OFFSET),
+                data.len(),
+            )
         }
     }
 }
@@ -207,16 +253,38 @@ impl RunPage {
 /// it is empty, and no page that slat maps is ever removed: a store there would be a SIGBUS.
 ///
 /// # Errors
-/// What the host returns: `EPERM` if another thread has made the file longer than `size` meanwhile.
+/// What the host returns: `EPERM` if another thread has made the file longer than `size` meanwhile, `EFBIG`, and a message, if the
+/// client's RLIMIT_FSIZE forbids the size.
 pub fn memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
+    sized_memfd(name, size, close_on_exec).inspect_err(|error| refused_size(name, size, *error))
+}
+
+/// Does [`memfd`], without a message.
+fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     let fd = unsealed_memfd(name, close_on_exec)?;
     seal(&fd, libc::F_SEAL_SHRINK)?;
-    // SAFETY: plain system call on our own descriptor.
-    if size != 0 && unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } != 0 {
-        return Err(last());
+    if size != 0 {
+        limited(|| {
+            // SAFETY: plain system call on our own descriptor.
+            match unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        })
+        .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
     }
     seal(&fd, libc::F_SEAL_GROW)?;
     Ok(fd)
+}
+
+/// Says that RLIMIT_FSIZE forbids the memfd, if that is the error: KVM needs no file there, and its documentation does not help.
+fn refused_size(name: &CStr, size: usize, error: Error) {
+    if error.errno() == libc::EFBIG {
+        messages::say(format_args!(
+            "RLIMIT_FSIZE (ulimit -f) forbids slat the {size} bytes of {}; the call answers EFBIG",
+            name.to_string_lossy()
+        ));
+    }
 }
 
 /// Creates an empty memfd called `name`, whose size can change. Map no such memfd.

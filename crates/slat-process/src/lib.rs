@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`forks`] | what belongs to one process and not to its forked children |
 //! | [`calls`] | the system calls that slat makes on the program's threads, and who makes those that a filter forbids |
+//! | [`file_size`] | files that the program's limit forbids |
 //! | [`filter`] | what a seccomp filter decides about them |
 //! | `helper` | a thread without a filter that makes system calls for others |
 //! | [`caller`] | flags and floating point as the program has set them, and as slat needs them |
@@ -15,6 +16,7 @@
 
 pub mod caller;
 pub mod calls;
+pub mod file_size;
 pub mod filter;
 pub mod forks;
 pub mod gate;

@@ -5,6 +5,7 @@ use crate::clock::{Moment, cycles};
 use crate::layout::*;
 use crate::points::Point;
 use slat_process::calls::{Call, is_any_forbidden, make, raw, result};
+use slat_process::file_size::limited;
 use slat_process::forks::{Birth, PerProcess, traced};
 use std::cell::Cell;
 use std::ffi::{CStr, CString};
@@ -319,7 +320,7 @@ impl Mapped {
         let protection = (libc::PROT_READ | libc::PROT_WRITE) as usize;
         // SAFETY: a descriptor of our own, which is given a length, and mapped where nothing is.
         let start = unsafe {
-            call(libc::SYS_ftruncate, [file.0, bytes, 0, 0, 0, 0])?;
+            limited(|| call(libc::SYS_ftruncate, [file.0, bytes, 0, 0, 0, 0]))?;
             let flags = libc::MAP_SHARED as usize;
             call(libc::SYS_mmap, [0, bytes, protection, flags, file.0, 0])?
         };

@@ -8,6 +8,7 @@
 mod directory;
 mod order;
 
+use slat_process::file_size::limited;
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::hash::{DefaultHasher, Hasher};
@@ -163,7 +164,7 @@ fn place(directory: &Path, path: &Path) -> io::Result<()> {
         .mode(0o600)
         .open(&temporary)
         .and_then(|mut file| {
-            file.write_all(LIBRARY)?;
+            limited(|| file.write_all(LIBRARY))?;
             // The umask may forbid what others need.
             file.set_permissions(Permissions::from_mode(MODE))
         })

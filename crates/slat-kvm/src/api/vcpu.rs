@@ -25,7 +25,7 @@ impl VcpuFd {
     pub(super) fn new(vcpu: Shared<VcpuObject>, fd: Descriptor) -> Result<Self> {
         let run = RunPage::map(fd.fd())?;
         // SAFETY: the mapping that `map` has just created.
-        unsafe { vcpu.show_coalesced(run.address(), MMAP_SIZE, 0)? };
+        unsafe { vcpu.complete_mapping(run.address(), MMAP_SIZE, 0)? };
         Ok(VcpuFd {
             vcpu,
             fd,

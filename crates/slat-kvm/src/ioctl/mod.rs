@@ -167,7 +167,7 @@ impl Object {
     pub unsafe fn complete_mapping(&self, address: usize, len: usize, offset: u64) {
         if let Object::Vcpu(vcpu) = self {
             // SAFETY: the caller's.
-            let _ = unsafe { vcpu.show_coalesced(address, len, offset) };
+            let _ = unsafe { vcpu.complete_mapping(address, len, offset) };
         }
     }
 }

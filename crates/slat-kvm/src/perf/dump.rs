@@ -9,6 +9,7 @@ use super::{Content, Written, name, open};
 use crate::clock::monotonic;
 use crate::process::PerProcess;
 use slat_process::calls::{Call, make};
+use slat_process::file_size::limited;
 use slat_x86::CompiledCode;
 use std::ffi::CString;
 use std::fs::File;
@@ -155,7 +156,10 @@ pub(super) fn end() {
             return;
         };
         let (start, len) = (record.as_ptr() as usize, record.len());
-        let _ = make(Call::Write, [file as usize, start, len, 0, 0, 0]);
+        let _ = limited(|| {
+            make(Call::Write, [file as usize, start, len, 0, 0, 0])
+                .map_err(io::Error::from_raw_os_error)
+        });
         let _ = make(Call::Close, [file as usize, 0, 0, 0, 0, 0]);
     }
     // The process ends: regions that are compiled from now on never run.

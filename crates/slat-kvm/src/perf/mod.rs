@@ -15,6 +15,7 @@ mod map;
 use crate::messages;
 use crate::policy::JitMap;
 use crate::symbols;
+use slat_process::file_size::limited;
 use slat_process::forks::PerProcess;
 use slat_x86::CompiledCode;
 use std::fs::{File, OpenOptions};
@@ -61,7 +62,7 @@ fn add<T: Content + Send>(to: &'static PerProcess<Mutex<Written<T>>>, code: &Com
     if written.has_failed {
         return;
     }
-    if let Err(error) = written.content.write(code) {
+    if let Err(error) = limited(|| written.content.write(code)) {
         written.has_failed = true;
         messages::say(format_args!(
             "{}: {error}: perf will not name guest code",

@@ -355,15 +355,17 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Maps the VM's ring of coalesced I/O into the client's mapping, if it includes the ring's page. Call after the client has mapped
-    /// a part of the vCPU's descriptor.
+    /// Maps the VM's ring of coalesced I/O into the client's mapping, if it includes the ring's page, and what else the descriptor's file does
+    /// not have. Call after the client has mapped a part of the vCPU's descriptor.
     ///
     /// # Errors
     /// What the host returns for the mapping.
     ///
     /// # Safety
     /// `address` and `len` are a new mapping of the vCPU's descriptor, from `offset` on.
-    pub unsafe fn show_coalesced(&self, address: usize, len: usize, offset: u64) -> Result<()> {
+    pub unsafe fn complete_mapping(&self, address: usize, len: usize, offset: u64) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe { self.page.show(address, len, offset)? };
         let page = coalesced::OFFSET as u64;
         if (offset..offset.saturating_add(len as u64)).contains(&page) {
             // SAFETY: a page of the mapping that the caller names.

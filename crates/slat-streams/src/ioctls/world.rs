@@ -60,7 +60,7 @@ impl Mapped {
                 0,
             );
             assert_ne!(start, libc::MAP_FAILED);
-            vcpu.show_coalesced(start as usize, len, 0)
+            vcpu.complete_mapping(start as usize, len, 0)
                 .expect("room for a mapping");
             Some(Mapped {
                 start: start as usize,

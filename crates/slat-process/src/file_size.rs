@@ -1,0 +1,76 @@
+//! Files under RLIMIT_FSIZE: the kernel refuses to make one longer, and sends SIGXFSZ, which ends a program that does not expect it.
+//!
+//! A program that uses the kernel's KVM needs no files for it. Those that slat makes long, or writes, must not end it.
+
+use crate::calls::raw;
+use std::io;
+
+/// The bytes of the kernel's signal set.
+const SET_BYTES: usize = 8;
+/// SIGXFSZ as a set.
+const EXCEEDED: u64 = 1 << (libc::SIGXFSZ - 1);
+
+/// Does `work`, which makes a file longer. If that exceeds the limit, it returns `EFBIG` and no signal arrives. Async-signal-safe if `work` is.
+///
+/// # Errors
+/// Those of `work`.
+pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
+    let (set, mut before) = (EXCEEDED, 0u64);
+    let mask = |how: i32, set: *const u64, before: *mut u64| {
+        // SAFETY: live sets of that size, or null.
+        unsafe {
+            raw(
+                libc::SYS_rt_sigprocmask,
+                [how as usize, set as usize, before as usize, SET_BYTES, 0, 0],
+            )
+        }
+    };
+    mask(libc::SIG_BLOCK, &set, &mut before);
+    let result = work();
+    let exceeded = matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EFBIG));
+    // Where the program blocks the signal, it may have one pending, and another one makes no difference.
+    if exceeded && before & EXCEEDED == 0 {
+        let now = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let (set, now) = (&raw const set as usize, &raw const now as usize);
+        // SAFETY: a live set, no place for the information, and a time. Takes the signal that the kernel has sent to this thread.
+        unsafe { raw(libc::SYS_rt_sigtimedwait, [set, 0, now, SET_BYTES, 0, 0]) };
+    }
+    mask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::fd::FromRawFd;
+
+    #[test]
+    fn a_file_beyond_the_limit_is_an_error_and_no_signal() {
+        // SAFETY: in the child, which has one thread, plain calls on a descriptor of its own; it ends by `_exit`.
+        let status = unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                let limit = libc::rlimit {
+                    rlim_cur: 4096,
+                    rlim_max: 4096,
+                };
+                libc::setrlimit(libc::RLIMIT_FSIZE, &limit);
+                let file = File::from_raw_fd(libc::memfd_create(c"test".as_ptr(), 0));
+                let refused = limited(|| file.set_len(8192));
+                let fine = limited(|| file.set_len(4096));
+                let is_large = refused.map_err(|error| error.raw_os_error());
+                libc::_exit(i32::from(
+                    is_large != Err(Some(libc::EFBIG)) || fine.is_err(),
+                ));
+            }
+            let mut status = -1;
+            libc::waitpid(child, &mut status, 0);
+            status
+        };
+        assert_eq!(status, 0, "the child's status");
+    }
+}
