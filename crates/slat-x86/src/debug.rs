@@ -191,7 +191,7 @@ impl Cpu {
 
     /// Returns the DR6 bits of the instruction breakpoints at `rip`. RF suppresses them, and on Intel the shadow of MOV SS.
     fn code_hits(&self, rip: u64) -> u64 {
-        let shadow = self.state.events.mov_ss_shadow && self.features.is_intel;
+        let shadow = self.state.events.mov_ss_shadow && self.is_intel();
         if !self.watch.code || self.state.rflags & flags::RF != 0 || shadow {
             return 0;
         }

@@ -30,7 +30,7 @@ pub struct Features {
     pub(crate) cr8_legacy: bool,
     /// Bits of MXCSR that can be set.
     pub(crate) mxcsr: u32,
-    /// Intel's CPUs have SYSCALL in 64-bit mode only, and no instruction breakpoints in the shadow of MOV SS.
+    /// CPUID tells Intel's vendor. [`Cpu::is_intel`](crate::Cpu::is_intel) says what the CPU does.
     pub(crate) is_intel: bool,
     /// The features of SVM: bits of [`crate::svm::feature`].
     pub(crate) svm: u32,
@@ -182,19 +182,6 @@ impl Features {
     /// Whether the TSC_AUX MSR exists, which RDTSCP and RDPID read.
     pub fn has_tsc_aux(&self) -> bool {
         self.rdtscp || self.rdpid
-    }
-
-    /// Whether the CPU is Intel's.
-    pub fn is_intel(&self) -> bool {
-        self.is_intel
-    }
-
-    /// Returns an address as the SYSENTER MSRs hold it: of AMD's CPUs, the lower 32 bits.
-    pub fn sysenter_address(&self, address: u64) -> u64 {
-        match self.is_intel {
-            true => address,
-            false => u64::from(address as u32),
-        }
     }
 
     /// Whether the CPU has SVM's MSR TSC_RATIO.

@@ -284,7 +284,7 @@ impl Cpu {
         source: Source,
         return_rip: u64,
     ) -> Result<(), Break> {
-        let external = source.external(self.features.is_intel);
+        let external = source.external(self.is_intel());
         let gate_error = Some(u32::from(vector) << 3 | 2 | external);
         let offset = u64::from(vector) * 16;
         if offset + 15 > u64::from(self.state.idtr.limit) {
@@ -415,7 +415,7 @@ impl Cpu {
         source: Source,
         return_rip: u64,
     ) -> Result<(), Break> {
-        let external = source.external(self.features.is_intel);
+        let external = source.external(self.is_intel());
         let gate_error = Some(u32::from(vector) << 3 | 2 | external);
         let offset = u64::from(vector) * 8;
         if offset + 7 > u64::from(self.state.idtr.limit) {

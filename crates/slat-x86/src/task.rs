@@ -168,7 +168,7 @@ impl Cpu {
 
     /// Finds and reads the TSS of the task to enter.
     fn find_task(&mut self, tss: u16, initiator: Initiator) -> Result<Task, Break> {
-        let error = Some(u32::from(tss & !3) | initiator.external(self.features.is_intel));
+        let error = Some(u32::from(tss & !3) | initiator.external(self.is_intel()));
         let returns = initiator == Initiator::Return;
         let invalid = if returns { vector::TS } else { vector::GP };
         let in_gdt = tss & 4 == 0;
@@ -249,7 +249,7 @@ impl Cpu {
         let (format, registers) = self.current_tss();
         let len = format.register_bytes();
         if (tr.limit as usize) < format.registers() + len - 1 {
-            let error = u32::from(tr.selector & !3) | initiator.external(self.features.is_intel);
+            let error = u32::from(tr.selector & !3) | initiator.external(self.is_intel());
             return Err(self.raise(vector::TS, Some(error)));
         }
         self.as_system(|cpu| {
@@ -290,7 +290,7 @@ impl Cpu {
         match self.change_descriptor(new, |access| access | BUSY)? {
             // Another CPU has entered the task since this one found it available.
             Some(access) if access & BUSY != 0 => {
-                let error = u32::from(new & !3) | initiator.external(self.features.is_intel);
+                let error = u32::from(new & !3) | initiator.external(self.is_intel());
                 Err(self.raise(vector::GP, Some(error)))
             }
             _ => Ok(()),
@@ -331,7 +331,7 @@ impl Cpu {
         }
         self.refresh();
 
-        let external = initiator.external(self.features.is_intel);
+        let external = initiator.external(self.is_intel());
         let loaded = self.load_ldt(ldt);
         self.as_task_fault(loaded, external)?;
         if !virtual_8086 {

@@ -55,13 +55,21 @@ impl Cpu {
         })
     }
 
+    /// Returns an address as the SYSENTER MSRs hold it: of AMD's CPUs, the lower 32 bits.
+    fn sysenter_address(&self, address: u64) -> u64 {
+        match self.is_intel() {
+            true => address,
+            false => low_half(address),
+        }
+    }
+
     fn write_msr(&mut self, msr: u32, v: u64) -> Result<(), MsrFault> {
         if !self.machine().allows_msr(msr, true) {
             return Err(MsrFault::Forbidden);
         }
         let needs_canonical = match msr {
             // AMD's CPUs have 32 bits of these.
-            0x175 | 0x176 => self.features.is_intel,
+            0x175 | 0x176 => self.is_intel(),
             0xc000_0082 | 0xc000_0083 | 0xc000_0100..=0xc000_0102 => true,
             _ => false,
         };
@@ -70,8 +78,8 @@ impl Cpu {
         }
         match msr {
             0x174 => self.state.sysenter_cs = low_half(v),
-            0x175 => self.state.sysenter_esp = self.features.sysenter_address(v),
-            0x176 => self.state.sysenter_eip = self.features.sysenter_address(v),
+            0x175 => self.state.sysenter_esp = self.sysenter_address(v),
+            0x176 => self.state.sysenter_eip = self.sysenter_address(v),
             0x277 => {
                 if !is_pat(v) {
                     return Err(MsrFault::Invalid);
@@ -102,7 +110,7 @@ impl Cpu {
             0xc000_0101 => self.state.gs.base = v,
             0xc000_0102 => self.state.kernel_gs_base = v,
             0xc000_0103 if !self.features.has_tsc_aux() => return Err(MsrFault::Unknown),
-            0xc000_0103 if self.features.is_intel && v >> 32 != 0 => {
+            0xc000_0103 if self.is_intel() && v >> 32 != 0 => {
                 return Err(MsrFault::Invalid);
             }
             0xc000_0103 => self.state.tsc_aux = low_half(v),

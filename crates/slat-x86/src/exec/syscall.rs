@@ -16,7 +16,7 @@ fn step_if_traced(cpu: &mut Cpu) {
 }
 
 fn syscall(cpu: &mut Cpu, op: &Op) -> Flow {
-    let wide = cpu.is_64() || cpu.long_mode() && !cpu.features.is_intel;
+    let wide = cpu.is_64() || cpu.long_mode() && !cpu.is_intel();
     if cpu.state.efer & control::EFER_SCE == 0 || !wide {
         return Err(cpu.ud());
     }

@@ -295,6 +295,12 @@ impl Cpu {
         self.svm.guest
     }
 
+    /// Whether the CPU does what Intel's do where the vendors' differ. A guest of SVM runs on AMD's, whose manual defines SVM, whatever
+    /// vendor its CPUID tells: its hypervisor reads EXT in EXITINFO1, for example.
+    pub(crate) fn is_intel(&self) -> bool {
+        self.features.is_intel && !self.svm.guest
+    }
+
     /// Whether the CPU takes interrupts, as far as GIF and RFLAGS.IF say so: the hypervisor's IF if its guest has a virtual one.
     pub fn interrupts_enabled(&self) -> bool {
         let rflags = match self.svm.masks_interrupts() {

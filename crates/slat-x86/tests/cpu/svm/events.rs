@@ -55,6 +55,57 @@ fn an_exit_in_the_delivery_of_an_event_tells_which() {
     assert_eq!(get(&guest, at::INT_INFO), event | 4 << 8);
 }
 
+/// A hypervisor as [`hypervisor`] makes it, whose CPUID tells Intel's vendor, and all features.
+fn intels_hypervisor(l2: &[u8]) -> Guest {
+    let mut guest = hypervisor(l2);
+    let told = |leaf, _| match leaf {
+        0 => [0xd, u32::from_le_bytes(*b"Genu"), 0, 0],
+        0x8000_0000 => [0x8000_000a, 0, 0, 0],
+        0x8000_0008 => [0x3030, 0, 0, 0],
+        _ => [!0; 4],
+    };
+    guest.cpu.set_features(Features::from_cpuid(told));
+    guest
+}
+
+/// AMD's manual defines SVM: where the vendors' CPUs differ, a guest of SVM finds AMD's, whatever vendor is told.
+#[test]
+fn a_guest_of_svm_runs_on_amds_processor() {
+    // EXT is clear in the error code of a fault in the delivery of an exception: ud2, without IDT.
+    let mut guest = intels_hypervisor(b"\x0f\x0b");
+    put32(&guest, 0x400 + 0x84, 0);
+    put32(&guest, at::EXCEPTIONS, 1 << 13);
+    assert_eq!(exit(&mut guest), 0x4d);
+    assert_eq!(get(&guest, at::INFO_1), 6 << 3 | 2);
+    // SYSENTER_ESP, SYSENTER_EIP and TSC_AUX have 32 bits: wrmsr; rdmsr; vmmcall.
+    for msr in [0x175, 0x176, 0xc000_0103] {
+        let mut guest = intels_hypervisor(b"\x0f\x30\x0f\x32\x0f\x01\xd9");
+        put(&guest, at::RAX, 5);
+        guest.cpu.state.gpr[RCX] = msr;
+        guest.cpu.state.gpr[RDX] = 0x8000;
+        assert_eq!(exit(&mut guest), 0x81, "{msr:#x}");
+        assert_eq!(get(&guest, at::RAX), 5);
+        assert_eq!(guest.cpu.state.gpr[RDX], 0);
+    }
+    // The shadow of MOV SS suppresses no breakpoint: mov ss,edx; nop; vmmcall.
+    let mut guest = intels_hypervisor(b"\x8e\xd2\x90\x0f\x01\xd9");
+    guest.cpu.state.gpr[RDX] = 16;
+    guest.cpu.state.dr[0] = L2 + 2;
+    put(&guest, at::DR7, 0x402);
+    put32(&guest, at::EXCEPTIONS, 1 << 1);
+    assert_eq!(exit(&mut guest), 0x41);
+    // SYSCALL exists in compatibility mode, too.
+    let mut guest = intels_hypervisor(b"\x0f\x05");
+    guest.cpu.state.star = 8 << 32;
+    guest.cpu.state.cstar = L2 + 0x100;
+    guest.memory().write(L2 + 0x100, b"\x0f\x01\xd9");
+    put(&guest, at::EFER, get(&guest, at::EFER) | 1);
+    let mut cs = guest.cpu.state.cs;
+    cs.rights = 0xc09b;
+    put_segment(&guest, 0x410, &cs);
+    assert_eq!(exit(&mut guest), 0x81);
+}
+
 #[test]
 fn a_virtual_interrupt_waits_for_the_guest() {
     const IRQ: u64 = 1 << 8 | 5 << 16 | 0x80 << 32;
