@@ -5,13 +5,14 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use slat_x86::state::xcr0;
+use slat_x86::state::{MXCSR_MM, xcr0};
 use slat_x86::{
-    Access, CodePages, Cpu, Exit, HostPage, HypercallOutcome, Machine, Mmu, MsrFault, Paging,
-    Segment, State, Table,
+    Access, CodePages, Cpu, Exit, Features, HostPage, HypercallOutcome, Machine, Mmu, MsrFault,
+    Paging, Segment, State, Table,
 };
 
 use crate::native::{ARENA_LEN, Arena, Fault, GS_BASE, HOLE, PAGE, Placed, Regs, SYSTEM};
+use crate::vendor;
 
 /// Where things are in the system pages.
 const IDT: usize = SYSTEM;
@@ -110,6 +111,22 @@ impl Machine for Flat {
     }
 }
 
+/// Returns the features of the software CPU: all, but MXCSR has the bits that the host's has, of whichever vendor it is.
+fn features() -> Features {
+    const MISALIGNED_SSE: u32 = 1 << 7;
+    let missing = match vendor::host_mxcsr_mask() & MXCSR_MM {
+        0 => MISALIGNED_SSE,
+        _ => 0,
+    };
+    Features::from_cpuid(|leaf, subleaf| match (leaf, subleaf) {
+        (0, _) => [0xd, 0, 0, 0],
+        (0x8000_0000, _) => [0x8000_000a, 0, 0, 0],
+        (0x8000_0001, _) => [!0, !0, !missing, !0],
+        (0x8000_0008, _) => [0x3030, !0, 0, 0],
+        _ => [!0; 4],
+    })
+}
+
 /// The software CPU, set up once.
 pub struct Guest {
     cpu: Cpu,
@@ -155,6 +172,7 @@ impl Guest {
 
         let mut cpu = Cpu::try_new(CodePages::try_new().unwrap()).unwrap();
         crate::compiled::compile(&mut cpu);
+        cpu.set_features(features());
         let state = &mut cpu.state;
         let segment = |selector, rights| Segment {
             selector,

@@ -7,7 +7,7 @@
 //!
 //! APM: AMD64 Architecture Programmer's Manual. SDM: Intel 64 and IA-32 Architectures Software Developer's Manual.
 
-use std::arch::x86_64::__cpuid;
+use std::arch::x86_64::{__cpuid, _fxsave64};
 
 use iced_x86::{Code, Decoder, DecoderOptions, Instruction, Mnemonic, OpKind};
 
@@ -18,6 +18,17 @@ use crate::native::{AT, BRANCH_TARGET, DATA, Fault, PAGE, Regs};
 
 fn vendor() -> [u8; 4] {
     __cpuid(0).ebx.to_le_bytes()
+}
+
+/// Returns the bits that the host's MXCSR has, as FXSAVE writes them: AMD's CPUs have MM, of misaligned operands, and Intel's do not
+/// (APM volume 1, section 4.2.2; SDM volume 1, section 10.2.3).
+pub fn host_mxcsr_mask() -> u32 {
+    #[repr(align(16))]
+    struct Image([u8; 512]);
+    let mut image = Image([0; 512]);
+    // SAFETY: 512 bytes, aligned to 16, and every x86-64 CPU has the instruction.
+    unsafe { _fxsave64(image.0.as_mut_ptr()) };
+    u32::from_le_bytes([image.0[28], image.0[29], image.0[30], image.0[31]])
 }
 
 /// Whether the host's CPU is Intel's.
@@ -140,24 +151,10 @@ const RULES: &[Rule] = &[
         applies: |instruction, _| memory::is_gather(instruction),
         rewrite: gathered_in_part,
     },
-    // APM volume 1, section 4.2.2: bit 17 of MXCSR is MM, if CPUID reports MisAlignSse.
-    // SDM volume 1, section 10.2.3: it is reserved.
-    Rule {
-        name: "(V)LDMXCSR with MM",
-        in_sequences: InSequences::Nowhere,
-        applies: |instruction, _| {
-            matches!(
-                instruction.mnemonic(),
-                Mnemonic::Ldmxcsr | Mnemonic::Vldmxcsr
-            )
-        },
-        rewrite: ldmxcsr_with_mm,
-    },
-    // MXCSR_MASK: MM, as for LDMXCSR.
     // FOP, FIP, FDP: APM volume 5, "FXSAVE": saved only if ES is set, otherwise zero or left alone, depending on the
     // model; SDM volume 1, section 8.1.8: saved always.
     Rule {
-        name: "FXSAVE: MXCSR_MASK and the x87 pointers",
+        name: "FXSAVE: the x87 pointers",
         in_sequences: InSequences::AtTheEnd,
         applies: |instruction, _| {
             matches!(
@@ -390,29 +387,6 @@ fn gathered_in_part(
 /// Where FXSAVE puts MXCSR.
 const MXCSR: std::ops::Range<usize> = 24..28;
 
-/// The misaligned exception mask of MXCSR.
-const MM: u32 = 1 << 17;
-
-fn has_mm() -> bool {
-    const MISALIGNED_SSE: u32 = 1 << 7;
-    __cpuid(0x8000_0001).ecx & MISALIGNED_SSE != 0
-}
-
-fn ldmxcsr_with_mm(
-    instruction: &Instruction,
-    case: &Case,
-    _: &Result,
-    ours: Result,
-) -> Option<Result> {
-    checked(case, &Result::unchanged(case, fault(GP, 0, 0)), ours)?;
-    let at = in_data(instruction, case);
-    let bytes = case.data.get(at..at + 4)?;
-    let value = u32::from_le_bytes(bytes.try_into().unwrap());
-    let mut loaded = nothing_done(case);
-    loaded.regs.fx[MXCSR].copy_from_slice(bytes);
-    (has_mm() && value & MM != 0 && value & !MM < 1 << 16).then_some(loaded)
-}
-
 fn fxsave_fields(
     instruction: &Instruction,
     case: &Case,
@@ -421,9 +395,6 @@ fn fxsave_fields(
 ) -> Option<Result> {
     let at = in_data(instruction, case);
     ours.take_data(host, at + 6, at + 24);
-    if has_mm() {
-        *ours.data.get_mut(at + 28 + 2)? |= (MM >> 16) as u8;
-    }
     Some(ours)
 }
 
