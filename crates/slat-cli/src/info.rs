@@ -5,7 +5,7 @@ use std::io;
 use std::process::ExitCode;
 
 use crate::output;
-use slat_kvm::cpuid::{host_is_amd, host_leaf};
+use slat_kvm::cpuid::{host_leaf, is_amd};
 use slat_process::pointers::can_be_separate;
 
 /// Prints everything. Facts that cannot be found out are printed as unknown.
@@ -44,6 +44,7 @@ fn policies() -> String {
         (slat_kvm::policy::NESTED, "on"),
         (slat_kvm::policy::JIT_MAP, "off"),
         (slat_kvm::policy::USERFAULT, "off"),
+        (slat_kvm::policy::CPU, "host"),
     ];
     set.join(" ")
         + &more
@@ -53,7 +54,7 @@ fn policies() -> String {
 
 /// Says what makes a guest a hypervisor. Guests ask for the vendor before they ask for SVM.
 fn nested_guests() -> String {
-    let model = match host_is_amd() {
+    let model = match is_amd() {
         true => "host, or EPYC,+svm",
         false => "EPYC,+svm; no Intel model",
     };

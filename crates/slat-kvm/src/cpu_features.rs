@@ -98,7 +98,7 @@ pub fn ext21_eax() -> u32 {
     bits(&[(true, 2), (true, 8), (true, 29)])
 }
 
-/// Leaf 0x8000_0001 EDX, on an AMD host: the MMX instructions that are part of SSE, and FFXSR.
+/// Leaf 0x8000_0001 EDX, of AMD: the MMX instructions that are part of SSE, and FFXSR.
 pub const AMD_EXT1_EDX: u32 = 1 << 22 | 1 << 25;
 
 /// IA32_ARCH_CAPABILITIES (SDM volume 4): IBRS protects all modes once it is set, and the vulnerabilities that the CPU does not have,
@@ -135,7 +135,7 @@ pub fn ext1_ecx(amd: bool) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use crate::cpuid::{host_is_amd, lookup, supported};
+    use crate::cpuid::{is_amd, lookup, supported};
 
     /// What the CPU models of VMMs name, and this CPU has on every host of the vendor: leaf, subleaf, register, bits.
     #[test]
@@ -150,7 +150,7 @@ mod tests {
             // IBPB IBRS STIBP SSBD.
             (0x8000_0008, 0, 1, 1 << 12 | 1 << 14 | 1 << 15 | 1 << 24),
         ];
-        if host_is_amd() {
+        if is_amd() {
             // MMXEXT FXSR_OPT; CR8_LEGACY SSE4A MISALIGNSSE OSVW; CLZERO XSAVEERPTR; AUTOIBRS.
             expected.extend([
                 (0x8000_0001, 0, 3, 1 << 22 | 1 << 25),

@@ -1,12 +1,12 @@
 //! `KVM_GET_SUPPORTED_CPUID`: what the software CPU really implements.
 //!
-//! The vendor is the host's, because guests choose between VMCALL and VMMCALL, SYSENTER and SYSCALL quirks by it and clients
-//! compare it with their own CPUID instruction's. Features are the software CPU's.
+//! The vendor is that of the policy `cpu`; guests choose between VMCALL and VMMCALL, SYSENTER and SYSCALL quirks by it. Unless told
+//! otherwise it is the host's, because clients compare it with their own CPUID instruction's. Features are the software CPU's.
 
 use crate::cpu_features;
 use crate::errno::{Result, fail};
 use crate::heap;
-use crate::policy;
+use crate::policy::{self, Processor};
 use kvm_bindings::*;
 use slat_x86::state::xcr0;
 use slat_x86::{HypercallInstruction, svm};
@@ -151,18 +151,63 @@ pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
     read(leaf, index)
 }
 
-/// Whether the host's CPU is AMD's or Hygon's.
-pub fn host_is_amd() -> bool {
-    static AMD: OnceLock<bool> = OnceLock::new();
-    *AMD.get_or_init(|| {
-        let vendor = host_leaf(0, 0).ebx.to_le_bytes();
-        &vendor == b"Auth" || &vendor == b"Hygo"
+/// Which processor the software CPU says it is. Vendors' leaves, MSRs and rules follow from it ([`is_amd`]).
+#[derive(Clone, Copy)]
+struct Identity {
+    /// EBX, EDX and ECX of leaf 0, in the order of the text.
+    vendor: [u32; 3],
+    /// EAX of leaf 1: family, model and stepping.
+    signature: u32,
+}
+
+impl Identity {
+    /// Whether the processor is AMD's or Hygon's.
+    fn is_amd(self) -> bool {
+        matches!(&self.vendor[0].to_le_bytes(), b"Auth" | b"Hygo")
+    }
+}
+
+const fn identity_of(vendor: &[u8; 12], signature: u32) -> Identity {
+    let [a, b, c, d, e, f, g, h, i, j, k, l] = *vendor;
+    Identity {
+        vendor: [
+            u32::from_le_bytes([a, b, c, d]),
+            u32::from_le_bytes([e, f, g, h]),
+            u32::from_le_bytes([i, j, k, l]),
+        ],
+        signature,
+    }
+}
+
+/// EPYC of the third generation: family 25, model 1, stepping 1. Like the software CPU it has no AVX-512.
+const AMD: Identity = identity_of(b"AuthenticAMD", 0x00a0_0f11);
+/// Xeon 6 with efficient cores ("Sierra Forest"): family 6, model 175, stepping 3. It has no AVX-512 either.
+const INTEL: Identity = identity_of(b"GenuineIntel", 0x000a_06f3);
+
+/// Returns the processor that the policy `cpu` asks for.
+fn identity() -> Identity {
+    static IDENTITY: OnceLock<Identity> = OnceLock::new();
+    *IDENTITY.get_or_init(|| match policy::processor() {
+        Processor::Host => {
+            let host = host_leaf(0, 0);
+            Identity {
+                vendor: [host.ebx, host.edx, host.ecx],
+                signature: host_leaf(1, 0).eax,
+            }
+        }
+        Processor::Amd => AMD,
+        Processor::Intel => INTEL,
     })
 }
 
-/// Returns the instruction that calls the hypervisor on the host's CPU.
+/// Whether guests are offered a processor of AMD's or Hygon's, by the policy `cpu`. What KVM does by vendor module follows it.
+pub fn is_amd() -> bool {
+    identity().is_amd()
+}
+
+/// Returns the instruction that calls the hypervisor on the processor that guests are offered.
 pub(crate) fn native_hypercall() -> HypercallInstruction {
-    match host_is_amd() {
+    match is_amd() {
         true => HypercallInstruction::Vmmcall,
         false => HypercallInstruction::Vmcall,
     }
@@ -172,8 +217,8 @@ pub(crate) fn native_hypercall() -> HypercallInstruction {
 const MAX_CACHES: u32 = 6;
 
 /// Appends leaf 4: the host's caches. AMD's CPUs do not have the leaf.
-fn push_caches(entries: &mut Vec<kvm_cpuid_entry2>) {
-    let caches = if host_is_amd() { 0 } else { MAX_CACHES - 1 };
+fn push_caches(entries: &mut Vec<kvm_cpuid_entry2>, amd: bool) {
+    let caches = if amd { 0 } else { MAX_CACHES - 1 };
     for index in 0..MAX_CACHES {
         let values = match index < caches {
             true => {
@@ -283,9 +328,16 @@ fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
 /// # Errors
 /// `ENOMEM`.
 pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
-    let host = host_leaf(0, 0);
-    let host1 = host_leaf(1, 0);
-    let amd = host_is_amd();
+    supported_by(identity())
+}
+
+/// Returns the leaves of one processor.
+fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
+    let Identity {
+        vendor: [ebx, edx, ecx],
+        signature,
+    } = identity;
+    let amd = identity.is_amd();
     let nested = policy::nested();
     // Without the TSC-deadline bit: it depends on who emulates the local APIC. KVM_CAP_TSC_DEADLINE_TIMER reports slat's.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
@@ -301,12 +353,12 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     };
     let mut entries = heap::with_room(MAX_LEAVES)?;
     entries.extend([
-        entry(0, None, [0xd, host.ebx, host.ecx, host.edx]),
+        entry(0, None, [0xd, ebx, ecx, edx]),
         // CLFLUSH lines of 64 bytes; the APIC id is the client's to fill in.
-        entry(1, None, [host1.eax, 8 << 8, leaf1_ecx, leaf1_edx]),
+        entry(1, None, [signature, 8 << 8, leaf1_ecx, leaf1_edx]),
         entry(2, None, [1, 0, 0, 0]),
     ]);
-    push_caches(&mut entries);
+    push_caches(&mut entries, amd);
     entries.extend([
         entry(6, None, [4, 0, 0, 0]),
         entry(
@@ -343,9 +395,13 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     entries.extend(xsave_components().map(|(component, bytes, at)| {
         entry(0xd, Some(component.trailing_zeros()), [bytes, at, 0, 0])
     }));
-    let [ebx, ecx, edx] = KVM_SIGNATURE;
+    let [kvm_ebx, kvm_ecx, kvm_edx] = KVM_SIGNATURE;
     entries.extend([
-        entry(HYPERVISOR_LEAF, None, [HYPERVISOR_LEAF + 1, ebx, ecx, edx]),
+        entry(
+            HYPERVISOR_LEAF,
+            None,
+            [HYPERVISOR_LEAF + 1, kvm_ebx, kvm_ecx, kvm_edx],
+        ),
         entry(HYPERVISOR_LEAF + 1, None, [kvm_features(), 0, 0, 0]),
         entry(
             0x8000_0000,
@@ -356,16 +412,16 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
                     (false, true) => SVM_LEAF,
                     (false, false) => 0x8000_0008,
                 },
-                if amd { host.ebx } else { 0 },
-                if amd { host.ecx } else { 0 },
-                if amd { host.edx } else { 0 },
+                if amd { ebx } else { 0 },
+                if amd { ecx } else { 0 },
+                if amd { edx } else { 0 },
             ],
         ),
         entry(
             0x8000_0001,
             None,
             [
-                if amd { host1.eax } else { 0 },
+                if amd { signature } else { 0 },
                 0,
                 cpu_features::ext1_ecx(amd) | u32::from(nested) << EXT1_ECX_SVM,
                 ext1_edx,
@@ -513,6 +569,25 @@ mod tests {
             lookup(&table, 0x4000_0000, 0)[1],
             u32::from_le_bytes(*b"KVMK")
         );
+    }
+
+    #[test]
+    fn each_processor_says_whose_it_is() {
+        for (identity, vendor, family, model) in [
+            (AMD, b"AuthenticAMD", 25, 1),
+            (INTEL, b"GenuineIntel", 6, 175),
+        ] {
+            let table = supported_by(identity).unwrap();
+            let [_, ebx, ecx, edx] = lookup(&table, 0, 0);
+            let told: Vec<_> = [ebx, edx, ecx]
+                .into_iter()
+                .flat_map(u32::to_le_bytes)
+                .collect();
+            assert_eq!(told, vendor);
+            let eax = lookup(&table, 1, 0)[0];
+            assert_eq!((eax >> 8 & 15) + (eax >> 20 & 0xff), family);
+            assert_eq!(eax >> 4 & 15 | eax >> 12 & 0xf0, model);
+        }
     }
 
     #[test]

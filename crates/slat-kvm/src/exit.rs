@@ -1,6 +1,6 @@
 //! Stores those exits in `kvm_run` that have more than a field or two.
 
-use crate::cpuid::host_is_amd;
+use crate::cpuid::is_amd;
 use crate::run_page::{PAGE, RunPage, set_field};
 use kvm_bindings::*;
 use slat::{Gpa, Stop};
@@ -111,7 +111,7 @@ pub(crate) fn delivery(page: &RunPage, vector: u8, software: bool, gpa: u64) {
         0..32 => 3,
         _ => 0,
     };
-    let reason = match host_is_amd() {
+    let reason = match is_amd() {
         true => NESTED_PAGE_FAULT,
         false => EPT_MISCONFIGURATION,
     };

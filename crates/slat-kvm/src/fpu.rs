@@ -1,6 +1,6 @@
 //! The x87, SSE, AVX and PKRU state in KVM's structs: `kvm_fpu` and the XSAVE area.
 
-use crate::cpuid::{avx_offset, host_is_amd, pkru_offset, supported_xcr0};
+use crate::cpuid::{avx_offset, is_amd, pkru_offset, supported_xcr0};
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 use slat_x86::State;
@@ -92,8 +92,8 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     image[24..28].copy_from_slice(&state.mxcsr.to_le_bytes());
     if present & (xcr0::X87 | xcr0::SSE | xcr0::AVX) != 0 {
         let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
-        // As in KVM, by the host's vendor.
-        let known = match host_is_amd() {
+        // As in KVM, by the processor's vendor, whatever the guest's CPUID says.
+        let known = match is_amd() {
             true => MXCSR_MASK | MXCSR_MM,
             false => MXCSR_MASK,
         };

@@ -1,8 +1,8 @@
 //! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE` (KVM's api document, 4.114 and 4.115): whether a vCPU runs a guest of its guest by
-//! SVM, and what its hypervisor had in its registers. VMX is not offered: of a guest without SVM on an Intel host the state is a header
-//! that says so.
+//! SVM, and what its hypervisor had in its registers. VMX is not offered: of a guest without SVM, where Intel's processor is offered, the
+//! state is a header that says so.
 
-use crate::cpuid::host_is_amd;
+use crate::cpuid::is_amd;
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 use slat_x86::svm::VMCB_BYTES;
@@ -50,9 +50,9 @@ impl NestedState {
     }
 }
 
-/// Whether the state of `cpu` has SVM's format: of all vCPUs on an AMD host, and of those with SVM.
+/// Whether the state of `cpu` has SVM's format: of all vCPUs where guests are offered AMD's processor, and of those with SVM.
 fn is_svm(cpu: &Cpu) -> bool {
-    host_is_amd() || cpu.features().has_svm()
+    is_amd() || cpu.features().has_svm()
 }
 
 fn first_word(flags: u32, format: u32, size: u32) -> u64 {

@@ -1,6 +1,6 @@
 //! The options that a client sets for a VM by `KVM_ENABLE_CAP`, except those that have a module of their own.
 
-use crate::cpuid::host_is_amd;
+use crate::cpuid::is_amd;
 use crate::errno::{Result, fail};
 use crate::msr_filter::MsrFilter;
 use kvm_bindings::*;
@@ -150,11 +150,11 @@ impl Options {
         self.halts_inside.load(Ordering::Relaxed)
     }
 
-    /// Returns what a bus lock of the guest does: on the host's processors, one that exits has been executed (Intel) or not (AMD).
+    /// Returns what a bus lock of the guest does: one that exits has been executed (Intel) or not (AMD).
     pub(crate) fn bus_locks(&self) -> BusLocks {
         match self.bus_locks_exit.load(Ordering::Relaxed) {
             false => BusLocks::Executed,
-            true if host_is_amd() => BusLocks::ExitBefore,
+            true if is_amd() => BusLocks::ExitBefore,
             true => BusLocks::ExitAfter,
         }
     }

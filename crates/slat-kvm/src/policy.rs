@@ -102,6 +102,44 @@ impl fmt::Display for JitMap {
     }
 }
 
+/// The policy of the processor that guests are offered: [`Processor`].
+pub const CPU: &str = "cpu";
+
+/// Which vendor's processor `KVM_GET_SUPPORTED_CPUID` describes. Where KVM's modules for AMD's and Intel's processors differ, slat does
+/// what that vendor's does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Processor {
+    /// The host's vendor, family, model and stepping. The default, because clients such as QEMU's `-cpu host` execute CPUID themselves.
+    #[default]
+    Host,
+    /// A model of AMD's, on every host.
+    Amd,
+    /// A model of Intel's, on every host.
+    Intel,
+}
+
+impl Processor {
+    /// Reads the value of [`CPU`].
+    fn parse(value: &str) -> std::result::Result<Self, String> {
+        match value {
+            "host" => Ok(Processor::Host),
+            "amd" => Ok(Processor::Amd),
+            "intel" => Ok(Processor::Intel),
+            _ => Err(format!("{CPU}={value}: the value is host, amd, or intel")),
+        }
+    }
+}
+
+impl fmt::Display for Processor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Processor::Host => "host",
+            Processor::Amd => "amd",
+            Processor::Intel => "intel",
+        })
+    }
+}
+
 /// Reads the value of a policy that is on or off.
 fn parse_switch(name: &str, value: &str) -> std::result::Result<bool, String> {
     match value {
@@ -124,6 +162,8 @@ pub enum Assignment {
     JitMap(JitMap),
     /// Whether memslots may have pages that are not there yet, [`USERFAULT`].
     Userfault(bool),
+    /// Which vendor's processor guests are offered, [`CPU`].
+    Processor(Processor),
 }
 
 impl Assignment {
@@ -135,6 +175,7 @@ impl Assignment {
             Assignment::Nested(_) => NESTED,
             Assignment::JitMap(_) => JIT_MAP,
             Assignment::Userfault(_) => USERFAULT,
+            Assignment::Processor(_) => CPU,
         }
     }
 }
@@ -159,6 +200,9 @@ impl FromStr for Assignment {
         if name == USERFAULT {
             return parse_switch(name, value).map(Assignment::Userfault);
         }
+        if name == CPU {
+            return Processor::parse(value).map(Assignment::Processor);
+        }
         match Setting::parse(name, value) {
             Ok(setting) => Ok(Assignment::Memory(setting)),
             Err(PolicyError::NoSuchPolicy) => {
@@ -166,7 +210,7 @@ impl FromStr for Assignment {
                 let names: Vec<_> = known.iter().map(|known| known.name()).collect();
                 let names = names.join(", ");
                 Err(format!(
-                    "there is no policy \"{name}\"; there are {names}, {JIT}, {NESTED}, {JIT_MAP}, {USERFAULT}"
+                    "there is no policy \"{name}\"; there are {names}, {JIT}, {NESTED}, {JIT_MAP}, {USERFAULT}, {CPU}"
                 ))
             }
             Err(error) => Err(format!("{name}={value}: {error}")),
@@ -184,6 +228,7 @@ impl fmt::Display for Assignment {
                 write!(f, "{}={}", self.name(), if *on { "on" } else { "off" })
             }
             Assignment::JitMap(map) => write!(f, "{JIT_MAP}={map}"),
+            Assignment::Processor(processor) => write!(f, "{CPU}={processor}"),
         }
     }
 }
@@ -204,6 +249,8 @@ pub struct Policies {
     pub jit_map: JitMap,
     /// Whether memslots may have the flag `KVM_MEM_USERFAULT`.
     pub userfault: bool,
+    /// Which vendor's processor guests are offered.
+    pub processor: Processor,
     /// Print statistics at the end of the process.
     pub stats: bool,
     /// The file with the names of the guests' code ([`crate::symbols`]).
@@ -220,6 +267,7 @@ impl Default for Policies {
             nested: true,
             jit_map: JitMap::default(),
             userfault: false,
+            processor: Processor::default(),
             stats: false,
             guest_symbols: None,
         }
@@ -250,6 +298,7 @@ impl Policies {
         let mut settings = Vec::new();
         let mut jit = Jit::default();
         let (mut nested, mut jit_map, mut userfault) = (true, JitMap::default(), false);
+        let mut processor = Processor::default();
         let set = variable("SLAT_SET").unwrap_or_default();
         for word in set.split(',').filter(|word| !word.is_empty()) {
             match word.parse() {
@@ -258,6 +307,7 @@ impl Policies {
                 Ok(Assignment::Nested(value)) => nested = value,
                 Ok(Assignment::JitMap(value)) => jit_map = value,
                 Ok(Assignment::Userfault(value)) => userfault = value,
+                Ok(Assignment::Processor(value)) => processor = value,
                 Err(error) => return Err(format!("SLAT_SET: {error}")),
             }
         }
@@ -270,6 +320,7 @@ impl Policies {
             nested,
             jit_map,
             userfault,
+            processor,
             stats,
             guest_symbols: variable("SLAT_GUEST_SYMBOLS").map(PathBuf::from),
         })
@@ -334,6 +385,11 @@ pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
 /// Whether guests are offered SVM.
 pub(crate) fn nested() -> bool {
     current().is_ok_and(|policies| policies.nested)
+}
+
+/// Which vendor's processor guests are offered.
+pub(crate) fn processor() -> Processor {
+    current().map_or_else(|_| Processor::default(), |policies| policies.processor)
 }
 
 /// Whether clients may have memslots with `KVM_MEM_USERFAULT`.
@@ -409,7 +465,9 @@ mod tests {
             .into_iter()
             .flatten();
         let jit_map = [JitMap::Off, JitMap::On, JitMap::Dump].map(Assignment::JitMap);
-        for assignment in all.chain(jit).chain(switches).chain(jit_map) {
+        let processors = [Processor::Host, Processor::Amd, Processor::Intel];
+        let processors = processors.map(Assignment::Processor);
+        for assignment in (all.chain(jit).chain(switches).chain(jit_map)).chain(processors) {
             assert_eq!(assignment.to_string().parse(), Ok(assignment));
         }
     }
@@ -450,6 +508,11 @@ mod tests {
             parse(&[("SLAT_SET", "jit_map=maybe")])
                 .unwrap_err()
                 .contains("on, off, or dump")
+        );
+        assert!(
+            parse(&[("SLAT_SET", "cpu=via")])
+                .unwrap_err()
+                .contains("host, amd, or intel")
         );
         assert!(
             parse(&[("SLAT_SET", "mmio_caching=7")])

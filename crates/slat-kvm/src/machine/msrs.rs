@@ -279,7 +279,7 @@ pub(crate) fn write_machine(
 ) -> Result<(), MsrFault> {
     let now = machine.vm.clock.now();
     check_pv_feature(machine, index)?;
-    let sets_status = machine.msr(AMD_HWCR) & HWCR_MC_STATUS_WRITABLE != 0 && cpuid::host_is_amd();
+    let sets_status = machine.msr(AMD_HWCR) & HWCR_MC_STATUS_WRITABLE != 0 && cpuid::is_amd();
     let known = (machine.mce.write(index, value, by_guest, sets_status))
         .or_else(|| speculation::write(machine, index, value, by_guest));
     if let Some(result) = known {

@@ -2,7 +2,7 @@
 //! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
 use crate::cpu_features;
-use crate::cpuid::host_is_amd;
+use crate::cpuid::is_amd;
 use kvm_bindings::{
     KVM_MSR_EXIT_REASON_FILTER, KVM_MSR_EXIT_REASON_INVAL, KVM_MSR_EXIT_REASON_UNKNOWN,
 };
@@ -141,7 +141,7 @@ pub fn feature(index: u32) -> Option<u64> {
 
 /// Returns the microcode revision of a new vCPU, by vendor: what KVM's have.
 pub(crate) fn microcode_revision() -> u64 {
-    match host_is_amd() {
+    match is_amd() {
         true => 0x0100_0065,
         false => 1 << 32,
     }

@@ -3,7 +3,6 @@
 use crate::common::{CODE, Guest, enable, start_at_code};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VmFd};
-use std::arch::x86_64::__cpuid;
 
 const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
 const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
@@ -35,9 +34,7 @@ fn is_undefined(guest: &mut Guest, code: &[u8]) -> bool {
 
 #[test]
 fn the_hypercall_of_the_other_vendor_is_patched_or_undefined() {
-    let vendor = __cpuid(0).ebx.to_le_bytes();
-    let amd = &vendor == b"Auth" || &vendor == b"Hygo";
-    let (native, other) = if amd {
+    let (native, other) = if slat_kvm::cpuid::is_amd() {
         (VMMCALL, VMCALL)
     } else {
         (VMCALL, VMMCALL)

@@ -322,7 +322,7 @@ pub fn msrs() -> Vec<FreshMsr> {
         value,
         differs: None,
     };
-    let amd = slat_kvm::cpuid::host_is_amd();
+    let amd = slat_kvm::cpuid::is_amd();
     vec![
         msr(0x10, None),
         msr(0x1b, Some(0xfee0_0900)),
