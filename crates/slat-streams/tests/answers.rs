@@ -1,24 +1,37 @@
 //! slat's answers are those of KVM's lists; the host's kernel has the same, but for the differences that the lists name.
+//!
+//! The kernel and its processor are this machine's, whichever they are: a difference that no list names is printed, and fails only
+//! with `SLAT_TEST_KERNEL=strict`, as `.ci/full` has it. `--nocapture` shows those that the lists name, too.
 
 use slat_streams::answers::api::Who;
+use slat_streams::answers::edges::Difference;
 use slat_streams::answers::{fresh, rules};
+use std::io::Write;
 
-fn both(check: impl Fn(Who) -> Vec<String>) {
-    let wrong = [Who::Slat, Who::Kernel].map(|who| (who, check(who)));
-    assert!(
-        wrong.iter().all(|(_, wrong)| wrong.is_empty()),
-        "{wrong:#?}"
-    );
+fn both(check: impl Fn(Who) -> Vec<Difference>) {
+    let wrong = check(Who::Slat);
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    let mut unknown = Vec::new();
+    for Difference { what, why } in check(Who::Kernel) {
+        match why {
+            Some(why) => println!("the host's kernel: {what}: {why}"),
+            None => unknown.push(what),
+        }
+    }
+    if !unknown.is_empty() {
+        // Not by a macro: the test harness would hide it.
+        let _ = writeln!(
+            std::io::stderr(),
+            "the host's kernel, unknown: {unknown:#?}"
+        );
+    }
+    let strict = std::env::var("SLAT_TEST_KERNEL").is_ok_and(|value| value == "strict");
+    assert!(!strict || unknown.is_empty(), "{unknown:#?}");
 }
 
 #[test]
 fn set_requests_refuse_what_kvm_refuses() {
-    both(|who| {
-        rules::all()
-            .filter(|rule| who == Who::Slat || rule.differs.is_none())
-            .flat_map(|rule| rule.check(who))
-            .collect()
-    });
+    both(|who| rules::all().flat_map(|rule| rule.check(who)).collect());
 }
 
 #[test]

@@ -77,6 +77,47 @@ pub enum Argument {
     Msr(u32),
 }
 
+/// Why the host's kernel may answer otherwise than slat.
+#[derive(Clone, Copy, Debug)]
+pub enum Differs {
+    /// To any value, for this reason.
+    Always(&'static str),
+    /// To addresses that 48 bits cannot hold and those of the host's processor can.
+    LinearWidth,
+}
+
+impl Differs {
+    /// Returns the reason why a host's kernel may answer otherwise to `value`, whose processor has linear addresses of `bits` bits.
+    /// `None`: it may not.
+    fn why(self, value: u64, bits: u32) -> Option<&'static str> {
+        let fits = |bits: u32| (value << (64 - bits)) as i64 >> (64 - bits) == value as i64;
+        match self {
+            Differs::Always(why) => Some(why),
+            Differs::LinearWidth => (fits(bits) && !fits(48)).then_some(
+                "the processor has wider linear addresses, which Linux 6.13 and later takes whatever the guest has",
+            ),
+        }
+    }
+}
+
+/// Returns the number of bits of the linear addresses of the host's processor.
+fn linear_bits() -> u32 {
+    const LA57: u32 = 1 << 16;
+    match slat_kvm::cpuid::host_leaf(7, 0).ecx & LA57 {
+        0 => 48,
+        _ => 57,
+    }
+}
+
+/// An answer that is not the list's.
+#[derive(Debug)]
+pub struct Difference {
+    /// The request, the value and the answers.
+    pub what: String,
+    /// Why the host's kernel may answer so. `None`: no list says why, or the answer is slat's.
+    pub why: Option<&'static str>,
+}
+
 /// One rule of a SET request.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
@@ -101,7 +142,7 @@ pub struct Rule {
     /// What the request returns for other ones.
     pub errno: i32,
     /// Why the host's kernel may answer otherwise.
-    pub differs: Option<&'static str>,
+    pub differs: Option<Differs>,
 }
 
 /// Bytes of a table with one MSR, and where its number and its value are.
@@ -129,8 +170,8 @@ impl Rule {
         self.values.edges(self.range().len() as u32 * 8)
     }
 
-    /// Tries all edges on one new machine. Returns an account of each wrong answer; nothing if there is no /dev/kvm.
-    pub fn check(&self, who: Who) -> Vec<String> {
+    /// Tries all edges on one new machine. Returns each wrong answer; nothing if there is no /dev/kvm.
+    pub fn check(&self, who: Who) -> Vec<Difference> {
         let Some(trial) = Trial::new(self, who) else {
             return Vec::new();
         };
@@ -141,9 +182,11 @@ impl Rule {
             if answer != expected {
                 let request = slat_kvm::abi::name(self.request).unwrap_or("?");
                 let words = self.words;
-                wrong.push(format!(
-                    "{request}, {words}: {value:#x} is {answer:?}, not {expected:?}"
-                ));
+                wrong.push(Difference {
+                    what: format!("{request}, {words}: {value:#x} is {answer:?}, not {expected:?}"),
+                    why: (self.differs.filter(|_| who == Who::Kernel))
+                        .and_then(|differs| differs.why(value, linear_bits())),
+                });
             }
         }
         wrong
@@ -217,7 +260,20 @@ impl<'a> Trial<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::Values;
+    use super::{Differs, Values};
+
+    #[test]
+    fn wider_addresses_are_excused_where_the_processor_has_them() {
+        for (value, bits, excused) in [
+            (1 << 47, 57, true),
+            (1 << 47, 48, false),
+            (1 << 56, 57, false),
+            (1 << 63, 57, false),
+        ] {
+            let why = Differs::LinearWidth.why(value, bits);
+            assert_eq!(why.is_some(), excused, "{value:#x}, {bits} bits");
+        }
+    }
 
     #[test]
     fn edges_are_on_both_sides() {

@@ -1,7 +1,7 @@
 //! The state of a new VM and a new vCPU, request by request: KVM's, which is that of a processor after RESET but for the x87 unit.
 
 use super::api::{Controllers, Handle, Machine, Who};
-use super::edges::On;
+use super::edges::{Difference, On};
 use kvm_bindings::*;
 use slat_kvm::abi::*;
 use slat_kvm::user::Plain;
@@ -272,8 +272,8 @@ pub fn all() -> Vec<Fresh> {
 }
 
 impl Fresh {
-    /// Compares the answer of a new object. Returns an account of what differs; `None` if nothing does, or there is no /dev/kvm.
-    pub fn check(&self, who: Who) -> Option<String> {
+    /// Compares the answer of a new object. Returns what differs; `None` if nothing does, or there is no /dev/kvm.
+    pub fn check(&self, who: Who) -> Option<Difference> {
         let machine = Machine::new(who, self.controllers)?;
         let object = match self.on {
             On::Vm => &machine.vm,
@@ -287,21 +287,29 @@ impl Fresh {
             (Err(expected), Err(found)) if *expected == found => return None,
             (expected, found) => {
                 let (expected, found) = (expected.as_ref().map(drop), found.map(drop));
-                return Some(format!("{name}: {found:?}, not {expected:?}"));
+                let what = format!("{name}: {found:?}, not {expected:?}");
+                return Some(Difference { what, why: None });
             }
         };
-        let differs = self.differs.iter().map(|(range, _)| range);
-        let skipped: Vec<_> = match who {
-            Who::Slat => self.varies.iter().collect(),
-            Who::Kernel => self.varies.iter().chain(differs).collect(),
+        let why = |at: usize| {
+            let differs = (self.differs.iter()).filter(|_| who == Who::Kernel);
+            differs
+                .clone()
+                .find(|(range, _)| range.contains(&at))
+                .map(|(_, why)| *why)
         };
-        let wrong = (0..found.len()).find(|at| {
-            found[*at] != expected[*at] && !skipped.iter().any(|range| range.contains(at))
-        })?;
-        Some(format!(
-            "{name}: byte {wrong:#x} is {:#x}, not {:#x}",
-            found[wrong], expected[wrong]
-        ))
+        let wrong = (0..found.len()).filter(|at| {
+            found[*at] != expected[*at] && !self.varies.iter().any(|range| range.contains(at))
+        });
+        // One without reason is told before one with.
+        let wrong = wrong.min_by_key(|at| why(*at).is_some())?;
+        Some(Difference {
+            what: format!(
+                "{name}: byte {wrong:#x} is {:#x}, not {:#x}",
+                found[wrong], expected[wrong]
+            ),
+            why: why(wrong),
+        })
     }
 }
 
@@ -350,8 +358,8 @@ pub fn msrs() -> Vec<FreshMsr> {
     ]
 }
 
-/// Compares all MSRs of the index list. Returns an account of each that differs.
-pub fn check_msrs(who: Who) -> Vec<String> {
+/// Compares all MSRs of the index list. Returns each that differs.
+pub fn check_msrs(who: Who) -> Vec<Difference> {
     let Some(machine) = Machine::new(who, Controllers::None) else {
         return Vec::new();
     };
@@ -370,12 +378,12 @@ pub fn check_msrs(who: Who) -> Vec<String> {
             Some(msr) => (msr.value, msr.differs),
             None => (Some(0), None),
         };
-        let excused = who == Who::Kernel && differs.is_some();
         let is_right = read == Ok(1) && expected.is_none_or(|expected| expected == value);
-        if !is_right && !excused {
-            wrong.push(format!(
-                "MSR {index:#x}: {read:?} {value:#x}, not {expected:x?}"
-            ));
+        if !is_right {
+            wrong.push(Difference {
+                what: format!("MSR {index:#x}: {read:?} {value:#x}, not {expected:x?}"),
+                why: differs.filter(|_| who == Who::Kernel),
+            });
         }
     }
     wrong

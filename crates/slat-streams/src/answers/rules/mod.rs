@@ -9,7 +9,7 @@ mod vcpu;
 mod vm;
 
 use super::api::Controllers;
-use super::edges::{Argument, On, Rule, Values};
+use super::edges::{Argument, Differs, On, Rule, Values};
 use kvm_bindings::*;
 use libc::{EINVAL, ENXIO, EPERM};
 use slat_kvm::abi::*;
@@ -71,8 +71,11 @@ const NXE: u64 = 1 << 11;
 const SVME: u64 = 1 << 12;
 
 // Why a host's kernel answers otherwise.
-const OTHER_CPU: Option<&str> = Some("the host's processor has other features");
-const LAX_MODULE: Option<&str> = Some("a module without VMX and SVM does not look at all bits");
+const OTHER_CPU: Option<Differs> = Some(Differs::Always("the host's processor has other features"));
+const LAX_MODULE: Option<Differs> = Some(Differs::Always(
+    "a module without VMX and SVM does not look at all bits",
+));
+const LINEAR_WIDTH: Option<Differs> = Some(Differs::LinearWidth);
 
 const APIC_BASES: Values = Values::Listed(
     // Disabled, enabled, x2APIC, elsewhere; for the bootstrap processor and another one.

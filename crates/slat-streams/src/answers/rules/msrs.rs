@@ -57,15 +57,17 @@ pub(super) const RULES: &[Rule] = &[
     Rule {
         values: Values::Listed(
             &[0, 0x7fff_ffff_ffff, 0xffff_8000_0000_0000],
-            &[1 << 47, 1 << 63, 0x8000_0000_0000],
+            &[1 << 47, 1 << 56, 1 << 63],
         ),
+        differs: LINEAR_WIDTH,
         ..msr(0xc000_0082, "LSTAR: canonical")
     },
     Rule {
         values: Values::Listed(
             &[0, 0x7fff_ffff_ffff, 0xffff_8000_0000_0000],
-            &[1 << 47, 1 << 63, 0x8000_0000_0000],
+            &[1 << 47, 1 << 56, 1 << 63],
         ),
+        differs: LINEAR_WIDTH,
         ..msr(0xc000_0102, "kernel's GS base: canonical")
     },
     msr(0x176, "SYSENTER_EIP: any value, made canonical"),

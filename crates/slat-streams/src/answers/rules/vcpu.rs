@@ -167,7 +167,9 @@ pub(super) const RULES: &[Rule] = &[
         field: (8 + 12, 4),
         values: Values::Listed(&[0, 1, 3, 7, 0x207], &[1 << 18, 0x6_0007]),
         errno: EPERM,
-        differs: Some("the processor has no AMX, or the process may use it"),
+        differs: Some(Differs::Always(
+            "the processor has no AMX, or the process may use it",
+        )),
         ..rule(
             KVM_SET_CPUID2,
             Argument::Zeros(8 + size_of::<kvm_cpuid_entry2>()),

@@ -55,7 +55,9 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         values: Values::Listed(&[], &[0, 1_000_000]),
-        differs: Some("before Linux 6.17 the call concerns later vCPUs"),
+        differs: Some(Differs::Always(
+            "before Linux 6.17 the call concerns later vCPUs",
+        )),
         ..of_vm(KVM_SET_TSC_KHZ, Argument::Number, "before there are vCPUs")
     },
     Rule {
@@ -156,7 +158,9 @@ pub(super) const RULES: &[Rule] = &[
         field: (offset_of!(kvm_enable_cap, args), 8),
         with: |bytes| edit::<kvm_enable_cap>(bytes, |all| all.cap = KVM_CAP_MAX_VCPU_ID),
         values: Values::Listed(&[4096], &[0, 1, 4095, 4097, 1 << 32]),
-        differs: Some("the largest id depends on the kernel's configuration"),
+        differs: Some(Differs::Always(
+            "the largest id depends on the kernel's configuration",
+        )),
         ..enable_cap("MAX_VCPU_ID: the first vCPU sets the largest limit")
     },
     Rule {
