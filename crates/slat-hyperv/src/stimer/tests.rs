@@ -124,6 +124,32 @@ fn a_count_enables_a_timer_that_wants_it() {
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
 }
 
+/// In whichever order it does that, and whatever they are.
+#[test]
+fn the_host_restores_configuration_and_count_as_they_were() {
+    for config in [
+        TO_2,
+        TO_2 | ENABLED,
+        TO_2 | PERIODIC | AUTO_ENABLE | ENABLED,
+    ] {
+        for count in [0, 500] {
+            let both = [(CONFIG, config), (COUNT, count)];
+            for order in [both, [both[1], both[0]]] {
+                let mut timers = Timers::default();
+                for (index, value) in order {
+                    timers.write(index, value, Writer::Host, ALL).unwrap();
+                }
+                let restored = [CONFIG, COUNT].map(|index| timers.read(index));
+                assert_eq!(restored, [config, count]);
+                run(&mut timers, 0, Delivery::Done);
+                let counts = config & ENABLED != 0 && count != 0;
+                assert_eq!(timers.deadline().is_some(), counts);
+                assert_eq!(timers.read(CONFIG), config, "a start changes nothing");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_write_stops_the_timer() {
     let mut timers = Timers::default();

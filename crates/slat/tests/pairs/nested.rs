@@ -1,0 +1,375 @@
+//! Tables of a guest's own, in shadow pages, with what happens to the memory that they map.
+
+use std::collections::BTreeSet;
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use crate::guest::{HUGE, Memory, USED, paging};
+use crate::world::{FRAMES, LOGGED, MIB2, NONE, PRIVATE, convert, memory_fault, region, remap};
+use slat::format::{Npt, X86};
+use slat::guest_walk::GuestPaging;
+use slat::{
+    Access::{self, *},
+    Change, Config, Ept, Format, Gfn, Gpa, Level, MmuKind, Prefetch, Promotion, Setting, SlotFlags,
+    Stop, Translation, Vcpu, VirtualPage, VirtualStop, Vm, WaitFor,
+};
+use slat_model::{Event, HostChange, HostMemory, SimPlatform};
+
+/// The frames of the tables, of level 4 to 1; the level 1 table maps the first 2 MiB.
+const TABLES: [u64; 4] = [16, 17, 18, 19];
+/// Other tables, which map the same.
+const OTHERS: [u64; 4] = [1536, 1537, 1538, 1539];
+/// Page i of the first 2 MiB is in frame `DATA + i`.
+const DATA: u64 = 2 * MIB2;
+
+type Accessed = Result<VirtualPage, VirtualStop<Infallible>>;
+
+/// A guest with tables of its own: L2's, or those of a guest in shadow paging.
+struct Guest<F: Format> {
+    platform: Arc<SimPlatform>,
+    vm: Arc<Vm<SimPlatform, F>>,
+    memory: Arc<Memory>,
+    cpu: Cpu<F>,
+}
+
+struct Cpu<F: Format> {
+    vcpu: Vcpu<SimPlatform, F>,
+    memory: Arc<Memory>,
+    tables: [u64; 4],
+}
+
+impl<F: Format> Cpu<F> {
+    fn try_virtual(&mut self, address: u64, access: Access) -> Accessed {
+        let paging = GuestPaging {
+            reserves_table_global: true,
+            ..paging(self.tables[0] << 12)
+        };
+        self.try_in(&paging, address, access)
+    }
+
+    fn try_in(&mut self, paging: &GuestPaging, address: u64, access: Access) -> Accessed {
+        let mut words = self.memory.words();
+        let mut vcpu = self.vcpu.enter(0);
+        loop {
+            match vcpu.translate_virtual(address, access, paging, &mut words) {
+                Err(VirtualStop::Stop(Stop::Retry)) => vcpu.quiesce(),
+                answer => return answer,
+            }
+        }
+    }
+
+    /// Returns the host page that page `page` is translated to.
+    fn page(&mut self, page: u64, access: Access) -> u64 {
+        let found = self.try_virtual(page << 12, access).unwrap();
+        HostMemory::identify(found.host.pfn()).0
+    }
+
+    fn physical(&mut self, gfn: u64, access: Access) -> Translation {
+        let mut vcpu = self.vcpu.enter(0);
+        loop {
+            match vcpu.translate(Gpa(gfn << 12), access) {
+                Err(Stop::Retry) => vcpu.quiesce(),
+                answer => return answer.unwrap(),
+            }
+        }
+    }
+
+    /// Stores an entry as the owner of the tables does. Returns whether the engine was told.
+    fn store(&mut self, table: u64, index: u64, entry: u64) -> bool {
+        let found = self.physical(table, Write);
+        assert!(found.write || found.tracked);
+        self.memory.put(table, index, entry);
+        if found.tracked {
+            let gpa = Gpa((table << 12) + 8 * index);
+            let _no_cpu_remembers_any = self.vcpu.enter(0).stored(gpa, 8);
+        }
+        found.tracked
+    }
+}
+
+impl<F: Format> Guest<F> {
+    fn new(config: Config, level: Level) -> Self {
+        let platform = SimPlatform::at_level(2 * FRAMES, level);
+        let vm = Vm::new(platform.clone(), config).unwrap();
+        vm.set_policy(Setting::Prefetch(Prefetch::Off));
+        let memory = Arc::new(Memory::new(2 * FRAMES));
+        for tables in [TABLES, OTHERS] {
+            memory.link(&tables);
+            memory.map(tables[3], DATA, USED);
+        }
+        let cpu = Cpu {
+            vcpu: vm.create_vcpu().unwrap(),
+            memory: memory.clone(),
+            tables: TABLES,
+        };
+        Guest {
+            platform,
+            vm,
+            memory,
+            cpu,
+        }
+    }
+
+    fn cpu(&self, tables: [u64; 4]) -> Cpu<F> {
+        Cpu {
+            vcpu: self.vm.create_vcpu().unwrap(),
+            memory: self.memory.clone(),
+            tables,
+        }
+    }
+
+    fn set(&self, flags: SlotFlags) {
+        let region = region().with_flags(flags);
+        self.vm.set_memory_region(0, &region).unwrap();
+    }
+
+    /// Returns the ranges that are flushed while `work` runs.
+    fn flushed(&mut self, work: impl FnOnce(&mut Self)) -> BTreeSet<(u64, u64)> {
+        let flushed = Arc::<Mutex<BTreeSet<_>>>::default();
+        let noted = flushed.clone();
+        self.platform.set_hook(move |event| {
+            if let Event::Flush(start, end) = event {
+                noted.lock().unwrap().insert((start.0, end.0));
+            }
+        });
+        work(self);
+        self.platform.clear_hook();
+        let flushed = flushed.lock().unwrap();
+        flushed.clone()
+    }
+}
+
+fn nested(mmu: MmuKind) -> Config {
+    Config::default().with_mmu(mmu).with_nested(true)
+}
+
+fn shadow() -> Config {
+    Config::default().with_mmu(MmuKind::Shadow)
+}
+
+/// A TLB tags L2's translations with L2's addresses: what unmaps a frame of L1's cannot name them.
+#[test]
+fn every_flush_reaches_l2_whatever_unmaps_its_memory() {
+    fn of<F: Format>(mmu: MmuKind) {
+        type Work<F> = fn(&mut Guest<F>);
+        let works: [(&str, SlotFlags, Work<F>); 10] = [
+            ("invalidate", NONE, |guest| {
+                drop(guest.vm.invalidate(HostMemory::hvas(&(DATA..DATA + 1))));
+            }),
+            ("zap", NONE, |guest| {
+                guest.vm.zap(0, Gfn(DATA)..Gfn(DATA + 1))
+            }),
+            ("begin a log", NONE, |guest| guest.set(LOGGED)),
+            ("harvest", LOGGED, |guest| {
+                let mut bitmap = vec![0; FRAMES as usize / 64];
+                guest.vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
+                assert_ne!(bitmap[DATA as usize / 64] & 1, 0);
+            }),
+            ("clear", LOGGED, |guest| {
+                let first = DATA & !63;
+                (guest.vm.clear_dirty_log(0, 0, first, 64, &[1])).unwrap();
+            }),
+            ("delete", NONE, |guest| {
+                guest.vm.remove_memory_region(0, 0).unwrap();
+            }),
+            ("replace", NONE, |guest| {
+                let half = region().with_size((DATA - MIB2) << 12);
+                let changes = [Change::Set(half)];
+                guest.vm.set_memory_regions(0, &changes).unwrap();
+            }),
+            ("convert", NONE, |guest| {
+                convert(&guest.vm, DATA..DATA + 1, true);
+            }),
+            ("make read-only", NONE, |guest| {
+                let mut read_only = region().with_flags(SlotFlags::READONLY);
+                read_only.slot = 1;
+                let changes = [Change::Remove(0), Change::Set(read_only)];
+                guest.vm.set_memory_regions(0, &changes).unwrap();
+            }),
+            ("fork", NONE, |guest| {
+                drop(Vm::fork_from(&guest.vm).unwrap())
+            }),
+        ];
+        for (name, flags, work) in works {
+            let mut guest = Guest::<F>::new(nested(mmu), Level::PAGE);
+            guest
+                .vm
+                .set_policy(Setting::parse("dirty_log", "write-protect").unwrap());
+            guest.set(flags);
+            assert_eq!(guest.cpu.page(0, Write), DATA);
+            let flushed = guest.flushed(work);
+            let reaches = |gfn: u64| move |(start, end): &(u64, u64)| (*start..*end).contains(&gfn);
+            let both = [0, DATA].map(|gfn| flushed.iter().any(reaches(gfn)));
+            assert_eq!(both, [true; 2], "{name}: {flushed:x?}");
+            guest.vm.audit().unwrap();
+        }
+    }
+    of::<Ept>(MmuKind::Tdp);
+    of::<Ept>(MmuKind::Direct);
+    of::<Npt>(MmuKind::Tdp);
+}
+
+/// A huge leaf that comes back must not let L1 store to a table that is tracked since the MMU was asked.
+#[test]
+fn no_recovered_leaf_hides_the_stores_to_a_table_that_is_tracked_meanwhile() {
+    type Work = fn(&Guest<Ept>);
+    let end: Work = |guest| guest.set(NONE);
+    let promote: Work = |guest| _ = guest.vm.promote(&mut Promotion::default(), 2);
+    for (logs, work) in [(true, end), (false, promote)] {
+        let mut guest = Guest::<Ept>::new(nested(MmuKind::Tdp), Level::MEGA);
+        let huge = |value| Setting::parse("huge_pages", value).unwrap();
+        guest.set(if logs { LOGGED } else { NONE });
+        guest.vm.set_policy(huge("off"));
+        // Shadowing has begun; L1's tables in question are not tracked.
+        guest.cpu.tables = OTHERS;
+        assert_eq!(guest.cpu.page(0, Read), DATA);
+        TABLES
+            .iter()
+            .for_each(|gfn| _ = guest.cpu.physical(*gfn, Write));
+        guest.vm.set_policy(huge("on"));
+        let (asked, begun) = (AtomicBool::new(false), AtomicBool::new(false));
+        let waits = Arc::new(AtomicBool::new(false));
+        let l2 = Mutex::new(Some(guest.cpu(TABLES)));
+        let running = Arc::new(Mutex::new(None));
+        let (this, started) = (thread::current().id(), running.clone());
+        guest.platform.set_hook(move |event| {
+            if thread::current().id() != this {
+                if matches!(event, Event::Wait(WaitFor::Reader(_))) {
+                    waits.store(true, SeqCst);
+                }
+                return;
+            }
+            match event {
+                Event::Resident(_) => asked.store(true, SeqCst),
+                // The walk that installs the leaf begins: no lock is held.
+                Event::Entries(_) if asked.load(SeqCst) && !begun.swap(true, SeqCst) => {
+                    let mut l2 = l2.lock().unwrap().take().unwrap();
+                    let run = move || assert_eq!(l2.page(0, Read), DATA);
+                    let thread = thread::spawn(run);
+                    while !waits.load(SeqCst) && !thread.is_finished() {
+                        thread::yield_now();
+                    }
+                    *started.lock().unwrap() = Some(thread);
+                }
+                _ => {}
+            }
+        });
+        work(&guest);
+        let l2 = running
+            .lock()
+            .unwrap()
+            .take()
+            .expect("a table was asked for");
+        l2.join().unwrap();
+        guest.platform.clear_hook();
+        guest.cpu.tables = TABLES;
+        assert_eq!(guest.cpu.page(0, Read), DATA);
+        assert!(guest.cpu.store(TABLES[2], 0, OTHERS[3] << 12 | USED));
+        guest.memory.map(OTHERS[3], 3 * MIB2, USED);
+        assert_eq!(guest.cpu.page(1, Read), 3 * MIB2 + 1);
+        guest.vm.audit().unwrap();
+    }
+}
+
+/// What the processor's width of physical addresses makes a reserved bit is one, whatever was found with another width.
+#[test]
+fn a_root_is_of_the_width_of_physical_addresses() {
+    const FAR: u64 = 1 << 42;
+    let mut guest = Guest::<X86<5>>::new(shadow(), Level::PAGE);
+    guest.set(NONE);
+    guest.memory.put(TABLES[3], 7, FAR | USED);
+    let of = |physical_bits| GuestPaging {
+        physical_bits,
+        ..paging(TABLES[0] << 12)
+    };
+    for _ in 0..2 {
+        let device = guest.cpu.try_in(&of(46), 7 << 12, Read);
+        let mmio = Stop::Mmio { gpa: Gpa(FAR) };
+        assert_eq!(device, Err(VirtualStop::Stop(mmio)));
+        let reserved = guest.cpu.try_in(&of(40), 7 << 12, Read);
+        assert!(
+            matches!(reserved, Err(VirtualStop::PageFault { code }) if code & 8 != 0),
+            "{reserved:?}"
+        );
+    }
+}
+
+/// The frames of L2's memory become private, or are not there yet.
+#[test]
+fn private_and_absent_frames_stop_l2_and_come_back() {
+    fn of<F: Format>(config: Config) {
+        let mut guest = Guest::<F>::new(config, Level::MEGA);
+        let late = DATA + 9;
+        let change = HostChange::Await;
+        guest.platform.host.change(&(late..late + 1), change);
+        let both = region().with_private(Some(HostMemory::hva(PRIVATE)));
+        guest.vm.set_memory_region(0, &both).unwrap();
+        assert_eq!(guest.cpu.page(5, Write), DATA + 5);
+        let absent = memory_fault(late, Read, false, true).map_err(VirtualStop::Stop);
+        assert_eq!(guest.cpu.try_virtual(9 << 12, Read), absent);
+        convert(&guest.vm, DATA + 4..DATA + 10, true);
+        assert_eq!(guest.cpu.page(5, Write), PRIVATE + DATA + 5);
+        assert_eq!(guest.cpu.page(9, Write), PRIVATE + late);
+        convert(&guest.vm, DATA + 4..DATA + 10, false);
+        assert_eq!(guest.cpu.page(5, Write), DATA + 5);
+        assert_eq!(guest.cpu.try_virtual(9 << 12, Read), absent);
+        guest
+            .platform
+            .host
+            .change(&(late..late + 1), remap(Level::PAGE));
+        assert_eq!(guest.cpu.page(9, Read), late);
+        guest.vm.audit().unwrap();
+    }
+    of::<Ept>(nested(MmuKind::Tdp));
+    of::<Npt>(nested(MmuKind::Direct));
+    of::<X86<5>>(shadow());
+}
+
+/// A clone has no shadow pages: its guest finds its tables by itself, and its stores to them are its own.
+#[test]
+fn a_clone_shadows_the_tables_for_itself() {
+    fn of<F: Format>(config: Config) {
+        let mut guest = Guest::<F>::new(config, Level::PAGE);
+        guest.set(NONE);
+        assert_eq!(guest.cpu.page(5, Read), DATA + 5);
+        let child = Arc::new(Vm::fork_from(&guest.vm).unwrap());
+        let mut cpu = Cpu {
+            vcpu: child.create_vcpu().unwrap(),
+            memory: guest.memory.clone(),
+            tables: TABLES,
+        };
+        assert_eq!(cpu.page(5, Read), DATA + 5);
+        child.audit().unwrap();
+        guest.vm.audit().unwrap();
+    }
+    of::<Ept>(nested(MmuKind::Tdp));
+    of::<X86<5>>(shadow());
+}
+
+/// Huge pages of the guest's, code in them, and the recovery of what code has split.
+#[test]
+fn code_splits_a_huge_page_of_the_guests_and_it_comes_back() {
+    fn of<F: Format>(config: Config) {
+        let mut guest = Guest::<F>::new(config, Level::MEGA);
+        guest.set(NONE);
+        for (name, value) in [
+            ("nx_huge_pages", "on"),
+            ("nx_huge_pages_recovery_ratio", "1"),
+        ] {
+            guest.vm.set_policy(Setting::parse(name, value).unwrap());
+        }
+        guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
+        let page = MIB2 + 3;
+        assert_eq!(guest.cpu.page(page, Write), DATA + 3);
+        assert_eq!(guest.cpu.page(page, Execute), DATA + 3);
+        let split = guest.vm.stats().nx_lpage_splits;
+        assert!(split > 0);
+        assert_eq!(guest.vm.recover_nx_huge_pages(), split);
+        assert_eq!(guest.cpu.page(page, Execute), DATA + 3);
+        guest.vm.audit().unwrap();
+    }
+    of::<Npt>(nested(MmuKind::Tdp));
+    of::<X86<5>>(shadow());
+}
