@@ -51,7 +51,7 @@ impl Cpu {
             } else if self.has_input() {
                 match self.finish_ins() {
                     Ok(()) => None,
-                    Err(why) => self.fetch_failed(why),
+                    Err(why) => self.input_failed(why),
                 }
             } else {
                 return self.take_traps();
@@ -68,6 +68,14 @@ impl Cpu {
     /// Whether the last instruction has to access memory before it is done.
     fn waits_for_memory(&self) -> bool {
         self.svm.is_exit_due() || self.has_answers() || self.has_input()
+    }
+
+    /// Call when data of a string input cannot be stored: unless that is to be tried again, the rest of the data is lost.
+    fn input_failed(&mut self, why: Break) -> Option<Exit> {
+        if !matches!(why, Break::Retry | Break::Exit) {
+            self.devices.port = None;
+        }
+        self.fetch_failed(why)
     }
 
     /// Executes the instruction whose reads have data.

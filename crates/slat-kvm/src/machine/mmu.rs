@@ -81,11 +81,15 @@ impl VcpuMachine {
                 self.request_retry();
                 Unreachable::Fault(Fault::Retry)
             }
-            Stop::Retry
-            | Stop::BadAddress {
+            Stop::Retry => {
+                self.request_retry();
+                Unreachable::Fault(Fault::Retry)
+            }
+            Stop::BadAddress {
                 error: ResolveError::Interrupted,
                 ..
             } => {
+                self.is_interrupted = true;
                 self.request_retry();
                 Unreachable::Fault(Fault::Retry)
             }

@@ -76,6 +76,8 @@ pub(crate) struct VcpuMachine {
     pub(crate) ioapic_eoi: Option<u8>,
     /// The last access that stopped because of it, in this run.
     pub(crate) memory_fault: Option<MemoryFault>,
+    /// An access was interrupted in this run while it waited for memory that the host does not have yet.
+    pub(crate) is_interrupted: bool,
     /// The address space that `engine` uses.
     space: usize,
     /// The engine has the shadow MMU.
@@ -140,6 +142,7 @@ impl VcpuMachine {
             enforces_pv_features: false,
             ioapic_eoi: None,
             memory_fault: None,
+            is_interrupted: false,
             space: ORDINARY,
             shadows,
             shadows_nested,

@@ -262,21 +262,22 @@ impl VcpuObject {
     /// executes another: where it follows at once, nothing is done here.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run), if the instruction has to wait for memory. Then what is left of it stays for the next run.
+    /// Those of [`run`](Self::run), if the instruction has to wait for memory that the host does not have yet. Then what is left of it
+    /// stays for the next run.
     fn complete(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<Next> {
         while inner.cpu.is_unfinished() && self.is_called_away(masked) {
+            if self.ring_is_full() {
+                return Ok(Next::Return);
+            }
+            // Nobody waited for this vCPU while it was outside: its translations may be void.
+            self.serve_requests(inner)?;
             let exit = self.execute(inner, |cpu, machine, attention| {
                 cpu.complete(machine, attention)
             });
             match exit {
                 None => {}
-                Some(Exit::Attention) => {
-                    if self.ring_is_full() {
-                        return Ok(Next::Return);
-                    }
-                    if !self.serve_requests(inner)? {
-                        self.attend(inner, masked)?;
-                    }
+                Some(Exit::Attention) if inner.machine.is_interrupted => {
+                    self.attend(inner, masked)?;
                 }
                 Some(exit) => {
                     if let Next::Return = self.handle(inner, exit)? {
@@ -310,7 +311,7 @@ impl VcpuObject {
             stopwatch,
             ..
         } = inner;
-        machine.memory_fault = None;
+        (machine.memory_fault, machine.is_interrupted) = (None, false);
         let common = self.common();
         stopwatch.enters(&common.times);
         common.client.executes();
@@ -370,9 +371,11 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Does what attention bits ask for other than to return to the client. Returns whether there was anything. `EIO` if the VM is
-    /// dead.
-    fn serve_requests(&self, inner: &mut Inner) -> Result<bool> {
+    /// Does what attention bits ask for, but for a return to the client.
+    ///
+    /// # Errors
+    /// `EIO` if the VM is dead.
+    fn serve_requests(&self, inner: &mut Inner) -> Result<()> {
         let attention = &self.common().attention;
         let raised = attention.take(
             bits::IRQ
@@ -413,7 +416,7 @@ impl VcpuObject {
             inner.machine.run_timers();
             inner.machine.arm_timer();
         }
-        Ok(raised != 0 || by_host)
+        Ok(())
     }
 
     /// Notes the stack of what the guest executes, for a profile.

@@ -422,6 +422,42 @@ fn data_that_were_read_stay_until_there_is_memory_for_them() {
     assert_eq!(u64::from(stored[0]), value);
 }
 
+/// A vCPU that is not in KVM_RUN is not waited for when translations become void: it drops them first when it comes back.
+#[test]
+fn a_completion_does_not_use_translations_of_before_the_exit() {
+    // mov [rdi],al, so that the page is translated for writes; insb; hlt
+    for code in [b"\x88\x07\x6c\xf4", b"\x88\x07\xa4\xf4"] {
+        let mut guest = Guest::about_to_run(PLAIN, code);
+        let mut regs = guest.vcpu.get_regs().unwrap();
+        regs.rsi = programs::DEVICE;
+        guest.vcpu.set_regs(&regs).unwrap();
+        let mut device = Device::default();
+        assert!(device.serve(guest.vcpu.run().unwrap()));
+        let region = kvm_userspace_memory_region {
+            slot: 0,
+            flags: KVM_MEM_LOG_DIRTY_PAGES,
+            guest_phys_addr: 0,
+            memory_size: long_mode::MEMORY,
+            userspace_addr: guest.machine.memory.start as u64,
+        };
+        // SAFETY: the memory that the slot has already.
+        unsafe { guest.machine.vm.set_user_memory_region(region) }.unwrap();
+        guest.vcpu.set_kvm_immediate_exit(1);
+        assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+        let log = guest
+            .machine
+            .vm
+            .get_dirty_log(0, long_mode::MEMORY as usize)
+            .unwrap();
+        let page = regs.rdi / 0x1000;
+        assert_ne!(
+            log[page as usize / 64] >> (page % 64) & 1,
+            0,
+            "a dirty page is lost"
+        );
+    }
+}
+
 #[test]
 fn a_full_dirty_ring_comes_before_the_rest_of_an_instruction_and_loses_nothing() {
     // rep insb to pages that fill the ring: each exit brings one page's data.
