@@ -10,11 +10,11 @@
 //! instructions: handlers find out which thread pointer FS holds, and the stack pointer says what of slat's stack is in use.
 
 use super::calls;
+use slat_kvm::cpuid::host_leaf;
 use slat_process::caller::MXCSR;
 use slat_process::filter::Made;
 use slat_process::pointers::{ALTERNATE_HIGH, ALTERNATE_LOW, STACK_HIGH, STACK_LOW};
 use std::arch::naked_asm;
-use std::arch::x86_64::__cpuid_count;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// What a stub has where RCX leads, when it jumps to [`entry`].
@@ -51,7 +51,7 @@ static STATE_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Prepares for the first [`entry`].
 pub fn prepare() {
     // Intel SDM, volume 2, CPUID leaf 0DH: EBX of its first subleaf.
-    let bytes = __cpuid_count(0xd, 0).ebx as usize;
+    let bytes = host_leaf(0xd, 0).ebx as usize;
     STATE_BYTES.store(bytes, Ordering::Release);
 }
 

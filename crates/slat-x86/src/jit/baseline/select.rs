@@ -391,17 +391,20 @@ impl Generator<'_> {
         match self.immediate(b, size) {
             Some(0) => self.asm.test(size, first),
             Some(value) => self.asm.alu_immediate(Alu::Cmp, size, first, value),
-            None => match b {
-                Operand::Value(b) if let Some((load, address, offset)) = self.fused_load(b) => {
+            None => {
+                let fused = match b {
+                    Operand::Value(b) => self.fused_load(b),
+                    _ => None,
+                };
+                if let Some((load, address, offset)) = fused {
                     let field = self.place(address, offset);
                     self.asm.alu_with(Alu::Cmp, size, first, field);
                     self.count_uses_by(load);
-                }
-                _ => {
+                } else {
                     let other = self.operand(b);
                     self.asm.alu(Alu::Cmp, size, first, other);
                 }
-            },
+            }
         }
         Ok(condition(cc))
     }
