@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -B
-"""Runs one row: row.py --on slat|kvm|tcg --slat SLAT [--mmu MMU] [--qemu QEMU] --materials DIR NAME WORDS...
+"""Runs one row: row.py --on slat|kvm|tcg --slat SLAT [--mmu MMU] [--cpu CPU] [--qemu QEMU] --materials DIR NAME WORDS...
 
 Exit status: 0 when the row passes, 1 when it fails, 4 when this machine lacks what it needs. After a failure the end of each
 guest's console and of what each VMM complained about is printed.
@@ -42,15 +42,21 @@ SKIPPED = 4
 class Setting:
     """What a row runs with, and what it has started."""
 
-    def __init__(self, on, slat, mmu, qemu, materials):
+    def __init__(self, on, slat, mmu, cpu, qemu, materials):
         self.on = on
         self.slat = slat
         self.qemu = qemu
-        self.launcher = [slat, "run", "--mmu", mmu, "--"] if on == "slat" else []
+        self.mmu = mmu
+        self.cpu = cpu
         self.scratch = tempfile.mkdtemp(prefix="slat-vmm-")
         self._materials = materials
         self.processes = []
         self.consoles = []
+
+    @property
+    def launcher(self):
+        """What runs a VMM on slat."""
+        return [self.slat, "run", "--mmu", self.mmu, "--set", f"cpu={self.cpu}", "--"] if self.on == "slat" else []
 
     def material(self, name):
         """The path of something that all rows share."""
@@ -83,6 +89,7 @@ def main():
     parser.add_argument("--on", required=True, choices=["slat", "kvm", "tcg"])
     parser.add_argument("--slat", required=True)
     parser.add_argument("--mmu", default="tdp")
+    parser.add_argument("--cpu", default="host")
     parser.add_argument("--qemu", default="qemu-system-x86_64")
     parser.add_argument("--materials", required=True)
     parser.add_argument("name", choices=ROWS)
@@ -90,7 +97,7 @@ def main():
     arguments = parser.parse_args()
     # A time-out ends what this has started, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
-    setting = Setting(arguments.on, arguments.slat, arguments.mmu, arguments.qemu, arguments.materials)
+    setting = Setting(arguments.on, arguments.slat, arguments.mmu, arguments.cpu, arguments.qemu, arguments.materials)
     status = 0
     try:
         importlib.import_module(ROWS[arguments.name]).run(setting, *arguments.words)

@@ -9,7 +9,7 @@ import re
 import shutil
 
 from rows.console import Failure
-from rows.qemu import BOOT, Qemu, linux
+from rows.qemu import BOOT, Qemu, host_cpu, linux
 
 CR4_PAE = 1 << 5
 
@@ -43,7 +43,7 @@ def run(setting, machine, irqchip, cpus, *words):
             options += ["-drive", f"{flash},unit=0,readonly=on,file={setting.material('OVMF_CODE.fd')}"]
             options += ["-drive", f"{flash},unit=1,file={variables}"]
             # This OVMF maps all physical addresses of the CPU by pages of 2 MiB: 48 bits need 1 GiB of tables, more than there is.
-            cpu = ("max" if setting.on == "tcg" else "host") + ",host-phys-bits-limit=40"
+            cpu = host_cpu(setting) + ",host-phys-bits-limit=40"
         elif word == "qemu64":
             cpu = word
         else:

@@ -13,6 +13,21 @@ MEMORY = 512
 BOOT = 180
 
 
+# What `-cpu host` takes from the CPUID instruction and not from KVM, for each processor that slat offers.
+IDENTITIES = {
+    "host": "",
+    "amd": ",vendor=AuthenticAMD,family=25,model=1,stepping=1",
+    "intel": ",vendor=GenuineIntel,family=6,model=175,stepping=3",
+}
+
+
+def host_cpu(setting):
+    """Returns the CPU that has all that KVM offers, also what this QEMU has no name for."""
+    if setting.on == "tcg":
+        return "max"
+    return f"host,migratable=off,-invtsc{IDENTITIES[setting.cpu]}"
+
+
 def linux(setting, kernel="vmlinux", initrd="initrd", more=""):
     """Returns the options that boot this kernel and this initrd of the materials, with more on its command line."""
     files = ["-kernel", setting.material(kernel), "-initrd", setting.material(initrd)]
@@ -31,7 +46,7 @@ class Qemu:
         if setting.on != "tcg":
             machine += f",kernel-irqchip={irqchip}"
         command = [setting.qemu, "-accel", accelerator, "-M", machine, "-smp", str(cpus)]
-        command += ["-cpu", cpu or ("max" if setting.on == "tcg" else "host")]
+        command += ["-cpu", cpu or host_cpu(setting)]
         command += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
         command += ["-chardev", f"socket,id=qmp,fd={theirs.fileno()}", "-mon", "chardev=qmp,mode=control"]
         if not any(option == "-m" for option in options):

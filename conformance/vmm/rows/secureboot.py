@@ -8,7 +8,7 @@ import os
 import shutil
 
 from rows.console import Failure
-from rows.qemu import Qemu, linux
+from rows.qemu import Qemu, host_cpu, linux
 
 GUID = "7a1de1b0-51a7-4b0f-9d5e-0c0ffee0c0de"
 # Attributes: non-volatile, for boot and runtime services.
@@ -31,7 +31,7 @@ def run(setting, cpus, *words):
         # The firmware's script for waking up is in memory that the operating system can write.
         options += ["-global", "ICH9-LPC.disable_s3=1"]
         # See boot.py.
-        cpu = ("max" if setting.on == "tcg" else "host") + ",host-phys-bits-limit=40"
+        cpu = host_cpu(setting) + ",host-phys-bits-limit=40"
         qemu = Qemu(setting, "q35,smm=on", "on", int(cpus), linux(setting, "vmlinuz"), options, name=name, cpu=cpu)
         qemu.boot()
         qemu.console.run("mount -t efivarfs efivarfs /sys/firmware/efi/efivars")

@@ -93,16 +93,22 @@ pub fn ext8_ebx(amd: bool) -> u32 {
     ])
 }
 
-/// Leaf 0x8000_0021 EAX: LFENCE serializes; IBRS is automatic; no speculative return stack overflow.
+/// Leaf 0x8000_0021 EAX: LFENCE serializes; IBRS is automatic; no speculative return stack overflow, SRSO_NO and SRSO_USER_KERNEL_NO.
 pub fn ext21_eax() -> u32 {
-    bits(&[(true, 2), (true, 8), (true, 29)])
+    bits(&[(true, 2), (true, 8), (true, 29), (true, 30)])
+}
+
+/// Leaf 0x8000_0021 ECX: no transient scheduler attacks, TSA_SQ_NO, TSA_L1_NO and TSA_FILL_NO.
+pub fn ext21_ecx() -> u32 {
+    bits(&[(true, 1), (true, 2), (true, 7)])
 }
 
 /// Leaf 0x8000_0001 EDX, of AMD: the MMX instructions that are part of SSE, and FFXSR.
 pub const AMD_EXT1_EDX: u32 = 1 << 22 | 1 << 25;
 
 /// IA32_ARCH_CAPABILITIES (SDM volume 4): IBRS protects all modes once it is set, and the vulnerabilities that the CPU does not have,
-/// because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS RFDS.
+/// because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS RFDS
+/// ITS.
 pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 1
     | 1 << 3
@@ -116,7 +122,8 @@ pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 20
     | 1 << 24
     | 1 << 26
-    | 1 << 27;
+    | 1 << 27
+    | 1 << 62;
 
 /// Leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW; for `amd` CMP_LEGACY (of clients that tell of several cores), LOCK MOV CR0, SSE4A,
 /// MISALIGNSSE and OSVW.

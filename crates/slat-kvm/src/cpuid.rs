@@ -463,7 +463,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
         entries.push(entry(
             0x8000_0021,
             None,
-            [cpu_features::ext21_eax(), 0, 0, 0],
+            [cpu_features::ext21_eax(), 0, cpu_features::ext21_ecx(), 0],
         ));
     }
     complete(&mut entries);
@@ -572,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn each_processor_says_whose_it_is() {
+    fn a_processor_of_each_vendor_is_not_vulnerable() {
         for (identity, vendor, family, model) in [
             (AMD, b"AuthenticAMD", 25, 1),
             (INTEL, b"GenuineIntel", 6, 175),
@@ -587,6 +587,14 @@ mod tests {
             let eax = lookup(&table, 1, 0)[0];
             assert_eq!((eax >> 8 & 15) + (eax >> 20 & 0xff), family);
             assert_eq!(eax >> 4 & 15 | eax >> 12 & 0xf0, model);
+            assert_ne!(lookup(&table, 7, 0)[3] & LEAF7_EDX_ARCH_CAPABILITIES, 0);
+            if identity.is_amd() {
+                // SSB_NO, BTC_NO; SRSO_NO, SRSO_USER_KERNEL_NO; TSA_SQ_NO, TSA_L1_NO, TSA_FILL_NO.
+                let ext8 = lookup(&table, 0x8000_0008, 0)[1];
+                assert_eq!(ext8 >> 26 & 0b1001, 0b1001);
+                let ext21 = lookup(&table, 0x8000_0021, 0);
+                assert_eq!((ext21[0] >> 29 & 3, ext21[2]), (3, 0b1000_0110));
+            }
         }
     }
 
