@@ -24,6 +24,8 @@ WORDS = 128 * 128
 LIMIT = 60
 # The longest time that the guest runs until it is stopped, in seconds.
 PAUSE = 0.05
+# Wrong data that a failure shows.
+SHOWN = 20
 
 
 def _disks(setting):
@@ -94,4 +96,4 @@ def run(setting, machine, mode, times):
     wrong = [line.decode() for console in setting.consoles for line in re.findall(rb"wrong .*", console.text)]
     if wrong:
         devices = collections.Counter(line.split(":")[0] for line in wrong)
-        raise Failure(f"{len(wrong)} wrong data: {dict(devices)}\n" + "\n".join(wrong))
+        raise Failure(f"{len(wrong)} wrong data: {dict(devices)}\n" + "\n".join(wrong[:SHOWN]))

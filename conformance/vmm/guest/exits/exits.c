@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { SECTOR = 512, DISK = 128, WRITTEN = 64, SINGLE = 12 };
+enum { SECTOR = 512, DISK = 128, WRITTEN = 64 };
 /* How many cycles a device may take: some 10 seconds. */
 #define PATIENCE (1ll << 35)
 
@@ -156,9 +156,9 @@ static void serial(void)
     rep_outb(SERIAL, sent + 1, FIFO - 1);
     found[0] = inb(SERIAL);
     void *end = found + 1;
-    for (unsigned i = 1; i < SINGLE; i++)
+    for (unsigned i = 1; i < FIFO / 2; i++)
         __asm__ volatile("insb" : "+D"(end) : "d"(SERIAL) : "memory");
-    rep_inb(SERIAL, end, FIFO - SINGLE);
+    rep_inb(SERIAL, end, FIFO / 2);
     for (unsigned i = 0; i < FIFO; i++)
         check("serial", found[i], sent[i]);
     check("serial status", inb(SERIAL + 5), 0x60); /* nothing is left, nothing was lost */
@@ -278,6 +278,8 @@ static void registers(void)
 /* The disk that is accessed by ports: ATA. */
 
 enum { PIO_DATA = 0x1e8, PIO_COUNT = 0x1ea, PIO_LBA, PIO_DEVICE = 0x1ee, PIO_COMMAND, PIO_CONTROL = 0x3ee };
+/* Words that a repeated instruction moves. */
+enum { RUN = 32 };
 enum { ATA_BSY = 0x80, ATA_DRDY = 0x40, ATA_DRQ = 8, ATA_ERR = 1 };
 
 static void pio_wait(unsigned expected)
@@ -306,11 +308,12 @@ static void pio_read(uint32_t lba, uint32_t sector, uint32_t step)
     pio_wait(ATA_DRDY | ATA_DRQ);
     rep_inl(PIO_DATA, to, SECTOR / 4);
     to += SECTOR / 2;
-    for (unsigned i = 0; i < SINGLE; i++)
+    for (unsigned i = 0; i < SECTOR / 4; i++)
         *to++ = inw(PIO_DATA);
-    for (unsigned i = 0; i < SINGLE; i++)
+    for (unsigned i = 0; i < SECTOR / 4; i++)
         __asm__ volatile("insw" : "+D"(to) : "d"(PIO_DATA) : "memory");
-    rep_inw(PIO_DATA, to, 3 * SECTOR / 2 - 2 * SINGLE);
+    for (unsigned i = 0; i < SECTOR / RUN; i++)
+        rep_inw(PIO_DATA, to + i * RUN, RUN);
     pio_wait(ATA_DRDY);
     for (unsigned i = 0; i < 4; i++)
         check_sector("pio", buffer[i], sector + i * step);
@@ -326,11 +329,12 @@ static void pio_write(uint32_t lba, uint32_t sector)
     pio_wait(ATA_DRDY | ATA_DRQ);
     rep_outl(PIO_DATA, from, SECTOR / 4);
     from += SECTOR / 2;
-    for (unsigned i = 0; i < SINGLE; i++)
+    for (unsigned i = 0; i < SECTOR / 4; i++)
         outw(PIO_DATA, *from++);
-    for (unsigned i = 0; i < SINGLE; i++)
+    for (unsigned i = 0; i < SECTOR / 4; i++)
         __asm__ volatile("outsw" : "+S"(from) : "d"(PIO_DATA) : "memory");
-    rep_outw(PIO_DATA, from, 3 * SECTOR / 2 - 2 * SINGLE);
+    for (unsigned i = 0; i < SECTOR / RUN; i++)
+        rep_outw(PIO_DATA, from + i * RUN, RUN);
     pio_wait(ATA_DRDY);
 }
 
