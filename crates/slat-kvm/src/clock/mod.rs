@@ -48,7 +48,7 @@ mod tsc;
 
 pub use host::tsc_khz as host_tsc_khz;
 pub(crate) use host::{monotonic, note_start, ordered_tsc, tsc as host_tsc};
-pub(crate) use page::{FLAGS_OFFSET, PAUSED, Parameters, Scale};
+pub(crate) use page::{FLAGS_AT, Parameters, Scale, is_paused};
 pub(crate) use tsc::{Tsc, frequency};
 
 use crate::errno::Result;

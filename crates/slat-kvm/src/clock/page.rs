@@ -8,9 +8,14 @@ const SECOND: u128 = 1_000_000_000;
 /// The page's flag for a clock that is the same on all vCPUs: guests compare no readings (`PVCLOCK_TSC_STABLE_BIT`).
 const STABLE: u8 = 1;
 /// The page's flag for a guest that was paused (`PVCLOCK_GUEST_STOPPED`).
-pub(crate) const PAUSED: u8 = 1 << 1;
-/// Where the page has its flags.
-pub(crate) const FLAGS_OFFSET: u64 = 29;
+const PAUSED: u8 = 1 << 1;
+/// Where the page has the word whose second byte is the flags.
+pub(crate) const FLAGS_AT: u64 = 28;
+
+/// Whether the page with this word at [`FLAGS_AT`] says that the guest was paused.
+pub(crate) fn is_paused(word: u32) -> bool {
+    word >> 8 & u32::from(PAUSED) != 0
+}
 
 /// Nanoseconds per cycle, as in the page: `((cycles << shift) * mul) >> 32`. The multiplier has 32 significant bits and
 /// is rounded down: the clock loses up to 1.7 µs an hour.
@@ -86,8 +91,7 @@ impl Parameters {
         page[16..24].copy_from_slice(&self.nanoseconds.to_le_bytes());
         page[24..28].copy_from_slice(&self.scale.mul.to_le_bytes());
         page[28] = self.scale.shift as u8;
-        page[FLAGS_OFFSET as usize] =
-            if self.is_stable { STABLE } else { 0 } | if paused { PAUSED } else { 0 };
+        page[29] = if self.is_stable { STABLE } else { 0 } | if paused { PAUSED } else { 0 };
         page
     }
 }

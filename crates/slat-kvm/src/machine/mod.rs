@@ -62,7 +62,6 @@ pub(crate) struct VcpuMachine {
     tsc_number: usize,
     /// APIC_BASE of a vCPU without local APIC.
     base: u64,
-    clock_version: u32,
     clock_changed: bool,
     /// [`VmClock::changes`](crate::clock::VmClock::changes) when the clock's page was written.
     clock_set: u64,
@@ -133,7 +132,6 @@ impl VcpuMachine {
             tsc,
             tsc_number,
             base,
-            clock_version: 0,
             clock_changed: false,
             clock_set: 0,
             clock_due: None,
@@ -303,11 +301,10 @@ impl VcpuMachine {
         uses
     }
 
-    /// Whether the page of the clock says that the guest was paused. As in KVM, that stays until the guest has cleared it.
-    fn has_unread_pause(&mut self, page: u64) -> bool {
-        let at = page + clock::FLAGS_OFFSET;
-        let word = self.read_guest_word(at & !7);
-        word.is_some_and(|word| word >> (8 * (at % 8)) & u64::from(clock::PAUSED) != 0)
+    /// Reads an aligned 32-bit word of guest memory, or 0 where there is none.
+    fn read_guest_half(&mut self, at: u64) -> u32 {
+        let word = self.read_guest_word(at & !7).unwrap_or(0);
+        (word >> (8 * (at % 8))) as u32
     }
 
     /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered; call before it executes guest code, after
@@ -332,17 +329,19 @@ impl VcpuMachine {
         let is_due = self.clock_due.is_some_and(|due| host_tsc() >= due);
         if std::mem::take(&mut self.clock_changed) || was_set || is_due {
             self.clock_due = None;
-            let address = self.msr(index::KVM_SYSTEM_TIME_NEW);
-            if address & 1 != 0 {
-                self.clock_version = self.clock_version.wrapping_add(2) & !1;
-                let odd = (self.clock_version | 1).to_le_bytes();
+            let msr = self.msr(index::KVM_SYSTEM_TIME_NEW);
+            if msr & 1 != 0 {
+                let at = msr & !1;
+                // The version in guest memory counts on, so that a guest that was migrated while it read the page notices.
+                let odd = self.read_guest_half(at).wrapping_add(1) | 1;
+                // As in KVM, a pause is told until the guest has cleared the flag.
+                let told = clock::is_paused(self.read_guest_half(at + clock::FLAGS_AT));
                 let parameters = self.vm.clock.parameters(&self.tsc);
-                let paused = self.guest_paused || self.has_unread_pause(address & !1);
-                let page = parameters.page(self.clock_version, paused);
+                let page = parameters.page(odd.wrapping_add(1), self.guest_paused || told);
                 // The version is odd while the rest changes, for readers on other vCPUs.
-                let written = self.write_guest(address & !1, &odd)
-                    && self.write_guest((address & !1) + 4, &page[4..])
-                    && self.write_guest(address & !1, &page[..4]);
+                let written = self.write_guest(at, &odd.to_le_bytes())
+                    && self.write_guest(at + 4, &page[4..])
+                    && self.write_guest(at, &page[..4]);
                 // A signal may have interrupted the wait for guest memory: retry later, or the guest's clock stops.
                 self.clock_changed = !written && self.is_called_out();
                 self.guest_paused &= self.clock_changed;

@@ -402,6 +402,17 @@ mod tests {
         assert!(!paused(&machine));
     }
 
+    /// A guest that another VM's vCPU continues sees another version than before.
+    #[test]
+    fn the_version_of_a_page_counts_on() {
+        for (before, after) in [(0, 2), (1000, 1002), (1001, 1004), (0xffff_fffe, 0)] {
+            let mut machine = Machine::new();
+            machine.at(Machine::page(0)).store(before, Ordering::SeqCst);
+            machine.add_vcpu();
+            assert_eq!(machine.word(Machine::page(0)), after);
+        }
+    }
+
     #[test]
     fn clocks_of_different_tscs_agree_and_are_not_stable() {
         on_hosts(|| {
