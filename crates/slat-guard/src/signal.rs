@@ -10,12 +10,12 @@ use crate::section::{AllBlocked, change_mask, defer};
 use crate::{generated, table};
 use slat_process::calls::{self, Call};
 use slat_process::forks;
+use slat_process::once::Prepared;
 use slat_process::pointers::call_program;
 use std::cell::Cell;
 use std::io;
 use std::mem;
 use std::ptr;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
 /// The kernel's `struct sigaction` on x86-64.
@@ -65,7 +65,7 @@ fn restorer() -> usize {
 
 /// The actions that the client has set for SIGSEGV, SIGBUS and the kick signal.
 static CHAINED: [Chained; 3] = [const { Chained::new() }; 3];
-static INSTALLED: Mutex<bool> = Mutex::new(false);
+static INSTALLED: Prepared = Prepared::new();
 
 /// An action that handlers read while any thread changes it: a sequence lock. It allocates nothing, because a handler of the
 /// client may call `sigaction`, and so may its `malloc`.
@@ -223,10 +223,11 @@ fn to_libc(action: &KernelAction) -> libc::sigaction {
 /// Installs the handlers for SIGSEGV, SIGBUS and the kick signal, and remembers the actions that were set before. Calling it
 /// again does nothing.
 pub fn install() -> io::Result<()> {
-    let mut installed = INSTALLED.lock().unwrap_or_else(|e| e.into_inner());
-    if *installed {
-        return Ok(());
-    }
+    INSTALLED.once(install_all)
+}
+
+/// Installs the handlers that are not installed yet.
+fn install_all() -> io::Result<()> {
     let ours = KernelAction {
         handler: entry as *const () as usize,
         flags: (libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART) as u64 | SA_RESTORER,
@@ -242,14 +243,29 @@ pub fn install() -> io::Result<()> {
         };
         // SAFETY: a local to write to. The old action is put in place before the handler that reads it.
         unsafe { rt_sigaction(sig, ptr::null(), &mut old)? };
+        if old.handler == ours.handler {
+            // By the parent of this forked child.
+            continue;
+        }
         if let Some(chained) = chained(sig) {
             chained.set(&old);
         }
         // SAFETY: the handler is async-signal-safe and has the signature that SA_SIGINFO asks for.
         unsafe { rt_sigaction(sig, &ours, ptr::null_mut())? };
     }
-    *installed = true;
     Ok(())
+}
+
+/// Call in a forked child. Ends the changes of actions that threads of its parent had begun. Async-signal-safe.
+pub fn after_fork_in_child() {
+    for chained in &CHAINED {
+        let version = chained.version.load(Ordering::Relaxed);
+        if version & 1 != 0 {
+            chained
+                .version
+                .store(version.wrapping_add(1), Ordering::Release);
+        }
+    }
 }
 
 /// Replaces the action to which signals are handed that are not ours, as if by `sigaction`; `None` only asks. Returns the old

@@ -18,11 +18,12 @@
 //! raises the epoch, under the table's lock. The kernel's result enters the table only if no change that could make it wrong
 //! was reported since the query; else it serves one fault, which is stale then and retried.
 
+use slat_process::once::Computed;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Mutex, MutexGuard};
 
 use slat::Level;
 
@@ -338,7 +339,7 @@ pub enum Thp {
 /// Returns the mode in `/sys/kernel/mm/transparent_hugepage/enabled` when it was first asked for; [`Thp::Never`] without that
 /// file.
 pub fn thp_mode() -> Thp {
-    static MODE: OnceLock<Thp> = OnceLock::new();
+    static MODE: Computed<Thp> = Computed::new();
     *MODE.get_or_init(|| {
         let mut text = [0; 64];
         match procfs::read_small(c"/sys/kernel/mm/transparent_hugepage/enabled", &mut text) {

@@ -5,6 +5,7 @@
 //! this moment, the child finds the allocator's lock held, by a thread that it does not have. A client's own threads it can keep
 //! from that, but it does not know of slat's. So the thread that starts one waits until it has come to its work.
 
+use crate::messages;
 use crate::thread::Section;
 use slat_process::{calls, wait};
 use std::ffi::{CStr, c_void};
@@ -89,10 +90,10 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
     if error != 0 {
         let name = T::NAME.to_str().unwrap_or_default();
         let error = std::io::Error::from_raw_os_error(error);
-        eprintln!(
-            "slat: the thread {name} cannot be started ({error}): {}",
+        messages::say(format_args!(
+            "the thread {name} cannot be started ({error}): {}",
             T::WITHOUT
-        );
+        ));
     }
     error == 0
 }

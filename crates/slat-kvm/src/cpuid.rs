@@ -8,10 +8,10 @@ use crate::errno::{Result, fail};
 use crate::heap;
 use crate::policy::{self, Processor};
 use kvm_bindings::*;
+use slat_process::once::Computed;
 use slat_x86::state::xcr0;
 use slat_x86::{HypercallInstruction, svm};
 use std::arch::x86_64::{__cpuid_count, CpuidResult};
-use std::sync::OnceLock;
 
 /// Leaf 1 ECX: SSE3.
 pub(crate) const LEAF1_ECX_SSE3: u32 = 1;
@@ -186,7 +186,7 @@ const INTEL: Identity = identity_of(b"GenuineIntel", 0x000a_06f3);
 
 /// Returns the processor that the policy `cpu` asks for.
 fn identity() -> Identity {
-    static IDENTITY: OnceLock<Identity> = OnceLock::new();
+    static IDENTITY: Computed<Identity> = Computed::new();
     *IDENTITY.get_or_init(|| match policy::processor() {
         Processor::Host => {
             let host = host_leaf(0, 0);
@@ -251,7 +251,7 @@ const AVX_BYTES: u32 = 256;
 /// The offset of PKRU in the standard format of an XSAVE area, if the host has protection keys. The software CPU could offer them on
 /// any host, but QEMU takes the offset from the host's CPUID, and gives its guest offset 0 where the host has no keys.
 pub fn pkru_offset() -> Option<usize> {
-    static OFFSET: OnceLock<Option<usize>> = OnceLock::new();
+    static OFFSET: Computed<Option<usize>> = Computed::new();
     *OFFSET.get_or_init(|| {
         let has_keys = host_leaf(7, 0).ecx & LEAF7_ECX_PKU != 0;
         let host = has_keys.then(|| host_leaf(0xd, xcr0::PKRU.trailing_zeros()))?;

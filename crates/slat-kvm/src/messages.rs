@@ -6,13 +6,15 @@
 use crate::process::PerProcess;
 use slat::{RegionError, Stop};
 use slat_process::file_size::limited;
+use slat_process::once::Computed;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::io;
+use std::sync::{Mutex, PoisonError};
 
 /// Whether slat explains refused calls (`SLAT_LOG`).
 fn explains() -> bool {
-    static EXPLAINS: OnceLock<bool> = OnceLock::new();
+    static EXPLAINS: Computed<bool> = Computed::new();
     *EXPLAINS.get_or_init(|| {
         std::env::var_os("SLAT_LOG").is_some_and(|value| !value.is_empty() && value != "0")
     })
@@ -20,10 +22,26 @@ fn explains() -> bool {
 
 /// Prints one line on standard error by one write, so that lines of other threads do not mix with it.
 pub fn say(line: std::fmt::Arguments<'_>) {
-    use std::io::Write as _;
-    let text = format!("slat: {line}\n");
-    // A failure, of a closed standard error, cannot be reported.
-    let _ = limited(|| std::io::stderr().write_all(text.as_bytes()));
+    print(&format!("slat: {line}\n"));
+}
+
+/// Prints text on standard error: not by the standard library's `stderr`, whose lock a child would find held that is forked meanwhile.
+pub(crate) fn print(text: &str) {
+    let mut rest = text.as_bytes();
+    while !rest.is_empty() {
+        let written = limited(|| {
+            // SAFETY: live bytes and their number.
+            let written =
+                unsafe { libc::write(libc::STDERR_FILENO, rest.as_ptr().cast(), rest.len()) };
+            usize::try_from(written).map_err(|_| io::Error::last_os_error())
+        });
+        match written {
+            Ok(written) => rest = &rest[written..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // That of a closed standard error cannot be reported.
+            Err(_) => return,
+        }
+    }
 }
 
 pub(crate) fn refused_region(error: &RegionError) {

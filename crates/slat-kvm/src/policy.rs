@@ -5,12 +5,13 @@
 
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
+use crate::messages;
 use slat::{AtomicPolicy, MmuKind, Policy, PolicyError, Setting};
+use slat_process::once::Computed;
 pub use slat_x86::Tier;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::OnceLock;
 
 /// The values of `SLAT_FORMAT`: the formats of second-level tables.
 pub const FORMATS: &[&str] = TableFormat::NAMES;
@@ -364,20 +365,19 @@ pub fn check_pair(mmu: MmuKind, format: TableFormat) -> std::result::Result<(), 
 /// # Errors
 /// `EINVAL` for invalid policies; the first call prints a message on standard error.
 pub fn current() -> Result<&'static Policies> {
-    static CURRENT: OnceLock<std::result::Result<Policies, String>> = OnceLock::new();
-    let parsed = CURRENT.get_or_init(|| {
-        let parsed = Policies::parse(|name| std::env::var(name).ok());
-        if let Err(message) = &parsed {
-            eprintln!("slat: {message}");
+    static CURRENT: Computed<std::result::Result<Policies, String>> = Computed::new();
+    let parse = || Policies::parse(|name| std::env::var(name).ok());
+    let parsed = CURRENT.get_or_init_then(parse, |parsed| {
+        if let Err(message) = parsed {
+            messages::say(format_args!("{message}"));
         }
-        parsed
     });
     parsed.as_ref().map_err(|_| Error::new(libc::EINVAL))
 }
 
 /// The policies of new VMs. Needs no lock, so a forked child can use them, too.
 pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
-    static POLICIES: OnceLock<AtomicPolicy> = OnceLock::new();
+    static POLICIES: Computed<AtomicPolicy> = Computed::new();
     let given = current()?;
     Ok(POLICIES.get_or_init(|| AtomicPolicy::new(given.of_new_vms())))
 }

@@ -3,11 +3,11 @@
 use crate::compiler;
 use crate::counters::CpuCounts;
 use crate::engine::EngineVm;
+use crate::messages;
 use crate::policy;
 use crate::process::PerProcess;
 use crate::vcpu_common;
 use slat::Stats;
-use slat_process::file_size::limited;
 use slat_x86::Counters;
 use std::fmt::Write as _;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -156,8 +156,7 @@ pub fn at_exit() {
     }
     let totals = totals();
     if totals.vms != 0 {
-        use std::io::Write as _;
-        let _ = limited(|| std::io::stderr().write_all(render(&totals).as_bytes()));
+        messages::print(&render(&totals));
     }
 }
 

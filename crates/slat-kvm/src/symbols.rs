@@ -2,10 +2,11 @@
 //!
 //! Addresses are those in the file: a guest kernel that moves itself (KASLR) has to be told not to (`nokaslr`).
 
+use crate::messages;
 use crate::policy;
 use object::{Object, ObjectSymbol, SymbolKind};
+use slat_process::once::Computed;
 use std::path::Path;
-use std::sync::OnceLock;
 
 /// Bytes of a symbol without a size, if no other one follows.
 const LAST: u64 = 4096;
@@ -91,14 +92,17 @@ fn of_line(line: &str) -> Option<(u64, u64, &str)> {
 /// Returns the symbols that `slat run --guest-symbols` names. `None`: it names none, or they cannot be read, which the first call says.
 /// The first call reads the file: make it before the client can forbid that.
 pub(crate) fn of_guests() -> Option<&'static Symbols> {
-    static SYMBOLS: OnceLock<Option<Symbols>> = OnceLock::new();
+    static SYMBOLS: Computed<Option<Result<Symbols, String>>> = Computed::new();
     let read = || {
         let path = policy::current().ok()?.guest_symbols.as_deref()?;
-        Symbols::read(path)
-            .inspect_err(|message| eprintln!("slat: {message}"))
-            .ok()
+        Some(Symbols::read(path))
     };
-    SYMBOLS.get_or_init(read).as_ref()
+    let found = SYMBOLS.get_or_init_then(read, |found| {
+        if let Some(Err(message)) = found {
+            messages::say(format_args!("{message}"));
+        }
+    });
+    found.as_ref()?.as_ref().ok()
 }
 
 #[cfg(test)]

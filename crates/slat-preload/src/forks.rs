@@ -4,6 +4,26 @@
 //! the forking thread takes: the program's `malloc` holds its own locks over a fork, too, and another thread may enter slat's
 //! heap from inside that `malloc`, by `mmap` or `madvise`. The C library calls first what was registered last; so slat
 //! registers its handlers before all others, however early those are.
+//!
+//! # Locks of the process
+//! A child finds each lock as it was at the moment of the fork, which may be one of a system call that nobody announces. It must not wait for
+//! a thread that it does not have. What belongs to a process is in a [`PerProcess`](slat_process::forks::PerProcess), of which the child
+//! makes its own value, with the locks in it; what lasts is a [`Computed`](slat_process::once::Computed) or a
+//! [`Prepared`](slat_process::once::Prepared), whose first use does not wait for threads of another process. These are the others
+//! (`tests/locks.rs` compares the table with the code):
+//!
+//! | lock | file | a child |
+//! |---|---|---|
+//! | `STATE` | `slat-preload/src/heap.rs` | finds it free: held over the fork. After a fork that is not announced it may be held |
+//! | `BREAK` | `slat-preload/src/load/memory.rs` | as `STATE`; a loaded program's forks are all dispatched, and so announced |
+//! | `APART` | `slat-process/src/once.rs` | as `STATE`; held while the decoder's tables are built, once in a process |
+//! | `TEXT` | `slat-preload/src/dispatch/mod.rs` | finds it set: before the program's first instruction, when there is one thread |
+//! | `KEY` | `slat-preload/src/dispatch/library_threads.rs` | as `TEXT` |
+//! | `OWN` | `slat-preload/src/load/mod.rs` | as `TEXT` |
+//! | `LIBRARY` | `slat-preload/src/children/mod.rs` | as `TEXT` |
+//!
+//! The compiler that slat uses has a `OnceLock` of its own, which its first translation sets within a microsecond, on a thread of slat's own:
+//! should a child find that half done, its guests are interpreted.
 
 use crate::files::interpose;
 use crate::real::{Next, set_errno};
@@ -27,6 +47,7 @@ extern "C" fn after_in_parent() {
 
 extern "C" fn after_in_child() {
     heap::after_fork();
+    slat_guard::after_fork_in_child();
     dispatch::arm_thread();
     // Else a child of the child's `vfork` could ask first, and be taken for the owner.
     process::owner();

@@ -12,9 +12,11 @@
 //! KVM call, other than those of the client's size, fit into it many times. A call that finds the reserve used up and cannot
 //! restore it is refused with `ENOMEM` before it begins ([`is_ready`]).
 
+use crate::load::memory;
 use dlmalloc::{Allocator, Dlmalloc};
 use slat_guard::Section;
 use slat_process::calls::{self, Call};
+use slat_process::once::keep_forks_out;
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::{Cell, UnsafeCell};
 use std::ptr::null_mut;
@@ -154,10 +156,16 @@ thread_local! {
     static FORKS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// The heap's lock, held by the thread that forks.
-struct Held(UnsafeCell<Option<MutexGuard<'static, State>>>);
+/// What the thread that forks holds: the heap's lock, and those that it has taken before.
+struct Locks {
+    state: MutexGuard<'static, State>,
+    _program_break: MutexGuard<'static, memory::Break>,
+    _first_uses: MutexGuard<'static, ()>,
+}
 
-// SAFETY: only the thread that holds the lock and has raised `FORKS` accesses the cell, and that thread's copy in the child.
+struct Held(UnsafeCell<Option<Locks>>);
+
+// SAFETY: only the thread that holds the locks and has raised `FORKS` accesses the cell, and that thread's copy in the child.
 unsafe impl Sync for Held {}
 
 static HELD: Held = Held(UnsafeCell::new(None));
@@ -167,8 +175,8 @@ fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
     if FORKS.get() != 0 {
         // SAFETY: this thread holds the lock, and nothing below allocates in turn.
         let held = unsafe { &mut *HELD.0.get() };
-        if let Some(state) = held {
-            return work(state);
+        if let Some(locks) = held {
+            return work(&mut locks.state);
         }
     }
     work(
@@ -190,11 +198,18 @@ pub fn before_fork() {
     if FORKS.get() > 1 {
         return;
     }
-    let held = STATE
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    // In this order: who holds one of the others allocates.
+    let _first_uses = keep_forks_out();
+    let _program_break = memory::lock_break();
+    let locks = Locks {
+        _first_uses,
+        _program_break,
+        state: STATE
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner()),
+    };
     // SAFETY: this thread alone holds the lock, and runs no handlers meanwhile.
-    unsafe { *HELD.0.get() = Some(held) };
+    unsafe { *HELD.0.get() = Some(locks) };
 }
 
 /// Call after a fork in the parent and in the child, on the thread that called [`before_fork`].

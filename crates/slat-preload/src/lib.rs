@@ -60,7 +60,7 @@ mod streams;
 use slat_host::process;
 use slat_kvm::{descriptors as table, guarded};
 use slat_process::caller::with_own_floats;
-use std::sync::Once;
+use slat_process::once::Prepared;
 
 #[cfg(not(test))]
 #[global_allocator]
@@ -109,7 +109,7 @@ extern "C" fn start_preloaded() {
 #[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = start_preloaded;
 
-static PREPARED: Once = Once::new();
+static PREPARED: Prepared = Prepared::new();
 
 /// Installs what the first KVM object needs. The caller is in a section.
 ///
@@ -117,12 +117,13 @@ static PREPARED: Once = Once::new();
 /// `ENOMEM`; the handlers are installed all the same.
 pub(crate) fn prepare() -> Result<(), i32> {
     if !is_prepared() {
-        slat_guard::install().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
-        PREPARED.call_once(|| {
+        PREPARED.once(|| {
+            slat_guard::install().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
             signals::take_over();
             slat_guard::on_deferral(slat_kvm::signal_arrived);
             slat_kvm::watch_signals();
-        });
+            Ok::<(), i32>(())
+        })?;
     }
     if heap::is_ready() {
         Ok(())
@@ -133,5 +134,5 @@ pub(crate) fn prepare() -> Result<(), i32> {
 
 /// Whether [`prepare`] has done its work: guarded accesses are guarded.
 pub(crate) fn is_prepared() -> bool {
-    PREPARED.is_completed()
+    PREPARED.is_done()
 }

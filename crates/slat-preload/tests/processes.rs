@@ -11,6 +11,7 @@ on_slat! {
     a_program_may_close_all_descriptors_it_does_not_know
     a_child_of_vfork_that_closes_all_descriptors_costs_the_parent_none
     memory_that_is_out_is_enomem
+    a_vm_needs_no_files
 }
 
 on_both! {
@@ -268,6 +269,59 @@ mod client {
             libc::mprotect(memory.cast(), MEMORY, libc::PROT_READ | libc::PROT_WRITE);
         }
         assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_vm_needs_no_files() {
+        // The kernel would end this program by SIGXFSZ for a file of slat's. (Its output is a file, too.)
+        let before = limit_of(libc::RLIMIT_FSIZE);
+        limit(libc::RLIMIT_FSIZE, 0);
+        let (vm, mut vcpu, _) = guest(OUT);
+        let mut runs = 0;
+        while runs < 3 {
+            assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+            runs += 1;
+        }
+        // kvm-ioctls has mapped it; so does this, from the second page on.
+        const PAGES: usize = 2;
+        // SAFETY: a new mapping of the descriptor, whose first byte is that of the port's data.
+        unsafe {
+            let rights = libc::PROT_READ | libc::PROT_WRITE;
+            let null = std::ptr::null_mut();
+            let mapped = libc::mmap(
+                null,
+                PAGES * 4096,
+                rights,
+                libc::MAP_SHARED,
+                vcpu.as_raw_fd(),
+                4096,
+            );
+            assert_ne!(mapped, libc::MAP_FAILED);
+            mapped.cast::<u8>().write_volatile(7);
+            assert_eq!(libc::munmap(mapped, PAGES * 4096), 0);
+        }
+        // What cannot be made without a file is refused.
+        let memory = kvm_bindings::kvm_create_guest_memfd {
+            size: 0x10000,
+            ..Default::default()
+        };
+        const KVM_CREATE_GUEST_MEMFD: u64 = 0xc040_aed4;
+        // SAFETY: a struct of the request's size.
+        let made =
+            unsafe { libc::ioctl(vm.as_raw_fd(), KVM_CREATE_GUEST_MEMFD, &raw const memory) };
+        let refused = errno();
+        limit(libc::RLIMIT_FSIZE, before);
+        assert_eq!((made, refused), (-1, libc::EFBIG));
+    }
+
+    fn limit_of(resource: libc::__rlimit_resource_t) -> u64 {
+        // SAFETY: a limit on the stack.
+        unsafe {
+            let mut now = std::mem::zeroed::<libc::rlimit>();
+            libc::getrlimit(resource, &mut now);
+            now.rlim_cur
+        }
     }
 
     /// Bytes of address space that this process has now.

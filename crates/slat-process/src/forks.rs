@@ -5,8 +5,7 @@
 //! fork (`MADV_WIPEONFORK`) tell parent and child apart without a system call, also when the program forks without the C
 //! library. A child of `vfork` shares the words with its parent, as it shares all memory.
 
-use std::sync::Once;
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 /// Words that are zero in a forked child, in a page of anonymous memory of their own, as `MADV_WIPEONFORK` requires.
 #[repr(C, align(4096))]
@@ -33,14 +32,15 @@ static GENERATION: AtomicU64 = AtomicU64::new(0);
 
 /// Begins to watch for forks. Forks before the first call are not noticed.
 fn watch() {
-    static WATCHING: Once = Once::new();
+    // Not a `Once`, on which a child would wait that was forked in the midst. The work may be done twice.
+    static WATCHING: AtomicBool = AtomicBool::new(false);
     extern "C" fn in_child() {
         WIPED.generation.store(0, Ordering::Relaxed);
         WIPED.pid.store(0, Ordering::Relaxed);
         WIPED.live_vms.store(0, Ordering::Relaxed);
         WIPED.traced.store(0, Ordering::Relaxed);
     }
-    WATCHING.call_once(|| {
+    if !WATCHING.load(Ordering::Acquire) {
         let start = (&raw const WIPED).cast_mut().cast();
         // SAFETY: a page of our own, which holds nothing but `WIPED`; its contents stay.
         let wiped = unsafe { libc::madvise(start, size_of::<Wiped>(), libc::MADV_WIPEONFORK) };
@@ -49,7 +49,8 @@ fn watch() {
             // SAFETY: the handler is async-signal-safe: it stores to atomics.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         }
-    });
+        WATCHING.store(true, Ordering::Release);
+    }
 }
 
 /// Returns the counter of VMs that live in this process, 0 in a forked child. One load.

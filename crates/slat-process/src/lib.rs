@@ -9,6 +9,7 @@
 //! | `helper` | a thread without a filter that makes system calls for others |
 //! | [`caller`] | flags and floating point as the program has set them, and as slat needs them |
 //! | [`gate`] | the instruction at which slat enters the kernel |
+//! | [`once`] | what is done once, and does not hang forked children |
 //! | [`pointers`] | two thread pointers on one thread: the program's and slat's |
 //! | [`stack`] | the stack on which dispatched system calls are served |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
@@ -21,6 +22,7 @@ pub mod filter;
 pub mod forks;
 pub mod gate;
 pub mod helper;
+pub mod once;
 pub mod pointers;
 pub mod stack;
 pub mod wait;

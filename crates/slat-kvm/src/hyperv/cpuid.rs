@@ -3,11 +3,11 @@
 use kvm_bindings::kvm_cpuid_entry2;
 use slat_host::procfs;
 use slat_hyperv::cpuid::{Machine, Privileges, supported as leaves};
-use std::sync::OnceLock;
+use slat_process::once::Computed;
 
 /// Whether the host's cores can have more than one thread: then the guest cannot know whether vCPUs share a core.
 fn host_shares_cores() -> bool {
-    static SHARES: OnceLock<bool> = OnceLock::new();
+    static SHARES: Computed<bool> = Computed::new();
     *SHARES.get_or_init(|| {
         let mut text = [0; 32];
         let control = procfs::read_small(c"/sys/devices/system/cpu/smt/control", &mut text);

@@ -16,6 +16,7 @@ use crate::errno::{Error, Result, fail, last, no_memory};
 use crate::eventfd::{self, EventFd};
 use crate::heap;
 use crate::irq::chips::{RESAMPLE, USERSPACE};
+use crate::messages;
 use crate::process::PerProcess;
 use kvm_bindings::*;
 use slat::Shared;
@@ -305,10 +306,10 @@ impl Background for Service {
                 libc::epoll_wait(epoll.as_raw_fd(), events.as_mut_ptr(), AT_A_TIME as i32, -1)
             };
             if count < 0 && last().errno() != libc::EINTR {
-                eprintln!(
-                    "slat: waiting for irqfds failed ({}); irqfds will not work any more",
+                messages::say(format_args!(
+                    "waiting for irqfds failed ({}); irqfds will not work any more",
                     std::io::Error::last_os_error()
-                );
+                ));
                 return;
             }
             for event in &events[..count.max(0) as usize] {

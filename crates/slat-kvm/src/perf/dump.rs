@@ -10,6 +10,7 @@ use crate::clock::monotonic;
 use crate::process::PerProcess;
 use slat_process::calls::{Call, make};
 use slat_process::file_size::limited;
+use slat_process::once::Computed;
 use slat_x86::CompiledCode;
 use std::ffi::CString;
 use std::fs::File;
@@ -18,7 +19,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::{self, Path, PathBuf};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// "JiTD", the other way round where the byte order is another one.
 const MAGIC: u32 = 0x4a69_5444;
@@ -81,7 +82,7 @@ fn load(now: u64, index: u64, name: &str, code: &[u8]) -> Vec<u8> {
 /// Returns the directory: that of `JITDUMPDIR`, if it is set, as for other programs that write such files. Call first before the client
 /// changes its own directory.
 pub(super) fn directory() -> &'static Path {
-    static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+    static DIRECTORY: Computed<PathBuf> = Computed::new();
     DIRECTORY.get_or_init(|| {
         let chosen = std::env::var_os("JITDUMPDIR").filter(|path| !path.is_empty());
         chosen.map_or_else(

@@ -25,11 +25,12 @@ use crate::symbols;
 use file::ProfileFile;
 pub(crate) use samples::Origin;
 use samples::Samples;
+use slat_process::once::Computed;
 use stacks::Stacks;
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The time between two samples of a vCPU. No guest's timer has this period, so none is sampled in step.
@@ -83,7 +84,7 @@ static PROFILE: PerProcess<Profile> = PerProcess::new();
 
 /// Returns the file that `slat run --profile` names, in `SLAT_PROFILE`.
 fn wanted() -> Option<&'static Path> {
-    static WANTED: OnceLock<Option<PathBuf>> = OnceLock::new();
+    static WANTED: Computed<Option<PathBuf>> = Computed::new();
     let read = || std::env::var_os("SLAT_PROFILE").filter(|path| !path.is_empty());
     WANTED.get_or_init(|| read().map(PathBuf::from)).as_deref()
 }

@@ -14,6 +14,7 @@ use crate::heap;
 use crate::process::PerProcess;
 use schedstat::Schedstat;
 use slat::Shared;
+use slat_process::once::Computed;
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -72,7 +73,7 @@ pub(crate) fn prepare() {
 
 /// Whether the host counts how long a thread waits for a CPU, and the observer, if started, can read it.
 pub(crate) fn is_available() -> bool {
-    static COUNTS: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    static COUNTS: Computed<bool> = Computed::new();
     let counts = *COUNTS.get_or_init(schedstat::exists);
     let failed = || (OBSERVER.peek()).is_some_and(|it| it.failed.load(Ordering::Relaxed));
     counts && !failed()

@@ -3,23 +3,31 @@
 use crate::memory;
 use crate::real::map_memory;
 use slat_kvm::thread::Section;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const PAGE: usize = 4096;
 
 /// Where the break began, and where it is.
-static BREAK: Mutex<(usize, usize)> = Mutex::new((0, 0));
+pub type Break = (usize, usize);
+
+/// A thread that forks holds it.
+static BREAK: Mutex<Break> = Mutex::new((0, 0));
+
+/// Keeps the break as it is, as long as the guard lives.
+pub fn lock_break() -> MutexGuard<'static, Break> {
+    BREAK.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Begins the break at the end of the program's image.
 pub fn begin_at(end: usize) {
     let end = end.next_multiple_of(PAGE);
-    *BREAK.lock().unwrap_or_else(PoisonError::into_inner) = (end, end);
+    *lock_break() = (end, end);
 }
 
 /// Moves the break if it can be moved. Returns where it is.
 pub fn set_break(to: usize) -> usize {
     let _section = Section::enter();
-    let mut held = BREAK.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut held = lock_break();
     let (start, now) = *held;
     if to < start {
         return now;

@@ -1,0 +1,233 @@
+//! What is done once in a process, and does not hang its forked children.
+//!
+//! A child has one thread. What another thread of the parent was doing at the moment of the fork stays half done there, and a lock that it
+//! held stays locked: a `Mutex`, and also a `OnceLock` or a `Once` whose first use was in progress. A fork may come at any moment, by a
+//! system call of which nobody is told. So the first use of a [`Computed`] waits for no other thread, and one of a [`Prepared`] for threads
+//! of this process alone.
+//!
+//! [`apart_from_forks`] is for first uses of other people's code, which has locks of its own: there, forks wait.
+
+use crate::forks::Birth;
+use crate::wait;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// A value that the first use computes, and that lasts. Threads that use it first at the same time may all compute it, and get the value
+/// of the first that is ready.
+#[derive(Debug)]
+pub struct Computed<T: 'static> {
+    value: AtomicPtr<T>,
+}
+
+impl<T: Send + Sync + 'static> Computed<T> {
+    /// Makes one without a value.
+    pub const fn new() -> Self {
+        Computed {
+            value: AtomicPtr::new(null_mut()),
+        }
+    }
+
+    /// Returns the value.
+    pub fn get_or_init(&self, compute: impl FnOnce() -> T) -> &'static T {
+        self.get_or_init_then(compute, |_| {})
+    }
+
+    /// Like [`get_or_init`](Self::get_or_init), but calls `first` with the value on the thread that has made it.
+    pub fn get_or_init_then(
+        &self,
+        compute: impl FnOnce() -> T,
+        first: impl FnOnce(&'static T),
+    ) -> &'static T {
+        // SAFETY: once stored, a value is never freed.
+        if let Some(value) = unsafe { self.value.load(Ordering::Acquire).as_ref() } {
+            return value;
+        }
+        let new = Box::into_raw(Box::new(compute()));
+        let stored =
+            (self.value).compare_exchange(null_mut(), new, Ordering::AcqRel, Ordering::Acquire);
+        match stored {
+            Ok(_) => {
+                // SAFETY: stored above, and never freed.
+                let value = unsafe { &*new };
+                first(value);
+                value
+            }
+            Err(faster) => {
+                // SAFETY: `new` was not stored; the other one is never freed.
+                unsafe {
+                    drop(Box::from_raw(new));
+                    &*faster
+                }
+            }
+        }
+    }
+}
+
+impl<T: Send + Sync + 'static> Default for Computed<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Work that the first use does, and whose effect lasts.
+#[derive(Debug)]
+pub struct Prepared {
+    /// 0 until the work begins, then the [`Birth`] of the process in which a thread does it, and [`DONE`](Self::DONE) afterwards.
+    state: AtomicU64,
+}
+
+impl Prepared {
+    const DONE: u64 = u64::MAX;
+
+    /// Makes one whose work is not done.
+    pub const fn new() -> Self {
+        Prepared {
+            state: AtomicU64::new(0),
+        }
+    }
+
+    /// Whether the work is done.
+    pub fn is_done(&self) -> bool {
+        self.state.load(Ordering::Acquire) == Self::DONE
+    }
+
+    /// Does the work, unless it is done; waits while another thread of this process does it. A forked child whose parent had begun does it
+    /// again, so what is half done must not matter.
+    ///
+    /// # Errors
+    /// Those of `work`, which the next use tries again.
+    pub fn once<E>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
+        const PAUSE: Duration = Duration::from_micros(50);
+        let here = Birth::here().number();
+        loop {
+            let state = self.state.load(Ordering::Acquire);
+            if state == Self::DONE {
+                return Ok(());
+            }
+            if state == here {
+                wait::pause(PAUSE);
+                continue;
+            }
+            let begun =
+                (self.state).compare_exchange(state, here, Ordering::Acquire, Ordering::Relaxed);
+            if begun.is_ok() {
+                let result = work();
+                let end = if result.is_ok() { Self::DONE } else { 0 };
+                self.state.store(end, Ordering::Release);
+                return result;
+            }
+        }
+    }
+}
+
+impl Default for Prepared {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+static APART: Mutex<()> = Mutex::new(());
+
+/// Keeps forks of the program out, as long as the guard lives, where its forks are announced ([`apart_from_forks`]).
+pub fn keep_forks_out() -> MutexGuard<'static, ()> {
+    APART.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs `work` while no thread forks by the C library: for other people's code that computes something once. `work` is short, and calls
+/// nothing of the program's. A thread that forks takes the same lock before ([`keep_forks_out`]).
+pub fn apart_from_forks<R>(work: impl FnOnce() -> R) -> R {
+    let _held = keep_forks_out();
+    work()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU32;
+
+    /// Forks without the C library while another thread is in the midst of `begin`, and returns whether `child` says yes there.
+    fn forked_in_the_midst(begin: impl Fn(&dyn Fn()) + Sync, child: impl FnOnce() -> bool) -> bool {
+        let (begun, forked) = (AtomicU32::new(0), AtomicU32::new(0));
+        let until = |word: &AtomicU32| {
+            while word.load(Ordering::Acquire) == 0 {
+                std::thread::yield_now();
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                begin(&|| {
+                    begun.store(1, Ordering::Release);
+                    until(&forked);
+                })
+            });
+            until(&begun);
+            // SAFETY: the child makes system calls and uses atomics; it does not use the C library's state.
+            unsafe {
+                let id = libc::syscall(libc::SYS_fork) as libc::pid_t;
+                if id == 0 {
+                    libc::alarm(10);
+                    libc::_exit(i32::from(!child()));
+                }
+                let mut status = -1;
+                libc::waitpid(id, &mut status, 0);
+                forked.store(1, Ordering::Release);
+                status == 0
+            }
+        })
+    }
+
+    #[test]
+    fn a_child_whose_parent_was_computing_computes_itself() {
+        static VALUE: Computed<u32> = Computed::new();
+        // A child has no heap that it may use.
+        static STORED: AtomicU32 = AtomicU32::new(0);
+        let begin = |midst: &dyn Fn()| {
+            let value = VALUE.get_or_init(|| {
+                midst();
+                7
+            });
+            STORED.store(*value, Ordering::Relaxed);
+        };
+        assert!(forked_in_the_midst(begin, || {
+            // SAFETY: nothing was stored.
+            unsafe { VALUE.value.load(Ordering::Relaxed).as_ref().is_none() }
+        }));
+        assert_eq!(STORED.load(Ordering::Relaxed), 7);
+        assert_eq!(*VALUE.get_or_init(|| 8), 7);
+    }
+
+    #[test]
+    fn a_child_whose_parent_was_preparing_prepares_again() {
+        static READY: Prepared = Prepared::new();
+        static DONE: AtomicU32 = AtomicU32::new(0);
+        let begin = |midst: &dyn Fn()| {
+            let _: Result<(), ()> = READY.once(|| {
+                midst();
+                DONE.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            });
+        };
+        assert!(forked_in_the_midst(begin, || {
+            let mut again = false;
+            let _: Result<(), ()> = READY.once(|| {
+                again = true;
+                Ok(())
+            });
+            again && READY.is_done()
+        }));
+        begin(&|| panic!("it is done"));
+        assert_eq!(DONE.load(Ordering::Relaxed), 1);
+        assert!(READY.is_done());
+    }
+
+    #[test]
+    fn work_that_fails_is_tried_again() {
+        static READY: Prepared = Prepared::new();
+        assert_eq!(READY.once(|| Err(1)), Err(1));
+        assert!(!READY.is_done());
+        assert_eq!(READY.once(|| Ok::<(), i32>(())), Ok(()));
+        assert!(READY.is_done());
+    }
+}
