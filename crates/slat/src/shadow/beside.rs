@@ -146,6 +146,11 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.tree().filter(|_| at.is_in_tree())
     }
 
+    /// Returns whether there are shadow pages of tables, as far as the caller has been told: others may be made meanwhile.
+    pub(crate) fn has_tables(&self) -> bool {
+        self.tracking.any()
+    }
+
     /// Returns how often tracking of a table has begun.
     pub(crate) fn tracking_begun(&self) -> u64 {
         self.tracking.begun()

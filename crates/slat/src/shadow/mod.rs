@@ -70,6 +70,10 @@ pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     /// How often a page was zapped that walks begin with.
     roots_zapped: AtomicU64,
     changes: Box<Changes>,
+    /// How often all pages were marked to be compared.
+    distrusts: AtomicU64,
+    /// As `distrusts` was when they were compared last.
+    compared: AtomicU64,
     /// The flushes of the VM.
     flushes: Shared<Flushes>,
     budget: Shared<Budget>,
@@ -119,6 +123,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             beginning: Beginning::none(),
             roots_zapped: AtomicU64::new(0),
             changes: boxed(Changes::new())?,
+            distrusts: AtomicU64::new(0),
+            compared: AtomicU64::new(0),
             flushes,
             budget,
             is_short: AtomicBool::new(true),
@@ -148,6 +154,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             beginning: Beginning::default(),
             roots_zapped: AtomicU64::new(0),
             changes: boxed(Changes::new())?,
+            distrusts: AtomicU64::new(0),
+            compared: AtomicU64::new(0),
             flushes,
             budget,
             // Nothing is allocated for a guest that makes no such tables.

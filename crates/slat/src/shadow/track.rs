@@ -16,6 +16,12 @@
 //! begins after all leaves were protected. A fault that needs the page does that flush, unless it was done, reads the
 //! guest's tables again, and only then lets an entry refer to the page. A store that was not noticed was before that.
 //! [`Changes`](super::trail::Changes) shows that none was between the reading of an entry and its use.
+//!
+//! # Several address spaces
+//! Each has an MMU of its own, and the leaves of one say nothing of tables that another tracks. A store that is noticed in one is told to
+//! all. One that is not, as by a vCPU in SMM to tables of the others, is found by comparison: as long as vCPUs use different
+//! address spaces, and once after that, all pages are compared when the guest flushes ([`ShadowMmu::distrust_all`],
+//! [`Vm::vcpu_moves`](crate::vm::Vm)).
 
 use core::ops::Range;
 
@@ -535,6 +541,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     pub(crate) fn distrust_all(&self) -> u64 {
         let pages = self.lock();
         let mut unsynced = 0;
+        self.distrusts.fetch_add(1, Release);
         for number in pages.active() {
             let page = pages.pool.get(number);
             let Some(guest) = page.guest() else {
@@ -546,6 +553,21 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             }
         }
         unsynced
+    }
+
+    /// Returns how often [`Self::distrust_all`] was called.
+    pub(crate) fn distrusts(&self) -> u64 {
+        self.distrusts.load(Acquire)
+    }
+
+    /// Returns whether pages of tables of any level may have to be compared.
+    pub(crate) fn is_distrusted(&self) -> bool {
+        self.distrusts() != self.compared.load(Acquire)
+    }
+
+    /// Call when all pages that were unsynced have been compared since [`Self::distrusts`] was `distrusts`.
+    pub(crate) fn were_compared(&self, distrusts: u64) {
+        self.compared.fetch_max(distrusts, Release);
     }
 }
 

@@ -177,7 +177,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let recent = RecentSlots::new()?;
         let tables = PagingStructureCache::new()?;
         let reader = self.readers.register()?;
-        Ok(Vcpu {
+        let vcpu = Vcpu {
             presence: Presence {
                 reader: NonNull::from(reader),
                 walkable: Gpa(0),
@@ -196,7 +196,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
             roots: guest::Roots::default(),
             flags_in: None,
             ring: None,
-        })
+        };
+        vcpu.moves(None, Some(space));
+        Ok(vcpu)
     }
 }
 
@@ -474,12 +476,29 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// If the VM has no such address space.
     pub fn use_space(&mut self, space: usize) {
         self.context = self.vm.spaces[space].root();
+        if space != self.space {
+            self.moves(Some(self.space), Some(space));
+        }
         self.space = space;
         self.presence.tables.clear();
         self.recent.clear();
         self.roots = guest::Roots::default();
         self.flags_in = None;
         self.streams = Streams::default();
+    }
+
+    /// Does what [`Vm::vcpu_moves`] says, if there is more than one address space.
+    fn moves(&self, from: Option<usize>, to: Option<usize>) {
+        if !self.vm.has_several_spaces() {
+            return;
+        }
+        if self.is_entered() {
+            let own = (self.section(), self.counters());
+            return self.vm.vcpu_moves(from, to, own);
+        }
+        let section = self.vm.section();
+        let own = (section.inside(), section.counters());
+        self.vm.vcpu_moves(from, to, own);
     }
 
     /// Acknowledges all flushes so far. The caller has dropped every translation it was given.
@@ -582,6 +601,7 @@ impl<P: Platform, F: Format> Drop for Vcpu<P, F> {
     /// If its dirty ring was not reset to the end, waits as [`Vm::reset_dirty_rings`] does.
     fn drop(&mut self) {
         self.leave();
+        self.moves(Some(self.space), None);
         if let Some(ring) = self.ring.take() {
             self.vm.remove_ring(&ring);
         }

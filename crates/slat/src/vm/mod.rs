@@ -59,7 +59,7 @@ pub(crate) use ring::RingSlot;
 pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};
 pub use usage::MemoryUsage;
 
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::fmt;
@@ -277,6 +277,8 @@ pub(crate) struct Space<P: Platform, F: Format> {
     /// Only for callers in a reader section.
     pub(crate) mmu: Guarded<Mmu<P, F>>,
     root: Root,
+    /// The number of vCPUs that use it, if the VM has several ([`Vm::vcpu_moves`]).
+    vcpus: AtomicUsize,
 }
 
 impl<P: Platform, F: Format> Space<P, F> {
@@ -285,6 +287,7 @@ impl<P: Platform, F: Format> Space<P, F> {
             slots: Slots::new()?,
             root: mmu.context(),
             mmu: Guarded::new(mmu),
+            vcpus: AtomicUsize::new(0),
         })
     }
 

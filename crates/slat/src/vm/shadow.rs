@@ -8,6 +8,9 @@ use crate::format::{Format, all_gfns};
 use crate::platform::Platform;
 use crate::shadow::trail::{PageOf, Role};
 use crate::shadow::{Followed, ReadEntries, ShadowMmu};
+use crate::stats::Counters;
+use crate::sync::InSection;
+use crate::sync::atomic::Ordering::SeqCst;
 use crate::table::{Detached, Flushed, Key};
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -16,12 +19,60 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// ([`Vcpu::flush_guest`](crate::Vcpu)), a CPU compares what was made of them. Stores of the client are not
     /// noticed; KVM notices none either. Without shadow pages of tables there is nothing to do.
     pub fn guest_memory_changed(&self) {
+        let section = self.section();
         for space in &self.spaces {
-            let section = self.section();
-            if let Some(mmu) = space.mmu.get(section.inside()).shadow() {
-                section.counters().mmu_unsync.add(mmu.distrust_all());
-            }
+            space.distrust(section.inside(), section.counters());
         }
+    }
+
+    /// Call when a vCPU begins to use address space `to` (`None`: it ends), and has used `from` (`None`: it is new). `section`: a
+    /// reader section of the caller.
+    ///
+    /// The stores of a vCPU are noticed in its own address space: in another one the same memory may hold tables that are
+    /// shadowed. So as long as vCPUs use different address spaces, as when one of them is in SMM, each flush of the guest's compares
+    /// all tables ([`Self::distrust_stores_elsewhere`]); and once more after a vCPU has left the address space by which it has stored.
+    pub(crate) fn vcpu_moves(
+        &self,
+        from: Option<usize>,
+        to: Option<usize>,
+        (section, counters): (InSection<'_>, &Counters),
+    ) {
+        // In this order: a flush in another address space finds either the vCPU in `from`, or the tables distrusted.
+        if let Some(from) = from {
+            self.spaces_but(from)
+                .for_each(|space| space.distrust(section, counters));
+        }
+        if let Some(to) = to {
+            self.spaces[to].vcpus.fetch_add(1, SeqCst);
+        }
+        if let Some(from) = from {
+            self.spaces[from].vcpus.fetch_sub(1, SeqCst);
+        }
+    }
+
+    /// Call when the guest flushes in address space `space`. If vCPUs use others, has its shadow pages compared, and returns `true`.
+    /// `section`: a reader section of the caller.
+    pub(crate) fn distrust_stores_elsewhere(
+        &self,
+        space: usize,
+        (section, counters): (InSection<'_>, &Counters),
+    ) -> bool {
+        let is_used = |other: &Space<P, F>| other.vcpus.load(SeqCst) > 0;
+        let used = self.has_several_spaces() && self.spaces_but(space).any(is_used);
+        if used {
+            self.spaces[space].distrust(section, counters);
+        }
+        used
+    }
+
+    pub(crate) fn has_several_spaces(&self) -> bool {
+        self.spaces.len() > 1
+    }
+
+    fn spaces_but(&self, index: usize) -> impl Iterator<Item = &Space<P, F>> {
+        let all = self.spaces.iter().enumerate();
+        all.filter(move |(at, _)| *at != index)
+            .map(|(_, space)| space)
     }
 
     /// Has work by gfn look for shadow pages beside the tree of `space`, before the first one is made ([`crate::shadow`]). The caller is in no
@@ -76,6 +127,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
         op.forget_tables(range);
         op.finish();
+    }
+}
+
+impl<P: Platform, F: Format> Space<P, F> {
+    /// Has the shadow pages compared at the next flush of the guest's.
+    fn distrust(&self, section: InSection<'_>, counters: &Counters) {
+        if let Some(mmu) = self.mmu.get(section).shadow() {
+            counters.mmu_unsync.add(mmu.distrust_all());
+        }
     }
 }
 

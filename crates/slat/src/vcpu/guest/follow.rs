@@ -9,7 +9,7 @@ use crate::frame::ENTRIES;
 use crate::guest_walk::GuestPaging;
 use crate::platform::Platform;
 use crate::shadow::trail::{PageOf, Role};
-use crate::shadow::{Compared, ReadEntries};
+use crate::shadow::{Compared, ReadEntries, ShadowMmu};
 use crate::table::Key;
 use crate::vcpu::Vcpu;
 use crate::vcpu::translate::Stop;
@@ -25,12 +25,17 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn stored(&mut self, gpa: Gpa, bytes: u64) -> bool {
         self.counters().mmu_pte_write.add(1);
         let range = gpa..Gpa(gpa.0 + bytes);
-        let Some(mmu) = self.tables().shadow() else {
-            return false;
-        };
         let mut slept = false;
-        if mmu.stored(range.clone()) {
-            self.outside(&mut slept, |vcpu| vcpu.vm().follow(vcpu.space(), &range));
+        // The memory may hold a table in each address space.
+        for index in 0..self.vm().spaces.len() {
+            let tables = self.vm().spaces[index].mmu.get(self.section());
+            let is_own = index == self.space_index();
+            let mmu = tables.shadow().filter(|mmu| is_own || mmu.has_tables());
+            if mmu.is_some_and(|mmu| mmu.stored(range.clone())) {
+                self.outside(&mut slept, |vcpu| {
+                    vcpu.vm().follow(&vcpu.vm().spaces[index], &range);
+                });
+            }
         }
         slept
     }
@@ -49,7 +54,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         slept
     }
 
-    /// Compares what was made of the guest's tables for `gva` with them, if it may differ.
+    /// Compares what was made of the guest's tables for `gva` with them, if it may differ. All of them, if stores to tables of any
+    /// level may have gone unnoticed: the processor drops what it has cached of those for every address.
     pub(super) fn follow_address<W: HostWords>(
         &mut self,
         gva: u64,
@@ -64,7 +70,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let Some(root) = Role::root(paging, gva) else {
             return;
         };
+        let elsewhere = self.distrust_stores_elsewhere();
         let mmu = self.tables().shadow();
+        if elsewhere || mmu.is_some_and(ShadowMmu::is_distrusted) {
+            *slept = true;
+            return self.compare_unsynced(words);
+        }
         if let Some((page, index)) = mmu.and_then(|mmu| mmu.begin_sync_of(key, root)) {
             self.sync(page, index..index + 1, words, slept);
         }
@@ -77,9 +88,28 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// # Panics
     /// If the vCPU was not entered.
     pub fn flush_guest<W: HostWords>(&mut self, words: &mut W) {
+        self.presence.tables.clear();
+        self.distrust_stores_elsewhere();
+        self.compare_unsynced(words);
+    }
+
+    fn distrust_stores_elsewhere(&self) -> bool {
+        let own = (self.section(), self.counters());
+        (self.vm()).distrust_stores_elsewhere(self.space_index(), own)
+    }
+
+    /// Compares all unsynced pages with the guest's tables, also if that takes flushes: the caller's CPU drops what it remembers.
+    fn compare_unsynced<W: HostWords>(&mut self, words: &mut W) {
+        let distrusts = self.tables().shadow().map(ShadowMmu::distrusts);
+        self.compare_in_parts(words);
+        if let (Some(distrusts), Some(mmu)) = (distrusts, self.tables().shadow()) {
+            mmu.were_compared(distrusts);
+        }
+    }
+
+    fn compare_in_parts<W: HostWords>(&mut self, words: &mut W) {
         /// How many pages are compared at a time.
         const SOME: usize = 32;
-        self.presence.tables.clear();
         while self.tables().shadow().is_some_and(|mmu| mmu.has_unsynced()) {
             let mut pages = [None; SOME];
             let mut count = 0;
