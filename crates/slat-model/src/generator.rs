@@ -118,6 +118,7 @@ impl Generator {
                 let bytes = bytes << self.rng.pick(&[0, self.granule.shift()]);
                 Op::Prefault { vcpu, gpa, bytes }
             }
+            Kind::Convert => self.convert(seen),
             Kind::Invalidate => self.invalidate(models),
             Kind::DirtyLog => {
                 let id = self.log(&models[space]);
@@ -446,6 +447,28 @@ impl Generator {
             _ => region.backing.0 = u64::MAX << shift,
         }
         region
+    }
+
+    /// Some frames become private or shared, or all become shared again: private ones are in the way of everything else.
+    fn convert(&mut self, model: &GuestModel) -> Op {
+        if self.rng.one_in(4) {
+            let (gfn, pages, private) = (0, self.capacity, false);
+            return Op::Convert {
+                gfn,
+                pages,
+                private,
+            };
+        }
+        let n = self.entries;
+        let align = self.rng.pick(&[1, 1, n]);
+        let gfn = self.gfn(model) & !(align - 1);
+        let pages = align * self.rng.pick(&[1, 2, 7, 0]);
+        let private = !self.rng.one_in(3);
+        Op::Convert {
+            gfn,
+            pages,
+            private,
+        }
     }
 
     fn invalidate(&mut self, models: &[GuestModel]) -> Op {

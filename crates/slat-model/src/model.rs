@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use slat::{
-    Access, Change, Format, Gpa, Granule, HostPage, Hva, Level, MAX_SLOTS, MemoryType, Region,
+    Access, Change, Format, Gfn, Gpa, Granule, HostPage, Hva, Level, MAX_SLOTS, MemoryType, Region,
     Rights, SlotFlags,
 };
 
@@ -149,6 +149,8 @@ pub enum Expected {
     BadAddress,
     /// The client brings the page.
     Absent,
+    /// The frame is private, and no private memory backs it.
+    Private,
     /// A fetch that the slot does not allow.
     NoExecute,
     /// The access reaches this page.
@@ -230,6 +232,8 @@ pub struct GuestModel {
     logs: BTreeMap<u32, Log>,
     /// Id of each slot by its first frame.
     by_base: BTreeMap<u64, u32>,
+    /// The private frames, in ranges that do not overlap. No slot has private backing.
+    private: Vec<Range<u64>>,
 }
 
 impl GuestModel {
@@ -242,7 +246,41 @@ impl GuestModel {
             mode: LogMode::default(),
             logs: BTreeMap::new(),
             by_base: BTreeMap::new(),
+            private: Vec::new(),
         }
+    }
+
+    /// Does KVM_SET_MEMORY_ATTRIBUTES; the error is an errno.
+    pub fn convert(&mut self, gfns: &Range<u64>, private: bool) -> Result<(), i32> {
+        if gfns.is_empty() || gfns.end > (u64::MAX >> self.granule.shift()) + 1 {
+            return Err(EINVAL);
+        }
+        let old = core::mem::take(&mut self.private);
+        let parts = old.into_iter().flat_map(|range| {
+            let below = range.start..range.end.min(gfns.start);
+            [below, range.start.max(gfns.end)..range.end]
+        });
+        let new = private.then(|| gfns.clone());
+        self.private = parts.chain(new).filter(|part| !part.is_empty()).collect();
+        Ok(())
+    }
+
+    /// Whether a frame of `gfns` is private.
+    pub fn has_private(&self, gfns: &Range<u64>) -> bool {
+        let overlaps = |range: &Range<u64>| range.start < gfns.end && gfns.start < range.end;
+        self.private.iter().any(overlaps)
+    }
+
+    /// Returns the largest level up to `level` of a leaf around `gfn` that covers no private frame.
+    pub fn shared_level(&self, gfn: u64, mut level: Level) -> Level {
+        while level > Level::PAGE {
+            let block = self.granule.block(Gfn(gfn), level);
+            if !self.has_private(&(block.start.0..block.end.0)) {
+                break;
+            }
+            level = level.below();
+        }
+        level
     }
 
     /// Returns the memory of a clone: its logs begin anew.
@@ -425,6 +463,9 @@ impl GuestModel {
 
     /// Returns the correct result of an access to `gfn`.
     pub fn expect(&self, machine: &impl Machine, gfn: u64, access: Access) -> Expected {
+        if gfn < self.capacity && self.has_private(&(gfn..gfn + 1)) {
+            return Expected::Private;
+        }
         let Some((_, slot)) = self.slot_at(gfn) else {
             return Expected::Mmio;
         };

@@ -57,6 +57,15 @@ pub enum Op {
         /// Length.
         bytes: u64,
     },
+    /// KVM_SET_MEMORY_ATTRIBUTES.
+    Convert {
+        /// The first frame.
+        gfn: u64,
+        /// The number of frames.
+        pages: u64,
+        /// Whether they become private; otherwise shared.
+        private: bool,
+    },
     /// The host mapping of some pages changes, inside an invalidation.
     Invalidate {
         /// Pages of host memory.
@@ -149,6 +158,7 @@ pub(crate) enum Kind {
     Translate,
     Walk,
     Prefault,
+    Convert,
     Invalidate,
     DirtyLog,
     ClearLog,
@@ -195,6 +205,7 @@ impl Mix {
             (Kind::Collect, 5),
             (Kind::ResetRings, 1),
             (Kind::Prefault, 10),
+            (Kind::Convert, 16),
             (Kind::FindSlot, 10),
             (Kind::Policy, 12),
             (Kind::RecoverNx, 12),
@@ -232,6 +243,7 @@ impl Mix {
             (Kind::ManualLog, 10),
             (Kind::Collect, 30),
             (Kind::ResetRings, 15),
+            (Kind::Convert, 12),
             (Kind::Policy, 30),
             (Kind::Quiesce, 10),
             (Kind::UseSpace, 5),
@@ -256,6 +268,7 @@ impl Mix {
             (Kind::Collect, 8),
             (Kind::ResetRings, 4),
             (Kind::Prefault, 10),
+            (Kind::Convert, 12),
             (Kind::Policy, 12),
             (Kind::RecoverNx, 6),
             (Kind::Age, 3),

@@ -8,7 +8,7 @@ pub struct Tally(BTreeMap<&'static str, u64>);
 
 impl Tally {
     /// Names that a long run must have counted, whatever the format.
-    pub const USUAL: [&'static str; 33] = [
+    pub const USUAL: [&'static str; 36] = [
         "slot set",
         "several slots set",
         "several slots refused",
@@ -23,6 +23,9 @@ impl Tally {
         "MMIO",
         "MMIO from an entry",
         "bad address",
+        "frames converted",
+        "private frame",
+        "conversion refused",
         "retried meanwhile",
         "log taken",
         "log cleared",

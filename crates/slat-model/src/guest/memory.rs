@@ -200,7 +200,9 @@ impl Memory {
                 tracked: false,
             },
             Expected::Mmio => Outcome::Mmio { gpa: Gpa(gpa) },
-            Expected::BadAddress | Expected::Absent => Outcome::BadAddress { gpa: Gpa(gpa) },
+            Expected::BadAddress | Expected::Absent | Expected::Private => {
+                Outcome::BadAddress { gpa: Gpa(gpa) }
+            }
             Expected::NoExecute => Outcome::NoExecute { gpa: Gpa(gpa) },
         }
     }

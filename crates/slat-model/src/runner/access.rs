@@ -55,6 +55,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                     return true;
                 };
                 let largest = slot.map_or(Level::PAGE, |(_, slot)| slot.bounded_level(*gfn, &page));
+                let largest = model.shared_level(*gfn, largest);
                 let split = translation.level > largest;
                 translation.level = translation.level.min(largest);
                 // The pieces of one that NX kept from being executable are that.
@@ -116,7 +117,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 if did.pf_fixed + did.pf_spurious > did.pf_fast && !self.nx {
                     let (_, slot) = model.slot_at(gfn).expect("a page is in a slot");
                     let level = match self.is_on("huge_pages", true) {
-                        true => slot.fitting_level(gfn, &host),
+                        true => model.shared_level(gfn, slot.fitting_level(gfn, &host)),
                         false => Level::PAGE,
                     };
                     assert_eq!(
@@ -155,6 +156,19 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 assert_eq!((expected, at.0, of), (Expected::Absent, gpa, access));
                 self.tally.count("page not there yet");
             }
+            Err(Stop::MemoryFault {
+                gpa: at,
+                access: of,
+                private: true,
+                absent: false,
+            }) => {
+                assert_eq!((expected, at.0, of), (Expected::Private, gpa, access));
+                assert_eq!(
+                    now, None,
+                    "{access:?} at {gpa:#x}: a private frame is mapped"
+                );
+                self.tally.count("private frame");
+            }
             Err(Stop::NoExecute { gpa: at }) => {
                 assert_eq!((expected, at.0), (Expected::NoExecute, gpa), "{access:?}");
                 self.tally.count("fetch refused by a slot");
@@ -172,7 +186,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 assert!(access == Access::Write && expected != Expected::Mmio);
                 self.tally.count("ring full");
             }
-            // `Retry`: nothing conflicts. `MemoryFault`: this VM has no private memory.
+            // `Retry`: nothing conflicts. Other `MemoryFault`s: no slot has private backing.
             Err(stop) => panic!("{access:?} at {gpa:#x}: {stop:?}"),
         }
         // The invalidation in which a page is copied for this write interrupts the fault.
@@ -373,8 +387,15 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Err(Stop::NoExecute { .. }) => {
                 assert_eq!(expected, Expected::NoExecute, "frame {gfn:#x}, meanwhile");
             }
-            Err(Stop::MemoryFault { absent: true, .. }) => {
-                assert_eq!(expected, Expected::Absent, "frame {gfn:#x}, meanwhile");
+            Err(Stop::MemoryFault {
+                private, absent, ..
+            }) => {
+                let why = match (private, absent) {
+                    (false, true) => Expected::Absent,
+                    (true, false) => Expected::Private,
+                    _ => panic!("frame {gfn:#x}, meanwhile: no slot has private backing"),
+                };
+                assert_eq!(expected, why, "frame {gfn:#x}, meanwhile");
             }
             Err(Stop::Retry) => {
                 self.tally.count("retried meanwhile");
@@ -388,7 +409,6 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 assert!(was_full && access == Access::Write, "frame {gfn:#x}");
             }
             Err(Stop::OutOfMemory { .. }) => self.allocation_failed(),
-            // `MemoryFault`: this VM has no private memory.
             Err(stop) => panic!("{stop:?}"),
         }
     }
@@ -449,6 +469,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                     Stop::Mmio { .. } => Expected::Mmio,
                     Stop::BadAddress { .. } => Expected::BadAddress,
                     Stop::MemoryFault { absent: true, .. } => Expected::Absent,
+                    Stop::MemoryFault { private: true, .. } => Expected::Private,
                     stop => panic!("prefault at {at:#x}: {stop:?}"),
                 };
                 assert_eq!(expect(at), why, "prefault at {at:#x}: {stop:?}");
@@ -536,7 +557,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let (id, slot) = model.slot_at(gfn).expect("a page is in a slot");
         let block = F::GRANULE.block(Gfn(gfn), translation.level);
         let block = block.start.0..block.end.0;
-        let fits = translation.level <= slot.bounded_level(gfn, &page);
+        let largest = model.shared_level(gfn, slot.bounded_level(gfn, &page));
+        let fits = translation.level <= largest;
         if !fits {
             // A change of several slots has split the leaf in place. A vCPU that had it before may keep it, if the slots still have
             // the same memory for all its pages.

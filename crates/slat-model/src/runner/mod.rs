@@ -15,8 +15,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use slat::{
-    Change, Config, Format, Gfn, Hva, MmuKind, Pfn, Platform, Promotion, Region, RegionError,
-    Setting, SlotFlags, Translation, Vcpu, Vm,
+    AttributesError, Change, Config, Format, Gfn, Hva, MemoryAttributes, MmuKind, Pfn, Platform,
+    Promotion, Region, RegionError, Setting, SlotFlags, Translation, Vcpu, Vm,
 };
 
 use crate::host::HostMemory;
@@ -242,6 +242,11 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Op::Translate { vcpu, gpa, access } => drop(self.access(*vcpu, *gpa, *access)),
             Op::Walk { vcpu, gpa } => self.walk_for_write(*vcpu, *gpa),
             Op::Prefault { vcpu, gpa, bytes } => self.prefault(*vcpu, *gpa, *bytes),
+            Op::Convert {
+                gfn,
+                pages,
+                private,
+            } => self.convert(*gfn..gfn.saturating_add(*pages), *private),
             Op::Invalidate {
                 pages,
                 change,
@@ -444,6 +449,36 @@ impl<M: Machine, F: Format> Runner<M, F> {
             self.check_still_mapped(&known, false);
             self.tally.count("still mapped when several slots were set");
         }
+    }
+
+    fn convert(&mut self, gfns: Range<u64>, private: bool) {
+        let mut known = Vec::new();
+        if !self.platform.is_failing() {
+            for space in 0..SPACES {
+                known.extend(self.mapped(space, 0..gfns.start));
+                known.extend(self.mapped(space, gfns.end..u64::MAX));
+            }
+        }
+        let attributes = match private {
+            true => MemoryAttributes::PRIVATE,
+            false => MemoryAttributes::NONE,
+        };
+        let range = Gfn(gfns.start)..Gfn(gfns.end);
+        let answer = self.vm.set_memory_attributes(range, attributes);
+        if answer == Err(AttributesError::OutOfMemory) {
+            self.allocation_failed();
+            return;
+        }
+        let errno = answer.map_err(|error| error.errno());
+        for model in &mut self.models {
+            assert_eq!(errno, model.convert(&gfns, private), "frames {gfns:x?}");
+        }
+        self.tally.count(match errno {
+            Ok(()) => "frames converted",
+            Err(_) => "conversion refused",
+        });
+        // What was not converted.
+        self.check_still_mapped(&known, false);
     }
 
     fn find_slot(&mut self, i: usize, gpa: u64) {
