@@ -1,4 +1,4 @@
-//! Two mechanisms at once.
+//! Two mechanisms at once; and that each pair of them has a test: [`pairs.txt`](pairs.txt) says which.
 
 #[path = "../common/access.rs"]
 mod access;
@@ -8,4 +8,5 @@ mod guest;
 mod nested;
 mod private;
 mod slots;
+mod table;
 mod world;

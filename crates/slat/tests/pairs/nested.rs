@@ -373,3 +373,318 @@ fn code_splits_a_huge_page_of_the_guests_and_it_comes_back() {
     of::<Npt>(nested(MmuKind::Tdp));
     of::<X86<5>>(shadow());
 }
+
+/// Two vCPUs, of which the second is in another address space, as in SMM, and stores to tables of the first one's.
+struct TwoSpaces<F: Format> {
+    guest: Guest<F>,
+    other: Cpu<F>,
+}
+
+impl<F: Format> TwoSpaces<F> {
+    fn new(config: Config) -> Self {
+        let guest = Guest::<F>::new(config.with_spaces(2), Level::PAGE);
+        for space in 0..2 {
+            guest.vm.set_memory_region(space, &region()).unwrap();
+        }
+        guest.memory.map(OTHERS[3], 3 * MIB2, USED);
+        let mut other = guest.cpu(TABLES);
+        other.vcpu.use_space(1);
+        let mut two = TwoSpaces { guest, other };
+        assert_eq!(two.guest.cpu.page(1, Read), DATA + 1);
+        two
+    }
+
+    /// Has the second vCPU make a directory refer to another table of level 1.
+    fn store(&mut self) -> bool {
+        self.other.store(TABLES[2], 0, OTHERS[3] << 12 | USED)
+    }
+
+    /// After a flush by the first vCPU, it uses the other table.
+    fn follows(mut self, flush: fn(&mut Cpu<F>)) {
+        flush(&mut self.guest.cpu);
+        assert_eq!(self.guest.cpu.page(1, Read), 3 * MIB2 + 1);
+        self.guest.vm.audit().unwrap();
+    }
+
+    /// Both shadow the tables.
+    fn told(flush: fn(&mut Cpu<F>), config: Config) {
+        let mut two = Self::new(config);
+        assert_eq!(two.other.page(1, Read), DATA + 1);
+        assert!(two.store(), "the table is tracked");
+        // At once, in both.
+        assert_eq!(two.other.page(1, Read), 3 * MIB2 + 1);
+        assert_eq!(two.guest.cpu.page(1, Read), 3 * MIB2 + 1);
+        two.follows(flush);
+    }
+
+    /// Only the first one's address space shadows the tables.
+    fn untold(flush: fn(&mut Cpu<F>), config: Config) {
+        let mut two = Self::new(config);
+        flush(&mut two.guest.cpu);
+        two.store();
+        two.follows(flush);
+    }
+
+    /// The second vCPU has left the other address space when the first one flushes.
+    fn left(flush: fn(&mut Cpu<F>), config: Config) {
+        let mut two = Self::new(config);
+        flush(&mut two.guest.cpu);
+        two.store();
+        two.other.vcpu.use_space(0);
+        two.follows(flush);
+    }
+
+    /// The second vCPU is gone when the first one flushes.
+    fn gone(flush: fn(&mut Cpu<F>), config: Config) {
+        let mut two = Self::new(config);
+        two.store();
+        two.other = two.guest.cpu(TABLES);
+        two.follows(flush);
+    }
+}
+
+fn flush<F: Format>(cpu: &mut Cpu<F>) {
+    let mut words = cpu.memory.words();
+    cpu.vcpu.enter(0).flush_guest(&mut words);
+}
+
+/// INVLPG drops what a processor has cached of directories, for all addresses.
+fn invlpg<F: Format>(cpu: &mut Cpu<F>) {
+    let paging = GuestPaging {
+        reserves_table_global: true,
+        ..paging(cpu.tables[0] << 12)
+    };
+    let mut words = cpu.memory.words();
+    let _no_cpu_remembers_any = cpu.vcpu.enter(0).invlpg(7 << 12, &paging, &mut words);
+}
+
+macro_rules! of_two_spaces {
+    ($($name:ident: $of:ident,)*) => {$(
+        #[test]
+        fn $name() {
+            for flush in [flush, invlpg] {
+                TwoSpaces::<X86<5>>::$of(flush, shadow());
+            }
+            for flush in [flush, invlpg] {
+                TwoSpaces::<Ept>::$of(flush, nested(MmuKind::Tdp));
+            }
+        }
+    )*};
+}
+
+of_two_spaces! {
+    a_store_in_smm_to_tables_of_both_address_spaces_is_told_to_both: told,
+    a_store_in_smm_to_tables_of_the_other_address_space_is_followed: untold,
+    what_was_stored_in_smm_is_followed_after_it: left,
+    what_a_vcpu_has_stored_in_smm_is_followed_when_it_is_gone: gone,
+}
+
+/// Runs a test of a guest with tables of its own on each MMU that shadows them: a function that is generic over the format.
+macro_rules! on_each_shadow {
+    ($($test:ident,)*) => {$(
+        #[test]
+        fn $test() {
+            each_shadow::$test::<X86<5>>(shadow());
+            each_shadow::$test::<Ept>(nested(MmuKind::Tdp));
+            each_shadow::$test::<Npt>(nested(MmuKind::Direct));
+        }
+    )*};
+}
+
+on_each_shadow! {
+    each_kind_of_log_names_what_a_guest_writes_by_its_tables,
+    a_ring_names_what_a_guest_writes_by_its_tables,
+    a_guests_pages_are_aged_and_replaced,
+    slots_change_under_a_guests_tables,
+    prefault_and_prefetch_leave_a_guests_tables_as_they_are,
+    a_promotion_leaves_a_guests_tables_as_they_are,
+}
+
+mod each_shadow {
+    use super::*;
+
+    fn policy<F: Format>(guest: &Guest<F>, name: &str, value: &str) {
+        guest.vm.set_policy(Setting::parse(name, value).unwrap());
+    }
+
+    /// The log begins with huge leaves, which are split, and ends.
+    pub fn each_kind_of_log_names_what_a_guest_writes_by_its_tables<F: Format>(config: Config) {
+        for method in ["write-protect", "dirty-bit", "buffer"] {
+            let mut guest = Guest::<F>::new(config.clone(), Level::MEGA);
+            policy(&guest, "dirty_log", method);
+            policy(&guest, "dirty_log_reads", "off");
+            guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
+            guest.set(NONE);
+            let (small, large) = (5, MIB2 + 6);
+            for page in [small, large] {
+                guest.cpu.page(page, Write);
+            }
+            guest.set(LOGGED);
+            let named = |guest: &Guest<F>| {
+                let mut bitmap = vec![0u64; FRAMES as usize / 64];
+                guest.vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
+                [5, 6].map(|page| bitmap[DATA as usize / 64] >> page & 1 != 0)
+            };
+            named(&guest);
+            for written in [[true, false], [false, true], [true, true]] {
+                for (page, _) in [small, large].iter().zip(written).filter(|(_, is)| *is) {
+                    guest.cpu.page(*page, Write);
+                }
+                assert_eq!(named(&guest), written, "{method}");
+                assert_eq!(named(&guest), [false; 2], "{method}");
+            }
+            guest.set(NONE);
+            assert_eq!(guest.cpu.page(small, Write), DATA + 5);
+            assert_eq!(guest.cpu.page(large, Write), DATA + 6);
+            guest.vm.audit().unwrap();
+        }
+    }
+
+    pub fn a_ring_names_what_a_guest_writes_by_its_tables<F: Format>(config: Config) {
+        let mut guest = Guest::<F>::new(config, Level::PAGE);
+        guest.vm.use_dirty_rings();
+        policy(&guest, "dirty_log_reads", "off");
+        let mut client = slat_model::RingClient::new();
+        guest.cpu.vcpu.set_dirty_ring(client.ring()).unwrap();
+        guest.set(LOGGED);
+        for round in 0..2 {
+            guest.cpu.page(5, Write);
+            let mut pages = Vec::new();
+            while let Some(page) = client.collect() {
+                pages.push(page.page);
+            }
+            assert!(pages.contains(&(DATA + 5)), "{round}: {pages:?}");
+            guest.vm.reset_dirty_rings();
+        }
+        guest.vm.audit().unwrap();
+    }
+
+    pub fn a_guests_pages_are_aged_and_replaced<F: Format>(config: Config) {
+        let mut guest = Guest::<F>::new(config, Level::PAGE);
+        guest.set(NONE);
+        let page = DATA + 5..DATA + 6;
+        guest.cpu.page(5, Write);
+        assert!(guest.vm.age(HostMemory::hvas(&page), true) > 0);
+        assert_eq!(guest.vm.age(HostMemory::hvas(&page), false), 0);
+        guest.cpu.page(5, Read);
+        assert!(guest.vm.age(HostMemory::hvas(&page), false) > 0);
+        // The page, and then a table.
+        for pages in [page, TABLES[3]..TABLES[3] + 1] {
+            let guard = guest.vm.invalidate(HostMemory::hvas(&pages));
+            guest.platform.host.change(&pages, remap(Level::PAGE));
+            drop(guard);
+            let found = guest.cpu.try_virtual(5 << 12, Write).unwrap();
+            let host = guest.platform.host.get(DATA + 5).unwrap();
+            assert_eq!(found.host.pfn(), host.pfn);
+        }
+        guest.vm.audit().unwrap();
+    }
+
+    pub fn slots_change_under_a_guests_tables<F: Format>(config: Config) {
+        let mut guest = Guest::<F>::new(config, Level::MEGA);
+        guest.set(NONE);
+        assert_eq!(guest.cpu.page(5, Write), DATA + 5);
+        let lower = region().with_size((DATA + 4) << 12);
+        let mut upper = region().with_size((FRAMES - DATA - 4) << 12);
+        (upper.slot, upper.gpa) = (1, Gpa((DATA + 4) << 12));
+        upper.backing = HostMemory::hva(DATA + 4);
+        let both = [Change::Set(lower), Change::Set(upper)];
+        guest.vm.set_memory_regions(0, &both).unwrap();
+        assert_eq!(guest.cpu.page(5, Write), DATA + 5);
+        // Read-only, and then none.
+        let read_only = upper.with_flags(SlotFlags::READONLY);
+        let gpa = Gpa((DATA + 5) << 12);
+        let mmio = Err(VirtualStop::Stop(Stop::Mmio { gpa }));
+        guest.vm.remove_memory_region(0, 1).unwrap();
+        for _ in 0..2 {
+            assert_eq!(guest.cpu.try_virtual(5 << 12, Read), mmio);
+        }
+        guest.vm.set_memory_region(0, &read_only).unwrap();
+        assert_eq!(guest.cpu.page(5, Read), DATA + 5);
+        assert_eq!(guest.cpu.try_virtual(5 << 12, Write), mmio);
+        assert_eq!(guest.cpu.page(3, Write), DATA + 3);
+        guest.vm.audit().unwrap();
+    }
+
+    pub fn prefault_and_prefetch_leave_a_guests_tables_as_they_are<F: Format>(config: Config) {
+        let mut guest = Guest::<F>::new(config, Level::PAGE);
+        guest.set(NONE);
+        policy(&guest, "prefetch", "64");
+        assert_eq!(guest.cpu.page(5, Write), DATA + 5);
+        let all = Gpa(0)..Gpa(FRAMES << 12);
+        let prefaulted = {
+            let mut vcpu = guest.cpu.vcpu.enter(0);
+            loop {
+                match vcpu.prefault(all.clone()) {
+                    Err(Stop::Retry) => vcpu.quiesce(),
+                    answer => break answer,
+                }
+            }
+        };
+        assert!(prefaulted.is_ok_and(|bytes| bytes > 0), "{prefaulted:?}");
+        guest.vm.audit().unwrap();
+        for page in [0, 6, 70] {
+            assert_eq!(guest.cpu.page(page, Write), DATA + page);
+        }
+        assert!(guest.cpu.store(TABLES[2], 0, OTHERS[3] << 12 | USED));
+        guest.memory.map(OTHERS[3], 3 * MIB2, USED);
+        assert_eq!(guest.cpu.page(6, Read), 3 * MIB2 + 6);
+        guest.vm.audit().unwrap();
+    }
+
+    pub fn a_promotion_leaves_a_guests_tables_as_they_are<F: Format>(config: Config) {
+        let mut guest = Guest::<F>::new(config, Level::MEGA);
+        guest.set(NONE);
+        policy(&guest, "huge_pages", "off");
+        guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
+        for page in [5, MIB2 + 6] {
+            guest.cpu.page(page, Write);
+        }
+        guest.cpu.physical(3 * MIB2 + 7, Write);
+        policy(&guest, "huge_pages", "on");
+        guest.vm.promote(&mut Promotion::default(), usize::MAX);
+        guest.vm.audit().unwrap();
+        assert_eq!(guest.cpu.page(5, Write), DATA + 5);
+        assert_eq!(guest.cpu.page(MIB2 + 6, Write), DATA + 6);
+        assert!(
+            guest
+                .cpu
+                .store(TABLES[2], 1, (2 * MIB2) << 12 | USED | HUGE)
+        );
+        assert_eq!(guest.cpu.page(MIB2 + 6, Write), 2 * MIB2 + 6);
+        guest.vm.audit().unwrap();
+    }
+}
+
+/// The client makes memory of a device, in the guest's table. That counts at the next flush, as in KVM, which goes by what an MMIO SPTE
+/// says until then; if the client has said that it has written, at one of any kind.
+#[test]
+fn a_device_that_the_client_replaces_by_memory_is_that_after_a_flush() {
+    fn of<F: Format>(config: Config, flush: fn(&mut Cpu<F>)) {
+        const AT: u64 = 7 << 12;
+        let mut guest = Guest::<F>::new(config, Level::PAGE);
+        guest.set(NONE);
+        guest.memory.put(TABLES[3], 7, 2 * FRAMES << 12 | USED);
+        let gpa = Gpa(2 * FRAMES << 12);
+        let mmio = Err(VirtualStop::Stop(Stop::Mmio { gpa }));
+        for _ in 0..2 {
+            assert_eq!(guest.cpu.try_virtual(AT, Read), mmio);
+        }
+        guest.memory.put(TABLES[3], 7, (DATA + 7) << 12 | USED);
+        guest.vm.guest_memory_changed();
+        flush(&mut guest.cpu);
+        assert_eq!(guest.cpu.page(7, Write), DATA + 7);
+        // And the reverse.
+        guest.memory.put(TABLES[3], 7, 2 * FRAMES << 12 | USED);
+        guest.vm.guest_memory_changed();
+        flush(&mut guest.cpu);
+        assert_eq!(guest.cpu.try_virtual(AT, Read), mmio);
+        guest.vm.audit().unwrap();
+    }
+    for flush in [flush, invlpg] {
+        of::<X86<5>>(shadow(), flush);
+    }
+    for flush in [flush, invlpg] {
+        of::<Ept>(nested(MmuKind::Tdp), flush);
+    }
+}
