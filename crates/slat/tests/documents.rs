@@ -36,6 +36,22 @@ fn what_the_document_shows_is_in_the_tree() {
     assert_eq!(missing, None, "{HYPERVISOR} shows what is not in the tree");
 }
 
+/// `.ci/run quick` runs the loom models that CONTRIBUTING.md's table names for the files that have changed.
+#[test]
+fn the_table_of_proofs_names_each_loom_model() {
+    let table = read("CONTRIBUTING.md");
+    let rows = table.lines().filter(|line| line.starts_with("| `slat"));
+    let lists = rows.flat_map(|row| row.split("loom's ").skip(1));
+    let lists = lists.filter_map(|list| list.split([';', '|']).next());
+    let named: BTreeSet<_> = lists
+        .flat_map(|list| list.split('`').skip(1).step_by(2))
+        .collect();
+    let models = read("crates/slat/src/loom_tests/mod.rs");
+    let models = models.lines().filter_map(|line| line.strip_prefix("mod "));
+    let models: BTreeSet<_> = models.map(|name| name.trim_end_matches(';')).collect();
+    assert_eq!(named, models);
+}
+
 /// Returns the documents of the workspace: those of the root, of `docs`, `conformance` and `fuzz`, and each crate's README.
 fn documents() -> Vec<PathBuf> {
     let in_directory = |directory: &Path| {
