@@ -299,3 +299,109 @@ fn rsm_refuses_impossible_registers() {
         .unwrap();
     assert_eq!(cpu.state.pdptes, [1, 2, 0, 0]);
 }
+
+/// Each segment register, table and shadow is where the manuals have it, and nowhere else: what another hypervisor has saved is loaded.
+#[test]
+fn each_segment_is_where_the_manuals_have_it() {
+    let mut state = State::reset();
+    let segment = |number: u16| Segment {
+        selector: 0x100 * number,
+        base: 0x1000 * u64::from(number),
+        limit: 0x10 * u32::from(number),
+        rights: 0x93 + (u32::from(number) << 12),
+    };
+    for (number, to) in (1..).zip(state.es_to_gs_mut()) {
+        *to = segment(number);
+    }
+    (state.ldtr, state.tr) = (segment(7), segment(8));
+    (state.gdtr, state.idtr) = (
+        Table {
+            base: 0x9000,
+            limit: 0x90,
+        },
+        Table {
+            base: 0xa000,
+            limit: 0xa0,
+        },
+    );
+    state.events.sti_shadow = true;
+    // ES, CS, SS, DS, FS, GS, LDTR, TR; GDTR and IDTR.
+    let at = [0, 0x10, 0x20, 0x30, 0x40, 0x50, 0x70, 0x90];
+    let image = Image(state.smram(SmramMap::Bits64));
+    for (number, at) in (1..).zip(at) {
+        let segment = segment(number);
+        assert_eq!(image.get16(at), segment.selector, "{number}");
+        assert_eq!(u32::from(image.get16(at + 2)), segment.rights, "{number}");
+        assert_eq!(image.get32(at + 4), segment.limit.into(), "{number}");
+        assert_eq!(image.get64(at + 8), segment.base, "{number}");
+    }
+    assert_eq!((image.get16(0x64), image.get64(0x68)), (0x90, 0x9000));
+    assert_eq!((image.get16(0x84), image.get64(0x88)), (0xa0, 0xa000));
+    // KVM's: bit 0 for MOV SS, bit 1 for STI.
+    assert_eq!(image.0[0xcb], 2);
+
+    let at = [0x184, 0x190, 0x19c, 0x12c, 0x138, 0x144, 0x178, 0x15c];
+    let selectors = [0x1a8, 0x1ac, 0x1b0, 0x1b4, 0x1b8, 0x1bc, 0x1c0, 0x1c4];
+    let image = Image(state.smram(SmramMap::Bits32));
+    for (number, (at, selector)) in (1..).zip(at.into_iter().zip(selectors)) {
+        let segment = segment(number);
+        assert_eq!(image.get16(selector), segment.selector, "{number}");
+        assert_eq!(image.get32(at) >> 8, segment.rights.into(), "{number}");
+        assert_eq!(image.get32(at + 4), segment.limit.into(), "{number}");
+        assert_eq!(image.get32(at + 8), segment.base, "{number}");
+    }
+    assert_eq!((image.get16(0x170), image.get32(0x174)), (0x90, 0x9000));
+    assert_eq!((image.get16(0x154), image.get32(0x158)), (0xa0, 0xa000));
+    assert_eq!(image.0[0x11a], 2);
+}
+
+/// A segment that cannot be used is one after RSM, also if it is present.
+#[test]
+fn rsm_restores_an_unusable_segment() {
+    for map in [SmramMap::Bits32, SmramMap::Bits64] {
+        let mut before = State::reset();
+        before.fs.rights |= Segment::UNUSABLE;
+        before.ldtr.rights |= Segment::UNUSABLE;
+        let mut cpu = cpu(&before);
+        let smram = cpu.state.smram(map);
+        cpu.enter_smm();
+        cpu.leave_smm(map, &smram, |_| None).unwrap();
+        assert!(!cpu.state.fs.usable() && !cpu.state.ldtr.usable());
+        assert!(cpu.state.gs.usable() && cpu.state.tr.usable());
+    }
+}
+
+/// Whatever a handler writes to the saved flags and debug registers, RSM loads the bits that there are.
+#[test]
+fn rsm_sets_fixed_bits() {
+    for (map, at, bytes) in [
+        (
+            SmramMap::Bits64,
+            [at64::RFLAGS, at64::DR6, at64::DR7],
+            // The upper halves of DR6 and DR7 are refused.
+            [8, 4, 4],
+        ),
+        (
+            SmramMap::Bits32,
+            [at32::EFLAGS, at32::DR6, at32::DR7],
+            [4, 4, 4],
+        ),
+    ] {
+        for (byte, expected) in [
+            (0xff, (0x3f_7fd7, 0xffff_efff, 0xffff_27ff)),
+            (0, (2, 0xffff_0ff0, 0x400)),
+        ] {
+            let mut cpu = cpu(&State::reset());
+            let mut smram = cpu.state.smram(map);
+            cpu.enter_smm();
+            for (at, bytes) in at.into_iter().zip(bytes) {
+                smram[at..at + bytes].fill(byte);
+            }
+            cpu.leave_smm(map, &smram, |_| None).unwrap();
+            let State {
+                rflags, dr6, dr7, ..
+            } = cpu.state;
+            assert_eq!((rflags, dr6, dr7), expected, "{map:?}");
+        }
+    }
+}
