@@ -249,6 +249,79 @@ mod tests {
         assert!(!set(&mut state, RIP, &[0; 4]) && !set(&mut state, COUNT, &[]));
     }
 
+    /// Also those that cannot be set.
+    #[test]
+    fn each_name_has_its_own_value() {
+        let mut state = State::reset();
+        let bases = [&mut state.fs, &mut state.gs, &mut state.cs].map(|segment| &mut segment.base);
+        for (number, base) in bases.into_iter().enumerate() {
+            *base = 0x50 + number as u64;
+        }
+        let segments = [
+            &mut state.cs,
+            &mut state.ss,
+            &mut state.ds,
+            &mut state.es,
+            &mut state.fs,
+            &mut state.gs,
+        ];
+        for (number, segment) in segments.into_iter().enumerate() {
+            segment.selector = 0x60 + number as u16;
+        }
+        state.gpr = std::array::from_fn(|number| 0x100 + number as u64);
+        (state.rip, state.rflags) = (0x200, 0x246);
+        (state.cr0, state.cr2, state.cr3) = (0x300, 0x302, 0x303);
+        (state.cr4, state.cr8, state.efer) = (0x304, 0x308, 0x309);
+        (state.kernel_gs_base, state.mxcsr) = (0x400, 0x1f81);
+        (state.fcw, state.fsw, state.fop) = (0x37f, 0x4500, 0x123);
+        (state.fip, state.fdp) = (0x11_2222_3333, 0x44_5555_6666);
+        // A bit for each register that is in use; two for GDB, which are set if it is empty.
+        state.ftw = 0b1010_0101;
+        let mut block = [0; BLOCK];
+        get(&state, &mut block);
+        let value = |name: &str| {
+            let number = REGISTERS.iter().position(|it| it.name == name).unwrap();
+            let mut bytes = [0; 8];
+            let len = REGISTERS[number].bytes;
+            bytes[..len].copy_from_slice(&block[offset(number)..][..len]);
+            u64::from_le_bytes(bytes)
+        };
+        // In the CPU's order.
+        let gprs = [
+            "rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi", "r8", "r9", "r10", "r11",
+            "r12", "r13", "r14", "r15",
+        ];
+        let gprs = (0x100..).zip(gprs).map(|(value, name)| (name, value));
+        let selectors = (0x60..).zip(["cs", "ss", "ds", "es", "fs", "gs"]);
+        let others = [
+            ("rip", 0x200),
+            ("eflags", 0x246),
+            ("fctrl", 0x37f),
+            ("fstat", 0x4500),
+            ("ftag", 0x33cc),
+            ("fiseg", 0x11),
+            ("fioff", 0x2222_3333),
+            ("foseg", 0x44),
+            ("fooff", 0x5555_6666),
+            ("fop", 0x123),
+            ("mxcsr", 0x1f81),
+            ("fs_base", 0x50),
+            ("gs_base", 0x51),
+            ("cs_base", 0x52),
+            ("k_gs_base", 0x400),
+            ("cr0", 0x300),
+            ("cr2", 0x302),
+            ("cr3", 0x303),
+            ("cr4", 0x304),
+            ("cr8", 0x308),
+            ("efer", 0x309),
+        ];
+        let selectors = selectors.map(|(value, name)| (name, value));
+        for (name, expected) in gprs.chain(selectors).chain(others) {
+            assert_eq!(value(name), expected, "{name}");
+        }
+    }
+
     #[test]
     fn the_numbers_are_those_of_gdb() {
         let number = |name| REGISTERS.iter().position(|it| it.name == name).unwrap();
