@@ -102,7 +102,8 @@ impl Probes {
             let access = self.access.take();
             self.hit = access.map(|(kind, at)| ProbeHit::Data(kind, at));
         } else if hits & STEP != 0 {
-            self.hit = Some(ProbeHit::Step);
+            // A data probe that the same instruction has hit stays the reason.
+            self.hit.get_or_insert(ProbeHit::Step);
         }
         hits & !(DATA | STEP)
     }

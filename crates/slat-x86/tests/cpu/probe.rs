@@ -110,3 +110,122 @@ fn probes_and_the_guests_breakpoints_share_addresses() {
     guest.halt();
     assert_eq!(guest.stack(0), CODE + 2, "the guest's handler ran");
 }
+
+/// Runs a guest to its probe, which must be at `at`.
+#[track_caller]
+fn stops_at(guest: &mut Guest, at: u64) {
+    assert_eq!(guest.run(), Exit::Probe(ProbeHit::Code), "{at:#x}");
+    assert_eq!(guest.cpu.linear_rip(), at);
+}
+
+/// Also at those with one byte, at the last one of a block, and where CS has a base; in code that has run often before.
+#[test]
+fn a_code_probe_stops_at_each_instruction() {
+    // l: inc eax; dec ecx; jnz l; push eax; ret; hlt. In 32-bit code the first two have one byte.
+    let bytes = b"\x40\x49\x75\xfc\x50\xc3\xf4";
+    let instructions = [0, 1, 2, 4, 5, 6];
+    for base in [0, 0x3000] {
+        let mut guest = Guest::new(b"");
+        guest.memory().write(base + CODE, bytes);
+        let state = &mut guest.cpu.state;
+        (state.efer, state.cr0) = (0, state.cr0 & !(1 << 31));
+        state.cs.rights = 0xc09b;
+        state.cs.base = base;
+        for probed in instructions {
+            let begin = |guest: &mut Guest| {
+                let gpr = &mut guest.cpu.state.gpr;
+                (gpr[RAX], gpr[RCX], gpr[RSP]) = (CODE + 6 - 3, 3, STACK);
+                guest.cpu.state.rip = CODE;
+            };
+            for _ in 0..3 {
+                begin(&mut guest);
+                guest.halt();
+            }
+            begin(&mut guest);
+            let at = base + CODE + probed;
+            guest.cpu.set_probes(vec![code(at)], false);
+            for _ in 0..if probed < 4 { 3 } else { 1 } {
+                stops_at(&mut guest, at);
+                guest.cpu.pass_probe();
+            }
+            guest.halt();
+            guest.cpu.set_probes(Vec::new(), false);
+        }
+    }
+}
+
+/// The exits of its accesses to a device do not end it.
+#[test]
+fn a_string_instruction_is_passed_as_a_whole_if_it_writes_to_a_device() {
+    // rep stosb; hlt
+    let mut guest = Guest::new(b"\xf3\xaa\xf4");
+    guest.cpu.state.gpr[RDI] = MMIO;
+    guest.cpu.state.gpr[RCX] = 3;
+    guest.cpu.set_probes(vec![code(CODE)], false);
+    stops_at(&mut guest, CODE);
+    guest.cpu.pass_probe();
+    for at in 0..3 {
+        match guest.run() {
+            Exit::Mmio { gpa, .. } => assert_eq!(gpa, MMIO + at),
+            other => panic!("{other:?} after {at} bytes"),
+        }
+    }
+    guest.halt();
+}
+
+/// A probe of the last bytes of a page and the first ones of the next page.
+#[test]
+fn a_data_probe_may_be_in_two_pages() {
+    const END: u64 = DATA + 0x1000;
+    // mov [rsi],eax; hlt
+    let mut guest = Guest::new(b"\x89\x06\xf4");
+    for to in [END - 4, END] {
+        guest.cpu.state.rip = CODE;
+        guest.cpu.state.gpr[RSI] = to;
+        guest.halt();
+    }
+    let probe = data(ProbeKind::Write, END - 2, 4);
+    guest.cpu.set_probes(vec![probe], false);
+    for (to, at) in [
+        (END - 5, Some(END - 2)),
+        (END - 3, Some(END - 2)),
+        (END - 1, Some(END - 1)),
+        (END, Some(END)),
+        (END + 1, Some(END + 1)),
+        (END - 6, None),
+        (END + 2, None),
+    ] {
+        guest.cpu.state.rip = CODE;
+        guest.cpu.state.gpr[RSI] = to;
+        if let Some(at) = at {
+            let hit = ProbeHit::Data(ProbeKind::Write, at);
+            assert_eq!(guest.run(), Exit::Probe(hit), "{to:#x}");
+        }
+        guest.halt();
+    }
+}
+
+/// A debugger that steps over an access is told of the data probe: it asks for no more of the step.
+#[test]
+fn a_step_that_hits_a_data_probe_is_a_hit() {
+    // mov [rsi],eax; rep stosb; mov [rbx],eax (MMIO); hlt
+    let mut guest = Guest::new(b"\x89\x06\xf3\xaa\x89\x03\xf4");
+    guest.cpu.state.gpr[RSI] = DATA;
+    guest.cpu.state.gpr[RDI] = DATA;
+    guest.cpu.state.gpr[RBX] = MMIO;
+    guest.cpu.state.gpr[RCX] = 2;
+    let probes = vec![
+        data(ProbeKind::Write, DATA, 4),
+        data(ProbeKind::Write, MMIO, 4),
+    ];
+    guest.cpu.set_probes(probes, true);
+    let hit = |at| Exit::Probe(ProbeHit::Data(ProbeKind::Write, at));
+    assert_eq!(guest.run(), hit(DATA));
+    assert_eq!(guest.run(), hit(DATA));
+    assert_eq!(guest.run(), hit(DATA + 1));
+    assert_eq!(guest.cpu.state.rip, CODE + 4);
+    assert!(matches!(guest.run(), Exit::Mmio { write: true, .. }));
+    assert_eq!(guest.run(), hit(MMIO));
+    assert_eq!(guest.run(), Exit::Probe(ProbeHit::Step));
+    assert_eq!(guest.cpu.state.rip, CODE + 7);
+}
