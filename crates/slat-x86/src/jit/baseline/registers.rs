@@ -94,6 +94,8 @@ impl Generator<'_> {
         match (self.constant(value), self.places.saved(value)) {
             (Some(constant), _) => self.asm.constant(register, constant),
             (None, Some(slot)) => (self.asm).zero_extend(3, register, place_of_slot(slot, 0)),
+            // The code is dropped.
+            (None, None) if !self.places.fits() => {}
             (None, None) => unreachable!("{value} is nowhere"),
         }
     }
@@ -194,6 +196,7 @@ impl Generator<'_> {
         match (self.places.register(value), self.places.saved(value)) {
             (Some(register), _) => self.asm.push(register),
             (None, Some(slot)) => self.asm.push_memory(place_of_slot(slot, 0)),
+            (None, None) if !self.places.fits() => {}
             (None, None) => unreachable!("{value} is nowhere"),
         }
     }
