@@ -65,6 +65,8 @@ impl Generator<'_> {
         let parameters = func.dfg.block_params(to);
         let values = arguments(func, call);
         match target.entry {
+            // What a block that is made already begins with is kept for those branches alone that were known when it was made.
+            Some(_) if self.is_nested && self.asm.is_placed(target.label) => Err(Unknown),
             Some(entry) => Ok(self.conform(entry, parameters, values)),
             // What its uses let go could be what it is given.
             None if target.is_rare && !parameters.is_empty() => Err(Unknown),
@@ -74,6 +76,7 @@ impl Generator<'_> {
                 let target = &mut self.targets[to.index()];
                 target.entry = Some(entry);
                 target.segment = self.segment;
+                target.is_nested = self.is_apart;
                 let is_rare = target.is_rare;
                 if is_rare {
                     self.count_block(to, -1);

@@ -96,6 +96,11 @@ impl Assembler {
         self.labels[label.0 as usize] = self.at();
     }
 
+    /// Whether a label has a place.
+    pub(super) fn is_placed(&self, label: Label) -> bool {
+        self.offset_of(label) != UNKNOWN
+    }
+
     fn use_of(&mut self, label: Label) {
         self.uses.push((self.at(), label));
         self.code.extend([0; 4]);

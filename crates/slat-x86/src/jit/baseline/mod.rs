@@ -56,6 +56,8 @@ struct Target {
     entry: Option<State>,
     /// Which of `Generator::segments` it belongs to.
     segment: u32,
+    /// Whether the first branch to it is in a block that was put off.
+    is_nested: bool,
 }
 
 /// A value that has to be kept until a block was made.
@@ -111,6 +113,7 @@ pub(super) fn generate<'a>(func: &Function, room: &'a mut Room) -> Option<Code<'
         segment: 0,
         segments: vec![0],
         is_apart: false,
+        is_nested: false,
         inst: None,
     };
     let entries = generator.run().ok()?;
@@ -137,6 +140,8 @@ struct Generator<'a> {
     segments: Vec<u32>,
     /// Whether this is a block that was put off.
     is_apart: bool,
+    /// Whether it is a nested one.
+    is_nested: bool,
     /// The current instruction, whose uses are counted when it is done.
     inst: Option<Inst>,
 }
@@ -199,6 +204,9 @@ impl Generator<'_> {
         }
         let slots = self.segments[target.segment as usize];
         self.is_apart = true;
+        self.is_nested = target.is_nested;
+        // Blocks that begin with the state of this one keep its slots, too.
+        self.segment = target.segment;
         self.places.begin_apart(slots);
         if target.is_rare {
             self.count_block(block, 1);

@@ -37,6 +37,7 @@ impl Generator<'_> {
                 is_rare: false,
                 entry: None,
                 segment: 0,
+                is_nested: false,
             });
         }
         for (position, block) in func.layout.blocks().enumerate() {
