@@ -1,6 +1,7 @@
 //! Random functions, in which there is all that this tier knows, do the same in its code as in Cranelift's.
 
 use super::{Room, generate};
+use crate::jit::access;
 use crate::jit::dispatch::dispatch;
 use crate::jit::memory::Chunk;
 use crate::jit::window::BASE;
@@ -10,11 +11,12 @@ use cranelift_codegen::control::ControlPlane;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
-    AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, Signature, SourceLoc, Type,
-    Value,
+    AbiParam, Block, BlockArg, BlockCall, Function, InstBuilder, JumpTableData, MemFlags,
+    Signature, SourceLoc, Type, Value,
 };
 use cranelift_codegen::isa::CallConv;
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
+use iced_x86::{Decoder, DecoderOptions, Mnemonic, OpKind, Register};
 use std::arch::naked_asm;
 
 const TYPES: [Type; 4] = [I8, I16, I32, I64];
@@ -130,7 +132,7 @@ impl Maker<'_, '_> {
         let (a, b) = (self.value(ty), self.value(ty));
         let immediate = self.rng.below(300) as i64 - 150;
         let wide = ty.bits() >= 32;
-        let choice = self.rng.below(30);
+        let choice = self.rng.below(36);
         let other = self.rng.pick(&TYPES);
         let condition = (choice == 20).then(|| self.condition());
         let ins = self.b.ins();
@@ -169,11 +171,50 @@ impl Maker<'_, '_> {
             }
             26 if ty != I8 && is_x86_feature_detected!("bmi1") => ins.ctz(a),
             27 if ty != I8 && is_x86_feature_detected!("popcnt") => ins.popcnt(a),
+            30 if ty != I8 && is_x86_feature_detected!("lzcnt") => ins.clz(a),
+            31 => ins.rotr_imm(a, immediate & i64::from(ty.bits() - 1)),
+            32 => ins.rotl(a, b),
+            33 => ins.rotr(a, b),
+            34 => self.guarded_load(ty),
+            35 => self.compare_exchange(a, b),
             _ if other.bits() > ty.bits() && choice.is_multiple_of(2) => ins.uextend(other, a),
             _ if other.bits() > ty.bits() => ins.sextend(other, a),
             _ if other.bits() < ty.bits() => ins.ireduce(other, a),
             _ => ins.bor(a, b),
         }
+    }
+
+    /// Returns the address of a word, and the flags of an access that may fail.
+    fn guarded(&mut self) -> (Value, MemFlags) {
+        let offset = self.word();
+        let address = self.b.ins().iadd_imm(self.memory, i64::from(offset));
+        let flags = MemFlags::trusted().with_trap_code(Some(access::GUARDED));
+        (address, flags)
+    }
+
+    fn guarded_load(&mut self, ty: Type) -> Value {
+        let (address, flags) = self.guarded();
+        let one = self.value(ty);
+        let zero = self.b.ins().iconst(ty, 0);
+        let value = self.b.ins().load(ty, flags, address, 0);
+        match self.rng.below(3) {
+            // Compared at once, or not used.
+            0 => {
+                let more = self.b.ins().icmp(IntCC::UnsignedLessThan, one, value);
+                self.b.ins().select(more, one, zero)
+            }
+            1 => one,
+            _ => value,
+        }
+    }
+
+    fn compare_exchange(&mut self, old: Value, new: Value) -> Value {
+        let (address, flags) = self.guarded();
+        // Often it is equal.
+        let (ty, trusted) = (self.ty(old), MemFlags::trusted());
+        let now = self.b.ins().load(ty, trusted, address, 0);
+        let old = self.rng.pick(&[old, now]);
+        self.b.ins().atomic_cas(flags, address, old, new)
     }
 
     fn store(&mut self) {
@@ -183,12 +224,22 @@ impl Maker<'_, '_> {
             0 => {
                 // At the place itself, or at another one.
                 let from = [offset, self.word()][self.rng.below(2) as usize];
-                let number = self.rng.below(1000) as i64 - 500;
+                let small = self.rng.below(1000) as i64 - 500;
+                let number = match ty {
+                    I64 => self
+                        .rng
+                        .pick(&[small, small << 32, i64::from(i32::MAX) + 1]),
+                    _ => small,
+                };
                 let old = self.b.ins().load(ty, trusted, self.memory, from);
                 self.b.ins().iadd_imm(old, number)
             }
             _ => self.value(ty),
         };
+        if self.rng.below(4) == 0 {
+            let (address, flags) = self.guarded();
+            self.b.ins().store(flags, value, address, 0);
+        }
         (self.b.ins()).store(trusted, value, self.memory, offset);
         if self.rng.below(4) == 0 {
             self.values.push(value);
@@ -236,10 +287,28 @@ impl Maker<'_, '_> {
             self.b.set_cold_block(side);
         }
         let (given, more) = (self.value(I64), self.value(ty));
-        self.b
-            .ins()
-            .brif(condition, on, &[given.into(), more.into()], side, &[]);
+        if self.rng.below(3) == 0 {
+            // The first way calls a function, too: what it saves, the other one has in registers.
+            let first = self.b.create_block();
+            self.b.ins().brif(condition, first, &[], side, &[]);
+            self.b.switch_to_block(first);
+            let known = self.values.len();
+            self.some(3);
+            let given = self.call();
+            self.values.truncate(known);
+            self.b.ins().jump(on, &[given.into(), more.into()]);
+        } else {
+            self.b
+                .ins()
+                .brif(condition, on, &[given.into(), more.into()], side, &[]);
+        }
         self.b.switch_to_block(side);
+        // Rarely: the tier refuses some of these.
+        if self.rng.below(64) == 0 {
+            let known = self.values.len();
+            self.fork();
+            self.values.truncate(known);
+        }
         self.some(4);
         let given = match is_rare || self.rng.below(2) == 0 {
             true => self.call(),
@@ -262,7 +331,12 @@ impl Maker<'_, '_> {
         let (turn, on) = (self.b.create_block(), self.b.create_block());
         let count = self.b.append_block_param(turn, I64);
         let sum = self.b.append_block_param(turn, I64);
-        self.b.ins().jump(turn, &[zero.into(), start.into()]);
+        // They change places in each turn.
+        let circle = [(); 4].map(|()| self.value(I64));
+        let mut begin = vec![BlockArg::from(zero), start.into()];
+        begin.extend(circle.map(BlockArg::from));
+        let circle = circle.map(|_| self.b.append_block_param(turn, I64));
+        self.b.ins().jump(turn, &begin);
         self.b.switch_to_block(turn);
         let outer = self.value(I64);
         let known = self.values.len();
@@ -275,12 +349,15 @@ impl Maker<'_, '_> {
         let more = self.value(I64);
         let next = self.b.ins().iadd(sum, outer);
         let next = self.b.ins().bxor(next, more);
+        let product = self.b.ins().imul(next, circle[0]);
+        let next = self.b.ins().iadd(product, circle[1]);
         let count = self.b.ins().iadd_imm(count, 1);
         let goes_on = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThan, count, 3);
         self.values.truncate(known);
-        self.b
-            .ins()
-            .brif(goes_on, turn, &[count.into(), next.into()], on, &[]);
+        let mut again = vec![BlockArg::from(count), next.into()];
+        let by = 1 + self.rng.below(3) as usize;
+        again.extend((0..4).map(|k| BlockArg::from(circle[(k + by) % 4])));
+        self.b.ins().brif(goes_on, turn, &again, on, &[]);
         self.b.switch_to_block(on);
         next
     }
@@ -291,6 +368,15 @@ impl Maker<'_, '_> {
         self.memory = self.b.ins().get_pinned_reg(I64);
         self.b.set_srcloc(SourceLoc::default());
         self.values.clear();
+        // Rarely so many that there are not enough slots.
+        let many = if self.rng.below(96) == 0 { 150 } else { 0 };
+        let many: Vec<Value> = (0..many)
+            .map(|k| {
+                let trusted = MemFlags::trusted();
+                let word = (self.b.ins()).load(I64, trusted, self.memory, 8 * (k % WORDS as i32));
+                self.b.ins().iadd_imm(word, i64::from(k))
+            })
+            .collect();
         for _ in 0..5 + self.rng.below(30) {
             let value = match self.rng.below(12) {
                 0 => self.fork(),
@@ -313,7 +399,11 @@ impl Maker<'_, '_> {
             (self.b.ins()).store(MemFlags::trusted(), value, self.memory, offset);
         }
         // A large number: a small one is a set of other regions.
-        let result = self.value(I64);
+        let mut result = self.value(I64);
+        for (value, by) in many.into_iter().zip(1..) {
+            let turned = self.b.ins().rotl_imm(value, by & 63);
+            result = self.b.ins().bxor(result, turned);
+        }
         let result = self.b.ins().bor_imm(result, i64::MIN);
         self.b.ins().jump(leave, &[result.into()]);
     }
@@ -349,6 +439,24 @@ fn make(context: &mut Context, room: &mut FunctionBuilderContext, rng: &mut Rand
     b.finalize();
 }
 
+/// Checks that each access that may fail is made, and is noted at its own instruction: there a signal handler finds it.
+fn check_guarded(func: &Function, code: &[u8], guarded: &[(u32, u32)], seed: u64) {
+    let insts = func.layout.blocks();
+    let insts = insts.flat_map(|block| func.layout.block_insts(block));
+    let flags = insts.filter_map(|inst| func.dfg.insts[inst].memflags());
+    let expected = flags.filter(|flags| flags.trap_code() == Some(access::GUARDED));
+    assert_eq!(guarded.len(), expected.count(), "function {seed}");
+    for &(at, _) in guarded {
+        let mut decoder = Decoder::new(64, &code[at as usize..], DecoderOptions::NONE);
+        let insn = decoder.decode();
+        // Slots are at RBP.
+        let is_access = (0..insn.op_count()).any(|k| insn.op_kind(k) == OpKind::Memory)
+            && insn.mnemonic() != Mnemonic::Lea
+            && insn.memory_base() != Register::RBP;
+        assert!(is_access, "function {seed}, at {at:#x}: {insn:?}");
+    }
+}
+
 #[test]
 fn random_functions_do_what_cranelifts_code_does() {
     let compiler = Compiler::with(1 << 20).unwrap();
@@ -365,6 +473,7 @@ fn random_functions_do_what_cranelifts_code_does() {
             continue;
         };
         made += 1;
+        check_guarded(&context.func, code.bytes, code.guarded, seed);
         let offsets = code.entries;
         let baseline = compiler.arena.put(code.bytes, [].into_iter()).unwrap();
         context
