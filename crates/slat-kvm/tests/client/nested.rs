@@ -1,6 +1,7 @@
 //! Guests that are hypervisors by SVM: what a client sees, saves and restores of them.
 
 use crate::common::*;
+use crate::smm::{map, smram};
 use kvm_bindings::*;
 use slat_kvm::{KvmNestedStateBuffer, VcpuExit, VcpuFd};
 
@@ -308,4 +309,78 @@ fn init_ends_guest_mode() {
         u32::from(state(&guest.vcpu).flags),
         KVM_STATE_NESTED_GIF_SET
     );
+}
+
+/// mov al, 0xfe; out 0x12, al; rsm
+const TELL: &[u8] = &[0xb0, 0xfe, 0xe6, 0x12, 0x0f, 0xaa];
+
+fn exit_code(memory: &Memory) -> u64 {
+    let mut code = [0; 8];
+    memory.read(VMCB + 0x70, &mut code);
+    u64::from_le_bytes(code)
+}
+
+/// The handler is no guest's. The hypervisor's registers are kept in its own memory, not in that of system management mode, and RSM returns
+/// to its guest.
+#[test]
+fn an_smi_interrupts_a_nested_guest() {
+    let mut guest = hypervisor();
+    let _smram = smram(&guest.vm, TELL, 0);
+    let other = Memory::new(MEMORY);
+    map(&guest.vm, 1 << 16, 0, &other, 0).unwrap();
+    expect_out(&mut guest.vcpu, 0x10, true);
+    guest.vcpu.smi().unwrap();
+    expect_out(&mut guest.vcpu, 0x12, false);
+    let is_used = |memory: &Memory| {
+        let mut page = [0; 4096];
+        memory.read(DATA, &mut page);
+        page.iter().any(|byte| *byte != 0)
+    };
+    assert!(is_used(&guest.memory) && !is_used(&other));
+    // VMMCALL, as if nothing had been.
+    expect_out(&mut guest.vcpu, 0x11, false);
+    assert_eq!(exit_code(&guest.memory), 0x81);
+}
+
+/// A handler may change the hypervisor's nested tables, which are the same memory in its address space.
+#[test]
+fn a_nested_entry_that_changes_in_system_management_mode_has_changed() {
+    const TABLE: u64 = 0x4000;
+    let mut guest = hypervisor();
+    // mov dword [TABLE + 4 * 3], 0x6007; rsm
+    let handler = [0x66, 0xc7, 6, 0x0c, 0x40, 7, 0x60, 0, 0, 0x0f, 0xaa];
+    let _smram = smram(&guest.vm, &handler, 0);
+    let more = Memory::new(MEMORY);
+    for space in [0, 1 << 16] {
+        map(&guest.vm, space | 2, TABLE, &more, 0).unwrap();
+    }
+    map(&guest.vm, 1 << 16, 0, &guest.memory, 0).unwrap();
+    assert!(set_msr(&guest.vcpu, VM_HSAVE_PA, 0x7000));
+    guest.memory.write(0, &(TABLE as u32 | 7).to_le_bytes());
+    for page in 0..4 {
+        let entry = if page == 3 { 0x5007 } else { page << 12 | 7 };
+        more.write(4 * page, &(entry as u32).to_le_bytes());
+    }
+    more.write(0x1000, &[0x11]);
+    more.write(0x2000, &[0x22]);
+    guest.memory.write(VMCB + 0x90, &[1]);
+    guest.memory.write(VMCB + 0xb0, &[0; 8]);
+    let mut sregs = guest.vcpu.get_sregs().unwrap();
+    (sregs.cr0, sregs.cr3) = (0x8000_0011, 0);
+    // The hypervisor's own tables are these, too.
+    guest.vcpu.set_sregs(&sregs).unwrap();
+    // mov al, [0x3000]; out 0x10, al; again; vmmcall
+    let read = [0xa0, 0, 0x30, 0, 0, 0xe6, 0x10];
+    guest
+        .memory
+        .write(L2, &[&read[..], &read, &[0x0f, 0x01, 0xd9]].concat());
+    for byte in [0x11, 0x22] {
+        match guest.vcpu.run().unwrap() {
+            VcpuExit::IoOut(0x10, data) => assert_eq!(data, [byte]),
+            other => panic!("{other:?}"),
+        }
+        guest.vcpu.smi().unwrap();
+    }
+    expect_out(&mut guest.vcpu, 0x11, false);
+    assert_eq!(exit_code(&guest.memory), 0x81);
 }

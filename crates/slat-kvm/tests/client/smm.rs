@@ -24,7 +24,7 @@ const TELL: &[u8] = &[0xb0, 0xfe, 0xe6, 0x11, 0x0f, 0xaa];
 const OUT_AND_HALT: &[u8] = &[0xb0, 1, 0xe6, 0x10, 0xf4];
 
 /// Maps `memory` at `gpa` in the address space that the slot names.
-fn map(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, flags: u32) -> Result<(), i32> {
+pub fn map(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, flags: u32) -> Result<(), i32> {
     let region = kvm_userspace_memory_region {
         slot,
         flags,
@@ -37,7 +37,7 @@ fn map(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, flags: u32) -> Result<()
 }
 
 /// Gives a VM SMRAM with a handler.
-fn smram(vm: &VmFd, handler: &[u8], flags: u32) -> Memory {
+pub fn smram(vm: &VmFd, handler: &[u8], flags: u32) -> Memory {
     let memory = Memory::new(SMRAM_SIZE);
     memory.write(HANDLER, handler);
     map(vm, SMRAM_SLOT, SMBASE, &memory, flags).unwrap();
@@ -353,9 +353,169 @@ fn registers_that_no_cpu_can_have_shut_it_down() {
     let handler = [
         0x2e, 0x66, 0xc7, 0x06, 0xfc, 0xff, 0, 0, 0, 0x80, 0x0f, 0xaa,
     ];
-    let (mut guest, _smram) = guest(OUT_AND_HALT, &handler);
+    let (mut guest, smram) = guest(OUT_AND_HALT, &handler);
     guest.vcpu.smi().unwrap();
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Shutdown));
+    // It is in the mode still, with the mode's memory.
+    smram.write(0x9000, TELL);
+    let mut regs = guest.vcpu.get_regs().unwrap();
+    regs.rip = 0x9000;
+    guest.vcpu.set_regs(&regs).unwrap();
+    expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
+}
+
+/// A client that sets the mode, or ends it, changes the memory that the vCPU sees: also where it has just read.
+#[test]
+fn a_client_that_sets_the_mode_sets_the_memory() {
+    // mov al, [DATA]; out 0x10, al; jmp to the beginning
+    let code = [0xa0, 0, 0x30, 0xe6, 0x10, 0xeb, 0xf9];
+    let (mut guest, _smram) = guest(&code, TELL);
+    let other = Memory::new(MEMORY);
+    map(&guest.vm, 1 << 16, 0, &other, 0).unwrap();
+    other.write(CODE, &code);
+    guest.memory.write(DATA, &[0x66]);
+    other.write(DATA, &[0x77]);
+    let vcpu = &mut guest.vcpu;
+    for _ in 0..3 {
+        for (smm, byte) in [(0, 0x66), (1, 0x77)] {
+            let mut events = vcpu.get_vcpu_events().unwrap();
+            events.smi.smm = smm;
+            vcpu.set_vcpu_events(&events).unwrap();
+            for _ in 0..2 {
+                expect_out(vcpu, 0x10, byte, smm == 1);
+            }
+        }
+    }
+}
+
+/// An SMI and RSM change it likewise: the handler reads its own memory at the address that the guest has just read, and the guest then its.
+#[test]
+fn the_handler_and_the_guest_read_one_address_in_turns() {
+    // The guest: mov al, [DATA]; out 0x10, al; jmp to the beginning. The handler: mov al, [DATA]; out 0x11, al; rsm.
+    let code = [0xa0, 0, 0x30, 0xe6, 0x10, 0xeb, 0xf9];
+    let handler = [0xa0, 0, 0x30, 0xe6, 0x11, 0x0f, 0xaa];
+    let (mut guest, _smram) = guest(&code, &handler);
+    let other = Memory::new(MEMORY);
+    map(&guest.vm, 1 << 16, 0, &other, 0).unwrap();
+    guest.memory.write(DATA, &[0x66]);
+    other.write(DATA, &[0x77]);
+    let vcpu = &mut guest.vcpu;
+    for _ in 0..3 {
+        for _ in 0..2 {
+            expect_out(vcpu, 0x10, 0x66, false);
+        }
+        vcpu.smi().unwrap();
+        expect_out(vcpu, 0x11, 0x77, true);
+    }
+}
+
+/// Nor does the change wait for an exit: the guest sends the SMI to itself. Its registers go to SMRAM, also where its page tables are in other
+/// memory at the same address.
+#[test]
+fn memory_changes_within_a_run() {
+    const DIRECTORY: u64 = 0xf000;
+    // mov ebx, 0xfee00300; mov al, [DATA]; mov dword [ebx], 0x44200: SMI to itself; mov al, [DATA]; out 0x10, al; jmp to the second one
+    let code = [
+        0x66, 0xbb, 0, 3, 0xe0, 0xfe, 0xa0, 0, 0x30, 0x67, 0x66, 0xc7, 3, 0, 0x42, 4, 0, 0xa0, 0,
+        0x30, 0xe6, 0x10, 0xeb, 0xee,
+    ];
+    // mov al, [DATA]; inc ax; mov [DATA], al; rsm
+    let handler = [0xa0, 0, 0x30, 0x40, 0xa2, 0, 0x30, 0x0f, 0xaa];
+    let guest = Guest::with(&code, |vm| vm.create_irq_chip().unwrap());
+    let smram = smram(&guest.vm, &handler, 0);
+    let Guest {
+        mut vcpu,
+        vm,
+        memory,
+        ..
+    } = guest;
+    let [other, below] = [MEMORY, SMRAM_SIZE].map(Memory::new);
+    map(&vm, 1 << 16, 0, &other, 0).unwrap();
+    map(&vm, 1, SMBASE, &below, 0).unwrap();
+    memory.write(DATA, &[0x66]);
+    // Pages of 4 MiB: memory, and the local APIC.
+    for (page, entry) in [(0, 0x87u32), (0x3fb, 0xfec0_0087)] {
+        below.write(DIRECTORY + 4 * page, &entry.to_le_bytes());
+    }
+    let mut sregs = vcpu.get_sregs().unwrap();
+    (sregs.cr0, sregs.cr3, sregs.cr4) = (0x8000_0011, SMBASE + DIRECTORY, 0x10);
+    (sregs.cs.type_, sregs.ds.limit) = (11, u32::MAX);
+    vcpu.set_sregs(&sregs).unwrap();
+    for count in 1..4 {
+        expect_out(&mut vcpu, 0x10, 0x66, false);
+        assert_eq!(word(&other, DATA), count);
+    }
+    assert_ne!(word(&smram, REVISION), 0);
+    assert_eq!(word(&below, REVISION), 0);
+}
+
+/// An INIT that waits for RSM ends no halt of the handler.
+#[test]
+fn a_latched_init_ends_no_halt() {
+    // hlt; mov al, 0xfe; out 0x11, al
+    let guest = Guest::with(OUT_AND_HALT, |vm| vm.create_irq_chip().unwrap());
+    let _smram = smram(&guest.vm, &[&[0xf4], TELL].concat(), 0);
+    let Guest { mut vcpu, vm, .. } = guest;
+    vcpu.smi().unwrap();
+    let init = kvm_msi {
+        address_lo: 0xfee0_0000,
+        data: 5 << 8 | 1 << 14,
+        ..Default::default()
+    };
+    extern "C" fn nothing(_: i32) {}
+    // SAFETY: a handler that does nothing.
+    unsafe { libc::signal(libc::SIGUSR1, nothing as *const () as usize) };
+    // SAFETY: no arguments.
+    let thread = unsafe { libc::pthread_self() };
+    let (sender, done) = std::sync::mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        let vm = &vm;
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            assert_eq!(vm.signal_msi(init).unwrap(), 1);
+            // A signal that arrives before KVM_RUN ends none.
+            while done.recv_timeout(Duration::from_millis(200)).is_err() {
+                // SAFETY: the thread waits for this one.
+                unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
+            }
+        });
+        match vcpu.run() {
+            Err(error) => assert_eq!(error.errno(), libc::EINTR),
+            Ok(exit) => panic!("{exit:?}"),
+        }
+        sender.send(()).unwrap();
+    });
+    let events = vcpu.get_vcpu_events().unwrap();
+    assert_eq!((events.smi.smm, events.smi.latched_init), (1, 1));
+}
+
+/// That an NMI's handler was interrupted is a part of the state.
+#[test]
+fn nmis_stay_masked_after_rsm_of_a_moved_vcpu() {
+    let (guest, smram) = guest(OUT_AND_HALT, TELL);
+    let mut from = guest.vcpu;
+    let mut events = from.get_vcpu_events().unwrap();
+    events.nmi.masked = 1;
+    from.set_vcpu_events(&events).unwrap();
+    from.smi().unwrap();
+    expect_out(&mut from, 0x11, 0xfe, true);
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    map(&vm, 0, 0, &guest.memory, 0).unwrap();
+    map(&vm, SMRAM_SLOT, SMBASE, &smram, 0).unwrap();
+    let mut to = vm.create_vcpu(0).unwrap();
+    copy_vcpu(&from, &to);
+    for vcpu in [&mut from, &mut to] {
+        loop {
+            // The OUT of the moved one may be made twice: its client has not completed it.
+            match vcpu.run().unwrap() {
+                VcpuExit::IoOut(0x11, _) => {}
+                VcpuExit::IoOut(0x10, _) => break,
+                other => panic!("{other:?}"),
+            }
+        }
+        let events = vcpu.get_vcpu_events().unwrap();
+        assert_eq!((events.smi.smm, events.nmi.masked), (0, 1));
+    }
 }
 
 /// Without SMRAM the interrupted state is lost.
@@ -400,4 +560,14 @@ fn address_spaces_are_as_many_as_claimed() {
             assert_eq!(map(&vm, space << 16 | 7, 0, &memory, 0), expected);
         }
     }
+}
+
+/// The same where nested tables are never shadowed: there nothing else drops translations when the address space changes.
+#[test]
+fn all_of_this_without_nested_tables() {
+    let status = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["smm::", "--skip", "all_of_this"])
+        .env("SLAT_SET", "nested=0")
+        .status();
+    assert!(status.unwrap().success());
 }
