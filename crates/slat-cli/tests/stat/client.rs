@@ -129,6 +129,64 @@ fn two_vcpus() {
     wait();
 }
 
+/// Makes a vCPU when it is told so, which counts once and halts.
+#[test]
+#[ignore = "a client"]
+fn adds_a_vcpu() {
+    let kvm = Kvm::new().unwrap();
+    let mut code = COMPUTES.to_vec();
+    code.resize(SECOND as usize, 0xf4);
+    code.extend([0x40, 0xf4]); // inc ax; hlt
+    let (vm, mut first) = machine(&kvm, &code);
+    let sregs = first.get_sregs().unwrap();
+    let mut regs = first.get_regs().unwrap();
+    std::thread::spawn(move || first.run().map(|_| ()));
+    wait();
+    let mut second = vm.create_vcpu(1).unwrap();
+    second.set_sregs(&sregs).unwrap();
+    regs.rip = SECOND;
+    second.set_regs(&regs).unwrap();
+    run_to_halt(&mut second);
+    wait();
+}
+
+/// Where the linear pages 6 and 7 of [`pages`] are.
+const PAGES: [u32; 2] = [0x8000, 0xa000];
+
+/// Copies a byte, for ever, in 32-bit code.
+#[rustfmt::skip]
+const COPIES: &[u8] = &[
+    0xa0, 0x00, 0x60, 0x00, 0x00, // mov al, [0x6000]
+    0xa2, 0x00, 0x50, 0x00, 0x00, // mov [0x5000], al
+    0xeb, 0xf4, // jmp
+];
+
+/// Has paging, and two pages that are elsewhere.
+#[test]
+#[ignore = "a client"]
+fn pages() {
+    let kvm = Kvm::new().unwrap();
+    let (vm, mut vcpu) = machine(&kvm, COPIES);
+    let start = memory(&vm, 1, 0, 1 << 20, MEMORY);
+    let mut tables = [0u32; 2048];
+    tables[0] = (1 << 20) + 0x1000 + 3;
+    for page in 0..1024 {
+        tables[1024 + page] = (page as u32) << 12 | 3;
+    }
+    for (page, to) in [6, 7].into_iter().zip(PAGES) {
+        tables[1024 + page] = to | 3;
+    }
+    // SAFETY: the mapping is larger.
+    unsafe { std::ptr::copy_nonoverlapping(tables.as_ptr().cast(), start, size_of_val(&tables)) };
+    let mut sregs = vcpu.get_sregs().unwrap();
+    (sregs.cr0, sregs.cr3) = (0x8000_0011, 1 << 20);
+    (sregs.cs.limit, sregs.cs.selector, sregs.cs.type_) = (u32::MAX, 8, 11);
+    (sregs.cs.db, sregs.cs.g) = (1, 1);
+    vcpu.set_sregs(&sregs).unwrap();
+    std::thread::spawn(move || vcpu.run().map(|_| ()));
+    wait();
+}
+
 /// Ends its run by a signal whenever it is told so, says where the guest is, and runs it again when it is told so.
 #[test]
 #[ignore = "a client"]

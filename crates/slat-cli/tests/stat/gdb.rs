@@ -311,3 +311,105 @@ fn a_vmm_pauses_a_vcpu_that_a_debugger_holds() {
         assert!(begin.elapsed() < Duration::from_secs(20));
     }
 }
+
+/// What a debugger writes is executed, also where the guest has executed something else; and whoever hits a watchpoint is told of, also if
+/// several vCPUs hit theirs at once.
+#[test]
+fn each_hit_of_each_vcpu_is_told() {
+    let scratch = Scratch::new("gdb-hits");
+    let (client, mut gdb) = debugged(&scratch);
+    gdb.say("vCont;c");
+    executes(&scratch, client.pid());
+    gdb.interrupt();
+    // The second vCPU: inc ax; mov [0x3400], ax; jmp to the beginning.
+    gdb.done("M100,6:40a30034ebfa");
+    gdb.done(&format!("P{RIP:x}=0001000000000000"));
+    gdb.done("Hg2");
+    gdb.done(&format!("P{RIP:x}=0001000000000000"));
+    gdb.done("Hg1");
+    gdb.done(&format!("P{RIP:x}=0000000000000000"));
+    gdb.done("Z2,3000,2");
+    gdb.done("Z2,3400,2");
+    let mut counts = [0; 2].map(|_| None::<u16>);
+    let mut stops = [0; 2];
+    for _ in 0..200 {
+        let vcpu = match gdb.until_stop("vCont;c").as_str() {
+            "T05thread:01;watch:3000;" => 0,
+            "T05thread:02;watch:3400;" => 1,
+            other => panic!("{other}"),
+        };
+        let count = gdb.register(vcpu, RAX) as u16;
+        let vcpu = vcpu as usize;
+        if let Some(before) = counts[vcpu] {
+            assert_eq!(count, before.wrapping_add(1), "a store of {vcpu} is missed");
+        }
+        counts[vcpu] = Some(count);
+        stops[vcpu] += 1;
+        if stops.iter().all(|stops| *stops >= 5) {
+            return;
+        }
+    }
+    panic!("one vCPU only: {stops:?}");
+}
+
+/// A vCPU that is made while its VM has a debugger is held as the others are, and has their breakpoints.
+#[test]
+fn a_new_vcpu_has_the_debugger_of_the_others() {
+    let scratch = Scratch::new("gdb-new");
+    for runs in [false, true] {
+        let mut client = scratch.start(&[], "adds_a_vcpu");
+        scratch.published(client.pid());
+        let mut gdb = Gdb::start(&scratch, client.pid());
+        gdb.done("Z0,101,1");
+        if runs {
+            gdb.say("vCont;c");
+            client.proceed();
+        } else {
+            client.proceed();
+            poll(20, || {
+                let threads = gdb.ask("qfThreadInfo");
+                unless(threads == "m01,02", "one vCPU")
+            });
+            // It has time to run.
+            std::thread::sleep(Duration::from_millis(200));
+            gdb.say("vCont;c");
+        }
+        assert_eq!(gdb.reply(), "T05thread:02;swbreak:;");
+        assert_eq!(gdb.register(1, RIP), 0x101);
+        gdb.done("D");
+        client.said("ready");
+    }
+}
+
+#[test]
+fn a_new_vcpu_waits_for_no_debugger_that_has_gone() {
+    let scratch = Scratch::new("gdb-gone");
+    let mut client = scratch.start(&["--gdb-wait"], "adds_a_vcpu");
+    scratch.published(client.pid());
+    let mut gdb = Gdb::start(&scratch, client.pid());
+    gdb.done("D");
+    client.proceed();
+    client.said("ready");
+}
+
+/// Linear addresses beside one another may be apart in memory.
+#[test]
+fn memory_of_two_pages_is_read_and_written_by_linear_addresses() {
+    let scratch = Scratch::new("gdb-pages");
+    let client = scratch.start(&[], "pages");
+    scratch.published(client.pid());
+    executes(&scratch, client.pid());
+    let mut gdb = Gdb::start(&scratch, client.pid());
+    gdb.done("M6ffe,4:01020304");
+    assert_eq!(gdb.ask("m6ffd,6"), "000102030400");
+    // monitor phys on
+    gdb.done("qRcmd,70687973206f6e");
+    assert_eq!(gdb.ask("m8ffd,4"), "00010200");
+    assert_eq!(gdb.ask("ma000,4"), "03040000");
+    // What is written may be a table that the guest has used: the page that it copies a byte from is another one from now on.
+    gdb.done("M101018,4:03a00000");
+    gdb.say("vCont;c");
+    executes(&scratch, client.pid());
+    gdb.interrupt();
+    assert_eq!(gdb.ask("m5000,1"), "03");
+}

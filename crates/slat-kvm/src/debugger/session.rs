@@ -196,3 +196,61 @@ impl Drop for Session {
         (list.of(self.vm)).for_each(|vcpu| vcpu.port().detach());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::debugger::{Held, Port, begin, end};
+    use slat::Attention;
+    use slat_x86::ProbeKind;
+
+    /// No real VM has this number.
+    const VM: u64 = u64::MAX;
+
+    struct Vcpu {
+        id: u32,
+        port: Port<()>,
+    }
+
+    impl Debuggee for Vcpu {
+        fn id(&self) -> u32 {
+            self.id
+        }
+
+        fn port(&self) -> &dyn Held {
+            &self.port
+        }
+
+        fn request(&self, _: &mut Request<'_>) -> Option<bool> {
+            Some(true)
+        }
+    }
+
+    /// Of two vCPUs that have hit data probes at once, none goes on before both hits were told.
+    #[test]
+    fn a_hit_that_was_not_told_holds_all() {
+        let vcpus = [0, 1].map(|id| Vcpu {
+            id,
+            port: Port::new(Attention::new().unwrap()),
+        });
+        for vcpu in &vcpus {
+            begin(VM, vcpu).unwrap();
+        }
+        let mut session = Session::attach(Some(VM)).unwrap();
+        assert_eq!(session.stopped(), Some(Stopped::Asked));
+        session.resume(|_| Go::On).unwrap();
+        let hits = [0x1000, 0x2000].map(|at| ProbeHit::Data(ProbeKind::Write, at));
+        for (vcpu, hit) in vcpus.iter().zip(hits) {
+            assert!(vcpu.port.orders().is_some(), "it goes on");
+            vcpu.port.stopped(hit);
+        }
+        assert_eq!(session.stopped(), Some(Stopped::Hit(0, hits[0])));
+        session.resume(|_| Go::On).unwrap();
+        assert!(vcpus.iter().all(|vcpu| vcpu.port.orders().is_none()));
+        assert_eq!(session.stopped(), Some(Stopped::Hit(1, hits[1])));
+        session.resume(|_| Go::On).unwrap();
+        assert!(vcpus.iter().all(|vcpu| vcpu.port.orders().is_some()));
+        drop(session);
+        vcpus.iter().for_each(|vcpu| end(vcpu));
+    }
+}
