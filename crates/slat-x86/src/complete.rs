@@ -43,34 +43,36 @@ impl Cpu {
             if std::mem::take(&mut self.bus_locked) {
                 return Some(Exit::BusLock);
             }
-            let exit = if self.svm.is_exit_due() {
-                self.exit_guest()
-            } else if self.has_answers() {
+            let (exit, retries) = if self.has_answers() {
                 self.svm.set_delivering(None);
-                self.finish_read()
+                (self.finish_read(), self.has_answers())
             } else if self.has_input() {
-                match self.finish_ins() {
+                let exit = match self.finish_ins() {
                     Ok(()) => None,
                     Err(why) => self.input_failed(why),
-                }
+                };
+                (exit, self.has_input())
+            } else if self.svm.is_exit_due() {
+                // After the instruction, if that has not caused it: an INIT or a shutdown.
+                (self.exit_guest(), self.svm.is_exit_due())
             } else {
                 return self.take_traps();
             };
             if exit.is_some() {
                 return exit;
             }
-            if self.waits_for_memory() && self.attend(attention) {
+            if retries && self.attend(attention) {
                 return Some(Exit::Attention);
             }
         }
     }
 
     /// Whether the last instruction has to access memory before it is done.
-    fn waits_for_memory(&self) -> bool {
+    pub(crate) fn waits_for_memory(&self) -> bool {
         self.svm.is_exit_due() || self.has_answers() || self.has_input()
     }
 
-    /// Call when data of a string input cannot be stored: unless that is to be tried again, the rest of the data is lost.
+    /// Handles a failed store of a string input's data. An exception, or a #VMEXIT, drops the data that are left.
     fn input_failed(&mut self, why: Break) -> Option<Exit> {
         if !matches!(why, Break::Retry | Break::Exit) {
             self.devices.port = None;

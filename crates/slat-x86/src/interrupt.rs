@@ -63,7 +63,7 @@ impl Cpu {
     }
 
     /// Whether the guest accepts an external interrupt now. It does not if an SMI or an NMI is taken next: their handlers run
-    /// with interrupts off.
+    /// with interrupts off. Nor before an instruction that waits for memory: it may change IF, or begin a shadow.
     pub fn can_take_interrupt(&self) -> bool {
         let Events {
             exception,
@@ -80,7 +80,7 @@ impl Cpu {
             && debug == 0
             && !in_shadow
             && self.svm.injected().is_none()
-            && !self.svm.is_exit_due()
+            && !self.waits_for_memory()
             && !self.takes_nmi()
             && !self.state.events.takes_smi()
     }

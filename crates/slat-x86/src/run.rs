@@ -229,8 +229,11 @@ impl Cpu {
             Break::TaskFault => return self.take_fault(),
             Break::Exit => {
                 self.state.rip = self.rip_of(op);
-                if let Some(Exit::Mmio { .. }) = self.exit {
-                    self.keep_reader(op, code);
+                match self.exit {
+                    Some(Exit::Mmio { .. }) => self.keep_reader(op, code),
+                    // What the caller does about it takes the instruction's place.
+                    Some(Exit::Emulation { .. }) => self.drop_answers(),
+                    _ => {}
                 }
                 return self.take_exit(code);
             }

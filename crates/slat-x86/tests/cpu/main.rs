@@ -7,6 +7,7 @@ mod alignment;
 mod avx;
 mod behaviour;
 mod coherence;
+mod completion;
 mod debug;
 mod devices;
 mod events;

@@ -247,3 +247,32 @@ fn an_nmi_makes_the_guest_leave_and_stays() {
     guest.cpu.state.events.nmi_blocked = false;
     guest.halt_in_handler(vector::NMI);
 }
+
+#[test]
+fn an_init_that_makes_a_guest_leave_comes_after_the_instruction_that_has_read_a_device() {
+    // mov eax,[rsi]; vmmcall
+    let mut guest = hypervisor(b"\x8b\x06\x0f\x01\xd9");
+    intercept(&guest, 0x63);
+    guest.cpu.state.gpr[RSI] = MMIO;
+    guest.read_device(&[5, 6, 7, 8]);
+    assert!(guest.cpu.exit_on_init());
+    assert_eq!(exit(&mut guest), 0x63);
+    assert_eq!(guest.cpu.state.gpr[RAX], VMCB);
+    let saved = (get(&guest, at::RIP), get(&guest, at::RAX));
+    assert_eq!(saved, (L2 + 2, 0x0807_0605));
+}
+
+#[test]
+fn data_for_a_page_that_the_hypervisor_took_away_make_its_guest_leave_once() {
+    // insb; vmmcall: exit by the page fault, which is intercepted
+    let mut guest = hypervisor(b"\x6c\x0f\x01\xd9");
+    put32(&guest, at::EXCEPTIONS, 1 << 14);
+    guest.cpu.state.gpr[RDI] = DATA;
+    assert!(matches!(guest.run(), Exit::Io { .. }));
+    guest.cpu.complete_io(&[1]);
+    guest.machine.absent(DATA);
+    guest.cpu.flush_tlb();
+    assert_eq!(guest.complete(), None);
+    assert_eq!(exit(&mut guest), 0x4e);
+    assert_eq!((get(&guest, at::RIP), get(&guest, at::INFO_2)), (L2, DATA));
+}
