@@ -2,7 +2,7 @@
 # What the conformance tables have in common: reading one, choosing entries, running them, counting.
 #
 #   source table.sh
-#   table_option WORDS...    takes one of the options that all tables have: $taken words; sets on, times, only, list, subset, mmu
+#   table_option WORDS...    takes one of the options that all tables have: $taken words; sets on, times, only, list, subset, mmu, cpu
 #   table_read FILE          one `key = value` per line below each [[test]]; see expected.toml
 #   table_choose [VERSION]   the indices of the entries that the options ask for, and that programs of this version have: chosen
 #   table_list               prints the chosen entries
@@ -21,7 +21,7 @@
 die() { echo "conformance: $*" >&2; exit 2; }
 
 # The values of --on that this table takes; the first is the default.
-on_values=(slat kvm) on='' times=1 list='' subset='' mmu=tdp
+on_values=(slat kvm) on='' times=1 list='' subset='' mmu=tdp cpu=host
 only=()
 table_option() {
     taken=2
@@ -29,6 +29,7 @@ table_option() {
     --on) on=${2:?--on needs one of: ${on_values[*]}} ;;
     --times) times=${2:?--times needs a number} ;;
     --only) only+=("${2:?--only needs a text}") ;;
+    --cpu) cpu=${2:?--cpu needs host, amd, intel or other} ;;
     --mmu) mmu=${2:?--mmu needs a name that slat run --mmu takes} ;;
     --ci | --landing) subset=${1#--} taken=1 ;;
     --list) list=yes taken=1 ;;
@@ -36,6 +37,10 @@ table_option() {
     *) die "unknown option $1 (see --help)" ;;
     esac
     [[ -z $on || " ${on_values[*]} " = *" $on "* ]] || die "--on takes one of: ${on_values[*]}; not '$on'"
+    if [ "$cpu" = other ]; then
+        if grep -q GenuineIntel /proc/cpuinfo; then cpu=amd; else cpu=intel; fi
+    fi
+    [[ $cpu =~ ^(host|amd|intel)$ ]] || die "--cpu takes host, amd, intel or other; not '$cpu'"
     [[ $times =~ ^[1-9][0-9]*$ ]] || die "--times takes a number, not '$times'"
 }
 
