@@ -510,7 +510,7 @@ mod each_shadow {
     /// The log begins with huge leaves, which are split, and ends.
     pub fn each_kind_of_log_names_what_a_guest_writes_by_its_tables<F: Format>(config: Config) {
         for method in ["write-protect", "dirty-bit", "buffer"] {
-            let mut guest = Guest::<F>::new(config.clone(), Level::MEGA);
+            let mut guest = Guest::<F>::new(config, Level::MEGA);
             policy(&guest, "dirty_log", method);
             policy(&guest, "dirty_log_reads", "off");
             guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
@@ -664,8 +664,8 @@ fn a_device_that_the_client_replaces_by_memory_is_that_after_a_flush() {
         const AT: u64 = 7 << 12;
         let mut guest = Guest::<F>::new(config, Level::PAGE);
         guest.set(NONE);
-        guest.memory.put(TABLES[3], 7, 2 * FRAMES << 12 | USED);
-        let gpa = Gpa(2 * FRAMES << 12);
+        guest.memory.put(TABLES[3], 7, (2 * FRAMES) << 12 | USED);
+        let gpa = Gpa((2 * FRAMES) << 12);
         let mmio = Err(VirtualStop::Stop(Stop::Mmio { gpa }));
         for _ in 0..2 {
             assert_eq!(guest.cpu.try_virtual(AT, Read), mmio);
@@ -675,7 +675,7 @@ fn a_device_that_the_client_replaces_by_memory_is_that_after_a_flush() {
         flush(&mut guest.cpu);
         assert_eq!(guest.cpu.page(7, Write), DATA + 7);
         // And the reverse.
-        guest.memory.put(TABLES[3], 7, 2 * FRAMES << 12 | USED);
+        guest.memory.put(TABLES[3], 7, (2 * FRAMES) << 12 | USED);
         guest.vm.guest_memory_changed();
         flush(&mut guest.cpu);
         assert_eq!(guest.cpu.try_virtual(AT, Read), mmio);
