@@ -1,4 +1,5 @@
-// Call sites of a static program, each at a place of its own: which of them slat rewrites after many calls, and that all go on as before.
+// Call sites of a static program, each at a place of its own: which of them slat rewrites after many calls, and that
+// all go on as before.
 //
 //	cc -static sites.c -lpthread
 //	sites          checks that those are rewritten that may be, and no others
@@ -35,8 +36,8 @@ enum { RUN = 0xae80, ENOUGH = 200, PAGE = 4096 };
 typedef const uint8_t site[];
 extern site plain, line_end, page_end, child_site, filtered_site, pairs, pairs_end, copied, copied_end;
 
-// Functions that are a call and padding after it: at the end of a cache line, and so that the padding is in two pages. What follows a call
-// puts a number into R8, by which one sees where the program goes on.
+// Functions that are a call and padding after it: at the end of a cache line, and so that the padding is in two pages.
+// What follows a call puts a number into R8, by which one sees where the program goes on.
 #define PADDING ".p2align 4, 0x90\n"
 #define CALL(number) "syscall\nmov $" #number ", %r8d\nret\n"
 __asm__(".text\n.p2align 12\n"
@@ -127,7 +128,8 @@ static void places(int rewrites)
 	calls(plain, 1);
 }
 
-// Code that the program writes itself, or has in a file's memory, stays. A site may be unmapped, and another one mapped there.
+// Code that the program writes itself, or has in a file's memory, stays. A site may be unmapped, and another one mapped
+// there.
 static void mappings(int rewrites)
 {
 	size_t len = copied_end - copied;

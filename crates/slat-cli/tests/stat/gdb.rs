@@ -312,8 +312,8 @@ fn a_vmm_pauses_a_vcpu_that_a_debugger_holds() {
     }
 }
 
-/// What a debugger writes is executed, also where the guest has executed something else; and whoever hits a watchpoint is told of, also if
-/// several vCPUs hit theirs at once.
+/// What a debugger writes is executed, also where the guest has executed something else. The debugger is told of each
+/// vCPU that hits a watchpoint, also if several hit theirs at once.
 #[test]
 fn each_hit_of_each_vcpu_is_told() {
     let scratch = Scratch::new("gdb-hits");
@@ -406,7 +406,7 @@ fn memory_of_two_pages_is_read_and_written_by_linear_addresses() {
     gdb.done("qRcmd,70687973206f6e");
     assert_eq!(gdb.ask("m8ffd,4"), "00010200");
     assert_eq!(gdb.ask("ma000,4"), "03040000");
-    // What is written may be a table that the guest has used: the page that it copies a byte from is another one from now on.
+    // What is written may be a table that the guest has used: it copies a byte of another page from now on.
     gdb.done("M101018,4:03a00000");
     gdb.say("vCont;c");
     executes(&scratch, client.pid());

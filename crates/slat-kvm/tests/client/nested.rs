@@ -320,8 +320,8 @@ fn exit_code(memory: &Memory) -> u64 {
     u64::from_le_bytes(code)
 }
 
-/// The handler is no guest's. The hypervisor's registers are kept in its own memory, not in that of system management mode, and RSM returns
-/// to its guest.
+/// The handler is no guest's. The hypervisor's registers are kept in its own memory, not in that of system management
+/// mode, and RSM returns to its guest.
 #[test]
 fn an_smi_interrupts_a_nested_guest() {
     let mut guest = hypervisor();

@@ -388,7 +388,7 @@ fn a_client_that_sets_the_mode_sets_the_memory() {
     }
 }
 
-/// An SMI and RSM change it likewise: the handler reads its own memory at the address that the guest has just read, and the guest then its.
+/// An SMI and RSM change the memory, too: the handler and the guest read one address in turns, each its own memory.
 #[test]
 fn the_handler_and_the_guest_read_one_address_in_turns() {
     // The guest: mov al, [DATA]; out 0x10, al; jmp to the beginning. The handler: mov al, [DATA]; out 0x11, al; rsm.
@@ -409,12 +409,13 @@ fn the_handler_and_the_guest_read_one_address_in_turns() {
     }
 }
 
-/// Nor does the change wait for an exit: the guest sends the SMI to itself. Its registers go to SMRAM, also where its page tables are in other
-/// memory at the same address.
+/// The change does not wait for an exit: the guest sends the SMI to itself. Its registers go to SMRAM, also where its
+/// page tables are in other memory at the same address.
 #[test]
 fn memory_changes_within_a_run() {
     const DIRECTORY: u64 = 0xf000;
-    // mov ebx, 0xfee00300; mov al, [DATA]; mov dword [ebx], 0x44200: SMI to itself; mov al, [DATA]; out 0x10, al; jmp to the second one
+    // mov ebx, 0xfee00300; mov al, [DATA]; mov dword [ebx], 0x44200 (SMI to itself); mov al, [DATA]; out 0x10, al
+    // jmp to the second instruction
     let code = [
         0x66, 0xbb, 0, 3, 0xe0, 0xfe, 0xa0, 0, 0x30, 0x67, 0x66, 0xc7, 3, 0, 0x42, 4, 0, 0xa0, 0,
         0x30, 0xe6, 0x10, 0xeb, 0xee,
@@ -562,7 +563,8 @@ fn address_spaces_are_as_many_as_claimed() {
     }
 }
 
-/// The same where nested tables are never shadowed: there nothing else drops translations when the address space changes.
+/// The tests of this file where nested tables are never shadowed: there nothing else drops translations when the
+/// address space changes.
 #[test]
 fn all_of_this_without_nested_tables() {
     let status = std::process::Command::new(std::env::current_exe().unwrap())

@@ -300,7 +300,7 @@ fn rsm_refuses_impossible_registers() {
     assert_eq!(cpu.state.pdptes, [1, 2, 0, 0]);
 }
 
-/// Each segment register, table and shadow is where the manuals have it, and nowhere else: what another hypervisor has saved is loaded.
+/// Each segment register, table and shadow is where the manuals have it, so that a handler finds it there.
 #[test]
 fn each_segment_is_where_the_manuals_have_it() {
     let mut state = State::reset();

@@ -65,7 +65,7 @@ impl Generator<'_> {
         let parameters = func.dfg.block_params(to);
         let values = arguments(func, call);
         match target.entry {
-            // What a block that is made already begins with is kept for those branches alone that were known when it was made.
+            // What a block that is made already begins with is kept only for branches that were known then.
             Some(_) if self.is_nested && self.asm.is_placed(target.label) => Err(Unknown),
             Some(entry) => Ok(self.conform(entry, parameters, values)),
             // What its uses let go could be what it is given.
