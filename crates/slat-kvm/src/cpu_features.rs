@@ -93,7 +93,8 @@ pub fn ext8_ebx(amd: bool) -> u32 {
     ])
 }
 
-/// Leaf 0x8000_0021 EAX: LFENCE serializes; IBRS is automatic; no speculative return stack overflow, SRSO_NO and SRSO_USER_KERNEL_NO.
+/// Leaf 0x8000_0021 EAX: LFENCE serializes; IBRS is automatic; no speculative return stack overflow, SRSO_NO and
+/// SRSO_USER_KERNEL_NO.
 pub fn ext21_eax() -> u32 {
     bits(&[(true, 2), (true, 8), (true, 29), (true, 30)])
 }
@@ -107,8 +108,8 @@ pub fn ext21_ecx() -> u32 {
 pub const AMD_EXT1_EDX: u32 = 1 << 22 | 1 << 25;
 
 /// IA32_ARCH_CAPABILITIES (SDM volume 4): IBRS protects all modes once it is set, and the vulnerabilities that the CPU does not have,
-/// because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS RFDS
-/// ITS.
+/// because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS
+/// RFDS ITS.
 pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 1
     | 1 << 3

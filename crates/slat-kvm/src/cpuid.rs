@@ -1,7 +1,8 @@
 //! `KVM_GET_SUPPORTED_CPUID`: what the software CPU really implements.
 //!
-//! The vendor is that of the policy `cpu`; guests choose between VMCALL and VMMCALL, SYSENTER and SYSCALL quirks by it. Unless told
-//! otherwise it is the host's, because clients compare it with their own CPUID instruction's. Features are the software CPU's.
+//! The vendor is that of the policy `cpu`; guests choose between VMCALL and VMMCALL, SYSENTER and SYSCALL quirks by it.
+//! Unless told otherwise it is the host's, because clients compare it with their own CPUID instruction's. Features are
+//! the software CPU's.
 
 use crate::cpu_features;
 use crate::errno::{Result, fail};
@@ -200,7 +201,8 @@ fn identity() -> Identity {
     })
 }
 
-/// Whether guests are offered a processor of AMD's or Hygon's, by the policy `cpu`. What KVM does by vendor module follows it.
+/// Whether guests are offered a processor of AMD's or Hygon's, by the policy `cpu`. What KVM does by vendor module
+/// follows it.
 pub fn is_amd() -> bool {
     identity().is_amd()
 }

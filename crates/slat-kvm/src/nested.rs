@@ -1,6 +1,6 @@
 //! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE` (KVM's api document, 4.114 and 4.115): whether a vCPU runs a guest of its guest by
-//! SVM, and what its hypervisor had in its registers. VMX is not offered: of a guest without SVM, where Intel's processor is offered, the
-//! state is a header that says so.
+//! SVM, and what its hypervisor had in its registers. VMX is not offered: of a guest without SVM, where Intel's
+//! processor is offered, the state is a header that says so.
 
 use crate::cpuid::is_amd;
 use crate::errno::{Result, fail};
@@ -50,7 +50,8 @@ impl NestedState {
     }
 }
 
-/// Whether the state of `cpu` has SVM's format: of all vCPUs where guests are offered AMD's processor, and of those with SVM.
+/// Whether the state of `cpu` has SVM's format: of all vCPUs where guests are offered AMD's processor, and of those
+/// with SVM.
 fn is_svm(cpu: &Cpu) -> bool {
     is_amd() || cpu.features().has_svm()
 }

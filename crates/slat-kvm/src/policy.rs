@@ -106,11 +106,12 @@ impl fmt::Display for JitMap {
 /// The policy of the processor that guests are offered: [`Processor`].
 pub const CPU: &str = "cpu";
 
-/// Which vendor's processor `KVM_GET_SUPPORTED_CPUID` describes. Where KVM's modules for AMD's and Intel's processors differ, slat does
-/// what that vendor's does.
+/// Which vendor's processor `KVM_GET_SUPPORTED_CPUID` describes. Where KVM's modules for AMD's and Intel's processors
+/// differ, slat does what that vendor's does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Processor {
-    /// The host's vendor, family, model and stepping. The default, because clients such as QEMU's `-cpu host` execute CPUID themselves.
+    /// The host's vendor, family, model and stepping. The default, because clients such as QEMU's `-cpu host` execute
+    /// CPUID themselves.
     #[default]
     Host,
     /// A model of AMD's, on every host.

@@ -87,8 +87,8 @@ pub enum Differs {
 }
 
 impl Differs {
-    /// Returns the reason why a host's kernel may answer otherwise to `value`, whose processor has linear addresses of `bits` bits.
-    /// `None`: it may not.
+    /// Returns the reason why a host's kernel may answer otherwise to `value`, whose processor has linear addresses of
+    /// `bits` bits. `None`: it may not.
     fn why(self, value: u64, bits: u32) -> Option<&'static str> {
         let fits = |bits: u32| (value << (64 - bits)) as i64 >> (64 - bits) == value as i64;
         match self {

@@ -295,8 +295,8 @@ impl Cpu {
         self.svm.guest
     }
 
-    /// Whether the CPU does what Intel's do where the vendors' differ. A guest of SVM runs on AMD's, whose manual defines SVM, whatever
-    /// vendor its CPUID tells: its hypervisor reads EXT in EXITINFO1, for example.
+    /// Whether the CPU does what Intel's do where the vendors' differ. A guest of SVM runs on AMD's, whose manual
+    /// defines SVM, whatever vendor its CPUID tells: its hypervisor reads EXT in EXITINFO1, for example.
     pub(crate) fn is_intel(&self) -> bool {
         self.features.is_intel && !self.svm.guest
     }

@@ -111,7 +111,8 @@ impl Machine for Flat {
     }
 }
 
-/// Returns the features of the software CPU: all, but MXCSR has the bits that the host's has, of whichever vendor it is.
+/// Returns the features of the software CPU: all, but MXCSR has the bits that the host's has, of whichever vendor it
+/// is.
 fn features() -> Features {
     const MISALIGNED_SSE: u32 = 1 << 7;
     let missing = match vendor::host_mxcsr_mask() & MXCSR_MM {

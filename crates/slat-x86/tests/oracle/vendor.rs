@@ -20,8 +20,8 @@ fn vendor() -> [u8; 4] {
     __cpuid(0).ebx.to_le_bytes()
 }
 
-/// Returns the bits that the host's MXCSR has, as FXSAVE writes them: AMD's CPUs have MM, of misaligned operands, and Intel's do not
-/// (APM volume 1, section 4.2.2; SDM volume 1, section 10.2.3).
+/// Returns the bits that the host's MXCSR has, as FXSAVE writes them: AMD's CPUs have MM, of misaligned operands, and
+/// Intel's do not (APM volume 1, section 4.2.2; SDM volume 1, section 10.2.3).
 pub fn host_mxcsr_mask() -> u32 {
     #[repr(align(16))]
     struct Image([u8; 512]);
