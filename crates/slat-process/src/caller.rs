@@ -190,43 +190,56 @@ mod tests {
         naked_asm!(with_own_flags!(), inner = sym inner, flags = const FLAGS)
     }
 
+    /// What a caller sets, and finds afterwards. Assembly has the offsets.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Set {
+        flags: u64,
+        mxcsr: u32,
+        x87: u16,
+    }
+
+    /// Calls [`outer`] with `set`. Returns what it returns, and what is set afterwards.
+    fn call(found: &mut Found, set: Set) -> (u64, Set) {
+        let own = Set {
+            flags: 2,
+            mxcsr: MXCSR,
+            x87: X87_CONTROL,
+        };
+        let mut sets = [set, own];
+        let result;
+        // SAFETY: a call by the C ABI, with a seventh argument on an aligned stack. Between the two changes of the state nothing but
+        // `outer` runs.
+        unsafe {
+            asm!(
+                "mov r12, rsp", "and rsp, -16", "sub rsp, 8", "push 7",
+                "fldcw [r13 + 12]", "ldmxcsr [r13 + 8]", "push qword ptr [r13]", "popfq",
+                "call {outer}",
+                "pushfq", "pop qword ptr [r13]", "push qword ptr [r13 + 16]", "popfq",
+                "stmxcsr [r13 + 8]", "fnstcw [r13 + 12]", "ldmxcsr [r13 + 24]", "fldcw [r13 + 28]",
+                "mov rsp, r12",
+                outer = sym outer, in("r13") &raw mut sets, out("r12") _,
+                in("rdi") &raw mut *found, in("rsi") 2u64, in("rdx") 3u64, in("rcx") 4u64, in("r8") 5u64, in("r9") 6u64,
+                lateout("rax") result, clobber_abi("C"),
+            );
+        }
+        sets[0].flags &= FLAGS;
+        (result, sets[0])
+    }
+
     #[test]
     fn work_is_done_in_slats_state_and_the_callers_comes_back() {
-        let control = 0x37fu16;
+        let floats = [(0x1f80, 0x37f), (0xe040, 0x840), (0x1fbf, 0x37f)];
         for flags in [0, 1 << 18, FLAGS & !(1 << 8)] {
-            for (mxcsr, x87) in [
-                (0x1f80u32, 0x37fu16),
-                (0xe07f & !OCCURRED, 0x840),
-                (0x1fbf, 0x37f),
-            ] {
+            for (mxcsr, x87) in floats {
                 let mut found: Found = Default::default();
-                let (result, after): (u64, u64);
-                let (mut mxcsr_after, mut x87_after) = (0u32, 0u16);
-                // SAFETY: a call by the C ABI, with a seventh argument on an aligned stack. Between the two changes of the state
-                // nothing but `outer` runs.
-                unsafe {
-                    asm!(
-                        "mov r12, rsp", "and rsp, -16", "sub rsp, 8", "push 7",
-                        "fldcw [{x87}]", "ldmxcsr [{mxcsr}]", "push {flags}", "popfq",
-                        "call {outer}",
-                        "pushfq", "pop {flags}", "push 2", "popfq",
-                        "stmxcsr [{mxcsr_after}]", "fnstcw [{x87_after}]", "ldmxcsr [{own}]", "fldcw [{control}]",
-                        "mov rsp, r12",
-                        outer = sym outer, x87 = in(reg) &raw const x87, mxcsr = in(reg) &raw const mxcsr,
-                        flags = inout("r15") flags => after, mxcsr_after = in(reg) &raw mut mxcsr_after,
-                        x87_after = in(reg) &raw mut x87_after, own = in(reg) &raw const MXCSR,
-                        control = in(reg) &raw const control,
-                        in("rdi") &raw mut found, in("rsi") 2u64, in("rdx") 3u64, in("rcx") 4u64, in("r8") 5u64,
-                        in("r9") 6u64, lateout("rax") result, out("r12") _, clobber_abi("C"),
-                    );
-                }
+                let set = Set { flags, mxcsr, x87 };
+                let (result, after) = call(&mut found, set);
                 assert_eq!((found.0, result), ([0, 2, 3, 4, 5, 6, 7], 3));
-                let [inner_flags, inner_mxcsr, inner_x87, occurred] = found.1;
-                assert_eq!(
-                    (inner_flags, inner_mxcsr & 0xffc0, inner_x87, occurred),
-                    (0, 0x1f80, 0x37f, 0)
-                );
-                assert_eq!((after & FLAGS, mxcsr_after, x87_after), (flags, mxcsr, x87));
+                let [flags, mxcsr, x87, occurred] = found.1;
+                let inner = (flags, mxcsr & 0xffc0, x87, occurred);
+                assert_eq!(inner, (0, 0x1f80, 0x37f, 0), "{set:x?}");
+                assert_eq!(after, set);
             }
         }
     }
