@@ -271,7 +271,7 @@ impl VmClock {
         now.realtime.wrapping_sub(now.clock)
     }
 
-    /// Sets the clock to `data`, for `KVM_SET_CLOCK`. `since`: a moment of the wall clock; the time that has passed
+    /// Sets the clock to `clock`, for `KVM_SET_CLOCK`. `since`: a moment of the wall clock; the time that has passed
     /// since then is added. One in the future does not set the clock back. Call in [`update`](Self::update).
     pub(crate) fn set(&self, clock: u64, since: Option<u64>) {
         let (host_tsc, passed) = match since {
@@ -342,12 +342,13 @@ impl VmClock {
         (!parameters.is_stable).then(|| host_tsc().wrapping_add(cycles))
     }
 
-    /// Returns the TSC of a new vCPU, and the number by which the clock knows it: zero for the first vCPU of a VM, else
-    /// the TSC that was set last. Call [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
+    /// Returns the TSC of a new vCPU, the number by which the clock knows it, and whether the pair has changed, like
+    /// [`change_tsc`](Self::change_tsc). The TSC is zero for the first vCPU of a VM, else the TSC that was set last. Call
+    /// [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub(crate) fn new_tsc(&self) -> Result<(usize, Tsc)> {
+    pub(crate) fn new_tsc(&self) -> Result<(Tsc, usize, bool)> {
         let mut kvmclock = self.lock();
         let free = kvmclock.tscs.iter().position(Option::is_none);
         let number = free.unwrap_or(kvmclock.tscs.len());
@@ -359,8 +360,7 @@ impl VmClock {
         let tsc = Tsc::new(self.tsc_khz());
         let tsc = kvmclock.changed(tsc, TscChange::Value(0), host_tsc, false);
         kvmclock.tscs[number] = Some(tsc);
-        self.follow_tscs(kvmclock, host_tsc);
-        Ok((number, tsc))
+        Ok((tsc, number, self.follow_tscs(kvmclock, host_tsc)))
     }
 
     /// Changes the TSC of the vCPU with this number. Returns whether the pair has changed: then all vCPUs have to write
@@ -425,7 +425,8 @@ mod tests {
     use super::*;
 
     fn new_vcpu(clock: &VmClock) -> (usize, Tsc) {
-        clock.new_tsc().unwrap()
+        let (tsc, number, _) = clock.new_tsc().unwrap();
+        (number, tsc)
     }
 
     #[test]

@@ -108,7 +108,10 @@ impl VcpuMachine {
         common: Shared<VcpuCommon>,
         base: u64,
     ) -> Result<Self> {
-        let (tsc_number, tsc) = vm.clock.new_tsc()?;
+        let (tsc, tsc_number, changes) = vm.clock.new_tsc()?;
+        if changes {
+            vm.clock_pages_changed();
+        }
         if let Some(mut lapic) = common.lapic() {
             lapic.set_tsc_khz(tsc.actual_khz().into());
         }

@@ -98,6 +98,7 @@ mod tests {
     use std::os::fd::OwnedFd;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    use std::time::{Duration, Instant};
 
     const MEMORY: usize = 0x2_0000;
     const CODE: u64 = 0x1000;
@@ -608,7 +609,7 @@ mod tests {
             });
             for round in 0..100 {
                 // Time for the others.
-                std::thread::sleep(std::time::Duration::from_millis(1));
+                std::thread::sleep(Duration::from_millis(1));
                 readers.0.enable(round % 2);
             }
             ends.store(true, Ordering::Relaxed);
@@ -666,12 +667,20 @@ mod tests {
                 };
                 machine.0.vm.set_clock(&data).unwrap();
                 // Until a guest has seen it.
+                let begin = Instant::now();
                 while machine.0.word(0x7000) < round && machine.0.word(0x7008) == 0 {
+                    if begin.elapsed() > Duration::from_secs(20) {
+                        machine.0.at(0x7008).store(2, Ordering::SeqCst);
+                    }
                     std::thread::yield_now();
                 }
             }
             machine.0.at(0x7010).store(1, Ordering::SeqCst);
         });
-        assert_eq!(machine.0.word(0x7008), 0);
+        assert_eq!(
+            machine.0.word(0x7008),
+            0,
+            "1: the old clock after the new one; 2: no new clock"
+        );
     }
 }
