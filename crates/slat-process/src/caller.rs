@@ -24,7 +24,7 @@ pub static MXCSR: u32 = 0x1f80;
 /// The exceptions that have occurred, in MXCSR and in the x87 status word.
 const OCCURRED: u32 = 0x3f;
 /// The x87 control word of a new process.
-const X87_CONTROL: u16 = 0x37f;
+pub const X87_CONTROL: u16 = 0x37f;
 
 /// Assembly of a function whose operand `inner` does its work: calls that with all of [`FLAGS`] (the operand `flags`) clear, and restores them.
 /// Usually they are, and `inner` is jumped to. It may have six arguments in registers, and a seventh on the stack. Unwinding passes

@@ -230,7 +230,7 @@ mod tests {
                     (self.word(page + 24) >> 32) as i8,
                 );
                 let since = self.tsc(vcpu).wrapping_sub(then);
-                if version % 2 == 0 && version == self.word(page) as u32 {
+                if version.is_multiple_of(2) && version == self.word(page) as u32 {
                     let since = match shift {
                         0.. => since << shift,
                         _ => since >> -shift,

@@ -9,7 +9,6 @@
 mod common;
 mod device;
 #[path = "../long_mode/mod.rs"]
-#[allow(dead_code)]
 mod long_mode;
 mod nested;
 mod programs;

@@ -11,7 +11,7 @@
 
 use super::calls;
 use slat_kvm::cpuid::host_leaf;
-use slat_process::caller::MXCSR;
+use slat_process::caller::{FLAGS, MXCSR, X87_CONTROL};
 use slat_process::filter::Made;
 use slat_process::pointers::{ALTERNATE_HIGH, ALTERNATE_LOW, STACK_HIGH, STACK_LOW};
 use std::arch::naked_asm;
@@ -87,9 +87,12 @@ pub unsafe extern "C" fn entry() {
         "push rcx",
         "push rax",
         "pushfq",
+        "test dword ptr [rsp], {flags}",
+        "jz 4f",
         // All clear, but for the one that is always set: strings go upwards, alignment is not checked, nothing traps.
         "push 2",
         "popfq",
+        "4:",
         "push rdi",
         "push rsi",
         "push rdx",
@@ -110,8 +113,19 @@ pub unsafe extern "C" fn entry() {
         "mov eax, -1",
         "mov edx, -1",
         "xsave64 [rsp]",
+        // Usually floating point is as in a new process: FCW and FSW, which tags are in use, and MXCSR (Intel SDM, volume 1, table 10-2).
+        "cmp dword ptr [rsp], {x87}",
+        "jne 6f",
+        "cmp byte ptr [rsp + 4], 0",
+        "je 7f",
+        "6:",
         "fninit",
+        "7:",
+        "mov eax, [rip + {mxcsr}]",
+        "cmp [rsp + 24], eax",
+        "je 8f",
         "ldmxcsr [rip + {mxcsr}]",
+        "8:",
         "mov rdi, rbp",
         "call {serve}",
         "mov [rbp + {answer}], rax",
@@ -127,7 +141,13 @@ pub unsafe extern "C" fn entry() {
         "pop rdx",
         "pop rsi",
         "pop rdi",
+        "test dword ptr [rsp], {flags}",
+        "jz 9f",
         "popfq",
+        "jmp 10f",
+        "9:",
+        "add rsp, 8",
+        "10:",
         "pop rax",
         "pop rcx",
         "mov rcx, [rcx]",
@@ -148,6 +168,8 @@ pub unsafe extern "C" fn entry() {
         alternate_low = const ALTERNATE_LOW,
         alternate_high = const ALTERNATE_HIGH,
         state_bytes = sym STATE_BYTES,
+        flags = const FLAGS,
+        x87 = const X87_CONTROL as u32,
         mxcsr = sym MXCSR,
         serve = sym serve,
         answer = const std::mem::offset_of!(Saved, answer),
