@@ -38,8 +38,8 @@ pub use bulk::{copy, copy_in, copy_out, fill, fill_elements, matches};
 pub use generated::set_generated;
 pub use section::{Section, blockable, change_mask, defer, never_block, on_deferral};
 pub use signal::{
-    after_fork_in_child, install, kick, kick_signal, set_chained, set_kernels, set_restorer,
-    was_kicked,
+    after_fork_in_child, forget_kick, install, kick, kick_signal, set_chained, set_kernels,
+    set_restorer, was_kicked,
 };
 
 /// The access did not happen: the host memory is not accessible (SIGSEGV, SIGBUS), or the thread

@@ -143,6 +143,11 @@ pub fn was_kicked() -> bool {
     KICKED.get()
 }
 
+/// Has [`was_kicked`] tell of later accesses alone.
+pub fn forget_kick() {
+    KICKED.set(false);
+}
+
 /// Returns the signal that [`kick`] sends: a realtime signal that programs rarely use.
 pub fn kick_signal() -> i32 {
     libc::SIGRTMAX() - 3

@@ -12,6 +12,7 @@ mod resident;
 mod trace;
 pub mod userfault;
 
+pub use resident::is_resident;
 pub use slat_process::forks as process;
 
 use std::ops::Range;

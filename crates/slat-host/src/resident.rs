@@ -8,6 +8,14 @@ const PAGE: usize = 4096;
 /// Pages per call of mincore.
 const CHUNK: usize = 512;
 
+/// Returns whether the page of `address` is in memory, as far as that can be known.
+pub fn is_resident(address: usize) -> bool {
+    let page = address & !(PAGE - 1);
+    let mut is_resident = false;
+    stretches(page..page + PAGE, &mut |_| is_resident = true);
+    is_resident
+}
+
 /// Calls `found` for every stretch of resident pages of `range` (whole pages), in ascending order.
 pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)) {
     if !calls::is_allowed(Call::Resident) {

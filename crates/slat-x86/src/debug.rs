@@ -231,9 +231,21 @@ impl Cpu {
         (result, hits)
     }
 
-    /// Returns the DR6 bits of the current instruction's hits and of its single step, for a later trap.
+    /// Returns the DR6 bits of the current instruction's hits, for a later trap.
     pub(crate) fn traps_of_instruction(&self) -> u64 {
-        self.watch.hits | self.probes.step() | if self.watch.steps { DR6_BS } else { 0 }
+        self.watch.hits | self.probes.step()
+    }
+
+    /// Whether an instruction that begins, or is completed, now traps at its end.
+    fn steps(&self) -> bool {
+        self.state.rflags & flags::TF != 0 || self.debugger.single_step
+    }
+
+    /// Call when the caller's result has finished an instruction: like [`trap`](Self::trap), with its single step. The debugger may have
+    /// changed its mind meanwhile.
+    pub(crate) fn trap_completed(&mut self, hits: u64) {
+        let step = if self.steps() { DR6_BS } else { 0 };
+        self.trap(hits | step);
     }
 
     /// Call at the end of an instruction: keeps its hits, and its single step, for the next boundary.
@@ -363,7 +375,7 @@ impl Cpu {
         let resumed = self.state.rflags & flags::RF;
         // The instruction may set RF for the next one: IRET, and a string instruction that is not done.
         self.state.rflags &= !flags::RF;
-        let steps = self.state.rflags & flags::TF != 0 || self.debugger.single_step;
+        let steps = self.steps();
         let events = &mut self.state.events;
         let shadow = std::mem::take(&mut events.sti_shadow);
         let mov_ss = std::mem::take(&mut events.mov_ss_shadow);

@@ -403,7 +403,7 @@ impl Cpu {
         self.state.rip = question.next;
         self.state.rflags &= !flags::RF;
         self.end_shadow();
-        self.trap(question.traps);
+        self.trap_completed(question.traps);
     }
 
     /// Finishes the MSR access that ended the last run: `answer` is the value that RDMSR reads, and ignored for WRMSR. `None`:
@@ -488,7 +488,7 @@ impl Cpu {
         if self.state.rip == port.next {
             self.state.rflags &= !flags::RF;
         }
-        self.trap(port.traps);
+        self.trap_completed(port.traps);
     }
 
     /// Stores the data that a string input read. The address was translated for writing before the exit. If the count became

@@ -81,15 +81,12 @@ impl VcpuMachine {
                 self.request_retry();
                 Unreachable::Fault(Fault::Retry)
             }
-            Stop::Retry => {
-                self.request_retry();
-                Unreachable::Fault(Fault::Retry)
-            }
-            Stop::BadAddress {
+            Stop::Retry
+            | Stop::BadAddress {
                 error: ResolveError::Interrupted,
                 ..
             } => {
-                self.is_interrupted = true;
+                self.is_interrupted |= slat_guard::was_kicked();
                 self.request_retry();
                 Unreachable::Fault(Fault::Retry)
             }
@@ -601,6 +598,8 @@ impl Mmu for VcpuMachine {
     }
 
     fn recheck(&mut self, host: *mut u8, _access: Access) -> Result<(), Fault> {
+        // A kick may hit any access, also one that need not wait.
+        self.is_interrupted |= slat_guard::was_kicked() && !slat_host::is_resident(host as usize);
         self.forget(host);
         Err(Fault::Retry)
     }

@@ -224,7 +224,12 @@ impl VcpuObject {
         inner.machine.write_clocks();
         inner.requested.begin_exception(&mut inner.cpu);
         loop {
-            if self.common().attention.flag().load(Ordering::SeqCst) != 0 {
+            // Read before the completion: what is raised during it must not end this run with an instruction that is not done.
+            let is_called = self.common().attention.flag().load(Ordering::SeqCst) != 0;
+            if let Next::Return = self.complete(inner, masked)? {
+                return Ok(());
+            }
+            if is_called {
                 self.attend(inner, masked)?;
             }
             inner.machine.write_steal_time();
@@ -243,12 +248,13 @@ impl VcpuObject {
             });
             inner.vapic_from_guest();
             inner.machine.collect_pv_eoi();
+            if inner.machine.is_interrupted && inner.cpu.is_unfinished() {
+                // It would only wait again.
+                self.attend(inner, masked)?;
+            }
             if let Some(exit) = exit
                 && let Next::Return = self.handle(inner, exit)?
             {
-                return Ok(());
-            }
-            if let Next::Return = self.complete(inner, masked)? {
                 return Ok(());
             }
         }
@@ -312,6 +318,7 @@ impl VcpuObject {
             ..
         } = inner;
         (machine.memory_fault, machine.is_interrupted) = (None, false);
+        slat_guard::forget_kick();
         let common = self.common();
         stopwatch.enters(&common.times);
         common.client.executes();
@@ -592,8 +599,10 @@ impl VcpuObject {
                 None => unreachable!("the machine has named the call"),
             },
             Exit::BadAddress => {
-                if let Some(fault) = inner.machine.memory_fault.take() {
-                    exit::memory_fault(page, fault);
+                match inner.machine.memory_fault.take() {
+                    Some(fault) => exit::memory_fault(page, fault),
+                    // An earlier exit's reason would tell of a fault that is not this one.
+                    None => page.set_exit_reason(KVM_EXIT_UNKNOWN),
                 }
                 return fail(libc::EFAULT);
             }

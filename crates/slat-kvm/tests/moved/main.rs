@@ -10,6 +10,7 @@ mod common;
 mod device;
 #[path = "../long_mode/mod.rs"]
 mod long_mode;
+mod meanwhile;
 mod nested;
 mod programs;
 mod state;
@@ -72,7 +73,8 @@ struct Guest {
 struct Outcome {
     accesses: Vec<Access>,
     regs: kvm_regs,
-    xmm: [[u8; 16]; 2],
+    /// What XSAVE saves of MXCSR, XMM and YMM registers.
+    vectors: [Vec<u32>; 2],
     memory: u64,
 }
 
@@ -117,6 +119,7 @@ impl Guest {
         let mut regs = guest.vcpu.get_regs().unwrap();
         programs::begin(&mut regs);
         guest.vcpu.set_regs(&regs).unwrap();
+        programs::enable_avx(&guest.vcpu);
         if world.nested {
             nested::enter(&guest.machine, &guest.vcpu);
         }
@@ -155,11 +158,14 @@ impl Guest {
                 .wrapping_mul(0x9e37_79b9_7f4a_7c15)
                 .rotate_left(23)
         });
-        let fpu = self.vcpu.get_fpu().unwrap();
+        let saved = self.vcpu.get_xsave().unwrap().region;
         Outcome {
             accesses: device.accesses,
             regs: self.vcpu.get_regs().unwrap(),
-            xmm: [fpu.xmm[0], fpu.xmm[1]],
+            vectors: [
+                saved[6..7].to_vec(),
+                [&saved[40..104], &saved[144..208]].concat(),
+            ],
             memory: hash,
         }
     }
@@ -408,6 +414,8 @@ fn data_that_were_read_stay_until_there_is_memory_for_them() {
     guest.vcpu.set_kvm_immediate_exit(1);
     for _ in 0..2 {
         assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EFAULT);
+        let reason = guest.vcpu.get_kvm_run().exit_reason;
+        assert_eq!(reason, KVM_EXIT_UNKNOWN, "no reason is left from before");
     }
     assert_eq!(protect(libc::PROT_READ | libc::PROT_WRITE), 0);
     assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);

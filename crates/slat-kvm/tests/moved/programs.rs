@@ -2,6 +2,7 @@
 
 use crate::long_mode::{CODE, DATA, HANDLERS, IDT, MEMORY, Machine, STACK};
 use kvm_bindings::kvm_regs;
+use slat_kvm::VcpuFd;
 
 /// Guest-physical, and linear, address of the devices.
 pub const DEVICE: u64 = MEMORY;
@@ -106,6 +107,40 @@ pub const PROGRAMS: &[Program] = programs! {
     "wrmsr that faults": b"\xb9\x01\0\x34\x12\x0f\x30",
     "mov ss and an access in its shadow": b"\x8c\xd0\x8e\xd0\x8b\x03",
     "sti and an access in its shadow": b"\xfb\xec\xfa",
+    "jmp [rbp]": b"\x48\x8d\x05\x07\0\0\0\x48\x89\x45\0\xff\x65\0\x90",
+    "jmp far [rbp]": b"\x8d\x05\x0c\0\0\0\x89\x45\0\x66\xc7\x45\x04\x08\0\xff\x6d\0\x90",
+    "sgdt and lgdt": b"\x0f\x01\x45\0\x0f\x01\x55\0",
+    "sidt and lidt": b"\x0f\x01\x4d\0\x0f\x01\x5d\0",
+    "stmxcsr and ldmxcsr": b"\x0f\xae\x5d\0\x0f\xae\x55\0",
+    "fnstcw and fldcw": b"\xd9\x7d\0\xd9\x6d\0",
+    "smsw and lmsw": b"\x0f\x01\x65\0\x0f\x01\x75\0",
+    "mov ss,[rbp] and an access in its shadow": b"\x66\xc7\x45\0\x10\0\x8e\x55\0\x8b\x03",
+    "lar eax,[rbp]; verr [rbp]": b"\x66\xc7\x45\0\x10\0\x0f\x02\x45\0\x0f\x00\x65\0",
+    "movbe eax,[rbx]; movbe [rbx],eax": b"\x0f\x38\xf0\x03\x0f\x38\xf1\x03",
+    "crc32 eax,[rbx]": b"\xf2\x0f\x38\xf1\x03",
+    "popcnt eax,[rbx]": b"\xf3\x0f\xb8\x03",
+    "xlatb": b"\xd7",
+    "movnti [rbx],eax": b"\x0f\xc3\x03",
+    "maskmovdqu": b"\x48\x89\xdf\x66\x0f\x76\xc9\x66\x0f\xf7\xc1",
+    "cmpxchg8b [rbx+0xffc]": b"\x0f\xc7\x8b\xfc\x0f\0\0",
+    "lock cmpxchg [rbx-2],ecx": b"\xf0\x0f\xb1\x4b\xfe",
+    "xchg [rbx-4],rax": b"\x48\x87\x43\xfc",
+    "rep movsq from before the device": b"\x48\x8d\x73\xfd\xf3\x48\xa5",
+    "rep movsq to before the device": b"\x48\x8d\x7b\xfd\xf3\x48\xa5",
+    "repe cmpsq across both": b"\x48\x8d\x73\xfd\x48\x8d\x7b\x45\xf3\x48\xa7",
+    "insd across both": b"\x48\x8d\x7b\xfe\x6d",
+    "outsd across both": b"\x48\x8d\x73\xfe\x6f",
+    "pcmpistri xmm0,[rbx],8": b"\x66\x0f\x3a\x63\x03\x08",
+    "xsave and xrstor": b"\xb8\x07\0\0\0\x31\xd2\x0f\xae\x65\0\x0f\xae\x6d\0",
+    "vmovups ymm0,[rbx]": b"\xc5\xfc\x10\x03",
+    "vmovups [rbx+1],ymm0": b"\xc5\xfc\x10\x06\xc5\xfc\x11\x43\x01",
+    "vmovups ymm0,[rbx-12]": b"\xc5\xfc\x10\x43\xf4",
+    "vmovups [rbx-12],ymm0": b"\xc5\xfc\x10\x06\xc5\xfc\x11\x43\xf4",
+    "vbroadcastss ymm0,[rbx]": b"\xc4\xe2\x7d\x18\x03",
+    "vmaskmovps": b"\xc5\xed\x76\xd2\xc4\xe2\x6d\x2c\x03\xc4\xe2\x6d\x2e\x43\x20",
+    "vpgatherdd at one address": b"\xc5\xed\x76\xd2\xc4\xe2\x6d\x90\x04\x8b",
+    "vpgatherdd at many": b"\xc4\xe2\x7d\x31\x0e\xc5\xed\x76\xd2\xc4\xe2\x6d\x90\x04\x8b",
+    "vpgatherdd of both": b"\xc4\xe2\x7d\x21\x0e\xc5\xed\x76\xd2\xc4\xe2\x6d\x90\x44\x8b\xfe",
 };
 
 /// Writes the handlers of exceptions, and data. #DB continues; others end the program. Each counts.
@@ -125,6 +160,18 @@ pub fn prepare(machine: &Machine) {
     }
     let data: Vec<u8> = (0..0x200u32).map(|at| (at * 29 + 5) as u8).collect();
     machine.memory.write(DATA, &data);
+}
+
+/// Has the guest's AVX instructions work, as far as the processor has them.
+pub fn enable_avx(vcpu: &VcpuFd) {
+    const OSXSAVE: u64 = 1 << 18;
+    const X87_SSE_AVX: u64 = 7;
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.cr4 |= OSXSAVE;
+    vcpu.set_sregs(&sregs).unwrap();
+    let mut xcrs = vcpu.get_xcrs().unwrap();
+    (xcrs.nr_xcrs, xcrs.xcrs[0].value) = (1, X87_SSE_AVX);
+    vcpu.set_xcrs(&xcrs).unwrap();
 }
 
 /// The registers with which programs begin, in the order of their numbers.
