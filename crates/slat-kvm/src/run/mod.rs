@@ -248,14 +248,17 @@ impl VcpuObject {
             });
             inner.vapic_from_guest();
             inner.machine.collect_pv_eoi();
-            if inner.machine.is_interrupted && inner.cpu.is_unfinished() {
-                // It would only wait again.
-                self.attend(inner, masked)?;
-            }
-            if let Some(exit) = exit
-                && let Next::Return = self.handle(inner, exit)?
-            {
-                return Ok(());
+            match exit {
+                // What is left of the instruction would only wait again.
+                Some(Exit::Attention) if inner.machine.is_interrupted => {
+                    self.attend(inner, masked)?;
+                }
+                Some(exit) => {
+                    if let Next::Return = self.handle(inner, exit)? {
+                        return Ok(());
+                    }
+                }
+                None => {}
             }
         }
     }
