@@ -232,6 +232,14 @@ fn a_guest_of_a_guest_that_is_moved_does_what_it_would_have_done() {
     }
 }
 
+/// Its exits are too many to move at each of them everywhere.
+#[test]
+fn a_guest_that_is_moved_while_it_loads_all_registers_does_what_it_would_have_done() {
+    check(PLAIN, "xsave and xrstor", programs::XSAVE, |exit| {
+        exit.is_multiple_of(9)
+    });
+}
+
 /// What moves between exits that are not moved may hide, because a VM that was moved begins without any state of its own.
 #[test]
 fn a_guest_that_is_moved_once_does_what_it_would_have_done() {

@@ -139,7 +139,11 @@ fn a_step_is_the_debuggers_that_there_is_when_an_access_is_completed() {
         ..Default::default()
     };
     // in al,dx; hlt. rdmsr; hlt. mov eax,[rbx]; hlt
-    for code in [b"\xec\xf4\x90", b"\x0f\x32\xf4", b"\x8b\x03\xf4"] {
+    for (code, len) in [
+        (b"\xec\xf4\x90", 1),
+        (b"\x0f\x32\xf4", 2),
+        (b"\x8b\x03\xf4", 2),
+    ] {
         for [first, then] in [[steps, Default::default()], [Default::default(), steps]] {
             let mut guest = Guest::about_to_run(PLAIN, code);
             let mut regs = guest.vcpu.get_regs().unwrap();
@@ -150,9 +154,18 @@ fn a_step_is_the_debuggers_that_there_is_when_an_access_is_completed() {
             guest.vcpu.set_guest_debug(&then).unwrap();
             match guest.vcpu.run().unwrap() {
                 VcpuExit::Hlt => assert_eq!(then.control, 0, "no step"),
-                VcpuExit::Debug(_) => assert_ne!(then.control, 0, "a step that nobody asked for"),
+                VcpuExit::Debug(debug) => {
+                    assert_ne!(then.control, 0, "a step that nobody asked for");
+                    assert_eq!(debug.pc, long_mode::CODE + len);
+                }
                 other => panic!("{other:?}"),
             }
+            let mut exceptions = [0];
+            guest
+                .machine
+                .memory
+                .read(programs::COUNTS + 4, &mut exceptions);
+            assert_eq!(exceptions, [0], "#DB of the guest");
         }
     }
 }

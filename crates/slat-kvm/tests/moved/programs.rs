@@ -112,7 +112,6 @@ pub const PROGRAMS: &[Program] = programs! {
     "sgdt and lgdt": b"\x0f\x01\x45\0\x0f\x01\x55\0",
     "sidt and lidt": b"\x0f\x01\x4d\0\x0f\x01\x5d\0",
     "stmxcsr and ldmxcsr": b"\x0f\xae\x5d\0\x0f\xae\x55\0",
-    "fnstcw and fldcw": b"\xd9\x7d\0\xd9\x6d\0",
     "smsw and lmsw": b"\x0f\x01\x65\0\x0f\x01\x75\0",
     "mov ss,[rbp] and an access in its shadow": b"\x66\xc7\x45\0\x10\0\x8e\x55\0\x8b\x03",
     "lar eax,[rbp]; verr [rbp]": b"\x66\xc7\x45\0\x10\0\x0f\x02\x45\0\x0f\x00\x65\0",
@@ -131,7 +130,6 @@ pub const PROGRAMS: &[Program] = programs! {
     "insd across both": b"\x48\x8d\x7b\xfe\x6d",
     "outsd across both": b"\x48\x8d\x73\xfe\x6f",
     "pcmpistri xmm0,[rbx],8": b"\x66\x0f\x3a\x63\x03\x08",
-    "xsave and xrstor": b"\xb8\x07\0\0\0\x31\xd2\x0f\xae\x65\0\x0f\xae\x6d\0",
     "vmovups ymm0,[rbx]": b"\xc5\xfc\x10\x03",
     "vmovups [rbx+1],ymm0": b"\xc5\xfc\x10\x06\xc5\xfc\x11\x43\x01",
     "vmovups ymm0,[rbx-12]": b"\xc5\xfc\x10\x43\xf4",
@@ -143,10 +141,16 @@ pub const PROGRAMS: &[Program] = programs! {
     "vpgatherdd of both": b"\xc4\xe2\x7d\x21\x0e\xc5\xed\x76\xd2\xc4\xe2\x6d\x90\x44\x8b\xfe",
 };
 
+/// mov eax,7; xor edx,edx; xsave [rbp]; xrstor [rbp]
+pub const XSAVE: &[u8] = b"\xb8\x07\0\0\0\x31\xd2\x0f\xae\x65\0\x0f\xae\x6d\0";
+
+/// Where the handlers count exceptions, 4 bytes for each vector.
+pub const COUNTS: u64 = DATA + 0x700;
+
 /// Writes the handlers of exceptions, and data. #DB continues; others end the program. Each counts.
 pub fn prepare(machine: &Machine) {
     for vector in (0..20).filter(|vector| *vector != 2) {
-        let count = DATA + 0x700 + 4 * vector;
+        let count = COUNTS + 4 * vector;
         let mut handler = vec![0xff, 0x04, 0x25];
         handler.extend((count as u32).to_le_bytes());
         match vector {
