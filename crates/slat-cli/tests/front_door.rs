@@ -43,7 +43,7 @@ const COMMANDS: &[(&str, RunBy)] = &[
         "slat run -- qemu-system-x86_64 …",
         Suite(
             "conformance/vmm/row.py",
-            r#"[slat, "run", "--mmu", mmu, "--"]"#,
+            r#"[self.slat, "run", "--mmu", self.mmu, "--set", f"cpu={self.cpu}", "--"]"#,
         ),
     ),
     (

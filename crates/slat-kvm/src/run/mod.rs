@@ -329,8 +329,10 @@ impl VcpuObject {
         let exit = f(cpu, machine, common.attention.flag());
         common.client.rests();
         common.cpu.publish(cpu.counters());
+        // Each entry has an exit.
+        let left = exit.as_ref().unwrap_or(&Exit::Attention);
+        trace::left(common.id, &cpu.state, left);
         if let Some(exit) = &exit {
-            trace::left(common.id, &cpu.state, exit);
             self.count(exit);
             stopwatch.exits(common.exits.exits.get(), exit);
         }
