@@ -338,12 +338,12 @@ impl VcpuMachine {
                 // The version in guest memory counts on, so that a guest that was migrated while it read the page notices.
                 let odd = self.read_guest_half(at).wrapping_add(1) | 1;
                 // As in KVM, a pause is told until the guest has cleared the flag.
-                let told = clock::is_paused(self.read_guest_half(at + clock::FLAGS_AT));
+                let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));
                 let parameters = self.vm.clock.parameters(&self.tsc);
                 let page = parameters.page(odd.wrapping_add(1), self.guest_paused || told);
                 // The version is odd while the rest changes, for readers on other vCPUs.
                 let written = self.write_guest(at, &odd.to_le_bytes())
-                    && self.write_guest(at + 4, &page[4..])
+                    && self.write_guest(at.wrapping_add(4), &page[4..])
                     && self.write_guest(at, &page[..4]);
                 // A signal may have interrupted the wait for guest memory: retry later, or the guest's clock stops.
                 self.clock_changed = !written && self.is_called_out();
