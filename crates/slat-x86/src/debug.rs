@@ -298,9 +298,13 @@ impl Cpu {
 
     /// Whether [`take_traps`](Self::take_traps) takes one.
     pub(crate) fn has_traps(&self) -> bool {
+        self.has_debug_trap() || self.probes.hit.is_some()
+    }
+
+    /// Whether a pending debug trap is taken before the next instruction.
+    fn has_debug_trap(&self) -> bool {
         let events = &self.state.events;
-        let is_pending = events.debug != 0 && events.exception.is_none() && !events.mov_ss_shadow;
-        is_pending || self.probes.hit.is_some()
+        events.debug != 0 && events.exception.is_none() && !events.mov_ss_shadow
     }
 
     /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them. A probe's come
@@ -309,11 +313,10 @@ impl Cpu {
         if let Some(exit) = self.take_probe_hit() {
             return Some(exit);
         }
-        let events = &mut self.state.events;
-        if events.debug == 0 || events.exception.is_some() || events.mov_ss_shadow {
+        if !self.has_debug_trap() {
             return None;
         }
-        let hits = std::mem::take(&mut events.debug);
+        let hits = std::mem::take(&mut self.state.events.debug);
         self.take_debug(hits)
     }
 

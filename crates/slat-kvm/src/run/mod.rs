@@ -248,17 +248,8 @@ impl VcpuObject {
             });
             inner.vapic_from_guest();
             inner.machine.collect_pv_eoi();
-            match exit {
-                // What is left of the instruction would only wait again.
-                Some(Exit::Attention) if inner.machine.is_interrupted => {
-                    self.attend(inner, masked)?;
-                }
-                Some(exit) => {
-                    if let Next::Return = self.handle(inner, exit)? {
-                        return Ok(());
-                    }
-                }
-                None => {}
+            if let Next::Return = self.follow(inner, exit, masked)? {
+                return Ok(());
             }
         }
     }
@@ -266,8 +257,8 @@ impl VcpuObject {
     /// Finishes the instruction of the last exit with what the client has provided. `Next::Return`: it has another exit for the client,
     /// which is set.
     ///
-    /// KVM promises a client that a run with `immediate_exit` leaves nothing of an instruction behind (api.rst, 5), so this comes before
-    /// signals, requests and interrupts, and executes no other instruction. [`Cpu::run`] finishes the instruction, too, before it
+    /// KVM promises (api.rst, 5): after a run with `immediate_exit`, no instruction is half done. So this comes before signals, requests
+    /// and interrupts, and executes no other instruction. [`Cpu::run`] finishes the instruction, too, before it
     /// executes another: where it follows at once, nothing is done here.
     ///
     /// # Errors
@@ -283,21 +274,33 @@ impl VcpuObject {
             let exit = self.execute(inner, |cpu, machine, attention| {
                 cpu.complete(machine, attention)
             });
-            match exit {
-                None => {}
-                Some(Exit::Attention) if inner.machine.is_interrupted => {
-                    self.attend(inner, masked)?;
-                }
-                Some(exit) => {
-                    if let Next::Return = self.handle(inner, exit)? {
-                        return Ok(Next::Return);
-                    }
-                }
+            if let Next::Return = self.follow(inner, exit, masked)? {
+                return Ok(Next::Return);
             }
         }
         match self.has_ended_for_client(inner) || self.has_hyperv_exit(inner) {
             true => Ok(Next::Return),
             false => Ok(Next::Again),
+        }
+    }
+
+    /// Handles the exit, if there is one, after instructions were executed.
+    ///
+    /// # Errors
+    /// Those of [`run`](Self::run).
+    fn follow(
+        &self,
+        inner: &mut Inner,
+        exit: Option<Exit>,
+        masked: Option<&Masked>,
+    ) -> Result<Next> {
+        match exit {
+            None => Ok(Next::Again),
+            // A second try of the interrupted instruction would sleep again, and no kick would end that sleep.
+            Some(Exit::Attention) if inner.machine.is_interrupted => {
+                self.attend(inner, masked).map(|()| Next::Again)
+            }
+            Some(exit) => self.handle(inner, exit),
         }
     }
 

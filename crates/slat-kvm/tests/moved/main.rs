@@ -149,6 +149,19 @@ impl Guest {
         there
     }
 
+    /// Begins to log writes to the guest's memory.
+    fn log_writes(&self) {
+        let region = kvm_userspace_memory_region {
+            slot: 0,
+            flags: KVM_MEM_LOG_DIRTY_PAGES,
+            guest_phys_addr: 0,
+            memory_size: long_mode::MEMORY,
+            userspace_addr: self.machine.memory.start as u64,
+        };
+        // SAFETY: the memory that the slot has already.
+        unsafe { self.machine.vm.set_user_memory_region(region) }.unwrap();
+    }
+
     fn outcome(&self, device: Device) -> Outcome {
         let mut memory = vec![0; long_mode::MEMORY as usize];
         self.machine.memory.read(0, &mut memory);
@@ -448,15 +461,7 @@ fn a_completion_does_not_use_translations_of_before_the_exit() {
         guest.vcpu.set_regs(&regs).unwrap();
         let mut device = Device::default();
         assert!(device.serve(guest.vcpu.run().unwrap()));
-        let region = kvm_userspace_memory_region {
-            slot: 0,
-            flags: KVM_MEM_LOG_DIRTY_PAGES,
-            guest_phys_addr: 0,
-            memory_size: long_mode::MEMORY,
-            userspace_addr: guest.machine.memory.start as u64,
-        };
-        // SAFETY: the memory that the slot has already.
-        unsafe { guest.machine.vm.set_user_memory_region(region) }.unwrap();
+        guest.log_writes();
         guest.vcpu.set_kvm_immediate_exit(1);
         assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
         let log = guest
@@ -483,15 +488,7 @@ fn a_full_dirty_ring_comes_before_the_rest_of_an_instruction_and_loses_nothing()
         common::enable(&machine.vm, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, RING).unwrap();
     });
     let mut guest = guest.about(PLAIN, b"\xf3\x6c\xf4");
-    let region = kvm_userspace_memory_region {
-        slot: 0,
-        flags: KVM_MEM_LOG_DIRTY_PAGES,
-        guest_phys_addr: 0,
-        memory_size: long_mode::MEMORY,
-        userspace_addr: guest.machine.memory.start as u64,
-    };
-    // SAFETY: the memory that the slot has already.
-    unsafe { guest.machine.vm.set_user_memory_region(region) }.unwrap();
+    guest.log_writes();
     let mut regs = guest.vcpu.get_regs().unwrap();
     let (first, pages) = (0x20_0000, 300);
     (regs.rdi, regs.rcx) = (first, pages * 0x1000);
