@@ -155,8 +155,8 @@ fn fields(text: &str, structure: &str) -> BTreeSet<String> {
     body.lines().filter_map(field).collect()
 }
 
-/// The client may save a vCPU, or continue elsewhere with what it has read of it, at each return of `KVM_RUN`: so each field that lives
-/// longer than a run is one of the kinds that the document names.
+/// A client may save a vCPU at each return of `KVM_RUN`, and continue elsewhere with the saved state. So the document names, for each
+/// field that lives longer than a run, the reason why the client needs no more.
 #[test]
 fn the_document_says_of_each_field_why_it_outlives_a_run() {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");

@@ -86,7 +86,7 @@ pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
 }
 
 impl Kept {
-    /// Stores the caller's floating point, and sets slat's. They are usually the same, and what would be slow is left out.
+    /// Stores the caller's floating point, and sets slat's. Both are usually equal; then this loads nothing.
     #[inline(always)]
     fn replace() -> Self {
         let status: u16;

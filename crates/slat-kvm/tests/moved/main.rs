@@ -253,7 +253,7 @@ fn a_guest_that_is_moved_while_it_loads_all_registers_does_what_it_would_have_do
     });
 }
 
-/// What moves between exits that are not moved may hide, because a VM that was moved begins without any state of its own.
+/// A VM that was just moved holds no leftovers of earlier exits. This test moves a VM that does.
 #[test]
 fn a_guest_that_is_moved_once_does_what_it_would_have_done() {
     for world in some_worlds() {
