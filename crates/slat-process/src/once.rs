@@ -2,66 +2,76 @@
 //!
 //! A child has one thread. What another thread of the parent was doing at the moment of the fork stays half done there, and a lock that it
 //! held stays locked: a `Mutex`, and also a `OnceLock` or a `Once` whose first use was in progress. A fork may come at any moment, by a
-//! system call of which nobody is told. So the first use of a [`Computed`] waits for no other thread, and one of a [`Prepared`] for threads
-//! of this process alone.
+//! system call of which nobody is told. So the first use of a [`Prepared`] waits for threads of this process alone, and that of a [`Computed`]
+//! only while one of them moves its value.
 //!
 //! [`apart_from_forks`] is for first uses of other people's code, which has locks of its own: there, forks wait.
 
 use crate::forks::Birth;
 use crate::wait;
-use std::ptr::null_mut;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use std::cell::UnsafeCell;
+use std::convert::Infallible;
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// A value that the first use computes, and that lasts. Threads that use it first at the same time may all compute it, and get the value
-/// of the first that is ready.
+/// of the first that is ready. It lies in the `Computed` itself: a first use needs no heap memory of its own.
 #[derive(Debug)]
 pub struct Computed<T: 'static> {
-    value: AtomicPtr<T>,
+    /// The work that it guards is to move a value that has been computed into `value`.
+    stored: Prepared,
+    value: UnsafeCell<MaybeUninit<T>>,
 }
+
+// SAFETY: `value` is written by the one thread that does the work of `stored`, and only read once that is done: threads share `&T`, and the
+// value comes from one thread to others, which T allows.
+unsafe impl<T: Send + Sync + 'static> Sync for Computed<T> {}
 
 impl<T: Send + Sync + 'static> Computed<T> {
     /// Makes one without a value.
     pub const fn new() -> Self {
         Computed {
-            value: AtomicPtr::new(null_mut()),
+            stored: Prepared::new(),
+            value: UnsafeCell::new(MaybeUninit::uninit()),
         }
     }
 
     /// Returns the value.
-    pub fn get_or_init(&self, compute: impl FnOnce() -> T) -> &'static T {
+    pub fn get_or_init(&'static self, compute: impl FnOnce() -> T) -> &'static T {
         self.get_or_init_then(compute, |_| {})
     }
 
     /// Like [`get_or_init`](Self::get_or_init), but calls `first` with the value on the thread that has made it.
     pub fn get_or_init_then(
-        &self,
+        &'static self,
         compute: impl FnOnce() -> T,
         first: impl FnOnce(&'static T),
     ) -> &'static T {
-        // SAFETY: once stored, a value is never freed.
-        if let Some(value) = unsafe { self.value.load(Ordering::Acquire).as_ref() } {
-            return value;
-        }
-        let new = Box::into_raw(Box::new(compute()));
-        let stored =
-            (self.value).compare_exchange(null_mut(), new, Ordering::AcqRel, Ordering::Acquire);
-        match stored {
-            Ok(_) => {
-                // SAFETY: stored above, and never freed.
-                let value = unsafe { &*new };
-                first(value);
-                value
-            }
-            Err(faster) => {
-                // SAFETY: `new` was not stored; the other one is never freed.
-                unsafe {
-                    drop(Box::from_raw(new));
-                    &*faster
-                }
+        if !self.stored.is_done() {
+            let new = compute();
+            let mut fastest = false;
+            let store = || {
+                fastest = true;
+                // SAFETY: nobody else has a reference to the value: this thread alone does the work, and no thread reads before it is done.
+                // A thread of a forked child's parent that was in the midst of it does not exist here.
+                unsafe { (*self.value.get()).write(new) };
+                Ok(())
+            };
+            let Ok(()) = self.stored.once::<Infallible>(store);
+            if fastest {
+                first(self.get());
             }
         }
+        self.get()
+    }
+
+    /// Returns the value that has been stored.
+    fn get(&'static self) -> &'static T {
+        assert!(self.stored.is_done());
+        // SAFETY: a value was stored, and is never written again.
+        unsafe { (*self.value.get()).assume_init_ref() }
     }
 }
 
@@ -190,10 +200,7 @@ mod tests {
             });
             STORED.store(*value, Ordering::Relaxed);
         };
-        assert!(forked_in_the_midst(begin, || {
-            // SAFETY: nothing was stored.
-            unsafe { VALUE.value.load(Ordering::Relaxed).as_ref().is_none() }
-        }));
+        assert!(forked_in_the_midst(begin, || { !VALUE.stored.is_done() }));
         assert_eq!(STORED.load(Ordering::Relaxed), 7);
         assert_eq!(*VALUE.get_or_init(|| 8), 7);
     }
