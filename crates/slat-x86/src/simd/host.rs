@@ -172,12 +172,14 @@ impl HostFlags {
 
 impl Drop for HostFlags {
     fn drop(&mut self) {
-        // SAFETY: loads the old value; the control bits have not changed in between. The x87 unit is empty, and its flags are not
-        // Rust's.
+        let mut now = 0u32;
+        // SAFETY: stores MXCSR to a local, and loads the old value unless it is there still, because a load takes longer; the control bits have
+        // not changed in between. The x87 unit is empty, and its flags are not Rust's.
         unsafe {
             asm!(
-                "ldmxcsr [{}]", "fnstsw ax", "test al, 0x7f", "jz 2f", "fnclex", "2:",
-                in(reg) &raw const self.mxcsr, out("ax") _, options(nostack)
+                "stmxcsr [{now}]", "mov eax, [{now}]", "cmp eax, [{old}]", "je 2f", "ldmxcsr [{old}]", "2:",
+                "fnstsw ax", "test al, 0x7f", "jz 3f", "fnclex", "3:",
+                now = in(reg) &raw mut now, old = in(reg) &raw const self.mxcsr, out("eax") _, options(nostack)
             )
         };
     }
