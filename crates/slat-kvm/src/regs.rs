@@ -216,7 +216,7 @@ pub fn set_sregs(state: &mut State, sregs: &kvm_sregs, features: &Features) -> R
     state.ldtr = from_segment(&sregs.ldt);
     state.gdtr = from_table(&sregs.gdt);
     state.idtr = from_table(&sregs.idt);
-    state.cr0 = sregs.cr0 | control::CR0_ET;
+    state.cr0 = sregs.cr0;
     state.cr2 = sregs.cr2;
     state.cr3 = sregs.cr3;
     state.cr4 = sregs.cr4;
@@ -362,6 +362,16 @@ mod tests {
         };
         set_regs(&mut state, &regs);
         assert_eq!(get_regs(&state), regs);
+    }
+
+    /// A processor has CR0.ET set always; KVM tells what a client has set.
+    #[test]
+    fn cr0_comes_back_without_et_as_it_was_set() {
+        let mut state = State::reset();
+        let mut sregs = get_sregs(&state, 0);
+        sregs.cr0 = control::CR0_PE;
+        set_sregs(&mut state, &sregs, &Features::all()).unwrap();
+        assert_eq!(get_sregs(&state, 0).cr0, control::CR0_PE);
     }
 
     #[test]
