@@ -76,6 +76,15 @@ const WRITES: &[u8] = &[
 /// Computes for ever.
 const COMPUTES: &[u8] = &[0x40, 0xeb, 0xfd]; // inc ax; jmp
 
+/// Has a VM, and runs nothing.
+#[test]
+#[ignore = "a client"]
+fn runs_nothing() {
+    let kvm = Kvm::new().unwrap();
+    let _machine = machine(&kvm, COMPUTES);
+    wait();
+}
+
 fn run_to_halt(vcpu: &mut VcpuFd) {
     assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Read;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -195,6 +196,21 @@ fn a_confined_process_writes_its_last_samples() {
         fs::read_dir(&scratch.0).unwrap().filter(is_profile).count(),
         1
     );
+}
+
+#[test]
+fn a_profile_without_samples_is_missing_and_the_user_is_told() {
+    let scratch = Scratch::new("profile-empty");
+    let file = scratch.0.join("profile");
+    let file = file.to_str().unwrap();
+    let mut client = scratch.start(&["--profile", file], "runs_nothing");
+    client.proceed();
+    assert!(client.process.wait().unwrap().success());
+    let mut error = String::new();
+    let mut stderr = client.process.stderr.take().unwrap();
+    stderr.read_to_string(&mut error).unwrap();
+    let told = format!("there is no profile {file}: no vCPU was found in guest code");
+    assert!(error.contains(&told), "{error}");
 }
 
 fn total(profile: &str) -> u64 {

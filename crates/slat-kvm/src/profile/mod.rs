@@ -139,6 +139,13 @@ pub fn end() {
     // Here, because the thread has none of the client's descriptors.
     if let Some(failure) = &lock(&profile.output).failure {
         messages::say(format_args!("the profile is not complete: {failure}"));
+    } else if let Some(path) = wanted()
+        && !path.exists()
+    {
+        let path = path.display();
+        messages::say(format_args!(
+            "there is no profile {path}: no vCPU was found in guest code"
+        ));
     }
 }
 
