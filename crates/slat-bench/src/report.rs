@@ -92,6 +92,7 @@ struct Series {
 pub struct Report {
     series: Vec<Series>,
     notes: Vec<String>,
+    is_partial: bool,
     maps: Vec<PageMap>,
 }
 
@@ -148,7 +149,18 @@ impl Report {
         }
     }
 
-    /// Returns those sentences.
+    /// Adds a sentence that says what was not measured, and why.
+    pub fn note_missing(&mut self, sentence: String) {
+        self.is_partial = true;
+        self.note(sentence);
+    }
+
+    /// Whether something that belongs to the experiments was not measured. A note says what.
+    pub fn is_partial(&self) -> bool {
+        self.is_partial
+    }
+
+    /// Returns the sentences to print under the tables.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }

@@ -138,6 +138,11 @@ impl Bench {
         self.report.note(sentence);
     }
 
+    /// Adds a sentence that says what was not measured, and why.
+    pub fn note_missing(&mut self, sentence: String) {
+        self.report.note_missing(sentence);
+    }
+
     /// Adds the maps of an experiment to the report.
     pub(crate) fn keep(&mut self, maps: Maps) {
         self.report.add_maps(maps.taken);

@@ -33,7 +33,10 @@ pub enum Command {
     /// Watch what the VMs on slat count, live: faults, exits, leaves, instructions
     Stat(Stat),
     /// Read what `slat run --trace` has recorded: exits by reason, hot addresses, faults by memslot
-    #[command(subcommand)]
+    #[command(
+        subcommand,
+        override_usage = "slat trace report [OPTIONS] <FILE>\n       slat trace convert <FILE> <OUTPUT>"
+    )]
     Trace(Trace),
     /// Show how the memory of VMs on slat is mapped, live: memslots, leaves, dirty and accessed pages, MMIO entries
     Map(Map),
@@ -164,7 +167,7 @@ pub struct Bench {
 #[derive(ClapArgs)]
 pub struct Stat {
     /// Only the VMs of this process
-    #[arg(value_name = "PID")]
+    #[arg(value_name = "PID", value_parser = pid)]
     pub pid: Option<i32>,
 
     /// Look once, and print a table; with PID, also all counters that are not 0
@@ -237,7 +240,7 @@ pub struct Convert {
 #[derive(ClapArgs)]
 pub struct Map {
     /// The process
-    #[arg(value_name = "PID")]
+    #[arg(value_name = "PID", value_parser = pid)]
     pub pid: i32,
 
     /// Only the VM of this number, as `slat stat` shows it
@@ -269,7 +272,7 @@ pub struct Map {
 #[derive(ClapArgs)]
 pub struct Gdb {
     /// The process
-    #[arg(value_name = "PID")]
+    #[arg(value_name = "PID", value_parser = pid)]
     pub pid: i32,
 
     /// The VM of this number, as `slat stat` shows it; the first one if not given
@@ -279,6 +282,16 @@ pub struct Gdb {
     /// Where gdb connects: a port of 127.0.0.1, ADDRESS:PORT, the path of a Unix socket, or - if gdb has started this command
     #[arg(long, value_name = "WHERE", default_value = "1234")]
     pub listen: Address,
+}
+
+/// Parses the number of a process.
+fn pid(text: &str) -> Result<i32, String> {
+    match text.parse() {
+        Ok(pid) if pid > 0 => Ok(pid),
+        _ => {
+            Err("give the number of a process; `slat stat --once` lists those with VMs".to_owned())
+        }
+    }
 }
 
 /// Parses the time between two looks.
@@ -376,7 +389,7 @@ mod tests {
         let run = run(&["--mmu", "direct", "--format", "npt", "--set", "jit=off"]);
         assert_eq!(run.mmu, MmuKind::Direct);
         assert_eq!(run.format, Some(TableFormat::Npt));
-        assert_eq!(run.set, [Assignment::Cpu(slat_kvm::policy::Jit::Off)]);
+        assert_eq!(run.set, [Assignment::Jit(slat_kvm::policy::Jit::Off)]);
     }
 
     #[test]

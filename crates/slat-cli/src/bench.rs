@@ -157,7 +157,10 @@ fn tables(selection: &[&Experiment], report: &Report) -> String {
         text += &format!("{note}\n");
     }
     if missed.is_empty() {
-        text += "All goals were reached.\n";
+        text += match report.is_partial() {
+            true => "All goals of what was measured were reached.\n",
+            false => "All goals were reached.\n",
+        };
     } else {
         text += "Missed:\n";
         for line in missed {

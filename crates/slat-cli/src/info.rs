@@ -6,15 +6,25 @@ use std::process::ExitCode;
 
 use crate::output;
 use slat_kvm::cpuid::{host_leaf, is_amd};
+use slat_kvm::policy::Assignment;
 use slat_process::pointers::can_be_separate;
 
 /// Prints everything. Facts that cannot be found out are printed as unknown.
 pub fn print() -> ExitCode {
     let mut text = format!("slat {}\n", env!("CARGO_PKG_VERSION"));
-    for (title, lines) in [("Supported", supported()), ("This host", host())] {
+    let parts = [
+        ("Supported", supported()),
+        ("This host", host()),
+        (
+            "Policies (slat run --set POLICY=VALUE): default, values",
+            policies(),
+        ),
+    ];
+    for (title, lines) in parts {
+        let width = lines.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
         text += &format!("\n{title}\n");
         for (name, value) in lines {
-            text += &format!("  {name:<18} {value}\n");
+            text += &format!("  {name:<width$}  {value}\n");
         }
     }
     output::print(&text)
@@ -24,7 +34,6 @@ fn supported() -> Vec<(&'static str, String)> {
     vec![
         ("mmu", mmus()),
         ("formats", slat_kvm::policy::FORMATS.join(", ")),
-        ("policies", policies()),
         ("nested guests", nested_guests()),
     ]
 }
@@ -34,22 +43,12 @@ fn mmus() -> String {
     names.join(", ")
 }
 
-fn policies() -> String {
-    let set: Vec<_> = slat::Policy::default()
-        .iter()
-        .map(|setting| format!("{}={}", setting.name(), setting.value()))
-        .collect();
-    let more = [
-        (slat_kvm::policy::JIT, "on"),
-        (slat_kvm::policy::NESTED, "on"),
-        (slat_kvm::policy::JIT_MAP, "off"),
-        (slat_kvm::policy::USERFAULT, "off"),
-        (slat_kvm::policy::CPU, "host"),
-    ];
-    set.join(" ")
-        + &more
-            .map(|(name, value)| format!(" {name}={value}"))
-            .concat()
+/// Returns all policies, each with its default and the values that it takes.
+fn policies() -> Vec<(&'static str, String)> {
+    let all = Assignment::defaults();
+    let describe = |policy: &Assignment| format!("{:<15} {}", policy.value(), policy.expected());
+    let lines = all.iter().map(|policy| (policy.name(), describe(policy)));
+    lines.collect()
 }
 
 /// Says what makes a guest a hypervisor. Guests ask for the vendor before they ask for SVM.

@@ -143,15 +143,21 @@ fn without_numbers(line: &str) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Runs `slat`, and checks that it prints the lines of `shown` in this order, but for numbers.
-fn prints(arguments: &[&str], shown: &[String]) {
-    let output = Command::new(env!("CARGO_BIN_EXE_slat"))
+/// Returns what `slat ARGUMENTS` prints.
+fn printed(arguments: &[&str]) -> String {
+    let mut slat = Command::new(env!("CARGO_BIN_EXE_slat"));
+    let output = slat
         .args(arguments)
         .env_remove("LD_PRELOAD")
         .output()
         .unwrap();
     assert!(output.status.success(), "slat {arguments:?}: {output:?}");
-    let printed = String::from_utf8(output.stdout).unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Runs `slat`, and checks that it prints the lines of `shown` in this order, but for numbers.
+fn prints(arguments: &[&str], shown: &[String]) {
+    let printed = printed(arguments);
     let mut lines = printed.lines().map(without_numbers);
     for line in shown.iter().filter(|line| line.trim() != "...") {
         let wanted = without_numbers(line);
@@ -185,6 +191,90 @@ fn each_command_of_the_readme_is_run() {
             "README.md does not show `{name}`"
         );
     }
+}
+
+/// Returns all documents for users, one after the other.
+fn documents() -> String {
+    let docs = fs::read_dir(root().join("docs")).unwrap();
+    let paths = docs.map(|entry| entry.unwrap().path());
+    let documents = paths.filter(|path| path.extension().is_some_and(|end| end == "md"));
+    let texts = documents.map(|path| fs::read_to_string(path).unwrap());
+    texts.chain([read("README.md")]).collect()
+}
+
+/// Returns the words of `text` that begin with `start` and go on with characters that `is_part` of a name.
+fn words<'a>(text: &'a str, start: &str, is_part: fn(char) -> bool) -> Vec<&'a str> {
+    let found = text
+        .match_indices(start)
+        .map(|(at, _)| text[at..].split(|c| !is_part(c)));
+    found.filter_map(|mut rest| rest.next()).collect()
+}
+
+#[test]
+fn each_policy_is_in_a_document_with_its_default() {
+    let document = read("docs/run.md");
+    for policy in slat_kvm::policy::Assignment::defaults() {
+        let row = format!("\n| `{policy}` | ");
+        assert!(
+            document.contains(&row),
+            "docs/run.md has no row of the policy {policy}"
+        );
+    }
+}
+
+#[test]
+fn each_option_is_in_a_document() {
+    let documents = documents();
+    let help = printed(&["help"]);
+    let commands = help.split_once("Commands:\n").unwrap().1.lines();
+    let commands = commands
+        .take_while(|line| line.starts_with("  "))
+        .filter_map(|line| line.split_whitespace().next());
+    let commands: Vec<_> = commands.filter(|name| *name != "help").collect();
+    assert!(commands.len() > 5, "{help}");
+    for command in commands {
+        let help = printed(&[command, "--help"]);
+        let is_option = |c: char| c == '-' || c.is_ascii_lowercase();
+        for option in words(&help, "--", is_option) {
+            let is_known = ["--", "--help"].contains(&option);
+            assert!(
+                is_known || documents.contains(option),
+                "no document has {option} of `slat {command}`"
+            );
+        }
+    }
+}
+
+#[test]
+fn each_variable_is_in_a_document() {
+    let documents = documents();
+    let mut found = 0;
+    let mut directories = vec![root().join("crates")];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+                continue;
+            }
+            let name = path.to_str().unwrap();
+            let is_test = name.contains("/tests") || name.contains("/target/");
+            if is_test || path.extension().is_none_or(|end| end != "rs") {
+                continue;
+            }
+            let source = fs::read_to_string(&path).unwrap();
+            let is_part = |c: char| c == '"' || c == '_' || c.is_ascii_uppercase();
+            for quoted in words(&source, "\"SLAT_", is_part) {
+                let variable = quoted.trim_matches('"');
+                assert!(
+                    documents.contains(&format!("`{variable}")),
+                    "no document has {variable}, of {name}"
+                );
+                found += 1;
+            }
+        }
+    }
+    assert!(found > 20, "{found}");
 }
 
 #[test]

@@ -425,6 +425,21 @@ fn a_misspelled_option_is_no_program() {
 }
 
 #[test]
+fn what_is_no_process_and_no_command_is_refused_with_what_is() {
+    let scratch = Scratch::new("no-process");
+    for (arguments, told) in [
+        (["stat", "abc"], "the number of a process"),
+        (["map", "0"], "the number of a process"),
+        (["trace", "file"], "slat trace report"),
+    ] {
+        let output = scratch.slat(&arguments);
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains(told), "{error}");
+    }
+}
+
+#[test]
 fn bench_refuses_a_policy_that_the_experiment_sets() {
     let scratch = Scratch::new("policies");
     for (arguments, reason) in [

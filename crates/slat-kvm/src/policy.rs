@@ -16,6 +16,33 @@ use std::str::FromStr;
 /// The values of `SLAT_FORMAT`: the formats of second-level tables.
 pub const FORMATS: &[&str] = TableFormat::NAMES;
 
+/// Declares the words of a policy's values, which are listed for messages.
+macro_rules! words {
+    ($Type:ident, $expected:literal: $($word:literal => $value:expr,)*) => {
+        impl $Type {
+            const EXPECTED: &str = $expected;
+            const WORDS: &[(&str, Self)] = &[$(($word, $value),)*];
+
+            /// Reads a value: its word, or for "on" and "off" what Linux takes for a module parameter.
+            fn parse(text: &str) -> Option<Self> {
+                let word = match text {
+                    "1" | "Y" | "y" => "on",
+                    "0" | "N" | "n" => "off",
+                    word => word,
+                };
+                Some(Self::WORDS.iter().find(|(known, _)| *known == word)?.1)
+            }
+        }
+
+        impl fmt::Display for $Type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let word = Self::WORDS.iter().find(|(_, value)| value == self);
+                f.pad(word.expect("each value has a word").0)
+            }
+        }
+    };
+}
+
 /// The policy of the software CPU, which the engine does not know: [`Jit`].
 pub const JIT: &str = "jit";
 
@@ -31,33 +58,11 @@ pub enum Jit {
     AtOnce(Tier),
 }
 
-impl Jit {
-    /// Reads the value of [`JIT`].
-    ///
-    /// # Errors
-    /// A message that names the values.
-    pub fn parse(value: &str) -> std::result::Result<Self, String> {
-        match value {
-            "on" | "1" | "Y" | "y" => Ok(Jit::On),
-            "off" | "0" | "N" | "n" => Ok(Jit::Off),
-            "at-once" => Ok(Jit::AtOnce(Tier::Full)),
-            "at-once-baseline" => Ok(Jit::AtOnce(Tier::Baseline)),
-            _ => Err(format!(
-                "{JIT}={value}: the value is on, off, at-once, or at-once-baseline"
-            )),
-        }
-    }
-}
-
-impl fmt::Display for Jit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Jit::Off => "off",
-            Jit::On => "on",
-            Jit::AtOnce(Tier::Full) => "at-once",
-            Jit::AtOnce(Tier::Baseline) => "at-once-baseline",
-        })
-    }
+words! { Jit, "on, off, at-once, at-once-baseline":
+    "on" => Jit::On,
+    "off" => Jit::Off,
+    "at-once" => Jit::AtOnce(Tier::Full),
+    "at-once-baseline" => Jit::AtOnce(Tier::Baseline),
 }
 
 /// The policy of nested virtualization: whether guests are offered SVM, as KVM's module parameter says.
@@ -81,26 +86,10 @@ pub enum JitMap {
     Dump,
 }
 
-impl JitMap {
-    /// Reads the value of [`JIT_MAP`].
-    fn parse(value: &str) -> std::result::Result<Self, String> {
-        match value {
-            "on" | "1" | "Y" | "y" => Ok(JitMap::On),
-            "off" | "0" | "N" | "n" => Ok(JitMap::Off),
-            "dump" => Ok(JitMap::Dump),
-            _ => Err(format!("{JIT_MAP}={value}: the value is on, off, or dump")),
-        }
-    }
-}
-
-impl fmt::Display for JitMap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            JitMap::Off => "off",
-            JitMap::On => "on",
-            JitMap::Dump => "dump",
-        })
-    }
+words! { JitMap, "on, off, dump":
+    "on" => JitMap::On,
+    "off" => JitMap::Off,
+    "dump" => JitMap::Dump,
 }
 
 /// The policy of the processor that guests are offered: [`Processor`].
@@ -120,66 +109,86 @@ pub enum Processor {
     Intel,
 }
 
-impl Processor {
-    /// Reads the value of [`CPU`].
-    fn parse(value: &str) -> std::result::Result<Self, String> {
-        match value {
-            "host" => Ok(Processor::Host),
-            "amd" => Ok(Processor::Amd),
-            "intel" => Ok(Processor::Intel),
-            _ => Err(format!("{CPU}={value}: the value is host, amd, or intel")),
-        }
-    }
+words! { Processor, "host, amd, intel":
+    "host" => Processor::Host,
+    "amd" => Processor::Amd,
+    "intel" => Processor::Intel,
 }
 
-impl fmt::Display for Processor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Processor::Host => "host",
-            Processor::Amd => "amd",
-            Processor::Intel => "intel",
-        })
-    }
-}
-
-/// Reads the value of a policy that is on or off.
-fn parse_switch(name: &str, value: &str) -> std::result::Result<bool, String> {
-    match value {
-        "on" | "1" | "Y" | "y" => Ok(true),
-        "off" | "0" | "N" | "n" => Ok(false),
-        _ => Err(format!("{name}={value}: the value is on, or off")),
-    }
-}
-
-/// `POLICY=VALUE`, as `SLAT_SET` lists them: a policy of the engine, or of the software CPU.
+/// A mechanism that is on or off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Assignment {
-    /// The engine's.
-    Memory(Setting),
-    /// The software CPU's, [`JIT`].
-    Cpu(Jit),
-    /// Whether the software CPU has SVM, [`NESTED`].
-    Nested(bool),
-    /// Which file the compiler writes for perf, [`JIT_MAP`].
-    JitMap(JitMap),
-    /// Whether memslots may have pages that are not there yet, [`USERFAULT`].
-    Userfault(bool),
-    /// Which vendor's processor guests are offered, [`CPU`].
-    Processor(Processor),
+pub struct Switch(pub bool);
+
+words! { Switch, "on, off":
+    "on" => Switch(true),
+    "off" => Switch(false),
 }
 
-impl Assignment {
-    /// Returns the name of the policy.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Assignment::Memory(setting) => setting.name(),
-            Assignment::Cpu(_) => JIT,
-            Assignment::Nested(_) => NESTED,
-            Assignment::JitMap(_) => JIT_MAP,
-            Assignment::Userfault(_) => USERFAULT,
-            Assignment::Processor(_) => CPU,
+/// Declares slat-kvm's own policies: name, values, and default.
+macro_rules! own_policies {
+    ($($(#[$doc:meta])* $NAME:ident $Name:ident($Type:ident) = $default:expr;)*) => {
+        /// `POLICY=VALUE`, as `SLAT_SET` lists them: a policy of the engine, or one that the engine does not know.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Assignment {
+            /// The engine's.
+            Memory(Setting),
+            $($(#[$doc])* $Name($Type),)*
         }
-    }
+
+        impl Assignment {
+            /// Returns all policies, each with its default.
+            pub fn defaults() -> Vec<Self> {
+                let engine = Policy::default();
+                let engine = engine.iter().map(Assignment::Memory);
+                engine.chain([$(Assignment::$Name($default),)*]).collect()
+            }
+
+            /// Returns the name of the policy.
+            pub fn name(&self) -> &'static str {
+                match self {
+                    Assignment::Memory(setting) => setting.name(),
+                    $(Assignment::$Name(_) => $NAME,)*
+                }
+            }
+
+            /// Returns the values that the policy can have, as a list for a message.
+            pub fn expected(&self) -> &'static str {
+                match self {
+                    Assignment::Memory(setting) => setting.expected(),
+                    $(Assignment::$Name(_) => $Type::EXPECTED,)*
+                }
+            }
+
+            /// Returns the value.
+            pub fn value(&self) -> &dyn fmt::Display {
+                match self {
+                    Assignment::Memory(setting) => setting.value(),
+                    $(Assignment::$Name(value) => value,)*
+                }
+            }
+
+            /// Reads a value of the policy `name`. `None`: the policy has no such value, or it is the engine's.
+            fn parse_own(name: &str, value: &str) -> Option<Self> {
+                match name {
+                    $($NAME => $Type::parse(value).map(Assignment::$Name),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+own_policies! {
+    /// Which of the guests' code is compiled.
+    JIT Jit(Jit) = Jit::default();
+    /// Whether the software CPU has SVM.
+    NESTED Nested(Switch) = Switch(true);
+    /// Which file the compiler writes for perf.
+    JIT_MAP JitMap(JitMap) = JitMap::default();
+    /// Whether memslots may have pages that are not there yet.
+    USERFAULT Userfault(Switch) = Switch(false);
+    /// Which vendor's processor guests are offered.
+    CPU Processor(Processor) = Processor::default();
 }
 
 impl FromStr for Assignment {
@@ -190,48 +199,30 @@ impl FromStr for Assignment {
         let (name, value) = text
             .split_once('=')
             .ok_or_else(|| format!("\"{text}\" is not of the form POLICY=VALUE"))?;
-        if name == JIT {
-            return Jit::parse(value).map(Assignment::Cpu);
-        }
-        if name == NESTED {
-            return parse_switch(name, value).map(Assignment::Nested);
-        }
-        if name == JIT_MAP {
-            return JitMap::parse(value).map(Assignment::JitMap);
-        }
-        if name == USERFAULT {
-            return parse_switch(name, value).map(Assignment::Userfault);
-        }
-        if name == CPU {
-            return Processor::parse(value).map(Assignment::Processor);
-        }
         match Setting::parse(name, value) {
-            Ok(setting) => Ok(Assignment::Memory(setting)),
-            Err(PolicyError::NoSuchPolicy) => {
-                let known = Policy::default();
-                let names: Vec<_> = known.iter().map(|known| known.name()).collect();
-                let names = names.join(", ");
-                Err(format!(
-                    "there is no policy \"{name}\"; there are {names}, {JIT}, {NESTED}, {JIT_MAP}, {USERFAULT}, {CPU}"
-                ))
-            }
-            Err(error) => Err(format!("{name}={value}: {error}")),
+            Ok(setting) => return Ok(Assignment::Memory(setting)),
+            Err(PolicyError::NoSuchPolicy) => {}
+            Err(error) => return Err(format!("{name}={value}: {error}")),
         }
+        if let Some(assignment) = Self::parse_own(name, value) {
+            return Ok(assignment);
+        }
+        let known = Self::defaults();
+        Err(match known.iter().find(|known| known.name() == name) {
+            Some(known) => format!("{name}={value}: it takes {}", known.expected()),
+            None => {
+                let names: Vec<_> = known.iter().map(Self::name).collect();
+                let names = names.join(", ");
+                format!("there is no policy \"{name}\"; there are {names}")
+            }
+        })
     }
 }
 
 /// Writes what [`Assignment::from_str`] reads.
 impl fmt::Display for Assignment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Assignment::Memory(setting) => write!(f, "{}={}", setting.name(), setting.value()),
-            Assignment::Cpu(jit) => write!(f, "{JIT}={jit}"),
-            Assignment::Nested(on) | Assignment::Userfault(on) => {
-                write!(f, "{}={}", self.name(), if *on { "on" } else { "off" })
-            }
-            Assignment::JitMap(map) => write!(f, "{JIT_MAP}={map}"),
-            Assignment::Processor(processor) => write!(f, "{CPU}={processor}"),
-        }
+        write!(f, "{}={}", self.name(), self.value())
     }
 }
 
@@ -305,10 +296,10 @@ impl Policies {
         for word in set.split(',').filter(|word| !word.is_empty()) {
             match word.parse() {
                 Ok(Assignment::Memory(setting)) => settings.push(setting),
-                Ok(Assignment::Cpu(value)) => jit = value,
-                Ok(Assignment::Nested(value)) => nested = value,
+                Ok(Assignment::Jit(value)) => jit = value,
+                Ok(Assignment::Nested(Switch(value))) => nested = value,
                 Ok(Assignment::JitMap(value)) => jit_map = value,
-                Ok(Assignment::Userfault(value)) => userfault = value,
+                Ok(Assignment::Userfault(Switch(value))) => userfault = value,
                 Ok(Assignment::Processor(value)) => processor = value,
                 Err(error) => return Err(format!("SLAT_SET: {error}")),
             }
@@ -454,22 +445,14 @@ mod tests {
 
     #[test]
     fn an_assignment_is_read_as_it_is_written() {
-        let all = Policy::default().iter().map(Assignment::Memory);
-        let tiers = [Tier::Baseline, Tier::Full].map(Jit::AtOnce);
-        let jit = [Jit::Off, Jit::On]
-            .into_iter()
-            .chain(tiers)
-            .map(Assignment::Cpu);
-        let switches = [Assignment::Nested, Assignment::Userfault];
-        let switches = switches
-            .map(|of| [false, true].map(of))
-            .into_iter()
-            .flatten();
-        let jit_map = [JitMap::Off, JitMap::On, JitMap::Dump].map(Assignment::JitMap);
-        let processors = [Processor::Host, Processor::Amd, Processor::Intel];
-        let processors = processors.map(Assignment::Processor);
-        for assignment in (all.chain(jit).chain(switches).chain(jit_map)).chain(processors) {
-            assert_eq!(assignment.to_string().parse(), Ok(assignment));
+        for default in Assignment::defaults() {
+            assert_eq!(default.to_string().parse(), Ok(default));
+            let words = default.expected().split(", ");
+            for word in words.filter(|word| !word.contains(' ')) {
+                let text = format!("{}={word}", default.name());
+                let parsed: Assignment = text.parse().unwrap();
+                assert_eq!(parsed.to_string(), text);
+            }
         }
     }
 
@@ -503,17 +486,17 @@ mod tests {
         assert!(
             parse(&[("SLAT_SET", "jit=hot")])
                 .unwrap_err()
-                .contains("on, off, at-once, or at-once-baseline")
+                .contains("on, off, at-once, at-once-baseline")
         );
         assert!(
             parse(&[("SLAT_SET", "jit_map=maybe")])
                 .unwrap_err()
-                .contains("on, off, or dump")
+                .contains("on, off, dump")
         );
         assert!(
             parse(&[("SLAT_SET", "cpu=via")])
                 .unwrap_err()
-                .contains("host, amd, or intel")
+                .contains("host, amd, intel")
         );
         assert!(
             parse(&[("SLAT_SET", "mmio_caching=7")])

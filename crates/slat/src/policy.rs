@@ -120,6 +120,13 @@ macro_rules! policies {
                 }
             }
 
+            /// Returns the values that the policy can have, as a list for a message.
+            pub fn expected(&self) -> &'static str {
+                match self {
+                    $(Setting::$Name(_) => <$Type as Value>::EXPECTED,)*
+                }
+            }
+
             /// Returns the value for display, as [`Setting::parse`] takes it.
             pub fn value(&self) -> &dyn fmt::Display {
                 match self {

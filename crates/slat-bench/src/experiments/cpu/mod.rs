@@ -268,7 +268,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             variants.insert(0, tcg::NAME);
             bench.note(format!("tcg is that of {version}."));
         }
-        None => bench.note("cpu: there is no QEMU here to compare with.".to_owned()),
+        None => bench.note_missing("cpu: there is no QEMU here to compare with.".to_owned()),
     }
     let size = bench.size;
     let [works, for_kvm, start] =

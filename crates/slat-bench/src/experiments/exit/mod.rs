@@ -196,7 +196,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         _ => None,
     };
     let Some(slat) = bench.others.slat.clone() else {
-        bench.note("exit: not measured without the slat command".to_owned());
+        bench.note_missing("exit: not measured without the slat command".to_owned());
         return Ok(());
     };
     for _ in 0..rounds {

@@ -28,7 +28,7 @@ const SETTLING: Duration = Duration::from_secs(5);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     let Some(linux) = bench.others.linux.clone() else {
-        bench.note(
+        bench.note_missing(
             "vmm: Linux was not measured: --materials DIR names its kernel and its initrd, which conformance/vmm/materials (in slat's sources) prepares.".to_owned(),
         );
         return Ok(());
@@ -38,7 +38,7 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
         match look_for(guest, &linux) {
             Ok(version) => bench.note(format!("tcg is that of {version}.")),
             Err(why) => {
-                bench.note(format!("vmm: {} was not measured: {why}.", guest.case));
+                bench.note_missing(format!("vmm: {} was not measured: {why}.", guest.case));
                 continue;
             }
         }

@@ -92,6 +92,7 @@ mod tests {
         let report = crate::run_with(&[&EXPERIMENT], Size::Tiny, others).unwrap();
         let notes = report.notes();
         assert_eq!(notes.len(), guests::GUESTS.len());
+        assert!(report.is_partial());
         for (guest, note) in guests::GUESTS.iter().zip(notes) {
             let command = format!("conformance/vmm/materials /nonexistent {}", guest.what);
             assert!(note.contains(command.trim_end()), "{note}");
