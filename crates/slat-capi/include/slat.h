@@ -253,10 +253,11 @@ int slat_fallocate(int fd, int mode, off_t offset, off_t size);
 int slat_vm_create(uint32_t format, const struct slat_platform *platform, struct slat_vm **vm);
 
 /**
- * Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are not.
+ * Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are not. Does nothing with
+ * `NULL`.
  *
  * # Safety
- * - `vm` is from `slat_vm_create`, and is not used any more. No CPU can walk its tables once its vCPUs are destroyed.
+ * - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables once its vCPUs are destroyed.
  */
 void slat_vm_destroy(struct slat_vm *vm);
 
@@ -356,10 +357,10 @@ int slat_vm_invalidate(const struct slat_vm *vm, uint64_t start, uint64_t size, 
 int slat_vcpu_create(const struct slat_vm *vm, struct slat_vcpu **vcpu);
 
 /**
- * Destroys a vCPU.
+ * Destroys a vCPU. Does nothing with `NULL`.
  *
  * # Safety
- * - `vcpu` is from `slat_vcpu_create`, and is not used any more. Its CPU is not in the guest.
+ * - `vcpu` is from `slat_vcpu_create` or `NULL`, and is not used any more. Its CPU is not in the guest.
  */
 void slat_vcpu_destroy(struct slat_vcpu *vcpu);
 
@@ -376,7 +377,7 @@ int slat_vcpu_fault(struct slat_vcpu *vcpu, uint64_t gpa, uint32_t access);
 
 /**
  * Returns why the engine has refused something to this thread last, and what to do about it: a text that is valid until the thread's next
- * call. A value that a call does not know, such as a format, changes no text.
+ * call. Each call that returns a negative errno has one.
  */
 const char *slat_last_error(void);
 

@@ -3,9 +3,9 @@
 use slat_capi::engine::platform::{slat_page, slat_platform};
 use slat_capi::engine::*;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 const PAGE: usize = 4096;
 /// Pages of guest memory, whose backing is their host frame.
@@ -47,15 +47,34 @@ unsafe extern "C" fn resolve(_: *mut c_void, backing: u64, _: u32, page: *mut sl
     0
 }
 
+/// Says that pages have the size to which the context points.
+unsafe extern "C" fn resolve_sized(
+    context: *mut c_void,
+    backing: u64,
+    access: u32,
+    page: *mut slat_page,
+) -> c_int {
+    // SAFETY: the context of the test, and a live struct.
+    unsafe {
+        (*page).size = (*context.cast::<AtomicU64>()).load(Relaxed);
+        resolve(context, backing, access, page)
+    }
+}
+
+/// Gives frames their addresses.
+extern "C" fn plain_address(_: *mut c_void, frame: u64) -> *mut c_void {
+    std::ptr::with_exposed_provenance_mut(frame as usize * PAGE)
+}
+
 extern "C" fn flush(_: *mut c_void, _: u64, _: u64) {}
 
 extern "C" fn wait(_: *mut c_void, _: u32) {
     std::thread::yield_now();
 }
 
-fn create(broken: &AtomicBool) -> *mut slat_vm {
-    let platform = slat_platform {
-        context: std::ptr::from_ref(broken).cast_mut().cast(),
+fn platform<T>(context: &T) -> slat_platform {
+    slat_platform {
+        context: std::ptr::from_ref(context).cast_mut().cast(),
         allocate: Some(allocate),
         free: Some(free),
         address: Some(address),
@@ -63,7 +82,11 @@ fn create(broken: &AtomicBool) -> *mut slat_vm {
         flush: Some(flush),
         wait: Some(wait),
         drain: None,
-    };
+    }
+}
+
+fn create(broken: &AtomicBool) -> *mut slat_vm {
+    let platform = platform(broken);
     let mut vm = null_mut();
     // SAFETY: live arguments.
     let created = unsafe { slat_vm_create(SLAT_EPT, &platform, &mut vm) };
@@ -90,5 +113,95 @@ fn after_a_panic_every_call_of_the_vm_answers_eio() {
         slat_vcpu_destroy(vcpu);
         slat_vm_destroy(vm);
         slat_vm_destroy(other);
+    }
+}
+
+/// Returns what the last refusal of this thread says.
+fn last_error() -> String {
+    // SAFETY: a text that is valid until the next call.
+    let text = unsafe { CStr::from_ptr(message::slat_last_error()) };
+    text.to_str().unwrap().to_owned()
+}
+
+/// Checks that a call was refused with `errno`, and that the text has `words`.
+fn refused(answer: c_int, errno: c_int, words: &str) {
+    let text = last_error();
+    assert_eq!(answer, -errno, "{text}");
+    assert!(text.contains(words), "{text}");
+}
+
+#[test]
+fn each_refusal_says_what_is_wrong() {
+    let broken = AtomicBool::new(false);
+    let (mut vm, mut vcpu, mut frame) = (null_mut(), null_mut(), 0);
+    let lacks = slat_platform {
+        flush: None,
+        ..platform(&broken)
+    };
+    // SAFETY: live arguments and objects.
+    unsafe {
+        let mut create =
+            |format, platform: &slat_platform| slat_vm_create(format, platform, &mut vm);
+        refused(create(SLAT_EPT, &lacks), libc::EINVAL, "callback flush");
+        refused(create(99, &platform(&broken)), libc::EINVAL, "format 99");
+        let vm = self::create(&broken);
+        assert_eq!(slat_vcpu_create(vm, &mut vcpu), 0);
+        refused(
+            slat_vm_lookup(vm, 0x5000, &mut frame),
+            libc::ENOENT,
+            "0x5000",
+        );
+        refused(slat_vcpu_fault(vcpu, 0x7000, 3), libc::EINVAL, "access 3");
+        let change = {
+            extern "C-unwind" fn change(_: *mut c_void) -> c_int {
+                0
+            }
+            change
+        };
+        let invalidated = slat_vm_invalidate(vm, u64::MAX, 2, change, null_mut());
+        refused(invalidated, libc::EINVAL, "beyond 64 bits");
+        broken.store(true, Relaxed);
+        assert_eq!(slat_vm_set_region(vm, 0, 0, MEMORY, MEMORY, 0), 0);
+        refused(slat_vcpu_fault(vcpu, 0, SLAT_READ), libc::EIO, "destroy");
+        slat_vcpu_destroy(vcpu);
+        slat_vm_destroy(vm);
+    }
+}
+
+#[test]
+fn a_page_of_no_size_is_not_mapped() {
+    let size = AtomicU64::new(0);
+    let platform = slat_platform {
+        address: Some(plain_address),
+        resolve: Some(resolve_sized),
+        ..platform(&size)
+    };
+    let (mut vm, mut vcpu, mut frame) = (null_mut(), null_mut(), 0);
+    // SAFETY: live arguments and objects.
+    unsafe {
+        assert_eq!(slat_vm_create(SLAT_EPT, &platform, &mut vm), 0);
+        assert_eq!(slat_vcpu_create(vm, &mut vcpu), 0);
+        assert_eq!(slat_vm_set_region(vm, 0, 0, MEMORY, MEMORY, 0), 0);
+        for wrong in [0, 3, 2048, 0x1800] {
+            size.store(wrong, Relaxed);
+            let fault = slat_vcpu_fault(vcpu, 0x3000, SLAT_READ);
+            refused(fault, libc::EFAULT, &format!("resolve: {wrong:#x} bytes"));
+            assert_eq!(slat_vm_lookup(vm, 0x3000, &mut frame), -libc::ENOENT);
+        }
+        size.store(4096, Relaxed);
+        assert_eq!(slat_vcpu_fault(vcpu, 0x3000, SLAT_READ), 0);
+        assert_eq!(slat_vm_lookup(vm, 0x3000, &mut frame), 0);
+        assert_eq!(frame, MEMORY / PAGE as u64 + 3);
+        slat_vcpu_destroy(vcpu);
+        slat_vm_destroy(vm);
+    }
+}
+
+#[test]
+fn nothing_is_destroyed_as_nothing() {
+    // SAFETY: NULL is allowed.
+    unsafe {
+        slat_vcpu_destroy(null_mut());
+        slat_vm_destroy(null_mut());
     }
 }

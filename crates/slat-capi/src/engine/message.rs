@@ -6,17 +6,34 @@ use std::fmt::Display;
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
+    static BLAME: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Keeps the text of an error for [`slat_last_error`]. Returns the errno.
+/// Keeps the text of an error for [`slat_last_error`], after what the platform has answered wrongly in this call, if it did. Returns the
+/// errno.
 pub(super) fn refused(errno: c_int, error: &impl Display) -> c_int {
-    let text = CString::new(error.to_string()).expect("the engine's texts have no NUL");
-    LAST.replace(text);
+    let text = match BLAME.take() {
+        Some(blame) => format!("{blame}: {error}"),
+        None => error.to_string(),
+    };
+    let text = CString::new(text.replace('\0', "?")).unwrap_or_default();
+    // At a thread's end nobody asks any more.
+    let _ = LAST.try_with(|last| last.replace(text));
     errno
 }
 
+/// Forgets what callbacks have answered in earlier calls.
+pub(super) fn begin() {
+    BLAME.take();
+}
+
+/// Keeps what a callback has answered wrongly, until the call that made it is refused.
+pub(super) fn blame(answer: String) {
+    BLAME.set(Some(answer));
+}
+
 /// Returns why the engine has refused something to this thread last, and what to do about it: a text that is valid until the thread's next
-/// call. A value that a call does not know, such as a format, changes no text.
+/// call. Each call that returns a negative errno has one.
 #[unsafe(no_mangle)]
 pub extern "C" fn slat_last_error() -> *const c_char {
     // At a thread's end there is none.

@@ -66,15 +66,19 @@ struct Handle {
 
 type Done = Result<c_int, c_int>;
 
+/// Why a VM answers no call any more.
+const DEAD: &str = "a call of this VM has failed in the engine or in a callback, which is a defect of either; destroy the VM";
+
 impl Handle {
     /// Does a call of this VM or of its vCPUs. After one that panics all fail with `EIO`.
     fn call(&self, work: impl FnOnce() -> Done) -> c_int {
+        message::begin();
         if self.dead.load(SeqCst) {
-            return -libc::EIO;
+            return -refused(libc::EIO, &DEAD);
         }
         let done = without_panic(work).unwrap_or_else(|| {
             self.dead.store(true, SeqCst);
-            Err(libc::EIO)
+            Err(refused(libc::EIO, &DEAD))
         });
         done.unwrap_or_else(|errno| -errno)
     }
@@ -94,7 +98,12 @@ pub unsafe extern "C" fn slat_vm_create(
 ) -> c_int {
     let create = || {
         // SAFETY: the caller's.
-        let platform = unsafe { Callbacks::new(&*platform) }.ok_or(libc::EINVAL)?;
+        let platform = unsafe { Callbacks::new(&*platform) };
+        let platform = platform.map_err(|missing| {
+            let text =
+                format_args!("creating a VM: struct slat_platform lacks the callback {missing}");
+            refused(libc::EINVAL, &text)
+        })?;
         let config = Config::default();
         let created = match format {
             SLAT_EPT => vm::create::<Ept>(platform, config),
@@ -107,7 +116,12 @@ pub unsafe extern "C" fn slat_vm_create(
             SLAT_SV57X4 => vm::create::<Sv57x4>(platform, config),
             SLAT_STAGE2_16K => vm::create::<Stage2Kib16<48>>(platform, config),
             SLAT_STAGE2_64K => vm::create::<Stage2Kib64<48>>(platform, config),
-            _ => Err(libc::EINVAL),
+            _ => {
+                let text = format_args!(
+                    "creating a VM: there is no format {format}; SLAT_EPT is {SLAT_EPT}, the last one {SLAT_STAGE2_64K}"
+                );
+                Err(refused(libc::EINVAL, &text))
+            }
         };
         let handle = Arc::new(Handle {
             vm: created?,
@@ -117,16 +131,20 @@ pub unsafe extern "C" fn slat_vm_create(
         unsafe { *vm = Box::into_raw(Box::new(slat_vm(handle))) };
         Ok(0)
     };
-    let done: Done = without_panic(create).unwrap_or(Err(libc::EIO));
+    let done: Done = without_panic(create).unwrap_or_else(|| Err(refused(libc::EIO, &DEAD)));
     done.unwrap_or_else(|errno| -errno)
 }
 
-/// Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are not.
+/// Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are not. Does nothing with
+/// `NULL`.
 ///
 /// # Safety
-/// - `vm` is from `slat_vm_create`, and is not used any more. No CPU can walk its tables once its vCPUs are destroyed.
+/// - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables once its vCPUs are destroyed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_destroy(vm: *mut slat_vm) {
+    if vm.is_null() {
+        return;
+    }
     // SAFETY: the caller's.
     let slat_vm(handle) = *unsafe { Box::from_raw(vm) };
     discard(handle.clone(), handle);
@@ -215,7 +233,8 @@ pub unsafe extern "C" fn slat_vm_root(vm: *const slat_vm, frame: *mut u64) -> c_
     // SAFETY: the caller's.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
-        let root = handle.vm.root().ok_or(libc::ENOENT)?;
+        let none = || refused(libc::ENOENT, &"the VM's MMU has no root table");
+        let root = handle.vm.root().ok_or_else(none)?;
         // SAFETY: the caller's.
         unsafe { *frame = root.0 };
         Ok(0)
@@ -233,7 +252,13 @@ pub unsafe extern "C" fn slat_vm_lookup(vm: *const slat_vm, gpa: u64, frame: *mu
     // SAFETY: the caller's.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
-        let mapping = handle.vm.lookup(Gpa(gpa)).ok_or(libc::ENOENT)?;
+        let none = || {
+            refused(
+                libc::ENOENT,
+                &format_args!("looking up {gpa:#x}: it is not mapped"),
+            )
+        };
+        let mapping = handle.vm.lookup(Gpa(gpa)).ok_or_else(none)?;
         // SAFETY: the caller's.
         unsafe { *frame = mapping.pfn.0 };
         Ok(0)
@@ -309,7 +334,13 @@ pub unsafe extern "C" fn slat_vm_invalidate(
     // SAFETY: the caller's.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
-        let end = start.checked_add(size).ok_or(libc::EINVAL)?;
+        let beyond = || {
+            let text = format_args!(
+                "invalidating {size:#x} bytes at {start:#x}: the range goes beyond 64 bits"
+            );
+            refused(libc::EINVAL, &text)
+        };
+        let end = start.checked_add(size).ok_or_else(beyond)?;
         Ok((handle.vm).invalidate(Hva(start)..Hva(end), &mut || change(context)))
     })
 }
@@ -335,12 +366,15 @@ pub unsafe extern "C" fn slat_vcpu_create(vm: *const slat_vm, vcpu: *mut *mut sl
     })
 }
 
-/// Destroys a vCPU.
+/// Destroys a vCPU. Does nothing with `NULL`.
 ///
 /// # Safety
-/// - `vcpu` is from `slat_vcpu_create`, and is not used any more. Its CPU is not in the guest.
+/// - `vcpu` is from `slat_vcpu_create` or `NULL`, and is not used any more. Its CPU is not in the guest.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vcpu_destroy(vcpu: *mut slat_vcpu) {
+    if vcpu.is_null() {
+        return;
+    }
     // SAFETY: the caller's.
     let slat_vcpu { vm, vcpu } = *unsafe { Box::from_raw(vcpu) };
     discard(vm, vcpu);
@@ -362,7 +396,10 @@ pub unsafe extern "C" fn slat_vcpu_fault(vcpu: *mut slat_vcpu, gpa: u64, access:
             SLAT_READ => Access::Read,
             SLAT_WRITE => Access::Write,
             SLAT_EXECUTE => Access::Execute,
-            _ => return Err(libc::EINVAL),
+            _ => {
+                let text = format_args!("a fault at {gpa:#x}: there is no access {access}; take SLAT_READ, SLAT_WRITE or SLAT_EXECUTE");
+                return Err(refused(libc::EINVAL, &text));
+            }
         };
         vcpu.fault(Gpa(gpa), access)
     })

@@ -1,5 +1,6 @@
 //! The engine's platform, made of a C program's callbacks.
 
+use super::message::blame;
 use slat::{
     Entries, Gfn, Granule, HostPage, HostRun, Hva, Level, MetaMap, Pfn, Platform, Request,
     ResolveError, Stale, TableMeta, VmId, WaitFor,
@@ -79,20 +80,20 @@ unsafe impl Send for Callbacks {}
 unsafe impl Sync for Callbacks {}
 
 impl Callbacks {
-    /// `None`: a callback is missing.
+    /// An error is the name of a callback that is missing.
     ///
     /// # Safety
     /// - The callbacks keep what [`slat_platform`] says.
-    pub(super) unsafe fn new(client: &slat_platform) -> Option<Self> {
-        Some(Callbacks {
+    pub(super) unsafe fn new(client: &slat_platform) -> Result<Self, &'static str> {
+        Ok(Callbacks {
             granule: Granule::Kib4,
             context: client.context,
-            allocate: client.allocate?,
-            free: client.free?,
-            address: client.address?,
-            resolve: client.resolve?,
-            flush: client.flush?,
-            wait: client.wait?,
+            allocate: client.allocate.ok_or("allocate")?,
+            free: client.free.ok_or("free")?,
+            address: client.address.ok_or("address")?,
+            resolve: client.resolve.ok_or("resolve")?,
+            flush: client.flush.ok_or("flush")?,
+            wait: client.wait.ok_or("wait")?,
             drain: client.drain,
             metas: MetaMap::new(),
         })
@@ -103,11 +104,29 @@ impl Callbacks {
         Callbacks { granule, ..self }
     }
 
-    fn level(&self, size: u64) -> Level {
-        [Level::GIGA, Level::MEGA]
-            .into_iter()
-            .find(|level| self.granule.pages(*level) <= size >> self.granule.shift())
-            .unwrap_or(Level::PAGE)
+    /// Returns the largest level whose leaves are not larger than `size`. `None`: there is no page of that size.
+    fn level(&self, size: u64) -> Option<Level> {
+        if !size.is_power_of_two() {
+            return None;
+        }
+        let levels = [Level::GIGA, Level::MEGA, Level::PAGE];
+        let fits = |level: &Level| self.granule.pages(*level) <= size >> self.granule.shift();
+        levels.into_iter().find(fits)
+    }
+
+    /// Returns the page that `resolve` has described. One that cannot be is a bad address, and the text of the error says why.
+    fn page(&self, backing: u64, page: &slat_page) -> Result<HostPage, ResolveError> {
+        let Some(level) = self.level(page.size) else {
+            blame(format!(
+                "resolve: {:#x} bytes are no size of a page, for the memory at {backing:#x}; give {:#x}, or what more is next to it",
+                page.size,
+                self.granule.bytes()
+            ));
+            return Err(ResolveError::BadAddress);
+        };
+        Ok(HostPage::new(Pfn(page.frame), level)
+            .with_writable(page.writable)
+            .with_execute(page.executable))
     }
 }
 
@@ -161,9 +180,7 @@ unsafe impl Platform for Callbacks {
         let (backing, access) = (request.backing.0, request.access as u32);
         // SAFETY: the client's callback, which gets a live struct.
         match -unsafe { (self.resolve)(self.context, backing, access, &mut page) } {
-            0 => Ok(HostPage::new(Pfn(page.frame), self.level(page.size))
-                .with_writable(page.writable)
-                .with_execute(page.executable)),
+            0 => self.page(backing, &page),
             libc::ENOMEM => Err(ResolveError::OutOfMemory),
             libc::EINTR => Err(ResolveError::Interrupted),
             libc::EAGAIN => Err(ResolveError::Absent),

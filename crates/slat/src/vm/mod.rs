@@ -63,6 +63,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::fmt;
+use core::ops::RangeInclusive;
 
 use crate::addr::{Granule, Pfn};
 use crate::format::{Format, can_shadow, check_limits};
@@ -89,7 +90,7 @@ pub struct Config {
     /// The number of address spaces, each with its own memslots and tables (x86 has a second one for SMM). At least one
     /// is made, and at most 65536 can be.
     pub spaces: usize,
-    /// The width of the machine's physical addresses in bits (MAXPHYADDR). If the format's MMIO entries need a
+    /// The width of the machine's physical addresses in bits (MAXPHYADDR), from 32 to 56. If the format's MMIO entries need a
     /// reserved address bit, and the machine has none, MMIO is not cached.
     pub physical_bits: u32,
     /// Which mechanisms it uses.
@@ -150,6 +151,9 @@ impl Config {
     }
 }
 
+/// The widths of physical addresses that the architectures have: from x86 without PAE to RISC-V.
+const PHYSICAL_BITS: RangeInclusive<u32> = 32..=56;
+
 /// Why a VM was not created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -173,6 +177,8 @@ pub enum CreateVmError {
         /// The name of the format.
         format: &'static str,
     },
+    /// No machine has physical addresses of so many bits ([`Config::physical_bits`]).
+    NoSuchWidth(u32),
     /// More address spaces than a dirty ring tells apart: 65536.
     TooManySpaces(usize),
     /// No frame for a root table, or no heap memory.
@@ -202,6 +208,12 @@ impl fmt::Display for CreateVmError {
             CreateVmError::NoNested { format } => write!(
                 f,
                 "creating a VM: tables of format {format} cannot shadow nested ones; leave Config::nested false"
+            ),
+            CreateVmError::NoSuchWidth(bits) => write!(
+                f,
+                "creating a VM: physical addresses of {bits} bits; give the width that the processor tells, from {} to {}",
+                PHYSICAL_BITS.start(),
+                PHYSICAL_BITS.end()
             ),
             CreateVmError::TooManySpaces(spaces) => write!(
                 f,
@@ -328,6 +340,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 platform: platform.granule(),
                 format: F::GRANULE,
             });
+        }
+        if !PHYSICAL_BITS.contains(&config.physical_bits) {
+            return Err(CreateVmError::NoSuchWidth(config.physical_bits));
         }
         if config.spaces > RingSlot::SPACES {
             return Err(CreateVmError::TooManySpaces(config.spaces));

@@ -1,7 +1,8 @@
 //! MMIO: accesses outside memslots and beyond the tables, and writes to read-only memslots.
 
 use crate::machine::{NONE, REMAP_2M, REMAP_4K, set, touch, vm};
-use slat::{Access::*, Ept, Gpa, Level, SlotFlags, Stop};
+use slat::{Access::*, Config, CreateVmError, Ept, Gpa, Level, SlotFlags, Stop, Vm};
+use slat_model::SimPlatform;
 
 #[test]
 fn mmio_entries_of_an_old_generation_are_not_believed() {
@@ -69,4 +70,18 @@ fn no_slot_is_found_beyond_the_tables_however_many_bits_the_address_has() {
         );
     }
     vcpu.leave();
+}
+
+/// MMIO entries depend on the width of physical addresses.
+#[test]
+fn a_width_that_no_machine_has_is_refused() {
+    for (bits, is_one) in [(0, false), (31, false), (32, true), (56, true), (99, false)] {
+        let config = Config::default().with_physical_bits(bits);
+        let created = Vm::<_, Ept>::new(SimPlatform::new(8), config).map(drop);
+        let expected = match is_one {
+            true => Ok(()),
+            false => Err(CreateVmError::NoSuchWidth(bits)),
+        };
+        assert_eq!(created, expected);
+    }
 }
