@@ -202,7 +202,7 @@ fn check_elf(file: &Path) -> Result<Reach, Refusal> {
         .find_map(|s| s.interpreter(endian, &*data).ok().flatten());
     if gains_rights(file) {
         return refuse(
-            "is set-user-id or set-group-id, and gains no rights where slat reaches it; if it starts the KVM program, have it start `slat run -- PROGRAM`",
+            "is set-user-id or set-group-id: slat cannot be in a program that gains rights. Run it without slat; if it starts a KVM program, let it start `slat run -- PROGRAM` in place of that",
         );
     }
     let Some(interpreter) = interpreter else {

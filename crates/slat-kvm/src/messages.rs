@@ -4,11 +4,10 @@
 //! calls. It always names instructions that the CPU lacks, once each.
 
 use crate::process::PerProcess;
-use slat::{RegionError, Stop};
 use slat_process::file_size::limited;
 use slat_process::once::Computed;
 use std::collections::BTreeSet;
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
@@ -44,15 +43,10 @@ pub(crate) fn print(text: &str) {
     }
 }
 
-pub(crate) fn refused_region(error: &RegionError) {
+/// Explains why a call is refused, or a guest stopped.
+pub(crate) fn explain(why: impl Display) {
     if explains() {
-        say(format_args!("{error}"));
-    }
-}
-
-pub(crate) fn stopped(stop: &Stop) {
-    if explains() {
-        say(format_args!("{stop}"));
+        say(format_args!("{why}"));
     }
 }
 

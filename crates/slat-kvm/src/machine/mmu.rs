@@ -95,12 +95,12 @@ impl VcpuMachine {
                 Unreachable::Fault(Fault::BadAddress)
             }
             Stop::OutOfMemory { .. } => {
-                crate::messages::stopped(&stop);
+                crate::messages::explain(&stop);
                 Unreachable::Fault(Fault::OutOfMemory)
             }
             // `BadAddress`.
             _ => {
-                crate::messages::stopped(&stop);
+                crate::messages::explain(&stop);
                 Unreachable::Fault(Fault::BadAddress)
             }
         }

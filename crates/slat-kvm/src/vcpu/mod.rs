@@ -25,12 +25,13 @@ use crate::machine::VcpuMachine;
 use crate::run_page::{RING_OFFSET, RunPage};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
-use crate::{clock, coalesced, debugger, events, publish, report};
+use crate::{clock, coalesced, debugger, events, messages, publish, report};
 use kvm_bindings::*;
 use slat::{DirtyRing, Shared};
 use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Lapic};
 use slat_x86::Cpu;
 use std::ffi::c_int;
+use std::fmt::Display;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -139,13 +140,24 @@ impl VmObject {
     /// `EINVAL` for an id or a number beyond the limits, `EEXIST` for an id in use, `ENOMEM`, `EMFILE`.
     pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(Shared<VcpuObject>, OwnedFd)> {
         let _call = self.begin()?;
-        let id = u32::try_from(id).map_err(|_| Error::new(libc::EINVAL))?;
+        let refuse = |errno, why: &dyn Display| {
+            messages::explain(format_args!("creating vCPU {id}: {why}"));
+            fail(errno)
+        };
+        let known = u32::try_from(id).ok().filter(|id| *id < MAX_VCPU_ID);
+        let Some(id) = known.filter(|id| self.allows_vcpu_id(*id)) else {
+            return refuse(
+                libc::EINVAL,
+                &format_args!("ids are below {MAX_VCPU_ID}, or below the VM's KVM_CAP_MAX_VCPU_ID"),
+            );
+        };
         let mut vcpus = self.vcpus_mut();
-        if id >= MAX_VCPU_ID || !self.allows_vcpu_id(id) || vcpus.len() >= MAX_VCPUS as usize {
-            return fail(libc::EINVAL);
+        if vcpus.len() >= MAX_VCPUS as usize {
+            let why = format_args!("the VM has {MAX_VCPUS} vCPUs, which is the most");
+            return refuse(libc::EINVAL, &why);
         }
         let Err(at) = vcpus.place(id) else {
-            return fail(libc::EEXIST);
+            return refuse(libc::EEXIST, &"the VM has one with this id");
         };
         vcpus.reserve()?;
         let (page, fd) = RunPage::create(id, self.rings.size())?;

@@ -178,6 +178,6 @@ impl VmObject {
 
 /// Reports a refused region to the user, and returns KVM's error.
 fn refused(error: RegionError) -> Error {
-    messages::refused_region(&error);
+    messages::explain(&error);
     Error::new(error.errno())
 }
