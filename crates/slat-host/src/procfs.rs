@@ -39,11 +39,83 @@ fn close_own(fd: i32) {
     let _ = unsafe { calls::make(Call::Close, [fd as usize, 0, 0, 0, 0, 0]) };
 }
 
+/// The descriptor of `/proc` of a process whose root may have none; -1: its own path leads there.
+static DIRECTORY: AtomicI32 = AtomicI32::new(-1);
+
+/// Opens `/proc`, for this process and the programs that it executes. Call before the root changes. Async-signal-safe.
+pub fn keep_directory() {
+    if DIRECTORY.load(Relaxed) != -1 {
+        return;
+    }
+    let flags = libc::O_PATH | libc::O_DIRECTORY;
+    let path = c"/proc".as_ptr() as usize;
+    let arguments = [libc::AT_FDCWD as usize, path, flags as usize, 0, 0, 0];
+    // SAFETY: a path that ends with 0.
+    let opened = unsafe { calls::raw(libc::SYS_openat, arguments) };
+    if opened >= 0 {
+        DIRECTORY.store(moved_up(opened as i32), Relaxed);
+    }
+}
+
+/// Sets the descriptor of `/proc` that this program was given.
+pub fn set_directory(fd: i32) {
+    DIRECTORY.store(fd, Relaxed);
+}
+
+/// Returns the descriptor of `/proc`, if there is one. Async-signal-safe.
+pub fn directory() -> Option<i32> {
+    let fd = DIRECTORY.load(Relaxed);
+    (fd != -1).then_some(fd)
+}
+
+/// Call before the program gives the number `fd` to another file: the descriptor of `/proc` gets another one. Async-signal-safe.
+pub fn replaced(fd: i32) {
+    if directory() == Some(fd) {
+        let arguments = [
+            fd as usize,
+            libc::F_DUPFD as usize,
+            fd as usize + 1,
+            0,
+            0,
+            0,
+        ];
+        // SAFETY: a plain call on a descriptor of our own.
+        let new = unsafe { calls::raw(libc::SYS_fcntl, arguments) };
+        DIRECTORY.store(new.max(-1) as i32, Relaxed);
+    }
+}
+
+/// Moves a descriptor above those of the program, if the process's limit allows it. Returns its number.
+fn moved_up(fd: i32) -> i32 {
+    let lowest = ProcFile::LOWEST as usize;
+    let arguments = [fd as usize, libc::F_DUPFD as usize, lowest, 0, 0, 0];
+    // SAFETY: plain calls on a descriptor of our own.
+    unsafe {
+        let high = calls::raw(libc::SYS_fcntl, arguments);
+        if high < 0 {
+            return fd;
+        }
+        calls::raw(libc::SYS_close, [fd as usize, 0, 0, 0, 0, 0]);
+        high as i32
+    }
+}
+
+/// Returns the descriptor of the directory, and the path from there, by which a file below `/proc` is reached: `AT_FDCWD` and `path` itself
+/// where no other descriptor is needed.
+pub fn reached_by(path: &CStr) -> (i32, &CStr) {
+    let rest = path.to_bytes_with_nul().strip_prefix(b"/proc/");
+    let rest = rest.and_then(|rest| CStr::from_bytes_with_nul(rest).ok());
+    match (directory(), rest) {
+        (Some(fd), Some(rest)) => (fd, rest),
+        _ => (libc::AT_FDCWD, path),
+    }
+}
+
 /// Opens a file for reading.
 fn open_file(path: &CStr) -> Result<i32, i32> {
-    let begin = libc::AT_FDCWD as usize;
+    let (begin, path) = reached_by(path);
     let flags = (libc::O_RDONLY | libc::O_CLOEXEC) as usize;
-    let arguments = [begin, path.as_ptr() as usize, flags, 0, 0, 0];
+    let arguments = [begin as usize, path.as_ptr() as usize, flags, 0, 0, 0];
     // SAFETY: a path that ends with 0.
     unsafe { calls::make(Call::Open, arguments) }.map(|fd| fd as i32)
 }

@@ -26,7 +26,7 @@ use kvm_bindings::kvm_create_guest_memfd;
 use slat::Hva;
 use slat_host::procfs;
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, CString, c_int};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -72,10 +72,12 @@ impl GuestMemfd {
             (true, false) => (memfd(NAME, 0, true)?, libc::O_RDWR),
         };
         seal(&file, libc::F_SEAL_SEAL)?;
-        let path = format!("/proc/self/fd/{}\0", file.as_raw_fd());
+        let path = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let path = path.expect("there is no NUL in it");
+        let (begin, path) = slat_host::procfs::reached_by(&path);
         // Like KVM's, the descriptor stays open across `exec`.
         // SAFETY: the path is NUL-terminated.
-        let fd = unsafe { libc::open(path.as_ptr().cast(), access) };
+        let fd = unsafe { libc::openat(begin, path.as_ptr(), access) };
         if fd < 0 {
             return Err(last());
         }

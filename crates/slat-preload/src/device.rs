@@ -1,5 +1,6 @@
 //! `/dev/kvm` and KVM's module parameters, for programs that open files.
 
+use slat_host::procfs;
 use slat_kvm::ioctl::Object;
 use slat_kvm::system::System;
 use std::ffi::{c_int, c_uint};
@@ -63,8 +64,8 @@ impl Opening {
         // The path is that of a link.
         let flags = how.flags & !((libc::O_NOFOLLOW | libc::O_TRUNC) as u64);
         let path = DescriptorPath::new(fd.as_raw_fd());
-        let path = path.as_c_str().as_ptr() as usize;
-        let begin = libc::AT_FDCWD as usize;
+        let (begin, path) = procfs::reached_by(path.as_c_str());
+        let (begin, path) = (begin as usize, path.as_ptr() as usize);
         // SAFETY: a NUL-terminated path and a live struct.
         let opened = unsafe {
             match self {

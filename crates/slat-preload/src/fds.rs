@@ -84,12 +84,30 @@ pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
         }
     }
     // SAFETY: the caller's promise.
-    unsafe { call!(libc::SYS_close_range, first, last, flags) as c_int }
+    let close = |first, last| unsafe { call!(libc::SYS_close_range, first, last, flags) as c_int };
+    // slat's descriptor of /proc stays open: in another root it cannot be opened again.
+    match procfs::directory().map(|fd| fd as c_uint) {
+        Some(kept) if (first..=last).contains(&kept) && closes => {
+            let below = kept.checked_sub(1).filter(|below| *below >= first);
+            let answer = below.map_or(0, |below| close(first, below));
+            let above = kept + 1;
+            match answer == 0 && above <= last {
+                true => close(above, last),
+                false => answer,
+            }
+        }
+        _ => close(first, last),
+    }
 }
 
 interpose! {
     /// close(2).
     fn close(fd: c_int) -> c_int {
+        // To the program it is not open.
+        if procfs::directory() == Some(fd) {
+            set_errno(libc::EBADF);
+            return -1;
+        }
         forget(fd);
         // SAFETY: the caller's.
         unsafe { call!(libc::SYS_close, fd) as c_int }
@@ -117,6 +135,7 @@ interpose! {
 
     /// dup2(2).
     fn dup2(fd: c_int, to: c_int) -> c_int {
+        procfs::replaced(to);
         // SAFETY: the caller's.
         let new = unsafe { call!(libc::SYS_dup2, fd, to) as c_int };
         follow(fd, new);
@@ -125,6 +144,7 @@ interpose! {
 
     /// dup3(2).
     fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
+        procfs::replaced(to);
         // SAFETY: the caller's.
         let new = unsafe { call!(libc::SYS_dup3, fd, to, flags) as c_int };
         follow(fd, new);

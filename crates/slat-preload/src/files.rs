@@ -2,8 +2,8 @@
 
 use crate::device::{self, How, Opening};
 use crate::guarded::guarded;
-use crate::paths::{Special, special};
-use crate::real::{Next, call, set_errno};
+use crate::paths::{Special, is_device, special};
+use crate::real::{Next, call, errno, set_errno};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// Defines an exported C function, which runs with slat's own flags and floating point ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own must stay in force.
@@ -83,7 +83,12 @@ pub unsafe fn open_at(directory: c_int, path: *const c_char, flags: c_int, mode:
         return answer;
     }
     // SAFETY: the caller's.
-    unsafe { call!(libc::SYS_openat, directory, path, flags, mode) as c_int }
+    let opened = unsafe { call!(libc::SYS_openat, directory, path, flags, mode) as c_int };
+    // A node of KVM's under another name, on a machine without KVM.
+    if opened < 0 && errno() == libc::ENODEV && is_device(directory, path, 0) {
+        return guarded(|| device::open(opening)) as c_int;
+    }
+    opened
 }
 
 /// openat2(2), which has no function in the C library.

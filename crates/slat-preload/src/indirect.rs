@@ -5,7 +5,7 @@ use crate::device::How;
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::real::call;
-use crate::{children, fds, files, forks, ioctls, landlock, memory, status, streams, table};
+use crate::{children, fds, files, forks, ioctls, landlock, memory, roots, status, streams, table};
 use slat_kvm::{filters, user};
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
@@ -178,6 +178,11 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                     e as c_int,
                 ) as isize
             }
+            libc::SYS_chroot => roots::chroot(a as *const c_char) as isize,
+            libc::SYS_pivot_root => {
+                roots::pivot_root(a as *const c_char, b as *const c_char) as isize
+            }
+            libc::SYS_setns => roots::setns(a as c_int, b as c_int) as isize,
             libc::SYS_readlink => {
                 status::read_link_at(libc::AT_FDCWD, a as *const c_char, b as *mut c_char, c)
             }

@@ -3,7 +3,7 @@
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::memory::{self, Range};
-use crate::paths::{DescriptorPath, read_link};
+use crate::paths::{DescriptorPath, is_kvms, read_link};
 use crate::real::{Next, errno, kernel, plain, set_errno};
 use crate::{heap, table};
 use slat_host::mappings;
@@ -59,11 +59,18 @@ fn kvm(handle: &table::Handle, request: u32, argument: usize) -> Result<isize, i
     }
 }
 
-/// Finds a descriptor of `/dev/kvm` that stayed open across `exec`, or was received through a socket, by its memfd's name.
+/// Finds a descriptor of `/dev/kvm` that stayed open across `exec`, or was received through a socket, by its memfd's name; and the machine's own
+/// device, which was opened by another path, or outside.
 fn inherited(fd: c_int) -> Option<table::Handle> {
     const NAME: &[u8] = b"/memfd:kvm (deleted)";
     let mut name = [0; 64];
-    if read_link(DescriptorPath::new(fd).as_c_str(), &mut name)? != NAME {
+    // SAFETY: all-zero is a valid `stat`, which the call fills in.
+    let is_device = || unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        kernel!(libc::SYS_fstat, fd, &raw mut stat).is_ok() && is_kvms(&stat)
+    };
+    let link = DescriptorPath::new(fd);
+    if read_link(link.as_c_str(), &mut name) != Some(NAME) && !is_device() {
         return None;
     }
     crate::prepare().ok()?;

@@ -16,6 +16,8 @@
 //! | `forks` | fork: the heap is held over it |
 //! | `environment` | the environment that the program's children get |
 //! | `children` | execve and the calls like it |
+//! | `roots` | chroot and the calls like it |
+//! | `carry` | slat's own files, for programs in another root |
 //! | `ioctls` | ioctl |
 //! | `streams` | read, write, lseek |
 //! | `memory` | mmap and the calls like it: KVM's MMU notifiers |
@@ -36,6 +38,7 @@
 // The unit tests' own program does not export the symbols, so nothing calls the functions that implement them.
 #![cfg_attr(test, allow(dead_code))]
 
+mod carry;
 mod children;
 mod device;
 mod dispatch;
@@ -53,6 +56,7 @@ mod looks;
 mod memory;
 mod paths;
 mod real;
+mod roots;
 mod signals;
 mod status;
 mod streams;

@@ -12,7 +12,7 @@ use slat_kvm::thread::Section;
 use std::ffi::{CStr, c_int};
 
 /// Major and minor number of `/dev/kvm`.
-const DEVICE: (u32, u32) = (10, 232);
+pub const DEVICE: (u32, u32) = (10, 232);
 /// Inode number of files that the host lacks: too large to be allocated by counting.
 const INODE: libc::ino_t = 0x6b76_6d00;
 /// What sysfs shows as the size of every file.

@@ -7,8 +7,10 @@
 //!
 //! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the kernel returns `EFAULT`.
 
+use crate::looks::DEVICE;
 use crate::real::{Opened, kernel, raw};
 use crate::table;
+use slat_host::procfs;
 use slat_kvm::thread::Section;
 use std::ffi::{CStr, c_char, c_int};
 use std::io::Write;
@@ -55,7 +57,9 @@ pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Sp
         Special::Parameter(_) => Place::Parameters,
         Special::Descriptor(_) => Place::Descriptors,
     };
-    if leads_to(directory, path, last.start, resolve)? != place {
+    if leads_to(directory, path, last.start, resolve)? != place
+        && !(special == Special::Device && !last.slash && is_device(directory, path, resolve))
+    {
         return None;
     }
     // Guarded accesses are needed from here on: a program that asks for KVM gets slat's handlers.
@@ -165,6 +169,22 @@ fn leads_to(directory: c_int, path: *const c_char, len: usize, resolve: u64) -> 
     Place::at(found?)
 }
 
+/// Whether a path leads to a node with KVM's numbers, which a jailer has made for its program, or bound there.
+pub fn is_device(directory: c_int, path: *const c_char, resolve: u64) -> bool {
+    // SAFETY: all-zero is a valid `stat`, which the call fills in; a bad path is an error.
+    unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        let known = kernel!(libc::SYS_newfstatat, directory, path, &raw mut stat, 0);
+        resolve == 0 && known.is_ok() && is_kvms(&stat)
+    }
+}
+
+/// Whether a file is a device with KVM's numbers.
+pub fn is_kvms(stat: &libc::stat) -> bool {
+    let (major, minor) = DEVICE;
+    stat.st_mode & libc::S_IFMT == libc::S_IFCHR && stat.st_rdev == libc::makedev(major, minor)
+}
+
 /// Opens a directory as the kernel does when it resolves a path.
 fn open_directory(directory: c_int, path: &[u8; PATH_MAX], resolve: u64) -> Option<Opened> {
     let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
@@ -238,12 +258,26 @@ impl DescriptorPath {
 
 /// Reads a symbolic link. `None`: there is no such link, or its text is longer than `buffer`.
 pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
-    // SAFETY: a NUL-terminated path and a live buffer.
-    let len = unsafe {
-        let to = buffer.as_mut_ptr() as usize;
-        let arguments = [link.as_ptr() as usize, to, buffer.len(), 0, 0, 0];
-        raw(libc::SYS_readlink, arguments)
+    let to = buffer.as_mut_ptr() as usize;
+    let (number, arguments) = match procfs::reached_by(link) {
+        (libc::AT_FDCWD, link) => (
+            libc::SYS_readlink,
+            [link.as_ptr() as usize, to, buffer.len(), 0, 0, 0],
+        ),
+        (proc, link) => (
+            libc::SYS_readlinkat,
+            [
+                proc as usize,
+                link.as_ptr() as usize,
+                to,
+                buffer.len(),
+                0,
+                0,
+            ],
+        ),
     };
+    // SAFETY: a NUL-terminated path and a live buffer.
+    let len = unsafe { raw(number, arguments) };
     usize::try_from(len)
         .ok()
         .filter(|len| *len < buffer.len())

@@ -2,10 +2,10 @@
 
 use super::chain::{Chain, Reach, is_linker};
 use super::{LIBRARY, Words};
-use crate::load;
 use crate::paths::{text, word_at};
 use crate::real::{Opened, kernel, map_memory};
-use std::ffi::{CStr, c_char};
+use crate::{carry, load};
+use std::ffi::{CStr, c_char, c_int};
 use std::ptr::null;
 
 /// Whether the file contains `text`.
@@ -31,9 +31,17 @@ fn contains(file: &Opened, text: &[u8]) -> bool {
     }
 }
 
-/// Whether this library can be started: not where the program has another root, or sees a part of the file system alone. Then a program that
-/// names `/dev/kvm`, which will find the machine's own, or none, is told of in one line.
-fn can_load(library: &CStr, program: &CStr) -> bool {
+/// What is executed.
+#[derive(Clone, Copy)]
+pub enum Executed {
+    /// The file at a path.
+    Path(*const c_char),
+    /// That of a descriptor, by execveat(2) with `AT_EMPTY_PATH`.
+    Descriptor(c_int),
+}
+
+/// Whether this library's file is where it was: not where the program has another root, or sees a part of the file system alone.
+fn is_there(library: &CStr) -> bool {
     // SAFETY: a path that ends with 0.
     let found = unsafe {
         kernel!(
@@ -43,25 +51,33 @@ fn can_load(library: &CStr, program: &CStr) -> bool {
             libc::X_OK
         )
     };
-    let names_device =
-        || Opened::new(program, libc::O_RDONLY).is_some_and(|file| contains(&file, b"/dev/kvm"));
-    if found.is_err() && names_device() {
-        let parts = [
-            &b"slat: "[..],
-            program.to_bytes(),
-            b" loads no libraries, and slat's library, which would load it, cannot be started here (",
-            library.to_bytes(),
-            b"): at /dev/kvm it finds the machine's own KVM, or none\n",
-        ];
-        let parts = parts.map(|part| libc::iovec {
-            iov_base: part.as_ptr().cast_mut().cast(),
-            iov_len: part.len(),
-        });
-        // One call, so that lines of other processes do not mix with it.
-        // SAFETY: live buffers, which the call reads.
-        let _ = unsafe { kernel!(libc::SYS_writev, 2, parts.as_ptr(), parts.len()) };
-    }
     found.is_ok()
+}
+
+/// Ends the process where slat cannot follow a program that names `/dev/kvm`: it would find the machine's own KVM, or none. Others run
+/// without slat.
+fn refuse_client(library: &CStr, program: &CStr) {
+    let file = Opened::new(program, libc::O_RDONLY);
+    if !file.is_some_and(|file| contains(&file, b"/dev/kvm")) {
+        return;
+    }
+    let parts = [
+        &b"slat: "[..],
+        program.to_bytes(),
+        b" names /dev/kvm, and slat cannot follow it here: neither can slat's library be seen (",
+        library.to_bytes(),
+        b"), because of another root or a mount, nor can it be carried along; mount its directory here, too\n",
+    ];
+    let parts = parts.map(|part| libc::iovec {
+        iov_base: part.as_ptr().cast_mut().cast(),
+        iov_len: part.len(),
+    });
+    // One call, so that lines of other processes do not mix with it.
+    // SAFETY: live buffers, which the call reads; and the process ends, as one does that executes what cannot be executed.
+    unsafe {
+        let _ = kernel!(libc::SYS_writev, 2, parts.as_ptr(), parts.len());
+        let _ = kernel!(libc::SYS_exit_group, 126);
+    }
 }
 
 /// Returns the number of words before the null, all of which are strings that can be read. `None`: not all of them can.
@@ -153,7 +169,10 @@ impl Drop for Scratch {
     }
 }
 
-/// Starts the program at `path` by `start`, which gets the path, the arguments and the environment by which slat follows it.
+/// Starts the program at `path` by `start`, which gets the file, the arguments and the environment by which slat follows it.
+///
+/// Where this library's file cannot be seen, its memfd is executed ([`carry`]): also for a program that loads libraries, which could not
+/// load this one.
 ///
 /// # Safety
 /// - What execve(2) asks for: strings, and arrays of them that end with null. What cannot be read is the kernel's to refuse.
@@ -161,12 +180,12 @@ pub unsafe fn follow<T>(
     path: *const c_char,
     arguments: Words,
     environment: Words,
-    start: impl FnOnce(*const c_char, Words, Words) -> T,
+    start: impl FnOnce(Executed, Words, Words) -> T,
 ) -> T {
     const PRELOAD: &CStr = c"LD_PRELOAD";
     let read = || Some((text(path)?, count(arguments)?, count(environment)?));
     let (Some((given, words, variables)), Some(library)) = (read(), LIBRARY.get()) else {
-        return start(path, arguments, environment);
+        return start(Executed::Path(path), arguments, environment);
     };
     let program = load::own_path(path).unwrap_or(given);
     let chain = match is_linker(program) {
@@ -174,10 +193,20 @@ pub unsafe fn follow<T>(
         false => Chain::from(program),
     };
     let Some(chain) = chain else {
-        return start(program.as_ptr(), arguments, environment);
+        return start(Executed::Path(program.as_ptr()), arguments, environment);
     };
     let runs = chain.program(program);
-    let loads = chain.reach == Reach::Loaded && can_load(library, runs);
+    let is_elsewhere = carry::is_kept() && chain.reach != Reach::Not && !is_there(library);
+    let carried = is_elsewhere.then(carry::make).flatten();
+    let loads = match chain.reach {
+        Reach::Not => false,
+        _ if carried.is_some() => true,
+        Reach::Loaded => is_there(library),
+        Reach::Preloaded => false,
+    };
+    if is_elsewhere && carried.is_none() || chain.reach == Reach::Loaded && !loads {
+        refuse_client(library, runs);
+    }
     // SAFETY: `count` has read the strings.
     let variable = |index| unsafe { CStr::from_ptr(*environment.add(index)) };
     let value = |text: &'static CStr, index: usize| {
@@ -194,7 +223,7 @@ pub unsafe fn follow<T>(
         })
     });
     if !loads && (chain.reach != Reach::Preloaded || has_library) {
-        return start(program.as_ptr(), arguments, environment);
+        return start(Executed::Path(program.as_ptr()), arguments, environment);
     }
     let bytes = (words + variables + 2 * Chain::LONGEST + 8) * size_of::<usize>()
         + preload.map_or(0, <[u8]>::len)
@@ -203,7 +232,7 @@ pub unsafe fn follow<T>(
         + 256;
     let mut room = [0; size_of::<Room>() / size_of::<usize>()];
     let Some(mut scratch) = Scratch::new(&mut room, bytes) else {
-        return start(program.as_ptr(), arguments, environment);
+        return start(Executed::Path(program.as_ptr()), arguments, environment);
     };
     let added = match (loads, preload) {
         (true, _) => scratch.join(&[load::PROGRAM.to_bytes(), b"=", runs.to_bytes()]),
@@ -217,7 +246,7 @@ pub unsafe fn follow<T>(
         .map(|index| variable(index).as_ptr());
     let environment = scratch.list(kept.chain([added]));
     if !loads {
-        return start(program.as_ptr(), arguments, environment);
+        return start(Executed::Path(program.as_ptr()), arguments, environment);
     }
     // SAFETY: `count` has read the words.
     let rest = (1..words).map(|index| unsafe { *arguments.add(index) });
@@ -227,5 +256,9 @@ pub unsafe fn follow<T>(
         (false, _) => arguments,
         _ => scratch.list(chain.words(path).chain(rest)),
     };
-    start(library.as_ptr(), arguments, environment)
+    let executed = match &carried {
+        Some(memfds) => Executed::Descriptor(memfds.program()),
+        None => Executed::Path(library.as_ptr()),
+    };
+    start(executed, arguments, environment)
 }

@@ -16,13 +16,14 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use std::mem::transmute;
 use std::sync::OnceLock;
 
+use crate::carry;
 use crate::files::interpose;
 use crate::load;
 use crate::looked_up;
 use crate::paths::{DescriptorPath, read_link, text};
-use crate::real::{Next, Opened, call, kernel};
+use crate::real::{Next, Opened, call, kernel, plain};
 use chain::{Chain, Reach};
-use follow::{count, follow};
+use follow::{Executed, count, follow};
 
 type Words = *const *const c_char;
 type Path = [u8; libc::PATH_MAX as usize];
@@ -39,8 +40,16 @@ pub fn set_library(file: &CStr) {
     let _ = LIBRARY.set(file.to_owned());
 }
 
+/// Keeps this library's file, and those that it needs, for programs in another root. Call before the root changes. Async-signal-safe.
+pub fn keep_files() {
+    if let Some(library) = LIBRARY.get() {
+        carry::keep(library);
+    }
+}
+
 /// Looks for this library's file. Call at the program's start.
 pub fn prepare() {
+    carry::prepare();
     // SAFETY: reads the process's auxiliary vector.
     let entry = unsafe { libc::getauxval(libc::AT_ENTRY) } as usize;
     // Started as a program, this library has the name of its first argument there.
@@ -110,12 +119,37 @@ static NEXT_SPAWNP: Next = Next::new(c"posix_spawnp");
 /// # Safety
 /// As for the system call.
 pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words) -> c_int {
-    let start = |path, arguments, environment| {
+    let start = |executed, arguments, environment| {
         // SAFETY: the caller's promise, and what `follow` has made of it.
-        unsafe { call!(libc::SYS_execve, path, arguments, environment) }
+        plain(unsafe { replace_program(executed, arguments, environment) })
     };
     // SAFETY: the caller's promise.
     unsafe { follow(path, arguments, environment, start) as c_int }
+}
+
+/// Has the kernel execute a file.
+///
+/// # Safety
+/// As for execve.
+unsafe fn replace_program(
+    executed: Executed,
+    arguments: Words,
+    environment: Words,
+) -> Result<isize, i32> {
+    // SAFETY: the caller's promise; an empty path means the descriptor.
+    unsafe {
+        match executed {
+            Executed::Path(path) => kernel!(libc::SYS_execve, path, arguments, environment),
+            Executed::Descriptor(fd) => kernel!(
+                libc::SYS_execveat,
+                fd,
+                c"".as_ptr(),
+                arguments,
+                environment,
+                libc::AT_EMPTY_PATH
+            ),
+        }
+    }
 }
 
 /// Finds a path to what execveat executes, in `buffer` if it is not the given one. `None`: the kernel has to find it.
@@ -174,26 +208,28 @@ pub unsafe fn execute_at(
 ) -> c_int {
     let mut buffer = [0; libc::PATH_MAX as usize];
     let found = path_at(directory, path, flags, &mut buffer);
-    let start = |runs: *const c_char, arguments: Words, environment: Words| {
-        // SAFETY: the caller's promise, and what `follow` has made of it.
+    let pass = |arguments: Words, environment: Words| {
+        // SAFETY: the caller's promise.
         unsafe {
-            match found.is_none_or(|found| std::ptr::eq(runs, found)) {
-                true => call!(
-                    libc::SYS_execveat,
-                    directory,
-                    path,
-                    arguments,
-                    environment,
-                    flags
-                ),
-                false => call!(libc::SYS_execve, runs, arguments, environment),
-            }
+            call!(
+                libc::SYS_execveat,
+                directory,
+                path,
+                arguments,
+                environment,
+                flags
+            )
         }
+    };
+    let start = |executed, arguments: Words, environment: Words| match executed {
+        Executed::Path(runs) if found == Some(runs) => pass(arguments, environment),
+        // SAFETY: the caller's promise, and what `follow` has made of it.
+        _ => plain(unsafe { replace_program(executed, arguments, environment) }),
     };
     let answer = match found {
         // SAFETY: the caller's promise; the path that was found ends with 0.
         Some(found) => unsafe { follow(found, arguments, environment, start) },
-        None => start(path, arguments, environment),
+        None => pass(arguments, environment),
     };
     answer as c_int
 }
@@ -202,11 +238,12 @@ pub unsafe fn execute_at(
 unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Words) -> c_int {
     let mut buffer = [0; libc::PATH_MAX as usize];
     if let Some(path) = find(name, &mut buffer) {
-        let changed = |runs: *const c_char, words, variables| {
+        let changed = |executed, words, variables| {
+            let is_path = matches!(executed, Executed::Path(runs) if std::ptr::eq(runs, path));
             // Unchanged, it is the C library's to do.
-            if !std::ptr::eq(runs, path) || !std::ptr::eq(variables, environment) {
+            if !is_path || !std::ptr::eq(variables, environment) {
                 // SAFETY: what `follow` has made of the caller's promise. It returns only if it has failed.
-                let _ = unsafe { kernel!(libc::SYS_execve, runs, words, variables) };
+                let _ = unsafe { replace_program(executed, words, variables) };
             }
         };
         // SAFETY: the caller's promise.
@@ -386,7 +423,16 @@ unsafe fn spawn(
             path,
             arguments,
             environment,
-            |path, arguments, environment| {
+            |executed, arguments, environment| {
+                // The child of `posix_spawn` executes a path: without /proc this one cannot be executed.
+                let link;
+                let path = match executed {
+                    Executed::Path(path) => path,
+                    Executed::Descriptor(fd) => {
+                        link = DescriptorPath::new(fd);
+                        link.as_c_str().as_ptr()
+                    }
+                };
                 next(child, path, actions, attributes, arguments, environment)
             },
         )

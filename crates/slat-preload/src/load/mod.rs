@@ -15,9 +15,9 @@ pub mod elf;
 mod image;
 pub mod memory;
 
-use crate::dispatch;
 use crate::paths::text;
 use crate::real::{Opened, kernel};
+use crate::{carry, dispatch};
 use image::Image;
 use slat_process::pointers;
 use std::ffi::{CStr, CString, c_char};
@@ -174,7 +174,9 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
         refuse(path, "is started without a name for it (argv[0])");
     }
     crate::start();
-    crate::children::set_library(library);
+    carry::take_directory();
+    // What was started by a descriptor has no file.
+    crate::children::set_library(if carry::is_kept() { c"" } else { library });
     if !pointers::can_be_separate() {
         refuse(
             path,

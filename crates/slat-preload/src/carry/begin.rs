@@ -1,0 +1,460 @@
+//! The library's copy as a program: the kernel has mapped it, and nothing else. Maps the dynamic linker, and has that find the C library.
+//!
+//! Until [`finish`] this library is not linked: no pointer in its data is right, and the C library's functions are not there. So what runs
+//! before uses neither: no memcpy, no panic, no slice whose bounds are checked. Reads of memory are volatile, because the compiler would
+//! make a call of a loop over bytes. The compiler has to optimize, at least a little (`profile.dev` in the workspace's Cargo.toml): else it calls
+//! memset for an array of six words.
+//!
+//! The dynamic linker opens libraries by paths, which lead nowhere. So its system calls are dispatched to [`serve`] (Syscall User Dispatch,
+//! which a loaded program needs as well): those that open files get the memfds, all others are made as they are.
+
+use super::{FILES, LINKER, NAMES, base};
+use crate::load::slat_begin;
+use std::arch::{asm, naked_asm};
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+const PAGE: usize = 4096;
+/// See `dispatch`.
+const SET_DISPATCH: usize = 59;
+const OFF: usize = 0;
+const ON: usize = 1;
+/// The bytes of the kernel's signal set.
+const SET_BYTES: usize = 8;
+/// `SA_RESTORER` of `arch/x86/include/uapi/asm/signal.h`.
+const SA_RESTORER: usize = 0x0400_0000;
+
+/// The kernel's `struct sigaction` for SIGSYS, as it was before.
+static ACTION: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
+/// The signal mask as it was before.
+static MASK: AtomicU64 = AtomicU64::new(0);
+
+/// Makes a system call by an instruction of this library's, from which calls pass: what this library's start needs. Inlined, because a call of
+/// another crate's function may need a pointer in the data.
+#[inline(always)]
+fn system_call(number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
+    let answer;
+    // SAFETY: each place says what it changes; the kernel clobbers RCX and R11 only.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") number as isize => answer,
+            in("rdi") a,
+            in("rsi") b,
+            in("rdx") c,
+            in("r10") d,
+            in("r8") e,
+            in("r9") f,
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    answer
+}
+
+/// Does [`system_call`] with fewer arguments.
+macro_rules! call {
+    ($number:expr $(, $argument:expr)*) => {{
+        let mut arguments = [0usize; 6];
+        let mut _next = 0;
+        $(arguments[_next] = $argument as usize; _next += 1;)*
+        system_call($number, arguments)
+    }};
+}
+
+/// Ends the process: nothing of slat is there that could say more.
+fn fail(why: &'static str) -> ! {
+    call!(
+        libc::SYS_write,
+        libc::STDERR_FILENO,
+        why.as_ptr(),
+        why.len()
+    );
+    loop {
+        call!(libc::SYS_exit_group, 126);
+    }
+}
+
+/// Reads a value at any address.
+///
+/// # Safety
+/// - It is there.
+unsafe fn get<T: Copy>(address: usize) -> T {
+    // SAFETY: the caller's promise; ELF aligns its fields.
+    unsafe { (address as *const T).read_volatile() }
+}
+
+/// Returns where the value of `kind` is in the auxiliary vector, or 0.
+///
+/// # Safety
+/// - `sp` is the stack pointer with which the kernel has begun the process.
+unsafe fn auxiliary(sp: usize, kind: u64) -> usize {
+    // SAFETY: the arguments and the variables end with 0, the vector with `AT_NULL`.
+    unsafe {
+        let mut entry = sp + 8 * (get::<usize>(sp) + 2);
+        while get::<usize>(entry) != 0 {
+            entry += 8;
+        }
+        entry += 8;
+        while get::<u64>(entry) != libc::AT_NULL {
+            if get::<u64>(entry) == kind {
+                return entry + 8;
+            }
+            entry += 16;
+        }
+        0
+    }
+}
+
+/// Sets a value of the auxiliary vector.
+///
+/// # Safety
+/// As for [`auxiliary`]. The value is true.
+unsafe fn set_auxiliary(sp: usize, kind: u64, value: usize) {
+    // SAFETY: the caller's promise; the vector is this process's to change.
+    unsafe {
+        let entry = auxiliary(sp, kind);
+        if entry != 0 {
+            (entry as *mut usize).write_volatile(value);
+        }
+    }
+}
+
+/// A program header in memory: where it is.
+#[derive(Clone, Copy)]
+struct Header(usize);
+
+impl Header {
+    /// Returns header `index` of the ELF file that is mapped at `file`.
+    ///
+    /// # Safety
+    /// - It is there.
+    unsafe fn of(file: usize, index: usize) -> Self {
+        // SAFETY: the caller's promise. `e_phoff`.
+        Header(unsafe { file + get::<usize>(file + 32) + 56 * index })
+    }
+
+    /// Returns how many headers there are: `e_phnum`.
+    ///
+    /// # Safety
+    /// As for [`Header::of`].
+    unsafe fn count(file: usize) -> usize {
+        // SAFETY: the caller's promise.
+        usize::from(unsafe { get::<u16>(file + 56) })
+    }
+
+    /// Whether it is loaded, and has all of `flags`.
+    fn is_loaded_with(self, flags: u32) -> bool {
+        // SAFETY: a program header.
+        unsafe { get::<u32>(self.0) == libc::PT_LOAD && get::<u32>(self.0 + 4) & flags == flags }
+    }
+
+    /// Returns one of its 64-bit words, by their order: offset, address, physical address, length in the file and in memory.
+    fn word(self, index: usize) -> usize {
+        // SAFETY: a program header.
+        unsafe { get(self.0 + 8 + 8 * index) }
+    }
+}
+
+/// Maps memory or a file. Ends the process where that fails.
+fn map(at: usize, len: usize, access: c_int, flags: c_int, fd: c_int, offset: usize) -> usize {
+    let start = call!(libc::SYS_mmap, at, len, access, flags, fd, offset);
+    if start < 0 {
+        fail("slat: there is no memory for slat's library\n");
+    }
+    start as usize
+}
+
+/// Maps the dynamic linker, whose file is mapped at `file`, as the kernel does. Returns its base.
+///
+/// # Safety
+/// - The file is one.
+unsafe fn place(fd: c_int, file: usize) -> usize {
+    // SAFETY: the caller's promise, for the headers; new memory.
+    unsafe {
+        let mut high = 0;
+        let mut index = 0;
+        while index < Header::count(file) {
+            let header = Header::of(file, index);
+            if header.is_loaded_with(0) {
+                high = header.word(1) + header.word(4);
+            }
+            index += 1;
+        }
+        let private = libc::MAP_PRIVATE;
+        let base = map(
+            0,
+            high,
+            libc::PROT_NONE,
+            private | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        );
+        index = 0;
+        while index < Header::count(file) {
+            let header = Header::of(file, index);
+            index += 1;
+            if !header.is_loaded_with(0) {
+                continue;
+            }
+            let right = |flag, right| match header.is_loaded_with(flag) {
+                true => right,
+                false => 0,
+            };
+            let access = right(libc::PF_R, libc::PROT_READ)
+                | right(libc::PF_W, libc::PROT_WRITE)
+                | right(libc::PF_X, libc::PROT_EXEC);
+            let start = base + header.word(1);
+            let (file_end, end) = (start + header.word(3), start + header.word(4));
+            let (first, mapped) = (start & !(PAGE - 1), (file_end + PAGE - 1) & !(PAGE - 1));
+            let flags = private | libc::MAP_FIXED;
+            map(
+                first,
+                mapped - first,
+                access,
+                flags,
+                fd,
+                header.word(0) & !(PAGE - 1),
+            );
+            if access & libc::PROT_WRITE != 0 {
+                let mut at = file_end;
+                while at < mapped {
+                    (at as *mut u8).write_volatile(0);
+                    at += 1;
+                }
+            }
+            if end > mapped {
+                map(
+                    mapped,
+                    end - mapped,
+                    access,
+                    flags | libc::MAP_ANONYMOUS,
+                    -1,
+                    0,
+                );
+            }
+        }
+        base
+    }
+}
+
+/// Prepares this process for the dynamic linker. Returns where that begins.
+///
+/// # Safety
+/// - `sp` is the stack pointer with which the kernel has begun this process.
+unsafe extern "C" fn begin(sp: usize) -> usize {
+    let mut index = 0;
+    while index < FILES.len() {
+        // SAFETY: an index of the array.
+        let file = unsafe { FILES.get_unchecked(index) };
+        let fd = file.fd.load(Ordering::Relaxed);
+        if fd >= 0 {
+            let len = file.len.load(Ordering::Relaxed);
+            let start = map(0, len, libc::PROT_READ, libc::MAP_PRIVATE, fd, 0);
+            file.start.store(start, Ordering::Release);
+        }
+        index += 1;
+    }
+    let (linker, library) = (&FILES[LINKER], base());
+    // SAFETY: the dynamic linker's file, and this library.
+    let (at, entry) = unsafe {
+        let file = linker.start.load(Ordering::Relaxed);
+        let at = place(linker.fd.load(Ordering::Relaxed), file);
+        (at, at + get::<usize>(file + 24))
+    };
+    let (mut start, mut len) = (0, 0);
+    index = 0;
+    // SAFETY: this library's headers, which are mapped with it, and which nobody else uses yet.
+    unsafe {
+        call!(
+            libc::SYS_mprotect,
+            library,
+            PAGE,
+            libc::PROT_READ | libc::PROT_WRITE
+        );
+        while index < Header::count(library) {
+            let header = Header::of(library, index);
+            if header.is_loaded_with(libc::PF_X) {
+                (start, len) = (library + header.word(1), header.word(4));
+            }
+            // The dynamic linker asserts that the program has asked for it.
+            if get::<u32>(header.0) == libc::PT_NULL {
+                (header.0 as *mut u32).write_volatile(libc::PT_INTERP);
+            }
+            index += 1;
+        }
+        call!(libc::SYS_mprotect, library, PAGE, libc::PROT_READ);
+    }
+    let flags = libc::SA_SIGINFO as usize | SA_RESTORER;
+    let action = [
+        serve as *const () as usize,
+        flags,
+        restore as *const () as usize,
+        0,
+    ];
+    let set = 1u64 << (libc::SIGSYS - 1);
+    let (to, before) = (&raw const ACTION, &raw const MASK);
+    call!(
+        libc::SYS_rt_sigaction,
+        libc::SIGSYS,
+        &raw const action,
+        to,
+        SET_BYTES
+    );
+    call!(
+        libc::SYS_rt_sigprocmask,
+        libc::SIG_UNBLOCK,
+        &raw const set,
+        before,
+        SET_BYTES
+    );
+    if call!(libc::SYS_prctl, SET_DISPATCH, ON, start, len, 0) != 0 {
+        fail(
+            "slat: in another root this kernel cannot start slat's library: it has no Syscall User Dispatch (Linux 5.11)\n",
+        );
+    }
+    // SAFETY: the caller's promise. The linker is mapped there, and gives control to `finish` in the end.
+    unsafe {
+        set_auxiliary(sp, libc::AT_BASE, at);
+        set_auxiliary(sp, libc::AT_ENTRY, finish as *const () as usize);
+    }
+    entry
+}
+
+/// Returns the memfd of the file that `path` names by its last component, or -1.
+///
+/// # Safety
+/// - The path ends with 0.
+unsafe fn memfd_of(path: usize) -> c_int {
+    // SAFETY: the caller's promise; the names end with 0.
+    unsafe {
+        let (mut last, mut at) = (path, path);
+        loop {
+            match get::<u8>(at) {
+                0 => break,
+                b'/' => last = at + 1,
+                _ => {}
+            }
+            at += 1;
+        }
+        let mut index = LINKER;
+        while index < NAMES.len() {
+            let name = NAMES.get_unchecked(index).as_ptr() as usize;
+            let mut len = 0;
+            while get::<u8>(name + len) == get::<u8>(last + len) {
+                if get::<u8>(name + len) == 0 {
+                    return FILES.get_unchecked(index).fd.load(Ordering::Relaxed);
+                }
+                len += 1;
+            }
+            index += 1;
+        }
+        -1
+    }
+}
+
+/// Serves a call of the dynamic linker's, or one that the C library makes while it begins. The kernel calls it for SIGSYS.
+unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: usize) {
+    /// Where `struct ucontext` has the registers.
+    const REGISTERS: usize = 40;
+    let place = |index: c_int| context + REGISTERS + 8 * index as usize;
+    // SAFETY: the kernel's structure; the path is the linker's.
+    unsafe {
+        let register = |index| get::<usize>(place(index));
+        let (a, b) = (register(libc::REG_RDI), register(libc::REG_RSI));
+        let number = register(libc::REG_RAX) as i64;
+        let path = match number {
+            libc::SYS_openat | libc::SYS_faccessat => b,
+            libc::SYS_open | libc::SYS_access => a,
+            _ => 0,
+        };
+        let fd = if path != 0 { memfd_of(path) } else { -1 };
+        // The root's own settings of dynamic linking are for other libraries.
+        let answer = match path {
+            0 => system_call(
+                number,
+                [
+                    a,
+                    b,
+                    register(libc::REG_RDX),
+                    register(libc::REG_R10),
+                    register(libc::REG_R8),
+                    register(libc::REG_R9),
+                ],
+            ),
+            _ if fd < 0 => -(libc::ENOENT as isize),
+            _ => call!(libc::SYS_dup, fd),
+        };
+        (place(libc::REG_RAX) as *mut isize).write_volatile(answer);
+    }
+}
+
+/// Returns from [`serve`].
+#[unsafe(naked)]
+unsafe extern "C" fn restore() {
+    naked_asm!("mov eax, {number}", "syscall", number = const libc::SYS_rt_sigreturn)
+}
+
+/// Ends what [`begin`] has begun.
+///
+/// # Safety
+/// As for [`begin`].
+unsafe extern "C" fn end(sp: usize) {
+    call!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0);
+    call!(
+        libc::SYS_rt_sigaction,
+        libc::SIGSYS,
+        &raw const ACTION,
+        0,
+        SET_BYTES
+    );
+    call!(
+        libc::SYS_rt_sigprocmask,
+        libc::SIG_SETMASK,
+        &raw const MASK,
+        0,
+        SET_BYTES
+    );
+    for file in &FILES {
+        let fd = file.fd.swap(-1, Ordering::Relaxed);
+        if fd >= 0 {
+            call!(libc::SYS_close, fd);
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { set_auxiliary(sp, libc::AT_ENTRY, slat_begin as *const () as usize) };
+}
+
+/// Where the dynamic linker leads to: from here on this library is linked, and begins as it does where the kernel has found the dynamic linker.
+#[unsafe(naked)]
+unsafe extern "C" fn finish() -> ! {
+    naked_asm!(
+        "mov rbx, rsp",
+        "mov rdi, rsp",
+        "and rsp, -16",
+        "call {end}",
+        "mov rsp, rbx",
+        "jmp {slat_begin}",
+        end = sym end,
+        slat_begin = sym slat_begin,
+    )
+}
+
+/// Where the library's copy begins.
+///
+/// # Safety
+/// - The kernel calls it.
+#[unsafe(naked)]
+pub unsafe extern "C" fn slat_carried() -> ! {
+    naked_asm!(
+        "xor ebp, ebp",
+        "mov rbx, rsp",
+        "mov rdi, rsp",
+        "and rsp, -16",
+        "call {begin}",
+        "mov rsp, rbx",
+        "xor edx, edx",
+        "jmp rax",
+        begin = sym begin,
+    )
+}

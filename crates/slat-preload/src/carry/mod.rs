@@ -1,0 +1,275 @@
+//! The files of slat's own process, for programs that are executed where these files cannot be seen: in another root.
+//!
+//! A jailer (`chroot`, `pivot_root`) executes a program in a root that has neither this library nor the dynamic linker and the C library that
+//! it needs, closes all descriptors before, and clears the environment. So the files are mapped before the root changes ([`keep`]): a mapping
+//! holds a file as long as the process and its forked children live, whatever is unmounted or closed. When a program is executed, they are
+//! written to memfds ([`make`]), whose descriptors execveat(2) needs no path for. The root may have no `/proc`, which slat reads its process's mappings from: its descriptor is passed on.
+//!
+//! The kernel looks for a program's dynamic linker by its path. So the library's copy asks for none (its `PT_INTERP` is taken out), and begins
+//! elsewhere: [`begin`] maps the dynamic linker itself, and serves the calls by which that opens the C library.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `begin` | where the library's copy begins as a program |
+
+pub mod begin;
+
+use crate::load::elf::Headers;
+use crate::real::{Opened, kernel};
+use slat_host::procfs;
+use slat_process::file_size::limited;
+use std::arch::asm;
+use std::ffi::{CStr, c_int, c_void};
+use std::io;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
+
+/// The files' number.
+const COUNT: usize = 6;
+/// The index of this library.
+const LIBRARY: usize = 0;
+/// The index of the dynamic linker.
+const LINKER: usize = 1;
+
+/// The names by which the dynamic linker looks for what this library is linked with, each with a NUL. The last two are parts of newer C
+/// libraries. This library itself has no name: nothing is linked with it.
+static NAMES: [[u8; 24]; COUNT] = [
+    *b"\0                       ",
+    *b"ld-linux-x86-64.so.2\0   ",
+    *b"libc.so.6\0              ",
+    *b"libgcc_s.so.1\0          ",
+    *b"libpthread.so.0\0        ",
+    *b"libdl.so.2\0             ",
+];
+
+/// A file of slat's own process. The library's copy has the descriptors of the others' in its data ([`FILES`]).
+#[repr(C)]
+#[derive(Debug)]
+struct KeptFile {
+    /// Of its memfd, in a program that has just begun; else -1.
+    fd: AtomicI32,
+    /// Where it is mapped; 0: it is not.
+    start: AtomicUsize,
+    /// Its bytes.
+    len: AtomicUsize,
+}
+
+impl KeptFile {
+    const NONE: Self = KeptFile {
+        fd: AtomicI32::new(-1),
+        start: AtomicUsize::new(0),
+        len: AtomicUsize::new(0),
+    };
+
+    /// Maps the file at `path`, unless it is mapped. Threads that do so at the same time map the same.
+    fn keep(&self, path: &CStr) -> Option<()> {
+        if self.start.load(Ordering::Acquire) != 0 {
+            return Some(());
+        }
+        let file = Opened::new(path, libc::O_RDONLY)?;
+        // SAFETY: plain calls; nobody knows the new mapping yet.
+        let (start, len) = unsafe {
+            let len = kernel!(libc::SYS_lseek, file.fd(), 0, libc::SEEK_END).ok()?;
+            let (access, flags) = (libc::PROT_READ, libc::MAP_PRIVATE);
+            let start = kernel!(libc::SYS_mmap, 0, len, access, flags, file.fd(), 0).ok()?;
+            (start as usize, len as usize)
+        };
+        self.len.store(len, Ordering::Relaxed);
+        self.start.store(start, Ordering::Release);
+        Some(())
+    }
+}
+
+/// In the library's copy, the descriptor of `/proc` that the program keeps. Not zero, so that the library's file has a place for it.
+static PROC: AtomicI32 = AtomicI32::new(-1);
+
+/// The files. Not all zero, so that the library's file has a place for it.
+static FILES: [KeptFile; COUNT] = [const { KeptFile::NONE }; COUNT];
+
+/// The paths of the files, strings of the dynamic linker's; null: there is none.
+static PATHS: [AtomicPtr<libc::c_char>; COUNT] =
+    [const { AtomicPtr::new(std::ptr::null_mut()) }; COUNT];
+
+unsafe extern "C" {
+    /// Where this library's file begins in memory. The static linker defines it.
+    static __ehdr_start: u8;
+}
+
+/// Returns the address that this library's file calls 0. Without a pointer in the data ([`begin`]).
+fn base() -> usize {
+    let base;
+    // SAFETY: computes an address.
+    unsafe {
+        asm!(
+            "lea {base}, [rip + {start}]",
+            base = lateout(reg) base,
+            start = sym __ehdr_start,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    base
+}
+
+/// Finds out the paths of what this library is linked with. Call at the program's start. Makes no system call.
+pub fn prepare() {
+    unsafe extern "C" fn each(
+        info: *mut libc::dl_phdr_info,
+        _size: usize,
+        _data: *mut c_void,
+    ) -> c_int {
+        // SAFETY: the linker's description of an object, whose name lives as long as that.
+        let name = unsafe { (*info).dlpi_name };
+        if !name.is_null() {
+            // SAFETY: as above.
+            let path = unsafe { CStr::from_ptr(name) }.to_bytes_with_nul();
+            let last = path.rsplit(|byte| *byte == b'/').next().unwrap_or(path);
+            let known = NAMES.iter().position(|name| name.starts_with(last));
+            if let Some(index @ LINKER..) = known {
+                PATHS[index].store(name.cast_mut(), Ordering::Relaxed);
+            }
+        }
+        0
+    }
+    // SAFETY: the function above has this signature, and needs no data.
+    unsafe { libc::dl_iterate_phdr(Some(each), std::ptr::null_mut()) };
+}
+
+/// Whether the files are kept: the root of this process may be another than that of slat's files.
+pub fn is_kept() -> bool {
+    FILES[LIBRARY].start.load(Ordering::Acquire) != 0
+}
+
+/// Takes the descriptors that this program was given. Call at the start of a program that [`begin`] has begun.
+pub fn take_directory() {
+    let fd = PROC.load(Ordering::Relaxed);
+    if fd != -1 {
+        procfs::set_directory(fd);
+    }
+}
+
+/// Keeps the files; `library` is this library's. Call before the root changes. Async-signal-safe.
+pub fn keep(library: &CStr) {
+    if is_kept() {
+        return;
+    }
+    for (file, path) in FILES.iter().zip(&PATHS).skip(LINKER) {
+        let path = path.load(Ordering::Relaxed);
+        // SAFETY: a string of the linker's, which lives as long as the object: this library needs it.
+        if !path.is_null() && file.keep(unsafe { CStr::from_ptr(path) }).is_none() {
+            return;
+        }
+    }
+    procfs::keep_directory();
+    // The last one: it says that all are there.
+    FILES[LIBRARY].keep(library);
+}
+
+/// The memfds of the files, as long as they are open in this process.
+#[derive(Debug)]
+pub struct Memfds([Option<Opened>; COUNT]);
+
+impl Memfds {
+    /// Returns the program to execute.
+    pub fn program(&self) -> c_int {
+        self.0[LIBRARY].as_ref().map_or(-1, Opened::fd)
+    }
+}
+
+/// Makes memfds of the files. The descriptors stay open over exec: [`begin`] closes them. `None`: they are not kept, or there is no
+/// memory, no descriptor, or a limit of files' sizes. Async-signal-safe.
+pub fn make() -> Option<Memfds> {
+    if !is_kept() {
+        return None;
+    }
+    let mut made = Memfds([const { None }; COUNT]);
+    for (file, memfd) in FILES.iter().zip(&mut made.0) {
+        let (start, len) = (
+            file.start.load(Ordering::Acquire),
+            file.len.load(Ordering::Relaxed),
+        );
+        if start != 0 {
+            *memfd = Some(copy(start, len)?);
+        }
+    }
+    change_library(&made)?;
+    Some(made)
+}
+
+/// Writes `len` bytes at `from` to a file.
+fn write(file: &Opened, mut from: usize, mut len: usize, mut offset: usize) -> Option<()> {
+    while len > 0 {
+        let written = limited(|| {
+            // SAFETY: memory of this process, which is mapped, and read only.
+            unsafe { kernel!(libc::SYS_pwrite64, file.fd(), from, len, offset) }
+                .map_err(io::Error::from_raw_os_error)
+        });
+        let written = written.ok()? as usize;
+        (from, len, offset) = (from + written, len - written, offset + written);
+    }
+    Some(())
+}
+
+/// Makes a memfd of `len` bytes at `start`.
+fn copy(start: usize, len: usize) -> Option<Opened> {
+    /// `include/uapi/linux/memfd.h`, Linux 6.3. Where `vm.memfd_noexec` is set, a memfd without it cannot be executed.
+    const MFD_EXEC: usize = 0x10;
+    let name = c"slat".as_ptr();
+    // SAFETY: a string that ends with 0; the call opens a descriptor.
+    let memfd = unsafe {
+        let made = match kernel!(libc::SYS_memfd_create, name, MFD_EXEC) {
+            Err(libc::EINVAL) => kernel!(libc::SYS_memfd_create, name, 0),
+            made => made,
+        };
+        Opened::by(made)
+    }?;
+    write(&memfd, start, len, 0)?;
+    Some(memfd)
+}
+
+/// Changes the library's copy: it asks for no dynamic linker, begins at [`begin::slat_carried`], and knows the other files.
+fn change_library(made: &Memfds) -> Option<()> {
+    /// Where an ELF file has its entry, and a program header its type and its length.
+    const ENTRY: usize = 24;
+    const HEADER_LEN: usize = 56;
+    let file = made.0[LIBRARY].as_ref()?;
+    let headers = Headers::read(file)?;
+    let entry = begin::slat_carried as *const () as usize;
+    let base = base();
+    let put =
+        |value: &[u8], offset: usize| write(file, value.as_ptr() as usize, value.len(), offset);
+    put(&(entry - base).to_le_bytes(), ENTRY)?;
+    for (index, segment) in headers.segments().iter().enumerate() {
+        if segment.kind == libc::PT_INTERP {
+            let offset = headers.offset as usize + index * HEADER_LEN;
+            put(&libc::PT_NULL.to_le_bytes(), offset)?;
+        }
+    }
+    let put_static = |at: usize, value: *const c_void, len: usize| {
+        let address = at - base;
+        let data = headers.loaded().find(|segment| {
+            let start = segment.address as usize;
+            (start..start + segment.in_file as usize).contains(&address)
+        })?;
+        let offset = address - data.address as usize + data.offset as usize;
+        write(file, value as usize, len, offset)
+    };
+    let proc = procfs::directory().unwrap_or(-1);
+    if proc != -1 {
+        // SAFETY: a plain call: the program may have marked all descriptors.
+        let _ = unsafe { kernel!(libc::SYS_fcntl, proc, libc::F_SETFD, 0) };
+    }
+    put_static(
+        &raw const PROC as usize,
+        (&raw const proc).cast(),
+        size_of_val(&proc),
+    )?;
+    let files: [KeptFile; COUNT] = std::array::from_fn(|index| KeptFile {
+        fd: AtomicI32::new(made.0[index].as_ref().map_or(-1, Opened::fd)),
+        start: AtomicUsize::new(0),
+        len: AtomicUsize::new(FILES[index].len.load(Ordering::Relaxed)),
+    });
+    put_static(
+        &raw const FILES as usize,
+        (&raw const files).cast(),
+        size_of_val(&files),
+    )
+}
