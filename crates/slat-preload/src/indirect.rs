@@ -178,11 +178,15 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                     e as c_int,
                 ) as isize
             }
-            libc::SYS_chroot => roots::chroot(a as *const c_char) as isize,
-            libc::SYS_pivot_root => {
-                roots::pivot_root(a as *const c_char, b as *const c_char) as isize
-            }
-            libc::SYS_setns => roots::setns(a as c_int, b as c_int) as isize,
+            libc::SYS_chroot | libc::SYS_pivot_root => roots::leave(number, [a, b]) as isize,
+            libc::SYS_setns => roots::enter(a as c_int, b as c_int) as isize,
+            libc::SYS_mount => roots::bind(
+                a as *const c_char,
+                b as *const c_char,
+                c as *const c_char,
+                d as c_ulong,
+                e as *const c_void,
+            ) as isize,
             libc::SYS_readlink => {
                 status::read_link_at(libc::AT_FDCWD, a as *const c_char, b as *mut c_char, c)
             }

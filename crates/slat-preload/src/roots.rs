@@ -1,32 +1,104 @@
 //! The calls after which a path leads elsewhere: chroot, pivot_root, setns. slat's own files are kept before, because programs that are
-//! executed afterwards cannot see them.
+//! executed afterwards cannot see them. And mount, by which a jailer gives its program the device.
+//!
+//! A program may have functions of these names, which call the kernel by `syscall`. So what serves calls by number has other names.
 
 use crate::children;
 use crate::files::interpose;
-use crate::real::call;
-use std::ffi::{c_char, c_int};
+use crate::looks::Look;
+use crate::paths::{Special, special};
+use crate::real::{call, errno};
+use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
+
+/// Whether a path leads to `/dev/kvm`, or to slat's descriptor of it.
+fn is_device(path: *const c_char) -> bool {
+    match special(libc::AT_FDCWD, path, 0) {
+        Some(Special::Device) => true,
+        Some(Special::Descriptor(fd)) => matches!(Look::of_descriptor(fd), Some(Look::Device)),
+        _ => false,
+    }
+}
+
+/// Does a call after which paths may lead elsewhere.
+///
+/// # Safety
+/// As for the call itself.
+pub unsafe fn leave(number: i64, arguments: [usize; 2]) -> c_int {
+    children::keep_files();
+    let [a, b] = arguments;
+    // SAFETY: the caller's.
+    unsafe { call!(number, a, b) as c_int }
+}
+
+/// Does setns. Without a kind, the descriptor may be that of a mount namespace.
+///
+/// # Safety
+/// As for the call itself.
+pub unsafe fn enter(namespace: c_int, kind: c_int) -> c_int {
+    if kind == 0 || kind & libc::CLONE_NEWNS != 0 {
+        children::keep_files();
+    }
+    // SAFETY: the caller's.
+    unsafe { call!(libc::SYS_setns, namespace, kind) as c_int }
+}
+
+/// Does mount. A bind mount of `/dev/kvm` is one of the machine's device; where the machine has none, or the path is that of slat's
+/// descriptor, which the kernel cannot mount, it is one of another device: at its new path it is found by its name.
+///
+/// # Safety
+/// As for the call itself.
+pub unsafe fn bind(
+    source: *const c_char,
+    target: *const c_char,
+    kind: *const c_char,
+    flags: c_ulong,
+    data: *const c_void,
+) -> c_int {
+    let mount = |source: *const c_char| {
+        // SAFETY: the caller's, but for the source, which is the caller's or a string that ends with 0.
+        unsafe { call!(libc::SYS_mount, source, target, kind, flags, data) as c_int }
+    };
+    let answer = mount(source);
+    if answer == 0
+        || flags & libc::MS_BIND == 0
+        || !matches!(errno(), libc::ENOENT | libc::EINVAL)
+        || !is_device(source)
+    {
+        return answer;
+    }
+    let others: [&CStr; 2] = [c"/dev/kvm", c"/dev/null"];
+    let mut tried = others.iter().map(|other| mount(other.as_ptr()));
+    tried.find(|answer| *answer == 0).unwrap_or(answer)
+}
 
 interpose! {
     /// chroot(2).
     fn chroot(path: *const c_char) -> c_int {
-        children::keep_files();
         // SAFETY: the caller's.
-        unsafe { call!(libc::SYS_chroot, path) as c_int }
+        unsafe { leave(libc::SYS_chroot, [path as usize, 0]) }
     }
 
     /// pivot_root(2).
     fn pivot_root(new: *const c_char, old: *const c_char) -> c_int {
-        children::keep_files();
         // SAFETY: the caller's.
-        unsafe { call!(libc::SYS_pivot_root, new, old) as c_int }
+        unsafe { leave(libc::SYS_pivot_root, [new as usize, old as usize]) }
     }
 
-    /// setns(2). Without a kind, the descriptor may be that of a mount namespace.
+    /// setns(2).
     fn setns(namespace: c_int, kind: c_int) -> c_int {
-        if kind == 0 || kind & libc::CLONE_NEWNS != 0 {
-            children::keep_files();
-        }
         // SAFETY: the caller's.
-        unsafe { call!(libc::SYS_setns, namespace, kind) as c_int }
+        unsafe { enter(namespace, kind) }
+    }
+
+    /// mount(2).
+    fn mount(
+        source: *const c_char,
+        target: *const c_char,
+        kind: *const c_char,
+        flags: c_ulong,
+        data: *const c_void,
+    ) -> c_int {
+        // SAFETY: the caller's.
+        unsafe { bind(source, target, kind, flags, data) }
     }
 }
