@@ -13,6 +13,8 @@
 //	early    makes the device before it changes the root, and opens it by its path outside
 //	other    the device has another name, /dev/other, and belongs to the user
 //	bind     the device is the machine's, by a bind mount
+//	proc     has /proc
+//	small    no file may become longer than a page
 //
 // The node has KVM's numbers and no permissions: nobody but root opens the machine's KVM by it. The program's status is the jailer's.
 #define _GNU_SOURCE
@@ -25,6 +27,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
@@ -131,6 +134,13 @@ int main(int count, char **words)
 
 		make_device(device, HAS("other") ? 0600 : 0);
 		CHECK(chown(device, USER, USER) == 0);
+	}
+	if (HAS("proc"))
+		CHECK((mkdir("/proc", 0555) == 0 || errno == EEXIST) && mount("proc", "/proc", "proc", 0, NULL) == 0);
+	if (HAS("small")) {
+		struct rlimit limit = { 4096, 4096 };
+
+		CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0);
 	}
 	if (HAS("close"))
 		close_descriptors();

@@ -180,6 +180,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             }
             libc::SYS_chroot | libc::SYS_pivot_root => roots::leave(number, [a, b]) as isize,
             libc::SYS_setns => roots::enter(a as c_int, b as c_int) as isize,
+            libc::SYS_unshare => roots::separate(a as c_int) as isize,
             libc::SYS_mount => roots::bind(
                 a as *const c_char,
                 b as *const c_char,

@@ -1,4 +1,4 @@
-//! The calls after which a path leads elsewhere: chroot, pivot_root, setns. slat's own files are kept before, because programs that are
+//! The calls after which a path may lead elsewhere: chroot, pivot_root, setns, unshare. slat's own files are kept before, because programs that are
 //! executed afterwards cannot see them. And mount, by which a jailer gives its program the device.
 //!
 //! A program may have functions of these names, which call the kernel by `syscall`. So what serves calls by number has other names.
@@ -40,6 +40,18 @@ pub unsafe fn enter(namespace: c_int, kind: c_int) -> c_int {
     }
     // SAFETY: the caller's.
     unsafe { call!(libc::SYS_setns, namespace, kind) as c_int }
+}
+
+/// Does unshare. In a mount namespace of its own the program may mount another file system where slat's files are.
+///
+/// # Safety
+/// As for the call itself.
+pub unsafe fn separate(kinds: c_int) -> c_int {
+    if kinds & libc::CLONE_NEWNS != 0 {
+        children::keep_files();
+    }
+    // SAFETY: the caller's.
+    unsafe { call!(libc::SYS_unshare, kinds) as c_int }
 }
 
 /// Does mount. A bind mount of `/dev/kvm` is one of the machine's device; where the machine has none, or the path is that of slat's
@@ -88,6 +100,12 @@ interpose! {
     fn setns(namespace: c_int, kind: c_int) -> c_int {
         // SAFETY: the caller's.
         unsafe { enter(namespace, kind) }
+    }
+
+    /// unshare(2).
+    fn unshare(kinds: c_int) -> c_int {
+        // SAFETY: the caller's.
+        unsafe { separate(kinds) }
     }
 
     /// mount(2).

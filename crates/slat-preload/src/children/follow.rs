@@ -61,13 +61,22 @@ fn refuse_client(library: &CStr, program: &CStr) {
     if !file.is_some_and(|file| contains(&file, b"/dev/kvm")) {
         return;
     }
-    let parts = [
-        &b"slat: "[..],
-        program.to_bytes(),
-        b" names /dev/kvm, and slat cannot follow it here: neither can slat's library be seen (",
-        library.to_bytes(),
-        b"), because of another root or a mount, nor can it be carried along; mount its directory here, too\n",
-    ];
+    let parts = match carry::is_kept() {
+        true => [
+            &b"slat: "[..],
+            program.to_bytes(),
+            b" names /dev/kvm, and slat cannot follow it into this root: its own libraries do not fit RLIMIT_FSIZE, ",
+            b"RLIMIT_NOFILE or memory; raise the limit\n",
+            b"",
+        ],
+        false => [
+            b"slat: ",
+            program.to_bytes(),
+            b" names /dev/kvm, and slat's library (",
+            library.to_bytes(),
+            b") cannot be seen here; mount its directory and the host's C library here, too\n",
+        ],
+    };
     let parts = parts.map(|part| libc::iovec {
         iov_base: part.as_ptr().cast_mut().cast(),
         iov_len: part.len(),
