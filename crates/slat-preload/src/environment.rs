@@ -1,11 +1,41 @@
 //! The environment that the program's children get.
 
+use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::OnceLock;
+
 /// The LD_PRELOAD of the program's children, where it is not the program's own: `slat run` puts the runtimes of sanitizers that the
 /// program is linked with before this library. In other programs these would work, too, and report what nobody asked for.
 const CHILDRENS: &std::ffi::CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
 
+/// What `slat run` sets for slat itself, and means the same in any root.
+const SETTINGS: [&str; 6] = [
+    "SLAT_DISPATCH=",
+    "SLAT_FORMAT=",
+    "SLAT_LOG=",
+    "SLAT_MMU=",
+    "SLAT_SET=",
+    "SLAT_STATS=",
+];
+
+/// The settings that this program was started with.
+static GIVEN: OnceLock<Vec<CString>> = OnceLock::new();
+
+/// Returns the settings that this program was started with, for one that it starts in another root without environment.
+pub(crate) fn settings() -> &'static [CString] {
+    GIVEN.get().map_or(&[], Vec::as_slice)
+}
+
 /// Call at the program's start, while it has one thread.
 pub(crate) fn prepare() {
+    let given = std::env::vars_os().filter_map(|(name, value)| {
+        let variable = [name.as_bytes(), b"=", value.as_bytes()].concat();
+        let is_setting = SETTINGS
+            .iter()
+            .any(|name| variable.starts_with(name.as_bytes()));
+        is_setting.then(|| CString::new(variable).ok()).flatten()
+    });
+    let _ = GIVEN.set(given.collect());
     // SAFETY: no other thread reads or changes the environment yet; `value`, which is a part of it, is copied before the variable is
     // removed. A failure for lack of memory leaves the environment as it is.
     unsafe {

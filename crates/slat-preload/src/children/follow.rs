@@ -4,8 +4,8 @@ use super::chain::{Chain, Reach, is_linker};
 use super::{LIBRARY, Words};
 use crate::paths::{text, word_at};
 use crate::real::{Opened, kernel, map_memory};
-use crate::{carry, load};
-use std::ffi::{CStr, c_char, c_int};
+use crate::{carry, environment, load};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::ptr::null;
 
 /// Whether the file contains `text`.
@@ -30,6 +30,9 @@ fn contains(file: &Opened, text: &[u8]) -> bool {
         !found.is_null()
     }
 }
+
+/// The dynamic linker by which the kernel starts this library.
+const LINKER: &CStr = c"/lib64/ld-linux-x86-64.so.2";
 
 /// What is executed.
 #[derive(Clone, Copy)]
@@ -205,13 +208,19 @@ pub unsafe fn follow<T>(
         return start(Executed::Path(program.as_ptr()), arguments, environment);
     };
     let runs = chain.program(program);
-    let is_elsewhere = carry::is_kept() && chain.reach != Reach::Not && !is_there(library);
+    let has_files = || is_there(library) && (chain.reach == Reach::Preloaded || is_there(LINKER));
+    let is_elsewhere = carry::is_kept() && chain.reach != Reach::Not && !has_files();
     let carried = is_elsewhere.then(carry::make).flatten();
     let loads = match chain.reach {
         Reach::Not => false,
         _ if carried.is_some() => true,
         Reach::Loaded => is_there(library),
         Reach::Preloaded => false,
+    };
+    // A jailer clears the environment, and does not mean slat's.
+    let settings = match carried {
+        Some(_) => environment::settings(),
+        None => &[],
     };
     if is_elsewhere && carried.is_none() || chain.reach == Reach::Loaded && !loads {
         refuse_client(library, runs);
@@ -234,7 +243,7 @@ pub unsafe fn follow<T>(
     if !loads && (chain.reach != Reach::Preloaded || has_library) {
         return start(Executed::Path(program.as_ptr()), arguments, environment);
     }
-    let bytes = (words + variables + 2 * Chain::LONGEST + 8) * size_of::<usize>()
+    let bytes = (words + variables + settings.len() + 2 * Chain::LONGEST + 8) * size_of::<usize>()
         + preload.map_or(0, <[u8]>::len)
         + library.count_bytes()
         + runs.count_bytes()
@@ -253,7 +262,20 @@ pub unsafe fn follow<T>(
     let kept = (0..variables)
         .filter(|index| value(PRELOAD, *index).is_none() && value(load::PROGRAM, *index).is_none())
         .map(|index| variable(index).as_ptr());
-    let environment = scratch.list(kept.chain([added]));
+    let is_missing = |setting: &&CString| {
+        let name = setting
+            .to_bytes()
+            .split_inclusive(|byte| *byte == b'=')
+            .next();
+        !name.is_some_and(|name| {
+            (0..variables).any(|index| variable(index).to_bytes().starts_with(name))
+        })
+    };
+    let settings = settings
+        .iter()
+        .filter(is_missing)
+        .map(|setting| setting.as_ptr());
+    let environment = scratch.list(kept.chain(settings).chain([added]));
     if !loads {
         return start(Executed::Path(program.as_ptr()), arguments, environment);
     }
