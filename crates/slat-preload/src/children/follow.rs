@@ -41,6 +41,8 @@ pub enum Executed {
     Path(*const c_char),
     /// That of a descriptor, by execveat(2) with `AT_EMPTY_PATH`.
     Descriptor(c_int),
+    /// None: slat refuses the program, and has said so. A process that would become it ends with status 126.
+    Nothing,
 }
 
 /// Whether this library's file is where it was: not where the program has another root, or sees a part of the file system alone.
@@ -57,12 +59,12 @@ fn is_there(library: &CStr) -> bool {
     found.is_ok()
 }
 
-/// Ends the process where slat cannot follow a program that names `/dev/kvm`: it would find the machine's own KVM, or none. Others run
-/// without slat.
-fn refuse_client(library: &CStr, program: &CStr) {
+/// Whether slat refuses a program that it cannot follow: one that names `/dev/kvm` would find the machine's own KVM, or none. Says so in one line.
+/// Others run without slat.
+fn refuses(library: &CStr, program: &CStr) -> bool {
     let file = Opened::new(program, libc::O_RDONLY);
     if !file.is_some_and(|file| contains(&file, b"/dev/kvm")) {
-        return;
+        return false;
     }
     let parts = match carry::is_kept() {
         true => [
@@ -85,11 +87,9 @@ fn refuse_client(library: &CStr, program: &CStr) {
         iov_len: part.len(),
     });
     // One call, so that lines of other processes do not mix with it.
-    // SAFETY: live buffers, which the call reads; and the process ends, as one does that executes what cannot be executed.
-    unsafe {
-        let _ = kernel!(libc::SYS_writev, 2, parts.as_ptr(), parts.len());
-        let _ = kernel!(libc::SYS_exit_group, 126);
-    }
+    // SAFETY: live buffers, which the call reads.
+    let _ = unsafe { kernel!(libc::SYS_writev, 2, parts.as_ptr(), parts.len()) };
+    true
 }
 
 /// Returns the number of words before the null, all of which are strings that can be read. `None`: not all of them can.
@@ -222,8 +222,9 @@ pub unsafe fn follow<T>(
         Some(_) => environment::settings(),
         None => &[],
     };
-    if is_elsewhere && carried.is_none() || chain.reach == Reach::Loaded && !loads {
-        refuse_client(library, runs);
+    let is_lost = is_elsewhere && carried.is_none() || chain.reach == Reach::Loaded && !loads;
+    if is_lost && refuses(library, runs) {
+        return start(Executed::Nothing, arguments, environment);
     }
     // SAFETY: `count` has read the strings.
     let variable = |index| unsafe { CStr::from_ptr(*environment.add(index)) };

@@ -148,6 +148,7 @@ unsafe fn replace_program(
                 environment,
                 libc::AT_EMPTY_PATH
             ),
+            Executed::Nothing => kernel!(libc::SYS_exit_group, 126),
         }
     }
 }
@@ -432,6 +433,7 @@ unsafe fn spawn(
                         link = DescriptorPath::new(fd);
                         link.as_c_str().as_ptr()
                     }
+                    Executed::Nothing => return libc::EACCES,
                 };
                 next(child, path, actions, attributes, arguments, environment)
             },
