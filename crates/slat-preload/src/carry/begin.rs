@@ -1,9 +1,9 @@
 //! The library's copy as a program: the kernel has mapped it, and nothing else. Maps the dynamic linker, and has that find the C library.
 //!
-//! Until [`finish`] this library is not linked: no pointer in its data is right, and the C library's functions are not there. So what runs
-//! before uses neither: no memcpy, no panic, no slice whose bounds are checked. Reads of memory are volatile, because the compiler would
-//! make a call of a loop over bytes. The compiler has to optimize, at least a little (`profile.dev` in the workspace's Cargo.toml): else it calls
-//! memset for an array of six words.
+//! Until [`finish`] this library is not linked. [`slat_carried`] makes the pointers in its data right that lead to itself; those to the C library's
+//! functions lead nowhere, and there are no thread-local variables. So what runs before calls no memcpy, memset or strlen: reads of memory are
+//! volatile, because the compiler would make a call of a loop over bytes, and it has to optimize, at least a little (`profile.dev` in the workspace's
+//! Cargo.toml), because it would call memset for an array of six words.
 //!
 //! The dynamic linker opens libraries by paths, which lead nowhere. So its system calls are dispatched to [`serve`] (Syscall User Dispatch,
 //! which a loaded program needs as well): those that open files get the memfds, all others are made as they are.
@@ -29,9 +29,7 @@ static ACTION: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
 /// The signal mask as it was before.
 static MASK: AtomicU64 = AtomicU64::new(0);
 
-/// Makes a system call by an instruction of this library's, from which calls pass: what this library's start needs. Inlined, because a call of
-/// another crate's function may need a pointer in the data.
-#[inline(always)]
+/// Makes a system call by an instruction of this library's, from which calls pass: what this library's start needs.
 fn system_call(number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     let answer;
     // SAFETY: each place says what it changes; the kernel clobbers RCX and R11 only.
@@ -440,7 +438,8 @@ unsafe extern "C" fn finish() -> ! {
     )
 }
 
-/// Where the library's copy begins.
+/// Where the library's copy begins. Does what the dynamic linker will do again: adds the library's address to its pointers to itself, which are
+/// the first `DT_RELACOUNT` entries of `DT_RELA`.
 ///
 /// # Safety
 /// - The kernel calls it.
@@ -449,12 +448,40 @@ pub unsafe extern "C" fn slat_carried() -> ! {
     naked_asm!(
         "xor ebp, ebp",
         "mov rbx, rsp",
+        "lea r8, [rip + {library}]",
+        "lea rsi, [rip + _DYNAMIC]",
+        "xor r9d, r9d",
+        "xor r10d, r10d",
+        "2:",
+        "mov rax, [rsi]",
+        "cmp rax, {rela}",
+        "cmove r9, [rsi + 8]",
+        "cmp rax, {count}",
+        "cmove r10, [rsi + 8]",
+        "add rsi, 16",
+        "test rax, rax",
+        "jnz 2b",
+        "add r9, r8",
+        "test r10, r10",
+        "jz 4f",
+        "3:",
+        "mov rax, [r9]",
+        "mov rcx, [r9 + 16]",
+        "add rcx, r8",
+        "mov [r8 + rax], rcx",
+        "add r9, 24",
+        "dec r10",
+        "jnz 3b",
+        "4:",
         "mov rdi, rsp",
         "and rsp, -16",
         "call {begin}",
         "mov rsp, rbx",
         "xor edx, edx",
         "jmp rax",
+        library = sym super::__ehdr_start,
+        rela = const 7,
+        count = const 0x6fff_fff9,
         begin = sym begin,
     )
 }

@@ -18,7 +18,6 @@ use crate::load::elf::Headers;
 use crate::real::{Opened, kernel};
 use slat_host::procfs;
 use slat_process::file_size::limited;
-use std::arch::asm;
 use std::ffi::{CStr, c_int, c_void};
 use std::io;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
@@ -94,19 +93,9 @@ unsafe extern "C" {
     static __ehdr_start: u8;
 }
 
-/// Returns the address that this library's file calls 0. Without a pointer in the data ([`begin`]).
+/// Returns the address that this library's file calls 0.
 fn base() -> usize {
-    let base;
-    // SAFETY: computes an address.
-    unsafe {
-        asm!(
-            "lea {base}, [rip + {start}]",
-            base = lateout(reg) base,
-            start = sym __ehdr_start,
-            options(pure, nomem, nostack, preserves_flags)
-        );
-    }
-    base
+    &raw const __ehdr_start as usize
 }
 
 /// Finds out the paths of what this library is linked with. Call at the program's start. Makes no system call.
