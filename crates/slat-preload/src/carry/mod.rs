@@ -53,11 +53,14 @@ struct KeptFile {
 }
 
 impl KeptFile {
-    const NONE: Self = KeptFile {
-        fd: AtomicI32::new(-1),
-        start: AtomicUsize::new(0),
-        len: AtomicUsize::new(0),
-    };
+    /// Makes one that is not mapped, with the descriptor and the length of its memfd.
+    const fn new(fd: c_int, len: usize) -> Self {
+        KeptFile {
+            fd: AtomicI32::new(fd),
+            start: AtomicUsize::new(0),
+            len: AtomicUsize::new(len),
+        }
+    }
 
     /// Maps the file at `path`, unless it is mapped. Threads that do so at the same time map the same.
     fn keep(&self, path: &CStr) -> Option<()> {
@@ -82,7 +85,7 @@ impl KeptFile {
 static PROC: AtomicI32 = AtomicI32::new(-1);
 
 /// The files. Not all zero, so that the library's file has a place for it.
-static FILES: [KeptFile; COUNT] = [const { KeptFile::NONE }; COUNT];
+static FILES: [KeptFile; COUNT] = [const { KeptFile::new(-1, 0) }; COUNT];
 
 /// The paths of the files, strings of the dynamic linker's; null: there is none.
 static PATHS: [AtomicPtr<libc::c_char>; COUNT] =
@@ -251,10 +254,9 @@ fn change_library(made: &Memfds) -> Option<()> {
         (&raw const proc).cast(),
         size_of_val(&proc),
     )?;
-    let files: [KeptFile; COUNT] = std::array::from_fn(|index| KeptFile {
-        fd: AtomicI32::new(made.0[index].as_ref().map_or(-1, Opened::fd)),
-        start: AtomicUsize::new(0),
-        len: AtomicUsize::new(FILES[index].len.load(Ordering::Relaxed)),
+    let files: [KeptFile; COUNT] = std::array::from_fn(|index| {
+        let fd = made.0[index].as_ref().map_or(-1, Opened::fd);
+        KeptFile::new(fd, FILES[index].len.load(Ordering::Relaxed))
     });
     put_static(
         &raw const FILES as usize,
