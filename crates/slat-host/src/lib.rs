@@ -216,7 +216,7 @@ unsafe impl Platform for HostPlatform {
         if round < SPINS {
             std::hint::spin_loop();
         } else if round < SPINS + YIELDS {
-            std::thread::yield_now();
+            slat_process::wait::yield_now();
         } else {
             let slept = round - SPINS - YIELDS;
             if let WaitFor::Reader(thread) = what

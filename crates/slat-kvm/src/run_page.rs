@@ -260,7 +260,10 @@ pub fn memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
 }
 
 /// Does [`memfd`], without a message.
-fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
+///
+/// # Errors
+/// As for [`memfd`].
+pub(crate) fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     let fd = unsealed_memfd(name, close_on_exec)?;
     seal(&fd, libc::F_SEAL_SHRINK)?;
     if size != 0 {

@@ -3,13 +3,17 @@
 use crate::errno::{Result, fail};
 use crate::irq::vcpus::MAX_VCPUS;
 use crate::policy::{self, Jit};
-use crate::run_page::{MMAP_SIZE, memfd};
+use crate::run_page::{MMAP_SIZE, memfd, sized_memfd};
 use crate::vm::VmObject;
 use crate::{caps, clock, cpuid, filters, hyperv, msr};
 use kvm_bindings::*;
 use slat::MmuKind;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+
+/// Bytes of the memfd in the place of `/dev/kvm`. Hardly any other deleted file has this size, by which `fstat` finds out without another
+/// system call that a file is not `/dev/kvm`.
+pub const DESCRIPTOR_SIZE: usize = 0x36d;
 
 /// The object that a descriptor of `/dev/kvm` refers to. It has no state.
 #[derive(Debug, Default)]
@@ -23,7 +27,11 @@ impl System {
     pub fn descriptor(close_on_exec: bool) -> Result<OwnedFd> {
         filters::kvm_is_used();
         clock::note_start();
-        memfd(c"kvm", 0, close_on_exec)
+        match sized_memfd(c"kvm", DESCRIPTOR_SIZE, close_on_exec) {
+            // The client's RLIMIT_FSIZE forbids it: then `fstat` does not know the descriptor in another program.
+            Err(error) if error.errno() == libc::EFBIG => memfd(c"kvm", 0, close_on_exec),
+            made => made,
+        }
     }
 
     /// `KVM_GET_API_VERSION`.

@@ -52,8 +52,18 @@ impl Opening {
         self.how().flags & flag as u64 == flag as u64
     }
 
+    /// Whether the call opens directories only.
+    pub fn wants_directory(self) -> bool {
+        self.has(libc::O_DIRECTORY)
+    }
+
+    /// Whether the call creates a file that does not exist.
+    pub fn creates(self) -> bool {
+        self.has(libc::O_CREAT)
+    }
+
     /// Whether the opened file can be written to.
-    fn writes(self) -> bool {
+    pub fn writes(self) -> bool {
         self.how().flags & libc::O_ACCMODE as u64 != 0
     }
 

@@ -2,9 +2,10 @@
 
 use crate::device::{self, How, Opening};
 use crate::guarded::guarded;
-use crate::paths::{Special, is_device, special};
-use crate::real::{Next, call, errno, set_errno};
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use crate::paths::{self, Path, Special};
+use crate::real::{Next, call, errno, kernel, set_errno};
+use slat_kvm::thread::Section;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 /// Defines an exported C function, which runs with slat's own flags and floating point ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own must stay in force.
 ///
@@ -48,8 +49,8 @@ macro_rules! interpose_with_callers_floats {
 pub(crate) use interpose_with_callers_floats;
 
 /// Opens the special file that a path leads to. `None`: the kernel has to open it.
-fn open_special(directory: c_int, path: *const c_char, opening: Opening) -> Option<c_int> {
-    let answer = match special(directory, path, opening.how().resolve)? {
+fn open_special(special: Special, opening: Opening) -> Option<isize> {
+    let answer = match special {
         Special::Device => guarded(|| device::open(opening)),
         Special::Parameter(name) => guarded(|| device::open_parameter(name, opening)),
         Special::Slash => guarded(|| Err(libc::ENOTDIR)),
@@ -68,27 +69,98 @@ fn open_special(directory: c_int, path: *const c_char, opening: Opening) -> Opti
             answer
         }
     };
-    Some(answer as c_int)
+    Some(answer)
 }
 
-/// Opens a path, or passes the call to the kernel.
+/// Closes what the kernel has opened in the place of a special file: the host's, or a new one where the host has none, which is removed.
+fn undo_opening(path: Path, opening: Opening, opened: isize) {
+    if opened < 0 {
+        return;
+    }
+    // SAFETY: all-zero is a valid `stat`, which the kernel fills in. The path is the caller's, and the kernel has read it. The descriptor
+    // is not the program's yet.
+    unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        if opening.creates()
+            && kernel!(libc::SYS_fstat, opened, &raw mut stat).is_ok()
+            && stat.st_mode & libc::S_IFMT == libc::S_IFREG
+            && stat.st_size == 0
+        {
+            let _ = kernel!(libc::SYS_unlinkat, path.directory, path.text, 0);
+        }
+        let _ = kernel!(libc::SYS_close, opened);
+    }
+}
+
+/// Opens a path, or has the kernel do it by `kernels`.
+fn open_path(
+    directory: c_int,
+    text: *const c_char,
+    opening: Opening,
+    kernels: impl FnOnce() -> isize,
+) -> isize {
+    let path = Path {
+        directory,
+        text,
+        resolve: opening.how().resolve,
+    };
+    let opened = paths::serve(
+        path,
+        kernels,
+        // No special file is a directory.
+        |answer| answer >= 0 && opening.wants_directory(),
+        |opened| undo_opening(path, opening, opened),
+        |special| open_special(special, opening),
+    );
+    // A node of KVM's under another name, on a machine without KVM.
+    if opened < 0 && errno() == libc::ENODEV && paths::is_device(path) {
+        return guarded(|| device::open(opening));
+    }
+    opened
+}
+
+/// Opens a path, or has the kernel do it by `kernels`.
 ///
 /// # Safety
 /// As for `openat`.
-pub unsafe fn open_at(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
+pub unsafe fn open_at(
+    directory: c_int,
+    path: *const c_char,
+    flags: c_int,
+    mode: c_uint,
+    kernels: impl FnOnce() -> isize,
+) -> isize {
     // Without flags that create a file, the caller need not have passed a mode.
     let creates = flags & (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) != 0;
     let opening = Opening::open(flags, if creates { mode } else { 0 });
-    if let Some(answer) = open_special(directory, path, opening) {
-        return answer;
-    }
+    open_path(directory, path, opening, kernels)
+}
+
+/// Does openat for a function of the C library.
+///
+/// # Safety
+/// As for `openat`.
+unsafe fn open_by_name(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
     // SAFETY: the caller's.
-    let opened = unsafe { call!(libc::SYS_openat, directory, path, flags, mode) as c_int };
-    // A node of KVM's under another name, on a machine without KVM.
-    if opened < 0 && errno() == libc::ENODEV && is_device(directory, path, 0) {
-        return guarded(|| device::open(opening)) as c_int;
+    unsafe {
+        open_at(directory, path, flags, mode, || {
+            call!(libc::SYS_openat, directory, path, flags, mode)
+        }) as c_int
     }
-    opened
+}
+
+/// Does creat.
+///
+/// # Safety
+/// As for `creat`.
+pub unsafe fn create(path: *const c_char, mode: c_uint) -> c_int {
+    let flags = libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC;
+    // SAFETY: the caller's.
+    unsafe {
+        open_at(libc::AT_FDCWD, path, flags, mode, || {
+            call!(libc::SYS_creat, path, mode)
+        }) as c_int
+    }
 }
 
 /// openat2(2), which has no function in the C library.
@@ -101,15 +173,25 @@ pub unsafe fn open_at_2(
     how: *const How,
     size: usize,
 ) -> isize {
-    // Another size is that of a kernel whose flags slat does not know.
-    if size == size_of::<How>()
-        && let Some(how) = how_at(directory, path, how)
-        && let Some(answer) = open_special(directory, path, Opening::Open2(how))
-    {
-        return answer as isize;
-    }
     // SAFETY: the caller's.
-    unsafe { call!(libc::SYS_openat2, directory, path, how, size) }
+    let kernels = || unsafe { call!(libc::SYS_openat2, directory, path, how, size) };
+    // Another size is that of a kernel whose flags slat does not know.
+    if size != size_of::<How>() {
+        return kernels();
+    }
+    if !crate::is_prepared() {
+        let answer = kernels();
+        if answer < 0 && paths::may_be_unread(errno()) {
+            return answer;
+        }
+        // SAFETY: the kernel has just read it.
+        let how = unsafe { how.read_unaligned() };
+        return open_path(directory, path, Opening::Open2(how), || answer);
+    }
+    match how_at(directory, path, how) {
+        Some(how) => open_path(directory, path, Opening::Open2(how), kernels),
+        None => kernels(),
+    }
 }
 
 /// Returns the arguments of openat2, for a path whose last component is special however it is resolved. `None` also for memory
@@ -117,7 +199,8 @@ pub unsafe fn open_at_2(
 fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How> {
     /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;
-    special(directory, path, 0).or_else(|| special(directory, path, libc::RESOLVE_IN_ROOT))?;
+    paths::special(directory, path, 0)
+        .or_else(|| paths::special(directory, path, libc::RESOLVE_IN_ROOT))?;
     let mut words = [0; size_of::<How>()];
     // SAFETY: a guarded copy into a live buffer: `special` has found something, so the handlers are installed.
     unsafe { slat_guard::copy_in(&mut words, how.cast()) }.ok()?;
@@ -130,30 +213,89 @@ fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How>
 ///
 /// # Safety
 /// As for `faccessat`.
-pub unsafe fn access_at(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
+pub unsafe fn access_at(
+    directory: c_int,
+    path: *const c_char,
+    mode: c_int,
+    kernels: impl FnOnce() -> isize,
+) -> isize {
     const MODES: c_int = libc::R_OK | libc::W_OK | libc::X_OK;
-    let writable = match special(directory, path, 0) {
-        // The kernel refuses an invalid mode before it looks at the path.
-        _ if mode & !MODES != 0 => None,
-        Some(Special::Device) => Some(Ok(true)),
-        Some(Special::Parameter(name)) => Some(Ok(slat_kvm::parameters::is_writable(name))),
-        Some(Special::Slash) => Some(Err(libc::ENOTDIR)),
-        Some(Special::Descriptor(_)) | None => None,
-    };
-    if let Some(writable) = writable {
-        return guarded(|| match writable? {
+    let ours = |special| {
+        let writable = match special {
+            // The kernel refuses an invalid mode before it looks at the path.
+            _ if mode & !MODES != 0 => return None,
+            Special::Device => Ok(true),
+            Special::Parameter(name) => Ok(slat_kvm::parameters::is_writable(name)),
+            Special::Slash => Err(libc::ENOTDIR),
+            Special::Descriptor(_) => return None,
+        };
+        Some(guarded(|| match writable? {
             writable if mode & libc::X_OK != 0 || mode & libc::W_OK != 0 && !writable => {
                 Err(libc::EACCES)
             }
             _ => Ok(0),
-        }) as c_int;
-    }
+        }))
+    };
+    let path = Path {
+        directory,
+        text: path,
+        resolve: 0,
+    };
+    paths::serve(path, kernels, |_| false, |_| {}, ours)
+}
+
+static NEXT_EUIDACCESS: Next = Next::new(c"euidaccess");
+
+/// Does euidaccess. The C library asks the kernel by a call that depends on the user.
+unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
+    let kernels = || {
+        let Some(function) = NEXT_EUIDACCESS.get() else {
+            set_errno(libc::ENOSYS);
+            return -1;
+        };
+        type Access = unsafe extern "C" fn(*const c_char, c_int) -> c_int;
+        // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+        unsafe { std::mem::transmute::<usize, Access>(function)(path, mode) as isize }
+    };
     // SAFETY: the caller's.
-    unsafe {
-        if flags == 0 {
-            return call!(libc::SYS_faccessat, directory, path, mode) as c_int;
+    unsafe { access_at(libc::AT_FDCWD, path, mode, kernels) as c_int }
+}
+
+static NEXT_FACCESSAT: Next = Next::new(c"faccessat");
+
+/// Does faccessat for a function of the C library. Which system call that makes depends on its version.
+unsafe fn access_by_name(
+    directory: c_int,
+    path: *const c_char,
+    mode: c_int,
+    flags: c_int,
+) -> c_int {
+    let kernels = || match NEXT_FACCESSAT.get() {
+        Some(function) if !Section::is_entered() => {
+            type Access = unsafe extern "C" fn(c_int, *const c_char, c_int, c_int) -> c_int;
+            // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+            unsafe {
+                std::mem::transmute::<usize, Access>(function)(directory, path, mode, flags)
+                    as isize
+            }
         }
-        call!(libc::SYS_faccessat2, directory, path, mode, flags) as c_int
+        // SAFETY: the caller's.
+        _ => unsafe { call!(libc::SYS_faccessat2, directory, path, mode, flags) },
+    };
+    // SAFETY: the caller's.
+    unsafe { access_at(directory, path, mode, kernels) as c_int }
+}
+
+/// Looks up the C library's functions, before a signal handler could need one first.
+pub fn prepare() {
+    let all = [
+        &NEXT_FOPEN,
+        &NEXT_FOPEN64,
+        &NEXT_EUIDACCESS,
+        &NEXT_FACCESSAT,
+    ];
+    for next in all {
+        next.get();
     }
 }
 
@@ -179,114 +321,147 @@ fn flags_of(mode: &[u8]) -> c_int {
 }
 
 unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> *mut c_void {
-    if let Some(special) = special(libc::AT_FDCWD, path, 0) {
-        // SAFETY: the mode is a C string by the caller's contract.
-        let flags = flags_of(unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes());
-        // A stream writes without calling slat's `write`.
-        if flags & libc::O_ACCMODE != libc::O_RDONLY && matches!(special, Special::Parameter(_)) {
-            set_errno(libc::EACCES);
-            return std::ptr::null_mut();
+    // SAFETY: the mode is a C string by the caller's contract.
+    let opening = || Opening::open(flags_of(unsafe { CStr::from_ptr(mode) }.to_bytes()), 0o666);
+    let kernels = || {
+        let Some(function) = next.get() else {
+            set_errno(libc::ENOSYS);
+            return -1;
+        };
+        type Fopen = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut c_void;
+        // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+        match unsafe { std::mem::transmute::<usize, Fopen>(function)(path, mode) } as isize {
+            0 => -1,
+            stream => stream,
         }
-        if let Some(fd) = open_special(libc::AT_FDCWD, path, Opening::open(flags, 0o666)) {
-            if fd < 0 {
-                return std::ptr::null_mut();
-            }
-            // SAFETY: a descriptor of our own, whose ownership passes to the stream.
-            return unsafe { libc::fdopen(fd, mode) }.cast();
-        }
-    }
-    let Some(function) = next.get() else {
-        set_errno(libc::ENOSYS);
-        return std::ptr::null_mut();
     };
-    type Fopen = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut c_void;
-    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
-    unsafe { std::mem::transmute::<usize, Fopen>(function)(path, mode) }
+    let given = Path {
+        directory: libc::AT_FDCWD,
+        text: path,
+        resolve: 0,
+    };
+    let undo = |stream: isize| {
+        if stream != -1 {
+            let stream = stream as *mut libc::FILE;
+            // SAFETY: the stream that was just opened, whose descriptor `undo_opening` closes in its copy.
+            unsafe {
+                let copy = kernel!(
+                    libc::SYS_fcntl,
+                    libc::fileno(stream),
+                    libc::F_DUPFD_CLOEXEC,
+                    0
+                );
+                libc::fclose(stream);
+                undo_opening(given, opening(), copy.unwrap_or(-1));
+            }
+        }
+    };
+    let ours = |special| {
+        let opening = opening();
+        // A stream writes without calling slat's `write`.
+        if opening.writes() && matches!(special, Special::Parameter(_)) {
+            set_errno(libc::EACCES);
+            return Some(-1);
+        }
+        let fd = open_special(special, opening)?;
+        if fd < 0 {
+            return Some(-1);
+        }
+        // SAFETY: a descriptor of our own, whose ownership passes to the stream.
+        match unsafe { libc::fdopen(fd as c_int, mode) } as isize {
+            0 => Some(-1),
+            stream => Some(stream),
+        }
+    };
+    match paths::serve(given, kernels, |_| false, undo, ours) {
+        -1 => std::ptr::null_mut(),
+        stream => stream as *mut c_void,
+    }
 }
 
 interpose! {
     /// open(2).
     fn open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: the caller's. Without O_CREAT the mode is not read.
-        unsafe { open_at(libc::AT_FDCWD, path, flags, mode) }
+        unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
     /// creat(2).
     fn creat(path: *const c_char, mode: c_uint) -> c_int {
         // SAFETY: as for `open`.
-        unsafe { open_at(libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode) }
+        unsafe { create(path, mode) }
     }
 
     /// creat(2) with large files.
     fn creat64(path: *const c_char, mode: c_uint) -> c_int {
         // SAFETY: as for `open`.
-        unsafe { open_at(libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode) }
+        unsafe { create(path, mode) }
     }
 
     /// open(2) with large files: no difference on x86-64.
     fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: as for `open`.
-        unsafe { open_at(libc::AT_FDCWD, path, flags, mode) }
+        unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
     /// openat(2).
     fn openat(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: as for `open`.
-        unsafe { open_at(directory, path, flags, mode) }
+        unsafe { open_by_name(directory, path, flags, mode) }
     }
 
     /// openat(2) with large files.
     fn openat64(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: as for `open`.
-        unsafe { open_at(directory, path, flags, mode) }
+        unsafe { open_by_name(directory, path, flags, mode) }
     }
 
     /// open(2), as _FORTIFY_SOURCE calls it.
     fn __open_2(path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: as for `open`.
-        unsafe { open_at(libc::AT_FDCWD, path, flags, 0) }
+        unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
     /// open(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __open64_2(path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: as for `open`.
-        unsafe { open_at(libc::AT_FDCWD, path, flags, 0) }
+        unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
     /// openat(2), as _FORTIFY_SOURCE calls it.
     fn __openat_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: as for `open`.
-        unsafe { open_at(directory, path, flags, 0) }
+        unsafe { open_by_name(directory, path, flags, 0) }
     }
 
     /// openat(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __openat64_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: as for `open`.
-        unsafe { open_at(directory, path, flags, 0) }
+        unsafe { open_by_name(directory, path, flags, 0) }
     }
 
     /// access(2).
     fn access(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the caller's.
-        unsafe { access_at(libc::AT_FDCWD, path, mode, 0) }
+        unsafe { access_at(libc::AT_FDCWD, path, mode, || call!(libc::SYS_access, path, mode)) as c_int }
     }
 
     /// euidaccess(3).
     fn euidaccess(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the caller's.
-        unsafe { access_at(libc::AT_FDCWD, path, mode, libc::AT_EACCESS) }
+        unsafe { access_as_effective(path, mode) }
     }
 
     /// eaccess(3).
     fn eaccess(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the caller's.
-        unsafe { access_at(libc::AT_FDCWD, path, mode, libc::AT_EACCESS) }
+        unsafe { access_as_effective(path, mode) }
     }
 
     /// faccessat(2).
     fn faccessat(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
         // SAFETY: the caller's.
-        unsafe { access_at(directory, path, mode, flags) }
+        unsafe { access_by_name(directory, path, mode, flags) }
     }
 
     /// fopen(3).

@@ -50,16 +50,34 @@ extern "C" fn after_in_child() {
     heap::after_fork();
     slat_guard::after_fork_in_child();
     dispatch::arm_thread();
-    // Else a child of the child's `vfork` could ask first, and be taken for the owner.
-    process::owner();
 }
 
-/// Forks by a call for which the C library runs no handlers. Returns what `fork` does: 0 is the child.
+/// Runs in a child that the C library has made, which has noted the child's number.
+extern "C" fn after_in_noted_child() {
+    after_in_child();
+    process::note_owner();
+}
+
+/// Forks by a call of which the C library knows nothing. Returns what `fork` does: 0 is the child.
 pub fn around<T: Copy + PartialEq + From<i8>>(fork: impl FnOnce() -> T) -> T {
+    around_then(fork, || {
+        after_in_child();
+        if crate::is_prepared() {
+            // Else a child of the child's `vfork` could ask first, and be taken for the owner.
+            process::owner();
+        }
+    })
+}
+
+/// Forks by a call for which the C library runs no handlers, and runs `child` in the child.
+fn around_then<T: Copy + PartialEq + From<i8>>(
+    fork: impl FnOnce() -> T,
+    child: impl FnOnce(),
+) -> T {
     before();
     let result = fork();
     match result == T::from(0) {
-        true => after_in_child(),
+        true => child(),
         false => after_in_parent(),
     }
     result
@@ -84,7 +102,7 @@ pub fn watch() {
             next(
                 Some(before),
                 Some(after_in_parent),
-                Some(after_in_child),
+                Some(after_in_noted_child),
                 std::ptr::null_mut(),
             );
         }
@@ -113,6 +131,7 @@ interpose! {
             return -1;
         };
         // SAFETY: the C library's function of that name has this signature.
-        around(|| unsafe { std::mem::transmute::<usize, extern "C" fn() -> libc::pid_t>(function)() })
+        let fork = || unsafe { std::mem::transmute::<usize, extern "C" fn() -> libc::pid_t>(function)() };
+        around_then(fork, || after_in_noted_child())
     }
 }

@@ -12,27 +12,34 @@ use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 /// Installs a seccomp filter, a `sock_fprog` at `program`, by `install`. slat starts its threads before, so the filter does not
 /// bind them.
 fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
+    if !crate::is_prepared() {
+        let answer = install();
+        if answer >= 0 {
+            guarded(|| {
+                // SAFETY: the kernel has just read both. The two structs are the kernel's; nothing here makes a system call, which the
+                // filter may forbid.
+                let program = unsafe {
+                    let program = (program as *const libc::sock_fprog).read_unaligned();
+                    std::slice::from_raw_parts(program.filter, program.len.into())
+                };
+                filters::announce(program);
+                Ok(0)
+            });
+        }
+        return answer;
+    }
     // A child of `vfork` does not call slat, and must not leave threads in its parent's memory.
     if crate::is_borrowed() {
         return install();
     }
-    let announce = || {
+    guarded(|| {
+        filters::prepare();
         if let Ok(program) = read_filter(program as u64) {
             filters::announce(&program);
         }
         Ok(0)
-    };
-    // As long as slat is not in use, accesses are not guarded: only memory that the kernel has read can be read.
-    let first = crate::is_prepared();
-    guarded(|| {
-        filters::prepare();
-        if first { announce() } else { Ok(0) }
     });
-    let answer = install();
-    if !first && answer >= 0 {
-        guarded(announce);
-    }
-    answer
+    install()
 }
 
 /// Reads the instructions of a `sock_fprog`, 8 bytes each.
@@ -75,14 +82,18 @@ fn ours(fd: usize) -> bool {
 /// As for the call itself. Arguments that a call does not have are undefined and not read.
 pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
     let [a, b, c, d, e, f] = arguments;
+    // SAFETY: the caller's promise.
+    let kernels = || unsafe { call!(number, a, b, c, d, e, f) };
     // SAFETY: the caller's promise, call by call.
     unsafe {
         match number {
             libc::SYS_open => {
-                files::open_at(libc::AT_FDCWD, a as *const c_char, b as c_int, c as c_uint) as isize
+                let path = a as *const c_char;
+                files::open_at(libc::AT_FDCWD, path, b as c_int, c as c_uint, kernels)
             }
             libc::SYS_openat => {
-                files::open_at(a as c_int, b as *const c_char, c as c_int, d as c_uint) as isize
+                let path = b as *const c_char;
+                files::open_at(a as c_int, path, c as c_int, d as c_uint, kernels)
             }
             libc::SYS_close => fds::close(a as c_int) as isize,
             libc::SYS_close_range => {
@@ -142,16 +153,23 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             ),
             libc::SYS_lseek => streams::seek(a as c_int, b as i64, c as c_int),
             libc::SYS_stat => {
-                status::stat_at(libc::AT_FDCWD, a as *const c_char, b as *mut libc::stat, 0)
-                    as isize
+                let (path, to) = (a as *const c_char, b as *mut libc::stat);
+                status::stat_at(libc::AT_FDCWD, path, to, 0, kernels) as isize
             }
-            libc::SYS_lstat => status::lstat(a as *const c_char, b as *mut libc::stat) as isize,
-            libc::SYS_fstat => status::stat_descriptor(a as c_int, b as *mut libc::stat) as isize,
+            libc::SYS_lstat => {
+                let (path, to) = (a as *const c_char, b as *mut libc::stat);
+                let flags = libc::AT_SYMLINK_NOFOLLOW;
+                status::stat_at(libc::AT_FDCWD, path, to, flags, kernels) as isize
+            }
+            libc::SYS_fstat => {
+                status::stat_descriptor(a as c_int, b as *mut libc::stat, kernels) as isize
+            }
             libc::SYS_newfstatat => status::stat_at(
                 a as c_int,
                 b as *const c_char,
                 c as *mut libc::stat,
                 d as c_int,
+                kernels,
             ) as isize,
             libc::SYS_statx => status::statx(
                 a as c_int,
@@ -161,7 +179,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                 e as *mut libc::statx,
             ) as isize,
             libc::SYS_fork | libc::SYS_clone | libc::SYS_clone3 if forks(number, a) => {
-                forks::around(|| call!(number, a, b, c, d, e, f))
+                forks::around(kernels)
             }
             libc::SYS_execve => children::execute(
                 a as *const c_char,
@@ -189,24 +207,23 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                 e as *const c_void,
             ) as isize,
             libc::SYS_readlink => {
-                status::read_link_at(libc::AT_FDCWD, a as *const c_char, b as *mut c_char, c)
+                let (path, to) = (a as *const c_char, b as *mut c_char);
+                status::read_link_at(libc::AT_FDCWD, path, to, c, kernels)
             }
             libc::SYS_readlinkat => {
-                status::read_link_at(a as c_int, b as *const c_char, c as *mut c_char, d)
+                let (path, to) = (b as *const c_char, c as *mut c_char);
+                status::read_link_at(a as c_int, path, to, d, kernels)
             }
             libc::SYS_access => {
-                files::access_at(libc::AT_FDCWD, a as *const c_char, b as c_int, 0) as isize
+                files::access_at(libc::AT_FDCWD, a as *const c_char, b as c_int, kernels)
             }
-            libc::SYS_faccessat => {
-                files::access_at(a as c_int, b as *const c_char, c as c_int, 0) as isize
-            }
-            libc::SYS_faccessat2 => {
-                files::access_at(a as c_int, b as *const c_char, c as c_int, d as c_int) as isize
+            libc::SYS_faccessat | libc::SYS_faccessat2 => {
+                files::access_at(a as c_int, b as *const c_char, c as c_int, kernels)
             }
             libc::SYS_openat2 => {
                 files::open_at_2(a as c_int, b as *const c_char, c as *const How, d)
             }
-            libc::SYS_creat => files::creat(a as *const c_char, b as c_uint) as isize,
+            libc::SYS_creat => files::create(a as *const c_char, b as c_uint) as isize,
             libc::SYS_seccomp if a as c_uint == libc::SECCOMP_SET_MODE_FILTER => {
                 filtering(c, || call!(number, a, b, c))
             }
@@ -219,7 +236,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                 d as c_ulong,
                 e as c_ulong,
             ) as isize,
-            _ => call!(number, a, b, c, d, e, f),
+            _ => kernels(),
         }
     }
 }

@@ -76,6 +76,10 @@ pub(crate) fn is_borrowed() -> bool {
 }
 
 pub(crate) extern "C" fn at_exit() {
+    // A program that has not used KVM makes no call that it would not make without slat.
+    if !is_prepared() {
+        return;
+    }
     with_own_floats(|| {
         guarded::guarded(|| {
             slat_kvm::report::at_exit();
@@ -91,13 +95,16 @@ pub(crate) extern "C" fn at_exit() {
 }
 
 pub(crate) extern "C" fn start() {
-    // Before the first fork.
+    // Before the first fork and the first filter.
     process::owner();
+    slat_process::find_noted_id();
     slat_kvm::publish::enable();
     forks::watch();
     environment::prepare();
     // SAFETY: a handler with the right signature. The call only fails for lack of memory.
     unsafe { libc::atexit(at_exit) };
+    files::prepare();
+    status::prepare();
     streams::prepare();
     signals::prepare();
     children::prepare();

@@ -16,7 +16,7 @@ pub const DEVICE: (u32, u32) = (10, 232);
 /// Inode number of files that the host lacks: too large to be allocated by counting.
 const INODE: libc::ino_t = 0x6b76_6d00;
 /// What sysfs shows as the size of every file.
-const SYSFS_SIZE: libc::off_t = 4096;
+pub const SYSFS_SIZE: libc::off_t = 4096;
 
 /// How a file looks.
 #[derive(Clone, Copy, Debug)]

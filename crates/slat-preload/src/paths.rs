@@ -6,9 +6,12 @@
 //! of KVM: a signal handler may open files.
 //!
 //! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the kernel returns `EFAULT`.
+//!
+//! A program that does not use KVM makes no system call that it would not make without slat ([`serve`]), unless the path ends in a special
+//! name and does not spell its directory plainly.
 
 use crate::looks::DEVICE;
-use crate::real::{Opened, kernel, raw};
+use crate::real::{Opened, errno, kernel, raw, set_errno};
 use crate::table;
 use slat_host::procfs;
 use slat_kvm::thread::Section;
@@ -43,10 +46,101 @@ enum Place {
     Descriptors,
 }
 
+/// A path as a call gets it.
+#[derive(Clone, Copy, Debug)]
+pub struct Path {
+    /// The directory from which the call resolves it.
+    pub directory: c_int,
+    /// The string.
+    pub text: *const c_char,
+    /// openat2's `RESOLVE_…`: 0 for all other calls.
+    pub resolve: u64,
+}
+
+/// Makes a call with a path: by `ours` if the path is special, else by `kernels`. Both return as the C library does; `ours` returns `None`
+/// if the kernel has to make the call after all.
+///
+/// Before the program's first use of KVM the kernel's call is made first, because what it returns tells whether the path can be read. It
+/// may also exclude that the path is special (`excludes`), so that the directory need not be looked up. What the kernel has done is taken
+/// back by `undo` before `ours` makes the call.
+pub fn serve(
+    path: Path,
+    kernels: impl FnOnce() -> isize,
+    excludes: impl Fn(isize) -> bool,
+    undo: impl FnOnce(isize),
+    ours: impl FnOnce(Special) -> Option<isize>,
+) -> isize {
+    if Section::is_entered() {
+        return kernels();
+    }
+    if crate::is_prepared() {
+        let special = special(path.directory, path.text, path.resolve);
+        return special.and_then(ours).unwrap_or_else(kernels);
+    }
+    let before = errno();
+    let answer = kernels();
+    let after = errno();
+    if answer < 0 && may_be_unread(after) {
+        return answer;
+    }
+    let Some(special) = special_in(path, Memory::Read, || !excludes(answer)) else {
+        return answer;
+    };
+    undo(answer);
+    set_errno(before);
+    ours(special).unwrap_or_else(|| {
+        set_errno(after);
+        answer
+    })
+}
+
+/// Whether the kernel may return `errno` without having read the path to its end. For a special path it returns none of these that slat
+/// would not return.
+pub fn may_be_unread(errno: c_int) -> bool {
+    [
+        libc::EFAULT,
+        libc::EINVAL,
+        libc::ENAMETOOLONG,
+        libc::ENOSYS,
+        libc::ENOMEM,
+        libc::EBADF,
+    ]
+    .contains(&errno)
+}
+
+/// What is known of the memory of a path.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Memory {
+    /// It may not be readable.
+    Unknown,
+    /// The kernel has just read it.
+    Read,
+}
+
 /// Returns what `path` means to a call that resolves it from `directory`; `None` if it is not special. `resolve` is openat2's:
 /// 0 for all other calls.
 pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Special> {
-    let last = Last::of(path)?;
+    let path = Path {
+        directory,
+        text: path,
+        resolve,
+    };
+    special_in(path, Memory::Unknown, || true)
+}
+
+/// Like [`special`], but for a path that the caller reads by itself if slat does not: it is not null and can be read.
+pub fn special_readable(directory: c_int, path: *const c_char) -> Option<Special> {
+    let path = Path {
+        directory,
+        text: path,
+        resolve: 0,
+    };
+    special_in(path, Memory::Read, || true)
+}
+
+/// Does [`special`]. Asks the kernel about the directory only if `may_ask` returns true.
+fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<Special> {
+    let last = Last::of(path.text, memory)?;
     let special = last.meaning()?;
     // slat's own calls are the kernel's to serve.
     if Section::is_entered() {
@@ -57,9 +151,10 @@ pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Sp
         Special::Parameter(_) => Place::Parameters,
         Special::Descriptor(_) => Place::Descriptors,
     };
-    if leads_to(directory, path, last.start, resolve)? != place
-        && !(special == Special::Device && !last.slash && is_device(directory, path, resolve))
-    {
+    let is_node = || {
+        (special, last.slash) == (Special::Device, false) && may_ask() && is_device(path)
+    };
+    if leads_to(path, memory, last.start, &may_ask) != Some(place) && !is_node() {
         return None;
     }
     // Guarded accesses are needed from here on: a program that asks for KVM gets slat's handlers.
@@ -79,7 +174,7 @@ pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Sp
 /// Whether `path` is empty, or null: the call is about its descriptor, if its flags allow that.
 pub fn is_empty(path: *const c_char) -> bool {
     let mut empty = true;
-    path.is_null() || (each_byte(path, 1, |_| empty = false).is_some() && empty)
+    path.is_null() || (each_byte(path, Memory::Unknown, 1, |_| empty = false).is_some() && empty)
 }
 
 /// The last component of a path.
@@ -94,7 +189,7 @@ struct Last {
 }
 
 impl Last {
-    fn of(path: *const c_char) -> Option<Self> {
+    fn of(path: *const c_char, memory: Memory) -> Option<Self> {
         let mut last = Last {
             name: [0; NAME_MAX],
             len: 0,
@@ -102,7 +197,7 @@ impl Last {
             slash: true,
         };
         let mut index = 0;
-        each_byte(path, PATH_MAX, |byte| {
+        each_byte(path, memory, PATH_MAX, |byte| {
             if byte == b'/' {
                 last.slash = true;
             } else {
@@ -136,9 +231,17 @@ fn number(digits: &[u8]) -> Option<c_int> {
 }
 
 /// Returns the directory that the first `len` bytes of `path` lead to. A plain spelling is enough: `/sys/module/kvm` may not
-/// exist.
+/// exist. For others the kernel is asked, if `may_ask` returns true.
 #[inline(never)]
-fn leads_to(directory: c_int, path: *const c_char, len: usize, resolve: u64) -> Option<Place> {
+fn leads_to(
+    path: Path,
+    memory: Memory,
+    len: usize,
+    may_ask: impl FnOnce() -> bool,
+) -> Option<Place> {
+    let Path {
+        directory, resolve, ..
+    } = path;
     let mut text = [0; PATH_MAX];
     let mut copied = 0;
     let mut copy = |byte| {
@@ -147,7 +250,7 @@ fn leads_to(directory: c_int, path: *const c_char, len: usize, resolve: u64) -> 
             copied += 1;
         }
     };
-    each_byte(path, PATH_MAX, &mut copy)?;
+    each_byte(path.text, memory, PATH_MAX, &mut copy)?;
     if copied < len {
         return None;
     }
@@ -156,6 +259,9 @@ fn leads_to(directory: c_int, path: *const c_char, len: usize, resolve: u64) -> 
         && let Some(place) = Place::at(&text[..len])
     {
         return Some(place);
+    }
+    if !may_ask() {
+        return None;
     }
     let mut link = [0; 64];
     let found = match (len, directory) {
@@ -170,12 +276,14 @@ fn leads_to(directory: c_int, path: *const c_char, len: usize, resolve: u64) -> 
 }
 
 /// Whether a path leads to a node with KVM's numbers, which a jailer has made for its program, or bound there.
-pub fn is_device(directory: c_int, path: *const c_char, resolve: u64) -> bool {
+pub fn is_device(path: Path) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in; a bad path is an error.
     unsafe {
         let mut stat: libc::stat = std::mem::zeroed();
-        let known = kernel!(libc::SYS_newfstatat, directory, path, &raw mut stat, 0);
-        resolve == 0 && known.is_ok() && is_kvms(&stat)
+        let (directory, text) = (path.directory, path.text);
+        path.resolve == 0
+            && kernel!(libc::SYS_newfstatat, directory, text, &raw mut stat, 0).is_ok()
+            && is_kvms(&stat)
     }
 }
 
@@ -286,23 +394,31 @@ pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
 
 /// Calls `each` with the bytes of a C string, up to the NUL, but at most `max`. `None`: the string cannot be read, or has
 /// `PATH_MAX` bytes and no NUL.
-fn each_byte(text: *const c_char, max: usize, each: impl FnMut(u8)) -> Option<()> {
-    (walk(text, max, each)? < PATH_MAX).then_some(())
+fn each_byte(text: *const c_char, memory: Memory, max: usize, each: impl FnMut(u8)) -> Option<()> {
+    (walk(text, memory, max, each)? < PATH_MAX).then_some(())
 }
 
 /// Returns a string of the client's, with its NUL. `None` if it cannot be read.
 pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
-    walk(string, usize::MAX, |_| {})?;
+    walk(string, Memory::Unknown, usize::MAX, |_| {})?;
     // SAFETY: it has just been read to its NUL, and the client leaves the arguments of a call alone while that is made.
     Some(unsafe { CStr::from_ptr(string) })
 }
 
 /// Does [`each_byte`] for a string of any length. Returns the number of bytes.
-fn walk(text: *const c_char, max: usize, mut each: impl FnMut(u8)) -> Option<usize> {
+fn walk(
+    text: *const c_char,
+    memory: Memory,
+    max: usize,
+    mut each: impl FnMut(u8),
+) -> Option<usize> {
     let mut address = text as usize;
     let mut readable = None;
     let mut count = 0;
     loop {
+        if memory == Memory::Read {
+            readable = Some(address / PAGE);
+        }
         let bytes = word_at(address & !(WORD - 1), &mut readable)?.to_le_bytes();
         for &byte in &bytes[address % WORD..] {
             if byte == 0 || count == max {

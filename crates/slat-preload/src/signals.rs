@@ -3,7 +3,7 @@
 //!
 //! The kernel knows only the trampoline; a table here keeps the program's own handler and flags, and `sigaction` returns those.
 //! The mask is the program's: the kernel applies it as always. Two flags differ: the trampoline always asks for the signal's
-//! information, and resets the handler itself (`SA_RESETHAND`) when the handler really runs.
+//! information, and in a program that uses KVM it resets the handler itself (`SA_RESETHAND`) when the handler really runs.
 //!
 //! From the first `/dev/kvm` on, slat handles SIGSEGV, SIGBUS and its kick signal first, and hands the others to the action
 //! that the program has set ([`slat_guard::set_chained`]). Where system calls are dispatched, SIGSYS is slat's from the start and never
@@ -59,7 +59,9 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     }
     let handler = &HANDLERS[signal as usize];
     let function = handler.function.load(Ordering::Acquire);
-    if handler.flags.load(Ordering::Relaxed) & libc::SA_RESETHAND != 0 {
+    if handler.flags.load(Ordering::Relaxed) & libc::SA_RESETHAND != 0
+        && TAKEN_OVER.load(Ordering::Acquire)
+    {
         // SAFETY: the default action, and no output of the old one.
         unsafe {
             let mut default: Action = zeroed();
@@ -164,6 +166,23 @@ pub fn take_over() {
         }
     }
     TAKEN_OVER.store(true, Ordering::Release);
+    for (signal, handler) in HANDLERS.iter().enumerate() {
+        if handler.flags.load(Ordering::Relaxed) & libc::SA_RESETHAND != 0 {
+            keep_handler(signal as c_int);
+        }
+    }
+}
+
+/// Has the kernel keep the trampoline when it calls it for `signal`, if it would call it.
+fn keep_handler(signal: c_int) {
+    // SAFETY: all-zero is a valid action, and both are live.
+    unsafe {
+        let mut action: Action = zeroed();
+        if next(signal, null(), &mut action) == 0 && action.sa_sigaction == trampoline_address() {
+            action.sa_flags &= !libc::SA_RESETHAND;
+            next(signal, &action, null_mut());
+        }
+    }
 }
 
 /// Installs `handler`, by which calls are dispatched, for SIGSYS. All signals are blocked when it begins.
@@ -275,7 +294,10 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
         handler.flags.store(action.sa_flags, Ordering::Relaxed);
         (handler.function).store(action.sa_sigaction, Ordering::Release);
         action.sa_sigaction = trampoline_address();
-        action.sa_flags = (action.sa_flags | libc::SA_SIGINFO) & !libc::SA_RESETHAND;
+        action.sa_flags |= libc::SA_SIGINFO;
+        if TAKEN_OVER.load(Ordering::Acquire) {
+            action.sa_flags &= !libc::SA_RESETHAND;
+        }
         keep_unblocked(&mut action.sa_mask);
     }
     // SAFETY: all-zero is a valid action.

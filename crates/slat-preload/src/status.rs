@@ -1,30 +1,66 @@
 //! Asking about files: stat, readlink, realpath and their variants, by path and by descriptor.
 
 use crate::files::interpose;
-use crate::looks::Look;
-use crate::paths::{self, DescriptorPath, Special, special};
-use crate::real::{Next, call, set_errno};
+use crate::looks::{self, Look};
+use crate::paths::{self, DescriptorPath, Path, Special};
+use crate::real::{Next, call, plain, set_errno};
 use crate::table;
+use slat_kvm::system;
 use slat_kvm::thread::Section;
 use std::ffi::{CString, c_char, c_int, c_uint};
 use std::io::Write;
 
-/// Returns the file of KVM's that the client asks about; `None` if the kernel has to serve the call.
-fn asked(directory: c_int, path: *const c_char, flags: c_int) -> Option<Result<Look, i32>> {
+/// Asks about a file of KVM's by `ours`, about all others by `kernels`. `excludes` tells what the kernel's answer does: see
+/// [`serve`](paths::serve).
+fn ask(
+    directory: c_int,
+    path: *const c_char,
+    flags: c_int,
+    kernels: impl FnOnce() -> isize,
+    excludes: impl FnOnce() -> bool,
+    ours: impl FnOnce(Result<Look, i32>) -> c_int,
+) -> c_int {
     const KNOWN: c_int = libc::AT_EMPTY_PATH
         | libc::AT_SYMLINK_NOFOLLOW
         | libc::AT_NO_AUTOMOUNT
         | libc::AT_STATX_SYNC_TYPE;
     if flags & !KNOWN != 0 || Section::is_entered() {
-        return None;
+        return kernels() as c_int;
     }
     if flags & libc::AT_EMPTY_PATH != 0 && table::is_ours(directory) && paths::is_empty(path) {
-        return Look::of_descriptor(directory).map(Ok);
+        return match Look::of_descriptor(directory) {
+            Some(look) => ours(Ok(look)),
+            None => kernels() as c_int,
+        };
     }
-    match special(directory, path, 0)? {
-        // The link itself looks as the kernel shows it.
-        Special::Descriptor(_) if flags & libc::AT_SYMLINK_NOFOLLOW != 0 => None,
-        special => Look::of_path(special),
+    let path = Path {
+        directory,
+        text: path,
+        resolve: 0,
+    };
+    let ours = |special| {
+        let look = match special {
+            // The link itself looks as the kernel shows it.
+            Special::Descriptor(_) if flags & libc::AT_SYMLINK_NOFOLLOW != 0 => None,
+            special => Look::of_path(special),
+        };
+        look.map(|look| ours(look) as isize)
+    };
+    paths::serve(
+        path,
+        kernels,
+        |answer| answer == 0 && excludes(),
+        |_| {},
+        ours,
+    ) as c_int
+}
+
+/// Whether a file with this mode, device number and size is neither `/dev/kvm` nor a module parameter.
+fn is_other(mode: u32, device: (u32, u32), size: i64) -> bool {
+    match mode & libc::S_IFMT {
+        libc::S_IFCHR => device != looks::DEVICE,
+        libc::S_IFREG => size != looks::SYSFS_SIZE,
+        _ => true,
     }
 }
 
@@ -49,7 +85,7 @@ unsafe fn give<T>(to: *mut T, answer: Result<T, i32>) -> c_int {
     }
 }
 
-/// Does fstatat, and all calls that amount to it.
+/// Does fstatat, and all calls that amount to it. The kernel does it by `kernels`.
 ///
 /// # Safety
 /// As for `fstatat`.
@@ -58,13 +94,17 @@ pub unsafe fn stat_at(
     path: *const c_char,
     to: *mut libc::stat,
     flags: c_int,
+    kernels: impl FnOnce() -> isize,
 ) -> c_int {
-    if let Some(look) = asked(directory, path, flags) {
-        // SAFETY: a struct of integers; the address is the caller's.
-        return unsafe { give(to, look.map(Look::stat)) };
-    }
-    // SAFETY: the caller's. The kernel's struct is the C library's on x86-64.
-    let answer = unsafe { call!(libc::SYS_newfstatat, directory, path, to, flags) as c_int };
+    let excludes = || {
+        // SAFETY: the kernel has just filled it in. Its struct is the C library's on x86-64.
+        let stat = unsafe { &*to };
+        let device = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
+        is_other(stat.st_mode, device, stat.st_size)
+    };
+    // SAFETY: a struct of integers; the address is the caller's.
+    let ours = |look: Result<Look, i32>| unsafe { give(to, look.map(Look::stat)) };
+    let answer = ask(directory, path, flags, kernels, excludes, ours);
     if answer == 0 && flags & libc::AT_EMPTY_PATH != 0 {
         // SAFETY: the kernel has just filled it in.
         unsafe { correct(directory, to) };
@@ -75,11 +115,13 @@ pub unsafe fn stat_at(
 /// The link text of the memfd of `/dev/kvm`.
 const DEVICE_MEMFD: &[u8] = b"/memfd:kvm (deleted)";
 
-/// Whether `fd`, which has `links` links, is `/dev/kvm`, though the table does not know it: it stayed open across `exec`, or
-/// was received through a socket.
-fn is_inherited(fd: c_int, links: u64) -> bool {
+/// Whether `fd`, whose file has this mode and size and so many links, is `/dev/kvm`, though the table does not know it: it stayed open
+/// across `exec`, or was received through a socket. Only about a file that looks like the memfd is the kernel asked.
+fn is_inherited(fd: c_int, links: u64, mode: u32, size: i64) -> bool {
     let mut link = [0; 64];
     links == 0
+        && mode & libc::S_IFMT == libc::S_IFREG
+        && size == system::DESCRIPTOR_SIZE as i64
         && paths::read_link(DescriptorPath::new(fd).as_c_str(), &mut link) == Some(DEVICE_MEMFD)
 }
 
@@ -90,7 +132,8 @@ fn is_inherited(fd: c_int, links: u64) -> bool {
 unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
     // SAFETY: the caller's promise.
     unsafe {
-        if is_inherited(fd, (*stat).st_nlink) {
+        let found = &*stat;
+        if is_inherited(fd, found.st_nlink, found.st_mode, found.st_size) {
             *stat = Look::Device.stat();
         }
     }
@@ -116,7 +159,7 @@ fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
     Some(copied.map(|()| written).map_err(|_| libc::EFAULT))
 }
 
-/// Does readlinkat, and all calls that amount to it.
+/// Does readlinkat, and all calls that amount to it. The kernel does it by `kernels`.
 ///
 /// # Safety
 /// As for `readlinkat`.
@@ -125,28 +168,36 @@ pub unsafe fn read_link_at(
     path: *const c_char,
     to: *mut c_char,
     len: usize,
+    kernels: impl FnOnce() -> isize,
 ) -> isize {
-    let answer = special(directory, path, 0).and_then(|special| match special {
-        Special::Descriptor(fd) => link_of(fd, to.cast(), len),
-        Special::Slash => Some(Err(libc::ENOTDIR)),
-        Special::Device | Special::Parameter(_) => Some(Err(libc::EINVAL)),
-    });
-    match answer {
-        Some(Ok(written)) => written as isize,
-        Some(Err(errno)) => {
-            set_errno(errno);
-            -1
-        }
-        // SAFETY: the caller's.
-        None => unsafe { kernels_link(directory, path, to, len) },
-    }
+    let ours = |special| {
+        let answer = match special {
+            Special::Descriptor(fd) => link_of(fd, to.cast(), len)?,
+            Special::Slash => Err(libc::ENOTDIR),
+            Special::Device | Special::Parameter(_) => Err(libc::EINVAL),
+        };
+        Some(plain(answer.map(|written| written as isize)))
+    };
+    let path = Path {
+        directory,
+        text: path,
+        resolve: 0,
+    };
+    // SAFETY: the caller's.
+    let kernels = || unsafe { corrected_link(to, kernels()) };
+    // Neither the device nor a parameter is a link.
+    paths::serve(path, kernels, |answer| answer >= 0, |_| {}, ours)
 }
 
-/// Does fstat, and all calls that amount to it.
+/// Does fstat, and all calls that amount to it. The kernel does it by `kernels`.
 ///
 /// # Safety
 /// As for `fstat`.
-pub unsafe fn stat_descriptor(fd: c_int, to: *mut libc::stat) -> c_int {
+pub unsafe fn stat_descriptor(
+    fd: c_int,
+    to: *mut libc::stat,
+    kernels: impl FnOnce() -> isize,
+) -> c_int {
     if table::is_ours(fd)
         && !Section::is_entered()
         && let Some(look) = Look::of_descriptor(fd)
@@ -154,8 +205,7 @@ pub unsafe fn stat_descriptor(fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: a struct of integers; the address is the caller's.
         return unsafe { give(to, Ok(look.stat())) };
     }
-    // SAFETY: the caller's.
-    let answer = unsafe { call!(libc::SYS_fstat, fd, to) as c_int };
+    let answer = kernels() as c_int;
     if answer == 0 {
         // SAFETY: the kernel has just filled it in.
         unsafe { correct(fd, to) };
@@ -163,19 +213,12 @@ pub unsafe fn stat_descriptor(fd: c_int, to: *mut libc::stat) -> c_int {
     answer
 }
 
-/// Has the kernel do a readlink, whose link may be that of a descriptor of `/dev/kvm` that the table does not know.
+/// Corrects the text of a link, which may be that of a descriptor of `/dev/kvm` that the table does not know. Returns its length.
 ///
 /// # Safety
-/// As for `readlinkat`.
-unsafe fn kernels_link(
-    directory: c_int,
-    path: *const c_char,
-    to: *mut c_char,
-    len: usize,
-) -> isize {
+/// - the kernel has just written `written` bytes to `to`, or has failed.
+unsafe fn corrected_link(to: *mut c_char, written: isize) -> isize {
     const NAME: &[u8] = b"/dev/kvm";
-    // SAFETY: the caller's.
-    let written = unsafe { call!(libc::SYS_readlinkat, directory, path, to, len) };
     if written == DEVICE_MEMFD.len() as isize {
         // SAFETY: the kernel has just written `written` bytes to `to`.
         let text = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), written as usize) };
@@ -189,7 +232,13 @@ unsafe fn kernels_link(
 
 /// Returns the path without symbolic links of a special file: realpath(3).
 fn real_path(path: *const c_char) -> Option<CString> {
-    let path = match special(libc::AT_FDCWD, path, 0)? {
+    let special = match crate::is_prepared() {
+        true => paths::special(libc::AT_FDCWD, path, 0),
+        // The C library would read the path, too.
+        false if path.is_null() => None,
+        false => paths::special_readable(libc::AT_FDCWD, path),
+    };
+    let path = match special? {
         Special::Device => "/dev/kvm".to_owned(),
         Special::Parameter(name) => format!("/sys/module/kvm/parameters/{name}"),
         Special::Descriptor(fd) => {
@@ -256,147 +305,199 @@ fn check_room(len: usize, room: usize) {
     }
 }
 
+static NEXT_FSTAT: Next = Next::new(c"fstat");
+
+/// Looks up the C library's functions, before a signal handler could need one first.
+pub fn prepare() {
+    for next in [&NEXT_REALPATH, &NEXT_FSTAT] {
+        next.get();
+    }
+}
+
+/// Does fstat for a function of the C library. Which system call that makes depends on its version.
+unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
+    let kernels = || match NEXT_FSTAT.get() {
+        Some(function) if !Section::is_entered() => {
+            type Fstat = unsafe extern "C" fn(c_int, *mut libc::stat) -> c_int;
+            // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+            unsafe { std::mem::transmute::<usize, Fstat>(function)(fd, to) as isize }
+        }
+        // SAFETY: the caller's.
+        _ => unsafe { call!(libc::SYS_fstat, fd, to) },
+    };
+    // SAFETY: the caller's.
+    unsafe { stat_descriptor(fd, to, kernels) }
+}
+
+/// Does fstatat for a function of the C library.
+unsafe fn stat_by_path(
+    directory: c_int,
+    path: *const c_char,
+    to: *mut libc::stat,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's.
+    unsafe {
+        stat_at(directory, path, to, flags, || {
+            call!(libc::SYS_newfstatat, directory, path, to, flags)
+        })
+    }
+}
+
+/// Does stat or lstat, by the system call of this number, for a program that was built against an older C library.
+unsafe fn stat_as_before(
+    number: i64,
+    path: *const c_char,
+    to: *mut libc::stat,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's.
+    unsafe { stat_at(libc::AT_FDCWD, path, to, flags, || call!(number, path, to)) }
+}
+
 interpose! {
     /// stat(2).
     fn stat(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, 0) }
+        unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
     /// stat(2) with large files: the struct is the same on x86-64.
     fn stat64(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, 0) }
+        unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
     /// lstat(2).
     fn lstat(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
+        unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// lstat(2) with large files.
     fn lstat64(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
+        unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// fstat(2).
     fn fstat(fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_descriptor(fd, to) }
+        unsafe { stat_by_name(fd, to) }
     }
 
     /// fstat(2) with large files.
     fn fstat64(fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_descriptor(fd, to) }
+        unsafe { stat_by_name(fd, to) }
     }
 
     /// fstatat(2).
     fn fstatat(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(directory, path, to, flags) }
+        unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// fstatat(2) with large files.
     fn fstatat64(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(directory, path, to, flags) }
+        unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// stat(2) of programs built against an older C library.
     fn __xstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, 0) }
+        unsafe { stat_as_before(libc::SYS_stat, path, to, 0) }
     }
 
     /// stat(2) of programs built against an older C library, with large files.
     fn __xstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, 0) }
+        unsafe { stat_as_before(libc::SYS_stat, path, to, 0) }
     }
 
     /// lstat(2) of programs built against an older C library.
     fn __lxstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
+        unsafe { stat_as_before(libc::SYS_lstat, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// lstat(2) of programs built against an older C library, with large files.
     fn __lxstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
+        unsafe { stat_as_before(libc::SYS_lstat, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// fstat(2) of programs built against an older C library.
     fn __fxstat(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_descriptor(fd, to) }
+        unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
     /// fstat(2) of programs built against an older C library, with large files.
     fn __fxstat64(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_descriptor(fd, to) }
+        unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
     /// fstatat(2) of programs built against an older C library.
     fn __fxstatat(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(directory, path, to, flags) }
+        unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// fstatat(2) of programs built against an older C library, with large files.
     fn __fxstatat64(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the caller's.
-        unsafe { stat_at(directory, path, to, flags) }
+        unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// statx(2).
     fn statx(directory: c_int, path: *const c_char, flags: c_int, mask: c_uint, to: *mut libc::statx) -> c_int {
-        if let Some(look) = asked(directory, path, flags) {
-            // SAFETY: a struct of integers; the address is the caller's.
-            return unsafe { give(to, look.map(Look::statx)) };
-        }
-        // SAFETY: the client's arguments go to the kernel as they are; `*to` is accessed only after the kernel has
-        // filled it in.
-        unsafe {
-            let answer = call!(libc::SYS_statx, directory, path, flags, mask, to) as c_int;
-            if answer == 0
-                && flags & libc::AT_EMPTY_PATH != 0
-                && is_inherited(directory, (*to).stx_nlink.into())
-            {
-                *to = Look::Device.statx();
+        let excludes = || {
+            // SAFETY: the kernel has just filled it in.
+            let x = unsafe { &*to };
+            is_other(x.stx_mode.into(), (x.stx_rdev_major, x.stx_rdev_minor), x.stx_size as i64)
+        };
+        // SAFETY: a struct of integers; the address is the caller's.
+        let ours = |look: Result<Look, i32>| unsafe { give(to, look.map(Look::statx)) };
+        // SAFETY: the client's arguments go to the kernel as they are.
+        let kernels = || unsafe { call!(libc::SYS_statx, directory, path, flags, mask, to) };
+        let answer = ask(directory, path, flags, kernels, excludes, ours);
+        if answer == 0 && flags & libc::AT_EMPTY_PATH != 0 {
+            // SAFETY: it has just been filled in.
+            let x = unsafe { &mut *to };
+            if is_inherited(directory, x.stx_nlink.into(), x.stx_mode.into(), x.stx_size as i64) {
+                *x = Look::Device.statx();
             }
-            answer
         }
+        answer
     }
 
     /// readlink(2).
     fn readlink(path: *const c_char, to: *mut c_char, len: usize) -> isize {
         // SAFETY: the caller's.
-        unsafe { read_link_at(libc::AT_FDCWD, path, to, len) }
+        unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || call!(libc::SYS_readlink, path, to, len)) }
     }
 
     /// readlinkat(2).
     fn readlinkat(directory: c_int, path: *const c_char, to: *mut c_char, len: usize) -> isize {
         // SAFETY: the caller's.
-        unsafe { read_link_at(directory, path, to, len) }
+        unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
     /// readlink(2), as _FORTIFY_SOURCE calls it.
     fn __readlink_chk(path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
         // SAFETY: the caller's.
-        unsafe { read_link_at(libc::AT_FDCWD, path, to, len) }
+        unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || call!(libc::SYS_readlink, path, to, len)) }
     }
 
     /// readlinkat(2), as _FORTIFY_SOURCE calls it.
     fn __readlinkat_chk(directory: c_int, path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
         // SAFETY: the caller's.
-        unsafe { read_link_at(directory, path, to, len) }
+        unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
     /// realpath(3).

@@ -77,6 +77,15 @@ pub fn owner() -> i32 {
     }
 }
 
+/// Notes the id of this process. Call in a child that the C library has just forked: it makes no system call where the C library's own note
+/// of the child's number is found, which a child of the child's `vfork` could not use.
+pub fn note_owner() {
+    match crate::noted_thread_id() {
+        Some(id) => WIPED.pid.store(id, Ordering::Relaxed),
+        None => drop(owner()),
+    }
+}
+
 /// The process in which an object was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Birth(u64);

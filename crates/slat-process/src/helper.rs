@@ -63,7 +63,7 @@ pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
     let mut started = true;
     let helper = HELPER.get_or_start(|helper| started = start(helper));
     while started && !helper.serves.load(Ordering::Acquire) {
-        std::thread::yield_now();
+        wait::yield_now();
     }
 }
 
@@ -104,7 +104,7 @@ impl Helper {
             });
             match claimed {
                 Some(request) => return request,
-                None => std::thread::yield_now(),
+                None => wait::yield_now(),
             }
         }
     }

@@ -27,13 +27,14 @@ pub mod pointers;
 pub mod stack;
 pub mod wait;
 
+use calls::Call;
 use std::cell::Cell;
-use std::sync::atomic::{Ordering, compiler_fence};
+use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
 
 /// Returns the kernel's numbers of the process that this thread runs in, and of the thread. In contrast to [`forks::owner`] and
 /// [`thread_id`] they are right in a child of `vfork`, too, where no filter forbids to ask. Async-signal-safe.
 pub fn myself() -> (libc::pid_t, libc::pid_t) {
-    if !calls::is_allowed(calls::Call::ProcessId) {
+    if !calls::is_allowed(Call::ProcessId) || !calls::is_allowed(Call::ThreadId) {
         return (forks::owner(), thread_id());
     }
     // SAFETY: no arguments.
@@ -55,9 +56,36 @@ pub fn set_errno(errno: i32) {
     unsafe { *libc::__errno_location() = errno };
 }
 
+/// Whether the C library notes the number of each thread where [`read_noted_id`] reads it.
+static IS_NOTED: AtomicBool = AtomicBool::new(false);
+
+/// Reads what is glibc's note of this thread's number: `tid` in its `struct pthread`, which the kernel fills in when a thread is made or a
+/// process is forked. That it is there is checked by [`find_noted_id`].
+fn read_noted_id() -> libc::pid_t {
+    const OFFSET: usize = 0x2d0;
+    let id;
+    // SAFETY: every thread's FS refers to a thread control block, which is longer.
+    unsafe {
+        std::arch::asm!("mov {:e}, fs:[{}]", out(reg) id, const OFFSET, options(nostack, readonly, preserves_flags));
+    }
+    id
+}
+
+/// Finds out whether the C library's note of a thread's number is where it is looked for. Call on the first thread of the process.
+pub fn find_noted_id() {
+    IS_NOTED.store(read_noted_id() == forks::owner(), Ordering::Relaxed);
+}
+
+/// Returns the number of this thread as the C library has noted it, without a system call. `None` where it is not known to do so. Wrong on a
+/// thread or in a process that was not made by the C library.
+pub(crate) fn noted_thread_id() -> Option<libc::pid_t> {
+    IS_NOTED.load(Ordering::Relaxed).then(read_noted_id)
+}
+
 /// Returns the kernel's number of this thread. Async-signal-safe.
 ///
-/// One system call per thread: a forked child's thread has another number than the thread it is a copy of, and asks again.
+/// One system call per thread: a forked child's thread has another number than the thread it is a copy of, and asks again. None where a
+/// filter forbids it and the C library has noted the number.
 pub fn thread_id() -> libc::pid_t {
     thread_local! {
         // Without an initialiser or a destructor: handlers read them.
@@ -67,8 +95,13 @@ pub fn thread_id() -> libc::pid_t {
     }
     let here = forks::Birth::here().number();
     if PROCESS.get() != here {
+        let noted = match calls::is_allowed(Call::ThreadId) {
+            true => None,
+            false => noted_thread_id(),
+        };
         // SAFETY: no arguments.
-        ID.set(unsafe { calls::raw(libc::SYS_gettid, [0; 6]) } as libc::pid_t);
+        let ask = || unsafe { calls::raw(libc::SYS_gettid, [0; 6]) } as libc::pid_t;
+        ID.set(noted.unwrap_or_else(ask));
         // A handler that runs in between asks once more.
         compiler_fence(Ordering::SeqCst);
         PROCESS.set(here);

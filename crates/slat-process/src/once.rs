@@ -162,7 +162,7 @@ mod tests {
         let (begun, forked) = (AtomicU32::new(0), AtomicU32::new(0));
         let until = |word: &AtomicU32| {
             while word.load(Ordering::Acquire) == 0 {
-                std::thread::yield_now();
+                crate::wait::yield_now();
             }
         };
         std::thread::scope(|scope| {

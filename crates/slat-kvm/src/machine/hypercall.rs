@@ -87,7 +87,7 @@ impl VcpuMachine {
             }
             // The host decides which vCPU runs next.
             SCHED_YIELD if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SCHED_YIELD) => {
-                std::thread::yield_now();
+                slat_process::wait::yield_now();
                 Some(0)
             }
             _ if map_gpa_range => check_range(args),

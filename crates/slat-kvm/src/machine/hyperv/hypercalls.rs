@@ -143,7 +143,7 @@ impl VcpuMachine {
         let input = call.input;
         let success = Next::Output(Status::Success.output(input.reps()));
         match request {
-            Request::SpinWait => std::thread::yield_now(),
+            Request::SpinWait => slat_process::wait::yield_now(),
             Request::SignalEvent => return self.signal_event(call, caller),
             Request::Client => return Ok(Next::Client(call.registers.registers[0])),
             Request::Flush => {
