@@ -6,10 +6,11 @@
 //! from that, but it does not know of slat's. So the thread that starts one waits until it has come to its work.
 
 use crate::messages;
+use crate::process::PerProcess;
 use crate::thread::Section;
 use slat_process::{calls, wait};
 use std::ffi::{CStr, c_void};
-use std::sync::atomic::{AtomicPtr, Ordering::*};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use std::time::{Duration, Instant};
 
 /// The work of a background thread.
@@ -24,6 +25,20 @@ pub(crate) trait Background: Sync + 'static {
 
     /// Runs on the thread until the process ends.
     fn run(&'static self);
+
+    /// Runs on the thread after [`run`](Self::run) if that has returned, outside of slat's [`Section`].
+    fn has_run(&'static self) {}
+}
+
+/// The number of threads that this process has from [`start`].
+#[derive(Default)]
+struct Count(AtomicUsize);
+
+static COUNT: PerProcess<Count> = PerProcess::new();
+
+/// Returns the number of slat's threads in this process.
+pub(crate) fn count() -> usize {
+    COUNT.peek().map_or(0, |count| count.0.load(SeqCst))
 }
 
 /// Gives this thread an empty descriptor table of its own, so that its descriptors are not among the client's. Returns whether that
@@ -55,11 +70,17 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         BEGUN.store(work, Release);
         calls::mark_own_thread();
         slat_trace::name_thread(T::NAME);
-        let _section = Section::enter();
         // SAFETY: the `work` of `start`, which lives as long as the process.
-        unsafe { &*work.cast::<T>() }.run();
+        let work = unsafe { &*work.cast::<T>() };
+        {
+            let _section = Section::enter();
+            work.run();
+            COUNT.get().0.fetch_sub(1, SeqCst);
+        }
+        work.has_run();
         std::ptr::null_mut()
     }
+    COUNT.get().0.fetch_add(1, SeqCst);
     // SAFETY: attributes and signal sets on the stack; the mask of this thread is put back. `work` may be shared with
     // the new thread, and lives as long as it.
     let error = unsafe {
@@ -88,6 +109,7 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         error
     };
     if error != 0 {
+        COUNT.get().0.fetch_sub(1, SeqCst);
         let name = T::NAME.to_str().unwrap_or_default();
         let error = std::io::Error::from_raw_os_error(error);
         messages::say(format_args!(

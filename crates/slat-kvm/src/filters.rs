@@ -9,7 +9,9 @@ use crate::background;
 use crate::irq::irqfd;
 use crate::policy::{self, Jit};
 use crate::process::PerProcess;
-use crate::{compiler, messages, profile, publish, recovery, steal_time, ticker, trace};
+use crate::{
+    compiler, last_thread, messages, profile, publish, recovery, steal_time, ticker, trace,
+};
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
@@ -26,8 +28,15 @@ pub fn prepare() {
     }
 }
 
+/// Whether the program has one thread at most. A filter for all threads of the process (`SECCOMP_FILTER_FLAG_TSYNC`) may then be installed on
+/// that one alone, so that it does not bind slat's.
+pub fn is_one_thread() -> bool {
+    last_thread::threads_of_program().is_some_and(|threads| threads <= 1)
+}
+
 /// Starts the thread that opens slat's files. Call before a thread restricts itself by Landlock. The client may open `/dev/kvm` later.
 pub fn before_landlock() {
+    last_thread::start();
     helper::start(background::start);
     forbid_opening();
 }
@@ -58,6 +67,7 @@ pub(crate) fn kvm_is_used() {
 }
 
 fn start_threads() {
+    last_thread::start();
     helper::start(background::start);
     profile::start();
     ticker::start();

@@ -28,7 +28,7 @@
 //! | `options`, `quirks`, `msr_filter` | what a client sets for a VM |
 //! | [`debugger`] | a debugger of the guest that the client does not know of, for `slat gdb` |
 //! | `call`, `entered` | guards of a call: one that panics makes the VM dead, and its vCPU still leaves the engine |
-//! | [`thread`], `signals`, `ticker`, `background` | signals, masks, timers, slat's own threads |
+//! | [`thread`], `signals`, `ticker`, `background`, `last_thread` | signals, masks, timers, slat's own threads, their end |
 //! | [`filters`] | seccomp filters of the client |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`policy`], [`parameters`], `recovery` | settings, module parameters; recovery of NX huge pages |
@@ -79,6 +79,7 @@ mod hyperv;
 pub mod ioctl;
 mod ioeventfd;
 mod irq;
+mod last_thread;
 mod machine;
 pub mod memory_map;
 pub mod messages;

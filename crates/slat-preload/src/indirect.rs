@@ -6,6 +6,7 @@ use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::real::call;
 use crate::{children, fds, files, forks, ioctls, landlock, memory, roots, status, streams, table};
+use slat_kvm::thread::Section;
 use slat_kvm::{filters, user};
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
@@ -40,6 +41,19 @@ fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
         Ok(0)
     });
     install()
+}
+
+/// Returns the flags with which a filter is installed: not for all threads where one thread is all that the program has.
+fn filter_flags(flags: usize) -> usize {
+    const FOR_ALL: usize = libc::SECCOMP_FILTER_FLAG_TSYNC as usize;
+    let is_one = || {
+        let _section = Section::enter();
+        filters::is_one_thread()
+    };
+    match flags & FOR_ALL != 0 && crate::is_prepared() && is_one() {
+        true => flags & !FOR_ALL,
+        false => flags,
+    }
 }
 
 /// Reads the instructions of a `sock_fprog`, 8 bytes each.
@@ -225,7 +239,8 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             }
             libc::SYS_creat => files::create(a as *const c_char, b as c_uint) as isize,
             libc::SYS_seccomp if a as c_uint == libc::SECCOMP_SET_MODE_FILTER => {
-                filtering(c, || call!(number, a, b, c))
+                let flags = filter_flags(b);
+                filtering(c, || call!(number, a, flags, c))
             }
             libc::SYS_landlock_add_rule => landlock::add_rule(a as c_int, b, c, d as c_uint),
             libc::SYS_landlock_restrict_self => landlock::restrict_self(a as c_int, b as c_uint),

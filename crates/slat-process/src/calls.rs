@@ -137,6 +137,8 @@ calls! {
     Write: Helper "write", SYS_write;
     /// Adds and removes irqfds.
     Watch: Helper "epoll_ctl", SYS_epoll_ctl;
+    /// Removes the socket of `slat stat` when the program ends.
+    Remove: Helper "unlink", SYS_unlink;
     /// Serves the guest's RDRAND and RDSEED.
     Random: Helper "getrandom", SYS_getrandom;
     /// Asks how long a thread has run, for guests of Hyper-V's interface.

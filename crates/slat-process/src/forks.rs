@@ -81,7 +81,10 @@ pub fn owner() -> i32 {
 /// of the child's number is found, which a child of the child's `vfork` could not use.
 pub fn note_owner() {
     match crate::noted_thread_id() {
-        Some(id) => WIPED.pid.store(id, Ordering::Relaxed),
+        Some(id) => {
+            WIPED.pid.store(id, Ordering::Relaxed);
+            crate::note_first();
+        }
         None => drop(owner()),
     }
 }

@@ -29,7 +29,8 @@ pub mod wait;
 
 use calls::Call;
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering, compiler_fence};
 
 /// Returns the kernel's numbers of the process that this thread runs in, and of the thread. In contrast to [`forks::owner`] and
 /// [`thread_id`] they are right in a child of `vfork`, too, where no filter forbids to ask. Async-signal-safe.
@@ -56,30 +57,45 @@ pub fn set_errno(errno: i32) {
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Whether the C library notes the number of each thread where [`read_noted_id`] reads it.
-static IS_NOTED: AtomicBool = AtomicBool::new(false);
+/// The C library's note of the number of the process's first thread. Null: it is not where [`noted_id`] looks for it.
+static FIRST: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Reads what is glibc's note of this thread's number: `tid` in its `struct pthread`, which the kernel fills in when a thread is made or a
-/// process is forked. That it is there is checked by [`find_noted_id`].
-fn read_noted_id() -> libc::pid_t {
+/// Returns the address of what is glibc's note of this thread's number: `tid` in its `struct pthread`. The kernel fills it in when a thread is
+/// made or a process is forked, and clears it when the thread ends. That it is there is checked by [`find_noted_id`].
+fn noted_id() -> *mut AtomicU32 {
     const OFFSET: usize = 0x2d0;
-    let id;
-    // SAFETY: every thread's FS refers to a thread control block, which is longer.
+    let block: *mut u8;
+    // SAFETY: every thread's FS refers to its thread control block, which begins with its own address.
     unsafe {
-        std::arch::asm!("mov {:e}, fs:[{}]", out(reg) id, const OFFSET, options(nostack, readonly, preserves_flags));
+        std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, readonly, preserves_flags));
     }
-    id
+    block.wrapping_add(OFFSET).cast()
 }
 
 /// Finds out whether the C library's note of a thread's number is where it is looked for. Call on the first thread of the process.
 pub fn find_noted_id() {
-    IS_NOTED.store(read_noted_id() == forks::owner(), Ordering::Relaxed);
+    // SAFETY: the control block is longer.
+    if unsafe { (*noted_id()).load(Ordering::Relaxed) } == forks::owner() as u32 {
+        note_first();
+    }
+}
+
+/// Notes that this thread is the first one of the process.
+pub(crate) fn note_first() {
+    FIRST.store(noted_id(), Ordering::Relaxed);
+}
+
+/// Returns the C library's note of the number of the process's first thread, which the kernel clears when that ends, and then wakes those who
+/// sleep on it. Its memory may be there no more when that thread has ended: only `futex` may access it.
+pub fn first_noted_id() -> Option<NonNull<AtomicU32>> {
+    NonNull::new(FIRST.load(Ordering::Relaxed))
 }
 
 /// Returns the number of this thread as the C library has noted it, without a system call. `None` where it is not known to do so. Wrong on a
 /// thread or in a process that was not made by the C library.
 pub(crate) fn noted_thread_id() -> Option<libc::pid_t> {
-    IS_NOTED.load(Ordering::Relaxed).then(read_noted_id)
+    // SAFETY: this thread's own note, whose place is known.
+    first_noted_id().map(|_| unsafe { (*noted_id()).load(Ordering::Relaxed) } as libc::pid_t)
 }
 
 /// Returns the kernel's number of this thread. Async-signal-safe.

@@ -5,7 +5,7 @@
 //! memory is left unseen, not ended.
 
 use crate::background::leave_descriptors;
-use slat_process::calls::raw;
+use slat_process::calls::{self, Call, raw};
 use std::ffi::{CStr, OsStr, OsString};
 use std::fmt;
 use std::io::Write as _;
@@ -79,8 +79,8 @@ impl Path {
 
     /// Removes the file, if it is there.
     pub(super) fn remove(&self) {
-        // SAFETY: a path that ends with NUL.
-        unsafe { raw(libc::SYS_unlink, [self.pointer(), 0, 0, 0, 0, 0]) };
+        // SAFETY: a path that ends with NUL. An error leaves the file to the readers.
+        let _ = unsafe { calls::make(Call::Remove, [self.pointer(), 0, 0, 0, 0, 0]) };
     }
 }
 

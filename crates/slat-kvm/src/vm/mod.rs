@@ -34,7 +34,7 @@ use crate::options::Options;
 use crate::policy::{self, Jit};
 use crate::quirks::Quirks;
 use crate::vfio::Devices;
-use crate::{compiler, notify, profile, publish, recovery, report, vcpu_common};
+use crate::{compiler, last_thread, notify, profile, publish, recovery, report, vcpu_common};
 use kvm_bindings::*;
 use slat::{CreateVmError, MmuKind};
 use slat_x86::{CodePages, Compile, Compiler};
@@ -118,6 +118,7 @@ impl VmObject {
         })?;
         let code = CodePages::try_new().map_err(no_memory)?;
         let coalesced = Coalesced::new()?;
+        last_thread::start();
         let number = publish::vm_begins(&engine)?;
         notify::register(&engine);
         recovery::begin();

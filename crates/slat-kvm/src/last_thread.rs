@@ -1,0 +1,183 @@
+//! The end of a process whose threads have ended one by one.
+//!
+//! A process ends with its last thread. A thread of the program's ends alone by `pthread_exit`, by the system call `exit`, or because a
+//! seccomp filter kills it (`SECCOMP_RET_KILL_THREAD`). slat's own threads would then keep a process in which nobody handles a signal. So one
+//! of them waits until the process's first thread has ended, which seldom happens before the process ends: until then it sleeps, if that
+//! thread is one of slat's C library. From then on another one looks twice a second whether a thread of the program's is left. If none is,
+//! the process ends as the kernel, or the C library, would have ended it without slat: with the first thread's exit status.
+
+use crate::background::{self, Background, leave_descriptors};
+use crate::process::{self, PerProcess};
+use slat_guard::change_mask;
+use slat_process::{calls, wait};
+use std::ffi::CStr;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+/// How often the thread looks when the kernel does not wake it.
+const PERIOD: Duration = Duration::from_millis(500);
+
+/// The thread that ends the process. It has the program's descriptors, which `atexit` handlers use.
+#[derive(Debug, Default)]
+struct Watcher {
+    observer: Observer,
+}
+
+/// The thread that looks at the process, once its first thread has ended. It has descriptors of its own, so that the program sees none.
+#[derive(Debug)]
+struct Observer {
+    /// What wait(2) would return for the first thread; [`RUNS`] as long as the program has threads, [`UNKNOWN`] if it cannot be told.
+    status: AtomicU32,
+}
+
+const RUNS: u32 = u32::MAX;
+const UNKNOWN: u32 = u32::MAX - 1;
+
+impl Default for Observer {
+    fn default() -> Self {
+        Observer {
+            status: AtomicU32::new(RUNS),
+        }
+    }
+}
+
+static WATCHER: PerProcess<Watcher> = PerProcess::new();
+
+/// Starts the thread if there is none. Call before the first other one of slat's.
+pub(crate) fn start() {
+    WATCHER.get_or_start(|watcher| {
+        background::start(watcher);
+    });
+}
+
+/// The state of this process, as `/proc/self/stat` shows it.
+struct State {
+    /// Whether the first thread has ended.
+    is_over: bool,
+    /// The number of threads; the first one counts even if it has ended.
+    threads: usize,
+    /// What wait(2) would return for the first thread, if it has ended.
+    status: u32,
+}
+
+impl State {
+    /// Reads the file. `None` where it cannot be read.
+    fn read(file: &std::fs::File) -> Option<Self> {
+        // Positions in proc_pid_stat(5), counted from the field after the name.
+        const STATE: usize = 0;
+        const THREADS: usize = 17;
+        const EXIT_CODE: usize = 49;
+        let mut text = [0; 1024];
+        let len = file.read_at(&mut text, 0).ok()?;
+        let text = std::str::from_utf8(&text[..len]).ok()?;
+        let (_, rest) = text.rsplit_once(')')?;
+        let field = |at| rest.split_ascii_whitespace().nth(at);
+        Some(State {
+            is_over: matches!(field(STATE)?, "Z" | "X"),
+            threads: field(THREADS)?.parse().ok()?,
+            status: field(EXIT_CODE)?.parse().ok()?,
+        })
+    }
+}
+
+/// Returns the number of the program's threads. `None` where it cannot be told.
+pub(crate) fn threads_of_program() -> Option<usize> {
+    // This is a thread of the program.
+    if calls::is_any_forbidden() {
+        return None;
+    }
+    let state = State::read(&std::fs::File::open("/proc/self/stat").ok()?)?;
+    state.threads.checked_sub(background::count())
+}
+
+/// Waits until the first thread of the process has ended, if the kernel tells so.
+fn wait_for_first() {
+    // The kernel clears the note and wakes its sleepers (set_tid_address(2)). A thread that joins the first one sleeps there, too.
+    if let Some(word) = slat_process::first_noted_id() {
+        let call = |operation: i32, value: i32| {
+            let word = word.as_ptr() as usize;
+            let arguments = [word, operation as usize, value as usize, 0, 0, 0];
+            // SAFETY: the call fails if the memory is there no more.
+            unsafe { calls::raw(libc::SYS_futex, arguments) }
+        };
+        if call(libc::FUTEX_WAIT, process::owner()) == 0 {
+            call(libc::FUTEX_WAKE, i32::MAX);
+        }
+    }
+}
+
+/// Waits until the program has no thread. Returns what wait(2) would return for the first one; `None` if it cannot be told.
+fn observe() -> Option<u32> {
+    if !leave_descriptors() {
+        return None;
+    }
+    let file = std::fs::File::open("/proc/self/stat").ok()?;
+    loop {
+        let state = State::read(&file)?;
+        if state.is_over && state.threads <= background::count() + 1 {
+            return Some(state.status);
+        }
+        std::thread::sleep(PERIOD);
+    }
+}
+
+impl Background for Observer {
+    const NAME: &CStr = c"slat-observer";
+    const WITHOUT: &str = Watcher::WITHOUT;
+
+    fn run(&'static self) {
+        let status = observe().unwrap_or(UNKNOWN);
+        self.status.store(status, Ordering::Release);
+        wait::wake(&self.status);
+    }
+}
+
+impl Background for Watcher {
+    const NAME: &CStr = c"slat-last";
+    const WITHOUT: &str = "a process whose last thread is killed alone will not end";
+    /// The program's `atexit` handlers may run there.
+    const STACK: usize = 256 << 10;
+
+    fn run(&'static self) {
+        wait_for_first();
+        if background::start(&self.observer) {
+            while self.observer.status.load(Ordering::Acquire) == RUNS {
+                wait::sleep(&self.observer.status, RUNS, None);
+            }
+        }
+    }
+
+    fn has_run(&'static self) {
+        let status = self.observer.status.load(Ordering::Acquire);
+        if status == RUNS || status == UNKNOWN {
+            return;
+        }
+        let (signal, code) = (status as i32 & 0x7f, status as i32 >> 8 & 0xff);
+        if signal != 0 {
+            end_by(signal);
+        }
+        // A signal that has waited since the last thread ended comes first.
+        change_mask(libc::SIG_UNBLOCK, u64::MAX);
+        match code {
+            // As the C library does when the last thread ends.
+            // SAFETY: no other thread runs code of the program.
+            0 => unsafe { libc::exit(0) },
+            // SAFETY: as above.
+            code => unsafe { libc::_exit(code) },
+        }
+    }
+}
+
+/// Ends the process by the default action of `signal`, if that does so.
+fn end_by(signal: i32) {
+    // SAFETY: all-zero is a valid action: the default one. The signal is for this thread alone.
+    unsafe {
+        let default: libc::sigaction = std::mem::zeroed();
+        let _ = slat_guard::set_kernels(signal, Some(&default));
+        change_mask(libc::SIG_UNBLOCK, 1 << (signal - 1));
+        let (process, thread) = slat_process::myself();
+        let arguments = [process as usize, thread as usize, signal as usize, 0, 0, 0];
+        calls::raw(libc::SYS_tgkill, arguments);
+    }
+}
