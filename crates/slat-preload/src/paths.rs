@@ -151,9 +151,8 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
         Special::Parameter(_) => Place::Parameters,
         Special::Descriptor(_) => Place::Descriptors,
     };
-    let is_node = || {
-        (special, last.slash) == (Special::Device, false) && may_ask() && is_device(path)
-    };
+    let is_node =
+        || (special, last.slash) == (Special::Device, false) && may_ask() && is_device(path);
     if leads_to(path, memory, last.start, &may_ask) != Some(place) && !is_node() {
         return None;
     }

@@ -17,7 +17,7 @@ fn ask(
     path: *const c_char,
     flags: c_int,
     kernels: impl FnOnce() -> isize,
-    excludes: impl FnOnce() -> bool,
+    excludes: impl Fn() -> bool,
     ours: impl FnOnce(Result<Look, i32>) -> c_int,
 ) -> c_int {
     const KNOWN: c_int = libc::AT_EMPTY_PATH

@@ -17,7 +17,7 @@ mod vapic;
 use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
-use crate::errno::{Error, Result, fail, no_memory};
+use crate::errno::{Result, fail, no_memory};
 use crate::exit_times::Stopwatch;
 use crate::ioeventfd::KnownEvents;
 use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
