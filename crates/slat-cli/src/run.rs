@@ -153,7 +153,13 @@ pub fn run(options: &mut Run) -> ExitCode {
         }
     };
     command.arg0(name).args(arguments);
-    for (name, value) in settings(options).into_iter().chain(preload) {
+    let processors = preload::write_out_processors(&library).map(PathBuf::into_os_string);
+    let processors = [("SLAT_CPUINFO", processors)];
+    for (name, value) in settings(options)
+        .into_iter()
+        .chain(preload)
+        .chain(processors)
+    {
         match value {
             Some(value) => command.env(name, value),
             None => command.env_remove(name),

@@ -1,12 +1,20 @@
-//! The environment that the program's children get.
+//! The program's environment: what `slat run` has put there, and what the program's children get.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::OnceLock;
 
 /// The LD_PRELOAD of the program's children, where it is not the program's own: `slat run` puts the runtimes of sanitizers that the
 /// program is linked with before this library. In other programs these would work, too, and report what nobody asked for.
-const CHILDRENS: &std::ffi::CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
+const CHILDRENS: &CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
+
+/// The file that is opened for `/proc/cpuinfo`, where `slat run` has written one.
+static PROCESSORS: OnceLock<CString> = OnceLock::new();
+
+/// Returns the file that is opened for `/proc/cpuinfo`; `None`: the kernel's. Async-signal-safe.
+pub(crate) fn processors() -> Option<&'static CStr> {
+    PROCESSORS.get().map(CString::as_c_str)
+}
 
 /// What `slat run` sets for slat itself, and means the same in any root.
 const SETTINGS: [&str; 6] = [
@@ -36,6 +44,13 @@ pub(crate) fn prepare() {
         is_setting.then(|| CString::new(variable).ok()).flatten()
     });
     let _ = GIVEN.set(given.collect());
+    // SAFETY: no other thread changes the environment yet; what it has is a C string, which is copied.
+    unsafe {
+        let file = libc::getenv(c"SLAT_CPUINFO".as_ptr());
+        if !file.is_null() {
+            let _ = PROCESSORS.set(CStr::from_ptr(file).to_owned());
+        }
+    }
     // SAFETY: no other thread reads or changes the environment yet; `value`, which is a part of it, is copied before the variable is
     // removed. A failure for lack of memory leaves the environment as it is.
     unsafe {

@@ -54,6 +54,7 @@ fn open_special(special: Special, opening: Opening) -> Option<isize> {
         Special::Device => guarded(|| device::open(opening)),
         Special::Parameter(name) => guarded(|| device::open_parameter(name, opening)),
         Special::Slash => guarded(|| Err(libc::ENOTDIR)),
+        Special::Processors => return open_processors(opening),
         Special::Descriptor(fd) => {
             let mut kernels = false;
             let answer = guarded(|| match device::open_again(fd, opening) {
@@ -70,6 +71,20 @@ fn open_special(special: Special, opening: Opening) -> Option<isize> {
         }
     };
     Some(answer)
+}
+
+/// Opens what `slat run` has written for programs that read `/proc/cpuinfo`, by the call that the program makes. `None`: there is no such
+/// file, or it does not open here; the kernel has to open its own.
+fn open_processors(opening: Opening) -> Option<isize> {
+    const OTHERS: c_int = libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC;
+    let file = crate::environment::processors()?;
+    let flags = opening.how().flags;
+    if flags & OTHERS as u64 != 0 {
+        return None;
+    }
+    // SAFETY: a path that ends with 0; the caller gets the descriptor.
+    let opened = unsafe { kernel!(libc::SYS_openat, libc::AT_FDCWD, file.as_ptr(), flags) };
+    opened.ok()
 }
 
 /// Closes what the kernel has opened in the place of a special file: the host's, or a new one where the host has none, which is removed.
@@ -97,7 +112,7 @@ fn open_path(
     directory: c_int,
     text: *const c_char,
     opening: Opening,
-    kernels: impl FnOnce() -> isize,
+    kernels: impl Fn() -> isize,
 ) -> isize {
     let path = Path {
         directory,
@@ -128,7 +143,7 @@ pub unsafe fn open_at(
     path: *const c_char,
     flags: c_int,
     mode: c_uint,
-    kernels: impl FnOnce() -> isize,
+    kernels: impl Fn() -> isize,
 ) -> isize {
     // Without flags that create a file, the caller need not have passed a mode.
     let creates = flags & (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) != 0;
@@ -200,7 +215,8 @@ fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How>
     /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;
     paths::special(directory, path, 0)
-        .or_else(|| paths::special(directory, path, libc::RESOLVE_IN_ROOT))?;
+        .or_else(|| paths::special(directory, path, libc::RESOLVE_IN_ROOT))
+        .filter(|special| *special != Special::Processors)?;
     let mut words = [0; size_of::<How>()];
     // SAFETY: a guarded copy into a live buffer: `special` has found something, so the handlers are installed.
     unsafe { slat_guard::copy_in(&mut words, how.cast()) }.ok()?;
@@ -217,7 +233,7 @@ pub unsafe fn access_at(
     directory: c_int,
     path: *const c_char,
     mode: c_int,
-    kernels: impl FnOnce() -> isize,
+    kernels: impl Fn() -> isize,
 ) -> isize {
     const MODES: c_int = libc::R_OK | libc::W_OK | libc::X_OK;
     let ours = |special| {
@@ -227,7 +243,7 @@ pub unsafe fn access_at(
             Special::Device => Ok(true),
             Special::Parameter(name) => Ok(slat_kvm::parameters::is_writable(name)),
             Special::Slash => Err(libc::ENOTDIR),
-            Special::Descriptor(_) => return None,
+            Special::Descriptor(_) | Special::Processors => return None,
         };
         Some(guarded(|| match writable? {
             writable if mode & libc::X_OK != 0 || mode & libc::W_OK != 0 && !writable => {

@@ -5,7 +5,9 @@ use crate::device::How;
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::real::call;
-use crate::{children, fds, files, forks, ioctls, landlock, memory, roots, status, streams, table};
+use crate::{
+    attributes, children, fds, files, forks, ioctls, landlock, memory, roots, status, streams, table,
+};
 use slat_kvm::thread::Section;
 use slat_kvm::{filters, user};
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
@@ -234,6 +236,29 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             libc::SYS_faccessat | libc::SYS_faccessat2 => {
                 files::access_at(a as c_int, b as *const c_char, c as c_int, kernels)
             }
+            libc::SYS_chown => {
+                attributes::chown(a as *const c_char, b as c_uint, c as c_uint) as isize
+            }
+            libc::SYS_lchown => {
+                attributes::lchown(a as *const c_char, b as c_uint, c as c_uint) as isize
+            }
+            libc::SYS_fchownat => attributes::change_owner(
+                a as c_int,
+                b as *const c_char,
+                c as c_uint,
+                d as c_uint,
+                e as c_int,
+            ) as isize,
+            libc::SYS_chmod => attributes::chmod(a as *const c_char, b as c_uint) as isize,
+            libc::SYS_fchmodat => {
+                attributes::change_mode(a as c_int, b as *const c_char, c as c_uint) as isize
+            }
+            libc::SYS_getxattr
+            | libc::SYS_lgetxattr
+            | libc::SYS_listxattr
+            | libc::SYS_llistxattr
+            | libc::SYS_setxattr
+            | libc::SYS_lsetxattr => attributes::extended(number, a as *const c_char, [b, c, d, e]),
             libc::SYS_openat2 => {
                 files::open_at_2(a as c_int, b as *const c_char, c as *const How, d)
             }

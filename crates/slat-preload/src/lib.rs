@@ -12,6 +12,7 @@
 //! | `looks` | what KVM's files and descriptors look like |
 //! | `files` | open, access |
 //! | `status` | stat, readlink, realpath |
+//! | `attributes` | chown, chmod, getxattr and the calls like it |
 //! | `fds` | close, dup, fcntl |
 //! | `forks` | fork: the heap is held over it |
 //! | `environment` | the environment that the program's children get |
@@ -38,6 +39,7 @@
 // The unit tests' own program does not export the symbols, so nothing calls the functions that implement them.
 #![cfg_attr(test, allow(dead_code))]
 
+mod attributes;
 mod carry;
 mod children;
 mod device;

@@ -36,6 +36,8 @@ pub enum Special {
     Descriptor(c_int),
     /// One of the first two, followed by a slash.
     Slash,
+    /// `/proc/cpuinfo`. No other spelling is known: looking for one would make system calls in programs that do not use KVM.
+    Processors,
 }
 
 /// The directories that contain special files.
@@ -65,7 +67,7 @@ pub struct Path {
 /// back by `undo` before `ours` makes the call.
 pub fn serve(
     path: Path,
-    kernels: impl FnOnce() -> isize,
+    kernels: impl Fn() -> isize,
     excludes: impl Fn(isize) -> bool,
     undo: impl FnOnce(isize),
     ours: impl FnOnce(Special) -> Option<isize>,
@@ -88,10 +90,7 @@ pub fn serve(
     };
     undo(answer);
     set_errno(before);
-    ours(special).unwrap_or_else(|| {
-        set_errno(after);
-        answer
-    })
+    ours(special).unwrap_or_else(kernels)
 }
 
 /// Whether the kernel may return `errno` without having read the path to its end. For a special path it returns none of these that slat
@@ -147,6 +146,7 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
         return None;
     }
     let place = match special {
+        Special::Processors => return (!last.slash).then_some(special),
         Special::Device | Special::Slash => Place::Devices,
         Special::Parameter(_) => Place::Parameters,
         Special::Descriptor(_) => Place::Descriptors,
@@ -185,7 +185,11 @@ struct Last {
     start: usize,
     /// Whether slashes follow the name.
     slash: bool,
+    /// The path's first bytes.
+    begin: [u8; PROC.len()],
 }
+
+const PROC: &[u8] = b"/proc/";
 
 impl Last {
     fn of(path: *const c_char, memory: Memory) -> Option<Self> {
@@ -194,9 +198,13 @@ impl Last {
             len: 0,
             start: 0,
             slash: true,
+            begin: [0; PROC.len()],
         };
         let mut index = 0;
         each_byte(path, memory, PATH_MAX, |byte| {
+            if let Some(first) = last.begin.get_mut(index) {
+                *first = byte;
+            }
             if byte == b'/' {
                 last.slash = true;
             } else {
@@ -217,6 +225,9 @@ impl Last {
     fn meaning(&self) -> Option<Special> {
         match self.name.get(..self.len)? {
             b"kvm" => Some(Special::Device),
+            b"cpuinfo" if self.start == PROC.len() && self.begin == PROC => {
+                Some(Special::Processors)
+            }
             [b'0'..=b'9', ..] => number(&self.name[..self.len])
                 .filter(|fd| table::is_ours(*fd))
                 .map(Special::Descriptor),

@@ -16,7 +16,7 @@ fn ask(
     directory: c_int,
     path: *const c_char,
     flags: c_int,
-    kernels: impl FnOnce() -> isize,
+    kernels: impl Fn() -> isize,
     excludes: impl Fn() -> bool,
     ours: impl FnOnce(Result<Look, i32>) -> c_int,
 ) -> c_int {
@@ -94,7 +94,7 @@ pub unsafe fn stat_at(
     path: *const c_char,
     to: *mut libc::stat,
     flags: c_int,
-    kernels: impl FnOnce() -> isize,
+    kernels: impl Fn() -> isize,
 ) -> c_int {
     let excludes = || {
         // SAFETY: the kernel has just filled it in. Its struct is the C library's on x86-64.
@@ -168,13 +168,14 @@ pub unsafe fn read_link_at(
     path: *const c_char,
     to: *mut c_char,
     len: usize,
-    kernels: impl FnOnce() -> isize,
+    kernels: impl Fn() -> isize,
 ) -> isize {
     let ours = |special| {
         let answer = match special {
             Special::Descriptor(fd) => link_of(fd, to.cast(), len)?,
             Special::Slash => Err(libc::ENOTDIR),
             Special::Device | Special::Parameter(_) => Err(libc::EINVAL),
+            Special::Processors => return None,
         };
         Some(plain(answer.map(|written| written as isize)))
     };
@@ -196,7 +197,7 @@ pub unsafe fn read_link_at(
 pub unsafe fn stat_descriptor(
     fd: c_int,
     to: *mut libc::stat,
-    kernels: impl FnOnce() -> isize,
+    kernels: impl Fn() -> isize,
 ) -> c_int {
     if table::is_ours(fd)
         && !Section::is_entered()
@@ -245,7 +246,7 @@ fn real_path(path: *const c_char) -> Option<CString> {
             matches!(Look::of_descriptor(fd)?, Look::Device).then(|| "/dev/kvm".to_owned())?
         }
         // C libraries differ in this case.
-        Special::Slash => return None,
+        Special::Slash | Special::Processors => return None,
     };
     CString::new(path).ok()
 }

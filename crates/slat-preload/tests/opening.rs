@@ -18,6 +18,16 @@ on_both! {
 }
 
 #[test]
+fn owner_mode_and_attributes_can_be_asked_for_and_set() {
+    common::under_the_library("owner_mode_and_attributes");
+}
+
+#[test]
+fn cpuinfo_opens_as_the_file_that_slat_run_has_written() {
+    common::under_the_library("cpuinfo");
+}
+
+#[test]
 fn a_handler_may_open_files_at_any_time() {
     common::under_the_library("a_handler_opens_files");
 }
@@ -31,6 +41,70 @@ mod client {
     use std::path::PathBuf;
 
     const KVM_GET_API_VERSION: u64 = 0xae00;
+
+    /// Has another program read `/proc/cpuinfo`: the variable counts at a program's start.
+    #[test]
+    #[ignore = "runs as a client"]
+    fn cpuinfo() {
+        let file = std::env::temp_dir().join(format!("slat-cpuinfo-{}", std::process::id()));
+        let script = "import os, ctypes
+c = ctypes.CDLL(None, use_errno=True)
+c.fopen.restype = ctypes.c_void_p
+c.fgetc.argtypes = [ctypes.c_void_p]
+fopen = lambda path: chr(c.fgetc(c.fopen(path, b'r')))
+by_number = lambda path: os.fdopen(c.syscall(257, -100, path, 0)).read()
+print(open('/proc/cpuinfo').read(), fopen(b'/proc/cpuinfo'), by_number(b'/proc/cpuinfo'))
+print(open('/proc/./cpuinfo').read()[:9], os.access('/proc/cpuinfo', os.R_OK), os.path.realpath('/proc/cpuinfo'))
+print(c.open(b'/proc/cpuinfo/', 0), ctypes.get_errno(), oct(os.stat('/proc/cpuinfo').st_mode))";
+        let run = || {
+            let mut python = std::process::Command::new("python3");
+            python.args(["-c", script]).env("SLAT_CPUINFO", &file);
+            String::from_utf8(python.output().unwrap().stdout).unwrap()
+        };
+        let rest = "processor True /proc/cpuinfo\n-1 20 0o100444\n";
+        fs::write(&file, "written").unwrap();
+        assert_eq!(run(), format!("written w written\n{rest}"));
+        // Where the file is not, programs read the kernel's.
+        fs::remove_file(&file).unwrap();
+        assert!(run().starts_with("processor") && run().ends_with(rest));
+    }
+
+    /// What libvirt does with a device that it offers to a guest, whether the machine has one or not.
+    #[test]
+    #[ignore = "runs as a client"]
+    fn owner_mode_and_attributes() {
+        let before = fs::metadata("/dev/kvm").unwrap().mode();
+        for path in [c"/dev/kvm", c"/sys/module/kvm/parameters/nx_huge_pages"] {
+            let path = path.as_ptr();
+            let list = c"system.posix_acl_access".as_ptr();
+            let to = std::ptr::null_mut();
+            // SAFETY: C strings; no buffers are given.
+            unsafe {
+                let may = if libc::geteuid() == 0 { 0 } else { libc::EPERM };
+                let result = |returned| if returned == 0 { 0 } else { errno() };
+                assert_eq!(libc::getxattr(path, list, to, 0), -1);
+                assert_eq!(errno(), libc::EOPNOTSUPP);
+                assert_eq!(libc::lgetxattr(path, list, to, 0), -1);
+                assert_eq!(libc::listxattr(path, to.cast(), 0), 0);
+                assert_eq!(libc::lsetxattr(path, list, to, 0, 0), -1);
+                assert_eq!(errno(), libc::EOPNOTSUPP);
+                assert_eq!(result(libc::lchown(path, 0, 1)), may);
+                assert_eq!(result(libc::chown(path, u32::MAX, u32::MAX)), 0);
+                assert_eq!(result(libc::chmod(path, 0o600)), may);
+                let chmod = libc::syscall(libc::SYS_fchmodat, libc::AT_FDCWD, path, 0o600);
+                assert_eq!(result(chmod as i32), may);
+            }
+        }
+        // SAFETY: a C string.
+        assert_eq!(unsafe { libc::chown(c"/dev/kvm/".as_ptr(), 0, 0) }, -1);
+        assert_eq!(errno(), libc::ENOTDIR);
+        assert_eq!(fs::metadata("/dev/kvm").unwrap().mode(), before);
+        // Other files are the kernel's.
+        assert_eq!(fs::metadata("/dev/null").unwrap().uid(), 0);
+        // SAFETY: C strings.
+        let none = unsafe { libc::chmod(c"/no/kvm".as_ptr(), 0o600) };
+        assert_eq!((none, errno()), (-1, libc::ENOENT));
+    }
 
     fn errno() -> i32 {
         std::io::Error::last_os_error().raw_os_error().unwrap()

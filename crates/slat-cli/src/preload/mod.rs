@@ -7,6 +7,7 @@
 
 mod directory;
 mod order;
+mod processors;
 
 use slat_process::file_size::limited;
 use std::ffi::OsStr;
@@ -22,6 +23,7 @@ use std::{env, ptr};
 
 use crate::output::complain;
 pub use order::{Order, sanitizer_settings};
+pub use processors::write_out as write_out_processors;
 
 /// The library, as cargo built it together with this binary. (Empty under `cargo check`; see
 /// build.rs.)
@@ -118,7 +120,7 @@ fn write_to(directory: &Path) -> io::Result<PathBuf> {
     let path = directory.join(&name);
     match is_our_library(&path) {
         Ok(true) => {}
-        Ok(false) | Err(_) => place(directory, &path)?,
+        Ok(false) | Err(_) => place(directory, &path, LIBRARY, MODE)?,
     }
     let file = File::open(&path)?;
     if file.metadata()?.permissions().mode() & 0o777 != MODE {
@@ -127,7 +129,7 @@ fn write_to(directory: &Path) -> io::Result<PathBuf> {
     allows_execution(&file)?;
     // Only keeps an old library from counting as unused; the file is usable without.
     let _ = file.set_modified(SystemTime::now());
-    remove_unused(directory, OsStr::new(&name));
+    remove_unused(directory, PREFIX, OsStr::new(&name));
     Ok(path)
 }
 
@@ -152,9 +154,9 @@ fn is_our_library(path: &Path) -> io::Result<bool> {
     Ok(content == LIBRARY)
 }
 
-/// Writes the library under a name of this process and renames it, so that no process ever sees
+/// Writes a file under a name of this process and renames it, so that no process ever sees
 /// half of it.
-fn place(directory: &Path, path: &Path) -> io::Result<()> {
+fn place(directory: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let temporary = directory.join(format!(".{PREFIX}{}", std::process::id()));
     // A process with this id may have left it when it died here.
     let _ = fs::remove_file(&temporary);
@@ -164,9 +166,9 @@ fn place(directory: &Path, path: &Path) -> io::Result<()> {
         .mode(0o600)
         .open(&temporary)
         .and_then(|mut file| {
-            limited(|| file.write_all(LIBRARY))?;
+            limited(|| file.write_all(content))?;
             // The umask may forbid what others need.
-            file.set_permissions(Permissions::from_mode(MODE))
+            file.set_permissions(Permissions::from_mode(mode))
         })
         .and_then(|()| fs::rename(&temporary, path));
     if written.is_err() {
@@ -198,15 +200,15 @@ fn allows_execution(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-fn remove_unused(directory: &Path, current: &OsStr) {
+fn remove_unused(directory: &Path, prefix: &str, current: &OsStr) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        let is_library = name.as_bytes().starts_with(PREFIX.as_bytes());
+        let is_such = name.as_bytes().starts_with(prefix.as_bytes());
         let unused = || {
             let modified = entry.metadata().and_then(|m| m.modified()).ok()?;
             Some(modified.elapsed().ok()? > UNUSED)
         };
-        if is_library && name != current && unused() == Some(true) {
+        if is_such && name != current && unused() == Some(true) {
             // Another slat may have removed it.
             let _ = fs::remove_file(entry.path());
         }
