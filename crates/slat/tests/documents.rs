@@ -219,6 +219,7 @@ fn the_documents_count_what_the_conformance_tables_have() {
     let monitors = rows("conformance/vmm/rows.toml");
     let unit_tests = rows("conformance/unit-tests/tests.toml");
     let kvm_ioctls = rows("conformance/kvm-ioctls/tests.toml");
+    let tools = rows("conformance/tools/rows.toml");
     let (by_hand, with_qemu): (Vec<_>, Vec<_>) = monitors
         .into_iter()
         .partition(|row| ["firecracker", "cloud-hypervisor"].contains(&&*row.name));
@@ -249,6 +250,14 @@ fn the_documents_count_what_the_conformance_tables_have() {
         "conformance/README.md",
         format!("{all} rows, all of which pass"),
     ));
+    says.push((
+        "conformance/README.md",
+        format!("least that is real: {} rows", tools.len()),
+    ));
+    says.push(("README.md", format!("{} rows are run", tools.len())));
+    for row in &tools {
+        says.push(("conformance/README.md", format!("`{}`", row.name)));
+    }
     let names: BTreeSet<_> = with_qemu
         .iter()
         .chain(&by_hand)

@@ -5,7 +5,8 @@
 
 use super::{place, remove_unused};
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "cpuinfo-";
@@ -18,34 +19,30 @@ pub fn write_out(library: &Path) -> Option<PathBuf> {
     let name = format!("{PREFIX}{}", boot.trim());
     let path = directory.join(&name);
     if !path.exists() {
-        let text = with_svm(&fs::read_to_string("/proc/cpuinfo").ok()?)?;
+        // This spelling is the kernel's also where this `slat run` is itself on slat.
+        let text = with_svm(BufReader::new(File::open("/proc/./cpuinfo").ok()?))?;
         place(directory, &path, text.as_bytes(), 0o644).ok()?;
         remove_unused(directory, PREFIX, OsStr::new(&name));
     }
     Some(path)
 }
 
-/// Returns `/proc/cpuinfo` with `svm` among the flags of each processor. `None` if it has flags like that.
-fn with_svm(text: &str) -> Option<String> {
-    let mut changed = String::with_capacity(text.len() + text.len() / 64);
-    for line in text.split_inclusive('\n') {
-        let flags = line
-            .split_once(':')
-            .filter(|(name, _)| name.trim() == "flags");
-        match flags {
-            Some((_, flags))
-                if flags
-                    .split_whitespace()
-                    .any(|flag| matches!(flag, "vmx" | "svm")) =>
-            {
+/// Returns the text of `/proc/cpuinfo` with `svm` among the flags of each processor. `None` if it cannot be read, or has flags like that:
+/// then no more is read than the first processor, because the kernel takes its time for each.
+fn with_svm(text: impl BufRead) -> Option<String> {
+    let mut changed = String::new();
+    for line in text.lines() {
+        let line = line.ok()?;
+        changed.push_str(line.trim_end());
+        if let Some((name, flags)) = line.split_once(':')
+            && name.trim_end() == "flags"
+        {
+            if flags.split(' ').any(|flag| matches!(flag, "vmx" | "svm")) {
                 return None;
             }
-            Some(_) => {
-                changed.push_str(line.trim_end());
-                changed.push_str(" svm\n");
-            }
-            None => changed.push_str(line),
+            changed.push_str(" svm");
         }
+        changed.push('\n');
     }
     Some(changed)
 }
@@ -58,8 +55,8 @@ mod tests {
     fn each_processor_gets_svm_unless_one_has_virtualization() {
         let text = "processor\t: 0\nflags\t\t: fpu sse2\nbugs\t\t: no vmx\n\nprocessor\t: 1\nflags\t\t: fpu sse2 \n";
         let changed = "processor\t: 0\nflags\t\t: fpu sse2 svm\nbugs\t\t: no vmx\n\nprocessor\t: 1\nflags\t\t: fpu sse2 svm\n";
-        assert_eq!(with_svm(text).as_deref(), Some(changed));
-        assert_eq!(with_svm(&text.replace("sse2 ", "vmx ")), None);
-        assert_eq!(with_svm(changed), None);
+        assert_eq!(with_svm(text.as_bytes()).as_deref(), Some(changed));
+        assert_eq!(with_svm(text.replace("sse2 ", "vmx ").as_bytes()), None);
+        assert_eq!(with_svm(changed.as_bytes()), None);
     }
 }
