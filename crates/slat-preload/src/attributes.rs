@@ -22,7 +22,7 @@ fn about(
     let result = match special(directory, path, 0)? {
         Special::Device | Special::Parameter(_) => of_file(),
         Special::Slash => Err(libc::ENOTDIR),
-        Special::Descriptor(_) | Special::Processors => return None,
+        Special::Descriptor(_) => return None,
     };
     Some(plain(result))
 }

@@ -1,6 +1,7 @@
 //! Opening files by path, and asking whether they open: slat serves `/dev/kvm` and KVM's module parameters itself.
 
 use crate::device::{self, How, Opening};
+use crate::environment;
 use crate::guarded::guarded;
 use crate::paths::{self, Path, Special};
 use crate::real::{Next, call, errno, kernel, set_errno};
@@ -54,7 +55,6 @@ fn open_special(special: Special, opening: Opening) -> Option<isize> {
         Special::Device => guarded(|| device::open(opening)),
         Special::Parameter(name) => guarded(|| device::open_parameter(name, opening)),
         Special::Slash => guarded(|| Err(libc::ENOTDIR)),
-        Special::Processors => return open_processors(opening),
         Special::Descriptor(fd) => {
             let mut kernels = false;
             let answer = guarded(|| match device::open_again(fd, opening) {
@@ -73,18 +73,26 @@ fn open_special(special: Special, opening: Opening) -> Option<isize> {
     Some(answer)
 }
 
-/// Opens what `slat run` has written for programs that read `/proc/cpuinfo`, by the call that the program makes. `None`: there is no such
-/// file, or it does not open here; the kernel has to open its own.
-fn open_processors(opening: Opening) -> Option<isize> {
-    const OTHERS: c_int = libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC;
-    let file = crate::environment::processors()?;
-    let flags = opening.how().flags;
-    if flags & OTHERS as u64 != 0 {
-        return None;
+/// Puts the text that `slat run` has written in the place of `/proc/cpuinfo`, if that is what the kernel has just opened as `fd`, to be read.
+/// No other spelling is known: looking for one would make system calls in programs that do not use KVM.
+fn show_processors(path: *const c_char, opening: Opening, fd: c_int) {
+    let flags = opening.how().flags as c_int;
+    let harmless = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_NOFOLLOW;
+    let Some(file) = environment::processors() else {
+        return;
+    };
+    if fd < 0 || flags & !harmless != 0 || !paths::is_spelled(path, b"/proc/cpuinfo") {
+        return;
     }
-    // SAFETY: a path that ends with 0; the caller gets the descriptor.
-    let opened = unsafe { kernel!(libc::SYS_openat, libc::AT_FDCWD, file.as_ptr(), flags) };
-    opened.ok()
+    let close_on_exec = flags & libc::O_CLOEXEC;
+    // SAFETY: a path that ends with 0. The descriptor is not the program's yet: it gets another file.
+    unsafe {
+        let (here, own) = (libc::AT_FDCWD, libc::O_RDONLY | libc::O_CLOEXEC);
+        if let Ok(text) = kernel!(libc::SYS_openat, here, file.as_ptr(), own) {
+            let _ = kernel!(libc::SYS_dup3, text, fd, close_on_exec);
+            let _ = kernel!(libc::SYS_close, text);
+        }
+    }
 }
 
 /// Closes what the kernel has opened in the place of a special file: the host's, or a new one where the host has none, which is removed.
@@ -131,6 +139,7 @@ fn open_path(
     if opened < 0 && errno() == libc::ENODEV && paths::is_device(path) {
         return guarded(|| device::open(opening));
     }
+    show_processors(text, opening, opened as c_int);
     opened
 }
 
@@ -215,8 +224,7 @@ fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How>
     /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;
     paths::special(directory, path, 0)
-        .or_else(|| paths::special(directory, path, libc::RESOLVE_IN_ROOT))
-        .filter(|special| *special != Special::Processors)?;
+        .or_else(|| paths::special(directory, path, libc::RESOLVE_IN_ROOT))?;
     let mut words = [0; size_of::<How>()];
     // SAFETY: a guarded copy into a live buffer: `special` has found something, so the handlers are installed.
     unsafe { slat_guard::copy_in(&mut words, how.cast()) }.ok()?;
@@ -243,7 +251,7 @@ pub unsafe fn access_at(
             Special::Device => Ok(true),
             Special::Parameter(name) => Ok(slat_kvm::parameters::is_writable(name)),
             Special::Slash => Err(libc::ENOTDIR),
-            Special::Descriptor(_) | Special::Processors => return None,
+            Special::Descriptor(_) => return None,
         };
         Some(guarded(|| match writable? {
             writable if mode & libc::X_OK != 0 || mode & libc::W_OK != 0 && !writable => {
@@ -348,7 +356,12 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
         // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
         match unsafe { std::mem::transmute::<usize, Fopen>(function)(path, mode) } as isize {
             0 => -1,
-            stream => stream,
+            stream => {
+                // SAFETY: the stream that was just opened.
+                let fd = unsafe { libc::fileno(stream as *mut libc::FILE) };
+                show_processors(path, opening(), fd);
+                stream
+            }
         }
     };
     let given = Path {

@@ -6,7 +6,8 @@ use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::real::call;
 use crate::{
-    attributes, children, fds, files, forks, ioctls, landlock, memory, roots, status, streams, table,
+    attributes, children, fds, files, forks, ioctls, landlock, memory, roots, status, streams,
+    table,
 };
 use slat_kvm::thread::Section;
 use slat_kvm::{filters, user};

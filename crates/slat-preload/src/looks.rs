@@ -55,7 +55,6 @@ impl Look {
             Special::Parameter(name) => Some(Ok(Look::Parameter(name))),
             Special::Descriptor(fd) => Self::of_descriptor(fd).map(Ok),
             Special::Slash => Some(Err(libc::ENOTDIR)),
-            Special::Processors => None,
         }
     }
 

@@ -36,8 +36,6 @@ pub enum Special {
     Descriptor(c_int),
     /// One of the first two, followed by a slash.
     Slash,
-    /// `/proc/cpuinfo`. No other spelling is known: looking for one would make system calls in programs that do not use KVM.
-    Processors,
 }
 
 /// The directories that contain special files.
@@ -146,7 +144,6 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
         return None;
     }
     let place = match special {
-        Special::Processors => return (!last.slash).then_some(special),
         Special::Device | Special::Slash => Place::Devices,
         Special::Parameter(_) => Place::Parameters,
         Special::Descriptor(_) => Place::Descriptors,
@@ -185,11 +182,7 @@ struct Last {
     start: usize,
     /// Whether slashes follow the name.
     slash: bool,
-    /// The path's first bytes.
-    begin: [u8; PROC.len()],
 }
-
-const PROC: &[u8] = b"/proc/";
 
 impl Last {
     fn of(path: *const c_char, memory: Memory) -> Option<Self> {
@@ -198,13 +191,9 @@ impl Last {
             len: 0,
             start: 0,
             slash: true,
-            begin: [0; PROC.len()],
         };
         let mut index = 0;
         each_byte(path, memory, PATH_MAX, |byte| {
-            if let Some(first) = last.begin.get_mut(index) {
-                *first = byte;
-            }
             if byte == b'/' {
                 last.slash = true;
             } else {
@@ -225,9 +214,6 @@ impl Last {
     fn meaning(&self) -> Option<Special> {
         match self.name.get(..self.len)? {
             b"kvm" => Some(Special::Device),
-            b"cpuinfo" if self.start == PROC.len() && self.begin == PROC => {
-                Some(Special::Processors)
-            }
             [b'0'..=b'9', ..] => number(&self.name[..self.len])
                 .filter(|fd| table::is_ours(*fd))
                 .map(Special::Descriptor),
@@ -406,6 +392,18 @@ pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
 /// `PATH_MAX` bytes and no NUL.
 fn each_byte(text: *const c_char, memory: Memory, max: usize, each: impl FnMut(u8)) -> Option<()> {
     (walk(text, memory, max, each)? < PATH_MAX).then_some(())
+}
+
+/// Whether a path that the kernel has just read is spelled so.
+pub fn is_spelled(text: *const c_char, name: &[u8]) -> bool {
+    let (mut count, mut is_equal) = (0, true);
+    let mut compare = |byte| {
+        is_equal &= name.get(count) == Some(&byte);
+        count += 1;
+    };
+    each_byte(text, Memory::Read, PATH_MAX, &mut compare).is_some()
+        && is_equal
+        && count == name.len()
 }
 
 /// Returns a string of the client's, with its NUL. `None` if it cannot be read.

@@ -175,7 +175,6 @@ pub unsafe fn read_link_at(
             Special::Descriptor(fd) => link_of(fd, to.cast(), len)?,
             Special::Slash => Err(libc::ENOTDIR),
             Special::Device | Special::Parameter(_) => Err(libc::EINVAL),
-            Special::Processors => return None,
         };
         Some(plain(answer.map(|written| written as isize)))
     };
@@ -246,7 +245,7 @@ fn real_path(path: *const c_char) -> Option<CString> {
             matches!(Look::of_descriptor(fd)?, Look::Device).then(|| "/dev/kvm".to_owned())?
         }
         // C libraries differ in this case.
-        Special::Slash | Special::Processors => return None,
+        Special::Slash => return None,
     };
     CString::new(path).ok()
 }
