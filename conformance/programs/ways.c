@@ -5,6 +5,7 @@
 //	ways NAME   runs one part; without, all of them
 //	ways states SETTING  makes calls in one state, with which a defect ends the program
 #define _GNU_SOURCE
+#include "vdso.h"
 #include <cpuid.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -15,20 +16,15 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/eventfd.h>
-#include <sys/auxv.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -840,7 +836,18 @@ static void on_trapped_call(int number, siginfo_t *info, void *context)
 	trapped_calls++;
 }
 
-// A filter that forbids what slat makes no use of, answers getppid with an error, and has the program answer getpgid.
+// The program's own calls of the vDSO.
+static void vdso(void)
+{
+	const char *wrong_function = vdso_falls_back();
+
+	if (wrong_function != NULL)
+		puts(wrong_function);
+	CHECK(wrong_function == NULL);
+}
+
+// A filter that forbids what slat makes no use of, answers getppid with an error, and has the program answer getpgid. In a
+// static program it does not concern slat, and also forbids what slat uses.
 static void filter(void)
 {
 	struct sigaction action = { .sa_sigaction = on_trapped_call, .sa_flags = SA_SIGINFO };
@@ -850,11 +857,15 @@ static void filter(void)
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | 77),
 		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_getpgid, 0, 1),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_TRAP),
-		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_socket, 0, 1),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_socket, 1, 0),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, getauxval(AT_BASE) == 0 ? SYS_getrandom : SYS_socket, 0, 1),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
 	};
 	struct sock_fprog program = { .len = sizeof(code) / sizeof(code[0]), .filter = code };
+
+	// The C library uses it once, for its memory.
+	free(malloc(1));
 	int child = FORK();
 
 	if (child == 0) {
@@ -883,7 +894,7 @@ static const struct {
 	void (*run)(void);
 } parts[] = {
 	{ "states", states },	{ "guest", guest },	  { "eventfds", eventfds }, { "threads", threads }, { "forks", forks },
-	{ "signals", signals }, { "filter", filter },	  { "exits", exits },
+	{ "signals", signals }, { "filter", filter },	  { "exits", exits },	    { "vdso", vdso },
 };
 
 int main(int count, char **words)

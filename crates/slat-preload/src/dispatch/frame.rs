@@ -8,6 +8,7 @@
 //! handlers make calls of their own, which are served below the first: [`stack`] knows where.
 
 use super::serve;
+use slat_guard::Section;
 use slat_process::caller::{IDENTIFICATION, NESTED_TASK};
 use slat_process::gate::GATE;
 use slat_process::pointers::SEPARATE;
@@ -161,8 +162,8 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
     }
 }
 
-/// What the kernel calls for SIGSYS: serves a dispatched call (`si_code` 2, SYS_USER_DISPATCH), and hands other signals of that number,
-/// those of seccomp filters, to the program's handler.
+/// What the kernel calls for SIGSYS: serves a dispatched call of the program (`si_code` 2, SYS_USER_DISPATCH), [passes](pass_through_gate)
+/// one of slat's own, and hands other signals of that number, those of seccomp filters, to the program's handler.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn entry() {
     naked_asm!(
@@ -170,9 +171,22 @@ pub unsafe extern "C-unwind" fn entry() {
         "cmp dword ptr [rsi + 8], 2",
         "jne {others}",
         "cmp byte ptr [rip + {separate}], 0",
-        "je 3f",
+        "je 2f",
         "rdfsbase rax",
+        "cmp rax, gs:[0]",
+        "je {pass}",
         slat_process::to_slats_pointer!(),
+        "jmp 3f",
+        "2:",
+        "push rsi",
+        "push rdx",
+        "sub rsp, 8",
+        "call {runs_slat}",
+        "add rsp, 8",
+        "pop rdx",
+        "pop rsi",
+        "test al, al",
+        "jnz {pass}",
         "3:",
         "sub rsp, 8",
         "call {place}",
@@ -182,8 +196,66 @@ pub unsafe extern "C-unwind" fn entry() {
         "ud2",
         others = sym crate::signals::entry,
         separate = sym SEPARATE,
+        pass = sym pass_through_gate,
+        runs_slat = sym runs_slat,
         place = sym place,
         serve = sym serve,
+    )
+}
+
+/// Whether this thread is in slat's code, in a process with one thread pointer. Runs in the handler.
+unsafe extern "C" fn runs_slat() -> bool {
+    // A program that slat loads has not begun yet: it has a pointer of its own.
+    Section::is_entered() || crate::load::is_loaded()
+}
+
+/// Has a call of slat's own made again at the gate, from where it passes: the second half of [`entry`], with the kernel's frame in RDX.
+/// slat's code gets into the kernel by other code than the C library's, too: by the vDSO, whose functions make a call for what they
+/// cannot compute, and by the dynamic linker.
+///
+/// The call is not made here but where the handler returns to, with the stack, the signal mask and all registers of the code that makes it:
+/// so it may wait, be interrupted and restarted, or change the mask. (A thread that begins on a stack of its own would not find
+/// what follows the gate. The C library's text makes threads.) The three words that lead back are below everything in use of
+/// the interrupted stack: its red zone, and this handler's frame, if that is there.
+#[unsafe(naked)]
+unsafe extern "C" fn pass_through_gate() {
+    naked_asm!(
+        "mov rax, [rdx + {rsp}]",
+        "mov r8, [rdx + {alternate}]",
+        "mov r9, [rdx + {alternate_size}]",
+        // Whose stack pointer is on the alternate stack: if only the handler's is, the frame is not on the interrupted stack.
+        "mov r10, rsp",
+        "mov rcx, rsp",
+        "sub rcx, r8",
+        "cmp rcx, r9",
+        "ja 2f",
+        "mov rcx, rax",
+        "sub rcx, r8",
+        "cmp rcx, r9",
+        "cmova r10, rax",
+        "2:",
+        "sub r10, {red_zone} + 24",
+        "and r10, -16",
+        "lea rcx, [rip + 3f]",
+        "mov [r10], rcx",
+        "mov rcx, [rdx + {rip}]",
+        "mov [r10 + 8], rcx",
+        "mov [r10 + 16], rax",
+        "mov rcx, [rip + {gate}]",
+        "mov [rdx + {rip}], rcx",
+        "mov [rdx + {rsp}], r10",
+        "ret",
+        // Where the gate returns, with the registers that the call has left. RCX is lost by any system call.
+        "3:",
+        "mov rcx, [rsp]",
+        "mov rsp, [rsp + 8]",
+        "jmp rcx",
+        rsp = const std::mem::offset_of!(Frame, registers) + 8 * libc::REG_RSP as usize,
+        rip = const std::mem::offset_of!(Frame, registers) + 8 * libc::REG_RIP as usize,
+        alternate = const std::mem::offset_of!(Frame, alternate) + std::mem::offset_of!(libc::stack_t, ss_sp),
+        alternate_size = const std::mem::offset_of!(Frame, alternate) + std::mem::offset_of!(libc::stack_t, ss_size),
+        red_zone = const stack::RED_ZONE,
+        gate = sym GATE,
     )
 }
 
