@@ -14,6 +14,7 @@
 #include <linux/seccomp.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdio.h>
@@ -22,6 +23,7 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/wait.h>
@@ -656,6 +658,39 @@ static void *one_guest(void *argument)
 	return argument;
 }
 
+static void *no_work(void *argument)
+{
+	return argument;
+}
+
+// A thread is made without a wait for its first instruction: here it cannot run before its maker is done, or interrupted.
+static void many_threads(void)
+{
+	enum { THREADS = 100 };
+	pthread_t threads[THREADS];
+	struct rusage before, after;
+	cpu_set_t all, one;
+
+	CHECK(sched_getaffinity(0, sizeof(all), &all) == 0);
+	CPU_ZERO(&one);
+	for (int cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&one) == 0; cpu++)
+		if (CPU_ISSET(cpu, &all))
+			CPU_SET(cpu, &one);
+	CHECK(sched_setaffinity(0, sizeof(one), &one) == 0);
+	CHECK(getrusage(RUSAGE_THREAD, &before) == 0);
+	for (int i = 0; i < THREADS; i++)
+		CHECK(pthread_create(&threads[i], NULL, no_work, (void *)(long)i) == 0);
+	CHECK(getrusage(RUSAGE_THREAD, &after) == 0);
+	for (int i = 0; i < THREADS; i++) {
+		void *result;
+
+		CHECK(pthread_join(threads[i], &result) == 0 && result == (void *)(long)i);
+	}
+	CHECK(sched_setaffinity(0, sizeof(all), &all) == 0);
+	printf("%ld waits for %d threads\n", after.ru_nvcsw - before.ru_nvcsw, THREADS);
+	CHECK(after.ru_nvcsw - before.ru_nvcsw < THREADS / 4);
+}
+
 static void threads(void)
 {
 	enum { COUNT = 8 };
@@ -667,6 +702,7 @@ static void threads(void)
 		void *result;
 		CHECK(pthread_join(thread[i], &result) == 0 && result == (void *)i);
 	}
+	many_threads();
 }
 
 static int ended(int child)

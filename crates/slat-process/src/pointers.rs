@@ -107,17 +107,6 @@ pub unsafe fn separate(programs: usize) {
     SEPARATE.store(true, Ordering::Release);
 }
 
-/// Returns the program's pointer of the thread that has made this one, which has not called [`separate`] yet: GS is its maker's.
-///
-/// # Safety
-/// - The maker has called [`separate`], and lives.
-pub unsafe fn programs_of_maker() -> usize {
-    let pointer;
-    // SAFETY: the caller's promise: GS leads to the maker's pointers.
-    unsafe { asm!("mov {}, gs:[8]", out(reg) pointer, options(readonly, nostack)) };
-    pointer
-}
-
 /// Returns the program's pointer on this thread.
 pub fn programs() -> usize {
     POINTERS.with(|pointers| pointers.programs.get())

@@ -103,26 +103,58 @@ impl Frame {
         }
     }
 
+    /// Copies the frame to memory of its own.
+    ///
+    /// # Safety
+    /// - The kernel has filled in the frame, or [`copy_below`](Self::copy_below).
+    pub unsafe fn keep(&self) -> KeptFrame {
+        // SAFETY: the caller's promise; as much memory as both parts take where each is aligned.
+        unsafe {
+            let bytes = self.floating().len() + size_of::<Frame>() + 2 * Self::ALIGNMENT;
+            let mut memory = vec![0; bytes];
+            let start = memory.as_mut_ptr() as usize;
+            let at = self.copy_below(start + bytes) as usize - start;
+            KeptFrame { memory, at }
+        }
+    }
+
+    /// What XRSTOR wants (Intel SDM, volume 1, section 13.4).
+    const ALIGNMENT: usize = 64;
+
     /// Copies the frame to the end of the memory below `top`, for another stack to return from. Returns the copy.
     ///
     /// # Safety
     /// - The kernel has filled in the frame, or this function.
     /// - Below `top` there is room for it, which nothing else uses.
     pub unsafe fn copy_below(&self, top: usize) -> *mut Frame {
-        /// What XRSTOR wants (Intel SDM, volume 1, section 13.4).
-        const ALIGNMENT: usize = 64;
         // SAFETY: the caller's promise, for both parts.
         unsafe {
             let state = self.floating();
-            let to = (top - state.len()) & !(ALIGNMENT - 1);
+            let to = (top - state.len()) & !(Self::ALIGNMENT - 1);
             std::ptr::copy_nonoverlapping(state.as_ptr(), to as *mut u8, state.len());
-            let copy = ((to - size_of::<Frame>()) & !(ALIGNMENT - 1)) as *mut Frame;
+            let copy = ((to - size_of::<Frame>()) & !(Self::ALIGNMENT - 1)) as *mut Frame;
             std::ptr::copy_nonoverlapping(self, copy, 1);
             if !state.is_empty() {
                 (*copy).floating = to as *mut u8;
             }
             copy
         }
+    }
+}
+
+/// A copy of a frame outside any stack.
+#[derive(Debug)]
+pub struct KeptFrame {
+    memory: Vec<u8>,
+    /// Where the frame begins in `memory`.
+    at: usize,
+}
+
+impl KeptFrame {
+    /// Returns the frame.
+    pub fn frame(&self) -> &Frame {
+        // SAFETY: `Frame::keep` has put it there, aligned; the memory does not move.
+        unsafe { &*self.memory.as_ptr().add(self.at).cast() }
     }
 }
 

@@ -9,12 +9,13 @@
 
 use super::calls::error;
 use super::filters::{self, Inherited};
-use super::frame::{self, Frame};
+use super::frame::{self, Frame, KeptFrame};
 use super::library_threads::{Create, NEXT_CREATE, STACK};
 use super::request::*;
 use super::{arm_thread, block_all, robust, rseq};
 use crate::real::kernel;
 use crate::{forks, load};
+use slat_guard::Section;
 use slat_process::gate::GATE;
 use slat_process::{pointers, stack, wait};
 use std::arch::naked_asm;
@@ -22,6 +23,7 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::mem::transmute;
 use std::ptr::null_mut;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Makes a thread or a process. Returns what the kernel returns to the caller, in a process also to the child.
@@ -140,53 +142,115 @@ const NO_STACK: libc::stack_t = libc::stack_t {
     ss_size: 0,
 };
 
-/// A thread to be made: on its maker's stack, until `tid` is set.
-struct Start<'a> {
-    frame: &'a Frame,
-    request: &'a Request,
+/// A thread to be made. Its maker does not wait until it runs, which on busy processors takes long: so each has its own reference.
+struct Start {
+    frame: KeptFrame,
+    request: Request,
+    /// The program's thread pointer.
+    pointer: usize,
     filters: Inherited,
-    tid: AtomicU32,
+    /// The thread's number, stored by itself.
+    number: AtomicU32,
+    told: AtomicU32,
+}
+
+/// States of [`Start::told`]: the thread's number is stored where the maker's program wants it.
+const NOT_TOLD: u32 = 0;
+const BEING_TOLD: u32 = 1;
+const TOLD: u32 = 2;
+
+impl Start {
+    /// Stores the thread's number for the maker (CLONE_PARENT_SETTID). Call in the maker before it returns, and in the thread before the
+    /// program's code runs there: both find the number, and no store comes later, when the word may mean something else.
+    fn tell_maker(&self, number: u32) {
+        if !self.request.has(PARENT_SET_TID) {
+            return;
+        }
+        let claimed = (self.told).compare_exchange(
+            NOT_TOLD,
+            BEING_TOLD,
+            Ordering::Relaxed,
+            Ordering::Acquire,
+        );
+        if claimed.is_ok() {
+            tell(self.request.parent_tid, number);
+            self.told.store(TOLD, Ordering::Release);
+            wait::wake(&self.told);
+        }
+        while self.told.load(Ordering::Acquire) != TOLD {
+            wait::sleep(&self.told, BEING_TOLD, None);
+        }
+    }
 }
 
 fn make_thread(frame: &Frame, request: &Request) -> isize {
     let Some(create) = NEXT_CREATE.get() else {
         return error(libc::ENOSYS);
     };
-    let start = Start {
-        frame,
-        request,
-        filters: filters::of_this_thread(),
-        tid: AtomicU32::new(0),
+    let start = {
+        let _section = Section::enter();
+        Arc::new(Start {
+            // SAFETY: a copy of the kernel's frame.
+            frame: unsafe { frame.keep() },
+            request: *request,
+            pointer: match request.has(SET_TLS) {
+                true => request.tls as usize,
+                false => pointers::programs(),
+            },
+            filters: filters::of_this_thread(),
+            number: AtomicU32::new(0),
+            told: AtomicU32::new(NOT_TOLD),
+        })
     };
     THREADS.fetch_add(1, Ordering::Relaxed);
     // The new thread begins with this mask.
     block_all();
-    // SAFETY: the C library's function; attributes on the stack; `start` outlives the new thread's use of it, which ends when `tid` is
-    // set.
-    let failed = unsafe {
+    let given = Arc::into_raw(Arc::clone(&start));
+    // SAFETY: the C library's function; attributes on the stack; the thread has a reference of its own.
+    let made = unsafe {
         let create = transmute::<usize, Create>(create);
         let mut attributes = std::mem::zeroed();
         let mut thread = 0;
         let mut failed = libc::pthread_attr_init(&mut attributes);
         if failed == 0 {
             libc::pthread_attr_setstacksize(&mut attributes, STACK);
-            libc::pthread_attr_setdetachstate(&mut attributes, libc::PTHREAD_CREATE_DETACHED);
-            let start = (&raw const start).cast_mut().cast();
-            failed = create(&mut thread, &attributes, begin, start);
+            failed = create(&mut thread, &attributes, begin, given.cast_mut().cast());
             libc::pthread_attr_destroy(&mut attributes);
         }
-        failed
+        match failed {
+            0 => Ok(thread),
+            failed => Err(failed),
+        }
     };
-    if failed != 0 {
-        THREADS.fetch_sub(1, Ordering::Relaxed);
-        return error(failed);
-    }
-    loop {
-        match start.tid.load(Ordering::Acquire) {
-            0 => wait::sleep(&start.tid, 0, None),
-            tid => return tid as isize,
-        };
-    }
+    let answer = match made {
+        Ok(thread) => {
+            // The C library forgets the number of a thread that ends, which has stored it before.
+            let number = number_of(thread).unwrap_or_else(|| start.number.load(Ordering::Acquire));
+            start.tell_maker(number);
+            // SAFETY: it was made joinable, so that `number_of` may look at it although it may have ended.
+            unsafe { libc::pthread_detach(thread) };
+            number as isize
+        }
+        Err(failed) => {
+            THREADS.fetch_sub(1, Ordering::Relaxed);
+            // SAFETY: no thread has taken it.
+            drop(unsafe { Arc::from_raw(given) });
+            error(failed)
+        }
+    };
+    let _section = Section::enter();
+    drop(start);
+    answer
+}
+
+/// Returns the kernel's number of a thread that is not detached. `None`: it has ended.
+fn number_of(thread: libc::pthread_t) -> Option<u32> {
+    let mut clock = 0;
+    // SAFETY: the C library keeps what it knows of a thread that nobody has joined; a live value.
+    let failed = unsafe { libc::pthread_getcpuclockid(thread, &mut clock) };
+    // A thread's clock has its number, inverted, above three bits (`include/linux/posix-timers_types.h`, CPUCLOCK_PID).
+    let number = !(clock >> 3) as u32;
+    (failed == 0 && number != 0).then_some(number)
 }
 
 /// The thread of slat's C library: runs the program's thread to its end.
@@ -198,7 +262,7 @@ extern "C-unwind" fn begin(start: *mut c_void) -> *mut c_void {
 
 /// Calls [`go`] on this stack, and stores where [`leave`] finds it.
 #[unsafe(naked)]
-unsafe extern "C" fn run(start: *const Start<'_>, begun_at: *mut usize) {
+unsafe extern "C" fn run(start: *const Start, begun_at: *mut usize) {
     naked_asm!(
         "push rbx",
         "push rbp",
@@ -234,27 +298,19 @@ unsafe extern "C" fn leave(begun_at: usize) -> ! {
 }
 
 /// Becomes the program's thread.
-unsafe extern "C" fn go(start: *const Start<'_>) -> ! {
+unsafe extern "C" fn go(start: *const Start) -> ! {
     /// What this function itself needs of the stack.
     const OWN: usize = 16 << 10;
-    // SAFETY: the maker waits until `tid` is set. The processor can do what the first thread has done. The thread's stack between its
-    // end and this function's own part is free, and the frame's copy there says where the program's thread begins.
+    // SAFETY: the maker has given this reference away. The processor can do what the first thread has done. The thread's stack between
+    // its end and this function's own part is free, and the frame's copy there says where the program's thread begins.
     unsafe {
-        let Start {
-            frame,
-            request,
-            filters,
-            tid,
-        } = &*start;
-        filters::inherit(*filters);
-        let own_pointer = match request.has(SET_TLS) {
-            true => request.tls as usize,
-            false => pointers::programs_of_maker(),
-        };
-        pointers::separate(own_pointer);
+        let start = Arc::from_raw(start);
+        let request = &start.request;
+        filters::inherit(start.filters);
+        pointers::separate(start.pointer);
         let high = BEGUN_AT.get() - OWN;
         stack::set(stack_end(), high);
-        let copy = &mut *frame.copy_below(high);
+        let copy = &mut *start.frame.frame().copy_below(high);
         stack::set_used_to(&raw const *copy as usize);
         copy.alternate = NO_STACK;
         copy.set_register(libc::REG_RAX, 0);
@@ -262,20 +318,19 @@ unsafe extern "C" fn go(start: *const Start<'_>) -> ! {
             copy.set_register(libc::REG_RSP, top);
         }
         let number = slat_process::thread_id() as u32;
-        for (flag, word) in [
-            (PARENT_SET_TID, request.parent_tid),
-            (CHILD_SET_TID, request.child_tid),
-        ] {
-            if request.has(flag) {
-                tell(word, number);
-            }
+        start.number.store(number, Ordering::Release);
+        start.tell_maker(number);
+        if request.has(CHILD_SET_TID) {
+            tell(request.child_tid, number);
         }
         if request.has(CHILD_CLEAR_TID) {
             set_clear_at_exit(request.child_tid as usize);
         }
+        {
+            let _section = Section::enter();
+            drop(start);
+        }
         arm_thread();
-        tid.store(number, Ordering::Release);
-        wait::wake(tid);
         frame::resume(copy)
     }
 }
