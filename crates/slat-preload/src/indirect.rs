@@ -286,7 +286,12 @@ interpose! {
     /// syscall(2).
     fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
         // SAFETY: the caller's promise.
-        unsafe { by_number(number, [a, b, c, d, e, f]) as c_long }
+        unsafe {
+            match number {
+                libc::SYS_ioctl => ioctls::ioctl_here(a as c_int, b as c_ulong, c) as c_long,
+                _ => by_number(number, [a, b, c, d, e, f]) as c_long,
+            }
+        }
     }
 
     /// prctl(2).

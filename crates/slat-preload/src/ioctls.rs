@@ -16,7 +16,7 @@ use std::ffi::{c_int, c_ulong};
 /// The type byte of userfaultfd's requests.
 const UFFDIO: u32 = 0xaa;
 
-/// Does ioctl, called by name or through `syscall`.
+/// Does ioctl. A cancellation may end it.
 ///
 /// # Safety
 /// As for `ioctl`.
@@ -119,37 +119,46 @@ const PTHREAD_CANCEL_ASYNCHRONOUS: c_int = 1;
 
 static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 
+/// Does ioctl on a thread of slat's C library.
+///
+/// An asynchronous cancellation can end the kernel's `KVM_RUN`, but not Rust code. So a cancellation waits while slat works,
+/// `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no other frame on its stack. Handlers of the
+/// program that were deferred find the cancellation state as the program has set it, because they may jump away.
+///
+/// # Safety
+/// As for `ioctl`.
+pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int {
+    if !table::is_ours(fd) {
+        // SAFETY: the caller's.
+        return unsafe { ioctl_on(fd, request, argument) };
+    }
+    let (mut kind, mut state) = (0, 0);
+    // SAFETY: the caller's, and the thread's own cancellation state.
+    unsafe {
+        let section = Section::enter();
+        pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &mut kind);
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut state);
+        let answer = ioctl_on(fd, request, argument);
+        pthread_setcancelstate(state, std::ptr::null_mut());
+        let after = errno();
+        drop(section);
+        set_errno(after);
+        if kind == PTHREAD_CANCEL_ASYNCHRONOUS {
+            // Some C libraries forget the thread's result when `setcancelstate` itself cancels.
+            pthread_testcancel();
+            pthread_setcanceltype(kind, std::ptr::null_mut());
+        }
+        answer
+    }
+}
+
 interpose! {
     /// ioctl(2).
     ///
-    /// An asynchronous cancellation can end the kernel's `KVM_RUN`, but not Rust code. So a cancellation waits while slat works,
-    /// `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no other frame on its stack. Handlers of the
-    /// program that were deferred find the cancellation state as the program has set it, because they may jump away.
-    ///
     /// A request without argument leaves it undefined, and does not read it.
     fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
-        if !table::is_ours(fd) {
-            // SAFETY: the caller's.
-            return unsafe { ioctl_on(fd, request, argument) };
-        }
-        let (mut kind, mut state) = (0, 0);
-        // SAFETY: the caller's, and the thread's own cancellation state.
-        unsafe {
-            let section = Section::enter();
-            pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &mut kind);
-            pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut state);
-            let answer = ioctl_on(fd, request, argument);
-            pthread_setcancelstate(state, std::ptr::null_mut());
-            let after = errno();
-            drop(section);
-            set_errno(after);
-            if kind == PTHREAD_CANCEL_ASYNCHRONOUS {
-                // Some C libraries forget the thread's result when `setcancelstate` itself cancels.
-                pthread_testcancel();
-                pthread_setcanceltype(kind, std::ptr::null_mut());
-            }
-            answer
-        }
+        // SAFETY: the caller's.
+        unsafe { ioctl_here(fd, request, argument) }
     }
 
     /// pthread_cancel(3).

@@ -7,7 +7,7 @@ use super::{filters, rseq, sites, threads};
 use crate::guarded::guarded;
 use crate::indirect::by_number;
 use crate::real::raw;
-use crate::{load, signals};
+use crate::{ioctls, load, signals};
 use slat_guard::blockable;
 use slat_kvm::abi::KVM_RUN;
 use slat_process::filter::Made;
@@ -109,8 +109,16 @@ pub(super) fn pass(number: i64, arguments: [usize; 6]) -> isize {
 }
 
 fn all_others(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the program's call.
-    match unsafe { by_number(number, arguments) } {
+    // SAFETY: the program's call. A loaded program is no client of the C library that cancels threads here.
+    let answer = unsafe {
+        match number {
+            libc::SYS_ioctl if !load::is_loaded() => {
+                ioctls::ioctl_here(arguments[0] as i32, arguments[1] as u64, arguments[2]) as isize
+            }
+            _ => by_number(number, arguments),
+        }
+    };
+    match answer {
         -1 => error(slat_process::errno()),
         answer => answer,
     }

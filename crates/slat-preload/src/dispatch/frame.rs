@@ -15,6 +15,7 @@ use slat_process::pointers::SEPARATE;
 use slat_process::stack;
 use std::arch::naked_asm;
 use std::ffi::c_int;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The kernel's `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/ucontext.h`, `sigcontext.h`).
 #[repr(C)]
@@ -194,6 +195,16 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
     }
 }
 
+/// The address of the C library's call of rt_sigreturn(2), which [`entry`] gives `serve` to return to. It is not returned to; but where a
+/// signal frame follows it on the stack, as the kernel puts one there, it tells unwinders what was interrupted: so a thread that is
+/// cancelled in `serve` is unwound into the program.
+static RESTORER: AtomicUsize = AtomicUsize::new(0);
+
+/// Call before the first [`entry`].
+pub fn set_restorer(address: usize) {
+    RESTORER.store(address, Ordering::Release);
+}
+
 /// What the kernel calls for SIGSYS: serves a dispatched call of the program (`si_code` 2, SYS_USER_DISPATCH), [passes](pass_through_gate)
 /// one of slat's own, and hands other signals of that number, those of seccomp filters, to the program's handler.
 #[unsafe(naked)]
@@ -224,13 +235,14 @@ pub unsafe extern "C-unwind" fn entry() {
         "call {place}",
         "mov rsp, rax",
         "mov rdi, rax",
-        "call {serve}",
-        "ud2",
+        "push [rip + {restorer}]",
+        "jmp {serve}",
         others = sym crate::signals::entry,
         separate = sym SEPARATE,
         pass = sym pass_through_gate,
         runs_slat = sym runs_slat,
         place = sym place,
+        restorer = sym RESTORER,
         serve = sym serve,
     )
 }

@@ -64,6 +64,7 @@ pub fn arm() -> Result<(), &'static str> {
     unsafe {
         slat_process::gate::move_to(gate);
         slat_guard::set_restorer(restorer);
+        frame::set_restorer(restorer);
     }
     library_threads::prepare();
     library_threads::make_stack();
@@ -123,11 +124,11 @@ fn disarm_thread() {
     let _ = unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0) };
 }
 
-/// Serves a call and returns to the program. Runs on slat's stack.
+/// Serves a call and returns to the program. Runs on slat's stack. Unwinds if the C library cancels the thread.
 ///
 /// # Safety
 /// - `frame` is this thread's copy of what the kernel has saved.
-unsafe extern "C" fn serve(frame: *mut frame::Frame) -> ! {
+unsafe extern "C-unwind" fn serve(frame: *mut frame::Frame) -> ! {
     let before = slat_process::errno();
     // SAFETY: the caller's promise: nobody else has the copy.
     unsafe {
