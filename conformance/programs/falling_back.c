@@ -1,8 +1,8 @@
-// A library with clock_gettime and getrandom of its own, for LD_PRELOAD: wherever the program or slat calls one of them, it also
-// makes system calls by code that is not the C library's. These are the calls that the vDSO leaves to the kernel, and some by its
-// own instructions, as the dynamic linker makes them: of memory, a wait, the thread's signal mask. Where an answer is wrong the
-// process ends by SIGABRT. FALLING_BACK names a file with a word that counts the calls; in a static program (SLAT_PROGRAM) those
-// of slat on the program's first thread, once the program runs: then the base of GS is slat's.
+// A library with clock_gettime and getrandom of its own, for LD_PRELOAD: wherever the program or slat calls one of them,
+// it also makes system calls by code that is not the C library's. These are the calls that the vDSO leaves to the kernel,
+// and some by its own instructions, as the dynamic linker makes them: of memory, a wait, the thread's signal mask. Where an
+// answer is wrong the process ends by SIGABRT. FALLING_BACK names a file with a word that counts the calls; in a static
+// program (SLAT_PROGRAM) those of slat on the program's first thread, once the program runs: then the base of GS is slat's.
 #define _GNU_SOURCE
 #include "vdso.h"
 #include <asm/prctl.h>

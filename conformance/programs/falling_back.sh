@@ -1,6 +1,6 @@
 #!/bin/sh
-# falling_back.sh SLAT PROGRAM [WORD...]: runs PROGRAM under SLAT with falling_back.so, which is beside this script and which
-# both use; where PROGRAM is static, slat alone. Fails if the library's functions were not called.
+# falling_back.sh SLAT PROGRAM [WORD...]: runs PROGRAM under SLAT with falling_back.so, which is beside this script and
+# which both use; where PROGRAM is static, slat alone. Fails if the library's functions were not called.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 slat=$1 program=$2
@@ -11,7 +11,7 @@ head -c 8 /dev/zero >"$FALLING_BACK"
 trap 'rm -f "$FALLING_BACK"' EXIT
 case $program in
 *static* | *musl*)
-    # slat's library is the program that the kernel starts. `slat run` takes LD_PRELOAD from it: here it is started without.
+    # slat's library is the program that the kernel starts, here without `slat run`, which would remove LD_PRELOAD.
     # shellcheck disable=SC2016
     library=$("$slat" run -- sh -c 'echo "${LD_PRELOAD%%:*}"')
     LD_PRELOAD=$here/falling_back.so SLAT_PROGRAM=$program "$library" "$@"

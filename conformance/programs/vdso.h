@@ -1,5 +1,5 @@
-// The kernel's shared object in each process (vDSO), and calls of its functions that they cannot answer themselves: each makes a
-// system call by an instruction in the vDSO, whatever C library there is.
+// The kernel's shared object in each process (vDSO), and calls of its functions that they cannot answer themselves: each
+// makes a system call by an instruction in the vDSO, whatever C library there is.
 #include <elf.h>
 #include <errno.h>
 #include <stddef.h>
@@ -39,7 +39,8 @@ static void *vdso_function(const char *name)
 	return NULL;
 }
 
-// Makes all the calls that the functions of this kernel's vDSO leave to the kernel. Returns the name of one with a wrong answer, or NULL.
+// Makes all the calls that the functions of this kernel's vDSO leave to the kernel. Returns the name of one with a wrong
+// answer, or NULL.
 static inline const char *vdso_falls_back(void)
 {
 	typedef int clock_function(clockid_t, struct timespec *);
