@@ -946,6 +946,8 @@ static void filter(void)
 	};
 	struct sock_fprog program = { .len = sizeof(code) / sizeof(code[0]), .filter = code };
 
+	char *has_ended = mmap(NULL, 1, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	CHECK(has_ended != MAP_FAILED);
 	// The C library uses it once, for its memory.
 	free(malloc(1));
 	int child = FORK();
@@ -965,10 +967,12 @@ static void filter(void)
 		}
 		CHECK(trapped_calls > 10);
 		states();
+		*has_ended = 1;
 		syscall(SYS_socket, 1, 1, 0);
 		_exit(1);
 	}
 	CHECK(ended(child) == 256 + SIGSYS);
+	CHECK(*has_ended);
 }
 
 static const struct {

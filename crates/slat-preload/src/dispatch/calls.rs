@@ -66,6 +66,14 @@ pub fn answer(frame: &mut Frame) -> isize {
             Err(error) => error,
         },
         libc::SYS_exit => threads::exit(a),
+        libc::SYS_tkill if b == threads::SIGCANCEL && load::is_loaded() => {
+            threads::wait_until_separate();
+            pass(number, arguments)
+        }
+        libc::SYS_tgkill if c == threads::SIGCANCEL && load::is_loaded() => {
+            threads::wait_until_separate();
+            pass(number, arguments)
+        }
         libc::SYS_exit_group => {
             crate::at_exit();
             pass(number, arguments)

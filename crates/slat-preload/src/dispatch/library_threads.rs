@@ -83,9 +83,13 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
         *unsafe { Box::from_raw(start.cast::<Routine<T>>()) }
     };
     match load::is_loaded() {
-        // slat's own thread, which has GS from its maker.
-        // SAFETY: the first thread has done the same.
-        true => unsafe { pointers::separate(0) },
+        // slat's own thread, which has GS from its maker, and perhaps a filter: its calls from other code than the C library's have to be
+        // dispatched, too, to be made at the gate.
+        true => {
+            // SAFETY: the first thread has done the same.
+            unsafe { pointers::separate(0) };
+            arm_thread();
+        }
         // The stack is made now: later, a filter may forbid it.
         false => {
             arm_thread();

@@ -109,6 +109,7 @@ fn make_process(frame: &mut Frame, request: &Request) -> isize {
             set_clear_at_exit(copied.child_tid as usize);
         }
         THREADS.store(1, Ordering::Relaxed);
+        NOT_SEPARATE.store(0, Ordering::Relaxed);
         if let Some(top) = request.stack_top() {
             frame.set_register(libc::REG_RSP, top);
         }
@@ -129,6 +130,23 @@ thread_local! {
 
 /// Threads of a loaded program that have not ended.
 static THREADS: AtomicU32 = AtomicU32::new(1);
+
+/// Threads whose maker may have returned, and which still have the base of GS from it.
+static NOT_SEPARATE: AtomicU32 = AtomicU32::new(0);
+
+/// The signal by which a C library cancels threads. slat's does not let a new thread begin with it blocked.
+pub const SIGCANCEL: usize = 32;
+
+/// Waits until each new thread has its own base of GS. Call before sending [`SIGCANCEL`] to a thread: its handler would change the
+/// maker's pointers.
+pub fn wait_until_separate() {
+    loop {
+        match NOT_SEPARATE.load(Ordering::Acquire) {
+            0 => return,
+            count => wait::sleep(&NOT_SEPARATE, count, None),
+        };
+    }
+}
 
 /// Sets the word that becomes 0, and is woken, when this thread ends.
 pub fn set_clear_at_exit(address: usize) {
@@ -203,6 +221,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
         })
     };
     THREADS.fetch_add(1, Ordering::Relaxed);
+    NOT_SEPARATE.fetch_add(1, Ordering::Relaxed);
     // The new thread begins with this mask.
     block_all();
     let given = Arc::into_raw(Arc::clone(&start));
@@ -233,6 +252,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
         }
         Err(failed) => {
             THREADS.fetch_sub(1, Ordering::Relaxed);
+            is_separate();
             // SAFETY: no thread has taken it.
             drop(unsafe { Arc::from_raw(given) });
             error(failed)
@@ -241,6 +261,12 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     let _section = Section::enter();
     drop(start);
     answer
+}
+
+/// Ends what [`wait_until_separate`] waits for, for one thread.
+fn is_separate() {
+    NOT_SEPARATE.fetch_sub(1, Ordering::Release);
+    wait::wake(&NOT_SEPARATE);
 }
 
 /// Returns the kernel's number of a thread that is not detached. `None`: it has ended.
@@ -308,6 +334,7 @@ unsafe extern "C" fn go(start: *const Start) -> ! {
         let request = &start.request;
         filters::inherit(start.filters);
         pointers::separate(start.pointer);
+        is_separate();
         let high = BEGUN_AT.get() - OWN;
         stack::set(stack_end(), high);
         let copy = &mut *start.frame.frame().copy_below(high);
