@@ -44,7 +44,7 @@ pub(crate) fn print(text: &str) {
 }
 
 /// Explains why a call is refused, or a guest stopped.
-pub(crate) fn explain(why: impl Display) {
+pub(crate) fn explain(why: &dyn Display) {
     if explains() {
         say(format_args!("{why}"));
     }

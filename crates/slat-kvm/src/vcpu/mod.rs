@@ -141,7 +141,7 @@ impl VmObject {
     pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(Shared<VcpuObject>, OwnedFd)> {
         let _call = self.begin()?;
         let refuse = |errno, why: &dyn Display| {
-            messages::explain(format_args!("creating vCPU {id}: {why}"));
+            messages::explain(&format_args!("creating vCPU {id}: {why}"));
             fail(errno)
         };
         let known = u32::try_from(id).ok().filter(|id| *id < MAX_VCPU_ID);
