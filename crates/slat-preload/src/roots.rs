@@ -54,8 +54,8 @@ pub unsafe fn separate(kinds: c_int) -> c_int {
     unsafe { call!(libc::SYS_unshare, kinds) as c_int }
 }
 
-/// Does mount. A bind mount of `/dev/kvm` is one of the machine's device; where the machine has none, or the path is that of slat's
-/// descriptor, which the kernel cannot mount, it is one of another device: at its new path it is found by its name.
+/// Does mount. A bind mount of `/dev/kvm` mounts the machine's device. Another device is mounted where the machine has none, or where the
+/// source is the path of slat's descriptor, which the kernel cannot mount: slat finds the new path by its name.
 ///
 /// # Safety
 /// As for the call itself.

@@ -39,7 +39,7 @@ const LINKER: &CStr = c"/lib64/ld-linux-x86-64.so.2";
 pub enum Executed {
     /// The file at a path.
     Path(*const c_char),
-    /// That of a descriptor, by execveat(2) with `AT_EMPTY_PATH`.
+    /// The file of a descriptor, by execveat(2) with `AT_EMPTY_PATH`.
     Descriptor(c_int),
     /// None: slat refuses the program, and has said so. A process that would become it ends with status 126.
     Nothing,

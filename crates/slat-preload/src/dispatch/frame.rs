@@ -195,9 +195,9 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
     }
 }
 
-/// The address of the C library's call of rt_sigreturn(2), which [`entry`] gives `serve` to return to. It is not returned to; but where a
-/// signal frame follows it on the stack, as the kernel puts one there, it tells unwinders what was interrupted: so a thread that is
-/// cancelled in `serve` is unwound into the program.
+/// The address of the C library's call of rt_sigreturn(2): the return address that [`entry`] pushes for `serve`, which does not return.
+/// Unwinders take the frame above such an address for the kernel's signal frame, and go on with the code that was interrupted. So a thread that
+/// is cancelled in `serve` is unwound into the program.
 static RESTORER: AtomicUsize = AtomicUsize::new(0);
 
 /// Call before the first [`entry`].
