@@ -38,6 +38,11 @@ static OF_ALL: AtomicPtr<Filter> = AtomicPtr::new(null_mut());
 #[derive(Clone, Copy, Debug)]
 pub struct Inherited(*const Filter);
 
+// SAFETY: a filter is neither changed nor freed once it is installed.
+unsafe impl Send for Inherited {}
+// SAFETY: as above.
+unsafe impl Sync for Inherited {}
+
 /// Returns this thread's filters.
 pub fn of_this_thread() -> Inherited {
     Inherited(OF_THREAD.get())
