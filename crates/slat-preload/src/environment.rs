@@ -1,5 +1,6 @@
 //! The program's environment: what `slat run` has put there, and what the program's children get.
 
+use crate::real::kernel;
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::OnceLock;
@@ -9,11 +10,34 @@ use std::sync::OnceLock;
 const CHILDRENS: &CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
 
 /// The file that is opened for `/proc/cpuinfo`, where `slat run` has written one.
-static PROCESSORS: OnceLock<CString> = OnceLock::new();
+struct Processors {
+    file: CString,
+    /// How the file and `/proc/cpuinfo` look. Asked for at the program's start: later, a filter may forbid it.
+    looks: Option<[libc::stat; 2]>,
+}
+
+static PROCESSORS: OnceLock<Processors> = OnceLock::new();
 
 /// Returns the file that is opened for `/proc/cpuinfo`; `None`: the kernel's. Async-signal-safe.
 pub(crate) fn processors() -> Option<&'static CStr> {
-    PROCESSORS.get().map(CString::as_c_str)
+    PROCESSORS.get().map(|known| known.file.as_c_str())
+}
+
+/// Returns how `/proc/cpuinfo` looks, if the file with this device and inode is opened for it. Async-signal-safe.
+pub(crate) fn look_of_processors(device: u64, inode: u64) -> Option<&'static libc::stat> {
+    let [file, kernels] = PROCESSORS.get()?.looks.as_ref()?;
+    ((file.st_dev, file.st_ino) == (device, inode)).then_some(kernels)
+}
+
+/// Asks the kernel about the file at `path`.
+fn look(path: &CStr) -> Option<libc::stat> {
+    // SAFETY: all-zero is a valid `stat`, which the call fills in; a path that ends with 0.
+    unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        let here = libc::AT_FDCWD;
+        kernel!(libc::SYS_newfstatat, here, path.as_ptr(), &raw mut stat, 0).ok()?;
+        Some(stat)
+    }
 }
 
 /// What `slat run` sets for slat itself, and means the same in any root.
@@ -48,7 +72,10 @@ pub(crate) fn prepare() {
     unsafe {
         let file = libc::getenv(c"SLAT_CPUINFO".as_ptr());
         if !file.is_null() {
-            let _ = PROCESSORS.set(CStr::from_ptr(file).to_owned());
+            let file = CStr::from_ptr(file).to_owned();
+            let looks = look(&file).zip(look(c"/proc/cpuinfo"));
+            let looks = looks.map(|(file, kernels)| [file, kernels]);
+            let _ = PROCESSORS.set(Processors { file, looks });
         }
     }
     // SAFETY: no other thread reads or changes the environment yet; `value`, which is a part of it, is copied before the variable is

@@ -6,6 +6,7 @@ use crate::guarded::guarded;
 use crate::paths::{self, Path, Special};
 use crate::real::{Next, call, errno, kernel, set_errno};
 use slat_kvm::thread::Section;
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 /// Defines an exported C function, which runs with slat's own flags and floating point ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own must stay in force.
@@ -73,26 +74,16 @@ fn open_special(special: Special, opening: Opening) -> Option<isize> {
     Some(answer)
 }
 
-/// Puts the text that `slat run` has written in the place of `/proc/cpuinfo`, if that is what the kernel has just opened as `fd`, to be read.
-/// No other spelling is known: looking for one would make system calls in programs that do not use KVM.
-fn show_processors(path: *const c_char, opening: Opening, fd: c_int) {
+/// Returns the file that `slat run` has written to be opened in the place of `/proc/cpuinfo`, if that is what the kernel has just opened by
+/// `path`, to be read. No other spelling is known: looking for one would make system calls in programs that do not use KVM.
+///
+/// The caller closes what was opened, and opens the file in the same manner: a filter that lets the program open and close files lets it do
+/// so once more, and may forbid all other calls.
+fn instead_of_processors(path: *const c_char, opening: Opening) -> Option<&'static CStr> {
     let flags = opening.how().flags as c_int;
     let harmless = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_NOFOLLOW;
-    let Some(file) = environment::processors() else {
-        return;
-    };
-    if fd < 0 || flags & !harmless != 0 || !paths::is_spelled(path, b"/proc/cpuinfo") {
-        return;
-    }
-    let close_on_exec = flags & libc::O_CLOEXEC;
-    // SAFETY: a path that ends with 0. The descriptor is not the program's yet: it gets another file.
-    unsafe {
-        let (here, own) = (libc::AT_FDCWD, libc::O_RDONLY | libc::O_CLOEXEC);
-        if let Ok(text) = kernel!(libc::SYS_openat, here, file.as_ptr(), own) {
-            let _ = kernel!(libc::SYS_dup3, text, fd, close_on_exec);
-            let _ = kernel!(libc::SYS_close, text);
-        }
-    }
+    let file = environment::processors()?;
+    (flags & !harmless == 0 && paths::is_spelled(path, b"/proc/cpuinfo")).then_some(file)
 }
 
 /// Closes what the kernel has opened in the place of a special file: the host's, or a new one where the host has none, which is removed.
@@ -129,7 +120,7 @@ fn open_path(
     };
     let opened = paths::serve(
         path,
-        kernels,
+        &kernels,
         // No special file is a directory.
         |answer| answer >= 0 && opening.wants_directory(),
         |opened| undo_opening(path, opening, opened),
@@ -139,8 +130,19 @@ fn open_path(
     if opened < 0 && errno() == libc::ENODEV && paths::is_device(path) {
         return guarded(|| device::open(opening));
     }
-    show_processors(text, opening, opened as c_int);
-    opened
+    if opened < 0 {
+        return opened;
+    }
+    let Some(file) = instead_of_processors(text, opening) else {
+        return opened;
+    };
+    // SAFETY: the descriptor is not the program's yet; a path that ends with 0.
+    let shown = unsafe {
+        let (here, flags) = (libc::AT_FDCWD, opening.how().flags);
+        let _ = kernel!(libc::SYS_close, opened);
+        kernel!(libc::SYS_openat, here, file.as_ptr(), flags)
+    };
+    shown.unwrap_or_else(|_| kernels())
 }
 
 /// Opens a path, or has the kernel do it by `kernels`.
@@ -210,7 +212,9 @@ pub unsafe fn open_at_2(
         }
         // SAFETY: the kernel has just read it.
         let how = unsafe { how.read_unaligned() };
-        return open_path(directory, path, Opening::Open2(how), || answer);
+        let first = Cell::new(Some(answer));
+        let kernels = || first.take().unwrap_or_else(kernels);
+        return open_path(directory, path, Opening::Open2(how), kernels);
     }
     match how_at(directory, path, how) {
         Some(how) => open_path(directory, path, Opening::Open2(how), kernels),
@@ -354,14 +358,21 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
         };
         type Fopen = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut c_void;
         // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
-        match unsafe { std::mem::transmute::<usize, Fopen>(function)(path, mode) } as isize {
-            0 => -1,
-            stream => {
-                // SAFETY: the stream that was just opened.
-                let fd = unsafe { libc::fileno(stream as *mut libc::FILE) };
-                show_processors(path, opening(), fd);
-                stream
+        let fopen = |path| unsafe { std::mem::transmute::<usize, Fopen>(function)(path, mode) };
+        let mut stream = fopen(path);
+        if !stream.is_null()
+            && let Some(file) = instead_of_processors(path, opening())
+        {
+            // SAFETY: the stream that was just opened.
+            unsafe { libc::fclose(stream.cast()) };
+            stream = fopen(file.as_ptr());
+            if stream.is_null() {
+                stream = fopen(path);
             }
+        }
+        match stream as isize {
+            0 => -1,
+            stream => stream,
         }
     };
     let given = Path {

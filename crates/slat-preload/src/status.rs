@@ -1,5 +1,6 @@
 //! Asking about files: stat, readlink, realpath and their variants, by path and by descriptor.
 
+use crate::environment::look_of_processors;
 use crate::files::interpose;
 use crate::looks::{self, Look};
 use crate::paths::{self, DescriptorPath, Path, Special};
@@ -125,7 +126,8 @@ fn is_inherited(fd: c_int, links: u64, mode: u32, size: i64) -> bool {
         && paths::read_link(DescriptorPath::new(fd).as_c_str(), &mut link) == Some(DEVICE_MEMFD)
 }
 
-/// Corrects the kernel's `stat` of a descriptor of `/dev/kvm` that the table does not know.
+/// Corrects the kernel's `stat` of a descriptor of `/dev/kvm` that the table does not know, or of the file that is opened for `/proc/cpuinfo`:
+/// cp(1) compares it with that of the path.
 ///
 /// # Safety
 /// `stat` was filled in by the kernel.
@@ -135,6 +137,8 @@ unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
         let found = &*stat;
         if is_inherited(fd, found.st_nlink, found.st_mode, found.st_size) {
             *stat = Look::Device.stat();
+        } else if let Some(look) = look_of_processors(found.st_dev, found.st_ino) {
+            *stat = *look;
         }
     }
 }
@@ -469,6 +473,13 @@ interpose! {
             let x = unsafe { &mut *to };
             if is_inherited(directory, x.stx_nlink.into(), x.stx_mode.into(), x.stx_size as i64) {
                 *x = Look::Device.statx();
+            }
+            let device = libc::makedev(x.stx_dev_major, x.stx_dev_minor);
+            if let Some(look) = look_of_processors(device, x.stx_ino) {
+                (x.stx_dev_major, x.stx_dev_minor) = (libc::major(look.st_dev), libc::minor(look.st_dev));
+                (x.stx_nlink, x.stx_uid, x.stx_gid) = (look.st_nlink as u32, look.st_uid, look.st_gid);
+                (x.stx_mode, x.stx_ino) = (look.st_mode as u16, look.st_ino);
+                (x.stx_size, x.stx_blocks) = (look.st_size as u64, look.st_blocks as u64);
             }
         }
         answer

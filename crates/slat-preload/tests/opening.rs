@@ -47,26 +47,41 @@ mod client {
     #[ignore = "runs as a client"]
     fn cpuinfo() {
         let file = std::env::temp_dir().join(format!("slat-cpuinfo-{}", std::process::id()));
-        let script = "import os, ctypes
+        let script = "import os, ctypes, struct
 c = ctypes.CDLL(None, use_errno=True)
 c.fopen.restype = ctypes.c_void_p
-c.fgetc.argtypes = [ctypes.c_void_p]
+c.fgetc.argtypes = c.fileno.argtypes = [ctypes.c_void_p]
 fopen = lambda path: chr(c.fgetc(c.fopen(path, b'r')))
 by_number = lambda path: os.fdopen(c.syscall(257, -100, path, 0)).read()
 print(open('/proc/cpuinfo').read(), fopen(b'/proc/cpuinfo'), by_number(b'/proc/cpuinfo'))
 print(open('/proc/./cpuinfo').read()[:9], os.access('/proc/cpuinfo', os.R_OK), os.path.realpath('/proc/cpuinfo'))
-print(c.open(b'/proc/cpuinfo/', 0), ctypes.get_errno(), oct(os.stat('/proc/cpuinfo').st_mode))";
+print(c.open(b'/proc/cpuinfo/', 0), ctypes.get_errno(), oct(os.stat('/proc/cpuinfo').st_mode))
+fd, bytes = os.open('/proc/cpuinfo', 0), [ctypes.create_string_buffer(256) for _ in range(2)]
+c.statx(fd, b'', 0x1000, 0x7ff, bytes[0]), c.statx(-100, b'/proc/cpuinfo', 0, 0x7ff, bytes[1])
+looks = [x[28:48] + x[136:144] for x in bytes]
+print(os.path.samestat(os.stat('/proc/cpuinfo'), os.fstat(fd)), looks[0] == looks[1])
+class Program(ctypes.Structure): _fields_ = [('len', ctypes.c_ushort), ('filter', ctypes.c_char_p)]
+# Kills the process at dup, dup2, dup3, fstat, newfstatat and statx.
+one = lambda code, yes, k: struct.pack('<HBBI', code, yes, 0, k)
+kills = [one(0x15, 6 - i, number) for i, number in enumerate((32, 33, 292, 5, 262, 332))]
+program = Program(9, one(0x20, 0, 0) + b''.join(kills) + one(6, 0, 0x7fff0000) + one(6, 0, 0x80000000))
+text = ctypes.create_string_buffer(9)
+assert c.prctl(38, 1, 0, 0, 0) == 0 and c.prctl(22, 2, ctypes.byref(program)) == 0
+print(os.read(c.open(b'/proc/cpuinfo', 0), 9), c.read(c.fileno(c.fopen(b'/proc/cpuinfo', b'r')), text, 9), text.raw, flush=True)
+os._exit(0)";
         let run = || {
             let mut python = std::process::Command::new("python3");
             python.args(["-c", script]).env("SLAT_CPUINFO", &file);
             String::from_utf8(python.output().unwrap().stdout).unwrap()
         };
-        let rest = "processor True /proc/cpuinfo\n-1 20 0o100444\n";
+        let rest = "processor True /proc/cpuinfo\n-1 20 0o100444\nTrue True\n";
         fs::write(&file, "written").unwrap();
-        assert_eq!(run(), format!("written w written\n{rest}"));
+        let filtered = "b'written' 7 b'written\\x00\\x00'\n";
+        assert_eq!(run(), format!("written w written\n{rest}{filtered}"));
         // Where the file is not, programs read the kernel's.
         fs::remove_file(&file).unwrap();
-        assert!(run().starts_with("processor") && run().ends_with(rest));
+        let filtered = "b'processor' 9 b'processor'\n";
+        assert!(run().starts_with("processor") && run().ends_with(&format!("{rest}{filtered}")));
     }
 
     /// What libvirt does with a device that it offers to a guest, whether the machine has one or not.
