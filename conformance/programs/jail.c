@@ -9,6 +9,7 @@
 //	user     first a user namespace, for a caller who is not root
 //	pid      the program is the first of a PID namespace
 //	spawn    by a child that shares memory with its parent until it executes the program
+//	posix    by posix_spawn(3)
 //	close    closes descriptors at the end, not at the beginning
 //	early    makes the device before it changes the root, and opens it by its path outside
 //	other    the device has another name, /dev/other, and belongs to the user
@@ -22,6 +23,7 @@
 #include <fcntl.h>
 #include <linux/kvm.h>
 #include <sched.h>
+#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -156,6 +158,15 @@ int main(int count, char **words)
 	}
 	if (!HAS("user"))
 		CHECK(setgid(USER) == 0 && setuid(USER) == 0);
+	if (HAS("posix")) {
+		int status, error;
+		pid_t child;
+
+		if ((error = posix_spawn(&child, words[3], NULL, NULL, words + 3, nothing)) == EACCES)
+			_exit(126);
+		CHECK(error == 0 && waitpid(child, &status, 0) == child && WIFEXITED(status));
+		_exit(WEXITSTATUS(status));
+	}
 	execve(words[3], words + 3, nothing);
 	CHECK(!"executed");
 }

@@ -2,7 +2,7 @@
 
 use super::chain::{Chain, Reach, is_linker};
 use super::{LIBRARY, Words};
-use crate::paths::{text, word_at};
+use crate::paths::{DescriptorPath, text, word_at};
 use crate::real::{Opened, kernel, map_memory};
 use crate::{carry, environment, load};
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -45,14 +45,15 @@ pub enum Executed {
     Nothing,
 }
 
-/// Whether this library's file is where it was: not where the program has another root, or sees a part of the file system alone.
-fn is_there(library: &CStr) -> bool {
+/// Whether a file can be executed by its path. This library's cannot where the program has another root, or sees a part of the file system
+/// alone.
+fn is_there(file: &CStr) -> bool {
     // SAFETY: a path that ends with 0.
     let found = unsafe {
         kernel!(
             libc::SYS_faccessat,
             libc::AT_FDCWD,
-            library.as_ptr(),
+            file.as_ptr(),
             libc::X_OK
         )
     };
@@ -60,13 +61,20 @@ fn is_there(library: &CStr) -> bool {
 }
 
 /// Whether slat refuses a program that it cannot follow: one that names `/dev/kvm` would find the machine's own KVM, or none. Says so in one line.
-/// Others run without slat.
-fn refuses(library: &CStr, program: &CStr) -> bool {
+/// Others run without slat. `lacks_proc` is why it cannot, where the files are kept.
+fn refuses(library: &CStr, program: &CStr, lacks_proc: bool) -> bool {
     let file = Opened::new(program, libc::O_RDONLY);
     if !file.is_some_and(|file| contains(&file, b"/dev/kvm")) {
         return false;
     }
     let parts = match carry::is_kept() {
+        true if lacks_proc => [
+            &b"slat: "[..],
+            program.to_bytes(),
+            b" names /dev/kvm, and slat cannot follow it into this root: posix_spawn needs /proc for that; mount it here, too\n",
+            b"",
+            b"",
+        ],
         true => [
             &b"slat: "[..],
             program.to_bytes(),
@@ -184,7 +192,7 @@ impl Drop for Scratch {
 /// Starts the program at `path` by `start`, which gets the file, the arguments and the environment by which slat follows it.
 ///
 /// Where this library's file cannot be seen, its memfd is executed ([`carry`]): also for a program that loads libraries, which could not
-/// load this one.
+/// load this one. If `start` executes paths alone (`by_path`), it needs `/proc` for that.
 ///
 /// # Safety
 /// - What execve(2) asks for: strings, and arrays of them that end with null. What cannot be read is the kernel's to refuse.
@@ -192,6 +200,7 @@ pub unsafe fn follow<T>(
     path: *const c_char,
     arguments: Words,
     environment: Words,
+    by_path: bool,
     start: impl FnOnce(Executed, Words, Words) -> T,
 ) -> T {
     const PRELOAD: &CStr = c"LD_PRELOAD";
@@ -210,7 +219,13 @@ pub unsafe fn follow<T>(
     let runs = chain.program(program);
     let has_files = || is_there(library) && (chain.reach == Reach::Preloaded || is_there(LINKER));
     let is_elsewhere = carry::is_kept() && chain.reach != Reach::Not && !has_files();
-    let carried = is_elsewhere.then(carry::make).flatten();
+    let made = is_elsewhere.then(carry::make).flatten();
+    let lacks_proc = by_path
+        && made.as_ref().is_some_and(|memfds| {
+            let link = DescriptorPath::new(memfds.program());
+            !is_there(link.as_c_str())
+        });
+    let carried = made.filter(|_| !lacks_proc);
     let loads = match chain.reach {
         Reach::Not => false,
         _ if carried.is_some() => true,
@@ -223,7 +238,7 @@ pub unsafe fn follow<T>(
         None => &[],
     };
     let is_lost = is_elsewhere && carried.is_none() || chain.reach == Reach::Loaded && !loads;
-    if is_lost && refuses(library, runs) {
+    if is_lost && refuses(library, runs, lacks_proc) {
         return start(Executed::Nothing, arguments, environment);
     }
     // SAFETY: `count` has read the strings.
@@ -241,7 +256,7 @@ pub unsafe fn follow<T>(
             file.is_some_and(|file| file.starts_with(b"libslat_preload"))
         })
     });
-    if !loads && (chain.reach != Reach::Preloaded || has_library) {
+    if !loads && (chain.reach != Reach::Preloaded || has_library || is_lost) {
         return start(Executed::Path(program.as_ptr()), arguments, environment);
     }
     let bytes = (words + variables + settings.len() + 2 * Chain::LONGEST + 8) * size_of::<usize>()

@@ -124,7 +124,7 @@ pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words)
         plain(unsafe { replace_program(executed, arguments, environment) })
     };
     // SAFETY: the caller's promise.
-    unsafe { follow(path, arguments, environment, start) as c_int }
+    unsafe { follow(path, arguments, environment, false, start) as c_int }
 }
 
 /// Has the kernel execute a file.
@@ -229,7 +229,7 @@ pub unsafe fn execute_at(
     };
     let answer = match found {
         // SAFETY: the caller's promise; the path that was found ends with 0.
-        Some(found) => unsafe { follow(found, arguments, environment, start) },
+        Some(found) => unsafe { follow(found, arguments, environment, false, start) },
         None => pass(arguments, environment),
     };
     answer as c_int
@@ -248,7 +248,7 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
             }
         };
         // SAFETY: the caller's promise.
-        unsafe { follow(path, arguments, environment, changed) };
+        unsafe { follow(path, arguments, environment, false, changed) };
     }
     let Some(next) = NEXT_EXECVPE.get() else {
         return missing();
@@ -424,8 +424,9 @@ unsafe fn spawn(
             path,
             arguments,
             environment,
+            true,
             |executed, arguments, environment| {
-                // The child of `posix_spawn` executes a path: without /proc this one cannot be executed.
+                // The child of `posix_spawn` executes a path.
                 let link;
                 let path = match executed {
                     Executed::Path(path) => path,
