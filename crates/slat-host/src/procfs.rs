@@ -5,6 +5,7 @@
 //! numbers are high, above the program's own. A program that closes all its descriptors closes these, too ([`closed`]); slat
 //! opens them again when it needs them.
 
+use std::cell::Cell;
 use std::ffi::CStr;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::{ControlFlow, Range};
@@ -12,7 +13,7 @@ use std::sync::atomic::{AtomicI32, Ordering::*};
 
 use slat_process::calls::{self, Call, PROCMAP_QUERY};
 
-use crate::process::PerProcess;
+use crate::process::{self, PerProcess};
 
 /// One mapping as the kernel describes it.
 #[derive(Debug)]
@@ -42,9 +43,25 @@ fn close_own(fd: i32) {
 /// The descriptor of `/proc` of a process whose root may have none; -1: its own path leads there.
 static DIRECTORY: AtomicI32 = AtomicI32::new(-1);
 
+thread_local! {
+    // Without an initialiser or a destructor: handlers read it.
+    /// The descriptor that a child of `vfork` of this thread has opened, and the child's id. The child has this memory, too, but its parent
+    /// has not the descriptor.
+    static CHILDS: Cell<(i32, i32)> = const { Cell::new((-1, 0)) };
+}
+
+/// Sets the descriptor, for this process alone.
+fn set_here(fd: i32) {
+    let me = slat_process::myself().0;
+    match me == process::owner() {
+        true => DIRECTORY.store(fd, Relaxed),
+        false => CHILDS.set((fd, me)),
+    }
+}
+
 /// Opens `/proc`, for this process and the programs that it executes. Call before the root changes. Async-signal-safe.
 pub fn keep_directory() {
-    if DIRECTORY.load(Relaxed) != -1 {
+    if directory().is_some() {
         return;
     }
     let flags = libc::O_PATH | libc::O_DIRECTORY;
@@ -53,7 +70,7 @@ pub fn keep_directory() {
     // SAFETY: a path that ends with 0.
     let opened = unsafe { calls::raw(libc::SYS_openat, arguments) };
     if opened >= 0 {
-        DIRECTORY.store(moved_up(opened as i32), Relaxed);
+        set_here(moved_up(opened as i32));
     }
 }
 
@@ -64,6 +81,14 @@ pub fn set_directory(fd: i32) {
 
 /// Returns the descriptor of `/proc`, if there is one. Async-signal-safe.
 pub fn directory() -> Option<i32> {
+    let (fd, child) = CHILDS.get();
+    if fd != -1 {
+        if slat_process::myself().0 == child {
+            return Some(fd);
+        }
+        // This thread has gone on: the child has ended, or has executed a program.
+        CHILDS.set((-1, 0));
+    }
     let fd = DIRECTORY.load(Relaxed);
     (fd != -1).then_some(fd)
 }
@@ -81,7 +106,7 @@ pub fn replaced(fd: i32) {
         ];
         // SAFETY: a plain call on a descriptor of our own.
         let new = unsafe { calls::raw(libc::SYS_fcntl, arguments) };
-        DIRECTORY.store(new.max(-1) as i32, Relaxed);
+        set_here(new.max(-1) as i32);
     }
 }
 

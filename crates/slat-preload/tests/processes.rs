@@ -10,6 +10,7 @@ on_slat! {
     a_run_needs_no_free_descriptor
     a_program_may_close_all_descriptors_it_does_not_know
     a_child_of_vfork_that_closes_all_descriptors_costs_the_parent_none
+    a_child_of_vfork_that_changes_its_root_leaves_the_parent_its_own
     memory_that_is_out_is_enomem
     a_vm_needs_no_files
 }
@@ -132,6 +133,23 @@ mod client {
             assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
         }
         assert_eq!(descriptors(), before);
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_child_of_vfork_that_changes_its_root_leaves_the_parent_its_own() {
+        // SAFETY: the child makes system calls only, and ends. The kernel may refuse the first one.
+        #[allow(deprecated, reason = "what programs do")]
+        unsafe {
+            let pid = libc::vfork();
+            if pid == 0 {
+                libc::chroot(c"/".as_ptr());
+                libc::_exit(0);
+            }
+            libc::waitpid(pid, std::ptr::null_mut(), 0);
+        }
+        let (_vm, mut vcpu, _) = guest(OUT);
+        assert!(matches!(vcpu.run(), Ok(VcpuExit::IoOut(..))));
     }
 
     #[test]

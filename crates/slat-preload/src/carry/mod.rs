@@ -140,6 +140,7 @@ pub fn take_directory() {
 
 /// Keeps the files; `library` is this library's. Call before the root changes. Async-signal-safe.
 pub fn keep(library: &CStr) {
+    procfs::keep_directory();
     if is_kept() {
         return;
     }
@@ -150,7 +151,6 @@ pub fn keep(library: &CStr) {
             return;
         }
     }
-    procfs::keep_directory();
     // The last one: it says that all are there.
     FILES[LIBRARY].keep(library);
 }
