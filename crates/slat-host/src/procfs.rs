@@ -110,19 +110,29 @@ pub fn replaced(fd: i32) {
     }
 }
 
-/// Moves a descriptor above those of the program, if the process's limit allows it. Returns its number.
+/// Moves a descriptor above those of the program, as far as the process's limit allows it. Returns its number.
 fn moved_up(fd: i32) -> i32 {
-    let lowest = ProcFile::LOWEST as usize;
-    let arguments = [fd as usize, libc::F_DUPFD as usize, lowest, 0, 0, 0];
-    // SAFETY: plain calls on a descriptor of our own.
-    unsafe {
-        let high = calls::raw(libc::SYS_fcntl, arguments);
-        if high < 0 {
-            return fd;
+    let mut lowest = ProcFile::LOWEST;
+    while lowest > fd {
+        let arguments = [
+            fd as usize,
+            libc::F_DUPFD as usize,
+            lowest as usize,
+            0,
+            0,
+            0,
+        ];
+        // SAFETY: plain calls on a descriptor of our own.
+        unsafe {
+            let high = calls::raw(libc::SYS_fcntl, arguments);
+            if high >= 0 {
+                calls::raw(libc::SYS_close, [fd as usize, 0, 0, 0, 0, 0]);
+                return high as i32;
+            }
         }
-        calls::raw(libc::SYS_close, [fd as usize, 0, 0, 0, 0, 0]);
-        high as i32
+        lowest /= 2;
     }
+    fd
 }
 
 /// Returns the descriptor of the directory, and the path from there, by which a file below `/proc` is reached: `AT_FDCWD` and `path` itself

@@ -11,6 +11,7 @@ on_slat! {
     a_program_may_close_all_descriptors_it_does_not_know
     a_child_of_vfork_that_closes_all_descriptors_costs_the_parent_none
     a_child_of_vfork_that_changes_its_root_leaves_the_parent_its_own
+    few_descriptors_are_the_programs_in_another_root_too
     memory_that_is_out_is_enomem
     a_vm_needs_no_files
 }
@@ -150,6 +151,23 @@ mod client {
         }
         let (_vm, mut vcpu, _) = guest(OUT);
         assert!(matches!(vcpu.run(), Ok(VcpuExit::IoOut(..))));
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn few_descriptors_are_the_programs_in_another_root_too() {
+        let next = || std::fs::File::open("/dev/null").unwrap().as_raw_fd();
+        let limit = libc::rlimit {
+            rlim_cur: 100,
+            rlim_max: 100,
+        };
+        let before = next();
+        // SAFETY: a live limit, and a path that ends with 0. The kernel may refuse the second call.
+        unsafe {
+            assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit), 0);
+            libc::chroot(c"/".as_ptr());
+        }
+        assert_eq!(next(), before);
     }
 
     #[test]
