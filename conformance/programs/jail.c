@@ -15,6 +15,7 @@
 //	other    the device has another name, /dev/other, and belongs to the user
 //	bind     the device is the machine's, by a bind mount
 //	proc     has /proc
+//	few      has no more than eight descriptors
 //	small    no file may become longer than a page
 //
 // The node has KVM's numbers and no permissions: nobody but root opens the machine's KVM by it. The program's status is the jailer's.
@@ -108,6 +109,11 @@ int main(int count, char **words)
 		enter_user_namespace();
 	snprintf(inside, sizeof(inside), "%s/dev", directory);
 	CHECK(mkdir(inside, 0755) == 0 || errno == EEXIST);
+	if (HAS("few")) {
+		struct rlimit limit = { 8, 8 };
+
+		CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+	}
 	if (HAS("early")) {
 		snprintf(inside, sizeof(inside), "%s/dev/kvm", directory);
 		make_device(inside, 0);

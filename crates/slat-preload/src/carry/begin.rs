@@ -8,7 +8,7 @@
 //! The dynamic linker opens libraries by paths, which lead nowhere. So its system calls are dispatched to [`serve`] (Syscall User Dispatch,
 //! which a loaded program needs as well): those that open files get the memfds, all others are made as they are.
 
-use super::{FILES, LINKER, NAMES, base};
+use super::{FILES, LIBRARY, LINKER, NAMES, base};
 use crate::load::slat_begin;
 use std::arch::{asm, naked_asm};
 use std::ffi::c_int;
@@ -260,6 +260,10 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
         let at = place(linker.fd.load(Ordering::Relaxed), file);
         (at, at + get::<usize>(file + 24))
     };
+    // Nobody opens these two any more; the dynamic linker needs descriptors, of which the process may have few.
+    let own = FILES[LIBRARY].fd.swap(-1, Ordering::Relaxed);
+    call!(libc::SYS_close, own);
+    call!(libc::SYS_close, linker.fd.swap(-1, Ordering::Relaxed));
     let (mut start, mut len) = (0, 0);
     index = 0;
     // SAFETY: this library's headers, which are mapped with it, and which nobody else uses yet.
