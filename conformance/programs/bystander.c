@@ -62,6 +62,7 @@ static void paths(void) {
     CHECK(readlink("link", text, sizeof text) == 4 && readlinkat(directory, "link", text, sizeof text) == 4);
     CHECK(creat("other", 0600) >= 0 && openat(directory, "file", O_RDONLY) >= 0 && open("none", O_RDONLY) < 0);
     CHECK(fopen("file", "r") && fopen("new", "w") && !fopen("none", "r"));
+    CHECK(chmod("file", 0600) == 0 && chown("file", -1, -1) == 0 && lchown("link", -1, -1) == 0 && fchownat(directory, "file", -1, -1, 0) == 0);
     char *real = realpath("link", NULL);
     CHECK(real);
     free(real);

@@ -36,35 +36,28 @@ fn as_owner() -> Result<isize, i32> {
     }
 }
 
-/// Does fchownat, and all calls that amount to it.
-///
-/// # Safety
-/// As for `fchownat`.
-pub unsafe fn change_owner(
+/// Does fchownat, and all calls that amount to it. The kernel does it by `kernels`.
+pub fn change_owner(
     directory: c_int,
     path: *const c_char,
     user: c_uint,
     group: c_uint,
-    flags: c_int,
+    kernels: impl FnOnce() -> isize,
 ) -> c_int {
     let answer = about(directory, path, || match (user, group) {
         (c_uint::MAX, c_uint::MAX) => Ok(0),
         _ => as_owner(),
     });
-    // SAFETY: the caller's.
-    answer.unwrap_or_else(|| unsafe {
-        call!(libc::SYS_fchownat, directory, path, user, group, flags)
-    }) as c_int
+    answer.unwrap_or_else(kernels) as c_int
 }
 
-/// Does fchmodat, and all calls that amount to it.
-///
-/// # Safety
-/// As for `fchmodat`.
-pub unsafe fn change_mode(directory: c_int, path: *const c_char, mode: c_uint) -> c_int {
-    // SAFETY: the caller's.
-    about(directory, path, as_owner)
-        .unwrap_or_else(|| unsafe { call!(libc::SYS_fchmodat, directory, path, mode) }) as c_int
+/// Does fchmodat, and all calls that amount to it. The kernel does it by `kernels`.
+pub fn change_mode(
+    directory: c_int,
+    path: *const c_char,
+    kernels: impl FnOnce() -> isize,
+) -> c_int {
+    about(directory, path, as_owner).unwrap_or_else(kernels) as c_int
 }
 
 /// Does one of the calls `number` that read or write extended attributes of the file at `path`.
@@ -85,25 +78,25 @@ interpose! {
     /// chown(2).
     fn chown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
         // SAFETY: the caller's.
-        unsafe { change_owner(libc::AT_FDCWD, path, user, group, 0) }
+        unsafe { change_owner(libc::AT_FDCWD, path, user, group, || call!(libc::SYS_chown, path, user, group)) }
     }
 
     /// lchown(2).
     fn lchown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
         // SAFETY: the caller's.
-        unsafe { change_owner(libc::AT_FDCWD, path, user, group, libc::AT_SYMLINK_NOFOLLOW) }
+        unsafe { change_owner(libc::AT_FDCWD, path, user, group, || call!(libc::SYS_lchown, path, user, group)) }
     }
 
     /// fchownat(2).
     fn fchownat(directory: c_int, path: *const c_char, user: c_uint, group: c_uint, flags: c_int) -> c_int {
         // SAFETY: the caller's.
-        unsafe { change_owner(directory, path, user, group, flags) }
+        unsafe { change_owner(directory, path, user, group, || call!(libc::SYS_fchownat, directory, path, user, group, flags)) }
     }
 
     /// chmod(2).
     fn chmod(path: *const c_char, mode: c_uint) -> c_int {
         // SAFETY: the caller's.
-        unsafe { change_mode(libc::AT_FDCWD, path, mode) }
+        unsafe { change_mode(libc::AT_FDCWD, path, || call!(libc::SYS_chmod, path, mode)) }
     }
 
     /// getxattr(2).

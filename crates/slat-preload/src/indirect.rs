@@ -237,22 +237,19 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             libc::SYS_faccessat | libc::SYS_faccessat2 => {
                 files::access_at(a as c_int, b as *const c_char, c as c_int, kernels)
             }
-            libc::SYS_chown => {
-                attributes::chown(a as *const c_char, b as c_uint, c as c_uint) as isize
+            libc::SYS_chown | libc::SYS_lchown => {
+                let (path, user, group) = (a as *const c_char, b as c_uint, c as c_uint);
+                attributes::change_owner(libc::AT_FDCWD, path, user, group, kernels) as isize
             }
-            libc::SYS_lchown => {
-                attributes::lchown(a as *const c_char, b as c_uint, c as c_uint) as isize
+            libc::SYS_fchownat => {
+                let (path, user, group) = (b as *const c_char, c as c_uint, d as c_uint);
+                attributes::change_owner(a as c_int, path, user, group, kernels) as isize
             }
-            libc::SYS_fchownat => attributes::change_owner(
-                a as c_int,
-                b as *const c_char,
-                c as c_uint,
-                d as c_uint,
-                e as c_int,
-            ) as isize,
-            libc::SYS_chmod => attributes::chmod(a as *const c_char, b as c_uint) as isize,
+            libc::SYS_chmod => {
+                attributes::change_mode(libc::AT_FDCWD, a as *const c_char, kernels) as isize
+            }
             libc::SYS_fchmodat => {
-                attributes::change_mode(a as c_int, b as *const c_char, c as c_uint) as isize
+                attributes::change_mode(a as c_int, b as *const c_char, kernels) as isize
             }
             libc::SYS_getxattr
             | libc::SYS_lgetxattr
