@@ -13,8 +13,11 @@ typedef int (*Main)(int, char **, char **);
 static Main real;
 
 static long make(long number, long a, long b, long c) {
+    // prctl refuses what it does not know to be 0.
+    register long fourth __asm__("r10") = 0;
+    register long fifth __asm__("r8") = 0;
     long answer;
-    __asm__ volatile("syscall" : "=a"(answer) : "a"(number), "D"(a), "S"(b), "d"(c) : "rcx", "r11", "memory");
+    __asm__ volatile("syscall" : "=a"(answer) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(fourth), "r"(fifth) : "rcx", "r11", "memory");
     return answer;
 }
 
