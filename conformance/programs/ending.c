@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -50,7 +51,7 @@ static void filter(unsigned action, unsigned flags) {
 }
 
 static struct kvm_run *run;
-static int vcpu;
+static int vm, vcpu;
 
 // Makes a vCPU that writes a byte to a port and begins again, in real mode; it touches a new page each time.
 static void make(void) {
@@ -60,12 +61,13 @@ static void make(void) {
                                           0x25, 0xff, 0x3f, // and ax, 0x3fff
                                           0xe6, 0x10,       // out 0x10, al
                                           0xeb, 0xf1};      // jmp to the beginning
-    int kvm = open("/dev/kvm", O_RDWR | O_CLOEXEC), vm = ioctl(kvm, KVM_CREATE_VM, 0);
+    int kvm = open("/dev/kvm", O_RDWR | O_CLOEXEC);
     size_t size = 1 << 20;
     char *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     struct kvm_userspace_memory_region region = {.memory_size = size, .userspace_addr = (unsigned long)memory};
     struct kvm_sregs sregs;
     struct kvm_regs regs = {.rip = 0x500, .rflags = 2};
+    vm = ioctl(kvm, KVM_CREATE_VM, 0);
     CHECK(kvm >= 0 && vm >= 0 && memory != MAP_FAILED && ioctl(vm, KVM_SET_USER_MEMORY_REGION, &region) == 0);
     memcpy(memory + 0x500, guest, sizeof guest);
     vcpu = ioctl(vm, KVM_CREATE_VCPU, 0);
@@ -111,6 +113,28 @@ static void allowed_for_all(void) {
     exit(0);
 }
 
+static int told;
+
+static void *heed(void *argument) {
+    for (uint64_t times; read(told, &times, sizeof times) == sizeof times;)
+        ;
+    return argument;
+}
+
+// As solo5-hvt with a network: a thread of its own is there when the filter comes, and the guest wakes it.
+static void allowed_for_two(void) {
+    pthread_t other;
+    told = eventfd(0, 0);
+    // One write in sixteen.
+    struct kvm_ioeventfd port = {
+        .addr = 0x10, .len = 1, .fd = told, .datamatch = 0x20, .flags = KVM_IOEVENTFD_FLAG_PIO | KVM_IOEVENTFD_FLAG_DATAMATCH};
+    CHECK(told >= 0 && ioctl(vm, KVM_IOEVENTFD, &port) == 0 && pthread_create(&other, NULL, heed, NULL) == 0);
+    exits(100);
+    filter(SECCOMP_RET_KILL_THREAD, SECCOMP_FILTER_FLAG_TSYNC);
+    exits(20000);
+    exit(0);
+}
+
 static void killed(void) {
     exits(100);
     filter(SECCOMP_RET_KILL_THREAD, 0);
@@ -150,6 +174,7 @@ static const struct {
 } cases[] = {
     {"a filter of its own calls", allowed_alone, 0, 0},
     {"a filter of its own calls, for all threads", allowed_for_all, 0, 0},
+    {"a filter of its own calls, for all, of which two are its own", allowed_for_two, 0, 0},
     {"its only thread is killed", killed, 0, SIGNALLED | SIGSYS},
     {"its first thread is killed, SIGTERM", one_is_killed, 1, SIGNALLED | SIGTERM},
     {"its first thread leaves, another one follows", first_leaves, 0, 0},

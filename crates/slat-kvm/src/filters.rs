@@ -28,6 +28,11 @@ pub fn prepare() {
     }
 }
 
+/// Whether this process has threads of slat's.
+pub fn has_threads() -> bool {
+    background::count() > 0
+}
+
 /// Whether the program has one thread at most. A filter for all threads of the process (`SECCOMP_FILTER_FLAG_TSYNC`) may then be installed on
 /// that one alone, so that it does not bind slat's.
 pub fn is_one_thread() -> bool {

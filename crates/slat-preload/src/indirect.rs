@@ -2,6 +2,7 @@
 //! calls.
 
 use crate::device::How;
+use crate::dispatch::filters::prefixed;
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::real::call;
@@ -11,6 +12,7 @@ use crate::{
 };
 use slat_kvm::thread::Section;
 use slat_kvm::{filters, user};
+use slat_process::gate;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
 /// Installs a seccomp filter, a `sock_fprog` at `program`, by `install`. slat starts its threads before, so the filter does not
@@ -56,6 +58,37 @@ fn filter_flags(flags: usize) -> usize {
     match flags & FOR_ALL != 0 && crate::is_prepared() && is_one() {
         true => flags & !FOR_ALL,
         false => flags,
+    }
+}
+
+/// Installs a filter, a `sock_fprog` at `program`, by `install`, which gets the address of another one if the filter is for all threads and
+/// slat has some: theirs it allows, whatever the program's forbids, because a thread of slat's that is killed answers no one.
+fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize) -> isize {
+    let mut given = None;
+    if flags & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0
+        && crate::is_prepared()
+        && !crate::is_borrowed()
+        && filters::has_threads()
+    {
+        guarded(|| {
+            if let Ok(own) = read_filter(program as u64) {
+                given = prefixed(&gate::exempt(), &own);
+            }
+            Ok(0)
+        });
+    }
+    match given {
+        Some((len, mut instructions)) => {
+            let filter = instructions.as_mut_ptr();
+            let given = libc::sock_fprog { len, filter };
+            let answer = install(&raw const given as usize);
+            guarded(|| {
+                drop(instructions);
+                Ok(0)
+            });
+            answer
+        }
+        None => install(program),
     }
 }
 
@@ -263,7 +296,9 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             libc::SYS_creat => files::create(a as *const c_char, b as c_uint) as isize,
             libc::SYS_seccomp if a as c_uint == libc::SECCOMP_SET_MODE_FILTER => {
                 let flags = filter_flags(b);
-                filtering(c, || call!(number, a, flags, c))
+                filtering(c, || {
+                    exempting(flags, c, |program| call!(number, a, flags, program))
+                })
             }
             libc::SYS_landlock_add_rule => landlock::add_rule(a as c_int, b, c, d as c_uint),
             libc::SYS_landlock_restrict_self => landlock::restrict_self(a as c_int, b as c_uint),

@@ -20,7 +20,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[inline]
 pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
     // SAFETY: the caller's.
-    unsafe { gate::call(number, arguments) }
+    unsafe {
+        match gate::is_exempted_used() && IS_OWN.get() {
+            true => gate::call_exempted(number, arguments),
+            false => gate::call(number, arguments),
+        }
+    }
 }
 
 /// Turns what [`raw`] returns into a value or an errno.

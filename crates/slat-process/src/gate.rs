@@ -4,7 +4,8 @@
 //! which come from one range of addresses, the C library's text, and slat's have to come from there, too.
 
 use std::arch::{asm, naked_asm};
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 /// The address of a `syscall` instruction that a `ret` follows. Assembly calls it with the kernel's registers.
 pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
@@ -12,6 +13,40 @@ pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
 #[unsafe(naked)]
 unsafe extern "C" fn own() {
     naked_asm!("syscall", "ret")
+}
+
+/// Other such instructions, for calls of slat's own threads: a filter that binds these threads is installed so that it allows what comes
+/// from here ([`exempt`]).
+#[unsafe(naked)]
+unsafe extern "C" fn exempted() {
+    naked_asm!("syscall", "ret")
+}
+
+/// Whether slat's own threads enter the kernel at [`exempted`].
+static IS_EXEMPTED_USED: AtomicBool = AtomicBool::new(false);
+
+/// Has slat's own threads enter the kernel at instructions that no other thread uses. Returns the addresses that a filter sees of their calls,
+/// and has to allow. Call in a program that loads libraries: its calls may be dispatched, but not those of slat's threads.
+pub fn exempt() -> Range<usize> {
+    const SYSCALL: usize = 2;
+    IS_EXEMPTED_USED.store(true, Ordering::Release);
+    let next = exempted as *const () as usize + SYSCALL;
+    next..next + 1
+}
+
+/// Whether slat's own threads have to call [`call_exempted`]. One load. Async-signal-safe.
+#[inline]
+pub fn is_exempted_used() -> bool {
+    IS_EXEMPTED_USED.load(Ordering::Relaxed)
+}
+
+/// Makes a system call of a thread of slat's own, which no filter judges.
+///
+/// # Safety
+/// As for the call itself.
+pub unsafe fn call_exempted(number: i64, arguments: [usize; 6]) -> isize {
+    // SAFETY: the caller's.
+    unsafe { call_at(exempted as *const () as *mut (), number, arguments) }
 }
 
 /// Makes a system call by the instructions `syscall` and `ret` at `instructions`. Returns what the kernel returns. Async-signal-safe.

@@ -12,7 +12,7 @@
 //! no list's lock while it injects.
 
 use crate::background::{self, Background};
-use crate::errno::{Error, Result, fail, last, no_memory};
+use crate::errno::{Error, Result, fail, no_memory};
 use crate::eventfd::{self, EventFd};
 use crate::heap;
 use crate::irq::chips::{RESAMPLE, USERSPACE};
@@ -301,18 +301,22 @@ impl Background for Service {
         };
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; AT_A_TIME];
         loop {
-            // SAFETY: the buffer and its length.
-            let count = unsafe {
-                libc::epoll_wait(epoll.as_raw_fd(), events.as_mut_ptr(), AT_A_TIME as i32, -1)
+            let (fd, buffer) = (epoll.as_raw_fd() as usize, events.as_mut_ptr() as usize);
+            let arguments = [fd, buffer, AT_A_TIME, usize::MAX, 0, 0];
+            // SAFETY: the buffer and its length. Not the C library's function: a filter for all threads may forbid what comes from there.
+            let answer = calls::result(unsafe { calls::raw(libc::SYS_epoll_wait, arguments) });
+            let count = match answer {
+                Ok(count) => count as usize,
+                Err(libc::EINTR) => 0,
+                Err(errno) => {
+                    messages::say(format_args!(
+                        "waiting for irqfds failed ({}); irqfds will not work any more",
+                        std::io::Error::from_raw_os_error(errno)
+                    ));
+                    return;
+                }
             };
-            if count < 0 && last().errno() != libc::EINTR {
-                messages::say(format_args!(
-                    "waiting for irqfds failed ({}); irqfds will not work any more",
-                    std::io::Error::last_os_error()
-                ));
-                return;
-            }
-            for event in &events[..count.max(0) as usize] {
+            for event in &events[..count] {
                 let found = (lock(&self.irqfds).iter())
                     .find(|irqfd| number(irqfd) == event.u64)
                     .cloned();

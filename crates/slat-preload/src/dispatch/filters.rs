@@ -80,6 +80,13 @@ pub fn judged(call: &Made) -> Option<isize> {
     Some(answer)
 }
 
+/// Returns instructions that allow what comes from `range` and have the filter `own` judge the rest. `None`: they are too many.
+pub fn prefixed(range: &Range<usize>, own: &[sock_filter]) -> Option<(u16, Vec<sock_filter>)> {
+    let mut prefixed = allow(range);
+    prefixed.extend_from_slice(own);
+    Some((u16::try_from(prefixed.len()).ok()?, prefixed))
+}
+
 /// Returns instructions that allow what comes from `range`. All other calls reach the instructions that follow them.
 fn allow(range: &Range<usize>) -> Vec<sock_filter> {
     const ADDRESS: u32 = 8;
@@ -127,9 +134,7 @@ pub fn install(
     let Ok(own) = read_filter(program as u64) else {
         return error(libc::EFAULT);
     };
-    let mut prefixed = allow(range);
-    prefixed.extend_from_slice(&own);
-    let Ok(len) = u16::try_from(prefixed.len()) else {
+    let Some((len, mut prefixed)) = prefixed(range, &own) else {
         return error(libc::EINVAL);
     };
     let given = libc::sock_fprog {

@@ -20,7 +20,7 @@
 
 mod calls;
 mod direct;
-mod filters;
+pub mod filters;
 mod frame;
 mod library_threads;
 mod request;
