@@ -529,6 +529,19 @@ static void handlers_with_flags(void)
 	}
 }
 
+// Finds out what state the processor has. Before the first `prepare_state`.
+static void find_state(void)
+{
+	uint32_t a, b, c = 0, d;
+
+	__get_cpuid(1, &a, &b, &c, &d);
+	CHECK(c & bit_OSXSAVE);
+	__asm__ volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+	state_components = a & (X87 | SSE | AVX | AVX512);
+	// AT_HWCAP2: the instructions that read the bases exist.
+	state_has_bases = getauxval(26) >> 1 & 1;
+}
+
 // Calls in all states: the answers are right, and the state is as it was.
 static void states(void)
 {
@@ -541,19 +554,13 @@ static void states(void)
 		struct kvm_cpuid_entry2 entries[200];
 	} cpuid, first_cpuid;
 	const double numbers[] = { 1, 3 };
-	uint32_t a, b, c = 0, d;
 	// The arguments of requests, at odd addresses: KVM does not mind.
 	static char odd[sizeof(cpuid) + 1];
 
 	wrong = 0;
 	trapped_kvm = vm.kvm;
 	signal(SIGTRAP, on_trap);
-	__get_cpuid(1, &a, &b, &c, &d);
-	CHECK(c & bit_OSXSAVE);
-	__asm__ volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
-	state_components = a & (X87 | SSE | AVX | AVX512);
-	// AT_HWCAP2: the instructions that read the bases exist.
-	state_has_bases = getauxval(26) >> 1 & 1;
+	find_state();
 	// In a program that slat loads the base of GS is slat's.
 	syscall(SYS_arch_prctl, 0x1001, 0x123450);
 	CHECK(IOCTL(vm.vcpu, KVM_GET_SREGS, &sregs) == 0);
@@ -948,6 +955,7 @@ static void filter(void)
 
 	char *has_ended = mmap(NULL, 1, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	CHECK(has_ended != MAP_FAILED);
+	find_state();
 	// The C library uses it once, for its memory.
 	free(malloc(1));
 	int child = FORK();
