@@ -1,31 +1,60 @@
 //! The program's environment: what `slat run` has put there, and what the program's children get.
 
-use crate::real::kernel;
-use std::ffi::{CStr, CString};
-use std::os::unix::ffi::OsStrExt;
+use crate::real::{kernel, map_memory};
+use std::ffi::{CStr, c_char};
+use std::ptr::null_mut;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// The LD_PRELOAD of the program's children, where it is not the program's own: `slat run` puts the runtimes of sanitizers that the
 /// program is linked with before this library. In other programs these would work, too, and report what nobody asked for.
 const CHILDRENS: &CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
 
-/// The file that is opened for `/proc/cpuinfo`, where `slat run` has written one.
-struct Processors {
-    file: CString,
-    /// How the file and `/proc/cpuinfo` look. Asked for at the program's start: later, a filter may forbid it.
-    looks: Option<[libc::stat; 2]>,
+/// Variables that are kept as they were at the program's start. [`SETTINGS`] of them mean the same in any root.
+const NAMES: [&str; 7] = [
+    "SLAT_DISPATCH=",
+    "SLAT_FORMAT=",
+    "SLAT_LOG=",
+    "SLAT_MMU=",
+    "SLAT_SET=",
+    "SLAT_STATS=",
+    "SLAT_CPUINFO=",
+];
+const SETTINGS: usize = 6;
+/// The index of the file that is opened for `/proc/cpuinfo`, where `slat run` has written one.
+const PROCESSORS: usize = 6;
+
+/// Copies of the variables; null: the variable was not set.
+static KEPT: [AtomicPtr<c_char>; NAMES.len()] = [const { AtomicPtr::new(null_mut()) }; NAMES.len()];
+
+/// How the file that is opened for `/proc/cpuinfo`, and `/proc/cpuinfo` itself, look. Asked for at the program's start: later, a filter may
+/// forbid it.
+static LOOKS: OnceLock<[libc::stat; 2]> = OnceLock::new();
+
+/// Returns a variable as it was at the program's start. Async-signal-safe.
+fn kept(index: usize) -> Option<&'static CStr> {
+    let text = KEPT[index].load(Ordering::Acquire);
+    // SAFETY: a string that ends with 0, and stays.
+    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 
-static PROCESSORS: OnceLock<Processors> = OnceLock::new();
+/// Returns the settings that this program was started with, for one that it starts in another root without environment. Async-signal-safe.
+pub(crate) fn settings() -> impl Iterator<Item = &'static CStr> {
+    (0..SETTINGS).filter_map(kept)
+}
+
+/// The most of them.
+pub(crate) const MOST_SETTINGS: usize = SETTINGS;
 
 /// Returns the file that is opened for `/proc/cpuinfo`; `None`: the kernel's. Async-signal-safe.
 pub(crate) fn processors() -> Option<&'static CStr> {
-    PROCESSORS.get().map(|known| known.file.as_c_str())
+    let bytes = kept(PROCESSORS)?.to_bytes_with_nul();
+    CStr::from_bytes_with_nul(&bytes[NAMES[PROCESSORS].len()..]).ok()
 }
 
 /// Returns how `/proc/cpuinfo` looks, if the file with this device and inode is opened for it. Async-signal-safe.
 pub(crate) fn look_of_processors(device: u64, inode: u64) -> Option<&'static libc::stat> {
-    let [file, kernels] = PROCESSORS.get()?.looks.as_ref()?;
+    let [file, kernels] = LOOKS.get()?;
     ((file.st_dev, file.st_ino) == (device, inode)).then_some(kernels)
 }
 
@@ -40,43 +69,58 @@ fn look(path: &CStr) -> Option<libc::stat> {
     }
 }
 
-/// What `slat run` sets for slat itself, and means the same in any root.
-const SETTINGS: [&str; 6] = [
-    "SLAT_DISPATCH=",
-    "SLAT_FORMAT=",
-    "SLAT_LOG=",
-    "SLAT_MMU=",
-    "SLAT_SET=",
-    "SLAT_STATS=",
-];
-
-/// The settings that this program was started with.
-static GIVEN: OnceLock<Vec<CString>> = OnceLock::new();
-
-/// Returns the settings that this program was started with, for one that it starts in another root without environment.
-pub(crate) fn settings() -> &'static [CString] {
-    GIVEN.get().map_or(&[], Vec::as_slice)
+/// Copies the variables of [`NAMES`] to memory of their own: the program may overwrite what the kernel has given it. That is not the heap, for
+/// which a sanitizer's runtime, when it is preloaded, is not ready yet.
+///
+/// # Safety
+/// - No other thread changes the environment.
+unsafe fn keep() {
+    unsafe extern "C" {
+        static environ: *const *const c_char;
+    }
+    let each = |found: &mut dyn FnMut(usize, &[u8])| {
+        // SAFETY: the caller's promise: strings that end with 0, and a null after the last.
+        unsafe {
+            let mut next = environ;
+            while !next.is_null() && !(*next).is_null() {
+                let text = CStr::from_ptr(*next).to_bytes_with_nul();
+                if let Some(index) = NAMES
+                    .iter()
+                    .position(|name| text.starts_with(name.as_bytes()))
+                {
+                    found(index, text);
+                }
+                next = next.add(1);
+            }
+        }
+    };
+    let mut bytes = 0;
+    each(&mut |_, text| bytes += text.len());
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: new memory. Without it, nothing is kept.
+    let Some(mut at) = (bytes != 0)
+        .then(|| unsafe { map_memory(0, bytes, access, 0) }.ok())
+        .flatten()
+    else {
+        return;
+    };
+    each(&mut |index, text| {
+        let to = at as *mut u8;
+        // SAFETY: the mapping has room for all that is found.
+        unsafe { to.copy_from_nonoverlapping(text.as_ptr(), text.len()) };
+        KEPT[index].store(to.cast(), Ordering::Release);
+        at += text.len();
+    });
 }
 
-/// Call at the program's start, while it has one thread.
+/// Call at the program's start, while it has one thread. Uses neither heap nor thread-local variables.
 pub(crate) fn prepare() {
-    let given = std::env::vars_os().filter_map(|(name, value)| {
-        let variable = [name.as_bytes(), b"=", value.as_bytes()].concat();
-        let is_setting = SETTINGS
-            .iter()
-            .any(|name| variable.starts_with(name.as_bytes()));
-        is_setting.then(|| CString::new(variable).ok()).flatten()
-    });
-    let _ = GIVEN.set(given.collect());
-    // SAFETY: no other thread changes the environment yet; what it has is a C string, which is copied.
-    unsafe {
-        let file = libc::getenv(c"SLAT_CPUINFO".as_ptr());
-        if !file.is_null() {
-            let file = CStr::from_ptr(file).to_owned();
-            let looks = look(&file).zip(look(c"/proc/cpuinfo"));
-            let looks = looks.map(|(file, kernels)| [file, kernels]);
-            let _ = PROCESSORS.set(Processors { file, looks });
-        }
+    // SAFETY: there is one thread.
+    unsafe { keep() };
+    if let Some(file) = processors().and_then(look)
+        && let Some(kernels) = look(c"/proc/cpuinfo")
+    {
+        let _ = LOOKS.set([file, kernels]);
     }
     // SAFETY: no other thread reads or changes the environment yet; `value`, which is a part of it, is copied before the variable is
     // removed. A failure for lack of memory leaves the environment as it is.

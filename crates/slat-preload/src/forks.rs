@@ -20,8 +20,7 @@
 //! | `TEXT` | `slat-preload/src/dispatch/mod.rs` | finds it set: before the program's first instruction, when there is one thread |
 //! | `KEY` | `slat-preload/src/dispatch/library_threads.rs` | as `TEXT` |
 //! | `OWN` | `slat-preload/src/load/mod.rs` | as `TEXT` |
-//! | `GIVEN` | `slat-preload/src/environment.rs` | as `TEXT` |
-//! | `PROCESSORS` | `slat-preload/src/environment.rs` | as `TEXT` |
+//! | `LOOKS` | `slat-preload/src/environment.rs` | as `TEXT` |
 //! | `LIBRARY` | `slat-preload/src/children/mod.rs` | as `TEXT` |
 //!
 //! The compiler that slat uses has a `OnceLock` of its own, which its first translation sets within a microsecond, on a thread of slat's own:

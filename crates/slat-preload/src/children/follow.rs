@@ -5,7 +5,7 @@ use super::{LIBRARY, Words};
 use crate::paths::{DescriptorPath, text, word_at};
 use crate::real::{Opened, kernel, map_memory};
 use crate::{carry, environment, load};
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int};
 use std::ptr::null;
 
 /// Whether the file contains `text`.
@@ -233,10 +233,7 @@ pub unsafe fn follow<T>(
         Reach::Preloaded => false,
     };
     // A jailer clears the environment, and does not mean slat's.
-    let settings = match carried {
-        Some(_) => environment::settings(),
-        None => &[],
-    };
+    let settings = carried.is_some().then(environment::settings);
     let is_lost = is_elsewhere && carried.is_none() || chain.reach == Reach::Loaded && !loads;
     if is_lost && refuses(library, runs, lacks_proc) {
         return start(Executed::Nothing, arguments, environment);
@@ -259,7 +256,8 @@ pub unsafe fn follow<T>(
     if !loads && (chain.reach != Reach::Preloaded || has_library || is_lost) {
         return start(Executed::Path(program.as_ptr()), arguments, environment);
     }
-    let bytes = (words + variables + settings.len() + 2 * Chain::LONGEST + 8) * size_of::<usize>()
+    let bytes = (words + variables + environment::MOST_SETTINGS + 2 * Chain::LONGEST + 8)
+        * size_of::<usize>()
         + preload.map_or(0, <[u8]>::len)
         + library.count_bytes()
         + runs.count_bytes()
@@ -278,7 +276,7 @@ pub unsafe fn follow<T>(
     let kept = (0..variables)
         .filter(|index| value(PRELOAD, *index).is_none() && value(load::PROGRAM, *index).is_none())
         .map(|index| variable(index).as_ptr());
-    let is_missing = |setting: &&CString| {
+    let is_missing = |setting: &&CStr| {
         let name = setting
             .to_bytes()
             .split_inclusive(|byte| *byte == b'=')
@@ -287,10 +285,8 @@ pub unsafe fn follow<T>(
             (0..variables).any(|index| variable(index).to_bytes().starts_with(name))
         })
     };
-    let settings = settings
-        .iter()
-        .filter(is_missing)
-        .map(|setting| setting.as_ptr());
+    let settings = settings.into_iter().flatten();
+    let settings = settings.filter(is_missing).map(CStr::as_ptr);
     let environment = scratch.list(kept.chain(settings).chain([added]));
     if !loads {
         return start(Executed::Path(program.as_ptr()), arguments, environment);
