@@ -60,7 +60,9 @@ fn kvm(handle: &table::Handle, request: u32, argument: usize) -> Result<isize, i
 }
 
 /// Finds a descriptor of `/dev/kvm` that stayed open across `exec`, or was received through a socket, by its memfd's name; and the machine's own
-/// device, which was opened by another path, or outside.
+/// device, which was opened by another path, or outside. Not inlined: KVM's requests use little of the program's stack.
+#[cold]
+#[inline(never)]
 fn inherited(fd: c_int) -> Option<table::Handle> {
     const NAME: &[u8] = b"/memfd:kvm (deleted)";
     let mut name = [0; 64];

@@ -21,7 +21,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
     // SAFETY: the caller's.
     unsafe {
-        match gate::is_exempted_used() && IS_OWN.get() {
+        match gate::is_exempted_used() {
+            true => raw_by_thread(number, arguments),
+            false => gate::call(number, arguments),
+        }
+    }
+}
+
+/// Does [`raw`] where slat's own threads have a gate of their own. Not inlined: the compiler would ask for the thread-local variable before it
+/// is needed, also at the program's start, when a preloaded sanitizer's runtime cannot answer yet.
+///
+/// # Safety
+/// As for the call itself.
+#[cold]
+#[inline(never)]
+unsafe fn raw_by_thread(number: i64, arguments: [usize; 6]) -> isize {
+    // SAFETY: the caller's.
+    unsafe {
+        match IS_OWN.get() {
             true => gate::call_exempted(number, arguments),
             false => gate::call(number, arguments),
         }
