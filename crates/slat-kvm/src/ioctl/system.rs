@@ -7,6 +7,8 @@ use crate::system::System;
 use crate::user;
 use kvm_bindings::kvm_device_attr;
 
+// Not inlined: requests to other objects would have its frame, too.
+#[inline(never)]
 pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answer> {
     match request {
         KVM_GET_API_VERSION if argument == 0 => value(system.api_version()),
