@@ -5,8 +5,6 @@ mod args;
 #[cfg(target_arch = "x86_64")]
 mod bench;
 #[cfg(target_arch = "x86_64")]
-mod demo;
-#[cfg(target_arch = "x86_64")]
 mod documents;
 #[cfg(target_arch = "x86_64")]
 mod gdb;

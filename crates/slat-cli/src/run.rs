@@ -12,10 +12,10 @@ use slat_kvm::policy::{Assignment, check_pair};
 use slat_kvm::symbols::Symbols;
 
 use crate::args::Run;
-use crate::output::complain;
+use crate::output::{complain, print};
 use crate::preload::{Order, sanitizer_settings};
 use crate::program::{Reach, Refusal};
-use crate::{demo, launchers, preload, program};
+use crate::{launchers, preload, program};
 
 /// Returns the environment of the library, or of the built-in program.
 fn settings(options: &Run) -> [(&'static str, Option<OsString>); 10] {
@@ -108,7 +108,13 @@ pub fn run(options: &mut Run) -> ExitCode {
                 }
             }
         }
-        return demo::run(options.table_format().name());
+        return match slat_demo::run() {
+            Ok(text) => print(&text),
+            Err(e) => {
+                complain(&format!("the built-in KVM program: {e}"));
+                ExitCode::FAILURE
+            }
+        };
     };
     let found = program::find(name, env::var_os("PATH").as_deref());
     let checked = found.and_then(|file| program::check(&file).map(|program| (file, program)));

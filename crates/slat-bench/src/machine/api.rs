@@ -11,8 +11,7 @@ use slat::MmuKind;
 use slat_kvm::engine::EngineVm;
 use vmm_sys_util::eventfd::EventFd;
 
-/// An error, with the step that failed.
-pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+pub use slat_demo::Failure;
 
 /// A KVM.
 pub trait Api: Sized {

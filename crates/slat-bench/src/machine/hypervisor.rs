@@ -7,8 +7,9 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
 
-use super::guest::{self, DATA, PAGE, PAGE_DIRECTORIES, PRESENT_WRITABLE, SYSTEM_SIZE};
+use super::guest::{self, DATA, PAGE, PAGE_DIRECTORIES, SYSTEM_SIZE};
 use super::{Api, Device, Failure, Machine, Program, Ran, no_device};
+use slat_demo::long_mode::{PRESENT_WRITABLE, identity_map};
 
 const VMCB: u64 = 3 << 20;
 const HOST_SAVE: u64 = VMCB + PAGE;
@@ -66,7 +67,7 @@ impl<A: Api> Machine<'_, A> {
         for (tables, flags) in [(OWN, PRESENT_WRITABLE), (NESTED, FLAGS)] {
             let (below, directories) = (tables + PAGE, tables + 2 * PAGE);
             let memory = self.system.bytes();
-            guest::identity_map(memory, flags, tables, below, directories, GIBS);
+            identity_map(memory, flags, tables, below, directories, GIBS);
         }
         let directory = NESTED_TABLES - PAGE;
         for table in 0..MOST_DATA / LARGE {

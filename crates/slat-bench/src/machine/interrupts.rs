@@ -7,7 +7,7 @@ use super::guest::{GDT, IDT};
 
 /// The vector that [`load`] prepares; all others are not present.
 const VECTOR: u64 = 0x40;
-/// Null, code at selector 8, data at selector 0x10: as in [`super::guest::long_mode`].
+/// Null, code at selector 8, data at selector 0x10: as in [`slat_demo::long_mode`].
 const SEGMENTS: [u64; 3] = [0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
 
 /// Writes the descriptor tables into the memory of the system slot. `handler` is the address of [`VECTOR`]'s handler.

@@ -7,7 +7,6 @@ pub mod guest;
 pub mod hypervisor;
 mod interrupts;
 mod loops;
-pub mod memory;
 mod modes;
 pub mod program;
 
@@ -22,9 +21,9 @@ use slat_kvm::engine::EngineVm;
 
 pub use api::{Api, Failure, RealKvm, Slat, VcpuApi, VmApi};
 pub use interrupts::message;
-pub use memory::{Memory, Pages};
 pub use modes::Mode;
 pub use program::Program;
+pub use slat_demo::memory::{Memory, Pages};
 
 /// A VM whose slot 0 holds the guest's tables, code and stacks.
 ///

@@ -6,11 +6,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvm_bindings::kvm_userspace_memory_region;
-use slat_bench::Failure;
-use slat_bench::machine::{Memory, Pages};
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 
-use super::guest::{self, VCPUS};
+use crate::Failure;
+use crate::guest::{self, VCPUS};
+use crate::memory::{Memory, Pages};
+use crate::progress::Progress;
 
 /// The phases of the guest whose times are printed.
 pub const PHASES: usize = 4;
@@ -41,6 +42,15 @@ const SPARE_SLOT: u32 = 3;
 
 /// Runs the program on `kvm`; calls `at_end` while the VM still exists.
 pub fn run<T>(kvm: &Kvm, at_end: impl FnOnce() -> T) -> Result<(Report, T), Failure> {
+    let progress = Progress::default();
+    progress.during(|| run_silently(kvm, &progress, at_end))
+}
+
+fn run_silently<T>(
+    kvm: &Kvm,
+    progress: &Progress,
+    at_end: impl FnOnce() -> T,
+) -> Result<(Report, T), Failure> {
     // Before the VM: a guest's memory must outlive it.
     let memory = |size, pages| Memory::new(size, HUGE_PAGE, pages);
     let mut system = memory(guest::SYSTEM_SIZE, Pages::Small)?;
@@ -61,6 +71,7 @@ pub fn run<T>(kvm: &Kvm, at_end: impl FnOnce() -> T) -> Result<(Report, T), Fail
         device_exits: AtomicU64::new(0),
         away: Default::default(),
         failed: AtomicBool::new(false),
+        progress,
     };
     let (taking_away, giving_back) = thread::scope(|scope| -> Result<_, Failure> {
         // All of them before the first thread, which would wait for the others.
@@ -115,7 +126,7 @@ fn set_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, size: usize) -> Res
 }
 
 /// State that the threads of the vCPUs and the main thread share.
-struct Shared {
+struct Shared<'p> {
     /// All vCPUs begin together, so that the phases run side by side.
     start: Barrier,
     phase_times: Mutex<[Duration; PHASES]>,
@@ -123,9 +134,10 @@ struct Shared {
     /// Per vCPU: writes while the spare slot was deleted.
     away: [AtomicU64; VCPUS],
     failed: AtomicBool,
+    progress: &'p Progress,
 }
 
-fn run_vcpu(vcpu: &mut VcpuFd, index: usize, shared: &Shared) -> Result<(), Failure> {
+fn run_vcpu(vcpu: &mut VcpuFd, index: usize, shared: &Shared<'_>) -> Result<(), Failure> {
     let prepared = vcpu
         .get_sregs()
         .and_then(|sregs| vcpu.set_sregs(&guest::special_registers(sregs)))
@@ -152,6 +164,7 @@ fn run_vcpu(vcpu: &mut VcpuFd, index: usize, shared: &Shared) -> Result<(), Fail
             }
             VcpuExit::IoOut(guest::PORT, &[phase]) => {
                 let took = began.elapsed();
+                shared.progress.ended_phase(index);
                 let mut times = shared.phase_times.lock().expect("no thread panicked");
                 if let Some(longest) = times.get_mut(usize::from(phase) - 1) {
                     *longest = took.max(*longest);
@@ -165,7 +178,11 @@ fn run_vcpu(vcpu: &mut VcpuFd, index: usize, shared: &Shared) -> Result<(), Fail
 }
 
 /// Deletes the spare slot while the vCPUs run, and creates it again. Returns the time of each.
-fn move_slot(vm: &VmFd, spare: &Memory, shared: &Shared) -> Result<(Duration, Duration), Failure> {
+fn move_slot(
+    vm: &VmFd,
+    spare: &Memory,
+    shared: &Shared<'_>,
+) -> Result<(Duration, Duration), Failure> {
     let counters = || {
         let words = spare.words();
         std::array::from_fn::<_, VCPUS, _>(|i| {
@@ -200,7 +217,11 @@ fn move_slot(vm: &VmFd, spare: &Memory, shared: &Shared) -> Result<(Duration, Du
     Ok((taking_away, giving_back))
 }
 
-fn wait(shared: &Shared, what: &str, mut happened: impl FnMut() -> bool) -> Result<(), Failure> {
+fn wait(
+    shared: &Shared<'_>,
+    what: &str,
+    mut happened: impl FnMut() -> bool,
+) -> Result<(), Failure> {
     let began = Instant::now();
     while !happened() {
         if shared.failed.load(Ordering::SeqCst) {

@@ -220,7 +220,7 @@ impl Memory {
 /// Makes a file of `size` bytes of zeroes that is in memory only.
 fn file_in_memory(size: usize) -> io::Result<File> {
     // SAFETY: a name; the result is checked.
-    let file = unsafe { libc::memfd_create(c"slat-bench".as_ptr(), libc::MFD_CLOEXEC) };
+    let file = unsafe { libc::memfd_create(c"slat-guest".as_ptr(), libc::MFD_CLOEXEC) };
     if file < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -1,42 +1,46 @@
-//! `slat run` without PROGRAM: a small KVM program, and an account of what the memory system did.
+//! What `slat run` shows without a program: a small KVM program, and an account of what the memory system did for it.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `memory`, `long_mode` | host memory for memslots; long mode without firmware: `slat bench` uses both, too |
+//! | `guest` | the guest's code, its memory, and its phases |
+//! | `machine` | the KVM program: memslots, vCPUs, threads |
+//! | `progress` | what is said when it takes long |
+#![cfg(target_arch = "x86_64")]
 
 mod guest;
+pub mod long_mode;
 mod machine;
+pub mod memory;
+mod progress;
 
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use slat_bench::Failure;
-use slat_kvm::Kvm;
-
-use crate::output;
 use guest::{CODE_SIZE, DATA_SIZE, PAGE, SPARE_SIZE, VCPUS};
 use machine::Report;
+use slat_kvm::{Kvm, policy};
 
-/// Runs the built-in program and prints the account, in which `format` names the tables.
-pub fn run(format: &str) -> ExitCode {
-    match account(format) {
-        Ok(text) => output::print(&text),
-        Err(e) => {
-            output::complain(&format!("the built-in KVM program: {e}"));
-            ExitCode::FAILURE
-        }
-    }
-}
+/// Why the program failed, for a person to read.
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-fn account(format: &str) -> Result<String, Failure> {
+/// Runs the program by the policies of the environment. Returns the account.
+///
+/// # Errors
+/// What the program or a policy's value says.
+pub fn run() -> Result<String, Failure> {
     let began = Instant::now();
+    let policies = policy::current()?;
     slat_kvm::publish::enable();
     let kvm = Kvm::new()?;
     let (report, mut totals) = machine::run(&kvm, slat_kvm::report::totals)?;
-    if !slat_kvm::policy::current()?.stats {
+    if !policies.stats {
         // The account is one of the memory system.
         totals.cpu = Default::default();
     }
     slat_kvm::publish::end();
     slat_kvm::profile::end();
     slat_kvm::perf::end();
-    let steps = describe(&report, format, began.elapsed());
+    let steps = describe(&report, policies.format.name(), began.elapsed());
     Ok(steps + &slat_kvm::report::render(&totals))
 }
 

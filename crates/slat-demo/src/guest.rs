@@ -6,7 +6,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvm_bindings::{kvm_regs, kvm_sregs};
-use slat_bench::machine::guest::{PRESENT_WRITABLE, identity_map, long_mode};
+
+use crate::long_mode::{self, PRESENT_WRITABLE, identity_map};
 
 /// The guest writes to this port at the end of a phase, or [`WRONG`] if it read a wrong value.
 pub const PORT: u16 = 0x51;
@@ -144,7 +145,7 @@ pub fn stop(system: &[AtomicU64]) {
 
 /// Returns the registers of long mode on these tables.
 pub fn special_registers(from_reset: kvm_sregs) -> kvm_sregs {
-    long_mode(from_reset, PML4)
+    long_mode::registers(from_reset, PML4)
 }
 
 /// Returns the first registers of vCPU number `index`: its share of each kind of memory.

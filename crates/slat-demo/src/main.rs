@@ -1,0 +1,47 @@
+//! The workspace's first command, `cargo run --release -- run`: the demonstration alone, which needs half of what the command `slat` does.
+
+use std::process::ExitCode;
+
+#[cfg(target_arch = "x86_64")]
+const OTHERWISE: &str = "\
+slat-demo: this is the demonstration alone, and its one command is `run`. The command slat:
+  cargo install --path crates/slat-cli                  installs it
+  cargo run --release -p slat-cli -- COMMAND            builds and runs it in this directory
+";
+
+#[cfg(target_arch = "x86_64")]
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os().skip(1);
+    if !(arguments.next().is_some_and(|command| command == "run") && arguments.next().is_none()) {
+        eprint!("{OTHERWISE}");
+        return ExitCode::from(2);
+    }
+    let text = match slat_demo::run() {
+        Ok(text) => text,
+        Err(error) => {
+            eprintln!("slat-demo: the built-in KVM program: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    use std::io::Write;
+    let mut output = std::io::stdout().lock();
+    match output
+        .write_all(text.as_bytes())
+        .and_then(|()| output.flush())
+    {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            eprintln!("slat-demo: cannot write to standard output: {error}");
+            ExitCode::FAILURE
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn main() -> ExitCode {
+    eprintln!(
+        "slat-demo: needs an x86-64 host, this one is {} (the engine itself is portable: see the slat crate)",
+        std::env::consts::ARCH
+    );
+    ExitCode::FAILURE
+}
