@@ -2,6 +2,8 @@
 //! on slat's software CPU (and on a real `/dev/kvm`, where it opens), the published numbers beside ours, and the distance to
 //! the limit.
 //!
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//!
 //! | file | idea |
 //! |---|---|
 //! | [`machine`] | a KVM program with a guest of a few loops, over either KVM |

@@ -11,7 +11,7 @@ use slat_process::pointers::can_be_separate;
 
 /// Prints everything. Facts that cannot be found out are printed as unknown.
 pub fn print() -> ExitCode {
-    let mut text = format!("slat {}\n", env!("CARGO_PKG_VERSION"));
+    let mut text = format!("slat {}\n", env!("SLAT_VERSION"));
     let parts = [
         ("Supported", supported()),
         ("This host", host()),

@@ -1,5 +1,7 @@
 //! Memory accesses that survive SIGSEGV, SIGBUS and a kick.
 //!
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//!
 //! Guest memory belongs to the program that provides it: the program may unmap it, protect it,
 //! truncate the file that backs it or leave its pages to a userfaultfd handler, at any moment and
 //! on any thread. No check made before an access still holds when the access happens, so the access

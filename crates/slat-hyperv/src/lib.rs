@@ -1,5 +1,7 @@
 //! Hyper-V's interface to a guest, as far as KVM offers it, as pure state machines.
 //!
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//!
 //! Nothing here knows a descriptor, an ioctl, a thread, a clock or guest memory: time is an argument, what is to be written to guest
 //! memory is a value, what is read from it goes through a closure, and what a register access brings about outside comes back as a
 //! value. The rules are those of Hyper-V's Top Level Functional Specification (TLFS); where KVM differs, those of KVM.

@@ -89,7 +89,7 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         libc::sigfillset(&mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
         let mut attributes = std::mem::zeroed();
-        let mut thread = 0;
+        let mut thread = std::mem::zeroed();
         let mut error = libc::pthread_attr_init(&mut attributes);
         if error == 0 {
             libc::pthread_attr_setstacksize(&mut attributes, T::STACK);

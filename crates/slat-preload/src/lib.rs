@@ -1,5 +1,7 @@
 //! The KVM API for unmodified programs: a library to preload.
 //!
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//!
 //! It replaces the C library's functions through which a program reaches `/dev/kvm`, and those by which it changes its memory
 //! mappings and signal handlers. Calls that do not concern slat are passed on to the kernel.
 //!

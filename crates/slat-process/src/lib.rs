@@ -1,5 +1,7 @@
 //! The process that slat runs in, which belongs to the program: the program forks, and forbids system calls to its own threads.
 //!
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//!
 //! | file | idea |
 //! |---|---|
 //! | [`forks`] | what belongs to one process and not to its forked children |

@@ -11,7 +11,7 @@ use std::time::Duration;
 /// freezer).
 pub fn sleep(word: &AtomicU32, value: u32, longest: Option<Duration>) -> bool {
     let limit = longest.map(|longest| libc::timespec {
-        tv_sec: longest.as_secs() as libc::time_t,
+        tv_sec: longest.as_secs() as _,
         tv_nsec: longest.subsec_nanos().into(),
     });
     let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);

@@ -1,5 +1,7 @@
 //! Tracepoints with KVM's names and fields, recorded in a mapped file.
 //!
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//!
 //! | file | idea |
 //! |---|---|
 //! | `points` | the tracepoints: their names and fields, as Linux 6.12 has them, and slat's own |

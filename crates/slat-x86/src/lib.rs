@@ -1,5 +1,7 @@
 //! A software x86-64 CPU.
 //!
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//!
 //! An interpreter of decoded basic blocks, and a compiler of those that run often. [`Cpu`] holds the architectural [`State`] and runs it against a [`Machine`], which
 //! translates guest-virtual addresses to host pages ([`Mmu`]) and serves CPUID, MSRs and the like. [`Cpu::run`] runs until it
 //! needs its caller and returns the reason: [`Exit`].

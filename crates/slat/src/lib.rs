@@ -31,7 +31,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [docs/hypervisor.md](../../../docs/hypervisor.md) of the repository walks through a hypervisor, from the platform to the flush. A
+//! `docs/hypervisor.md` of the repository walks through a hypervisor, from the platform to the flush. A
 //! whole platform of 140 lines is in the crate's `examples/plain_memory`.
 //!
 //! # The pieces

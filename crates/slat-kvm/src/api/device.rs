@@ -64,7 +64,7 @@ impl DeviceFd {
 fn refusal(fd: &OwnedFd, request: u32, attribute: &kvm_device_attr) -> Result<()> {
     let attribute: *const kvm_device_attr = attribute;
     // SAFETY: the struct lives, and the kernel only reads it.
-    match unsafe { libc::ioctl(fd.as_raw_fd(), request.into(), attribute) } {
+    match unsafe { libc::ioctl(fd.as_raw_fd(), request as libc::Ioctl, attribute) } {
         0 => Ok(()),
         _ => Err(last()),
     }

@@ -106,7 +106,7 @@ impl Guest {
                 // SAFETY: the vCPU's descriptor, and a request without argument.
                 "dispatch" => unsafe { call(libc::SYS_ioctl, [vcpu, KVM_RUN as usize, 0]) },
                 // SAFETY: as above.
-                _ => unsafe { libc::ioctl(vcpu as i32, KVM_RUN.into(), 0) as isize },
+                _ => unsafe { libc::ioctl(vcpu as i32, KVM_RUN as libc::Ioctl, 0) as isize },
             };
             if answer != 0 {
                 return Err(format!("KVM_RUN by {way} answers {answer}").into());
