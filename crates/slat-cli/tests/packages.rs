@@ -251,3 +251,30 @@ fn documentation_links_to_no_file_of_the_repository() {
         }
     }
 }
+
+/// A build from a package or a tarball has no commit to name (`.ci/packages`).
+#[test]
+fn the_version_names_the_commit() {
+    let output = |command: &mut Command| {
+        let output = command.output().ok()?;
+        output
+            .status
+            .success()
+            .then(|| String::from_utf8(output.stdout).unwrap())
+    };
+    let git = |arguments: &[&str]| {
+        let directory = env!("CARGO_MANIFEST_DIR");
+        output(Command::new("git").args(["-C", directory]).args(arguments))
+    };
+    let head = git(&["ls-files", "--error-unmatch", "build.rs"])
+        .and_then(|_| git(&["rev-parse", "HEAD"]));
+    let version = env!("CARGO_PKG_VERSION");
+    let expected = match head {
+        Some(head) => format!("slat {version} ({})\n", &head[..12]),
+        None => format!("slat {version}\n"),
+    };
+    let slat = || Command::new(env!("CARGO_BIN_EXE_slat"));
+    assert_eq!(output(slat().arg("--version")).unwrap(), expected);
+    let info = output(slat().arg("info")).unwrap();
+    assert_eq!(info.lines().next(), Some(expected.trim_end()));
+}
