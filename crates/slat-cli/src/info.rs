@@ -2,9 +2,11 @@
 
 use std::fs;
 use std::io;
+use std::path::Path;
 use std::process::ExitCode;
 
 use crate::output;
+use crate::preload::LINKER;
 use slat_kvm::cpuid::{host_leaf, is_amd};
 use slat_kvm::policy::Assignment;
 use slat_process::pointers::can_be_separate;
@@ -142,6 +144,9 @@ fn dispatch() -> String {
 }
 
 fn loading() -> String {
+    if !Path::new(LINKER).exists() {
+        return format!("no: slat's library needs glibc, and {LINKER} is not there");
+    }
     match is_dispatched() && can_be_separate() {
         true => "yes: static programs and those for musl run",
         false => "no: static programs and those for musl need dispatch, and FSGSBASE (Linux 5.9)",

@@ -174,11 +174,16 @@ pub fn run(options: &mut Run) -> ExitCode {
     command.envs(sanitizer_settings(|name| env::var_os(name)));
     let error = command.exec();
     let started = Path::new(command.get_program());
-    let remedy = match started == library {
-        true => {
-            ", which loads it: is its directory mounted with noexec? (XDG_CACHE_HOME names another)"
-        }
-        false => "",
+    let remedy = if started != library {
+        String::new()
+    } else if Path::new(preload::LINKER).exists() {
+        ", which loads it: is its directory mounted with noexec? (XDG_CACHE_HOME names another)"
+            .to_owned()
+    } else {
+        format!(
+            ", which loads it, needs glibc, and {} is not there: run slat in a container that has it",
+            preload::LINKER
+        )
     };
     complain(&format!(
         "{}: {}{remedy}: {error}",

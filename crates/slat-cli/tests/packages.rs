@@ -266,8 +266,8 @@ fn the_version_names_the_commit() {
         let directory = env!("CARGO_MANIFEST_DIR");
         output(Command::new("git").args(["-C", directory]).args(arguments))
     };
-    let head = git(&["ls-files", "--error-unmatch", "build.rs"])
-        .and_then(|_| git(&["rev-parse", "HEAD"]));
+    let head =
+        git(&["ls-files", "--error-unmatch", "build.rs"]).and_then(|_| git(&["rev-parse", "HEAD"]));
     let version = env!("CARGO_PKG_VERSION");
     let expected = match head {
         Some(head) => format!("slat {version} ({})\n", &head[..12]),

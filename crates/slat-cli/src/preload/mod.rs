@@ -32,6 +32,9 @@ static LIBRARY: &[u8] = include_bytes!(concat!(
     "/../../../deps/libslat_preload.so"
 ));
 
+/// What starts the library as a program: glibc's dynamic linker, which a machine with another C library has not.
+pub const LINKER: &str = "/lib64/ld-linux-x86-64.so.2";
+
 /// Mode of the library's file: the dynamic linker reads it, and the kernel starts it as a program.
 const MODE: u32 = 0o755;
 
