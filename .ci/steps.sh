@@ -94,6 +94,15 @@ need() { # command, Debian package
     command -v "$1" >/dev/null || install "$2"
 }
 
+# Runs cargo of the oldest Rust that Cargo.toml promises.
+with_oldest_rust() {
+    local oldest
+    oldest=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
+    cargo "+$oldest" --version >/dev/null 2>&1 || rustup toolchain install "$oldest" --profile minimal
+    CARGO_TARGET_DIR=target/oldest cargo "+$oldest" "$@"
+}
+export -f with_oldest_rust
+
 # What all steps need. metal/ and conformance/ fetch packages, too.
 as_root apt-get -qq update || echo "apt-get update failed: the package lists stay as they are" >&2
 need cc gcc
