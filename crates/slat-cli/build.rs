@@ -17,8 +17,8 @@ fn main() {
     }
 }
 
-/// Returns the commit of this repository that is built, without changes that are not committed. `None`: the source comes from a package
-/// or a tarball, or git cannot be run. Has cargo run this script again when HEAD has moved.
+/// Returns the commit of this repository that is built, without changes that are not committed. `None`: the source
+/// comes from a package or a tarball, or git cannot be run. Has cargo run this script again when HEAD has moved.
 fn commit() -> Option<String> {
     // A package may lie below another repository, for which its files are nothing.
     if git(&["rev-parse", "--show-prefix"])? != "crates/slat-cli/" {
@@ -26,8 +26,8 @@ fn commit() -> Option<String> {
     }
     git(&["ls-files", "--error-unmatch", "build.rs"])?;
     let commit = git(&["rev-parse", "--verify", "HEAD"])?;
-    // The log of HEAD grows by a line with each commit and checkout. Without one: all files that can say where HEAD is. A file that does
-    // not exist would have cargo build anew each time.
+    // The log of HEAD grows by a line with each commit and checkout. Without one: all files that can say where HEAD is.
+    // A file that does not exist would have cargo build anew each time.
     let path = |name| git(&["rev-parse", "--git-path", name]);
     let log = path("logs/HEAD")?;
     if Path::new(&log).exists() {
@@ -50,9 +50,10 @@ fn git(arguments: &[&str]) -> Option<String> {
     Some(String::from_utf8(printed).ok()?.trim_end().to_owned())
 }
 
-/// Has a library where `src/preload/mod.rs` looks for it, in the `deps` directory of the profile, three levels above `OUT_DIR`
-/// (`<profile>/build/slat-cli-<hash>/out`), under its plain name. `include_bytes!` names it from `OUT_DIR`, too: cargo says where that is
-/// in each build, while what a script has printed is remembered, with the paths of a target directory that was copied or moved since.
+/// Has a library where `src/preload/mod.rs` looks for it, in the `deps` directory of the profile, three levels above
+/// `OUT_DIR` (`<profile>/build/slat-cli-<hash>/out`), under its plain name. `include_bytes!` names it from `OUT_DIR`,
+/// too: cargo says where that is in each build, while what a script has printed is remembered, with the paths of a
+/// target directory that was copied or moved since.
 fn has_preload_library() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let profile = out.ancestors().nth(3).expect("OUT_DIR is inside a profile");
@@ -60,15 +61,15 @@ fn has_preload_library() {
     fs::create_dir_all(&deps).expect("the profile's directory can be written");
     let library = deps.join("libslat_preload.so");
 
-    // slat-preload is an ordinary dependency of this package for glibc, so cargo has built its `cdylib` by the time the `slat` binary is
-    // compiled; this script itself may run earlier. For musl cargo makes no such library, and none is needed: the library for glibc
-    // loads programs for musl.
+    // slat-preload is an ordinary dependency of this package for glibc, so cargo has built its `cdylib` by the time the
+    // `slat` binary is compiled; this script itself may run earlier. For musl cargo makes no such library, and none is
+    // needed: the library for glibc loads programs for musl.
     if env::var("CARGO_CFG_TARGET_ENV").as_deref() != Ok("gnu") {
         println!("cargo::rerun-if-env-changed=SLAT_PRELOAD");
         let built = env::var("SLAT_PRELOAD").unwrap_or_else(|_| {
             panic!(
-                "a slat that is not built for glibc embeds a preload library that is: set SLAT_PRELOAD to the path of libslat_preload.so, \
-                 made by `cargo build --release -p slat-preload --target x86_64-unknown-linux-gnu`"
+                "a slat that is not built for glibc embeds a preload library that is: set SLAT_PRELOAD to the path of \
+                 libslat_preload.so, made by `cargo build --release -p slat-preload --target x86_64-unknown-linux-gnu`"
             )
         });
         println!("cargo::rerun-if-changed={built}");
@@ -76,8 +77,9 @@ fn has_preload_library() {
         return;
     }
 
-    // `cargo check` and clippy make no libraries, but `include_bytes!` reads the file: an empty one is enough for them. A build replaces
-    // it before it compiles the binary. `create_new`: never touch a library that exists or is just being linked.
+    // `cargo check` and clippy make no libraries, but `include_bytes!` reads the file: an empty one is enough for them.
+    // A build replaces it before it compiles the binary. `create_new`: never touch a library that exists or is just
+    // being linked.
     match OpenOptions::new()
         .write(true)
         .create_new(true)

@@ -19,7 +19,8 @@ const INNER: [&str; 7] = [
 ];
 const NO_PROMISE: &str = "A part of slat: there is no promise about this crate's API";
 
-/// Those of crates.io's categories that fit. A word that is none of them is left out of a crate's page without an error.
+/// Those of crates.io's categories that fit. A word that is none of them is left out of a crate's page without an
+/// error.
 const CATEGORIES: [&str; 10] = [
     "command-line-utilities",
     "development-tools::debugging",
