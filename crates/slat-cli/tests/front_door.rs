@@ -32,10 +32,6 @@ const COMMANDS: &[(&str, RunBy)] = &[
         Suite("conformance/programs/run", r#""$slat" run -- cargo test"#),
     ),
     (
-        "cargo install --locked --git https://github.com/YOUR-COPY-OF/slat slat-cli",
-        Suite(".ci/packages", "cargo install --path slat-cli"),
-    ),
-    (
         "cargo install --path crates/slat-cli",
         Suite(".ci/packages", "cargo install --path slat-cli"),
     ),
