@@ -11,7 +11,7 @@ fn main() {
     if let Some(commit) = commit() {
         version.push_str(&format!(" ({})", &commit[..12]));
     }
-    println!("cargo::rustc-env=SLAT_VERSION={version}");
+    println!("cargo::rustc-env=VERSION_AND_COMMIT={version}");
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() == Ok("x86_64") {
         has_preload_library();
     }

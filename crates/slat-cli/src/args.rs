@@ -16,7 +16,7 @@ use crate::gdb::Address;
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
-#[command(name = "slat", version = env!("SLAT_VERSION"), max_term_width = 100, after_help = EXIT_STATUS)]
+#[command(name = "slat", version = env!("VERSION_AND_COMMIT"), max_term_width = 100, after_help = EXIT_STATUS)]
 pub struct Args {
     /// What to do.
     #[command(subcommand)]

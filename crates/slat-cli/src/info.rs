@@ -13,7 +13,7 @@ use slat_process::pointers::can_be_separate;
 
 /// Prints everything. Facts that cannot be found out are printed as unknown.
 pub fn print() -> ExitCode {
-    let mut text = format!("slat {}\n", env!("SLAT_VERSION"));
+    let mut text = format!("slat {}\n", env!("VERSION_AND_COMMIT"));
     let parts = [
         ("Supported", supported()),
         ("This host", host()),
