@@ -1,28 +1,31 @@
-//! The rival of the memslots experiment: a memory system that keeps its memslots in one array, as KVM did up to Linux 5.16.
+//! The rival of the memslots experiment: a memory system that keeps its memslots in one array, as KVM
+//! did up to Linux 5.16.
 //!
-//! The array is sorted by guest frame and copied whole on every change, because readers use the old one meanwhile. By guest
-//! frame it is searched by bisection, after a check of the memslot found last; by backing address it is scanned from end to
-//! end; by id there is an index.
+//! The array is sorted by guest frame and copied whole on every change, because readers use the old one meanwhile. By
+//! guest frame it is searched by bisection, after a check of the memslot found last; by backing address it is scanned
+//! from end to end; by id there is an index.
 //!
 //! # Why this is a fair race
-//! Everything but the memslots is slat's own code: tables, walks, flushes, the installation of a leaf. The rival's engine has
-//! one memslot that covers all guest memory, so that the engine's own memslots cost nothing, and zaps translations by
-//! [`slat::Vm::zap`]. So the two sides do the same operations on the same tables, and differ only in how a memslot is found and
-//! changed:
+//! Everything but the memslots is slat's own code: tables, walks, flushes, the installation of a leaf. The rival's
+//! engine has one memslot that covers all guest memory, so that the engine's own memslots cost nothing, and zaps
+//! translations by [`slat::Vm::zap`]. So the two sides do the same operations on the same tables, and differ only in
+//! how a memslot is found and changed:
 //!
 //! * a *fault* costs the rival its search and then slat's fault. That fault looks up the covering memslot, which slat
 //!   remembers; to be even, slat's side looks up the remembered memslot once more after each fault
 //!   ([`crate::experiments::memslots`]);
-//! * an *invalidation* costs the rival one scan at its begin (KVM made another at its end), the count of invalidations in
-//!   progress that the engine keeps, too, and the same zap and flush;
-//! * a *change* costs the rival the same checks, one copy, and for a memslot that is deleted or moved the same zap and flush.
+//! * an *invalidation* costs the rival one scan at its begin (KVM made another at its end), the count of invalidations
+//!   in progress that the engine keeps, too, and the same zap and flush;
+//! * a *change* costs the rival the same checks, one copy, and for a memslot that is deleted or moved
+//!   the same zap and flush.
 //!
-//! Every choice favours the rival: a memslot is 32 bytes (KVM's were larger); a change makes one copy (KVM made two of a
-//! memslot that moves); the copy reuses the array of the change before, so that it costs no page faults; the index by id is not
-//! copied; invalidations pay one uncontended lock for the right to read, faults nothing; no change waits for readers.
+//! Every choice favours the rival: a memslot is 32 bytes (KVM's were larger); a change makes one copy (KVM made two
+//! of a memslot that moves); the copy reuses the array of the change before, so that it costs no page faults; the
+//! index by id is not copied; invalidations pay one uncontended lock for the right to read, faults nothing; no
+//! change waits for readers.
 //!
-//! One thread drives it at a time: the engine alone keeps faults and invalidations of several threads apart, which costs the
-//! rival nothing.
+//! One thread drives it at a time: the engine alone keeps faults and invalidations of several threads apart, which
+//! costs the rival nothing.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -193,8 +196,8 @@ pub struct ArrayVm {
     generation: AtomicU64,
     writer: Mutex<Writer>,
     in_progress: InProgress,
-    /// Raised at the end of an invalidation, like the engine's. One thread drives the rival, so no fault is in progress then:
-    /// the counter exists for its cost.
+    /// Raised at the end of an invalidation, like the engine's. One thread drives the rival, so no fault is in progress
+    /// then: the counter exists for its cost.
     sequence: AtomicU64,
 }
 
@@ -207,7 +210,8 @@ impl ArrayVm {
     /// Frames that the covering memslot has; no array slot may reach beyond them.
     const COVERED: u64 = 1 << 30;
 
-    /// Creates a VM without memslots, in which `gpa + displacement` backs guest address `gpa` wherever a memslot says so.
+    /// Creates a VM without memslots, in which `gpa + displacement` backs guest address `gpa`
+    /// wherever a memslot says so.
     pub fn new(displacement: u64) -> Arc<Self> {
         Arc::new(Self::empty(displacement))
     }
@@ -266,8 +270,8 @@ impl ArrayVm {
         self.engine.stats()
     }
 
-    /// Creates, deletes or moves a memslot, or changes its flags, by the rules of [`slat::Vm::set_memory_region`]; size 0
-    /// deletes.
+    /// Creates, deletes or moves a memslot, or changes its flags, by the rules of
+    /// [`slat::Vm::set_memory_region`]; size 0 deletes.
     ///
     /// # Errors
     /// [`RegionError`]; nothing was changed.

@@ -1,7 +1,8 @@
 //! The engine alone: a platform whose host memory is always resident.
 //!
 //! Measurements on it are the memory system's own time: no page of the host is brought in, zeroed or unmapped, no guest
-//! instruction is interpreted. Tables are in the frames that slat-host cuts from chunks, as those of a VM in userspace are.
+//! instruction is interpreted. Tables are in the frames that slat-host cuts from chunks, as those of a
+//! VM in userspace are.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -43,8 +44,8 @@ pub fn vm_with<F: Format>(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, F>> {
     vm
 }
 
-/// Makes `frames` frames for tables resident: a kernel's are resident, and the host's time to bring in a page is not the
-/// engine's.
+/// Makes `frames` frames for tables resident: a kernel's are resident, and the host's time to bring in a page
+/// is not the engine's.
 pub fn warm_frames(platform: &impl Platform, frames: usize) {
     // These platforms count no frames by VM.
     let vm = VmId(0);

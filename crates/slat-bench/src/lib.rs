@@ -1,6 +1,6 @@
-//! What each mechanism of KVM's guest-memory system is worth, measured: every one on and off within one run, with a real guest
-//! on slat's software CPU (and on a real `/dev/kvm`, where it opens), the published numbers beside ours, and the distance to
-//! the limit.
+//! What each mechanism of KVM's guest-memory system is worth, measured: every one on and off within one run, with a
+//! real guest on slat's software CPU (and on a real `/dev/kvm`, where it opens), the published numbers beside ours, and
+//! the distance to the limit.
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
@@ -123,7 +123,8 @@ pub fn run(selection: &[&Experiment], size: Size) -> Result<Report, Failure> {
     run_with(selection, size, Others::default())
 }
 
-/// Like [`run`], with the parts that need other programs. Where files of theirs are missing, a note of the report says so.
+/// Like [`run`], with the parts that need other programs. Where files of theirs are missing, a note
+/// of the report says so.
 ///
 /// # Errors
 /// Those of [`run`].

@@ -238,7 +238,8 @@ impl Stream {
         stream
     }
 
-    /// Waits for `text` at `from` or after it. Returns its position. `None`: the program has ended, or it takes too long.
+    /// Waits for `text` at `from` or after it. Returns its position. `None`: the program has ended,
+    /// or it takes too long.
     fn wait_for(&self, text: &str, from: usize) -> Option<usize> {
         let end = Instant::now() + PATIENCE;
         let (printed, changed) = &*self.0;

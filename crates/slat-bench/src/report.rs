@@ -226,8 +226,8 @@ impl Report {
         Some(self.find(experiment, case, variant, metric)?.unit)
     }
 
-    /// Returns the factor by which `after` differs from `before`: the median of the rounds' ratios, so that a disturbance of
-    /// one round affects both sides of it.
+    /// Returns the factor by which `after` differs from `before`: the median of the rounds' ratios, so that a
+    /// disturbance of one round affects both sides of it.
     pub fn ratio(
         &self,
         experiment: &str,

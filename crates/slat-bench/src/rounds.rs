@@ -53,8 +53,8 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Rounds in which a real KVM is measured, which is for orientation only. One that is software itself is a hundred times as
-    /// slow as slat.
+    /// Rounds in which a real KVM is measured, which is for orientation only. One that is software itself is a hundred
+    /// times as slow as slat.
     pub const KVM_ROUNDS: usize = 2;
 
     /// Makes a bench without measurements.
@@ -99,8 +99,8 @@ impl Bench {
         self.report
     }
 
-    /// Measures all `variants` of `case` in each of `rounds` rounds: there and back, so that no variant always follows the same
-    /// other one. Calls `measure` with the variant. A real KVM is measured in the first rounds only.
+    /// Measures all `variants` of `case` in each of `rounds` rounds: there and back, so that no variant always follows
+    /// the same other one. Calls `measure` with the variant. A real KVM is measured in the first rounds only.
     ///
     /// # Errors
     /// `measure`'s.

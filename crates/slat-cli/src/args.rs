@@ -75,8 +75,8 @@ Environment of PROGRAM:
 #[derive(ClapArgs)]
 #[command(after_help = EXIT_STATUS_OF_RUN)]
 pub struct Run {
-    /// What makes the tables: tdp (a tree), direct (shadow pages and a reverse map; ept and npt, also with 5 levels), shadow (tables that shadow
-    /// the guest's own; x86)
+    /// What makes the tables: tdp (a tree), direct (shadow pages and a reverse map; ept and npt, also with 5 levels),
+    /// shadow (tables that shadow the guest's own; x86)
     #[arg(long, value_name = "MMU", default_value = "tdp", value_parser = mmu())]
     pub mmu: MmuKind,
 
@@ -92,8 +92,8 @@ pub struct Run {
     #[arg(long, value_name = "FILE")]
     pub guest_symbols: Option<PathBuf>,
 
-    /// Sample which guest code runs, and write its stacks to FILE, from which flame graphs are drawn; a further process that runs a
-    /// guest has FILE.PID
+    /// Sample which guest code runs, and write its stacks to FILE, from which flame graphs are drawn; a further process
+    /// that runs a guest has FILE.PID
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
 
@@ -153,8 +153,8 @@ pub struct Bench {
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
 
-    /// For `vmm`: also boot Linux, with the kernel and the initrd that conformance/vmm/materials (in slat's sources) has put
-    /// into DIR
+    /// For `vmm`: also boot Linux, with the kernel and the initrd that conformance/vmm/materials (in slat's
+    /// sources) has put into DIR
     #[arg(long, value_name = "DIR")]
     pub materials: Option<PathBuf>,
 
@@ -279,7 +279,8 @@ pub struct Gdb {
     #[arg(long, value_name = "N")]
     pub vm: Option<u64>,
 
-    /// Where gdb connects: a port of 127.0.0.1, ADDRESS:PORT, the path of a Unix socket, or - if gdb has started this command
+    /// Where gdb connects: a port of 127.0.0.1, ADDRESS:PORT, the path of a Unix socket, or - if gdb has
+    /// started this command
     #[arg(long, value_name = "WHERE", default_value = "1234")]
     pub listen: Address,
 }

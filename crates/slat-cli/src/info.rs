@@ -89,7 +89,8 @@ fn dev_kvm() -> String {
     }
 }
 
-/// Describes userfaultfd. Programs that fill guest memory on demand need the system call, for faults of the kernel, too.
+/// Describes userfaultfd. Programs that fill guest memory on demand need the system call, for
+/// faults of the kernel, too.
 fn userfaultfd() -> String {
     // SAFETY: opens a new descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
@@ -114,7 +115,8 @@ fn thp_mode() -> String {
         .to_owned()
 }
 
-/// Returns what the processor itself reports about virtualization. slat cannot change that for a program that asks by CPUID.
+/// Returns what the processor itself reports about virtualization. slat cannot change that for a
+/// program that asks by CPUID.
 fn virtualization() -> String {
     // Intel SDM, volume 2, CPUID: leaf 1, ECX bit 5. AMD APM, volume 3, appendix E: leaf 8000_0001h, ECX bit 2.
     let vmx = host_leaf(1, 0).ecx & 1 << 5 != 0;

@@ -7,7 +7,8 @@ use std::path::Path;
 /// Returns a sentence for the user if `program` starts another program without LD_PRELOAD.
 pub fn losing_preload(program: &OsStr, arguments: &[OsString]) -> Option<String> {
     let name = Path::new(program).file_name()?.to_str()?;
-    // Its own options end before the program that it starts; an option of that one is a reason for too many words at worst.
+    // Its own options end before the program that it starts; an option of that one is a reason for too
+    // many words at worst.
     let has = |options: &[&str]| {
         let is = |word: &OsString| options.iter().any(|option| word == option);
         arguments.iter().any(is)

@@ -1,4 +1,5 @@
-//! What live views of a terminal have in common: they look again and again, and end, pause and redraw as the user's keys say.
+//! What live views of a terminal have in common: they look again and again, and end, pause and redraw as
+//! the user's keys say.
 
 use std::io;
 use std::process::ExitCode;
@@ -25,8 +26,8 @@ pub trait View {
     fn press(&mut self, key: KeyCode);
 }
 
-/// Shows a view of the command called `command` until the user ends it, and looks again after each `interval`. The view has looked
-/// once.
+/// Shows a view of the command called `command` until the user ends it, and looks again after each `interval`. The
+/// view has looked once.
 pub fn show(command: &str, interval: Duration, view: &mut impl View) -> ExitCode {
     let shown = ratatui::try_init().and_then(|mut terminal| {
         let result = run(&mut terminal, interval, view);

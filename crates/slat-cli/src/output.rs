@@ -8,8 +8,8 @@ use std::process::ExitCode;
 /// Prints `text` on standard output, in one write.
 ///
 /// # Errors
-/// A sentence for the user: the system's error, as for a full disk. A reader that has read enough (`slat info | head -1`) is no
-/// error.
+/// A sentence for the user: the system's error, as for a full disk. A reader that has read enough
+/// (`slat info | head -1`) is no error.
 pub fn say(text: &str) -> Result<(), String> {
     let mut output = io::stdout().lock();
     match output

@@ -86,8 +86,8 @@ pub fn connect(pid: i32) -> Option<UnixStream> {
     Some(stream)
 }
 
-/// Connects to all processes of the user, or only to `wanted`, one after another, and calls `visit` with each. Removes the sockets of
-/// processes that have ended. The results are in the order of the process ids.
+/// Connects to all processes of the user, or only to `wanted`, one after another, and calls `visit` with each. Removes
+/// the sockets of processes that have ended. The results are in the order of the process ids.
 fn each<T>(wanted: Option<i32>, mut visit: impl FnMut(i32, UnixStream) -> T) -> Vec<(i32, T)> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR");
     let directories: BTreeSet<PathBuf> =

@@ -62,8 +62,8 @@ pub fn policies(set: &[Assignment]) -> (&'static str, Option<OsString>) {
     ("SLAT_SET", value)
 }
 
-/// Makes the path of a file for `option` absolute, because PROGRAM may change its directory, and removes an old file there: a process
-/// makes its file anew, so that no two write to one. Checks that one can be made.
+/// Makes the path of a file for `option` absolute, because PROGRAM may change its directory, and removes an old file
+/// there: a process makes its file anew, so that no two write to one. Checks that one can be made.
 ///
 /// # Errors
 /// A sentence for the user.

@@ -17,8 +17,8 @@ enum RunBy {
 }
 use RunBy::*;
 
-/// The commands of README.md in the order in which it shows them, and what runs each. `…` at the end of a command stands for its other
-/// words.
+/// The commands of README.md in the order in which it shows them, and what runs each. `…` at the end of a command
+/// stands for its other words.
 const COMMANDS: &[(&str, RunBy)] = &[
     ("cargo run --release -- run", ThisTest(&["run"])),
     ("cargo test", Suite(".ci/run", "cargo test")),
@@ -90,8 +90,8 @@ fn is_command(code: &str) -> bool {
     }
 }
 
-/// Returns the commands of a document: of sentences; of code blocks, where each begins with `$`, and its output follows; of
-/// workflows, where each step is one.
+/// Returns the commands of a document: of sentences; of code blocks, where each begins with `$`, and its output
+/// follows; of workflows, where each step is one.
 fn commands(document: &str) -> Vec<Shown> {
     let mut found = Vec::new();
     for (i, part) in document.split("```").enumerate() {

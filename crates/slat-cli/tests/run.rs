@@ -60,8 +60,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// Makes the header and one loadable segment of an ELF program that needs no dynamic linker. It ends with what `/dev/kvm` answers to
-/// KVM_GET_API_VERSION.
+/// Makes the header and one loadable segment of an ELF program that needs no dynamic linker. It ends with what
+/// `/dev/kvm` answers to KVM_GET_API_VERSION.
 fn static_program() -> Vec<u8> {
     const BASE: u64 = 0x40_0000;
     const HEADERS: u64 = 64 + 56;

@@ -11,7 +11,8 @@ use prost::Message;
 use serde_json::Value;
 use slat_trace::read::{Event, Trace};
 
-/// The parts of Perfetto's format that are checked, with the numbers of its `trace_packet.proto` and `track_event.proto`.
+/// The parts of Perfetto's format that are checked, with the numbers of its `trace_packet.proto` and
+/// `track_event.proto`.
 mod perfetto {
     use prost::Message;
 

@@ -1,7 +1,8 @@
 //! The guest of the built-in program: a few lines of 64-bit code, and the tables it starts with.
 //!
-//! The first 4 GiB are mapped one to one, with 2 MiB guest pages. The code's only input is its registers ([`registers`]); it
-//! ends each of its phases by writing the phase's number to [`PORT`], and never uses a stack other than its own page.
+//! The first 4 GiB are mapped one to one, with 2 MiB guest pages. The code's only input is its registers
+//! ([`registers`]); it ends each of its phases by writing the phase's number to [`PORT`], and never uses a stack
+//! other than its own page.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -127,8 +128,8 @@ unsafe extern "C" {
 fn program() -> &'static [u8] {
     let begin = &raw const slat_demo_guest;
     let end = &raw const slat_demo_guest_end;
-    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised constants between
-    // them.
+    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised
+    // constants between them.
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }
 

@@ -1,4 +1,5 @@
-//! Long mode for a guest without firmware: page tables that map guest-virtual to guest-physical, and the registers that use them.
+//! Long mode for a guest without firmware: page tables that map guest-virtual to guest-physical, and the
+//! registers that use them.
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
 
@@ -7,8 +8,8 @@ pub const PRESENT_WRITABLE: u64 = 0b11;
 /// Flag of an entry that maps a large page.
 const HUGE: u64 = 1 << 7;
 
-/// Writes tables of 4 levels that map the first `gib` GiB one to one, in pages of 2 MiB, by entries with `flags`, into memory at
-/// guest-physical 0. There are `gib` page directories.
+/// Writes tables of 4 levels that map the first `gib` GiB one to one, in pages of 2 MiB, by entries with `flags`, into
+/// memory at guest-physical 0. There are `gib` page directories.
 pub fn identity_map(
     memory: &mut [u8],
     flags: u64,

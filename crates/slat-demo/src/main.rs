@@ -1,4 +1,5 @@
-//! The workspace's first command, `cargo run --release -- run`: the demonstration alone, which needs half of what the command `slat` does.
+//! The workspace's first command, `cargo run --release -- run`: the demonstration alone, which needs half of what the
+//! command `slat` does.
 
 use std::process::ExitCode;
 

@@ -46,8 +46,8 @@ impl Memory {
             Pages::Small => (libc::MADV_NOHUGEPAGE, HugePages::Unwanted),
             Pages::Huge => (libc::MADV_HUGEPAGE, HugePages::Wanted),
         };
-        // A host without huge pages refuses the advice, and needs none. The kernel cannot be asked cheaply for advice given:
-        // slat is told, as a VMM that uses the crates does.
+        // A host without huge pages refuses the advice, and needs none. The kernel cannot be asked cheaply for advice
+        // given: slat is told, as a VMM that uses the crates does.
         if memory.advise(advice).is_ok() {
             let Range { start, end } = memory.addresses();
             mappings::advised(start as usize..end as usize, wish);
@@ -55,8 +55,8 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Maps `size` bytes at a multiple of `alignment` that repeat the same `piece` bytes of memory: more guest memory than the
-    /// host has.
+    /// Maps `size` bytes at a multiple of `alignment` that repeat the same `piece` bytes of memory: more guest
+    /// memory than the host has.
     ///
     /// # Errors
     /// The host's for making a file in memory, and for mapping it.
@@ -87,7 +87,8 @@ impl Memory {
         Ok((memory, file))
     }
 
-    /// Maps the first `size` bytes of a file at a multiple of `alignment`, copy on write. Nobody writes to the file meanwhile.
+    /// Maps the first `size` bytes of a file at a multiple of `alignment`, copy on write. Nobody writes
+    /// to the file meanwhile.
     ///
     /// # Errors
     /// Those of mmap.
@@ -161,8 +162,8 @@ impl Memory {
         }
     }
 
-    /// Discards the pages of a range, which is in bytes: zeroes replace them. Reports that to VMs of slat's, as a VMM that uses
-    /// the crates does; a real KVM knows.
+    /// Discards the pages of a range, which is in bytes: zeroes replace them. Reports that to VMs of slat's, as a VMM
+    /// that uses the crates does; a real KVM knows.
     ///
     /// # Errors
     /// Those of madvise.
@@ -211,8 +212,8 @@ impl Memory {
 
     /// Returns the words, which running guests share.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: page aligned, `size` bytes long, initialised, and all threads that hold this access it as atomics, as the
-        // guest's own aligned stores do.
+        // SAFETY: page aligned, `size` bytes long, initialised, and all threads that hold this access it as atomics, as
+        // the guest's own aligned stores do.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.size / 8) }
     }
 }

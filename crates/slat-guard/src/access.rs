@@ -1,7 +1,8 @@
 //! Single accesses: loads, stores and locked read-modify-writes of 1 to 16 bytes.
 //!
-//! Each is one guarded machine instruction, so it happens as a whole or not at all. Loads and stores of up to 8 bytes that do
-//! not cross a cache line are single-copy atomic, as the processor guarantees; for 16-byte loads and stores it does not.
+//! Each is one guarded machine instruction, so it happens as a whole or not at all. Loads and stores of up to 8
+//! bytes that do not cross a cache line are single-copy atomic, as the processor guarantees; for 16-byte loads
+//! and stores it does not.
 
 use crate::Gone;
 use std::arch::asm;
@@ -52,8 +53,8 @@ macro_rules! word {
             unsafe fn load(p: *const Self) -> Result<Self, Gone> {
                 let gone: u32;
                 let v: u64;
-                // SAFETY: one instruction that reads memory; if it cannot, the exception table sends the thread to the fix-up.
-                // The caller answers for the bytes.
+                // SAFETY: one instruction that reads memory; if it cannot, the exception table sends the thread to the
+                // fix-up. The caller answers for the bytes.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -72,8 +73,8 @@ macro_rules! word {
 
             #[inline(always)]
             unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
-                // SAFETY: one instruction that writes memory; if it cannot, the exception table sends the thread to the label.
-                // The caller answers for the bytes.
+                // SAFETY: one instruction that writes memory; if it cannot, the exception table sends the thread to the
+                // label. The caller answers for the bytes.
                 unsafe {
                     asm!(
                         concat!("2: mov ", $ptr, " ptr [{p}], ", $v),
@@ -228,7 +229,8 @@ impl Sealed for u128 {
         Ok(())
     }
 
-    /// Like the narrower words', but `p` must be 16-byte aligned, as `cmpxchg16b` demands; otherwise the access is [`Gone`].
+    /// Like the narrower words', but `p` must be 16-byte aligned, as `cmpxchg16b` demands; otherwise
+    /// the access is [`Gone`].
     #[inline(always)]
     unsafe fn compare_exchange(
         p: *mut Self,
@@ -305,8 +307,8 @@ pub unsafe fn store<T: Word>(p: *mut T, v: T) -> Result<(), Gone> {
     unsafe { T::store(p, v) }
 }
 
-/// Compares and exchanges by LOCK CMPXCHG: `Ok(Ok(old))` if the word was `old` and is now `new`, `Ok(Err(seen))` otherwise. A
-/// `u128` must be aligned.
+/// Compares and exchanges by LOCK CMPXCHG: `Ok(Ok(old))` if the word was `old` and is now `new`, `Ok(Err(seen))`
+/// otherwise. A `u128` must be aligned.
 ///
 /// # Safety
 /// As for [`store`].

@@ -32,8 +32,8 @@ pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
     unsafe { copy(dst, src.as_ptr(), src.len()) }
 }
 
-/// Copies `len` bytes from the first to the last, one after the other, so that a copy to overlapping higher addresses repeats a
-/// pattern. `Err` holds how many were copied before memory of either side was gone.
+/// Copies `len` bytes from the first to the last, one after the other, so that a copy to overlapping higher addresses
+/// repeats a pattern. `Err` holds how many were copied before memory of either side was gone.
 ///
 /// # Safety
 /// As for [`load`] and [`store`](crate::store), for every byte.
@@ -56,8 +56,8 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize
     done(len, left)
 }
 
-/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. `Err` holds how many times they were written before the
-/// memory was gone.
+/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. `Err` holds how many times they were written
+/// before the memory was gone.
 ///
 /// # Safety
 /// As for [`store`](crate::store), for every byte.
@@ -110,8 +110,8 @@ pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
 unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone> {
     let gone: u32;
     let (a, b, c, d): (__m128i, __m128i, __m128i, __m128i);
-    // SAFETY: instructions that read memory; if one cannot, the exception table sends the thread to the fix-up. The caller answers for
-    // the bytes.
+    // SAFETY: instructions that read memory; if one cannot, the exception table sends the thread to the fix-up. The
+    // caller answers for the bytes.
     unsafe {
         asm!(
             "xor {gone:e}, {gone:e}",

@@ -1,7 +1,8 @@
 //! Guarded accesses in code that is made at run time.
 //!
-//! Such code has no place in the exception table. It keeps a table of its own: one bit per byte of code, 1 where a guarded access begins, the
-//! lowest bit of a byte first. If one cannot be executed, the thread continues at the code's *exit*, with the address of the access in RAX.
+//! Such code has no place in the exception table. It keeps a table of its own: one bit per byte of code, 1 where a
+//! guarded access begins, the lowest bit of a byte first. If one cannot be executed, the thread continues at the code's
+//! *exit*, with the address of the access in RAX.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,13 +12,13 @@ static END: AtomicUsize = AtomicUsize::new(0);
 static TABLE: AtomicUsize = AtomicUsize::new(0);
 static EXIT: AtomicUsize = AtomicUsize::new(0);
 
-/// Tells the signal handlers of code that is made at run time, in `code`. `table`: the address of its table. `exit`: the address of its
-/// exit. Replaces what was told before.
+/// Tells the signal handlers of code that is made at run time, in `code`. `table`: the address of its table. `exit`:
+/// the address of its exit. Replaces what was told before.
 ///
 /// # Safety
 /// - As long as any thread executes in `code`, its table is readable.
-/// - At each guarded access, the code is right to continue at `exit`, with the address of the access in RAX and all other registers as
-///   they are.
+/// - At each guarded access, the code is right to continue at `exit`, with the address of the access in RAX and all
+///   other registers as they are.
 /// - No thread executes in the code that was told before.
 pub unsafe fn set_generated(code: Range<usize>, table: usize, exit: usize) {
     // An empty range in between: a handler on another thread takes no old bound with a new table.

@@ -1,21 +1,23 @@
 //! Sections of code in which the program's signal handlers wait.
 //!
-//! slat's code holds locks, and a handler of the program may call slat again on the very thread that holds one: it opens
-//! `/dev/kvm`, maps memory, reads the registers of the vCPU it has interrupted. It may also leave by `siglongjmp` and never
-//! return. The kernel has neither problem, because a handler runs when the system call is over. A [`Section`] gives slat's
-//! calls the same property.
+//! slat's code holds locks, and a handler of the program may call slat again on the very thread that holds one: it
+//! opens `/dev/kvm`, maps memory, reads the registers of the vCPU it has interrupted. It may also leave by `siglongjmp`
+//! and never return. The kernel has neither problem, because a handler runs when the system call is over. A [`Section`]
+//! gives slat's calls the same property.
 //!
-//! Every handler that is installed for the program calls [`defer`] first. Inside a section it queues the signal again, for this
-//! thread and with its information, and blocks it in the mask that the thread returns to; the program's handler does not run.
-//! The end of the outermost section unblocks the deferred signals, and the kernel delivers them there, where slat has no other
-//! frame on the stack. So the order of signals, their masks and their stacks are the kernel's business.
+//! Every handler that is installed for the program calls [`defer`] first. Inside a section it queues the signal
+//! again, for this thread and with its information, and blocks it in the mask that the thread returns to; the
+//! program's handler does not run. The end of the outermost section unblocks the deferred signals, and the kernel
+//! delivers them there, where slat has no other frame on the stack. So the order of signals, their masks and their
+//! stacks are the kernel's business.
 //!
-//! Several pending instances of one realtime signal may change their order: a deferred one is queued after those that were
-//! queued already.
+//! Several pending instances of one realtime signal may change their order: a deferred one is queued after those that
+//! were queued already.
 //!
 //! # What a handler may see
-//! The two cells belong to one thread and its handlers. A handler runs as a whole between two of the thread's instructions, and
-//! leaves the cells as it found them, unless it jumps away: then no section is open, and [`defer`] has emptied `WAITING`.
+//! The two cells belong to one thread and its handlers. A handler runs as a whole between two of the thread's
+//! instructions, and leaves the cells as it found them, unless it jumps away: then no section is open, and [`defer`]
+//! has emptied `WAITING`.
 
 use crate::signal::queue;
 use slat_process::calls::{self, Call};
@@ -37,8 +39,8 @@ thread_local! {
 /// The function given to [`on_deferral`], or 0.
 static ON_DEFERRAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Sets the function that the signal handler calls for every signal that arrives in a section: the thread's work there should
-/// end soon. `call` is async-signal-safe.
+/// Sets the function that the signal handler calls for every signal that arrives in a section: the thread's work there
+/// should end soon. `call` is async-signal-safe.
 pub fn on_deferral(call: fn()) {
     ON_DEFERRAL.store(call as usize, Ordering::Release);
 }
@@ -86,16 +88,16 @@ impl Drop for Section {
 /// Unblocks the deferred signals. Their handlers run during this call.
 #[cold]
 fn deliver() {
-    // A handler may run from the moment when the depth is 0. It empties `WAITING` itself, so that a signal is unblocked also
-    // when the handler of another one jumps away.
+    // A handler may run from the moment when the depth is 0. It empties `WAITING` itself, so that a signal is unblocked
+    // also when the handler of another one jumps away.
     let waiting = WAITING.get();
     // SAFETY: a live set of the kernel's size.
     unsafe { slat_guard_unblock(libc::SIG_UNBLOCK, &waiting, ptr::null_mut(), SET_BYTES) };
     WAITING.set(0);
 }
 
-// rt_sigprocmask, at which handlers run that may unwind (`pthread_exit`). Neither inline assembly nor a call that Rust assumes
-// not to unwind may unwind; this function describes its frame and has nothing to drop.
+// rt_sigprocmask, at which handlers run that may unwind (`pthread_exit`). Neither inline assembly nor a call that Rust
+// assumes not to unwind may unwind; this function describes its frame and has nothing to drop.
 std::arch::global_asm!(
     ".pushsection .text.slat_guard_unblock,\"ax\",@progbits",
     ".balign 16",
@@ -129,8 +131,8 @@ pub fn blockable(set: u64) -> u64 {
     set & !UNBLOCKABLE.load(Ordering::Relaxed)
 }
 
-/// Changes this thread's signal mask by one of the kernel's sets: bit 0 is signal 1, `how` is as for `sigprocmask`. Returns the
-/// old mask. What [must not be blocked](never_block) is not. Async-signal-safe.
+/// Changes this thread's signal mask by one of the kernel's sets: bit 0 is signal 1, `how` is as for `sigprocmask`.
+/// Returns the old mask. What [must not be blocked](never_block) is not. Async-signal-safe.
 pub fn change_mask(how: i32, set: u64) -> u64 {
     let set = match how {
         libc::SIG_UNBLOCK => set,
@@ -148,7 +150,8 @@ pub fn change_mask(how: i32, set: u64) -> u64 {
     before
 }
 
-/// Blocks all signals on this thread until it is dropped: for changes that a handler on the same thread must not see half done.
+/// Blocks all signals on this thread until it is dropped: for changes that a handler on the same thread
+/// must not see half done.
 #[derive(Debug)]
 pub(crate) struct AllBlocked(u64);
 
@@ -182,8 +185,9 @@ fn is_synchronous(signal: i32, code: i32) -> bool {
 /// `si_errno` of a disguised signal, beside its code. The kernel's own signals have 0 there.
 const DISGUISED: i32 = 0x51a7 << 16;
 
-/// Prepares a signal for the helper to queue again. The kernel allows no other thread to send a signal whose code is the
-/// kernel's or `tgkill`'s (rt_tgsigqueueinfo(2)): so it is sent as a queued one, and its code is kept in `si_errno`.
+/// Prepares a signal for the helper to queue again. The kernel allows no other thread to send a signal
+/// whose code is the kernel's or `tgkill`'s (rt_tgsigqueueinfo(2)): so it is sent as a queued one, and its
+/// code is kept in `si_errno`.
 fn disguise(info: &mut libc::siginfo_t) {
     if info.si_code >= 0 || info.si_code == libc::SI_TKILL {
         info.si_errno = DISGUISED | info.si_code & 0xffff;
@@ -199,12 +203,12 @@ fn reveal(info: &mut libc::siginfo_t) {
     }
 }
 
-/// Call first in a signal handler, before the program's handler runs. Returns true when the handler must not run now: the
-/// thread is in a [`Section`], and the signal is delivered when the thread leaves it. Async-signal-safe.
+/// Call first in a signal handler, before the program's handler runs. Returns true when the handler must not run now:
+/// the thread is in a [`Section`], and the signal is delivered when the thread leaves it. Async-signal-safe.
 ///
 /// Faults of the interrupted instruction are never deferred. Neither is a signal that the kernel refuses to queue again
-/// (`rt_tgsigqueueinfo` fails for a realtime signal beyond RLIMIT_SIGPENDING): its handler runs at once, because a handler at
-/// the wrong moment is better than none.
+/// (`rt_tgsigqueueinfo` fails for a realtime signal beyond RLIMIT_SIGPENDING): its handler runs at once, because a
+/// handler at the wrong moment is better than none.
 ///
 /// # Safety
 /// `info` and `context` are what the kernel gave a handler that was installed with `SA_SIGINFO`.

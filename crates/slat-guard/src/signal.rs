@@ -1,10 +1,11 @@
 //! The signal handlers, and the signals they hand on.
 //!
-//! Three signals are ours: SIGSEGV, SIGBUS and the kick signal. The handlers are installed by the system call itself, not by
-//! the C library's `sigaction`: a preloaded library wraps that name, and the wrapper must see only the client's calls.
+//! Three signals are ours: SIGSEGV, SIGBUS and the kick signal. The handlers are installed by the system call
+//! itself, not by the C library's `sigaction`: a preloaded library wraps that name, and the wrapper must see
+//! only the client's calls.
 //!
-//! A signal that is not ours is handed to the action that the client has set. If it was sent, in contrast to a fault, it waits
-//! until the thread leaves slat's code ([`defer`]).
+//! A signal that is not ours is handed to the action that the client has set. If it was sent, in contrast to a fault,
+//! it waits until the thread leaves slat's code ([`defer`]).
 
 use crate::section::{AllBlocked, change_mask, defer};
 use crate::{generated, table};
@@ -67,8 +68,8 @@ fn restorer() -> usize {
 static CHAINED: [Chained; 3] = [const { Chained::new() }; 3];
 static INSTALLED: Prepared = Prepared::new();
 
-/// An action that handlers read while any thread changes it: a sequence lock. It allocates nothing, because a handler of the
-/// client may call `sigaction`, and so may its `malloc`.
+/// An action that handlers read while any thread changes it: a sequence lock. It allocates nothing, because a handler
+/// of the client may call `sigaction`, and so may its `malloc`.
 struct Chained {
     /// 0 before the first change, odd during a change.
     version: AtomicU32,
@@ -133,12 +134,13 @@ impl Chained {
 }
 
 thread_local! {
-    /// Whether a kick ended the last guarded access of this thread that failed. No initialiser and no destructor: the handler
-    /// may write it.
+    /// Whether a kick ended the last guarded access of this thread that failed. No initialiser and no destructor: the
+    /// handler may write it.
     static KICKED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a kick ended the last access of this thread that returned [`Gone`](crate::Gone), in contrast to inaccessible memory.
+/// Whether a kick ended the last access of this thread that returned [`Gone`](crate::Gone), in contrast to
+/// inaccessible memory.
 pub fn was_kicked() -> bool {
     KICKED.get()
 }
@@ -175,7 +177,8 @@ unsafe fn rt_sigaction(
     answer.map(drop).map_err(io::Error::from_raw_os_error)
 }
 
-/// Changes the kernel's action for a signal, also one that the C library keeps for itself. The caller's restorer is replaced.
+/// Changes the kernel's action for a signal, also one that the C library keeps for itself. The caller's
+/// restorer is replaced.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -225,8 +228,8 @@ fn to_libc(action: &KernelAction) -> libc::sigaction {
     out
 }
 
-/// Installs the handlers for SIGSEGV, SIGBUS and the kick signal, and remembers the actions that were set before. Calling it
-/// again does nothing.
+/// Installs the handlers for SIGSEGV, SIGBUS and the kick signal, and remembers the actions that were set before.
+/// Calling it again does nothing.
 pub fn install() -> io::Result<()> {
     INSTALLED.once(install_all)
 }
@@ -273,8 +276,8 @@ pub fn after_fork_in_child() {
     }
 }
 
-/// Replaces the action to which signals are handed that are not ours, as if by `sigaction`; `None` only asks. Returns the old
-/// action; `None` if `sig` is none of our three signals or no action is known yet. Async-signal-safe.
+/// Replaces the action to which signals are handed that are not ours, as if by `sigaction`; `None` only asks. Returns
+/// the old action; `None` if `sig` is none of our three signals or no action is known yet. Async-signal-safe.
 pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::sigaction> {
     let chained = chained(sig)?;
     let old = match action {
@@ -284,8 +287,8 @@ pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::s
     old.as_ref().map(to_libc)
 }
 
-/// A kick's value is the address of this: it tells the kick from signals of the client, and from kicks of another copy of this
-/// crate.
+/// A kick's value is the address of this: it tells the kick from signals of the client, and from kicks of
+/// another copy of this crate.
 static KICK: u8 = 0;
 
 /// The part of the kernel's `siginfo_t` that is filled in for a queued signal.
@@ -303,8 +306,8 @@ struct Queued {
 
 const _: () = assert!(size_of::<Queued>() == size_of::<libc::siginfo_t>());
 
-/// Sends the kick signal to a thread of this process. If the thread is in a guarded access, or asleep there in the kernel's
-/// page fault handler, the access returns [`Gone`](crate::Gone).
+/// Sends the kick signal to a thread of this process. If the thread is in a guarded access, or asleep there in the
+/// kernel's page fault handler, the access returns [`Gone`](crate::Gone).
 pub fn kick(tid: libc::pid_t) {
     let info = Queued {
         signo: kick_signal(),
@@ -400,8 +403,8 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
     match action.handler {
         libc::SIG_IGN if sent => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: the default action; a fault occurs again when the handler returns, a signal that was sent has to be sent
-            // again. It stays blocked until then.
+            // SAFETY: the default action; a fault occurs again when the handler returns, a signal that was sent has to
+            // be sent again. It stays blocked until then.
             unsafe {
                 let _ = rt_sigaction(sig, &default, ptr::null_mut());
                 if sent {

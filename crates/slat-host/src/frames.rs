@@ -4,8 +4,8 @@
 //! [`TableMeta`] of all its frames, so that both are found from a frame's address by arithmetic, as
 //! with Linux's `struct page` array. The physical address of a frame is its address in this process.
 //!
-//! Memory is mapped and unmapped by direct system calls: the preload library watches the program's `mmap` and `munmap`, and
-//! would take the tables' own memory for guest memory.
+//! Memory is mapped and unmapped by direct system calls: the preload library watches the program's `mmap` and `munmap`,
+//! and would take the tables' own memory for guest memory.
 
 use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard};
@@ -110,8 +110,8 @@ impl Drop for Frames {
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         for chunk in inner.chunks.drain(..) {
-            // SAFETY: mapped by `map_aligned` with this size; the engine has freed all frames or is dropped with its VM, so
-            // nothing refers to the chunk.
+            // SAFETY: mapped by `map_aligned` with this size; the engine has freed all frames or is dropped with its
+            // VM, so nothing refers to the chunk.
             unsafe { unmap(chunk.as_ptr() as usize, CHUNK) };
         }
     }

@@ -1,8 +1,8 @@
 //! slat's platform on Linux userspace.
 //!
-//! The physical address of this port **is** the host-virtual address: a leaf for the page at hva holds `hva >> 12`, whatever
-//! frame of the kernel's backs the page. So the host may swap, migrate or share pages as it likes; only the bounds of mappings
-//! matter, and the program reports its changes of them ([`mappings`]).
+//! The physical address of this port **is** the host-virtual address: a leaf for the page at hva holds `hva >> 12`,
+//! whatever frame of the kernel's backs the page. So the host may swap, migrate or share pages as it likes; only the
+//! bounds of mappings matter, and the program reports its changes of them ([`mappings`]).
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
 pub mod frames;
@@ -49,8 +49,9 @@ impl HostPlatform {
         Ok(Arc::default())
     }
 
-    /// Sets policy `host_level=contiguous`: pretends that every aligned stretch of one mapping is a huge page of the host. This
-    /// is right in this port, where physical addresses are virtual ones. Affects leaves installed from now on.
+    /// Sets policy `host_level=contiguous`: pretends that every aligned stretch of one mapping is a huge page
+    /// of the host. This is right in this port, where physical addresses are virtual ones. Affects leaves
+    /// installed from now on.
     pub fn set_contiguous(&self, on: bool) {
         self.contiguous.store(on, Relaxed);
     }
@@ -100,12 +101,13 @@ impl HostPlatform {
     }
 }
 
-/// Touches the page at `address` as the guest is about to; the kernel brings a missing page in, however long that takes.
+/// Touches the page at `address` as the guest is about to; the kernel brings a missing page in,
+/// however long that takes.
 fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
     let pointer = address as *mut u8;
-    // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one locked instruction, so no
-    // concurrent write is lost. (An addition, because the other operations load first: the kernel would map its page of zeroes,
-    // and then have to flush it from all CPUs to replace it with the real one.)
+    // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one locked instruction, so
+    // no concurrent write is lost. (An addition, because the other operations load first: the kernel would map its page
+    // of zeroes, and then have to flush it from all CPUs to replace it with the real one.)
     let touched = unsafe {
         match access {
             Access::Write => slat_guard::fetch_add(pointer, 0).map(drop),
@@ -121,8 +123,8 @@ fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
 
 // SAFETY:
 // - frames and their metadata: see `frames`; a chunk lives as long as the platform;
-// - `resolve` returns addresses of live mappings with the rights it found; a caller that ends a mapping announces it (the
-//   contract of `mappings`), and guest accesses are guarded besides;
+// - `resolve` returns addresses of live mappings with the rights it found; a caller that ends a mapping announces it
+//   (the contract of `mappings`), and guest accesses are guarded besides;
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl Platform for HostPlatform {
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {

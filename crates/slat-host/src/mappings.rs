@@ -1,22 +1,22 @@
 //! What the host maps where: rights, and how large a page KVM would see there.
 //!
-//! The kernel is asked once per mapping (PROCMAP_QUERY where it exists, `/proc/self/smaps` elsewhere), as a rule when the
-//! mapping begins to back a memslot ([`learn`]). The caller that changes mappings reports that ([`changed`], [`protected`],
-//! [`advised`]): the preload library for an unmodified program, the VMM itself when it uses the crate. It reports *inside* the
-//! invalidation of the range ([`slat::Vm::invalidate`]), after the change: a fault that used the old mapping is stale then, and
-//! a later fault asks the kernel again. A change forgets the mappings that it overlaps or touches, and no others: what a
-//! program maps and unmaps beside its guests' memory costs them nothing.
+//! The kernel is asked once per mapping (PROCMAP_QUERY where it exists, `/proc/self/smaps` elsewhere), as a rule when
+//! the mapping begins to back a memslot ([`learn`]). The caller that changes mappings reports that ([`changed`],
+//! [`protected`], [`advised`]): the preload library for an unmodified program, the VMM itself when it uses the crate.
+//! It reports *inside* the invalidation of the range ([`slat::Vm::invalidate`]), after the change: a fault that used
+//! the old mapping is stale then, and a later fault asks the kernel again. A change forgets the mappings that it
+//! overlaps or touches, and no others: what a program maps and unmaps beside its guests' memory costs them nothing.
 //!
 //! A change that is not reported (the C library's own `mmap`) is found by the access that fails: `forget`.
 //!
-//! While the process has no VM, no report is needed, except that there was advice at all ([`advice_passed_by`]): then the first
-//! VM reads all advice from the kernel ([`begin`]).
+//! While the process has no VM, no report is needed, except that there was advice at all ([`advice_passed_by`]): then
+//! the first VM reads all advice from the kernel ([`begin`]).
 //!
 //! # Concurrency
-//! A look-up on the fault path takes no lock: each thread remembers the mappings it used last, valid as long as the global
-//! epoch stays unchanged. Every mapping that a thread remembers is in the process's `Table`, and removing one from the table
-//! raises the epoch, under the table's lock. The kernel's result enters the table only if no change that could make it wrong
-//! was reported since the query; else it serves one fault, which is stale then and retried.
+//! A look-up on the fault path takes no lock: each thread remembers the mappings it used last, valid as long as the
+//! global epoch stays unchanged. Every mapping that a thread remembers is in the process's `Table`, and removing one
+//! from the table raises the epoch, under the table's lock. The kernel's result enters the table only if no change that
+//! could make it wrong was reported since the query; else it serves one fault, which is stale then and retried.
 
 use slat_process::once::Computed;
 use std::cell::RefCell;
@@ -51,7 +51,8 @@ pub(crate) struct Mapping {
 
 /// Raised whenever a mapping is forgotten.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
-/// The kernel may have advice that the table lacks, or the table advice that no longer holds: the kernel has to be asked.
+/// The kernel may have advice that the table lacks, or the table advice that no longer holds: the
+/// kernel has to be asked.
 static INCOMPLETE: AtomicBool = AtomicBool::new(false);
 
 /// Start to end and advice. Non-overlapping.
@@ -101,8 +102,8 @@ impl Table {
         }
     }
 
-    /// Inserts the result of a query that began when `changes` changes had been reported. False: the result may be wrong by
-    /// now, or there is no memory to keep it.
+    /// Inserts the result of a query that began when `changes` changes had been reported. False: the result may be
+    /// wrong by now, or there is no memory to keep it.
     fn insert(&mut self, mapping: &Mapping, changes: usize) -> bool {
         let since = changes..self.changes;
         if since.len() > CHANGES
@@ -166,8 +167,8 @@ pub fn end() {
     procfs::close();
 }
 
-/// Call after advice about huge pages that the program gave while the process had no VM. One store: the caller may be in the
-/// program's `malloc`, or in a signal handler.
+/// Call after advice about huge pages that the program gave while the process had no VM. One store: the caller may be
+/// in the program's `malloc`, or in a signal handler.
 pub fn advice_passed_by() {
     INCOMPLETE.store(true, Relaxed);
 }
@@ -295,8 +296,8 @@ fn ask(address: usize) -> Option<(Mapping, bool)> {
     Some((mapping, stays))
 }
 
-/// Applies the system's mode for transparent huge pages and the program's advice to an anonymous mapping. Narrows the mapping
-/// to the part around `address` with one result.
+/// Applies the system's mode for transparent huge pages and the program's advice to an anonymous mapping. Narrows the
+/// mapping to the part around `address` with one result.
 fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
     // Under the lock: other threads wait for the result.
     if INCOMPLETE.swap(false, Relaxed) {
@@ -336,8 +337,8 @@ pub enum Thp {
     Never,
 }
 
-/// Returns the mode in `/sys/kernel/mm/transparent_hugepage/enabled` when it was first asked for; [`Thp::Never`] without that
-/// file.
+/// Returns the mode in `/sys/kernel/mm/transparent_hugepage/enabled` when it was first asked for;
+/// [`Thp::Never`] without that file.
 pub fn thp_mode() -> Thp {
     static MODE: Computed<Thp> = Computed::new();
     *MODE.get_or_init(|| {

@@ -1,9 +1,9 @@
 //! The kernel's view of this process's mappings: PROCMAP_QUERY on `/proc/self/maps` (since Linux 6.11,
 //! `include/uapi/linux/fs.h`), or the text of `/proc/self/smaps`.
 //!
-//! The files stay open while there are VMs: `KVM_RUN` needs no free descriptor on a real KVM, so it must need none here. Their
-//! numbers are high, above the program's own. A program that closes all its descriptors closes these, too ([`closed`]); slat
-//! opens them again when it needs them.
+//! The files stay open while there are VMs: `KVM_RUN` needs no free descriptor on a real KVM, so it must need none
+//! here. Their numbers are high, above the program's own. A program that closes all its descriptors closes these, too
+//! ([`closed`]); slat opens them again when it needs them.
 
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -45,8 +45,8 @@ static DIRECTORY: AtomicI32 = AtomicI32::new(-1);
 
 thread_local! {
     // Without an initialiser or a destructor: handlers read it.
-    /// The descriptor that a child of `vfork` of this thread has opened, and the child's id. The child has this memory, too, but its parent
-    /// has not the descriptor.
+    /// The descriptor that a child of `vfork` of this thread has opened, and the child's id. The child has this memory,
+    /// too, but its parent has not the descriptor.
     static CHILDS: Cell<(i32, i32)> = const { Cell::new((-1, 0)) };
 }
 
@@ -93,7 +93,8 @@ pub fn directory() -> Option<i32> {
     (fd != -1).then_some(fd)
 }
 
-/// Call before the program gives the number `fd` to another file: the descriptor of `/proc` gets another one. Async-signal-safe.
+/// Call before the program gives the number `fd` to another file: the descriptor of `/proc` gets another
+/// one. Async-signal-safe.
 pub fn replaced(fd: i32) {
     if directory() == Some(fd) {
         let arguments = [
@@ -135,8 +136,8 @@ fn moved_up(fd: i32) -> i32 {
     fd
 }
 
-/// Returns the descriptor of the directory, and the path from there, by which a file below `/proc` is reached: `AT_FDCWD` and `path` itself
-/// where no other descriptor is needed.
+/// Returns the descriptor of the directory, and the path from there, by which a file below `/proc` is reached:
+/// `AT_FDCWD` and `path` itself where no other descriptor is needed.
 pub fn reached_by(path: &CStr) -> (i32, &CStr) {
     let rest = path.to_bytes_with_nul().strip_prefix(b"/proc/");
     let rest = rest.and_then(|rest| CStr::from_bytes_with_nul(rest).ok());
@@ -259,9 +260,9 @@ impl ProcFile {
         }
     }
 
-    /// Returns the file's descriptor, opened if need be. It is ours as long as the program does not close descriptors that it
-    /// did not open. If the program does, at any time, a call on it fails or reads another file; slat's calls on it (a query
-    /// that no other file knows, and reading at an offset) change nothing.
+    /// Returns the file's descriptor, opened if need be. It is ours as long as the program does not close descriptors
+    /// that it did not open. If the program does, at any time, a call on it fails or reads another file; slat's calls
+    /// on it (a query that no other file knows, and reading at an offset) change nothing.
     fn descriptor(&self) -> Result<i32, i32> {
         let known = self.fd.load(Acquire);
         if known != Self::NONE {
@@ -366,8 +367,8 @@ fn from_smaps(address: usize) -> Option<Raw> {
     found
 }
 
-/// Calls `visit` for each mapping of this process in ascending order, with its `VmFlags` (two letters each, separated by
-/// spaces: `Documentation/filesystems/proc.rst`).
+/// Calls `visit` for each mapping of this process in ascending order, with its `VmFlags` (two letters each, separated
+/// by spaces: `Documentation/filesystems/proc.rst`).
 pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) {
     let mut mapping = None;
     each_line(&FILES.get().smaps, &mut |line| {
@@ -387,8 +388,8 @@ pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) 
     });
 }
 
-/// Calls `visit` for each mapping of a file in this process in ascending order, with the file's device (major, minor) and
-/// inode.
+/// Calls `visit` for each mapping of a file in this process in ascending order, with the file's device
+/// (major, minor) and inode.
 pub fn each_mapped_file(visit: &mut dyn FnMut(Range<usize>, (u32, u32), u64)) {
     each_line(&FILES.get().maps, &mut |line| {
         if let Some(header) = header(line)

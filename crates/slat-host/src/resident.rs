@@ -1,5 +1,5 @@
-//! Which pages are in memory now: mincore(2). Where a seccomp filter forbids mincore, nothing is known: faults ask, and they
-//! are too many for the helper.
+//! Which pages are in memory now: mincore(2). Where a seccomp filter forbids mincore, nothing is known: faults ask, and
+//! they are too many for the helper.
 
 use slat_process::calls::{self, Call};
 use std::ops::Range;
@@ -26,8 +26,8 @@ pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)
     while at < range.end {
         let end = range.end.min(at + CHUNK * PAGE);
         let pages = (end - at) / PAGE;
-        // SAFETY: `resident` has a byte for each page of the range; the call writes nothing else, and fails with ENOMEM if the
-        // range is not mapped.
+        // SAFETY: `resident` has a byte for each page of the range; the call writes nothing else, and fails with ENOMEM
+        // if the range is not mapped.
         let answer = unsafe { libc::mincore(at as *mut _, end - at, resident.as_mut_ptr()) };
         if answer != 0 {
             return;

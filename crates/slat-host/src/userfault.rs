@@ -1,13 +1,15 @@
-//! Pages of memslots that are not there yet, as the client says in a bitmap of its own: the posted series "KVM Userfault"
-//! (version 3, June 2025: `KVM_MEM_USERFAULT`). For post-copy migration and lazy restore where userfaultfd is forbidden.
+//! Pages of memslots that are not there yet, as the client says in a bitmap of its own: the posted series "KVM
+//! Userfault" (version 3, June 2025: `KVM_MEM_USERFAULT`). For post-copy migration and lazy restore where
+//! userfaultfd is forbidden.
 //!
-//! A bit that is set is a page to come: its access ends with [`ResolveError::Absent`]. The client stores the page, then clears the bit.
+//! A bit that is set is a page to come: its access ends with [`ResolveError::Absent`]. The client stores the page,
+//! then clears the bit.
 //!
 //! # Concurrency
-//! The bitmap is memory of the client, which may do anything with it, so its bits are read by guarded loads; on x86 a load that
-//! sees the cleared bit is followed by accesses that see the page. A bit counts when a page is resolved: setting one later has no effect on a
-//! page that is mapped (as in the series). So the table of bitmaps is changed inside an invalidation of the slot's memory: then
-//! every leaf was resolved with the bitmap that the slot has.
+//! The bitmap is memory of the client, which may do anything with it, so its bits are read by guarded loads; on x86 a
+//! load that sees the cleared bit is followed by accesses that see the page. A bit counts when a page is resolved:
+//! setting one later has no effect on a page that is mapped (as in the series). So the table of bitmaps is changed
+//! inside an invalidation of the slot's memory: then every leaf was resolved with the bitmap that the slot has.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::*};
@@ -73,8 +75,8 @@ impl Userfaults {
         found.map(|(_, userfault)| userfault.clone())
     }
 
-    /// Gives a slot a bitmap, or takes it away. Call inside an invalidation of the slot's memory ([`slat::Vm::invalidate`]), or while
-    /// there is no such slot.
+    /// Gives a slot a bitmap, or takes it away. Call inside an invalidation of the slot's memory
+    /// ([`slat::Vm::invalidate`]), or while there is no such slot.
     ///
     /// # Errors
     /// [`OutOfMemory`]; nothing was changed. Not if the slot has a bitmap already, or gets none.
@@ -94,8 +96,8 @@ impl Userfaults {
         Ok(())
     }
 
-    /// Finds out whether the page of `request` may be resolved. Returns whether its slot has a bitmap: then leaves are small, as
-    /// the page next to it may be absent.
+    /// Finds out whether the page of `request` may be resolved. Returns whether its slot has a bitmap: then leaves are
+    /// small, as the page next to it may be absent.
     ///
     /// # Errors
     /// [`ResolveError::Absent`]; others if the bitmap cannot be read.
@@ -112,8 +114,8 @@ impl Userfaults {
         Ok(true)
     }
 
-    /// Calls `found` for the parts of `stretch` (whole pages) that are not absent, in ascending order. The flag says that a bitmap
-    /// has bits for `stretch`. What one memslot awaits, all do without here.
+    /// Calls `found` for the parts of `stretch` (whole pages) that are not absent, in ascending order. The flag says
+    /// that a bitmap has bits for `stretch`. What one memslot awaits, all do without here.
     pub(crate) fn present(&self, stretch: Range<usize>, found: &mut dyn FnMut(Range<usize>, bool)) {
         if !self.any.load(Acquire) {
             return found(stretch, false);

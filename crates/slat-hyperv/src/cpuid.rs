@@ -157,7 +157,8 @@ pub fn supported(machine: Machine) -> [Leaf; 10] {
                 NO_NONARCH_CORESHARING
             }
     };
-    // Direct flushes and the MSR bitmap of nested guests: hypervisors in the guest use the leaf, and there are none without VMX and SVM.
+    // Direct flushes and the MSR bitmap of nested guests: hypervisors in the guest use the leaf, and there are none
+    // without VMX and SVM.
     let nested = [1 << 17 | 1 << 19, 1, 0, 0];
     [
         leaf(VENDOR, [DEBUGGER, vendor[0], vendor[1], vendor[2]]),
@@ -186,7 +187,8 @@ pub struct Privileges {
 }
 
 impl Privileges {
-    /// Reads a guest's leaves. `leaf` returns the registers of a leaf that the guest has. `None`: the guest has no Hyper-V interface.
+    /// Reads a guest's leaves. `leaf` returns the registers of a leaf that the guest has. `None`: the guest has
+    /// no Hyper-V interface.
     pub fn from_cpuid(leaf: impl Fn(u32) -> Option<[u32; 4]>) -> Option<Self> {
         leaf(INTERFACE).filter(|registers| registers[0] == SIGNATURE)?;
         let [eax, ebx, ..] = leaf(RECOMMENDATIONS).unwrap_or_default();

@@ -1,11 +1,12 @@
 //! What a hypercall asks for, and how its result looks.
 //!
-//! A hypercall's input value names the call and its form. Its parameters are a sequence of 64-bit words: in guest memory, or, for a
-//! *fast* call, in two registers, followed by the halves of six XMM registers. Both have the same layout, so the parameters are
-//! decoded by a closure that returns the word with a given index, from wherever it is ([`Fast::word`] for registers).
+//! A hypercall's input value names the call and its form. Its parameters are a sequence of 64-bit words: in guest
+//! memory, or, for a *fast* call, in two registers, followed by the halves of six XMM registers. Both have the same
+//! layout, so the parameters are decoded by a closure that returns the word with a given index, from wherever it is
+//! ([`Fast::word`] for registers).
 //!
-//! [`Request::decode`] finds what is asked for. [`Flush::read`] and [`Ipi::read`] read the parameters of calls that the host carries
-//! out; those of the others are the client's.
+//! [`Request::decode`] finds what is asked for. [`Flush::read`] and [`Ipi::read`] read the parameters of calls that the
+//! host carries out; those of the others are the client's.
 
 use crate::cpuid::Privileges;
 use crate::vp_set::{BANKS, VpSet};
@@ -232,7 +233,8 @@ pub fn client_event(caller: &Caller) -> Result<(), Status> {
 /// Returns the connection that the parameter of SIGNAL_EVENT names: 24 bits.
 ///
 /// # Errors
-/// `InvalidPortId` for a flag of the connection other than the first: no client has more. `InvalidInput` for reserved bits.
+/// `InvalidPortId` for a flag of the connection other than the first: no client has more.
+/// `InvalidInput` for reserved bits.
 pub fn connection(parameter: u64) -> Result<u32, Status> {
     const FLAG: u64 = 0xffff << 32;
     const CONNECTION: u64 = 0xff_ffff;
@@ -243,8 +245,8 @@ pub fn connection(parameter: u64) -> Result<u32, Status> {
     }
 }
 
-/// Reads a set of virtual processors: format, valid banks, banks; the first word has the index `at`. Returns the set, and the index
-/// of the word after it. `most` is one more than the largest VP index: banks beyond it are not read.
+/// Reads a set of virtual processors: format, valid banks, banks; the first word has the index `at`. Returns the set,
+/// and the index of the word after it. `most` is one more than the largest VP index: banks beyond it are not read.
 fn read_set<E: From<Status>>(
     input: Input,
     at: usize,
@@ -277,8 +279,8 @@ fn read_set<E: From<Status>>(
     Ok((Some(VpSet { valid, banks }), after))
 }
 
-/// The virtual processors whose translations are to be flushed. Whatever address space and addresses the guest names: all of theirs
-/// are.
+/// The virtual processors whose translations are to be flushed. Whatever address space and addresses the guest
+/// names: all of theirs are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flush {
     /// `None`: no virtual processor.
@@ -335,11 +337,12 @@ pub struct Ipi {
 }
 
 impl Ipi {
-    /// Reads the parameters of [`Request::SendIpi`]. `most` is one more than the largest VP index. `None`: the interrupt goes to no
-    /// virtual processor.
+    /// Reads the parameters of [`Request::SendIpi`]. `most` is one more than the largest VP index. `None`: the
+    /// interrupt goes to no virtual processor.
     ///
     /// # Errors
-    /// `InvalidInput` for a set that contradicts the input value, and for a vector that no interrupt has; what `word` returns.
+    /// `InvalidInput` for a set that contradicts the input value, and for a vector that no interrupt has;
+    /// what `word` returns.
     pub fn read<E: From<Status>>(
         input: Input,
         most: u32,

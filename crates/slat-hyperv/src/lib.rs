@@ -2,9 +2,10 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! Nothing here knows a descriptor, an ioctl, a thread, a clock or guest memory: time is an argument, what is to be written to guest
-//! memory is a value, what is read from it goes through a closure, and what a register access brings about outside comes back as a
-//! value. The rules are those of Hyper-V's Top Level Functional Specification (TLFS); where KVM differs, those of KVM.
+//! Nothing here knows a descriptor, an ioctl, a thread, a clock or guest memory: time is an argument, what is to be
+//! written to guest memory is a value, what is read from it goes through a closure, and what a register access brings
+//! about outside comes back as a value. The rules are those of Hyper-V's Top Level Functional Specification (TLFS);
+//! where KVM differs, those of KVM.
 //!
 //! | file | idea |
 //! |---|---|
@@ -18,8 +19,8 @@
 //! | [`hypercall`] | what a hypercall asks for, and how its result looks |
 //! | [`vp_set`] | sets of virtual processors, as hypercalls name them |
 //!
-//! MSRs are written by two: by the guest, whose writes are checked and have effects, and by the host, which restores a state
-//! ([`Writer`]).
+//! MSRs are written by two: by the guest, whose writes are checked and have effects, and by the host, which restores
+//! a state ([`Writer`]).
 
 #![no_std]
 

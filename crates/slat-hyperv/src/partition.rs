@@ -113,8 +113,8 @@ impl Partition {
         self.debugger.options & DEBUG_BY_HYPERCALLS != 0
     }
 
-    /// Returns the address of the page that has to be filled with the code of a hypercall before HYPERCALL is written with `value`.
-    /// `None`: the write needs no page. If the page cannot be written, the write is to be refused.
+    /// Returns the address of the page that has to be filled with the code of a hypercall before HYPERCALL is written
+    /// with `value`. `None`: the write needs no page. If the page cannot be written, the write is to be refused.
     pub fn hypercall_page(&self, value: u64) -> Option<u64> {
         (self.is_identified() && value & ENABLED != 0).then_some(value & PAGE)
     }
@@ -228,7 +228,8 @@ impl Partition {
         state != PageState::NamedByGuest && self.tsc_emulation_control != 0
     }
 
-    /// Call after the machine's clock, or the relation of a TSC to it, has changed. Returns whether the page is to be written.
+    /// Call after the machine's clock, or the relation of a TSC to it, has changed. Returns whether the
+    /// page is to be written.
     pub fn clock_changed(&mut self) -> bool {
         match self.page_state {
             PageState::Valid if !self.keeps_page(PageState::Valid) => {
@@ -248,8 +249,8 @@ impl Partition {
         )
     }
 
-    /// Begins to write the page, if it is to be written: until [`end_page`](Self::end_page) no other virtual processor writes it, and
-    /// the machine's clock is the reference clock.
+    /// Begins to write the page, if it is to be written: until [`end_page`](Self::end_page) no other virtual processor
+    /// writes it, and the machine's clock is the reference clock.
     pub fn begin_page(&mut self) -> Option<DuePage> {
         let before = self.page_state;
         if !self.is_page_due() {
@@ -264,7 +265,8 @@ impl Partition {
         })
     }
 
-    /// Ends what [`begin_page`](Self::begin_page) began. Does nothing if the guest or the host has named a page meanwhile.
+    /// Ends what [`begin_page`](Self::begin_page) began. Does nothing if the guest or the host has
+    /// named a page meanwhile.
     pub fn end_page(&mut self, due: DuePage, outcome: PageOutcome) {
         let PageState::InProgress { stale } = self.page_state else {
             return;

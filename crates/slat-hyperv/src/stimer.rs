@@ -1,8 +1,9 @@
-//! The synthetic timers of one virtual processor: four, each one-shot or periodic, which send a message to a source of the SynIC or
-//! an interrupt directly to the local APIC.
+//! The synthetic timers of one virtual processor: four, each one-shot or periodic, which send a message to a source of
+//! the SynIC or an interrupt directly to the local APIC.
 //!
-//! A timer counts by the reference clock, and its alarm is set by the host's: both are in a [`Moment`]. As in KVM, a timer whose
-//! message finds no free slot waits for it and counts no further, and a periodic one skips the ticks for which there was no time.
+//! A timer counts by the reference clock, and its alarm is set by the host's: both are in a [`Moment`]. As in KVM, a
+//! timer whose message finds no free slot waits for it and counts no further, and a periodic one skips the ticks for
+//! which there was no time.
 
 use crate::msr::STIMER0_CONFIG;
 use crate::{Refused, Writer};
@@ -154,7 +155,8 @@ impl Timers {
         }
     }
 
-    /// Writes the configuration or the count of a timer; both stop it. An enabled timer starts again in [`run`](Self::run).
+    /// Writes the configuration or the count of a timer; both stop it. An enabled timer starts again
+    /// in [`run`](Self::run).
     ///
     /// # Errors
     /// The writer must not, by `rights`.
@@ -217,7 +219,8 @@ impl Timers {
         }
     }
 
-    /// Call after the guest has read the message of a source: a timer whose message waits for its slot is to be looked at.
+    /// Call after the guest has read the message of a source: a timer whose message waits for its
+    /// slot is to be looked at.
     pub fn acknowledged(&mut self, sint: u32) {
         for timer in &mut self.0 {
             let waits = timer.waits && timer.has(ENABLED) && !timer.has(DIRECT);

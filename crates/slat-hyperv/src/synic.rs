@@ -1,5 +1,5 @@
-//! The synthetic interrupt controller (SynIC) of one virtual processor: sixteen sources (SINTs), each with a vector of its own, and
-//! the pages for messages and event flags.
+//! The synthetic interrupt controller (SynIC) of one virtual processor: sixteen sources (SINTs), each with a vector of
+//! its own, and the pages for messages and event flags.
 
 use crate::message;
 use crate::msr::*;
@@ -61,8 +61,8 @@ impl Default for Synic {
 }
 
 impl Synic {
-    /// Enables the SynIC. `clears_pages`: a page that the guest names is filled with zeros (`KVM_CAP_HYPERV_SYNIC` in contrast to
-    /// `KVM_CAP_HYPERV_SYNIC2`).
+    /// Enables the SynIC. `clears_pages`: a page that the guest names is filled with zeros (`KVM_CAP_HYPERV_SYNIC` in
+    /// contrast to `KVM_CAP_HYPERV_SYNIC2`).
     pub fn activate(&mut self, clears_pages: bool) {
         self.active = true;
         self.clears_pages = clears_pages;
@@ -98,8 +98,8 @@ impl Synic {
         })
     }
 
-    /// Returns the address of the page that the guest names by writing `value`, if it has to be filled with zeros before the write.
-    /// If it cannot be, the write is to be refused.
+    /// Returns the address of the page that the guest names by writing `value`, if it has to be filled with zeros
+    /// before the write. If it cannot be, the write is to be refused.
     pub fn page_to_clear(&self, index: u32, value: u64) -> Option<u64> {
         let names_page = matches!(index, SIEFP | SIMP) && value & ENABLED != 0;
         (self.active && self.clears_pages && names_page).then_some(value & PAGE)
@@ -108,7 +108,8 @@ impl Synic {
     /// Writes a register.
     ///
     /// # Errors
-    /// There is no such register, it is read-only, it cannot hold the value, or there is no SynIC (the host may then write zeros).
+    /// There is no such register, it is read-only, it cannot hold the value, or there is no SynIC (the host
+    /// may then write zeros).
     pub fn write(&mut self, index: u32, value: u64, by: Writer) -> Result<Effect, Refused> {
         let by_guest = by == Writer::Guest;
         if !self.active && (by_guest || value != 0) {

@@ -1,8 +1,9 @@
 //! Which local APICs a message is for, without asking each of them.
 //!
-//! [`ApicMap`] is a snapshot of the APICs' [`Address`]es. Whoever shares it builds it anew when an address has changed: at most a
-//! few times while a guest boots. A look-up by id is a binary search; a logical id of x2APIC mode names at most 16 physical ids
-//! (SDM volume 3, 12.12.10.2); xAPIC's logical ids are compared one by one, and there are at most 255 of them.
+//! [`ApicMap`] is a snapshot of the APICs' [`Address`]es. Whoever shares it builds it anew when an address has
+//! changed: at most a few times while a guest boots. A look-up by id is a binary search; a logical id of x2APIC mode
+//! names at most 16 physical ids (SDM volume 3, 12.12.10.2); xAPIC's logical ids are compared one by one, and there
+//! are at most 255 of them.
 
 use crate::message::{BROADCAST, DeliveryMode, Destination, Message};
 use alloc::collections::TryReserveError;
@@ -157,8 +158,8 @@ impl ApicMap {
         }
     }
 
-    /// Calls `deliver` with each APIC that `message` is for. One that goes to the lowest priority goes to one of those that take
-    /// interrupts: as in KVM, the vector chooses which, so that the same interrupt stays on one CPU.
+    /// Calls `deliver` with each APIC that `message` is for. One that goes to the lowest priority goes to one of those
+    /// that take interrupts: as in KVM, the vector chooses which, so that the same interrupt stays on one CPU.
     pub fn route(&self, message: &Message, sender: Option<usize>, mut deliver: impl FnMut(usize)) {
         let destination = message.destination;
         if message.mode != DeliveryMode::LowestPriority {

@@ -1,14 +1,16 @@
 //! The I/O APIC of a PC: an 82093AA, version 0x11, with 24 pins.
 //!
-//! As in KVM, a line that is high means that a device asks for an interrupt; an entry's polarity bit is storage. An edge at a
-//! masked pin is lost, while a level waits until the pin is unmasked. A level that nobody ends for its device's sake is delivered
-//! again at each end of interrupt; after [`SUCCESSIVE`] times in a row, the caller is asked to let the guest get on for a while.
+//! As in KVM, a line that is high means that a device asks for an interrupt; an entry's polarity bit is storage. An
+//! edge at a masked pin is lost, while a level waits until the pin is unmasked. A level that nobody ends for its
+//! device's sake is delivered again at each end of interrupt; after [`SUCCESSIVE`] times in a row, the caller is asked
+//! to let the guest get on for a while.
 //!
-//! Messages go to a closure `deliver`, which returns how many local APICs accepted the message. An entry with delivery mode
-//! ExtINT makes a message like any other: its local APICs decide (KVM's drop it, for the 8259 pair is wired to LINT0).
+//! Messages go to a closure `deliver`, which returns how many local APICs accepted the message. An entry with
+//! delivery mode ExtINT makes a message like any other: its local APICs decide (KVM's drop it, for the 8259
+//! pair is wired to LINT0).
 //!
-//! What there is not: an EOI register, which comes with version 0x20; and KVM's knowledge of which CPUs have yet to end the
-//! interrupt of pin 8 (the RTC), by which it reports an edge at that pin as coalesced until all have.
+//! What there is not: an EOI register, which comes with version 0x20; and KVM's knowledge of which CPUs have yet to end
+//! the interrupt of pin 8 (the RTC), by which it reports an edge at that pin as coalesced until all have.
 
 #[cfg(test)]
 mod tests;
@@ -59,8 +61,8 @@ pub struct IoApicState {
     pub ioregsel: u32,
     /// The APIC id.
     pub id: u32,
-    /// The pins, by bit, whose line is high. In a saved state without the edges that were delivered: what this leaves is
-    /// delivered when the state is restored.
+    /// The pins, by bit, whose line is high. In a saved state without the edges that were delivered: what this leaves
+    /// is delivered when the state is restored.
     pub irr: u32,
     /// Padding, which KVM keeps.
     pub pad: u32,
@@ -233,7 +235,8 @@ impl IoApic {
         }
     }
 
-    /// Reads from `offset` in the registers' address range. Registers are 32 bits wide; what `data` has beyond them is zero.
+    /// Reads from `offset` in the registers' address range. Registers are 32 bits wide; what `data` has
+    /// beyond them is zero.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         let value = match offset {
             IOREGSEL => self.state.ioregsel,
@@ -246,11 +249,12 @@ impl IoApic {
         }
     }
 
-    /// Writes to `offset` in the registers' address range. Returns the redirection entry that was written; local APICs have to
-    /// look at [`vectors`](Self::vectors) then.
+    /// Writes to `offset` in the registers' address range. Returns the redirection entry that was written; local APICs
+    /// have to look at [`vectors`](Self::vectors) then.
     ///
     /// A level that waits at the pin of this entry may be old, when the device was served while the pin was masked. So
-    /// `acknowledged` is called for the pin, as [`end_of_interrupt`](Self::end_of_interrupt) does. What is high still is delivered.
+    /// `acknowledged` is called for the pin, as [`end_of_interrupt`](Self::end_of_interrupt) does. What is
+    /// high still is delivered.
     pub fn write(
         &mut self,
         offset: u64,
@@ -309,11 +313,13 @@ impl IoApic {
 
     /// Call after a local APIC ended the interrupt `vector`. `level`: the vector's bit in the APIC's TMR.
     ///
-    /// `acknowledged` is called with each pin that has the vector. It returns the sources, by bit, that held the line only until
-    /// now (KVM's resample irqfds), or 0. Then, if `level`, a pin whose line still is high is delivered again.
+    /// `acknowledged` is called with each pin that has the vector. It returns the sources, by bit, that held
+    /// the line only until now (KVM's resample irqfds), or 0. Then, if `level`, a pin whose line still is
+    /// high is delivered again.
     ///
-    /// Returns the pins, by bit, that were delivered so [`SUCCESSIVE`] times in a row: nobody serves their device. Their next
-    /// delivery is up to the caller: [`deliver_pending`](Self::deliver_pending), after a while in which the guest gets on (KVM: 10 ms).
+    /// Returns the pins, by bit, that were delivered so [`SUCCESSIVE`] times in a row: nobody serves their device.
+    /// Their next delivery is up to the caller: [`deliver_pending`](Self::deliver_pending), after a while in which the
+    /// guest gets on (KVM: 10 ms).
     pub fn end_of_interrupt(
         &mut self,
         vector: u8,
@@ -346,8 +352,8 @@ impl IoApic {
         postponed
     }
 
-    /// Delivers the levels that wait at unmasked pins. Call some time after [`end_of_interrupt`](Self::end_of_interrupt)
-    /// postponed one.
+    /// Delivers the levels that wait at unmasked pins. Call some time after
+    /// [`end_of_interrupt`](Self::end_of_interrupt) postponed one.
     pub fn deliver_pending(&mut self, deliver: &mut impl FnMut(Message) -> usize) {
         for pin in 0..PINS {
             if self.is_waiting(pin) {
@@ -364,7 +370,8 @@ impl IoApic {
             .any(|&entry| vector_of(entry) == vector)
     }
 
-    /// Returns the vectors that [`handles`](Self::handles) holds for, by bit: for those who end interrupts without a lock.
+    /// Returns the vectors that [`handles`](Self::handles) holds for, by bit: for those who end
+    /// interrupts without a lock.
     pub fn vectors(&self) -> [u64; 4] {
         let mut vectors = [0; 4];
         for &entry in &self.state.redirtbl {

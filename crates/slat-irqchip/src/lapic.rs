@@ -1,9 +1,9 @@
-//! The local APIC of one vCPU: registers, priorities, timer. Knows nothing of other vCPUs: what leaves it comes back as an
-//! [`Effect`], which the VM carries out.
+//! The local APIC of one vCPU: registers, priorities, timer. Knows nothing of other vCPUs: what leaves it comes back as
+//! an [`Effect`], which the VM carries out.
 //!
-//! What there is: xAPIC (memory) and x2APIC (MSR) modes, interrupts of every delivery mode, the LVT timer in all three modes, an
-//! 8259 or an NMI through LINT0. What there is not: the error status register's error bits, the thermal and performance LVTs beyond
-//! storage.
+//! What there is: xAPIC (memory) and x2APIC (MSR) modes, interrupts of every delivery mode, the LVT timer in all three
+//! modes, an 8259 or an NMI through LINT0. What there is not: the error status register's error bits, the thermal and
+//! performance LVTs beyond storage.
 
 use crate::apic_map::{Address, Logical};
 use crate::message::{DeliveryMode, Message};
@@ -69,7 +69,8 @@ pub enum Effect {
     Send(Message),
     /// [`Lapic::address`] may have changed.
     Address,
-    /// The timer has a new deadline (or none): see [`Lapic::deadline`]. The one before may have been over, and is an interrupt then.
+    /// The timer has a new deadline (or none): see [`Lapic::deadline`]. The one before may have been over, and
+    /// is an interrupt then.
     Timer,
     /// The guest has finished with this vector; true when it was level-triggered.
     Eoi(u8, bool),
@@ -97,8 +98,8 @@ fn mode(base: u64) -> u64 {
     base & (BASE_ENABLE | BASE_X2APIC)
 }
 
-/// Checks a new value of the APIC_BASE MSR. The client may restore any valid one; `from_guest`: the processor's rules for a change
-/// of the mode apply, too (SDM volume 3, "x2APIC State Transitions").
+/// Checks a new value of the APIC_BASE MSR. The client may restore any valid one; `from_guest`: the processor's rules
+/// for a change of the mode apply, too (SDM volume 3, "x2APIC State Transitions").
 ///
 /// # Errors
 /// Reserved bits, x2APIC mode of a disabled APIC, and the mode changes that hardware refuses.
@@ -182,7 +183,8 @@ impl Lapic {
             && DeliveryMode::of(lint0) == DeliveryMode::Nmi
     }
 
-    /// Opens LINT0 for the interrupts of an 8259, as firmware would. KVM does that after the reset of the bootstrap processor.
+    /// Opens LINT0 for the interrupts of an 8259, as firmware would. KVM does that after the reset of the
+    /// bootstrap processor.
     pub fn accept_external(&mut self) {
         self.set(reg::LVT_LINT0, LVT_EXTINT);
     }
@@ -439,7 +441,8 @@ impl Lapic {
         }
     }
 
-    /// Writes EOI, ICR or TPR by the MSR that Hyper-V has for it, in whatever mode the APIC is. The upper half of ICR is ICR2.
+    /// Writes EOI, ICR or TPR by the MSR that Hyper-V has for it, in whatever mode the APIC is. The upper
+    /// half of ICR is ICR2.
     ///
     /// # Errors
     /// The register has no such MSR, or the value has reserved bits.
@@ -518,7 +521,8 @@ impl Lapic {
         self.set(reg::IRR + offset, self.get(reg::IRR + offset) & !bit);
     }
 
-    /// Whether the end of the interrupt in service concerns the guest only: none is pending after it, and no I/O APIC waits for it.
+    /// Whether the end of the interrupt in service concerns the guest only: none is pending after it, and no
+    /// I/O APIC waits for it.
     pub fn may_end_silently(&self) -> bool {
         let edge = |vector| {
             let (offset, bit) = Self::bit(vector);
@@ -532,8 +536,8 @@ impl Lapic {
         self.tsc_khz = khz;
     }
 
-    /// Sets how long a cycle of the bus is, by which the timer counts: 1 ns, unless this is called. Call before the guest runs. The
-    /// longest count, [`u32::MAX`] with [`MAX_DIVISOR`], has to fit 64 bits.
+    /// Sets how long a cycle of the bus is, by which the timer counts: 1 ns, unless this is called. Call before the
+    /// guest runs. The longest count, [`u32::MAX`] with [`MAX_DIVISOR`], has to fit 64 bits.
     pub fn set_bus_cycle(&mut self, nanoseconds: u64) {
         self.bus_cycle_ns = nanoseconds;
     }
@@ -663,8 +667,8 @@ impl Lapic {
         registers
     }
 
-    /// Sets all registers. The timer goes on from its current count. A deadline of the TSC is none of them: as in KVM, it stays as
-    /// long as its mode does.
+    /// Sets all registers. The timer goes on from its current count. A deadline of the TSC is none of them: as in KVM,
+    /// it stays as long as its mode does.
     pub fn restore(&mut self, registers: &[u32; REGISTERS], now: u64) {
         let by_tsc = self.tsc_deadline_mode();
         self.regs = *registers;

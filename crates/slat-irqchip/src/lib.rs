@@ -1,9 +1,9 @@
 //! The interrupt controllers of a PC as pure state machines.
 //!
-//! Nothing here knows a descriptor, an ioctl, a thread or a clock: time is an argument (nanoseconds of whatever clock the caller
-//! has), and what a register access brings about outside comes back as a value or goes to a closure. So a VMM can use each
-//! controller alone, and a test can drive it register by register. Each controller is one plain struct; whoever shares it
-//! between threads puts it behind a lock.
+//! Nothing here knows a descriptor, an ioctl, a thread or a clock: time is an argument (nanoseconds of whatever clock
+//! the caller has), and what a register access brings about outside comes back as a value or goes to a closure. So a
+//! VMM can use each controller alone, and a test can drive it register by register. Each controller is one plain
+//! struct; whoever shares it between threads puts it behind a lock.
 //!
 //! | file | idea |
 //! |---|---|

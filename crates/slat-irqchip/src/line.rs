@@ -47,8 +47,8 @@ impl<const N: usize> Lines<N> {
         self.held[line] != 0
     }
 
-    /// Lets none of `sources` hold `line` any longer. Returns whether the line fell: one that nobody held has not, for a restored
-    /// state may have it high without a source.
+    /// Lets none of `sources` hold `line` any longer. Returns whether the line fell: one that nobody held has not, for
+    /// a restored state may have it high without a source.
     pub(crate) fn lower(&mut self, line: usize, sources: u64) -> bool {
         let was_held = self.held[line] & sources != 0;
         self.held[line] &= !sources;

@@ -53,8 +53,8 @@ pub enum Destination {
 }
 
 impl Destination {
-    /// Decodes a destination field. An id of all ones is a broadcast, and its width is the sender's: 8 bits from xAPIC mode, an
-    /// I/O APIC or an MSI, 32 from x2APIC mode.
+    /// Decodes a destination field. An id of all ones is a broadcast, and its width is the sender's: 8 bits from xAPIC
+    /// mode, an I/O APIC or an MSI, 32 from x2APIC mode.
     pub fn new(id: u32, logical: bool, broadcast: u32) -> Self {
         match logical {
             _ if id == broadcast => Destination::All,
@@ -106,7 +106,8 @@ pub const BROADCAST: u32 = 0xff;
 pub const X2APIC_BROADCAST: u32 = u32::MAX;
 
 impl Message {
-    /// Decodes a write of the ICR (SDM volume 3, 12.6.1). `destination` is 8 bits wide in xAPIC mode, 32 in x2APIC mode.
+    /// Decodes a write of the ICR (SDM volume 3, 12.6.1). `destination` is 8 bits wide in xAPIC
+    /// mode, 32 in x2APIC mode.
     pub fn from_icr(low: u32, destination: u32, x2apic: bool) -> Self {
         let broadcast = if x2apic { X2APIC_BROADCAST } else { BROADCAST };
         Message {
@@ -123,8 +124,8 @@ impl Message {
         }
     }
 
-    /// Decodes an MSI: a write of `data` to `address` (SDM volume 3, 12.11). As in KVM, one that ends a level counts as an interrupt,
-    /// and one with the redirection hint goes to one of its destinations.
+    /// Decodes an MSI: a write of `data` to `address` (SDM volume 3, 12.11). As in KVM, one that ends a level counts as
+    /// an interrupt, and one with the redirection hint goes to one of its destinations.
     pub fn from_msi(address: u64, data: u32, ids: MsiIds) -> Self {
         let low = address as u32;
         let high = match ids {

@@ -1,12 +1,14 @@
 //! The pair of 8259A interrupt controllers of a PC, with the edge/level registers of its chipset.
 //!
-//! The slave's output is input 2 of the master. As in KVM, the master latches a request of the slave like an edge: when the
-//! slave withdraws it before the CPU acknowledges, the CPU gets the slave's spurious interrupt, 15.
+//! The slave's output is input 2 of the master. As in KVM, the master latches a request of the slave like an edge: when
+//! the slave withdraws it before the CPU acknowledges, the CPU gets the slave's spurious interrupt, 15.
 //!
-//! The guest ends an interrupt with a command, or tells the controller to end it by itself. Calls that can end interrupts return
-//! their lines, because others wait for that: the resamplefds of `KVM_IRQFD`, the next tick of the 8254.
+//! The guest ends an interrupt with a command, or tells the controller to end it by itself. Calls that can
+//! end interrupts return their lines, because others wait for that: the resamplefds of `KVM_IRQFD`, the
+//! next tick of the 8254.
 //!
-//! What there is not: a single 8259A, and level-triggered mode for all inputs at once (ICW1's SNGL and LTIM). KVM has neither.
+//! What there is not: a single 8259A, and level-triggered mode for all inputs at once (ICW1's SNGL and
+//! LTIM). KVM has neither.
 
 mod i8259;
 #[cfg(test)]
@@ -81,8 +83,9 @@ impl Pics {
         Self::with_sources_until_end(0)
     }
 
-    /// Like [`new`](Self::new); `sources`, by bit, hold a line only until the guest ends its interrupt. They let go of it before the pair
-    /// looks at its lines again: a slave that asked the master once more for it would leave a spurious interrupt there.
+    /// Like [`new`](Self::new); `sources`, by bit, hold a line only until the guest ends its interrupt. They let go of
+    /// it before the pair looks at its lines again: a slave that asked the master once more for it would leave a
+    /// spurious interrupt there.
     pub const fn with_sources_until_end(sources: u64) -> Self {
         Pics {
             chips: [PicState::new(ELCR_MASK[0]), PicState::new(ELCR_MASK[1])],
@@ -100,8 +103,8 @@ impl Pics {
         }
     }
 
-    /// Lets `source` (modulo 64) hold line `irq` high, or no longer hold it. A line that is high already has no edge, which is
-    /// [`Outcome::Coalesced`]; `KVM_IRQ_LINE_STATUS` counts it as 1.
+    /// Lets `source` (modulo 64) hold line `irq` high, or no longer hold it. A line that is high already has no edge,
+    /// which is [`Outcome::Coalesced`]; `KVM_IRQ_LINE_STATUS` counts it as 1.
     pub fn set_line(&mut self, irq: usize, source: u8, level: bool) -> Outcome {
         if irq >= LINES {
             return Outcome::Ignored;
@@ -117,8 +120,8 @@ impl Pics {
         self.request(Chip::Master).is_some()
     }
 
-    /// Acknowledges the interrupt that [`output`](Self::output) asks for. The vector is that of a spurious interrupt if there is
-    /// none any longer.
+    /// Acknowledges the interrupt that [`output`](Self::output) asks for. The vector is that of a spurious interrupt if
+    /// there is none any longer.
     pub fn acknowledge(&mut self) -> Acknowledged {
         let [master, slave] = &mut self.chips;
         let mut vector = master.irq_base.wrapping_add(SPURIOUS);
@@ -166,8 +169,8 @@ impl Pics {
         Self::register(port).is_some()
     }
 
-    /// Reads a port: its value and the lines, by bit, whose interrupt ended. Only a poll ends any, and only with automatic end of
-    /// interrupt: as the data sheet has it, a poll acknowledges. KVM's poll ends the interrupt, too.
+    /// Reads a port: its value and the lines, by bit, whose interrupt ended. Only a poll ends any, and only with
+    /// automatic end of interrupt: as the data sheet has it, a poll acknowledges. KVM's poll ends the interrupt, too.
     pub fn read(&mut self, port: u16) -> (u8, u16) {
         let Some((chip, register)) = Self::register(port) else {
             return (0xff, 0);

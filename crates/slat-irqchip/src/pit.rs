@@ -1,13 +1,13 @@
 //! The 8254 timer of a PC: counter 0 drives IRQ 0, counter 2 the speaker. Counter 1 has no effect.
 //!
-//! Each end of a count of counter 0 is a tick, for which IRQ 0 has to be pulsed. When the caller is late, or the guest slow, there
-//! are more ticks than interrupts. With reinjection, which is KVM's default, ticks wait until the guest acknowledged the one
-//! before, so that none is lost: [`Pit::expire`] and [`Pit::acknowledged`] each tell whether it is time for a pulse. Without it,
-//! ticks that one call of `expire` finds are one.
+//! Each end of a count of counter 0 is a tick, for which IRQ 0 has to be pulsed. When the caller is late, or the guest
+//! slow, there are more ticks than interrupts. With reinjection, which is KVM's default, ticks wait until the guest
+//! acknowledged the one before, so that none is lost: [`Pit::expire`] and [`Pit::acknowledged`] each tell whether it is
+//! time for a pulse. Without it, ticks that one call of `expire` finds are one.
 //!
-//! Counts follow the data sheet in all modes, binary and decimal, except that a new initial count takes effect in the midst of a
-//! period (as in KVM). Where KVM is less exact, guests get what the data sheet has: a control word alone stops the counter, a low
-//! gate stops a count, and OUT of modes 1, 2, 4 and 5 is not inverted.
+//! Counts follow the data sheet in all modes, binary and decimal, except that a new initial count takes effect in the
+//! midst of a period (as in KVM). Where KVM is less exact, guests get what the data sheet has: a control word alone
+//! stops the counter, a low gate stops a count, and OUT of modes 1, 2, 4 and 5 is not inverted.
 
 mod channel;
 mod reinject;
@@ -69,8 +69,9 @@ pub struct Pit {
 }
 
 impl Pit {
-    /// Creates an 8254 as after reset. It answers port 0x61 if `speaker` (`KVM_PIT_SPEAKER_DUMMY`). `now` is in nanoseconds, here
-    /// and in all other calls, and never goes back. For clients that read `count_load_time` it has to be `CLOCK_MONOTONIC`.
+    /// Creates an 8254 as after reset. It answers port 0x61 if `speaker` (`KVM_PIT_SPEAKER_DUMMY`). `now` is in
+    /// nanoseconds, here and in all other calls, and never goes back. For clients that read `count_load_time` it has to
+    /// be `CLOCK_MONOTONIC`.
     pub fn new(speaker: bool, now: u64) -> Self {
         Pit {
             channels: [false, false, true].map(|gated| Channel::new(gated, now)),
@@ -158,7 +159,8 @@ impl Pit {
             | bit(SPEAKER_OUT, self.channels[2].out_at(now))
     }
 
-    /// Counts ticks from the begin of counter 0's count. Call after a change of this count: ticks of the one before are void.
+    /// Counts ticks from the begin of counter 0's count. Call after a change of this count: ticks of the
+    /// one before are void.
     fn restart_ticks(&mut self) {
         let count = match self.flags & HPET_LEGACY {
             0 => self.channels[0].programmed(),
@@ -173,20 +175,21 @@ impl Pit {
         self.ticks.next()
     }
 
-    /// Takes note of the ticks of counter 0 until `now`. Returns whether IRQ 0 has to be pulsed: raised, and lowered at once.
+    /// Takes note of the ticks of counter 0 until `now`. Returns whether IRQ 0 has to be pulsed: raised,
+    /// and lowered at once.
     pub fn expire(&mut self, now: u64) -> bool {
         let due = self.ticks.expire(now);
         self.reinjection.tick(due)
     }
 
-    /// Call after the guest acknowledged IRQ 0: an 8259A or an I/O APIC ended its interrupt. Returns whether IRQ 0 has to be pulsed,
-    /// for a tick that waited.
+    /// Call after the guest acknowledged IRQ 0: an 8259A or an I/O APIC ended its interrupt. Returns whether IRQ 0 has
+    /// to be pulsed, for a tick that waited.
     pub fn acknowledged(&mut self) -> bool {
         self.reinjection.acknowledge()
     }
 
-    /// Drops the ticks that wait, and the wait for an acknowledgement. Call after the guest unmasked IRQ 0, as KVM does: the interrupt
-    /// that the guest would acknowledge may have been lost.
+    /// Drops the ticks that wait, and the wait for an acknowledgement. Call after the guest unmasked IRQ 0, as KVM
+    /// does: the interrupt that the guest would acknowledge may have been lost.
     pub fn reset_reinjection(&mut self) {
         self.reinjection.reset();
     }

@@ -1,16 +1,16 @@
 //! Owner, mode and extended attributes of KVM's files, by path.
 //!
-//! libvirt gives each guest a `/dev` of its own: it reads the device's access control list, and sets the node's owner. slat serves every
-//! user, so owner and mode are not kept: what may change them succeeds, and `stat` goes on to show what it did. There are no extended
-//! attributes, as on a file system without them.
+//! libvirt gives each guest a `/dev` of its own: it reads the device's access control list, and sets the node's owner.
+//! slat serves every user, so owner and mode are not kept: what may change them succeeds, and `stat` goes on to show
+//! what it did. There are no extended attributes, as on a file system without them.
 
 use crate::files::interpose;
 use crate::paths::{Special, special};
 use crate::real::{call, kernel, plain};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// Returns the result of a call about the special file at `path`: `of_file`'s for one of KVM's. `None`: the kernel has to serve it, also
-/// before the program's first use of KVM.
+/// Returns the result of a call about the special file at `path`: `of_file`'s for one of KVM's. `None`: the kernel has
+/// to serve it, also before the program's first use of KVM.
 fn about(
     directory: c_int,
     path: *const c_char,

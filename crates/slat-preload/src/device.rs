@@ -67,8 +67,8 @@ impl Opening {
         self.how().flags & libc::O_ACCMODE as u64 != 0
     }
 
-    /// Opens the file that `fd` refers to once more, with these arguments. The file exists, is no directory, and keeps its
-    /// content: the kernel refuses what it would refuse for a device.
+    /// Opens the file that `fd` refers to once more, with these arguments. The file exists, is no directory, and keeps
+    /// its content: the kernel refuses what it would refuse for a device.
     fn again(self, fd: &OwnedFd) -> Result<OwnedFd, i32> {
         let how = self.how();
         // The path is that of a link.
@@ -108,7 +108,8 @@ impl Opening {
 /// Opens `/dev/kvm`. Returns the descriptor.
 ///
 /// # Errors
-/// The kernel's errno for opening a device with these arguments; `EINVAL` if the policies in the environment make no sense.
+/// The kernel's errno for opening a device with these arguments; `EINVAL` if the policies in the
+/// environment make no sense.
 pub fn open(opening: Opening) -> Result<isize, i32> {
     /// The kernel's value: the C library's is 0 on x86-64, but not musl's.
     const O_LARGEFILE: c_int = 0o100_000;
@@ -155,7 +156,8 @@ pub fn open_again(fd: c_int, opening: Opening) -> Option<Result<isize, i32>> {
     match table::get(fd)?.object() {
         Object::System(_) | Object::DevicePath if !link => Some(open(opening)),
         Object::System(_) | Object::DevicePath | Object::Parameter(_) => None,
-        // KVM's other objects cannot be opened. The kernel finds out that they are no directories and cannot be created.
+        // KVM's other objects cannot be opened. The kernel finds out that they are no directories
+        // and cannot be created.
         _ if link || opening.has(libc::O_PATH) => None,
         _ if opening.has(libc::O_DIRECTORY) || opening.has(libc::O_CREAT | libc::O_EXCL) => None,
         _ => Some(Err(libc::ENXIO)),

@@ -6,8 +6,9 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// The LD_PRELOAD of the program's children, where it is not the program's own: `slat run` puts the runtimes of sanitizers that the
-/// program is linked with before this library. In other programs these would work, too, and report what nobody asked for.
+/// The LD_PRELOAD of the program's children, where it is not the program's own: `slat run` puts the runtimes of
+/// sanitizers that the program is linked with before this library. In other programs these would work, too, and report
+/// what nobody asked for.
 const CHILDRENS: &CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
 
 /// Variables that are kept as they were at the program's start. [`SETTINGS`] of them mean the same in any root.
@@ -27,8 +28,8 @@ const PROCESSORS: usize = 6;
 /// Copies of the variables; null: the variable was not set.
 static KEPT: [AtomicPtr<c_char>; NAMES.len()] = [const { AtomicPtr::new(null_mut()) }; NAMES.len()];
 
-/// How the file that is opened for `/proc/cpuinfo`, and `/proc/cpuinfo` itself, look. Asked for at the program's start: later, a filter may
-/// forbid it.
+/// How the file that is opened for `/proc/cpuinfo`, and `/proc/cpuinfo` itself, look. Asked for at the program's start:
+/// later, a filter may forbid it.
 static LOOKS: OnceLock<[libc::stat; 2]> = OnceLock::new();
 
 /// Returns a variable as it was at the program's start. Async-signal-safe.
@@ -38,7 +39,8 @@ fn kept(index: usize) -> Option<&'static CStr> {
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 
-/// Returns the settings that this program was started with, for one that it starts in another root without environment. Async-signal-safe.
+/// Returns the settings that this program was started with, for one that it starts in another root without
+/// environment. Async-signal-safe.
 pub(crate) fn settings() -> impl Iterator<Item = &'static CStr> {
     (0..SETTINGS).filter_map(kept)
 }
@@ -69,8 +71,8 @@ fn look(path: &CStr) -> Option<libc::stat> {
     }
 }
 
-/// Copies the variables of [`NAMES`] to memory of their own: the program may overwrite what the kernel has given it. That is not the heap, for
-/// which a sanitizer's runtime, when it is preloaded, is not ready yet.
+/// Copies the variables of [`NAMES`] to memory of their own: the program may overwrite what the kernel has given it.
+/// That is not the heap, for which a sanitizer's runtime, when it is preloaded, is not ready yet.
 ///
 /// # Safety
 /// - No other thread changes the environment.
@@ -122,8 +124,8 @@ pub(crate) fn prepare() {
     {
         let _ = LOOKS.set([file, kernels]);
     }
-    // SAFETY: no other thread reads or changes the environment yet; `value`, which is a part of it, is copied before the variable is
-    // removed. A failure for lack of memory leaves the environment as it is.
+    // SAFETY: no other thread reads or changes the environment yet; `value`, which is a part of it, is copied before
+    // the variable is removed. A failure for lack of memory leaves the environment as it is.
     unsafe {
         let value = libc::getenv(CHILDRENS.as_ptr());
         if !value.is_null() {

@@ -50,7 +50,8 @@ fn is_about_seals(command: c_int) -> bool {
     matches!(command, libc::F_ADD_SEALS | libc::F_GET_SEALS)
 }
 
-/// Returns the status flags to show for a descriptor of KVM's for which the kernel returned `flags`: those of the memfd.
+/// Returns the status flags to show for a descriptor of KVM's for which the kernel returned
+/// `flags`: those of the memfd.
 fn flags_shown(fd: c_int, flags: c_int) -> c_int {
     /// The kernel's value: the C library's is 0 on x86-64.
     const O_LARGEFILE: c_int = 0o100_000;

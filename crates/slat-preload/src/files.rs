@@ -9,7 +9,8 @@ use slat_kvm::thread::Section;
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-/// Defines an exported C function, which runs with slat's own flags and floating point ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own must stay in force.
+/// Defines an exported C function, which runs with slat's own flags and floating point
+/// ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own must stay in force.
 ///
 /// A handler of the program that was deferred runs at the end of such a function, and may unwind by `pthread_exit`.
 macro_rules! interpose {
@@ -74,11 +75,12 @@ fn open_special(special: Special, opening: Opening) -> Option<isize> {
     Some(answer)
 }
 
-/// Returns the file that `slat run` has written to be opened in the place of `/proc/cpuinfo`, if that is what the kernel has just opened by
-/// `path`, to be read. No other spelling is known: looking for one would make system calls in programs that do not use KVM.
+/// Returns the file that `slat run` has written to be opened in the place of `/proc/cpuinfo`, if that is what the
+/// kernel has just opened by `path`, to be read. No other spelling is known: looking for one would make system calls in
+/// programs that do not use KVM.
 ///
-/// The caller closes what was opened, and opens the file in the same manner: a filter that lets the program open and close files lets it do
-/// so once more, and may forbid all other calls.
+/// The caller closes what was opened, and opens the file in the same manner: a filter that lets the program open and
+/// close files lets it do so once more, and may forbid all other calls.
 fn instead_of_processors(path: *const c_char, opening: Opening) -> Option<&'static CStr> {
     let flags = opening.how().flags as c_int;
     let harmless = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_NOFOLLOW;
@@ -86,13 +88,14 @@ fn instead_of_processors(path: *const c_char, opening: Opening) -> Option<&'stat
     (flags & !harmless == 0 && paths::is_spelled(path, b"/proc/cpuinfo")).then_some(file)
 }
 
-/// Closes what the kernel has opened in the place of a special file: the host's, or a new one where the host has none, which is removed.
+/// Closes what the kernel has opened in the place of a special file: the host's, or a new one where the host has
+/// none, which is removed.
 fn undo_opening(path: Path, opening: Opening, opened: isize) {
     if opened < 0 {
         return;
     }
-    // SAFETY: all-zero is a valid `stat`, which the kernel fills in. The path is the caller's, and the kernel has read it. The descriptor
-    // is not the program's yet.
+    // SAFETY: all-zero is a valid `stat`, which the kernel fills in. The path is the caller's, and the kernel has read
+    // it. The descriptor is not the program's yet.
     unsafe {
         let mut stat: libc::stat = std::mem::zeroed();
         if opening.creates()
@@ -222,8 +225,8 @@ pub unsafe fn open_at_2(
     }
 }
 
-/// Returns the arguments of openat2, for a path whose last component is special however it is resolved. `None` also for memory
-/// that cannot be read, and for an unknown `RESOLVE_` flag.
+/// Returns the arguments of openat2, for a path whose last component is special however it is resolved. `None` also for
+/// memory that cannot be read, and for an unknown `RESOLVE_` flag.
 fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How> {
     /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;

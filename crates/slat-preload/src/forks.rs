@@ -1,16 +1,17 @@
 //! Forks of the program: by the C library's `fork` and `_Fork`, and by system calls through `syscall`.
 //!
-//! The heap's lock is held over a fork, so that no child inherits a heap that is half changed. It has to be the last lock that
-//! the forking thread takes: the program's `malloc` holds its own locks over a fork, too, and another thread may enter slat's
-//! heap from inside that `malloc`, by `mmap` or `madvise`. The C library calls first what was registered last; so slat
-//! registers its handlers before all others, however early those are.
+//! The heap's lock is held over a fork, so that no child inherits a heap that is half changed. It has to be the last
+//! lock that the forking thread takes: the program's `malloc` holds its own locks over a fork, too, and another thread
+//! may enter slat's heap from inside that `malloc`, by `mmap` or `madvise`. The C library calls first what was
+//! registered last; so slat registers its handlers before all others, however early those are.
 //!
 //! # Locks of the process
-//! A child finds each lock as it was at the moment of the fork, which may be one of a system call that nobody announces. It must not wait for
-//! a thread that it does not have. What belongs to a process is in a [`PerProcess`](slat_process::forks::PerProcess), of which the child
-//! makes its own value, with the locks in it; what lasts is a [`Computed`](slat_process::once::Computed) or a
-//! [`Prepared`](slat_process::once::Prepared), whose first use does not wait for threads of another process. These are the others
-//! (`tests/locks.rs` compares the table with the code):
+//! A child finds each lock as it was at the moment of the fork, which may be one of a system call that nobody
+//! announces. It must not wait for a thread that it does not have. What belongs to a process is in a
+//! [`PerProcess`](slat_process::forks::PerProcess), of which the child makes its own value, with the locks in it;
+//! what lasts is a [`Computed`](slat_process::once::Computed) or a [`Prepared`](slat_process::once::Prepared),
+//! whose first use does not wait for threads of another process. These are the others (`tests/locks.rs` compares
+//! the table with the code):
 //!
 //! | lock | file | a child |
 //! |---|---|---|
@@ -23,8 +24,8 @@
 //! | `LOOKS` | `slat-preload/src/environment.rs` | as `TEXT` |
 //! | `LIBRARY` | `slat-preload/src/children/mod.rs` | as `TEXT` |
 //!
-//! The compiler that slat uses has a `OnceLock` of its own, which its first translation sets within a microsecond, on a thread of slat's own:
-//! should a child find that half done, its guests are interpreted.
+//! The compiler that slat uses has a `OnceLock` of its own, which its first translation sets within a microsecond, on a
+//! thread of slat's own: should a child find that half done, its guests are interpreted.
 
 use crate::files::interpose;
 use crate::real::{Next, set_errno};

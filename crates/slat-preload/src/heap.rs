@@ -1,16 +1,17 @@
 //! slat's own heap, apart from the program's.
 //!
-//! The program's `malloc` may be any allocator. While it holds its locks it calls `mmap`, and so slat; if slat then called
-//! `malloc`, both would wait for each other. So slat never allocates there: small blocks are allocated from a heap of our own
-//! (the crate dlmalloc), large ones are mappings of their own, and both get their pages from the kernel without the C library.
+//! The program's `malloc` may be any allocator. While it holds its locks it calls `mmap`, and so slat; if slat then
+//! called `malloc`, both would wait for each other. So slat never allocates there: small blocks are allocated from a
+//! heap of our own (the crate dlmalloc), large ones are mappings of their own, and both get their pages from the kernel
+//! without the C library.
 //!
-//! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds it. A thread that forks holds it
-//! over the fork ([`before_fork`]), so a child never inherits a heap that is half changed.
+//! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds it. A thread that forks
+//! holds it over the fork ([`before_fork`]), so a child never inherits a heap that is half changed.
 //!
 //! # When memory is out
-//! Rust ends the process when an allocation fails that cannot report it. A reserve serves such allocations: the blocks of one
-//! KVM call, other than those of the client's size, fit into it many times. A call that finds the reserve used up and cannot
-//! restore it is refused with `ENOMEM` before it begins ([`is_ready`]).
+//! Rust ends the process when an allocation fails that cannot report it. A reserve serves such allocations: the blocks
+//! of one KVM call, other than those of the client's size, fit into it many times. A call that finds the reserve used
+//! up and cannot restore it is refused with `ENOMEM` before it begins ([`is_ready`]).
 
 use crate::load::memory;
 use dlmalloc::{Allocator, Dlmalloc};
@@ -64,7 +65,8 @@ unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut 
     moved.map_or(null_mut(), |moved| moved as *mut u8)
 }
 
-// SAFETY: `alloc` returns new mappings of the size it reports, zeroed; the other methods keep or unmap them as they report.
+// SAFETY: `alloc` returns new mappings of the size it reports, zeroed; the other methods keep or unmap
+// them as they report.
 unsafe impl Allocator for Pages {
     fn alloc(&self, size: usize) -> (*mut u8, usize, u32) {
         (map(size), size, 0)
@@ -151,8 +153,8 @@ static STATE: Mutex<State> = Mutex::new(State {
 });
 
 thread_local! {
-    /// Number of forks that this thread is in: a signal handler may fork while its thread does. Above zero, the thread holds
-    /// the heap's lock.
+    /// Number of forks that this thread is in: a signal handler may fork while its thread does. Above zero, the thread
+    /// holds the heap's lock.
     static FORKS: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -165,7 +167,8 @@ struct Locks {
 
 struct Held(UnsafeCell<Option<Locks>>);
 
-// SAFETY: only the thread that holds the locks and has raised `FORKS` accesses the cell, and that thread's copy in the child.
+// SAFETY: only the thread that holds the locks and has raised `FORKS` accesses the cell, and that
+// thread's copy in the child.
 unsafe impl Sync for Held {}
 
 static HELD: Held = Held(UnsafeCell::new(None));
@@ -233,8 +236,8 @@ fn pages(len: usize) -> usize {
     len.next_multiple_of(PAGE)
 }
 
-// SAFETY: blocks are mappings of their own or are allocated from the crate's heap, which is locked; a block's layout alone
-// decides which. A length does not overflow when it is rounded: a layout's is at most `isize::MAX`.
+// SAFETY: blocks are mappings of their own or are allocated from the crate's heap, which is locked; a block's layout
+// alone decides which. A length does not overflow when it is rounded: a layout's is at most `isize::MAX`.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if is_large(layout) {

@@ -1,5 +1,5 @@
-//! `syscall`: the intercepted calls by number. And seccomp filters, installed by `syscall` or `prctl`, which forbid system
-//! calls.
+//! `syscall`: the intercepted calls by number. And seccomp filters, installed by `syscall` or `prctl`, which
+//! forbid system calls.
 
 use crate::device::How;
 use crate::dispatch::filters::prefixed;
@@ -15,15 +15,15 @@ use slat_kvm::{filters, user};
 use slat_process::gate;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
-/// Installs a seccomp filter, a `sock_fprog` at `program`, by `install`. slat starts its threads before, so the filter does not
-/// bind them.
+/// Installs a seccomp filter, a `sock_fprog` at `program`, by `install`. slat starts its threads before, so the
+/// filter does not bind them.
 fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
     if !crate::is_prepared() {
         let answer = install();
         if answer >= 0 {
             guarded(|| {
-                // SAFETY: the kernel has just read both. The two structs are the kernel's; nothing here makes a system call, which the
-                // filter may forbid.
+                // SAFETY: the kernel has just read both. The two structs are the kernel's; nothing here makes a system
+                // call, which the filter may forbid.
                 let program = unsafe {
                     let program = (program as *const libc::sock_fprog).read_unaligned();
                     std::slice::from_raw_parts(program.filter, program.len.into())
@@ -48,7 +48,8 @@ fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
     install()
 }
 
-/// Returns the flags with which a filter is installed: not for all threads where one thread is all that the program has.
+/// Returns the flags with which a filter is installed: not for all threads where one thread is all
+/// that the program has.
 fn filter_flags(flags: usize) -> usize {
     const FOR_ALL: usize = libc::SECCOMP_FILTER_FLAG_TSYNC as usize;
     let is_one = || {
@@ -61,8 +62,9 @@ fn filter_flags(flags: usize) -> usize {
     }
 }
 
-/// Installs a filter, a `sock_fprog` at `program`, by `install`, which gets the address of another one if the filter is for all threads and
-/// slat has some: theirs it allows, whatever the program's forbids, because a thread of slat's that is killed answers no one.
+/// Installs a filter, a `sock_fprog` at `program`, by `install`, which gets the address of another one if the filter is
+/// for all threads and slat has some: theirs it allows, whatever the program's forbids, because a thread of slat's that
+/// is killed answers no one.
 fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize) -> isize {
     let mut given = None;
     if flags & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0
@@ -111,8 +113,8 @@ fn forks(number: c_long, argument: usize) -> bool {
         libc::SYS_clone => argument as u64,
         // The first word of `clone_args`; it has to be readable for the call to do anything.
         libc::SYS_clone3 => {
-            // SAFETY: a guarded load may be made at any address; without the handlers there is no VM, and the argument is the
-            // program's own, which the kernel is about to read.
+            // SAFETY: a guarded load may be made at any address; without the handlers there is no VM, and the argument
+            // is the program's own, which the kernel is about to read.
             unsafe { slat_guard::load(argument as *const u64) }.unwrap_or(libc::CLONE_VM as u64)
         }
         _ => 0,
@@ -125,8 +127,8 @@ fn ours(fd: usize) -> bool {
     table::is_ours(fd as c_int)
 }
 
-/// Makes a system call of the program's, whichever way it has come: by `syscall`, or by an instruction of the program's own. Returns
-/// as the C library does.
+/// Makes a system call of the program's, whichever way it has come: by `syscall`, or by an instruction of the program's
+/// own. Returns as the C library does.
 ///
 /// # Safety
 /// As for the call itself. Arguments that a call does not have are undefined and not read.
@@ -165,8 +167,8 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             }
             libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
             libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
-            // Only for KVM's descriptors: the C library's functions for others are cancellation points, which `syscall` is
-            // not.
+            // Only for KVM's descriptors: the C library's functions for others are cancellation points,
+            // which `syscall` is not.
             libc::SYS_read if ours(a) => streams::read(a as c_int, b as *mut c_void, c),
             libc::SYS_pread64 if ours(a) => {
                 streams::pread(a as c_int, b as *mut c_void, c, d as i64)

@@ -59,8 +59,9 @@ fn kvm(handle: &table::Handle, request: u32, argument: usize) -> Result<isize, i
     }
 }
 
-/// Finds a descriptor of `/dev/kvm` that stayed open across `exec`, or was received through a socket, by its memfd's name; and the machine's own
-/// device, which was opened by another path, or outside. Not inlined: KVM's requests use little of the program's stack.
+/// Finds a descriptor of `/dev/kvm` that stayed open across `exec`, or was received through a socket, by its memfd's
+/// name; and the machine's own device, which was opened by another path, or outside. Not inlined: KVM's requests use
+/// little of the program's stack.
 #[cold]
 #[inline(never)]
 fn inherited(fd: c_int) -> Option<table::Handle> {
@@ -123,9 +124,10 @@ static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 
 /// Does ioctl on a thread of slat's C library.
 ///
-/// An asynchronous cancellation can end the kernel's `KVM_RUN`, but not Rust code. So a cancellation waits while slat works,
-/// `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no other frame on its stack. Handlers of the
-/// program that were deferred find the cancellation state as the program has set it, because they may jump away.
+/// An asynchronous cancellation can end the kernel's `KVM_RUN`, but not Rust code. So a cancellation waits while
+/// slat works, `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no other frame on
+/// its stack. Handlers of the program that were deferred find the cancellation state as the program has set it,
+/// because they may jump away.
 ///
 /// # Safety
 /// As for `ioctl`.

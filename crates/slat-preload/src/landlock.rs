@@ -1,7 +1,8 @@
 //! Landlock: a program's rules for `/dev/kvm`, and what slat needs after the program has restricted itself.
 //!
-//! The kernel takes rules only for files that have a path. slat's descriptor of `/dev/kvm` has none, so a rule for it becomes one for
-//! the machine's own device, or for `/dev/null` where there is none: opening `/dev/kvm` does not ask the kernel.
+//! The kernel takes rules only for files that have a path. slat's descriptor of `/dev/kvm` has none, so a rule
+//! for it becomes one for the machine's own device, or for `/dev/null` where there is none: opening `/dev/kvm`
+//! does not ask the kernel.
 
 use slat_kvm::filters;
 use std::ffi::{c_int, c_uint};
@@ -42,7 +43,8 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
         return pass_on(attributes);
     }
     let at = attributes as *const u8;
-    // SAFETY: a guarded load may be made at any address, and the program's own struct is what the kernel is about to read.
+    // SAFETY: a guarded load may be made at any address, and the program's own struct is what the
+    // kernel is about to read.
     let rule = unsafe {
         let rights = slat_guard::load(at.cast::<u64>());
         rights.and_then(|rights| Ok((rights, slat_guard::load(at.wrapping_add(8).cast::<u32>())?)))

@@ -2,8 +2,8 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! It replaces the C library's functions through which a program reaches `/dev/kvm`, and those by which it changes its memory
-//! mappings and signal handlers. Calls that do not concern slat are passed on to the kernel.
+//! It replaces the C library's functions through which a program reaches `/dev/kvm`, and those by which it changes its
+//! memory mappings and signal handlers. Calls that do not concern slat are passed on to the kernel.
 //!
 //! | file | idea |
 //! |---|---|
@@ -32,8 +32,8 @@
 //! | `landlock` | a program's Landlock rules |
 //!
 //! # What it needs
-//! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp filter
-//! that forbids one of them on a vCPU's thread, slat says so on standard error.
+//! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp
+//! filter that forbids one of them on a vCPU's thread, slat says so on standard error.
 //!
 //! # Programs that do not call the C library's functions
 //! `docs/dispatch.md`: the kernel sends their system calls to slat.

@@ -1,8 +1,9 @@
-//! Functions of the C library that the program looks up by name in a library it has opened: `dlsym(dlopen("libc.so.6"), "open")`.
+//! Functions of the C library that the program looks up by name in a library it has opened:
+//! `dlsym(dlopen("libc.so.6"), "open")`.
 //!
-//! The names of a library that was opened are found in that library and those it needs, whatever is preloaded. Foreign function
-//! interfaces reach the C library so: Python's `CDLL("libc.so.6")`, Node's koffi, Java's Panama. They get this library's function where
-//! it has one of the name.
+//! The names of a library that was opened are found in that library and those it needs, whatever is preloaded. Foreign
+//! function interfaces reach the C library so: Python's `CDLL("libc.so.6")`, Node's koffi, Java's Panama. They get this
+//! library's function where it has one of the name.
 
 use std::ffi::{c_char, c_void};
 use std::mem::transmute;
@@ -27,7 +28,8 @@ extern "C" fn real() -> usize {
     found as usize
 }
 
-/// Returns what the linker knows of the object that contains `address`: its start and its file's name, which live as long as it.
+/// Returns what the linker knows of the object that contains `address`: its start and its file's name,
+/// which live as long as it.
 pub fn object_of(address: *const c_void) -> Option<libc::Dl_info> {
     // SAFETY: all-zero is a valid `Dl_info`, which the call fills in.
     unsafe {
@@ -79,7 +81,8 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
 
 /// dlsym(3).
 ///
-/// What `RTLD_NEXT` and `RTLD_DEFAULT` find depends on who calls: the C library's function is jumped to, and sees that caller.
+/// What `RTLD_NEXT` and `RTLD_DEFAULT` find depends on who calls: the C library's function is jumped to,
+/// and sees that caller.
 ///
 /// # Safety
 /// As for `dlsym`.

@@ -1,8 +1,8 @@
 //! What `stat` and `readlink` return for KVM's files and descriptors.
 //!
-//! slat's descriptors refer to memfds. To the client they look as KVM's do: `/dev/kvm` is a character device, most others are
-//! anonymous inodes. For what KVM does not decide (device and inode numbers, times) slat asks the kernel about a file of the
-//! same kind.
+//! slat's descriptors refer to memfds. To the client they look as KVM's do: `/dev/kvm` is a character device, most
+//! others are anonymous inodes. For what KVM does not decide (device and inode numbers, times) slat asks the kernel
+//! about a file of the same kind.
 
 use crate::paths::Special;
 use crate::real::{Opened, kernel, raw};
@@ -76,7 +76,8 @@ impl Look {
             Look::Anonymous => stat.st_mode = 0o600,
             Look::GuestMemfd(_, size) => {
                 stat.st_mode = libc::S_IFREG | 0o600;
-                // A memfd may have larger blocks, counts those that it has, and is empty if the client may not see the memory.
+                // A memfd may have larger blocks, counts those that it has, and is empty if the client
+                // may not see the memory.
                 (stat.st_blksize, stat.st_blocks) = (4096, 0);
                 stat.st_size = size as libc::off_t;
             }

@@ -1,8 +1,8 @@
 //! Changes of the program's memory mappings: KVM's MMU notifiers.
 //!
-//! Each call runs inside an invalidation of its range in every VM. After the change, and still inside, slat tells its port to
-//! ask the kernel anew. slat's own mappings are no guest memory: calls for them go straight to the kernel. So do all calls
-//! while no VM lives: then a call is one load and the system call, whatever its caller holds.
+//! Each call runs inside an invalidation of its range in every VM. After the change, and still inside, slat tells its
+//! port to ask the kernel anew. slat's own mappings are no guest memory: calls for them go straight to the kernel. So
+//! do all calls while no VM lives: then a call is one load and the system call, whatever its caller holds.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -275,8 +275,8 @@ fn mapped_from(fd: c_int) -> Vec<Range> {
     found
 }
 
-/// Returns the range of the whole System V segment that is attached at an address, which `shmdt` unmaps. Empty if there is
-/// none.
+/// Returns the range of the whole System V segment that is attached at an address, which `shmdt` unmaps.
+/// Empty if there is none.
 fn attached_at(address: usize) -> Range {
     let mut whole = Range::at(address, 0);
     let mut segment = None;
@@ -307,7 +307,8 @@ pub unsafe fn detach(address: usize) -> isize {
     })
 }
 
-/// Does shmat. Reports the range that SHM_REMAP replaces only after the call: before it, the kernel alone knows its size.
+/// Does shmat. Reports the range that SHM_REMAP replaces only after the call: before it, the kernel
+/// alone knows its size.
 ///
 /// # Safety
 /// As for `shmat`.

@@ -1,14 +1,15 @@
-//! What a path leads to, however it is spelled: `/dev/kvm`, `kvm` in a directory that is `/dev`, KVM's module parameters, the
-//! links in `/proc/self/fd`.
+//! What a path leads to, however it is spelled: `/dev/kvm`, `kvm` in a directory that is `/dev`, KVM's module
+//! parameters, the links in `/proc/self/fd`.
 //!
-//! Every call of the program with a path runs this code. So it looks at the last component first: nearly always that name is
-//! not special, and the directory is not looked up. Nothing here allocates or takes a lock, except at the program's first use
-//! of KVM: a signal handler may open files.
+//! Every call of the program with a path runs this code. So it looks at the last component first: nearly always that
+//! name is not special, and the directory is not looked up. Nothing here allocates or takes a lock, except at the
+//! program's first use of KVM: a signal handler may open files.
 //!
-//! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the kernel returns `EFAULT`.
+//! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the
+//! kernel returns `EFAULT`.
 //!
-//! A program that does not use KVM makes no system call that it would not make without slat ([`serve`]), unless the path ends in a special
-//! name and does not spell its directory plainly.
+//! A program that does not use KVM makes no system call that it would not make without slat ([`serve`]), unless the
+//! path ends in a special name and does not spell its directory plainly.
 
 use crate::looks::DEVICE;
 use crate::real::{Opened, errno, kernel, raw, set_errno};
@@ -57,12 +58,12 @@ pub struct Path {
     pub resolve: u64,
 }
 
-/// Makes a call with a path: by `ours` if the path is special, else by `kernels`. Both return as the C library does; `ours` returns `None`
-/// if the kernel has to make the call after all.
+/// Makes a call with a path: by `ours` if the path is special, else by `kernels`. Both return as the C library does;
+/// `ours` returns `None` if the kernel has to make the call after all.
 ///
-/// Before the program's first use of KVM the kernel's call is made first, because what it returns tells whether the path can be read. It
-/// may also exclude that the path is special (`excludes`), so that the directory need not be looked up. What the kernel has done is taken
-/// back by `undo` before `ours` makes the call.
+/// Before the program's first use of KVM the kernel's call is made first, because what it returns tells whether the
+/// path can be read. It may also exclude that the path is special (`excludes`), so that the directory need not be
+/// looked up. What the kernel has done is taken back by `undo` before `ours` makes the call.
 pub fn serve(
     path: Path,
     kernels: impl Fn() -> isize,
@@ -91,8 +92,8 @@ pub fn serve(
     ours(special).unwrap_or_else(kernels)
 }
 
-/// Whether the kernel may return `errno` without having read the path to its end. For a special path it returns none of these that slat
-/// would not return.
+/// Whether the kernel may return `errno` without having read the path to its end. For a special path it returns none of
+/// these that slat would not return.
 pub fn may_be_unread(errno: c_int) -> bool {
     [
         libc::EFAULT,
@@ -114,8 +115,8 @@ enum Memory {
     Read,
 }
 
-/// Returns what `path` means to a call that resolves it from `directory`; `None` if it is not special. `resolve` is openat2's:
-/// 0 for all other calls.
+/// Returns what `path` means to a call that resolves it from `directory`; `None` if it is not special. `resolve` is
+/// openat2's: 0 for all other calls.
 pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Special> {
     let path = Path {
         directory,
@@ -226,8 +227,8 @@ fn number(digits: &[u8]) -> Option<c_int> {
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
-/// Returns the directory that the first `len` bytes of `path` lead to. A plain spelling is enough: `/sys/module/kvm` may not
-/// exist. For others the kernel is asked, if `may_ask` returns true.
+/// Returns the directory that the first `len` bytes of `path` lead to. A plain spelling is enough: `/sys/module/kvm`
+/// may not exist. For others the kernel is asked, if `may_ask` returns true.
 #[inline(never)]
 fn leads_to(
     path: Path,
@@ -388,8 +389,8 @@ pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
         .map(|len| &buffer[..len])
 }
 
-/// Calls `each` with the bytes of a C string, up to the NUL, but at most `max`. `None`: the string cannot be read, or has
-/// `PATH_MAX` bytes and no NUL.
+/// Calls `each` with the bytes of a C string, up to the NUL, but at most `max`. `None`: the string cannot be read, or
+/// has `PATH_MAX` bytes and no NUL.
 fn each_byte(text: *const c_char, memory: Memory, max: usize, each: impl FnMut(u8)) -> Option<()> {
     (walk(text, memory, max, each)? < PATH_MAX).then_some(())
 }
@@ -439,18 +440,18 @@ fn walk(
     }
 }
 
-/// Reads an aligned word of the client's. `None` if it cannot be read. The load is guarded if slat's handlers are installed;
-/// before that the kernel is asked, once for each page, so that a program that never uses KVM keeps its handlers. `readable` is
-/// the page that was asked for last.
+/// Reads an aligned word of the client's. `None` if it cannot be read. The load is guarded if slat's handlers are
+/// installed; before that the kernel is asked, once for each page, so that a program that never uses KVM keeps its
+/// handlers. `readable` is the page that was asked for last.
 pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
     if crate::is_prepared() {
         // SAFETY: a guarded load may be made at any address.
         return unsafe { slat_guard::load(address as *const u64) }.ok();
     }
     if *readable != Some(address / PAGE) {
-        // The kernel copies the signal set in before it looks at the first argument, which is invalid: EFAULT if the word
-        // cannot be read, EINVAL if it can (and success for the null pointer, which is no set).
-        // SAFETY: a call that changes nothing.
+        // The kernel copies the signal set in before it looks at the first argument, which is invalid: EFAULT if the
+        // word cannot be read, EINVAL if it can (and success for the null pointer, which is no set). SAFETY: a call
+        // that changes nothing.
         let answer = unsafe {
             raw(
                 libc::SYS_rt_sigprocmask,
@@ -462,8 +463,8 @@ pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
         }
         *readable = Some(address / PAGE);
     }
-    // SAFETY: aligned, in a page that was readable a moment ago. It holds a part of a C string, by the contract of the function
-    // that was called.
+    // SAFETY: aligned, in a page that was readable a moment ago. It holds a part of a C string, by the contract of the
+    // function that was called.
     Some(unsafe { (address as *const u64).read_volatile() })
 }
 

@@ -1,6 +1,7 @@
 //! System calls that do not call this library's own symbols.
 //!
-//! The C library's functions of the same names are what this library replaces; calling them by name would call ourselves.
+//! The C library's functions of the same names are what this library replaces; calling them by name
+//! would call ourselves.
 
 pub use slat_process::calls::{raw, result};
 pub use slat_process::{errno, set_errno};
@@ -30,7 +31,8 @@ macro_rules! call {
 }
 pub(crate) use {call, kernel};
 
-/// Maps private memory that is no file's: `len` bytes at `at`, as `flags` say (`MAP_FIXED…`, `MAP_NORESERVE`). Async-signal-safe.
+/// Maps private memory that is no file's: `len` bytes at `at`, as `flags` say (`MAP_FIXED…`,
+/// `MAP_NORESERVE`). Async-signal-safe.
 ///
 /// # Errors
 /// The kernel's errno.

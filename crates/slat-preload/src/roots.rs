@@ -1,7 +1,9 @@
-//! The calls after which a path may lead elsewhere: chroot, pivot_root, setns, unshare. slat's own files are kept before, because programs that are
-//! executed afterwards cannot see them. And mount, by which a jailer gives its program the device.
+//! The calls after which a path may lead elsewhere: chroot, pivot_root, setns, unshare. slat's own files are
+//! kept before, because programs that are executed afterwards cannot see them. And mount, by which a jailer
+//! gives its program the device.
 //!
-//! A program may have functions of these names, which call the kernel by `syscall`. So what serves calls by number has other names.
+//! A program may have functions of these names, which call the kernel by `syscall`. So what serves calls by
+//! number has other names.
 
 use crate::children;
 use crate::files::interpose;
@@ -54,8 +56,9 @@ pub unsafe fn separate(kinds: c_int) -> c_int {
     unsafe { call!(libc::SYS_unshare, kinds) as c_int }
 }
 
-/// Does mount. A bind mount of `/dev/kvm` mounts the machine's device. Another device is mounted where the machine has none, or where the
-/// source is the path of slat's descriptor, which the kernel cannot mount: slat finds the new path by its name.
+/// Does mount. A bind mount of `/dev/kvm` mounts the machine's device. Another device is mounted where the machine
+/// has none, or where the source is the path of slat's descriptor, which the kernel cannot mount: slat finds the
+/// new path by its name.
 ///
 /// # Safety
 /// As for the call itself.

@@ -1,13 +1,14 @@
-//! Signal handlers of the program: the kernel calls each through [`trampoline`], which makes the handler wait until the thread
-//! has left slat's code ([`slat_guard::defer`]), and ends a `KVM_RUN` so that this is soon.
+//! Signal handlers of the program: the kernel calls each through [`trampoline`], which makes the handler wait until the
+//! thread has left slat's code ([`slat_guard::defer`]), and ends a `KVM_RUN` so that this is soon.
 //!
-//! The kernel knows only the trampoline; a table here keeps the program's own handler and flags, and `sigaction` returns those.
-//! The mask is the program's: the kernel applies it as always. Two flags differ: the trampoline always asks for the signal's
-//! information, and in a program that uses KVM it resets the handler itself (`SA_RESETHAND`) when the handler really runs.
+//! The kernel knows only the trampoline; a table here keeps the program's own handler and flags, and `sigaction`
+//! returns those. The mask is the program's: the kernel applies it as always. Two flags differ: the trampoline always
+//! asks for the signal's information, and in a program that uses KVM it resets the handler itself (`SA_RESETHAND`) when
+//! the handler really runs.
 //!
-//! From the first `/dev/kvm` on, slat handles SIGSEGV, SIGBUS and its kick signal first, and hands the others to the action
-//! that the program has set ([`slat_guard::set_chained`]). Where system calls are dispatched, SIGSYS is slat's from the start and never
-//! blocked, and only the table knows the program's action for it.
+//! From the first `/dev/kvm` on, slat handles SIGSEGV, SIGBUS and its kick signal first, and hands the others to the
+//! action that the program has set ([`slat_guard::set_chained`]). Where system calls are dispatched, SIGSYS is slat's
+//! from the start and never blocked, and only the table knows the program's action for it.
 
 use crate::files::interpose;
 use crate::load;
@@ -22,8 +23,8 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering}
 /// Size of a table by signal: signals are numbered from 1 to 64.
 const SIGNALS: usize = 65;
 
-/// The program's action for a signal: a function and flags, where the kernel has the trampoline. Threads that set one signal's
-/// action concurrently may leave the function of one and the flags of the other.
+/// The program's action for a signal: a function and flags, where the kernel has the trampoline. Threads that set one
+/// signal's action concurrently may leave the function of one and the flags of the other.
 struct Handler {
     function: AtomicUsize,
     flags: AtomicI32,
@@ -113,8 +114,8 @@ fn is_guarded(signal: c_int) -> bool {
     [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()].contains(&signal)
 }
 
-/// Calls the C library's `sigaction`. In a program that has a C library of its own it is the kernel that is asked: slat's refuses the
-/// signals that it keeps for itself, which the program's keeps, too.
+/// Calls the C library's `sigaction`. In a program that has a C library of its own it is the kernel that is asked:
+/// slat's refuses the signals that it keeps for itself, which the program's keeps, too.
 unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if load::is_loaded() {
         // SAFETY: the caller's pointers are valid or null.
@@ -187,7 +188,8 @@ fn keep_handler(signal: c_int) {
 
 /// Installs `handler`, by which calls are dispatched, for SIGSYS. All signals are blocked when it begins.
 pub fn take_over_dispatch(handler: usize) {
-    // SAFETY: all-zero is a valid action, and the C library's larger mask begins with the kernel's. `handler` is a signal handler.
+    // SAFETY: all-zero is a valid action, and the C library's larger mask begins with the kernel's. `handler`
+    // is a signal handler.
     unsafe {
         let mut action: Action = zeroed();
         action.sa_sigaction = handler;
@@ -235,8 +237,9 @@ fn keep_unblocked(set: &mut libc::sigset_t) {
     }
 }
 
-/// Does sigaction in a child of `vfork`: the kernel keeps the child's actions apart from the parent's, but this library's table
-/// is shared. Such a child runs no vCPU, so its handlers need not wait. It is shown the parent's actions.
+/// Does sigaction in a child of `vfork`: the kernel keeps the child's actions apart from the parent's, but
+/// this library's table is shared. Such a child runs no vCPU, so its handlers need not wait. It is shown
+/// the parent's actions.
 unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     // SAFETY: the caller's.
     let result = unsafe { next(signal, new, old) };

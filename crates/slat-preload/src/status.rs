@@ -11,8 +11,8 @@ use slat_kvm::thread::Section;
 use std::ffi::{CString, c_char, c_int, c_uint};
 use std::io::Write;
 
-/// Asks about a file of KVM's by `ours`, about all others by `kernels`. `excludes` tells what the kernel's answer does: see
-/// [`serve`](paths::serve).
+/// Asks about a file of KVM's by `ours`, about all others by `kernels`. `excludes` tells what the kernel's answer does:
+/// see [`serve`](paths::serve).
 fn ask(
     directory: c_int,
     path: *const c_char,
@@ -116,8 +116,9 @@ pub unsafe fn stat_at(
 /// The link text of the memfd of `/dev/kvm`.
 const DEVICE_MEMFD: &[u8] = b"/memfd:kvm (deleted)";
 
-/// Whether `fd`, whose file has this mode and size and so many links, is `/dev/kvm`, though the table does not know it: it stayed open
-/// across `exec`, or was received through a socket. Only about a file that looks like the memfd is the kernel asked.
+/// Whether `fd`, whose file has this mode and size and so many links, is `/dev/kvm`, though the table does not know
+/// it: it stayed open across `exec`, or was received through a socket. Only about a file that looks like the memfd
+/// is the kernel asked.
 fn is_inherited(fd: c_int, links: u64, mode: u32, size: i64) -> bool {
     let mut link = [0; 64];
     links == 0
@@ -126,8 +127,8 @@ fn is_inherited(fd: c_int, links: u64, mode: u32, size: i64) -> bool {
         && paths::read_link(DescriptorPath::new(fd).as_c_str(), &mut link) == Some(DEVICE_MEMFD)
 }
 
-/// Corrects the kernel's `stat` of a descriptor of `/dev/kvm` that the table does not know, or of the file that is opened for `/proc/cpuinfo`:
-/// cp(1) compares it with that of the path.
+/// Corrects the kernel's `stat` of a descriptor of `/dev/kvm` that the table does not know, or of the file that is
+/// opened for `/proc/cpuinfo`: cp(1) compares it with that of the path.
 ///
 /// # Safety
 /// `stat` was filled in by the kernel.
@@ -217,7 +218,8 @@ pub unsafe fn stat_descriptor(
     answer
 }
 
-/// Corrects the text of a link, which may be that of a descriptor of `/dev/kvm` that the table does not know. Returns its length.
+/// Corrects the text of a link, which may be that of a descriptor of `/dev/kvm` that the table does not
+/// know. Returns its length.
 ///
 /// # Safety
 /// - the kernel has just written `written` bytes to `to`, or has failed.

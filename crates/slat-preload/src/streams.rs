@@ -1,8 +1,8 @@
-//! read(2), write(2), lseek(2) and their variants, for KVM's descriptors. Statistics can be read, module parameters written;
-//! the other descriptors refuse, as KVM's do.
+//! read(2), write(2), lseek(2) and their variants, for KVM's descriptors. Statistics can be read, module parameters
+//! written; the other descriptors refuse, as KVM's do.
 //!
-//! For all other descriptors the C library's own functions are called: these are cancellation points, and a cancelled thread
-//! unwinds through here. So no value on the stack has a destructor.
+//! For all other descriptors the C library's own functions are called: these are cancellation points, and a cancelled
+//! thread unwinds through here. So no value on the stack has a destructor.
 
 use crate::device;
 use crate::files::{interpose, interpose_with_callers_floats};
@@ -180,8 +180,8 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
     })
 }
 
-/// Defines exported functions that read or write a descriptor. Each names its system call and an expression that runs first for
-/// KVM's descriptors: its value is the result, or `None` to make the system call.
+/// Defines exported functions that read or write a descriptor. Each names its system call and an expression that runs
+/// first for KVM's descriptors: its value is the result, or `None` to make the system call.
 macro_rules! streams {
     ($($(#[$meta:meta])* fn $name:ident($fd:ident, $($argument:ident: $type:ty),*) through $next:ident = $number:expr,
         ($($given:expr),*), $first:expr;)*) => {

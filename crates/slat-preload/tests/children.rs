@@ -24,7 +24,8 @@ mod client {
     /// What `/dev/kvm` answers to KVM_GET_API_VERSION.
     const API_VERSION: i32 = 12;
 
-    /// Makes a program that ends with what `/dev/kvm` answers to KVM_GET_API_VERSION: an ELF file without an interpreter.
+    /// Makes a program that ends with what `/dev/kvm` answers to KVM_GET_API_VERSION: an ELF file
+    /// without an interpreter.
     fn program(name: &str) -> PathBuf {
         const BASE: u64 = 0x40_0000;
         let text = "/dev/kvm\0";

@@ -1,5 +1,5 @@
-//! KVM's descriptors look and behave as the kernel's do. Every client here runs twice: under the library, and on the machine's own
-//! KVM, where that opens.
+//! KVM's descriptors look and behave as the kernel's do. Every client here runs twice: under the library, and on the
+//! machine's own KVM, where that opens.
 
 mod common;
 

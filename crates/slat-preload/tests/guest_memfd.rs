@@ -1,8 +1,9 @@
-//! guest_memfds as the kernel shows them to a client: which can be mapped, what a mapping shows, which errors bad calls get, and
-//! what becomes of a guest whose memory they are.
+//! guest_memfds as the kernel shows them to a client: which can be mapped, what a mapping shows, which errors bad calls
+//! get, and what becomes of a guest whose memory they are.
 //!
-//! Clients without a guest run under the library, and, where the machine's own KVM has the same flags, on that. Guests in real mode
-//! run under the library alone: a KVM that emulates their instructions looks for their memory in the client's mappings only.
+//! Clients without a guest run under the library, and, where the machine's own KVM has the same flags, on that. Guests
+//! in real mode run under the library alone: a KVM that emulates their instructions looks for their memory in the
+//! client's mappings only.
 
 mod common;
 
@@ -132,7 +133,8 @@ mod client {
         0xf0,
     ];
 
-    /// Has the guest store a byte at [`GPA`], unless it is 0, and returns the byte that is there then. `Err`: KVM_RUN's errno.
+    /// Has the guest store a byte at [`GPA`], unless it is 0, and returns the byte that is there then.
+    /// `Err`: KVM_RUN's errno.
     fn round(vcpu: &mut VcpuFd, store: u8) -> Result<u8, i32> {
         loop {
             match vcpu.run() {

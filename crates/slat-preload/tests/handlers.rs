@@ -1,5 +1,5 @@
-//! Signal handlers of a program under the library: on a real KVM an ioctl is over before a handler runs, whatever the handler
-//! does and wherever it jumps.
+//! Signal handlers of a program under the library: on a real KVM an ioctl is over before a handler runs, whatever the
+//! handler does and wherever it jumps.
 
 mod common;
 

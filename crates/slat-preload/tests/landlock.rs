@@ -1,5 +1,5 @@
-//! VMMs that take the right to open files from themselves by Landlock, as uhyve does: rules for `/dev/kvm` are accepted, and VMs work
-//! afterwards.
+//! VMMs that take the right to open files from themselves by Landlock, as uhyve does: rules for `/dev/kvm` are
+//! accepted, and VMs work afterwards.
 
 mod common;
 

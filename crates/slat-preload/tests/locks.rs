@@ -45,7 +45,8 @@ fn sources(directory: &Path, to: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the name of a static with a lock of which a thread of another process could be the holder, if a line declares one.
+/// Returns the name of a static with a lock of which a thread of another process could be the holder, if
+/// a line declares one.
 fn lock_of(line: &str) -> Option<&str> {
     let declared = line.trim_start();
     let declared = declared.strip_prefix("pub ").unwrap_or(declared);

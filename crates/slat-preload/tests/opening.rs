@@ -1,5 +1,5 @@
-//! `/dev/kvm` opens as a device does, however its path is spelled. Every client here runs twice: under the library, and on the
-//! machine's own KVM, where that opens.
+//! `/dev/kvm` opens as a device does, however its path is spelled. Every client here runs twice: under the library, and
+//! on the machine's own KVM, where that opens.
 
 mod common;
 
@@ -583,8 +583,8 @@ os._exit(0)";
         }
     }
 
-    /// A handler opens files and asks about them, while its thread does that, too, and allocates: code that took a lock or
-    /// allocated would wait for itself.
+    /// A handler opens files and asks about them, while its thread does that, too, and allocates: code that took a lock
+    /// or allocated would wait for itself.
     #[test]
     #[ignore = "runs as a client"]
     fn a_handler_opens_files() {

@@ -1,5 +1,5 @@
-//! A program with its own `malloc`, which gets its memory by `mmap` while it holds its lock: as jemalloc, tcmalloc and mimalloc
-//! do. slat must not call `malloc` from that `mmap`.
+//! A program with its own `malloc`, which gets its memory by `mmap` while it holds its lock: as jemalloc, tcmalloc and
+//! mimalloc do. slat must not call `malloc` from that `mmap`.
 //!
 //! This program's `malloc` is defined below; the C library and the preloaded library use it, too.
 

@@ -200,8 +200,8 @@ mod client {
         }
     }
 
-    /// A lock of the program's that its fork handlers hold over a fork, as those of a `malloc` do. It is fair: who takes it again and
-    /// again would keep a fork from it as long as there are fewer processors than threads.
+    /// A lock of the program's that its fork handlers hold over a fork, as those of a `malloc` do. It is fair: who
+    /// takes it again and again would keep a fork from it as long as there are fewer processors than threads.
     static TICKETS: AtomicU32 = AtomicU32::new(0);
     static SERVED: AtomicU32 = AtomicU32::new(0);
 

@@ -8,8 +8,8 @@ fn files_that_slat_maps_cannot_be_cut_while_they_are_made() {
 }
 
 mod client {
-    /// One thread makes statistics descriptors, which slat maps and stores to. Another truncates whatever file gets the number
-    /// that the next one will get. A store to a page beyond the end would end this program with SIGBUS.
+    /// One thread makes statistics descriptors, which slat maps and stores to. Another truncates whatever file gets the
+    /// number that the next one will get. A store to a page beyond the end would end this program with SIGBUS.
     #[test]
     #[ignore = "runs under the library"]
     fn stores_do_not_fail() {

@@ -1,13 +1,16 @@
-//! Processor state of a caller that the kernel does not mind and that slat's code does: flags, and how floating point is computed.
+//! Processor state of a caller that the kernel does not mind and that slat's code does: flags, and how
+//! floating point is computed.
 //!
-//! Compiled code expects that alignment is not checked (AC), that strings go upwards (DF), that nothing traps after each instruction
-//! (TF), that floating point is rounded to nearest, and that its exceptions are masked (System V ABI, AMD64 supplement, "Registers"). A
-//! program may have set all of it when it calls the C library's functions, which do little but enter the kernel.
-//! So each function that replaces one of them begins with [`with_own_flags!`](crate::with_own_flags), before any compiled code, and goes
-//! on in [`with_own_floats`]. The registers of the x87 unit are empty there, as at each call of a function.
+//! Compiled code expects that alignment is not checked (AC), that strings go upwards (DF), that nothing traps after
+//! each instruction (TF), that floating point is rounded to nearest, and that its exceptions are masked (System V ABI,
+//! AMD64 supplement, "Registers"). A program may have set all of it when it calls the C library's functions, which do
+//! little but enter the kernel. So each function that replaces one of them begins with
+//! [`with_own_flags!`](crate::with_own_flags), before any compiled code, and goes on in [`with_own_floats`]. The
+//! registers of the x87 unit are empty there, as at each call of a function.
 //!
-//! Other entries into slat need a part of this. The kernel calls signal handlers with DF and TF clear and with fresh floating point,
-//! but with the program's AC: [`own_flags!`](crate::own_flags). A call site that was rewritten saves all state itself.
+//! Other entries into slat need a part of this. The kernel calls signal handlers with DF and TF clear and with
+//! fresh floating point, but with the program's AC: [`own_flags!`](crate::own_flags). A call site that was
+//! rewritten saves all state itself.
 
 use std::arch::asm;
 
@@ -26,9 +29,9 @@ const OCCURRED: u32 = 0x3f;
 /// The x87 control word of a new process.
 pub const X87_CONTROL: u16 = 0x37f;
 
-/// Assembly of a function whose operand `inner` does its work: calls that with all of [`FLAGS`] (the operand `flags`) clear, and restores them.
-/// Usually they are, and `inner` is jumped to. It may have six arguments in registers, and a seventh on the stack. Unwinding passes
-/// through.
+/// Assembly of a function whose operand `inner` does its work: calls that with all of [`FLAGS`] (the operand `flags`)
+/// clear, and restores them. Usually they are, and `inner` is jumped to. It may have six arguments in registers, and a
+/// seventh on the stack. Unwinding passes through.
 #[macro_export]
 macro_rules! with_own_flags {
     () => {
@@ -58,7 +61,8 @@ macro_rules! with_own_flags {
     };
 }
 
-/// Assembly at the start of a signal handler: clears AC, which the kernel leaves as the program has set it. The arithmetic flags are lost.
+/// Assembly at the start of a signal handler: clears AC, which the kernel leaves as the program has set it. The
+/// arithmetic flags are lost.
 #[macro_export]
 macro_rules! own_flags {
     () => {
@@ -75,8 +79,8 @@ struct Kept {
 
 /// Runs `work` with floating point as slat's code expects it, and restores the caller's.
 ///
-/// Nothing has to be dropped: `work` may unwind by `pthread_exit`, or be left by siglongjmp, of a handler of the program, which the
-/// kernel has called with fresh floating point.
+/// Nothing has to be dropped: `work` may unwind by `pthread_exit`, or be left by siglongjmp, of a handler of the
+/// program, which the kernel has called with fresh floating point.
 #[inline(always)]
 pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
     let kept = Kept::replace();
@@ -135,7 +139,8 @@ impl Kept {
 #[cold]
 fn replace_x87() -> [u32; 7] {
     let mut environment = [0u32; 7];
-    // SAFETY: stores the 28 bytes of the environment, with the control word as it was; then the unit is as compiled code expects it.
+    // SAFETY: stores the 28 bytes of the environment, with the control word as it was; then the unit is as
+    // compiled code expects it.
     unsafe {
         asm!("fnstenv [{}]", "fninit", in(reg) &raw mut environment, out("st(0)") _, out("st(1)") _, out("st(2)") _,
             out("st(3)") _, out("st(4)") _, out("st(5)") _, out("st(6)") _, out("st(7)") _, options(nostack));
@@ -208,8 +213,8 @@ mod tests {
         };
         let mut sets = [set, own];
         let result;
-        // SAFETY: a call by the C ABI, with a seventh argument on an aligned stack. Between the two changes of the state nothing but
-        // `outer` runs.
+        // SAFETY: a call by the C ABI, with a seventh argument on an aligned stack. Between the two changes of the
+        // state nothing but `outer` runs.
         unsafe {
             asm!(
                 "mov r12, rsp", "and rsp, -16", "sub rsp, 8", "push 7",

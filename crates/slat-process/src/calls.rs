@@ -1,19 +1,19 @@
 //! The system calls that slat makes on the program's threads while it serves the KVM API, `KVM_RUN` above all.
 //!
-//! With a real KVM these threads need `ioctl` alone, and VMMs install seccomp filters accordingly. So a list names each call,
-//! and who makes it where a filter forbids it: the helper thread, which shares memory and descriptors with all the others; or
-//! no thread, and then what is lost; or the thread itself, because no other thread can: those are the calls that a filter has
-//! to allow. `docs/seccomp.md` has the list for people.
+//! With a real KVM these threads need `ioctl` alone, and VMMs install seccomp filters accordingly. So a list names each
+//! call, and who makes it where a filter forbids it: the helper thread, which shares memory and descriptors with all
+//! the others; or no thread, and then what is lost; or the thread itself, because no other thread can: those are the
+//! calls that a filter has to allow. `docs/seccomp.md` has the list for people.
 //!
-//! Whether a call is allowed is one bit for the whole process: if the filter of any thread forbids a call, the helper makes it
-//! for all threads but slat's own, which no filter binds ([`mark_own_thread`]).
+//! Whether a call is allowed is one bit for the whole process: if the filter of any thread forbids a call, the helper
+//! makes it for all threads but slat's own, which no filter binds ([`mark_own_thread`]).
 
 use crate::{filter, gate, helper};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Makes a system call with up to six arguments, through the [`gate`]. Returns what the kernel returns, errors as negative
-/// errno. Async-signal-safe.
+/// Makes a system call with up to six arguments, through the [`gate`]. Returns what the kernel returns, errors as
+/// negative errno. Async-signal-safe.
 ///
 /// # Safety
 /// As for the call itself.
@@ -28,8 +28,9 @@ pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
     }
 }
 
-/// Does [`raw`] where slat's own threads have a gate of their own. Not inlined: the compiler would ask for the thread-local variable before it
-/// is needed, also at the program's start, when a preloaded sanitizer's runtime cannot answer yet.
+/// Does [`raw`] where slat's own threads have a gate of their own. Not inlined: the compiler would ask for the
+/// thread-local variable before it is needed, also at the program's start, when a preloaded sanitizer's
+/// runtime cannot answer yet.
 ///
 /// # Safety
 /// As for the call itself.
@@ -201,14 +202,14 @@ thread_local! {
     static IS_OWN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Marks this thread as slat's own: it makes all calls itself. Call once, at the start of a thread that was started before the
-/// program's first filter, or together with the helper.
+/// Marks this thread as slat's own: it makes all calls itself. Call once, at the start of a thread that was started
+/// before the program's first filter, or together with the helper.
 pub fn mark_own_thread() {
     IS_OWN.set(true);
 }
 
-/// Makes a call, or has the helper make it if a filter forbids it and the thread is not slat's own. Returns the value or an errno. The call must not block, and must not concern the
-/// calling thread alone. Async-signal-safe.
+/// Makes a call, or has the helper make it if a filter forbids it and the thread is not slat's own. Returns the value
+/// or an errno. The call must not block, and must not concern the calling thread alone. Async-signal-safe.
 ///
 /// # Safety
 /// As for the call itself, on any thread of the process.
@@ -231,7 +232,8 @@ pub fn forbid_opening() {
     FORBIDDEN.fetch_or(Call::Open.bit(), Ordering::SeqCst);
 }
 
-/// Records a filter. Returns the calls that it forbids and no other thread can make, if the filter is one for vCPU threads.
+/// Records a filter. Returns the calls that it forbids and no other thread can make, if the filter is
+/// one for vCPU threads.
 pub(crate) fn forbid(program: &[libc::sock_filter]) -> Vec<&'static Entry> {
     const KVM_RUN: usize = 0xae80;
     let allows = |number, arguments: &[_]| filter::allows(program, number, arguments);

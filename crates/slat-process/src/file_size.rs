@@ -1,4 +1,5 @@
-//! Files under RLIMIT_FSIZE: the kernel refuses to make one longer, and sends SIGXFSZ, which ends a program that does not expect it.
+//! Files under RLIMIT_FSIZE: the kernel refuses to make one longer, and sends SIGXFSZ, which ends a program
+//! that does not expect it.
 //!
 //! A program that uses the kernel's KVM needs no files for it. Those that slat makes long, or writes, must not end it.
 
@@ -10,7 +11,8 @@ const SET_BYTES: usize = 8;
 /// SIGXFSZ as a set.
 const EXCEEDED: u64 = 1 << (libc::SIGXFSZ - 1);
 
-/// Does `work`, which makes a file longer. If that exceeds the limit, it returns `EFBIG` and no signal arrives. Async-signal-safe if `work` is.
+/// Does `work`, which makes a file longer. If that exceeds the limit, it returns `EFBIG` and no signal arrives.
+/// Async-signal-safe if `work` is.
 ///
 /// # Errors
 /// Those of `work`.
@@ -35,7 +37,8 @@ pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
             tv_nsec: 0,
         };
         let (set, now) = (&raw const set as usize, &raw const now as usize);
-        // SAFETY: a live set, no place for the information, and a time. Takes the signal that the kernel has sent to this thread.
+        // SAFETY: a live set, no place for the information, and a time. Takes the signal that the kernel has
+        // sent to this thread.
         unsafe { raw(libc::SYS_rt_sigtimedwait, [set, 0, now, SET_BYTES, 0, 0]) };
     }
     mask(libc::SIG_SETMASK, &before, std::ptr::null_mut());

@@ -10,8 +10,9 @@ type Data = [u32; 16];
 /// The machine's scratch memory, in words.
 const MEMORY: usize = libc::BPF_MEMWORDS as usize;
 
-/// Call before a thread of this process installs a filter, or after. From then on, the helper thread makes the calls that
-/// `program` forbids, for all threads. Returns the calls without which `KVM_RUN` cannot work, if `program` allows `KVM_RUN`.
+/// Call before a thread of this process installs a filter, or after. From then on, the helper thread makes the
+/// calls that `program` forbids, for all threads. Returns the calls without which `KVM_RUN` cannot work, if
+/// `program` allows `KVM_RUN`.
 pub fn announce(program: &[sock_filter]) -> Vec<&'static Entry> {
     calls::forbid(program)
 }
@@ -27,8 +28,8 @@ pub struct Made {
     pub address: usize,
 }
 
-/// Whether `program` allows a system call with these arguments; the others, and the address, are 0. Calls that a tracer or a supervisor
-/// decides about count as forbidden.
+/// Whether `program` allows a system call with these arguments; the others, and the address, are 0. Calls that a tracer
+/// or a supervisor decides about count as forbidden.
 pub(crate) fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) -> bool {
     let mut made = Made {
         number,

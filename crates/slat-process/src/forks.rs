@@ -1,9 +1,9 @@
 //! State that belongs to this process and not to its forked children.
 //!
-//! KVM returns `EIO` to a process that uses a VM of another address space. A forked child has the objects' memory, but not the
-//! threads that may hold their locks: it must not touch any of them. A few words that the kernel clears in the child of every
-//! fork (`MADV_WIPEONFORK`) tell parent and child apart without a system call, also when the program forks without the C
-//! library. A child of `vfork` shares the words with its parent, as it shares all memory.
+//! KVM returns `EIO` to a process that uses a VM of another address space. A forked child has the objects' memory, but
+//! not the threads that may hold their locks: it must not touch any of them. A few words that the kernel clears in the
+//! child of every fork (`MADV_WIPEONFORK`) tell parent and child apart without a system call, also when the program
+//! forks without the C library. A child of `vfork` shares the words with its parent, as it shares all memory.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
@@ -77,8 +77,8 @@ pub fn owner() -> i32 {
     }
 }
 
-/// Notes the id of this process. Call in a child that the C library has just forked: it makes no system call where the C library's own note
-/// of the child's number is found, which a child of the child's `vfork` could not use.
+/// Notes the id of this process. Call in a child that the C library has just forked: it makes no system call where the
+/// C library's own note of the child's number is found, which a child of the child's `vfork` could not use.
 pub fn note_owner() {
     match crate::noted_thread_id() {
         Some(id) => {
@@ -116,8 +116,8 @@ impl Birth {
     }
 }
 
-/// A global of which every process has its own value. A forked child does not touch the inherited value, because threads that
-/// the child does not have may hold locks in it. It begins with a new value.
+/// A global of which every process has its own value. A forked child does not touch the inherited value, because
+/// threads that the child does not have may hold locks in it. It begins with a new value.
 #[derive(Debug)]
 pub struct PerProcess<T: 'static> {
     current: AtomicPtr<Held<T>>,

@@ -1,7 +1,8 @@
 //! The instruction at which slat enters the kernel.
 //!
-//! It is slat's own, until the system calls of this process are dispatched to slat (`docs/dispatch.md`): the kernel then lets those pass
-//! which come from one range of addresses, the C library's text, and slat's have to come from there, too.
+//! It is slat's own, until the system calls of this process are dispatched to slat (`docs/dispatch.md`): the
+//! kernel then lets those pass which come from one range of addresses, the C library's text, and slat's have to
+//! come from there, too.
 
 use std::arch::{asm, naked_asm};
 use std::ops::Range;
@@ -15,8 +16,8 @@ unsafe extern "C" fn own() {
     naked_asm!("syscall", "ret")
 }
 
-/// Other such instructions, for calls of slat's own threads: a filter that binds these threads is installed so that it allows what comes
-/// from here ([`exempt`]).
+/// Other such instructions, for calls of slat's own threads: a filter that binds these threads is installed so that it
+/// allows what comes from here ([`exempt`]).
 #[unsafe(naked)]
 unsafe extern "C" fn exempted() {
     naked_asm!("syscall", "ret")
@@ -25,8 +26,9 @@ unsafe extern "C" fn exempted() {
 /// Whether slat's own threads enter the kernel at [`exempted`].
 static IS_EXEMPTED_USED: AtomicBool = AtomicBool::new(false);
 
-/// Has slat's own threads enter the kernel at instructions that no other thread uses. Returns the addresses that a filter sees of their calls,
-/// and has to allow. Call in a program that loads libraries: its calls may be dispatched, but not those of slat's threads.
+/// Has slat's own threads enter the kernel at instructions that no other thread uses. Returns the addresses that a
+/// filter sees of their calls, and has to allow. Call in a program that loads libraries: its calls may be dispatched,
+/// but not those of slat's threads.
 pub fn exempt() -> Range<usize> {
     const SYSCALL: usize = 2;
     IS_EXEMPTED_USED.store(true, Ordering::Release);
@@ -49,7 +51,8 @@ pub unsafe fn call_exempted(number: i64, arguments: [usize; 6]) -> isize {
     unsafe { call_at(exempted as *const () as *mut (), number, arguments) }
 }
 
-/// Makes a system call by the instructions `syscall` and `ret` at `instructions`. Returns what the kernel returns. Async-signal-safe.
+/// Makes a system call by the instructions `syscall` and `ret` at `instructions`. Returns what the kernel
+/// returns. Async-signal-safe.
 ///
 /// # Safety
 /// - The instructions are there. As for the call itself.

@@ -1,13 +1,13 @@
 //! A thread that makes system calls for others.
 //!
-//! It is started before the program installs a seccomp filter, so no filter binds it. All threads of a process share memory and
-//! descriptors: it does not matter which of them maps memory, opens a file or queues a signal. An asking thread needs `futex`
-//! alone.
+//! It is started before the program installs a seccomp filter, so no filter binds it. All threads of a process share
+//! memory and descriptors: it does not matter which of them maps memory, opens a file or queues a signal. An asking
+//! thread needs `futex` alone.
 //!
 //! # Concurrency
 //! A request is a row of words with a state: free, claimed by an asking thread, posted, done. Asking takes no lock and
-//! allocates nothing, so a signal handler may ask, even if it has interrupted a thread that waits here. The helper holds
-//! nothing while it makes a call, and makes only calls that do not block.
+//! allocates nothing, so a signal handler may ask, even if it has interrupted a thread that waits here. The helper
+//! holds nothing while it makes a call, and makes only calls that do not block.
 
 use crate::calls::raw;
 use crate::forks::PerProcess;
@@ -30,7 +30,8 @@ struct Request {
     answer: UnsafeCell<isize>,
 }
 
-// SAFETY: the thread that has claimed the request owns both cells, except while the request is posted: then the helper does.
+// SAFETY: the thread that has claimed the request owns both cells, except while the request is posted:
+// then the helper does.
 unsafe impl Sync for Request {}
 
 /// The helper thread's requests and state.
@@ -57,8 +58,8 @@ impl Default for Helper {
 
 static HELPER: PerProcess<Helper> = PerProcess::new();
 
-/// Starts the process's helper if there is none. `start` starts a thread that runs [`Helper::serve`], and returns whether it
-/// could. Returns when the helper serves.
+/// Starts the process's helper if there is none. `start` starts a thread that runs [`Helper::serve`], and returns
+/// whether it could. Returns when the helper serves.
 pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
     let mut started = true;
     let helper = HELPER.get_or_start(|helper| started = start(helper));
@@ -116,8 +117,8 @@ impl Helper {
             let posts = self.posts.load(Ordering::SeqCst);
             for request in &self.requests {
                 if request.state.load(Ordering::Acquire) == POSTED {
-                    // SAFETY: the request is posted, so the cells are the helper's. The asking thread upholds the call's
-                    // promises.
+                    // SAFETY: the request is posted, so the cells are the helper's. The asking thread upholds
+                    // the call's promises.
                     unsafe {
                         let (number, arguments) = *request.call.get();
                         *request.answer.get() = raw(number, arguments);

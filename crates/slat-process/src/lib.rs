@@ -1,4 +1,5 @@
-//! The process that slat runs in, which belongs to the program: the program forks, and forbids system calls to its own threads.
+//! The process that slat runs in, which belongs to the program: the program forks, and forbids system
+//! calls to its own threads.
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
@@ -34,8 +35,9 @@ use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering, compiler_fence};
 
-/// Returns the kernel's numbers of the process that this thread runs in, and of the thread. In contrast to [`forks::owner`] and
-/// [`thread_id`] they are right in a child of `vfork`, too, where no filter forbids to ask. Async-signal-safe.
+/// Returns the kernel's numbers of the process that this thread runs in, and of the thread. In contrast to
+/// [`forks::owner`] and [`thread_id`] they are right in a child of `vfork`, too, where no filter forbids to
+/// ask. Async-signal-safe.
 pub fn myself() -> (libc::pid_t, libc::pid_t) {
     if !calls::is_allowed(Call::ProcessId) || !calls::is_allowed(Call::ThreadId) {
         return (forks::owner(), thread_id());
@@ -62,8 +64,9 @@ pub fn set_errno(errno: i32) {
 /// The C library's note of the number of the process's first thread. Null: it is not where [`noted_id`] looks for it.
 static FIRST: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Returns the address of what is glibc's note of this thread's number: `tid` in its `struct pthread`. The kernel fills it in when a thread is
-/// made or a process is forked, and clears it when the thread ends. That it is there is checked by [`find_noted_id`].
+/// Returns the address of what is glibc's note of this thread's number: `tid` in its `struct pthread`. The kernel fills
+/// it in when a thread is made or a process is forked, and clears it when the thread ends. That it is there is checked
+/// by [`find_noted_id`].
 fn noted_id() -> *mut AtomicU32 {
     const OFFSET: usize = 0x2d0;
     let block: *mut u8;
@@ -74,7 +77,8 @@ fn noted_id() -> *mut AtomicU32 {
     block.wrapping_add(OFFSET).cast()
 }
 
-/// Finds out whether the C library's note of a thread's number is where it is looked for. Call on the first thread of the process.
+/// Finds out whether the C library's note of a thread's number is where it is looked for. Call on the first
+/// thread of the process.
 pub fn find_noted_id() {
     // SAFETY: the control block is longer.
     if unsafe { (*noted_id()).load(Ordering::Relaxed) } == forks::owner() as u32 {
@@ -87,14 +91,15 @@ pub(crate) fn note_first() {
     FIRST.store(noted_id(), Ordering::Relaxed);
 }
 
-/// Returns the C library's note of the number of the process's first thread, which the kernel clears when that ends, and then wakes those who
-/// sleep on it. Its memory may be there no more when that thread has ended: only `futex` may access it.
+/// Returns the C library's note of the number of the process's first thread, which the kernel clears when that
+/// ends, and then wakes those who sleep on it. Its memory may be there no more when that thread has ended: only
+/// `futex` may access it.
 pub fn first_noted_id() -> Option<NonNull<AtomicU32>> {
     NonNull::new(FIRST.load(Ordering::Relaxed))
 }
 
-/// Returns the number of this thread as the C library has noted it, without a system call. `None` where it is not known to do so. Wrong on a
-/// thread or in a process that was not made by the C library.
+/// Returns the number of this thread as the C library has noted it, without a system call. `None` where it is not known
+/// to do so. Wrong on a thread or in a process that was not made by the C library.
 pub(crate) fn noted_thread_id() -> Option<libc::pid_t> {
     // SAFETY: this thread's own note, whose place is known.
     first_noted_id().map(|_| unsafe { (*noted_id()).load(Ordering::Relaxed) } as libc::pid_t)
@@ -102,8 +107,8 @@ pub(crate) fn noted_thread_id() -> Option<libc::pid_t> {
 
 /// Returns the kernel's number of this thread. Async-signal-safe.
 ///
-/// One system call per thread: a forked child's thread has another number than the thread it is a copy of, and asks again. None where a
-/// filter forbids it and the C library has noted the number.
+/// One system call per thread: a forked child's thread has another number than the thread it is a copy of, and asks
+/// again. None where a filter forbids it and the C library has noted the number.
 pub fn thread_id() -> libc::pid_t {
     thread_local! {
         // Without an initialiser or a destructor: handlers read them.

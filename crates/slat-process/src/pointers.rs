@@ -1,12 +1,13 @@
 //! Two thread pointers on one thread: the program's and slat's.
 //!
-//! A statically linked program brings its own C library, whose thread pointer (the base of FS) is not the one that slat's C library and
-//! the standard library need. Where such a program is loaded ([`separate`]), each entry from the program into slat changes FS to slat's,
-//! and each exit back. All of slat's code between runs on slat's pointer. The base of GS, which C libraries leave alone, leads to both.
-//! In other processes there is one pointer and nothing changes it.
+//! A statically linked program brings its own C library, whose thread pointer (the base of FS) is not the one that
+//! slat's C library and the standard library need. Where such a program is loaded ([`separate`]), each entry from
+//! the program into slat changes FS to slat's, and each exit back. All of slat's code between runs on slat's
+//! pointer. The base of GS, which C libraries leave alone, leads to both. In other processes there is one pointer
+//! and nothing changes it.
 //!
-//! Entries are the handlers that the kernel calls ([`handler!`](crate::handler)); exits are their returns, and [`call_program`], by
-//! which a handler calls one of the program's.
+//! Entries are the handlers that the kernel calls ([`handler!`](crate::handler)); exits are their returns, and
+//! [`call_program`], by which a handler calls one of the program's.
 
 use crate::stack;
 use std::arch::{asm, naked_asm};
@@ -87,8 +88,8 @@ pub fn can_be_separate() -> bool {
     unsafe { libc::getauxval(libc::AT_HWCAP2) & FSGSBASE != 0 }
 }
 
-/// Gives this thread a pointer of the program's beside slat's, in whose place `programs` is from now on while the program runs. From the
-/// first call on, all threads that run the program need this.
+/// Gives this thread a pointer of the program's beside slat's, in whose place `programs` is from now on while the
+/// program runs. From the first call on, all threads that run the program need this.
 ///
 /// # Safety
 /// - [`can_be_separate`] holds.
@@ -133,8 +134,9 @@ macro_rules! to_programs_pointer {
     };
 }
 
-/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. Where there is one
-/// pointer it is the same as `$inner`: unwinding passes through it. The program's flag AC is cleared ([`caller`](crate::caller)).
+/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer.
+/// Where there is one pointer it is the same as `$inner`: unwinding passes through it. The program's flag AC is cleared
+/// ([`caller`](crate::caller)).
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
@@ -164,7 +166,8 @@ macro_rules! handler {
 /// Calls a signal handler of the program, on the program's thread pointer.
 ///
 /// # Safety
-/// - `function` is such a handler, and the arguments are the kernel's for it. (One without `SA_SIGINFO` does not read the last two.)
+/// - `function` is such a handler, and the arguments are the kernel's for it. (One without `SA_SIGINFO` does
+///   not read the last two.)
 pub unsafe fn call_program(
     function: usize,
     signal: c_int,

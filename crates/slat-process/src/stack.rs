@@ -2,11 +2,12 @@
 //!
 //! The program makes calls from three places:
 //!
-//! * From its own stack. Then no call is being served, and all of slat's stack is free. (Frames may be left there: a handler that jumps away
-//!   gives up the call that it has interrupted.)
-//! * From a handler on this stack, which has interrupted slat and has no alternate stack. What lies below the stack pointer is free.
-//! * From a handler on the alternate stack. It may have interrupted slat, and its stack pointer does not show where. So [`around_handler`]
-//!   notes it before a handler of the program is called.
+//! * From its own stack. Then no call is being served, and all of slat's stack is free. (Frames may be left there: a
+//!   handler that jumps away gives up the call that it has interrupted.)
+//! * From a handler on this stack, which has interrupted slat and has no alternate stack. What lies below the
+//!   stack pointer is free.
+//! * From a handler on the alternate stack. It may have interrupted slat, and its stack pointer does not show where. So
+//!   [`around_handler`] notes it before a handler of the program is called.
 
 use crate::pointers;
 use std::cell::Cell;
@@ -37,8 +38,8 @@ pub fn contains(address: usize) -> bool {
     (low..=high).contains(&address)
 }
 
-/// Returns the address below which the stack is free, for a call that the program makes with the stack pointer `sp`, which is on its
-/// alternate stack or not.
+/// Returns the address below which the stack is free, for a call that the program makes with the stack pointer `sp`,
+/// which is on its alternate stack or not.
 pub fn free_below(sp: usize, on_alternate: bool) -> usize {
     match contains(sp) {
         true => sp - RED_ZONE,

@@ -4,11 +4,11 @@ use crate::calls::{self, Call};
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Sleeps while `word` is `value`, for at most `longest` if that is given. Returns whether a signal handler has run meanwhile.
-/// Async-signal-safe.
+/// Sleeps while `word` is `value`, for at most `longest` if that is given. Returns whether a signal handler has run
+/// meanwhile. Async-signal-safe.
 ///
-/// With a time limit the kernel may continue by `restart_syscall` after the thread was stopped (SIGSTOP, a debugger, the
-/// freezer).
+/// With a time limit the kernel may continue by `restart_syscall` after the thread was stopped (SIGSTOP, a
+/// debugger, the freezer).
 pub fn sleep(word: &AtomicU32, value: u32, longest: Option<Duration>) -> bool {
     let limit = longest.map(|longest| libc::timespec {
         tv_sec: longest.as_secs() as _,

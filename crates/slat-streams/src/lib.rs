@@ -1,12 +1,13 @@
 //! The operations of a fuzzer's bytes on the KVM API and on the software CPU.
 //!
-//! The bytes are the decisions of a generator, as in `slat_model::streams`: which request, with which argument, on which
-//! object; or which instructions, page tables and registers a guest has. The targets in `fuzz/` call [`ioctls()`] and
-//! [`guests()`] and nothing else; `cargo test -p slat-streams` calls them with the corpus and with pseudo-random bytes.
+//! The bytes are the decisions of a generator, as in `slat_model::streams`: which request, with which argument, on
+//! which object; or which instructions, page tables and registers a guest has. The targets in `fuzz/` call
+//! [`ioctls()`] and [`guests()`] and nothing else; `cargo test -p slat-streams` calls them with the corpus and with
+//! pseudo-random bytes.
 //!
-//! Neither function returns an error. A finding ends the process, with an account of every thread's last steps ([`watch`]): a
-//! panic, a call that does not end, a write outside of the memory that a call was given, an errno that the call does not have,
-//! an audit that fails, a leaked descriptor or thread.
+//! Neither function returns an error. A finding ends the process, with an account of every thread's last steps
+//! ([`watch`]): a panic, a call that does not end, a write outside of the memory that a call was given, an errno that
+//! the call does not have, an audit that fails, a leaked descriptor or thread.
 //!
 //! | file | idea |
 //! |---|---|

@@ -1,14 +1,14 @@
 //! The supervision of a stream's threads: who is kicked when, how long a call may take, and the account of a finding.
 //!
-//! Each thread of a stream has a [`Lane`], where it announces its next step. One more thread, the watchman, checks all lanes
-//! every half millisecond. It ends each `KVM_RUN` when its slice of time is over, by the means that the stream chose, and
-//! *once*: a kick that gets lost is a finding. It knows that the run has begun, and so can be kicked, by `kvm_run.flags`, which
-//! `KVM_RUN` clears.
+//! Each thread of a stream has a [`Lane`], where it announces its next step. One more thread, the watchman, checks all
+//! lanes every half millisecond. It ends each `KVM_RUN` when its slice of time is over, by the means that the stream
+//! chose, and *once*: a kick that gets lost is a finding. It knows that the run has begun, and so can be kicked, by
+//! `kvm_run.flags`, which `KVM_RUN` clears.
 //!
 //! # Time
-//! Limits are in CPU time of the thread itself, because other processes may keep it from running at all, and in user mode,
-//! because a kernel that is short of memory works for others in a thread's name. A thread that sleeps uses none, and has a
-//! wall-time limit that no load explains.
+//! Limits are in CPU time of the thread itself, because other processes may keep it from running at all, and in user
+//! mode, because a kernel that is short of memory works for others in a thread's name. A thread that sleeps uses none,
+//! and has a wall-time limit that no load explains.
 
 use kvm_bindings::kvm_run;
 use std::collections::VecDeque;

@@ -1,4 +1,5 @@
-//! slat's answers are those of KVM's lists; the host's kernel has the same, but for the differences that the lists name.
+//! slat's answers are those of KVM's lists; the host's kernel has the same, but for the differences
+//! that the lists name.
 //!
 //! The kernel and its processor are this machine's, whichever they are: a difference that no list names is printed, and
 //! fails only with `SLAT_TEST_KERNEL=strict`, as `.ci/full` has it. `--nocapture` shows those that the lists name, too.

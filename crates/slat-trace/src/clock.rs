@@ -1,5 +1,5 @@
-//! Time. Points read the processor's time-stamp counter: that is no system call on any machine, and costs some 10 ns. Two pairs of counter
-//! and clock tell how the one becomes the other.
+//! Time. Points read the processor's time-stamp counter: that is no system call on any machine, and costs some 10 ns.
+//! Two pairs of counter and clock tell how the one becomes the other.
 
 use std::arch::x86_64::_rdtsc;
 use std::time::Duration;
@@ -7,8 +7,8 @@ use std::time::Duration;
 /// Returns the processor's time-stamp counter, in cycles.
 #[inline(always)]
 pub(crate) fn cycles() -> u64 {
-    // SAFETY: the instruction has no condition, unless the process has forbidden it to itself (PR_SET_TSC), and then its vDSO
-    // cannot tell the time either.
+    // SAFETY: the instruction has no condition, unless the process has forbidden it to itself (PR_SET_TSC), and then
+    // its vDSO cannot tell the time either.
     unsafe { _rdtsc() }
 }
 

@@ -1,7 +1,8 @@
-//! The bytes of a file: a header, a text that describes the tracepoints, then rings of one size. Numbers are little-endian.
+//! The bytes of a file: a header, a text that describes the tracepoints, then rings of one size.
+//! Numbers are little-endian.
 //!
-//! The text has a line for each tracepoint, `SYSTEM:NAME FIELD:OFFSET:SIZE ...`; the line's number is the tracepoint's in records. So a
-//! reader knows the tracepoints of the version of slat that wrote the file.
+//! The text has a line for each tracepoint, `SYSTEM:NAME FIELD:OFFSET:SIZE ...`; the line's number is the tracepoint's
+//! in records. So a reader knows the tracepoints of the version of slat that wrote the file.
 
 use crate::points::{POINTS, VALUES};
 use std::fmt::Write as _;

@@ -1,6 +1,7 @@
-//! The tracepoints. Names and fields of those in `kvm` and `kvmmmu` are Linux's (include/trace/events/kvm.h, arch/x86/kvm/trace.h and
-//! arch/x86/kvm/mmu/mmutrace.h of Linux 6.12), for those who know them; `conformance/tracepoints` compares them with a kernel's source.
-//! Fields are missing that would say nothing here, such as the kernel address of an entry. Those in `slat` are slat's own.
+//! The tracepoints. Names and fields of those in `kvm` and `kvmmmu` are Linux's (include/trace/events/kvm.h,
+//! arch/x86/kvm/trace.h and arch/x86/kvm/mmu/mmutrace.h of Linux 6.12), for those who know them;
+//! `conformance/tracepoints` compares them with a kernel's source. Fields are missing that would say nothing here, such
+//! as the kernel address of an entry. Those in `slat` are slat's own.
 
 use std::mem::offset_of;
 
@@ -82,8 +83,9 @@ macro_rules! points {
 points! {
     /// A vCPU enters the guest.
     kvm kvm_entry: Entry { vcpu_id: u32, rip: u64 }
-    /// A vCPU has left the guest. `exit_reason` is one of VMX (`isa` 1), whatever the host's processor is: see [`exit`]. `info1` is the
-    /// exit qualification of port accesses, `intr_info` describes the exception of EXCEPTION_NMI.
+    /// A vCPU has left the guest. `exit_reason` is one of VMX (`isa` 1), whatever the host's processor is:
+    /// see [`exit`]. `info1` is the exit qualification of port accesses, `intr_info` describes the
+    /// exception of EXCEPTION_NMI.
     kvm kvm_exit: Exit { exit_reason: u32, guest_rip: u64, isa: u32, info1: u64, intr_info: u32, vcpu_id: u32 }
     /// `KVM_RUN` returns: `reason` is the number of `KVM_EXIT_*`, `errno` negative if it fails.
     kvm kvm_userspace_exit: UserspaceExit { reason: u32, errno: i32 }
@@ -93,14 +95,16 @@ points! {
     kvm kvm_pio: Pio { rw: u32, port: u32, size: u32, count: u32, val: u32 }
     /// A write to memory only signalled an eventfd. It has a `kvm_mmio`, too.
     kvm kvm_fast_mmio: FastMmio { gpa: u64 }
-    /// A fault of the second level; with shadow paging, one at a guest-virtual address. `error_code` has the bits of x86's page
-    /// faults for writes (1) and fetches (4). KVM's `guest_rip` is missing: in the midst of a block the CPU has none to tell.
+    /// A fault of the second level; with shadow paging, one at a guest-virtual address. `error_code` has the bits of
+    /// x86's page faults for writes (1) and fetches (4). KVM's `guest_rip` is missing: in the midst of a block the
+    /// CPU has none to tell.
     kvm kvm_page_fault: PageFault { vcpu_id: u32, fault_address: u64, error_code: u64 }
     /// An interrupt is injected.
     kvm kvm_inj_virq: InjVirq { vector: u32, soft: u8, reinjected: u8 }
     /// A message-signalled interrupt is sent.
     kvm kvm_msi_set_irq: MsiSetIrq { address: u64, data: u64 }
-    /// The guest has ended an interrupt of a controller's pin: `irqchip` is 0 or 1 for the two 8259, 2 for the I/O APIC.
+    /// The guest has ended an interrupt of a controller's pin: `irqchip` is 0 or 1 for the two
+    /// 8259, 2 for the I/O APIC.
     kvm kvm_ack_irq: AckIrq { irqchip: u32, pin: u32 }
     /// The guest has ended an interrupt of its local APIC.
     kvm kvm_eoi: Eoi { apicid: u32, vector: i32 }

@@ -73,7 +73,8 @@ struct Mapped {
     allocating: Mutex<()>,
 }
 
-// SAFETY: the mapping lives as long as the process. All that threads share in it are atomics; a ring belongs to one thread.
+// SAFETY: the mapping lives as long as the process. All that threads share in it are atomics; a ring
+// belongs to one thread.
 unsafe impl Send for Mapped {}
 // SAFETY: as above.
 unsafe impl Sync for Mapped {}
@@ -122,8 +123,8 @@ fn record<P: Point>(values: P) {
     // SAFETY: a ring of this process, by `claim`, in a mapping that is never unmapped.
     let ring = unsafe { claimed.ring.as_ref() };
     let at = ring.next.load(Relaxed);
-    // SAFETY: the ring has `capacity` records after its header, and `at` is less. Only this thread, which claimed it, writes to
-    // them, and no thread of this process reads them. The values fit: `points` asserts it.
+    // SAFETY: the ring has `capacity` records after its header, and `at` is less. Only this thread, which claimed it,
+    // writes to them, and no thread of this process reads them. The values fit: `points` asserts it.
     unsafe {
         let records = claimed.ring.cast::<u8>().add(RING_HEADER_BYTES);
         let record = records.cast::<Record>().add(at as usize).as_ptr();
@@ -186,7 +187,8 @@ pub struct OnVcpu {
     _of_thread: PhantomData<*const ()>,
 }
 
-/// Says that this thread runs the vCPU `id` of the VM `vm` from now on, until the guard is dropped. `None`: nothing is recorded.
+/// Says that this thread runs the vCPU `id` of the VM `vm` from now on, until the guard is dropped. `None`:
+/// nothing is recorded.
 #[inline]
 pub fn run_vcpu(vm: u64, id: u32) -> Option<OnVcpu> {
     (traced().load(Relaxed) != 0).then(|| OnVcpu {
@@ -207,9 +209,9 @@ impl Drop for OnVcpu {
     }
 }
 
-/// Begins to record the tracepoints in `selected` in this process, unless it records already. Makes a new file at `path`; if another
-/// process has a file there, the new one's name is `path`, a dot and this process's id. The ring of each thread has the size `buffer`.
-/// Returns the path of the file that it made.
+/// Begins to record the tracepoints in `selected` in this process, unless it records already. Makes a new file at
+/// `path`; if another process has a file there, the new one's name is `path`, a dot and this process's id. The ring of
+/// each thread has the size `buffer`. Returns the path of the file that it made.
 ///
 /// # Errors
 /// The system's: the file cannot be made or mapped, or there is no space for the first rings.
@@ -234,8 +236,8 @@ pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Opt
     Ok(Some(path))
 }
 
-/// Allocates a ring more: for the thread of a new vCPU. Without space, or if a seccomp filter of the client forbids calls to this
-/// process, there is none more, and the points of the last threads may be lost, which is counted.
+/// Allocates a ring more: for the thread of a new vCPU. Without space, or if a seccomp filter of the client forbids
+/// calls to this process, there is none more, and the points of the last threads may be lost, which is counted.
 pub fn add_ring() {
     if let Some(mapped) = MAPPED.peek().and_then(|mapped| mapped.get()) {
         mapped.mark_time();

@@ -1,6 +1,7 @@
 //! A VMM with one dirty log: the guest drives a virtio queue, the device fills a buffer through vm-memory, and
-//! KVM_GET_DIRTY_LOG has the pages of both. It harvests whenever the writer changes, to say who wrote what. Among the guest's are pages
-//! that it only reads or executes, here 0x1000 and 0x4000: as in KVM, a page is logged when the guest's first access maps it writable.
+//! KVM_GET_DIRTY_LOG has the pages of both. It harvests whenever the writer changes, to say who wrote what. Among the
+//! guest's are pages that it only reads or executes, here 0x1000 and 0x4000: as in KVM, a page is logged when the
+//! guest's first access maps it writable.
 
 use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd};

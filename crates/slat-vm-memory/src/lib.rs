@@ -1,16 +1,17 @@
 //! rust-vmm's guest memory over slat's memslots, so that a VM has one dirty log.
 //!
-//! On KVM a VMM that migrates its guest has two logs: KVM's, of what vCPUs write, and a bitmap of its own, of what its devices
-//! write; it has to harvest and join both. Here a write through [`vm-memory`](vm_memory) marks its pages in the log of the memslot
-//! ([`slat_kvm::VmFd::mark_dirty`]), and `KVM_GET_DIRTY_LOG` returns both.
+//! On KVM a VMM that migrates its guest has two logs: KVM's, of what vCPUs write, and a bitmap of its own, of what its
+//! devices write; it has to harvest and join both. Here a write through [`vm-memory`](vm_memory) marks its pages in the
+//! log of the memslot ([`slat_kvm::VmFd::mark_dirty`]), and `KVM_GET_DIRTY_LOG` returns both.
 //!
 //! | item | idea |
 //! |---|---|
 //! | [`memory`], [`region`] | make vm-memory's own collection and regions, and the memslots with them |
 //! | [`Memslot`] | a memslot and the host memory that backs it; the [`Bitmap`](vm_memory::bitmap::Bitmap) of its region |
 //!
-//! A region's memslot is there as long as the region's mapping: it is deleted before the mapping is, when the last user of the region
-//! drops it. So guest memory is plugged by [`region`] and `insert_region`, and unplugged by `remove_region`.
+//! A region's memslot is there as long as the region's mapping: it is deleted before the mapping is, when the
+//! last user of the region drops it. So guest memory is plugged by [`region`] and `insert_region`, and
+//! unplugged by `remove_region`.
 //!
 //! ```
 //! use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
@@ -28,9 +29,9 @@
 //! ```
 //!
 //! # Writes that are not logged
-//! As with any bitmap of vm-memory, writes through raw pointers (`get_host_address`, `ptr_guard_mut`) and by other processes that map
-//! the memory: call [`mark_dirty`](slat_kvm::VmFd::mark_dirty) after these. A VM with dirty rings has no place for a write that no
-//! vCPU makes; its memslots cannot be logged here ([`Error::Rings`]).
+//! As with any bitmap of vm-memory, writes through raw pointers (`get_host_address`, `ptr_guard_mut`) and by other
+//! processes that map the memory: call [`mark_dirty`](slat_kvm::VmFd::mark_dirty) after these. A VM with dirty rings
+//! has no place for a write that no vCPU makes; its memslots cannot be logged here ([`Error::Rings`]).
 
 mod error;
 mod memslot;
@@ -43,8 +44,8 @@ use std::sync::Arc;
 use vm_memory::mmap::{FromRangesError, MmapRegionBuilder};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
-/// Makes guest memory of anonymous host memory, a region and a memslot for each of `ranges`, which are in ascending order. The memslots
-/// are those from number 0 on, with `flags`: `KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`.
+/// Makes guest memory of anonymous host memory, a region and a memslot for each of `ranges`, which are in ascending
+/// order. The memslots are those from number 0 on, with `flags`: `KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`.
 ///
 /// # Errors
 /// As for [`region`]; overlapping and unsorted ranges. The VM then has none of the memslots.
@@ -61,12 +62,12 @@ pub fn memory(
     Ok(GuestMemoryMmap::from_regions(regions).map_err(FromRangesError::from)?)
 }
 
-/// Makes a region at guest-physical address `start` of the host memory `backing`, and memslot number `slot` for it, with KVM's `flags`.
-/// As in KVM, the upper half of `slot` is the address space.
+/// Makes a region at guest-physical address `start` of the host memory `backing`, and memslot number `slot` for it,
+/// with KVM's `flags`. As in KVM, the upper half of `slot` is the address space.
 ///
 /// # Errors
-/// [`Error::Memslot`]: what KVM_SET_USER_MEMORY_REGION refuses. [`Error::Rings`]: the memslot would be logged. The VM then is as
-/// before.
+/// [`Error::Memslot`]: what KVM_SET_USER_MEMORY_REGION refuses. [`Error::Rings`]: the memslot would be logged. The
+/// VM then is as before.
 pub fn region(
     vm: &Arc<VmFd>,
     slot: u32,

@@ -14,8 +14,8 @@ const ENXIO: i32 = 6;
 /// `EINVAL`: a bad argument.
 const EINVAL: i32 = 22;
 
-/// A memslot of a VM with the host memory that backs it, and the [`Bitmap`] of the region that it is made for. Dropping it deletes the
-/// memslot, and then unmaps the memory. It keeps the VM alive.
+/// A memslot of a VM with the host memory that backs it, and the [`Bitmap`] of the region that it is made for. Dropping
+/// it deletes the memslot, and then unmaps the memory. It keeps the VM alive.
 pub struct Memslot {
     vm: Arc<VmFd>,
     /// As it was created. Of the flags, KVM_MEM_LOG_DIRTY_PAGES may have changed.
@@ -87,7 +87,8 @@ impl Memslot {
     /// Harvests the memslot's log by KVM_GET_DIRTY_LOG: a bit for each page that a vCPU or a device has written.
     ///
     /// # Errors
-    /// `ENOENT` if the memslot is not logged, `ENXIO` if dirty rings were enabled after the log began, `EIO` in a forked child.
+    /// `ENOENT` if the memslot is not logged, `ENXIO` if dirty rings were enabled after the log began,
+    /// `EIO` in a forked child.
     pub fn dirty_log(&self) -> slat_kvm::Result<Vec<u64>> {
         self.vm.get_dirty_log(self.region.slot, self.backing.size())
     }
@@ -163,7 +164,8 @@ impl<'a> WithBitmapSlice<'a> for Memslot {
 impl Bitmap for Memslot {
     /// Marks in the VM's log. vm-memory calls it after the write.
     fn mark_dirty(&self, offset: usize, len: usize) {
-        // Nothing to do about an error: it is one of a VM whose log cannot be harvested either, and the harvest returns it.
+        // Nothing to do about an error: it is one of a VM whose log cannot be harvested either, and
+        // the harvest returns it.
         let _ = self
             .vm
             .mark_dirty(self.space(), self.address(offset), len as u64);

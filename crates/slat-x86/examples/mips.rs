@@ -18,8 +18,8 @@ fn seconds_of_cpu() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// Returns a loop of a string instruction on `count` bytes: mov rdi,0x200000; mov rsi,0x300000; mov rdx,rcx; mov ecx,count; rep …;
-/// mov rcx,rdx; dec rcx; jnz
+/// Returns a loop of a string instruction on `count` bytes: mov rdi,0x200000; mov rsi,0x300000; mov rdx,rcx; mov
+/// ecx,count; rep …; mov rcx,rdx; dec rcx; jnz
 fn string(rep: &[u8; 2], count: u32) -> Vec<u8> {
     let mut code =
         b"\x48\xc7\xc7\x00\x00\x20\x00\x48\xc7\xc6\x00\x00\x30\x00\x48\x89\xca\xb9".to_vec();

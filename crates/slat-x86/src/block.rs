@@ -63,8 +63,8 @@ struct Next {
 
 /// A decoded basic block.
 ///
-/// The run loop finds few blocks in the nearest cache. So its first cache line tells whether this is the block to run, the second
-/// one how; and while a block runs, the lines of the next one are on their way.
+/// The run loop finds few blocks in the nearest cache. So its first cache line tells whether this is the block to run,
+/// the second one how; and while a block runs, the lines of the next one are on their way.
 #[repr(C, align(64))]
 pub(crate) struct Block {
     pub(crate) key: Key,
@@ -219,14 +219,15 @@ impl Block {
         self.bytes.extend(bytes);
     }
 
-    /// Whether the block may be executed without another look, by a CPU with this stamp: memory is known to hold its code. (One in two
-    /// pages is always looked at.)
+    /// Whether the block may be executed without another look, by a CPU with this stamp: memory is known to hold its
+    /// code. (One in two pages is always looked at.)
     #[inline(always)]
     pub(crate) fn is_current(&self, stamp: u64) -> bool {
         let Some(Place { page, edition }) = self.first else {
             return false;
         };
-        // SAFETY: a block's snapshots live until all blocks are freed or emptied (`Blocks::clear`); nobody changes one meanwhile.
+        // SAFETY: a block's snapshots live until all blocks are freed or emptied (`Blocks::clear`); nobody
+        // changes one meanwhile.
         let page = unsafe { page.as_ref() };
         page.stamp == stamp && page.edition == edition && !self.crosses
     }

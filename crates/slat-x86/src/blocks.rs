@@ -1,14 +1,15 @@
 //! All blocks of a CPU, found by address and verified against memory.
 //!
-//! A block is keyed by linear address, RIP and decoding mode. It is executed without a look at memory as long as the copy of its page
-//! is good (`snapshot`).
+//! A block is keyed by linear address, RIP and decoding mode. It is executed without a look at memory as long as the
+//! copy of its page is good (`snapshot`).
 //!
-//! Code is decoded into a block that is reused for the next code: much code is executed only once, and keeping it costs more
-//! than decoding it. Code that has run before is copied into a block that is kept. So every block that can be found is
-//! complete: a fetch that fails half-way has changed no kept block.
+//! Code is decoded into a block that is reused for the next code: much code is executed only once, and keeping it costs
+//! more than decoding it. Code that has run before is copied into a block that is kept. So every block that can be
+//! found is complete: a fetch that fails half-way has changed no kept block.
 //!
-//! Kept blocks and copies of pages lie in a [`Pool`]: they never move and are freed only all at once, between blocks, when they are about
-//! to exceed [`CODE_BYTES`]. If there is no memory to keep a block, it runs all the same, and is decoded again the next time.
+//! Kept blocks and copies of pages lie in a [`Pool`]: they never move and are freed only all at once, between blocks,
+//! when they are about to exceed [`CODE_BYTES`]. If there is no memory to keep a block, it runs all the same, and is
+//! decoded again the next time.
 
 use crate::Cpu;
 use crate::block::{Block, Key, MAX_OPS};
@@ -20,8 +21,8 @@ use crate::snapshot::Snapshot;
 use std::collections::HashMap;
 use std::ptr::NonNull;
 
-/// The most heap bytes that the kept blocks of one CPU, the copies of its code and their indices may use: about 120,000 blocks of six
-/// instructions in 2,000 pages.
+/// The most heap bytes that the kept blocks of one CPU, the copies of its code and their indices may use: about 120,000
+/// blocks of six instructions in 2,000 pages.
 pub const CODE_BYTES: usize = 64 << 20;
 /// More bytes than one block and its copies need.
 const RESERVE: usize = 64 << 10;
@@ -172,8 +173,8 @@ impl Blocks {
         })
     }
 
-    /// Attaches compiled code to its block, if there still is one without better code. The block is verified, with that code, before it runs
-    /// next. Returns whether it has lost other code for it. Call while no block is running.
+    /// Attaches compiled code to its block, if there still is one without better code. The block is verified, with that
+    /// code, before it runs next. Returns whether it has lost other code for it. Call while no block is running.
     #[cfg(feature = "jit")]
     pub(crate) fn attach(&mut self, key: &Key, entrance: crate::jit::Entrance) -> bool {
         if let Some(&block) = self.kept.get(key) {

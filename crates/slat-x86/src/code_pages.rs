@@ -1,37 +1,41 @@
-//! The host pages that hold decoded code, and when they changed: what tells CPUs that their decoded code is still good without a
-//! look at memory.
+//! The host pages that hold decoded code, and when they changed: what tells CPUs that their decoded code is still good
+//! without a look at memory.
 //!
-//! All CPUs of a machine share one [`CodePages`]. It has a *version*, a number that only rises, and a slot for each host page: 0,
-//! or the version at which the page was *marked* or last stored to. A CPU marks a page before it decodes code of it. Each CPU is a
-//! [`Member`].
+//! All CPUs of a machine share one [`CodePages`]. It has a *version*, a number that only rises, and a slot for each
+//! host page: 0, or the version at which the page was *marked* or last stored to. A CPU marks a page before it decodes
+//! code of it. Each CPU is a [`Member`].
 //!
-//! - **Stores by CPUs.** No CPU has a marked page in its TLB for writes without a look (see `tlb`): a store to one takes the slow
-//!   path, and after it is made gives the slot a new version ([`Member::stored`]). A CPU that begins to mark drops its own entries
-//!   for writes. The others are told by their attention words ([`CodePages::CHANGED`]): at their next block boundary, where compiled code
-//!   forgets its last access, too, they drop theirs of all marked pages, and only then *heed* the version. Until all running CPUs have
-//!   heeded it, the page is not *trusted*: its code is compared with memory at every entry.
-//!   Only the first level of the TLB can be written through without a look, and it holds translations of the current address space and
-//!   global ones: `look_at_writes` visits all of it. The second level keeps the right to write, of all spaces, but no guest access hits
-//!   there: when a page goes from it to the first level, its slot is read, exactly as after a walk of the guest's tables, and the store
-//!   that missed is noted. So nothing there has to be dropped for a mark.
-//! - **Trust.** A CPU first reads the slot and finds it trusted, then compares the code with memory. From then on the code is good
-//!   as long as the slot does not change: a store that the comparison missed was made without a look before its CPU heeded the
-//!   mark (but then the comparison has seen it: heeding is a release, reading what was heeded an acquire), or it changes the slot
-//!   after the comparison.
-//! - **When a change is seen.** Who changes the version sets the bit in the attention words of all other CPUs that run, which they look
-//!   at at each block boundary anyway. So another CPU's store is seen before the next block; a CPU's own store ends its block
-//!   (`Cpu::note_store`). A CPU clears the bit before it reads the version: a change in between sets it again.
-//! - **Stores by anyone else**, the client or a device, are not known here. Code is compared with memory again after each beginning
-//!   of a run and each event that serialises instructions (`Clock::serialize`). The exception is an IRET to a user, after which a
-//!   user's code is compared, but no supervisor's (`Clock::serialize_return`).
-//! - **Pages that hold code no more.** After [`STRIKES`] stores without a comparison in between, a page's mark is removed:
-//!   otherwise stores to it would stay slow for ever.
+//! - **Stores by CPUs.** No CPU has a marked page in its TLB for writes without a look (see `tlb`): a store to one
+//!   takes the slow path, and after it is made gives the slot a new version ([`Member::stored`]). A CPU that begins to
+//!   mark drops its own entries for writes. The others are told by their attention words ([`CodePages::CHANGED`]): at
+//!   their next block boundary, where compiled code forgets its last access, too, they drop theirs of all marked pages,
+//!   and only then *heed* the version. Until all running CPUs have heeded it, the page is not *trusted*: its code is
+//!   compared with memory at every entry. Only the first level of the TLB can be written through without a look, and it
+//!   holds translations of the current address space and global ones: `look_at_writes` visits all of it. The second
+//!   level keeps the right to write, of all spaces, but no guest access hits there: when a page goes from it to the
+//!   first level, its slot is read, exactly as after a walk of the guest's tables, and the store that missed is noted.
+//!   So nothing there has to be dropped for a mark.
+//! - **Trust.** A CPU first reads the slot and finds it trusted, then compares the code with memory. From then on the
+//!   code is good as long as the slot does not change: a store that the comparison missed was made without a look
+//!   before its CPU heeded the mark (but then the comparison has seen it: heeding is a release, reading what was heeded
+//!   an acquire), or it changes the slot after the comparison.
+//! - **When a change is seen.** Who changes the version sets the bit in the attention words of all other CPUs that run,
+//!   which they look at at each block boundary anyway. So another CPU's store is seen before the next block; a CPU's
+//!   own store ends its block (`Cpu::note_store`). A CPU clears the bit before it reads the version: a change in
+//!   between sets it again.
+//! - **Stores by anyone else**, the client or a device, are not known here. Code is compared with memory again after
+//!   each beginning of a run and each event that serialises instructions (`Clock::serialize`). The exception is an IRET
+//!   to a user, after which a user's code is compared, but no supervisor's (`Clock::serialize_return`).
+//! - **Pages that hold code no more.** After [`STRIKES`] stores without a comparison in between, a page's mark is
+//!   removed: otherwise stores to it would stay slow for ever.
 //!
-//! Slots and version change under one lock, the slot first: who has seen a version sees the slots of all earlier ones. CPUs begin and
-//! end to run under it, too. So a change finds a CPU running, and tells it, or standing still: then it has nothing that it could use
-//! before it looks at the version, when it begins to run. And no word has the bit after its CPU has ended to run.
+//! Slots and version change under one lock, the slot first: who has seen a version sees the slots of all earlier ones.
+//! CPUs begin and end to run under it, too. So a change finds a CPU running, and tells it, or standing still: then it
+//! has nothing that it could use before it looks at the version, when it begins to run. And no word has the bit after
+//! its CPU has ended to run.
 //!
-//! A slot belongs to all host pages whose numbers agree in the low bits. That costs a comparison too many, nothing else.
+//! A slot belongs to all host pages whose numbers agree in the low bits. That costs a comparison
+//! too many, nothing else.
 
 use crate::heap::{self, OutOfMemory};
 use crate::sync::{Arc, AtomicPtr, AtomicU32, AtomicU64, Mutex, MutexGuard};
@@ -105,8 +109,8 @@ pub struct CodePages {
 struct Seat {
     /// The version that it has heeded.
     heeded: AtomicU64,
-    /// The attention word of the CPU's run; null if it does not run. The run's caller keeps the word until [`Member::leave`] has cleared
-    /// this.
+    /// The attention word of the CPU's run; null if it does not run. The run's caller keeps the word until
+    /// [`Member::leave`] has cleared this.
     attention: AtomicPtr<AtomicU32>,
 }
 
@@ -123,7 +127,8 @@ impl std::fmt::Debug for CodePages {
 }
 
 impl CodePages {
-    /// The bit that CPUs set in the attention words of others that run, when code has changed (see [`Cpu::run`](crate::Cpu::run)).
+    /// The bit that CPUs set in the attention words of others that run, when code has changed (see
+    /// [`Cpu::run`](crate::Cpu::run)).
     pub const CHANGED: u32 = 1 << 31;
 
     /// Makes the table for a machine's CPUs: 8 MiB of address space, of which the host provides what is used.
@@ -138,14 +143,15 @@ impl CodePages {
         }))
     }
 
-    /// Tells the CPUs of a store to the page of `host` that was made for one of them outside its own instructions. All of them see
-    /// it before their next block. Returns whether the page may hold decoded code: the block that runs may be of it.
+    /// Tells the CPUs of a store to the page of `host` that was made for one of them outside its own
+    /// instructions. All of them see it before their next block. Returns whether the page may hold decoded code:
+    /// the block that runs may be of it.
     pub fn stored(&self, host: *const u8) -> bool {
         self.note_store(host as usize, ptr::null()).is_some()
     }
 
-    /// Gives the page of `host` a new version for a store of the CPU with this seat, or removes its mark. Returns the version; `None`:
-    /// it is not marked.
+    /// Gives the page of `host` a new version for a store of the CPU with this seat, or removes its mark. Returns the
+    /// version; `None`: it is not marked.
     fn note_store(&self, host: usize, own: *const Seat) -> Option<u64> {
         if self.slots.at(host).load(Acquire) == 0 {
             return None;
@@ -191,8 +197,8 @@ impl Change<'_> {
         })
     }
 
-    /// Changes the slot of `host` to the next version with `strikes`, or to 0, and tells all CPUs that run but the one with the seat
-    /// `own`. Returns the version.
+    /// Changes the slot of `host` to the next version with `strikes`, or to 0, and tells all CPUs that run but the one
+    /// with the seat `own`. Returns the version.
     fn next(&self, host: usize, marked: bool, strikes: u64, own: *const Seat) -> u64 {
         let version = self.pages.version.load(Relaxed) + 1;
         let slot = if marked {
@@ -250,8 +256,8 @@ impl Member {
         self.seat.heeded.load(Relaxed)
     }
 
-    /// Call before the CPU executes. Others wait for this CPU from now on, and tell it of changes by `attention`, which may say already
-    /// that it has missed some.
+    /// Call before the CPU executes. Others wait for this CPU from now on, and tell it of changes by `attention`, which
+    /// may say already that it has missed some.
     ///
     /// # Safety
     /// The word lives until [`leave`](Self::leave) is called or the member is dropped.
@@ -274,8 +280,8 @@ impl Member {
         }
     }
 
-    /// Heeds the current version, as `attention` has asked for: has `drop_writes` drop the TLB's entries for writes to pages that are
-    /// marked.
+    /// Heeds the current version, as `attention` has asked for: has `drop_writes` drop the TLB's entries for writes to
+    /// pages that are marked.
     pub(crate) fn heed(&mut self, attention: &AtomicU32, drop_writes: impl FnOnce(&CodePages)) {
         // A change after this sets it again.
         attention.fetch_and(!CodePages::CHANGED, Acquire);
@@ -284,16 +290,17 @@ impl Member {
         self.seat.heeded.store(version, Release);
     }
 
-    /// Call after this CPU has changed the version itself and has nothing to drop for it. If others have changed it, too, they have
-    /// told this CPU, and it is left to [`heed`](Self::heed).
+    /// Call after this CPU has changed the version itself and has nothing to drop for it. If others have changed it,
+    /// too, they have told this CPU, and it is left to [`heed`](Self::heed).
     fn changed(&mut self, version: u64) {
         if self.heeded() == version - 1 {
             self.seat.heeded.store(version, Release);
         }
     }
 
-    /// Marks the page of `host` if it is not: then has `drop_writes` drop the TLB's entry for writes to it. Returns its version if it
-    /// is trusted: code that is compared with memory from now on is good as long as the page has this version.
+    /// Marks the page of `host` if it is not: then has `drop_writes` drop the TLB's entry for writes to it.
+    /// Returns its version if it is trusted: code that is compared with memory from now on is good as long as the
+    /// page has this version.
     pub(crate) fn mark(&mut self, host: usize, drop_writes: impl FnOnce()) -> Option<u64> {
         let slot = self.pages.slots.at(host);
         let mut now = slot.load(Acquire);
@@ -318,8 +325,8 @@ impl Member {
         (self.heeded_by_all >= version).then_some(version)
     }
 
-    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked: then this CPU's decoded code of it
-    /// may not be good any more.
+    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked: then this CPU's
+    /// decoded code of it may not be good any more.
     pub(crate) fn stored(&mut self, host: usize) -> bool {
         let version = self.pages.note_store(host, &raw const *self.seat);
         if let Some(version) = version {

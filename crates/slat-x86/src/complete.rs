@@ -1,12 +1,12 @@
 //! Completion: what is left of the last instruction after a run has ended, done before anything else.
 //!
-//! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. What an instruction has
-//! begun is in no register: the data that a device returned, writes that no device has seen, a #VMEXIT that waits for memory,
-//! traps. [`Cpu::complete`] brings all of it into [`State`](crate::State) or to the caller, and executes no other instruction
-//! (KVM's API, `immediate_exit`). Only then come `attention` and events.
+//! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. What an
+//! instruction has begun is in no register: the data that a device returned, writes that no device has seen, a #VMEXIT
+//! that waits for memory, traps. [`Cpu::complete`] brings all of it into [`State`](crate::State) or to the caller, and
+//! executes no other instruction (KVM's API, `immediate_exit`). Only then come `attention` and events.
 //!
-//! An instruction that waits for data is executed as it was decoded. Its reads of devices return the data of the caller; its
-//! other operands are translated anew, as KVM does.
+//! An instruction that waits for data is executed as it was decoded. Its reads of devices return the data of the
+//! caller; its other operands are translated anew, as KVM does.
 
 use crate::Cpu;
 use crate::machine::{Exit, Machine};
@@ -20,8 +20,8 @@ impl Cpu {
         self.waits_for_memory() || self.has_writes() || self.bus_locked || self.has_traps()
     }
 
-    /// Finishes the last instruction, with the data that the caller has provided, and executes no other one. Returns the next exit of
-    /// it. `None`: all of it is in [`state`](Self::state).
+    /// Finishes the last instruction, with the data that the caller has provided, and executes no other one. Returns
+    /// the next exit of it. `None`: all of it is in [`state`](Self::state).
     ///
     /// Ends with [`Exit::Attention`] if it has to wait for memory and `attention` is not zero.
     pub fn complete(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Option<Exit> {
@@ -95,8 +95,8 @@ impl Cpu {
         })
     }
 
-    /// Call when `op`, whose bytes are `code`, was executed without its block: counts it if it is done, and does what is to be done after
-    /// it. `block_rip` is set.
+    /// Call when `op`, whose bytes are `code`, was executed without its block: counts it if it is done, and does what
+    /// is to be done after it. `block_rip` is set.
     pub(crate) fn executed_alone(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         use Break::*;
         if matches!(why, Jump | End | ExitAfter | TaskFault) {
@@ -105,7 +105,8 @@ impl Cpu {
         self.after_break(op, code, why)
     }
 
-    /// Call when `op`, whose bytes are `code`, ends the run with an MMIO read: keeps it for [`finish_read`](Self::finish_read).
+    /// Call when `op`, whose bytes are `code`, ends the run with an MMIO read: keeps it for
+    /// [`finish_read`](Self::finish_read).
     pub(crate) fn keep_reader(&mut self, op: &Op, code: &[u8]) {
         let op = match op.count {
             // The read is the first one's. The second one is another instruction.

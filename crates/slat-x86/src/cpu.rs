@@ -46,7 +46,8 @@ pub struct Cpu {
     pub gif_window: bool,
     /// What a locked access does that crosses a cache line.
     pub bus_locks: BusLocks,
-    /// End the run with [`Exit::Notify`] when events have been delivered for longer than this without an instruction in between.
+    /// End the run with [`Exit::Notify`] when events have been delivered for longer than this without an
+    /// instruction in between.
     pub notify_window: Option<Duration>,
     /// Debug exceptions that end the run with [`Exit::Debug`] instead of being delivered to the guest.
     pub debugger: Debugger,
@@ -61,7 +62,8 @@ pub struct Cpu {
     pub(crate) stop: bool,
     /// Work is pending for the block boundary.
     pub(crate) slow: bool,
-    /// An instruction was abandoned because a walk for it has set a bit in a page of decoded code: see [`Cpu::finish_fetched`].
+    /// An instruction was abandoned because a walk for it has set a bit in a page of decoded code: see
+    /// [`Cpu::finish_fetched`].
     pub(crate) walk_changed_code: bool,
     /// The last instruction has locked the bus, which ends the run.
     pub(crate) bus_locked: bool,
@@ -107,8 +109,8 @@ pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
 /// Index of CR3 in `Cpu::paging_registers`.
 const CR3: usize = 1;
 
-/// Returns whether a change of CR0, CR3, CR4 and EFER invalidates translations, or changes what they depend on. TS, which
-/// changes with each switch of tasks, does not.
+/// Returns whether a change of CR0, CR3, CR4 and EFER invalidates translations, or changes what they depend on. TS,
+/// which changes with each switch of tasks, does not.
 fn invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
     use control::*;
     let paging = [
@@ -136,11 +138,11 @@ impl Registers for Cpu {
 }
 
 impl Cpu {
-    /// Makes a CPU after RESET, with all memory that running needs: half a MiB, most of which the host provides at first use. The
-    /// blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
+    /// Makes a CPU after RESET, with all memory that running needs: half a MiB, most of which the host provides at
+    /// first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
-    /// The first CPU of a process also builds the tables of the instruction decoder. `code`: what the CPUs that share memory tell each
-    /// other of their code.
+    /// The first CPU of a process also builds the tables of the instruction decoder. `code`: what the CPUs that share
+    /// memory tell each other of their code.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host has no memory.
@@ -251,7 +253,8 @@ impl Cpu {
         &self.counters
     }
 
-    /// Drops translations of one page, or of all of a large page. Blocks stay translated unless the page has had code, or is large.
+    /// Drops translations of one page, or of all of a large page. Blocks stay translated unless the page has
+    /// had code, or is large.
     pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
         self.counters.flushes_page += 1;
         match self.tlb().may_be_large(lin) {
@@ -318,7 +321,8 @@ impl Cpu {
             }
         }
         let pointer = NonNull::from(machine);
-        // SAFETY: only the lifetime bound of the trait object changes. The pointer is cleared before `machine`'s borrow ends.
+        // SAFETY: only the lifetime bound of the trait object changes. The pointer is cleared before
+        // `machine`'s borrow ends.
         self.machine = Some(unsafe {
             std::mem::transmute::<NonNull<dyn Machine + '_>, NonNull<dyn Machine>>(pointer)
         });
@@ -347,8 +351,8 @@ impl Cpu {
         unsafe { pointer.as_mut() }.hypercall(&mut self.state, cpl, long_mode)
     }
 
-    /// Call after an instruction has changed the state: does [`derive`](Self::derive), and tells the machine if the guest has
-    /// invalidated translations.
+    /// Call after an instruction has changed the state: does [`derive`](Self::derive), and tells the machine if the
+    /// guest has invalidated translations.
     pub(crate) fn refresh(&mut self) {
         if self.derive() {
             self.tell_flush(GuestFlush::All);
@@ -382,8 +386,8 @@ impl Cpu {
         }
     }
 
-    /// Call after the client or an instruction has changed the state: derives mode, CPL and TLB table, and flushes translations
-    /// that depend on changed registers. Returns whether it flushed them.
+    /// Call after the client or an instruction has changed the state: derives mode, CPL and TLB table, and flushes
+    /// translations that depend on changed registers. Returns whether it flushed them.
     pub(crate) fn derive(&mut self) -> bool {
         let state = &self.state;
         let long = state.efer & control::EFER_LMA != 0;
@@ -435,7 +439,8 @@ impl Cpu {
         flushes
     }
 
-    /// Notes the registers whose changes flush translations: from here on [`derive`](Self::derive) looks for changes of these.
+    /// Notes the registers whose changes flush translations: from here on [`derive`](Self::derive) looks
+    /// for changes of these.
     fn see_registers(&mut self) {
         let state = &self.state;
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
@@ -446,8 +451,9 @@ impl Cpu {
         self.svm.note_registers(self.paging_registers);
     }
 
-    /// Call after the registers have become those of another world. Its translations are kept, unless its hypervisor has changed registers
-    /// on which they depend: a processor's TLB holds the flags of entries, this one what follows from them.
+    /// Call after the registers have become those of another world. Its translations are kept, unless its
+    /// hypervisor has changed registers on which they depend: a processor's TLB holds the flags of entries, this
+    /// one what follows from them.
     pub(crate) fn enter_world(&mut self) {
         let mut before = self.svm.noted_registers();
         self.see_registers();

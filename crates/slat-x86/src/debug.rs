@@ -1,12 +1,14 @@
-//! Debug exceptions: breakpoints, watchpoints and single steps, for the guest (DR0–DR7, TF) and for a debugger outside the
-//! guest (SDM volume 3, "Debug Registers" and "Debug Exceptions").
+//! Debug exceptions: breakpoints, watchpoints and single steps, for the guest (DR0–DR7, TF) and for a debugger outside
+//! the guest (SDM volume 3, "Debug Registers" and "Debug Exceptions").
 //!
-//! A guest that is not debugged pays nothing: a page with a data watchpoint is never entered into the software TLB, so its
-//! accesses miss and reach [`Cpu::watch`]; everything else sets [`Cpu::slow`] and is handled between blocks. An instruction
-//! that touches watched bytes is abandoned and executed again alone, so that its trap is taken right after it.
+//! A guest that is not debugged pays nothing: a page with a data watchpoint is never entered into the software
+//! TLB, so its accesses miss and reach [`Cpu::watch`]; everything else sets [`Cpu::slow`] and is handled between
+//! blocks. An instruction that touches watched bytes is abandoned and executed again alone, so that its trap is
+//! taken right after it.
 //!
 //! Faults (instruction breakpoints, general detect) are raised like any other. Traps are collected in
-//! [`Events::debug`](crate::Events::debug) as DR6 bits and taken before the next instruction, after the shadow of MOV SS.
+//! [`Events::debug`](crate::Events::debug) as DR6 bits and taken before the next instruction, after
+//! the shadow of MOV SS.
 
 use crate::machine::{Access, Exit};
 use crate::op::Break;
@@ -149,8 +151,8 @@ impl Cpu {
                 || self.probes.watch_page(lin))
     }
 
-    /// Checks whether an access that is about to be made hits a watchpoint. An instruction that is not yet executed alone is
-    /// abandoned, to be executed alone.
+    /// Checks whether an access that is about to be made hits a watchpoint. An instruction that is not yet executed
+    /// alone is abandoned, to be executed alone.
     #[cold]
     pub(crate) fn watch(&mut self, lin: u64, len: usize, access: Access) -> Result<(), Break> {
         let kinds: &[u64] = match access {
@@ -189,7 +191,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the DR6 bits of the instruction breakpoints at `rip`. RF suppresses them, and on Intel the shadow of MOV SS.
+    /// Returns the DR6 bits of the instruction breakpoints at `rip`. RF suppresses them, and on Intel
+    /// the shadow of MOV SS.
     fn code_hits(&self, rip: u64) -> u64 {
         let shadow = self.state.events.mov_ss_shadow && self.is_intel();
         if !self.watch.code || self.state.rflags & flags::RF != 0 || shadow {
@@ -241,8 +244,8 @@ impl Cpu {
         self.state.rflags & flags::TF != 0 || self.debugger.single_step
     }
 
-    /// Call when the caller's result has finished an instruction: like [`trap`](Self::trap), with its single step. The debugger may have
-    /// changed its mind meanwhile.
+    /// Call when the caller's result has finished an instruction: like [`trap`](Self::trap), with its single step. The
+    /// debugger may have changed its mind meanwhile.
     pub(crate) fn trap_completed(&mut self, hits: u64) {
         let step = if self.steps() { DR6_BS } else { 0 };
         self.trap(hits | step);
@@ -307,8 +310,8 @@ impl Cpu {
         events.debug != 0 && events.exception.is_none() && !events.mov_ss_shadow
     }
 
-    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them. A probe's come
-    /// first, in any case.
+    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them. A
+    /// probe's come first, in any case.
     pub(crate) fn take_traps(&mut self) -> Option<Exit> {
         if let Some(exit) = self.take_probe_hit() {
             return Some(exit);

@@ -1,6 +1,7 @@
 //! Decoding blocks, from memory or from the copies of the guest's code (`snapshot`).
 //!
-//! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that fetch is the guest's.
+//! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that
+//! fetch is the guest's.
 
 use crate::block::{Block, Key, LONGEST, MAX_BYTES};
 use crate::op::{Break, LONGEST_INSTRUCTION as INSTRUCTION, Op};
@@ -47,8 +48,8 @@ impl Cpu {
         if inside { Ok(()) } else { Err(self.gp()) }
     }
 
-    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations, and may be kept or not. On failure the block
-    /// holds nothing.
+    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations, and may be kept or not. On
+    /// failure the block holds nothing.
     pub(crate) fn decode(
         &mut self,
         block: &mut Block,
@@ -76,8 +77,8 @@ impl Cpu {
             return Err(self.gp());
         }
         if block.ops.is_empty() {
-            // Not an instruction: #UD, or #GP if it is longer than 15 bytes. Each of the bytes may be the invalid one, so all
-            // of them are compared.
+            // Not an instruction: #UD, or #GP if it is longer than 15 bytes. Each of the bytes may be the invalid one,
+            // so all of them are compared.
             let mut op = lower::invalid();
             op.aux = u8::from(too_long(&buffer[..len]));
             if buffer.starts_with(PREFIX) {
@@ -98,8 +99,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which has it, too, if the code may be kept and there is
-    /// memory for that.
+    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which has it, too, if the code may be kept
+    /// and there is memory for that.
     fn read_code(
         &mut self,
         lin: u64,
@@ -112,7 +113,8 @@ impl Cpu {
         };
         match page {
             Some(mut page) => {
-                // SAFETY: snapshots live until `Blocks::clear`, and nothing else refers to one while no block is running.
+                // SAFETY: snapshots live until `Blocks::clear`, and nothing else refers to one while
+                // no block is running.
                 let page = unsafe { page.as_mut() };
                 self.fetch(page, lin, code.len())?;
                 code.copy_from_slice(page.code(lin, code.len()));
@@ -183,8 +185,8 @@ impl Cpu {
     }
 }
 
-/// Decodes LOCK MOV CR0, which is MOV CR8 on AMD's CPUs. `None`: the bytes are something else. The decoder's option for it changes
-/// what other instructions mean, so it is not used for them.
+/// Decodes LOCK MOV CR0, which is MOV CR8 on AMD's CPUs. `None`: the bytes are something else. The decoder's option for
+/// it changes what other instructions mean, so it is not used for them.
 #[cold]
 fn lock_mov_cr0(bits: u32, bytes: &[u8], ip: u64) -> Option<Instruction> {
     let insn = Decoder::with_ip(bits, bytes, ip, DecoderOptions::AMD).decode();

@@ -1,6 +1,7 @@
 //! The features of the guest's CPU beyond the baseline: those of its CPUID that this CPU implements.
 //!
-//! Without a feature its control bits are reserved and its instructions are #UD, as far as hardware under KVM behaves so.
+//! Without a feature its control bits are reserved and its instructions are #UD, as far as hardware
+//! under KVM behaves so.
 
 use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 use crate::svm;
@@ -74,7 +75,8 @@ const EBX: usize = 1;
 const ECX: usize = 2;
 const EDX: usize = 3;
 
-/// Returns the state components that this CPU has on this host. AVX instructions depend on theirs: without it they are #UD.
+/// Returns the state components that this CPU has on this host. AVX instructions depend on theirs:
+/// without it they are #UD.
 fn components() -> u64 {
     match has_avx() {
         true => xcr0::ALL,
@@ -117,7 +119,8 @@ impl Features {
         }
     }
 
-    /// Returns the features that a guest finds in its CPUID: `cpuid` returns EAX, EBX, ECX and EDX of a leaf and a subleaf.
+    /// Returns the features that a guest finds in its CPUID: `cpuid` returns EAX, EBX, ECX and EDX of
+    /// a leaf and a subleaf.
     pub fn from_cpuid(cpuid: impl Fn(u32, u32) -> [u32; 4]) -> Self {
         let has = |leaf, register: usize, bit| cpuid(leaf, 0)[register] >> bit & 1 != 0;
         let cr4 = (CR4_FEATURES.iter())

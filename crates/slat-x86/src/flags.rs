@@ -1,11 +1,12 @@
 //! Lazy arithmetic flags.
 //!
-//! Most flags are overwritten before anything reads them, so the common operations only record what they did, in few words. A reader
-//! computes the flag it needs from the record, by `sem::condition`. Rare operations compute their flags at once. While there is a record, the arithmetic
-//! bits of `state.rflags` are stale, except that CF is `x < y` always: so INC and DEC, which leave CF alone, leave `x` and `y` alone.
+//! Most flags are overwritten before anything reads them, so the common operations only record what they did, in few
+//! words. A reader computes the flag it needs from the record, by `sem::condition`. Rare operations compute their flags
+//! at once. While there is a record, the arithmetic bits of `state.rflags` are stale, except that CF is `x < y` always:
+//! so INC and DEC, which leave CF alone, leave `x` and `y` alone.
 //!
-//! ADD and SUB are one thing seen from two sides: `a + b = r` is `r - b = a`. Both record `x` and `y` of a subtraction, from which CF,
-//! OF and AF follow alike; the result of SUB is the difference, that of ADD is `x`.
+//! ADD and SUB are one thing seen from two sides: `a + b = r` is `r - b = a`. Both record `x` and `y` of a subtraction,
+//! from which CF, OF and AF follow alike; the result of SUB is the difference, that of ADD is `x`.
 
 use crate::Cpu;
 use crate::int::Int;
@@ -78,8 +79,8 @@ impl Lazy {
     }
 }
 
-/// The record, and the flags in RFLAGS if there is none. Values are zero-extended, but that the bits of a difference beyond the operand's are
-/// undefined.
+/// The record, and the flags in RFLAGS if there is none. Values are zero-extended, but that the bits of a difference
+/// beyond the operand's are undefined.
 struct Read<'a>(&'a Cpu);
 
 impl Read<'_> {

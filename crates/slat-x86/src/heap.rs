@@ -38,8 +38,8 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     }
 }
 
-/// A `T` that begins as zeroes, in pages of its own, which the host provides at first use. (The heap does not promise that: it
-/// may return memory that was used before, and clear it.)
+/// A `T` that begins as zeroes, in pages of its own, which the host provides at first use. (The heap does not promise
+/// that: it may return memory that was used before, and clear it.)
 pub(crate) struct Pages<T>(NonNull<T>);
 
 // SAFETY: owns its `T`, as a box does.
@@ -58,8 +58,8 @@ impl<T: Zeroed> Pages<T> {
         if memory == libc::MAP_FAILED {
             return Err(OutOfMemory);
         }
-        // A huge page would hold the memory of several CPUs, used or not. Without huge pages the call fails, which is fine.
-        // SAFETY: the mapping just made.
+        // A huge page would hold the memory of several CPUs, used or not. Without huge pages the call fails, which is
+        // fine. SAFETY: the mapping just made.
         unsafe { libc::madvise(memory, len, libc::MADV_NOHUGEPAGE) };
         NonNull::new(memory.cast()).map(Pages).ok_or(OutOfMemory)
     }

@@ -1,8 +1,8 @@
 //! Delivery of exceptions and interrupts.
 //!
-//! A delivery first reads all it needs and writes the stack frame, then changes registers: it can be abandoned at any memory
-//! access and start again. Pending events are in `state.events`; an exception during the delivery of another makes a double
-//! fault or, at the third, ends the run with [`Exit::Shutdown`].
+//! A delivery first reads all it needs and writes the stack frame, then changes registers: it can be abandoned at any
+//! memory access and start again. Pending events are in `state.events`; an exception during the delivery of another
+//! makes a double fault or, at the third, ends the run with [`Exit::Shutdown`].
 
 use crate::frame::Frame;
 use crate::machine::Exit;
@@ -48,8 +48,8 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Has `count` more NMIs delivered as soon as NMIs are not blocked: no more than [`MAX_NMIS`], and one while they are
-    /// blocked.
+    /// Has `count` more NMIs delivered as soon as NMIs are not blocked: no more than [`MAX_NMIS`], and one
+    /// while they are blocked.
     pub fn inject_nmis(&mut self, count: u8) {
         let events = &mut self.state.events;
         let limit = if events.nmi_blocked { 1 } else { MAX_NMIS };
@@ -62,8 +62,9 @@ impl Cpu {
         self.queue_exception(Exception { vector, error }, self.state.cr2);
     }
 
-    /// Whether the guest accepts an external interrupt now. It does not if an SMI or an NMI is taken next: their handlers run
-    /// with interrupts off. Nor before an instruction that waits for memory: it may change IF, or begin a shadow.
+    /// Whether the guest accepts an external interrupt now. It does not if an SMI or an NMI is taken next:
+    /// their handlers run with interrupts off. Nor before an instruction that waits for memory: it may change
+    /// IF, or begin a shadow.
     pub fn can_take_interrupt(&self) -> bool {
         let Events {
             exception,
@@ -91,8 +92,8 @@ impl Cpu {
         self.state.events.mov_ss_shadow = false;
     }
 
-    /// Delivers pending events, at most one per call. An interrupt that the CPU has acknowledged already is delivered before an
-    /// NMI, whose handler it would interrupt, and before an SMI, as in KVM.
+    /// Delivers pending events, at most one per call. An interrupt that the CPU has acknowledged already is delivered
+    /// before an NMI, whose handler it would interrupt, and before an SMI, as in KVM.
     pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
         let events = self.state.events;
         let rip = self.state.rip;
@@ -517,8 +518,8 @@ impl Cpu {
         self.enter_8086_handler(entry, image, cleared, return_rip)
     }
 
-    /// Calls an 8086 handler: pushes RFLAGS as `image`, CS and `return_rip`, clears flags, and loads CS and RIP from `entry` of the
-    /// interrupt vector table.
+    /// Calls an 8086 handler: pushes RFLAGS as `image`, CS and `return_rip`, clears flags, and loads CS and RIP from
+    /// `entry` of the interrupt vector table.
     pub(crate) fn enter_8086_handler(
         &mut self,
         entry: u32,

@@ -2,9 +2,9 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! An interpreter of decoded basic blocks, and a compiler of those that run often. [`Cpu`] holds the architectural [`State`] and runs it against a [`Machine`], which
-//! translates guest-virtual addresses to host pages ([`Mmu`]) and serves CPUID, MSRs and the like. [`Cpu::run`] runs until it
-//! needs its caller and returns the reason: [`Exit`].
+//! An interpreter of decoded basic blocks, and a compiler of those that run often. [`Cpu`] holds the architectural
+//! [`State`] and runs it against a [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`]) and
+//! serves CPUID, MSRs and the like. [`Cpu::run`] runs until it needs its caller and returns the reason: [`Exit`].
 //!
 //! | layer | file | idea |
 //! |---|---|---|
@@ -37,18 +37,18 @@
 //! | compiler | `jit/` | the compiler of hot code (feature `jit`) |
 //! | run | `run`, `complete`, `smm` | the outer loop; what a run leaves of an instruction; system-management mode |
 //!
-//! A module imports from its own layer and from lower ones (checked by `tests/architecture.rs`). Inside the `cpu` layer modules import one
-//! another: a CPU holds blocks, whose operations hold functions that take the CPU.
+//! A module imports from its own layer and from lower ones (checked by `tests/architecture.rs`). Inside the `cpu` layer
+//! modules import one another: a CPU holds blocks, whose operations hold functions that take the CPU.
 //!
 //! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
-//! several threads; code that was overwritten is not executed from the block cache: by this CPU from the next instruction on, by
-//! another from the next block on, by anyone else from the next run or serialising instruction on. An IRET to a user counts
-//! as such for the user's code alone.
+//! several threads; code that was overwritten is not executed from the block cache: by this CPU from the next
+//! instruction on, by another from the next block on, by anyone else from the next run or serialising instruction on.
+//! An IRET to a user counts as such for the user's code alone.
 //!
 //! The caller has called `slat_guard::install` before it runs a CPU.
 //!
-//! Missing: AVX-512 and what came after it, interrupt and trap gates out of virtual-8086 mode and IRET into it (task switches do both),
-//! VMX.
+//! Missing: AVX-512 and what came after it, interrupt and trap gates out of virtual-8086 mode and IRET into it (task
+//! switches do both), VMX.
 
 mod block;
 mod blocks;

@@ -8,8 +8,8 @@ use crate::pool::List;
 use crate::{simd, svm, vector, x87};
 use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
-/// Appends the operations of an instruction, at most two. Returns whether the block ends with it. `code` is the instruction's
-/// own bytes, `offset` and `len` its position in the block.
+/// Appends the operations of an instruction, at most two. Returns whether the block ends with it. `code` is the
+/// instruction's own bytes, `offset` and `len` its position in the block.
 pub(crate) fn lower(
     insn: &Instruction,
     code: &[u8],
@@ -41,8 +41,8 @@ pub(crate) fn lower(
     insn.flow_control() != FlowControl::Next
 }
 
-/// Returns the operation of one instruction, of which the arguments are those of [`lower`]. Also returns whether the next operation must
-/// be a check, because the handler may store and does not look whether it changed code.
+/// Returns the operation of one instruction, of which the arguments are those of [`lower`]. Also returns whether the
+/// next operation must be a check, because the handler may store and does not look whether it changed code.
 pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: u8) -> (Op, bool) {
     let mut op = Op {
         offset,
@@ -165,8 +165,8 @@ fn unimplemented(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.unimplemented("an instruction that this CPU does not implement"))
 }
 
-/// Ends the block if an instruction's store requires that. Follows an instruction that may have stored and does not check
-/// itself.
+/// Ends the block if an instruction's store requires that. Follows an instruction that may have stored and
+/// does not check itself.
 fn check(cpu: &mut Cpu, _: &Op) -> Flow {
     if cpu.stop { Err(Break::End) } else { Ok(()) }
 }

@@ -74,16 +74,17 @@ pub struct HostPage {
     pub write: bool,
     /// Further instruction fetches at this privilege need no new translation.
     pub execute: bool,
-    /// The guest-physical address of the page, if the machine wants to know of each store to it ([`Mmu::stored`]). Then `write`
-    /// is false: every store is translated anew.
+    /// The guest-physical address of the page, if the machine wants to know of each store to it ([`Mmu::stored`]). Then
+    /// `write` is false: every store is translated anew.
     ///
-    /// The CPU must have no translation for writes of a page that becomes tracked. If [`Mmu::translate`] begins to track such a
-    /// page, it raises `attention` and returns [`Fault::Retry`]: the CPU would see `attention` only after the rest of the block.
+    /// The CPU must have no translation for writes of a page that becomes tracked. If [`Mmu::translate`] begins to
+    /// track such a page, it raises `attention` and returns [`Fault::Retry`]: the CPU would see `attention` only after
+    /// the rest of the block.
     pub tracked: Option<u64>,
     /// This page is part of a page of the guest's of 2^`bits` bytes: INVLPG drops all of it.
     pub bits: u32,
-    /// This translation holds in every address space: CR4.PGE is set, and so is the G flag of the guest's entry that maps the page. A
-    /// load of CR3 keeps it.
+    /// This translation holds in every address space: CR4.PGE is set, and so is the G flag of the guest's entry that
+    /// maps the page. A load of CR3 keeps it.
     pub global: bool,
 }
 
@@ -109,11 +110,12 @@ pub enum Fault {
     },
     /// #GP(0), for addresses that the machine refuses. The CPU checks itself whether they are canonical.
     GeneralProtection,
-    /// The CPU abandons the instruction with nothing changed, checks `attention`, and executes it again. All translations are
-    /// void.
+    /// The CPU abandons the instruction with nothing changed, checks `attention`, and executes it again. All
+    /// translations are void.
     Retry,
-    /// The walk has set a bit in a page of decoded code (see [`CodePages::stored`](crate::CodePages::stored)), maybe that of the
-    /// instruction that it is for. The CPU executes this instruction, as it was fetched, with another walk, and fetches the next one.
+    /// The walk has set a bit in a page of decoded code (see [`CodePages::stored`](crate::CodePages::stored)), maybe
+    /// that of the instruction that it is for. The CPU executes this instruction, as it was fetched, with another walk,
+    /// and fetches the next one.
     CodeChanged,
     /// The host memory is not accessible: the run ends with [`Exit::BadAddress`].
     BadAddress,
@@ -137,30 +139,30 @@ pub enum MsrFault {
 /// The translations that the guest invalidates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestFlush {
-    /// Those of the page at this linear address, under the current PCID: INVLPG, and INVPCID of type 0 with the current PCID
-    /// (without CR4.PCIDE the PCID is 0).
+    /// Those of the page at this linear address, under the current PCID: INVLPG, and INVPCID of type 0 with the current
+    /// PCID (without CR4.PCIDE the PCID is 0).
     Page(u64),
     /// All: a change of CR0, CR3, CR4 or EFER, and the other forms of INVPCID. A nested guest's, of its own tables.
     All,
-    /// All of a nested guest, also what depends on its hypervisor's nested tables: VMRUN with a TLB_CONTROL, or of another ASID than the
-    /// last one; INVLPGA.
+    /// All of a nested guest, also what depends on its hypervisor's nested tables: VMRUN with a TLB_CONTROL, or of
+    /// another ASID than the last one; INVLPGA.
     Nested,
 }
 
 /// How the CPU translates.
 pub trait Mmu {
-    /// Returns the host page that backs the page of `gva`: walks the guest's tables (setting accessed and dirty bits), then the
-    /// second level. Called on misses of the software TLB only.
+    /// Returns the host page that backs the page of `gva`: walks the guest's tables (setting accessed and dirty bits),
+    /// then the second level. Called on misses of the software TLB only.
     fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault>;
 
-    /// Returns the host page that backs the page of the guest-physical address `gpa`: for an access that the CPU makes to a structure
-    /// that it finds by a physical address. By default without paging, which reaches 4 GiB.
+    /// Returns the host page that backs the page of the guest-physical address `gpa`: for an access that the CPU makes
+    /// to a structure that it finds by a physical address. By default without paging, which reaches 4 GiB.
     fn translate_physical(&mut self, gpa: u64, access: Access) -> Result<HostPage, Fault> {
         self.translate(gpa, access, &Paging::OFF)
     }
 
-    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a guest whose hypervisor is a guest: it goes
-    /// through the `nested` tables first, where it may be [`Fault::NestedPage`].
+    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a guest whose hypervisor is
+    /// a guest: it goes through the `nested` tables first, where it may be [`Fault::NestedPage`].
     fn translate_nested_physical(
         &mut self,
         gpa: u64,
@@ -174,22 +176,24 @@ pub trait Mmu {
         self.translate(gpa, access, &paging)
     }
 
-    /// Call after a guarded access through a translation returned [`Gone`](slat_guard::Gone). `Ok`: translate again and retry.
+    /// Call after a guarded access through a translation returned [`Gone`](slat_guard::Gone). `Ok`:
+    /// translate again and retry.
     fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;
 
-    /// Call after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). The bytes are in
-    /// memory, and the instruction has not translated its next memory operand. For a store across two pages, both parts are in
-    /// memory before the first call.
+    /// Call after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). The bytes
+    /// are in memory, and the instruction has not translated its next memory operand. For a store across two pages,
+    /// both parts are in memory before the first call.
     ///
-    /// Also called after a store that found its host memory [`Gone`](slat_guard::Gone), as part of the bytes may be in memory.
+    /// Also called after a store that found its host memory [`Gone`](slat_guard::Gone), as part of the
+    /// bytes may be in memory.
     ///
     /// Returns whether all translations are void.
     fn stored(&mut self, _gpa: u64, _bytes: usize) -> bool {
         false
     }
 
-    /// Call after the guest has invalidated translations: its instruction has changed the register, and nothing was translated
-    /// since. May be called more often than the guest demands; a task switch calls it several times.
+    /// Call after the guest has invalidated translations: its instruction has changed the register, and nothing was
+    /// translated since. May be called more often than the guest demands; a task switch calls it several times.
     ///
     /// MOV to CR3 that keeps the translations (bit 63 of the operand with CR4.PCIDE) does not call it.
     ///
@@ -211,22 +215,24 @@ pub trait Machine: Mmu {
     fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault>;
     /// Writes an MSR that the CPU does not hold itself.
     fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault>;
-    /// Whether the guest may read MSR `msr`, or with `write` write it. The CPU asks before every access, also to an MSR that
-    /// the CPU holds itself.
+    /// Whether the guest may read MSR `msr`, or with `write` write it. The CPU asks before every access, also to an MSR
+    /// that the CPU holds itself.
     fn allows_msr(&mut self, _msr: u32, _write: bool) -> bool {
         true
     }
-    /// Whether the caller of the run handles a refused access: then the run ends with [`Exit::Msr`], otherwise it is #GP(0).
+    /// Whether the caller of the run handles a refused access: then the run ends with [`Exit::Msr`],
+    /// otherwise it is #GP(0).
     fn answers_msr_outside(&mut self, _why: MsrFault) -> bool {
         false
     }
     /// Returns the guest's time-stamp counter.
     fn tsc(&mut self) -> u64;
-    /// Executes VMCALL or VMMCALL, which code of privilege level `cpl` has called, with registers of 64 bits in `long_mode` and of 32
-    /// otherwise. Finds the arguments in the registers of `state`, and stores the results there; changes nothing else of it.
+    /// Executes VMCALL or VMMCALL, which code of privilege level `cpl` has called, with registers of 64 bits in
+    /// `long_mode` and of 32 otherwise. Finds the arguments in the registers of `state`, and stores the results there;
+    /// changes nothing else of it.
     fn hypercall(&mut self, state: &mut State, cpl: u8, long_mode: bool) -> HypercallOutcome;
-    /// Call after the guest has written CR8, its local APIC's task priority. (A write of the APIC's register by WRMSR changes
-    /// CR8.)
+    /// Call after the guest has written CR8, its local APIC's task priority. (A write of the APIC's register
+    /// by WRMSR changes CR8.)
     fn set_task_priority(&mut self, _cr8: u64) {}
     /// Returns what VMCALL or VMMCALL does in this machine.
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
@@ -287,8 +293,8 @@ pub enum BusLocks {
     /// Nothing more.
     #[default]
     Executed,
-    /// It ends the run with [`Exit::BusLock`] before its instruction, which the next run executes if RIP is the same then: as on AMD's
-    /// processors (bus lock threshold).
+    /// It ends the run with [`Exit::BusLock`] before its instruction, which the next run executes if RIP is the same
+    /// then: as on AMD's processors (bus lock threshold).
     ExitBefore,
     /// It ends the run with [`Exit::BusLock`] after its instruction: as on Intel's processors (bus-lock detection).
     ExitAfter,
@@ -321,8 +327,8 @@ pub enum ProbeHit {
 /// Why a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// A port access. RIP still points at the instruction; [`Cpu::complete_io`](crate::Cpu::complete_io) finishes it, and must
-    /// be called before the next run, also for a write (with no data).
+    /// A port access. RIP still points at the instruction; [`Cpu::complete_io`](crate::Cpu::complete_io) finishes it,
+    /// and must be called before the next run, also for a write (with no data).
     Io {
         /// The port.
         port: u16,
@@ -334,8 +340,8 @@ pub enum Exit {
         /// [`Cpu::output`](crate::Cpu::output) holds the data of a write.
         count: u32,
     },
-    /// An access to an address without memory. [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) provides the data of
-    /// a read before the next run; a write needs nothing.
+    /// An access to an address without memory. [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) provides the
+    /// data of a read before the next run; a write needs nothing.
     Mmio {
         /// The guest-physical address.
         gpa: u64,
@@ -359,7 +365,8 @@ pub enum Exit {
         /// Why the access was refused.
         why: MsrFault,
     },
-    /// The delivery of an interrupt or exception accessed an address without memory. It has changed nothing: the next run repeats it.
+    /// The delivery of an interrupt or exception accessed an address without memory. It has changed nothing: the
+    /// next run repeats it.
     Delivery {
         /// The vector.
         vector: u8,
@@ -370,9 +377,11 @@ pub enum Exit {
     },
     /// HLT; RIP points after it.
     Hlt,
-    /// An SMI is to be taken. [`Cpu::enter_smm`](crate::Cpu::enter_smm) does it; otherwise the next run ends like this one.
+    /// An SMI is to be taken. [`Cpu::enter_smm`](crate::Cpu::enter_smm) does it; otherwise the next
+    /// run ends like this one.
     Smi,
-    /// RSM in system management mode. RIP still points at the instruction; [`Cpu::leave_smm`](crate::Cpu::leave_smm) finishes it.
+    /// RSM in system management mode. RIP still points at the instruction;
+    /// [`Cpu::leave_smm`](crate::Cpu::leave_smm) finishes it.
     Rsm,
     /// Triple fault.
     Shutdown,
@@ -390,13 +399,15 @@ pub enum Exit {
     InterruptWindow,
     /// An instruction locks the bus: see [`BusLocks`].
     BusLock,
-    /// Events were delivered for longer than [`Cpu::notify_window`](crate::Cpu) without an instruction in between. The next run goes on.
+    /// Events were delivered for longer than [`Cpu::notify_window`](crate::Cpu) without an instruction in between.
+    /// The next run goes on.
     Notify,
     /// `attention` is not zero.
     Attention,
     /// The host memory that backs guest memory is not accessible.
     BadAddress,
-    /// The machine had no memory for a translation. The instruction at RIP has changed nothing: the next run executes it.
+    /// The machine had no memory for a translation. The instruction at RIP has changed nothing: the
+    /// next run executes it.
     OutOfMemory,
     /// A debug exception that the [`Debugger`](crate::Debugger) claims.
     Debug {

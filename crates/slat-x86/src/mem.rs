@@ -1,12 +1,13 @@
 //! Guest-virtual loads and stores.
 //!
-//! The fast paths are a look-up in the software TLB and one guarded access. Everything else takes the slow paths: misses, pages
-//! without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are precise: a load or
-//! store that fails has changed nothing, and an access that crosses a page has translated both pages before it touches either.
+//! The fast paths are a look-up in the software TLB and one guarded access. Everything else takes the slow paths:
+//! misses, pages without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are
+//! precise: a load or store that fails has changed nothing, and an access that crosses a page has translated both pages
+//! before it touches either.
 //!
-//! A store to a page that the machine tracks misses in the TLB, as the TLB holds the page for reads only; so does one to a page that
-//! holds decoded code. Such stores are made in [`Cpu::write_to`] and `Cpu::write_places` (in `places`) alone, which tell the machine,
-//! and the CPUs that share the code.
+//! A store to a page that the machine tracks misses in the TLB, as the TLB holds the page for reads only; so does one
+//! to a page that holds decoded code. Such stores are made in [`Cpu::write_to`] and `Cpu::write_places` (in `places`)
+//! alone, which tell the machine, and the CPUs that share the code.
 
 mod address;
 mod alignment;
@@ -59,8 +60,8 @@ unsafe fn exchange<T: Int>(
 }
 
 impl Cpu {
-    /// Does [`load`](Self::load) if the fast path can. Handlers that leave the rest to another function need no stack frame for
-    /// the call.
+    /// Does [`load`](Self::load) if the fast path can. Handlers that leave the rest to another function need no
+    /// stack frame for the call.
     #[inline(always)]
     pub(crate) fn try_load<T: Word>(&mut self, lin: u64) -> Option<T> {
         let table = self.table;
@@ -98,9 +99,9 @@ impl Cpu {
         self.store_slow(lin, v)
     }
 
-    /// Call after each store that missed in the TLB's entries for writes, made to `host`, the address of `lin`. (Those that hit are to
-    /// pages that no CPU trusts to hold code: see `code_pages`.) If the page holds decoded code, all CPUs see that it is not good any
-    /// more, this one before its next instruction.
+    /// Call after each store that missed in the TLB's entries for writes, made to `host`, the address of `lin`. (Those
+    /// that hit are to pages that no CPU trusts to hold code: see `code_pages`.) If the page holds decoded code, all
+    /// CPUs see that it is not good any more, this one before its next instruction.
     fn note_store(&mut self, lin: u64, host: *mut u8) {
         let host = host as usize;
         if self.code.stored(host) {
@@ -123,7 +124,8 @@ impl Cpu {
         if self.stop { Err(Break::End) } else { Ok(()) }
     }
 
-    /// Reads, changes and writes a word. Returns the old and the new value. Atomic with `lock` if the word lies in one page.
+    /// Reads, changes and writes a word. Returns the old and the new value. Atomic with `lock` if the
+    /// word lies in one page.
     #[inline(always)]
     pub(crate) fn update<T: Int>(
         &mut self,
@@ -143,7 +145,8 @@ impl Cpu {
         Ok(both)
     }
 
-    /// Call before a locked access that crosses a cache line: a processor locks the bus for it (SDM volume 3, "Bus Locking").
+    /// Call before a locked access that crosses a cache line: a processor locks the bus for it (SDM
+    /// volume 3, "Bus Locking").
     #[cold]
     fn before_bus_lock(&mut self) -> Result<(), Break> {
         match self.bus_locks == BusLocks::ExitBefore && !self.bus_lock_passes {
@@ -181,7 +184,8 @@ impl Cpu {
         self.update_slow(lin, lock, f)
     }
 
-    /// Does [`update`](Self::update) after a miss in the TLB. Out of line, so that the fast path does not ask what is tracked.
+    /// Does [`update`](Self::update) after a miss in the TLB. Out of line, so that the fast path does not
+    /// ask what is tracked.
     #[cold]
     #[inline(never)]
     fn update_slow<T: Int>(
@@ -221,8 +225,9 @@ impl Cpu {
         Ok(places.destination(lin))
     }
 
-    /// Runs `write`, which writes all of `to` by guarded accesses to the address that it is passed, then tells the machine if the
-    /// page is tracked. Returns the result of `write`. `None`: the host page is not accessible; translate again.
+    /// Runs `write`, which writes all of `to` by guarded accesses to the address that it is passed, then tells
+    /// the machine if the page is tracked. Returns the result of `write`. `None`: the host page is not
+    /// accessible; translate again.
     #[inline]
     pub(crate) fn write_to<T, E>(
         &mut self,
@@ -281,7 +286,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`aligned16`](Self::aligned16), for the memory operand of an SSE instruction that computes: MXCSR.MM allows any address.
+    /// Like [`aligned16`](Self::aligned16), for the memory operand of an SSE instruction that computes:
+    /// MXCSR.MM allows any address.
     #[inline(always)]
     pub(crate) fn aligned_operand(&mut self, lin: u64) -> Result<(), Break> {
         match lin & 15 != 0 && self.state.mxcsr & MXCSR_MM == 0 {
@@ -305,7 +311,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`Self::load_bytes`], for an instruction that does not read MMIO: such a read is an emulation failure for `reason`.
+    /// Like [`Self::load_bytes`], for an instruction that does not read MMIO: such a read is an emulation
+    /// failure for `reason`.
     pub(crate) fn load_memory(
         &mut self,
         lin: u64,
@@ -403,18 +410,21 @@ impl Cpu {
     }
 }
 
-/// Accesses of compiled code that miss the TLB. Those to devices, and those that have to be aligned, are left to the interpreter.
+/// Accesses of compiled code that miss the TLB. Those to devices, and those that have to be aligned, are
+/// left to the interpreter.
 #[cfg(feature = "jit")]
 impl Cpu {
-    /// Translates all pages of an access. A device that it meets the interpreter does not look for again ([`Self::take_met`]).
+    /// Translates all pages of an access. A device that it meets the interpreter does not look for again
+    /// ([`Self::take_met`]).
     fn places_or_met(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
         let places = self.places(lin, len, access)?;
         self.devices.met = places.device().map(|gpa| Met { lin, access, gpa });
         Ok(places)
     }
 
-    /// Returns the host address to read `len` bytes at, 32 at most: of the memory, or of a copy if it is in two pages. `None`: it is MMIO,
-    /// at least in part, or near a watchpoint or has to be aligned: then each access has to be looked at.
+    /// Returns the host address to read `len` bytes at, 32 at most: of the memory, or of a copy if it is in two
+    /// pages. `None`: it is MMIO, at least in part, or near a watchpoint or has to be aligned: then each access
+    /// has to be looked at.
     pub(crate) fn place_to_load(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         if self.checks_alignment() {
             return Ok(None);
@@ -435,8 +445,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the host address to write `len` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants
-    /// to know of, and that need not be aligned.
+    /// Returns the host address to write `len` bytes at, if that is a store to a page without decoded code, in one
+    /// page, that nobody wants to know of, and that need not be aligned.
     pub(crate) fn place_to_store(
         &mut self,
         lin: u64,

@@ -141,8 +141,8 @@ pub(crate) struct Devices {
     pub(crate) port: Option<Port>,
     /// The instruction that ended the last run and needs a result from the caller.
     question: Option<Question>,
-    /// The device that compiled code has met at an instruction, which it then leaves to the interpreter: nothing is asked twice. Only
-    /// for the execution that follows at once: a memslot may be there later.
+    /// The device that compiled code has met at an instruction, which it then leaves to the interpreter: nothing is
+    /// asked twice. Only for the execution that follows at once: a memslot may be there later.
     #[cfg(feature = "jit")]
     pub(crate) met: Option<Met>,
 }
@@ -254,7 +254,8 @@ impl Cpu {
         self.devices.reader = None;
     }
 
-    /// Returns the guest-physical address of the read at `lin` whose data is known, and which the current execution has not made yet.
+    /// Returns the guest-physical address of the read at `lin` whose data is known, and which the current
+    /// execution has not made yet.
     pub(crate) fn answered_at(&self, lin: u64) -> Option<u64> {
         let mut left = self.fixed.answers.waiting().iter().skip(self.devices.taken);
         left.find(|answer| answer.lin == lin)
@@ -324,8 +325,8 @@ impl Cpu {
         })
     }
 
-    /// Drops an access of an earlier run that the caller did not complete: its instruction makes it again. Also one whose instruction is
-    /// not at RIP any more.
+    /// Drops an access of an earlier run that the caller did not complete: its instruction makes it again. Also one
+    /// whose instruction is not at RIP any more.
     pub(crate) fn forget_question(&mut self) {
         let rip = self.state.rip;
         let Devices {
@@ -345,8 +346,8 @@ impl Cpu {
         self.ask(op, QuestionKind::Hypercall, Exit::Hypercall)
     }
 
-    /// Refuses RDMSR or, with a `value`, WRMSR: #GP(0), or the end of the run if the machine wants its caller to handle it. An access
-    /// that was only interrupted starts again.
+    /// Refuses RDMSR or, with a `value`, WRMSR: #GP(0), or the end of the run if the machine wants its caller to handle
+    /// it. An access that was only interrupted starts again.
     pub(crate) fn refuse_msr(
         &mut self,
         op: &Op,
@@ -378,15 +379,15 @@ impl Cpu {
         self.leave(exit)
     }
 
-    /// Removes and returns the instruction that ended the last run, if it needs a result of one of these kinds, and RIP still
-    /// points at it.
+    /// Removes and returns the instruction that ended the last run, if it needs a result of one of these kinds, and
+    /// RIP still points at it.
     fn take_question(&mut self, kinds: &[QuestionKind]) -> Option<Question> {
         let question = self.devices.question.take()?;
         (question.rip == self.state.rip && kinds.contains(&question.kind)).then_some(question)
     }
 
-    /// Finishes the hypercall that ended the last run: `store` stores its results in the registers; `true` tells it that they have 64
-    /// bits.
+    /// Finishes the hypercall that ended the last run: `store` stores its results in the registers; `true` tells it
+    /// that they have 64 bits.
     ///
     /// RIP moves to the next instruction. If RIP was changed meanwhile, does nothing.
     pub fn complete_hypercall(&mut self, store: impl FnOnce(&mut State, bool)) {
@@ -406,7 +407,8 @@ impl Cpu {
         self.trap_completed(question.traps);
     }
 
-    /// Finishes the MSR access that ended the last run: `answer` is the value that RDMSR reads, and ignored for WRMSR. `None`:
+    /// Finishes the MSR access that ended the last run: `answer` is the value that RDMSR reads, and
+    /// ignored for WRMSR. `None`:
     /// #GP(0).
     ///
     /// RIP moves to the next instruction unless it was changed meanwhile.
@@ -491,9 +493,9 @@ impl Cpu {
         self.trap_completed(port.traps);
     }
 
-    /// Stores the data that a string input read. The address was translated for writing before the exit. If the count became
-    /// smaller meanwhile, the rest of the data is dropped; if it became larger, the instruction is executed again for the
-    /// missing units.
+    /// Stores the data that a string input read. The address was translated for writing before the exit. If the count
+    /// became smaller meanwhile, the rest of the data is dropped; if it became larger, the instruction is executed
+    /// again for the missing units.
     pub(crate) fn finish_ins(&mut self) -> Result<(), Break> {
         let Some(mut port @ Port { answered: true, .. }) = self.devices.port else {
             return Ok(());

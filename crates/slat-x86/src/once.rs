@@ -1,9 +1,9 @@
 //! Code that runs for the first time, or that is stepped: it is decoded from memory, executed, and forgotten.
 //!
-//! Much code runs only once. To keep a block costs a copy of its code, and a mark of its page, of which all CPUs are told and which
-//! makes stores to the page slow (`code_pages`). A block that is not kept has none of this. Instead, what is left of it is compared
-//! with memory after each of its instructions: so a store to a later instruction is seen by it, through whatever address and
-//! entry of the TLB it was made.
+//! Much code runs only once. To keep a block costs a copy of its code, and a mark of its page, of which all CPUs are
+//! told and which makes stores to the page slow (`code_pages`). A block that is not kept has none of this. Instead,
+//! what is left of it is compared with memory after each of its instructions: so a store to a later instruction is seen
+//! by it, through whatever address and entry of the TLB it was made.
 
 use crate::Cpu;
 use crate::block::Block;
@@ -86,7 +86,8 @@ impl Cpu {
         self.execute_while(block, |op| {
             let end = usize::from(op.offset) + usize::from(op.len);
             let rest = code.get(end..).unwrap_or(&[]);
-            // SAFETY: the page that the block was read from. If it belongs to something else now, the access is guarded still.
+            // SAFETY: the page that the block was read from. If it belongs to something else now, the
+            // access is guarded still.
             unsafe { slat_guard::matches(host.wrapping_add(end), rest) }.unwrap_or(false)
         })
     }

@@ -1,8 +1,9 @@
 //! Memory that is handed out in pieces and taken back as a whole.
 //!
-//! A CPU has some hundred thousand pieces of decoded code. From the heap each would have its own bookkeeping, and they would lie apart:
-//! most of the time that code takes which runs a few times is spent waiting for them. A pool's pieces lie next to one another, and there
-//! is nothing to do for each when all are freed. (Huge pages gained nothing that could be measured.)
+//! A CPU has some hundred thousand pieces of decoded code. From the heap each would have its own bookkeeping, and
+//! they would lie apart: most of the time that code takes which runs a few times is spent waiting for them. A pool's
+//! pieces lie next to one another, and there is nothing to do for each when all are freed. (Huge pages gained nothing
+//! that could be measured.)
 
 use crate::heap::{self, OutOfMemory};
 use std::alloc::{Layout, alloc, dealloc};

@@ -1,12 +1,12 @@
 //! Probes: breakpoints, watchpoints and single steps that neither the guest nor a debugger of KVM's API
 //! ([`Debugger`](crate::Debugger)) knows of. They end the run with [`Exit::Probe`], and change no register.
 //!
-//! They are found where the debug registers are looked at (module `debug`): the page of a data probe is not entered into the TLB, and
-//! a code probe makes the CPU look at each block. So probes, DR0–DR7, and the debugger's breakpoints may be set at the same addresses:
-//! first the probe ends the run, and in the next run the others take effect.
+//! They are found where the debug registers are looked at (module `debug`): the page of a data probe is not entered
+//! into the TLB, and a code probe makes the CPU look at each block. So probes, DR0–DR7, and the debugger's breakpoints
+//! may be set at the same addresses: first the probe ends the run, and in the next run the others take effect.
 //!
-//! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`] lets the next run execute it. A data
-//! probe and a step stop after the instruction.
+//! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`] lets the next run execute
+//! it. A data probe and a step stop after the instruction.
 
 use crate::Cpu;
 use crate::machine::{Access, Exit, ProbeHit, ProbeKind};
@@ -110,8 +110,8 @@ impl Probes {
 }
 
 impl Cpu {
-    /// Replaces all probes. `steps`: each instruction ends the run, too. A hit that has not ended a run is forgotten, and no
-    /// instruction is [passed](Self::pass_probe).
+    /// Replaces all probes. `steps`: each instruction ends the run, too. A hit that has not ended a run is forgotten,
+    /// and no instruction is [passed](Self::pass_probe).
     pub fn set_probes(&mut self, list: Vec<Probe>, steps: bool) {
         self.probes = Probes {
             list,

@@ -1,8 +1,9 @@
 //! The notify window: how long the CPU may deliver events without executing an instruction in between.
 //!
-//! A guest can keep its CPU from every instruction, and so from every moment at which an interrupt could be taken: a breakpoint on the
-//! stack of the handler of #DB, where the interrupt stack table has each delivery begin at the same address, is hit by every delivery
-//! of #DB. Processors tell the hypervisor of it by a VM exit (SDM volume 3, "Notify VM Exits").
+//! A guest can keep its CPU from every instruction, and so from every moment at which an interrupt could be
+//! taken: a breakpoint on the stack of the handler of #DB, where the interrupt stack table has each delivery
+//! begin at the same address, is hit by every delivery of #DB. Processors tell the hypervisor of it by a VM exit
+//! (SDM volume 3, "Notify VM Exits").
 
 use crate::Cpu;
 use std::time::Instant;

@@ -13,9 +13,9 @@ use std::sync::atomic::Ordering;
 impl Cpu {
     /// Runs the guest until it needs the caller.
     ///
-    /// Reads `attention` at every block boundary: non-zero ends the run with [`Exit::Attention`]. A port or MMIO access that
-    /// was completed takes effect before that. Bit [`CodePages::CHANGED`] is this crate's: other CPUs set it meanwhile, and it is clear
-    /// when this returns.
+    /// Reads `attention` at every block boundary: non-zero ends the run with [`Exit::Attention`]. A port or MMIO access
+    /// that was completed takes effect before that. Bit [`CodePages::CHANGED`] is this crate's: other CPUs set it
+    /// meanwhile, and it is clear when this returns.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
         self.entered(machine, attention, |cpu| {
             #[cfg(feature = "jit")]
@@ -33,7 +33,8 @@ impl Cpu {
         })
     }
 
-    /// Calls `f`, which executes instructions of the guest, with what follows from the state, and the guest's state complete afterwards.
+    /// Calls `f`, which executes instructions of the guest, with what follows from the state, and the guest's state
+    /// complete afterwards.
     pub(crate) fn entered<T>(
         &mut self,
         machine: &mut dyn Machine,
@@ -52,8 +53,8 @@ impl Cpu {
         })
     }
 
-    /// Forgets that the last run was interrupted where it was. Call after runs that the caller interrupts more often than every few
-    /// milliseconds: what is found running then is not worth Cranelift's time at once.
+    /// Forgets that the last run was interrupted where it was. Call after runs that the caller interrupts more often
+    /// than every few milliseconds: what is found running then is not worth Cranelift's time at once.
     pub fn forget_interrupted(&mut self) {
         #[cfg(feature = "jit")]
         {
@@ -61,7 +62,8 @@ impl Cpu {
         }
     }
 
-    /// Calls `f`, in which the CPU executes. Meanwhile other CPUs tell this one of their changes of code by `attention`.
+    /// Calls `f`, in which the CPU executes. Meanwhile other CPUs tell this one of their changes of
+    /// code by `attention`.
     fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
         /// Leaves also when `f` panics.
         struct Leave<'a>(&'a mut Cpu);
@@ -195,9 +197,9 @@ impl Cpu {
         self.after_break(op, block.op_bytes(op), why)
     }
 
-    /// Executes `op` again as long as walks for it set bits in pages of decoded code, which may be its own: a processor has fetched
-    /// it before. The block then ends, so that the next instruction is fetched. Returns what ends it, which is `why` for any other
-    /// reason.
+    /// Executes `op` again as long as walks for it set bits in pages of decoded code, which may be its own: a processor
+    /// has fetched it before. The block then ends, so that the next instruction is fetched. Returns what ends it, which
+    /// is `why` for any other reason.
     pub(crate) fn finish_fetched(&mut self, op: &Op, mut why: Break) -> Break {
         while matches!(why, Break::Retry) && std::mem::take(&mut self.walk_changed_code) {
             why = match (op.handler)(self, op) {
@@ -320,9 +322,9 @@ impl Cpu {
             if self.exceeds_notify_window() {
                 return Some(Exit::Notify);
             }
-            // An exception that could not be delivered has become another one, or is pending for a retry. Nothing is fetched
-            // before its delivery: a fault of the fetch would replace it. The frame of an event may have hit a watchpoint, whose trap
-            // comes before the handler's first instruction.
+            // An exception that could not be delivered has become another one, or is pending for a retry. Nothing is
+            // fetched before its delivery: a fault of the fetch would replace it. The frame of an event may have hit a
+            // watchpoint, whose trap comes before the handler's first instruction.
             let events = &self.state.events;
             if self.probes.hit.is_none()
                 && events.exception.is_none()

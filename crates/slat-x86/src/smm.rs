@@ -1,12 +1,13 @@
-//! System management mode: what an SMI does to the registers, what it saves of them, and how RSM restores them (AMD64 volume 2,
-//! chapter 10; SDM volume 3, chapter "System Management Mode").
+//! System management mode: what an SMI does to the registers, what it saves of them, and how RSM restores them (AMD64
+//! volume 2, chapter 10; SDM volume 3, chapter "System Management Mode").
 //!
-//! The CPU does neither by itself: it ends its run with [`Exit::Smi`](crate::Exit) or [`Exit::Rsm`](crate::Exit), between two
-//! instructions. Its caller moves the saved registers between the CPU and SMRAM, and has the machine translate in the other address
-//! space from then on. To enter: [`State::smram`], then [`Cpu::enter_smm`]. To leave: [`Cpu::leave_smm`].
+//! The CPU does neither by itself: it ends its run with [`Exit::Smi`](crate::Exit) or [`Exit::Rsm`](crate::Exit),
+//! between two instructions. Its caller moves the saved registers between the CPU and SMRAM, and has the machine
+//! translate in the other address space from then on. To enter: [`State::smram`], then [`Cpu::enter_smm`]. To
+//! leave: [`Cpu::leave_smm`].
 //!
-//! The manuals' CPUs save more than KVM's, which restart no I/O instruction and no HLT: an SMI ends a halt, and RSM continues after it.
-//! KVM keeps the shadow of STI and MOV SS in a byte that the manuals reserve.
+//! The manuals' CPUs save more than KVM's, which restart no I/O instruction and no HLT: an SMI ends a halt, and RSM
+//! continues after it. KVM keeps the shadow of STI and MOV SS in a byte that the manuals reserve.
 
 use crate::Cpu;
 use crate::debug::{DR6_BS, DR6_ONES};
@@ -210,7 +211,8 @@ impl State {
         ]
     }
 
-    /// Returns what an SMI saves of this state: the bytes at [`SMRAM_OFFSET`] from SMBASE. Those that KVM's CPUs save nothing in are 0.
+    /// Returns what an SMI saves of this state: the bytes at [`SMRAM_OFFSET`] from SMBASE. Those that KVM's CPUs
+    /// save nothing in are 0.
     pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
         let mut image = Image([0; SMRAM_BYTES]);
         match map {
@@ -333,8 +335,8 @@ impl State {
         }
     }
 
-    /// Does what an SMI does to the registers: real mode with limits of 4 GiB, at [`HANDLER`], without interrupts and NMIs. As in KVM,
-    /// CS has the type of a data segment, and the IDT is empty.
+    /// Does what an SMI does to the registers: real mode with limits of 4 GiB, at [`HANDLER`], without interrupts and
+    /// NMIs. As in KVM, CS has the type of a data segment, and the IDT is empty.
     fn enter_smm(&mut self) {
         let data = Segment {
             selector: 0,
@@ -369,8 +371,8 @@ impl State {
     }
 }
 
-/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None`: it has interrupted none. The 32-bit map
-/// cannot say.
+/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None`: it has interrupted
+/// none. The 32-bit map cannot say.
 pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64> {
     let image = Image(*smram);
     let is_nested = map == SmramMap::Bits64 && image.get64(at64::NESTED_GUEST) != 0;
@@ -378,8 +380,9 @@ pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64>
 }
 
 impl Cpu {
-    /// Returns what an SMI saves: the [registers](State::smram), and whether they are a nested guest's. The caller keeps the state of guest
-    /// mode ([`saved_vmcb`](Self::saved_vmcb)), too, which ends with [`enter_smm`](Self::enter_smm).
+    /// Returns what an SMI saves: the [registers](State::smram), and whether they are a nested guest's. The caller
+    /// keeps the state of guest mode ([`saved_vmcb`](Self::saved_vmcb)), too, which ends with
+    /// [`enter_smm`](Self::enter_smm).
     pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
         let mut image = Image(self.state.smram(map));
         if let Some(vmcb) = self.vmcb().filter(|_| map == SmramMap::Bits64) {
@@ -395,8 +398,8 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Enters system management mode. Call after [`Exit::Smi`](crate::Exit), when [`State::smram`] is in SMRAM; before the next run the
-    /// machine translates in the address space of that mode.
+    /// Enters system management mode. Call after [`Exit::Smi`](crate::Exit), when [`State::smram`] is in SMRAM; before
+    /// the next run the machine translates in the address space of that mode.
     pub fn enter_smm(&mut self) {
         self.state.enter_smm();
         self.svm.suspend();
@@ -404,8 +407,8 @@ impl Cpu {
     }
 
     /// Leaves system management mode: does what RSM does, with the registers that were saved in SMRAM. Call after
-    /// [`Exit::Rsm`](crate::Exit), when the machine translates in the ordinary address space again. `read_pdptes` reads the
-    /// page-directory-pointer entries at a CR3.
+    /// [`Exit::Rsm`](crate::Exit), when the machine translates in the ordinary address space again. `read_pdptes` reads
+    /// the page-directory-pointer entries at a CR3.
     ///
     /// # Errors
     /// [`BadSmram`] for registers that no CPU can have, and if `read_pdptes` returns `None`. Then nothing has changed.

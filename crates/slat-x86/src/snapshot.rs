@@ -1,12 +1,13 @@
 //! Copies of the guest's code, by page: blocks are decoded from them, and they tell whether blocks are still good.
 //!
-//! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is good as long as its snapshot is, of which
-//! the CPU keeps record with its *stamp*: every event that may make code stale changes it (`clock`). Then each page is looked at once when
-//! code of it is entered next ([`Cpu::check_snapshot`]): which event was it, does it concern this page, and if it may: does memory still
-//! hold the lines? If it does not, the snapshot begins a new *edition* without lines, and each of its blocks is compared with memory by itself.
+//! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is good as long as its
+//! snapshot is, of which the CPU keeps record with its *stamp*: every event that may make code stale changes it
+//! (`clock`). Then each page is looked at once when code of it is entered next ([`Cpu::check_snapshot`]): which event
+//! was it, does it concern this page, and if it may: does memory still hold the lines? If it does not, the snapshot
+//! begins a new *edition* without lines, and each of its blocks is compared with memory by itself.
 //!
-//! Lines are copied from memory, then blocks are decoded from the copies or compared with them. So what is compared later is what was
-//! decoded.
+//! Lines are copied from memory, then blocks are decoded from the copies or compared with them. So what is compared
+//! later is what was decoded.
 
 use crate::block::{Block, Place};
 use crate::machine::{Access, Fault};
@@ -160,8 +161,8 @@ impl Snapshot {
 
 #[cfg(feature = "jit")]
 impl Block {
-    /// Whether memory holds the code of a region that can be entered at this block. Call while the block is current, as seen by its CPU,
-    /// and not running.
+    /// Whether memory holds the code of a region that can be entered at this block. Call while the block is current, as
+    /// seen by its CPU, and not running.
     pub(crate) fn holds(&self, region: &crate::jit::Region) -> bool {
         region
             .parts()
@@ -187,8 +188,8 @@ impl Cpu {
         self.blocks.snapshot(key).ok()
     }
 
-    /// Makes sure that memory holds the lines of `page`, which may begin a new edition for it. `lin`: an address in it, which a page
-    /// fault will have.
+    /// Makes sure that memory holds the lines of `page`, which may begin a new edition for it. `lin`: an address in it,
+    /// which a page fault will have.
     #[inline]
     fn check_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
         match page.stamp == self.clock.stamp {
@@ -197,7 +198,8 @@ impl Cpu {
         }
     }
 
-    /// Makes sure that memory holds the lines of `page`, in which code at `rip` is, unless that takes a translation. Returns whether it does.
+    /// Makes sure that memory holds the lines of `page`, in which code at `rip` is, unless that takes a translation.
+    /// Returns whether it does.
     #[cfg(feature = "jit")]
     pub(crate) fn look_again(&mut self, page: &mut Snapshot, rip: u64) -> bool {
         let lin = self.code_address(rip);
@@ -252,7 +254,8 @@ impl Cpu {
         }
     }
 
-    /// Whether `block` may be executed: memory holds the bytes that it was decoded from. `false` for a block that holds nothing.
+    /// Whether `block` may be executed: memory holds the bytes that it was decoded from. `false` for a
+    /// block that holds nothing.
     pub(crate) fn verify(&mut self, block: &mut Block) -> Result<bool, Break> {
         let Some(mut first) = block.first else {
             return Ok(false);
@@ -293,7 +296,8 @@ impl Cpu {
         Ok(same)
     }
 
-    /// Drops the compiled code of a block that was just compared with memory if memory does not hold the rest of it any more.
+    /// Drops the compiled code of a block that was just compared with memory if memory does not hold the
+    /// rest of it any more.
     fn verify_region(&self, block: &mut Block) {
         #[cfg(feature = "jit")]
         if let Some(entrance) = &block.entrance

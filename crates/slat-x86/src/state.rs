@@ -101,7 +101,8 @@ pub mod xcr0 {
     /// All components that this CPU can have; [`AVX`] only if the host has it.
     pub const ALL: u64 = X87 | SSE | AVX | PKRU;
 
-    /// Whether a value can be that of XCR0, if a CPU has the `components` (SDM volume 1, "Enabling the XSAVE Feature Set").
+    /// Whether a value can be that of XCR0, if a CPU has the `components` (SDM volume 1, "Enabling the
+    /// XSAVE Feature Set").
     pub const fn is_valid(value: u64, components: u64) -> bool {
         value & !components == 0 && value & X87 != 0 && value & (SSE | AVX) != AVX
     }
@@ -116,8 +117,8 @@ pub struct Segment {
     pub base: u64,
     /// The limit in bytes (granularity already applied).
     pub limit: u32,
-    /// Access rights as in the high half of a descriptor, shifted right by 8: type in bits 0–3, S 4, DPL 5–6, P 7, AVL 12, L
-    /// 13, D/B 14, G 15; and bit 16 for "unusable".
+    /// Access rights as in the high half of a descriptor, shifted right by 8: type in bits 0–3, S 4, DPL 5–6, P 7, AVL
+    /// 12, L 13, D/B 14, G 15; and bit 16 for "unusable".
     pub rights: u32,
 }
 
@@ -215,8 +216,8 @@ pub struct Events {
 }
 
 impl Events {
-    /// Whether an NMI is delivered before the next instruction. None is delivered in the shadow of STI, so that `sti; hlt` is
-    /// not torn: the manual allows both (SDM volume 3, 7.8.3), and KVM's guests rely on it.
+    /// Whether an NMI is delivered before the next instruction. None is delivered in the shadow of STI, so that
+    /// `sti; hlt` is not torn: the manual allows both (SDM volume 3, 7.8.3), and KVM's guests rely on it.
     pub fn takes_nmi(&self) -> bool {
         self.nmis != 0
             && !self.nmi_blocked
@@ -225,7 +226,8 @@ impl Events {
             && !self.gif_clear
     }
 
-    /// Whether an SMI is taken before the next instruction, unless an exception or an acknowledged interrupt is delivered first.
+    /// Whether an SMI is taken before the next instruction, unless an exception or an acknowledged
+    /// interrupt is delivered first.
     pub fn takes_smi(&self) -> bool {
         self.smi && !self.smm && !self.gif_clear
     }
@@ -253,7 +255,8 @@ pub struct State {
     pub cr0: u64,
     pub cr2: u64,
     pub cr3: u64,
-    /// The page-directory-pointer entries of PAE paging, as read by the last load of CR3 (or of paging bits in CR0 and CR4).
+    /// The page-directory-pointer entries of PAE paging, as read by the last load of CR3 (or of paging
+    /// bits in CR0 and CR4).
     pub pdptes: [u64; 4],
     pub cr4: u64,
     pub cr8: u64,
@@ -301,7 +304,8 @@ pub struct State {
 pub const MXCSR_INIT: u32 = 0x1f80;
 /// MXCSR bits that exist on every CPU.
 pub const MXCSR_MASK: u32 = 0xffff;
-/// MXCSR.MM of AMD's CPUs: memory operands of SSE instructions need not be aligned, except those of moves that demand it.
+/// MXCSR.MM of AMD's CPUs: memory operands of SSE instructions need not be aligned, except those of
+/// moves that demand it.
 pub const MXCSR_MM: u32 = 1 << 17;
 
 impl State {
@@ -380,8 +384,9 @@ impl State {
         }
     }
 
-    /// Does what INIT does (SDM volume 3, table 11-1, and KVM where the manual leaves it open): the state after RESET, but x87, SSE
-    /// and extended state, XCR0, the cache bits of CR0 and most MSRs stay. `signature` is the processor's in CPUID leaf 1.
+    /// Does what INIT does (SDM volume 3, table 11-1, and KVM where the manual leaves it open): the state after
+    /// RESET, but x87, SSE and extended state, XCR0, the cache bits of CR0 and most MSRs stay. `signature` is the
+    /// processor's in CPUID leaf 1.
     pub fn init(&mut self, signature: Option<u32>) {
         const CACHES: u64 = control::CR0_CD | control::CR0_NW;
         let reset = State::reset();

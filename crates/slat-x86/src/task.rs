@@ -1,13 +1,14 @@
 //! Hardware task switches (SDM volume 3, "Task Management").
 //!
-//! A switch has a commit point. A fault before it is raised in the old task, and has changed nothing; a fault after it is
-//! raised in the new task, before its first instruction: [`Break::TaskFault`]. A switch that is abandoned for another reason (a
-//! retry, an exit) starts again from the beginning. Therefore all steps that can be abandoned are first:
+//! A switch has a commit point. A fault before it is raised in the old task, and has changed nothing; a fault
+//! after it is raised in the new task, before its first instruction: [`Break::TaskFault`]. A switch that is
+//! abandoned for another reason (a retry, an exit) starts again from the beginning. Therefore all steps that can
+//! be abandoned are first:
 //!
 //! 1. in the old task's address space, the checks of both TSSs, and whether what is written later can be written;
 //! 2. in the new task's, the segment registers and the push of the error code, on a state that is not the CPU's yet;
-//! 3. in the old task's again, the writes to the TSSs and their descriptors, which may all be made twice, the busy flag of the
-//!    new task being the last;
+//! 3. in the old task's again, the writes to the TSSs and their descriptors, which may all be made twice, the busy flag
+//!    of the new task being the last;
 //! 4. the CPU takes over the new state.
 
 use crate::debug::DR6_BT;
@@ -61,7 +62,8 @@ impl Initiator {
         matches!(self, Initiator::Call | Initiator::Event { .. })
     }
 
-    /// Returns EXITINFO2 of an intercepted switch (AMD64 volume 2, 15.14.1): bits for IRET, for a jump, and for an error code.
+    /// Returns EXITINFO2 of an intercepted switch (AMD64 volume 2, 15.14.1): bits for IRET, for a jump,
+    /// and for an error code.
     fn exit_info(self) -> u64 {
         match self {
             Initiator::Call => 0,
@@ -111,7 +113,8 @@ impl Cpu {
         self.switch_by_instruction(tss, initiator, next_rip)
     }
 
-    /// Does IRET with NT set: returns to the task that the link of the current TSS names. Returns [`Break::Jump`] on success.
+    /// Does IRET with NT set: returns to the task that the link of the current TSS names. Returns
+    /// [`Break::Jump`] on success.
     pub(crate) fn return_to_task(&mut self, next_rip: u64) -> Break {
         let link = self.state.tr.base;
         match self.as_system(|cpu| cpu.load::<u16>(link)) {
@@ -377,8 +380,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Converts the exception of a check outside a switch to a switch's: #GP for a segment is #TS, and error codes have the EXT
-    /// bit.
+    /// Converts the exception of a check outside a switch to a switch's: #GP for a segment is #TS, and error
+    /// codes have the EXT bit.
     fn as_task_fault(&mut self, checked: Flow, external: u32) -> Flow {
         let Exception { vector, error } = &mut self.fault;
         if checked == Err(Break::Exception) {

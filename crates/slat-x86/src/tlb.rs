@@ -1,8 +1,8 @@
 //! The software TLB: host addresses of guest pages, in two levels.
 //!
-//! The first is direct-mapped, and holds translations of the current address space and global ones. Compiled code looks there itself. It
-//! is small, and emptied by each change of address space, except for global pages. The second (`stlb`) is larger and keeps those of
-//! several spaces (PCIDs): a miss in the first costs little if the second has the page.
+//! The first is direct-mapped, and holds translations of the current address space and global ones. Compiled code looks
+//! there itself. It is small, and emptied by each change of address space, except for global pages. The second (`stlb`)
+//! is larger and keeps those of several spaces (PCIDs): a miss in the first costs little if the second has the page.
 //!
 //! Each event drops these translations (SDM volume 3, "Invalidation of TLBs and Paging-Structure Caches"):
 //!
@@ -18,13 +18,13 @@
 //!
 //! Code fetches use the second level only: blocks remember their host page until the next flush (`snapshot`).
 //!
-//! In the first level there is one table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC set (SMAP), and an
-//! empty one as user with alignment checks. Each
-//! entry has a tag for reads and one for writes; an access hits if the tag at the index of its first byte's page is that of its *last* byte's page,
-//! so that one comparison also finds an access that crosses into the next page.
+//! In the first level there is one table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC
+//! set (SMAP), and an empty one as user with alignment checks. Each entry has a tag for reads and one for writes; an
+//! access hits if the tag at the index of its first byte's page is that of its *last* byte's page, so that one
+//! comparison also finds an access that crosses into the next page.
 //!
-//! A page with decoded code (`code_pages`) has a third tag instead of that for writes: stores to it need no translation, but a
-//! look.
+//! A page with decoded code (`code_pages`) has a third tag instead of that for writes: stores to it need no
+//! translation, but a look.
 
 mod stlb;
 
@@ -43,7 +43,8 @@ pub(crate) const SUPERVISOR: usize = 0;
 pub(crate) const USER: usize = ENTRIES;
 /// Index of the first entry of the table for supervisor accesses with RFLAGS.AC set.
 pub(crate) const SUPERVISOR_AC: usize = 2 * ENTRIES;
-/// Index of the first entry of the table for user accesses that have to be aligned. It is always empty: see `mem::alignment`.
+/// Index of the first entry of the table for user accesses that have to be aligned. It is always empty:
+/// see `mem::alignment`.
 pub(crate) const USER_CHECKED: usize = 3 * ENTRIES;
 
 /// The tag of no page: a page's tag is the address of its last byte. So a TLB of zeroes is empty.
@@ -133,7 +134,8 @@ const HUGE_BITS: u32 = 30;
 
 pub(crate) struct Tlb {
     entries: [Entry; TABLES * ENTRIES],
-    /// Indices of entries filled since the last flush, and of those that it kept, so that a flush costs no more than the fills.
+    /// Indices of entries filled since the last flush, and of those that it kept, so that a flush costs no
+    /// more than the fills.
     filled: [u16; 1024],
     fills: usize,
     second: Stlb,
@@ -176,7 +178,8 @@ impl Tlb {
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Returns the host address of the byte at `lin` if it may be written, in a page that held decoded code when it was entered.
+    /// Returns the host address of the byte at `lin` if it may be written, in a page that held decoded code
+    /// when it was entered.
     pub(crate) fn write_code(&self, table: usize, lin: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::index(table, lin)];
         (entry.note & !GLOBAL == lin & !0xfff | CODE)

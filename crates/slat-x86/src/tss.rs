@@ -1,5 +1,5 @@
-//! The task-state segment in memory, in its two formats (SDM volume 3, "Task-State Segment (TSS)" and "16-Bit Task-State
-//! Segment (TSS)").
+//! The task-state segment in memory, in its two formats (SDM volume 3, "Task-State Segment (TSS)" and "16-Bit
+//! Task-State Segment (TSS)").
 
 /// The format of a TSS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,8 +78,8 @@ pub(crate) struct Registers {
 }
 
 impl Registers {
-    /// Encodes the registers as a TSS stores them at [`Format::registers`]. The first [`Format::register_bytes`] of the result
-    /// count.
+    /// Encodes the registers as a TSS stores them at [`Format::registers`]. The first [`Format::register_bytes`]
+    /// of the result count.
     pub(crate) fn encode(&self, format: Format) -> [u8; 4 * WORDS] {
         let words = [self.eip, self.eflags].into_iter().chain(self.general);
         let words = words.chain(self.selectors.map(u32::from));
@@ -104,8 +104,8 @@ pub(crate) struct Image {
 }
 
 impl Image {
-    /// Decodes an image from the first [`Format::bytes`] of `tss`. Fields that a 16-bit TSS does not have are zero: the upper
-    /// halves of the registers, FS and GS.
+    /// Decodes an image from the first [`Format::bytes`] of `tss`. Fields that a 16-bit TSS does not have are zero: the
+    /// upper halves of the registers, FS and GS.
     pub(crate) fn decode(tss: &[u8], format: Format) -> Self {
         let field = |at: usize, size: usize| {
             let mut bytes = [0; 4];

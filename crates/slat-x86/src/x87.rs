@@ -1,8 +1,8 @@
 //! x87 instructions.
 //!
-//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So stack faults, condition
-//! codes, rounding and every odd encoding are the hardware's. An unmasked exception does no harm meanwhile: the hardware takes
-//! it with the *next* instruction that waits for it, and there is none before FNSAVE.
+//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So stack faults,
+//! condition codes, rounding and every odd encoding are the hardware's. An unmasked exception does no harm meanwhile:
+//! the hardware takes it with the *next* instruction that waits for it, and there is none before FNSAVE.
 //!
 //! That costs 170 ns. In the usual states the usual instructions need their operands only: see `quick`.
 
@@ -56,9 +56,9 @@ impl Image {
     }
 }
 
-/// The instructions, four bytes apart. First those on registers: eight opcodes (D8 to DF) with 64 ModR/M bytes (C0 to FF) each.
-/// Then those on memory at RDI: eight opcodes with eight ModR/M bytes each, first without and then with an operand-size prefix
-/// (which matters for the environment only).
+/// The instructions, four bytes apart. First those on registers: eight opcodes (D8 to DF) with 64 ModR/M bytes (C0 to
+/// FF) each. Then those on memory at RDI: eight opcodes with eight ModR/M bytes each, first without and then with an
+/// operand-size prefix (which matters for the environment only).
 #[unsafe(naked)]
 unsafe extern "C" fn stubs() {
     naked_asm!(
@@ -187,8 +187,8 @@ fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     }
 }
 
-/// Raises a pending x87 exception, as the next x87 or MMX instruction does: as #MF also if CR0.NE is clear, because KVM runs
-/// guests with it set and there is no FERR# pin.
+/// Raises a pending x87 exception, as the next x87 or MMX instruction does: as #MF also if CR0.NE is clear, because KVM
+/// runs guests with it set and there is no FERR# pin.
 pub(crate) fn check_pending(cpu: &mut Cpu) -> Flow {
     if cpu.state.fsw & ERROR == 0 {
         return Ok(());
@@ -232,8 +232,8 @@ fn status_to_ax(cpu: &mut Cpu, _op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns how an operand of `bytes` bytes has to be aligned where alignment is checked: 8 for an extended number, and otherwise as the
-/// largest of its parts.
+/// Returns how an operand of `bytes` bytes has to be aligned where alignment is checked: 8 for an extended number, and
+/// otherwise as the largest of its parts.
 fn alignment(bytes: u8) -> usize {
     match bytes {
         10 => 8,
@@ -241,8 +241,8 @@ fn alignment(bytes: u8) -> usize {
     }
 }
 
-/// Why a load ends the run. No device has floating-point registers; KVM's emulator has no such load either, and its clients
-/// rely on that.
+/// Why a load ends the run. No device has floating-point registers; KVM's emulator has no such load either, and its
+/// clients rely on that.
 const MMIO: &str = "an x87 load from MMIO";
 
 #[inline(never)]
@@ -265,7 +265,8 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut run = Run::new(cpu);
     run.call(own_stub(op));
     let status = run.image.fsw as u16;
-    // Nothing is stored if an unmasked exception stops the instruction; an unmasked precision exception does not stop it.
+    // Nothing is stored if an unmasked exception stops the instruction; an unmasked precision
+    // exception does not stop it.
     let unmasked = status & !(run.image.fcw as u16) & 0x3f;
     if status & ERROR == 0 || unmasked & !PRECISION == 0 {
         cpu.check_alignment(lin, alignment(op.aux))?;
@@ -355,14 +356,14 @@ impl Run {
 
     /// Executes the instruction.
     ///
-    /// Without a pending exception, CPUs of AMD's do not save the pointers when the host's kernel switches threads (AMD64 manual,
-    /// FXSAVE): a switch between FRSTOR and FNSAVE loses them. Then the same is done again.
+    /// Without a pending exception, CPUs of AMD's do not save the pointers when the host's kernel switches threads
+    /// (AMD64 manual, FXSAVE): a switch between FRSTOR and FNSAVE loses them. Then the same is done again.
     fn call(&mut self, stub: Stub) {
         self.repeat(stub, |run, _| run.image.has_pointers_of(stub));
     }
 
-    /// Like [`Self::call`], for an instruction that stores, loads or clears the guest's pointers: what is lost shows in that the second
-    /// time differs.
+    /// Like [`Self::call`], for an instruction that stores, loads or clears the guest's pointers: what is lost shows in
+    /// that the second time differs.
     fn call_with_pointers(&mut self, stub: Stub) {
         self.repeat(stub, |run, before| {
             let mut again = before.clone();
@@ -371,8 +372,8 @@ impl Run {
         });
     }
 
-    /// Executes the instruction on the same state until `is_whole` finds what it has left, with the state before, to be whole. A host on
-    /// which it never is behaves in some other way: what it does is taken then.
+    /// Executes the instruction on the same state until `is_whole` finds what it has left, with the state before, to be
+    /// whole. A host on which it never is behaves in some other way: what it does is taken then.
     fn repeat(&mut self, stub: Stub, is_whole: impl Fn(&Run, &Run) -> bool) {
         let before = self.clone();
         self.execute(stub);
@@ -413,8 +414,8 @@ impl Run {
         }
     }
 
-    /// Stores everything but the pointers in the guest's state; if the instruction has set any pointers, they become the
-    /// guest's own.
+    /// Stores everything but the pointers in the guest's state; if the instruction has set any pointers, they
+    /// become the guest's own.
     fn commit(&self, cpu: &mut Cpu, op: &Op) {
         let (rip, operand) = (cpu.rip_of(op), cpu.offset(op));
         let state = &mut cpu.state;

@@ -1,12 +1,14 @@
-//! The modules of this crate are in layers, which the table of the crate's root lists: each imports from its own and from lower ones alone.
+//! The modules of this crate are in layers, which the table of the crate's root lists: each imports from its own and
+//! from lower ones alone.
 //!
-//! The `cpu` layer is a knot: a CPU holds blocks, whose operations hold functions that take the CPU. So the modules of one layer may
-//! import one another.
+//! The `cpu` layer is a knot: a CPU holds blocks, whose operations hold functions that take the CPU. So the modules of
+//! one layer may import one another.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// What a CPU holds of the compiler, and by which names: handles that it does not look into. All are there with the feature `jit` only.
+/// What a CPU holds of the compiler, and by which names: handles that it does not look into. All are there with
+/// the feature `jit` only.
 const HANDLES: [(&str, &[&str]); 5] = [
     ("block", &["Entrance", "Tier", "WARM"]),
     ("blocks", &["Entrance", "Step", "Tier"]),

@@ -1,12 +1,13 @@
-//! Compiled code of 32 bits does what the interpreter does: random instructions in a segment of 4 GiB, with FS and GS that have a base and
-//! sometimes a limit, and with accesses up to the last byte below 4 GiB.
+//! Compiled code of 32 bits does what the interpreter does: random instructions in a segment of 4 GiB, with FS and GS
+//! that have a base and sometimes a limit, and with accesses up to the last byte below 4 GiB.
 #![cfg(feature = "jit")]
 
 mod common;
 use common::*;
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
-/// Whether an instruction says the same whenever it is executed, soon, and neither ends the sequence nor leaves the flat segments.
+/// Whether an instruction says the same whenever it is executed, soon, and neither ends the sequence nor
+/// leaves the flat segments.
 fn is_usable(insn: &Instruction) -> bool {
     use Mnemonic::*;
     let goes_on = insn.flow_control() == FlowControl::Next

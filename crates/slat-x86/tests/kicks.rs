@@ -1,7 +1,9 @@
-//! A run ends soon after a kick, whatever loop it is in: loops of each shape that the compiler makes, and the interpreter's.
+//! A run ends soon after a kick, whatever loop it is in: loops of each shape that the compiler makes,
+//! and the interpreter's.
 //!
-//! Another thread sets `attention`, and reads how much processor time the running thread has used so far; the run has to end before it has
-//! used a millisecond more. Time in which the host runs others does not count, and the best of several tries does.
+//! Another thread sets `attention`, and reads how much processor time the running thread has used so far; the run
+//! has to end before it has used a millisecond more. Time in which the host runs others does not count, and the best
+//! of several tries does.
 #![cfg(feature = "jit")]
 
 mod common;
@@ -227,8 +229,8 @@ fn repeated_string_instructions() {
     }
 }
 
-/// What a kick finds running is compiled again, better, with all the blocks of the loop: although none but the one that was found has been
-/// entered since the baseline tier's region has them.
+/// What a kick finds running is compiled again, better, with all the blocks of the loop: although none but the one that
+/// was found has been entered since the baseline tier's region has them.
 #[test]
 fn a_loop_that_is_kicked_becomes_one_region() {
     const TURNS: u64 = 100_000;
@@ -264,7 +266,8 @@ fn a_loop_that_is_kicked_becomes_one_region() {
     );
 }
 
-/// A kick is seen after a region without loops, when another one is about to go on: it is the one that ran which is compiled again.
+/// A kick is seen after a region without loops, when another one is about to go on: it is the one that ran
+/// which is compiled again.
 #[test]
 fn code_without_loops_that_takes_the_time_is_compiled_again() {
     /// The addresses of what was compiled.

@@ -49,8 +49,8 @@ fn depth(work: impl FnOnce()) -> usize {
     top - used.unwrap_or(top) + 1024
 }
 
-/// A guest with a bit of everything: loops whose blocks call and return, misses, exceptions whose handlers return, atomic operations,
-/// SSE and x87 with loads and stores, FXSAVE, string instructions, system instructions, MMIO.
+/// A guest with a bit of everything: loops whose blocks call and return, misses, exceptions whose handlers return,
+/// atomic operations, SSE and x87 with loads and stores, FXSAVE, string instructions, system instructions, MMIO.
 fn guest() -> Guest {
     let mut code = vec![];
     // again: mov [rdi],eax; add rdi,4096; and edi,7fffff; or edi,200000
@@ -59,10 +59,11 @@ fn guest() -> Guest {
     code.extend(b"\xf0\xff\x07\x57\x5b\x87\x47\x08");
     // addps xmm0,[rsi]; sqrtsd xmm1,xmm0; movups [rsi+16],xmm1
     code.extend(b"\x0f\x58\x06\xf2\x0f\x51\xc8\x0f\x11\x4e\x10");
-    // fld qword [rsi]; fsin; fstp tbyte [rsi+32]; fnsave [rsi+256]; frstor [rsi+256]; fxsave [rsi+1024]; movq mm0,[rsi]; paddd mm0,mm0; emms
+    // fld qword [rsi]; fsin; fstp tbyte [rsi+32]; fnsave [rsi+256]; frstor [rsi+256]; fxsave [rsi+1024]; movq
+    // mm0,[rsi]; paddd mm0,mm0; emms
     code.extend(b"\xdd\x06\xd9\xfe\xdb\x7e\x20\xdd\xb6\0\x01\0\0\xdd\xa6\0\x01\0\0\x0f\xae\x86\0\x04\0\0\x0f\x6f\x06\x0f\xfe\xc0\x0f\x77");
-    // push rdi; push rsi; push rcx; mov rdi,300800; mov ecx,3000; rep movsb; mov ecx,3000; rep stosb; std; mov ecx,30; rep movsb;
-    // mov ecx,30; repe cmpsb; mov ecx,30; repne scasb; cld; pop rcx; pop rsi; pop rdi
+    // push rdi; push rsi; push rcx; mov rdi,300800; mov ecx,3000; rep movsb; mov ecx,3000; rep stosb; std; mov ecx,30;
+    // rep movsb; mov ecx,30; repe cmpsb; mov ecx,30; repne scasb; cld; pop rcx; pop rsi; pop rdi
     code.extend(b"\x57\x56\x51\x48\xc7\xc7\0\x08\x30\0\xb9\xb8\x0b\0\0\xf3\xa4\xb9\xb8\x0b\0\0\xf3\xaa\xfd\xb9\x1e\0\0\0\xf3\xa4");
     code.extend(b"\xb9\x1e\0\0\0\xf3\xa6\xb9\x1e\0\0\0\xf2\xae\xfc\x59\x5e\x5f");
     // ud2 (its handler skips it); div of nothing: xor ebx,ebx; div bx (its handler skips it, too)

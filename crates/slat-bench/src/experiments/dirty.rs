@@ -211,8 +211,8 @@ fn ring(slat: &Slat, memory: &Memory, case: Case) -> Result<Duration, Failure> {
     })
 }
 
-/// Ends the log of memory that was written while it was logged, and has the guest write to it again. Returns the processor
-/// time of both, and the number of faults. Unless `recover`, huge leaves do not come back in place.
+/// Ends the log of memory that was written while it was logged, and has the guest write to it again. Returns the
+/// processor time of both, and the number of faults. Unless `recover`, huge leaves do not come back in place.
 fn end(slat: &Slat, memory: &Memory, recover: bool) -> Result<(Duration, u64), Failure> {
     let mut machine = Machine::new(slat, 1, DATA + memory.size() as u64)?;
     machine.touch_system()?;
@@ -237,8 +237,8 @@ fn end(slat: &Slat, memory: &Memory, recover: bool) -> Result<(Duration, u64), F
     Ok((ended + written, faults))
 }
 
-/// Flags of a ring entry that the guest has made, and of one that the client has harvested (Documentation/virt/kvm/api.rst,
-/// 8.29).
+/// Flags of a ring entry that the guest has made, and of one that the client has harvested
+/// (Documentation/virt/kvm/api.rst, 8.29).
 const KVM_DIRTY_GFN_F_DIRTY: u32 = 1 << 0;
 const KVM_DIRTY_GFN_F_RESET: u32 = 1 << 1;
 
@@ -282,8 +282,8 @@ impl Ring {
 
     /// Harvests all entries. Returns their number, and the sum of their page numbers.
     fn collect(&mut self) -> (u64, u64) {
-        // SAFETY: mapped by `map` with this length; the vCPU and the kernel's side change ring entries as atomics, too, for
-        // which every bit pattern is valid.
+        // SAFETY: mapped by `map` with this length; the vCPU and the kernel's side change ring entries as atomics, too,
+        // for which every bit pattern is valid.
         let entries = unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), ENTRIES) };
         let mut told = (0, 0);
         loop {

@@ -96,7 +96,8 @@ struct Subject {
 
 impl Subject {
     fn new(mapped: Mapped, size: u64) -> Result<Self, Failure> {
-        // One GiB, repeated. Its backing has to be misaligned with the guest's GiB by 2 MiB to make the largest leaf 2 MiB.
+        // One GiB, repeated. Its backing has to be misaligned with the guest's GiB by 2 MiB to make
+        // the largest leaf 2 MiB.
         let piece = size.min(GIGA) as usize;
         let spare = if mapped == Mapped::Mega { piece } else { 0 };
         Ok(Subject {
@@ -153,7 +154,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                 Mapped::Giga => GIGA,
                 _ => 8 * MEGA,
             };
-            // Clearing needs a fault for each page before; split memory is only walked, so its tables have to exceed a cache.
+            // Clearing needs a fault for each page before; split memory is only walked, so its tables
+            // have to exceed a cache.
             let (usual, rounds, full_rounds) = match (call, mapped) {
                 (Call::Clear, Mapped::Small) => (3 * GIGA, 3, 3),
                 (Call::Clear, _) => (GIGA, 7, 3),
@@ -281,8 +283,8 @@ fn protect_manually(machine: &Machine<'_, Slat>, manual: bool) -> Result<(), Fai
     })?)
 }
 
-/// Logs for long enough to split the whole memslot, protects nothing, and prevents split leaves from being merged when the log
-/// ends.
+/// Logs for long enough to split the whole memslot, protects nothing, and prevents split leaves from being
+/// merged when the log ends.
 fn split_and_stay<'m>(machine: &Machine<'m, Slat>, subject: &'m Subject) -> Result<(), Failure> {
     machine.set_slot(&subject.slot(KVM_MEM_LOG_DIRTY_PAGES))?;
     clear(machine, subject, &subject.no_page())?;

@@ -23,8 +23,8 @@ pub enum Axis {
 }
 
 impl Axis {
-    /// Makes an axis for `values`; logarithmic if their span is so large that a linear one would hide some. Zero is the left
-    /// end of both.
+    /// Makes an axis for `values`; logarithmic if their span is so large that a linear one would hide some. Zero is
+    /// the left end of both.
     pub fn over(values: &[f64]) -> Self {
         let most = values.iter().copied().fold(0.0, f64::max);
         let least = values

@@ -27,7 +27,8 @@ const FILLS: [Kind; 4] = [
     ("small", "in 4 KiB leaves", |cell| cell.by_level[0]),
     ("mmio", "MMIO", |cell| cell.mmio),
 ];
-/// The kinds that are drawn over the fills: over the whole square, along its upper and its lower edge, and inside of these marks.
+/// The kinds that are drawn over the fills: over the whole square, along its upper and its lower edge, and
+/// inside of these marks.
 const NX: Kind = ("nx", "not executable", |cell| cell.nx);
 const PROTECTED: Kind = ("protected", "write-protected for the log", |cell| {
     cell.protected

@@ -1,5 +1,5 @@
-//! The report, and maps of guest memory, each as one page that needs nothing else: no network, no script, no other file. It follows the reader's choice of
-//! light or dark.
+//! The report, and maps of guest memory, each as one page that needs nothing else: no network, no script, no other
+//! file. It follows the reader's choice of light or dark.
 //!
 //! | file | idea |
 //! |---|---|

@@ -50,8 +50,8 @@ pub trait VmApi: Send + Sync {
     /// KVM's.
     ///
     /// # Safety
-    /// The memory that backs the memslot outlives it, and this process relies on nothing in it that a concurrent write would
-    /// break.
+    /// The memory that backs the memslot outlives it, and this process relies on nothing in it that a
+    /// concurrent write would break.
     unsafe fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Failure>;
 
     /// Does `KVM_CREATE_IRQCHIP`.
@@ -60,7 +60,8 @@ pub trait VmApi: Send + Sync {
     /// KVM's.
     fn create_irqchip(&self) -> Result<(), Failure>;
 
-    /// Does `KVM_SET_GSI_ROUTING` with one route, and `KVM_IRQFD`: each signal of `event` is an interrupt of that route.
+    /// Does `KVM_SET_GSI_ROUTING` with one route, and `KVM_IRQFD`: each signal of `event` is an
+    /// interrupt of that route.
     ///
     /// # Errors
     /// KVM's.

@@ -39,7 +39,8 @@ pub(super) const STACKS: u64 = 0x1_0000; // a page for each vCPU, growing down t
 pub(crate) const PAGE_DIRECTORIES: u64 = STACKS + (MAX_VCPUS as u64 + 1) * PAGE;
 const MAX_GIB: u64 = (SYSTEM_SIZE as u64 - PAGE_DIRECTORIES) / PAGE;
 
-/// The host's side of [`Program::turns`](super::Program::turns) and [`Program::hammer`](super::Program::hammer): two words of guest memory.
+/// The host's side of [`Program::turns`](super::Program::turns) and [`Program::hammer`](super::Program::hammer): two
+/// words of guest memory.
 pub struct Turns<'m> {
     stop: &'m AtomicU64,
     turn: &'m AtomicU64,

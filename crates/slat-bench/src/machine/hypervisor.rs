@@ -1,7 +1,8 @@
-//! A guest that is a hypervisor (L1): it runs programs as a guest of its own (L2), by SVM (AMD64 volume 2, chapter 15 and appendix B).
+//! A guest that is a hypervisor (L1): it runs programs as a guest of its own (L2), by SVM (AMD64 volume 2,
+//! chapter 15 and appendix B).
 //!
-//! L2 has page tables like L1's, and nested tables that map one to one: what is at [`DATA`] in pages of 4 KiB, all else in pages of 2 MiB.
-//! All of it lies in the system slot.
+//! L2 has page tables like L1's, and nested tables that map one to one: what is at [`DATA`] in pages of 4 KiB, all else
+//! in pages of 2 MiB. All of it lies in the system slot.
 
 use std::sync::atomic::Ordering::Relaxed;
 

@@ -1,5 +1,5 @@
-//! What a guest needs to take an interrupt: a GDT, whose segments the handler runs in and returns to, an IDT, and a local APIC in
-//! x2APIC mode, so that its registers are MSRs.
+//! What a guest needs to take an interrupt: a GDT, whose segments the handler runs in and returns to, an IDT, and a
+//! local APIC in x2APIC mode, so that its registers are MSRs.
 
 use kvm_bindings::{kvm_dtable, kvm_irq_routing_entry, kvm_irq_routing_msi, kvm_sregs};
 

@@ -67,8 +67,8 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes eax to r9 pages from rbx on, counts that in rsi, waits for its turn and continues with r9 pages from r8 on; and
-    /// again, until it is told to stop. The words at r10: stop, turn ([`Turns`](super::guest::Turns)).
+    /// Writes eax to r9 pages from rbx on, counts that in rsi, waits for its turn and continues with r9 pages from r8
+    /// on; and again, until it is told to stop. The words at r10: stop, turn ([`Turns`](super::guest::Turns)).
     turns = "slat_bench_turns" [
         "2:",
         "mov rdi, rbx",
@@ -126,8 +126,8 @@ programs! {
         "dec rcx",
         "jnz 3b",
     ]
-    /// rsi += the first byte of random pages ([`Random`]); rbx first page, rcx times, rax state, r8 and r9 multiplier and
-    /// increment, r10 64 minus the bits of a page number.
+    /// rsi += the first byte of random pages ([`Random`]); rbx first page, rcx times, rax state, r8 and r9 multiplier
+    /// and increment, r10 64 minus the bits of a page number.
     ///
     /// [`Random`]: super::program::Random
     scatter = "slat_bench_scatter" [
@@ -151,9 +151,9 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Sends a request to a device and reads the response: rings the doorbell at rbx with the number in ecx, finds the response
-    /// (the number's complement) in memory at rdx, counts the right ones in rsi, and adds the device's status at rbx + 4 to
-    /// rdi.
+    /// Sends a request to a device and reads the response: rings the doorbell at rbx with the number in ecx, finds
+    /// the response (the number's complement) in memory at rdx, counts the right ones in rsi, and adds the device's
+    /// status at rbx + 4 to rdi.
     request = "slat_bench_request" [
         "2:",
         "mov [rbx], ecx",
@@ -303,8 +303,8 @@ programs! {
         "pop rbx",
         "ret",
     ]
-    /// Copies, fills and searches, by repeated instructions, 25 instructions; rdx times, rbx data of two pages. r10 counts what was not
-    /// searched, r11 adds what was copied and filled.
+    /// Copies, fills and searches, by repeated instructions, 25 instructions; rdx times, rbx data of two pages. r10
+    /// counts what was not searched, r11 adds what was copied and filled.
     string = "slat_bench_string" [
         "mov byte ptr [rbx + 2048 + 200], 1",
         "2:",
@@ -412,8 +412,9 @@ programs! {
         "jmp 2b",
         "3:",
     ]
-    /// Adds 1 to the first word of pages in a pseudo-random order, which has each of them once before it begins again; rsi first
-    /// page, rdx pages minus 1 (a power of two), rcx times, rax page number, r8 and r9 multiplier and increment.
+    /// Adds 1 to the first word of pages in a pseudo-random order, which has each of them once before it begins
+    /// again; rsi first page, rdx pages minus 1 (a power of two), rcx times, rax page number, r8 and r9
+    /// multiplier and increment.
     walk = "slat_bench_walk" [
         "2:",
         "imul rax, r8",
@@ -430,8 +431,8 @@ programs! {
 pub(super) fn code() -> &'static [u8] {
     let begin = &raw const slat_bench_guest;
     let end = &raw const slat_bench_guest_end;
-    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised constants between
-    // them.
+    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised
+    // constants between them.
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }
 

@@ -27,7 +27,8 @@ pub use slat_demo::memory::{Memory, Pages};
 
 /// A VM whose slot 0 holds the guest's tables, code and stacks.
 ///
-/// It borrows the memory of its other slots, which therefore outlives it and may serve several VMs, one after the other.
+/// It borrows the memory of its other slots, which therefore outlives it and may serve several VMs,
+/// one after the other.
 pub struct Machine<'m, A: Api> {
     // Before the memory, which outlives the VM.
     vcpus: Vec<<A::Vm as VmApi>::Vcpu>,
@@ -78,8 +79,8 @@ pub struct Ran {
 }
 
 impl Ran {
-    /// Returns how long the run would take on an otherwise idle machine: the vCPUs' processor time, divided by the processors
-    /// that they can use at a time.
+    /// Returns how long the run would take on an otherwise idle machine: the vCPUs' processor time, divided by the
+    /// processors that they can use at a time.
     pub fn spread(&self) -> Duration {
         let processors = thread::available_parallelism().map_or(1, |n| n.get());
         self.cpu / processors.min(self.registers.len()) as u32
@@ -171,7 +172,8 @@ impl<'m, A: Api> Machine<'m, A> {
         &self.vcpus[index]
     }
 
-    /// Prepares a vCPU to take the interrupts that [`Program::interruptible`] handles. The VM has interrupt controllers.
+    /// Prepares a vCPU to take the interrupts that [`Program::interruptible`] handles. The VM has
+    /// interrupt controllers.
     ///
     /// # Errors
     /// KVM's.
@@ -223,8 +225,8 @@ impl<'m, A: Api> Machine<'m, A> {
         Ok(self.run_beside(programs, device, |_| Ok(()))?.0)
     }
 
-    /// Like [`Machine::run`], but runs `host` meanwhile, which may change slots. `host` must stop a program that does not halt
-    /// by itself, even if it fails.
+    /// Like [`Machine::run`], but runs `host` meanwhile, which may change slots. `host` must stop a program that does
+    /// not halt by itself, even if it fails.
     ///
     /// # Errors
     /// Also `host`'s.
@@ -284,8 +286,8 @@ fn put_slot(vm: &impl VmApi, slot: &Slot<'_>) -> Result<(), Failure> {
         memory_size: slot.size,
         userspace_addr: slot.memory.address() + slot.offset,
     };
-    // SAFETY: the memory outlives the VM (the system's by the order of a machine's fields, that of others by its `'m`), and a
-    // shared `Memory` is accessed as atomics only.
+    // SAFETY: the memory outlives the VM (the system's by the order of a machine's fields, that of others by its `'m`),
+    // and a shared `Memory` is accessed as atomics only.
     unsafe { vm.set_region(region) }
 }
 

@@ -1,11 +1,13 @@
-//! A loop in 32-bit protected mode and in 16-bit real mode, both without paging. A program begins in long mode, like all others, goes to its
-//! mode, and comes back for its end.
+//! A loop in 32-bit protected mode and in 16-bit real mode, both without paging. A program begins in long mode, like
+//! all others, goes to its mode, and comes back for its end.
 
 use super::guest::{MODES, SCRATCH, STACKS};
 
-// Bytes among this process's constants, never executed by it. Addresses are those of a guest that has this code at MODES.
+// Bytes among this process's constants, never executed by it. Addresses are those of a guest that
+// has this code at MODES.
 std::arch::global_asm!(
-    // The same for registers of 32 bits (`e` is e) and of 16 bits (`e` is nothing): arithmetic, loads and stores, and a function; ecx times.
+    // The same for registers of 32 bits (`e` is e) and of 16 bits (`e` is nothing): arithmetic, loads and stores, and a
+    // function; ecx times.
     ".macro slat_bench_mixed e",
     r"xor \e\()ax, \e\()ax",
     r"xor \e\()bx, \e\()bx",
@@ -165,7 +167,8 @@ impl Mode {
     }
 }
 
-/// Returns the address where a program in another mode begins. RBX: the mode's [address](Mode::address), RCX: turns, not 0.
+/// Returns the address where a program in another mode begins. RBX: the mode's
+/// [address](Mode::address), RCX: turns, not 0.
 pub(super) fn entry() -> u64 {
     address(&raw const slat_bench_modes)
 }
@@ -178,7 +181,7 @@ fn address(label: *const u8) -> u64 {
 pub(super) fn code() -> &'static [u8] {
     let begin = &raw const slat_bench_modes;
     let end = &raw const slat_bench_modes_end;
-    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised constants between
-    // them.
+    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised
+    // constants between them.
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }

@@ -1,4 +1,5 @@
-//! What a guest does: loops of a few 64-bit instructions (`loops.rs`). A program's only input is its registers, and it ends with HLT.
+//! What a guest does: loops of a few 64-bit instructions (`loops.rs`). A program's only input is its registers,
+//! and it ends with HLT.
 
 use kvm_bindings::kvm_regs;
 
@@ -84,7 +85,8 @@ impl Program {
         Self::pages(Loop::call, first, pages)
     }
 
-    /// Writes [`COUNTED_RETURN`] to each of `pages` pages and calls each. Returns also the number of instructions. rsi counts the calls.
+    /// Writes [`COUNTED_RETURN`] to each of `pages` pages and calls each. Returns also the number of instructions.
+    /// rsi counts the calls.
     pub fn cold(first: u64, pages: u64) -> (Self, u64) {
         let Program(mut registers) = Self::pages(Loop::cold, first, pages);
         registers.rax = COUNTED_RETURN.into();
@@ -130,8 +132,8 @@ impl Program {
         (Program(kvm_regs { rsi, ..registers }), 6 * times + 1)
     }
 
-    /// Adds doubles at `data`, which begins as 0, by x87 instructions. Returns also the number of instructions. The double at `data`
-    /// counts them.
+    /// Adds doubles at `data`, which begins as 0, by x87 instructions. Returns also the number of instructions. The
+    /// double at `data` counts them.
     pub fn doubles(times: u64, data: u64) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::x87, 0, times);
         let rsi = data;
@@ -145,8 +147,8 @@ impl Program {
         (Program(kvm_regs { rsi, ..registers }), 6 * times + 5)
     }
 
-    /// Mixes two vectors of four words, which begin as `times` and `seed`. Returns also the number of instructions. The first one ends at
-    /// `data`.
+    /// Mixes two vectors of four words, which begin as `times` and `seed`. Returns also the number of instructions. The
+    /// first one ends at `data`.
     pub fn vectors(times: u64, seed: u64, data: u64) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::simd, seed, times);
         let rsi = data;
@@ -188,9 +190,9 @@ impl Program {
         (Self::new(Loop::fib, registers), now + 2)
     }
 
-    /// Copies, fills and searches at `data`, by REP MOVSB, REP STOSQ and REPNE SCASB, long and short ones. Returns also the number of
-    /// instructions; a repeated one counts once. Each turn copies, and fills with, its own number, from `times` down to 1. R11 ends as twice
-    /// the sum of these numbers; R10 grows by [`UNSEARCHED`] in each turn.
+    /// Copies, fills and searches at `data`, by REP MOVSB, REP STOSQ and REPNE SCASB, long and short ones. Returns also
+    /// the number of instructions; a repeated one counts once. Each turn copies, and fills with, its own number, from
+    /// `times` down to 1. R11 ends as twice the sum of these numbers; R10 grows by [`UNSEARCHED`] in each turn.
     pub fn strings(times: u64, data: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rbx: data,
@@ -200,8 +202,8 @@ impl Program {
         (Self::new(Loop::string, registers), 25 * times + 2)
     }
 
-    /// Does arithmetic, loads, stores and calls in another mode. Returns also the number of instructions, without those that go to the mode
-    /// and back. Ends with the mode's [result](Mode::result).
+    /// Does arithmetic, loads, stores and calls in another mode. Returns also the number of instructions, without those
+    /// that go to the mode and back. Ends with the mode's [result](Mode::result).
     pub fn mixed(times: u64, mode: Mode) -> (Self, u64) {
         let registers = kvm_regs {
             rip: modes::entry(),
@@ -213,8 +215,8 @@ impl Program {
         (Program(registers), Mode::INSTRUCTIONS * times)
     }
 
-    /// Writes to each of `pages` pages, `times` times. Returns also the number of instructions. The first word of each page
-    /// ends as 1.
+    /// Writes to each of `pages` pages, `times` times. Returns also the number of instructions. The first word of
+    /// each page ends as 1.
     pub fn rounds(first: u64, pages: u64, times: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rsi: first,
@@ -226,8 +228,8 @@ impl Program {
         (Self::new(Loop::rounds, registers), instructions)
     }
 
-    /// Adds 1 to the first word of one of `pages` pages, a power of two, `times` times in a pseudo-random order. Each page is as often
-    /// as any other, give or take one. Also returns the number of instructions.
+    /// Adds 1 to the first word of one of `pages` pages, a power of two, `times` times in a pseudo-random order. Each
+    /// page is as often as any other, give or take one. Also returns the number of instructions.
     pub fn walk(first: u64, pages: u64, times: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rsi: first,
@@ -251,8 +253,8 @@ impl Program {
         Self::pages(Loop::begin_svm, save, 0)
     }
 
-    /// Runs `guest` as a guest of its own, by the control block at `vmcb` ([`super::hypervisor`]). Its registers are the guest's, but for
-    /// RAX and RSP.
+    /// Runs `guest` as a guest of its own, by the control block at `vmcb` ([`super::hypervisor`]). Its registers are
+    /// the guest's, but for RAX and RSP.
     pub(super) fn hypervisor(guest: &Program, vmcb: u64) -> Self {
         let Program(registers) = *guest;
         Self::new(
@@ -264,8 +266,8 @@ impl Program {
         )
     }
 
-    /// Takes interrupts until the word at `stop` is not zero. Writes the time-stamp counter to the word at `clock` meanwhile;
-    /// the handler writes it to the word at `stamp` and counts in the next word.
+    /// Takes interrupts until the word at `stop` is not zero. Writes the time-stamp counter to the word at `clock`
+    /// meanwhile; the handler writes it to the word at `stamp` and counts in the next word.
     pub fn interruptible(stamp: u64, clock: u64, stop: u64) -> Self {
         let registers = kvm_regs {
             r8: stamp,

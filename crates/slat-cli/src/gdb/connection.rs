@@ -99,7 +99,8 @@ impl Listener {
             Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| both(stream)),
             Listener::Unix(listener, _) => listener.accept().map(|(stream, _)| stream.into()),
             Listener::Standard => {
-                // SAFETY: this process's own standard input, which nothing else here uses. A Ctrl-C in GDB's terminal is for GDB.
+                // SAFETY: this process's own standard input, which nothing else here uses. A Ctrl-C in GDB's
+                // terminal is for GDB.
                 return Ok(unsafe {
                     libc::signal(libc::SIGINT, libc::SIG_IGN);
                     Connection::new(
@@ -155,8 +156,8 @@ impl Connection {
         self.read.is_empty().then(|| self.input.as_raw_fd())
     }
 
-    /// Forgets all packets that have come but the last one: GDB repeats its first packet if it has no answer in two seconds, and would
-    /// take the answer to the repetition for that to its next packet.
+    /// Forgets all packets that have come but the last one: GDB repeats its first packet if it has no answer in two
+    /// seconds, and would take the answer to the repetition for that to its next packet.
     ///
     /// # Errors
     /// GDB has gone.

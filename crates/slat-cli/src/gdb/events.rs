@@ -13,8 +13,8 @@ use super::connection::Connection;
 use super::process::Stopped;
 use super::target::{Vm, thread};
 
-/// Waits until one of the descriptors can be read, for at most `milliseconds`, or, if that is negative, without limit. Returns which
-/// can; what is `None` can.
+/// Waits until one of the descriptors can be read, for at most `milliseconds`, or, if that is negative, without limit.
+/// Returns which can; what is `None` can.
 pub fn wait<const N: usize>(
     descriptors: [Option<RawFd>; N],
     milliseconds: i32,

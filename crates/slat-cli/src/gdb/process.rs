@@ -268,7 +268,8 @@ fn name(space: Space) -> &'static str {
     }
 }
 
-/// Returns the address and the length of the next part of `len` bytes at `at`, of which `done` are done. It lies in one page.
+/// Returns the address and the length of the next part of `len` bytes at `at`, of which `done` are done.
+/// It lies in one page.
 fn part(at: u64, done: usize, len: usize) -> (u64, usize) {
     let at = at.wrapping_add(done as u64);
     let in_page = (0x1000 - at % 0x1000) as usize;

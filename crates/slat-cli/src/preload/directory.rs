@@ -83,8 +83,8 @@ fn keeps_entries(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a file belongs to this user, or to root, who can do everything anyway. In a user namespace the host's root has no number:
-/// such an owner is trusted there, or nothing would be.
+/// Whether a file belongs to this user, or to root, who can do everything anyway. In a user namespace the host's root
+/// has no number: such an owner is trusted there, or nothing would be.
 fn is_trusted(meta: &Metadata) -> bool {
     let number = |file| fs::read_to_string(file).ok()?.trim().parse().ok();
     let all_mapped = || {

@@ -54,8 +54,8 @@ pub fn write_out() -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Writes the library to the first of `directories` in which no other user can replace it and, if it is `for_all`, all can read
-/// it. Returns its path, and a sentence for the user if it is not for all after all.
+/// Writes the library to the first of `directories` in which no other user can replace it and, if it is `for_all`, all
+/// can read it. Returns its path, and a sentence for the user if it is not for all after all.
 fn write_to_first(
     directories: &[PathBuf],
     for_all: bool,
@@ -79,7 +79,8 @@ fn write_to_first(
     Ok((path, Some(note)))
 }
 
-/// Returns the directories to try, the most lasting one first. Root's own cache is the last: other users cannot read it.
+/// Returns the directories to try, the most lasting one first. Root's own cache is the last: other
+/// users cannot read it.
 fn candidates(is_root: bool) -> Vec<PathBuf> {
     let from = |name| {
         env::var_os(name)

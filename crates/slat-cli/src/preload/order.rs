@@ -1,7 +1,7 @@
 //! The order of LD_PRELOAD: runtimes of sanitizers, slat's library, everything else.
 //!
-//! A sanitizer's runtime replaces functions of the C library and passes calls on to the next library that has them, which is
-//! slat's if it comes next. It refuses to start, or loses sight of calls, when it is after slat's.
+//! A sanitizer's runtime replaces functions of the C library and passes calls on to the next library that has them,
+//! which is slat's if it comes next. It refuses to start, or loses sight of calls, when it is after slat's.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -44,8 +44,8 @@ pub struct Order {
 }
 
 impl Order {
-    /// Puts `library` into `present`, the user's LD_PRELOAD, whose other entries stay; a slat library that is there already (a
-    /// `slat run` inside another) is replaced. PROGRAM is linked with the libraries `needed`.
+    /// Puts `library` into `present`, the user's LD_PRELOAD, whose other entries stay; a slat library that is there
+    /// already (a `slat run` inside another) is replaced. PROGRAM is linked with the libraries `needed`.
     pub fn new(library: &Path, present: Option<&OsStr>, needed: &[OsString]) -> Self {
         let entries: Vec<_> = present
             .unwrap_or_default()
@@ -67,15 +67,15 @@ impl Order {
     }
 }
 
-/// The settings without which sanitizers refuse programs that PROGRAM starts: that are linked with a runtime of their own, which
-/// LD_PRELOAD does not name; and forks in which slat starts threads.
+/// The settings without which sanitizers refuse programs that PROGRAM starts: that are linked with a runtime of their
+/// own, which LD_PRELOAD does not name; and forks in which slat starts threads.
 const SETTINGS: [(&str, &str); 2] = [
     ("ASAN_OPTIONS", "verify_asan_link_order=0"),
     ("TSAN_OPTIONS", "die_after_fork=0"),
 ];
 
-/// Returns the environment of sanitizers, where `variable` returns the user's. Of settings that contradict each other the last one
-/// counts: the user's.
+/// Returns the environment of sanitizers, where `variable` returns the user's. Of settings that contradict each other
+/// the last one counts: the user's.
 pub fn sanitizer_settings(
     variable: impl Fn(&str) -> Option<OsString>,
 ) -> impl Iterator<Item = (&'static str, OsString)> {

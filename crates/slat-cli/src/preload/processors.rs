@@ -1,5 +1,5 @@
-//! What programs read instead of `/proc/cpuinfo` where the machine's processor has neither VMX nor SVM: the same text, in which each
-//! processor has SVM, as slat's CPU does. Tools look there for a machine with KVM (kvm-ok, libvirt).
+//! What programs read instead of `/proc/cpuinfo` where the machine's processor has neither VMX nor SVM: the same text,
+//! in which each processor has SVM, as slat's CPU does. Tools look there for a machine with KVM (kvm-ok, libvirt).
 //!
 //! It is a file, so that a program which reads it makes no other system calls than before.
 
@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "cpuinfo-";
 
-/// Writes the text beside `library`, once for each boot. Returns its path; `None` where the processor has VMX or SVM, or it cannot be
-/// written: then programs read the machine's.
+/// Writes the text beside `library`, once for each boot. Returns its path; `None` where the processor has VMX or SVM,
+/// or it cannot be written: then programs read the machine's.
 pub fn write_out(library: &Path) -> Option<PathBuf> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let directory = library.parent()?;
@@ -27,8 +27,8 @@ pub fn write_out(library: &Path) -> Option<PathBuf> {
     Some(path)
 }
 
-/// Returns the text of `/proc/cpuinfo` with `svm` among the flags of each processor. `None` if it cannot be read, or has flags like that:
-/// then no more is read than the first processor, because the kernel takes its time for each.
+/// Returns the text of `/proc/cpuinfo` with `svm` among the flags of each processor. `None` if it cannot be read, or
+/// has flags like that: then no more is read than the first processor, because the kernel takes its time for each.
 fn with_svm(text: impl BufRead) -> Option<String> {
     let mut changed = String::new();
     for line in text.lines() {

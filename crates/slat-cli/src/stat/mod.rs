@@ -111,8 +111,8 @@ fn title(subject: &Subject) -> String {
     format!("VM {vm} of process {pid} ({}){vcpu}", subject.command)
 }
 
-/// Prints a line for each counter of each VM or vCPU at each look, until the asked process ends, the reader has read enough, or the
-/// number of looks is reached.
+/// Prints a line for each counter of each VM or vCPU at each look, until the asked process ends, the reader has read
+/// enough, or the number of looks is reached.
 fn csv(options: &Stat, mut processes: Vec<Process>) -> ExitCode {
     let begin = Instant::now();
     let mut earlier = Earlier::default();

@@ -174,8 +174,8 @@ pub fn shown(rate: Option<f64>) -> String {
     rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"))
 }
 
-/// Describes how long exits take, by reason: the mean, and a power of two that 99 of 100 do not exceed. Reasons of which no time was
-/// taken are left out.
+/// Describes how long exits take, by reason: the mean, and a power of two that 99 of 100 do not exceed. Reasons of
+/// which no time was taken are left out.
 pub fn times(subject: &Subject) -> String {
     let taken = subject.times.iter();
     let taken = taken.filter_map(|(reason, times)| described(times).map(|it| (reason, it)));

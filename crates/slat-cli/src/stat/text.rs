@@ -123,8 +123,8 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Returns the sums over all VMs, ended ones included, as `slat run --stats` prints them: of the memory system, and of the software
-    /// CPU.
+    /// Returns the sums over all VMs, ended ones included, as `slat run --stats` prints them: of the memory system, and
+    /// of the software CPU.
     pub fn totals(&self) -> (Counters, Counters) {
         let mut sums = (self.ended_memory.clone(), self.ended_cpu.clone());
         for vm in &self.vms {
@@ -209,7 +209,8 @@ fn read(lines: &[&str]) -> Option<Answer> {
     Some(answer)
 }
 
-/// Returns the counters that a line of this `kind` is about: those of the last vCPU, else of the last VM, else of all that have ended.
+/// Returns the counters that a line of this `kind` is about: those of the last vCPU, else of the last VM, else of
+/// all that have ended.
 fn place<'a>(answer: &'a mut Answer, kind: &str) -> Option<&'a mut Counters> {
     let Some(vm) = answer.vms.last_mut() else {
         return match kind {

@@ -1,5 +1,5 @@
-//! A trace in Perfetto's format, which <https://ui.perfetto.dev> opens: a track for each thread, with what its vCPU was doing as
-//! slices, and all other records as instants with their fields.
+//! A trace in Perfetto's format, which <https://ui.perfetto.dev> opens: a track for each thread, with what its vCPU was
+//! doing as slices, and all other records as instants with their fields.
 //!
 //! The messages are those parts of `protos/perfetto/trace/trace.proto` that are needed, with its field numbers.
 

@@ -17,7 +17,8 @@ const RET_PF_FIXED: u64 = 3;
 pub struct Exits {
     /// Their number.
     pub samples: u64,
-    /// Those of them that were followed by an entry of the vCPU. The times are theirs: nanoseconds from the exit to the entry.
+    /// Those of them that were followed by an entry of the vCPU. The times are theirs: nanoseconds from
+    /// the exit to the entry.
     pub timed: u64,
     /// All times together.
     pub total_ns: u64,
@@ -104,7 +105,8 @@ pub fn hottest(seen: &Seen, top: usize) -> Vec<(u64, u64)> {
 /// What earlier records say of those that follow.
 #[derive(Default)]
 struct State {
-    /// Of each vCPU that has entered or left the guest: the exit that it is in, its reason and its time. `None`: it is in the guest.
+    /// Of each vCPU that has entered or left the guest: the exit that it is in, its reason and its time.
+    /// `None`: it is in the guest.
     exits: HashMap<(u16, u32), Option<(String, u64)>>,
     /// The slots that there are: frames by slot.
     slots: BTreeMap<Slot, std::ops::Range<u64>>,

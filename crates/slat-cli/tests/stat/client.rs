@@ -339,7 +339,8 @@ const READS_A_DEVICE: &[u8] = &[
     0x8e, 0xd8, // mov ds, ax
 ];
 
-/// Has memory with 16 leaves, and an MMIO entry, and memslots that are not used. Deletes the first memslot when it is told so.
+/// Has memory with 16 leaves, and an MMIO entry, and memslots that are not used. Deletes the first
+/// memslot when it is told so.
 #[test]
 #[ignore = "a client"]
 fn maps() {

@@ -11,7 +11,8 @@ use super::harness::{Client, Scratch, poll, text, unless};
 const RAX: usize = 0;
 const RIP: usize = 16;
 
-/// Starts `slat gdb`, and connects to it as GDB does. Returns the process, the rest of what it says, and the connection.
+/// Starts `slat gdb`, and connects to it as GDB does. Returns the process, the rest of what it
+/// says, and the connection.
 fn connect(scratch: &Scratch, pid: u32) -> (Child, BufReader<ChildStderr>, TcpStream) {
     let mut command = scratch.slat(&["gdb", &pid.to_string(), "--listen", ":0"]);
     let mut slat = command.stderr(Stdio::piped()).spawn().unwrap();

@@ -1,4 +1,5 @@
-//! `slat stat`, `slat map` and `slat gdb` as a user sees them: clients run under `slat run`, and another process watches them.
+//! `slat stat`, `slat map` and `slat gdb` as a user sees them: clients run under `slat run`, and another
+//! process watches them.
 #![cfg(target_arch = "x86_64")]
 
 mod client;

@@ -398,8 +398,8 @@ fn a_restored_state_delivers_what_waited() {
     assert_eq!((sent, other.ioapic.save().irr), (1, 0));
 }
 
-/// Who holds the line of a restored level is not known. It is no irqfd as long as none has raised it: the level stays until its line
-/// is lowered.
+/// Who holds the line of a restored level is not known. It is no irqfd as long as none has raised it: the level stays
+/// until its line is lowered.
 #[test]
 fn a_restored_level_does_not_end_with_its_interrupt() {
     let mut machine = Machine {

@@ -87,7 +87,8 @@ fn only_the_tsc_deadline_mode_stops_the_count() {
     assert_eq!(lapic.read(reg::TIMER_INITIAL, 20), 0);
 }
 
-/// As KVM restores it: the count that is left, never more than the initial one; a timer without an initial count is off.
+/// As KVM restores it: the count that is left, never more than the initial one; a timer without an
+/// initial count is off.
 #[test]
 fn a_restored_timer_goes_on() {
     let restored = |lvt: u32, initial: u32, current: u32| {
@@ -249,7 +250,8 @@ fn a_count_that_has_ended_is_an_interrupt_also_when_a_new_one_begins() {
     assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (None, 0));
 }
 
-/// The divide register counts for the other modes only, and a restored APIC keeps its deadline, which is no register of the page.
+/// The divide register counts for the other modes only, and a restored APIC keeps its deadline, which is no
+/// register of the page.
 #[test]
 fn a_tsc_deadline_stays_until_another_one_or_another_mode() {
     let armed = || {

@@ -123,8 +123,8 @@ impl PicState {
         (set != 0).then(|| ((distance + highest) as u8 & 7, distance))
     }
 
-    /// Returns the input whose interrupt the CPU gets next. `cascade` is the input of a slave: in special fully nested mode, its
-    /// interrupt in service does not hold back another one of the slave.
+    /// Returns the input whose interrupt the CPU gets next. `cascade` is the input of a slave: in special fully nested
+    /// mode, its interrupt in service does not hold back another one of the slave.
     pub(super) fn request(&self, cascade: Option<u8>) -> Option<u8> {
         let (input, distance) = self.highest(self.irr & !self.imr)?;
         let in_service = match self.special_mask != 0 {
@@ -137,8 +137,8 @@ impl PicState {
             .then_some(input)
     }
 
-    /// Moves the interrupt of `input` from requested to in service. Returns the inputs that this ended: with automatic end of
-    /// interrupt, this one.
+    /// Moves the interrupt of `input` from requested to in service. Returns the inputs that this ended: with automatic
+    /// end of interrupt, this one.
     pub(super) fn acknowledge(&mut self, input: u8) -> u8 {
         let bit = 1 << input;
         if self.elcr & bit == 0 {
@@ -225,8 +225,8 @@ impl PicState {
         }
     }
 
-    /// Carries out ICW1. Edges that wait are forgotten, and what was in service is not any longer. Returns these inputs, for
-    /// nobody else ends their interrupts.
+    /// Carries out ICW1. Edges that wait are forgotten, and what was in service is not any longer. Returns these
+    /// inputs, for nobody else ends their interrupts.
     ///
     /// As in KVM, a line that is high and rises again counts as an edge afterwards; the data sheet has it fall before.
     fn initialize(&mut self, icw1: u8) -> u8 {

@@ -381,8 +381,8 @@ fn line_of(vector: u8) -> usize {
     (0..LINES).find(|&irq| self::vector(irq) == vector).unwrap()
 }
 
-/// Edges from devices, masks and a guest that serves interrupts when it gets to it: each edge that was reported as delivered, or
-/// was at a masked line and found none there, is one interrupt of the guest, and the others are none.
+/// Edges from devices, masks and a guest that serves interrupts when it gets to it: each edge that was reported as
+/// delivered, or was at a masked line and found none there, is one interrupt of the guest, and the others are none.
 #[test]
 fn every_edge_is_one_interrupt_or_coalesced() {
     let mut random = Random(2);
@@ -429,7 +429,8 @@ fn every_edge_is_one_interrupt_or_coalesced() {
                 }
             }
             3 if random.below(8) == 0 => {
-                // Line 2 stays open, and nothing that is requested is masked: it would leave its latched request to line 15.
+                // Line 2 stays open, and nothing that is requested is masked: it would leave its
+                // latched request to line 15.
                 let state = pics.save(Chip::Slave);
                 pics.write(0x21, random.next() as u8 & !(1 << 2));
                 pics.write(0xa1, random.next() as u8 & !state.irr);

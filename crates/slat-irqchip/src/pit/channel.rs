@@ -117,7 +117,8 @@ impl Channel {
         self.state
     }
 
-    /// Sets the registers. The count begins anew, as in KVM: even one that had ended, or for which a rising gate is needed.
+    /// Sets the registers. The count begins anew, as in KVM: even one that had ended, or for which a
+    /// rising gate is needed.
     pub(super) fn restore(&mut self, state: &ChannelState, now: u64) {
         self.state = *state;
         self.set_count(state.count, now);
@@ -203,8 +204,8 @@ impl Channel {
         self.state.bcd & 1 != 0
     }
 
-    /// Writes an initial count. As in KVM, it takes effect at once, in the midst of a period, too; only a count that a rising gate
-    /// starts waits for that.
+    /// Writes an initial count. As in KVM, it takes effect at once, in the midst of a period, too; only a count that a
+    /// rising gate starts waits for that.
     fn load(&mut self, count: u32, now: u64) {
         self.set_count(count, now);
         if !self.mode().is_triggered() {

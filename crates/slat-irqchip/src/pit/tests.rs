@@ -458,8 +458,8 @@ fn any_state_is_survived_and_kept() {
     }
 }
 
-/// A caller that is late by random times, and a guest that acknowledges when it gets to it: with reinjection, the guest gets
-/// exactly as many interrupts as there are ticks.
+/// A caller that is late by random times, and a guest that acknowledges when it gets to it: with reinjection, the guest
+/// gets exactly as many interrupts as there are ticks.
 #[test]
 fn with_reinjection_no_tick_is_lost() {
     let mut random = Random(6);

@@ -3,7 +3,8 @@
 use super::channel::{Mode, Run};
 use super::time::{nanoseconds, ticks};
 
-/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`. The count of a shorter one is shown to the guest as it is.
+/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`. The count of a shorter one is shown
+/// to the guest as it is.
 const MIN_PERIOD: u64 = 200_000;
 
 /// The ticks of one count. The default has none.
@@ -25,7 +26,8 @@ enum Schedule {
 }
 
 impl Ticks {
-    /// Creates the ticks of a count in `mode`. Modes that need a rising gate have none: that of counter 0 always is high.
+    /// Creates the ticks of a count in `mode`. Modes that need a rising gate have none: that of
+    /// counter 0 always is high.
     pub(super) fn new(mode: Mode, run: Run) -> Self {
         let period = nanoseconds(run.ticks.into());
         let first = run.since.saturating_add(period);

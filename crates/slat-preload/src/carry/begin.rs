@@ -1,12 +1,15 @@
-//! The library's copy as a program: the kernel has mapped it, and nothing else. Maps the dynamic linker, and has that find the C library.
+//! The library's copy as a program: the kernel has mapped it, and nothing else. Maps the dynamic linker, and has
+//! that find the C library.
 //!
-//! Until [`finish`] this library is not linked. [`slat_carried`] makes the pointers in its data right that lead to itself; those to the C library's
-//! functions lead nowhere, and there are no thread-local variables. So what runs before calls no memcpy, memset or strlen: reads of memory are
-//! volatile, because the compiler would make a call of a loop over bytes, and it has to optimize, at least a little (`profile.dev` in the workspace's
-//! Cargo.toml), because it would call memset for an array of six words.
+//! Until [`finish`] this library is not linked. [`slat_carried`] makes the pointers in its data right that lead to
+//! itself; those to the C library's functions lead nowhere, and there are no thread-local variables. So what runs
+//! before calls no memcpy, memset or strlen: reads of memory are volatile, because the compiler would make a call of a
+//! loop over bytes, and it has to optimize, at least a little (`profile.dev` in the workspace's Cargo.toml), because it
+//! would call memset for an array of six words.
 //!
-//! The dynamic linker opens libraries by paths, which lead nowhere. So its system calls are dispatched to [`serve`] (Syscall User Dispatch,
-//! which a loaded program needs as well): those that open files get the memfds, all others are made as they are.
+//! The dynamic linker opens libraries by paths, which lead nowhere. So its system calls are dispatched to [`serve`]
+//! (Syscall User Dispatch, which a loaded program needs as well): those that open files get the memfds, all others
+//! are made as they are.
 
 use super::{FILES, LIBRARY, LINKER, NAMES, base};
 use crate::load::slat_begin;
@@ -147,7 +150,8 @@ impl Header {
         unsafe { get::<u32>(self.0) == libc::PT_LOAD && get::<u32>(self.0 + 4) & flags == flags }
     }
 
-    /// Returns one of its 64-bit words, by their order: offset, address, physical address, length in the file and in memory.
+    /// Returns one of its 64-bit words, by their order: offset, address, physical address, length in
+    /// the file and in memory.
     fn word(self, index: usize) -> usize {
         // SAFETY: a program header.
         unsafe { get(self.0 + 8 + 8 * index) }
@@ -355,7 +359,8 @@ unsafe fn memfd_of(path: usize) -> c_int {
     }
 }
 
-/// Serves a call of the dynamic linker's, or one that the C library makes while it begins. The kernel calls it for SIGSYS.
+/// Serves a call of the dynamic linker's, or one that the C library makes while it begins. The kernel
+/// calls it for SIGSYS.
 unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: usize) {
     /// Where `struct ucontext` has the registers.
     const REGISTERS: usize = 40;
@@ -427,7 +432,8 @@ unsafe extern "C" fn end(sp: usize) {
     unsafe { set_auxiliary(sp, libc::AT_ENTRY, slat_begin as *const () as usize) };
 }
 
-/// Where the dynamic linker leads to: from here on this library is linked, and begins as it does where the kernel has found the dynamic linker.
+/// Where the dynamic linker leads to: from here on this library is linked, and begins as it does where the kernel has
+/// found the dynamic linker.
 #[unsafe(naked)]
 unsafe extern "C" fn finish() -> ! {
     naked_asm!(
@@ -442,8 +448,8 @@ unsafe extern "C" fn finish() -> ! {
     )
 }
 
-/// Where the library's copy begins. Does what the dynamic linker will do again: adds the library's address to its pointers to itself, which are
-/// the first `DT_RELACOUNT` entries of `DT_RELA`.
+/// Where the library's copy begins. Does what the dynamic linker will do again: adds the library's address to its
+/// pointers to itself, which are the first `DT_RELACOUNT` entries of `DT_RELA`.
 ///
 /// # Safety
 /// - The kernel calls it.

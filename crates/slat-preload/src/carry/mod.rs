@@ -1,12 +1,15 @@
 //! The files of slat's own process, for programs that are executed where these files cannot be seen: in another root.
 //!
-//! A jailer (`chroot`, `pivot_root`) executes a program in a root that has neither this library nor the dynamic linker and the C library that
-//! it needs, closes all descriptors before, and clears the environment. So the files are mapped before the root changes ([`keep`]): a mapping
-//! holds a file as long as the process and its forked children live, whatever is unmounted or closed. When a program is executed, they are
-//! written to memfds ([`make`]), whose descriptors execveat(2) needs no path for. The root may have no `/proc`, which slat reads its process's mappings from: its descriptor is passed on.
+//! A jailer (`chroot`, `pivot_root`) executes a program in a root that has neither this library nor the dynamic linker
+//! and the C library that it needs, closes all descriptors before, and clears the environment. So the files are mapped
+//! before the root changes ([`keep`]): a mapping holds a file as long as the process and its forked children live,
+//! whatever is unmounted or closed. When a program is executed, they are written to memfds ([`make`]), whose
+//! descriptors execveat(2) needs no path for. The root may have no `/proc`, which slat reads its process's mappings
+//! from: its descriptor is passed on.
 //!
-//! The kernel looks for a program's dynamic linker by its path. So the library's copy asks for none (its `PT_INTERP` is taken out), and begins
-//! elsewhere: [`begin`] maps the dynamic linker itself, and serves the calls by which that opens the C library.
+//! The kernel looks for a program's dynamic linker by its path. So the library's copy asks for none (its `PT_INTERP`
+//! is taken out), and begins elsewhere: [`begin`] maps the dynamic linker itself, and serves the calls by which that
+//! opens the C library.
 //!
 //! | file | idea |
 //! |---|---|
@@ -29,8 +32,8 @@ const LIBRARY: usize = 0;
 /// The index of the dynamic linker.
 const LINKER: usize = 1;
 
-/// The names by which the dynamic linker looks for what this library is linked with, each with a NUL. The last two are parts of newer C
-/// libraries. This library itself has no name: nothing is linked with it.
+/// The names by which the dynamic linker looks for what this library is linked with, each with a NUL. The last two are
+/// parts of newer C libraries. This library itself has no name: nothing is linked with it.
 static NAMES: [[u8; 24]; COUNT] = [
     *b"\0                       ",
     *b"ld-linux-x86-64.so.2\0   ",
@@ -81,7 +84,8 @@ impl KeptFile {
     }
 }
 
-/// In the library's copy, the descriptor of `/proc` that the program keeps. Not zero, so that the library's file has a place for it.
+/// In the library's copy, the descriptor of `/proc` that the program keeps. Not zero, so that the library's
+/// file has a place for it.
 static PROC: AtomicI32 = AtomicI32::new(-1);
 
 /// The files. Not all zero, so that the library's file has a place for it.
@@ -166,8 +170,8 @@ impl Memfds {
     }
 }
 
-/// Makes memfds of the files. The descriptors stay open over exec: [`begin`] closes them. `None`: they are not kept, or there is no
-/// memory, no descriptor, or a limit of files' sizes. Async-signal-safe.
+/// Makes memfds of the files. The descriptors stay open over exec: [`begin`] closes them. `None`: they are not kept, or
+/// there is no memory, no descriptor, or a limit of files' sizes. Async-signal-safe.
 pub fn make() -> Option<Memfds> {
     if !is_kept() {
         return None;
@@ -217,7 +221,8 @@ fn copy(start: usize, len: usize) -> Option<Opened> {
     Some(memfd)
 }
 
-/// Changes the library's copy: it asks for no dynamic linker, begins at [`begin::slat_carried`], and knows the other files.
+/// Changes the library's copy: it asks for no dynamic linker, begins at [`begin::slat_carried`], and
+/// knows the other files.
 fn change_library(made: &Memfds) -> Option<()> {
     /// Where an ELF file has its entry, and a program header its type and its length.
     const ENTRY: usize = 24;

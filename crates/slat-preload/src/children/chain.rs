@@ -11,7 +11,8 @@ pub enum Reach {
     Preloaded,
     /// By this library, which loads it.
     Loaded,
-    /// Not at all: a 32-bit program, one that gains rights, or what is no program. What there is in the environment stays.
+    /// Not at all: a 32-bit program, one that gains rights, or what is no program. What there is in
+    /// the environment stays.
     Not,
 }
 
@@ -164,8 +165,8 @@ impl Chain {
         self.lines().last().map_or(given, Line::interpreter)
     }
 
-    /// Returns the words that take the place of the first argument, if what is executed, at `path`, is a script: as the kernel does, each
-    /// interpreter, its word, and in the end the script's path.
+    /// Returns the words that take the place of the first argument, if what is executed, at `path`, is a script: as the
+    /// kernel does, each interpreter, its word, and in the end the script's path.
     pub fn words(&self, path: *const c_char) -> impl Iterator<Item = *const c_char> {
         let each = self.lines().iter().rev();
         let words = each.flat_map(|line| [Some(line.interpreter().as_ptr()), line.word()]);
@@ -173,8 +174,8 @@ impl Chain {
     }
 }
 
-/// Whether a path's last component is that of a dynamic linker, which is static, and loads what is to be preloaded into the program that
-/// it is given.
+/// Whether a path's last component is that of a dynamic linker, which is static, and loads what is to be preloaded into
+/// the program that it is given.
 pub fn is_linker(path: &CStr) -> bool {
     let name = path.to_bytes().rsplit(|byte| *byte == b'/').next();
     name.is_some_and(|name| name.starts_with(b"ld-linux") || name.starts_with(b"ld.so"))

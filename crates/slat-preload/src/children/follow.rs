@@ -45,8 +45,8 @@ pub enum Executed {
     Nothing,
 }
 
-/// Whether a file can be executed by its path. This library's cannot where the program has another root, or sees a part of the file system
-/// alone.
+/// Whether a file can be executed by its path. This library's cannot where the program has another root, or sees a part
+/// of the file system alone.
 fn is_there(file: &CStr) -> bool {
     // SAFETY: a path that ends with 0.
     let found = unsafe {
@@ -60,8 +60,8 @@ fn is_there(file: &CStr) -> bool {
     found.is_ok()
 }
 
-/// Whether slat refuses a program that it cannot follow: one that names `/dev/kvm` would find the machine's own KVM, or none. Says so in one line.
-/// Others run without slat. `lacks_proc` is why it cannot, where the files are kept.
+/// Whether slat refuses a program that it cannot follow: one that names `/dev/kvm` would find the machine's own KVM, or
+/// none. Says so in one line. Others run without slat. `lacks_proc` is why it cannot, where the files are kept.
 fn refuses(library: &CStr, program: &CStr, lacks_proc: bool) -> bool {
     let file = Opened::new(program, libc::O_RDONLY);
     if !file.is_some_and(|file| contains(&file, b"/dev/kvm")) {
@@ -114,8 +114,8 @@ pub fn count(words: Words) -> Option<usize> {
     Some(count)
 }
 
-/// Memory for the words that a program is started with: the caller's, or mapped where that does not suffice. (What a child of `vfork` maps
-/// stays mapped in its parent.)
+/// Memory for the words that a program is started with: the caller's, or mapped where that does not suffice. (What a
+/// child of `vfork` maps stays mapped in its parent.)
 struct Scratch {
     start: *mut u8,
     len: usize,
@@ -189,13 +189,15 @@ impl Drop for Scratch {
     }
 }
 
-/// Starts the program at `path` by `start`, which gets the file, the arguments and the environment by which slat follows it.
+/// Starts the program at `path` by `start`, which gets the file, the arguments and the environment by
+/// which slat follows it.
 ///
-/// Where this library's file cannot be seen, its memfd is executed ([`carry`]): also for a program that loads libraries, which could not
-/// load this one. If `start` executes paths alone (`by_path`), it needs `/proc` for that.
+/// Where this library's file cannot be seen, its memfd is executed ([`carry`]): also for a program that loads
+/// libraries, which could not load this one. If `start` executes paths alone (`by_path`), it needs `/proc` for that.
 ///
 /// # Safety
-/// - What execve(2) asks for: strings, and arrays of them that end with null. What cannot be read is the kernel's to refuse.
+/// - What execve(2) asks for: strings, and arrays of them that end with null. What cannot be read is
+///   the kernel's to refuse.
 pub unsafe fn follow<T>(
     path: *const c_char,
     arguments: Words,

@@ -1,13 +1,13 @@
-//! Programs that the program executes: slat follows them all. One that loads libraries gets this one by LD_PRELOAD; for one that loads
-//! none, this library is started in its place ([`load`]).
+//! Programs that the program executes: slat follows them all. One that loads libraries gets this one by LD_PRELOAD; for
+//! one that loads none, this library is started in its place ([`load`]).
 //!
 //! | file | idea |
 //! |---|---|
 //! | `chain` | what executing a file leads to |
 //! | `follow` | how a program is started so that slat follows it |
 //!
-//! Everything here is async-signal-safe and allocates nothing by `malloc`: a program may execute another one in a child of `vfork`, or in
-//! a child of `fork` that has had many threads.
+//! Everything here is async-signal-safe and allocates nothing by `malloc`: a program may execute another one in a child
+//! of `vfork`, or in a child of `fork` that has had many threads.
 
 mod chain;
 mod follow;
@@ -40,7 +40,8 @@ pub fn set_library(file: &CStr) {
     let _ = LIBRARY.set(file.to_owned());
 }
 
-/// Keeps this library's file, and those that it needs, for programs in another root. Call before the root changes. Async-signal-safe.
+/// Keeps this library's file, and those that it needs, for programs in another root. Call before the root
+/// changes. Async-signal-safe.
 pub fn keep_files() {
     if let Some(library) = LIBRARY.get() {
         carry::keep(library);
@@ -183,7 +184,8 @@ fn path_at(
     if Opened::new(name, libc::O_PATH).is_some() {
         return Some(buffer.as_ptr().cast());
     }
-    // A file without a name, as a memfd: the descriptor is the way to it, also for this library, in whose process it has to be open.
+    // A file without a name, as a memfd: the descriptor is the way to it, also for this library, in whose
+    // process it has to be open.
     let link = match Chain::from(link.as_c_str())?.reach {
         // SAFETY: a descriptor of the program's is duplicated.
         Reach::Loaded => DescriptorPath::new(
@@ -235,7 +237,8 @@ pub unsafe fn execute_at(
     answer as c_int
 }
 
-/// Does execvpe: by the C library's function, which knows what to do with what is no program, if slat has no need to change the call.
+/// Does execvpe: by the C library's function, which knows what to do with what is no program, if slat has no
+/// need to change the call.
 unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Words) -> c_int {
     let mut buffer = [0; libc::PATH_MAX as usize];
     if let Some(path) = find(name, &mut buffer) {
@@ -334,10 +337,12 @@ interpose! {
     }
 }
 
-/// Defines a function that takes a path and any number of words up to a null, and calls `$inner` with the path and the array of the words.
+/// Defines a function that takes a path and any number of words up to a null, and calls `$inner` with the path and
+/// the array of the words.
 ///
-/// The first five words are in registers, the others on the stack (System V ABI, AMD64 supplement, "Parameter Passing"). With the registers
-/// pushed between those and the return address, which moves down for as long, all of them are an array.
+/// The first five words are in registers, the others on the stack (System V ABI, AMD64 supplement, "Parameter
+/// Passing"). With the registers pushed between those and the return address, which moves down for as long, all
+/// of them are an array.
 macro_rules! listed {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
         $(#[$meta])*

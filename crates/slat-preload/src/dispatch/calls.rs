@@ -1,5 +1,5 @@
-//! The calls that concern the thread that makes them, its signals or its memory: what the kernel would change is in the frame, or kept by
-//! slat. All others go to [`by_number`].
+//! The calls that concern the thread that makes them, its signals or its memory: what the kernel would change is in the
+//! frame, or kept by slat. All others go to [`by_number`].
 
 use super::frame::{self, Frame};
 use super::request::Request;
@@ -24,7 +24,8 @@ const SET_BYTES: usize = 8;
 
 /// Reads a word of the program's memory.
 fn read<T: slat_guard::Word>(address: usize) -> Result<T, isize> {
-    // SAFETY: a guarded load: the handlers are installed with the dispatch. What the program gives, the kernel would read, too.
+    // SAFETY: a guarded load: the handlers are installed with the dispatch. What the program gives, the
+    // kernel would read, too.
     unsafe { slat_guard::load(address as *const T) }.map_err(|_| error(libc::EFAULT))
 }
 
@@ -88,7 +89,8 @@ pub fn answer(frame: &mut Frame) -> isize {
             ));
             error(libc::EINVAL)
         }
-        // musl's detached threads give their own stack back before they end: their last call has no place for a signal any more.
+        // musl's detached threads give their own stack back before they end: their last call has no place
+        // for a signal any more.
         libc::SYS_munmap
             if load::is_loaded() && frame.register(libc::REG_RSP).wrapping_sub(a) < b =>
         {
@@ -132,7 +134,8 @@ fn all_others(number: i64, arguments: [usize; 6]) -> isize {
     }
 }
 
-/// The calls by which a C library sets up a thread and its memory, in a program that has slat's C library beside its own.
+/// The calls by which a C library sets up a thread and its memory, in a program that has slat's C
+/// library beside its own.
 fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
     /// `arch/x86/include/uapi/asm/prctl.h`.
     const ARCH_SET_GS: usize = 0x1001;
@@ -285,8 +288,8 @@ fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<is
     Ok(0)
 }
 
-/// Does sigaltstack. The kernel sees slat's stack pointer; the program's is in the frame, and so is the stack that the return to the program
-/// sets again.
+/// Does sigaltstack. The kernel sees slat's stack pointer; the program's is in the frame, and so is the stack that the
+/// return to the program sets again.
 fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
     const AUTODISARM: i32 = 1 << 31;
     let before = frame.alternate;
@@ -325,7 +328,8 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
     0
 }
 
-/// Does a call that sets a mask while it waits: `set` is the index of the pointer to the mask, `bytes` that of its size.
+/// Does a call that sets a mask while it waits: `set` is the index of the pointer to the mask,
+/// `bytes` that of its size.
 fn with_mask(number: i64, mut arguments: [usize; 6], set: usize, bytes: usize) -> isize {
     let mask;
     if arguments[set] != 0 && arguments[bytes] == SET_BYTES {

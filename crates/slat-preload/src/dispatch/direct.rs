@@ -1,13 +1,14 @@
 //! ioctl(2) from a call site that was rewritten ([`sites`](super::sites)): a jump to slat in place of a signal.
 //!
-//! The kernel keeps all registers over a system call but RAX, RCX and R11, so this does, too: flags, floating point and vectors are saved, and
-//! slat's code finds them as it expects ([`caller`](slat_process::caller)). Nothing of the
+//! The kernel keeps all registers over a system call but RAX, RCX and R11, so this does, too: flags, floating point and
+//! vectors are saved, and slat's code finds them as it expects ([`caller`](slat_process::caller)). Nothing of the
 //! program's stack is written to, which may be a goroutine's. slat's stack is free if the program is on its own
-//! ([`stack`](slat_process::stack)): a call from anywhere else, and each call that is not ioctl, is made by the `syscall` in the
-//! site's stub, and dispatched.
+//! ([`stack`](slat_process::stack)): a call from anywhere else, and each call that is not ioctl, is made by the
+//! `syscall` in the site's stub, and dispatched.
 //!
-//! Only loaded programs have this: the base of GS leads to the thread's stack before anything is saved. Signals may come between any two
-//! instructions: handlers find out which thread pointer FS holds, and the stack pointer says what of slat's stack is in use.
+//! Only loaded programs have this: the base of GS leads to the thread's stack before anything is saved. Signals may
+//! come between any two instructions: handlers find out which thread pointer FS holds, and the stack pointer says what
+//! of slat's stack is in use.
 
 use super::calls;
 use slat_kvm::cpuid::host_leaf;
@@ -113,7 +114,8 @@ pub unsafe extern "C" fn entry() {
         "mov eax, -1",
         "mov edx, -1",
         "xsave64 [rsp]",
-        // Usually floating point is as in a new process: FCW and FSW, which tags are in use, and MXCSR (Intel SDM, volume 1, table 10-2).
+        // Usually floating point is as in a new process: FCW and FSW, which tags are in use, and MXCSR (Intel SDM,
+        // volume 1, table 10-2).
         "cmp dword ptr [rsp], {x87}",
         "jne 6f",
         "cmp byte ptr [rsp + 4], 0",

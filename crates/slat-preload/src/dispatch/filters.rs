@@ -1,10 +1,10 @@
 //! The seccomp filters of a program whose C library is not slat's.
 //!
-//! slat's own system calls come from one range of addresses, and so do those of the program that it passes on. A filter is installed with
-//! a few instructions before its own that allow whatever comes from there: slat works whatever the program forbids itself. What the program
-//! calls is judged here before it is served, by the filter that the program has written and with the address at which the program has made the
-//! call. A call that is not simply allowed is then made outside the range, so that the kernel itself does what the filter says: an error, a
-//! signal, the end.
+//! slat's own system calls come from one range of addresses, and so do those of the program that it passes on. A filter
+//! is installed with a few instructions before its own that allow whatever comes from there: slat works whatever the
+//! program forbids itself. What the program calls is judged here before it is served, by the filter that the program
+//! has written and with the address at which the program has made the call. A call that is not simply allowed is then
+//! made outside the range, so that the kernel itself does what the filter says: an error, a signal, the end.
 //!
 //! (In a program that loads libraries the range is the program's C library's, too. There filters stay as they are, and
 //! `slat_kvm::filters` looks for what they forbid.)
@@ -80,7 +80,8 @@ pub fn judged(call: &Made) -> Option<isize> {
     Some(answer)
 }
 
-/// Returns instructions that allow what comes from `range` and have the filter `own` judge the rest. `None`: they are too many.
+/// Returns instructions that allow what comes from `range` and have the filter `own` judge the rest.
+/// `None`: they are too many.
 pub fn prefixed(range: &Range<usize>, own: &[sock_filter]) -> Option<(u16, Vec<sock_filter>)> {
     let mut prefixed = allow(range);
     prefixed.extend_from_slice(own);
@@ -123,8 +124,8 @@ fn allow(range: &Range<usize>) -> Vec<sock_filter> {
     code
 }
 
-/// Installs a filter, a `sock_fprog` at `program`, for this thread or for all, by `install`, which gets the address of another one. What
-/// comes from `range` is allowed. Returns what the kernel does.
+/// Installs a filter, a `sock_fprog` at `program`, for this thread or for all, by `install`, which gets the address of
+/// another one. What comes from `range` is allowed. Returns what the kernel does.
 pub fn install(
     range: &Range<usize>,
     program: usize,

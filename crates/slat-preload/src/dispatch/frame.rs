@@ -1,11 +1,12 @@
 //! The context of a dispatched system call: what the kernel has saved of the program when it sent SIGSYS.
 //!
-//! The kernel writes it where it calls the handler, on the program's stack or its alternate one, which may be as small as a kilobyte of
-//! a goroutine's or about to be used by the next signal. So the handler's first act is to copy it to a stack of slat's own ([`place`]),
-//! if it is not there; the call is served there, and the copy is what the kernel returns to ([`resume`]).
+//! The kernel writes it where it calls the handler, on the program's stack or its alternate one, which may be as small
+//! as a kilobyte of a goroutine's or about to be used by the next signal. So the handler's first act is to copy it to a
+//! stack of slat's own ([`place`]), if it is not there; the call is served there, and the copy is what the kernel
+//! returns to ([`resume`]).
 //!
-//! All signals are blocked until then. Later ones of the program may arrive while slat serves the call (a `read` that waits), and their
-//! handlers make calls of their own, which are served below the first: [`stack`] knows where.
+//! All signals are blocked until then. Later ones of the program may arrive while slat serves the call (a `read` that
+//! waits), and their handlers make calls of their own, which are served below the first: [`stack`] knows where.
 
 use super::serve;
 use slat_guard::Section;
@@ -82,7 +83,8 @@ impl Frame {
         (number, arguments.map(|index| self.register(index)))
     }
 
-    /// Returns the bytes of the extended state, and how many there are (`arch/x86/include/uapi/asm/sigcontext.h`, `_fpx_sw_bytes`).
+    /// Returns the bytes of the extended state, and how many there are
+    /// (`arch/x86/include/uapi/asm/sigcontext.h`, `_fpx_sw_bytes`).
     ///
     /// # Safety
     /// - The kernel has filled in the frame.
@@ -195,9 +197,9 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
     }
 }
 
-/// The address of the C library's call of rt_sigreturn(2): the return address that [`entry`] pushes for `serve`, which does not return.
-/// Unwinders take the frame above such an address for the kernel's signal frame, and go on with the code that was interrupted. So a thread that
-/// is cancelled in `serve` is unwound into the program.
+/// The address of the C library's call of rt_sigreturn(2): the return address that [`entry`] pushes for `serve`, which
+/// does not return. Unwinders take the frame above such an address for the kernel's signal frame, and go on with the
+/// code that was interrupted. So a thread that is cancelled in `serve` is unwound into the program.
 static RESTORER: AtomicUsize = AtomicUsize::new(0);
 
 /// Call before the first [`entry`].
@@ -205,8 +207,9 @@ pub fn set_restorer(address: usize) {
     RESTORER.store(address, Ordering::Release);
 }
 
-/// What the kernel calls for SIGSYS: serves a dispatched call of the program (`si_code` 2, SYS_USER_DISPATCH), [passes](pass_through_gate)
-/// one of slat's own, and hands other signals of that number, those of seccomp filters, to the program's handler.
+/// What the kernel calls for SIGSYS: serves a dispatched call of the program (`si_code` 2, SYS_USER_DISPATCH),
+/// [passes](pass_through_gate) one of slat's own, and hands other signals of that number, those of seccomp filters, to
+/// the program's handler.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn entry() {
     naked_asm!(
@@ -253,21 +256,23 @@ unsafe extern "C" fn runs_slat() -> bool {
     Section::is_entered() || crate::load::is_loaded()
 }
 
-/// Has a call of slat's own made again at the gate, from where it passes: the second half of [`entry`], with the kernel's frame in RDX.
-/// slat's code gets into the kernel by other code than the C library's, too: by the vDSO, whose functions make a call for what they
-/// cannot compute, and by the dynamic linker.
+/// Has a call of slat's own made again at the gate, from where it passes: the second half of [`entry`], with the
+/// kernel's frame in RDX. slat's code gets into the kernel by other code than the C library's, too: by the vDSO, whose
+/// functions make a call for what they cannot compute, and by the dynamic linker.
 ///
-/// The call is not made here but where the handler returns to, with the stack, the signal mask and all registers of the code that makes it:
-/// so it may wait, be interrupted and restarted, or change the mask. (A thread that begins on a stack of its own would not find
-/// what follows the gate. The C library's text makes threads.) The three words that lead back are below everything in use of
-/// the interrupted stack: its red zone, and this handler's frame, if that is there.
+/// The call is not made here but where the handler returns to, with the stack, the signal mask and all registers
+/// of the code that makes it: so it may wait, be interrupted and restarted, or change the mask. (A thread that
+/// begins on a stack of its own would not find what follows the gate. The C library's text makes threads.) The
+/// three words that lead back are below everything in use of the interrupted stack: its red zone, and this
+/// handler's frame, if that is there.
 #[unsafe(naked)]
 unsafe extern "C" fn pass_through_gate() {
     naked_asm!(
         "mov rax, [rdx + {rsp}]",
         "mov r8, [rdx + {alternate}]",
         "mov r9, [rdx + {alternate_size}]",
-        // Whose stack pointer is on the alternate stack: if only the handler's is, the frame is not on the interrupted stack.
+        // Whose stack pointer is on the alternate stack: if only the handler's is, the frame is not on
+        // the interrupted stack.
         "mov r10, rsp",
         "mov rcx, rsp",
         "sub rcx, r8",
@@ -303,7 +308,8 @@ unsafe extern "C" fn pass_through_gate() {
     )
 }
 
-/// The flags that rt_sigreturn(2) leaves as they are, and a system call, too (`FIX_EFLAGS` of `arch/x86/kernel/signal.c` has the others).
+/// The flags that rt_sigreturn(2) leaves as they are, and a system call, too (`FIX_EFLAGS` of
+/// `arch/x86/kernel/signal.c` has the others).
 const LEFT_ALONE: u64 = NESTED_TASK | IDENTIFICATION;
 
 /// Returns to the program.
@@ -343,8 +349,8 @@ pub unsafe fn resume(frame: *mut Frame) -> ! {
     // SAFETY: the caller's promise.
     unsafe {
         if (*frame).comes_from_alternate() {
-            // From the alternate stack, which may have interrupted a call that is served above: what lies below that one is free again,
-            // as soon as no other signal can come before the return.
+            // From the alternate stack, which may have interrupted a call that is served above: what lies below that
+            // one is free again, as soon as no other signal can come before the return.
             super::block_all();
             stack::set_used_to((*frame).link);
         }

@@ -83,8 +83,8 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
         *unsafe { Box::from_raw(start.cast::<Routine<T>>()) }
     };
     match load::is_loaded() {
-        // slat's own thread, which has GS from its maker, and perhaps a filter: its calls from other code than the C library's have to be
-        // dispatched, too, to be made at the gate.
+        // slat's own thread, which has GS from its maker, and perhaps a filter: its calls from other code than the C
+        // library's have to be dispatched, too, to be made at the gate.
         true => {
             // SAFETY: the first thread has done the same.
             unsafe { pointers::separate(0) };
@@ -99,8 +99,8 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
     routine(argument)
 }
 
-/// Makes a thread by `create`, a function of the C library's that gets what the thread runs. Its calls are dispatched if its maker's are.
-/// Returns what `create` does: 0 is success.
+/// Makes a thread by `create`, a function of the C library's that gets what the thread runs. Its calls are dispatched
+/// if its maker's are. Returns what `create` does: 0 is success.
 fn make<T>(
     routine: extern "C-unwind" fn(*mut c_void) -> T,
     argument: *mut c_void,

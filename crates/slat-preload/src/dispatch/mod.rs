@@ -1,5 +1,6 @@
-//! Dispatch: system calls that do not come from the C library's text are sent to slat by the kernel (Syscall User Dispatch,
-//! `Documentation/admin-guide/syscall-user-dispatch.rst`). `docs/dispatch.md` has the design and what it was chosen over.
+//! Dispatch: system calls that do not come from the C library's text are sent to slat by the kernel (Syscall
+//! User Dispatch, `Documentation/admin-guide/syscall-user-dispatch.rst`). `docs/dispatch.md` has the design and
+//! what it was chosen over.
 //!
 //! | file | idea |
 //! |---|---|
@@ -15,8 +16,8 @@
 //! | `threads` | threads and processes that it makes itself |
 //! | `library_threads` | threads that the C library makes for it |
 //!
-//! The kernel keeps the dispatch for each thread: threads and processes that are made begin without, and [`arm_thread`] gives it to them
-//! before they run the program.
+//! The kernel keeps the dispatch for each thread: threads and processes that are made begin without, and [`arm_thread`]
+//! gives it to them before they run the program.
 
 mod calls;
 mod direct;
@@ -49,7 +50,8 @@ pub fn is_armed() -> bool {
     TEXT.get().is_some()
 }
 
-/// Has the calls of this thread dispatched, and those of the threads and processes it makes. Call while the process has one thread.
+/// Has the calls of this thread dispatched, and those of the threads and processes it makes. Call while the
+/// process has one thread.
 ///
 /// # Errors
 /// Why this host cannot: a sentence's end for the user.
@@ -81,8 +83,8 @@ fn has_sanitizer() -> bool {
     !found.is_null()
 }
 
-/// Arms a program that the dynamic linker has loaded, if its own code makes system calls, or if the user says so (`SLAT_DISPATCH`, for
-/// calls of its libraries). Call at the program's start.
+/// Arms a program that the dynamic linker has loaded, if its own code makes system calls, or if the user says so
+/// (`SLAT_DISPATCH`, for calls of its libraries). Call at the program's start.
 pub fn arm_if_needed() {
     let is_asked =
         std::env::var_os("SLAT_DISPATCH").is_some_and(|value| !value.is_empty() && value != "0");

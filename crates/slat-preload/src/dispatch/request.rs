@@ -3,7 +3,8 @@
 use super::calls::error;
 use crate::real::raw;
 
-/// What a program asks for when it makes a thread or a process: the kernel's `struct clone_args` (`include/uapi/linux/sched.h`).
+/// What a program asks for when it makes a thread or a process: the kernel's `struct clone_args`
+/// (`include/uapi/linux/sched.h`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Request {

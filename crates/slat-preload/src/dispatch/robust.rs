@@ -1,6 +1,6 @@
-//! Robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`): the kernel marks those that a thread holds when it
-//! ends. A program's thread ends before the thread of slat's C library on which it runs, and the threads that wait for its end look at its
-//! futexes. So slat marks them.
+//! Robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`): the kernel marks those that a
+//! thread holds when it ends. A program's thread ends before the thread of slat's C library on which it runs, and the
+//! threads that wait for its end look at its futexes. So slat marks them.
 
 use super::calls::pass;
 

@@ -1,5 +1,6 @@
-//! Restartable sequences (rseq(2)) of a loaded program: a thread has one area that the kernel writes to, and slat's C library has
-//! registered its own. It gives way to the program's, and does without: it only reads the number of the processor there.
+//! Restartable sequences (rseq(2)) of a loaded program: a thread has one area that the kernel writes to, and slat's
+//! C library has registered its own. It gives way to the program's, and does without: it only reads the number of
+//! the processor there.
 
 use super::calls::pass;
 use crate::real::Next;
@@ -34,8 +35,8 @@ fn give_way() {
         return;
     };
     let pointer: usize;
-    // SAFETY: the first word at the thread pointer is its own address (System V ABI, "Thread-Local Storage"), and the C library's variable
-    // is an integer.
+    // SAFETY: the first word at the thread pointer is its own address (System V ABI, "Thread-Local Storage"), and the C
+    // library's variable is an integer.
     let area = unsafe {
         std::arch::asm!("mov {}, fs:[0]", out(reg) pointer, options(readonly, nostack));
         pointer.wrapping_add_signed(*(offset as *const isize))

@@ -6,8 +6,8 @@ use std::ops::Range;
 /// The bytes of `syscall`.
 pub const SYSCALL: [u8; 2] = [0x0f, 0x05];
 
-/// Whether code contains a `syscall` instruction. The same two bytes inside another instruction do not count: in megabytes of code they
-/// are found by chance.
+/// Whether code contains a `syscall` instruction. The same two bytes inside another instruction do not count: in
+/// megabytes of code they are found by chance.
 pub fn makes_calls(code: &[u8]) -> bool {
     candidates(code).any(|at| is_instruction(code, at))
 }
@@ -30,8 +30,8 @@ fn candidates(code: &[u8]) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Whether an instruction begins at `at`. Decoding that begins anywhere before falls into step with the code after a few instructions:
-/// so the places before are asked, and the majority decides.
+/// Whether an instruction begins at `at`. Decoding that begins anywhere before falls into step with the code after a
+/// few instructions: so the places before are asked, and the majority decides.
 fn is_instruction(code: &[u8], at: usize) -> bool {
     const BEFORE: usize = 48;
     let first = at.saturating_sub(BEFORE);
@@ -47,11 +47,12 @@ fn is_instruction(code: &[u8], at: usize) -> bool {
     2 * reached >= tried
 }
 
-/// Returns the offset of `len` bytes of padding that a short jump reaches which ends at the offset `back`: bytes between two functions, which
-/// nothing executes. `code` is a program's text, and `back` the offset of an instruction.
+/// Returns the offset of `len` bytes of padding that a short jump reaches which ends at the offset `back`: bytes
+/// between two functions, which nothing executes. `code` is a program's text, and `back` the offset of an instruction.
 ///
-/// Code is decoded from places where an instruction begins: `back`, and functions that are called. After a return or a jump, padding goes up
-/// to an aligned address. After a call, which may return, it counts only if the next function is called, too.
+/// Code is decoded from places where an instruction begins: `back`, and functions that are called. After a return or
+/// a jump, padding goes up to an aligned address. After a call, which may return, it counts only if the next
+/// function is called, too.
 pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
     /// A short jump leads from `back` - 128 to `back` + 127.
     const REACH: usize = 128;
@@ -93,8 +94,8 @@ pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
 /// The least alignment of functions.
 const ALIGNMENT: usize = 16;
 
-/// Returns the offsets within `window` that are called from anywhere in `code` and aligned, in order. (Other instructions may contain the
-/// same bytes, with a distance that leads there once in 2^32.)
+/// Returns the offsets within `window` that are called from anywhere in `code` and aligned, in order. (Other
+/// instructions may contain the same bytes, with a distance that leads there once in 2^32.)
 fn called(code: &[u8], window: &Range<usize>) -> Vec<usize> {
     const CALL: u8 = 0xe8;
     let targets = code.windows(5).enumerate().filter_map(|(at, bytes)| {

@@ -1,13 +1,14 @@
-//! Call sites that are rewritten. A dispatched call costs a signal, several times what an exit of `KVM_RUN` costs; a program makes these from
-//! one place or two, where slat puts a jump to itself after some calls.
+//! Call sites that are rewritten. A dispatched call costs a signal, several times what an exit of `KVM_RUN` costs; a
+//! program makes these from one place or two, where slat puts a jump to itself after some calls.
 //!
-//! The `syscall` has two bytes, and so has a jump by at most 128 bytes. It leads to the padding between two functions, if there are five
-//! bytes of it, from where a longer jump leads to a stub in memory near by. So no instruction moves: a thread that comes back from the
-//! kernel, or is about to make the call, finds what it expects. The two bytes are replaced at once, as one store that does not cross a
-//! cache line: other processors see the one instruction or the other (AMD APM, volume 2, section 7.6.1).
+//! The `syscall` has two bytes, and so has a jump by at most 128 bytes. It leads to the padding between two functions,
+//! if there are five bytes of it, from where a longer jump leads to a stub in memory near by. So no instruction moves:
+//! a thread that comes back from the kernel, or is about to make the call, finds what it expects. The two bytes are
+//! replaced at once, as one store that does not cross a cache line: other processors see the one instruction or the
+//! other (AMD APM, volume 2, section 7.6.1).
 //!
-//! A site without such padding, one in code that is not private, readable and executable, or in a process that is traced (a debugger has
-//! breakpoints in code) stays as it is, as do all with `SLAT_REWRITE=0`.
+//! A site without such padding, one in code that is not private, readable and executable, or in a process that is
+//! traced (a debugger has breakpoints in code) stays as it is, as do all with `SLAT_REWRITE=0`.
 
 use super::direct::{self, Site};
 use super::scan;
@@ -100,8 +101,8 @@ fn rewrite(back: usize) -> Option<()> {
     direct::prepare();
     protect(&pages, libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC)?;
     let [low, high] = [0xeb, short as u8];
-    // SAFETY: the pages are writable, and this thread is the only one that writes to them. Nothing executes the padding yet; then the jump
-    // to it is stored at once.
+    // SAFETY: the pages are writable, and this thread is the only one that writes to them. Nothing executes the padding
+    // yet; then the jump to it is stored at once.
     unsafe {
         let mut long = LONG;
         long[1..].copy_from_slice(&distance.to_le_bytes());

@@ -1,5 +1,5 @@
-//! Code in memory: the C library's, which is the one range of addresses from which system calls pass, with the instructions that slat uses;
-//! and the program's own.
+//! Code in memory: the C library's, which is the one range of addresses from which system calls pass, with the
+//! instructions that slat uses; and the program's own.
 
 use super::scan;
 use std::ffi::{c_int, c_void};
@@ -61,7 +61,8 @@ pub fn program_makes_calls() -> bool {
     makes
 }
 
-/// Calls `look` for each segment that is executable and readable, with the number of its object in the order of loading.
+/// Calls `look` for each segment that is executable and readable, with the number of its object in
+/// the order of loading.
 fn each_segment(mut look: impl FnMut(usize, Range<usize>)) {
     type Look<'a> = (usize, &'a mut dyn FnMut(usize, Range<usize>));
     unsafe extern "C" fn each(

@@ -1,11 +1,11 @@
 //! Threads and processes that the program makes by its own system calls.
 //!
-//! slat's code runs on each thread of the program, and needs a thread of slat's C library for it: so a new thread of a loaded program is
-//! one of that library's, which goes on where the program's thread begins, with its stack and its thread pointer. When the program ends
-//! the thread, the library's returns.
+//! slat's code runs on each thread of the program, and needs a thread of slat's C library for it: so a new thread of a
+//! loaded program is one of that library's, which goes on where the program's thread begins, with its stack and its
+//! thread pointer. When the program ends the thread, the library's returns.
 //!
-//! A child of `vfork` would run on the stack from which its parent is served: it gets a copy of memory instead. Its parent waits for it
-//! all the same.
+//! A child of `vfork` would run on the stack from which its parent is served: it gets a copy of memory instead. Its
+//! parent waits for it all the same.
 
 use super::calls::error;
 use super::filters::{self, Inherited};
@@ -50,10 +50,11 @@ fn refuse(what: &str) -> isize {
     error(libc::ENOSYS)
 }
 
-/// Makes a process that shares memory with its maker and has a stack of its own: LeakSanitizer looks at its program's threads by one. It has
-/// no thread of slat's C library, so its calls pass to the kernel.
+/// Makes a process that shares memory with its maker and has a stack of its own: LeakSanitizer looks at its program's
+/// threads by one. It has no thread of slat's C library, so its calls pass to the kernel.
 fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
-    /// Where the child begins: the gate's `ret` leads here, and the stack pointer is at the frame, as rt_sigreturn(2) expects.
+    /// Where the child begins: the gate's `ret` leads here, and the stack pointer is at the frame, as
+    /// rt_sigreturn(2) expects.
     #[unsafe(naked)]
     unsafe extern "C" fn begin() {
         naked_asm!(
@@ -63,7 +64,8 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
             gate = sym GATE,
         )
     }
-    // SAFETY: the program gives this stack to the child, below the red zone of what it may have put there. The parent goes on here.
+    // SAFETY: the program gives this stack to the child, below the red zone of what it may have put there. The
+    // parent goes on here.
     unsafe {
         let copy = &mut *frame.copy_below(top - stack::RED_ZONE);
         copy.alternate = NO_STACK;
@@ -137,8 +139,8 @@ static NOT_SEPARATE: AtomicU32 = AtomicU32::new(0);
 /// The signal by which a C library cancels threads. slat's does not let a new thread begin with it blocked.
 pub const SIGCANCEL: usize = 32;
 
-/// Waits until each new thread has its own base of GS. Call before sending [`SIGCANCEL`] to a thread: its handler would change the
-/// maker's pointers.
+/// Waits until each new thread has its own base of GS. Call before sending [`SIGCANCEL`] to a thread: its handler would
+/// change the maker's pointers.
 pub fn wait_until_separate() {
     loop {
         match NOT_SEPARATE.load(Ordering::Acquire) {
@@ -160,7 +162,8 @@ const NO_STACK: libc::stack_t = libc::stack_t {
     ss_size: 0,
 };
 
-/// A thread to be made. Its maker does not wait until it runs, which on busy processors takes long: so each has its own reference.
+/// A thread to be made. Its maker does not wait until it runs, which on busy processors takes long: so each
+/// has its own reference.
 struct Start {
     frame: KeptFrame,
     request: Request,
@@ -178,8 +181,9 @@ const BEING_TOLD: u32 = 1;
 const TOLD: u32 = 2;
 
 impl Start {
-    /// Stores the thread's number for the maker (CLONE_PARENT_SETTID). Call in the maker before it returns, and in the thread before the
-    /// program's code runs there: both find the number, and no store comes later, when the word may mean something else.
+    /// Stores the thread's number for the maker (CLONE_PARENT_SETTID). Call in the maker before it returns, and in the
+    /// thread before the program's code runs there: both find the number, and no store comes later, when the word may
+    /// mean something else.
     fn tell_maker(&self, number: u32) {
         if !self.request.has(PARENT_SET_TID) {
             return;
@@ -327,8 +331,9 @@ unsafe extern "C" fn leave(begun_at: usize) -> ! {
 unsafe extern "C" fn go(start: *const Start) -> ! {
     /// What this function itself needs of the stack.
     const OWN: usize = 16 << 10;
-    // SAFETY: the maker has given this reference away. The processor can do what the first thread has done. The thread's stack between
-    // its end and this function's own part is free, and the frame's copy there says where the program's thread begins.
+    // SAFETY: the maker has given this reference away. The processor can do what the first thread has done. The
+    // thread's stack between its end and this function's own part is free, and the frame's copy there says where the
+    // program's thread begins.
     unsafe {
         let start = Arc::from_raw(start);
         let request = &start.request;
@@ -375,7 +380,8 @@ fn stack_end() -> usize {
     }
 }
 
-/// Does exit(2): ends this thread, and with the program's last one the process, in which slat's own threads would go on.
+/// Does exit(2): ends this thread, and with the program's last one the process, in which slat's own
+/// threads would go on.
 pub fn exit(status: usize) -> ! {
     block_all();
     if load::is_loaded() {

@@ -1,4 +1,5 @@
-//! The headers of an ELF program (System V ABI, "Object Files"), read without allocating: a child of `fork` may ask what it executes.
+//! The headers of an ELF program (System V ABI, "Object Files"), read without allocating: a child of `fork` may
+//! ask what it executes.
 
 use crate::real::{Opened, kernel};
 
@@ -112,7 +113,8 @@ impl Headers {
             .filter(|segment| segment.kind == libc::PT_LOAD && segment.in_memory > 0)
     }
 
-    /// Reads the path of the dynamic linker that the program asks for, with its NUL, into `buffer`. `None`: it asks for none.
+    /// Reads the path of the dynamic linker that the program asks for, with its NUL, into `buffer`.
+    /// `None`: it asks for none.
     pub fn interpreter<'a>(
         &self,
         file: &Opened,

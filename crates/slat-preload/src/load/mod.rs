@@ -1,9 +1,9 @@
-//! Programs that load no libraries: statically linked ones, and those of another C library, whose dynamic linker could not load this
-//! one.
+//! Programs that load no libraries: statically linked ones, and those of another C library, whose dynamic linker
+//! could not load this one.
 //!
-//! This library is a program, too: the kernel starts it in place of PROGRAM, with slat's C library and nothing else, and it loads PROGRAM
-//! beside itself, as the kernel would. From then on the program's system calls are dispatched (`dispatch`). `SLAT_PROGRAM` names the
-//! program; the arguments are the program's own.
+//! This library is a program, too: the kernel starts it in place of PROGRAM, with slat's C library and nothing else,
+//! and it loads PROGRAM beside itself, as the kernel would. From then on the program's system calls are dispatched
+//! (`dispatch`). `SLAT_PROGRAM` names the program; the arguments are the program's own.
 //!
 //! | file | idea |
 //! |---|---|

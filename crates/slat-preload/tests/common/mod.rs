@@ -1,8 +1,8 @@
-//! Runs clients of the kernel's API: the ignored tests in the module `client` of a test program, each in a process of its own.
-//! They use `/dev/kvm` through kvm-ioctls and plain system calls and know nothing of slat.
+//! Runs clients of the kernel's API: the ignored tests in the module `client` of a test program, each in a process of
+//! its own. They use `/dev/kvm` through kvm-ioctls and plain system calls and know nothing of slat.
 //!
-//! Under the library a client uses slat. Without it, the client uses the machine's own KVM, where `/dev/kvm` opens: that checks
-//! that the kernel does what the client asserts.
+//! Under the library a client uses slat. Without it, the client uses the machine's own KVM, where `/dev/kvm` opens:
+//! that checks that the kernel does what the client asserts.
 #![allow(
     dead_code,
     unused_imports,
@@ -62,9 +62,9 @@ pub fn is_native() -> bool {
     std::env::var_os(NATIVE).is_some()
 }
 
-/// Asserts that a descriptor is slat's under the library, and the kernel's without it: a client that reached the machine's own KVM would
-/// not test slat. Asks by a program that the dynamic linker runs without the library: whatever else is executed, slat follows, and it would see
-/// a system call of the client's own, too.
+/// Asserts that a descriptor is slat's under the library, and the kernel's without it: a client that reached the
+/// machine's own KVM would not test slat. Asks by a program that the dynamic linker runs without the library: whatever
+/// else is executed, slat follows, and it would see a system call of the client's own, too.
 pub fn demand_slats(fd: i32) {
     let link = Command::new("/lib64/ld-linux-x86-64.so.2")
         .arg("/usr/bin/readlink")
@@ -162,7 +162,8 @@ pub mod guest {
         }
     }
 
-    /// Creates a VM with four pages of memory at address 0 and `code` in the second, and a vCPU in real mode at the code.
+    /// Creates a VM with four pages of memory at address 0 and `code` in the second, and a vCPU in
+    /// real mode at the code.
     pub fn guest(code: &[u8]) -> (VmFd, VcpuFd, *mut u8) {
         let memory = map(MEMORY);
         let (vm, vcpu) = guest_in(memory, MEMORY, code);

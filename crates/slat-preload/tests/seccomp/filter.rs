@@ -1,4 +1,5 @@
-//! Seccomp filters: lists of system calls as programs of the kernel's filter machine (`Documentation/userspace-api/seccomp_filter.rst`).
+//! Seccomp filters: lists of system calls as programs of the kernel's filter machine
+//! (`Documentation/userspace-api/seccomp_filter.rst`).
 
 use libc::{BPF_ABS, BPF_ALU, BPF_AND, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET, BPF_W};
 use std::mem::zeroed;
@@ -73,7 +74,8 @@ fn program(allowed: &[Allowed]) -> Vec<libc::sock_filter> {
     program
 }
 
-/// Installs a filter on this thread that allows what `allowed` names. Any other call ends the process, which prints the call.
+/// Installs a filter on this thread that allows what `allowed` names. Any other call ends the process,
+/// which prints the call.
 pub fn install(allowed: &[Allowed]) {
     extern "C" fn trapped(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
         // SAFETY: the kernel's information: the number is in the sixth word after the header and the address.

@@ -73,8 +73,8 @@ pub fn firecracker() -> Vec<Allowed> {
     list
 }
 
-/// Returns cloud-hypervisor 53's list: `vcpu_thread_rules` and `common_thread_rules` of `vmm/src/seccomp_filters.rs`, for
-/// KVM on x86-64.
+/// Returns cloud-hypervisor 53's list: `vcpu_thread_rules` and `common_thread_rules` of
+/// `vmm/src/seccomp_filters.rs`, for KVM on x86-64.
 pub fn cloud_hypervisor() -> Vec<Allowed> {
     let mut list = calls![
         SYS_brk,

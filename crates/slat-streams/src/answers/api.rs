@@ -52,7 +52,8 @@ impl Handle {
         }
     }
 
-    /// Makes a request whose argument is a struct, which it may read and write. Tables of several entries fit as their count says.
+    /// Makes a request whose argument is a struct, which it may read and write. Tables of several entries fit
+    /// as their count says.
     ///
     /// # Errors
     /// The errno.
@@ -139,7 +140,8 @@ impl Machine {
         Some(Machine { system, vm, vcpu })
     }
 
-    /// Gives the guest the CPUID leaves that slat supports, also where the kernel runs it, so that rules that depend on CPUID are the same.
+    /// Gives the guest the CPUID leaves that slat supports, also where the kernel runs it, so that rules that depend
+    /// on CPUID are the same.
     pub fn set_cpuid(&self) {
         let slat = Handle::system(Who::Slat).expect("slat has one");
         let entry = size_of::<kvm_cpuid_entry2>();

@@ -1,4 +1,5 @@
-//! The state of a new VM and a new vCPU, request by request: KVM's, which is that of a processor after RESET but for the x87 unit.
+//! The state of a new VM and a new vCPU, request by request: KVM's, which is that of a processor after RESET
+//! but for the x87 unit.
 
 use super::api::{Controllers, Handle, Machine, Who};
 use super::edges::{Difference, On};

@@ -4,8 +4,8 @@ use super::layout::{CODE, DATA, LOGGED, linear};
 use crate::memory::PAGE;
 use slat_model::Rng;
 
-/// System instructions: descriptor tables, control and debug registers, MSRs, fast calls, invalidations. For those that have a
-/// ModRM byte, the next random byte is it.
+/// System instructions: descriptor tables, control and debug registers, MSRs, fast calls, invalidations. For those that
+/// have a ModRM byte, the next random byte is it.
 const SYSTEM: [&[u8]; 26] = [
     &[0x0f, 0x00],
     &[0x0f, 0x01],
@@ -103,8 +103,8 @@ fn byte(rng: &mut Rng) -> u8 {
     rng.below(256) as u8
 }
 
-/// Appends ModRM, and the operands that it needs with 32-bit or 64-bit addresses; then a few bytes that are an immediate, or
-/// the next instruction.
+/// Appends ModRM, and the operands that it needs with 32-bit or 64-bit addresses; then a few bytes that are an
+/// immediate, or the next instruction.
 fn operands(rng: &mut Rng, code: &mut Vec<u8>) {
     let modrm = byte(rng);
     code.push(modrm);

@@ -1,7 +1,8 @@
-//! One guest run twice, interpreted and compiled: it has to end each run for the same reason, and with the same registers and memory.
+//! One guest run twice, interpreted and compiled: it has to end each run for the same reason, and with the same
+//! registers and memory.
 //!
-//! A guest may read the time, though it rarely does, and its runs are kicked if they last too long. So a difference counts only if each
-//! way does the same again.
+//! A guest may read the time, though it rarely does, and its runs are kicked if they last too long. So a difference
+//! counts only if each way does the same again.
 
 use super::code::End;
 use super::layout::{HUGE, linear};

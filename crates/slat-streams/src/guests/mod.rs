@@ -1,14 +1,14 @@
 //! Guests of random code, which test the software CPU with anything that a guest may contain.
 //!
-//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on one memory, and what the main
-//! thread does beside them: it gets dirty logs, injects interrupts, invalidates memory, deletes and creates slots. Each run is
-//! kicked when its slice of time is over, and has to end then ([`crate::watch`]).
+//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on one memory, and what
+//! the main thread does beside them: it gets dirty logs, injects interrupts, invalidates memory, deletes and creates
+//! slots. Each run is kicked when its slice of time is over, and has to end then ([`crate::watch`]).
 //!
-//! A guest runs as every program's does, or on compiled code from its first instruction on. Or it runs both ways, alone, and both have to
-//! do the same (`compare`).
+//! A guest runs as every program's does, or on compiled code from its first instruction on. Or it runs both ways,
+//! alone, and both have to do the same (`compare`).
 //!
-//! Checks afterwards: nothing was written beside the slots, nor to the read-only one; every page of a logged slot that changed
-//! is in the log; the VM's audit passes.
+//! Checks afterwards: nothing was written beside the slots, nor to the read-only one; every page of a logged slot that
+//! changed is in the log; the VM's audit passes.
 
 mod code;
 mod compare;

@@ -172,8 +172,8 @@ pub fn descriptors(rng: &mut Rng, memory: &Guarded) {
 /// Exceptions with an error code, as bits.
 const WITH_ERROR: u32 = 1 << 8 | 0x1f << 10 | 1 << 17 | 1 << 21;
 
-/// Writes the IDT for a mode, or the vectors of real mode; the handlers; and the task's stacks. If the code [counts](End::Counts), most
-/// handlers continue after the byte that faulted.
+/// Writes the IDT for a mode, or the vectors of real mode; the handlers; and the task's stacks. If the code
+/// [counts](End::Counts), most handlers continue after the byte that faulted.
 pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded, end: End) {
     const STEP: usize = 16;
     let returns: [&[u8]; 6] = [

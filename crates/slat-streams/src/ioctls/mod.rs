@@ -1,8 +1,8 @@
 //! Streams of requests, as the preload library makes them: `Object::ioctl` with raw addresses, on several threads.
 //!
-//! Each thread, a lane, has a part of the bytes and chooses its next action by them: a request with an argument that is valid
-//! but for a few changed fields, at an address that is good as a rule; a run of a vCPU, which the watchman ends; a change of
-//! the guests' memory, reported to slat or not; a write to memory that is shared with a vCPU; a close.
+//! Each thread, a lane, has a part of the bytes and chooses its next action by them: a request with an argument that is
+//! valid but for a few changed fields, at an address that is good as a rule; a run of a vCPU, which the watchman ends;
+//! a change of the guests' memory, reported to slat or not; a write to memory that is shared with a vCPU; a close.
 
 mod argument;
 mod requests;
@@ -59,8 +59,8 @@ const PROGRAMS: [&[u8]; 10] = [
     &[0xfa, 0xf4],
 ];
 
-/// What every call of a VM may return: an SMI that found no SMRAM has made the VM dead. (So does a call that panics, but that ends
-/// its lane, too.)
+/// What every call of a VM may return: an SMI that found no SMRAM has made the VM dead. (So does a call that panics,
+/// but that ends its lane, too.)
 const DEAD: i32 = libc::EIO;
 
 /// The page of one more program, with an instruction that crosses into the next page.
@@ -513,7 +513,8 @@ impl<'a> Worker<'a> {
         });
     }
 
-    /// Writes to the memory that the client shares with a vCPU: `kvm_run`, the port data, the coalesced ring, the dirty ring.
+    /// Writes to the memory that the client shares with a vCPU: `kvm_run`, the port data, the coalesced
+    /// ring, the dirty ring.
     fn scribble(&mut self) {
         let Some(vcpu) = self.vcpu() else { return };
         let range = vcpu.mapped.as_ref().expect("every vCPU is mapped").range();

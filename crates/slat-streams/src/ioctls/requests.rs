@@ -1,7 +1,7 @@
 //! Every request of the API: how its argument is made, and which errnos it has.
 //!
-//! The errnos are those that `Documentation/virt/kvm/api.rst` names for the call, and those that every call of its kind has:
-//! `EFAULT` for a bad pointer, `ENOMEM`, `ENOTTY` or `EINVAL` for a request that an object does not know.
+//! The errnos are those that `Documentation/virt/kvm/api.rst` names for the call, and those that every call of its kind
+//! has: `EFAULT` for a bad pointer, `ENOMEM`, `ENOTTY` or `EINVAL` for a request that an object does not know.
 
 use super::argument::{BOUNDARIES, bytes_of, mutate};
 use super::world::{PAGES, World};

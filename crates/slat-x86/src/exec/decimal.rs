@@ -1,5 +1,5 @@
-//! Instructions that 64-bit mode does not have: decimal adjustment (AAA AAS AAM AAD DAA DAS), SALC and BOUND. SDM volume 2;
-//! undefined flags are cleared.
+//! Instructions that 64-bit mode does not have: decimal adjustment (AAA AAS AAM AAD DAA DAS), SALC and BOUND. SDM
+//! volume 2; undefined flags are cleared.
 
 use crate::Cpu;
 use crate::int::Int;

@@ -1,5 +1,5 @@
-//! Segment registers and descriptor tables: MOV Sreg, LDS and its variants, LGDT LIDT SGDT SIDT, LLDT LTR SLDT STR, LAR LSL
-//! VERR VERW ARPL.
+//! Segment registers and descriptor tables: MOV Sreg, LDS and its variants, LGDT LIDT SGDT SIDT, LLDT LTR SLDT STR,
+//! LAR LSL VERR VERW ARPL.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};

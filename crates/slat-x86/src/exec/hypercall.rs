@@ -22,8 +22,8 @@ fn hypercall_by(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
         Hypercalls::Patched(by) => patch(cpu, op, by),
     }
 }
-/// VMMCALL of a guest whose hypervisor is a guest: it calls that one, or nobody. VMCALL becomes VMMCALL, as in KVM, where the machine
-/// corrects such guests at all.
+/// VMMCALL of a guest whose hypervisor is a guest: it calls that one, or nobody. VMCALL becomes VMMCALL, as in KVM,
+/// where the machine corrects such guests at all.
 fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
     match which {
         HypercallInstruction::Vmmcall => cpu.intercept(op, code::VMMCALL)?,

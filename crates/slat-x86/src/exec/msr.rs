@@ -163,12 +163,13 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
         return Err(cpu.refuse_msr(op, msr, Some(v), why));
     }
     if cpu.svm.is_guest() && cpu.state.efer & EFER_SVME == 0 {
-        // The guest has disabled the world that it is in, which its hypervisor should have intercepted (15.4). As in KVM, that one is lost.
+        // The guest has disabled the world that it is in, which its hypervisor should have intercepted (15.4). As in
+        // KVM, that one is lost.
         cpu.drop_guest_mode();
         return Err(cpu.leave(Exit::Shutdown));
     }
-    // SDM volume 3, "Serializing Instructions": these writes are none, and timers and IPIs are made of them. Hyper-V's are the same
-    // registers of the APIC.
+    // SDM volume 3, "Serializing Instructions": these writes are none, and timers and IPIs are made of them. Hyper-V's
+    // are the same registers of the APIC.
     if !matches!(msr, TSC_DEADLINE | X2APIC_FIRST..=X2APIC_LAST | HYPERV_EOI..=HYPERV_TPR) {
         cpu.clock.serialize();
     }

@@ -9,7 +9,8 @@ use crate::state::control::*;
 use crate::svm::intercept::code;
 use iced_x86::{Instruction, Mnemonic, OpKind};
 
-/// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging again (SDM volume 3, "PDPTE Registers").
+/// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging again (SDM volume
+/// 3, "PDPTE Registers").
 const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
 const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
 
@@ -70,7 +71,8 @@ impl Cpu {
         state.cr0 & CR0_PG != 0 && state.cr4 & CR4_PAE != 0 && !self.long_mode()
     }
 
-    /// Reads the page-directory-pointer entries at CR3. #GP(0) if a present one has a reserved bit, or if there is no memory.
+    /// Reads the page-directory-pointer entries at CR3. #GP(0) if a present one has a reserved bit, or
+    /// if there is no memory.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
         // With nested paging each walk reads them (AMD64 volume 2, 15.25.10).
         match self.svm.nested_paging() {

@@ -1,11 +1,11 @@
 //! String instructions: MOVS STOS LODS SCAS CMPS, with REP.
 //!
 //! An instruction can be interrupted between two iterations: registers always describe the rest. A repeated instruction
-//! therefore stops after a bounded number of iterations and starts again at its own RIP; so do iterations that access MMIO,
-//! each of which is a whole instruction to the device model.
+//! therefore stops after a bounded number of iterations and starts again at its own RIP; so do iterations that access
+//! MMIO, each of which is a whole instruction to the device model.
 //!
-//! The usual repeated instruction (64-bit addresses, DF clear, not watched, no alignment checks) handles the elements of a page at once: a *stretch*. Elements
-//! that cross into another page, and those in MMIO, are handled one by one.
+//! The usual repeated instruction (64-bit addresses, DF clear, not watched, no alignment checks) handles the elements
+//! of a page at once: a *stretch*. Elements that cross into another page, and those in MMIO, are handled one by one.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
@@ -88,8 +88,8 @@ impl Cpu {
         self.set_string_register(register, address_size, v);
     }
 
-    /// Leaves a repeated instruction before its last iteration. RF keeps an instruction breakpoint from being hit again (SDM
-    /// volume 3, "Instruction-Breakpoint Exception Condition").
+    /// Leaves a repeated instruction before its last iteration. RF keeps an instruction breakpoint from being hit again
+    /// (SDM volume 3, "Instruction-Breakpoint Exception Condition").
     fn iterate_later(&mut self, op: &Op) -> Flow {
         self.state.rflags |= RF;
         self.slow = true;
@@ -103,8 +103,8 @@ impl Cpu {
     }
 }
 
-/// Runs `once` as often as the prefix says, or until `once` returns `false`. `stretch` does the same for many elements, of so many
-/// that are left, or returns `None`: the next element needs `once`.
+/// Runs `once` as often as the prefix says, or until `once` returns `false`. `stretch` does the same for many elements,
+/// of so many that are left, or returns `None`: the next element needs `once`.
 #[inline(always)]
 fn repeat<T: Int>(
     cpu: &mut Cpu,
@@ -176,7 +176,8 @@ fn movs<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     )
 }
 
-/// Returns what [`repeat`] needs to know of a stretch of `n` elements, of which a guarded access has done `all` or so many bytes.
+/// Returns what [`repeat`] needs to know of a stretch of `n` elements, of which a guarded access has done
+/// `all` or so many bytes.
 fn progress<T: Int>(n: u64, all: Result<(), usize>) -> Option<Stretch> {
     let (elements, then) = match all {
         Ok(()) => (n, Then::Continue),
@@ -332,8 +333,8 @@ const fn ones<T: Int>() -> u64 {
     u64::MAX / (u64::MAX >> (64 - T::BITS))
 }
 
-/// Returns the index of the first element at which the prefix ends the instruction, if `difference` is the exclusive or of eight
-/// bytes on each side.
+/// Returns the index of the first element at which the prefix ends the instruction, if `difference` is the exclusive or
+/// of eight bytes on each side.
 #[inline(always)]
 fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
     let ends = match repe {

@@ -1,4 +1,5 @@
-//! System instructions: CPUID, time, HLT, flags, TLB and cache control; `registers`, `msr` and `hypercall` have the others.
+//! System instructions: CPUID, time, HLT, flags, TLB and cache control; `registers`, `msr` and
+//! `hypercall` have the others.
 
 use super::{hypercall, msr, registers};
 use crate::Cpu;
@@ -42,8 +43,8 @@ fn cpuid(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 impl Cpu {
-    /// Sets in a leaf of CPUID (EAX, EBX, ECX, EDX) what follows from the CPU's state: OSXSAVE and OSPKE, which mirror CR4, and the
-    /// bytes of XSAVE areas, which follow from XCR0.
+    /// Sets in a leaf of CPUID (EAX, EBX, ECX, EDX) what follows from the CPU's state: OSXSAVE and OSPKE, which mirror
+    /// CR4, and the bytes of XSAVE areas, which follow from XCR0.
     pub fn show_state(&self, leaf: u32, subleaf: u32, out: &mut [u32; 4]) {
         let cr4 = self.state.cr4;
         let mut mirror = |feature: u32, bit: u32, enable: u64| {

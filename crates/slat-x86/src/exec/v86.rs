@@ -1,5 +1,5 @@
-//! Virtual-8086 mode (SDM volume 3, "8086 Emulation"): how the guest enters it, what its sensitive instructions do, and the extensions
-//! that CR4.VME and CR4.PVI switch on, by which VIF takes the place of IF.
+//! Virtual-8086 mode (SDM volume 3, "8086 Emulation"): how the guest enters it, what its sensitive instructions do, and
+//! the extensions that CR4.VME and CR4.PVI switch on, by which VIF takes the place of IF.
 //!
 //! Events leave the mode in [`Cpu::deliver_protected`](crate::interrupt).
 
@@ -57,7 +57,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the flag that PUSHF, POPF and IRET of `size` mean by IF. #GP(0) where virtual-8086 mode does not allow them.
+    /// Returns the flag that PUSHF, POPF and IRET of `size` mean by IF. #GP(0) where virtual-8086 mode
+    /// does not allow them.
     pub(crate) fn pushed_interrupt_flag(&mut self, size: u8) -> Result<InterruptFlag, Break> {
         if !self.virtual_8086() || self.iopl() == 3 {
             return Ok(InterruptFlag::Real);
@@ -77,8 +78,8 @@ impl Cpu {
         }
     }
 
-    /// Returns what of a popped image `size` wide POPF and IRET load in virtual-8086 mode: mask and value. #GP(0) for an image that
-    /// enables the virtual interrupts while one is pending, or that sets TF beside them.
+    /// Returns what of a popped image `size` wide POPF and IRET load in virtual-8086 mode: mask and value. #GP(0) for
+    /// an image that enables the virtual interrupts while one is pending, or that sets TF beside them.
     pub(crate) fn flags_to_load(
         &mut self,
         flag: InterruptFlag,
@@ -107,7 +108,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Carries out the rest of an IRET to virtual-8086 mode: RIP, CS and `image` of RFLAGS are read, the stack pointer stays.
+    /// Carries out the rest of an IRET to virtual-8086 mode: RIP, CS and `image` of RFLAGS are read, the
+    /// stack pointer stays.
     pub(crate) fn enter_virtual_8086(&mut self, rip: u64, cs: u16, image: u64) -> Flow {
         if rip > LIMIT {
             return Err(self.gp());
@@ -131,7 +133,8 @@ impl Cpu {
         Err(Break::Jump)
     }
 
-    /// Decides what INT `vector` does in virtual-8086 mode: `true` if it goes to the program's own handler, by the table at linear address
+    /// Decides what INT `vector` does in virtual-8086 mode: `true` if it goes to the program's own handler, by the
+    /// table at linear address
     /// 0. #GP(0) if the monitor has to emulate it.
     pub(crate) fn redirects(&mut self, vector: u8) -> Result<bool, Break> {
         if !self.virtual_8086() {

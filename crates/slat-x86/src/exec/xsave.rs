@@ -1,9 +1,11 @@
-//! XSAVE XSAVEOPT XSAVEC XSAVES XRSTOR XRSTORS, XGETBV XSETBV, RDPKRU WRPKRU (SDM volume 1, "Managing State Using the XSAVE Feature
-//! Set").
+//! XSAVE XSAVEOPT XSAVEC XSAVES XRSTOR XRSTORS, XGETBV XSETBV, RDPKRU WRPKRU (SDM volume 1, "Managing State Using the
+//! XSAVE Feature Set").
 //!
-//! There are no supervisor state components, and XSAVES need not leave out what has not been modified: it is a privileged XSAVEC.
+//! There are no supervisor state components, and XSAVES need not leave out what has not been modified: it is
+//! a privileged XSAVEC.
 //!
-//! The state components are x87, SSE, AVX and PKRU. Whether one is in its initial state is computed when an instruction needs it.
+//! The state components are x87, SSE, AVX and PKRU. Whether one is in its initial state is computed when an
+//! instruction needs it.
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;

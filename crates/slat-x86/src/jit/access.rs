@@ -1,5 +1,5 @@
-//! Accesses of compiled code to guest memory. Inline are a look at where the last access was, which often is near, or else at the TLB,
-//! and the access itself, which is guarded. Everything else calls a helper.
+//! Accesses of compiled code to guest memory. Inline are a look at where the last access was, which often is near, or
+//! else at the TLB, and the access itself, which is guarded. Everything else calls a helper.
 
 use super::Tier;
 use super::helpers::{self, OrStop};
@@ -50,8 +50,8 @@ pub(super) struct Place {
 }
 
 impl Translator<'_> {
-    /// Returns where an access is made: as far from the last one as it is in memory, if that is the same page, or else where the TLB says,
-    /// or a helper.
+    /// Returns where an access is made: as far from the last one as it is in memory, if that is the same page, or else
+    /// where the TLB says, or a helper.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
         let (lin, host, distance) = match self.near(lin, size, kind) {
@@ -134,7 +134,8 @@ impl Translator<'_> {
         };
         let trusted = MemFlags::trusted();
         let addend = (self.b.ins()).load(I64, trusted, entry, offset + tlb::ADDEND as i32);
-        // `found` is loaded last, and the second operand: the baseline tier's comparison reads it from memory, without a load of its own.
+        // `found` is loaded last, and the second operand: the baseline tier's comparison reads it from memory,
+        // without a load of its own.
         let found = (self.b.ins()).load(I64, trusted, entry, offset + kind.tag() as i32);
         (self.b.ins().icmp(IntCC::Equal, wanted, found), addend)
     }
@@ -182,8 +183,8 @@ impl Translator<'_> {
         self.now.has_changed = true;
     }
 
-    /// Reads, changes and writes guest memory: atomically if the instruction is locked. `change` gets the old value and returns the new
-    /// one; its code may run more than once. Returns both.
+    /// Reads, changes and writes guest memory: atomically if the instruction is locked. `change` gets the old value and
+    /// returns the new one; its code may run more than once. Returns both.
     pub(super) fn update(
         &mut self,
         lin: Value,

@@ -1,9 +1,10 @@
 //! Linear addresses of memory operands and of the stack.
 //!
-//! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code an access takes base and
-//! limit from the segment register, once in a path: a handler that loads one ends the block. So a region depends on no segment's base or
-//! limit. The interpreter executes what is not plain, and raises the fault if there is one: an operand that ends beyond the limit, a segment
-//! that expands down or is none, a stack pointer of another width than the region is for (`Source::stack`).
+//! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code an
+//! access takes base and limit from the segment register, once in a path: a handler that loads one ends the block. So a
+//! region depends on no segment's base or limit. The interpreter executes what is not plain, and raises the fault if
+//! there is one: an operand that ends beyond the limit, a segment that expands down or is none, a stack pointer of
+//! another width than the region is for (`Source::stack`).
 
 use super::translate::Translator;
 use crate::Cpu;
@@ -81,8 +82,8 @@ impl Translator<'_> {
         self.segmented(op.seg, offset, self.operand_bytes)
     }
 
-    /// Returns the linear address of `bytes` bytes at an offset in a segment. Leaves the instruction to the interpreter if the segment is not
-    /// plain, or ends before they do.
+    /// Returns the linear address of `bytes` bytes at an offset in a segment. Leaves the instruction to the interpreter
+    /// if the segment is not plain, or ends before they do.
     fn segmented(&mut self, segment: u8, offset: Value, bytes: i64) -> Value {
         if !self.has_segments && segment < 4 {
             return offset;
@@ -136,7 +137,8 @@ impl Translator<'_> {
         self.segmented(SS, offset, bytes)
     }
 
-    /// Moves the stack pointer. Call after [`stack_at`](Self::stack_at), which has found that it has the region's width.
+    /// Moves the stack pointer. Call after [`stack_at`](Self::stack_at), which has found that it
+    /// has the region's width.
     pub(super) fn move_stack(&mut self, by: i64) {
         let sp = self.stack_offset(by);
         self.set(4, self.stack, sp);

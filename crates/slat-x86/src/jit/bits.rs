@@ -1,5 +1,5 @@
-//! Instructions on bits, and integer arithmetic that multi-precision code is made of: bit tests, scans and counts, BMI1 and BMI2,
-//! double shifts, division.
+//! Instructions on bits, and integer arithmetic that multi-precision code is made of: bit tests, scans and counts, BMI1
+//! and BMI2, double shifts, division.
 
 use super::condition::Flags;
 use super::helpers;

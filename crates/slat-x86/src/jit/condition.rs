@@ -1,8 +1,8 @@
 //! The arithmetic flags of compiled code: computed when used.
 //!
-//! The translator knows the operation that set them last in the same block, and computes a condition from its operands: after a
-//! comparison that is one comparison of the host's. At the end of a block, and where the region leaves, it writes the record that the
-//! interpreter has (`flags::Lazy`), which is what a block begins with.
+//! The translator knows the operation that set them last in the same block, and computes a condition from its operands:
+//! after a comparison that is one comparison of the host's. At the end of a block, and where the region leaves, it
+//! writes the record that the interpreter has (`flags::Lazy`), which is what a block begins with.
 
 use super::helpers;
 use super::translate::Translator;
@@ -37,8 +37,8 @@ enum Comparison {
 }
 
 impl Translator<'_> {
-    /// Returns flags whose record needs no other ones: where an instruction sets CF and OF alone, the others are those of the last
-    /// instruction, or RFLAGS has them.
+    /// Returns flags whose record needs no other ones: where an instruction sets CF and OF alone, the others are those
+    /// of the last instruction, or RFLAGS has them.
     pub(super) fn completed(&mut self, flags: Flags) -> Flags {
         let Flags::Rotated { carry, overflow } = flags else {
             return flags;
@@ -79,8 +79,8 @@ impl Translator<'_> {
         };
     }
 
-    /// Writes the flags where those without a record are, for a block that begins with ADCX or ADOX: a loop of such sums would otherwise
-    /// ask a helper for them in each turn.
+    /// Writes the flags where those without a record are, for a block that begins with ADCX or ADOX: a loop of such
+    /// sums would otherwise ask a helper for them in each turn.
     pub(super) fn write_rflags(&mut self) {
         if let Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } = self.now.flags {
             return self.record_flags();

@@ -48,16 +48,16 @@ pub(super) fn set_of(rip: u64) -> usize {
 pub(super) struct Target {
     /// The address of the guest's code.
     pub(super) rip: u64,
-    /// The page that has it. If its stamp is not The stamp, it has to be looked at first. It is alive as long as the edition is the
-    /// CPU's.
+    /// The page that has it. If its stamp is not The stamp, it has to be looked at first. It is alive as long as the
+    /// edition is the CPU's.
     pub(super) page: *const Snapshot,
     pub(super) code: *const u8,
     /// [`Compiled::edition`] then. 0: none.
     pub(super) edition: u32,
 }
 
-/// The places where regions continue directly, when they leave for another region. A set, which is a cache line, has two of them, the
-/// newer one first. They are of code only that blocks have now; see [`Cpu::forget_targets`].
+/// The places where regions continue directly, when they leave for another region. A set, which is a cache line, has
+/// two of them, the newer one first. They are of code only that blocks have now; see [`Cpu::forget_targets`].
 #[repr(align(64))]
 pub(crate) struct Targets([[Target; 2]; SETS]);
 
@@ -73,7 +73,8 @@ pub(crate) struct Compiled {
     pub(super) why: Break,
     /// RIP as the instruction that ended with [`Break::Jump`] has set it.
     pub(super) rip: u64,
-    /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode. See `tell_targets_apart`.
+    /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode. See
+    /// `tell_targets_apart`.
     pub(super) edition: u32,
     /// The target that a region looked at last of those in its set, none of which was the right one.
     pub(super) wanted: *const Target,
@@ -185,8 +186,9 @@ impl Cpu {
         self.compiled.interrupted = Some(self.state.rip);
     }
 
-    /// Call when a block with compiled code is about to run at which the last run was interrupted: a sample of what takes the time. A
-    /// region's second sample is worth Cranelift's code, which takes less time to make than has passed since the last sample.
+    /// Call when a block with compiled code is about to run at which the last run was interrupted: a sample of what
+    /// takes the time. A region's second sample is worth Cranelift's code, which takes less time to make than has
+    /// passed since the last sample.
     #[cold]
     #[inline(never)]
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
@@ -208,8 +210,9 @@ impl Cpu {
         self.take_compiled();
     }
 
-    /// Returns the block of the region that ran when the run was interrupted, after which `next` goes on. A region without loops ends before
-    /// it looks at `attention`, so `next` is another region's; if that were the sample, code without loops would never be one.
+    /// Returns the block of the region that ran when the run was interrupted, after which `next` goes on. A region
+    /// without loops ends before it looks at `attention`, so `next` is another region's; if that were the sample, code
+    /// without loops would never be one.
     fn interrupted_in(&mut self, next: NonNull<Block>) -> NonNull<Block> {
         // SAFETY: as in `warmed`.
         let next_block = unsafe { next.as_ref() };
@@ -279,8 +282,8 @@ impl Cpu {
         }
     }
 
-    /// Attaches code of a tier at least to a block, and to others, that was compiled for another CPU or before, if there is any and memory
-    /// holds it. Returns whether there was. Call while no block is running.
+    /// Attaches code of a tier at least to a block, and to others, that was compiled for another CPU or before, if
+    /// there is any and memory holds it. Returns whether there was. Call while no block is running.
     pub(crate) fn adopt(&mut self, block: NonNull<Block>, tier: Tier) -> bool {
         // SAFETY: a block lives until all are freed; it is not used any more when those of the region are changed.
         let block = unsafe { block.as_ref() };
@@ -325,8 +328,8 @@ impl Cpu {
         }
     }
 
-    /// Forgets where regions continue. Call whenever a block may lose its compiled code, a snapshot begins a new edition, or code may be
-    /// good no more while the stamp stays.
+    /// Forgets where regions continue. Call whenever a block may lose its compiled code, a snapshot begins a new
+    /// edition, or code may be good no more while the stamp stays.
     pub(crate) fn forget_targets(&mut self) {
         self.compiled.edition = self.compiled.edition.wrapping_add(1 << 8);
         if self.compiled.edition >> 8 == 0 {
@@ -338,7 +341,8 @@ impl Cpu {
         }
     }
 
-    /// Collects a region: `block`, and the kept blocks of its page that follow. Returns the address from which its places count, too.
+    /// Collects a region: `block`, and the kept blocks of its page that follow. Returns the address from which
+    /// its places count, too.
     fn collect(&self, block: &Block, tier: Tier) -> Result<(Source, u64), OutOfMemory> {
         let (kind, page) = Kind::of(&block.key, tier);
         let mut source = Source {
@@ -368,8 +372,8 @@ impl Cpu {
                 continue;
             };
             let (code, after) = found.parts();
-            // A block that has hardly run is left out: it would make the region larger, and save nothing. One that has found its code known has
-            // never been interpreted.
+            // A block that has hardly run is left out: it would make the region larger, and save nothing. One that has
+            // found its code known has never been interpreted.
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
                 || found.entrance.is_some()
@@ -438,8 +442,8 @@ impl Cpu {
         Some(code)
     }
 
-    /// Has the targets be those of the CPU's mode and its code segment. A target has RIP only. In code with segments that is not enough, so
-    /// those of another base are forgotten; while regions run, neither changes.
+    /// Has the targets be those of the CPU's mode and its code segment. A target has RIP only. In code with segments
+    /// that is not enough, so those of another base are forgotten; while regions run, neither changes.
     fn tell_targets_apart(&mut self) {
         if mode::has_segments(self.mode) && self.compiled.base != self.state.cs.base {
             self.compiled.base = self.state.cs.base;
@@ -456,8 +460,8 @@ impl Cpu {
         let code = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
         self.code_page = ANY_PAGE;
-        // SAFETY: where a region is entered that the compiler made for this CPU. It accesses the CPU, its own stack frame, and guest memory
-        // by guarded accesses, and those that follow it do, too.
+        // SAFETY: where a region is entered that the compiler made for this CPU. It accesses the CPU, its own stack
+        // frame, and guest memory by guarded accesses, and those that follow it do, too.
         let status = unsafe { dispatch(ptr::from_mut(self), code) };
         self.end_floats();
         let status = Status::of(status).unwrap_or_else(|| {
@@ -513,7 +517,8 @@ impl Cpu {
                 // Of an access that is made again, perhaps elsewhere.
                 self.fault_noncanonical = false;
                 let exit = match self.find_block() {
-                    // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing changes it while it runs.
+                    // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing
+                    // changes it while it runs.
                     Ok(block) => self.execute(unsafe { block.as_ref() }),
                     Err(why) => self.fetch_failed(why),
                 };

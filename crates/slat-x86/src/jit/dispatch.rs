@@ -1,15 +1,17 @@
 //! How compiled code is entered, and how a region continues in another one.
 //!
-//! A region that leaves for RIP returns the set in which its [`Target`] is looked for: the distance from the first one. Code that leaves
-//! for one place always has the same set, known when it is compiled, so the host loads the target while the region still runs. It is
-//! the set of the address ([`set_of`](super::cpu::set_of)) as that was when the region was compiled: which one it is does not matter
-//! as long as the target is put where it was looked for ([`Compiled::wanted`](super::cpu::Compiled)). Code that leaves for an address
-//! which it computes computes the set, too. What else ends a region is above all sets.
+//! A region that leaves for RIP returns the set in which its [`Target`] is looked for: the distance from the first one.
+//! Code that leaves for one place always has the same set, known when it is compiled, so the host loads the target
+//! while the region still runs. It is the set of the address ([`set_of`](super::cpu::set_of)) as that was when the
+//! region was compiled: which one it is does not matter as long as the target is put where it was looked for
+//! ([`Compiled::wanted`](super::cpu::Compiled)). Code that leaves for an address which it computes computes the set,
+//! too. What else ends a region is above all sets.
 //!
-//! Regions are called and return, although they could jump from one to the next. That was tried, with one frame for all of them: a boot
-//! took a tenth more time, and calls in a loop two thirds, because a host foresees where a return leads, but not all those jumps.
-//! Regions of several pages, which go on in what they call and in what linkage tables lead to, were tried, too: a shell and apt
-//! continued in another region a fifth less often, with longer paths a third, and took as much time.
+//! Regions are called and return, although they could jump from one to the next. That was tried, with one frame for all
+//! of them: a boot took a tenth more time, and calls in a loop two thirds, because a host foresees where a return
+//! leads, but not all those jumps. Regions of several pages, which go on in what they call and in what linkage tables
+//! lead to, were tried, too: a shell and apt continued in another region a fifth less often, with longer paths a third,
+//! and took as much time.
 
 use super::cpu::{SETS_BYTES, Target};
 use super::entries;
@@ -19,15 +21,17 @@ use crate::snapshot::Snapshot;
 use std::arch::naked_asm;
 use std::mem::offset_of;
 
-/// Looks at the page of a target, which has the CPU's edition, if that needs no translation. Returns whether the target is good.
+/// Looks at the page of a target, which has the CPU's edition, if that needs no translation. Returns
+/// whether the target is good.
 extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
     // SAFETY: the page is alive as long as the edition stays, and nothing else refers to it while no block is running.
     let page = unsafe { &mut *target.page.cast_mut() };
     cpu.look_again(page, target.rip) && target.edition == cpu.compiled.edition
 }
 
-/// Runs a region, which is entered at `code`, and then those that follow it: the region that [`Target`]s have for RIP, as long as its page
-/// is good and nothing else is to be done, for which this looks each time. Returns the status of the last one.
+/// Runs a region, which is entered at `code`, and then those that follow it: the region that [`Target`]s have for
+/// RIP, as long as its page is good and nothing else is to be done, for which this looks each time. Returns the
+/// status of the last one.
 ///
 /// # Safety
 /// `code` is where a region of this CPU's is entered, and the CPU has been prepared.

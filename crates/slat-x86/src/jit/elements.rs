@@ -1,5 +1,5 @@
-//! Vector instructions on the order of elements: interleaving, permutations by a constant, moves of one element; and shifts by a
-//! constant. Each half of 256 bits is one of 128, as in `vector`.
+//! Vector instructions on the order of elements: interleaving, permutations by a constant, moves of one element; and
+//! shifts by a constant. Each half of 256 bits is one of 128, as in `vector`.
 
 use super::translate::Translator;
 use super::vector::{sources, type_of};

@@ -1,12 +1,12 @@
 //! Floating point: the host's own instructions, under the guest's MXCSR.
 //!
-//! While a CPU's `compiled.floats` is set, the host's MXCSR is the guest's, with its rounding, its flags and all its masks. Code with
-//! floating point sets that when it finds it clear ([`Translator::begin_floats`]), and it stays so from region to region, until the
-//! regions end, or while one calls a helper that may compute or run anybody else's code ([`Cpu::outside_floats`]). A guest that unmasks
-//! an exception is interpreted.
+//! While a CPU's `compiled.floats` is set, the host's MXCSR is the guest's, with its rounding, its flags and all its
+//! masks. Code with floating point sets that when it finds it clear ([`Translator::begin_floats`]), and it stays so
+//! from region to region, until the regions end, or while one calls a helper that may compute or run anybody else's
+//! code ([`Cpu::outside_floats`]). A guest that unmasks an exception is interpreted.
 //!
-//! A computation sets flags of MXCSR, which the compiler does not know: it leaves out what nothing uses. So a result that is overwritten
-//! without a use is stored beside the state ([`Translator::keep_computed`]).
+//! A computation sets flags of MXCSR, which the compiler does not know: it leaves out what nothing uses. So a result
+//! that is overwritten without a use is stored beside the state ([`Translator::keep_computed`]).
 
 use super::condition::Flags;
 use super::helpers;
@@ -21,7 +21,8 @@ use cranelift_codegen::ir::{InstBuilder, MemFlags, Type, Value};
 use iced_x86::{Instruction, Mnemonic};
 use std::mem::offset_of;
 
-/// Returns the elements of an instruction that computes those of two sources, whether it has one element only, and its operation.
+/// Returns the elements of an instruction that computes those of two sources, whether it has one element
+/// only, and its operation.
 fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
     let (each, elements) = simd::meaning(mnemonic)?;
     let ty = type_of(elements);
@@ -38,8 +39,8 @@ fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
 }
 
 impl Translator<'_> {
-    /// Call before an instruction with floating point: from here to the end of the block, unless a handler runs, the host has the guest's
-    /// MXCSR.
+    /// Call before an instruction with floating point: from here to the end of the block, unless a handler runs, the
+    /// host has the guest's MXCSR.
     pub(super) fn begin_floats(&mut self) {
         if std::mem::replace(&mut self.now.has_floats, true) {
             return;
@@ -101,7 +102,8 @@ impl Translator<'_> {
         self.b.ins().bitcast(element, MemFlags::new(), value)
     }
 
-    /// COMISD and UCOMISD, and those of singles. COMISD raises an exception for a quiet NaN, too: that is the interpreter's.
+    /// COMISD and UCOMISD, and those of singles. COMISD raises an exception for a quiet NaN, too: that
+    /// is the interpreter's.
     fn compare(&mut self, op: &Op, ty: Type, signals: bool) {
         self.begin_floats();
         let b = self.scalar(op, 1, ty);
@@ -166,8 +168,8 @@ impl Cpu {
         if !simd::runs_on_host(self.state.mxcsr) {
             return false;
         }
-        // SAFETY: just looked at; the guest's MXCSR has no bits that the host has not. Until `end_floats` compiled code runs, and helpers that
-        // compute nothing, or outside of floats.
+        // SAFETY: just looked at; the guest's MXCSR has no bits that the host has not. Until `end_floats` compiled code
+        // runs, and helpers that compute nothing, or outside of floats.
         self.compiled.host_mxcsr = unsafe { simd::exchange_mxcsr(self.state.mxcsr) };
         self.compiled.floats = 1;
         true
@@ -185,8 +187,8 @@ impl Cpu {
         was
     }
 
-    /// Calls a function that may compute, or look at the guest's MXCSR or change it. Compiled code that has floats finds out whether they
-    /// are still on.
+    /// Calls a function that may compute, or look at the guest's MXCSR or change it. Compiled code that has floats
+    /// finds out whether they are still on.
     pub(super) fn outside_floats<T>(&mut self, then: impl FnOnce(&mut Self) -> T) -> T {
         let was = self.end_floats();
         let result = then(self);

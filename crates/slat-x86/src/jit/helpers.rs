@@ -9,8 +9,8 @@ use crate::flags;
 use crate::op::Break;
 use crate::tlb::Tlb;
 
-/// How a helper, or a whole region, ended. A region that only leaves for RIP returns a set of targets instead (`dispatch`): less than
-/// any of these but [`Continue`](Self::Continue).
+/// How a helper, or a whole region, ended. A region that only leaves for RIP returns a set of targets instead
+/// (`dispatch`): less than any of these but [`Continue`](Self::Continue).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(super) enum Status {
@@ -61,8 +61,8 @@ impl Found {
     }
 }
 
-/// A function for compiled code that returns what another one finds. If that finds nothing, the region returns instead, to which RBP
-/// points: the interpreter continues. So compiled code need not look, and has no blocks for it.
+/// A function for compiled code that returns what another one finds. If that finds nothing, the region returns instead,
+/// to which RBP points: the interpreter continues. So compiled code need not look, and has no blocks for it.
 #[derive(Clone, Copy)]
 pub(super) struct OrStop {
     /// In System V's convention.
@@ -148,8 +148,8 @@ unsafe extern "C" fn stop() {
     )
 }
 
-/// Finds the place of an access: in the TLB, which compiled code has perhaps not looked at, or by `find`. One outside 64-bit mode that ends
-/// beyond 4 GiB is the interpreter's, and so is one that fails: it fails again there.
+/// Finds the place of an access: in the TLB, which compiled code has perhaps not looked at, or by `find`. One outside
+/// 64-bit mode that ends beyond 4 GiB is the interpreter's, and so is one that fails: it fails again there.
 fn access(
     cpu: &mut Cpu,
     lin: u64,
@@ -190,14 +190,14 @@ extern "C" fn find_floats(cpu: &mut Cpu, step: *const Step) -> Found {
 }
 
 or_stop! {
-    /// Returns the host address to load so many bytes from: the memory, or a copy of it if it is in two pages. MMIO is the interpreter's:
-    /// what was read before may be read again.
+    /// Returns the host address to load so many bytes from: the memory, or a copy of it if it is in two pages. MMIO is
+    /// the interpreter's: what was read before may be read again.
     PLACE_TO_LOAD = find_load
 }
 
 or_stop! {
-    /// Returns the host address to store so many bytes at, if that is a store to a page without decoded code, in one page, that nobody
-    /// wants to know of.
+    /// Returns the host address to store so many bytes at, if that is a store to a page without decoded code, in one
+    /// page, that nobody wants to know of.
     PLACE_TO_STORE = find_store
 }
 

@@ -361,8 +361,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Shifts and rotates of a register of 4 or 8 bytes by CL, which leave the flags alone if the count is 0. Those through the carry flag
-    /// are not defined for that count.
+    /// Shifts and rotates of a register of 4 or 8 bytes by CL, which leave the flags alone if the count is 0. Those
+    /// through the carry flag are not defined for that count.
     fn shift_by_cl<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         if op.r[0] == MEM || size < 2 || A::READS.is_some() {

@@ -1,8 +1,9 @@
-//! The compiled code of all CPUs, by content: what was compiled once is not compiled again, for another CPU, for another process that runs
-//! the same program, or for one that has it at another address.
+//! The compiled code of all CPUs, by content: what was compiled once is not compiled again, for another CPU, for
+//! another process that runs the same program, or for one that has it at another address.
 //!
-//! Code found here begins like the block that is asked for, nothing more: who takes it compares all of it with memory first, like all code
-//! ([`Cpu::adopt`](crate::Cpu)). Regions that no block has any more are kept, until there is no room for new ones.
+//! Code found here begins like the block that is asked for, nothing more: who takes it compares all of it with
+//! memory first, like all code ([`Cpu::adopt`](crate::Cpu)). Regions that no block has any more are kept, until
+//! there is no room for new ones.
 
 use super::region::Kind;
 use super::{Region, lock};

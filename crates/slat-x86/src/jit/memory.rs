@@ -1,11 +1,12 @@
-//! Memory for compiled code: whole pages of one reservation, writable while they are filled and executable afterwards, never both.
+//! Memory for compiled code: whole pages of one reservation, writable while they are filled and executable
+//! afterwards, never both.
 //!
-//! Next to the code lies a table with one bit per byte of code: 1 where a guarded access begins. A signal handler finds with it
-//! whether an instruction may fail (`slat_guard::set_generated`).
+//! Next to the code lies a table with one bit per byte of code: 1 where a guarded access begins. A signal handler finds
+//! with it whether an instruction may fail (`slat_guard::set_generated`).
 //!
-//! Only the compiling threads allocate, fill and recycle pages: a filter of the program's may forbid the system calls to the others.
-//! (CPUs that compile at once do it themselves: they are for tests.)
-//! What other threads free waits in `returned`.
+//! Only the compiling threads allocate, fill and recycle pages: a filter of the program's may forbid the system
+//! calls to the others. (CPUs that compile at once do it themselves: they are for tests.) What other threads free
+//! waits in `returned`.
 
 use super::lock;
 use crate::heap::OutOfMemory;
@@ -115,8 +116,8 @@ impl Arena {
         (start..end, end)
     }
 
-    /// Puts `code` into pages of its own, not always at their beginning: else the first lines of all functions would compete for a few
-    /// sets of the caches. `guarded`: the offset of each guarded access.
+    /// Puts `code` into pages of its own, not always at their beginning: else the first lines of all functions would
+    /// compete for a few sets of the caches. `guarded`: the offset of each guarded access.
     ///
     /// # Errors
     /// See [`Refused`].

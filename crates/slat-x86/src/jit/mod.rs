@@ -1,26 +1,27 @@
 //! The compiler.
 //!
-//! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their loops, which
-//! become one function of the host's. It can be entered where `paths` begin. The compiling happens on threads of its own
-//! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
+//! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their
+//! loops, which become one function of the host's. It can be entered where `paths` begin. The compiling happens on
+//! threads of its own ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
 //!
-//! There are two [tiers](Tier), and one translation for both: to Cranelift's intermediate language. Warm code, of which there is much, is
-//! worth little time: the `baseline` tier makes machine code in one pass. The caller interrupts a run every few
-//! milliseconds, and the region that runs then is a *sample* (`Cpu::sampled`). For the second sample of a region Cranelift makes a better
-//! one. So nothing counts in compiled code, and the time for Cranelift is bounded by the number of samples. (Most regions that are sampled
-//! once in a boot are never sampled again: to wait for the second sample takes two thirds off Cranelift's time.) Each tier has a
-//! thread of its own: the interpreter runs the code that waits for the baseline tier, and a third of what it ran in a boot was such code when
-//! one thread served both tiers.
+//! There are two [tiers](Tier), and one translation for both: to Cranelift's intermediate language. Warm code, of which
+//! there is much, is worth little time: the `baseline` tier makes machine code in one pass. The caller interrupts a run
+//! every few milliseconds, and the region that runs then is a *sample* (`Cpu::sampled`). For the second sample of a
+//! region Cranelift makes a better one. So nothing counts in compiled code, and the time for Cranelift is bounded by
+//! the number of samples. (Most regions that are sampled once in a boot are never sampled again: to wait for the second
+//! sample takes two thirds off Cranelift's time.) Each tier has a thread of its own: the interpreter runs the code that
+//! waits for the baseline tier, and a third of what it ran in a boot was such code when one thread served both tiers.
 //!
-//! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own blocks, and it is
-//! as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the page's
-//! version covers it (`code_pages`). A region stores to no page with decoded code, it leaves that to the interpreter; so it cannot
-//! change itself.
+//! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own
+//! blocks, and it is as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region
+//! lies in one page, so the page's version covers it (`code_pages`). A region stores to no page with decoded code, it
+//! leaves that to the interpreter; so it cannot change itself.
 //!
-//! Code with segments, which is that of 16 bits and that of 32 bits whose segments are not flat, is known by its linear address and by RIP, as
-//! blocks are. A region is for one base of CS (`Kind::base`): its addresses of code are constants, and one page has all of it. It reads
-//! the other segments when it runs (`address`). It can only continue in a region with the same base: whatever loads CS ends a
-//! run of regions, and a run with another base than the last one forgets where regions continue (`Cpu::tell_targets_apart`).
+//! Code with segments, which is that of 16 bits and that of 32 bits whose segments are not flat, is known by its linear
+//! address and by RIP, as blocks are. A region is for one base of CS (`Kind::base`): its addresses of code are
+//! constants, and one page has all of it. It reads the other segments when it runs (`address`). It can only continue in
+//! a region with the same base: whatever loads CS ends a run of regions, and a run with another base than the last one
+//! forgets where regions continue (`Cpu::tell_targets_apart`).
 //!
 //! | file | idea |
 //! |---|---|
@@ -50,10 +51,10 @@
 //! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering regions, and from one to the next |
 //!
-//! While a region runs, R15 leads to the [`Cpu`]; the registers are its variables, and RIP is in the region's page. It is left between two
-//! instructions always, with all state written back, so faults are as precise as the interpreter's. Then it continues in the region at the
-//! new RIP directly if it finds that in [`Targets`], as code that is good now. Loops, and regions that continue in another one, look at
-//! `attention` each time.
+//! While a region runs, R15 leads to the [`Cpu`]; the registers are its variables, and RIP is in the region's page. It
+//! is left between two instructions always, with all state written back, so faults are as precise as the interpreter's.
+//! Then it continues in the region at the new RIP directly if it finds that in [`Targets`], as code that is good now.
+//! Loops, and regions that continue in another one, look at `attention` each time.
 //!
 //! [`Cpu`]: crate::Cpu
 
@@ -166,7 +167,8 @@ struct Done {
 /// When code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
-    /// By the baseline tier after it has run often, by Cranelift when its region is sampled for the second time; on the compiler's threads.
+    /// By the baseline tier after it has run often, by Cranelift when its region is sampled for the second time; on
+    /// the compiler's threads.
     Hot,
     /// Before it runs for the first time, on the CPU's own thread: slow, for tests of the compiler.
     AtOnce(Tier),
@@ -221,7 +223,8 @@ impl std::fmt::Debug for Compiler {
 }
 
 impl Compiler {
-    /// Makes a compiler. A thread for each tier has to call [`work`](Self::work), unless all its CPUs compile [at once](Compile::AtOnce).
+    /// Makes a compiler. A thread for each tier has to call [`work`](Self::work), unless all its CPUs compile [at
+    /// once](Compile::AtOnce).
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host gives no address space for code.
@@ -232,8 +235,8 @@ impl Compiler {
     fn with(memory: usize) -> Result<Arc<Self>, OutOfMemory> {
         let mut flags = settings::builder();
         for (name, value) in [
-            // Optimising takes a quarter more time to compile, and gains nothing. (With it, `enable_alias_analysis` would have to
-            // be off: other CPUs change guest memory at any time.)
+            // Optimising takes a quarter more time to compile, and gains nothing. (With it, `enable_alias_analysis`
+            // would have to be off: other CPUs change guest memory at any time.)
             ("opt_level", "none"),
             ("enable_pinned_reg", "true"),
             // `access_failed` leaves by it.
@@ -293,18 +296,21 @@ impl Compiler {
     fn announce_first(&self) {
         let (code, table) = self.arena.places();
         let exit = access_failed as *const () as usize;
-        // SAFETY: the table is readable as long as the arena exists, which the compiler and all regions keep. At a guarded access a region
-        // has written back all state, and RBP points to its frame. Another compiler's regions belong to CPUs of a parent process.
+        // SAFETY: the table is readable as long as the arena exists, which the compiler and all regions keep. At a
+        // guarded access a region has written back all state, and RBP points to its frame. Another compiler's regions
+        // belong to CPUs of a parent process.
         unsafe { slat_guard::set_generated(code, table, exit) };
     }
 
-    /// Has `observer` called with all code that is compiled from now on, before it runs, on the threads that compile. A compiler has one
-    /// observer: later ones are ignored. Memory of code that is used no more is used again, for other code.
+    /// Has `observer` called with all code that is compiled from now on, before it runs, on the threads that
+    /// compile. A compiler has one observer: later ones are ignored. Memory of code that is used no more is used
+    /// again, for other code.
     pub fn observe(&self, observer: fn(&CompiledCode)) {
         self.observer.get_or_init(|| observer);
     }
 
-    /// Compiles what is to be compiled by a tier, for ever. Call on a thread of its own, which no filter forbids `mprotect`.
+    /// Compiles what is to be compiled by a tier, for ever. Call on a thread of its own, which no
+    /// filter forbids `mprotect`.
     pub fn work(&self, tier: Tier) -> ! {
         let mut workshop = Workshop::default();
         loop {

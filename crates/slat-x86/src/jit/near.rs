@@ -1,11 +1,14 @@
-//! What the last access tells of the next one: programs access the words of a structure or of a stack one after another, and those are
-//! in one page, mostly. How far apart two addresses are is known when code is compiled if both count from one value.
+//! What the last access tells of the next one: programs access the words of a structure or of a stack one after
+//! another, and those are in one page, mostly. How far apart two addresses are is known when code is compiled if both
+//! count from one value.
 //!
-//! Only the last access is remembered. To remember four was tried: of eight looks at the TLB in RSA's loops it left three, but RSA took 7 %
-//! longer, and a shell, checksums and gzip were no faster. The addresses that are remembered take registers.
+//! Only the last access is remembered. To remember four was tried: of eight looks at the TLB in RSA's loops it left
+//! three, but RSA took 7 % longer, and a shell, checksums and gzip were no faster. The addresses that are
+//! remembered take registers.
 //!
-//! To keep the page of an access in values from turn to turn of a loop, so that a turn compares it and looks nothing up, was tried: gzip,
-//! checksums and sorting took as long, within the noise. The pages take registers, and others are spilled for them.
+//! To keep the page of an access in values from turn to turn of a loop, so that a turn compares it and looks nothing
+//! up, was tried: gzip, checksums and sorting took as long, within the noise. The pages take registers, and others
+//! are spilled for them.
 
 use super::access::{Kind, Place};
 use super::translate::Translator;
@@ -15,8 +18,9 @@ use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 
 const PAGE_SIZE: i64 = 4096;
 
-/// The last access, if nothing has happened since that may have changed the TLB: it was made `distance` bytes from the address `lin`, and
-/// as far from `host`. A row of accesses has the first one's, so none computes its host address, and both keep their registers.
+/// The last access, if nothing has happened since that may have changed the TLB: it was made `distance` bytes from the
+/// address `lin`, and as far from `host`. A row of accesses has the first one's, so none computes its host address, and
+/// both keep their registers.
 #[derive(Clone, Copy)]
 pub(super) struct LastAccess {
     pub(super) lin: Value,
@@ -29,7 +33,8 @@ pub(super) struct LastAccess {
 /// What the last access tells of an access.
 pub(super) enum Near {
     Unknown,
-    /// It is in the same page if the value is not 0: then it is made so far from the last one's `lin`, and from its `host`.
+    /// It is in the same page if the value is not 0: then it is made so far from the last one's `lin`,
+    /// and from its `host`.
     If {
         is_same: Value,
         last: LastAccess,
@@ -92,8 +97,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns what an address is computed from. Those in code of 32 bits are lower halves. A sum with a half is none: it may lead beyond
-    /// 4 GiB, where the half of the sum does not.
+    /// Returns what an address is computed from. Those in code of 32 bits are lower halves. A sum with a half is none:
+    /// it may lead beyond 4 GiB, where the half of the sum does not.
     fn origin(&self, lin: Value) -> Origin {
         let (base, distance) = self.root(lin);
         let mut origin = Origin {

@@ -1,14 +1,17 @@
 //! Paths: which blocks of a region follow one another with the state in values.
 //!
-//! A path begins with all state in the CPU, and where it ends all state is there again. Between its blocks nothing is written back that the
-//! next one overwrites, nothing is read again, and no record of the flags is made that nobody reads.
+//! A path begins with all state in the CPU, and where it ends all state is there again. Between its blocks
+//! nothing is written back that the next one overwrites, nothing is read again, and no record of the flags is
+//! made that nobody reads.
 //!
-//! After a branch a path goes on to both sides: it is a tree of *nodes*, and a block that several others lead to is in it several times. It
-//! goes on after CALL, and then after RET if that finds the address on the stack which the CALL has pushed. It ends before a block to
-//! which a branch leads back, because a loop is a path of its own, and before one that would make it too long.
+//! After a branch a path goes on to both sides: it is a tree of *nodes*, and a block that several others lead to is in
+//! it several times. It goes on after CALL, and then after RET if that finds the address on the stack which the CALL
+//! has pushed. It ends before a block to which a branch leads back, because a loop is a path of its own, and before one
+//! that would make it too long.
 //!
-//! A region can be entered where paths begin. These are its first block, loops, what CALLs call, where they return to, and where other paths
-//! end. What else is entered, when an interrupt was served there for example, is the matter of another tier, until the next jump.
+//! A region can be entered where paths begin. These are its first block, loops, what CALLs call, where they return to,
+//! and where other paths end. What else is entered, when an interrupt was served there for example, is the matter of
+//! another tier, until the next jump.
 
 use super::guest::Guest;
 use super::{Source, Step, Tier};

@@ -1,7 +1,7 @@
 //! The code of a region, as a CPU collects it ([`Source`]) and as the compiler makes it ([`Region`]).
 //!
-//! Compiled code counts the addresses of code from the code's page where it may be any page's ([`is_movable`]), and from 0 where it is for
-//! one page: a *place* is such an address.
+//! Compiled code counts the addresses of code from the code's page where it may be any page's ([`is_movable`]), and
+//! from 0 where it is for one page: a *place* is such an address.
 
 use super::Tier;
 use super::memory::Chunk;
@@ -42,9 +42,9 @@ pub(super) struct Source {
     pub(super) blocks: Vec<(u64, Vec<u8>)>,
 }
 
-/// Whether a tier's code is the same for all pages: wherever a program or a library is in its address space. The baseline tier's is in 64-bit
-/// mode: most of the code of short programs is its. Cranelift's is for one page, because what is hot stays where it is: addresses that
-/// are computed when it runs made hot loops a fifth slower.
+/// Whether a tier's code is the same for all pages: wherever a program or a library is in its address space. The
+/// baseline tier's is in 64-bit mode: most of the code of short programs is its. Cranelift's is for one page, because
+/// what is hot stays where it is: addresses that are computed when it runs made hot loops a fifth slower.
 fn is_movable(mode: u8, tier: Tier) -> bool {
     tier == Tier::Baseline && mode & mode::BITS == mode::BITS_64
 }

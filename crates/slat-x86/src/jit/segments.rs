@@ -1,5 +1,5 @@
-//! Moves of segment registers: from all of them, and to those that a load changes by two stores, which are ES, DS, FS and GS where selectors
-//! are paragraph numbers. The interpreter loads the others.
+//! Moves of segment registers: from all of them, and to those that a load changes by two stores, which are ES, DS, FS
+//! and GS where selectors are paragraph numbers. The interpreter loads the others.
 
 use super::address::segment_offset;
 use super::translate::Translator;

@@ -1,4 +1,5 @@
-//! Vector instructions that the interpreter's stubs execute (`simd`): compiled code calls them with its values in their registers.
+//! Vector instructions that the interpreter's stubs execute (`simd`): compiled code calls them with its
+//! values in their registers.
 
 use super::translate::Translator;
 use crate::op::{MEM, Op};

@@ -1,21 +1,22 @@
 //! From guest code to Cranelift's intermediate language.
 //!
-//! A region is one function, of *paths* of blocks (`paths`). All state is in the [`Cpu`] at the beginning of each path. A path reads the
-//! general registers that it uses; what it has changed, registers and the record of the flags (`flags::Lazy`), it writes back where it
-//! ends, and at checkpoints. A path that leads to its own beginning keeps its registers in values from turn to turn: a short loop would do
-//! little else than write them back. In the baseline tier each block is a path, because values that live longer need places, and to find
-//! them is most of the work of compiling.
+//! A region is one function, of *paths* of blocks (`paths`). All state is in the [`Cpu`] at the beginning of each
+//! path. A path reads the general registers that it uses; what it has changed, registers and the record of the
+//! flags (`flags::Lazy`), it writes back where it ends, and at checkpoints. A path that leads to its own beginning
+//! keeps its registers in values from turn to turn: a short loop would do little else than write them back. In the
+//! baseline tier each block is a path, because values that live longer need places, and to find them is most of
+//! the work of compiling.
 //!
-//! Every place where the region is left is between two instructions. An access that the TLB does not have calls a helper, and if that
-//! cannot do it, the region stops at its *checkpoint*: the last instruction before which the CPU had all state, if no instruction since
-//! has stored anything. The interpreter executes those again that follow the checkpoint: they have changed values of the function and
-//! nothing else, and have read memory, but no MMIO. So state is written back only before the first access after a store: a row of loads
-//! costs nothing. (Another CPU may have stored meanwhile: then it is as if the loads were made later.) An instruction that
-//! `instructions` does not translate calls the interpreter's handler, and is a checkpoint; then the region reads what the handler has
-//! changed.
+//! Every place where the region is left is between two instructions. An access that the TLB does not have calls a
+//! helper, and if that cannot do it, the region stops at its *checkpoint*: the last instruction before which the CPU
+//! had all state, if no instruction since has stored anything. The interpreter executes those again that follow the
+//! checkpoint: they have changed values of the function and nothing else, and have read memory, but no MMIO. So state
+//! is written back only before the first access after a store: a row of loads costs nothing. (Another CPU may have
+//! stored meanwhile: then it is as if the loads were made later.) An instruction that `instructions` does not translate
+//! calls the interpreter's handler, and is a checkpoint; then the region reads what the handler has changed.
 //!
-//! This file has the function as a whole: its blocks, its state, and how it is left. `walk` follows the paths, `guest` decodes the
-//! instructions, `values` has the registers.
+//! This file has the function as a whole: its blocks, its state, and how it is left. `walk` follows the paths, `guest`
+//! decodes the instructions, `values` has the registers.
 
 mod walk;
 
@@ -83,8 +84,8 @@ pub(super) fn translate(
     steps
 }
 
-/// The signature of a region: it returns a status, or a target (`dispatch`). The convention keeps no registers: see `dispatch`. Its
-/// parameter is the index of a block, which nobody gives: a region is entered where its paths begin.
+/// The signature of a region: it returns a status, or a target (`dispatch`). The convention keeps no registers: see
+/// `dispatch`. Its parameter is the index of a block, which nobody gives: a region is entered where its paths begin.
 pub(super) fn region() -> Signature {
     signature(CallConv::Winch, 1, 1)
 }
@@ -365,8 +366,8 @@ impl<'a> Translator<'a> {
         self.mark_checkpoint();
     }
 
-    /// Call before an access, or whatever else may stop the region: makes the current instruction the checkpoint if the one there is
-    /// would not do any more.
+    /// Call before an access, or whatever else may stop the region: makes the current instruction the checkpoint if the
+    /// one there is would not do any more.
     pub(super) fn prepare_stop(&mut self) {
         if self.now.has_changed {
             self.set_checkpoint();

@@ -1,5 +1,6 @@
-//! Vector instructions that have a translation of their own: moves, and operations that string functions are made of. They treat
-//! elements of at most 64 bits alone, so a 256-bit one is two of 128 bits: Cranelift has no wider vectors on this host.
+//! Vector instructions that have a translation of their own: moves, and operations that string functions are made
+//! of. They treat elements of at most 64 bits alone, so a 256-bit one is two of 128 bits: Cranelift has no wider
+//! vectors on this host.
 
 use super::access::Place;
 use super::translate::Translator;
@@ -138,7 +139,8 @@ impl Translator<'_> {
         self.set_field(offset_of!(Cpu, compiled.unused), value);
     }
 
-    /// Writes a register as [`set_vector`](Self::set_vector) does, with what floating point has computed from `sources`.
+    /// Writes a register as [`set_vector`](Self::set_vector) does, with what floating point has
+    /// computed from `sources`.
     pub(super) fn set_computed(
         &mut self,
         insn: &Instruction,
@@ -189,8 +191,8 @@ impl Translator<'_> {
         self.b.ins().extractlane(value, 0)
     }
 
-    /// Returns the linear address and the operand size of so many halves in memory. If they have to be aligned and are not, leaves the
-    /// instruction to the interpreter, which raises #GP.
+    /// Returns the linear address and the operand size of so many halves in memory. If they have to be aligned and are
+    /// not, leaves the instruction to the interpreter, which raises #GP.
     fn vector_in_memory(&mut self, op: &Op, halves: usize, is_aligned: bool) -> (Value, u8) {
         let lin = self.lin(op);
         let bytes = 16 * halves;
@@ -225,7 +227,8 @@ impl Translator<'_> {
     fn store_vector(&mut self, op: &Op, values: &[Value], is_aligned: bool) {
         let (lin, size) = self.vector_in_memory(op, values.len(), is_aligned);
         if values.len() > 1 {
-            // The first half may be stored and the second one fail: loads before this instruction must not be made again.
+            // The first half may be stored and the second one fail: loads before this instruction
+            // must not be made again.
             self.set_checkpoint();
         }
         let Place { host, offset } = self.place_to_store(lin, size);

@@ -1,8 +1,9 @@
 //! The fields of a CPU that are near R15.
 //!
-//! R15 is [`BASE`] bytes beyond the [`Cpu`], so that what compiled code uses most is at most 128 bytes from it: an instruction has one byte
-//! for such a distance and four for others, and most instructions of compiled code read or write a field. Code that a guest runs
-//! through once does not stay in a host's first-level cache, so its size is its time.
+//! R15 is [`BASE`] bytes beyond the [`Cpu`], so that what compiled code uses most is at most 128 bytes from it:
+//! an instruction has one byte for such a distance and four for others, and most instructions of compiled code
+//! read or write a field. Code that a guest runs through once does not stay in a host's first-level cache, so
+//! its size is its time.
 
 use crate::Cpu;
 use std::mem::offset_of;

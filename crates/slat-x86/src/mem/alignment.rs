@@ -1,9 +1,10 @@
-//! Alignment checks: with CR0.AM and RFLAGS.AC set, a user's access to an address that is not a multiple of its size raises #AC (SDM
-//! volume 3, "Alignment Check Exception (#AC)").
+//! Alignment checks: with CR0.AM and RFLAGS.AC set, a user's access to an address that is not a multiple of its size
+//! raises #AC (SDM volume 3, "Alignment Check Exception (#AC)").
 //!
-//! They cost nothing while they are off. While they are on, accesses go through a table of the TLB that stays empty ([`USER_CHECKED`]): so
-//! each of the user's takes the slow path, which asks here, and compiled code leaves it to the interpreter. What the CPU itself accesses,
-//! descriptors and the frames of events, goes through other tables, and is not checked.
+//! They cost nothing while they are off. While they are on, accesses go through a table of the TLB that stays
+//! empty ([`USER_CHECKED`]): so each of the user's takes the slow path, which asks here, and compiled code leaves
+//! it to the interpreter. What the CPU itself accesses, descriptors and the frames of events, goes through other
+//! tables, and is not checked.
 
 use crate::op::Break;
 use crate::tlb::{USER, USER_CHECKED};
@@ -25,8 +26,9 @@ impl Cpu {
         }
     }
 
-    /// Raises #AC(0) if alignment is checked and `lin` is not a multiple of `alignment`, a power of two. Not for an address that is not
-    /// canonical: that raises another exception. Before a page fault, which a processor may do or not.
+    /// Raises #AC(0) if alignment is checked and `lin` is not a multiple of `alignment`, a power of two. Not
+    /// for an address that is not canonical: that raises another exception. Before a page fault, which a
+    /// processor may do or not.
     #[inline(always)]
     pub(crate) fn check_alignment(&mut self, lin: u64, alignment: usize) -> Result<(), Break> {
         match self.checks_alignment() {

@@ -51,8 +51,8 @@ impl Cpu {
         }
     }
 
-    /// Writes parts of a page: of each slice the range, at `gpa` plus the range's start. Returns `false`, with nothing written, if they are
-    /// not memory.
+    /// Writes parts of a page: of each slice the range, at `gpa` plus the range's start. Returns `false`, with nothing
+    /// written, if they are not memory.
     pub(crate) fn write_physical(
         &mut self,
         gpa: u64,

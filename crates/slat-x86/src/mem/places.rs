@@ -181,7 +181,8 @@ impl Cpu {
         }
     }
 
-    /// Translates an address, which is canonical, for an access through `table`: by the TLB's second level, or else by the machine.
+    /// Translates an address, which is canonical, for an access through `table`: by the TLB's second level, or
+    /// else by the machine.
     #[inline(always)]
     pub(crate) fn translate(
         &mut self,
@@ -261,7 +262,8 @@ impl Cpu {
             })
     }
 
-    /// Writes the translated bytes, then tells the machine of the parts in tracked pages. False as in [`Self::read_places`].
+    /// Writes the translated bytes, then tells the machine of the parts in tracked pages. False as in
+    /// [`Self::read_places`].
     pub(super) fn write_places(
         &mut self,
         lin: u64,

@@ -83,7 +83,8 @@ fn with_carry<C: Compute>(
     }
 }
 
-/// Returns the flags of MUL and IMUL, which have the halves of a product: CF and OF are whether it is wider than its low half.
+/// Returns the flags of MUL and IMUL, which have the halves of a product: CF and OF are whether it is
+/// wider than its low half.
 #[inline(always)]
 pub(crate) fn multiplied<C: Compute>(
     c: &mut C,

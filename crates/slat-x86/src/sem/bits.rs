@@ -1,4 +1,5 @@
-//! Bit tests, scans and counts, BMI1 and BMI2. Counts and positions are as in the register: nobody has reduced them to the width.
+//! Bit tests, scans and counts, BMI1 and BMI2. Counts and positions are as in the register: nobody has
+//! reduced them to the width.
 
 use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
 
@@ -18,7 +19,8 @@ operations! {
         (c.xor(a, mask), flags)
     }
 
-    // The result if there is a bit; else nothing is written. The flags that are undefined are as after a logical operation.
+    // The result if there is a bit; else nothing is written. The flags that are undefined are as after
+    // a logical operation.
     Bsf |c, a, _b, _carry| (c.trailing_zeros(a), logic(a).1)
     Bsr |c, a, _b, _carry| {
         let (above, top) = (c.leading_zeros(a), c.number(i64::from(c.bits(a)) - 1, a));

@@ -1,7 +1,8 @@
 //! The flags and conditions that instructions read, of what the last instruction left.
 //!
-//! The interpreter reads its record of it (`flags`), whatever the instruction was. The compiler mostly knows the instruction, and makes
-//! code of the formula for that one alone: after a comparison, a condition is one comparison of the host's.
+//! The interpreter reads its record of it (`flags`), whatever the instruction was. The compiler mostly knows the
+//! instruction, and makes code of the formula for that one alone: after a comparison, a condition is one
+//! comparison of the host's.
 
 use super::{Bits, Flags, FlagsOf};
 use crate::state::flags::{CF, OF, PF, SF, ZF};
@@ -159,7 +160,8 @@ pub(crate) trait Readable: Bits + Sized {
     }
 }
 
-/// Returns a value whose sign is OF of a subtraction: the operands have different signs, and the result has not the first one's.
+/// Returns a value whose sign is OF of a subtraction: the operands have different signs, and the result has
+/// not the first one's.
 #[inline(always)]
 fn both_changed<C: Bits>(c: &mut C, a: C::Value, b: C::Value, result: C::Value) -> C::Value {
     let (operands, result) = (c.xor(a, b), c.xor(a, result));

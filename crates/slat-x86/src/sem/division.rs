@@ -2,7 +2,8 @@
 
 use super::Compute;
 
-/// Returns quotient and remainder, by the halves of the dividend, the low one first. The fault is #DE. The flags are undefined, and stay.
+/// Returns quotient and remainder, by the halves of the dividend, the low one first. The fault is #DE. The flags are
+/// undefined, and stay.
 #[inline(always)]
 pub(crate) fn divide<C: Compute>(
     c: &mut C,

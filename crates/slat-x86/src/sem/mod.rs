@@ -1,8 +1,9 @@
 //! What integer instructions mean, written once for the interpreter and the compiler.
 //!
-//! An instruction is a type: its result and its flags are functions generic over [`Compute`], which is what computes. [`Now`] computes
-//! with integers, while the interpreter executes; the compiler's translator makes Cranelift values of the same formulas. `exec` and `jit`
-//! fetch operands and write results, each in its own way. An instruction that is added here is in both.
+//! An instruction is a type: its result and its flags are functions generic over [`Compute`], which is what computes.
+//! [`Now`] computes with integers, while the interpreter executes; the compiler's translator makes Cranelift values of
+//! the same formulas. `exec` and `jit` fetch operands and write results, each in its own way. An instruction that is
+//! added here is in both.
 //!
 //! Flags are computed when something reads them, by [`mod@condition`], from what the last instruction left: see there.
 
@@ -67,7 +68,8 @@ pub(crate) trait Compute: Bits + Sized {
     fn or(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn neg(&mut self, a: Self::Value) -> Self::Value;
 
-    /// Shifts to the left. The interpreter's counts may exceed the width of a byte or word, here and below; the compiler's never.
+    /// Shifts to the left. The interpreter's counts may exceed the width of a byte or word, here and below;
+    /// the compiler's never.
     fn shl(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn shr(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn sar(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
@@ -128,7 +130,8 @@ pub(crate) fn two_sums<C: Compute>(
     (result, c.either(first, second))
 }
 
-/// How an instruction sets the arithmetic flags: of which operation they are. They are computed when something reads them.
+/// How an instruction sets the arithmetic flags: of which operation they are. They are computed when
+/// something reads them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Flags<V, B, K> {
     /// They stay; in the compiler, what the CPU's record has.
@@ -249,7 +252,8 @@ fn logic<V: Copy, B, K>(result: V) -> (V, Flags<V, B, K>) {
     (result, Flags::Logic { carry, result })
 }
 
-/// Calls a function or method that is generic over an [`Operation`], for the one that a mnemonic names. `None`: it is none of the family.
+/// Calls a function or method that is generic over an [`Operation`], for the one that a mnemonic names. `None`: it
+/// is none of the family.
 macro_rules! by_mnemonic {
     ($mnemonic:expr, $family:ident [$($name:ident)*] $this:ident.$f:ident $arguments:tt) => {
         match $mnemonic {

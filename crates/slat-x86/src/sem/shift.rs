@@ -47,8 +47,8 @@ operations! {
     }, READS = CARRY
 }
 
-/// SHLD: shifts to the left, bits of `fill` in. A count above the width of a word is undefined; here and in [`shrd`], as on much hardware,
-/// the operand itself follows the bits shifted in.
+/// SHLD: shifts to the left, bits of `fill` in. A count above the width of a word is undefined; here and in [`shrd`],
+/// as on much hardware, the operand itself follows the bits shifted in.
 #[inline(always)]
 pub(crate) fn shld<C: Compute>(
     c: &mut C,

@@ -45,8 +45,8 @@ macro_rules! stub {
 }
 pub(super) use stub;
 
-/// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 stubs, eight bytes apart. AT&T
-/// syntax, in which a counting symbol can be an immediate.
+/// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 stubs, eight bytes
+/// apart. AT&T syntax, in which a counting symbol can be an immediate.
 macro_rules! imm_stub {
     ($op:expr) => {{
         #[unsafe(naked)]
@@ -72,7 +72,8 @@ macro_rules! imm_stub {
 }
 pub(super) use imm_stub;
 
-/// Makes the stub of one row with a VEX prefix: of 128 bits for `false`, of 256 for `true`. Operand 0 is in register 0, operand 1 in register 1, …
+/// Makes the stub of one row with a VEX prefix: of 128 bits for `false`, of 256 for `true`. Operand 0 is in register 0,
+/// operand 1 in register 1, …
 macro_rules! row {
     // Two operands, and three, of the vector's size.
     (v2 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1")) };
@@ -107,7 +108,8 @@ macro_rules! row {
     (narrow_i true $text:expr) => { row!(extract true $text) };
     (extract true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %xmm0")) };
     (insert true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %ymm1, %ymm0")) };
-    // All elements are the source's first one, or its first 128 bits. Hosts without AVX2 have no such form on registers.
+    // All elements are the source's first one, or its first 128 bits. Hosts without AVX2 have no
+    // such form on registers.
     (broadcast32 false $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0") };
     (broadcast32 true $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0", "vinsertf128 ymm0, ymm0, xmm0, 1") };
     (broadcast64 true $text:expr) => { stub!("vmovddup xmm0, xmm1", "vinsertf128 ymm0, ymm0, xmm0, 1") };
@@ -142,8 +144,8 @@ macro_rules! by_halves {
 #[cfg(feature = "jit")]
 pub(super) use by_halves;
 
-/// Makes the stub of one row without a VEX prefix, by the form with one: operand 0 is the first source, too. The instructions with four
-/// operands have XMM0 for the last one.
+/// Makes the stub of one row without a VEX prefix, by the form with one: operand 0 is the first source, too. The
+/// instructions with four operands have XMM0 for the last one.
 macro_rules! legacy_row {
     (v2i $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
     (v3i $text:expr) => { legacy_row!(v2i $text) };

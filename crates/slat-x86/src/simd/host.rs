@@ -1,16 +1,16 @@
 //! Executes one SIMD instruction on the host CPU.
 //!
-//! Every supported mnemonic is a *stub*: the host's own instruction on fixed registers and a `ret`. The functions here load the
-//! guest's operands into the registers of the stub and call it. So a result is never an imitation: NaN payloads, rounding and
-//! exception flags are the hardware's.
+//! Every supported mnemonic is a *stub*: the host's own instruction on fixed registers and a `ret`. The functions here
+//! load the guest's operands into the registers of the stub and call it. So a result is never an imitation: NaN
+//! payloads, rounding and exception flags are the hardware's.
 
 use crate::state::MXCSR_MM;
 use core::arch::asm;
 use core::arch::x86_64::__m128i;
 
-/// Code with this convention: destination (in and out) in xmm0, source in xmm1, the guest's XMM0 in xmm2 if an instruction
-/// names it implicitly, an immediate in rcx, a general register operand (in and out) in rax. r8 and xmm3 are free. MMX operands
-/// are in mm0 and mm1.
+/// Code with this convention: destination (in and out) in xmm0, source in xmm1, the guest's XMM0 in xmm2 if an
+/// instruction names it implicitly, an immediate in rcx, a general register operand (in and out) in rax. r8 and xmm3
+/// are free. MMX operands are in mm0 and mm1.
 pub(crate) type Stub = unsafe extern "C" fn();
 
 /// The address of a [`Stub`], as an operation stores it.
@@ -105,8 +105,8 @@ pub(crate) fn strings(stub: Entry, a: u128, b: u128, lengths: (u64, u64), imm: u
     }
 }
 
-/// Runs an instruction on MMX registers (XMM operands too, for the conversions between the two files). `mmx` is the destination
-/// and the source; the MMX state of the host is left empty, as Rust code expects it.
+/// Runs an instruction on MMX registers (XMM operands too, for the conversions between the two files). `mmx` is the
+/// destination and the source; the MMX state of the host is left empty, as Rust code expects it.
 pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u32) {
     let mut d = to_host(work.dst);
     let host = 0u32;
@@ -132,7 +132,8 @@ pub(crate) const FLAGS: u32 = 0x3f;
 /// Masks of the exception flags: an exception is taken when its flag is set while its mask is clear.
 pub(crate) const MASKS: u32 = 0x1f80;
 
-/// MXCSR bits besides masks and flags with which no stub runs: a host need not have MM, which concerns memory operands alone.
+/// MXCSR bits besides masks and flags with which no stub runs: a host need not have MM, which concerns
+/// memory operands alone.
 pub(crate) const NOT_FOR_HOST: u32 = MXCSR_MM;
 
 /// Whether the host may compute under the guest's MXCSR: it masks all exceptions.
@@ -143,7 +144,8 @@ pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
 /// Loads MXCSR. Returns what it was.
 ///
 /// # Safety
-/// The host has all bits of `new`, which masks all exceptions. Rust code computes nothing until its own control bits are back.
+/// The host has all bits of `new`, which masks all exceptions. Rust code computes nothing until its own
+/// control bits are back.
 #[cfg(feature = "jit")]
 pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     let mut old = 0u32;
@@ -155,8 +157,8 @@ pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     old
 }
 
-/// Restores the exception flags of the host's MXCSR when dropped: they are the caller's, whatever the guest computes. Those of the
-/// x87 unit are clear then.
+/// Restores the exception flags of the host's MXCSR when dropped: they are the caller's, whatever the guest computes.
+/// Those of the x87 unit are clear then.
 pub(crate) struct HostFlags {
     mxcsr: u32,
 }
@@ -173,8 +175,8 @@ impl HostFlags {
 impl Drop for HostFlags {
     fn drop(&mut self) {
         let mut now = 0u32;
-        // SAFETY: stores MXCSR to a local, and loads the old value unless it is there still, because a load takes longer; the control bits have
-        // not changed in between. The x87 unit is empty, and its flags are not Rust's.
+        // SAFETY: stores MXCSR to a local, and loads the old value unless it is there still, because a load takes
+        // longer; the control bits have not changed in between. The x87 unit is empty, and its flags are not Rust's.
         unsafe {
             asm!(
                 "stmxcsr [{now}]", "mov eax, [{now}]", "cmp eax, [{old}]", "je 2f", "ldmxcsr [{old}]", "2:",
@@ -215,12 +217,12 @@ macro_rules! load_host_mxcsr {
 }
 pub(super) use load_host_mxcsr;
 
-/// Runs a floating-point instruction under the guest's MXCSR. All exceptions must be masked in `mxcsr`: the caller checks the
-/// flags. Returns the arithmetic flags that the instruction set (comparisons).
+/// Runs a floating-point instruction under the guest's MXCSR. All exceptions must be masked in `mxcsr`: the caller
+/// checks the flags. Returns the arithmetic flags that the instruction set (comparisons).
 ///
-/// Loading MXCSR costs more than most of these instructions. It is skipped when the host's register already equals the guest's;
-/// to make that the usual case, the guest's sticky flags are left in the host's register (Rust allows any exception flags;
-/// control bits are restored).
+/// Loading MXCSR costs more than most of these instructions. It is skipped when the host's register already equals the
+/// guest's; to make that the usual case, the guest's sticky flags are left in the host's register (Rust allows any
+/// exception flags; control bits are restored).
 #[inline(always)]
 pub(crate) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     debug_assert_eq!(*mxcsr & MASKS, MASKS);

@@ -239,8 +239,8 @@ fn from_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Runs the stub with every exception masked, and raises the exceptions that the guest has not masked (only the conversions can
-/// have any).
+/// Runs the stub with every exception masked, and raises the exceptions that the guest has not masked (only the
+/// conversions can have any).
 fn run(cpu: &mut Cpu, op: &Op, mms: &mut [u64; 2], work: &mut Work) -> Flow {
     let guest = cpu.state.mxcsr;
     let mut mxcsr = (guest | MASKS) & !(FLAGS | NOT_FOR_HOST);

@@ -1,7 +1,7 @@
 //! SSE to SSE4.2, SSE4a, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA, F16C, VAES and VPCLMULQDQ in `vex`.
 //!
-//! The host CPU does the work: `pairs` and `table` have a stub of the equal instruction for each mnemonic, `host` calls it, and the handlers
-//! here only fetch operands and store results. Plain moves need no stub.
+//! The host CPU does the work: `pairs` and `table` have a stub of the equal instruction for each mnemonic, `host` calls
+//! it, and the handlers here only fetch operands and store results. Plain moves need no stub.
 
 mod forms;
 mod gpr;

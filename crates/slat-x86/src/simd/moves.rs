@@ -154,8 +154,8 @@ pub(super) fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     store_bytes_by_mask(cpu, lin, &data, &mask)
 }
 
-/// Stores the selected bytes, after all of them have been found writable. The others are not touched: another CPU may be
-/// writing them.
+/// Stores the selected bytes, after all of them have been found writable. The others are not touched: another CPU
+/// may be writing them.
 pub(super) fn store_bytes_by_mask(cpu: &mut Cpu, lin: u64, data: &[u8], mask: &[u8]) -> Flow {
     let selected = || {
         (0..data.len())

@@ -138,8 +138,8 @@ fn float_flags<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Runs a floating-point stub under the guest's MXCSR. Exceptions that are not masked become #XM (#UD when the guest's system
-/// does not support it), with nothing but the flags changed.
+/// Runs a floating-point stub under the guest's MXCSR. Exceptions that are not masked become #XM (#UD when the guest's
+/// system does not support it), with nothing but the flags changed.
 #[inline(always)]
 pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     if runs_on_host(cpu.state.mxcsr) {
@@ -169,10 +169,11 @@ fn lanes(op: &Op) -> Lanes {
     }
 }
 
-/// Runs an instruction of which the guest has unmasked exceptions. `run` executes it under the MXCSR that it is passed, and returns
-/// its result and whether that has a denormal element which is an underflow. The instruction still runs with everything masked,
-/// lest this process gets a signal; the differences are corrected, except for one: beside an unmasked overflow or underflow, the
-/// hardware sets the precision flag only if the result is inexact with an unbounded exponent, too.
+/// Runs an instruction of which the guest has unmasked exceptions. `run` executes it under the MXCSR that it is
+/// passed, and returns its result and whether that has a denormal element which is an underflow. The instruction still
+/// runs with everything masked, lest this process gets a signal; the differences are corrected, except for one: beside
+/// an unmasked overflow or underflow, the hardware sets the precision flag only if the result is inexact with an
+/// unbounded exponent, too.
 pub(super) fn with_unmasked<T>(
     cpu: &mut Cpu,
     run: impl FnOnce(&mut u32) -> (T, bool),

@@ -1,9 +1,9 @@
-//! The instructions that exist without a VEX prefix and with one: a row for both, of which the interpreter and the compiler read what they
-//! need.
+//! The instructions that exist without a VEX prefix and with one: a row for both, of which the interpreter and the
+//! compiler read what they need.
 //!
-//! A row is the two mnemonics, which are also what the host's assembler calls them. The name of its group tells how its stubs are called
-//! ([`Kind`]) and the operands of the form with VEX (`forms::row`). What follows `=` is the meaning, of which the compiler makes
-//! instructions of its own; it calls the stubs of the others.
+//! A row is the two mnemonics, which are also what the host's assembler calls them. The name of its group tells how its
+//! stubs are called ([`Kind`]) and the operands of the form with VEX (`forms::row`). What follows `=` is the meaning,
+//! of which the compiler makes instructions of its own; it calls the stubs of the others.
 
 use core::arch::naked_asm;
 
@@ -78,7 +78,8 @@ macro_rules! pairs {
             }
         }
 
-        /// Returns what an instruction makes of each element of its two sources, if it is one of those that the compiler knows.
+        /// Returns what an instruction makes of each element of its two sources, if it is one of those
+        /// that the compiler knows.
         #[cfg(feature = "jit")]
         pub(crate) fn meaning(mnemonic: M) -> Option<(Each, Elements)> {
             Some(match mnemonic {

@@ -23,8 +23,8 @@ pub(crate) struct Plain {
     pub(crate) is_aligned: bool,
 }
 
-/// Returns how a stub executes an instruction which the host has, one half of 128 bits at a time if it is `wide`; `None` if it is no
-/// instruction from vectors to a vector, or its halves depend on each other.
+/// Returns how a stub executes an instruction which the host has, one half of 128 bits at a time if it is `wide`;
+/// `None` if it is no instruction from vectors to a vector, or its halves depend on each other.
 pub(crate) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
     match insn.encoding() == EncodingKind::VEX {
         true => vex::plain(insn, wide),

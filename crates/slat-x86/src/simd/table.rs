@@ -102,7 +102,8 @@ gprs! {
 
 macro_rules! mmx {
     ($($form:ident { $($mnemonic:ident),+ $(,)? })+) => {
-        /// Returns the stub of an instruction with an MMX operand: the names of the XMM instructions, on the older registers.
+        /// Returns the stub of an instruction with an MMX operand: the names of the XMM instructions, on
+        /// the older registers.
         pub(super) fn mmx(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $($(M::$mnemonic => mmx!(@$form stringify!($mnemonic)),)+)+

@@ -91,8 +91,8 @@ fn cpu(state: &State) -> Cpu {
     cpu
 }
 
-/// An SMI and RSM with nothing in between change nothing, whatever state the CPU was in; a handler's changes of what is saved are lost,
-/// others stay.
+/// An SMI and RSM with nothing in between change nothing, whatever state the CPU was in; a handler's changes of what is
+/// saved are lost, others stay.
 #[test]
 fn rsm_restores_what_an_smi_saved() {
     let mut random = Random(0x5a5a_1234);

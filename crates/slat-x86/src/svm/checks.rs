@@ -1,5 +1,5 @@
-//! The states that VMRUN refuses: the guest's registers and the control area (AMD64 volume 2, 15.5.1, "Canonicalization and Consistency
-//! Checks"). The hypervisor gets VMEXIT_INVALID.
+//! The states that VMRUN refuses: the guest's registers and the control area (AMD64 volume 2, 15.5.1, "Canonicalization
+//! and Consistency Checks"). The hypervisor gets VMEXIT_INVALID.
 
 use crate::Cpu;
 use crate::features::Features;
@@ -51,7 +51,8 @@ impl Cpu {
     }
 }
 
-/// Whether a CPU with `features` can have these registers. Paging in real mode is allowed (15.19), other illegal combinations are not.
+/// Whether a CPU with `features` can have these registers. Paging in real mode is allowed (15.19), other illegal
+/// combinations are not.
 pub(crate) fn are_registers_valid(guest: &Registers, features: &Features) -> bool {
     let Registers {
         cs,

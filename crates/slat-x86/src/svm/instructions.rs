@@ -22,7 +22,8 @@ fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     cpu.privileged()
 }
 
-/// Returns the address of a control block, in RAX. #GP(0) for one that is not that of a page, or beyond the physical address space.
+/// Returns the address of a control block, in RAX. #GP(0) for one that is not that of a page, or beyond the
+/// physical address space.
 fn vmcb_address(cpu: &mut Cpu, op: &Op) -> Result<u64, Break> {
     let address = rax(cpu, op);
     match address & (0xfff | cpu.features.beyond_physical()) {
@@ -55,9 +56,9 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
     }
 }
 
-/// Returns the nested tables through which the control block of VMLOAD or VMSAVE, whose intercept is `code`, is found: those of a guest
-/// whose hypervisor has virtualized these instructions (15.33.1). Outside long mode such a guest leaves. The address of other guests is
-/// one of the hypervisor's.
+/// Returns the nested tables through which the control block of VMLOAD or VMSAVE, whose intercept is `code`, is found:
+/// those of a guest whose hypervisor has virtualized these instructions (15.33.1). Outside long mode such a guest
+/// leaves. The address of other guests is one of the hypervisor's.
 fn virtual_tables(cpu: &mut Cpu, op: &Op, code: u64) -> Result<Option<NestedPaging>, Break> {
     let is_offered = cpu.features.svm & feature::VIRTUAL_VMLOAD != 0;
     match cpu.svm.virtual_vmload_tables().filter(|_| is_offered) {

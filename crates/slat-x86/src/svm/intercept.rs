@@ -1,9 +1,9 @@
 //! What a guest is not allowed to do by itself: the intercepts (AMD64 volume 2, 15.7 to 15.13).
 //!
-//! The number of an intercept is the exit code that it leads to; the vectors of the control area have its bit at that number. Every
-//! handler of an instruction that can be intercepted asks here, after the checks whose exceptions come first (15.7): the interpreter and
-//! compiled code call the same handlers, and none of these instructions has a translation of its own. Outside of guest mode the question
-//! is one load and one branch.
+//! The number of an intercept is the exit code that it leads to; the vectors of the control area have its bit at that
+//! number. Every handler of an instruction that can be intercepted asks here, after the checks whose exceptions come
+//! first (15.7): the interpreter and compiled code call the same handlers, and none of these instructions has a
+//! translation of its own. Outside of guest mode the question is one load and one branch.
 
 use crate::Cpu;
 use crate::op::{Break, Op};
@@ -66,7 +66,8 @@ pub(crate) mod code {
     pub const INVALID: u64 = u64::MAX;
 }
 
-/// Bit of EXITINFO1 of an access to a control register: MOV made it, and bits 3:0 are the general register (decode assists).
+/// Bit of EXITINFO1 of an access to a control register: MOV made it, and bits 3:0 are the general
+/// register (decode assists).
 const CR_BY_MOV: u64 = 1 << 63;
 
 impl Cpu {
@@ -143,7 +144,8 @@ impl Cpu {
         self.intercept(op, code::CR0_SELECTIVE)
     }
 
-    /// Asks for an access to an MSR by the map of MSR permissions (15.11). An MSR that the map does not have is intercepted.
+    /// Asks for an access to an MSR by the map of MSR permissions (15.11). An MSR that the map does not
+    /// have is intercepted.
     #[inline(always)]
     pub(crate) fn intercept_msr(&mut self, op: &Op, msr: u32, write: bool) -> Result<(), Break> {
         match self.svm.is_guest() {
@@ -207,7 +209,8 @@ impl Cpu {
         Err(self.exit_at(op, code::IO, info_1, next_rip))
     }
 
-    /// Asks for a switch to the task of a TSS selector (15.14.1). `initiator` has EXITINFO2, the old task continues at `return_rip`.
+    /// Asks for a switch to the task of a TSS selector (15.14.1). `initiator` has EXITINFO2, the old task
+    /// continues at `return_rip`.
     pub(crate) fn intercept_task_switch(
         &mut self,
         tss: u16,
@@ -261,8 +264,8 @@ impl Cpu {
         self.svm.is_guest() && self.svm.control.intercepts(code)
     }
 
-    /// Has the guest's handler run next for an exception, or the hypervisor's if that intercepts it. `address` is what CR2 becomes for a
-    /// page fault: not if it is intercepted.
+    /// Has the guest's handler run next for an exception, or the hypervisor's if that intercepts it. `address` is what
+    /// CR2 becomes for a page fault: not if it is intercepted.
     pub(crate) fn queue_exception(&mut self, exception: Exception, address: u64) {
         self.slow = true;
         let Exception { vector, error } = exception;

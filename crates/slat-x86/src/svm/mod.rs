@@ -10,17 +10,18 @@
 //! | `event` | events as the control block has them |
 //! | `saved` | the state of a CPU in guest mode, for a client that saves and restores it |
 //!
-//! What the hypervisor had in its registers stays in this CPU, not in the host save area, whose content is the processor's own affair
-//! (15.5.1). So does the control area, which VMRUN reads once: a processor may do so (15.15), and KVM does.
+//! What the hypervisor had in its registers stays in this CPU, not in the host save area, whose content is the
+//! processor's own affair (15.5.1). So does the control area, which VMRUN reads once: a processor may do so
+//! (15.15), and KVM does.
 //!
-//! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records what is due; the boundary
-//! then stores it in the control block, which may have to wait for memory, and starts again until it is done.
+//! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records what is due; the
+//! boundary then stores it in the control block, which may have to wait for memory, and starts again until it is done.
 //!
-//! Translations of the two worlds never mix: the TLB has a name for each ASID that CPUID offers, and keeps what belongs to it until the
-//! hypervisor has it flushed. Those of other ASIDs share a name, and nothing is kept.
+//! Translations of the two worlds never mix: the TLB has a name for each ASID that CPUID offers, and keeps what belongs
+//! to it until the hypervisor has it flushed. Those of other ASIDs share a name, and nothing is kept.
 //!
-//! Not offered: SEV, AVIC, last-branch records, shadow stacks, and the traps after writes of control registers and EFER, which
-//! serve SEV-ES.
+//! Not offered: SEV, AVIC, last-branch records, shadow stacks, and the traps after writes of control registers and
+//! EFER, which serve SEV-ES.
 
 mod checks;
 mod event;
@@ -51,7 +52,8 @@ pub mod feature {
     pub const TSC_RATIO: u32 = 1 << 4;
     /// TLB_CONTROL can flush one ASID.
     pub const FLUSH_BY_ASID: u32 = 1 << 6;
-    /// A #VMEXIT tells more of the instruction: the general register of MOV CR, the address of INVLPG, the vector of INT.
+    /// A #VMEXIT tells more of the instruction: the general register of MOV CR, the address of
+    /// INVLPG, the vector of INT.
     pub const DECODE_ASSISTS: u32 = 1 << 7;
     /// PAUSE is intercepted after a number of times.
     pub const PAUSE_FILTER: u32 = 1 << 10;
@@ -217,8 +219,8 @@ impl Svm {
         self.injected = None;
     }
 
-    /// Returns RIP for the handler of an injected event to return to: after the instruction of a software event, at `rip` otherwise
-    /// (15.20).
+    /// Returns RIP for the handler of an injected event to return to: after the instruction of a software event, at
+    /// `rip` otherwise (15.20).
     pub(crate) fn injection_returns_to(&self, event: Event, rip: u64) -> u64 {
         let is_software = match event.kind() {
             Some(EventKind::Software) => true,
@@ -233,7 +235,8 @@ impl Svm {
         }
     }
 
-    /// Whether the guest has its own task priority and its interrupts are masked by the hypervisor's RFLAGS.IF (V_INTR_MASKING).
+    /// Whether the guest has its own task priority and its interrupts are masked by the hypervisor's
+    /// RFLAGS.IF (V_INTR_MASKING).
     pub(crate) fn masks_interrupts(&self) -> bool {
         self.guest && self.has(virtual_interrupt::MASKING)
     }
@@ -251,7 +254,8 @@ impl Svm {
         (self.control).set_virtual_interrupt(virtual_interrupt::TPR, cr8);
     }
 
-    /// Returns the tables that the guest's guest-physical addresses go through: the hypervisor's, if it has enabled nested paging.
+    /// Returns the tables that the guest's guest-physical addresses go through: the hypervisor's, if it has
+    /// enabled nested paging.
     pub(crate) fn nested_paging(&self) -> Option<NestedPaging> {
         (self.guest && self.control.nested_paging()).then(|| NestedPaging {
             cr3: self.control.nested_cr3(),
@@ -266,8 +270,8 @@ impl Svm {
             .filter(|_| self.control.virtual_vmload())
     }
 
-    /// Returns the time-stamp counter where the hypervisor's is `tsc`: of its guest `ratio` times that, with 32 bits of fraction, and an
-    /// offset (15.30.5).
+    /// Returns the time-stamp counter where the hypervisor's is `tsc`: of its guest `ratio` times that, with 32 bits of
+    /// fraction, and an offset (15.30.5).
     pub(crate) fn tsc(&self, tsc: u64, ratio: u64) -> u64 {
         match self.guest {
             true => {
@@ -301,7 +305,8 @@ impl Cpu {
         self.features.is_intel && !self.svm.guest
     }
 
-    /// Whether the CPU takes interrupts, as far as GIF and RFLAGS.IF say so: the hypervisor's IF if its guest has a virtual one.
+    /// Whether the CPU takes interrupts, as far as GIF and RFLAGS.IF say so: the hypervisor's IF if its
+    /// guest has a virtual one.
     pub fn interrupts_enabled(&self) -> bool {
         let rflags = match self.svm.masks_interrupts() {
             true => self.svm.host.rflags,
@@ -332,7 +337,8 @@ impl Cpu {
         self.leaves_for(code::SHUTDOWN)
     }
 
-    /// Has the guest leave with exit code `code` before the next instruction, if that is intercepted. Returns whether it is.
+    /// Has the guest leave with exit code `code` before the next instruction, if that is intercepted.
+    /// Returns whether it is.
     pub(crate) fn leaves_for(&mut self, code: u64) -> bool {
         let leaves = self.svm.guest && self.svm.control.intercepts(code);
         if leaves {
@@ -446,8 +452,8 @@ impl Cpu {
 }
 
 impl State {
-    /// Returns VM_CR after a write of `value`, or `None` for one that it cannot have: reserved bits, and SVMDIS while EFER.SVME is set.
-    /// SVMDIS and LOCK stay if it is locked (15.30.1).
+    /// Returns VM_CR after a write of `value`, or `None` for one that it cannot have: reserved bits, and SVMDIS while
+    /// EFER.SVME is set. SVMDIS and LOCK stay if it is locked (15.30.1).
     pub fn written_vm_cr(&self, value: u64) -> Option<u64> {
         let old = self.vm_cr;
         let kept = match old & VM_CR_LOCK {

@@ -1,7 +1,8 @@
 //! The state of guest mode, for a client that saves and restores a CPU: KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE.
 //!
-//! The format is KVM's (api document, 4.114): the address of the control block, and a page in its layout, with the control area of the
-//! running guest, and in the save area the registers of the *hypervisor*. Those of the guest are the CPU's.
+//! The format is KVM's (api document, 4.114): the address of the control block, and a page in its layout, with
+//! the control area of the running guest, and in the save area the registers of the *hypervisor*. Those of the
+//! guest are the CPU's.
 
 use crate::Cpu;
 use crate::state::{control::*, flags};
@@ -30,12 +31,13 @@ impl Cpu {
         page
     }
 
-    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address`: of the control block. The guest's registers
-    /// are those of the CPU.
+    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address`: of the control block.
+    /// The guest's registers are those of the CPU.
     ///
     /// # Errors
-    /// [`BadVmcb`] as KVM does: a control area that VMRUN refuses, hypervisor's registers that no VMRUN saves, without protected mode or
-    /// with EFER.LMA and no LME, or caches of the guest's that are off by halves. (KVM's VMRUN wants paging, too.) Nothing has changed then.
+    /// [`BadVmcb`] as KVM does: a control area that VMRUN refuses, hypervisor's registers that no VMRUN saves, without
+    /// protected mode or with EFER.LMA and no LME, or caches of the guest's that are off by halves. (KVM's VMRUN wants
+    /// paging, too.) Nothing has changed then.
     pub fn restore_guest_mode(
         &mut self,
         address: u64,
@@ -70,8 +72,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Leaves guest mode without a #VMEXIT, as KVM does when a client resets a CPU or takes SVM away: the hypervisor's registers are the
-    /// CPU's, but the general ones. Does nothing outside of guest mode.
+    /// Leaves guest mode without a #VMEXIT, as KVM does when a client resets a CPU or takes SVM away: the hypervisor's
+    /// registers are the CPU's, but the general ones. Does nothing outside of guest mode.
     pub fn drop_guest_mode(&mut self) {
         if self.svm.guest {
             self.svm.guest = false;

@@ -1,4 +1,5 @@
-//! The virtual machine control block: a page of guest memory with a control area and a save area (AMD64 volume 2, appendix B).
+//! The virtual machine control block: a page of guest memory with a control area and a save area (AMD64
+//! volume 2, appendix B).
 
 use crate::cpu::made_canonical;
 use crate::state::{Segment, State, Table, control::*, flags};
@@ -116,7 +117,8 @@ impl Control {
         &self.0
     }
 
-    /// Whether the guest leaves with exit code `code`: the vectors of intercepts have a bit for each code below 0xc0, in order.
+    /// Whether the guest leaves with exit code `code`: the vectors of intercepts have a bit for each code
+    /// below 0xc0, in order.
     pub(crate) fn intercepts(&self, code: u64) -> bool {
         let code = code as usize;
         get32(&self.0, code / 32 * 4) >> (code % 32) & 1 != 0
@@ -173,7 +175,8 @@ impl Control {
         get64(&self.0, at::NESTED_PAGING) & 1 != 0
     }
 
-    /// Whether a feature of the nested-paging field is enabled that this CPU does not have: SEV, SEV-ES, GMET, shadow stacks, VTE.
+    /// Whether a feature of the nested-paging field is enabled that this CPU does not have: SEV, SEV-ES,
+    /// GMET, shadow stacks, VTE.
     pub(crate) fn has_unknown_paging(&self) -> bool {
         get64(&self.0, at::NESTED_PAGING) & !1 & 0x3f != 0
     }

@@ -1,6 +1,7 @@
 //! From the hypervisor to its guest, and back.
 //!
-//! Both directions first read and write what they need of guest memory, and then change registers: they can be abandoned and start again.
+//! Both directions first read and write what they need of guest memory, and then change registers: they can be
+//! abandoned and start again.
 
 use crate::Cpu;
 use crate::debug::DR6_BS;
@@ -81,8 +82,8 @@ impl Cpu {
         Ok(Break::Jump)
     }
 
-    /// Whether the map of MSR permissions is memory, or not asked. A processor finds out at the first access to an MSR; KVM refuses to run
-    /// the guest.
+    /// Whether the map of MSR permissions is memory, or not asked. A processor finds out at the first access to an MSR;
+    /// KVM refuses to run the guest.
     fn has_msr_map(&mut self, control: &Control) -> Result<bool, Break> {
         if !control.intercepts(code::MSR) {
             return Ok(true);
@@ -92,8 +93,8 @@ impl Cpu {
         Ok(self.read_physical(at, &mut byte)? && self.read_physical(at + 0x1000, &mut byte)?)
     }
 
-    /// Returns the page-directory-pointer entries of a guest that VMRUN enters: from memory if it has PAE paging on the hypervisor's own
-    /// memory; with nested paging each walk reads them (15.25.10). `None`: one has reserved bits.
+    /// Returns the page-directory-pointer entries of a guest that VMRUN enters: from memory if it has PAE paging on the
+    /// hypervisor's own memory; with nested paging each walk reads them (15.25.10). `None`: one has reserved bits.
     fn guest_pdptes(
         &mut self,
         guest: &Registers,
@@ -123,8 +124,8 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Drops the translations that VMRUN drops: those that TLB_CONTROL names (15.16.2). The machine knows no ASIDs: what it knows of nested
-    /// tables is of the last one.
+    /// Drops the translations that VMRUN drops: those that TLB_CONTROL names (15.16.2). The machine knows no ASIDs:
+    /// what it knows of nested tables is of the last one.
     fn flush_for_guest(&mut self) {
         const NOTHING: u8 = 0;
         const ALL: u8 = 1;
@@ -140,7 +141,8 @@ impl Cpu {
         self.tell_flush(GuestFlush::Nested);
     }
 
-    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO is the event that is being delivered, if one is.
+    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO is the event that is being
+    /// delivered, if one is.
     #[cold]
     pub(crate) fn leave_guest(&mut self, exit: VmExit) -> Break {
         let int_info = self.svm.delivering.map_or(0, |event| event.0);
@@ -165,8 +167,8 @@ impl Cpu {
         })
     }
 
-    /// Carries out the #VMEXIT that is due. Returns an exit if the run ends: then the hypervisor is lost, as its control block is not in
-    /// memory. If memory is to be had later only, it stays due.
+    /// Carries out the #VMEXIT that is due. Returns an exit if the run ends: then the hypervisor is lost, as its
+    /// control block is not in memory. If memory is to be had later only, it stays due.
     pub(crate) fn exit_guest(&mut self) -> Option<Exit> {
         match self.try_exit_guest() {
             Ok(()) => None,

@@ -1,13 +1,13 @@
 //! The STLB, the second level of the software TLB: the translations of several address spaces, of data and of code.
 //!
-//! A miss in the first level looks here before the machine walks the guest's tables. An access of the guest never hits here directly.
-//! So what the first level has to know of a page at that moment, a mark for decoded code or a watchpoint, is looked up when the page
-//! is entered there, and the STLB needs no care for it.
+//! A miss in the first level looks here before the machine walks the guest's tables. An access of the guest never hits
+//! here directly. So what the first level has to know of a page at that moment, a mark for decoded code or a
+//! watchpoint, is looked up when the page is entered there, and the STLB needs no care for it.
 //!
-//! A translation belongs to an address space, or is *global*: then it is that of every space of its world. A *world* is the guest, or one
-//! of the guests that it runs itself as a hypervisor (SVM: an ASID). A space has a name (world and PCID) and a number, and its translations
-//! carry the number: a flush of the space takes the next number and touches no entry. Global translations carry a number of their
-//! world's. When the numbers run out, all entries are dropped.
+//! A translation belongs to an address space, or is *global*: then it is that of every space of its world. A *world* is
+//! the guest, or one of the guests that it runs itself as a hypervisor (SVM: an ASID). A space has a name (world and
+//! PCID) and a number, and its translations carry the number: a flush of the space takes the next number and touches no
+//! entry. Global translations carry a number of their world's. When the numbers run out, all entries are dropped.
 
 use super::{ENTRIES, HUGE_BITS, SUPERVISOR, SUPERVISOR_AC, USER};
 use crate::machine::{Access, HostPage};
@@ -17,7 +17,8 @@ use std::ptr::NonNull;
 const SETS: usize = 2048;
 const WAYS: usize = 4;
 
-/// Spaces that are remembered: more than Linux has PCIDs in use at a time, a kernel's and a user's for each of six processes.
+/// Spaces that are remembered: more than Linux has PCIDs in use at a time, a kernel's and a user's for
+/// each of six processes.
 const SPACES: usize = 16;
 /// Bits of the PCID in the name of a space; the world is above.
 pub(crate) const PCID_BITS: u32 = 12;
@@ -152,7 +153,8 @@ impl Stlb {
         })
     }
 
-    /// Enters the translation that the machine has just made for `access`. The right to execute is entered only if `access` is a fetch.
+    /// Enters the translation that the machine has just made for `access`. The right to execute is entered only if
+    /// `access` is a fetch.
     pub(super) fn enter(&mut self, table: u64, lin: u64, page: &HostPage, access: Access) {
         let place = Self::place(table, lin);
         let key = match page.global {
@@ -205,7 +207,8 @@ impl Stlb {
         (self.spaces.iter_mut()).find(|space| space.is_known && space.name == name)
     }
 
-    /// Makes the space `name` the current one, which is of another world than the last one; with the translations that it has.
+    /// Makes the space `name` the current one, which is of another world than the last one; with the
+    /// translations that it has.
     pub(super) fn enter_world(&mut self, name: u16) {
         let world = world_of(name);
         if self.globals[world] == 0 {
@@ -272,7 +275,8 @@ impl Stlb {
         self.flush_spaces(name);
     }
 
-    /// Drops the translations of all parts of the guest's large page that contains `lin`, whichever space they belong to.
+    /// Drops the translations of all parts of the guest's large page that contains `lin`, whichever
+    /// space they belong to.
     pub(super) fn flush_large(&mut self, lin: u64) {
         let page = lin >> 12;
         for entry in self.sets.iter_mut().flat_map(|set| &mut set.0) {
@@ -359,7 +363,8 @@ mod tests {
         assert!(stlb.find(0, 0x5000, Access::Read).is_none(), "privilege");
     }
 
-    /// Each world has a global and another translation of the same page. Nothing is found in another world, nor after it was forgotten.
+    /// Each world has a global and another translation of the same page. Nothing is found in another world, nor
+    /// after it was forgotten.
     #[test]
     fn worlds_share_nothing() {
         let mut stlb = Pages::<Stlb>::zeroed().unwrap();

@@ -1,10 +1,12 @@
 //! x87 instructions on their operands alone.
 //!
-//! In the usual state, all exceptions are masked and none is pending. The usual instruction finds its registers filled, or empty if it
-//! pushes. Then the host CPU needs no more than the operands, the guest's control word and the instruction. What remains is simple,
-//! and done here: TOP, the tags, and the sticky flags. Instructions that only move or free registers need no host at all.
+//! In the usual state, all exceptions are masked and none is pending. The usual instruction finds its registers filled,
+//! or empty if it pushes. Then the host CPU needs no more than the operands, the guest's control word and the
+//! instruction. What remains is simple, and done here: TOP, the tags, and the sticky flags. Instructions that only move
+//! or free registers need no host at all.
 //!
-//! A handler that meets any other state leaves it to the one in the parent module, which is the reference: both leave the same state.
+//! A handler that meets any other state leaves it to the one in the parent module, which is the reference: both
+//! leave the same state.
 //!
 //! | file | idea |
 //! |---|---|
@@ -70,7 +72,8 @@ pub(super) fn lower(opcode: u8, modrm: u8, op: &mut Op) -> Option<Handler> {
                 compare
             }
             (0xd8 | 0xdc | 0xde, 0 | 1 | 4.., _) => {
-                // FADDP ST(1), ST(0) and the like: one register remains. The three opcodes agree in what they subtract from what.
+                // FADDP ST(1), ST(0) and the like: one register remains. The three opcodes agree in what
+                // they subtract from what.
                 plan.stub = stub(0xde, 0xc1 | reg << 3);
                 if opcode != 0xd8 {
                     plan.destination = i;

@@ -40,7 +40,8 @@ fn code_at_one_offset_of_two_segments_is_told_apart() {
             0x110,
             b"\x9a\x10\x01\x03\x20\x43\xeb\x00\xe2\xf6\xf4",
         );
-        // The same addresses, in other code: add dx,3; jmp short to an instruction whose address the first one has, too; retf
+        // The same addresses, in other code: add dx,3; jmp short to an instruction whose address the
+        // first one has, too; retf
         write(
             &guest,
             SECOND,

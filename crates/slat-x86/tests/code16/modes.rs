@@ -36,7 +36,8 @@ impl Mode {
     }
 }
 
-/// Paragraphs and addresses of random segments begin here, and there are so many bytes of them. Tables and handlers are elsewhere.
+/// Paragraphs and addresses of random segments begin here, and there are so many bytes of them. Tables and
+/// handlers are elsewhere.
 const FIRST: u64 = 0x1_0000;
 const BYTES: u64 = 0x3_0000;
 /// The handlers of exceptions in real mode: a HLT for each vector.

@@ -65,8 +65,8 @@ impl Program<'_> {
         self.ip + self.code.len() as u64
     }
 
-    /// Appends an operand-size prefix, or an address-size prefix, in one of four cases. Returns the size that the next instruction has
-    /// then, in bytes.
+    /// Appends an operand-size prefix, or an address-size prefix, in one of four cases. Returns the size that the next
+    /// instruction has then, in bytes.
     fn sized(&mut self, prefix: u8) -> usize {
         let other = self.random.below(4) == 0;
         if other {
@@ -79,8 +79,8 @@ impl Program<'_> {
         self.emit(&value.to_le_bytes()[..bytes]);
     }
 
-    /// Appends a part of the program, in which others may be nested up to `depth` times. Parts of loops and of functions do not change CX
-    /// and SP.
+    /// Appends a part of the program, in which others may be nested up to `depth` times. Parts of loops and of
+    /// functions do not change CX and SP.
     fn part(&mut self, depth: u32) {
         match self.random.below(12) {
             0 if depth > 0 => self.counted(Self::repeat),

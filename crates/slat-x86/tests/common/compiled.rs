@@ -1,5 +1,5 @@
-//! The tests on compiled code: all of them run with `SLAT_TEST_COMPILED=1`, too, and with `SLAT_TEST_COMPILED=baseline` on the
-//! baseline tier's.
+//! The tests on compiled code: all of them run with `SLAT_TEST_COMPILED=1`, too, and with `SLAT_TEST_COMPILED=baseline`
+//! on the baseline tier's.
 #![allow(dead_code)]
 
 use slat_x86::Cpu;

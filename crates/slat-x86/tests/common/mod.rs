@@ -411,8 +411,8 @@ impl Guest {
         guest
     }
 
-    /// Like [`Self::with_memory`], but for a test that compares compiled code with the interpreter: nothing is compiled that the test does
-    /// not have compiled.
+    /// Like [`Self::with_memory`], but for a test that compares compiled code with the interpreter: nothing is compiled
+    /// that the test does not have compiled.
     pub fn interpreted(memory: Arc<Memory>, code: &[u8]) -> Self {
         memory.write(CODE, code);
         // Null, kernel code and data, user data and code (in SYSRET's order), TSS.

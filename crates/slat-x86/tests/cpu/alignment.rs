@@ -93,7 +93,8 @@ fn nobody_else_has_to_align() {
 /// Checks begin with POPF and end with it, in a loop that is executed often enough to be compiled.
 #[test]
 fn popf_turns_them_on_and_off() {
-    // mov ecx, 5000; l: mov rax, [rsi]; add [rsi], rax; dec ecx; jnz l; pushfq; or dword [rsp], 1 << 18; popfq; mov rax, [rsi]
+    // mov ecx, 5000; l: mov rax, [rsi]; add [rsi], rax; dec ecx; jnz l; pushfq; or dword [rsp], 1 << 18;
+    // popfq; mov rax, [rsi]
     let code = b"\xb9\x88\x13\0\0\x48\x8b\x06\x48\x01\x06\xff\xc9\x75\xf6\x9c\x81\x0c\x24\0\0\x04\0\x9d\x48\x8b\x06";
     let mut guest = user(code, 1);
     guest.cpu.state.rflags &= !flags::AC;

@@ -5,7 +5,8 @@ use slat_x86::*;
 
 #[test]
 fn arithmetic_flags_of_add_sub_inc_and_shifts() {
-    // mov al,0x7f; add al,1; pushf; mov al,0; sub al,1; pushf; stc; inc al; pushf; mov eax,0x80000001; shl eax,1; pushf; hlt
+    // mov al,0x7f; add al,1; pushf; mov al,0; sub al,1; pushf; stc; inc al; pushf; mov eax,0x80000001;
+    // shl eax,1; pushf; hlt
     let code = b"\xb0\x7f\x04\x01\x9c\xb0\x00\x2c\x01\x9c\xf9\xfe\xc0\x9c\xb8\x01\x00\x00\x80\xd1\xe0\x9c\xf4";
     let mut guest = Guest::new(code);
     guest.halt();
@@ -20,7 +21,8 @@ fn arithmetic_flags_of_add_sub_inc_and_shifts() {
     assert_eq!(arithmetic(0), 0x801, "0x80000001 << 1: CF OF");
 }
 
-/// A block that begins with ADCX leaves the flags of the block before alone, AF among them, which the oracle's programs do not compare.
+/// A block that begins with ADCX leaves the flags of the block before alone, AF among them, which the oracle's
+/// programs do not compare.
 #[test]
 fn a_chain_of_sums_leaves_the_other_flags_alone() {
     // mov ecx,18; cmp ecx,ecx; jmp again; again: adcx eax,ebx; pushf; dec ecx; jne again; hlt

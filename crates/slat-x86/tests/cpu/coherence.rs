@@ -72,8 +72,8 @@ fn a_cpu_leaves_its_endless_loop_when_another_one_patches_it() {
 
 #[test]
 fn a_cpu_that_begins_to_run_later_has_its_stores_seen() {
-    // The second CPU stores to the page, which enters it into its TLB. It stops. The first CPU decodes the page. Then the second CPU
-    // runs again, and stores to it.
+    // The second CPU stores to the page, which enters it into its TLB. It stops. The first CPU decodes the page. Then
+    // the second CPU runs again, and stores to it.
     let check = |guest: &dyn Fn(Arc<Memory>, &[u8]) -> Guest, run: fn(&mut Guest)| {
         let memory = memory();
         let first = guest(memory.clone(), b"\xeb\xfe\xf4");
@@ -102,7 +102,8 @@ fn values_that_another_cpu_patches_into_code_are_seen_in_their_order() {
     const LAST: u32 = 20_000;
     both(|guest| {
         let memory = memory();
-        // again: mov eax,0 (the immediate is aligned); cmp eax,ebx; jb bad; mov ebx,eax; cmp eax,ecx; jne again; hlt; bad: ud2
+        // again: mov eax,0 (the immediate is aligned); cmp eax,ebx; jb bad; mov ebx,eax; cmp eax,ecx; jne
+        // again; hlt; bad: ud2
         let code = b"\x90\x90\x90\xb8\0\0\0\0\x39\xd8\x72\x07\x89\xc3\x39\xc8\x75\xf1\xf4\x0f\x0b";
         let mut first = guest(memory.clone(), code);
         first.cpu.state.gpr[RCX] = LAST.into();
@@ -119,12 +120,12 @@ fn values_that_another_cpu_patches_into_code_are_seen_in_their_order() {
 
 #[test]
 fn a_breakpoint_is_patched_over_as_kernels_do_it() {
-    // Linux's text_poke: INT3 over the first byte, the other bytes, the first byte, and after each step all CPUs serialise. Here the
-    // first CPU serialises in each turn (CPUID), and the second waits for some turns.
+    // Linux's text_poke: INT3 over the first byte, the other bytes, the first byte, and after each step all CPUs
+    // serialise. Here the first CPU serialises in each turn (CPUID), and the second waits for some turns.
     both(|guest| {
         let memory = memory();
-        // again: inc qword [rsi]; xor eax,eax; cpuid; call target; cmp edx,0x11111111; je fine; cmp edx,0x22222222; jne bad;
-        // fine: cmp dword [rsi+8],0; je again; hlt; bad: ud2; target: mov edx,0x11111111; ret
+        // again: inc qword [rsi]; xor eax,eax; cpuid; call target; cmp edx,0x11111111; je fine; cmp edx,0x22222222; jne
+        // bad; fine: cmp dword [rsi+8],0; je again; hlt; bad: ud2; target: mov edx,0x11111111; ret
         let code = b"\x48\xff\x06\x31\xc0\x0f\xa2\xe8\x1b\0\0\0\x81\xfa\x11\x11\x11\x11\x74\x08\x81\xfa\x22\x22\x22\x22\x75\x07\
             \x83\x7e\x08\x00\x74\xde\xf4\x0f\x0b\x90\x90\xba\x11\x11\x11\x11\xc3";
         let mut first = guest(memory.clone(), code);

@@ -1,4 +1,5 @@
-//! Completion of an instruction whose data the caller has provided: what has changed meanwhile, and what it does besides.
+//! Completion of an instruction whose data the caller has provided: what has changed meanwhile, and
+//! what it does besides.
 
 use crate::common::*;
 use slat_x86::state::flags;
@@ -6,8 +7,8 @@ use slat_x86::*;
 use std::sync::atomic::Ordering;
 
 impl Guest {
-    /// Completes the last exit, and executes nothing else. An instruction that is not completed once and for all ends this by
-    /// [`Exit::Attention`].
+    /// Completes the last exit, and executes nothing else. An instruction that is not completed once and for all ends
+    /// this by [`Exit::Attention`].
     pub fn complete(&mut self) -> Option<Exit> {
         self.attention.store(1, Ordering::Relaxed);
         let exit = self.cpu.complete(&mut self.machine, &self.attention);

@@ -410,7 +410,8 @@ fn watched_stacks_do_not_stop_the_delivery_of_events() {
     assert_eq!(log(&guest), [(at, NONE | 1, false)]);
 }
 
-/// A breakpoint on the stack of #DB's own handler, which begins anew with each delivery: no instruction is executed any more.
+/// A breakpoint on the stack of #DB's own handler, which begins anew with each delivery: no instruction
+/// is executed any more.
 fn endless() -> Guest {
     // mov [rsi],eax; hlt
     let mut guest = Guest::new(b"\x89\x06\xf4");
@@ -437,7 +438,8 @@ fn deliveries_without_an_instruction_end_the_run_after_the_notify_window() {
     // Without the breakpoint it goes on.
     guest.cpu.state.dr7 = 0x400;
     guest.halt();
-    // Many exceptions with instructions between them are progress. ud2, whose handler comes back: dec ecx; jz +2; iretq; hlt
+    // Many exceptions with instructions between them are progress. ud2, whose handler comes back: dec
+    // ecx; jz +2; iretq; hlt
     let mut guest = Guest::new(b"\x0f\x0b");
     let handler = HANDLERS + 16 * u64::from(vector::UD);
     guest

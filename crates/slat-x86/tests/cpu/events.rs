@@ -171,7 +171,8 @@ fn an_nmi_waits_for_the_instruction_after_sti() {
     assert_eq!(guest.stack(0), CODE + 1);
 }
 
-/// An interrupt that is acknowledged is delivered whatever IF says, so it has to come before an NMI, not into its handler.
+/// An interrupt that is acknowledged is delivered whatever IF says, so it has to come before an NMI,
+/// not into its handler.
 #[test]
 fn an_nmi_comes_after_an_acknowledged_interrupt_and_holds_back_another() {
     let mut guest = Guest::new(b"\x90\xf4");
@@ -362,7 +363,8 @@ fn a_hypercall_that_the_machine_does_not_answer_is_finished_from_outside() {
     assert_eq!(guest.machine.hypercalls.len(), 1);
 }
 
-/// RDMSR of an unknown MSR, of one that the CPU holds, and WRMSR of that with a value it refuses: all answered from outside.
+/// RDMSR of an unknown MSR, of one that the CPU holds, and WRMSR of that with a value it refuses: all
+/// answered from outside.
 #[test]
 fn refused_msrs_are_finished_from_outside() {
     const FS_BASE: u32 = 0xc000_0100;

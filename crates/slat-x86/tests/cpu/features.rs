@@ -1,4 +1,5 @@
-//! What exists only if the CPU's features have it: XSAVE, protection keys, and control bits; and PAE's latched pointers.
+//! What exists only if the CPU's features have it: XSAVE, protection keys, and control bits; and
+//! PAE's latched pointers.
 
 use crate::common::*;
 use slat_x86::state::{control, xcr0};

@@ -1,5 +1,5 @@
-//! What surrounds SSE and x87 instructions: when they are not available, how their exceptions come, what a fault leaves.
-//! (What they compute is the oracle's business.)
+//! What surrounds SSE and x87 instructions: when they are not available, how their exceptions come, what a fault
+//! leaves. (What they compute is the oracle's business.)
 
 use crate::common::*;
 use slat_x86::state::control::{CR0_EM, CR0_NE, CR0_TS, CR4_OSFXSR, CR4_OSXMMEXCPT};

@@ -176,7 +176,8 @@ fn other_instructions_and_the_client_invalidate_nothing() {
     assert_eq!(guest.machine.flushes, []);
 }
 
-/// The linear pages whose translations are watched: one with data, one with code. They were mapped to [`OLD`], then to [`NEW`].
+/// The linear pages whose translations are watched: one with data, one with code. They were mapped to
+/// [`OLD`], then to [`NEW`].
 const PAGES: [u64; 2] = [DATA, DATA + 0x1000];
 const OLD: [u64; 2] = [0x3_0000, 0x3_1000];
 const NEW: [u64; 2] = [0x3_2000, 0x3_3000];

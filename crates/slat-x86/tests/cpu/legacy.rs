@@ -1,4 +1,5 @@
-//! Instructions that 64-bit mode does not have, in compatibility mode; and those that are #UD or nothing without a feature.
+//! Instructions that 64-bit mode does not have, in compatibility mode; and those that are #UD or
+//! nothing without a feature.
 
 use crate::common::*;
 use slat_x86::*;

@@ -1,4 +1,5 @@
-//! What guests and clients see of the CPU, idea by idea. One program: to link one for each takes longer than to run them.
+//! What guests and clients see of the CPU, idea by idea. One program: to link one for each takes
+//! longer than to run them.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,5 +1,5 @@
-//! One page of code at several linear addresses: mapped twice, or copied. Compiled code that is the same for all of them does at each what
-//! the interpreter does there.
+//! One page of code at several linear addresses: mapped twice, or copied. Compiled code that is the same for all of
+//! them does at each what the interpreter does there.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
@@ -143,7 +143,8 @@ impl Copies {
     }
 }
 
-/// Runs a test by the interpreter, and by both tiers, which see the same. The baseline tier has to take code from another copy so often.
+/// Runs a test by the interpreter, and by both tiers, which see the same. The baseline tier has to take code from
+/// another copy so often.
 fn same(codes: &[Code], shared: u64, run: impl Fn(&mut Copies)) {
     let [interpreted, others @ ..] = BY.map(|tier| {
         let mut copies = Copies::new(tier, codes);

@@ -1,5 +1,5 @@
-//! Every memory operand of compiled code fails in turn: the compiled CPU then is where the interpreter is, with the same registers,
-//! flags and memory.
+//! Every memory operand of compiled code fails in turn: the compiled CPU then is where the interpreter is, with the
+//! same registers, flags and memory.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
@@ -11,7 +11,8 @@ const PAGES: u64 = 4;
 const BASES: [usize; PAGES as usize] = [RBX, RSI, RDI, RBP];
 const CASES: u64 = if cfg!(debug_assertions) { 30 } else { 400 };
 
-/// Instructions with a memory operand: prefix, opcode, the middle bits of ModRM or a register (8), bytes of an immediate.
+/// Instructions with a memory operand: prefix, opcode, the middle bits of ModRM or a register (8),
+/// bytes of an immediate.
 const FORMS: [(&[u8], &[u8], u8, usize); 54] = [
     (&[], &[0x8a], 8, 0),
     (&[], &[0x8b], 8, 0),
@@ -174,7 +175,8 @@ fn run(code: &[u8], failing: Option<(u64, Failure)>, at: u64, is_compiled: bool)
     if is_compiled {
         compiled::always(&mut guest.cpu);
     }
-    // No two pages follow one another in the host's memory, too: what an access finds beyond the end of a page is another one's.
+    // No two pages follow one another in the host's memory, too: what an access finds beyond the end of a
+    // page is another one's.
     for page in 0..2 * PAGES {
         let (linear, elsewhere) = ((DATA >> 12) + page, (DATA >> 12) + (3 * page) % (2 * PAGES));
         guest.machine.moved.insert(linear, elsewhere);

@@ -87,7 +87,8 @@ fn its_own_stores_to_the_other_page_are_executed() {
     program.run(0, 3);
     program.returns(0);
     assert_eq!(program.run(0, 100), 99 * 100 / 2);
-    // Near an address to which the path has stored before: mov [rdi],cl; CALL; add ebx,eax; mov [rdi-0x7f],cl; dec ecx; jne; hlt
+    // Near an address to which the path has stored before: mov [rdi],cl; CALL; add ebx,eax; mov
+    // [rdi-0x7f],cl; dec ecx; jne; hlt
     let after = b"\x01\xc3\x88\x4f\x81\xff\xc9\x75\xf0\xf4";
     let mut program = Program::new(3, b"\x88\x0f", after);
     program.guest.cpu.state.gpr[RDI] = program.callee + 0x80;

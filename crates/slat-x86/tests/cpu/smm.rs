@@ -40,7 +40,8 @@ fn an_smi_is_taken_between_instructions() {
     assert_eq!(guest.stack(0), CODE);
 }
 
-/// What an earlier instruction has begun comes first: the data of its access, its exception, an interrupt that was acknowledged.
+/// What an earlier instruction has begun comes first: the data of its access, its exception, an interrupt
+/// that was acknowledged.
 #[test]
 fn an_smi_waits_for_what_has_begun() {
     // out 0x10, al; hlt

@@ -1,5 +1,5 @@
-//! Repeated string instructions: many elements at once must leave what one after the other leaves. With a data watchpoint set, even
-//! one elsewhere, the CPU executes them one by one.
+//! Repeated string instructions: many elements at once must leave what one after the other leaves. With a data
+//! watchpoint set, even one elsewhere, the CPU executes them one by one.
 
 use crate::common::*;
 

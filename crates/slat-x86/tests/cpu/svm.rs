@@ -1,4 +1,5 @@
-//! Nested virtualization by SVM: VMRUN and #VMEXIT, the checks of VMRUN; and hypervisors that know nothing of what they do.
+//! Nested virtualization by SVM: VMRUN and #VMEXIT, the checks of VMRUN; and hypervisors that know
+//! nothing of what they do.
 
 mod events;
 mod intercepts;

@@ -1,6 +1,6 @@
-//! Random accesses, changes of the guest's tables and invalidations, against a plain model of what a TLB may hold: every translation
-//! that the CPU uses was that of the tables at some moment since the last flush that covers it (SDM volume 3, "Caching Translation
-//! Information").
+//! Random accesses, changes of the guest's tables and invalidations, against a plain model of what a TLB may hold:
+//! every translation that the CPU uses was that of the tables at some moment since the last flush that covers it (SDM
+//! volume 3, "Caching Translation Information").
 
 use crate::common::*;
 use slat_x86::state::control;

@@ -13,8 +13,8 @@ fn guest(code: &[u8], at: u64, tracked: &[u64]) -> Guest {
     guest
 }
 
-/// Address and length of each store that the machine was told of. Each was told with its bytes in memory (no byte is stored
-/// twice with different values), and before anything but the store itself was translated.
+/// Address and length of each store that the machine was told of. Each was told with its bytes in memory (no byte is
+/// stored twice with different values), and before anything but the store itself was translated.
 fn told(guest: &Guest) -> Vec<(u64, usize)> {
     for stored in &guest.machine.stores {
         for (at, byte) in (stored.gpa..).zip(&stored.bytes) {

@@ -1,5 +1,5 @@
-//! Each memory access of compiled code fails in turn, in each way in which an access can fail, and the interpreter says what happens
-//! then: registers, flags, memory, the exits and what they say must be the same.
+//! Each memory access of compiled code fails in turn, in each way in which an access can fail, and the interpreter says
+//! what happens then: registers, flags, memory, the exits and what they say must be the same.
 //!
 //! `SLAT_TEST_ROUNDS=1000` tries more programs, `SLAT_TEST_SEED=7` others.
 #![cfg(feature = "jit")]

@@ -1,5 +1,5 @@
-//! Random code with a memory operand of its own page, or two, in almost every instruction: a loop, with branches over parts of it or
-//! without any.
+//! Random code with a memory operand of its own page, or two, in almost every instruction: a loop, with branches over
+//! parts of it or without any.
 
 use crate::common::*;
 
@@ -13,7 +13,8 @@ const OTHER: u64 = CODE + 0x1000;
 /// R12 is an index register of this value.
 const INDEX: u64 = 8;
 const FS_BASE: u64 = 0x40;
-/// Registers that the code computes with: all but RSP, RBP (which points to the slots), R12, R14 (what is added to RBP) and R15 (rounds).
+/// Registers that the code computes with: all but RSP, RBP (which points to the slots), R12, R14 (what is added to
+/// RBP) and R15 (rounds).
 const FREE: &[u8] = &[0, 1, 2, 3, 6, 7, 8, 9, 10, 11, 13];
 
 /// The register field of an instruction's ModR/M byte.
@@ -30,8 +31,8 @@ enum Field {
 }
 use Field::*;
 
-/// An instruction with a memory operand: legacy prefixes, REX.W, opcode, register field, bytes of immediate, whether the operand has
-/// to be aligned.
+/// An instruction with a memory operand: legacy prefixes, REX.W, opcode, register field, bytes of immediate, whether
+/// the operand has to be aligned.
 type Form = (&'static [u8], bool, &'static [u8], Field, usize, bool);
 
 #[rustfmt::skip]
@@ -92,7 +93,8 @@ pub struct Program {
 }
 
 impl Program {
-    /// `is_single`: a single block, which compiled code executes otherwise: its registers stay in values from round to round.
+    /// `is_single`: a single block, which compiled code executes otherwise: its registers stay in values
+    /// from round to round.
     pub fn random(random: &mut Random, is_single: bool) -> Self {
         let mut program = Self {
             code: vec![],
@@ -161,7 +163,8 @@ impl Program {
         self.slots * SLOT
     }
 
-    /// Makes a guest start at the beginning, with the same registers each time. `rounds`: of the loop, on the first iteration's slots.
+    /// Makes a guest start at the beginning, with the same registers each time. `rounds`: of the loop, on the
+    /// first iteration's slots.
     pub fn start(&self, state: &mut slat_x86::State, rounds: Option<u64>) {
         let mut random = Random(5);
         state.gpr = std::array::from_fn(|_| random.next());

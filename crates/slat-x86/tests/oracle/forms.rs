@@ -58,7 +58,8 @@ impl Case {
     }
 }
 
-/// Returns operands of memory: a part of a supply that is made once, which would be most of a case's time, with a few new ones.
+/// Returns operands of memory: a part of a supply that is made once, which would be most of a case's time,
+/// with a few new ones.
 fn random_bytes(len: usize, rng: &mut Rng) -> Vec<u8> {
     const OPERAND: usize = 16;
     const SUPPLY: usize = 1 << 20;

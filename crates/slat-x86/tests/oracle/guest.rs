@@ -1,5 +1,6 @@
-//! Runs the same bytes on the software CPU, in 64-bit mode with memory at the host's own addresses. They are followed by HLT; every
-//! exception vector leads to a HLT of its own. Things may happen beside them which they must not notice ([`Beside`]).
+//! Runs the same bytes on the software CPU, in 64-bit mode with memory at the host's own addresses. They are
+//! followed by HLT; every exception vector leads to a HLT of its own. Things may happen beside them which they must
+//! not notice ([`Beside`]).
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -39,8 +40,8 @@ pub enum Beside {
     Kicks,
     /// Every few microseconds an interrupt, whose handler returns.
     Interrupts,
-    /// Every few microseconds all pages may be written no more: the next store to each has to be translated again, as after a look at
-    /// a dirty log.
+    /// Every few microseconds all pages may be written no more: the next store to each has to be translated again, as
+    /// after a look at a dirty log.
     Protection,
     /// A debugger stops after each instruction.
     Steps,

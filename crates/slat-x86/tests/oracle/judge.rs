@@ -267,8 +267,8 @@ pub fn undefined_flags(instruction: &Instruction) -> u32 {
     instruction.rflags_undefined() | overflow
 }
 
-/// The arithmetic flags and DF, without those that the instruction leaves undefined. A fault leaves all as they were, unless it is in
-/// the middle of a program.
+/// The arithmetic flags and DF, without those that the instruction leaves undefined. A fault leaves all as they were,
+/// unless it is in the middle of a program.
 fn compared_flags(case: &Case, fault: bool) -> u64 {
     const ALL: u64 = 0xcd5;
     if fault && case.program_at.is_none() {

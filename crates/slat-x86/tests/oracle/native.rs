@@ -146,8 +146,8 @@ unsafe extern "C" {
 }
 
 pub const PAGE: usize = 4096;
-/// Two pages of code, two of data, a page nobody may touch, two pages of stack: all below 2 GiB, so that 32-bit addresses
-/// and RIP-relative operands reach them.
+/// Two pages of code, two of data, a page nobody may touch, two pages of stack: all below 2 GiB, so that 32-bit
+/// addresses and RIP-relative operands reach them.
 pub const CODE_LEN: usize = 2 * PAGE;
 pub const DATA: usize = CODE_LEN;
 pub const DATA_LEN: usize = 2 * PAGE;

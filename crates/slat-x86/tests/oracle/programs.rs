@@ -1,9 +1,9 @@
-//! Whole programs: loops, calls, strings, vectors, code that changes itself; accesses and code in two pages. What compilers of blocks and
-//! regions do beyond single instructions shows here only: values that are kept across branches, state that is restored when a loop
-//! is left, code that is translated again.
+//! Whole programs: loops, calls, strings, vectors, code that changes itself; accesses and code in two pages. What
+//! compilers of blocks and regions do beyond single instructions shows here only: values that are kept across branches,
+//! state that is restored when a loop is left, code that is translated again.
 //!
-//! A program always ends: its loops count in memory that nothing else writes, its other branches lead forwards, its functions call
-//! none. It may end early by a fault, which both CPUs must take at the same instruction.
+//! A program always ends: its loops count in memory that nothing else writes, its other branches lead forwards, its
+//! functions call none. It may end early by a fault, which both CPUs must take at the same instruction.
 
 use iced_x86::{
     BlockEncoder, BlockEncoderOptions, Code, Instruction, InstructionBlock, MemoryOperand,
@@ -176,8 +176,8 @@ impl Program<'_> {
         Some(instruction)
     }
 
-    /// Sums that pass CF or OF on, as those of large numbers do, and a look at a flag: at the beginning of a loop they find flags of the
-    /// turn before.
+    /// Sums that pass CF or OF on, as those of large numbers do, and a look at a flag: at the beginning of a loop they
+    /// find flags of the turn before.
     fn chain(&mut self) {
         const SUMS: [Code; 6] = [
             Code::Adcx_r64_rm64,
@@ -349,8 +349,8 @@ impl Program<'_> {
         self.define_flags();
     }
 
-    /// Sets all flags: cmp eax, ecx. All but AF, which nothing asks for: AND and its like leave it undefined, and what follows them is to
-    /// see their other flags.
+    /// Sets all flags: cmp eax, ecx. All but AF, which nothing asks for: AND and its like leave it undefined, and what
+    /// follows them is to see their other flags.
     fn define_flags(&mut self) {
         self.bytes(&[0x39, 0xc8]);
     }

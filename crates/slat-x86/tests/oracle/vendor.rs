@@ -1,9 +1,9 @@
-//! Where AMD's CPUs do something else than Intel's. The software CPU does what Intel's do, whichever vendor its guest is
-//! told; on an AMD host the judge has to know what the host does instead.
+//! Where AMD's CPUs do something else than Intel's. The software CPU does what Intel's do, whichever vendor its guest
+//! is told; on an AMD host the judge has to know what the host does instead.
 //!
-//! A rule takes the software CPU's result, checks that it is what the rule says of Intel's CPUs, and rewrites it to what
-//! the rule says of AMD's. The judge compares the rewritten result with the host's like any other, so that a difference
-//! that is not in the rule is still found.
+//! A rule takes the software CPU's result, checks that it is what the rule says of Intel's CPUs, and rewrites it to
+//! what the rule says of AMD's. The judge compares the rewritten result with the host's like any other, so that a
+//! difference that is not in the rule is still found.
 //!
 //! APM: AMD64 Architecture Programmer's Manual. SDM: Intel 64 and IA-32 Architectures Software Developer's Manual.
 
@@ -64,18 +64,18 @@ struct Rule {
 const RULES: &[Rule] = &[
     // APM volume 1, section 3.7.9, table "Near Branches in 64-Bit Mode": a prefix can override the operand size to 16
     // bits. It is the number of bits popped, and RIP is truncated to it.
-    // SDM volume 2, appendix A, "Superscripts Utilized in Opcode Tables", f64: prefixes that change the operand size are
-    // ignored in 64-bit mode.
+    // SDM volume 2, appendix A, "Superscripts Utilized in Opcode Tables", f64: prefixes that change the operand size
+    // are ignored in 64-bit mode.
     Rule {
         name: "RET with an operand-size prefix",
         in_sequences: InSequences::Nowhere,
         applies: |instruction, _| matches!(instruction.code(), Code::Retnw | Code::Retnw_imm16),
         rewrite: near_return,
     },
-    // AMD's 3DNow! Technology Manual (21928), "PREFETCH/PREFETCHW", and APM volume 3, "PREFETCH": #UD if the operand is a
-    // register.
-    // SDM volume 2, appendix A, opcode map of 0F 0D (group P): nothing but forms on memory; with a register Intel's CPUs
-    // execute a NOP.
+    // AMD's 3DNow! Technology Manual (21928), "PREFETCH/PREFETCHW", and APM volume 3, "PREFETCH": #UD if the
+    // operand is a register.
+    // SDM volume 2, appendix A, opcode map of 0F 0D (group P): nothing but forms on memory; with a register
+    // Intel's CPUs execute a NOP.
     Rule {
         name: "0F 0D with a register",
         in_sequences: InSequences::Nowhere,
@@ -134,7 +134,8 @@ const RULES: &[Rule] = &[
         applies: |instruction, _| is_x87_store(instruction.mnemonic()),
         rewrite: store_with_exception,
     },
-    // Here, too, AMD's translate the address first: nothing of the exceptions is seen. Intel's set the flags in MXCSR, or raise
+    // Here, too, AMD's translate the address first: nothing of the exceptions is seen. Intel's set the
+    // flags in MXCSR, or raise
     // #XM, and store then. Measured on family 19h.
     Rule {
         name: "VCVTPS2PH to memory that is missing",
@@ -142,8 +143,8 @@ const RULES: &[Rule] = &[
         applies: |instruction, _| instruction.mnemonic() == Mnemonic::Vcvtps2ph,
         rewrite: conversion_not_stored,
     },
-    // SDM volume 2, "VPGATHERDD/VPGATHERQD", operation: before anything is loaded, each element of the mask is filled with its
-    // sign, and what is above 128 bits of shorter operands is cleared.
+    // SDM volume 2, "VPGATHERDD/VPGATHERQD", operation: before anything is loaded, each element of the mask is filled
+    // with its sign, and what is above 128 bits of shorter operands is cleared.
     // AMD's clear the mask's elements up to the one that faults and change no others: measured on family 19h.
     Rule {
         name: "gather whose element faults",
@@ -164,8 +165,8 @@ const RULES: &[Rule] = &[
         },
         rewrite: fxsave_fields,
     },
-    // APM volume 2, section 11.4.4, the images of the environment: the selectors of the last instruction and its operand.
-    // SDM volume 1, section 8.1.8: deprecated, saved as zero.
+    // APM volume 2, section 11.4.4, the images of the environment: the selectors of the last instruction and its
+    // operand. SDM volume 1, section 8.1.8: deprecated, saved as zero.
     Rule {
         name: "FNSAVE, FNSTENV: FCS and FDS",
         in_sequences: InSequences::AtTheEnd,
@@ -176,8 +177,8 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Rewrites `ours` to what an AMD CPU leaves behind after `case`; returns it with the rule's name. `None`: the host is not
-/// AMD's, or no rule says that the vendors differ here.
+/// Rewrites `ours` to what an AMD CPU leaves behind after `case`; returns it with the rule's name. `None`: the host is
+/// not AMD's, or no rule says that the vendors differ here.
 pub fn as_amd(case: &Case, host: &Result, ours: &Result) -> Option<(Result, &'static str)> {
     if !is_amd() {
         return None;

@@ -1,7 +1,7 @@
 //! The same programs on QEMU's own software CPU.
 //!
-//! QEMU starts with a ROM instead of a BIOS: it copies the guest's tables and programs to where [`guest::load`] wants them, goes to
-//! long mode, and jumps to the program with its first registers. That ends with HLT.
+//! QEMU starts with a ROM instead of a BIOS: it copies the guest's tables and programs to where [`guest::load`] wants
+//! them, goes to long mode, and jumps to the program with its first registers. That ends with HLT.
 
 use std::process::Command;
 use std::time::Duration;
@@ -110,8 +110,8 @@ const DIRECTORIES: usize = (DATA as usize >> 30) * PAGE as usize + PAGE as usize
 fn code() -> &'static [u8] {
     let begin = &raw const slat_bench_rom;
     let end = &raw const slat_bench_rom_end;
-    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised constants between
-    // them.
+    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised
+    // constants between them.
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }
 

@@ -1,5 +1,5 @@
-//! A statically linked program of a few instructions, without a C library: `slat run` has to load it, and rewrites its call site. It makes
-//! a VM whose guest writes to a device for ever, enters it, and tells how long that took.
+//! A statically linked program of a few instructions, without a C library: `slat run` has to load it, and rewrites its
+//! call site. It makes a VM whose guest writes to a device for ever, enters it, and tells how long that took.
 
 use std::arch::global_asm;
 use std::fs::File;
@@ -33,7 +33,8 @@ global_asm!(
     "mov edi, 1",
     "mov eax, {exit}",
     "syscall",
-    // Enters the vCPU, whose descriptor is in R12D, as often as RBX says. The call lies in one cache line, or it could not be rewritten.
+    // Enters the vCPU, whose descriptor is in R12D, as often as RBX says. The call lies in one cache line, or it
+    // could not be rewritten.
     ".balign 64, 0xcc",
     "4:",
     "mov edi, r12d",

@@ -1,9 +1,10 @@
-//! The time inside the memory system: the operations of each case, one after the other, on the engine alone ([`crate::bare`]).
-//! A guest access is a fault where it would fault; a change of the host's memory is the invalidation without the change of the
-//! host's own mapping. So the times include neither the guest's instructions nor the host's madvise, refault and zeroing.
+//! The time inside the memory system: the operations of each case, one after the other, on the engine alone
+//! ([`crate::bare`]). A guest access is a fault where it would fault; a change of the host's memory is the invalidation
+//! without the change of the host's own mapping. So the times include neither the guest's instructions nor the host's
+//! madvise, refault and zeroing.
 //!
-//! Three systems do them: slat; the array ([`crate::array`]); and *tables*, which has one memslot for all memory and never
-//! looks one up: the work that the two share, and a lower bound of their time.
+//! Three systems do them: slat; the array ([`crate::array`]); and *tables*, which has one memslot for all memory and
+//! never looks one up: the work that the two share, and a lower bound of their time.
 
 use std::ops::Range;
 use std::sync::Arc;

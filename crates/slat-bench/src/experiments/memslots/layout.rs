@@ -1,5 +1,5 @@
-//! The guest memory of memslot_perf_test: its size in each case, the number of memslots it is cut into, and the part that is
-//! used.
+//! The guest memory of memslot_perf_test: its size in each case, the number of memslots it is cut into, and
+//! the part that is used.
 
 use std::ops::Range;
 
@@ -68,8 +68,8 @@ impl Layout {
         [start..middle, middle..end]
     }
 
-    /// Cuts `range` into pieces of at most `chunk` pages, each within one memslot: the range of one call for host memory, as
-    /// memslots are not contiguous in the host.
+    /// Cuts `range` into pieces of at most `chunk` pages, each within one memslot: the range of one call for host
+    /// memory, as memslots are not contiguous in the host.
     pub(super) fn pieces(
         &self,
         range: Range<u64>,
@@ -95,8 +95,8 @@ impl Layout {
         self.slots - 1
     }
 
-    /// Returns the pages that are written while the slot moves: if it is `active`, half of them are in the slot (all of it, if
-    /// it is smaller).
+    /// Returns the pages that are written while the slot moves: if it is `active`, half of them are in the slot (all of
+    /// it, if it is smaller).
     pub(super) fn written(&self, active: bool) -> Range<u64> {
         let slot = self.slot(self.moved());
         let inside = match active {

@@ -1,7 +1,7 @@
 //! Memslots: looking them up, and changing them.
 //!
-//! Each case of memslot_perf_test is measured twice: the time *inside* the memory system, beside an array ([`mod@inside`]), and the
-//! time that a KVM program waits, beside a real KVM ([`mod@program`]).
+//! Each case of memslot_perf_test is measured twice: the time *inside* the memory system, beside an array
+//! ([`mod@inside`]), and the time that a KVM program waits, beside a real KVM ([`mod@program`]).
 
 mod inside;
 mod layout;
@@ -149,8 +149,8 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         Case::Setup => &[ARRAY, SLAT, DIRECT, SHADOW][..],
         _ => &[ARRAY, SLAT, TABLES, DIRECT, SHADOW],
     };
-    // The addresses of a system's memory, and which cache lines conflict then, are luck that lasts as long as the system: each
-    // has several instances at the same time, so that no two are at one address.
+    // The addresses of a system's memory, and which cache lines conflict then, are luck that lasts as long as the
+    // system: each has several instances at the same time, so that no two are at one address.
     let mut placed = Vec::new();
     for _ in 0..placements {
         let mut slat = Inside::<Slat<Tdp>>::new(layout)?;

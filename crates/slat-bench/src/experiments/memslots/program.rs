@@ -1,5 +1,5 @@
-//! The cases of [`inside`](mod@super::inside) as a KVM program: a guest that runs meanwhile, calls for memslots, and madvise on the
-//! guest's memory. Measures the time that the program waits, on slat and on a real KVM.
+//! The cases of [`inside`](mod@super::inside) as a KVM program: a guest that runs meanwhile, calls for memslots, and
+//! madvise on the guest's memory. Measures the time that the program waits, on slat and on a real KVM.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -29,8 +29,8 @@ fn slot(layout: Layout, memory: &Memory, index: u64) -> Slot<'_> {
     }
 }
 
-/// Returns the pages that are checked. Of memslots that were just created, the last 16 MiB suffice: the guest of a KVM that
-/// interprets needs seconds for all.
+/// Returns the pages that are checked. Of memslots that were just created, the last 16 MiB suffice: the guest of a KVM
+/// that interprets needs seconds for all.
 fn checked(case: Case, layout: &Layout) -> Range<u64> {
     let area = layout.area();
     match case {

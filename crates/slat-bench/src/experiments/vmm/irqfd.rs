@@ -163,9 +163,9 @@ fn samples(mut ticks: Vec<f64>, khz: u32) -> Vec<Sample> {
     ]
 }
 
-/// Signals `times` times and returns the ticks of the time-stamp counter from each signal to the value of `stamp`. The clock
-/// that `stamp` is read from is `ahead` of the host's; the count rises after the stamp. Sleeps while it waits: the processor is
-/// free for the threads that deliver the signal.
+/// Signals `times` times and returns the ticks of the time-stamp counter from each signal to the value of `stamp`. The
+/// clock that `stamp` is read from is `ahead` of the host's; the count rises after the stamp. Sleeps while it waits:
+/// the processor is free for the threads that deliver the signal.
 fn signal(
     event: &EventFd,
     count: &AtomicU64,
@@ -191,9 +191,9 @@ fn signal(
         .collect()
 }
 
-/// Measures how many ticks the guest's time-stamp counter is ahead of the host's. Reads the guest's from memory, to which the
-/// guest writes it all the time: of many comparisons, the one with the youngest value counts. The result may be too small by
-/// the age of that value; latencies are then too long by as much, some dozen nanoseconds.
+/// Measures how many ticks the guest's time-stamp counter is ahead of the host's. Reads the guest's from memory, to
+/// which the guest writes it all the time: of many comparisons, the one with the youngest value counts. The result may
+/// be too small by the age of that value; latencies are then too long by as much, some dozen nanoseconds.
 fn compare_clocks(words: &Words<'_>) -> Result<u64, Failure> {
     wait_until(|| words.clock.load(SeqCst) != 0)?;
     let first = words.clock.load(SeqCst).wrapping_sub(host_clock());

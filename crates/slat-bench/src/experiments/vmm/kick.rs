@@ -118,7 +118,8 @@ fn kick(
     )])
 }
 
-/// Waits for `event`, as a device's thread does, and reads it, until `stop` is signalled. Returns the number of signals.
+/// Waits for `event`, as a device's thread does, and reads it, until `stop` is signalled. Returns
+/// the number of signals.
 fn read_until(event: &EventFd, stop: &EventFd) -> Result<u64, Failure> {
     let wait = |fd: &EventFd| libc::pollfd {
         fd: fd.as_raw_fd(),

@@ -60,17 +60,17 @@ impl Histogram {
         })
     }
 
-    /// Returns the time that a call would not exceed at `share` of all moments at which it may begin, if the calls followed
-    /// each other without a gap; `None` without a call.
+    /// Returns the time that a call would not exceed at `share` of all moments at which it may begin, if the calls
+    /// followed each other without a gap; `None` without a call.
     ///
-    /// A call of a second among a thousand calls of a millisecond is one call in a thousand, but half of the moments are in
-    /// that call: a caller who arrives then waits until it ends.
+    /// A call of a second among a thousand calls of a millisecond is one call in a thousand, but half of the moments
+    /// are in that call: a caller who arrives then waits until it ends.
     pub(super) fn quantile_of_moments(&self, share: f64) -> Option<Duration> {
         let steps: Vec<_> = self.steps().collect();
         let all: f64 = steps.iter().map(|(time, n)| *time as f64 * *n as f64).sum();
         let exceeding = (1.0 - share) * all;
-        // The moments from which a caller waits longer than `wait` are all in calls longer than that: the sum of their times,
-        // less `wait` for each. From the longest call on, until that is `exceeding`.
+        // The moments from which a caller waits longer than `wait` are all in calls longer than that: the sum of their
+        // times, less `wait` for each. From the longest call on, until that is `exceeding`.
         let (mut calls, mut sum) = (0.0, 0.0);
         let mut shorter = steps.iter().rev().skip(1);
         for (time, count) in steps.iter().rev() {

@@ -137,8 +137,8 @@ struct Runs {
     waits: Histogram,
 }
 
-/// Returns also whether other programs ran on the processors in every run. If there are runs without other programs, those
-/// alone count.
+/// Returns also whether other programs ran on the processors in every run. If there are runs without other
+/// programs, those alone count.
 fn beside(
     subject: &mut Subject,
     calls: Unrelated,
@@ -189,8 +189,8 @@ fn compare(report: &Report) -> Vec<Line> {
             lines.extend(Line::of(report, NAME, &case, PER_PAGE, ALONE));
             lines.extend([CALLS, P50, P99].into_iter().filter_map(metric));
             let (p999, max) = (metric(P999), metric(MAX));
-            // Calls that end while the operation does not run would make its waits rare among all calls, but not among all
-            // moments.
+            // Calls that end while the operation does not run would make its waits rare among all calls, but
+            // not among all moments.
             let within = |line: &Line| line.after.1 <= ASKED;
             let asked = |line: Line| match operation {
                 Operation::Nothing => line,
@@ -207,8 +207,8 @@ fn compare(report: &Report) -> Vec<Line> {
     lines
 }
 
-/// Compares the longest wait: a call that had to wait for the whole operation took as long as the operation, and one that the
-/// machine held up may do so without an operation, too.
+/// Compares the longest wait: a call that had to wait for the whole operation took as long as the operation, and one
+/// that the machine held up may do so without an operation, too.
 fn longest(report: &Report, calls: &str, case: &str) -> String {
     let value = |case: &str, metric| report.value(NAME, case, SLAT, metric);
     let time = |case: &str, metric| {

@@ -71,13 +71,13 @@ pub(super) struct Beside<R> {
     pub(super) result: R,
     /// How long it took.
     pub(super) time: Duration,
-    /// Time in which other programs had the processor of one of the threads. The threads do not sleep, so it is the time beyond
-    /// their processor time.
+    /// Time in which other programs had the processor of one of the threads. The threads do not sleep, so it is the
+    /// time beyond their processor time.
     pub(super) lost: Duration,
 }
 
-/// Runs `operation` while another thread makes `calls`. Records in `waits` the times of the calls that were in progress while
-/// the operation was.
+/// Runs `operation` while another thread makes `calls`. Records in `waits` the times of the calls that were in progress
+/// while the operation was.
 ///
 /// # Errors
 /// The calls'.

@@ -1,7 +1,7 @@
 //! The rules of SET requests, one by one: which values of a field KVM accepts.
 //!
-//! The last field of an entry says why the host's kernel may answer otherwise: another version, or another processor than the one
-//! that slat offers.
+//! The last field of an entry says why the host's kernel may answer otherwise: another version, or another processor
+//! than the one that slat offers.
 
 mod msrs;
 mod registers;
@@ -67,7 +67,8 @@ const fn of_struct<T>(set: u32, get: u32, words: &'static str) -> Rule {
 const LME: u64 = 1 << 8;
 const LMA: u64 = 1 << 10;
 const NXE: u64 = 1 << 11;
-/// EFER: nested guests of AMD's CPUs. (The bits of their fast FXSAVE and automatic IBRS depend on the host's processor.)
+/// EFER: nested guests of AMD's CPUs. (The bits of their fast FXSAVE and automatic IBRS depend on
+/// the host's processor.)
 const SVME: u64 = 1 << 12;
 
 // Why a host's kernel answers otherwise.
@@ -106,8 +107,8 @@ pub fn all() -> impl Iterator<Item = &'static Rule> {
         .flatten()
 }
 
-/// Sets a field in the argument of a request to a value at the edge of one of the request's rules. Does nothing if it has none, or
-/// the argument is too short.
+/// Sets a field in the argument of a request to a value at the edge of one of the request's rules. Does nothing if it
+/// has none, or the argument is too short.
 pub fn to_an_edge(rng: &mut Rng, request: u32, bytes: &mut [u8]) {
     let in_struct = |rule: &&Rule| {
         let is_struct = matches!(rule.argument, Argument::Read(..) | Argument::Zeros(_));

@@ -86,8 +86,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Decides how a block begins: with all values where they are, and its parameters, with values that the branch gives it, where there
-    /// is room.
+    /// Decides how a block begins: with all values where they are, and its parameters, with values that the branch
+    /// gives it, where there is room.
     fn decide(
         &mut self,
         position: u32,

@@ -126,8 +126,8 @@ impl Assembler {
         self.code.extend_from_slice(bytes);
     }
 
-    /// Encodes an instruction: `prefix` (0: none), `opcode` (after 0F if it is above FF), `reg` (a register, or a part of the opcode) and
-    /// `place`.
+    /// Encodes an instruction: `prefix` (0: none), `opcode` (after 0F if it is above FF), `reg` (a register, or a part
+    /// of the opcode) and `place`.
     fn instruction(
         &mut self,
         size: u8,

@@ -14,8 +14,9 @@ pub(super) struct Addition {
 }
 
 impl Generator<'_> {
-    /// Whether an instruction is made together with the one that uses its result, alone: a comparison with a branch at the end of the
-    /// block or a selection after it, a load with a comparison after it, or a sum with an access after it.
+    /// Whether an instruction is made together with the one that uses its result, alone: a comparison with a
+    /// branch at the end of the block or a selection after it, a load with a comparison after it, or a sum
+    /// with an access after it.
     pub(super) fn is_fused(&self, inst: Inst) -> bool {
         let layout = &self.func.layout;
         match self.func.dfg.insts[inst].opcode() {
@@ -100,7 +101,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the load that a value is the result of, with its address and offset, if it is made only where the value is used.
+    /// Returns the load that a value is the result of, with its address and offset, if it is made only
+    /// where the value is used.
     pub(super) fn fused_load(&self, value: Value) -> Option<(Inst, Value, i32)> {
         let inst = self.func.dfg.value_def(value).inst()?;
         let (address, offset) = self.field(inst).filter(|_| !self.is_made(value))?;

@@ -1,8 +1,8 @@
 //! The baseline tier: machine code for a function of Cranelift's intermediate language in one pass.
 //!
-//! What guest instructions mean is written once, in the translator; there are two ways from its function to code. This one takes a tenth of
-//! the time that Cranelift takes, and makes code that is somewhat larger and slower: right for code that is warm, of which there is much.
-//! What stays hot is compiled again, by Cranelift.
+//! What guest instructions mean is written once, in the translator; there are two ways from its function to code. This
+//! one takes a tenth of the time that Cranelift takes, and makes code that is somewhat larger and slower: right for
+//! code that is warm, of which there is much. What stays hot is compiled again, by Cranelift.
 //!
 //! | file | idea |
 //! |---|---|
@@ -14,17 +14,18 @@
 //! | `fuse` | which instructions are one of the host's together |
 //! | `edges` | from one block to the next |
 //!
-//! The blocks are taken in their order, those that are rarely executed at the end. A block begins with the values where the first branch to
-//! it had them; every other branch moves them there (`edges`). So code that follows a look at the TLB goes on with the same registers
-//! as before, and only a miss, which is made at the end, saves and restores any.
+//! The blocks are taken in their order, those that are rarely executed at the end. A block begins with the values where
+//! the first branch to it had them; every other branch moves them there (`edges`). So code that follows a look at the
+//! TLB goes on with the same registers as before, and only a miss, which is made at the end, saves and restores any.
 //!
-//! A value's register is free after its last use. That is found by counting: `count` looks at all blocks first, and leaves out what has
-//! no uses. It takes three rules for the uses that come elsewhere: those in a rare block count as uses of the branch to it, because it
-//! begins with a copy of the state there; a value that a loop uses, but does not make, is used once more at the end of the loop; and
-//! a block with several branches to it begins with those values only that are used at its position or later.
+//! A value's register is free after its last use. That is found by counting: `count` looks at all blocks first, and
+//! leaves out what has no uses. It takes three rules for the uses that come elsewhere: those in a rare block count as
+//! uses of the branch to it, because it begins with a copy of the state there; a value that a loop uses, but does not
+//! make, is used once more at the end of the loop; and a block with several branches to it begins with those values
+//! only that are used at its position or later.
 //!
-//! It knows integers only. The translator has vectors and floating point done by the interpreter's handlers for it; anything else that it does
-//! not know makes it refuse the function, which is Cranelift's then.
+//! It knows integers only. The translator has vectors and floating point done by the interpreter's handlers for it;
+//! anything else that it does not know makes it refuse the function, which is Cranelift's then.
 
 mod edges;
 mod encode;
@@ -76,7 +77,8 @@ pub(in crate::jit) struct Room {
     guarded: Vec<(u32, u32)>,
 }
 
-/// Machine code, where its blocks can be entered, and its guarded accesses: offsets, ascending, and the index of the step of each.
+/// Machine code, where its blocks can be entered, and its guarded accesses: offsets, ascending, and the index
+/// of the step of each.
 pub(super) struct Code<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) entries: Vec<u32>,
@@ -179,7 +181,8 @@ impl Generator<'_> {
         Ok(offsets)
     }
 
-    /// Returns the blocks that the function can be entered at: it begins by a jump to one of them, which is what entering it makes.
+    /// Returns the blocks that the function can be entered at: it begins by a jump to one of them, which is
+    /// what entering it makes.
     fn entries(&mut self, first: Block) -> Result<Vec<Block>> {
         let func = self.func;
         let last = func.layout.last_inst(first).ok_or(Unknown)?;

@@ -1,7 +1,7 @@
 //! Where values are: in registers or in slots of the frame. Constants are in neither, they are made again.
 //!
-//! A value gets a register when it is made, and loses it when it is not used any more, or to another one: then it is saved in a slot, where
-//! it stays good, as values never change.
+//! A value gets a register when it is made, and loses it when it is not used any more, or to another one: then it is
+//! saved in a slot, where it stays good, as values never change.
 
 use super::Reg;
 use crate::jit::entries::FRAME;

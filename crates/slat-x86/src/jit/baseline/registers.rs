@@ -1,7 +1,8 @@
 //! Values get registers, give them up, and come back to them.
 //!
-//! An instruction asks for the registers of what it reads ([`get`](Generator::get), [`take`](Generator::take)) and for one for its result
-//! ([`free`](Generator::free), [`change`](Generator::change)), which stay locked until it is done ([`finish`](Generator::finish)).
+//! An instruction asks for the registers of what it reads ([`get`](Generator::get), [`take`](Generator::take)) and for
+//! one for its result ([`free`](Generator::free), [`change`](Generator::change)), which stay locked until it is done
+//! ([`finish`](Generator::finish)).
 
 use super::encode::{Assembler, Place};
 use super::places::{FOR_VALUES, KEPT, RBP, bit};
@@ -109,7 +110,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns a register for a result that begins as a copy of a value: the value's own if this is its last use. It is locked.
+    /// Returns a register for a result that begins as a copy of a value: the value's own if this is its
+    /// last use. It is locked.
     pub(super) fn change(&mut self, value: Value) -> Reg {
         if let Some(register) = self.places.register(value)
             && self.places.left(value) == 1
@@ -139,7 +141,8 @@ impl Generator<'_> {
         known.made != known.last
     }
 
-    /// Saves the values in registers that functions of the host do not keep, if they are used after the current instruction.
+    /// Saves the values in registers that functions of the host do not keep, if they are used after the
+    /// current instruction.
     pub(super) fn save_for_call(&mut self) {
         for register in FOR_VALUES {
             if KEPT & bit(register) == 0

@@ -409,8 +409,8 @@ impl Generator<'_> {
         Ok(condition(cc))
     }
 
-    /// Sets the flags for a value that is not 0, or that is the result of the comparison before, which is made only now. Returns the
-    /// condition.
+    /// Sets the flags for a value that is not 0, or that is the result of the comparison before, which is made only
+    /// now. Returns the condition.
     fn test(&mut self, value: Value) -> Result<u8> {
         let dfg = &self.func.dfg;
         let made = dfg.value_def(value).inst();

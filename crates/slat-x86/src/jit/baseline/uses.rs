@@ -1,7 +1,8 @@
 //! Which values are used, how often, and where last.
 //!
-//! All blocks are looked at before any code is made, from the last one to the first: what only makes values without uses makes no uses
-//! itself. While code is made, the uses that are still to come are counted down, and a value without any gives up its register.
+//! All blocks are looked at before any code is made, from the last one to the first: what only makes values without
+//! uses makes no uses itself. While code is made, the uses that are still to come are counted down, and a value without
+//! any gives up its register.
 
 use super::{Generator, Held, Result, Target};
 use crate::jit::access;

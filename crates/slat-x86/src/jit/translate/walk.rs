@@ -9,7 +9,8 @@ use cranelift_codegen::ir::{BlockArg, InstBuilder, Value};
 use std::mem::offset_of;
 
 impl Translator<'_> {
-    /// Continues at `rip`, after the current instruction: in the path or the region if it has a block there, else leaves.
+    /// Continues at `rip`, after the current instruction: in the path or the region if it has a
+    /// block there, else leaves.
     pub(in crate::jit) fn goto(&mut self, rip: u64) {
         let rip = self.wrapped(rip);
         let next = self.paths.next(self.now.node, rip);

@@ -1,13 +1,14 @@
 //! Executes one VEX-encoded instruction on the host CPU.
 //!
-//! As for the legacy SSE instructions, each is a stub on fixed registers. All 256 bits of the registers are passed: whether an
-//! instruction uses the upper halves of its sources, and clears that of its destination, is its own affair. The upper halves of
-//! the host's registers are zero again when a function here returns, so that the legacy SSE code around pays no transition.
+//! As for the legacy SSE instructions, each is a stub on fixed registers. All 256 bits of the registers are passed:
+//! whether an instruction uses the upper halves of its sources, and clears that of its destination, is its own affair.
+//! The upper halves of the host's registers are zero again when a function here returns, so that the legacy SSE code
+//! around pays no transition.
 
 use core::arch::asm;
 
-/// Code with this convention: operand 0 (in and out) in ymm0, operands 1 to 3 in ymm1 to ymm3, an immediate in rcx, a general
-/// register operand (in and out) in rax. r8 is free.
+/// Code with this convention: operand 0 (in and out) in ymm0, operands 1 to 3 in ymm1 to ymm3, an immediate in rcx, a
+/// general register operand (in and out) in rax. r8 is free.
 pub(super) use super::super::host::{Entry, Stub};
 use super::super::host::{MASKS, load_guest_mxcsr, load_host_mxcsr};
 
@@ -53,14 +54,14 @@ macro_rules! call {
 #[inline(always)]
 pub(super) fn int(stub: Entry, work: &mut Work) -> u64 {
     let flags: u64;
-    // SAFETY: stubs keep the convention above, whose registers are all named here; a stub is entered only if the host has its
-    // instruction, thus AVX; the stack is balanced.
+    // SAFETY: stubs keep the convention above, whose registers are all named here; a stub is entered only if the host
+    // has its instruction, thus AVX; the stack is balanced.
     unsafe { call!(stub, work, [], [], out("rdx") flags) };
     flags
 }
 
-/// Runs a floating-point instruction under the guest's MXCSR, like [`float`](super::super::host::float): all exceptions must be
-/// masked in `mxcsr`. Returns the arithmetic flags that it set.
+/// Runs a floating-point instruction under the guest's MXCSR, like [`float`](super::super::host::float): all exceptions
+/// must be masked in `mxcsr`. Returns the arithmetic flags that it set.
 #[inline(always)]
 pub(super) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     debug_assert_eq!(*mxcsr & MASKS, MASKS);

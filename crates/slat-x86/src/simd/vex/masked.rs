@@ -116,8 +116,9 @@ fn whole_elements<T: Int>(mask: &Ymm, elements: usize) -> Ymm {
     whole
 }
 
-/// Loads elements of type `T` at a base plus indices of type `I`. An element that was loaded has its mask element cleared: so that
-/// after an exception of a later one, which leaves the elements before it loaded, the instruction goes on with that one.
+/// Loads elements of type `T` at a base plus indices of type `I`. An element that was loaded has its mask element
+/// cleared: so that after an exception of a later one, which leaves the elements before it loaded, the instruction
+/// goes on with that one.
 fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let bytes = u64::from(op.aux);
     let elements = (bytes / I::BYTES.max(T::BYTES)) as usize;

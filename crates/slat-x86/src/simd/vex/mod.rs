@@ -1,11 +1,12 @@
 //! AVX, AVX2, FMA, F16C: the VEX-encoded vector instructions.
 //!
-//! The host's own instruction does the work, as in [`simd`](super): `table` has its stub and `host` calls it. Operand `k` of an
-//! instruction is passed in register `k` of the stub, whether it is a register, memory or a vector mask, so a handler only has to
-//! know how many sources there are (`operate`). `moves` has what needs no stub, `masked` the accesses to some elements of memory.
+//! The host's own instruction does the work, as in [`simd`](super): `table` has its stub and `host` calls it. Operand
+//! `k` of an instruction is passed in register `k` of the stub, whether it is a register, memory or a vector mask, so a
+//! handler only has to know how many sources there are (`operate`). `moves` has what needs no stub, `masked` the
+//! accesses to some elements of memory.
 //!
-//! Each of these instructions clears the bits of its destination that it does not define, up to 255. Their memory operands need
-//! no alignment, except for those of a few moves.
+//! Each of these instructions clears the bits of its destination that it does not define, up to 255. Their memory
+//! operands need no alignment, except for those of a few moves.
 
 mod host;
 mod masked;

@@ -107,7 +107,8 @@ fn lower_gpr(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
     Some(handler)
 }
 
-/// Chooses the handler of a string comparison: the legacy one, which in its VEX form also clears the upper half of a mask.
+/// Chooses the handler of a string comparison: the legacy one, which in its VEX form also clears the
+/// upper half of a mask.
 fn lower_strings(mnemonic: M, op: &mut Op) -> Option<Handler> {
     let without_vex = match mnemonic {
         M::Vpcmpestri => M::Pcmpestri,
@@ -133,8 +134,8 @@ fn string_mask<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Has `work` operate on operands `FIRST` to `LAST`: vectors, one of which may be in memory. In place: to return all of it costs more than
-/// most instructions.
+/// Has `work` operate on operands `FIRST` to `LAST`: vectors, one of which may be in memory. In place: to return all of
+/// it costs more than most instructions.
 #[inline(always)]
 fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Flow {
     work.imm = op.aux;

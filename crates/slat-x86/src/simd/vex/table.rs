@@ -1,5 +1,5 @@
-//! Which host instruction executes each VEX-encoded mnemonic that has no pair without VEX ([`pairs`]), with the registers in the name of its
-//! group.
+//! Which host instruction executes each VEX-encoded mnemonic that has no pair without VEX ([`pairs`]), with the
+//! registers in the name of its group.
 
 use core::arch::naked_asm;
 
@@ -34,7 +34,8 @@ macro_rules! table {
     };
 }
 
-/// Returns the stub of an instruction without an immediate, all of whose operands are vectors or memory; `wide`: of 256 bits.
+/// Returns the stub of an instruction without an immediate, all of whose operands are vectors or memory;
+/// `wide`: of 256 bits.
 pub(super) fn plain(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, false).or_else(|| vex_only(mnemonic, wide))
 }
@@ -44,7 +45,8 @@ pub(super) fn immediate(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, true).or_else(|| vex_only_immediate(mnemonic, wide))
 }
 
-/// Whether an instruction computes each half of 256 bits from the same halves of its operands as one of 128, but for the immediate.
+/// Whether an instruction computes each half of 256 bits from the same halves of its operands as one of 128,
+/// but for the immediate.
 #[cfg(feature = "jit")]
 pub(super) fn is_by_halves(mnemonic: M) -> bool {
     pairs::is_by_halves(mnemonic) || plain_by_halves(mnemonic) || immediate_by_halves(mnemonic)

@@ -113,8 +113,8 @@ thread_local! {
     pub(in crate::x87) static LEFT: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// Defines handlers: each does its body if the x87 state is usual; the reference does what follows `else` if not, or if the body
-/// returns `None`, having changed nothing.
+/// Defines handlers: each does its body if the x87 state is usual; the reference does what follows `else` if not, or if
+/// the body returns `None`, having changed nothing.
 macro_rules! handlers {
     ($($name:ident($cpu:ident, $op:ident, $plan:pat) else $reference:ident $body:block)*) => {$(
         pub(super) fn $name(cpu: &mut Cpu, op: &Op) -> Flow {

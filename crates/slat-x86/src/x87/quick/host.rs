@@ -1,8 +1,8 @@
 //! The host executes one x87 instruction on registers of the guest's.
 //!
-//! The host's sticky flags stay in its status word, as in MXCSR (`simd::host`): to clear them costs more than most instructions. They
-//! are cleared only when one is set that the guest has clear; then the instruction is executed once more, to see whether it was that
-//! which set it. FLDCW is skipped if the guest's control word is the host's.
+//! The host's sticky flags stay in its status word, as in MXCSR (`simd::host`): to clear them costs more than most
+//! instructions. They are cleared only when one is set that the guest has clear; then the instruction is executed once
+//! more, to see whether it was that which set it. FLDCW is skipped if the guest's control word is the host's.
 
 use crate::state::{F80, State};
 use crate::x87::Stub;
@@ -25,9 +25,9 @@ pub(super) struct Call<'s> {
     clear: u32,
 }
 
-/// Defines functions that run a stub on the host: they push `load`, call the stub, run `then`, and end with `store`, which
-/// empties the stack. They do it once more if a flag is set that the guest has not: it may have been in the status word before.
-/// Each returns the status word and what `then` left in RDX.
+/// Defines functions that run a stub on the host: they push `load`, call the stub, run `then`, and end with `store`,
+/// which empties the stack. They do it once more if a flag is set that the guest has not: it may have been in the
+/// status word before. Each returns the status word and what `then` left in RDX.
 macro_rules! calls {
     ($($name:ident: [$($load:literal),*] [$($then:literal),*] [$($store:literal),*];)*) => {$(
         #[inline(always)]
@@ -35,9 +35,9 @@ macro_rules! calls {
             let host = 0u16;
             let status: u32;
             let flags: u64;
-            // SAFETY: the stub is one x87 instruction and a `ret`; its memory operand, if any, has at most 8 bytes and is at RDI.
-            // The pointers are those of the guest's registers. All exceptions are masked. The x87 unit is left empty and with the
-            // host's control word, as Rust code expects it; the stack is balanced.
+            // SAFETY: the stub is one x87 instruction and a `ret`; its memory operand, if any, has at most 8 bytes and
+            // is at RDI. The pointers are those of the guest's registers. All exceptions are masked. The x87 unit is
+            // left empty and with the host's control word, as Rust code expects it; the stack is balanced.
             unsafe {
                 asm!(
                     "/* {a} {b} {to} */",

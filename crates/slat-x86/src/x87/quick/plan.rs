@@ -8,7 +8,8 @@ use core::sync::atomic::{AtomicU16, Ordering::Relaxed};
 /// The condition codes, as the upper byte of the status word has them.
 const CONDITIONS: u8 = 0x47;
 
-/// What a handler has to know besides the operation, packed into `op.imm`. The low 16 bits are the instruction's own stub.
+/// What a handler has to know besides the operation, packed into `op.imm`. The low 16 bits are the
+/// instruction's own stub.
 #[derive(Clone, Copy)]
 pub(super) struct Plan {
     /// The stub to call: another form of the same instruction, if that leaves less on the host's stack.
@@ -74,8 +75,9 @@ pub(super) fn touched(stub: Stub) -> (u8, u8) {
     (touches, conditions & CONDITIONS)
 }
 
-/// Executes an instruction on a usual state, to find out which pointers, flags and condition codes it writes on this host. CPUs
-/// differ: newer ones write FOP and FDP only when an exception is not masked; and what the manuals call undefined may be unchanged.
+/// Executes an instruction on a usual state, to find out which pointers, flags and condition codes it writes on this
+/// host. CPUs differ: newer ones write FOP and FDP only when an exception is not masked; and what the manuals call
+/// undefined may be unchanged.
 fn probe(stub: Stub) -> (u8, u8) {
     const ONE: [u8; 10] = [0, 0, 0, 0, 0, 0, 0, 0x80, 0xff, 0x3f];
     let mut st = [0; 80];

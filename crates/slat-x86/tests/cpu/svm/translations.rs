@@ -105,7 +105,8 @@ fn translations_are_kept_for_an_asid_until_they_are_flushed() {
 const BLOCK: u64 = 0x28_0000;
 const NESTED_BLOCK: u64 = 0x30_0000;
 
-/// Returns a hypervisor with nested paging, which maps [`BLOCK`] for VMLOAD and VMSAVE. Its guest executes `l2` with RAX there.
+/// Returns a hypervisor with nested paging, which maps [`BLOCK`] for VMLOAD and VMSAVE. Its guest executes
+/// `l2` with RAX there.
 fn with_virtual_vmload(l2: &[u8]) -> Guest {
     const NESTED_TABLES: u64 = 0x9000;
     let mut guest = hypervisor(l2);
