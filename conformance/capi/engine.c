@@ -5,7 +5,7 @@
  */
 #include <errno.h>
 #include <sched.h>
-#include <slat.h>
+#include <slat-engine.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -188,7 +188,7 @@ int main(void)
         try(format);
     struct slat_platform none = { 0 };
     struct slat_vm *vm;
-    CHECK(slat_vm_create(SLAT_SV57X4 + 1, &none, &vm) == -EINVAL);
+    CHECK(slat_vm_create(SLAT_STAGE2_64K + 1, &none, &vm) == -EINVAL);
     puts("eight formats");
     return 0;
 }

@@ -2,8 +2,8 @@
 
 use crate::{Answer, answer, guarded};
 use libc::{off_t, ssize_t};
+use slat_kvm::Error;
 use slat_kvm::descriptors::{self, adopt, share};
-use slat_kvm::errno::Error;
 use slat_kvm::ioctl::Object;
 use slat_kvm::policy;
 use slat_kvm::system::System;

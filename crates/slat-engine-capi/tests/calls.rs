@@ -1,7 +1,7 @@
 //! A defect, of the engine's or of a callback, ends the VM and nothing else. What works is tried by a C program: `conformance/capi`.
 
-use slat_capi::engine::platform::{slat_page, slat_platform};
-use slat_capi::engine::*;
+use slat_engine_capi::platform::{slat_page, slat_platform};
+use slat_engine_capi::*;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;

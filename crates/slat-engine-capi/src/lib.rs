@@ -1,6 +1,17 @@
-//! The engine: second-level tables for a hypervisor that runs its guests itself.
+//! The engine for hypervisors written in C: second-level tables, memslots, faults, dirty logs, on a platform of callbacks.
 //!
-//! Unlike the functions of KVM's layer, these return 0 or a negative errno, and set no `errno`.
+//! The hypervisor runs its guests itself; KVM's API, with a CPU, is the library of `slat-capi`. Functions return 0 or a negative errno, and
+//! set no `errno`. cbindgen makes `include/slat-engine.h` of this crate (`tests/header.rs`).
+//!
+//! | file | idea |
+//! |---|---|
+//! | this one | the functions, and the border between C and Rust |
+//! | [`platform`] | the callbacks, as the engine's platform |
+//! | `vm` | a VM and a vCPU of any table format |
+//! | [`message`] | why a call was refused, in words |
+//!
+//! # The border
+//! No panic leaves the library: the call fails with `EIO`, and so do all later calls of that VM.
 
 #![allow(non_camel_case_types)] // C names.
 
@@ -12,8 +23,8 @@ use message::refused;
 use platform::{Callbacks, slat_platform};
 use slat::format::{Ept, Ept5, Npt, Npt5, Stage2, Stage2Kib16, Stage2Kib64, Sv48x4, Sv57x4};
 use slat::{Access, Config, Gpa, Hva, Region, Setting, SlotFlags};
-use slat_kvm::guarded::without_panic;
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use vm::{AnyVcpu, AnyVm};
@@ -68,6 +79,11 @@ type Done = Result<c_int, c_int>;
 
 /// Why a VM answers no call any more.
 const DEAD: &str = "a call of this VM has failed in the engine or in a callback, which is a defect of either; destroy the VM";
+
+/// Returns what `work` returns. `None` if it panics, after the message that says where.
+fn without_panic<R>(work: impl FnOnce() -> R) -> Option<R> {
+    catch_unwind(AssertUnwindSafe(work)).ok()
+}
 
 impl Handle {
     /// Does a call of this VM or of its vCPUs. After one that panics all fail with `EIO`.
@@ -160,8 +176,8 @@ fn discard<T>(handle: Arc<Handle>, what: T) {
     }
 }
 
-/// Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on. `slat info` lists the
-/// policies.
+/// Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on. The documentation
+/// of the crate `slat` (`Policy`), `docs/run.md` and `slat info` list the policies.
 ///
 /// Returns 0; or `-EINVAL` if there is no such policy, or it takes other values.
 ///
