@@ -1,5 +1,6 @@
 //! The commands' output: standard output, and files that are opened before the work begins.
 
+use slat_process::file_size::{explained, limited};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -12,13 +13,15 @@ use std::process::ExitCode;
 /// (`slat info | head -1`) is no error.
 pub fn say(text: &str) -> Result<(), String> {
     let mut output = io::stdout().lock();
-    match output
-        .write_all(text.as_bytes())
-        .and_then(|()| output.flush())
-    {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(format!("cannot write to standard output: {error}"))
-        }
+    match limited(|| {
+        output
+            .write_all(text.as_bytes())
+            .and_then(|()| output.flush())
+    }) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(format!(
+            "cannot write to standard output: {}",
+            explained(&error)
+        )),
         _ => Ok(()),
     }
 }
@@ -80,8 +83,10 @@ impl Pending {
     /// A sentence for the user, which names the file.
     pub fn write(mut self, content: impl AsRef<[u8]>) -> Result<(), String> {
         self.is_new = false;
-        self.replace(content.as_ref())
-            .map_err(|error| format!("cannot write to {}: {error}", self.path.display()))
+        limited(|| self.replace(content.as_ref())).map_err(|error| {
+            let why = explained(&error);
+            format!("cannot write to {}: {why}", self.path.display())
+        })
     }
 
     fn replace(&mut self, content: &[u8]) -> io::Result<()> {

@@ -5,6 +5,7 @@
 use crate::errno::Error;
 use crate::messages;
 use kvm_bindings::KVM_EXIT_UNKNOWN;
+use slat_process::file_size::explained;
 use slat_trace::{
     Buffer, Entry, Mmio, Pio, Selection, UserspaceExit, begin as record, exit as reason, mmio,
     point,
@@ -22,7 +23,7 @@ pub(crate) fn begin() {
     let selected = text("SLAT_TRACE_EVENTS").map_or(Ok(Selection::ALL), |list| list.parse());
     let buffer = text("SLAT_TRACE_BUFFER").map_or(Ok(Buffer::default()), |size| size.parse());
     let begun = selected.and_then(|selected| {
-        record(Path::new(&path), selected, buffer?).map_err(|error| error.to_string())
+        record(Path::new(&path), selected, buffer?).map_err(|error| explained(&error))
     });
     if let Err(error) = begun {
         messages::say(format_args!("no trace in {}: {error}", path.display()));

@@ -3,6 +3,7 @@
 use slat_host::procfs;
 use slat_kvm::ioctl::Object;
 use slat_kvm::system::System;
+use slat_process::file_size::limited;
 use std::ffi::{c_int, c_uint};
 use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
@@ -141,7 +142,7 @@ pub fn open_parameter(name: &'static str, opening: Opening) -> Result<isize, i32
     let fd = slat_kvm::run_page::unsealed_memfd(c"kvm-parameter", true)
         .map_err(|error| error.errno())?;
     let mut file = std::fs::File::from(fd);
-    file.write_all((text + "\n").as_bytes())
+    limited(|| file.write_all((text + "\n").as_bytes()))
         .map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
     let fd = opening.again(&file.into())?;
     if writes {

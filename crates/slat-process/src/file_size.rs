@@ -45,6 +45,14 @@ pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     result
 }
 
+/// Returns the error of writing a file as a message, which names the limit if that is exceeded.
+pub fn explained(error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(libc::EFBIG) => "RLIMIT_FSIZE (ulimit -f) forbids a file of this size".to_owned(),
+        _ => error.to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -9,7 +9,7 @@ mod directory;
 mod order;
 mod processors;
 
-use slat_process::file_size::limited;
+use slat_process::file_size::{explained, limited};
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::hash::{DefaultHasher, Hasher};
@@ -61,16 +61,23 @@ fn write_to_first(
     for_all: bool,
 ) -> Result<(PathBuf, Option<String>), String> {
     let mut refused = String::new();
-    let mut private = None;
+    let (mut private, mut too_large) = (None, false);
     for directory in directories {
         match write_to(directory) {
             Ok(path) if !for_all || directory::is_open_to_all(&path) => return Ok((path, None)),
             Ok(path) => private = private.or(Some(path)),
-            Err(e) => refused.push_str(&format!("\n  {}: {e}", directory.display())),
+            Err(e) => {
+                too_large |= e.raw_os_error() == Some(libc::EFBIG);
+                refused.push_str(&format!("\n  {}: {}", directory.display(), explained(&e)));
+            }
         }
     }
     let path = private.ok_or_else(|| {
-        format!("found no directory for the preload library (set TMPDIR to a directory that is not mounted noexec):{refused}")
+        let remedy = match too_large {
+            true => "run `slat run -- true` once without the limit: the file stays",
+            false => "set TMPDIR to a directory that is not mounted noexec",
+        };
+        format!("found no directory for the preload library ({remedy}):{refused}")
     })?;
     let note = format!(
         "only root can read {}: a program that becomes another user will not find slat (set TMPDIR to a directory that all users can read)",
@@ -234,6 +241,35 @@ pub mod tests {
     #[test]
     fn the_embedded_library_is_a_shared_object() {
         assert!(LIBRARY.starts_with(b"\x7fELF"));
+    }
+
+    #[test]
+    fn a_limit_of_file_sizes_is_named() {
+        let scratch = scratch("limited");
+        let directory = scratch.join("slat");
+        // SAFETY: the child calls nothing that another thread of this process may have locked, but for the heap, which the C library
+        // makes usable in it. It ends without a return.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let limit = libc::rlimit {
+                rlim_cur: 100 << 10,
+                rlim_max: 100 << 10,
+            };
+            // SAFETY: plain numbers.
+            unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &limit) };
+            let refused = write_to_first(std::slice::from_ref(&directory), false);
+            let named = refused.is_err_and(|why| {
+                why.contains("RLIMIT_FSIZE (ulimit -f)") && why.contains("once without the limit")
+            });
+            // SAFETY: ends the child alone.
+            unsafe { libc::_exit(i32::from(!named)) };
+        }
+        let mut status = 0;
+        // SAFETY: the child made above.
+        unsafe { libc::waitpid(child, &mut status, 0) };
+        assert_eq!(status, 0, "a status, or SIGXFSZ");
+        assert_eq!(fs::read_dir(&directory).unwrap().count(), 0);
+        fs::remove_dir_all(scratch).unwrap();
     }
 
     #[test]

@@ -15,7 +15,7 @@ mod map;
 use crate::messages;
 use crate::policy::JitMap;
 use crate::symbols;
-use slat_process::file_size::limited;
+use slat_process::file_size::{explained, limited};
 use slat_process::forks::PerProcess;
 use slat_x86::CompiledCode;
 use std::fs::{File, OpenOptions};
@@ -65,8 +65,9 @@ fn add<T: Content + Send>(to: &'static PerProcess<Mutex<Written<T>>>, code: &Com
     if let Err(error) = limited(|| written.content.write(code)) {
         written.has_failed = true;
         messages::say(format_args!(
-            "{}: {error}: perf will not name guest code",
-            T::path().display()
+            "{}: {}: perf will not name guest code",
+            T::path().display(),
+            explained(&error)
         ));
     }
 }

@@ -1,5 +1,6 @@
 //! The file of a process, which has an old content or a new one at any time.
 
+use slat_process::file_size::{explained, limited};
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -20,7 +21,7 @@ impl ProfileFile {
     pub(super) fn write(&mut self, wanted: &Path, content: &str) -> Result<(), String> {
         self.try_write(wanted, content).map_err(|error| {
             let path = self.path.as_deref().unwrap_or(wanted);
-            format!("{}: {error}", path.display())
+            format!("{}: {}", path.display(), explained(&error))
         })
     }
 
@@ -33,7 +34,7 @@ impl ProfileFile {
         // What a process that was killed has left.
         let _ = fs::remove_file(&new);
         let written = create(&new)
-            .and_then(|mut file| file.write_all(content.as_bytes()))
+            .and_then(|mut file| limited(|| file.write_all(content.as_bytes())))
             .and_then(|()| fs::rename(&new, path));
         written.inspect_err(|_| {
             let _ = fs::remove_file(&new);
