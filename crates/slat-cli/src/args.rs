@@ -451,7 +451,12 @@ mod tests {
             ),
             (
                 ["run", "--set", "nx_hugepages=1"],
-                "no policy \"nx_hugepages\"",
+                "no policy \"nx_hugepages\". Did you mean nx_huge_pages?",
+            ),
+            (["run", "--set", "prefech=off"], "Did you mean prefetch?"),
+            (
+                ["run", "--set", "colour=red"],
+                "no policy \"colour\". There are",
             ),
             (["run", "--set", "nx_huge_pages"], "POLICY=VALUE"),
         ] {

@@ -191,6 +191,15 @@ own_policies! {
     CPU Processor(Processor) = Processor::default();
 }
 
+/// Returns the one of `names` that `word` may be a misspelling of.
+fn most_like<'a>(word: &str, names: &[&'a str]) -> Option<&'a str> {
+    // From 0 to 1. clap suggests options by the same measure.
+    let likeness = |name: &&str| strsim::jaro(word, name);
+    let names = names.iter().copied();
+    let best = names.max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
+    (likeness(&best) > 0.75).then_some(best)
+}
+
 impl FromStr for Assignment {
     /// A message that names the policies, or the policy's values.
     type Err = String;
@@ -212,8 +221,10 @@ impl FromStr for Assignment {
             Some(known) => format!("{name}={value}: it takes {}", known.expected()),
             None => {
                 let names: Vec<_> = known.iter().map(Self::name).collect();
+                let meant = most_like(name, &names).map(|name| format!(" Did you mean {name}?"));
+                let meant = meant.unwrap_or_default();
                 let names = names.join(", ");
-                format!("there is no policy \"{name}\"; there are {names}")
+                format!("there is no policy \"{name}\".{meant} There are {names}")
             }
         })
     }
@@ -407,6 +418,30 @@ pub(crate) fn value(name: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_policy_that_was_meant_is_named() {
+        for (word, meant) in [
+            ("prefech", Some("prefetch")),
+            ("nx_hugepages", Some("nx_huge_pages")),
+            ("huge-pages", Some("huge_pages")),
+            ("jitmap", Some("jit_map")),
+            ("mmio_cache", Some("mmio_caching")),
+            ("eager_split", Some("eager_page_split")),
+            ("dirty", Some("dirty_log")),
+            ("vendor", None),
+            ("colour", None),
+            ("", None),
+        ] {
+            let error = format!("{word}=on").parse::<Assignment>().unwrap_err();
+            match meant {
+                Some(meant) => {
+                    assert!(error.contains(&format!("Did you mean {meant}?")), "{error}")
+                }
+                None => assert!(!error.contains("mean"), "{error}"),
+            }
+        }
+    }
 
     fn parse(pairs: &[(&str, &str)]) -> std::result::Result<Policies, String> {
         Policies::parse(|name| {
