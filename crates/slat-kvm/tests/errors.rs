@@ -221,3 +221,32 @@ fn msrs_stop_at_the_first_that_does_not_exist() {
     let with_apic = Guest::with(&[0xf4], |vm| vm.create_irq_chip().unwrap());
     assert_eq!(with_apic.vcpu.get_msrs(&mut all).unwrap(), entries.len());
 }
+
+/// With `SLAT_LOG=1`, which is read once: in a process of its own, which runs this test, too.
+#[test]
+fn the_log_says_why_there_is_no_vcpu() {
+    if std::env::var_os("SLAT_LOG").is_some() {
+        let (vm, _) = create(&Object::system(), KVM_CREATE_VM, 0);
+        let _vcpu = create(&vm, KVM_CREATE_VCPU, 0);
+        assert_eq!(errno(&vm, KVM_CREATE_VCPU, 0), libc::EEXIST);
+        assert_eq!(errno(&vm, KVM_CREATE_VCPU, 4096), libc::EINVAL);
+        return;
+    }
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "the_log_says_why_there_is_no_vcpu",
+            "--nocapture",
+        ])
+        .env("SLAT_LOG", "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8(child.stderr).unwrap();
+    assert!(child.status.success(), "{said}");
+    for why in [
+        "creating vCPU 0: the VM has one with this id",
+        "creating vCPU 4096: ids are below 4096",
+    ] {
+        assert!(said.contains(why), "{said}");
+    }
+}
