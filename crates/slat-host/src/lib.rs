@@ -5,14 +5,20 @@
 //! bounds of mappings matter, and the program reports its changes of them ([`mappings`]).
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
-pub mod frames;
 pub mod mappings;
-pub mod procfs;
 mod resident;
 mod trace;
+
+// Insides, public for slat's own crates: no promise.
+#[doc(hidden)]
+pub mod frames;
+#[doc(hidden)]
+pub mod procfs;
+#[doc(hidden)]
 pub mod userfault;
 
 pub use resident::is_resident;
+#[doc(hidden)]
 pub use slat_process::forks as process;
 
 use std::ops::Range;
@@ -36,6 +42,7 @@ pub struct HostPlatform {
     frames: Frames,
     contiguous: AtomicBool,
     /// The pages that are not there yet.
+    #[doc(hidden)]
     pub userfaults: Userfaults,
 }
 

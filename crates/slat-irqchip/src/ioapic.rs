@@ -25,7 +25,7 @@ pub const DEFAULT_BASE: u64 = 0xfec0_0000;
 /// Bytes of the registers' address range.
 pub const WINDOW: u64 = 0x100;
 /// Redeliveries of a level in a row after which [`IoApic::end_of_interrupt`] postpones the next one: KVM's number.
-pub const SUCCESSIVE: u32 = 10_000;
+pub(crate) const SUCCESSIVE: u32 = 10_000;
 
 /// Offsets in the registers' address range.
 const IOREGSEL: u64 = 0x00;

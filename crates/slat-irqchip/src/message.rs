@@ -101,14 +101,13 @@ const MSI_LOGICAL: u32 = 1 << 2;
 /// The redirection hint, in the address of an MSI.
 const REDIRECTION_HINT: u32 = 1 << 3;
 /// The destination of all APICs in eight bits.
-pub const BROADCAST: u32 = 0xff;
+pub(crate) const BROADCAST: u32 = 0xff;
 /// The destination of all APICs in x2APIC mode.
-pub const X2APIC_BROADCAST: u32 = u32::MAX;
+pub(crate) const X2APIC_BROADCAST: u32 = u32::MAX;
 
 impl Message {
-    /// Decodes a write of the ICR (SDM volume 3, 12.6.1). `destination` is 8 bits wide in xAPIC
-    /// mode, 32 in x2APIC mode.
-    pub fn from_icr(low: u32, destination: u32, x2apic: bool) -> Self {
+    /// Decodes a write of the ICR (SDM volume 3, 12.6.1). `destination` is 8 bits wide in xAPIC mode, 32 in x2APIC mode.
+    pub(crate) fn from_icr(low: u32, destination: u32, x2apic: bool) -> Self {
         let broadcast = if x2apic { X2APIC_BROADCAST } else { BROADCAST };
         Message {
             vector: low as u8,

@@ -18,7 +18,7 @@ pub const NR_MEMSLOTS: u32 = 32764;
 pub const ADDRESS_SPACES: u32 = 2;
 
 /// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have it. Includes capabilities that only VMs of one type have; for a VM,
-/// call [`crate::vm::VmObject::check_extension`].
+/// call `VmObject::check_extension`.
 pub fn check(cap: u64, mmu: MmuKind) -> i32 {
     let Ok(cap) = u32::try_from(cap) else {
         return 0;

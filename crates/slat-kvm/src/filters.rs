@@ -29,17 +29,20 @@ pub fn prepare() {
 }
 
 /// Whether this process has threads of slat's.
+#[doc(hidden)]
 pub fn has_threads() -> bool {
     background::count() > 0
 }
 
 /// Whether the program has one thread at most. A filter for all threads of the process (`SECCOMP_FILTER_FLAG_TSYNC`) may then be installed on
 /// that one alone, so that it does not bind slat's.
+#[doc(hidden)]
 pub fn is_one_thread() -> bool {
     last_thread::threads_of_program().is_some_and(|threads| threads <= 1)
 }
 
 /// Starts the thread that opens slat's files. Call before a thread restricts itself by Landlock. The client may open `/dev/kvm` later.
+#[doc(hidden)]
 pub fn before_landlock() {
     last_thread::start();
     helper::start(background::start);

@@ -22,6 +22,7 @@ fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
 }
 
 /// Whether a VM is live in this process. Costs one load: every change of the program's memory asks.
+#[doc(hidden)]
 #[inline]
 pub fn is_anyone_listening() -> bool {
     live_vms().load(Ordering::Relaxed) != 0
@@ -48,6 +49,7 @@ pub(crate) fn unregister(vm: &Arc<EngineVm>) {
 }
 
 /// Returns the live VMs.
+#[doc(hidden)]
 pub fn live() -> Vec<Arc<EngineVm>> {
     match VMS.peek() {
         Some(registry) if is_anyone_listening() => {

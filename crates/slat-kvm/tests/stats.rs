@@ -3,8 +3,8 @@
 mod common;
 
 use common::*;
+use slat_kvm::StatsFd;
 use slat_kvm::VcpuExit;
-use slat_kvm::api::StatsFd;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -41,7 +41,7 @@ impl RingClient {
     /// Entries in a ring.
     pub const LEN: u32 = 128;
     /// Number of ring entries in use that stops the vCPU.
-    pub const SOFT_LIMIT: u32 = Self::LEN - DirtyRing::RESERVED;
+    pub(crate) const SOFT_LIMIT: u32 = Self::LEN - DirtyRing::RESERVED;
 
     /// Makes an empty ring.
     pub fn new() -> Self {
@@ -81,7 +81,7 @@ impl RingClient {
     }
 
     /// Call when the engine has reset one more ring entry.
-    pub fn note_reset(&mut self) {
+    pub(crate) fn note_reset(&mut self) {
         self.in_use.pop_front();
     }
 

@@ -37,7 +37,8 @@ impl DeviceFd {
     /// `KVM_SET_DEVICE_ATTR`.
     ///
     /// # Errors
-    /// As for [`VfioDevice::set_attribute`].
+    /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding a file
+    /// twice, `ENOENT` for deleting a file that was not added, `ENOMEM`.
     pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
         match &self.0 {
             Device::Vfio(device, _) => device.set_attribute(device_attr),

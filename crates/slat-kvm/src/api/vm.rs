@@ -166,6 +166,7 @@ impl VmFd {
     }
 
     /// The engine's VM: its policies, its counters, its audit. KVM shows clients no such thing.
+    #[doc(hidden)]
     pub fn engine(&self) -> &Arc<EngineVm> {
         &self.vm.engine
     }

@@ -1,7 +1,7 @@
 //! KVM's system-call interface: carries out a request with its argument, as the kernel would.
 //!
 //! The preload library calls this for descriptors that are KVM's. The Rust API does not: both call the same objects
-//! ([`System`], [`VmObject`], [`VcpuObject`]), so that nothing is written twice.
+//! (`System`, `VmObject`, `VcpuObject`), so that nothing is written twice.
 
 mod device;
 mod system;

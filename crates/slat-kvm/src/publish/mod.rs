@@ -34,10 +34,16 @@ use std::ffi::{CStr, OsString};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+// What the two ends of a socket have to agree on: for the command alone.
+#[doc(hidden)]
 pub use debug::{DEBUG, MOST_BYTES};
+#[doc(hidden)]
 pub use map::{MAP, MOST_CELLS};
-pub use socket::{SUBDIRECTORY, directories};
+#[doc(hidden)]
+pub use socket::directories;
+#[doc(hidden)]
 pub use stat::STAT;
+#[doc(hidden)]
 pub use writer::VERSION;
 
 /// A live VM and its vCPUs.
@@ -169,6 +175,7 @@ pub(crate) fn start() {
 
 /// Removes the process's socket from the directory. Call at the end of the process; what a killed one leaves, `slat stat` removes, or the next
 /// process that makes a socket there.
+#[doc(hidden)]
 pub fn end() {
     if let Some(path) = PUBLISHER.peek().and_then(|publisher| publisher.path.get()) {
         path.remove();

@@ -14,7 +14,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
 /// The name of the directory below the user's runtime directory. In `slat` there, `slat run` may keep its library, which all may read.
-pub const SUBDIRECTORY: &str = "slat-stat";
+const SUBDIRECTORY: &str = "slat-stat";
 
 /// How long a reader may take to ask, and to take each part of the answer.
 const PATIENCE: libc::timeval = libc::timeval {

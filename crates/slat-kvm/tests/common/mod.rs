@@ -8,8 +8,8 @@ use kvm_bindings::{
     kvm_msr_entry, kvm_userspace_memory_region,
 };
 use slat::Shared;
+use slat_kvm::StatsFd;
 use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_SET_USER_MEMORY_REGION};
-use slat_kvm::api::StatsFd;
 use slat_kvm::ioctl::{Answer, Object};
 use slat_kvm::vcpu::VcpuObject;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
