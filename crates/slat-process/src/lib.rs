@@ -3,8 +3,6 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! No promise: an inside of slat, whose interface changes without notice. A VMM uses `slat-kvm`.
-//!
 //! | file | idea |
 //! |---|---|
 //! | [`forks`] | what belongs to one process and not to its forked children |
