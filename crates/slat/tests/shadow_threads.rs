@@ -27,19 +27,66 @@ const LAST: [u64; 2] = [19, 20];
 /// The guest's data: the first page is mapped to one of these frames.
 const DATA: [u64; 2] = [64, 65];
 
+const REMAP: HostChange = HostChange::Remap {
+    level: Level::PAGE,
+    writable: true,
+    kind: PageKind::Ordinary,
+};
+
 const LONGEST: Duration = Duration::from_secs(10);
 
-/// One CPU. It remembers no translation.
+/// One CPU, with a TLB whose entries it uses after every answer that does not say that they are void.
 struct Cpu<'m> {
     vcpu: Vcpu<SimPlatform, X86<5>>,
     words: Words<'m>,
+    /// The host pages that accesses were translated to, by virtual page.
+    tlb: [Option<Hpa>; 8],
 }
 
-impl Cpu<'_> {
+impl<'m> Cpu<'m> {
+    fn new(vm: &Arc<Vm<SimPlatform, X86<5>>>, words: Words<'m>) -> Self {
+        Cpu {
+            vcpu: vm.create_vcpu().unwrap(),
+            words,
+            tlb: [None; 8],
+        }
+    }
+
+    fn quiesce(&mut self) {
+        self.tlb = [None; 8];
+        self.vcpu.quiesce();
+    }
+
+    /// Uses what it remembers: the host has not replaced these pages.
+    fn use_all(&self) {
+        for host in self.tlb.iter().flatten() {
+            let (page, _) = HostMemory::identify(host.pfn());
+            let now = self
+                .vcpu
+                .vm()
+                .platform()
+                .host
+                .get(page)
+                .map(|page| page.pfn);
+            assert_eq!(
+                now,
+                Some(host.pfn()),
+                "host page {page} is used, and was replaced"
+            );
+        }
+    }
+
+    /// Flushes, as a load of CR3 does.
+    fn flush(&mut self) {
+        let mut words = self.words;
+        self.vcpu.flush_guest(&mut words);
+        self.tlb = [None; 8];
+    }
+
     /// Lets flushes pass that wait for this CPU.
     fn pass(&mut self) {
         if self.vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0 {
-            self.vcpu.quiesce();
+            self.quiesce();
         }
     }
 
@@ -54,30 +101,38 @@ impl Cpu<'_> {
     /// Returns the host page that `gva` is translated to; `None`: the guest gets a page fault.
     fn access(&mut self, gva: u64, access: Access) -> Option<u64> {
         let mut words = self.words;
-        loop {
-            let found = (self.vcpu).translate_virtual(gva, access, &paging(ROOT << 12), &mut words);
-            match found {
-                Ok(page) => return Some(HostMemory::identify(page.host.pfn()).0),
-                Err(VirtualStop::PageFault { .. }) => return None,
-                Err(VirtualStop::Stop(Stop::Retry)) => self.vcpu.quiesce(),
-                Err(other) => panic!("{other:?}"),
+        let kept = (gva >> 12) as usize % self.tlb.len();
+        let answer = loop {
+            match (self.vcpu).translate_virtual(gva, access, &paging(ROOT << 12), &mut words) {
+                Err(VirtualStop::Stop(Stop::Retry)) => self.quiesce(),
+                answer => break answer,
             }
-        }
+        };
+        let found = match answer {
+            Ok(page) => Some(page.host),
+            Err(VirtualStop::PageFault { .. }) => None,
+            Err(other) => panic!("{other:?}"),
+        };
+        self.tlb[kept] = found;
+        self.use_all();
+        found.map(|host| HostMemory::identify(host.pfn()).0)
     }
 
     fn store(&mut self, table: u64, index: u64, entry: u64) {
         let gpa = Gpa((table << 12) + 8 * index);
         let found = loop {
             match self.vcpu.translate(gpa, Write) {
-                Err(Stop::Retry) => self.vcpu.quiesce(),
+                Err(Stop::Retry) => self.quiesce(),
                 answer => break answer.unwrap(),
             }
         };
+        self.use_all();
         let host = Hpa(found.host.0 + gpa.offset());
         self.words.memory.store(host, entry);
         if found.tracked && self.vcpu.stored(gpa, 8) {
-            self.vcpu.quiesce();
+            self.quiesce();
         }
+        self.use_all();
     }
 }
 
@@ -93,12 +148,9 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
     for (table, data) in LAST.into_iter().zip(DATA) {
         (0..8).for_each(|page| memory.put(table, page, data << 12 | USED));
     }
-    let new_cpu = |dawdles| Cpu {
-        vcpu: vm.create_vcpu().unwrap(),
-        words: Words {
-            memory: &memory,
-            dawdles,
-        },
+    let new_cpu = |dawdles| {
+        let memory = &memory;
+        Cpu::new(&vm, Words { memory, dawdles })
     };
     vm.set_policy(Setting::Prefetch(Prefetch::Window(8)));
     let stop = AtomicBool::new(false);
@@ -121,8 +173,7 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
                 assert!(found.is_none_or(|page| DATA.contains(&page)), "{found:?}");
                 other.pass();
                 if round.is_multiple_of(7) {
-                    let mut words = other.words;
-                    other.vcpu.flush_guest(&mut words);
+                    other.flush();
                 }
                 other.pass();
             }
@@ -134,8 +185,10 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
             while !stop.load(SeqCst) {
                 let page = [LAST[0], DATA[0], ROOT + 1, LAST[1], DATA[1]][round % 5];
                 round += 1;
-                let hva = HostMemory::hva(page);
-                drop(vm.invalidate(hva..hva.add_pages(1)));
+                let pages = page..page + 1;
+                let guard = vm.invalidate(HostMemory::hvas(&pages));
+                platform.host.change(&pages, REMAP);
+                drop(guard);
                 thread::yield_now();
             }
         });
@@ -157,8 +210,7 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
                     let table = LAST[(round / 5 % 2) as usize];
                     cpu.store(table, page, entry);
                     cpu.store(ROOT + 2, 0, table << 12 | USED);
-                    let mut words = cpu.words;
-                    cpu.vcpu.flush_guest(&mut words);
+                    cpu.flush();
                 }
                 _ => {
                     let table = memory.entry(ROOT + 2, 0) >> 12;
@@ -167,8 +219,9 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
                         .vcpu
                         .invlpg(page << 12, &paging(ROOT << 12), &mut { cpu.words })
                     {
-                        cpu.vcpu.quiesce();
+                        cpu.quiesce();
                     }
+                    cpu.use_all();
                 }
             }
             cpu.let_others_run();
@@ -222,10 +275,7 @@ fn a_table_in_which_a_flag_is_set_is_logged() {
     };
     thread::scope(|scope| {
         scope.spawn(|| {
-            let mut cpu = Cpu {
-                vcpu: vm.create_vcpu().unwrap(),
-                words: memory.words(),
-            };
+            let mut cpu = Cpu::new(&vm, memory.words());
             cpu.vcpu.enter_unguarded(0);
             for page in 0..96 {
                 while allowed.load(SeqCst) <= page {
@@ -306,12 +356,7 @@ fn a_flag_is_set_in_the_table_where_it_is_after_an_invalidation() {
         scope.spawn(|| {
             let pages = LAST[0]..LAST[0] + 1;
             let guard = vm.invalidate(HostMemory::hvas(&pages));
-            let remap = HostChange::Remap {
-                level: Level::PAGE,
-                writable: true,
-                kind: PageKind::Ordinary,
-            };
-            platform.host.change(&pages, remap);
+            platform.host.change(&pages, REMAP);
             drop(guard);
             moved.store(true, SeqCst);
         });

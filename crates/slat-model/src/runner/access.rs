@@ -34,6 +34,12 @@ impl<M: Machine, F: Format> Runner<M, F> {
             cpu.tlb.clear();
             cpu.vcpu.quiesce();
         }
+        self.check_kept(i);
+    }
+
+    /// Checks the translations that a vCPU remembers. Call also after each answer but [`Stop::Retry`], before the attention word is
+    /// looked at: it goes on with them.
+    fn check_kept(&self, i: usize) {
         for (gfn, translation) in &self.cpus[i].tlb {
             self.check_translation(i, *gfn, translation, KEPT);
         }
@@ -108,6 +114,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let pushed = self.note_pushes(i, gfn..gfn + 1, access, was_full);
         let model = &self.models[self.cpus[i].space];
         let expected = model.expect(&*self.machine, gfn, access);
+        if answer.is_err() {
+            self.check_kept(i);
+        }
         match answer {
             Ok(translation) => {
                 let Expected::Page(host) = expected else {
@@ -130,6 +139,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 self.check_translation(i, gfn, &translation, "new");
                 self.touch(i, gfn, access, &translation);
                 self.cpus[i].remember(gfn, translation);
+                self.check_kept(i);
                 self.tally_page(i, access, &translation);
             }
             Err(Stop::Mmio { gpa: at }) => {
@@ -363,6 +373,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
         cpu.vcpu.attention().take(BUSY);
         let did = cpu.vcpu.stats().since(&before);
         cpu.vcpu.leave();
+        if answer.is_err() {
+            self.check_kept(i);
+        }
         self.note_pushes(i, gfn..gfn + 1, access, was_full);
         let model = &self.models[self.cpus[i].space];
         let expected = model.expect(&*self.machine, gfn, access);

@@ -59,20 +59,16 @@ pub(super) trait Source<P: Platform, F: Format> {
     /// Returns the address that the access names.
     fn address(&self) -> Gpa;
 
-    /// Finds out what is wanted. `slept` becomes true if a flush went by meanwhile.
+    /// Finds out what is wanted.
     ///
     /// # Errors
     /// The access ends with them, as they are.
-    fn resolve(
-        &mut self,
-        vcpu: &mut Vcpu<P, F>,
-        slept: &mut bool,
-    ) -> Result<Wanted<'_, Self::Page>, Self::Stop>;
+    fn resolve(&mut self, vcpu: &mut Vcpu<P, F>) -> Result<Wanted<'_, Self::Page>, Self::Stop>;
 
     /// Compares the page of `level` on the trail with the guest's table ([`Retry::Unsynced`]). Returns whether what was found
     /// out before is still good.
-    fn compare(&mut self, vcpu: &mut Vcpu<P, F>, level: Level, slept: &mut bool) -> bool {
-        let _ = (vcpu, level, slept);
+    fn compare(&mut self, vcpu: &mut Vcpu<P, F>, level: Level) -> bool {
+        let _ = (vcpu, level);
         false
     }
 
@@ -101,11 +97,7 @@ impl<P: Platform, F: Format> Source<P, F> for Physical {
     }
 
     #[inline(always)]
-    fn resolve(
-        &mut self,
-        _: &mut Vcpu<P, F>,
-        _: &mut bool,
-    ) -> Result<Wanted<'_, Translation>, Stop> {
+    fn resolve(&mut self, _: &mut Vcpu<P, F>) -> Result<Wanted<'_, Translation>, Stop> {
         Ok(Wanted::Leaf(self.0))
     }
 
@@ -140,8 +132,6 @@ pub(super) enum Outcome {
 pub(super) struct Fault<'v, P: Platform, F: Format> {
     pub(super) vcpu: &'v mut Vcpu<P, F>,
     pub(super) want: Want<'v>,
-    /// A flush went by while the vCPU waited outside its section: what it returned to its CPU before is void.
-    pub(super) slept: bool,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
@@ -151,54 +141,31 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Those of `source`. [`Stop::Retry`] if a flush went by meanwhile, whatever else was found out.
     #[cold]
     pub(super) fn fault<S: Source<P, F>>(&mut self, mut source: S) -> Result<S::Page, S::Stop> {
-        let mut slept = false;
-        let missed = self.presence.missed;
-        let stop = loop {
-            if self.prepare().is_err() {
-                let gpa = source.address();
-                break Stop::OutOfMemory { gpa };
-            }
-            self.make_room(&mut slept);
-            let want = match source.resolve(self, &mut slept)? {
-                Wanted::Leaf(want) => want,
-                Wanted::Page(_) if slept => break Stop::Retry,
-                Wanted::Page(page) => {
-                    self.assert_none_missed(missed);
-                    return Ok(page);
+        self.unless_flushed(|vcpu| {
+            let missed = vcpu.missed();
+            loop {
+                if vcpu.prepare().is_err() {
+                    let gpa = source.address();
+                    return Err(Stop::OutOfMemory { gpa }.into());
                 }
-            };
-            let vcpu = &mut *self;
-            let mut fault = Fault { vcpu, want, slept };
-            let end = fault.attempt();
-            slept = fault.slept;
-            match end {
-                Ok((found, installed)) => {
-                    let is_new = installed == Installed::New && !slept;
-                    let page = source.page(self, found, is_new);
-                    match slept {
-                        true => break Stop::Retry,
-                        false => {
-                            self.assert_none_missed(missed);
-                            return Ok(page);
-                        }
+                vcpu.make_room();
+                let want = match source.resolve(vcpu)? {
+                    Wanted::Leaf(want) => want,
+                    Wanted::Page(page) => return Ok(page),
+                };
+                match (Fault { vcpu, want }).attempt() {
+                    Ok((found, installed)) => {
+                        let is_new = installed == Installed::New;
+                        return Ok(source.page(vcpu, found, is_new));
                     }
+                    Err(Halt::Stop(stop)) => return Err(stop.into()),
+                    Err(Halt::Unsynced(level)) if source.compare(vcpu, level) => {}
+                    // What was returned before is void: the access is executed again.
+                    Err(_) if vcpu.missed() != missed => return Err(Stop::Retry.into()),
+                    Err(_) => {}
                 }
-                Err(Halt::Stop(stop)) => break stop,
-                Err(Halt::Unsynced(level)) if source.compare(self, level, &mut slept) => {}
-                Err(_) if slept => break Stop::Retry,
-                Err(_) => {}
             }
-        };
-        Err(if slept { Stop::Retry } else { stop }.into())
-    }
-
-    /// Asserts, in builds for tests, that no flush has gone by in a fault that succeeds: its caller goes on with what it got before.
-    /// `missed`: how often flushes had gone by when it began.
-    fn assert_none_missed(&self, missed: u64) {
-        debug_assert_eq!(
-            missed, self.presence.missed,
-            "a fault succeeds that has missed a flush"
-        );
+        })
     }
 }
 
@@ -453,10 +420,9 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 
     /// Runs `wait` outside the reader section.
     pub(super) fn outside<R>(&mut self, wait: impl FnOnce(&Vcpu<P, F>) -> R) -> R {
-        let mut missed = false;
-        let answer = self.vcpu.outside(&mut missed, wait);
-        if missed {
-            self.slept = true;
+        let missed = self.vcpu.missed();
+        let answer = self.vcpu.outside(wait);
+        if self.vcpu.missed() != missed {
             self.want.target.cursor.restart();
         }
         answer

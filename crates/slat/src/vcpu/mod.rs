@@ -369,13 +369,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.prepare_for(FrameCache::FAULT)
     }
 
-    /// Zaps the oldest shadow pages, if there is no room for those that a fault may make. `slept` becomes true if it
-    /// did.
+    /// Zaps the oldest shadow pages, if there is no room for those that a fault may make. Leaves the reader section for that.
     #[inline]
-    pub(crate) fn make_room(&mut self, slept: &mut bool) {
+    pub(crate) fn make_room(&mut self) {
         let excess = self.vm.budget.excess();
         if excess > 0 {
-            self.outside(slept, |vcpu| vcpu.vm().recycle(vcpu.space(), excess));
+            self.outside(|vcpu| vcpu.vm().recycle(vcpu.space(), excess));
         }
     }
 
@@ -508,22 +507,62 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.vm.platform.trace(Event::Quiesce);
     }
 
-    fn come_in(&mut self, walkable: Gpa) -> bool {
+    fn come_in(&mut self, walkable: Gpa) {
         let (readers, token) = (&self.vm.readers, self.token);
-        let missed = self.presence.enter(readers, token, walkable);
-        if missed {
+        if self.presence.enter(readers, token, walkable) {
             self.flags_in = None;
             self.attention().raise(Attention::FLUSH);
         }
-        missed
     }
 
-    /// Runs `wait` outside the reader section, where it may take any time. `slept` becomes true if a flush
-    /// was done meanwhile.
-    pub(crate) fn outside<R>(&mut self, slept: &mut bool, wait: impl FnOnce(&Self) -> R) -> R {
+    /// Runs `wait` outside the reader section, where it may take any time. If a flush goes by meanwhile, [`Self::missed`] is
+    /// another number than before.
+    pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&Self) -> R) -> R {
         let walkable = self.presence.leave();
         let answer = wait(self);
-        *slept |= self.come_in(walkable);
+        self.come_in(walkable);
+        answer
+    }
+
+    /// Returns the number of times that the vCPU has entered a section after a flush went by. If it has changed, every translation
+    /// from before is void.
+    #[inline]
+    fn missed(&self) -> u64 {
+        self.presence.missed
+    }
+
+    /// Runs `access`, which may leave the reader section.
+    ///
+    /// # Errors
+    /// [`Stop::Retry`] if a flush went by meanwhile, whatever `access` has come to; otherwise those of `access`.
+    #[inline]
+    fn unless_flushed<R, E: From<Stop>>(
+        &mut self,
+        access: impl FnOnce(&mut Self) -> Result<R, E>,
+    ) -> Result<R, E> {
+        let missed = self.missed();
+        let answer = access(self);
+        match self.missed() == missed {
+            true => answer,
+            false => Err(Stop::Retry.into()),
+        }
+    }
+
+    /// Runs `work`, which may leave the reader section, for the owner of the CPU. Asserts, in builds for tests, that the owner learns of
+    /// it if a flush went by meanwhile, whatever `work` comes to: with any answer that `says_void` does not accept, the CPU goes on
+    /// with the translations that it was given before.
+    #[inline]
+    fn for_owner<R>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> R,
+        says_void: impl FnOnce(&R) -> bool,
+    ) -> R {
+        let missed = self.missed();
+        let answer = work(self);
+        debug_assert!(
+            missed == self.missed() || says_void(&answer),
+            "a flush went by, and the owner of the CPU is not told"
+        );
         answer
     }
 
@@ -531,7 +570,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// remembers may be void then: the request stays.
     pub(crate) fn pass(&mut self) {
         if self.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
-            self.outside(&mut false, |_| ());
+            self.outside(|_| ());
         }
     }
 

@@ -295,7 +295,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             .min(slot.gfns.end)
             .min(F::GRANULE.block(gfn, Level::MEGA).end);
         let hva = |gfn: Gfn| F::GRANULE.add_pages(slot.hva_base, gfn.0 - slot.gfns.start.0);
-        self.outside(&mut false, |vcpu| {
+        self.outside(|vcpu| {
             held::assert_none("to populate memory");
             let vm = vcpu.vm();
             vm.platform.populate(vm.id, hva(gfn)..hva(end));
@@ -305,7 +305,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Maps what is resident from `gfn` to `end`, in one level 1 table and one slot. Returns the first page that is not mapped then,
     /// `None` if that is `gfn`. Raises `asked` if it has asked the platform.
     fn prefault_resident(&mut self, gfn: Gfn, end: Gfn, asked: &mut Gfn) -> Option<Gfn> {
-        self.make_room(&mut false);
+        self.make_room();
         let sequence = self.vm().in_progress.sequence();
         let (set, slot) = self.find_slot(gfn);
         let slot = slot.filter(|slot| slot.log().is_none())?;

@@ -18,7 +18,7 @@ pub(super) struct Presence {
     /// Level 1 tables that walks have reached in this section since its last quiescent point, of guest-physical addresses below
     /// `walkable` and of virtual ones; empty outside a section.
     pub(super) tables: PagingStructureCache,
-    /// How often flushes went by while the vCPU was outside.
+    /// How often it has entered a section after a flush went by.
     pub(super) missed: u64,
 }
 

@@ -182,7 +182,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             fault_address: gpa.0,
             access,
         });
-        self.fault(self.physical(gpa, access, true))
+        let physical = self.physical(gpa, access, true);
+        self.for_owner(
+            |vcpu| vcpu.fault(physical),
+            |answer| *answer == Err(Stop::Retry),
+        )
     }
 
     /// Translates `gpa`; maps its page if it is not mapped. It is no fault of the guest, and not counted
@@ -255,7 +259,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// # Panics
     /// If the vCPU was not entered.
     pub fn revalidate(&mut self, gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop> {
-        let mut slept = false;
         let gfn = F::GRANULE.gfn(gpa);
         let (set, slot) = self.find_slot(gfn);
         let private = set.private.around(gfn).0;
@@ -263,19 +266,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             // It was deleted since the translation, which is void.
             return Err(Stop::Retry);
         };
-        match self.outside(&mut slept, |vcpu| vcpu.resolve(slot, gfn, hva, access)) {
-            Err(ResolveError::Absent) => Err(Stop::MemoryFault {
-                gpa,
-                access,
-                private,
-                absent: true,
-            }),
-            Err(error) if error != ResolveError::Interrupted => {
-                Err(Stop::BadAddress { gpa, hva, error })
+        self.unless_flushed(|vcpu| {
+            match vcpu.outside(|vcpu| vcpu.resolve(slot, gfn, hva, access)) {
+                Ok(_) => Ok(()),
+                Err(ResolveError::Interrupted) => Err(Stop::Retry),
+                Err(ResolveError::Absent) => Err(Stop::MemoryFault {
+                    gpa,
+                    access,
+                    private,
+                    absent: true,
+                }),
+                Err(error) => Err(Stop::BadAddress { gpa, hva, error }),
             }
-            Ok(_) if !slept => Ok(()),
-            _ => Err(Stop::Retry),
-        }
+        })
     }
 
     /// Whether an MMIO entry with these generation bits is of the current slot set.

@@ -189,6 +189,50 @@ fn an_access_and_what_the_host_does() {
     each_beside_each(&[UNSYNCED], &[], &[FLUSH, far], &HOST);
 }
 
+/// The CPU has the page at [`B`] in its TLB when another access stops, after a flush for what the guest has changed: it goes on with
+/// that page unless it is told not to.
+#[test]
+fn an_access_that_stops_and_what_the_host_does() {
+    const READ_ONLY: u64 = DATA << 12 | 0x65;
+    let unsynced: Prepare = || {
+        let world = World::new();
+        world.on_cpu(|cpu| {
+            cpu.store_word(TABLE, 0, READ_ONLY);
+            cpu.access(A, Read);
+            cpu.store(TABLE, 1, DATA + 1);
+            // The shadow page has the old entry.
+            cpu.store_word(TABLE, 0, 0);
+        });
+        world
+    };
+    let page_fault: Act = |w| {
+        w.on_cpu(|cpu| {
+            cpu.access(B, Write);
+            assert_eq!(cpu.access(A, Write), Found::PageFault);
+        });
+    };
+    let mmio: Act = |w| {
+        w.on_cpu(|cpu| {
+            cpu.access(B, Write);
+            cpu.access(C, Read);
+        });
+    };
+    let store: Act = |w| {
+        w.on_cpu(|cpu| {
+            cpu.access(B, Write);
+            cpu.store(DIRECTORY, 1, OTHER);
+        });
+    };
+    let host = &HOST[1..4];
+    each_beside_each(&[unsynced], &[], &[page_fault], host);
+    each_beside_each(
+        &[UNTRACKED, UNSYNCED, DISTRUSTED],
+        &[],
+        &[mmio, store],
+        host,
+    );
+}
+
 #[test]
 fn what_the_host_does_and_a_store() {
     each_beside_each(&[MAPPED], &[], &HOST, &STORES[1..3]);

@@ -283,10 +283,13 @@ impl HostWords for Steps<'_> {
     }
 }
 
-/// A CPU of the guest, in a reader section, with a TLB for its stores.
+/// A CPU of the guest, in a reader section, with a TLB. It looks at no attention word: it goes on with what it remembers until an
+/// answer says that it must not.
 pub struct Cpu<'w> {
     world: &'w World,
     vcpu: Vcpu<SimPlatform, X86<5>>,
+    /// The host pages to which accesses were translated, by virtual page.
+    pages: Vec<(u64, Hpa)>,
     /// What allows stores, by frame.
     stores: Vec<(u64, Translation)>,
     unflushed: Vec<u64>,
@@ -300,6 +303,7 @@ impl<'w> Cpu<'w> {
         Cpu {
             world,
             vcpu,
+            pages: Vec::new(),
             stores: Vec::new(),
             unflushed: Vec::new(),
         }
@@ -312,16 +316,35 @@ impl<'w> Cpu<'w> {
     }
 
     fn quiesce(&mut self) {
-        self.stores.clear();
+        self.forget();
         self.vcpu.quiesce();
     }
 
+    fn forget(&mut self) {
+        self.pages.clear();
+        self.stores.clear();
+    }
+
+    /// Uses what it remembers. Call after every answer that does not say that this is void.
+    fn use_all(&self) {
+        let stores = self.stores.iter().map(|(_, found)| found.host);
+        let all = self.pages.iter().map(|(_, host)| *host).chain(stores);
+        all.for_each(|host| self.world.check_use(host));
+    }
+
     pub fn access(&mut self, gva: u64, access: Access) -> Found {
+        let found = self.find(gva, access);
+        self.use_all();
+        found
+    }
+
+    fn find(&mut self, gva: u64, access: Access) -> Found {
         let (paging, mut words) = (paging(ROOT << 12), self.words());
         loop {
             match (self.vcpu).translate_virtual(gva, access, &paging, &mut words) {
                 Ok(page) => {
-                    self.world.check_use(page.host);
+                    self.pages.retain(|(other, _)| *other != gva);
+                    self.pages.push((gva, page.host));
                     let (host_page, _) = HostMemory::identify(page.host.pfn());
                     if access == Write {
                         self.world.wrote(host_page);
@@ -347,6 +370,7 @@ impl<'w> Cpu<'w> {
                     if found.write {
                         self.stores.push((table, found));
                     }
+                    self.use_all();
                     return found;
                 }
                 Err(Stop::Retry) => self.quiesce(),
@@ -370,6 +394,7 @@ impl<'w> Cpu<'w> {
         if found.tracked && self.vcpu.stored(Gpa((table << 12) + 8 * index), 8) {
             self.quiesce();
         }
+        self.use_all();
     }
 
     pub fn invlpg(&mut self, gva: u64) {
@@ -378,6 +403,8 @@ impl<'w> Cpu<'w> {
             if cpu.vcpu.invlpg(gva, &paging(ROOT << 12), &mut words) {
                 cpu.quiesce();
             }
+            cpu.pages.retain(|(other, _)| *other != gva);
+            cpu.use_all();
             cpu.unflushed.retain(|other| *other != gva);
         });
     }
@@ -391,7 +418,7 @@ impl<'w> Cpu<'w> {
     pub fn load_cr3(&mut self) {
         let mut words = self.words();
         self.vcpu.flush_guest(&mut words);
-        self.stores.clear();
+        self.forget();
         self.unflushed.clear();
     }
 

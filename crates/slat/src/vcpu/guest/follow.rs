@@ -25,19 +25,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn stored(&mut self, gpa: Gpa, bytes: u64) -> bool {
         self.counters().mmu_pte_write.add(1);
         let range = gpa..Gpa(gpa.0 + bytes);
-        let mut slept = false;
+        let missed = self.missed();
         // The memory may hold a table in each address space.
         for index in 0..self.vm().spaces.len() {
             let tables = self.vm().spaces[index].mmu.get(self.section());
             let is_own = index == self.space_index();
             let mmu = tables.shadow().filter(|mmu| is_own || mmu.has_tables());
             if mmu.is_some_and(|mmu| mmu.stored(range.clone())) {
-                self.outside(&mut slept, |vcpu| {
+                self.outside(|vcpu| {
                     vcpu.vm().follow(&vcpu.vm().spaces[index], &range);
                 });
             }
         }
-        slept
+        self.missed() != missed
     }
 
     /// Call when the guest executes INVLPG for `gva`, or INVPCID for that address in the current PCID. The caller drops what
@@ -49,9 +49,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) -> bool {
         self.counters().invlpg.add(1);
         self.presence.tables.clear();
-        let mut slept = false;
-        self.follow_address(gva, paging, words, &mut slept);
-        slept
+        let missed = self.missed();
+        self.follow_address(gva, paging, words);
+        self.missed() != missed
     }
 
     /// Compares what was made of the guest's tables for `gva` with them, if it may differ. All of them, if stores to tables of any
@@ -61,7 +61,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         gva: u64,
         paging: &GuestPaging,
         words: &mut W,
-        slept: &mut bool,
     ) {
         let key = Key {
             context: self.context,
@@ -73,11 +72,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let elsewhere = self.distrust_stores_elsewhere();
         let mmu = self.tables().shadow();
         if elsewhere || mmu.is_some_and(ShadowMmu::is_distrusted) {
-            *slept = true;
             return self.compare_unsynced(words);
         }
         if let Some((page, index)) = mmu.and_then(|mmu| mmu.begin_sync_of(key, root)) {
-            self.sync(page, index..index + 1, words, slept);
+            self.sync(page, index..index + 1, words);
         }
     }
 
@@ -113,7 +111,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         while self.tables().shadow().is_some_and(|mmu| mmu.has_unsynced()) {
             let mut pages = [None; SOME];
             let mut count = 0;
-            let flushed = self.outside(&mut false, |vcpu| {
+            let flushed = self.outside(|vcpu| {
                 vcpu.vm().begin_sync(vcpu.space(), |page| {
                     let free = pages.get_mut(count);
                     count += usize::from(free.is_some());
@@ -123,7 +121,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             self.set_flushed(flushed);
             let mut left = false;
             for page in pages.into_iter().flatten() {
-                self.sync(page, 0..ENTRIES, words, &mut false);
+                self.sync(page, 0..ENTRIES, words);
                 left |= self
                     .tables()
                     .shadow()
@@ -148,13 +146,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         page: PageOf,
         indexes: Range<usize>,
         words: &mut W,
-        slept: &mut bool,
     ) -> Option<Compared> {
         let mut entries = [0; ENTRIES];
         let entries = &mut entries[..indexes.len()];
-        let Some(changes) = self.read_table(&page, indexes.start, entries, words, slept) else {
+        let Some(changes) = self.read_table(&page, indexes.start, entries, words) else {
             // The guest's table cannot be read now.
-            *slept = true;
             self.forget_table(page.gfn);
             return None;
         };
@@ -168,7 +164,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let compared = self.tables().shadow()?.compare(&read);
         match &compared {
             Some(compared) => self.counters().mmu_unsync.sub(compared.synced.into()),
-            None => self.outside(slept, |vcpu| {
+            None => self.outside(|vcpu| {
                 vcpu.vm().zap_ungranted(vcpu.space(), &read);
             }),
         }
@@ -183,13 +179,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         first: usize,
         entries: &mut [u64],
         words: &mut W,
-        slept: &mut bool,
     ) -> Option<u64> {
         let changes = self.tables().shadow()?.changes_of(page.gfn);
         let mut host = self.reach_table(page.gfn.gpa(), Access::Read);
         if host == Err(Stop::Retry) {
-            // The first try may have slept while it made the page accessible.
-            *slept = true;
+            // A flush went by while the first try made the page accessible.
             host = self.reach_table(page.gfn.gpa(), Access::Read);
         }
         let host = host.ok()?.host;
@@ -203,7 +197,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Zaps what was made of the guest's table in `gfn`.
     pub(in crate::vcpu) fn forget_table(&mut self, gfn: Gfn) {
         let gfns = gfn..gfn.add(1);
-        self.outside(&mut false, |vcpu| {
+        self.outside(|vcpu| {
             vcpu.vm().forget_tables(vcpu.space(), &gfns);
         });
     }

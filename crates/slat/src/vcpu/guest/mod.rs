@@ -148,7 +148,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             fault_address: gva,
             access,
         });
-        self.fault(Virtual::new(gva, access, paging, words))
+        self.for_owner(
+            |vcpu| vcpu.fault(Virtual::new(gva, access, paging, words)),
+            |answer| matches!(answer, Err(VirtualStop::Stop(Stop::Retry))),
+        )
     }
 
     /// Returns what the shadow table says of an access to `gva`. `None`: it does not allow the access.

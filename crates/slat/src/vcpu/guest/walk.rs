@@ -50,14 +50,10 @@ impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
     }
 
     /// Walks the guest's tables.
-    fn resolve(
-        &mut self,
-        vcpu: &mut Vcpu<P, F>,
-        slept: &mut bool,
-    ) -> Result<Wanted<'_, VirtualPage>, Self::Stop> {
+    fn resolve(&mut self, vcpu: &mut Vcpu<P, F>) -> Result<Wanted<'_, VirtualPage>, Self::Stop> {
         let (gva, access, paging) = (self.gva, self.access, self.paging);
         if vcpu.tables().shadow().is_some_and(|mmu| !mmu.has_begun()) {
-            vcpu.outside(slept, |vcpu| vcpu.vm().begin_shadowing(vcpu.space()));
+            vcpu.outside(|vcpu| vcpu.vm().begin_shadowing(vcpu.space()));
         }
         if !mem::take(&mut self.goes_on) {
             let mut tables = Tables {
@@ -73,7 +69,7 @@ impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
                 Err(WalkError::PageFault { code }) => {
                     vcpu.counters().pf_guest.add(1);
                     // SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault does, too.
-                    vcpu.follow_address(gva, paging, self.words, slept);
+                    vcpu.follow_address(gva, paging, self.words);
                     return Err(VirtualStop::PageFault { code });
                 }
             };
@@ -107,7 +103,7 @@ impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
         }))
     }
 
-    fn compare(&mut self, vcpu: &mut Vcpu<P, F>, level: Level, slept: &mut bool) -> bool {
+    fn compare(&mut self, vcpu: &mut Vcpu<P, F>, level: Level) -> bool {
         let Some((_, trail)) = &mut self.found else {
             return false;
         };
@@ -115,7 +111,7 @@ impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
         let Some(page) = mmu.and_then(|mmu| mmu.page_on(trail, level)) else {
             return false;
         };
-        let compared = vcpu.sync(page, 0..ENTRIES, self.words, slept);
+        let compared = vcpu.sync(page, 0..ENTRIES, self.words);
         self.goes_on = compared.is_some_and(|compared| {
             let (before, after) = compared.changes;
             trail.was_compared(&page, before, after)
