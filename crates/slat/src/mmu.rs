@@ -11,8 +11,8 @@ use crate::platform::Platform;
 use crate::shadow::trail::Target;
 use crate::shadow::{Budget, ShadowMmu};
 use crate::table::{
-    Aged, At, ByGfn, Collapse, Cursor, Detached, Flushed, Flushes, Found, FrameCache, Installed,
-    Key, Path, Retry, Root, Show, Split, TableFrames, Tree, Visit, Walk, descend, is_nx_split,
+    Aged, At, ByGfn, Collapse, Cursor, Detached, Flushed, Flushes, FrameCache, Installed, Key,
+    Path, Reached, Retry, Root, Show, Split, TableFrames, Tree, Visit, Walk,
 };
 
 /// How the tables of a VM are made ([`Config::mmu`](crate::Config)).
@@ -218,54 +218,29 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
     }
 }
 
-/// For vCPUs. The caller of each is in a reader section, and the walk of a key, a cursor or a target may be made there
-/// ([`crate::table`]'s look-ups).
+/// For vCPUs. The caller of each is in a reader section.
 impl<P: Platform, F: Format> Mmu<P, F> {
+    /// Returns the walk to `gfn` by guest-physical addresses.
     #[inline(always)]
-    fn platform(&self) -> &P {
-        either!(self, mmu => mmu.platform())
-    }
-
-    /// Finds the entry at which a page walker would end. Takes no lock.
-    ///
-    /// # Safety
-    /// - the walk may be made, as long as the result is used.
-    #[inline]
-    pub(crate) unsafe fn lookup(&self, key: Key) -> Found<'_> {
-        // SAFETY: the caller's promise.
-        unsafe { descend::<P, F>(self.platform(), key, Level::PAGE) }
-    }
-
-    /// Finds the entry at which the walk of `cursor` ends now. Takes no lock.
-    ///
-    /// # Safety
-    /// - the walk may be made, as long as the result is used.
-    #[inline]
-    pub(crate) unsafe fn find(&self, cursor: &mut Cursor) -> Found<'_> {
-        // SAFETY: the caller's promise.
-        unsafe { cursor.find::<P, F>(self.platform(), Level::PAGE) }
-    }
-
-    /// Returns whether the level 1 table for `key`, if there is one, exists because of NX.
-    ///
-    /// # Safety
-    /// - the walk may be made.
-    pub(crate) unsafe fn is_nx_split(&self, key: Key) -> bool {
-        // SAFETY: the caller's promise.
-        unsafe { is_nx_split::<P, F>(self.platform(), key) }
+    pub(crate) fn cursor(&self, gfn: Gfn) -> Cursor<'_, P, F> {
+        let key = Key {
+            context: self.context(),
+            index: gfn.into(),
+        };
+        let platform = either!(self, mmu => mmu.platform());
+        // SAFETY: the root stays as long as the MMU. Whoever has a reference to the MMU is in a reader section
+        // (`Guarded`).
+        unsafe { Cursor::new(platform, Reached::nothing(key)) }
     }
 
     /// Installs a leaf ([`Tree::map`]).
     ///
     /// # Errors
     /// [`Retry`].
-    ///
-    /// # Safety
-    /// - the walk of `target` may be made.
     #[inline(always)]
-    pub(crate) unsafe fn map(
+    pub(crate) fn map(
         &self,
-        target: &mut Target<'_>,
+        target: &mut Target<'_, P, F>,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
@@ -273,14 +248,10 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         done: impl FnOnce(),
     ) -> Result<Installed, Retry> {
         match self {
-            // SAFETY: the caller's promise.
-            Mmu::Tdp(tree) => unsafe {
-                tree.map(&mut target.cursor, level, leaf, path, valid, done)
-            },
+            Mmu::Tdp(tree) => tree.map(&mut target.cursor, level, leaf, path, valid, done),
             Mmu::Shadow(mmu) => match mmu.tree_for(target) {
-                // SAFETY: the caller's promise.
-                Some(tree) => unsafe { tree.map(target, level, leaf, path, valid, done) },
-                None => mmu.map(*target, level, leaf, path, valid, done),
+                Some(tree) => tree.map(target, level, leaf, path, valid, done),
+                None => mmu.map(target, level, leaf, path, valid, done),
             },
         }
     }
@@ -289,26 +260,19 @@ impl<P: Platform, F: Format> Mmu<P, F> {
     ///
     /// # Errors
     /// [`Retry`]. Nothing has to be done about it.
-    ///
-    /// # Safety
-    /// - the walk of `target` may be made.
-    pub(crate) unsafe fn map_absent(
+    pub(crate) fn map_absent(
         &self,
-        target: &mut Target<'_>,
+        target: &mut Target<'_, P, F>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Result<u64, Retry> {
         match self {
-            // SAFETY: the caller's promise.
-            Mmu::Tdp(tree) => unsafe {
-                tree.map_absent(&mut target.cursor, pages, leaf, path, valid)
-            },
+            Mmu::Tdp(tree) => tree.map_absent(&mut target.cursor, pages, leaf, path, valid),
             Mmu::Shadow(mmu) => match mmu.tree_for(target) {
-                // SAFETY: the caller's promise.
-                Some(tree) => unsafe { tree.map_absent(target, pages, leaf, path, valid) },
-                None => mmu.map_absent(*target, pages, leaf, path, valid),
+                Some(tree) => tree.map_absent(target, pages, leaf, path, valid),
+                None => mmu.map_absent(target, pages, leaf, path, valid),
             },
         }
     }
@@ -317,12 +281,9 @@ impl<P: Platform, F: Format> Mmu<P, F> {
     ///
     /// # Errors
     /// [`Retry`]: what the shadow MMU asks for.
-    ///
-    /// # Safety
-    /// - the walk of `target` may be made.
-    pub(crate) unsafe fn map_mmio(
+    pub(crate) fn map_mmio(
         &self,
-        target: &mut Target<'_>,
+        target: &mut Target<'_, P, F>,
         generation: u64,
         path: &mut Path<'_>,
     ) -> Result<bool, Retry> {
@@ -330,11 +291,10 @@ impl<P: Platform, F: Format> Mmu<P, F> {
             Mmu::Tdp(tree) => tree,
             Mmu::Shadow(mmu) => match mmu.tree_for(target) {
                 Some(beside) => beside.tree,
-                None => return mmu.map_mmio(*target, generation, path),
+                None => return mmu.map_mmio(target, generation, path),
             },
         };
-        // SAFETY: the caller's promise.
-        Ok(unsafe { tree.map_mmio(&mut target.cursor, generation, path) })
+        Ok(tree.map_mmio(&mut target.cursor, generation, path))
     }
 
     /// Returns the largest level, up to `level`, at which the MMU can map `gfn`.

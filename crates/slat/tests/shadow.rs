@@ -13,8 +13,8 @@ use slat::format::{Entry, Npt, X86};
 use slat::guest_walk::GuestPaging;
 use slat::{
     Access::{self, *},
-    Config, CreateVmError, Ept, Gfn, Gpa, Level, MemoryType, MmuKind, Prefetch, Region, Rights,
-    Setting, SlotFlags, Stats, Stop, VirtualPage, VirtualStop, Vm,
+    Config, CreateVmError, DirtyLogReads, Ept, Gfn, Gpa, Level, MemoryType, MmuKind, Prefetch,
+    Region, Rights, Setting, SlotFlags, Stats, Stop, VirtualPage, VirtualStop, Vm,
 };
 use slat_model::{HostMemory, SimPlatform};
 
@@ -126,6 +126,20 @@ impl Guest {
         self.vm.audit().unwrap();
         self.vm.stats().since(&before)
     }
+}
+
+/// A read that is logged maps its page as a write does, but not a table whose stores must be noticed.
+#[test]
+fn a_logged_read_of_a_tracked_table_does_not_allow_stores() {
+    let mut guest = Guest::new(Level::PAGE);
+    guest
+        .vm
+        .set_policy(Setting::DirtyLogReads(DirtyLogReads::On));
+    guest.set(SlotFlags::LOG_DIRTY_PAGES);
+    guest.memory.put(TABLES[3], 5, TABLES[2] << 12 | USED);
+    guest.frame(0);
+    let found = guest.access(5 << 12, Read);
+    assert!(!found.write, "{found:?}");
 }
 
 #[test]

@@ -37,8 +37,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.check_kept(i);
     }
 
-    /// Checks the translations that a vCPU remembers. Call also after each answer but [`Stop::Retry`], before the attention word is
-    /// looked at: it goes on with them.
+    /// Checks the translations that a vCPU remembers. Call also after each answer but [`Stop::Retry`], before the
+    /// attention word is looked at: it goes on with them.
     fn check_kept(&self, i: usize) {
         for (gfn, translation) in &self.cpus[i].tlb {
             self.check_translation(i, *gfn, translation, KEPT);

@@ -35,7 +35,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
 use crate::shadow::trail::Target;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
-use crate::table::{At, Installed, Path, Retry, Tree, descend};
+use crate::table::{At, Installed, Path, Retry, Tree};
 
 /// Whether there may be shadow pages.
 #[derive(Default)]
@@ -174,8 +174,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             let (gfn, Some(guest)) = (page.gfn.get(), page.guest()) else {
                 continue;
             };
-            // SAFETY: the tree's root stays.
-            let found = unsafe { descend::<P, F>(tree.platform(), tree.key(gfn), Level::PAGE) };
+            let found = tree.find_at(gfn, Level::PAGE);
             let is_tracked = guest.agreement.get() != Agreement::Unsynced;
             if let Entry::Leaf(leaf) = found.entry::<F>()
                 && (leaf.write || leaf.may_write)
@@ -192,8 +191,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
 
     /// Returns the tree, for an install at `target`. `None`: shadow pages have the path to that.
     #[inline(always)]
-    pub(crate) fn tree_for(&self, target: &Target<'_>) -> Option<TreeBeside<'_, P, F>> {
-        let tree = self.tree().filter(|_| target.trail.is_none())?;
+    pub(crate) fn tree_for(&self, target: &Target<'_, P, F>) -> Option<TreeBeside<'_, P, F>> {
+        let tree = self.tree().filter(|_| target.trail().is_none())?;
         Some(TreeBeside { mmu: self, tree })
     }
 }
@@ -209,12 +208,9 @@ impl<P: Platform, F: Format> TreeBeside<'_, P, F> {
     ///
     /// # Errors
     /// [`Retry`].
-    ///
-    /// # Safety
-    /// - the walk of `target` may be made.
-    pub(crate) unsafe fn map(
+    pub(crate) fn map(
         &self,
-        target: &mut Target<'_>,
+        target: &mut Target<'_, P, F>,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
@@ -231,23 +227,17 @@ impl<P: Platform, F: Format> TreeBeside<'_, P, F> {
             leaf = self.mmu.guarded(&pages, gfn, leaf, path);
         }
         let valid = || valid() && self.mmu.tracking.begun() == begun;
-        // SAFETY: the caller's promise.
-        unsafe {
-            self.tree
-                .map(&mut target.cursor, level, leaf, path, valid, done)
-        }
+        self.tree
+            .map(&mut target.cursor, level, leaf, path, valid, done)
     }
 
     /// Does what [`Tree::map_absent`] does.
     ///
     /// # Errors
     /// [`Retry`].
-    ///
-    /// # Safety
-    /// - the walk of `target` may be made.
-    pub(crate) unsafe fn map_absent(
+    pub(crate) fn map_absent(
         &self,
-        target: &mut Target<'_>,
+        target: &mut Target<'_, P, F>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
@@ -266,10 +256,7 @@ impl<P: Platform, F: Format> TreeBeside<'_, P, F> {
             ..leaf
         };
         let valid = || valid() && self.mmu.tracking.begun() == begun;
-        // SAFETY: the caller's promise.
-        unsafe {
-            self.tree
-                .map_absent(&mut target.cursor, pages, leaf, path, valid)
-        }
+        self.tree
+            .map_absent(&mut target.cursor, pages, leaf, path, valid)
     }
 }

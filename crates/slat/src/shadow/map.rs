@@ -1,6 +1,7 @@
 //! The MMU by index: what a fault installs.
 
 use super::page::{Agreement, EntryId, Pages, number_of};
+use super::track::Descent;
 use super::trail::{Note, Role, Target, Trail, mmio_note};
 use super::{ShadowMmu, begin};
 use crate::addr::{Gfn, Level};
@@ -16,7 +17,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Does what [`Tree::map`](crate::table::Tree::map) does, for a page of the guest's if the target has a trail.
     pub(crate) fn map(
         &self,
-        target: Target<'_>,
+        target: &Target<'_, P, F>,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
@@ -27,12 +28,12 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         if !self.is_prepared(&pages) {
             return Err(Retry::Unprepared);
         }
-        let gfn = target.gfn::<F>();
+        let gfn = target.gfn();
         if !valid() || self.largest(&pages, gfn, level) < level {
             return Err(Retry::Stale);
         }
-        self.track_tables(&pages, target, path)?;
-        let number = self.page_for(&pages, target, level, OnLeaf::Split, path)?;
+        let descent = self.track_tables(&pages, target, path)?;
+        let number = self.page_for(&pages, target, descent, level, OnLeaf::Split, path)?;
         let leaf = self.guarded(&pages, gfn, leaf, path);
         let id = EntryId::new(number, target.key().index.at(level));
         let installed = self.install(&pages, id, gfn.align_down(level), leaf, target)?;
@@ -43,7 +44,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Does what [`Tree::map_absent`](crate::table::Tree::map_absent) does.
     pub(crate) fn map_absent(
         &self,
-        target: Target<'_>,
+        target: &Target<'_, P, F>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
@@ -59,8 +60,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         if !valid() || !self.is_current(target) {
             return Err(Retry::Stale);
         }
-        let gfn = target.gfn::<F>();
-        let number = self.page_for(&all, target, Level::PAGE, OnLeaf::GiveUp, path)?;
+        let gfn = target.gfn();
+        let descent = self.descent(&all, target)?;
+        let number = self.page_for(&all, target, descent, Level::PAGE, OnLeaf::GiveUp, path)?;
         let table = all.table(&*self.platform, number);
         let mut installed = 0;
         for i in 0..pages as usize {
@@ -88,13 +90,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// [`Retry`]: what has to be done about the guest's tables.
     pub(crate) fn map_mmio(
         &self,
-        target: Target<'_>,
+        target: &Target<'_, P, F>,
         generation: u64,
         path: &mut Path<'_>,
     ) -> Result<bool, Retry> {
-        let trail = target.trail::<F>();
+        let trail = target.trail();
         let rights = trail.map_or(PageRights::ALL, |trail| trail.rights);
-        let note = mmio_note::<F>(target.gfn::<F>(), rights);
+        let note = mmio_note::<F>(target.gfn(), rights);
         // Walks by guest-physical addresses need none.
         let Some(note) = note.or_else(|| trail.is_none().then_some(0)) else {
             return Ok(false);
@@ -103,14 +105,15 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         if !self.is_prepared(&pages) {
             return Err(Retry::Unprepared);
         }
-        self.track_tables(&pages, target, path)?;
+        let descent = self.track_tables(&pages, target, path)?;
         // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
-        let number = match self.page_for(&pages, target, Level::PAGE, OnLeaf::GiveUp, path) {
+        let reached = self.page_for(&pages, target, descent, Level::PAGE, OnLeaf::GiveUp, path);
+        let number = match reached {
             Err(Retry::Conflict(_)) => return Ok(false),
             reached => reached?,
         };
         let (gfn, id) = (
-            target.gfn::<F>(),
+            target.gfn(),
             EntryId::new(number, target.key().index.at(Level::PAGE)),
         );
         let table = pages.table(&*self.platform, number);
@@ -153,8 +156,8 @@ impl Pages {
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Returns the note for a leaf that maps `gfn` at `target`.
-    fn note(target: Target<'_>, gfn: Gfn) -> Note {
-        match target.trail::<F>() {
+    fn note(target: &Target<'_, P, F>, gfn: Gfn) -> Note {
+        match target.trail() {
             Some(trail) => Note::new(gfn, trail.rights),
             // No page notes anything, or the page is direct: its role has the rights.
             None => Note::NONE,
@@ -177,7 +180,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         id: EntryId,
         gfn: Gfn,
         leaf: Leaf,
-        target: Target<'_>,
+        target: &Target<'_, P, F>,
     ) -> Result<Installed, Retry> {
         let (page, level) = (pages.pool.get(id.page()), pages.pool.get(id.page()).level());
         let table = pages.table(&*self.platform, id.page());
@@ -192,7 +195,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 Ok(Installed::New)
             }
             Entry::Leaf(old) if old.pfn == leaf.pfn && old.memory == leaf.memory => {
-                if target.trail::<F>().is_some() {
+                if target.trail().is_some() {
                     let was = page.note(id.index());
                     if !was.is_like(note) {
                         return Err(Retry::Replaced(level));
@@ -204,42 +207,36 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                     false => Installed::Spurious,
                 })
             }
-            _ if target.trail::<F>().is_some() => Err(Retry::Replaced(level)),
+            _ if target.trail().is_some() => Err(Retry::Replaced(level)),
             _ => Err(Retry::Conflict(level)),
         }
     }
 
-    /// Returns the number of the page of `level` on the path to `target`; makes it, and those above it, if
-    /// there is none.
+    /// Returns the number of the page of `level` on the path to `target`, by a walk that goes on where `descent` has
+    /// come to. Makes the pages that are missing.
     fn page_for(
         &self,
         pages: &Pages,
-        target: Target<'_>,
+        target: &Target<'_, P, F>,
+        descent: Descent,
         level: Level,
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
     ) -> Result<u32, Retry> {
-        let (mut number, mut at) = match target.trail::<F>() {
-            None => {
-                let root = self.root();
-                (root.expect("an MMU beside a tree has trails"), F::TOP)
-            }
-            Some(trail) => {
-                let (gfn, role) = trail.page(trail.top());
-                let number = pages.find_page(gfn, role).ok_or(Retry::Unprepared)?;
-                let page = pages.pool.get(number);
-                Self::check_linked(pages, number, trail)?;
-                (page.guest()).inspect(|guest| guest.is_root.set(true));
-                path.root = Some(Root::new(page.frame.get(), role.level));
-                (number, role.level)
-            }
-        };
+        let Descent { root, mut number } = descent;
+        if let Some(trail) = target.trail() {
+            Self::check_linked(pages, root, trail)?;
+            let page = pages.pool.get(root);
+            (page.guest()).inspect(|guest| guest.is_root.set(true));
+            path.root = Some(Root::new(page.frame.get(), page.level()));
+        }
+        let mut at = pages.pool.get(number).level();
         while at > level {
             let id = EntryId::new(number, target.key().index.at(at));
             let table = pages.table(&*self.platform, number);
             let bits = table.entry(id.index()).load(Relaxed);
-            let (child, role) = match target.trail::<F>() {
-                None => (target.gfn::<F>().align_down(at), Role::direct(at.below())),
+            let (child, role) = match target.trail() {
+                None => (target.gfn().align_down(at), Role::direct(at.below())),
                 Some(trail) => trail.page(at.below()),
             };
             (pages.pool.get(number).guest()).inspect(|guest| guest.stores.set(0));
@@ -264,7 +261,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 _ => {
                     let lower = self.page(pages, child, role, path);
                     let lower = lower.ok_or(Retry::Unprepared)?;
-                    if let Some(trail) = target.trail::<F>() {
+                    if let Some(trail) = target.trail() {
                         Self::check_linked(pages, lower, trail)?;
                     }
                     (self.refer(pages, id, lower, bits)).map_err(|_| Retry::Stale)?;

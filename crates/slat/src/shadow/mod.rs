@@ -217,9 +217,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             .lock(|round| self.platform.wait(round, WaitFor::Lock))
     }
 
-    /// Makes sure that `frames` and the MMU have what installs of `tables` tables need. For a fault it looks at the MMU's part
-    /// only after an install has said that it lacks that ([`Retry::Unprepared`](crate::table::Retry)): most faults take the
-    /// lock once, to install.
+    /// Allocates what installs of `tables` tables need: table frames for `frames`, and for the MMU the records of
+    /// shadow pages and of the reverse map. A fault allocates records only after an install has found too few of them
+    /// ([`Retry::Unprepared`](crate::table::Retry)): to count them takes the MMU's lock, which most faults take only
+    /// once, to install.
     ///
     /// # Errors
     /// [`OutOfMemory`]; what was allocated is kept.
@@ -238,7 +239,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         if tables <= FrameCache::FAULT && is_enough {
             return filled;
         }
-        // As much more again: not every fault allocates.
+        // Twice as many as are needed, so that the next fault need not allocate.
         let wanted = |spare: usize, least: usize| match spare < least {
             true => 2 * least - spare,
             false => 0,

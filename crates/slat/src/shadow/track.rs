@@ -35,6 +35,15 @@ use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Flushed, Key, LeafCounts, Path, Retry};
 
+/// How far a walk goes through shadow pages.
+#[derive(Clone, Copy)]
+pub(super) struct Descent {
+    /// The page that it begins with.
+    pub(super) root: u32,
+    /// The page that it has come to.
+    pub(super) number: u32,
+}
+
 /// What was done for a store, or for a flush of the guest's.
 #[derive(Default)]
 pub(crate) struct Followed {
@@ -124,31 +133,32 @@ impl Pages {
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Returns whether the guest's tables on the trail of `target` are as they were when they were read.
-    pub(super) fn is_current(&self, target: Target<'_>) -> bool {
+    pub(super) fn is_current(&self, target: &Target<'_, P, F>) -> bool {
         target
-            .trail::<F>()
+            .trail()
             .is_none_or(|trail| self.changes.are_none_since(&trail.seen))
     }
 
     /// Makes sure that stores to the guest's tables on the trail of `target` are noticed, and that none was since they were
-    /// read.
+    /// read. Returns how far a walk goes through the pages of the trail.
     ///
     /// # Errors
     /// [`Retry`]: there may have been some.
     pub(super) fn track_tables(
         &self,
         pages: &Pages,
-        target: Target<'_>,
+        target: &Target<'_, P, F>,
         path: &mut Path<'_>,
-    ) -> Result<(), Retry> {
-        let Some(trail) = target.trail::<F>() else {
-            return Ok(());
+    ) -> Result<Descent, Retry> {
+        let Some(trail) = target.trail() else {
+            return self.descent(pages, target);
         };
         let (mut made, mut unflushed) = (false, false);
         // Where all are linked already, as usual, nothing else has to be looked up but the root.
-        let levels = match self.is_linked(pages, target.key(), trail) {
-            true => 0..0,
-            false => trail.leaf_level().0..trail.top().0 + 1,
+        let linked = self.linked(pages, target.key(), trail);
+        let levels = match linked {
+            Some(_) => 0..0,
+            None => trail.leaf_level().0..trail.top().0 + 1,
         };
         for level in levels.map(Level) {
             let (gfn, role) = trail.page(level);
@@ -172,35 +182,59 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 _ => unflushed = true,
             }
         }
-        match () {
+        match linked {
             _ if unflushed => Err(Retry::Unprotected),
             _ if made || !self.is_current(target) => Err(Retry::Tracked),
-            _ => Ok(()),
+            Some(linked) => Ok(linked),
+            None => self.descent(pages, target),
         }
     }
 
-    /// Returns whether the walk to `key` goes through the pages of all tables on the trail, and stores to these are noticed.
-    fn is_linked(&self, pages: &Pages, key: Key, trail: &Trail) -> bool {
-        let (gfn, role) = trail.root();
-        let Some(mut number) = pages.find_page(gfn, role) else {
-            return false;
+    /// Begins a walk to `target` at the page that it begins with.
+    ///
+    /// # Errors
+    /// [`Retry::Unprepared`]: there is no such page.
+    pub(super) fn descent(
+        &self,
+        pages: &Pages,
+        target: &Target<'_, P, F>,
+    ) -> Result<Descent, Retry> {
+        let root = match target.trail().map(|trail| trail.root()) {
+            None => self.root().expect("an MMU beside a tree has trails"),
+            Some((gfn, role)) => pages.find_page(gfn, role).ok_or(Retry::Unprepared)?,
         };
+        let number = root;
+        Ok(Descent { root, number })
+    }
+
+    /// Returns the walk to `key` through the pages of all tables on the trail, if there is one, and stores to these
+    /// tables are noticed.
+    fn linked(&self, pages: &Pages, key: Key, trail: &Trail) -> Option<Descent> {
+        let (gfn, role) = trail.root();
+        let root = pages.find_page(gfn, role)?;
+        let mut number = root;
         loop {
             let page = pages.pool.get(number);
-            let at = page.level();
+            let (at, guest) = (page.level(), page.guest()?);
             let is_on_trail = (page.gfn.get(), page.role.get()) == trail.page(at);
-            if !is_on_trail || page.guest().is_none_or(|guest| guest.flush.get() != 0) {
-                return false;
+            if !is_on_trail || guest.flush.get() != 0 {
+                return None;
             }
             if at == trail.leaf_level() {
-                return true;
+                return Some(Descent { root, number });
             }
-            let table = pages.table(&*self.platform, number);
-            let bits = table.entry(key.index.at(at)).load(Relaxed);
-            let Entry::Table(lower) = F::decode(bits, at) else {
-                return false;
-            };
-            number = number_of(&*self.platform, lower);
+            guest.stores.set(0);
+            number = self.page_below(pages, EntryId::new(number, key.index.at(at)))?;
+        }
+    }
+
+    /// Returns the page of the table that entry `id` refers to. `None`: it refers to none.
+    fn page_below(&self, pages: &Pages, id: EntryId) -> Option<u32> {
+        let level = pages.pool.get(id.page()).level();
+        let table = pages.table(&*self.platform, id.page());
+        match F::decode(table.entry(id.index()).load(Relaxed), level) {
+            Entry::Table(lower) => Some(number_of(&*self.platform, lower)),
+            _ => None,
         }
     }
 
@@ -374,13 +408,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let mut at = root.1.level;
         loop {
             let id = EntryId::new(number, key.index.at(at));
-            let table = pages.table(&*self.platform, number);
-            let bits = table.entry(id.index()).load(Relaxed);
-            match F::decode(bits, at) {
-                Entry::Table(lower) if at > level => {
-                    number = number_of(&*self.platform, lower);
-                    at = at.below();
-                }
+            match self.page_below(pages, id) {
+                Some(lower) if at > level => (number, at) = (lower, at.below()),
                 _ => return Some(id),
             }
         }

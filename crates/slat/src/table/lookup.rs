@@ -1,12 +1,13 @@
 //! Walks of one address, without locks: as a page walker in hardware walks, whichever MMU made the tables.
 //!
 //! # Which walks may be made
-//! A walk reads the table in whatever frame its [`Root`] names, and then those that it finds there. So all of these functions
-//! are unsafe, with one condition: the caller is in a reader section of the VM, and the root is that of one of its trees or
-//! MMUs, with tables of format `F`, which stays; or it is that of a shadow page that was found in this section, or whose MMU
-//! has zapped no root since
-//! ([`roots_zapped`](crate::shadow::ShadowMmu::roots_zapped)). A [`Cursor`] has, in addition, only been
-//! in sections of which it says it may be used there.
+//! A walk reads the table in whatever frame its [`Root`] names, and then those that it finds there. So it is unsafe to
+//! begin one, with one condition: as long as the [`Cursor`], or an entry that it has found, is used, the caller is in
+//! one reader section of the VM, and the root is that of one of its trees or MMUs, with tables of format `F`, which
+//! stays; or it is that of a shadow page that was found in this section, or whose MMU has zapped no root since
+//! ([`roots_zapped`](crate::shadow::ShadowMmu::roots_zapped)). After that, a cursor is safe to use.
+
+use core::marker::PhantomData;
 
 use super::{Found, Key, Root, Table};
 use crate::addr::{Gfn, Level, PageIndex, Pfn};
@@ -39,41 +40,40 @@ pub(super) fn root_table<F: Format>(root: Root, index: Gfn) -> Pfn {
     }
 }
 
-/// A walk to one address that goes on where it has ended: in the table that it has reached, whose entry it reads again.
-///
-/// It may be used as long as what it has read may be: in one reader section, or in the next one if no generation was missed
-/// between them ([`crate::sync::quiesce`]). After that it has to [start again](Self::restart). The table may have been detached
-/// meanwhile; then the walk is one that had reached it before ([`crate::table`]).
+/// The table in which a walk has ended.
 #[derive(Clone, Copy)]
-pub(crate) struct Cursor {
-    pub(crate) key: Key,
-    /// Where it has ended: frame and level of a table. `None`: it has not begun.
-    at: Option<(Pfn, Level)>,
-    /// The bits that all entries have by which it has come there.
+pub(crate) struct End {
+    frame: Pfn,
+    level: Level,
+    /// The bits that all entries have by which the walk has come there.
     above: u64,
 }
 
-impl Cursor {
-    /// Makes a walk to `key` that has not begun.
+impl End {
+    /// Returns the table of the entry that a walk has found.
     #[inline(always)]
-    pub(crate) fn new(key: Key) -> Self {
-        Cursor {
-            key,
-            at: None,
-            above: u64::MAX,
+    pub(crate) fn of(found: &Found<'_>) -> Self {
+        End {
+            frame: found.table,
+            level: found.level,
+            above: found.above,
         }
     }
+}
 
-    /// Whether an entry by which it has come where it is was write-protected then.
+/// A walk to one address, and where it has ended. It can be kept when its reader section is left.
+#[derive(Clone, Copy)]
+pub(crate) struct Reached {
+    pub(crate) key: Key,
+    /// `None`: the walk has not begun.
+    pub(crate) end: Option<End>,
+}
+
+impl Reached {
+    /// Makes a walk to `key` that has not begun.
     #[inline(always)]
-    pub(crate) fn is_protected<F: Format>(&self) -> bool {
-        F::is_protected(self.above)
-    }
-
-    /// Returns the walk to the address `pages` pages after this one, in the same table of level 1.
-    pub(crate) fn after(mut self, pages: u64) -> Self {
-        self.key.index = self.key.index.add(pages);
-        self
+    pub(crate) fn nothing(key: Key) -> Self {
+        Reached { key, end: None }
     }
 
     /// Returns the walk to the address `pages` pages before this one, in the same table of level 1.
@@ -81,77 +81,111 @@ impl Cursor {
         self.key.index = self.key.index.before(pages);
         self
     }
+}
 
-    /// Has the walk begin with the root.
-    pub(crate) fn restart(&mut self) {
-        (self.at, self.above) = (None, u64::MAX);
+/// A walk to one address, in the reader section `'s`, that goes on where it has ended: in the table that it has
+/// reached, whose entry it reads again. The table may have been detached meanwhile; then the walk is one that had
+/// reached it before ([`crate::table`]).
+pub(crate) struct Cursor<'s, P: Platform, F: Format> {
+    platform: &'s P,
+    reached: Reached,
+    format: PhantomData<F>,
+}
+
+impl<P: Platform, F: Format> Clone for Cursor<'_, P, F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<P: Platform, F: Format> Copy for Cursor<'_, P, F> {}
+
+impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
+    /// Makes a walk that goes on from where one has `reached`.
+    ///
+    /// # Safety
+    /// - the walk may be made ([`self`]) as long as `'s` lasts;
+    /// - if it has begun, that was in the section `'s`, or in the last one of the same reader, and no generation was
+    ///   missed between them ([`crate::sync::quiesce`]).
+    #[inline(always)]
+    pub(crate) unsafe fn new(platform: &'s P, reached: Reached) -> Self {
+        Cursor {
+            platform,
+            reached,
+            format: PhantomData,
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn key(&self) -> Key {
+        self.reached.key
+    }
+
+    /// Returns where it has ended.
+    #[inline(always)]
+    pub(crate) fn reached(&self) -> Reached {
+        self.reached
+    }
+
+    /// Whether an entry by which it has come where it is was write-protected then.
+    #[inline(always)]
+    pub(crate) fn is_protected(&self) -> bool {
+        (self.reached.end).is_some_and(|end| F::is_protected(end.above))
+    }
+
+    /// Returns the walk to the address `pages` pages after this one, in the same table of level 1.
+    pub(crate) fn after(mut self, pages: u64) -> Self {
+        self.reached.key.index = self.reached.key.index.add(pages);
+        self
+    }
+
+    /// Returns the walk that begins with the root.
+    #[inline(always)]
+    pub(crate) fn restarted(mut self) -> Self {
+        self.reached = Reached::nothing(self.reached.key);
+        self
     }
 
     /// Finds the entry of `level` on the path, or the one above it at which the path ends. All accesses that
     /// are not a [walk](super::ByGfn::walk) over a range or [`lookup_page`] find their entry by this. Takes no lock.
-    ///
-    /// # Safety
-    /// - the walk may be made ([`self`]), as long as the result is used.
     #[inline]
-    pub(crate) unsafe fn find<'p, P: Platform, F: Format>(
-        &mut self,
-        platform: &'p P,
-        level: Level,
-    ) -> Found<'p> {
-        let Key { context, index } = self.key;
-        let root = || {
-            let root = root_table::<F>(context, index.as_gfn());
-            (root, context.level::<F>(), u64::MAX)
+    pub(crate) fn find(&mut self, level: Level) -> Found<'s> {
+        let Key { context, index } = self.reached.key;
+        let root = || End {
+            frame: root_table::<F>(context, index.as_gfn()),
+            level: context.level::<F>(),
+            above: u64::MAX,
         };
-        let reached = self.at.filter(|(_, at)| *at >= level);
-        let reached = reached.map(|(frame, at)| (frame, at, self.above));
-        let (mut frame, mut at, mut above) = reached.unwrap_or_else(root);
+        let reached = self.reached.end.filter(|end| end.level >= level);
+        let mut end = reached.unwrap_or_else(root);
         loop {
-            let found = Table::<P, F>::new(platform, frame).find(index, at, above);
-            match F::next_table(found.bits, at) {
-                Some(lower) if at > level => {
-                    (frame, at, above) = (lower, at.below(), above & found.bits);
+            let table = Table::<P, F>::new(self.platform, end.frame);
+            let found = table.find(index, end.level, end.above);
+            match F::next_table(found.bits, end.level) {
+                Some(lower) if end.level > level => {
+                    end = End {
+                        frame: lower,
+                        level: end.level.below(),
+                        above: end.above & found.bits,
+                    };
                 }
                 _ => {
-                    (self.at, self.above) = (Some((frame, at)), above);
+                    self.reached.end = Some(end);
                     return found;
                 }
             }
         }
     }
+
+    /// Returns whether the level 1 table on the path, if there is one, exists because of NX.
+    pub(crate) fn is_nx_split(&mut self) -> bool {
+        let found = self.find(Level::PAGE);
+        let table = || Table::<P, F>::new(self.platform, found.table);
+        found.level == Level::PAGE && table().meta().nx_split.load(Relaxed)
+    }
 }
 
-/// Finds the entry of `level` on the path to `key`, or the one above it at which the path ends.
-///
-/// # Safety
-/// - the walk may be made ([`self`]), as long as the result is used.
-#[inline]
-pub(crate) unsafe fn descend<P: Platform, F: Format>(
-    platform: &P,
-    key: Key,
-    level: Level,
-) -> Found<'_> {
-    // SAFETY: the caller's promise.
-    unsafe { Cursor::new(key).find::<P, F>(platform, level) }
-}
-
-/// Returns whether the level 1 table for `key`, if there is one, exists because of NX.
-///
-/// # Safety
-/// - the walk may be made ([`self`]).
-pub(crate) unsafe fn is_nx_split<P: Platform, F: Format>(platform: &P, key: Key) -> bool {
-    // SAFETY: the caller's promise.
-    let found = unsafe { descend::<P, F>(platform, key, Level::PAGE) };
-    let is_nx_split = || {
-        Table::<P, F>::new(platform, found.table)
-            .meta()
-            .nx_split
-            .load(Relaxed)
-    };
-    found.level == Level::PAGE && is_nx_split()
-}
-
-/// Like [`descend`] to level 1, but for walks that usually reach it: `Ok` if it does, `Err` if
+/// Like [`Cursor::find`] from the root to level 1, but for walks that usually reach it: `Ok` if it does, `Err` if
 /// it ends above.
 ///
 /// # Safety

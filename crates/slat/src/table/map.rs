@@ -6,7 +6,7 @@ use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::marker::PhantomData;
 use core::ops::Range;
 
-use super::{Cursor, Found, FrameCache, Installed, Path, Retry, Table, Tree, descend};
+use super::{Cursor, Found, FrameCache, Installed, Path, Reached, Retry, Table, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
@@ -27,28 +27,24 @@ impl<P: Platform, F: Format> Tree<P, F> {
     ///
     /// # Errors
     /// [`Retry`]; neither a leaf was installed nor `done` called.
-    ///
-    /// # Safety
-    /// - the walk of `cursor` may be made ([`super::lookup`]).
     #[inline(always)]
-    pub(crate) unsafe fn map(
+    pub(crate) fn map(
         &self,
-        cursor: &mut Cursor,
+        cursor: &mut Cursor<'_, P, F>,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Result<Installed, Retry> {
-        let gfn = cursor.key.gfn();
+        let gfn = cursor.key().gfn();
         let table = loop {
-            // SAFETY: the caller's promise.
-            let table = unsafe { self.table_for(cursor, level, OnLeaf::Split, path)? };
-            if !(leaf.write && cursor.is_protected::<F>()) {
+            let table = self.table_for(cursor, level, OnLeaf::Split, path)?;
+            if !(leaf.write && cursor.is_protected()) {
                 break table;
             }
             self.push_down(gfn, level);
-            cursor.restart();
+            *cursor = cursor.restarted();
         };
         let entry = table.entry(F::GRANULE.index(gfn, level));
         let guard = table.lock();
@@ -84,18 +80,15 @@ impl<P: Platform, F: Format> Tree<P, F> {
     ///
     /// # Errors
     /// [`Retry`], also if there is no memory for tables.
-    ///
-    /// # Safety
-    /// - the walk of `cursor` may be made ([`super::lookup`]).
-    pub(crate) unsafe fn map_absent(
+    pub(crate) fn map_absent(
         &self,
-        cursor: &mut Cursor,
+        cursor: &mut Cursor<'_, P, F>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Result<u64, Retry> {
-        let gfn = cursor.key.gfn();
+        let gfn = cursor.key().gfn();
         let first = F::GRANULE.index(gfn, Level::PAGE);
         let indexes = first..first + pages as usize;
         debug_assert!(indexes.end <= F::GRANULE.entries());
@@ -105,21 +98,18 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
         let filled = path.frames.fill(&*self.platform, FrameCache::FAULT);
         filled.map_err(|_| Retry::Unprepared)?;
-        // SAFETY: the caller's promise.
-        let found = unsafe { cursor.find::<P, F>(&*self.platform, Level::PAGE) };
+        let found = cursor.find(Level::PAGE);
         if found.level > Level::PAGE
             && matches!(found.entry::<F>(), Entry::Leaf(_) | Entry::Broken(_))
         {
             return Err(Retry::Conflict(found.level));
         }
         if found.level > Level::PAGE
-            // SAFETY: the caller's promise.
-            && let Some(put) = unsafe { self.put_run(cursor, indexes.clone(), &run, path, &valid) }
+            && let Some(put) = self.put_run(cursor, indexes.clone(), &run, path, &valid)
         {
             return put.map(|()| pages);
         }
-        // SAFETY: the caller's promise.
-        let table = unsafe { self.table_for(cursor, Level::PAGE, OnLeaf::GiveUp, path)? };
+        let table = self.table_for(cursor, Level::PAGE, OnLeaf::GiveUp, path)?;
         let entries = &table.entries()[indexes];
         let guard = table.lock();
         if !valid() {
@@ -141,19 +131,15 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 
     /// Installs an MMIO entry of `generation`, if the entry is empty, or an MMIO entry of any generation. Returns whether it did.
-    ///
-    /// # Safety
-    /// - the walk of `cursor` may be made ([`super::lookup`]).
-    pub(crate) unsafe fn map_mmio(
+    pub(crate) fn map_mmio(
         &self,
-        cursor: &mut Cursor,
+        cursor: &mut Cursor<'_, P, F>,
         generation: u64,
         path: &mut Path<'_>,
     ) -> bool {
-        let gfn = cursor.key.gfn();
+        let gfn = cursor.key().gfn();
         // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
-        // SAFETY: the caller's promise.
-        let table = unsafe { self.table_for(cursor, Level::PAGE, OnLeaf::GiveUp, path) };
+        let table = self.table_for(cursor, Level::PAGE, OnLeaf::GiveUp, path);
         let Ok(table) = table else {
             return false;
         };
@@ -168,11 +154,18 @@ impl<P: Platform, F: Format> Tree<P, F> {
         free
     }
 
+    /// Returns the walk to `gfn`.
+    #[inline(always)]
+    pub(crate) fn cursor(&self, gfn: Gfn) -> Cursor<'_, P, F> {
+        // SAFETY: the root stays as long as the tree. Whoever has a reference to the tree is in a reader section
+        // (`Guarded`).
+        unsafe { Cursor::new(&self.platform, Reached::nothing(self.key(gfn))) }
+    }
+
     /// Finds the entry of `level` on the path to `gfn`, or the one above it at which the path ends.
     #[inline]
-    pub(super) fn find_at(&self, gfn: Gfn, level: Level) -> Found<'_> {
-        // SAFETY: the root stays as long as the tree. Whoever has a reference to the tree is in a reader section (`Guarded`).
-        unsafe { descend::<P, F>(&*self.platform, self.key(gfn), level) }
+    pub(crate) fn find_at(&self, gfn: Gfn, level: Level) -> Found<'_> {
+        self.cursor(gfn).find(level)
     }
 
     /// Installs a new level 1 table that contains the leaves of `run` at `indexes`; [`Retry::Stale`] if `valid` returned
@@ -181,19 +174,15 @@ impl<P: Platform, F: Format> Tree<P, F> {
     ///
     /// Calls `valid` under the lock of the table that refers to the new one. The argument is that for a leaf: an
     /// invalidation that takes this lock later finds the table and enters it.
-    ///
-    /// # Safety
-    /// - the walk of `cursor` may be made ([`super::lookup`]).
-    unsafe fn put_run(
+    fn put_run(
         &self,
-        cursor: &mut Cursor,
+        cursor: &mut Cursor<'_, P, F>,
         indexes: Range<usize>,
         run: &Run<F>,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Option<Result<(), Retry>> {
-        // SAFETY: the caller's promise.
-        let above = unsafe { self.table_for(cursor, Level::MEGA, OnLeaf::GiveUp, path) };
+        let above = self.table_for(cursor, Level::MEGA, OnLeaf::GiveUp, path);
         let above = above.ok().filter(|_| !path.frames.is_empty())?;
         let frame = path.frames.take();
         let mut table = self.table(frame);
@@ -205,7 +194,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
             run.fill(&mut table.unpublished()[indexes]);
         }
-        let gfn = cursor.key.gfn();
+        let gfn = cursor.key().gfn();
         let entry = above.entry(F::GRANULE.index(gfn, Level::MEGA));
         let guard = above.lock();
         let bits = entry.load(Relaxed);
@@ -226,20 +215,16 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
     /// Returns the table of `level` on the path of `cursor`; adds it, and those above it, if there is none. With
     /// [`OnLeaf::GiveUp`] it leaves a leaf on the path alone: a prefetch only adds what is absent.
-    ///
-    /// # Safety
-    /// - the walk of `cursor` may be made ([`super::lookup`]).
-    unsafe fn table_for(
+    fn table_for(
         &self,
-        cursor: &mut Cursor,
+        cursor: &mut Cursor<'_, P, F>,
         level: Level,
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
     ) -> Result<Table<'_, P, F>, Retry> {
-        let gfn = cursor.key.gfn();
+        let gfn = cursor.key().gfn();
         loop {
-            // SAFETY: the caller's promise.
-            let found = unsafe { cursor.find::<P, F>(&*self.platform, level) };
+            let found = cursor.find(level);
             let (table, at) = (self.table(found.table), found.level);
             if at == level {
                 return Ok(table);
@@ -384,9 +369,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Result<Installed, Retry> {
-        let mut cursor = Cursor::new(self.key(gfn));
-        // SAFETY: as in `find_at`.
-        unsafe { self.map(&mut cursor, level, leaf, path, valid, done) }
+        self.map(&mut self.cursor(gfn), level, leaf, path, valid, done)
     }
 
     /// Does what [`Self::map_absent`] does, by a walk that has not begun.
@@ -401,9 +384,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Result<u64, Retry> {
-        let mut cursor = Cursor::new(self.key(gfn));
-        // SAFETY: as in `find_at`.
-        unsafe { self.map_absent(&mut cursor, pages, leaf, path, valid) }
+        self.map_absent(&mut self.cursor(gfn), pages, leaf, path, valid)
     }
 }
 

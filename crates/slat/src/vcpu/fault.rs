@@ -1,276 +1,233 @@
-//! A fault of a vCPU: brings the tables to where they allow an access. One loop ([`Vcpu::fault`]) does that for all of them:
+//! A fault of a vCPU: brings the tables to where they allow an access.
 //!
-//! 1. a [`Source`] says what is wanted, a [`Want`]: the guest-physical address of the access, or a walk of the guest's tables
-//!    ([`super::guest`]);
-//! 2. a [`Plan`] is the leaf that gives it, and what that rests on. Whether a memslot holds the frame, the page that
-//!    backs it (resolved holding nothing, outside the reader section), and the largest level that slot, attributes,
-//!    alignment, host mapping, dirty log and NX allow ([`super::plan`]);
-//! 3. the leaf is installed ([`Fault::install`]), under the lock of one table, if what the plan rests on still holds
-//!    ([`crate::vm::InProgress`]);
-//! 4. the pages around it are mapped ([`super::prefetch`]).
+//! A [`Fault`] is one attempt. Its steps fill it, in the order of its fields, and each may use what those before have
+//! found:
 //!
-//! Where nothing could be installed, a [`Retry`] says why. The fault does what that asks for ([`Fault::clear`]), and the loop
-//! begins again.
+//! 1. [`Fault::find_slot`]: the memslot that holds the frame;
+//! 2. [`Fault::find_page`]: the host page that backs the frame. The vCPU leaves its reader section to ask the platform
+//!    for it;
+//! 3. [`Fault::choose_leaf`]: the largest level that slot, attributes, alignment, host mapping, dirty log and NX allow,
+//!    and the leaf;
+//! 4. [`Fault::install`]: stores the leaf under the lock of the table that receives it, if the slot and the host page
+//!    are still current then ([`crate::vm::InProgress`]);
+//! 5. [`Fault::prefetch`]: maps the pages around it ([`super::prefetch`]).
+//!
+//! A step that cannot be followed by the next one returns a [`Next`]. [`Vcpu::until_allowed`] repeats attempts. Where
+//! the tables do not accept the leaf, a [`Retry`] says why, and [`Fault::clear`] does what it asks for.
+//!
+//! [`Vcpu::fault`] is for a guest-physical address. For a guest-virtual one, a walk of the guest's tables says in each
+//! attempt what is asked for ([`super::guest`]).
 
 use core::ops::Range;
 use core::ptr;
 
-use super::plan::Plan;
+use super::plan::SlotFacts;
 use super::translate::{Stop, Translation, translation};
-use super::{Parts, Vcpu};
+use super::{Parts, PausedWalk, Vcpu};
 use crate::addr::{Access, Gfn, Gpa, Level};
-use crate::format::{Entry, Format};
-use crate::platform::{Platform, Stale, WaitFor};
-use crate::policy::Prefetch;
-use crate::shadow::trail::Target;
+use crate::format::{Entry, Format, Leaf, can_shadow};
+use crate::platform::{HostPage, Platform, Stale, WaitFor};
+use crate::shadow::trail::{Target, Trail};
+use crate::stats::Counters;
 use crate::sync::atomic::Ordering::Relaxed;
-use crate::table::{ByGfn, Installed, Key, Retry};
+use crate::table::{ByGfn, Installed, Retry};
 use crate::trace::Event;
-use crate::vm::{LogKind, RangeOp, RingSlot};
+use crate::vm::{LogKind, RangeOp, RingSlot, Sequence};
 
-/// What a faulting access asks for.
-#[derive(Clone, Copy)]
-pub(super) struct Want<'t> {
-    /// Where the vCPU's walker looks for it.
-    pub(super) target: Target<'t>,
-    /// Which guest memory it is.
+/// Why a step of a fault is not followed by the next one.
+pub(super) enum Next<E = Stop> {
+    /// Begin again: the fault has cleared what was in the way.
+    Again,
+    /// Compare the shadow page of this level on the path with the guest's table ([`Retry::Unsynced`]), and begin again.
+    Compare(Level),
+    /// The access ends here.
+    Stop(E),
+}
+
+impl<E> From<E> for Next<E> {
+    fn from(stop: E) -> Self {
+        Next::Stop(stop)
+    }
+}
+
+/// Why a field of a [`Fault`] can be used.
+pub(super) const FILLED: &str = "an earlier step of the fault has filled it";
+
+/// One attempt to map the page that an access asks for.
+pub(super) struct Fault<'v, P: Platform, F: Format> {
+    pub(super) vcpu: &'v mut Vcpu<P, F>,
+    /// The walk at whose end the leaf is missing.
+    pub(super) walk: PausedWalk,
+    /// What the guest's tables say, if the walk is one by guest-virtual addresses.
+    trail: Option<&'v Trail>,
+    /// The guest memory that is accessed.
     pub(super) gpa: Gpa,
-    /// The right that it needs.
+    /// The right that the access needs.
     pub(super) access: Access,
     /// The access is the guest's own: it counts as a fault, and a write is a store. Otherwise it is one that the MMU makes for
     /// the guest, to read an entry of its tables or to set a flag there.
     pub(super) of_guest: bool,
-}
-
-impl Want<'_> {
-    #[inline(always)]
-    pub(super) fn gfn<F: Format>(&self) -> Gfn {
-        F::GRANULE.gfn(self.gpa)
-    }
-}
-
-/// Where it is found out what an access asks for.
-pub(super) trait Source<P: Platform, F: Format> {
-    /// What the access gets.
-    type Page;
-    /// Why it gets nothing.
-    type Stop: From<Stop>;
-
-    /// Returns the address that the access names.
-    fn address(&self) -> Gpa;
-
-    /// Finds out what is wanted.
-    ///
-    /// # Errors
-    /// The access ends with them, as they are.
-    fn resolve(&mut self, vcpu: &mut Vcpu<P, F>) -> Result<Wanted<'_, Self::Page>, Self::Stop>;
-
-    /// Compares the page of `level` on the trail with the guest's table ([`Retry::Unsynced`]). Returns whether what was found
-    /// out before is still good.
-    fn compare(&mut self, vcpu: &mut Vcpu<P, F>, level: Level) -> bool {
-        let _ = (vcpu, level);
-        false
-    }
-
-    /// Returns what the access gets, now that the tables have `found` for it. `is_new`: a leaf was installed, and what the vCPU
-    /// knows is not void.
-    fn page(&mut self, vcpu: &mut Vcpu<P, F>, found: Translation, is_new: bool) -> Self::Page;
-}
-
-/// What a [`Source`] has found out.
-pub(super) enum Wanted<'t, A> {
-    /// A leaf is to be installed.
-    Leaf(Want<'t>),
-    /// The access needs none.
-    Page(A),
-}
-
-/// A guest-physical address.
-pub(super) struct Physical(pub(super) Want<'static>);
-
-impl<P: Platform, F: Format> Source<P, F> for Physical {
-    type Page = Translation;
-    type Stop = Stop;
-
-    fn address(&self) -> Gpa {
-        self.0.gpa
-    }
-
-    #[inline(always)]
-    fn resolve(&mut self, _: &mut Vcpu<P, F>) -> Result<Wanted<'_, Translation>, Stop> {
-        Ok(Wanted::Leaf(self.0))
-    }
-
-    #[inline(always)]
-    fn page(&mut self, _: &mut Vcpu<P, F>, found: Translation, _: bool) -> Translation {
-        found
-    }
-}
-
-/// Why an attempt has installed nothing that the access could use.
-pub(super) enum Halt {
-    /// The fault has cleared what was in the way: try again.
-    Again,
-    /// See [`Retry::Unsynced`].
-    Unsynced(Level),
-    /// The access ends here.
-    Stop(Stop),
-}
-
-/// How a fault ended, as KVM counts it.
-#[derive(Clone, Copy)]
-pub(super) enum Outcome {
-    /// It installed a leaf or widened one; `fast`: neither slot nor host were asked.
-    Fixed { fast: bool },
-    /// The leaf allowed the access already.
-    Spurious { fast: bool },
-    /// The client emulates the access.
-    Emulated,
-}
-
-/// An attempt of a fault.
-pub(super) struct Fault<'v, P: Platform, F: Format> {
-    pub(super) vcpu: &'v mut Vcpu<P, F>,
-    pub(super) want: Want<'v>,
+    /// Taken before the slot, and the leaf that is there, are looked at: what is found holds as long as this does. A
+    /// slot that moves may have put another of its pages there since the walk that faulted.
+    pub(super) sequence: Sequence,
+    pub(super) slot: Option<SlotFacts>,
+    pub(super) page: Option<HostPage>,
+    /// Neither slot nor host were asked for the page: the tables knew it.
+    pub(super) fast: bool,
+    /// The level of the leaf.
+    pub(super) level: Level,
+    /// The leaf is small because of the policy `nx_huge_pages` alone.
+    pub(super) nx_split: bool,
+    /// The leaf is in an entry that was absent.
+    pub(super) is_new: bool,
+    /// The page holds a table of the guest's that is shadowed: the leaf does not allow the write.
+    tracked: bool,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Brings the tables to where they allow the access of `source`, and returns what it gets.
+    /// Brings the tables to where they allow `access` to `gpa`, where `walk` has found nothing that does, and returns
+    /// the translation. `of_guest`: see [`Fault::of_guest`].
     ///
     /// # Errors
-    /// Those of `source`. [`Stop::Retry`] if a flush went by meanwhile, whatever else was found out.
+    /// [`Stop`]. It is [`Stop::Retry`] if a flush went by meanwhile, whatever else was found out.
     #[cold]
-    pub(super) fn fault<S: Source<P, F>>(&mut self, mut source: S) -> Result<S::Page, S::Stop> {
+    pub(super) fn fault(
+        &mut self,
+        mut walk: PausedWalk,
+        gpa: Gpa,
+        access: Access,
+        of_guest: bool,
+    ) -> Result<Translation, Stop> {
+        self.until_allowed(gpa, |vcpu| {
+            let mut fault = Fault::new(vcpu, walk, None, gpa, access, of_guest);
+            let answer = fault.attempt();
+            walk = fault.walk;
+            answer
+        })
+    }
+
+    /// Repeats `attempt`, each time with memory for the tables that it may make, until the access of `address` is
+    /// allowed.
+    ///
+    /// # Errors
+    /// Those of `attempt`. [`Stop::Retry`] if a flush went by meanwhile, whatever else was found out.
+    #[inline(always)]
+    pub(super) fn until_allowed<R, E: From<Stop>>(
+        &mut self,
+        address: Gpa,
+        mut attempt: impl FnMut(&mut Self) -> Result<R, Next<E>>,
+    ) -> Result<R, E> {
         self.unless_flushed(|vcpu| {
             let missed = vcpu.missed();
             loop {
-                if vcpu.prepare().is_err() {
-                    let gpa = source.address();
-                    return Err(Stop::OutOfMemory { gpa }.into());
-                }
-                vcpu.make_room();
-                let want = match source.resolve(vcpu)? {
-                    Wanted::Leaf(want) => want,
-                    Wanted::Page(page) => return Ok(page),
-                };
-                match (Fault { vcpu, want }).attempt() {
-                    Ok((found, installed)) => {
-                        let is_new = installed == Installed::New;
-                        return Ok(source.page(vcpu, found, is_new));
-                    }
-                    Err(Halt::Stop(stop)) => return Err(stop.into()),
-                    Err(Halt::Unsynced(level)) if source.compare(vcpu, level) => {}
-                    // What was returned before is void: the access is executed again.
-                    Err(_) if vcpu.missed() != missed => return Err(Stop::Retry.into()),
-                    Err(_) => {}
+                vcpu.make_room(address)?;
+                match attempt(vcpu) {
+                    Ok(found) => return Ok(found),
+                    Err(Next::Stop(stop)) => return Err(stop),
+                    // The attempt has compared it.
+                    Err(Next::Compare(_)) => {}
+                    // The CPU's translations are void: it executes the access again.
+                    Err(Next::Again) if vcpu.missed() != missed => return Err(Stop::Retry.into()),
+                    Err(Next::Again) => {}
                 }
             }
         })
     }
 }
 
-impl<P: Platform, F: Format> Fault<'_, P, F> {
-    /// Counts the fault as `how`, if it is one of the guest.
-    pub(super) fn count(&self, how: Outcome) {
-        if !self.want.of_guest {
-            return;
-        }
-        let counters = self.vcpu.counters();
-        match how {
-            Outcome::Fixed { fast } => {
-                counters.pf_fixed.add(1);
-                counters.pf_fast.add(fast.into());
-            }
-            Outcome::Spurious { fast } => {
-                counters.pf_spurious.add(1);
-                counters.pf_fast.add(fast.into());
-            }
-            Outcome::Emulated => counters.pf_emulate.add(1),
+impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
+    /// Begins an attempt.
+    #[inline(always)]
+    pub(super) fn new(
+        vcpu: &'v mut Vcpu<P, F>,
+        walk: PausedWalk,
+        trail: Option<&'v Trail>,
+        gpa: Gpa,
+        access: Access,
+        of_guest: bool,
+    ) -> Self {
+        Fault {
+            sequence: vcpu.vm().in_progress.sequence(),
+            vcpu,
+            walk,
+            trail,
+            gpa,
+            access,
+            of_guest,
+            slot: None,
+            page: None,
+            fast: false,
+            level: Level::PAGE,
+            nx_split: false,
+            is_new: false,
+            tracked: false,
         }
     }
 
     #[inline(always)]
-    fn attempt(&mut self) -> Result<(Translation, Installed), Halt> {
-        let sequence = self.vcpu.vm().in_progress.sequence();
-        // The facts stay where they are: to move them with the plan costs a tenth of a fault.
-        let slot = self.slot()?;
-        let plan = self.plan(&slot, sequence)?;
-        if plan.nx_split && !self.vcpu.vm().policy.nx_huge_pages_split().is_on() {
-            self.zap_huge();
-        }
-        self.vcpu.vm().platform.trace(Event::SpteRequested {
-            gfn: self.want.gfn::<F>(),
-            pfn: plan.leaf.pfn,
-            level: plan.level,
-        });
-        let (installed, split, tracked) = match self.install(&plan) {
-            Ok(done) => done,
-            Err(retry) => return Err(self.clear(retry, &plan)),
-        };
-        let fast = plan.fast;
-        self.count(match installed {
-            _ if tracked => Outcome::Emulated,
-            // The split itself has given the right: to execute a small page.
-            Installed::Spurious if !split => Outcome::Spurious { fast },
-            _ => Outcome::Fixed { fast },
-        });
-        if fast && self.want.of_guest {
-            self.vcpu.vm().platform.trace(Event::FastPageFault {
-                gpa: self.want.gpa,
-                access: self.want.access,
-                new_spte: F::leaf(plan.leaf, plan.level),
-                spurious: installed == Installed::Spurious && !split,
-            });
-        }
-        if installed == Installed::New {
-            self.vcpu.counters().leaves_of(plan.level).add(1);
-            let prefetch = self.vcpu.vm().policy.prefetch();
-            let small = plan.level == Level::PAGE && plan.slot.log.is_none();
-            // Which pages are beside a small page of the guest's is found in its tables (`Vcpu::prefetch_guest`).
-            let trail = self.want.target.trail::<F>();
-            let is_known = trail.is_none_or(|trail| trail.leaf_level() > Level::PAGE);
-            if small && prefetch != Prefetch::Off && is_known {
-                self.prefetch(&plan, prefetch);
-            }
-        }
-        let found = translation::<F>(plan.leaf, plan.level, self.want.gfn::<F>());
-        let translation = Translation {
-            write: found.write && !tracked,
-            tracked,
+    pub(super) fn gfn(&self) -> Gfn {
+        F::GRANULE.gfn(self.gpa)
+    }
+
+    /// Returns what the guest's tables say. For a format that cannot shadow them that is nothing, and the compiler
+    /// knows it.
+    #[inline(always)]
+    pub(super) fn trail(&self) -> Option<&'v Trail> {
+        if can_shadow::<F>() { self.trail } else { None }
+    }
+
+    /// Returns where a fault of the guest is counted; `None` for one of the MMU's own.
+    pub(super) fn counted(&self) -> Option<&Counters> {
+        self.of_guest.then(|| self.vcpu.counters())
+    }
+
+    /// Maps the page, and returns the translation.
+    ///
+    /// # Errors
+    /// [`Next`].
+    #[inline(always)]
+    pub(super) fn attempt(&mut self) -> Result<Translation, Next> {
+        self.find_slot()?;
+        self.find_page()?;
+        let leaf = self.choose_leaf();
+        self.install(leaf)?;
+        self.prefetch();
+        let found = translation::<F>(leaf, self.level, self.gfn());
+        Ok(Translation {
+            write: found.write && !self.tracked,
+            tracked: self.tracked && self.access == Access::Write,
             ..found
-        };
-        Ok((translation, installed))
+        })
     }
 
-    /// Installs the leaf of `plan`, and notes the write in the slot's dirty log, if what the plan rests on still
-    /// holds. The first flag says that a huge leaf was split in place on the path, the second that the page is a table of the
-    /// guest's, whose leaf does not allow the write.
+    /// Installs `leaf`, and notes the write in the slot's dirty log, if what was found out still holds.
+    ///
+    /// # Errors
+    /// [`Next`].
     #[inline(always)]
-    fn install(&mut self, plan: &Plan<'_>) -> Result<(Installed, bool, bool), Retry> {
+    fn install(&mut self, leaf: Leaf) -> Result<(), Next> {
         let space = self.vcpu.space_index();
-        let Want {
-            access, of_guest, ..
-        } = self.want;
-        let (key, gfn) = (self.want.target.key(), self.want.gfn::<F>());
-        let (slot, leaf, level) = (plan.slot, plan.leaf, plan.level);
-        let may_walk = self.vcpu.may_walk_from(&self.want.target);
+        let (gfn, level, trail) = (self.gfn(), self.level, self.trail());
+        let slot = self.slot.as_ref().expect(FILLED);
         // Not `on_tables`, whose result would be copied in every fault.
         let Parts {
             vm,
             tables,
             slots,
             ring,
+            cursor,
             mut path,
             counters,
-        } = self.vcpu.parts();
-        path.nx_split = plan.nx_split;
-        path.stores = of_guest && access == Access::Write;
+        } = self.vcpu.parts(&self.walk);
+        path.nx_split = self.nx_split;
+        path.stores = self.of_guest && self.access == Access::Write;
         // A set that is new since the sequence was taken may have another slot there, or none.
         let log = match slot.log_at {
-            Some(at) => slots
-                .find(gfn)
-                .and_then(|slot| slot.log())
-                .filter(|log| ptr::eq(*log, at)),
+            Some(at) => {
+                counters.slot_lookups.add(1);
+                let log = slots.find(gfn).and_then(|slot| slot.log());
+                log.filter(|log| ptr::eq(*log, at))
+            }
             None => None,
         };
         let mut noted = false;
@@ -280,14 +237,12 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let nx_table = || {
             level > Level::PAGE
                 && vm.policy.nx_huge_pages().is_on()
-                && may_walk
-                // SAFETY: `may_walk`.
-                && unsafe { tables.is_nx_split(key) }
+                && cursor.restarted().is_nx_split()
         };
         let valid = || {
-            vm.in_progress.holds(plan.sequence, &hvas)
+            vm.in_progress.holds(self.sequence, &hvas)
                 && log.is_some() == slot.log.is_some()
-                && !slot.may_move_with_its_dirt(&vm.in_progress)
+                && !(slot.takes_its_dirt_along() && vm.in_progress.is_slot_moving())
                 && !nx_table()
         };
         let note = || {
@@ -303,82 +258,116 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             }
             noted = true;
         };
-        let target = &mut self.want.target;
-        // SAFETY: a tree's root stays, the shadow MMU looks for its own; and the cursor was restarted when it had to be
-        // (`Self::outside`).
-        let installed = unsafe { tables.map(target, level, leaf, &mut path, valid, note) };
+        let mut target = Target::new(cursor, trail);
+        let installed = tables.map(&mut target, level, leaf, &mut path, valid, note);
+        let reached = target.cursor.reached();
         counters.path_done(&path);
         counters.dirty_pages.add(noted as u64);
-        let (split, tracked) = (path.splits.iter().any(|n| *n > 0), path.tracked);
-        if let (Some(trail), Some(root)) = (target.trail::<F>(), path.root) {
+        let split = path.splits.iter().any(|n| *n > 0);
+        self.tracked = path.tracked;
+        if let (Some(trail), Some(root)) = (trail, path.root) {
             self.vcpu.roots.begin_with(trail.number, root);
         }
-        Ok((installed?, split, tracked && access == Access::Write))
+        self.walk = self.vcpu.pause(reached);
+        match installed {
+            Ok(installed) => {
+                // A split itself may have given the right: to execute a small page.
+                let is_spurious = installed == Installed::Spurious && !split;
+                self.installed(leaf, installed == Installed::New, is_spurious);
+                Ok(())
+            }
+            Err(retry) => Err(self.clear(retry)),
+        }
     }
 
-    /// Does what `retry` asks for, after an install of `plan`.
-    #[cold]
-    fn clear(&mut self, retry: Retry, plan: &Plan<'_>) -> Halt {
-        match retry {
-            Retry::Stale => self.stale(plan.slot, plan.level),
-            Retry::MustMend(level) => self.mend(level, plan.nx_split),
-            Retry::Conflict(level) => {
-                self.zap(level);
-                Halt::Again
-            }
-            Retry::Broken => self.wait_while(|vcpu, key| {
-                let section = vcpu.vm().section();
-                let tables = vcpu.space().mmu.get(section.inside());
-                // SAFETY: only trees break leaves, and their roots stay.
-                let found = unsafe { tables.lookup(key) };
-                matches!(found.entry::<F>(), Entry::Broken(_))
-            }),
-            _ => self.clear_path(retry),
+    /// Counts and traces what an install of `leaf` did. `is_spurious`: the tables allowed the access already.
+    #[inline(always)]
+    fn installed(&mut self, leaf: Leaf, is_new: bool, is_spurious: bool) {
+        self.is_new = is_new;
+        if is_new {
+            self.vcpu.counters().leaves_of(self.level).add(1);
         }
+        let Some(counters) = self.counted() else {
+            return;
+        };
+        if self.tracked && self.access == Access::Write {
+            // The client emulates the store, or tells of it.
+            counters.pf_emulate.add(1);
+        } else {
+            match is_spurious {
+                true => counters.pf_spurious.add(1),
+                false => counters.pf_fixed.add(1),
+            }
+            counters.pf_fast.add(self.fast.into());
+        }
+        if self.fast {
+            self.vcpu.vm().platform.trace(Event::FastPageFault {
+                gpa: self.gpa,
+                access: self.access,
+                new_spte: F::leaf(leaf, self.level),
+                spurious: is_spurious,
+            });
+        }
+    }
+
+    /// Does what `retry` asks for, after an install.
+    #[cold]
+    fn clear(&mut self, retry: Retry) -> Next {
+        match retry {
+            Retry::Stale => return self.stale(self.level),
+            Retry::MustMend(level) => return self.mend(level),
+            Retry::Conflict(level) => self.zap(level),
+            Retry::Broken => {
+                let gfn = self.gfn();
+                return self.wait_while(|vcpu| {
+                    let section = vcpu.vm().section();
+                    let tables = vcpu.space().mmu.get(section.inside());
+                    let found = tables.cursor(gfn).find(Level::PAGE);
+                    matches!(found.entry::<F>(), Entry::Broken(_))
+                });
+            }
+            _ => return self.clear_path(retry),
+        }
+        Next::Again
     }
 
     /// Does what `retry` asks for, if that does not depend on what was to be installed: a flush, or what concerns the guest's
     /// tables.
-    pub(super) fn clear_path(&mut self, retry: Retry) -> Halt {
-        let target = self.want.target;
+    pub(super) fn clear_path(&mut self, retry: Retry) -> Next {
+        let (key, trail) = (self.walk.key(), self.trail());
         match retry {
-            Retry::Unsynced(level) => return Halt::Unsynced(level),
-            Retry::Unflushed(level) => self.flush(F::GRANULE.block(self.want.gfn::<F>(), level)),
+            Retry::Unsynced(level) => return Next::Compare(level),
+            Retry::Unflushed(level) => self.flush(F::GRANULE.block(self.gfn(), level)),
             Retry::Unprotected => {
-                let tables = target.trail::<F>().map(|trail| trail.tables());
+                let tables = trail.map(|trail| trail.tables());
                 tables.into_iter().for_each(|gfns| self.flush(gfns));
             }
             Retry::Replaced(level) => {
-                let root = target.trail::<F>().map(|trail| trail.root());
+                let root = trail.map(|trail| trail.root());
                 root.into_iter().for_each(|root| {
-                    self.outside(|vcpu| {
-                        (vcpu.vm()).zap_entry(vcpu.space(), target.key(), root, level);
-                    });
+                    (self.vcpu).outside(|vcpu| vcpu.vm().zap_entry(vcpu.space(), key, root, level));
                 });
             }
             // The next attempt reads the tables again, and allocates what is missing.
             _ => {}
         }
-        Halt::Again
+        Next::Again
     }
 
     /// With `nx_huge_pages_split` off: zaps the huge leaf that an execution fault conflicts with.
-    fn zap_huge(&mut self) {
-        if !self.vcpu.may_walk_from(&self.want.target) {
-            return;
-        }
-        // SAFETY: checked above. The cursor was restarted when it had to be (`Self::outside`).
-        let found = unsafe { self.vcpu.tables().find(&mut self.want.target.cursor) };
-        if matches!(found.entry::<F>(), Entry::Leaf(_)) && found.level > Level::PAGE {
-            self.zap(found.level);
+    pub(super) fn zap_huge(&mut self) {
+        let found = self.vcpu.look(&mut self.walk);
+        let (is_leaf, level) = (matches!(found.entry::<F>(), Entry::Leaf(_)), found.level);
+        if is_leaf && level > Level::PAGE {
+            self.zap(level);
         }
     }
 
     /// Zaps the region of `level` around the page, by what is known of its slot then: it may log by now, and the
     /// leaves' dirty bits go to its log.
     fn zap(&mut self, level: Level) {
-        let gfns = F::GRANULE.block(self.want.gfn::<F>(), level);
-        self.outside(|vcpu| {
+        let gfns = F::GRANULE.block(self.gfn(), level);
+        self.vcpu.outside(|vcpu| {
             let mut op = RangeOp::begin(vcpu.vm(), vcpu.space());
             op.zap_slots(&gfns);
             op.finish();
@@ -387,7 +376,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 
     /// Flushes `gfns`, and remembers that.
     fn flush(&mut self, gfns: Range<Gfn>) {
-        let flushed = self.outside(|vcpu| {
+        let flushed = self.vcpu.outside(|vcpu| {
             let counters = vcpu.counters();
             counters.remote_tlb_flush_requests.add(1);
             vcpu.vm().flush(gfns, Stale::ANYTHING, counters)
@@ -396,47 +385,35 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 
     /// Flushes the leaf of `level` that this fault has broken, and installs its pieces.
-    fn mend(&mut self, level: Level, nx_split: bool) -> Halt {
-        let (key, gfn) = (self.want.target.key(), self.want.gfn::<F>());
+    fn mend(&mut self, level: Level) -> Next {
+        let (gfn, nx_split) = (self.gfn(), self.nx_split);
         let mut mended = false;
         while !mended {
             self.flush(F::GRANULE.block(gfn, level));
-            mended = self.vcpu.on_tables(|_, tables, path| {
+            mended = self.vcpu.on_tables(&self.walk, |_, tables, _, path| {
                 path.nx_split = nx_split;
                 tables.mend(gfn, level, path)
             });
         }
-        // SAFETY: only trees break leaves, and their roots stay.
-        let found = unsafe { self.vcpu.tables().lookup(key) };
+        let found = self.vcpu.tables().cursor(gfn).find(Level::PAGE);
         match found.entry::<F>() {
-            Entry::Leaf(leaf) if leaf.allows(self.want.access) => {
+            Entry::Leaf(leaf) if leaf.allows(self.access) => {
                 // A piece is what was asked for. The access finds it.
-                self.count(Outcome::Fixed { fast: false });
-                Halt::Stop(Stop::Retry)
+                (self.counted()).inspect(|counters| counters.pf_fixed.add(1));
+                Next::Stop(Stop::Retry)
             }
-            _ => Halt::Again,
+            _ => Next::Again,
         }
-    }
-
-    /// Runs `wait` outside the reader section.
-    pub(super) fn outside<R>(&mut self, wait: impl FnOnce(&Vcpu<P, F>) -> R) -> R {
-        let missed = self.vcpu.missed();
-        let answer = self.vcpu.outside(wait);
-        if self.vcpu.missed() != missed {
-            self.want.target.cursor.restart();
-        }
-        answer
     }
 
     /// Waits outside as long as `condition` holds. Ends the access early when the vCPU is wanted elsewhere.
-    pub(super) fn wait_while(&mut self, condition: impl Fn(&Vcpu<P, F>, Key) -> bool) -> Halt {
-        let key = self.want.target.key();
-        if !condition(self.vcpu, key) {
-            return Halt::Again;
+    pub(super) fn wait_while(&mut self, condition: impl Fn(&Vcpu<P, F>) -> bool) -> Next {
+        if !condition(self.vcpu) {
+            return Next::Again;
         }
-        let wanted = self.outside(|vcpu| {
+        let wanted = self.vcpu.outside(|vcpu| {
             let mut round = 0;
-            while condition(vcpu, key) {
+            while condition(vcpu) {
                 if vcpu.attention().flag().load(Relaxed) != 0 {
                     return true;
                 }
@@ -446,8 +423,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             false
         });
         match wanted {
-            true => Halt::Stop(Stop::Retry),
-            false => Halt::Again,
+            true => Next::Stop(Stop::Retry),
+            false => Next::Again,
         }
     }
 }

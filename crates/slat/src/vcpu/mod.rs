@@ -23,8 +23,8 @@ use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
 
 use self::paging_structure_cache::{PagingStructureCache, TableRegion};
-use crate::addr::{Access, Gfn, Gpa, Pfn};
-use crate::format::{Format, Leaf, all_gfns};
+use crate::addr::{Access, Gfn, Gpa, Level, PageIndex, Pfn};
+use crate::format::{Format, Leaf, all_gfns, can_shadow};
 use crate::heap::OutOfMemory;
 use crate::mmu::Mmu;
 use crate::platform::Platform;
@@ -33,7 +33,9 @@ use crate::stats::{Counters, Stats};
 use crate::sync::InSection;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader};
-use crate::table::{Flushed, Found, FrameCache, Key, Path, Root, lookup_in, lookup_page};
+use crate::table::{
+    Cursor, Flushed, Found, FrameCache, Key, Path, Reached, Root, lookup_in, lookup_page,
+};
 use crate::trace::Event;
 use crate::vm::{DirtyRing, Space, Vm};
 use presence::Presence;
@@ -94,9 +96,27 @@ pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) tables: &'v Mmu<P, F>,
     pub(crate) slots: &'v SlotSet,
     pub(crate) ring: Option<&'v DirtyRing>,
+    /// The walk that the caller has paused.
+    pub(crate) cursor: Cursor<'v, P, F>,
     /// It has the frames that were allocated ahead.
     pub(crate) path: Path<'v>,
     pub(crate) counters: &'v Counters,
+}
+
+/// Where a walk of a vCPU has ended, and when. It may be kept when the vCPU leaves its reader section for a moment, in
+/// one of its functions.
+#[derive(Clone, Copy)]
+pub(crate) struct PausedWalk {
+    reached: Reached,
+    /// [`Vcpu::missed`] then.
+    missed: u64,
+}
+
+impl PausedWalk {
+    #[inline(always)]
+    fn key(&self) -> Key {
+        self.reached.key
+    }
 }
 
 // SAFETY: the pointers lead into `vm`, which is `Send + Sync` and kept alive; the reader and what it
@@ -258,19 +278,22 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Returns the leaf at level 1 for `gpa`, if its table is in the paging-structure cache and the leaf is
-    /// ready for `access` ([`Found::ready`]). Outside a section the cache is empty.
+    /// ready for `access` ([`Found::ready`]).
     #[inline(always)]
     pub(crate) fn cached_leaf(&self, gpa: Gpa, access: Access) -> Option<Leaf> {
-        let table = self
-            .presence
-            .tables
-            .get(TableRegion::of_gpa(gpa, F::GRANULE))?;
-        // SAFETY: the table was put there by `remember`, which takes what `walk` has found; since then the
-        // reader has been in one section and passed no quiescent point, because that empties the cache
-        // (`Presence`) and needs `&mut self`.
-        let found =
-            unsafe { lookup_in::<P, F>(&*self.vm.platform, table, F::GRANULE.gfn(gpa).into()) };
+        let region = TableRegion::of_gpa(gpa, F::GRANULE);
+        let found = self.find_cached(region, F::GRANULE.gfn(gpa).into())?;
         found.ready::<F>(access)
+    }
+
+    /// Finds the entry of level 1 for `index`, if the table for `region` is in the paging-structure cache. Outside a
+    /// section the cache is empty.
+    #[inline(always)]
+    fn find_cached(&self, region: TableRegion, index: PageIndex) -> Option<Found<'_>> {
+        let table = self.presence.tables.get(region)?;
+        // SAFETY: a walk of this vCPU has reached the table, and has put it there. Since then the reader has been in
+        // one section and passed no quiescent point, because that empties the cache (`Presence`) and needs `&mut self`.
+        Some(unsafe { lookup_in::<P, F>(&*self.vm.platform, table, index) })
     }
 
     /// Walks from the root to `gpa` ([`lookup_page`]). `None`: no walk may begin.
@@ -304,14 +327,59 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             .forget(TableRegion::of_gpa(gpa, F::GRANULE));
     }
 
-    /// Returns what the vCPU works with in a fault.
-    #[inline]
-    pub(crate) fn parts(&mut self) -> Parts<'_, P, F> {
+    /// Notes where a walk has ended, in this section.
+    #[inline(always)]
+    fn pause(&self, reached: Reached) -> PausedWalk {
+        let missed = self.missed();
+        PausedWalk { reached, missed }
+    }
+
+    /// Finds the entry at which `walk` ends now, and notes that there.
+    #[inline(always)]
+    fn look(&self, walk: &mut PausedWalk) -> Found<'_> {
+        let mut cursor = resume(
+            &self.vm,
+            &self.presence,
+            self.tables(),
+            (self.context, &self.roots),
+            walk,
+        );
+        let found = cursor.find(Level::PAGE);
+        *walk = self.pause(cursor.reached());
+        found
+    }
+
+    /// Returns whether the level 1 table on the path of `walk`, if there is one, exists because of NX. Notes where the
+    /// walk has ended.
+    fn is_nx_split(&self, walk: &mut PausedWalk) -> bool {
+        let mut cursor = resume(
+            &self.vm,
+            &self.presence,
+            self.tables(),
+            (self.context, &self.roots),
+            walk,
+        );
+        let is_nx_split = cursor.is_nx_split();
+        *walk = self.pause(cursor.reached());
+        is_nx_split
+    }
+
+    /// Returns what the vCPU works with in a fault, to go on with `walk`.
+    #[inline(always)]
+    pub(crate) fn parts(&mut self, walk: &PausedWalk) -> Parts<'_, P, F> {
         let space = &self.vm.spaces[self.space];
         let inside = self.presence.section();
+        let tables = space.mmu.get(inside);
         Parts {
+            cursor: resume(
+                &self.vm,
+                &self.presence,
+                tables,
+                (self.context, &self.roots),
+                walk,
+            ),
             vm: &self.vm,
-            tables: space.mmu.get(inside),
+            tables,
             slots: space.slots.current(inside),
             ring: self.ring.as_deref(),
             path: Path {
@@ -322,14 +390,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `then` on its tables, with a path.
+    /// Runs `then` on its tables, with the walk to go on with, and a path.
     #[inline]
     pub(crate) fn on_tables<R>(
         &mut self,
-        then: impl FnOnce(&Vm<P, F>, &Mmu<P, F>, &mut Path<'_>) -> R,
+        walk: &PausedWalk,
+        then: impl FnOnce(&Vm<P, F>, &Mmu<P, F>, Cursor<'_, P, F>, &mut Path<'_>) -> R,
     ) -> R {
-        let mut parts = self.parts();
-        let result = then(parts.vm, parts.tables, &mut parts.path);
+        let mut parts = self.parts(walk);
+        let result = then(parts.vm, parts.tables, parts.cursor, &mut parts.path);
         parts.counters.path_done(&parts.path);
         result
     }
@@ -363,15 +432,23 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Ok(())
     }
 
-    /// Allocates what a fault may need.
+    /// Allocates what a fault at `gpa` may need. Zaps the oldest shadow pages, if those that the fault may make would
+    /// be too many: leaves the reader section for that.
+    ///
+    /// # Errors
+    /// [`Stop::OutOfMemory`].
     #[inline]
-    pub(crate) fn prepare(&mut self) -> Result<(), OutOfMemory> {
-        self.prepare_for(FrameCache::FAULT)
+    fn make_room(&mut self, gpa: Gpa) -> Result<(), Stop> {
+        let prepared = self.prepare_for(FrameCache::FAULT);
+        prepared.map_err(|_| Stop::OutOfMemory { gpa })?;
+        self.recycle();
+        Ok(())
     }
 
-    /// Zaps the oldest shadow pages, if there is no room for those that a fault may make. Leaves the reader section for that.
+    /// Zaps the oldest shadow pages, if those that a fault may make would be too many. Leaves the reader section for
+    /// that.
     #[inline]
-    pub(crate) fn make_room(&mut self) {
+    fn recycle(&mut self) {
         let excess = self.vm.budget.excess();
         if excess > 0 {
             self.outside(|vcpu| vcpu.vm().recycle(vcpu.space(), excess));
@@ -515,8 +592,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `wait` outside the reader section, where it may take any time. If a flush goes by meanwhile, [`Self::missed`] is
-    /// another number than before.
+    /// Runs `wait` outside the reader section, where it may take any time. If a flush goes by meanwhile,
+    /// [`Self::missed`] is another number than before.
     pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&Self) -> R) -> R {
         let walkable = self.presence.leave();
         let answer = wait(self);
@@ -524,8 +601,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         answer
     }
 
-    /// Returns the number of times that the vCPU has entered a section after a flush went by. If it has changed, every translation
-    /// from before is void.
+    /// Returns the number of times that the vCPU has entered a section after a flush went by. If it has changed, every
+    /// translation from before is void.
     #[inline]
     fn missed(&self) -> u64 {
         self.presence.missed
@@ -548,9 +625,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `work`, which may leave the reader section, for the owner of the CPU. Asserts, in builds for tests, that the owner learns of
-    /// it if a flush went by meanwhile, whatever `work` comes to: with any answer that `says_void` does not accept, the CPU goes on
-    /// with the translations that it was given before.
+    /// Runs `work`, which may leave the reader section, for the owner of the CPU. Asserts, in builds for tests, that
+    /// the owner learns of it if a flush went by meanwhile, whatever `work` comes to: with any answer that `says_void`
+    /// does not accept, the CPU goes on with the translations that it was given before.
     #[inline]
     fn for_owner<R>(
         &mut self,
@@ -611,6 +688,33 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
         (set, slot)
     }
+}
+
+/// Returns `walk`, one of the vCPU with `presence`, for the section that it is in: the walk goes on where it was,
+/// unless a flush has gone by since. If the MMU has zapped roots since `roots` were found, and the walk begins with one
+/// of these, it is one by guest-physical addresses instead, by which nothing will be found: the fault makes a new root.
+#[inline(always)]
+fn resume<'v, P: Platform, F: Format>(
+    vm: &'v Vm<P, F>,
+    presence: &'v Presence,
+    tables: &'v Mmu<P, F>,
+    (physical, roots): (Root, &guest::Roots),
+    walk: &PausedWalk,
+) -> Cursor<'v, P, F> {
+    let mut reached = walk.reached;
+    if walk.missed != presence.missed {
+        reached = Reached::nothing(reached.key);
+    }
+    if can_shadow::<F>() && reached.key.context != physical && !roots.are_in(tables) {
+        reached = Reached::nothing(Key {
+            context: physical,
+            ..reached.key
+        });
+    }
+    // SAFETY: `tables` shows that the vCPU is in a section, as long as the result is used. The root is that of these
+    // tables, which stays, or one that they have zapped none of since it was found. The vCPU has paused the walk, and
+    // missed no flush since.
+    unsafe { Cursor::new(&vm.platform, reached) }
 }
 
 /// A vCPU in its reader section ([`Vcpu::enter`]), until this is dropped.

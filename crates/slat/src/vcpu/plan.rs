@@ -1,32 +1,20 @@
-//! What a fault is to install: slot, host page, level and rights, with what these rest on.
+//! The steps of a fault that find out what to install: the slot, the host page, the level and the leaf.
 
 use core::ops::Range;
 use core::ptr;
 
 use super::Vcpu;
-use super::fault::{Fault, Halt, Outcome, Want};
+use super::fault::{FILLED, Fault, Next};
 use super::translate::Stop;
 use crate::addr::{Access, Gfn, Hva, Level};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, Platform, Request, ResolveError};
-use crate::shadow::trail::Trail;
+use crate::shadow::trail::{Target, Trail};
 use crate::slots::{Limits, Memslot, PrivateFrames};
 use crate::sync::held;
+use crate::table::Reached;
 use crate::trace::Event;
-use crate::vm::{DirtyLog, InProgress, LogKind, Sequence, is_executable, leaf_of};
-
-/// What a fault installs. It holds as long as its sequence does.
-pub(super) struct Plan<'s> {
-    pub(super) slot: &'s SlotFacts,
-    /// Its frame is that of the first page of the leaf.
-    pub(super) leaf: Leaf,
-    pub(super) level: Level,
-    /// The leaf is small because of the policy `nx_huge_pages` alone.
-    pub(super) nx_split: bool,
-    /// Neither slot nor host were asked for the page: the tables knew it.
-    pub(super) fast: bool,
-    pub(super) sequence: Sequence,
-}
+use crate::vm::{DirtyLog, LogKind, is_executable, leaf_of};
 
 /// What a fault needs of its slot. A copy: the slot may be deleted while the backing is resolved.
 pub(super) struct SlotFacts {
@@ -52,6 +40,7 @@ pub(super) struct SlotFacts {
 
 impl SlotFacts {
     /// `None`: the frame is private, and the slot has no private backing.
+    #[inline(always)]
     pub(super) fn of<F: Format>(slot: &Memslot, gfn: Gfn, private: &PrivateFrames) -> Option<Self> {
         let (private, alike) = private.around(gfn);
         let backing = if private {
@@ -99,10 +88,11 @@ impl SlotFacts {
         self.log.is_some_and(protects)
     }
 
-    /// Whether the slot may be about to move, and its leaves' dirty bits are its log, which it takes along: they
-    /// were noted, or will be, as pages of where it is now, and no leaf may be added to them.
-    pub(super) fn may_move_with_its_dirt(&self, in_progress: &InProgress) -> bool {
-        self.log.is_some_and(|log| !log.protects()) && in_progress.is_slot_moving()
+    /// Whether the leaves' dirty bits are the slot's log. A slot that moves takes it along: the bits were noted, or
+    /// will be, as pages of where the slot is now, and no leaf may be added meanwhile
+    /// ([`InProgress::is_slot_moving`](crate::vm::InProgress)).
+    pub(super) fn takes_its_dirt_along(&self) -> bool {
+        self.log.is_some_and(|log| !log.protects())
     }
 
     /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow. `trail`: the way to it through the
@@ -118,81 +108,54 @@ impl SlotFacts {
 }
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
-    /// Finds out what to install for the access, in `slot`. `sequence` was taken before the slot, and the leaf that is
-    /// there, were looked at: a move may have put another page of the same slot there since the walk that faulted.
-    #[inline(always)]
-    pub(super) fn plan<'s>(
-        &mut self,
-        slot: &'s SlotFacts,
-        sequence: Sequence,
-    ) -> Result<Plan<'s>, Halt> {
-        // The leaf that is there may map another page: the guest's tables may have changed since.
-        let known = match self.want.target.trail::<F>() {
-            None => self.known_page(),
-            Some(_) => None,
-        };
-        let host = match known {
-            Some(host) => host,
-            None => self.host_page(slot, sequence)?,
-        };
-        let (level, nx_split) = self.level(slot, &host);
-        let trail = self.want.target.trail::<F>();
-        let leaf = slot.leaf(&host, self.logged_access(slot), trail);
-        Ok(Plan {
-            slot,
-            leaf: self.vcpu.vm().leaf_at(leaf, level),
-            level,
-            nx_split,
-            fast: known.is_some(),
-            sequence,
-        })
-    }
-
     /// Finds the slot that holds the page, and refuses an access that the slot does not allow. If there is no slot,
     /// installs an MMIO entry: the next access needs no look-up.
+    ///
+    /// # Errors
+    /// [`Next`].
     #[inline(always)]
-    pub(super) fn slot(&mut self) -> Result<SlotFacts, Halt> {
-        let Want { gpa, access, .. } = self.want;
-        let gfn = self.want.gfn::<F>();
+    pub(super) fn find_slot(&mut self) -> Result<(), Next> {
+        let (gpa, access, gfn) = (self.gpa, self.access, self.gfn());
+        let no_private_memory = Next::Stop(Stop::MemoryFault {
+            gpa,
+            access,
+            private: true,
+            absent: false,
+        });
         let (set, slot) = self.vcpu.find_slot(gfn);
-        let slot = match slot {
-            Some(slot) => SlotFacts::of::<F>(slot, gfn, &set.private),
-            None if set.private.around(gfn).0 => None,
-            None => {
-                let generation = set.generation;
-                return Err(self.no_slot(generation));
-            }
-        };
         let Some(slot) = slot else {
-            return Err(Halt::Stop(Stop::MemoryFault {
-                gpa,
-                access,
-                private: true,
-                absent: false,
-            }));
+            let (private, generation) = (set.private.around(gfn).0, set.generation);
+            return Err(match private {
+                true => no_private_memory,
+                false => self.no_slot(generation),
+            });
         };
+        let Some(slot) = SlotFacts::of::<F>(slot, gfn, &set.private) else {
+            return Err(no_private_memory);
+        };
+        let slot = &*self.slot.insert(slot);
         let allowed = slot.limits.rights.allow(access);
         match access {
             // KVM answers a write to a read-only slot as MMIO, too.
             Access::Write if !allowed => Err(self.mmio()),
-            Access::Write if self.is_log_full(&slot) => Err(Halt::Stop(Stop::DirtyRingFull)),
+            Access::Write if is_log_full(self.vcpu, slot) => Err(Next::Stop(Stop::DirtyRingFull)),
             // No client can emulate a fetch as it can a load.
-            Access::Execute if !allowed => Err(Halt::Stop(Stop::NoExecute { gpa })),
-            _ => Ok(slot),
+            Access::Execute if !allowed => Err(Next::Stop(Stop::NoExecute { gpa })),
+            _ => Ok(()),
         }
     }
 
     /// Ends an access to no slot, in the slot set of `generation`.
-    fn no_slot(&mut self, generation: u64) -> Halt {
+    fn no_slot(&mut self, generation: u64) -> Next {
         if self.vcpu.vm().caches_mmio() {
-            let target = &mut self.want.target;
-            // SAFETY: as for the install of a leaf (`Fault::install`).
-            let mapped = (self.vcpu)
-                .on_tables(|_, tables, path| unsafe { tables.map_mmio(target, generation, path) });
+            let trail = self.trail();
+            let mapped = self.vcpu.on_tables(&self.walk, |_, tables, cursor, path| {
+                tables.map_mmio(&mut Target::new(cursor, trail), generation, path)
+            });
             match mapped {
                 Ok(true) => {
                     self.vcpu.counters().pf_mmio_spte_created.add(1);
-                    let gfn = self.want.gfn::<F>();
+                    let gfn = self.gfn();
                     (self.vcpu.vm().platform).trace(Event::MarkMmioSpte { gfn, generation });
                 }
                 Ok(false) => {}
@@ -203,46 +166,67 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 
     /// Ends an access that the client emulates.
-    fn mmio(&mut self) -> Halt {
-        let gpa = self.want.gpa;
-        self.count(Outcome::Emulated);
-        Halt::Stop(Stop::Mmio { gpa })
+    fn mmio(&self) -> Next {
+        (self.counted()).inspect(|counters| counters.pf_emulate.add(1));
+        Next::Stop(Stop::Mmio { gpa: self.gpa })
     }
 
-    /// Whether a write to `slot` goes to a ring that has no space for it.
-    fn is_log_full(&self, slot: &SlotFacts) -> bool {
-        let to_ring = slot.log == Some(LogKind::Rings);
-        to_ring && self.vcpu.ring().is_none_or(|ring| ring.is_soft_full())
-    }
-
-    /// Returns the access that the leaf is made for. A read that is logged (policy `dirty_log_reads`) maps the page
-    /// as a write does, so that the log names it and the write that follows needs no fault. If the ring is
-    /// full it is mapped for reading, and the write that follows stops.
-    fn logged_access(&self, slot: &SlotFacts) -> Access {
-        let logged = slot.log.is_some() && self.vcpu.vm().policy.logs_reads::<F>();
-        match logged && !self.is_log_full(slot) {
-            true => Access::Write,
-            false => self.want.access,
-        }
-    }
-
-    /// Returns the page of a leaf that is write-protected for the dirty log only: neither slot nor host needs to be
-    /// asked.
+    /// Finds the host page: that of a leaf which is write-protected for the dirty log only, so that neither slot nor
+    /// host need to be asked; otherwise the one that the host names.
+    ///
+    /// # Errors
+    /// [`Next`].
     #[inline(always)]
-    fn known_page(&mut self) -> Option<HostPage> {
-        // While a slot moves onto part of itself, its old leaves are still there: what is known of this
-        // frame may be the page next to it.
-        if self.want.access != Access::Write || self.vcpu.vm().in_progress.is_slot_leaving() {
-            return None;
+    pub(super) fn find_page(&mut self) -> Result<(), Next> {
+        // The leaf that is there may map another page if the guest's tables have changed since. And while a slot moves
+        // onto part of itself, its old leaves are still there: what is known of this frame may be the page next to it.
+        let may_be_known = self.access == Access::Write
+            && self.trail().is_none()
+            && !self.vcpu.vm().in_progress.is_slot_leaving();
+        if may_be_known && self.protected_page().is_some() {
+            // The walk may have come to the table of the leaf before the sequence was taken, and a slot that has moved
+            // since may have removed the table. A leaf that is found from the root now is one of the slot.
+            self.walk = self.vcpu.pause(Reached::nothing(self.walk.key()));
+            if let Some(page) = self.protected_page() {
+                (self.fast, self.page) = (true, Some(page));
+                return Ok(());
+            }
         }
-        // SAFETY: without a trail the walk begins with a root that stays. The cursor was restarted when it had to be
-        // (`Self::outside`).
-        let found = unsafe { self.vcpu.tables().find(&mut self.want.target.cursor) };
+        let (gpa, access, gfn) = (self.gpa, self.access, self.gfn());
+        let slot = self.slot.as_ref().expect(FILLED);
+        let (id, hva) = (slot.id, slot.hva);
+        let error = match (self.vcpu).outside(|vcpu| vcpu.resolve(id, gfn, hva, access)) {
+            Ok(page) => {
+                self.page = Some(page);
+                return Ok(());
+            }
+            Err(error) => error,
+        };
+        let slot = self.slot.as_ref().expect(FILLED);
+        let (private, absent) = (slot.private, error == ResolveError::Absent);
+        let hvas = slot.hvas::<F>(gfn, Level::PAGE);
+        Err(match error {
+            ResolveError::Interrupted => Next::Stop(Stop::Retry),
+            // The slot may have been deleted, or its memory come back, or be about to.
+            _ if !self.vcpu.vm().in_progress.holds(self.sequence, &hvas) => self.stale(Level::PAGE),
+            _ if absent || private || slot.only_private_backing => Next::Stop(Stop::MemoryFault {
+                gpa,
+                access,
+                private,
+                absent,
+            }),
+            _ => Next::Stop(Stop::BadAddress { gpa, hva, error }),
+        })
+    }
+
+    /// Returns the page of the leaf at which the walk ends now, if that is write-protected for the dirty log only.
+    #[inline]
+    fn protected_page(&mut self) -> Option<HostPage> {
+        let gfn = self.gfn();
+        let found = self.vcpu.look(&mut self.walk);
         match found.entry::<F>() {
             Entry::Leaf(leaf) if leaf.may_write => Some(HostPage {
-                pfn: leaf
-                    .pfn
-                    .add(F::GRANULE.page_in(self.want.gfn::<F>(), found.level)),
+                pfn: leaf.pfn.add(F::GRANULE.page_in(gfn, found.level)),
                 level: found.level,
                 writable: true,
                 execute: leaf.execute || leaf.may_execute,
@@ -252,73 +236,65 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         }
     }
 
-    /// Asks the host for the page.
+    /// Chooses the level of the leaf, and returns the leaf. A read that is logged (policy `dirty_log_reads`) maps the
+    /// page as a write does, so that the log names it and the write that follows needs no fault. If the ring is full it
+    /// is mapped for reading, and the write that follows stops.
     #[inline(always)]
-    fn host_page(&mut self, slot: &SlotFacts, sequence: Sequence) -> Result<HostPage, Halt> {
-        let Want { gpa, access, .. } = self.want;
-        let hva = slot.hva;
-        let gfn = self.want.gfn::<F>();
-        let error = match self.outside(|vcpu| vcpu.resolve(slot.id, gfn, hva, access)) {
-            Ok(host) => return Ok(host),
-            Err(ResolveError::Interrupted) => return Err(Halt::Stop(Stop::Retry)),
-            Err(error) => error,
-        };
-        let hvas = slot.hvas::<F>(self.want.gfn::<F>(), Level::PAGE);
-        if !self.vcpu.vm().in_progress.holds(sequence, &hvas) {
-            // The slot may have been deleted, or its memory come back, or be about to.
-            return Err(self.stale(slot, Level::PAGE));
-        }
-        let private = slot.private;
-        let absent = error == ResolveError::Absent;
-        Err(Halt::Stop(
-            match absent || private || slot.only_private_backing {
-                true => Stop::MemoryFault {
-                    gpa,
-                    access,
-                    private,
-                    absent,
-                },
-                false => Stop::BadAddress { gpa, hva, error },
-            },
-        ))
-    }
-
-    /// Returns the level of the leaf. The flag says that NX alone keeps it from being larger.
-    #[inline(always)]
-    fn level(&self, slot: &SlotFacts, host: &HostPage) -> (Level, bool) {
-        if slot.log.is_some() {
-            return (Level::PAGE, false);
-        }
-        let Want { target, access, .. } = self.want;
-        let is_nx_split =
-            // SAFETY: the walk may be made.
-            || self.vcpu.may_walk_from(&target) && unsafe { self.vcpu.tables().is_nx_split(target.key()) };
+    pub(super) fn choose_leaf(&mut self) -> Leaf {
+        let (gfn, trail) = (self.gfn(), self.trail());
+        let (slot, page) = (self.slot.as_ref().expect(FILLED), self.page.expect(FILLED));
         let vm = self.vcpu.vm();
-        let (gfn, trail) = (self.want.gfn::<F>(), self.want.target.trail::<F>());
-        let largest = trail.map_or(host.level, |trail| trail.leaf_level().min(host.level));
-        let mut level = vm.fitting_level(&slot.gfns, gfn, host.pfn, largest);
-        if level > Level::PAGE {
-            level = self.vcpu.tables().mappable_level(gfn, level);
+        if slot.log.is_none() {
+            let largest = trail.map_or(page.level, |trail| trail.leaf_level().min(page.level));
+            self.level = vm.fitting_level(&slot.gfns, gfn, page.pfn, largest);
+            if self.level > Level::PAGE {
+                self.level = self.vcpu.tables().mappable_level(gfn, self.level);
+            }
+            self.nx_split = self.level > Level::PAGE
+                && vm.policy.nx_huge_pages().is_on()
+                && (self.access == Access::Execute || self.vcpu.is_nx_split(&mut self.walk));
+            if self.nx_split {
+                self.level = Level::PAGE;
+            }
         }
-        let nx = level > Level::PAGE
-            && vm.policy.nx_huge_pages().is_on()
-            && (access == Access::Execute || is_nx_split());
-        match nx {
-            true => (Level::PAGE, true),
-            false => (level, false),
+        let logs_read =
+            slot.log.is_some() && vm.policy.logs_reads::<F>() && !is_log_full(self.vcpu, slot);
+        let access = match logs_read {
+            true => Access::Write,
+            false => self.access,
+        };
+        let leaf = vm.leaf_at(slot.leaf(&page, access, trail), self.level);
+        if self.nx_split && !vm.policy.nx_huge_pages_split().is_on() {
+            self.zap_huge();
         }
+        let level = self.level;
+        (self.vcpu.vm().platform).trace(Event::SpteRequested {
+            gfn,
+            pfn: leaf.pfn,
+            level,
+        });
+        leaf
     }
 
-    /// Call when what was found out about `slot` holds no more: waits for an invalidation of what backs a leaf of
+    /// Call when what was found out about the slot holds no more: waits for an invalidation of what backs a leaf of
     /// `level`, or for the move of the slot, to end, if that was it.
-    pub(super) fn stale(&mut self, slot: &SlotFacts, level: Level) -> Halt {
+    #[cold]
+    pub(super) fn stale(&mut self, level: Level) -> Next {
         self.vcpu.counters().pf_retried.add(1);
-        let hvas = slot.hvas::<F>(self.want.gfn::<F>(), level);
-        self.wait_while(|vcpu, _| {
+        let slot = self.slot.as_ref().expect(FILLED);
+        let hvas = slot.hvas::<F>(self.gfn(), level);
+        let takes_its_dirt_along = slot.takes_its_dirt_along();
+        self.wait_while(|vcpu| {
             let in_progress = &vcpu.vm().in_progress;
-            in_progress.covers(&hvas) || slot.may_move_with_its_dirt(in_progress)
+            in_progress.covers(&hvas) || takes_its_dirt_along && in_progress.is_slot_moving()
         })
     }
+}
+
+/// Returns whether a write to `slot` goes to a ring of the vCPU that has no space for it.
+fn is_log_full<P: Platform, F: Format>(vcpu: &Vcpu<P, F>, slot: &SlotFacts) -> bool {
+    let to_ring = slot.log == Some(LogKind::Rings);
+    to_ring && vcpu.ring().is_none_or(|ring| ring.is_soft_full())
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {

@@ -16,37 +16,49 @@
 
 use core::ops::Range;
 
-use super::fault::Fault;
-use super::plan::{Plan, SlotFacts};
+use super::fault::{FILLED, Fault};
+use super::plan::SlotFacts;
 use super::streams::Resident;
 use super::translate::Stop;
-use super::{HostWords, Vcpu};
+use super::{HostWords, PausedWalk, Vcpu};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PageIndex};
-use crate::format::{Entry, Format, Leaf};
+use crate::format::{Entry, Format, Leaf, can_shadow};
 use crate::guest_walk::PageRights;
 use crate::platform::{HostPage, HostRun, Platform};
 use crate::policy::Prefetch;
 use crate::shadow::trail::{Meaning, Target, Trail};
 use crate::sync::held;
-use crate::table::Key;
+use crate::table::{Key, Reached};
 use crate::vm::Sequence;
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
-    /// Maps what is resident in the window around the page, which was just mapped as `plan` says.
-    pub(super) fn prefetch(&mut self, plan: &Plan<'_>, policy: Prefetch) {
-        let (vcpu, gfn) = (&mut *self.vcpu, self.want.gfn::<F>());
-        let slot = plan.slot;
+    /// Maps what is resident in the window around the page, if a new leaf of level 1 was installed for it.
+    #[inline]
+    pub(super) fn prefetch(&mut self) {
+        let policy = self.vcpu.vm().policy.prefetch();
+        let slot = self.slot.as_ref().expect(FILLED);
+        let small = self.level == Level::PAGE && slot.log.is_none();
+        if !self.is_new || !small || policy == Prefetch::Off {
+            return;
+        }
+        let trail = self.trail();
+        // Which pages are beside a small page of the guest's is found in its tables (`Vcpu::prefetch_guest`).
+        if trail.is_some_and(|trail| trail.leaf_level() == Level::PAGE) {
+            return;
+        }
+        let gfn = self.gfn();
+        let vcpu = &mut *self.vcpu;
         let Some(window) = vcpu.streams.fault(gfn, policy) else {
             return;
         };
         let window = window.start.max(slot.gfns.start)..window.end.min(slot.gfns.end);
-        let (cursor, trail) = (self.want.target.cursor, self.want.target.trail::<F>());
         let trail = trail.map(|trail| trail.beside(window.start, trail.rights));
-        let at = Target {
-            cursor: cursor.before(gfn.0 - window.start.0),
-            trail: trail.as_ref(),
+        let walk = PausedWalk {
+            reached: self.walk.reached.before(gfn.0 - window.start.0),
+            ..self.walk
         };
-        let installed = vcpu.map_for_stream(window, at, slot, plan.sequence);
+        let at = (walk, trail.as_ref());
+        let installed = vcpu.map_for_stream(window, at, slot, self.sequence);
         vcpu.streams.looked(installed);
     }
 }
@@ -146,7 +158,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             context: self.context,
             index: run.index,
         };
-        let at = Target::new(key, Some(&trail));
+        let at = (self.pause(Reached::nothing(key)), Some(&trail));
         self.map_for_stream(run.gfn..end, at, &slot, sequence)
     }
 
@@ -154,7 +166,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn map_for_stream(
         &mut self,
         range: Range<Gfn>,
-        at: Target<'_>,
+        at: (PausedWalk, Option<&Trail>),
         slot: &SlotFacts,
         sequence: Sequence,
     ) -> u64 {
@@ -171,7 +183,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn map_resident(
         &mut self,
         range: Range<Gfn>,
-        at: Target<'_>,
+        at: (PausedWalk, Option<&Trail>),
         slot: &SlotFacts,
         sequence: Sequence,
         resident: &mut Option<Resident>,
@@ -181,28 +193,27 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let hva = |gfn: Gfn| F::GRANULE.add_pages(slot.hva_base, gfn.0 - slot.gfns.start.0);
         let backing = hva(range.start)..hva(range.end);
         let (mut installed, mut unmapped) = (0, range.start);
-        self.on_tables(|vm, tables, path| {
+        let (walk, trail) = at;
+        let trail = trail.filter(|_| can_shadow::<F>());
+        self.on_tables(&walk, |vm, tables, cursor, path| {
             let mut map = |run: HostRun| {
                 let page = F::GRANULE.pages_between(backing.start, run.backing);
                 let gfn = range.start.add(page);
                 let HostPage { pfn, level, .. } = run.first;
                 let is_fit = vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE;
                 let may_be_huge = |trail: &Trail| trail.leaf_level() > Level::PAGE;
-                if is_fit && at.trail::<F>().is_none_or(may_be_huge) {
+                if is_fit && trail.is_none_or(may_be_huge) {
                     return;
                 }
                 let valid = || vm.in_progress.holds(sequence, &backing);
-                let trail = at.trail::<F>().map(|trail| trail.beside(gfn, trail.rights));
+                let trail = trail.map(|trail| trail.beside(gfn, trail.rights));
                 let trail = trail.as_ref();
                 let leaf = Leaf {
                     accessed: false,
                     ..slot.leaf(&run.first, Access::Read, trail)
                 };
-                let cursor = at.cursor.after(page);
-                let mut target = Target { cursor, trail };
-                // SAFETY: as for the install of a leaf (`Fault::install`): the vCPU has not left its section since.
-                let mapped =
-                    unsafe { tables.map_absent(&mut target, run.pages, leaf, path, valid) };
+                let mut target = Target::new(cursor.after(page), trail);
+                let mapped = tables.map_absent(&mut target, run.pages, leaf, path, valid);
                 if let Ok(new) = mapped {
                     installed += new;
                     if gfn == unmapped {
@@ -270,8 +281,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let gfn = F::GRANULE.gfn(gpa);
         let end = Gfn(end.0.div_ceil(F::GRANULE.bytes()));
         if gfn < *asked {
-            // SAFETY: the root stays, and the vCPU is in its section.
-            let found = unsafe { self.tables().lookup(self.key(gfn)) };
+            let found = self.tables().cursor(gfn).find(Level::PAGE);
             if let Entry::Leaf(_) = found.entry::<F>() {
                 return Ok(F::GRANULE.gpa(F::GRANULE.block(gfn, found.level).end));
             }
@@ -305,7 +315,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Maps what is resident from `gfn` to `end`, in one level 1 table and one slot. Returns the first page that is not mapped then,
     /// `None` if that is `gfn`. Raises `asked` if it has asked the platform.
     fn prefault_resident(&mut self, gfn: Gfn, end: Gfn, asked: &mut Gfn) -> Option<Gfn> {
-        self.make_room();
+        self.recycle();
         let sequence = self.vm().in_progress.sequence();
         let (set, slot) = self.find_slot(gfn);
         let slot = slot.filter(|slot| slot.log().is_none())?;
@@ -314,7 +324,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         // One table for each region of level 2 that is left, taken from the platform by the batch.
         let tables = (end.0 - gfn.0).div_ceil(F::GRANULE.pages(Level::MEGA)) as usize;
         self.fill_frames_for(tables);
-        let at = Target::new(self.key(gfn), None);
+        let at = (self.pause(Reached::nothing(self.key(gfn))), None);
         *asked = end.min(F::GRANULE.block(gfn, Level::MEGA).end);
         let (next, _) = self.map_resident(gfn..*asked, at, &slot, sequence, &mut None);
         (next > gfn).then_some(next)

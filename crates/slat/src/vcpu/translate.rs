@@ -1,19 +1,19 @@
 //! Accesses of a vCPU: the walk, and what follows if the walk finds nothing that allows the access.
 //!
-//! 1. The level 1 table that an earlier walk has found, or a walk from the root: no lock, no slot.
+//! 1. The level 1 table that an earlier walk has found, or a walk from the root: no lock, no slot. What follows goes on from
+//!    where this walk has ended.
 //! 2. [`Vcpu::translate_mapped`]: a leaf whose accessed or dirty bit is to be set; an MMIO entry of the current
 //!    generation, which answers MMIO without a look-up.
 //! 3. A fault ([`super::fault`]).
 
 use core::fmt;
 
-use super::Vcpu;
-use super::fault::{Physical, Want};
+use super::{PausedWalk, Vcpu};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level};
 use crate::format::{Entry, Format, Leaf};
 use crate::heap::OutOfMemory;
 use crate::platform::{Platform, ResolveError};
-use crate::shadow::trail::Target;
+use crate::table::{End, Reached};
 use crate::trace::Event;
 use crate::vm::Mapping;
 
@@ -132,22 +132,24 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return Ok(translation::<F>(leaf, Level::PAGE, gfn));
         }
         // Twice the same: the compiler knows the level of the first, which is the common one.
-        match self.walk(gpa) {
+        let end = match self.walk(gpa) {
             Some(Ok(found)) => {
                 if let Some(leaf) = found.ready::<F>(access) {
                     // SAFETY: the walk has found the leaf just now.
                     unsafe { self.remember(gpa, found.to_remember::<F>()) };
                     return Ok(translation::<F>(leaf, Level::PAGE, gfn));
                 }
+                Some(End::of(&found))
             }
             Some(Err(found)) => {
                 if let Some(leaf) = found.ready::<F>(access) {
                     return Ok(translation::<F>(leaf, found.level, gfn));
                 }
+                Some(End::of(&found))
             }
-            None => {}
-        }
-        self.translate_slowly(gpa, access)
+            None => None,
+        };
+        self.translate_slowly(gpa, access, end)
     }
 
     /// Returns how `gfn` is mapped now in the address space of the vCPU, like [`Vm::lookup`](crate::Vm::lookup), but
@@ -163,28 +165,22 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.space().mapping(self.section(), platform, gfn)
     }
 
-    /// Does what [`Vcpu::translate`] does if the walk did not suffice.
+    /// Does what [`Vcpu::translate`] does if the walk did not suffice, which has ended in `end`.
     #[cold]
     #[inline(never)]
-    fn translate_slowly(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
+    fn translate_slowly(
+        &mut self,
+        gpa: Gpa,
+        access: Access,
+        end: Option<End>,
+    ) -> Result<Translation, Stop> {
         assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
         if !self.may_walk(gpa) {
             self.counters().pf_emulate.add(1);
             return Err(Stop::Mmio { gpa });
         }
-        // A fault may install another page elsewhere than in the table that is cached.
-        self.forget(gpa);
-        if let Some(answer) = self.translate_mapped(gpa, access) {
-            return answer;
-        }
-        self.counters().pf_taken.add(1);
-        self.vm().platform.trace(Event::PageFault {
-            fault_address: gpa.0,
-            access,
-        });
-        let physical = self.physical(gpa, access, true);
         self.for_owner(
-            |vcpu| vcpu.fault(physical),
+            |vcpu| vcpu.translate_from(gpa, access, end, true),
             |answer| *answer == Err(Stop::Retry),
         )
     }
@@ -200,28 +196,45 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if !self.may_walk(gpa) {
             return Err(Stop::Mmio { gpa });
         }
+        self.translate_from(gpa, access, None, false)
+    }
+
+    /// Translates `gpa` by what a walk that goes on from `end` finds now, or by a fault. `of_guest`: see
+    /// [`Vcpu::fault`].
+    fn translate_from(
+        &mut self,
+        gpa: Gpa,
+        access: Access,
+        end: Option<End>,
+        of_guest: bool,
+    ) -> Result<Translation, Stop> {
+        // A fault may install another page elsewhere than in the table that is cached.
         self.forget(gpa);
-        match self.translate_mapped(gpa, access) {
-            Some(answer) => answer,
-            None => self.fault(self.physical(gpa, access, false)),
+        let key = self.key(F::GRANULE.gfn(gpa));
+        let mut walk = self.pause(Reached { key, end });
+        if let Some(answer) = self.translate_mapped(&mut walk, gpa, access) {
+            return answer;
         }
+        if of_guest {
+            self.counters().pf_taken.add(1);
+            self.vm().platform.trace(Event::PageFault {
+                fault_address: gpa.0,
+                access,
+            });
+        }
+        self.fault(walk, gpa, access, of_guest)
     }
 
-    fn physical(&self, gpa: Gpa, access: Access, of_guest: bool) -> Physical {
-        Physical(Want {
-            target: Target::new(self.key(F::GRANULE.gfn(gpa)), None),
-            gpa,
-            access,
-            of_guest,
-        })
-    }
-
-    /// Returns what the tables say of an access to `gpa`. `None`: there is no entry that allows it.
-    fn translate_mapped(&mut self, gpa: Gpa, access: Access) -> Option<Result<Translation, Stop>> {
+    /// Returns what the tables say of an access to `gpa`, where `walk` ends. `None`: there is no entry that allows it.
+    fn translate_mapped(
+        &mut self,
+        walk: &mut PausedWalk,
+        gpa: Gpa,
+        access: Access,
+    ) -> Option<Result<Translation, Stop>> {
         let gfn = F::GRANULE.gfn(gpa);
         loop {
-            // SAFETY: the root stays, and the vCPU is in its section.
-            let found = unsafe { self.tables().lookup(self.key(gfn)) };
+            let found = self.look(walk);
             return match found.entry::<F>() {
                 Entry::Leaf(leaf) if leaf.allows(access) => {
                     let write = access == Access::Write;

@@ -189,8 +189,8 @@ fn an_access_and_what_the_host_does() {
     each_beside_each(&[UNSYNCED], &[], &[FLUSH, far], &HOST);
 }
 
-/// The CPU has the page at [`B`] in its TLB when another access stops, after a flush for what the guest has changed: it goes on with
-/// that page unless it is told not to.
+/// The CPU has the page at [`B`] in its TLB when another access stops, after a flush for what the guest has changed: it
+/// goes on with that page unless it is told not to.
 #[test]
 fn an_access_that_stops_and_what_the_host_does() {
     const READ_ONLY: u64 = DATA << 12 | 0x65;

@@ -283,8 +283,8 @@ impl HostWords for Steps<'_> {
     }
 }
 
-/// A CPU of the guest, in a reader section, with a TLB. It looks at no attention word: it goes on with what it remembers until an
-/// answer says that it must not.
+/// A CPU of the guest, in a reader section, with a TLB. It looks at no attention word: it goes on with what it
+/// remembers until an answer says that it must not.
 pub struct Cpu<'w> {
     world: &'w World,
     vcpu: Vcpu<SimPlatform, X86<5>>,

@@ -10,6 +10,7 @@ use core::ops::Range;
 use crate::addr::{Access, Gfn, Gpa, Level, PageIndex, Pfn};
 use crate::format::{Format, Leaf, MemoryType, Privilege, all_gfns, can_shadow};
 use crate::guest_walk::{GuestPaging, PageRights, Path};
+use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::table::{Cursor, Key};
 
@@ -255,37 +256,33 @@ impl Trail {
 }
 
 /// Where a leaf is to be installed.
-#[derive(Clone, Copy)]
-pub(crate) struct Target<'t> {
+pub(crate) struct Target<'t, P: Platform, F: Format> {
     /// The walk to it.
-    pub(crate) cursor: Cursor,
+    pub(crate) cursor: Cursor<'t, P, F>,
     /// What the guest's tables say, if the walker of a shadow table translates the key.
-    pub(crate) trail: Option<&'t Trail>,
+    trail: Option<&'t Trail>,
 }
 
-impl<'t> Target<'t> {
-    /// Makes the target that a walk to `key` ends with, which has not begun.
+impl<'t, P: Platform, F: Format> Target<'t, P, F> {
     #[inline(always)]
-    pub(crate) fn new(key: Key, trail: Option<&'t Trail>) -> Self {
-        let cursor = Cursor::new(key);
+    pub(crate) fn new(cursor: Cursor<'t, P, F>, trail: Option<&'t Trail>) -> Self {
         Target { cursor, trail }
     }
 
     #[inline(always)]
     pub(crate) fn key(&self) -> Key {
-        self.cursor.key
+        self.cursor.key()
     }
 
     /// Returns what the guest's tables say. For a format that cannot shadow them that is nothing, and the compiler knows it.
     #[inline(always)]
-    pub(crate) fn trail<F: Format>(self) -> Option<&'t Trail> {
+    pub(crate) fn trail(&self) -> Option<&'t Trail> {
         if can_shadow::<F>() { self.trail } else { None }
     }
 
     /// Returns the frame that a leaf of level 1 there is to map.
     #[inline(always)]
-    pub(crate) fn gfn<F: Format>(self) -> Gfn {
-        self.trail::<F>()
-            .map_or(self.key().gfn(), |trail| trail.gfn)
+    pub(crate) fn gfn(&self) -> Gfn {
+        self.trail().map_or(self.key().gfn(), |trail| trail.gfn)
     }
 }

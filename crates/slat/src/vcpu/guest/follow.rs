@@ -139,8 +139,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Compares the entries `indexes` of `page` with the guest's, and zaps those that it does not grant any more. `None`:
-    /// there were some.
+    /// Compares the entries `indexes` of the shadow page `page` with the guest's table. Zaps the entries that the
+    /// guest's table does not grant any more, and then returns `None`: to zap them, the vCPU has left its reader
+    /// section.
     pub(super) fn sync<W: HostWords>(
         &mut self,
         page: PageOf,

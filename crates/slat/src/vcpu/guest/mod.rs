@@ -25,12 +25,12 @@ use crate::format::{Entry, Format};
 use crate::guest_walk::{GuestPaging, PageRights};
 use crate::platform::Platform;
 use crate::shadow::trail::of_mmio_note;
-use crate::table::{Found, Key, Root, lookup_in};
+use crate::table::{Found, Key, Reached, Root};
 use crate::trace::Event;
 
 pub(super) use roots::Roots;
 pub(super) use walk::FlagsIn;
-use walk::Virtual;
+use walk::VirtualAccess;
 
 /// Access to host memory that holds the guest's tables, by the addresses that the platform gave to the engine.
 pub trait HostWords {
@@ -149,7 +149,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             access,
         });
         self.for_owner(
-            |vcpu| vcpu.fault(Virtual::new(gva, access, paging, words)),
+            |vcpu| {
+                vcpu.virtual_fault(VirtualAccess {
+                    gva,
+                    access,
+                    paging,
+                    words,
+                })
+            },
             |answer| matches!(answer, Err(VirtualStop::Stop(Stop::Retry))),
         )
     }
@@ -167,13 +174,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             index: PageIndex::of_gva(gva),
         };
         let strict = paging.of_leaf();
-        let cached = self.presence.tables.get(TableRegion::of_gva(Gva(gva)));
+        let region = TableRegion::of_gva(Gva(gva));
         loop {
-            let found = match cached {
-                // SAFETY: a walk has found the table, as in `cached_leaf`.
-                Some(table) => unsafe { lookup_in::<P, F>(&*self.vm.platform, table, key.index) },
-                // SAFETY: `guest_root` has looked whether the root is still there.
-                None => unsafe { self.tables().lookup(key) },
+            let found = match self.find_cached(region, key.index) {
+                Some(found) => found,
+                None => self.look(&mut self.pause(Reached::nothing(key))),
             };
             let rights = |write, user, execute, key| PageRights {
                 write,
@@ -204,9 +209,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     };
                     if found.level == Level::PAGE {
                         let table = found.table;
-                        self.presence
-                            .tables
-                            .put(TableRegion::of_gva(Gva(gva)), table);
+                        self.presence.tables.put(region, table);
                     }
                     Some(Ok(page))
                 }

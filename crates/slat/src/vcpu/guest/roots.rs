@@ -2,9 +2,10 @@
 
 use crate::format::Format;
 use crate::guest_walk::{GuestPaging, Mode};
+use crate::mmu::Mmu;
 use crate::platform::Platform;
 use crate::shadow::ShadowMmu;
-use crate::shadow::trail::{Role, Target};
+use crate::shadow::trail::Role;
 use crate::table::Root;
 use crate::vcpu::Vcpu;
 
@@ -48,6 +49,12 @@ impl Roots {
         self.roots[number]
     }
 
+    /// Returns whether `tables` have zapped no root since these were found. Until the vCPU leaves its reader section,
+    /// they are there if so.
+    pub(in crate::vcpu) fn are_in<P: Platform, F: Format>(&self, tables: &Mmu<P, F>) -> bool {
+        tables.shadow().map(ShadowMmu::roots_zapped) == Some(self.zapped)
+    }
+
     /// Notes that walks with root `number` begin with `root`.
     pub(in crate::vcpu) fn begin_with(&mut self, number: usize, root: Root) {
         self.roots[number] = Some(root);
@@ -76,13 +83,5 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             self.roots.roots[number] = self.tables().shadow()?.root_of(gfn, role);
         }
         self.roots.roots[number]
-    }
-
-    /// Returns whether a walk may begin with the root of `target`, which was found before the vCPU last left its reader
-    /// section. Until it leaves, the answer holds.
-    pub(in crate::vcpu) fn may_walk_from(&self, target: &Target<'_>) -> bool {
-        let zapped = |mmu: &ShadowMmu<P, F>| mmu.roots_zapped();
-        target.trail::<F>().is_none()
-            || self.tables().shadow().map(zapped) == Some(self.roots.zapped)
     }
 }

@@ -1,6 +1,4 @@
-//! Walks of the guest's tables, as the source of a fault: they say what to install.
-
-use core::mem;
+//! Faults at guest-virtual addresses: a walk of the guest's tables says what to install.
 
 use super::{HostWords, VirtualPage, VirtualStop};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PAGE_SIZE, PageIndex};
@@ -10,120 +8,140 @@ use crate::guest_walk::{
     GuestPage, GuestPaging, GuestTables, PageRights, WalkError, walk_with_path,
 };
 use crate::platform::Platform;
-use crate::shadow::trail::{Seen, Target, Trail};
-use crate::table::Key;
+use crate::shadow::trail::{Seen, Trail};
+use crate::table::{Key, Reached};
 use crate::vcpu::Vcpu;
-use crate::vcpu::fault::{Source, Want, Wanted};
+use crate::vcpu::fault::{Fault, Next};
 use crate::vcpu::translate::{Stop, Translation, translation};
 
-/// An access to a guest-virtual address.
-pub(super) struct Virtual<'w, W> {
-    gva: u64,
-    access: Access,
-    paging: &'w GuestPaging,
-    words: &'w mut W,
-    /// What a walk has found last: the page, and how it came there.
-    found: Option<(GuestPage, Trail)>,
-    /// It may go on with what it has found.
-    goes_on: bool,
+/// An access to a guest-virtual address, with what the guest's tables say of it.
+pub(super) struct VirtualAccess<'w, W> {
+    pub(super) gva: u64,
+    pub(super) access: Access,
+    pub(super) paging: &'w GuestPaging,
+    pub(super) words: &'w mut W,
 }
 
-impl<'w, W: HostWords> Virtual<'w, W> {
-    pub(super) fn new(gva: u64, access: Access, paging: &'w GuestPaging, words: &'w mut W) -> Self {
-        Virtual {
-            gva,
-            access,
-            paging,
-            words,
-            found: None,
-            goes_on: false,
-        }
+/// What a walk of the guest's tables has found.
+enum Walked {
+    /// The page, and how a shadow leaf for it is reached.
+    Leaf(GuestPage, Trail),
+    /// The page, which no shadow leaf can map with the guest's rights.
+    Unmappable(VirtualPage),
+}
+
+impl<P: Platform, F: Format> Vcpu<P, F> {
+    /// Brings the shadow table to where it allows the access, and returns the page. Each attempt walks the guest's
+    /// tables, unless the last one had only to compare a shadow page with a table that it has read.
+    ///
+    /// # Errors
+    /// [`VirtualStop`]. It is [`Stop::Retry`] if a flush went by meanwhile, whatever else was found out.
+    pub(super) fn virtual_fault<W: HostWords>(
+        &mut self,
+        mut access: VirtualAccess<'_, W>,
+    ) -> Result<VirtualPage, VirtualStop<W::Error>> {
+        let mut compared = None;
+        self.until_allowed(Gpa(access.gva), |vcpu| {
+            let (page, mut trail) = match compared.take() {
+                Some(found) => found,
+                None => match access.walk(vcpu)? {
+                    Walked::Leaf(page, trail) => (page, trail),
+                    Walked::Unmappable(page) => return Ok(page),
+                },
+            };
+            let key = Key {
+                context: vcpu.roots.get(trail.number).unwrap_or(vcpu.context),
+                index: PageIndex::of_gva(access.gva),
+            };
+            let walk = vcpu.pause(Reached::nothing(key));
+            let gpa = Gpa(page.gpa.0 + access.gva % PAGE_SIZE);
+            let mut fault = Fault::new(vcpu, walk, Some(&trail), gpa, access.access, true);
+            match fault.attempt() {
+                Ok(found) => {
+                    if fault.is_new && found.level == Level::PAGE {
+                        vcpu.prefetch_guest(access.gva, &trail, access.words);
+                    }
+                    Ok(access.page(&page, &trail, found))
+                }
+                Err(Next::Compare(level)) => {
+                    let is_good = vcpu.compare(&mut trail, level, access.words);
+                    compared = is_good.then_some((page, trail));
+                    match is_good {
+                        true => Err(Next::Compare(level)),
+                        false => Err(Next::Again),
+                    }
+                }
+                Err(Next::Stop(stop)) => Err(Next::Stop(stop.into())),
+                Err(Next::Again) => Err(Next::Again),
+            }
+        })
+    }
+
+    /// Compares the page of `level` on the trail with the guest's table ([`Next::Compare`]). Returns whether what the
+    /// trail says of the other tables is still good.
+    fn compare<W: HostWords>(&mut self, trail: &mut Trail, level: Level, words: &mut W) -> bool {
+        let mmu = self.tables().shadow();
+        let Some(page) = mmu.and_then(|mmu| mmu.page_on(trail, level)) else {
+            return false;
+        };
+        let compared = self.sync(page, 0..ENTRIES, words);
+        compared.is_some_and(|compared| {
+            let (before, after) = compared.changes;
+            trail.was_compared(&page, before, after)
+        })
     }
 }
 
-impl<P: Platform, F: Format, W: HostWords> Source<P, F> for Virtual<'_, W> {
-    type Page = VirtualPage;
-    type Stop = VirtualStop<W::Error>;
-
-    fn address(&self) -> Gpa {
-        Gpa(self.gva)
-    }
-
+impl<W: HostWords> VirtualAccess<'_, W> {
     /// Walks the guest's tables.
-    fn resolve(&mut self, vcpu: &mut Vcpu<P, F>) -> Result<Wanted<'_, VirtualPage>, Self::Stop> {
+    ///
+    /// # Errors
+    /// [`VirtualStop`].
+    fn walk<P: Platform, F: Format>(
+        &mut self,
+        vcpu: &mut Vcpu<P, F>,
+    ) -> Result<Walked, VirtualStop<W::Error>> {
         let (gva, access, paging) = (self.gva, self.access, self.paging);
         if vcpu.tables().shadow().is_some_and(|mmu| !mmu.has_begun()) {
             vcpu.outside(|vcpu| vcpu.vm().begin_shadowing(vcpu.space()));
         }
-        if !mem::take(&mut self.goes_on) {
-            let mut tables = Tables {
-                vcpu,
-                words: self.words,
-                seen: Seen::default(),
-            };
-            let walked = walk_with_path(&mut tables, paging, gva, access);
-            let seen = tables.seen;
-            let (page, path) = match walked {
-                Ok(found) => found,
-                Err(WalkError::Memory(stop)) => return Err(stop),
-                Err(WalkError::PageFault { code }) => {
-                    vcpu.counters().pf_guest.add(1);
-                    // SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault does, too.
-                    vcpu.follow_address(gva, paging, self.words);
-                    return Err(VirtualStop::PageFault { code });
-                }
-            };
-            let gpa = Gpa(page.gpa.0 + gva % PAGE_SIZE);
-            let trail = Trail::new(paging, gva, access, &path, gpa.gfn(), seen);
-            let is_enough =
-                |trail: &Trail| trail.fits::<F>() && trail.rights.allow(&paging.of_leaf(), access);
-            let Some(trail) = trail.filter(is_enough) else {
-                let found = vcpu.translate(gpa, access)?;
-                return Ok(Wanted::Page(VirtualPage {
-                    host: found.host,
-                    bits: page.bits,
-                    read: page.read,
-                    write: page.write && found.write,
-                    execute: page.execute && found.execute,
-                    tracked: found.tracked.then_some(page.gpa),
-                }));
-            };
-            self.found = Some((page, trail));
-        }
-        let (page, trail) = self.found.as_ref().expect("the walk has found a page");
-        let key = Key {
-            context: vcpu.roots.get(trail.number).unwrap_or(vcpu.context),
-            index: PageIndex::of_gva(gva),
+        let mut tables = Tables {
+            vcpu,
+            words: self.words,
+            seen: Seen::default(),
         };
-        Ok(Wanted::Leaf(Want {
-            target: Target::new(key, Some(trail)),
-            gpa: Gpa(page.gpa.0 + gva % PAGE_SIZE),
-            access,
-            of_guest: true,
+        let walked = walk_with_path(&mut tables, paging, gva, access);
+        let seen = tables.seen;
+        let (page, path) = match walked {
+            Ok(found) => found,
+            Err(WalkError::Memory(stop)) => return Err(stop),
+            Err(WalkError::PageFault { code }) => {
+                vcpu.counters().pf_guest.add(1);
+                // SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault does, too.
+                vcpu.follow_address(gva, paging, self.words);
+                return Err(VirtualStop::PageFault { code });
+            }
+        };
+        let gpa = Gpa(page.gpa.0 + gva % PAGE_SIZE);
+        let trail = Trail::new(paging, gva, access, &path, gpa.gfn(), seen);
+        let is_enough =
+            |trail: &Trail| trail.fits::<F>() && trail.rights.allow(&paging.of_leaf(), access);
+        if let Some(trail) = trail.filter(is_enough) {
+            return Ok(Walked::Leaf(page, trail));
+        }
+        let found = vcpu.translate(gpa, access)?;
+        Ok(Walked::Unmappable(VirtualPage {
+            host: found.host,
+            bits: page.bits,
+            read: page.read,
+            write: page.write && found.write,
+            execute: page.execute && found.execute,
+            tracked: found.tracked.then_some(page.gpa),
         }))
     }
 
-    fn compare(&mut self, vcpu: &mut Vcpu<P, F>, level: Level) -> bool {
-        let Some((_, trail)) = &mut self.found else {
-            return false;
-        };
-        let mmu = vcpu.tables().shadow();
-        let Some(page) = mmu.and_then(|mmu| mmu.page_on(trail, level)) else {
-            return false;
-        };
-        let compared = vcpu.sync(page, 0..ENTRIES, self.words);
-        self.goes_on = compared.is_some_and(|compared| {
-            let (before, after) = compared.changes;
-            trail.was_compared(&page, before, after)
-        });
-        self.goes_on
-    }
-
-    fn page(&mut self, vcpu: &mut Vcpu<P, F>, found: Translation, is_new: bool) -> VirtualPage {
-        let (page, trail) = self.found.expect("the walk has found a page");
-        if is_new && found.level == Level::PAGE {
-            vcpu.prefetch_guest(self.gva, &trail, self.words);
-        }
+    /// Returns what the access gets: `page`, reached by `trail`, which is translated to `found`.
+    fn page(&self, page: &GuestPage, trail: &Trail, found: Translation) -> VirtualPage {
         let granted = PageRights {
             write: found.write,
             execute: found.execute,
