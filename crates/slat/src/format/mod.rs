@@ -108,8 +108,8 @@ pub enum MemoryType {
 }
 
 impl MemoryType {
-    /// Returns the type of memory for which two say how it is cached: the one that caches and reorders less, as AArch64
-    /// combines the types of its two stages.
+    /// Combines two types that apply to the same memory: returns the one that caches and reorders less. AArch64
+    /// combines the types of its two stages in the same way.
     ///
     /// ```
     /// use slat::MemoryType::*;

@@ -17,10 +17,11 @@ use crate::heap::{Large, OutOfMemory};
 
 /// What the MMU has made of one region.
 pub(super) struct RmapEntry {
-    /// Leaves and MMIO entries of the node's level that map the region: [`EntryId`](super::page::EntryId)s.
+    /// The leaves and MMIO entries of the node's level that map the region, as [`EntryId`](super::page::EntryId)s.
     pub(super) leaves: List,
-    /// Shadow pages of the region: direct ones whose table maps just it; at level 1 those of the guest's table that is
-    /// there. Numbers of the pool of pages.
+    /// The shadow pages made for the region, by their numbers in the pool. A direct page is made for the region that
+    /// its table maps. The pages of a table of the guest's are made for the frame of level 1 that contains the guest's
+    /// table.
     pub(super) pages: List,
     /// The node of the next lower level.
     below: Cell<u32>,

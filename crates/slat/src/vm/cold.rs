@@ -26,10 +26,11 @@ use crate::table::Aged;
 /// Pages of a block. A leaf above level 1 has whole blocks, whatever the granule.
 const BLOCK: usize = Granule::Kib4.pages(Level::MEGA) as usize;
 
-// What a byte of the map has. Between two passes only the age, and in a block `PAGES`.
-/// One more than the age; 0: not mapped.
+// The bits of a byte in the map: there is one for each block, and one for each page. Between two passes only `AGE` is
+// used, and `PAGES` in the byte of a block.
+/// The age plus one; 0: not mapped.
 const AGE: u8 = 0x1f;
-/// The ages of the pages of the block are their own, and not that of the block.
+/// Each page of the block has an age of its own; otherwise the block's age is that of all its pages.
 const PAGES: u8 = 1 << 5;
 /// This pass has found a leaf.
 const SEEN: u8 = 1 << 6;

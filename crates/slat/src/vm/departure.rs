@@ -1,4 +1,5 @@
-//! Memslots that leave their places: deleted, moved, made smaller, or replaced by others in part.
+//! What a change of memslots does to slots that existed before: it deletes, moves or shrinks them, or replaces a part
+//! of them by others.
 //!
 //! # The order
 //! 1. *Moving*: where the leaves' dirty bits are the log of a slot that takes it along, they are noted at the old place, and until 6
@@ -294,8 +295,9 @@ fn edges(set: &SlotSet, edits: &[Edit]) -> usize {
 }
 
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
-    /// Zaps the leaves of a slot in `gfns`, without noting dirty bits: the pages are not there any more, nor is the log, or it
-    /// has them ([`Self::zap_noted`]). Call after the set without them was published.
+    /// Zaps the leaves of a deleted or moved slot in `gfns`, and the shadow pages of tables there. Does not note dirty
+    /// bits: either the log was deleted with the slot, or it has them already ([`Self::zap_noted`]). Call after
+    /// publishing the set without these frames.
     fn zap_gone(&mut self, gfns: &Range<Gfn>) {
         if !gfns.is_empty() {
             self.zap_unnoted(gfns);

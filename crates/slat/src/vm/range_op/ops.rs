@@ -116,7 +116,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         })
     }
 
-    /// Runs `zap` with what notes the dirty bit of each leaf that it zaps as [`Self::zap`] does.
+    /// Runs `zap`, and passes it a function to call for each leaf that it zaps: with the leaf's gfn, level and bits. If
+    /// the leaf was dirty, the function marks its pages in the dirty log of their slot, as [`Self::zap`] does.
     pub(in crate::vm) fn noting<R>(
         &mut self,
         slots: &SlotSet,
