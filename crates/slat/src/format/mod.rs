@@ -77,17 +77,20 @@ impl Privilege {
     ///
     /// # Panics
     /// If `key` is above 15.
+    #[inline]
     pub const fn new(user: bool, key: u8) -> Self {
         assert!(key < 16, "a protection key has 4 bits");
         Privilege((user as u8) << 4 | key)
     }
 
     /// Whether accesses at user privilege are allowed.
+    #[inline]
     pub const fn is_user(self) -> bool {
         self.0 >> 4 != 0
     }
 
     /// Returns the protection key.
+    #[inline]
     pub const fn key(self) -> u8 {
         self.0 & 15
     }
@@ -162,6 +165,7 @@ impl Leaf {
     }
 
     /// Returns the leaf as a shadow of a page for which the guest grants `rights`.
+    #[inline]
     pub(crate) fn granted(self, rights: PageRights) -> Leaf {
         Leaf {
             write: self.write && rights.write,
@@ -175,6 +179,7 @@ impl Leaf {
 
     /// Returns the `i`-th of the leaves, one level down, that together mean what this one, of `level` in tables of `granule`,
     /// means: as many as a table has entries. Of level 1 they may be executed if [`may_execute`](Self::may_execute) says so.
+    #[inline]
     pub fn piece(self, granule: Granule, level: Level, i: usize) -> Leaf {
         let small = level == Level::MEGA;
         Leaf {

@@ -46,6 +46,7 @@ pub(crate) trait Listed {
 
 impl At<'_> {
     /// Returns the meaning of [`bits`](Self::bits) on the path to the entry.
+    #[inline]
     pub(crate) fn decode<F: Format>(&self) -> Entry {
         F::decode(self.bits, self.level).below(self.below_protected)
     }
@@ -93,9 +94,9 @@ impl At<'_> {
         self.leaf_removed::<F>();
     }
 
-    /// Counts one leaf less in the table, if the entry was a leaf.
+    /// Counts one leaf less in the table, if the entry, which was a leaf or referred to a table, was a leaf.
     fn leaf_removed<F: Format>(&self) {
-        if matches!(self.decode::<F>(), Entry::Leaf(_) | Entry::Broken(_)) {
+        if F::next_table(self.bits, self.level).is_none() {
             self.meta.count_leaves(-1);
         }
     }

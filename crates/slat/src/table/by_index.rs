@@ -115,6 +115,23 @@ impl Found<'_> {
         F::decode(self.bits, self.level).below(self.is_protected::<F>())
     }
 
+    /// Like [`Self::entry`], for an entry of level 1: returns the leaf. Reads no more bits than the caller uses of it.
+    #[inline(always)]
+    pub(crate) fn page<F: Format>(&self) -> Option<Leaf> {
+        debug_assert_eq!(self.level, Level::PAGE, "an entry of a higher level");
+        // What is not absent is a leaf: no table is below, and leaves of this level are not broken.
+        (!F::is_absent(self.bits)).then(|| {
+            let leaf = F::decode_leaf(self.bits);
+            let write = leaf.write && !self.is_protected::<F>();
+            let may_write = leaf.may_write || leaf.write && !write;
+            Leaf {
+                write,
+                may_write,
+                ..leaf
+            }
+        })
+    }
+
     /// Whether the path to the table is write-protected ([`super::protect`]).
     #[inline(always)]
     pub(crate) fn is_protected<F: Format>(&self) -> bool {

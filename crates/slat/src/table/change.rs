@@ -42,6 +42,7 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
         bits
     }
 
+    #[inline]
     fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached) {
         at.clear::<F>();
         self.trace_zap(at);

@@ -15,6 +15,8 @@ use crate::addr::{Access, Gpa, Hpa};
 use crate::format::Format;
 use crate::guest_walk::GuestPaging;
 use crate::platform::Platform;
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::quiesce::Attention;
 
 /// What a hypervisor does after a page fault of a hardware CPU that walks shadow tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,7 +174,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             "a call for a hardware CPU inside enter/leave"
         );
         let mut entered = self.enter(0);
-        entered.quiesce();
+        // To enter is to pass a quiescent point. What is left is to acknowledge the flushes that it reports.
+        if entered.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
+            entered.quiesce();
+        }
         entered
     }
 }

@@ -55,11 +55,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Any thread may call it, also in a reader section. The answer may be old when the caller uses it, and the host may have
     /// taken the frame back: no flush waits for the caller.
     ///
-    /// Tdp and direct MMU: takes no lock. It costs the walk and one atomic read-modify-write of a word that all callers share: 7
-    /// to 10 ns where the tables are in the cache, of which the vCPU's look-up is 4 to 7 (slat-peers, `lookup-near`). A
-    /// thread that finds another one there borrows the reader of an operation, for three of them. The shadow MMU: takes the
-    /// lock of the MMU for the leaves of this one frame, and returns the largest level at which any of them maps it, with each
-    /// right that any of them has.
+    /// Tdp and direct MMU: takes no lock. It costs the walk and one atomic read-modify-write of a word that all callers
+    /// share: 5 to 9 ns where the tables are in the cache, of which the vCPU's look-up is 3 to 6 (slat-peers,
+    /// `lookup-near`). A thread that finds another one there borrows the reader of an operation, for three of them. The
+    /// shadow MMU: takes the lock of the MMU for the leaves of this one frame, and returns the largest level at which
+    /// any of them maps it, with each right that any of them has.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -105,14 +105,14 @@ impl<P: Platform, F: Format> Space<P, F> {
         };
         // SAFETY: the root is this address space's, which stays, and the caller is in a section as long as `inside` lasts.
         let found = unsafe { lookup_page::<P, F>(platform, key) };
-        // Twice the same: the compiler knows the level of the first, which is the common one.
-        let (entry, level) = match found {
-            Ok(found) => (found.entry::<F>(), Level::PAGE),
-            Err(found) => (found.entry::<F>(), found.level),
-        };
-        match entry {
-            Entry::Leaf(leaf) => Some(Mapping::of::<F>(leaf, level, gfn)),
-            _ => None,
+        match found {
+            Ok(found) => found
+                .page::<F>()
+                .map(|leaf| Mapping::of::<F>(leaf, Level::PAGE, gfn)),
+            Err(found) => match found.entry::<F>() {
+                Entry::Leaf(leaf) => Some(Mapping::of::<F>(leaf, found.level, gfn)),
+                _ => None,
+            },
         }
     }
 

@@ -89,22 +89,21 @@ impl<'s, M: ByGfn> Step<'s, M> {
             ..Show::default()
         };
         let (mmu, unflushed, range) = (self.mmu, &mut *self.unflushed, walk.range());
-        mmu.walk(
-            walk,
-            show,
-            &mut |at: &At<'_>| match at.decode::<M::Format>() {
-                Entry::Table(lower) if at.is_inside::<M::Format>(&range) => {
+        mmu.walk(walk, show, &mut |at: &At<'_>| {
+            match M::Format::next_table(at.bits, at.level) {
+                Some(lower) if at.is_inside::<M::Format>(&range) => {
                     mmu.detach(at, lower, &mut unflushed.detached);
                     Next::Pass
                 }
-                Entry::Leaf(_) | Entry::Broken(_) => {
+                Some(_) => Next::Descend,
+                // What the walk shows and is no table is a leaf.
+                None => {
                     mmu.zap(at);
                     count(&mut unflushed.zapped, at.level);
                     Next::Pass
                 }
-                _ => Next::Descend,
-            },
-        );
+            }
+        });
     }
 
     /// Zaps the oldest shadow page, and notes the dirty bits of its leaves as [`Self::zap`] does. Returns whether there
