@@ -161,7 +161,14 @@ impl Level {
         Granule::Kib4.index(gfn, self)
     }
 
+    /// The next level towards the root.
+    #[inline]
+    pub(crate) const fn above(self) -> Level {
+        Level(self.0 + 1)
+    }
+
     /// The next level towards the page.
+    #[inline]
     pub const fn below(self) -> Level {
         Level(self.0 - 1)
     }

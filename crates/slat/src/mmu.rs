@@ -177,6 +177,7 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
         either!(self, mmu => mmu.take(at))
     }
 
+    #[inline]
     fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached) {
         either!(self, mmu => mmu.detach(at, lower, detached));
     }
@@ -263,16 +264,19 @@ impl<P: Platform, F: Format> Mmu<P, F> {
     pub(crate) fn map_absent(
         &self,
         target: &mut Target<'_, P, F>,
-        pages: u64,
+        level: Level,
+        leaves: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Result<u64, Retry> {
         match self {
-            Mmu::Tdp(tree) => tree.map_absent(&mut target.cursor, pages, leaf, path, valid),
+            Mmu::Tdp(tree) => tree.map_absent(&mut target.cursor, level, leaves, leaf, path, valid),
+            // A huge leaf may be in the way of a table that is tracked: faults look.
+            Mmu::Shadow(_) if level > Level::PAGE => Err(Retry::Conflict(level)),
             Mmu::Shadow(mmu) => match mmu.tree_for(target) {
-                Some(tree) => tree.map_absent(target, pages, leaf, path, valid),
-                None => mmu.map_absent(target, pages, leaf, path, valid),
+                Some(tree) => tree.map_absent(target, leaves, leaf, path, valid),
+                None => mmu.map_absent(target, leaves, leaf, path, valid),
             },
         }
     }

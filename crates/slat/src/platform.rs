@@ -389,10 +389,11 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// than it installs, and install others of a run later, under the same condition.
     fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
-    /// Makes the pages of `backing`, in a slot of `vm`, resident, as far as that is possible: [`Vcpu::prefault`](crate::Vcpu::prefault)
-    /// calls it for up to a table's pages before it asks what is resident there, so that one call of the host serves them all
-    /// (Linux: MADV_POPULATE_READ). Called as [`resolve`](Self::resolve) is, and like that it may find that the memory is gone. It
-    /// may do less, or nothing, as without an implementation: each page that is not resident then is resolved by itself.
+    /// Makes the pages of `backing`, in a slot of `vm`, resident, as far as that is possible.
+    /// [`Vcpu::prefault`](crate::Vcpu::prefault) calls it for up to a table's pages of which some are not resident, and
+    /// then asks again what is, so that one call of the host serves them all (Linux: MADV_POPULATE_READ). Called as
+    /// [`resolve`](Self::resolve) is, and like that it may find that the memory is gone. It may do less, or nothing, as
+    /// without an implementation: each page that is not resident then is resolved by itself.
     fn populate(&self, vm: VmId, backing: Range<Hva>) {
         let _ = (vm, backing);
     }

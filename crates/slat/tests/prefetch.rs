@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 
 use slat::{
     Access, Config, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, Pfn, Platform, Prefetch,
-    Region, Request, ResolveError, Setting, Stale, Stop, Vcpu, Vm, VmId, WaitFor,
+    Region, Request, ResolveError, Setting, Stale, Stop, Switch, Vcpu, Vm, VmId, WaitFor,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -122,6 +122,47 @@ fn a_prefault_resolves_no_page_that_the_host_populates() {
             vm.audit().unwrap();
         }
     }
+}
+
+#[test]
+fn a_prefault_maps_resident_huge_pages_by_tables_and_not_by_faults() {
+    let huge = HostChange::Remap {
+        level: Level::MEGA,
+        writable: true,
+        kind: PageKind::Ordinary,
+    };
+    let vm = vm(MmuKind::Tdp);
+    let platform = vm.platform();
+    platform.machine.host.change(&(0..PAGES), huge);
+    platform.make_all_resident();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let mapped = vcpu.hardware_prefault(Gpa(0)..Gpa(PAGES << 12));
+    assert_eq!(mapped, Ok(PAGES << 12));
+    assert_eq!((vm.stats().pages_2m, vm.stats().pages_4k), (PAGES / 512, 0));
+    assert_eq!(platform.resolves.load(Relaxed), 0);
+    let (asks, _) = platform.asks();
+    assert_eq!(asks, 2, "for a table's pages, and for all");
+
+    // The second of the four becomes a table with one page, which a fault replaces.
+    vm.zap(0, Gfn(512)..Gfn(1024));
+    vm.set_policy(Setting::HugePages(Switch::Off));
+    vm.set_policy(Setting::Prefetch(Prefetch::Off));
+    read(&mut vcpu, 600);
+    vm.set_policy(Setting::HugePages(Switch::On));
+    assert_eq!(
+        (vm.stats().pages_2m, vm.stats().pages_4k),
+        (PAGES / 512 - 1, 1)
+    );
+    platform.resolves.store(0, Relaxed);
+    // It begins in a leaf, and ends in one.
+    let (mut next, end) = (Gpa(100 << 12), Gpa((PAGES - 100) << 12));
+    while next < end {
+        // It ends early where the fault has to zap the table.
+        next.0 += vcpu.hardware_prefault(next..end).unwrap();
+    }
+    assert_eq!((vm.stats().pages_2m, vm.stats().pages_4k), (PAGES / 512, 0));
+    assert_eq!(platform.resolves.load(Relaxed), 1);
+    vm.audit().unwrap();
 }
 
 fn read(vcpu: &mut Vcpu<Lazy, Ept>, gfn: u64) -> Pfn {

@@ -257,6 +257,6 @@ impl<P: Platform, F: Format> TreeBeside<'_, P, F> {
         };
         let valid = || valid() && self.mmu.tracking.begun() == begun;
         self.tree
-            .map_absent(&mut target.cursor, pages, leaf, path, valid)
+            .map_absent(&mut target.cursor, Level::PAGE, pages, leaf, path, valid)
     }
 }

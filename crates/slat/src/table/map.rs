@@ -75,52 +75,52 @@ impl<P: Platform, F: Format> Tree<P, F> {
         Ok(installed)
     }
 
-    /// Installs `leaf`, and leaves for the frames after it, in those of the `pages` level 1 entries from `cursor` on that
-    /// are absent; all are in one table. Calls `valid` like [`Self::map`]. Returns how many leaves it installed.
+    /// Installs `leaf`, and leaves for the frames after it, in those of the `leaves` entries of `level` from `cursor`
+    /// on that are absent; all are in one table. Calls `valid` like [`Self::map`]. Returns how many leaves it
+    /// installed.
     ///
     /// # Errors
     /// [`Retry`], also if there is no memory for tables.
     pub(crate) fn map_absent(
         &self,
         cursor: &mut Cursor<'_, P, F>,
-        pages: u64,
+        level: Level,
+        leaves: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Result<u64, Retry> {
         let gfn = cursor.key().gfn();
-        let first = F::GRANULE.index(gfn, Level::PAGE);
-        let indexes = first..first + pages as usize;
+        let first = F::GRANULE.index(gfn, level);
+        let indexes = first..first + leaves as usize;
         debug_assert!(indexes.end <= F::GRANULE.entries());
-        let run = Run::<F>::new(leaf, Level::PAGE);
-        if !run.holds(leaf, pages) {
+        let run = Run::<F>::new(leaf, level);
+        if !run.holds(leaf, level, leaves) {
             return Err(Retry::Stale);
         }
         let filled = path.frames.fill(&*self.platform, FrameCache::FAULT);
         filled.map_err(|_| Retry::Unprepared)?;
-        let found = cursor.find(Level::PAGE);
-        if found.level > Level::PAGE
-            && matches!(found.entry::<F>(), Entry::Leaf(_) | Entry::Broken(_))
-        {
+        let found = cursor.find(level);
+        if found.level > level && matches!(found.entry::<F>(), Entry::Leaf(_) | Entry::Broken(_)) {
             return Err(Retry::Conflict(found.level));
         }
-        if found.level > Level::PAGE
-            && let Some(put) = self.put_run(cursor, indexes.clone(), &run, path, &valid)
+        if found.level > level
+            && let Some(put) = self.put_run(cursor, level, indexes.clone(), &run, path, &valid)
         {
-            return put.map(|()| pages);
+            return put.map(|()| leaves);
         }
-        let table = self.table_for(cursor, Level::PAGE, OnLeaf::GiveUp, path)?;
+        let table = self.table_for(cursor, level, OnLeaf::GiveUp, path)?;
         let entries = &table.entries()[indexes];
         let guard = table.lock();
         if !valid() {
             return Err(Retry::Stale);
         }
         let own = &path.flushed;
-        let free = |bits, gfn| self.may_install(bits, gfn, Level::PAGE, own);
+        let free = |bits, gfn| self.may_install(bits, gfn, level, own);
         let mut installed = 0;
         for (i, entry) in entries.iter().enumerate() {
             let bits = entry.load(Relaxed);
-            if F::is_absent(bits) && free(bits, gfn.add(i as u64)) {
+            if F::is_absent(bits) && free(bits, gfn.add(i as u64 * F::GRANULE.pages(level))) {
                 // Relaxed: the leaf refers to a page, not to a table whose entries a walker must see with it.
                 entry.store(run.bits(i), Relaxed);
                 installed += 1;
@@ -168,21 +168,22 @@ impl<P: Platform, F: Format> Tree<P, F> {
         self.cursor(gfn).find(level)
     }
 
-    /// Installs a new level 1 table that contains the leaves of `run` at `indexes`; [`Retry::Stale`] if `valid` returned
-    /// `false`. `None`: a new table could not be installed, because there is something
-    /// else by now, or because there is no path or no frame for it.
+    /// Installs a new table of `level` that contains the leaves of `run` at `indexes`; [`Retry::Stale`] if `valid`
+    /// returned `false`. `None`: a new table could not be installed, because there is something else by now, or because
+    /// there is no path or no frame for it.
     ///
     /// Calls `valid` under the lock of the table that refers to the new one. The argument is that for a leaf: an
     /// invalidation that takes this lock later finds the table and enters it.
     fn put_run(
         &self,
         cursor: &mut Cursor<'_, P, F>,
+        level: Level,
         indexes: Range<usize>,
         run: &Run<F>,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Option<Result<(), Retry>> {
-        let above = self.table_for(cursor, Level::MEGA, OnLeaf::GiveUp, path);
+        let above = self.table_for(cursor, level.above(), OnLeaf::GiveUp, path);
         let above = above.ok().filter(|_| !path.frames.is_empty())?;
         let frame = path.frames.take();
         let mut table = self.table(frame);
@@ -195,10 +196,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
             run.fill(&mut table.unpublished()[indexes]);
         }
         let gfn = cursor.key().gfn();
-        let entry = above.entry(F::GRANULE.index(gfn, Level::MEGA));
+        let entry = above.entry(F::GRANULE.index(gfn, level.above()));
         let guard = above.lock();
         let bits = entry.load(Relaxed);
-        let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::MEGA, &path.flushed);
+        let free = F::is_absent(bits) && self.may_install(bits, gfn, level.above(), &path.flushed);
         let valid = valid();
         if free && valid {
             entry.store(F::table(frame), Release);
@@ -384,7 +385,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Result<u64, Retry> {
-        self.map_absent(&mut self.cursor(gfn), pages, leaf, path, valid)
+        self.map_absent(&mut self.cursor(gfn), Level::PAGE, pages, leaf, path, valid)
     }
 }
 
@@ -411,18 +412,18 @@ impl<F: Format> Run<F> {
         }
     }
 
-    /// Whether the run of level 1 that begins with `first` has the bits of all its first `pages` leaves. Entries that have an
-    /// address in two parts are an arithmetic sequence only up to a boundary between these, of 256 TiB or more.
-    fn holds(&self, first: Leaf, pages: u64) -> bool {
+    /// Whether the run of `level` that begins with `first` has the bits of all its first `leaves` leaves. Entries that
+    /// have an address in two parts are an arithmetic sequence only up to a boundary between these, of 256 TiB or more.
+    fn holds(&self, first: Leaf, level: Level, leaves: u64) -> bool {
         let lowest = F::FRAME.trailing_zeros();
         let bits = F::FRAME >> lowest;
         // The two parts may be beside each other, with the upper one below.
         let in_one_part = bits & (bits + 1) == 0 && F::put_frame(Pfn(1)) == 1 << lowest;
         let last = Leaf {
-            pfn: first.pfn.add(pages - 1),
+            pfn: first.pfn.add((leaves - 1) * F::GRANULE.pages(level)),
             ..first
         };
-        in_one_part || self.bits(pages as usize - 1) == F::leaf(last, Level::PAGE)
+        in_one_part || self.bits(leaves as usize - 1) == F::leaf(last, level)
     }
 
     /// Returns the bits of leaf number `i`.
@@ -433,18 +434,11 @@ impl<F: Format> Run<F> {
 
     /// Writes the leaves to `entries`, from number 0 on.
     fn fill(&self, entries: &mut [AtomicU64]) {
-        // Lanes, which the compiler puts into vectors; each step of a lane is an addition of a constant.
-        const LANES: usize = 8;
-        let mut lanes: [u64; LANES] = core::array::from_fn(|i| self.bits(i));
-        let (chunks, rest) = entries.as_chunks_mut::<LANES>();
-        for chunk in chunks {
-            for (entry, lane) in chunk.iter_mut().zip(&mut lanes) {
-                *entry.get_mut() = *lane;
-                *lane = lane.wrapping_add(self.step.wrapping_mul(LANES as u64));
-            }
-        }
-        for (entry, lane) in rest.iter_mut().zip(lanes) {
-            *entry.get_mut() = lane;
+        // One addition for each entry: the compiler makes vectors of this, not of products.
+        let mut bits = self.first;
+        for entry in entries {
+            *entry.get_mut() = bits;
+            bits = bits.wrapping_add(self.step);
         }
     }
 }

@@ -464,7 +464,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Allocates more frames than a fault needs, for up to `tables` tables, if there is memory.
     pub(crate) fn fill_frames_for(&mut self, tables: usize) {
         if !self.frames.serves_a_fault() {
-            let frames = (tables + FrameCache::FAULT).min(FrameCache::BATCH);
+            // A fault's frames have room for one of them.
+            let frames = (tables + FrameCache::FAULT - 1).min(FrameCache::BATCH);
             let _ = self.prepare_for(frames);
         }
     }

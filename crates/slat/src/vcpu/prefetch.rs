@@ -72,6 +72,18 @@ struct GuestRun {
     pages: u64,
 }
 
+/// What [`Vcpu::map_resident`] did with a range.
+struct Mapped {
+    /// The first page of the range that is not mapped, because it is not resident, or fits a larger leaf.
+    end: Gfn,
+    /// The number of pages that were mapped.
+    installed: u64,
+    /// The platform has named all pages of the range.
+    all_resident: bool,
+    /// The largest level of a leaf for the first page, if that is resident.
+    fits: Level,
+}
+
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Maps what the guest's entries beside that for `gva` map, which was just mapped by `trail`: those that were used before,
     /// of memory that is resident (KVM: `pte_prefetch`).
@@ -171,15 +183,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         sequence: Sequence,
     ) -> u64 {
         let mut resident = self.streams.current().resident;
-        let (_, installed) = self.map_resident(range, at, slot, sequence, &mut resident);
+        let mapped = self.map_resident(range, at, slot, sequence, &mut resident);
         self.streams.current().resident = resident;
-        installed
+        mapped.installed
     }
 
-    /// Maps what is resident and absent in `range`, which lies in the slot and in one table of level 1.
-    /// Returns the first page of it that is not mapped then (not resident, or fit for a larger leaf),
-    /// and how many pages were mapped. Asks the platform, unless `resident` has the whole range, and leaves the longest run found there
-    /// in `resident`.
+    /// Maps what is resident and absent in `range`, which lies in the slot and in one table of level 1. Asks the
+    /// platform, unless `resident` has the whole range, and leaves the longest run found there in `resident`.
     fn map_resident(
         &mut self,
         range: Range<Gfn>,
@@ -187,22 +197,27 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         slot: &SlotFacts,
         sequence: Sequence,
         resident: &mut Option<Resident>,
-    ) -> (Gfn, u64) {
+    ) -> Mapped {
         let known = resident.filter(|known| known.sequence == sequence);
         let asked = slot.around::<F>(&range, known.map_or(1, |known| 2 * known.run.pages));
         let hva = |gfn: Gfn| F::GRANULE.add_pages(slot.hva_base, gfn.0 - slot.gfns.start.0);
         let backing = hva(range.start)..hva(range.end);
-        let (mut installed, mut unmapped) = (0, range.start);
+        let (mut installed, mut unmapped, mut named) = (0, range.start, 0);
+        let mut fits = Level::PAGE;
         let (walk, trail) = at;
         let trail = trail.filter(|_| can_shadow::<F>());
         self.on_tables(&walk, |vm, tables, cursor, path| {
             let mut map = |run: HostRun| {
                 let page = F::GRANULE.pages_between(backing.start, run.backing);
                 let gfn = range.start.add(page);
+                named += run.pages;
                 let HostPage { pfn, level, .. } = run.first;
-                let is_fit = vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE;
+                let level = vm.fitting_level(&slot.gfns, gfn, pfn, level);
                 let may_be_huge = |trail: &Trail| trail.leaf_level() > Level::PAGE;
-                if is_fit && trail.is_none_or(may_be_huge) {
+                if level > Level::PAGE && trail.is_none_or(may_be_huge) {
+                    if gfn == range.start {
+                        fits = level;
+                    }
                     return;
                 }
                 let valid = || vm.in_progress.holds(sequence, &backing);
@@ -213,7 +228,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     ..slot.leaf(&run.first, Access::Read, trail)
                 };
                 let mut target = Target::new(cursor.after(page), trail);
-                let mapped = tables.map_absent(&mut target, run.pages, leaf, path, valid);
+                let mapped =
+                    tables.map_absent(&mut target, Level::PAGE, run.pages, leaf, path, valid);
                 if let Ok(new) = mapped {
                     installed += new;
                     if gfn == unmapped {
@@ -244,7 +260,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let counters = self.counters();
         counters.pages_4k.add(installed);
         counters.prefetched.add(installed);
-        (unmapped, installed)
+        Mapped {
+            end: unmapped,
+            installed,
+            all_resident: named == range.end.0 - range.start.0,
+            fits,
+        }
     }
 
     /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. As in KVM, no fault of the guest
@@ -275,8 +296,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps what is resident in the pages of one level 1 table, or else one leaf. Returns the address after what was
-    /// mapped. The platform was asked for the pages before `asked`: those that were not resident are made so, one by one.
+    /// Maps what is resident in the pages of one level 1 table, or of the leaves of one table above, or else one leaf.
+    /// Returns the address after what was mapped. For the pages before `asked` the platform was asked, or asked to
+    /// populate them: what is still not mapped there is mapped leaf by leaf.
     fn prefault_some(&mut self, gpa: Gpa, end: Gpa, asked: &mut Gfn) -> Result<Gpa, Stop> {
         let gfn = F::GRANULE.gfn(gpa);
         let end = Gfn(end.0.div_ceil(F::GRANULE.bytes()));
@@ -286,24 +308,32 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 return Ok(F::GRANULE.gpa(F::GRANULE.block(gfn, found.level).end));
             }
         } else {
-            self.populate(gfn, end);
-            if let Some(after) = self.prefault_resident(gfn, end, asked) {
-                return Ok(F::GRANULE.gpa(after));
+            let mapped = self.prefault_resident(gfn, end);
+            let next = if mapped.fits > Level::PAGE {
+                self.prefault_huge(gfn, end, mapped.fits, asked)
+            } else if mapped.all_resident {
+                mapped.end
+            } else {
+                *asked = end.min(F::GRANULE.block(gfn, Level::MEGA).end);
+                self.populate(mapped.end, *asked);
+                self.prefault_resident(mapped.end, end).end
+            };
+            if next > gfn {
+                return Ok(F::GRANULE.gpa(next));
             }
         }
         let level = self.translate_uncounted(gpa, Access::Read)?.level;
         Ok(F::GRANULE.gpa(F::GRANULE.block(gfn, level).end))
     }
 
-    /// Has the platform make resident what [`Self::prefault_resident`] asks it for next.
+    /// Has the platform make the pages from `gfn` to `end` resident, as far as they are in one slot. They are in one
+    /// level 1 table.
     fn populate(&mut self, gfn: Gfn, end: Gfn) {
         let (set, slot) = self.find_slot(gfn);
         let Some(slot) = slot.and_then(|slot| SlotFacts::of::<F>(slot, gfn, &set.private)) else {
             return;
         };
-        let end = end
-            .min(slot.gfns.end)
-            .min(F::GRANULE.block(gfn, Level::MEGA).end);
+        let end = end.min(slot.gfns.end);
         let hva = |gfn: Gfn| F::GRANULE.add_pages(slot.hva_base, gfn.0 - slot.gfns.start.0);
         self.outside(|vcpu| {
             held::assert_none("to populate memory");
@@ -312,21 +342,88 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         });
     }
 
-    /// Maps what is resident from `gfn` to `end`, in one level 1 table and one slot. Returns the first page that is not mapped then,
-    /// `None` if that is `gfn`. Raises `asked` if it has asked the platform.
-    fn prefault_resident(&mut self, gfn: Gfn, end: Gfn, asked: &mut Gfn) -> Option<Gfn> {
+    /// Maps what is resident from `gfn` to `end`, in one level 1 table and one slot.
+    fn prefault_resident(&mut self, gfn: Gfn, end: Gfn) -> Mapped {
+        let none = Mapped {
+            end: gfn,
+            installed: 0,
+            all_resident: false,
+            fits: Level::PAGE,
+        };
         self.recycle();
         let sequence = self.vm().in_progress.sequence();
         let (set, slot) = self.find_slot(gfn);
-        let slot = slot.filter(|slot| slot.log().is_none())?;
-        let slot = SlotFacts::of::<F>(slot, gfn, &set.private)?;
+        let Some(slot) = slot.filter(|slot| slot.log().is_none()) else {
+            return none;
+        };
+        let Some(slot) = SlotFacts::of::<F>(slot, gfn, &set.private) else {
+            return none;
+        };
         let end = end.min(slot.gfns.end);
         // One table for each region of level 2 that is left, taken from the platform by the batch.
         let tables = (end.0 - gfn.0).div_ceil(F::GRANULE.pages(Level::MEGA)) as usize;
         self.fill_frames_for(tables);
         let at = (self.pause(Reached::nothing(self.key(gfn))), None);
-        *asked = end.min(F::GRANULE.block(gfn, Level::MEGA).end);
-        let (next, _) = self.map_resident(gfn..*asked, at, &slot, sequence, &mut None);
-        (next > gfn).then_some(next)
+        let end = end.min(F::GRANULE.block(gfn, Level::MEGA).end);
+        self.map_resident(gfn..end, at, &slot, sequence, &mut None)
+    }
+
+    /// Maps what is resident from `gfn` to `end`, in one table and one slot, by leaves of `level`, the largest one that
+    /// `gfn` fits. Returns the first page that is not mapped then. Raises `asked` to the end of the pages that it has
+    /// tried to map.
+    fn prefault_huge(&mut self, gfn: Gfn, end: Gfn, level: Level, asked: &mut Gfn) -> Gfn {
+        let sequence = self.vm().in_progress.sequence();
+        let (set, slot) = self.find_slot(gfn);
+        let slot = slot.filter(|slot| slot.log().is_none());
+        let Some(slot) = slot.and_then(|slot| SlotFacts::of::<F>(slot, gfn, &set.private)) else {
+            return gfn;
+        };
+        if F::GRANULE.align_down(gfn, level) != gfn {
+            return gfn;
+        }
+        let end = (end.min(slot.gfns.end)).min(F::GRANULE.block(gfn, level.above()).end);
+        let hva = |gfn: Gfn| F::GRANULE.add_pages(slot.hva_base, gfn.0 - slot.gfns.start.0);
+        let backing = hva(gfn)..hva(end);
+        let walk = self.pause(Reached::nothing(self.key(gfn)));
+        let (mut tried, mut next, mut installed) = (gfn, gfn, 0);
+        held::assert_none("to ask the host");
+        self.on_tables(&walk, |vm, tables, cursor, path| {
+            vm.platform
+                .resolve_resident(vm.id, backing.clone(), &mut |run| {
+                    let run = run.within(&backing, F::GRANULE);
+                    let Some(HostRun { pages, first, .. }) =
+                        run.filter(|run| run.backing == hva(tried))
+                    else {
+                        return;
+                    };
+                    let leaves = pages / F::GRANULE.pages(level);
+                    let fits = vm.fitting_level(&slot.gfns, tried, first.pfn, first.level) == level;
+                    if leaves == 0 || !fits {
+                        return;
+                    }
+                    let start = tried;
+                    tried = start.add(leaves * F::GRANULE.pages(level));
+                    let backing = hva(start)..hva(tried);
+                    let valid = || vm.in_progress.holds(sequence, &backing);
+                    let leaf = Leaf {
+                        accessed: false,
+                        ..vm.leaf_at(slot.leaf(&first, Access::Read, None), level)
+                    };
+                    let mut target = Target::new(cursor.after(start.0 - gfn.0), None);
+                    let mapped = tables.map_absent(&mut target, level, leaves, leaf, path, valid);
+                    if let Ok(new) = mapped {
+                        installed += new;
+                        // Otherwise some entries refer to tables, which may lack pages.
+                        if new == leaves && next == start {
+                            next = tried;
+                        }
+                    }
+                });
+        });
+        *asked = tried.max(*asked);
+        let counters = self.counters();
+        counters.leaves_of(level).add(installed);
+        counters.prefetched.add(installed);
+        next
     }
 }
