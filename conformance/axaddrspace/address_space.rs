@@ -17,7 +17,7 @@ use slat::{
     Stop, Vcpu, Vm,
 };
 
-use crate::{GuestPhysAddr, GuestPhysAddrRange};
+use super::{GuestPhysAddr, GuestPhysAddrRange};
 
 mod platform;
 
@@ -25,7 +25,7 @@ use platform::{ALLOCATED, Host};
 
 /// Tables and flushes of x86_64, where the tests run. Other architectures differ in these two names.
 type Format = slat::Ept;
-type Flushes = crate::npt::arch::ExtendedPageTableMetadata;
+type Flushes = super::npt::arch::ExtendedPageTableMetadata;
 
 /// The one address space of a VM of the engine's.
 const SPACE: usize = 0;
@@ -34,7 +34,8 @@ const SPACE: usize = 0;
 pub struct AddrSpace<H: PagingHandler + 'static> {
     range: GuestPhysAddrRange,
     vm: Arc<Vm<Host<H>, Format>>,
-    /// Faults for the CPUs of the guest: the address space is one thread's at a time.
+    /// Faults and look-ups for the CPUs of the guest. The address space is one thread's at a time, and nobody else
+    /// changes the VM: so the vCPU stays in its reader section, but for changes of memslots ([`Self::change`]).
     vcpu: Vcpu<Host<H>, Format>,
     /// The areas by their first address, as memslots.
     areas: BTreeMap<Gpa, Area>,
@@ -114,9 +115,11 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
         }
         let host = Arc::new(Host::new());
         let vm = Vm::new(host, Config::default()).map_err(|_| AxError::NoMemory)?;
+        let mut vcpu = vm.create_vcpu().map_err(|_| AxError::NoMemory)?;
+        vcpu.enter_unguarded(0);
         Ok(AddrSpace {
             range: GuestPhysAddrRange::from_start_size(base, size),
-            vcpu: vm.create_vcpu().map_err(|_| AxError::NoMemory)?,
+            vcpu,
             vm,
             areas: BTreeMap::new(),
         })
@@ -172,9 +175,7 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
         let region = Region::new(self.new_slot(), gpa(start), size as u64, backing)
             .with_rights(rights)
             .with_memory(memory);
-        self.vm
-            .set_memory_region(SPACE, &region)
-            .map_err(of_region)?;
+        self.change(|vm| vm.set_memory_region(SPACE, &region))?;
         self.areas.insert(
             region.gpa,
             Area {
@@ -190,12 +191,38 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
         Ok(())
     }
 
+    /// Changes memslots, and waits until no vCPU uses the old ones: so its own leaves the reader section meanwhile. It
+    /// keeps no translation.
+    fn change(
+        &mut self,
+        change: impl FnOnce(&Vm<Host<H>, Format>) -> Result<(), RegionError>,
+    ) -> AxResult {
+        self.vcpu.leave();
+        let changed = change(&self.vm);
+        self.vcpu.enter_unguarded(0);
+        self.vcpu.quiesce();
+        changed.map_err(of_region)
+    }
+
+    /// Runs `access` until no flush goes by meanwhile.
+    fn until_done<R>(
+        &mut self,
+        mut access: impl FnMut(&mut Vcpu<Host<H>, Format>) -> Result<R, Stop>,
+    ) -> Result<R, Stop> {
+        loop {
+            match access(&mut self.vcpu) {
+                Err(Stop::Retry) => self.vcpu.quiesce(),
+                done => return done,
+            }
+        }
+    }
+
     /// Maps all pages of a memslot.
     fn fill(&mut self, region: &Region) -> Result<(), Stop> {
         let mut next = region.gpa;
         let end = Gpa(next.0 + region.size);
         while next < end {
-            next.0 += self.vcpu.hardware_prefault(next..end)?;
+            next.0 += self.until_done(|vcpu| vcpu.prefault(next..end))?;
         }
         Ok(())
     }
@@ -248,9 +275,7 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
             after.extend(left.into_iter().chain(right));
         }
         changes.extend(after.iter().map(|area| Change::Set(area.region)));
-        self.vm
-            .set_memory_regions(SPACE, &changes)
-            .map_err(of_region)?;
+        self.change(|vm| vm.set_memory_regions(SPACE, &changes))?;
 
         for area in before {
             self.areas.remove(&area.region.gpa);
@@ -288,13 +313,14 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
             flags if flags.contains(MappingFlags::EXECUTE) => Access::Execute,
             _ => Access::Read,
         };
-        self.vcpu.hardware_fault(gpa(vaddr), access).is_ok()
+        self.until_done(|vcpu| vcpu.translate(gpa(vaddr), access))
+            .is_ok()
     }
 
     /// Returns the host-physical address of `vaddr`, if it is mapped.
     pub fn translate(&self, vaddr: GuestPhysAddr) -> Option<PhysAddr> {
         let address = gpa(vaddr);
-        let mapping = self.vm.lookup(SPACE, Gfn(address.0 / PAGE_SIZE))?;
+        let mapping = self.vcpu.lookup(Gfn(address.0 / PAGE_SIZE))?;
         let host = mapping.pfn.hpa().0 + address.0 % PAGE_SIZE;
         self.range
             .contains(vaddr)

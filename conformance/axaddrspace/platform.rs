@@ -1,9 +1,11 @@
 //! The engine's platform, made of the `PagingHandler` of a hypervisor of ArceOS.
 
 use alloc::collections::BTreeMap;
+use alloc::sync::Arc;
 use core::marker::PhantomData;
 use core::ops::Range;
 use core::ptr::NonNull;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use memory_addr::PhysAddr;
 use page_table_multiarch::{PagingHandler, PagingMetaData};
@@ -18,14 +20,32 @@ use super::Flushes;
 /// The backing of allocated memory: its guest-physical address with this bit. Other backings are host-physical addresses.
 pub const ALLOCATED: u64 = 1 << 59;
 
+/// Pages of allocated memory in a chunk.
+const CHUNK: u64 = 512;
+/// The frames that back these pages; 0: the page was not touched yet. Stored under the lock of all chunks, and loaded
+/// without.
+type Chunk = [AtomicU64; CHUNK as usize];
+
+/// Returns the chunks that hold `backing`, by number, each with the part of it there.
+fn chunks(backing: Range<Hva>) -> impl Iterator<Item = (u64, Range<usize>)> {
+    let end = backing.end.0 / PAGE_SIZE;
+    let mut page = backing.start.0 / PAGE_SIZE;
+    core::iter::from_fn(move || {
+        let (number, first) = (page / CHUNK, page % CHUNK);
+        let pages = (CHUNK - first).min(end.checked_sub(page).filter(|pages| *pages > 0)?);
+        page += pages;
+        Some((number, first as usize..(first + pages) as usize))
+    })
+}
+
 fn address(frame: Pfn) -> PhysAddr {
     PhysAddr::from_usize(frame.hpa().0 as usize)
 }
 
 /// The frames of one VM's tables and of its allocated memory.
 pub struct Host<H> {
-    /// What backs the pages of allocated memory that the guest has touched.
-    frames: Mutex<BTreeMap<Hva, Pfn>>,
+    /// What backs allocated memory, by the number of the chunk.
+    frames: Mutex<BTreeMap<u64, Arc<Chunk>>>,
     metas: MetaMap,
     handler: PhantomData<fn() -> H>,
 }
@@ -42,25 +62,56 @@ impl<H: PagingHandler + 'static> Host<H> {
     /// Frees the allocated pages in `backing`, which no memslot refers to any more.
     pub fn free(&self, backing: Range<Hva>) {
         let mut frames = self.frames.lock();
-        let mut freed = frames.split_off(&backing.start);
-        frames.append(&mut freed.split_off(&backing.end));
-        drop(frames);
-        freed
-            .into_values()
-            .for_each(|frame| H::dealloc_frame(address(frame)));
+        for (number, pages) in chunks(backing) {
+            let Some(chunk) = frames.get(&number) else {
+                continue;
+            };
+            for page in &chunk[pages] {
+                let frame = page.swap(0, Relaxed);
+                if frame != 0 {
+                    H::dealloc_frame(address(Pfn(frame)));
+                }
+            }
+            if chunk.iter().all(|page| page.load(Relaxed) == 0) {
+                frames.remove(&number);
+            }
+        }
     }
 
-    /// Returns the frame that backs the page at `backing`, allocated if it has none.
-    fn allocated(&self, backing: Hva) -> Result<Pfn, ResolveError> {
+    /// Allocates frames for the pages in `backing` that have none, in order, until there is no memory. Returns the last
+    /// one.
+    fn allocate(&self, backing: Range<Hva>) -> Result<Pfn, ResolveError> {
         let mut frames = self.frames.lock();
-        if let Some(frame) = frames.get(&backing) {
-            return Ok(*frame);
+        let mut last = Err(ResolveError::BadAddress);
+        for (number, pages) in chunks(backing) {
+            let chunk = frames
+                .entry(number)
+                .or_insert_with(|| Arc::new([const { AtomicU64::new(0) }; CHUNK as usize]));
+            for page in &chunk[pages] {
+                if page.load(Relaxed) == 0 {
+                    let new = H::alloc_frame().ok_or(ResolveError::OutOfMemory)?;
+                    page.store(new.as_usize() as u64 / PAGE_SIZE, Relaxed);
+                }
+                last = Ok(Pfn(page.load(Relaxed)));
+            }
         }
-        let new = H::alloc_frame().ok_or(ResolveError::OutOfMemory)?;
-        let frame = Pfn(new.as_usize() as u64 / PAGE_SIZE);
-        frames.insert(backing, frame);
-        Ok(frame)
+        last
     }
+}
+
+/// Returns the first of `pages`, of a chunk, that have frames next to each other, with the first frame.
+fn first_run(chunk: &Chunk, pages: Range<usize>) -> Option<(Range<usize>, Pfn)> {
+    let frame = |page: usize| chunk[page].load(Relaxed);
+    let first = pages.clone().find(|page| frame(*page) != 0)?;
+    let next = |page: &usize| frame(*page) == frame(first) + (*page - first) as u64;
+    let end = (first + 1..pages.end).take_while(next).count() + first + 1;
+    Some((first..end, Pfn(frame(first))))
+}
+
+/// Returns what the engine is told of linear memory from `backing` on. Its leaves stay in the memslot, so that the
+/// host's page is as large as any leaf.
+fn linear(backing: Hva) -> HostPage {
+    HostPage::new(Pfn(backing.0 / PAGE_SIZE), Level::GIGA)
 }
 
 // SAFETY:
@@ -96,24 +147,42 @@ unsafe impl<H: PagingHandler + 'static> Platform for Host<H> {
     }
 
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
-        match request.backing.0 & ALLOCATED {
-            // The engine's leaves stay in the memslot.
-            0 => Ok(HostPage::new(
-                Pfn(request.backing.0 / PAGE_SIZE),
-                Level::GIGA,
-            )),
-            _ => Ok(HostPage::new(self.allocated(request.backing)?, Level::PAGE)),
+        let backing = request.backing;
+        if backing.0 & ALLOCATED == 0 {
+            return Ok(linear(backing));
+        }
+        let frame = self.allocate(backing..Hva(backing.0 + PAGE_SIZE))?;
+        Ok(HostPage::new(frame, Level::PAGE))
+    }
+
+    fn populate(&self, _: VmId, backing: Range<Hva>) {
+        if backing.start.0 & ALLOCATED != 0 {
+            // What it cannot have is resolved page by page, which says why.
+            let _ = self.allocate(backing);
         }
     }
 
     fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
-        for (&backing, &frame) in self.frames.lock().range(backing) {
-            let first = HostPage::new(frame, Level::PAGE);
-            found(HostRun {
-                backing,
-                pages: 1,
-                first,
+        if backing.start.0 & ALLOCATED == 0 {
+            return found(HostRun {
+                backing: backing.start,
+                pages: (backing.end.0 - backing.start.0) / PAGE_SIZE,
+                first: linear(backing.start),
             });
+        }
+        for (number, mut pages) in chunks(backing) {
+            // Not under the lock: `found` takes that of a table.
+            let Some(chunk) = self.frames.lock().get(&number).cloned() else {
+                continue;
+            };
+            while let Some((run, frame)) = first_run(&chunk, pages.clone()) {
+                found(HostRun {
+                    backing: Hva((number * CHUNK + run.start as u64) * PAGE_SIZE),
+                    pages: run.len() as u64,
+                    first: HostPage::new(frame, Level::PAGE),
+                });
+                pages.start = run.end;
+            }
         }
     }
 

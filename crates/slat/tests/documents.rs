@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 /// The document that shows Rust, and where that comes from.
 const HYPERVISOR: &str = "docs/hypervisor.md";
-const SOURCES: [&str; 5] = [
+const SOURCES: [&str; 6] = [
+    "conformance/axaddrspace/platform.rs",
     "metal/core/src/frames.rs",
     "metal/core/src/host.rs",
     "metal/core/src/shootdown.rs",
