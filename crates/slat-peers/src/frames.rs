@@ -8,8 +8,9 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use slat::{Entries, PAGE_SIZE, Pfn, TableMeta};
 
-/// Enough for every contender: 1 GiB by 4 KiB pages needs 515 tables.
-const FRAMES: usize = 4096;
+/// Enough for every contender: 1 GiB by 4 KiB pages needs 515 tables; [`embed`](crate::embed) allocates 64 MiB for a
+/// guest, too.
+const FRAMES: usize = 4096 + (64 << 20) / FRAME;
 const FRAME: usize = PAGE_SIZE as usize;
 
 /// Metadata of two frames shares no cache line, as with Linux's `struct page`.

@@ -7,12 +7,15 @@
 //! ([`frames`]), whose memory was touched before. Each case says in its module what exactly is
 //! compared, and what a peer cannot do.
 
+mod embed;
 mod faults;
 mod frames;
 mod machine;
 mod report;
 mod slots;
 mod tables;
+
+extern crate alloc;
 
 use std::process::ExitCode;
 
@@ -46,7 +49,7 @@ fn options() -> Result<Options, String> {
             _ => {
                 return Err(format!(
                     "unknown argument {arg}\n\
-                     usage: slat-peers [--rounds N] [--json FILE] [--only tables|slots|faults[/CASE]]"
+                     usage: slat-peers [--rounds N] [--json FILE] [--only tables|slots|faults|embed[/CASE]]"
                 ));
             }
         }
@@ -71,6 +74,7 @@ fn main() -> ExitCode {
         tables.round(&mut samples);
         slots.round(&mut samples);
         faults.round(&mut samples);
+        embed::round(&mut samples);
         if round == 0 {
             samples.clear();
         }

@@ -20,7 +20,7 @@
 
 mod aarch64;
 mod generic;
-mod multiarch;
+pub mod multiarch;
 mod slat;
 mod x86;
 
@@ -55,7 +55,7 @@ impl Order {
 
     /// The exclusive or of what `translate` says for every page's address.
     #[inline(always)]
-    fn translate(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
+    pub fn translate(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
         let mut sum = 0;
         for page in &self.0 {
             sum ^= translate(BASE + (u64::from(*page) << 12));

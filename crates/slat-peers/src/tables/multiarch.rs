@@ -7,7 +7,8 @@ use page_table_multiarch::{MappingFlags, PageTable64, PagingHandler, PagingMetaD
 use super::{BASE, Order, PAGES, Peer};
 use crate::frames;
 
-struct Source;
+/// Frames for its tables.
+pub struct Source;
 
 impl PagingHandler for Source {
     fn alloc_frames(count: usize, _align: usize) -> Option<PhysAddr> {
@@ -26,7 +27,8 @@ impl PagingHandler for Source {
     }
 }
 
-struct FourLevels;
+/// Flushes nothing, as everybody here.
+pub struct FourLevels;
 
 impl PagingMetaData for FourLevels {
     const LEVELS: usize = 4;
