@@ -7,7 +7,7 @@ mod common;
 
 use common::*;
 
-/// Processor time of this thread: other load on the machine does not count.
+/// Returns the processor time of this thread, to which other load on the machine does not count.
 fn seconds_of_cpu() -> f64 {
     let mut time = libc::timespec {
         tv_sec: 0,

@@ -18,10 +18,10 @@ pub(crate) const MAX_OPS: usize = 48;
 pub(crate) const MAX_BYTES: usize = 200;
 /// Bytes of the longest block: its last instruction starts before [`MAX_BYTES`].
 pub(crate) const LONGEST: usize = MAX_BYTES + 16;
-/// Operations of one instruction: its own and a check.
+/// The most operations that one instruction becomes: its own and a check.
 const PER_INSTRUCTION: usize = 2;
 
-/// A block's look-up key: what its operations depend on besides its bytes.
+/// The key by which a block is found: address and decoding mode. A block's operations depend on its key and its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub(crate) struct Key {
@@ -46,11 +46,12 @@ impl Key {
     }
 }
 
-/// Where the code of a block is, or the part of it in one page.
+/// The page that holds the code of a block, or a part of it.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) page: NonNull<Snapshot>,
-    /// [`Snapshot::edition`] when the code was compared. 0, which no snapshot has: it has to be compared.
+    /// [`Snapshot::edition`] when the block was last compared with the page. No snapshot has edition 0: it
+    /// forces a comparison.
     pub(crate) edition: u64,
 }
 
@@ -63,12 +64,13 @@ struct Next {
 
 /// A decoded basic block.
 ///
-/// The run loop finds few blocks in the nearest cache. So its first cache line tells whether this is the block to run,
-/// the second one how; and while a block runs, the lines of the next one are on their way.
+/// The run loop rarely finds a block in the nearest cache. So the block's first cache line tells whether this
+/// is the block to run, and the second one how to run it. While a block runs, the processor fetches both
+/// lines of the next block.
 #[repr(C, align(64))]
 pub(crate) struct Block {
     pub(crate) key: Key,
-    /// The page of its first byte. `None` in a block that holds nothing, or code that runs only once (see `once`).
+    /// The page of the block's first byte. `None`: the block is empty, or holds code that runs only once (see `once`).
     pub(crate) first: Option<Place>,
     next: Cell<Option<Next>>,
     /// Entries until the block is warm.
@@ -89,7 +91,7 @@ pub(crate) struct Block {
     #[cfg(feature = "jit")]
     pub(crate) entrance: Option<crate::jit::Entrance>,
     bytes: List<u8>,
-    /// The next page, for an instruction that crosses into it.
+    /// The second page, if the last instruction crosses into it.
     pub(crate) second: Option<Place>,
 }
 
@@ -127,7 +129,7 @@ impl Block {
     /// [`OutOfMemory`].
     ///
     /// # Safety
-    /// - it is used only as long as the pool's pieces are.
+    /// - The block is used only as long as the pool's pieces are.
     pub(crate) unsafe fn with_room(
         pool: &mut Pool,
         max_ops: usize,
@@ -149,7 +151,7 @@ impl Block {
     /// [`OutOfMemory`].
     ///
     /// # Safety
-    /// - it is used only as long as the pool's pieces are.
+    /// - The new block is used only as long as the pool's pieces are.
     pub(crate) unsafe fn copied(
         from: &Block,
         pool: &mut Pool,
@@ -163,10 +165,10 @@ impl Block {
     /// Becomes a copy of `from`.
     ///
     /// # Errors
-    /// [`OutOfMemory`]: it is as it was.
+    /// [`OutOfMemory`]: the block is unchanged.
     ///
     /// # Safety
-    /// - it is used only as long as the pool's pieces are.
+    /// - The block is used only as long as the pool's pieces are.
     pub(crate) unsafe fn copy(&mut self, from: &Block, pool: &mut Pool) -> Result<(), OutOfMemory> {
         // SAFETY: the caller's promise.
         unsafe {
@@ -210,7 +212,7 @@ impl Block {
         }
     }
 
-    /// Stores the bytes that `ops` were decoded from: `bytes`, the first `split` of them in the first page.
+    /// Stores `bytes`, from which `ops` were decoded. The first `split` of them are in the first page.
     pub(crate) fn fill(&mut self, bytes: &[u8], split: usize) {
         self.crosses = split < bytes.len();
         self.split = split as u8;
@@ -219,8 +221,8 @@ impl Block {
         self.bytes.extend(bytes);
     }
 
-    /// Whether the block may be executed without another look, by a CPU with this stamp: memory is known to hold its
-    /// code. (One in two pages is always looked at.)
+    /// Whether a CPU with this `stamp` may execute the block without a look at memory, because memory is known to hold
+    /// the block's code. (Always `false` for a block in two pages.)
     #[inline(always)]
     pub(crate) fn is_current(&self, stamp: u64) -> bool {
         let Some(Place { page, edition }) = self.first else {
@@ -232,7 +234,8 @@ impl Block {
         page.stamp == stamp && page.edition == edition && !self.crosses
     }
 
-    /// Has `next` be the block that follows this one. Call [`cool`](Self::cool) before it is freed.
+    /// Makes `next` the block that [`next`](Self::next) returns. Call [`cool`](Self::cool) on this block
+    /// before `next` is freed.
     pub(crate) fn precede(&self, next: NonNull<Block>) {
         // SAFETY: a kept block, which is alive.
         let ops = unsafe { next.as_ref() }.ops.as_ptr();
@@ -245,7 +248,7 @@ impl Block {
         self.next.get().map(|next| next.block)
     }
 
-    /// Has the processor fetch what the run loop will read of the block that follows.
+    /// Has the processor prefetch what the run loop will read of the next block.
     #[inline(always)]
     pub(crate) fn fetch_next(&self) {
         if let Some(Next { block, ops }) = self.next.get() {

@@ -28,7 +28,7 @@ pub const CODE_BYTES: usize = 64 << 20;
 const RESERVE: usize = 64 << 10;
 /// Entries of the direct-mapped front table.
 const FRONT: usize = 16384;
-/// Bits of [`Seen`], and those of one of its lines.
+/// The number of bits in [`Seen`], and in one of its lines.
 const SEEN: usize = 1 << 20;
 const SEEN_LINE: usize = 512;
 /// Bits that an address sets, all in one line.
@@ -116,7 +116,8 @@ impl Blocks {
         })
     }
 
-    /// Returns the heap bytes of the kept blocks, the snapshots, and their indices, once `more` of them are used.
+    /// Returns the heap bytes of the kept blocks, the snapshots and their indices if `more` bytes are
+    /// taken from the pool.
     fn heap_bytes(&self, more: usize) -> usize {
         // A map fills at most seven eighths of a power of two of entries, and has a byte more for each.
         let index =
@@ -131,7 +132,7 @@ impl Blocks {
 
     /// Whether one more block may exceed [`CODE_BYTES`].
     fn is_full(&mut self) -> bool {
-        // If there is no memory for the index, nothing will be kept.
+        // If there is no memory for the index, no block will be kept.
         let _ = self.kept.try_reserve(1);
         let _ = self.snapshots.try_reserve(2);
         self.heap_bytes(RESERVE) > CODE_BYTES
@@ -173,8 +174,9 @@ impl Blocks {
         })
     }
 
-    /// Attaches compiled code to its block, if there still is one without better code. The block is verified, with that
-    /// code, before it runs next. Returns whether it has lost other code for it. Call while no block is running.
+    /// Attaches compiled code to its block, if the block still exists and has no better code. The block and the
+    /// compiled code are verified before they run next. Returns whether other code of the block was replaced. Call
+    /// while no block is running.
     #[cfg(feature = "jit")]
     pub(crate) fn attach(&mut self, key: &Key, entrance: crate::jit::Entrance) -> bool {
         if let Some(&block) = self.kept.get(key) {
@@ -202,7 +204,7 @@ impl Blocks {
         }
     }
 
-    /// Frees what is in the maps. Nobody may refer to it any more.
+    /// Frees all blocks in the maps. The caller makes sure that no reference to one of them is left.
     fn free(&mut self) {
         for (_, mut block) in self.kept.drain() {
             // SAFETY: alive, removed from the map here; the caller's promise.
@@ -243,7 +245,7 @@ impl Blocks {
 
 impl Drop for Blocks {
     fn drop(&mut self) {
-        // The CPU that might run one of them is being dropped.
+        // The CPU is being dropped, so none of these blocks can run.
         self.free();
     }
 }
@@ -290,7 +292,7 @@ impl Cpu {
             rip,
             mode: self.mode,
         };
-        // SAFETY: alive, as all blocks are until all are freed, between blocks, when `last` is cleared.
+        // SAFETY: the last block is alive: blocks are freed all together, between blocks, and then `last` is cleared.
         let last = self.last.map(|last| unsafe { last.as_ref() });
         let stamp = self.clock.stamp;
         let is_it = |found: NonNull<Block>| {

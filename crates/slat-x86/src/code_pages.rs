@@ -1,41 +1,42 @@
-//! The host pages that hold decoded code, and when they changed: what tells CPUs that their decoded code is still good
-//! without a look at memory.
+//! The host pages that hold decoded code, and when they changed. From this table a CPU knows, without a look at memory,
+//! that its decoded code is still good.
 //!
 //! All CPUs of a machine share one [`CodePages`]. It has a *version*, a number that only rises, and a slot for each
-//! host page: 0, or the version at which the page was *marked* or last stored to. A CPU marks a page before it decodes
-//! code of it. Each CPU is a [`Member`].
+//! host page. A slot is 0, or the version at which the page was *marked* or last stored to. A CPU marks a page before
+//! it decodes code of the page. Each CPU is a [`Member`].
 //!
-//! - **Stores by CPUs.** No CPU has a marked page in its TLB for writes without a look (see `tlb`): a store to one
-//!   takes the slow path, and after it is made gives the slot a new version ([`Member::stored`]). A CPU that begins to
-//!   mark drops its own entries for writes. The others are told by their attention words ([`CodePages::CHANGED`]): at
-//!   their next block boundary, where compiled code forgets its last access, too, they drop theirs of all marked pages,
-//!   and only then *heed* the version. Until all running CPUs have heeded it, the page is not *trusted*: its code is
-//!   compared with memory at every entry. Only the first level of the TLB can be written through without a look, and it
-//!   holds translations of the current address space and global ones: `look_at_writes` visits all of it. The second
-//!   level keeps the right to write, of all spaces, but no guest access hits there: when a page goes from it to the
-//!   first level, its slot is read, exactly as after a walk of the guest's tables, and the store that missed is noted.
-//!   So nothing there has to be dropped for a mark.
-//! - **Trust.** A CPU first reads the slot and finds it trusted, then compares the code with memory. From then on the
-//!   code is good as long as the slot does not change: a store that the comparison missed was made without a look
-//!   before its CPU heeded the mark (but then the comparison has seen it: heeding is a release, reading what was heeded
-//!   an acquire), or it changes the slot after the comparison.
-//! - **When a change is seen.** Who changes the version sets the bit in the attention words of all other CPUs that run,
-//!   which they look at at each block boundary anyway. So another CPU's store is seen before the next block; a CPU's
+//! - **Stores by CPUs.** No TLB lets a store to a marked page pass without a check (see `tlb`). Such a store takes the
+//!   slow path, which then gives the slot a new version ([`Member::stored`]). A CPU that marks a page drops its own TLB
+//!   entry for writes to the page, and tells the other CPUs by their attention words ([`CodePages::CHANGED`]). At its
+//!   next block boundary each of them drops its entries for writes to marked pages, and only then *heeds* the version.
+//!   (Compiled code also forgets its last access there.) Until all running CPUs have heeded the version, the page is
+//!   not *trusted*: its code is compared with memory at every entry.
+//! - **Levels of the TLB.** Only through the first level can a store pass without a check. It holds translations of the
+//!   current address space and global ones, and `look_at_writes` visits all of it. The second level keeps the right to
+//!   write for all address spaces, but no guest access uses it directly: when a page is copied from it to the first
+//!   level, the page's slot is read, as after a walk of the guest's tables, and the store that missed is noted. So a
+//!   mark need not drop anything in the second level.
+//! - **Trust.** A CPU first reads the slot and finds the page trusted, then compares the code with memory. From then on
+//!   the code is good as long as the slot does not change. Every store is covered. One that passed without a check was
+//!   made before its CPU heeded the mark; the comparison sees it, because heeding is a release and reading the heeded
+//!   version an acquire. Any other store that the comparison missed changes the slot afterwards.
+//! - **When a change is seen.** A CPU that changes the version sets the bit in the attention words of all other running
+//!   CPUs, which read them at each block boundary anyway. So a CPU sees another CPU's store before its next block; its
 //!   own store ends its block (`Cpu::note_store`). A CPU clears the bit before it reads the version: a change in
-//!   between sets it again.
-//! - **Stores by anyone else**, the client or a device, are not known here. Code is compared with memory again after
-//!   each beginning of a run and each event that serialises instructions (`Clock::serialize`). The exception is an IRET
-//!   to a user, after which a user's code is compared, but no supervisor's (`Clock::serialize_return`).
+//!   between sets the bit again.
+//! - **Stores by the client or a device** are not known here. Code is compared with memory again when a run begins, and
+//!   after each event that serialises instructions (`Clock::serialize`). An IRET to user code causes a comparison of
+//!   user code alone (`Clock::serialize_return`).
 //! - **Pages that hold code no more.** After [`STRIKES`] stores without a comparison in between, a page's mark is
-//!   removed: otherwise stores to it would stay slow for ever.
+//!   removed: otherwise stores to the page would stay slow for ever.
 //!
-//! Slots and version change under one lock, the slot first: who has seen a version sees the slots of all earlier ones.
-//! CPUs begin and end to run under it, too. So a change finds a CPU running, and tells it, or standing still: then it
-//! has nothing that it could use before it looks at the version, when it begins to run. And no word has the bit after
-//! its CPU has ended to run.
+//! A slot and the version change under one lock, the slot first: a CPU that has seen a version sees the slots of all
+//! earlier versions. CPUs begin and end to run under the same lock. So a change either finds a CPU running, and tells
+//! it; or finds it stopped, and the CPU looks at the version when it begins to run, before it uses anything. A CPU that
+//! has ended to run has no bit set in its attention word.
 //!
-//! A slot belongs to all host pages whose numbers agree in the low bits. That costs a comparison
-//! too many, nothing else.
+//! A slot belongs to all host pages whose numbers agree in the low bits. Sharing costs an
+//! unnecessary comparison at most.
 
 use crate::heap::{self, OutOfMemory};
 use crate::sync::{Arc, AtomicPtr, AtomicU32, AtomicU64, Mutex, MutexGuard};
@@ -44,9 +45,9 @@ use std::ptr::{self, NonNull};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-/// Stores to a marked page, without a comparison of its code in between, after which it is marked no more.
+/// Stores to a marked page after which the mark is removed, unless the page's code was compared in between.
 const STRIKES: u64 = 15;
-/// Bits of a slot below the version: the number of such stores.
+/// Bits of a slot below the version: they count these stores.
 const STRIKE_BITS: u32 = 4;
 const STRIKE_MASK: u64 = (1 << STRIKE_BITS) - 1;
 
@@ -55,7 +56,8 @@ mod slots {
     use crate::heap::{OutOfMemory, Pages, Zeroed};
     use crate::sync::AtomicU64;
 
-    /// Slots: 4 GiB of consecutive host pages have one each. The host provides their memory at first use.
+    /// The number of slots. 4 GiB of consecutive host pages have one each. The host provides the slots'
+    /// memory at first use.
     const SLOTS: usize = 1 << 20;
 
     struct Table([AtomicU64; SLOTS]);
@@ -109,12 +111,12 @@ pub struct CodePages {
 struct Seat {
     /// The version that it has heeded.
     heeded: AtomicU64,
-    /// The attention word of the CPU's run; null if it does not run. The run's caller keeps the word until
-    /// [`Member::leave`] has cleared this.
+    /// The attention word of the CPU's run; null if the CPU does not run. The caller of the run keeps the word alive
+    /// until [`Member::leave`] has cleared this pointer.
     attention: AtomicPtr<AtomicU32>,
 }
 
-/// Points to the seat of a [`Member`], which owns it and takes it off the list before it is dropped.
+/// Points to the seat of a [`Member`]. The member owns the seat, and takes it off the list before dropping it.
 struct SeatOf(NonNull<Seat>);
 
 // SAFETY: a reference to atomics.
@@ -127,8 +129,8 @@ impl std::fmt::Debug for CodePages {
 }
 
 impl CodePages {
-    /// The bit that CPUs set in the attention words of others that run, when code has changed (see
-    /// [`Cpu::run`](crate::Cpu::run)).
+    /// The bit of an attention word that says that code has changed. A CPU sets it in the words of the other running
+    /// CPUs (see [`Cpu::run`](crate::Cpu::run)).
     pub const CHANGED: u32 = 1 << 31;
 
     /// Makes the table for a machine's CPUs: 8 MiB of address space, of which the host provides what is used.
@@ -143,15 +145,15 @@ impl CodePages {
         }))
     }
 
-    /// Tells the CPUs of a store to the page of `host` that was made for one of them outside its own
-    /// instructions. All of them see it before their next block. Returns whether the page may hold decoded code:
-    /// the block that runs may be of it.
+    /// Call after a store to the page of `host` that was made for a CPU outside its own instructions: tells all
+    /// CPUs, which see the store before their next block. Returns whether the page may hold decoded code, maybe
+    /// of the running block.
     pub fn stored(&self, host: *const u8) -> bool {
         self.note_store(host as usize, ptr::null()).is_some()
     }
 
-    /// Gives the page of `host` a new version for a store of the CPU with this seat, or removes its mark. Returns the
-    /// version; `None`: it is not marked.
+    /// Records a store to the page of `host` by the CPU with the seat `own`: gives the page a new version, or removes
+    /// its mark. Returns the version; `None` if the page is not marked.
     fn note_store(&self, host: usize, own: *const Seat) -> Option<u64> {
         if self.slots.at(host).load(Acquire) == 0 {
             return None;
@@ -191,14 +193,14 @@ impl Change<'_> {
         self.seats.iter().filter_map(|seat| {
             // SAFETY: a member takes its seat off the list, which is locked, before it frees it.
             let seat = unsafe { seat.0.as_ref() };
-            // SAFETY: the word is there while the seat has it, which the lock keeps so.
+            // SAFETY: the word is alive while the seat refers to it, and the seat cannot change under the lock.
             let attention = unsafe { seat.attention.load(Relaxed).as_ref() };
             Some((seat, attention?))
         })
     }
 
-    /// Changes the slot of `host` to the next version with `strikes`, or to 0, and tells all CPUs that run but the one
-    /// with the seat `own`. Returns the version.
+    /// Changes the slot of `host` to the next version with `strikes`, or to 0 unless `marked`. Tells all running CPUs
+    /// except the one with the seat `own`. Returns the version.
     fn next(&self, host: usize, marked: bool, strikes: u64, own: *const Seat) -> u64 {
         let version = self.pages.version.load(Relaxed) + 1;
         let slot = if marked {
@@ -256,8 +258,8 @@ impl Member {
         self.seat.heeded.load(Relaxed)
     }
 
-    /// Call before the CPU executes. Others wait for this CPU from now on, and tell it of changes by `attention`, which
-    /// may say already that it has missed some.
+    /// Call before the CPU executes. From now on others wait for this CPU, and tell it of changes by `attention`. If
+    /// the CPU has missed changes, the bit in `attention` is set at once.
     ///
     /// # Safety
     /// The word lives until [`leave`](Self::leave) is called or the member is dropped.
@@ -274,14 +276,14 @@ impl Member {
     pub(crate) fn leave(&mut self) {
         let _change = self.pages.lock();
         let word = self.seat.attention.swap(ptr::null_mut(), Relaxed);
-        // SAFETY: who has called `enter` keeps the word until now.
+        // SAFETY: the caller of `enter` keeps the word alive until now.
         if let Some(attention) = unsafe { word.as_ref() } {
             attention.fetch_and(!CodePages::CHANGED, Relaxed);
         }
     }
 
-    /// Heeds the current version, as `attention` has asked for: has `drop_writes` drop the TLB's entries for writes to
-    /// pages that are marked.
+    /// Heeds the current version when `attention` has asked for it: `drop_writes` must drop the TLB's entries for
+    /// writes to marked pages.
     pub(crate) fn heed(&mut self, attention: &AtomicU32, drop_writes: impl FnOnce(&CodePages)) {
         // A change after this sets it again.
         attention.fetch_and(!CodePages::CHANGED, Acquire);
@@ -290,17 +292,17 @@ impl Member {
         self.seat.heeded.store(version, Release);
     }
 
-    /// Call after this CPU has changed the version itself and has nothing to drop for it. If others have changed it,
-    /// too, they have told this CPU, and it is left to [`heed`](Self::heed).
+    /// Call after this CPU has changed the version itself and has nothing to drop for the change. Other CPUs that have
+    /// changed it, too, have told this CPU, and [`heed`](Self::heed) deals with their changes.
     fn changed(&mut self, version: u64) {
         if self.heeded() == version - 1 {
             self.seat.heeded.store(version, Release);
         }
     }
 
-    /// Marks the page of `host` if it is not: then has `drop_writes` drop the TLB's entry for writes to it.
-    /// Returns its version if it is trusted: code that is compared with memory from now on is good as long as the
-    /// page has this version.
+    /// Marks the page of `host` if it is not marked; then `drop_writes` must drop the TLB's entry for writes to the
+    /// page. Returns the page's version if the page is trusted: code that is compared with memory from now on is good
+    /// as long as the page has this version.
     pub(crate) fn mark(&mut self, host: usize, drop_writes: impl FnOnce()) -> Option<u64> {
         let slot = self.pages.slots.at(host);
         let mut now = slot.load(Acquire);
@@ -325,8 +327,8 @@ impl Member {
         (self.heeded_by_all >= version).then_some(version)
     }
 
-    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked: then this CPU's
-    /// decoded code of it may not be good any more.
+    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked; if so, this CPU's
+    /// decoded code of the page may be stale.
     pub(crate) fn stored(&mut self, host: usize) -> bool {
         let version = self.pages.note_store(host, &raw const *self.seat);
         if let Some(version) = version {
@@ -352,7 +354,7 @@ mod loom_tests {
     const PAGE: usize = 0x1000;
     const OTHER_PAGE: usize = 0x2000;
 
-    /// A CPU that has the page in its TLB, for writes without a look or not, and stores to it.
+    /// A CPU that stores to the page, which is in its TLB for writes, with or without a check.
     struct Storer {
         member: Member,
         attention: Box<AtomicU32>,
@@ -390,12 +392,13 @@ mod loom_tests {
         fn store(&mut self, byte: &AtomicU64, value: u64, marks: bool) {
             self.boundary();
             if marks {
-                // Changes the version itself, maybe after others have.
+                // Changes the version itself, possibly after others have changed it.
                 self.member.mark(OTHER_PAGE, || {});
             }
             byte.store(value, Relaxed);
             if !self.without_look {
-                // As a miss in the TLB does: the entry follows the mark as it is before the store.
+                // Does what a miss in the TLB does: whether the new entry needs a check follows from the
+                // mark before the store.
                 self.without_look = !self.member.stored(PAGE);
             }
         }
@@ -429,7 +432,7 @@ mod loom_tests {
             assert_eq!(self.attention.load(Relaxed), 0);
         }
 
-        /// Enters the block: looks at it if it has to.
+        /// Enters the block, after checking its code if that is necessary.
         fn execute(&mut self, byte: &AtomicU64) {
             if self.attention.load(Acquire) != 0 {
                 self.member.heed(&self.attention, |_| {});
@@ -507,7 +510,7 @@ mod loom_tests {
         sees_the_last_store(1, true, 1, true);
     }
 
-    /// Two CPUs run when `before` happens. Then one does `storing`, while the other executes.
+    /// Two CPUs run while `before` happens. Then one CPU does `storing` while the other executes.
     fn sees_the_store_of_a_cpu_that_runs(
         before: impl Fn(&mut Executor, &AtomicU64) + Sync + Send + 'static,
         storing: fn(&mut Storer, &AtomicU64),

@@ -1,9 +1,10 @@
-//! Completion: what is left of the last instruction after a run has ended, done before anything else.
+//! Completion: finishes the last instruction of an ended run, before anything else is executed.
 //!
 //! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. What an
-//! instruction has begun is in no register: the data that a device returned, writes that no device has seen, a #VMEXIT
-//! that waits for memory, traps. [`Cpu::complete`] brings all of it into [`State`](crate::State) or to the caller, and
-//! executes no other instruction (KVM's API, `immediate_exit`). Only then come `attention` and events.
+//! unfinished instruction still has to do is in no register: it has data that a device returned, writes that no device
+//! has seen, a #VMEXIT that waits for memory, or traps. [`Cpu::complete`] brings all of it into [`State`](crate::State)
+//! or to the caller, and executes no other instruction (KVM's API, `immediate_exit`). Only afterwards does the CPU look
+//! at `attention` and events.
 //!
 //! An instruction that waits for data is executed as it was decoded. Its reads of devices return the data of the
 //! caller; its other operands are translated anew, as KVM does.
@@ -15,13 +16,13 @@ use crate::op::{Break, LONGEST_INSTRUCTION, Op};
 use crate::sync::AtomicU32;
 
 impl Cpu {
-    /// Whether something is left of the last instruction: [`complete`](Self::complete) does it.
+    /// Whether the last instruction is unfinished: [`complete`](Self::complete) finishes it.
     pub fn is_unfinished(&self) -> bool {
         self.waits_for_memory() || self.has_writes() || self.bus_locked || self.has_traps()
     }
 
     /// Finishes the last instruction, with the data that the caller has provided, and executes no other one. Returns
-    /// the next exit of it. `None`: all of it is in [`state`](Self::state).
+    /// the instruction's next exit. `None`: the instruction is finished, and its results are in [`state`](Self::state).
     ///
     /// Ends with [`Exit::Attention`] if it has to wait for memory and `attention` is not zero.
     pub fn complete(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Option<Exit> {
@@ -34,7 +35,7 @@ impl Cpu {
         })
     }
 
-    /// Does what [`complete`](Self::complete) promises, within a run that has heeded changes of code.
+    /// Does the work of [`complete`](Self::complete), within a run that has heeded changes of code.
     pub(crate) fn finish(&mut self, attention: &AtomicU32) -> Option<Exit> {
         loop {
             if let Some(write) = self.next_mmio_write() {
@@ -53,7 +54,7 @@ impl Cpu {
                 };
                 (exit, self.has_input())
             } else if self.svm.is_exit_due() {
-                // After the instruction, if that has not caused it: an INIT or a shutdown.
+                // The #VMEXIT follows the instruction that did not cause it: it is for an INIT or a shutdown.
                 (self.exit_guest(), self.svm.is_exit_due())
             } else {
                 return self.take_traps();
@@ -95,8 +96,8 @@ impl Cpu {
         })
     }
 
-    /// Call when `op`, whose bytes are `code`, was executed without its block: counts it if it is done, and does what
-    /// is to be done after it. `block_rip` is set.
+    /// Call when `op`, whose bytes are `code`, was executed without its block. Counts `op` if it is done, and does what
+    /// follows it. `block_rip` is set.
     pub(crate) fn executed_alone(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         use Break::*;
         if matches!(why, Jump | End | ExitAfter | TaskFault) {
@@ -109,7 +110,7 @@ impl Cpu {
     /// [`finish_read`](Self::finish_read).
     pub(crate) fn keep_reader(&mut self, op: &Op, code: &[u8]) {
         let op = match op.count {
-            // The read is the first one's. The second one is another instruction.
+            // The first of the fused instructions makes the read. The second is executed as an instruction of its own.
             2 => self.first_of_fused(op, code),
             _ => *op,
         };

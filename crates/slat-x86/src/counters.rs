@@ -3,8 +3,8 @@
 /// Defines the counters, in the order in which they are shown.
 macro_rules! counters {
     ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
-        /// What a CPU has done since it was made: for statistics and measurements. Nothing depends on it but the filter
-        /// of PAUSE, whose cycles are instructions.
+        /// What a CPU has done since it was made: for statistics and measurements. Only the filter of PAUSE depends on
+        /// a counter: it takes instructions for cycles.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counters {
             $($(#[doc = $doc])+ pub $name: u64,)+
@@ -31,12 +31,12 @@ counters! {
     instructions_compiled,
     /// Regions of compiled code that the CPU was given.
     regions,
-    /// Of these, compiled for another CPU, for another address, or before.
+    /// Of these, regions that were compiled for another CPU, for another address, or before.
     regions_shared,
     /// Basic blocks executed by the interpreter, and regions of compiled code entered.
     blocks,
-    /// Of these, looked up beyond the first table: after a flush, a store to code, or a serialising
-    /// event; or little used.
+    /// Of these, blocks that the first table did not have: after a flush, a store to code, or a serialising event; or
+    /// because they run rarely.
     blocks_looked_up,
     /// Of these, decoded.
     blocks_decoded,
@@ -48,8 +48,7 @@ counters! {
     code_stores,
     /// Data translations that the software TLB did not have.
     tlb_misses,
-    /// Translations, of data and of code, found in the second level of the software TLB: the others were
-    /// asked of the machine.
+    /// Translations, of data and of code, found in the second level of the software TLB. The machine made the others.
     stlb_hits,
     /// Loads of CR3: they drop the translations of the new PCID at most, and never global ones.
     flushes_cr3,

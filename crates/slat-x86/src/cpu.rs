@@ -30,7 +30,7 @@ pub(crate) mod mode;
 /// See [`Cpu::code_page`].
 pub(crate) const ANY_PAGE: usize = 1;
 
-/// One software CPU. It has all memory that it needs to run from its creation; see [`Cpu::try_new`].
+/// One software CPU. It allocates all memory that it needs to run when it is made; see [`Cpu::try_new`].
 ///
 /// Its first fields are those that compiled code uses most: `jit::window` says in which order.
 #[repr(C)]
@@ -42,9 +42,9 @@ pub struct Cpu {
     pub state: State,
     /// End the run with [`Exit::InterruptWindow`] when the guest could take an interrupt.
     pub interrupt_window: bool,
-    /// End the run with [`Exit::InterruptWindow`] when GIF is set: the caller has something that waits for it.
+    /// End the run with [`Exit::InterruptWindow`] when GIF is set: something of the caller's waits for GIF.
     pub gif_window: bool,
-    /// What a locked access does that crosses a cache line.
+    /// What happens at a locked access that crosses a cache line.
     pub bus_locks: BusLocks,
     /// End the run with [`Exit::Notify`] when events have been delivered for longer than this without an
     /// instruction in between.
@@ -62,12 +62,12 @@ pub struct Cpu {
     pub(crate) stop: bool,
     /// Work is pending for the block boundary.
     pub(crate) slow: bool,
-    /// An instruction was abandoned because a walk for it has set a bit in a page of decoded code: see
+    /// An instruction was abandoned because its page walk set a bit in a page of decoded code: see
     /// [`Cpu::finish_fetched`].
     pub(crate) walk_changed_code: bool,
     /// The last instruction has locked the bus, which ends the run.
     pub(crate) bus_locked: bool,
-    /// The next bus lock does not end the run: the one that ended the last run.
+    /// The next bus lock does not end the run, because it has already ended the last one.
     pub(crate) bus_lock_passes: bool,
     /// RIP of the instruction that ended the last run because it would lock the bus.
     pub(crate) bus_lock_rip: Option<u64>,
@@ -75,7 +75,7 @@ pub struct Cpu {
     pub(crate) code_page: usize,
     /// RIP at the start of the running block.
     pub(crate) block_rip: u64,
-    /// When decoded code has to be looked at again.
+    /// Tells when decoded code has to be checked again.
     pub(crate) clock: Clock,
     pub(crate) code: Member,
     pub(crate) blocks: Blocks,
@@ -97,7 +97,7 @@ pub struct Cpu {
     paging_registers: [u64; 4],
 }
 
-/// Returns the canonical address with the low bits of `address`: 48, or with CR4.LA57 57.
+/// Returns the canonical address with the low 48 bits of `address`, or the low 57 bits with CR4.LA57.
 pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
     let shift = match cr4 & control::CR4_LA57 {
         0 => 16,
@@ -109,8 +109,8 @@ pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
 /// Index of CR3 in `Cpu::paging_registers`.
 const CR3: usize = 1;
 
-/// Returns whether a change of CR0, CR3, CR4 and EFER invalidates translations, or changes what they depend on. TS,
-/// which changes with each switch of tasks, does not.
+/// Whether a change of CR0, CR3, CR4 and EFER invalidates translations, or changes what they depend on. A change of TS,
+/// which each task switch makes, does not.
 fn invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
     use control::*;
     let paging = [
@@ -141,8 +141,8 @@ impl Cpu {
     /// Makes a CPU after RESET, with all memory that running needs: half a MiB, most of which the host provides at
     /// first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
-    /// The first CPU of a process also builds the tables of the instruction decoder. `code`: what the CPUs that share
-    /// memory tell each other of their code.
+    /// The first CPU of a process also builds the tables of the instruction decoder. The CPUs that share memory share
+    /// `code`, by which they tell each other of stores to code.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host has no memory.
@@ -199,18 +199,18 @@ impl Cpu {
         &self.features
     }
 
-    /// Restricts the CPU to the features of its CPUID. Before, it has all features.
+    /// Restricts the CPU to the features of its CPUID. Until this call the CPU has all features.
     pub fn set_features(&mut self, features: Features) {
         self.features = features;
     }
 
-    /// Drops all translations: other host pages may back guest memory now.
+    /// Drops all translations, because other host pages may back guest memory now.
     pub fn flush_tlb(&mut self) {
         self.counters.flushes_host += 1;
         self.drop_translations();
     }
 
-    /// Drops all translations. The caller has counted why.
+    /// Drops all translations. The caller has counted the reason.
     pub(crate) fn drop_translations(&mut self) {
         self.clock.flush();
         self.flush_data();
@@ -224,7 +224,7 @@ impl Cpu {
         self.tlb().flush_world(space);
     }
 
-    /// Drops all translations, but has no block translated again: for a change that only concerns data accesses.
+    /// Drops all translations for data accesses; blocks keep theirs. For a change that concerns data accesses alone.
     pub(crate) fn flush_data(&mut self) {
         let space = self.space();
         self.tlb().flush(space);
@@ -238,12 +238,12 @@ impl Cpu {
         }
     }
 
-    /// Returns the name by which the TLB knows the current address space.
+    /// Returns the number that identifies the current address space in the TLB.
     pub(crate) fn space(&self) -> u16 {
         self.space_of(self.pcid())
     }
 
-    /// Returns the name by which the TLB knows the address space with `pcid`.
+    /// Returns the number that identifies the address space with `pcid` in the TLB.
     pub(crate) fn space_of(&self, pcid: u16) -> u16 {
         (self.svm.world() as u16) << PCID_BITS | pcid
     }
@@ -253,7 +253,7 @@ impl Cpu {
         &self.counters
     }
 
-    /// Drops translations of one page, or of all of a large page. Blocks stay translated unless the page has
+    /// Drops translations of one page, or of a whole large page. Blocks keep their translations unless the page has
     /// had code, or is large.
     pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
         self.counters.flushes_page += 1;
@@ -373,7 +373,7 @@ impl Cpu {
         self.drop_translations();
     }
 
-    /// Loads CR3. Drops the translations of the new PCID, but not the global ones. `keeps`: neither the PCID's.
+    /// Loads CR3. Drops the translations of the new PCID, except the global ones. With `keeps` it drops none.
     pub(crate) fn load_cr3(&mut self, cr3: u64, keeps: bool) {
         self.state.cr3 = cr3;
         self.paging_registers[CR3] = cr3;
@@ -446,18 +446,18 @@ impl Cpu {
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
     }
 
-    /// Call before another world's registers are loaded, and before it is the current one.
+    /// Call before another world becomes the current one and its registers are loaded.
     pub(crate) fn leave_world(&mut self) {
         self.svm.note_registers(self.paging_registers);
     }
 
-    /// Call after the registers have become those of another world. Its translations are kept, unless its
-    /// hypervisor has changed registers on which they depend: a processor's TLB holds the flags of entries, this
-    /// one what follows from them.
+    /// Call after the registers of another world were loaded. Keeps the translations of that world, unless its
+    /// hypervisor has changed registers on which they depend: a processor's TLB holds the flags of page-table entries,
+    /// but this TLB holds the rights that follow from flags and registers.
     pub(crate) fn enter_world(&mut self) {
         let mut before = self.svm.noted_registers();
         self.see_registers();
-        // A change of CR3 is to be followed by a flush, as on a processor.
+        // A changed CR3 drops nothing here: as on a processor, the hypervisor has to ask for a flush.
         before[CR3] = self.paging_registers[CR3];
         let is_outdated = invalidates(&before, &self.paging_registers);
         self.derive();
@@ -568,7 +568,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the paging state for a client that asks for a translation: of a supervisor, whatever SMAP forbids.
+    /// Returns the paging state for a translation that a client asks for: a supervisor's, to which SMAP does not apply.
     pub fn client_paging(&self) -> Paging {
         self.paging_for(SUPERVISOR_AC)
     }

@@ -151,8 +151,8 @@ impl Cpu {
                 || self.probes.watch_page(lin))
     }
 
-    /// Checks whether an access that is about to be made hits a watchpoint. An instruction that is not yet executed
-    /// alone is abandoned, to be executed alone.
+    /// Checks whether an access that is about to be made hits a watchpoint. Abandons an instruction that touches
+    /// watched bytes, unless it is already executed alone; it is then executed again, alone.
     #[cold]
     pub(crate) fn watch(&mut self, lin: u64, len: usize, access: Access) -> Result<(), Break> {
         let kinds: &[u64] = match access {
@@ -244,14 +244,14 @@ impl Cpu {
         self.state.rflags & flags::TF != 0 || self.debugger.single_step
     }
 
-    /// Call when the caller's result has finished an instruction: like [`trap`](Self::trap), with its single step. The
-    /// debugger may have changed its mind meanwhile.
+    /// Like [`trap`](Self::trap), but for an instruction that the caller's result has finished. Asks again for a single
+    /// step: the debugger may have changed its requests meanwhile.
     pub(crate) fn trap_completed(&mut self, hits: u64) {
         let step = if self.steps() { DR6_BS } else { 0 };
         self.trap(hits | step);
     }
 
-    /// Call at the end of an instruction: keeps its hits, and its single step, for the next boundary.
+    /// Call at the end of an instruction: keeps the watchpoints hit, and a single step, for the next block boundary.
     pub(crate) fn trap(&mut self, hits: u64) {
         if hits != 0 {
             self.state.events.debug |= self.probes.trap(hits);
@@ -282,7 +282,8 @@ impl Cpu {
         self.update_watch();
     }
 
-    /// Handles a #DB with DR6 bits `hits`: the debugger's ends the run, the guest's becomes an event.
+    /// Handles a #DB with DR6 bits `hits`: ends the run if the debugger claims it, otherwise makes it
+    /// an event of the guest.
     pub(crate) fn take_debug(&mut self, hits: u64) -> Option<Exit> {
         if self.debugger.claims_debug() {
             return Some(Exit::Debug {
@@ -299,7 +300,7 @@ impl Cpu {
         None
     }
 
-    /// Whether [`take_traps`](Self::take_traps) takes one.
+    /// Whether [`take_traps`](Self::take_traps) has a trap to take.
     pub(crate) fn has_traps(&self) -> bool {
         self.has_debug_trap() || self.probes.hit.is_some()
     }
@@ -310,8 +311,8 @@ impl Cpu {
         events.debug != 0 && events.exception.is_none() && !events.mov_ss_shadow
     }
 
-    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them. A
-    /// probe's come first, in any case.
+    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them.
+    /// Takes a probe's trap first, in any case.
     pub(crate) fn take_traps(&mut self) -> Option<Exit> {
         if let Some(exit) = self.take_probe_hit() {
             return Some(exit);
@@ -358,7 +359,7 @@ impl Cpu {
         let block = unsafe { found.as_ref() };
         let prefix = block.ops.first().map_or(0, |op| u64::from(op.offset));
         let start = block.key.rip.wrapping_add(prefix);
-        // The instruction after KVM's prefix has an address of its own.
+        // An instruction after KVM's prefix is not at the address of the block: its own breakpoints are looked up here.
         let hits = if prefix == 0 {
             0
         } else {
@@ -396,7 +397,7 @@ impl Cpu {
         self.watch.collects = false;
         self.slow = true;
         if !executed {
-            // Abandoned: the instruction starts again under the old shadow.
+            // The instruction was abandoned: it starts again, under the old shadow.
             self.state.rflags |= resumed;
             self.state.events.sti_shadow |= shadow;
             self.state.events.mov_ss_shadow |= mov_ss;

@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 /// UD2 and "kvm": makes KVM emulate the next instruction.
 const PREFIX: &[u8] = b"\x0f\x0bkvm";
 
-/// The result of decoding: the number of bytes, and why decoding stopped.
+/// The result of decoding: the number of bytes, and why the decoder stopped.
 struct Decoded {
     bytes: usize,
     end: DecoderError,
@@ -31,7 +31,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the first one of the two instructions that were fused to `op`, whose bytes are `code`.
+    /// Returns the first of the two instructions that were fused into `op`, whose bytes are `code`.
     pub(crate) fn first_of_fused(&self, op: &Op, code: &[u8]) -> Op {
         let bits = crate::cpu::mode::width(self.mode);
         let mut decoder = Decoder::with_ip(bits, code, self.rip_of(op), DecoderOptions::NONE);
@@ -48,8 +48,8 @@ impl Cpu {
         if inside { Ok(()) } else { Err(self.gp()) }
     }
 
-    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations, and may be kept or not. On
-    /// failure the block holds nothing.
+    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. `may_keep`: the block may be
+    /// kept, so its code must have a snapshot. On failure the block is empty.
     pub(crate) fn decode(
         &mut self,
         block: &mut Block,
@@ -73,12 +73,13 @@ impl Cpu {
             decoded = self.decode_ops(key, &buffer[..len], 1, &mut block.ops);
         }
         if block.ops.is_empty() && decoded.end == DecoderError::None {
-            // The first instruction ends beyond the code segment. This is not kept: the limit is no part of the key.
+            // The first instruction ends beyond the code segment. The block is not kept, as the key
+            // does not tell the limit.
             return Err(self.gp());
         }
         if block.ops.is_empty() {
-            // Not an instruction: #UD, or #GP if it is longer than 15 bytes. Each of the bytes may be the invalid one,
-            // so all of them are compared.
+            // The bytes are no instruction: #UD, or #GP if they are longer than 15 bytes. Each of them may be the
+            // invalid one, so all of them belong to the block and are compared.
             let mut op = lower::invalid();
             op.aux = u8::from(too_long(&buffer[..len]));
             if buffer.starts_with(PREFIX) {
@@ -93,14 +94,14 @@ impl Cpu {
         block.first = first.map(|page| Snapshot::keep(page, at, split));
         if rest != 0 {
             block.second = second.map(|page| Snapshot::keep(page, 0, rest));
-            // Without a copy of both, the block cannot be compared later.
+            // Without a snapshot of both pages, the block cannot be compared later.
             block.first = block.first.filter(|_| second.is_some());
         }
         Ok(())
     }
 
-    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which has it, too, if the code may be kept
-    /// and there is memory for that.
+    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which holds the code, too. `None` if the code
+    /// may not be kept, or there is no memory for a snapshot.
     fn read_code(
         &mut self,
         lin: u64,
@@ -139,7 +140,7 @@ impl Cpu {
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
             let start = decoded.bytes;
             let mut prefix = 0;
-            // The prefix that makes KVM emulate the next instruction: it starts a block of its own.
+            // The prefix that makes KVM emulate the next instruction: it must start a block.
             if bytes[start..].starts_with(PREFIX) {
                 if start != 0 {
                     break;
@@ -185,8 +186,8 @@ impl Cpu {
     }
 }
 
-/// Decodes LOCK MOV CR0, which is MOV CR8 on AMD's CPUs. `None`: the bytes are something else. The decoder's option for
-/// it changes what other instructions mean, so it is not used for them.
+/// Decodes LOCK MOV CR0, which is MOV CR8 on AMD's CPUs. `None`: the bytes are something else. Only this function sets
+/// the decoder's option for it, because the option changes what other instructions mean.
 #[cold]
 fn lock_mov_cr0(bits: u32, bytes: &[u8], ip: u64) -> Option<Instruction> {
     let insn = Decoder::with_ip(bits, bytes, ip, DecoderOptions::AMD).decode();

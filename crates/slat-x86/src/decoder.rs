@@ -7,8 +7,8 @@ use slat_process::once::{Prepared, apart_from_forks};
 /// More heap bytes than the decoder's tables use, once per process (checked by a test).
 pub const DECODER_BYTES: usize = 512 << 10;
 
-/// Has the decoder build its tables. It builds them at the first use in a process, and cannot report a failed
-/// allocation. So this checks first that there is enough memory: other threads may still use it up meanwhile.
+/// Has the decoder build its tables. The decoder builds them at its first use in a process, and cannot report a failed
+/// allocation. So this function first checks that there is enough memory, though other threads may use it up meanwhile.
 pub(crate) fn build_tables() -> Result<(), OutOfMemory> {
     static BUILT: Prepared = Prepared::new();
     BUILT.once(|| {

@@ -31,7 +31,8 @@ pub struct Features {
     pub(crate) cr8_legacy: bool,
     /// Bits of MXCSR that can be set.
     pub(crate) mxcsr: u32,
-    /// CPUID tells Intel's vendor. [`Cpu::is_intel`](crate::Cpu::is_intel) says what the CPU does.
+    /// Whether CPUID names Intel as the vendor. [`Cpu::is_intel`](crate::Cpu::is_intel) tells whether the CPU
+    /// behaves like Intel's.
     pub(crate) is_intel: bool,
     /// The features of SVM: bits of [`crate::svm::feature`].
     pub(crate) svm: u32,
@@ -75,7 +76,7 @@ const EBX: usize = 1;
 const ECX: usize = 2;
 const EDX: usize = 3;
 
-/// Returns the state components that this CPU has on this host. AVX instructions depend on theirs:
+/// Returns the state components that this CPU has on this host. AVX instructions need the AVX component:
 /// without it they are #UD.
 fn components() -> u64 {
     match has_avx() {
@@ -84,7 +85,8 @@ fn components() -> u64 {
     }
 }
 
-/// Whether the host has AVX and its system the state of YMM registers, without which the guest has neither.
+/// Whether the host's CPU has AVX and its system saves YMM registers. Otherwise the guest has neither
+/// AVX nor YMM registers.
 pub fn has_avx() -> bool {
     is_x86_feature_detected!("avx")
 }
@@ -141,7 +143,7 @@ impl Features {
             cr4,
             efer,
             xcr0: told & components() | xcr0::X87,
-            // After the header, aligned, and not farther than in any CPU.
+            // The offset must be aligned, after the header, and not larger than on any known CPU.
             pkru_offset: match pkru_offset.is_multiple_of(8) && (576..8192).contains(&pkru_offset) {
                 true => pkru_offset,
                 false => PKRU_OFFSET,

@@ -1,8 +1,8 @@
 //! The memory of fixed size that a CPU allocates when it is made: its software TLB, the tables that find blocks, and
 //! the queues between an instruction and the device model.
 //!
-//! All of it begins as zeroes, in pages that the host provides at first use: a CPU that hardly runs uses little of it.
-//! Running the guest allocates no more, except for the copies of blocks that are kept.
+//! All of it begins as zeroes, in pages that the host provides at first use, so a CPU that hardly runs uses little
+//! memory. Running the guest allocates nothing else, except for copies of blocks that are kept.
 
 use crate::blocks::{Front, Seen};
 use crate::heap::Zeroed;

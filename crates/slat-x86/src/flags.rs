@@ -1,12 +1,12 @@
 //! Lazy arithmetic flags.
 //!
-//! Most flags are overwritten before anything reads them, so the common operations only record what they did, in few
-//! words. A reader computes the flag it needs from the record, by `sem::condition`. Rare operations compute their flags
-//! at once. While there is a record, the arithmetic bits of `state.rflags` are stale, except that CF is `x < y` always:
-//! so INC and DEC, which leave CF alone, leave `x` and `y` alone.
+//! Most flags are overwritten before anything reads them. So the common operations only record their operands and their
+//! result, and a reader computes the flag that it needs from this record, by `sem::condition`. Rare operations compute
+//! their flags at once. While there is a record, the arithmetic bits of `state.rflags` are stale. The record's CF is
+//! always `x < y`. So INC and DEC, which do not change CF, leave `x` and `y` alone.
 //!
-//! ADD and SUB are one thing seen from two sides: `a + b = r` is `r - b = a`. Both record `x` and `y` of a subtraction,
-//! from which CF, OF and AF follow alike; the result of SUB is the difference, that of ADD is `x`.
+//! ADD and SUB share one kind of record, because `a + b = r` means `r - b = a`. Both record `x` and `y` of a
+//! subtraction, from which CF, OF and AF follow; the result of SUB is the difference, the result of ADD is `x`.
 
 use crate::Cpu;
 use crate::int::Int;
@@ -39,9 +39,9 @@ pub(crate) const LOGIC: u8 = 12;
 pub(crate) const INC: u8 = 16;
 /// The result is one less than before.
 pub(crate) const DEC: u8 = 20;
-/// OF is whether the sign bits of `y` and of the result differ.
+/// OF is set if the sign bits of `y` and of the result differ.
 pub(crate) const SHL: u8 = 24;
-/// OF is whether the two upper bits of the result differ.
+/// OF is set if the two upper bits of the result differ.
 pub(crate) const SHR: u8 = 28;
 /// OF and AF are in `given`.
 pub(crate) const GIVEN: u8 = 32;
@@ -49,7 +49,7 @@ pub(crate) const GIVEN: u8 = 32;
 pub(crate) const GIVEN_OF: u8 = 1;
 pub(crate) const GIVEN_AF: u8 = 2;
 
-/// The `x` that is smaller than no `y`: CF is clear.
+/// The largest `x`: no `y` is greater, so CF is clear.
 pub(crate) const NO_CARRY: u64 = u64::MAX;
 
 fn given(overflow: bool, aux: bool) -> u8 {
@@ -79,8 +79,8 @@ impl Lazy {
     }
 }
 
-/// The record, and the flags in RFLAGS if there is none. Values are zero-extended, but that the bits of a difference
-/// beyond the operand's are undefined.
+/// Reads the record, or the flags in RFLAGS if there is no record. Values are zero-extended; but in a difference, the
+/// bits beyond the operand's size are undefined.
 struct Read<'a>(&'a Cpu);
 
 impl Read<'_> {
@@ -348,7 +348,7 @@ impl Cpu {
         Read(self).zero()
     }
 
-    /// Returns the condition that is an input of an operation.
+    /// Returns the condition that operation `A` reads as an input; `false` if it reads none.
     #[inline(always)]
     pub(crate) fn input_of<A: Operation>(&self) -> bool {
         A::READS.is_some_and(|cc| condition(&mut Read(self), cc))

@@ -1,4 +1,4 @@
-//! Heap allocations that may fail. `Box::new` and `Vec::push` abort then; these return [`OutOfMemory`].
+//! Heap allocations that may fail: they return [`OutOfMemory`] where `Box::new` and `Vec::push` abort.
 
 use std::alloc::{Layout, alloc};
 use std::fmt;
@@ -20,7 +20,7 @@ impl std::error::Error for OutOfMemory {}
 /// A type of which all-zero bytes are a valid value.
 ///
 /// # Safety
-/// - memory of the type's size and alignment that is all zero holds a valid value.
+/// - All-zero memory of the type's size and alignment holds a valid value.
 pub(crate) unsafe trait Zeroed {}
 
 /// Boxes `value`, like `Box::new`.
@@ -39,7 +39,7 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
 }
 
 /// A `T` that begins as zeroes, in pages of its own, which the host provides at first use. (The heap does not promise
-/// that: it may return memory that was used before, and clear it.)
+/// that: it may reuse memory, and clear it.)
 pub(crate) struct Pages<T>(NonNull<T>);
 
 // SAFETY: owns its `T`, as a box does.
@@ -58,8 +58,9 @@ impl<T: Zeroed> Pages<T> {
         if memory == libc::MAP_FAILED {
             return Err(OutOfMemory);
         }
-        // A huge page would hold the memory of several CPUs, used or not. Without huge pages the call fails, which is
-        // fine. SAFETY: the mapping just made.
+        // One huge page would hold the memory of several CPUs, whether they use it or not. On a host without huge pages
+        // the call fails, which does no harm.
+        // SAFETY: the mapping made above.
         unsafe { libc::madvise(memory, len, libc::MADV_NOHUGEPAGE) };
         NonNull::new(memory.cast()).map(Pages).ok_or(OutOfMemory)
     }

@@ -42,7 +42,7 @@ fn contributory(vector: u8) -> bool {
 }
 
 impl Cpu {
-    /// Has an external interrupt delivered before the next instruction, whatever RFLAGS.IF is.
+    /// Makes an external interrupt pending, which is delivered before the next instruction, whatever RFLAGS.IF is.
     pub fn inject_interrupt(&mut self, vector: u8) {
         self.state.events.interrupt = Some(vector);
         self.slow = true;
@@ -62,9 +62,9 @@ impl Cpu {
         self.queue_exception(Exception { vector, error }, self.state.cr2);
     }
 
-    /// Whether the guest accepts an external interrupt now. It does not if an SMI or an NMI is taken next:
-    /// their handlers run with interrupts off. Nor before an instruction that waits for memory: it may change
-    /// IF, or begin a shadow.
+    /// Whether the guest accepts an external interrupt now. It does not if an SMI or an NMI is taken next, because
+    /// their handlers run with interrupts off; nor before an instruction that waits for memory, because that may change
+    /// IF or begin a shadow.
     pub fn can_take_interrupt(&self) -> bool {
         let Events {
             exception,
@@ -92,8 +92,8 @@ impl Cpu {
         self.state.events.mov_ss_shadow = false;
     }
 
-    /// Delivers pending events, at most one per call. An interrupt that the CPU has acknowledged already is delivered
-    /// before an NMI, whose handler it would interrupt, and before an SMI, as in KVM.
+    /// Delivers pending events, at most one per call. As in KVM, an acknowledged interrupt is delivered first: before
+    /// an NMI, whose handler it would otherwise interrupt, and before an SMI.
     pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
         let events = self.state.events;
         let rip = self.state.rip;
@@ -211,7 +211,7 @@ impl Cpu {
 
     fn exception_in_delivery(&mut self, first: Exception) -> Option<Exit> {
         let second = self.fault.vector;
-        // A hypervisor that intercepts the second exception gets it as it is.
+        // A hypervisor that intercepts the second exception gets this exception, not a shutdown.
         if first.vector == vector::DF && !self.intercepts_exception(second) {
             self.state.events.exception = None;
             self.svm.set_delivering(None);
@@ -259,7 +259,7 @@ impl Cpu {
             self.trap(hits);
         }
         if let Some(Exit::Mmio { gpa, .. }) = self.exit {
-            // No device takes part in the delivery of an event: the caller cannot complete it.
+            // A device cannot take part in the delivery of an event, because the caller cannot complete the access.
             self.exit = Some(Exit::Delivery {
                 vector,
                 software: source.is_software(),

@@ -2,17 +2,18 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! An interpreter of decoded basic blocks, and a compiler of those that run often. [`Cpu`] holds the architectural
-//! [`State`] and runs it against a [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`]) and
-//! serves CPUID, MSRs and the like. [`Cpu::run`] runs until it needs its caller and returns the reason: [`Exit`].
+//! The crate has an interpreter of decoded basic blocks, and a compiler of those that run often. [`Cpu`] holds the
+//! architectural [`State`] and runs it against a [`Machine`], which translates guest-virtual addresses to host
+//! pages ([`Mmu`]) and serves CPUID, MSRs and the like. [`Cpu::run`] runs until it needs its caller and returns
+//! the reason: [`Exit`].
 //!
 //! | layer | file | idea |
 //! |---|---|---|
-//! | base | `heap`, `pool`, `hash`, `sync` | allocations that may fail; pieces of memory that are freed all at once; a fast hash; what the model checker replaces |
+//! | base | `heap`, `pool`, `hash`, `sync` | allocations that may fail; memory freed at once; a hash; what loom replaces |
 //! | | `counters` | what the CPU counts of its work |
-//! | | `clock` | when decoded code has to be looked at again |
+//! | | `clock` | when decoded code has to be checked again |
 //! | | `decoder` | the tables of the instruction decoder |
-//! | | `frame`, `source`, `tss` | what deliveries push; the origins of events; the task-state segment |
+//! | | `frame`, `source`, `tss` | what the delivery of an event pushes; the origins of events; the task-state segment |
 //! | guest | `state` | the architectural registers |
 //! | | `machine` | what the CPU needs from its machine, and its exits |
 //! | sem | `int` | the operand sizes |
@@ -25,7 +26,7 @@
 //! | | `fixed` | the memory that a CPU has from its creation |
 //! | | `flags` | lazy arithmetic flags |
 //! | | `tlb/`, `mmio` | the software TLB, of two levels; MMIO and port accesses, whose data the device model provides |
-//! | | `debug`, `probe` | breakpoints, watchpoints, single steps: of the guest and of KVM's API; of nobody inside |
+//! | | `debug`, `probe` | debug registers and single steps, of the guest and of KVM's API; probes, which neither sees |
 //! | | `progress` | how long events have been delivered without an instruction |
 //! | | `svm/` | nested virtualization by SVM |
 //! | interpreter | `mem` | loads and stores |
@@ -35,15 +36,18 @@
 //! | decoding | `lower` | from an instruction to an operation |
 //! | | `decode` | decoding code into blocks |
 //! | compiler | `jit/` | the compiler of hot code (feature `jit`) |
-//! | run | `run`, `complete`, `smm` | the outer loop; what a run leaves of an instruction; system-management mode |
+//! | run | `run`, `complete`, `smm` | the run loop; finishing an instruction after its run; system-management mode |
 //!
 //! A module imports from its own layer and from lower ones (checked by `tests/architecture.rs`). Inside the `cpu` layer
 //! modules import one another: a CPU holds blocks, whose operations hold functions that take the CPU.
 //!
-//! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
-//! several threads; code that was overwritten is not executed from the block cache: by this CPU from the next
-//! instruction on, by another from the next block on, by anyone else from the next run or serialising instruction on.
-//! An IRET to a user counts as such for the user's code alone.
+//! Promises:
+//!
+//! - An instruction that faults has changed nothing.
+//! - LOCKed operations are atomic among CPUs on several threads.
+//! - Code that was overwritten is not executed from the block cache. If this CPU has overwritten it, that holds from
+//!   the next instruction on; if another CPU has, from the next block on; if the client or a device has, from the next
+//!   run or serialising instruction on. An IRET to user code serialises user code alone.
 //!
 //! The caller has called `slat_guard::install` before it runs a CPU.
 //!

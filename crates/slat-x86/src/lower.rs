@@ -1,4 +1,4 @@
-//! From a decoded instruction to an operation.
+//! Lowering: from a decoded instruction to an operation.
 
 use crate::Cpu;
 use crate::cpu::mode;
@@ -8,8 +8,8 @@ use crate::pool::List;
 use crate::{simd, svm, vector, x87};
 use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
-/// Appends the operations of an instruction, at most two. Returns whether the block ends with it. `code` is the
-/// instruction's own bytes, `offset` and `len` its position in the block.
+/// Appends the operations of an instruction, at most two. Returns whether the instruction ends the block. `code` is the
+/// instruction's own bytes, `offset` and `len` are its position in the block.
 pub(crate) fn lower(
     insn: &Instruction,
     code: &[u8],
@@ -41,8 +41,8 @@ pub(crate) fn lower(
     insn.flow_control() != FlowControl::Next
 }
 
-/// Returns the operation of one instruction, of which the arguments are those of [`lower`]. Also returns whether the
-/// next operation must be a check, because the handler may store and does not look whether it changed code.
+/// Returns the operation of one instruction; the arguments are those of [`lower`]. Also returns whether the next
+/// operation must be a check, because the handler may store and does not check whether the store changed code.
 pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: u8) -> (Op, bool) {
     let mut op = Op {
         offset,
@@ -91,7 +91,8 @@ const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 19] = [
     exec::xsave::lower,
 ];
 
-/// Chooses the handler of an SSE, AVX or x87 instruction: one that raises #UD or #NM if they are switched off.
+/// Chooses the handler of an SSE, AVX or x87 instruction. The handler raises #UD or #NM if such
+/// instructions are switched off.
 fn floating(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
     let vex = insn.encoding() == EncodingKind::VEX;
     if !vex && insn.encoding() != EncodingKind::Legacy {
@@ -165,13 +166,13 @@ fn unimplemented(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.unimplemented("an instruction that this CPU does not implement"))
 }
 
-/// Ends the block if an instruction's store requires that. Follows an instruction that may have stored and
-/// does not check itself.
+/// Ends the block if an instruction's store requires it. This operation follows an instruction that may store and does
+/// not check for itself.
 fn check(cpu: &mut Cpu, _: &Op) -> Flow {
     if cpu.stop { Err(Break::End) } else { Ok(()) }
 }
 
-/// Raises #UD for bytes that are no instruction, or, if `aux` is set, #GP for too many of them.
+/// Raises #UD for bytes that are no instruction, or #GP if `aux` is set: there are too many of them.
 fn bad(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(if op.aux != 0 { cpu.gp() } else { cpu.ud() })
 }
@@ -300,7 +301,7 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
         _ => segment(insn.memory_segment()),
     };
     op.address_size = match (base, index) {
-        // The index of a gather is a vector, and says nothing of the address size.
+        // The index register of a gather is a vector register, and does not tell the address size.
         (Register::None, index) if !index.is_gpr() => insn.memory_displ_size().clamp(2, 8) as u8,
         (Register::None, index) => index.size() as u8,
         (base, _) => base.size() as u8,

@@ -74,14 +74,14 @@ pub struct HostPage {
     pub write: bool,
     /// Further instruction fetches at this privilege need no new translation.
     pub execute: bool,
-    /// The guest-physical address of the page, if the machine wants to know of each store to it ([`Mmu::stored`]). Then
-    /// `write` is false: every store is translated anew.
+    /// The guest-physical address of the page, if the machine wants to know of each store to the page
+    /// ([`Mmu::stored`]). Then `write` is false: every store is translated anew.
     ///
-    /// The CPU must have no translation for writes of a page that becomes tracked. If [`Mmu::translate`] begins to
-    /// track such a page, it raises `attention` and returns [`Fault::Retry`]: the CPU would see `attention` only after
-    /// the rest of the block.
+    /// When a page becomes tracked, the CPU must have no translation for writes to it. So if [`Mmu::translate`] begins
+    /// to track such a page, it raises `attention` and returns [`Fault::Retry`]: without the retry the CPU would see
+    /// `attention` only after the rest of the block.
     pub tracked: Option<u64>,
-    /// This page is part of a page of the guest's of 2^`bits` bytes: INVLPG drops all of it.
+    /// This page is part of a larger page of the guest, of 2^`bits` bytes: INVLPG drops all of it.
     pub bits: u32,
     /// This translation holds in every address space: CR4.PGE is set, and so is the G flag of the guest's entry that
     /// maps the page. A load of CR3 keeps it.
@@ -113,9 +113,9 @@ pub enum Fault {
     /// The CPU abandons the instruction with nothing changed, checks `attention`, and executes it again. All
     /// translations are void.
     Retry,
-    /// The walk has set a bit in a page of decoded code (see [`CodePages::stored`](crate::CodePages::stored)), maybe
-    /// that of the instruction that it is for. The CPU executes this instruction, as it was fetched, with another walk,
-    /// and fetches the next one.
+    /// The walk has set a bit in a page of decoded code (see [`CodePages::stored`](crate::CodePages::stored)), maybe in
+    /// the instruction that needs the translation. The CPU walks again and executes this instruction as it was fetched;
+    /// it fetches the next one anew.
     CodeChanged,
     /// The host memory is not accessible: the run ends with [`Exit::BadAddress`].
     BadAddress,
@@ -132,20 +132,21 @@ pub enum MsrFault {
     Invalid,
     /// [`Machine::allows_msr`] forbids the access.
     Forbidden,
-    /// As [`Fault::Retry`], for an access that needs guest memory. Nothing was changed, and nobody else handles it.
+    /// Like [`Fault::Retry`], for an access that needs guest memory. Nothing was changed, and the caller is not asked.
     Retry,
 }
 
 /// The translations that the guest invalidates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestFlush {
-    /// Those of the page at this linear address, under the current PCID: INVLPG, and INVPCID of type 0 with the current
-    /// PCID (without CR4.PCIDE the PCID is 0).
+    /// The translations of the page at this linear address, under the current PCID: for INVLPG, and INVPCID of type 0
+    /// with the current PCID (without CR4.PCIDE the PCID is 0).
     Page(u64),
-    /// All: a change of CR0, CR3, CR4 or EFER, and the other forms of INVPCID. A nested guest's, of its own tables.
+    /// All translations: for a change of CR0, CR3, CR4 or EFER, and the other forms of INVPCID. In a nested guest, only
+    /// the translations of its own tables.
     All,
-    /// All of a nested guest, also what depends on its hypervisor's nested tables: VMRUN with a TLB_CONTROL, or of
-    /// another ASID than the last one; INVLPGA.
+    /// All translations of a nested guest, also those that depend on its hypervisor's nested tables: for VMRUN with a
+    /// TLB_CONTROL or with another ASID than the last one, and for INVLPGA.
     Nested,
 }
 
@@ -155,14 +156,14 @@ pub trait Mmu {
     /// then the second level. Called on misses of the software TLB only.
     fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault>;
 
-    /// Returns the host page that backs the page of the guest-physical address `gpa`: for an access that the CPU makes
-    /// to a structure that it finds by a physical address. By default without paging, which reaches 4 GiB.
+    /// Returns the host page that backs the page of the guest-physical address `gpa`, for an access of the CPU to a
+    /// structure that it finds by its physical address. The default translates without paging, which reaches 4 GiB.
     fn translate_physical(&mut self, gpa: u64, access: Access) -> Result<HostPage, Fault> {
         self.translate(gpa, access, &Paging::OFF)
     }
 
-    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a guest whose hypervisor is
-    /// a guest: it goes through the `nested` tables first, where it may be [`Fault::NestedPage`].
+    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a nested guest. It goes
+    /// through the `nested` tables first, which may cause [`Fault::NestedPage`].
     fn translate_nested_physical(
         &mut self,
         gpa: u64,
@@ -180,11 +181,11 @@ pub trait Mmu {
     /// translate again and retry.
     fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;
 
-    /// Call after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). The bytes
+    /// Called after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). The bytes
     /// are in memory, and the instruction has not translated its next memory operand. For a store across two pages,
     /// both parts are in memory before the first call.
     ///
-    /// Also called after a store that found its host memory [`Gone`](slat_guard::Gone), as part of the
+    /// Also called after a store that found its host memory [`Gone`](slat_guard::Gone), because part of the
     /// bytes may be in memory.
     ///
     /// Returns whether all translations are void.
@@ -192,10 +193,10 @@ pub trait Mmu {
         false
     }
 
-    /// Call after the guest has invalidated translations: its instruction has changed the register, and nothing was
-    /// translated since. May be called more often than the guest demands; a task switch calls it several times.
+    /// Called after the guest has invalidated translations: its instruction has changed the register, and nothing was
+    /// translated since. This may be called more often than the guest demands; a task switch calls it several times.
     ///
-    /// MOV to CR3 that keeps the translations (bit 63 of the operand with CR4.PCIDE) does not call it.
+    /// A MOV to CR3 that keeps the translations (bit 63 of the operand with CR4.PCIDE) does not call this.
     ///
     /// Returns whether all translations are void.
     fn flush_guest(&mut self, _what: GuestFlush, _paging: &Paging) -> bool {
@@ -220,16 +221,16 @@ pub trait Machine: Mmu {
     fn allows_msr(&mut self, _msr: u32, _write: bool) -> bool {
         true
     }
-    /// Whether the caller of the run handles a refused access: then the run ends with [`Exit::Msr`],
-    /// otherwise it is #GP(0).
+    /// Whether the caller of the run handles a refused access. If so, the run ends with [`Exit::Msr`]; otherwise
+    /// the access is #GP(0).
     fn answers_msr_outside(&mut self, _why: MsrFault) -> bool {
         false
     }
     /// Returns the guest's time-stamp counter.
     fn tsc(&mut self) -> u64;
-    /// Executes VMCALL or VMMCALL, which code of privilege level `cpl` has called, with registers of 64 bits in
-    /// `long_mode` and of 32 otherwise. Finds the arguments in the registers of `state`, and stores the results there;
-    /// changes nothing else of it.
+    /// Executes a VMCALL or VMMCALL of code at privilege level `cpl`. Registers have 64 bits in `long_mode` and
+    /// 32 otherwise. The arguments are in the registers of `state`, and the results are stored there; nothing
+    /// else of `state` changes.
     fn hypercall(&mut self, state: &mut State, cpl: u8, long_mode: bool) -> HypercallOutcome;
     /// Call after the guest has written CR8, its local APIC's task priority. (A write of the APIC's register
     /// by WRMSR changes CR8.)
@@ -253,7 +254,7 @@ pub enum HypercallOutcome {
     Outside,
     /// #UD. No register was changed.
     Undefined,
-    /// As [`Fault::Retry`]. No register was changed.
+    /// Like [`Fault::Retry`]. No register was changed.
     Retry,
 }
 
@@ -281,7 +282,7 @@ impl HypercallInstruction {
 pub enum Hypercalls {
     /// It is executed.
     Executed,
-    /// It is overwritten by this instruction, which is executed.
+    /// The CPU overwrites the instruction with this one, and executes this one.
     Patched(HypercallInstruction),
     /// #UD.
     Undefined,
@@ -293,10 +294,11 @@ pub enum BusLocks {
     /// Nothing more.
     #[default]
     Executed,
-    /// It ends the run with [`Exit::BusLock`] before its instruction, which the next run executes if RIP is the same
-    /// then: as on AMD's processors (bus lock threshold).
+    /// The access ends the run with [`Exit::BusLock`] before its instruction. The next run executes the instruction, if
+    /// RIP has not changed: like bus lock threshold on AMD's processors.
     ExitBefore,
-    /// It ends the run with [`Exit::BusLock`] after its instruction: as on Intel's processors (bus-lock detection).
+    /// The access ends the run with [`Exit::BusLock`] after its instruction: like bus-lock detection
+    /// on Intel's processors.
     ExitAfter,
 }
 
@@ -336,8 +338,8 @@ pub enum Exit {
         size: u8,
         /// An OUT, in contrast to IN.
         write: bool,
-        /// Units: more than 1 only for repeated INS and OUTS, which move the units that lie in the page.
-        /// [`Cpu::output`](crate::Cpu::output) holds the data of a write.
+        /// The number of units. More than 1 only for repeated INS and OUTS, which move all units that lie in one page
+        /// at once. [`Cpu::output`](crate::Cpu::output) holds the data of a write.
         count: u32,
     },
     /// An access to an address without memory. [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) provides the
@@ -377,8 +379,8 @@ pub enum Exit {
     },
     /// HLT; RIP points after it.
     Hlt,
-    /// An SMI is to be taken. [`Cpu::enter_smm`](crate::Cpu::enter_smm) does it; otherwise the next
-    /// run ends like this one.
+    /// An SMI is pending. [`Cpu::enter_smm`](crate::Cpu::enter_smm) takes it; without that call the next run ends
+    /// with this exit again.
     Smi,
     /// RSM in system management mode. RIP still points at the instruction;
     /// [`Cpu::leave_smm`](crate::Cpu::leave_smm) finishes it.
@@ -400,7 +402,7 @@ pub enum Exit {
     /// An instruction locks the bus: see [`BusLocks`].
     BusLock,
     /// Events were delivered for longer than [`Cpu::notify_window`](crate::Cpu) without an instruction in between.
-    /// The next run goes on.
+    /// The next run continues.
     Notify,
     /// `attention` is not zero.
     Attention,

@@ -1,13 +1,13 @@
 //! Guest-virtual loads and stores.
 //!
-//! The fast paths are a look-up in the software TLB and one guarded access. Everything else takes the slow paths:
-//! misses, pages without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are
-//! precise: a load or store that fails has changed nothing, and an access that crosses a page has translated both pages
-//! before it touches either.
+//! A fast path is a look-up in the software TLB and one guarded access. Everything else takes a slow path: misses,
+//! pages without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are
+//! precise: a load or store that fails has changed nothing, and an access that crosses a page has translated both
+//! pages before it touches either.
 //!
-//! A store to a page that the machine tracks misses in the TLB, as the TLB holds the page for reads only; so does one
-//! to a page that holds decoded code. Such stores are made in [`Cpu::write_to`] and `Cpu::write_places` (in `places`)
-//! alone, which tell the machine, and the CPUs that share the code.
+//! The TLB holds a page for reads only if the machine tracks the page, or if the page holds decoded code. So a store to
+//! such a page misses in the TLB. Only [`Cpu::write_to`] and `Cpu::write_places` (in `places`) make such stores: they
+//! tell the machine, and the CPUs that share the code.
 
 mod address;
 mod alignment;
@@ -30,7 +30,7 @@ use slat_guard::{Gone, Word};
 /// Bytes of a cache line.
 pub(crate) const CACHE_LINE: u64 = 64;
 
-/// Reads, changes and writes a word; atomically with `lock`. Returns the old and the new value.
+/// Reads, changes and writes a word, atomically with `lock`. Returns the old and the new value.
 ///
 /// # Safety
 /// As for [`slat_guard::store`].
@@ -60,8 +60,8 @@ unsafe fn exchange<T: Int>(
 }
 
 impl Cpu {
-    /// Does [`load`](Self::load) if the fast path can. Handlers that leave the rest to another function need no
-    /// stack frame for the call.
+    /// Like [`load`](Self::load), but returns `None` where the fast path cannot do it. A handler that leaves the slow
+    /// path to another function needs no stack frame for this call.
     #[inline(always)]
     pub(crate) fn try_load<T: Word>(&mut self, lin: u64) -> Option<T> {
         let table = self.table;
@@ -70,7 +70,7 @@ impl Cpu {
         unsafe { slat_guard::load(host.cast::<T>()) }.ok()
     }
 
-    /// Does [`store`](Self::store) if the fast path can.
+    /// Like [`store`](Self::store), but returns `false` where the fast path cannot do it.
     #[inline(always)]
     pub(crate) fn try_store<T: Word>(&mut self, lin: u64, v: T) -> bool {
         let table = self.table;
@@ -99,9 +99,9 @@ impl Cpu {
         self.store_slow(lin, v)
     }
 
-    /// Call after each store that missed in the TLB's entries for writes, made to `host`, the address of `lin`. (Those
-    /// that hit are to pages that no CPU trusts to hold code: see `code_pages`.) If the page holds decoded code, all
-    /// CPUs see that it is not good any more, this one before its next instruction.
+    /// Call after each store to `host`, the address of `lin`, that missed in the TLB's entries for writes. (A store
+    /// that hits is to a page that no CPU trusts to hold code: see `code_pages`.) If the page holds decoded code, all
+    /// CPUs see that the code is stale, this CPU before its next instruction.
     fn note_store(&mut self, lin: u64, host: *mut u8) {
         let host = host as usize;
         if self.code.stored(host) {
@@ -109,7 +109,7 @@ impl Cpu {
             self.clock.change();
             self.stop = true;
         } else {
-            // Another CPU's stores have removed the mark while a block of the page runs.
+            // Stores of another CPU may have removed the page's mark while a block of the page runs here.
             self.stop |= self.code_page == host & !0xfff || self.code_page == ANY_PAGE;
         }
         if self.code.pages().version_of(host) == 0 {
@@ -118,7 +118,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the result of a handler that has stored: the block may have to end after it.
+    /// Returns the result of a handler that has stored: ends the block if the store requires it.
     #[inline(always)]
     pub(crate) fn stored(&mut self) -> Result<(), Break> {
         if self.stop { Err(Break::End) } else { Ok(()) }
@@ -145,7 +145,7 @@ impl Cpu {
         Ok(both)
     }
 
-    /// Call before a locked access that crosses a cache line: a processor locks the bus for it (SDM
+    /// Call before a locked access that crosses a cache line, for which a processor locks the bus (SDM
     /// volume 3, "Bus Locking").
     #[cold]
     fn before_bus_lock(&mut self) -> Result<(), Break> {
@@ -165,7 +165,7 @@ impl Cpu {
         }
     }
 
-    /// Does [`update`](Self::update), without regard to the bus.
+    /// Does the work of [`update`](Self::update), except for bus locks.
     #[inline(always)]
     fn exchange<T: Int>(
         &mut self,
@@ -184,8 +184,8 @@ impl Cpu {
         self.update_slow(lin, lock, f)
     }
 
-    /// Does [`update`](Self::update) after a miss in the TLB. Out of line, so that the fast path does not
-    /// ask what is tracked.
+    /// Does [`update`](Self::update) after a miss in the TLB. Out of line, so that the fast path need not
+    /// check for tracked pages.
     #[cold]
     #[inline(never)]
     fn update_slow<T: Int>(
@@ -201,7 +201,7 @@ impl Cpu {
                 false => self.write_place(lin, T::BYTES as usize)?,
             };
             let Some(to) = to else {
-                // Across pages or to MMIO: not atomic, as slat has no bus locks.
+                // An update across pages or of MMIO is not atomic, as slat has no bus locks.
                 let old = self.load::<T>(lin)?;
                 let new = f(old);
                 self.store(lin, new)?;
@@ -215,7 +215,7 @@ impl Cpu {
         }
     }
 
-    /// Returns `len` bytes that may be written, if they are memory and in one page.
+    /// Returns the `len` bytes at `lin` as a destination of writes, if they are memory in one page.
     pub(crate) fn write_place(
         &mut self,
         lin: u64,
@@ -225,9 +225,9 @@ impl Cpu {
         Ok(places.destination(lin))
     }
 
-    /// Runs `write`, which writes all of `to` by guarded accesses to the address that it is passed, then tells
-    /// the machine if the page is tracked. Returns the result of `write`. `None`: the host page is not
-    /// accessible; translate again.
+    /// Runs `write`, which writes all of `to` by guarded accesses to the address that it gets. Then tells the
+    /// machine if the page is tracked. Returns the result of `write`. `None`: the host page is not accessible; the
+    /// caller translates again.
     #[inline]
     pub(crate) fn write_to<T, E>(
         &mut self,
@@ -256,7 +256,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the host address of `len` bytes that may be read, if they are memory and in one page.
+    /// Returns the host address from which `len` bytes may be read, if they are memory in one page.
     pub(crate) fn read_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         let places = self.places(lin, len, Access::Read)?;
         Ok(places.source())
@@ -286,8 +286,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`aligned16`](Self::aligned16), for the memory operand of an SSE instruction that computes:
-    /// MXCSR.MM allows any address.
+    /// Like [`aligned16`](Self::aligned16), for the memory operand of an SSE instruction that computes. With MXCSR.MM
+    /// such an operand may have any address.
     #[inline(always)]
     pub(crate) fn aligned_operand(&mut self, lin: u64) -> Result<(), Break> {
         match lin & 15 != 0 && self.state.mxcsr & MXCSR_MM == 0 {
@@ -311,7 +311,7 @@ impl Cpu {
         }
     }
 
-    /// Like [`Self::load_bytes`], for an instruction that does not read MMIO: such a read is an emulation
+    /// Like [`Self::load_bytes`], for an instruction that cannot read MMIO: a read of MMIO ends the run as an emulation
     /// failure for `reason`.
     pub(crate) fn load_memory(
         &mut self,
@@ -352,10 +352,10 @@ impl Cpu {
         }
     }
 
-    /// Reads the translated word. `None`: a part's host page is not accessible; translate again.
+    /// Reads the translated word. `None`: the host page of a part is not accessible; the caller translates again.
     #[inline(always)]
     fn load_at<T: Word>(&mut self, lin: u64, places: &Places) -> Result<Option<T>, Break> {
-        // The common miss: one page of memory. One access, so that it stays atomic.
+        // The most frequent miss: one page of memory. It is read by one access, which stays atomic.
         if let Places {
             first: Place::Host { host, .. },
             second: None,
@@ -398,7 +398,7 @@ impl Cpu {
         }
     }
 
-    /// Runs `f` with the accesses that the CPU itself makes to its tables: as supervisor, with SMAP applying.
+    /// Runs `f` with the access rights of the CPU itself, as for its tables: a supervisor's, to which SMAP applies.
     pub(crate) fn as_system<T>(
         &mut self,
         f: impl FnOnce(&mut Self) -> Result<T, Break>,
@@ -410,21 +410,20 @@ impl Cpu {
     }
 }
 
-/// Accesses of compiled code that miss the TLB. Those to devices, and those that have to be aligned, are
-/// left to the interpreter.
+/// Accesses of compiled code that miss the TLB. The interpreter makes those to devices, and those that must be aligned.
 #[cfg(feature = "jit")]
 impl Cpu {
-    /// Translates all pages of an access. A device that it meets the interpreter does not look for again
-    /// ([`Self::take_met`]).
+    /// Translates all pages of an access. If the access is to a device, remembers the device's address, so that the
+    /// interpreter need not translate again ([`Self::take_met`]).
     fn places_or_met(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
         let places = self.places(lin, len, access)?;
         self.devices.met = places.device().map(|gpa| Met { lin, access, gpa });
         Ok(places)
     }
 
-    /// Returns the host address to read `len` bytes at, 32 at most: of the memory, or of a copy if it is in two
-    /// pages. `None`: it is MMIO, at least in part, or near a watchpoint or has to be aligned: then each access
-    /// has to be looked at.
+    /// Returns the host address from which to read `len` bytes, 32 at most: that of the memory, or of a copy if the
+    /// bytes are in two pages. `None`: the access needs a check, because some of the bytes are MMIO or near a
+    /// watchpoint, or because the access must be aligned.
     pub(crate) fn place_to_load(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         if self.checks_alignment() {
             return Ok(None);
@@ -445,8 +444,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the host address to write `len` bytes at, if that is a store to a page without decoded code, in one
-    /// page, that nobody wants to know of, and that need not be aligned.
+    /// Returns the host address to which to write `len` bytes, if they are in one page of memory that has no decoded
+    /// code and is neither tracked nor watched, and if accesses need not be aligned.
     pub(crate) fn place_to_store(
         &mut self,
         lin: u64,

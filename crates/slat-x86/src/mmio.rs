@@ -1,9 +1,12 @@
-//! MMIO and port accesses, whose data the device model provides. And hypercalls and MSRs that it handles.
+//! MMIO and port accesses, whose data the device model provides; and hypercalls and MSR accesses
+//! that the caller handles.
 //!
-//! *MMIO reads*: the instruction is abandoned with nothing changed, the run ends, the caller provides the data,
-//! and the instruction, as it was decoded, is executed again from its start: a read at a linear address whose data is
-//! known returns that data, and is not translated again.
-//! *MMIO writes*: queued by the instruction, which completes; each fragment of the queue ends a run.
+//! *MMIO reads*: the CPU abandons the instruction with nothing changed and ends the run. The caller provides the data.
+//! Then the CPU executes the instruction, as it was decoded, again from its start: a read at a linear address whose
+//! data is known returns that data, and is not translated again.
+//!
+//! *MMIO writes*: the instruction queues the writes and completes; each fragment of the queue ends a run.
+//!
 //! *Ports*, *hypercalls* and *MSRs*: RIP stays at the instruction until the access is completed.
 //!
 //! [`complete`](crate::complete) finishes such an instruction before anything else is executed.
@@ -15,14 +18,14 @@ use crate::op::{Break, LONGEST_INSTRUCTION, Op};
 use crate::state::{Exception, State, flags};
 use crate::vector;
 
-/// The most bytes that one port exit moves: repeated string accesses move many units.
+/// The most bytes that one port exit moves. (A repeated string instruction moves many units at once.)
 pub const PORT_BYTES: usize = 4096;
-/// More MMIO accesses than any instruction makes: XSAVE reads and writes 72 fragments.
+/// The most MMIO accesses of an instruction, rounded up: XSAVE reads and writes 72 fragments.
 const MOST_FRAGMENTS: usize = 96;
 
 #[derive(Clone, Copy, Debug)]
 struct Fragment {
-    /// The linear address; 0 for a write, whose queue does not need it.
+    /// The linear address. 0 for a write: the queue does not need it.
     lin: u64,
     gpa: u64,
     len: u8,
@@ -46,7 +49,7 @@ impl Fragments {
         &self.all[self.first..self.end]
     }
 
-    /// Appends a fragment. False: there are too many.
+    /// Appends a fragment. Returns `false` if there are too many.
     fn push(&mut self, fragment: Fragment) -> bool {
         let free = self.all.get_mut(self.end);
         let pushed = free.map(|free| *free = fragment).is_some();
@@ -112,7 +115,7 @@ impl Output {
 
 /// An instruction that waits for the data of MMIO reads, as it was decoded.
 ///
-/// It is executed again from here, and not fetched again: meanwhile the client may have patched it.
+/// The instruction is executed again from this copy, not fetched again: the client may have patched it meanwhile.
 #[derive(Clone, Copy)]
 pub(crate) struct Reader {
     pub(crate) op: Op,
@@ -139,10 +142,11 @@ pub(crate) struct Devices {
     /// The instruction that makes the reads.
     pub(crate) reader: Option<Reader>,
     pub(crate) port: Option<Port>,
-    /// The instruction that ended the last run and needs a result from the caller.
+    /// The instruction that ended the last run and needs a result of the caller.
     question: Option<Question>,
-    /// The device that compiled code has met at an instruction, which it then leaves to the interpreter: nothing is
-    /// asked twice. Only for the execution that follows at once: a memslot may be there later.
+    /// The device that an access of compiled code is to. The interpreter then executes the instruction and uses
+    /// this address, so that the machine translates only once. Valid only if the instruction is executed next: a
+    /// memslot may be added later.
     #[cfg(feature = "jit")]
     pub(crate) met: Option<Met>,
 }
@@ -190,7 +194,7 @@ pub(crate) struct Port {
     pub(crate) kind: PortKind,
     /// DR6 bits of the debug traps that follow the access.
     pub(crate) traps: u64,
-    /// The data of a string input was provided, and is stored when the CPU runs again.
+    /// The data of a string input was provided. The CPU stores the data when it runs again.
     pub(crate) answered: bool,
 }
 
@@ -211,7 +215,7 @@ pub(crate) enum PortKind {
 }
 
 impl Cpu {
-    /// Removes and returns the guest-physical address of the device that compiled code has met by this access.
+    /// Removes and returns the guest-physical address of the device, if compiled code has met one by this access.
     #[cfg(feature = "jit")]
     #[inline]
     pub(crate) fn take_met(&mut self, lin: u64, access: Access) -> Option<u64> {
@@ -242,7 +246,7 @@ impl Cpu {
         !self.fixed.answers.waiting().is_empty()
     }
 
-    /// Call when the instruction at RIP starts: its reads use the data from the first one.
+    /// Call when the instruction at RIP starts: its reads use the data from the beginning.
     pub(crate) fn rewind_answers(&mut self) {
         self.devices.taken = 0;
     }
@@ -325,8 +329,8 @@ impl Cpu {
         })
     }
 
-    /// Drops an access of an earlier run that the caller did not complete: its instruction makes it again. Also one
-    /// whose instruction is not at RIP any more.
+    /// Drops an access of an earlier run that the caller did not complete; its instruction makes the access again. Also
+    /// drops an access whose instruction is not at RIP any more.
     pub(crate) fn forget_question(&mut self) {
         let rip = self.state.rip;
         let Devices {
@@ -346,8 +350,8 @@ impl Cpu {
         self.ask(op, QuestionKind::Hypercall, Exit::Hypercall)
     }
 
-    /// Refuses RDMSR or, with a `value`, WRMSR: #GP(0), or the end of the run if the machine wants its caller to handle
-    /// it. An access that was only interrupted starts again.
+    /// Refuses RDMSR or, with a `value`, WRMSR: raises #GP(0), or ends the run if the machine wants its caller to
+    /// handle the access. An access that was only interrupted starts again.
     pub(crate) fn refuse_msr(
         &mut self,
         op: &Op,
@@ -368,7 +372,7 @@ impl Cpu {
         self.ask(op, kind, Exit::Msr { index, value, why })
     }
 
-    /// Ends the run with `exit`; the caller's result finishes `op`.
+    /// Ends the run with `exit`. The caller's result will finish `op`.
     fn ask(&mut self, op: &Op, kind: QuestionKind, exit: Exit) -> Break {
         self.devices.question = Some(Question {
             rip: self.rip_of(op),
@@ -379,17 +383,17 @@ impl Cpu {
         self.leave(exit)
     }
 
-    /// Removes and returns the instruction that ended the last run, if it needs a result of one of these kinds, and
+    /// Removes the instruction that ended the last run. Returns it if it needs a result of one of these kinds, and
     /// RIP still points at it.
     fn take_question(&mut self, kinds: &[QuestionKind]) -> Option<Question> {
         let question = self.devices.question.take()?;
         (question.rip == self.state.rip && kinds.contains(&question.kind)).then_some(question)
     }
 
-    /// Finishes the hypercall that ended the last run: `store` stores its results in the registers; `true` tells it
-    /// that they have 64 bits.
+    /// Finishes the hypercall that ended the last run: `store` stores its results in the registers. Its second argument
+    /// tells whether they have 64 bits.
     ///
-    /// RIP moves to the next instruction. If RIP was changed meanwhile, does nothing.
+    /// RIP moves to the next instruction. If RIP was changed meanwhile, this does nothing.
     pub fn complete_hypercall(&mut self, store: impl FnOnce(&mut State, bool)) {
         let Some(question) = self.take_question(&[QuestionKind::Hypercall]) else {
             return;
@@ -399,7 +403,7 @@ impl Cpu {
         self.question_done(&question);
     }
 
-    /// Call when the caller's result is stored: finishes the instruction.
+    /// Call after the caller's result was stored: finishes the instruction.
     fn question_done(&mut self, question: &Question) {
         self.state.rip = question.next;
         self.state.rflags &= !flags::RF;
@@ -407,9 +411,8 @@ impl Cpu {
         self.trap_completed(question.traps);
     }
 
-    /// Finishes the MSR access that ended the last run: `answer` is the value that RDMSR reads, and
-    /// ignored for WRMSR. `None`:
-    /// #GP(0).
+    /// Finishes the MSR access that ended the last run. `answer` is the value that RDMSR reads; WRMSR ignores it.
+    /// `None` raises #GP(0).
     ///
     /// RIP moves to the next instruction unless it was changed meanwhile.
     pub fn complete_msr(&mut self, answer: Option<u64>) {

@@ -1,9 +1,9 @@
-//! Code that runs for the first time, or that is stepped: it is decoded from memory, executed, and forgotten.
+//! Code that is decoded from memory, executed, and forgotten: it runs for the first time, or is single-stepped.
 //!
-//! Much code runs only once. To keep a block costs a copy of its code, and a mark of its page, of which all CPUs are
-//! told and which makes stores to the page slow (`code_pages`). A block that is not kept has none of this. Instead,
-//! what is left of it is compared with memory after each of its instructions: so a store to a later instruction is seen
-//! by it, through whatever address and entry of the TLB it was made.
+//! Much code runs only once. A block that is kept costs a copy of its code, and a mark of its page; all CPUs are told
+//! of the mark, and it makes stores to the page slow (`code_pages`). A block that is not kept has neither. Instead, the
+//! rest of the block is compared with memory after each of its instructions. So the CPU sees a store to a later
+//! instruction, whatever address and TLB entry the store has used.
 
 use crate::Cpu;
 use crate::block::Block;
@@ -15,7 +15,7 @@ use crate::snapshot::Snapshot;
 pub(crate) struct Once {
     /// As in [`Snapshot::key_of`].
     key: u64,
-    /// The generation when `host` was looked up; 0, which is none: never.
+    /// The generation when `host` was looked up; 0 if it never was.
     generation: u64,
     /// The host address of the page.
     host: *mut u8,
@@ -56,7 +56,7 @@ impl Cpu {
         let (at, _) = Snapshot::split(lin);
         loop {
             let host = self.once_host(lin)?;
-            // SAFETY: a translation of this generation, of a page that has the bytes; the access is guarded.
+            // SAFETY: `host` was translated in this generation, and the page contains the bytes; the access is guarded.
             match unsafe { slat_guard::copy_in(code, host.wrapping_add(at)) } {
                 Ok(()) => return Ok(()),
                 Err(_) => self.code_gone(lin, host)?,
@@ -76,7 +76,7 @@ impl Cpu {
         Ok(unsafe { slat_guard::matches(host, code) }.unwrap_or(false))
     }
 
-    /// Executes a block that is not kept, and that memory has held since it was entered.
+    /// Executes a block that is not kept. Memory held its code when it was entered.
     #[inline(never)]
     pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
         let (at, _) = Snapshot::split(block.key.lin);
@@ -86,8 +86,8 @@ impl Cpu {
         self.execute_while(block, |op| {
             let end = usize::from(op.offset) + usize::from(op.len);
             let rest = code.get(end..).unwrap_or(&[]);
-            // SAFETY: the page that the block was read from. If it belongs to something else now, the
-            // access is guarded still.
+            // SAFETY: the page that the block was read from. Even if the page has another use now,
+            // the access is guarded.
             unsafe { slat_guard::matches(host.wrapping_add(end), rest) }.unwrap_or(false)
         })
     }

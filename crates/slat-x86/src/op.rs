@@ -15,15 +15,16 @@ pub(crate) const LONGEST_INSTRUCTION: usize = 15;
 pub enum Break {
     /// The instruction is done, and has set `state.rip`.
     Jump,
-    /// The instruction is done; leave the block before the next one, because something changed that blocks depend on.
+    /// The instruction is done. Leave the block before the next one, because something changed that blocks depend on.
     End,
     /// A fault that [`Cpu::raise`] recorded. The instruction has changed nothing.
     Exception,
-    /// A fault that [`Cpu::raise`] recorded, after a task switch: it is the new task's, whose registers are in `state`.
+    /// A fault that [`Cpu::raise`] recorded, after a task switch. The fault is the new task's, whose
+    /// registers are in `state`.
     TaskFault,
     /// Start again at the block boundary. The instruction has changed nothing.
     Retry,
-    /// The hypervisor's guest leaves before the instruction, which has changed nothing: a #VMEXIT is [due](crate::svm).
+    /// A nested guest leaves before the instruction, which has changed nothing: a #VMEXIT is [due](crate::svm).
     VmExit,
     /// The run ends with the recorded exit; the instruction has changed nothing.
     Exit,
@@ -96,7 +97,7 @@ pub struct Op {
     pub(crate) fusible: u8,
     /// Instructions this operation executes: 2 if fused, 0 for a check added by lowering.
     pub count: u8,
-    /// The instruction, for uses that do not deserve a handler of their own.
+    /// The instruction's mnemonic, for handlers and translations that serve several instructions.
     pub(crate) mnemonic: Mnemonic,
 }
 

@@ -1,8 +1,8 @@
 //! Memory that is handed out in pieces and taken back as a whole.
 //!
-//! A CPU has some hundred thousand pieces of decoded code. From the heap each would have its own bookkeeping, and
-//! they would lie apart: most of the time that code takes which runs a few times is spent waiting for them. A pool's
-//! pieces lie next to one another, and there is nothing to do for each when all are freed. (Huge pages gained nothing
+//! A CPU has some hundred thousand pieces of decoded code. From the heap, each piece would have its own bookkeeping,
+//! and the pieces would lie apart: code that runs a few times would mostly wait for them to be loaded into the caches.
+//! A pool's pieces lie next to one another, and freeing all of them takes no work for each. (Huge pages gained nothing
 //! that could be measured.)
 
 use crate::heap::{self, OutOfMemory};
@@ -13,7 +13,7 @@ use std::ptr::NonNull;
 /// Bytes of a pool's first chunk. Each further chunk doubles the pool, up to [`LARGEST`].
 const PAGE: usize = 4 << 10;
 const LARGEST: usize = 2 << 20;
-/// The alignment of chunks: a cache line, the largest of a piece.
+/// The alignment of chunks: a cache line, the largest alignment of a piece.
 const LINE: usize = 64;
 
 struct Chunk {
@@ -39,12 +39,12 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// Returns the bytes of the heap that it has.
+    /// Returns the number of heap bytes that the pool has.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes + self.chunks.capacity() * size_of::<Chunk>()
     }
 
-    /// Returns how many bytes of the heap it has once it has handed out `more`, in small pieces.
+    /// Returns the number of heap bytes that the pool will have after it has handed out `more` bytes in small pieces.
     pub(crate) fn bytes_with(&self, more: usize) -> usize {
         let left = self.chunks.last().map_or(0, |last| last.layout.size()) - self.used;
         match more <= left {
@@ -86,13 +86,13 @@ impl Pool {
         Ok(start)
     }
 
-    /// Returns a place with `value`, which is never dropped.
+    /// Moves `value` into the pool and returns its address. The value is never dropped.
     ///
     /// # Errors
     /// [`OutOfMemory`].
     pub(crate) fn put<T>(&mut self, value: T) -> Result<NonNull<T>, OutOfMemory> {
         let place = self.take(Layout::new::<T>())?.cast();
-        // SAFETY: memory for a value of this type, of which nobody else knows.
+        // SAFETY: memory for a value of this type, to which nothing else refers yet.
         unsafe { place.write(value) };
         Ok(place)
     }
@@ -100,7 +100,7 @@ impl Pool {
     /// Frees all pieces.
     ///
     /// # Safety
-    /// - nobody uses one of them any more.
+    /// - The caller uses none of the pieces any more.
     pub(crate) unsafe fn clear(&mut self) {
         *self = Self::default();
     }
@@ -123,13 +123,13 @@ impl<T: Copy> List<T> {
         }
     }
 
-    /// Makes sure that it can hold `len` elements, for which it may move to other memory of `pool`.
+    /// Makes sure that the list can hold `len` elements. It may move to other memory of `pool`.
     ///
     /// # Errors
-    /// [`OutOfMemory`]: it is as it was.
+    /// [`OutOfMemory`]: the list is unchanged.
     ///
     /// # Safety
-    /// - the list is used only as long as the pool's pieces are.
+    /// - The list is used only as long as the pool's pieces are.
     pub(crate) unsafe fn reserve(
         &mut self,
         pool: &mut Pool,
@@ -138,7 +138,7 @@ impl<T: Copy> List<T> {
         if len > self.capacity as usize {
             let layout = Layout::array::<T>(len).map_err(|_| OutOfMemory)?;
             let start = pool.take(layout)?.cast();
-            // SAFETY: it has so many elements, and the new memory, which is another, has room for them.
+            // SAFETY: the old memory has `len` elements; the new memory does not overlap it, and has space for them.
             unsafe { start.copy_from_nonoverlapping(self.start, self.len as usize) };
             (self.start, self.capacity) = (start, len as u32);
         }
@@ -149,17 +149,18 @@ impl<T: Copy> List<T> {
         self.len = 0;
     }
 
-    /// Adds an element, for which there must be room.
+    /// Adds an element. The list must have space for it.
     pub(crate) fn push(&mut self, value: T) {
         self.extend(&[value]);
     }
 
-    /// Adds elements, for which there must be room.
+    /// Adds elements. The list must have space for them.
     pub(crate) fn extend(&mut self, values: &[T]) {
         let (len, room) = (self.len as usize, (self.capacity - self.len) as usize);
         assert!(values.len() <= room, "no room was reserved");
         let values_start = NonNull::from(values).cast();
-        // SAFETY: the list has room for so many more elements. `values` is not in that room, as nobody has borrowed it.
+        // SAFETY: the list has space for `values.len()` more elements. `values` is not in that space, as
+        // nobody can borrow it.
         unsafe {
             (self.start.add(len)).copy_from_nonoverlapping(values_start, values.len());
         }
@@ -171,7 +172,8 @@ impl<T> Deref for List<T> {
     type Target = [T];
     #[inline(always)]
     fn deref(&self) -> &[T] {
-        // SAFETY: so many elements were written, and the pool's pieces are still used, as `reserve` was promised.
+        // SAFETY: `len` elements were written, and the pool's pieces are still in use, as the caller
+        // of `reserve` promised.
         unsafe { NonNull::slice_from_raw_parts(self.start, self.len as usize).as_ref() }
     }
 }

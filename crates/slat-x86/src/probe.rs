@@ -1,9 +1,9 @@
 //! Probes: breakpoints, watchpoints and single steps that neither the guest nor a debugger of KVM's API
 //! ([`Debugger`](crate::Debugger)) knows of. They end the run with [`Exit::Probe`], and change no register.
 //!
-//! They are found where the debug registers are looked at (module `debug`): the page of a data probe is not entered
+//! Probes are found where the debug registers are looked at (module `debug`): the page of a data probe is not entered
 //! into the TLB, and a code probe makes the CPU look at each block. So probes, DR0–DR7, and the debugger's breakpoints
-//! may be set at the same addresses: first the probe ends the run, and in the next run the others take effect.
+//! may have the same addresses: first the probe ends the run, and in the next run the others take effect.
 //!
 //! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`] lets the next run execute
 //! it. A data probe and a step stop after the instruction.
@@ -24,7 +24,7 @@ pub struct Probe {
     pub kind: ProbeKind,
     /// The first linear address.
     pub first: u64,
-    /// The number of bytes. For code, one is looked at.
+    /// The number of bytes. A code probe has one.
     pub bytes: u64,
 }
 
@@ -77,7 +77,8 @@ impl Probes {
         self.data_in(lin & !0xfff, 0x1000, None).is_some()
     }
 
-    /// Notes an access that is about to be made if a data probe watches it. Returns its bits for [`Cpu::trap`].
+    /// Notes an access that is about to be made if a data probe watches it. Returns the access's
+    /// bits for [`Cpu::trap`].
     pub(crate) fn accessed(&mut self, lin: u64, len: u64, access: Access) -> u64 {
         let Some(&Probe { kind, first, .. }) = self.data_in(lin, len, Some(access)) else {
             return 0;
@@ -91,18 +92,18 @@ impl Probes {
         DATA
     }
 
-    /// Returns the bits of a step, if the CPU makes steps.
+    /// Returns the bits of a single step, if probes ask for single steps.
     pub(crate) fn step(&self) -> u64 {
         if self.steps { STEP } else { 0 }
     }
 
-    /// Takes the probes' bits from those of an instruction's traps, and returns the others.
+    /// Handles the probes' bits among those of an instruction's traps, and returns the other bits.
     pub(crate) fn trap(&mut self, hits: u64) -> u64 {
         if hits & DATA != 0 {
             let access = self.access.take();
             self.hit = access.map(|(kind, at)| ProbeHit::Data(kind, at));
         } else if hits & STEP != 0 {
-            // A data probe that the same instruction has hit stays the reason.
+            // If the same instruction has hit a data probe, that stays the reason.
             self.hit.get_or_insert(ProbeHit::Step);
         }
         hits & !(DATA | STEP)

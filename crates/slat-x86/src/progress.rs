@@ -1,14 +1,15 @@
 //! The notify window: how long the CPU may deliver events without executing an instruction in between.
 //!
-//! A guest can keep its CPU from every instruction, and so from every moment at which an interrupt could be
-//! taken: a breakpoint on the stack of the handler of #DB, where the interrupt stack table has each delivery
-//! begin at the same address, is hit by every delivery of #DB. Processors tell the hypervisor of it by a VM exit
-//! (SDM volume 3, "Notify VM Exits").
+//! A guest can keep its CPU from executing any instruction, and so from every moment at which an interrupt could be
+//! taken. An example is a breakpoint on the stack of the #DB handler: if the interrupt stack table makes each delivery
+//! begin at the same address, each delivery of #DB hits the breakpoint again. Processors report this to the hypervisor
+//! by a VM exit (SDM volume 3, "Notify VM Exits").
 
 use crate::Cpu;
 use std::time::Instant;
 
-/// The deliveries in a row after which time is taken. Ordinary guests have a few at most, and cost nothing more.
+/// The number of deliveries in a row after which the CPU looks at the clock. Ordinary guests have a few at most,
+/// and pay nothing more.
 const PATIENCE: u32 = 64;
 
 /// What the CPU has done since its last instruction.
@@ -35,7 +36,7 @@ impl Cpu {
         self.progress.deliveries = self.progress.deliveries.saturating_add(1);
     }
 
-    /// Whether the CPU has delivered events for longer than [`Cpu::notify_window`]. If so, another window begins.
+    /// Whether the CPU has delivered events for longer than [`Cpu::notify_window`]. If so, begins another window.
     pub(crate) fn exceeds_notify_window(&mut self) -> bool {
         let Some(window) = self.notify_window else {
             return false;

@@ -1,4 +1,4 @@
-//! The outer loop: block after block, and what happens between them.
+//! The run loop: executes block after block, and handles what happens between them.
 
 use crate::block::Block;
 use crate::machine::{BusLocks, Exit, Machine};
@@ -13,9 +13,9 @@ use std::sync::atomic::Ordering;
 impl Cpu {
     /// Runs the guest until it needs the caller.
     ///
-    /// Reads `attention` at every block boundary: non-zero ends the run with [`Exit::Attention`]. A port or MMIO access
-    /// that was completed takes effect before that. Bit [`CodePages::CHANGED`] is this crate's: other CPUs set it
-    /// meanwhile, and it is clear when this returns.
+    /// Reads `attention` at every block boundary: a value that is not zero ends the run with [`Exit::Attention`].
+    /// Before that, a completed port or MMIO access takes effect. Bit [`CodePages::CHANGED`] belongs to this crate:
+    /// other CPUs set it during the run, and it is clear when this returns.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
         self.entered(machine, attention, |cpu| {
             #[cfg(feature = "jit")]
@@ -33,8 +33,8 @@ impl Cpu {
         })
     }
 
-    /// Calls `f`, which executes instructions of the guest, with what follows from the state, and the guest's state
-    /// complete afterwards.
+    /// Calls `f`, which executes instructions of the guest. Before `f`, derives what depends on the state, which the
+    /// client may have changed; after `f`, the guest's state is complete.
     pub(crate) fn entered<T>(
         &mut self,
         machine: &mut dyn Machine,
@@ -53,8 +53,8 @@ impl Cpu {
         })
     }
 
-    /// Forgets that the last run was interrupted where it was. Call after runs that the caller interrupts more often
-    /// than every few milliseconds: what is found running then is not worth Cranelift's time at once.
+    /// Forgets where the last run was interrupted. Call after runs that the caller interrupts more often than every few
+    /// milliseconds: code found running at such interruptions is not yet worth Cranelift's time.
     pub fn forget_interrupted(&mut self) {
         #[cfg(feature = "jit")]
         {
@@ -62,8 +62,7 @@ impl Cpu {
         }
     }
 
-    /// Calls `f`, in which the CPU executes. Meanwhile other CPUs tell this one of their changes of
-    /// code by `attention`.
+    /// Calls `f`, in which the CPU executes. During the call other CPUs report their changes of code by `attention`.
     fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
         /// Leaves also when `f` panics.
         struct Leave<'a>(&'a mut Cpu);
@@ -78,7 +77,8 @@ impl Cpu {
         f(leave.0)
     }
 
-    /// Heeds what other CPUs have done with code, if `attention` says so. Returns whether it asks for the caller.
+    /// Heeds other CPUs' changes of code, if `attention` says that there are some. Returns whether `attention`
+    /// asks for the caller.
     #[cold]
     #[inline(never)]
     pub(crate) fn attend(&mut self, attention: &AtomicU32) -> bool {
@@ -148,7 +148,7 @@ impl Cpu {
         }
     }
 
-    /// Executes the operations of a block as long as `holds` is true after each.
+    /// Executes the operations of a block as long as `holds` returns true after each.
     #[inline(always)]
     pub(crate) fn execute_while(
         &mut self,
@@ -175,7 +175,7 @@ impl Cpu {
         None
     }
 
-    /// Call when an operation ended its block before the end.
+    /// Call when an operation ended its block early.
     #[cold]
     #[inline(never)]
     fn broke(&mut self, block: &Block, op: &Op, why: Break) -> Option<Exit> {
@@ -197,9 +197,9 @@ impl Cpu {
         self.after_break(op, block.op_bytes(op), why)
     }
 
-    /// Executes `op` again as long as walks for it set bits in pages of decoded code, which may be its own: a processor
-    /// has fetched it before. The block then ends, so that the next instruction is fetched. Returns what ends it, which
-    /// is `why` for any other reason.
+    /// Executes `op` again as long as page walks for it set bits in pages of decoded code. The bits may even be in `op`
+    /// itself, but a processor would have fetched it before. Afterwards the block ends, so that the next instruction is
+    /// fetched. Returns why the block ends; for any other `why`, returns `why`.
     pub(crate) fn finish_fetched(&mut self, op: &Op, mut why: Break) -> Break {
         while matches!(why, Break::Retry) && std::mem::take(&mut self.walk_changed_code) {
             why = match (op.handler)(self, op) {
@@ -210,7 +210,7 @@ impl Cpu {
         why
     }
 
-    /// Does what is to be done after `op`, whose bytes are `code`, has ended its block. `block_rip` is set.
+    /// Does what follows when `op`, whose bytes are `code`, has ended its block. `block_rip` is set.
     pub(crate) fn after_break(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         match why {
             Break::Jump => {}
@@ -233,7 +233,7 @@ impl Cpu {
                 self.state.rip = self.rip_of(op);
                 match self.exit {
                     Some(Exit::Mmio { .. }) => self.keep_reader(op, code),
-                    // What the caller does about it takes the instruction's place.
+                    // The caller will do something else in the instruction's place.
                     Some(Exit::Emulation { .. }) => self.drop_answers(),
                     _ => {}
                 }
@@ -267,7 +267,7 @@ impl Cpu {
                 let hits = std::mem::take(&mut self.watch.hits);
                 return self.take_debug(hits);
             }
-            // Among the guest's instructions only INT3 raises it, for the debugger.
+            // Only an INT3 of the guest raises #BP, and only if the debugger claims it.
             vector::BP => {
                 return Some(Exit::Debug {
                     vector: vector::BP,
@@ -281,7 +281,7 @@ impl Cpu {
         None
     }
 
-    /// Handles a failed look-up of the block at RIP: an exception of the fetch, or an end of the run.
+    /// Handles a failed look-up of the block at RIP: raises an exception of the fetch, or ends the run.
     pub(crate) fn fetch_failed(&mut self, why: Break) -> Option<Exit> {
         match why {
             Break::Exception => self.take_fault(),
@@ -298,7 +298,7 @@ impl Cpu {
     #[cold]
     #[inline(never)]
     fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
-        // Events and single steps store to memory, too: changes of code are heeded first.
+        // Events and single steps store to memory, too, so changes of code are heeded first.
         self.attend(attention);
         if self.is_unfinished()
             && let Some(exit) = self.finish(attention)
@@ -322,9 +322,9 @@ impl Cpu {
             if self.exceeds_notify_window() {
                 return Some(Exit::Notify);
             }
-            // An exception that could not be delivered has become another one, or is pending for a retry. Nothing is
-            // fetched before its delivery: a fault of the fetch would replace it. The frame of an event may have hit a
-            // watchpoint, whose trap comes before the handler's first instruction.
+            // An exception whose delivery failed has become another exception, or is pending for a retry. Nothing is
+            // fetched before it is delivered, because a fault of the fetch would replace it. An event's frame may have
+            // hit a watchpoint; its trap comes before the handler's first instruction.
             let events = &self.state.events;
             if self.probes.hit.is_none()
                 && events.exception.is_none()
@@ -333,7 +333,7 @@ impl Cpu {
                 break;
             }
         }
-        // The frame of an event whose stack is MMIO, before its handler runs.
+        // The frame of an event is written to MMIO, if the stack is there, before its handler runs.
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }

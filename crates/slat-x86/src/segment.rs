@@ -61,7 +61,7 @@ impl Descriptor {
 }
 
 impl Cpu {
-    /// Reads the descriptor of a selector. For one beyond the table, raises `vector` with the selector.
+    /// Reads the descriptor of a selector. If the selector is beyond the table, raises `vector` with the selector.
     pub(crate) fn descriptor(&mut self, selector: u16, vector: u8) -> Result<Descriptor, Break> {
         match self.try_descriptor(selector)? {
             Some(descriptor) => Ok(descriptor),
@@ -114,7 +114,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Changes the access byte of a descriptor with a locked access. Returns the old one; `None` beyond the table.
+    /// Changes the access byte of a descriptor with a locked access. Returns the old byte; `None` if the descriptor
+    /// is beyond the table.
     pub(crate) fn change_descriptor(
         &mut self,
         selector: u16,

@@ -1,12 +1,12 @@
-//! System management mode: what an SMI does to the registers, what it saves of them, and how RSM restores them (AMD64
+//! System management mode: what an SMI does to the registers, which of them it saves, and how RSM restores them (AMD64
 //! volume 2, chapter 10; SDM volume 3, chapter "System Management Mode").
 //!
-//! The CPU does neither by itself: it ends its run with [`Exit::Smi`](crate::Exit) or [`Exit::Rsm`](crate::Exit),
-//! between two instructions. Its caller moves the saved registers between the CPU and SMRAM, and has the machine
-//! translate in the other address space from then on. To enter: [`State::smram`], then [`Cpu::enter_smm`]. To
-//! leave: [`Cpu::leave_smm`].
+//! The CPU neither enters nor leaves the mode by itself. It ends its run with [`Exit::Smi`](crate::Exit) or
+//! [`Exit::Rsm`](crate::Exit), between two instructions. Its caller copies the saved registers between the CPU and
+//! SMRAM, and has the machine translate in the other address space from then on. To enter, call [`State::smram`], then
+//! [`Cpu::enter_smm`]. To leave, call [`Cpu::leave_smm`].
 //!
-//! The manuals' CPUs save more than KVM's, which restart no I/O instruction and no HLT: an SMI ends a halt, and RSM
+//! The manuals' CPUs save more than KVM's. KVM's restart no I/O instruction and no HLT: an SMI ends a halt, and RSM
 //! continues after it. KVM keeps the shadow of STI and MOV SS in a byte that the manuals reserve.
 
 use crate::Cpu;
@@ -20,7 +20,8 @@ pub const SMRAM_OFFSET: u64 = 0xfe00;
 /// Where the handler begins, from SMBASE.
 const HANDLER: u64 = 0x8000;
 
-/// Revision: SMBASE can be changed (bit 17), I/O instructions are not restarted. The low byte tells the map.
+/// The revision: SMBASE can be changed (bit 17), and I/O instructions are not restarted. The low
+/// byte identifies the map.
 const REVISION_32: u32 = 0x2_0000;
 const REVISION_64: u32 = 0x2_0064;
 
@@ -39,14 +40,15 @@ pub enum SmramMap {
     Bits64,
 }
 
-/// RSM finds registers in SMRAM that no CPU can have: it shuts down.
+/// The error of RSM when SMRAM holds registers that no CPU can have: the CPU shuts down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BadSmram;
 
 /// The saved registers.
 struct Image([u8; SMRAM_BYTES]);
 
-/// Where the 64-bit map has each segment register and table: selector, attributes (rights), limit, base.
+/// Offsets in the 64-bit map of each segment register and table. At an offset are selector, attributes
+/// (rights), limit and base.
 mod at64 {
     pub const ES_TO_GS: [usize; 6] = [0x00, 0x10, 0x20, 0x30, 0x40, 0x50];
     pub const GDTR: usize = 0x60;
@@ -55,7 +57,7 @@ mod at64 {
     pub const TR: usize = 0x90;
     pub const SHADOW: usize = 0xcb;
     pub const EFER: usize = 0xd0;
-    /// KVM's: whether a nested guest was interrupted, and the address of its control block.
+    /// KVM's fields: whether a nested guest was interrupted, and the address of its control block.
     pub const NESTED_GUEST: usize = 0xd8;
     pub const NESTED_VMCB: usize = 0xe0;
     pub const REVISION: usize = 0xfc;
@@ -71,7 +73,7 @@ mod at64 {
     pub const GPR: usize = 0x180;
 }
 
-/// Where the 32-bit map has each segment register and table (rights, limit, base), and the selectors apart from them.
+/// Offsets in the 32-bit map of each segment register and table (rights, limit, base), and of the selectors.
 mod at32 {
     pub const SMBASE: usize = 0xf8;
     pub const REVISION: usize = 0xfc;
@@ -95,7 +97,7 @@ mod at32 {
     pub const CR0: usize = 0x1fc;
 }
 
-/// Returns the rights of a segment as both maps have them: an unusable one is not present.
+/// Returns the rights of a segment as both maps store them: an unusable segment is stored as not present.
 fn saved_rights(segment: &Segment) -> u32 {
     let present = u32::from(segment.usable()) << 7;
     segment.rights & 0xf07f | present
@@ -211,8 +213,8 @@ impl State {
         ]
     }
 
-    /// Returns what an SMI saves of this state: the bytes at [`SMRAM_OFFSET`] from SMBASE. Those that KVM's CPUs
-    /// save nothing in are 0.
+    /// Returns what an SMI saves of this state: the bytes at [`SMRAM_OFFSET`] from SMBASE. Bytes that KVM's
+    /// CPUs do not write are 0.
     pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
         let mut image = Image([0; SMRAM_BYTES]);
         match map {
@@ -335,8 +337,8 @@ impl State {
         }
     }
 
-    /// Does what an SMI does to the registers: real mode with limits of 4 GiB, at [`HANDLER`], without interrupts and
-    /// NMIs. As in KVM, CS has the type of a data segment, and the IDT is empty.
+    /// Changes the registers as an SMI does: real mode with limits of 4 GiB, RIP at [`HANDLER`], interrupts and NMIs
+    /// off. As in KVM, CS has the type of a data segment, and the IDT is empty.
     fn enter_smm(&mut self) {
         let data = Segment {
             selector: 0,
@@ -365,14 +367,14 @@ impl State {
         events.mov_ss_shadow = false;
     }
 
-    /// Whether PAE paging is in use, whose page-directory-pointer entries the CPU holds.
+    /// Whether PAE paging is in use: then the CPU holds page-directory-pointer entries.
     fn pae_paging(&self) -> bool {
         self.cr0 & CR0_PG != 0 && self.cr4 & CR4_PAE != 0 && self.efer & EFER_LMA == 0
     }
 }
 
-/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None`: it has interrupted
-/// none. The 32-bit map cannot say.
+/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None` if it has
+/// interrupted none, and always for the 32-bit map, which does not store it.
 pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64> {
     let image = Image(*smram);
     let is_nested = map == SmramMap::Bits64 && image.get64(at64::NESTED_GUEST) != 0;
@@ -381,8 +383,8 @@ pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64>
 
 impl Cpu {
     /// Returns what an SMI saves: the [registers](State::smram), and whether they are a nested guest's. The caller
-    /// keeps the state of guest mode ([`saved_vmcb`](Self::saved_vmcb)), too, which ends with
-    /// [`enter_smm`](Self::enter_smm).
+    /// must also keep the state of guest mode ([`saved_vmcb`](Self::saved_vmcb)), because
+    /// [`enter_smm`](Self::enter_smm) ends guest mode.
     pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
         let mut image = Image(self.state.smram(map));
         if let Some(vmcb) = self.vmcb().filter(|_| map == SmramMap::Bits64) {
@@ -392,7 +394,7 @@ impl Cpu {
         image.0
     }
 
-    /// Has an SMI taken before the next instruction, unless the CPU is in system management mode: then after RSM.
+    /// Makes an SMI pending. It is taken before the next instruction or, in system management mode, after RSM.
     pub fn inject_smi(&mut self) {
         self.state.events.smi = true;
         self.slow = true;
@@ -440,7 +442,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Checks the registers that RSM has loaded as their own instructions would, and sets the bits that are not loaded.
+    /// Checks the registers that RSM has loaded as the instructions that load them would, and sets the fixed bits.
     fn settle(&self, state: &mut State) -> Result<(), BadSmram> {
         let State {
             cr0,

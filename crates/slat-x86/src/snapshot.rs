@@ -1,13 +1,15 @@
-//! Copies of the guest's code, by page: blocks are decoded from them, and they tell whether blocks are still good.
+//! Copies of the guest's code, by page. Blocks are decoded from the copies, and the copies tell whether
+//! blocks are still good.
 //!
 //! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is good as long as its
-//! snapshot is, of which the CPU keeps record with its *stamp*: every event that may make code stale changes it
-//! (`clock`). Then each page is looked at once when code of it is entered next ([`Cpu::check_snapshot`]): which event
-//! was it, does it concern this page, and if it may: does memory still hold the lines? If it does not, the snapshot
-//! begins a new *edition* without lines, and each of its blocks is compared with memory by itself.
+//! snapshot is. A snapshot is good while its *stamp* is the CPU's: every event that may make code stale changes the
+//! CPU's stamp (`clock`). After such an event each page is checked once, when code of it is entered next
+//! ([`Cpu::check_snapshot`]). The check finds out which event it was, and whether the event concerns this page; if it
+//! may, it compares the lines with memory. If they differ, the snapshot begins a new *edition* without lines, and each
+//! of its blocks is compared with memory by itself.
 //!
-//! Lines are copied from memory, then blocks are decoded from the copies or compared with them. So what is compared
-//! later is what was decoded.
+//! Lines are copied from memory first; then blocks are decoded from the copies or compared with them. So later
+//! comparisons are of the bytes that were decoded.
 
 use crate::block::{Block, Place};
 use crate::machine::{Access, Fault};
@@ -23,20 +25,21 @@ const PAGE: usize = 0x1000;
 /// Bytes of a line.
 const LINE: usize = 64;
 
-/// The code of a page that was decoded. Its first line is read at each entry of its code.
+/// The decoded code of a page. Its first cache line is read at each entry of its code.
 #[repr(C, align(64))]
 pub(crate) struct Snapshot {
-    /// The stamp as long as memory is known to hold the lines.
+    /// The CPU's stamp, as long as memory is known to hold the lines.
     pub(crate) stamp: u64,
     /// Host address of the page.
     pub(crate) host: *mut u8,
-    /// A number that never was that of other content: 1 or more.
+    /// A number that no other content of the page has had: 1 or more.
     pub(crate) edition: u64,
     /// The linear address of the page, and whether it was looked up as user.
     key: u64,
-    /// The generation when `host` was looked up; 0: look it up again.
+    /// The generation when `host` was looked up; 0 means that it has to be looked up again.
     generation: u64,
-    /// The version of the page (see `code_pages`). 0: it was not trusted, so the lines are compared at the next entry.
+    /// The version of the page (see `code_pages`). 0: the page was not trusted, so the lines are
+    /// compared at the next entry.
     version: u64,
     /// The epoch when the lines were compared.
     epoch: u64,
@@ -110,13 +113,13 @@ impl Snapshot {
         (at, PAGE - at)
     }
 
-    /// Returns the `len` bytes of code at `lin`, which were [fetched](Cpu::fetch).
+    /// Returns the `len` bytes of code at `lin`. They have been [fetched](Cpu::fetch).
     pub(crate) fn code(&self, lin: u64, len: usize) -> &[u8] {
         let (at, _) = Self::split(lin);
         &self.bytes[at..at + len]
     }
 
-    /// Records that the `len` bytes at `at`, which were fetched, are part of a block. Returns where they are.
+    /// Records that the `len` bytes at `at`, which have been fetched, are part of a block. Returns their place.
     pub(crate) fn keep(mut page: NonNull<Self>, at: usize, len: usize) -> Place {
         // SAFETY: snapshots live until `Blocks::clear`; nothing else refers to one while no block is running.
         let this = unsafe { page.as_mut() };
@@ -127,7 +130,7 @@ impl Snapshot {
         }
     }
 
-    /// Whether `code` is at `at`, which was fetched; if so, it is part of a block from now on.
+    /// Whether `code` is at `at`, which has been fetched. If so, records that it is part of a block.
     fn has(&mut self, at: usize, code: &[u8]) -> bool {
         let same = self.bytes[at..at + code.len()] == *code;
         if same {
@@ -139,7 +142,7 @@ impl Snapshot {
     /// Whether memory holds the lines.
     fn is_held(&self) -> Result<bool, Gone> {
         for run in runs(self.lines) {
-            // SAFETY: a translation of this generation; the access is guarded.
+            // SAFETY: `host` was translated in this generation; the access is guarded.
             if !unsafe { slat_guard::matches(self.host.wrapping_add(run.start), &self.bytes[run]) }?
             {
                 return Ok(false);
@@ -148,11 +151,11 @@ impl Snapshot {
         Ok(true)
     }
 
-    /// Copies the lines of `len` bytes at `at` from memory, those that it does not have.
+    /// Copies from memory the lines of the `len` bytes at `at` that the snapshot does not have yet.
     fn copy(&mut self, at: usize, len: usize) -> Result<(), Gone> {
         for run in runs(bits(at, len) & !self.lines) {
             let from = self.host.wrapping_add(run.start);
-            // SAFETY: a translation of this generation; the access is guarded.
+            // SAFETY: `host` was translated in this generation; the access is guarded.
             unsafe { slat_guard::copy_in(&mut self.bytes[run], from) }.map_err(|_| Gone)?;
         }
         Ok(())
@@ -161,15 +164,16 @@ impl Snapshot {
 
 #[cfg(feature = "jit")]
 impl Block {
-    /// Whether memory holds the code of a region that can be entered at this block. Call while the block is current, as
-    /// seen by its CPU, and not running.
+    /// Whether memory holds the code of a region that can be entered at this block. Call while the block is current for
+    /// its CPU, and not running.
     pub(crate) fn holds(&self, region: &crate::jit::Region) -> bool {
         region
             .parts()
             .all(|(lin, code)| self.holds_beside(lin, code))
     }
 
-    /// Whether memory holds `code` at `lin`, which is in the page of this block. Call as [`holds`](Self::holds).
+    /// Whether memory holds `code` at `lin`, in the page of this block. Call under the conditions of
+    /// [`holds`](Self::holds).
     pub(crate) fn holds_beside(&self, lin: u64, code: &[u8]) -> bool {
         let Some(mut place) = self.first else {
             return false;
@@ -182,14 +186,15 @@ impl Block {
 }
 
 impl Cpu {
-    /// Returns the snapshot of the page of `lin`, which has yet to be checked. `None`: there is no memory for it.
+    /// Returns the snapshot of the page of `lin`. The caller has to check it. `None`: there is no
+    /// memory for a snapshot.
     pub(crate) fn snapshot(&mut self, lin: u64) -> Option<NonNull<Snapshot>> {
         let key = Snapshot::key_of(lin, self.cpl == 3);
         self.blocks.snapshot(key).ok()
     }
 
-    /// Makes sure that memory holds the lines of `page`, which may begin a new edition for it. `lin`: an address in it,
-    /// which a page fault will have.
+    /// Makes sure that memory holds the lines of `page`; if it does not, `page` begins a new edition. `lin` is an
+    /// address in the page, which a page fault reports.
     #[inline]
     fn check_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
         match page.stamp == self.clock.stamp {
@@ -198,8 +203,8 @@ impl Cpu {
         }
     }
 
-    /// Makes sure that memory holds the lines of `page`, in which code at `rip` is, unless that takes a translation.
-    /// Returns whether it does.
+    /// Makes sure that memory holds the lines of `page`, which has the code at `rip`, if that needs no translation.
+    /// Returns whether memory holds them.
     #[cfg(feature = "jit")]
     pub(crate) fn look_again(&mut self, page: &mut Snapshot, rip: u64) -> bool {
         let lin = self.code_address(rip);
@@ -216,7 +221,7 @@ impl Cpu {
                 page.host = self.code_host(lin)?;
                 page.generation = self.clock.generation();
             }
-            // Before the comparison: only so is the version that of what is compared.
+            // The page is marked before the comparison, so that the version is that of the compared content.
             let version = self.mark_code(page.host).unwrap_or(0);
             let is_known = page.host == before
                 && page.epoch == self.clock.epoch(page.is_user())
@@ -242,7 +247,7 @@ impl Cpu {
         }
     }
 
-    /// Makes sure that `page` has a copy of the `len` bytes at `lin`, as of now.
+    /// Makes sure that `page` has a copy of the `len` bytes at `lin`, equal to memory now.
     pub(crate) fn fetch(&mut self, page: &mut Snapshot, lin: u64, len: usize) -> Result<(), Break> {
         let (at, _) = Snapshot::split(lin);
         loop {
@@ -254,8 +259,8 @@ impl Cpu {
         }
     }
 
-    /// Whether `block` may be executed: memory holds the bytes that it was decoded from. `false` for a
-    /// block that holds nothing.
+    /// Whether `block` may be executed, because memory holds the bytes that it was decoded from.
+    /// `false` for an empty block.
     pub(crate) fn verify(&mut self, block: &mut Block) -> Result<bool, Break> {
         let Some(mut first) = block.first else {
             return Ok(false);
@@ -265,7 +270,8 @@ impl Cpu {
         if !self.holds(&mut first, lin, block.parts().0)? {
             return Ok(false);
         }
-        // Only now is it certain that the instruction still crosses into the second page.
+        // The second page is checked last: only if memory holds the first part does the instruction
+        // still cross into it.
         if let Some(mut second) = block.second {
             if !self.holds(&mut second, self.next_page(lin), block.parts().1)? {
                 return Ok(false);
@@ -279,7 +285,7 @@ impl Cpu {
         Ok(true)
     }
 
-    /// Whether memory holds `code` at `lin`, which is in the page of `place`.
+    /// Whether memory holds `code` at `lin`, in the page of `place`.
     fn holds(&mut self, place: &mut Place, lin: u64, code: &[u8]) -> Result<bool, Break> {
         // SAFETY: a block's snapshots live until `Blocks::clear`; nothing else refers to one while no block is running.
         let page = unsafe { place.page.as_mut() };
@@ -296,8 +302,8 @@ impl Cpu {
         Ok(same)
     }
 
-    /// Drops the compiled code of a block that was just compared with memory if memory does not hold the
-    /// rest of it any more.
+    /// Drops the compiled code of a block that was just compared with memory, if memory no longer holds the rest
+    /// of the region's code.
     fn verify_region(&self, block: &mut Block) {
         #[cfg(feature = "jit")]
         if let Some(entrance) = &block.entrance
@@ -309,7 +315,7 @@ impl Cpu {
         let _ = block;
     }
 
-    /// Marks the page of `host` as one with decoded code. Returns its version if it is trusted.
+    /// Marks the page of `host` as one with decoded code. Returns the page's version if the page is trusted.
     fn mark_code(&mut self, host: *mut u8) -> Option<u64> {
         let page = host as usize;
         let tlb = &mut self.fixed.tlb;
@@ -317,7 +323,7 @@ impl Cpu {
             .mark(page, || tlb.look_at_writes(|host| host == page))
     }
 
-    /// Heeds what other CPUs have done with code, as `attention` has asked for.
+    /// Heeds other CPUs' changes of code, when `attention` has asked for it.
     pub(crate) fn heed_code(&mut self, attention: &AtomicU32) {
         let tlb = &mut self.fixed.tlb;
         self.code.heed(attention, |pages| {

@@ -19,8 +19,9 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Returns the EXT bit of the error codes of a fault in the delivery: of Intel's CPUs for all that no instruction
-    /// raised on purpose (SDM volume 3, "Error Code"), of AMD's for interrupts (AMD64 volume 2, 8.4.1).
+    /// Returns the EXT bit of the error code of a fault that occurs during the delivery of this event. Intel's CPUs set
+    /// it for all events that no instruction raised on purpose (SDM volume 3, "Error Code"), AMD's for interrupts
+    /// (AMD64 volume 2, 8.4.1).
     pub(crate) fn external(self, is_intel: bool) -> u32 {
         u32::from(match is_intel {
             true => !self.is_software(),

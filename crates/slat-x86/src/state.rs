@@ -82,7 +82,7 @@ pub mod control {
         EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE | EFER_SVME | EFER_FFXSR | EFER_AIBRSE;
 }
 
-/// Whether a PAT has only memory types that exist (SDM volume 3, table 12-10).
+/// Whether a value of the PAT has only memory types that exist (SDM volume 3, table 12-10).
 pub fn is_pat(value: u64) -> bool {
     let types = value.to_le_bytes();
     types.iter().all(|kind| matches!(kind, 0 | 1 | 4..=7))
@@ -101,8 +101,7 @@ pub mod xcr0 {
     /// All components that this CPU can have; [`AVX`] only if the host has it.
     pub const ALL: u64 = X87 | SSE | AVX | PKRU;
 
-    /// Whether a value can be that of XCR0, if a CPU has the `components` (SDM volume 1, "Enabling the
-    /// XSAVE Feature Set").
+    /// Whether `value` is valid for XCR0 on a CPU with `components` (SDM volume 1, "Enabling the XSAVE Feature Set").
     pub const fn is_valid(value: u64, components: u64) -> bool {
         value & !components == 0 && value & X87 != 0 && value & (SSE | AVX) != AVX
     }
@@ -185,7 +184,7 @@ pub struct Exception {
     pub error: Option<u32>,
 }
 
-/// The most NMIs that can be pending: one that is about to be delivered, and one after it. As in KVM, more are lost.
+/// The most NMIs that can be pending: one that is delivered next, and one after it. As in KVM, further ones are lost.
 pub const MAX_NMIS: u8 = 2;
 
 /// Events that are pending, and what delays them.
@@ -216,8 +215,8 @@ pub struct Events {
 }
 
 impl Events {
-    /// Whether an NMI is delivered before the next instruction. None is delivered in the shadow of STI, so that
-    /// `sti; hlt` is not torn: the manual allows both (SDM volume 3, 7.8.3), and KVM's guests rely on it.
+    /// Whether an NMI is delivered before the next instruction. In the shadow of STI none is delivered, so that
+    /// `sti; hlt` is not separated: the manual allows both (SDM volume 3, 7.8.3), but KVM's guests rely on it.
     pub fn takes_nmi(&self) -> bool {
         self.nmis != 0
             && !self.nmi_blocked
@@ -233,7 +232,7 @@ impl Events {
     }
 }
 
-/// All state that a program could read or a client may set, complete while the CPU does not run.
+/// All state that a program could read or a client may set. It is complete while the CPU does not run.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 #[repr(C)]
@@ -384,9 +383,9 @@ impl State {
         }
     }
 
-    /// Does what INIT does (SDM volume 3, table 11-1, and KVM where the manual leaves it open): the state after
-    /// RESET, but x87, SSE and extended state, XCR0, the cache bits of CR0 and most MSRs stay. `signature` is the
-    /// processor's in CPUID leaf 1.
+    /// Does what INIT does (SDM volume 3, table 11-1, and KVM where the manual leaves it open). The state becomes that
+    /// after RESET, except that x87, SSE and extended state, XCR0, the cache bits of CR0 and most MSRs stay.
+    /// `signature` is the processor's in CPUID leaf 1.
     pub fn init(&mut self, signature: Option<u32>) {
         const CACHES: u64 = control::CR0_CD | control::CR0_NW;
         let reset = State::reset();

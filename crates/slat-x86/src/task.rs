@@ -1,15 +1,16 @@
 //! Hardware task switches (SDM volume 3, "Task Management").
 //!
-//! A switch has a commit point. A fault before it is raised in the old task, and has changed nothing; a fault
+//! A switch has a commit point. A fault before it is raised in the old task, and has changed nothing. A fault
 //! after it is raised in the new task, before its first instruction: [`Break::TaskFault`]. A switch that is
-//! abandoned for another reason (a retry, an exit) starts again from the beginning. Therefore all steps that can
-//! be abandoned are first:
+//! abandoned for another reason (a retry, an exit) starts again from the beginning. Therefore the steps that can
+//! be abandoned come first:
 //!
-//! 1. in the old task's address space, the checks of both TSSs, and whether what is written later can be written;
-//! 2. in the new task's, the segment registers and the push of the error code, on a state that is not the CPU's yet;
-//! 3. in the old task's again, the writes to the TSSs and their descriptors, which may all be made twice, the busy flag
-//!    of the new task being the last;
-//! 4. the CPU takes over the new state.
+//! 1. In the old task's address space: check both TSSs, and check that the later writes will succeed.
+//! 2. In the new task's address space: load the segment registers and push the error code. This works on a copy of the
+//!    state, not on the CPU's.
+//! 3. In the old task's address space again: write the TSSs and their descriptors, the busy flag of the new task last.
+//!    Each of these writes may be made twice.
+//! 4. The CPU takes over the new state.
 
 use crate::debug::DR6_BT;
 use crate::exec::descriptor::system_segment;
@@ -33,7 +34,7 @@ const LOADED_FLAGS: u64 = flags::ARITHMETIC
     | flags::VIF
     | flags::VIP
     | flags::ID;
-/// DR7: L0–L3 and LE, which every switch clears.
+/// DR7: L0–L3 and LE. Every switch clears them.
 const DR7_LOCAL: u64 = 0x155;
 /// The busy flag in the access byte of a TSS descriptor.
 const BUSY: u8 = 2;
@@ -127,7 +128,7 @@ impl Cpu {
         let flags = self.flags();
         match self.switch_task(tss, initiator, next_rip, flags) {
             Ok(()) => {
-                // The old task's single step is kept in its TSS by TF; a debugger's is not.
+                // TF in the old task's TSS keeps its single step; a debugger's single step is not kept there.
                 self.watch.steps = self.debugger.single_step;
                 Break::Jump
             }
@@ -300,7 +301,8 @@ impl Cpu {
         }
     }
 
-    /// Puts the new task into `state`, also if it faults; then segments that were not loaded are unusable.
+    /// Puts the new task into `state`, even if the new task faults. After a fault, segments that were not
+    /// loaded are unusable.
     fn enter(&mut self, task: &Task, initiator: Initiator) -> Flow {
         let Image { registers, ldt, .. } = task.image;
         let nested = if initiator.nests() { flags::NT } else { 0 };
@@ -360,7 +362,7 @@ impl Cpu {
     fn load_ldt(&mut self, selector: u16) -> Flow {
         if selector & !3 != 0 {
             let loaded = system_segment(self, selector, 2);
-            // In a switch an LDT that is not present is invalid, too.
+            // During a switch, an LDT that is not present is #TS, too.
             if loaded == Err(Break::Exception) && self.fault.vector == vector::NP {
                 self.fault.vector = vector::TS;
             }
@@ -380,8 +382,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Converts the exception of a check outside a switch to a switch's: #GP for a segment is #TS, and error
-    /// codes have the EXT bit.
+    /// Converts an exception of a check outside a switch to that of a switch: #GP for a segment becomes #TS, and error
+    /// codes get the EXT bit.
     fn as_task_fault(&mut self, checked: Flow, external: u32) -> Flow {
         let Exception { vector, error } = &mut self.fault;
         if checked == Err(Break::Exception) {

@@ -1,8 +1,9 @@
 //! The software TLB: host addresses of guest pages, in two levels.
 //!
-//! The first is direct-mapped, and holds translations of the current address space and global ones. Compiled code looks
-//! there itself. It is small, and emptied by each change of address space, except for global pages. The second (`stlb`)
-//! is larger and keeps those of several spaces (PCIDs): a miss in the first costs little if the second has the page.
+//! The first level is direct-mapped, and holds translations of the current address space and global ones. Compiled code
+//! looks there itself. This level is small, and each change of address space empties it, except for global pages. The
+//! second level (`stlb`) is larger and keeps translations of several address spaces (PCIDs): a miss in the first level
+//! costs little if the second has the page.
 //!
 //! Each event drops these translations (SDM volume 3, "Invalidation of TLBs and Paging-Structure Caches"):
 //!
@@ -13,7 +14,7 @@
 //! | INVPCID type 0, 1 | the page; all but global pages: of the current PCID | those of the PCID, not global pages |
 //! | INVPCID type 3 | all but global pages | all but global pages |
 //! | INVPCID type 2, changes of CR0, CR4, EFER, PKRU; host pages change | all | all |
-//! | from a hypervisor to its guest, and back (another world) | all | what TLB_CONTROL says, of the guest's ASID or all; the new world's, if CR0, CR4, EFER are not what they were |
+//! | another world (hypervisor, its guest) | all | what TLB_CONTROL says; the new world's if CR0, CR4, EFER changed |
 //! | INVLPGA for another ASID | nothing | all of that ASID |
 //!
 //! Code fetches use the second level only: blocks remember their host page until the next flush (`snapshot`).
@@ -23,8 +24,8 @@
 //! access hits if the tag at the index of its first byte's page is that of its *last* byte's page, so that one
 //! comparison also finds an access that crosses into the next page.
 //!
-//! A page with decoded code (`code_pages`) has a third tag instead of that for writes: stores to it need no
-//! translation, but a look.
+//! A page with decoded code (`code_pages`) has a third tag instead of the tag for writes: a store to it needs no
+//! translation, but it needs a check.
 
 mod stlb;
 
@@ -43,11 +44,11 @@ pub(crate) const SUPERVISOR: usize = 0;
 pub(crate) const USER: usize = ENTRIES;
 /// Index of the first entry of the table for supervisor accesses with RFLAGS.AC set.
 pub(crate) const SUPERVISOR_AC: usize = 2 * ENTRIES;
-/// Index of the first entry of the table for user accesses that have to be aligned. It is always empty:
+/// Index of the first entry of the table for user accesses that must be aligned. This table is always empty:
 /// see `mem::alignment`.
 pub(crate) const USER_CHECKED: usize = 3 * ENTRIES;
 
-/// The tag of no page: a page's tag is the address of its last byte. So a TLB of zeroes is empty.
+/// The tag that no page has: a page's tag is the address of its last byte. So a TLB of zeroes is empty.
 const EMPTY: u64 = 0;
 
 /// Returns the tag of the page of `lin`.
@@ -63,16 +64,17 @@ pub(crate) struct Entry {
     write: u64,
     /// Host address of the page minus its linear address.
     addend: u64,
-    /// The address of a page that holds decoded code, with [`CODE`], if it may be written; and [`GLOBAL`].
+    /// Flags and a tag. The tag is the address of a page that holds decoded code, with [`CODE`], if the page may be
+    /// written. The flag is [`GLOBAL`].
     note: u64,
 }
 
-/// Bit of a note: the page may be written, but with a look.
+/// Bit of a note: the page may be written, but each store needs a check.
 const CODE: u64 = 1 << 0;
 /// Bit of a note: the translation is global.
 const GLOBAL: u64 = 1 << 1;
 
-/// How far the address of an entry is shifted from its index.
+/// The address of an entry is its index shifted left by this many bits, from the table's address.
 #[cfg(feature = "jit")]
 pub(crate) const ENTRY_BITS: u32 = size_of::<Entry>().trailing_zeros();
 /// Offsets of fields in an entry.
@@ -96,12 +98,12 @@ impl Entry {
 
     /// Returns the host address of the page.
     fn host(&self) -> usize {
-        // Only an entry whose tag for writes is not empty is asked.
+        // This is called only for entries whose tag for writes is not empty.
         self.addend.wrapping_add(self.write & !0xfff) as usize
     }
 }
 
-/// One-hash Bloom filter of region numbers that were entered since the last flush.
+/// One-hash Bloom filter of the numbers of regions with entries since the last flush.
 struct Filter([u64; Filter::BITS / 64]);
 
 impl Filter {
@@ -134,7 +136,7 @@ const HUGE_BITS: u32 = 30;
 
 pub(crate) struct Tlb {
     entries: [Entry; TABLES * ENTRIES],
-    /// Indices of entries filled since the last flush, and of those that it kept, so that a flush costs no
+    /// Indices of the entries filled since the last flush, and of those that the flush kept. So a flush costs no
     /// more than the fills.
     filled: [u16; 1024],
     fills: usize,
@@ -178,7 +180,7 @@ impl Tlb {
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Returns the host address of the byte at `lin` if it may be written, in a page that held decoded code
+    /// Returns the host address of the byte at `lin` if it may be written and is in a page that held decoded code
     /// when it was entered.
     pub(crate) fn write_code(&self, table: usize, lin: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::index(table, lin)];
@@ -199,7 +201,7 @@ impl Tlb {
             .enter((table / ENTRIES) as u64, lin, page, access);
     }
 
-    /// Enters a translation of the page of `lin`, which holds decoded code or not, into the first level.
+    /// Enters a translation of the page of `lin` into the first level. `code`: the page holds decoded code.
     #[inline(always)]
     pub(crate) fn fill(&mut self, table: usize, lin: u64, page: &HostPage, code: bool) {
         let index = Self::index(table, lin);
@@ -220,7 +222,7 @@ impl Tlb {
         self.fills += 1;
     }
 
-    /// Records that the page of `lin`, which was entered, is part of a page of the guest's with 2^`bits` bytes.
+    /// Records that the page of `lin`, which was entered, is part of a larger page of the guest with 2^`bits` bytes.
     #[inline]
     fn note_size(&mut self, lin: u64, bits: u32) {
         if bits >= LARGE_BITS {
@@ -242,7 +244,7 @@ impl Tlb {
         }
     }
 
-    /// Whether the page of `lin` may be part of a larger one: then the other parts have to be dropped with it.
+    /// Whether the page of `lin` may be part of a larger one, whose other parts have to be dropped with it.
     pub(crate) fn may_be_large(&self, lin: u64) -> bool {
         self.large_filled
             && (self.large.may_have(lin >> LARGE_BITS) || self.huge.may_have(lin >> HUGE_BITS))
@@ -271,13 +273,13 @@ impl Tlb {
         }
     }
 
-    /// Makes the space `name`, of the current world, the current one. `keeps`: with the translations that it has.
+    /// Makes the space `name`, of the current world, the current one. With `keeps`, its translations are kept.
     pub(crate) fn switch(&mut self, name: u16, keeps: bool) {
         self.drop_filled(|entry| !entry.is_global());
         self.second.switch(name, keeps);
     }
 
-    /// Makes the space `name`, of another world than the last one, the current one, with the translations that it has.
+    /// Makes the space `name`, of another world than the last one, the current one. Its translations are kept.
     pub(crate) fn enter_world(&mut self, name: u16) {
         self.flush_first();
         self.second.enter_world(name);
@@ -335,7 +337,7 @@ impl Tlb {
             }
         };
         if fills <= self.filled.len() {
-            // Entries that stay are listed before those that were not visited.
+            // The kept entries are listed first, before those that were not visited.
             for k in 0..fills {
                 visit(self, self.filled[k]);
             }
@@ -344,7 +346,7 @@ impl Tlb {
         }
     }
 
-    /// Makes writes to the host pages for which `has_code` holds, of which it gets the addresses, need a look.
+    /// Makes writes need a check for the host pages for which `has_code`, which gets a page's address, returns true.
     pub(crate) fn look_at_writes(&mut self, mut has_code: impl FnMut(usize) -> bool) {
         self.visit_filled(|entry| {
             if entry.write != EMPTY && has_code(entry.host()) {
@@ -354,7 +356,7 @@ impl Tlb {
         });
     }
 
-    /// Has the next write to the page of `lin`, which holds decoded code no more, translated anew.
+    /// Makes the next write to the page of `lin`, which no longer holds decoded code, translate anew.
     pub(crate) fn forget_code(&mut self, table: usize, lin: u64) {
         self.entries[Self::index(table, lin)].note &= GLOBAL;
     }

@@ -28,7 +28,7 @@ impl Format {
         }
     }
 
-    /// Returns the bytes that the processor defines: a TSS of fewer is invalid.
+    /// Returns the number of bytes that the processor defines: a TSS with fewer is invalid.
     pub(crate) fn bytes(self) -> usize {
         match self {
             Format::Bits16 => 44,
@@ -60,7 +60,7 @@ impl Format {
         }
     }
 
-    /// Returns the bytes of the registers that a switch away from the task saves.
+    /// Returns the number of bytes of the registers that a switch away from the task saves.
     pub(crate) fn register_bytes(self) -> usize {
         (10 + self.selectors()) * self.word()
     }
@@ -78,8 +78,8 @@ pub(crate) struct Registers {
 }
 
 impl Registers {
-    /// Encodes the registers as a TSS stores them at [`Format::registers`]. The first [`Format::register_bytes`]
-    /// of the result count.
+    /// Encodes the registers as a TSS stores them at [`Format::registers`]. Only the first [`Format::register_bytes`]
+    /// of the result are used.
     pub(crate) fn encode(&self, format: Format) -> [u8; 4 * WORDS] {
         let words = [self.eip, self.eflags].into_iter().chain(self.general);
         let words = words.chain(self.selectors.map(u32::from));

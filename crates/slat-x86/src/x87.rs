@@ -1,10 +1,12 @@
 //! x87 instructions.
 //!
-//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So stack faults,
-//! condition codes, rounding and every odd encoding are the hardware's. An unmasked exception does no harm meanwhile:
-//! the hardware takes it with the *next* instruction that waits for it, and there is none before FNSAVE.
+//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So the
+//! hardware itself determines stack faults, condition codes, rounding, and what unusual encodings do. An unmasked
+//! exception does no harm meanwhile: the hardware takes it with the *next* instruction that waits for it, and there
+//! is none before FNSAVE.
 //!
-//! That costs 170 ns. In the usual states the usual instructions need their operands only: see `quick`.
+//! Such an execution takes 170 ns. Frequent instructions in frequent states are executed faster, with their
+//! operands alone: see `quick`.
 
 mod quick;
 
@@ -48,7 +50,7 @@ impl Image {
         self.cs_and_opcode & NO_OPCODE != NO_OPCODE
     }
 
-    /// Whether each pointer is as [`Run::new`] has loaded it, or is that of the instruction.
+    /// Whether each pointer is still the one that [`Run::new`] has loaded, or is that of the instruction.
     fn has_pointers_of(&self, stub: Stub) -> bool {
         let opcode = u32::from(stub.fop()) << 16;
         (!self.has_ip() || self.ip == stub.address() as u32)
@@ -56,9 +58,9 @@ impl Image {
     }
 }
 
-/// The instructions, four bytes apart. First those on registers: eight opcodes (D8 to DF) with 64 ModR/M bytes (C0 to
-/// FF) each. Then those on memory at RDI: eight opcodes with eight ModR/M bytes each, first without and then with an
-/// operand-size prefix (which matters for the environment only).
+/// The instructions, four bytes apart. The first are those on registers: eight opcodes (D8 to DF) with 64 ModR/M bytes
+/// (C0 to FF) each. Then come those on memory at RDI: eight opcodes with eight ModR/M bytes each, first without and
+/// then with an operand-size prefix (which matters for the environment only).
 #[unsafe(naked)]
 unsafe extern "C" fn stubs() {
     naked_asm!(
@@ -85,7 +87,7 @@ unsafe extern "C" fn stubs() {
 struct Stub(u16);
 
 impl Stub {
-    /// Number of stubs: of all forms on registers, of those on memory without and with an operand-size prefix.
+    /// The number of stubs: all forms on registers, then those on memory without and with an operand-size prefix.
     const COUNT: usize = 512 + 64 + 64;
 
     fn on_registers(opcode: u8, modrm: u8) -> Stub {
@@ -128,7 +130,7 @@ impl Stub {
     }
 }
 
-/// The [`Stub`] that is the instruction itself. The upper bits of `op.imm` are those of a `Plan` (`quick`).
+/// The [`Stub`] of the instruction itself. The upper bits of `op.imm` are those of a `Plan` (`quick`).
 fn own_stub(op: &Op) -> Stub {
     Stub(op.imm as u16)
 }
@@ -187,8 +189,8 @@ fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     }
 }
 
-/// Raises a pending x87 exception, as the next x87 or MMX instruction does: as #MF also if CR0.NE is clear, because KVM
-/// runs guests with it set and there is no FERR# pin.
+/// Raises a pending x87 exception, as the next x87 or MMX instruction does. It is #MF even if CR0.NE is clear, because
+/// KVM runs guests with CR0.NE set, and there is no FERR# pin.
 pub(crate) fn check_pending(cpu: &mut Cpu) -> Flow {
     if cpu.state.fsw & ERROR == 0 {
         return Ok(());
@@ -232,8 +234,8 @@ fn status_to_ax(cpu: &mut Cpu, _op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns how an operand of `bytes` bytes has to be aligned where alignment is checked: 8 for an extended number, and
-/// otherwise as the largest of its parts.
+/// Returns the alignment of an operand of `bytes` bytes, for alignment checks: 8 for an extended number, otherwise that
+/// of its largest part.
 fn alignment(bytes: u8) -> usize {
     match bytes {
         10 => 8,
@@ -241,8 +243,8 @@ fn alignment(bytes: u8) -> usize {
     }
 }
 
-/// Why a load ends the run. No device has floating-point registers; KVM's emulator has no such load either, and its
-/// clients rely on that.
+/// The reason of an exit for a load from MMIO. No device has floating-point registers; KVM's emulator has no such load
+/// either, and its clients rely on that.
 const MMIO: &str = "an x87 load from MMIO";
 
 #[inline(never)]
@@ -309,19 +311,20 @@ struct Run {
     flags: u64,
 }
 
-/// Replace the guest's opcode and instruction pointer while an instruction runs that may set them: no stub has these.
+/// They replace the guest's opcode and instruction pointer while an instruction runs that may set these. No stub has
+/// this opcode or address.
 const NO_OPCODE: u32 = 0x7ff << 16;
 const NO_IP: u32 = 1;
 
 impl Run {
-    /// Loads pointers that no instruction sets, to find out whether this one sets them.
+    /// Makes a run with pointers that no instruction sets, to find out whether this one sets them.
     fn new(cpu: &mut Cpu) -> Run {
         let mut run = Run::with_pointers(cpu);
         (run.image.ip, run.image.cs_and_opcode, run.image.dp) = (NO_IP, NO_OPCODE, 0);
         run
     }
 
-    /// Loads the guest's pointers, for instructions that store, load or clear them.
+    /// Makes a run with the guest's pointers, for instructions that store, load or clear them.
     fn with_pointers(cpu: &mut Cpu) -> Run {
         let flags = cpu.flags() & flags::ARITHMETIC | flags::ALWAYS;
         let state = &cpu.state;
@@ -356,14 +359,15 @@ impl Run {
 
     /// Executes the instruction.
     ///
-    /// Without a pending exception, CPUs of AMD's do not save the pointers when the host's kernel switches threads
-    /// (AMD64 manual, FXSAVE): a switch between FRSTOR and FNSAVE loses them. Then the same is done again.
+    /// Without a pending exception, AMD's CPUs do not save the pointers when the host's kernel switches threads
+    /// (AMD64 manual, FXSAVE). So a switch between FRSTOR and FNSAVE loses the pointers. The instruction is
+    /// then executed again.
     fn call(&mut self, stub: Stub) {
         self.repeat(stub, |run, _| run.image.has_pointers_of(stub));
     }
 
-    /// Like [`Self::call`], for an instruction that stores, loads or clears the guest's pointers: what is lost shows in
-    /// that the second time differs.
+    /// Like [`Self::call`], for an instruction that stores, loads or clears the guest's pointers. Executes it twice: if
+    /// a switch has lost the pointers, the two results differ.
     fn call_with_pointers(&mut self, stub: Stub) {
         self.repeat(stub, |run, before| {
             let mut again = before.clone();
@@ -372,8 +376,9 @@ impl Run {
         });
     }
 
-    /// Executes the instruction on the same state until `is_whole` finds what it has left, with the state before, to be
-    /// whole. A host on which it never is behaves in some other way: what it does is taken then.
+    /// Executes the instruction until `is_whole`, which gets the result and the state before, accepts the result. Each
+    /// attempt begins with the same state. After four attempts the result is taken as it is: this host then behaves
+    /// differently from what `is_whole` expects.
     fn repeat(&mut self, stub: Stub, is_whole: impl Fn(&Run, &Run) -> bool) {
         let before = self.clone();
         self.execute(stub);
@@ -427,7 +432,7 @@ impl Run {
             state.fdp = operand;
         }
         if self.image.has_opcode() {
-            // Stubs on memory have an address of their own, and so another ModR/M byte.
+            // The stub of an instruction on memory uses another address, and so another ModR/M byte.
             state.fop = (self.image.cs_and_opcode >> 16) as u16 & 0x700 | u16::from(op.r[MODRM]);
         }
     }

@@ -1,14 +1,14 @@
-//! The modules of this crate are in layers, which the table of the crate's root lists: each imports from its own and
-//! from lower ones alone.
+//! The modules of this crate are in layers, which the table in the crate's root lists. Each module imports only from
+//! its own layer and from lower ones.
 //!
-//! The `cpu` layer is a knot: a CPU holds blocks, whose operations hold functions that take the CPU. So the modules of
-//! one layer may import one another.
+//! The modules of the `cpu` layer depend on one another in circles: a CPU holds blocks, whose operations hold functions
+//! that take the CPU. So the modules of one layer may import one another.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// What a CPU holds of the compiler, and by which names: handles that it does not look into. All are there with
-/// the feature `jit` only.
+/// The compiler's items that other modules may use, by module: handles that these modules hold but do not look into.
+/// All of them exist only with the feature `jit`.
 const HANDLES: [(&str, &[&str]); 5] = [
     ("block", &["Entrance", "Tier", "WARM"]),
     ("blocks", &["Entrance", "Step", "Tier"]),
@@ -55,7 +55,7 @@ fn name(text: &str) -> &str {
     &text[..end.unwrap_or(text.len())]
 }
 
-/// Returns the items of a list up to its closing brace, each with what is in its own braces.
+/// Returns the items of a list up to its closing brace, each with the contents of its own braces.
 fn items(list: &str) -> Vec<&str> {
     let (mut depth, mut start, mut items) = (0, 0, Vec::new());
     for (at, c) in list.char_indices() {
@@ -76,7 +76,7 @@ fn items(list: &str) -> Vec<&str> {
     items
 }
 
-/// Returns the paths that begin at `text`, where a path or a list of paths in braces is.
+/// Returns the paths that begin at `text`: one path, or a list of paths in braces.
 fn paths(text: &str) -> Vec<&str> {
     match text.strip_prefix('{') {
         Some(list) => items(list),
@@ -97,7 +97,7 @@ fn exports() -> BTreeMap<String, String> {
     exports
 }
 
-/// Returns the layers of the table, from the lowest on: their modules.
+/// Returns the modules of each layer in the table, from the lowest layer on.
 fn layers() -> Vec<Vec<String>> {
     let root = root();
     let rows = root.lines().filter_map(|line| line.strip_prefix("//! |"));

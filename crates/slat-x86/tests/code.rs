@@ -1,4 +1,4 @@
-//! Decoded code takes a bounded part of the heap, and nothing depends on how much it is.
+//! Decoded code takes a bounded part of the heap, and the guest's results do not depend on how large that part is.
 
 mod common;
 use common::*;
@@ -35,7 +35,7 @@ fn count(add: usize, sub: usize) -> bool {
     COUNT.try_with(change).unwrap_or(true)
 }
 
-// SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
+// SAFETY: all memory is the system allocator's. An allocator may also refuse, as this one does.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !count(layout.size(), 0) {
@@ -55,16 +55,16 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static HEAP: Counting = Counting;
 
-/// Where the guest's blocks begin: each is `BLOCK` bytes.
+/// The address of the guest's first block. Each block has `BLOCK` bytes.
 const FIRST: u64 = 0x10_0000;
 const BLOCK: u64 = 192;
-/// A part of the code that runs several times before the next does.
+/// Blocks per part. A part of the code runs several times before the next part does.
 const PART: u64 = 512;
 
 /// A guest of `blocks` blocks, each of which adds its own number in many small steps.
 fn guest_of(blocks: u64) -> Guest {
     let mut guest = Guest::new(b"\xf4");
-    // What the test's own machine allocates is no part of this.
+    // The memory of the test's own machine is reserved first, so that it is not counted.
     guest.machine.translations.reserve(1 << 20);
     for n in 0..blocks {
         // add eax,n; add eax,1 ...; ret
@@ -79,12 +79,12 @@ fn guest_of(blocks: u64) -> Guest {
     guest
 }
 
-/// Whether this very thread compiles all code: that takes memory of its own, and cannot do without.
+/// Whether this thread compiles all code itself. That takes additional memory, and fails without it.
 fn compiles_here() -> bool {
     std::env::var_os("SLAT_TEST_COMPILED").is_some()
 }
 
-/// Calls a block, and returns what RAX is then.
+/// Calls a block. Returns RAX afterwards.
 fn call(guest: &mut Guest, block: u64) -> u64 {
     guest.cpu.state.gpr[RSP] = STACK;
     guest.memory().write64(STACK, CODE);
@@ -110,7 +110,7 @@ fn decoded_code_is_thrown_away_when_it_takes_more_than_its_part_of_the_heap() {
                 assert_eq!(call(&mut guest, block), expected, "block {block}");
                 let now = guest.cpu.code_bytes();
                 let counted = COUNT.get().bytes - before;
-                // The empty index has one entry; an index has some bytes that belong to none.
+                // The empty index has one entry, and an index has some bytes that belong to no entry.
                 assert!(counted.abs_diff(now) < 64, "{counted} bytes, not {now}");
                 thrown_away += u32::from(now < kept / 2);
                 most = most.max(now);
@@ -181,7 +181,7 @@ fn a_cpu_without_memory_has_hot_code_compiled_later_or_not_at_all() {
 
 #[test]
 fn the_decoders_tables_fit_into_what_is_probed_for_them() {
-    // In a process of its own, or else another test may have built them.
+    // Runs in a process of its own: in this one, another test may have built the tables already.
     if std::env::var_os("SLAT_TEST_TABLES").is_none() {
         let test = "the_decoders_tables_fit_into_what_is_probed_for_them";
         let status = std::process::Command::new(std::env::current_exe().unwrap())

@@ -1,13 +1,13 @@
-//! Compiled code of 32 bits does what the interpreter does: random instructions in a segment of 4 GiB, with FS and GS
-//! that have a base and sometimes a limit, and with accesses up to the last byte below 4 GiB.
+//! Compiled code of 32 bits does what the interpreter does. The tests are random instructions in a segment of 4 GiB,
+//! with a base and sometimes a limit in FS and GS, and with accesses up to the last byte below 4 GiB.
 #![cfg(feature = "jit")]
 
 mod common;
 use common::*;
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
-/// Whether an instruction says the same whenever it is executed, soon, and neither ends the sequence nor
-/// leaves the flat segments.
+/// Whether an instruction always has the same effect, ends soon, does not end the sequence, and stays
+/// in the flat segments.
 fn is_usable(insn: &Instruction) -> bool {
     use Mnemonic::*;
     let goes_on = insn.flow_control() == FlowControl::Next
@@ -37,7 +37,7 @@ fn is_usable(insn: &Instruction) -> bool {
         )
 }
 
-/// Returns instructions, and the HLT at their end.
+/// Returns instructions, followed by HLT.
 fn sequence(random: &mut Random) -> Vec<u8> {
     let mut code = Vec::new();
     while code.len() < 40 {
@@ -92,7 +92,7 @@ fn compiled_code_of_32_bits_does_what_the_interpreter_does() {
     });
 }
 
-/// Runs so many sequences compiled and interpreted.
+/// Runs `sequences` sequences, compiled and interpreted.
 fn compare(seed: u64, sequences: u64) {
     let mut random = Random(0x2545_f491_4f6c_dd1d ^ seed);
     let mut compiled = 0;
@@ -125,7 +125,7 @@ fn compare(seed: u64, sequences: u64) {
             (exit, guest.cpu.state.clone(), memory)
         });
         let [interpreted, compiled] = &mut ends;
-        // What the exception's frame was pushed over is the same, too.
+        // The memory that the exception's frame overwrote is compared, too.
         assert!(
             interpreted.0 == compiled.0
                 && interpreted.1 == compiled.1

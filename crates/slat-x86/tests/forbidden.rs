@@ -5,7 +5,7 @@ mod common;
 use common::*;
 use slat_x86::{Compile, Compiler, Tier};
 
-/// Forbids this process to make memory executable. Returns whether the host can: Linux 6.3 and later.
+/// Forbids this process to make memory executable. Returns whether the host supports that: Linux 6.3 and later.
 fn forbid() -> bool {
     const PR_SET_MDWE: libc::c_int = 65;
     const REFUSE_EXEC_GAIN: libc::c_ulong = 1;

@@ -1,9 +1,9 @@
-//! A run ends soon after a kick, whatever loop it is in: loops of each shape that the compiler makes,
+//! A run ends soon after a kick, whatever loop it is in. The tests are loops of each shape that the compiler makes,
 //! and the interpreter's.
 //!
-//! Another thread sets `attention`, and reads how much processor time the running thread has used so far; the run
-//! has to end before it has used a millisecond more. Time in which the host runs others does not count, and the best
-//! of several tries does.
+//! Another thread sets `attention`, and reads how much processor time the running thread has used so far. The run has
+//! to end before it has used a millisecond more. Time in which the host runs other threads does not count, and the best
+//! of several tries is taken.
 #![cfg(feature = "jit")]
 
 mod common;
@@ -31,7 +31,7 @@ fn processor_time(clock: libc::clockid_t) -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Runs `guest`, and kicks it after a while. Returns the processor time that it has used after the kick.
+/// Runs `guest`, and kicks it after a while. Returns the processor time that the run has used after the kick.
 fn after_kick(guest: &mut Guest, after: Duration) -> Duration {
     let attention = guest.attention.clone();
     attention.store(0, Ordering::SeqCst);
@@ -50,7 +50,7 @@ fn after_kick(guest: &mut Guest, after: Duration) -> Duration {
             std::thread::yield_now();
         }
         let clock = clock.load(Ordering::SeqCst);
-        // It has begun to run when it has used some time.
+        // When the run has used some processor time, it has begun.
         let began = Instant::now();
         while processor_time(clock) < after && began.elapsed() < Duration::from_secs(10) {
             std::thread::sleep(Duration::from_micros(100));
@@ -61,7 +61,8 @@ fn after_kick(guest: &mut Guest, after: Duration) -> Duration {
     })
 }
 
-/// Runs `code`, which has no end, and kicks it: interpreted, and compiled. `prepare` sets registers and more code.
+/// Runs `code`, which does not end, and kicks it: once interpreted, once compiled. `prepare` sets
+/// registers and adds more code.
 fn ends_when_kicked(name: &str, code: &[u8], prepare: impl Fn(&mut Guest)) {
     for is_compiled in [false, true] {
         let mut guest = Guest::new(code);
@@ -103,7 +104,7 @@ fn loops_of_branches() {
     ends_when_kicked("forty blocks", &chain, |_| {});
 }
 
-/// The registers of a loop of one block are values of compiled code from round to round.
+/// In a loop of one block, registers are values of compiled code from turn to turn.
 #[test]
 fn a_kick_loses_nothing_of_a_loop() {
     // inc rax; lea rbx,[rax+rax]; paddq xmm0,xmm1; jmp back
@@ -200,7 +201,7 @@ fn loops_of_handlers_and_misses() {
 
 #[test]
 fn repeated_string_instructions() {
-    // Twice 128 MiB, which are one page: each instruction takes longer than a millisecond.
+    // Source and destination of 128 MiB are backed by one page each: an instruction takes longer than a millisecond.
     const LENGTH: u64 = 128 << 20;
     for (name, string, is_down, width) in [
         ("rep movsb", &b"\xf3\xa4"[..], false, 1),
@@ -229,8 +230,8 @@ fn repeated_string_instructions() {
     }
 }
 
-/// What a kick finds running is compiled again, better, with all the blocks of the loop: although none but the one that
-/// was found has been entered since the baseline tier's region has them.
+/// The loop that a kick interrupts is compiled again, by Cranelift, with all its blocks. That holds although only the
+/// interrupted block was entered directly since the baseline tier compiled them.
 #[test]
 fn a_loop_that_is_kicked_becomes_one_region() {
     const TURNS: u64 = 100_000;
@@ -248,7 +249,7 @@ fn a_loop_that_is_kicked_becomes_one_region() {
         guest.cpu.state.rip = CODE;
         guest.cpu.state.gpr[RCX] = 0xffff_ffff;
         after_kick(&mut guest, Duration::from_millis(1));
-        // The next run begins where this one was kicked, which is what is compiled.
+        // The next run begins where this one was kicked. The block there is compiled.
         after_kick(&mut guest, Duration::from_millis(1));
     }
     let before = *guest.cpu.counters();
@@ -258,7 +259,7 @@ fn a_loop_that_is_kicked_becomes_one_region() {
     guest.halt();
     let did = guest.cpu.counters();
     let chained = did.regions_chained - before.regions_chained;
-    // The return alone leaves the region, and comes back to it.
+    // Only the return leaves the region, and comes back to it.
     assert!(
         did.regions >= 2 && chained < TURNS * 3 / 2,
         "{} regions; {chained} entered by others in {TURNS} turns",
@@ -266,8 +267,8 @@ fn a_loop_that_is_kicked_becomes_one_region() {
     );
 }
 
-/// A kick is seen after a region without loops, when another one is about to go on: it is the one that ran
-/// which is compiled again.
+/// If code has no loops, a kick is noticed after a region, when another region is about to run. The region that ran is
+/// the one that is compiled again.
 #[test]
 fn code_without_loops_that_takes_the_time_is_compiled_again() {
     /// The addresses of what was compiled.

@@ -1,5 +1,5 @@
-//! Random bytes as code, in all three code sizes: whatever they are, the CPU answers with an exit, does not
-//! panic, and an instruction that faults has left the registers alone.
+//! Random bytes as code, in all three code sizes. Whatever they are, the CPU returns an exit and does not panic, and an
+//! instruction that faults has not changed the registers.
 
 mod common;
 use common::*;
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 fn run_cases(bits: u32, cases: u64) {
     let memory = Memory::new(MMIO as usize);
-    // A case may well turn into an endless loop, of exceptions in real mode for instance.
+    // A case may become an endless loop, for instance of exceptions in real mode.
     let attention = Arc::new(AtomicU32::new(0));
     let done = Arc::new(AtomicBool::new(false));
     let watchdog = std::thread::spawn({
@@ -23,7 +23,7 @@ fn run_cases(bits: u32, cases: u64) {
         }
     });
     let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ u64::from(bits));
-    // The cases themselves are single steps, which are interpreted always: compiling is what follows a fault.
+    // The cases themselves are single steps, which are always interpreted; only the code after a fault is compiled.
     let cases = match std::env::var_os("SLAT_TEST_COMPILED") {
         Some(_) => cases / 10,
         None => cases,
@@ -33,7 +33,7 @@ fn run_cases(bits: u32, cases: u64) {
         for part in code.chunks_mut(8) {
             part.copy_from_slice(&random.next().to_le_bytes());
         }
-        // Prefixes and the two-byte map more often than chance has them.
+        // Makes prefixes and the two-byte map more frequent than by chance.
         match random.next() % 4 {
             0 => code[0] = 0x0f,
             1 => (code[0], code[1]) = (0x48 | code[0] & 7, 0x0f),
@@ -94,7 +94,7 @@ fn run_cases(bits: u32, cases: u64) {
             .iter()
             .any(|b| matches!(b, 0xa4..=0xa7 | 0xaa..=0xaf | 0x6c..=0x6f));
         let software = code.contains(&0xcd) || code.contains(&0xf1);
-        // The RIP that the frame holds: only a fault of the first instruction itself is judged.
+        // Checks RIP in the frame: only a fault of the first instruction is judged.
         let at_start = state.gpr[RSP] < MMIO - 64 && (0..2).any(|n| guest.stack(n) == CODE);
         if faulted && at_start && !string && !software {
             for r in (0..16).filter(|r| *r != RSP) {

@@ -1,4 +1,4 @@
-//! How much of its caller's stack a run uses. (`slat-kvm` has the like for `KVM_RUN`, of a guest that is interpreted.)
+//! How much of its caller's stack a run uses. (`slat-kvm` has a similar test for `KVM_RUN` of an interpreted guest.)
 #![cfg(feature = "jit")]
 
 mod common;
@@ -49,7 +49,7 @@ fn depth(work: impl FnOnce()) -> usize {
     top - used.unwrap_or(top) + 1024
 }
 
-/// A guest with a bit of everything: loops whose blocks call and return, misses, exceptions whose handlers return,
+/// A guest with many kinds of code: loops whose blocks call and return, misses, exceptions whose handlers return,
 /// atomic operations, SSE and x87 with loads and stores, FXSAVE, string instructions, system instructions, MMIO.
 fn guest() -> Guest {
     let mut code = vec![];
@@ -66,7 +66,7 @@ fn guest() -> Guest {
     // rep movsb; mov ecx,30; repe cmpsb; mov ecx,30; repne scasb; cld; pop rcx; pop rsi; pop rdi
     code.extend(b"\x57\x56\x51\x48\xc7\xc7\0\x08\x30\0\xb9\xb8\x0b\0\0\xf3\xa4\xb9\xb8\x0b\0\0\xf3\xaa\xfd\xb9\x1e\0\0\0\xf3\xa4");
     code.extend(b"\xb9\x1e\0\0\0\xf3\xa6\xb9\x1e\0\0\0\xf2\xae\xfc\x59\x5e\x5f");
-    // ud2 (its handler skips it); div of nothing: xor ebx,ebx; div bx (its handler skips it, too)
+    // ud2 (its handler skips it); then a division by zero: xor ebx,ebx; div bx (its handler skips it, too)
     code.extend(b"\x0f\x0b\x31\xdb\x90\xf7\xf3");
     // rdtsc; xor eax,eax; cpuid, which changes RCX
     code.extend(b"\x51\x0f\x31\x31\xc0\x0f\xa2\x59");
@@ -104,7 +104,7 @@ fn run(guest: &mut Guest) {
     }
 }
 
-/// Runs the guest. Returns the bytes of the stack, and what the CPU counted.
+/// Runs the guest. Returns the number of stack bytes used, and the CPU's counters.
 fn measure(compiler: Option<std::sync::Arc<Compiler>>) -> (usize, Counters) {
     let measured = move || {
         let mut guest = guest();
@@ -120,7 +120,7 @@ fn measure(compiler: Option<std::sync::Arc<Compiler>>) -> (usize, Counters) {
 
 #[test]
 fn a_run_takes_little_of_the_stack() {
-    // Then the guests have the compiler that compiles on the stack of the run.
+    // In this case the guests use the compiler that compiles on the stack of the run.
     if std::env::var_os("SLAT_TEST_COMPILED").is_some() {
         return;
     }

@@ -1,11 +1,12 @@
-//! The CPU state that decoding depends on besides the bytes, as bits of a block's key.
+//! The CPU state on which decoding depends besides the bytes, as bits of a block's key.
 
 /// Default operand and address size: [`BITS_16`], [`BITS_32`], [`BITS_64`] or [`FLAT_32`].
 pub const BITS: u8 = 3;
 pub const BITS_16: u8 = 0;
 pub const BITS_32: u8 = 1;
 pub const BITS_64: u8 = 2;
-/// 32 bits, and the offsets in ES, CS, SS and DS are linear addresses, with no limit, on a stack of 32 bits.
+/// 32 bits, and flat: offsets in ES, CS, SS and DS are linear addresses without a limit, and the stack
+/// pointer has 32 bits.
 pub const FLAT_32: u8 = 3;
 /// SSE instructions are #UD (CR0.EM, or CR4.OSFXSR is clear).
 pub const NO_SSE: u8 = 1 << 2;
@@ -13,14 +14,14 @@ pub const NO_SSE: u8 = 1 << 2;
 pub const NO_X87: u8 = 1 << 3;
 /// x87 and SSE instructions are #NM (CR0.TS).
 pub const TASK_SWITCHED: u8 = 1 << 4;
-/// CPL 3: a supervisor's code has another key.
+/// CPL 3. A supervisor's code has another key.
 pub const USER: u8 = 1 << 5;
 /// VEX-encoded vector instructions are #UD (CR4.OSXSAVE or a bit of XCR0 is clear, or the mode has no VEX prefix).
 pub const NO_AVX: u8 = 1 << 6;
 /// VEX prefixes are #UD (real mode and virtual-8086 mode).
 pub const NO_VEX: u8 = 1 << 7;
 
-/// Returns the default operand size of a mode, but for 64 bits, and its address size, in bits.
+/// Returns a mode's address size in bits. Except in 64-bit mode, it is also the default operand size.
 pub fn width(mode: u8) -> u32 {
     match mode & BITS {
         BITS_16 => 16,

@@ -107,7 +107,7 @@ fn unary<A: Operation>(op: &Op) -> Handler {
     }
 }
 
-/// The flags of an operation that a fused Jcc can use: [`Op::fusible`].
+/// Values of [`Op::fusible`]: which operation, if a Jcc after it can be fused with it.
 mod fusible {
     pub const CMP: u8 = 1;
     pub const TEST: u8 = 2;
@@ -115,7 +115,7 @@ mod fusible {
     pub const DEC: u8 = 4;
 }
 
-/// Executes a register operation and the Jcc after it. The target is in `disp`.
+/// Executes an operation on registers, and the Jcc that follows it. The branch target is in `disp`.
 fn rr_jcc<T: Int, A: Operation, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     rr::<T, A>(cpu, op)?;
     branch::<CC>(cpu, op)
@@ -148,8 +148,7 @@ fn fused_binary<A: Operation>(op: &Op, cc: u8) -> Handler {
     }
 }
 
-/// Makes `op` execute the next instruction, a Jcc, too. Returns false if `op` is of a kind that
-/// cannot.
+/// Makes `op` also execute the next instruction, a Jcc. Returns `false` if the kind of `op` does not allow that.
 pub(crate) fn fuse(op: &mut Op, cc: u8, target: u64, len: u8) -> bool {
     op.handler = match op.fusible {
         fusible::CMP => fused_binary::<Cmp>(op, cc),

@@ -51,7 +51,7 @@ fn cmpxchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let new = T::get(cpu, op.r[1]);
     let old = if op.r[0] == MEM {
         let lin = cpu.lin(op, T::BYTES as u32)?;
-        // As in hardware there is a write cycle whether they compare equal or not.
+        // As in hardware, the value is written even if the comparison fails.
         let exchange = move |old| if old == expected { new } else { old };
         cpu.update::<T>(lin, op.lock, exchange)?.0
     } else {

@@ -6,8 +6,8 @@ use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
 use crate::sem::{Now, Operation, by_mnemonic};
 use iced_x86::{Instruction, Mnemonic};
 
-/// Returns the address of the word that holds the bit: a register as bit offset can select a bit
-/// beyond the operand.
+/// Returns the address of the word that holds bit `bit`. A bit offset in a register can select a
+/// bit beyond the operand.
 fn bit_address<T: Int>(cpu: &mut Cpu, op: &Op, bit: i64) -> Result<u64, Break> {
     if op.r[1] == NONE {
         return cpu.lin(op, T::BYTES as u32);

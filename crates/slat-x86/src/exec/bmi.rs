@@ -6,7 +6,7 @@ use crate::op::{Flow, Handler, NONE, Op};
 use crate::sem::{Compute, Now, Operation, by_mnemonic};
 use iced_x86::{Instruction, Mnemonic};
 
-/// An operation of `sem` on the second and the third operand, whose result is the first.
+/// Executes an operation of `sem` on the second and the third operand. The first operand receives the result.
 fn from_sources<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let a = cpu.operand::<T>(op, 1)?;
     let b = match op.r[2] {
@@ -55,7 +55,7 @@ fn pext<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 fn mulx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = cpu.operand::<T>(op, 2)?;
     let (low, high) = Now::new().product(T::get(cpu, 2), b, false);
-    // The low half first: if both destinations are one register it keeps the high half.
+    // The low half is written first: if both destinations are one register, it keeps the high half.
     T::set(cpu, op.r[1], low);
     T::set(cpu, op.r[0], high);
     Ok(())

@@ -48,7 +48,7 @@ fn decimal_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
         true => old.wrapping_sub(by),
     };
     u8::set(cpu, 0, al);
-    // Only DAS can borrow in its first step when its second step does not apply.
+    // DAS alone can borrow in its first step without doing its second step.
     let borrowed = SUBTRACT && low && old < 6;
     cpu.put_flags(high || borrowed, false, low, al);
     Ok(())

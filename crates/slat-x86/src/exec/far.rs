@@ -25,7 +25,7 @@ fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
     Ok((cpu.load::<u16>(lin.wrapping_add(bytes))?, offset))
 }
 
-/// Returns the code segment of a far jump or call. A transfer to another task is executed here.
+/// Returns the code segment of a far jump or call. Executes a transfer to another task itself.
 fn far_code(cpu: &mut Cpu, op: &Op, selector: u16, initiator: Initiator) -> Result<Segment, Break> {
     if cpu.has_paragraphs() {
         let mut cs = cpu.state.cs;
@@ -200,7 +200,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
         let ss = cpu.peek_sized(op.size, 4 * bytes)? as u16;
         let ss = return_stack(cpu, ss, rpl, cs.long())?;
         cpu.state.ss = ss;
-        // A 16- or 32-bit return leaves the rest of the register; 64-bit code writes all of it.
+        // A 16- or 32-bit return leaves the upper part of the register unchanged; 64-bit code writes all of it.
         cpu.state.gpr[4] = rsp;
         if rpl != cpu.cpl {
             drop_inner_segments(cpu, rpl);

@@ -14,7 +14,8 @@ pub(crate) fn not_task_switched(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
-/// `aux` of FXSAVE and FXRSTOR without REX.W: the x87 pointers have 32 bits, and selectors that are no longer kept.
+/// `aux` of FXSAVE and FXRSTOR without REX.W: x87 pointers have 32 bits, followed by selectors that
+/// are no longer stored.
 const POINTERS_32: u8 = 1;
 
 /// Offset of the XMM registers.
@@ -41,7 +42,7 @@ fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
         image[12..16].fill(0);
         image[20..24].fill(0);
     }
-    // The rest is reserved or for software: it has to be writable, and is left as it is.
+    // The rest is reserved or for software: it must be writable, but is not written.
     cpu.probe_write(lin, 512)?;
     let end = if is_fast(cpu) { XMM } else { XMM + 256 };
     cpu.store_bytes(lin, &image[..end])?;
@@ -92,7 +93,7 @@ fn stmxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-/// Loads MXCSR: LDMXCSR and VLDMXCSR, where they are enabled.
+/// Loads MXCSR, for LDMXCSR and VLDMXCSR where they are enabled.
 pub(crate) fn load_mxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.load_mem::<u32>(op)?;
     if v & !cpu.features.mxcsr != 0 {

@@ -22,8 +22,8 @@ fn hypercall_by(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
         Hypercalls::Patched(by) => patch(cpu, op, by),
     }
 }
-/// VMMCALL of a guest whose hypervisor is a guest: it calls that one, or nobody. VMCALL becomes VMMCALL, as in KVM,
-/// where the machine corrects such guests at all.
+/// Executes VMMCALL or VMCALL of a nested guest. VMMCALL calls the guest's hypervisor if that intercepts it; otherwise
+/// it is #UD. VMCALL becomes VMMCALL, as in KVM, if the machine patches hypercall instructions at all.
 fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
     match which {
         HypercallInstruction::Vmmcall => cpu.intercept(op, code::VMMCALL)?,
@@ -35,7 +35,7 @@ fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow
     }
     Err(cpu.ud())
 }
-/// Overwrites the instruction by `by`, which is executed.
+/// Overwrites the instruction in memory with `by`, which is then executed.
 fn patch(cpu: &mut Cpu, op: &Op, by: HypercallInstruction) -> Flow {
     let at = cpu.state.cs.base.wrapping_add(cpu.rip_of(op));
     cpu.store_bytes(at, &by.bytes())?;

@@ -57,8 +57,8 @@ impl Cpu {
         })
     }
 
-    /// Returns the units of a string access at `lin` that one exit moves: upwards and without watchpoints, all that lie
-    /// in the page and do not wrap around in the address size.
+    /// Returns the number of units of a string access at `lin` that one exit moves. If addresses ascend and there are
+    /// no watchpoints, it is all units that lie in the page and do not wrap around in the address size.
     fn units(&mut self, op: &Op, port: u16, lin: u64, offset: u64) -> u32 {
         let observed = self.traps() || self.watch.data || self.port_hits(port, 1 << op.size) != 0;
         if op.rep == 0 || self.state.rflags & flags::DF != 0 || observed {
@@ -163,8 +163,8 @@ fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(cpu.port_exit(op, port, kind, 1))
 }
 
-/// Outputs `count` units, which lie in one page, at once. False if they are not memory, or beyond the segment's limit:
-/// the caller then writes the units one by one.
+/// Outputs `count` units, which lie in one page, at once. Returns `false` if they are not memory, or exceed the
+/// segment's limit: the caller then outputs the units one by one.
 fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, Break> {
     let bytes = (count as usize) << op.size;
     let Ok(lin) = cpu.segmented(op.seg, offset, bytes as u32) else {

@@ -1,7 +1,7 @@
 //! The handlers of operations. Each file owns a kind of instruction: its handlers, and the `lower`
 //! that chooses among them.
 //!
-//! Handlers first do all that can fail (loads, checks, the one store), then change registers and flags.
+//! Handlers first do everything that can fail (loads, checks, the one store), then change registers and flags.
 
 pub(crate) mod alu;
 pub(crate) mod atomic;
@@ -29,7 +29,7 @@ pub(crate) mod xsave;
 use crate::Cpu;
 use crate::op::{Break, Op, form};
 
-/// The form of a memory operand, as a type: how a specialised handler computes its address.
+/// The form of a memory operand, as a type: tells a specialised handler how to compute the address.
 pub(crate) trait Form: 'static {
     /// The address is computed without checks.
     const FLAT: bool;

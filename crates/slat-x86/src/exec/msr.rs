@@ -55,7 +55,7 @@ impl Cpu {
         })
     }
 
-    /// Returns an address as the SYSENTER MSRs hold it: of AMD's CPUs, the lower 32 bits.
+    /// Returns an address as the SYSENTER MSRs store it: on AMD's CPUs, its lower 32 bits.
     fn sysenter_address(&self, address: u64) -> u64 {
         match self.is_intel() {
             true => address,
@@ -163,13 +163,13 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
         return Err(cpu.refuse_msr(op, msr, Some(v), why));
     }
     if cpu.svm.is_guest() && cpu.state.efer & EFER_SVME == 0 {
-        // The guest has disabled the world that it is in, which its hypervisor should have intercepted (15.4). As in
-        // KVM, that one is lost.
+        // A nested guest has cleared EFER.SVME, which its hypervisor should have intercepted (15.4). As in KVM, the
+        // hypervisor's state is lost.
         cpu.drop_guest_mode();
         return Err(cpu.leave(Exit::Shutdown));
     }
-    // SDM volume 3, "Serializing Instructions": these writes are none, and timers and IPIs are made of them. Hyper-V's
-    // are the same registers of the APIC.
+    // These writes do not serialise (SDM volume 3, "Serializing Instructions"), and are frequent: timers and IPIs use
+    // them. Hyper-V's MSRs are other names of the same APIC registers.
     if !matches!(msr, TSC_DEADLINE | X2APIC_FIRST..=X2APIC_LAST | HYPERV_EOI..=HYPERV_TPR) {
         cpu.clock.serialize();
     }

@@ -9,12 +9,12 @@ use crate::state::control::*;
 use crate::svm::intercept::code;
 use iced_x86::{Instruction, Mnemonic, OpKind};
 
-/// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging again (SDM volume
+/// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging anew (SDM volume
 /// 3, "PDPTE Registers").
 const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
 const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
 
-/// Bit of MOV to CR3's operand with CR4.PCIDE: no translations are invalidated.
+/// A bit of the operand of MOV to CR3, with CR4.PCIDE: invalidate no translations.
 const CR3_KEEPS: u64 = 1 << 63;
 
 impl Cpu {
@@ -81,7 +81,7 @@ impl Cpu {
         }
     }
 
-    /// Does [`load_pdptes`](Self::load_pdptes) from memory.
+    /// Reads the page-directory-pointer entries from memory, whether nested paging is used or not.
     pub(crate) fn read_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
         let gpa = cr3 & 0xffff_ffe0;
         let mut bytes = [0; 32];

@@ -113,7 +113,7 @@ fn pop<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let old = cpu.state.gpr[4];
     let new = cpu.rsp_plus(T::BYTES);
     cpu.set_rsp(new);
-    // A memory operand that is based on RSP uses the moved stack pointer.
+    // The address of a memory operand based on RSP uses the stack pointer after the POP.
     if let Err(why) = cpu.set_operand(op, 0, v) {
         cpu.state.gpr[4] = old;
         return Err(why);
@@ -169,7 +169,7 @@ fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.set_rsp(new);
     let old = cpu.flags();
     cpu.set_flags(mask | flags::RF, v & mask);
-    // Cheap when nothing but arithmetic flags changed.
+    // Skipped if only arithmetic flags changed, which is frequent.
     if (old ^ cpu.state.rflags) & !flags::ARITHMETIC != 0 {
         cpu.update_table();
         cpu.slow = true;
@@ -230,8 +230,7 @@ fn leave(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
-    /// Most words that ENTER pushes: RBP, the pointers of up to 30 outer frames, and the one to
-    /// this frame.
+    /// The most words that ENTER pushes: RBP, up to 30 pointers to outer frames, and the pointer to this frame.
     const WORDS: usize = 32;
     let bytes = 1u64 << op.size;
     let allocate = op.imm & 0xffff;
@@ -271,7 +270,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let memory = op.r[0] == MEM && op.seg != NONE;
     let handler = choose(insn, op)?;
     if !memory {
-        // Without a memory operand only the address on the stack can be non-canonical.
+        // If there is no memory operand, only the stack address can be non-canonical.
         op.seg = 2;
     }
     Some(handler)

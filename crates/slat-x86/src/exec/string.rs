@@ -1,11 +1,12 @@
 //! String instructions: MOVS STOS LODS SCAS CMPS, with REP.
 //!
-//! An instruction can be interrupted between two iterations: registers always describe the rest. A repeated instruction
-//! therefore stops after a bounded number of iterations and starts again at its own RIP; so do iterations that access
-//! MMIO, each of which is a whole instruction to the device model.
+//! An instruction can be interrupted between two iterations, because the registers always describe the rest. So a
+//! repeated instruction stops after a bounded number of iterations and starts again at its own RIP. It also stops after
+//! each iteration that accesses MMIO; to the device model that is a whole instruction.
 //!
-//! The usual repeated instruction (64-bit addresses, DF clear, not watched, no alignment checks) handles the elements
-//! of a page at once: a *stretch*. Elements that cross into another page, and those in MMIO, are handled one by one.
+//! A repeated instruction usually has 64-bit addresses and DF clear, with no watchpoints and no alignment checks. Then
+//! it handles the elements of a page at once: a *stretch*. Elements that cross into another page, and those in MMIO,
+//! are handled one by one.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
@@ -18,7 +19,7 @@ use slat_guard::{Gone, Word};
 const BATCH: u64 = 4096;
 const AT_ONCE: u64 = 16;
 
-/// What became of a stretch: at least one element is done, and the registers but RCX describe the rest.
+/// The result of a stretch: at least one element is done, and all registers but RCX describe the rest.
 struct Stretch {
     elements: u64,
     then: Then,
@@ -28,7 +29,8 @@ enum Then {
     Continue,
     /// The comparison ends the instruction.
     End,
-    /// An access failed after these elements: there may be a kick, so look at `attention` before the next access.
+    /// An access failed after these elements. The reason may be a kick, so `attention` is looked at
+    /// before the next access.
     Leave,
 }
 
@@ -88,8 +90,8 @@ impl Cpu {
         self.set_string_register(register, address_size, v);
     }
 
-    /// Leaves a repeated instruction before its last iteration. RF keeps an instruction breakpoint from being hit again
-    /// (SDM volume 3, "Instruction-Breakpoint Exception Condition").
+    /// Leaves a repeated instruction before its last iteration. Sets RF, so that an instruction breakpoint is not hit
+    /// again (SDM volume 3, "Instruction-Breakpoint Exception Condition").
     fn iterate_later(&mut self, op: &Op) -> Flow {
         self.state.rflags |= RF;
         self.slow = true;
@@ -103,8 +105,8 @@ impl Cpu {
     }
 }
 
-/// Runs `once` as often as the prefix says, or until `once` returns `false`. `stretch` does the same for many elements,
-/// of so many that are left, or returns `None`: the next element needs `once`.
+/// Runs `once` as often as the prefix says, or until `once` returns `false`. First tries `stretch`, which gets the
+/// number of elements left and handles many of them at once; if it returns `None`, `once` handles the next element.
 #[inline(always)]
 fn repeat<T: Int>(
     cpu: &mut Cpu,
@@ -150,7 +152,8 @@ fn repeat<T: Int>(
                     Then::Leave => break,
                 }
             }
-            // Finished iterations count; the rest starts as an instruction of its own and fails there.
+            // The finished iterations count. The rest starts again as an instruction of its own, which then fails
+            // at its first access.
             Err(_) if done > 0 => break,
             Err(why) => return Err(why),
         }
@@ -176,8 +179,8 @@ fn movs<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     )
 }
 
-/// Returns what [`repeat`] needs to know of a stretch of `n` elements, of which a guarded access has done
-/// `all` or so many bytes.
+/// Returns the result of a stretch of `n` elements from that of its guarded access: `all` of the bytes are done, or the
+/// number in the error.
 fn progress<T: Int>(n: u64, all: Result<(), usize>) -> Option<Stretch> {
     let (elements, then) = match all {
         Ok(()) => (n, Then::Continue),
@@ -202,7 +205,8 @@ fn copy_stretch<T: Int>(cpu: &mut Cpu, seg: u8, left: u64) -> Result<Option<Stre
     let Some(to) = cpu.write_place(destination, bytes)? else {
         return Ok(None);
     };
-    // A copy byte by byte is one element by element, also of what overlaps, unless an element overlaps itself.
+    // Copying byte by byte has the same result as copying element by element, even if the memory overlaps, unless an
+    // element overlaps itself.
     let distance = to.distance_from(from);
     let element = T::BYTES as usize;
     if distance != 0 && (distance < element || distance.wrapping_neg() < element) {
@@ -333,8 +337,8 @@ const fn ones<T: Int>() -> u64 {
     u64::MAX / (u64::MAX >> (64 - T::BITS))
 }
 
-/// Returns the index of the first element at which the prefix ends the instruction, if `difference` is the exclusive or
-/// of eight bytes on each side.
+/// Returns the index of the first element at which the prefix ends the instruction. `difference` is the exclusive or of
+/// eight bytes of each side.
 #[inline(always)]
 fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
     let ends = match repe {
@@ -345,10 +349,10 @@ fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
     (ends != 0).then(|| u64::from(ends.trailing_zeros() / T::BITS))
 }
 
-/// Loads a word of each side at offset `at`: of memory, or `same` where there is none.
+/// Loads a word of each side at offset `at`. If side `a` has no memory, its word is `same`.
 ///
 /// # Safety
-/// As for [`slat_guard::load`], at that offset of both.
+/// As for [`slat_guard::load`], at offset `at` of both sides.
 #[inline(always)]
 unsafe fn load_pair<W: Word>(
     a: Option<*mut u8>,
@@ -361,7 +365,7 @@ unsafe fn load_pair<W: Word>(
     Ok((a.map_or(Ok(same), load)?, load(b)?))
 }
 
-/// Compares elements, eight bytes at once, then one by one.
+/// Compares elements, eight bytes at once first, then one by one.
 fn compare_stretch<T: Int>(
     cpu: &mut Cpu,
     op: &Op,

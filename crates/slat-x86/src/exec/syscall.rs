@@ -7,7 +7,7 @@ use crate::op::{Break, Flow, Handler, Op};
 use crate::state::{control, flags};
 use iced_x86::{Code, Instruction, Mnemonic};
 
-/// Traps if TF is set at the end of the instruction, whatever it was before: SYSCALL and SYSRET.
+/// For SYSCALL and SYSRET: traps if TF is set at the end of the instruction, whatever TF was before.
 fn step_if_traced(cpu: &mut Cpu) {
     cpu.watch.steps = cpu.debugger.single_step;
     if cpu.state.rflags & flags::TF != 0 {

@@ -43,8 +43,8 @@ fn cpuid(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 impl Cpu {
-    /// Sets in a leaf of CPUID (EAX, EBX, ECX, EDX) what follows from the CPU's state: OSXSAVE and OSPKE, which mirror
-    /// CR4, and the bytes of XSAVE areas, which follow from XCR0.
+    /// Sets the parts of a CPUID leaf (EAX, EBX, ECX, EDX) that follow from the CPU's state: OSXSAVE and OSPKE, which
+    /// mirror CR4, and the size of XSAVE areas, which follows from XCR0.
     pub fn show_state(&self, leaf: u32, subleaf: u32, out: &mut [u32; 4]) {
         let cr4 = self.state.cr4;
         let mut mirror = |feature: u32, bit: u32, enable: u64| {
@@ -81,7 +81,7 @@ fn time_allowed(cpu: &mut Cpu) -> Result<(), Break> {
 fn rdtsc(cpu: &mut Cpu, op: &Op) -> Flow {
     read_tsc(cpu, op, code::RDTSC)
 }
-/// RDTSC and RDTSCP, which have intercepts of their own.
+/// RDTSC and RDTSCP. Their intercepts have different numbers: `code`.
 fn read_tsc(cpu: &mut Cpu, op: &Op, code: u64) -> Flow {
     time_allowed(cpu)?;
     cpu.intercept(op, code)?;
@@ -257,7 +257,7 @@ fn clzero(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store_bytes(lin, &[0; CACHE_LINE as usize])?;
     cpu.stored()
 }
-/// Checks the access as a load; the line is not flushed.
+/// Checks the access as a load does. The line is not flushed.
 fn touch(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.load_mem::<u8>(op).map(|_| ())
 }
@@ -322,7 +322,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Rdpmc => rdpmc,
         Clflush | Clflushopt | Clwb => touch,
         Clzero => {
-            // The memory operand, which the instruction does not name: at RAX in DS, or in another segment.
+            // The implicit memory operand is at RAX, in DS or in the segment of the prefix.
             (op.base, op.index, op.disp, op.form) = (0, NONE, 0, form::FULL);
             op.seg = match insn.segment_prefix() {
                 r @ (Register::FS | Register::GS) => segment(r),

@@ -1,5 +1,5 @@
-//! Virtual-8086 mode (SDM volume 3, "8086 Emulation"): how the guest enters it, what its sensitive instructions do, and
-//! the extensions that CR4.VME and CR4.PVI switch on, by which VIF takes the place of IF.
+//! Virtual-8086 mode (SDM volume 3, "8086 Emulation"): how the guest enters it, and what its sensitive instructions do.
+//! CR4.VME and CR4.PVI switch on extensions, in which VIF takes the place of IF.
 //!
 //! Events leave the mode in [`Cpu::deliver_protected`](crate::interrupt).
 
@@ -11,14 +11,14 @@ use crate::state::{Segment, control, flags};
 const RIGHTS: u32 = 0xf3;
 /// The largest offset of a segment.
 const LIMIT: u64 = 0xffff;
-/// Offset of the 16-bit field in a 32-bit TSS that has the offset of the I/O permission bitmap.
+/// Offset of a 16-bit field of the 32-bit TSS: the field has the offset of the I/O permission bitmap.
 const IO_MAP: u64 = 0x66;
 /// Bytes of the bitmap of redirected interrupts, which ends where the I/O permission bitmap begins.
 const REDIRECTION_BYTES: u64 = 32;
 /// The flags that POPF and IRET load in virtual-8086 mode.
 pub(crate) const LOADED: u64 = flags::ARITHMETIC | flags::TF | flags::IF | flags::DF | flags::NT;
 
-/// The flag that an instruction means by "interrupts are enabled".
+/// The flag that tells an instruction whether interrupts are enabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InterruptFlag {
     /// IF.
@@ -42,7 +42,7 @@ impl Cpu {
         (self.state.rflags & flags::IOPL) >> 12
     }
 
-    /// Returns the flag that CLI and STI change. #GP(0) where they are privileged.
+    /// Returns the flag that CLI and STI change. Raises #GP(0) where they are privileged.
     pub(crate) fn interrupt_flag(&mut self) -> Result<InterruptFlag, Break> {
         if u64::from(self.cpl) <= self.iopl() {
             return Ok(InterruptFlag::Real);
@@ -57,8 +57,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the flag that PUSHF, POPF and IRET of `size` mean by IF. #GP(0) where virtual-8086 mode
-    /// does not allow them.
+    /// Returns the flag that takes the place of IF in PUSHF, POPF and IRET of `size`. Raises #GP(0) where virtual-8086
+    /// mode does not allow these instructions.
     pub(crate) fn pushed_interrupt_flag(&mut self, size: u8) -> Result<InterruptFlag, Break> {
         if !self.virtual_8086() || self.iopl() == 3 {
             return Ok(InterruptFlag::Real);
@@ -78,8 +78,8 @@ impl Cpu {
         }
     }
 
-    /// Returns what of a popped image `size` wide POPF and IRET load in virtual-8086 mode: mask and value. #GP(0) for
-    /// an image that enables the virtual interrupts while one is pending, or that sets TF beside them.
+    /// Returns the flags that POPF and IRET load from a popped image `size` wide in virtual-8086 mode: mask and value.
+    /// Raises #GP(0) if the image enables virtual interrupts while one is pending, or also sets TF.
     pub(crate) fn flags_to_load(
         &mut self,
         flag: InterruptFlag,
@@ -99,7 +99,7 @@ impl Cpu {
         Ok((LOADED & !flags::IF | flags::VIF, value))
     }
 
-    /// Sets VIF, for STI. #GP(0) if a virtual interrupt is pending, so that the monitor can deliver it.
+    /// Sets VIF, for STI. If a virtual interrupt is pending, raises #GP(0) so that the monitor can deliver it.
     pub(crate) fn enable_virtual_interrupts(&mut self) -> Flow {
         if self.state.rflags & flags::VIP != 0 {
             return Err(self.gp());
@@ -108,8 +108,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Carries out the rest of an IRET to virtual-8086 mode: RIP, CS and `image` of RFLAGS are read, the
-    /// stack pointer stays.
+    /// Finishes an IRET to virtual-8086 mode. RIP, CS and `image` of RFLAGS have been read; the stack
+    /// pointer does not change.
     pub(crate) fn enter_virtual_8086(&mut self, rip: u64, cs: u16, image: u64) -> Flow {
         if rip > LIMIT {
             return Err(self.gp());
@@ -133,9 +133,8 @@ impl Cpu {
         Err(Break::Jump)
     }
 
-    /// Decides what INT `vector` does in virtual-8086 mode: `true` if it goes to the program's own handler, by the
-    /// table at linear address
-    /// 0. #GP(0) if the monitor has to emulate it.
+    /// Decides what INT `vector` does in virtual-8086 mode. Returns `true` if it calls the program's own handler, by
+    /// the table at linear address 0. Raises #GP(0) if the monitor has to emulate it.
     pub(crate) fn redirects(&mut self, vector: u8) -> Result<bool, Break> {
         if !self.virtual_8086() {
             return Ok(false);
@@ -149,7 +148,8 @@ impl Cpu {
         }
     }
 
-    /// Reads the bit of `vector` in the TSS's bitmap of redirected interrupts. #GP(0) if the TSS ends before it.
+    /// Reads the bit of `vector` in the TSS's bitmap of redirected interrupts. Raises #GP(0) if the TSS
+    /// ends before the bit.
     fn is_left_to_monitor(&mut self, vector: u8) -> Result<bool, Break> {
         let tr = self.state.tr;
         let last = |at: u64, bytes: u64| at + bytes - 1 <= u64::from(tr.limit);

@@ -1,7 +1,7 @@
 //! XSAVE XSAVEOPT XSAVEC XSAVES XRSTOR XRSTORS, XGETBV XSETBV, RDPKRU WRPKRU (SDM volume 1, "Managing State Using the
 //! XSAVE Feature Set").
 //!
-//! There are no supervisor state components, and XSAVES need not leave out what has not been modified: it is
+//! There are no supervisor state components. XSAVES may save components that were not modified, so here it is
 //! a privileged XSAVEC.
 //!
 //! The state components are x87, SSE, AVX and PKRU. Whether one is in its initial state is computed when an
@@ -40,7 +40,7 @@ fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     not_task_switched(cpu)
 }
 
-/// Returns RFBM: the components that the instruction asks for (EDX:EAX) and XCR0 has.
+/// Returns RFBM: the components that the instruction asks for (EDX:EAX) and that XCR0 enables.
 fn requested(cpu: &Cpu) -> u64 {
     let mask = cpu.state.gpr[0] & 0xffff_ffff | cpu.state.gpr[2] << 32;
     mask & cpu.state.xcr0
@@ -79,7 +79,7 @@ fn halves_to_bytes(halves: &[u128; 16]) -> [u8; 256] {
     bytes
 }
 
-/// Sets the first halves to those in `bytes`; to zero if `bytes` ends before.
+/// Sets the first halves from `bytes`. Halves beyond the end of `bytes` become zero.
 fn set_halves(halves: &mut [u128], bytes: &[u8]) {
     let (from, _) = bytes.as_chunks::<16>();
     for (n, half) in halves.iter_mut().enumerate() {
@@ -87,7 +87,7 @@ fn set_halves(halves: &mut [u128], bytes: &[u8]) {
     }
 }
 
-/// Returns the offset of PKRU: in the compacted format if that holds `compacted`.
+/// Returns the offset of PKRU. `compacted`: the components of an area in the compacted format.
 fn pkru_offset(cpu: &Cpu, compacted: Option<u64>) -> usize {
     match compacted {
         None => cpu.features.pkru_offset,
@@ -96,7 +96,7 @@ fn pkru_offset(cpu: &Cpu, compacted: Option<u64>) -> usize {
     }
 }
 
-/// Returns the end of an area with `components`, which ends after the header at least.
+/// Returns the end of an area with `components`. An area always includes the header.
 fn end(cpu: &Cpu, components: u64, compacted: Option<u64>) -> usize {
     let mut end = HEADER_END;
     if components & xcr0::AVX != 0 {
@@ -142,7 +142,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut image = cpu.state.to_fxsave();
     image[28..32].copy_from_slice(&cpu.features.mxcsr.to_le_bytes());
     let header = cpu.load::<u64>(lin.wrapping_add(HEADER as u64))?;
-    // Nothing is written before everything can be written.
+    // Nothing is written until everything is known to be writable.
     cpu.probe_write(lin, HEADER_END)?;
     cpu.probe_write(lin.wrapping_add(end as u64 - 8), 8)?;
     if written & xcr0::AVX != 0 {
@@ -155,7 +155,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
         put(cpu, 0, &image[..24])?;
         put(cpu, 32, &image[32..160])?;
     }
-    // The compacted format has MXCSR in the SSE component; in the standard format it belongs to AVX, too.
+    // In the compacted format MXCSR belongs to the SSE component; in the standard format to AVX, too.
     let with_mxcsr = match compacts {
         true => written & xcr0::SSE,
         false => requested & (xcr0::SSE | xcr0::AVX),
@@ -212,7 +212,7 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
         && image[reserved].iter().all(|byte| *byte == 0);
     let requested = requested(cpu);
     let mxcsr = word(24) as u32;
-    // The standard format holds MXCSR also when the SSE state is initial, and for AVX.
+    // In the standard format, MXCSR is loaded even if the SSE state is initial, and also for AVX alone.
     let takes_mxcsr = match compacted {
         true => requested & present & xcr0::SSE != 0,
         false => requested & (xcr0::SSE | xcr0::AVX) != 0,
@@ -306,7 +306,7 @@ fn xsetbv(cpu: &mut Cpu, op: &Op) -> Flow {
         return Err(cpu.gp());
     }
     cpu.state.xcr0 = v;
-    // Whether AVX instructions are #UD is part of the mode.
+    // The mode includes whether AVX instructions are #UD.
     cpu.refresh();
     Err(Break::End)
 }

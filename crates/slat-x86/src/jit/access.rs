@@ -1,5 +1,6 @@
-//! Accesses of compiled code to guest memory. Inline are a look at where the last access was, which often is near, or
-//! else at the TLB, and the access itself, which is guarded. Everything else calls a helper.
+//! Accesses of compiled code to guest memory. The code first tries the page of the last access, which often is
+//! the same, or looks in the TLB; then it makes the access, which is guarded. All this is inline. Everything
+//! else calls a helper.
 
 use super::Tier;
 use super::helpers::{self, OrStop};
@@ -15,10 +16,10 @@ use cranelift_codegen::ir::{InstBuilder, MemFlags, TrapCode, Value};
 use iced_x86::Mnemonic;
 use std::mem::offset_of;
 
-/// How an access to guest memory is marked: if it fails, the region stops there (`access_failed`).
+/// The mark of an access to guest memory. If the access fails, the region stops there (`access_failed`).
 pub(super) const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 
-/// What an access wants of its page. What may be stored to may be loaded from.
+/// The right that an access needs to its page. A page that may be stored to may be loaded from.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Load,
@@ -26,7 +27,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Returns where an entry of the TLB has the page that it may be made to.
+    /// Returns the offset in a TLB entry of the tag for this kind of access.
     fn tag(self) -> usize {
         match self {
             Kind::Load => tlb::READ,
@@ -42,7 +43,7 @@ impl Kind {
     }
 }
 
-/// Where an access is made: so many bytes from a host address.
+/// Where an access is made: `offset` bytes from a host address.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub(super) host: Value,
@@ -50,8 +51,8 @@ pub(super) struct Place {
 }
 
 impl Translator<'_> {
-    /// Returns where an access is made: as far from the last one as it is in memory, if that is the same page, or else
-    /// where the TLB says, or a helper.
+    /// Returns where an access is made. If it is in the page of the last access, that is at the same distance in host
+    /// memory; otherwise the TLB gives the host address, and on a miss a helper.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
         let (lin, host, distance) = match self.near(lin, size, kind) {
@@ -90,7 +91,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns `known` if `is_known` is not 0, and else, which is rare, what `find` finds.
+    /// Returns `known` if `is_known` is not 0. Otherwise, which is rare, returns the result of `find`.
     fn known_or(
         &mut self,
         is_known: Value,
@@ -113,7 +114,7 @@ impl Translator<'_> {
         self.call_or_stop(kind.helper(), &[lin, bytes])
     }
 
-    /// Looks `lin` up in the TLB. Returns whether it is there, and the distance of its host address then.
+    /// Looks `lin` up in the TLB. Returns whether it is there, and if so, the distance from `lin` to its host address.
     fn look_up(&mut self, lin: Value, size: u8, kind: Kind) -> (Value, Value) {
         let shift = 12 - tlb::ENTRY_BITS;
         let mask = (tlb::ENTRIES as i64 - 1) << tlb::ENTRY_BITS;
@@ -134,8 +135,8 @@ impl Translator<'_> {
         };
         let trusted = MemFlags::trusted();
         let addend = (self.b.ins()).load(I64, trusted, entry, offset + tlb::ADDEND as i32);
-        // `found` is loaded last, and the second operand: the baseline tier's comparison reads it from memory,
-        // without a load of its own.
+        // `found` is loaded last and is the second operand, so that the comparison of the baseline tier reads it from
+        // memory without a separate load.
         let found = (self.b.ins()).load(I64, trusted, entry, offset + kind.tag() as i32);
         (self.b.ins().icmp(IntCC::Equal, wanted, found), addend)
     }
@@ -163,7 +164,7 @@ impl Translator<'_> {
             let ty = TYPES[usize::from(size)];
             return self.b.ins().load(ty, flags, host, offset);
         }
-        // The host extends it for nothing.
+        // The host extends the value at no cost.
         let value = match size {
             0 => self.b.ins().uload8(I64, flags, host, offset),
             1 => self.b.ins().uload16(I64, flags, host, offset),
@@ -172,7 +173,7 @@ impl Translator<'_> {
         self.narrow(value, size)
     }
 
-    /// Stores to guest memory. Nothing of the instruction has happened before.
+    /// Stores to guest memory. The instruction has had no effect before.
     pub(super) fn store(&mut self, lin: Value, size: u8, value: Value) {
         let place = self.place_to_store(lin, size);
         self.store_at(place, value);
@@ -183,8 +184,8 @@ impl Translator<'_> {
         self.now.has_changed = true;
     }
 
-    /// Reads, changes and writes guest memory: atomically if the instruction is locked. `change` gets the old value and
-    /// returns the new one; its code may run more than once. Returns both.
+    /// Reads, changes and writes guest memory, atomically if the instruction is locked. `change` gets the old value and
+    /// returns the new one; its code may run more than once. Returns both values.
     pub(super) fn update(
         &mut self,
         lin: Value,
@@ -193,7 +194,7 @@ impl Translator<'_> {
     ) -> (Value, Value) {
         let is_locked = op.lock || op.mnemonic == Mnemonic::Xchg;
         if is_locked && op.size > 0 {
-            // Across cache lines it is a bus lock, which the interpreter notes.
+            // A locked access across cache lines is a bus lock, which the interpreter handles.
             let in_line = self.b.ins().band_imm(lin, 63);
             let last = 64 - (1 << op.size);
             let crosses = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThan, in_line, last);

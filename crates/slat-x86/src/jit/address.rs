@@ -1,10 +1,10 @@
 //! Linear addresses of memory operands and of the stack.
 //!
-//! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code an
-//! access takes base and limit from the segment register, once in a path: a handler that loads one ends the block. So a
-//! region depends on no segment's base or limit. The interpreter executes what is not plain, and raises the fault if
-//! there is one: an operand that ends beyond the limit, a segment that expands down or is none, a stack pointer of
-//! another width than the region is for (`Source::stack`).
+//! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code, an
+//! access takes base and limit from the segment register. They are read once in a path, because a handler that loads a
+//! segment register ends the block. So a region depends on no segment's base or limit. The interpreter executes
+//! instructions that are not plain, and raises the fault if there is one: an operand that ends beyond the limit, an
+//! unusable segment or one that expands down, or a stack pointer of another width than the region's (`Source::stack`).
 
 use super::translate::Translator;
 use crate::Cpu;
@@ -28,7 +28,7 @@ pub(super) struct PlainSegment {
     limit: Value,
 }
 
-/// Returns where the CPU has a segment register.
+/// Returns the offset of a segment register in the CPU.
 pub(super) fn segment_offset(segment: u8) -> usize {
     match segment {
         0 => offset_of!(Cpu, state.es),
@@ -60,7 +60,7 @@ impl Translator<'_> {
             4 => 0xffff_ffff,
             _ => -1,
         };
-        // The displacement last: all of it is one address of the host's then.
+        // The displacement is added last, so that the host can use the whole sum as one address.
         match (sum, op.disp as i64) {
             (None, disp) if !self.is_relative => self.constant(disp & mask),
             (sum, disp) => {
@@ -83,7 +83,7 @@ impl Translator<'_> {
     }
 
     /// Returns the linear address of `bytes` bytes at an offset in a segment. Leaves the instruction to the interpreter
-    /// if the segment is not plain, or ends before they do.
+    /// if the segment is not plain, or if the bytes exceed its limit.
     fn segmented(&mut self, segment: u8, offset: Value, bytes: i64) -> Value {
         if !self.has_segments && segment < 4 {
             return offset;
@@ -100,14 +100,15 @@ impl Translator<'_> {
         self.b.ins().band_imm(lin, 0xffff_ffff)
     }
 
-    /// Returns a segment register outside 64-bit mode. Leaves the instruction to the interpreter if that is not plain.
+    /// Returns a segment register outside 64-bit mode. Leaves the instruction to the interpreter if the
+    /// segment is not plain.
     fn plain_segment(&mut self, segment: u8) -> PlainSegment {
         if let Some(known) = self.now.segments[usize::from(segment)] {
             return known;
         }
         let at = segment_offset(segment);
         let rights = self.field(I32, at + offset_of!(Segment, rights));
-        // Either code or a segment that does not expand down: it is enough that this bit is clear.
+        // A code segment, or a data segment that does not expand down: in both cases this bit is clear.
         let looked_at = i64::from(Segment::UNUSABLE) | 1 << 2;
         let (looked_at, wanted) = match segment {
             SS => (looked_at | BIG, if self.stack == 2 { BIG } else { 0 }),
@@ -124,27 +125,28 @@ impl Translator<'_> {
         found
     }
 
-    /// Returns the offset in SS that is `by` bytes from where the stack pointer points.
+    /// Returns the offset in SS that is `by` bytes from the stack pointer.
     fn stack_offset(&mut self, by: i64) -> Value {
         let sp = self.get(4, self.stack);
         let sp = self.plus(sp, by);
         self.wide(sp)
     }
 
-    /// Returns the linear address of `bytes` bytes, `by` bytes from where the stack pointer points.
+    /// Returns the linear address of `bytes` bytes on the stack, which begin `by` bytes from the stack pointer.
     pub(super) fn stack_at(&mut self, by: i64, bytes: i64) -> Value {
         let offset = self.stack_offset(by);
         self.segmented(SS, offset, bytes)
     }
 
-    /// Moves the stack pointer. Call after [`stack_at`](Self::stack_at), which has found that it
+    /// Moves the stack pointer. Call after [`stack_at`](Self::stack_at), which has checked that the stack pointer
     /// has the region's width.
     pub(super) fn move_stack(&mut self, by: i64) {
         let sp = self.stack_offset(by);
         self.set(4, self.stack, sp);
     }
 
-    /// LEAVE: reads the word that the frame pointer points to, and moves the stack pointer after it.
+    /// LEAVE: reads the word that the frame pointer points to, and sets the stack pointer to the
+    /// address after the word.
     pub(super) fn leave_frame(&mut self, size: u8) {
         let frame = self.get(5, self.stack);
         let frame = self.wide(frame);
@@ -155,7 +157,7 @@ impl Translator<'_> {
         self.set(5, size, value);
     }
 
-    /// Returns the word that the stack pointer points to, and moves that after it.
+    /// Returns the word that the stack pointer points to, and sets the stack pointer to the address after the word.
     pub(super) fn pop(&mut self, size: u8) -> Value {
         let bytes = 1 << size;
         let lin = self.stack_at(0, bytes);
@@ -171,7 +173,7 @@ impl Translator<'_> {
         self.move_stack(-bytes);
     }
 
-    /// Whether words of this operand size are pushed and popped by code that is translated.
+    /// Whether translated code pushes and pops words of this operand size.
     pub(super) fn is_on_stack(&self, size: u8) -> bool {
         match self.is_64() {
             true => size == 3,

@@ -1,5 +1,5 @@
-//! Instructions on bits, and integer arithmetic that multi-precision code is made of: bit tests, scans and counts, BMI1
-//! and BMI2, double shifts, division.
+//! Instructions on bits, and the integer arithmetic of multi-precision code: bit tests, scans and counts, BMI1 and
+//! BMI2, double shifts, division.
 
 use super::condition::Flags;
 use super::helpers;
@@ -11,7 +11,7 @@ use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{Instruction, Mnemonic};
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. `None`, with nothing done: there is no translation.
+    /// Translates an instruction of this file. Returns `None`, having done nothing, if there is no translation.
     pub(super) fn bit_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -24,7 +24,7 @@ impl Translator<'_> {
                 let b = self.operand(op, 2, size);
                 let a = self.get(2, size);
                 let (low, high) = self.halves(a, b, false);
-                // The low half first: if both destinations are one register it keeps the high half.
+                // The low half is written first: if both destinations are one register, it keeps the high half.
                 self.set(op.r[1], size, low);
                 self.set(op.r[0], size, high);
             }
@@ -39,7 +39,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// BT, BTS, BTR and BTC, but of memory with a register as bit offset, which may select a bit beyond the operand.
+    /// BT, BTS, BTR and BTC. Not translated if the operand is in memory and the bit offset in a register: then the bit
+    /// may be beyond the operand.
     fn bit_test<A: Operation>(&mut self, op: &Op) -> Option<()> {
         if op.r[0] == MEM && op.r[1] != NONE {
             return None;
@@ -54,7 +55,7 @@ impl Translator<'_> {
         let size = op.size;
         let (source, no) = (self.operand(op, 1, size), self.no());
         let (n, flags) = A::apply(self, source, source, no);
-        // All of the register: nothing of it is written.
+        // Reads the whole register, because a source of 0 writes no part of it.
         let old = self.get(op.r[0], 3);
         self.set(op.r[0], size, n);
         let new = self.get(op.r[0], 3);
@@ -108,7 +109,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Divides halves of 4 or 8 bytes by a divisor that is greater than the high one.
+    /// Divides a number given as halves of 4 or 8 bytes by a divisor that is greater than the high half.
     pub(super) fn divide_halves(
         &mut self,
         (low, high): (Value, Value),

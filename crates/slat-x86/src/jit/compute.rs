@@ -9,7 +9,7 @@ use cranelift_codegen::ir::types::{I8, I64, I128};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 use std::convert::Infallible;
 
-/// Defines functions that are one instruction of Cranelift's.
+/// Defines functions that emit one instruction of Cranelift's.
 macro_rules! instructions {
     ($($name:ident($($a:ident),*) $instruction:ident;)*) => {
         $(
@@ -65,7 +65,7 @@ impl Bits for Translator<'_> {
 
     fn and(&mut self, a: Value, b: Value) -> Value {
         match self.is_same(a, b) {
-            // TEST of a register with itself, which is how compilers compare with 0.
+            // TEST of a register with itself, by which compilers compare with 0.
             true => a,
             false => self.b.ins().band(a, b),
         }
@@ -141,7 +141,7 @@ impl Bits for Translator<'_> {
     fn opposite(&mut self, a: Value) -> Value {
         let dfg = &self.b.func.dfg;
         match dfg.value_def(a).inst().map(|inst| dfg.insts[inst]) {
-            // The opposite comparison, which costs nothing.
+            // Uses the opposite comparison, which costs nothing.
             Some(InstructionData::IntCompare { args, cond, .. }) => {
                 (self.b.ins()).icmp(cond.complement(), args[0], args[1])
             }
@@ -154,7 +154,7 @@ impl Bits for Translator<'_> {
 }
 
 impl Compute for Translator<'_> {
-    /// Faults are the interpreter's, which executes the instruction again.
+    /// Compiled code raises no faults: it leaves the instruction to the interpreter, which raises them.
     type Fault = Infallible;
 
     instructions! {
@@ -203,7 +203,7 @@ impl Compute for Translator<'_> {
         if !self.has_pairs(a) {
             return two_sums(self, a, b, carry);
         }
-        // The host's ADC: the carry is what another half's sum with ones has.
+        // The host's ADC: adding the carry to a half of ones produces the carry into the other half.
         let (carry, ones) = (self.widened(carry, a), self.constant(-1));
         let a = self.b.ins().iconcat(carry, a);
         let b = self.b.ins().iconcat(ones, b);
@@ -232,7 +232,7 @@ impl Compute for Translator<'_> {
 }
 
 impl Translator<'_> {
-    /// Returns the halves of a product like [`product`](Compute::product), where both are used.
+    /// Like [`product`](Compute::product), for callers that use both halves.
     pub(super) fn halves(&mut self, a: Value, b: Value, is_signed: bool) -> (Value, Value) {
         if !self.has_pairs(a) {
             return self.product(a, b, is_signed);
@@ -250,7 +250,7 @@ impl Translator<'_> {
         self.tier == Tier::Full && self.size_of(half) == 3
     }
 
-    /// Whether two values are one, or parts of one.
+    /// Whether two values are the same, or parts of the same value.
     fn is_same(&self, a: Value, b: Value) -> bool {
         let dfg = &self.b.func.dfg;
         let whole = |value| match dfg.value_def(value).inst().map(|inst| dfg.insts[inst]) {
@@ -263,7 +263,7 @@ impl Translator<'_> {
         a == b || dfg.value_type(a) == dfg.value_type(b) && whole(a) == whole(b)
     }
 
-    /// Returns the number that a value is, if it is always the same one.
+    /// Returns the number if a value is constant.
     pub(super) fn constant_of(&self, value: Value) -> Option<i64> {
         let dfg = &self.b.func.dfg;
         match dfg.insts[dfg.value_def(value).inst()?] {

@@ -1,8 +1,9 @@
 //! The arithmetic flags of compiled code: computed when used.
 //!
-//! The translator knows the operation that set them last in the same block, and computes a condition from its operands:
-//! after a comparison that is one comparison of the host's. At the end of a block, and where the region leaves, it
-//! writes the record that the interpreter has (`flags::Lazy`), which is what a block begins with.
+//! The translator knows which operation set the flags last in the same block, and computes a condition from its
+//! operands: after a comparison, a condition is one comparison of the host's. At the end of a block, and where
+//! the region leaves, the translator writes the record that the interpreter uses (`flags::Lazy`). A block
+//! begins with that record.
 
 use super::helpers;
 use super::translate::Translator;
@@ -18,7 +19,7 @@ use std::mem::offset_of;
 /// What set the arithmetic flags. Operands and results have the operation's type; truth values are 0 or 1 in 8 bits.
 pub(super) type Flags = sem::Flags<Value, Value, Carry>;
 
-/// The carry flag that an instruction leaves alone.
+/// The carry flag that an instruction leaves unchanged.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Carry {
     /// The CPU's record has it.
@@ -27,7 +28,7 @@ pub(super) enum Carry {
     Is(Value),
 }
 
-/// What a record has of the carry flag: see [`flags::Lazy`].
+/// The carry flag in a record: see [`flags::Lazy`].
 enum Comparison {
     Stays,
     /// Of two values.
@@ -37,8 +38,8 @@ enum Comparison {
 }
 
 impl Translator<'_> {
-    /// Returns flags whose record needs no other ones: where an instruction sets CF and OF alone, the others are those
-    /// of the last instruction, or RFLAGS has them.
+    /// Returns `flags` in a form that can be recorded. If an instruction sets CF and OF alone, the other flags are
+    /// those of the last instruction, or are written to RFLAGS first.
     pub(super) fn completed(&mut self, flags: Flags) -> Flags {
         let Flags::Rotated { carry, overflow } = flags else {
             return flags;
@@ -58,7 +59,7 @@ impl Translator<'_> {
                 self.record_flags();
                 flags
             }
-            // Once in a path: what follows in a chain of sums with carries finds them there.
+            // This is done once in a path: further sums in a chain with carries find the flags in RFLAGS.
             _ => {
                 self.settle();
                 flags
@@ -66,7 +67,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Has RFLAGS have the flags of the record. Mostly they are there: see [`write_rflags`](Self::write_rflags).
+    /// Makes sure that RFLAGS has the flags of the record. Mostly it has: see [`write_rflags`](Self::write_rflags).
     fn settle(&mut self) {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
         let is_done = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThan, kind, i64::from(flags::ADD));
@@ -79,8 +80,8 @@ impl Translator<'_> {
         };
     }
 
-    /// Writes the flags where those without a record are, for a block that begins with ADCX or ADOX: a loop of such
-    /// sums would otherwise ask a helper for them in each turn.
+    /// Writes the flags to RFLAGS, without a record, for a block that begins with ADCX or ADOX. Otherwise a loop of
+    /// such sums would ask a helper for the flags in each turn.
     pub(super) fn write_rflags(&mut self) {
         if let Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } = self.now.flags {
             return self.record_flags();
@@ -97,7 +98,7 @@ impl Translator<'_> {
         self.now.are_flags_recorded = true;
     }
 
-    /// Returns the carry flag, for an instruction that leaves it alone.
+    /// Returns the carry flag, for an instruction that leaves it unchanged.
     pub(super) fn kept_carry(&mut self) -> Carry {
         match self.now.flags {
             Flags::Recorded => Carry::Recorded,
@@ -199,7 +200,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Writes flags where those without a record are, and clears those of `cleared`.
+    /// Writes `flags` to RFLAGS, clears the flags of `cleared`, and ends the record.
     fn record_in_rflags(&mut self, cleared: u64, flags: &[(u64, Option<Value>)]) {
         let given = flags.iter().filter(|(_, value)| value.is_some());
         let changed = given.fold(cleared, |mask, (flag, _)| mask | flag);
@@ -226,7 +227,7 @@ impl Translator<'_> {
         self.b.func.dfg.value_type(value).bytes().trailing_zeros() as u8
     }
 
-    /// Returns ZF of the record, as `Cpu::zf` does.
+    /// Returns ZF from the record, as `Cpu::zf` does.
     fn recorded_zero(&mut self) -> Value {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
         let kind = self.b.ins().band_imm(kind, !3 & 0xff);
@@ -261,10 +262,10 @@ impl Translator<'_> {
         self.b.ins().ireduce(I8, holds)
     }
 
-    /// Returns whether a condition (the low four bits of Jcc's opcode) holds, as 0 or 1 in 8 bits.
+    /// Whether a condition (the low four bits of Jcc's opcode) holds, as 0 or 1 in 8 bits.
     pub(super) fn condition(&mut self, condition: u8) -> Value {
         match self.now.flags {
-            // One call for flags that need it, however many. OF alone is found with all of them.
+            // One call computes a condition, however many flags it needs. OF alone is found by settling all flags.
             Flags::Recorded if condition >> 1 > 2 => self.asked(condition),
             _ => sem::condition(self, condition),
         }
@@ -277,7 +278,7 @@ impl Readable for Translator<'_> {
     }
     fn recorded(&mut self, flag: u64) -> Value {
         match flag {
-            // Others are there as soon as CF or OF is known alone.
+            // Once CF or OF is known alone, the other flags are in RFLAGS.
             _ if flag != CF && matches!(self.now.flags, Flags::Rotated { .. }) => {
                 let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
                 self.bit(rflags, flag.trailing_zeros())

@@ -1,4 +1,4 @@
-//! The CPU's side of compiled code: what is hot becomes a region, and regions run.
+//! The CPU's side of compiled code: makes regions of hot code, and runs them.
 
 use super::dispatch::dispatch;
 use super::helpers::Status;
@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Entries of a block after which it is compiled.
 pub(crate) const WARM: u32 = 512;
-/// Entries of a block between two looks for compiled code.
+/// Entries of a block between two checks for compiled code.
 const LOOK: u32 = 64;
 /// Blocks and bytes of a region.
 const BLOCKS: usize = 24;
@@ -32,58 +32,60 @@ pub(crate) struct Entrance {
     code: *const u8,
 }
 
-/// Sets of [`Targets`], and how far the address of one is shifted from its index.
+/// The number of sets in [`Targets`], and by how many bits a set's address is its index shifted left.
 pub(super) const SETS: usize = 4096;
 pub(super) const SET_BITS: u32 = size_of::<[Target; 2]>().trailing_zeros();
 pub(super) const SETS_BYTES: u64 = (SETS as u64) << SET_BITS;
 
-/// Returns the index of the set where a target with this address is looked for first.
+/// Returns the index of the set where a target with this address is looked up first.
 pub(super) fn set_of(rip: u64) -> usize {
     (rip ^ rip >> 12) as usize & (SETS - 1)
 }
 
-/// A place where compiled code can be entered. Small: most of them are in farther caches.
+/// An address of compiled code that can be entered. A target is small, because most of them are in the
+/// host's farther caches.
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
 pub(super) struct Target {
     /// The address of the guest's code.
     pub(super) rip: u64,
-    /// The page that has it. If its stamp is not The stamp, it has to be looked at first. It is alive as long as the
-    /// edition is the CPU's.
+    /// The page of the code. If the page's stamp is not the CPU's, the page is checked first. The page is alive as long
+    /// as `edition` is the CPU's.
     pub(super) page: *const Snapshot,
     pub(super) code: *const u8,
     /// [`Compiled::edition`] then. 0: none.
     pub(super) edition: u32,
 }
 
-/// The places where regions continue directly, when they leave for another region. A set, which is a cache line, has
-/// two of them, the newer one first. They are of code only that blocks have now; see [`Cpu::forget_targets`].
+/// The code addresses where regions continue directly in another region. A set is a cache line with two targets, the
+/// newer one first. Only code that blocks have now is in it; see [`Cpu::forget_targets`].
 #[repr(align(64))]
 pub(crate) struct Targets([[Target; 2]; SETS]);
 
 // SAFETY: integers and pointers.
 unsafe impl Zeroed for Targets {}
 
-/// What compiled code knows of its CPU besides the architectural state. Its last fields are in R15's window (`window`).
+/// The fields of a CPU that compiled code uses besides the architectural state. The last ones are in
+/// R15's window (`window`).
 #[repr(C)]
 pub(crate) struct Compiled {
     /// The instruction at which the region was stopped.
     pub(super) step: *const Step,
     /// Why an instruction ended.
     pub(super) why: Break,
-    /// RIP as the instruction that ended with [`Break::Jump`] has set it.
+    /// RIP that an instruction has set which ended with [`Break::Jump`].
     pub(super) rip: u64,
-    /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode. See
-    /// `tell_targets_apart`.
+    /// Targets with another edition are invalid. The lowest byte is the CPU's mode, so the edition also tells modes
+    /// apart. See `tell_targets_apart`.
     pub(super) edition: u32,
-    /// The target that a region looked at last of those in its set, none of which was the right one.
+    /// The last target of its set that a region looked at, if none in the set was the right one.
     pub(super) wanted: *const Target,
-    /// CS's base for which there are targets of code with segments.
+    /// The base of CS for which the present targets of code with segments are valid.
     base: u64,
     pub(super) client: Option<Client>,
-    /// Where the region was entered that was running when something was wanted of the CPU.
+    /// Where the running region was entered, when the run was interrupted for something.
     pub(super) ran: u64,
-    /// RIP where the last run ended for its caller's attention: what runs at such a moment is hot.
+    /// RIP where the last run ended for its caller's attention. Code that runs at such moments is hot.
     pub(crate) interrupted: Option<u64>,
     /// Not 0: the host's MXCSR is the guest's (`float`).
     pub(super) floats: u32,
@@ -91,9 +93,9 @@ pub(crate) struct Compiled {
     pub(super) host_mxcsr: u32,
     /// What a load in two pages has read.
     pub(crate) copy: [u8; 32],
-    /// What floating point has computed and nothing uses. It is only written.
+    /// Results of floating point that nothing uses. This field is only written.
     pub(super) unused: [u8; 16],
-    /// Instructions of compiled code, those that are counted and those of this run.
+    /// The number of instructions that compiled code has executed: those already counted, and those of this run.
     pub(super) instructions: u64,
     pub(super) attention: *const AtomicU32,
     /// The table of the TLB that data accesses use.
@@ -126,7 +128,7 @@ impl Compiled {
 }
 
 impl Cpu {
-    /// Has code compiled from now on.
+    /// Sets the compiler, by which code is compiled from now on.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -160,11 +162,11 @@ impl Cpu {
         self.compiled.attention = attention;
     }
 
-    /// Call when a block has been entered often: has it compiled, or looks whether it was.
+    /// Call when a block has been entered often: requests its compilation, or installs the result.
     #[cold]
     #[inline(never)]
     pub(crate) fn warmed(&mut self, found: NonNull<Block>) {
-        // SAFETY: a block lives until all are freed, which is the last thing that this does, if at all.
+        // SAFETY: a block lives until all blocks are freed, which is the last thing that this function does, if at all.
         let block = unsafe { found.as_ref() };
         let Some(client) = &self.compiled.client else {
             block.heat.set(u32::MAX);
@@ -181,14 +183,14 @@ impl Cpu {
         }
     }
 
-    /// Call when a run ends for its caller's attention, which happens every few milliseconds at least.
+    /// Call when a run ends for its caller's attention. The caller interrupts a run every few milliseconds at least.
     pub(crate) fn note_interrupted(&mut self) {
         self.compiled.interrupted = Some(self.state.rip);
     }
 
-    /// Call when a block with compiled code is about to run at which the last run was interrupted: a sample of what
-    /// takes the time. A region's second sample is worth Cranelift's code, which takes less time to make than has
-    /// passed since the last sample.
+    /// Call when a block with compiled code is about to run, if the last run was interrupted there. The block is then a
+    /// *sample* of the code that takes the time. At its second sample a region is compiled by Cranelift, which takes
+    /// less time than has passed since the last sample.
     #[cold]
     #[inline(never)]
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
@@ -210,9 +212,9 @@ impl Cpu {
         self.take_compiled();
     }
 
-    /// Returns the block of the region that ran when the run was interrupted, after which `next` goes on. A region
-    /// without loops ends before it looks at `attention`, so `next` is another region's; if that were the sample, code
-    /// without loops would never be one.
+    /// Returns the block of the region that ran when the run was interrupted. `next` is the block that runs afterwards.
+    /// A region without loops ends before it looks at `attention`, so `next` belongs to another region. If `next` were
+    /// the sample, code without loops would never be one.
     fn interrupted_in(&mut self, next: NonNull<Block>) -> NonNull<Block> {
         // SAFETY: as in `warmed`.
         let next_block = unsafe { next.as_ref() };
@@ -243,7 +245,7 @@ impl Cpu {
         next
     }
 
-    /// Has a block compiled, with those around it, unless that was asked for already.
+    /// Requests compilation of a block and of those around it, unless that was requested already.
     fn submit(&self, block: &Block, tier: Tier) {
         let Some(client) = &self.compiled.client else {
             return;
@@ -267,14 +269,14 @@ impl Cpu {
         }
     }
 
-    /// Takes what was compiled. Call while no block is running; it may free all.
+    /// Installs the finished compilations. Call while no block is running; this may free all blocks.
     fn take_compiled(&mut self) {
         let Some(client) = &self.compiled.client else {
             return;
         };
         let done = client.compiler.take(client.number);
         if done.is_refused {
-            // Hot code is compiled anew, what is hot no more is forgotten.
+            // All blocks are forgotten: hot code will be compiled again, the rest stays forgotten.
             return self.forget_blocks();
         }
         for (region, page) in done.regions {
@@ -282,10 +284,11 @@ impl Cpu {
         }
     }
 
-    /// Attaches code of a tier at least to a block, and to others, that was compiled for another CPU or before, if
-    /// there is any and memory holds it. Returns whether there was. Call while no block is running.
+    /// Attaches existing code, compiled for another CPU or earlier, to `block` and the other blocks of the code's
+    /// region. The code must be of `tier` or a better one, and memory must hold it. Returns whether there was such
+    /// code. Call while no block is running.
     pub(crate) fn adopt(&mut self, block: NonNull<Block>, tier: Tier) -> bool {
-        // SAFETY: a block lives until all are freed; it is not used any more when those of the region are changed.
+        // SAFETY: a block lives until all are freed. `block` is not used any more when the blocks of the region change.
         let block = unsafe { block.as_ref() };
         let Some(client) = &self.compiled.client else {
             return false;
@@ -311,7 +314,7 @@ impl Cpu {
         true
     }
 
-    /// Attaches compiled code to its blocks in a page.
+    /// Attaches the code of a region to the region's blocks in a page.
     fn install(&mut self, region: &Arc<Region>, page: u64) {
         self.counters.regions += 1;
         let mut is_instead = false;
@@ -328,8 +331,8 @@ impl Cpu {
         }
     }
 
-    /// Forgets where regions continue. Call whenever a block may lose its compiled code, a snapshot begins a new
-    /// edition, or code may be good no more while the stamp stays.
+    /// Forgets all targets. Call whenever a block may lose its compiled code, a snapshot begins a new edition, or code
+    /// may have become stale although the stamp has not changed.
     pub(crate) fn forget_targets(&mut self) {
         self.compiled.edition = self.compiled.edition.wrapping_add(1 << 8);
         if self.compiled.edition >> 8 == 0 {
@@ -341,8 +344,8 @@ impl Cpu {
         }
     }
 
-    /// Collects a region: `block`, and the kept blocks of its page that follow. Returns the address from which
-    /// its places count, too.
+    /// Collects the blocks of a region: `block`, and the kept blocks of its page that may follow it. Also returns the
+    /// address from which the places of the region count.
     fn collect(&self, block: &Block, tier: Tier) -> Result<(Source, u64), OutOfMemory> {
         let (kind, page) = Kind::of(&block.key, tier);
         let mut source = Source {
@@ -372,13 +375,14 @@ impl Cpu {
                 continue;
             };
             let (code, after) = found.parts();
-            // A block that has hardly run is left out: it would make the region larger, and save nothing. One that has
-            // found its code known has never been interpreted.
+            // A block that has hardly run is left out: it would make the region larger, and save nothing. But a block
+            // whose code was found already compiled counts as warm, although the interpreter has never run it.
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
                 || found.entrance.is_some()
                 || self.compiles_at_once();
-            // A block that a region has is entered there. Else a boot had each compiled twice.
+            // If a block has a region, that region is entered there. Without this rule a boot
+            // compiled each block twice.
             let is_known = tier == Tier::Baseline
                 && rip != block.key.rip
                 && found.entrance.is_some()
@@ -386,7 +390,7 @@ impl Cpu {
             if is_known {
                 continue;
             }
-            // A block that other blocks' code has run for a while is not current.
+            // Memory must hold the block: if only code of other blocks ran for a while, nobody has checked this one.
             if !is_warm || !after.is_empty() || !block.holds_beside(key.lin, code) {
                 continue;
             }
@@ -400,7 +404,7 @@ impl Cpu {
             copy.extend_from_slice(code);
             source.blocks.push((place, copy));
             bytes += code.len();
-            // Another tier's region can be entered at each of its blocks.
+            // A region of the other tier cannot be entered at each of its blocks.
             if tier == Tier::Baseline || rip == block.key.rip {
                 found.asked.set(Some(tier).max(found.asked.get()));
             }
@@ -419,7 +423,8 @@ impl Cpu {
         Ok((source, page))
     }
 
-    /// Makes the place where the compiled code of a block, which is current, is entered known to regions. Returns it.
+    /// Adds the compiled code of a block, which is current, to the targets, so that regions can continue there.
+    /// Returns the code's address.
     fn make_known(&mut self, block: &Block) -> Option<*const u8> {
         let code = block.entrance.as_ref()?.code;
         let page = block.first.as_ref()?.page.as_ptr();
@@ -442,8 +447,9 @@ impl Cpu {
         Some(code)
     }
 
-    /// Has the targets be those of the CPU's mode and its code segment. A target has RIP only. In code with segments
-    /// that is not enough, so those of another base are forgotten; while regions run, neither changes.
+    /// Makes sure that targets match the CPU's mode and code segment. A target is identified by RIP alone. In
+    /// code with segments RIP is not enough, so targets of another base are forgotten. Mode and base do not
+    /// change while regions run.
     fn tell_targets_apart(&mut self) {
         if mode::has_segments(self.mode) && self.compiled.base != self.state.cs.base {
             self.compiled.base = self.state.cs.base;
@@ -452,7 +458,7 @@ impl Cpu {
         self.compiled.edition = self.compiled.edition & !0xff | u32::from(self.mode);
     }
 
-    /// Runs the region of a block, and those to which it leads. It may free the block.
+    /// Runs the region of a block, and the regions in which it continues. May free the block.
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
         self.tell_targets_apart();
         self.compiled.ran = 0;
@@ -460,8 +466,8 @@ impl Cpu {
         let code = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
         self.code_page = ANY_PAGE;
-        // SAFETY: where a region is entered that the compiler made for this CPU. It accesses the CPU, its own stack
-        // frame, and guest memory by guarded accesses, and those that follow it do, too.
+        // SAFETY: `code` is an entry of a region that the compiler made for this CPU. The region, and those that follow
+        // it, access the CPU, their own stack frame, and guest memory by guarded accesses.
         let status = unsafe { dispatch(ptr::from_mut(self), code) };
         self.end_floats();
         let status = Status::of(status).unwrap_or_else(|| {
@@ -471,7 +477,7 @@ impl Cpu {
             Status::Interpret
         });
         let stopped = (status != Status::Continue).then(|| {
-            // SAFETY: a step of a region that a block has still.
+            // SAFETY: a step of a region that a block still has.
             let step = unsafe { *self.compiled.step }.at(self.state.rip);
             self.state.rip = step.rip;
             self.compiled.instructions += u64::from(step.before);
@@ -482,13 +488,13 @@ impl Cpu {
         self.stopped(&stopped?, status)
     }
 
-    /// Returns the number of instructions so far, those of the region that runs included.
+    /// Returns the number of instructions so far, including those of the running region.
     pub(crate) fn instructions(&self) -> u64 {
         let compiled = self.compiled.instructions - self.counters.instructions_compiled;
         self.counters.instructions + compiled
     }
 
-    /// Continues after compiled code was stopped at an instruction, to which RIP points.
+    /// Continues after compiled code has stopped at an instruction, to which RIP points.
     fn stopped(&mut self, step: &Step, status: Status) -> Option<Exit> {
         match status {
             Status::Interpret if self.walk_changed_code => {
@@ -509,12 +515,12 @@ impl Cpu {
             Status::Interpret => {
                 // SAFETY: set for this run.
                 let attention = unsafe { &*self.compiled.attention };
-                // An access that was interrupted by a kick would only sleep again.
+                // If a kick has interrupted the access, repeating the access now would only sleep again.
                 if attention.load(Ordering::Relaxed) != 0 {
                     self.devices.met = None;
                     return None;
                 }
-                // Of an access that is made again, perhaps elsewhere.
+                // The flag belongs to an access that is made again, perhaps at another address.
                 self.fault_noncanonical = false;
                 let exit = match self.find_block() {
                     // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing

@@ -1,17 +1,17 @@
-//! How compiled code is entered, and how a region continues in another one.
+//! Entering compiled code, and continuing from one region in another.
 //!
-//! A region that leaves for RIP returns the set in which its [`Target`] is looked for: the distance from the first one.
-//! Code that leaves for one place always has the same set, known when it is compiled, so the host loads the target
-//! while the region still runs. It is the set of the address ([`set_of`](super::cpu::set_of)) as that was when the
-//! region was compiled: which one it is does not matter as long as the target is put where it was looked for
-//! ([`Compiled::wanted`](super::cpu::Compiled)). Code that leaves for an address which it computes computes the set,
-//! too. What else ends a region is above all sets.
+//! A region that leaves for RIP returns the set in which its [`Target`] is looked up, as the set's distance from the
+//! first one. Code that leaves for one fixed place always returns the same set, known when it is compiled, so the host
+//! loads the target while the region still runs. That set is the set of the address ([`set_of`](super::cpu::set_of))
+//! for which the region was compiled. Elsewhere the set may be another one; this does not matter, because a target is
+//! stored where it was looked up ([`Compiled::wanted`](super::cpu::Compiled)). Code that computes the address for which
+//! it leaves also computes the set. All other results of a region are larger than any set.
 //!
-//! Regions are called and return, although they could jump from one to the next. That was tried, with one frame for all
-//! of them: a boot took a tenth more time, and calls in a loop two thirds, because a host foresees where a return
-//! leads, but not all those jumps. Regions of several pages, which go on in what they call and in what linkage tables
-//! lead to, were tried, too: a shell and apt continued in another region a fifth less often, with longer paths a third,
-//! and took as much time.
+//! Regions are called and return, although they could jump from one to the next. Jumps were tried, with one frame for
+//! all regions: a boot took a tenth longer, and calls in a loop two thirds longer, because a host predicts the target
+//! of a return, but not of all those jumps. Regions of several pages, which continued in called functions and in
+//! targets of linkage tables, were tried, too. A shell and apt continued in another region a fifth less often, and a
+//! third less often with longer paths, but took as much time.
 
 use super::cpu::{SETS_BYTES, Target};
 use super::entries;
@@ -21,7 +21,7 @@ use crate::snapshot::Snapshot;
 use std::arch::naked_asm;
 use std::mem::offset_of;
 
-/// Looks at the page of a target, which has the CPU's edition, if that needs no translation. Returns
+/// Checks the page of a target, whose edition is the CPU's, if that needs no translation. Returns
 /// whether the target is good.
 extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
     // SAFETY: the page is alive as long as the edition stays, and nothing else refers to it while no block is running.
@@ -29,15 +29,15 @@ extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
     cpu.look_again(page, target.rip) && target.edition == cpu.compiled.edition
 }
 
-/// Runs a region, which is entered at `code`, and then those that follow it: the region that [`Target`]s have for
-/// RIP, as long as its page is good and nothing else is to be done, for which this looks each time. Returns the
-/// status of the last one.
+/// Runs the region that is entered at `code`, and then the regions that follow. A region follows if a [`Target`]
+/// for RIP is known, its page is good, and nothing else is to be done; this is checked each time. Returns the
+/// status of the last region.
 ///
 /// # Safety
-/// `code` is where a region of this CPU's is entered, and the CPU has been prepared.
+/// `code` is an entry of a region of this CPU, and the CPU has been prepared.
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 {
-    // A region wants R15 near the CPU, and keeps no other register than RSP and RBP. It leaves its frame, and returns.
+    // A region expects R15 near the CPU, and preserves no register but RSP and RBP. It drops its frame, and returns.
     naked_asm!(
         "push rbp",
         "push rbx",
@@ -47,13 +47,13 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "push r15",
         "sub rsp, 8",
         "lea r15, [rdi + {base}]",
-        // RBP has the address at which the region that runs was entered.
+        // RBP holds the address at which the running region was entered.
         "mov rbp, [r15 + {rip}]",
         "2:",
         "call 8f",
         "cmp rax, {sets}",
         "jae 3f",
-        // Does anybody want something of the CPU, or has code changed?
+        // Does anything ask for the CPU's attention, or has code changed?
         "mov rcx, [r15 + {attention}]",
         "cmp dword ptr [rcx], 0",
         "jne 24f",
@@ -85,7 +85,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "mov rbp, rsp",
         "sub rsp, {frame}",
         "jmp rsi",
-        // Its page has to be looked at, once for all of them.
+        // The page has to be checked, once for all its targets.
         "6:",
         "mov rbx, rax",
         "lea rdi, [r15 - {base}]",

@@ -1,5 +1,5 @@
-//! Vector instructions on the order of elements: interleaving, permutations by a constant, moves of one element; and
-//! shifts by a constant. Each half of 256 bits is one of 128, as in `vector`.
+//! Vector instructions that reorder elements: interleaving, permutations by a constant, moves of one element; and
+//! shifts by a constant. Each half of 256 bits is treated like a vector of 128, as in `vector`.
 
 use super::translate::Translator;
 use super::vector::{sources, type_of};
@@ -9,7 +9,8 @@ use cranelift_codegen::ir::types::{F32X4, F64X2, I8X16, I16X8, I32X4, I64, I64X2
 use cranelift_codegen::ir::{InstBuilder, Type, Value};
 use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind};
 
-/// Returns the size of the elements that an instruction interleaves, as a shift, and whether it takes the upper ones.
+/// Returns the size of the elements that an instruction interleaves, as a shift, and whether it
+/// takes the upper elements.
 fn interleaving(mnemonic: Mnemonic) -> Option<(u8, bool)> {
     let (each, elements) = simd::meaning(mnemonic)?;
     let size = type_of(elements).lane_type().bytes().trailing_zeros() as u8;
@@ -20,7 +21,7 @@ fn interleaving(mnemonic: Mnemonic) -> Option<(u8, bool)> {
     }
 }
 
-/// Returns the bytes of a result whose elements, of `1 << size` bytes, are those that `choose` names.
+/// Returns the byte order of a result: element `n`, of `1 << size` bytes, is the source's element `choose(n)`.
 fn order(size: u8, choose: impl Fn(usize) -> usize) -> [u8; 16] {
     std::array::from_fn(|byte| {
         let within = byte & ((1 << size) - 1);
@@ -28,7 +29,7 @@ fn order(size: u8, choose: impl Fn(usize) -> usize) -> [u8; 16] {
     })
 }
 
-/// Returns the elements and the direction of a shift.
+/// Returns the element type and the direction of a shift.
 fn shift(mnemonic: Mnemonic) -> Option<(Type, Each)> {
     let (each, elements) = simd::meaning(mnemonic)?;
     let is_shift = matches!(each, Each::ShiftLeft | Each::ShiftRight | Each::ShiftSigned);
@@ -36,7 +37,7 @@ fn shift(mnemonic: Mnemonic) -> Option<(Type, Each)> {
 }
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. `None`, with nothing done: there is no translation.
+    /// Translates an instruction of this file. Returns `None`, having done nothing, if there is no translation.
     pub(super) fn element_instruction(
         &mut self,
         insn: &Instruction,
@@ -126,7 +127,7 @@ impl Translator<'_> {
         self.b.ins().shuffle(a, b, mask)
     }
 
-    /// Each half of the result has bytes of the source's, in the order of `mask`.
+    /// Fills each half of the result with bytes of the same half of the source, in the order of `mask`.
     fn shuffle_each(&mut self, insn: &Instruction, op: &Op, source: &[Value], mask: [u8; 16]) {
         let values: Vec<_> = (source.iter())
             .map(|value| self.shuffle(*value, *value, mask))
@@ -134,7 +135,7 @@ impl Translator<'_> {
         self.set_vector(insn, op.r[0], &values);
     }
 
-    /// Each half of the result has bytes of two operands': 0 to 15 in `mask` are the first one's.
+    /// Fills each half of the result with bytes of two operands. Numbers 0 to 15 in `mask` mean the first operand.
     fn shuffle_both(
         &mut self,
         insn: &Instruction,
@@ -181,7 +182,7 @@ impl Translator<'_> {
         self.set_vector(insn, op.r[0], &values);
     }
 
-    /// MOVSS and MOVSD: a load clears the rest of the register, a move between registers keeps it.
+    /// MOVSS and MOVSD. A load clears the rest of the register; a move between registers keeps it.
     fn move_scalar(&mut self, insn: &Instruction, op: &Op) {
         let is_double = matches!(insn.mnemonic(), Mnemonic::Movsd | Mnemonic::Vmovsd);
         let (size, ty) = if is_double { (3, F64X2) } else { (2, F32X4) };
@@ -236,7 +237,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Replaces one element by a general register's low part, or memory.
+    /// Replaces one element by the low part of a general register, or by memory.
     fn insert_element(&mut self, insn: &Instruction, op: &Op, ty: Type, rest: usize) {
         let size = ty.lane_type().bytes().trailing_zeros() as u8;
         let value = self.operand(op, rest + 1, size);

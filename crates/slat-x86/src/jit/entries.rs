@@ -1,12 +1,12 @@
 //! Where the code of a region is entered.
 //!
-//! A function of Cranelift's has one beginning, a region has many, and it is entered at them directly. To lead from the
-//! one to each path by an index took a jump by a table: the table is in code, which the caches of data do not have, and
-//! a host foresees such jumps badly. The jump is still at the function's beginning, where nobody executes it: without
-//! it Cranelift would drop the paths. All state is in the CPU where a path begins, so its code expects no register but
-//! R15, and of the stack that there is a frame. `dispatch` makes the frame: of one size for all regions.
+//! A function of Cranelift's has one beginning, but a region has many, and is entered at them directly. A table of
+//! jumps at the one beginning would be slow: the table is in code, so it is not in the data caches, and a host predicts
+//! such jumps badly. The jump is still at the function's beginning, where it is never executed: without it Cranelift
+//! would drop the paths. All state is in the CPU where a path begins. So the code there expects no register but R15,
+//! and on the stack only a frame. `dispatch` makes the frame, of one size for all regions.
 //!
-//! Source locations tell where a path begins: other code of a region has the numbers of steps as its locations.
+//! Source locations tell where a path begins. Other code of a region has the numbers of steps as its locations.
 
 use super::memory::Refused;
 use cranelift_codegen::CompiledCode;
@@ -14,23 +14,23 @@ use cranelift_codegen::ir::SourceLoc;
 use iced_x86::{Decoder, DecoderOptions, Mnemonic, Register};
 
 /// Bytes of a region's frame. The baseline tier uses 1,024 at most. Half of Cranelift's functions use 64, the largest
-/// one in a boot 304, and OpenSSL's AES-GCM, whose loop has all vector registers in values, 1,392: when 1,024 were
-/// allowed, it stayed with the baseline tier and took eight times as long. Less than a page, so that no frame reaches
-/// over the page that guards a stack.
+/// one in a boot 304, and OpenSSL's AES-GCM, whose loop has all vector registers in values, 1,392: with a limit of
+/// 1,024 it stayed with the baseline tier and took eight times as long. The frame is smaller than a page, so that no
+/// frame reaches beyond the page that guards a stack.
 pub(super) const FRAME: u32 = 3072;
 
-/// The bit of a location that tells them from steps.
+/// The bit that tells locations of beginnings from those of steps.
 const BEGINS: u32 = 1 << 30;
 
-/// Returns the location of the first instruction of the path that begins with a block, by the block's index.
+/// Returns the location of the first instruction of the path that begins with a block. `block` is the block's index.
 pub(super) fn begins(block: usize) -> SourceLoc {
     SourceLoc::new(BEGINS | block as u32)
 }
 
-/// Returns the offset where a function of Cranelift's is entered at each block, if it can, of so many.
+/// Returns, for each of `blocks` blocks, the offset at which a function of Cranelift's is entered there, if it can be.
 ///
 /// # Errors
-/// [`Refused::Unable`] if it wants a larger frame.
+/// [`Refused::Unable`] if the function needs a larger frame.
 pub(super) fn of(compiled: &CompiledCode, blocks: usize) -> Result<Box<[Option<u32>]>, Refused> {
     if frame(compiled.code_buffer()) > FRAME {
         return Err(Refused::Unable);
@@ -44,8 +44,8 @@ pub(super) fn of(compiled: &CompiledCode, blocks: usize) -> Result<Box<[Option<u
     Ok(entries.into())
 }
 
-/// Returns the bytes of the frame that a function makes: push rbp; mov rbp,rsp; sub rsp,bytes. (Cranelift tells them
-/// without those of arguments to helpers.)
+/// Returns the size in bytes of the frame that a function makes: push rbp; mov rbp,rsp; sub rsp,bytes. (The size that
+/// Cranelift reports lacks the arguments to helpers.)
 fn frame(code: &[u8]) -> u32 {
     let mut made = Decoder::new(64, code, DecoderOptions::NONE)
         .into_iter()

@@ -1,12 +1,13 @@
 //! Floating point: the host's own instructions, under the guest's MXCSR.
 //!
-//! While a CPU's `compiled.floats` is set, the host's MXCSR is the guest's, with its rounding, its flags and all its
-//! masks. Code with floating point sets that when it finds it clear ([`Translator::begin_floats`]), and it stays so
-//! from region to region, until the regions end, or while one calls a helper that may compute or run anybody else's
-//! code ([`Cpu::outside_floats`]). A guest that unmasks an exception is interpreted.
+//! While a CPU's `compiled.floats` is set, the host's MXCSR is the guest's: its rounding, its flags, and all exceptions
+//! masked. Code with floating point sets `compiled.floats` if it is clear ([`Translator::begin_floats`]). It stays set
+//! from region to region, until the regions end. It is cleared while a region calls a helper that may compute or run
+//! other people's code ([`Cpu::outside_floats`]). A guest that unmasks an exception is interpreted.
 //!
-//! A computation sets flags of MXCSR, which the compiler does not know: it leaves out what nothing uses. So a result
-//! that is overwritten without a use is stored beside the state ([`Translator::keep_computed`]).
+//! A computation sets flags of MXCSR. The compiler does not know that, and leaves out computations whose results
+//! nothing uses. So a result that is overwritten without a use is stored in a field of its own
+//! ([`Translator::keep_computed`]).
 
 use super::condition::Flags;
 use super::helpers;
@@ -21,8 +22,8 @@ use cranelift_codegen::ir::{InstBuilder, MemFlags, Type, Value};
 use iced_x86::{Instruction, Mnemonic};
 use std::mem::offset_of;
 
-/// Returns the elements of an instruction that computes those of two sources, whether it has one element
-/// only, and its operation.
+/// Returns the element type of an arithmetic instruction with two sources, whether it computes only one
+/// element, and the operation.
 fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
     let (each, elements) = simd::meaning(mnemonic)?;
     let ty = type_of(elements);
@@ -39,8 +40,8 @@ fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
 }
 
 impl Translator<'_> {
-    /// Call before an instruction with floating point: from here to the end of the block, unless a handler runs, the
-    /// host has the guest's MXCSR.
+    /// Call before an instruction with floating point: from here to the end of the block the host has the guest's
+    /// MXCSR, unless a handler runs.
     pub(super) fn begin_floats(&mut self) {
         if std::mem::replace(&mut self.now.has_floats, true) {
             return;
@@ -52,7 +53,7 @@ impl Translator<'_> {
         });
     }
 
-    /// Translates an instruction of this file. `None`, with nothing done: there is no translation.
+    /// Translates an instruction of this file. Returns `None`, having done nothing, if there is no translation.
     pub(super) fn float_instruction(
         &mut self,
         insn: &Instruction,
@@ -102,8 +103,8 @@ impl Translator<'_> {
         self.b.ins().bitcast(element, MemFlags::new(), value)
     }
 
-    /// COMISD and UCOMISD, and those of singles. COMISD raises an exception for a quiet NaN, too: that
-    /// is the interpreter's.
+    /// COMISD, UCOMISD, COMISS and UCOMISS. COMISD and COMISS raise an exception for a quiet NaN, too, and then leave
+    /// the instruction to the interpreter.
     fn compare(&mut self, op: &Op, ty: Type, signals: bool) {
         self.begin_floats();
         let b = self.scalar(op, 1, ty);
@@ -138,12 +139,12 @@ impl Translator<'_> {
         self.set_computed(insn, op.r[0], &[], &[value]);
     }
 
-    /// CVTTSD2SI and CVTTSS2SI. What does not fit, NaNs among it, is the interpreter's.
+    /// CVTTSD2SI and CVTTSS2SI. Leaves a value that does not fit, such as a NaN, to the interpreter.
     fn truncate(&mut self, insn: &Instruction, op: &Op, ty: Type) {
         self.begin_floats();
         let value = self.scalar(op, 1, ty);
         let size = insn.op0_register().size().trailing_zeros() as u8;
-        // By its exponent: a comparison of floats would raise exceptions of its own.
+        // The exponent is compared, because a comparison of floats would raise exceptions.
         let (bits, fraction, bias) = match ty {
             F64X2 => (I64, 52, 1023),
             _ => (I32, 23, 127),
@@ -163,32 +164,32 @@ impl Translator<'_> {
 }
 
 impl Cpu {
-    /// Has the host compute under the guest's MXCSR, if that masks all exceptions. Returns whether it does.
+    /// Makes the host compute under the guest's MXCSR, if that masks all exceptions. Returns whether it does.
     pub(super) fn begin_floats(&mut self) -> bool {
         if !simd::runs_on_host(self.state.mxcsr) {
             return false;
         }
-        // SAFETY: just looked at; the guest's MXCSR has no bits that the host has not. Until `end_floats` compiled code
-        // runs, and helpers that compute nothing, or outside of floats.
+        // SAFETY: checked above; the guest's MXCSR has no bits that the host lacks. Until `end_floats` only compiled
+        // code runs, and helpers that compute nothing or run outside of floats.
         self.compiled.host_mxcsr = unsafe { simd::exchange_mxcsr(self.state.mxcsr) };
         self.compiled.floats = 1;
         true
     }
 
-    /// Has the host compute under its own MXCSR again. Returns whether it was the guest's.
+    /// Makes the host compute under its own MXCSR again. Returns whether it had the guest's.
     pub(super) fn end_floats(&mut self) -> bool {
         let was = std::mem::take(&mut self.compiled.floats) != 0;
         if was {
-            // Flags are nobody's on the host's side; the guest's own stay with it.
+            // The host's own flags belong to nobody, and are cleared; the guest's stay with the guest.
             let host = self.compiled.host_mxcsr & !MXCSR_FLAGS;
-            // SAFETY: Rust's own, which `begin_floats` found.
+            // SAFETY: the MXCSR of Rust code, which `begin_floats` has saved.
             self.state.mxcsr = unsafe { simd::exchange_mxcsr(host) };
         }
         was
     }
 
-    /// Calls a function that may compute, or look at the guest's MXCSR or change it. Compiled code that has floats
-    /// finds out whether they are still on.
+    /// Calls a function that may compute, or may read or change the guest's MXCSR. Compiled code that has floats must
+    /// check afterwards whether they are still on.
     pub(super) fn outside_floats<T>(&mut self, then: impl FnOnce(&mut Self) -> T) -> T {
         let was = self.end_floats();
         let result = then(self);

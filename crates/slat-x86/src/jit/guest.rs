@@ -1,4 +1,4 @@
-//! The guest's instructions of a region, and what they use.
+//! The decoded guest instructions of a region, and the registers and flags that they use.
 
 use super::{Source, Step};
 use crate::cpu::mode;
@@ -69,7 +69,7 @@ pub(super) fn registers(
     })
 }
 
-/// Returns the numbers of general registers that are given as bits.
+/// Returns the numbers of the general registers whose bits are set.
 pub(super) fn numbers(registers: u16) -> impl Iterator<Item = usize> {
     (0..16).filter(move |r| registers >> r & 1 != 0)
 }
@@ -77,11 +77,11 @@ pub(super) fn numbers(registers: u16) -> impl Iterator<Item = usize> {
 /// What a block does first with the arithmetic flags.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum FirstUse {
-    /// It sets all: nobody can tell what they were before.
+    /// The block sets all flags first, so no code can tell what they were before.
     SetsAll,
     /// It wants the record of them.
     Record,
-    /// It wants them in RFLAGS: it sets CF or OF alone, and the others stay.
+    /// The block needs the flags in RFLAGS: it sets CF or OF alone, and the others stay.
     Rflags,
 }
 
@@ -96,7 +96,7 @@ pub(super) fn first_use(guests: &[Guest]) -> FirstUse {
     }
 }
 
-/// Whether a block sets all flags before it uses them or may stop: then nobody can tell what they were before.
+/// Whether a block sets all flags before it uses them or may stop. If so, no code can tell what they were before.
 fn sets_flags_first(guests: &[Guest]) -> bool {
     use Mnemonic::*;
     for Guest { insn, .. } in guests {

@@ -1,6 +1,6 @@
-//! What compiled code calls: accesses that the TLB does not have, and the interpreter's handlers.
+//! The functions that compiled code calls: accesses that miss in the TLB, and the interpreter's handlers.
 //!
-//! A helper gets the CPU that runs the region: nothing else refers to it meanwhile.
+//! A helper gets the CPU that runs the region. Nothing else refers to that CPU meanwhile.
 
 use super::Step;
 use super::cpu::SETS_BYTES;
@@ -9,18 +9,18 @@ use crate::flags;
 use crate::op::Break;
 use crate::tlb::Tlb;
 
-/// How a helper, or a whole region, ended. A region that only leaves for RIP returns a set of targets instead
-/// (`dispatch`): less than any of these but [`Continue`](Self::Continue).
+/// The result of a helper, or of a whole region. A region that only leaves for RIP returns a set of targets instead
+/// (`dispatch`). A set is less than each of these numbers but [`Continue`](Self::Continue).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(super) enum Status {
-    /// All is done. Of a helper, and of `dispatch`: continue at RIP.
+    /// The helper, or `dispatch`, has done everything: continue at RIP.
     Continue = 0,
     /// The instruction ended with the [`Break`] in `compiled.why`.
     Broke = SETS_BYTES,
     /// Nothing has happened: the interpreter has to execute this instruction.
     Interpret,
-    /// The instruction is done, but the CPU has to look around before the next one.
+    /// The instruction is done, but the CPU has to handle events or changes before the next one.
     After,
 }
 
@@ -41,7 +41,7 @@ fn failed(cpu: &mut Cpu, why: Break) -> u64 {
     Status::Broke as u64
 }
 
-/// What a function of `or_stop`'s is given: a value, or 0 and 1 if the region stops.
+/// The result of a function that `or_stop` wraps: a value and 0, or 0 and 1 if the region stops.
 #[repr(C)]
 struct Found {
     value: u64,
@@ -61,14 +61,15 @@ impl Found {
     }
 }
 
-/// A function for compiled code that returns what another one finds. If that finds nothing, the region returns instead,
-/// to which RBP points: the interpreter continues. So compiled code need not look, and has no blocks for it.
+/// A function for compiled code that returns what a helper finds. If the helper finds nothing, this function returns
+/// from the whole region, whose frame RBP points to, and the interpreter continues. So compiled code needs no check and
+/// no block for that case.
 #[derive(Clone, Copy)]
 pub(super) struct OrStop {
     /// In System V's convention.
     pub(super) plain: unsafe extern "C" fn(),
-    /// In Windows', which keeps so many registers that a path's values may stay in them. (A call that is rarely made is
-    /// as dear for the allocation of registers as any other.)
+    /// In Windows' convention, which preserves so many registers that a path's values may stay in them. (For the
+    /// allocation of registers, a call that is rarely made costs as much as any other.)
     pub(super) keeping: unsafe extern "C" fn(),
 }
 
@@ -148,8 +149,8 @@ unsafe extern "C" fn stop() {
     )
 }
 
-/// Finds the place of an access: in the TLB, which compiled code has perhaps not looked at, or by `find`. One outside
-/// 64-bit mode that ends beyond 4 GiB is the interpreter's, and so is one that fails: it fails again there.
+/// Finds the host address of an access: in the TLB, where compiled code may not have looked, or by `find`. Leaves an
+/// access outside 64-bit mode that ends beyond 4 GiB to the interpreter; also one that fails, which fails again there.
 fn access(
     cpu: &mut Cpu,
     lin: u64,
@@ -190,14 +191,14 @@ extern "C" fn find_floats(cpu: &mut Cpu, step: *const Step) -> Found {
 }
 
 or_stop! {
-    /// Returns the host address to load so many bytes from: the memory, or a copy of it if it is in two pages. MMIO is
-    /// the interpreter's: what was read before may be read again.
+    /// Returns the host address from which to load `bytes` bytes: that of the memory, or of a copy if they are in two
+    /// pages. Leaves MMIO to the interpreter, because the region may repeat earlier reads.
     PLACE_TO_LOAD = find_load
 }
 
 or_stop! {
-    /// Returns the host address to store so many bytes at, if that is a store to a page without decoded code, in one
-    /// page, that nobody wants to know of.
+    /// Returns the host address to which to store `bytes` bytes, if they are in one page of memory that has no decoded
+    /// code and is neither tracked nor watched.
     PLACE_TO_STORE = find_store
 }
 
@@ -229,14 +230,14 @@ pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
         Ok(()) => 0,
         Err(why) => {
             let why = cpu.outside_floats(|cpu| cpu.finish_fetched(op, why));
-            // RIP stays in the region's page until that is left.
+            // `state.rip` stays in the region's page until the region is left.
             cpu.compiled.rip = std::mem::replace(&mut cpu.state.rip, rip);
             failed(cpu, why)
         }
     }
 }
 
-/// Returns whether a condition (the low four bits of Jcc's opcode) of the record of the flags holds.
+/// Whether a condition (the low four bits of Jcc's opcode) holds for the record of the flags.
 pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
     let holds: fn(&Cpu) -> bool = flags::by_condition!(condition, Cpu::condition);
     holds(cpu).into()

@@ -1,4 +1,4 @@
-//! The instructions that have a translation of their own: near branches, moves, integer arithmetic, the stack.
+//! Instructions with a translation of their own: near branches, moves, integer arithmetic, the stack.
 
 use super::Tier;
 use super::condition::Flags;
@@ -16,7 +16,7 @@ fn is_word(register: Register, size: u8) -> bool {
 }
 
 impl Translator<'_> {
-    /// Translates a near branch; leaves before any other instruction that ends a block.
+    /// Translates a near branch. For any other instruction that ends a block, leaves before it.
     pub(super) fn branch(&mut self, insn: &Instruction, op: &Op) {
         let next = insn.next_ip();
         let (code, size) = (insn.code(), op.size);
@@ -66,7 +66,7 @@ impl Translator<'_> {
         self.goto(next);
     }
 
-    /// RET: in the path if it leads to where the CALL has come from.
+    /// RET. Continues in the path if the RET leads to the instruction after the path's CALL.
     fn ret(&mut self, op: &Op) {
         let bytes = 1 << op.size;
         let rsp = self.stack_at(0, bytes);
@@ -90,7 +90,7 @@ impl Translator<'_> {
         self.goto(back);
     }
 
-    /// LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ, which leave the flags alone.
+    /// LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ. They do not change the flags.
     fn branch_by_count(&mut self, insn: &Instruction, op: &Op) {
         let size = op.address_size.trailing_zeros() as u8;
         let count = self.get(1, size);
@@ -115,7 +115,8 @@ impl Translator<'_> {
         self.fork(taken, op.imm, insn.next_ip());
     }
 
-    /// Returns a branch's target in 64 bits. Leaves the instruction to the interpreter if it may not be canonical.
+    /// Returns a branch's target in 64 bits. Leaves the instruction to the interpreter if the target
+    /// may not be canonical.
     fn target(&mut self, target: Value) -> Value {
         if !self.is_64() {
             return self.wide(target);
@@ -138,7 +139,8 @@ impl Translator<'_> {
         self.b.switch_to_block(fine);
     }
 
-    /// Translates an instruction that does not end the block. `None`, with nothing done: there is no translation.
+    /// Translates an instruction that does not end the block. Returns `None`, having done nothing, if
+    /// there is no translation.
     pub(super) fn inline(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -198,7 +200,7 @@ impl Translator<'_> {
             Cwd | Cdq | Cqo => self.sources::<moves::Spread>(op),
             Xchg => self.exchange(op),
             Xadd => self.exchange_and_add(op),
-            // With a register, it depends on the result what of it is written.
+            // If the destination is a register, the part of it that is written depends on the comparison.
             Cmpxchg if op.r[0] == MEM => self.compare_and_exchange(op),
             _ if insn.condition_code() != ConditionCode::None => {
                 let condition = condition_number(insn.condition_code());
@@ -294,7 +296,7 @@ impl Translator<'_> {
             let is_equal = this.is_equal(old, expected);
             this.select(is_equal, value, old)
         });
-        // Nothing of RAX is written if they were equal.
+        // If they were equal, no part of RAX is written.
         let kept = self.get(0, 3);
         self.set(0, size, old);
         let loaded = self.get(0, 3);
@@ -306,7 +308,7 @@ impl Translator<'_> {
         self.set_flags(flags);
     }
 
-    /// Returns the condition that is an input of an operation.
+    /// Returns the condition that operation `A` reads as an input.
     fn input_of<A: Operation>(&mut self) -> Value {
         match A::READS {
             Some(cc) => self.condition(cc),
@@ -314,7 +316,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Changes the first operand by an operation with the second operand `b`; or only compares them.
+    /// Changes the first operand by an operation with the second operand `b`. CMP and TEST only compare.
     pub(super) fn modify<A: Operation>(&mut self, op: &Op, b: Value) {
         let input = self.input_of::<A>();
         let flags = if A::WRITES {
@@ -361,8 +363,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Shifts and rotates of a register of 4 or 8 bytes by CL, which leave the flags alone if the count is 0. Those
-    /// through the carry flag are not defined for that count.
+    /// Shifts and rotates of a register of 4 or 8 bytes by CL. They leave the flags unchanged if the count is 0.
+    /// Rotates through the carry flag are not translated.
     fn shift_by_cl<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         if op.r[0] == MEM || size < 2 || A::READS.is_some() {
@@ -373,7 +375,7 @@ impl Translator<'_> {
         let count = self.b.ins().band_imm(count, (8 << size) - 1);
         let a = self.get(op.r[0], size);
         let no = self.no();
-        // Cranelift takes a count modulo the width, too.
+        // Like the guest, Cranelift takes a count modulo the width.
         let (result, flags) = A::apply(self, a, count, no);
         self.set(op.r[0], size, result);
         let (shifted, on) = (self.b.create_block(), self.b.create_block());
@@ -387,7 +389,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// An operation on the second and the third operand, whose result is the first.
+    /// Computes the first operand by an operation on the second and the third.
     pub(super) fn sources<A: Operation>(&mut self, op: &Op) {
         let (a, b) = (self.operand(op, 1, op.size), self.operand(op, 2, op.size));
         let input = self.input_of::<A>();

@@ -1,9 +1,9 @@
-//! The compiled code of all CPUs, by content: what was compiled once is not compiled again, for another CPU, for
-//! another process that runs the same program, or for one that has it at another address.
+//! The compiled code of all CPUs, found by its guest code. What was compiled once is not compiled again for another
+//! CPU, for another process that runs the same program, or for a process that has it at another address.
 //!
-//! Code found here begins like the block that is asked for, nothing more: who takes it compares all of it with
-//! memory first, like all code ([`Cpu::adopt`](crate::Cpu)). Regions that no block has any more are kept, until
-//! there is no room for new ones.
+//! A region found here is only known to begin like the requested block. The caller compares all of the region's code
+//! with memory before using it ([`Cpu::adopt`](crate::Cpu)). Regions that no block has any more are kept until new
+//! ones need the memory.
 
 use super::region::Kind;
 use super::{Region, lock};
@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex};
 /// By the hash of what a block is.
 type Entries = HashMap<u64, Arc<Region>, Seeded>;
 
-/// Regions by the blocks at which they can be entered: the newest one of each, or a better one of the same code.
+/// Regions by the blocks at which they can be entered. For each block the newest region, or one of a better tier.
 pub(super) struct Known {
     entries: Mutex<Entries>,
     hasher: Seeded,
@@ -40,7 +40,7 @@ impl Known {
         words.fold(start, |hash, word| self.hasher.hash_one((hash, word)))
     }
 
-    /// Remembers a region. It is compiled again for others if there is no memory for that.
+    /// Remembers a region. Without memory for that, others compile the same code again.
     pub(super) fn add(&self, region: &Arc<Region>) {
         let mut entries = lock(&self.entries);
         if entries.try_reserve(region.source.blocks.len()).is_err() {
@@ -64,7 +64,7 @@ impl Known {
         found.filter(|region| region.source.kind == kind)
     }
 
-    /// Forgets all regions. Those that blocks have stay alive.
+    /// Forgets all regions. Those that blocks still have stay alive.
     pub(super) fn clear(&self) {
         lock(&self.entries).clear();
     }

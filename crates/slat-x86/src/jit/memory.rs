@@ -1,12 +1,12 @@
-//! Memory for compiled code: whole pages of one reservation, writable while they are filled and executable
+//! Memory for compiled code: whole pages of one reservation. A page is writable while it is filled and executable
 //! afterwards, never both.
 //!
-//! Next to the code lies a table with one bit per byte of code: 1 where a guarded access begins. A signal handler finds
-//! with it whether an instruction may fail (`slat_guard::set_generated`).
+//! Next to the code is a table with one bit per byte of code: 1 where a guarded access begins. It tells a signal
+//! handler whether an instruction may fail (`slat_guard::set_generated`).
 //!
-//! Only the compiling threads allocate, fill and recycle pages: a filter of the program's may forbid the system
-//! calls to the others. (CPUs that compile at once do it themselves: they are for tests.) What other threads free
-//! waits in `returned`.
+//! Only the compiling threads allocate, fill and recycle pages: a filter of the program may forbid the system calls
+//! to other threads. (CPUs that compile at once do it themselves; they are for tests.) Pages that other threads
+//! free wait in `returned`.
 
 use super::lock;
 use crate::heap::OutOfMemory;
@@ -38,7 +38,7 @@ unsafe impl Sync for Reservation {}
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // SAFETY: our own mapping; the last user of its parts is gone.
+        // SAFETY: our own mapping, whose last user has been dropped.
         unsafe { libc::munmap(self.start.cast(), self.bytes + self.table_bytes()) };
     }
 }
@@ -62,9 +62,9 @@ pub(super) struct Arena {
 
 #[derive(Default)]
 struct State {
-    /// Free page runs below `fresh`, ascending, with other pages between them.
+    /// Free runs of pages below `fresh`, ascending, separated by pages in use.
     free: Vec<Range<usize>>,
-    /// Runs that are used no more; their pages are still executable.
+    /// Runs of pages that are no longer used, but are still executable.
     returned: Vec<Range<usize>>,
     /// Pages from here were never used.
     fresh: usize,
@@ -116,8 +116,8 @@ impl Arena {
         (start..end, end)
     }
 
-    /// Puts `code` into pages of its own, not always at their beginning: else the first lines of all functions would
-    /// compete for a few sets of the caches. `guarded`: the offset of each guarded access.
+    /// Copies `code` into pages of its own, at varying offsets: otherwise the first lines of all functions would
+    /// compete for a few cache sets. `guarded` is the offset of each guarded access.
     ///
     /// # Errors
     /// See [`Refused`].
@@ -255,7 +255,7 @@ mod tests {
         assert_eq!(many.len(), BYTES / PAGE);
         assert!(arena.put(&[0xc3], [].into_iter()).is_err());
         drop(many);
-        // Runs that were returned page by page are one again.
+        // Runs that were returned page by page have become one run again.
         assert!(arena.put(&[0xc3; BYTES], [].into_iter()).is_ok());
     }
 }

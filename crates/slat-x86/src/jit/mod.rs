@@ -1,60 +1,62 @@
 //! The compiler.
 //!
-//! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their
-//! loops, which become one function of the host's. It can be entered where `paths` begin. The compiling happens on
-//! threads of its own ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
+//! A block that has run often becomes part of a *region*: blocks of one page that follow one another, with their loops,
+//! compiled to one function of the host. A region can be entered where its `paths` begin. Threads of their own compile
+//! ([`Compiler::work`]); until a region is installed, the interpreter runs its code.
 //!
-//! There are two [tiers](Tier), and one translation for both: to Cranelift's intermediate language. Warm code, of which
-//! there is much, is worth little time: the `baseline` tier makes machine code in one pass. The caller interrupts a run
-//! every few milliseconds, and the region that runs then is a *sample* (`Cpu::sampled`). For the second sample of a
-//! region Cranelift makes a better one. So nothing counts in compiled code, and the time for Cranelift is bounded by
-//! the number of samples. (Most regions that are sampled once in a boot are never sampled again: to wait for the second
-//! sample takes two thirds off Cranelift's time.) Each tier has a thread of its own: the interpreter runs the code that
-//! waits for the baseline tier, and a third of what it ran in a boot was such code when one thread served both tiers.
+//! There are two [tiers](Tier). Both begin with the same translation, to Cranelift's intermediate language. Much code
+//! is warm, and is worth little compile time: the `baseline` tier makes machine code in one pass. The caller interrupts
+//! a run every few milliseconds, and the region that runs then is a *sample* (`Cpu::sampled`). At its second sample a
+//! region is compiled again, by Cranelift, which makes faster code. So compiled code counts nothing, and the number of
+//! samples bounds Cranelift's time. (In a boot, most regions that are sampled once are never sampled again: waiting for
+//! the second sample saves two thirds of Cranelift's time.) Each tier has a thread of its own, because the interpreter
+//! has to run the code that waits for the baseline tier. With one thread for both tiers, a third of the code that a
+//! boot interpreted was such code.
 //!
-//! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own
-//! blocks, and it is as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region
-//! lies in one page, so the page's version covers it (`code_pages`). A region stores to no page with decoded code, it
-//! leaves that to the interpreter; so it cannot change itself.
+//! A region belongs to no CPU: any CPU whose memory holds its code may use it (`known`). Each CPU attaches the region
+//! to its own blocks. The region is valid as long as its block is: both are compared with memory together
+//! (`Cpu::verify`), and all of a region lies in one page, so the page's version covers it (`code_pages`). A region
+//! cannot change itself, because it leaves stores to pages with decoded code to the interpreter.
 //!
-//! Code with segments, which is that of 16 bits and that of 32 bits whose segments are not flat, is known by its linear
-//! address and by RIP, as blocks are. A region is for one base of CS (`Kind::base`): its addresses of code are
-//! constants, and one page has all of it. It reads the other segments when it runs (`address`). It can only continue in
-//! a region with the same base: whatever loads CS ends a run of regions, and a run with another base than the last one
-//! forgets where regions continue (`Cpu::tell_targets_apart`).
+//! Code with segments is code of 16 bits, and code of 32 bits whose segments are not flat. Like its blocks, its regions
+//! are identified by linear address and RIP. Such a region is for one base of CS (`Kind::base`), because its addresses
+//! of code are constants and one page has all of it. It reads the other segments when it runs (`address`). It can only
+//! continue in a region with the same base: every instruction that loads CS ends a run of regions, and a run with
+//! another base than the last one forgets all targets (`Cpu::tell_targets_apart`).
 //!
 //! | file | idea |
 //! |---|---|
 //! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
 //! | `guest` | the guest's instructions, decoded |
-//! | `paths` | which blocks follow one another with the state in values |
+//! | `paths` | which blocks follow one another while the state stays in values |
 //! | `values` | registers and operands as values |
 //! | `compute` | the formulas of `sem` as code |
 //! | `instructions` | instructions with a translation of their own |
-//! | `bits` | those on bits, and wide arithmetic |
+//! | `bits` | instructions on bits, and wide arithmetic |
 //! | `vector` | vector instructions with a translation of their own |
-//! | `elements` | those on the order of elements |
-//! | `float` | those with floating point |
-//! | `baseline` | from that language to machine code, in one pass |
+//! | `elements` | vector instructions that reorder elements |
+//! | `float` | floating-point instructions |
+//! | `baseline` | from the intermediate language to machine code, in one pass |
 //! | `stub` | all other vector instructions, by the interpreter's stubs |
 //! | `address` | linear addresses: segments, the stack pointer |
 //! | `segments` | moves of segment registers |
 //! | `access` | accesses to guest memory |
-//! | `near` | what one access tells of the next one |
+//! | `near` | what the last access tells of the next one |
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
 //! | `memory` | pages for code, never writable and executable at once |
 //! | `region` | the code of a region, and the region |
 //! | `known` | what was compiled, by content |
 //! | `window` | the fields of a CPU that R15 reaches |
-//! | `cpu` | the CPU's side: what is hot, and running it |
+//! | `cpu` | the CPU's side: requests compilation, and runs regions |
 //! | `entries` | where the code of a region is entered |
-//! | `dispatch` | entering regions, and from one to the next |
+//! | `dispatch` | entering regions, and continuing from one in the next |
 //!
-//! While a region runs, R15 leads to the [`Cpu`]; the registers are its variables, and RIP is in the region's page. It
-//! is left between two instructions always, with all state written back, so faults are as precise as the interpreter's.
-//! Then it continues in the region at the new RIP directly if it finds that in [`Targets`], as code that is good now.
-//! Loops, and regions that continue in another one, look at `attention` each time.
+//! While a region runs, R15 points near the [`Cpu`] (`window`), the general registers hold the region's
+//! variables, and RIP is in the region's page. A region is always left between two instructions, with all state
+//! written back, so faults are as precise as the interpreter's. After that the CPU continues directly in the
+//! region at the new RIP, if [`Targets`] has that region and its code is good now. Loops, and every continuation
+//! in another region, check `attention`.
 //!
 //! [`Cpu`]: crate::Cpu
 
@@ -101,15 +103,15 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 
 /// The most compiled code of a process, in bytes.
 const MEMORY: usize = 64 << 20;
-/// Jobs of a tier that wait: more are refused.
+/// The most jobs of a tier that can wait; more are refused.
 const JOBS: usize = 64;
 
 /// How code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
-    /// In one pass (`baseline`): for warm code, of which there is much.
+    /// Compiled in one pass (`baseline`), for warm code, of which there is much.
     Baseline,
-    /// By Cranelift, which takes ten times as long and makes faster code.
+    /// Compiled by Cranelift, which takes ten times as long and makes faster code.
     Full,
 }
 
@@ -167,10 +169,11 @@ struct Done {
 /// When code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
-    /// By the baseline tier after it has run often, by Cranelift when its region is sampled for the second time; on
-    /// the compiler's threads.
+    /// The compiler's threads compile a block by the baseline tier after it has run often, and by Cranelift when its
+    /// region is sampled for the second time.
     Hot,
-    /// Before it runs for the first time, on the CPU's own thread: slow, for tests of the compiler.
+    /// The CPU's own thread compiles a block before it runs for the first time. This is slow, and for
+    /// tests of the compiler.
     AtOnce(Tier),
 }
 
@@ -188,7 +191,8 @@ impl Drop for Client {
     }
 }
 
-/// Where a region continues whose guarded access failed: it returns the address of that, which is in RAX.
+/// The continuation of a region whose guarded access failed: returns from the region the access's
+/// address, which is in RAX.
 #[unsafe(naked)]
 unsafe extern "C" fn access_failed() {
     std::arch::naked_asm!("mov rsp, rbp", "pop rbp", "ret")
@@ -198,7 +202,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The compiler of all CPUs of a process, which has one.
+/// The compiler of all CPUs of a process. A process has one.
 pub struct Compiler {
     arena: Arc<Arena>,
     isa: isa::OwnedTargetIsa,
@@ -210,7 +214,7 @@ pub struct Compiler {
     numbers: AtomicU64,
     known: Known,
     is_forbidden: AtomicBool,
-    /// Done when the signal handlers know the code.
+    /// Completed once the signal handlers know the code.
     announced: Once,
     /// Called with each region.
     observer: OnceLock<fn(&CompiledCode)>,
@@ -223,7 +227,7 @@ impl std::fmt::Debug for Compiler {
 }
 
 impl Compiler {
-    /// Makes a compiler. A thread for each tier has to call [`work`](Self::work), unless all its CPUs compile [at
+    /// Makes a compiler. A thread for each tier must call [`work`](Self::work), unless all CPUs compile [at
     /// once](Compile::AtOnce).
     ///
     /// # Errors
@@ -288,7 +292,7 @@ impl Compiler {
         }))
     }
 
-    /// Tells the signal handlers of the code. Call before a CPU runs it.
+    /// Registers the code with the signal handlers. Call before a CPU runs compiled code.
     fn announce(&self) {
         self.announced.call_once(|| self.announce_first());
     }
@@ -296,20 +300,20 @@ impl Compiler {
     fn announce_first(&self) {
         let (code, table) = self.arena.places();
         let exit = access_failed as *const () as usize;
-        // SAFETY: the table is readable as long as the arena exists, which the compiler and all regions keep. At a
-        // guarded access a region has written back all state, and RBP points to its frame. Another compiler's regions
-        // belong to CPUs of a parent process.
+        // SAFETY: the table is readable as long as the arena exists, and the compiler and all regions keep the arena
+        // alive. At a guarded access a region has written back all state, and RBP points to its frame. If another
+        // compiler was registered, its regions belong to CPUs of a parent process.
         unsafe { slat_guard::set_generated(code, table, exit) };
     }
 
-    /// Has `observer` called with all code that is compiled from now on, before it runs, on the threads that
-    /// compile. A compiler has one observer: later ones are ignored. Memory of code that is used no more is used
-    /// again, for other code.
+    /// Calls `observer` for all code that is compiled from now on, before the code runs, on the threads that
+    /// compile. A compiler has one observer; further ones are ignored. The memory of code that is no longer used is
+    /// reused for other code.
     pub fn observe(&self, observer: fn(&CompiledCode)) {
         self.observer.get_or_init(|| observer);
     }
 
-    /// Compiles what is to be compiled by a tier, for ever. Call on a thread of its own, which no
+    /// Compiles the jobs of a tier, and never returns. Call on a separate thread, on which no
     /// filter forbids `mprotect`.
     pub fn work(&self, tier: Tier) -> ! {
         let mut workshop = Workshop::default();
@@ -320,7 +324,7 @@ impl Compiler {
     }
 
     fn finish(&self, job: Job, workshop: &mut Workshop) {
-        // Another CPU may have had the same compiled while this waited.
+        // The same code may have been compiled for another CPU while this job waited.
         let known = (job.source.blocks.first())
             .and_then(|(place, bytes)| self.known.at(job.source.kind, *place, bytes))
             .filter(|known| known.source == job.source && known.tier >= job.tier);
@@ -361,7 +365,7 @@ impl Compiler {
         }
     }
 
-    /// Compiles by a tier, or by Cranelift if the baseline tier cannot.
+    /// Compiles by `tier`, or by Cranelift if the baseline tier cannot.
     fn compile(
         &self,
         source: Source,
@@ -445,18 +449,18 @@ impl Compiler {
             .unwrap_or_default()
     }
 
-    /// Whether the host has refused executable memory: then everything is interpreted.
+    /// Whether the host has refused executable memory. If so, all code is interpreted.
     pub fn is_forbidden(&self) -> bool {
         self.is_forbidden.load(Ordering::Relaxed)
     }
 
-    /// Whether a job of a tier may be done, and there are not too many.
+    /// Whether a job of a tier is accepted: executable memory is allowed, and not too many jobs wait.
     fn has_room(&self, tier: Tier) -> bool {
         !self.is_forbidden() && lock(&self.jobs[tier as usize].waiting).len() < JOBS
     }
 }
 
-/// What a compilation leaves for the next one to use again.
+/// The allocations that a compilation leaves for the next one to reuse.
 struct Workshop {
     context: Context,
     builder: FunctionBuilderContext,

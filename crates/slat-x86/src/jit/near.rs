@@ -1,14 +1,14 @@
-//! What the last access tells of the next one: programs access the words of a structure or of a stack one after
-//! another, and those are in one page, mostly. How far apart two addresses are is known when code is compiled if both
-//! count from one value.
+//! What the last access tells of the next one. Programs access the words of a structure or of a stack one after
+//! another, and those are mostly in one page. If two addresses are computed from the same value, their distance is
+//! known at compile time.
 //!
-//! Only the last access is remembered. To remember four was tried: of eight looks at the TLB in RSA's loops it left
-//! three, but RSA took 7 % longer, and a shell, checksums and gzip were no faster. The addresses that are
-//! remembered take registers.
+//! Only the last access is remembered. Remembering four was tried: in RSA's loops only three of eight TLB look-ups
+//! were left, but RSA took 7 % longer, because the remembered addresses take registers. A shell, checksums and
+//! gzip were no faster.
 //!
-//! To keep the page of an access in values from turn to turn of a loop, so that a turn compares it and looks nothing
-//! up, was tried: gzip, checksums and sorting took as long, within the noise. The pages take registers, and others
-//! are spilled for them.
+//! Keeping the page of an access in values from turn to turn of a loop, so that a turn only compares it, was
+//! tried, too: gzip, checksums and sorting took as long, within the noise. The pages take registers, and other
+//! values are spilled for them.
 
 use super::access::{Kind, Place};
 use super::translate::Translator;
@@ -18,9 +18,9 @@ use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 
 const PAGE_SIZE: i64 = 4096;
 
-/// The last access, if nothing has happened since that may have changed the TLB: it was made `distance` bytes from the
-/// address `lin`, and as far from `host`. A row of accesses has the first one's, so none computes its host address, and
-/// both keep their registers.
+/// The last access, if nothing that may have changed the TLB has happened since. The access was made `distance` bytes
+/// from the address `lin`, and as many bytes from `host`. A row of accesses shares the first one's `lin` and `host`: so
+/// no further access computes a host address, and both values keep their registers.
 #[derive(Clone, Copy)]
 pub(super) struct LastAccess {
     pub(super) lin: Value,
@@ -33,7 +33,7 @@ pub(super) struct LastAccess {
 /// What the last access tells of an access.
 pub(super) enum Near {
     Unknown,
-    /// It is in the same page if the value is not 0: then it is made so far from the last one's `lin`,
+    /// The access is in the same page if `is_same` is not 0. Then it is `distance` bytes from the last access's `lin`,
     /// and from its `host`.
     If {
         is_same: Value,
@@ -43,7 +43,7 @@ pub(super) enum Near {
     Certain(Place),
 }
 
-/// What an address is computed from: it is a fixed distance from a value, or from 0.
+/// What an address is computed from: it has a fixed distance from a value, or from 0.
 struct Origin {
     base: Option<Value>,
     distance: i64,
@@ -52,7 +52,7 @@ struct Origin {
 }
 
 impl Translator<'_> {
-    /// Says what the last access tells of one at `lin`.
+    /// Returns what the last access tells of an access at `lin`.
     pub(super) fn near(&mut self, lin: Value, size: u8, kind: Kind) -> Near {
         let Some(last) = self.now.last_access else {
             return Near::Unknown;
@@ -78,7 +78,8 @@ impl Translator<'_> {
         if distance >= last.distance && end <= last_end {
             return Near::Certain(place);
         }
-        // What both accesses reach has to be in one page. If the last one was in two, `host` was a copy.
+        // All bytes of both accesses must be in one page. If the last access was in two pages, `host` is
+        // the address of a copy.
         let (first, end) = (distance.min(last.distance), end.max(last_end));
         let first_lin = self.moved(last.lin, first);
         let most = PAGE_SIZE - (end - first);
@@ -97,8 +98,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns what an address is computed from. Those in code of 32 bits are lower halves. A sum with a half is none:
-    /// it may lead beyond 4 GiB, where the half of the sum does not.
+    /// Returns what an address is computed from. Addresses in code of 32 bits are lower halves of values. A sum of such
+    /// a half and a distance has itself as its origin: the sum may exceed 4 GiB, where the half of a sum does not.
     fn origin(&self, lin: Value) -> Origin {
         let (base, distance) = self.root(lin);
         let mut origin = Origin {
@@ -120,7 +121,7 @@ impl Translator<'_> {
         origin
     }
 
-    /// Returns the value whose lower half another one has: extended, or not if only lower halves matter.
+    /// Returns the value of which `value` is the lower half: zero-extended, or also truncated with `is_half`.
     fn half_of(&self, value: Value, is_half: bool) -> Option<Value> {
         let dfg = &self.b.func.dfg;
         match dfg.insts[dfg.value_def(value).inst()?] {
@@ -141,7 +142,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Computes an address again: where it is used alone, it is not computed elsewhere then.
+    /// Computes an address again, for a use in rare code: so the frequent code need not compute it.
     pub(super) fn again(&mut self, lin: Value) -> Value {
         let Origin {
             base,
@@ -159,7 +160,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the value that an address is a fixed distance from, if it is not fixed itself, and the distance.
+    /// Returns the value from which an address has a fixed distance, and the distance. `None`: the
+    /// address itself is fixed.
     pub(super) fn root(&self, lin: Value) -> (Option<Value>, i64) {
         let dfg = &self.b.func.dfg;
         let (mut value, mut distance) = (lin, 0i64);
@@ -183,7 +185,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the address `by` bytes after another one: one sum, if that is a sum itself.
+    /// Returns the address `by` bytes after another one. If that is a sum, adds the distances, so
+    /// that it stays one sum.
     pub(super) fn moved(&mut self, lin: Value, by: i64) -> Value {
         match self.root(lin) {
             _ if by == 0 => lin,

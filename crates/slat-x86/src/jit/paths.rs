@@ -1,24 +1,23 @@
-//! Paths: which blocks of a region follow one another with the state in values.
+//! Paths: which blocks of a region follow one another while the state stays in values.
 //!
-//! A path begins with all state in the CPU, and where it ends all state is there again. Between its blocks
-//! nothing is written back that the next one overwrites, nothing is read again, and no record of the flags is
-//! made that nobody reads.
+//! All state is in the CPU where a path begins and where it ends. Between its blocks nothing is written back that the
+//! next block overwrites, nothing is read again, and no record of the flags is made that nobody reads.
 //!
-//! After a branch a path goes on to both sides: it is a tree of *nodes*, and a block that several others lead to is in
-//! it several times. It goes on after CALL, and then after RET if that finds the address on the stack which the CALL
-//! has pushed. It ends before a block to which a branch leads back, because a loop is a path of its own, and before one
-//! that would make it too long.
+//! After a branch a path continues on both sides. So a path is a tree of *nodes*, and a block to which several others
+//! lead is in the tree several times. A path also continues after CALL, and then after RET if the RET finds on the
+//! stack the address that the CALL has pushed. A path ends before a block to which a branch leads back, because a loop
+//! is a path of its own, and before a block that would make it too long.
 //!
-//! A region can be entered where paths begin. These are its first block, loops, what CALLs call, where they return to,
-//! and where other paths end. What else is entered, when an interrupt was served there for example, is the matter of
-//! another tier, until the next jump.
+//! A region can be entered where its paths begin: at its first block, at loops, at functions that CALLs call, at the
+//! addresses to which they return, and where other paths end. If the CPU continues elsewhere, after an interrupt for
+//! example, the other tier runs the code until the next jump.
 
 use super::guest::Guest;
 use super::{Source, Step, Tier};
 use iced_x86::{FlowControl, Mnemonic};
 use std::collections::{HashMap, VecDeque};
 
-/// The most nodes of a path, and of all besides those with which they begin.
+/// The most nodes of a path, and the most nodes of all paths together, not counting first nodes.
 const NODES: usize = 16;
 const ALL_NODES: usize = 64;
 /// The most instructions from the beginning of a path to the end of one of its nodes.
@@ -28,18 +27,18 @@ const INSTRUCTIONS: usize = 192;
 pub(super) struct Node {
     /// Its index in the region.
     pub(super) block: usize,
-    /// The index of the step of its first instruction.
+    /// The index of the step of the block's first instruction.
     pub(super) step: usize,
     /// Whether the path may lead from here to its beginning.
     pub(super) turns: bool,
-    /// The first node of its path, and the one before it.
+    /// The first node of the path, and the node before this one.
     root: usize,
     parent: Option<usize>,
     /// Instructions of the path before this node.
     before: usize,
     /// The nodes that follow, and their addresses.
     next: Vec<(u64, usize)>,
-    /// What CALLs of the path have pushed and RETs have not popped yet, when the node begins.
+    /// The return addresses that CALLs of the path have pushed and RETs have not popped yet, when the node begins.
     calls: Vec<u64>,
 }
 
@@ -48,13 +47,13 @@ pub(super) struct Paths<'a> {
     source: &'a Source,
     blocks: &'a [Vec<Guest>],
     by_rip: HashMap<u64, usize>,
-    /// The first nodes of the paths, by their blocks.
+    /// The first node of each path, by the index of its block.
     pub(super) roots: Vec<Option<usize>>,
     pub(super) nodes: Vec<Node>,
 }
 
 impl<'a> Paths<'a> {
-    /// Makes the paths of a region with these instructions. Returns them with the steps of all nodes.
+    /// Makes the paths of a region whose blocks have these instructions. Also returns the steps of all nodes.
     pub(super) fn new(
         source: &'a Source,
         blocks: &'a [Vec<Guest>],
@@ -76,7 +75,7 @@ impl<'a> Paths<'a> {
         (paths, steps)
     }
 
-    /// Returns the node that follows another one at `rip`.
+    /// Returns the node that follows `node` at `rip`, if the path continues there.
     pub(super) fn next(&self, node: usize, rip: u64) -> Option<usize> {
         let mut next = self.nodes[node].next.iter();
         next.find(|(at, _)| *at == rip).map(|(_, node)| *node)
@@ -88,7 +87,7 @@ impl<'a> Paths<'a> {
         self.next(node, back).map(|_| back)
     }
 
-    /// Returns the instructions that are executed between two turns of a path.
+    /// Returns the instructions that are executed in a turn of a path that is a loop.
     pub(super) fn turning(&self, root: usize) -> impl Iterator<Item = &'a Guest> {
         let nodes = self
             .nodes
@@ -113,7 +112,8 @@ impl<'a> Paths<'a> {
         node
     }
 
-    /// Returns where a path may continue after a block, and what is pushed then.
+    /// Returns the addresses where a path may continue after a block, each with the return addresses that
+    /// are then on the stack.
     fn after(&self, block: usize, calls: &[u64]) -> Vec<(u64, Vec<u64>)> {
         let Guest { insn, .. } = self.blocks[block].last().expect("an instruction");
         let (target, next) = (insn.near_branch_target(), insn.next_ip());
@@ -132,7 +132,7 @@ impl<'a> Paths<'a> {
         }
     }
 
-    /// Whether a branch that is no CALL leads back to each block.
+    /// Returns for each block whether a branch other than CALL leads back to it.
     fn loops(&self) -> Vec<bool> {
         let mut loops = vec![false; self.blocks.len()];
         for (block, (rip, _)) in self.source.blocks.iter().enumerate() {
@@ -146,7 +146,7 @@ impl<'a> Paths<'a> {
         loops
     }
 
-    /// Grows a path from each block where the region is entered often, and from those where paths end.
+    /// Grows paths from the blocks where the region is often entered, and from those before which other paths end.
     fn grow_all(&mut self) {
         let loops = self.loops();
         let mut is_root = loops.clone();
@@ -173,7 +173,8 @@ impl<'a> Paths<'a> {
         }
     }
 
-    /// Grows the path that a block begins to so many nodes at most. Returns the blocks before which it ends.
+    /// Grows the path that begins with block `root` to at most `most` nodes. Returns the blocks before
+    /// which the path ends.
     fn grow(&mut self, root: usize, most: usize, loops: &[bool]) -> Vec<usize> {
         let (first, mut ends) = (self.add(root, None, Vec::new()), Vec::new());
         self.roots[root] = Some(first);
@@ -199,7 +200,8 @@ impl<'a> Paths<'a> {
         ends
     }
 
-    /// Whether a block may follow a node: the path does not become too long, and has not come from there.
+    /// Whether a block may follow a node: the path does not become too long, and does not have this
+    /// block before already.
     fn fits(&self, block: usize, node: usize) -> bool {
         let Node {
             before,
@@ -211,7 +213,7 @@ impl<'a> Paths<'a> {
             && above.all(|node| self.nodes[node].block != block)
     }
 
-    /// The path leads from a node to its beginning.
+    /// Records that the path leads from a node to its beginning.
     fn turn(&mut self, node: usize) {
         let mut above = Some(node);
         while let Some(node) = above {

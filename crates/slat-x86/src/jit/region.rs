@@ -1,7 +1,7 @@
 //! The code of a region, as a CPU collects it ([`Source`]) and as the compiler makes it ([`Region`]).
 //!
-//! Compiled code counts the addresses of code from the code's page where it may be any page's ([`is_movable`]), and
-//! from 0 where it is for one page: a *place* is such an address.
+//! Compiled code that is the same for any page ([`is_movable`]) counts addresses of code from the beginning of its
+//! page. Other compiled code counts from 0. An address counted in this way is a *place*.
 
 use super::Tier;
 use super::memory::Chunk;
@@ -10,18 +10,18 @@ use crate::cpu::mode;
 use crate::op::Op;
 use std::sync::atomic::AtomicBool;
 
-/// What kind of code blocks are: what compiled code depends on besides their places and bytes.
+/// The kind of code of blocks: what compiled code depends on besides their places and bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Kind {
     pub(super) mode: u8,
-    /// Whether it is the same for all pages ([`is_movable`]).
+    /// Whether compiled code is the same for all pages ([`is_movable`]).
     pub(super) is_movable: bool,
-    /// The distance of linear addresses from those of code: CS's base outside 64-bit mode.
+    /// The distance from addresses of code to linear addresses: CS's base outside 64-bit mode.
     pub(super) base: u64,
 }
 
 impl Kind {
-    /// Returns of which kind a block's code is for a tier, and the address from which its places count.
+    /// Returns the kind of a block's code for a tier, and the address from which its places count.
     pub(super) fn of(key: &Key, tier: Tier) -> (Self, u64) {
         let kind = Self {
             mode: key.mode,
@@ -42,14 +42,15 @@ pub(super) struct Source {
     pub(super) blocks: Vec<(u64, Vec<u8>)>,
 }
 
-/// Whether a tier's code is the same for all pages: wherever a program or a library is in its address space. The
-/// baseline tier's is in 64-bit mode: most of the code of short programs is its. Cranelift's is for one page, because
-/// what is hot stays where it is: addresses that are computed when it runs made hot loops a fifth slower.
+/// Whether a tier's code is the same for all pages: wherever a program or a library is in its address space. Code of
+/// the baseline tier is in 64-bit mode, because most code of short programs is of this tier. Cranelift's code is for
+/// one page, because hot code stays where it is: computing addresses at run time made hot loops a fifth slower.
 fn is_movable(mode: u8, tier: Tier) -> bool {
     tier == Tier::Baseline && mode & mode::BITS == mode::BITS_64
 }
 
-/// Returns the address from which the places of code count. For code that is the same for all pages that is its page.
+/// Returns the address from which the places of code count: for code that is the same for all pages, the
+/// code's page; otherwise 0.
 fn page_of(rip: u64, is_movable: bool) -> u64 {
     if is_movable { rip & !0xfff } else { 0 }
 }
@@ -65,9 +66,9 @@ impl Source {
 /// The code of a region, for profilers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompiledCode<'a> {
-    /// The host's instructions, where they are executed.
+    /// The host's instructions, at the address where they are executed.
     pub code: &'a [u8],
-    /// The guest address of the block for which it was compiled, which is the first one.
+    /// The guest address of the first block for which the code was compiled.
     pub rip: u64,
 }
 
@@ -76,7 +77,8 @@ pub struct CompiledCode<'a> {
 pub(crate) struct Step {
     /// Its place ([`page_of`]).
     pub(super) rip: u64,
-    /// Whether that counts from its page, and whether the displacement and the immediate of its operation do, too.
+    /// Whether `rip` counts from the page of the instruction; and whether the displacement and the immediate
+    /// of its operation do.
     pub(super) is_movable: bool,
     pub(super) moves_displacement: bool,
     pub(super) moves_immediate: bool,
@@ -87,7 +89,7 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// Returns the instruction as it is in the page of `rip`: with addresses for places.
+    /// Returns the instruction as it is in the page of `rip`, with addresses in place of places.
     pub(super) fn at(mut self, rip: u64) -> Self {
         let by = |moves| page_of(rip, moves);
         self.op.disp = self.op.disp.wrapping_add(by(self.moves_displacement));
@@ -109,7 +111,7 @@ pub(super) type Guarded = Box<[(u32, u32)]>;
 pub(crate) struct Region {
     pub(super) chunk: Chunk,
     pub(super) source: Source,
-    /// Where the code was for which it was compiled.
+    /// The page for which the code was compiled.
     pub(super) page: u64,
     pub(crate) tier: Tier,
     /// Whether a sample was of this region.
@@ -117,7 +119,7 @@ pub(crate) struct Region {
     /// The code has pointers to them.
     pub(super) steps: Box<[Step]>,
     pub(super) guarded: Guarded,
-    /// Where the region is entered at each block, if it can: offsets.
+    /// For each block, the offset at which the region is entered there, if it can be.
     pub(super) entries: Box<[Option<u32>]>,
 }
 
@@ -129,19 +131,19 @@ impl Region {
         }
     }
 
-    /// Returns the address for which it was compiled.
+    /// Returns the guest address for which the region was compiled.
     pub(super) fn rip(&self) -> u64 {
         let first = self.source.blocks.first();
         first.map_or(self.page, |(place, _)| self.page.wrapping_add(*place))
     }
 
-    /// Returns the code that was compiled: linear addresses, as far as they are in a page, and bytes.
+    /// Returns the guest code that was compiled: addresses, of which only the offset in the page matters, and bytes.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (u64, &[u8])> {
         let blocks = self.source.blocks.iter();
         blocks.map(|(place, bytes)| (self.source.key(0, *place).lin, &**bytes))
     }
 
-    /// Returns the address and the bytes of each block that can be entered, and where.
+    /// For each block at which the region can be entered: returns the address of the compiled code, and the block.
     pub(super) fn entered(&self) -> impl Iterator<Item = (*const u8, &(u64, Vec<u8>))> {
         let blocks = self.entries.iter().zip(&self.source.blocks);
         blocks.filter_map(|(offset, block)| {
@@ -150,7 +152,7 @@ impl Region {
         })
     }
 
-    /// Returns the instruction with the guarded access at a host address, if that is in this region.
+    /// Returns the instruction with the guarded access at a host address, if the address is in this region.
     pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
         let offset = self.chunk.offset_of(address)?;
         let found = self

@@ -1,5 +1,5 @@
-//! Moves of segment registers: from all of them, and to those that a load changes by two stores, which are ES, DS, FS
-//! and GS where selectors are paragraph numbers. The interpreter loads the others.
+//! Moves from all segment registers, and loads of those that two stores can load: ES, DS, FS and GS where selectors are
+//! paragraph numbers. The interpreter loads the others.
 
 use super::address::segment_offset;
 use super::translate::Translator;
@@ -16,7 +16,7 @@ const CS: u8 = 1;
 const SS: u8 = 2;
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. `None`, with nothing done: there is no translation.
+    /// Translates an instruction of this file. Returns `None`, having done nothing, if there is no translation.
     pub(super) fn segment_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -73,7 +73,7 @@ impl Translator<'_> {
         self.narrow(value, size)
     }
 
-    /// Loads a segment register with a paragraph number. Limit and rights stay. Call last in an instruction.
+    /// Loads a segment register with a paragraph number. Limit and rights do not change. Call last in an instruction.
     fn load_paragraph(&mut self, segment: u8, selector: Value) {
         let at = segment_offset(segment);
         self.set_field(at + offset_of!(Segment, selector), selector);

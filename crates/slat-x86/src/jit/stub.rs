@@ -1,5 +1,5 @@
-//! Vector instructions that the interpreter's stubs execute (`simd`): compiled code calls them with its
-//! values in their registers.
+//! Vector instructions that the interpreter's stubs execute (`simd`). Compiled code calls a stub with its values in the
+//! registers that the stub expects.
 
 use super::translate::Translator;
 use crate::op::{MEM, Op};
@@ -10,7 +10,8 @@ use cranelift_codegen::isa::CallConv;
 use iced_x86::Instruction;
 
 impl Translator<'_> {
-    /// Has a stub execute an instruction from vectors to a vector. `None`, with nothing done: it is none of these.
+    /// Calls a stub for an instruction from vectors to a vector. Returns `None`, having done nothing,
+    /// for other instructions.
     pub(super) fn stub_instruction(
         &mut self,
         insn: &Instruction,
@@ -26,7 +27,7 @@ impl Translator<'_> {
         if plain.is_float {
             self.begin_floats();
         }
-        // What the stub finds in each register, by halves.
+        // What the stub expects in each register, by halves.
         let mut registers: Vec<Vec<Value>> = Vec::new();
         for k in plain.first..=plain.last {
             let values = match op.r[k] {
@@ -34,7 +35,7 @@ impl Translator<'_> {
                 _ => self.vector(op, k, halves, plain.is_aligned),
             };
             if registers.is_empty() {
-                // The first registers, which such a stub only writes.
+                // The stub only writes the registers before the first operand; they may have any value.
                 registers.resize(plain.first, values.clone());
             }
             registers.push(values);
@@ -57,7 +58,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Reads a memory operand of 2 to 8 bytes to a vector; the rest of it is 0.
+    /// Reads a memory operand of 2 to 8 bytes into a vector whose other bytes are 0.
     fn small_operand(&mut self, op: &Op, k: usize, bytes: usize) -> Value {
         let value = self.operand(op, k, bytes.trailing_zeros() as u8);
         let value = self.wide(value);
@@ -65,7 +66,8 @@ impl Translator<'_> {
         self.as_elements(value, I8X16)
     }
 
-    /// Calls a stub with vectors in XMM0 and those after it. An immediate is in RCX, the fourth integer.
+    /// Calls a stub with vectors in XMM0 and the registers after it. An immediate is in RCX, the
+    /// fourth integer argument.
     fn call_stub(&mut self, plain: &Plain, immediate: u8, vectors: &[Value]) -> Value {
         let integers = if plain.has_immediate { 4 } else { 0 };
         let kind = (vectors.len(), integers);

@@ -1,22 +1,22 @@
 //! From guest code to Cranelift's intermediate language.
 //!
-//! A region is one function, of *paths* of blocks (`paths`). All state is in the [`Cpu`] at the beginning of each
-//! path. A path reads the general registers that it uses; what it has changed, registers and the record of the
-//! flags (`flags::Lazy`), it writes back where it ends, and at checkpoints. A path that leads to its own beginning
-//! keeps its registers in values from turn to turn: a short loop would do little else than write them back. In the
-//! baseline tier each block is a path, because values that live longer need places, and to find them is most of
+//! A region is one function, made of *paths* of blocks (`paths`). All state is in the [`Cpu`] at the beginning of each
+//! path. A path reads the general registers that it uses. At its end, and at checkpoints, it writes back what it has
+//! changed: registers and the record of the flags (`flags::Lazy`). A path that leads to its own beginning keeps its
+//! registers in values from turn to turn; otherwise a short loop would do little else than write them back. In the
+//! baseline tier each block is a path: values that live longer need registers or slots, and assigning these is most of
 //! the work of compiling.
 //!
-//! Every place where the region is left is between two instructions. An access that the TLB does not have calls a
-//! helper, and if that cannot do it, the region stops at its *checkpoint*: the last instruction before which the CPU
-//! had all state, if no instruction since has stored anything. The interpreter executes those again that follow the
-//! checkpoint: they have changed values of the function and nothing else, and have read memory, but no MMIO. So state
-//! is written back only before the first access after a store: a row of loads costs nothing. (Another CPU may have
-//! stored meanwhile: then it is as if the loads were made later.) An instruction that `instructions` does not translate
-//! calls the interpreter's handler, and is a checkpoint; then the region reads what the handler has changed.
+//! A region is always left between two instructions. An access that misses in the TLB calls a helper. If the helper
+//! cannot do the access, the region stops at its *checkpoint*: the last instruction before which all state was in the
+//! CPU, if no instruction since has stored anything. The interpreter then executes the instructions after the
+//! checkpoint again. They have only changed values of the function, and have read memory, but no MMIO. So state is
+//! written back only before the first access after a store, and a row of loads costs nothing. (If another CPU has
+//! stored meanwhile, it is as if the loads were made later.) An instruction that `instructions` does not translate
+//! calls the interpreter's handler, and is a checkpoint; afterwards the region reads what the handler has changed.
 //!
-//! This file has the function as a whole: its blocks, its state, and how it is left. `walk` follows the paths, `guest`
-//! decodes the instructions, `values` has the registers.
+//! This file builds the function as a whole: its blocks, its state, and how it is left. `walk` follows the paths,
+//! `guest` decodes the instructions, `values` manages the registers.
 
 mod walk;
 
@@ -59,7 +59,7 @@ struct Head {
 struct Turn {
     /// Its address.
     rip: u64,
-    /// Its parameters: the general registers that the instructions use, and the counter of instructions.
+    /// The block's parameters: the general registers that the instructions use, and the counter of instructions.
     block: Block,
     /// These registers, as bits.
     registers: u16,
@@ -67,7 +67,7 @@ struct Turn {
     count: Value,
 }
 
-/// Builds the function of a region. Returns its instructions, to which its code has pointers.
+/// Builds the function of a region. Returns the region's instructions, to which the function's code has pointers.
 pub(super) fn translate(
     builder: FunctionBuilder<'_>,
     source: &Source,
@@ -84,8 +84,9 @@ pub(super) fn translate(
     steps
 }
 
-/// The signature of a region: it returns a status, or a target (`dispatch`). The convention keeps no registers: see
-/// `dispatch`. Its parameter is the index of a block, which nobody gives: a region is entered where its paths begin.
+/// The signature of a region, which returns a status or a set of targets (`dispatch`). The calling convention
+/// preserves no registers: see `dispatch`. The parameter is the index of a block, but nobody passes it: a region is
+/// entered where its paths begin.
 pub(super) fn region() -> Signature {
     signature(CallConv::Winch, 1, 1)
 }
@@ -107,7 +108,7 @@ pub(super) struct Now {
     step: usize,
     /// Instructions of the path before it.
     before: i64,
-    /// The CPU has the state before this instruction, unless `has_changed`.
+    /// The instruction before which the CPU has all state, unless `has_changed`.
     checkpoint: usize,
     /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
     pub(super) has_changed: bool,
@@ -116,7 +117,7 @@ pub(super) struct Now {
     /// The registers that are not written back, as bits.
     pub(super) changed: u16,
     pub(super) vectors: Vectors,
-    /// What set the flags that the next instruction finds.
+    /// What set the flags that the next instruction reads.
     pub(super) flags: Flags,
     /// Whether the CPU's record has them.
     pub(super) are_flags_recorded: bool,
@@ -130,7 +131,7 @@ pub(super) struct Now {
 }
 
 impl Now {
-    /// Returns the state at the beginning of a node, if all of it is in the CPU.
+    /// Returns the state at the beginning of a node that finds all state in the CPU.
     fn new(node: usize) -> Self {
         Self {
             node,
@@ -158,19 +159,19 @@ pub(super) struct Translator<'a> {
     blocks: &'a [Vec<Guest>],
     pub(super) paths: &'a Paths<'a>,
     factory: InstructionInfoFactory,
-    /// R15, which leads to the CPU (`window`), in this path.
+    /// The value of R15 in this path, which points near the CPU (`window`).
     base: Option<Value>,
     pub(super) now: Now,
     heads: HashMap<u64, Head>,
-    /// Those of the helpers, by convention and the numbers of arguments besides the CPU and of results.
+    /// Signatures of helpers, by convention and the numbers of arguments (besides the CPU) and of results.
     signatures: HashMap<(CallConv, usize, usize), SigRef>,
-    /// Those of stubs, by the numbers of vectors and of integers.
+    /// Signatures of stubs, by the numbers of vectors and of integers.
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
-    /// Stops. Its parameters: the step, the status.
+    /// The block that stops. Its parameters are the step and the status.
     stop: Block,
-    /// If the path may lead to its beginning: where its next turn begins.
+    /// Where the next turn begins, if the path may lead to its beginning.
     turn: Option<Turn>,
-    /// Whether its code is the same for all pages, and for which one it is compiled.
+    /// Whether the region's code is the same for all pages, and the page for which it is compiled.
     is_movable: bool,
     page: u64,
     /// The CPU's.
@@ -236,11 +237,11 @@ impl<'a> Translator<'a> {
         translator
     }
 
-    /// Leads to all blocks with which paths begin, for Cranelift, by an index.
+    /// Jumps by an index to all blocks with which paths begin. Only Cranelift needs this.
     fn enter(&mut self, index: Value, source: &Source) {
         let index = self.b.ins().ireduce(I32, index);
         let first = self.heads[&source.blocks[0].0];
-        // The first block is the default, too: Cranelift wants one.
+        // The first block is also the default, which Cranelift requires.
         let mut targets = (source.blocks.iter().take(1).chain(&source.blocks))
             .map(|(rip, _)| {
                 let head = self.heads.get(rip).unwrap_or(&first);
@@ -264,7 +265,7 @@ impl<'a> Translator<'a> {
         self.b.finalize();
     }
 
-    /// Returns a value that is not 0 if others want something of the CPU, or have changed code.
+    /// Returns a value that is not 0 if something asks for the CPU's attention, or code has changed.
     fn attention(&mut self) -> Value {
         let word = self.field(I64, offset_of!(Cpu, compiled.attention));
         (self.b.ins()).atomic_load(I32, MemFlags::trusted(), word)
@@ -277,20 +278,20 @@ impl<'a> Translator<'a> {
         self.now = Now::new(node);
     }
 
-    /// Continues in `block`, with the state that was there before the branch to it.
+    /// Continues in `block`, with the state before the branch to the block.
     pub(super) fn resume(&mut self, block: Block, now: Now) {
         self.b.switch_to_block(block);
         self.now = now;
         self.mark_checkpoint();
     }
 
-    /// Has guarded accesses from here on belong to the checkpoint.
+    /// Makes guarded accesses from here on stop at the checkpoint if they fail.
     fn mark_checkpoint(&mut self) {
         let step = self.now.checkpoint as u32;
         self.b.set_srcloc(SourceLoc::new(step));
     }
 
-    /// Returns the address of a place, of code or near it (`region`).
+    /// Returns the address of a place (`region`), of code or near it.
     pub(super) fn address(&mut self, place: i64) -> Value {
         if !self.is_movable {
             return self.constant(place);
@@ -306,7 +307,7 @@ impl<'a> Translator<'a> {
         self.moved(page, place)
     }
 
-    /// Returns the place that an address is of, if it is one of a place.
+    /// Returns the place whose address `address` is, if it is the address of a place.
     fn place_of(&self, address: Value) -> Option<i64> {
         let (root, place) = self.root(address);
         (root == self.now.page || root.is_none()).then_some(place)
@@ -358,7 +359,7 @@ impl<'a> Translator<'a> {
         self.record_flags();
     }
 
-    /// Makes the current instruction the checkpoint. Call before anything of it has happened.
+    /// Makes the current instruction the checkpoint. Call before the instruction has any effect.
     pub(super) fn set_checkpoint(&mut self) {
         self.write_back();
         self.now.checkpoint = self.now.step;
@@ -366,8 +367,8 @@ impl<'a> Translator<'a> {
         self.mark_checkpoint();
     }
 
-    /// Call before an access, or whatever else may stop the region: makes the current instruction the checkpoint if the
-    /// one there is would not do any more.
+    /// Call before an access, or anything else that may stop the region: makes the current instruction the checkpoint
+    /// if the present checkpoint cannot be used any more.
     pub(super) fn prepare_stop(&mut self) {
         if self.now.has_changed {
             self.set_checkpoint();
@@ -414,7 +415,7 @@ impl<'a> Translator<'a> {
         block
     }
 
-    /// Does something unless a value is not 0, which is rare.
+    /// Emits `rare`, which is executed only if `is_done` is 0.
     pub(super) fn unless(&mut self, is_done: Value, rare: impl FnOnce(&mut Self)) {
         let (missing, on) = (self.cold(), self.b.create_block());
         self.b.ins().brif(is_done, on, &[], missing, &[]);
@@ -424,7 +425,7 @@ impl<'a> Translator<'a> {
         self.b.switch_to_block(on);
     }
 
-    /// Counts the instructions of this path up to the current one, which is done. Returns the sum.
+    /// Adds the instructions of this path, up to the current one, which is done, to the count. Returns the sum.
     fn count_done(&mut self) -> Value {
         let offset = offset_of!(Cpu, compiled.instructions);
         let before = match self.turn {
@@ -461,7 +462,7 @@ impl<'a> Translator<'a> {
         self.b.ins().return_(&[set]);
     }
 
-    /// Calls one of the helpers that stop the region at the checkpoint if they find nothing. Returns what it finds.
+    /// Calls a helper that stops the region at the checkpoint if it finds nothing. Returns what the helper finds.
     pub(super) fn call_or_stop(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         debug_assert!(!self.now.has_changed);
         let mut arguments = arguments.to_vec();
@@ -469,7 +470,7 @@ impl<'a> Translator<'a> {
         self.call_keeping(helper, &arguments)
     }
 
-    /// Calls a helper that keeps as many registers as the tier wants. Returns what it finds.
+    /// Calls a helper in the form that preserves as many registers as the tier wants. Returns what the helper finds.
     pub(super) fn call_keeping(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         let (convention, helper) = match self.tier {
             Tier::Baseline => (CallConv::SystemV, helper.plain),
@@ -484,7 +485,7 @@ impl<'a> Translator<'a> {
         self.stop_for_interpreter();
     }
 
-    /// Has the interpreter continue at the checkpoint.
+    /// Makes the interpreter continue at the checkpoint.
     pub(super) fn stop_for_interpreter(&mut self) {
         let status = self.constant(Status::Interpret as i64);
         self.stop_with(status);
@@ -518,7 +519,7 @@ impl<'a> Translator<'a> {
         false
     }
 
-    /// Has the interpreter's handler execute the current instruction.
+    /// Calls the interpreter's handler for the current instruction.
     fn handler(&mut self, insn: &Instruction) {
         self.set_checkpoint();
         let step = self.address_of(self.now.step);
@@ -540,12 +541,12 @@ impl<'a> Translator<'a> {
         self.forget_vectors();
     }
 
-    /// Whether the memory operand, if there is one, has an address that is translated.
+    /// Whether there is no memory operand, or one whose address can be translated.
     pub(super) fn translates_address(&self, op: &Op) -> bool {
         !self.is_64() || op.address_size == 8 || !op.r.contains(&MEM)
     }
 
-    /// Returns an address of code as RIP has it after an instruction.
+    /// Returns an address of code in the width that RIP has after an instruction.
     fn wrapped(&self, rip: u64) -> u64 {
         match self.is_64() {
             true => rip,

@@ -44,7 +44,7 @@ impl Translator<'_> {
         }
         let inst = dfg.value_def(value).inst();
         match inst.map(|inst| dfg.insts[inst]) {
-            // Cranelift would load the extended one from memory.
+            // A constant is extended here, because Cranelift would load the extended constant from memory.
             Some(InstructionData::UnaryImm {
                 opcode: Opcode::Iconst,
                 imm,
@@ -57,7 +57,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Whether a value is one of 64 bits that was zero-extended from `ty` or less.
+    /// Whether a 64-bit value was zero-extended from `ty` or a smaller type.
     fn is_extended(&self, value: Value, ty: Type) -> bool {
         let dfg = &self.b.func.dfg;
         let bits = match dfg.value_def(value).inst().map(|inst| dfg.insts[inst]) {
@@ -76,7 +76,8 @@ impl Translator<'_> {
         dfg.value_type(value) == I64 && bits <= ty.bits()
     }
 
-    /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes leave the rest.
+    /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes
+    /// leave the rest unchanged.
     pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
         let number = usize::from(r & 15);
         self.now.changed |= 1 << number;
@@ -104,7 +105,7 @@ impl Translator<'_> {
             3 => self.constant(value),
             size => {
                 let ty = TYPES[usize::from(size)];
-                // Cranelift wants the bits beyond the type to be clear.
+                // Cranelift requires the bits beyond the type to be clear.
                 let value = value & ((1i64 << bits) - 1);
                 self.b.ins().iconst(ty, value)
             }

@@ -1,6 +1,6 @@
-//! Vector instructions that have a translation of their own: moves, and operations that string functions are made
-//! of. They treat elements of at most 64 bits alone, so a 256-bit one is two of 128 bits: Cranelift has no wider
-//! vectors on this host.
+//! Vector instructions with a translation of their own: moves, and the operations of string functions. Such an
+//! operation computes each element, of at most 64 bits, separately. So an operation on 256 bits is two on 128 bits:
+//! Cranelift has no wider vectors on this host.
 
 use super::access::Place;
 use super::translate::Translator;
@@ -15,20 +15,21 @@ use cranelift_frontend::FuncInstBuilder;
 use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind, Register};
 use std::mem::offset_of;
 
-/// The vector registers as a block knows them: 16 lower halves, then 16 upper ones. All values are [`I8X16`].
+/// The values of the vector registers in a block: 16 lower halves, then 16 upper ones. All values are [`I8X16`].
 #[derive(Clone, Default)]
 pub(super) struct Vectors {
     known: [Option<Value>; 32],
     /// Those that are not written back, as bits.
     changed: u32,
-    /// Those of them that floating point has computed, and not used since.
+    /// The registers that floating point has computed and nothing has used since, as bits.
     computed: u32,
 }
 
 /// An operation on elements, or on one of them.
 pub(super) type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;
 
-/// Returns which operands the two sources of an instruction are: without VEX the first one is the destination, too.
+/// Returns the numbers of the operands that are an instruction's two sources. Without VEX the destination is
+/// the first source, too.
 pub(super) fn sources(insn: &Instruction) -> [usize; 2] {
     match insn.encoding() == EncodingKind::VEX {
         true => [1, 2],
@@ -48,7 +49,7 @@ pub(super) fn type_of(elements: Elements) -> Type {
     }
 }
 
-/// Returns the elements and the operation of an instruction that computes each integer of two sources.
+/// Returns the element type and the operation of an instruction on the integers of two sources.
 fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
     let (each, elements) = simd::meaning(mnemonic)?;
     let ty = type_of(elements);
@@ -72,7 +73,8 @@ fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
     Some((ty, operate))
 }
 
-/// Whether an instruction moves a whole register, and if so, whether to or from an aligned address only.
+/// Returns, for an instruction that moves a whole register, whether its memory operand must be
+/// aligned; `None` for others.
 fn whole_move(mnemonic: Mnemonic) -> Option<bool> {
     use Mnemonic::*;
     match mnemonic {
@@ -91,7 +93,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Forgets what is known of vector registers, which are written back.
+    /// Forgets the values of the vector registers, which have been written back.
     pub(super) fn forget_vectors(&mut self) {
         self.now.vectors = Vectors::default();
     }
@@ -134,13 +136,12 @@ impl Translator<'_> {
         }
     }
 
-    /// Has a value computed, even if nothing uses it: floating point sets flags of MXCSR, too.
+    /// Makes sure that a value is computed even if nothing uses it, because floating point also sets flags of MXCSR.
     pub(super) fn keep_computed(&mut self, value: Value) {
         self.set_field(offset_of!(Cpu, compiled.unused), value);
     }
 
-    /// Writes a register as [`set_vector`](Self::set_vector) does, with what floating point has
-    /// computed from `sources`.
+    /// Like [`set_vector`](Self::set_vector), for a value that floating point has computed from `sources`.
     pub(super) fn set_computed(
         &mut self,
         insn: &Instruction,
@@ -156,7 +157,7 @@ impl Translator<'_> {
         self.now.vectors.computed |= bits(r);
     }
 
-    /// Writes a register: one half, or two. A VEX instruction that writes one clears the other.
+    /// Writes one half of a register, or both. A VEX instruction that writes one half clears the other.
     pub(super) fn set_vector(&mut self, insn: &Instruction, r: u8, halves: &[Value]) {
         for (half, value) in halves.iter().enumerate() {
             self.set_half(r, half, *value);
@@ -191,7 +192,7 @@ impl Translator<'_> {
         self.b.ins().extractlane(value, 0)
     }
 
-    /// Returns the linear address and the operand size of so many halves in memory. If they have to be aligned and are
+    /// Returns the linear address and the operand size of `halves` halves in memory. If they must be aligned and are
     /// not, leaves the instruction to the interpreter, which raises #GP.
     fn vector_in_memory(&mut self, op: &Op, halves: usize, is_aligned: bool) -> (Value, u8) {
         let lin = self.lin(op);
@@ -203,7 +204,7 @@ impl Translator<'_> {
         (lin, bytes.trailing_zeros() as u8)
     }
 
-    /// Reads operand `k`, a register or memory, as so many halves.
+    /// Reads operand `k`, a register or memory, as `halves` halves.
     pub(super) fn vector(
         &mut self,
         op: &Op,
@@ -227,8 +228,8 @@ impl Translator<'_> {
     fn store_vector(&mut self, op: &Op, values: &[Value], is_aligned: bool) {
         let (lin, size) = self.vector_in_memory(op, values.len(), is_aligned);
         if values.len() > 1 {
-            // The first half may be stored and the second one fail: loads before this instruction
-            // must not be made again.
+            // The first half may be stored and the second one fail. So loads before this instruction
+            // must not be repeated.
             self.set_checkpoint();
         }
         let Place { host, offset } = self.place_to_store(lin, size);
@@ -240,7 +241,7 @@ impl Translator<'_> {
         self.now.has_changed = true;
     }
 
-    /// Translates a vector instruction. `None`, with nothing done: there is no translation.
+    /// Translates a vector instruction. Returns `None`, having done nothing, if there is no translation.
     pub(super) fn vector_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let vex = insn.encoding() == EncodingKind::VEX;
@@ -296,7 +297,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Writes what an operation makes of two sources.
+    /// Writes the result of an operation on two sources.
     pub(super) fn operate(
         &mut self,
         insn: &Instruction,
@@ -321,7 +322,8 @@ impl Translator<'_> {
         }
     }
 
-    /// MOVD and MOVQ: between a vector register and any place, the upper bits of a vector register cleared.
+    /// MOVD and MOVQ, between a vector register and a register or memory. The upper bits of a vector
+    /// register are cleared.
     fn move_low(&mut self, insn: &Instruction, op: &Op) {
         let is_vector = |k| insn.op_kind(k) == OpKind::Register && insn.op_register(k).is_xmm();
         let bytes = match (0..2).find(|k| !is_vector(*k)) {

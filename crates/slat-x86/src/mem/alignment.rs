@@ -1,23 +1,23 @@
 //! Alignment checks: with CR0.AM and RFLAGS.AC set, a user's access to an address that is not a multiple of its size
 //! raises #AC (SDM volume 3, "Alignment Check Exception (#AC)").
 //!
-//! They cost nothing while they are off. While they are on, accesses go through a table of the TLB that stays
-//! empty ([`USER_CHECKED`]): so each of the user's takes the slow path, which asks here, and compiled code leaves
-//! it to the interpreter. What the CPU itself accesses, descriptors and the frames of events, goes through other
-//! tables, and is not checked.
+//! The checks cost nothing while they are off. While they are on, accesses go through a table of the TLB that stays
+//! empty ([`USER_CHECKED`]). So each access of a user takes the slow path, which checks its alignment, and compiled
+//! code leaves it to the interpreter. Accesses of the CPU itself, to descriptors and frames of events, use other tables
+//! and are not checked.
 
 use crate::op::Break;
 use crate::tlb::{USER, USER_CHECKED};
 use crate::{Cpu, vector};
 
 impl Cpu {
-    /// Whether the accesses that are made now have to be aligned.
+    /// Whether accesses have to be aligned now.
     #[inline(always)]
     pub(crate) fn checks_alignment(&self) -> bool {
         self.table == USER_CHECKED
     }
 
-    /// Returns the TLB table that has the translations of the accesses that are made now.
+    /// Returns the TLB table that holds translations for the current accesses.
     #[inline(always)]
     pub(crate) fn filled_table(&self) -> usize {
         match self.table {
@@ -26,9 +26,9 @@ impl Cpu {
         }
     }
 
-    /// Raises #AC(0) if alignment is checked and `lin` is not a multiple of `alignment`, a power of two. Not
-    /// for an address that is not canonical: that raises another exception. Before a page fault, which a
-    /// processor may do or not.
+    /// Raises #AC(0) if alignment is checked and `lin` is not a multiple of `alignment`, a power of two. Does not raise
+    /// it for an address that is not canonical, which raises another exception. The check precedes page faults; a
+    /// processor may check in either order.
     #[inline(always)]
     pub(crate) fn check_alignment(&mut self, lin: u64, alignment: usize) -> Result<(), Break> {
         match self.checks_alignment() {

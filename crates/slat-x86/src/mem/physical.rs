@@ -7,7 +7,8 @@ use crate::op::Break;
 use std::ops::Range;
 
 impl Cpu {
-    /// Translates a guest-physical address, through the `nested` tables if there are some. `None`: it is not memory.
+    /// Translates a guest-physical address, through the `nested` tables if there are any. `None`: the
+    /// address is not memory.
     fn physical(
         &mut self,
         nested: Option<&NestedPaging>,
@@ -51,8 +52,8 @@ impl Cpu {
         }
     }
 
-    /// Writes parts of a page: of each slice the range, at `gpa` plus the range's start. Returns `false`, with nothing
-    /// written, if they are not memory.
+    /// Writes parts of one page: each range of a slice is written at `gpa` plus the start of the range. If the page is
+    /// not memory, writes nothing and returns `false`.
     pub(crate) fn write_physical(
         &mut self,
         gpa: u64,

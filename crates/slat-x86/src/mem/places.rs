@@ -1,4 +1,4 @@
-//! Where an access of the guest goes, in memory of the host or to MMIO, and the accesses to what was translated.
+//! Where a guest's access goes, host memory or MMIO, and the accesses to translated memory.
 
 use crate::machine::{Access, Exit, Fault, HostPage};
 use crate::op::Break;
@@ -9,9 +9,9 @@ use crate::{Cpu, vector};
 pub(super) enum Place {
     Host {
         host: *mut u8,
-        /// The guest-physical address, if the machine wants to know of stores.
+        /// The guest-physical address, if the machine wants to know of stores to the page.
         tracked: Option<u64>,
-        /// A store has to be noted: the TLB does not have the page for writes without a look.
+        /// A store has to be noted, because in the TLB stores to this page need a check.
         needs_look: bool,
     },
     Mmio(u64),
@@ -36,14 +36,14 @@ pub(crate) struct Destination {
 }
 
 impl Destination {
-    /// Returns how many bytes after `host` the memory begins, wrapped around if it begins before.
+    /// Returns the distance in bytes from `host` to the memory, wrapped around if the memory is before `host`.
     pub(crate) fn distance_from(&self, host: *mut u8) -> usize {
         (self.host as usize).wrapping_sub(host as usize)
     }
 }
 
 impl Place {
-    /// Returns the guest-physical address, if the machine wants to know of stores.
+    /// Returns the guest-physical address, if the machine wants to know of stores to the page.
     fn tracked(self) -> Option<u64> {
         match self {
             Place::Host { tracked, .. } => tracked,
@@ -72,7 +72,7 @@ impl Places {
         }
     }
 
-    /// Returns the host address of the memory, if it is memory and in one page.
+    /// Returns the host address, if the access is to memory within one page.
     pub(super) fn source(&self) -> Option<*mut u8> {
         match *self {
             Places {
@@ -84,7 +84,7 @@ impl Places {
         }
     }
 
-    /// Returns the memory at `lin`, if it is memory and in one page.
+    /// Returns the destination of a store at `lin`, if the access is to memory within one page.
     pub(super) fn destination(&self, lin: u64) -> Option<Destination> {
         match *self {
             Places {
@@ -127,7 +127,8 @@ impl Cpu {
         })
     }
 
-    /// Translates one address. Inlined: returned through memory, the result costs a fifth of a miss.
+    /// Translates one address. The function is inlined, because returning the result through memory would
+    /// cost a fifth of a miss.
     #[inline(always)]
     pub(super) fn place(&mut self, lin: u64, access: Access) -> Result<Place, Break> {
         let table = self.filled_table();
@@ -142,12 +143,12 @@ impl Cpu {
         if let Some(host) = hit {
             return Ok(Place::Host {
                 host,
-                // The TLB holds no tracked page for writes, and reads are not told.
+                // The TLB holds no tracked page for writes, and the machine does not track reads.
                 tracked: None,
                 needs_look,
             });
         }
-        // A read that was made is not translated again: other pages may be mapped now.
+        // A read whose data has arrived is not translated again: another page may be mapped there now.
         if self.has_answers()
             && access == Access::Read
             && let Some(gpa) = self.answered_at(lin)
@@ -181,8 +182,8 @@ impl Cpu {
         }
     }
 
-    /// Translates an address, which is canonical, for an access through `table`: by the TLB's second level, or
-    /// else by the machine.
+    /// Translates a canonical address for an access through `table`: by the TLB's second level if it has the page,
+    /// otherwise by the machine.
     #[inline(always)]
     pub(crate) fn translate(
         &mut self,
@@ -212,7 +213,7 @@ impl Cpu {
         result
     }
 
-    /// Converts a machine's fault to the instruction's exception or exit.
+    /// Turns a fault of the machine into the exception or exit of the instruction.
     #[cold]
     pub(crate) fn fault(&mut self, lin: u64, fault: Fault) -> Break {
         match fault {
@@ -233,7 +234,7 @@ impl Cpu {
         }
     }
 
-    /// Call after a guarded access failed: asks the machine whether to continue, and drops the translation.
+    /// Call after a guarded access has failed: drops the translation, and asks the machine whether to continue.
     #[cold]
     #[inline(never)]
     pub(crate) fn gone(&mut self, lin: u64, host: *mut u8, access: Access) -> Result<(), Break> {
@@ -245,7 +246,8 @@ impl Cpu {
         }
     }
 
-    /// Reads the translated bytes. False if a part's host page is not accessible: translate again.
+    /// Reads the translated bytes. Returns `false` if the host page of a part is not accessible: the
+    /// caller translates again.
     pub(super) fn read_places(
         &mut self,
         lin: u64,
@@ -262,7 +264,7 @@ impl Cpu {
             })
     }
 
-    /// Writes the translated bytes, then tells the machine of the parts in tracked pages. False as in
+    /// Writes the translated bytes, then tells the machine of the parts in tracked pages. Returns `false` like
     /// [`Self::read_places`].
     pub(super) fn write_places(
         &mut self,

@@ -19,7 +19,7 @@ operations! {
         let changed = (c.xor(a, result), c.xor(b, result));
         (result, with_carry(c, out, changed, (a, b, result)))
     }, READS = CARRY
-    // ADX: one flag is carry in and out, and the others stay.
+    // ADX: one flag is the carry in and out. The other flags do not change.
     Adcx |c, a, b, carry| {
         let (result, out) = c.sum(a, b, carry);
         (result, Flags::Rotated { carry: Some(out), overflow: None })
@@ -63,7 +63,7 @@ fn subtract<C: Compute>(c: &mut C, a: C::Value, b: C::Value) -> (C::Value, Flags
     (result, Flags::Sub { a, b, result })
 }
 
-/// Returns the flags after ADC or SBB. OF is whether both of `changed` are negative.
+/// Returns the flags after ADC or SBB. OF is set if both values of `changed` are negative.
 #[inline(always)]
 fn with_carry<C: Compute>(
     c: &mut C,
@@ -83,7 +83,7 @@ fn with_carry<C: Compute>(
     }
 }
 
-/// Returns the flags of MUL and IMUL, which have the halves of a product: CF and OF are whether it is
+/// Returns the flags of MUL and IMUL, given the halves of the product. CF and OF are set if the product is
 /// wider than its low half.
 #[inline(always)]
 pub(crate) fn multiplied<C: Compute>(

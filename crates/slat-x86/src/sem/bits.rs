@@ -1,5 +1,5 @@
-//! Bit tests, scans and counts, BMI1 and BMI2. Counts and positions are as in the register: nobody has
-//! reduced them to the width.
+//! Bit tests, scans and counts, BMI1 and BMI2. Counts and positions are passed as they are in the register, not reduced
+//! to the operand's width.
 
 use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
 
@@ -19,7 +19,7 @@ operations! {
         (c.xor(a, mask), flags)
     }
 
-    // The result if there is a bit; else nothing is written. The flags that are undefined are as after
+    // The result is valid if there is a bit; otherwise nothing is written. Undefined flags are set as by
     // a logical operation.
     Bsf |c, a, _b, _carry| (c.trailing_zeros(a), logic(a).1)
     Bsr |c, a, _b, _carry| {
@@ -35,7 +35,7 @@ operations! {
         let (result, carry) = (c.leading_zeros(a), Some(c.is_zero(a)));
         (result, Flags::Logic { carry, result })
     }
-    // No result has its flags: PF is clear, whatever ZF is.
+    // These flags follow from no result: PF is clear, whatever ZF is.
     Popcnt |c, a, _b, _carry| {
         let (zero, no) = (c.is_zero(a), c.no());
         (c.ones(a), Flags::Compared { carry: no, zero, parity: no })
@@ -107,7 +107,7 @@ fn selected<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> (C::Value, Flags
     (mask, Flags::Rotated { carry, overflow })
 }
 
-/// Returns the lower `n` bits of a value and whether those are all, or more.
+/// Returns the lower `n` bits of a value, and whether `n` covers all bits or more.
 #[inline(always)]
 fn low_bits<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> (C::Value, C::Bool) {
     let (ones, width) = (c.number(-1, a), c.number(c.bits(a).into(), a));

@@ -1,13 +1,13 @@
-//! The flags and conditions that instructions read, of what the last instruction left.
+//! The flags and conditions that instructions read, computed from what the last instruction left.
 //!
-//! The interpreter reads its record of it (`flags`), whatever the instruction was. The compiler mostly knows the
-//! instruction, and makes code of the formula for that one alone: after a comparison, a condition is one
+//! The interpreter computes them from its record (`flags`), whatever the last instruction was. The compiler mostly
+//! knows that instruction, and emits code of the formula for it alone: after a comparison, a condition is one
 //! comparison of the host's.
 
 use super::{Bits, Flags, FlagsOf};
 use crate::state::flags::{CF, OF, PF, SF, ZF};
 
-/// The conditions that are one flag, by number, of those that instructions have as an input.
+/// Numbers of conditions that are a single flag, for instructions that have such a condition as an input.
 pub(crate) const OVERFLOW: u8 = 0;
 pub(crate) const CARRY: u8 = 2;
 
@@ -15,9 +15,9 @@ pub(crate) const CARRY: u8 = 2;
 pub(crate) trait Readable: Bits + Sized {
     /// Returns what set the flags last.
     fn flags(&mut self) -> FlagsOf<Self>;
-    /// Returns one of the flags that [`Flags::Recorded`] stands for: CF PF ZF SF or OF.
+    /// Returns one of the flags CF, PF, ZF, SF or OF when [`Flags::Recorded`] is what set the flags last.
     fn recorded(&mut self, flag: u64) -> Self::Bool;
-    /// Returns the carry flag that an instruction left alone.
+    /// Returns the carry flag that an instruction left unchanged.
     fn kept(&mut self, carry: Self::Kept) -> Self::Bool;
 
     /// Returns CF.
@@ -96,7 +96,7 @@ pub(crate) trait Readable: Bits + Sized {
                 both_changed(self, result, a, b)
             }
             Flags::Sub { a, b, result } => both_changed(self, a, b, result),
-            // The result is the smallest number, or the largest.
+            // OF is set if the result is the smallest number (for INC), or the largest (for DEC).
             Flags::Inc { result, .. } => {
                 let before = self.plus(result, -1);
                 let before = self.not(before);
@@ -115,7 +115,7 @@ pub(crate) trait Readable: Bits + Sized {
         self.is_negative(changed)
     }
 
-    /// Returns AF of an operation that has a result. `None`: it is clear.
+    /// Returns AF of an operation that has a result. `None` if AF is clear.
     #[inline(always)]
     fn aux(&mut self) -> Option<Self::Bool> {
         let changed = match self.flags() {
@@ -143,7 +143,8 @@ pub(crate) trait Readable: Bits + Sized {
         Some(self.bit(changed, 4))
     }
 
-    /// Returns the flags with another CF and OF, as far as they are given. `None`: the others are those of no result.
+    /// Returns the flags with CF and OF replaced, each if it is given. `None` if the other flags do not
+    /// follow from a result.
     #[inline(always)]
     fn rotated(
         &mut self,
@@ -160,15 +161,15 @@ pub(crate) trait Readable: Bits + Sized {
     }
 }
 
-/// Returns a value whose sign is OF of a subtraction: the operands have different signs, and the result has
-/// not the first one's.
+/// Returns a value whose sign is OF of a subtraction: the operands have different signs, and the sign of the result
+/// differs from the first operand's.
 #[inline(always)]
 fn both_changed<C: Bits>(c: &mut C, a: C::Value, b: C::Value, result: C::Value) -> C::Value {
     let (operands, result) = (c.xor(a, b), c.xor(a, result));
     c.and(operands, result)
 }
 
-/// Returns whether condition `cc` (the low four bits of Jcc's opcode) holds.
+/// Whether condition `cc` (the low four bits of Jcc's opcode) holds.
 #[inline(always)]
 pub(crate) fn condition<C: Readable>(c: &mut C, cc: u8) -> C::Bool {
     let holds = match (cc >> 1, c.flags()) {
@@ -203,7 +204,7 @@ pub(crate) fn condition<C: Readable>(c: &mut C, cc: u8) -> C::Bool {
     }
 }
 
-/// Whether a signed comparison found "less": SF is not OF.
+/// Whether a signed comparison found "less": SF differs from OF.
 #[inline(always)]
 fn is_less<C: Readable>(c: &mut C) -> C::Bool {
     let (negative, overflow) = (c.negative(), c.overflow());

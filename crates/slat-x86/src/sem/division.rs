@@ -2,8 +2,8 @@
 
 use super::Compute;
 
-/// Returns quotient and remainder, by the halves of the dividend, the low one first. The fault is #DE. The flags are
-/// undefined, and stay.
+/// Returns quotient and remainder of a dividend given as two halves, the low one first. The fault is #DE. The flags are
+/// undefined, and do not change.
 #[inline(always)]
 pub(crate) fn divide<C: Compute>(
     c: &mut C,
@@ -23,7 +23,7 @@ fn unsigned<C: Compute>(
     (low, high): (C::Value, C::Value),
     divisor: C::Value,
 ) -> Result<(C::Value, C::Value), C::Fault> {
-    // The quotient fits if and only if the high half is below the divisor, which is not 0 then.
+    // The quotient fits if and only if the high half is below the divisor. Then the divisor is not 0, either.
     let fails = c.is_at_most(divisor, high);
     c.fault_if(fails)?;
     Ok(c.quotient((low, high), divisor))
@@ -51,7 +51,7 @@ fn signed<C: Compute>(
     let (quotient, remainder) = unsigned(c, halves, divisor)?;
 
     let negated = c.neg(quotient);
-    // Only the smallest number's size has the sign bit.
+    // Only the magnitude of the smallest number has the sign bit set.
     let (others, none) = (c.not(negated), c.number(-1, quotient));
     let mask = c.select(is_negative, others, none);
     let large = c.and(quotient, mask);

@@ -1,11 +1,11 @@
 //! What integer instructions mean, written once for the interpreter and the compiler.
 //!
-//! An instruction is a type: its result and its flags are functions generic over [`Compute`], which is what computes.
-//! [`Now`] computes with integers, while the interpreter executes; the compiler's translator makes Cranelift values of
-//! the same formulas. `exec` and `jit` fetch operands and write results, each in its own way. An instruction that is
-//! added here is in both.
+//! An instruction is a type. Functions compute its result and its flags, and are generic over [`Compute`], which
+//! performs the arithmetic. [`Now`] computes with integers while the interpreter executes; the compiler's translator
+//! makes Cranelift values from the same formulas. `exec` and `jit` fetch operands and write results, each in its own
+//! way. So an instruction that is added here is in both.
 //!
-//! Flags are computed when something reads them, by [`mod@condition`], from what the last instruction left: see there.
+//! Flags are computed when something reads them, by [`mod@condition`], from what the last instruction left.
 
 pub(crate) mod alu;
 pub(crate) mod bits;
@@ -18,11 +18,11 @@ pub(crate) mod shift;
 pub(crate) use condition::{CARRY, Readable, condition};
 pub(crate) use now::{DivideError, Now};
 
-/// What computes flags. Values have the width of the operands.
+/// Arithmetic for computing flags. Values have the width of the operands.
 pub(crate) trait Bits {
     type Value: Copy;
     type Bool: Copy;
-    /// The carry flag that an instruction leaves alone.
+    /// The carry flag that an instruction leaves unchanged.
     type Kept: Copy;
 
     /// Returns a number as wide as `like`.
@@ -37,9 +37,9 @@ pub(crate) trait Bits {
     fn no(&mut self) -> Self::Bool;
     fn is_zero(&mut self, a: Self::Value) -> Self::Bool;
     fn is_equal(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
-    /// Whether `a` is less than `b`, without sign.
+    /// Whether `a` is less than `b`, unsigned.
     fn is_less(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
-    /// Whether `a` is not greater than `b`, without sign.
+    /// Whether `a` is not greater than `b`, unsigned.
     fn is_at_most(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
     fn is_less_signed(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
     fn is_at_most_signed(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
@@ -68,8 +68,8 @@ pub(crate) trait Compute: Bits + Sized {
     fn or(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn neg(&mut self, a: Self::Value) -> Self::Value;
 
-    /// Shifts to the left. The interpreter's counts may exceed the width of a byte or word, here and below;
-    /// the compiler's never.
+    /// Shifts to the left. In this function and those below, the interpreter's counts may exceed the width of a byte or
+    /// word; the compiler's never do.
     fn shl(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn shr(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn sar(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
@@ -95,14 +95,15 @@ pub(crate) trait Compute: Bits + Sized {
         b: Self::Value,
         is_signed: bool,
     ) -> (Self::Value, Self::Value);
-    /// Returns the width if `a` is 0, here and below.
+    /// Returns the number of trailing zeros. Here and below, the result for 0 is the width.
     fn trailing_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn leading_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn ones(&mut self, a: Self::Value) -> Self::Value;
     fn swap_bytes(&mut self, a: Self::Value) -> Self::Value;
     /// Sign-extends the lower half.
     fn extend_half(&mut self, a: Self::Value) -> Self::Value;
-    /// Returns quotient and remainder, without sign, of halves of which the high one is below the divisor.
+    /// Returns the unsigned quotient and remainder of a dividend given as two halves. The high half
+    /// is below the divisor.
     fn quotient(
         &mut self,
         halves: (Self::Value, Self::Value),
@@ -114,7 +115,7 @@ pub(crate) trait Compute: Bits + Sized {
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
 }
 
-/// Returns a sum, and the carry out: by two sums, of which one may carry.
+/// Returns a sum and its carry out. It is computed by two sums, of which only one can carry.
 #[inline(always)]
 pub(crate) fn two_sums<C: Compute>(
     c: &mut C,
@@ -130,11 +131,11 @@ pub(crate) fn two_sums<C: Compute>(
     (result, c.either(first, second))
 }
 
-/// How an instruction sets the arithmetic flags: of which operation they are. They are computed when
+/// How an instruction sets the arithmetic flags, in terms of an operation. The flags are computed when
 /// something reads them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Flags<V, B, K> {
-    /// They stay; in the compiler, what the CPU's record has.
+    /// The flags do not change; in the compiler, they are those of the CPU's record.
     Recorded,
     Add {
         a: V,
@@ -158,7 +159,7 @@ pub(crate) enum Flags<V, B, K> {
         carry: K,
         result: V,
     },
-    /// The operand was shifted one bit less to `before`.
+    /// `before` is the operand shifted by one bit less.
     Shl {
         before: V,
         result: V,
@@ -174,13 +175,13 @@ pub(crate) enum Flags<V, B, K> {
         aux: Option<B>,
         result: V,
     },
-    /// CF, ZF and PF, which no result has; the others are clear.
+    /// CF, ZF and PF, which do not follow from a result; the others are clear.
     Compared {
         carry: B,
         zero: B,
         parity: B,
     },
-    /// CF and OF, each if there is a value; the others stay.
+    /// CF and OF change, each if there is a value for it; the others do not change.
     Rotated {
         carry: Option<B>,
         overflow: Option<B>,
@@ -188,7 +189,7 @@ pub(crate) enum Flags<V, B, K> {
 }
 
 impl<V: Copy, B, K> Flags<V, B, K> {
-    /// Returns the result, whose bits make ZF, SF and PF.
+    /// Returns the result from which ZF, SF and PF follow.
     pub(crate) fn result(&self) -> Option<V> {
         match *self {
             Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => None,
@@ -207,13 +208,13 @@ impl<V: Copy, B, K> Flags<V, B, K> {
 /// The flags as `C` has them.
 pub(crate) type FlagsOf<C> = Flags<<C as Bits>::Value, <C as Bits>::Bool, <C as Bits>::Kept>;
 
-/// An operation on up to two operands, and perhaps a condition.
+/// An operation on up to two operands. It may have a condition as an input.
 pub(crate) trait Operation: 'static {
     /// Whether the result is stored (not for CMP and TEST).
     const WRITES: bool = true;
-    /// The condition that is an input, if it is always the same.
+    /// The condition that the operation reads as an input, if it is always the same one.
     const READS: Option<u8> = None;
-    /// Returns the result and the flags. An operation on one operand gets it twice.
+    /// Returns the result and the flags. An operation on one operand gets that operand twice.
     fn apply<C: Compute>(
         c: &mut C,
         a: C::Value,
@@ -222,7 +223,7 @@ pub(crate) trait Operation: 'static {
     ) -> (C::Value, FlagsOf<C>);
 }
 
-/// Defines types that are [`Operation`]s, by what they do.
+/// Defines types that implement [`Operation`] by the given formulas.
 macro_rules! operations {
     ($($name:ident |$c:ident, $a:ident, $b:ident, $carry:ident| $body:expr $(, READS = $reads:ident)? $(, WRITES = $writes:literal)?)*) => {
         $(
@@ -252,8 +253,8 @@ fn logic<V: Copy, B, K>(result: V) -> (V, Flags<V, B, K>) {
     (result, Flags::Logic { carry, result })
 }
 
-/// Calls a function or method that is generic over an [`Operation`], for the one that a mnemonic names. `None`: it
-/// is none of the family.
+/// Calls a function or method that is generic over an [`Operation`], with the operation that a mnemonic names. Returns
+/// `None` if it names none of the family.
 macro_rules! by_mnemonic {
     ($mnemonic:expr, $family:ident [$($name:ident)*] $this:ident.$f:ident $arguments:tt) => {
         match $mnemonic {

@@ -1,9 +1,9 @@
-//! Moves that compute: SETcc CMOVcc, BSWAP MOVBE, and the conversions of RAX. All leave the flags alone.
+//! Moves that compute: SETcc CMOVcc, BSWAP MOVBE, and the conversions of RAX. None changes the flags.
 
 use super::{Compute, Flags, FlagsOf, Operation, operations};
 
 operations! {
-    // The condition is the caller's. The source of CMOVcc is read whether it holds or not.
+    // The caller evaluates the condition. CMOVcc reads its source even if the condition does not hold.
     Setcc |c, a, _b, holds| (c.widened(holds, a), Flags::Recorded)
     Cmov |c, a, b, holds| (c.select(holds, b, a), Flags::Recorded)
 

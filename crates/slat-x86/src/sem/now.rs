@@ -4,7 +4,7 @@ use super::{Bits, Compute};
 use crate::int::Int;
 use std::marker::PhantomData;
 
-/// Computes with integers of type `T`. The carry flag that stays is where it was.
+/// Computes with integers of type `T`. A carry flag that an instruction leaves unchanged stays in the record.
 pub(crate) struct Now<T>(PhantomData<T>);
 
 impl<T> Now<T> {
@@ -102,7 +102,7 @@ impl<T: Int> Bits for Now<T> {
     }
 }
 
-/// The quotient does not fit, or there is none.
+/// The error of a division whose quotient does not fit or does not exist.
 pub(crate) struct DivideError;
 
 impl<T: Int> Compute for Now<T> {

@@ -28,7 +28,7 @@ operations! {
         let carry = c.is_negative(result);
         (result, turned_right(c, carry, result))
     }
-    // RCL and RCR turn the carry flag with the operand: a step more than the width restores both.
+    // RCL and RCR rotate the carry flag with the operand. After one step more than the width, both are as before.
     Rcl |c, a, n, carry| {
         let (one, less, rest) = (c.number(1, a), c.plus(n, -1), rest(c, a, n));
         let (up, down, carry) = (c.shl(a, n), c.shr(a, rest), c.widened(carry, a));
@@ -47,8 +47,8 @@ operations! {
     }, READS = CARRY
 }
 
-/// SHLD: shifts to the left, bits of `fill` in. A count above the width of a word is undefined; here and in [`shrd`],
-/// as on much hardware, the operand itself follows the bits shifted in.
+/// SHLD: shifts to the left, and bits of `fill` in. A count above the width of a word is undefined. In that case, here
+/// and in [`shrd`], the operand's own bits are shifted in after those of `fill`, as on much hardware.
 #[inline(always)]
 pub(crate) fn shld<C: Compute>(
     c: &mut C,
@@ -65,7 +65,7 @@ pub(crate) fn shld<C: Compute>(
     (result, flags_of_double(c, carry, a, result))
 }
 
-/// SHRD: shifts to the right, bits of `fill` in.
+/// SHRD: shifts to the right, and bits of `fill` in.
 #[inline(always)]
 pub(crate) fn shrd<C: Compute>(
     c: &mut C,
@@ -81,7 +81,8 @@ pub(crate) fn shrd<C: Compute>(
     (result, flags_of_double(c, carry, a, result))
 }
 
-/// Returns the halves of what a double shift shifts, and by how much: for a word, at most its width.
+/// Returns the two halves that a double shift shifts, and the count. For a word, the count is reduced
+/// to at most the width.
 #[inline(always)]
 fn double<C: Compute>(
     c: &mut C,
@@ -129,7 +130,7 @@ fn rest<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Value {
     c.sub(width, n)
 }
 
-/// Returns the flags after a rotate to the left. OF, here and below, is what it is after one step, whatever the count.
+/// Returns the flags after a rotate to the left. Here and below, OF is set as after one step, whatever the count is.
 #[inline(always)]
 fn turned_left<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> FlagsOf<C> {
     let top = c.is_negative(result);

@@ -7,7 +7,7 @@ use super::lanes::Lanes;
 pub(super) enum Kind {
     /// Bits in, bits out; MXCSR has no effect.
     Int,
-    /// Rounds or raises floating-point exceptions; the elements of the result that can underflow.
+    /// Rounds or raises floating-point exceptions. [`Lanes`] are the elements of the result that can underflow.
     Float(Lanes),
     /// Sets ZF, PF, CF and changes no register (PTEST).
     IntFlags,
@@ -46,7 +46,7 @@ macro_rules! stub {
 pub(super) use stub;
 
 /// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 stubs, eight bytes
-/// apart. AT&T syntax, in which a counting symbol can be an immediate.
+/// apart. AT&T syntax is used, because in it the immediate can be a symbol that counts.
 macro_rules! imm_stub {
     ($op:expr) => {{
         #[unsafe(naked)]
@@ -72,10 +72,10 @@ macro_rules! imm_stub {
 }
 pub(super) use imm_stub;
 
-/// Makes the stub of one row with a VEX prefix: of 128 bits for `false`, of 256 for `true`. Operand 0 is in register 0,
-/// operand 1 in register 1, …
+/// Makes the stub of one row with a VEX prefix: `false` for 128 bits, `true` for 256. Operand 0 is in register 0,
+/// operand 1 in register 1, and so on.
 macro_rules! row {
-    // Two operands, and three, of the vector's size.
+    // Two operands, or three, of the vector's size.
     (v2 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1")) };
     (v2 true $text:expr) => { stub!(concat!($text, " ymm0, ymm1")) };
     (v3 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1, xmm2")) };
@@ -108,7 +108,7 @@ macro_rules! row {
     (narrow_i true $text:expr) => { row!(extract true $text) };
     (extract true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %xmm0")) };
     (insert true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %ymm1, %ymm0")) };
-    // All elements are the source's first one, or its first 128 bits. Hosts without AVX2 have no
+    // All elements are copies of the source's first one, or of its first 128 bits. Hosts without AVX2 have no
     // such form on registers.
     (broadcast32 false $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0") };
     (broadcast32 true $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0", "vinsertf128 ymm0, ymm0, xmm0, 1") };
@@ -119,7 +119,7 @@ macro_rules! row {
 }
 pub(super) use row;
 
-/// Whether the rows of a form compute each half of 256 bits as one of 128.
+/// Whether the rows of a form compute each half of 256 bits like a vector of 128.
 #[cfg(feature = "jit")]
 macro_rules! by_halves {
     (v2) => {
@@ -144,8 +144,8 @@ macro_rules! by_halves {
 #[cfg(feature = "jit")]
 pub(super) use by_halves;
 
-/// Makes the stub of one row without a VEX prefix, by the form with one: operand 0 is the first source, too. The
-/// instructions with four operands have XMM0 for the last one.
+/// Makes the stub of one row without a VEX prefix, from the row's form with one. Operand 0 is the first source, too. An
+/// instruction with four operands has XMM0 as the last one.
 macro_rules! legacy_row {
     (v2i $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
     (v3i $text:expr) => { legacy_row!(v2i $text) };

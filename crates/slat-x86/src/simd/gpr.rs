@@ -127,7 +127,7 @@ fn insert<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns `vector` with `value` as the element that the immediate selects.
+/// Returns `vector` with the element that the immediate selects replaced by `value`.
 pub(super) fn inserted<T: Int>(op: &Op, vector: u128, value: u64) -> u128 {
     let at = element::<T>(op);
     let ones = u128::from(u64::MAX >> (64 - T::BITS));

@@ -1,16 +1,16 @@
 //! Executes one SIMD instruction on the host CPU.
 //!
-//! Every supported mnemonic is a *stub*: the host's own instruction on fixed registers and a `ret`. The functions here
-//! load the guest's operands into the registers of the stub and call it. So a result is never an imitation: NaN
-//! payloads, rounding and exception flags are the hardware's.
+//! Every supported mnemonic has a *stub*: the host's own instruction on fixed registers and a `ret`. The functions here
+//! load the guest's operands into the stub's registers and call the stub. So no result is an imitation: the hardware
+//! determines NaN payloads, rounding and exception flags.
 
 use crate::state::MXCSR_MM;
 use core::arch::asm;
 use core::arch::x86_64::__m128i;
 
-/// Code with this convention: destination (in and out) in xmm0, source in xmm1, the guest's XMM0 in xmm2 if an
-/// instruction names it implicitly, an immediate in rcx, a general register operand (in and out) in rax. r8 and xmm3
-/// are free. MMX operands are in mm0 and mm1.
+/// Code with this convention: the destination (in and out) is in xmm0, the source in xmm1, the guest's XMM0 in xmm2 if
+/// the instruction names it implicitly, an immediate in rcx, and a general register operand (in and out) in rax. The
+/// code may change r8 and xmm3. MMX operands are in mm0 and mm1.
 pub(crate) type Stub = unsafe extern "C" fn();
 
 /// The address of a [`Stub`], as an operation stores it.
@@ -39,7 +39,7 @@ fn from_host(v: __m128i) -> u128 {
 #[inline(always)]
 pub(crate) fn int(stub: Entry, dst: u128, src: u128, imm: u8) -> u128 {
     let mut d = to_host(dst);
-    // SAFETY: stubs keep the convention above, whose registers are all named here.
+    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here.
     unsafe {
         asm!("call {stub}", stub = in(reg) stub.0, inout("xmm0") d, inout("xmm1") to_host(src) => _,
             out("xmm3") _, in("rcx") u64::from(imm), out("r8") _);
@@ -81,7 +81,7 @@ pub(crate) fn int_flags(stub: Entry, dst: u128, src: u128) -> u64 {
     flags
 }
 
-/// Operands and results of PCMPxSTRx: lengths in rax and rdx, index out in ecx, mask out in xmm0, flags.
+/// Operands and results of PCMPxSTRx. Lengths are in rax and rdx; the resulting index is in ecx, the mask in xmm0.
 pub(crate) struct Strings {
     pub mask: u128,
     pub index: u32,
@@ -105,8 +105,8 @@ pub(crate) fn strings(stub: Entry, a: u128, b: u128, lengths: (u64, u64), imm: u
     }
 }
 
-/// Runs an instruction on MMX registers (XMM operands too, for the conversions between the two files). `mmx` is the
-/// destination and the source; the MMX state of the host is left empty, as Rust code expects it.
+/// Runs an instruction on MMX registers (and XMM registers, for conversions between the two files). `mmx` is the
+/// destination and the source. The MMX state of the host is left empty, as Rust code expects it.
 pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u32) {
     let mut d = to_host(work.dst);
     let host = 0u32;
@@ -129,11 +129,11 @@ pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u
 
 /// Sticky exception flags of MXCSR.
 pub(crate) const FLAGS: u32 = 0x3f;
-/// Masks of the exception flags: an exception is taken when its flag is set while its mask is clear.
+/// Masks of the exception flags. A clear mask makes an exception trap when its flag is set.
 pub(crate) const MASKS: u32 = 0x1f80;
 
-/// MXCSR bits besides masks and flags with which no stub runs: a host need not have MM, which concerns
-/// memory operands alone.
+/// MXCSR bits, besides masks and flags, under which no stub runs: a host may lack MM, which only
+/// concerns memory operands.
 pub(crate) const NOT_FOR_HOST: u32 = MXCSR_MM;
 
 /// Whether the host may compute under the guest's MXCSR: it masks all exceptions.
@@ -141,11 +141,11 @@ pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
     mxcsr & (MASKS | NOT_FOR_HOST) == MASKS
 }
 
-/// Loads MXCSR. Returns what it was.
+/// Loads MXCSR. Returns its old value.
 ///
 /// # Safety
-/// The host has all bits of `new`, which masks all exceptions. Rust code computes nothing until its own
-/// control bits are back.
+/// The host has all bits of `new`, and `new` masks all exceptions. Rust code computes nothing until its own control
+/// bits are loaded again.
 #[cfg(feature = "jit")]
 pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     let mut old = 0u32;
@@ -157,8 +157,8 @@ pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     old
 }
 
-/// Restores the exception flags of the host's MXCSR when dropped: they are the caller's, whatever the guest computes.
-/// Those of the x87 unit are clear then.
+/// When dropped, restores the exception flags of the host's MXCSR, which are the caller's, whatever the guest has
+/// computed. Clears the flags of the x87 unit.
 pub(crate) struct HostFlags {
     mxcsr: u32,
 }
@@ -175,8 +175,8 @@ impl HostFlags {
 impl Drop for HostFlags {
     fn drop(&mut self) {
         let mut now = 0u32;
-        // SAFETY: stores MXCSR to a local, and loads the old value unless it is there still, because a load takes
-        // longer; the control bits have not changed in between. The x87 unit is empty, and its flags are not Rust's.
+        // SAFETY: stores MXCSR to a local. Loads the old value, unless MXCSR still has it, because a load takes longer.
+        // The control bits have not changed in between. The x87 unit is empty, and Rust code does not use its flags.
         unsafe {
             asm!(
                 "stmxcsr [{now}]", "mov eax, [{now}]", "cmp eax, [{old}]", "je 2f", "ldmxcsr [{old}]", "2:",
@@ -187,7 +187,8 @@ impl Drop for HostFlags {
     }
 }
 
-/// Loads the guest's MXCSR from `{guest}` unless the host's register equals it. `{host}` keeps the host's; r8 is free.
+/// Loads the guest's MXCSR from `{guest}`, unless the host's register equals it. Keeps the host's value in
+/// `{host}`. Changes r8.
 macro_rules! load_guest_mxcsr {
     () => {
         "stmxcsr [{host}]
@@ -200,7 +201,7 @@ macro_rules! load_guest_mxcsr {
 }
 pub(super) use load_guest_mxcsr;
 
-/// Stores the guest's MXCSR to `{guest}`, and loads the control bits of the host's if they differ. r8 is free.
+/// Stores the guest's MXCSR to `{guest}`, and loads the control bits of the host's value if they differ. Changes r8.
 macro_rules! load_host_mxcsr {
     () => {
         "stmxcsr [{guest}]
@@ -217,12 +218,12 @@ macro_rules! load_host_mxcsr {
 }
 pub(super) use load_host_mxcsr;
 
-/// Runs a floating-point instruction under the guest's MXCSR. All exceptions must be masked in `mxcsr`: the caller
-/// checks the flags. Returns the arithmetic flags that the instruction set (comparisons).
+/// Runs a floating-point instruction under the guest's MXCSR. `mxcsr` must mask all exceptions; the caller checks the
+/// flags. Returns the arithmetic flags that the instruction has set (comparisons).
 ///
-/// Loading MXCSR costs more than most of these instructions. It is skipped when the host's register already equals the
-/// guest's; to make that the usual case, the guest's sticky flags are left in the host's register (Rust allows any
-/// exception flags; control bits are restored).
+/// Loading MXCSR takes longer than most of these instructions. The load is skipped if the host's register already
+/// equals the guest's. To make that the usual case, the guest's sticky flags are left in the host's register (Rust
+/// allows any exception flags; control bits are restored).
 #[inline(always)]
 pub(crate) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     debug_assert_eq!(*mxcsr & MASKS, MASKS);

@@ -1,4 +1,4 @@
-//! What vector instructions mean, of those that the compiler translates by their meaning.
+//! The meaning of those vector instructions that the compiler translates by their meaning.
 
 /// The elements of a vector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -9,7 +9,7 @@ pub(crate) enum Elements {
     Quadwords,
     Singles,
     Doubles,
-    /// The lowest one alone; the others are the first source's.
+    /// Only the lowest element is computed; the others are the first source's.
     Single,
     Double,
 }
@@ -18,13 +18,13 @@ pub(crate) enum Elements {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Each {
     And,
-    /// The first one's complement, and the second one.
+    /// AND of the first operand's complement and the second operand.
     AndNot,
     Or,
     Xor,
     /// All ones or all zeroes.
     Equal,
-    /// With sign, like the others that do not say otherwise.
+    /// Signed, like the other comparisons and operations that do not say otherwise.
     Greater,
     Add,
     Subtract,
@@ -34,7 +34,7 @@ pub(crate) enum Each {
     Max,
     MinUnsigned,
     MaxUnsigned,
-    /// The elements of the lower halves of both, in turns.
+    /// Elements of the lower halves of both sources, alternating.
     InterleaveLow,
     InterleaveHigh,
     /// By the second operand.

@@ -49,7 +49,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(handler)
 }
 
-/// Takes a pending x87 exception; MMX instructions take it too.
+/// Raises a pending x87 exception, as MMX instructions do, too.
 fn check(cpu: &mut Cpu) -> Flow {
     crate::x87::check_pending(cpu)
 }
@@ -65,7 +65,7 @@ fn set_mm(cpu: &mut Cpu, r: u8, value: u64) {
     };
 }
 
-/// Changes the x87 state as every MMX instruction does, even one that then ends in #XM.
+/// Changes the x87 state as every MMX instruction does, even one that ends in #XM.
 fn enter(cpu: &mut Cpu) {
     const TOP: u16 = 7 << 11;
     cpu.state.fsw &= !TOP;
@@ -147,7 +147,7 @@ fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
 /// Reads the source operand from an MMX register or memory.
 fn source(cpu: &mut Cpu, op: &Op) -> Result<u64, Break> {
     if op.r[1] == MEM {
-        // Unpacking low halves reads a doubleword; the other operands are quadwords.
+        // Instructions that unpack low halves read a doubleword; all others read a quadword.
         return match op.size {
             2 => cpu.load_mem::<u32>(op).map(u64::from),
             _ => cpu.load_mem::<u64>(op),
@@ -192,7 +192,7 @@ fn signs(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn to_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
-    // With a memory source it uses no MMX register, and is no MMX instruction in any respect.
+    // With a memory source the instruction uses no MMX register, and does not behave like an MMX instruction at all.
     if op.r[1] != MEM {
         check(cpu)?;
     }

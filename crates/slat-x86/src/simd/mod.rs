@@ -1,7 +1,7 @@
 //! SSE to SSE4.2, SSE4a, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA, F16C, VAES and VPCLMULQDQ in `vex`.
 //!
-//! The host CPU does the work: `pairs` and `table` have a stub of the equal instruction for each mnemonic, `host` calls
-//! it, and the handlers here only fetch operands and store results. Plain moves need no stub.
+//! The host CPU does the work: `pairs` and `table` have for each mnemonic a stub with the same host instruction, and
+//! `host` calls it. The handlers here only fetch operands and store results. Plain moves need no stub.
 
 mod forms;
 mod gpr;
@@ -70,7 +70,7 @@ pub fn features() -> Features {
     }
 }
 
-/// Whether the host has the instruction set; `None` if this CPU does not implement it.
+/// Whether the host has an instruction set; `None` if this CPU does not implement the set.
 fn offered(feature: CpuidFeature) -> Option<bool> {
     Some(match feature {
         CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 => true,
@@ -92,7 +92,7 @@ fn offered(feature: CpuidFeature) -> Option<bool> {
     })
 }
 
-/// Whether the host has an instruction of sets that this CPU implements.
+/// Whether the host has the instruction, if this CPU implements its instruction set.
 pub(crate) fn is_offered(insn: &Instruction) -> bool {
     let mut features = insn.code().cpuid_features().iter();
     features.all(|f| offered(*f) == Some(true))
@@ -102,7 +102,7 @@ fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }
 
-/// Whether the instruction has an MMX operand, or a memory operand instead of one.
+/// Whether the instruction has an MMX operand, or a memory operand in its place.
 fn is_mmx(insn: &Instruction) -> bool {
     let or_memory = matches!(insn.mnemonic(), Mnemonic::Cvtpi2ps | Mnemonic::Cvtpi2pd);
     let is_mm = |k| insn.op_register(k).is_mm();

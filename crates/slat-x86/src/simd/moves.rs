@@ -78,7 +78,7 @@ pub(super) fn store16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store::<u128>(lin, cpu.state.xmm[usize::from(op.r[1])])
 }
 
-/// Moves the low element only; the rest of the destination stays.
+/// Moves the low element only; the rest of the destination does not change.
 fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let ones = u128::from(u64::MAX >> (64 - T::BITS));
     let src = cpu.state.xmm[usize::from(op.r[1])];
@@ -137,7 +137,7 @@ pub(super) fn store_high(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store_mem::<u64>(op, value)
 }
 
-/// Fills in the memory operand that masked stores do not name: DS:RDI, or another segment.
+/// Fills in the implicit memory operand of masked stores: DS:RDI, or RDI in the segment of the prefix.
 pub(super) fn address_in_di(op: &mut Op) {
     const DI: u8 = 7;
     op.base = DI;
@@ -154,8 +154,8 @@ pub(super) fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     store_bytes_by_mask(cpu, lin, &data, &mask)
 }
 
-/// Stores the selected bytes, after all of them have been found writable. The others are not touched: another CPU
-/// may be writing them.
+/// Stores the selected bytes, after checking that all of them are writable. Does not touch the other bytes, because
+/// another CPU may be writing them.
 pub(super) fn store_bytes_by_mask(cpu: &mut Cpu, lin: u64, data: &[u8], mask: &[u8]) -> Flow {
     let selected = || {
         (0..data.len())

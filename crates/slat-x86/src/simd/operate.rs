@@ -34,7 +34,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         0
     };
     if mnemonic == Mnemonic::Insertps && from != 0 {
-        // The element is read from memory; the selector of a source element has no effect.
+        // The element comes from memory, so the selector of a source element has no effect.
         op.aux &= 0x3f;
     }
     macro_rules! by_source {
@@ -65,7 +65,7 @@ pub(super) fn returns_index(mnemonic: Mnemonic) -> bool {
     matches!(mnemonic, Pcmpestri | Pcmpestri64 | Pcmpistri)
 }
 
-/// `FROM` of a 16-byte memory operand at any address.
+/// Value of `FROM` for a 16-byte memory operand at any address.
 pub(super) const UNALIGNED: u8 = 17;
 
 /// Reads the second operand: a register (`FROM` is 0) or `FROM` bytes of memory, zero-extended.
@@ -148,7 +148,8 @@ pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, 
     run_unmasked(cpu, op, work)
 }
 
-/// Invalid, denormal and divide-by-zero are found before a result is computed; then the others cannot occur.
+/// Exceptions that are found before a result is computed: invalid, denormal and divide-by-zero. The
+/// others cannot occur then.
 const BEFORE_RESULT: u32 = 7;
 const UNDERFLOW: u32 = 1 << 4;
 const FLUSH_TO_ZERO: u32 = 1 << 15;
@@ -169,11 +170,11 @@ fn lanes(op: &Op) -> Lanes {
     }
 }
 
-/// Runs an instruction of which the guest has unmasked exceptions. `run` executes it under the MXCSR that it is
-/// passed, and returns its result and whether that has a denormal element which is an underflow. The instruction still
-/// runs with everything masked, lest this process gets a signal; the differences are corrected, except for one: beside
-/// an unmasked overflow or underflow, the hardware sets the precision flag only if the result is inexact with an
-/// unbounded exponent, too.
+/// Runs an instruction for a guest that has unmasked exceptions. `run` executes the instruction under the MXCSR that
+/// it gets. It returns the result, and whether the result has a denormal element that is an underflow. All exceptions
+/// stay masked, because otherwise this process would get a signal; the differences are corrected, except for one.
+/// Besides an unmasked overflow or underflow, hardware sets the precision flag only if the result would be inexact
+/// even with an unbounded exponent.
 pub(super) fn with_unmasked<T>(
     cpu: &mut Cpu,
     run: impl FnOnce(&mut u32) -> (T, bool),
@@ -205,7 +206,7 @@ pub(super) fn with_unmasked<T>(
     Err(cpu.raise(vector, None))
 }
 
-/// PCMPESTRI and its variants; `INDEX`: see [`returns_index`].
+/// PCMPESTRI and its variants. For `INDEX`, see [`returns_index`].
 pub(super) fn strings<const FROM: u8, const INDEX: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = source::<FROM>(cpu, op)?;
     let a = cpu.state.xmm[usize::from(op.r[0])];

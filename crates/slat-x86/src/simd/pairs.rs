@@ -1,9 +1,9 @@
-//! The instructions that exist without a VEX prefix and with one: a row for both, of which the interpreter and the
-//! compiler read what they need.
+//! The instructions that exist both without a VEX prefix and with one. There is one row for both forms, from which
+//! interpreter and compiler read what they need.
 //!
-//! A row is the two mnemonics, which are also what the host's assembler calls them. The name of its group tells how its
-//! stubs are called ([`Kind`]) and the operands of the form with VEX (`forms::row`). What follows `=` is the meaning,
-//! of which the compiler makes instructions of its own; it calls the stubs of the others.
+//! A row has the two mnemonics, which are also their names in the host's assembler. The name of the row's group tells
+//! how the stubs are called ([`Kind`]), and the operands of the form with VEX (`forms::row`). The meaning follows `=`:
+//! from it the compiler makes instructions of its own. For rows without a meaning the compiler calls the stubs.
 
 use core::arch::naked_asm;
 
@@ -16,7 +16,7 @@ use super::lanes::Lanes;
 use super::meaning::{Each, Elements};
 use iced_x86::Mnemonic as M;
 
-/// Returns the kind of a row without VEX, by its kind and form with it.
+/// Returns the kind of a row's form without VEX, from the kind and form with VEX.
 macro_rules! legacy_kind {
     (Int v4) => {
         Kind::ImplicitXmm0
@@ -78,8 +78,8 @@ macro_rules! pairs {
             }
         }
 
-        /// Returns what an instruction makes of each element of its two sources, if it is one of those
-        /// that the compiler knows.
+        /// Returns the operation of an instruction on each element of its two sources, if the compiler
+        /// knows the instruction.
         #[cfg(feature = "jit")]
         pub(crate) fn meaning(mnemonic: M) -> Option<(Each, Elements)> {
             Some(match mnemonic {
@@ -130,13 +130,13 @@ pairs! {
     }
     Int v2 {
         Pabsb Vpabsb, Pabsw Vpabsw, Pabsd Vpabsd, Movddup Vmovddup, Movshdup Vmovshdup, Movsldup Vmovsldup,
-        // Approximations, here and of scalars, neither round by MXCSR nor raise anything.
+        // Approximations: they do not round by MXCSR and raise no exceptions. The same holds for the scalar ones below.
         Rcpps Vrcpps, Rsqrtps Vrsqrtps,
     }
     Int x2 {
         Phminposuw Vphminposuw, Aesimc Vaesimc,
     }
-    // By a count in a register or, in other stubs, by a constant.
+    // Shifts by a count in a register or, in other stubs, by a constant.
     Int shift {
         Psllw Vpsllw = ShiftLeft Words, Pslld Vpslld = ShiftLeft Doublewords, Psllq Vpsllq = ShiftLeft Quadwords,
         Psrlw Vpsrlw = ShiftRight Words, Psrld Vpsrld = ShiftRight Doublewords, Psrlq Vpsrlq = ShiftRight Quadwords,

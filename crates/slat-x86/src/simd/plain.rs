@@ -1,4 +1,4 @@
-//! The instructions from vectors to a vector, for the compiler: it passes the operands to the stub itself.
+//! For the compiler: instructions from vectors to a vector, to whose stubs compiled code passes the operands itself.
 
 use super::forms::Kind;
 use super::{table, vex};
@@ -8,23 +8,23 @@ use iced_x86::{EncodingKind, Instruction, OpKind};
 pub(crate) struct Plain {
     /// The stub's address, for 128 bits.
     pub(crate) stub: usize,
-    /// Whether it wants the immediate, which the operation has in `aux`.
+    /// Whether the stub takes the immediate, which is in the operation's `aux`.
     pub(crate) has_immediate: bool,
-    /// Operand `k` is in register `k`, for these.
+    /// The first operand that the stub takes, and the last one. Operand `k` is in register `k`.
     pub(crate) first: usize,
     pub(crate) last: usize,
-    /// Whether the register after them has the guest's XMM0.
+    /// Whether the register after the last operand must hold the guest's XMM0.
     pub(crate) reads_xmm0: bool,
-    /// Whether the register after them has the immediate.
+    /// Whether the register after the last operand must hold the immediate.
     pub(crate) shifts_by_immediate: bool,
     /// Whether it computes under MXCSR.
     pub(crate) is_float: bool,
-    /// Whether an operand in memory has to be aligned.
+    /// Whether a memory operand must be aligned.
     pub(crate) is_aligned: bool,
 }
 
-/// Returns how a stub executes an instruction which the host has, one half of 128 bits at a time if it is `wide`;
-/// `None` if it is no instruction from vectors to a vector, or its halves depend on each other.
+/// Returns how a stub executes an instruction, which the host has. If `wide`, the stub is called for each half of 128
+/// bits. `None` if the instruction is not from vectors to a vector, or if its halves depend on each other.
 pub(crate) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
     match insn.encoding() == EncodingKind::VEX {
         true => vex::plain(insn, wide),

@@ -1,4 +1,4 @@
-//! SSE4a of AMD's CPUs: EXTRQ INSERTQ, MOVNTSS MOVNTSD. Computed here, so that guests have them on every host.
+//! SSE4a of AMD's CPUs: EXTRQ INSERTQ, MOVNTSS MOVNTSD. They are computed here, so that guests have them on every host.
 
 use super::moves::store_low;
 use crate::Cpu;
@@ -13,7 +13,7 @@ struct Field {
 }
 
 impl Field {
-    /// Decodes two bytes, each of which has six bits: immediates, or the low bytes of a register.
+    /// Decodes a field from two bytes with six significant bits each: immediates, or the low bytes of a register.
     fn of(bytes: u64) -> Self {
         Field {
             len: bytes as u32 & 63,

@@ -1,4 +1,5 @@
-//! Which host instruction executes each mnemonic that has no pair with VEX ([`pairs`]): one line per mnemonic. MMX.
+//! Which host instruction executes each mnemonic that has no pair with VEX ([`pairs`]); and each MMX instruction.
+//! One line per mnemonic.
 
 use core::arch::naked_asm;
 
@@ -62,12 +63,12 @@ macro_rules! strings {
 strings! {
     Pcmpestri "pcmpestri $slat_imm, %xmm1, %xmm0", Pcmpestrm "pcmpestrm $slat_imm, %xmm1, %xmm0",
     Pcmpistri "pcmpistri $slat_imm, %xmm1, %xmm0", Pcmpistrm "pcmpistrm $slat_imm, %xmm1, %xmm0",
-    // Instructions with 64-bit lengths (REX.W), for which the assembler has no name.
+    // With 64-bit lengths (REX.W). The assembler has no names for these instructions.
     Pcmpestri64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x61, 0xc1, slat_imm",
     Pcmpestrm64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x60, 0xc1, slat_imm",
 }
 
-/// Defines functions that return the stub of an instruction and an operand of the given bytes.
+/// Defines functions that return the stub of an instruction with an operand of the given number of bytes.
 macro_rules! gprs {
     ($($(#[$doc:meta])* $name:ident { $($mnemonic:ident $size:literal $text:literal),+ $(,)? })+) => {
         $($(#[$doc])*
@@ -102,8 +103,8 @@ gprs! {
 
 macro_rules! mmx {
     ($($form:ident { $($mnemonic:ident),+ $(,)? })+) => {
-        /// Returns the stub of an instruction with an MMX operand: the names of the XMM instructions, on
-        /// the older registers.
+        /// Returns the stub of an instruction with an MMX operand. Its name is that of the XMM instruction, but it
+        /// uses the MMX registers.
         pub(super) fn mmx(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $($(M::$mnemonic => mmx!(@$form stringify!($mnemonic)),)+)+

@@ -18,7 +18,7 @@ impl Random {
             selector: self.next() as u16,
             base: if wide { self.next() } else { self.next() >> 32 },
             limit: self.next() as u32,
-            // Only a segment that is present can be used.
+            // Only a segment that is present can be usable.
             rights: loaded_rights(rights),
         }
     }
@@ -91,8 +91,8 @@ fn cpu(state: &State) -> Cpu {
     cpu
 }
 
-/// An SMI and RSM with nothing in between change nothing, whatever state the CPU was in; a handler's changes of what is
-/// saved are lost, others stay.
+/// An SMI followed by RSM changes nothing, whatever state the CPU was in. A handler's changes of saved registers are
+/// lost; its other changes stay.
 #[test]
 fn rsm_restores_what_an_smi_saved() {
     let mut random = Random(0x5a5a_1234);
@@ -130,7 +130,7 @@ fn rsm_restores_what_an_smi_saved() {
     }
 }
 
-/// The addresses of AMD64 volume 2, table 10-1, and of Intel's P6, from SMBASE + 0xfe00.
+/// The addresses are those of AMD64 volume 2, table 10-1, and of Intel's P6, from SMBASE + 0xfe00.
 #[test]
 fn registers_are_where_the_manuals_have_them() {
     let mut state = State::reset();
@@ -214,7 +214,7 @@ fn an_smi_leaves_the_cpu_in_real_mode_with_large_segments() {
     assert!(!state.events.sti_shadow && !state.events.mov_ss_shadow);
 }
 
-/// NMIs are blocked in the handler, and afterwards if they were before.
+/// NMIs are blocked in the handler. Afterwards they are blocked only if they were before.
 #[test]
 fn rsm_unblocks_nmis_unless_an_nmi_was_interrupted() {
     for nmi_blocked in [false, true] {
@@ -249,7 +249,7 @@ fn rsm_moves_smbase() {
     }
 }
 
-/// Registers that no CPU can have, one at a time. Nothing changes: the CPU is still in the mode.
+/// RSM refuses registers that no CPU can have, one at a time. Nothing changes: the CPU is still in the mode.
 #[test]
 fn rsm_refuses_impossible_registers() {
     let mut state = State::reset();
@@ -269,7 +269,7 @@ fn rsm_refuses_impossible_registers() {
         (at64::DR6, 1 << 32),
         (at64::DR7, 1 << 40),
         (at64::CR4, CR4_PAE | 1 << 63),
-        // PAE paging, whose page-directory-pointer entries cannot be read.
+        // PAE paging whose page-directory-pointer entries cannot be read.
         (at64::EFER, 0),
     ];
     for (at, value) in bad {
@@ -283,7 +283,7 @@ fn rsm_refuses_impossible_registers() {
         assert_eq!(cpu.state, before);
         cpu.leave_smm(SmramMap::Bits64, &good, |_| None).unwrap();
     }
-    // PAE paging, which has no PCIDs; and with an entry that has a reserved bit.
+    // PAE paging, which has no PCIDs; then PAE paging with an entry that has a reserved bit.
     state.efer = 0;
     state.cr4 = CR4_PAE | CR4_PCIDE;
     let smram = state.smram(SmramMap::Bits64);
@@ -355,7 +355,7 @@ fn each_segment_is_where_the_manuals_have_it() {
     assert_eq!(image.0[0x11a], 2);
 }
 
-/// A segment that cannot be used is one after RSM, also if it is present.
+/// A segment that was unusable is unusable after RSM, even if it is present.
 #[test]
 fn rsm_restores_an_unusable_segment() {
     for map in [SmramMap::Bits32, SmramMap::Bits64] {
@@ -371,7 +371,7 @@ fn rsm_restores_an_unusable_segment() {
     }
 }
 
-/// Whatever a handler writes to the saved flags and debug registers, RSM loads the bits that there are.
+/// Whatever a handler writes to the saved flags and debug registers, RSM loads only bits that exist.
 #[test]
 fn rsm_sets_fixed_bits() {
     for (map, at, bytes) in [

@@ -1,4 +1,4 @@
-//! Events as VMCBs have them: EVENTINJ and EXITINTINFO (AMD64 volume 2, 15.20 and 15.7.2).
+//! Events in the form of VMCB fields: EVENTINJ and EXITINTINFO (AMD64 volume 2, 15.20 and 15.7.2).
 
 use crate::source::Source;
 use crate::state::Exception;
@@ -20,7 +20,7 @@ pub enum EventKind {
     Software,
 }
 
-/// An event, as EVENTINJ has it: vector, kind, error code.
+/// An event in the form of EVENTINJ: vector, kind, error code.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Event(pub(crate) u64);
 
@@ -42,7 +42,7 @@ impl Event {
         self.0 & VALID != 0
     }
 
-    /// Returns the vector: of an NMI its own, whatever the field has.
+    /// Returns the vector. For an NMI it is 2, whatever the field contains.
     pub fn vector(self) -> u8 {
         match self.kind() {
             Some(EventKind::Nmi) => vector::NMI,
@@ -55,7 +55,7 @@ impl Event {
         (self.0 & ERROR_VALID != 0).then_some((self.0 >> 32) as u32)
     }
 
-    /// Returns what kind of event it is. `None`: of a reserved one.
+    /// Returns the kind of the event; `None` for a reserved kind.
     pub fn kind(self) -> Option<EventKind> {
         match self.0 >> 8 & 7 {
             0 => Some(EventKind::Interrupt),
@@ -66,7 +66,7 @@ impl Event {
         }
     }
 
-    /// Whether VMRUN can inject it: an exception has to be one that exists.
+    /// Whether VMRUN can inject the event. An injected exception must be one that exists.
     pub(crate) fn is_injectable(self) -> bool {
         match self.kind() {
             None => false,

@@ -11,10 +11,10 @@ use crate::svm::{feature, world_of};
 use crate::tlb::Which;
 use iced_x86::{Code, Instruction, Mnemonic};
 
-/// As in KVM: a processor would read what the bus returns.
+/// Ends the run, as in KVM. A processor would read whatever the bus returns.
 const NO_MEMORY: &str = "a control block of SVM that is not in memory";
 
-/// Raises #UD unless SVM is enabled, in protected mode; #GP(0) outside CPL 0.
+/// Raises #UD unless SVM is enabled and the CPU is in protected mode; raises #GP(0) outside CPL 0.
 fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     if cpu.state.efer & EFER_SVME == 0 || cpu.has_paragraphs() {
         return Err(cpu.ud());
@@ -22,7 +22,7 @@ fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     cpu.privileged()
 }
 
-/// Returns the address of a control block, in RAX. #GP(0) for one that is not that of a page, or beyond the
+/// Returns the address of a control block, from RAX. Raises #GP(0) if it is not the address of a page, or exceeds the
 /// physical address space.
 fn vmcb_address(cpu: &mut Cpu, op: &Op) -> Result<u64, Break> {
     let address = rax(cpu, op);
@@ -46,7 +46,7 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::VMRUN)?;
     let vmcb = vmcb_address(cpu, op)?;
-    // As in KVM: a hypervisor that has not told where to save its registers has forgotten something.
+    // As in KVM, VMRUN fails if the hypervisor has not set the address of its host save area.
     if cpu.state.vm_hsave_pa == 0 {
         return Err(cpu.gp());
     }
@@ -56,9 +56,9 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
     }
 }
 
-/// Returns the nested tables through which the control block of VMLOAD or VMSAVE, whose intercept is `code`, is found:
-/// those of a guest whose hypervisor has virtualized these instructions (15.33.1). Outside long mode such a guest
-/// leaves. The address of other guests is one of the hypervisor's.
+/// Returns the nested tables that translate the address of the control block of VMLOAD or VMSAVE. There are some if the
+/// hypervisor has virtualized these instructions for its guest (15.33.1); if the guest is then outside long mode, it
+/// leaves with exit code `code`. Otherwise the address needs no nested translation.
 fn virtual_tables(cpu: &mut Cpu, op: &Op, code: u64) -> Result<Option<NestedPaging>, Break> {
     let is_offered = cpu.features.svm & feature::VIRTUAL_VMLOAD != 0;
     match cpu.svm.virtual_vmload_tables().filter(|_| is_offered) {
@@ -117,7 +117,8 @@ fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     Err(Break::End)
 }
 
-/// INVLPGA: drops the page of an ASID; of another one than the current, all pages.
+/// INVLPGA: drops the translations of a page in an ASID. For another ASID than the current one,
+/// drops those of all pages.
 fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::INVLPGA)?;
@@ -136,7 +137,7 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// SKINIT: CPUID does not have it, so it is not intercepted either.
+/// SKINIT. CPUID does not report it, so it is #UD and not intercepted.
 fn skinit(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }

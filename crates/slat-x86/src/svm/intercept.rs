@@ -1,9 +1,9 @@
-//! What a guest is not allowed to do by itself: the intercepts (AMD64 volume 2, 15.7 to 15.13).
+//! Intercepts: what a nested guest is not allowed to do by itself (AMD64 volume 2, 15.7 to 15.13).
 //!
-//! The number of an intercept is the exit code that it leads to; the vectors of the control area have its bit at that
-//! number. Every handler of an instruction that can be intercepted asks here, after the checks whose exceptions come
-//! first (15.7): the interpreter and compiled code call the same handlers, and none of these instructions has a
-//! translation of its own. Outside of guest mode the question is one load and one branch.
+//! The number of an intercept is the exit code of its #VMEXIT, and its bit is at that number in the intercept vectors
+//! of the control area. Every handler of an instruction that can be intercepted calls a function of this file, after
+//! the checks whose exceptions come first (15.7). That is enough for compiled code, too: it calls the same handlers,
+//! because none of these instructions has a translation. Outside of guest mode the call is one load and one branch.
 
 use crate::Cpu;
 use crate::op::{Break, Op};
@@ -11,7 +11,7 @@ use crate::state::Exception;
 use crate::svm::vmcb::VmExit;
 use crate::vector;
 
-/// Exit codes (AMD64 volume 2, appendix C). Those below 0xc0 are numbers of intercepts, too.
+/// Exit codes (AMD64 volume 2, appendix C). Those below 0xc0 are also numbers of intercepts.
 pub(crate) mod code {
     pub const CR_READ: u64 = 0;
     pub const CR_WRITE: u64 = 0x10;
@@ -66,7 +66,7 @@ pub(crate) mod code {
     pub const INVALID: u64 = u64::MAX;
 }
 
-/// Bit of EXITINFO1 of an access to a control register: MOV made it, and bits 3:0 are the general
+/// A bit of EXITINFO1 for accesses to control registers: MOV made the access, and bits 3:0 are the general
 /// register (decode assists).
 const CR_BY_MOV: u64 = 1 << 63;
 
@@ -114,13 +114,13 @@ impl Cpu {
         })
     }
 
-    /// Asks for MOV from control register `number` to a general register.
+    /// Intercepts MOV from control register `number` to a general register, if the hypervisor asks for it.
     pub(crate) fn intercept_cr_read(&mut self, op: &Op, number: u8) -> Result<(), Break> {
         let info = CR_BY_MOV | u64::from(op.r[0] & 15);
         self.intercept_with(op, code::CR_READ + u64::from(number), info)
     }
 
-    /// Asks for MOV to control register `number` of `value`.
+    /// Intercepts MOV of `value` to control register `number`, if the hypervisor asks for it.
     pub(crate) fn intercept_cr_write(
         &mut self,
         op: &Op,
@@ -130,7 +130,7 @@ impl Cpu {
         use crate::state::control::{CR0_ET, CR0_MP, CR0_TS};
         let info = CR_BY_MOV | u64::from(op.r[1] & 15);
         self.intercept_with(op, code::CR_WRITE + u64::from(number), info)?;
-        // The selective intercept: of a write to CR0 that changes more than TS and MP.
+        // The selective intercept is for writes to CR0 that change other bits than TS and MP.
         let changed = (value ^ self.state.cr0) & !(CR0_TS | CR0_MP | CR0_ET);
         match number == 0 && changed != 0 {
             true => self.intercept_with(op, code::CR0_SELECTIVE, info),
@@ -138,14 +138,14 @@ impl Cpu {
         }
     }
 
-    /// Asks for LMSW. The selective intercept has all of them, whatever they change.
+    /// Intercepts LMSW, if the hypervisor asks for it. The selective intercept covers every LMSW, whatever it changes.
     pub(crate) fn intercept_lmsw(&mut self, op: &Op) -> Result<(), Break> {
         self.intercept(op, code::CR_WRITE)?;
         self.intercept(op, code::CR0_SELECTIVE)
     }
 
-    /// Asks for an access to an MSR by the map of MSR permissions (15.11). An MSR that the map does not
-    /// have is intercepted.
+    /// Intercepts an access to an MSR, if the map of MSR permissions says so (15.11). An MSR that is not in the map
+    /// is always intercepted.
     #[inline(always)]
     pub(crate) fn intercept_msr(&mut self, op: &Op, msr: u32, write: bool) -> Result<(), Break> {
         match self.svm.is_guest() {
@@ -180,7 +180,8 @@ impl Cpu {
         }
     }
 
-    /// Asks for a port access by the map of I/O permissions (15.10). `info` has EXITINFO1 but for port and size.
+    /// Intercepts a port access, if the map of I/O permissions says so (15.10). `info` is EXITINFO1
+    /// without port and size.
     #[inline(always)]
     pub(crate) fn intercept_port(&mut self, op: &Op, port: u16, info: u64) -> Result<(), Break> {
         match self.svm.is_guest() {
@@ -197,7 +198,7 @@ impl Cpu {
         let bytes = 1u64 << op.size;
         let mut bits = [0xff; 2];
         let at = self.svm.control.io_map() + u64::from(port / 8);
-        // The byte after the last one of the map belongs to ports beyond 0xffff.
+        // The byte after the map's last one belongs to ports beyond 0xffff.
         if self.read_physical(at, &mut bits[..1])? && self.read_physical(at + 1, &mut bits[1..])? {
             let bits = u64::from(u16::from_le_bytes(bits)) >> (port % 8);
             if bits & ((1 << bytes) - 1) == 0 {
@@ -209,8 +210,8 @@ impl Cpu {
         Err(self.exit_at(op, code::IO, info_1, next_rip))
     }
 
-    /// Asks for a switch to the task of a TSS selector (15.14.1). `initiator` has EXITINFO2, the old task
-    /// continues at `return_rip`.
+    /// Intercepts a switch to the task of a TSS selector, if the hypervisor asks for it (15.14.1). `initiator` gives
+    /// EXITINFO2. The old task continues at `return_rip`.
     pub(crate) fn intercept_task_switch(
         &mut self,
         tss: u16,
@@ -229,24 +230,24 @@ impl Cpu {
         }))
     }
 
-    /// Asks for an exception that an instruction raises on purpose: INT3, INTO, INT1.
+    /// Intercepts an exception that an instruction raises on purpose (INT3, INTO, INT1), if the hypervisor asks for it.
     pub(crate) fn intercept_trap(&mut self, op: &Op, vector: u8) -> Result<(), Break> {
         self.intercept(op, code::EXCEPTION + u64::from(vector))
     }
 
-    /// Asks for PAUSE: the filter lets some of them pass (15.14.4).
+    /// Intercepts PAUSE, if the hypervisor asks for it. The filter lets some PAUSEs pass (15.14.4).
     pub(crate) fn intercept_pause(&mut self, op: &Op) -> Result<(), Break> {
         if !self.svm.is_guest() || !self.svm.control.intercepts(code::PAUSE) {
             return Ok(());
         }
-        // Cycles are instructions: how fast the host is does not matter.
+        // The filter counts instructions as cycles, so the speed of the host does not matter.
         let now = self.instructions();
         let (count, threshold) = self.svm.control.pause_filter();
         let pauses = &mut self.svm.pauses;
         let since = now.wrapping_sub(pauses.last);
         pauses.last = now;
         if threshold != 0 && since > threshold.into() {
-            // No loop: the guest has done something else meanwhile.
+            // The PAUSEs form no loop: the guest has done something else in between.
             pauses.left = count;
         }
         match pauses.left.checked_sub(1) {
@@ -264,8 +265,8 @@ impl Cpu {
         self.svm.is_guest() && self.svm.control.intercepts(code)
     }
 
-    /// Has the guest's handler run next for an exception, or the hypervisor's if that intercepts it. `address` is what
-    /// CR2 becomes for a page fault: not if it is intercepted.
+    /// Makes an exception pending for the guest's handler, or for the hypervisor if that intercepts it. `address`
+    /// becomes CR2 for a page fault, unless it is intercepted.
     pub(crate) fn queue_exception(&mut self, exception: Exception, address: u64) {
         self.slow = true;
         let Exception { vector, error } = exception;

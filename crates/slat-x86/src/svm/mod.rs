@@ -7,21 +7,23 @@
 //! | `checks` | the states that VMRUN refuses |
 //! | `vmcb` | the layout of the control block |
 //! | `intercept` | what makes the guest leave: one function for each kind |
-//! | `event` | events as the control block has them |
+//! | `event` | events in the form of control block fields |
 //! | `saved` | the state of a CPU in guest mode, for a client that saves and restores it |
 //!
-//! What the hypervisor had in its registers stays in this CPU, not in the host save area, whose content is the
-//! processor's own affair (15.5.1). So does the control area, which VMRUN reads once: a processor may do so
+//! The hypervisor's registers stay in this CPU, not in the host save area, because the format of that area belongs to
+//! the processor (15.5.1). The control area stays in this CPU, too: VMRUN reads it once. A processor may do so
 //! (15.15), and KVM does.
 //!
-//! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records what is due; the
-//! boundary then stores it in the control block, which may have to wait for memory, and starts again until it is done.
+//! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records which #VMEXIT is
+//! due. The block boundary then stores the #VMEXIT in the control block. It may have to wait for memory, and repeats
+//! the store until it succeeds.
 //!
-//! Translations of the two worlds never mix: the TLB has a name for each ASID that CPUID offers, and keeps what belongs
-//! to it until the hypervisor has it flushed. Those of other ASIDs share a name, and nothing is kept.
+//! Translations of the hypervisor and its guests never mix. The TLB has a name for each ASID that CPUID offers, and
+//! keeps the ASID's translations until the hypervisor has them flushed. All other ASIDs share a name, and their
+//! translations are not kept.
 //!
 //! Not offered: SEV, AVIC, last-branch records, shadow stacks, and the traps after writes of control registers and
-//! EFER, which serve SEV-ES.
+//! EFER, which SEV-ES uses.
 
 mod checks;
 mod event;
@@ -52,14 +54,14 @@ pub mod feature {
     pub const TSC_RATIO: u32 = 1 << 4;
     /// TLB_CONTROL can flush one ASID.
     pub const FLUSH_BY_ASID: u32 = 1 << 6;
-    /// A #VMEXIT tells more of the instruction: the general register of MOV CR, the address of
+    /// A #VMEXIT reports details of the instruction: the general register of MOV CR, the address of
     /// INVLPG, the vector of INT.
     pub const DECODE_ASSISTS: u32 = 1 << 7;
-    /// PAUSE is intercepted after a number of times.
+    /// PAUSE is intercepted only after a number of times.
     pub const PAUSE_FILTER: u32 = 1 << 10;
     /// These have to be close together.
     pub const PAUSE_THRESHOLD: u32 = 1 << 12;
-    /// A guest with nested paging can have VMLOAD and VMSAVE with addresses of its own.
+    /// In a guest with nested paging, VMLOAD and VMSAVE can take guest-physical addresses of the guest.
     pub const VIRTUAL_VMLOAD: u32 = 1 << 15;
     /// A guest can have a GIF of its own.
     pub const VIRTUAL_GIF: u32 = 1 << 16;
@@ -78,7 +80,7 @@ pub mod feature {
         | VIRTUAL_NMI;
 }
 
-/// The number of ASIDs that CPUID tells: KVM's number for its guests.
+/// The number of ASIDs that CPUID reports: the same as KVM reports to its guests.
 pub const ASIDS: u32 = 8;
 
 /// Whether the TLB keeps translations for this ASID.
@@ -86,7 +88,7 @@ fn keeps(asid: u32) -> bool {
     (1..ASIDS).contains(&asid)
 }
 
-/// Returns the world of the TLB for an ASID; 0 is that of the hypervisor itself.
+/// Returns the TLB's world for an ASID. World 0 is the hypervisor's.
 fn world_of(asid: u32) -> usize {
     /// Of all for which it keeps nothing.
     const OTHER: usize = WORLDS - 1;
@@ -97,7 +99,7 @@ fn world_of(asid: u32) -> usize {
     }
 }
 
-/// VM_CR: SVM is disabled, EFER.SVME cannot be set.
+/// A bit of VM_CR: SVM is disabled, so EFER.SVME cannot be set.
 pub const VM_CR_SVMDIS: u64 = 1 << 4;
 /// VM_CR: SVMDIS cannot be changed.
 const VM_CR_LOCK: u64 = 1 << 3;
@@ -113,13 +115,13 @@ struct Pauses {
     last: u64,
 }
 
-/// The state of guest mode. It means something only in guest mode, but for what is due.
+/// The state of guest mode. Outside guest mode only `due` has a meaning.
 pub(crate) struct Svm {
     /// The CPU runs a guest of the hypervisor's.
     guest: bool,
     /// The ASID of the guest that ran last.
     last_asid: u32,
-    /// The paging registers of each world when it ran last: [`Cpu::paging_registers`].
+    /// The paging registers with which each world ran last: [`Cpu::paging_registers`].
     registers: [[u64; 4]; WORLDS],
     /// The guest-physical address of the control block.
     vmcb: u64,
@@ -133,11 +135,11 @@ pub(crate) struct Svm {
     due: Option<VmExit>,
     /// The event that VMRUN injects before the first instruction.
     injected: Option<Event>,
-    /// NMIs are blocked because VMRUN has injected one: the hypervisor's are not, as in KVM.
+    /// NMIs are blocked because VMRUN has injected one. The hypervisor's NMIs are not blocked, as in KVM.
     nmi_injected: bool,
     /// The event whose delivery is in progress.
     delivering: Option<Event>,
-    /// An interrupt is pending that makes the guest leave.
+    /// An interrupt is pending that will make the guest leave.
     interrupted: bool,
     pauses: Pauses,
 }
@@ -153,7 +155,7 @@ impl Pauses {
 }
 
 impl Svm {
-    /// Returns the world of the TLB in which the CPU is.
+    /// Returns the TLB's current world.
     pub(crate) fn world(&self) -> usize {
         match self.guest {
             true => world_of(self.control.asid()),
@@ -179,12 +181,12 @@ impl Svm {
         }
     }
 
-    /// Notes the paging registers of the current world, which is about to be left.
+    /// Stores the paging registers of the current world, before the CPU leaves the world.
     pub(crate) fn note_registers(&mut self, registers: [u64; 4]) {
         self.registers[self.world()] = registers;
     }
 
-    /// Returns the paging registers that the current world had when it ran last.
+    /// Returns the paging registers with which the current world ran last.
     pub(crate) fn noted_registers(&self) -> [u64; 4] {
         self.registers[self.world()]
     }
@@ -200,12 +202,12 @@ impl Svm {
         self.due.is_some()
     }
 
-    /// Leaves guest mode for system management mode: RSM enters it again.
+    /// Leaves guest mode for system management mode. RSM enters guest mode again.
     pub(crate) fn suspend(&mut self) {
         self.guest = false;
     }
 
-    /// Notes which event is delivered from now on, or that none is: EXITINTINFO of a #VMEXIT.
+    /// Stores which event is being delivered from now on, if any. A #VMEXIT reports it in EXITINTINFO.
     pub(crate) fn set_delivering(&mut self, event: Option<Event>) {
         self.delivering = event;
     }
@@ -219,8 +221,8 @@ impl Svm {
         self.injected = None;
     }
 
-    /// Returns RIP for the handler of an injected event to return to: after the instruction of a software event, at
-    /// `rip` otherwise (15.20).
+    /// Returns RIP to which the handler of an injected event returns: after the instruction for a software event,
+    /// otherwise `rip` (15.20).
     pub(crate) fn injection_returns_to(&self, event: Event, rip: u64) -> u64 {
         let is_software = match event.kind() {
             Some(EventKind::Software) => true,
@@ -235,8 +237,8 @@ impl Svm {
         }
     }
 
-    /// Whether the guest has its own task priority and its interrupts are masked by the hypervisor's
-    /// RFLAGS.IF (V_INTR_MASKING).
+    /// Whether the guest has a task priority of its own, and the hypervisor's RFLAGS.IF masks physical
+    /// interrupts (V_INTR_MASKING).
     pub(crate) fn masks_interrupts(&self) -> bool {
         self.guest && self.has(virtual_interrupt::MASKING)
     }
@@ -254,7 +256,7 @@ impl Svm {
         (self.control).set_virtual_interrupt(virtual_interrupt::TPR, cr8);
     }
 
-    /// Returns the tables that the guest's guest-physical addresses go through: the hypervisor's, if it has
+    /// Returns the hypervisor's tables that translate guest-physical addresses of its guest, if it has
     /// enabled nested paging.
     pub(crate) fn nested_paging(&self) -> Option<NestedPaging> {
         (self.guest && self.control.nested_paging()).then(|| NestedPaging {
@@ -264,14 +266,14 @@ impl Svm {
         })
     }
 
-    /// Returns the nested tables of a guest whose VMLOAD and VMSAVE are virtualized: they are with nested paging only.
+    /// Returns the nested tables of a guest whose VMLOAD and VMSAVE are virtualized, which needs nested paging.
     pub(crate) fn virtual_vmload_tables(&self) -> Option<NestedPaging> {
         self.nested_paging()
             .filter(|_| self.control.virtual_vmload())
     }
 
-    /// Returns the time-stamp counter where the hypervisor's is `tsc`: of its guest `ratio` times that, with 32 bits of
-    /// fraction, and an offset (15.30.5).
+    /// Returns the time-stamp counter, given the hypervisor's counter `tsc`. A guest's counter is `tsc` times `ratio`,
+    /// which has 32 bits of fraction, plus an offset (15.30.5).
     pub(crate) fn tsc(&self, tsc: u64, ratio: u64) -> u64 {
         match self.guest {
             true => {
@@ -282,31 +284,32 @@ impl Svm {
         }
     }
 
-    /// Whether the guest's STGI and CLGI change its own GIF.
+    /// Whether STGI and CLGI of the guest change a virtual GIF.
     fn has_virtual_gif(&self) -> bool {
         self.guest && self.has(virtual_interrupt::GIF_ENABLE)
     }
 
-    /// Whether NMIs that are delivered to the guest, and IRET, are its own. Those of the hypervisor make it leave then.
+    /// Whether the guest has virtual NMIs, which IRET ends. Then the hypervisor's NMIs make the guest leave.
     fn has_virtual_nmis(&self) -> bool {
         self.guest && self.has(virtual_interrupt::NMI_ENABLE)
     }
 }
 
 impl Cpu {
-    /// Whether the CPU is in guest mode: it runs a guest of a hypervisor that is its guest.
+    /// Whether the CPU is in guest mode: whether it runs a nested guest.
     pub fn is_in_guest_mode(&self) -> bool {
         self.svm.guest
     }
 
-    /// Whether the CPU does what Intel's do where the vendors' differ. A guest of SVM runs on AMD's, whose manual
-    /// defines SVM, whatever vendor its CPUID tells: its hypervisor reads EXT in EXITINFO1, for example.
+    /// Whether the CPU behaves like Intel's where the vendors differ. A nested guest runs on a CPU of AMD's,
+    /// whatever vendor its CPUID reports, because AMD's manual defines SVM: for example, its hypervisor
+    /// reads EXT in EXITINTINFO.
     pub(crate) fn is_intel(&self) -> bool {
         self.features.is_intel && !self.svm.guest
     }
 
-    /// Whether the CPU takes interrupts, as far as GIF and RFLAGS.IF say so: the hypervisor's IF if its
-    /// guest has a virtual one.
+    /// Whether GIF and RFLAGS.IF allow the CPU to take interrupts. If the guest's IF is virtual, the
+    /// hypervisor's IF counts.
     pub fn interrupts_enabled(&self) -> bool {
         let rflags = match self.svm.masks_interrupts() {
             true => self.svm.host.rflags,
@@ -315,30 +318,31 @@ impl Cpu {
         !self.state.events.gif_clear && rflags & flags::IF != 0
     }
 
-    /// Whether an external interrupt makes the guest leave, instead of being delivered: it stays pending.
+    /// Whether an external interrupt makes the guest leave instead of being delivered. The
+    /// interrupt then stays pending.
     pub fn exits_on_interrupt(&self) -> bool {
         self.svm.guest && self.svm.control.intercepts(code::INTR)
     }
 
-    /// Has the guest leave for an external interrupt. Call when [`can_take_interrupt`](Self::can_take_interrupt) and
-    /// [`exits_on_interrupt`](Self::exits_on_interrupt).
+    /// Makes the guest leave for an external interrupt. Call when [`can_take_interrupt`](Self::can_take_interrupt) and
+    /// [`exits_on_interrupt`](Self::exits_on_interrupt) return `true`.
     pub fn exit_on_interrupt(&mut self) {
         self.svm.interrupted = true;
         self.slow = true;
     }
 
-    /// Has the guest leave for an INIT, if that is intercepted. Returns whether it is.
+    /// Makes the guest leave for an INIT, if the hypervisor intercepts it. Returns whether it does.
     pub fn exit_on_init(&mut self) -> bool {
         self.leaves_for(code::INIT)
     }
 
-    /// Has the guest leave for a shutdown, if that is intercepted. Returns whether it is.
+    /// Makes the guest leave for a shutdown, if the hypervisor intercepts it. Returns whether it does.
     pub fn exit_on_shutdown(&mut self) -> bool {
         self.leaves_for(code::SHUTDOWN)
     }
 
-    /// Has the guest leave with exit code `code` before the next instruction, if that is intercepted.
-    /// Returns whether it is.
+    /// Makes the guest leave with exit code `code` before the next instruction, if the hypervisor intercepts it.
+    /// Returns whether it does.
     pub(crate) fn leaves_for(&mut self, code: u64) -> bool {
         let leaves = self.svm.guest && self.svm.control.intercepts(code);
         if leaves {
@@ -351,7 +355,7 @@ impl Cpu {
         leaves
     }
 
-    /// Whether an NMI makes the guest leave now. Neither the blocking of NMIs nor a shadow delays that.
+    /// Whether an NMI makes the guest leave now. Neither a shadow nor the blocking of NMIs delays this.
     pub(crate) fn nmi_leaves_guest(&self) -> bool {
         let events = &self.state.events;
         events.nmis != 0
@@ -360,7 +364,7 @@ impl Cpu {
             && self.svm.control.intercepts(code::NMI)
     }
 
-    /// Whether an NMI is taken before the next instruction: delivered, or by a #VMEXIT.
+    /// Whether an NMI is taken before the next instruction: delivered, or reported by a #VMEXIT.
     pub fn takes_nmi(&self) -> bool {
         self.state.events.takes_nmi() || self.nmi_leaves_guest() || self.takes_virtual_nmi()
     }
@@ -373,7 +377,7 @@ impl Cpu {
             && self.takes_virtual_events()
     }
 
-    /// Whether nothing but masks of their own delays the guest's virtual events.
+    /// Whether the guest's virtual events can be taken now, except for their own masks.
     fn takes_virtual_events(&self) -> bool {
         use virtual_interrupt::*;
         let control = self.svm.control.virtual_interrupt();
@@ -383,7 +387,7 @@ impl Cpu {
             && (control & GIF_ENABLE == 0 || control & GIF != 0)
     }
 
-    /// Call when an NMI that was pending is delivered, or has failed to be.
+    /// Call when a pending NMI has been delivered, or its delivery has failed.
     pub(crate) fn end_nmi(&mut self) {
         match self.svm.has_virtual_nmis() {
             true => (self.svm.control).set_virtual_interrupt(virtual_interrupt::NMI, 0),
@@ -391,7 +395,7 @@ impl Cpu {
         }
     }
 
-    /// Call when the handler of an NMI begins, of one that VMRUN has `injected` or another one.
+    /// Call when the handler of an NMI begins. `injected`: VMRUN has injected the NMI.
     pub(crate) fn block_nmis(&mut self, injected: bool) {
         use virtual_interrupt::NMI_MASK;
         if self.svm.has_virtual_nmis() {
@@ -402,7 +406,7 @@ impl Cpu {
         }
     }
 
-    /// Call for IRET: the handler of an NMI ends.
+    /// Call for IRET, which ends the handler of an NMI.
     pub(crate) fn unblock_nmis(&mut self) {
         match self.svm.has_virtual_nmis() {
             true => {
@@ -440,20 +444,20 @@ impl Cpu {
         (self.svm.control).set_virtual_interrupt(virtual_interrupt::IRQ, 0);
     }
 
-    /// Returns the guest-physical address of the control block in guest mode.
+    /// Returns the guest-physical address of the control block; `None` outside guest mode.
     pub fn vmcb(&self) -> Option<u64> {
         self.svm.guest.then_some(self.svm.vmcb)
     }
 
-    /// Returns the event that VMRUN injects and that is not delivered yet.
+    /// Returns the event that VMRUN injects, if it is not delivered yet.
     pub fn injected_event(&self) -> Option<Event> {
         self.svm.injected
     }
 }
 
 impl State {
-    /// Returns VM_CR after a write of `value`, or `None` for one that it cannot have: reserved bits, and SVMDIS while
-    /// EFER.SVME is set. SVMDIS and LOCK stay if it is locked (15.30.1).
+    /// Returns VM_CR after a write of `value`. `None` if the value is invalid: it has reserved bits, or SVMDIS while
+    /// EFER.SVME is set. If VM_CR is locked, SVMDIS and LOCK do not change (15.30.1).
     pub fn written_vm_cr(&self, value: u64) -> Option<u64> {
         let old = self.vm_cr;
         let kept = match old & VM_CR_LOCK {

@@ -1,8 +1,8 @@
 //! The state of guest mode, for a client that saves and restores a CPU: KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE.
 //!
-//! The format is KVM's (api document, 4.114): the address of the control block, and a page in its layout, with
-//! the control area of the running guest, and in the save area the registers of the *hypervisor*. Those of the
-//! guest are the CPU's.
+//! The format is KVM's (api document, 4.114): the address of the control block, and a page in the layout of a control
+//! block. The page's control area is that of the running guest; its save area has the registers of the *hypervisor*.
+//! The guest's registers are the CPU's.
 
 use crate::Cpu;
 use crate::state::{control::*, flags};
@@ -21,7 +21,8 @@ impl Cpu {
         let mut page = [0; VMCB_BYTES];
         let mut control = self.svm.control.clone();
         if self.svm.injected.is_none() {
-            // Nothing reads it then; in KVM, whose processor stores it at an exit, it is where the guest goes on.
+            // Nothing here reads this field. In KVM, whose processor stores it at an exit, it is where
+            // the guest continues.
             control.set_next_rip(self.state.rip);
         }
         page[..CONTROL_BYTES].copy_from_slice(control.bytes());
@@ -31,13 +32,13 @@ impl Cpu {
         page
     }
 
-    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address`: of the control block.
-    /// The guest's registers are those of the CPU.
+    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address` is that of the control
+    /// block. The guest's registers are those of the CPU.
     ///
     /// # Errors
-    /// [`BadVmcb`] as KVM does: a control area that VMRUN refuses, hypervisor's registers that no VMRUN saves, without
-    /// protected mode or with EFER.LMA and no LME, or caches of the guest's that are off by halves. (KVM's VMRUN wants
-    /// paging, too.) Nothing has changed then.
+    /// [`BadVmcb`], as in KVM: the control area is one that VMRUN refuses; or VMRUN cannot have saved the hypervisor's
+    /// registers, because they lack protected mode, or have EFER.LMA without LME; or only one of the guest's two cache
+    /// bits is off. (KVM also demands paging.) Then nothing has changed.
     pub fn restore_guest_mode(
         &mut self,
         address: u64,
@@ -72,8 +73,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Leaves guest mode without a #VMEXIT, as KVM does when a client resets a CPU or takes SVM away: the hypervisor's
-    /// registers are the CPU's, but the general ones. Does nothing outside of guest mode.
+    /// Leaves guest mode without a #VMEXIT, as KVM does when a client resets a CPU or removes SVM. The hypervisor's
+    /// registers become the CPU's, except for the general registers. Does nothing outside guest mode.
     pub fn drop_guest_mode(&mut self) {
         if self.svm.guest {
             self.svm.guest = false;

@@ -7,11 +7,11 @@ use crate::svm::event::Event;
 
 /// Bytes of a VMCB.
 pub const VMCB_BYTES: usize = 4096;
-/// Bytes of the control area that have a meaning to this CPU.
+/// The bytes of the control area that this CPU uses.
 pub(crate) const CONTROL_BYTES: usize = 0x100;
 /// Where the save area begins.
 pub(crate) const SAVE_OFFSET: usize = 0x400;
-/// Bytes of the save area that have a meaning to this CPU.
+/// The bytes of the save area that this CPU uses.
 pub(crate) const SAVE_BYTES: usize = 0x2a0;
 
 /// Offsets in the control area.
@@ -117,7 +117,7 @@ impl Control {
         &self.0
     }
 
-    /// Whether the guest leaves with exit code `code`: the vectors of intercepts have a bit for each code
+    /// Whether the guest leaves with exit code `code`. The intercept vectors have a bit for each code
     /// below 0xc0, in order.
     pub(crate) fn intercepts(&self, code: u64) -> bool {
         let code = code as usize;
@@ -185,7 +185,7 @@ impl Control {
         get64(&self.0, at::NESTED_CR3)
     }
 
-    /// Whether the guest's VMLOAD and VMSAVE take addresses of its own.
+    /// Whether VMLOAD and VMSAVE of the guest take guest-physical addresses of the guest.
     pub(crate) fn virtual_vmload(&self) -> bool {
         get64(&self.0, at::VIRTUAL_EXTENSIONS) & 1 << 1 != 0
     }
@@ -203,7 +203,7 @@ impl Control {
         put64(&mut self.0, at::NEXT_RIP, rip);
     }
 
-    /// Clears EVENTINJ.V: the event is the CPU's now.
+    /// Clears EVENTINJ.V: the CPU has taken the event over.
     pub(crate) fn take_event(&mut self) {
         put64(&mut self.0, at::EVENT_INJECTION, 0);
     }
@@ -218,7 +218,7 @@ impl Control {
         put64(&mut self.0, at::NEXT_RIP, exit.next_rip);
     }
 
-    /// The parts of the control area that a #VMEXIT stores: virtual interrupts, shadow, exit; EVENTINJ; nRIP.
+    /// The parts of the control area that a #VMEXIT stores: virtual interrupts, shadow and exit fields; EVENTINJ; nRIP.
     pub(crate) const STORED: [std::ops::Range<usize>; 3] = [
         at::VIRTUAL_INTERRUPT..at::NESTED_PAGING,
         at::EVENT_INJECTION..at::EVENT_INJECTION + 8,
@@ -229,7 +229,7 @@ impl Control {
     pub(crate) const EXIT: std::ops::Range<usize> = at::EXIT_CODE..at::EXIT_INT_INFO;
 }
 
-/// A #VMEXIT: what it stores in the control area.
+/// A #VMEXIT: the values that it stores in the control area.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct VmExit {
     pub(crate) code: u64,
@@ -245,7 +245,8 @@ pub(crate) struct VmExit {
 #[derive(Clone, Debug)]
 pub(crate) struct Save(pub(crate) [u8; SAVE_BYTES]);
 
-/// Returns the rights of a segment as a VMCB has them: 12 bits of the descriptor, an unusable segment is not present.
+/// Returns the rights of a segment in the form of a VMCB: 12 bits of the descriptor. An unusable segment is
+/// stored as not present.
 fn attributes(segment: &Segment) -> u16 {
     let present = u32::from(segment.usable()) << 7;
     (segment.rights & 0x7f | present | segment.rights >> 4 & 0xf00) as u16
@@ -289,7 +290,7 @@ impl Save {
         put64(&mut self.0, at + 8, table.base);
     }
 
-    /// The parts that a #VMEXIT stores: all that is in [`Registers`].
+    /// The parts of the save area that a #VMEXIT stores: the fields of [`Registers`].
     pub(crate) const STORED: [std::ops::Range<usize>; 9] = [
         at_save::ES..at_save::FS,
         at_save::GDTR..at_save::LDTR,
@@ -330,7 +331,7 @@ impl Save {
         }
     }
 
-    /// Does what VMLOAD does: addresses become canonical, as the CPU stores no others.
+    /// Does what VMLOAD does. Addresses are made canonical, because the CPU stores no others.
     pub(crate) fn load_rest(&self, state: &mut State) {
         let cr4 = state.cr4;
         let canonical = |address| made_canonical(cr4, address);
@@ -408,7 +409,7 @@ impl Registers {
         }
     }
 
-    /// Writes a save area. The PAT has no place in [`Save::STORED`]: with nested paging alone it is the guest's own.
+    /// Writes a save area. [`Save::STORED`] does not include the PAT, which is the guest's own only with nested paging.
     pub(crate) fn write(&self, save: &mut Save) {
         save.put_segment(at_save::ES, &self.es);
         save.put_segment(at_save::CS, &self.cs);
@@ -460,7 +461,7 @@ impl Registers {
         }
     }
 
-    /// Loads the registers, but the PAT. Privilege level 0 to 3 is that of SS, as everywhere in this CPU.
+    /// Loads the registers, except for the PAT. The privilege level is that of SS, as everywhere in this CPU.
     pub(crate) fn load(&self, state: &mut State) {
         state.es = self.es;
         state.cs = self.cs;

@@ -1,6 +1,6 @@
-//! From the hypervisor to its guest, and back.
+//! The switch from the hypervisor to its guest, and back.
 //!
-//! Both directions first read and write what they need of guest memory, and then change registers: they can be
+//! Both directions first read and write guest memory, and then change registers. So they can be
 //! abandoned and start again.
 
 use crate::Cpu;
@@ -17,7 +17,7 @@ use crate::svm::vmcb::{
 use crate::svm::{EventKind, Pauses, keeps};
 
 impl Cpu {
-    /// Reads the control area and the save area of the control block at `vmcb`. `None`: it is not memory.
+    /// Reads the control area and the save area of the control block at `vmcb`. `None`: the block is not in memory.
     pub(super) fn read_vmcb(&mut self, vmcb: u64) -> Result<Option<(Control, Save)>, Break> {
         let (mut control, mut save) = ([0; CONTROL_BYTES], [0; SAVE_BYTES]);
         let is_memory = self.read_physical(vmcb, &mut control)?
@@ -25,7 +25,8 @@ impl Cpu {
         Ok(is_memory.then(|| (Control::new(control), Save(save))))
     }
 
-    /// Does what VMRUN does with the control block at `vmcb`, which is memory: enters the guest, or stores why not.
+    /// Does what VMRUN does with the control block at `vmcb`, which is in memory: enters the guest, or
+    /// stores why it cannot.
     pub(super) fn enter_guest(
         &mut self,
         op: &Op,
@@ -77,13 +78,13 @@ impl Cpu {
         events.mov_ss_shadow = false;
         events.gif_clear = false;
         events.debug = 0;
-        // The flags are the guest's: VMRUN itself has no single step.
+        // The flags are the guest's now: VMRUN itself is not single-stepped.
         self.watch.steps = false;
         Ok(Break::Jump)
     }
 
-    /// Whether the map of MSR permissions is memory, or not asked. A processor finds out at the first access to an MSR;
-    /// KVM refuses to run the guest.
+    /// Whether the map of MSR permissions is in memory, or not used. A processor finds out at the first access to an
+    /// MSR; KVM refuses to run the guest.
     fn has_msr_map(&mut self, control: &Control) -> Result<bool, Break> {
         if !control.intercepts(code::MSR) {
             return Ok(true);
@@ -93,8 +94,9 @@ impl Cpu {
         Ok(self.read_physical(at, &mut byte)? && self.read_physical(at + 0x1000, &mut byte)?)
     }
 
-    /// Returns the page-directory-pointer entries of a guest that VMRUN enters: from memory if it has PAE paging on the
-    /// hypervisor's own memory; with nested paging each walk reads them (15.25.10). `None`: one has reserved bits.
+    /// Returns the page-directory-pointer entries of a guest that VMRUN enters. If the guest has PAE paging
+    /// without nested paging, they are read from memory. With nested paging each walk reads them (15.25.10).
+    /// `None`: one has reserved bits.
     fn guest_pdptes(
         &mut self,
         guest: &Registers,
@@ -106,7 +108,7 @@ impl Cpu {
         }
     }
 
-    /// Reads page-directory-pointer entries. `None`: there are no valid ones.
+    /// Reads page-directory-pointer entries. `None`: they are not in memory, or not valid.
     fn pdptes_if_valid(&mut self, cr3: u64) -> Result<Option<[u64; 4]>, Break> {
         match self.read_pdptes(cr3) {
             Ok(pdptes) => Ok(Some(pdptes)),
@@ -115,7 +117,7 @@ impl Cpu {
         }
     }
 
-    /// Loads the registers of the other world, whose translations the TLB may still have.
+    /// Loads the registers of the other world. The TLB may still have translations of that world.
     fn load_world(&mut self, registers: &Registers) {
         registers.load(&mut self.state);
         self.adopt_flags();
@@ -124,8 +126,8 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Drops the translations that VMRUN drops: those that TLB_CONTROL names (15.16.2). The machine knows no ASIDs:
-    /// what it knows of nested tables is of the last one.
+    /// Drops the translations that TLB_CONTROL names, as VMRUN does (15.16.2). The machine knows no ASIDs: its nested
+    /// translations are those of the last ASID.
     fn flush_for_guest(&mut self) {
         const NOTHING: u8 = 0;
         const ALL: u8 = 1;
@@ -135,14 +137,14 @@ impl Cpu {
             NOTHING if keeps(asid) && asid == last => return,
             NOTHING if keeps(asid) => {}
             ALL => self.flush_other(),
-            // More than need be: global translations, too.
+            // This drops more than required: global translations, too.
             _ => self.flush_world(),
         }
         self.tell_flush(GuestFlush::Nested);
     }
 
-    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO is the event that is being
-    /// delivered, if one is.
+    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO becomes the event that is being
+    /// delivered, if there is one.
     #[cold]
     pub(crate) fn leave_guest(&mut self, exit: VmExit) -> Break {
         let int_info = self.svm.delivering.map_or(0, |event| event.0);
@@ -167,8 +169,9 @@ impl Cpu {
         })
     }
 
-    /// Carries out the #VMEXIT that is due. Returns an exit if the run ends: then the hypervisor is lost, as its
-    /// control block is not in memory. If memory is to be had later only, it stays due.
+    /// Carries out the #VMEXIT that is due. Returns an exit if the run ends because the hypervisor's control
+    /// block is not in memory; the hypervisor's state is then lost. If memory is only temporarily unavailable,
+    /// the #VMEXIT stays due.
     pub(crate) fn exit_guest(&mut self) -> Option<Exit> {
         match self.try_exit_guest() {
             Ok(()) => None,
@@ -203,7 +206,7 @@ impl Cpu {
         }
     }
 
-    /// Returns an event that was to be delivered to the guest next, and is the hypervisor's now.
+    /// Returns the event that was to be delivered to the guest next, which the #VMEXIT now reports to the hypervisor.
     fn pending_event(&self) -> Option<Event> {
         use crate::source::Source;
         let events = &self.state.events;
@@ -216,7 +219,7 @@ impl Cpu {
                 .map(|vector| Event::new(vector, None, Source::Interrupt)))
     }
 
-    /// Stores the guest's registers and `exit` in the control block. Returns `false` if that is not memory.
+    /// Stores the guest's registers and `exit` in the control block. Returns `false` if the block is not in memory.
     fn store_exit(&mut self, exit: &VmExit) -> Result<bool, Break> {
         self.flags();
         let mut save = Save([0; SAVE_BYTES]);
@@ -246,7 +249,7 @@ impl Cpu {
                 || self.write_physical(at, &[(G_PAT, save.0.as_slice())])?))
     }
 
-    /// Makes the hypervisor's registers those of the CPU, which leaves guest mode.
+    /// Loads the hypervisor's registers into the CPU, which leaves guest mode.
     pub(super) fn end_guest(&mut self, pdptes: [u64; 4]) {
         self.leave_world();
         let mut host = self.svm.host;
@@ -270,14 +273,14 @@ impl Cpu {
         events.mov_ss_shadow = false;
         events.gif_clear = true;
         self.watch.steps = false;
-        // 15.6: protected mode, all breakpoints off; CR2 and DR6 are the guest's.
+        // 15.6: protected mode is on and all breakpoints are off; CR2 and DR6 stay the guest's.
         host.cr0 |= CR0_PE;
         host.rflags &= !flags::VM;
         host.dr7 = 0x400;
         (host.cr2, host.dr6) = (self.state.cr2, self.state.dr6);
         self.state.pdptes = pdptes;
         self.load_world(&host);
-        // The single step of VMRUN, which is complete now.
+        // VMRUN is complete now, and is single-stepped here.
         if host.rflags & flags::TF != 0 {
             self.trap(DR6_BS);
         }
@@ -285,12 +288,12 @@ impl Cpu {
 }
 
 impl super::Svm {
-    /// Whether the event in delivery is an NMI that was pending, not injected.
+    /// Whether the event being delivered is a pending NMI, not an injected one.
     fn delivers_nmi(&self) -> bool {
         let is_nmi = |event: Event| event.kind() == Some(EventKind::Nmi);
         self.injected.is_none() && self.delivering.is_some_and(is_nmi)
     }
 }
 
-/// The bit of GIF that a guest with a virtual one changes.
+/// The bit that STGI and CLGI change in a guest with a virtual GIF.
 pub(super) const VIRTUAL_GIF: u64 = virtual_interrupt::GIF;

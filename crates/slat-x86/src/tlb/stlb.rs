@@ -1,40 +1,41 @@
 //! The STLB, the second level of the software TLB: the translations of several address spaces, of data and of code.
 //!
-//! A miss in the first level looks here before the machine walks the guest's tables. An access of the guest never hits
-//! here directly. So what the first level has to know of a page at that moment, a mark for decoded code or a
-//! watchpoint, is looked up when the page is entered there, and the STLB needs no care for it.
+//! After a miss in the first level, the CPU looks here before the machine walks the guest's tables. An access of the
+//! guest never uses an entry of the STLB directly. Decoded code and watchpoints matter only when a page is entered into
+//! the first level, and are looked up then. So the STLB need not know of them.
 //!
-//! A translation belongs to an address space, or is *global*: then it is that of every space of its world. A *world* is
-//! the guest, or one of the guests that it runs itself as a hypervisor (SVM: an ASID). A space has a name (world and
-//! PCID) and a number, and its translations carry the number: a flush of the space takes the next number and touches no
-//! entry. Global translations carry a number of their world's. When the numbers run out, all entries are dropped.
+//! A translation belongs to one address space, or is *global*: valid in every space of its world. A *world* is the
+//! guest, or one of the guests that it runs itself as a hypervisor (SVM: an ASID). A space has a name (world and PCID)
+//! and a number, and its translations carry the number. A flush of the space gives it the next number and touches no
+//! entry. Global translations carry a number of their world. When the numbers run out, all entries are dropped.
 
 use super::{ENTRIES, HUGE_BITS, SUPERVISOR, SUPERVISOR_AC, USER};
 use crate::machine::{Access, HostPage};
 use std::ptr::NonNull;
 
-/// Sets of entries, and entries in a set: as many as the host's cache line has.
+/// The number of sets, and of entries in a set: as many as fit into a cache line of the host.
 const SETS: usize = 2048;
 const WAYS: usize = 4;
 
-/// Spaces that are remembered: more than Linux has PCIDs in use at a time, a kernel's and a user's for
-/// each of six processes.
+/// The number of spaces that are remembered. It exceeds the PCIDs that Linux uses at a time: a kernel's and a user's
+/// for each of six processes.
 const SPACES: usize = 16;
-/// Bits of the PCID in the name of a space; the world is above.
+/// Bits of the PCID in the name of a space. The world is in the bits above.
 pub(crate) const PCID_BITS: u32 = 12;
-/// Worlds: as many as the name of a space has bits for.
+/// The number of worlds: as many as the name of a space has bits for.
 pub(crate) const WORLDS: usize = 1 << (u16::BITS - PCID_BITS);
 /// Number of numbers.
 const NUMBERS: u16 = 1 << 14;
 
-/// A key: bit 63 is set, then the bits of the linear page number in which canonical addresses differ, table, number.
+/// The parts of a key: bit 63, which is set; the bits of the linear page number in which canonical addresses differ;
+/// the table; the number of the space.
 const USED: u64 = 1 << 63;
 const GLOBAL: u64 = 1 << 62;
 const PAGE_BITS: u32 = 45;
 const PAGE_SHIFT: u32 = 16;
 const TABLE_SHIFT: u32 = 14;
 
-/// A value: host address of the page; the rights; the bits of the guest's page.
+/// The parts of a value: the page's host address; the rights; the size of the guest's page, in bits.
 const READ: u64 = 1 << 0;
 const WRITE: u64 = 1 << 1;
 const EXECUTE: u64 = 1 << 2;
@@ -52,7 +53,7 @@ struct Entry {
 impl Entry {
     const EMPTY: Entry = Entry { key: 0, value: 0 };
 
-    /// Whether this is the translation of a part of the guest's page that contains the page number `page`.
+    /// Whether this translation is of a part of the larger guest page that contains the page number `page`.
     fn is_part_with(&self, page: u64) -> bool {
         let bits = (self.value >> BITS_SHIFT & BITS_MASK) as u32;
         let same = (self.key >> PAGE_SHIFT ^ page) & PAGES;
@@ -89,9 +90,9 @@ fn world_of(name: u16) -> usize {
 /// Which translations of a page to drop.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
-    /// Those of the current space, and the global ones: INVLPG.
+    /// The translations of the current space, and the global ones: for INVLPG.
     CurrentAndGlobal,
-    /// Those of the space with a name, not the global ones: INVPCID of type 0.
+    /// The translations of the space with this name, but not the global ones: for INVPCID of type 0.
     Of(u16),
 }
 
@@ -101,11 +102,11 @@ pub(crate) struct Stlb {
     spaces: [Space; SPACES],
     /// The space to forget next.
     oldest: usize,
-    /// The number of the current space, of the global translations of its world, and the last that was used.
+    /// The number of the current space, the number of its world's global translations, and the last number used.
     current: u16,
     global: u16,
     last: u16,
-    /// The numbers of the global translations of each world; 0: it has none.
+    /// The numbers of the global translations of each world; 0 if a world has none.
     globals: [u16; WORLDS],
     /// The way to fill next if no way is free.
     next_way: usize,
@@ -117,7 +118,7 @@ impl Stlb {
         (page ^ page >> 11 ^ table << 9) as usize & (SETS - 1)
     }
 
-    /// Returns page number and table, as in a key.
+    /// Returns page number and table in the form of a key.
     #[inline(always)]
     fn place(table: u64, lin: u64) -> u64 {
         USED | (lin >> 12 & PAGES) << PAGE_SHIFT | table << TABLE_SHIFT
@@ -170,7 +171,7 @@ impl Stlb {
         let set = &mut self.sets[Self::index(lin >> 12, table)].0;
         let known = set.iter_mut().find(|entry| entry.key == key);
         if let Some(entry) = known {
-            // A fetch and a data access find the page one after the other.
+            // The page is entered twice: for a fetch, and for a data access. Both rights are kept.
             let same = (entry.value ^ value) & !0xfff == 0;
             entry.value = value | right(same, entry.value & EXECUTE);
             return;
@@ -207,8 +208,7 @@ impl Stlb {
         (self.spaces.iter_mut()).find(|space| space.is_known && space.name == name)
     }
 
-    /// Makes the space `name` the current one, which is of another world than the last one; with the
-    /// translations that it has.
+    /// Makes the space `name`, of another world than the last one, the current one. Its translations are kept.
     pub(super) fn enter_world(&mut self, name: u16) {
         let world = world_of(name);
         if self.globals[world] == 0 {
@@ -218,7 +218,7 @@ impl Stlb {
         self.switch(name, true);
     }
 
-    /// Drops the translations of a world; the current one has to be entered again.
+    /// Drops the translations of a world. If it is the current world, the caller enters it again.
     pub(super) fn forget_world(&mut self, world: usize) {
         self.globals[world] = 0;
         for space in self.spaces.iter_mut().filter(|space| space.is_of(world)) {
@@ -232,7 +232,7 @@ impl Stlb {
         self.enter_world(name);
     }
 
-    /// Makes the space `name`, of the current world, the current one. `keeps`: with its translations, if it has any.
+    /// Makes the space `name`, of the current world, the current one. With `keeps`, its translations are kept.
     pub(super) fn switch(&mut self, name: u16, keeps: bool) {
         if keeps && let Some(space) = self.space_of(name) {
             self.current = space.number;
@@ -363,8 +363,8 @@ mod tests {
         assert!(stlb.find(0, 0x5000, Access::Read).is_none(), "privilege");
     }
 
-    /// Each world has a global and another translation of the same page. Nothing is found in another world, nor
-    /// after it was forgotten.
+    /// Each world has a global and another translation of the same page. The STLB finds neither in another world, nor
+    /// after the world was forgotten.
     #[test]
     fn worlds_share_nothing() {
         let mut stlb = Pages::<Stlb>::zeroed().unwrap();

@@ -1,11 +1,11 @@
-//! x87 instructions on their operands alone.
+//! x87 instructions that the host executes on their operands alone.
 //!
-//! In the usual state, all exceptions are masked and none is pending. The usual instruction finds its registers filled,
-//! or empty if it pushes. Then the host CPU needs no more than the operands, the guest's control word and the
-//! instruction. What remains is simple, and done here: TOP, the tags, and the sticky flags. Instructions that only move
-//! or free registers need no host at all.
+//! In the usual state all exceptions are masked, and none is pending. The usual instruction finds its registers filled,
+//! or empty if it pushes. Then the host CPU needs only the operands, the guest's control word and the instruction. The
+//! rest is simple, and done here: TOP, the tags, and the sticky flags. Instructions that only move or free registers
+//! need no host instruction at all.
 //!
-//! A handler that meets any other state leaves it to the one in the parent module, which is the reference: both
+//! If a handler meets any other state, it calls the handler of the parent module, which is the reference. Both handlers
 //! leave the same state.
 //!
 //! | file | idea |
@@ -26,7 +26,7 @@ use plan::{Plan, touched};
 #[cfg(test)]
 pub(super) use handlers::LEFT;
 
-/// Returns the handler that executes an instruction on its operands, if there is one; and puts its plan into `op`.
+/// Returns the handler that executes an instruction on its operands, if there is one, and stores its plan in `op`.
 pub(super) fn lower(opcode: u8, modrm: u8, op: &mut Op) -> Option<Handler> {
     let (reg, i) = (modrm >> 3 & 7, modrm & 7);
     let own = own_stub(op);
@@ -72,8 +72,8 @@ pub(super) fn lower(opcode: u8, modrm: u8, op: &mut Op) -> Option<Handler> {
                 compare
             }
             (0xd8 | 0xdc | 0xde, 0 | 1 | 4.., _) => {
-                // FADDP ST(1), ST(0) and the like: one register remains. The three opcodes agree in what
-                // they subtract from what.
+                // FADDP ST(1), ST(0) and similar: one register remains. In all three opcodes, the operands of a
+                // subtraction have the same order.
                 plan.stub = stub(0xde, 0xc1 | reg << 3);
                 if opcode != 0xd8 {
                     plan.destination = i;

@@ -1,4 +1,4 @@
-//! The handlers of `quick` against the reference, on random states: 400 for each form, or `SLAT_X87_ROUNDS`.
+//! Compares the handlers of `quick` with the reference on random states: 400 for each form, or `SLAT_X87_ROUNDS`.
 
 use super::*;
 use crate::CodePages;
@@ -37,7 +37,7 @@ impl Random {
         let exponent = match self.below(8) {
             0 => self.pick(&[0, 1, 0x7ffe, 0x7fff]),
             1 => self.next() as u16 & 0x7fff,
-            // Near those of a single and a double's limits, too.
+            // Also exponents near the limits of single and double precision.
             2 => self.pick(&[0x3c00, 0x3c01, 0x43ff, 0x3f80, 0x3f81, 0x407f]),
             _ => 0x3fff - 70 + self.below(140) as u16,
         };
@@ -63,7 +63,7 @@ impl Random {
         }
     }
 
-    /// Returns bytes that are values of interest in one format or another.
+    /// Returns bytes that are interesting values in one of the formats.
     fn memory(&mut self) -> [u8; 16] {
         let mut bytes = [0; 16];
         match self.below(6) {
@@ -98,7 +98,7 @@ impl Random {
         bytes
     }
 
-    /// Fills in the x87 state: mostly a usual one, with ST(7) empty or no register.
+    /// Fills in the x87 state: mostly a usual one, in which ST(7) alone or no register is empty.
     fn state(&mut self, state: &mut State) {
         state.fcw = match self.below(10) {
             0 => 0x40 | self.next() as u16 & 0x1f3f,
@@ -163,7 +163,7 @@ impl Bench {
         Bench { cpu, page }
     }
 
-    /// Executes an operation. Returns all that it left, and whether the reference did it.
+    /// Executes an operation. Returns everything that it left, and whether the reference executed it.
     fn run(
         &mut self,
         op: &Op,
@@ -200,7 +200,7 @@ impl Bench {
     }
 }
 
-/// Returns the operation of an instruction with its two handlers, if the quick one is another.
+/// Returns the operation of an instruction with both of its handlers, if they differ.
 fn both(code: &[u8]) -> Option<(Op, Handler, Handler)> {
     let insn = Decoder::with_ip(64, code, 0x1000, DecoderOptions::NONE).decode();
     if insn.is_invalid() {
@@ -208,7 +208,7 @@ fn both(code: &[u8]) -> Option<(Op, Handler, Handler)> {
     }
     let mode = 2;
     let (op, _) = crate::lower::alone(&insn, code, mode, 0, insn.len() as u8);
-    // A ModR/M byte may be the number that says memory.
+    // A ModR/M byte may equal the number that stands for a memory operand.
     let mut again = op;
     again.r[MODRM] = crate::op::NONE;
     let reference = lower_reference(&insn, code[0], code[1], &mut again);
@@ -235,7 +235,7 @@ fn quick_handlers_do_what_the_reference_does() {
                 random.state(&mut other);
                 let memory = random.memory();
                 let (expected, _) = bench.run(&op, reference, &state, &memory);
-                // Leaves any flags in the host's status word.
+                // This run leaves random flags in the host's status word.
                 bench.run(&op, quick, &other, &memory);
                 let (actual, was_left) = bench.run(&op, quick, &state, &memory);
                 if was_left {
@@ -253,7 +253,7 @@ fn quick_handlers_do_what_the_reference_does() {
                     wrong += 1;
                 }
             }
-            // FLD ST(7) needs a register that is full, and empty.
+            // FLD ST(7) cannot be usual: it needs the same register full and empty.
             let never = (opcode, modrm) == (0xd9, 0xc7);
             assert!(
                 left > 0 && (done > rounds / 20 || never),

@@ -5,7 +5,7 @@ use crate::modes::{Mode, set_mode};
 use crate::{BY, guest};
 use slat_x86::*;
 
-/// Paragraphs of two code segments, of the data and of the stack.
+/// The paragraphs of two code segments, of the data and of the stack.
 const FIRST: u16 = 0x1000;
 const SECOND: u16 = 0x2003;
 const DATA: u16 = 0x3000;
@@ -40,8 +40,8 @@ fn code_at_one_offset_of_two_segments_is_told_apart() {
             0x110,
             b"\x9a\x10\x01\x03\x20\x43\xeb\x00\xe2\xf6\xf4",
         );
-        // The same addresses, in other code: add dx,3; jmp short to an instruction whose address the
-        // first one has, too; retf
+        // Other code at the same offsets: add dx,3; jmp short to an instruction at an offset that the
+        // first code has, too; retf
         write(
             &guest,
             SECOND,
@@ -59,7 +59,7 @@ fn code_at_one_offset_of_two_segments_is_told_apart() {
 fn one_code_at_two_offsets_is_told_apart() {
     for tier in BY {
         let mut guest = real(tier, 0x200);
-        // mov cx,40; call 1000:300; call 0ff0:400, which is there, too; loop; hlt
+        // mov cx,40; call 1000:300; call 0ff0:400, which is the same linear address; loop; hlt
         let code = b"\xb9\x28\x00\x9a\x00\x03\x00\x10\x9a\x00\x04\xf0\x0f\xe2\xf4\xf4";
         write(&guest, FIRST, 0x200, code);
         // call to the next; pop ax; add bx,ax; retf
@@ -74,7 +74,7 @@ fn one_code_at_two_offsets_is_told_apart() {
 fn a_call_at_the_end_of_the_segment_returns_to_its_beginning() {
     for tier in BY {
         let mut guest = real(tier, 0xfffd);
-        // call 50, where: inc bx; ret. At the beginning: hlt
+        // call 50, which is: inc bx; ret. At the beginning: hlt
         write(&guest, FIRST, 0xfffd, b"\xe8\x50\x00");
         write(&guest, FIRST, 0x50, b"\x43\xc3");
         write(&guest, FIRST, 0, b"\xf4");
@@ -87,17 +87,17 @@ fn a_call_at_the_end_of_the_segment_returns_to_its_beginning() {
 #[test]
 fn a_return_of_16_bits_leads_below_64_kib() {
     for tier in BY {
-        // In a segment of 4 GiB, of which these are the last bytes below 64 KiB, and the first above, in one page.
+        // In a segment of 4 GiB. These are its last bytes below 64 KiB and the first above, in one page.
         const SEGMENT: u16 = FIRST + 8;
         let mut guest = real(tier, 0x1_0000);
         let cs = &mut guest.cpu.state.cs;
         (cs.base, cs.limit) = (u64::from(SEGMENT) << 4, u32::MAX);
-        // inc bx; ret. call that; inc si; hlt. At the beginning: hlt
+        // inc bx; ret. A call of these; inc si; hlt. At the beginning: hlt
         write(&guest, SEGMENT, 0xffe0, b"\x43\xc3");
         write(&guest, SEGMENT, 0xfffd, b"\xe8\xe0\xff\x46\xf4");
         write(&guest, SEGMENT, 0, b"\xf4");
         write(&guest, STACK, 0x1000, &[0; 2]);
-        // Each part alone, so that the last one is compiled together with them.
+        // Runs each part alone first, so that the last one is compiled together with the others.
         for (from, to) in [(0x1_0000, 0x1_0002), (0xffe0, 1), (0xfffd, 1)] {
             let state = &mut guest.cpu.state;
             (state.rip, state.gpr[RSP]) = (from, 0x1000);

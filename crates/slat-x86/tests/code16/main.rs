@@ -12,7 +12,7 @@ use common::*;
 use modes::Mode;
 use slat_x86::*;
 
-/// The bytes of memory that are compared: all that a paragraph number reaches.
+/// The number of bytes of memory that are compared: all that a paragraph number can reach.
 const COMPARED: usize = 0x11_0000;
 
 /// Returns the memory of a guest.
@@ -21,7 +21,7 @@ fn memory(guest: &Guest) -> &[u8] {
     unsafe { std::slice::from_raw_parts(guest.memory().at(0), COMPARED) }
 }
 
-/// Who executes: the interpreter, or code of a tier.
+/// What executes the code: the interpreter, or compiled code of a tier.
 const BY: [Option<Tier>; 3] = [None, Some(Tier::Baseline), Some(Tier::Full)];
 
 fn interpreted() -> Guest {
@@ -48,7 +48,7 @@ fn compiled_code_with_segments_does_what_the_interpreter_does() {
     });
 }
 
-/// Whether a program ends soon, as found by single steps. Some never do: those that have lost their stack.
+/// Whether a program ends soon, found by single steps. Programs that have lost their stack may never end.
 fn ends_soon(guest: &mut Guest) -> bool {
     guest.cpu.debugger.single_step = true;
     (0..4000).any(|_| {

@@ -36,13 +36,13 @@ impl Mode {
     }
 }
 
-/// Paragraphs and addresses of random segments begin here, and there are so many bytes of them. Tables and
+/// The beginning of the paragraphs and addresses of random segments, and the number of bytes for them. Tables and
 /// handlers are elsewhere.
 const FIRST: u64 = 0x1_0000;
 const BYTES: u64 = 0x3_0000;
 /// The handlers of exceptions in real mode: a HLT for each vector.
 const REAL_HANDLERS: u64 = 0x9000;
-/// The monitor of virtual-8086 mode: its code segment.
+/// The selector of the code segment of virtual-8086 mode's monitor.
 const MONITOR_CODE: u16 = 0x30;
 
 /// Returns a random paragraph number.
@@ -59,7 +59,7 @@ fn segment(mode: Mode, random: &mut Random) -> Segment {
         segment.limit = random.pick(&[0xffff, 0xffff, 0xffff, 0x3fff, u32::MAX]);
         return segment;
     }
-    // With a size and all four types of data segments that may be written.
+    // With a stack pointer of either size, and all four types of writable data segments.
     let big = 1 << 14;
     let rights = random.pick(&[0x93, 0x93, 0x93, 0x93 | big, 0x93 | big, 0x97]);
     let expands_down = rights & 4 != 0;
@@ -71,7 +71,7 @@ fn segment(mode: Mode, random: &mut Random) -> Segment {
     Segment {
         selector: 16,
         base: match random.below(8) {
-            // Linear addresses begin again after the last one.
+            // Linear addresses wrap around after the last one.
             0 => 0xffff_f000 + random.below(0x1000),
             _ => FIRST + random.below(BYTES),
         },
@@ -80,7 +80,7 @@ fn segment(mode: Mode, random: &mut Random) -> Segment {
     }
 }
 
-/// Puts a guest into a mode, with random registers, segments and a random program. Returns that.
+/// Puts a guest into a mode, with random registers and segments and a random program. Returns the program.
 pub fn prepare(guest: &mut Guest, mode: Mode, random: &mut Random) -> Vec<u8> {
     let mut segments: [Segment; 6] = std::array::from_fn(|_| segment(mode, random));
     if !mode.has_paragraphs() {
@@ -100,7 +100,7 @@ pub fn prepare(guest: &mut Guest, mode: Mode, random: &mut Random) -> Vec<u8> {
         };
         *r = low & 0xffff | high << 16;
     }
-    // The stack is mostly one on which one can push.
+    // The stack is mostly one to which the program can push.
     let sp = random.pick(&[0, 1, 2, 3, 6, 0x102, 0xfffe, 0xffff, 0x1200, 0x3001, 0x2002]);
     let high = match state.ss.big() {
         true => random.pick(&[0, 0, 0, 1]),
@@ -123,13 +123,13 @@ pub fn prepare(guest: &mut Guest, mode: Mode, random: &mut Random) -> Vec<u8> {
     for address in (FIRST..FIRST + BYTES + 0x1_0000).step_by(8) {
         guest.memory().write64(address, random.next());
     }
-    // A function near the end of the segment, to which CALL gets by a displacement that wraps: inc dx; ret.
+    // A function near the end of the segment, which CALL reaches by a displacement that wraps around: inc dx; ret.
     guest.memory().write(base + 0xffe0, b"\x42\xc3\xf4");
     guest.memory().write(base + ip, &code);
     code
 }
 
-/// Puts a guest into a mode. `segments`: ES, CS, SS, DS, FS, GS, whose rights are completed.
+/// Puts a guest into a mode. `segments` are ES, CS, SS, DS, FS and GS, whose rights are completed here.
 pub fn set_mode(guest: &mut Guest, mode: Mode, segments: [Segment; 6]) {
     let state = &mut guest.cpu.state;
     let [es, mut cs, ss, ds, fs, gs] = segments;
@@ -168,7 +168,7 @@ pub fn set_mode(guest: &mut Guest, mode: Mode, segments: [Segment; 6]) {
                 memory.write64(IDT + 8 * vector, gate);
             }
         }
-        // Of long mode: exceptions go to code of 64 bits.
+        // Code segments of long mode: exceptions go to 64-bit code.
         Mode::Protected16 | Mode::Protected32 => {
             for (selector, base) in [(16, FIRST), (24, FIRST + 0x1_0000)] {
                 let descriptor = 0x0040_9300_0000_ffff | base << 16;

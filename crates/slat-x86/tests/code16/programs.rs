@@ -12,7 +12,7 @@ const LENGTH: usize = 120;
 struct Program<'a> {
     random: &'a mut Random,
     bits: u32,
-    /// The address of its first instruction, and the selector of its segment if that is a paragraph number.
+    /// The address of the program's first instruction, and the selector of its segment if that is a paragraph number.
     ip: u64,
     selector: Option<u16>,
     code: Vec<u8>,
@@ -36,7 +36,7 @@ pub fn program(random: &mut Random, bits: u32, ip: u64, selector: Option<u16>) -
     program.code
 }
 
-/// Whether an instruction says the same whenever it is executed, soon, and goes on with the next one.
+/// Whether an instruction always has the same effect, ends soon, and continues with the next one.
 fn is_usable(insn: &Instruction) -> bool {
     use Mnemonic::*;
     let registers = (0..insn.op_count()).map(|k| insn.op_register(k));
@@ -65,8 +65,8 @@ impl Program<'_> {
         self.ip + self.code.len() as u64
     }
 
-    /// Appends an operand-size prefix, or an address-size prefix, in one of four cases. Returns the size that the next
-    /// instruction has then, in bytes.
+    /// In one of four cases appends an operand-size prefix or an address-size prefix. Returns the resulting size for
+    /// the next instruction, in bytes.
     fn sized(&mut self, prefix: u8) -> usize {
         let other = self.random.below(4) == 0;
         if other {
@@ -79,8 +79,8 @@ impl Program<'_> {
         self.emit(&value.to_le_bytes()[..bytes]);
     }
 
-    /// Appends a part of the program, in which others may be nested up to `depth` times. Parts of loops and of
-    /// functions do not change CX and SP.
+    /// Appends a part of the program, in which others may be nested up to `depth` times. Parts in loops and functions
+    /// do not change CX and SP.
     fn part(&mut self, depth: u32) {
         match self.random.below(12) {
             0 if depth > 0 => self.counted(Self::repeat),
@@ -147,7 +147,7 @@ impl Program<'_> {
         })
     }
 
-    /// Appends what `counts` does with a small number in ECX, which is CX's afterwards again.
+    /// Appends the code that `counts` appends, with a small number in ECX. CX is restored afterwards.
     fn counted(&mut self, counts: impl FnOnce(&mut Self)) {
         // PUSH CX, MOV ECX.
         self.emit(&[0x51]);
@@ -177,14 +177,14 @@ impl Program<'_> {
         self.emit(&[back as u8]);
     }
 
-    /// A function that is called, and jumped over.
+    /// Appends a function, with a jump over it, and a call of it.
     fn call(&mut self, depth: u32) {
         let kind = self.random.below(4);
         if let (3, Some(selector)) = (kind, self.selector) {
             return self.far_call(depth, selector);
         }
         if kind == 2 && self.here() < 0xff00 && self.bits == 16 {
-            // At the end of the segment, which is before its beginning.
+            // At the end of the segment, which is reached by wrapping around its beginning.
             let disp = 0xffe0u64.wrapping_sub(self.here() + 3);
             self.emit(&[0xe8]);
             return self.number(disp, 2);
@@ -215,7 +215,7 @@ impl Program<'_> {
         self.land(over);
     }
 
-    /// A function in another segment, at the same place.
+    /// Like [`call`](Self::call), but the function is in another segment, at the same address.
     fn far_call(&mut self, depth: u32, selector: u16) {
         let shift = self.random.below(16);
         let to = self.here() + 5 + 2;
@@ -228,7 +228,7 @@ impl Program<'_> {
         self.land(over);
     }
 
-    /// JMP to where [`land`](Self::land) is called.
+    /// Appends a JMP to the position where [`land`](Self::land) is called.
     fn jump_over(&mut self) -> usize {
         self.emit(&[0xeb, 0]);
         self.code.len()
@@ -256,7 +256,7 @@ impl Program<'_> {
         self.emit(&[opcode]);
     }
 
-    /// A load of ES, DS, FS or GS, mostly of a good selector.
+    /// Appends a load of ES, DS, FS or GS, mostly with a valid selector.
     fn load_segment(&mut self) {
         let selector = match self.selector {
             Some(_) => paragraph(self.random),
@@ -281,7 +281,7 @@ impl Program<'_> {
         self.emit(&[0x8e, 0xc0 | number << 3]);
     }
 
-    /// Pushes and pops. (POPA loads CX, which is another one if the stack has wrapped.)
+    /// Appends pushes and pops. (POPA loads CX; the value differs if the stack has wrapped around.)
     fn balanced(&mut self, is_inside: bool) {
         let bytes = self.sized(0x66);
         let kind = self.random.below(7);
@@ -344,7 +344,7 @@ impl Program<'_> {
                 self.emit(&[pop]);
             }
             _ => {
-                // CALL, and RET that takes a few bytes from the stack.
+                // CALL, and a RET that removes a few more bytes from the stack.
                 let bytes = if self.code.last() == Some(&0x66) {
                     6 - self.word()
                 } else {
@@ -364,7 +364,7 @@ impl Program<'_> {
         }
     }
 
-    /// Returns the bytes of an operand without a prefix.
+    /// Returns the size in bytes of an operand without a prefix.
     fn word(&self) -> usize {
         self.bits as usize / 8
     }

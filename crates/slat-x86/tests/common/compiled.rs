@@ -1,5 +1,5 @@
-//! The tests on compiled code: all of them run with `SLAT_TEST_COMPILED=1`, too, and with `SLAT_TEST_COMPILED=baseline`
-//! on the baseline tier's.
+//! The compiler for the tests. All tests also run on compiled code with `SLAT_TEST_COMPILED=1`, and on that of the
+//! baseline tier with `SLAT_TEST_COMPILED=baseline`.
 #![allow(dead_code)]
 
 use slat_x86::Cpu;
@@ -8,7 +8,7 @@ use slat_x86::{Compile, Compiler, Tier};
 #[cfg(feature = "jit")]
 use std::sync::{Arc, OnceLock};
 
-/// Has `cpu` compile all code before it runs, if the environment says so (`SLAT_TEST_COMPILED`).
+/// Makes `cpu` compile all code before it runs, if the environment asks for that (`SLAT_TEST_COMPILED`).
 pub fn compile(cpu: &mut Cpu) {
     #[cfg(feature = "jit")]
     if std::env::var_os("SLAT_TEST_COMPILED").is_some() {
@@ -18,7 +18,7 @@ pub fn compile(cpu: &mut Cpu) {
     let _ = cpu;
 }
 
-/// Has `cpu` compile all code before it runs, by the tier that the environment names.
+/// Makes `cpu` compile all code before it runs, by the tier that the environment names.
 #[cfg(feature = "jit")]
 pub fn always(cpu: &mut Cpu) {
     let tier = match std::env::var("SLAT_TEST_COMPILED").as_deref() {
@@ -28,13 +28,13 @@ pub fn always(cpu: &mut Cpu) {
     by(cpu, tier);
 }
 
-/// Has `cpu` compile all code before it runs, by a tier.
+/// Makes `cpu` compile all code before it runs, by `tier`.
 #[cfg(feature = "jit")]
 pub fn by(cpu: &mut Cpu, tier: Tier) {
     cpu.set_compiler(compiler(), Compile::AtOnce(tier)).unwrap();
 }
 
-/// Returns the compiler of the process, which can have one only.
+/// Returns the compiler of the process, which can have only one.
 #[cfg(feature = "jit")]
 pub fn compiler() -> Arc<Compiler> {
     static COMPILER: OnceLock<Arc<Compiler>> = OnceLock::new();

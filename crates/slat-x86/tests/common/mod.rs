@@ -45,7 +45,7 @@ impl Random {
 pub struct Memory {
     base: *mut u8,
     len: usize,
-    /// What the CPUs tell each other of its code.
+    /// By this, CPUs tell each other of stores to code.
     pub code: Arc<CodePages>,
 }
 
@@ -81,7 +81,7 @@ impl Memory {
     }
     /// Changes the rights of the host page that backs the page of `gpa`.
     pub fn protect(&self, gpa: u64, protection: libc::c_int) {
-        // SAFETY: a page of our own mapping, which the CPU accesses guarded only.
+        // SAFETY: a page of our own mapping, to which the CPU makes only guarded accesses.
         let failed = unsafe { libc::mprotect(self.at(gpa & !0xfff).cast(), 0x1000, protection) };
         assert_eq!(failed, 0);
     }
@@ -106,7 +106,7 @@ impl Drop for Memory {
     }
 }
 
-/// What a page allows: reads, writes, execution, user accesses.
+/// The accesses that a page allows: reads, writes, execution, user accesses.
 #[derive(Clone, Copy)]
 pub struct Rights {
     pub present: bool,
@@ -120,15 +120,15 @@ pub struct TestMachine {
     pub rights: HashMap<u64, Rights>,
     /// Translations asked for.
     pub translations: Vec<(u64, Access)>,
-    /// Answer so many translations with `Retry` first.
+    /// The number of further translations that fail with `Retry`.
     pub retries: usize,
-    /// The translation, counted from the first, that is answered with `Retry`.
+    /// The translation, counted from the first, that fails with `Retry`.
     pub retry_at: Option<usize>,
-    /// Fetches of a page that fail before one succeeds, and how they fail.
+    /// For a page, the number of fetches that fail before one succeeds, and their fault.
     pub failing_fetches: HashMap<u64, (usize, Fault)>,
     pub rechecks: usize,
     pub bad_address: bool,
-    /// What [`Mmu::recheck`] returns after it has made the host page accessible.
+    /// The result of [`Mmu::recheck`], after it has made the host page accessible.
     pub mends: Option<Result<(), Fault>>,
     pub msrs: HashMap<u32, u64>,
     pub hypercalls: Vec<(u64, u8, bool)>,
@@ -138,13 +138,14 @@ pub struct TestMachine {
     /// The refusals that end the run.
     pub outside_msrs: Vec<MsrFault>,
     pub tsc: u64,
-    /// The linear address is the guest-physical one plus this, for the test of flushes.
+    /// Linear address minus guest-physical address, for the test of flushes.
     pub shift: u64,
-    /// Pages that are elsewhere: their guest-physical page numbers.
+    /// Pages that are mapped elsewhere: from page number to guest-physical page number.
     pub moved: HashMap<u64, u64>,
-    /// Pages that are elsewhere under a value of CR3 while there is paging: CR3 and page number, page number.
+    /// Pages that are mapped elsewhere for a value of CR3 while paging is on: from CR3 and page number to
+    /// guest-physical page number.
     pub spaces: HashMap<(u64, u64), u64>,
-    /// The guest's pages have 2^`page_bits` bytes.
+    /// The size of the guest's pages: 2^`page_bits` bytes.
     pub page_bits: u32,
     /// The linear page numbers of the global pages, if CR4.PGE is set.
     pub globals: HashSet<u64>,
@@ -161,7 +162,7 @@ pub struct Stored {
     pub gpa: u64,
     /// The memory of the store at the call.
     pub bytes: Vec<u8>,
-    /// The last 8 bytes of the page at [`DATA`] and the first 8 of the next page at the call.
+    /// At the time of the call, the last 8 bytes of the page at [`DATA`] and the first 8 bytes of the next page.
     pub around: [u8; 16],
     /// Number of translations before the call.
     pub translations: usize,
@@ -400,7 +401,7 @@ pub fn long_mode(state: &mut State) {
 }
 
 impl Guest {
-    /// A 64-bit guest at CPL 0 whose code stands at [`CODE`]. Every vector's handler is a HLT.
+    /// A 64-bit guest at CPL 0 whose code is at [`CODE`]. Every vector's handler is a HLT.
     pub fn new(code: &[u8]) -> Self {
         Self::with_memory(Memory::new(MMIO as usize), code)
     }
@@ -411,8 +412,8 @@ impl Guest {
         guest
     }
 
-    /// Like [`Self::with_memory`], but for a test that compares compiled code with the interpreter: nothing is compiled
-    /// that the test does not have compiled.
+    /// Like [`Self::with_memory`], but for a test that compares compiled code with the interpreter: only code that the
+    /// test asks to compile is compiled.
     pub fn interpreted(memory: Arc<Memory>, code: &[u8]) -> Self {
         memory.write(CODE, code);
         // Null, kernel code and data, user data and code (in SYSRET's order), TSS.

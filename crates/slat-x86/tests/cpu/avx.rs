@@ -1,4 +1,4 @@
-//! When AVX instructions exist, and what the oracle cannot see of them: it runs user code with AVX enabled.
+//! When AVX instructions exist, and effects that the oracle cannot see, because it runs user code with AVX enabled.
 
 use crate::common::*;
 use slat_x86::state::{control, xcr0};
@@ -22,7 +22,7 @@ fn guest(code: &[u8]) -> Guest {
 
 /// vaddps ymm1,ymm2,[rsi]; hlt
 const VADDPS: &[u8] = b"\xc5\xec\x58\x0e\xf4";
-/// vpor ymm1,ymm2,[rsi]; hlt. Compiled code does this one itself.
+/// vpor ymm1,ymm2,[rsi]; hlt. Compiled code has a translation for VPOR.
 const VPOR: &[u8] = b"\xc5\xed\xeb\x0e\xf4";
 
 #[test]
@@ -37,7 +37,7 @@ fn avx_instructions_exist_where_the_system_saves_their_state() {
             let mut guest = guest(code);
             guest.cpu.state.cr4 = guest.cpu.state.cr4 & !control::CR4_OSXSAVE | cr4;
             guest.cpu.state.xcr0 = xcr0;
-            // Neither EM nor OSFXSR is about VEX-encoded instructions.
+            // Neither EM nor OSFXSR affects VEX-encoded instructions.
             guest.cpu.state.cr0 |= control::CR0_EM;
             guest.cpu.state.cr4 &= !control::CR4_OSFXSR;
             match exists {

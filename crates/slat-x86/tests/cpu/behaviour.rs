@@ -1,4 +1,4 @@
-//! What instructions promise: flags, precise faults, fresh code, restartable strings, atomicity, translations.
+//! Properties of instructions: flags, precise faults, fresh code, restartable strings, atomicity, translations.
 
 use crate::common::*;
 use slat_x86::*;
@@ -21,7 +21,7 @@ fn arithmetic_flags_of_add_sub_inc_and_shifts() {
     assert_eq!(arithmetic(0), 0x801, "0x80000001 << 1: CF OF");
 }
 
-/// A block that begins with ADCX leaves the flags of the block before alone, AF among them, which the oracle's
+/// A block that begins with ADCX does not change the flags of the previous block, including AF, which the oracle's
 /// programs do not compare.
 #[test]
 fn a_chain_of_sums_leaves_the_other_flags_alone() {
@@ -101,8 +101,7 @@ fn code_in_another_block_that_was_overwritten_is_executed_anew() {
     assert_eq!(guest.cpu.state.gpr[RBX] & 0xff, 1 + 2 + 3 + 4 + 5);
 }
 
-/// A block is decoded for one execution, then for good, then verified; what is overwritten after any of
-/// them must be seen.
+/// A block is first decoded for one execution, then kept, then verified. A store after any of these steps must be seen.
 const EARLIER_RUNS: std::ops::Range<usize> = 1..5;
 
 #[test]
@@ -120,7 +119,8 @@ fn code_that_the_host_overwrote_is_executed_anew() {
 
 #[test]
 fn bytes_that_were_no_instruction_become_one() {
-    // An invalid instruction whose first bytes stay: lock nop -> lock inc; ud2 before other bytes -> the prefix.
+    // An invalid instruction whose first bytes stay the same: lock nop becomes lock inc; ud2 before other
+    // bytes becomes the prefix.
     for runs in EARLIER_RUNS {
         let mut guest = Guest::new(b"\xf0\x90\x06\xf4");
         for _ in 0..runs {
@@ -189,7 +189,7 @@ fn a_repeated_move_that_faults_in_the_middle_can_go_on() {
 
 #[test]
 fn overlapping_and_backward_moves_go_element_by_element() {
-    // rep movsb onto the next byte: fills with the first.
+    // rep movsb to the next byte fills memory with the first byte.
     let mut guest = Guest::new(b"\xf3\xa4\xfd\xb9\x04\x00\x00\x00\x48\xbe\x03\x01\x02\x00\x00\x00\x00\x00\x48\xbf\x05\x01\x02\x00\x00\x00\x00\x00\xf3\xa4\xf4");
     guest.memory().write(DATA, b"abcdefgh");
     guest.memory().write(DATA + 0x100, b"ABCDEFGH");

@@ -1,4 +1,5 @@
-//! Code that changes while CPUs have it decoded or compiled: by their own stores, by another CPU's, by the client's.
+//! Code that changes while CPUs have it decoded or compiled: by their own stores, by stores of another
+//! CPU, or by the client's.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
@@ -7,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Where the second CPU's code and stack are.
+/// The addresses of the second CPU's code and stack.
 const OTHER: u64 = CODE + 0x3000;
 const OTHER_STACK: u64 = STACK - 0x2000;
 
@@ -36,7 +37,7 @@ fn second(guest: &dyn Fn(Arc<Memory>, &[u8]) -> Guest, memory: &Arc<Memory>, cod
     other
 }
 
-/// Runs `guest` to its HLT on a thread of its own; ends the run after ten seconds.
+/// Runs `guest` to its HLT on a thread of its own. Ends the run after ten seconds.
 fn halts_beside(mut guest: Guest, meanwhile: impl FnOnce()) -> Guest {
     let attention = guest.attention.clone();
     let running = std::thread::spawn(move || {
@@ -120,8 +121,8 @@ fn values_that_another_cpu_patches_into_code_are_seen_in_their_order() {
 
 #[test]
 fn a_breakpoint_is_patched_over_as_kernels_do_it() {
-    // Linux's text_poke: INT3 over the first byte, the other bytes, the first byte, and after each step all CPUs
-    // serialise. Here the first CPU serialises in each turn (CPUID), and the second waits for some turns.
+    // Linux's text_poke writes INT3 over the first byte, then the other bytes, then the first byte. After each step all
+    // CPUs serialise. Here the first CPU serialises in each turn (CPUID), and the second waits for some turns.
     both(|guest| {
         let memory = memory();
         // again: inc qword [rsi]; xor eax,eax; cpuid; call target; cmp edx,0x11111111; je fine; cmp edx,0x22222222; jne
@@ -134,7 +135,7 @@ fn a_breakpoint_is_patched_over_as_kernels_do_it() {
         assert_eq!(memory.read::<2>(target), [0xba, 0x11]);
         // mov [rdi],al; hlt / mov [rdi],eax; hlt
         let mut byte = second(guest, &memory, b"\x88\x07\xf4\x89\x07\xf4");
-        // #BP: dec qword [rsp]; iretq: the patched instruction again.
+        // #BP: dec qword [rsp]; iretq. This returns to the patched instruction.
         memory.write(
             HANDLERS + 16 * u64::from(vector::BP),
             b"\x48\xff\x0c\x24\x48\xcf",
@@ -149,7 +150,7 @@ fn a_breakpoint_is_patched_over_as_kernels_do_it() {
         let wait = || {
             let from = turns();
             let began = Instant::now();
-            // While the breakpoint is there, the first CPU makes no turns: its IRET serialises.
+            // While the breakpoint is there, the first CPU completes no turn, but its IRET serialises.
             while turns() < from + 3 && began.elapsed() < Duration::from_millis(3) {
                 std::thread::yield_now();
             }
@@ -237,7 +238,7 @@ fn stores_to_a_page_that_held_code_become_fast() {
         // again: mov [rdi],ecx; dec ecx; jne again; hlt
         let mut guest = guest(memory(), b"\x89\x0f\xff\xc9\x75\xfa\xf4");
         guest.memory().write(DATA, b"\x90\xf4");
-        // Its second run is kept, which marks the page.
+        // The block is kept at its second run, which marks the page.
         for start in [DATA, DATA, CODE] {
             guest.cpu.state.rip = start;
             guest.cpu.state.gpr[RDI] = DATA + 8;

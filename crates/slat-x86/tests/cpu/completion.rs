@@ -1,5 +1,4 @@
-//! Completion of an instruction whose data the caller has provided: what has changed meanwhile, and
-//! what it does besides.
+//! Completion of an instruction whose data the caller has provided: state that has changed meanwhile, and side effects.
 
 use crate::common::*;
 use slat_x86::state::flags;
@@ -7,8 +6,8 @@ use slat_x86::*;
 use std::sync::atomic::Ordering;
 
 impl Guest {
-    /// Completes the last exit, and executes nothing else. An instruction that is not completed once and for all ends
-    /// this by [`Exit::Attention`].
+    /// Completes the last exit, and executes nothing else. If the instruction is not completed for good, this ends with
+    /// [`Exit::Attention`].
     pub fn complete(&mut self) -> Option<Exit> {
         self.attention.store(1, Ordering::Relaxed);
         let exit = self.cpu.complete(&mut self.machine, &self.attention);
@@ -16,7 +15,7 @@ impl Guest {
         exit
     }
 
-    /// Runs until a read of a device, and provides `data`.
+    /// Runs until a read of a device, and provides `data` for it.
     pub fn read_device(&mut self, data: &[u8]) {
         let exit = self.run();
         assert!(
@@ -54,7 +53,7 @@ fn data_for_a_page_that_is_absent_now_become_one_page_fault() {
 
 #[test]
 fn an_instruction_that_turns_out_to_be_unknown_is_not_completed_again() {
-    // jmp far [rsi], whose selector is that of a call gate
+    // jmp far [rsi], whose selector names a call gate
     let mut guest = Guest::new(b"\xff\x2e\xf4");
     guest.memory().write64(GDT + 8, 0x0000_8c00_0008_0000);
     guest.cpu.state.gpr[RSI] = MMIO;

@@ -1,4 +1,4 @@
-//! Breakpoints, watchpoints and single steps: the guest's own, and a debugger's.
+//! Breakpoints, watchpoints and single steps, of the guest and of a debugger.
 
 use crate::common::*;
 use slat_x86::*;
@@ -9,7 +9,7 @@ const RF: u64 = 1 << 16;
 const NONE: u64 = 0xffff_0ff0;
 const BD: u64 = 1 << 13;
 const BS: u64 = 1 << 14;
-/// Where the handler of #DB is, and what it logs.
+/// The addresses of the #DB handler and of its log.
 const HANDLER: u64 = HANDLERS + 0x2000;
 const LOG: u64 = DATA + 0x2000;
 
@@ -27,7 +27,7 @@ fn traced(code: &[u8]) -> Guest {
     guest
 }
 
-/// What the handler logged: return address relative to CODE, DR6, RF.
+/// Returns what the handler has logged: return address relative to CODE, DR6, RF.
 fn log(guest: &Guest) -> Vec<(u64, u64, bool)> {
     let word = |at| guest.memory().read64(at);
     (LOG..guest.cpu.state.gpr[9])
@@ -36,7 +36,7 @@ fn log(guest: &Guest) -> Vec<(u64, u64, bool)> {
         .collect()
 }
 
-/// DR7: breakpoint `n` enabled, with its R/W and LEN fields.
+/// Returns DR7 with breakpoint `n` enabled, with the given R/W and LEN fields.
 fn enable(n: u64, kind: u64, len: u64) -> u64 {
     0x400 | 2 << (2 * n) | (kind | len << 2) << (16 + 4 * n)
 }
@@ -63,7 +63,7 @@ fn a_read_watchpoint_traps_for_reads_and_for_all_breakpoints_that_are_hit() {
     let mut guest = traced(b"\x8a\x46\x07\x00\x06\x90\xf4");
     guest.cpu.state.gpr[RSI] = DATA;
     guest.cpu.state.dr = [DATA, DATA + 7, 0, DATA + 3];
-    // Eight bytes read or written, one byte the same, four bytes (from DATA) written.
+    // Breakpoints on reads and writes of eight bytes, the same of one byte, and on writes of four bytes (from DATA).
     guest.cpu.state.dr7 = enable(0, 3, 2) | enable(1, 3, 0) | enable(3, 1, 3);
     guest.halt();
     assert_eq!(log(&guest), [(3, NONE | 3, false), (5, NONE | 9, false)]);
@@ -198,7 +198,7 @@ fn an_instruction_with_kvms_prefix_begins_after_it() {
     guest.memory().write(HANDLER, b"\xf4");
     guest.halt();
     assert_eq!(guest.stack(0), CODE + 5);
-    // A fault, of an instruction or of none: lock nop; lea eax,eax.
+    // A fault of an instruction, or of bytes that are no instruction: lock nop; lea eax,eax.
     for code in [&b"\x0f\x0bkvm\xf0\x90"[..], b"\x0f\x0bkvm\x8d\xc0"] {
         let mut guest = Guest::new(code);
         guest.halt_in_handler(vector::UD);
@@ -286,7 +286,7 @@ fn a_hypercall_that_is_answered_from_outside_is_stepped() {
 fn an_instruction_breakpoint_inside_a_block_hits_and_the_rest_runs_in_blocks() {
     // l: inc eax; inc ebx; dec ecx; jnz l; hlt
     let mut guest = traced(b"\xff\xc0\xff\xc3\xff\xc9\x75\xf8\xf4");
-    // The handler sets RF: bts qword [rsp+16],16 before the rest.
+    // The handler sets RF by bts qword [rsp+16],16 before its other instructions.
     let handler = guest.memory().read::<37>(HANDLER);
     guest
         .memory()
@@ -353,7 +353,7 @@ fn a_debuggers_breakpoints_replace_the_guests() {
     assert_eq!(guest.cpu.state.rip, CODE + 4);
     guest.halt();
     assert_eq!((guest.cpu.state.gpr[RAX], guest.cpu.state.dr6), (own, NONE));
-    // General detect, as the debugger's DR7 says.
+    // General detect, by the debugger's DR7.
     guest.cpu.state.rip = CODE + 4;
     guest.cpu.debugger.breakpoints = Some(Breakpoints {
         addresses: [0; 4],
@@ -361,7 +361,7 @@ fn a_debuggers_breakpoints_replace_the_guests() {
     });
     assert_eq!(guest.run(), debug(vector::DB, NONE | BD));
     assert_eq!(guest.cpu.state.rip, CODE + 4);
-    // Without the debugger the guest's own breakpoint is back.
+    // Without the debugger the guest's own breakpoint is in effect again.
     guest.cpu.debugger = Debugger::default();
     guest.cpu.state.rip = CODE;
     guest.cpu.state.dr7 = enable(0, 0, 0);
@@ -399,7 +399,7 @@ fn a_debuggers_software_breakpoint_is_at_its_int3_and_icebp_is_its_own() {
 
 #[test]
 fn watched_stacks_do_not_stop_the_delivery_of_events() {
-    // int 0x80, whose frame is watched: the trap is at the handler's first instruction.
+    // int 0x80 with a watched frame: the trap is taken at the handler's first instruction.
     let mut guest = traced(b"\xcd\x80");
     guest.cpu.state.dr[0] = STACK - 8;
     guest.cpu.state.dr7 = enable(0, 1, 2);
@@ -410,7 +410,7 @@ fn watched_stacks_do_not_stop_the_delivery_of_events() {
     assert_eq!(log(&guest), [(at, NONE | 1, false)]);
 }
 
-/// A breakpoint on the stack of #DB's own handler, which begins anew with each delivery: no instruction
+/// A breakpoint on the stack of the #DB handler, which begins at the same address in each delivery: no instruction
 /// is executed any more.
 fn endless() -> Guest {
     // mov [rsi],eax; hlt
@@ -438,7 +438,7 @@ fn deliveries_without_an_instruction_end_the_run_after_the_notify_window() {
     // Without the breakpoint it goes on.
     guest.cpu.state.dr7 = 0x400;
     guest.halt();
-    // Many exceptions with instructions between them are progress. ud2, whose handler comes back: dec
+    // Many exceptions with instructions between them are progress. ud2, whose handler returns: dec
     // ecx; jz +2; iretq; hlt
     let mut guest = Guest::new(b"\x0f\x0b");
     let handler = HANDLERS + 16 * u64::from(vector::UD);

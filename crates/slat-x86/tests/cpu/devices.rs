@@ -1,4 +1,4 @@
-//! Port and MMIO accesses, and host memory that is not there.
+//! Port and MMIO accesses, and host memory that is inaccessible.
 
 use crate::common::*;
 use slat_x86::*;

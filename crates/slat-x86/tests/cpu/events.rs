@@ -1,4 +1,4 @@
-//! What interrupts the flow: exceptions, interrupts, privilege changes, single steps.
+//! Events that interrupt the flow: exceptions, interrupts, privilege changes, single steps.
 
 use crate::common::*;
 use slat_x86::*;
@@ -55,7 +55,7 @@ fn division_by_zero_and_overflow_are_de_with_registers_intact() {
 
 #[test]
 fn a_fault_in_delivery_is_a_double_fault_and_a_third_ends_the_run() {
-    // ud2 with its gate not present: #NP in the delivery of #UD is simply #NP; of #GP it is #DF.
+    // ud2 whose gate is not present. A #NP during the delivery of #UD is just #NP; during that of #GP it is #DF.
     let mut guest = Guest::new(b"\x0f\x0b");
     guest.memory().write64(IDT + 16 * 6, 0);
     guest.memory().write64(IDT + 16 * 13, 0);
@@ -68,7 +68,8 @@ fn a_fault_in_delivery_is_a_double_fault_and_a_third_ends_the_run() {
     assert_eq!(guest.cpu.state.rip, CODE);
 }
 
-/// EXT in the error code of a fault in a delivery: of interrupts; of exceptions on Intel's CPUs alone; never of INT n.
+/// EXT in the error code of a fault during a delivery is set for interrupts, for exceptions on Intel's CPUs alone,
+/// and never for INT n.
 #[test]
 fn an_exception_is_an_external_event_to_intel_alone() {
     const VECTOR: u8 = 0x80;
@@ -92,7 +93,7 @@ fn an_exception_is_an_external_event_to_intel_alone() {
             if code[0] == 0xfb {
                 guest.cpu.inject_interrupt(VECTOR);
             }
-            // The entry of the vector becomes zeros, which are no gate.
+            // The IDT entry of the vector becomes zero, which is no gate.
             guest.memory().write64(IDT + 16 * u64::from(vector), 0);
             guest.halt_in_handler(vector::GP);
             let error = u64::from(vector) << 3 | 2 | external;
@@ -171,8 +172,8 @@ fn an_nmi_waits_for_the_instruction_after_sti() {
     assert_eq!(guest.stack(0), CODE + 1);
 }
 
-/// An interrupt that is acknowledged is delivered whatever IF says, so it has to come before an NMI,
-/// not into its handler.
+/// An acknowledged interrupt is delivered whatever IF is. So it has to be delivered before an NMI, not
+/// during the NMI's handler.
 #[test]
 fn an_nmi_comes_after_an_acknowledged_interrupt_and_holds_back_another() {
     let mut guest = Guest::new(b"\x90\xf4");
@@ -214,7 +215,7 @@ fn a_software_interrupt_through_an_inner_gate_is_gp_with_the_vector() {
 
 #[test]
 fn syscall_and_sysret_change_privilege_and_back() {
-    // Kernel: sysretq to user code at CODE + 0x100: syscall, which comes back to the kernel at CODE + 8: hlt.
+    // Kernel: sysretq to user code at CODE + 0x100, which is syscall. That returns to the kernel at CODE + 8: hlt.
     let mut guest = Guest::new(b"\x48\x0f\x07\x90\x90\x90\x90\x90\xf4");
     guest.memory().write(CODE + 0x100, b"\x0f\x05");
     let state = &mut guest.cpu.state;
@@ -273,7 +274,7 @@ fn user_code_may_not_touch_supervisor_pages_or_privileged_state() {
 
 #[test]
 fn addresses_that_are_not_canonical_are_gp_or_ss() {
-    // mov rax,[rsi]; mov rax,[rbp]; push rax; ret to nowhere
+    // mov rax,[rsi]; mov rax,[rbp]; push rax; ret to a non-canonical address
     for (code, vector) in [
         (&b"\x48\x8b\x06"[..], vector::GP),
         (b"\x48\x8b\x45\x00", vector::SS),
@@ -363,8 +364,8 @@ fn a_hypercall_that_the_machine_does_not_answer_is_finished_from_outside() {
     assert_eq!(guest.machine.hypercalls.len(), 1);
 }
 
-/// RDMSR of an unknown MSR, of one that the CPU holds, and WRMSR of that with a value it refuses: all
-/// answered from outside.
+/// RDMSR of an unknown MSR, RDMSR of one that the CPU holds, and WRMSR of that with an invalid value. The caller
+/// handles all of them.
 #[test]
 fn refused_msrs_are_finished_from_outside() {
     const FS_BASE: u32 = 0xc000_0100;
@@ -394,7 +395,7 @@ fn refused_msrs_are_finished_from_outside() {
     assert_eq!(guest.stack(1), CODE + 23);
 }
 
-/// CPUID faulting: #GP(0) outside CPL 0 only.
+/// CPUID faulting: CPUID is #GP(0) only outside CPL 0.
 #[test]
 fn cpuid_can_fault_in_user_mode() {
     for (faults, user) in [(false, false), (true, false), (false, true), (true, true)] {

@@ -1,11 +1,11 @@
-//! What exists only if the CPU's features have it: XSAVE, protection keys, and control bits; and
-//! PAE's latched pointers.
+//! Instructions and bits that exist only with a feature of the CPU: XSAVE, protection keys, control bits. Also the
+//! page-directory-pointer entries of PAE.
 
 use crate::common::*;
 use slat_x86::state::{control, xcr0};
 use slat_x86::*;
 
-/// The state components of a CPU on this host.
+/// Returns the state components of a CPU on this host.
 fn components() -> u64 {
     match is_x86_feature_detected!("avx") {
         true => xcr0::ALL,
@@ -13,7 +13,7 @@ fn components() -> u64 {
     }
 }
 
-/// A guest with XSAVE on and all components enabled, RAX and RDX asking for all of them.
+/// A guest with XSAVE on and all components enabled. RAX and RDX ask for all of them.
 fn with_xsave(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     let state = &mut guest.cpu.state;
@@ -24,7 +24,7 @@ fn with_xsave(code: &[u8]) -> Guest {
     guest
 }
 
-/// A CPUID table in which only some leaves are not zero.
+/// Returns the features of a CPUID table in which only some leaves are not zero.
 fn features(leaves: &[((u32, u32), [u32; 4])]) -> Features {
     Features::from_cpuid(|leaf, subleaf| {
         (leaves.iter())
@@ -109,7 +109,7 @@ fn components_in_their_initial_state_are_told_and_not_written() {
         (read(DATA), read(DATA + 160)),
         (0xaaaa_aaaa_aaaa_aaaa, 0xaaaa_aaaa_aaaa_aaaa)
     );
-    // XSAVEOPT leaves the bits of components that were not asked for.
+    // XSAVEOPT does not change the bits of components that were not asked for.
     assert_eq!(
         read(DATA + 0x1000 + 512),
         0xaaaa_aaaa_aaaa_aaaa & !components() | 0x200
@@ -136,7 +136,7 @@ fn xrstor_refuses_bad_headers_and_restores_initial_states() {
         guest.memory().write64(DATA + at, value);
         guest.halt_in_handler(vector::GP);
     }
-    // A component that the compacted format does not hold may not be present.
+    // XSTATE_BV must not have a component that the compacted format does not hold.
     let mut guest = with_xsave(code);
     guest.memory().write64(DATA + 512, 2);
     guest.memory().write64(DATA + 520, 1 << 63 | 1);
@@ -233,7 +233,7 @@ fn fxsave_and_fxrstor_of_a_kernel_leave_out_xmm_with_ffxsr() {
     }
 }
 
-/// MXCSR.MM: operands of computations need not be aligned; those of MOVAPS and its like still do.
+/// MXCSR.MM: memory operands of computations need not be aligned; those of MOVAPS and similar moves must be.
 #[test]
 fn operands_need_not_be_aligned_with_mm() {
     const MM: u32 = 1 << 17;
@@ -254,7 +254,7 @@ fn operands_need_not_be_aligned_with_mm() {
             assert_eq!(guest.cpu.state.mxcsr, mxcsr);
         }
     }
-    // ldmxcsr [rsi]: the bit is reserved without the feature.
+    // ldmxcsr [rsi]: without the feature the bit is reserved.
     for has in [true, false] {
         let mut guest = Guest::new(b"\x0f\xae\x16\xf4");
         guest.memory().write(DATA, &(0x1f80 | MM).to_le_bytes());
@@ -362,7 +362,7 @@ fn intel_has_syscall_in_64_bit_mode_only() {
     }
 }
 
-/// A guest in 32-bit mode with PAE on, about to execute code whose handlers halt.
+/// A guest in 32-bit mode with PAE on, before it executes `code`. Its exception handlers halt.
 fn pae(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     let state = &mut guest.cpu.state;
@@ -397,7 +397,7 @@ fn page_directory_pointers_are_loaded_with_cr3_and_paging_bits_only() {
     guest.cpu.state.gpr[RBX] ^= control::CR4_PGE;
     guest.halt();
     assert_eq!(guest.cpu.state.pdptes[0], 0x9001);
-    // A reserved bit of an entry that is present, or no memory there: #GP, and nothing has changed.
+    // If a present entry has a reserved bit, or there is no memory: #GP, and nothing has changed.
     for entry in [1 | 1 << 1, 1 | 1 << 63, 1 | 1 << 48] {
         let mut guest = pae(code);
         guest.memory().write64(DATA + 16, entry);
@@ -426,7 +426,7 @@ fn sysenter_enters_32_bit_code_from_legacy_and_64_bit_code_from_long_mode() {
         (state.cs.rights, state.ss.rights) = (0xc0fb, 0xc0f3);
         state.sysenter_cs = 8;
         (state.sysenter_esp, state.sysenter_eip) = (STACK, CODE + 0x100);
-        // dec eax / REX.W prefix, then inc eax (modrm form); hlt
+        // dec eax in 32-bit code, a REX.W prefix in 64-bit code; then inc eax (modrm form); hlt
         guest.memory().write(CODE + 0x100, b"\x48\xff\xc0\xf4");
         guest.cpu.state.gpr[RAX] = 0xffff_ffff;
         guest.halt();

@@ -1,5 +1,5 @@
-//! Code that crosses page ends, where the second page can be fetched at the first, second or later try only:
-//! execution goes on, the faults are the right ones, and the guest ends as one does whose fetches never fail.
+//! Code that crosses page ends, whose second page can be fetched only at the first, second or later try. Execution
+//! continues, the faults are right, and the guest ends like one whose fetches never fail.
 
 use crate::common::*;
 use slat_x86::*;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Ends a guest that makes no progress: its run ends with [`Exit::Attention`].
+/// Ends a guest that makes no progress, by [`Exit::Attention`].
 struct Watchdog {
     done: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -48,7 +48,7 @@ const SECOND: u64 = CODE + 0x1000;
 
 #[test]
 fn an_instruction_whose_second_page_is_mapped_at_the_second_fault_is_executed() {
-    // mov eax, 0x12345678, one byte of it in the first page
+    // mov eax, 0x12345678, with one byte in the first page
     let mut guest = Guest::new(&[]);
     let _watchdog = Watchdog::over(&guest);
     let at = SECOND - 1;
@@ -83,7 +83,7 @@ fn an_instruction_that_crosses_no_more_does_not_fetch_the_second_page() {
             guest.halt();
             assert_eq!(guest.cpu.state.gpr[RAX], 0x1234_5678);
         }
-        // inc eax's short form is a prefix here: nop; hlt. The page behind is gone.
+        // nop; hlt: the short form of inc eax is a prefix here. The next page is absent.
         guest.memory().write(at, b"\x90\xf4");
         guest
             .machine
@@ -129,7 +129,7 @@ fn linear_addresses_of_32_bits_begin_again_after_the_last() {
 
 #[test]
 fn code_beyond_its_segment_is_not_executed() {
-    // The limit's distance from the first byte, what is executed, and where the next instruction is.
+    // The distance of the limit from the first byte, the sum that is computed, and the address of the next instruction.
     for (limit, sum, end) in [(4, 9, 5), (3, 2, 2), (2, 2, 2), (1, 2, 2), (0, 1, 1)] {
         let mut guest = Guest::new(&[]);
         mode_of(16, &mut guest);
@@ -192,7 +192,7 @@ fn mode_of(bits: u32, guest: &mut Guest) {
 struct Crossing {
     guest: Guest,
     bits: u32,
-    /// Where its code, which ends with HLT, begins.
+    /// The beginning of the code, which ends with HLT.
     start: u64,
     /// The address after the HLT.
     end: u64,
@@ -203,7 +203,7 @@ struct Crossing {
     traps: u64,
 }
 
-/// Instructions that need nothing but registers. What is true in 64-bit mode only is not among them.
+/// Instructions that use only registers, and have the same meaning in all modes.
 const SHORT: [&[u8]; 8] = [
     b"\x90",
     b"\x01\xd8",
@@ -216,7 +216,7 @@ const SHORT: [&[u8]; 8] = [
 ];
 
 impl Crossing {
-    /// Where the code stands: within reach of 16 bits.
+    /// The address of the code, within reach of 16 bits.
     const BASE: u64 = 0x8000;
 
     fn new(bits: u32, code: &[u8], start: u64) -> Self {
@@ -238,7 +238,7 @@ impl Crossing {
         }
     }
 
-    /// Runs to the HLT at the end. Exceptions come back as a handler would: with everything as it was before.
+    /// Runs to the HLT at the end. Exceptions return like from a handler: with everything as it was before.
     fn round(&mut self, trap: bool, what: &str) {
         let guest = &mut self.guest;
         guest.cpu.state.rip = self.start;
@@ -277,7 +277,7 @@ impl Crossing {
                 }
                 let cr2 = guest.cpu.state.cr2;
                 assert!(self.pages.contains(&(cr2 >> 12)), "{what}: CR2 {cr2:#x}");
-                // Either RIP itself cannot be fetched, or the page into which its instruction crosses.
+                // The page that cannot be fetched is that of RIP, or the page into which its instruction crosses.
                 assert!(
                     cr2 == rip || cr2 & 0xfff == 0 && cr2 > rip && cr2 - rip < 15,
                     "{what}: CR2 {cr2:#x}, RIP {rip:#x}"

@@ -1,5 +1,5 @@
-//! What surrounds SSE and x87 instructions: when they are not available, how their exceptions come, what a fault
-//! leaves. (What they compute is the oracle's business.)
+//! Behaviour of SSE and x87 instructions besides their results: when they are unavailable, how their exceptions are
+//! raised, and the state after a fault. (The oracle tests the results.)
 
 use crate::common::*;
 use slat_x86::state::control::{CR0_EM, CR0_NE, CR0_TS, CR4_OSFXSR, CR4_OSXMMEXCPT};
@@ -8,14 +8,14 @@ use slat_x86::*;
 
 /// addps xmm0,xmm1; hlt
 const ADDPS: &[u8] = b"\x0f\x58\xc1\xf4";
-/// pxor xmm0,xmm1; hlt. Compiled code does this one itself.
+/// pxor xmm0,xmm1; hlt. Compiled code has a translation for PXOR.
 const PXOR: &[u8] = b"\x66\x0f\xef\xc1\xf4";
 /// divss xmm0,xmm1; hlt
 const DIVSS: &[u8] = b"\xf3\x0f\x5e\xc1\xf4";
 /// fld1; hlt
 const FLD1: &[u8] = b"\xd9\xe8\xf4";
 
-/// A guest whose x87 unit is as FNINIT leaves it.
+/// A guest whose x87 unit is in the state after FNINIT.
 fn guest(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     let state = &mut guest.cpu.state;

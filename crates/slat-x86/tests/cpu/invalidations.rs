@@ -1,11 +1,11 @@
-//! Instructions that invalidate translations: which of them the machine is told.
+//! Instructions that invalidate translations: which of them are reported to the machine.
 
 use crate::common::*;
 use slat_x86::GuestFlush::{All, Page};
 use slat_x86::state::control;
 use slat_x86::*;
 
-/// Runs `code` and a HLT with some registers changed. Returns what the machine was told.
+/// Runs `code` and a HLT after `change` of some registers. Returns the reports that the machine got.
 fn told(code: &[u8], change: impl FnOnce(&mut State)) -> Vec<GuestFlush> {
     let mut guest = Guest::new(&[code, b"\xf4"].concat());
     change(&mut guest.cpu.state);
@@ -92,7 +92,7 @@ fn changes_of_control_bits_invalidate_all() {
 
 #[test]
 fn paging_that_is_turned_off_and_on_invalidates_all() {
-    // mov eax,cr0; btc eax,31; mov cr0,eax; and once more
+    // mov eax,cr0; btc eax,31; mov cr0,eax; executed twice
     let flip = b"\x0f\x20\xc0\x0f\xba\xf8\x1f\x0f\x22\xc0";
     let flushes = told(&[&flip[..], flip].concat(), |state| {
         state.efer = 0;
@@ -150,7 +150,7 @@ fn invpcid_invalidates_a_page_of_the_current_pcid_or_all() {
         let name = format!("type {kind} of {pcid}");
         assert_eq!(guest.machine.flushes, [expected], "{name}");
     }
-    // Without PCIDs: type 0 of another one is #GP.
+    // Without PCIDs, type 0 of another PCID than 0 is #GP.
     let mut guest = Guest::new(b"\x66\x0f\x38\x82\x06\xf4");
     guest.memory().write64(DATA, 1);
     guest.cpu.state.gpr[RAX] = 0;
@@ -176,7 +176,7 @@ fn other_instructions_and_the_client_invalidate_nothing() {
     assert_eq!(guest.machine.flushes, []);
 }
 
-/// The linear pages whose translations are watched: one with data, one with code. They were mapped to
+/// The linear pages whose translations are tested: one with data, one with code. They were mapped to
 /// [`OLD`], then to [`NEW`].
 const PAGES: [u64; 2] = [DATA, DATA + 0x1000];
 const OLD: [u64; 2] = [0x3_0000, 0x3_1000];
@@ -186,10 +186,10 @@ const DESCRIPTOR: u64 = 0x3_4000;
 /// Where the instructions under test are.
 const TESTED: u64 = CODE + 0x1000;
 
-/// A guest that has used two translations which are not those of its tables any more.
+/// A guest that has used two translations which its tables no longer have.
 struct Stale(Guest);
 
-/// Whether the guest still uses the translations, of data and of code.
+/// Whether the guest still uses the old translations, of data and of code.
 #[derive(Debug, PartialEq, Eq)]
 struct Uses {
     data: bool,
@@ -247,7 +247,7 @@ impl Stale {
         }
     }
 
-    /// Executes an instruction with some registers.
+    /// Executes an instruction with these values of RAX and RSI.
     fn execute(mut self, code: &[u8], rax: u64, rsi: u64) -> Self {
         self.0.memory().write(TESTED, &[code, b"\xf4"].concat());
         let state = &mut self.0.cpu.state;
@@ -331,7 +331,7 @@ fn a_switch_of_pcids_drops_the_new_ones_translations_only() {
         // Those of another PCID are not used…
         let mut stale = Stale::new(|_| {}).load_cr3(0x1006 | noflush);
         assert_eq!(stale.uses(), DROPPED);
-        // … and are there again after the return, unless that drops them.
+        // They are used again after the return, unless that drops them.
         assert_eq!(stale.load_cr3(0x1005 | NOFLUSH).uses(), KEPT);
     }
     let stale = Stale::new(|_| {}).load_cr3(0x1006);
@@ -396,7 +396,7 @@ fn invpcid_drops_what_its_type_says() {
             true => Stale::global(),
             false => Stale::new(|_| {}),
         };
-        // A global translation that an INVPCID of type 0 names may go, as a processor may drop more than it must.
+        // INVPCID of type 0 may drop a global translation, too, as a processor may drop more than it must.
         let may_go = kind == 0 && global;
         let used = stale().invpcid(kind, pcid).uses();
         assert!(

@@ -1,5 +1,5 @@
-//! Instructions that 64-bit mode does not have, in compatibility mode; and those that are #UD or
-//! nothing without a feature.
+//! Instructions that 64-bit mode does not have, in compatibility mode; and instructions that, without a feature,
+//! are #UD or do nothing.
 
 use crate::common::*;
 use slat_x86::*;
@@ -16,7 +16,7 @@ fn compatibility(code: &[u8]) -> Guest {
     guest
 }
 
-/// Runs one instruction: AX and flags before, AX and the defined flags after.
+/// Runs one instruction with AX and flags. Returns AX and the defined flags afterwards.
 fn adjust(code: &[u8], ax: u64, flags: u64) -> (u64, u64) {
     let mut guest = compatibility(&[code, b"\xf4"].concat());
     guest.cpu.state.gpr[RAX] = ax;
@@ -28,7 +28,7 @@ fn adjust(code: &[u8], ax: u64, flags: u64) -> (u64, u64) {
     )
 }
 
-/// What the manual's pseudocode of DAA and DAS makes of AL: AL, CF and AF.
+/// Returns AL, CF and AF after DAA or DAS, by the manual's pseudocode.
 fn decimal(al: u8, flags: u64, subtract: bool) -> (u8, u64) {
     let (old_al, old_cf) = (al, flags & CF != 0);
     let step = |al: u8, by: u8| match subtract {

@@ -1,5 +1,5 @@
-//! What guests and clients see of the CPU, idea by idea. One program: to link one for each takes
-//! longer than to run them.
+//! What guests and clients see of the CPU, a module for each subject. All are one program, because linking a program
+//! for each takes longer than running them.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,14 +1,15 @@
 //! One page of code at several linear addresses: mapped twice, or copied. Compiled code that is the same for all of
-//! them does at each what the interpreter does there.
+//! these addresses does at each what the interpreter does there.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
 use slat_x86::*;
 
-/// Who executes: the interpreter, or code of a tier.
+/// What executes the code: the interpreter, or compiled code of a tier.
 const BY: [Option<Tier>; 3] = [None, Some(Tier::Baseline), Some(Tier::Full)];
 
-/// Where the code is, in turns. Around each page of code there are others: the places below count from it.
+/// The addresses of the copies of the code. Around each page of code there are other pages; the places
+/// below count from it.
 const COPIES: [u64; 6] = [
     0,
     0x30_0000,
@@ -17,14 +18,14 @@ const COPIES: [u64; 6] = [
     0xffff_8880_0010_0000,
     0xffff_ffff_ffff_b000,
 ];
-/// Pages: code before, the code, its data, more code, and one that is absent at first.
+/// Places of pages: code before, the code's data, more code, and a page that is absent at first.
 const BEFORE: i64 = -0x1000;
 const DATA: i64 = 0x1000;
 const OTHER: i64 = 0x2000;
 const LATE: i64 = 0x3000;
 const PAGES: [i64; 5] = [BEFORE, 0, DATA, OTHER, LATE];
 
-/// Returns the guest-physical address of a place of a copy. The second copy and the third have the same page of code.
+/// Returns the guest-physical address of a place in a copy. The second and the third copy have the same page of code.
 fn physical(copy: usize, place: i64) -> u64 {
     let copy = match place {
         0..0x1000 if copy == 2 => 1,
@@ -60,7 +61,7 @@ impl Code {
     }
 }
 
-/// A guest with the copies, and what was seen of them.
+/// A guest with the copies, and the results seen so far.
 struct Copies {
     guest: Guest,
     seen: Vec<(State, [u8; 0x1000], [u8; 0x80])>,
@@ -105,7 +106,7 @@ impl Copies {
         self.guest.memory().write64(physical(copy, place), value);
     }
 
-    /// Executes a copy from a place on, called from [`CODE`].
+    /// Executes a copy, beginning at a place, by a call from [`CODE`].
     fn call(&mut self, copy: usize, place: i64) {
         let state = &mut self.guest.cpu.state;
         state.gpr[RSP] = STACK;
@@ -132,7 +133,7 @@ impl Copies {
         self.guest.cpu.state.gpr[RAX]
     }
 
-    /// The frame of the exception that the code has raised, which has an error code.
+    /// Checks the frame of the exception that the code has raised, which has an error code.
     fn assert_raised(&self, vector: u64, error_code: u64, rip: u64) {
         let state = &self.guest.cpu.state;
         assert_eq!(state.rip, HANDLERS + 16 * vector + 1);
@@ -143,8 +144,8 @@ impl Copies {
     }
 }
 
-/// Runs a test by the interpreter, and by both tiers, which see the same. The baseline tier has to take code from
-/// another copy so often.
+/// Runs a test by the interpreter and by both tiers; their results must agree. `shared` is how often the baseline tier
+/// must use the code of another copy.
 fn same(codes: &[Code], shared: u64, run: impl Fn(&mut Copies)) {
     let [interpreted, others @ ..] = BY.map(|tier| {
         let mut copies = Copies::new(tier, codes);
@@ -269,11 +270,11 @@ fn branches_lead_from_a_copy_to_its_own_places_and_back() {
             .to(b"\xe8", 0x180, b"")
             .plain(b"\xb9\x05\0\0\0\xff\xc9\x75\xfc")
             .to(b"\x0f\x84", OTHER + 0x10, b""),
-        // jmp to the beginning of the page, and to the one before.
+        // jmp to the beginning of the page, and to the previous page
         Code::at(0x1a0).to(b"\xe9", 0, b""),
         Code::at(0x1b0).to(b"\xe9", BEFORE, b""),
     ];
-    // The later ones first: a region has only what is known when it is compiled.
+    // Runs the later blocks first, because a region has only the blocks that are known when it is compiled.
     let places = [
         0, BEFORE, 0x180, OTHER, 0x160, 0x140, 0x11a, 0x115, 0x110, 0x10a, 0x105, 0x100, 0x1a0,
         0x1b0,
@@ -412,14 +413,14 @@ fn single_steps_lead_through_the_copy() {
     });
 }
 
-/// mov eax,N; jmp 0x80, where: add eax,M; ret
+/// mov eax,N; jmp 0x80, which is: add eax,M; ret
 fn adds(n: u8, m: u8) -> [Code; 2] {
     let first = Code::at(0x40).plain(&[0xb8, n, 0, 0, 0]);
     let second = Code::at(0x80).plain(&[0x05, m, 0, 0, 0, 0xc3]);
     [first.to(b"\xe9", 0x80, b""), second]
 }
 
-/// Calls the code of [`adds`]: the second block first.
+/// Calls the code of [`adds`], first its second block.
 fn sum(copies: &mut Copies, copy: usize) -> u64 {
     copies.call(copy, 0x80);
     copies.call(copy, 0x40);

@@ -1,18 +1,18 @@
-//! Every memory operand of compiled code fails in turn: the compiled CPU then is where the interpreter is, with the
-//! same registers, flags and memory.
+//! Every memory operand of compiled code fails in turn. Afterwards the compiled CPU must have the same registers, flags
+//! and memory as the interpreter.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
 use slat_x86::Exit;
 use slat_x86::state::{control, xcr0};
 
-/// Pages with operands, each followed by one that operands reach across its end.
+/// Pages with operands, each followed by a page into which operands may cross.
 const PAGES: u64 = 4;
 const BASES: [usize; PAGES as usize] = [RBX, RSI, RDI, RBP];
 const CASES: u64 = if cfg!(debug_assertions) { 30 } else { 400 };
 
-/// Instructions with a memory operand: prefix, opcode, the middle bits of ModRM or a register (8),
-/// bytes of an immediate.
+/// Instructions with a memory operand: prefix, opcode, the middle bits of ModRM (8: any register),
+/// bytes of the immediate.
 const FORMS: [(&[u8], &[u8], u8, usize); 54] = [
     (&[], &[0x8a], 8, 0),
     (&[], &[0x8b], 8, 0),
@@ -72,7 +72,7 @@ const FORMS: [(&[u8], &[u8], u8, usize); 54] = [
     (&[0xc4, 0xe2, 0x7d], &[0x78], 8, 0),
 ];
 
-/// Instructions without one, that set flags, use them, end a block, or move a base.
+/// Instructions without a memory operand. They set flags, use flags, end a block, or change a base.
 const BETWEEN: [&[u8]; 16] = [
     b"\x01\xc8",     // add eax, ecx
     b"\x48\x39\xd1", // cmp rcx, rdx
@@ -92,13 +92,13 @@ const BETWEEN: [&[u8]; 16] = [
     b"\x48\x83\xee\x05",     // sub rsi, 5
 ];
 
-/// A loop of some instructions with memory operands; r15 counts its turns.
+/// A loop of some instructions with memory operands. r15 counts its turns.
 fn program(random: &mut Random) -> Vec<u8> {
     let mut code = Vec::new();
     let mut base = 0;
     for n in 0..2 + random.below(8) {
         let (prefix, opcode, middle, immediate) = random.pick(&FORMS);
-        // Often near the last one: compiled code remembers where that was.
+        // Often near the last operand, because compiled code remembers the last access.
         if n == 0 || random.below(2) == 0 {
             base = random.pick(&BASES) as u8;
         }
@@ -131,7 +131,7 @@ fn program(random: &mut Random) -> Vec<u8> {
 enum Failure {
     Absent,
     ReadOnly,
-    /// The host's memory is not accessible, and was before.
+    /// The host's memory is no longer accessible.
     Gone,
 }
 
@@ -175,8 +175,8 @@ fn run(code: &[u8], failing: Option<(u64, Failure)>, at: u64, is_compiled: bool)
     if is_compiled {
         compiled::always(&mut guest.cpu);
     }
-    // No two pages follow one another in the host's memory, too: what an access finds beyond the end of a
-    // page is another one's.
+    // Consecutive pages must not be consecutive in the host's memory, either: an access beyond the end of a page would
+    // find another page's data there.
     for page in 0..2 * PAGES {
         let (linear, elsewhere) = ((DATA >> 12) + page, (DATA >> 12) + (3 * page) % (2 * PAGES));
         guest.machine.moved.insert(linear, elsewhere);
@@ -262,7 +262,7 @@ fn an_access_below_one_across_a_page_end_is_in_memory() {
     }
 }
 
-/// An instruction that loads to a register, RAX or RCX, or stores it, with the rest of its operand.
+/// Returns an instruction that loads a register, RAX or RCX, or stores it. `operand` is the encoding of its operand.
 fn access(is_store: bool, size: usize, register: u8, operand: &[u8]) -> Vec<u8> {
     let prefix: &[u8] = match size {
         1 => &[0x66],
@@ -275,7 +275,7 @@ fn access(is_store: bool, size: usize, register: u8, operand: &[u8]) -> Vec<u8> 
     insn
 }
 
-/// Loads and stores, in the order of two accesses.
+/// Loads and stores: whether each of two accesses is a store.
 const KINDS: [(bool, bool); 3] = [(false, false), (true, false), (true, true)];
 
 /// All pairs of size indices.

@@ -1,4 +1,4 @@
-//! Compiled code that continues in another page: what that page holds is what is executed, always.
+//! Compiled code that continues in another page must always execute the current content of that page.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Where each test has its code, in pages that no other test has.
+/// The address of the tests' code. Each test has pages of its own.
 const PAGES: u64 = 0x20_0000;
 /// From the caller's page to the function's.
 const DISTANCE: u64 = 0x2000;
@@ -22,7 +22,7 @@ struct Program {
 }
 
 impl Program {
-    /// Makes a program of `before`, CALL, and `after`. Its jumps lead to its own instructions.
+    /// Makes a program of `before`, CALL, and `after`. Jumps lead to the program's own instructions.
     fn new(test: u64, before: &[u8], after: &[u8]) -> Self {
         let caller = PAGES + test * 0x10_000;
         let callee = caller + DISTANCE;
@@ -38,7 +38,7 @@ impl Program {
             caller,
             callee,
         };
-        // A region has only what is known when it is compiled: the function comes first.
+        // The function runs first, because a region has only the blocks that are known when it is compiled.
         program.guest.memory().write64(STACK - 8, HANDLERS);
         program.guest.cpu.state.gpr[RSP] = STACK - 8;
         program.run_at(program.callee);
@@ -50,7 +50,7 @@ impl Program {
         self.guest.halt();
     }
 
-    /// Runs it with these values of RBX and RCX. Returns RBX.
+    /// Runs the program with these values of RBX and RCX. Returns RBX.
     fn run(&mut self, rbx: u64, rcx: u64) -> u64 {
         let gpr = &mut self.guest.cpu.state.gpr;
         (gpr[RSP], gpr[RBX], gpr[RCX]) = (STACK, rbx, rcx);
@@ -74,7 +74,7 @@ fn the_clients_stores_to_the_other_page_are_seen_in_the_next_run() {
         program.returns(value);
         assert_eq!(program.run(0, 5), 5 * u64::from(value));
     }
-    // The page holds its first content again, and with that the code that was compiled first fits.
+    // The page has its first content again, so the code that was compiled first is valid again.
     program.returns(0);
     assert_eq!(program.run(0, 5), 0);
 }
@@ -115,7 +115,7 @@ fn stores_to_the_other_page_between_two_calls_are_executed() {
 /// test eax,eax; jne on; dec ecx; jne to the CALL; on: hlt
 const WAITS: &[u8] = b"\x85\xc0\x75\x04\xff\xc9\x75\xf3\xf4";
 
-/// Runs a program that waits until its function returns another number, which `change` causes meanwhile.
+/// Runs a program that waits until its function returns another number. `change` changes the function meanwhile.
 fn sees(mut program: Program, change: impl FnOnce(&Arc<Memory>, u64)) {
     program.run(0, 50);
     let Program {
@@ -218,7 +218,7 @@ fn the_other_page_is_fetched_when_it_is_entered_and_faults_there() {
     program.run(0, 0);
     let mut fetched = program.guest.machine.translations.iter();
     assert!(!fetched.any(|(at, _)| at >> 12 == callee >> 12));
-    // A page fault whose RIP is the function's, after the CALL has pushed.
+    // A page fault with RIP of the function, after the CALL has pushed the return address.
     program.run(0, 1);
     let state = &program.guest.cpu.state;
     assert_eq!(state.cr2, callee);
@@ -233,7 +233,7 @@ fn a_cpu_whose_other_page_is_different_executes_its_own() {
     first.returns(1);
     assert_eq!(first.run(0, 50), 50);
     assert_eq!(first.run(0, 50), 50);
-    // The caller's page is the same, so it takes that region.
+    // The caller's page has the same content, so its existing region is used.
     let mut second = Program::new(10, b"", SUMS);
     second.returns(2);
     assert_eq!(second.run(0, 50), 100);

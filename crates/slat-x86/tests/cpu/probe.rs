@@ -1,4 +1,4 @@
-//! Probes: they end the run, whatever the guest and a debugger have set, and leave no trace in the guest.
+//! Probes: they end the run, whatever the guest and a debugger have set, and the guest cannot notice them.
 
 use crate::common::*;
 use crate::debug::steps_over_devices;
@@ -84,7 +84,7 @@ fn steps_stop_after_each_instruction_also_of_devices_and_at_a_halt() {
     assert_eq!(guest.cpu.state.dr6, 0xffff_0ff0);
 }
 
-/// The guest's own breakpoint at the address of a probe takes effect after it.
+/// If the guest has a breakpoint at the address of a probe, the breakpoint takes effect after the probe.
 #[test]
 fn probes_and_the_guests_breakpoints_share_addresses() {
     // mov [rsi],eax; hlt
@@ -118,10 +118,11 @@ fn stops_at(guest: &mut Guest, at: u64) {
     assert_eq!(guest.cpu.linear_rip(), at);
 }
 
-/// Also at those with one byte, at the last one of a block, and where CS has a base; in code that has run often before.
+/// This includes instructions with one byte, the last one of a block, code with a base in CS, and code that
+/// has run often before.
 #[test]
 fn a_code_probe_stops_at_each_instruction() {
-    // l: inc eax; dec ecx; jnz l; push eax; ret; hlt. In 32-bit code the first two have one byte.
+    // l: inc eax; dec ecx; jnz l; push eax; ret; hlt. In 32-bit code the first two instructions have one byte each.
     let bytes = b"\x40\x49\x75\xfc\x50\xc3\xf4";
     let instructions = [0, 1, 2, 4, 5, 6];
     for base in [0, 0x3000] {
@@ -154,7 +155,7 @@ fn a_code_probe_stops_at_each_instruction() {
     }
 }
 
-/// The exits of its accesses to a device do not end it.
+/// The exits for its accesses to a device do not end the passing.
 #[test]
 fn a_string_instruction_is_passed_as_a_whole_if_it_writes_to_a_device() {
     // rep stosb; hlt
@@ -173,7 +174,7 @@ fn a_string_instruction_is_passed_as_a_whole_if_it_writes_to_a_device() {
     guest.halt();
 }
 
-/// A probe of the last bytes of a page and the first ones of the next page.
+/// A probe of the last bytes of a page and the first bytes of the next page.
 #[test]
 fn a_data_probe_may_be_in_two_pages() {
     const END: u64 = DATA + 0x1000;
@@ -205,7 +206,7 @@ fn a_data_probe_may_be_in_two_pages() {
     }
 }
 
-/// A debugger that steps over an access is told of the data probe: it asks for no more of the step.
+/// If a debugger steps over an access, the data probe is reported, and the step is not reported again.
 #[test]
 fn a_step_that_hits_a_data_probe_is_a_hit() {
     // mov [rsi],eax; rep stosb; mov [rbx],eax (MMIO); hlt

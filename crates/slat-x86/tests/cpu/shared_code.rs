@@ -1,9 +1,9 @@
-//! Compiled code that CPUs take from each other, and regions that continue in others.
+//! Compiled code that CPUs share, and regions that continue in others.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
 
-/// Where the code is: no other test has code here, whose compiled code might be known.
+/// The addresses of the code. No other test has code here, whose compiled code might be found.
 const FIRST: u64 = 0x9_3000;
 const SECOND: u64 = FIRST + 7;
 
@@ -18,7 +18,7 @@ fn adds(a: u8, b: u8) -> Guest {
     guest
 }
 
-/// Runs the guest from `rip`. Returns what it has added.
+/// Runs the guest from `rip`. Returns the sum that it has added.
 fn sum(guest: &mut Guest, rip: u64) -> u64 {
     guest.cpu.state.rip = rip;
     guest.cpu.state.gpr[RAX] = 0;
@@ -29,7 +29,7 @@ fn sum(guest: &mut Guest, rip: u64) -> u64 {
 #[test]
 fn code_is_compiled_once_for_all_cpus_whose_memory_holds_it() {
     let mut compiles = adds(1, 2);
-    // The second block is known when the first one is compiled, so one region has both.
+    // When the first block is compiled, the second is known, so one region has both.
     assert_eq!(sum(&mut compiles, SECOND), 2);
     assert_eq!(sum(&mut compiles, FIRST), 3);
     assert_eq!(compiles.cpu.counters().regions_shared, 0);
@@ -44,18 +44,19 @@ fn code_is_compiled_once_for_all_cpus_whose_memory_holds_it() {
         "HLT ends the region"
     );
 
-    // The code that it has taken is as good as its own: memory that has changed is seen.
+    // Shared code is checked like the CPU's own: a change of memory is seen.
     same.memory().write(SECOND + 1, &[40]);
     assert_eq!(sum(&mut same, FIRST), 41);
     assert_eq!(sum(&mut compiles, FIRST), 3);
 
-    // All of a region is compared, not only the block that asks for it.
+    // All of a region is compared with memory, not only the requested block.
     let mut other = adds(1, 7);
     assert_eq!(sum(&mut other, FIRST), 8);
     assert_eq!(other.cpu.counters().regions_shared, 0);
 }
 
-/// Calls, jumps to known addresses and to others, and returns, each into another page: a region of its own.
+/// Calls, jumps to constant and to computed addresses, and returns, each into another page, which has
+/// a region of its own.
 #[test]
 fn a_region_continues_in_another_one_that_is_known() {
     const TURNS: u64 = 1000;

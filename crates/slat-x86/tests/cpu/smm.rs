@@ -1,4 +1,4 @@
-//! When an SMI is taken, and when RSM leaves.
+//! Tests when an SMI is taken, and when RSM leaves.
 
 use crate::common::*;
 use slat_x86::*;
@@ -40,8 +40,8 @@ fn an_smi_is_taken_between_instructions() {
     assert_eq!(guest.stack(0), CODE);
 }
 
-/// What an earlier instruction has begun comes first: the data of its access, its exception, an interrupt
-/// that was acknowledged.
+/// An SMI waits for the unfinished work of an earlier instruction: the data of its access, its exception, or an
+/// acknowledged interrupt.
 #[test]
 fn an_smi_waits_for_what_has_begun() {
     // out 0x10, al; hlt
@@ -94,7 +94,7 @@ fn rsm_is_undefined_outside_the_mode() {
     assert_eq!(guest.stack(0), CODE);
 }
 
-/// A debugger that steps sees the handler's first instruction, and the one that RSM returns to.
+/// A debugger that single-steps sees the handler's first instruction, and the one to which RSM returns.
 #[test]
 fn a_debugger_steps_through_the_handler() {
     // nop; hlt

@@ -1,9 +1,9 @@
-//! Repeated string instructions: many elements at once must leave what one after the other leaves. With a data
-//! watchpoint set, even one elsewhere, the CPU executes them one by one.
+//! Repeated string instructions: handling many elements at once must have the same result as one after the other. With
+//! a data watchpoint set, even one elsewhere, the CPU handles the elements one by one.
 
 use crate::common::*;
 
-/// Pages that the instructions may reach, from [`DATA`] on; most begin in the middle.
+/// The number of pages, from [`DATA`] on, that the instructions may reach. Most instructions begin in the middle.
 const PAGES: u64 = 16;
 
 /// What an instruction left.
@@ -89,7 +89,7 @@ impl Case {
         let mut random = Random(self.seed);
         for page in 0..PAGES {
             let mut bytes = [0u8; 0x1000];
-            // Mostly the same, so that comparisons go on for a while.
+            // Mostly equal bytes, so that comparisons continue for a while.
             for byte in &mut bytes {
                 if random.below(64) == 0 {
                     *byte = random.below(self.values) as u8;
@@ -111,7 +111,7 @@ impl Case {
         (state.rflags, state.cr2) = (2, 0);
         state.gpr[RAX] = self.rax;
         (state.gpr[RCX], state.gpr[RSI], state.gpr[RDI]) = (self.rcx, self.rsi, self.rdi);
-        // A watchpoint on writes to a byte elsewhere.
+        // Sets a watchpoint on writes to a byte elsewhere.
         state.dr[0] = IST_STACK - 1;
         state.dr7 = if one_by_one { 0x1_0401 } else { 0x400 };
         guest.halt();

@@ -1,5 +1,4 @@
-//! Nested virtualization by SVM: VMRUN and #VMEXIT, the checks of VMRUN; and hypervisors that know
-//! nothing of what they do.
+//! Nested virtualization by SVM: VMRUN and #VMEXIT, the checks of VMRUN, and hypervisors with random control blocks.
 
 mod events;
 mod intercepts;
@@ -77,7 +76,7 @@ fn put_segment(guest: &Guest, at: u64, segment: &Segment) {
     put(guest, at + 8, segment.base);
 }
 
-/// Fills the control block with a guest in the CPU's own state, at [`L2`], which leaves by VMMCALL, HLT and shutdown.
+/// Fills the control block with a guest at [`L2`] in the CPU's own state, which leaves for VMMCALL, HLT and shutdown.
 fn fill(guest: &Guest) {
     guest.memory().write(VMCB, &[0; 4096]);
     let state = &guest.cpu.state;
@@ -136,7 +135,7 @@ fn exit(guest: &mut Guest) -> u64 {
     get(guest, at::CODE)
 }
 
-/// Has the hypervisor run its guest once more.
+/// Makes the hypervisor run its guest once more.
 fn again(guest: &mut Guest) {
     guest.cpu.state.rip = CODE;
     guest.cpu.state.gpr[RAX] = VMCB;
@@ -166,7 +165,7 @@ fn a_guest_leaves_by_vmmcall_and_its_hypervisor_goes_on() {
     assert_eq!(exit(&mut guest), 0x81);
 }
 
-/// A guest's loop is executed by compiled code, too, and sees intercepts there.
+/// Compiled code executes a nested guest's loop, too, and intercepts work in it.
 #[test]
 fn a_guest_computes_as_anything_else() {
     // mov ecx, 20000; xor edx, edx; l: add edx, ecx; pushfq; popfq; dec ecx; jnz l; vmmcall
@@ -300,7 +299,7 @@ fn a_saved_guest_goes_on_in_another_cpu() {
     assert_eq!(other.cpu.state.gpr[RAX], VMCB);
 }
 
-/// A retry at any translation changes nothing of what comes out.
+/// A retry at any translation does not change the result.
 #[test]
 fn a_world_switch_that_is_interrupted_starts_again() {
     for at in 0..40 {
@@ -312,14 +311,14 @@ fn a_world_switch_that_is_interrupted_starts_again() {
     }
 }
 
-/// Hypervisors with random control blocks: each run ends, and the CPU is the hypervisor's or its guest's.
+/// Hypervisors with random control blocks: each run ends, and the CPU is then either in the hypervisor or in its guest.
 #[test]
 fn a_hypervisor_that_knows_nothing_does_no_harm() {
     let rounds = std::env::var("SLAT_TEST_ROUNDS").ok();
     let rounds = rounds.map_or(60, |rounds| rounds.parse().unwrap());
     let mut random = Random(0x5eed_0001);
     let memory = Memory::new(MMIO as usize);
-    // A guest may loop for ever: the word that ends its run, and since when that runs.
+    // A guest may loop for ever. This holds the word that ends the current run, and the time when the run began.
     let running = Arc::new(Mutex::new(None::<(Arc<AtomicU32>, Instant)>));
     let watched = Arc::downgrade(&running);
     std::thread::spawn(move || {
@@ -354,7 +353,7 @@ fn a_hypervisor_that_knows_nothing_does_no_harm() {
             };
             put(&guest, at, value);
         }
-        // At the edges: its code, MMIO, tables of its own.
+        // Special addresses: its code, MMIO, its own tables.
         guest.cpu.state.gpr[RAX] = match random.below(8) {
             0 => random.pick(&[CODE, MMIO - 0x1000, MMIO, GDT, IDT, L2, 1 << 47]),
             _ => VMCB,

@@ -1,5 +1,5 @@
-//! Random accesses, changes of the guest's tables and invalidations, against a plain model of what a TLB may hold:
-//! every translation that the CPU uses was that of the tables at some moment since the last flush that covers it (SDM
+//! Compares random accesses, changes of the guest's tables and invalidations with a simple model of what a TLB may
+//! hold: every translation that the CPU uses was in the tables at some moment since the last flush that covers it (SDM
 //! volume 3, "Caching Translation Information").
 
 use crate::common::*;
@@ -7,7 +7,7 @@ use slat_x86::state::control;
 use slat_x86::{Exit, vector};
 use std::collections::HashSet;
 
-/// Linear addresses: two share an entry of a direct-mapped TLB of up to 1024 pages, and some a large page.
+/// Linear addresses. Two of them share an entry in a direct-mapped TLB of up to 1024 pages, and some a large page.
 const PAGES: [u64; 6] = [
     0x40_0000, 0x40_1000, 0x41_0000, 0x80_0000, 0x80_1000, 0xc0_0000,
 ];
@@ -19,7 +19,7 @@ const TARGETS: u64 = 0x10_0000;
 const COUNT: u64 = 8;
 const TESTED: u64 = CODE + 0x1000;
 const DESCRIPTOR: u64 = 0x3_4000;
-/// In each page: its number, a word to write to, a function.
+/// The contents of each page: its number, a word to write to, and a function.
 const WORD: u64 = 8;
 const FUNCTION: u64 = 0x100;
 
@@ -33,14 +33,14 @@ struct Mapping {
 struct Model {
     guest: Guest,
     random: Random,
-    /// The mappings now, by PCID and page. Those of global pages are the same for all.
+    /// The current mappings, by PCID and page. Those of global pages are the same for all PCIDs.
     tables: [[Mapping; PAGES.len()]; PCIDS],
     /// Those that a TLB may hold.
     valid: [[HashSet<Mapping>; PAGES.len()]; PCIDS],
     pcid: usize,
     large: bool,
     written: u64,
-    /// Accesses that used a mapping which the tables do not have any more.
+    /// The number of accesses that used a mapping which the tables no longer have.
     stale: u64,
 }
 
@@ -110,7 +110,8 @@ impl Model {
         self.valid[pcid][page] = HashSet::from([self.tables[pcid][page]]);
     }
 
-    /// A flush covers all pages of the PCIDs for which `which` holds; with `globals` also global ones, of all PCIDs.
+    /// Records a flush of all pages of the PCIDs for which `which` returns true; with `globals` also of global
+    /// pages, of all PCIDs.
     fn flush_all(&mut self, which: impl Fn(usize) -> bool, globals: bool) {
         for pcid in 0..PCIDS {
             for page in 0..PAGES.len() {
@@ -125,7 +126,7 @@ impl Model {
         }
     }
 
-    /// A flush covers one page of the guest's; with `globals` also if it is global.
+    /// Records a flush of one page of the guest; with `globals` also if the page is global.
     fn flush_page(&mut self, pcid: usize, page: usize, globals: bool) {
         for (other, lin) in PAGES.into_iter().enumerate() {
             let same = match self.large {
@@ -143,7 +144,8 @@ impl Model {
         }
     }
 
-    /// Runs `code` at the tables of the current PCID. Returns whether it came to its end, and not to a page fault.
+    /// Runs `code` with the tables of the current PCID. Returns `true` if it has reached its end,
+    /// `false` for a page fault.
     fn run(&mut self, code: &[u8], registers: &[(usize, u64)]) -> bool {
         for (page, mapping) in PAGES.into_iter().zip(self.tables[self.pcid]) {
             let machine = &mut self.guest.machine;

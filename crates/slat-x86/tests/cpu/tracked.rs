@@ -1,9 +1,9 @@
-//! Stores to tracked pages: the machine is told of each one, with its bytes in memory.
+//! Stores to tracked pages: each one is reported to the machine when its bytes are in memory.
 
 use crate::common::*;
 use slat_x86::*;
 
-/// A guest with `code` and a HLT, RSI and RDI at `at`, in which the pages of `tracked` are tracked.
+/// A guest with `code` and a HLT. RSI and RDI are `at`, and the pages of `tracked` are tracked.
 fn guest(code: &[u8], at: u64, tracked: &[u64]) -> Guest {
     let mut guest = Guest::new(&[code, b"\xf4"].concat());
     (guest.cpu.state.gpr[RSI], guest.cpu.state.gpr[RDI]) = (at, at);
@@ -13,8 +13,8 @@ fn guest(code: &[u8], at: u64, tracked: &[u64]) -> Guest {
     guest
 }
 
-/// Address and length of each store that the machine was told of. Each was told with its bytes in memory (no byte is
-/// stored twice with different values), and before anything but the store itself was translated.
+/// Returns address and length of each reported store. Checks that each was reported when its bytes were in memory (no
+/// byte is stored twice with different values), and before anything but the store itself was translated.
 fn told(guest: &Guest) -> Vec<(u64, usize)> {
     for stored in &guest.machine.stores {
         for (at, byte) in (stored.gpa..).zip(&stored.bytes) {
@@ -96,7 +96,7 @@ fn a_read_modify_write_is_told_once() {
         ("lock cmpxchg8b [rsi]", b"\xf0\x0f\xc7\x0e", 8),
         ("lock cmpxchg16b [rsi]", b"\xf0\x48\x0f\xc7\x0e", 16),
     ] {
-        // In the second round the comparisons fail: CPUs write the old value back.
+        // In the second round the comparisons fail. CPUs then write the old value back.
         for high in [0, 1] {
             let mut guest = guest(code, DATA, &[DATA]);
             guest.memory().write64(DATA, 0x55);
@@ -115,7 +115,7 @@ fn a_read_modify_write_is_told_once() {
 #[test]
 fn string_instructions_tell_each_chunk_before_the_next_page_is_translated() {
     let pages = [DATA, DATA + 0x1000, DATA + 0x2000];
-    // rep stosq, 0x1900 bytes from the middle of the first page
+    // rep stosq of 0x1900 bytes, beginning in the middle of the first page
     let start = DATA + 0x800;
     let mut stos = guest(b"\xf3\x48\xab", start, &pages);
     (stos.cpu.state.gpr[RAX], stos.cpu.state.gpr[RCX]) = (u64::MAX, 0x320);
@@ -180,7 +180,7 @@ fn the_frame_of_an_interrupt_is_told() {
     external.cpu.inject_interrupt(0x81);
     external.halt_in_handler(0x81);
     assert_eq!(told(&external), [(STACK - 40, 40)]);
-    // mov rax,[rdi], an exception with an error code
+    // mov rax,[rdi] raises an exception with an error code
     let mut fault = guest(b"\x48\x8b\x07", DATA, &[STACK - 0x1000]);
     fault.machine.absent(DATA);
     fault.halt_in_handler(vector::PF);

@@ -1,7 +1,7 @@
-//! Each memory access of compiled code fails in turn, in each way in which an access can fail, and the interpreter says
-//! what happens then: registers, flags, memory, the exits and what they say must be the same.
+//! Each memory access of compiled code fails in turn, in each way in which an access can fail. The interpreter
+//! determines what has to happen then: registers, flags, memory, and the exits with their contents must be the same.
 //!
-//! `SLAT_TEST_ROUNDS=1000` tries more programs, `SLAT_TEST_SEED=7` others.
+//! `SLAT_TEST_ROUNDS=1000` tries more programs, `SLAT_TEST_SEED=7` other ones.
 #![cfg(feature = "jit")]
 
 #[path = "../common/mod.rs"]
@@ -14,7 +14,7 @@ use slat_x86::{Access, Exit, Fault, State};
 use std::collections::BTreeSet;
 
 const MEMORY: usize = 0x20_0000;
-/// Entries after which code is compiled, and some more.
+/// More entries than those after which code is compiled.
 const HOT: u64 = 5000;
 const READ_WRITE: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
 
@@ -25,9 +25,9 @@ enum Way {
     Absent,
     /// #PF of stores. Then the page is writable.
     ReadOnly,
-    /// The host page is inaccessible, until the machine looks.
+    /// The host page is inaccessible until the machine rechecks it.
     Gone,
-    /// The same, and the instruction is abandoned.
+    /// Like `Gone`, and the recheck abandons the instruction.
     GoneRetry,
     /// The same, and the run ends.
     BadAddress,
@@ -74,7 +74,8 @@ enum Compiled {
     Regions,
 }
 
-/// Makes a guest of `program` in which each vector's handler is HLT; then it drops the error code and returns.
+/// Makes a guest of `program`. The handler of each vector is HLT; after it, the handler drops the
+/// error code and returns.
 fn guest(program: &Program, operands: &[u8], what: Compiled) -> Guest {
     let mut guest = Guest::interpreted(Memory::new(MEMORY), &[0xf4]);
     for vector in 0..32 {
@@ -88,7 +89,7 @@ fn guest(program: &Program, operands: &[u8], what: Compiled) -> Guest {
     if matches!(what, Compiled::Blocks) {
         compiled::always(&mut guest.cpu);
     }
-    // After the second time, the blocks are kept.
+    // From the second run on, the blocks are kept.
     for _ in 0..2 {
         program.start(&mut guest.cpu.state, None);
         guest.halt();
@@ -107,7 +108,7 @@ fn data_at(gpa: u64) -> [u8; 8] {
     (gpa.wrapping_mul(0x9e37_79b9_7f4a_7c15)).to_le_bytes()
 }
 
-/// Runs `program`. Accesses to `page` fail, if there is one.
+/// Runs `program`. Accesses to `page` fail, if it is given.
 fn run(
     guest: &mut Guest,
     program: &Program,
@@ -169,7 +170,7 @@ fn run(
         guest.memory().protect(gva, READ_WRITE);
     }
     let bytes = |gpa, len| {
-        // SAFETY: memory of the guest's, which does not run.
+        // SAFETY: memory of the guest, which is not running.
         unsafe { std::slice::from_raw_parts(guest.memory().at(gpa), len) }
     };
     let mut memory = bytes(AREA, program.area() as usize).to_vec();
@@ -247,14 +248,14 @@ fn every_access_of_compiled_code_that_fails_leaves_what_it_leaves_in_the_interpr
             );
             let after = guest.cpu.counters();
             let compiled = after.instructions_compiled - before.instructions_compiled;
-            // A single block may stop at its first access each time.
+            // A single block may stop at its first access in each turn.
             assert!(compiled > 0 || is_single, "seed {round}");
             instructions[0] += after.instructions - before.instructions;
             instructions[1] += compiled;
         }
         for page in pages {
             for (n, way) in WAYS.into_iter().enumerate() {
-                // It makes new blocks, whose compiling takes long.
+                // This way makes new blocks, whose compilation takes long, so it is tried less often.
                 if matches!(way, Way::HoldsCode) && random.below(4) != 0 {
                     continue;
                 }

@@ -1,9 +1,9 @@
-//! Random code with a memory operand of its own page, or two, in almost every instruction: a loop, with branches over
-//! parts of it or without any.
+//! Random code in which almost every instruction has a memory operand in a page of its own, or in two: a loop, with or
+//! without branches over parts of it.
 
 use crate::common::*;
 
-/// Where the operands are: each static operand of each iteration has a slot of two pages.
+/// The address of the operands. In each iteration, each operand has a slot of two pages.
 pub const AREA: u64 = 0x10_0000;
 const SLOT: u64 = 0x2000;
 /// Rounds of the loop.
@@ -13,8 +13,8 @@ const OTHER: u64 = CODE + 0x1000;
 /// R12 is an index register of this value.
 const INDEX: u64 = 8;
 const FS_BASE: u64 = 0x40;
-/// Registers that the code computes with: all but RSP, RBP (which points to the slots), R12, R14 (what is added to
-/// RBP) and R15 (rounds).
+/// Registers for computing: all but RSP, RBP (which points to the slots), R12, R14 (which is added to RBP) and R15
+/// (the number of rounds).
 const FREE: &[u8] = &[0, 1, 2, 3, 6, 7, 8, 9, 10, 11, 13];
 
 /// The register field of an instruction's ModR/M byte.
@@ -31,8 +31,8 @@ enum Field {
 }
 use Field::*;
 
-/// An instruction with a memory operand: legacy prefixes, REX.W, opcode, register field, bytes of immediate, whether
-/// the operand has to be aligned.
+/// An instruction with a memory operand: legacy prefixes, REX.W, opcode, register field, bytes of the immediate, and
+/// whether the operand has to be aligned.
 type Form = (&'static [u8], bool, &'static [u8], Field, usize, bool);
 
 #[rustfmt::skip]
@@ -57,7 +57,7 @@ const FORMS: &[Form] = &[
     (b"", false, b"\x0f\x92", Is(0), 0, false), (b"", false, b"\x0f\x9f", Is(0), 0, false), (b"", true, b"\x0f\x44", Any, 0, false),
     (b"", false, b"\x0f\x4c", Any, 0, false), (b"", true, b"\x0f\xba", Is(4), 1, false), (b"", false, b"\x0f\xba", Is(7), 1, false),
     (b"\xf3", true, b"\x0f\xb8", Any, 0, false),
-    // Atomic operations, and their like without LOCK.
+    // Atomic operations, and the same operations without LOCK.
     (b"", true, b"\x87", Any, 0, false), (b"\xf0", true, b"\x01", Any, 0, false), (b"\xf0", false, b"\xff", Is(1), 0, false),
     (b"\xf0", true, b"\x0f\xc1", Any, 0, false), (b"\xf0", true, b"\x0f\xb1", Any, 0, false), (b"", false, b"\x0f\xb1", Any, 0, false),
     (b"", false, b"\x0f\xc1", Any, 0, false), (b"\xf0", false, b"\x0f\xba", Is(5), 1, false), (b"", false, b"\x0f\xc7", Is(1), 0, false),
@@ -86,15 +86,15 @@ pub struct Program {
     pub code: Vec<u8>,
     /// The bytes of the page [`OTHER`].
     other: Vec<u8>,
-    /// The operands of indirect jumps, and returns: addresses and values.
+    /// The operands of indirect jumps and of returns: addresses and values.
     targets: Vec<(u64, u64)>,
     /// Slots of an iteration.
     slots: u64,
 }
 
 impl Program {
-    /// `is_single`: a single block, which compiled code executes otherwise: its registers stay in values
-    /// from round to round.
+    /// Makes a program. `is_single`: of a single block, which is compiled differently, as its registers stay in
+    /// values from turn to turn.
     pub fn random(random: &mut Random, is_single: bool) -> Self {
         let mut program = Self {
             code: vec![],
@@ -163,8 +163,8 @@ impl Program {
         self.slots * SLOT
     }
 
-    /// Makes a guest start at the beginning, with the same registers each time. `rounds`: of the loop, on the
-    /// first iteration's slots.
+    /// Makes a guest start at the beginning, always with the same registers. `rounds` is the number of turns of the
+    /// loop, all on the first iteration's slots.
     pub fn start(&self, state: &mut slat_x86::State, rounds: Option<u64>) {
         let mut random = Random(5);
         state.gpr = std::array::from_fn(|_| random.next());
@@ -188,26 +188,26 @@ impl Program {
         self.code.extend_from_slice(bytes);
     }
 
-    /// Appends a jump with an offset to come. Returns where that is.
+    /// Appends a jump whose offset is filled in later. Returns the position of the offset.
     fn jump(&mut self, opcode: &[u8]) -> usize {
         self.bytes(opcode);
         self.bytes(&[0; 4]);
         self.code.len() - 4
     }
 
-    /// Has the jump whose offset is at `from` lead to here.
+    /// Makes the jump whose offset is at `from` lead to the current position.
     fn land(&mut self, from: usize) {
         let offset = (self.code.len() - from - 4) as u32;
         self.code[from..from + 4].copy_from_slice(&offset.to_le_bytes());
     }
 
-    /// Returns the displacement of a new slot's operand from RBP.
+    /// Returns the displacement from RBP of an operand in a new slot.
     fn slot(&mut self, offset: u64) -> u64 {
         self.slots += 1;
         (self.slots - 1) * SLOT + offset
     }
 
-    /// Returns an offset in a slot: often such that the operand crosses into the second page.
+    /// Returns an offset in a slot. Often the operand there crosses into the second page.
     fn offset(random: &mut Random, aligned: bool) -> u64 {
         match (aligned, random.below(3)) {
             (true, _) => 0x10 * random.below(0x80),
@@ -229,7 +229,7 @@ impl Program {
         slot
     }
 
-    /// A few instructions on registers, so that there is something to write back.
+    /// Appends a few instructions on registers, so that there is something to write back.
     fn computes(&mut self, random: &mut Random) {
         for _ in 0..random.below(4) {
             let (r, s) = (random.pick(FREE), random.pick(FREE));
@@ -362,7 +362,8 @@ impl Program {
         }
     }
 
-    /// A call of a function, which returns to after the call, or in every other round to after itself.
+    /// Appends a call of a function. The function returns to the instruction after the call, or in every other round
+    /// to the one after that.
     fn function(&mut self, random: &mut Random) {
         self.stack(random);
         let call = self.jump(b"\xe8");
@@ -383,7 +384,7 @@ impl Program {
         self.land(over);
     }
 
-    /// An instruction of [`FORMS`] on an operand of its own.
+    /// Appends an instruction of [`FORMS`] with a new operand.
     fn operand(&mut self, random: &mut Random) {
         let form = &FORMS[random.below(FORMS.len() as u64) as usize];
         let offset = Self::offset(random, form.5);
@@ -391,7 +392,7 @@ impl Program {
         self.form(random, form, disp);
     }
 
-    /// Has the indirect jump just made lead to here, directly or by the other page. Its operand is at `disp`.
+    /// Makes the indirect jump just appended lead here, directly or by the other page. Its operand is at `disp`.
     fn leads_on(&mut self, random: &mut Random, disp: u64) {
         let here = CODE + self.code.len() as u64;
         let mut target = here;

@@ -1,5 +1,5 @@
-//! Makes random instructions: for every form (iced-x86 `Code`) that user code may execute, random operands, random
-//! registers and a memory operand that lands where the test wants it.
+//! Makes random instructions: for every form (iced-x86 `Code`) that user code may execute, random operands and
+//! registers, and a memory operand at an address that suits the test.
 
 use iced_x86::{
     Code, CpuidFeature, Decoder, DecoderOptions, Encoder, FlowControl, Instruction, Mnemonic,
@@ -12,12 +12,12 @@ use crate::memory;
 use crate::native::{AT, BRANCH_TARGET, DATA, DATA_LEN, Placed, Regs, STACK, STACK_LEN};
 use crate::rng::Rng;
 
-/// Instructions in one state, ready to run on either CPU.
+/// Instructions and the state in which they start, ready to run on either CPU.
 pub struct Case {
-    /// The last instruction; mostly the only one.
+    /// The last instruction, which mostly is the only one.
     pub instruction: Instruction,
     pub bytes: Vec<u8>,
-    /// The offset of a program in the code pages; `None` for an instruction, or a few.
+    /// The offset of a program in the code pages; `None` for one instruction or a few.
     pub program_at: Option<usize>,
     pub regs: Regs,
     pub data: Vec<u8>,
@@ -25,7 +25,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// No instruction yet, random registers and memory.
+    /// Makes a case with random registers and memory, and no instruction yet.
     pub fn start(base: usize, rng: &mut Rng) -> Case {
         let (data, stack) = (random_bytes(DATA_LEN, rng), random_bytes(STACK_LEN, rng));
         Case {
@@ -58,8 +58,8 @@ impl Case {
     }
 }
 
-/// Returns operands of memory: a part of a supply that is made once, which would be most of a case's time,
-/// with a few new ones.
+/// Returns bytes with random operands: a part of a supply that is made once, with a few new operands. Making all bytes
+/// new would take most of a case's time.
 fn random_bytes(len: usize, rng: &mut Rng) -> Vec<u8> {
     const OPERAND: usize = 16;
     const SUPPLY: usize = 1 << 20;
@@ -123,7 +123,7 @@ const FEATURES: &[CpuidFeature] = &[
     CpuidFeature::VPCLMULQDQ,
 ];
 
-/// Instructions whose effect belongs to the system around the CPU, differs by privilege, or is not deterministic.
+/// Instructions that affect the system around the CPU, depend on privilege, or are not deterministic.
 const LEFT_OUT: &[Mnemonic] = &[
     Mnemonic::Arpl,
     Mnemonic::Lar,
@@ -177,7 +177,7 @@ const LEFT_OUT: &[Mnemonic] = &[
     Mnemonic::Rsm,
     Mnemonic::Fstdw,
     Mnemonic::Fstsg,
-    // Two instructions each: FWAIT and the one that does not wait.
+    // Each of them is two instructions: FWAIT, and the one that does not wait.
     Mnemonic::Fclex,
     Mnemonic::Fdisi,
     Mnemonic::Feni,
@@ -237,7 +237,7 @@ fn on_host(feature: CpuidFeature) -> bool {
     }
 }
 
-/// Puts prefixes in front that an assembler would not write.
+/// Adds prefixes that an assembler would not write.
 pub struct Prefixes {
     known: Vec<Code>,
 }
@@ -247,7 +247,7 @@ impl Prefixes {
         Prefixes { known: all() }
     }
 
-    /// Adds one or two prefixes, if what comes out can still be judged.
+    /// Adds one or two prefixes, if the result can still be judged.
     pub fn try_on(&self, case: &mut Case, rng: &mut Rng) {
         const PREFIXES: [u8; 9] = [0x66, 0x67, 0xf2, 0xf3, 0xf0, 0x26, 0x2e, 0x36, 0x3e];
         let mut bytes = vec![rng.pick(&PREFIXES)];
@@ -332,7 +332,7 @@ pub fn nth(first: Register, n: usize) -> Register {
     first + n as u32
 }
 
-/// Makes a case of `code`, or None when this draw of operands cannot be encoded.
+/// Makes a case of `code`. `None` if these random operands cannot be encoded.
 pub fn random(code: Code, base: usize, rng: &mut Rng) -> Option<Case> {
     let (mut instruction, memory) = operands(code, base, rng)?;
     let mut case = Case::start(base, rng);
@@ -344,7 +344,8 @@ pub fn random(code: Code, base: usize, rng: &mut Rng) -> Option<Case> {
     Some(case)
 }
 
-/// An instruction of form `code` with random registers and immediates, and which operand is to be in memory, if any.
+/// Returns an instruction of form `code` with random registers and immediates, and the number of the operand that has
+/// to be in memory, if any.
 pub fn operands(code: Code, base: usize, rng: &mut Rng) -> Option<(Instruction, Option<u32>)> {
     use OpCodeOperandKind as K;
     let op_code = code.op_code();
@@ -358,7 +359,7 @@ pub fn operands(code: Code, base: usize, rng: &mut Rng) -> Option<(Instruction, 
             instruction.set_op_register(n, register);
         };
         let any = rng.below(16);
-        // Few registers, so that operands often coincide.
+        // Uses few registers, so that operands often coincide.
         let any = if rng.one_in(3) { any % 4 } else { any };
         let to_memory = rng.one_in(2);
         match kind {
@@ -484,7 +485,7 @@ fn sign_extended(instruction: &mut Instruction, n: u32, kind: OpKind, rng: &mut 
     instruction.set_immediate_i64(n, i64::from(rng.integer() as i8));
 }
 
-/// Flags that user code can set freely, without those that would trap (TF) or check alignment (AC).
+/// Flags that user code can set freely, except for those that would trap (TF) or check alignment (AC).
 pub const FREE_FLAGS: u64 = 0x8d5;
 pub const DF: u64 = 0x400;
 
@@ -513,10 +514,10 @@ fn random_regs(base: usize, rng: &mut Rng) -> Regs {
         fcw &= !(rng.next() as u16 & 0x3f);
     }
     fx(0, &fcw.to_le_bytes());
-    // Sticky exception flags mostly where they are masked.
+    // Sets sticky exception flags mostly where the exceptions are masked.
     let mut sticky = rng.next() as u16 & fcw & 0x3f;
     if rng.one_in(20) {
-        // An exception that waits: error summary and busy go with it.
+        // Makes an exception pending, with error summary and busy.
         sticky = rng.next() as u16 & 0x3f;
         if sticky & !fcw != 0 {
             sticky |= 0x8080;
@@ -556,7 +557,7 @@ fn random_regs(base: usize, rng: &mut Rng) -> Regs {
     for n in 0..16 {
         fx(160 + 16 * n, &rng.xmm().to_le_bytes());
     }
-    // Often all are zero, as in code that does not use them.
+    // Often all upper halves are zero, as in code that does not use them.
     if is_x86_feature_detected!("avx") && !rng.one_in(4) {
         for half in regs.high.chunks_exact_mut(16) {
             half.copy_from_slice(&rng.xmm().to_le_bytes());

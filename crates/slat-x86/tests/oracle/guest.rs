@@ -1,6 +1,6 @@
-//! Runs the same bytes on the software CPU, in 64-bit mode with memory at the host's own addresses. They are
-//! followed by HLT; every exception vector leads to a HLT of its own. Things may happen beside them which they must
-//! not notice ([`Beside`]).
+//! Runs the same bytes on the software CPU, in 64-bit mode with memory at the host's own addresses. HLT follows the
+//! bytes, and every exception vector leads to a HLT of its own. Meanwhile other things may happen ([`Beside`]), which
+//! must not change the result.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -28,7 +28,7 @@ const CODE_SELECTOR: u16 = 8;
 const DATA_SELECTOR: u16 = 16;
 const TSS_SELECTOR: u16 = 24;
 
-/// The vector of the interrupt, the first one that is no exception's.
+/// The vector of the interrupt: the first vector that is not an exception's.
 const INTERRUPT: u8 = 32;
 const VECTORS: usize = INTERRUPT as usize + 1;
 
@@ -36,12 +36,12 @@ const VECTORS: usize = INTERRUPT as usize + 1;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Beside {
     Nothing,
-    /// Every few microseconds the run ends, and goes on.
+    /// Every few microseconds the run ends, and is continued.
     Kicks,
-    /// Every few microseconds an interrupt, whose handler returns.
+    /// Every few microseconds an interrupt is delivered, whose handler returns.
     Interrupts,
-    /// Every few microseconds all pages may be written no more: the next store to each has to be translated again, as
-    /// after a look at a dirty log.
+    /// Every few microseconds all pages become read-only: the next store to each page has to be translated again, as
+    /// after a dirty log was read.
     Protection,
     /// A debugger stops after each instruction.
     Steps,
@@ -50,7 +50,7 @@ pub enum Beside {
 /// Memory at the host's own addresses, and nothing else.
 struct Flat {
     base: u64,
-    /// The pages that have not been written since they were protected.
+    /// Whether each page is protected and has not been written since.
     protected: [bool; ARENA_LEN / PAGE],
 }
 
@@ -64,7 +64,7 @@ impl Mmu for Flat {
         let page = gva & !(PAGE as u64 - 1);
         let inside = page >= self.base && page < self.base + ARENA_LEN as u64;
         if !inside || page == self.base + HOLE as u64 {
-            // As the host reports it, where the same access is a user's.
+            // The error code as the host reports it, where the same access is a user's.
             const USER: u32 = 4;
             const WRITE: u32 = 2;
             const FETCH: u32 = 16;
@@ -112,8 +112,8 @@ impl Machine for Flat {
     }
 }
 
-/// Returns the features of the software CPU: all, but MXCSR has the bits that the host's has, of whichever vendor it
-/// is.
+/// Returns the features of the software CPU: all of them, but MXCSR has the same bits as the host's,
+/// whatever the vendor is.
 fn features() -> Features {
     const MISALIGNED_SSE: u32 = 1 << 7;
     let missing = match vendor::host_mxcsr_mask() & MXCSR_MM {
@@ -138,7 +138,7 @@ pub struct Guest {
 /// What came out of a run.
 pub enum Outcome {
     Done(Box<Regs>, Option<Fault>),
-    /// The CPU says that it does not have this instruction.
+    /// The CPU reports that it does not implement this instruction.
     Unimplemented(&'static str),
     /// Anything else is a bug.
     Strange(String),
@@ -224,7 +224,7 @@ impl Guest {
         }
     }
 
-    /// Executes `code` from `regs`, as [`Arena::run`] does.
+    /// Executes `code`, beginning with `regs`, like [`Arena::run`].
     pub fn run(&mut self, arena: &Arena, code: Placed<'_>, regs: &Regs, beside: Beside) -> Outcome {
         let pages = arena.place(code);
         for end in code.ends {
@@ -273,13 +273,13 @@ impl Guest {
         after.rflags = pop();
         after.gpr[4] = pop();
         let cr2 = if vector == 14 { state.cr2 } else { 0 };
-        // The handler ran in the same segments; the next run wants those of the start.
+        // The handler ran in the same segments; the next run needs those of the start.
         let state = &mut self.cpu.state;
         state.ss = state.ds;
         Outcome::Done(after, Some(Fault { vector, error, cr2 }))
     }
 
-    /// Runs until something else ends it than what happens beside it.
+    /// Runs until the bytes end, whatever happens beside them.
     fn run_beside(&mut self, code: Placed<'_>, beside: Beside) -> Exit {
         const BETWEEN: Duration = Duration::from_micros(2);
         let (attention, over) = (AtomicU32::new(0), AtomicBool::new(false));

@@ -29,7 +29,7 @@ impl Result {
             regs,
             fault: fault.map(|mut f| {
                 if f.vector == 14 {
-                    // Outside of the arena something of the host's may be present.
+                    // Outside the arena, memory of the host may be present.
                     f.error &= !1;
                     if accesses_in_parts(instruction) {
                         f.cr2 &= !0xfff;
@@ -45,7 +45,7 @@ impl Result {
         }
     }
 
-    /// The start of the case, all of it, with `fault`.
+    /// Returns the state at the start of the case, with `fault`.
     pub fn unchanged(case: &Case, fault: Option<Fault>) -> Result {
         Result {
             regs: case.regs.clone(),
@@ -55,7 +55,7 @@ impl Result {
         }
     }
 
-    /// Takes the data from offset `from` up to `to` from `other`, as far as there are such data.
+    /// Copies the data from offset `from` to `to` from `other`, as far as they exist.
     pub fn take_data(&mut self, other: &Result, from: usize, to: usize) {
         if let (Some(mine), Some(theirs)) = (self.data.get_mut(from..to), other.data.get(from..to))
         {
@@ -71,14 +71,14 @@ pub fn set_memory(arena: &Arena, case: &Case) {
         .copy_from_slice(&case.stack);
 }
 
-/// The host stores an environment field by field, and masked bytes in its own order: so CR2 is some address in the
-/// page, and which one is its own affair.
+/// Whether the host makes the access in parts: it stores an environment field by field, and masked bytes in its own
+/// order. Then CR2 is some address in the page, which may differ.
 fn accesses_in_parts(instruction: &Instruction) -> bool {
     let size = instruction.memory_size().size();
     size > 16 || matches!(size, 10 | 14) || is_masked(instruction) || memory::is_gather(instruction)
 }
 
-/// Whether a mask selects what an instruction stores.
+/// Whether a mask selects the bytes that an instruction stores.
 fn is_masked(instruction: &Instruction) -> bool {
     use Mnemonic as M;
     matches!(
@@ -98,14 +98,14 @@ const NAMES: [&str; 16] = [
     "r14", "r15",
 ];
 
-/// Everything that is not the same, in words.
+/// Describes all differences.
 pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<String> {
     let masked = matches!(
         case.instruction.mnemonic(),
         Mnemonic::Maskmovdqu | Mnemonic::Maskmovq | Mnemonic::Vmaskmovdqu
     );
     if masked && expected.fault.is_some_and(|f| f.vector == 14) && actual.fault.is_none() {
-        // Whether bytes that are not selected can fault is left to the implementation.
+        // An implementation may decide whether bytes that are not selected can fault.
         return vec![];
     }
     let mut found = Differences(vec![]);
@@ -124,7 +124,7 @@ pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<Strin
     let flags = match page_fault
         && case.instruction.has_repe_prefix() | case.instruction.has_repne_prefix()
     {
-        // Where a repeated comparison faults in its middle, the host gives back the flags of its start.
+        // If a repeated comparison faults in the middle, the host restores the flags of its start.
         true => 0,
         false => compared_flags(case, expected.fault.is_some()),
     };
@@ -135,10 +135,11 @@ pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<Strin
         u64::from(mxcsr(e) & mxcsr_compared),
         u64::from(mxcsr(a) & mxcsr_compared),
     );
-    // The host turns to MMX state before it stores, and then finds the page missing; here nothing changes.
+    // The host switches to MMX state before it stores, and then finds the page missing. The software CPU changes
+    // nothing in this case.
     let half_done = page_fault && uses_mmx(&case.instruction);
     if !half_done {
-        // Which instructions set the pointers, and when FXSAVE writes them, is each vendor's own choice.
+        // Vendors differ in which instructions set the pointers, and in when FXSAVE writes them.
         let compared = if vendor::is_intel() {
             FX_FIELDS.len()
         } else {
@@ -164,7 +165,7 @@ pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<Strin
             &a.high[at..at + 16],
         );
     }
-    // Nor does the host take back the part of a store that it has done before it finds the second page missing.
+    // The host also does not undo the first part of a store when it finds the second page missing.
     if !(page_fault && accesses_in_parts(&case.instruction)) {
         found.memory("data", &expected.data, &actual.data);
         found.memory("stack", &expected.stack, &actual.stack);
@@ -234,8 +235,8 @@ fn uses_mmx(instruction: &Instruction) -> bool {
         .any(|kind| matches!(kind, K::mm_reg | K::mm_rm | K::mm_or_mem))
 }
 
-/// Beside an unmasked overflow or underflow the precision flag follows another rounding, which the software CPU does
-/// not redo.
+/// Returns MXCSR bits that the software CPU does not model: besides an unmasked overflow or underflow, the precision
+/// flag follows from another rounding, which the software CPU does not repeat.
 fn unmodelled_mxcsr(case: &Case, host: &Regs) -> u32 {
     const OVERFLOW_UNDERFLOW: u32 = 0x18;
     const PRECISION: u32 = 0x20;
@@ -247,16 +248,16 @@ fn unmodelled_mxcsr(case: &Case, host: &Regs) -> u32 {
     }
 }
 
-/// Most significant byte first, as numbers are read.
+/// Returns bytes in hexadecimal, the most significant byte first, as numbers are written.
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().rev().map(|b| format!("{b:02x}")).collect()
 }
 
-/// The flags that the instruction leaves undefined, as [`RflagsBits`].
+/// Returns the flags that the instruction leaves undefined, as [`RflagsBits`].
 ///
-/// A rotation through CF by a constant leaves OF undefined unless the count is 0 or 1. That is the count before it is
-/// taken modulo 9 or 17, which iced-x86 takes into account: SDM volume 2, "RCL/RCR/ROL/ROR", and APM volume 3, "RCL".
-/// Intel's CPUs leave OF alone if nothing is left of the count, AMD's do not.
+/// A rotate through CF by a constant leaves OF undefined unless the count is 0 or 1. The count is meant before it is
+/// taken modulo 9 or 17, as in iced-x86: SDM volume 2, "RCL/RCR/ROL/ROR", and APM volume 3, "RCL". If the reduced count
+/// is 0, Intel's CPUs do not change OF, AMD's do.
 pub fn undefined_flags(instruction: &Instruction) -> u32 {
     let through_carry = matches!(instruction.mnemonic(), Mnemonic::Rcl | Mnemonic::Rcr)
         && instruction.op1_kind() == OpKind::Immediate8;
@@ -267,8 +268,8 @@ pub fn undefined_flags(instruction: &Instruction) -> u32 {
     instruction.rflags_undefined() | overflow
 }
 
-/// The arithmetic flags and DF, without those that the instruction leaves undefined. A fault leaves all as they were,
-/// unless it is in the middle of a program.
+/// Returns the flags to compare: the arithmetic flags and DF, except for those that the instruction leaves undefined. A
+/// fault changes none of them, unless it is in the middle of a program.
 fn compared_flags(case: &Case, fault: bool) -> u64 {
     const ALL: u64 = 0xcd5;
     if fault && case.program_at.is_none() {
@@ -288,7 +289,7 @@ fn compared_flags(case: &Case, fault: bool) -> u64 {
             ignored |= flag;
         }
     }
-    // With counts above the operand's width CF is undefined, too.
+    // With counts above the operand's width, CF is undefined, too.
     if matches!(
         case.instruction.mnemonic(),
         Mnemonic::Shl | Mnemonic::Sal | Mnemonic::Shr | Mnemonic::Sar
@@ -308,7 +309,7 @@ fn operand_bits(case: &Case) -> usize {
     }
 }
 
-/// A report that lets one try the case by hand.
+/// Returns a report from which the case can be repeated by hand.
 pub fn describe(case: &Case, differences: &[String]) -> String {
     let mut lines = vec![];
     for instruction in Decoder::with_ip(64, &case.bytes, case.regs.rip, DecoderOptions::NONE).iter()

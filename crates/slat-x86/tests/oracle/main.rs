@@ -1,12 +1,11 @@
-//! The oracle: the host CPU executes the same instruction bytes from the same state as the software CPU, and both
-//! must leave the same registers, flags, memory and faults behind.
+//! The oracle: the host CPU executes the same instruction bytes from the same state as the software CPU, and both must
+//! leave the same registers, flags, memory and faults.
 //!
-//! The host may be Intel's or AMD's: `vendor.rs` has what AMD's CPUs do otherwise.
+//! The host's CPU may be Intel's or AMD's: `vendor.rs` has the differences of AMD's CPUs.
 //!
-//! `cargo test` takes a few seconds with fixed seeds. A campaign:
-//! `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo test --release -p slat-x86 --test oracle`;
-//! `SLAT_ORACLE_PROGRAMS=100000` runs so many whole programs; `SLAT_ORACLE_ONLY=mulss,fld` keeps to some mnemonics,
-//! `SLAT_ORACLE_SHOW=20` reports more differences of each form.
+//! `cargo test` takes a few seconds with fixed seeds. A campaign: `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo
+//! test --release -p slat-x86 --test oracle`; `SLAT_ORACLE_PROGRAMS=100000` runs that number of whole programs;
+//! `SLAT_ORACLE_ONLY=mulss,fld` runs only these mnemonics; `SLAT_ORACLE_SHOW=20` reports more differences of each form.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
 #[path = "../common/compiled.rs"]
@@ -106,7 +105,7 @@ fn every_instruction_does_what_the_host_does() {
 
 enum Verdict {
     Same,
-    /// The host differs, exactly as this rule says of AMD's CPUs.
+    /// The host differs exactly as this rule about AMD's CPUs says.
     AsAmd(&'static str),
     Unimplemented(&'static str),
     Wrong(String),
@@ -143,7 +142,8 @@ fn sequences_of_instructions_do_what_the_host_does() {
     );
 }
 
-/// A CPU that runs a program may be interrupted, looked at, and loses rights to pages: the program does not notice.
+/// While a CPU runs a program, it may be interrupted and inspected, and lose rights to pages: the
+/// program does not notice.
 #[test]
 fn programs_do_what_they_do_on_the_host() {
     let arena = Arena::new();
@@ -182,14 +182,14 @@ fn run(case: &Case, arena: &Arena, guest: &mut Guest) -> Verdict {
     on_guest(case, &on_host(case, arena), arena, guest, Beside::Nothing)
 }
 
-/// Runs the case on the host. Returns what it leaves.
+/// Runs the case on the host. Returns the resulting state.
 fn on_host(case: &Case, arena: &Arena) -> judge::Result {
     judge::set_memory(arena, case);
     let (regs, fault) = arena.run(case.placed(), &case.regs);
     judge::Result::new(arena, &case.instruction, regs, fault)
 }
 
-/// Runs the case on the software CPU, and judges what it leaves.
+/// Runs the case on the software CPU, and judges the resulting state.
 fn on_guest(
     case: &Case,
     expected: &judge::Result,

@@ -1,4 +1,4 @@
-//! Where memory operands point to, and what else a form needs.
+//! Chooses the addresses of memory operands, and other inputs that a form needs.
 
 use iced_x86::{Instruction, Mnemonic, OpKind, Register};
 
@@ -6,8 +6,8 @@ use crate::forms::{Case, DF, FREE_FLAGS, nth};
 use crate::native::{BRANCH_TARGET, DATA, DATA_LEN, GS_BASE, HOLE, PAGE, Regs, STACK};
 use crate::rng::Rng;
 
-/// Gives operand `n` an address of a random shape and sets the registers so that it points into the data pages:
-/// mostly in the middle, sometimes across the page boundary, sometimes into the hole behind them.
+/// Gives operand `n` an address of a random shape, and sets the registers so that it points into the data pages: mostly
+/// to the middle, sometimes across the page boundary, sometimes into the hole after them.
 pub fn place(instruction: &mut Instruction, n: u32, base: usize, regs: &mut Regs, rng: &mut Rng) {
     instruction.set_op_kind(n, OpKind::Memory);
     if is_gather(instruction) {
@@ -48,7 +48,7 @@ pub fn place(instruction: &mut Instruction, n: u32, base: usize, regs: &mut Regs
     let narrow = rng.one_in(12);
     let first = if narrow { Register::EAX } else { Register::RAX };
     let mut b = rng.below(16);
-    // A register that is also an operand keeps its value for both roles; RSP stays a stack pointer.
+    // A register that is also an operand has one value for both roles. RSP stays a stack pointer.
     while b == 4 {
         b = rng.below(16);
     }
@@ -86,7 +86,7 @@ pub fn place(instruction: &mut Instruction, n: u32, base: usize, regs: &mut Regs
     regs.gpr[b] = value;
 }
 
-/// Whether the instruction loads elements at an index of their own each.
+/// Whether the instruction loads each element at an index of its own.
 pub fn is_gather(instruction: &Instruction) -> bool {
     use Mnemonic as M;
     matches!(
@@ -118,7 +118,7 @@ fn place_gather(instruction: &mut Instruction, base: usize, regs: &mut Regs, rng
         instruction.mnemonic(),
         Mnemonic::Vgatherqps | Mnemonic::Vgatherqpd | Mnemonic::Vpgatherqd | Mnemonic::Vpgatherqq
     );
-    // At times one of them is in the hole after the data, or far away.
+    // Sometimes one of the elements is in the hole after the data, or far away.
     let far = rng.one_in(4);
     let mut index = || match far && rng.one_in(4) {
         true if rng.one_in(4) => rng.integer() as i64,
@@ -133,8 +133,8 @@ fn place_gather(instruction: &mut Instruction, base: usize, regs: &mut Regs, rng
     }
 }
 
-/// Bends what a form needs to be judged at all: string pointers, branch targets, shift counts whose result Intel
-/// leaves undefined.
+/// Adjusts inputs so that a form can be judged: string pointers, branch targets, and shift counts for which Intel
+/// leaves the result undefined.
 pub fn tame(
     instruction: &mut Instruction,
     base: usize,
@@ -157,7 +157,7 @@ pub fn tame(
         regs.gpr[6] = (base + DATA + 0x200 + rng.below(span - 0x200)) as u64;
         regs.gpr[7] = (base + DATA + 0x200 + rng.below(span - 0x200)) as u64;
         if rng.one_in(8) {
-            // For the source only; the destination is in ES whatever the prefix.
+            // The prefix is for the source only: the destination is always in ES.
             instruction.set_segment_prefix(Register::GS);
             regs.gpr[6] -= GS_BASE;
         }
@@ -167,7 +167,7 @@ pub fn tame(
             rng.below(40) as u64
         };
         if rng.one_in(3) {
-            // Equal stretches, so that repeated compares run for a while.
+            // Mostly equal data, so that repeated comparisons run for a while.
             data.fill(regs.gpr[0] as u8);
             let odd = rng.below(DATA_LEN);
             data[odd] ^= 1;
@@ -186,8 +186,8 @@ pub fn tame(
         M::Leave | M::Enter => {
             regs.gpr[5] = (base + STACK + 0x400 + 8 * rng.below(0x100)) as u64;
             if mnemonic == M::Enter {
-                // The old frame and the new one do not overlap: in which order one is read and the other written is not
-                // architectural.
+                // The old frame and the new one must not overlap, because the order of reading one and writing the
+                // other is not architectural.
                 regs.gpr[5] += 0xc00;
                 instruction.set_immediate16(rng.below(0x200) as u16);
             }
@@ -221,7 +221,7 @@ pub fn tame(
             if instruction.op0_kind() == OpKind::Memory
                 && instruction.op1_kind() == OpKind::Register =>
         {
-            // The offset reaches beyond the operand: keep it within the data, and off the address registers.
+            // The offset may reach beyond the operand: keeps it within the data, and not in the address registers.
             let offset = instruction.op1_register();
             let full = offset.full_register();
             if full == instruction.memory_base().full_register()
@@ -245,14 +245,14 @@ pub fn tame(
                 return None;
             }
         }
-        // With a zero source the destination is undefined.
+        // With a source of zero, the destination is undefined.
         M::Bsf | M::Bsr if instruction.op1_kind() == OpKind::Register => {
             regs.gpr[instruction.op1_register().number()] |= 1 << rng.below(16);
         }
         M::Fxrstor | M::Fxrstor64 => {
             let at = (address(instruction, regs) as usize).wrapping_sub(base + DATA);
-            // Reserved bits of MXCSR would be #GP; pointers that are not canonical are mended in a way of the
-            // host's: some extend the sign of 48 bits.
+            // Reserved bits of MXCSR would be #GP. Pointers that are not canonical are corrected differently by hosts:
+            // some extend the sign of 48 bits.
             let keep = [(13, 0x7f), (14, 0), (15, 0), (21, 0x7f), (22, 0), (23, 0)];
             for (field, keep) in keep.into_iter().chain([(26, 0), (27, 0)]) {
                 if let Some(byte) = data.get_mut(at.wrapping_add(field)) {
@@ -261,7 +261,8 @@ pub fn tame(
             }
         }
         M::Dpps | M::Dppd | M::Vdpps | M::Vdppd => {
-            // An unmasked exception of a product ends them before the sum has raised its own.
+            // Unmasked, an exception of a product would end the instruction before the sum has
+            // raised its own exceptions.
             regs.fx[24] |= 0x80;
             regs.fx[25] |= 0x1f;
         }

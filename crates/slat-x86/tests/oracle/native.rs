@@ -1,5 +1,4 @@
-//! Runs instruction bytes on the host CPU itself, from a given state, and brings back the state they leave
-//! (or the fault they raise).
+//! Runs instruction bytes on the host CPU from a given state, and returns the resulting state, or the fault.
 
 use std::arch::global_asm;
 use std::mem::offset_of;
@@ -39,7 +38,8 @@ pub struct Fault {
 struct Frame {
     regs: Regs,
     host_rsp: u64,
-    /// Native code is between `slat_oracle_enter` and its return: every fault is its.
+    /// Whether native code is executing, between `slat_oracle_enter` and its return. Every fault in
+    /// this time belongs to it.
     running: bool,
     faulted: bool,
     trapno: u64,
@@ -67,7 +67,7 @@ static mut FRAME: Frame = Frame {
     has_avx: false,
 };
 
-// The frame is reached relative to RIP, so that no register is needed while all of them hold the state under test.
+// The frame is addressed relative to RIP, so that no register is needed while all registers hold the state under test.
 global_asm!(
     ".macro oracle_gprs move",
     "\\move rcx, 1", "\\move rdx, 2", "\\move rbx, 3", "\\move rsp, 4", "\\move rbp, 5", "\\move rsi, 6",
@@ -105,7 +105,7 @@ global_asm!(
     "popfq",
     "oracle_gprs oracle_load",
     "jmp [rip + {frame} + {rip_slot}]",
-    // The instruction's own bytes are followed by a jump to here.
+    // A jump to this address follows the instruction's own bytes.
     ".globl slat_oracle_exit",
     "slat_oracle_exit:",
     "oracle_gprs oracle_save",
@@ -146,22 +146,22 @@ unsafe extern "C" {
 }
 
 pub const PAGE: usize = 4096;
-/// Two pages of code, two of data, a page nobody may touch, two pages of stack: all below 2 GiB, so that 32-bit
-/// addresses and RIP-relative operands reach them.
+/// The layout: two pages of code, two of data, an inaccessible page, two pages of stack. All are below 2 GiB, so that
+/// 32-bit addresses and RIP-relative operands reach them.
 pub const CODE_LEN: usize = 2 * PAGE;
 pub const DATA: usize = CODE_LEN;
 pub const DATA_LEN: usize = 2 * PAGE;
 pub const HOLE: usize = 4 * PAGE;
 pub const STACK: usize = 5 * PAGE;
 pub const STACK_LEN: usize = 2 * PAGE;
-/// Guest-only pages (descriptor tables, handlers and their stack).
+/// Pages that only the guest uses: descriptor tables, handlers and their stack.
 pub const SYSTEM: usize = 7 * PAGE;
 pub const ARENA_LEN: usize = 10 * PAGE;
-/// Where an instruction stands in the code pages, and where its branches go.
+/// The offset of an instruction in the code pages, and the target of its branches.
 pub const AT: usize = 0x400;
 pub const BRANCH_TARGET: usize = 0x440;
 
-/// What is executed: bytes, where they stand in the code pages, and the two places where they lead to.
+/// The bytes to execute, their offset in the code pages, and the two offsets where they end.
 #[derive(Clone, Copy)]
 pub struct Placed<'a> {
     pub bytes: &'a [u8],
@@ -170,7 +170,7 @@ pub struct Placed<'a> {
 }
 
 impl<'a> Placed<'a> {
-    /// An instruction, or a few: they go on to what follows them, or branch.
+    /// One instruction or a few, which continue after their end or branch.
     pub fn short(bytes: &'a [u8]) -> Self {
         Placed {
             bytes,
@@ -194,7 +194,7 @@ impl<'a> Placed<'a> {
 /// The base of GS, which nothing else uses in a Linux program.
 pub const GS_BASE: u64 = 0x1230;
 
-/// The memory both CPUs run on, and the right to use the one frame.
+/// The memory that both CPUs use, and the right to use the only frame.
 pub struct Arena {
     pub base: usize,
     _lock: MutexGuard<'static, ()>,
@@ -256,15 +256,17 @@ impl Arena {
         pages
     }
 
-    /// Executes `code` from `regs`. RIP afterwards is that of the next instruction, or of the faulting one.
+    /// Executes `code`, beginning with `regs`. In the result RIP is that of the next instruction, or
+    /// of the faulting one.
     pub fn run(&self, code: Placed<'_>, regs: &Regs) -> (Regs, Option<Fault>) {
         let pages = self.place(code);
-        // The way back needs no register and touches no flag; a byte that it writes tells the two ends apart.
+        // The exit code needs no register and changes no flag; a byte that it writes tells which of the
+        // two ends was reached.
         for (number, end) in code.ends.into_iter().enumerate() {
             pages[end..end + END_LEN].copy_from_slice(&self.exit_sequence(number, end));
         }
-        // SAFETY: the lock in `self` makes this the only user of the frame; the code page holds the instruction
-        // followed by ways back, and faults come back through the handler.
+        // SAFETY: the lock in `self` makes this the only user of the frame. The code page holds the instruction
+        // followed by exit code, and faults return through the handler.
         unsafe {
             let frame = &raw mut FRAME;
             (*frame).regs = regs.clone();
@@ -287,7 +289,7 @@ impl Arena {
         }
     }
 
-    /// `jmp` to a tail in the code pages that notes which end was reached and leaves.
+    /// Returns a `jmp` to a tail in the code pages. The tail records which end was reached, and leaves.
     fn exit_sequence(&self, number: usize, end: usize) -> [u8; END_LEN] {
         let tail = TAILS + 0x40 * number;
         let pages = self.bytes_mut(tail, 0x40);
@@ -307,16 +309,16 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: the mapping of `new`, which nobody else knows.
+        // SAFETY: the mapping of `new`, to which nothing else refers.
         unsafe { libc::munmap(self.base as *mut _, ARENA_LEN) };
     }
 }
 
 /// Bytes of a way back.
 const END_LEN: usize = 14;
-/// Where the ways back go on in the code pages.
+/// Offset of the tails of the exit code in the code pages.
 const TAILS: usize = 0x100;
-/// A byte of the code pages in which they leave their number.
+/// Offset of the byte in the code pages where the tails store their number.
 const MARKER: usize = 0x1f0;
 
 fn install_handlers() {
@@ -336,8 +338,8 @@ fn install_handlers() {
             assert_eq!(libc::sigaltstack(&stack, std::ptr::null_mut()), 0);
         }
     }
-    // Once per process, and before the software CPU's guarded accesses install theirs on top: those hand on what is
-    // not their own.
+    // Installed once per process, before the software CPU's guarded accesses install their handlers over these: those
+    // pass on faults that are not their own.
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
         for (signal, previous) in SIGNALS.into_iter().zip(&PREVIOUS) {
@@ -366,14 +368,14 @@ const SIGNALS: [i32; 5] = [
 static PREVIOUS: [OnceLock<libc::sigaction>; 5] = [const { OnceLock::new() }; 5];
 
 extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel hands a valid context; the frame is this thread's while native code runs (`Arena` holds the
-    // lock), and the previous action is called as the kernel would have called it.
+    // SAFETY: the kernel passes a valid context. The frame is this thread's while native code runs (`Arena` holds the
+    // lock). The previous action is called as the kernel would have called it.
     unsafe {
         let uc = &mut *context.cast::<libc::ucontext_t>();
         let gregs = &mut uc.uc_mcontext.gregs;
         let frame = &raw mut FRAME;
         let rip = gregs[libc::REG_RIP as usize] as u64;
-        // A branch may have left the code page, so RIP does not tell whose fault this is.
+        // A branch may have left the code page, so RIP does not tell whether native code has caused the fault.
         if !(*frame).running {
             return chain(signal, info, context);
         }
@@ -415,15 +417,15 @@ extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut lib
 /// Returns the upper halves of the YMM registers in the XSAVE area of a signal frame.
 ///
 /// # Safety
-/// `area` is that of a signal handler being run.
+/// `area` is that of a signal handler that is running.
 unsafe fn high_halves(area: *const u8) -> [u8; 256] {
     const XSTATE_BV: usize = 512;
     const AVX: u64 = 4;
     const HIGH: usize = 576;
-    // The software's bytes of the legacy region tell that there is more than that, and which components.
+    // The software bytes of the legacy region tell whether there is more than that region, and which components.
     const MAGIC: usize = 464;
     const MAGIC_VALUE: u32 = 0x4650_5853;
-    // SAFETY: the legacy region is there always, the rest if the magic number is.
+    // SAFETY: the legacy region always exists, the rest if the magic number does.
     unsafe {
         let extended = area.add(MAGIC).cast::<u32>().read_unaligned() == MAGIC_VALUE;
         if extended && area.add(XSTATE_BV).cast::<u64>().read_unaligned() & AVX != 0 {
@@ -435,7 +437,7 @@ unsafe fn high_halves(area: *const u8) -> [u8; 256] {
 }
 
 /// # Safety
-/// The arguments are those of a signal handler being run.
+/// The arguments are those of a signal handler that is running.
 unsafe fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: handlers were installed before any signal could come; an action with SA_SIGINFO takes three arguments.
     unsafe {

@@ -1,9 +1,9 @@
-//! Whole programs: loops, calls, strings, vectors, code that changes itself; accesses and code in two pages. What
-//! compilers of blocks and regions do beyond single instructions shows here only: values that are kept across branches,
-//! state that is restored when a loop is left, code that is translated again.
+//! Whole programs: loops, calls, strings, vectors, code that changes itself, and accesses and code in two pages. Only
+//! these test what compilers of blocks and regions do beyond single instructions: keep values across branches, restore
+//! state when a loop is left, and translate code again.
 //!
-//! A program always ends: its loops count in memory that nothing else writes, its other branches lead forwards, its
-//! functions call none. It may end early by a fault, which both CPUs must take at the same instruction.
+//! A program always ends: its loops count in memory that nothing else writes, its other branches lead forward, and its
+//! functions call none. It may end early by a fault, which both CPUs must raise at the same instruction.
 
 use iced_x86::{
     BlockEncoder, BlockEncoderOptions, Code, Instruction, InstructionBlock, MemoryOperand,
@@ -18,17 +18,17 @@ use crate::sequences::{self, Pool};
 use crate::vendor;
 
 const FUNCTIONS: usize = 3;
-/// The most instructions of one stretch without structure.
+/// The most instructions of one straight part.
 const STRETCH: usize = 8;
 /// Loops in loops.
 const DEPTH: usize = 2;
 /// Where the loops' counters are in the data, above what instructions write.
 const COUNTERS: usize = DATA + DATA_LEN - 0x80;
 
-/// Makes a program. `None`: what was drawn cannot be encoded, or is too long.
+/// Makes a program. `None`: the random program cannot be encoded, or is too long.
 pub fn random(pool: &Pool, base: usize, rng: &mut Rng) -> Option<Case> {
     let mut case = Case::start(base, rng);
-    // Exceptions of floats are the business of single instructions.
+    // Masks floating-point exceptions: single instructions test them.
     case.regs.fx[..2].copy_from_slice(&0x37fu16.to_le_bytes());
     case.regs.fx[2] = 0;
     case.regs.fx[3] &= 0x3f;
@@ -68,19 +68,19 @@ pub fn random(pool: &Pool, base: usize, rng: &mut Rng) -> Option<Case> {
     case.program_at = Some(at);
     case.regs.rip = (base + at) as u64;
     case.bytes = encode(&code, case.regs.rip)?;
-    // It stands for all of them: AF is undefined.
+    // This instruction represents all of them for the judge: AF is undefined.
     case.instruction = Instruction::with2(Code::And_r32_rm32, Register::EAX, Register::EAX).ok()?;
     (at + case.bytes.len() + 0x20 <= CODE_LEN).then_some(case)
 }
 
-/// Encodes instructions whose addresses are names that branches go to.
+/// Encodes instructions whose addresses are labels for branches.
 fn encode(code: &[Instruction], rip: u64) -> Option<Vec<u8>> {
     let block = InstructionBlock::new(code, rip);
     let result = BlockEncoder::encode(64, block, BlockEncoderOptions::NONE).ok()?;
     Some(result.code_buffer)
 }
 
-/// The first name. Names are no addresses of the arena, and an instruction without one has the address 0.
+/// The first label. Labels are no addresses of the arena; an instruction without a label has address 0.
 const FIRST: u64 = 1;
 
 struct Program<'a> {
@@ -115,7 +115,7 @@ impl Program<'_> {
         self.push(Instruction::with_branch(code, name).expect("a branch"));
     }
 
-    /// A part of a program in so many loops. Functions are called by the main program only.
+    /// Makes a part of a program, inside `loops` loops. Only the main program calls functions.
     fn part(&mut self, loops: usize, may_call: bool) {
         match self.rng.below(10) {
             0 | 1 if loops < DEPTH => self.loop_of_parts(loops, may_call),
@@ -146,7 +146,7 @@ impl Program<'_> {
         }
     }
 
-    /// An instruction that leaves the stack alone, and does not fault for its address.
+    /// Returns an instruction that does not use the stack, and whose address does not fault.
     fn plain(&mut self, code: Code) -> Option<Instruction> {
         let mut instruction = sequences::placed(code, self.base, self.rng)?;
         if instruction.stack_pointer_increment() != 0
@@ -164,20 +164,20 @@ impl Program<'_> {
         if has_memory {
             let size = instruction.memory_size().size();
             let at = match self.rng.below(4) {
-                // Across the two pages, except for vectors, most of which want to be aligned.
+                // Across the page boundary, except for vectors, most of which must be aligned.
                 0 if size < 16 => PAGE - self.rng.below(size.max(1)),
                 1 => PAGE + 32 * self.rng.below(16),
                 _ => 32 * self.rng.below(4),
             };
             instruction.set_memory_displacement64((self.base + DATA + at) as u64);
         }
-        // An instruction without a name is not one that branches go to.
+        // Removes the label: no branch leads to this instruction.
         instruction.set_ip(0);
         Some(instruction)
     }
 
-    /// Sums that pass CF or OF on, as those of large numbers do, and a look at a flag: at the beginning of a loop they
-    /// find flags of the turn before.
+    /// Sums that pass CF or OF on, like those of large numbers, and a use of a flag. At the beginning of a loop the
+    /// sums find the flags of the previous turn.
     fn chain(&mut self) {
         const SUMS: [Code; 6] = [
             Code::Adcx_r64_rm64,
@@ -213,7 +213,7 @@ impl Program<'_> {
             (self.base + COUNTERS + 8 * loops) as i64,
         );
         let turns = 1 + self.rng.below(12) as u32;
-        // By large steps, CF and OF change from turn to turn.
+        // The steps are large, so that CF and OF change from turn to turn.
         const STEP: u32 = 0x3000_0000;
         let (step, count) = match self.rng.one_in(2) {
             true => (
@@ -265,7 +265,7 @@ impl Program<'_> {
         self.label(after);
     }
 
-    /// A call: direct, or by a register, or by a return to an address that was pushed.
+    /// A call: direct, by a register, or by a return to an address that was pushed.
     fn call(&mut self) {
         let function = self.functions[self.rng.below(FUNCTIONS)];
         let way = self.rng.below(3);
@@ -290,7 +290,7 @@ impl Program<'_> {
         self.label(after);
     }
 
-    /// One of the first eight registers, but not RSP.
+    /// Returns one of the first eight registers, except RSP.
     fn register(&mut self) -> Register {
         forms::nth(Register::RAX, self.rng.pick(&[0, 1, 2, 3, 5, 6, 7]))
     }
@@ -316,7 +316,7 @@ impl Program<'_> {
         }
         let direction = self.rng.pick(&[Code::Cld, Code::Cld, Code::Std]);
         self.push(Instruction::with(direction));
-        // repe and repne make a difference for the comparisons only.
+        // repe and repne differ for the comparisons only.
         let prefix = self.rng.pick(&[0xf3u8, 0xf3, 0xf2]);
         let operation = self
             .rng
@@ -329,7 +329,7 @@ impl Program<'_> {
         self.push(Instruction::with(Code::Cld));
     }
 
-    /// A store to the constant of an instruction that comes soon after it.
+    /// Stores to the constant of an instruction that follows soon.
     fn patch(&mut self) {
         match self.rng.below(3) {
             // mov [rip + 1], al; mov ecx, imm32
@@ -349,8 +349,8 @@ impl Program<'_> {
         self.define_flags();
     }
 
-    /// Sets all flags: cmp eax, ecx. All but AF, which nothing asks for: AND and its like leave it undefined, and what
-    /// follows them is to see their other flags.
+    /// Sets all flags by cmp eax, ecx, except for AF, which no instruction here reads: AND and similar ones leave AF
+    /// undefined, but the instructions after them should see their other flags.
     fn define_flags(&mut self) {
         self.bytes(&[0x39, 0xc8]);
     }

@@ -1,6 +1,6 @@
 //! Random numbers that are interesting to a CPU: edges of integers, odd floating-point values.
 
-/// SplitMix64: small, and the same numbers on every run.
+/// SplitMix64: small, and returns the same numbers in every run.
 pub struct Rng(pub u64);
 
 impl Rng {
@@ -20,7 +20,7 @@ impl Rng {
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len())]
     }
-    /// An integer where the edges are as likely as the middle.
+    /// Returns an integer. Edge values are as likely as all others together.
     pub fn integer(&mut self) -> u64 {
         let edge = self.pick(&[
             0,
@@ -89,7 +89,7 @@ impl Rng {
             _ => u128::from(self.next()) | (u128::from(self.next()) << 64),
         }
     }
-    /// 80 bits, unnormal and pseudo-denormal patterns among them.
+    /// Returns 80 bits, including unnormal and pseudo-denormal patterns.
     pub fn x87(&mut self) -> u128 {
         let exponent = match self.below(8) {
             0 => 0,

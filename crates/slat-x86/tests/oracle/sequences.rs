@@ -1,5 +1,5 @@
-//! Short runs of instructions. One alone starts from plain flags; only in a sequence do flags that are computed lazily,
-//! operations that are fused and results that are forwarded meet.
+//! Short sequences of instructions. A single instruction starts with plain flags. Only in a sequence do lazily computed
+//! flags, fused operations and forwarded results interact.
 
 use iced_x86::{Code, CpuidFeature, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
@@ -56,7 +56,7 @@ impl Pool {
     pub fn random(&self, base: usize, rng: &mut Rng) -> Option<Case> {
         const ROOM: usize = BRANCH_TARGET - AT - 16;
         let mut case = Case::start(base, rng);
-        // Unmasked exceptions are the business of single instructions.
+        // Masks exceptions: single instructions test unmasked ones.
         case.regs.fx[24] |= 0x80;
         case.regs.fx[25] |= 0x1f;
         let length = 2 + rng.below(5);
@@ -93,12 +93,12 @@ fn flow_of(code: Code) -> FlowControl {
     instruction.flow_control()
 }
 
-/// An instruction that leaves no flag undefined, see [`placed`].
+/// Returns an instruction that leaves no flag undefined: see [`placed`].
 fn plain(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
     placed(code, base, rng).filter(|instruction| judge::undefined_flags(instruction) == 0)
 }
 
-/// An instruction whose memory operand is at a fixed place, and that leaves RSP alone.
+/// Returns an instruction with its memory operand at a fixed address, which does not use RSP.
 pub fn placed(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
     let (mut instruction, memory) = forms::operands(code, base, rng)?;
     if let Some(n) = memory {
@@ -108,7 +108,7 @@ pub fn placed(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
         instruction.set_op_kind(n, OpKind::Memory);
         instruction.set_memory_base(Register::RIP);
         instruction.set_memory_displ_size(8);
-        // Few places, so that what is written is also read.
+        // There are few addresses, so that written data is also read.
         let at = base
             + DATA
             + 0x40
@@ -127,7 +127,7 @@ pub fn placed(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
     (!rsp).then_some(instruction)
 }
 
-/// Instructions that want their registers, memory or counts prepared.
+/// Instructions whose registers, memory or counts must be prepared.
 pub const NEEDS_TAMING: &[Mnemonic] = &[
     Mnemonic::Bt,
     Mnemonic::Bts,

@@ -1,8 +1,8 @@
-//! Where AMD's CPUs do something else than Intel's. The software CPU does what Intel's do, whichever vendor its guest
-//! is told; on an AMD host the judge has to know what the host does instead.
+//! Where AMD's CPUs differ from Intel's. The software CPU behaves like Intel's, whichever vendor its guest sees. On an
+//! AMD host the judge has to know what the host does instead.
 //!
-//! A rule takes the software CPU's result, checks that it is what the rule says of Intel's CPUs, and rewrites it to
-//! what the rule says of AMD's. The judge compares the rewritten result with the host's like any other, so that a
+//! A rule takes the software CPU's result, checks that it is what the rule expects of Intel's CPUs, and rewrites it to
+//! what the rule expects of AMD's. The judge compares the rewritten result with the host's like any other. So a
 //! difference that is not in the rule is still found.
 //!
 //! APM: AMD64 Architecture Programmer's Manual. SDM: Intel 64 and IA-32 Architectures Software Developer's Manual.
@@ -20,8 +20,8 @@ fn vendor() -> [u8; 4] {
     __cpuid(0).ebx.to_le_bytes()
 }
 
-/// Returns the bits that the host's MXCSR has, as FXSAVE writes them: AMD's CPUs have MM, of misaligned operands, and
-/// Intel's do not (APM volume 1, section 4.2.2; SDM volume 1, section 10.2.3).
+/// Returns the bits that exist in the host's MXCSR, as FXSAVE reports them: AMD's CPUs have MM, for misaligned
+/// operands, and Intel's do not (APM volume 1, section 4.2.2; SDM volume 1, section 10.2.3).
 pub fn host_mxcsr_mask() -> u32 {
     #[repr(align(16))]
     struct Image([u8; 512]);
@@ -41,14 +41,14 @@ fn is_amd() -> bool {
     matches!(&vendor(), b"Auth" | b"Hygo")
 }
 
-/// Where a sequence may have an instruction that a rule applies to.
+/// The positions in a sequence at which an instruction that a rule concerns may be.
 #[derive(PartialEq, Eq)]
 enum InSequences {
-    /// On AMD's CPUs the rest of the sequence starts from another state, or does not run.
+    /// None: on AMD's CPUs the rest of the sequence would start from another state, or not run.
     Nowhere,
-    /// The rest of the sequence could read the bytes that differ.
+    /// The end only: the rest of the sequence could read the bytes that differ.
     AtTheEnd,
-    /// No sequence has the operands for which the vendors differ.
+    /// Any: no sequence has the operands for which the vendors differ.
     Anywhere,
 }
 
@@ -56,8 +56,8 @@ struct Rule {
     name: &'static str,
     in_sequences: InSequences,
     applies: fn(&Instruction, &Regs) -> bool,
-    /// Rewrites the last argument, the software CPU's result, with the host's as the third. `None`: the software CPU's
-    /// is not what Intel's CPUs do.
+    /// Rewrites the last argument, the software CPU's result. The third argument is the host's result. `None`: the
+    /// software CPU's result is not that of Intel's CPUs.
     rewrite: fn(&Instruction, &Case, &Result, Result) -> Option<Result>,
 }
 
@@ -89,8 +89,8 @@ const RULES: &[Rule] = &[
         },
         rewrite: prefetch_of_a_register,
     },
-    // APM volume 3, section 2.5.7 ("NOP in 64-Bit Mode"): only 90 without REX.B is a NOP; with it, F3 has no meaning.
-    // SDM volume 2, "PAUSE": F3 90, and no word of REX; XED, Intel's decoder, has PAUSE for all of them.
+    // APM volume 3, section 2.5.7 ("NOP in 64-Bit Mode"): only 90 without REX.B is a NOP; with REX.B, F3 has no
+    // meaning. SDM volume 2, "PAUSE": F3 90, without mentioning REX; XED, Intel's decoder, decodes PAUSE in all cases.
     Rule {
         name: "XCHG of R8 with F3",
         in_sequences: InSequences::Nowhere,
@@ -101,7 +101,8 @@ const RULES: &[Rule] = &[
     },
     // SDM volume 2, "SHA1RNDS4" and the other six: exceptions of type 4, so #GP if the operand is not aligned to 16
     // bytes.
-    // AMD's do not check the alignment of these, as they do that of other SSE instructions: measured on family 19h.
+    // AMD's CPUs do not check the alignment for these instructions, though they do for other SSE instructions:
+    // measured on family 19h.
     Rule {
         name: "SHA on memory that is not aligned",
         in_sequences: InSequences::Nowhere,
@@ -125,18 +126,17 @@ const RULES: &[Rule] = &[
         },
         rewrite: movsxd_at_the_end,
     },
-    // An unmasked exception keeps an x87 store from storing. AMD's CPUs translate the address first, Intel's do not
-    // translate it at all. Neither APM volume 2, section 8.5 ("Priorities"), nor SDM volume 3, "Prioritization of
-    // Concurrent Events", puts #PF before or after the exceptions of the x87 unit.
+    // An unmasked exception prevents an x87 store. AMD's CPUs translate the address first; Intel's do not translate it
+    // at all. Neither APM volume 2, section 8.5 ("Priorities"), nor SDM volume 3, "Prioritization of Concurrent
+    // Events", orders #PF relative to the exceptions of the x87 unit.
     Rule {
         name: "x87 store to memory that is missing, with an unmasked exception",
         in_sequences: InSequences::Anywhere,
         applies: |instruction, _| is_x87_store(instruction.mnemonic()),
         rewrite: store_with_exception,
     },
-    // Here, too, AMD's translate the address first: nothing of the exceptions is seen. Intel's set the
-    // flags in MXCSR, or raise
-    // #XM, and store then. Measured on family 19h.
+    // Here, too, AMD's CPUs translate the address first, and then no exception is visible. Intel's set the flags in
+    // MXCSR, or raise #XM, before they store. Measured on family 19h.
     Rule {
         name: "VCVTPS2PH to memory that is missing",
         in_sequences: InSequences::Anywhere,
@@ -144,8 +144,8 @@ const RULES: &[Rule] = &[
         rewrite: conversion_not_stored,
     },
     // SDM volume 2, "VPGATHERDD/VPGATHERQD", operation: before anything is loaded, each element of the mask is filled
-    // with its sign, and what is above 128 bits of shorter operands is cleared.
-    // AMD's clear the mask's elements up to the one that faults and change no others: measured on family 19h.
+    // with its sign, and the bits above 128 of shorter operands are cleared.
+    // AMD's CPUs clear the mask's elements up to the one that faults, and change no others: measured on family 19h.
     Rule {
         name: "gather whose element faults",
         in_sequences: InSequences::Anywhere,
@@ -177,8 +177,8 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Rewrites `ours` to what an AMD CPU leaves behind after `case`; returns it with the rule's name. `None`: the host is
-/// not AMD's, or no rule says that the vendors differ here.
+/// Rewrites `ours` to the state that an AMD CPU leaves after `case`. Returns it with the rule's name. `None`: the host
+/// is not AMD's, or no rule says that the vendors differ here.
 pub fn as_amd(case: &Case, host: &Result, ours: &Result) -> Option<(Result, &'static str)> {
     if !is_amd() {
         return None;
@@ -193,13 +193,13 @@ pub fn as_amd(case: &Case, host: &Result, ours: &Result) -> Option<(Result, &'st
         })
 }
 
-/// Whether the host lets a sequence have `instruction`.
+/// Whether a sequence may contain `instruction` on this host.
 pub fn allowed_in_sequences(instruction: &Instruction, regs: &Regs) -> bool {
     !is_amd()
         || rule_of(instruction, regs).is_none_or(|rule| rule.in_sequences != InSequences::Nowhere)
 }
 
-/// Whether nothing but a branch may come after `instruction` in a sequence.
+/// Whether only a branch may follow `instruction` in a sequence.
 pub fn ends_sequence(instruction: &Instruction, regs: &Regs) -> bool {
     is_amd()
         && rule_of(instruction, regs).is_some_and(|rule| rule.in_sequences == InSequences::AtTheEnd)
@@ -241,7 +241,7 @@ fn is_x87_store(mnemonic: Mnemonic) -> bool {
     )
 }
 
-/// `ours` if the software CPU left it `intel`.
+/// Returns `ours` if the software CPU's result was `intel`.
 fn checked(case: &Case, intel: &Result, ours: Result) -> Option<Result> {
     judge::differences(case, intel, &ours)
         .is_empty()
@@ -304,7 +304,7 @@ fn xchg_with_f3(
 
 fn sha_not_aligned(_: &Instruction, case: &Case, host: &Result, ours: Result) -> Option<Result> {
     checked(case, &Result::unchanged(case, fault(GP, 0, 0)), ours)?;
-    // The digest of these bytes is judged where they are aligned.
+    // The digest of these bytes is tested with an aligned operand.
     Some(host.clone())
 }
 
@@ -364,7 +364,7 @@ fn gathered_in_part(
     let (mask, to) = (instruction.op2_register(), instruction.op0_register());
     let element = instruction.memory_size().element_size();
     let mut start = case.regs.clone();
-    // Elements that come before the one that faults are done.
+    // The elements before the one that faults are done.
     let mut is_done = true;
     for (now, before) in std::iter::zip(
         ours.regs.ymm_mut(mask.number()),
@@ -415,7 +415,7 @@ fn environment_selectors(
     Some(ours)
 }
 
-/// Where in the case's data the memory operand is.
+/// Returns the offset of the memory operand in the case's data.
 fn in_data(instruction: &Instruction, case: &Case) -> usize {
     let start = case.regs.rip - AT as u64 + DATA as u64;
     memory::address(instruction, &case.regs).wrapping_sub(start) as usize

@@ -166,7 +166,7 @@ fn a_fault_before_the_commit_point_leaves_the_old_task_as_it_was() {
     }
 }
 
-/// A fault of the new task: the field of its TSS that causes it.
+/// A fault of the new task, and the field of the task's TSS that causes it.
 struct Broken {
     name: &'static str,
     fields: Vec<(u64, u16)>,
@@ -237,10 +237,10 @@ fn a_fault_after_the_commit_point_is_the_new_tasks() {
             }
             guest.halt();
             let state = &guest.cpu.state;
-            // The handler's task is nested in the new one, which has not executed anything.
+            // The handler's task is nested in the new task, which has not executed any instruction.
             assert_eq!(state.tr.selector, handler_task(vector), "{name}");
             assert_eq!(state.rip, HANDLERS + 16 * u64::from(vector) + 1, "{name}");
-            // The CPU is AMD's: no exception is external.
+            // The CPU is AMD's, so no exception counts as external.
             let external = u64::from(way.interrupt);
             let pushed = word(&guest, HANDLER_STACK - 4);
             assert_eq!(pushed, error | external, "{name}: the error code");
@@ -267,7 +267,7 @@ fn an_error_code_that_cannot_be_pushed_is_the_new_tasks_fault() {
         guest.cpu.state.gpr[RSI] = DATA;
         guest
     };
-    // Either is a double fault: #SS and #PF after #PF. Its error code is 0, and it comes in the new task.
+    // #SS or #PF after #PF is a double fault. Its error code is 0, and it occurs in the new task.
     let mut small = page_fault();
     set(&small, TASK_TSS + SS, SMALL_STACK.into());
     let mut unmapped = page_fault();

@@ -166,7 +166,7 @@ fn a_single_step_is_of_the_task_that_has_tf() {
     guest.halt();
     assert_eq!(guest.cpu.state.rip, TASK_CODE + 1);
     assert_eq!(word(&guest, TSS + EFLAGS), 2 | TF);
-    // The new task's comes after its first instruction.
+    // The trap of the new task comes after the task's first instruction.
     let mut guest = guest_with_handler_tasks(&jmp(TASK));
     guest.memory().write(TASK_CODE, b"\x90\xf4");
     set(&guest, TASK_TSS + EFLAGS, 2 | TF);
@@ -180,7 +180,7 @@ fn a_task_has_its_own_address_space_and_ldt() {
     let mut guest = guest(&call(TASK));
     let cr3 = 0xb_0000;
     set(&guest, TASK_TSS + CR3, cr3);
-    // Its code is elsewhere; DS is in its LDT, which the GDT of its address space has.
+    // The new task has another address space: its code is elsewhere, and the GDT there has its LDT, which has DS.
     guest.memory().write(0xc_0000, b"\x90\x90\xf4");
     guest
         .machine
@@ -234,7 +234,7 @@ fn a_switch_that_breaks_off_anywhere_begins_again() {
     };
     let mut points = 0;
     for way in ways() {
-        // Accessed bits are written, and a segment register is refused in one of the tasks.
+        // Accessed bits are written. In one of the tasks a segment register is refused.
         for ds in [KERNEL_DATA, BEYOND] {
             let run = |retry_at| {
                 let mut guest = start(&way);
@@ -272,7 +272,7 @@ fn a_switch_tells_the_machine_of_its_stores_and_of_the_new_cr3() {
     guest.halt();
     let stores = &guest.machine.stores;
     let all: Vec<_> = (stores.iter()).map(|s| (s.gpa, s.bytes.len())).collect();
-    // The old task's registers (the GDT is elsewhere), and the link.
+    // The old task's registers (the GDT is in another page), and the link.
     assert_eq!(all, [(TSS + EIP, 0x40), (TASK_TSS, 2)]);
     assert_eq!(stores[0].bytes[..4], (CODE as u32 + 7).to_le_bytes());
     assert_eq!(stores[1].bytes, MAIN.to_le_bytes());

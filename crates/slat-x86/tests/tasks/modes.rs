@@ -12,14 +12,14 @@ fn a_conforming_code_segment_runs_at_the_rpl_of_its_selector() {
         set(&guest, TASK_TSS + at, USER_DATA.into());
     }
     guest.halt_in_handler(vector::GP);
-    // HLT of user code: pushed on the stack of ring 0 in the task's TSS.
+    // HLT in user code raises #GP, whose frame is on the ring-0 stack of the task's TSS.
     assert_eq!(guest.cpu.state.tr.selector, TASK);
     let at = guest.cpu.state.gpr[RSP];
     assert_eq!(word(&guest, at + 4), TASK_CODE);
     assert_eq!(word(&guest, at + 8), u64::from(CONFORMING | 3));
 }
 
-/// A guest that returns to a task in virtual-8086 mode, whose exceptions are tasks.
+/// A guest that returns to a task in virtual-8086 mode. Its exceptions are handled by tasks.
 fn virtual_8086(code: &[u8], iopl: u64) -> Guest {
     let mut guest = guest_with_handler_tasks(&IRET);
     linked(&mut guest, TASK);
@@ -93,7 +93,7 @@ fn instructions_of_a_virtual_8086_task_follow_its_mode() {
             assert_eq!(word(&guest, HANDLER_STACK - 4), 0, "{name}");
         }
     }
-    // The segment that was loaded is at its paragraph: mov ax,0x700; mov es,ax; mov es:[0],al; ud2
+    // The base of the loaded segment is that of its paragraph: mov ax,0x700; mov es,ax; mov es:[0],al; ud2
     let mut guest = virtual_8086(b"\xb8\x34\x07\x8e\xc0\x26\xa2\x00\x00\x0f\x0b", 0);
     guest.halt();
     assert_eq!(guest.memory().read::<1>(0x7340), [0x34]);

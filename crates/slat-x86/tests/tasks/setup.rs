@@ -1,4 +1,4 @@
-//! A 32-bit guest with tasks, and the ways to switch to them.
+//! A 32-bit guest with tasks, and all methods of switching to them.
 
 use crate::common::*;
 use slat_x86::*;
@@ -10,7 +10,7 @@ pub const USER_DATA: u16 = 0x1b;
 pub const USER_CODE: u16 = 0x23;
 /// The task that runs first.
 pub const MAIN: u16 = 0x28;
-/// The task that is switched to: by its TSS of 32 bits, of 16 bits, or a gate.
+/// The task to switch to, by its 32-bit TSS, its 16-bit TSS, or a gate.
 pub const TASK: u16 = 0x30;
 pub const TASK16: u16 = 0x38;
 pub const GATE: u16 = 0x40;
@@ -25,12 +25,12 @@ pub const SMALL_STACK: u16 = 0x80;
 pub const SMALL_CODE: u16 = 0x88;
 pub const BEYOND: u16 = 0xff8;
 
-/// The TSSs of both sizes, each on its page, the task's code and its stack.
+/// The TSSs of both sizes, each on its own page; the task's code and its stack.
 pub const TASK_TSS: u64 = 0x5_3000;
 pub const TASK16_TSS: u64 = 0x5_4000;
 pub const TASK_CODE: u64 = 0x6000;
 pub const TASK_STACK: u64 = 0x9000;
-/// One task per vector for exceptions: its handler is where it always is.
+/// The TSSs of exception handlers, one task per vector. Handlers are at their usual addresses.
 pub const HANDLER_TSS: u64 = 0x5_5000;
 pub const HANDLER_STACK: u64 = 0xa_0000;
 
@@ -102,7 +102,7 @@ pub fn segment(selector: u16, rights: u32) -> Segment {
     }
 }
 
-/// A guest with paging in 32-bit code at CPL 0, whose exceptions go through interrupt gates to a HLT each.
+/// A guest with paging in 32-bit code at CPL 0. Each exception goes through an interrupt gate to a HLT.
 pub fn guest(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     for vector in 0..=255 {
@@ -144,7 +144,7 @@ pub fn guest(code: &[u8]) -> Guest {
         descriptor(&guest, selector, tss, 0x67, 0x89, 0);
     }
     flat_task(TASK_TSS, TASK_CODE, TASK_STACK);
-    // The other general registers, so that each is seen to be loaded.
+    // The other general registers have different values, so that a test sees each of them loaded.
     for (n, at) in (0..).zip((0x28..0x48).step_by(4)) {
         if at != ESP {
             set(&guest, TASK_TSS + at, 0x1111_1111 * n);
@@ -185,7 +185,7 @@ pub fn guest_with_handler_tasks(code: &[u8]) -> Guest {
 
 pub fn far(opcode: u8, selector: u16) -> Vec<u8> {
     let [low, high] = selector.to_le_bytes();
-    // The offset is not used; HLTs, in case it were.
+    // The offset is ignored; it consists of HLTs, in case it were not.
     vec![opcode, 0xf4, 0xf4, 0xf4, 0xf4, low, high, 0xf4]
 }
 pub fn jmp(selector: u16) -> Vec<u8> {
@@ -260,7 +260,7 @@ pub fn as_user(guest: &mut Guest) {
     set(guest, TSS + 4, STACK);
     set(guest, TSS + 8, KERNEL_DATA.into());
 }
-/// NT is set, and the link is to another task.
+/// Sets NT, and links the current TSS to another task.
 pub fn linked(guest: &mut Guest, link: u16) {
     guest.cpu.state.rflags |= NT;
     set16(guest, TSS, link.into());

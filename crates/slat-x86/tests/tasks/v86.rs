@@ -1,21 +1,22 @@
-//! Virtual-8086 mode by IRET, the events that leave it, and its extensions (SDM volume 3, "8086 Emulation").
+//! Virtual-8086 mode: entering it by IRET, the events that leave it, and its extensions (SDM volume
+//! 3, "8086 Emulation").
 
 use crate::common::*;
 use crate::setup::*;
 use slat_x86::state::{control, flags};
 use slat_x86::*;
 
-/// The program's segment; it is in memory at [`TASK_CODE`].
+/// The program's segment, which is in memory at [`TASK_CODE`].
 const SEGMENT: u16 = (TASK_CODE >> 4) as u16;
 const SP: u64 = 0x1000;
 const STACK_SEGMENT: u16 = 0x700;
 const IOPL3: u64 = 3 << 12;
-/// Offset of the TSS's I/O permission bitmap, before which is the bitmap of redirected interrupts.
+/// Offset of the TSS's I/O permission bitmap. The bitmap of redirected interrupts is just before it.
 const IO_MAP: u64 = 0x88;
 /// A handler of the program's own.
 const HANDLER: (u16, u16) = (0x650, 4);
 
-/// A guest that returns to virtual-8086 mode, where it executes `code` with `rflags`; `cr4` has the extensions.
+/// A guest that returns to virtual-8086 mode, where it executes `code` with `rflags`. `cr4` enables extensions.
 fn program(code: &[u8], rflags: u64, cr4: u64) -> Guest {
     let mut guest = guest(&IRET);
     guest.memory().write(TASK_CODE, code);
@@ -44,7 +45,7 @@ fn program(code: &[u8], rflags: u64, cr4: u64) -> Guest {
     guest
 }
 
-/// The monitor's stack after an event: error code, if there is one, EIP, CS, EFLAGS, ESP, SS, ES, DS, FS, GS.
+/// The monitor's stack after an event: error code if the event has one, EIP, CS, EFLAGS, ESP, SS, ES, DS, FS, GS.
 struct Frame {
     error: Option<u64>,
     words: [u64; 9],
@@ -100,7 +101,7 @@ fn an_event_saves_all_segments_and_nulls_them() {
     }
 }
 
-/// The monitor's IRET goes on with the program, whose segments it loads again.
+/// The monitor's IRET continues the program, and loads the program's segments again.
 #[test]
 fn an_event_comes_back() {
     // int 0x40; hlt
@@ -118,7 +119,8 @@ fn an_event_comes_back() {
     );
 }
 
-/// An instruction, its flags and extensions; then the vector that ends it, the address, AX, and VIF and IF.
+/// An instruction, and the flags and extensions with which it runs; then the vector that ends it, the
+/// address, AX, VIF and IF.
 struct Case {
     name: &'static str,
     code: &'static [u8],
@@ -142,7 +144,7 @@ fn sensitive_instructions_use_the_flag_that_iopl_and_the_extensions_say() {
         left,
     };
     let (vif, vip, real) = (flags::VIF, flags::VIP, flags::IF);
-    // Each ends with hlt, or with its own #GP: that does not have moved the stack pointer.
+    // Each case ends with hlt, or with a #GP of its own; a #GP must not have moved the stack pointer.
     let cases = [
         case(
             "sti; pushf; pop ax",
@@ -257,7 +259,7 @@ fn sensitive_instructions_use_the_flag_that_iopl_and_the_extensions_say() {
     }
 }
 
-/// A program that executes INT 0x21 and has a handler of its own, which halts.
+/// A program that executes INT 0x21, with its own handler, which halts.
 fn interrupts(rflags: u64, cr4: u64, monitor: bool) -> Guest {
     // int 0x21
     let guest = program(b"\xcd\x21\xf4", rflags, cr4);
@@ -295,7 +297,7 @@ fn an_interrupt_by_instruction_goes_where_the_bitmap_says() {
         let enabled = flags::VIF | flags::IF;
         assert_eq!(frame.flags() & enabled, left, "{rflags:#x}");
     }
-    // The monitor's: #GP below IOPL 3, else by the gate.
+    // The monitor handles it: by #GP below IOPL 3, otherwise by the gate.
     for (cr4, monitor) in [(VME, true), (0, false)] {
         let frame = leaves(&mut interrupts(0, cr4, monitor), vector::GP);
         assert_eq!((frame.words[0], frame.error), (0, Some(0)));
@@ -321,14 +323,14 @@ fn int3_always_goes_to_the_monitor() {
 
 #[test]
 fn only_privilege_level_0_enters_and_receives() {
-    // A monitor in ring 3 does not enter: VM is not loaded.
+    // A monitor in ring 3 cannot enter the mode: VM is not loaded.
     let mut user = program(b"\xf4", 0, 0);
     as_user(&mut user);
     set(&user, user.cpu.state.gpr[RSP] + 4, USER_CODE.into());
     set(&user, user.cpu.state.gpr[RSP], CODE + 1);
     user.halt_in_handler(vector::GP);
     assert_eq!(word(&user, user.cpu.state.gpr[RSP] + 12) & VM, 0);
-    // RIP beyond 64 KiB: a fault of the IRET, in the monitor.
+    // RIP beyond 64 KiB is a fault of the IRET, in the monitor.
     let mut guest = program(b"\xf4", 0, 0);
     set(&guest, guest.cpu.state.gpr[RSP], 0x1_0000);
     guest.halt_in_handler(vector::GP);
@@ -339,7 +341,7 @@ fn only_privilege_level_0_enters_and_receives() {
     let conforming = gate & !(0xffff << 16) | u64::from(CONFORMING) << 16;
     guest.memory().write64(idt(vector::UD), conforming);
     let frame = leaves(&mut guest, vector::GP);
-    // The CPU is AMD's: no exception is external.
+    // The CPU is AMD's, so no exception counts as external.
     assert_eq!(frame.error, Some(u64::from(CONFORMING)));
 }
 

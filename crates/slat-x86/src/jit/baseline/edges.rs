@@ -1,4 +1,4 @@
-//! From one block to the next: values are moved to where the block begins with them.
+//! Edges between blocks: a branch moves values to the registers and slots where its target expects them.
 
 use super::places::State;
 use super::uses::arguments;
@@ -6,7 +6,7 @@ use super::{Generator, Reg, Result, Unknown};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{Block, BlockCall, Value};
 
-/// Values that a branch, or a call, puts where its target wants them.
+/// The moves that put values where the target of a branch, or a call, expects them.
 #[derive(Default)]
 pub(super) struct Moves {
     /// Slots that are filled first.
@@ -24,7 +24,8 @@ impl Moves {
 }
 
 impl Generator<'_> {
-    /// Keeps what the targets of a rare block begin with. Returns these values: let them go at its end.
+    /// Keeps the values with which the targets of a rare block begin. Returns these values; the caller releases them at
+    /// the end of the block.
     pub(super) fn hold_targets(&mut self, block: Block) -> Vec<Value> {
         let func = self.func;
         let mut held = Vec::new();
@@ -57,7 +58,7 @@ impl Generator<'_> {
         self.places.values[value.index()].last >= position
     }
 
-    /// Makes what is to be done for a branch. The first one to a block decides how that begins.
+    /// Returns the moves for a branch. The first branch to a block decides where the block expects its values.
     fn moves(&mut self, call: &BlockCall) -> Result<Moves> {
         let func = self.func;
         let to = call.block(&func.dfg.value_lists);
@@ -65,10 +66,10 @@ impl Generator<'_> {
         let parameters = func.dfg.block_params(to);
         let values = arguments(func, call);
         match target.entry {
-            // What a block that is made already begins with is kept only for branches that were known then.
+            // The block is already made. Its values were kept only for branches that were known at that time.
             Some(_) if self.is_nested && self.asm.is_placed(target.label) => Err(Unknown),
             Some(entry) => Ok(self.conform(entry, parameters, values)),
-            // What its uses let go could be what it is given.
+            // Counting the block's uses could release a value that the branch passes as a parameter.
             None if target.is_rare && !parameters.is_empty() => Err(Unknown),
             None => {
                 let (entry, moves) =
@@ -86,8 +87,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Decides how a block begins: with all values where they are, and its parameters, with values that the branch
-    /// gives it, where there is room.
+    /// Decides where a block expects its values: all values stay where they are, and each parameter gets a free
+    /// register or, if there is none, a slot.
     fn decide(
         &mut self,
         position: u32,
@@ -97,7 +98,7 @@ impl Generator<'_> {
     ) -> Result<(State, Moves)> {
         let mut entry = self.places.state;
         for place in &mut entry.registers {
-            // Where there are other branches, a constant is made again when it is needed.
+            // If the block has other branches, constants are not kept: they are made again when needed.
             *place = place.filter(|&value| {
                 let is_used = self.places.left(value) > self.uses_of(value);
                 let is_common =
@@ -132,7 +133,7 @@ impl Generator<'_> {
         Ok((entry, moves))
     }
 
-    /// Returns a register that has no value now, and is given to none.
+    /// Returns a register that holds no value now, and none at the entry of the block.
     fn spare_in(&self, entry: &State, is_kept: bool) -> Option<Reg> {
         self.places.spare_but(is_kept, |register| {
             entry.registers[usize::from(register.0)].is_some()
@@ -148,7 +149,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Finds what is to be moved to where a block begins with it.
+    /// Returns the moves to the registers and slots where a block, whose entry is decided, expects its values.
     fn conform(
         &mut self,
         entry: State,
@@ -162,7 +163,7 @@ impl Generator<'_> {
             let register = Reg(register as u8);
             match given.iter().find(|(parameter, _)| *parameter == value) {
                 Some(&(_, value)) => self.give(&mut moves, register, value),
-                // A value that is neither in a register nor saved is not used from there on.
+                // A value that is neither in a register nor in a slot is not used from here on.
                 None if self.is_somewhere(value) => self.give(&mut moves, register, value),
                 None => {}
             }
@@ -176,7 +177,7 @@ impl Generator<'_> {
                 moves.slots.push((slot, value));
             }
         }
-        // Values that were saved on the way there, but not on this one.
+        // Values that were in slots at the first branch to the block, but are not at this one.
         for value in self.places.state.registers.into_iter().flatten() {
             if let Some(slot) = self.places.known(value).slot()
                 && entry.saved >> slot & 1 != 0
@@ -198,7 +199,7 @@ impl Generator<'_> {
 
     /// Makes moves as if all happened at once.
     pub(super) fn make(&mut self, mut moves: Moves) {
-        // What slots get waits on the stack until nothing is read any more.
+        // The values for slots wait on the stack until all other values have been read.
         for &(_, value) in &moves.slots {
             self.push(value);
         }
@@ -225,7 +226,8 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Ends a block by two branches: to the first block if a condition holds. The flags are set.
+    /// Ends a block by two branches: to the first block if `condition` holds, otherwise to the
+    /// second. The flags are set.
     pub(super) fn branch(
         &mut self,
         condition: u8,
@@ -239,7 +241,7 @@ impl Generator<'_> {
             false => (condition, calls),
         };
         let to = first.block(lists);
-        // What the branch uses stays until both ways are made.
+        // The values that the branch uses are kept until the moves of both branches are made.
         let moves = self.moves(first)?;
         let label = self.targets[to.index()].label;
         if moves.is_empty() {

@@ -1,10 +1,10 @@
-//! The host's instructions, as far as the first tier uses them, as bytes.
+//! The host's instructions that the baseline tier uses, as bytes.
 //!
-//! Nearly all of them have one form: an opcode, a register, and a register or memory. What differs is the opcode.
+//! Nearly all of them have the same form: an opcode, a register, and a register or memory. Only the opcode differs.
 
 use super::Reg;
 
-/// A place in the code that is perhaps not known yet.
+/// A position in the code that may not be known yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Label(u32);
 
@@ -16,11 +16,11 @@ pub(super) enum Place {
     Register(Reg),
     /// At a register plus a number of bytes.
     Memory(Reg, i32),
-    /// At the sum of two registers, the second one not RSP, plus a number of bytes.
+    /// Memory at the sum of two registers and a number of bytes. The second register is not RSP.
     Sum(Reg, Reg, i32),
 }
 
-/// Operations of two operands with one encoding, by their numbers in it.
+/// Operations of two operands that share one encoding, by their numbers in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Alu {
     Add = 0,
@@ -41,7 +41,7 @@ pub(super) enum Shift {
     Sar = 7,
 }
 
-/// Operations of one operand, by their numbers in the encoding. The last three have RDX:RAX for the other one.
+/// Operations of one operand, by their numbers in the encoding. The last three use RDX:RAX as the other operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unary {
     Not = 2,
@@ -59,19 +59,20 @@ pub(super) enum Count {
     LeadingZeros = 0xbd,
 }
 
-/// What a [`Place`] is of an instruction, besides its size: registers 4 to 7 are other ones as bytes without a prefix.
+/// How an instruction uses a [`Place`], besides its size. As a byte without a prefix, registers 4 to 7
+/// are other registers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Width {
     Sized,
     Byte,
 }
 
-/// Code while it is made. Sizes are indices: 1, 2, 4 or 8 bytes.
+/// Code under construction. Sizes are indices: 0 to 3 for 1, 2, 4 or 8 bytes.
 #[derive(Default)]
 pub(super) struct Assembler {
     pub(super) code: Vec<u8>,
     labels: Vec<u32>,
-    /// Where offsets of four bytes are that lead from their ends to labels.
+    /// The positions of four-byte offsets, each of which leads from its end to a label.
     uses: Vec<(u32, Label)>,
 }
 
@@ -111,7 +112,7 @@ impl Assembler {
         self.labels[label.0 as usize]
     }
 
-    /// Fills in the offsets. Call when all labels that were used have places.
+    /// Fills in the offsets. Call when all used labels have positions.
     pub(super) fn link(&mut self) {
         for (at, label) in self.uses.drain(..) {
             let to = self.labels[label.0 as usize];
@@ -184,7 +185,7 @@ impl Assembler {
         }
     }
 
-    /// Encodes an instruction whose opcode tells bytes, then `opcode`, from larger sizes, then `opcode` + 1.
+    /// Encodes an instruction whose opcode tells the size: `opcode` for bytes, `opcode` + 1 for larger sizes.
     fn sized(&mut self, size: u8, opcode: u16, reg: u8, place: Place) {
         let width = if size == 0 { Width::Byte } else { Width::Sized };
         self.instruction(size, width, 0, opcode | u16::from(size != 0), reg, place);
@@ -318,18 +319,18 @@ impl Assembler {
         self.instruction(2, Width::Sized, 0, 0x8f, 0, place);
     }
 
-    /// Computes the address of a place, without a change of the flags.
+    /// Computes the address of a place, without changing the flags.
     pub(super) fn address(&mut self, to: Reg, place: Place) {
         self.instruction(3, Width::Sized, 0, 0x8d, to.0, place);
     }
 
-    /// Sets a byte to a condition, 0 to 15, which is 0 or 1.
+    /// Sets a byte to 1 if condition 0 to 15 holds, otherwise to 0.
     pub(super) fn set(&mut self, condition: u8, to: Reg) {
         let opcode = 0x190 | u16::from(condition);
         self.instruction(2, Width::Byte, 0, opcode, 0, Place::Register(to));
     }
 
-    /// Copies if a condition holds: doublewords or quadwords.
+    /// Copies a doubleword or quadword if a condition holds.
     pub(super) fn mov_if(&mut self, condition: u8, size: u8, to: Reg, from: Reg) {
         let opcode = 0x140 | u16::from(condition);
         self.instruction(size, Width::Sized, 0, opcode, to.0, Place::Register(from));
@@ -356,7 +357,7 @@ impl Assembler {
         self.bytes(&[0x0f, 0xc8 | register.0 & 7]);
     }
 
-    /// Compares memory with RAX, which becomes what was there, and stores `new` if it was equal: atomically.
+    /// Atomically compares memory with RAX, and stores `new` if they are equal. RAX becomes the old content of memory.
     pub(super) fn compare_exchange(&mut self, size: u8, address: Reg, new: Reg) {
         self.code.push(0xf0);
         self.sized(size, 0x1b0, new.0, Place::Memory(address, 0));

@@ -1,4 +1,4 @@
-//! Instructions of Cranelift's language that are one of the host's together.
+//! Fusion: instructions of Cranelift's language that together become one instruction of the host.
 
 use super::Generator;
 use crate::jit::access;
@@ -14,9 +14,9 @@ pub(super) struct Addition {
 }
 
 impl Generator<'_> {
-    /// Whether an instruction is made together with the one that uses its result, alone: a comparison with a
-    /// branch at the end of the block or a selection after it, a load with a comparison after it, or a sum
-    /// with an access after it.
+    /// Whether an instruction is emitted together with the only one that uses its result: a comparison with a branch
+    /// at the end of the block or with the selection after it, a load with the comparison after it, or a sum with
+    /// the access after it.
     pub(super) fn is_fused(&self, inst: Inst) -> bool {
         let layout = &self.func.layout;
         match self.func.dfg.insts[inst].opcode() {
@@ -41,7 +41,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Whether `user` accesses memory where `inst` says, which nothing else uses.
+    /// Whether `user` accesses memory at the result of `inst`, and nothing else uses that result.
     fn is_address_of(&self, inst: Inst, user: Inst) -> bool {
         let dfg = &self.func.dfg;
         let sum = dfg.first_result(inst);
@@ -53,7 +53,8 @@ impl Generator<'_> {
         address == Some(sum) && self.places.left(sum) == 1
     }
 
-    /// Returns the sum that an address is, if it is made only by the access, and what is added.
+    /// Returns the addition that computes an address, and its operands, if the address is computed only
+    /// as part of the access.
     pub(super) fn fused_sum(&self, address: Value) -> Option<(Inst, [Value; 2])> {
         let inst = self.func.dfg.value_def(address).inst()?;
         match self.func.dfg.insts[inst] {
@@ -70,7 +71,7 @@ impl Generator<'_> {
         self.places.register(value).is_some() || self.places.saved(value).is_some()
     }
 
-    /// Whether `user` branches or selects by the result of `inst`, which nothing else uses.
+    /// Whether `user` branches or selects by the result of `inst`, and nothing else uses that result.
     fn is_condition_of(&self, inst: Inst, user: Inst) -> bool {
         let dfg = &self.func.dfg;
         matches!(dfg.insts[user].opcode(), Opcode::Brif | Opcode::Select)
@@ -78,7 +79,7 @@ impl Generator<'_> {
             && self.places.left(dfg.first_result(inst)) == 1
     }
 
-    /// Whether `user` compares something with what a load of a field gives, which nothing else uses.
+    /// Whether `inst` loads a field, `user` compares something with its result, and nothing else uses that result.
     fn is_compared_by(&self, inst: Inst, user: Inst) -> bool {
         let dfg = &self.func.dfg;
         let InstructionData::IntCompare { args: [_, b], .. } = dfg.insts[user] else {
@@ -101,7 +102,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the load that a value is the result of, with its address and offset, if it is made only
+    /// Returns the load whose result a value is, with its address and offset, if the load is emitted only
     /// where the value is used.
     pub(super) fn fused_load(&self, value: Value) -> Option<(Inst, Value, i32)> {
         let inst = self.func.dfg.value_def(value).inst()?;
@@ -109,7 +110,7 @@ impl Generator<'_> {
         Some((inst, address, offset))
     }
 
-    /// Returns the addition to a field that three instructions are of which this is the first.
+    /// Returns the addition to a field that `load` and the two instructions after it form, if they do.
     pub(super) fn addition(&self, load: Inst) -> Option<Addition> {
         let (dfg, layout) = (&self.func.dfg, &self.func.layout);
         let (address, offset) = self.field(load)?;

@@ -1,31 +1,34 @@
-//! The baseline tier: machine code for a function of Cranelift's intermediate language in one pass.
+//! The baseline tier: makes machine code of a function in Cranelift's intermediate language, in one pass.
 //!
-//! What guest instructions mean is written once, in the translator; there are two ways from its function to code. This
-//! one takes a tenth of the time that Cranelift takes, and makes code that is somewhat larger and slower: right for
-//! code that is warm, of which there is much. What stays hot is compiled again, by Cranelift.
+//! The translator defines what guest instructions mean, once; two tiers make machine code of its function. This tier
+//! takes a tenth of the time that Cranelift takes, and makes code that is somewhat larger and slower. That is right for
+//! warm code, of which there is much. Code that stays hot is compiled again, by Cranelift.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `encode` | the host's instructions as bytes |
 //! | `uses` | which values are used, how often, and where last |
 //! | `places` | where values are: registers, slots of the frame |
-//! | `registers` | values get registers, and give them up |
-//! | `select` | which instructions of the host do what an instruction does |
-//! | `fuse` | which instructions are one of the host's together |
+//! | `registers` | how values get registers, and give them up |
+//! | `select` | the host's instructions for an instruction of the language |
+//! | `fuse` | which instructions together become one of the host's |
 //! | `edges` | from one block to the next |
 //!
-//! The blocks are taken in their order, those that are rarely executed at the end. A block begins with the values where
-//! the first branch to it had them; every other branch moves them there (`edges`). So code that follows a look at the
-//! TLB goes on with the same registers as before, and only a miss, which is made at the end, saves and restores any.
+//! Blocks are made in their order; rarely executed blocks are made at the end. A block expects values where the first
+//! branch to it had them, and every other branch moves them there (`edges`). So after a TLB look-up the code continues
+//! with the same registers as before; only the code of a miss, which is at the end, saves and restores registers.
 //!
-//! A value's register is free after its last use. That is found by counting: `count` looks at all blocks first, and
-//! leaves out what has no uses. It takes three rules for the uses that come elsewhere: those in a rare block count as
-//! uses of the branch to it, because it begins with a copy of the state there; a value that a loop uses, but does not
-//! make, is used once more at the end of the loop; and a block with several branches to it begins with those values
-//! only that are used at its position or later.
+//! A value's register is free after the value's last use. Uses are counted for this: `count` looks at all blocks first,
+//! and leaves out instructions whose results have no uses. Three rules cover uses that are made in another order:
 //!
-//! It knows integers only. The translator has vectors and floating point done by the interpreter's handlers for it;
-//! anything else that it does not know makes it refuse the function, which is Cranelift's then.
+//! - Uses in a rare block count as uses of the branch to it, because the block begins with a copy of the
+//!   state at the branch.
+//! - A value that a loop uses but does not make is used once more at the end of the loop.
+//! - A block with several branches to it begins only with values that are used at its position or later.
+//!
+//! This tier knows integers only. For this tier, the translator calls the interpreter's handlers for vectors and
+//! floating point. If the tier finds anything else that it does not know, it refuses the function, which
+//! Cranelift then compiles.
 
 mod edges;
 mod encode;
@@ -40,11 +43,11 @@ use cranelift_codegen::ir::{Block, Function, Inst, InstructionData, Value};
 use encode::{Assembler, Label};
 use places::{Places, R15, State};
 
-/// A register of the host's, by its number in instructions.
+/// A register of the host, by its number in instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Reg(u8);
 
-/// Where a block is, who leads to it, and how it begins.
+/// A block as the target of branches: its position, its branches, and where it expects its values.
 #[derive(Clone, Copy)]
 struct Target {
     label: Label,
@@ -53,21 +56,21 @@ struct Target {
     /// Its position in the function's order.
     position: u32,
     is_rare: bool,
-    /// How it begins, if there was a branch to it.
+    /// Where the block expects its values, once there was a branch to it.
     entry: Option<State>,
-    /// Which of `Generator::segments` it belongs to.
+    /// The index in `Generator::segments` of the segment to which the block belongs.
     segment: u32,
-    /// Whether the first branch to it is in a block that was put off.
+    /// Whether the first branch to the block is in a block that is made late.
     is_nested: bool,
 }
 
-/// A value that has to be kept until a block was made.
+/// A value that has to be kept until the block at a position is made.
 struct Held {
     until: u32,
     value: Value,
 }
 
-/// What a function leaves for the next one to use again.
+/// The allocations that a function leaves for the next one to reuse.
 #[derive(Default)]
 pub(in crate::jit) struct Room {
     asm: Assembler,
@@ -77,8 +80,8 @@ pub(in crate::jit) struct Room {
     guarded: Vec<(u32, u32)>,
 }
 
-/// Machine code, where its blocks can be entered, and its guarded accesses: offsets, ascending, and the index
-/// of the step of each.
+/// Machine code, the offsets where its blocks can be entered, and its guarded accesses: their offsets, ascending, each
+/// with the index of its step.
 pub(super) struct Code<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) entries: Vec<u32>,
@@ -91,7 +94,7 @@ struct Unknown;
 
 type Result<T = ()> = std::result::Result<T, Unknown>;
 
-/// Makes machine code. `None`: this tier cannot.
+/// Makes machine code of a function. `None`: this tier cannot.
 pub(super) fn generate<'a>(func: &Function, room: &'a mut Room) -> Option<Code<'a>> {
     let Room {
         asm,
@@ -138,7 +141,7 @@ struct Generator<'a> {
     guarded: &'a mut Vec<(u32, u32)>,
     /// Of the current block.
     segment: u32,
-    /// The numbers of slots that the stretches of code use which begin without values.
+    /// The number of slots that each segment uses. A segment is a stretch of code that begins without values.
     segments: Vec<u32>,
     /// Whether this is a block that was put off.
     is_apart: bool,
@@ -181,8 +184,8 @@ impl Generator<'_> {
         Ok(offsets)
     }
 
-    /// Returns the blocks that the function can be entered at: it begins by a jump to one of them, which is
-    /// what entering it makes.
+    /// Returns the blocks at which the function can be entered. The function begins with a jump to one of them;
+    /// entering the function makes that jump.
     fn entries(&mut self, first: Block) -> Result<Vec<Block>> {
         let func = self.func;
         let last = func.layout.last_inst(first).ok_or(Unknown)?;
@@ -198,7 +201,7 @@ impl Generator<'_> {
         Ok(blocks)
     }
 
-    /// Makes a block that was put off: with the state that its branch had.
+    /// Makes a block late, with the state that the branch to it had.
     fn late_block(&mut self, block: Block) -> Result {
         let target = self.targets[block.index()];
         if target.entry.is_none() {
@@ -208,7 +211,7 @@ impl Generator<'_> {
         let slots = self.segments[target.segment as usize];
         self.is_apart = true;
         self.is_nested = target.is_nested;
-        // Blocks that begin with the state of this one keep its slots, too.
+        // Blocks that begin with the state of this one must not use its slots, either.
         self.segment = target.segment;
         self.places.begin_apart(slots);
         if target.is_rare {
@@ -227,7 +230,7 @@ impl Generator<'_> {
         };
         self.asm.place(target.label);
         self.places.resume(entry);
-        // What the targets of a rare block begin with is needed, too.
+        // The values with which the targets of a rare block begin are needed, too.
         let held = match target.is_rare {
             true => self.hold_targets(block),
             false => Vec::new(),
@@ -258,7 +261,7 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Begins a stretch of code whose slots are its own.
+    /// Ends a segment: the next one has slots of its own.
     fn end_segment(&mut self) {
         let slots = self.places.reset_slots();
         if let Some(last) = self.segments.last_mut() {

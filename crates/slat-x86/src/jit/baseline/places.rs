@@ -1,7 +1,7 @@
-//! Where values are: in registers or in slots of the frame. Constants are in neither, they are made again.
+//! Where values are: in registers or in slots of the frame. Constants are in neither; they are made again.
 //!
-//! A value gets a register when it is made, and loses it when it is not used any more, or to another one: then it is
-//! saved in a slot, where it stays good, as values never change.
+//! A value gets a register when it is made. It loses the register when it is no longer used, or when another value
+//! needs the register. In the second case it is saved in a slot, where it stays valid, as values never change.
 
 use super::Reg;
 use crate::jit::entries::FRAME;
@@ -22,7 +22,7 @@ pub(super) const R15: Reg = Reg(15);
 
 /// The registers of arguments.
 pub(super) const ARGUMENTS: [Reg; 6] = [RDI, RSI, RDX, RCX, R8, R9];
-/// Registers for values: those that the host's functions keep come last.
+/// Registers for values. Those that functions of the host preserve are last.
 pub(super) const FOR_VALUES: [Reg; 13] = [
     RAX,
     RCX,
@@ -38,16 +38,16 @@ pub(super) const FOR_VALUES: [Reg; 13] = [
     Reg(13),
     Reg(14),
 ];
-/// Of them, those that the host's functions keep, as bits.
+/// The registers of these that functions of the host preserve, as bits.
 pub(super) const KEPT: u16 = 1 << 3 | 1 << 12 | 1 << 13 | 1 << 14;
-/// Slots of a function: more make it too large for this tier.
+/// The most slots of a function. A function that needs more is too large for this tier.
 const SLOTS: u32 = u128::BITS;
 const _: () = assert!(SLOTS * 8 <= FRAME);
 
 const NOWHERE: u8 = u8::MAX;
 const NO_SLOT: u8 = u8::MAX;
 
-/// The values in the registers, and the slots that have values, at one place of the code.
+/// The values in the registers, and the slots that hold values, at one position in the code.
 #[derive(Clone, Copy, Default)]
 pub(super) struct State {
     pub(super) registers: [Option<Value>; 16],
@@ -60,7 +60,7 @@ pub(super) struct State {
 pub(super) struct Known {
     /// Uses that are still to come.
     pub(super) left: u32,
-    /// Positions of the blocks with its definition and its last use.
+    /// The positions of the block that defines the value, and of the block with its last use.
     pub(super) made: u32,
     pub(super) last: u32,
     register: u8,
@@ -82,16 +82,16 @@ impl Known {
     }
 }
 
-/// Where the values of a function are, at the place where code is being made.
+/// Where the values of a function are, at the current position in the code.
 #[derive(Default)]
 pub(super) struct Places {
     pub(super) values: Vec<Known>,
     pub(super) state: State,
     /// Registers that the current instruction needs, as bits.
     locked: u16,
-    /// Slots that values have been given since the last block that begins with none.
+    /// The number of slots given to values since the last block that begins with none.
     slots: u32,
-    /// Values that were given slots, from where on they are taken back after a block that is rarely executed.
+    /// Values that were given slots in a block that is made late. The slots are taken back after the block.
     given: Vec<Value>,
     /// The register that is taken next.
     next: usize,
@@ -125,7 +125,7 @@ impl Places {
         (register != NOWHERE).then_some(Reg(register))
     }
 
-    /// Notes that a value is the CPU's address, which has a register of its own and is in no state.
+    /// Records that a value is the CPU's address, which has a register of its own and belongs to no state.
     pub(super) fn is_cpus(&mut self, value: Value) {
         self.known(value).register = R15.0;
     }
@@ -154,18 +154,18 @@ impl Places {
         }
     }
 
-    /// Lets slots be used again that no value has. Returns how many were in use.
+    /// Makes slots that hold no value available again. Returns how many were in use.
     pub(super) fn reset_slots(&mut self) -> u32 {
         std::mem::take(&mut self.slots)
     }
 
-    /// Begins a block whose slots are beyond `slots`, and are only its own.
+    /// Begins a late block. Its slots come after the first `slots` ones, and are its own.
     pub(super) fn begin_apart(&mut self, slots: u32) {
         self.slots = slots;
         self.given.clear();
     }
 
-    /// Whether a value was given a slot since then.
+    /// Whether a value was given a slot since the late block began.
     pub(super) fn has_given(&self) -> bool {
         !self.given.is_empty()
     }
@@ -190,14 +190,14 @@ impl Places {
         self.known(value).slot
     }
 
-    /// Puts a value, or none, into a register, in which there was none.
+    /// Puts a value into a register that holds none.
     pub(super) fn put(&mut self, register: Reg, value: Value) {
         debug_assert!(self.state.registers[usize::from(register.0)].is_none());
         self.state.registers[usize::from(register.0)] = Some(value);
         self.known(value).register = register.0;
     }
 
-    /// Makes a register free, whose value is not needed there any more.
+    /// Frees a register whose value is no longer needed there.
     pub(super) fn drop_from(&mut self, register: Reg) {
         if let Some(value) = self.state.registers[usize::from(register.0)].take() {
             self.known(value).register = NOWHERE;
@@ -216,7 +216,7 @@ impl Places {
         self.locked & bit(register) != 0
     }
 
-    /// Forgets a value that is not used any more.
+    /// Forgets a value that is no longer used.
     fn forget(&mut self, value: Value) {
         if let Some(register) = self.register(value) {
             self.drop_from(register);
@@ -236,7 +236,7 @@ impl Places {
         }
     }
 
-    /// Forgets the values that are not used any more.
+    /// Forgets the values that are no longer used.
     pub(super) fn forget_unused(&mut self) {
         for value in self.state.registers.into_iter().flatten() {
             if self.left(value) == 0 {
@@ -263,7 +263,7 @@ impl Places {
         }
     }
 
-    /// Returns the register whose value goes if another one needs it.
+    /// Returns the register whose value has to leave when another value needs a register.
     pub(super) fn victim(&mut self) -> Reg {
         loop {
             self.next = (self.next + 1) % FOR_VALUES.len();

@@ -1,8 +1,8 @@
-//! Values get registers, give them up, and come back to them.
+//! How values get registers, lose them, and get them back.
 //!
-//! An instruction asks for the registers of what it reads ([`get`](Generator::get), [`take`](Generator::take)) and for
-//! one for its result ([`free`](Generator::free), [`change`](Generator::change)), which stay locked until it is done
-//! ([`finish`](Generator::finish)).
+//! An instruction requests the registers of its operands ([`get`](Generator::get), [`take`](Generator::take)) and one
+//! for its result ([`free`](Generator::free), [`change`](Generator::change)). These registers stay locked until the
+//! instruction is done ([`finish`](Generator::finish)).
 
 use super::encode::{Assembler, Place};
 use super::places::{FOR_VALUES, KEPT, RBP, bit};
@@ -10,7 +10,7 @@ use super::{Generator, Reg};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{InstructionData, Opcode, Value};
 
-/// Returns the place `by` bytes from the beginning of a slot.
+/// Returns the place `by` bytes after the beginning of a slot.
 fn place_of_slot(slot: u8, by: i32) -> Place {
     Place::Memory(RBP, by - 8 * (i32::from(slot) + 1))
 }
@@ -54,7 +54,7 @@ impl Generator<'_> {
         register
     }
 
-    /// Saves the value of a register, and drops it from there.
+    /// Saves the value of a register in a slot, and frees the register.
     pub(super) fn empty(&mut self, register: Reg) {
         if let Some(value) = self.places.state.registers[usize::from(register.0)] {
             self.save(value);
@@ -62,7 +62,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Makes one register free, which is locked. If its value is needed, it moves to another one.
+    /// Frees a given register and locks it. If its value is still needed, moves the value to another register.
     pub(super) fn take(&mut self, register: Reg) {
         self.places.lock(register);
         let Some(value) = self.places.state.registers[usize::from(register.0)] else {
@@ -78,7 +78,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the register with a value, which is locked.
+    /// Returns the register that holds a value, and locks it.
     pub(super) fn get(&mut self, value: Value) -> Reg {
         if let Some(register) = self.places.register(value) {
             self.places.lock(register);
@@ -101,7 +101,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Copies a value to a register that no other value needs.
+    /// Copies a value to a register whose present value is not needed.
     pub(super) fn copy(&mut self, value: Value, to: Reg) {
         match self.places.register(value) {
             Some(register) if register == to => {}
@@ -110,8 +110,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns a register for a result that begins as a copy of a value: the value's own if this is its
-    /// last use. It is locked.
+    /// Returns a register for a result that begins as a copy of a value, and locks it. It is the value's own register
+    /// if this is the value's last use.
     pub(super) fn change(&mut self, value: Value) -> Reg {
         if let Some(register) = self.places.register(value)
             && self.places.left(value) == 1
@@ -125,7 +125,7 @@ impl Generator<'_> {
         register
     }
 
-    /// Gives a result its register, and counts the uses of the instruction that made it.
+    /// Assigns a register to the result of an instruction, and counts the instruction's uses.
     pub(super) fn finish(&mut self, result: Value, register: Reg) {
         self.count_uses();
         self.places.drop_from(register);
@@ -135,13 +135,13 @@ impl Generator<'_> {
         self.places.unlock();
     }
 
-    /// Whether a value is used in other blocks than that where it is made.
+    /// Whether a value is used outside the block that makes it.
     pub(super) fn is_long(&self, value: Value) -> bool {
         let known = &self.places.values[value.index()];
         known.made != known.last
     }
 
-    /// Saves the values in registers that functions of the host do not keep, if they are used after the
+    /// Saves the values in registers that functions of the host do not preserve, if they are used after the
     /// current instruction.
     pub(super) fn save_for_call(&mut self) {
         for register in FOR_VALUES {
@@ -167,7 +167,7 @@ impl Generator<'_> {
     pub(super) fn move_all(asm: &mut Assembler, moves: &mut Vec<(Reg, Reg)>) {
         moves.retain(|(to, from)| to != from);
         while !moves.is_empty() {
-            // One whose register nobody needs any more; if there is none, they are in circles.
+            // Finds a move whose target no other move reads. If there is none, the moves form cycles.
             let free =
                 (0..moves.len()).find(|&k| moves.iter().all(|(_, from)| *from != moves[k].0));
             match free {
@@ -204,7 +204,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Fills a slot: with a constant, or with what was pushed.
+    /// Fills a slot with a constant, or with the value that [`push`](Self::push) pushed.
     pub(super) fn fill(&mut self, slot: u8, value: Value) {
         let [to, upper] = [0, 4].map(|by| place_of_slot(slot, by));
         match self.constant(value) {

@@ -1,4 +1,4 @@
-//! Which instructions of the host do what an instruction of the intermediate language does.
+//! Selection: emits the host's instructions for an instruction of the intermediate language.
 //!
 //! In a register, the bits beyond a value's type may be anything.
 
@@ -31,14 +31,14 @@ fn condition(cc: IntCC) -> u8 {
     }
 }
 
-/// The operand of an instruction that is not changed.
+/// The operand of an instruction that the instruction does not change.
 #[derive(Clone, Copy)]
 enum Operand {
     Value(Value),
     Immediate(i64),
 }
 
-/// Returns a number as its lowest `size` bytes, sign-extended.
+/// Returns the lowest `size` bytes of a number, sign-extended.
 fn truncate(value: i64, size: u8) -> i64 {
     let unused = 64 - (8 << size);
     value << unused >> unused
@@ -56,7 +56,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Makes the code of an instruction, and counts its uses.
+    /// Emits the code of an instruction, and counts its uses.
     pub(super) fn select(&mut self, inst: Inst, next: Option<Block>) -> Result {
         use Opcode::*;
         let data = &self.func.dfg.insts[inst];
@@ -234,7 +234,7 @@ impl Generator<'_> {
         self.is_cpu(value) || self.places.register(value).is_some() && self.places.left(value) > 1
     }
 
-    /// Returns an operand that fits into an instruction.
+    /// Returns an operand as an immediate, if it fits into an instruction.
     fn immediate(&self, operand: Operand, size: u8) -> Option<i32> {
         let value = match operand {
             Operand::Immediate(value) => value,
@@ -243,7 +243,7 @@ impl Generator<'_> {
         truncate(value, size).try_into().ok()
     }
 
-    /// Returns a register with an operand, which is locked.
+    /// Returns the register that holds an operand, and locks it.
     fn operand(&mut self, operand: Operand) -> Reg {
         match operand {
             Operand::Value(value) => self.get(value),
@@ -263,7 +263,7 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// The upper half of a product, or a quotient.
+    /// Computes the upper half of a product, or a quotient.
     fn wide(&mut self, opcode: Opcode, size: u8, result: Value, a: Value, b: Operand) -> Result {
         if size < 2 {
             return Err(Unknown);
@@ -375,7 +375,7 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Compares for an instruction that does. Returns the condition under which its result is 1.
+    /// Emits the comparison of an instruction. Returns the condition under which the instruction's result is 1.
     fn compare(&mut self, inst: Inst) -> Result<u8> {
         let (a, b, cc) = match self.func.dfg.insts[inst] {
             InstructionData::IntCompare {
@@ -409,8 +409,8 @@ impl Generator<'_> {
         Ok(condition(cc))
     }
 
-    /// Sets the flags for a value that is not 0, or that is the result of the comparison before, which is made only
-    /// now. Returns the condition.
+    /// Sets the flags for a test of `value`, and returns the condition under which it is not 0. If `value` is the
+    /// result of a comparison that was not emitted yet, emits the comparison here.
     fn test(&mut self, value: Value) -> Result<u8> {
         let dfg = &self.func.dfg;
         let made = dfg.value_def(value).inst();
@@ -445,7 +445,7 @@ impl Generator<'_> {
         self.branch(condition, [&blocks[0], &blocks[1]], next)
     }
 
-    /// Notes that the next instruction is a guarded access, if it is one.
+    /// Records that the next instruction is a guarded access, if `flags` says so.
     fn guard(&mut self, flags: MemFlags) {
         if flags.trap_code() == Some(access::GUARDED)
             && let Some(inst) = self.inst
@@ -455,7 +455,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the place at an address, whose registers are locked.
+    /// Returns the place at an address, and locks its registers.
     fn place(&mut self, address: Value, offset: i32) -> Place {
         match self.fused_sum(address) {
             Some((sum, [a, b])) => {

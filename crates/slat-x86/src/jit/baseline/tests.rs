@@ -1,4 +1,5 @@
-//! Random functions, in which there is all that this tier knows, do the same in its code as in Cranelift's.
+//! Random functions, which use everything that this tier knows, have the same results when this tier and when
+//! Cranelift compiles them.
 
 use super::{Room, generate};
 use crate::jit::access;
@@ -24,10 +25,10 @@ const TYPES: [Type; 4] = [I8, I16, I32, I64];
 const WORDS: usize = 24;
 /// Blocks at which one can be entered.
 const ENTRIES: usize = 2;
-/// Functions, unless `SLAT_FUNCTIONS` says how many.
+/// The number of functions, unless `SLAT_FUNCTIONS` gives it.
 const FUNCTIONS: u64 = 1500;
 
-/// Returns a number that depends on its arguments, and leaves nothing else in the registers that it need not keep.
+/// Returns a number that depends on its arguments, and changes all registers that a function need not preserve.
 #[unsafe(naked)]
 unsafe extern "C" fn scramble(memory: *mut u64, value: u64) -> u64 {
     naked_asm!(
@@ -75,7 +76,7 @@ impl Maker<'_, '_> {
         self.b.func.dfg.value_type(value)
     }
 
-    /// Returns a value of a type, mostly one that there is.
+    /// Returns a value of a type, mostly an existing one.
     fn value(&mut self, ty: Type) -> Value {
         let fitting: Vec<Value> = (self.values.iter().copied())
             .filter(|&value| self.ty(value) == ty)
@@ -262,7 +263,7 @@ impl Maker<'_, '_> {
         self.b.inst_results(call)[0]
     }
 
-    /// Makes a few instructions whose values are used in them only.
+    /// Makes a few instructions whose values only they use.
     fn some(&mut self, count: u64) {
         let known = self.values.len();
         for _ in 0..self.rng.below(count) {
@@ -275,7 +276,7 @@ impl Maker<'_, '_> {
         self.values.truncate(known);
     }
 
-    /// Two ways, of which one may be rare and call a function, that meet.
+    /// Makes two branches that meet again. One of them may be rare and call a function.
     fn fork(&mut self) -> Value {
         let ty = self.rng.pick(&TYPES);
         let condition = self.condition();
@@ -288,7 +289,8 @@ impl Maker<'_, '_> {
         }
         let (given, more) = (self.value(I64), self.value(ty));
         if self.rng.below(3) == 0 {
-            // The first way calls a function, too: what it saves, the other one has in registers.
+            // The first branch calls a function, too: values that it saves in slots are in registers
+            // on the other branch.
             let first = self.b.create_block();
             self.b.ins().brif(condition, first, &[], side, &[]);
             self.b.switch_to_block(first);
@@ -324,7 +326,7 @@ impl Maker<'_, '_> {
         result
     }
 
-    /// A loop of a few turns, which uses values from before it.
+    /// Makes a loop of a few turns, which uses values from before it.
     fn repeat(&mut self) -> Value {
         let zero = self.b.ins().iconst(I64, 0);
         let start = self.value(I64);
@@ -368,7 +370,7 @@ impl Maker<'_, '_> {
         self.memory = self.b.ins().get_pinned_reg(I64);
         self.b.set_srcloc(SourceLoc::default());
         self.values.clear();
-        // Rarely so many that there are not enough slots.
+        // Rarely there are so many values that the slots do not suffice.
         let many = if self.rng.below(96) == 0 { 150 } else { 0 };
         let many: Vec<Value> = (0..many)
             .map(|k| {
@@ -398,7 +400,7 @@ impl Maker<'_, '_> {
             let offset = 8 * word as i32;
             (self.b.ins()).store(MemFlags::trusted(), value, self.memory, offset);
         }
-        // A large number: a small one is a set of other regions.
+        // A large number, because a small one would mean a set of targets.
         let mut result = self.value(I64);
         for (value, by) in many.into_iter().zip(1..) {
             let turned = self.b.ins().rotl_imm(value, by & 63);
@@ -439,7 +441,8 @@ fn make(context: &mut Context, room: &mut FunctionBuilderContext, rng: &mut Rand
     b.finalize();
 }
 
-/// Checks that each access that may fail is made, and is noted at its own instruction: there a signal handler finds it.
+/// Checks that each access that may fail is made, and is recorded at its own instruction, where a signal
+/// handler looks for it.
 fn check_guarded(func: &Function, code: &[u8], guarded: &[(u32, u32)], seed: u64) {
     let insts = func.layout.blocks();
     let insts = insts.flat_map(|block| func.layout.block_insts(block));
@@ -490,7 +493,8 @@ fn random_functions_do_what_cranelifts_code_does() {
                 let code = chunk.start().wrapping_add(offset as usize);
                 let mut memory = before;
                 let cpu = memory.as_mut_ptr().wrapping_byte_sub(BASE).cast();
-                // SAFETY: a function just made, which accesses these words as a CPU's near R15, and its frame.
+                // SAFETY: a function just made, which accesses only its frame and these words, which are in place
+                // of a CPU's near R15.
                 let result = unsafe { dispatch(cpu, code) };
                 (result, memory)
             };

@@ -1,8 +1,8 @@
 //! Which values are used, how often, and where last.
 //!
-//! All blocks are looked at before any code is made, from the last one to the first: what only makes values without
-//! uses makes no uses itself. While code is made, the uses that are still to come are counted down, and a value without
-//! any gives up its register.
+//! All blocks are looked at before any code is made, from the last one to the first: an instruction whose results have
+//! no uses makes no uses itself. While code is made, the remaining uses are counted down, and a value without any
+//! gives up its register.
 
 use super::{Generator, Held, Result, Target};
 use crate::jit::access;
@@ -12,7 +12,7 @@ use cranelift_codegen::ir::{
 };
 
 impl Generator<'_> {
-    /// Ends the uses of values by loops that end before a position.
+    /// Ends the additional uses of values by loops that end before a position.
     pub(super) fn release(&mut self, position: u32) {
         let mut k = 0;
         while k < self.held.len() {
@@ -57,7 +57,7 @@ impl Generator<'_> {
                 }
             }
         }
-        // From the last instruction on: a value that nothing uses makes no uses.
+        // From the last instruction to the first: an instruction whose result is unused makes no uses.
         let mut loops = Vec::new();
         let mut last = func.layout.last_block();
         while let Some(block) = last {
@@ -85,14 +85,14 @@ impl Generator<'_> {
         }
         for block in func.layout.blocks() {
             let target = &mut self.targets[block.index()];
-            // If there were several branches, the uses would count for the first one only.
+            // A block with several branches is not rare: its uses would be counted at the first branch only.
             target.is_rare = func.layout.is_cold(block) && target.branches == 1;
         }
         self.hold_for_loops(loops);
         Ok(())
     }
 
-    /// Has values that are made before a loop, and used in it or later, kept until its end.
+    /// Keeps each value that is made before a loop, and used in the loop or later, until the end of the loop.
     fn hold_for_loops(&mut self, mut loops: Vec<(u32, u32)>) {
         if loops.is_empty() {
             return;
@@ -134,7 +134,7 @@ impl Generator<'_> {
                 .all(|&value| self.places.left(value) == 0)
     }
 
-    /// Calls `f` with each value that an instruction uses, as often as it does.
+    /// Calls `f` with each value that an instruction uses, once for each use.
     pub(super) fn each_use(&mut self, inst: Inst, mut f: impl FnMut(&mut Self, Value)) {
         let func = self.func;
         for &value in func.dfg.inst_args(inst) {
@@ -177,14 +177,14 @@ impl Generator<'_> {
         }
     }
 
-    /// Counts the uses of an instruction that was made together with the current one.
+    /// Counts the uses of an instruction that was emitted together with the current one.
     pub(super) fn count_uses_by(&mut self, inst: Inst) {
         let current = self.inst.replace(inst);
         self.count_uses();
         self.inst = current;
     }
 
-    /// Counts the uses of a whole block: as done, or (`by` is 1) as still to come.
+    /// Counts the uses of a whole block: adds them if `by` is 1, otherwise removes them as done.
     pub(super) fn count_block(&mut self, block: Block, by: i32) {
         let func = self.func;
         let position = self.targets[block.index()].position;
@@ -193,7 +193,7 @@ impl Generator<'_> {
                 continue;
             }
             self.each_use(inst, |generator, value| {
-                // Values that it makes itself are not known elsewhere.
+                // Values that the block makes itself are not used elsewhere.
                 if generator.places.known(value).made == position {
                     return;
                 }
@@ -206,7 +206,7 @@ impl Generator<'_> {
     }
 }
 
-/// Returns the values that a branch gives its block.
+/// Returns the values that a branch passes to its block.
 pub(super) fn arguments<'a>(
     func: &'a Function,
     call: &BlockCall,

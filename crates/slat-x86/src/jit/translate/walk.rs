@@ -1,4 +1,4 @@
-//! Along the paths of a region: from one block to the next, and from turn to turn of a loop.
+//! Translates along the paths of a region: from one block to the next, and from turn to turn of a loop.
 
 use super::{Translator, Turn};
 use crate::Cpu;
@@ -9,8 +9,8 @@ use cranelift_codegen::ir::{BlockArg, InstBuilder, Value};
 use std::mem::offset_of;
 
 impl Translator<'_> {
-    /// Continues at `rip`, after the current instruction: in the path or the region if it has a
-    /// block there, else leaves.
+    /// Continues at `rip`, after the current instruction: in the path or the region if it has a block
+    /// there; otherwise leaves.
     pub(in crate::jit) fn goto(&mut self, rip: u64) {
         let rip = self.wrapped(rip);
         let next = self.paths.next(self.now.node, rip);
@@ -46,7 +46,7 @@ impl Translator<'_> {
         self.b.ins().jump(block, &values);
     }
 
-    /// Leaves for `rip` if others want something of the CPU.
+    /// Leaves for `rip` if something asks for the CPU's attention.
     fn leave_if_wanted(&mut self, rip: u64) {
         let wanted = self.attention();
         let (leave, go) = (self.cold(), self.b.create_block());
@@ -58,7 +58,7 @@ impl Translator<'_> {
         self.resume(go, now);
     }
 
-    /// Returns where the next turn begins if the path is a loop, and begins at `rip`.
+    /// Returns where the next turn begins, if the path is a loop that begins at `rip`.
     fn turn_at(&self, rip: u64) -> Option<Turn> {
         self.turn.filter(|turn| rip == turn.rip)
     }
@@ -68,7 +68,7 @@ impl Translator<'_> {
         self.turn_at(rip).is_some() || self.paths.next(self.now.node, rip).is_some()
     }
 
-    /// Returns the parameters of a turn: the registers that are given as bits, and the counter of instructions.
+    /// Returns the parameters of a turn: the registers whose bits are set, and the counter of instructions.
     fn values_of(&mut self, registers: u16, count: Value) -> Vec<BlockArg> {
         let mut values: Vec<BlockArg> = numbers(registers)
             .map(|r| self.register(r).into())
@@ -77,7 +77,7 @@ impl Translator<'_> {
         values
     }
 
-    /// Begins the loop that a path is: the registers that its instructions use stay in values from turn to turn.
+    /// Begins the loop that a path forms: the registers that its instructions use stay in values from turn to turn.
     fn begin_turn(&mut self, rip: u64) {
         let (mut used, mut changed) = (0, 0);
         for Guest { insn, .. } in self.paths.turning(self.now.node) {
@@ -122,7 +122,7 @@ impl Translator<'_> {
         self.node();
     }
 
-    /// Translates the path from the beginning of a node on.
+    /// Translates the path, beginning with the current node.
     fn node(&mut self) {
         let node = &self.paths.nodes[self.now.node];
         self.now.head = self.steps[node.step].rip;
@@ -134,7 +134,7 @@ impl Translator<'_> {
             }
             self.now.before += 1;
         }
-        // The block's limit, or something that cannot be decoded.
+        // The block has reached its size limit, or the next instruction cannot be decoded.
         self.now.before -= 1;
         let last = guests.last().expect("a block begins with an instruction");
         self.goto(last.insn.next_ip());

@@ -1,14 +1,14 @@
 //! Executes one VEX-encoded instruction on the host CPU.
 //!
-//! As for the legacy SSE instructions, each is a stub on fixed registers. All 256 bits of the registers are passed:
-//! whether an instruction uses the upper halves of its sources, and clears that of its destination, is its own affair.
-//! The upper halves of the host's registers are zero again when a function here returns, so that the legacy SSE code
-//! around pays no transition.
+//! Like a legacy SSE instruction, each of them has a stub on fixed registers. All 256 bits of the registers are passed.
+//! The instruction itself determines whether it uses the upper halves of its sources, and whether it clears that of its
+//! destination. The upper halves of the host's registers are zero again when a function here returns, so that legacy
+//! SSE code pays no transition.
 
 use core::arch::asm;
 
-/// Code with this convention: operand 0 (in and out) in ymm0, operands 1 to 3 in ymm1 to ymm3, an immediate in rcx, a
-/// general register operand (in and out) in rax. r8 is free.
+/// Code with this convention: operand 0 (in and out) is in ymm0, operands 1 to 3 in ymm1 to ymm3, an immediate in rcx,
+/// and a general register operand (in and out) in rax. The code may change r8.
 pub(super) use super::super::host::{Entry, Stub};
 use super::super::host::{MASKS, load_guest_mxcsr, load_host_mxcsr};
 
@@ -24,7 +24,8 @@ pub(super) struct Work {
     pub imm: u8,
 }
 
-/// Runs `$before`, a stub, `$after`. The registers are loaded and stored by halves, as the memory was written.
+/// Runs `$before`, a stub, then `$after`. The registers are loaded and stored by halves, because their memory
+/// was written by halves.
 macro_rules! call {
     ($stub:ident, $work:ident, [$($before:expr,)*], [$($after:expr,)*], $($operands:tt)*) => {
         asm!(
@@ -41,7 +42,7 @@ macro_rules! call {
             "vzeroupper",
             stub = in(reg) $stub.0, work = in(reg) &raw mut $work.v, inout("rax") $work.gpr,
             in("rcx") u64::from($work.imm), out("r8") _,
-            // VZEROUPPER changes all of them, for code that is compiled to use AVX.
+            // VZEROUPPER changes all of them, which matters if the crate is compiled to use AVX.
             out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _, out("xmm4") _, out("xmm5") _, out("xmm6") _,
             out("xmm7") _, out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _, out("xmm12") _,
             out("xmm13") _, out("xmm14") _, out("xmm15") _,
@@ -54,8 +55,8 @@ macro_rules! call {
 #[inline(always)]
 pub(super) fn int(stub: Entry, work: &mut Work) -> u64 {
     let flags: u64;
-    // SAFETY: stubs keep the convention above, whose registers are all named here; a stub is entered only if the host
-    // has its instruction, thus AVX; the stack is balanced.
+    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here. A stub is called only if the
+    // host has its instruction, and thus AVX. The stack is balanced.
     unsafe { call!(stub, work, [], [], out("rdx") flags) };
     flags
 }

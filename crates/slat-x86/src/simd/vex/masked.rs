@@ -1,6 +1,6 @@
 //! Accesses to the elements that a vector mask selects: VMASKMOVPS and its kind, and gathers.
 //!
-//! An element is selected by the sign bit of its mask element. Memory of the others is not accessed.
+//! An element is selected by the sign bit of its mask element. The memory of other elements is not accessed.
 
 use super::host::Ymm;
 use crate::Cpu;
@@ -30,7 +30,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
         M::Vgatherqpd | M::Vpgatherqq => gather::<u64, u64>,
         _ => return None,
     };
-    // The bytes of the vector with more of them: of the indices, or of the result.
+    // The size of the larger vector, indices or result, in bytes.
     op.aux = if wide || insn.memory_index().is_ymm() {
         32
     } else {
@@ -85,7 +85,7 @@ fn masked_load<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores the selected elements, after all of them have been found writable.
+/// Stores the selected elements, after checking that all of them are writable.
 fn masked_store<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let (mask, data) = (cpu.ymm(op.r[1]), cpu.ymm(op.r[2]));
     let elements = usize::from(op.aux) / T::BYTES as usize;
@@ -116,9 +116,9 @@ fn whole_elements<T: Int>(mask: &Ymm, elements: usize) -> Ymm {
     whole
 }
 
-/// Loads elements of type `T` at a base plus indices of type `I`. An element that was loaded has its mask element
-/// cleared: so that after an exception of a later one, which leaves the elements before it loaded, the instruction
-/// goes on with that one.
+/// Loads elements of type `T` at a base plus indices of type `I`. Clears the mask element of each loaded element.
+/// So if a later element causes an exception, the elements before it stay loaded, and the instruction then
+/// continues with the later one.
 fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let bytes = u64::from(op.aux);
     let elements = (bytes / I::BYTES.max(T::BYTES)) as usize;
@@ -145,13 +145,13 @@ fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
             cpu.set_ymm(op.r[2], Ymm::default());
         }
         Err(Break::Exception) => {
-            // As Intel's CPUs do it, the destination is as it was until the first element is loaded.
+            // As on Intel's CPUs, the destination does not change until the first element is loaded.
             if loaded {
                 cpu.set_ymm(op.r[0], low_bits(result, 8 * bytes as u32));
             }
             cpu.set_ymm(op.r[2], mask);
         }
-        // The instruction starts again, and reads the same elements in the same order.
+        // The instruction starts again, and repeats the same reads in the same order.
         Err(_) => {}
     }
     done

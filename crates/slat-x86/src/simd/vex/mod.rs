@@ -1,11 +1,11 @@
 //! AVX, AVX2, FMA, F16C: the VEX-encoded vector instructions.
 //!
 //! The host's own instruction does the work, as in [`simd`](super): `table` has its stub and `host` calls it. Operand
-//! `k` of an instruction is passed in register `k` of the stub, whether it is a register, memory or a vector mask, so a
-//! handler only has to know how many sources there are (`operate`). `moves` has what needs no stub, `masked` the
-//! accesses to some elements of memory.
+//! `k` of an instruction is passed in register `k` of the stub, whether it is a register, memory or a vector mask. So a
+//! handler only has to know the number of sources (`operate`). `moves` has the instructions without a stub, `masked`
+//! the accesses to selected elements of memory.
 //!
-//! Each of these instructions clears the bits of its destination that it does not define, up to 255. Their memory
+//! Each of these instructions clears the bits of its destination that it does not define, up to bit 255. Memory
 //! operands need no alignment, except for those of a few moves.
 
 mod host;
@@ -24,7 +24,7 @@ use crate::op::{Break, Flow, Handler, MEM, Op};
 use host::Ymm;
 use iced_x86::Instruction;
 
-/// Chooses the handler of an instruction with a VEX prefix, which the host has.
+/// Chooses the handler of an instruction with a VEX prefix. The host must have the instruction.
 pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let bytes = insn.memory_size().size();
     if op.r.contains(&MEM) {

@@ -106,7 +106,7 @@ fn whole_ymm(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns the address of a memory operand of 32 bytes. Raises #GP if it has to be aligned and is not.
+/// Returns the address of a memory operand of 32 bytes. If `ALIGNED`, raises #GP for an address that is not aligned.
 fn address32<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Result<u64, crate::op::Break> {
     let lin = cpu.lin(op, 32)?;
     match ALIGNED && lin & 31 != 0 {

@@ -1,4 +1,4 @@
-//! Instructions that a stub executes: fetch, call, store.
+//! Instructions that a stub executes: the handlers fetch the operands, call the stub, and store the result.
 
 use super::host::{self, Entry, Stub, Work};
 use super::table;
@@ -28,7 +28,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
     } = find(insn, wide)?;
     op.imm = stub as usize as u64;
     if mnemonic == M::Vinsertps && op.r[2] == MEM {
-        // The element is read from memory; the selector of a source element has no effect.
+        // The element comes from memory, so the selector of a source element has no effect.
         op.aux &= 0x3f;
     }
     // FMA instructions read their destination, too.
@@ -47,13 +47,13 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
     })
 }
 
-/// The stub of an instruction, and what it wants.
+/// The stub of an instruction, and its operands.
 pub(super) struct Found {
     pub(super) kind: Kind,
     pub(super) stub: Stub,
-    /// Whether the stub shifts by a count in a register: the immediate goes there.
+    /// Whether the stub shifts by a count in a register, which the handler fills with the immediate.
     pub(super) by_constant: bool,
-    /// The number of the last operand that is no immediate.
+    /// The number of the last operand that is not an immediate.
     pub(super) sources: u32,
 }
 
@@ -107,8 +107,8 @@ fn lower_gpr(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
     Some(handler)
 }
 
-/// Chooses the handler of a string comparison: the legacy one, which in its VEX form also clears the
-/// upper half of a mask.
+/// Chooses the handler of a string comparison: the legacy one. In the VEX form it also clears the upper half of
+/// the mask's register.
 fn lower_strings(mnemonic: M, op: &mut Op) -> Option<Handler> {
     let without_vex = match mnemonic {
         M::Vpcmpestri => M::Pcmpestri,
@@ -134,8 +134,8 @@ fn string_mask<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Has `work` operate on operands `FIRST` to `LAST`: vectors, one of which may be in memory. In place: to return all of
-/// it costs more than most instructions.
+/// Stores operands `FIRST` to `LAST` in `work`: vectors, one of which may be in memory. `work` is changed in place,
+/// because returning all of it would take longer than most instructions.
 #[inline(always)]
 fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Flow {
     work.imm = op.aux;
@@ -180,7 +180,7 @@ fn lanes(mnemonic: M) -> Lanes {
     }
 }
 
-/// From vectors to a vector: the first operand, a register or memory.
+/// Executes an instruction from vectors to a vector: the first operand is a register or memory.
 fn vector<const FIRST: usize, const LAST: usize, const FLOAT: bool>(
     cpu: &mut Cpu,
     op: &Op,

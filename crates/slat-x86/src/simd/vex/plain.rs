@@ -22,7 +22,7 @@ pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
         Kind::Float(_) => true,
         _ => return None,
     };
-    // Whether the upper half is computed as the lower one is: it has the same sources, and no other
+    // Whether the upper half is computed like the lower one: from the same sources, without other
     // bits of the immediate.
     let is_uniform = table::is_by_halves(mnemonic)
         && !(immediate

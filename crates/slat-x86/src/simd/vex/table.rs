@@ -1,5 +1,5 @@
-//! Which host instruction executes each VEX-encoded mnemonic that has no pair without VEX ([`pairs`]), with the
-//! registers in the name of its group.
+//! Which host instruction executes each VEX-encoded mnemonic that has no pair without VEX ([`pairs`]). The name of a
+//! group tells the registers of its stubs.
 
 use core::arch::naked_asm;
 
@@ -34,19 +34,19 @@ macro_rules! table {
     };
 }
 
-/// Returns the stub of an instruction without an immediate, all of whose operands are vectors or memory;
-/// `wide`: of 256 bits.
+/// Returns the stub of an instruction without an immediate, whose operands are all vectors or memory. `wide`:
+/// the form of 256 bits.
 pub(super) fn plain(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, false).or_else(|| vex_only(mnemonic, wide))
 }
 
-/// Like [`plain`], with an immediate as the last operand.
+/// Like [`plain`], for an instruction with an immediate as its last operand.
 pub(super) fn immediate(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, true).or_else(|| vex_only_immediate(mnemonic, wide))
 }
 
-/// Whether an instruction computes each half of 256 bits from the same halves of its operands as one of 128,
-/// but for the immediate.
+/// Whether an instruction computes each half of 256 bits from the same halves of its operands, like an instruction of
+/// 128 bits. The immediate may differ.
 #[cfg(feature = "jit")]
 pub(super) fn is_by_halves(mnemonic: M) -> bool {
     pairs::is_by_halves(mnemonic) || plain_by_halves(mnemonic) || immediate_by_halves(mnemonic)
@@ -136,7 +136,7 @@ gprs! {
         Vcvtsd2si 4 "vcvtsd2si eax, xmm1", Vcvtsd2si 8 "vcvtsd2si rax, xmm1",
         Vcvttsd2si 4 "vcvttsd2si eax, xmm1", Vcvttsd2si 8 "vcvttsd2si rax, xmm1",
     }
-    /// Sign bits of a vector of the given bytes, gathered in a general register.
+    /// The sign bits of a vector of the given number of bytes, collected in a general register.
     signs {
         Vmovmskps 16 "vmovmskps eax, xmm1", Vmovmskps 32 "vmovmskps eax, ymm1",
         Vmovmskpd 16 "vmovmskpd eax, xmm1", Vmovmskpd 32 "vmovmskpd eax, ymm1",

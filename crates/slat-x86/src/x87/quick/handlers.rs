@@ -16,7 +16,8 @@ const TOP: u16 = 7 << 11;
 const STEP: u16 = 1 << 11;
 
 impl State {
-    /// Whether no exception can end an instruction, none is pending, and the words are as the hardware has them.
+    /// Whether no exception can end an instruction, none is pending, and the control and status words have
+    /// no reserved bits set.
     #[inline(always)]
     fn x87_is_usual(&self) -> bool {
         const RESERVED: u16 = 0xe0c0;
@@ -57,7 +58,8 @@ impl State {
         }
     }
 
-    /// Copies a register as the stubs read and write it, in two parts: other accesses would have to wait for the parts.
+    /// Copies a register in two parts, as the stubs read and write it: an access of another size would have to
+    /// wait for both parts.
     #[inline(always)]
     fn copy_register(&mut self, from: usize, to: usize) {
         let F80 { mantissa, exponent } = self.st[from];
@@ -65,7 +67,7 @@ impl State {
     }
 }
 
-/// Stores what an instruction leaves besides its result: flags, condition codes, pointers. Pops.
+/// Stores the effects of an instruction besides its result: flags, condition codes, pointers. Pops.
 #[inline(always)]
 fn finish(cpu: &mut Cpu, op: &Op, plan: Plan, status: u16) {
     let conditions = u16::from(plan.conditions) << 8;
@@ -109,12 +111,12 @@ fn write(cpu: &mut Cpu, op: &Op, value: u64) -> Option<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// Counts the operations that were left to the reference.
+    /// Counts the operations that `quick` left to the reference.
     pub(in crate::x87) static LEFT: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// Defines handlers: each does its body if the x87 state is usual; the reference does what follows `else` if not, or if
-/// the body returns `None`, having changed nothing.
+/// Defines handlers. Each runs its body if the x87 state is usual. If the state is not usual, or if the body returns
+/// `None`, having changed nothing, the handler calls the reference that is named after `else`.
 macro_rules! handlers {
     ($($name:ident($cpu:ident, $op:ident, $plan:pat) else $reference:ident $body:block)*) => {$(
         pub(super) fn $name(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -146,7 +148,7 @@ handlers! {
         let mut call = state.call(plan.stub, (st0, st1, 0), &mut no_memory);
         call.to = &mut result;
         let (status, _) = two_to_one_and_other(call);
-        // An operand without a remainder may leave the condition codes as they were.
+        // For an operand that has no remainder, the host may leave the condition codes unchanged.
         if result.exponent & 0x7fff == 0x7fff {
             return None;
         }
@@ -338,7 +340,7 @@ handlers! {
     load_control(cpu, op, plan) else load {
         let fcw = read(cpu, op)? as u16;
         let old = std::mem::replace(&mut cpu.state.fcw, fcw);
-        // Not one that leaves an exception pending, nor one with reserved bits.
+        // Refuses a control word that makes an exception pending, or has reserved bits.
         if !cpu.state.x87_is_usual() {
             cpu.state.fcw = old;
             return None;

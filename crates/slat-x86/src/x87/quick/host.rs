@@ -1,8 +1,9 @@
-//! The host executes one x87 instruction on registers of the guest's.
+//! Executes one x87 instruction on the host, on the guest's registers.
 //!
-//! The host's sticky flags stay in its status word, as in MXCSR (`simd::host`): to clear them costs more than most
-//! instructions. They are cleared only when one is set that the guest has clear; then the instruction is executed once
-//! more, to see whether it was that which set it. FLDCW is skipped if the guest's control word is the host's.
+//! The sticky flags stay set in the host's status word, as in MXCSR (`simd::host`), because clearing them takes
+//! longer than most instructions. If a flag is set that the guest has clear, the flags are cleared and the
+//! instruction is executed once more, to see whether this instruction set it. FLDCW is skipped if the guest's control
+//! word equals the host's.
 
 use crate::state::{F80, State};
 use crate::x87::Stub;
@@ -26,8 +27,8 @@ pub(super) struct Call<'s> {
 }
 
 /// Defines functions that run a stub on the host: they push `load`, call the stub, run `then`, and end with `store`,
-/// which empties the stack. They do it once more if a flag is set that the guest has not: it may have been in the
-/// status word before. Each returns the status word and what `then` left in RDX.
+/// which empties the stack. If a flag is set that the guest has clear, they do all this once more, because the flag may
+/// have been in the status word before. Each returns the status word and the value that `then` left in RDX.
 macro_rules! calls {
     ($($name:ident: [$($load:literal),*] [$($then:literal),*] [$($store:literal),*];)*) => {$(
         #[inline(always)]

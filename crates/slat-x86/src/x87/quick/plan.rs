@@ -1,4 +1,5 @@
-//! What a handler has to know of its instruction besides the operands: found out once, when the instruction is decoded.
+//! What a handler has to know of its instruction besides the operands. It is determined once, when the
+//! instruction is decoded.
 
 use crate::op::Op;
 use crate::state::flags::{AF, ALWAYS, ARITHMETIC, OF, SF};
@@ -8,11 +9,11 @@ use core::sync::atomic::{AtomicU16, Ordering::Relaxed};
 /// The condition codes, as the upper byte of the status word has them.
 const CONDITIONS: u8 = 0x47;
 
-/// What a handler has to know besides the operation, packed into `op.imm`. The low 16 bits are the
-/// instruction's own stub.
+/// What a handler has to know of its instruction besides the operation. It is packed into `op.imm`, whose low 16 bits
+/// are the instruction's own stub.
 #[derive(Clone, Copy)]
 pub(super) struct Plan {
-    /// The stub to call: another form of the same instruction, if that leaves less on the host's stack.
+    /// The stub to call. It may be another form of the instruction, which leaves less on the host's stack.
     pub(super) stub: Stub,
     /// The registers and flags that the instruction writes besides its result.
     pub(super) touches: u8,
@@ -26,7 +27,7 @@ pub(super) struct Plan {
     pub(super) pops: u8,
 }
 
-/// Bits of [`Plan::touches`]: FIP, FDP, FOP; and OF, SF and AF, which comparisons clear on some CPUs.
+/// Bits of [`Plan::touches`]: FIP, FDP, FOP; then OF, SF and AF, which comparisons clear on some CPUs.
 pub(super) const IP: u8 = 1 << 0;
 pub(super) const DP: u8 = 1 << 1;
 pub(super) const OPCODE: u8 = 1 << 2;
@@ -55,13 +56,13 @@ impl Plan {
     }
 }
 
-/// Returns what [`probe`] finds for an instruction; it is asked once.
+/// Returns the result of [`probe`] for an instruction, which is probed only once.
 pub(super) fn touched(stub: Stub) -> (u8, u8) {
     static FOUND: [AtomicU16; Stub::COUNT] = [const { AtomicU16::new(0) }; Stub::COUNT];
-    /// Bit 15, which no condition code is: it was asked.
+    /// Bit 15, which is no condition code: the instruction was probed.
     const ASKED: u8 = 0x80;
     let found = &FOUND[usize::from(stub.0)];
-    // Two threads may ask at once, and get the same answer.
+    // Two threads may probe at once; they get the same result.
     let known = match found.load(Relaxed) {
         0 => {
             let (touches, conditions) = probe(stub);
@@ -76,8 +77,8 @@ pub(super) fn touched(stub: Stub) -> (u8, u8) {
 }
 
 /// Executes an instruction on a usual state, to find out which pointers, flags and condition codes it writes on this
-/// host. CPUs differ: newer ones write FOP and FDP only when an exception is not masked; and what the manuals call
-/// undefined may be unchanged.
+/// host. CPUs differ: newer ones write FOP and FDP only when an exception is not masked, and a CPU may leave unchanged
+/// what the manuals call undefined.
 fn probe(stub: Stub) -> (u8, u8) {
     const ONE: [u8; 10] = [0, 0, 0, 0, 0, 0, 0, 0x80, 0xff, 0x3f];
     let mut st = [0; 80];

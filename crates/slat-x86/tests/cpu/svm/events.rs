@@ -1,4 +1,4 @@
-//! Events and interrupts: injected, pending, virtual, and those that make a guest leave.
+//! Events and interrupts: injected, pending, virtual, and events that make a guest leave.
 
 use super::*;
 
@@ -55,7 +55,7 @@ fn an_exit_in_the_delivery_of_an_event_tells_which() {
     assert_eq!(get(&guest, at::INT_INFO), event | 4 << 8);
 }
 
-/// A hypervisor as [`hypervisor`] makes it, whose CPUID tells Intel's vendor, and all features.
+/// A hypervisor as [`hypervisor`] makes it, but its CPUID names Intel as the vendor, and has all features.
 fn intels_hypervisor(l2: &[u8]) -> Guest {
     let mut guest = hypervisor(l2);
     let told = |leaf, _| match leaf {
@@ -68,10 +68,11 @@ fn intels_hypervisor(l2: &[u8]) -> Guest {
     guest
 }
 
-/// AMD's manual defines SVM: where the vendors' CPUs differ, a guest of SVM finds AMD's, whatever vendor is told.
+/// AMD's manual defines SVM. Where the vendors' CPUs differ, a nested guest sees AMD's behaviour,
+/// whatever vendor CPUID names.
 #[test]
 fn a_guest_of_svm_runs_on_amds_processor() {
-    // EXT is clear in the error code of a fault in the delivery of an exception: ud2, without IDT.
+    // EXT is clear in the error code of a fault during the delivery of an exception: ud2, without an IDT.
     let mut guest = intels_hypervisor(b"\x0f\x0b");
     put32(&guest, 0x400 + 0x84, 0);
     put32(&guest, at::EXCEPTIONS, 1 << 13);
@@ -117,7 +118,7 @@ fn a_virtual_interrupt_waits_for_the_guest() {
     assert_eq!(get(&guest, at::RIP), HANDLERS + 16 * 0x80);
     assert_eq!(guest.memory().read64(get(&guest, at::RSP)), L2 + 3);
     assert_eq!(get(&guest, at::INTERRUPTS) & 1 << 8, 0, "it was taken");
-    // Its priority is not above the task's, unless that is ignored.
+    // The virtual interrupt's priority is not above the task's, unless that is ignored.
     for (more, code) in [(5, 0x81), (5 | 1 << 20, 0x64)] {
         fill(&guest);
         put(&guest, at::INTERRUPTS, IRQ | more);
@@ -137,7 +138,7 @@ const NMI: u64 = 1 << 11;
 const NMI_MASK: u64 = 1 << 12;
 const NMI_ENABLE: u64 = 1 << 26;
 
-/// A hypervisor whose guest `l2` has virtual NMIs, and counts them in RBX.
+/// A hypervisor whose guest `l2` has virtual NMIs. The guest counts them in RBX.
 fn with_virtual_nmis(l2: &[u8]) -> Guest {
     let guest = hypervisor(l2);
     // inc rbx; iretq
@@ -159,7 +160,7 @@ fn a_virtual_nmi_waits_for_the_end_of_another_ones_handler() {
         0,
         "it was taken, and its handler has ended"
     );
-    // The handler of one that is injected comes first.
+    // The handler of an injected NMI runs first.
     let mut guest = with_virtual_nmis(b"\x90\x0f\x01\xd9");
     guest.cpu.state.gpr[RBX] = 0;
     put(&guest, at::EVENT, 1 << 31 | 2 << 8 | 2);
@@ -194,7 +195,7 @@ fn virtual_nmis_are_none_of_the_hypervisors() {
     guest.cpu.inject_nmis(1);
     assert_eq!(exit(&mut guest), 0x61, "one of the hypervisor's");
     assert_eq!(guest.cpu.state.events.nmis, 1);
-    // An exit in the delivery tells of the virtual one, which is not pending then.
+    // An exit during the delivery reports the virtual NMI, which is then no longer pending.
     let mut guest = with_virtual_nmis(b"\x90");
     guest.machine.absent(L2_STACK - 8);
     put32(&guest, at::EXCEPTIONS, 1 << 14);
@@ -202,7 +203,7 @@ fn virtual_nmis_are_none_of_the_hypervisors() {
     assert_eq!(exit(&mut guest), 0x4e);
     assert_eq!(get(&guest, at::INT_INFO), 1 << 31 | 2 << 8 | 2);
     assert_eq!(get(&guest, at::INTERRUPTS) & (NMI | NMI_MASK), 0);
-    // It cannot have virtual ones if those of the hypervisor do not make it leave.
+    // A guest cannot have virtual NMIs unless the hypervisor's NMIs make it leave.
     fill(&guest);
     put(&guest, at::INTERRUPTS, NMI_ENABLE);
     again(&mut guest);
@@ -264,7 +265,7 @@ fn an_init_that_makes_a_guest_leave_comes_after_the_instruction_that_has_read_a_
 
 #[test]
 fn data_for_a_page_that_the_hypervisor_took_away_make_its_guest_leave_once() {
-    // insb; vmmcall: exit by the page fault, which is intercepted
+    // insb; vmmcall: the guest leaves for the page fault, which is intercepted
     let mut guest = hypervisor(b"\x6c\x0f\x01\xd9");
     put32(&guest, at::EXCEPTIONS, 1 << 14);
     guest.cpu.state.gpr[RDI] = DATA;

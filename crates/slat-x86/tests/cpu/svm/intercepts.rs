@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Each intercept of an instruction: its exit code, the instruction.
+/// For each intercept of an instruction: its exit code, and the instruction.
 const INTERCEPTS: &[(u64, &[u8])] = &[
     (0x00, b"\x0f\x20\xc0"),             // mov rax, cr0
     (0x00, b"\x0f\x01\xe0"),             // smsw eax

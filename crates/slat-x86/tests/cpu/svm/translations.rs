@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// The same linear address is another page in each world.
+/// A linear address is mapped to another page in each world.
 #[test]
 fn translations_of_the_worlds_never_mix() {
     // mov ebx, [DATA]; vmrun; mov ecx, [DATA]; hlt
@@ -23,7 +23,8 @@ fn translations_of_the_worlds_never_mix() {
     assert_eq!((gpr[RBX], gpr[RDX], gpr[RCX]), (1, 2, 1));
 }
 
-/// What an ASID has stays until the hypervisor has it flushed, also a global page, which is no page of another world.
+/// Translations of an ASID stay until the hypervisor has them flushed. That includes a global page, which is not
+/// global in another world.
 #[test]
 fn translations_are_kept_for_an_asid_until_they_are_flushed() {
     // mov edx, [DATA]; vmmcall
@@ -31,7 +32,7 @@ fn translations_are_kept_for_an_asid_until_they_are_flushed() {
     l2.extend((DATA as u32).to_le_bytes());
     l2.extend(b"\x0f\x01\xd9");
     const INVLPGA: u32 = 0x100;
-    // The ASIDs of two runs, TLB_CONTROL or INVLPGA before the second, and what that sees.
+    // The ASIDs of two runs, TLB_CONTROL or INVLPGA before the second run, and the page that the second run sees.
     for (first, second, how, seen) in [
         (1, 1, 0, 2),
         (1, 1, 1, 3),
@@ -82,7 +83,7 @@ fn translations_are_kept_for_an_asid_until_they_are_flushed() {
                 guest.halt();
             }
             let case = (first, second, how, global);
-            // What the machine knows of nested tables is void, also when the TLB has nothing of the ASID.
+            // The machine's nested translations are void, even if the TLB has nothing of the ASID.
             let mut told = guest.machine.flushes.len();
             if how == INVLPGA {
                 assert_eq!(guest.machine.flushes.last(), Some(&GuestFlush::Nested));
@@ -105,8 +106,8 @@ fn translations_are_kept_for_an_asid_until_they_are_flushed() {
 const BLOCK: u64 = 0x28_0000;
 const NESTED_BLOCK: u64 = 0x30_0000;
 
-/// Returns a hypervisor with nested paging, which maps [`BLOCK`] for VMLOAD and VMSAVE. Its guest executes
-/// `l2` with RAX there.
+/// Returns a hypervisor with nested paging, which maps [`BLOCK`] for VMLOAD and VMSAVE. Its guest executes `l2` with
+/// that address in RAX.
 fn with_virtual_vmload(l2: &[u8]) -> Guest {
     const NESTED_TABLES: u64 = 0x9000;
     let mut guest = hypervisor(l2);
@@ -141,7 +142,7 @@ fn a_guest_has_vmload_and_vmsave_at_addresses_of_its_own() {
     guest.memory().write64(BLOCK + STAR, 1);
     assert_eq!(exit(&mut guest), 0x81);
     assert_eq!(guest.cpu.state.star, 0x5678);
-    // Without nested paging, or the bit, it is an address of the hypervisor's.
+    // Without nested paging, or without the bit, the address is one of the hypervisor's.
     for field in [at::NESTED, at::VIRTUAL_EXTENSIONS] {
         let mut guest = with_virtual_vmload(vmsave);
         guest.cpu.state.star = 0x1234;

@@ -1,4 +1,4 @@
-//! What [`Assembler`] writes is what another decoder reads.
+//! Checks that another decoder reads what [`Assembler`] writes.
 
 use super::*;
 use iced_x86::{Decoder, DecoderOptions, FastFormatter};
@@ -58,7 +58,7 @@ fn memory(size: u8, base: Reg, disp: i32) -> String {
     }
 }
 
-/// Returns a text without the widths of memory, which not every formatter writes.
+/// Returns a text without the widths of memory operands, which not every formatter writes.
 fn plain(text: &str) -> String {
     let widths = ["dword ptr ", "qword ptr ", "byte ptr ", "word ptr "];
     widths
