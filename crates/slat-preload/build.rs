@@ -1,4 +1,4 @@
-//! Gives the library a place to begin at when it is started as a program (`src/load/mod.rs`).
+//! Gives the library an entry point for when it is started as a program (`src/load/mod.rs`).
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -1,16 +1,16 @@
 //! Owner, mode and extended attributes of KVM's files, by path.
 //!
 //! libvirt gives each guest a `/dev` of its own: it reads the device's access control list, and sets the node's owner.
-//! slat serves every user, so owner and mode are not kept: what may change them succeeds, and `stat` goes on to show
-//! what it did. There are no extended attributes, as on a file system without them.
+//! slat serves every user, so it does not store owner and mode: calls that change them succeed, and `stat` shows the
+//! same as before. There are no extended attributes, as on a file system without them.
 
 use crate::files::interpose;
 use crate::paths::{Special, special};
 use crate::real::{call, kernel, plain};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// Returns the result of a call about the special file at `path`: `of_file`'s for one of KVM's. `None`: the kernel has
-/// to serve it, also before the program's first use of KVM.
+/// Returns the result of a call about the special file at `path`: that of `of_file` for a file of KVM's. `None`: the
+/// kernel has to serve the call, as it always does before the program's first use of KVM.
 fn about(
     directory: c_int,
     path: *const c_char,
@@ -27,7 +27,7 @@ fn about(
     Some(plain(result))
 }
 
-/// Does what only the owner of KVM's files may do: root.
+/// Returns the result of an operation that only the owner of KVM's files, root, may do.
 fn as_owner() -> Result<isize, i32> {
     // SAFETY: no arguments.
     match unsafe { kernel!(libc::SYS_geteuid) } {
@@ -36,7 +36,7 @@ fn as_owner() -> Result<isize, i32> {
     }
 }
 
-/// Does fchownat, and all calls that amount to it. The kernel does it by `kernels`.
+/// Does fchownat, and all calls equivalent to it. `kernels` makes the kernel's call.
 pub fn change_owner(
     directory: c_int,
     path: *const c_char,
@@ -51,7 +51,7 @@ pub fn change_owner(
     answer.unwrap_or_else(kernels) as c_int
 }
 
-/// Does fchmodat, and all calls that amount to it. The kernel does it by `kernels`.
+/// Does fchmodat, and all calls equivalent to it. `kernels` makes the kernel's call.
 pub fn change_mode(
     directory: c_int,
     path: *const c_char,
@@ -60,7 +60,7 @@ pub fn change_mode(
     about(directory, path, as_owner).unwrap_or_else(kernels) as c_int
 }
 
-/// Does one of the calls `number` that read or write extended attributes of the file at `path`.
+/// Does a call with number `number`, which reads or writes extended attributes of the file at `path`.
 ///
 /// # Safety
 /// As for the call.

@@ -12,7 +12,7 @@ use crate::paths::DescriptorPath;
 use crate::real::raw;
 use crate::table;
 
-/// How a client opens a file: the arguments of open(2), or of openat2(2), which refuses flags that it does not know.
+/// The arguments with which a client opens a file: those of open(2), or of openat2(2), which refuses unknown flags.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct How {
@@ -68,8 +68,8 @@ impl Opening {
         self.how().flags & libc::O_ACCMODE as u64 != 0
     }
 
-    /// Opens the file that `fd` refers to once more, with these arguments. The file exists, is no directory, and keeps
-    /// its content: the kernel refuses what it would refuse for a device.
+    /// Opens the file that `fd` refers to again, with these arguments. The file exists, is no directory, and keeps its
+    /// content. The kernel refuses what it would refuse for a device.
     fn again(self, fd: &OwnedFd) -> Result<OwnedFd, i32> {
         let how = self.how();
         // The path is that of a link.
@@ -117,7 +117,7 @@ pub fn open(opening: Opening) -> Result<isize, i32> {
     crate::prepare()?;
     slat_kvm::policy::current().map_err(|error| error.errno())?;
     let fd = System::descriptor(opening.has(libc::O_CLOEXEC)).map_err(|error| error.errno())?;
-    // A memfd is open for reading and writing: nearly always that is what the client asked for.
+    // A memfd is open for reading and writing, which is nearly always what the client has asked for.
     let usual = (libc::O_RDWR | libc::O_CLOEXEC | O_LARGEFILE) as u64;
     let fd = match opening {
         Opening::Open(how) if how.flags & !usual == 0 && how.flags & libc::O_RDWR as u64 != 0 => fd,
@@ -151,14 +151,14 @@ pub fn open_parameter(name: &'static str, opening: Opening) -> Result<isize, i32
     Ok(fd.into_raw_fd() as isize)
 }
 
-/// Opens the file that a descriptor's link in `/proc` refers to. `None`: the kernel has to do it.
+/// Opens the file to which a descriptor's link in `/proc` refers. `None`: the kernel has to open it.
 pub fn open_again(fd: c_int, opening: Opening) -> Option<Result<isize, i32>> {
     let link = opening.has(libc::O_NOFOLLOW);
     match table::get(fd)?.object() {
         Object::System(_) | Object::DevicePath if !link => Some(open(opening)),
         Object::System(_) | Object::DevicePath | Object::Parameter(_) => None,
-        // KVM's other objects cannot be opened. The kernel finds out that they are no directories
-        // and cannot be created.
+        // KVM's other objects cannot be opened. The kernel returns the errors for using them as directories,
+        // and for creating them.
         _ if link || opening.has(libc::O_PATH) => None,
         _ if opening.has(libc::O_DIRECTORY) || opening.has(libc::O_CREAT | libc::O_EXCL) => None,
         _ => Some(Err(libc::ENXIO)),

@@ -1,4 +1,4 @@
-//! The program's environment: what `slat run` has put there, and what the program's children get.
+//! The program's environment: the variables that `slat run` has set, and the environment of the program's children.
 
 use crate::real::{kernel, map_memory};
 use std::ffi::{CStr, c_char};
@@ -6,12 +6,13 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// The LD_PRELOAD of the program's children, where it is not the program's own: `slat run` puts the runtimes of
-/// sanitizers that the program is linked with before this library. In other programs these would work, too, and report
-/// what nobody asked for.
+/// The variable that holds LD_PRELOAD for the program's children, if it differs from the program's own. `slat run` puts
+/// the runtimes of sanitizers with which the program is linked before this library. In other programs these runtimes
+/// would be active, too, and report errors that nobody asked for.
 const CHILDRENS: &CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
 
-/// Variables that are kept as they were at the program's start. [`SETTINGS`] of them mean the same in any root.
+/// Variables whose values at the program's start are kept. The first [`SETTINGS`] of them have the same
+/// meaning in any root.
 const NAMES: [&str; 7] = [
     "SLAT_DISPATCH=",
     "SLAT_FORMAT=",
@@ -22,14 +23,14 @@ const NAMES: [&str; 7] = [
     "SLAT_CPUINFO=",
 ];
 const SETTINGS: usize = 6;
-/// The index of the file that is opened for `/proc/cpuinfo`, where `slat run` has written one.
+/// The index of the variable with the file that is opened in place of `/proc/cpuinfo`, if `slat run` has written one.
 const PROCESSORS: usize = 6;
 
 /// Copies of the variables; null: the variable was not set.
 static KEPT: [AtomicPtr<c_char>; NAMES.len()] = [const { AtomicPtr::new(null_mut()) }; NAMES.len()];
 
-/// How the file that is opened for `/proc/cpuinfo`, and `/proc/cpuinfo` itself, look. Asked for at the program's start:
-/// later, a filter may forbid it.
+/// The `stat` of the file that is opened in place of `/proc/cpuinfo`, and of `/proc/cpuinfo` itself. Read at the
+/// program's start: later, a filter may forbid it.
 static LOOKS: OnceLock<[libc::stat; 2]> = OnceLock::new();
 
 /// Returns a variable as it was at the program's start. Async-signal-safe.
@@ -39,8 +40,8 @@ fn kept(index: usize) -> Option<&'static CStr> {
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 
-/// Returns the settings that this program was started with, for one that it starts in another root without
-/// environment. Async-signal-safe.
+/// Returns the settings with which this program was started. A program that it starts in another root without
+/// environment gets them. Async-signal-safe.
 pub(crate) fn settings() -> impl Iterator<Item = &'static CStr> {
     (0..SETTINGS).filter_map(kept)
 }
@@ -48,13 +49,14 @@ pub(crate) fn settings() -> impl Iterator<Item = &'static CStr> {
 /// The most of them.
 pub(crate) const MOST_SETTINGS: usize = SETTINGS;
 
-/// Returns the file that is opened for `/proc/cpuinfo`; `None`: the kernel's. Async-signal-safe.
+/// Returns the file that is opened in place of `/proc/cpuinfo`. `None`: the kernel's file is opened. Async-signal-safe.
 pub(crate) fn processors() -> Option<&'static CStr> {
     let bytes = kept(PROCESSORS)?.to_bytes_with_nul();
     CStr::from_bytes_with_nul(&bytes[NAMES[PROCESSORS].len()..]).ok()
 }
 
-/// Returns how `/proc/cpuinfo` looks, if the file with this device and inode is opened for it. Async-signal-safe.
+/// Returns the `stat` of `/proc/cpuinfo`, if the file with this device and inode is opened in its
+/// place. Async-signal-safe.
 pub(crate) fn look_of_processors(device: u64, inode: u64) -> Option<&'static libc::stat> {
     let [file, kernels] = LOOKS.get()?;
     ((file.st_dev, file.st_ino) == (device, inode)).then_some(kernels)
@@ -71,8 +73,8 @@ fn look(path: &CStr) -> Option<libc::stat> {
     }
 }
 
-/// Copies the variables of [`NAMES`] to memory of their own: the program may overwrite what the kernel has given it.
-/// That is not the heap, for which a sanitizer's runtime, when it is preloaded, is not ready yet.
+/// Copies the variables of [`NAMES`] to new memory, because the program may overwrite the memory that the kernel has
+/// given it. The heap is not used: the runtime of a preloaded sanitizer is not ready for it yet.
 ///
 /// # Safety
 /// - No other thread changes the environment.
@@ -81,7 +83,7 @@ unsafe fn keep() {
         static environ: *const *const c_char;
     }
     let each = |found: &mut dyn FnMut(usize, &[u8])| {
-        // SAFETY: the caller's promise: strings that end with 0, and a null after the last.
+        // SAFETY: the caller's promise: strings that end with 0, and a null pointer after the last.
         unsafe {
             let mut next = environ;
             while !next.is_null() && !(*next).is_null() {
@@ -108,7 +110,7 @@ unsafe fn keep() {
     };
     each(&mut |index, text| {
         let to = at as *mut u8;
-        // SAFETY: the mapping has room for all that is found.
+        // SAFETY: the mapping has space for all variables that are found.
         unsafe { to.copy_from_nonoverlapping(text.as_ptr(), text.len()) };
         KEPT[index].store(to.cast(), Ordering::Release);
         at += text.len();
@@ -124,8 +126,8 @@ pub(crate) fn prepare() {
     {
         let _ = LOOKS.set([file, kernels]);
     }
-    // SAFETY: no other thread reads or changes the environment yet; `value`, which is a part of it, is copied before
-    // the variable is removed. A failure for lack of memory leaves the environment as it is.
+    // SAFETY: no other thread reads or changes the environment yet. `value`, which is part of it, is copied before the
+    // variable is removed. If memory is out, the environment does not change.
     unsafe {
         let value = libc::getenv(CHILDRENS.as_ptr());
         if !value.is_null() {

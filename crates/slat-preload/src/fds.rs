@@ -1,4 +1,4 @@
-//! Opening and closing descriptors: close, dup and fcntl keep the table in step with the kernel.
+//! Opening and closing descriptors: close, dup and fcntl keep slat's table equal to the kernel's.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -25,7 +25,7 @@ pub fn forget(fd: c_int) {
     }
 }
 
-/// Call after duplicating `old` as `new`, which may be an error: `new` refers to the object of `old`.
+/// Call after duplicating `old`. `new` is the new descriptor, or an error. Makes `new` refer to the object of `old`.
 pub fn follow(old: c_int, new: c_int) {
     if !table::is_any_ours() || new < 0 || new == old {
         return;
@@ -45,13 +45,12 @@ pub fn follow(old: c_int, new: c_int) {
     });
 }
 
-/// Whether a command of fcntl is for memfds only.
+/// Whether a command of fcntl is valid for memfds only.
 fn is_about_seals(command: c_int) -> bool {
     matches!(command, libc::F_ADD_SEALS | libc::F_GET_SEALS)
 }
 
-/// Returns the status flags to show for a descriptor of KVM's for which the kernel returned
-/// `flags`: those of the memfd.
+/// Returns the status flags to show for a descriptor of KVM's. `flags` are the memfd's, from the kernel.
 fn flags_shown(fd: c_int, flags: c_int) -> c_int {
     /// The kernel's value: the C library's is 0 on x86-64.
     const O_LARGEFILE: c_int = 0o100_000;
@@ -71,7 +70,7 @@ fn is_plain(old: c_int, new: c_int) -> bool {
     !table::is_ours(old) && !table::is_ours(new)
 }
 
-/// Closes a range of descriptors, or only marks it.
+/// Closes a range of descriptors, or marks them to be closed on exec.
 ///
 /// # Safety
 /// As for `close_range`.
@@ -155,7 +154,7 @@ interpose! {
     /// fclose(3). It closes the descriptor without calling `close` here.
     fn fclose(stream: *mut libc::FILE) -> c_int {
         if table::is_any_ours() {
-            // A stream in memory has no descriptor, which must not change `errno`.
+            // A stream in memory has no descriptor; then `errno` must not change.
             let before = errno();
             // SAFETY: the caller's.
             forget(unsafe { libc::fileno(stream) });

@@ -1,4 +1,4 @@
-//! Opening files by path, and asking whether they open: slat serves `/dev/kvm` and KVM's module parameters itself.
+//! Opening files by path, and checking access to them. slat serves `/dev/kvm` and KVM's module parameters itself.
 
 use crate::device::{self, How, Opening};
 use crate::environment;
@@ -9,10 +9,10 @@ use slat_kvm::thread::Section;
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-/// Defines an exported C function, which runs with slat's own flags and floating point
-/// ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own must stay in force.
+/// Defines an exported C function that runs with slat's own flags and floating point
+/// ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own functions are not replaced.
 ///
-/// A handler of the program that was deferred runs at the end of such a function, and may unwind by `pthread_exit`.
+/// A deferred handler of the program runs at the end of such a function, and may unwind by `pthread_exit`.
 macro_rules! interpose {
     ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
         $crate::files::interpose_with_callers_floats! {
@@ -22,7 +22,7 @@ macro_rules! interpose {
 }
 pub(crate) use interpose;
 
-/// Like [`interpose`], but for a function that makes a thread, which begins with its maker's floating point.
+/// Like [`interpose`], but for a function that makes a thread: the thread begins with its maker's floating-point state.
 macro_rules! interpose_with_callers_floats {
     ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
         $(
@@ -51,7 +51,7 @@ macro_rules! interpose_with_callers_floats {
 }
 pub(crate) use interpose_with_callers_floats;
 
-/// Opens the special file that a path leads to. `None`: the kernel has to open it.
+/// Opens the special file to which a path leads. `None`: the kernel has to open it.
 fn open_special(special: Special, opening: Opening) -> Option<isize> {
     let answer = match special {
         Special::Device => guarded(|| device::open(opening)),
@@ -75,12 +75,12 @@ fn open_special(special: Special, opening: Opening) -> Option<isize> {
     Some(answer)
 }
 
-/// Returns the file that `slat run` has written to be opened in the place of `/proc/cpuinfo`, if that is what the
-/// kernel has just opened by `path`, to be read. No other spelling is known: looking for one would make system calls in
-/// programs that do not use KVM.
+/// Returns the file that `slat run` has written to replace `/proc/cpuinfo`, if the kernel has just opened
+/// `/proc/cpuinfo` for reading by `path`. Only this spelling is recognised: looking for others would make system calls
+/// in programs that do not use KVM.
 ///
-/// The caller closes what was opened, and opens the file in the same manner: a filter that lets the program open and
-/// close files lets it do so once more, and may forbid all other calls.
+/// The caller closes the descriptor, and opens the returned file in the same way. A filter that lets the program open
+/// and close files allows both, and may forbid all other calls.
 fn instead_of_processors(path: *const c_char, opening: Opening) -> Option<&'static CStr> {
     let flags = opening.how().flags as c_int;
     let harmless = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_NOFOLLOW;
@@ -88,8 +88,8 @@ fn instead_of_processors(path: *const c_char, opening: Opening) -> Option<&'stat
     (flags & !harmless == 0 && paths::is_spelled(path, b"/proc/cpuinfo")).then_some(file)
 }
 
-/// Closes what the kernel has opened in the place of a special file: the host's, or a new one where the host has
-/// none, which is removed.
+/// Closes the descriptor that the kernel has opened for the path of a special file. It is that of the host's file, or
+/// of a new file if the host has none; a new file is removed.
 fn undo_opening(path: Path, opening: Opening, opened: isize) {
     if opened < 0 {
         return;
@@ -109,7 +109,7 @@ fn undo_opening(path: Path, opening: Opening, opened: isize) {
     }
 }
 
-/// Opens a path, or has the kernel do it by `kernels`.
+/// Opens a path: special files itself, others by `kernels`.
 fn open_path(
     directory: c_int,
     text: *const c_char,
@@ -129,7 +129,7 @@ fn open_path(
         |opened| undo_opening(path, opening, opened),
         |special| open_special(special, opening),
     );
-    // A node of KVM's under another name, on a machine without KVM.
+    // The path names a node of KVM's under another name, on a machine without KVM.
     if opened < 0 && errno() == libc::ENODEV && paths::is_device(path) {
         return guarded(|| device::open(opening));
     }
@@ -148,7 +148,7 @@ fn open_path(
     shown.unwrap_or_else(|_| kernels())
 }
 
-/// Opens a path, or has the kernel do it by `kernels`.
+/// Opens a path: special files itself, others by `kernels`.
 ///
 /// # Safety
 /// As for `openat`.
@@ -159,7 +159,7 @@ pub unsafe fn open_at(
     mode: c_uint,
     kernels: impl Fn() -> isize,
 ) -> isize {
-    // Without flags that create a file, the caller need not have passed a mode.
+    // The caller passes a mode only with flags that create a file.
     let creates = flags & (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) != 0;
     let opening = Opening::open(flags, if creates { mode } else { 0 });
     open_path(directory, path, opening, kernels)
@@ -192,10 +192,10 @@ pub unsafe fn create(path: *const c_char, mode: c_uint) -> c_int {
     }
 }
 
-/// openat2(2), which has no function in the C library.
+/// Does openat2(2). The C library has no function for it.
 ///
 /// # Safety
-/// As for `openat2`; bad memory is an error, though.
+/// As for `openat2`, except that memory that cannot be accessed is an error.
 pub unsafe fn open_at_2(
     directory: c_int,
     path: *const c_char,
@@ -204,7 +204,7 @@ pub unsafe fn open_at_2(
 ) -> isize {
     // SAFETY: the caller's.
     let kernels = || unsafe { call!(libc::SYS_openat2, directory, path, how, size) };
-    // Another size is that of a kernel whose flags slat does not know.
+    // A struct of another size belongs to a kernel whose flags slat does not know.
     if size != size_of::<How>() {
         return kernels();
     }
@@ -225,8 +225,8 @@ pub unsafe fn open_at_2(
     }
 }
 
-/// Returns the arguments of openat2, for a path whose last component is special however it is resolved. `None` also for
-/// memory that cannot be read, and for an unknown `RESOLVE_` flag.
+/// Returns the arguments of openat2, for a path whose last component is special in every case. `None` for memory that
+/// cannot be read, and for an unknown `RESOLVE_` flag.
 fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How> {
     /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;
@@ -240,7 +240,7 @@ fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How>
     (how.resolve & !RESOLVE_KNOWN == 0).then_some(how)
 }
 
-/// Does faccessat, and all calls that amount to it.
+/// Does faccessat, and all calls equivalent to it.
 ///
 /// # Safety
 /// As for `faccessat`.
@@ -277,7 +277,7 @@ pub unsafe fn access_at(
 
 static NEXT_EUIDACCESS: Next = Next::new(c"euidaccess");
 
-/// Does euidaccess. The C library asks the kernel by a call that depends on the user.
+/// Does euidaccess. It calls the C library's function, which makes a call that depends on the user.
 unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
     let kernels = || {
         let Some(function) = NEXT_EUIDACCESS.get() else {
@@ -294,7 +294,7 @@ unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
 
 static NEXT_FACCESSAT: Next = Next::new(c"faccessat");
 
-/// Does faccessat for a function of the C library. Which system call that makes depends on its version.
+/// Does faccessat by a function of the C library. Which system call that makes depends on its version.
 unsafe fn access_by_name(
     directory: c_int,
     path: *const c_char,
@@ -317,7 +317,7 @@ unsafe fn access_by_name(
     unsafe { access_at(directory, path, mode, kernels) as c_int }
 }
 
-/// Looks up the C library's functions, before a signal handler could need one first.
+/// Looks up the C library's functions now, so that no signal handler has to do it first.
 pub fn prepare() {
     let all = [
         &NEXT_FOPEN,
@@ -333,7 +333,7 @@ pub fn prepare() {
 static NEXT_FOPEN: Next = Next::new(c"fopen");
 static NEXT_FOPEN64: Next = Next::new(c"fopen64");
 
-/// Converts fopen's mode to flags of open(2): fopen(3).
+/// Converts a mode of fopen(3) to flags of open(2).
 fn flags_of(mode: &[u8]) -> c_int {
     let has = |letter| mode.contains(&letter);
     let access = match (has(b'+'), mode.first()) {
@@ -401,7 +401,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
     };
     let ours = |special| {
         let opening = opening();
-        // A stream writes without calling slat's `write`.
+        // A stream writes without calling slat's `write`, so it cannot write a parameter.
         if opening.writes() && matches!(special, Special::Parameter(_)) {
             set_errno(libc::EACCES);
             return Some(-1);
@@ -441,7 +441,7 @@ interpose! {
         unsafe { create(path, mode) }
     }
 
-    /// open(2) with large files: no difference on x86-64.
+    /// open(2) with large files, which is the same on x86-64.
     fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: as for `open`.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }

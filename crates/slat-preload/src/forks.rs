@@ -1,31 +1,31 @@
 //! Forks of the program: by the C library's `fork` and `_Fork`, and by system calls through `syscall`.
 //!
-//! The heap's lock is held over a fork, so that no child inherits a heap that is half changed. It has to be the last
-//! lock that the forking thread takes: the program's `malloc` holds its own locks over a fork, too, and another thread
-//! may enter slat's heap from inside that `malloc`, by `mmap` or `madvise`. The C library calls first what was
-//! registered last; so slat registers its handlers before all others, however early those are.
+//! The heap's lock is held over a fork, so that no child inherits a heap that is half changed. It must be the last lock
+//! that the forking thread takes: the program's `malloc` holds its own locks over a fork, too, and another thread may
+//! enter slat's heap from inside that `malloc`, by `mmap` or `madvise`. The C library calls first the handler that was
+//! registered last. So slat registers its handlers before all others, however early those are registered.
 //!
 //! # Locks of the process
-//! A child finds each lock as it was at the moment of the fork, which may be one of a system call that nobody
-//! announces. It must not wait for a thread that it does not have. What belongs to a process is in a
-//! [`PerProcess`](slat_process::forks::PerProcess), of which the child makes its own value, with the locks in it;
-//! what lasts is a [`Computed`](slat_process::once::Computed) or a [`Prepared`](slat_process::once::Prepared),
-//! whose first use does not wait for threads of another process. These are the others (`tests/locks.rs` compares
-//! the table with the code):
+//! A child finds each lock as it was at the moment of the fork. A fork may be a system call that slat does not see. A
+//! child must not wait for a thread that it does not have. Data of one process is in a
+//! [`PerProcess`](slat_process::forks::PerProcess), for which the child makes a value of its own, with new locks. Data
+//! that lasts is in a [`Computed`](slat_process::once::Computed) or a [`Prepared`](slat_process::once::Prepared), whose
+//! first use does not wait for threads of another process. The remaining locks are these (`tests/locks.rs` compares the
+//! table with the code):
 //!
 //! | lock | file | a child |
 //! |---|---|---|
-//! | `STATE` | `slat-preload/src/heap.rs` | finds it free: held over the fork. After a fork that is not announced it may be held |
-//! | `BREAK` | `slat-preload/src/load/memory.rs` | as `STATE`; a loaded program's forks are all dispatched, and so announced |
+//! | `STATE` | `slat-preload/src/heap.rs` | finds it free: held over announced forks; after others it may be held |
+//! | `BREAK` | `slat-preload/src/load/memory.rs` | as `STATE`; a loaded program's forks are all announced |
 //! | `APART` | `slat-process/src/once.rs` | as `STATE`; held while the decoder's tables are built, once in a process |
-//! | `TEXT` | `slat-preload/src/dispatch/mod.rs` | finds it set: before the program's first instruction, when there is one thread |
+//! | `TEXT` | `slat-preload/src/dispatch/mod.rs` | finds it set: before the program begins, by its only thread |
 //! | `KEY` | `slat-preload/src/dispatch/library_threads.rs` | as `TEXT` |
 //! | `OWN` | `slat-preload/src/load/mod.rs` | as `TEXT` |
 //! | `LOOKS` | `slat-preload/src/environment.rs` | as `TEXT` |
 //! | `LIBRARY` | `slat-preload/src/children/mod.rs` | as `TEXT` |
 //!
-//! The compiler that slat uses has a `OnceLock` of its own, which its first translation sets within a microsecond, on a
-//! thread of slat's own: should a child find that half done, its guests are interpreted.
+//! slat's compiler library has a `OnceLock` of its own, which its first translation sets within a microsecond, on a
+//! thread of slat's. If a child finds it half done, the child's guests are interpreted.
 
 use crate::files::interpose;
 use crate::real::{Next, set_errno};
@@ -53,18 +53,18 @@ extern "C" fn after_in_child() {
     dispatch::arm_thread();
 }
 
-/// Runs in a child that the C library has made, which has noted the child's number.
+/// Runs in a child that the C library has made. The C library has noted the child's id.
 extern "C" fn after_in_noted_child() {
     after_in_child();
     process::note_owner();
 }
 
-/// Forks by a call of which the C library knows nothing. Returns what `fork` does: 0 is the child.
+/// Forks by a call that the C library does not see. Returns the result of `fork`: 0 in the child.
 pub fn around<T: Copy + PartialEq + From<i8>>(fork: impl FnOnce() -> T) -> T {
     around_then(fork, || {
         after_in_child();
         if crate::is_prepared() {
-            // Else a child of the child's `vfork` could ask first, and be taken for the owner.
+            // Otherwise a child of this child's `vfork` could ask first, and be taken for the owner.
             process::owner();
         }
     })
@@ -94,7 +94,7 @@ unsafe fn next(prepare: Handler, parent: Handler, child: Handler, library: *mut 
     unsafe { std::mem::transmute::<usize, Register>(function)(prepare, parent, child, library) }
 }
 
-/// Registers slat's handlers if they are not yet.
+/// Registers slat's handlers if they are not registered yet.
 pub fn watch() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Ordering::Relaxed) {
@@ -111,7 +111,7 @@ pub fn watch() {
 }
 
 interpose! {
-    /// pthread_atfork(3), for libraries that were not linked with their own.
+    /// pthread_atfork(3), for libraries that are not linked with a copy of it.
     fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
         // SAFETY: the caller's.
         unsafe { __register_atfork(prepare, parent, child, std::ptr::null_mut()) }

@@ -1,17 +1,17 @@
 //! slat's own heap, apart from the program's.
 //!
-//! The program's `malloc` may be any allocator. While it holds its locks it calls `mmap`, and so slat; if slat then
-//! called `malloc`, both would wait for each other. So slat never allocates there: small blocks are allocated from a
-//! heap of our own (the crate dlmalloc), large ones are mappings of their own, and both get their pages from the kernel
+//! The program's `malloc` may be any allocator. It may call `mmap`, and so slat, while it holds its locks; if slat then
+//! called `malloc`, it would wait for these locks for ever. So slat never allocates by `malloc`. Small blocks come from
+//! a heap of slat's own (the crate dlmalloc), each large block is a mapping, and both get their pages from the kernel
 //! without the C library.
 //!
 //! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds it. A thread that forks
 //! holds it over the fork ([`before_fork`]), so a child never inherits a heap that is half changed.
 //!
 //! # When memory is out
-//! Rust ends the process when an allocation fails that cannot report it. A reserve serves such allocations: the blocks
-//! of one KVM call, other than those of the client's size, fit into it many times. A call that finds the reserve used
-//! up and cannot restore it is refused with `ENOMEM` before it begins ([`is_ready`]).
+//! Rust ends the process when an allocation fails and the code cannot report it. A reserve serves such allocations: it
+//! holds the blocks of one KVM call many times, except for those of the client's size. If the reserve is used up and
+//! cannot be restored, a call is refused with `ENOMEM` before it begins ([`is_ready`]).
 
 use crate::load::memory;
 use dlmalloc::{Allocator, Dlmalloc};
@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 const PAGE: usize = 4096;
-/// Blocks from this size on are mappings of their own.
+/// Blocks of this size or more are separate mappings.
 const LARGE: usize = 128 << 10;
 /// Bytes of the reserve.
 const RESERVE: usize = 96 << 10;
@@ -44,7 +44,7 @@ fn map(len: usize) -> *mut u8 {
 /// Unmaps `len` bytes. Returns whether they are unmapped.
 ///
 /// # Safety
-/// - the bytes were mapped by [`map`] and are not used any more.
+/// - The bytes were mapped by [`map`] and are not used any more.
 unsafe fn unmap(start: *mut u8, len: usize) -> bool {
     // SAFETY: the caller's promise.
     unsafe { calls::make(Call::Unmap, [start as usize, len, 0, 0, 0, 0]).is_ok() }
@@ -53,7 +53,7 @@ unsafe fn unmap(start: *mut u8, len: usize) -> bool {
 /// Changes the length of a mapping; null if that is not possible.
 ///
 /// # Safety
-/// - as for [`unmap`], unless null is returned.
+/// - As for [`unmap`], unless null is returned.
 unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut u8 {
     let flags = if may_move {
         libc::MREMAP_MAYMOVE as usize
@@ -132,7 +132,7 @@ impl State {
         self.allocate(layout, zeroed)
     }
 
-    /// Makes the reserve if there is none. Returns whether there is one.
+    /// Makes the reserve if there is none. Returns whether there is a reserve now.
     fn refill(&mut self) -> bool {
         if self.reserve.is_null() {
             // SAFETY: neither 0 nor an alignment that is no power of two.
@@ -153,12 +153,12 @@ static STATE: Mutex<State> = Mutex::new(State {
 });
 
 thread_local! {
-    /// Number of forks that this thread is in: a signal handler may fork while its thread does. Above zero, the thread
-    /// holds the heap's lock.
+    /// The number of nested forks that this thread is in: a signal handler may fork while its thread does. Above zero,
+    /// the thread holds the heap's lock.
     static FORKS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// What the thread that forks holds: the heap's lock, and those that it has taken before.
+/// The locks that a forking thread holds: the heap's, and those that it has taken before.
 struct Locks {
     state: MutexGuard<'static, State>,
     _program_break: MutexGuard<'static, memory::Break>,
@@ -189,7 +189,7 @@ fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
     )
 }
 
-/// Whether the reserve is whole, or could be made whole again, so that a call may begin. One load when it is whole.
+/// Whether the reserve is whole, or could be restored, so that a call may begin. One load if it is whole.
 pub fn is_ready() -> bool {
     IS_WHOLE.load(Ordering::Relaxed) || with(State::refill)
 }
@@ -201,7 +201,7 @@ pub fn before_fork() {
     if FORKS.get() > 1 {
         return;
     }
-    // In this order: who holds one of the others allocates.
+    // The heap's lock is taken last: a thread that holds one of the others may allocate.
     let _first_uses = keep_forks_out();
     let _program_break = memory::lock_break();
     let locks = Locks {

@@ -1,5 +1,4 @@
-//! `syscall`: the intercepted calls by number. And seccomp filters, installed by `syscall` or `prctl`, which
-//! forbid system calls.
+//! `syscall`: the intercepted calls, by number. Also the installation of seccomp filters, by `syscall` or `prctl`.
 
 use crate::device::How;
 use crate::dispatch::filters::prefixed;
@@ -15,8 +14,8 @@ use slat_kvm::{filters, user};
 use slat_process::gate;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
-/// Installs a seccomp filter, a `sock_fprog` at `program`, by `install`. slat starts its threads before, so the
-/// filter does not bind them.
+/// Installs a seccomp filter, a `sock_fprog` at `program`, by calling `install`. slat starts its threads first, so that
+/// the filter does not bind them.
 fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
     if !crate::is_prepared() {
         let answer = install();
@@ -48,8 +47,8 @@ fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
     install()
 }
 
-/// Returns the flags with which a filter is installed: not for all threads where one thread is all
-/// that the program has.
+/// Returns the flags with which a filter is installed. Without the flag for all threads if the program
+/// has only one thread.
 fn filter_flags(flags: usize) -> usize {
     const FOR_ALL: usize = libc::SECCOMP_FILTER_FLAG_TSYNC as usize;
     let is_one = || {
@@ -62,9 +61,9 @@ fn filter_flags(flags: usize) -> usize {
     }
 }
 
-/// Installs a filter, a `sock_fprog` at `program`, by `install`, which gets the address of another one if the filter is
-/// for all threads and slat has some: theirs it allows, whatever the program's forbids, because a thread of slat's that
-/// is killed answers no one.
+/// Installs a filter, a `sock_fprog` at `program`, by calling `install` with the filter's address. If the filter is for
+/// all threads and slat has threads of its own, `install` gets another filter, which allows all calls of slat's
+/// threads: if the filter killed one of them, requests to it would never be answered.
 fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize) -> isize {
     let mut given = None;
     if flags & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0
@@ -94,7 +93,7 @@ fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize)
     }
 }
 
-/// Reads the instructions of a `sock_fprog`, 8 bytes each.
+/// Reads the instructions, of 8 bytes each, of a `sock_fprog`.
 pub fn read_filter(program: u64) -> slat_kvm::Result<Vec<libc::sock_filter>> {
     let [len, start] = user::read::<[u64; 2]>(program)?;
     let instructions = user::read_vec::<u64>(start, usize::from(len as u16))?;
@@ -107,11 +106,11 @@ pub fn read_filter(program: u64) -> slat_kvm::Result<Vec<libc::sock_filter>> {
     Ok(decoded.collect())
 }
 
-/// Whether a system call makes a process with memory of its own.
+/// Whether a system call makes a process with a copy of the memory.
 fn forks(number: c_long, argument: usize) -> bool {
     let flags = match number {
         libc::SYS_clone => argument as u64,
-        // The first word of `clone_args`; it has to be readable for the call to do anything.
+        // Reads the first word of `clone_args`. If it cannot be read, the call fails anyway.
         libc::SYS_clone3 => {
             // SAFETY: a guarded load may be made at any address; without the handlers there is no VM, and the argument
             // is the program's own, which the kernel is about to read.
@@ -127,8 +126,8 @@ fn ours(fd: usize) -> bool {
     table::is_ours(fd as c_int)
 }
 
-/// Makes a system call of the program's, whichever way it has come: by `syscall`, or by an instruction of the program's
-/// own. Returns as the C library does.
+/// Makes a system call of the program, which made it by `syscall` or by an instruction of its own.
+/// Returns like the C library.
 ///
 /// # Safety
 /// As for the call itself. Arguments that a call does not have are undefined and not read.
@@ -167,8 +166,8 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             }
             libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
             libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
-            // Only for KVM's descriptors: the C library's functions for others are cancellation points,
-            // which `syscall` is not.
+            // Only for KVM's descriptors: for others, the C library's functions are cancellation points,
+            // but `syscall` is not.
             libc::SYS_read if ours(a) => streams::read(a as c_int, b as *mut c_void, c),
             libc::SYS_pread64 if ours(a) => {
                 streams::pread(a as c_int, b as *mut c_void, c, d as i64)

@@ -16,7 +16,7 @@ use std::ffi::{c_int, c_ulong};
 /// The type byte of userfaultfd's requests.
 const UFFDIO: u32 = 0xaa;
 
-/// Does ioctl. A cancellation may end it.
+/// Does ioctl. A cancellation of the thread may end it.
 ///
 /// # Safety
 /// As for `ioctl`.
@@ -43,8 +43,7 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     }) as c_int
 }
 
-/// Whether the kernel handles `request` itself, for any descriptor, and does not pass it to the file that the
-/// descriptor refers to: ioctl(2).
+/// Whether the kernel handles `request` itself for any descriptor, instead of passing it to the file (ioctl(2)).
 fn is_any_files(request: u32) -> bool {
     [libc::FIOCLEX, libc::FIONCLEX, libc::FIONBIO].contains(&c_ulong::from(request))
 }
@@ -59,9 +58,9 @@ fn kvm(handle: &table::Handle, request: u32, argument: usize) -> Result<isize, i
     }
 }
 
-/// Finds a descriptor of `/dev/kvm` that stayed open across `exec`, or was received through a socket, by its memfd's
-/// name; and the machine's own device, which was opened by another path, or outside. Not inlined: KVM's requests use
-/// little of the program's stack.
+/// Recognises a descriptor of `/dev/kvm` that the table does not know. It stayed open across `exec`, or was received
+/// through a socket: then its memfd has KVM's name. Or it is the machine's own device, opened by another path or
+/// elsewhere. Not inlined, so that KVM's requests use little of the program's stack.
 #[cold]
 #[inline(never)]
 fn inherited(fd: c_int) -> Option<table::Handle> {
@@ -81,7 +80,7 @@ fn inherited(fd: c_int) -> Option<table::Handle> {
     table::get(fd)
 }
 
-/// Passes on a request of userfaultfd's: one that unmaps pages or removes rights changes mappings.
+/// Passes on a request of userfaultfd. A request that unmaps pages or removes rights changes mappings.
 unsafe fn userfault(
     request: u32,
     argument: usize,
@@ -94,7 +93,7 @@ unsafe fn userfault(
     let range_at = |words: [usize; 2]| {
         let mut values = [0u64; 2];
         for (value, word) in values.iter_mut().zip(words) {
-            // SAFETY: guarded, as there is a VM; the address is the client's. The kernel will refuse a bad one.
+            // SAFETY: guarded, as there is a VM. The address is the client's; the kernel will refuse a bad one.
             *value = unsafe { slat_guard::load((argument as *const u64).wrapping_add(word)) }
                 .unwrap_or(0);
         }
@@ -110,7 +109,7 @@ unsafe fn userfault(
 }
 
 unsafe extern "C-unwind" {
-    /// The C library's function; with a cancellation pending it may unwind.
+    /// The C library's function. If a cancellation is pending, it may unwind.
     fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
     fn pthread_setcanceltype(kind: c_int, old: *mut c_int) -> c_int;
     fn pthread_testcancel();
@@ -124,10 +123,10 @@ static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 
 /// Does ioctl on a thread of slat's C library.
 ///
-/// An asynchronous cancellation can end the kernel's `KVM_RUN`, but not Rust code. So a cancellation waits while
-/// slat works, `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no other frame on
-/// its stack. Handlers of the program that were deferred find the cancellation state as the program has set it,
-/// because they may jump away.
+/// An asynchronous cancellation can end the kernel's `KVM_RUN`, but must not end Rust code. So a cancellation
+/// waits while slat works; `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no
+/// other frame on its stack. Deferred handlers of the program find the cancellation state as the program has set
+/// it, because they may jump away.
 ///
 /// # Safety
 /// As for `ioctl`.
@@ -148,7 +147,7 @@ pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int 
         drop(section);
         set_errno(after);
         if kind == PTHREAD_CANCEL_ASYNCHRONOUS {
-            // Some C libraries forget the thread's result when `setcancelstate` itself cancels.
+            // Some C libraries lose the thread's result if `setcancelstate` itself cancels.
             pthread_testcancel();
             pthread_setcanceltype(kind, std::ptr::null_mut());
         }
@@ -159,7 +158,7 @@ pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int 
 interpose! {
     /// ioctl(2).
     ///
-    /// A request without argument leaves it undefined, and does not read it.
+    /// For a request without an argument, `argument` is undefined, and is not read.
     fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
         // SAFETY: the caller's.
         unsafe { ioctl_here(fd, request, argument) }

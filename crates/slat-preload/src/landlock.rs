@@ -1,8 +1,8 @@
 //! Landlock: a program's rules for `/dev/kvm`, and what slat needs after the program has restricted itself.
 //!
-//! The kernel takes rules only for files that have a path. slat's descriptor of `/dev/kvm` has none, so a rule
-//! for it becomes one for the machine's own device, or for `/dev/null` where there is none: opening `/dev/kvm`
-//! does not ask the kernel.
+//! The kernel takes rules only for files that have a path. slat's descriptor of `/dev/kvm` has none. So a rule for it
+//! becomes a rule for the machine's own device, or for `/dev/null` if there is none. That suffices: slat opens
+//! `/dev/kvm` without the kernel.
 
 use slat_kvm::filters;
 use std::ffi::{c_int, c_uint};
@@ -38,7 +38,7 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
             )
         }
     };
-    // As long as slat is not in use, no descriptor is its own, and accesses are not guarded.
+    // As long as slat is not in use, no descriptor is slat's, and accesses are not guarded.
     if kind != PATH_BENEATH || !crate::is_prepared() {
         return pass_on(attributes);
     }
@@ -74,7 +74,7 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
 /// # Safety
 /// As for the system call.
 pub unsafe fn restrict_self(ruleset: c_int, flags: c_uint) -> isize {
-    // A child of `vfork` does not call slat, and must not leave threads in its parent's memory.
+    // A child of `vfork` does not call slat, and must not start threads in its parent's memory.
     if !crate::is_borrowed() {
         guarded(|| {
             filters::before_landlock();

@@ -7,38 +7,38 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `real` | system calls that bypass this library's own functions |
+//! | `real` | system calls that bypass this library's functions |
 //! | `heap` | memory that is not allocated by the program's `malloc` |
-//! | `paths` | what a path leads to, however it is spelled |
+//! | `paths` | what a path leads to, in any spelling |
 //! | `device` | `/dev/kvm` and KVM's module parameters as files |
 //! | `looks` | what KVM's files and descriptors look like |
 //! | `files` | open, access |
 //! | `status` | stat, readlink, realpath |
 //! | `attributes` | chown, chmod, getxattr and the calls like it |
 //! | `fds` | close, dup, fcntl |
-//! | `forks` | fork: the heap is held over it |
+//! | `forks` | fork: the heap's lock is held over it |
 //! | `environment` | the environment that the program's children get |
 //! | `children` | execve and the calls like it |
 //! | `roots` | chroot and the calls like it |
-//! | `carry` | slat's own files, for programs in another root |
+//! | `carry` | copies of slat's own files, for programs in another root |
 //! | `ioctls` | ioctl |
 //! | `streams` | read, write, lseek |
 //! | `memory` | mmap and the calls like it: KVM's MMU notifiers |
 //! | `signals` | sigaction and the calls like it |
-//! | `indirect` | syscall, prctl, and all calls by number |
+//! | `indirect` | syscall and prctl; all calls by number |
 //! | `looked_up` | functions of the C library that are looked up by name |
 //! | `dispatch` | system calls that do not pass through the C library |
-//! | `load` | programs that load no libraries: this library is a program that loads them |
+//! | `load` | programs that load no libraries: this library is started as a program and loads them |
 //! | `landlock` | a program's Landlock rules |
 //!
-//! # What it needs
+//! # Required system calls
 //! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp
 //! filter that forbids one of them on a vCPU's thread, slat says so on standard error.
 //!
 //! # Programs that do not call the C library's functions
 //! `docs/dispatch.md`: the kernel sends their system calls to slat.
 
-// The unit tests' own program does not export the symbols, so nothing calls the functions that implement them.
+// The program of the unit tests does not export the symbols, so nothing calls the functions behind them.
 #![cfg_attr(test, allow(dead_code))]
 
 mod attributes;
@@ -80,7 +80,7 @@ pub(crate) fn is_borrowed() -> bool {
 }
 
 pub(crate) extern "C" fn at_exit() {
-    // A program that has not used KVM makes no call that it would not make without slat.
+    // A program that has not used KVM must make no system calls that it would not make without slat.
     if !is_prepared() {
         return;
     }
@@ -99,7 +99,7 @@ pub(crate) extern "C" fn at_exit() {
 }
 
 pub(crate) extern "C" fn start() {
-    // Before the first fork and the first filter.
+    // Must precede the first fork and the first filter.
     process::owner();
     slat_process::find_noted_id();
     slat_kvm::publish::enable();
@@ -126,10 +126,10 @@ static START: extern "C" fn() = start_preloaded;
 
 static PREPARED: Prepared = Prepared::new();
 
-/// Installs what the first KVM object needs. The caller is in a section.
+/// Makes the preparations for the first KVM object. The caller is in a section.
 ///
 /// # Errors
-/// `ENOMEM`; the handlers are installed all the same.
+/// `ENOMEM`; the handlers are installed nevertheless.
 pub(crate) fn prepare() -> Result<(), i32> {
     if !is_prepared() {
         PREPARED.once(|| {
@@ -147,7 +147,7 @@ pub(crate) fn prepare() -> Result<(), i32> {
     }
 }
 
-/// Whether [`prepare`] has done its work: guarded accesses are guarded.
+/// Whether [`prepare`] has done its work, so that guarded accesses are guarded.
 pub(crate) fn is_prepared() -> bool {
     PREPARED.is_done()
 }

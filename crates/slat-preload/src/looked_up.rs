@@ -1,9 +1,9 @@
 //! Functions of the C library that the program looks up by name in a library it has opened:
 //! `dlsym(dlopen("libc.so.6"), "open")`.
 //!
-//! The names of a library that was opened are found in that library and those it needs, whatever is preloaded. Foreign
-//! function interfaces reach the C library so: Python's `CDLL("libc.so.6")`, Node's koffi, Java's Panama. They get this
-//! library's function where it has one of the name.
+//! A name looked up in an opened library is found in that library and those that it needs, not in preloaded libraries.
+//! Foreign function interfaces find the C library's functions in this way: Python's `CDLL("libc.so.6")`, Node's koffi,
+//! Java's Panama. If this library has a function of the name, they get that one.
 
 use std::ffi::{c_char, c_void};
 use std::mem::transmute;
@@ -14,13 +14,13 @@ type Dlsym = unsafe extern "C-unwind" fn(*mut c_void, *const c_char) -> *mut c_v
 /// The C library's `dlsym`, or 0 before its first use. Assembly reads it.
 static REAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Looks up the C library's `dlsym`, which cannot be looked up by `dlsym`. Returns its address.
+/// Looks up the C library's `dlsym` (by another function than `dlsym`). Returns its address.
 extern "C" fn real() -> usize {
     let known = REAL.load(Ordering::Relaxed);
     if known != 0 {
         return known;
     }
-    // The version that x86-64 began with: every C library still has it.
+    // The symbol version with which x86-64 began: every C library still has it.
     // SAFETY: NUL-terminated names.
     let found =
         unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), c"GLIBC_2.2.5".as_ptr()) };
@@ -28,8 +28,8 @@ extern "C" fn real() -> usize {
     found as usize
 }
 
-/// Returns what the linker knows of the object that contains `address`: its start and its file's name,
-/// which live as long as it.
+/// Returns what the linker knows of the object that contains `address`: its start, and its file's name. Both are valid
+/// as long as the object is loaded.
 pub fn object_of(address: *const c_void) -> Option<libc::Dl_info> {
     // SAFETY: all-zero is a valid `Dl_info`, which the call fills in.
     unsafe {
@@ -44,7 +44,7 @@ fn are_together(one: *const c_void, other: *const c_void) -> bool {
     start(one).is_some_and(|found| Some(found) == start(other))
 }
 
-/// Opens this library, which is loaded already. Null if the linker does not know it by its name.
+/// Opens this library, which is already loaded. Null if the linker does not know the library by its name.
 fn this_library() -> *mut c_void {
     static HANDLE: AtomicUsize = AtomicUsize::new(0);
     let mut handle = HANDLE.load(Ordering::Relaxed) as *mut c_void;
@@ -63,7 +63,7 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
     // SAFETY: `real` returns the C library's function of this signature. The arguments are the caller's.
     let find = |handle| unsafe { transmute::<usize, Dlsym>(real())(handle, name) };
     let found = find(handle);
-    // The C library is where a function is whose name nobody replaces.
+    // Nothing replaces a function that is found outside the C library.
     if found.is_null() || !are_together(found, libc::getppid as *const c_void) {
         return found;
     }
@@ -71,7 +71,7 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
     if library.is_null() {
         return found;
     }
-    // In this library, or else in the C library, which it needs.
+    // Finds the function in this library, or else in the C library, which this library needs.
     let ours = find(library);
     match are_together(ours, real as *const c_void) {
         true => ours,
@@ -81,8 +81,8 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
 
 /// dlsym(3).
 ///
-/// What `RTLD_NEXT` and `RTLD_DEFAULT` find depends on who calls: the C library's function is jumped to,
-/// and sees that caller.
+/// The results for `RTLD_NEXT` and `RTLD_DEFAULT` depend on the caller. So the C library's function is reached by a
+/// jump, and sees that caller.
 ///
 /// # Safety
 /// As for `dlsym`.

@@ -1,8 +1,8 @@
 //! What `stat` and `readlink` return for KVM's files and descriptors.
 //!
-//! slat's descriptors refer to memfds. To the client they look as KVM's do: `/dev/kvm` is a character device, most
-//! others are anonymous inodes. For what KVM does not decide (device and inode numbers, times) slat asks the kernel
-//! about a file of the same kind.
+//! slat's descriptors refer to memfds, but the client sees them like KVM's: `/dev/kvm` is a character device, most
+//! others are anonymous inodes. For values that KVM does not determine (device and inode numbers, times) slat asks the
+//! kernel about a file of the same kind.
 
 use crate::paths::Special;
 use crate::real::{Opened, kernel, raw};
@@ -13,7 +13,7 @@ use std::ffi::{CStr, c_int};
 
 /// Major and minor number of `/dev/kvm`.
 pub const DEVICE: (u32, u32) = (10, 232);
-/// Inode number of files that the host lacks: too large to be allocated by counting.
+/// The inode number of files that the host lacks. It is too large to be allocated by counting.
 const INODE: libc::ino_t = 0x6b76_6d00;
 /// What sysfs shows as the size of every file.
 pub const SYSFS_SIZE: libc::off_t = 4096;
@@ -25,14 +25,14 @@ pub enum Look {
     Device,
     /// A VM, a vCPU, statistics, a device.
     Anonymous,
-    /// The guest_memfd that a descriptor refers to, of so many bytes.
+    /// The guest_memfd that a descriptor refers to, and its size in bytes.
     GuestMemfd(c_int, u64),
     /// A module parameter.
     Parameter(&'static str),
 }
 
 impl Look {
-    /// Returns the look of `fd`; `None` if it is not KVM's.
+    /// Returns the look of `fd`. `None` if `fd` is not KVM's.
     pub fn of_descriptor(fd: c_int) -> Option<Self> {
         let _section = Section::enter();
         Some(match table::get(fd)?.object() {
@@ -76,8 +76,7 @@ impl Look {
             Look::Anonymous => stat.st_mode = 0o600,
             Look::GuestMemfd(_, size) => {
                 stat.st_mode = libc::S_IFREG | 0o600;
-                // A memfd may have larger blocks, counts those that it has, and is empty if the client
-                // may not see the memory.
+                // A memfd may have larger blocks, counts its blocks, and is empty if the client may not see the memory.
                 (stat.st_blksize, stat.st_blocks) = (4096, 0);
                 stat.st_size = size as libc::off_t;
             }
@@ -90,7 +89,7 @@ impl Look {
         stat
     }
 
-    /// Returns what `statx` does: like [`Look::stat`].
+    /// Returns the result of `statx`, like [`Look::stat`] that of `stat`.
     pub fn statx(self) -> libc::statx {
         let stat = self.stat();
         // SAFETY: all-zero is a valid `statx`.
@@ -129,7 +128,7 @@ fn unknown() -> libc::stat {
     stat
 }
 
-/// Asks the host for its `/dev/kvm`, or another device in that directory.
+/// Asks the host about its `/dev/kvm`, or about another device in that directory.
 fn device() -> Option<libc::stat> {
     let is_device = |stat: &libc::stat| stat.st_mode & libc::S_IFMT == libc::S_IFCHR;
     stat_path(c"/dev/kvm")

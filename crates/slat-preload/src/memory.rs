@@ -1,8 +1,9 @@
 //! Changes of the program's memory mappings: KVM's MMU notifiers.
 //!
-//! Each call runs inside an invalidation of its range in every VM. After the change, and still inside, slat tells its
-//! port to ask the kernel anew. slat's own mappings are no guest memory: calls for them go straight to the kernel. So
-//! do all calls while no VM lives: then a call is one load and the system call, whatever its caller holds.
+//! Each call runs inside an invalidation of its range in every VM. After the change, still inside the invalidation,
+//! slat tells `slat-host` to ask the kernel again about the range. slat's own mappings are not guest memory, so calls
+//! for them go straight to the kernel. While no VM lives, all calls do: a call is then one load and the system call,
+//! whatever locks its caller holds.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -24,7 +25,7 @@ pub struct Range {
 impl Range {
     const PAGE: usize = 4096;
 
-    /// Makes a range of `len` bytes at `start`. One that wraps around is empty: the kernel refuses it.
+    /// Makes a range of `len` bytes at `start`. A range that wraps around becomes empty: the kernel refuses it.
     pub fn at(start: usize, len: usize) -> Self {
         let end = start
             .checked_add(len)
@@ -44,12 +45,12 @@ impl Range {
     }
 }
 
-/// Whether a change of memory concerns the kernel alone: no VM lives, or slat itself makes the change.
+/// Whether only the kernel is concerned by a change of memory: no VM lives, or slat itself makes the change.
 fn passes_by() -> bool {
     !notify::is_anyone_listening() || Section::is_entered()
 }
 
-/// What a system call returns: a value or an errno.
+/// The result of a system call: a value or an errno.
 type Answer = Result<isize, i32>;
 
 /// Runs `change` inside an invalidation of all the ranges.
@@ -86,7 +87,7 @@ fn invalidating(
     })
 }
 
-/// Runs `change`, which registers `range` with userfaultfd: its pages arrive one by one from then on.
+/// Runs `change`, which registers `range` with userfaultfd. From then on the pages of `range` arrive one by one.
 pub fn fault_handled(range: Range, change: impl FnOnce() -> Answer) -> isize {
     advise_huge_pages(range, mappings::HugePages::Unwanted, change)
 }
@@ -104,7 +105,7 @@ fn advise_huge_pages(
     around_then(&[range], change, |_| mappings::advised(range.std(), wish))
 }
 
-/// Maps a descriptor of KVM's: vCPUs and guest_memfds have pages to map, other objects have none.
+/// Maps a descriptor of KVM's. vCPUs and guest_memfds have pages to map; other objects have none.
 unsafe fn map_object(
     fd: c_int,
     range: Range,
@@ -207,7 +208,7 @@ pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
         | libc::MADV_REMOVE
         | libc::MADV_HWPOISON
         | MADV_DONTNEED_LOCKED => around(&[range], change),
-        // A guest_memfd has no huge pages; the memfd in its place may have.
+        // A guest_memfd has no huge pages, but the memfd that stands in for it may have.
         MADV_COLLAPSE if !passes_by() => guarded(|| match has_guest_memfd(range) {
             true => Err(libc::EINVAL),
             false => change(),
@@ -250,7 +251,7 @@ pub unsafe fn protect(
     around_then(&[range], change, |_| mappings::protected(range.std()))
 }
 
-/// Runs `change` of a file inside an invalidation of all its mappings.
+/// Runs `change` of a file inside an invalidation of all of the file's mappings.
 fn around_file(fd: c_int, change: impl FnOnce() -> Answer) -> isize {
     if passes_by() {
         return plain(change());
@@ -258,7 +259,7 @@ fn around_file(fd: c_int, change: impl FnOnce() -> Answer) -> isize {
     guarded(|| invalidating(&mapped_from(fd), change, |_| {}))
 }
 
-/// Returns where the file that `fd` refers to is mapped in this process.
+/// Returns the ranges at which the file that `fd` refers to is mapped in this process.
 fn mapped_from(fd: c_int) -> Vec<Range> {
     // SAFETY: all-zero is a valid `stat`.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -275,7 +276,7 @@ fn mapped_from(fd: c_int) -> Vec<Range> {
     found
 }
 
-/// Returns the range of the whole System V segment that is attached at an address, which `shmdt` unmaps.
+/// Returns the range of the System V segment that is attached at an address, all of which `shmdt` unmaps.
 /// Empty if there is none.
 fn attached_at(address: usize) -> Range {
     let mut whole = Range::at(address, 0);
@@ -307,8 +308,8 @@ pub unsafe fn detach(address: usize) -> isize {
     })
 }
 
-/// Does shmat. Reports the range that SHM_REMAP replaces only after the call: before it, the kernel
-/// alone knows its size.
+/// Does shmat. Reports the range that SHM_REMAP replaces only after the call, because before it only the kernel
+/// knows the range's size.
 ///
 /// # Safety
 /// As for `shmat`.
@@ -339,7 +340,7 @@ pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
     if table::is_ours(fd) && !Section::is_entered() {
         return guarded(|| match table::get(fd) {
             Some(handle) => match handle.object() {
-                // The client's mappings of the file may back memslots, too.
+                // The client's own mappings of the file may back memslots, too.
                 Object::GuestMemfd(guest_memfd) => invalidating(
                     &mapped_from(fd),
                     || {
@@ -353,7 +354,7 @@ pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
             None => change(),
         });
     }
-    // Without a mode, and with KEEP_SIZE alone, pages are only added.
+    // With mode 0, or with KEEP_SIZE alone, pages are only added.
     if mode & !libc::FALLOC_FL_KEEP_SIZE == 0 {
         plain(change())
     } else {

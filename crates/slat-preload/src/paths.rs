@@ -1,15 +1,15 @@
-//! What a path leads to, however it is spelled: `/dev/kvm`, `kvm` in a directory that is `/dev`, KVM's module
-//! parameters, the links in `/proc/self/fd`.
+//! What a path leads to, in any spelling: `/dev/kvm`, `kvm` in a directory that is `/dev`, KVM's module parameters, the
+//! links in `/proc/self/fd`.
 //!
-//! Every call of the program with a path runs this code. So it looks at the last component first: nearly always that
-//! name is not special, and the directory is not looked up. Nothing here allocates or takes a lock, except at the
-//! program's first use of KVM: a signal handler may open files.
+//! Every call of the program with a path runs this code. So the code looks at the last component first: nearly always
+//! that name is not special, and the directory need not be looked up. Nothing here allocates or takes a lock, except at
+//! the program's first use of KVM, because a signal handler may open files.
 //!
 //! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the
 //! kernel returns `EFAULT`.
 //!
 //! A program that does not use KVM makes no system call that it would not make without slat ([`serve`]), unless the
-//! path ends in a special name and does not spell its directory plainly.
+//! path ends in a special name and its directory is not spelled plainly.
 
 use crate::looks::DEVICE;
 use crate::real::{Opened, errno, kernel, raw, set_errno};
@@ -21,7 +21,7 @@ use std::io::Write;
 
 /// The longest path that the kernel accepts, with its NUL.
 const PATH_MAX: usize = 4096;
-/// More than the longest name of a module parameter.
+/// The longest name of a module parameter, rounded up.
 const NAME_MAX: usize = 40;
 const WORD: usize = size_of::<u64>();
 const PAGE: usize = 4096;
@@ -35,7 +35,7 @@ pub enum Special {
     Parameter(&'static str),
     /// The link in `/proc/self/fd` of a descriptor of KVM's.
     Descriptor(c_int),
-    /// One of the first two, followed by a slash.
+    /// The device or a parameter, followed by a slash.
     Slash,
 }
 
@@ -50,7 +50,7 @@ enum Place {
 /// A path as a call gets it.
 #[derive(Clone, Copy, Debug)]
 pub struct Path {
-    /// The directory from which the call resolves it.
+    /// The directory from which the call resolves the path.
     pub directory: c_int,
     /// The string.
     pub text: *const c_char,
@@ -58,12 +58,12 @@ pub struct Path {
     pub resolve: u64,
 }
 
-/// Makes a call with a path: by `ours` if the path is special, else by `kernels`. Both return as the C library does;
-/// `ours` returns `None` if the kernel has to make the call after all.
+/// Makes a call with a path: by `ours` if the path is special, otherwise by `kernels`. Both return like the C library.
+/// If `ours` returns `None`, the kernel has to make the call after all.
 ///
-/// Before the program's first use of KVM the kernel's call is made first, because what it returns tells whether the
-/// path can be read. It may also exclude that the path is special (`excludes`), so that the directory need not be
-/// looked up. What the kernel has done is taken back by `undo` before `ours` makes the call.
+/// Before the program's first use of KVM, the kernel's call is made first, because its result tells whether the path
+/// can be read. The result may also show that the path is not special (`excludes`), so that the directory need not be
+/// looked up. If the path is special, `undo` reverses the kernel's call before `ours` makes it.
 pub fn serve(
     path: Path,
     kernels: impl Fn() -> isize,
@@ -92,8 +92,8 @@ pub fn serve(
     ours(special).unwrap_or_else(kernels)
 }
 
-/// Whether the kernel may return `errno` without having read the path to its end. For a special path it returns none of
-/// these that slat would not return.
+/// Whether the kernel may return `errno` without having read the path to its end. For a special path, slat returns the
+/// same error in these cases.
 pub fn may_be_unread(errno: c_int) -> bool {
     [
         libc::EFAULT,
@@ -115,8 +115,8 @@ enum Memory {
     Read,
 }
 
-/// Returns what `path` means to a call that resolves it from `directory`; `None` if it is not special. `resolve` is
-/// openat2's: 0 for all other calls.
+/// Returns what `path` means to a call that resolves it from `directory`. `None` if it is not special. `resolve` is
+/// that of openat2: 0 for all other calls.
 pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Special> {
     let path = Path {
         directory,
@@ -126,7 +126,7 @@ pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Sp
     special_in(path, Memory::Unknown, || true)
 }
 
-/// Like [`special`], but for a path that the caller reads by itself if slat does not: it is not null and can be read.
+/// Like [`special`], for a path that is not null and can be read: the caller will read it itself.
 pub fn special_readable(directory: c_int, path: *const c_char) -> Option<Special> {
     let path = Path {
         directory,
@@ -140,7 +140,7 @@ pub fn special_readable(directory: c_int, path: *const c_char) -> Option<Special
 fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<Special> {
     let last = Last::of(path.text, memory)?;
     let special = last.meaning()?;
-    // slat's own calls are the kernel's to serve.
+    // The kernel serves slat's own calls.
     if Section::is_entered() {
         return None;
     }
@@ -154,7 +154,7 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
     if leads_to(path, memory, last.start, &may_ask) != Some(place) && !is_node() {
         return None;
     }
-    // Guarded accesses are needed from here on: a program that asks for KVM gets slat's handlers.
+    // From here on accesses must be guarded: a program that asks for KVM gets slat's handlers.
     if !crate::is_prepared() {
         let _section = Section::enter();
         // If this fails for lack of memory, opening the device returns the error.
@@ -162,13 +162,13 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
     }
     match (last.slash, special) {
         (false, special) => Some(special),
-        // The kernel finds out that this is no directory.
+        // The kernel returns the error that this is no directory.
         (true, Special::Descriptor(_)) => None,
         (true, _) => Some(Special::Slash),
     }
 }
 
-/// Whether `path` is empty, or null: the call is about its descriptor, if its flags allow that.
+/// Whether `path` is empty or null: then the call is about its descriptor, if its flags allow that.
 pub fn is_empty(path: *const c_char) -> bool {
     let mut empty = true;
     path.is_null() || (each_byte(path, Memory::Unknown, 1, |_| empty = false).is_some() && empty)
@@ -177,7 +177,7 @@ pub fn is_empty(path: *const c_char) -> bool {
 /// The last component of a path.
 struct Last {
     name: [u8; NAME_MAX],
-    /// The name's length, which may be more than `name` holds.
+    /// The length of the name, which may exceed the size of `name`.
     len: usize,
     /// Bytes of the path before the name.
     start: usize,
@@ -211,7 +211,7 @@ impl Last {
         Some(last)
     }
 
-    /// Returns what the name means in its directory.
+    /// Returns the meaning of the name in its directory.
     fn meaning(&self) -> Option<Special> {
         match self.name.get(..self.len)? {
             b"kvm" => Some(Special::Device),
@@ -227,8 +227,8 @@ fn number(digits: &[u8]) -> Option<c_int> {
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
-/// Returns the directory that the first `len` bytes of `path` lead to. A plain spelling is enough: `/sys/module/kvm`
-/// may not exist. For others the kernel is asked, if `may_ask` returns true.
+/// Returns the directory to which the first `len` bytes of `path` lead. A plain spelling is recognised by itself,
+/// because `/sys/module/kvm` may not exist. For others the kernel is asked, if `may_ask` returns true.
 #[inline(never)]
 fn leads_to(
     path: Path,
@@ -272,7 +272,7 @@ fn leads_to(
     Place::at(found?)
 }
 
-/// Whether a path leads to a node with KVM's numbers, which a jailer has made for its program, or bound there.
+/// Whether a path leads to a node with KVM's device number, which a jailer has made or bind-mounted for its program.
 pub fn is_device(path: Path) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in; a bad path is an error.
     unsafe {
@@ -284,7 +284,7 @@ pub fn is_device(path: Path) -> bool {
     }
 }
 
-/// Whether a file is a device with KVM's numbers.
+/// Whether a file is a device with KVM's device number.
 pub fn is_kvms(stat: &libc::stat) -> bool {
     let (major, minor) = DEVICE;
     stat.st_mode & libc::S_IFMT == libc::S_IFCHR && stat.st_rdev == libc::makedev(major, minor)
@@ -339,7 +339,7 @@ impl Place {
     }
 }
 
-/// Whether a directory of `/proc` is that of this process.
+/// Whether a directory name in `/proc` means this process.
 fn is_this_process(name: &[u8]) -> bool {
     matches!(name, b"self" | b"thread-self") || number(name) == Some(slat_host::process::owner())
 }
@@ -389,13 +389,13 @@ pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
         .map(|len| &buffer[..len])
 }
 
-/// Calls `each` with the bytes of a C string, up to the NUL, but at most `max`. `None`: the string cannot be read, or
-/// has `PATH_MAX` bytes and no NUL.
+/// Calls `each` with the bytes of a C string, up to the NUL, but with at most `max`. `None`: the string cannot be read,
+/// or it has `PATH_MAX` bytes without a NUL.
 fn each_byte(text: *const c_char, memory: Memory, max: usize, each: impl FnMut(u8)) -> Option<()> {
     (walk(text, memory, max, each)? < PATH_MAX).then_some(())
 }
 
-/// Whether a path that the kernel has just read is spelled so.
+/// Whether a path that the kernel has just read is spelled exactly as `name`.
 pub fn is_spelled(text: *const c_char, name: &[u8]) -> bool {
     let (mut count, mut is_equal) = (0, true);
     let mut compare = |byte| {
@@ -410,11 +410,11 @@ pub fn is_spelled(text: *const c_char, name: &[u8]) -> bool {
 /// Returns a string of the client's, with its NUL. `None` if it cannot be read.
 pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
     walk(string, Memory::Unknown, usize::MAX, |_| {})?;
-    // SAFETY: it has just been read to its NUL, and the client leaves the arguments of a call alone while that is made.
+    // SAFETY: it was just read up to its NUL, and the client does not change the arguments of a call during the call.
     Some(unsafe { CStr::from_ptr(string) })
 }
 
-/// Does [`each_byte`] for a string of any length. Returns the number of bytes.
+/// Like [`each_byte`], for a string of any length. Returns the number of bytes.
 fn walk(
     text: *const c_char,
     memory: Memory,
@@ -440,18 +440,18 @@ fn walk(
     }
 }
 
-/// Reads an aligned word of the client's. `None` if it cannot be read. The load is guarded if slat's handlers are
-/// installed; before that the kernel is asked, once for each page, so that a program that never uses KVM keeps its
-/// handlers. `readable` is the page that was asked for last.
+/// Reads an aligned word of the client. `None` if it cannot be read. The load is guarded if slat's handlers are
+/// installed. Before that the kernel is asked, once for each page, so that a program that never uses KVM keeps its own
+/// handlers. `readable` is the page about which the kernel was asked last.
 pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
     if crate::is_prepared() {
         // SAFETY: a guarded load may be made at any address.
         return unsafe { slat_guard::load(address as *const u64) }.ok();
     }
     if *readable != Some(address / PAGE) {
-        // The kernel copies the signal set in before it looks at the first argument, which is invalid: EFAULT if the
-        // word cannot be read, EINVAL if it can (and success for the null pointer, which is no set). SAFETY: a call
-        // that changes nothing.
+        // The kernel copies the signal set before it looks at the first argument, which is invalid. So it returns
+        // EFAULT if the word cannot be read, and EINVAL if it can (and success for the null pointer, which is no set).
+        // SAFETY: a call that changes nothing.
         let answer = unsafe {
             raw(
                 libc::SYS_rt_sigprocmask,
@@ -463,8 +463,8 @@ pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
         }
         *readable = Some(address / PAGE);
     }
-    // SAFETY: aligned, in a page that was readable a moment ago. It holds a part of a C string, by the contract of the
-    // function that was called.
+    // SAFETY: aligned, in a page that was readable a moment ago. The word holds part of a C string, by the contract of
+    // the called function.
     Some(unsafe { (address as *const u64).read_volatile() })
 }
 

@@ -1,12 +1,12 @@
-//! System calls that do not call this library's own symbols.
+//! System calls that do not go through this library's own symbols.
 //!
-//! The C library's functions of the same names are what this library replaces; calling them by name
-//! would call ourselves.
+//! This library replaces the C library's functions of the same names, so calling them by name would
+//! call this library again.
 
 pub use slat_process::calls::{raw, result};
 pub use slat_process::{errno, set_errno};
 
-/// Returns as the C library does: -1 and `errno`. A success leaves `errno` alone.
+/// Returns like the C library: -1 and `errno` for an error. A success does not change `errno`.
 pub fn plain(result: Result<isize, i32>) -> isize {
     result.unwrap_or_else(|errno| {
         set_errno(errno);
@@ -14,7 +14,7 @@ pub fn plain(result: Result<isize, i32>) -> isize {
     })
 }
 
-/// Calls [`raw`] with fewer arguments; returns a value or an errno.
+/// Calls [`raw`] with fewer arguments. Returns a value or an errno.
 macro_rules! kernel {
     ($number:expr $(, $argument:expr)* $(,)?) => {{
         let given = [$($argument as usize),*];
@@ -23,7 +23,7 @@ macro_rules! kernel {
         $crate::real::result($crate::real::raw($number, arguments))
     }};
 }
-/// Calls [`raw`] with fewer arguments; returns as the C library does.
+/// Calls [`raw`] with fewer arguments. Returns like the C library.
 macro_rules! call {
     ($($given:tt)*) => {
         $crate::real::plain($crate::real::kernel!($($given)*))
@@ -31,14 +31,14 @@ macro_rules! call {
 }
 pub(crate) use {call, kernel};
 
-/// Maps private memory that is no file's: `len` bytes at `at`, as `flags` say (`MAP_FIXED…`,
+/// Maps `len` bytes of private anonymous memory at `at`, with `flags` (`MAP_FIXED…`,
 /// `MAP_NORESERVE`). Async-signal-safe.
 ///
 /// # Errors
 /// The kernel's errno.
 ///
 /// # Safety
-/// - With `MAP_FIXED`, nothing uses the memory that was there.
+/// - With `MAP_FIXED`, nothing uses the memory that was mapped there.
 pub unsafe fn map_memory(
     at: usize,
     len: usize,
@@ -51,7 +51,7 @@ pub unsafe fn map_memory(
     at.map(|at| at as usize)
 }
 
-/// A descriptor that slat has opened for itself, and closes in the end. Async-signal-safe.
+/// A descriptor that slat has opened for itself, and closes when it is dropped. Async-signal-safe.
 #[derive(Debug)]
 pub struct Opened(std::ffi::c_int);
 
@@ -70,10 +70,10 @@ impl Opened {
         }
     }
 
-    /// Takes what a system call has opened. `None`: the kernel has refused.
+    /// Takes over the descriptor that a system call has opened. `None`: the kernel has refused.
     ///
     /// # Safety
-    /// - `answer` is that of a call which opens a descriptor, and nobody else owns it.
+    /// - `answer` is the result of a call that opens a descriptor, and no other code owns that descriptor.
     pub unsafe fn by(answer: Result<isize, i32>) -> Option<Self> {
         answer.ok().map(|fd| Opened(fd as std::ffi::c_int))
     }
@@ -91,7 +91,7 @@ impl Drop for Opened {
     }
 }
 
-/// The C library's function of a name, for work that no system call does.
+/// A function of the C library, by name, for work that no system call does.
 #[derive(Debug)]
 pub struct Next {
     name: &'static std::ffi::CStr,

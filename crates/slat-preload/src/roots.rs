@@ -1,9 +1,9 @@
-//! The calls after which a path may lead elsewhere: chroot, pivot_root, setns, unshare. slat's own files are
-//! kept before, because programs that are executed afterwards cannot see them. And mount, by which a jailer
-//! gives its program the device.
+//! The calls after which a path may lead elsewhere: chroot, pivot_root, setns, unshare. They keep slat's own
+//! files first, because programs that are executed afterwards cannot see them. And mount, by which a jailer gives
+//! its program the device.
 //!
-//! A program may have functions of these names, which call the kernel by `syscall`. So what serves calls by
-//! number has other names.
+//! A program may have functions with these names, which call the kernel by `syscall`. So the functions here that serve
+//! calls by number have other names.
 
 use crate::children;
 use crate::files::interpose;
@@ -21,7 +21,7 @@ fn is_device(path: *const c_char) -> bool {
     }
 }
 
-/// Does a call after which paths may lead elsewhere.
+/// Makes a call after which paths may lead elsewhere.
 ///
 /// # Safety
 /// As for the call itself.
@@ -32,7 +32,7 @@ pub unsafe fn leave(number: i64, arguments: [usize; 2]) -> c_int {
     unsafe { call!(number, a, b) as c_int }
 }
 
-/// Does setns. Without a kind, the descriptor may be that of a mount namespace.
+/// Does setns. If `kind` is 0, the descriptor may be that of a mount namespace.
 ///
 /// # Safety
 /// As for the call itself.
@@ -44,7 +44,7 @@ pub unsafe fn enter(namespace: c_int, kind: c_int) -> c_int {
     unsafe { call!(libc::SYS_setns, namespace, kind) as c_int }
 }
 
-/// Does unshare. In a mount namespace of its own the program may mount another file system where slat's files are.
+/// Does unshare. In a new mount namespace the program may mount another file system over slat's files.
 ///
 /// # Safety
 /// As for the call itself.
@@ -56,9 +56,9 @@ pub unsafe fn separate(kinds: c_int) -> c_int {
     unsafe { call!(libc::SYS_unshare, kinds) as c_int }
 }
 
-/// Does mount. A bind mount of `/dev/kvm` mounts the machine's device. Another device is mounted where the machine
-/// has none, or where the source is the path of slat's descriptor, which the kernel cannot mount: slat finds the
-/// new path by its name.
+/// Does mount. A bind mount of `/dev/kvm` mounts the machine's device. If the machine has no such device, or if the
+/// source is the path of slat's descriptor, which the kernel cannot mount, another device is mounted instead: slat
+/// recognises the new path by its name.
 ///
 /// # Safety
 /// As for the call itself.
@@ -70,7 +70,7 @@ pub unsafe fn bind(
     data: *const c_void,
 ) -> c_int {
     let mount = |source: *const c_char| {
-        // SAFETY: the caller's, but for the source, which is the caller's or a string that ends with 0.
+        // SAFETY: the caller's arguments, except for the source, which is the caller's or a string that ends with 0.
         unsafe { call!(libc::SYS_mount, source, target, kind, flags, data) as c_int }
     };
     let answer = mount(source);

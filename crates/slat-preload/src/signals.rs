@@ -1,14 +1,14 @@
-//! Signal handlers of the program: the kernel calls each through [`trampoline`], which makes the handler wait until the
-//! thread has left slat's code ([`slat_guard::defer`]), and ends a `KVM_RUN` so that this is soon.
+//! Signal handlers of the program. The kernel calls each of them through [`trampoline`], which makes the handler wait
+//! until the thread has left slat's code ([`slat_guard::defer`]), and ends a running `KVM_RUN` so that this is soon.
 //!
-//! The kernel knows only the trampoline; a table here keeps the program's own handler and flags, and `sigaction`
-//! returns those. The mask is the program's: the kernel applies it as always. Two flags differ: the trampoline always
-//! asks for the signal's information, and in a program that uses KVM it resets the handler itself (`SA_RESETHAND`) when
-//! the handler really runs.
+//! The kernel knows only the trampoline. A table here holds the program's own handler and flags, and `sigaction`
+//! returns those. The mask is the program's, and the kernel applies it as always. Two flags differ: the trampoline
+//! always asks for the signal's information; and in a program that uses KVM, the trampoline itself resets the handler
+//! (`SA_RESETHAND`) when the handler really runs.
 //!
-//! From the first `/dev/kvm` on, slat handles SIGSEGV, SIGBUS and its kick signal first, and hands the others to the
-//! action that the program has set ([`slat_guard::set_chained`]). Where system calls are dispatched, SIGSYS is slat's
-//! from the start and never blocked, and only the table knows the program's action for it.
+//! From the first `/dev/kvm` on, slat handles SIGSEGV, SIGBUS and its kick signal first, and passes those that are not
+//! meant for it to the action that the program has set ([`slat_guard::set_chained`]). Where system calls are
+//! dispatched, SIGSYS is slat's from the start and never blocked, and only the table knows the program's action for it.
 
 use crate::files::interpose;
 use crate::load;
@@ -20,11 +20,11 @@ use std::mem::zeroed;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
 
-/// Size of a table by signal: signals are numbered from 1 to 64.
+/// The size of a table indexed by signal: signals have the numbers 1 to 64.
 const SIGNALS: usize = 65;
 
-/// The program's action for a signal: a function and flags, where the kernel has the trampoline. Threads that set one
-/// signal's action concurrently may leave the function of one and the flags of the other.
+/// The program's action for a signal: its function and flags, while the kernel has the trampoline. If threads set the
+/// action of one signal concurrently, the result may have the function of one thread and the flags of another.
 struct Handler {
     function: AtomicUsize,
     flags: AtomicI32,
@@ -43,7 +43,7 @@ static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 /// Whether SIGSYS is slat's.
 static DISPATCHED: AtomicBool = AtomicBool::new(false);
 
-/// The mask of the program's action for SIGSYS, where that is slat's.
+/// The mask of the program's action for SIGSYS, if SIGSYS is slat's.
 static SIGSYS_MASK: AtomicU64 = AtomicU64::new(0);
 
 static NEXT: Next = Next::new(c"sigaction");
@@ -71,7 +71,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
         }
     }
     if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
-        // All signals are blocked, for slat's sake.
+        // All signals are blocked here, because slat needs that.
         // SAFETY: the kernel's context; the C library's larger set begins with the kernel's.
         let interrupted = unsafe {
             let context = context.cast::<libc::ucontext_t>();
@@ -90,7 +90,8 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
         // SAFETY: the program gave this function for this signal.
         unsafe { pointers::call_program(function, signal, info, context) }
     } else if signal == libc::SIGSYS {
-        // Of a seccomp filter, or sent by someone: it ends the process when this handler has returned, as without slat.
+        // A seccomp filter or a process has sent the signal. As without slat, it ends the process when this
+        // handler has returned.
         // SAFETY: the default action; a signal for this thread.
         unsafe {
             let mut default: Action = zeroed();
@@ -114,8 +115,8 @@ fn is_guarded(signal: c_int) -> bool {
     [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()].contains(&signal)
 }
 
-/// Calls the C library's `sigaction`. In a program that has a C library of its own it is the kernel that is asked:
-/// slat's refuses the signals that it keeps for itself, which the program's keeps, too.
+/// Calls the C library's `sigaction`. In a program with a C library of its own, calls the kernel instead: slat's C
+/// library would refuse the signals that it reserves for itself, but the program's C library uses these, too.
 unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if load::is_loaded() {
         // SAFETY: the caller's pointers are valid or null.
@@ -143,14 +144,14 @@ unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     unsafe { std::mem::transmute::<usize, Sigaction>(function)(signal, new, old) }
 }
 
-/// Looks up the C library's functions, before a signal handler could need one first.
+/// Looks up the C library's functions now, so that no signal handler has to do it first.
 pub fn prepare() {
     for next in [&NEXT, &NEXT_SIGPROCMASK, &NEXT_PTHREAD_SIGMASK] {
         next.get();
     }
 }
 
-/// Converts the kernel's action for a signal to the one that the program has set: it may be the trampoline.
+/// Converts the kernel's action for a signal, which may be the trampoline, to the action that the program has set.
 fn as_set(signal: usize, mut action: Action) -> Action {
     if action.sa_sigaction == trampoline_address() {
         action.sa_sigaction = HANDLERS[signal].function.load(Ordering::Acquire);
@@ -159,7 +160,7 @@ fn as_set(signal: usize, mut action: Action) -> Action {
     action
 }
 
-/// Call after installing slat's handlers: the actions they hand signals on to are the program's, not the trampoline.
+/// Call after installing slat's handlers: makes them pass signals to the program's actions instead of the trampoline.
 pub fn take_over() {
     for signal in [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()] {
         if let Some(action) = slat_guard::set_chained(signal, None) {
@@ -174,7 +175,7 @@ pub fn take_over() {
     }
 }
 
-/// Has the kernel keep the trampoline when it calls it for `signal`, if it would call it.
+/// Makes the kernel keep the trampoline after calling it for `signal`, if the trampoline is installed.
 fn keep_handler(signal: c_int) {
     // SAFETY: all-zero is a valid action, and both are live.
     unsafe {
@@ -186,7 +187,7 @@ fn keep_handler(signal: c_int) {
     }
 }
 
-/// Installs `handler`, by which calls are dispatched, for SIGSYS. All signals are blocked when it begins.
+/// Installs `handler`, which serves dispatched calls, for SIGSYS. All signals are blocked when it begins.
 pub fn take_over_dispatch(handler: usize) {
     // SAFETY: all-zero is a valid action, and the C library's larger mask begins with the kernel's. `handler`
     // is a signal handler.
@@ -195,13 +196,13 @@ pub fn take_over_dispatch(handler: usize) {
         action.sa_sigaction = handler;
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
         (&raw mut action.sa_mask).cast::<u64>().write(u64::MAX);
-        // The kernel refuses SIGKILL and SIGSTOP alone.
+        // The kernel refuses only SIGKILL and SIGSTOP.
         let _ = slat_guard::set_kernels(libc::SIGSYS, Some(&action));
     }
     DISPATCHED.store(true, Ordering::Release);
 }
 
-/// Changes the program's action for SIGSYS, which the kernel does not know.
+/// Changes the program's action for SIGSYS, which only the table knows.
 ///
 /// # Safety
 /// - The pointers are valid or null.
@@ -228,7 +229,7 @@ unsafe fn set_dispatched(new: *const Action, old: *mut Action) -> c_int {
     0
 }
 
-/// Takes the signals out of a set that must not be blocked.
+/// Removes from a set the signals that must not be blocked.
 fn keep_unblocked(set: &mut libc::sigset_t) {
     // SAFETY: the C library's larger set begins with the kernel's.
     unsafe {
@@ -237,9 +238,9 @@ fn keep_unblocked(set: &mut libc::sigset_t) {
     }
 }
 
-/// Does sigaction in a child of `vfork`: the kernel keeps the child's actions apart from the parent's, but
-/// this library's table is shared. Such a child runs no vCPU, so its handlers need not wait. It is shown
-/// the parent's actions.
+/// Does sigaction in a child of `vfork`. The kernel keeps the child's actions separate from the parent's, but this
+/// library's table is shared. Such a child runs no vCPU, so its handlers need not wait. `sigaction` returns the
+/// parent's actions to it.
 unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     // SAFETY: the caller's.
     let result = unsafe { next(signal, new, old) };
@@ -290,10 +291,11 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     let mut ours = unsafe { new.as_ref() }.copied();
     if let Some(action) = &mut ours
         && is_function(action.sa_sigaction)
-        // A program that asks the kernel itself may have seen the trampoline, and sets it again.
+        // A program that asks the kernel directly may have got the trampoline, and sets it again.
         && action.sa_sigaction != trampoline_address()
     {
-        // Before the kernel's action, so that the trampoline finds the handler if the signal arrives at once.
+        // Stored before the kernel's action is set, so that the trampoline finds the handler if the
+        // signal arrives at once.
         handler.flags.store(action.sa_flags, Ordering::Relaxed);
         (handler.function).store(action.sa_sigaction, Ordering::Release);
         action.sa_sigaction = trampoline_address();
@@ -354,7 +356,7 @@ unsafe fn set_handler(signal: c_int, handler: sighandler_t, flags: c_int) -> sig
 static NEXT_SIGPROCMASK: Next = Next::new(c"sigprocmask");
 static NEXT_PTHREAD_SIGMASK: Next = Next::new(c"pthread_sigmask");
 
-/// Does sigprocmask, by the C library's function of one of its names.
+/// Does sigprocmask by `next`, one of the C library's functions for it.
 ///
 /// # Safety
 /// As for `sigprocmask`.
@@ -409,7 +411,7 @@ interpose! {
         unsafe { change_mask(&NEXT_PTHREAD_SIGMASK, how, set, old) }
     }
 
-    /// signal(2) as BSD has it: the C library's default.
+    /// signal(2) with BSD's behaviour, which is the C library's default.
     fn signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the caller's.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
@@ -421,7 +423,7 @@ interpose! {
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
-    /// signal(2) as BSD has it, under an older name.
+    /// signal(2) with BSD's behaviour, under an older name.
     fn ssignal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the caller's.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
@@ -433,7 +435,7 @@ interpose! {
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }
     }
 
-    /// signal(2) as System V has it: what `signal` becomes with -std=c99.
+    /// signal(2) with System V's behaviour. With -std=c99, `signal` means this function.
     fn __sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the caller's.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }

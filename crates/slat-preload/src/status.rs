@@ -1,4 +1,4 @@
-//! Asking about files: stat, readlink, realpath and their variants, by path and by descriptor.
+//! Queries about files: stat, readlink, realpath and their variants, by path and by descriptor.
 
 use crate::environment::look_of_processors;
 use crate::files::interpose;
@@ -11,8 +11,8 @@ use slat_kvm::thread::Section;
 use std::ffi::{CString, c_char, c_int, c_uint};
 use std::io::Write;
 
-/// Asks about a file of KVM's by `ours`, about all others by `kernels`. `excludes` tells what the kernel's answer does:
-/// see [`serve`](paths::serve).
+/// Answers a query: `ours` about a file of KVM's, `kernels` about all others. For `excludes`, which gets the kernel's
+/// result, see [`serve`](paths::serve).
 fn ask(
     directory: c_int,
     path: *const c_char,
@@ -41,7 +41,7 @@ fn ask(
     };
     let ours = |special| {
         let look = match special {
-            // The link itself looks as the kernel shows it.
+            // For the link itself, the kernel's result is used.
             Special::Descriptor(_) if flags & libc::AT_SYMLINK_NOFOLLOW != 0 => None,
             special => Look::of_path(special),
         };
@@ -65,10 +65,10 @@ fn is_other(mode: u32, device: (u32, u32), size: i64) -> bool {
     }
 }
 
-/// Ends a call that returns a struct in the client's memory: 0, or -1 and `errno`.
+/// Ends a call that stores a struct in the client's memory. Returns 0, or -1 and sets `errno`.
 ///
 /// # Safety
-/// `T` is plain bytes without padding that matters. `to` is the client's: the write is guarded.
+/// `T` is plain bytes without padding that matters. `to` is an address of the client; the write is guarded.
 unsafe fn give<T>(to: *mut T, answer: Result<T, i32>) -> c_int {
     let copied = answer.and_then(|value| {
         // SAFETY: plain bytes of a live value.
@@ -86,7 +86,7 @@ unsafe fn give<T>(to: *mut T, answer: Result<T, i32>) -> c_int {
     }
 }
 
-/// Does fstatat, and all calls that amount to it. The kernel does it by `kernels`.
+/// Does fstatat, and all calls equivalent to it. `kernels` makes the kernel's call.
 ///
 /// # Safety
 /// As for `fstatat`.
@@ -116,9 +116,9 @@ pub unsafe fn stat_at(
 /// The link text of the memfd of `/dev/kvm`.
 const DEVICE_MEMFD: &[u8] = b"/memfd:kvm (deleted)";
 
-/// Whether `fd`, whose file has this mode and size and so many links, is `/dev/kvm`, though the table does not know
-/// it: it stayed open across `exec`, or was received through a socket. Only about a file that looks like the memfd
-/// is the kernel asked.
+/// Whether `fd`, whose file has this mode, size and number of links, is `/dev/kvm` although the table does not know
+/// it: because it stayed open across `exec`, or was received through a socket. Asks the kernel only about a file that
+/// looks like the memfd.
 fn is_inherited(fd: c_int, links: u64, mode: u32, size: i64) -> bool {
     let mut link = [0; 64];
     links == 0
@@ -128,7 +128,7 @@ fn is_inherited(fd: c_int, links: u64, mode: u32, size: i64) -> bool {
 }
 
 /// Corrects the kernel's `stat` of a descriptor of `/dev/kvm` that the table does not know, or of the file that is
-/// opened for `/proc/cpuinfo`: cp(1) compares it with that of the path.
+/// opened in place of `/proc/cpuinfo`: cp(1) compares that `stat` with the path's.
 ///
 /// # Safety
 /// `stat` was filled in by the kernel.
@@ -164,7 +164,7 @@ fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
     Some(copied.map(|()| written).map_err(|_| libc::EFAULT))
 }
 
-/// Does readlinkat, and all calls that amount to it. The kernel does it by `kernels`.
+/// Does readlinkat, and all calls equivalent to it. `kernels` makes the kernel's call.
 ///
 /// # Safety
 /// As for `readlinkat`.
@@ -194,7 +194,7 @@ pub unsafe fn read_link_at(
     paths::serve(path, kernels, |answer| answer >= 0, |_| {}, ours)
 }
 
-/// Does fstat, and all calls that amount to it. The kernel does it by `kernels`.
+/// Does fstat, and all calls equivalent to it. `kernels` makes the kernel's call.
 ///
 /// # Safety
 /// As for `fstat`.
@@ -218,11 +218,11 @@ pub unsafe fn stat_descriptor(
     answer
 }
 
-/// Corrects the text of a link, which may be that of a descriptor of `/dev/kvm` that the table does not
-/// know. Returns its length.
+/// Corrects the text of a link, if it is that of a descriptor of `/dev/kvm` that the table does not know.
+/// Returns the text's length.
 ///
 /// # Safety
-/// - the kernel has just written `written` bytes to `to`, or has failed.
+/// - The kernel has just written `written` bytes to `to`, or has failed.
 unsafe fn corrected_link(to: *mut c_char, written: isize) -> isize {
     const NAME: &[u8] = b"/dev/kvm";
     if written == DEVICE_MEMFD.len() as isize {
@@ -236,7 +236,7 @@ unsafe fn corrected_link(to: *mut c_char, written: isize) -> isize {
     written
 }
 
-/// Returns the path without symbolic links of a special file: realpath(3).
+/// Returns the path of a special file without symbolic links, for realpath(3).
 fn real_path(path: *const c_char) -> Option<CString> {
     let special = match crate::is_prepared() {
         true => paths::special(libc::AT_FDCWD, path, 0),
@@ -256,7 +256,7 @@ fn real_path(path: *const c_char) -> Option<CString> {
     CString::new(path).ok()
 }
 
-/// Does realpath, and all calls that amount to it. `to` is null for a new string.
+/// Does realpath, and all calls equivalent to it. If `to` is null, makes a new string.
 ///
 /// # Safety
 /// As for `realpath`.
@@ -303,7 +303,7 @@ unsafe extern "C" {
     fn __chk_fail() -> !;
 }
 
-/// Ends the program if a call may write `len` bytes to a buffer of `room` bytes, as _FORTIFY_SOURCE promises.
+/// Ends the program if a call could write `len` bytes to a buffer of `room` bytes, as _FORTIFY_SOURCE promises.
 fn check_room(len: usize, room: usize) {
     if len > room {
         // SAFETY: does not return.
@@ -313,14 +313,14 @@ fn check_room(len: usize, room: usize) {
 
 static NEXT_FSTAT: Next = Next::new(c"fstat");
 
-/// Looks up the C library's functions, before a signal handler could need one first.
+/// Looks up the C library's functions now, so that no signal handler has to do it first.
 pub fn prepare() {
     for next in [&NEXT_REALPATH, &NEXT_FSTAT] {
         next.get();
     }
 }
 
-/// Does fstat for a function of the C library. Which system call that makes depends on its version.
+/// Does fstat by a function of the C library. Which system call that makes depends on its version.
 unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
     let kernels = || match NEXT_FSTAT.get() {
         Some(function) if !Section::is_entered() => {
@@ -335,7 +335,7 @@ unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
     unsafe { stat_descriptor(fd, to, kernels) }
 }
 
-/// Does fstatat for a function of the C library.
+/// Does fstatat by a function of the C library.
 unsafe fn stat_by_path(
     directory: c_int,
     path: *const c_char,
@@ -350,7 +350,7 @@ unsafe fn stat_by_path(
     }
 }
 
-/// Does stat or lstat, by the system call of this number, for a program that was built against an older C library.
+/// Does stat or lstat, by system call `number`, for a program built against an older C library.
 unsafe fn stat_as_before(
     number: i64,
     path: *const c_char,

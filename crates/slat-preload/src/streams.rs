@@ -1,8 +1,8 @@
-//! read(2), write(2), lseek(2) and their variants, for KVM's descriptors. Statistics can be read, module parameters
-//! written; the other descriptors refuse, as KVM's do.
+//! read(2), write(2), lseek(2) and their variants, for KVM's descriptors. Statistics can be read, and module parameters
+//! written. The other descriptors refuse, as KVM's do.
 //!
-//! For all other descriptors the C library's own functions are called: these are cancellation points, and a cancelled
-//! thread unwinds through here. So no value on the stack has a destructor.
+//! For all other descriptors the C library's own functions are called. These are cancellation points: a cancelled
+//! thread unwinds through the functions here. So no value on their stack has a destructor.
 
 use crate::device;
 use crate::files::{interpose, interpose_with_callers_floats};
@@ -42,7 +42,7 @@ pub enum Data {
     Vector(*const c_void, c_int),
 }
 
-/// The most that a module parameter's file takes in one call.
+/// The most bytes that a module parameter's file takes in one call.
 const PAGE: usize = 4096;
 
 impl Data {
@@ -70,7 +70,7 @@ impl Data {
     }
 }
 
-/// Appends `len` bytes of the client's, until the page is full.
+/// Appends `len` bytes of the client, at most until the page is full.
 fn append(bytes: &mut Vec<u8>, from: *const u8, len: usize) -> Result<(), i32> {
     let start = bytes.len();
     bytes.resize(start + len.min(PAGE - start), 0);
@@ -94,13 +94,13 @@ fn is_opened(fd: c_int, access: c_int) -> bool {
 fn refusal(object: &Object, at: At) -> i32 {
     match (object, at) {
         (_, At::Offset(..0)) => libc::EINVAL,
-        // The device has a position, which has no effect. Anonymous inodes have none.
+        // The device has a position, though it has no effect. Anonymous inodes have none.
         (Object::System(_), _) | (_, At::Position) => libc::EINVAL,
         (_, At::Offset(_)) => libc::ESPIPE,
     }
 }
 
-/// Whether the kernel has to read from `fd`; if so, brings statistics up to date, if not, sets `errno`.
+/// Whether the kernel has to read from `fd`. If so, updates the statistics; if not, sets `errno`.
 pub fn before_reading(fd: c_int, at: At) -> bool {
     let _section = Section::enter();
     let Some(handle) = table::get(fd) else {
@@ -124,7 +124,7 @@ pub fn before_reading(fd: c_int, at: At) -> bool {
     false
 }
 
-/// Writes to the object that `fd` refers to. `None`: the kernel has to do it.
+/// Writes to the object that `fd` refers to. `None`: the kernel has to write.
 pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
     let _section = Section::enter();
     let handle = table::get(fd)?;
@@ -167,7 +167,7 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
             Object::Parameter(_) | Object::DevicePath => kernels(),
             _ if !(libc::SEEK_SET..=libc::SEEK_HOLE).contains(&whence) => Err(libc::EINVAL),
             Object::GuestMemfd(_) => Err(libc::ESPIPE),
-            // KVM returns the position, and does not move it.
+            // KVM returns the position and does not change it.
             Object::System(_)
             | Object::Vm(_)
             | Object::Vcpu(_)
@@ -180,8 +180,8 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
     })
 }
 
-/// Defines exported functions that read or write a descriptor. Each names its system call and an expression that runs
-/// first for KVM's descriptors: its value is the result, or `None` to make the system call.
+/// Defines exported functions that read or write a descriptor. Each names its system call and an expression that is
+/// evaluated first for KVM's descriptors. The expression's value is the result, or `None` to make the system call.
 macro_rules! streams {
     ($($(#[$meta:meta])* fn $name:ident($fd:ident, $($argument:ident: $type:ty),*) through $next:ident = $number:expr,
         ($($given:expr),*), $first:expr;)*) => {
@@ -212,7 +212,7 @@ macro_rules! streams {
             }
         )*
 
-        /// Looks up the C library's functions, before a signal handler could need one first.
+        /// Looks up the C library's functions now, so that no signal handler has to do it first.
         pub fn prepare() {
             for next in [$(&$next),*] {
                 next.get();

@@ -1,4 +1,4 @@
-//! Programs that a program executes: slat follows those that load no libraries, too.
+//! Programs that a program executes: slat follows even those that load no libraries.
 
 mod common;
 
@@ -21,10 +21,10 @@ mod client {
     use std::path::{Path, PathBuf};
     use std::process::Command;
 
-    /// What `/dev/kvm` answers to KVM_GET_API_VERSION.
+    /// The result of KVM_GET_API_VERSION on `/dev/kvm`.
     const API_VERSION: i32 = 12;
 
-    /// Makes a program that ends with what `/dev/kvm` answers to KVM_GET_API_VERSION: an ELF file
+    /// Makes a program that exits with the result of KVM_GET_API_VERSION on `/dev/kvm`: an ELF file
     /// without an interpreter.
     fn program(name: &str) -> PathBuf {
         const BASE: u64 = 0x40_0000;
@@ -60,12 +60,12 @@ mod client {
     /// Whether the kernel and the processor let slat load programs (`docs/dispatch.md`).
     fn can_load() -> bool {
         const SET_DISPATCH: libc::c_int = 59;
-        // SAFETY: takes away from this thread what it does not have, or fails.
+        // SAFETY: switches off on this thread what is not on, or fails.
         let is_dispatched = unsafe { libc::prctl(SET_DISPATCH, 0, 0, 0, 0) } == 0;
         is_dispatched && slat_process::pointers::can_be_separate()
     }
 
-    /// Runs `command`, which has to use slat and say nothing, where slat can load programs.
+    /// Where slat can load programs, runs `command`, which must use slat and print nothing.
     fn uses_slat(command: &mut Command) {
         if !can_load() {
             return eprintln!("skipped: no Syscall User Dispatch, or no FSGSBASE");
@@ -101,7 +101,7 @@ mod client {
         fs::remove_file(path).unwrap();
     }
 
-    /// Makes a script beside `program`, which is its interpreter.
+    /// Makes a script in the directory of `program`, which is its interpreter.
     fn script(program: &Path, name: &str, end: &str) -> PathBuf {
         let script = program.with_extension(name);
         fs::write(&script, format!("#! {} word{end}", program.display())).unwrap();

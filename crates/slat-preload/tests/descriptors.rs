@@ -1,5 +1,5 @@
-//! KVM's descriptors look and behave as the kernel's do. Every client here runs twice: under the library, and on the
-//! machine's own KVM, where that opens.
+//! KVM's descriptors look and behave like the kernel's. Every client here runs twice: under the library, and on the
+//! machine's own KVM if that opens.
 
 mod common;
 
@@ -89,7 +89,7 @@ mod client {
         std::io::Error::last_os_error().raw_os_error().unwrap()
     }
 
-    /// Converts a call's result to a value, or to its errno, negative.
+    /// Converts a call's result to a value or, for an error, to the negative errno.
     fn outcome(answer: impl TryInto<i64>) -> i64 {
         match answer.try_into().ok().unwrap() {
             -1 => -i64::from(errno()),
@@ -120,7 +120,7 @@ mod client {
             let link = fs::symlink_metadata(format!("/proc/self/fd/{fd}")).unwrap();
             assert!(link.file_type().is_symlink());
         }
-        // A link of another process, or of a descriptor that is not KVM's, is the kernel's to read.
+        // A link of another process, or of a descriptor that is not KVM's, is read by the kernel.
         assert!(fs::read_link("/proc/self/fd/99999").is_err());
         let null = fs::File::open("/dev/null").unwrap();
         let link = fs::read_link(format!("/proc/self/fd/{}", null.as_raw_fd())).unwrap();
@@ -224,7 +224,7 @@ mod client {
         ) -> i32;
     }
 
-    /// Returns the result of all functions that take a descriptor, which must agree.
+    /// Returns the common result of all functions that take a descriptor; they must agree.
     fn stat_of(fd: RawFd) -> Seen {
         // SAFETY: structs to fill in, C strings.
         unsafe {
@@ -515,7 +515,8 @@ mod client {
         unsafe {
             let epoll = OwnedFd::from_raw_fd(libc::epoll_create1(0));
             for descriptor in all() {
-                // slat's is a descriptor on which the kernel allows no operation (`O_PATH`): POLLNVAL.
+                // slat's descriptor is one on which the kernel allows no operation (`O_PATH`), so
+                // poll returns POLLNVAL.
                 if descriptor.kind == Kind::GuestMemfd && !is_native() {
                     continue;
                 }
@@ -637,7 +638,7 @@ mod client {
         }
     }
 
-    /// Returns the result of fstat and statx, which must agree.
+    /// Returns the common result of fstat and statx; they must agree.
     fn stat_of_descriptor(fd: RawFd) -> Seen {
         // SAFETY: structs to fill in.
         unsafe {

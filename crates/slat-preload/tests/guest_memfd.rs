@@ -1,9 +1,9 @@
-//! guest_memfds as the kernel shows them to a client: which can be mapped, what a mapping shows, which errors bad calls
-//! get, and what becomes of a guest whose memory they are.
+//! guest_memfds as a client sees them: which can be mapped, what a mapping shows, the errors of bad calls, and what
+//! happens to a guest whose memory they are.
 //!
-//! Clients without a guest run under the library, and, where the machine's own KVM has the same flags, on that. Guests
-//! in real mode run under the library alone: a KVM that emulates their instructions looks for their memory in the
-//! client's mappings only.
+//! Clients without a guest run under the library, and on the machine's own KVM if that has the same flags. Clients with
+//! a guest in real mode run under the library alone: a KVM that emulates the guest's instructions looks for its memory
+//! only in the client's mappings.
 
 mod common;
 
@@ -45,10 +45,10 @@ mod client {
 
     const PAGE: usize = 4096;
     const SIZE: usize = 4 * PAGE;
-    /// Where slots take their memory from files; 16 bits can hold it.
+    /// The guest address of slots whose memory comes from files. It fits into 16 bits.
     const GPA: u64 = 0x8000;
 
-    /// Whether a client cannot run: on a kernel without the flags.
+    /// Whether clients cannot run, because the kernel does not have the flags.
     fn is_too_old() -> bool {
         let kvm = Kvm::new().unwrap();
         // SAFETY: plain system calls.
@@ -109,7 +109,7 @@ mod client {
         }
     }
 
-    /// Returns a slot of `len` bytes of the file at [`GPA`], from `offset` on. The client maps nothing for it.
+    /// Returns a slot at [`GPA`] with `len` bytes of the file, beginning at `offset`. The client maps nothing for it.
     fn region(file: &OwnedFd, offset: usize, len: usize) -> kvm_userspace_memory_region2 {
         kvm_userspace_memory_region2 {
             slot: 1,
@@ -133,8 +133,8 @@ mod client {
         0xf0,
     ];
 
-    /// Has the guest store a byte at [`GPA`], unless it is 0, and returns the byte that is there then.
-    /// `Err`: KVM_RUN's errno.
+    /// Makes the guest store a byte at [`GPA`], unless it is 0. Returns the byte that is there afterwards. `Err`:
+    /// the errno of KVM_RUN.
     fn round(vcpu: &mut VcpuFd, store: u8) -> Result<u8, i32> {
         loop {
             match vcpu.run() {
@@ -229,12 +229,12 @@ mod client {
         unsafe { start.write_bytes(7, SIZE) };
         assert_eq!(byte(start.wrapping_add(SIZE - 1)), Ok(7));
         assert_eq!(byte(start.wrapping_add(SIZE)), Err(libc::SIGBUS));
-        // Another mapping is of the same memory, and a part of it of a part.
+        // Another mapping shows the same memory, and a mapping of a part shows that part.
         let part = map_file(&file, PAGE, RIGHTS, libc::MAP_SHARED, PAGE as i64).unwrap();
         // SAFETY: the mapping's page.
         unsafe { part.write(9) };
         assert_eq!(byte(start.wrapping_add(PAGE)), Ok(9));
-        // To drop the pages of a mapping drops nothing of the memory. To remove them does.
+        // Dropping the pages of a mapping drops nothing of the memory, but removing them does.
         // SAFETY: the client's mapping.
         let advise = |advice| unsafe { libc::madvise(start.cast(), PAGE, advice) };
         assert_eq!(advise(libc::MADV_DONTNEED), 0);
@@ -255,7 +255,7 @@ mod client {
         let (vm, mut vcpu, _) = guest(STORE_AND_TELL);
         let file = create(&vm, SIZE, MMAP | SHARED).unwrap();
         let start = map_shared(&file, SIZE);
-        // Two slots over one file, of which the first is in the middle of the file.
+        // Two slots use one file. The first slot's memory is in the middle of the file.
         set(&vm, region(&file, PAGE, PAGE)).unwrap();
         let other = kvm_userspace_memory_region2 {
             slot: 2,
@@ -268,24 +268,24 @@ mod client {
         assert_eq!(round(&mut vcpu, 0), Ok(5));
         assert_eq!(round(&mut vcpu, 6), Ok(6));
         assert_eq!(byte(start.wrapping_add(PAGE)), Ok(6));
-        // The client's mapping is nothing to the guest.
+        // The guest does not need the client's mapping.
         unmap(start, SIZE);
         assert_eq!(round(&mut vcpu, 0), Ok(6));
-        // The slot is deleted and made again elsewhere in the file: the memory stays.
+        // The slot is deleted and created again with another part of the file. The memory keeps its contents.
         let gone = region(&file, 0, 0);
         set(&vm, gone).unwrap();
         set(&vm, region(&file, 0, 2 * PAGE)).unwrap();
         assert_eq!(round(&mut vcpu, 0), Ok(0));
         let start = map_shared(&file, SIZE);
         assert_eq!(byte(start.wrapping_add(PAGE)), Ok(6));
-        // Memory that is private to the file's descriptor backs a slot, too: the guest is no client.
+        // Memory that only the descriptor can reach backs a slot, too: the guest need not map it like a client.
         set(&vm, gone).unwrap();
         let private = create(&vm, SIZE, MMAP).unwrap();
         set(&vm, region(&private, 0, SIZE)).unwrap();
         assert_eq!(round(&mut vcpu, 8), Ok(8));
         assert_eq!(byte(map_shared(&private, SIZE)), Err(libc::SIGBUS));
         assert_eq!(round(&mut vcpu, 0), Ok(8));
-        // Without a mapping of its file a slot takes the memory that the client names.
+        // If the file cannot be mapped, a slot takes the memory that the client names.
         set(&vm, gone).unwrap();
         for flags in [0, SHARED] {
             let file = create(&vm, SIZE, flags).unwrap();
@@ -345,7 +345,7 @@ mod client {
         drop(duplicate);
         assert_eq!(round(&mut vcpu, 6), Ok(6));
         assert_eq!(byte(start), Ok(6));
-        // Without descriptor and mapping, the slot has no memory. It can still be deleted.
+        // Without a descriptor and a mapping, the slot has no memory. It can still be deleted.
         let gone = kvm_userspace_memory_region2 {
             memory_size: 0,
             slot: 1,
@@ -392,7 +392,7 @@ mod client {
             assert_eq!(set(&vm, region), Err(errno), "{region:?}");
         };
         let (einval, fd) = (libc::EINVAL, |file: &OwnedFd| file.as_raw_fd() as u32);
-        // Addresses, sizes and flags that no slot may have are refused before the descriptor is looked at.
+        // Invalid addresses, sizes and flags of a slot are refused before the descriptor is checked.
         refused(libc::EBADF, &|_| {});
         refused(libc::EBADF, &|r| r.guest_phys_addr = 1 << 60);
         refused(libc::EEXIST, &|r| r.guest_phys_addr = GPA + 4096);
@@ -428,7 +428,7 @@ mod client {
             guest_phys_addr: 0x20_0000,
             ..first
         };
-        // Linux 7 says that there is such a binding already, Linux 6 that the argument is wrong.
+        // Linux 7 reports that such a binding already exists, Linux 6 that the argument is invalid.
         let answer = set(&vm, taken).unwrap_err();
         assert!(answer == libc::EEXIST || is_native() && answer == einval);
         // A slot that is bound can only be deleted.

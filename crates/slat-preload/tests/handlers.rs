@@ -1,4 +1,4 @@
-//! Signal handlers of a program under the library: on a real KVM an ioctl is over before a handler runs, whatever the
+//! Signal handlers of a program under the library. On a real KVM an ioctl is over before a handler runs, whatever the
 //! handler does and wherever it jumps.
 
 mod common;
@@ -136,7 +136,7 @@ mod client {
         }
     }
 
-    // Leaves nested calls, as `sigsetjmp` and `siglongjmp` do (which return twice, and that Rust cannot express).
+    // Leaves nested calls like `sigsetjmp` and `siglongjmp`. (Those return twice, which Rust cannot express.)
     std::arch::global_asm!(
         // extern "C" fn(function, argument, *mut stack) -> whether it was left by `jump_out`
         "call_with_a_way_out:",
@@ -283,7 +283,8 @@ mod client {
         }
     }
 
-    /// Installs a seccomp filter that traps memfd_create, by which slat makes its descriptors, to a handler.
+    /// Installs a seccomp filter that traps memfd_create, by which slat makes its descriptors. A handler
+    /// serves the trapped call.
     #[test]
     #[ignore = "runs under the library"]
     fn a_trapped_system_call_is_answered_by_its_handler() {
@@ -316,7 +317,8 @@ mod client {
 
     extern "C" fn jump(signal: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
         HANDLED.fetch_add(1, SeqCst);
-        // SAFETY: the signal's own set, unblocked as `siglongjmp` would; the skipped frames hold no value to drop.
+        // SAFETY: a set of this signal alone, unblocked as `siglongjmp` would; the skipped frames
+        // hold no value to drop.
         unsafe {
             let mut set = zeroed();
             libc::sigemptyset(&mut set);
@@ -355,7 +357,7 @@ mod client {
         handle(libc::SIGALRM, count, libc::SA_SIGINFO);
         let _alarm = Alarm::once(Duration::from_millis(2));
         assert_eq!(run(&vcpu), Err(libc::EINTR));
-        // Closing the descriptors drops the VM: the jump leaked nothing.
+        // Closing the descriptors drops the VM, so the jump has leaked nothing.
         drop((vm, vcpu));
         assert!(std::fs::read_dir("/proc/self/fd").unwrap().count() < 20);
     }
@@ -535,7 +537,7 @@ mod client {
             let (before, ended) = (HANDLED.load(SeqCst), AtomicBool::new(false));
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    // One that comes before the run ends nothing.
+                    // A signal that arrives before the run does not end it.
                     while !ended.load(SeqCst) {
                         std::thread::sleep(Duration::from_millis(2));
                         // SAFETY: the thread waits for the scope's end.

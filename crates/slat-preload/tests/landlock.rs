@@ -1,5 +1,5 @@
-//! VMMs that take the right to open files from themselves by Landlock, as uhyve does: rules for `/dev/kvm` are
-//! accepted, and VMs work afterwards.
+//! VMMs that use Landlock to give up the right to open files, as uhyve does: rules for `/dev/kvm` are accepted, and
+//! VMs work afterwards.
 
 mod common;
 
@@ -35,7 +35,7 @@ mod client {
     /// All that the first version knows.
     const EVERYTHING: u64 = (1 << 13) - 1;
 
-    /// Takes all rights but those to read and write `/dev/kvm`. `false`: the kernel has no Landlock.
+    /// Gives up all rights but those to read and write `/dev/kvm`. `false`: the kernel has no Landlock.
     fn restrict() -> bool {
         let all = Ruleset {
             handled_access_fs: EVERYTHING,
@@ -50,7 +50,7 @@ mod client {
             let device = libc::open(c"/dev/kvm".as_ptr(), libc::O_PATH | libc::O_CLOEXEC);
             assert!(device >= 0);
             let device = OwnedFd::from_raw_fd(device);
-            // Afterwards no program can be started that would tell.
+            // Checked now, because afterwards the program that checks it cannot be started.
             demand_slats(device.as_raw_fd());
             let beneath = PathBeneath {
                 allowed_access: READ_FILE | WRITE_FILE,

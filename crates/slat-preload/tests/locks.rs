@@ -1,4 +1,4 @@
-//! Locks that a whole process has are each argued: what a forked child finds of them. The table is in `src/forks.rs`.
+//! For each lock that a whole process has, a table tells what a forked child finds. The table is in `src/forks.rs`.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,7 +15,7 @@ const CRATES: [&str; 7] = [
     "slat-trace",
 ];
 
-/// The standard library's types for which a thread may wait.
+/// The standard library's types on which a thread may wait.
 const WAITED_FOR: [&str; 8] = [
     "Mutex",
     "RwLock",
@@ -27,7 +27,7 @@ const WAITED_FOR: [&str; 8] = [
     "ReentrantLock",
 ];
 
-/// What belongs to one process has locks that no other process uses.
+/// The type of data of one process. No other process uses locks in it.
 const OWN: &str = "PerProcess<";
 
 fn crates() -> PathBuf {
@@ -45,8 +45,7 @@ fn sources(directory: &Path, to: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the name of a static with a lock of which a thread of another process could be the holder, if
-/// a line declares one.
+/// If a line declares a static with a lock that a thread of another process could hold, returns the static's name.
 fn lock_of(line: &str) -> Option<&str> {
     let declared = line.trim_start();
     let declared = declared.strip_prefix("pub ").unwrap_or(declared);
@@ -61,7 +60,7 @@ fn lock_of(line: &str) -> Option<&str> {
     (waits && !kind.starts_with(OWN)).then_some(name)
 }
 
-/// Returns the locks in the sources, each with its file. Unit tests' own do not count.
+/// Returns the locks in the sources, each with its file, except for those of unit tests.
 fn declared() -> BTreeSet<(String, String)> {
     let mut all = BTreeSet::new();
     for name in CRATES {

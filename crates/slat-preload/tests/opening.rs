@@ -1,5 +1,5 @@
-//! `/dev/kvm` opens as a device does, however its path is spelled. Every client here runs twice: under the library, and
-//! on the machine's own KVM, where that opens.
+//! `/dev/kvm` opens like a device, in any spelling of its path. Every client here runs twice: under the library, and on
+//! the machine's own KVM if that opens.
 
 mod common;
 
@@ -42,7 +42,7 @@ mod client {
 
     const KVM_GET_API_VERSION: u64 = 0xae00;
 
-    /// Has another program read `/proc/cpuinfo`: the variable counts at a program's start.
+    /// Makes another program read `/proc/cpuinfo`, because the variable is read at a program's start.
     #[test]
     #[ignore = "runs as a client"]
     fn cpuinfo() {
@@ -78,13 +78,13 @@ os._exit(0)";
         fs::write(&file, "written").unwrap();
         let filtered = "b'written' 7 b'written\\x00\\x00'\n";
         assert_eq!(run(), format!("written w written\n{rest}{filtered}"));
-        // Where the file is not, programs read the kernel's.
+        // If the file does not exist, programs read the kernel's.
         fs::remove_file(&file).unwrap();
         let filtered = "b'processor' 9 b'processor'\n";
         assert!(run().starts_with("processor") && run().ends_with(&format!("{rest}{filtered}")));
     }
 
-    /// What libvirt does with a device that it offers to a guest, whether the machine has one or not.
+    /// Does what libvirt does with a device that it offers to a guest, whether the machine has one or not.
     #[test]
     #[ignore = "runs as a client"]
     fn owner_mode_and_attributes() {
@@ -125,7 +125,7 @@ os._exit(0)";
         std::io::Error::last_os_error().raw_os_error().unwrap()
     }
 
-    /// Whether a descriptor is KVM's, or its errno. Closes it.
+    /// Checks that a descriptor is KVM's. Returns the errno if it was not opened. Closes it.
     fn is_kvm(fd: i32) -> Result<(), i32> {
         if fd < 0 {
             return Err(errno());
@@ -175,7 +175,7 @@ os._exit(0)";
         }
     }
 
-    /// Returns paths of the device, and other paths with the errno of opening each.
+    /// Returns paths of the device, and other paths, each with the errno of opening it.
     fn spellings(links: &Links) -> (Vec<String>, Vec<(String, i32)>) {
         let device = [
             "/dev/kvm",
@@ -260,7 +260,7 @@ os._exit(0)";
         for (path, errno) in none {
             let refused = fs::metadata(&path).unwrap_err().raw_os_error();
             assert_eq!(refused, Some(errno), "{path}");
-            // The C library walks the directories itself: it accepts a slash after the device, and any length.
+            // The C library resolves the directories itself, and accepts a slash after the device, and any length.
             if errno == libc::ENOENT {
                 let refused = fs::canonicalize(&path).unwrap_err().raw_os_error();
                 assert_eq!(refused, Some(errno), "{path}");
@@ -343,7 +343,7 @@ os._exit(0)";
                     libc::fcntl(fd, libc::F_GETFD),
                 )
             };
-            // The kernel keeps O_NOFOLLOW; slat has followed a link of its own.
+            // The kernel keeps O_NOFOLLOW, but slat has followed a link of its own.
             let kept = !libc::O_NOFOLLOW;
             assert_eq!(status & kept, (shown | O_LARGEFILE) & kept, "{flags:o}");
             assert_eq!(
@@ -377,7 +377,7 @@ os._exit(0)";
         let link = format!("/proc/self/fd/{fd}");
         assert_eq!(fs::read_link(&link).unwrap().to_str(), Some("/dev/kvm"));
         assert!(fs::metadata(&link).unwrap().file_type().is_char_device());
-        // Such a descriptor's link opens one that works.
+        // The link of such a descriptor opens a descriptor that works.
         assert_eq!(open(&link, libc::O_RDWR), Ok(()));
         // SAFETY: our own descriptor.
         drop(unsafe { OwnedFd::from_raw_fd(fd) });
@@ -438,8 +438,8 @@ os._exit(0)";
         assert_eq!(open(dev, "/kvm", rdwr, 0, in_root), Ok(()));
         assert_eq!(open(dev, "../../kvm", rdwr, 0, in_root), Ok(()));
         assert_eq!(open(dev, "/dev/kvm", rdwr, 0, in_root), Err(libc::ENOENT));
-        // Bad memory.
-        // SAFETY: the kernel refuses them.
+        // Memory that cannot be read.
+        // SAFETY: the kernel refuses the pointers.
         unsafe {
             let path = c"/dev/kvm".as_ptr();
             let bad = 64 as *const libc::c_char;
@@ -558,7 +558,7 @@ os._exit(0)";
             format!("//sys/module/./kvm//parameters/{parameter}"),
             format!("/proc/self/root/sys/module/kvm/parameters/{parameter}"),
         ] {
-            // Links are followed where there are directories.
+            // Links can be followed only where the directories exist.
             if path.starts_with("/proc") && !fs::exists("/sys/module/kvm/parameters").unwrap() {
                 continue;
             }
@@ -583,8 +583,8 @@ os._exit(0)";
         }
     }
 
-    /// A handler opens files and asks about them, while its thread does that, too, and allocates: code that took a lock
-    /// or allocated would wait for itself.
+    /// A handler opens files and asks about them, while its thread does the same and also allocates. Code that took a
+    /// lock or allocated would wait for itself.
     #[test]
     #[ignore = "runs as a client"]
     fn a_handler_opens_files() {

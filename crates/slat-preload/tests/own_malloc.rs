@@ -1,7 +1,7 @@
-//! A program with its own `malloc`, which gets its memory by `mmap` while it holds its lock: as jemalloc, tcmalloc and
-//! mimalloc do. slat must not call `malloc` from that `mmap`.
+//! A program with its own `malloc`, which holds its lock while it gets memory by `mmap`, like jemalloc, tcmalloc and
+//! mimalloc. slat must not call `malloc` from that `mmap`.
 //!
-//! This program's `malloc` is defined below; the C library and the preloaded library use it, too.
+//! This program's `malloc` is defined below. The C library and the preloaded library use it, too.
 
 mod common;
 
@@ -36,9 +36,9 @@ static FREE: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
 
 const CHUNK: usize = 1 << 20;
-/// Blocks from this size on are mapped and unmapped alone.
+/// Blocks of this size or more are mapped and unmapped separately.
 const LARGE: usize = 64 << 10;
-/// Bytes before each block: its mapping's length, or 0, and its size.
+/// Bytes before each block. They hold the length of its mapping, or 0, and its size.
 const HEADER: usize = 32;
 
 fn map(len: usize) -> usize {

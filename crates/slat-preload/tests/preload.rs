@@ -1,7 +1,7 @@
 //! A client of the kernel's KVM API, run under the library.
 //!
-//! Each test starts this very program again with `LD_PRELOAD`, to execute one of the ignored tests in [`client`] (see
-//! [`common`]).
+//! Each test starts this same program again with `LD_PRELOAD`, to execute one of the ignored tests in
+//! [`client`] (see [`common`]).
 
 mod common;
 
@@ -99,7 +99,7 @@ mod client {
         assert_eq!(std::fs::read_to_string(path).unwrap(), "7\n");
         let refused = std::fs::write(path, "many").unwrap_err();
         assert_eq!(refused.raw_os_error(), Some(libc::EINVAL));
-        // By number, and through a descriptor that replaced another.
+        // Also by system call number, and through a descriptor that has replaced another.
         // SAFETY: plain system calls on descriptors of our own.
         unsafe {
             let path = CString::new(path).unwrap();
@@ -232,7 +232,7 @@ mod client {
             assert_eq!(libc::ioctl(other, KVM_RUN, 0), -1);
             assert_eq!(errno(), libc::EBADF);
             libc::close(third);
-            // No memory: the run ends with an internal error, which shows that it ran.
+            // There is no memory, so the run ends with an internal error. That shows that it has run.
             assert_eq!(libc::ioctl(300, KVM_RUN, 0), 0);
             // A descriptor number that is reused for another file is no longer KVM's.
             let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR);

@@ -1,4 +1,4 @@
-//! Forks that the C library does not see, and limits of the process: descriptors, memory.
+//! Forks that the C library does not see; and limits of the process: descriptors, memory.
 
 mod common;
 
@@ -65,7 +65,7 @@ mod client {
                 })
         });
         assert!(fine);
-        // A child that uses what it inherited, and a VM of its own.
+        // The child uses the objects that it has inherited, and makes a VM of its own.
         let fine = raw_fork(|| {
             // SAFETY: plain calls.
             let refused =
@@ -103,7 +103,7 @@ mod client {
         assert!(vm.create_vcpu(1).is_ok());
     }
 
-    /// Descriptors of this process, and the one that counts them.
+    /// Returns the number of descriptors of this process, including the one that counts them.
     fn descriptors() -> usize {
         std::fs::read_dir("/proc/self/fd").unwrap().count()
     }
@@ -186,7 +186,7 @@ mod client {
                     libc::_exit(0);
                 }
                 libc::waitpid(pid, std::ptr::null_mut(), 0);
-                // The child's own close frees the number for another file.
+                // The child itself closes the descriptor, which frees the number for another file.
                 libc::close(vm.as_raw_fd());
                 let file = libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY);
                 let fine = file == vm.as_raw_fd()
@@ -200,8 +200,8 @@ mod client {
         }
     }
 
-    /// A lock of the program's that its fork handlers hold over a fork, as those of a `malloc` do. It is fair: who
-    /// takes it again and again would keep a fork from it as long as there are fewer processors than threads.
+    /// A lock of the program that its fork handlers hold over a fork, like those of a `malloc`. The lock is fair.
+    /// Otherwise a thread that takes it again and again would prevent forks if there are fewer processors than threads.
     static TICKETS: AtomicU32 = AtomicU32::new(0);
     static SERVED: AtomicU32 = AtomicU32::new(0);
 
@@ -221,7 +221,7 @@ mod client {
         unsafe { libc::pthread_atfork(Some(lock), Some(unlock), Some(unlock)) };
     }
 
-    // A `malloc` registers its handlers when it is first called: before any library's constructor.
+    // A `malloc` registers its handlers when it is first called, before any library's constructor runs.
     #[used]
     #[unsafe(link_section = ".preinit_array")]
     static REGISTER: extern "C" fn() = register;
@@ -278,7 +278,7 @@ mod client {
         assert_eq!(unsafe { libc::dup(0) }, -1);
         for _ in 0..3 {
             assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
-            // SAFETY: our own memory gets other rights and back: the kernel has to be asked again.
+            // SAFETY: rights of our own memory change and change back, so that slat has to ask the kernel again.
             unsafe {
                 let rights = libc::PROT_READ | libc::PROT_WRITE;
                 libc::mprotect(memory.cast(), MEMORY, libc::PROT_READ);
@@ -310,7 +310,7 @@ mod client {
     #[test]
     #[ignore = "runs under the library"]
     fn a_vm_needs_no_files() {
-        // The kernel would end this program by SIGXFSZ for a file of slat's. (Its output is a file, too.)
+        // For a file of slat, the kernel would end this program by SIGXFSZ. (The program's output is a file, too.)
         let before = limit_of(libc::RLIMIT_FSIZE);
         limit(libc::RLIMIT_FSIZE, 0);
         let (vm, mut vcpu, _) = guest(OUT);
@@ -319,7 +319,7 @@ mod client {
             assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
             runs += 1;
         }
-        // kvm-ioctls has mapped it; so does this, from the second page on.
+        // kvm-ioctls has mapped the vCPU; this maps it again, from the second page on.
         const PAGES: usize = 2;
         // SAFETY: a new mapping of the descriptor, whose first byte is that of the port's data.
         unsafe {
@@ -337,7 +337,7 @@ mod client {
             mapped.cast::<u8>().write_volatile(7);
             assert_eq!(libc::munmap(mapped, PAGES * 4096), 0);
         }
-        // What cannot be made without a file is refused.
+        // Objects that cannot be made without a file are refused.
         let memory = kvm_bindings::kvm_create_guest_memfd {
             size: 0x10000,
             ..Default::default()
@@ -367,7 +367,7 @@ mod client {
         pages * 4096
     }
 
-    /// With ever less free memory, each call succeeds or returns ENOMEM, and the program goes on.
+    /// With less and less free memory, each call succeeds or returns ENOMEM, and the program continues.
     #[test]
     #[ignore = "runs under the library"]
     fn memory_that_is_out_is_enomem() {
@@ -417,7 +417,7 @@ mod client {
                 .cast::<u8>()
                 .add(0xff0)
                 .copy_from_nonoverlapping(code.as_ptr(), code.len());
-            // The reset vector is 16 bytes before 4 GiB; and memslots whose dirty logs are large.
+            // A slot for the reset vector, which is 16 bytes below 4 GiB; and memslots with large dirty logs.
             let top = region(0, (1 << 32) - 4096, memory.cast(), 4096);
             ioctl(vm, 0x4020_ae46, &raw const top as usize)?;
             for (slot, pages) in [(1, 1u64 << 20), (2, 1 << 30)] {

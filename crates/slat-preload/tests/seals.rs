@@ -1,4 +1,4 @@
-//! No thread of the client can truncate the files that slat maps, not even while slat makes them.
+//! No thread of the client can truncate the files that slat maps, not even while slat is making them.
 
 mod common;
 
@@ -8,8 +8,9 @@ fn files_that_slat_maps_cannot_be_cut_while_they_are_made() {
 }
 
 mod client {
-    /// One thread makes statistics descriptors, which slat maps and stores to. Another truncates whatever file gets the
-    /// number that the next one will get. A store to a page beyond the end would end this program with SIGBUS.
+    /// One thread makes statistics descriptors, whose files slat maps and stores to. Another thread truncates
+    /// every file that gets the number of the next descriptor. A store beyond the end of a file would end this
+    /// program with SIGBUS.
     #[test]
     #[ignore = "runs under the library"]
     fn stores_do_not_fail() {

@@ -1,15 +1,16 @@
-//! The library's copy as a program: the kernel has mapped it, and nothing else. Maps the dynamic linker, and has
-//! that find the C library.
+//! The entry point of the library's copy, which runs as a program in another root. The kernel has mapped the copy, and
+//! nothing else. The code here maps the dynamic linker, and makes it find the C library.
 //!
-//! Until [`finish`] this library is not linked. [`slat_carried`] makes the pointers in its data right that lead to
-//! itself; those to the C library's functions lead nowhere, and there are no thread-local variables. So what runs
-//! before calls no memcpy, memset or strlen: reads of memory are volatile, because the compiler would make a call of a
-//! loop over bytes, and it has to optimize, at least a little (`profile.dev` in the workspace's Cargo.toml), because it
-//! would call memset for an array of six words.
+//! Until [`finish`] this library is not linked. [`slat_carried`] relocates the pointers in its data that point to
+//! the library itself. Pointers to functions of the C library are not valid, and there are no thread-local
+//! variables. So code that runs earlier must not call memcpy, memset or strlen. Therefore it reads memory by
+//! volatile reads, because the compiler would turn a loop over bytes into a call; and it must be compiled with a
+//! little optimization (`profile.dev` in the workspace's Cargo.toml), because the compiler would otherwise call
+//! memset for an array of six words.
 //!
-//! The dynamic linker opens libraries by paths, which lead nowhere. So its system calls are dispatched to [`serve`]
-//! (Syscall User Dispatch, which a loaded program needs as well): those that open files get the memfds, all others
-//! are made as they are.
+//! The dynamic linker opens libraries by paths, which do not exist here. So its system calls are dispatched to
+//! [`serve`] (by Syscall User Dispatch, which a loaded program needs anyway). Calls that open these files get the
+//! memfds; all other calls are made unchanged.
 
 use super::{FILES, LIBRARY, LINKER, NAMES, base};
 use crate::load::slat_begin;
@@ -27,15 +28,15 @@ const SET_BYTES: usize = 8;
 /// `SA_RESTORER` of `arch/x86/include/uapi/asm/signal.h`.
 const SA_RESTORER: usize = 0x0400_0000;
 
-/// The kernel's `struct sigaction` for SIGSYS, as it was before.
+/// The earlier action for SIGSYS, as the kernel's `struct sigaction`.
 static ACTION: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
 /// The signal mask as it was before.
 static MASK: AtomicU64 = AtomicU64::new(0);
 
-/// Makes a system call by an instruction of this library's, from which calls pass: what this library's start needs.
+/// Makes a system call by an instruction of this library, from which calls pass: for this library's start.
 fn system_call(number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     let answer;
-    // SAFETY: each place says what it changes; the kernel clobbers RCX and R11 only.
+    // SAFETY: each caller says what its call changes; the kernel clobbers only RCX and R11.
     unsafe {
         asm!(
             "syscall",
@@ -63,7 +64,7 @@ macro_rules! call {
     }};
 }
 
-/// Ends the process: nothing of slat is there that could say more.
+/// Ends the process: no part of slat is ready that could say more.
 fn fail(why: &'static str) -> ! {
     call!(
         libc::SYS_write,
@@ -79,13 +80,13 @@ fn fail(why: &'static str) -> ! {
 /// Reads a value at any address.
 ///
 /// # Safety
-/// - It is there.
+/// - The memory is mapped and holds such a value.
 unsafe fn get<T: Copy>(address: usize) -> T {
     // SAFETY: the caller's promise; ELF aligns its fields.
     unsafe { (address as *const T).read_volatile() }
 }
 
-/// Returns where the value of `kind` is in the auxiliary vector, or 0.
+/// Returns the address of the value of `kind` in the auxiliary vector, or 0.
 ///
 /// # Safety
 /// - `sp` is the stack pointer with which the kernel has begun the process.
@@ -112,7 +113,7 @@ unsafe fn auxiliary(sp: usize, kind: u64) -> usize {
 /// # Safety
 /// As for [`auxiliary`]. The value is true.
 unsafe fn set_auxiliary(sp: usize, kind: u64, value: usize) {
-    // SAFETY: the caller's promise; the vector is this process's to change.
+    // SAFETY: the caller's promise; this process may change the vector.
     unsafe {
         let entry = auxiliary(sp, kind);
         if entry != 0 {
@@ -129,13 +130,13 @@ impl Header {
     /// Returns header `index` of the ELF file that is mapped at `file`.
     ///
     /// # Safety
-    /// - It is there.
+    /// - The file is mapped there, and has such a header.
     unsafe fn of(file: usize, index: usize) -> Self {
         // SAFETY: the caller's promise. `e_phoff`.
         Header(unsafe { file + get::<usize>(file + 32) + 56 * index })
     }
 
-    /// Returns how many headers there are: `e_phnum`.
+    /// Returns the number of headers: `e_phnum`.
     ///
     /// # Safety
     /// As for [`Header::of`].
@@ -144,21 +145,21 @@ impl Header {
         usize::from(unsafe { get::<u16>(file + 56) })
     }
 
-    /// Whether it is loaded, and has all of `flags`.
+    /// Whether the segment is loaded, and has all of `flags`.
     fn is_loaded_with(self, flags: u32) -> bool {
         // SAFETY: a program header.
         unsafe { get::<u32>(self.0) == libc::PT_LOAD && get::<u32>(self.0 + 4) & flags == flags }
     }
 
-    /// Returns one of its 64-bit words, by their order: offset, address, physical address, length in
-    /// the file and in memory.
+    /// Returns one of the header's 64-bit words, by index: offset, address, physical address, length in the
+    /// file, length in memory.
     fn word(self, index: usize) -> usize {
         // SAFETY: a program header.
         unsafe { get(self.0 + 8 + 8 * index) }
     }
 }
 
-/// Maps memory or a file. Ends the process where that fails.
+/// Maps memory or a file. Ends the process if that fails.
 fn map(at: usize, len: usize, access: c_int, flags: c_int, fd: c_int, offset: usize) -> usize {
     let start = call!(libc::SYS_mmap, at, len, access, flags, fd, offset);
     if start < 0 {
@@ -170,7 +171,7 @@ fn map(at: usize, len: usize, access: c_int, flags: c_int, fd: c_int, offset: us
 /// Maps the dynamic linker, whose file is mapped at `file`, as the kernel does. Returns its base.
 ///
 /// # Safety
-/// - The file is one.
+/// - The file is a dynamic linker.
 unsafe fn place(fd: c_int, file: usize) -> usize {
     // SAFETY: the caller's promise, for the headers; new memory.
     unsafe {
@@ -240,7 +241,7 @@ unsafe fn place(fd: c_int, file: usize) -> usize {
     }
 }
 
-/// Prepares this process for the dynamic linker. Returns where that begins.
+/// Prepares this process for the dynamic linker. Returns the linker's entry point.
 ///
 /// # Safety
 /// - `sp` is the stack pointer with which the kernel has begun this process.
@@ -264,13 +265,13 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
         let at = place(linker.fd.load(Ordering::Relaxed), file);
         (at, at + get::<usize>(file + 24))
     };
-    // Nobody opens these two any more; the dynamic linker needs descriptors, of which the process may have few.
+    // These two files are not opened any more; the dynamic linker needs descriptors, of which the process may have few.
     let own = FILES[LIBRARY].fd.swap(-1, Ordering::Relaxed);
     call!(libc::SYS_close, own);
     call!(libc::SYS_close, linker.fd.swap(-1, Ordering::Relaxed));
     let (mut start, mut len) = (0, 0);
     index = 0;
-    // SAFETY: this library's headers, which are mapped with it, and which nobody else uses yet.
+    // SAFETY: this library's headers, which are mapped with it, and which no other code uses yet.
     unsafe {
         call!(
             libc::SYS_mprotect,
@@ -283,7 +284,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
             if header.is_loaded_with(libc::PF_X) {
                 (start, len) = (library + header.word(1), header.word(4));
             }
-            // The dynamic linker asserts that the program has asked for it.
+            // The dynamic linker asserts that the program names a dynamic linker.
             if get::<u32>(header.0) == libc::PT_NULL {
                 (header.0 as *mut u32).write_volatile(libc::PT_INTERP);
             }
@@ -319,7 +320,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
             "slat: in another root this kernel cannot start slat's library: it has no Syscall User Dispatch (Linux 5.11)\n",
         );
     }
-    // SAFETY: the caller's promise. The linker is mapped there, and gives control to `finish` in the end.
+    // SAFETY: the caller's promise. The linker is mapped there, and passes control to `finish` in the end.
     unsafe {
         set_auxiliary(sp, libc::AT_BASE, at);
         set_auxiliary(sp, libc::AT_ENTRY, finish as *const () as usize);
@@ -327,7 +328,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
     entry
 }
 
-/// Returns the memfd of the file that `path` names by its last component, or -1.
+/// Returns the memfd of the file whose name is the last component of `path`, or -1.
 ///
 /// # Safety
 /// - The path ends with 0.
@@ -359,8 +360,7 @@ unsafe fn memfd_of(path: usize) -> c_int {
     }
 }
 
-/// Serves a call of the dynamic linker's, or one that the C library makes while it begins. The kernel
-/// calls it for SIGSYS.
+/// Serves a call of the dynamic linker, or of the C library while it starts. The kernel calls this for SIGSYS.
 unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: usize) {
     /// Where `struct ucontext` has the registers.
     const REGISTERS: usize = 40;
@@ -376,7 +376,7 @@ unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: usize) 
             _ => 0,
         };
         let fd = if path != 0 { memfd_of(path) } else { -1 };
-        // The root's own settings of dynamic linking are for other libraries.
+        // The root's own settings for dynamic linking are for other libraries.
         let answer = match path {
             0 => system_call(
                 number,
@@ -402,7 +402,7 @@ unsafe extern "C" fn restore() {
     naked_asm!("mov eax, {number}", "syscall", number = const libc::SYS_rt_sigreturn)
 }
 
-/// Ends what [`begin`] has begun.
+/// Ends what [`begin`] has begun: the dispatch of the dynamic linker's calls.
 ///
 /// # Safety
 /// As for [`begin`].
@@ -432,8 +432,8 @@ unsafe extern "C" fn end(sp: usize) {
     unsafe { set_auxiliary(sp, libc::AT_ENTRY, slat_begin as *const () as usize) };
 }
 
-/// Where the dynamic linker leads to: from here on this library is linked, and begins as it does where the kernel has
-/// found the dynamic linker.
+/// The function to which the dynamic linker jumps. From here on this library is linked, and starts like a library whose
+/// dynamic linker the kernel has found.
 #[unsafe(naked)]
 unsafe extern "C" fn finish() -> ! {
     naked_asm!(
@@ -448,8 +448,8 @@ unsafe extern "C" fn finish() -> ! {
     )
 }
 
-/// Where the library's copy begins. Does what the dynamic linker will do again: adds the library's address to its
-/// pointers to itself, which are the first `DT_RELACOUNT` entries of `DT_RELA`.
+/// The entry point of the library's copy. Adds the library's address to its pointers to itself, which are the first
+/// `DT_RELACOUNT` entries of `DT_RELA`. The dynamic linker will do the same again.
 ///
 /// # Safety
 /// - The kernel calls it.

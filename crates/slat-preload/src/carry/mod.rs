@@ -1,19 +1,19 @@
-//! The files of slat's own process, for programs that are executed where these files cannot be seen: in another root.
+//! Copies of slat's own files, for programs that are executed in another root, where these files cannot be seen.
 //!
 //! A jailer (`chroot`, `pivot_root`) executes a program in a root that has neither this library nor the dynamic linker
-//! and the C library that it needs, closes all descriptors before, and clears the environment. So the files are mapped
-//! before the root changes ([`keep`]): a mapping holds a file as long as the process and its forked children live,
-//! whatever is unmounted or closed. When a program is executed, they are written to memfds ([`make`]), whose
-//! descriptors execveat(2) needs no path for. The root may have no `/proc`, which slat reads its process's mappings
-//! from: its descriptor is passed on.
+//! and the C library that it needs. Before that, the jailer closes all descriptors and clears the environment. So slat
+//! maps the files before the root changes ([`keep`]): a mapping holds a file as long as the process and its forked
+//! children live, even after the file is unmounted or closed. When a program is executed, the files are written to
+//! memfds ([`make`]), which execveat(2) can execute without a path. The root may have no `/proc`, from which slat reads
+//! its process's mappings, so a descriptor of `/proc` is passed on.
 //!
-//! The kernel looks for a program's dynamic linker by its path. So the library's copy asks for none (its `PT_INTERP`
-//! is taken out), and begins elsewhere: [`begin`] maps the dynamic linker itself, and serves the calls by which that
-//! opens the C library.
+//! The kernel finds a program's dynamic linker by its path. So the library's copy names none (its `PT_INTERP` is
+//! removed), and has another entry point: [`begin`] maps the dynamic linker itself, and serves the calls by which the
+//! dynamic linker opens the C library.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `begin` | where the library's copy begins as a program |
+//! | `begin` | the entry point of the library's copy as a program |
 
 pub mod begin;
 
@@ -32,8 +32,8 @@ const LIBRARY: usize = 0;
 /// The index of the dynamic linker.
 const LINKER: usize = 1;
 
-/// The names by which the dynamic linker looks for what this library is linked with, each with a NUL. The last two are
-/// parts of newer C libraries. This library itself has no name: nothing is linked with it.
+/// The names by which the dynamic linker looks for the libraries with which this one is linked, each with a NUL. The
+/// last two are parts of newer C libraries. This library itself needs no name, as nothing is linked with it.
 static NAMES: [[u8; 24]; COUNT] = [
     *b"\0                       ",
     *b"ld-linux-x86-64.so.2\0   ",
@@ -43,11 +43,11 @@ static NAMES: [[u8; 24]; COUNT] = [
     *b"libdl.so.2\0             ",
 ];
 
-/// A file of slat's own process. The library's copy has the descriptors of the others' in its data ([`FILES`]).
+/// A file of slat's own process. The library's copy has the descriptors of the other files in its data ([`FILES`]).
 #[repr(C)]
 #[derive(Debug)]
 struct KeptFile {
-    /// Of its memfd, in a program that has just begun; else -1.
+    /// The descriptor of the file's memfd, in a program that has just begun; otherwise -1.
     fd: AtomicI32,
     /// Where it is mapped; 0: it is not.
     start: AtomicUsize,
@@ -56,7 +56,7 @@ struct KeptFile {
 }
 
 impl KeptFile {
-    /// Makes one that is not mapped, with the descriptor and the length of its memfd.
+    /// Makes the entry of a file that is not mapped, with the descriptor and the length of its memfd.
     const fn new(fd: c_int, len: usize) -> Self {
         KeptFile {
             fd: AtomicI32::new(fd),
@@ -65,13 +65,13 @@ impl KeptFile {
         }
     }
 
-    /// Maps the file at `path`, unless it is mapped. Threads that do so at the same time map the same.
+    /// Maps the file at `path`, unless it is mapped. Threads that call this at the same time map the same file.
     fn keep(&self, path: &CStr) -> Option<()> {
         if self.start.load(Ordering::Acquire) != 0 {
             return Some(());
         }
         let file = Opened::new(path, libc::O_RDONLY)?;
-        // SAFETY: plain calls; nobody knows the new mapping yet.
+        // SAFETY: plain calls; no other code knows the new mapping yet.
         let (start, len) = unsafe {
             let len = kernel!(libc::SYS_lseek, file.fd(), 0, libc::SEEK_END).ok()?;
             let (access, flags) = (libc::PROT_READ, libc::MAP_PRIVATE);
@@ -84,35 +84,36 @@ impl KeptFile {
     }
 }
 
-/// In the library's copy, the descriptor of `/proc` that the program keeps. Not zero, so that the library's
-/// file has a place for it.
+/// In the library's copy, the descriptor of `/proc` that was passed on. Initialised with another value than 0, so that
+/// the library's file contains the variable.
 static PROC: AtomicI32 = AtomicI32::new(-1);
 
-/// The files. Not all zero, so that the library's file has a place for it.
+/// The files. Initialised with other values than 0, so that the library's file contains them.
 static FILES: [KeptFile; COUNT] = [const { KeptFile::new(-1, 0) }; COUNT];
 
-/// The paths of the files, strings of the dynamic linker's; null: there is none.
+/// The paths of the files: strings of the dynamic linker, or null.
 static PATHS: [AtomicPtr<libc::c_char>; COUNT] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; COUNT];
 
 unsafe extern "C" {
-    /// Where this library's file begins in memory. The static linker defines it.
+    /// The beginning of this library's file in memory. The static linker defines it.
     static __ehdr_start: u8;
 }
 
-/// Returns the address that this library's file calls 0.
+/// Returns the address at which address 0 of this library's file is mapped.
 fn base() -> usize {
     &raw const __ehdr_start as usize
 }
 
-/// Finds out the paths of what this library is linked with. Call at the program's start. Makes no system call.
+/// Determines the paths of the libraries with which this one is linked. Call at the program's start.
+/// Makes no system call.
 pub fn prepare() {
     unsafe extern "C" fn each(
         info: *mut libc::dl_phdr_info,
         _size: usize,
         _data: *mut c_void,
     ) -> c_int {
-        // SAFETY: the linker's description of an object, whose name lives as long as that.
+        // SAFETY: the linker's description of an object, whose name lives as long as the description.
         let name = unsafe { (*info).dlpi_name };
         if !name.is_null() {
             // SAFETY: as above.
@@ -129,12 +130,13 @@ pub fn prepare() {
     unsafe { libc::dl_iterate_phdr(Some(each), std::ptr::null_mut()) };
 }
 
-/// Whether the files are kept: the root of this process may be another than that of slat's files.
+/// Whether the files are kept, because this process may have another root than slat's files.
 pub fn is_kept() -> bool {
     FILES[LIBRARY].start.load(Ordering::Acquire) != 0
 }
 
-/// Takes the descriptors that this program was given. Call at the start of a program that [`begin`] has begun.
+/// Takes over the descriptors that were passed to this program. Call at the start of a program that
+/// [`begin`] has begun.
 pub fn take_directory() {
     let fd = PROC.load(Ordering::Relaxed);
     if fd != -1 {
@@ -170,8 +172,8 @@ impl Memfds {
     }
 }
 
-/// Makes memfds of the files. The descriptors stay open over exec: [`begin`] closes them. `None`: they are not kept, or
-/// there is no memory, no descriptor, or a limit of files' sizes. Async-signal-safe.
+/// Makes memfds of the files. The descriptors stay open over exec; [`begin`] closes them. `None`: the files are not
+/// kept, or memory, descriptors or the limit of file sizes do not suffice. Async-signal-safe.
 pub fn make() -> Option<Memfds> {
     if !is_kept() {
         return None;
@@ -194,7 +196,7 @@ pub fn make() -> Option<Memfds> {
 fn write(file: &Opened, mut from: usize, mut len: usize, mut offset: usize) -> Option<()> {
     while len > 0 {
         let written = limited(|| {
-            // SAFETY: memory of this process, which is mapped, and read only.
+            // SAFETY: mapped memory of this process, which is only read.
             unsafe { kernel!(libc::SYS_pwrite64, file.fd(), from, len, offset) }
                 .map_err(io::Error::from_raw_os_error)
         });
@@ -221,10 +223,10 @@ fn copy(start: usize, len: usize) -> Option<Opened> {
     Some(memfd)
 }
 
-/// Changes the library's copy: it asks for no dynamic linker, begins at [`begin::slat_carried`], and
+/// Changes the library's copy, so that it names no dynamic linker, begins at [`begin::slat_carried`], and
 /// knows the other files.
 fn change_library(made: &Memfds) -> Option<()> {
-    /// Where an ELF file has its entry, and a program header its type and its length.
+    /// Offsets of the entry point in an ELF file, and of type and length in a program header.
     const ENTRY: usize = 24;
     const HEADER_LEN: usize = 56;
     let file = made.0[LIBRARY].as_ref()?;
@@ -251,7 +253,7 @@ fn change_library(made: &Memfds) -> Option<()> {
     };
     let proc = procfs::directory().unwrap_or(-1);
     if proc != -1 {
-        // SAFETY: a plain call: the program may have marked all descriptors.
+        // SAFETY: a plain call. It is needed because the program may have marked all descriptors to be closed on exec.
         let _ = unsafe { kernel!(libc::SYS_fcntl, proc, libc::F_SETFD, 0) };
     }
     put_static(

@@ -1,4 +1,5 @@
-//! What executing a file leads to: a program, perhaps through the interpreters of scripts, and how slat reaches that.
+//! What executing a file leads to: a program, perhaps through the interpreters of scripts; and how slat
+//! reaches the program.
 
 use crate::load::elf::Headers;
 use crate::real::{Opened, kernel};
@@ -11,12 +12,11 @@ pub enum Reach {
     Preloaded,
     /// By this library, which loads it.
     Loaded,
-    /// Not at all: a 32-bit program, one that gains rights, or what is no program. What there is in
-    /// the environment stays.
+    /// Not at all: a 32-bit program, one that gains rights, or no program. The environment does not change.
     Not,
 }
 
-/// The first line of a script: its interpreter and one word, each with a NUL.
+/// The first line of a script: its interpreter and one word, each followed by a NUL.
 #[derive(Clone, Copy)]
 struct Line {
     bytes: [u8; Self::LEN],
@@ -25,10 +25,10 @@ struct Line {
 }
 
 impl Line {
-    /// As much as the kernel reads (`include/uapi/linux/binfmts.h`, `BINPRM_BUF_SIZE`).
+    /// The number of bytes that the kernel reads (`include/uapi/linux/binfmts.h`, `BINPRM_BUF_SIZE`).
     const LEN: usize = 256;
 
-    /// Reads the line of a script. `None`: the file is none.
+    /// Reads the first line of a script. `None`: the file is no script.
     fn read(file: &Opened) -> Option<Self> {
         let mut bytes = [0; Self::LEN];
         // SAFETY: a live buffer of this length.
@@ -78,7 +78,7 @@ impl Line {
     }
 }
 
-/// Whether executing a file may give the process other rights: it does so only by itself.
+/// Whether executing a file may give the process other rights. That holds only if the file itself is executed.
 fn gains_rights(file: &Opened) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in.
     unsafe {
@@ -88,7 +88,7 @@ fn gains_rights(file: &Opened) -> bool {
     }
 }
 
-/// Finds out how slat reaches a program, which is no script.
+/// Determines how slat reaches a program that is not a script.
 fn reach(file: &Opened) -> Reach {
     let Some(headers) = Headers::read(file) else {
         return Reach::Not;
@@ -113,7 +113,7 @@ fn reach(file: &Opened) -> Reach {
     }
 }
 
-/// What executing a file leads to: through the interpreters of scripts, each of which may be a script, to a program.
+/// What executing a file leads to: a program, perhaps through the interpreters of scripts, which may be scripts again.
 pub struct Chain {
     lines: [Line; Self::LONGEST],
     len: usize,
@@ -122,10 +122,10 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// As many as the kernel follows (`fs/exec.c`).
+    /// The most scripts that the kernel follows (`fs/exec.c`).
     pub const LONGEST: usize = 5;
 
-    /// Follows it from a file. `None`: a file cannot be opened, or is none that can be executed.
+    /// Follows the chain that begins with a file. `None`: a file cannot be opened or executed.
     pub fn from(program: &CStr) -> Option<Self> {
         const NONE: Line = Line {
             bytes: [0; Line::LEN],
@@ -151,7 +151,7 @@ impl Chain {
         }
     }
 
-    /// Whether there are scripts before the program.
+    /// Whether there are scripts in the chain.
     pub fn has_scripts(&self) -> bool {
         self.len > 0
     }
@@ -160,13 +160,13 @@ impl Chain {
         &self.lines[..self.len]
     }
 
-    /// Returns the program that runs in the end; `given` is what is executed.
+    /// Returns the program that is run in the end. `given` is the file that is executed.
     pub fn program<'a>(&'a self, given: &'a CStr) -> &'a CStr {
         self.lines().last().map_or(given, Line::interpreter)
     }
 
-    /// Returns the words that take the place of the first argument, if what is executed, at `path`, is a script: as the
-    /// kernel does, each interpreter, its word, and in the end the script's path.
+    /// Returns the words that replace the first argument if the executed file, at `path`, is a script. As in the
+    /// kernel, these are each interpreter, its word, and in the end the script's path.
     pub fn words(&self, path: *const c_char) -> impl Iterator<Item = *const c_char> {
         let each = self.lines().iter().rev();
         let words = each.flat_map(|line| [Some(line.interpreter().as_ptr()), line.word()]);
@@ -174,8 +174,8 @@ impl Chain {
     }
 }
 
-/// Whether a path's last component is that of a dynamic linker, which is static, and loads what is to be preloaded into
-/// the program that it is given.
+/// Whether a path's last component is the name of a dynamic linker. A dynamic linker is static, but loads preloaded
+/// libraries into the program that it is given.
 pub fn is_linker(path: &CStr) -> bool {
     let name = path.to_bytes().rsplit(|byte| *byte == b'/').next();
     name.is_some_and(|name| name.starts_with(b"ld-linux") || name.starts_with(b"ld.so"))

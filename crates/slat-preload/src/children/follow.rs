@@ -1,4 +1,4 @@
-//! Starting a program in such a manner that slat follows it: with LD_PRELOAD, or by this library in its place.
+//! Starts a program so that slat follows it: with LD_PRELOAD, or with this library in the program's place.
 
 use super::chain::{Chain, Reach, is_linker};
 use super::{LIBRARY, Words};
@@ -10,8 +10,7 @@ use std::ptr::null;
 
 /// Whether the file contains `text`.
 fn contains(file: &Opened, text: &[u8]) -> bool {
-    // SAFETY: plain calls. The mapping is private and read here only; a file that shrinks meanwhile is none that can be
-    // executed.
+    // SAFETY: plain calls. The mapping is private and only read here. A file that shrinks meanwhile cannot be executed.
     unsafe {
         let Ok(len @ 1..) = kernel!(libc::SYS_lseek, file.fd(), 0, libc::SEEK_END) else {
             return false;
@@ -39,14 +38,15 @@ const LINKER: &CStr = c"/lib64/ld-linux-x86-64.so.2";
 pub enum Executed {
     /// The file at a path.
     Path(*const c_char),
-    /// The file of a descriptor, by execveat(2) with `AT_EMPTY_PATH`.
+    /// A file given by its descriptor, by execveat(2) with `AT_EMPTY_PATH`.
     Descriptor(c_int),
-    /// None: slat refuses the program, and has said so. A process that would become it ends with status 126.
+    /// No file: slat refuses the program, and has said so. A process that would become the program
+    /// ends with status 126.
     Nothing,
 }
 
-/// Whether a file can be executed by its path. This library's cannot where the program has another root, or sees a part
-/// of the file system alone.
+/// Whether a file can be executed by its path. This library's path fails if the program has another root, or sees only
+/// part of the file system.
 fn is_there(file: &CStr) -> bool {
     // SAFETY: a path that ends with 0.
     let found = unsafe {
@@ -60,8 +60,9 @@ fn is_there(file: &CStr) -> bool {
     found.is_ok()
 }
 
-/// Whether slat refuses a program that it cannot follow: one that names `/dev/kvm` would find the machine's own KVM, or
-/// none. Says so in one line. Others run without slat. `lacks_proc` is why it cannot, where the files are kept.
+/// Whether slat refuses a program that it cannot follow. It refuses a program that names `/dev/kvm`, which would find
+/// the machine's own KVM or none, and says so in one line. Other programs run without slat. `lacks_proc` tells the
+/// reason where slat's files are kept.
 fn refuses(library: &CStr, program: &CStr, lacks_proc: bool) -> bool {
     let file = Opened::new(program, libc::O_RDONLY);
     if !file.is_some_and(|file| contains(&file, b"/dev/kvm")) {
@@ -94,13 +95,13 @@ fn refuses(library: &CStr, program: &CStr, lacks_proc: bool) -> bool {
         iov_base: part.as_ptr().cast_mut().cast(),
         iov_len: part.len(),
     });
-    // One call, so that lines of other processes do not mix with it.
+    // One call is used, so that lines of other processes do not mix with it.
     // SAFETY: live buffers, which the call reads.
     let _ = unsafe { kernel!(libc::SYS_writev, 2, parts.as_ptr(), parts.len()) };
     true
 }
 
-/// Returns the number of words before the null, all of which are strings that can be read. `None`: not all of them can.
+/// Returns the number of words before the null, if all of them are readable strings; otherwise `None`.
 pub fn count(words: Words) -> Option<usize> {
     let mut readable = None;
     let mut count = 0;
@@ -114,8 +115,8 @@ pub fn count(words: Words) -> Option<usize> {
     Some(count)
 }
 
-/// Memory for the words that a program is started with: the caller's, or mapped where that does not suffice. (What a
-/// child of `vfork` maps stays mapped in its parent.)
+/// Memory for the words with which a program is started: the caller's memory, or a new mapping if that does not
+/// suffice. (A mapping made in a child of `vfork` stays in its parent.)
 struct Scratch {
     start: *mut u8,
     len: usize,
@@ -123,7 +124,7 @@ struct Scratch {
     is_mapped: bool,
 }
 
-/// Room for the words of nearly all programs.
+/// Memory that suffices for the words of nearly all programs.
 type Room = [usize; 1024];
 
 impl Scratch {
@@ -147,7 +148,7 @@ impl Scratch {
         })
     }
 
-    /// Joins strings to one with a NUL. There is room for it.
+    /// Joins strings to one that ends with a NUL. There must be space for it.
     fn join(&mut self, parts: &[&[u8]]) -> *const c_char {
         // SAFETY: within the memory, as is asserted.
         unsafe {
@@ -161,7 +162,7 @@ impl Scratch {
         }
     }
 
-    /// Puts words one after another, with a null at the end. There is room for them.
+    /// Stores words one after another, with a null at the end. There must be space for them.
     fn list(&mut self, words: impl Iterator<Item = *const c_char>) -> Words {
         self.used = self.used.next_multiple_of(size_of::<usize>());
         // SAFETY: within the memory, as is asserted.
@@ -189,15 +190,16 @@ impl Drop for Scratch {
     }
 }
 
-/// Starts the program at `path` by `start`, which gets the file, the arguments and the environment by
-/// which slat follows it.
+/// Starts the program at `path` by calling `start` with the file, the arguments and the environment that make
+/// slat follow the program.
 ///
-/// Where this library's file cannot be seen, its memfd is executed ([`carry`]): also for a program that loads
-/// libraries, which could not load this one. If `start` executes paths alone (`by_path`), it needs `/proc` for that.
+/// Where this library's file cannot be seen, its memfd is executed ([`carry`]). That is also done for a program that
+/// loads libraries, because it could not load this one. If `start` can only execute paths (`by_path`), it needs
+/// `/proc` for the memfd.
 ///
 /// # Safety
-/// - What execve(2) asks for: strings, and arrays of them that end with null. What cannot be read is
-///   the kernel's to refuse.
+/// - The arguments are as execve(2) demands: strings, and arrays of them that end with null. If they cannot be read,
+///   the kernel refuses them.
 pub unsafe fn follow<T>(
     path: *const c_char,
     arguments: Words,
@@ -234,7 +236,7 @@ pub unsafe fn follow<T>(
         Reach::Loaded => is_there(library),
         Reach::Preloaded => false,
     };
-    // A jailer clears the environment, and does not mean slat's.
+    // A jailer clears the environment, but does not mean to clear slat's settings.
     let settings = carried.is_some().then(environment::settings);
     let is_lost = is_elsewhere && carried.is_none() || chain.reach == Reach::Loaded && !loads;
     if is_lost && refuses(library, runs, lacks_proc) {
@@ -296,7 +298,7 @@ pub unsafe fn follow<T>(
     // SAFETY: `count` has read the words.
     let rest = (1..words).map(|index| unsafe { *arguments.add(index) });
     let arguments = match (chain.has_scripts(), words) {
-        // The kernel gives an empty name to a program that is started without one.
+        // If a program is started without a name, the kernel gives it an empty one.
         (false, 0) => scratch.list([c"".as_ptr()].into_iter()),
         (false, _) => arguments,
         _ => scratch.list(chain.words(path).chain(rest)),

@@ -1,13 +1,13 @@
-//! Programs that the program executes: slat follows them all. One that loads libraries gets this one by LD_PRELOAD; for
-//! one that loads none, this library is started in its place ([`load`]).
+//! Programs that the program executes: slat follows all of them. A program that loads libraries gets this one by
+//! LD_PRELOAD. For a program that loads none, this library is started in its place ([`load`]).
 //!
 //! | file | idea |
 //! |---|---|
-//! | `chain` | what executing a file leads to |
+//! | `chain` | the program to which executing a file leads |
 //! | `follow` | how a program is started so that slat follows it |
 //!
-//! Everything here is async-signal-safe and allocates nothing by `malloc`: a program may execute another one in a child
-//! of `vfork`, or in a child of `fork` that has had many threads.
+//! Everything here is async-signal-safe and does not allocate by `malloc`: a program may execute another one in a child
+//! of `vfork`, or in a child of `fork` whose parent has many threads.
 
 mod chain;
 mod follow;
@@ -35,7 +35,7 @@ unsafe extern "C" {
 /// This library's file.
 static LIBRARY: OnceLock<CString> = OnceLock::new();
 
-/// Sets this library's file, where the dynamic linker does not know it.
+/// Sets the path of this library's file, if the dynamic linker does not know it.
 pub fn set_library(file: &CStr) {
     let _ = LIBRARY.set(file.to_owned());
 }
@@ -48,12 +48,12 @@ pub fn keep_files() {
     }
 }
 
-/// Looks for this library's file. Call at the program's start.
+/// Finds this library's file. Call at the program's start.
 pub fn prepare() {
     carry::prepare();
     // SAFETY: reads the process's auxiliary vector.
     let entry = unsafe { libc::getauxval(libc::AT_ENTRY) } as usize;
-    // Started as a program, this library has the name of its first argument there.
+    // If this library was started as a program, the dynamic linker reports its first argument as its name.
     if entry != load::slat_begin as *const () as usize
         && let Some(object) = looked_up::object_of(prepare as *const _)
         && !object.dli_fname.is_null()
@@ -63,12 +63,12 @@ pub fn prepare() {
     }
 }
 
-/// Finds a program's path as execvp(3) does. `None`: there is none in PATH.
+/// Finds a program's path like execvp(3). `None`: the program is not in PATH.
 fn find(name: *const c_char, buffer: &mut Path) -> Option<*const c_char> {
     if name.is_null() {
         return None;
     }
-    // SAFETY: the program's string, which the C library is about to read; and so is the environment.
+    // SAFETY: the program's string and environment, both of which the C library is about to read.
     let (name, path) = unsafe {
         let path = libc::getenv(c"PATH".as_ptr());
         let path = match path.is_null() {
@@ -121,14 +121,14 @@ static NEXT_SPAWNP: Next = Next::new(c"posix_spawnp");
 /// As for the system call.
 pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words) -> c_int {
     let start = |executed, arguments, environment| {
-        // SAFETY: the caller's promise, and what `follow` has made of it.
+        // SAFETY: the caller's promise; `follow` has derived these arguments from the caller's.
         plain(unsafe { replace_program(executed, arguments, environment) })
     };
     // SAFETY: the caller's promise.
     unsafe { follow(path, arguments, environment, false, start) as c_int }
 }
 
-/// Has the kernel execute a file.
+/// Makes the kernel execute a file.
 ///
 /// # Safety
 /// As for execve.
@@ -154,7 +154,8 @@ unsafe fn replace_program(
     }
 }
 
-/// Finds a path to what execveat executes, in `buffer` if it is not the given one. `None`: the kernel has to find it.
+/// Returns a path of the file that execveat would execute; it may be stored in `buffer`. `None`: the kernel
+/// has to find the file.
 fn path_at(
     directory: c_int,
     path: *const c_char,
@@ -184,8 +185,8 @@ fn path_at(
     if Opened::new(name, libc::O_PATH).is_some() {
         return Some(buffer.as_ptr().cast());
     }
-    // A file without a name, as a memfd: the descriptor is the way to it, also for this library, in whose
-    // process it has to be open.
+    // The file has no name, like a memfd: it is reached by its descriptor. This library, too, needs the descriptor to
+    // be open in its process.
     let link = match Chain::from(link.as_c_str())?.reach {
         // SAFETY: a descriptor of the program's is duplicated.
         Reach::Loaded => DescriptorPath::new(
@@ -226,7 +227,7 @@ pub unsafe fn execute_at(
     };
     let start = |executed, arguments: Words, environment: Words| match executed {
         Executed::Path(runs) if found == Some(runs) => pass(arguments, environment),
-        // SAFETY: the caller's promise, and what `follow` has made of it.
+        // SAFETY: the caller's promise; `follow` has derived these arguments from the caller's.
         _ => plain(unsafe { replace_program(executed, arguments, environment) }),
     };
     let answer = match found {
@@ -237,8 +238,8 @@ pub unsafe fn execute_at(
     answer as c_int
 }
 
-/// Does execvpe: by the C library's function, which knows what to do with what is no program, if slat has no
-/// need to change the call.
+/// Does execvpe. If slat need not change the call, the C library's function does it, which handles files
+/// that are no programs.
 unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Words) -> c_int {
     let mut buffer = [0; libc::PATH_MAX as usize];
     if let Some(path) = find(name, &mut buffer) {
@@ -246,7 +247,8 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
             let is_path = matches!(executed, Executed::Path(runs) if std::ptr::eq(runs, path));
             // Unchanged, it is the C library's to do.
             if !is_path || !std::ptr::eq(variables, environment) {
-                // SAFETY: what `follow` has made of the caller's promise. It returns only if it has failed.
+                // SAFETY: `follow` has derived these arguments from the caller's. The call returns
+                // only if it has failed.
                 let _ = unsafe { replace_program(executed, words, variables) };
             }
         };
@@ -337,12 +339,12 @@ interpose! {
     }
 }
 
-/// Defines a function that takes a path and any number of words up to a null, and calls `$inner` with the path and
+/// Defines a function that takes a path and any number of words up to a null. It calls `$inner` with the path and
 /// the array of the words.
 ///
 /// The first five words are in registers, the others on the stack (System V ABI, AMD64 supplement, "Parameter
-/// Passing"). With the registers pushed between those and the return address, which moves down for as long, all
-/// of them are an array.
+/// Passing"). Pushing the registers between those words and the return address, which is moved down accordingly, makes
+/// one array of all words.
 macro_rules! listed {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
         $(#[$meta])*
@@ -431,7 +433,7 @@ unsafe fn spawn(
             environment,
             true,
             |executed, arguments, environment| {
-                // The child of `posix_spawn` executes a path.
+                // The child of `posix_spawn` can only execute a path.
                 let link;
                 let path = match executed {
                     Executed::Path(path) => path,
@@ -447,7 +449,7 @@ unsafe fn spawn(
     }
 }
 
-/// What a function returns that the C library does not have.
+/// Returns the result of a function that the C library does not have.
 fn missing() -> c_int {
     crate::real::set_errno(libc::ENOSYS);
     -1

@@ -1,5 +1,5 @@
-//! The calls that concern the thread that makes them, its signals or its memory: what the kernel would change is in the
-//! frame, or kept by slat. All others go to [`by_number`].
+//! The calls that concern their thread, its signals or its memory. The state that the kernel would change is in the
+//! frame, or kept by slat. All other calls go to [`by_number`].
 
 use super::frame::{self, Frame};
 use super::request::Request;
@@ -24,8 +24,8 @@ const SET_BYTES: usize = 8;
 
 /// Reads a word of the program's memory.
 fn read<T: slat_guard::Word>(address: usize) -> Result<T, isize> {
-    // SAFETY: a guarded load: the handlers are installed with the dispatch. What the program gives, the
-    // kernel would read, too.
+    // SAFETY: a guarded load: the handlers are installed together with the dispatch. The kernel would read this address
+    // of the program, too.
     unsafe { slat_guard::load(address as *const T) }.map_err(|_| error(libc::EFAULT))
 }
 
@@ -35,7 +35,7 @@ fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
     unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
 }
 
-/// Does the call that the frame has. Returns what the kernel would.
+/// Does the call that is in the frame. Returns the kernel's result.
 pub fn answer(frame: &mut Frame) -> isize {
     let (number, arguments) = frame.call();
     let [a, b, c, d, ..] = arguments;
@@ -53,7 +53,7 @@ pub fn answer(frame: &mut Frame) -> isize {
             all_others(number, arguments)
         }
         libc::SYS_rt_sigreturn => {
-            // SAFETY: the program's handler says that it has ended, with its frame where the kernel expects it.
+            // SAFETY: the call says that the program's handler has ended, and its frame is where the kernel expects it.
             unsafe { frame::return_from_handler(frame.register(libc::REG_RSP)) }
         }
         libc::SYS_rt_sigprocmask => change_mask(frame, a as i32, b, c, d).unwrap_or_else(|e| e),
@@ -89,8 +89,8 @@ pub fn answer(frame: &mut Frame) -> isize {
             ));
             error(libc::EINVAL)
         }
-        // musl's detached threads give their own stack back before they end: their last call has no place
-        // for a signal any more.
+        // A detached thread of musl unmaps its own stack before it ends: there is no stack for a
+        // signal after this call.
         libc::SYS_munmap
             if load::is_loaded() && frame.register(libc::REG_RSP).wrapping_sub(a) < b =>
         {
@@ -112,14 +112,14 @@ pub(super) fn ioctl(made: &Made) -> isize {
     filters::judged(made).unwrap_or_else(|| all_others(made.number, made.arguments))
 }
 
-/// Does a call that concerns the kernel alone.
+/// Makes a call that concerns only the kernel.
 pub(super) fn pass(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the program's call, which is made as it is.
+    // SAFETY: the program's call, made unchanged.
     unsafe { raw(number, arguments) }
 }
 
 fn all_others(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the program's call. A loaded program is no client of the C library that cancels threads here.
+    // SAFETY: the program's call. The C library that cancels threads here is not the loaded program's.
     let answer = unsafe {
         match number {
             libc::SYS_ioctl if !load::is_loaded() => {
@@ -134,8 +134,8 @@ fn all_others(number: i64, arguments: [usize; 6]) -> isize {
     }
 }
 
-/// The calls by which a C library sets up a thread and its memory, in a program that has slat's C
-/// library beside its own.
+/// Does the calls by which a C library sets up a thread and its memory, in a program that has slat's C
+/// library besides its own.
 fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
     /// `arch/x86/include/uapi/asm/prctl.h`.
     const ARCH_SET_GS: usize = 0x1001;
@@ -210,7 +210,7 @@ fn refuse_strict() -> isize {
     error(libc::EINVAL)
 }
 
-/// Does rt_sigprocmask: the mask is the frame's, which the kernel returns to.
+/// Does rt_sigprocmask: changes the mask in the frame, which the kernel restores on return.
 fn change_mask(
     frame: &mut Frame,
     how: i32,
@@ -237,7 +237,7 @@ fn change_mask(
     Ok(0)
 }
 
-/// Does rt_sigaction. The kernel's `struct sigaction`: handler, flags, restorer, mask.
+/// Does rt_sigaction. The kernel's `struct sigaction` has handler, flags, restorer and mask.
 fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<isize, isize> {
     if bytes != SET_BYTES {
         return Err(error(libc::EINVAL));
@@ -288,8 +288,8 @@ fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<is
     Ok(0)
 }
 
-/// Does sigaltstack. The kernel sees slat's stack pointer; the program's is in the frame, and so is the stack that the
-/// return to the program sets again.
+/// Does sigaltstack. The kernel would see slat's stack pointer; the program's is in the frame. The frame also has the
+/// alternate stack that the return to the program sets again.
 fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
     const AUTODISARM: i32 = 1 << 31;
     let before = frame.alternate;
@@ -307,7 +307,7 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
         pointers::set_alternate(&frame.alternate);
     }
     if old != 0 {
-        // The frame has what was set, not what that means.
+        // The frame has the stack as it was set; its state has to be derived.
         let state = match (before.ss_size, is_used) {
             (0, _) => libc::SS_DISABLE,
             (_, true) => libc::SS_ONSTACK,
@@ -328,7 +328,7 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
     0
 }
 
-/// Does a call that sets a mask while it waits: `set` is the index of the pointer to the mask,
+/// Does a call that sets a signal mask while it waits. `set` is the index of the argument that points to the mask,
 /// `bytes` that of its size.
 fn with_mask(number: i64, mut arguments: [usize; 6], set: usize, bytes: usize) -> isize {
     let mask;
@@ -342,7 +342,7 @@ fn with_mask(number: i64, mut arguments: [usize; 6], set: usize, bytes: usize) -
     pass(number, arguments)
 }
 
-/// Does pselect6, whose last argument points to the pointer to the mask and its size.
+/// Does pselect6. Its last argument points to a pair: the pointer to the mask, and the mask's size.
 fn select(mut arguments: [usize; 6]) -> isize {
     let given = arguments[5];
     let (mask, pair);

@@ -1,14 +1,14 @@
-//! ioctl(2) from a call site that was rewritten ([`sites`](super::sites)): a jump to slat in place of a signal.
+//! ioctl(2) from a rewritten call site ([`sites`](super::sites)): a jump to slat instead of a signal.
 //!
-//! The kernel keeps all registers over a system call but RAX, RCX and R11, so this does, too: flags, floating point and
-//! vectors are saved, and slat's code finds them as it expects ([`caller`](slat_process::caller)). Nothing of the
-//! program's stack is written to, which may be a goroutine's. slat's stack is free if the program is on its own
-//! ([`stack`](slat_process::stack)): a call from anywhere else, and each call that is not ioctl, is made by the
+//! Over a system call the kernel keeps all registers except RAX, RCX and R11. So this code does, too: it saves flags,
+//! floating point and vectors, and slat's code finds them as it expects ([`caller`](slat_process::caller)). It writes
+//! nothing to the program's stack, which may be a goroutine's. slat's stack is free if the program is on its own stack
+//! ([`stack`](slat_process::stack)). A call from any other stack, and each call that is not ioctl, is made by the
 //! `syscall` in the site's stub, and dispatched.
 //!
-//! Only loaded programs have this: the base of GS leads to the thread's stack before anything is saved. Signals may
-//! come between any two instructions: handlers find out which thread pointer FS holds, and the stack pointer says what
-//! of slat's stack is in use.
+//! Only loaded programs have rewritten sites: the base of GS leads to the thread's stack before anything is saved.
+//! Signals may arrive between any two instructions. Handlers determine which thread pointer FS holds, and derive from
+//! the stack pointer which part of slat's stack is in use.
 
 use super::calls;
 use slat_kvm::cpuid::host_leaf;
@@ -18,10 +18,10 @@ use slat_process::pointers::{ALTERNATE_HIGH, ALTERNATE_LOW, STACK_HIGH, STACK_LO
 use std::arch::naked_asm;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What a stub has where RCX leads, when it jumps to [`entry`].
+/// The data of a stub, to which RCX points when the stub jumps to [`entry`].
 #[repr(C)]
 pub struct Site {
-    /// Where the program goes on: the end of its `syscall`.
+    /// The address where the program continues: the end of its `syscall`.
     pub back: usize,
     /// `syscall`, and a jump to `back`.
     pub call: [u8; 8],
@@ -46,7 +46,7 @@ struct Saved {
     rsp: usize,
 }
 
-/// The bytes that XSAVE writes with what the kernel has enabled. Assembly reads it.
+/// The number of bytes that XSAVE writes, with the components that the kernel has enabled. Assembly reads it.
 static STATE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// Prepares for the first [`entry`].
@@ -56,7 +56,7 @@ pub fn prepare() {
     STATE_BYTES.store(bytes, Ordering::Release);
 }
 
-/// Where a stub jumps. RCX: its [`Site`]. All other registers are those of the call.
+/// The function to which a stub jumps. RCX points to its [`Site`]. All other registers are those of the call.
 ///
 /// # Safety
 /// - [`prepare`] was called. The thread is one of a loaded program.
@@ -90,7 +90,7 @@ pub unsafe extern "C" fn entry() {
         "pushfq",
         "test dword ptr [rsp], {flags}",
         "jz 4f",
-        // All clear, but for the one that is always set: strings go upwards, alignment is not checked, nothing traps.
+        // Clears all flags but the one that is always set: strings go upwards, alignment is not checked, nothing traps.
         "push 2",
         "popfq",
         "4:",
@@ -106,7 +106,7 @@ pub unsafe extern "C" fn entry() {
         slat_process::to_slats_pointer!(),
         "sub rsp, [rip + {state_bytes}]",
         "and rsp, -64",
-        // XRSTOR wants a header without reserved bits (Intel SDM, volume 1, section 13.4.2).
+        // XRSTOR demands a header without reserved bits (Intel SDM, volume 1, section 13.4.2).
         "xor eax, eax",
         "mov ecx, 8",
         "lea rdi, [rsp + 512]",
@@ -114,8 +114,8 @@ pub unsafe extern "C" fn entry() {
         "mov eax, -1",
         "mov edx, -1",
         "xsave64 [rsp]",
-        // Usually floating point is as in a new process: FCW and FSW, which tags are in use, and MXCSR (Intel SDM,
-        // volume 1, table 10-2).
+        // Usually floating point is as in a new process. Compares FCW and FSW, which tags are in use, and MXCSR (Intel
+        // SDM, volume 1, table 10-2).
         "cmp dword ptr [rsp], {x87}",
         "jne 6f",
         "cmp byte ptr [rsp + 4], 0",

@@ -1,13 +1,14 @@
 //! The seccomp filters of a program whose C library is not slat's.
 //!
-//! slat's own system calls come from one range of addresses, and so do those of the program that it passes on. A filter
-//! is installed with a few instructions before its own that allow whatever comes from there: slat works whatever the
-//! program forbids itself. What the program calls is judged here before it is served, by the filter that the program
-//! has written and with the address at which the program has made the call. A call that is not simply allowed is then
-//! made outside the range, so that the kernel itself does what the filter says: an error, a signal, the end.
+//! slat's own system calls, and the program's calls that slat passes on, come from one range of addresses. A few
+//! instructions are put before each filter that allow everything from this range. So slat works whatever the
+//! program forbids itself. A call of the program is judged here before slat serves it, by the filter that the
+//! program has written, with the address at which the program has made the call. If the filter does not simply
+//! allow the call, slat makes it outside the range, so that the kernel itself does what the filter says: an error,
+//! a signal, or the end of the process.
 //!
-//! (In a program that loads libraries the range is the program's C library's, too. There filters stay as they are, and
-//! `slat_kvm::filters` looks for what they forbid.)
+//! (In a program that loads libraries, the range is also that of the program's C library. There filters are not
+//! changed, and `slat_kvm::filters` finds out what they forbid.)
 
 use super::calls::error;
 use crate::indirect::read_filter;
@@ -19,7 +20,7 @@ use std::ops::Range;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// A filter, and those that were installed before it.
+/// A filter, and the filters that were installed before it.
 struct Filter {
     program: Vec<sock_filter>,
     before: *const Filter,
@@ -34,7 +35,7 @@ thread_local! {
 /// The filters that were installed on all threads at once (`SECCOMP_FILTER_FLAG_TSYNC`).
 static OF_ALL: AtomicPtr<Filter> = AtomicPtr::new(null_mut());
 
-/// The filters of a thread, for one that it makes.
+/// The filters of a thread, for a thread that it makes.
 #[derive(Clone, Copy, Debug)]
 pub struct Inherited(*const Filter);
 
@@ -68,19 +69,19 @@ fn let_pass(call: &Made) -> bool {
     })
 }
 
-/// Makes a call that this thread's filters do not let pass, where they judge it. `None`: they let it pass.
+/// If this thread's filters do not allow a call, makes the call where they judge it. `None`: they allow the call.
 pub fn judged(call: &Made) -> Option<isize> {
     if let_pass(call) {
         return None;
     }
     super::disarm_thread();
-    // SAFETY: the program's own call. What its filter answers by a signal ends the program, or is handled.
+    // SAFETY: the program's own call. If the program's filter answers by a signal, that ends the program or is handled.
     let answer = unsafe { gate::call_own(call.number, call.arguments) };
     super::arm_thread();
     Some(answer)
 }
 
-/// Returns instructions that allow what comes from `range` and have the filter `own` judge the rest.
+/// Returns instructions that allow calls from `range`, followed by the filter `own`, which judges all other calls.
 /// `None`: they are too many.
 pub fn prefixed(range: &Range<usize>, own: &[sock_filter]) -> Option<(u16, Vec<sock_filter>)> {
     let mut prefixed = allow(range);
@@ -88,7 +89,7 @@ pub fn prefixed(range: &Range<usize>, own: &[sock_filter]) -> Option<(u16, Vec<s
     Some((u16::try_from(prefixed.len()).ok()?, prefixed))
 }
 
-/// Returns instructions that allow what comes from `range`. All other calls reach the instructions that follow them.
+/// Returns instructions that allow calls from `range`. All other calls reach the instructions that follow.
 fn allow(range: &Range<usize>) -> Vec<sock_filter> {
     const ADDRESS: u32 = 8;
     let instruction = |code: u32, jt, jf, k| sock_filter {
@@ -102,7 +103,7 @@ fn allow(range: &Range<usize>) -> Vec<sock_filter> {
     let (first, last) = (range.start, range.end - 1);
     let high = |address: usize| (address >> 32) as u32;
     let mut code = Vec::new();
-    // The machine has words of 32 bits: a part for each upper half.
+    // The filter machine has words of 32 bits, so there is a part for each upper half of an address.
     for half in high(first)..=high(last) {
         let low = if half == high(first) { first as u32 } else { 0 };
         let end = if half == high(last) {
@@ -124,8 +125,8 @@ fn allow(range: &Range<usize>) -> Vec<sock_filter> {
     code
 }
 
-/// Installs a filter, a `sock_fprog` at `program`, for this thread or for all, by `install`, which gets the address of
-/// another one. What comes from `range` is allowed. Returns what the kernel does.
+/// Installs a filter, a `sock_fprog` at `program`, for this thread or for all. Calls `install` with the address of a
+/// filter that also allows calls from `range`. Returns the kernel's result.
 pub fn install(
     range: &Range<usize>,
     program: usize,
@@ -172,7 +173,7 @@ mod tests {
             jf: 0,
             k: libc::SECCOMP_RET_KILL_PROCESS,
         };
-        // One within four gigabytes, one across their end, and one that ends there.
+        // A range within four gigabytes, one that crosses a boundary, and one that ends at it.
         for range in [
             0x7f12_3456_7000..0x7f12_3466_0000,
             0x7f12_fff0_0000..0x7f13_0010_0000,

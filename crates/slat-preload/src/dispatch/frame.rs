@@ -1,12 +1,12 @@
-//! The context of a dispatched system call: what the kernel has saved of the program when it sent SIGSYS.
+//! The context of a dispatched system call: the state of the program that the kernel saved when it sent SIGSYS.
 //!
-//! The kernel writes it where it calls the handler, on the program's stack or its alternate one, which may be as small
-//! as a kilobyte of a goroutine's or about to be used by the next signal. So the handler's first act is to copy it to a
-//! stack of slat's own ([`place`]), if it is not there; the call is served there, and the copy is what the kernel
-//! returns to ([`resume`]).
+//! The kernel writes the context where it calls the handler, on the program's stack or its alternate one. That stack
+//! may have only a kilobyte, like a goroutine's, or may be reused by the next signal. So the handler first copies the
+//! context to a stack of slat's own ([`place`]), unless it is already there. The call is served on that stack, and the
+//! kernel returns to the state in the copy ([`resume`]).
 //!
-//! All signals are blocked until then. Later ones of the program may arrive while slat serves the call (a `read` that
-//! waits), and their handlers make calls of their own, which are served below the first: [`stack`] knows where.
+//! Until then all signals are blocked. Signals of the program may arrive later, while slat serves the call (a `read`
+//! that waits). Their handlers make calls of their own, which are served below the first: [`stack`] knows where.
 
 use super::serve;
 use slat_guard::Section;
@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 #[derive(Debug)]
 pub struct Frame {
     flags: u64,
-    /// The kernel does not use it. On slat's stack: how far that was used before.
+    /// The kernel does not use it. On slat's stack, it holds the address down to which the stack was used before.
     link: usize,
     /// The alternate stack, which the kernel sets again when it returns.
     pub alternate: libc::stack_t,
@@ -52,7 +52,7 @@ impl Frame {
         self.is_on_alternate(self.register(libc::REG_RSP))
     }
 
-    /// Returns the part of the alternate stack that is free below the call.
+    /// Returns the part of the alternate stack below the call, which is free.
     pub fn free_alternate(&self) -> libc::stack_t {
         let free = self.register(libc::REG_RSP) - stack::RED_ZONE - self.alternate.ss_sp as usize;
         libc::stack_t {
@@ -83,8 +83,8 @@ impl Frame {
         (number, arguments.map(|index| self.register(index)))
     }
 
-    /// Returns the bytes of the extended state, and how many there are
-    /// (`arch/x86/include/uapi/asm/sigcontext.h`, `_fpx_sw_bytes`).
+    /// Returns the bytes of the extended state; their number is in `_fpx_sw_bytes`
+    /// (`arch/x86/include/uapi/asm/sigcontext.h`).
     ///
     /// # Safety
     /// - The kernel has filled in the frame.
@@ -106,12 +106,12 @@ impl Frame {
         }
     }
 
-    /// Copies the frame to memory of its own.
+    /// Copies the frame to new memory.
     ///
     /// # Safety
-    /// - The kernel has filled in the frame, or [`copy_below`](Self::copy_below).
+    /// - The kernel or [`copy_below`](Self::copy_below) has filled in the frame.
     pub unsafe fn keep(&self) -> KeptFrame {
-        // SAFETY: the caller's promise; as much memory as both parts take where each is aligned.
+        // SAFETY: the caller's promise. The memory suffices for both parts, each aligned.
         unsafe {
             let bytes = self.floating().len() + size_of::<Frame>() + 2 * Self::ALIGNMENT;
             let mut memory = vec![0; bytes];
@@ -121,14 +121,15 @@ impl Frame {
         }
     }
 
-    /// What XRSTOR wants (Intel SDM, volume 1, section 13.4).
+    /// The alignment that XRSTOR demands (Intel SDM, volume 1, section 13.4).
     const ALIGNMENT: usize = 64;
 
-    /// Copies the frame to the end of the memory below `top`, for another stack to return from. Returns the copy.
+    /// Copies the frame to the end of the memory below `top`, so that a thread can return from another
+    /// stack. Returns the copy.
     ///
     /// # Safety
-    /// - The kernel has filled in the frame, or this function.
-    /// - Below `top` there is room for it, which nothing else uses.
+    /// - The kernel or this function has filled in the frame.
+    /// - Below `top` there is space for the frame, which nothing else uses.
     pub unsafe fn copy_below(&self, top: usize) -> *mut Frame {
         // SAFETY: the caller's promise, for both parts.
         unsafe {
@@ -161,7 +162,7 @@ impl KeptFrame {
     }
 }
 
-/// What the kernel says of a dispatched call: its `siginfo_t` for SIGSYS.
+/// The kernel's information about a dispatched call: its `siginfo_t` for SIGSYS.
 #[repr(C)]
 struct Sent {
     signal_errno_code: [c_int; 4],
@@ -178,7 +179,7 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
     if !stack::exists() {
         super::library_threads::make_stack();
     }
-    // SAFETY: the kernel's frame, which lies on the stack of this handler; and the part of slat's stack that is free.
+    // SAFETY: the kernel's frame, which is on the stack of this handler; and the free part of slat's stack.
     unsafe {
         let frame = match stack::contains(kernels as usize) {
             true => kernels,
@@ -190,16 +191,16 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
         };
         (*frame).link = stack::set_used_to(frame as usize);
         if (*info).architecture != AUDIT_ARCH_X86_64 {
-            // By `int 0x80`, with the numbers of 32-bit programs: no call at all.
+            // A call by `int 0x80`, with the numbers of 32-bit programs, fails as if it did not exist.
             (*frame).set_register(libc::REG_RAX, usize::MAX);
         }
         frame
     }
 }
 
-/// The address of the C library's call of rt_sigreturn(2): the return address that [`entry`] pushes for `serve`, which
-/// does not return. Unwinders take the frame above such an address for the kernel's signal frame, and go on with the
-/// code that was interrupted. So a thread that is cancelled in `serve` is unwound into the program.
+/// The address of the C library's call of rt_sigreturn(2). [`entry`] pushes it as the return address of `serve`, which
+/// does not return. Unwinders take the frame above such an address for the kernel's signal frame, and continue with the
+/// interrupted code. So a thread that is cancelled in `serve` unwinds into the program.
 static RESTORER: AtomicUsize = AtomicUsize::new(0);
 
 /// Call before the first [`entry`].
@@ -207,9 +208,9 @@ pub fn set_restorer(address: usize) {
     RESTORER.store(address, Ordering::Release);
 }
 
-/// What the kernel calls for SIGSYS: serves a dispatched call of the program (`si_code` 2, SYS_USER_DISPATCH),
-/// [passes](pass_through_gate) one of slat's own, and hands other signals of that number, those of seccomp filters, to
-/// the program's handler.
+/// The handler that the kernel calls for SIGSYS. It serves a dispatched call of the program (`si_code` 2,
+/// SYS_USER_DISPATCH), [passes](pass_through_gate) a call of slat itself, and hands other SIGSYS signals, those of
+/// seccomp filters, to the program's handler.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn entry() {
     naked_asm!(
@@ -252,26 +253,26 @@ pub unsafe extern "C-unwind" fn entry() {
 
 /// Whether this thread is in slat's code, in a process with one thread pointer. Runs in the handler.
 unsafe extern "C" fn runs_slat() -> bool {
-    // A program that slat loads has not begun yet: it has a pointer of its own.
+    // Before a program that slat loads begins, `is_loaded` is false; afterwards it has a thread pointer of its own.
     Section::is_entered() || crate::load::is_loaded()
 }
 
-/// Has a call of slat's own made again at the gate, from where it passes: the second half of [`entry`], with the
-/// kernel's frame in RDX. slat's code gets into the kernel by other code than the C library's, too: by the vDSO, whose
+/// Makes a call of slat itself again at the gate, from where calls pass: the second half of [`entry`], with the
+/// kernel's frame in RDX. slat's code also enters the kernel by other code than the C library's: by the vDSO, whose
 /// functions make a call for what they cannot compute, and by the dynamic linker.
 ///
-/// The call is not made here but where the handler returns to, with the stack, the signal mask and all registers
-/// of the code that makes it: so it may wait, be interrupted and restarted, or change the mask. (A thread that
-/// begins on a stack of its own would not find what follows the gate. The C library's text makes threads.) The
-/// three words that lead back are below everything in use of the interrupted stack: its red zone, and this
-/// handler's frame, if that is there.
+/// The call is not made here but where the handler returns to, with the stack, the signal mask and all registers of the
+/// code that makes it. So the call may wait, be interrupted and restarted, or change the mask. (A thread that begins on
+/// a stack of its own would not find the code after the gate; but only the C library's text makes threads.) The three
+/// words that lead back are stored below everything in use on the interrupted stack: its red zone, and this handler's
+/// frame if that is there.
 #[unsafe(naked)]
 unsafe extern "C" fn pass_through_gate() {
     naked_asm!(
         "mov rax, [rdx + {rsp}]",
         "mov r8, [rdx + {alternate}]",
         "mov r9, [rdx + {alternate_size}]",
-        // Whose stack pointer is on the alternate stack: if only the handler's is, the frame is not on
+        // Checks which stack pointers are on the alternate stack. If only the handler's is, the frame is not on
         // the interrupted stack.
         "mov r10, rsp",
         "mov rcx, rsp",
@@ -294,7 +295,7 @@ unsafe extern "C" fn pass_through_gate() {
         "mov [rdx + {rip}], rcx",
         "mov [rdx + {rsp}], r10",
         "ret",
-        // Where the gate returns, with the registers that the call has left. RCX is lost by any system call.
+        // The gate returns here, with the registers that the call has left. Any system call changes RCX.
         "3:",
         "mov rcx, [rsp]",
         "mov rsp, [rsp + 8]",
@@ -308,14 +309,14 @@ unsafe extern "C" fn pass_through_gate() {
     )
 }
 
-/// The flags that rt_sigreturn(2) leaves as they are, and a system call, too (`FIX_EFLAGS` of
+/// The flags that neither rt_sigreturn(2) nor a system call changes (`FIX_EFLAGS` of
 /// `arch/x86/kernel/signal.c` has the others).
 const LEFT_ALONE: u64 = NESTED_TASK | IDENTIFICATION;
 
 /// Returns to the program.
 ///
 /// # Safety
-/// - The frame lies on a stack below which nothing is needed any more, and says where the program goes on.
+/// - The frame is on a stack below which nothing is needed any more, and tells where the program continues.
 #[unsafe(naked)]
 unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
     naked_asm!(
@@ -341,16 +342,16 @@ unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
     )
 }
 
-/// Returns to the program, where `frame` says.
+/// Returns to the program, to the state in `frame`.
 ///
 /// # Safety
-/// - `frame` is a copy on this thread's stack. No value of the caller's has to be dropped.
+/// - `frame` is a copy on this thread's stack. The caller has no value that has to be dropped.
 pub unsafe fn resume(frame: *mut Frame) -> ! {
     // SAFETY: the caller's promise.
     unsafe {
         if (*frame).comes_from_alternate() {
-            // From the alternate stack, which may have interrupted a call that is served above: what lies below that
-            // one is free again, as soon as no other signal can come before the return.
+            // The call came from the alternate stack, and may have interrupted a call that is served above. The memory
+            // below that call becomes free again, once no other signal can arrive before the return.
             super::block_all();
             stack::set_used_to((*frame).link);
         }
@@ -358,10 +359,10 @@ pub unsafe fn resume(frame: *mut Frame) -> ! {
     }
 }
 
-/// Does rt_sigreturn(2) for a handler that has made it itself.
+/// Does rt_sigreturn(2) for a handler that has called it itself.
 ///
 /// # Safety
-/// - The kernel's frame of that handler is at `sp`. No value of the caller's has to be dropped.
+/// - The kernel's frame of that handler is at `sp`. The caller has no value that has to be dropped.
 pub unsafe fn return_from_handler(sp: usize) -> ! {
     let frame = sp as *mut Frame;
     // SAFETY: the caller's promise.

@@ -1,4 +1,4 @@
-//! Threads that the C library makes, in a program that it has loaded, and the stacks on which their calls are served.
+//! Threads that the C library makes, in a program that has loaded it, and the stacks on which their calls are served.
 
 use super::{arm_thread, disarm_thread, is_armed};
 use crate::files::interpose_with_callers_floats;
@@ -12,13 +12,13 @@ use std::mem::transmute;
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 
-/// Bytes of the stack on which a thread's calls are served: as many as the standard library gives a thread.
+/// The size of the stack on which a thread's calls are served: the same as the standard library gives a thread.
 pub const STACK: usize = 2 << 20;
 
-/// The key whose destructor gives a thread's stack back.
+/// The key whose destructor unmaps a thread's stack.
 static KEY: OnceLock<libc::pthread_key_t> = OnceLock::new();
 
-/// Gives the stack of a thread that ends back. What the thread calls from now on passes to the kernel.
+/// Unmaps the stack of a thread that ends. The thread's further calls pass to the kernel.
 unsafe extern "C" fn drop_stack(low: *mut c_void) {
     disarm_thread();
     stack::set(0, 0);
@@ -26,7 +26,7 @@ unsafe extern "C" fn drop_stack(low: *mut c_void) {
     let _ = unsafe { kernel!(libc::SYS_munmap, low, STACK) };
 }
 
-/// Has the stacks given back that [`make_stack`] makes. Call at the program's start.
+/// Makes sure that stacks made by [`make_stack`] are unmapped. Call at the program's start.
 pub fn prepare() {
     KEY.get_or_init(|| {
         let mut key = 0;
@@ -36,7 +36,7 @@ pub fn prepare() {
     });
 }
 
-/// Gives this thread a stack for its calls. Ends the process if there is no memory.
+/// Makes a stack for this thread's calls. Ends the process if there is no memory.
 pub fn make_stack() {
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_NORESERVE | libc::MAP_STACK;
@@ -54,7 +54,7 @@ pub fn make_stack() {
     let _ = unsafe { kernel!(libc::SYS_mprotect, low, 4096, libc::PROT_NONE) };
     stack::set(low, low + STACK);
     if let Some(key) = KEY.get() {
-        // SAFETY: the key of `prepare`: among the first, whose values need no memory.
+        // SAFETY: the key of `prepare`. It is one of the first keys, whose values need no memory.
         unsafe { libc::pthread_setspecific(*key, low as *const c_void) };
     }
 }
@@ -69,13 +69,13 @@ pub type Create = unsafe extern "C" fn(
 
 pub static NEXT_CREATE: Next = Next::new(c"pthread_create");
 
-/// What a thread runs that the C library has made, and what it returns at its end.
+/// The function that a thread made by the C library runs, and its argument. `T` is the function's result.
 struct Routine<T> {
     routine: extern "C-unwind" fn(*mut c_void) -> T,
     argument: *mut c_void,
 }
 
-/// Begins a thread that the C library has made, for the program or for slat.
+/// The first function of a thread that the C library has made, for the program or for slat.
 extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
     let Routine { routine, argument } = {
         let _section = Section::enter();
@@ -83,8 +83,8 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
         *unsafe { Box::from_raw(start.cast::<Routine<T>>()) }
     };
     match load::is_loaded() {
-        // slat's own thread, which has GS from its maker, and perhaps a filter: its calls from other code than the C
-        // library's have to be dispatched, too, to be made at the gate.
+        // slat's own thread, which has its maker's GS, and perhaps a filter. Its calls from other code than the C
+        // library's have to be dispatched, too, so that they are made at the gate.
         true => {
             // SAFETY: the first thread has done the same.
             unsafe { pointers::separate(0) };
@@ -99,8 +99,8 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
     routine(argument)
 }
 
-/// Makes a thread by `create`, a function of the C library's that gets what the thread runs. Its calls are dispatched
-/// if its maker's are. Returns what `create` does: 0 is success.
+/// Makes a thread by calling `create`, a function of the C library that gets the function to run. The thread's calls
+/// are dispatched if its maker's are. Returns the result of `create`: 0 is success.
 fn make<T>(
     routine: extern "C-unwind" fn(*mut c_void) -> T,
     argument: *mut c_void,

@@ -1,6 +1,5 @@
-//! Dispatch: system calls that do not come from the C library's text are sent to slat by the kernel (Syscall
-//! User Dispatch, `Documentation/admin-guide/syscall-user-dispatch.rst`). `docs/dispatch.md` has the design and
-//! what it was chosen over.
+//! Dispatch: the kernel sends system calls that do not come from the C library's text to slat (Syscall User Dispatch,
+//! `Documentation/admin-guide/syscall-user-dispatch.rst`). `docs/dispatch.md` has the design and its alternatives.
 //!
 //! | file | idea |
 //! |---|---|
@@ -8,16 +7,16 @@
 //! | `scan` | whether the program has calls of its own |
 //! | `frame` | the program's state at a call, and the stack on which it is served |
 //! | `calls` | the calls that concern the thread, its signals or its memory; all others go to `indirect` |
-//! | `sites`, `direct` | places from which `KVM_RUN` is called, which jump to slat after a while |
+//! | `sites`, `direct` | call sites of `KVM_RUN`, which are rewritten to jump to slat after a while |
 //! | `filters` | the program's seccomp filters |
 //! | `robust` | robust futexes |
 //! | `rseq` | restartable sequences |
-//! | `request` | what it asks for when it makes a thread or a process |
-//! | `threads` | threads and processes that it makes itself |
-//! | `library_threads` | threads that the C library makes for it |
+//! | `request` | the arguments for making a thread or a process |
+//! | `threads` | threads and processes that the program makes itself |
+//! | `library_threads` | threads that the C library makes for the program |
 //!
-//! The kernel keeps the dispatch for each thread: threads and processes that are made begin without, and [`arm_thread`]
-//! gives it to them before they run the program.
+//! The kernel keeps the dispatch for each thread. New threads and processes begin without it, and [`arm_thread`]
+//! switches it on before they run the program.
 
 mod calls;
 mod direct;
@@ -50,11 +49,11 @@ pub fn is_armed() -> bool {
     TEXT.get().is_some()
 }
 
-/// Has the calls of this thread dispatched, and those of the threads and processes it makes. Call while the
+/// Makes the kernel dispatch the calls of this thread, and those of the threads and processes it makes. Call while the
 /// process has one thread.
 ///
 /// # Errors
-/// Why this host cannot: a sentence's end for the user.
+/// Why this host cannot do that: the end of a sentence for the user.
 pub fn arm() -> Result<(), &'static str> {
     let text = Text::find().ok_or("the C library is not one that slat knows")?;
     let (gate, restorer) = (text.gate, text.restorer);
@@ -76,15 +75,15 @@ pub fn arm() -> Result<(), &'static str> {
     crate::prepare().map_err(|_| "there is no memory")
 }
 
-/// Whether a sanitizer's runtime is a part of the program, or of a library: its own calls are meant for the kernel.
+/// Whether a sanitizer's runtime is part of the program or of a library. A runtime's own calls must reach the kernel.
 fn has_sanitizer() -> bool {
     // SAFETY: a string that ends with 0.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__sanitizer_set_report_path".as_ptr()) };
     !found.is_null()
 }
 
-/// Arms a program that the dynamic linker has loaded, if its own code makes system calls, or if the user says so
-/// (`SLAT_DISPATCH`, for calls of its libraries). Call at the program's start.
+/// Arms a program that the dynamic linker has loaded, if the program's own code makes system calls, or if the user asks
+/// for it (`SLAT_DISPATCH`, for calls of the program's libraries). Call at the program's start.
 pub fn arm_if_needed() {
     let is_asked =
         std::env::var_os("SLAT_DISPATCH").is_some_and(|value| !value.is_empty() && value != "0");
@@ -112,7 +111,7 @@ fn arm_with(text: &Text) -> bool {
     armed.is_ok()
 }
 
-/// Has the calls of this thread dispatched if those of the process are. Async-signal-safe.
+/// Makes the kernel dispatch the calls of this thread, if those of the process are dispatched. Async-signal-safe.
 pub fn arm_thread() {
     if let Some(text) = TEXT.get() {
         // It has worked for the first thread.
@@ -120,7 +119,7 @@ pub fn arm_thread() {
     }
 }
 
-/// Lets this thread's calls pass to the kernel.
+/// Stops the dispatch of this thread's calls: they pass to the kernel.
 fn disarm_thread() {
     // SAFETY: a plain call.
     let _ = unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0) };
@@ -129,17 +128,18 @@ fn disarm_thread() {
 /// Serves a call and returns to the program. Runs on slat's stack. Unwinds if the C library cancels the thread.
 ///
 /// # Safety
-/// - `frame` is this thread's copy of what the kernel has saved.
+/// - `frame` is this thread's copy of the state that the kernel has saved.
 unsafe extern "C-unwind" fn serve(frame: *mut frame::Frame) -> ! {
     let before = slat_process::errno();
-    // SAFETY: the caller's promise: nobody else has the copy.
+    // SAFETY: the caller's promise: no other code has the copy.
     unsafe {
         if (*frame).comes_from_alternate() {
-            // The kernel sees that the thread runs elsewhere, and would put the next handler where this one is.
+            // The kernel sees that the thread runs on another stack, and would put the next handler
+            // over this one's frame.
             let free = (*frame).free_alternate();
             let _ = kernel!(libc::SYS_sigaltstack, &raw const free, 0);
         }
-        // From here on handlers of the program run, as they would in the kernel's place.
+        // From here on handlers of the program may run, as they may while the kernel serves a call.
         change_mask(libc::SIG_SETMASK, (*frame).mask);
         let answer = calls::answer(&mut *frame);
         (*frame).set_register(libc::REG_RAX, answer as usize);

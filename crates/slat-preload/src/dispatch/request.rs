@@ -1,9 +1,9 @@
-//! What a program asks for when it makes a thread or a process.
+//! The arguments with which a program makes a thread or a process.
 
 use super::calls::error;
 use crate::real::raw;
 
-/// What a program asks for when it makes a thread or a process: the kernel's `struct clone_args`
+/// The arguments with which a program makes a thread or a process: the kernel's `struct clone_args`
 /// (`include/uapi/linux/sched.h`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -30,7 +30,7 @@ pub const SET_TLS: u64 = libc::CLONE_SETTLS as u64;
 pub const PARENT_SET_TID: u64 = libc::CLONE_PARENT_SETTID as u64;
 pub const CHILD_SET_TID: u64 = libc::CLONE_CHILD_SETTID as u64;
 pub const CHILD_CLEAR_TID: u64 = libc::CLONE_CHILD_CLEARTID as u64;
-/// `CLONE_CLEAR_SIGHAND`: would take the handler of SIGSYS away.
+/// `CLONE_CLEAR_SIGHAND`, which would remove the handler of SIGSYS.
 pub const CLEAR_SIGHAND: u64 = 1 << 32;
 
 impl Request {
@@ -66,10 +66,10 @@ impl Request {
         }
     }
 
-    /// clone3(2): reads the arguments.
+    /// Reads the arguments of clone3(2).
     ///
     /// # Errors
-    /// The kernel's answer to bad arguments.
+    /// The kernel's result for bad arguments.
     pub fn clone3(address: usize, bytes: usize) -> Result<Self, isize> {
         const FIRST_VERSION: usize = 64;
         if bytes < FIRST_VERSION {
@@ -92,9 +92,9 @@ impl Request {
         self.flags & flag != 0
     }
 
-    /// Returns the same for a process with memory, handlers and a stack of its own.
+    /// Returns the same request, but for a process with a copy of the memory, and with handlers and a stack of its own.
     pub fn with_a_copy_of_memory(&self) -> Self {
-        // The kernel refuses to share handlers without memory, and may do so.
+        // The kernel refuses shared handlers without shared memory; that error must still occur.
         let shared = if self.has(VM) { VM | SIGHAND } else { 0 };
         Request {
             flags: self.flags & !(shared | SET_TLS | CLEAR_SIGHAND),
@@ -113,16 +113,17 @@ impl Request {
             && self.set_tid_size == 0
     }
 
-    /// Whether clone(2) can say the same as clone3(2).
+    /// Whether clone(2) can express this request.
     pub fn fits(&self) -> bool {
         let two_words = self.has(PIDFD) && self.has(PARENT_SET_TID);
         self.flags >> 32 == 0 && self.set_tid_size == 0 && !two_words
     }
 
-    /// Does clone(2), with a stack pointer for the child; 0: its maker's. Returns what the kernel does.
+    /// Does clone(2) with a stack pointer for the child; 0 keeps its maker's. Returns the kernel's result.
     ///
     /// # Safety
-    /// - The request [fits](Self::fits). The caller goes on in both processes, or the child where its stack says.
+    /// - The request [fits](Self::fits). The caller continues in both processes, or the child continues
+    ///   where its stack leads.
     pub unsafe fn clone_to(&self, sp: usize) -> isize {
         let word = match self.has(PIDFD) {
             true => self.pidfd,
@@ -134,12 +135,12 @@ impl Request {
         unsafe { raw(libc::SYS_clone, [flags, sp, word, child_tid, tls, 0]) }
     }
 
-    /// Makes a process, on a copy of the caller's stack. Returns what the kernel does.
+    /// Makes a process, on a copy of the caller's stack. Returns the kernel's result.
     ///
     /// # Safety
-    /// - The caller goes on in both processes.
+    /// - The caller continues in both processes.
     pub unsafe fn issue(&self) -> isize {
-        // The filters of container runtimes refuse clone3, because they cannot read its flags.
+        // Filters of container runtimes refuse clone3, because they cannot read its flags.
         if self.fits() {
             // SAFETY: the caller's promise.
             return unsafe { self.clone_to(0) };
@@ -156,7 +157,7 @@ impl Request {
         unsafe { raw(libc::SYS_clone3, arguments) }
     }
 
-    /// Returns where the new thread's stack begins; `None` if it goes on with its maker's.
+    /// Returns the beginning of the new thread's stack. `None` if it continues with its maker's.
     pub fn stack_top(&self) -> Option<usize> {
         (self.stack != 0).then(|| (self.stack + self.stack_size) as usize)
     }

@@ -1,13 +1,13 @@
-//! Robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`): the kernel marks those that a
-//! thread holds when it ends. A program's thread ends before the thread of slat's C library on which it runs, and the
-//! threads that wait for its end look at its futexes. So slat marks them.
+//! Robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`). When a thread ends, the kernel
+//! marks the futexes that it holds. But a program's thread ends before the thread of slat's C library on which it runs,
+//! and threads that wait for its end look at its futexes. So slat marks them.
 
 use super::calls::pass;
 
 /// What the kernel walks at most.
 const LIMIT: usize = 2048;
 
-/// Marks the futexes that this thread holds, wakes who waits for them, and takes the list back.
+/// Marks the futexes that this thread holds, wakes the threads that wait for them, and unregisters the list.
 pub fn leave() {
     let (mut head, mut bytes) = (0usize, 0usize);
     let to = [&raw mut head as usize, &raw mut bytes as usize];
@@ -19,7 +19,7 @@ pub fn leave() {
     let walk = || {
         let mut next = load(head)? as usize;
         let offset = load(head + 8)? as usize;
-        // The lowest bit says that the futex inherits priority.
+        // The lowest bit means that the futex has priority inheritance.
         let pending = load(head + 16)? as usize & !1;
         for _ in 0..LIMIT {
             let entry = next & !1;
@@ -41,7 +41,7 @@ pub fn leave() {
     pass(libc::SYS_set_robust_list, [0, bytes, 0, 0, 0, 0]);
 }
 
-/// Marks a futex whose owner ends, if that is this thread.
+/// Marks a futex if this thread, which ends, is its owner.
 fn mark(address: usize) {
     let futex = address as *mut u32;
     let own = slat_process::thread_id() as u32;

@@ -1,6 +1,6 @@
-//! Restartable sequences (rseq(2)) of a loaded program: a thread has one area that the kernel writes to, and slat's
-//! C library has registered its own. It gives way to the program's, and does without: it only reads the number of
-//! the processor there.
+//! Restartable sequences (rseq(2)) of a loaded program. A thread has one area to which the kernel writes, and slat's C
+//! library has registered its own. It gives way to the program's area: slat's C library only reads the number of the
+//! processor there, and can do without.
 
 use super::calls::pass;
 use crate::real::Next;
@@ -14,7 +14,7 @@ thread_local! {
     // Without initialisers or destructors.
     /// Whether slat's C library has given way on this thread.
     static HAS_GIVEN_WAY: Cell<bool> = const { Cell::new(false) };
-    /// The program's area: address, bytes, signature. The address is 0 where there is none.
+    /// The program's area: address, size, signature. The address is 0 if there is none.
     static PROGRAMS: Cell<[usize; 3]> = const { Cell::new([0; 3]) };
 }
 
@@ -22,11 +22,11 @@ fn rseq(area: usize, bytes: usize, flags: usize, signature: usize) -> isize {
     pass(libc::SYS_rseq, [area, bytes, flags, signature, 0, 0])
 }
 
-/// Takes back what slat's C library has registered.
+/// Unregisters the area of slat's C library.
 fn give_way() {
-    /// Where the area is, from the thread pointer (glibc manual, "Restartable Sequences").
+    /// The area's offset from the thread pointer (glibc manual, "Restartable Sequences").
     static OFFSET: Next = Next::new(c"__rseq_offset");
-    /// Its bytes in the first version, and multiples of that in later ones (`AT_RSEQ_FEATURE_SIZE`).
+    /// The area's size in the first version; in later ones it is a multiple (`AT_RSEQ_FEATURE_SIZE`).
     const BYTES: usize = 32;
     if HAS_GIVEN_WAY.replace(true) {
         return;
@@ -62,7 +62,8 @@ pub fn register([area, bytes, flags, signature, ..]: [usize; 6]) -> isize {
     answer
 }
 
-/// Takes back what the program has registered: its thread ends before slat's C library's does, and the memory with it.
+/// Unregisters the program's area: the program's thread, and the memory with it, ends before the thread
+/// of slat's C library.
 pub fn leave() {
     let [area, bytes, signature] = PROGRAMS.get();
     if area != 0 {

@@ -1,4 +1,4 @@
-//! What code contains: whether the program has `syscall` instructions of its own, and where padding is.
+//! Examines code: whether the program has `syscall` instructions of its own, and where padding is.
 
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic};
 use std::ops::Range;
@@ -6,8 +6,8 @@ use std::ops::Range;
 /// The bytes of `syscall`.
 pub const SYSCALL: [u8; 2] = [0x0f, 0x05];
 
-/// Whether code contains a `syscall` instruction. The same two bytes inside another instruction do not count: in
-/// megabytes of code they are found by chance.
+/// Whether code contains a `syscall` instruction. The same two bytes inside another instruction do not count: megabytes
+/// of code contain them by chance.
 pub fn makes_calls(code: &[u8]) -> bool {
     candidates(code).any(|at| is_instruction(code, at))
 }
@@ -30,8 +30,8 @@ fn candidates(code: &[u8]) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Whether an instruction begins at `at`. Decoding that begins anywhere before falls into step with the code after a
-/// few instructions: so the places before are asked, and the majority decides.
+/// Whether an instruction begins at `at`. Decoding that begins anywhere before it agrees with the code's instructions
+/// after a few of them. So decoding begins at each of the preceding bytes in turn, and the majority decides.
 fn is_instruction(code: &[u8], at: usize) -> bool {
     const BEFORE: usize = 48;
     let first = at.saturating_sub(BEFORE);
@@ -47,16 +47,17 @@ fn is_instruction(code: &[u8], at: usize) -> bool {
     2 * reached >= tried
 }
 
-/// Returns the offset of `len` bytes of padding that a short jump reaches which ends at the offset `back`: bytes
-/// between two functions, which nothing executes. `code` is a program's text, and `back` the offset of an instruction.
+/// Returns the offset of `len` bytes of padding that a short jump can reach. The short jump ends at offset `back`.
+/// Padding is bytes between two functions, which are never executed. `code` is a program's text, and `back` the
+/// offset of an instruction.
 ///
-/// Code is decoded from places where an instruction begins: `back`, and functions that are called. After a return or
-/// a jump, padding goes up to an aligned address. After a call, which may return, it counts only if the next
+/// Decoding begins where an instruction is known to begin: at `back`, and at functions that are called. After a return
+/// or a jump, padding extends to an aligned address. After a call, which may return, padding counts only if the next
 /// function is called, too.
 pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
-    /// A short jump leads from `back` - 128 to `back` + 127.
+    /// A short jump reaches from `back` - 128 to `back` + 127.
     const REACH: usize = 128;
-    /// As many bytes before that are looked at for a function's begin.
+    /// The number of bytes before these that are searched for the beginning of a function.
     const BEFORE: usize = 1024;
     let window = back.saturating_sub(BEFORE)..code.len().min(back + 2 * REACH);
     let functions = called(code, &window);
@@ -94,8 +95,8 @@ pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
 /// The least alignment of functions.
 const ALIGNMENT: usize = 16;
 
-/// Returns the offsets within `window` that are called from anywhere in `code` and aligned, in order. (Other
-/// instructions may contain the same bytes, with a distance that leads there once in 2^32.)
+/// Returns the aligned offsets within `window` that are called from anywhere in `code`, in order. (Other instructions
+/// may contain the same bytes with a matching distance, once in 2^32.)
 fn called(code: &[u8], window: &Range<usize>) -> Vec<usize> {
     const CALL: u8 = 0xe8;
     let targets = code.windows(5).enumerate().filter_map(|(at, bytes)| {
@@ -113,7 +114,7 @@ fn called(code: &[u8], window: &Range<usize>) -> Vec<usize> {
     found
 }
 
-/// Returns the bytes of padding with which `code` begins.
+/// Returns the number of bytes of padding with which `code` begins.
 fn padding_at(code: &[u8]) -> usize {
     let decoder = Decoder::new(64, code, DecoderOptions::NONE);
     let is_padding = |instruction: &Instruction| {
@@ -139,16 +140,17 @@ mod tests {
         assert_eq!(at(&[&end, &[0xcc; 6]], 0), Some(10));
         assert_eq!(at(&[&end, &long, &nops(11)], 0), Some(10));
         assert_eq!(at(&[&end, &nops(22), &end], 0), Some(10));
-        // Too short; not to the next function; a part of a function that is aligned, and executed.
+        // Too short; not followed by a function; part of a function, aligned, and executed.
         assert_eq!(at(&[&nops(2), &end, &nops(4), &end], 2), None);
         assert_eq!(at(&[&end, &nops(5), &end], 0), None);
         assert_eq!(at(&[&end[..8], &nops(8), &end], 0), None);
-        // Behind the end of the next function, as far as a short jump reaches.
+        // After the end of the next function, as far as a short jump reaches.
         assert_eq!(at(&[&end, &end, &nops(12)], 0), Some(20));
         let far = [0x48, 0x89, 0xc7].repeat(43);
         assert_eq!(at(&[&far, &end, &nops(5)], 0), None);
         assert_eq!(at(&[&end], 0), None);
-        // Before the function, which is called, if the one before is. (The first 16 bytes call them.)
+        // Before the function, which is called, if the previous function is called, too. (The first
+        // 16 bytes call them.)
         let call = |from: i32, to: i32| {
             let mut code = vec![0xe8];
             code.extend((to - from - 5).to_le_bytes());
@@ -157,7 +159,7 @@ mod tests {
         let calls = |second| [&call(0, 16)[..], &call(5, second), &nops(6)].concat();
         let code = |second| [calls(second), end.to_vec(), nops(6), far.clone()].concat();
         assert_eq!(at(&[&code(32)], 50), Some(26));
-        // The function before ends with a call: the padding counts if the function after it is called.
+        // The previous function ends with a call: the padding counts if the function after it is called.
         let code = |second| [calls(second), end[..8].to_vec(), nops(8), far.clone()].concat();
         assert_eq!(at(&[&code(32)], 50), Some(24));
         assert_eq!(at(&[&code(48)], 50), None);
@@ -165,7 +167,7 @@ mod tests {
 
     #[test]
     fn an_instruction_is_told_from_the_same_bytes_in_another() {
-        // Code that the compiler might have made: mov rdi, rbx; lea rsi, [rsp+8]; test eax, eax; and so on.
+        // Code as a compiler might make it: mov rdi, rbx; lea rsi, [rsp+8]; test eax, eax; and so on.
         let filler = [
             0x48, 0x89, 0xdf, 0x48, 0x8d, 0x74, 0x24, 0x08, 0x85, 0xc0, 0x89, 0xd8, 0x48, 0x83,
             0xc4, 0x18,

@@ -1,14 +1,15 @@
-//! Call sites that are rewritten. A dispatched call costs a signal, several times what an exit of `KVM_RUN` costs; a
-//! program makes these from one place or two, where slat puts a jump to itself after some calls.
+//! Rewriting of call sites. A dispatched call takes a signal, which costs several times as much as an exit of
+//! `KVM_RUN`. A program makes `KVM_RUN` calls from one or two sites; after some calls slat replaces such a
+//! site by a jump to slat.
 //!
-//! The `syscall` has two bytes, and so has a jump by at most 128 bytes. It leads to the padding between two functions,
-//! if there are five bytes of it, from where a longer jump leads to a stub in memory near by. So no instruction moves:
-//! a thread that comes back from the kernel, or is about to make the call, finds what it expects. The two bytes are
-//! replaced at once, as one store that does not cross a cache line: other processors see the one instruction or the
-//! other (AMD APM, volume 2, section 7.6.1).
+//! The `syscall` has two bytes, as has a jump by at most 128 bytes. The short jump leads to padding between two
+//! functions, if there are five bytes of it; from there a longer jump leads to a stub in memory nearby. So no
+//! instruction moves: a thread that returns from the kernel, or is about to make the call, finds what it expects. The
+//! two bytes are replaced at once, by one store that does not cross a cache line: other processors see the old
+//! instruction or the new one (AMD APM, volume 2, section 7.6.1).
 //!
-//! A site without such padding, one in code that is not private, readable and executable, or in a process that is
-//! traced (a debugger has breakpoints in code) stays as it is, as do all with `SLAT_REWRITE=0`.
+//! A site is not rewritten if it has no such padding, if its code is not private, readable and executable, or if the
+//! process is traced (a debugger has breakpoints in code). With `SLAT_REWRITE=0` no site is.
 
 use super::direct::{self, Site};
 use super::scan;
@@ -20,13 +21,13 @@ use std::mem::offset_of;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
-/// A site is rewritten when so many calls of it were dispatched.
+/// The number of dispatched calls of a site after which it is rewritten.
 const CALLS: u32 = 64;
 /// Sites that are counted.
 const SITES: usize = 32;
 const PAGE: usize = 4096;
 
-/// How often a site was dispatched. `back` is where the program goes on after it.
+/// How often a site was dispatched. `back` is the address after it, where the program continues.
 struct Count {
     back: AtomicUsize,
     calls: AtomicU32,
@@ -39,7 +40,7 @@ static COUNTS: [Count; SITES] = [const {
     }
 }; SITES];
 
-/// A thread rewrites a site: it alone changes how pages may be accessed, and chooses padding.
+/// Whether a thread is rewriting a site. Only that thread changes the rights of pages, and chooses padding.
 static BUSY: AtomicBool = AtomicBool::new(false);
 
 /// Whether the user lets slat rewrite.
@@ -58,7 +59,7 @@ pub fn count(back: usize) {
             .compare_exchange(0, back, Ordering::Relaxed, Ordering::Relaxed);
         claimed.is_ok() || claimed == Err(back)
     });
-    // One thread is the one that reaches the number.
+    // Only one thread reaches exactly this number.
     if let Some(count) = of
         && count.calls.load(Ordering::Relaxed) < CALLS
         && count.calls.fetch_add(1, Ordering::Relaxed) + 1 == CALLS
@@ -78,14 +79,14 @@ pub fn count(back: usize) {
     }
 }
 
-/// Rewrites the `syscall` before `back`. `None`: it stays as it is.
+/// Rewrites the `syscall` before `back`. `None`: the site is not rewritten.
 fn rewrite(back: usize) -> Option<()> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status
         .lines()
         .find(|line| line.split_whitespace().eq(["TracerPid:", "0"]))?;
     let text = text_around(back)?;
-    // SAFETY: a private mapping, readable and executable; nobody else changes it.
+    // SAFETY: a private mapping, readable and executable; no other code changes it.
     let code = unsafe { std::slice::from_raw_parts(text.start as *const u8, text.len()) };
     let site = back - scan::SYSCALL.len();
     // A mapping begins with a page, so that offsets have the alignment of addresses.
@@ -101,8 +102,8 @@ fn rewrite(back: usize) -> Option<()> {
     direct::prepare();
     protect(&pages, libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC)?;
     let [low, high] = [0xeb, short as u8];
-    // SAFETY: the pages are writable, and this thread is the only one that writes to them. Nothing executes the padding
-    // yet; then the jump to it is stored at once.
+    // SAFETY: the pages are writable, and only this thread writes to them. The padding is not executed before the jump
+    // to it is stored, which one store does.
     unsafe {
         let mut long = LONG;
         long[1..].copy_from_slice(&distance.to_le_bytes());
@@ -133,7 +134,7 @@ fn text_around(address: usize) -> Option<Range<usize>> {
 }
 
 fn protect(pages: &Range<usize>, access: i32) -> Option<()> {
-    // SAFETY: pages of the program's text, which keep what the program needs.
+    // SAFETY: pages of the program's text, which keep the rights that the program needs.
     unsafe { kernel!(libc::SYS_mprotect, pages.start, pages.len(), access) }.ok()?;
     Some(())
 }
@@ -147,9 +148,9 @@ struct Stub {
 }
 
 impl Stub {
-    /// Makes one in a page of its own that a jump from `text` reaches. Returns its address.
+    /// Makes a stub in a page of its own, within reach of a jump from `text`. Returns its address.
     fn near(text: &Range<usize>, back: usize) -> Option<usize> {
-        /// How far apart the places are that are tried, and how many.
+        /// The distance between the addresses that are tried, and their number.
         const STEP: usize = 1 << 20;
         const TRIES: usize = 512;
         let below = (1..TRIES).map(|n| text.start.wrapping_sub(n * STEP));
@@ -160,7 +161,7 @@ impl Stub {
         let page = places.map(|place| place & !(PAGE - 1)).find_map(|place| {
             // SAFETY: memory that nobody has.
             let page = unsafe { map_memory(place, PAGE, access, flags) }.ok()?;
-            // Kernels before 4.17 take the address for a hint.
+            // Kernels before 4.17 treat the address as a hint.
             (page == place).then_some(page)
         })?;
         let distance = |from: usize, to: usize| (to as i32 - from as i32).to_le_bytes();

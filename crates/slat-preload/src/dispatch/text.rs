@@ -1,5 +1,5 @@
-//! Code in memory: the C library's, which is the one range of addresses from which system calls pass, with the
-//! instructions that slat uses; and the program's own.
+//! Code in memory: the C library's text, the one range of addresses from which system calls pass, with the instructions
+//! that slat uses; and the program's own code.
 
 use super::scan;
 use std::ffi::{c_int, c_void};
@@ -10,14 +10,14 @@ use std::ops::Range;
 pub struct Text {
     /// Its addresses.
     pub range: Range<usize>,
-    /// Where it has the instructions `syscall` and `ret`.
+    /// The address of the instructions `syscall` and `ret` in it.
     pub gate: usize,
-    /// Where a signal handler returns to the kernel.
+    /// The address of the code by which a signal handler returns to the kernel.
     pub restorer: usize,
 }
 
 impl Text {
-    /// Finds it. `None`: the C library is not one that has these instructions.
+    /// Finds the C library's text. `None`: this C library does not have these instructions.
     pub fn find() -> Option<Self> {
         const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
         // mov rax, 15; syscall.
@@ -50,9 +50,10 @@ impl Text {
 pub fn program_makes_calls() -> bool {
     let mut makes = false;
     each_segment(|object, segment| {
-        // The first object is the program. Its code may be executable only: then what it does is not known.
+        // The first object is the program. If its code can be executed but not read, it is unknown what the code does.
         if object == 0 {
-            // SAFETY: a segment that is mapped and readable. Who changes code while it starts is not served.
+            // SAFETY: a segment that is mapped and readable. A program that changes its code while it
+            // starts is not supported.
             let code =
                 unsafe { std::slice::from_raw_parts(segment.start as *const u8, segment.len()) };
             makes |= scan::makes_calls(code);
@@ -61,7 +62,7 @@ pub fn program_makes_calls() -> bool {
     makes
 }
 
-/// Calls `look` for each segment that is executable and readable, with the number of its object in
+/// Calls `look` for each segment that is executable and readable, with the number of the segment's object, in
 /// the order of loading.
 fn each_segment(mut look: impl FnMut(usize, Range<usize>)) {
     type Look<'a> = (usize, &'a mut dyn FnMut(usize, Range<usize>));
@@ -70,7 +71,7 @@ fn each_segment(mut look: impl FnMut(usize, Range<usize>)) {
         _size: usize,
         to: *mut c_void,
     ) -> c_int {
-        // SAFETY: the linker's description of an object, and the pair below, which nobody else uses meanwhile.
+        // SAFETY: the linker's description of an object, and the pair below, which no other code uses meanwhile.
         let (info, (object, look), headers) = unsafe {
             let info = &*info;
             let headers = match info.dlpi_phnum {

@@ -1,11 +1,11 @@
 //! Threads and processes that the program makes by its own system calls.
 //!
-//! slat's code runs on each thread of the program, and needs a thread of slat's C library for it: so a new thread of a
-//! loaded program is one of that library's, which goes on where the program's thread begins, with its stack and its
-//! thread pointer. When the program ends the thread, the library's returns.
+//! slat's code runs on each thread of the program, and needs a thread of slat's C library for that. So a new thread of
+//! a loaded program is a thread of that library: it continues where the program's thread begins, with that thread's
+//! stack and thread pointer. When the program ends the thread, the library's thread returns.
 //!
-//! A child of `vfork` would run on the stack from which its parent is served: it gets a copy of memory instead. Its
-//! parent waits for it all the same.
+//! A child of `vfork` would run on the stack on which its parent is served. So it gets a copy of the memory instead;
+//! its parent nevertheless waits for it.
 
 use super::calls::error;
 use super::filters::{self, Inherited};
@@ -26,7 +26,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Makes a thread or a process. Returns what the kernel returns to the caller, in a process also to the child.
+/// Makes a thread or a process. Returns the kernel's result to the caller, and for a process also to the child.
 pub fn make(frame: &mut Frame, request: &Request) -> isize {
     if request.has(THREAD) {
         return match load::is_loaded() {
@@ -50,10 +50,10 @@ fn refuse(what: &str) -> isize {
     error(libc::ENOSYS)
 }
 
-/// Makes a process that shares memory with its maker and has a stack of its own: LeakSanitizer looks at its program's
-/// threads by one. It has no thread of slat's C library, so its calls pass to the kernel.
+/// Makes a process that shares memory with its maker and has a stack of its own. (LeakSanitizer examines its program's
+/// threads by such a process.) The process has no thread of slat's C library, so its calls pass to the kernel.
 fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
-    /// Where the child begins: the gate's `ret` leads here, and the stack pointer is at the frame, as
+    /// The child begins here: the gate's `ret` leads here, and the stack pointer is at the frame, as
     /// rt_sigreturn(2) expects.
     #[unsafe(naked)]
     unsafe extern "C" fn begin() {
@@ -64,8 +64,8 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
             gate = sym GATE,
         )
     }
-    // SAFETY: the program gives this stack to the child, below the red zone of what it may have put there. The
-    // parent goes on here.
+    // SAFETY: the program gives this stack to the child. The frame is below the red zone of what the program may have
+    // put there. The parent continues here.
     unsafe {
         let copy = &mut *frame.copy_below(top - stack::RED_ZONE);
         copy.alternate = NO_STACK;
@@ -77,7 +77,7 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
     }
 }
 
-/// Stores a thread's number where the program wants it. The kernel ignores a bad address, too.
+/// Stores a thread's id where the program wants it. A bad address is ignored, as by the kernel.
 fn tell(address: u64, number: u32) {
     // SAFETY: a guarded store to a word of the program's.
     let _ = unsafe { slat_guard::store(address as *mut u32, number) };
@@ -85,17 +85,18 @@ fn tell(address: u64, number: u32) {
 
 fn make_process(frame: &mut Frame, request: &Request) -> isize {
     let copied = request.with_a_copy_of_memory();
-    // A handler must not run in the child before its calls are dispatched. The return to the program undoes this.
+    // No handler may run in the child before the child's calls are dispatched. The return to the program undoes this.
     block_all();
     let is_fork = copied.is_fork();
     let answer = match is_fork {
-        // The C library's own: where other threads make threads meanwhile, the child's copy of it has to be mended.
-        // SAFETY: a plain call. The child goes on here.
+        // Uses the C library's own fork: if other threads are making threads meanwhile, the child's copy of its
+        // data has to be repaired.
+        // SAFETY: a plain call. The child continues here.
         true => match unsafe { libc::fork() } {
             -1 => error(slat_process::errno()),
             child => child as isize,
         },
-        // SAFETY: the program's request for a process with a copy of memory. The child goes on here.
+        // SAFETY: the program's request for a process with a copy of the memory. The child continues here.
         false => forks::around(|| unsafe { copied.issue() }),
     };
     if answer > 0 && is_fork && copied.has(PARENT_SET_TID) {
@@ -126,21 +127,22 @@ thread_local! {
     // Without initialisers or destructors: signal handlers read them.
     /// The word that becomes 0 when this thread ends (set_tid_address(2)), or 0.
     static CLEAR_AT_EXIT: Cell<usize> = const { Cell::new(0) };
-    /// Where the stack of slat's C library's thread goes on when the program's thread has ended; 0 on the first thread.
+    /// Where the thread of slat's C library continues after the program's thread has ended; 0 on the first thread.
     static BEGUN_AT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Threads of a loaded program that have not ended.
+/// The number of threads of a loaded program that have not ended.
 static THREADS: AtomicU32 = AtomicU32::new(1);
 
-/// Threads whose maker may have returned, and which still have the base of GS from it.
+/// The number of threads that still have their maker's base of GS, although the maker may have returned.
 static NOT_SEPARATE: AtomicU32 = AtomicU32::new(0);
 
-/// The signal by which a C library cancels threads. slat's does not let a new thread begin with it blocked.
+/// The signal by which a C library cancels threads. slat's C library makes sure that a new thread does not
+/// begin with it blocked.
 pub const SIGCANCEL: usize = 32;
 
-/// Waits until each new thread has its own base of GS. Call before sending [`SIGCANCEL`] to a thread: its handler would
-/// change the maker's pointers.
+/// Waits until each new thread has its own base of GS. Call before sending [`SIGCANCEL`] to a thread: otherwise its
+/// handler could change the maker's pointers.
 pub fn wait_until_separate() {
     loop {
         match NOT_SEPARATE.load(Ordering::Acquire) {
@@ -150,7 +152,7 @@ pub fn wait_until_separate() {
     }
 }
 
-/// Sets the word that becomes 0, and is woken, when this thread ends.
+/// Sets the word that is cleared, and whose waiters are woken, when this thread ends.
 pub fn set_clear_at_exit(address: usize) {
     CLEAR_AT_EXIT.set(address);
 }
@@ -162,8 +164,8 @@ const NO_STACK: libc::stack_t = libc::stack_t {
     ss_size: 0,
 };
 
-/// A thread to be made. Its maker does not wait until it runs, which on busy processors takes long: so each
-/// has its own reference.
+/// A thread to be made. Its maker does not wait until it runs, which takes long on busy processors. So maker and thread
+/// each have a reference.
 struct Start {
     frame: KeptFrame,
     request: Request,
@@ -175,15 +177,15 @@ struct Start {
     told: AtomicU32,
 }
 
-/// States of [`Start::told`]: the thread's number is stored where the maker's program wants it.
+/// States of [`Start::told`]: whether the thread's id is stored where the maker's program wants it.
 const NOT_TOLD: u32 = 0;
 const BEING_TOLD: u32 = 1;
 const TOLD: u32 = 2;
 
 impl Start {
-    /// Stores the thread's number for the maker (CLONE_PARENT_SETTID). Call in the maker before it returns, and in the
-    /// thread before the program's code runs there: both find the number, and no store comes later, when the word may
-    /// mean something else.
+    /// Stores the thread's id for the maker (CLONE_PARENT_SETTID). Called in the maker before it returns, and in the
+    /// thread before the program's code runs there. So both find the id, and no store comes later, when the word may be
+    /// in use for something else.
     fn tell_maker(&self, number: u32) {
         if !self.request.has(PARENT_SET_TID) {
             return;
@@ -247,10 +249,10 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     };
     let answer = match made {
         Ok(thread) => {
-            // The C library forgets the number of a thread that ends, which has stored it before.
+            // The C library forgets the id of a thread that has ended, but such a thread has stored its id before.
             let number = number_of(thread).unwrap_or_else(|| start.number.load(Ordering::Acquire));
             start.tell_maker(number);
-            // SAFETY: it was made joinable, so that `number_of` may look at it although it may have ended.
+            // SAFETY: the thread was made joinable, so that `number_of` may look at it even if it has ended.
             unsafe { libc::pthread_detach(thread) };
             number as isize
         }
@@ -267,30 +269,31 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     answer
 }
 
-/// Ends what [`wait_until_separate`] waits for, for one thread.
+/// Records that one more thread has its own base of GS, for [`wait_until_separate`].
 fn is_separate() {
     NOT_SEPARATE.fetch_sub(1, Ordering::Release);
     wait::wake(&NOT_SEPARATE);
 }
 
-/// Returns the kernel's number of a thread that is not detached. `None`: it has ended.
+/// Returns the kernel's id of a thread that is not detached. `None`: the thread has ended.
 fn number_of(thread: libc::pthread_t) -> Option<u32> {
     let mut clock = 0;
-    // SAFETY: the C library keeps what it knows of a thread that nobody has joined; a live value.
+    // SAFETY: the C library keeps the data of a thread that was not joined; a live value.
     let failed = unsafe { libc::pthread_getcpuclockid(thread, &mut clock) };
-    // A thread's clock has its number, inverted, above three bits (`include/linux/posix-timers_types.h`, CPUCLOCK_PID).
+    // The number of a thread's clock contains the thread's id, inverted, above three bits
+    // (`include/linux/posix-timers_types.h`, CPUCLOCK_PID).
     let number = !(clock >> 3) as u32;
     (failed == 0 && number != 0).then_some(number)
 }
 
-/// The thread of slat's C library: runs the program's thread to its end.
+/// The first function of the thread of slat's C library: runs the program's thread to its end.
 extern "C-unwind" fn begin(start: *mut c_void) -> *mut c_void {
     // SAFETY: the argument is a `Start`.
     BEGUN_AT.with(|begun_at| unsafe { run(start.cast(), begun_at.as_ptr()) });
     null_mut()
 }
 
-/// Calls [`go`] on this stack, and stores where [`leave`] finds it.
+/// Calls [`go`] on this stack, and stores the stack pointer for [`leave`].
 #[unsafe(naked)]
 unsafe extern "C" fn run(start: *const Start, begun_at: *mut usize) {
     naked_asm!(
@@ -311,7 +314,7 @@ unsafe extern "C" fn run(start: *const Start, begun_at: *mut usize) {
 /// Returns from [`run`].
 ///
 /// # Safety
-/// - This thread is in `run`, which has stored `begun_at`. Nothing on its stacks is needed any more.
+/// - This thread is in `run`, which has stored `begun_at`. Nothing on the thread's stacks is needed any more.
 #[unsafe(naked)]
 unsafe extern "C" fn leave(begun_at: usize) -> ! {
     naked_asm!(
@@ -329,11 +332,11 @@ unsafe extern "C" fn leave(begun_at: usize) -> ! {
 
 /// Becomes the program's thread.
 unsafe extern "C" fn go(start: *const Start) -> ! {
-    /// What this function itself needs of the stack.
+    /// The part of the stack that this function itself needs.
     const OWN: usize = 16 << 10;
-    // SAFETY: the maker has given this reference away. The processor can do what the first thread has done. The
-    // thread's stack between its end and this function's own part is free, and the frame's copy there says where the
-    // program's thread begins.
+    // SAFETY: the maker has passed this reference on. The processor has the instructions that the first thread has
+    // used. The thread's stack is free between its end and this function's own part. The copy of the frame there tells
+    // where the program's thread begins.
     unsafe {
         let start = Arc::from_raw(start);
         let request = &start.request;
@@ -367,7 +370,7 @@ unsafe extern "C" fn go(start: *const Start) -> ! {
     }
 }
 
-/// Returns the end of this thread's stack: its lowest address above the guard.
+/// Returns the low end of this thread's stack: its lowest address above the guard page.
 fn stack_end() -> usize {
     // SAFETY: attributes on the stack, of this thread, which exists.
     unsafe {
@@ -380,8 +383,8 @@ fn stack_end() -> usize {
     }
 }
 
-/// Does exit(2): ends this thread, and with the program's last one the process, in which slat's own
-/// threads would go on.
+/// Does exit(2): ends this thread. If it is the program's last one, ends the process, in which slat's own threads
+/// would otherwise continue.
 pub fn exit(status: usize) -> ! {
     block_all();
     if load::is_loaded() {
@@ -395,7 +398,8 @@ pub fn exit(status: usize) -> ! {
     }
     let clear = CLEAR_AT_EXIT.get();
     if clear != 0 {
-        // SAFETY: a guarded store to the word that the program has named, and a wake of who waits for it.
+        // SAFETY: a guarded store to the word that the program has named, and a wake-up of the
+        // threads that wait for it.
         unsafe {
             let _ = slat_guard::store(clear as *mut u32, 0);
             let _ = kernel!(libc::SYS_futex, clear, libc::FUTEX_WAKE, 1);

@@ -1,9 +1,9 @@
-//! The headers of an ELF program (System V ABI, "Object Files"), read without allocating: a child of `fork` may
-//! ask what it executes.
+//! The headers of an ELF program (System V ABI, "Object Files"). They are read without allocating, because a child of
+//! `fork` may have to know what it executes.
 
 use crate::real::{Opened, kernel};
 
-/// The program headers that are looked at: more than any linker makes.
+/// The most program headers that are read: more than any linker makes.
 const MOST_SEGMENTS: usize = 64;
 const HEADER: usize = 64;
 const SEGMENT: usize = 56;
@@ -28,7 +28,7 @@ pub struct Segment {
 /// What a program's file says about itself.
 #[derive(Debug)]
 pub struct Headers {
-    /// Whether it can lie anywhere in memory (`ET_DYN`).
+    /// Whether the program can be loaded anywhere in memory (`ET_DYN`).
     pub is_relocatable: bool,
     /// Where it begins.
     pub entry: u64,
@@ -54,7 +54,7 @@ pub fn read(file: &Opened, buffer: &mut [u8], offset: u64) -> Option<()> {
 }
 
 impl Headers {
-    /// Reads the headers of a 64-bit x86 program. `None`: the file is none.
+    /// Reads the headers of a 64-bit x86 program. `None`: the file is not such a program.
     pub fn read(file: &Opened) -> Option<Self> {
         const X86_64: u16 = 62;
         const EXECUTABLE: u16 = 2;
@@ -106,15 +106,15 @@ impl Headers {
         &self.segments[..self.count]
     }
 
-    /// Returns those that are loaded. One that lies beyond all addresses makes the file unusable.
+    /// Returns the segments that are loaded. A segment beyond all valid addresses makes the file unusable.
     pub fn loaded(&self) -> impl Iterator<Item = &Segment> {
         self.segments()
             .iter()
             .filter(|segment| segment.kind == libc::PT_LOAD && segment.in_memory > 0)
     }
 
-    /// Reads the path of the dynamic linker that the program asks for, with its NUL, into `buffer`.
-    /// `None`: it asks for none.
+    /// Reads the path of the program's dynamic linker, with its NUL, into `buffer`. `None`: the program
+    /// has no dynamic linker.
     pub fn interpreter<'a>(
         &self,
         file: &Opened,

@@ -1,4 +1,4 @@
-//! The program in memory, as the kernel's `load_elf_binary` would have put it there.
+//! The program in memory, as the kernel's `load_elf_binary` would map it.
 
 use super::elf::{Headers, Segment};
 use super::open;
@@ -20,21 +20,21 @@ pub struct Image {
     pub count: usize,
     /// Where the program begins.
     pub entry: usize,
-    /// Where its dynamic linker is; 0: it has none.
+    /// The base address of the program's dynamic linker; 0 if it has none.
     pub interpreter_base: usize,
-    /// Where the process begins: in the program, or in its dynamic linker.
+    /// The address where the process begins: in the program, or in its dynamic linker.
     pub start: usize,
     /// The end of the program.
     pub end: usize,
-    /// Whether it has code on its stack (`PT_GNU_STACK`).
+    /// Whether the program executes code on its stack (`PT_GNU_STACK`).
     pub needs_executable_stack: bool,
 }
 
 impl Image {
-    /// Loads a program, and the dynamic linker that it asks for.
+    /// Loads a program and its dynamic linker.
     ///
     /// # Errors
-    /// A sentence's end for the user.
+    /// The end of a sentence for the user.
     pub fn load(path: &CStr) -> Result<Self, String> {
         let file = open(path)?;
         let program = Headers::read(&file).ok_or("is not a 64-bit x86 program")?;
@@ -79,7 +79,7 @@ struct Placed {
     end: usize,
 }
 
-/// Returns a random address for a program, with free addresses above it, into which the program's break grows.
+/// Returns a random address for a program. The addresses above it are free, so that the program's break can grow.
 fn somewhere() -> u64 {
     const LOW: u64 = 0x2000_0000_0000;
     let mut random = 0u64;
@@ -110,8 +110,8 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         true => (somewhere(), 0),
         false => (low, libc::MAP_FIXED_NOREPLACE),
     };
-    // All of it at once, so that nothing else gets between.
-    // SAFETY: memory where there is none.
+    // All of it is reserved at once, so that nothing else is mapped in between.
+    // SAFETY: memory at free addresses.
     let start = unsafe {
         map_memory(
             at as usize,

@@ -1,4 +1,5 @@
-//! The program's break (brk(2)): memory that grows at the end of its image. The process's own is slat's C library's.
+//! The program's break (brk(2)): memory that grows at the end of its image. The process's own break belongs
+//! to slat's C library.
 
 use crate::memory;
 use crate::real::map_memory;
@@ -13,7 +14,7 @@ pub type Break = (usize, usize);
 /// A thread that forks holds it.
 static BREAK: Mutex<Break> = Mutex::new((0, 0));
 
-/// Keeps the break as it is, as long as the guard lives.
+/// Prevents changes of the break as long as the guard lives.
 pub fn lock_break() -> MutexGuard<'static, Break> {
     BREAK.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -24,7 +25,7 @@ pub fn begin_at(end: usize) {
     *lock_break() = (end, end);
 }
 
-/// Moves the break if it can be moved. Returns where it is.
+/// Moves the break if that is possible. Returns its address.
 pub fn set_break(to: usize) -> usize {
     let _section = Section::enter();
     let mut held = lock_break();

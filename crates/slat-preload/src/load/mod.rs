@@ -1,9 +1,9 @@
-//! Programs that load no libraries: statically linked ones, and those of another C library, whose dynamic linker
-//! could not load this one.
+//! Programs that load no libraries: statically linked ones, and those of another C library, whose dynamic linker could
+//! not load this library.
 //!
-//! This library is a program, too: the kernel starts it in place of PROGRAM, with slat's C library and nothing else,
-//! and it loads PROGRAM beside itself, as the kernel would. From then on the program's system calls are dispatched
-//! (`dispatch`). `SLAT_PROGRAM` names the program; the arguments are the program's own.
+//! This library is also a program. The kernel starts it in place of PROGRAM, with slat's C library and nothing else,
+//! and it loads PROGRAM into the same process, as the kernel would. From then on the program's system calls are
+//! dispatched (`dispatch`). `SLAT_PROGRAM` names the program; the arguments are the program's own.
 //!
 //! | file | idea |
 //! |---|---|
@@ -27,7 +27,7 @@ use std::sync::OnceLock;
 /// The variable that names the program.
 pub const PROGRAM: &CStr = c"SLAT_PROGRAM";
 
-/// The loaded program's own file, as `/proc/self/exe` would name it.
+/// The path of the loaded program's file, which `/proc/self/exe` should show.
 static OWN: OnceLock<CString> = OnceLock::new();
 
 /// Whether the program was loaded by slat.
@@ -35,7 +35,7 @@ pub fn is_loaded() -> bool {
     OWN.get().is_some()
 }
 
-/// Returns the program's file for a path that means it.
+/// Returns the program's file if `path` means it.
 pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     let own = OWN.get()?;
     let name = text(path)?.to_bytes();
@@ -48,7 +48,7 @@ pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     is_own.then_some(own)
 }
 
-/// Returns a call's arguments with the program's file in place of a path that means it.
+/// Returns a call's arguments, in which a path that means the program's file is replaced by that file.
 pub fn with_own_path(number: i64, mut arguments: [usize; 6]) -> [usize; 6] {
     let follows = |flags: usize| flags & libc::AT_SYMLINK_NOFOLLOW as usize == 0;
     let place = match number {
@@ -64,7 +64,7 @@ pub fn with_own_path(number: i64, mut arguments: [usize; 6]) -> [usize; 6] {
     arguments
 }
 
-/// Does readlink for the program's link to its own file. `None`: the path is another.
+/// Does readlink for the program's link to its own file. `None`: the path is another one.
 pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
     let own = own_path(path)?.to_bytes();
     if len as isize <= 0 {
@@ -79,19 +79,20 @@ pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
     })
 }
 
-/// Ends the process as a shell does that cannot run a program.
+/// Ends the process like a shell that cannot run a program.
 fn refuse(program: &CStr, why: impl Display) -> ! {
     slat_kvm::messages::say(format_args!("{}: {why}", program.to_string_lossy()));
     std::process::exit(126)
 }
 
-/// What the kernel has put on the stack of a new process (System V ABI, AMD64 supplement, "Process Initialization").
+/// The data that the kernel has put on the stack of a new process (System V ABI, AMD64 supplement,
+/// "Process Initialization").
 struct Begun {
     /// `argc`, the arguments and a null.
     arguments: usize,
     /// The variables and a null.
     environment: *const *const c_char,
-    /// Pairs of a type and a value, with `AT_NULL` at the end.
+    /// Pairs of a type and a value. `AT_NULL` ends them.
     auxiliary: *mut [usize; 2],
 }
 
@@ -154,7 +155,7 @@ impl Begun {
 /// # Safety
 /// - `sp` is the stack pointer with which the kernel has begun this process, and nothing has used the memory above it.
 unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
-    // SAFETY: the caller's promise. Strings of the kernel's stay where they are.
+    // SAFETY: the caller's promise. The kernel's strings do not move.
     let (begun, library) = unsafe {
         let begun = Begun::at(sp);
         let library = begun
@@ -175,7 +176,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
     }
     crate::start();
     carry::take_directory();
-    // What was started by a descriptor has no file.
+    // If the library was started by a descriptor, it has no file.
     crate::children::set_library(if carry::is_kept() { c"" } else { library });
     if !pointers::can_be_separate() {
         refuse(
@@ -197,7 +198,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
             ),
         );
     }
-    // SAFETY: values that the kernel has set for this library, and which are the program's from now on.
+    // SAFETY: the kernel has set these values for this library; from now on they are the program's.
     unsafe {
         for (kind, value) in [
             (libc::AT_PHDR, image.headers),
@@ -231,7 +232,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
     }
 }
 
-/// Jumps to the program, with the registers that the kernel gives a new one.
+/// Jumps to the program, with the registers that the kernel gives a new process.
 #[unsafe(naked)]
 unsafe extern "C" fn enter(sp: *mut usize, start: usize) -> ! {
     std::arch::naked_asm!(
@@ -248,7 +249,7 @@ unsafe extern "C" fn enter(sp: *mut usize, start: usize) -> ! {
     )
 }
 
-/// Where this library begins as a program.
+/// The entry point of this library as a program.
 ///
 /// # Safety
 /// - The dynamic linker calls it.
@@ -265,7 +266,7 @@ pub unsafe extern "C" fn slat_begin() -> ! {
     )
 }
 
-/// The dynamic linker by which this library is loaded as a program.
+/// The dynamic linker that loads this library when it is started as a program.
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".interp")]

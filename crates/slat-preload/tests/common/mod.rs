@@ -1,8 +1,8 @@
 //! Runs clients of the kernel's API: the ignored tests in the module `client` of a test program, each in a process of
 //! its own. They use `/dev/kvm` through kvm-ioctls and plain system calls and know nothing of slat.
 //!
-//! Under the library a client uses slat. Without it, the client uses the machine's own KVM, where `/dev/kvm` opens:
-//! that checks that the kernel does what the client asserts.
+//! Under the library a client uses slat. Without the library, the client uses the machine's own KVM, if `/dev/kvm`
+//! opens: that checks that the kernel does what the client asserts.
 #![allow(
     dead_code,
     unused_imports,
@@ -14,7 +14,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// A client's time limit. It is far more than a client needs: one that takes longer hangs.
+/// A client's time limit. Clients need far less, so a client that exceeds it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs the client called `name` under the library.
@@ -38,7 +38,7 @@ pub fn on_the_kernel(name: &str) {
     }
 }
 
-/// Defines a test for each client, of the client's name, under the library.
+/// Defines a test for each client that runs it under the library. The test has the client's name.
 macro_rules! on_slat {
     ($($name:ident)*) => {
         $(#[test] fn $name() { common::under_the_library(stringify!($name)); })*
@@ -46,7 +46,7 @@ macro_rules! on_slat {
 }
 pub(crate) use on_slat;
 
-/// Defines two tests for each client: under the library, and on the machine's own KVM.
+/// Defines two tests for each client: one under the library, and one on the machine's own KVM.
 macro_rules! on_both {
     ($($name:ident)*) => {
         mod under_the_library { $(#[test] fn $name() { super::common::under_the_library(stringify!($name)); })* }
@@ -63,8 +63,8 @@ pub fn is_native() -> bool {
 }
 
 /// Asserts that a descriptor is slat's under the library, and the kernel's without it: a client that reached the
-/// machine's own KVM would not test slat. Asks by a program that the dynamic linker runs without the library: whatever
-/// else is executed, slat follows, and it would see a system call of the client's own, too.
+/// machine's own KVM would not test slat. A program that the dynamic linker runs without the library checks this. slat
+/// would follow any other program that is executed, and would also see a system call of the client's own.
 pub fn demand_slats(fd: i32) {
     let link = Command::new("/lib64/ld-linux-x86-64.so.2")
         .arg("/usr/bin/readlink")
@@ -91,7 +91,7 @@ fn client(name: &str) -> Command {
     client
 }
 
-/// Runs a client, which has to pass within the time limit.
+/// Runs a client, which must pass within the time limit.
 fn run(client: &mut Command, name: &str) {
     let path = format!(
         "slat-client-{}-{name}-{}",

@@ -8,7 +8,7 @@ use std::mem::zeroed;
 #[derive(Clone)]
 pub struct Allowed {
     number: i64,
-    /// Conditions on arguments: number, mask, and the value under the mask. All have to match.
+    /// Conditions on arguments: number, mask, and the required value under the mask. All have to hold.
     arguments: Vec<(u32, u32, u32)>,
 }
 
@@ -47,7 +47,7 @@ fn statement(code: u32, value: u32) -> libc::sock_filter {
     }
 }
 
-/// Makes an instruction that goes on if the accumulator is `value`, else skips `skip` instructions.
+/// Makes an instruction that skips `skip` instructions unless the accumulator is `value`.
 fn unless(value: u32, skip: usize) -> libc::sock_filter {
     libc::sock_filter {
         jf: u8::try_from(skip).unwrap(),

@@ -1,4 +1,4 @@
-//! The guest: 32-bit code without paging, which uses everything for which a vCPU thread might need its host.
+//! The guest: 32-bit code without paging, which uses every feature for which a vCPU thread may need its host.
 
 use std::arch::global_asm;
 
@@ -17,11 +17,11 @@ pub const DOORBELL_PORT: u64 = 0x510;
 /// The vector of the client's interrupts.
 pub const VECTOR: u32 = 0x30;
 
-/// What the guest writes to port 0x10 when it reaches a phase.
+/// The values that the guest writes to port 0x10 when it reaches a phase.
 pub mod phase {
     /// Devices and the timer work. The guest waits for five interrupts.
     pub const WAITS: u8 = 2;
-    /// All pages have been written once more. The guest reads the port: 0 to do so again.
+    /// The guest has written all pages once more. It reads the port: 0 means to repeat that.
     pub const ROUND: u8 = 3;
     /// The guest is done, and halts.
     pub const HALTS: u8 = 4;
@@ -53,7 +53,7 @@ global_asm!(
     "3: .byte 0x0f, 0xc7, 0xf0", // rdrand eax
     "dec esi",
     "jnz 3b",
-    // The local APIC's timer, periodically: five times out of HLT.
+    // Starts the local APIC's timer in periodic mode, and waits in HLT for five interrupts.
     "mov dword ptr ds:[0xfee000f0], 0x1ff",
     "mov dword ptr ds:[0xfee003e0], 0xb",
     "mov dword ptr ds:[0xfee00320], 0x20031",
@@ -73,7 +73,7 @@ global_asm!(
     "hlt",
     "jmp 6b",
     "7: sti",
-    // Writes all pages again, until the client ends it.
+    // Writes all pages again, until the client ends the guest.
     "8: mov esi, 0x100000",
     "9: add dword ptr [esi + 8], 1",
     "add esi, 0x1000",

@@ -1,4 +1,4 @@
-//! vCPU threads under seccomp filters: VMMs' filters, and the list in the documentation.
+//! vCPU threads under seccomp filters: those of VMMs, and the list in the documentation.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -120,7 +120,7 @@ mod client {
         vcpu.set_regs(&regs).unwrap();
     }
 
-    /// Does what a VMM does when a guest enables a message-signalled interrupt: often on the vCPU's thread.
+    /// Does what a VMM does when a guest enables a message-signalled interrupt. VMMs often do it on the vCPU's thread.
     fn route_and_register(vm: &VmFd, irqfd: &EventFd) {
         let mut routing = KvmIrqRouting::new(1).unwrap();
         let entry = &mut routing.as_mut_slice()[0];
@@ -132,14 +132,14 @@ mod client {
         vm.register_irqfd(irqfd, GSI).unwrap();
     }
 
-    /// Ends the process; under a filter that forbids that, the filter does.
+    /// Ends the process. If a filter forbids that, the filter ends it.
     fn give_up(why: &str) -> ! {
         eprintln!("{why}");
         // SAFETY: ends the process.
         unsafe { libc::_exit(1) }
     }
 
-    /// Runs the vCPU's thread, as long as the process lives.
+    /// Runs the vCPU's thread as long as the process lives.
     fn run(vm: &VmFd, mut vcpu: VcpuFd, irqfd: &EventFd, allowed: &[Allowed]) -> ! {
         // SAFETY: a plain call.
         THREAD.store(unsafe { libc::gettid() }, SeqCst);
@@ -249,7 +249,7 @@ mod client {
         }
         until("a round", || ROUNDS.load(SeqCst) > 2);
 
-        // Host memory changes and is read while the guest writes it.
+        // The host's memory changes and is read while the guest writes to it.
         for turn in 0..40 {
             let at = data.wrapping_add(turn * 20 * PAGE).cast();
             // SAFETY: inside the mapping, which only the guest uses.
@@ -299,7 +299,7 @@ mod client {
         guest_runs_under(lists::needed());
     }
 
-    /// Returns what a thread writes to standard error while it installs a filter.
+    /// Returns the text that a thread writes to standard error while it installs a filter.
     fn words_about(allowed: Vec<Allowed>) -> String {
         let mut file = tempfile();
         // SAFETY: descriptors of this process; the test's own output is restored afterwards.
@@ -313,7 +313,7 @@ mod client {
         std::thread::spawn(move || {
             filter::install(&allowed);
             tells.store(true, SeqCst);
-            // To end, a thread needs more than its filter allows.
+            // To end, the thread would need more calls than its filter allows.
             loop {
                 // SAFETY: no arguments.
                 unsafe { libc::pause() };
