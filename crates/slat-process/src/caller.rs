@@ -1,16 +1,16 @@
-//! Processor state of a caller that the kernel does not mind and that slat's code does: flags, and how
+//! Processor state that a caller may change and that slat's code depends on, though the kernel does not: flags, and how
 //! floating point is computed.
 //!
 //! Compiled code expects that alignment is not checked (AC), that strings go upwards (DF), that nothing traps after
 //! each instruction (TF), that floating point is rounded to nearest, and that its exceptions are masked (System V ABI,
-//! AMD64 supplement, "Registers"). A program may have set all of it when it calls the C library's functions, which do
-//! little but enter the kernel. So each function that replaces one of them begins with
+//! AMD64 supplement, "Registers"). A program may have set all of this differently when it calls those functions of the
+//! C library that do little but enter the kernel. So each function that replaces one of them begins with
 //! [`with_own_flags!`](crate::with_own_flags), before any compiled code, and goes on in [`with_own_floats`]. The
-//! registers of the x87 unit are empty there, as at each call of a function.
+//! registers of the x87 unit are empty there, as at each function call.
 //!
-//! Other entries into slat need a part of this. The kernel calls signal handlers with DF and TF clear and with
-//! fresh floating point, but with the program's AC: [`own_flags!`](crate::own_flags). A call site that was
-//! rewritten saves all state itself.
+//! Other entries into slat need less. The kernel calls signal handlers with DF and TF clear and with fresh
+//! floating point, but with the program's AC: [`own_flags!`](crate::own_flags). A call site that was rewritten
+//! saves all state itself.
 
 use std::arch::asm;
 
@@ -19,7 +19,7 @@ pub const NESTED_TASK: u64 = 1 << 14;
 /// RFLAGS.ID.
 pub const IDENTIFICATION: u64 = 1 << 21;
 
-/// The flags that a system call keeps and compiled code does not, or that it expects clear: TF, DF, NT, AC and ID.
+/// The flags that a system call keeps, and that compiled code changes or expects to be clear: TF, DF, NT, AC and ID.
 pub const FLAGS: u64 = 1 << 8 | 1 << 10 | NESTED_TASK | 1 << 18 | IDENTIFICATION;
 
 /// MXCSR of a new process: rounds to nearest, all exceptions are masked.
@@ -29,9 +29,9 @@ const OCCURRED: u32 = 0x3f;
 /// The x87 control word of a new process.
 pub const X87_CONTROL: u16 = 0x37f;
 
-/// Assembly of a function whose operand `inner` does its work: calls that with all of [`FLAGS`] (the operand `flags`)
-/// clear, and restores them. Usually they are, and `inner` is jumped to. It may have six arguments in registers, and a
-/// seventh on the stack. Unwinding passes through.
+/// Assembly of a function whose operand `inner` does its work. Calls `inner` with all of [`FLAGS`] (the operand
+/// `flags`) clear, and restores the flags. If they are clear already, which is usual, it jumps to `inner` instead.
+/// `inner` may have six arguments in registers, and a seventh on the stack. Unwinding passes through.
 #[macro_export]
 macro_rules! with_own_flags {
     () => {
@@ -79,8 +79,8 @@ struct Kept {
 
 /// Runs `work` with floating point as slat's code expects it, and restores the caller's.
 ///
-/// Nothing has to be dropped: `work` may unwind by `pthread_exit`, or be left by siglongjmp, of a handler of the
-/// program, which the kernel has called with fresh floating point.
+/// There is nothing to drop. So `work` may unwind by `pthread_exit`, and a handler of the program may leave it by
+/// siglongjmp; the kernel has called that handler with fresh floating point.
 #[inline(always)]
 pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
     let kept = Kept::replace();
@@ -90,7 +90,7 @@ pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
 }
 
 impl Kept {
-    /// Stores the caller's floating point, and sets slat's. Both are usually equal; then this loads nothing.
+    /// Saves the caller's floating-point state, and loads slat's. If both are equal, which is usual, loads nothing.
     #[inline(always)]
     fn replace() -> Self {
         let status: u16;
@@ -129,13 +129,13 @@ impl Kept {
             unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const self.mxcsr, options(nostack)) };
         }
         if let Some(environment) = &self.x87 {
-            // SAFETY: the caller's; the registers stay empty.
+            // SAFETY: the caller's environment; the registers stay empty.
             unsafe { asm!("fldenv [{}]", in(reg) environment, options(nostack)) };
         }
     }
 }
 
-/// Sets the x87 unit as it is in a new process. Returns its environment.
+/// Sets the x87 unit to the state of a new process. Returns its old environment.
 #[cold]
 fn replace_x87() -> [u32; 7] {
     let mut environment = [0u32; 7];
@@ -166,7 +166,7 @@ mod tests {
         [flags & FLAGS, words[0], words[1], words[2]]
     }
 
-    /// What `inner` has been given, and the state it has found.
+    /// The arguments that `inner` got, and the state that it found.
     type Found = ([u64; 7], [u64; 4]);
 
     extern "C-unwind" fn inner(
@@ -195,7 +195,7 @@ mod tests {
         naked_asm!(with_own_flags!(), inner = sym inner, flags = const FLAGS)
     }
 
-    /// What a caller sets, and finds afterwards. Assembly has the offsets.
+    /// The state that a caller sets, and the state that it finds afterwards. Assembly uses the offsets.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq)]
     struct Set {
@@ -204,7 +204,7 @@ mod tests {
         x87: u16,
     }
 
-    /// Calls [`outer`] with `set`. Returns what it returns, and what is set afterwards.
+    /// Calls [`outer`] with the state `set`. Returns its result, and the state afterwards.
     fn call(found: &mut Found, set: Set) -> (u64, Set) {
         let own = Set {
             flags: 2,

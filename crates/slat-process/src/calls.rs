@@ -1,12 +1,12 @@
 //! The system calls that slat makes on the program's threads while it serves the KVM API, `KVM_RUN` above all.
 //!
 //! With a real KVM these threads need `ioctl` alone, and VMMs install seccomp filters accordingly. So a list names each
-//! call, and who makes it where a filter forbids it: the helper thread, which shares memory and descriptors with all
-//! the others; or no thread, and then what is lost; or the thread itself, because no other thread can: those are the
-//! calls that a filter has to allow. `docs/seccomp.md` has the list for people.
+//! call that slat makes, and who makes it if a filter forbids it. It is the helper thread, which shares memory and
+//! descriptors with all threads; or no thread, and then the list says what is lost; or the thread itself, because no
+//! other thread can. The last kind are the calls that a filter has to allow. `docs/seccomp.md` has the list for people.
 //!
-//! Whether a call is allowed is one bit for the whole process: if the filter of any thread forbids a call, the helper
-//! makes it for all threads but slat's own, which no filter binds ([`mark_own_thread`]).
+//! Whether a call is allowed is one bit for the whole process. If the filter of any thread forbids a call, the helper
+//! makes it for all threads except slat's own, which no filter binds ([`mark_own_thread`]).
 
 use crate::{filter, gate, helper};
 use std::cell::Cell;
@@ -28,9 +28,9 @@ pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
     }
 }
 
-/// Does [`raw`] where slat's own threads have a gate of their own. Not inlined: the compiler would ask for the
-/// thread-local variable before it is needed, also at the program's start, when a preloaded sanitizer's
-/// runtime cannot answer yet.
+/// Like [`raw`], for a process in which slat's own threads have a gate of their own. Not inlined: otherwise the
+/// compiler would read the thread-local variable before it is needed, even at the program's start, when a preloaded
+/// sanitizer's runtime is not ready.
 ///
 /// # Safety
 /// As for the call itself.
@@ -58,7 +58,7 @@ pub fn result(answer: isize) -> Result<isize, i32> {
 /// Who makes a call that a filter forbids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instead {
-    /// The thread itself, all the same: the filter's decision is the program's problem.
+    /// The thread itself makes the call nevertheless: the program has to deal with the filter's decision.
     Nobody,
     /// The helper thread.
     Helper,
@@ -73,7 +73,7 @@ pub struct Entry {
     pub name: &'static str,
     /// Its number.
     pub number: i64,
-    /// Arguments that never change: index and value.
+    /// Arguments with a fixed value: index and value.
     pub arguments: &'static [(usize, usize)],
     /// Who makes the call where it is forbidden.
     pub instead: Instead,
@@ -176,7 +176,7 @@ calls! {
 
 const _: () = assert!(Call::ALL.len() <= 64);
 
-/// The calls that any filter forbids, or Landlock: a bit each.
+/// The calls that any thread's filter, or Landlock, forbids: a bit each.
 static FORBIDDEN: AtomicU64 = AtomicU64::new(0);
 
 impl Call {
@@ -202,14 +202,14 @@ thread_local! {
     static IS_OWN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Marks this thread as slat's own: it makes all calls itself. Call once, at the start of a thread that was started
-/// before the program's first filter, or together with the helper.
+/// Marks this thread as slat's own, so that it makes all calls itself. Call once, at the start of a thread that was
+/// started before the program's first filter, or together with the helper.
 pub fn mark_own_thread() {
     IS_OWN.set(true);
 }
 
-/// Makes a call, or has the helper make it if a filter forbids it and the thread is not slat's own. Returns the value
-/// or an errno. The call must not block, and must not concern the calling thread alone. Async-signal-safe.
+/// Makes a call. If a filter forbids it, and the thread is not slat's own, the helper makes it. Returns the value or an
+/// errno. The call must not block, and must not concern the calling thread alone. Async-signal-safe.
 ///
 /// # Safety
 /// As for the call itself, on any thread of the process.
@@ -227,13 +227,14 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     result(unsafe { raw(entry.number, arguments) })
 }
 
-/// Records that threads of the program must not open files any more, whatever the path: the helper does that.
+/// Records that threads of the program must not open files any more, whatever the path is: from now on
+/// the helper opens them.
 pub fn forbid_opening() {
     FORBIDDEN.fetch_or(Call::Open.bit(), Ordering::SeqCst);
 }
 
-/// Records a filter. Returns the calls that it forbids and no other thread can make, if the filter is
-/// one for vCPU threads.
+/// Records a filter. If the filter is one for vCPU threads, returns the calls that it forbids and that no
+/// other thread can make.
 pub(crate) fn forbid(program: &[libc::sock_filter]) -> Vec<&'static Entry> {
     const KVM_RUN: usize = 0xae80;
     let allows = |number, arguments: &[_]| filter::allows(program, number, arguments);

@@ -1,7 +1,8 @@
-//! Files under RLIMIT_FSIZE: the kernel refuses to make one longer, and sends SIGXFSZ, which ends a program
-//! that does not expect it.
+//! Files under RLIMIT_FSIZE. The kernel refuses to make a file longer than the limit, and sends SIGXFSZ, which ends a
+//! program that does not expect it.
 //!
-//! A program that uses the kernel's KVM needs no files for it. Those that slat makes long, or writes, must not end it.
+//! A program that uses the kernel's KVM needs no files for it. So the files that slat extends or writes must
+//! not end the program.
 
 use crate::calls::raw;
 use std::io;
@@ -11,7 +12,7 @@ const SET_BYTES: usize = 8;
 /// SIGXFSZ as a set.
 const EXCEEDED: u64 = 1 << (libc::SIGXFSZ - 1);
 
-/// Does `work`, which makes a file longer. If that exceeds the limit, it returns `EFBIG` and no signal arrives.
+/// Runs `work`, which makes a file longer. If that exceeds the limit, `work` gets `EFBIG`, and no signal arrives.
 /// Async-signal-safe if `work` is.
 ///
 /// # Errors
@@ -30,7 +31,7 @@ pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     mask(libc::SIG_BLOCK, &set, &mut before);
     let result = work();
     let exceeded = matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EFBIG));
-    // Where the program blocks the signal, it may have one pending, and another one makes no difference.
+    // If the program blocks the signal, one may be pending already; another one makes no difference.
     if exceeded && before & EXCEEDED == 0 {
         let now = libc::timespec {
             tv_sec: 0,

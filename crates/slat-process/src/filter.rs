@@ -1,5 +1,5 @@
-//! What a seccomp filter decides: the kernel's filter machine, as `Documentation/userspace-api/seccomp_filter.rst` and
-//! `Documentation/networking/filter.rst` describe it, over the data of one system call.
+//! Evaluates a seccomp filter for one system call: the kernel's filter machine, as described by
+//! `Documentation/userspace-api/seccomp_filter.rst` and `Documentation/networking/filter.rst`.
 
 use crate::calls::{self, Entry};
 use libc::sock_filter;
@@ -10,7 +10,7 @@ type Data = [u32; 16];
 /// The machine's scratch memory, in words.
 const MEMORY: usize = libc::BPF_MEMWORDS as usize;
 
-/// Call before a thread of this process installs a filter, or after. From then on, the helper thread makes the
+/// Call before or after a thread of this process installs a filter. From then on, the helper thread makes the
 /// calls that `program` forbids, for all threads. Returns the calls without which `KVM_RUN` cannot work, if
 /// `program` allows `KVM_RUN`.
 pub fn announce(program: &[sock_filter]) -> Vec<&'static Entry> {
@@ -28,8 +28,8 @@ pub struct Made {
     pub address: usize,
 }
 
-/// Whether `program` allows a system call with these arguments; the others, and the address, are 0. Calls that a tracer
-/// or a supervisor decides about count as forbidden.
+/// Whether `program` allows a system call with these arguments; other arguments, and the address, are 0. A call about
+/// which a tracer or a supervisor decides counts as forbidden.
 pub(crate) fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) -> bool {
     let mut made = Made {
         number,
@@ -42,7 +42,7 @@ pub(crate) fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, 
     lets_pass(program, &made)
 }
 
-/// Whether `program` allows a system call. Calls that a tracer or a supervisor decides about count as forbidden.
+/// Whether `program` allows a system call. A call about which a tracer or a supervisor decides counts as forbidden.
 pub fn lets_pass(program: &[sock_filter], made: &Made) -> bool {
     /// AUDIT_ARCH_X86_64.
     const ARCHITECTURE: u32 = 0xc000_003e;
@@ -121,7 +121,7 @@ fn arithmetic(operation: u32, a: u32, b: u32) -> Option<u32> {
         libc::BPF_ADD => a.wrapping_add(b),
         libc::BPF_SUB => a.wrapping_sub(b),
         libc::BPF_MUL => a.wrapping_mul(b),
-        // For a division by 0 the kernel ends the program with 0, which kills.
+        // For a division by 0 the kernel ends the filter with result 0, which kills.
         libc::BPF_DIV => a.checked_div(b).unwrap_or(0),
         libc::BPF_AND => a & b,
         libc::BPF_OR => a | b,
@@ -156,7 +156,7 @@ mod tests {
         }
     }
 
-    /// Makes a filter that allows `futex` with operation 128, and `ioctl` unless bit 4 of its second argument is set.
+    /// Makes a filter that allows `futex` with operation 128, and `ioctl` if bit 4 of its second argument is clear.
     fn example() -> Vec<sock_filter> {
         use libc::*;
         let load = BPF_LD | BPF_W | BPF_ABS;
@@ -186,7 +186,7 @@ mod tests {
         assert!(!allows(&program, libc::SYS_openat, &[]));
     }
 
-    /// Runs a program of arithmetic on 7 and 5 in A and X.
+    /// Runs a filter that computes with 7 in A and 5 in X.
     fn calculate(codes: &[(u32, u32)]) -> Option<u32> {
         use libc::*;
         let mut program = vec![

@@ -1,9 +1,9 @@
 //! State that belongs to this process and not to its forked children.
 //!
-//! KVM returns `EIO` to a process that uses a VM of another address space. A forked child has the objects' memory, but
-//! not the threads that may hold their locks: it must not touch any of them. A few words that the kernel clears in the
-//! child of every fork (`MADV_WIPEONFORK`) tell parent and child apart without a system call, also when the program
-//! forks without the C library. A child of `vfork` shares the words with its parent, as it shares all memory.
+//! KVM returns `EIO` to a process that uses a VM of another address space. A forked child has the memory of the
+//! objects, but not the threads that may hold their locks: it must not touch any object. A few words that the kernel
+//! clears in the child of every fork (`MADV_WIPEONFORK`) tell parent and child apart without a system call, even if the
+//! program forks without the C library. A child of `vfork` shares these words with its parent, as it shares all memory.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
@@ -30,9 +30,9 @@ static WIPED: Wiped = Wiped {
 /// The highest generation so far. A forked child continues its parent's count.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
-/// Begins to watch for forks. Forks before the first call are not noticed.
+/// Begins to watch for forks. Earlier forks are not noticed.
 fn watch() {
-    // Not a `Once`, on which a child would wait that was forked in the midst. The work may be done twice.
+    // Not a `Once`: a child that was forked during the work would wait for it for ever. The work may be done twice.
     static WATCHING: AtomicBool = AtomicBool::new(false);
     extern "C" fn in_child() {
         WIPED.generation.store(0, Ordering::Relaxed);
@@ -45,7 +45,7 @@ fn watch() {
         // SAFETY: a page of our own, which holds nothing but `WIPED`; its contents stay.
         let wiped = unsafe { libc::madvise(start, size_of::<Wiped>(), libc::MADV_WIPEONFORK) };
         if wiped != 0 {
-            // Then at least the forks of the C library are noticed.
+            // Without MADV_WIPEONFORK, at least forks by the C library are noticed.
             // SAFETY: the handler is async-signal-safe: it stores to atomics.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         }
@@ -77,8 +77,8 @@ pub fn owner() -> i32 {
     }
 }
 
-/// Notes the id of this process. Call in a child that the C library has just forked: it makes no system call where the
-/// C library's own note of the child's number is found, which a child of the child's `vfork` could not use.
+/// Stores the id of this process. Call in a child that the C library has just forked. If the C library's own note of
+/// the child's number is known, this makes no system call. A `vfork` child of this child could not use that note later.
 pub fn note_owner() {
     match crate::noted_thread_id() {
         Some(id) => {

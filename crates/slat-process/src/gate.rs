@@ -1,14 +1,14 @@
 //! The instruction at which slat enters the kernel.
 //!
-//! It is slat's own, until the system calls of this process are dispatched to slat (`docs/dispatch.md`): the
-//! kernel then lets those pass which come from one range of addresses, the C library's text, and slat's have to
-//! come from there, too.
+//! At first it is an instruction of slat's own. Once the system calls of this process are dispatched to slat
+//! (`docs/dispatch.md`), the kernel lets only those calls pass that come from the C library's text. From then on slat
+//! uses an instruction there.
 
 use std::arch::{asm, naked_asm};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
-/// The address of a `syscall` instruction that a `ret` follows. Assembly calls it with the kernel's registers.
+/// The address of a `syscall` instruction followed by `ret`. Assembly calls it with the kernel's registers.
 pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
 
 #[unsafe(naked)]
@@ -16,8 +16,8 @@ unsafe extern "C" fn own() {
     naked_asm!("syscall", "ret")
 }
 
-/// Other such instructions, for calls of slat's own threads: a filter that binds these threads is installed so that it
-/// allows what comes from here ([`exempt`]).
+/// Another such instruction, for calls of slat's own threads: a filter that binds these threads is installed so that it
+/// allows calls from here ([`exempt`]).
 #[unsafe(naked)]
 unsafe extern "C" fn exempted() {
     naked_asm!("syscall", "ret")
@@ -26,9 +26,9 @@ unsafe extern "C" fn exempted() {
 /// Whether slat's own threads enter the kernel at [`exempted`].
 static IS_EXEMPTED_USED: AtomicBool = AtomicBool::new(false);
 
-/// Has slat's own threads enter the kernel at instructions that no other thread uses. Returns the addresses that a
-/// filter sees of their calls, and has to allow. Call in a program that loads libraries: its calls may be dispatched,
-/// but not those of slat's threads.
+/// Makes slat's own threads enter the kernel at an instruction that no other thread uses. Returns the addresses that a
+/// filter sees for their calls, and must allow. Call in a program that loads libraries: its calls may be dispatched,
+/// but those of slat's threads are not.
 pub fn exempt() -> Range<usize> {
     const SYSCALL: usize = 2;
     IS_EXEMPTED_USED.store(true, Ordering::Release);
@@ -36,13 +36,13 @@ pub fn exempt() -> Range<usize> {
     next..next + 1
 }
 
-/// Whether slat's own threads have to call [`call_exempted`]. One load. Async-signal-safe.
+/// Whether slat's own threads must call [`call_exempted`]. One load. Async-signal-safe.
 #[inline]
 pub fn is_exempted_used() -> bool {
     IS_EXEMPTED_USED.load(Ordering::Relaxed)
 }
 
-/// Makes a system call of a thread of slat's own, which no filter judges.
+/// Makes a system call on a thread of slat's own, whatever filters forbid.
 ///
 /// # Safety
 /// As for the call itself.
@@ -51,8 +51,8 @@ pub unsafe fn call_exempted(number: i64, arguments: [usize; 6]) -> isize {
     unsafe { call_at(exempted as *const () as *mut (), number, arguments) }
 }
 
-/// Makes a system call by the instructions `syscall` and `ret` at `instructions`. Returns what the kernel
-/// returns. Async-signal-safe.
+/// Makes a system call by the instructions `syscall` and `ret` at `instructions`. Returns the kernel's
+/// result. Async-signal-safe.
 ///
 /// # Safety
 /// - The instructions are there. As for the call itself.
@@ -84,7 +84,7 @@ unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize
 /// As for the call itself.
 #[inline]
 pub unsafe fn call(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller's; the gate is always at such instructions.
+    // SAFETY: the caller's promise; the gate always refers to such instructions.
     unsafe { call_at(GATE.load(Ordering::Relaxed), number, arguments) }
 }
 
@@ -97,7 +97,7 @@ pub unsafe fn call_own(number: i64, arguments: [usize; 6]) -> isize {
     unsafe { call_at(own as *const () as *mut (), number, arguments) }
 }
 
-/// Has slat enter the kernel elsewhere from now on.
+/// Moves the gate: slat enters the kernel at `address` from now on.
 ///
 /// # Safety
 /// - At `address` there are, and stay, the instructions `syscall` and `ret`.

@@ -1,13 +1,13 @@
 //! A thread that makes system calls for others.
 //!
-//! It is started before the program installs a seccomp filter, so no filter binds it. All threads of a process share
-//! memory and descriptors: it does not matter which of them maps memory, opens a file or queues a signal. An asking
-//! thread needs `futex` alone.
+//! The thread is started before the program installs a seccomp filter, so no filter binds it. All threads of a process
+//! share memory and descriptors, so any thread can map memory, open a file or queue a signal for another. A thread that
+//! asks the helper needs `futex` alone.
 //!
 //! # Concurrency
 //! A request is a row of words with a state: free, claimed by an asking thread, posted, done. Asking takes no lock and
-//! allocates nothing, so a signal handler may ask, even if it has interrupted a thread that waits here. The helper
-//! holds nothing while it makes a call, and makes only calls that do not block.
+//! allocates nothing, so a signal handler may ask, even if it has interrupted a thread that is waiting here. The helper
+//! holds no lock while it makes a call, and makes only calls that do not block.
 
 use crate::calls::raw;
 use crate::forks::PerProcess;
@@ -39,7 +39,7 @@ pub struct Helper {
     requests: [Request; REQUESTS],
     /// Raised with every request that is posted.
     posts: AtomicU32,
-    /// Whether the helper sleeps, or is about to: then it has to be woken.
+    /// Whether the helper sleeps, or is about to, and has to be woken.
     sleeps: AtomicBool,
     /// Whether the helper thread runs.
     serves: AtomicBool,
@@ -59,7 +59,7 @@ impl Default for Helper {
 static HELPER: PerProcess<Helper> = PerProcess::new();
 
 /// Starts the process's helper if there is none. `start` starts a thread that runs [`Helper::serve`], and returns
-/// whether it could. Returns when the helper serves.
+/// whether it succeeded. This returns once the helper serves requests.
 pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
     let mut started = true;
     let helper = HELPER.get_or_start(|helper| started = start(helper));
@@ -68,7 +68,7 @@ pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
     }
 }
 
-/// Has the helper make a system call. `None`: there is no helper.
+/// Makes the helper execute a system call. `None`: there is no helper.
 pub(crate) fn ask(number: i64, arguments: [usize; 6]) -> Option<isize> {
     let helper = HELPER.peek()?;
     if !helper.serves.load(Ordering::Acquire) {

@@ -1,4 +1,4 @@
-//! The process that slat runs in, which belongs to the program: the program forks, and forbids system
+//! The process in which slat runs. It belongs to the program, which may fork, and may forbid system
 //! calls to its own threads.
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
@@ -7,12 +7,12 @@
 //! |---|---|
 //! | [`forks`] | what belongs to one process and not to its forked children |
 //! | [`calls`] | the system calls that slat makes on the program's threads, and who makes those that a filter forbids |
-//! | [`file_size`] | files that the program's limit forbids |
-//! | [`filter`] | what a seccomp filter decides about them |
+//! | [`file_size`] | files that exceed the program's limit |
+//! | [`filter`] | what a seccomp filter decides about a call |
 //! | `helper` | a thread without a filter that makes system calls for others |
 //! | [`caller`] | flags and floating point as the program has set them, and as slat needs them |
 //! | [`gate`] | the instruction at which slat enters the kernel |
-//! | [`once`] | what is done once, and does not hang forked children |
+//! | [`once`] | work that is done once, and does not hang forked children |
 //! | [`pointers`] | two thread pointers on one thread: the program's and slat's |
 //! | [`stack`] | the stack on which dispatched system calls are served |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
@@ -35,9 +35,9 @@ use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering, compiler_fence};
 
-/// Returns the kernel's numbers of the process that this thread runs in, and of the thread. In contrast to
-/// [`forks::owner`] and [`thread_id`] they are right in a child of `vfork`, too, where no filter forbids to
-/// ask. Async-signal-safe.
+/// Returns the kernel's ids of the process and of the thread in which this runs. In contrast to [`forks::owner`]
+/// and [`thread_id`], they are right even in a child of `vfork`, unless a filter forbids the calls that ask for
+/// them. Async-signal-safe.
 pub fn myself() -> (libc::pid_t, libc::pid_t) {
     if !calls::is_allowed(Call::ProcessId) || !calls::is_allowed(Call::ThreadId) {
         return (forks::owner(), thread_id());
@@ -55,18 +55,19 @@ pub fn errno() -> i32 {
     unsafe { *libc::__errno_location() }
 }
 
-/// Sets this thread's `errno`. Async-signal-safe: a handler restores the value it found.
+/// Sets this thread's `errno`. Async-signal-safe, provided that a handler restores the value it found.
 pub fn set_errno(errno: i32) {
     // SAFETY: the thread's own cell.
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// The C library's note of the number of the process's first thread. Null: it is not where [`noted_id`] looks for it.
+/// The C library's note of the id of the process's first thread. Null if the note is not where
+/// [`noted_id`] looks for it.
 static FIRST: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Returns the address of what is glibc's note of this thread's number: `tid` in its `struct pthread`. The kernel fills
-/// it in when a thread is made or a process is forked, and clears it when the thread ends. That it is there is checked
-/// by [`find_noted_id`].
+/// Returns the address of glibc's note of this thread's id: `tid` in its `struct pthread`. The kernel fills it in
+/// when a thread is made or a process is forked, and clears it when the thread ends. [`find_noted_id`] checks
+/// that the note is there.
 fn noted_id() -> *mut AtomicU32 {
     const OFFSET: usize = 0x2d0;
     let block: *mut u8;
@@ -77,7 +78,7 @@ fn noted_id() -> *mut AtomicU32 {
     block.wrapping_add(OFFSET).cast()
 }
 
-/// Finds out whether the C library's note of a thread's number is where it is looked for. Call on the first
+/// Checks whether the C library's note of a thread's id is where `noted_id` looks for it. Call on the first
 /// thread of the process.
 pub fn find_noted_id() {
     // SAFETY: the control block is longer.
@@ -86,29 +87,29 @@ pub fn find_noted_id() {
     }
 }
 
-/// Notes that this thread is the first one of the process.
+/// Records that this thread is the first one of the process.
 pub(crate) fn note_first() {
     FIRST.store(noted_id(), Ordering::Relaxed);
 }
 
-/// Returns the C library's note of the number of the process's first thread, which the kernel clears when that
-/// ends, and then wakes those who sleep on it. Its memory may be there no more when that thread has ended: only
+/// Returns the C library's note of the id of the process's first thread. When that thread ends, the kernel
+/// clears the note and wakes the threads that sleep on it. The note's memory may be freed afterwards, so only
 /// `futex` may access it.
 pub fn first_noted_id() -> Option<NonNull<AtomicU32>> {
     NonNull::new(FIRST.load(Ordering::Relaxed))
 }
 
-/// Returns the number of this thread as the C library has noted it, without a system call. `None` where it is not known
-/// to do so. Wrong on a thread or in a process that was not made by the C library.
+/// Returns this thread's id from the C library's note, without a system call. `None` if the place of the note is
+/// unknown. The result is wrong on a thread or in a process that the C library has not made.
 pub(crate) fn noted_thread_id() -> Option<libc::pid_t> {
-    // SAFETY: this thread's own note, whose place is known.
+    // SAFETY: this thread's own note, whose address is known.
     first_noted_id().map(|_| unsafe { (*noted_id()).load(Ordering::Relaxed) } as libc::pid_t)
 }
 
-/// Returns the kernel's number of this thread. Async-signal-safe.
+/// Returns the kernel's id of this thread. Async-signal-safe.
 ///
-/// One system call per thread: a forked child's thread has another number than the thread it is a copy of, and asks
-/// again. None where a filter forbids it and the C library has noted the number.
+/// Makes one system call per thread. In a forked child, the thread's id differs from that of the thread it is a copy
+/// of, so the child asks again. Makes no call if a filter forbids it and the C library has noted the id.
 pub fn thread_id() -> libc::pid_t {
     thread_local! {
         // Without an initialiser or a destructor: handlers read them.
@@ -125,7 +126,7 @@ pub fn thread_id() -> libc::pid_t {
         // SAFETY: no arguments.
         let ask = || unsafe { calls::raw(libc::SYS_gettid, [0; 6]) } as libc::pid_t;
         ID.set(noted.unwrap_or_else(ask));
-        // A handler that runs in between asks once more.
+        // If a handler runs in between, it asks once more.
         compiler_fence(Ordering::SeqCst);
         PROCESS.set(here);
     }

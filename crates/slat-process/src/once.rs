@@ -1,11 +1,12 @@
-//! What is done once in a process, and does not hang its forked children.
+//! Work that is done once in a process, and does not hang its forked children.
 //!
-//! A child has one thread. What another thread of the parent was doing at the moment of the fork stays half done there,
-//! and a lock that it held stays locked: a `Mutex`, and also a `OnceLock` or a `Once` whose first use was in progress.
-//! A fork may come at any moment, by a system call of which nobody is told. So the first use of a [`Prepared`] waits
-//! for threads of this process alone, and that of a [`Computed`] only while one of them moves its value.
+//! A child has one thread. Work that another thread of the parent was doing at the moment of the fork stays half done
+//! in the child, and a lock that it held stays locked. That holds for a `Mutex`, and also for a `OnceLock` or a
+//! `Once` during its first use. A fork may come at any moment, even by a system call that slat does not see. So the
+//! first use of a [`Prepared`] waits for threads of this process alone, and that of a [`Computed`] waits only while
+//! one of them moves its value.
 //!
-//! [`apart_from_forks`] is for first uses of other people's code, which has locks of its own: there, forks wait.
+//! [`apart_from_forks`] is for first uses of other people's code, which has locks of its own: it makes forks wait.
 
 use crate::forks::Birth;
 use crate::wait;
@@ -17,17 +18,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// A value that the first use computes, and that lasts. Threads that use it first at the same time may all
-/// compute it, and get the value of the first that is ready. It lies in the `Computed` itself: a first use needs
-/// no heap memory of its own.
+/// compute it, and get the value that is ready first. The value is stored in the `Computed` itself, so a first
+/// use needs no heap memory.
 #[derive(Debug)]
 pub struct Computed<T: 'static> {
-    /// The work that it guards is to move a value that has been computed into `value`.
+    /// Guards the move of a computed value into `value`.
     stored: Prepared,
     value: UnsafeCell<MaybeUninit<T>>,
 }
 
-// SAFETY: `value` is written by the one thread that does the work of `stored`, and only read once that is done: threads
-// share `&T`, and the value comes from one thread to others, which T allows.
+// SAFETY: the one thread that does the work of `stored` writes `value`; other threads only read it once that work is
+// done. Threads share `&T`, and the value moves from one thread to others, which T allows.
 unsafe impl<T: Send + Sync + 'static> Sync for Computed<T> {}
 
 impl<T: Send + Sync + 'static> Computed<T> {
@@ -55,8 +56,8 @@ impl<T: Send + Sync + 'static> Computed<T> {
             let mut fastest = false;
             let store = || {
                 fastest = true;
-                // SAFETY: nobody else has a reference to the value: this thread alone does the work, and no
-                // thread reads before it is done. A thread of a forked child's parent that was in the midst of it
+                // SAFETY: nothing else refers to the value: this thread alone does the work, and no thread reads the
+                // value before the work is done. If a thread of a forked child's parent was doing the work, that thread
                 // does not exist here.
                 unsafe { (*self.value.get()).write(new) };
                 Ok(())
@@ -86,8 +87,8 @@ impl<T: Send + Sync + 'static> Default for Computed<T> {
 /// Work that the first use does, and whose effect lasts.
 #[derive(Debug)]
 pub struct Prepared {
-    /// 0 until the work begins, then the [`Birth`] of the process in which a thread does it, and
-    /// [`DONE`](Self::DONE) afterwards.
+    /// 0 until the work begins; then the [`Birth`] of the process whose thread does the work; in the end
+    /// [`DONE`](Self::DONE).
     state: AtomicU64,
 }
 
@@ -106,8 +107,8 @@ impl Prepared {
         self.state.load(Ordering::Acquire) == Self::DONE
     }
 
-    /// Does the work, unless it is done; waits while another thread of this process does it. A forked child whose
-    /// parent had begun does it again, so what is half done must not matter.
+    /// Does the work, unless it is done. Waits while another thread of this process does it. A forked child whose
+    /// parent had begun the work does it again, so half-done work must do no harm.
     ///
     /// # Errors
     /// Those of `work`, which the next use tries again.
@@ -143,13 +144,13 @@ impl Default for Prepared {
 
 static APART: Mutex<()> = Mutex::new(());
 
-/// Keeps forks of the program out, as long as the guard lives, where its forks are announced ([`apart_from_forks`]).
+/// Makes announced forks of the program wait as long as the guard lives ([`apart_from_forks`]).
 pub fn keep_forks_out() -> MutexGuard<'static, ()> {
     APART.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `work` while no thread forks by the C library: for other people's code that computes something once. `work` is
-/// short, and calls nothing of the program's. A thread that forks takes the same lock before ([`keep_forks_out`]).
+/// Runs `work` while no thread forks by the C library. For other people's code that computes something once. `work` is
+/// short, and calls no code of the program. A thread that forks takes the same lock first ([`keep_forks_out`]).
 pub fn apart_from_forks<R>(work: impl FnOnce() -> R) -> R {
     let _held = keep_forks_out();
     work()
@@ -160,8 +161,8 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicU32;
 
-    /// Forks without the C library while another thread is in the midst of `begin`, and returns whether
-    /// `child` says yes there.
+    /// Forks without the C library while another thread is executing `begin`. Returns whether `child` returns
+    /// `true` in the child.
     fn forked_in_the_midst(begin: impl Fn(&dyn Fn()) + Sync, child: impl FnOnce() -> bool) -> bool {
         let (begun, forked) = (AtomicU32::new(0), AtomicU32::new(0));
         let until = |word: &AtomicU32| {

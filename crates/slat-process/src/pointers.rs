@@ -1,13 +1,13 @@
 //! Two thread pointers on one thread: the program's and slat's.
 //!
-//! A statically linked program brings its own C library, whose thread pointer (the base of FS) is not the one that
-//! slat's C library and the standard library need. Where such a program is loaded ([`separate`]), each entry from
-//! the program into slat changes FS to slat's, and each exit back. All of slat's code between runs on slat's
-//! pointer. The base of GS, which C libraries leave alone, leads to both. In other processes there is one pointer
-//! and nothing changes it.
+//! A statically linked program brings its own C library. Its thread pointer (the base of FS) is not the one that slat's
+//! C library and the standard library need. Where such a program is loaded ([`separate`]), each entry from the program
+//! into slat sets FS to slat's pointer, and each exit sets it back. All of slat's code in between runs on slat's
+//! pointer. The base of GS, which C libraries do not use, points to both. In other processes there is one pointer,
+//! which nothing changes.
 //!
-//! Entries are the handlers that the kernel calls ([`handler!`](crate::handler)); exits are their returns, and
-//! [`call_program`], by which a handler calls one of the program's.
+//! Entries are the handlers that the kernel calls ([`handler!`](crate::handler)). Exits are their returns, and
+//! [`call_program`], by which a handler calls a handler of the program.
 
 use crate::stack;
 use std::arch::{asm, naked_asm};
@@ -16,10 +16,10 @@ use std::ffi::c_int;
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether the program's thread pointer is another than slat's. Assembly reads it.
+/// Whether the program's thread pointer differs from slat's. Assembly reads it.
 pub static SEPARATE: AtomicBool = AtomicBool::new(false);
 
-/// Both pointers of a thread, and where its other stacks are. Assembly finds it at the base of GS.
+/// Both pointers of a thread, and the ends of its other stacks. Assembly finds this at the base of GS.
 #[repr(C)]
 struct Pointers {
     slats: Cell<usize>,
@@ -51,7 +51,7 @@ thread_local! {
     };
 }
 
-/// Notes the ends of this thread's stack of slat's.
+/// Stores the ends of slat's stack of this thread.
 pub(crate) fn set_stack(low: usize, high: usize) {
     POINTERS.with(|pointers| {
         pointers.stack[0].set(low);
@@ -59,12 +59,12 @@ pub(crate) fn set_stack(low: usize, high: usize) {
     });
 }
 
-/// Returns the ends of this thread's stack of slat's; 0: it has none.
+/// Returns the ends of slat's stack of this thread; 0 if there is none.
 pub(crate) fn stack_ends() -> (usize, usize) {
     POINTERS.with(|pointers| (pointers.stack[0].get(), pointers.stack[1].get()))
 }
 
-/// Notes the alternate stack that the program has given this thread.
+/// Stores the ends of the alternate stack that the program has given this thread.
 pub fn set_alternate(stack: &libc::stack_t) {
     let (low, size) = match stack.ss_flags & libc::SS_DISABLE {
         0 => (stack.ss_sp as usize, stack.ss_size),
@@ -76,7 +76,7 @@ pub fn set_alternate(stack: &libc::stack_t) {
     });
 }
 
-/// Whether the program's thread pointer is another than slat's.
+/// Whether the program's thread pointer differs from slat's.
 pub fn are_separate() -> bool {
     SEPARATE.load(Ordering::Relaxed)
 }
@@ -88,8 +88,8 @@ pub fn can_be_separate() -> bool {
     unsafe { libc::getauxval(libc::AT_HWCAP2) & FSGSBASE != 0 }
 }
 
-/// Gives this thread a pointer of the program's beside slat's, in whose place `programs` is from now on while the
-/// program runs. From the first call on, all threads that run the program need this.
+/// Gives this thread a pointer of the program's, `programs`, besides slat's. The program runs on it from now on. After
+/// the first call, all threads that run the program need one.
 ///
 /// # Safety
 /// - [`can_be_separate`] holds.
@@ -118,7 +118,7 @@ pub fn set_programs(pointer: usize) {
     POINTERS.with(|pointers| pointers.programs.set(pointer));
 }
 
-/// Assembly: changes FS to slat's pointer, if RAX, which is FS now, is the program's. RAX and the flags are lost.
+/// Assembly: if RAX, which equals FS, is the program's pointer, sets FS to slat's. Changes RAX and the flags.
 #[macro_export]
 macro_rules! to_slats_pointer {
     () => {
@@ -126,7 +126,7 @@ macro_rules! to_slats_pointer {
     };
 }
 
-/// Assembly: changes FS to the program's pointer. RAX is lost.
+/// Assembly: sets FS to the program's pointer. Changes RAX.
 #[macro_export]
 macro_rules! to_programs_pointer {
     () => {
@@ -134,9 +134,9 @@ macro_rules! to_programs_pointer {
     };
 }
 
-/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer.
-/// Where there is one pointer it is the same as `$inner`: unwinding passes through it. The program's flag AC is cleared
-/// ([`caller`](crate::caller)).
+/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
+/// there is only one pointer, `$name` behaves like `$inner`, and unwinding passes through it. Clears the program's flag
+/// AC ([`caller`](crate::caller)).
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
@@ -174,7 +174,7 @@ pub unsafe fn call_program(
     info: *mut libc::siginfo_t,
     context: *mut libc::c_void,
 ) {
-    // SAFETY: the kernel's context of what the signal has interrupted.
+    // SAFETY: the kernel's context of the code that the signal has interrupted.
     let sp = unsafe {
         let context = context.cast::<libc::ucontext_t>();
         (*context).uc_mcontext.gregs[libc::REG_RSP as usize] as usize
@@ -183,7 +183,7 @@ pub unsafe fn call_program(
     stack::around_handler(sp, || unsafe { call(function, signal, info, context) });
 }
 
-/// Calls `function` with the other arguments.
+/// Calls `function` with the remaining arguments.
 #[unsafe(naked)]
 unsafe extern "C-unwind" fn call(
     function: usize,

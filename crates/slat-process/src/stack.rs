@@ -1,23 +1,23 @@
-//! The stack on which slat serves a thread's dispatched system calls, and which part of it is free.
+//! The stack on which slat serves a thread's dispatched system calls, and the part of it that is free.
 //!
 //! The program makes calls from three places:
 //!
-//! * From its own stack. Then no call is being served, and all of slat's stack is free. (Frames may be left there: a
+//! * From its own stack. Then no call is being served, and all of slat's stack is free. (It may hold dead frames: a
 //!   handler that jumps away gives up the call that it has interrupted.)
-//! * From a handler on this stack, which has interrupted slat and has no alternate stack. What lies below the
+//! * From a handler on slat's stack, which has interrupted slat and has no alternate stack. Then the memory below the
 //!   stack pointer is free.
 //! * From a handler on the alternate stack. It may have interrupted slat, and its stack pointer does not show where. So
-//!   [`around_handler`] notes it before a handler of the program is called.
+//!   [`around_handler`] stores that address before it calls a handler of the program.
 
 use crate::pointers;
 use std::cell::Cell;
 
-/// Below a stack pointer, a function may have data (System V ABI, AMD64 supplement, "The Stack Frame").
+/// Bytes below a stack pointer in which a function may have data (System V ABI, AMD64 supplement, "The Stack Frame").
 pub const RED_ZONE: usize = 128;
 
 thread_local! {
     // Without an initialiser or a destructor: handlers use it.
-    /// Down to here the stack is in use when a handler runs on the alternate stack.
+    // The address down to which the stack is in use when a handler runs on the alternate stack.
     static USED_TO: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -38,8 +38,8 @@ pub fn contains(address: usize) -> bool {
     (low..=high).contains(&address)
 }
 
-/// Returns the address below which the stack is free, for a call that the program makes with the stack pointer `sp`,
-/// which is on its alternate stack or not.
+/// Returns the address below which the stack is free, for a call of the program. `sp` is the program's stack pointer;
+/// `on_alternate` tells whether it is on the alternate stack.
 pub fn free_below(sp: usize, on_alternate: bool) -> usize {
     match contains(sp) {
         true => sp - RED_ZONE,
@@ -48,7 +48,7 @@ pub fn free_below(sp: usize, on_alternate: bool) -> usize {
     }
 }
 
-/// Notes that the stack is in use down to `address`. Returns what was noted before.
+/// Records that the stack is in use down to `address`. Returns the address recorded before.
 pub fn set_used_to(address: usize) -> usize {
     USED_TO.replace(address)
 }
@@ -72,10 +72,11 @@ mod tests {
         assert!(!exists());
         set(0x1000, 0x9000);
         assert!(exists() && contains(0x1000) && !contains(0x9001));
-        // From the program's own stack, whatever was noted.
+        // For a call from the program's own stack, the recorded address does not matter.
         set_used_to(0x5000);
         assert_eq!(free_below(0x10_0000, false), 0x9000);
-        // A handler on the alternate stack has interrupted slat at 0x4000; one of its own is interrupted at 0x3000.
+        // A handler on the alternate stack has interrupted slat at 0x4000. Its own call to slat is
+        // interrupted at 0x3000.
         around_handler(0x4000, || {
             assert_eq!(free_below(0x20_0000, true), 0x4000 - RED_ZONE);
             around_handler(0x3000, || {
@@ -84,7 +85,7 @@ mod tests {
             assert_eq!(free_below(0x20_0000, true), 0x4000 - RED_ZONE);
         });
         assert_eq!(free_below(0x20_0000, true), 0x5000);
-        // One that has interrupted the program leaves all as it is.
+        // A handler that has interrupted the program changes nothing.
         around_handler(0x10_0000, || {
             assert_eq!(free_below(0x20_0000, true), 0x5000)
         });

@@ -1,4 +1,4 @@
-//! Sleeping and waking, by the operations of `futex` that the standard library's locks use, too.
+//! Sleeping and waking, by the operations of `futex` that the standard library's locks also use.
 
 use crate::calls::{self, Call};
 use std::sync::atomic::AtomicU32;
@@ -45,7 +45,7 @@ pub fn wake(word: &AtomicU32) {
     unsafe { calls::raw(libc::SYS_futex, arguments) };
 }
 
-/// Sleeps for about `duration`; only yields where a filter forbids a call that a time limit may need.
+/// Sleeps for about `duration`. If a filter forbids a call that a time limit may need, only yields.
 pub fn pause(duration: Duration) {
     match calls::is_allowed(Call::RestartSyscall) {
         true => drop(sleep(&AtomicU32::new(0), 0, Some(duration))),

@@ -1,4 +1,4 @@
-//! Which thread makes a call that a filter forbids.
+//! Tests which thread makes a call that a filter forbids.
 
 use slat_process::calls::{Call, make, mark_own_thread};
 use slat_process::{filter, helper, thread_id};
