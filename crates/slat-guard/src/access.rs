@@ -1,8 +1,8 @@
 //! Single accesses: loads, stores and locked read-modify-writes of 1 to 16 bytes.
 //!
-//! Each is one guarded machine instruction, so it happens as a whole or not at all. Loads and stores of up to 8
-//! bytes that do not cross a cache line are single-copy atomic, as the processor guarantees; for 16-byte loads
-//! and stores it does not.
+//! Each access is one guarded machine instruction, so it happens as a whole or not at all. Loads and stores of up to 8
+//! bytes that do not cross a cache line are single-copy atomic, as the processor guarantees; for 16-byte loads and
+//! stores the processor guarantees nothing.
 
 use crate::Gone;
 use std::arch::asm;
@@ -229,8 +229,8 @@ impl Sealed for u128 {
         Ok(())
     }
 
-    /// Like the narrower words', but `p` must be 16-byte aligned, as `cmpxchg16b` demands; otherwise
-    /// the access is [`Gone`].
+    /// Like `compare_exchange` of the narrower words, but `p` must be 16-byte aligned, as `cmpxchg16b` demands;
+    /// otherwise the access is [`Gone`].
     #[inline(always)]
     unsafe fn compare_exchange(
         p: *mut Self,
@@ -284,7 +284,7 @@ impl Sealed for u128 {
     word!(@bits);
 }
 
-/// Reads a word; unaligned is allowed.
+/// Reads a word. `p` need not be aligned.
 ///
 /// # Safety
 /// * `p` may be any address: unmapped memory returns [`Gone`].
@@ -296,7 +296,7 @@ pub unsafe fn load<T: Word>(p: *const T) -> Result<T, Gone> {
     unsafe { T::load(p) }
 }
 
-/// Writes a word; unaligned is allowed.
+/// Writes a word. `p` need not be aligned.
 ///
 /// # Safety
 /// * `p` may be any address that, where mapped, this process may overwrite: no Rust object lives there.
@@ -368,7 +368,7 @@ pub unsafe fn fetch_xor<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { update(p, |old| old.xor(v)) }
 }
 
-/// Runs the compare-and-exchange loop of operations for which no single instruction returns a value.
+/// Runs a compare-and-exchange loop, for operations that no single instruction does while returning the old value.
 #[inline(always)]
 unsafe fn update<T: Word>(p: *mut T, f: impl Fn(T) -> T) -> Result<T, Gone> {
     // SAFETY: the caller's promise.

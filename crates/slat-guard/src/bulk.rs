@@ -32,8 +32,8 @@ pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
     unsafe { copy(dst, src.as_ptr(), src.len()) }
 }
 
-/// Copies `len` bytes from the first to the last, one after the other, so that a copy to overlapping higher addresses
-/// repeats a pattern. `Err` holds how many were copied before memory of either side was gone.
+/// Copies `len` bytes one after the other, beginning with the first. So a copy to overlapping higher addresses repeats
+/// a pattern. `Err` holds how many were copied before memory of either side was gone.
 ///
 /// # Safety
 /// As for [`load`] and [`store`](crate::store), for every byte.

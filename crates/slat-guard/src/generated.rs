@@ -1,8 +1,8 @@
 //! Guarded accesses in code that is made at run time.
 //!
-//! Such code has no place in the exception table. It keeps a table of its own: one bit per byte of code, 1 where a
-//! guarded access begins, the lowest bit of a byte first. If one cannot be executed, the thread continues at the code's
-//! *exit*, with the address of the access in RAX.
+//! Such code has no entries in the exception table. It has a table of its own, with one bit per byte of code: 1 where a
+//! guarded access begins, the lowest bit of a byte first. If an access cannot be executed, the thread continues at the
+//! code's *exit*, with the address of the access in RAX.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,16 +12,17 @@ static END: AtomicUsize = AtomicUsize::new(0);
 static TABLE: AtomicUsize = AtomicUsize::new(0);
 static EXIT: AtomicUsize = AtomicUsize::new(0);
 
-/// Tells the signal handlers of code that is made at run time, in `code`. `table`: the address of its table. `exit`:
-/// the address of its exit. Replaces what was told before.
+/// Registers code that is made at run time with the signal handlers: the addresses `code`, the address of its `table`,
+/// and that of its `exit`. Replaces earlier registered code.
 ///
 /// # Safety
 /// - As long as any thread executes in `code`, its table is readable.
-/// - At each guarded access, the code is right to continue at `exit`, with the address of the access in RAX and all
-///   other registers as they are.
-/// - No thread executes in the code that was told before.
+/// - At each guarded access, the code may continue at `exit`, with the address of the access in RAX and all other
+///   registers unchanged.
+/// - No thread executes the code that was registered before.
 pub unsafe fn set_generated(code: Range<usize>, table: usize, exit: usize) {
-    // An empty range in between: a handler on another thread takes no old bound with a new table.
+    // An empty range is stored in between, so that a handler on another thread does not combine an old
+    // bound with a new table.
     END.store(0, Ordering::SeqCst);
     START.store(code.start, Ordering::SeqCst);
     TABLE.store(table, Ordering::SeqCst);

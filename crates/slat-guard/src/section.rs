@@ -1,23 +1,23 @@
 //! Sections of code in which the program's signal handlers wait.
 //!
-//! slat's code holds locks, and a handler of the program may call slat again on the very thread that holds one: it
-//! opens `/dev/kvm`, maps memory, reads the registers of the vCPU it has interrupted. It may also leave by `siglongjmp`
-//! and never return. The kernel has neither problem, because a handler runs when the system call is over. A [`Section`]
-//! gives slat's calls the same property.
+//! slat's code holds locks, and a handler of the program may call slat again on the thread that holds one: it opens
+//! `/dev/kvm`, maps memory, or reads the registers of the vCPU that it has interrupted. It may also leave by
+//! `siglongjmp` and never return. The kernel has neither problem, because a handler runs when the system call is over.
+//! A [`Section`] gives calls to slat the same property.
 //!
-//! Every handler that is installed for the program calls [`defer`] first. Inside a section it queues the signal
-//! again, for this thread and with its information, and blocks it in the mask that the thread returns to; the
-//! program's handler does not run. The end of the outermost section unblocks the deferred signals, and the kernel
-//! delivers them there, where slat has no other frame on the stack. So the order of signals, their masks and their
-//! stacks are the kernel's business.
+//! Every handler that is installed for the program calls [`defer`] first. Inside a section, `defer` queues the signal
+//! again, for this thread and with its information, and blocks the signal in the mask that the thread returns to; the
+//! program's handler does not run. The end of the outermost section unblocks the deferred signals. The kernel then
+//! delivers them there, where slat has no other frame on the stack. So the kernel decides about the order of signals,
+//! their masks and their stacks.
 //!
-//! Several pending instances of one realtime signal may change their order: a deferred one is queued after those that
-//! were queued already.
+//! Several pending instances of one realtime signal may change their order: a deferred instance is queued after those
+//! that were queued already.
 //!
 //! # What a handler may see
 //! The two cells belong to one thread and its handlers. A handler runs as a whole between two of the thread's
-//! instructions, and leaves the cells as it found them, unless it jumps away: then no section is open, and [`defer`]
-//! has emptied `WAITING`.
+//! instructions, and leaves the cells as it found them, unless it jumps away. When it jumps away, no section is open,
+//! and [`defer`] has emptied `WAITING`.
 
 use crate::signal::queue;
 use slat_process::calls::{self, Call};
@@ -39,8 +39,8 @@ thread_local! {
 /// The function given to [`on_deferral`], or 0.
 static ON_DEFERRAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Sets the function that the signal handler calls for every signal that arrives in a section: the thread's work there
-/// should end soon. `call` is async-signal-safe.
+/// Sets the function that the signal handler calls for every signal that arrives in a section. The function should make
+/// the thread's work in the section end soon. `call` is async-signal-safe.
 pub fn on_deferral(call: fn()) {
     ON_DEFERRAL.store(call as usize, Ordering::Release);
 }
@@ -88,16 +88,17 @@ impl Drop for Section {
 /// Unblocks the deferred signals. Their handlers run during this call.
 #[cold]
 fn deliver() {
-    // A handler may run from the moment when the depth is 0. It empties `WAITING` itself, so that a signal is unblocked
-    // also when the handler of another one jumps away.
+    // A handler may run as soon as the depth is 0. The handler empties `WAITING` itself, so that a signal is unblocked
+    // even if the handler of another signal jumps away.
     let waiting = WAITING.get();
     // SAFETY: a live set of the kernel's size.
     unsafe { slat_guard_unblock(libc::SIG_UNBLOCK, &waiting, ptr::null_mut(), SET_BYTES) };
     WAITING.set(0);
 }
 
-// rt_sigprocmask, at which handlers run that may unwind (`pthread_exit`). Neither inline assembly nor a call that Rust
-// assumes not to unwind may unwind; this function describes its frame and has nothing to drop.
+// Calls rt_sigprocmask, during which handlers run that may unwind (`pthread_exit`). Inline assembly must not
+// unwind, nor a call that Rust assumes not to unwind. So this is a function of its own: it describes its frame, and
+// has nothing to drop.
 std::arch::global_asm!(
     ".pushsection .text.slat_guard_unblock,\"ax\",@progbits",
     ".balign 16",
@@ -121,7 +122,7 @@ unsafe extern "C-unwind" {
 /// Signals that are never blocked.
 static UNBLOCKABLE: AtomicU64 = AtomicU64::new(0);
 
-/// Has `signal` stay unblocked on all threads from now on, as far as slat changes masks.
+/// Makes slat never block `signal` from now on, on any thread.
 pub fn never_block(signal: i32) {
     UNBLOCKABLE.fetch_or(1 << (signal - 1), Ordering::Relaxed);
 }
@@ -131,8 +132,8 @@ pub fn blockable(set: u64) -> u64 {
     set & !UNBLOCKABLE.load(Ordering::Relaxed)
 }
 
-/// Changes this thread's signal mask by one of the kernel's sets: bit 0 is signal 1, `how` is as for `sigprocmask`.
-/// Returns the old mask. What [must not be blocked](never_block) is not. Async-signal-safe.
+/// Changes this thread's signal mask by a set in the kernel's form: bit 0 is signal 1. `how` is as for `sigprocmask`.
+/// Returns the old mask. Signals that [must not be blocked](never_block) are not blocked. Async-signal-safe.
 pub fn change_mask(how: i32, set: u64) -> u64 {
     let set = match how {
         libc::SIG_UNBLOCK => set,
@@ -150,7 +151,7 @@ pub fn change_mask(how: i32, set: u64) -> u64 {
     before
 }
 
-/// Blocks all signals on this thread until it is dropped: for changes that a handler on the same thread
+/// Blocks all signals on this thread until dropped, for changes that a handler on the same thread
 /// must not see half done.
 #[derive(Debug)]
 pub(crate) struct AllBlocked(u64);
@@ -175,18 +176,18 @@ fn is_synchronous(signal: i32, code: i32) -> bool {
         libc::SIGILL,
         libc::SIGFPE,
         libc::SIGTRAP,
-        // Sent by a seccomp filter: if it were blocked, it would end the process.
+        // A seccomp filter sent it: if it were blocked, it would end the process.
         libc::SIGSYS,
     ];
     // Codes above 0 are the kernel's; a process cannot send them.
     code > 0 && FAULTS.contains(&signal)
 }
 
-/// `si_errno` of a disguised signal, beside its code. The kernel's own signals have 0 there.
+/// A mark in `si_errno` of a disguised signal, besides the signal's code. The kernel's own signals have 0 there.
 const DISGUISED: i32 = 0x51a7 << 16;
 
-/// Prepares a signal for the helper to queue again. The kernel allows no other thread to send a signal
-/// whose code is the kernel's or `tgkill`'s (rt_tgsigqueueinfo(2)): so it is sent as a queued one, and its
+/// Prepares a signal so that the helper can queue it again. The kernel allows no other thread to send a signal whose
+/// code is the kernel's or `tgkill`'s (rt_tgsigqueueinfo(2)). So the signal gets the code of a queued one, and its own
 /// code is kept in `si_errno`.
 fn disguise(info: &mut libc::siginfo_t) {
     if info.si_code >= 0 || info.si_code == libc::SI_TKILL {
@@ -203,8 +204,8 @@ fn reveal(info: &mut libc::siginfo_t) {
     }
 }
 
-/// Call first in a signal handler, before the program's handler runs. Returns true when the handler must not run now:
-/// the thread is in a [`Section`], and the signal is delivered when the thread leaves it. Async-signal-safe.
+/// Call first in a signal handler, before the program's handler runs. Returns true if that must not run now, because
+/// the thread is in a [`Section`]: the signal is then delivered when the thread leaves the section. Async-signal-safe.
 ///
 /// Faults of the interrupted instruction are never deferred. Neither is a signal that the kernel refuses to queue again
 /// (`rt_tgsigqueueinfo` fails for a realtime signal beyond RLIMIT_SIGPENDING): its handler runs at once, because a
@@ -219,7 +220,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     // SAFETY: the kernel's context; the C library's larger set begins with the kernel's.
     let mask = unsafe { &mut *(&raw mut (*context).uc_sigmask).cast::<u64>() };
     if !Section::is_entered() {
-        // Nonzero if the thread has just left its sections and not yet unblocked the signals.
+        // The set is not empty if the thread has just left its sections and has not yet unblocked the signals.
         *mask &= !WAITING.replace(0);
         return false;
     }
@@ -234,7 +235,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
         unsafe { mem::transmute::<usize, fn()>(call)() };
     }
     let bit = 1u64 << (signal - 1);
-    // With SA_NODEFER the signal is not blocked here, and would be delivered at once.
+    // With SA_NODEFER the kernel has not blocked the signal, and would deliver it again at once.
     let blocked = change_mask(libc::SIG_BLOCK, bit);
     // SAFETY: the kernel's information, which is this handler's to change.
     let queued = unsafe {

@@ -1,11 +1,11 @@
-//! The signal handlers, and the signals they hand on.
+//! The signal handlers of slat, and signals that they pass on.
 //!
-//! Three signals are ours: SIGSEGV, SIGBUS and the kick signal. The handlers are installed by the system call
+//! slat uses three signals: SIGSEGV, SIGBUS and the kick signal. The handlers are installed by the system call
 //! itself, not by the C library's `sigaction`: a preloaded library wraps that name, and the wrapper must see
 //! only the client's calls.
 //!
-//! A signal that is not ours is handed to the action that the client has set. If it was sent, in contrast to a fault,
-//! it waits until the thread leaves slat's code ([`defer`]).
+//! A signal that is not meant for slat is passed on to the action that the client has set. If the signal was sent, in
+//! contrast to a fault, it first waits until the thread leaves slat's code ([`defer`]).
 
 use crate::section::{AllBlocked, change_mask, defer};
 use crate::{generated, table};
@@ -31,7 +31,7 @@ struct KernelAction {
 
 const SA_RESTORER: u64 = 0x0400_0000;
 
-// A handler returns to the kernel through this; debuggers recognise the two instructions.
+// A handler returns to the kernel through this code. Debuggers recognise the two instructions.
 std::arch::global_asm!(
     ".pushsection .text.slat_guard_restorer,\"ax\",@progbits",
     ".balign 16",
@@ -46,10 +46,10 @@ unsafe extern "C" {
     safe fn slat_guard_restorer();
 }
 
-/// Where handlers return to the kernel, if not at slat's own instruction.
+/// The address of the code by which handlers return to the kernel; 0 for slat's own.
 static RESTORER: AtomicUsize = AtomicUsize::new(0);
 
-/// Has handlers return to the kernel elsewhere: call before [`install`].
+/// Makes handlers return to the kernel by the code at `address`. Call before [`install`].
 ///
 /// # Safety
 /// - At `address` there is, and stays, a call of rt_sigreturn(2).
@@ -68,8 +68,8 @@ fn restorer() -> usize {
 static CHAINED: [Chained; 3] = [const { Chained::new() }; 3];
 static INSTALLED: Prepared = Prepared::new();
 
-/// An action that handlers read while any thread changes it: a sequence lock. It allocates nothing, because a handler
-/// of the client may call `sigaction`, and so may its `malloc`.
+/// An action that handlers read while any thread changes it: a sequence lock. It allocates nothing, because the client
+/// may call `sigaction` in a handler, or in its `malloc`.
 struct Chained {
     /// 0 before the first change, odd during a change.
     version: AtomicU32,
@@ -88,8 +88,8 @@ impl Chained {
         }
     }
 
-    /// Returns the action, if one was ever set. Async-signal-safe: the thread that changes it has all signals blocked
-    /// meanwhile.
+    /// Returns the action, if one was ever set. Async-signal-safe, because a thread that changes the action has all
+    /// signals blocked meanwhile.
     fn get(&self) -> Option<KernelAction> {
         loop {
             let version = self.version.load(Ordering::Acquire);
@@ -145,7 +145,7 @@ pub fn was_kicked() -> bool {
     KICKED.get()
 }
 
-/// Has [`was_kicked`] tell of later accesses alone.
+/// Makes [`was_kicked`] report only later accesses.
 pub fn forget_kick() {
     KICKED.set(false);
 }
@@ -177,7 +177,7 @@ unsafe fn rt_sigaction(
     answer.map(drop).map_err(io::Error::from_raw_os_error)
 }
 
-/// Changes the kernel's action for a signal, also one that the C library keeps for itself. The caller's
+/// Changes the kernel's action for a signal, even one that the C library reserves for itself. The caller's
 /// restorer is replaced.
 ///
 /// # Errors
@@ -264,7 +264,7 @@ fn install_all() -> io::Result<()> {
     Ok(())
 }
 
-/// Call in a forked child. Ends the changes of actions that threads of its parent had begun. Async-signal-safe.
+/// Call in a forked child: completes changes of actions that other threads of the parent had begun. Async-signal-safe.
 pub fn after_fork_in_child() {
     for chained in &CHAINED {
         let version = chained.version.load(Ordering::Relaxed);
@@ -276,8 +276,9 @@ pub fn after_fork_in_child() {
     }
 }
 
-/// Replaces the action to which signals are handed that are not ours, as if by `sigaction`; `None` only asks. Returns
-/// the old action; `None` if `sig` is none of our three signals or no action is known yet. Async-signal-safe.
+/// Replaces the action to which slat passes signals on that are not meant for it, as if by `sigaction`. `None` only
+/// reads the action. Returns the old action; `None` if `sig` is none of slat's three signals or no action is known
+/// yet. Async-signal-safe.
 pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::sigaction> {
     let chained = chained(sig)?;
     let old = match action {
@@ -287,7 +288,7 @@ pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::s
     old.as_ref().map(to_libc)
 }
 
-/// A kick's value is the address of this: it tells the kick from signals of the client, and from kicks of
+/// The value of a kick is the address of this variable: it tells the kick from signals of the client, and from kicks of
 /// another copy of this crate.
 static KICK: u8 = 0;
 
@@ -323,7 +324,8 @@ pub fn kick(tid: libc::pid_t) {
     let _ = unsafe { queue((info.pid, tid), kick_signal(), (&raw const info).cast()) };
 }
 
-/// Queues a signal for a thread, given with its process. Returns an errno if the kernel refuses. Async-signal-safe.
+/// Queues a signal for a thread, given by its process and thread id. Returns an errno if the kernel
+/// refuses. Async-signal-safe.
 ///
 /// # Safety
 /// - `info` is a whole `siginfo_t`.
@@ -403,8 +405,8 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
     match action.handler {
         libc::SIG_IGN if sent => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: the default action; a fault occurs again when the handler returns, a signal that was sent has to
-            // be sent again. It stays blocked until then.
+            // SAFETY: the default action. A fault occurs again when the handler returns; a signal that was sent has to
+            // be sent again. The signal stays blocked until then.
             unsafe {
                 let _ = rt_sigaction(sig, &default, ptr::null_mut());
                 if sent {

@@ -1,4 +1,4 @@
-//! Accesses to inaccessible memory, and signals that are not ours.
+//! Tests accesses to inaccessible memory, and signals that are not slat's.
 
 use slat_guard::{Gone, *};
 use std::ptr;
@@ -161,7 +161,7 @@ fn a_comparison_sees_each_byte_and_no_others() {
                 assert_eq!(matches(at, &bytes), Ok(false), "{changed} of {len}");
                 bytes[changed] ^= 0x80;
             }
-            // Whatever its quarter, an access beyond the page is none.
+            // An access beyond the page fails, in whichever quarter of a line it is.
             bytes.push(0);
             assert_eq!(matches(at, &bytes), Err(Gone), "{len}");
         }
@@ -331,8 +331,8 @@ fn kicks_among_accesses_lose_nothing() {
     assert_eq!(unsafe { load(p as *const u64) }, Ok(added));
 }
 
-/// A kick ends the access of a thread asleep in a userfaultfd page. Where the system allows
-/// ordinary users no userfaultfd the test checks nothing.
+/// A kick ends the access of a thread that sleeps in a page handled by userfaultfd. Where ordinary users may not use
+/// userfaultfd, the test checks nothing.
 #[test]
 fn a_kick_wakes_a_thread_blocked_in_a_page_fault() {
     const UFFD_USER_MODE_ONLY: i32 = 1;
