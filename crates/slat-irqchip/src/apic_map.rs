@@ -1,8 +1,8 @@
-//! Which local APICs a message is for, without asking each of them.
+//! Finds the local APICs that a message is for, without asking each APIC.
 //!
-//! [`ApicMap`] is a snapshot of the APICs' [`Address`]es. Whoever shares it builds it anew when an address has
-//! changed: at most a few times while a guest boots. A look-up by id is a binary search; a logical id of x2APIC mode
-//! names at most 16 physical ids (SDM volume 3, 12.12.10.2); xAPIC's logical ids are compared one by one, and there
+//! [`ApicMap`] is a snapshot of the APICs' [`Address`]es. The code that shares it builds a new one when an address has
+//! changed: at most a few times while a guest boots. A look-up by id is a binary search. A logical id of x2APIC mode
+//! names at most 16 physical ids (SDM volume 3, 12.12.10.2). Logical ids of xAPIC mode are compared one by one; there
 //! are at most 255 of them.
 
 use crate::message::{BROADCAST, DeliveryMode, Destination, Message};
@@ -16,7 +16,7 @@ pub struct Address {
     pub id: u32,
     /// The logical id.
     pub logical: Logical,
-    /// Software has enabled it: it takes interrupts.
+    /// Whether software has enabled the APIC, so that it takes interrupts.
     pub enabled: bool,
 }
 
@@ -27,9 +27,9 @@ pub enum Logical {
     None,
     /// Flat model: eight APICs, a bit each.
     Flat(u8),
-    /// Cluster model: the cluster in the upper half, four APICs of a bit each in the lower.
+    /// Cluster model: the cluster is in the upper half; each of its four APICs has a bit in the lower half.
     Cluster(u8),
-    /// x2APIC mode: it follows from the physical id.
+    /// x2APIC mode: the logical id follows from the physical id.
     X2apic,
 }
 
@@ -52,21 +52,21 @@ struct Entry {
     id: u32,
     logical: Logical,
     enabled: bool,
-    /// The number that the caller knows the APIC by.
+    /// The number by which the caller knows the APIC.
     index: usize,
 }
 
 /// The addresses of all enabled local APICs of a machine.
 #[derive(Debug, Default)]
 pub struct ApicMap {
-    /// By physical id; several APICs may have given themselves the same.
+    /// Sorted by physical id. Several APICs may have given themselves the same id.
     by_id: Vec<Entry>,
     /// Some APIC is in xAPIC mode.
     has_xapic: bool,
 }
 
 impl ApicMap {
-    /// Makes room for `apics` APICs, so that [`rebuild`](Self::rebuild) allocates nothing.
+    /// Allocates memory for `apics` APICs, so that [`rebuild`](Self::rebuild) allocates nothing.
     ///
     /// # Errors
     /// There is no memory; the map is as before.
@@ -75,7 +75,7 @@ impl ApicMap {
             .try_reserve(apics.saturating_sub(self.by_id.len()))
     }
 
-    /// Replaces all addresses. `addresses` gives the number that the caller knows each APIC by.
+    /// Replaces all addresses. `addresses` gives each with the number by which the caller knows the APIC.
     pub fn rebuild(&mut self, addresses: impl Iterator<Item = (usize, Address)>) {
         self.by_id.clear();
         self.has_xapic = false;
@@ -137,7 +137,7 @@ impl ApicMap {
                 .filter(|entry| Some(entry.index) != sender)
                 .for_each(visit),
             Destination::Physical(id) => {
-                // For an APIC in xAPIC mode eight ones are a broadcast, also from a sender that has wider ids.
+                // For an APIC in xAPIC mode, eight ones are a broadcast, even if the sender has wider ids.
                 if id == BROADCAST {
                     self.visit_xapic(&mut visit, |_| true);
                 }
@@ -158,8 +158,8 @@ impl ApicMap {
         }
     }
 
-    /// Calls `deliver` with each APIC that `message` is for. One that goes to the lowest priority goes to one of those
-    /// that take interrupts: as in KVM, the vector chooses which, so that the same interrupt stays on one CPU.
+    /// Calls `deliver` with each APIC that `message` is for. A lowest-priority message goes to one of the APICs that
+    /// take interrupts. As in KVM, the vector determines which one, so that an interrupt stays on one CPU.
     pub fn route(&self, message: &Message, sender: Option<usize>, mut deliver: impl FnMut(usize)) {
         let destination = message.destination;
         if message.mode != DeliveryMode::LowestPriority {
@@ -194,7 +194,7 @@ mod tests {
         map_without(&[], addresses)
     }
 
-    /// Software has enabled all APICs but those at the places `disabled`.
+    /// Makes a map in which software has enabled all APICs but those at the indices `disabled`.
     fn map_without(disabled: &[usize], addresses: &[(u32, Logical)]) -> ApicMap {
         let mut map = ApicMap::default();
         map.reserve(addresses.len()).unwrap();

@@ -1,16 +1,16 @@
 //! The I/O APIC of a PC: an 82093AA, version 0x11, with 24 pins.
 //!
-//! As in KVM, a line that is high means that a device asks for an interrupt; an entry's polarity bit is storage. An
-//! edge at a masked pin is lost, while a level waits until the pin is unmasked. A level that nobody ends for its
-//! device's sake is delivered again at each end of interrupt; after [`SUCCESSIVE`] times in a row, the caller is asked
-//! to let the guest get on for a while.
+//! As in KVM, a high line means that a device asks for an interrupt; the polarity bit of a redirection entry has no
+//! effect. An edge at a masked pin is lost, while a level waits until the pin is unmasked. A level whose device is not
+//! served is delivered again at each end of interrupt; after [`SUCCESSIVE`] times in a row, the caller is asked to let
+//! the guest run for a while first.
 //!
-//! Messages go to a closure `deliver`, which returns how many local APICs accepted the message. An entry with
-//! delivery mode ExtINT makes a message like any other: its local APICs decide (KVM's drop it, for the 8259
-//! pair is wired to LINT0).
+//! Messages go to a closure `deliver`, which returns how many local APICs have accepted the message. An entry with
+//! delivery mode ExtINT sends a message like any other, and the local APICs decide about it (KVM's drop it, because the
+//! 8259 pair is wired to LINT0).
 //!
-//! What there is not: an EOI register, which comes with version 0x20; and KVM's knowledge of which CPUs have yet to end
-//! the interrupt of pin 8 (the RTC), by which it reports an edge at that pin as coalesced until all have.
+//! Not implemented: an EOI register, which comes with version 0x20; and KVM's record of the CPUs that have yet to end
+//! the interrupt of pin 8 (the RTC). Until all of them have, KVM reports a further edge at that pin as coalesced.
 
 #[cfg(test)]
 mod tests;
@@ -18,7 +18,7 @@ mod tests;
 use crate::line::{Lines, Outcome};
 use crate::message::{BROADCAST, DeliveryMode, Destination, Message};
 
-/// Pins, each with its line and its redirection entry.
+/// The number of pins. Each has a line and a redirection entry.
 pub const PINS: usize = 24;
 /// The physical address of the registers after reset.
 pub const DEFAULT_BASE: u64 = 0xfec0_0000;
@@ -61,8 +61,8 @@ pub struct IoApicState {
     pub ioregsel: u32,
     /// The APIC id.
     pub id: u32,
-    /// The pins, by bit, whose line is high. In a saved state without the edges that were delivered: what this leaves
-    /// is delivered when the state is restored.
+    /// The pins whose line is high, by bit. In a saved state, edges that were delivered are removed; the remaining bits
+    /// are delivered when the state is restored.
     pub irr: u32,
     /// Padding, which KVM keeps.
     pub pad: u32,
@@ -83,7 +83,7 @@ pub struct EntryWrite {
 #[derive(Clone, Debug)]
 pub struct IoApic {
     state: IoApicState,
-    /// The edges in `state.irr`, by bit, that were delivered.
+    /// The pins, by bit, whose edge in `state.irr` was delivered.
     delivered: u32,
     lines: Lines<PINS>,
     /// For each pin, how often in a row its level was delivered again at its end of interrupt.
@@ -140,7 +140,7 @@ impl IoApic {
         }
     }
 
-    /// Lets `source` (modulo 64) hold the line of `pin` high, or no longer hold it.
+    /// Makes `source` (modulo 64) hold the line of `pin` high, or release it.
     pub fn set_line(
         &mut self,
         pin: usize,
@@ -160,12 +160,12 @@ impl IoApic {
         }
     }
 
-    /// Takes note that the line of `pin` is high, and delivers that.
+    /// Records that the line of `pin` is high, and delivers the interrupt.
     fn raise(&mut self, pin: usize, deliver: &mut impl FnMut(Message) -> usize) -> Outcome {
         let bit = 1 << pin;
         let entry = self.state.redirtbl[pin];
         if !is_level(entry) {
-            // What a restored state would deliver: an edge that was coalesced, too, as in KVM.
+            // A restored state delivers these again, even an edge that was coalesced, as in KVM.
             self.delivered &= !bit;
             if self.state.irr & bit != 0 {
                 return Outcome::Coalesced;
@@ -196,7 +196,7 @@ impl IoApic {
         self.state.irr & 1 << pin != 0 && is_level(entry) && entry & (MASKED | REMOTE_IRR) == 0
     }
 
-    /// Lets none of `sources` hold the line of `pin` any longer.
+    /// Makes all `sources` release the line of `pin`.
     fn lower(&mut self, pin: usize, sources: u64) {
         if self.lines.lower(pin, sources) {
             self.state.irr &= !(1 << pin);
@@ -208,7 +208,7 @@ impl IoApic {
         self.state.base_address
     }
 
-    /// Returns whether the registers' address range has `gpa`.
+    /// Whether `gpa` is in the registers' address range.
     pub fn contains(&self, gpa: u64) -> bool {
         gpa.wrapping_sub(self.state.base_address) < WINDOW
     }
@@ -235,8 +235,8 @@ impl IoApic {
         }
     }
 
-    /// Reads from `offset` in the registers' address range. Registers are 32 bits wide; what `data` has
-    /// beyond them is zero.
+    /// Reads from `offset` in the registers' address range. Registers are 32 bits wide; bytes of `data`
+    /// beyond them become zero.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         let value = match offset {
             IOREGSEL => self.state.ioregsel,
@@ -249,12 +249,12 @@ impl IoApic {
         }
     }
 
-    /// Writes to `offset` in the registers' address range. Returns the redirection entry that was written; local APICs
-    /// have to look at [`vectors`](Self::vectors) then.
+    /// Writes to `offset` in the registers' address range. Returns the redirection entry that was written, if one was;
+    /// local APICs then have to look at [`vectors`](Self::vectors).
     ///
-    /// A level that waits at the pin of this entry may be old, when the device was served while the pin was masked. So
-    /// `acknowledged` is called for the pin, as [`end_of_interrupt`](Self::end_of_interrupt) does. What is
-    /// high still is delivered.
+    /// A level that waits at the pin of this entry may be out of date, if the device was served while the pin was
+    /// masked. So `acknowledged` is called for the pin, as by [`end_of_interrupt`](Self::end_of_interrupt). If the line
+    /// is still high, the level is delivered.
     pub fn write(
         &mut self,
         offset: u64,
@@ -262,7 +262,7 @@ impl IoApic {
         acknowledged: &mut impl FnMut(usize) -> u64,
         deliver: &mut impl FnMut(Message) -> usize,
     ) -> Option<EntryWrite> {
-        // As in KVM, a narrow write has zeroes above, and eight bytes are a write of the lower four.
+        // As in KVM, a narrow write has zeroes in the upper bytes, and an eight-byte write writes its lower four.
         let value = match *data {
             [a] => u32::from_le_bytes([a, 0, 0, 0]),
             [a, b] => u32::from_le_bytes([a, b, 0, 0]),
@@ -297,11 +297,12 @@ impl IoApic {
             false => old & !0xffff_ffff | value,
         };
         let mut new = new & !READ_ONLY | old & READ_ONLY;
-        // Systems switch a pin to edges and back to end an interrupt where there is no EOI register.
+        // Where there is no EOI register, systems end an interrupt by switching its pin to edges and back.
         if !is_level(new) {
             new &= !REMOTE_IRR;
         }
-        // A line that is high has no edge for a pin that takes edges from now on; to one that takes levels, it matters.
+        // A high line is no edge when the pin is switched to edges. When the pin is switched to levels,
+        // the high line counts.
         match (is_level(old), is_level(new)) {
             (true, false) => self.delivered |= 1 << pin & self.state.irr,
             (false, true) => self.delivered &= !(1 << pin),
@@ -311,15 +312,14 @@ impl IoApic {
         is_masked(old) && !is_masked(new)
     }
 
-    /// Call after a local APIC ended the interrupt `vector`. `level`: the vector's bit in the APIC's TMR.
+    /// Call after a local APIC has ended the interrupt `vector`. `level` is the vector's bit in the APIC's TMR.
     ///
-    /// `acknowledged` is called with each pin that has the vector. It returns the sources, by bit, that held
-    /// the line only until now (KVM's resample irqfds), or 0. Then, if `level`, a pin whose line still is
-    /// high is delivered again.
+    /// Calls `acknowledged` with each pin that has the vector. It returns the sources, by bit, that held the line only
+    /// until now (KVM's resample irqfds), or 0. Then, if `level`, a pin whose line is still high is delivered again.
     ///
-    /// Returns the pins, by bit, that were delivered so [`SUCCESSIVE`] times in a row: nobody serves their device.
-    /// Their next delivery is up to the caller: [`deliver_pending`](Self::deliver_pending), after a while in which the
-    /// guest gets on (KVM: 10 ms).
+    /// Returns the pins, by bit, that were delivered again [`SUCCESSIVE`] times in a row: their devices are not being
+    /// served. The caller has to deliver them by [`deliver_pending`](Self::deliver_pending), after a while in which the
+    /// guest runs (KVM: 10 ms).
     pub fn end_of_interrupt(
         &mut self,
         vector: u8,
@@ -362,7 +362,7 @@ impl IoApic {
         }
     }
 
-    /// Returns whether a pin has this vector, so that the I/O APIC has to know of its end of interrupt.
+    /// Whether a pin has this vector, so that the I/O APIC must be told of the vector's end of interrupt.
     pub fn handles(&self, vector: u8) -> bool {
         self.state
             .redirtbl
@@ -370,7 +370,7 @@ impl IoApic {
             .any(|&entry| vector_of(entry) == vector)
     }
 
-    /// Returns the vectors that [`handles`](Self::handles) holds for, by bit: for those who end
+    /// Returns the vectors, by bit, for which [`handles`](Self::handles) is true. With these a caller can end other
     /// interrupts without a lock.
     pub fn vectors(&self) -> [u64; 4] {
         let mut vectors = [0; 4];
@@ -381,7 +381,7 @@ impl IoApic {
         vectors
     }
 
-    /// Returns the registers: what [`restore`](Self::restore) takes.
+    /// Returns the registers, in the form that [`restore`](Self::restore) takes.
     pub fn save(&self) -> IoApicState {
         IoApicState {
             irr: self.state.irr & !self.delivered,
@@ -389,7 +389,8 @@ impl IoApic {
         }
     }
 
-    /// Sets the registers, and delivers what waits in `state.irr`. The lines' sources stay.
+    /// Sets the registers, and delivers the interrupts that wait in `state.irr`. The sources of the
+    /// lines do not change.
     pub fn restore(&mut self, state: &IoApicState, deliver: &mut impl FnMut(Message) -> usize) {
         self.state = IoApicState { irr: 0, ..*state };
         self.delivered = 0;

@@ -1,9 +1,9 @@
-//! The local APIC of one vCPU: registers, priorities, timer. Knows nothing of other vCPUs: what leaves it comes back as
-//! an [`Effect`], which the VM carries out.
+//! The local APIC of one vCPU: registers, priorities, timer. It knows nothing of other vCPUs: what it wants done
+//! outside is returned as an [`Effect`], which the VM carries out.
 //!
-//! What there is: xAPIC (memory) and x2APIC (MSR) modes, interrupts of every delivery mode, the LVT timer in all three
-//! modes, an 8259 or an NMI through LINT0. What there is not: the error status register's error bits, the thermal and
-//! performance LVTs beyond storage.
+//! Implemented: xAPIC (memory) and x2APIC (MSR) modes, interrupts of every delivery mode, the LVT timer in all three
+//! modes, and an 8259 or an NMI through LINT0. Not implemented: the error bits of the error status register; the
+//! thermal and performance LVTs, which are only stored.
 
 use crate::apic_map::{Address, Logical};
 use crate::message::{DeliveryMode, Message};
@@ -60,7 +60,7 @@ pub const REGISTERS: usize = 64;
 /// Version 0x14 with six LVT entries.
 const VERSION: u32 = 0x14 | 5 << 16;
 
-/// What a register write has to bring about outside.
+/// What the caller has to do after a register write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Nothing.
@@ -69,14 +69,14 @@ pub enum Effect {
     Send(Message),
     /// [`Lapic::address`] may have changed.
     Address,
-    /// The timer has a new deadline (or none): see [`Lapic::deadline`]. The one before may have been over, and
-    /// is an interrupt then.
+    /// The timer has a new deadline, or none: see [`Lapic::deadline`]. If the old deadline had passed, it has
+    /// become an interrupt.
     Timer,
-    /// The guest has finished with this vector; true when it was level-triggered.
+    /// The guest has ended the interrupt with this vector. `true` if it was level-triggered.
     Eoi(u8, bool),
 }
 
-/// What became of an interrupt that was sent to an APIC.
+/// The result of sending an interrupt to an APIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
     /// The APIC is disabled.
@@ -87,7 +87,7 @@ pub enum Request {
     Pending,
 }
 
-/// Why an MSR access is refused: the guest gets #GP.
+/// The error of a refused MSR access: the guest gets #GP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused;
 
@@ -98,14 +98,14 @@ fn mode(base: u64) -> u64 {
     base & (BASE_ENABLE | BASE_X2APIC)
 }
 
-/// Checks a new value of the APIC_BASE MSR. The client may restore any valid one; `from_guest`: the processor's rules
-/// for a change of the mode apply, too (SDM volume 3, "x2APIC State Transitions").
+/// Checks a new value of the APIC_BASE MSR. The client may restore any valid value. With `from_guest`, the processor's
+/// rules for changes of the mode apply, too (SDM volume 3, "x2APIC State Transitions").
 ///
 /// # Errors
 /// Reserved bits, x2APIC mode of a disabled APIC, and the mode changes that hardware refuses.
 pub fn check_base(old: u64, new: u64, from_guest: bool) -> Result<(), Refused> {
     let reserved = new & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0;
-    // From x2APIC mode only to disabled, and to x2APIC mode only from enabled.
+    // x2APIC mode can only change to disabled, and can only follow enabled.
     let refused = match (mode(old), mode(new)) {
         (_, BASE_X2APIC) => true,
         (X2APIC_MODE, BASE_ENABLE) | (0, X2APIC_MODE) => from_guest,
@@ -128,12 +128,12 @@ pub struct Lapic {
     deadline: Option<u64>,
     tsc_deadline: u64,
     tsc_khz: u64,
-    /// Nanoseconds of a cycle of the bus, by which the timer counts.
+    /// Nanoseconds of a bus cycle, which is the timer's unit.
     bus_cycle_ns: u64,
 }
 
 impl Lapic {
-    /// The APIC of the vCPU with this id, as after reset.
+    /// Returns the APIC of the vCPU with this id, as after reset.
     pub fn new(id: u32, bootstrap: bool, tsc_khz: u64) -> Self {
         let mut lapic = Lapic {
             regs: [0; REGISTERS],
@@ -150,7 +150,7 @@ impl Lapic {
         lapic
     }
 
-    /// What INIT does: everything but the base and the id.
+    /// Does what INIT does: resets everything but the base and the id.
     pub fn reset(&mut self) {
         let id = self.get(reg::ID);
         self.regs = [0; REGISTERS];
@@ -168,14 +168,14 @@ impl Lapic {
         self.tsc_deadline = 0;
     }
 
-    /// Whether the interrupt line of an 8259 reaches the CPU: through LINT0, or directly while the APIC is disabled.
+    /// Whether an 8259's interrupt line reaches the CPU: through LINT0, or directly while the APIC is disabled.
     pub fn accepts_external(&self) -> bool {
         let lint0 = self.get(reg::LVT_LINT0);
         self.base & BASE_ENABLE == 0
             || lint0 & LVT_MASKED == 0 && DeliveryMode::of(lint0) == DeliveryMode::ExtInt
     }
 
-    /// Whether a pulse of LINT0 is an NMI, as a watchdog by PIT sets it up.
+    /// Whether a pulse of LINT0 is an NMI, as for a watchdog that uses the PIT.
     pub fn lint0_is_nmi(&self) -> bool {
         let lint0 = self.get(reg::LVT_LINT0);
         self.base & BASE_ENABLE != 0
@@ -231,7 +231,7 @@ impl Lapic {
         Ok(())
     }
 
-    /// Whether `gpa` is in the page of the registers, which are no memory now.
+    /// Whether `gpa` is in the page of the registers while they are not mapped there.
     pub fn is_hole(&self, gpa: u64) -> bool {
         self.page().is_none() && gpa & !0xfff == self.base & 0x000f_ffff_ffff_f000
     }
@@ -241,7 +241,7 @@ impl Lapic {
         self.base & BASE_X2APIC != 0
     }
 
-    /// The physical page of the registers, when they are memory now.
+    /// Returns the physical page of the registers, if they are mapped in memory now.
     pub fn page(&self) -> Option<u64> {
         (self.base & (BASE_ENABLE | BASE_X2APIC) == BASE_ENABLE)
             .then_some(self.base & 0x000f_ffff_ffff_f000)
@@ -328,7 +328,8 @@ impl Lapic {
             offset @ (reg::LVT_LINT0 | reg::LVT_LINT1) => self.set_lvt(offset, value, 0x1_f7ff),
             reg::LVT_ERROR => self.set_lvt(reg::LVT_ERROR, value, 0x1_10ff),
             reg::TIMER_INITIAL if !self.tsc_deadline_mode() => {
-                // A count that has ended by now is an interrupt, although no thread has looked at the timer since.
+                // If the old count has ended by now, it is an interrupt, although no thread has
+                // looked at the timer since.
                 self.tick(now);
                 self.set(reg::TIMER_INITIAL, value);
                 self.started = now;
@@ -340,7 +341,7 @@ impl Lapic {
                 let count = self.timer_current(now);
                 self.set(reg::TIMER_DIVIDE, value & 0xb);
                 if self.deadline.is_some() && !self.tsc_deadline_mode() {
-                    // The count goes on from where it is, at the new speed.
+                    // The count continues from its current value, at the new speed.
                     let left = u64::from(count) * self.count_ns();
                     self.deadline = Some(now.saturating_add(left));
                     return Effect::Timer;
@@ -367,7 +368,7 @@ impl Lapic {
     /// Reads an x2APIC register by MSR number.
     ///
     /// # Errors
-    /// Not in x2APIC mode, or no readable register there.
+    /// The APIC is not in x2APIC mode, or the register does not exist or cannot be read.
     pub fn read_msr(&self, msr: u32, now: u64) -> Result<u64, Refused> {
         if !self.x2apic() {
             return Err(Refused);
@@ -392,7 +393,7 @@ impl Lapic {
     /// Writes an x2APIC register by MSR number.
     ///
     /// # Errors
-    /// Not in x2APIC mode, no writable register there, or reserved bits.
+    /// The APIC is not in x2APIC mode; or the register does not exist or cannot be written; or reserved bits are set.
     pub fn write_msr(&mut self, msr: u32, value: u64, now: u64) -> Result<Effect, Refused> {
         if !self.x2apic() {
             return Err(Refused);
@@ -429,7 +430,7 @@ impl Lapic {
         Ok(self.write(reg::ICR, value as u32, now))
     }
 
-    /// Reads ICR or TPR by the MSR that Hyper-V has for it, in whatever mode the APIC is.
+    /// Reads ICR or TPR by Hyper-V's MSR for the register, in whatever mode the APIC is.
     ///
     /// # Errors
     /// The register has no such MSR, or cannot be read.
@@ -441,7 +442,7 @@ impl Lapic {
         }
     }
 
-    /// Writes EOI, ICR or TPR by the MSR that Hyper-V has for it, in whatever mode the APIC is. The upper
+    /// Writes EOI, ICR or TPR by Hyper-V's MSR for the register, in whatever mode the APIC is. The upper
     /// half of ICR is ICR2.
     ///
     /// # Errors
@@ -499,7 +500,7 @@ impl Lapic {
         }
     }
 
-    /// The interrupt that may be delivered now, by priority.
+    /// Returns the interrupt with the highest priority that may be delivered now.
     pub fn pending(&self) -> Option<u8> {
         if !self.software_enabled() {
             return None;
@@ -515,13 +516,13 @@ impl Lapic {
         self.set(reg::ISR + offset, self.get(reg::ISR + offset) | bit);
     }
 
-    /// Removes an interrupt from the requested ones, and ends it: its source needs no end of interrupt.
+    /// Removes a requested interrupt and ends it at once, because its source needs no end of interrupt.
     pub fn accept_ended(&mut self, vector: u8) {
         let (offset, bit) = Self::bit(vector);
         self.set(reg::IRR + offset, self.get(reg::IRR + offset) & !bit);
     }
 
-    /// Whether the end of the interrupt in service concerns the guest only: none is pending after it, and no
+    /// Whether the end of the interrupt in service concerns the guest only: no other interrupt is pending, and no
     /// I/O APIC waits for it.
     pub fn may_end_silently(&self) -> bool {
         let edge = |vector| {
@@ -531,12 +532,12 @@ impl Lapic {
         self.highest(reg::IRR).is_none() && self.highest(reg::ISR).is_some_and(edge)
     }
 
-    /// Tells the frequency of the guest's TSC, for deadlines set from now on.
+    /// Sets the frequency of the guest's TSC, for deadlines set from now on.
     pub fn set_tsc_khz(&mut self, khz: u64) {
         self.tsc_khz = khz;
     }
 
-    /// Sets how long a cycle of the bus is, by which the timer counts: 1 ns, unless this is called. Call before the
+    /// Sets the length of a bus cycle, which is the timer's unit. It is 1 ns unless this is called. Call before the
     /// guest runs. The longest count, [`u32::MAX`] with [`MAX_DIVISOR`], has to fit 64 bits.
     pub fn set_bus_cycle(&mut self, nanoseconds: u64) {
         self.bus_cycle_ns = nanoseconds;
@@ -551,7 +552,7 @@ impl Lapic {
         Effect::Eoi(vector, self.get(reg::TMR + offset) & bit != 0)
     }
 
-    /// How messages find this APIC now. `None` while it is disabled: nothing finds it.
+    /// Returns the address by which messages find this APIC now. `None` while it is disabled: no message finds it.
     pub fn address(&self) -> Option<Address> {
         if self.base & BASE_ENABLE == 0 {
             return None;
@@ -591,7 +592,7 @@ impl Lapic {
         self.get(reg::LVT_TIMER) >> 17 & 3 == 1
     }
 
-    /// Nanoseconds of one full count. A count that begins again and again has KVM's minimum.
+    /// Nanoseconds of one full count. A periodic count has KVM's minimum.
     fn period(&self) -> u64 {
         match u64::from(self.get(reg::TIMER_INITIAL)) * self.count_ns() {
             0 => 0,
@@ -649,7 +650,7 @@ impl Lapic {
         let period = self.period();
         let periodic = self.is_periodic() && period != 0;
         self.tsc_deadline = 0;
-        // Ticks that were missed are not made up for.
+        // Missed ticks are dropped.
         self.deadline = periodic.then(|| {
             let missed = (now - deadline) / period;
             deadline.saturating_add(period.saturating_mul(missed + 1))
@@ -659,7 +660,7 @@ impl Lapic {
         }
     }
 
-    /// The registers as memory shows them, 16 bytes apart: what [`restore`](Self::restore) takes.
+    /// Returns the registers as memory shows them, 16 bytes apart, in the form that [`restore`](Self::restore) takes.
     pub fn save(&self, now: u64) -> [u32; REGISTERS] {
         let mut registers = self.regs;
         registers[(reg::TIMER_CURRENT >> 4) as usize] = self.timer_current(now);
@@ -667,8 +668,8 @@ impl Lapic {
         registers
     }
 
-    /// Sets all registers. The timer goes on from its current count. A deadline of the TSC is none of them: as in KVM,
-    /// it stays as long as its mode does.
+    /// Sets all registers. The timer continues from its current count. A TSC deadline is not among the registers: as in
+    /// KVM, it stays until the timer's mode changes.
     pub fn restore(&mut self, registers: &[u32; REGISTERS], now: u64) {
         let by_tsc = self.tsc_deadline_mode();
         self.regs = *registers;
@@ -682,7 +683,7 @@ impl Lapic {
             return;
         }
         self.tsc_deadline = 0;
-        // A periodic timer that was saved at the end of its count begins a new one; another one fires.
+        // A periodic timer that was saved at the end of its count begins a new count; any other timer fires.
         let period = self.period();
         let left = match current * self.count_ns() {
             0 if self.is_periodic() => period,

@@ -1,20 +1,20 @@
-//! Interrupt lines that several sources share, and what became of a change of one.
+//! Interrupt lines that several sources share, and the outcome of a change of a line.
 
-/// What a change of an interrupt line brought about at one controller.
+/// The effect of a change of an interrupt line at one controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The line is high, but masked, or it is a level that waits for the end of the interrupt before it.
+    /// The line is high, but it is masked, or it is a level that waits for the end of the previous interrupt.
     Ignored,
-    /// The line is high, and its earlier interrupt is still pending: the two are one.
+    /// The line is high, but its earlier interrupt is still pending: the guest sees one interrupt for both.
     Coalesced,
-    /// The line is high, and this many CPUs have a new interrupt pending. 0: no local APIC accepted the message.
+    /// The line is high, and this many CPUs have a new interrupt pending. 0: no local APIC has accepted the message.
     Delivered(usize),
     /// The line is low, which is no interrupt.
     Lowered,
 }
 
 impl Outcome {
-    /// Returns the number that `KVM_IRQ_LINE_STATUS` has for this outcome. KVM counts a lowered line as 1.
+    /// Returns the number by which `KVM_IRQ_LINE_STATUS` reports this outcome. KVM reports 1 for a lowered line.
     pub fn status(self) -> i32 {
         match self {
             Outcome::Ignored => -1,
@@ -37,7 +37,7 @@ impl<const N: usize> Lines<N> {
         Lines { held: [0; N] }
     }
 
-    /// Lets `source` (modulo 64) hold `line` high, or no longer hold it. Returns the level of the line.
+    /// Makes `source` (modulo 64) hold `line` high, or release it. Returns the level of the line.
     pub(crate) fn set(&mut self, line: usize, source: u8, level: bool) -> bool {
         let bit = 1 << (source & 63);
         match level {
@@ -47,8 +47,8 @@ impl<const N: usize> Lines<N> {
         self.held[line] != 0
     }
 
-    /// Lets none of `sources` hold `line` any longer. Returns whether the line fell: one that nobody held has not, for
-    /// a restored state may have it high without a source.
+    /// Makes all `sources` release `line`. Returns whether the line fell. A line without a source has not fallen: in a
+    /// restored state it may be high.
     pub(crate) fn lower(&mut self, line: usize, sources: u64) -> bool {
         let was_held = self.held[line] & sources != 0;
         self.held[line] &= !sources;

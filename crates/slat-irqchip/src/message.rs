@@ -15,14 +15,14 @@ pub enum DeliveryMode {
     Nmi,
     /// Resets the destinations.
     Init,
-    /// Starts the destinations at the page that the vector names.
+    /// Starts the destinations at the page that the vector gives.
     StartUp,
     /// The vector comes from the 8259 pair.
     ExtInt,
 }
 
 impl DeliveryMode {
-    /// Decodes the three bits that ICR, MSI data, I/O APIC entries and LVT entries all have at bit 8.
+    /// Decodes the three bits at bit 8 of ICR, MSI data, I/O APIC entries and LVT entries.
     pub fn of(low: u32) -> Self {
         match low >> 8 & 7 {
             0 => DeliveryMode::Fixed,
@@ -53,7 +53,7 @@ pub enum Destination {
 }
 
 impl Destination {
-    /// Decodes a destination field. An id of all ones is a broadcast, and its width is the sender's: 8 bits from xAPIC
+    /// Decodes a destination field. An id of all ones is a broadcast. The id's width is the sender's: 8 bits from xAPIC
     /// mode, an I/O APIC or an MSI, 32 from x2APIC mode.
     pub fn new(id: u32, logical: bool, broadcast: u32) -> Self {
         match logical {
@@ -64,7 +64,7 @@ impl Destination {
     }
 }
 
-/// How wide the destinations of MSIs are (`KVM_CAP_X2APIC_API`).
+/// The width of the destinations of MSIs (`KVM_CAP_X2APIC_API`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MsiIds {
     /// Eight bits.
@@ -72,7 +72,7 @@ pub enum MsiIds {
     Eight,
     /// Bits 40 to 63 of the address are bits 8 to 31 of the destination.
     ThirtyTwo {
-        /// The broadcast is 0xffff_ffff, and 0xff only reaches APICs in xAPIC mode with it.
+        /// Whether 0xffff_ffff is the broadcast. Then 0xff reaches only APICs in xAPIC mode with that id.
         wide_broadcast: bool,
     },
 }
@@ -86,7 +86,7 @@ pub struct Message {
     pub mode: DeliveryMode,
     /// Level-triggered: the APIC reports its end of interrupt to I/O APICs.
     pub level: bool,
-    /// False for a level that ends, which is no interrupt.
+    /// False for the end of a level, which is no interrupt.
     pub assert: bool,
     /// Whom it is for.
     pub destination: Destination,
@@ -100,9 +100,9 @@ const LEVEL: u32 = 1 << 15;
 const MSI_LOGICAL: u32 = 1 << 2;
 /// The redirection hint, in the address of an MSI.
 const REDIRECTION_HINT: u32 = 1 << 3;
-/// The destination of all APICs in eight bits.
+/// The 8-bit destination that names all APICs.
 pub(crate) const BROADCAST: u32 = 0xff;
-/// The destination of all APICs in x2APIC mode.
+/// The destination that names all APICs in x2APIC mode.
 pub(crate) const X2APIC_BROADCAST: u32 = u32::MAX;
 
 impl Message {
@@ -123,8 +123,8 @@ impl Message {
         }
     }
 
-    /// Decodes an MSI: a write of `data` to `address` (SDM volume 3, 12.11). As in KVM, one that ends a level counts as
-    /// an interrupt, and one with the redirection hint goes to one of its destinations.
+    /// Decodes an MSI: a write of `data` to `address` (SDM volume 3, 12.11). As in KVM, an MSI that ends a level counts
+    /// as an interrupt, and an MSI with the redirection hint goes to one of its destinations.
     pub fn from_msi(address: u64, data: u32, ids: MsiIds) -> Self {
         let low = address as u32;
         let high = match ids {

@@ -1,14 +1,13 @@
 //! The pair of 8259A interrupt controllers of a PC, with the edge/level registers of its chipset.
 //!
-//! The slave's output is input 2 of the master. As in KVM, the master latches a request of the slave like an edge: when
+//! The slave's output is input 2 of the master. As in KVM, the master latches a request of the slave like an edge. If
 //! the slave withdraws it before the CPU acknowledges, the CPU gets the slave's spurious interrupt, 15.
 //!
-//! The guest ends an interrupt with a command, or tells the controller to end it by itself. Calls that can
-//! end interrupts return their lines, because others wait for that: the resamplefds of `KVM_IRQFD`, the
-//! next tick of the 8254.
+//! The guest ends an interrupt with a command, or makes the controller end it automatically. Calls that can end
+//! interrupts return the lines of these interrupts, because others wait for that: the resamplefds of `KVM_IRQFD`, and
+//! the next tick of the 8254.
 //!
-//! What there is not: a single 8259A, and level-triggered mode for all inputs at once (ICW1's SNGL and
-//! LTIM). KVM has neither.
+//! Not implemented, as in KVM: a single 8259A, and level-triggered mode for all inputs at once (ICW1's SNGL and LTIM).
 
 mod i8259;
 #[cfg(test)]
@@ -43,7 +42,7 @@ enum Register {
     EdgeLevel,
 }
 
-/// What the CPU gets when it acknowledges the pair's interrupt.
+/// The result of acknowledging the pair's interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Acknowledged {
     /// The vector.
@@ -57,7 +56,7 @@ pub struct Acknowledged {
 pub struct Change {
     /// The lines, by bit, whose interrupt ended.
     pub ended: u16,
-    /// The lines, by bit, that were masked and are not any longer.
+    /// The lines, by bit, that were masked before and are not masked any longer.
     pub unmasked: u16,
 }
 
@@ -83,9 +82,9 @@ impl Pics {
         Self::with_sources_until_end(0)
     }
 
-    /// Like [`new`](Self::new); `sources`, by bit, hold a line only until the guest ends its interrupt. They let go of
-    /// it before the pair looks at its lines again: a slave that asked the master once more for it would leave a
-    /// spurious interrupt there.
+    /// Like [`new`](Self::new), but `sources`, by bit, hold a line only until the guest ends its interrupt. They
+    /// release the line before the pair looks at its lines again: otherwise the slave would ask the master once more
+    /// for that line, and leave a spurious interrupt there.
     pub const fn with_sources_until_end(sources: u64) -> Self {
         Pics {
             chips: [PicState::new(ELCR_MASK[0]), PicState::new(ELCR_MASK[1])],
@@ -103,8 +102,8 @@ impl Pics {
         }
     }
 
-    /// Lets `source` (modulo 64) hold line `irq` high, or no longer hold it. A line that is high already has no edge,
-    /// which is [`Outcome::Coalesced`]; `KVM_IRQ_LINE_STATUS` counts it as 1.
+    /// Makes `source` (modulo 64) hold line `irq` high, or release it. A line that is already high has no edge, which
+    /// is [`Outcome::Coalesced`]; `KVM_IRQ_LINE_STATUS` reports it as 1.
     pub fn set_line(&mut self, irq: usize, source: u8, level: bool) -> Outcome {
         if irq >= LINES {
             return Outcome::Ignored;
@@ -115,13 +114,13 @@ impl Pics {
         outcome
     }
 
-    /// Returns whether the pair asks the CPU for an interrupt now: its INTR line. Ask after every other call.
+    /// Whether the pair asks the CPU for an interrupt now: its INTR line. Check after every other call.
     pub fn output(&self) -> bool {
         self.request(Chip::Master).is_some()
     }
 
-    /// Acknowledges the interrupt that [`output`](Self::output) asks for. The vector is that of a spurious interrupt if
-    /// there is none any longer.
+    /// Acknowledges the interrupt for which [`output`](Self::output) asks. If there is none any longer, returns the
+    /// vector of a spurious interrupt.
     pub fn acknowledge(&mut self) -> Acknowledged {
         let [master, slave] = &mut self.chips;
         let mut vector = master.irq_base.wrapping_add(SPURIOUS);
@@ -164,13 +163,14 @@ impl Pics {
         }
     }
 
-    /// Returns whether `port` is one of the pair's. All of them are 8 bits wide.
+    /// Whether `port` is one of the pair's. All of them are 8 bits wide.
     pub fn answers(port: u16) -> bool {
         Self::register(port).is_some()
     }
 
-    /// Reads a port: its value and the lines, by bit, whose interrupt ended. Only a poll ends any, and only with
-    /// automatic end of interrupt: as the data sheet has it, a poll acknowledges. KVM's poll ends the interrupt, too.
+    /// Reads a port. Returns its value, and the lines, by bit, whose interrupt ended. Only a poll ends interrupts,
+    /// and only with automatic end of interrupt: as in the data sheet, a poll acknowledges. (KVM's poll always ends
+    /// the interrupt, too.)
     pub fn read(&mut self, port: u16) -> (u8, u16) {
         let Some((chip, register)) = Self::register(port) else {
             return (0xff, 0);
@@ -185,7 +185,7 @@ impl Pics {
         let cascade = (chip == Chip::Master).then_some(CASCADE);
         let (value, ended) = state.read(data, cascade);
         if polled_slave {
-            // The slave's request is served, or there is none: the CPU need not hear of it.
+            // The slave's request is served or withdrawn, so the CPU need not get it.
             self.chips[0].irr &= !(1 << CASCADE);
         }
         let ended = chip.lines(ended);
@@ -217,12 +217,12 @@ impl Pics {
         }
     }
 
-    /// Returns the registers of one controller: what [`restore`](Self::restore) takes.
+    /// Returns the registers of one controller, in the form that [`restore`](Self::restore) takes.
     pub fn save(&self, chip: Chip) -> PicState {
         self.chips[chip as usize]
     }
 
-    /// Sets the registers of one controller. The levels of its lines stay.
+    /// Sets the registers of one controller. The levels of its lines do not change.
     pub fn restore(&mut self, chip: Chip, state: &PicState) {
         self.chips[chip as usize] = *state;
         self.cascade();

@@ -1,13 +1,13 @@
 //! The 8254 timer of a PC: counter 0 drives IRQ 0, counter 2 the speaker. Counter 1 has no effect.
 //!
-//! Each end of a count of counter 0 is a tick, for which IRQ 0 has to be pulsed. When the caller is late, or the guest
-//! slow, there are more ticks than interrupts. With reinjection, which is KVM's default, ticks wait until the guest
-//! acknowledged the one before, so that none is lost: [`Pit::expire`] and [`Pit::acknowledged`] each tell whether it is
-//! time for a pulse. Without it, ticks that one call of `expire` finds are one.
+//! Each end of a count of counter 0 is a tick, for which IRQ 0 has to be pulsed. If the caller is late, or the guest
+//! slow, there are more ticks than interrupts. With reinjection, which is KVM's default, a tick waits until the guest
+//! has acknowledged the one before, so that none is lost: [`Pit::expire`] and [`Pit::acknowledged`] each return whether
+//! to pulse now. Without reinjection, all ticks that one call of `expire` finds are one.
 //!
-//! Counts follow the data sheet in all modes, binary and decimal, except that a new initial count takes effect in the
-//! midst of a period (as in KVM). Where KVM is less exact, guests get what the data sheet has: a control word alone
-//! stops the counter, a low gate stops a count, and OUT of modes 1, 2, 4 and 5 is not inverted.
+//! Counts follow the data sheet in all modes, binary and decimal. The exception is that a new initial count takes
+//! effect in the middle of a period (as in KVM). Where KVM is less exact, guests get the data sheet's behaviour: a
+//! control word alone stops the counter, a low gate stops a count, and OUT of modes 1, 2, 4 and 5 is not inverted.
 
 mod channel;
 mod reinject;
@@ -32,7 +32,7 @@ const CONTROL: u16 = 0x43;
 /// The gate of counter 2, and the speaker.
 const SPEAKER: u16 = 0x61;
 
-/// Control words for one counter: the bytes to read and write. None is the count latch command.
+/// Bits of a control word for one counter: the bytes to read and write. If none is set, it is the count latch command.
 const CONTROL_BYTES: u8 = 3 << 4;
 /// The counter number that makes a control word a read-back command.
 const READ_BACK: u8 = 3;
@@ -63,14 +63,14 @@ pub struct Pit {
     flags: u32,
     /// Whether port 0x61 is answered here.
     speaker: bool,
-    /// The ticks of counter 0 that are counted already.
+    /// The ticks of counter 0 that have been counted.
     ticks: Ticks,
     reinjection: Reinjection,
 }
 
 impl Pit {
-    /// Creates an 8254 as after reset. It answers port 0x61 if `speaker` (`KVM_PIT_SPEAKER_DUMMY`). `now` is in
-    /// nanoseconds, here and in all other calls, and never goes back. For clients that read `count_load_time` it has to
+    /// Creates an 8254 as after reset. With `speaker` it serves port 0x61 (`KVM_PIT_SPEAKER_DUMMY`). Here and in all
+    /// other calls, `now` is in nanoseconds and never goes back. For clients that read `count_load_time` it has to
     /// be `CLOCK_MONOTONIC`.
     pub fn new(speaker: bool, now: u64) -> Self {
         Pit {
@@ -82,7 +82,7 @@ impl Pit {
         }
     }
 
-    /// Returns whether `port` is one of the 8254's. All of them are 8 bits wide.
+    /// Whether `port` is one of the 8254's. All of them are 8 bits wide.
     pub fn answers(&self, port: u16) -> bool {
         matches!(port, COUNTERS..=CONTROL) || port == SPEAKER && self.speaker
     }
@@ -98,7 +98,7 @@ impl Pit {
         }
     }
 
-    /// Writes a port. The [next deadline](Self::next_deadline) may be another one afterwards.
+    /// Writes a port. This may change the [next deadline](Self::next_deadline).
     pub fn write(&mut self, port: u16, value: u8, now: u64) {
         match port {
             _ if !self.answers(port) => {}
@@ -159,8 +159,8 @@ impl Pit {
             | bit(SPEAKER_OUT, self.channels[2].out_at(now))
     }
 
-    /// Counts ticks from the begin of counter 0's count. Call after a change of this count: ticks of the
-    /// one before are void.
+    /// Begins to count ticks from the beginning of counter 0's count. Call after a change of this count: ticks of the
+    /// old count no longer matter.
     fn restart_ticks(&mut self) {
         let count = match self.flags & HPET_LEGACY {
             0 => self.channels[0].programmed(),
@@ -170,26 +170,25 @@ impl Pit {
         self.reinjection.reset();
     }
 
-    /// Returns when counter 0 ticks next. Call [`expire`](Self::expire) then.
+    /// Returns the time of counter 0's next tick. Call [`expire`](Self::expire) then.
     pub fn next_deadline(&self) -> Option<u64> {
         self.ticks.next()
     }
 
-    /// Takes note of the ticks of counter 0 until `now`. Returns whether IRQ 0 has to be pulsed: raised,
-    /// and lowered at once.
+    /// Counts the ticks of counter 0 until `now`. Returns whether IRQ 0 has to be pulsed: raised, and lowered at once.
     pub fn expire(&mut self, now: u64) -> bool {
         let due = self.ticks.expire(now);
         self.reinjection.tick(due)
     }
 
-    /// Call after the guest acknowledged IRQ 0: an 8259A or an I/O APIC ended its interrupt. Returns whether IRQ 0 has
-    /// to be pulsed, for a tick that waited.
+    /// Call after the guest has acknowledged IRQ 0: an 8259A or an I/O APIC has ended its interrupt. Returns whether
+    /// IRQ 0 has to be pulsed, for a tick that was waiting.
     pub fn acknowledged(&mut self) -> bool {
         self.reinjection.acknowledge()
     }
 
-    /// Drops the ticks that wait, and the wait for an acknowledgement. Call after the guest unmasked IRQ 0, as KVM
-    /// does: the interrupt that the guest would acknowledge may have been lost.
+    /// Drops the waiting ticks, and stops waiting for an acknowledgement. Call after the guest has unmasked IRQ 0, as
+    /// KVM does: the interrupt that the guest should acknowledge may have been lost.
     pub fn reset_reinjection(&mut self) {
         self.reinjection.reset();
     }
@@ -204,7 +203,7 @@ impl Pit {
         self.reinjection.is_on()
     }
 
-    /// Returns the registers: what [`restore`](Self::restore) takes.
+    /// Returns the registers, in the form that [`restore`](Self::restore) takes.
     pub fn save(&self) -> PitState {
         PitState {
             channels: self.channels.each_ref().map(Channel::save),
@@ -212,7 +211,7 @@ impl Pit {
         }
     }
 
-    /// Sets the registers. As in KVM, all counts begin anew, and a count that had ended ends once more.
+    /// Sets the registers. As in KVM, all counts begin again, so a count that had ended will end once more.
     pub fn restore(&mut self, state: &PitState, now: u64) {
         for (channel, state) in self.channels.iter_mut().zip(&state.channels) {
             channel.restore(state, now);

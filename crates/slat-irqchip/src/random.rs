@@ -1,4 +1,4 @@
-//! Random numbers for tests: the same ones in each run.
+//! Random numbers for tests. Each run gets the same ones.
 
 /// SplitMix64.
 pub(crate) struct Random(pub(crate) u64);

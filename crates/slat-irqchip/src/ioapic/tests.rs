@@ -1,4 +1,4 @@
-//! The I/O APIC: its registers as a guest sees them, and random operations against simple rules.
+//! Tests the I/O APIC: its registers as a guest sees them, and random operations against simple rules.
 
 use super::{DEFAULT_BASE, EntryWrite, IoApic, IoApicState, PINS, SUCCESSIVE};
 use crate::line::Outcome;
@@ -12,7 +12,7 @@ const REMOTE_IRR: u64 = 1 << 14;
 /// The source of resample irqfds.
 const RESAMPLE: u8 = 1;
 
-/// An I/O APIC, and the messages that it sent to APICs that accept all of them.
+/// An I/O APIC, and the messages that it has sent to APICs that accept all of them.
 #[derive(Default)]
 struct Machine {
     ioapic: IoApic,
@@ -182,7 +182,7 @@ fn the_outcome_says_how_many_accepted() {
         ioapic.set_line(1, 0, true, &mut |_| 3),
         Outcome::Delivered(3)
     );
-    // Nobody ends what nobody accepted, so that it does not wait for that.
+    // If no APIC accepted the message, none will end it, so the pin does not wait for an end.
     for _ in 0..2 {
         let outcome = ioapic.set_line(2, 0, true, &mut |_| 0);
         assert_eq!(outcome.status(), 0);
@@ -235,7 +235,7 @@ fn levels() {
     machine.eoi(0x39, true);
     assert_eq!(machine.vectors(), []);
     assert_eq!(machine.entry(9), LEVEL | 0x39);
-    // Another vector, and an end that the local APIC takes for an edge's, end no level.
+    // A level does not end with another vector, nor with an end that the local APIC takes for an edge's.
     machine.set(9, 0, true);
     machine.eoi(0x38, true);
     machine.eoi(0x39, false);
@@ -254,7 +254,7 @@ fn a_level_waits_for_the_unmasking() {
     };
     assert_eq!(written, Some(unmasked));
     assert_eq!(machine.vectors(), [0x39]);
-    // It is in service: masking and unmasking delivers nothing.
+    // The level is in service, so masking and unmasking delivers nothing.
     machine.program(9, LEVEL | MASKED | 0x39);
     machine.program(9, LEVEL | 0x39);
     assert_eq!(machine.vectors(), []);
@@ -293,7 +293,7 @@ fn resampled_lines_fall_at_their_acknowledgement() {
         (machine.vectors(), &machine.acknowledged[..]),
         (std::vec![0x39], &[9][..])
     );
-    // The device asks again before the guest has ended the interrupt, and another device, too.
+    // The device asks again before the guest has ended the interrupt; another device asks, too.
     machine.set(9, RESAMPLE, true);
     machine.set(9, 0, true);
     machine.eoi(0x39, true);
@@ -301,7 +301,7 @@ fn resampled_lines_fall_at_their_acknowledgement() {
     machine.set(9, 0, false);
     machine.eoi(0x39, true);
     assert_eq!(machine.vectors(), []);
-    // A level that waits at an unmasking may be old.
+    // A level that waits when the pin is unmasked may be out of date.
     machine.program(9, LEVEL | MASKED | 0x39);
     machine.set(9, RESAMPLE, true);
     machine.acknowledged.clear();
@@ -398,8 +398,8 @@ fn a_restored_state_delivers_what_waited() {
     assert_eq!((sent, other.ioapic.save().irr), (1, 0));
 }
 
-/// Who holds the line of a restored level is not known. It is no irqfd as long as none has raised it: the level stays
-/// until its line is lowered.
+/// It is unknown who holds the line of a restored level. As long as no irqfd has raised the line, none holds it: the
+/// level stays until its line is lowered.
 #[test]
 fn a_restored_level_does_not_end_with_its_interrupt() {
     let mut machine = Machine {
@@ -457,7 +457,8 @@ fn any_state_is_survived_and_kept() {
     }
 }
 
-/// Edges and levels at random pins, with masks and ends of interrupts in any order, against the rules in words.
+/// Compares the I/O APIC with the rules: edges and levels at random pins, with masks and ends of
+/// interrupts in any order.
 #[test]
 fn every_interrupt_is_delivered_coalesced_or_ignored() {
     let mut random = Random(4);
@@ -467,7 +468,7 @@ fn every_interrupt_is_delivered_coalesced_or_ignored() {
     for pin in 0..PINS {
         machine.program(pin, entry(pin) | MASKED);
     }
-    // What the rules need: masked pins, levels that are held, levels that were sent and not ended.
+    // The state on which the rules depend: masked pins, held levels, and levels that were sent and not ended.
     let (mut masked, mut held, mut in_service) = ([true; PINS], [false; PINS], [false; PINS]);
     let (mut injected, mut delivered, mut lost) = (0, 0, 0);
     for round in 0..300_000 {
@@ -521,7 +522,7 @@ fn every_interrupt_is_delivered_coalesced_or_ignored() {
     }
     assert_eq!(delivered + lost, injected);
     assert!(delivered > 0 && lost > 0);
-    // No level is left: each one that is held was delivered, or is when it ends.
+    // No level is lost: each held level was delivered, or is delivered when it ends.
     for pin in (1..PINS).step_by(2).filter(|&pin| held[pin]) {
         machine.program(pin, entry(pin));
         assert_ne!(machine.entry(pin) & REMOTE_IRR, 0);

@@ -87,7 +87,7 @@ fn only_the_tsc_deadline_mode_stops_the_count() {
     assert_eq!(lapic.read(reg::TIMER_INITIAL, 20), 0);
 }
 
-/// As KVM restores it: the count that is left, never more than the initial one; a timer without an
+/// As in KVM, a restored timer has the saved rest of the count, but no more than the initial count; a timer without an
 /// initial count is off.
 #[test]
 fn a_restored_timer_goes_on() {
@@ -250,7 +250,7 @@ fn a_count_that_has_ended_is_an_interrupt_also_when_a_new_one_begins() {
     assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (None, 0));
 }
 
-/// The divide register counts for the other modes only, and a restored APIC keeps its deadline, which is no
+/// The divide register matters to the other modes only. A restored APIC keeps its deadline, which is no
 /// register of the page.
 #[test]
 fn a_tsc_deadline_stays_until_another_one_or_another_mode() {
@@ -267,7 +267,7 @@ fn a_tsc_deadline_stays_until_another_one_or_another_mode() {
     assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (Some(2050), 3000));
     lapic.restore(&enabled().save(70), 80);
     assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (None, 0));
-    // One that is set before the mode is restored does not count.
+    // A deadline that is set before the mode is restored has no effect.
     let mut other = enabled();
     other.restore(&armed().save(70), 80);
     assert_eq!((other.deadline(), other.tsc_deadline()), (None, 0));

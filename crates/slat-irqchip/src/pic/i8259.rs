@@ -7,7 +7,7 @@ use crate::line::Outcome;
 /// A saved state may come from a client, so that every field can have any value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PicState {
-    /// The levels that the inputs had last, to find edges.
+    /// The last levels of the inputs, for detecting edges.
     pub last_irr: u8,
     /// Interrupt request register.
     pub irr: u8,
@@ -33,7 +33,7 @@ pub struct PicState {
     pub rotate_on_auto_eoi: u8,
     /// Special fully nested mode (ICW4).
     pub special_fully_nested_mode: u8,
-    /// ICW4 belongs to the initialization (ICW1).
+    /// Whether ICW4 is part of the initialization (ICW1).
     pub init4: u8,
     /// The level-triggered inputs.
     pub elcr: u8,
@@ -46,7 +46,7 @@ const ICW1: u8 = 1 << 4;
 const ICW1_ICW4: u8 = 1;
 const ICW4_AEOI: u8 = 1 << 1;
 const ICW4_SFNM: u8 = 1 << 4;
-/// A command of the command port is OCW3, without [`ICW1`].
+/// Bit of a command that makes it OCW3, if [`ICW1`] is clear.
 const OCW3: u8 = 1 << 3;
 const OCW3_READ: u8 = 1 << 1;
 const OCW3_READ_ISR: u8 = 1;
@@ -60,7 +60,7 @@ const OCW2_SPECIFIC: u8 = 1 << 6;
 /// OCW2: end of interrupt.
 const OCW2_EOI: u8 = 1 << 5;
 
-/// The answer to a poll without a request, as KVM gives it.
+/// The result of a poll without a request, as in KVM.
 const NOTHING_POLLED: u8 = 7;
 const POLLED: u8 = 1 << 7;
 
@@ -90,7 +90,7 @@ impl PicState {
     pub(super) fn set_input(&mut self, input: u8, level: bool) -> Outcome {
         let bit = 1 << input;
         let level_triggered = self.elcr & bit != 0;
-        // An edge needs a low line before, and one that waits already is not told from another.
+        // An edge needs a low line before it. An edge at an input that already waits cannot be told from the first one.
         let new = level && self.irr & bit == 0 && (level_triggered || self.last_irr & bit == 0);
         if level {
             self.last_irr |= bit;
@@ -116,15 +116,15 @@ impl PicState {
         self.irr |= 1 << cascade;
     }
 
-    /// Returns the input of `set` with the highest priority, and how far it is from the very highest.
+    /// Returns the input of `set` with the highest priority, and its distance from the highest priority of all.
     fn highest(&self, set: u8) -> Option<(u8, u32)> {
         let highest = u32::from(self.priority_add & 7);
         let distance = set.rotate_right(highest).trailing_zeros();
         (set != 0).then(|| ((distance + highest) as u8 & 7, distance))
     }
 
-    /// Returns the input whose interrupt the CPU gets next. `cascade` is the input of a slave: in special fully nested
-    /// mode, its interrupt in service does not hold back another one of the slave.
+    /// Returns the input whose interrupt the CPU gets next. `cascade` is the input of a slave. In special fully nested
+    /// mode, an interrupt in service at this input does not hold back another one of the slave.
     pub(super) fn request(&self, cascade: Option<u8>) -> Option<u8> {
         let (input, distance) = self.highest(self.irr & !self.imr)?;
         let in_service = match self.special_mask != 0 {
@@ -137,8 +137,8 @@ impl PicState {
             .then_some(input)
     }
 
-    /// Moves the interrupt of `input` from requested to in service. Returns the inputs that this ended: with automatic
-    /// end of interrupt, this one.
+    /// Moves the interrupt of `input` from requested to in service. Returns the inputs whose interrupts this has ended:
+    /// `input`, with automatic end of interrupt.
     pub(super) fn acknowledge(&mut self, input: u8) -> u8 {
         let bit = 1 << input;
         if self.elcr & bit == 0 {
@@ -159,14 +159,15 @@ impl PicState {
         self.priority_add = (input + 1) & 7;
     }
 
-    /// Ends the interrupts in service of `inputs`. Returns those that were in service.
+    /// Ends the interrupts in service of `inputs`. Returns the inputs that were in service.
     fn end(&mut self, inputs: u8) -> u8 {
         let ended = self.isr & inputs;
         self.isr &= !inputs;
         ended
     }
 
-    /// Reads the command port, or with `data` the data port. Returns the value and the inputs that this ended.
+    /// Reads the command port, or with `data` the data port. Returns the value, and the inputs whose
+    /// interrupts this has ended.
     pub(super) fn read(&mut self, data: bool, cascade: Option<u8>) -> (u8, u8) {
         if self.poll != 0 {
             self.poll = 0;
@@ -183,7 +184,7 @@ impl PicState {
         (value, 0)
     }
 
-    /// Writes the command port. Returns the inputs that this ended.
+    /// Writes the command port. Returns the inputs whose interrupts this has ended.
     pub(super) fn write_command(&mut self, value: u8) -> u8 {
         if value & ICW1 != 0 {
             return self.initialize(value);
@@ -203,7 +204,7 @@ impl PicState {
         let rotate = value & OCW2_ROTATE != 0;
         let input = match (value & OCW2_SPECIFIC != 0, value & OCW2_EOI != 0) {
             (true, _) => Some(value & 7),
-            // In special mask mode, a masked interrupt in service needs a specific end.
+            // In special mask mode, only a specific end command ends a masked interrupt in service.
             (false, true) if self.special_mask != 0 => {
                 self.highest(self.isr & !self.imr).map(|(input, _)| input)
             }
@@ -225,10 +226,11 @@ impl PicState {
         }
     }
 
-    /// Carries out ICW1. Edges that wait are forgotten, and what was in service is not any longer. Returns these
-    /// inputs, for nobody else ends their interrupts.
+    /// Carries out ICW1. Forgets edges that wait, and ends the interrupts in service. Returns the inputs of both,
+    /// because nothing else ends their interrupts.
     ///
-    /// As in KVM, a line that is high and rises again counts as an edge afterwards; the data sheet has it fall before.
+    /// As in KVM, a line that is high counts as an edge when it is raised again afterwards; in the data sheet,
+    /// it has to fall first.
     fn initialize(&mut self, icw1: u8) -> u8 {
         let ended = self.isr | self.irr & !self.elcr;
         self.last_irr = 0;
@@ -256,7 +258,7 @@ impl PicState {
                 self.irq_base = value & 0xf8;
                 self.init_state = 2;
             }
-            // ICW3 says how the pair is wired, which is fixed.
+            // ICW3 describes the wiring of the pair, which is fixed.
             2 if self.init4 != 0 => self.init_state = 3,
             2 => self.init_state = 0,
             3 => {

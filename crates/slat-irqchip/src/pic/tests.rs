@@ -1,4 +1,4 @@
-//! The pair of 8259A: one test for each command of the data sheet, and random operations against simple rules.
+//! Tests the pair of 8259A: each command of the data sheet, and random operations against simple rules.
 
 use super::{Chip, LINES, PicState, Pics};
 use crate::line::Outcome;
@@ -7,7 +7,7 @@ use crate::random::Random;
 const SLAVE_BASE: u8 = 0x70;
 const EOI: u8 = 0x20;
 
-/// A pair as a BIOS initializes it, with `icw4` for both.
+/// Returns a pair as a BIOS initializes it, with `icw4` for both chips.
 fn initialized(icw4: u8) -> Pics {
     let mut pics = Pics::new();
     for (port, base, wiring) in [(0x20, 8, 4), (0xa0, SLAVE_BASE, 2)] {
@@ -36,7 +36,7 @@ fn vector(irq: usize) -> u8 {
     }
 }
 
-/// Acknowledges an interrupt, which has to be `irq`'s.
+/// Acknowledges an interrupt, which has to be that of `irq`.
 #[track_caller]
 fn expect(pics: &mut Pics, irq: usize) {
     assert!(pics.output());
@@ -52,7 +52,7 @@ fn edges_are_latched_and_coalesced() {
     assert_eq!(pics.set_line(4, 0, true), Outcome::Coalesced);
     expect(&mut pics, 4);
     assert!(!pics.output());
-    // A line that stays high makes no second interrupt.
+    // A line that stays high causes no second interrupt.
     assert_eq!(pics.write(0x20, EOI).ended, 1 << 4);
     assert!(!pics.output());
     assert_eq!(pics.set_line(4, 0, true), Outcome::Coalesced);
@@ -87,7 +87,7 @@ fn sources_share_a_line() {
     pics.set_line(10, 63, false);
     pics.write(0xa0, EOI);
     pics.write(0x20, EOI);
-    // The slave's request was withdrawn, but not before the master latched it; nothing else comes.
+    // The slave's request was withdrawn, but the master had latched it. No other interrupt comes.
     while pics.output() {
         assert_eq!(pics.acknowledge().vector, SLAVE_BASE + 7);
         pics.write(0x20, EOI);
@@ -131,7 +131,7 @@ fn higher_priorities_nest() {
     assert!(!pics.output());
     assert_eq!(pics.write(0x20, EOI).ended, 1 << 4);
     expect(&mut pics, 6);
-    // Without anything in service, an end of interrupt ends nothing.
+    // If nothing is in service, an end of interrupt ends nothing.
     assert_eq!(pics.write(0x20, EOI).ended, 1 << 6);
     assert_eq!(pics.write(0x20, EOI).ended, 0);
 }
@@ -167,7 +167,7 @@ fn specific_ends_and_set_priority() {
     assert_eq!(pics.write(0x20, 0x60 | 4).ended, 1 << 4);
     assert_eq!(pics.write(0x20, 0x60 | 4).ended, 0);
     assert_eq!(pics.write(0x20, 0x60 | 1).ended, 1 << 1);
-    // Line 5 lowest: 6 is highest, before 7 and 0.
+    // Line 5 gets the lowest priority: 6 is highest, then 7 and 0.
     assert_eq!(pics.write(0x20, 0xc0 | 5).ended, 0);
     for irq in [0, 5, 6, 7] {
         pulse(&mut pics, irq);
@@ -205,7 +205,7 @@ fn automatic_ends() {
     let acknowledged = pics.acknowledge();
     assert_eq!(acknowledged.vector, vector(9));
     assert_eq!(acknowledged.ended, 1 << 9 | 1 << 2);
-    // In service is nothing, so that lower priorities come at once.
+    // Nothing is in service, so lower priorities are delivered at once.
     pics.write(0x20, 0x80);
     for irq in [5, 5, 6, 5] {
         pulse(&mut pics, irq);
@@ -228,7 +228,7 @@ fn special_mask_mode_lets_lower_priorities_in() {
     assert!(!pics.output());
     pics.write(0x20, 0x68);
     expect(&mut pics, 6);
-    // A masked interrupt in service needs a specific end.
+    // A masked interrupt in service needs a specific end command.
     assert_eq!(pics.write(0x20, EOI).ended, 1 << 6);
     assert_eq!(pics.write(0x20, EOI).ended, 0);
     assert_eq!(pics.write(0x20, 0x60 | 3).ended, 1 << 3);
@@ -247,7 +247,7 @@ fn special_fully_nested_mode_nests_the_slave() {
         if nests {
             expect(&mut pics, 8);
         }
-        // Lower priorities of the master wait nevertheless.
+        // Lower priorities of the master still wait.
         pulse(&mut pics, 3);
         assert_eq!(pics.save(Chip::Master).irr & 1 << 3, 1 << 3);
         assert!(!pics.output());
@@ -293,7 +293,7 @@ fn initialization() {
     pics.set_line(4, 0, true);
     pics.write(0x20, 0x0b);
     let change = pics.write(0x20, 0x10);
-    // Whoever waits for the interrupts that are forgotten hears of it.
+    // The forgotten interrupts are reported as ended to those who wait for them.
     assert_eq!((change.ended, change.unmasked), (0b11010, 0xf0));
     let state = pics.save(Chip::Master);
     assert_eq!((state.irr, state.isr, state.imr), (0, 0, 0));
@@ -381,8 +381,9 @@ fn line_of(vector: u8) -> usize {
     (0..LINES).find(|&irq| self::vector(irq) == vector).unwrap()
 }
 
-/// Edges from devices, masks and a guest that serves interrupts when it gets to it: each edge that was reported as
-/// delivered, or was at a masked line and found none there, is one interrupt of the guest, and the others are none.
+/// Edges come from devices; lines are masked and unmasked; and a guest serves interrupts late. Each edge that
+/// was reported as delivered, or that was the first at a masked line, is one interrupt of the guest; the
+/// other edges are none.
 #[test]
 fn every_edge_is_one_interrupt_or_coalesced() {
     let mut random = Random(2);
@@ -429,8 +430,8 @@ fn every_edge_is_one_interrupt_or_coalesced() {
                 }
             }
             3 if random.below(8) == 0 => {
-                // Line 2 stays open, and nothing that is requested is masked: it would leave its
-                // latched request to line 15.
+                // Line 2 stays unmasked, and no requested line is masked: the master would then keep the slave's
+                // latched request, and line 15 would get it.
                 let state = pics.save(Chip::Slave);
                 pics.write(0x21, random.next() as u8 & !(1 << 2));
                 pics.write(0xa1, random.next() as u8 & !state.irr);
@@ -445,7 +446,7 @@ fn every_edge_is_one_interrupt_or_coalesced() {
     }
 }
 
-/// Levels from devices that hold their line until the guest served them: each is served, whatever else happens.
+/// Devices hold their line until the guest has served them. Each level is served, whatever else happens.
 #[test]
 fn every_level_is_served() {
     let mut random = Random(3);
@@ -469,7 +470,7 @@ fn every_level_is_served() {
         }
         if pics.output() {
             let irq = line_of(pics.acknowledge().vector);
-            // The guest serves one device, and the others hold the line.
+            // The guest serves one device, while others hold the line.
             if held[irq] != 0 {
                 let source = held[irq].trailing_zeros() as u8;
                 held[irq] &= held[irq] - 1;
@@ -487,7 +488,7 @@ fn every_level_is_served() {
     assert_eq!(raised, served);
 }
 
-/// Who holds the line of a restored level is not known: it stays until its line is lowered.
+/// It is unknown who holds the line of a restored level: it stays until its line is lowered.
 #[test]
 fn a_restored_level_does_not_end_with_its_interrupt() {
     let mut pics = Pics::with_sources_until_end(1 << 1);

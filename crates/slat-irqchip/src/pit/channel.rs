@@ -11,21 +11,21 @@ pub struct ChannelState {
     pub count: u32,
     /// What the count latch command found.
     pub latched_count: u16,
-    /// The bytes of `latched_count` to read next, as in `rw_mode`; 0 for none.
+    /// Which bytes of `latched_count` to read next, in the form of `rw_mode`; 0 for none.
     pub count_latched: u8,
     /// `status` is to be read next.
     pub status_latched: u8,
     /// What the read-back command found.
     pub status: u8,
-    /// The byte of the count to read next: as in `rw_mode`, or 4 for the second byte of both.
+    /// Which byte of the count to read next: in the form of `rw_mode`, or 4 for the second byte of both.
     pub read_state: u8,
-    /// The byte of the initial count that is written next, as in `read_state`.
+    /// Which byte of the initial count is written next, in the form of `read_state`.
     pub write_state: u8,
     /// The first byte of two that were written.
     pub write_latch: u8,
-    /// The bytes of the count that reads and writes have: 1 low, 2 high, 3 low and then high.
+    /// The bytes of the count that reads and writes transfer: 1 low, 2 high, 3 low and then high.
     pub rw_mode: u8,
-    /// The mode, 0 to 5. Others are that of a counter that was not programmed yet: KVM has 0xff.
+    /// The mode, 0 to 5. Other values mean that the counter was not programmed yet: KVM uses 0xff.
     pub mode: u8,
     /// The counter has four decimal digits.
     pub bcd: u8,
@@ -35,7 +35,7 @@ pub struct ChannelState {
     pub count_load_time: i64,
 }
 
-/// Values of `rw_mode`, `read_state`, `write_state` and `count_latched`; all others are the low byte.
+/// Values of `rw_mode`, `read_state`, `write_state` and `count_latched`. All others mean the low byte.
 const HIGH: u8 = 2;
 const BOTH: u8 = 3;
 const BOTH_HIGH: u8 = 4;
@@ -61,12 +61,12 @@ pub(super) enum Mode {
     SquareWave,
     /// 4: OUT is low for one tick at the end of the count.
     SoftwareStrobe,
-    /// 5: as 4, but a rising gate starts the count.
+    /// 5: like 4, but a rising gate starts the count.
     HardwareStrobe,
 }
 
 impl Mode {
-    /// Returns whether only a rising gate starts the count. In the other modes, a low gate stops it.
+    /// Whether only a rising gate starts the count. In the other modes, a low gate stops it.
     fn is_triggered(self) -> bool {
         matches!(self, Mode::OneShot | Mode::HardwareStrobe)
     }
@@ -91,9 +91,9 @@ pub(super) struct Run {
 #[derive(Clone, Debug)]
 pub(super) struct Channel {
     state: ChannelState,
-    /// The gate is an output of port 0x61. Otherwise it always is high, whatever its register says.
+    /// Whether port 0x61 controls the gate. Otherwise the gate is always high, whatever its register says.
     gated: bool,
-    /// `None`: the counter waits for its initial count, or for a rising gate.
+    /// The count in progress. `None`: the counter waits for its initial count, or for a rising gate.
     run: Option<Run>,
 }
 
@@ -117,15 +117,14 @@ impl Channel {
         self.state
     }
 
-    /// Sets the registers. The count begins anew, as in KVM: even one that had ended, or for which a
-    /// rising gate is needed.
+    /// Sets the registers. As in KVM, the count begins again, even if it had ended or needs a rising gate.
     pub(super) fn restore(&mut self, state: &ChannelState, now: u64) {
         self.state = *state;
         self.set_count(state.count, now);
         self.start(now);
     }
 
-    /// Returns the mode. A counter that was not programmed counts its periods.
+    /// Returns the mode. A counter that was not programmed counts periodically.
     fn mode(&self) -> Mode {
         match self.state.mode {
             0 => Mode::TerminalCount,
@@ -137,7 +136,7 @@ impl Channel {
         }
     }
 
-    /// Returns the count that has begun and its mode, if it came from the guest or from a client.
+    /// Returns the count in progress and its mode, if the guest or a client has set it.
     pub(super) fn programmed(&self) -> Option<(Mode, Run)> {
         self.run
             .filter(|_| self.state.mode <= 5)
@@ -204,7 +203,7 @@ impl Channel {
         self.state.bcd & 1 != 0
     }
 
-    /// Writes an initial count. As in KVM, it takes effect at once, in the midst of a period, too; only a count that a
+    /// Sets an initial count. As in KVM, it takes effect at once, even in the middle of a period; but a count that a
     /// rising gate starts waits for that.
     fn load(&mut self, count: u32, now: u64) {
         self.set_count(count, now);
@@ -213,7 +212,7 @@ impl Channel {
         }
     }
 
-    /// Writes the counter's port. Returns whether that began or stopped a count.
+    /// Writes the counter's port. Returns whether the write has begun or stopped a count.
     pub(super) fn write(&mut self, value: u8, now: u64) -> bool {
         match self.state.write_state {
             HIGH => self.load(u32::from(value) << 8, now),
@@ -311,13 +310,14 @@ impl Channel {
         let modulus = if self.is_decimal() { 10_000 } else { 0x1_0000 };
         let left = match self.mode() {
             Mode::RateGenerator => count - gone % count,
-            // By two at each tick, in both halves. Odd counts begin one less; their first half has one tick more.
+            // The count decreases by two at each tick, in both halves. An odd count begins one less, and its first
+            // half has one tick more.
             Mode::SquareWave => {
                 let (half, gone) = (count.div_ceil(2), gone % count);
                 let gone_of_half = if gone < half { gone } else { gone - half };
                 (count & !1) - 2 * gone_of_half
             }
-            // Beyond zero it goes on from the greatest count.
+            // Below zero it continues from the greatest count.
             _ => (count % modulus + modulus - gone % modulus) % modulus,
         };
         self.digits((left % modulus) as u16)
@@ -352,7 +352,7 @@ impl Channel {
 }
 
 impl Run {
-    /// Returns the ticks since the count began, without those of a low gate.
+    /// Returns the ticks since the count began, except for those during a low gate.
     fn gone(&self, now: u64) -> u64 {
         ticks(self.stopped.unwrap_or(now).saturating_sub(self.since))
     }

@@ -4,7 +4,7 @@
 #[derive(Clone, Debug)]
 pub(super) struct Reinjection {
     on: bool,
-    /// Ticks that the guest has not acknowledged. The first one is on its way to the guest, and the others wait for it.
+    /// Ticks that the guest has not acknowledged. The first one is being delivered, and the others wait for it.
     unacknowledged: u64,
 }
 

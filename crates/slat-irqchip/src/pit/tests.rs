@@ -4,12 +4,12 @@ use super::{ChannelState, HPET_LEGACY, Pit, PitState, SPEAKER_DATA_ON};
 use crate::random::Random;
 use std::vec::Vec;
 
-/// A time at which no test begins by accident.
+/// The time at which tests begin, which is no round number.
 const BEGIN: u64 = 1_000_000_007;
 const CONTROL: u16 = 0x43;
 const MS: u64 = 1_000_000;
 
-/// Returns the nanoseconds after which `ticks` of 105/88 MHz are complete.
+/// Returns the time in nanoseconds after which `ticks` of 105/88 MHz are complete.
 fn ns(ticks: u64) -> u64 {
     (ticks * 88_000).div_ceil(105)
 }
@@ -57,7 +57,7 @@ fn counter_2(mode: u8, count: u16) -> Pit {
     pit
 }
 
-/// OUT of counter 2, at each of the first ticks of its count.
+/// Returns OUT of counter 2 at each of the first ticks of its count.
 fn wave(pit: &mut Pit, begin: u64, ticks: u64) -> Vec<u8> {
     (0..ticks)
         .map(|tick| u8::from(out(pit, 2, begin + ns(tick))))
@@ -84,7 +84,7 @@ fn out_in_all_modes() {
     for (mode, expected) in [(1, [0, 0, 0, 0, 1, 1, 1]), (5, [1, 1, 1, 1, 0, 1, 1])] {
         let mut pit = counter_2(mode, 4);
         assert_eq!(wave(&mut pit, BEGIN, 7), [1; 7], "mode {mode}: no trigger");
-        // The trigger begins the count, and another one does so again.
+        // The trigger begins the count, and a second trigger begins it again.
         let mut begin = BEGIN + MS;
         for _ in 0..2 {
             set_gate(&mut pit, false, begin);
@@ -136,7 +136,7 @@ fn decimal_counts() {
     assert_eq!(count(&mut pit, 2, BEGIN + ns(1001)), 0x9999);
     assert!(out(&mut pit, 2, BEGIN + ns(1000)));
     assert_eq!(status(&mut pit, 2, BEGIN) & 0x3f, 0x31);
-    // 0 is the greatest count, and other digits than 0 to 9 do no harm.
+    // 0 is the greatest count. Digits other than 0 to 9 do no harm.
     pit.write(CONTROL, 0x35, BEGIN);
     load(&mut pit, 0, 0, BEGIN);
     assert_eq!(pit.next_deadline(), Some(BEGIN + ns(10_000)));
@@ -190,12 +190,12 @@ fn bytes_of_a_count() {
     assert_eq!(pit.save().channels[0].count, 0x1200);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0x11);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0x11);
-    // Both: without a latch, each byte is of its own time.
+    // In mode "both" without a latch, each byte is that of the time of its read.
     program(&mut pit, 0, 2, 0x1200, BEGIN);
     assert_eq!(pit.read(0x40, BEGIN), 0x00);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0x11);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0xff);
-    // With one, of the same, and a second latch before the read does nothing.
+    // With a latch, both bytes are of the same time, and a second latch before the read does nothing.
     pit.write(CONTROL, 0x00, BEGIN + ns(2));
     pit.write(CONTROL, 0x00, BEGIN + ns(3));
     assert_eq!(pit.read(0x40, BEGIN + ns(9)), 0xfe);
@@ -212,14 +212,14 @@ fn bytes_of_a_count() {
 fn read_back() {
     let mut pit = pit();
     program(&mut pit, 0, 2, 1000, BEGIN);
-    // Status first, then the count, of counters 0 and 2.
+    // Reads the status first, then the count, of counters 0 and 2.
     pit.write(CONTROL, 0xc0 | 2 | 8, BEGIN + ns(10));
     assert_eq!(pit.read(0x40, BEGIN + ns(50)), 0xb4);
     assert_eq!(pit.read(0x40, BEGIN + ns(50)), 990u16.to_le_bytes()[0]);
     assert_eq!(pit.read(0x40, BEGIN + ns(50)), 990u16.to_le_bytes()[1]);
     assert_ne!(pit.save().channels[2].status_latched, 0);
     assert_eq!(pit.save().channels[1].status_latched, 0);
-    // A control word makes the count null, until there is one.
+    // A control word sets the null count flag until a count is loaded.
     pit.write(CONTROL, 0x34, BEGIN);
     assert_eq!(status(&mut pit, 0, BEGIN), 0xf4);
     load(&mut pit, 0, 7, BEGIN);
@@ -286,7 +286,7 @@ fn nothing_ticks_until_programmed() {
     assert_eq!(pit.next_deadline(), None);
     program(&mut pit, 0, 2, 1000, BEGIN);
     assert!(pit.next_deadline().is_some());
-    // A control word alone stops it, and so does the first byte of a count in mode 0, only there.
+    // A control word alone stops the count. In mode 0, and only there, the first byte of a count stops it, too.
     pit.write(CONTROL, 0x34, BEGIN);
     assert_eq!(pit.next_deadline(), None);
     for (mode, stops) in [(0, true), (2, false), (4, false)] {
@@ -309,7 +309,7 @@ fn a_period_is_at_least_200_us() {
     assert_eq!(pit.next_deadline(), Some(first + 200_000));
     // The guest sees the count it wrote nevertheless.
     assert_eq!(pit.save().channels[0].count, 2);
-    // However late the caller is, this takes no time.
+    // This takes no time, however late the caller is.
     assert!(pit.expire(u64::MAX - 1));
     assert!(!pit.expire(u64::MAX - 1));
 }
@@ -321,7 +321,7 @@ fn reinjected_ticks_wait_for_the_acknowledgement() {
     let tick = |n: u64| BEGIN + ns(11_932 * n);
     assert!(pit.expire(tick(1)));
     assert!(!pit.acknowledged());
-    // Four ticks, of which the guest gets one after the other.
+    // There are four ticks, and the guest gets them one after the other.
     assert!(pit.expire(tick(3)));
     assert!(!pit.expire(tick(5)));
     assert_eq!(pit.next_deadline(), Some(tick(6)));
@@ -331,7 +331,7 @@ fn reinjected_ticks_wait_for_the_acknowledgement() {
     assert!(!pit.acknowledged());
     assert!(!pit.acknowledged(), "one too many is nothing");
     assert!(pit.expire(tick(6)));
-    // An unmasked line starts from nothing, as the interrupt may be lost.
+    // After unmasking, nothing waits, as the interrupt may have been lost.
     assert!(!pit.expire(tick(9)));
     pit.reset_reinjection();
     assert!(!pit.acknowledged());
@@ -442,7 +442,7 @@ fn any_state_is_survived_and_kept() {
         }
         assert_eq!(saved, state);
         for _ in 0..20 {
-            // Time goes back, too: a caller's fault that must do no harm.
+            // Time may even go back: a caller's mistake that must do no harm.
             now = match random.below(4) {
                 0 => random.next(),
                 _ => now.wrapping_add(random.below(1 << 30)),
@@ -458,8 +458,8 @@ fn any_state_is_survived_and_kept() {
     }
 }
 
-/// A caller that is late by random times, and a guest that acknowledges when it gets to it: with reinjection, the guest
-/// gets exactly as many interrupts as there are ticks.
+/// The caller is late by random times, and the guest acknowledges late. With reinjection, the guest nevertheless gets
+/// exactly as many interrupts as there are ticks.
 #[test]
 fn with_reinjection_no_tick_is_lost() {
     let mut random = Random(6);

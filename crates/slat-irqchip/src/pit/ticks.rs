@@ -1,10 +1,10 @@
-//! When counter 0 ticks, and how often it has.
+//! The times of counter 0's ticks, and their number.
 
 use super::channel::{Mode, Run};
 use super::time::{nanoseconds, ticks};
 
-/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`. The count of a shorter one is shown
-/// to the guest as it is.
+/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`. A shorter count ticks at this period, but the guest
+/// reads the count that it wrote.
 const MIN_PERIOD: u64 = 200_000;
 
 /// The ticks of one count. The default has none.
@@ -19,15 +19,16 @@ pub(super) struct Ticks {
 enum Schedule {
     /// One, at this time.
     Once(u64),
-    /// One at the end of each `count` ticks of the clock. Each is computed from the begin, so that no rounding adds up.
+    /// A tick at the end of each `count` ticks of the clock. Each is computed from the beginning, so that rounding
+    /// errors do not add up.
     Periodic { since: u64, count: u64 },
-    /// The first at this time, and one after each [`MIN_PERIOD`].
+    /// The first tick is at this time; the others follow at distances of [`MIN_PERIOD`].
     Limited(u64),
 }
 
 impl Ticks {
-    /// Creates the ticks of a count in `mode`. Modes that need a rising gate have none: that of
-    /// counter 0 always is high.
+    /// Creates the ticks of a count in `mode`. Modes that need a rising gate have none, because the gate of
+    /// counter 0 is always high.
     pub(super) fn new(mode: Mode, run: Run) -> Self {
         let period = nanoseconds(run.ticks.into());
         let first = run.since.saturating_add(period);
@@ -45,7 +46,7 @@ impl Ticks {
         Ticks { schedule, seen: 0 }
     }
 
-    /// Returns the time of the first tick that was not taken note of.
+    /// Returns the time of the first tick that was not counted yet.
     pub(super) fn next(&self) -> Option<u64> {
         match *self.schedule.as_ref()? {
             Schedule::Once(at) => (self.seen == 0).then_some(at),
@@ -59,7 +60,7 @@ impl Ticks {
         }
     }
 
-    /// Takes note of the ticks until `now`. Returns how many are new.
+    /// Counts the ticks until `now`. Returns how many of them are new.
     pub(super) fn expire(&mut self, now: u64) -> u64 {
         let all = match self.schedule {
             None => 0,

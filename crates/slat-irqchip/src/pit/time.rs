@@ -8,7 +8,7 @@ pub(super) fn ticks(nanoseconds: u64) -> u64 {
     (u128::from(nanoseconds) * TICKS / NANOSECONDS) as u64
 }
 
-/// Returns the nanoseconds after which `ticks` are complete: `u64::MAX` if there are not so many.
+/// Returns the time in nanoseconds after which `ticks` are complete; `u64::MAX` if that is too large.
 pub(super) fn nanoseconds(ticks: u128) -> u64 {
     let nanoseconds = ticks.saturating_mul(NANOSECONDS).div_ceil(TICKS);
     u64::try_from(nanoseconds).unwrap_or(u64::MAX)
