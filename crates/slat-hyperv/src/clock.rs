@@ -1,14 +1,14 @@
 //! The reference clock of a partition, in units of 100 ns, and the page by which a guest computes it from its TSC
 //! (`HV_REFERENCE_TSC_PAGE`).
 //!
-//! A guest computes `(tsc * scale >> 64) + offset`, and reads the sequence before and after. Sequence 0 tells it to
-//! read the MSR instead: so a page is changed while its sequence is 0.
+//! A guest computes `(tsc * scale >> 64) + offset`, and reads the sequence before and after. Sequence 0 tells the guest
+//! to read the MSR instead, so a page is changed while its sequence is 0.
 
 /// Nanoseconds of one unit of the reference clock.
 pub const UNIT: u64 = 100;
 /// Bytes of the page that have a meaning.
 pub const PAGE_BYTES: usize = 24;
-/// The sequence that guests take for "read the MSR" in an old version of the interface.
+/// The sequence that, in an old version of the interface, tells guests to read the MSR.
 const OLD_INVALID: u32 = u32::MAX;
 
 /// The contents of the page.
@@ -23,9 +23,9 @@ pub struct TscPage {
 }
 
 impl TscPage {
-    /// Returns the parameters by which a guest's clock shows `nanoseconds` when its TSC is `tsc`, and from there on
-    /// counts as the machine's clock does: `((cycles << shift) * mul) >> 32` nanoseconds. The sequence is 0. `None`:
-    /// the TSC is too slow for the page.
+    /// Returns the parameters with which a guest's clock shows `nanoseconds` when its TSC is `tsc`. From there on the
+    /// clock counts like the machine's: `((cycles << shift) * mul) >> 32` nanoseconds. The sequence is 0. `None`: the
+    /// TSC is too slow for the page.
     pub fn new(mul: u32, shift: i8, tsc: u64, nanoseconds: u64) -> Option<Self> {
         let left = u32::try_from(32 + i32::from(shift)).ok()?;
         let scaled_up = u128::from(mul).checked_mul(1u128.checked_shl(left)?)?;
@@ -37,7 +37,7 @@ impl TscPage {
         })
     }
 
-    /// The reference clock when the TSC is `tsc`.
+    /// Returns the reference clock when the TSC is `tsc`.
     pub fn time(&self, tsc: u64) -> u64 {
         scaled(tsc, self.scale).wrapping_add(self.offset)
     }

@@ -10,7 +10,7 @@ pub const INTERFACE: u32 = 0x4000_0001;
 const VERSION: u32 = 0x4000_0002;
 /// The leaf of the partition's privileges and features.
 pub const FEATURES: u32 = 0x4000_0003;
-/// The leaf that tells what a guest should use.
+/// The leaf that recommends what a guest should use.
 pub const RECOMMENDATIONS: u32 = 0x4000_0004;
 const LIMITS: u32 = 0x4000_0005;
 const NESTED: u32 = 0x4000_000a;
@@ -74,7 +74,7 @@ pub mod recommended {
 
 /// EAX of [`DEBUGGER`]: a kernel debugger may be used.
 const ALLOW_KERNEL_DEBUGGING: u32 = 1 << 1;
-/// Spins on a lock before a guest tells the host: Hyper-V 2016's value.
+/// How often a guest should try to get a spinlock before it notifies the host: Hyper-V 2016's value.
 const SPINLOCK_RETRIES: u32 = 0xfff;
 /// The logical processors of a machine: Hyper-V 2016's value.
 const LOGICAL_PROCESSORS: u32 = 64;
@@ -93,7 +93,7 @@ pub struct Leaf {
 pub struct Machine {
     /// Virtual processors have local APICs that the host emulates.
     pub has_apic: bool,
-    /// Two virtual processors can run on threads of one core without the guest's knowing.
+    /// Whether two virtual processors can run on threads of one core without the guest knowing.
     pub shares_cores: bool,
     /// The most virtual processors.
     pub max_vps: u32,
@@ -104,7 +104,7 @@ fn text(text: [u8; 12]) -> [u32; 3] {
     [word(0), word(4), word(8)]
 }
 
-/// Returns the leaves that a client may give its guest: KVM's.
+/// Returns the leaves that a client may give its guest: the same as KVM's.
 pub fn supported(machine: Machine) -> [Leaf; 10] {
     let vendor = text(*b"Linux KVM Hv");
     let leaf = |function, registers| Leaf {
@@ -157,8 +157,8 @@ pub fn supported(machine: Machine) -> [Leaf; 10] {
                 NO_NONARCH_CORESHARING
             }
     };
-    // Direct flushes and the MSR bitmap of nested guests: hypervisors in the guest use the leaf, and there are none
-    // without VMX and SVM.
+    // Direct flushes and the MSR bitmap of nested guests. Hypervisors in the guest use this leaf; without VMX
+    // and SVM there are none.
     let nested = [1 << 17 | 1 << 19, 1, 0, 0];
     [
         leaf(VENDOR, [DEBUGGER, vendor[0], vendor[1], vendor[2]]),
@@ -212,7 +212,7 @@ impl Privileges {
         self.debugger & ALLOW_KERNEL_DEBUGGING != 0
     }
 
-    /// Whether the guest sees that its TSC is invariant only after it has asked for that.
+    /// Whether the guest sees an invariant TSC only after it has asked for one.
     pub fn controls_invariant_tsc(&self) -> bool {
         self.has([features_a::TSC_INVARIANT, 0, 0])
     }
@@ -255,7 +255,8 @@ impl Privileges {
         })
     }
 
-    /// Whether the guest may make the hypercall `code`. What does not exist is allowed: it fails with another status.
+    /// Whether the guest may make the hypercall `code`. A call that does not exist is allowed here: it fails
+    /// with another status.
     pub fn allows_call(&self, code: u16) -> bool {
         use features_b::{DEBUGGING, EXTENDED_HYPERCALLS, POST_MESSAGES, SIGNAL_EVENTS};
         use recommended::{CLUSTER_IPI, EX_PROCESSOR_MASKS, REMOTE_TLB_FLUSH};

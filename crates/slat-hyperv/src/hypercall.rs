@@ -1,12 +1,12 @@
-//! What a hypercall asks for, and how its result looks.
+//! Decoding of hypercalls, and their results.
 //!
-//! A hypercall's input value names the call and its form. Its parameters are a sequence of 64-bit words: in guest
-//! memory, or, for a *fast* call, in two registers, followed by the halves of six XMM registers. Both have the same
-//! layout, so the parameters are decoded by a closure that returns the word with a given index, from wherever it is
+//! A hypercall's input value names the call and its form. Its parameters are a sequence of 64-bit words, in guest
+//! memory. The parameters of a *fast* call are in two registers instead, followed by the halves of six XMM registers.
+//! Both have the same layout. So the parameters are decoded through a closure that returns the word with a given index
 //! ([`Fast::word`] for registers).
 //!
-//! [`Request::decode`] finds what is asked for. [`Flush::read`] and [`Ipi::read`] read the parameters of calls that the
-//! host carries out; those of the others are the client's.
+//! [`Request::decode`] determines what the call asks for. [`Flush::read`] and [`Ipi::read`] read the parameters of
+//! calls that the host carries out; the client reads those of all other calls.
 
 use crate::cpuid::Privileges;
 use crate::vp_set::{BANKS, VpSet};
@@ -26,7 +26,7 @@ pub mod code {
     pub const POST_DEBUG_DATA: u16 = 0x69;
     pub const RETRIEVE_DEBUG_DATA: u16 = 0x6a;
     pub const RESET_DEBUG_SESSION: u16 = 0x6b;
-    /// HvExtCallQueryCapabilities, and those that it may tell of.
+    /// HvExtCallQueryCapabilities, and the last of the calls whose existence it may report.
     pub const EXTENDED_FIRST: u16 = 0x8001;
     pub const EXTENDED_LAST: u16 = 0x8041;
 }
@@ -71,12 +71,12 @@ impl Input {
         self.0 >> 16 & 1 != 0
     }
 
-    /// The words of the header that has no fixed size.
+    /// Returns the number of words of the variable-sized header.
     pub fn variable_header(self) -> usize {
         (self.0 >> 17 & 0x3ff) as usize
     }
 
-    /// How often the call is to be repeated, each time with the next element of a list.
+    /// Returns the number of repetitions of the call; each takes the next element of a list.
     pub fn reps(self) -> u16 {
         (self.0 >> 32 & 0xfff) as u16
     }
@@ -114,7 +114,7 @@ pub struct Fast {
 }
 
 impl Fast {
-    /// Returns a word of the parameters. `None`: there are no more registers.
+    /// Returns a word of the parameters. `None`: no more registers hold parameters.
     pub fn word(&self, index: usize) -> Option<u64> {
         match index.checked_sub(self.registers.len()) {
             None => Some(self.registers[index]),
@@ -131,7 +131,7 @@ impl Fast {
 pub struct Caller {
     /// What its CPUID allows, if that counts.
     pub enforced: Option<Privileges>,
-    /// Its SynIC is active: the client handles messages and events.
+    /// Whether the caller's SynIC is active, so that the client handles messages and events.
     pub has_synic: bool,
     /// It may use the synthetic debugger.
     pub has_debugger: bool,
@@ -142,9 +142,9 @@ pub struct Caller {
 /// What a hypercall asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// It waits for a lock that another virtual processor holds.
+    /// The caller waits for a lock that another virtual processor holds.
     SpinWait,
-    /// Signal an event. What the host has no connection for is the client's, as [`client_event`] says.
+    /// Signals an event. If the host has no connection for it, the client carries it out, as [`client_event`] decides.
     SignalEvent,
     /// Flush translations: see [`Flush::read`].
     Flush,
@@ -164,10 +164,10 @@ pub enum Refusal {
 }
 
 impl Request {
-    /// Decides what a call asks for.
+    /// Determines what a call asks for.
     ///
     /// # Errors
-    /// The caller must not make the call, it does not exist, or its form is wrong.
+    /// The caller may not make the call, the call does not exist, or its form is wrong.
     pub fn decode(input: Input, caller: &Caller) -> Result<Self, Refusal> {
         use code::*;
         let refuse = |status| Err(Refusal::Status(status));
@@ -219,10 +219,10 @@ impl Request {
     }
 }
 
-/// Call for an event without connection: the client has to carry out [`Request::SignalEvent`].
+/// Call for an event without a connection. On success, the client has to carry out [`Request::SignalEvent`].
 ///
 /// # Errors
-/// The client cannot.
+/// The client cannot carry it out.
 pub fn client_event(caller: &Caller) -> Result<(), Status> {
     match caller.has_synic {
         true => Ok(()),
@@ -233,7 +233,7 @@ pub fn client_event(caller: &Caller) -> Result<(), Status> {
 /// Returns the connection that the parameter of SIGNAL_EVENT names: 24 bits.
 ///
 /// # Errors
-/// `InvalidPortId` for a flag of the connection other than the first: no client has more.
+/// `InvalidPortId` for another flag of the connection than the first: no client has more.
 /// `InvalidInput` for reserved bits.
 pub fn connection(parameter: u64) -> Result<u32, Status> {
     const FLAG: u64 = 0xffff << 32;
@@ -245,8 +245,9 @@ pub fn connection(parameter: u64) -> Result<u32, Status> {
     }
 }
 
-/// Reads a set of virtual processors: format, valid banks, banks; the first word has the index `at`. Returns the set,
-/// and the index of the word after it. `most` is one more than the largest VP index: banks beyond it are not read.
+/// Reads a set of virtual processors: the format, the mask of valid banks, and the banks. The first word has the index
+/// `at`. Returns the set, and the index of the word after it. `most` is one more than the largest VP index: banks
+/// beyond it are not read.
 fn read_set<E: From<Status>>(
     input: Input,
     at: usize,
@@ -268,7 +269,7 @@ fn read_set<E: From<Status>>(
         return Ok((None, after));
     }
     if input.is_fast() {
-        // All banks are in registers, also those that do not count.
+        // In registers all banks must be present, even those that are ignored.
         word(after - 1)?;
     }
     let mut banks = [0; BANKS];
@@ -279,8 +280,8 @@ fn read_set<E: From<Status>>(
     Ok((Some(VpSet { valid, banks }), after))
 }
 
-/// The virtual processors whose translations are to be flushed. Whatever address space and addresses the guest
-/// names: all of theirs are.
+/// The virtual processors whose translations are to be flushed: all of their translations, whatever address space and
+/// addresses the guest names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flush {
     /// `None`: no virtual processor.
@@ -291,7 +292,7 @@ impl Flush {
     /// Reads the parameters of [`Request::Flush`]. `most` is one more than the largest VP index.
     ///
     /// # Errors
-    /// `InvalidInput` for a set that contradicts the input value; what `word` returns.
+    /// `InvalidInput` for a set that contradicts the input value; and the errors of `word`.
     pub fn read<E: From<Status>>(
         input: Input,
         most: u32,
@@ -306,7 +307,7 @@ impl Flush {
         let (targets, after) = match input.code() {
             code::FLUSH_SPACE | code::FLUSH_LIST => {
                 let targets = match word(SET)? {
-                    // Windows Server 2012 names no processor when it means all.
+                    // Windows Server 2012 names no processor when it means all of them.
                     0 => VpSet::all(),
                     _ if flags & ALL_PROCESSORS != 0 => VpSet::all(),
                     mask => VpSet::from_mask(mask),
@@ -341,8 +342,8 @@ impl Ipi {
     /// interrupt goes to no virtual processor.
     ///
     /// # Errors
-    /// `InvalidInput` for a set that contradicts the input value, and for a vector that no interrupt has;
-    /// what `word` returns.
+    /// `InvalidInput` for a set that contradicts the input value, and for a vector that no interrupt has; and
+    /// the errors of `word`.
     pub fn read<E: From<Status>>(
         input: Input,
         most: u32,

@@ -2,10 +2,10 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! Nothing here knows a descriptor, an ioctl, a thread, a clock or guest memory: time is an argument, what is to be
-//! written to guest memory is a value, what is read from it goes through a closure, and what a register access brings
-//! about outside comes back as a value. The rules are those of Hyper-V's Top Level Functional Specification (TLFS);
-//! where KVM differs, those of KVM.
+//! The modules use no descriptor, ioctl, thread, clock or guest memory. Time is an argument. Data to write to guest
+//! memory is returned as a value, and data is read from guest memory through a closure. Effects of a register access
+//! outside a module are returned as values. The rules are those of Hyper-V's Top Level Functional Specification (TLFS),
+//! or KVM's where KVM differs.
 //!
 //! | file | idea |
 //! |---|---|
@@ -14,12 +14,12 @@
 //! | [`partition`] | the registers that all virtual processors share |
 //! | [`clock`] | the reference clock, and the page by which a guest computes it from its TSC |
 //! | [`synic`] | the synthetic interrupt controller of a virtual processor |
-//! | [`stimer`] | its synthetic timers |
+//! | [`stimer`] | the synthetic timers of a virtual processor |
 //! | [`message`] | messages in the page of a SynIC |
-//! | [`hypercall`] | what a hypercall asks for, and how its result looks |
+//! | [`hypercall`] | decoding of hypercalls, and their results |
 //! | [`vp_set`] | sets of virtual processors, as hypercalls name them |
 //!
-//! MSRs are written by two: by the guest, whose writes are checked and have effects, and by the host, which restores
+//! MSRs have two writers: the guest, whose writes are checked and have effects, and the host, which restores
 //! a state ([`Writer`]).
 
 #![no_std]
@@ -46,6 +46,6 @@ pub enum Writer {
     Host,
 }
 
-/// Why an MSR access is refused: the guest gets #GP.
+/// The error of a refused MSR access: the guest gets #GP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused;

@@ -1,7 +1,7 @@
-//! Messages in the page of a SynIC: a slot of 256 bytes for each source.
+//! Messages in the page of a SynIC, which has a slot of 256 bytes for each source.
 //!
-//! A slot is free while its type is 0. A sender that finds it taken sets a flag in it, and the guest, when it has freed
-//! the slot, tells the SynIC that it can send the next one.
+//! A slot is free while its type is 0. A sender that finds the slot taken sets a flag in it. When the guest has freed
+//! the slot, it tells the SynIC that the next message can be sent.
 
 /// Bytes of a slot.
 pub const SLOT_BYTES: u64 = 256;
@@ -22,8 +22,8 @@ pub fn is_taken(word: u64) -> bool {
     word as u32 != 0
 }
 
-/// Returns the message of the timer with this index, which expired at `expiration` and is told of at `delivery`, both
-/// by the reference clock.
+/// Returns the message of the timer with this index. The timer expired at `expiration`, and the message is sent at
+/// `delivery`, both by the reference clock.
 pub fn timer(index: u32, expiration: u64, delivery: u64) -> [u8; TIMER_BYTES] {
     let mut message = [0; TIMER_BYTES];
     message[0..4].copy_from_slice(&TIMER_EXPIRED.to_le_bytes());

@@ -41,7 +41,7 @@ pub const TSC_EMULATION_CONTROL: u32 = 0x4000_0107;
 pub const TSC_EMULATION_STATUS: u32 = 0x4000_0108;
 pub const TSC_INVARIANT_CONTROL: u32 = 0x4000_0118;
 
-/// Whether `index` is in the ranges of the synthetic MSRs that KVM handles. Not all numbers in them exist.
+/// Whether `index` is in the ranges of synthetic MSRs that KVM handles. Not all numbers in these ranges exist.
 pub fn is_synthetic(index: u32) -> bool {
     matches!(index, GUEST_OS_ID..=SINT15
         | STIMER0_CONFIG..=STIMER3_COUNT
@@ -51,7 +51,7 @@ pub fn is_synthetic(index: u32) -> bool {
         | TSC_INVARIANT_CONTROL)
 }
 
-/// Whether the MSR is one of the partition's: all its virtual processors share it.
+/// Whether the MSR belongs to the partition, so that all its virtual processors share it.
 pub fn is_of_partition(index: u32) -> bool {
     matches!(index, GUEST_OS_ID | HYPERCALL | RESET | TIME_REF_COUNT | REFERENCE_TSC
         | SYNDBG_CONTROL..=SYNDBG_PENDING_BUFFER

@@ -4,13 +4,13 @@ use crate::clock::{TscPage, UNIT};
 use crate::msr::*;
 use crate::{Refused, Writer};
 
-/// HYPERCALL and REFERENCE_TSC: the page is there.
+/// HYPERCALL and REFERENCE_TSC: the page is enabled.
 const ENABLED: u64 = 1;
 /// The address in an MSR that names a page.
 const PAGE: u64 = !0xfff;
-/// CRASH_CTL: the guest has crashed, and the parameters say how.
+/// CRASH_CTL: the guest has crashed, and the parameters describe how.
 const CRASH_NOTIFY: u64 = 1 << 63;
-/// TSC_INVARIANT_CONTROL: the guest sees the TSC's invariance in CPUID.
+/// TSC_INVARIANT_CONTROL: CPUID shows the guest that its TSC is invariant.
 const EXPOSE_INVARIANT: u64 = 1;
 /// SYNDBG_OPTIONS: the guest's debugger uses hypercalls.
 const DEBUG_BY_HYPERCALLS: u64 = 1 << 2;
@@ -20,43 +20,43 @@ const DEBUG_BY_HYPERCALLS: u64 = 1 << 2;
 pub enum Effect {
     /// Nothing.
     None,
-    /// The reference page is to be written before the guest continues: see [`Partition::begin_page`].
+    /// The reference page has to be written before the guest continues: see [`Partition::begin_page`].
     TscPage,
     /// The guest has crashed: tell the client.
     Crash,
-    /// The guest wants the machine to be reset: tell the client.
+    /// The guest wants the machine to be reset; the client has to be told.
     Reset,
-    /// The guest's debugger has written this MSR: tell the client.
+    /// The guest's debugger has written this MSR; the client has to be told.
     Debugger(u32),
 }
 
-/// Whether the guest has a reference page, and what it holds.
+/// Whether the guest has a reference page, and its state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum PageState {
     /// The guest has none.
     #[default]
     Unset,
-    /// It is to be written: the guest has named it.
+    /// The page has to be written, because the guest has named it.
     NamedByGuest,
-    /// It is to be written: the host has named it, or the clock has changed.
+    /// The page has to be written, because the host has named it, or the clock has changed.
     ChangedByHost,
     /// A virtual processor writes it now.
     InProgress {
-        /// The clock has changed meanwhile: it is to be written again.
+        /// Whether the clock has changed meanwhile, so that the page has to be written again.
         stale: bool,
     },
     /// It shows the reference clock.
     Valid,
-    /// It cannot be written, or the TSC is not fit for it.
+    /// The page cannot be written, or the TSC is unsuitable for it.
     Broken,
 }
 
-/// The page that [`Partition::begin_page`] wants written.
+/// A page that [`Partition::begin_page`] has found due to be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DuePage {
     /// Its guest-physical address.
     pub address: u64,
-    /// If the page is valid, its contents are to stay: the guest relies on them until it ends the emulation of its TSC.
+    /// Whether a valid page must keep its contents: the guest relies on them until it ends the emulation of its TSC.
     pub keeps_contents: bool,
     /// The sequence that a page had last.
     pub last_sequence: u32,
@@ -98,12 +98,12 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// Whether the guest has identified itself: from then on its hypercalls are Hyper-V's.
+    /// Whether the guest has identified itself. From then on its hypercalls are Hyper-V's.
     pub fn is_identified(&self) -> bool {
         self.guest_os_id != 0
     }
 
-    /// Whether the guest has asked to see that its TSC is invariant.
+    /// Whether the guest has asked to see an invariant TSC.
     pub fn exposes_invariant_tsc(&self) -> bool {
         self.invariant_control & EXPOSE_INVARIANT != 0
     }
@@ -113,8 +113,8 @@ impl Partition {
         self.debugger.options & DEBUG_BY_HYPERCALLS != 0
     }
 
-    /// Returns the address of the page that has to be filled with the code of a hypercall before HYPERCALL is written
-    /// with `value`. `None`: the write needs no page. If the page cannot be written, the write is to be refused.
+    /// Returns the address of the page that has to be filled with the code of a hypercall before `value` is written to
+    /// HYPERCALL. `None`: the write needs no page. If the page cannot be written, refuse the write.
     pub fn hypercall_page(&self, value: u64) -> Option<u64> {
         (self.is_identified() && value & ENABLED != 0).then_some(value & PAGE)
     }
@@ -159,7 +159,7 @@ impl Partition {
                     self.hypercall &= !ENABLED;
                 }
             }
-            // A guest that has not identified itself has no hypercalls: the write has no effect.
+            // A guest that has not identified itself has no hypercalls, so the write has no effect.
             HYPERCALL if !self.is_identified() => {}
             HYPERCALL => self.hypercall = value,
             REFERENCE_TSC => {
@@ -215,7 +215,8 @@ impl Partition {
         }
     }
 
-    /// The reference clock of a virtual processor whose TSC is `tsc`: what the page shows, or else the machine's clock.
+    /// Returns the reference clock of a virtual processor whose TSC is `tsc`: the clock of the page, or the machine's
+    /// clock if the page is not valid.
     pub fn time(&self, tsc: u64, nanoseconds: u64) -> u64 {
         match self.page_state {
             PageState::Valid => self.page.time(tsc),
@@ -223,13 +224,13 @@ impl Partition {
         }
     }
 
-    /// Whether a page that is valid now has to stay as it is.
+    /// Whether a page that is valid now must not be changed.
     fn keeps_page(&self, state: PageState) -> bool {
         state != PageState::NamedByGuest && self.tsc_emulation_control != 0
     }
 
     /// Call after the machine's clock, or the relation of a TSC to it, has changed. Returns whether the
-    /// page is to be written.
+    /// page has to be written.
     pub fn clock_changed(&mut self) -> bool {
         match self.page_state {
             PageState::Valid if !self.keeps_page(PageState::Valid) => {
@@ -249,7 +250,7 @@ impl Partition {
         )
     }
 
-    /// Begins to write the page, if it is to be written: until [`end_page`](Self::end_page) no other virtual processor
+    /// Begins to write the page, if it has to be written. Until [`end_page`](Self::end_page) no other virtual processor
     /// writes it, and the machine's clock is the reference clock.
     pub fn begin_page(&mut self) -> Option<DuePage> {
         let before = self.page_state;
@@ -288,9 +289,9 @@ impl Partition {
 pub enum PageOutcome {
     /// The page has this content.
     Shows(TscPage),
-    /// It is no memory, or the TSC is not fit for it: the guest reads the MSR.
+    /// The page is not in memory, or the TSC is unsuitable for it: the guest has to read the MSR.
     Broken,
-    /// Something has interrupted the attempt: it has to be repeated.
+    /// The attempt was interrupted, and has to be repeated.
     Later,
 }
 

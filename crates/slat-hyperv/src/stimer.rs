@@ -1,9 +1,9 @@
-//! The synthetic timers of one virtual processor: four, each one-shot or periodic, which send a message to a source of
-//! the SynIC or an interrupt directly to the local APIC.
+//! The synthetic timers of one virtual processor. There are four, one-shot or periodic. A timer sends a message to a
+//! source of the SynIC, or an interrupt directly to the local APIC.
 //!
-//! A timer counts by the reference clock, and its alarm is set by the host's: both are in a [`Moment`]. As in KVM, a
-//! timer whose message finds no free slot waits for it and counts no further, and a periodic one skips the ticks for
-//! which there was no time.
+//! A timer counts by the reference clock, but its alarm is set by the host's clock; a [`Moment`] has both. As in KVM,
+//! a timer whose message finds no free slot waits for one and does not count meanwhile, and a periodic timer skips
+//! ticks that are late.
 
 use crate::msr::STIMER0_CONFIG;
 use crate::{Refused, Writer};
@@ -26,7 +26,7 @@ pub struct Moment {
 }
 
 impl Moment {
-    /// The host's clock when the reference clock is `reference`, if that is later than this moment.
+    /// Returns the host's clock when the reference clock is `reference`, if that is later than this moment.
     fn host_at(self, reference: u64) -> u64 {
         let left = reference.saturating_sub(self.reference);
         self.host
@@ -37,7 +37,7 @@ impl Moment {
 /// How a timer tells that it has expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notice {
-    /// By an interrupt with this vector at the local APIC.
+    /// As an interrupt with this vector at the local APIC.
     Interrupt(u8),
     /// By a message.
     Message {
@@ -47,7 +47,7 @@ pub enum Notice {
         timer: u32,
         /// When the timer expired, by the reference clock.
         expiration: u64,
-        /// If the slot is taken, the message is dropped, and counts as delivered: the next tick is as good.
+        /// Whether the message is dropped, and counts as delivered, if the slot is taken. The next tick serves as well.
         may_be_dropped: bool,
     },
 }
@@ -57,9 +57,9 @@ pub enum Notice {
 pub enum Delivery {
     /// The guest has it.
     Done,
-    /// The slot was taken, or the guest cannot be told: the timer waits for [`Timers::acknowledged`].
+    /// The slot was taken, or the guest cannot be notified: the timer waits for [`Timers::acknowledged`].
     Failed,
-    /// Something has interrupted the attempt: it has to be repeated.
+    /// The attempt was interrupted, and has to be repeated.
     Interrupted,
 }
 
@@ -67,11 +67,11 @@ pub enum Delivery {
 struct Timer {
     config: u64,
     count: u64,
-    /// When it expires, by the reference clock; 0 if it was not started.
+    /// When the timer expires, by the reference clock; 0 if it was not started.
     expiration: u64,
     /// The alarm, by the host's clock.
     alarm: Option<u64>,
-    /// It is to be looked at: it was changed, its alarm has gone off, or its slot may be free.
+    /// Whether the timer has to be examined: it was changed, its alarm has gone off, or its slot may be free.
     is_due: bool,
     /// Its message waits for a free slot.
     waits: bool,
@@ -123,10 +123,10 @@ impl Timer {
     }
 }
 
-/// What the writer of a timer's register may do.
+/// The rights of a writer of a timer's register.
 #[derive(Clone, Copy, Debug)]
 pub struct Rights {
-    /// The virtual processor has a SynIC: without one the host may write zeros only.
+    /// Whether the virtual processor has a SynIC. Without one the host may write zeros only.
     pub has_synic: bool,
     /// Interrupts can go directly to the local APIC.
     pub direct_mode: bool,
@@ -145,7 +145,7 @@ impl Timers {
     /// Reads the configuration or the count of a timer.
     ///
     /// # Panics
-    /// If the MSR `index` is none of these.
+    /// If the MSR `index` is no register of a timer.
     pub fn read(&self, index: u32) -> u64 {
         let offset = index - STIMER0_CONFIG;
         let timer = &self.0[(offset / 2) as usize];
@@ -159,10 +159,10 @@ impl Timers {
     /// in [`run`](Self::run).
     ///
     /// # Errors
-    /// The writer must not, by `rights`.
+    /// `rights` do not allow the write.
     ///
     /// # Panics
-    /// If the MSR `index` is none of these.
+    /// If the MSR `index` is no register of a timer.
     pub fn write(
         &mut self,
         index: u32,
@@ -188,7 +188,7 @@ impl Timers {
         } else {
             timer.stop();
             timer.count = value;
-            // The host restores configuration and count as they were.
+            // The host restores configuration and count, so one does not change the other.
             if by_guest && value == 0 {
                 timer.config &= !ENABLED;
             } else if by_guest && timer.has(AUTO_ENABLE) {
@@ -199,17 +199,17 @@ impl Timers {
         Ok(())
     }
 
-    /// Whether a timer is to be looked at: call [`run`](Self::run) before the guest continues.
+    /// Whether a timer has to be examined: call [`run`](Self::run) before the guest continues.
     pub fn is_any_due(&self) -> bool {
         self.0.iter().any(|timer| timer.is_due)
     }
 
-    /// When the next alarm goes off, by the host's clock. `None`: no timer counts.
+    /// Returns when the next alarm goes off, by the host's clock. `None`: no timer counts.
     pub fn deadline(&self) -> Option<u64> {
         self.0.iter().filter_map(|timer| timer.alarm).min()
     }
 
-    /// Has the timers looked at whose alarm has gone off by `host`, a time of the host's clock.
+    /// Marks the timers whose alarm has gone off by `host`, a time of the host's clock, to be examined.
     pub fn tick(&mut self, host: u64) {
         for timer in &mut self.0 {
             if timer.alarm.is_some_and(|alarm| alarm <= host) {
@@ -219,8 +219,8 @@ impl Timers {
         }
     }
 
-    /// Call after the guest has read the message of a source: a timer whose message waits for its
-    /// slot is to be looked at.
+    /// Call after the guest has read the message of a source: marks timers whose message waits for the
+    /// slot to be examined.
     pub fn acknowledged(&mut self, sint: u32) {
         for timer in &mut self.0 {
             let waits = timer.waits && timer.has(ENABLED) && !timer.has(DIRECT);
@@ -228,10 +228,11 @@ impl Timers {
         }
     }
 
-    /// Looks at all timers that are due: calls `deliver` for those that have expired, and starts them.
+    /// Examines all timers that are due: calls `deliver` for those that have expired, and starts those
+    /// that have to be started.
     pub fn run(&mut self, now: Moment, mut deliver: impl FnMut(Notice) -> Delivery) {
         for (index, timer) in self.0.iter_mut().enumerate() {
-            // Twice for a one-shot timer whose moment is in the past: it is started, and then expires.
+            // A one-shot timer whose time has passed takes two rounds: it is started, and then expires.
             while core::mem::take(&mut timer.is_due) {
                 if !timer.has(ENABLED) {
                     break;

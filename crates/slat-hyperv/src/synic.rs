@@ -1,5 +1,5 @@
-//! The synthetic interrupt controller (SynIC) of one virtual processor: sixteen sources (SINTs), each with a vector of
-//! its own, and the pages for messages and event flags.
+//! The synthetic interrupt controller (SynIC) of one virtual processor: sixteen sources (SINTs), each with a vector,
+//! and the pages for messages and event flags.
 
 use crate::message;
 use crate::msr::*;
@@ -27,16 +27,16 @@ pub enum Effect {
     None,
     /// The vectors of sources have changed.
     Vectors,
-    /// The client, which may emulate devices that send messages, has to see the change of this MSR.
+    /// This MSR has changed, and the client has to be told: it may emulate devices that send messages.
     Exit(u32),
-    /// The guest has read messages: those that wait for a free slot can be sent, for every source.
+    /// The guest has read messages, so messages that wait for a free slot can be sent, for every source.
     EndOfMessage,
 }
 
 /// The registers of one SynIC.
 #[derive(Clone, Debug)]
 pub struct Synic {
-    /// The client has enabled it: without that, the guest has none.
+    /// Whether the client has enabled the SynIC. Otherwise the guest has none.
     active: bool,
     clears_pages: bool,
     control: u64,
@@ -61,8 +61,8 @@ impl Default for Synic {
 }
 
 impl Synic {
-    /// Enables the SynIC. `clears_pages`: a page that the guest names is filled with zeros (`KVM_CAP_HYPERV_SYNIC` in
-    /// contrast to `KVM_CAP_HYPERV_SYNIC2`).
+    /// Enables the SynIC. With `clears_pages`, a page that the guest names is filled with zeros
+    /// (`KVM_CAP_HYPERV_SYNIC`, in contrast to `KVM_CAP_HYPERV_SYNIC2`).
     pub fn activate(&mut self, clears_pages: bool) {
         self.active = true;
         self.clears_pages = clears_pages;
@@ -74,7 +74,7 @@ impl Synic {
         self.active
     }
 
-    /// SCONTROL, SIEFP and SIMP, which a client sees.
+    /// Returns SCONTROL, SIEFP and SIMP, for the client.
     pub fn pages(&self) -> [u64; 3] {
         [self.control, self.event_page, self.message_page]
     }
@@ -98,8 +98,8 @@ impl Synic {
         })
     }
 
-    /// Returns the address of the page that the guest names by writing `value`, if it has to be filled with zeros
-    /// before the write. If it cannot be, the write is to be refused.
+    /// Returns the address of the page that the guest names by writing `value`, if the page has to be filled with zeros
+    /// before the write. If it cannot be filled, refuse the write.
     pub fn page_to_clear(&self, index: u32, value: u64) -> Option<u64> {
         let names_page = matches!(index, SIEFP | SIMP) && value & ENABLED != 0;
         (self.active && self.clears_pages && names_page).then_some(value & PAGE)
@@ -142,7 +142,7 @@ impl Synic {
         })
     }
 
-    /// The vector of a source. `None`: the source is masked, or does not exist.
+    /// Returns the vector of a source. `None`: the source is masked, or does not exist.
     pub fn vector(&self, sint: u32) -> Option<u8> {
         let sint = self.sints.get(sint as usize)?;
         (sint & MASKED == 0).then_some((sint & VECTOR) as u8)
@@ -154,14 +154,14 @@ impl Synic {
         sources.fold(0, |set, sint| set | 1 << sint)
     }
 
-    /// Whether an interrupt with this vector ends when it is delivered: a source with this vector says so.
+    /// Whether an interrupt with this vector ends when it is delivered, because a source with this vector says so.
     pub fn ends_itself(&self, vector: u8) -> bool {
         (0..SINTS as u32).any(|sint| {
             self.vector(sint) == Some(vector) && self.sints[sint as usize] & AUTO_EOI != 0
         })
     }
 
-    /// The guest-physical address of a source's slot for messages. `None`: the guest has no page for messages.
+    /// Returns the guest-physical address of a source's slot for messages. `None`: the guest has no page for messages.
     pub fn message_slot(&self, sint: u32) -> Option<u64> {
         let enabled = self.message_page & ENABLED != 0;
         enabled.then_some((self.message_page & PAGE) + message::SLOT_BYTES * u64::from(sint))

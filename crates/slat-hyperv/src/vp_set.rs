@@ -5,12 +5,12 @@ const BANK: u32 = 64;
 /// Banks of a sparse set.
 pub const BANKS: usize = 64;
 
-/// A set of virtual processors: banks of 64, of which only some are there (`HV_GENERIC_SET_SPARSE_4K`).
+/// A set of virtual processors: banks of 64, of which only some are present (`HV_GENERIC_SET_SPARSE_4K`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VpSet {
     /// A bit for each bank that is there.
     pub valid: u64,
-    /// The banks that are there, in ascending order: a bit for each virtual processor.
+    /// The banks that are present, in ascending order, with a bit for each virtual processor.
     pub banks: [u64; BANKS],
 }
 
@@ -23,7 +23,7 @@ impl VpSet {
         }
     }
 
-    /// The virtual processors 0 to 63 whose bit in `mask` is set.
+    /// Returns the set of those virtual processors 0 to 63 whose bit in `mask` is set.
     pub fn from_mask(mask: u64) -> Self {
         let mut banks = [0; BANKS];
         banks[0] = mask;

@@ -29,7 +29,7 @@ fn refused(status: Status) -> Result<Request, Refusal> {
     Err(Refusal::Status(status))
 }
 
-/// A word of a list, as a caller's memory would have it.
+/// Returns a closure that reads words of a list, as from a caller's memory.
 fn in_memory(words: &[u64]) -> impl FnMut(usize) -> Result<u64, Status> + '_ {
     |index| words.get(index).copied().ok_or(Status::InvalidParameter)
 }
@@ -166,7 +166,7 @@ fn fast_calls_have_twelve_words_beside_two_registers() {
     assert!(Flush::read(Input(0x03 | FAST | most), MOST, word).is_ok());
     let more = Flush::read(Input(0x03 | FAST | reps(12)), MOST, word);
     assert_eq!(more, Err(Status::InvalidInput));
-    // Banks that no processor is in have to be there, too.
+    // Banks without processors have to be present, too.
     let all = Fast {
         registers: [0x30, 0],
         xmm: [u128::from(u64::MAX >> 50); 6],

@@ -119,12 +119,12 @@ fn a_count_enables_a_timer_that_wants_it() {
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE | ENABLED);
     write(&mut timers, COUNT, 0);
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
-    // The host's writes restore a state, and change nothing else.
+    // The host's writes only restore a state, and have no other effects.
     timers.write(COUNT, 500, Writer::Host, ALL).unwrap();
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
 }
 
-/// In whichever order it does that, and whatever they are.
+/// In whichever order the host restores them, and whatever their values are.
 #[test]
 fn the_host_restores_configuration_and_count_as_they_were() {
     for config in [
