@@ -1,5 +1,5 @@
-//! Time. Points read the processor's time-stamp counter: that is no system call on any machine, and costs some 10 ns.
-//! Two pairs of counter and clock tell how the one becomes the other.
+//! Time. Tracepoints read the processor's time-stamp counter: that takes some 10 ns, and needs no system call on any
+//! machine. Two pairs of counter and clock tell how to convert the counter to nanoseconds.
 
 use std::arch::x86_64::_rdtsc;
 use std::time::Duration;
@@ -7,8 +7,8 @@ use std::time::Duration;
 /// Returns the processor's time-stamp counter, in cycles.
 #[inline(always)]
 pub(crate) fn cycles() -> u64 {
-    // SAFETY: the instruction has no condition, unless the process has forbidden it to itself (PR_SET_TSC), and then
-    // its vDSO cannot tell the time either.
+    // SAFETY: the instruction has no condition, unless the process has forbidden it to itself (PR_SET_TSC); then even
+    // its vDSO cannot tell the time.
     unsafe { _rdtsc() }
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct Scale {
 }
 
 impl Scale {
-    /// Makes a scale of two moments; `end` may be `start`, and then a cycle counts as a nanosecond.
+    /// Makes a scale from two moments. `end` may equal `start`; then a cycle counts as a nanosecond.
     pub(crate) fn new(start: Moment, end: Moment) -> Self {
         let cycles = end.cycles.saturating_sub(start.cycles);
         let ns = end.ns.saturating_sub(start.ns);

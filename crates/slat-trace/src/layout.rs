@@ -1,8 +1,8 @@
-//! The bytes of a file: a header, a text that describes the tracepoints, then rings of one size.
+//! The layout of a file: a header, a text that describes the tracepoints, then rings of one size.
 //! Numbers are little-endian.
 //!
-//! The text has a line for each tracepoint, `SYSTEM:NAME FIELD:OFFSET:SIZE ...`; the line's number is the tracepoint's
-//! in records. So a reader knows the tracepoints of the version of slat that wrote the file.
+//! The text has a line for each tracepoint, `SYSTEM:NAME FIELD:OFFSET:SIZE ...`. In records, a tracepoint's number is
+//! that of its line. So a reader knows the tracepoints of the version of slat that wrote the file.
 
 use crate::points::{POINTS, VALUES};
 use std::fmt::Write as _;
@@ -18,7 +18,7 @@ pub(crate) const HEADER_BYTES: usize = 16 << 10;
 pub(crate) const TEXT_AT: usize = 512;
 /// Bytes of a ring before its records.
 pub(crate) const RING_HEADER_BYTES: usize = 4096;
-/// Tracepoints that a file can have: the bits of `selected`.
+/// The most tracepoints that a file can have: the number of bits of `selected`.
 pub(crate) const MOST_POINTS: usize = u64::BITS as usize;
 pub(crate) const RECORD_BYTES: usize = size_of::<Record>();
 
@@ -34,7 +34,7 @@ pub(crate) struct Header {
     pub(crate) text_bytes: AtomicU64,
     /// The tracepoints that are recorded, a bit each.
     pub(crate) selected: AtomicU64,
-    /// Rings that a thread can claim. Ring 0 is the first one.
+    /// The number of rings that a thread can claim. Ring 0 is the first one.
     pub(crate) allocated: AtomicU64,
     /// Rings that threads have claimed.
     pub(crate) claimed: AtomicU64,
@@ -48,15 +48,15 @@ pub(crate) struct Header {
 /// The start of a ring.
 #[repr(C)]
 pub(crate) struct Ring {
-    /// Records that were ever written. The last of them are in the ring.
+    /// The number of records ever written. The last of them are in the ring.
     pub(crate) head: AtomicU64,
     /// The index in the ring of the next record.
     pub(crate) next: AtomicU64,
     /// The thread.
     pub(crate) tid: AtomicU32,
-    /// The first bytes of the thread's name, if it is a thread of slat's own; else zeroes.
+    /// The beginning of the thread's name, if the thread is slat's own; otherwise zeroes.
     pub(crate) name: [AtomicU64; 2],
-    /// Records that were ever written, by tracepoint.
+    /// The number of records ever written, by tracepoint.
     pub(crate) counts: [AtomicU64; MOST_POINTS],
 }
 
@@ -80,7 +80,7 @@ const _: () = assert!(size_of::<Header>() <= TEXT_AT);
 const _: () = assert!(size_of::<Ring>() <= RING_HEADER_BYTES);
 const _: () = assert!(RECORD_BYTES == 64 && offset_of!(Record, values) == 16);
 
-/// Returns the records that fit into a ring of `bytes`.
+/// Returns the number of records that fit into a ring of `ring_bytes` bytes.
 pub(crate) fn capacity(ring_bytes: u64) -> u64 {
     ring_bytes.saturating_sub(RING_HEADER_BYTES as u64) / RECORD_BYTES as u64
 }

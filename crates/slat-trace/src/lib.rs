@@ -7,28 +7,27 @@
 //! | `points` | the tracepoints: their names and fields, as Linux 6.12 has them, and slat's own |
 //! | [`Selection`] | which of them are recorded |
 //! | `layout` | the bytes of the file |
-//! | `recorder` | the file of this process, and a point's way into it |
-//! | [`read`] | a file of any process, also of one that was killed |
-//! | `clock` | cycles of the processor's time-stamp counter in the file, nanoseconds for the reader |
+//! | `recorder` | the file of this process, and how a tracepoint writes to it |
+//! | [`read`] | reading the file of any process, even of one that was killed |
+//! | `clock` | the time-stamp counter's cycles in the file, and nanoseconds for the reader |
 //!
 //! # The design
-//! A point that is off is one relaxed load of a word that has a bit for each tracepoint ([`point`]). The word is in
-//! memory that the kernel clears in a forked child, so a child never writes to its parent's file; it begins one of its
-//! own when it uses KVM.
+//! A tracepoint that is off is one relaxed load of a word with a bit for each tracepoint ([`point`]). The word is in
+//! memory that the kernel clears in a forked child. So a child never writes to its parent's file; it begins a file of
+//! its own when it uses KVM.
 //!
-//! A point that is on writes one record of 64 bytes to the ring of its thread. The ring is a part of a shared mapping
-//! of the file: what is stored there is in the file when the process is killed, with no further work. A point makes no
-//! system call, allocates nothing, takes no lock and waits for nothing, so a seccomp filter of the client does not
-//! matter to it. For that, all else is done when recording begins and when a vCPU is created: the file is as long as it
-//! can get (and sparse), all of it is mapped, and the pages of some rings more are allocated. A thread claims a ring at
-//! its first point, by one compare-exchange. If no ring is left, its points are lost, and counted.
+//! A tracepoint that is on writes one record of 64 bytes to the ring of its thread. The ring is part of a shared
+//! mapping of the file, so when the process is killed, everything written is in the file. A tracepoint makes no system
+//! call, allocates nothing, takes no lock and never waits; so a seccomp filter of the client does not affect it. All
+//! other work is done when recording begins and when a vCPU is created: the file gets its greatest length (and is
+//! sparse), all of it is mapped, and the pages of a few rings in advance are allocated. A thread claims a ring at its
+//! first record, by one compare-exchange. If no ring is left, its records are lost, and counted.
 //!
-//! A full ring overwrites its oldest records. How many is known: the ring counts what was ever written, in total and
-//! for each tracepoint. So the totals of a trace are exact, whatever is left of it.
+//! A full ring overwrites its oldest records. Their number is known, because the ring counts all records ever written,
+//! in total and for each tracepoint. So the totals of a trace are exact, however few records are left.
 //!
-//! A record has the thread's vCPU, which the thread sets while it runs one ([`run_vcpu`]), and the time as
-//! the processor's time-stamp counter. The header has two pairs of counter and clock, by which the reader
-//! computes nanoseconds.
+//! A record has the vCPU that the thread runs ([`run_vcpu`]), and the time as the processor's time-stamp counter. The
+//! header has two pairs of counter and clock, from which the reader computes nanoseconds.
 
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 

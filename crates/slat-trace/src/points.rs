@@ -1,7 +1,7 @@
-//! The tracepoints. Names and fields of those in `kvm` and `kvmmmu` are Linux's (include/trace/events/kvm.h,
-//! arch/x86/kvm/trace.h and arch/x86/kvm/mmu/mmutrace.h of Linux 6.12), for those who know them;
-//! `conformance/tracepoints` compares them with a kernel's source. Fields are missing that would say nothing here, such
-//! as the kernel address of an entry. Those in `slat` are slat's own.
+//! The tracepoints. Those in `kvm` and `kvmmmu` have Linux's names and fields, for people who know them
+//! (include/trace/events/kvm.h, arch/x86/kvm/trace.h and arch/x86/kvm/mmu/mmutrace.h of Linux 6.12);
+//! `conformance/tracepoints` compares them with a kernel's source. Fields that would mean nothing here are missing,
+//! such as the kernel address of an entry. The tracepoints in `slat` are slat's own.
 
 use std::mem::offset_of;
 
@@ -19,9 +19,9 @@ pub struct Field {
 /// Describes a tracepoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Description {
-    /// What it belongs to: `kvm`, `kvmmmu` or `slat`.
+    /// The system to which the tracepoint belongs: `kvm`, `kvmmmu` or `slat`.
     pub system: &'static str,
-    /// Its name, which no other tracepoint of any system has.
+    /// The tracepoint's name, which is unique in all systems.
     pub name: &'static str,
     /// Its fields.
     pub fields: &'static [Field],
@@ -29,11 +29,11 @@ pub struct Description {
 
 /// The values of a tracepoint.
 pub trait Point: Copy {
-    /// Which tracepoint it is: an index into [`POINTS`].
+    /// The tracepoint's number: an index into [`POINTS`].
     const ID: usize;
 }
 
-/// Returns `name` without the mark of one that is also a word of Rust's.
+/// Returns `name` without the mark of a raw identifier, for names that are words of Rust.
 const fn plain(name: &'static str) -> &'static str {
     match name.as_bytes() {
         [b'r', b'#', ..] => name.split_at(2).1,
@@ -41,7 +41,7 @@ const fn plain(name: &'static str) -> &'static str {
     }
 }
 
-/// Bytes of a record for the values of a point.
+/// The number of bytes in a record for the values of a tracepoint.
 pub(crate) const VALUES: usize = 48;
 
 macro_rules! points {

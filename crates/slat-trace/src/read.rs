@@ -1,4 +1,4 @@
-//! Reads a file, while it is written or afterwards, also if the process was killed.
+//! Reads a file while it is written or afterwards, even if the process was killed.
 
 use crate::clock::{Moment, Scale};
 use crate::layout::*;
@@ -12,11 +12,11 @@ use std::path::Path;
 /// A tracepoint, as the file describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Point {
-    /// What it belongs to: `kvm`, `kvmmmu` or `slat`.
+    /// The system to which the tracepoint belongs: `kvm`, `kvmmmu` or `slat`.
     pub system: String,
     /// Its name.
     pub name: String,
-    /// Its fields: names, and where in a record's values they are.
+    /// The tracepoint's fields: names, and their positions among a record's values.
     fields: Vec<(String, Range<usize>)>,
 }
 
@@ -37,11 +37,11 @@ pub struct Event {
 pub struct Thread {
     /// Its id.
     pub tid: u32,
-    /// Its name, if it is a thread of slat's own; else empty.
+    /// The thread's name, if it is a thread of slat's own; otherwise empty.
     pub name: String,
-    /// The records that are left, in the order of their times.
+    /// The remaining records, in the order of their times.
     pub events: Vec<Event>,
-    /// How many were ever written, by tracepoint.
+    /// The number of records ever written, by tracepoint.
     pub counts: Vec<u64>,
     /// How many were overwritten.
     pub dropped: u64,
@@ -56,7 +56,7 @@ pub struct Trace {
     pub points: Vec<Point>,
     /// Those that were recorded, a bit each.
     selected: u64,
-    /// The threads, in the order of their first points.
+    /// The threads, in the order of their first records.
     pub threads: Vec<Thread>,
     /// Points of threads that found no ring.
     pub lost: u64,
@@ -104,7 +104,7 @@ impl Trace {
         self.selected >> point & 1 != 0
     }
 
-    /// Returns how many records of the tracepoint called `name` were ever written.
+    /// Returns the number of records of the tracepoint called `name` ever written.
     pub fn count(&self, name: &str) -> u64 {
         let point = self.point(name);
         point.map_or(0, |point| {
@@ -113,7 +113,7 @@ impl Trace {
         })
     }
 
-    /// Returns the value of a field; `None`: the tracepoint has none of this name.
+    /// Returns the value of a field. `None`: the tracepoint has no field of this name.
     pub fn value(&self, event: &Event, field: &str) -> Option<u64> {
         let fields = &self.points[event.point].fields;
         let (_, place) = fields.iter().find(|(name, _)| name == field)?;
@@ -213,7 +213,7 @@ impl Source {
     fn thread(&self, at: u64, capacity: u64, points: &[Point], scale: Scale) -> io::Result<Thread> {
         let header = self.bytes(at, RING_HEADER_BYTES)?;
         let head = u64_at(&header, offset_of!(Ring, head));
-        // The thread may be overwriting the oldest record, or was when it was killed.
+        // The thread may be overwriting the oldest record now, or may have been when it was killed.
         let kept = match head < capacity {
             true => head,
             false => capacity - 1,

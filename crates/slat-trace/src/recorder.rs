@@ -1,4 +1,4 @@
-//! The file of this process, and how a point gets into it.
+//! The file of this process, and how a tracepoint writes to it.
 
 use crate::Selection;
 use crate::clock::{Moment, cycles};
@@ -20,10 +20,10 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Rings that a file has space for.
 const MOST_RINGS: u64 = 256;
-/// Rings that are there from the start: for slat's own threads, and those of the client that run no vCPU.
+/// The number of rings allocated at the start: for slat's own threads, and for threads of the client that run no vCPU.
 const FIRST_RINGS: u64 = 8;
 
-/// Why nothing can be recorded on a full disk.
+/// The error when the disk is full.
 const FULL: &str =
     "no space is left for its first rings: free some, or give a smaller --trace-buffer";
 
@@ -73,7 +73,7 @@ struct Mapped {
     allocating: Mutex<()>,
 }
 
-// SAFETY: the mapping lives as long as the process. All that threads share in it are atomics; a ring
+// SAFETY: the mapping lives as long as the process. Everything in it that threads share is atomic; a ring
 // belongs to one thread.
 unsafe impl Send for Mapped {}
 // SAFETY: as above.
@@ -81,7 +81,7 @@ unsafe impl Sync for Mapped {}
 
 static MAPPED: PerProcess<OnceLock<Mapped>> = PerProcess::new();
 
-/// Records a point if it is selected. `values` is called only then. Costs one relaxed load otherwise.
+/// Writes a record if the tracepoint is selected; only then calls `values`. Otherwise costs one relaxed load.
 #[inline(always)]
 pub fn point<P: Point>(values: impl FnOnce() -> P) {
     if traced().load(Relaxed) >> P::ID & 1 != 0 {
@@ -92,9 +92,9 @@ pub fn point<P: Point>(values: impl FnOnce() -> P) {
 /// What a thread knows of its ring.
 #[derive(Clone, Copy)]
 struct Claimed {
-    /// The process: a forked child has another file.
+    /// The process for which the ring is valid: a forked child has another file.
     birth: Birth,
-    /// Valid in that process, for as long as it lives.
+    /// The ring, which is valid as long as the process lives.
     ring: NonNull<Ring>,
     /// The records that fit into it.
     capacity: u64,
@@ -144,11 +144,11 @@ fn record<P: Point>(values: P) {
     ring.next.store(next, Relaxed);
     let count = &ring.counts[P::ID];
     count.store(count.load(Relaxed) + 1, Relaxed);
-    // A reader that finds the process dead sees no record that is not complete.
+    // So a reader that finds the process dead sees only complete records.
     ring.head.store(ring.head.load(Relaxed) + 1, Release);
 }
 
-/// Gives this thread a ring. `None`: there is none left; the point is lost, and counted.
+/// Gives this thread a ring. `None`: no ring is left; the record is lost, and counted.
 fn claim() -> Option<Claimed> {
     let mapped = MAPPED.peek()?.get()?;
     let header = mapped.header();
@@ -175,19 +175,19 @@ fn claim() -> Option<Claimed> {
     Some(claimed)
 }
 
-/// Names this thread in the file. Call at the start of a thread of slat's own.
+/// Sets the name of this thread in the file. Call at the start of a thread of slat's own.
 pub fn name_thread(name: &'static CStr) {
     NAME.set(name);
 }
 
-/// While this is there, records of this thread name a vCPU.
+/// While this guard lives, records of this thread name a vCPU.
 #[must_use]
 pub struct OnVcpu {
     before: (u16, u32),
     _of_thread: PhantomData<*const ()>,
 }
 
-/// Says that this thread runs the vCPU `id` of the VM `vm` from now on, until the guard is dropped. `None`:
+/// Records of this thread name the vCPU `id` of the VM `vm` from now on, until the guard is dropped. `None`:
 /// nothing is recorded.
 #[inline]
 pub fn run_vcpu(vm: u64, id: u32) -> Option<OnVcpu> {
@@ -210,8 +210,8 @@ impl Drop for OnVcpu {
 }
 
 /// Begins to record the tracepoints in `selected` in this process, unless it records already. Makes a new file at
-/// `path`; if another process has a file there, the new one's name is `path`, a dot and this process's id. The ring of
-/// each thread has the size `buffer`. Returns the path of the file that it made.
+/// `path`; if another process has a file there, the name is `path`, a dot and this process's id. The ring of each
+/// thread has the size `buffer`. Returns the path of the new file; `None` if the process records already.
 ///
 /// # Errors
 /// The system's: the file cannot be made or mapped, or there is no space for the first rings.
@@ -236,8 +236,8 @@ pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Opt
     Ok(Some(path))
 }
 
-/// Allocates a ring more: for the thread of a new vCPU. Without space, or if a seccomp filter of the client forbids
-/// calls to this process, there is none more, and the points of the last threads may be lost, which is counted.
+/// Allocates one more ring, for the thread of a new vCPU. If there is no space, or if a seccomp filter of the client
+/// forbids calls to this process, no ring is added. Records of the last threads may then be lost, and are counted.
 pub fn add_ring() {
     if let Some(mapped) = MAPPED.peek().and_then(|mapped| mapped.get()) {
         mapped.mark_time();
@@ -247,7 +247,8 @@ pub fn add_ring() {
     }
 }
 
-/// Notes the time in the file. The later the last note is, the more precise are the times of the records.
+/// Stores the current time in the file. The later the last stored time is, the more precise are the
+/// times of the records.
 pub fn mark_time() {
     if let Some(mapped) = MAPPED.peek().and_then(|mapped| mapped.get()) {
         mapped.mark_time();
@@ -278,7 +279,7 @@ fn create(path: &Path) -> io::Result<(PathBuf, File)> {
     }
 }
 
-/// Removes a file that has become no trace. An error changes nothing: the next run makes it anew.
+/// Removes a file that did not become a trace. An error has no effect: the next run makes the file anew.
 fn remove(path: &Path) {
     if let Ok(path) = CString::new(path.as_os_str().as_bytes()) {
         let arguments = [libc::AT_FDCWD as usize, path.as_ptr() as usize, 0, 0, 0, 0];
@@ -303,7 +304,8 @@ fn open_new(path: &Path) -> io::Result<File> {
     Ok(File(opened.map_err(io::Error::from_raw_os_error)? as usize))
 }
 
-/// Makes a system call directly: the preload library takes calls of the C library's functions for the program's.
+/// Makes a system call directly: the preload library would take calls of the C library's functions for
+/// calls of the program.
 ///
 /// # Safety
 /// As for the call itself.
@@ -316,11 +318,11 @@ unsafe fn call(number: i64, arguments: [usize; 6]) -> io::Result<usize> {
 }
 
 impl Mapped {
-    /// Makes the file as long as it can get, and maps it.
+    /// Makes the file as long as it can get, and maps the file.
     fn new(file: &File, ring_bytes: u64) -> io::Result<Self> {
         let bytes = HEADER_BYTES + (MOST_RINGS * ring_bytes) as usize;
         let protection = (libc::PROT_READ | libc::PROT_WRITE) as usize;
-        // SAFETY: a descriptor of our own, which is given a length, and mapped where nothing is.
+        // SAFETY: a descriptor of our own. The file is extended, and mapped at a free address.
         let start = unsafe {
             limited(|| call(libc::SYS_ftruncate, [file.0, bytes, 0, 0, 0, 0]))?;
             let flags = libc::MAP_SHARED as usize;
@@ -380,7 +382,7 @@ impl Mapped {
     fn describe(&self, selected: Selection, start: Moment) {
         let (header, text) = (self.header(), text());
         assert!(TEXT_AT + text.len() <= HEADER_BYTES, "{} bytes", text.len());
-        // SAFETY: the header's pages have space for the text, which no other thread knows of yet.
+        // SAFETY: the header's pages have space for the text, and no other thread knows of them yet.
         unsafe {
             let to = self.start.as_ptr().add(TEXT_AT);
             to.copy_from_nonoverlapping(text.as_ptr(), text.len());

@@ -19,7 +19,8 @@ impl Selection {
 }
 
 impl Description {
-    /// Whether `word` names it: by its name, by `SYSTEM:NAME`, or with its whole system by `SYSTEM` or `SYSTEM:*`.
+    /// Whether `word` names the tracepoint: by its name, by `SYSTEM:NAME`, or with its whole system by
+    /// `SYSTEM` or `SYSTEM:*`.
     fn is_named(&self, word: &str) -> bool {
         match word.split_once(':') {
             None => word == self.name || word == self.system,

@@ -8,7 +8,7 @@ use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-/// Runs `work` in a forked child that records `selected` in a new file, and returns what the file has then.
+/// Runs `work` in a forked child that records `selected` in a new file. Returns the file's contents afterwards.
 fn record(name: &str, selected: &str, work: fn()) -> Trace {
     let path = std::env::temp_dir().join(format!("slat-trace-{}-{name}", std::process::id()));
     let selected: Selection = selected.parse().unwrap();
@@ -183,7 +183,7 @@ fn a_pipe_is_refused_at_once() {
 
 #[test]
 fn without_space_there_is_no_file_and_a_reason() {
-    // This process's limit of a file's length, in a child: as a full disk, but without root.
+    // Sets this process's limit of file lengths in a child: this acts like a full disk, but needs no root.
     let directory = std::env::temp_dir().join(format!("slat-trace-{}-full", std::process::id()));
     std::fs::create_dir(&directory).unwrap();
     // SAFETY: the child has one thread, which ends without a return.
@@ -208,7 +208,7 @@ fn without_space_there_is_no_file_and_a_reason() {
     // SAFETY: a child of this process.
     unsafe { libc::waitpid(child, &mut status, 0) };
     assert_eq!(status, 0);
-    // The directory is empty, or it could not be removed.
+    // The directory must be empty, or removing it fails.
     std::fs::remove_dir(directory).unwrap();
 }
 

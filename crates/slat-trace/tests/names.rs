@@ -3,7 +3,7 @@
 use slat_trace::POINTS;
 use std::collections::BTreeMap;
 
-/// Linux 6.12's tracepoints, as `conformance/tracepoints` prints them: a name and the fields, in a line.
+/// Linux 6.12's tracepoints, as `conformance/tracepoints` prints them: in each line a name and the fields.
 const LINUX: &str = include_str!("../../../conformance/tracepoints.txt");
 
 #[test]
@@ -17,7 +17,7 @@ fn names_and_fields_are_those_of_linux() {
     for point in ours {
         let name = format!("{}:{}", point.system, point.name);
         let mut theirs = linux[name.as_str()].iter();
-        // Some are missing, but those that are there are in the same order.
+        // Some fields may be missing, but the others are in the same order.
         for field in point.fields {
             assert!(
                 theirs.any(|their| *their == field.name),
