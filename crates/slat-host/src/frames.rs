@@ -64,7 +64,7 @@ impl Frames {
             return self.alloc();
         }
         let mut inner = self.lock();
-        // Roots are rare: each is cut from a fresh chunk, whose free frames are all contiguous.
+        // Roots are rare, so each is cut from a new chunk, whose free frames are all contiguous.
         inner.grow()?;
         let chunk = inner.chunks.last()?.as_ptr() as u64 / PAGE_SIZE;
         let first = chunk + RESERVED.next_multiple_of(count) as u64;
@@ -80,7 +80,7 @@ impl Frames {
     /// Frees frames.
     ///
     /// # Safety
-    /// - each was allocated by this allocator, is freed once, and is not used any more.
+    /// - This allocator has allocated each frame. Each is freed once, and is not used any more.
     pub unsafe fn free(&self, frames: &[Pfn]) {
         self.lock().free.extend_from_slice(frames);
     }
@@ -132,14 +132,14 @@ pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
     let chunk = address & !(CHUNK - 1);
     let index = address % CHUNK / FRAME;
     let meta = chunk as *mut TableMeta;
-    // SAFETY: the metadata array starts at the chunk's start and has an element for each of its frames.
+    // SAFETY: the metadata array begins at the chunk's start and has an element for each frame of the chunk.
     unsafe { NonNull::new_unchecked(meta.add(index)) }
 }
 
 /// Unmaps `len` bytes at `start`.
 ///
 /// # Safety
-/// - the bytes were mapped by [`map_aligned`], and are not used any more.
+/// - The bytes were mapped by [`map_aligned`], and are not used any more.
 unsafe fn unmap(start: usize, len: usize) {
     // SAFETY: the caller's promise. The call cannot fail: the range is a part of one mapping, or all of it.
     let _ = unsafe { calls::make(Call::Unmap, [start, len, 0, 0, 0, 0]) };

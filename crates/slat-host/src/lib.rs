@@ -1,8 +1,8 @@
 //! slat's platform on Linux userspace.
 //!
-//! The physical address of this port **is** the host-virtual address: a leaf for the page at hva holds `hva >> 12`,
-//! whatever frame of the kernel's backs the page. So the host may swap, migrate or share pages as it likes; only the
-//! bounds of mappings matter, and the program reports its changes of them ([`mappings`]).
+//! In this port the physical address **is** the host-virtual address: a leaf for the page at hva holds `hva >> 12`,
+//! whatever frame of the kernel backs the page. So the host may swap, migrate or share pages; only the bounds of
+//! mappings matter. The program reports its changes of mappings ([`mappings`]).
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
 pub mod mappings;
@@ -108,13 +108,13 @@ impl HostPlatform {
     }
 }
 
-/// Touches the page at `address` as the guest is about to; the kernel brings a missing page in,
+/// Touches the page at `address` as the guest is about to. The kernel brings in a missing page,
 /// however long that takes.
 fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
     let pointer = address as *mut u8;
     // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one locked instruction, so
-    // no concurrent write is lost. (An addition, because the other operations load first: the kernel would map its page
-    // of zeroes, and then have to flush it from all CPUs to replace it with the real one.)
+    // no concurrent write is lost. (It is an addition, because other operations load first. For a load the kernel would
+    // map its page of zeroes, and would then have to flush that page from all CPUs to replace it with the real one.)
     let touched = unsafe {
         match access {
             Access::Write => slat_guard::fetch_add(pointer, 0).map(drop),
@@ -173,7 +173,7 @@ unsafe impl Platform for HostPlatform {
         loop {
             let found = mappings::find(address).ok_or(ResolveError::BadAddress)?;
             match self.try_page(&found.mapping, backing, access) {
-                // The mapping may have changed without a report.
+                // The mapping may have changed without being reported.
                 Err(ResolveError::BadAddress) if !found.fresh => mappings::forget(address),
                 Ok(page) if has_userfault => return Ok(page.with_level(Level::PAGE)),
                 page => return page,
@@ -185,7 +185,7 @@ unsafe impl Platform for HostPlatform {
         let (mut at, end) = (backing.start.0 as usize, backing.end.0 as usize);
         while at < end {
             let Some(mappings::Found { mapping, .. }) = mappings::find(at) else {
-                // A window seldom reaches beyond one mapping; pages after the gap can wait.
+                // A window rarely extends beyond one mapping; pages after a gap can wait.
                 return;
             };
             let stop = mapping.range.end.min(end);

@@ -1,22 +1,25 @@
-//! What the host maps where: rights, and how large a page KVM would see there.
+//! What the host maps at which addresses: rights, and the size of the page that KVM would find there.
 //!
-//! The kernel is asked once per mapping (PROCMAP_QUERY where it exists, `/proc/self/smaps` elsewhere), as a rule when
-//! the mapping begins to back a memslot ([`learn`]). The caller that changes mappings reports that ([`changed`],
-//! [`protected`], [`advised`]): the preload library for an unmodified program, the VMM itself when it uses the crate.
-//! It reports *inside* the invalidation of the range ([`slat::Vm::invalidate`]), after the change: a fault that used
-//! the old mapping is stale then, and a later fault asks the kernel again. A change forgets the mappings that it
-//! overlaps or touches, and no others: what a program maps and unmaps beside its guests' memory costs them nothing.
+//! The kernel is asked once per mapping (by PROCMAP_QUERY where it exists, otherwise by `/proc/self/smaps`), usually
+//! when the mapping begins to back a memslot ([`learn`]). The caller that changes mappings reports the changes
+//! ([`changed`], [`protected`], [`advised`]): the preload library for an unmodified program, the VMM itself if it uses
+//! the crate. The caller reports *inside* the invalidation of the range ([`slat::Vm::invalidate`]), after the change.
+//! So a fault that has used the old mapping is stale, and a later fault asks the kernel again. A change makes slat
+//! forget the mappings that it overlaps or touches, and no others. So mappings that a program makes and removes besides
+//! its guests' memory do not slow the guests down.
 //!
-//! A change that is not reported (the C library's own `mmap`) is found by the access that fails: `forget`.
+//! If a change is not reported (the C library's own `mmap`), an access fails later, and slat then forgets
+//! the mapping: `forget`.
 //!
-//! While the process has no VM, no report is needed, except that there was advice at all ([`advice_passed_by`]): then
-//! the first VM reads all advice from the kernel ([`begin`]).
+//! While the process has no VM, changes need no report. Only the fact that the program gave advice is recorded
+//! ([`advice_passed_by`]); the first VM then reads all advice from the kernel ([`begin`]).
 //!
 //! # Concurrency
-//! A look-up on the fault path takes no lock: each thread remembers the mappings it used last, valid as long as the
-//! global epoch stays unchanged. Every mapping that a thread remembers is in the process's `Table`, and removing one
-//! from the table raises the epoch, under the table's lock. The kernel's result enters the table only if no change that
-//! could make it wrong was reported since the query; else it serves one fault, which is stale then and retried.
+//! A look-up on the fault path takes no lock: each thread remembers the mappings that it used last, which are valid as
+//! long as the global epoch does not change. Every mapping that a thread remembers is in the process's `Table`.
+//! Removing a mapping from the table raises the epoch, under the table's lock. The kernel's result enters the table
+//! only if no change that could make it wrong was reported since the query. Otherwise it serves one fault, which is
+//! then stale and is retried.
 
 use slat_process::once::Computed;
 use std::cell::RefCell;
@@ -35,7 +38,7 @@ use crate::procfs;
 pub enum HugePages {
     /// MADV_HUGEPAGE.
     Wanted,
-    /// MADV_NOHUGEPAGE, or userfaultfd is registered for the range: pages arrive one by one.
+    /// MADV_NOHUGEPAGE, or userfaultfd is registered for the range, so that pages arrive one by one.
     Unwanted,
 }
 
@@ -45,20 +48,20 @@ pub(crate) struct Mapping {
     pub(crate) range: Range<usize>,
     pub(crate) readable: bool,
     pub(crate) writable: bool,
-    /// Largest naturally aligned host page the mapping can have: hugetlb or transparent.
+    /// The largest naturally aligned host page that the mapping can have: hugetlb or transparent.
     pub(crate) level: Level,
 }
 
 /// Raised whenever a mapping is forgotten.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
-/// The kernel may have advice that the table lacks, or the table advice that no longer holds: the
+/// The kernel may have advice that the table lacks, or the table may have advice that no longer holds. The
 /// kernel has to be asked.
 static INCOMPLETE: AtomicBool = AtomicBool::new(false);
 
 /// Start to end and advice. Non-overlapping.
 type Advice = BTreeMap<usize, (usize, HugePages)>;
 
-/// Number of changes whose ranges are remembered: as many as can be reported during one query.
+/// The number of changes whose ranges are remembered: as many as may be reported during one query.
 const CHANGES: usize = 16;
 
 /// The known mappings and advice of this process.
@@ -67,7 +70,7 @@ struct Table {
     advice: Advice,
     /// Sorted by address, non-overlapping. Faults add to it, so allocating for it may fail.
     known: Vec<Mapping>,
-    /// Number of changes reported, and the ranges of the last: change number `n` at index `n % CHANGES`.
+    /// The number of changes reported, and the ranges of the last ones: change number `n` is at index `n % CHANGES`.
     changes: usize,
     last_changes: [Range<usize>; CHANGES],
 }
@@ -90,7 +93,7 @@ impl Table {
         mapping.range.contains(&address).then_some(mapping)
     }
 
-    /// Records a change in `range`: forgets the mappings it may have made wrong.
+    /// Records a change in `range`: forgets the mappings that the change may have made wrong.
     fn change(&mut self, range: &Range<usize>) {
         self.last_changes[self.changes % CHANGES] = range.clone();
         self.changes += 1;
@@ -102,8 +105,8 @@ impl Table {
         }
     }
 
-    /// Inserts the result of a query that began when `changes` changes had been reported. False: the result may be
-    /// wrong by now, or there is no memory to keep it.
+    /// Inserts the result of a query that began when `changes` changes had been reported. Returns `false` if the result
+    /// may be wrong by now, or there is no memory for it.
     fn insert(&mut self, mapping: &Mapping, changes: usize) -> bool {
         let since = changes..self.changes;
         if since.len() > CHANGES
@@ -112,7 +115,7 @@ impl Table {
         {
             return false;
         }
-        // Parts of the mapping may be known already, and as right.
+        // Parts of the mapping may be known already; they are equally right.
         let (start, end) = (mapping.range.start, mapping.range.end);
         let first = (self.known).partition_point(|other| other.range.end <= start);
         let parts = self.known[first..].partition_point(|other| other.range.start < end);
@@ -121,13 +124,13 @@ impl Table {
         true
     }
 
-    /// Removes the advice for `range`, keeping the parts outside.
+    /// Removes the advice for `range`, except for parts outside it.
     fn carve(&mut self, range: &Range<usize>) {
         carve(&mut self.advice, range);
     }
 }
 
-/// Mappings a thread remembers: a VM's memory has few.
+/// The number of mappings that a thread remembers. A VM's memory has few.
 const REMEMBERED: usize = 4;
 
 struct Recent {
@@ -148,8 +151,8 @@ thread_local! {
     };
 }
 
-/// Call when the process gets its first VM, or its first again, before the VM has memory: changes without a VM were not
-/// reported.
+/// Call when the process gets its first VM, or its first one again, before the VM has memory. Changes were not reported
+/// while there was no VM.
 pub fn begin() {
     let mut table = table();
     if !table.advice.is_empty() {
@@ -167,8 +170,8 @@ pub fn end() {
     procfs::close();
 }
 
-/// Call after advice about huge pages that the program gave while the process had no VM. One store: the caller may be
-/// in the program's `malloc`, or in a signal handler.
+/// Call after the program has given advice about huge pages while the process had no VM. Makes one store, because the
+/// caller may be in the program's `malloc`, or in a signal handler.
 pub fn advice_passed_by() {
     INCOMPLETE.store(true, Relaxed);
 }
@@ -180,7 +183,7 @@ pub fn changed(range: Range<usize>) {
     table.change(&range);
 }
 
-/// Call after changing rights in `range`, which changes no advice.
+/// Call after changing rights in `range`. Advice does not change.
 pub fn protected(range: Range<usize>) {
     table().change(&range);
 }
@@ -193,7 +196,7 @@ pub fn advised(range: Range<usize>, wish: HugePages) {
     table.change(&range);
 }
 
-/// Call when an access to `address` has failed although its known mapping allows it: a change was not reported.
+/// Call when an access to `address` has failed although its known mapping allows the access: a change was not reported.
 pub(crate) fn forget(address: usize) {
     let mut table = table();
     table.change(&(address..address + 1));
@@ -203,7 +206,7 @@ pub(crate) fn forget(address: usize) {
 
 /// Call when `range` begins to back a memslot: asks the kernel for its mappings now, so that a vCPU need not.
 pub fn learn(range: Range<usize>) {
-    /// Mappings beyond this number are asked for when they are needed.
+    /// Further mappings are looked up when they are needed.
     const MOST: usize = 64;
     let mut at = range.start;
     for _ in 0..MOST {
@@ -218,7 +221,7 @@ pub fn learn(range: Range<usize>) {
     }
 }
 
-/// Removes `range` from the map, keeping the parts outside.
+/// Removes `range` from the map, except for parts outside it.
 fn carve(advice: &mut Advice, range: &Range<usize>) {
     let touched: Vec<_> = advice
         .range(..range.end)
@@ -265,7 +268,8 @@ pub(crate) fn find(address: usize) -> Option<Found> {
             Some(mapping) => (mapping, true),
             None => ask(address)?,
         };
-        // With the epoch read before: if a mapping was forgotten meanwhile, the next look-up drops this one.
+        // The mapping is stored with the epoch read before: if a mapping was forgotten meanwhile, the next
+        // look-up drops this one.
         if stays {
             recent.mappings[recent.next] = Some(mapping.clone());
             recent.next = (recent.next + 1) % REMEMBERED;
@@ -274,7 +278,7 @@ pub(crate) fn find(address: usize) -> Option<Found> {
     })
 }
 
-/// Asks the kernel. Returns the mapping around `address`, and whether the table has it now.
+/// Asks the kernel. Returns the mapping around `address`, and whether the table has the mapping now.
 fn ask(address: usize) -> Option<(Mapping, bool)> {
     let changes = table().changes;
     let raw = procfs::mapping_at(address)?;
@@ -296,10 +300,10 @@ fn ask(address: usize) -> Option<(Mapping, bool)> {
     Some((mapping, stays))
 }
 
-/// Applies the system's mode for transparent huge pages and the program's advice to an anonymous mapping. Narrows the
-/// mapping to the part around `address` with one result.
+/// Applies the system's mode for transparent huge pages, and the program's advice, to an anonymous mapping. Narrows the
+/// mapping to the part around `address` that has one result.
 fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
-    // Under the lock: other threads wait for the result.
+    // Under the table's lock, so that other threads wait for the result.
     if INCOMPLETE.swap(false, Relaxed) {
         table.advice = all_advice();
     }
@@ -337,7 +341,7 @@ pub enum Thp {
     Never,
 }
 
-/// Returns the mode in `/sys/kernel/mm/transparent_hugepage/enabled` when it was first asked for;
+/// Returns the mode from `/sys/kernel/mm/transparent_hugepage/enabled`, which is read once;
 /// [`Thp::Never`] without that file.
 pub fn thp_mode() -> Thp {
     static MODE: Computed<Thp> = Computed::new();

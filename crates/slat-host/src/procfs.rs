@@ -1,9 +1,9 @@
 //! The kernel's view of this process's mappings: PROCMAP_QUERY on `/proc/self/maps` (since Linux 6.11,
 //! `include/uapi/linux/fs.h`), or the text of `/proc/self/smaps`.
 //!
-//! The files stay open while there are VMs: `KVM_RUN` needs no free descriptor on a real KVM, so it must need none
-//! here. Their numbers are high, above the program's own. A program that closes all its descriptors closes these, too
-//! ([`closed`]); slat opens them again when it needs them.
+//! The files stay open while there are VMs: on a real KVM `KVM_RUN` needs no free descriptor, so here it must need
+//! none, either. Their numbers are high, above the program's own. If a program closes all its descriptors, these are
+//! closed, too ([`closed`]); slat opens the files again when it needs them.
 
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -22,7 +22,7 @@ pub(crate) struct Raw {
     pub(crate) readable: bool,
     pub(crate) writable: bool,
     pub(crate) anonymous: bool,
-    /// Bytes of each page that backs the mapping: more than 4096 for hugetlb only.
+    /// Bytes of each page that backs the mapping. More than 4096 only for hugetlb.
     pub(crate) page_size: u64,
 }
 
@@ -34,23 +34,24 @@ pub(crate) fn mapping_at(address: usize) -> Option<Raw> {
     }
 }
 
-/// Closes a descriptor that slat opened. (A descriptor that the program has closed would have been forgotten.)
+/// Closes a descriptor that slat has opened. (If the program has closed it, slat does not know it any more.)
 fn close_own(fd: i32) {
     // SAFETY: a plain call on a descriptor of our own.
     let _ = unsafe { calls::make(Call::Close, [fd as usize, 0, 0, 0, 0, 0]) };
 }
 
-/// The descriptor of `/proc` of a process whose root may have none; -1: its own path leads there.
+/// A descriptor of `/proc`, for a process whose root may have no `/proc`; -1 if there is none, and the
+/// path `/proc` is used.
 static DIRECTORY: AtomicI32 = AtomicI32::new(-1);
 
 thread_local! {
     // Without an initialiser or a destructor: handlers read it.
-    /// The descriptor that a child of `vfork` of this thread has opened, and the child's id. The child has this memory,
-    /// too, but its parent has not the descriptor.
+    // The descriptor that a `vfork` child of this thread has opened, and the child's id. The child shares this memory,
+    // but its parent does not have the descriptor.
     static CHILDS: Cell<(i32, i32)> = const { Cell::new((-1, 0)) };
 }
 
-/// Sets the descriptor, for this process alone.
+/// Sets the descriptor for this process only.
 fn set_here(fd: i32) {
     let me = slat_process::myself().0;
     match me == process::owner() {
@@ -74,7 +75,7 @@ pub fn keep_directory() {
     }
 }
 
-/// Sets the descriptor of `/proc` that this program was given.
+/// Stores the descriptor of `/proc` that was passed to this program.
 pub fn set_directory(fd: i32) {
     DIRECTORY.store(fd, Relaxed);
 }
@@ -86,15 +87,15 @@ pub fn directory() -> Option<i32> {
         if slat_process::myself().0 == child {
             return Some(fd);
         }
-        // This thread has gone on: the child has ended, or has executed a program.
+        // This thread runs again, so the child has ended, or has executed a program.
         CHILDS.set((-1, 0));
     }
     let fd = DIRECTORY.load(Relaxed);
     (fd != -1).then_some(fd)
 }
 
-/// Call before the program gives the number `fd` to another file: the descriptor of `/proc` gets another
-/// one. Async-signal-safe.
+/// Call before the program gives the number `fd` to another file. If `fd` is the descriptor of `/proc`, moves that to
+/// another number. Async-signal-safe.
 pub fn replaced(fd: i32) {
     if directory() == Some(fd) {
         let arguments = [
@@ -111,7 +112,7 @@ pub fn replaced(fd: i32) {
     }
 }
 
-/// Moves a descriptor above those of the program, as far as the process's limit allows it. Returns its number.
+/// Moves a descriptor above those of the program, as far as the process's limit allows. Returns its number.
 fn moved_up(fd: i32) -> i32 {
     let mut lowest = ProcFile::LOWEST;
     while lowest > fd {
@@ -136,8 +137,8 @@ fn moved_up(fd: i32) -> i32 {
     fd
 }
 
-/// Returns the descriptor of the directory, and the path from there, by which a file below `/proc` is reached:
-/// `AT_FDCWD` and `path` itself where no other descriptor is needed.
+/// Returns the directory's descriptor and the path relative to it by which to open a file below `/proc`. They are
+/// `AT_FDCWD` and `path` itself if no other descriptor is needed.
 pub fn reached_by(path: &CStr) -> (i32, &CStr) {
     let rest = path.to_bytes_with_nul().strip_prefix(b"/proc/");
     let rest = rest.and_then(|rest| CStr::from_bytes_with_nul(rest).ok());
@@ -174,14 +175,14 @@ pub fn read_small<'a>(path: &CStr, text: &'a mut [u8]) -> &'a str {
     std::str::from_utf8(&text[..len]).unwrap_or_default()
 }
 
-/// Opens the files that [`mapping_at`] needs, as far as there are descriptors.
+/// Opens the files that [`mapping_at`] needs, as long as there are free descriptors.
 pub(crate) fn open() {
     if query(&raw const FILES as usize).is_err() {
         let _ = FILES.get().smaps.descriptor();
     }
 }
 
-/// Closes the files. Call while no thread looks a mapping up.
+/// Closes the files. Call while no thread looks up a mapping.
 pub(crate) fn close() {
     if let Some(files) = FILES.peek() {
         for file in [&files.maps, &files.smaps] {
@@ -222,7 +223,8 @@ pub fn closed_within(first: u32, last: u32) {
     }
 }
 
-/// A file of `/proc/self` shows the process that opened it, so a forked child opens its own.
+/// The files for this process. A file of `/proc/self` shows the process that opened it, so a forked
+/// child opens its own.
 static FILES: PerProcess<Files> = PerProcess::new();
 
 #[derive(Debug)]
@@ -250,7 +252,7 @@ struct ProcFile {
 impl ProcFile {
     /// No descriptor.
     const NONE: i32 = -1;
-    /// The lowest number that the file gets, if the process's limit allows it.
+    /// The lowest number that the descriptor gets, if the process's limit allows it.
     const LOWEST: i32 = 512;
 
     const fn new(path: &'static CStr) -> Self {
@@ -260,9 +262,10 @@ impl ProcFile {
         }
     }
 
-    /// Returns the file's descriptor, opened if need be. It is ours as long as the program does not close descriptors
-    /// that it did not open. If the program does, at any time, a call on it fails or reads another file; slat's calls
-    /// on it (a query that no other file knows, and reading at an offset) change nothing.
+    /// Returns the file's descriptor, and opens the file if necessary. The descriptor is slat's as long as the program
+    /// does not close descriptors that it did not open. If the program closes it, at any time, a call on it fails or
+    /// reads another file. That does no harm: slat's calls on it (a query that no other file knows, and reading at an
+    /// offset) change nothing.
     fn descriptor(&self) -> Result<i32, i32> {
         let known = self.fd.load(Acquire);
         if known != Self::NONE {
@@ -292,7 +295,7 @@ impl ProcFile {
         let _ = (self.fd).compare_exchange(fd, Self::NONE, AcqRel, Relaxed);
     }
 
-    /// Calls `use_it` with the descriptor, and again with a new one if the descriptor was closed.
+    /// Calls `use_it` with the descriptor. If the descriptor was closed, calls `use_it` again with a new one.
     fn with<T>(&self, mut use_it: impl FnMut(i32) -> Result<T, i32>) -> Result<T, i32> {
         let fd = self.descriptor()?;
         match use_it(fd) {
@@ -439,8 +442,8 @@ struct Header {
 }
 
 impl Header {
-    /// Whether the mapping is of a file. The inode of a System V segment is its id, and the first id is 0; but only
-    /// anonymous memory has no device either.
+    /// Whether the mapping is of a file. An inode of 0 does not rule this out: a System V segment has its id as its
+    /// inode, and the first id is 0. But only anonymous memory has neither an inode nor a device.
     fn is_file(&self) -> bool {
         self.inode != 0 || self.device != (0, 0)
     }

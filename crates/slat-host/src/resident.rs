@@ -1,5 +1,5 @@
-//! Which pages are in memory now: mincore(2). Where a seccomp filter forbids mincore, nothing is known: faults ask, and
-//! they are too many for the helper.
+//! Which pages are in memory now: mincore(2). If a seccomp filter forbids mincore, this is unknown: faults ask for it,
+//! and they are too many for the helper.
 
 use slat_process::calls::{self, Call};
 use std::ops::Range;
@@ -8,7 +8,7 @@ const PAGE: usize = 4096;
 /// Pages per call of mincore.
 const CHUNK: usize = 512;
 
-/// Returns whether the page of `address` is in memory, as far as that can be known.
+/// Whether the page of `address` is known to be in memory.
 pub fn is_resident(address: usize) -> bool {
     let page = address & !(PAGE - 1);
     let mut is_resident = false;
@@ -41,7 +41,7 @@ pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)
             if run > 0 {
                 found(at + page * PAGE..at + (page + run) * PAGE);
             }
-            // One more: the page that ended the run is not resident.
+            // Skips one page more, because the page that ended the run is not resident.
             page += run + 1;
         }
         at = end;

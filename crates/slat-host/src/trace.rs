@@ -18,7 +18,8 @@ fn error_code(access: Access) -> u32 {
     }
 }
 
-/// Records an event, if its tracepoint is selected. Inlined where the event is made: what is left there is one load.
+/// Records an event, if its tracepoint is selected. Inlined, so that the code that makes the event
+/// contains only one load.
 #[inline(always)]
 pub(crate) fn record(event: Event) {
     match event {

@@ -1,15 +1,15 @@
-//! Pages of memslots that are not there yet, as the client says in a bitmap of its own: the posted series "KVM
-//! Userfault" (version 3, June 2025: `KVM_MEM_USERFAULT`). For post-copy migration and lazy restore where
+//! Pages of memslots that are not present yet, as a bitmap of the client tells: the posted series "KVM
+//! Userfault" (version 3, June 2025: `KVM_MEM_USERFAULT`). It serves post-copy migration and lazy restore where
 //! userfaultfd is forbidden.
 //!
-//! A bit that is set is a page to come: its access ends with [`ResolveError::Absent`]. The client stores the page,
-//! then clears the bit.
+//! A set bit means that the page is still to come: an access ends with [`ResolveError::Absent`]. The client stores the
+//! page, then clears the bit.
 //!
 //! # Concurrency
-//! The bitmap is memory of the client, which may do anything with it, so its bits are read by guarded loads; on x86 a
-//! load that sees the cleared bit is followed by accesses that see the page. A bit counts when a page is resolved:
-//! setting one later has no effect on a page that is mapped (as in the series). So the table of bitmaps is changed
-//! inside an invalidation of the slot's memory: then every leaf was resolved with the bitmap that the slot has.
+//! The bitmap is memory of the client, which may do anything with it. So its bits are read by guarded loads. On x86,
+//! accesses that follow a load that sees the cleared bit see the page. A bit matters when a page is resolved: setting a
+//! bit later has no effect on a page that is mapped (as in the series). So the table of bitmaps is changed inside an
+//! invalidation of the slot's memory: then every leaf was resolved with the slot's current bitmap.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::*};
@@ -20,7 +20,7 @@ use slat::{Hva, OutOfMemory, PAGE_SHIFT, PAGE_SIZE, Request, ResolveError};
 /// A memslot's bitmap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Userfault {
-    /// What backs the slot's first page, and first private page: those of bit 0.
+    /// The memory that backs the slot's first page, and its first private page: the pages of bit 0.
     pub backing: (Hva, Option<Hva>),
     /// Number of pages.
     pub pages: u64,
@@ -40,7 +40,7 @@ impl Userfault {
             .filter(|bits| !bits.is_empty())
     }
 
-    /// Whether `page` is not there yet.
+    /// Whether `page` is not present yet.
     ///
     /// # Errors
     /// [`ResolveError`]: the bitmap cannot be read.
@@ -58,7 +58,7 @@ impl Userfault {
 /// The bitmaps of a VM's slots.
 #[derive(Debug, Default)]
 pub struct Userfaults {
-    /// There are any. Most VMs have none, and their faults look no further.
+    /// Whether there are any bitmaps. Most VMs have none, and their faults check nothing else.
     any: AtomicBool,
     /// By address space and slot.
     slots: RwLock<Vec<((usize, u32), Userfault)>>,
@@ -75,11 +75,11 @@ impl Userfaults {
         found.map(|(_, userfault)| userfault.clone())
     }
 
-    /// Gives a slot a bitmap, or takes it away. Call inside an invalidation of the slot's memory
+    /// Sets or removes the bitmap of a slot. Call inside an invalidation of the slot's memory
     /// ([`slat::Vm::invalidate`]), or while there is no such slot.
     ///
     /// # Errors
-    /// [`OutOfMemory`]; nothing was changed. Not if the slot has a bitmap already, or gets none.
+    /// [`OutOfMemory`]; nothing was changed. Never if the slot already has a bitmap, or is to have none.
     pub fn set(
         &self,
         space: usize,
@@ -96,11 +96,11 @@ impl Userfaults {
         Ok(())
     }
 
-    /// Finds out whether the page of `request` may be resolved. Returns whether its slot has a bitmap: then leaves are
-    /// small, as the page next to it may be absent.
+    /// Checks whether the page of `request` may be resolved. Returns whether its slot has a bitmap: then leaves must be
+    /// small, because neighbouring pages may be absent.
     ///
     /// # Errors
-    /// [`ResolveError::Absent`]; others if the bitmap cannot be read.
+    /// [`ResolveError::Absent`]; other errors if the bitmap cannot be read.
     pub(crate) fn check(&self, request: &Request) -> Result<bool, ResolveError> {
         let Some(userfault) = self.get(request.space, request.slot) else {
             return Ok(false);
@@ -114,14 +114,15 @@ impl Userfaults {
         Ok(true)
     }
 
-    /// Calls `found` for the parts of `stretch` (whole pages) that are not absent, in ascending order. The flag says
-    /// that a bitmap has bits for `stretch`. What one memslot awaits, all do without here.
+    /// Calls `found` for the parts of `stretch` (whole pages) that are not absent, in ascending order. Its
+    /// flag says whether a bitmap has bits for `stretch`. If several memslots use a page, it is absent if one
+    /// of them waits for it.
     pub(crate) fn present(&self, stretch: Range<usize>, found: &mut dyn FnMut(Range<usize>, bool)) {
         if !self.any.load(Acquire) {
             return found(stretch, false);
         }
         let range = Hva(stretch.start as u64)..Hva(stretch.end as u64);
-        // Copies: no lock is held while a bitmap is read, because the client may let that wait.
+        // The slots are copied, so that no lock is held while a bitmap is read: the client may make that read wait.
         let mut slots = Vec::new();
         {
             let all = self.slots.read().unwrap_or_else(PoisonError::into_inner);
