@@ -76,10 +76,10 @@ pub(crate) struct Block {
     /// Entries until the block is warm.
     #[cfg(feature = "jit")]
     pub(crate) heat: Cell<u32>,
-    /// What the compiler was asked for.
+    /// The tier for which compilation was requested, if it was.
     #[cfg(feature = "jit")]
     pub(crate) asked: Cell<Option<Tier>>,
-    /// Whether it has a second page.
+    /// Whether the block has a second page.
     crosses: bool,
     /// Bytes in the first page.
     split: u8,

@@ -88,7 +88,7 @@ pub(crate) struct Blocks {
     snapshots: HashMap<u64, NonNull<Snapshot>, Seeded>,
     /// Has the blocks in `kept`, and the snapshots.
     pool: Pool,
-    /// Has the two other blocks.
+    /// Holds the memory of the two other blocks.
     _own: Pool,
     /// The reused block, which is not kept.
     once: NonNull<Block>,
@@ -374,7 +374,7 @@ impl Cpu {
         };
         self.make_room();
         let found = self.blocks.single;
-        // SAFETY: as for the block that is not kept.
+        // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
         let single = unsafe { &mut *found.as_ptr() };
         if single.key != key || !self.holds_once(single)? {
             self.decode(single, key, 1, false)?;
@@ -393,7 +393,7 @@ mod tests {
         let mut seen = heap::Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
-        // As many as it can hold.
+        // As many addresses as the filter can hold.
         let pages = SEEN as u64 / 4 / u64::from(SEEN_EACH);
         let new = (1..pages).filter(|page| !seen.note(0x1000 + (page << 12)));
         assert!(

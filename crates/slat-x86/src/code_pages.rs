@@ -107,9 +107,9 @@ pub struct CodePages {
     seats: Mutex<Vec<SeatOf>>,
 }
 
-/// What a CPU shows to the others.
+/// The data of a CPU that other CPUs read.
 struct Seat {
-    /// The version that it has heeded.
+    /// The version that the CPU has heeded.
     heeded: AtomicU64,
     /// The attention word of the CPU's run; null if the CPU does not run. The caller of the run keeps the word alive
     /// until [`Member::leave`] has cleared this pointer.
@@ -285,7 +285,7 @@ impl Member {
     /// Heeds the current version when `attention` has asked for it: `drop_writes` must drop the TLB's entries for
     /// writes to marked pages.
     pub(crate) fn heed(&mut self, attention: &AtomicU32, drop_writes: impl FnOnce(&CodePages)) {
-        // A change after this sets it again.
+        // A change after this sets the bit again.
         attention.fetch_and(!CodePages::CHANGED, Acquire);
         let version = self.pages.version.load(Acquire);
         drop_writes(&self.pages);
@@ -479,7 +479,7 @@ mod loom_tests {
             }
             executor.execute(&byte);
             assert_eq!(executor.decoded, byte.load(Relaxed));
-            // Trusted now that nobody stores.
+            // The page is trusted now, as no CPU stores.
             executor.execute(&byte);
             assert!(executor.version.is_some());
         });

@@ -407,13 +407,13 @@ impl Cpu {
         self.passed_probe();
         self.trap(hits);
         self.trap(probe_steps);
-        // MOV SS discards its single step.
+        // MOV SS discards its own single step.
         if steps && !self.state.events.mov_ss_shadow {
             self.trap(DR6_BS);
         } else if probe_steps == 0 {
             return exit;
         }
-        // A trap ends a halt before it begins.
+        // A pending trap ends the halt before the halt begins.
         exit.filter(|exit| *exit != Exit::Hlt)
     }
 }

@@ -166,7 +166,7 @@ impl Cpu {
                 break;
             }
             if insn.next_ip() > end {
-                // It ends beyond the code segment.
+                // The instruction ends beyond the code segment.
                 break;
             }
             decoded.bytes = decoder.position();

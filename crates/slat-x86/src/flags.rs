@@ -191,7 +191,7 @@ impl Readable for Read<'_> {
     fn kept(&mut self, (): ()) -> bool {
         self.0.lazy.carry()
     }
-    /// Returns CF as all records have it.
+    /// Returns CF, which all records store in the same way.
     #[inline(always)]
     fn carry(&mut self) -> bool {
         self.0.lazy.carry()

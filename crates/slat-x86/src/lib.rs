@@ -9,7 +9,7 @@
 //!
 //! | layer | file | idea |
 //! |---|---|---|
-//! | base | `heap`, `pool`, `hash`, `sync` | allocations that may fail; memory freed at once; a hash; what loom replaces |
+//! | base | `heap`, `pool`, `hash`, `sync` | allocations that may fail; memory freed at once; a hash; loom's parts |
 //! | | `counters` | what the CPU counts of its work |
 //! | | `clock` | when decoded code has to be checked again |
 //! | | `decoder` | the tables of the instruction decoder |

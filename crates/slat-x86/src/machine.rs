@@ -88,7 +88,7 @@ pub struct HostPage {
     pub global: bool,
 }
 
-/// Why there is no translation.
+/// The reason why there is no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The guest's tables do not allow the access: #PF with this error code, CR2 is the address.
@@ -150,7 +150,7 @@ pub enum GuestFlush {
     Nested,
 }
 
-/// How the CPU translates.
+/// Translation of the CPU's addresses.
 pub trait Mmu {
     /// Returns the host page that backs the page of `gva`: walks the guest's tables (setting accessed and dirty bits),
     /// then the second level. Called on misses of the software TLB only.
@@ -245,10 +245,10 @@ pub trait Machine: Mmu {
     }
 }
 
-/// What became of a hypercall.
+/// The outcome of a hypercall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HypercallOutcome {
-    /// It was executed.
+    /// The machine has executed it.
     Done,
     /// The caller of the run executes it: the run ends with [`Exit::Hypercall`].
     Outside,
@@ -280,7 +280,7 @@ impl HypercallInstruction {
 /// What an instruction that calls the hypervisor does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hypercalls {
-    /// It is executed.
+    /// The CPU executes the instruction.
     Executed,
     /// The CPU overwrites the instruction with this one, and executes this one.
     Patched(HypercallInstruction),
@@ -302,7 +302,7 @@ pub enum BusLocks {
     ExitAfter,
 }
 
-/// What a probe waits for.
+/// The event for which a probe waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProbeKind {
     /// The execution of the instruction at the first address.
@@ -372,7 +372,7 @@ pub enum Exit {
     Delivery {
         /// The vector.
         vector: u8,
-        /// An instruction raised it on purpose.
+        /// Whether an instruction raised the event on purpose.
         software: bool,
         /// The guest-physical address.
         gpa: u64,
@@ -415,7 +415,7 @@ pub enum Exit {
     Debug {
         /// 1 (#DB) or 3 (#BP).
         vector: u8,
-        /// DR6 as the exception would have set it.
+        /// The value that the exception would have given DR6.
         dr6: u64,
     },
     /// A [`Probe`](crate::Probe) was hit, or a step was made.

@@ -151,7 +151,7 @@ pub(crate) struct Devices {
     pub(crate) met: Option<Met>,
 }
 
-/// An access that leads to a device.
+/// An access to a device.
 #[cfg(feature = "jit")]
 #[derive(Clone, Copy)]
 pub(crate) struct Met {
@@ -224,7 +224,7 @@ impl Cpu {
             .map(|met| met.gpa)
     }
 
-    /// Without a compiler, there is none.
+    /// Without a compiler, no device is remembered.
     #[cfg(not(feature = "jit"))]
     #[inline]
     pub(crate) fn take_met(&mut self, _: u64, _: Access) -> Option<u64> {

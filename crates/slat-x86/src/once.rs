@@ -13,7 +13,7 @@ use crate::snapshot::Snapshot;
 
 /// The page from which code was read last, without a copy of it.
 pub(crate) struct Once {
-    /// As in [`Snapshot::key_of`].
+    /// The page's key, as in [`Snapshot::key_of`].
     key: u64,
     /// The generation when `host` was looked up; 0 if it never was.
     generation: u64,
@@ -30,7 +30,7 @@ impl Once {
         }
     }
 
-    /// Has the page looked up again.
+    /// Makes the page be looked up again.
     pub(crate) fn outdate(&mut self) {
         self.generation = 0;
     }
@@ -81,7 +81,7 @@ impl Cpu {
     pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
         let (at, _) = Snapshot::split(block.key.lin);
         let (code, _) = block.parts();
-        // A block in two pages is one instruction.
+        // A block in two pages is always a single instruction.
         let host = self.once.host.wrapping_add(at);
         self.execute_while(block, |op| {
             let end = usize::from(op.offset) + usize::from(op.len);

@@ -46,7 +46,7 @@ pub(crate) mod form {
     pub const INDEX: u8 = 1;
     /// 64-bit mode, displacement only (also RIP-relative), flat segment.
     pub const DISP: u8 = 2;
-    /// Anything else.
+    /// All other forms.
     pub const FULL: u8 = 3;
 }
 
@@ -60,7 +60,7 @@ pub const MEM: u8 = 0xfe;
 /// All instructions fill in `r`, `imm` and the memory operand before the handler is chosen.
 #[derive(Clone, Copy, Debug)]
 pub struct Op {
-    /// The function that executes it.
+    /// The function that executes the operation.
     pub handler: Handler,
     /// The immediate operand, sign-extended; the target of a near branch.
     pub imm: u64,

@@ -19,7 +19,7 @@ pub(crate) struct Progress {
     instructions: u64,
     /// Events delivered since, or lost in their delivery.
     deliveries: u32,
-    /// When there were [`PATIENCE`] of them.
+    /// The time of delivery number [`PATIENCE`].
     since: Option<Instant>,
 }
 

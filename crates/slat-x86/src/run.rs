@@ -180,7 +180,7 @@ impl Cpu {
     #[inline(never)]
     fn broke(&mut self, block: &Block, op: &Op, why: Break) -> Option<Exit> {
         let why = self.finish_fetched(op, why);
-        // Only executed operations count.
+        // Only operations that were executed count.
         let rest = u64::from(op.offset)
             + if matches!(why, Break::End | Break::ExitAfter | Break::TaskFault) {
                 u64::from(op.len)

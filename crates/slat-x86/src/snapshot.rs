@@ -95,7 +95,7 @@ impl Snapshot {
         self.key & 1 != 0
     }
 
-    /// Has the page looked up again.
+    /// Makes the page be looked up again.
     pub(crate) fn outdate(&mut self) {
         self.stamp = 0;
         self.generation = 0;

@@ -294,7 +294,7 @@ pub struct State {
     pub vm_hsave_pa: u64,
     /// SVM's MSR TSC_RATIO: how fast the time-stamp counter of a hypervisor's guest runs, with 32 bits of fraction.
     pub tsc_ratio: u64,
-    /// Where SMRAM begins.
+    /// The address at which SMRAM begins.
     pub smbase: u64,
     pub events: Events,
 }

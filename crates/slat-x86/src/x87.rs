@@ -115,7 +115,7 @@ impl Stub {
         }
     }
 
-    /// Returns what FOP holds after the stub.
+    /// Returns the value of FOP after the stub.
     fn fop(self) -> u16 {
         let modrm = match self.is_on_memory() {
             true => (self.0 & 7) << 3 | 7,

@@ -57,7 +57,7 @@ fn sequence(random: &mut Random) -> Vec<u8> {
         let insn = decoder.decode();
         if is_usable(&insn) {
             if insn.is_jcc_short() {
-                // It goes on either way.
+                // The branch continues at the same address in both cases.
                 bytes[insn.len() - 1] = 0;
             }
             code.extend_from_slice(&bytes[..insn.len()]);

@@ -10,7 +10,7 @@ fn forbid() -> bool {
     const PR_SET_MDWE: libc::c_int = 65;
     const REFUSE_EXEC_GAIN: libc::c_ulong = 1;
     let zero: libc::c_ulong = 0;
-    // SAFETY: it reads no memory.
+    // SAFETY: the call reads no memory.
     unsafe { libc::prctl(PR_SET_MDWE, REFUSE_EXEC_GAIN, zero, zero, zero) == 0 }
 }
 

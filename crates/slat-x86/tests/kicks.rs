@@ -153,7 +153,7 @@ fn loops_over_pages() {
         guest.memory().write(OTHER, b"\xc3");
         guest.cpu.state.gpr[RAX] = OTHER;
     });
-    // push rax; ret, where RAX leads to itself
+    // push rax; ret, where RAX is the address of the push
     ends_when_kicked("returns", b"\x50\xc3", |guest| {
         guest.cpu.state.gpr[RAX] = CODE;
     });
@@ -188,7 +188,7 @@ fn loops_of_handlers_and_misses() {
     ends_when_kicked("SSE", b"\x0f\x58\xc1\x0f\x51\xd0\xeb\xf8", |guest| {
         guest.cpu.state.mxcsr = 0x1f80;
     });
-    // ud2, whose handler returns to it
+    // ud2, whose handler returns to the ud2
     ends_when_kicked("exceptions", b"\x90\x90\x0f\x0b", |guest| {
         guest.memory().write(
             HANDLERS + 16 * u64::from(vector::UD),
@@ -271,7 +271,7 @@ fn a_loop_that_is_kicked_becomes_one_region() {
 /// the one that is compiled again.
 #[test]
 fn code_without_loops_that_takes_the_time_is_compiled_again() {
-    /// The addresses of what was compiled.
+    /// The addresses of the compiled code.
     static MADE: Mutex<Vec<u64>> = Mutex::new(Vec::new());
     let memory = Guest::new(b"").machine.memory;
     // again: call f, in another page; jmp again

@@ -97,7 +97,7 @@ impl Cpu {
                     return Err(MsrFault::Invalid);
                 }
                 if !enables && self.state.efer & EFER_SVME != 0 {
-                    // 15.4 leaves it open; as KVM.
+                    // 15.4 leaves this open; this is KVM's behaviour.
                     self.state.events.gif_clear = false;
                 }
                 self.state.efer = v & !EFER_LMA | self.state.efer & EFER_LMA;

@@ -219,7 +219,7 @@ fn copy_stretch<T: Int>(cpu: &mut Cpu, seg: u8, left: u64) -> Result<Option<Stre
         all
     });
     if all.is_err() {
-        // Either side's memory is gone.
+        // The memory of one side is inaccessible.
         let source = cpu.gone(source, from, crate::Access::Read);
         if progress::<T>(n, all).is_none() {
             result?;

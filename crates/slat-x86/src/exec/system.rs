@@ -245,7 +245,7 @@ fn monitor(cpu: &mut Cpu, op: &Op) -> Flow {
 fn pause(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_pause(op)
 }
-/// RDPMC: there are no performance counters.
+/// RDPMC. The CPU has no performance counters.
 fn rdpmc(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept(op, code::RDPMC)?;
     Err(cpu.ud())

@@ -22,7 +22,7 @@ pub(super) type Flags = sem::Flags<Value, Value, Carry>;
 /// The carry flag that an instruction leaves unchanged.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Carry {
-    /// The CPU's record has it.
+    /// The carry flag of the CPU's record.
     Recorded,
     /// 0 or 1 in 8 bits.
     Is(Value),
@@ -31,7 +31,7 @@ pub(super) enum Carry {
 /// The carry flag in a record: see [`flags::Lazy`].
 enum Comparison {
     Stays,
-    /// Of two values.
+    /// The comparison of two values.
     Of(Value, Value),
     Never,
     Is(Value),

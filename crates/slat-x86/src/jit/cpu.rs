@@ -25,7 +25,7 @@ const LOOK: u32 = 64;
 const BLOCKS: usize = 24;
 const BYTES: usize = 1024;
 
-/// Where a block's compiled code is.
+/// The entry of a block in compiled code.
 #[derive(Clone)]
 pub(crate) struct Entrance {
     pub(crate) region: Arc<Region>,
@@ -89,9 +89,9 @@ pub(crate) struct Compiled {
     pub(crate) interrupted: Option<u64>,
     /// Not 0: the host's MXCSR is the guest's (`float`).
     pub(super) floats: u32,
-    /// The host's own, meanwhile.
+    /// The host's own MXCSR, while the host has the guest's.
     pub(super) host_mxcsr: u32,
-    /// What a load in two pages has read.
+    /// The copy of the bytes that a load in two pages has read.
     pub(crate) copy: [u8; 32],
     /// Results of floating point that nothing uses. This field is only written.
     pub(super) unused: [u8; 16],
@@ -471,7 +471,7 @@ impl Cpu {
         let status = unsafe { dispatch(ptr::from_mut(self), code) };
         self.end_floats();
         let status = Status::of(status).unwrap_or_else(|| {
-            // The address of an access that failed.
+            // `status` is the address of an access that failed.
             let step = self.blocks.step_at(status as usize);
             self.compiled.step = step.expect("a region that runs belongs to a block");
             Status::Interpret

@@ -65,7 +65,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "add rax, {size}",
         "cmp rcx, [rax + {target_rip}]",
         "jne 9f",
-        // Is it good?
+        // Is the region good?
         "4:",
         "mov esi, [r15 + {cpu_edition}]",
         "cmp esi, [rax + {edition}]",
@@ -98,7 +98,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "24:",
         "mov [r15 + {ran}], rbp",
         "jmp 5f",
-        // It will be put where it was looked for.
+        // The new target will be stored where it was looked up.
         "9:",
         "mov [r15 + {wanted}], rax",
         "5:",

@@ -11,7 +11,7 @@ use iced_x86::{
 /// One guest instruction.
 pub(super) struct Guest {
     pub(super) insn: Instruction,
-    /// Its step, if its block begins the path.
+    /// The instruction's step, if its block begins the path.
     pub(super) step: Step,
 }
 
@@ -79,7 +79,7 @@ pub(super) fn numbers(registers: u16) -> impl Iterator<Item = usize> {
 pub(super) enum FirstUse {
     /// The block sets all flags first, so no code can tell what they were before.
     SetsAll,
-    /// It wants the record of them.
+    /// The block needs the record of the flags.
     Record,
     /// The block needs the flags in RFLAGS: it sets CF or OF alone, and the others stay.
     Rflags,

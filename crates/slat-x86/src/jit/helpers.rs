@@ -208,11 +208,11 @@ or_stop! {
 }
 
 or_stop! {
-    /// Has RFLAGS have the flags. Never stops.
+    /// Writes the flags to RFLAGS. Never stops.
     SETTLE = settle
 }
 
-/// Has the interpreter execute `step`.
+/// Makes the interpreter execute `step`.
 pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
     let rip = cpu.state.rip;
     let moved;

@@ -74,7 +74,7 @@ impl Translator<'_> {
         let target = self.target(found);
         self.move_stack(bytes + op.imm as i64);
         let back = self.paths.back(self.now.node);
-        // A RET of a smaller size leads elsewhere.
+        // A RET of a smaller size cannot return to that address.
         let Some(back) = back.filter(|back| *back <= u64::MAX >> (64 - 8 * bytes)) else {
             return self.leave_for(target);
         };
@@ -282,7 +282,7 @@ impl Translator<'_> {
         });
         self.set(other, size, old);
         if op.r[0] != MEM {
-            // One register may be both.
+            // Source and destination may be the same register.
             self.set(op.r[0], size, new);
         }
         self.set_flags(flags);

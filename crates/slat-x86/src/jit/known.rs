@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex};
 
-/// By the hash of what a block is.
+/// Regions by the hash of a block: its kind, place and bytes.
 type Entries = HashMap<u64, Arc<Region>, Seeded>;
 
 /// Regions by the blocks at which they can be entered. For each block the newest region, or one of a better tier.

@@ -50,7 +50,7 @@ pub(super) enum Refused {
     Full,
     /// The host has no memory, or allows no executable memory.
     Forbidden,
-    /// Cranelift cannot do it.
+    /// The compiler cannot compile this code.
     Unable,
 }
 
@@ -142,7 +142,7 @@ impl Arena {
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_WRITE) != 0 {
                 return Err(Refused::Forbidden);
             }
-            // Whole bytes of the table are these pages'.
+            // The bits of these pages are whole bytes of the table.
             let table = self.memory.start.add(self.memory.bytes);
             let first = chunk.pages.start * PAGE;
             table.add(first / 8).write_bytes(0, len / 8);

@@ -52,8 +52,8 @@
 //! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering regions, and continuing from one in the next |
 //!
-//! While a region runs, R15 points near the [`Cpu`] (`window`), the general registers hold the region's
-//! variables, and RIP is in the region's page. A region is always left between two instructions, with all state
+//! While a region runs, R15 points near the [`Cpu`] (`window`), the guest's registers are variables of the
+//! region, and RIP is in the region's page. A region is always left between two instructions, with all state
 //! written back, so faults are as precise as the interpreter's. After that the CPU continues directly in the
 //! region at the new RIP, if [`Targets`] has that region and its code is good now. Loops, and every continuation
 //! in another region, check `attention`.
@@ -119,9 +119,9 @@ pub enum Tier {
 struct Job {
     source: Source,
     tier: Tier,
-    /// The CPU that asked.
+    /// The CPU that has requested the job.
     client: u64,
-    /// Where its code is.
+    /// The page of the code.
     page: u64,
 }
 
@@ -160,7 +160,7 @@ impl Jobs {
 /// Finished work that waits until its CPU takes it.
 #[derive(Default)]
 struct Done {
-    /// With their pages.
+    /// The regions, each with its page.
     regions: Vec<(Arc<Region>, u64)>,
     /// There was no memory for a region.
     is_refused: bool,
@@ -206,7 +206,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct Compiler {
     arena: Arc<Arena>,
     isa: isa::OwnedTargetIsa,
-    /// By tier.
+    /// The jobs of each tier.
     jobs: [Jobs; 2],
     /// The CPUs by number, and what was compiled for them.
     clients: Mutex<Vec<(u64, Done)>>,
@@ -243,7 +243,7 @@ impl Compiler {
             // would have to be off: other CPUs change guest memory at any time.)
             ("opt_level", "none"),
             ("enable_pinned_reg", "true"),
-            // `access_failed` leaves by it.
+            // `access_failed` leaves the region by the frame pointer.
             ("preserve_frame_pointers", "true"),
             ("enable_probestack", "false"),
             ("unwind_info", "false"),
@@ -419,7 +419,7 @@ impl Compiler {
         compiled: &cranelift_codegen::CompiledCode,
     ) -> Result<(Chunk, Guarded), Refused> {
         let places = compiled.buffer.get_srclocs_sorted();
-        // A division is none: it does not fail.
+        // A division's trap is not counted, as the division never fails.
         let traps = compiled.buffer.traps().iter();
         let guarded = traps
             .filter(|trap| trap.code == access::GUARDED)
@@ -441,7 +441,7 @@ impl Compiler {
         Ok((chunk, guarded))
     }
 
-    /// Takes what was compiled for a CPU.
+    /// Removes and returns the finished work for a CPU.
     fn take(&self, client: u64) -> Done {
         let mut clients = lock(&self.clients);
         let done = clients.iter_mut().find(|(number, _)| *number == client);

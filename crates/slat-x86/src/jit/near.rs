@@ -47,7 +47,7 @@ pub(super) enum Near {
 struct Origin {
     base: Option<Value>,
     distance: i64,
-    /// Whether it is the lower half of that.
+    /// Whether the address is the lower half of that sum.
     is_half: bool,
 }
 

@@ -25,7 +25,7 @@ const INSTRUCTIONS: usize = 192;
 
 /// A block of a path.
 pub(super) struct Node {
-    /// Its index in the region.
+    /// The block's index in the region.
     pub(super) block: usize,
     /// The index of the step of the block's first instruction.
     pub(super) step: usize,

@@ -75,7 +75,7 @@ pub struct CompiledCode<'a> {
 /// An instruction of a region.
 #[derive(Clone, Copy)]
 pub(crate) struct Step {
-    /// Its place ([`page_of`]).
+    /// The instruction's place ([`page_of`]).
     pub(super) rip: u64,
     /// Whether `rip` counts from the page of the instruction; and whether the displacement and the immediate
     /// of its operation do.
@@ -84,7 +84,7 @@ pub(crate) struct Step {
     pub(super) moves_immediate: bool,
     pub(super) op: Op,
     pub(super) bytes: [u8; 15],
-    /// Instructions before it in its path.
+    /// The number of instructions before this one in its path.
     pub(super) before: u8,
 }
 

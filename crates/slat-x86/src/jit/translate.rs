@@ -57,13 +57,13 @@ struct Head {
 /// The beginning of each turn of a path that is a loop.
 #[derive(Clone, Copy)]
 struct Turn {
-    /// Its address.
+    /// The address at which the turn begins.
     rip: u64,
     /// The block's parameters: the general registers that the instructions use, and the counter of instructions.
     block: Block,
     /// These registers, as bits.
     registers: u16,
-    /// That counter.
+    /// The counter of instructions among the parameters.
     count: Value,
 }
 
@@ -102,11 +102,11 @@ fn signature(convention: CallConv, parameters: usize, returns: usize) -> Signatu
 #[derive(Clone)]
 pub(super) struct Now {
     pub(super) node: usize,
-    /// The address of its block.
+    /// The address of the current block.
     head: u64,
     /// The current instruction.
     step: usize,
-    /// Instructions of the path before it.
+    /// The number of instructions of the path before the current one.
     before: i64,
     /// The instruction before which the CPU has all state, unless `has_changed`.
     checkpoint: usize,
@@ -179,7 +179,7 @@ pub(super) struct Translator<'a> {
     pub(super) tier: Tier,
     /// Bytes of the current instruction's memory operand.
     pub(super) operand_bytes: i64,
-    /// Whether that is near the instruction.
+    /// Whether the operand is addressed relative to the instruction.
     pub(super) is_relative: bool,
     /// The operand size of the stack pointer.
     pub(super) stack: u8,

@@ -19,7 +19,7 @@ use std::mem::offset_of;
 #[derive(Clone, Default)]
 pub(super) struct Vectors {
     known: [Option<Value>; 32],
-    /// Those that are not written back, as bits.
+    /// The halves that are not written back, as bits.
     changed: u32,
     /// The registers that floating point has computed and nothing has used since, as bits.
     computed: u32,

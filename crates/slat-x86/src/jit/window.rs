@@ -8,7 +8,7 @@
 use crate::Cpu;
 use std::mem::offset_of;
 
-/// How far beyond the CPU R15 is.
+/// The distance from the beginning of the CPU to R15.
 pub(super) const BASE: usize = offset_of!(Cpu, compiled.instructions) + 128;
 
 const _: () = assert!(offset_of!(Cpu, state.gpr) > offset_of!(Cpu, lazy));

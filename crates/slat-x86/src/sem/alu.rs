@@ -29,7 +29,7 @@ operations! {
         (result, Flags::Rotated { carry: None, overflow: Some(out) })
     }, READS = OVERFLOW
     Sbb |c, a, b, carry| {
-        // Two subtractions, of which one may borrow.
+        // Two subtractions, of which only one can borrow.
         let (part, first) = (c.sub(a, b), c.is_less(a, b));
         let more = c.widened(carry, a);
         let (result, second) = (c.sub(part, more), c.is_less(part, more));
@@ -50,7 +50,7 @@ operations! {
         (result, Flags::Sub { a: zero, b: a, result })
     }
     Not |c, a, _b, _carry| (c.not(a), Flags::Recorded)
-    // With two or three operands.
+    // The forms with two or three operands.
     Imul |c, a, b, _carry| {
         let halves = c.product(a, b, true);
         (halves.0, multiplied(c, halves, true))

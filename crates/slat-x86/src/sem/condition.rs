@@ -11,9 +11,9 @@ use crate::state::flags::{CF, OF, PF, SF, ZF};
 pub(crate) const OVERFLOW: u8 = 0;
 pub(crate) const CARRY: u8 = 2;
 
-/// Where arithmetic flags are to be read.
+/// The source of arithmetic flags.
 pub(crate) trait Readable: Bits + Sized {
-    /// Returns what set the flags last.
+    /// Returns the operation that has set the flags last.
     fn flags(&mut self) -> FlagsOf<Self>;
     /// Returns one of the flags CF, PF, ZF, SF or OF when [`Flags::Recorded`] is what set the flags last.
     fn recorded(&mut self, flag: u64) -> Self::Bool;
@@ -176,7 +176,7 @@ pub(crate) fn condition<C: Readable>(c: &mut C, cc: u8) -> C::Bool {
         (3, Flags::Sub { a, b, .. }) => c.is_at_most(a, b),
         (6, Flags::Sub { a, b, .. }) => c.is_less_signed(a, b),
         (7, Flags::Sub { a, b, .. }) => c.is_at_most_signed(a, b),
-        // OF is clear, and perhaps CF.
+        // OF is clear, and CF may be.
         (3, Flags::Logic { carry: None, .. }) => c.zero(),
         (6, Flags::Logic { .. }) => c.negative(),
         (7, Flags::Logic { result, .. }) => {

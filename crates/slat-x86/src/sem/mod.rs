@@ -54,9 +54,9 @@ pub(crate) trait Bits {
     fn opposite(&mut self, a: Self::Bool) -> Self::Bool;
 }
 
-/// What computes results, too.
+/// Arithmetic for computing results, besides flags.
 pub(crate) trait Compute: Bits + Sized {
-    /// The fault of a computation that can fail.
+    /// The fault of a computation, if it can fail.
     type Fault;
 
     /// Returns the width of `a` in bits.
@@ -146,7 +146,7 @@ pub(crate) enum Flags<V, B, K> {
         b: V,
         result: V,
     },
-    /// OF and AF are clear. No `carry`: CF, too.
+    /// OF and AF are clear. Without `carry`, so is CF.
     Logic {
         carry: Option<B>,
         result: V,

@@ -14,7 +14,7 @@ pub(crate) enum Elements {
     Double,
 }
 
-/// What becomes of each element.
+/// The operation on each element.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Each {
     And,
@@ -37,7 +37,7 @@ pub(crate) enum Each {
     /// Elements of the lower halves of both sources, alternating.
     InterleaveLow,
     InterleaveHigh,
-    /// By the second operand.
+    /// Shift by the second operand.
     ShiftLeft,
     ShiftRight,
     ShiftSigned,

@@ -125,7 +125,7 @@ pairs! {
         Unpcklps Vunpcklps = InterleaveLow Doublewords, Unpckhps Vunpckhps = InterleaveHigh Doublewords,
         Unpcklpd Vunpcklpd = InterleaveLow Quadwords, Unpckhpd Vunpckhpd = InterleaveHigh Quadwords,
         Packsswb Vpacksswb, Packssdw Vpackssdw, Packuswb Vpackuswb, Packusdw Vpackusdw, Pshufb Vpshufb,
-        // Cryptography: those of 256 bits are VAES.
+        // Cryptography. The forms of 256 bits are VAES.
         Aesenc Vaesenc, Aesenclast Vaesenclast, Aesdec Vaesdec, Aesdeclast Vaesdeclast,
     }
     Int v2 {

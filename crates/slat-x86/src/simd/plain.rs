@@ -17,7 +17,7 @@ pub(crate) struct Plain {
     pub(crate) reads_xmm0: bool,
     /// Whether the register after the last operand must hold the immediate.
     pub(crate) shifts_by_immediate: bool,
-    /// Whether it computes under MXCSR.
+    /// Whether the stub computes under MXCSR.
     pub(crate) is_float: bool,
     /// Whether a memory operand must be aligned.
     pub(crate) is_aligned: bool,

@@ -118,7 +118,7 @@ fn rsm_restores_what_an_smi_saved() {
             let expected = State {
                 cr2: 7,
                 cr8: 9,
-                // Only PAE paging uses them.
+                // Only PAE paging uses the entries.
                 pdptes: match before.pae_paging() {
                     true => pdptes,
                     false => cpu.state.pdptes,

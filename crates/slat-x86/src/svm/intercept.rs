@@ -101,7 +101,7 @@ impl Cpu {
         }
     }
 
-    /// Has the guest leave before `op`.
+    /// Makes the guest leave before `op`.
     #[cold]
     pub(super) fn exit_at(&mut self, op: &Op, code: u64, info_1: u64, info_2: u64) -> Break {
         let next_rip = self.next_rip(op);

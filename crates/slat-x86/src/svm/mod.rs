@@ -90,7 +90,7 @@ fn keeps(asid: u32) -> bool {
 
 /// Returns the TLB's world for an ASID. World 0 is the hypervisor's.
 fn world_of(asid: u32) -> usize {
-    /// Of all for which it keeps nothing.
+    /// The world of all ASIDs for which the TLB keeps nothing.
     const OTHER: usize = WORLDS - 1;
     match asid {
         0 => 0,
@@ -106,12 +106,12 @@ const VM_CR_LOCK: u64 = 1 << 3;
 /// VM_CR: the bits that exist.
 const VM_CR_KNOWN: u64 = 0x1f;
 
-/// What the pause filter has counted.
+/// The state of the pause filter.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pauses {
-    /// PAUSE instructions that may pass.
+    /// The number of PAUSE instructions that may still pass.
     left: u16,
-    /// Number of instructions at the last one.
+    /// The number of instructions at the last PAUSE.
     last: u64,
 }
 
@@ -145,7 +145,7 @@ pub(crate) struct Svm {
 }
 
 impl Pauses {
-    /// What a guest begins with.
+    /// The state of the filter when a guest begins.
     fn new(control: &Control) -> Self {
         Pauses {
             left: control.pause_filter().0,

@@ -208,7 +208,7 @@ impl Control {
         put64(&mut self.0, at::EVENT_INJECTION, 0);
     }
 
-    /// Stores what a #VMEXIT stores.
+    /// Stores the fields that a #VMEXIT stores.
     pub(crate) fn put_exit(&mut self, exit: &VmExit, shadow: bool) {
         put64(&mut self.0, at::INTERRUPT_SHADOW, shadow.into());
         put64(&mut self.0, at::EXIT_CODE, exit.code);

@@ -228,7 +228,7 @@ impl Cpu {
         let shadow = events.sti_shadow || events.mov_ss_shadow;
         self.svm.control.put_exit(exit, shadow);
         if self.svm.has_virtual_nmis() && self.svm.delivers_nmi() {
-            // EXITINTINFO has it.
+            // The NMI is in EXITINTINFO.
             self.end_nmi();
         }
         let control = *self.svm.control.bytes();

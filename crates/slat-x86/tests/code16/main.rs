@@ -28,7 +28,7 @@ fn interpreted() -> Guest {
     Guest::interpreted(Memory::new(MMIO as usize), &[])
 }
 
-/// Makes a guest that executes by a tier.
+/// Makes a guest whose code is executed by `tier`.
 fn guest(tier: Option<Tier>) -> Guest {
     let mut guest = interpreted();
     if let Some(tier) = tier {

@@ -5,7 +5,7 @@ use crate::modes::paragraph;
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory};
 use iced_x86::{Mnemonic, OpAccess, Register};
 
-/// Bytes of a program, about.
+/// The approximate size of a program in bytes.
 const LENGTH: usize = 120;
 
 /// A program that is being made.
@@ -325,7 +325,7 @@ impl Program<'_> {
         }
     }
 
-    /// What moves the stack pointer for good.
+    /// Appends an instruction that moves the stack pointer for good.
     fn unbalanced(&mut self) {
         self.sized(0x66);
         match self.random.below(5) {

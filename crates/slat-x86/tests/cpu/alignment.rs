@@ -100,7 +100,7 @@ fn popf_turns_them_on_and_off() {
     guest.cpu.state.rflags &= !flags::AC;
     guest.halt_in_handler(vector::AC);
     assert_eq!(guest.stack(1), CODE + 24);
-    // Its handler clears AC in what IRET loads.
+    // The handler clears AC in the frame, which IRET loads.
     guest.cpu.state.gpr[RSP] += 8;
     let at = guest.cpu.state.gpr[RSP] + 16;
     let saved = guest.memory().read64(at);

@@ -366,7 +366,7 @@ fn a_locked_access_across_cache_lines_is_a_bus_lock() {
             assert_eq!(value, 24, "7, one more, bit 4, and EAX, which is 0");
         }
     }
-    // One that faults has locked nothing.
+    // An instruction that faults has not locked the bus.
     let mut guest = Guest::new(code);
     guest.cpu.bus_locks = BusLocks::ExitAfter;
     guest.cpu.state.gpr[RSI] = DATA + 0xffe;

@@ -89,7 +89,7 @@ fn a_cpu_that_begins_to_run_later_has_its_stores_seen() {
         });
     };
     both(|guest| check(guest, Guest::halt));
-    // One instruction a run.
+    // Each run executes one instruction.
     both(|guest| {
         check(guest, |other| {
             other.cpu.debugger.single_step = true;

@@ -383,7 +383,7 @@ fn a_debuggers_software_breakpoint_is_at_its_int3_and_icebp_is_its_own() {
         }
     ));
     assert_eq!(guest.cpu.state.rip, CODE);
-    // It may be none of the debugger's.
+    // The breakpoint may not be the debugger's.
     guest.cpu.inject_exception(vector::BP, None);
     guest.halt_in_handler(vector::BP);
     assert_eq!(guest.stack(0), CODE + 1);
@@ -435,7 +435,7 @@ fn deliveries_without_an_instruction_end_the_run_after_the_notify_window() {
     }
     let executed = guest.cpu.counters().instructions;
     assert!(executed <= 1, "{executed}");
-    // Without the breakpoint it goes on.
+    // Without the breakpoint the guest continues.
     guest.cpu.state.dr7 = 0x400;
     guest.halt();
     // Many exceptions with instructions between them are progress. ud2, whose handler returns: dec

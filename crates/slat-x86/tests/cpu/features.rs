@@ -283,7 +283,7 @@ fn protection_keys_are_read_and_written_and_reach_the_machine() {
         (state.gpr[RAX], state.gpr[RDX], state.pkru),
         (0x1234, 0, 0x1234)
     );
-    // A changed PKRU drops what the TLB knows.
+    // A change of PKRU drops the TLB's entries.
     let asked = guest.machine.translations.len();
     guest.cpu.state.rip = CODE;
     guest.cpu.state.gpr[RAX] = 0x1235;

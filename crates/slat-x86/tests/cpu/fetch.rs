@@ -198,7 +198,7 @@ struct Crossing {
     end: u64,
     /// Pages of the code.
     pages: std::ops::RangeInclusive<u64>,
-    /// What is left of the exceptions to come.
+    /// The number of exceptions that are still allowed.
     faults: u64,
     traps: u64,
 }
@@ -288,7 +288,7 @@ impl Crossing {
             guest.cpu.state.rip = rip;
             guest.cpu.state.gpr[RSP] = before[RSP];
             if rip == self.end {
-                // The trap after HLT, which it ended.
+                // This is the trap after HLT, which ends the halt.
                 return;
             }
             guest.cpu.state.rflags = guest.cpu.state.rflags & !0x100 | u64::from(trap) << 8;

@@ -183,7 +183,7 @@ const OLD: [u64; 2] = [0x3_0000, 0x3_1000];
 const NEW: [u64; 2] = [0x3_2000, 0x3_3000];
 /// The descriptor of INVPCID.
 const DESCRIPTOR: u64 = 0x3_4000;
-/// Where the instructions under test are.
+/// The address of the instructions under test.
 const TESTED: u64 = CODE + 0x1000;
 
 /// A guest that has used two translations which its tables no longer have.
@@ -328,7 +328,7 @@ fn mov_to_cr3_drops_its_pcid_but_keeps_global_pages() {
 #[test]
 fn a_switch_of_pcids_drops_the_new_ones_translations_only() {
     for noflush in [0, NOFLUSH] {
-        // Those of another PCID are not used…
+        // Translations of another PCID are not used.
         let mut stale = Stale::new(|_| {}).load_cr3(0x1006 | noflush);
         assert_eq!(stale.uses(), DROPPED);
         // They are used again after the return, unless that drops them.
@@ -356,7 +356,7 @@ fn invlpg_drops_the_page_even_if_global() {
     assert_eq!(Stale::global().invlpg(PAGES).uses(), DROPPED);
     let stale = Stale::global().load_cr3(0x1006).invlpg(PAGES);
     assert_eq!(stale.load_cr3(0x1005 | NOFLUSH).uses(), DROPPED);
-    // Not that of another PCID.
+    // Does not drop the translation of another PCID.
     let stale = Stale::new(|_| {}).load_cr3(0x1006).invlpg(PAGES);
     assert_eq!(stale.load_cr3(0x1005 | NOFLUSH).uses(), KEPT);
 }

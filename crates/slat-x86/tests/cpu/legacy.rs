@@ -116,7 +116,7 @@ fn arpl_raises_the_requested_privilege_level() {
         assert_eq!(guest.cpu.state.gpr[RAX], want);
         assert_eq!(guest.cpu.state.rflags & 0x40 != 0, zero);
     }
-    // In real mode it does not exist.
+    // ARPL does not exist in real mode.
     let mut guest = Guest::new(b"\x63\xc8");
     guest.is_undefined_in_real_mode();
 }

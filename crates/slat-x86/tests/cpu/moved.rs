@@ -34,7 +34,7 @@ fn physical(copy: usize, place: i64) -> u64 {
     0x20_0000 + copy as u64 * 0x1_0000 + (place - BEFORE) as u64
 }
 
-/// Code for a page, and its place in that.
+/// Code for a page, and its place in the page.
 struct Code {
     place: i64,
     bytes: Vec<u8>,
@@ -76,7 +76,7 @@ impl Copies {
         for (copy, base) in COPIES.into_iter().enumerate() {
             for place in PAGES {
                 let lin = base.wrapping_add_signed(place);
-                // What an address of 32 bits leads to, too.
+                // Also maps the address truncated to 32 bits.
                 for lin in [lin, lin & 0xffff_ffff] {
                     let page = physical(copy, place) >> 12;
                     guest.machine.moved.insert(lin >> 12, page);
@@ -128,7 +128,7 @@ impl Copies {
         self.seen.push((state, data, stack));
     }
 
-    /// What the code has returned.
+    /// Returns the result of the code.
     fn rax(&self) -> u64 {
         self.guest.cpu.state.gpr[RAX]
     }
@@ -250,7 +250,7 @@ fn branches_lead_from_a_copy_to_its_own_places_and_back() {
         // inc r8; ret, at the beginnings of pages
         Code::at(0).plain(b"\x49\xff\xc0\xc3"),
         Code::at(BEFORE).plain(b"\x49\xff\xc1\xc3"),
-        // Adds the address to which it returns.
+        // Adds the return address.
         Code::at(0x180).plain(b"\x4c\x03\x14\x24\xc3"),
         Code::at(OTHER).plain(b"\x4c\x03\x1c\x24\xc3"),
         // jmp 0x140
@@ -367,7 +367,7 @@ fn faults_are_those_of_the_copy() {
                 }
                 let rcx = copies.guest.cpu.state.gpr[RCX];
                 assert_eq!(rcx, 24, "the copy has stopped at the end of the page");
-                // Mapped now, the code goes on.
+                // When the page is mapped, the code continues.
                 for page in [late, late & 0xffff_ffff] {
                     copies.guest.machine.rights.remove(&(page >> 12));
                 }

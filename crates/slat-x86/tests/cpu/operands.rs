@@ -135,7 +135,7 @@ enum Failure {
     Gone,
 }
 
-/// What a run shows.
+/// The results of a run.
 #[derive(Debug, PartialEq)]
 struct Seen {
     exit: Exit,
@@ -186,7 +186,7 @@ fn run(code: &[u8], failing: Option<(u64, Failure)>, at: u64, is_compiled: bool)
         Some((_, Failure::Absent)) => guest.machine.absent(page),
         Some((_, Failure::ReadOnly)) => guest.machine.read_only(page),
         Some((_, Failure::Gone)) => {
-            // The TLB has the page when it goes.
+            // The page is in the TLB when it becomes inaccessible.
             start(&mut guest, at);
             guest.run();
             start(&mut guest, at);

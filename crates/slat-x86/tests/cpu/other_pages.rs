@@ -58,7 +58,7 @@ impl Program {
         self.guest.cpu.state.gpr[RBX]
     }
 
-    /// Stores what the function returns.
+    /// Sets the value that the function returns.
     fn returns(&self, value: u8) {
         self.guest.memory().write(self.callee + 1, &[value]);
     }
@@ -200,7 +200,7 @@ fn what_is_mapped_at_the_other_page_is_executed() {
     for _ in 0..3 {
         assert_eq!(program.run(0, 100), 50 * 101);
     }
-    // The same code at both.
+    // Stores the same code in both pages.
     (program.guest.memory()).write(program.callee + 0x1001, &[1]);
     assert_eq!(program.run(0, 100), 100);
 }

@@ -24,7 +24,7 @@ fn an_smi_is_taken_between_instructions() {
     let handler = guest.cpu.state.smbase + 0x8000;
     guest.memory().write(handler, b"\x41\x0f\xaa");
     let smram = enter(&mut guest);
-    // Another one, and an NMI, wait for RSM.
+    // Another SMI, and an NMI, wait for RSM.
     guest.cpu.inject_smi();
     guest.cpu.inject_nmis(1);
     assert_eq!(guest.run(), Exit::Rsm);

@@ -6,7 +6,7 @@ use crate::common::*;
 /// The number of pages, from [`DATA`] on, that the instructions may reach. Most instructions begin in the middle.
 const PAGES: u64 = 16;
 
-/// What an instruction left.
+/// The state after an instruction.
 struct Left {
     memory: Vec<[u8; 0x1000]>,
     gpr: [u64; 16],
@@ -27,7 +27,7 @@ struct Case {
     /// Distinct values of a byte.
     values: u64,
     absent: Option<u64>,
-    /// A page that is another one, too.
+    /// A page that is also mapped at another address.
     alias: Option<(u64, u64)>,
 }
 

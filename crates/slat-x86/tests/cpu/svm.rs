@@ -15,7 +15,7 @@ const VMCB: u64 = 0x20_0000;
 const SAVE: u64 = VMCB + 0x400;
 const IO_MAP: u64 = 0x22_0000;
 const MSR_MAP: u64 = 0x23_0000;
-/// The guest's guest's code, and its stack.
+/// The nested guest's code, and its stack.
 const L2: u64 = 0x24_0000;
 const L2_STACK: u64 = 0x26_0000;
 
@@ -62,7 +62,7 @@ fn get(guest: &Guest, at: u64) -> u64 {
     guest.memory().read64(VMCB + at)
 }
 
-/// Intercepts what has exit code `code`.
+/// Intercepts the event with exit code `code`.
 fn intercept(guest: &Guest, code: u64) {
     let at = code / 32 * 4;
     let word = u32::from_le_bytes(guest.memory().read(VMCB + at));
@@ -159,7 +159,7 @@ fn a_guest_leaves_by_vmmcall_and_its_hypervisor_goes_on() {
     assert_eq!(get(&guest, at::RIP), L2 + 10);
     assert_eq!(get(&guest, at::NEXT_RIP), L2 + 13);
     assert_eq!(get(&guest, at::INT_INFO), 0);
-    // It goes on after the VMMCALL.
+    // The guest continues after the VMMCALL.
     again(&mut guest);
     put(&guest, at::RIP, L2);
     assert_eq!(exit(&mut guest), 0x81);

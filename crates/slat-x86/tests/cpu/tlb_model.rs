@@ -23,7 +23,7 @@ const DESCRIPTOR: u64 = 0x3_4000;
 const WORD: u64 = 8;
 const FUNCTION: u64 = 0x100;
 
-/// What the guest's entry of a page says.
+/// The contents of the guest's entry for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Mapping {
     target: u64,
@@ -35,7 +35,7 @@ struct Model {
     random: Random,
     /// The current mappings, by PCID and page. Those of global pages are the same for all PCIDs.
     tables: [[Mapping; PAGES.len()]; PCIDS],
-    /// Those that a TLB may hold.
+    /// The mappings that a TLB may hold.
     valid: [[HashSet<Mapping>; PAGES.len()]; PCIDS],
     pcid: usize,
     large: bool,
@@ -284,6 +284,6 @@ fn every_translation_that_is_used_was_valid_since_the_last_flush_that_covers_it(
         }
         stale += model.stale;
     }
-    // A CPU that flushed always would pass, too.
+    // A CPU that flushes at each step would also pass the checks above.
     assert!(stale > 500, "{stale}");
 }

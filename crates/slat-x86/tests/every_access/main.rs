@@ -21,7 +21,7 @@ const READ_WRITE: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
 /// How the accesses to a page fail.
 #[derive(Clone, Copy, Debug)]
 enum Way {
-    /// #PF. Then the page is there.
+    /// #PF. Afterwards the page is present.
     Absent,
     /// #PF of stores. Then the page is writable.
     ReadOnly,
@@ -29,9 +29,9 @@ enum Way {
     Gone,
     /// Like `Gone`, and the recheck abandons the instruction.
     GoneRetry,
-    /// The same, and the run ends.
+    /// Like `Gone`, and the run ends.
     BadAddress,
-    /// There is a device.
+    /// The page belongs to a device.
     Device,
     /// The machine wants to know of stores.
     Tracked,
@@ -50,7 +50,7 @@ const WAYS: [Way; 8] = [
     Way::HoldsCode,
 ];
 
-/// What a guest did.
+/// The results of a guest's run.
 #[derive(PartialEq)]
 struct Account {
     exits: Vec<(Exit, State)>,
@@ -64,7 +64,7 @@ fn setting(name: &str, default: u64) -> u64 {
     value.and_then(|v| v.parse().ok()).unwrap_or(default)
 }
 
-/// What of a program is compiled.
+/// Which part of a program is compiled.
 #[derive(Clone, Copy, Debug)]
 enum Compiled {
     Nothing,
@@ -103,7 +103,7 @@ fn guest(program: &Program, operands: &[u8], what: Compiled) -> Guest {
     guest
 }
 
-/// What a device returns.
+/// Returns the data of a device.
 fn data_at(gpa: u64) -> [u8; 8] {
     (gpa.wrapping_mul(0x9e37_79b9_7f4a_7c15)).to_le_bytes()
 }
@@ -185,7 +185,7 @@ fn run(
     }
 }
 
-/// Panics with what differs.
+/// Panics with a description if the results differ.
 fn compare(expected: &Account, found: &Account, what: &str) {
     if expected == found {
         return;

@@ -37,7 +37,7 @@ type Form = (&'static [u8], bool, &'static [u8], Field, usize, bool);
 
 #[rustfmt::skip]
 const FORMS: &[Form] = &[
-    // MOV and its kin.
+    // MOV and similar instructions.
     (b"", true, b"\x8b", Any, 0, false), (b"", false, b"\x8b", Any, 0, false), (b"\x66", false, b"\x8b", Any, 0, false),
     (b"", false, b"\x8a", Any, 0, false), (b"", true, b"\x89", Any, 0, false), (b"", false, b"\x89", Any, 0, false),
     (b"\x66", false, b"\x89", Any, 0, false), (b"", false, b"\x88", Any, 0, false), (b"", true, b"\xc7", Is(0), 4, false),
@@ -104,7 +104,7 @@ impl Program {
         };
         let slots = match is_single {
             true => 1 + random.below(4),
-            // Few make a loop that is one path.
+            // With few blocks the loop is a single path.
             false => 2 + random.below(16),
         };
         for _ in 0..slots {
@@ -222,7 +222,7 @@ impl Program {
         self.bytes(&(disp as u32).to_le_bytes());
     }
 
-    /// Has RSP point into a slot of its own.
+    /// Makes RSP point into a new slot.
     fn stack(&mut self, random: &mut Random) -> u64 {
         let slot = self.slot(0x100 + Self::offset(random, false));
         self.lea(4, slot);

@@ -38,7 +38,7 @@ impl Case {
         }
     }
 
-    /// What is executed, and where.
+    /// Returns the bytes to execute, and their place.
     pub fn placed(&self) -> Placed<'_> {
         match self.program_at {
             Some(at) => Placed::program(&self.bytes, at),
@@ -208,7 +208,7 @@ pub fn all() -> Vec<Code> {
         .collect()
 }
 
-/// The host can only judge what it has.
+/// Only instructions that the host has can be judged.
 fn on_host(feature: CpuidFeature) -> bool {
     use std::arch::is_x86_feature_detected as has;
     match feature {

@@ -15,7 +15,7 @@ use slat_x86::{
 use crate::native::{ARENA_LEN, Arena, Fault, GS_BASE, HOLE, PAGE, Placed, Regs, SYSTEM};
 use crate::vendor;
 
-/// Where things are in the system pages.
+/// Offsets in the system pages.
 const IDT: usize = SYSTEM;
 /// The interrupts taken.
 const TAKEN: usize = SYSTEM + 0x300;
@@ -135,12 +135,12 @@ pub struct Guest {
     flat: Flat,
 }
 
-/// What came out of a run.
+/// The outcome of a run.
 pub enum Outcome {
     Done(Box<Regs>, Option<Fault>),
     /// The CPU reports that it does not implement this instruction.
     Unimplemented(&'static str),
-    /// Anything else is a bug.
+    /// Any other exit, which is a bug.
     Strange(String),
 }
 

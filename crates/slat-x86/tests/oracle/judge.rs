@@ -1,4 +1,4 @@
-//! Compares what the two CPUs left behind.
+//! Compares the states that the two CPUs have left.
 
 use iced_x86::{
     Decoder, DecoderOptions, FastFormatter, Instruction, Mnemonic, OpCodeOperandKind, OpKind,
@@ -35,7 +35,7 @@ impl Result {
                         f.cr2 &= !0xfff;
                     }
                 } else {
-                    // Other faults leave an old CR2 behind.
+                    // Other faults do not set CR2.
                     f.cr2 = 0;
                 }
                 f

@@ -267,7 +267,7 @@ pub fn tame(
             regs.fx[25] |= 0x1f;
         }
         M::Div | M::Idiv if rng.one_in(2) => {
-            // Often a quotient that fits.
+            // Often makes the quotient fit.
             regs.gpr[2] = if mnemonic == M::Idiv && rng.one_in(2) {
                 u64::MAX
             } else {

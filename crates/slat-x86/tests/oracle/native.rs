@@ -179,7 +179,7 @@ impl<'a> Placed<'a> {
         }
     }
 
-    /// A program, which ends behind its bytes.
+    /// A program, which ends after its bytes.
     pub fn program(bytes: &'a [u8], at: usize) -> Self {
         let end = at + bytes.len();
         assert!(at >= AT && end + END_LEN <= CODE_LEN);
@@ -314,7 +314,7 @@ impl Drop for Arena {
     }
 }
 
-/// Bytes of a way back.
+/// The size of exit code.
 const END_LEN: usize = 14;
 /// Offset of the tails of the exit code in the code pages.
 const TAILS: usize = 0x100;
@@ -364,7 +364,7 @@ const SIGNALS: [i32; 5] = [
     libc::SIGTRAP,
 ];
 
-/// What stood there before us.
+/// The actions that were set before.
 static PREVIOUS: [OnceLock<libc::sigaction>; 5] = [const { OnceLock::new() }; 5];
 
 extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {

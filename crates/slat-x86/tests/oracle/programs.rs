@@ -104,7 +104,7 @@ impl Program<'_> {
         self.code.push(instruction);
     }
 
-    /// Names what follows.
+    /// Gives the next instruction a label.
     fn label(&mut self, name: u64) {
         let mut nop = Instruction::with(Code::Nopd);
         nop.set_ip(name);
@@ -129,7 +129,7 @@ impl Program<'_> {
         }
     }
 
-    /// Instructions one after the other.
+    /// Appends a straight part.
     fn stretch(&mut self) {
         for _ in 0..=self.rng.below(STRETCH) {
             let of = match self.rng.one_in(3) {
@@ -237,7 +237,7 @@ impl Program<'_> {
         self.branch(Code::Jne_rel32_64, again);
     }
 
-    /// A stretch that a condition skips.
+    /// A part that a conditional branch skips.
     fn skip(&mut self) {
         const CONDITIONS: [Code; 16] = [
             Code::Jo_rel32_64,

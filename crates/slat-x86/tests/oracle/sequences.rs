@@ -14,7 +14,7 @@ use crate::vendor;
 pub struct Pool {
     /// Integer instructions.
     pub integer: Vec<Code>,
-    /// All that go on to the next instruction.
+    /// All forms that continue with the next instruction.
     pub any: Vec<Code>,
     /// Conditional branches.
     pub branches: Vec<Code>,

@@ -248,7 +248,7 @@ fn checked(case: &Case, intel: &Result, ours: Result) -> Option<Result> {
         .then_some(ours)
 }
 
-/// What a NOP leaves.
+/// Returns the state after a NOP.
 fn nothing_done(case: &Case) -> Result {
     let mut result = Result::unchanged(case, None);
     result.regs.rip += case.bytes.len() as u64;
@@ -345,7 +345,7 @@ fn conversion_not_stored(
     if missing.is_none() || ours.fault != missing && ours.fault != fault(XM, 0, 0) {
         return None;
     }
-    // The flags, and nothing else.
+    // Only the flags have changed.
     let before = Result::unchanged(case, missing);
     ours.regs.fx[MXCSR].copy_from_slice(&before.regs.fx[MXCSR]);
     ours.fault = missing;
@@ -385,7 +385,7 @@ fn gathered_in_part(
     Some(ours)
 }
 
-/// Where FXSAVE puts MXCSR.
+/// The offset of MXCSR in an FXSAVE image.
 const MXCSR: std::ops::Range<usize> = 24..28;
 
 fn fxsave_fields(

@@ -249,7 +249,7 @@ fn a_fault_after_the_commit_point_is_the_new_tasks() {
             let nt = if way.nests { NT } else { 0 };
             assert_eq!(word(&guest, TASK_TSS + EFLAGS), 2 | nt | RF, "{name}");
             assert_eq!(access_of(&guest, TASK), 0x8b, "{name}");
-            // The old one is saved.
+            // The old task is saved.
             assert_eq!(word(&guest, TSS + EIP), CODE + way.next, "{name}");
             let busy = if way.nests { 0x8b } else { 0x89 };
             assert_eq!(access_of(&guest, MAIN), busy, "{name}");

@@ -37,7 +37,7 @@ fn every_way_into_a_task_saves_the_old_one_and_loads_the_new_one() {
         let busy = if way.nests { 0x8b } else { 0x89 };
         assert_eq!(access_of(&guest, MAIN), busy, "{name}");
 
-        // The new one.
+        // The new task's state.
         assert_eq!(state.rip, TASK_CODE + 1, "{name}");
         let nt = if way.nests { NT } else { 0 };
         assert_eq!(state.rflags, 2 | nt, "{name}");
@@ -160,7 +160,7 @@ fn the_trap_flag_of_a_tss_is_a_debug_exception_before_the_first_instruction() {
 #[test]
 fn a_single_step_is_of_the_task_that_has_tf() {
     const TF: u64 = 0x100;
-    // The old task's TF waits in its TSS.
+    // The old task's TF is kept in its TSS.
     let mut guest = guest_with_handler_tasks(&jmp(TASK));
     guest.cpu.state.rflags |= TF;
     guest.halt();
@@ -194,7 +194,7 @@ fn a_task_has_its_own_address_space_and_ldt() {
     assert_eq!(state.ds, segment(KERNEL_DATA | 4, 0xc093));
     assert_eq!((state.ldtr.selector, state.ldtr.base), (LDT, GDT));
 
-    // Without paging CR3 stays.
+    // Without paging CR3 does not change.
     let mut guest = setup::guest(&call(TASK));
     set(&guest, TASK_TSS + CR3, cr3);
     guest.cpu.state.cr0 &= !(1 << 31);

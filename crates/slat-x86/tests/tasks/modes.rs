@@ -41,7 +41,7 @@ fn virtual_8086(code: &[u8], iopl: u64) -> Guest {
 
 #[test]
 fn a_task_in_virtual_8086_mode_has_segments_of_real_mode() {
-    // nop; ud2, which comes back.
+    // nop; ud2, whose handler returns.
     let mut guest = virtual_8086(b"\x90\x0f\x0b", 0);
     task_gate(&guest, idt(vector::UD), MAIN, 0x85);
     guest.cpu.state.gpr[RAX] = 5;

@@ -174,7 +174,7 @@ pub fn guest(code: &[u8]) -> Guest {
     guest
 }
 
-/// The same, where exceptions are tasks.
+/// Like [`guest`], but exceptions are handled by tasks.
 pub fn guest_with_handler_tasks(code: &[u8]) -> Guest {
     let guest = guest(code);
     for vector in 0..32 {
@@ -208,7 +208,7 @@ pub struct Way {
     pub nests: bool,
     /// The offset from `CODE` at which the old task continues.
     pub next: u64,
-    /// Whether the flags that it saves have RF.
+    /// Whether RF is set in the flags that the switch saves.
     pub fault: bool,
 }
 

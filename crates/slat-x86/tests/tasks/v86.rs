@@ -306,7 +306,7 @@ fn an_interrupt_by_instruction_goes_where_the_bitmap_says() {
         guest.memory().write64(idt(0x21), gate | 0x60 << 40);
         assert_eq!(leaves(&mut guest, 0x21).words[0], 2);
     }
-    // A TSS that ends before the bit.
+    // The TSS ends before the bit.
     let mut guest = interrupts(0, VME, false);
     guest.cpu.state.tr.limit = 0x67;
     assert_eq!(leaves(&mut guest, vector::GP).words[0], 0);

@@ -9,11 +9,11 @@ use cranelift_codegen::ir::{Block, BlockCall, Value};
 /// The moves that put values where the target of a branch, or a call, expects them.
 #[derive(Default)]
 pub(super) struct Moves {
-    /// Slots that are filled first.
+    /// Moves to slots, which are made first.
     slots: Vec<(u8, Value)>,
-    /// Then registers, from registers.
+    /// Moves from registers to registers, which are next.
     registers: Vec<(Reg, Reg)>,
-    /// Then those from slots, and constants.
+    /// Moves to registers from slots, and of constants.
     rest: Vec<(Reg, Value)>,
 }
 
@@ -38,7 +38,7 @@ impl Generator<'_> {
                 return;
             };
             held.extend(entry.registers.into_iter().flatten());
-            // In slots there.
+            // Values that the target expects in slots.
             for value in generator.places.state.registers.into_iter().flatten() {
                 let slot = generator.places.known(value).slot();
                 held.extend(
@@ -235,7 +235,7 @@ impl Generator<'_> {
         next: Option<Block>,
     ) -> Result {
         let lists = &self.func.dfg.value_lists;
-        // The one that comes next is the last one.
+        // The branch to the block that comes next is made last.
         let (condition, [first, second]) = match next == Some(calls[0].block(lists)) {
             true => (condition ^ 1, [calls[1], calls[0]]),
             false => (condition, calls),

@@ -298,7 +298,7 @@ impl Assembler {
         self.immediate(size, value);
     }
 
-    /// Computes with what is in memory.
+    /// Computes with a memory operand.
     pub(super) fn alu_with(&mut self, alu: Alu, size: u8, to: Reg, from: Place) {
         self.sized(size, (alu as u16) << 3 | 2, to.0, from);
     }

@@ -51,9 +51,9 @@ struct Reg(u8);
 #[derive(Clone, Copy)]
 struct Target {
     label: Label,
-    /// Branches to it.
+    /// The number of branches to the block.
     branches: u32,
-    /// Its position in the function's order.
+    /// The block's position in the function's order.
     position: u32,
     is_rare: bool,
     /// Where the block expects its values, once there was a branch to it.
@@ -139,13 +139,13 @@ struct Generator<'a> {
     targets: &'a mut Vec<Target>,
     held: &'a mut Vec<Held>,
     guarded: &'a mut Vec<(u32, u32)>,
-    /// Of the current block.
+    /// The segment of the current block.
     segment: u32,
     /// The number of slots that each segment uses. A segment is a stretch of code that begins without values.
     segments: Vec<u32>,
-    /// Whether this is a block that was put off.
+    /// Whether the current block is made late.
     is_apart: bool,
-    /// Whether it is a nested one.
+    /// Whether the current block is nested.
     is_nested: bool,
     /// The current instruction, whose uses are counted when it is done.
     inst: Option<Inst>,

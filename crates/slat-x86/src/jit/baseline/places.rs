@@ -17,7 +17,7 @@ const RSI: Reg = Reg(6);
 const RDI: Reg = Reg(7);
 const R8: Reg = Reg(8);
 const R9: Reg = Reg(9);
-/// Of the CPU.
+/// The register that holds the CPU's address.
 pub(super) const R15: Reg = Reg(15);
 
 /// The registers of arguments.
@@ -76,7 +76,7 @@ impl Known {
         slot: NO_SLOT,
     };
 
-    /// Returns the slot that it was given.
+    /// Returns the slot that the value was given.
     pub(super) fn slot(&self) -> Option<u8> {
         (self.slot != NO_SLOT).then_some(self.slot)
     }
@@ -141,7 +141,7 @@ impl Places {
         !self.is_full
     }
 
-    /// Continues where the state is another one.
+    /// Continues at a position with another state.
     pub(super) fn resume(&mut self, state: State) {
         for value in self.state.registers.into_iter().flatten() {
             self.known(value).register = NOWHERE;

@@ -154,7 +154,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Drops what is in those registers.
+    /// Drops the values in registers that functions of the host do not preserve.
     pub(super) fn drop_for_call(&mut self) {
         for register in FOR_VALUES {
             if KEPT & bit(register) == 0 {

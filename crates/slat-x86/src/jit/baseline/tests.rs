@@ -23,7 +23,7 @@ use std::arch::naked_asm;
 const TYPES: [Type; 4] = [I8, I16, I32, I64];
 /// Words of memory that a function has.
 const WORDS: usize = 24;
-/// Blocks at which one can be entered.
+/// The number of blocks at which a function can be entered.
 const ENTRIES: usize = 2;
 /// The number of functions, unless `SLAT_FUNCTIONS` gives it.
 const FUNCTIONS: u64 = 1500;
@@ -211,7 +211,7 @@ impl Maker<'_, '_> {
 
     fn compare_exchange(&mut self, old: Value, new: Value) -> Value {
         let (address, flags) = self.guarded();
-        // Often it is equal.
+        // Often equal to the word in memory.
         let (ty, trusted) = (self.ty(old), MemFlags::trusted());
         let now = self.b.ins().load(ty, trusted, address, 0);
         let old = self.rng.pick(&[old, now]);
@@ -223,7 +223,7 @@ impl Maker<'_, '_> {
         let (offset, trusted) = (self.word(), MemFlags::trusted());
         let value = match self.rng.below(3) {
             0 => {
-                // At the place itself, or at another one.
+                // The word itself, or another one.
                 let from = [offset, self.word()][self.rng.below(2) as usize];
                 let small = self.rng.below(1000) as i64 - 500;
                 let number = match ty {

@@ -16,7 +16,7 @@ impl Translator<'_> {
         let next = self.paths.next(self.now.node, rip);
         let head = self.heads.get(&rip).copied();
         if rip <= self.now.head && (next.is_some() || head.is_some()) {
-            // A loop has to see it.
+            // Each turn of a loop must check for attention.
             self.leave_if_wanted(rip);
         }
         if let Some(node) = next {
@@ -113,7 +113,7 @@ impl Translator<'_> {
         self.begin(head.block, root);
         self.now.step = self.paths.nodes[root].step;
         self.set_checkpoint();
-        // The record of the flags may be an old one.
+        // The CPU's record of the flags may be out of date.
         self.now.has_changed = head.flags == FirstUse::SetsAll;
         self.turn = None;
         if self.paths.nodes[root].turns {

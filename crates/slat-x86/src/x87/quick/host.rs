@@ -15,7 +15,7 @@ pub(super) const STICKY: u16 = 0x7f;
 /// The operands of a call to the host.
 pub(super) struct Call<'s> {
     stub: usize,
-    /// ST(0), ST(i), and where the result goes.
+    /// Addresses of ST(0), of ST(i), and of the result's register.
     a: *const F80,
     b: *const F80,
     pub(super) to: *mut F80,

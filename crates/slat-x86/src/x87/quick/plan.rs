@@ -17,13 +17,13 @@ pub(super) struct Plan {
     pub(super) stub: Stub,
     /// The registers and flags that the instruction writes besides its result.
     pub(super) touches: u8,
-    /// The condition codes that it writes.
+    /// The condition codes that the instruction writes.
     pub(super) conditions: u8,
     /// The second operand: ST(`other`).
     pub(super) other: u8,
     /// The result goes to ST(`destination`).
     pub(super) destination: u8,
-    /// Registers that are popped after that.
+    /// The number of registers that are popped afterwards.
     pub(super) pops: u8,
 }
 

@@ -34,7 +34,7 @@ fn vmrun_injects_an_event_before_the_first_instruction() {
 fn an_exit_in_the_delivery_of_an_event_tells_which() {
     let event = 1u64 << 31 | 0x80;
     let mut guest = hypervisor(b"\x90");
-    // Its stack is not there.
+    // The stack is not present.
     guest.machine.absent(L2_STACK - 8);
     put(&guest, at::EVENT, event);
     put32(&guest, at::EXCEPTIONS, 1 << 14);
@@ -46,7 +46,7 @@ fn an_exit_in_the_delivery_of_an_event_tells_which() {
     put(&guest, at::EVENT, event);
     again(&mut guest);
     assert_eq!(exit(&mut guest), 0x7f, "a shutdown");
-    // INT n of its own.
+    // The guest executes INT n itself.
     guest.memory().write(L2, b"\xcd\x80");
     fill(&guest);
     put32(&guest, at::EXCEPTIONS, 1 << 14);
@@ -127,7 +127,7 @@ fn a_virtual_interrupt_waits_for_the_guest() {
         assert_eq!(exit(&mut guest), code);
         assert_ne!(get(&guest, at::INTERRUPTS) & 1 << 8, 0, "it waits");
     }
-    // With a GIF of its own that is clear.
+    // Also with a virtual GIF that is clear.
     fill(&guest);
     put(&guest, at::INTERRUPTS, IRQ | 1 << 25);
     again(&mut guest);
@@ -166,7 +166,7 @@ fn a_virtual_nmi_waits_for_the_end_of_another_ones_handler() {
     put(&guest, at::EVENT, 1 << 31 | 2 << 8 | 2);
     assert_eq!(exit(&mut guest), 0x81);
     assert_eq!((guest.cpu.state.gpr[RBX], pending(&guest)), (2, 0));
-    // Until then it waits.
+    // Until then the NMI waits.
     guest.memory().write(HANDLERS + 16 * 2, b"\xf4");
     fill(&guest);
     put(&guest, at::INTERRUPTS, NMI_ENABLE | NMI);
@@ -179,7 +179,7 @@ fn a_virtual_nmi_waits_for_the_end_of_another_ones_handler() {
         !guest.cpu.state.events.nmi_blocked,
         "the hypervisor's are not"
     );
-    // Also with a GIF of its own that is clear.
+    // Also with a virtual GIF that is clear.
     fill(&guest);
     put(&guest, at::INTERRUPTS, NMI_ENABLE | NMI | 1 << 25);
     intercept(&guest, 0x61);

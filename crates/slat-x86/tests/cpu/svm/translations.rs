@@ -124,7 +124,7 @@ fn with_virtual_vmload(l2: &[u8]) -> Guest {
     guest
 }
 
-/// Where VMSAVE puts STAR.
+/// The offset at which VMSAVE stores STAR.
 const STAR: u64 = 0x600;
 
 #[test]
