@@ -27,7 +27,7 @@ pub struct How {
 /// The call with which a client opens a file.
 #[derive(Clone, Copy, Debug)]
 pub enum Opening {
-    /// open(2) and the functions like it.
+    /// open(2) and similar functions.
     Open(How),
     /// openat2(2).
     Open2(How),

@@ -103,7 +103,7 @@ pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
 interpose! {
     /// close(2).
     fn close(fd: c_int) -> c_int {
-        // To the program it is not open.
+        // The program must not see this descriptor as open.
         if procfs::directory() == Some(fd) {
             set_errno(libc::EBADF);
             return -1;

@@ -144,7 +144,7 @@ impl State {
     }
 }
 
-/// Whether there is a reserve.
+/// Whether the reserve is whole.
 static IS_WHOLE: AtomicBool = AtomicBool::new(false);
 
 static STATE: Mutex<State> = Mutex::new(State {

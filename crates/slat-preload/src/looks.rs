@@ -18,7 +18,7 @@ const INODE: libc::ino_t = 0x6b76_6d00;
 /// What sysfs shows as the size of every file.
 pub const SYSFS_SIZE: libc::off_t = 4096;
 
-/// How a file looks.
+/// What a file looks like to the client.
 #[derive(Clone, Copy, Debug)]
 pub enum Look {
     /// `/dev/kvm`.
@@ -58,7 +58,7 @@ impl Look {
         }
     }
 
-    /// Returns what `stat` does.
+    /// Returns the result of `stat`.
     pub fn stat(self) -> libc::stat {
         let mut stat = match self {
             Look::Device => device(),

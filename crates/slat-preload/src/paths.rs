@@ -26,7 +26,7 @@ const NAME_MAX: usize = 40;
 const WORD: usize = size_of::<u64>();
 const PAGE: usize = 4096;
 
-/// What a path means to slat.
+/// The meaning of a path to slat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Special {
     /// `/dev/kvm`.
@@ -47,7 +47,7 @@ enum Place {
     Descriptors,
 }
 
-/// A path as a call gets it.
+/// A path, as a call gets it.
 #[derive(Clone, Copy, Debug)]
 pub struct Path {
     /// The directory from which the call resolves the path.
@@ -109,9 +109,9 @@ pub fn may_be_unread(errno: c_int) -> bool {
 /// What is known of the memory of a path.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Memory {
-    /// It may not be readable.
+    /// The memory may not be readable.
     Unknown,
-    /// The kernel has just read it.
+    /// The kernel has just read the memory.
     Read,
 }
 

@@ -49,7 +49,7 @@ static SIGSYS_MASK: AtomicU64 = AtomicU64::new(0);
 static NEXT: Next = Next::new(c"sigaction");
 
 slat_process::handler! {
-    /// What the kernel calls.
+    /// The handler that the kernel calls.
     entry calls trampoline
 }
 
@@ -417,7 +417,7 @@ interpose! {
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
-    /// signal(2) as BSD has it.
+    /// signal(2) with BSD's behaviour.
     fn bsd_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the caller's.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
@@ -429,7 +429,7 @@ interpose! {
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
-    /// signal(2) as System V has it.
+    /// signal(2) with System V's behaviour.
     fn sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the caller's.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }

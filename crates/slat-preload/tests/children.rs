@@ -95,7 +95,7 @@ mod client {
                 .args(["-c", "\"$0\"; exit $?"])
                 .arg(&path),
         );
-        // By its name in PATH.
+        // By the program's name in PATH.
         let directory = path.parent().unwrap();
         uses_slat(Command::new(path.file_name().unwrap()).env("PATH", directory));
         fs::remove_file(path).unwrap();
@@ -114,7 +114,7 @@ mod client {
     fn scripts_lead_to_a_static_program() {
         let path = program("interpreter");
         let first = script(&path, "first", "\n");
-        // Its only line does not end.
+        // The script's only line has no end.
         let second = script(&first, "second", "");
         for script in [&first, &second] {
             uses_slat(&mut Command::new(script));

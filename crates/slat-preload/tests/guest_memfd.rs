@@ -241,7 +241,7 @@ mod client {
         assert_eq!(byte(start), Ok(7));
         assert_eq!(advise(libc::MADV_REMOVE), 0);
         assert_eq!(byte(start), Ok(0));
-        // There are no huge pages to make of it.
+        // A guest_memfd cannot get huge pages.
         const MADV_COLLAPSE: i32 = 25;
         assert_eq!((advise(MADV_COLLAPSE), errno()), (-1, libc::EINVAL));
     }

@@ -32,7 +32,7 @@ mod client {
     const PATH_BENEATH: i32 = 1;
     const WRITE_FILE: u64 = 1 << 1;
     const READ_FILE: u64 = 1 << 2;
-    /// All that the first version knows.
+    /// All rights of Landlock's first version.
     const EVERYTHING: u64 = (1 << 13) - 1;
 
     /// Gives up all rights but those to read and write `/dev/kvm`. `false`: the kernel has no Landlock.

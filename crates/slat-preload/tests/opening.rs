@@ -318,7 +318,7 @@ os._exit(0)";
             };
             assert_eq!(open("/dev/kvm", rdwr | flags), Err(expected), "{flags:o}");
         }
-        // What is opened, and which flags are shown.
+        // The flags of the call, and the flags that are shown afterwards.
         for (flags, shown) in [
             (rdwr, rdwr),
             (libc::O_RDONLY, libc::O_RDONLY),

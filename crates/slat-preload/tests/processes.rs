@@ -274,7 +274,7 @@ mod client {
     fn a_run_needs_no_free_descriptor() {
         let (_vm, mut vcpu, memory) = guest(OUT);
         limit(libc::RLIMIT_NOFILE, 0);
-        // SAFETY: it fails.
+        // SAFETY: the call fails.
         assert_eq!(unsafe { libc::dup(0) }, -1);
         for _ in 0..3 {
             assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));

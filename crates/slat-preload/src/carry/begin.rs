@@ -122,7 +122,7 @@ unsafe fn set_auxiliary(sp: usize, kind: u64, value: usize) {
     }
 }
 
-/// A program header in memory: where it is.
+/// The address of a program header in memory.
 #[derive(Clone, Copy)]
 struct Header(usize);
 

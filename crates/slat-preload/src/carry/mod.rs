@@ -49,9 +49,9 @@ static NAMES: [[u8; 24]; COUNT] = [
 struct KeptFile {
     /// The descriptor of the file's memfd, in a program that has just begun; otherwise -1.
     fd: AtomicI32,
-    /// Where it is mapped; 0: it is not.
+    /// The address at which the file is mapped; 0 if it is not.
     start: AtomicUsize,
-    /// Its bytes.
+    /// The file's size.
     len: AtomicUsize,
 }
 
@@ -157,7 +157,7 @@ pub fn keep(library: &CStr) {
             return;
         }
     }
-    // The last one: it says that all are there.
+    // This file is kept last: it shows that all files are kept.
     FILES[LIBRARY].keep(library);
 }
 

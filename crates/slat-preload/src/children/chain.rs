@@ -10,7 +10,7 @@ use std::ffi::{CStr, c_char};
 pub enum Reach {
     /// By LD_PRELOAD.
     Preloaded,
-    /// By this library, which loads it.
+    /// By this library, which loads the program.
     Loaded,
     /// Not at all: a 32-bit program, one that gains rights, or no program. The environment does not change.
     Not,
@@ -20,7 +20,7 @@ pub enum Reach {
 #[derive(Clone, Copy)]
 struct Line {
     bytes: [u8; Self::LEN],
-    /// Where the word begins; 0: there is none.
+    /// The offset of the word; 0 if there is none.
     word: usize,
 }
 

@@ -81,7 +81,7 @@ fn find(name: *const c_char, buffer: &mut Path) -> Option<*const c_char> {
         return Some(name.as_ptr());
     }
     for directory in path.to_bytes().split(|byte| *byte == b':') {
-        // An empty one is the current directory.
+        // An empty entry of PATH is the current directory.
         let directory = if directory.is_empty() {
             b"."
         } else {
@@ -245,7 +245,7 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
     if let Some(path) = find(name, &mut buffer) {
         let changed = |executed, words, variables| {
             let is_path = matches!(executed, Executed::Path(runs) if std::ptr::eq(runs, path));
-            // Unchanged, it is the C library's to do.
+            // If nothing has changed, the C library makes the call.
             if !is_path || !std::ptr::eq(variables, environment) {
                 // SAFETY: `follow` has derived these arguments from the caller's. The call returns
                 // only if it has failed.

@@ -107,7 +107,7 @@ pub fn answer(frame: &mut Frame) -> isize {
     }
 }
 
-/// Does ioctl for a site that was rewritten.
+/// Does ioctl for a rewritten call site.
 pub(super) fn ioctl(made: &Made) -> isize {
     filters::judged(made).unwrap_or_else(|| all_others(made.number, made.arguments))
 }

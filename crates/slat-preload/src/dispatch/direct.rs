@@ -27,7 +27,7 @@ pub struct Site {
     pub call: [u8; 8],
 }
 
-/// What [`entry`] has pushed.
+/// The registers that [`entry`] has pushed.
 #[repr(C)]
 struct Saved {
     rbp: usize,
@@ -39,7 +39,7 @@ struct Saved {
     rdi: usize,
     /// RFLAGS; the arithmetic flags are in `arithmetic`.
     flags: usize,
-    /// As LAHF and SETO store them in RAX.
+    /// The arithmetic flags, as LAHF and SETO store them in RAX.
     arithmetic: usize,
     site: *const Site,
     answer: usize,

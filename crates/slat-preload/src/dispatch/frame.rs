@@ -150,7 +150,7 @@ impl Frame {
 #[derive(Debug)]
 pub struct KeptFrame {
     memory: Vec<u8>,
-    /// Where the frame begins in `memory`.
+    /// The offset of the frame in `memory`.
     at: usize,
 }
 

@@ -114,7 +114,7 @@ fn arm_with(text: &Text) -> bool {
 /// Makes the kernel dispatch the calls of this thread, if those of the process are dispatched. Async-signal-safe.
 pub fn arm_thread() {
     if let Some(text) = TEXT.get() {
-        // It has worked for the first thread.
+        // This cannot fail, as it has worked for the first thread.
         arm_with(text);
     }
 }

@@ -4,7 +4,7 @@
 
 use super::calls::pass;
 
-/// What the kernel walks at most.
+/// The most futexes that the kernel walks.
 const LIMIT: usize = 2048;
 
 /// Marks the futexes that this thread holds, wakes the threads that wait for them, and unregisters the list.
@@ -36,7 +36,7 @@ pub fn leave() {
         }
         Ok::<_, slat_guard::Gone>(())
     };
-    // What cannot be read has no futexes.
+    // A list that cannot be read has no futexes.
     let _ = walk();
     pass(libc::SYS_set_robust_list, [0, bytes, 0, 0, 0, 0]);
 }

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 /// The number of dispatched calls of a site after which it is rewritten.
 const CALLS: u32 = 64;
-/// Sites that are counted.
+/// The number of sites that are counted.
 const SITES: usize = 32;
 const PAGE: usize = 4096;
 
@@ -159,7 +159,7 @@ impl Stub {
         let flags = libc::MAP_FIXED_NOREPLACE;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let page = places.map(|place| place & !(PAGE - 1)).find_map(|place| {
-            // SAFETY: memory that nobody has.
+            // SAFETY: memory that is not in use.
             let page = unsafe { map_memory(place, PAGE, access, flags) }.ok()?;
             // Kernels before 4.17 treat the address as a hint.
             (page == place).then_some(page)

@@ -8,7 +8,7 @@ use std::ops::Range;
 /// The C library's text.
 #[derive(Debug)]
 pub struct Text {
-    /// Its addresses.
+    /// The text's addresses.
     pub range: Range<usize>,
     /// The address of the instructions `syscall` and `ret` in it.
     pub gate: usize,

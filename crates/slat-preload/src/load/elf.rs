@@ -15,22 +15,22 @@ pub struct Segment {
     pub kind: u32,
     /// `PF_…`.
     pub flags: u32,
-    /// Where it is in the file, in bytes.
+    /// The segment's offset in the file.
     pub offset: u64,
-    /// Where it is in memory.
+    /// The segment's address in memory.
     pub address: u64,
-    /// Its bytes in the file.
+    /// The segment's size in the file.
     pub in_file: u64,
-    /// Its bytes in memory.
+    /// The segment's size in memory.
     pub in_memory: u64,
 }
 
-/// What a program's file says about itself.
+/// The headers of a program's file.
 #[derive(Debug)]
 pub struct Headers {
     /// Whether the program can be loaded anywhere in memory (`ET_DYN`).
     pub is_relocatable: bool,
-    /// Where it begins.
+    /// The program's entry point.
     pub entry: u64,
     /// Where the program headers are in the file.
     pub offset: u64,

@@ -12,13 +12,13 @@ const END: u64 = 1 << 47;
 /// A program that is loaded.
 #[derive(Debug)]
 pub struct Image {
-    /// Its file, without symbolic links.
+    /// The program's file, without symbolic links.
     pub file: CString,
-    /// Where its program headers are.
+    /// The address of the program headers.
     pub headers: usize,
-    /// How many there are.
+    /// The number of program headers.
     pub count: usize,
-    /// Where the program begins.
+    /// The program's entry point.
     pub entry: usize,
     /// The base address of the program's dynamic linker; 0 if it has none.
     pub interpreter_base: usize,

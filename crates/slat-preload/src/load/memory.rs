@@ -8,10 +8,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const PAGE: usize = 4096;
 
-/// Where the break began, and where it is.
+/// The first address of the break, and the present one.
 pub type Break = (usize, usize);
 
-/// A thread that forks holds it.
+/// A thread that forks holds this lock.
 static BREAK: Mutex<Break> = Mutex::new((0, 0));
 
 /// Prevents changes of the break as long as the guard lives.
@@ -39,7 +39,7 @@ pub fn set_break(to: usize) -> usize {
     let mapped = now.next_multiple_of(PAGE);
     if end > mapped {
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: memory where there is none.
+        // SAFETY: memory at addresses that are not mapped.
         let grown = unsafe { map_memory(mapped, end - mapped, access, libc::MAP_FIXED_NOREPLACE) };
         if grown.is_err() {
             return now;

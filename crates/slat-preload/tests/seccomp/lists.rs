@@ -1,4 +1,4 @@
-//! What VMMs allow their vCPU threads.
+//! The system calls that VMMs allow their vCPU threads.
 
 use crate::filter::{ALL, Allowed, calls, requests, with};
 use libc::*;
