@@ -32,7 +32,7 @@ pub struct Computed<T: 'static> {
 unsafe impl<T: Send + Sync + 'static> Sync for Computed<T> {}
 
 impl<T: Send + Sync + 'static> Computed<T> {
-    /// Makes one without a value.
+    /// Makes a `Computed` without a value.
     pub const fn new() -> Self {
         Computed {
             stored: Prepared::new(),
@@ -95,7 +95,7 @@ pub struct Prepared {
 impl Prepared {
     const DONE: u64 = u64::MAX;
 
-    /// Makes one whose work is not done.
+    /// Makes a `Prepared` whose work is not done.
     pub const fn new() -> Self {
         Prepared {
             state: AtomicU64::new(0),

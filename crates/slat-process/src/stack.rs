@@ -27,7 +27,7 @@ pub fn set(low: usize, high: usize) {
     USED_TO.set(high);
 }
 
-/// Whether this thread has one.
+/// Whether this thread has such a stack.
 pub fn exists() -> bool {
     pointers::stack_ends().1 != 0
 }
