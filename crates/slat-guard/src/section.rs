@@ -224,7 +224,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
         *mask &= !WAITING.replace(0);
         return false;
     }
-    // SAFETY: the kernel filled it in.
+    // SAFETY: the kernel has filled in `info`.
     if is_synchronous(signal, unsafe { (*info).si_code }) {
         return false;
     }

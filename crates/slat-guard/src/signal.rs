@@ -252,7 +252,7 @@ fn install_all() -> io::Result<()> {
         // SAFETY: a local to write to. The old action is put in place before the handler that reads it.
         unsafe { rt_sigaction(sig, ptr::null(), &mut old)? };
         if old.handler == ours.handler {
-            // By the parent of this forked child.
+            // The parent of this forked child has installed it.
             continue;
         }
         if let Some(chained) = chained(sig) {
@@ -360,7 +360,7 @@ unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
 }
 
 slat_process::handler! {
-    /// What the kernel calls.
+    /// The handler that the kernel calls.
     entry calls handler
 }
 
