@@ -49,7 +49,7 @@ const REMOTE_IRR: u64 = 1 << 14;
 const LEVEL: u64 = 1 << 15;
 const MASKED: u64 = 1 << 16;
 const DESTINATION_SHIFT: u32 = 56;
-/// What the guest cannot write.
+/// Bits that the guest cannot write.
 const READ_ONLY: u64 = REMOTE_IRR | DELIVERY_STATUS;
 
 /// The registers: the fields of `kvm_ioapic_state`.
@@ -73,9 +73,9 @@ pub struct IoApicState {
 /// A redirection entry was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EntryWrite {
-    /// Its pin.
+    /// The pin of the entry.
     pub pin: usize,
-    /// It was masked and is not any longer.
+    /// Whether the pin was masked and is not any longer.
     pub unmasked: bool,
 }
 
@@ -230,7 +230,7 @@ impl IoApic {
             (REGISTER_VERSION, _) => VERSION,
             (_, Some(pin)) if self.selects_high_half() => (self.state.redirtbl[pin] >> 32) as u32,
             (_, Some(pin)) => self.state.redirtbl[pin] as u32,
-            // As KVM has it.
+            // KVM returns the same.
             (_, None) => u32::MAX,
         }
     }

@@ -14,7 +14,7 @@ pub const BASE_BSP: u64 = 1 << 8;
 pub const BASE_X2APIC: u64 = 1 << 10;
 /// APIC_BASE: enabled.
 pub const BASE_ENABLE: u64 = 1 << 11;
-/// Where the APIC page stands after reset.
+/// The address of the APIC page after reset.
 pub const DEFAULT_BASE: u64 = 0xfee0_0000;
 
 /// Register offsets in the APIC page.
@@ -631,7 +631,7 @@ impl Lapic {
             let wait = cycles * 1_000_000 / u128::from(self.tsc_khz.max(1));
             now.saturating_add(u64::try_from(wait).unwrap_or(u64::MAX))
         });
-        // One that is over already.
+        // The new deadline may already be over.
         self.tick(now);
         Effect::Timer
     }
@@ -641,7 +641,7 @@ impl Lapic {
         self.deadline
     }
 
-    /// Fires the timer if its time has come.
+    /// Fires the timer if its deadline has passed.
     pub fn tick(&mut self, now: u64) {
         let Some(deadline) = self.deadline.filter(|&deadline| deadline <= now) else {
             return;

@@ -5,11 +5,11 @@
 pub enum DeliveryMode {
     /// To each destination, under the vector.
     Fixed,
-    /// To one of the destinations.
+    /// The message goes to one of the destinations.
     LowestPriority,
     /// System management.
     Smi,
-    /// Reserved: delivered to nobody.
+    /// A reserved mode: the message is not delivered.
     Reserved,
     /// A non-maskable interrupt; there is no vector.
     Nmi,
@@ -37,7 +37,7 @@ impl DeliveryMode {
     }
 }
 
-/// Which local APICs a message is for.
+/// The local APICs for which a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Destination {
     /// The sender.
@@ -88,7 +88,7 @@ pub struct Message {
     pub level: bool,
     /// False for the end of a level, which is no interrupt.
     pub assert: bool,
-    /// Whom it is for.
+    /// The local APICs for which the message is.
     pub destination: Destination,
 }
 

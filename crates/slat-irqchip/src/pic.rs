@@ -34,7 +34,7 @@ pub enum Chip {
     Slave,
 }
 
-/// What a register of the pair's ports is.
+/// The meaning of a register of the pair's ports.
 #[derive(Clone, Copy)]
 enum Register {
     Command,
@@ -51,7 +51,7 @@ pub struct Acknowledged {
     pub ended: u16,
 }
 
-/// What a write of a port changed.
+/// The changes made by a write to a port.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Change {
     /// The lines, by bit, whose interrupt ended.

@@ -19,7 +19,7 @@ struct Machine {
     sent: Vec<Message>,
     /// The pins that were acknowledged.
     acknowledged: Vec<usize>,
-    /// What resample irqfds hold.
+    /// The sources that resample irqfds hold.
     resampled: u64,
 }
 
@@ -258,7 +258,7 @@ fn a_level_waits_for_the_unmasking() {
     machine.program(9, LEVEL | MASKED | 0x39);
     machine.program(9, LEVEL | 0x39);
     assert_eq!(machine.vectors(), []);
-    // One that ends while masked waits, too.
+    // A level whose interrupt ends while the pin is masked waits, too.
     machine.program(9, LEVEL | MASKED | 0x39);
     machine.eoi(0x39, true);
     assert_eq!(machine.vectors(), []);
@@ -350,7 +350,7 @@ fn a_storm_is_postponed() {
         });
         assert_eq!(machine.vectors(), [0x39]);
     }
-    // A line that falls in between is no storm.
+    // If the line falls in between, it is not a storm.
     for _ in 0..3 {
         for _ in 1..SUCCESSIVE {
             assert_eq!(machine.eoi(0x39, true), 0);
@@ -373,7 +373,7 @@ fn a_restored_state_delivers_what_waited() {
     let state = machine.ioapic.save();
     assert_eq!(state.irr, 1 << 4 | 1 << 5, "the edge is delivered");
 
-    // One that was coalesced into it is not.
+    // An edge that was coalesced into it is not delivered.
     machine.set(3, 1, true);
     assert_eq!(machine.ioapic.save().irr, 1 << 3 | state.irr);
 

@@ -9,13 +9,13 @@ use super::time::ticks;
 pub struct ChannelState {
     /// The initial count. 0 stands for 65,536.
     pub count: u32,
-    /// What the count latch command found.
+    /// The count that the count latch command has stored.
     pub latched_count: u16,
     /// Which bytes of `latched_count` to read next, in the form of `rw_mode`; 0 for none.
     pub count_latched: u8,
     /// `status` is to be read next.
     pub status_latched: u8,
-    /// What the read-back command found.
+    /// The status that the read-back command has stored.
     pub status: u8,
     /// Which byte of the count to read next: in the form of `rw_mode`, or 4 for the second byte of both.
     pub read_state: u8,
@@ -79,11 +79,11 @@ impl Mode {
 /// A count that has begun.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Run {
-    /// When it began.
+    /// When the count began.
     pub(super) since: u64,
-    /// Its ticks, at least 1.
+    /// The length of the count in ticks, at least 1.
     pub(super) ticks: u64,
-    /// When a low gate stopped it.
+    /// When a low gate stopped the count.
     stopped: Option<u64>,
 }
 
@@ -343,7 +343,7 @@ impl Channel {
         match mode {
             Mode::TerminalCount | Mode::OneShot => gone >= count,
             Mode::SoftwareStrobe | Mode::HardwareStrobe => gone != count,
-            // A low gate sets it.
+            // A low gate sets OUT.
             _ if run.stopped.is_some() => true,
             Mode::RateGenerator => gone % count != count - 1,
             Mode::SquareWave => gone % count < count.div_ceil(2),

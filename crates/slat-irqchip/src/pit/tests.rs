@@ -162,7 +162,7 @@ fn a_low_gate_stops_the_count() {
         assert!(out(&mut pit, 2, BEGIN + ns(199)), "mode {mode}");
         let frozen = count(&mut pit, 2, BEGIN + ns(90));
         assert_eq!(count(&mut pit, 2, BEGIN + ns(123)), frozen);
-        // It begins anew.
+        // The count begins again.
         let again = BEGIN + ns(300);
         set_gate(&mut pit, true, again);
         assert_eq!(count(&mut pit, 2, again), 100);
@@ -179,7 +179,7 @@ fn a_low_gate_stops_the_count() {
 #[test]
 fn bytes_of_a_count() {
     let mut pit = pit();
-    // The low byte only: the high one is 0.
+    // Only the low byte is written; the high byte is 0.
     pit.write(CONTROL, 0x14, BEGIN);
     pit.write(0x40, 0xf0, BEGIN);
     assert_eq!(pit.read(0x40, BEGIN), 0xf0);
@@ -200,7 +200,7 @@ fn bytes_of_a_count() {
     pit.write(CONTROL, 0x00, BEGIN + ns(3));
     assert_eq!(pit.read(0x40, BEGIN + ns(9)), 0xfe);
     assert_eq!(pit.read(0x40, BEGIN + ns(9)), 0x11);
-    // A control word drops what was latched.
+    // A control word drops the latched count.
     pit.write(CONTROL, 0x00, BEGIN);
     program(&mut pit, 0, 2, 0x3456, BEGIN);
     assert_eq!(pit.read(0x40, BEGIN), 0x56);
@@ -336,7 +336,7 @@ fn reinjected_ticks_wait_for_the_acknowledgement() {
     pit.reset_reinjection();
     assert!(!pit.acknowledged());
     assert!(pit.expire(tick(10)));
-    // So does a new count.
+    // A new count does the same.
     assert!(!pit.expire(tick(20)));
     load(&mut pit, 0, 11_932, tick(20));
     assert!(!pit.acknowledged());

@@ -11,13 +11,13 @@ const MIN_PERIOD: u64 = 200_000;
 #[derive(Clone, Debug, Default)]
 pub(super) struct Ticks {
     schedule: Option<Schedule>,
-    /// How many were taken note of.
+    /// The number of ticks that were counted.
     seen: u64,
 }
 
 #[derive(Clone, Debug)]
 enum Schedule {
-    /// One, at this time.
+    /// One tick, at this time.
     Once(u64),
     /// A tick at the end of each `count` ticks of the clock. Each is computed from the beginning, so that rounding
     /// errors do not add up.
