@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_slow_tsc_has_no_page() {
-        // Of 1 kHz, of 10 MHz, and of a little more.
+        // TSCs of 1 kHz, of 10 MHz, and of slightly more.
         assert_eq!(TscPage::new(0xf424_0000, 20, 0, 0), None);
         assert_eq!(TscPage::new(0xc800_0000, 7, 0, 0), None);
         assert!(TscPage::new(0xc7ff_0000, 7, 0, 0).is_some());

@@ -82,9 +82,9 @@ const LOGICAL_PROCESSORS: u32 = 64;
 /// A CPUID leaf: EAX, EBX, ECX, EDX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Leaf {
-    /// Its number.
+    /// The leaf's number.
     pub function: u32,
-    /// Its registers.
+    /// The leaf's registers.
     pub registers: [u32; 4],
 }
 

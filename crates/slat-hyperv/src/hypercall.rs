@@ -126,20 +126,20 @@ impl Fast {
     }
 }
 
-/// What a virtual processor may do.
+/// The rights of a virtual processor.
 #[derive(Clone, Copy, Debug)]
 pub struct Caller {
-    /// What its CPUID allows, if that counts.
+    /// The privileges in the caller's CPUID, if they are enforced.
     pub enforced: Option<Privileges>,
     /// Whether the caller's SynIC is active, so that the client handles messages and events.
     pub has_synic: bool,
-    /// It may use the synthetic debugger.
+    /// Whether the caller may use the synthetic debugger.
     pub has_debugger: bool,
-    /// Its debugger uses hypercalls.
+    /// Whether the caller's debugger uses hypercalls.
     pub debugs_by_hypercalls: bool,
 }
 
-/// What a hypercall asks for.
+/// The operation that a hypercall requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
     /// The caller waits for a lock that another virtual processor holds.
@@ -150,14 +150,14 @@ pub enum Request {
     Flush,
     /// Send an interrupt: see [`Ipi::read`].
     SendIpi,
-    /// The client carries it out.
+    /// The client carries out the call.
     Client,
 }
 
 /// Why a hypercall is not carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// It ends with this status.
+    /// The call ends with this status.
     Status(Status),
     /// #UD.
     Undefined,
@@ -331,9 +331,9 @@ impl Flush {
 /// An interrupt to virtual processors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ipi {
-    /// Its vector.
+    /// The interrupt's vector.
     pub vector: u8,
-    /// Whom it goes to.
+    /// The virtual processors that get the interrupt.
     pub targets: VpSet,
 }
 

@@ -37,7 +37,7 @@ pub mod stimer;
 pub mod synic;
 pub mod vp_set;
 
-/// Who writes or reads an MSR.
+/// The origin of an access to an MSR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Writer {
     /// The guest, by WRMSR or RDMSR.

@@ -15,7 +15,7 @@ const EXPOSE_INVARIANT: u64 = 1;
 /// SYNDBG_OPTIONS: the guest's debugger uses hypercalls.
 const DEBUG_BY_HYPERCALLS: u64 = 1 << 2;
 
-/// What a write has to bring about outside.
+/// What the caller has to do after a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Nothing.
@@ -40,12 +40,12 @@ enum PageState {
     NamedByGuest,
     /// The page has to be written, because the host has named it, or the clock has changed.
     ChangedByHost,
-    /// A virtual processor writes it now.
+    /// A virtual processor is writing the page.
     InProgress {
         /// Whether the clock has changed meanwhile, so that the page has to be written again.
         stale: bool,
     },
-    /// It shows the reference clock.
+    /// The page shows the reference clock.
     Valid,
     /// The page cannot be written, or the TSC is unsuitable for it.
     Broken,
@@ -54,7 +54,7 @@ enum PageState {
 /// A page that [`Partition::begin_page`] has found due to be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DuePage {
-    /// Its guest-physical address.
+    /// The page's guest-physical address.
     pub address: u64,
     /// Whether a valid page must keep its contents: the guest relies on them until it ends the emulation of its TSC.
     pub keeps_contents: bool,
@@ -186,7 +186,7 @@ impl Partition {
             TIME_REF_COUNT if by_guest => return Err(Refused),
             TIME_REF_COUNT => {}
             TSC_INVARIANT_CONTROL if value & !EXPOSE_INVARIANT != 0 => return Err(Refused),
-            // The guest cannot take it back.
+            // The guest cannot revoke its request.
             TSC_INVARIANT_CONTROL if by_guest && self.invariant_control != 0 && value == 0 => {
                 return Err(Refused);
             }
@@ -284,7 +284,7 @@ impl Partition {
     }
 }
 
-/// How an attempt to write the page ended.
+/// The outcome of an attempt to write the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageOutcome {
     /// The page has this content.

@@ -16,7 +16,7 @@ const PERIODIC: u64 = 1 << 1;
 const AUTO_ENABLE: u64 = 1 << 3;
 const DIRECT: u64 = 1 << 12;
 
-/// One moment by two clocks.
+/// A moment, by two clocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moment {
     /// The reference clock, in units of 100 ns.
@@ -39,9 +39,9 @@ impl Moment {
 pub enum Notice {
     /// As an interrupt with this vector at the local APIC.
     Interrupt(u8),
-    /// By a message.
+    /// As a message.
     Message {
-        /// The source whose slot it goes to.
+        /// The source whose slot gets the message.
         sint: u32,
         /// The index of the timer.
         timer: u32,
@@ -52,10 +52,10 @@ pub enum Notice {
     },
 }
 
-/// What became of a [`Notice`].
+/// The outcome of a [`Notice`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
-    /// The guest has it.
+    /// The guest has got the notice.
     Done,
     /// The slot was taken, or the guest cannot be notified: the timer waits for [`Timers::acknowledged`].
     Failed,
@@ -73,7 +73,7 @@ struct Timer {
     alarm: Option<u64>,
     /// Whether the timer has to be examined: it was changed, its alarm has gone off, or its slot may be free.
     is_due: bool,
-    /// Its message waits for a free slot.
+    /// Whether the timer's message waits for a free slot.
     waits: bool,
 }
 
@@ -99,7 +99,7 @@ impl Timer {
         let reference = now.reference;
         if !self.has(PERIODIC) {
             self.expiration = self.count;
-            // A moment in the past: it expires at once.
+            // A timer whose moment has passed expires at once.
             self.is_due = reference >= self.count;
         } else if self.expiration == 0 {
             self.expiration = reference.wrapping_add(self.count);

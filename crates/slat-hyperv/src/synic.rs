@@ -20,7 +20,7 @@ const AUTO_EOI: u64 = 1 << 17;
 /// The lowest vector of a source that is not masked.
 const FIRST_VECTOR: u64 = 16;
 
-/// What a write has to bring about outside.
+/// What the caller has to do after a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Nothing.

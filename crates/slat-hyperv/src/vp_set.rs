@@ -8,7 +8,7 @@ pub const BANKS: usize = 64;
 /// A set of virtual processors: banks of 64, of which only some are present (`HV_GENERIC_SET_SPARSE_4K`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VpSet {
-    /// A bit for each bank that is there.
+    /// A bit for each bank that is present.
     pub valid: u64,
     /// The banks that are present, in ascending order, with a bit for each virtual processor.
     pub banks: [u64; BANKS],
@@ -36,7 +36,7 @@ impl VpSet {
         if bank >= u64::BITS || self.valid >> bank & 1 == 0 {
             return false;
         }
-        // The banks before it that are there.
+        // The number of present banks before this one.
         let before = (self.valid & ((1 << bank) - 1)).count_ones() as usize;
         self.banks[before] >> (index % BANK) & 1 != 0
     }
