@@ -14,7 +14,7 @@ pub(crate) const VERSION: u32 = 1;
 
 /// Bytes before the first ring.
 pub(crate) const HEADER_BYTES: usize = 16 << 10;
-/// Where the text begins.
+/// The offset of the text.
 pub(crate) const TEXT_AT: usize = 512;
 /// Bytes of a ring before its records.
 pub(crate) const RING_HEADER_BYTES: usize = 4096;
@@ -38,7 +38,7 @@ pub(crate) struct Header {
     pub(crate) allocated: AtomicU64,
     /// Rings that threads have claimed.
     pub(crate) claimed: AtomicU64,
-    /// Points of threads that found no ring.
+    /// The number of records of threads that found no ring.
     pub(crate) lost: AtomicU64,
     /// The counter and the clock when recording began, and at a later moment.
     pub(crate) start: [AtomicU64; 2],

@@ -8,11 +8,11 @@ use std::mem::offset_of;
 /// A field of a tracepoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Field {
-    /// Its name.
+    /// The field's name.
     pub name: &'static str,
-    /// Bytes from the start of the values.
+    /// The field's offset from the start of the values.
     pub offset: usize,
-    /// Its bytes: 1, 4 or 8.
+    /// The field's size: 1, 4 or 8 bytes.
     pub size: usize,
 }
 
@@ -23,7 +23,7 @@ pub struct Description {
     pub system: &'static str,
     /// The tracepoint's name, which is unique in all systems.
     pub name: &'static str,
-    /// Its fields.
+    /// The tracepoint's fields.
     pub fields: &'static [Field],
 }
 
@@ -142,7 +142,7 @@ points! {
     slat memslot: MemslotChange { vm: u32, as_id: u32, slot: u32, base_gfn: u64, npages: u64, userspace_addr: u64, flags: u32 }
     /// A flush of the guest frames from `start` to before `end` begins: it waits for vCPUs.
     slat flush_begin: FlushBegin { start: u64, end: u64 }
-    /// That flush is done.
+    /// The flush of the guest frames from `start` to before `end` is done.
     slat flush_end: FlushEnd { start: u64, end: u64 }
     /// A vCPU has dropped its translations, for a flush.
     slat quiesce: Quiesce {}

@@ -14,7 +14,7 @@ use std::path::Path;
 pub struct Point {
     /// The system to which the tracepoint belongs: `kvm`, `kvmmmu` or `slat`.
     pub system: String,
-    /// Its name.
+    /// The tracepoint's name.
     pub name: String,
     /// The tracepoint's fields: names, and their positions among a record's values.
     fields: Vec<(String, Range<usize>)>,
@@ -35,7 +35,7 @@ pub struct Event {
 /// What one thread has recorded.
 #[derive(Clone, Debug)]
 pub struct Thread {
-    /// Its id.
+    /// The thread's id.
     pub tid: u32,
     /// The thread's name, if it is a thread of slat's own; otherwise empty.
     pub name: String,
@@ -43,7 +43,7 @@ pub struct Thread {
     pub events: Vec<Event>,
     /// The number of records ever written, by tracepoint.
     pub counts: Vec<u64>,
-    /// How many were overwritten.
+    /// The number of records that were overwritten.
     pub dropped: u64,
 }
 
@@ -52,13 +52,13 @@ pub struct Thread {
 pub struct Trace {
     /// The process.
     pub pid: u32,
-    /// The tracepoints that there are.
+    /// The tracepoints that the file describes.
     pub points: Vec<Point>,
-    /// Those that were recorded, a bit each.
+    /// The tracepoints that were recorded, a bit each.
     selected: u64,
     /// The threads, in the order of their first records.
     pub threads: Vec<Thread>,
-    /// Points of threads that found no ring.
+    /// The number of records of threads that found no ring.
     pub lost: u64,
 }
 

@@ -89,14 +89,14 @@ pub fn point<P: Point>(values: impl FnOnce() -> P) {
     }
 }
 
-/// What a thread knows of its ring.
+/// The ring of a thread.
 #[derive(Clone, Copy)]
 struct Claimed {
     /// The process for which the ring is valid: a forked child has another file.
     birth: Birth,
     /// The ring, which is valid as long as the process lives.
     ring: NonNull<Ring>,
-    /// The records that fit into it.
+    /// The number of records that fit into the ring.
     capacity: u64,
 }
 
