@@ -41,7 +41,7 @@ use userfault::Userfaults;
 pub struct HostPlatform {
     frames: Frames,
     contiguous: AtomicBool,
-    /// The pages that are not there yet.
+    /// The pages that are not present yet.
     #[doc(hidden)]
     pub userfaults: Userfaults,
 }

@@ -135,7 +135,7 @@ const REMEMBERED: usize = 4;
 
 struct Recent {
     epoch: u64,
-    /// Index that the next mapping is stored at.
+    /// The index at which the next mapping is stored.
     next: usize,
     mappings: [Option<Mapping>; REMEMBERED],
 }
@@ -240,7 +240,7 @@ fn carve(advice: &mut Advice, range: &Range<usize>) {
     }
 }
 
-/// What [`find`] returns.
+/// The result of [`find`].
 pub(crate) struct Found {
     pub(crate) mapping: Mapping,
     /// The kernel was asked during this look-up.
@@ -335,7 +335,7 @@ fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
 pub enum Thp {
     /// Everywhere but where unwanted.
     Always,
-    /// Where wanted.
+    /// Only where the program asks for huge pages.
     Madvise,
     /// Nowhere.
     Never,
