@@ -393,7 +393,7 @@ mod tests {
         let mut seen = heap::Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
-        // As many addresses as the filter can hold.
+        // The filter can hold this number of addresses.
         let pages = SEEN as u64 / 4 / u64::from(SEEN_EACH);
         let new = (1..pages).filter(|page| !seen.note(0x1000 + (page << 12)));
         assert!(

@@ -28,7 +28,7 @@
 /// The numbers of a CPU. They begin at 1: a page that keeps 0 was never checked.
 pub(crate) struct Clock {
     generation: u64,
-    /// For supervisor code and for user code.
+    /// One epoch for supervisor code and one for user code.
     epochs: [u64; 2],
     stamps: [u64; 2],
     /// The entry of `stamps` for the current CPL. Compiled code reads this copy.

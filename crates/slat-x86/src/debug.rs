@@ -59,7 +59,7 @@ pub struct Breakpoints {
 mod kind {
     pub const EXECUTE: u64 = 0;
     pub const WRITE: u64 = 1;
-    /// With CR4.DE; without, the field is undefined.
+    /// A port access, if CR4.DE is set. Otherwise the field is undefined.
     pub const PORT: u64 = 2;
     pub const READ_WRITE: u64 = 3;
 }

@@ -22,7 +22,7 @@ pub(crate) trait Int: Word + Copy + Eq + std::fmt::Debug + 'static {
     fn of(v: u64) -> Self;
     /// Reads register `r`; for bytes, 16–19 are AH CH DH BH.
     fn get(cpu: &impl Registers, r: u8) -> Self;
-    /// Writes register `r`: a doubleword clears the upper half, smaller sizes leave the rest.
+    /// Writes register `r`. A doubleword clears the upper half; smaller sizes leave the rest unchanged.
     fn set(cpu: &mut impl Registers, r: u8, v: Self);
     /// Returns the sign bit.
     #[inline(always)]

@@ -103,7 +103,7 @@ pub enum Fault {
         /// The guest's guest-physical address.
         gpa: u64,
     },
-    /// No memory is mapped at the address: the access is the device model's.
+    /// No memory is mapped at the address: the device model serves the access.
     Mmio {
         /// The guest-physical address of the byte at the faulting address.
         gpa: u64,
@@ -291,7 +291,7 @@ pub enum Hypercalls {
 /// What a locked access that crosses a cache line does: a processor locks the bus for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BusLocks {
-    /// Nothing more.
+    /// The access is executed like any other.
     #[default]
     Executed,
     /// The access ends the run with [`Exit::BusLock`] before its instruction. The next run executes the instruction, if

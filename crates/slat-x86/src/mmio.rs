@@ -171,14 +171,14 @@ struct Question {
     traps: u64,
 }
 
-/// Destination of the result.
+/// The destination of the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QuestionKind {
     /// RAX.
     Hypercall,
     /// EDX:EAX.
     Rdmsr,
-    /// No register.
+    /// There is no destination.
     Wrmsr,
 }
 

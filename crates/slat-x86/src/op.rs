@@ -50,7 +50,7 @@ pub(crate) mod form {
     pub const FULL: u8 = 3;
 }
 
-/// No register, in [`Op::base`] and [`Op::index`].
+/// In [`Op::base`] and [`Op::index`]: the operand has no such register.
 pub const NONE: u8 = 0xff;
 /// A memory operand, in [`Op::r`].
 pub const MEM: u8 = 0xfe;

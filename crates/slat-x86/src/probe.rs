@@ -103,7 +103,7 @@ impl Probes {
             let access = self.access.take();
             self.hit = access.map(|(kind, at)| ProbeHit::Data(kind, at));
         } else if hits & STEP != 0 {
-            // If the same instruction has hit a data probe, that stays the reason.
+            // If the same instruction has hit a data probe, the data probe remains the reason.
             self.hit.get_or_insert(ProbeHit::Step);
         }
         hits & !(DATA | STEP)

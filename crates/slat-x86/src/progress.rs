@@ -17,7 +17,7 @@ const PATIENCE: u32 = 64;
 pub(crate) struct Progress {
     /// The number of instructions executed when `deliveries` was 0.
     instructions: u64,
-    /// Events delivered since, or lost in their delivery.
+    /// The number of events delivered since then, or lost in their delivery.
     deliveries: u32,
     /// The time of delivery number [`PATIENCE`].
     since: Option<Instant>,

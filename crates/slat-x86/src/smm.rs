@@ -34,9 +34,9 @@ const SHADOW_STI: u8 = 2;
 /// How the saved registers are arranged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SmramMap {
-    /// For a CPU without long mode: Intel's map of the P6.
+    /// The map of a CPU without long mode: Intel's map of the P6.
     Bits32,
-    /// For a CPU with long mode: AMD's.
+    /// The map of a CPU with long mode: AMD's.
     Bits64,
 }
 

@@ -311,8 +311,8 @@ struct Run {
     flags: u64,
 }
 
-/// They replace the guest's opcode and instruction pointer while an instruction runs that may set these. No stub has
-/// this opcode or address.
+/// An opcode and an instruction pointer that no stub has. They replace the guest's while an instruction
+/// runs that may set them.
 const NO_OPCODE: u32 = 0x7ff << 16;
 const NO_IP: u32 = 1;
 

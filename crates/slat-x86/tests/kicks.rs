@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 /// The most processor time between a kick and the end of the run. Without optimisation, the interpreter takes longer.
 const BOUND: Duration = Duration::from_millis(if cfg!(debug_assertions) { 10 } else { 1 });
 const TRIES: usize = 5;
-/// Another page of code.
+/// The address of another page of code.
 const OTHER: u64 = CODE + 0x1000;
 const FAR: u64 = 0x20_0000;
 
@@ -259,7 +259,7 @@ fn a_loop_that_is_kicked_becomes_one_region() {
     guest.halt();
     let did = guest.cpu.counters();
     let chained = did.regions_chained - before.regions_chained;
-    // Only the return leaves the region, and comes back to it.
+    // Only the return leaves the region, and the CPU then comes back to the region.
     assert!(
         did.regions >= 2 && chained < TURNS * 3 / 2,
         "{} regions; {chained} entered by others in {TURNS} turns",

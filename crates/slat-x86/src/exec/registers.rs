@@ -71,10 +71,10 @@ impl Cpu {
         state.cr0 & CR0_PG != 0 && state.cr4 & CR4_PAE != 0 && !self.long_mode()
     }
 
-    /// Reads the page-directory-pointer entries at CR3. #GP(0) if a present one has a reserved bit, or
+    /// Reads the page-directory-pointer entries at CR3. Raises #GP(0) if a present entry has a reserved bit, or
     /// if there is no memory.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
-        // With nested paging each walk reads them (AMD64 volume 2, 15.25.10).
+        // With nested paging each walk reads the entries (AMD64 volume 2, 15.25.10).
         match self.svm.nested_paging() {
             Some(_) => Ok([0; 4]),
             None => self.read_pdptes(cr3),

@@ -106,7 +106,7 @@ fn sets_flags_first(guests: &[Guest]) -> bool {
             OpKind::Register => register.is_gpr(),
             _ => true,
         });
-        // In real mode VEX is undefined.
+        // Outside 64-bit code a VEX prefix may be undefined: in real mode it is.
         let is_plain = are_plain
             && (insn.encoding() != EncodingKind::VEX || insn.code_size() == CodeSize::Code64);
         match insn.mnemonic() {

@@ -66,10 +66,10 @@ impl Found {
 /// no block for that case.
 #[derive(Clone, Copy)]
 pub(super) struct OrStop {
-    /// In System V's convention.
+    /// The function in System V's calling convention.
     pub(super) plain: unsafe extern "C" fn(),
-    /// In Windows' convention, which preserves so many registers that a path's values may stay in them. (For the
-    /// allocation of registers, a call that is rarely made costs as much as any other.)
+    /// The function in Windows' calling convention, which preserves so many registers that a path's values may stay in
+    /// them. (For the allocation of registers, a call that is rarely made costs as much as any other.)
     pub(super) keeping: unsafe extern "C" fn(),
 }
 

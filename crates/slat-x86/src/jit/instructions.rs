@@ -296,7 +296,7 @@ impl Translator<'_> {
             let is_equal = this.is_equal(old, expected);
             this.select(is_equal, value, old)
         });
-        // If they were equal, no part of RAX is written.
+        // If the operands were equal, no part of RAX is written.
         let kept = self.get(0, 3);
         self.set(0, size, old);
         let loaded = self.get(0, 3);

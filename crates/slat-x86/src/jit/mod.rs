@@ -162,7 +162,7 @@ impl Jobs {
 struct Done {
     /// The regions, each with its page.
     regions: Vec<(Arc<Region>, u64)>,
-    /// There was no memory for a region.
+    /// Whether there was no memory for a region.
     is_refused: bool,
 }
 

@@ -61,7 +61,7 @@ struct Turn {
     rip: u64,
     /// The block's parameters: the general registers that the instructions use, and the counter of instructions.
     block: Block,
-    /// These registers, as bits.
+    /// The general registers among the parameters, as bits.
     registers: u16,
     /// The counter of instructions among the parameters.
     count: Value,

@@ -37,7 +37,7 @@ pub(super) fn sources(insn: &Instruction) -> [usize; 2] {
     }
 }
 
-/// Returns the type of vectors of elements.
+/// Returns the type of a vector with these elements.
 pub(super) fn type_of(elements: Elements) -> Type {
     match elements {
         Elements::Bytes => I8X16,

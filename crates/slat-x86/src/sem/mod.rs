@@ -168,7 +168,7 @@ pub(crate) enum Flags<V, B, K> {
         carry: B,
         result: V,
     },
-    /// No `aux`: AF is clear.
+    /// AF is clear, as there is no `aux`.
     Given {
         carry: B,
         overflow: B,

@@ -63,7 +63,7 @@ macro_rules! strings {
 strings! {
     Pcmpestri "pcmpestri $slat_imm, %xmm1, %xmm0", Pcmpestrm "pcmpestrm $slat_imm, %xmm1, %xmm0",
     Pcmpistri "pcmpistri $slat_imm, %xmm1, %xmm0", Pcmpistrm "pcmpistrm $slat_imm, %xmm1, %xmm0",
-    // With 64-bit lengths (REX.W). The assembler has no names for these instructions.
+    // The forms with 64-bit lengths (REX.W). The assembler has no names for these instructions.
     Pcmpestri64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x61, 0xc1, slat_imm",
     Pcmpestrm64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x60, 0xc1, slat_imm",
 }

@@ -125,7 +125,7 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     let address = rax(cpu, op);
     let world = world_of(cpu.state.gpr[1] as u32);
     if !cpu.canonical(address) {
-        // Like INVLPG.
+        // As with INVLPG, an address that is not canonical drops nothing.
     } else if world == cpu.svm.world() {
         cpu.flush_page(address, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(address));

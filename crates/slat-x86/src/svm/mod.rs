@@ -59,7 +59,7 @@ pub mod feature {
     pub const DECODE_ASSISTS: u32 = 1 << 7;
     /// PAUSE is intercepted only after a number of times.
     pub const PAUSE_FILTER: u32 = 1 << 10;
-    /// These have to be close together.
+    /// The filter counts only PAUSEs that are close together.
     pub const PAUSE_THRESHOLD: u32 = 1 << 12;
     /// In a guest with nested paging, VMLOAD and VMSAVE can take guest-physical addresses of the guest.
     pub const VIRTUAL_VMLOAD: u32 = 1 << 15;

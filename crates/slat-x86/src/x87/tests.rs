@@ -37,7 +37,7 @@ impl Random {
         let exponent = match self.below(8) {
             0 => self.pick(&[0, 1, 0x7ffe, 0x7fff]),
             1 => self.next() as u16 & 0x7fff,
-            // Also exponents near the limits of single and double precision.
+            // Includes exponents near the limits of single and double precision.
             2 => self.pick(&[0x3c00, 0x3c01, 0x43ff, 0x3f80, 0x3f81, 0x407f]),
             _ => 0x3fff - 70 + self.below(140) as u16,
         };
@@ -222,7 +222,7 @@ fn quick_handlers_do_what_the_reference_does() {
     let rounds = std::env::var("SLAT_X87_ROUNDS").map_or(400, |rounds| rounds.parse().unwrap());
     let (mut forms, mut differ) = (0, vec![]);
     for opcode in 0xd8..=0xdf {
-        // On memory at RSI, then on registers.
+        // The operand is memory at RSI first, then a register.
         for modrm in (0..8).map(|reg| reg << 3 | 6).chain(0xc0..=0xff) {
             let Some((op, quick, reference)) = both(&[opcode, modrm]) else {
                 continue;

@@ -59,7 +59,7 @@ fn ends_soon(guest: &mut Guest) -> bool {
     })
 }
 
-/// Runs so many programs by all.
+/// Runs `count` random programs in each of the ways of [`BY`] and compares the results.
 fn compare(mode: Mode, seed: u64, count: u64) {
     let mut random = Random(0x2545_f491_4f6c_dd1d ^ seed);
     let (mut executed, mut compiled) = (0, 0);

@@ -59,7 +59,7 @@ fn segment(mode: Mode, random: &mut Random) -> Segment {
         segment.limit = random.pick(&[0xffff, 0xffff, 0xffff, 0x3fff, u32::MAX]);
         return segment;
     }
-    // With a stack pointer of either size, and all four types of writable data segments.
+    // The stack pointer has either size, and data segments have all four writable types.
     let big = 1 << 14;
     let rights = random.pick(&[0x93, 0x93, 0x93, 0x93 | big, 0x93 | big, 0x97]);
     let expands_down = rights & 4 != 0;

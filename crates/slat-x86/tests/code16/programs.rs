@@ -127,7 +127,7 @@ impl Program<'_> {
             if is_usable(&insn) && !(is_inside && self.disturbs(&insn)) {
                 let constants = decoder.get_constant_offsets(&insn);
                 if constants.displacement_size() == 4 {
-                    // Not beyond all segments.
+                    // The address is kept within 64 KiB, so that some segment contains it.
                     bytes[constants.displacement_offset() + 2..][..2].fill(0);
                 }
                 self.emit(&bytes[..insn.len()]);
@@ -184,13 +184,13 @@ impl Program<'_> {
             return self.far_call(depth, selector);
         }
         if kind == 2 && self.here() < 0xff00 && self.bits == 16 {
-            // At the end of the segment, which is reached by wrapping around its beginning.
+            // Calls the function at the end of the segment, which is reached by wrapping around the beginning.
             let disp = 0xffe0u64.wrapping_sub(self.here() + 3);
             self.emit(&[0xe8]);
             return self.number(disp, 2);
         }
         let bytes = match kind {
-            // By a register: MOV AX, CALL AX.
+            // Calls by a register: MOV AX, CALL AX.
             1 => {
                 let bytes = if self.bits == 16 { 2 } else { 4 };
                 self.emit(&[0xb8]);
@@ -263,7 +263,7 @@ impl Program<'_> {
             None => self.random.pick(&[0x10, 0x10, 0x10, 0x10, 0x18, 0x50, 0]),
         };
         if self.random.below(3) == 0 {
-            // By the stack.
+            // Loads the selector by the stack.
             let word = self.word();
             self.emit(&[0x68]);
             self.number(selector.into(), word);

@@ -20,7 +20,7 @@ pub const TSS: u64 = 0x5_2000;
 pub const HANDLERS: u64 = 0x6_0000;
 pub const IST_STACK: u64 = 0x7_0000;
 pub const KERNEL_STACK: u64 = 0x8_0000;
-/// No memory from here: devices.
+/// Addresses from here on belong to devices; memory ends here.
 pub const MMIO: u64 = 0x100_0000;
 
 /// Pseudo-random numbers: xorshift64*.
@@ -45,7 +45,7 @@ impl Random {
 pub struct Memory {
     base: *mut u8,
     len: usize,
-    /// By this, CPUs tell each other of stores to code.
+    /// The table by which CPUs tell each other of stores to code.
     pub code: Arc<CodePages>,
 }
 

@@ -123,7 +123,7 @@ fn interrupts_wait_for_the_instruction_after_sti() {
 
 #[test]
 fn an_nmi_is_held_back_until_iret() {
-    // In the handler: hlt; iretq.
+    // The handler's code is: hlt; iretq.
     let mut guest = Guest::new(b"\x90\xf4");
     guest.memory().write(HANDLERS + 16 * 2, b"\xf4\x48\xcf");
     guest.cpu.inject_nmis(1);

@@ -288,7 +288,7 @@ impl Crossing {
             guest.cpu.state.rip = rip;
             guest.cpu.state.gpr[RSP] = before[RSP];
             if rip == self.end {
-                // This is the trap after HLT, which ends the halt.
+                // This exit is the trap after HLT, which ends the halt.
                 return;
             }
             guest.cpu.state.rflags = guest.cpu.state.rflags & !0x100 | u64::from(trap) << 8;

@@ -150,7 +150,7 @@ fn invpcid_invalidates_a_page_of_the_current_pcid_or_all() {
         let name = format!("type {kind} of {pcid}");
         assert_eq!(guest.machine.flushes, [expected], "{name}");
     }
-    // Without PCIDs, type 0 of another PCID than 0 is #GP.
+    // Without PCIDs, INVPCID of type 0 with another PCID than 0 raises #GP.
     let mut guest = Guest::new(b"\x66\x0f\x38\x82\x06\xf4");
     guest.memory().write64(DATA, 1);
     guest.cpu.state.gpr[RAX] = 0;
@@ -291,7 +291,7 @@ const NOFLUSH: u64 = 1 << 63;
 #[test]
 fn nothing_is_dropped_without_need() {
     assert_eq!(Stale::new(|_| {}).uses(), KEPT);
-    // Another page than both.
+    // INVLPG of a page that is neither of the two.
     assert_eq!(Stale::new(|_| {}).invlpg([DATA + 0x2000; 2]).uses(), KEPT);
     // mov cr0,rax that changes TS only.
     let stale = Stale::new(|_| {});
@@ -331,7 +331,7 @@ fn a_switch_of_pcids_drops_the_new_ones_translations_only() {
         // Translations of another PCID are not used.
         let mut stale = Stale::new(|_| {}).load_cr3(0x1006 | noflush);
         assert_eq!(stale.uses(), DROPPED);
-        // They are used again after the return, unless that drops them.
+        // The first PCID's translations are used again after the return, unless the return drops them.
         assert_eq!(stale.load_cr3(0x1005 | NOFLUSH).uses(), KEPT);
     }
     let stale = Stale::new(|_| {}).load_cr3(0x1006);
@@ -403,7 +403,7 @@ fn invpcid_drops_what_its_type_says() {
             used == uses || may_go && used == DROPPED,
             "{name}: {used:?}"
         );
-        // From another space.
+        // INVPCID while another address space is current.
         let used = stale().load_cr3(0x1007).invpcid(kind, pcid);
         let used = used.load_cr3(0x1005 | NOFLUSH).uses();
         assert!(
@@ -430,7 +430,7 @@ fn a_page_fault_drops_the_page() {
     stale.0.machine.read_only(PAGES[0]);
     stale.0.machine.read_only(PAGES[1]);
     stale.0.cpu.state.cr0 |= control::CR0_WP;
-    // They are read only from now on.
+    // The pages are read-only from now on.
     stale = stale.invlpg(PAGES);
     stale.map(OLD);
     assert_eq!(stale.uses(), KEPT);

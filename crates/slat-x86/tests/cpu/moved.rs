@@ -76,7 +76,7 @@ impl Copies {
         for (copy, base) in COPIES.into_iter().enumerate() {
             for place in PAGES {
                 let lin = base.wrapping_add_signed(place);
-                // Also maps the address truncated to 32 bits.
+                // Maps the address itself, and the address truncated to 32 bits.
                 for lin in [lin, lin & 0xffff_ffff] {
                     let page = physical(copy, place) >> 12;
                     guest.machine.moved.insert(lin >> 12, page);
@@ -430,7 +430,7 @@ fn sum(copies: &mut Copies, copy: usize) -> u64 {
 #[test]
 fn copies_that_begin_alike_go_on_as_each_is() {
     same(&adds(1, 2), OTHERS - 1, |copies| {
-        // Another one in two of them.
+        // In these two copies the second number differs.
         for copy in [3, 5] {
             let memory = copies.guest.memory();
             memory.write(physical(copy, 0x81), &[100 + copy as u8]);

@@ -226,7 +226,7 @@ fn every_operand_that_fails_leaves_compiled_code_where_it_leaves_the_interpreter
     let mut failures = 0;
     for case in 0..CASES {
         let code = program(&mut random);
-        // Within the pages, or across their ends.
+        // The operands are within the pages, or cross their ends.
         let at = random.pick(&[0x100, 0xfe8, 0xff8, 0xffd]);
         let pages = (0..2 * PAGES).flat_map(|page| {
             [Failure::Absent, Failure::ReadOnly, Failure::Gone].map(|failure| Some((page, failure)))

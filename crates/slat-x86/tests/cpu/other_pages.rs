@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// The address of the tests' code. Each test has pages of its own.
 const PAGES: u64 = 0x20_0000;
-/// From the caller's page to the function's.
+/// The distance from the caller's page to the function's.
 const DISTANCE: u64 = 0x2000;
 /// The function: mov eax,N; ret
 const FUNCTION: &[u8] = b"\xb8\x00\0\0\0\xc3";

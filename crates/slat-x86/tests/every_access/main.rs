@@ -27,9 +27,9 @@ enum Way {
     ReadOnly,
     /// The host page is inaccessible until the machine rechecks it.
     Gone,
-    /// Like `Gone`, and the recheck abandons the instruction.
+    /// As for `Gone`, but the recheck abandons the instruction.
     GoneRetry,
-    /// Like `Gone`, and the run ends.
+    /// As for `Gone`, but the run ends.
     BadAddress,
     /// The page belongs to a device.
     Device,

@@ -333,7 +333,7 @@ impl Program {
                 self.bytes(b"\x48\x89\xfd");
             }
             5 => {
-                // ret to the next instruction, or by the other page
+                // A `ret` that leads to the next instruction, directly or by the other page.
                 let slot = self.stack(random);
                 self.bytes(b"\xc3");
                 self.leads_on(random, slot);
@@ -392,7 +392,8 @@ impl Program {
         self.form(random, form, disp);
     }
 
-    /// Makes the indirect jump just appended lead here, directly or by the other page. Its operand is at `disp`.
+    /// Makes the indirect jump that was just appended lead to this place, directly or by the other page. The jump's
+    /// operand is at `disp`.
     fn leads_on(&mut self, random: &mut Random, disp: u64) {
         let here = CODE + self.code.len() as u64;
         let mut target = here;

@@ -44,9 +44,9 @@ fn is_amd() -> bool {
 /// The positions in a sequence at which an instruction that a rule concerns may be.
 #[derive(PartialEq, Eq)]
 enum InSequences {
-    /// None: on AMD's CPUs the rest of the sequence would start from another state, or not run.
+    /// No place. On AMD's CPUs the rest of the sequence would start from another state, or not run.
     Nowhere,
-    /// The end only: the rest of the sequence could read the bytes that differ.
+    /// Only the end. The rest of the sequence could read the bytes that differ.
     AtTheEnd,
     /// Any: no sequence has the operands for which the vendors differ.
     Anywhere,

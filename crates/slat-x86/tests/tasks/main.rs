@@ -133,7 +133,7 @@ fn a_task_gets_the_error_code_on_its_stack() {
 
 #[test]
 fn an_nmi_task_holds_nmis_back_until_it_returns() {
-    // In the task: hlt; iret.
+    // The task's code is: hlt; iret.
     let mut guest = guest(b"\x90\xf4");
     task_gate(&guest, idt(vector::NMI), TASK, 0x85);
     guest.memory().write(TASK_CODE, b"\xf4\xcf\xeb\xfc");
@@ -264,7 +264,7 @@ fn a_switch_that_breaks_off_anywhere_begins_again() {
 
 #[test]
 fn a_switch_tells_the_machine_of_its_stores_and_of_the_new_cr3() {
-    // In the task: hlt
+    // The task's code is: hlt
     let mut guest = guest(&call(TASK));
     set(&guest, TASK_TSS + CR3, 0xb_0000);
     guest.machine.track(TSS);

@@ -14,7 +14,7 @@ const UNKNOWN: u32 = u32::MAX;
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Place {
     Register(Reg),
-    /// At a register plus a number of bytes.
+    /// Memory at the sum of a register and a number of bytes.
     Memory(Reg, i32),
     /// Memory at the sum of two registers and a number of bytes. The second register is not RSP.
     Sum(Reg, Reg, i32),

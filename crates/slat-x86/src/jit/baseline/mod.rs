@@ -205,7 +205,7 @@ impl Generator<'_> {
     fn late_block(&mut self, block: Block) -> Result {
         let target = self.targets[block.index()];
         if target.entry.is_none() {
-            // Nothing leads here.
+            // No branch leads to this block.
             return Ok(());
         }
         let slots = self.segments[target.segment as usize];
@@ -230,7 +230,7 @@ impl Generator<'_> {
         };
         self.asm.place(target.label);
         self.places.resume(entry);
-        // The values with which the targets of a rare block begin are needed, too.
+        // The values that the targets of a rare block need at their beginning must stay, too.
         let held = match target.is_rare {
             true => self.hold_targets(block),
             false => Vec::new(),

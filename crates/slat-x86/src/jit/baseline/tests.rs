@@ -333,7 +333,7 @@ impl Maker<'_, '_> {
         let (turn, on) = (self.b.create_block(), self.b.create_block());
         let count = self.b.append_block_param(turn, I64);
         let sum = self.b.append_block_param(turn, I64);
-        // They change places in each turn.
+        // These values change places in each turn.
         let circle = [(); 4].map(|()| self.value(I64));
         let mut begin = vec![BlockArg::from(zero), start.into()];
         begin.extend(circle.map(BlockArg::from));

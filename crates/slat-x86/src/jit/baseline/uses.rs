@@ -57,7 +57,7 @@ impl Generator<'_> {
                 }
             }
         }
-        // From the last instruction to the first: an instruction whose result is unused makes no uses.
+        // Goes from the last instruction to the first: an instruction whose result is unused makes no uses.
         let mut loops = Vec::new();
         let mut last = func.layout.last_block();
         while let Some(block) = last {

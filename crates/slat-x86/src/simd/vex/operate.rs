@@ -204,7 +204,7 @@ fn shift_by_constant(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// From two vectors to flags.
+/// Executes an instruction from two vectors to flags.
 fn compare<const FLOAT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut work = Work::default();
     fetch::<0, 1>(cpu, op, &mut work)?;

@@ -127,7 +127,7 @@ fn a_virtual_interrupt_waits_for_the_guest() {
         assert_eq!(exit(&mut guest), code);
         assert_ne!(get(&guest, at::INTERRUPTS) & 1 << 8, 0, "it waits");
     }
-    // Also with a virtual GIF that is clear.
+    // The same happens with a virtual GIF that is clear.
     fill(&guest);
     put(&guest, at::INTERRUPTS, IRQ | 1 << 25);
     again(&mut guest);
@@ -166,7 +166,7 @@ fn a_virtual_nmi_waits_for_the_end_of_another_ones_handler() {
     put(&guest, at::EVENT, 1 << 31 | 2 << 8 | 2);
     assert_eq!(exit(&mut guest), 0x81);
     assert_eq!((guest.cpu.state.gpr[RBX], pending(&guest)), (2, 0));
-    // Until then the NMI waits.
+    // The pending NMI waits until that handler has returned.
     guest.memory().write(HANDLERS + 16 * 2, b"\xf4");
     fill(&guest);
     put(&guest, at::INTERRUPTS, NMI_ENABLE | NMI);
@@ -179,7 +179,7 @@ fn a_virtual_nmi_waits_for_the_end_of_another_ones_handler() {
         !guest.cpu.state.events.nmi_blocked,
         "the hypervisor's are not"
     );
-    // Also with a virtual GIF that is clear.
+    // The same happens with a virtual GIF that is clear.
     fill(&guest);
     put(&guest, at::INTERRUPTS, NMI_ENABLE | NMI | 1 << 25);
     intercept(&guest, 0x61);

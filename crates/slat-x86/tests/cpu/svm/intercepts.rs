@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// For each intercept of an instruction: its exit code, and the instruction.
+/// The exit code of each intercept of an instruction, and the instruction.
 const INTERCEPTS: &[(u64, &[u8])] = &[
     (0x00, b"\x0f\x20\xc0"),             // mov rax, cr0
     (0x00, b"\x0f\x01\xe0"),             // smsw eax
