@@ -148,7 +148,7 @@ fn open_path(
     shown.unwrap_or_else(|_| kernels())
 }
 
-/// Opens a path: special files itself, others by `kernels`.
+/// Opens a path: serves special files itself, and calls `kernels` for others.
 ///
 /// # Safety
 /// As for `openat`.

@@ -240,7 +240,7 @@ unsafe fn corrected_link(to: *mut c_char, written: isize) -> isize {
 fn real_path(path: *const c_char) -> Option<CString> {
     let special = match crate::is_prepared() {
         true => paths::special(libc::AT_FDCWD, path, 0),
-        // The C library would read the path, too.
+        // The path is read without a guard, because the C library reads it, too.
         false if path.is_null() => None,
         false => paths::special_readable(libc::AT_FDCWD, path),
     };
@@ -299,7 +299,7 @@ unsafe fn next_real_path(path: *const c_char, to: *mut c_char) -> *mut c_char {
 }
 
 unsafe extern "C" {
-    /// The C library's function: reports the overflow and ends the program.
+    /// Reports the overflow and ends the program, as the C library's own checks do.
     fn __chk_fail() -> !;
 }
 

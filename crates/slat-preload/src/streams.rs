@@ -17,9 +17,9 @@ use std::ffi::{c_int, c_void};
 /// The offset at which a call reads or writes.
 #[derive(Clone, Copy)]
 pub enum At {
-    /// At the descriptor's position.
+    /// The descriptor's position.
     Position,
-    /// At an offset that the call passes.
+    /// An offset that the call passes.
     Offset(i64),
 }
 

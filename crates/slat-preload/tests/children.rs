@@ -87,7 +87,7 @@ mod client {
     #[ignore = "a client"]
     fn static_children_use_slat() {
         let path = program("static");
-        // By posix_spawn, by fork and execvp, and by a shell.
+        // The program is started by posix_spawn, by fork and execvp, and by a shell.
         uses_slat(&mut Command::new(&path));
         uses_slat(&mut forked(&path));
         uses_slat(
@@ -95,7 +95,7 @@ mod client {
                 .args(["-c", "\"$0\"; exit $?"])
                 .arg(&path),
         );
-        // By the program's name in PATH.
+        // The program is found in PATH by its name.
         let directory = path.parent().unwrap();
         uses_slat(Command::new(path.file_name().unwrap()).env("PATH", directory));
         fs::remove_file(path).unwrap();

@@ -363,7 +363,7 @@ mod client {
                 iov_len: 8,
             };
             let vector = &raw const vector;
-            // At the position, at an offset.
+            // The results of calls at the descriptor's position, and at an offset.
             let einval = -i64::from(libc::EINVAL);
             let (read, write) = match descriptor.kind {
                 Kind::Device => ([einval; 2], [einval; 2]),
@@ -589,7 +589,7 @@ mod client {
             assert_eq!(libc::fcntl(fd, libc::F_GETFD), libc::FD_CLOEXEC);
             assert_eq!(libc::ioctl(fd, 0xae00, 0), 12);
             assert_eq!(libc::fclose(stream), 0);
-            // The number refers to another file now.
+            // A pipe now has the descriptor's number.
             let mut ends = [0; 2];
             assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
             assert_eq!(ends[0], fd);

@@ -78,7 +78,7 @@ os._exit(0)";
         fs::write(&file, "written").unwrap();
         let filtered = "b'written' 7 b'written\\x00\\x00'\n";
         assert_eq!(run(), format!("written w written\n{rest}{filtered}"));
-        // If the file does not exist, programs read the kernel's.
+        // If the file does not exist, programs read the kernel's file.
         fs::remove_file(&file).unwrap();
         let filtered = "b'processor' 9 b'processor'\n";
         assert!(run().starts_with("processor") && run().ends_with(&format!("{rest}{filtered}")));
@@ -572,7 +572,7 @@ os._exit(0)";
         }
         let slash = fs::read_to_string(plain.clone() + "/").unwrap_err();
         assert_eq!(slash.raw_os_error(), Some(libc::ENOTDIR));
-        // For reading only.
+        // The parameter is opened for reading only.
         let path = CString::new(plain).unwrap();
         // SAFETY: a C string, our own descriptor, a live buffer.
         unsafe {

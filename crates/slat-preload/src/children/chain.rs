@@ -8,11 +8,12 @@ use std::ffi::{CStr, c_char};
 /// How slat reaches a program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Reach {
-    /// By LD_PRELOAD.
+    /// LD_PRELOAD names this library.
     Preloaded,
-    /// By this library, which loads the program.
+    /// This library loads the program.
     Loaded,
-    /// Not at all: a 32-bit program, one that gains rights, or no program. The environment does not change.
+    /// slat does not reach it: it is a 32-bit program, one that gains rights, or no program. The
+    /// environment does not change.
     Not,
 }
 
@@ -98,7 +99,7 @@ fn reach(file: &Opened) -> Reach {
     }
     let mut name = [0; libc::PATH_MAX as usize];
     let is_loaded = match headers.interpreter(file, &mut name) {
-        // Another C library's.
+        // The interpreter belongs to another C library.
         Some(interpreter) => {
             let mut parts = interpreter.to_bytes().rsplit(|byte| *byte == b'/');
             parts

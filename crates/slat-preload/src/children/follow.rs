@@ -251,7 +251,7 @@ pub unsafe fn follow<T>(
     let preload = (0..variables).find_map(|index| value(PRELOAD, index));
     let has_library = preload.is_some_and(|value| {
         let mut names = value.split(|byte| matches!(byte, b':' | b' '));
-        // Another slat's library serves as well.
+        // The library of another version of slat serves as well.
         names.any(|name| {
             let file = name.rsplit(|byte| *byte == b'/').next();
             file.is_some_and(|file| file.starts_with(b"libslat_preload"))

@@ -32,7 +32,7 @@ unsafe extern "C" {
     static environ: *const *const c_char;
 }
 
-/// This library's file.
+/// The path of this library's file.
 static LIBRARY: OnceLock<CString> = OnceLock::new();
 
 /// Sets the path of this library's file, if the dynamic linker does not know it.

@@ -27,7 +27,7 @@ struct Filter {
 }
 
 thread_local! {
-    // Without an initialiser or a destructor.
+    // This variable has neither an initialiser nor a destructor.
     /// The filters of this thread, the last one first.
     static OF_THREAD: Cell<*const Filter> = const { Cell::new(null()) };
 }

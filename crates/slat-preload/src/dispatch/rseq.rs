@@ -11,7 +11,7 @@ const UNREGISTER: usize = 1;
 const SIGNATURE: usize = 0x5305_3053;
 
 thread_local! {
-    // Without initialisers or destructors.
+    // These variables have neither initialisers nor destructors.
     /// Whether slat's C library has given way on this thread.
     static HAS_GIVEN_WAY: Cell<bool> = const { Cell::new(false) };
     /// The program's area: address, size, signature. The address is 0 if there is none.

@@ -59,14 +59,14 @@ pub fn count(back: usize) {
             .compare_exchange(0, back, Ordering::Relaxed, Ordering::Relaxed);
         claimed.is_ok() || claimed == Err(back)
     });
-    // Only one thread reaches exactly this number.
+    // Only one thread makes the count reach this number.
     if let Some(count) = of
         && count.calls.load(Ordering::Relaxed) < CALLS
         && count.calls.fetch_add(1, Ordering::Relaxed) + 1 == CALLS
     {
         guarded(|| {
             if BUSY.swap(true, Ordering::Acquire) {
-                // Another time.
+                // Another thread is rewriting a site. This site is tried again after `CALLS` more calls.
                 count.calls.store(0, Ordering::Relaxed);
                 return Ok(0);
             }

@@ -124,7 +124,7 @@ fn make_process(frame: &mut Frame, request: &Request) -> isize {
 }
 
 thread_local! {
-    // Without initialisers or destructors: signal handlers read them.
+    // These variables have neither initialisers nor destructors, because signal handlers read them.
     /// The word that becomes 0 when this thread ends (set_tid_address(2)), or 0.
     static CLEAR_AT_EXIT: Cell<usize> = const { Cell::new(0) };
     /// Where the thread of slat's C library continues after the program's thread has ended; 0 on the first thread.
@@ -157,7 +157,7 @@ pub fn set_clear_at_exit(address: usize) {
     CLEAR_AT_EXIT.set(address);
 }
 
-/// No alternate stack.
+/// The state of a thread without an alternate stack.
 const NO_STACK: libc::stack_t = libc::stack_t {
     ss_sp: null_mut(),
     ss_flags: libc::SS_DISABLE,
