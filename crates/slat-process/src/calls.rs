@@ -62,7 +62,7 @@ pub enum Instead {
     Nobody,
     /// The helper thread.
     Helper,
-    /// No thread: slat does without.
+    /// No thread: slat manages without the call.
     Omitted,
 }
 
@@ -197,7 +197,7 @@ pub fn is_any_forbidden() -> bool {
 }
 
 thread_local! {
-    // Without an initialiser or a destructor: handlers read it.
+    // This variable has neither an initialiser nor a destructor, because handlers read it.
     /// Whether the thread is slat's own.
     static IS_OWN: Cell<bool> = const { Cell::new(false) };
 }

@@ -31,7 +31,7 @@ pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     mask(libc::SIG_BLOCK, &set, &mut before);
     let result = work();
     let exceeded = matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EFBIG));
-    // If the program blocks the signal, one may be pending already; another one makes no difference.
+    // If the program blocks the signal, one signal may already be pending. Another one then makes no difference.
     if exceeded && before & EXCEEDED == 0 {
         let now = libc::timespec {
             tv_sec: 0,

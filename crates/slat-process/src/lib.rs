@@ -112,7 +112,7 @@ pub(crate) fn noted_thread_id() -> Option<libc::pid_t> {
 /// of, so the child asks again. Makes no call if a filter forbids it and the C library has noted the id.
 pub fn thread_id() -> libc::pid_t {
     thread_local! {
-        // Without an initialiser or a destructor: handlers read them.
+        // `ID` and `PROCESS` have neither an initialiser nor a destructor, because handlers read them.
         static ID: Cell<libc::pid_t> = const { Cell::new(0) };
         /// The process in which `ID` is right; 0 is none.
         static PROCESS: Cell<u64> = const { Cell::new(0) };
@@ -126,7 +126,7 @@ pub fn thread_id() -> libc::pid_t {
         // SAFETY: no arguments.
         let ask = || unsafe { calls::raw(libc::SYS_gettid, [0; 6]) } as libc::pid_t;
         ID.set(noted.unwrap_or_else(ask));
-        // If a handler runs in between, it asks once more.
+        // If a handler runs between the two stores, the handler asks for the id again.
         compiler_fence(Ordering::SeqCst);
         PROCESS.set(here);
     }

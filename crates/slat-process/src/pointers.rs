@@ -40,7 +40,7 @@ pub const ALTERNATE_LOW: usize = offset_of!(Pointers, alternate);
 pub const ALTERNATE_HIGH: usize = ALTERNATE_LOW + size_of::<usize>();
 
 thread_local! {
-    // Without an initialiser or a destructor: handlers use it.
+    // This variable has neither an initialiser nor a destructor, because handlers use it.
     static POINTERS: Pointers = const {
         Pointers {
             slats: Cell::new(0),

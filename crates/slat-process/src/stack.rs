@@ -16,7 +16,7 @@ use std::cell::Cell;
 pub const RED_ZONE: usize = 128;
 
 thread_local! {
-    // Without an initialiser or a destructor: handlers use it.
+    // This variable has neither an initialiser nor a destructor, because handlers use it.
     // The address down to which the stack is in use when a handler runs on the alternate stack.
     static USED_TO: Cell<usize> = const { Cell::new(0) };
 }
