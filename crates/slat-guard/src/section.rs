@@ -29,7 +29,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 thread_local! {
-    // Neither cell has an initialiser or a destructor: handlers read them.
+    // Neither variable has an initialiser or a destructor, because handlers read both.
     /// Number of sections that this thread has entered and not left.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
     /// Signals that are deferred and blocked until the outermost section ends: bit 0 is signal 1.
@@ -176,7 +176,7 @@ fn is_synchronous(signal: i32, code: i32) -> bool {
         libc::SIGILL,
         libc::SIGFPE,
         libc::SIGTRAP,
-        // A seccomp filter sent it: if it were blocked, it would end the process.
+        // A seccomp filter sends SIGSYS. If SIGSYS were blocked, it would end the process.
         libc::SIGSYS,
     ];
     // Codes above 0 are the kernel's; a process cannot send them.
