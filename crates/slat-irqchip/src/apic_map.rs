@@ -23,7 +23,7 @@ pub struct Address {
 /// The logical id of a local APIC (SDM volume 3, 12.6.2.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logical {
-    /// No logical id.
+    /// The APIC has no logical id.
     None,
     /// Flat model: eight APICs, a bit each.
     Flat(u8),

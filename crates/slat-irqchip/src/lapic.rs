@@ -63,7 +63,7 @@ const VERSION: u32 = 0x14 | 5 << 16;
 /// What the caller has to do after a register write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Nothing.
+    /// The caller has nothing to do.
     None,
     /// Send an interrupt to other vCPUs.
     Send(Message),
@@ -405,7 +405,7 @@ impl Lapic {
         match offset {
             reg::ICR => self.write_icr(value, now),
             reg::EOI | reg::ESR if value != 0 => Err(Refused),
-            // Only the vector (SDM volume 3, 12.12.11).
+            // Only the vector may be set (SDM volume 3, 12.12.11).
             reg::SELF_IPI if value & !0xff != 0 => Err(Refused),
             reg::TPR
             | reg::EOI

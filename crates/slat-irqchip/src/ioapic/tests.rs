@@ -204,7 +204,7 @@ fn the_outcome_says_how_many_accepted() {
 #[test]
 fn edges() {
     let mut machine = Machine::default();
-    // At a masked pin they are lost.
+    // Edges at a masked pin are lost.
     assert_eq!(machine.set(5, 0, true), Outcome::Ignored);
     assert_eq!(machine.set(5, 0, true), Outcome::Coalesced);
     machine.program(5, 0x35);
@@ -350,7 +350,7 @@ fn a_storm_is_postponed() {
         });
         assert_eq!(machine.vectors(), [0x39]);
     }
-    // If the line falls in between, it is not a storm.
+    // If the line falls in between, the repeated delivery is not a storm.
     for _ in 0..3 {
         for _ in 1..SUCCESSIVE {
             assert_eq!(machine.eoi(0x39, true), 0);

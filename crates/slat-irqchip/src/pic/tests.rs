@@ -298,7 +298,7 @@ fn initialization() {
     let state = pics.save(Chip::Master);
     assert_eq!((state.irr, state.isr, state.imr), (0, 0, 0));
     assert_eq!(state.read_reg_select, 0);
-    // Without ICW4 there are two more words.
+    // Without ICW4 two more initialisation words follow.
     pics.write(0x21, 0x47);
     pics.write(0x21, 4);
     pics.write(0x21, 0x55);

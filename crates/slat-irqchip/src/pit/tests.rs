@@ -309,7 +309,7 @@ fn a_period_is_at_least_200_us() {
     assert_eq!(pit.next_deadline(), Some(first + 200_000));
     // The guest sees the count it wrote nevertheless.
     assert_eq!(pit.save().channels[0].count, 2);
-    // This takes no time, however late the caller is.
+    // This call takes no time, however late the caller is.
     assert!(pit.expire(u64::MAX - 1));
     assert!(!pit.expire(u64::MAX - 1));
 }
