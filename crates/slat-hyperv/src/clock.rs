@@ -18,7 +18,7 @@ pub struct TscPage {
     pub sequence: u32,
     /// Units per cycle of the TSC, times 2^64.
     pub scale: u64,
-    /// Added to the scaled TSC, modulo 2^64.
+    /// A number that is added to the scaled TSC, modulo 2^64.
     pub offset: u64,
 }
 

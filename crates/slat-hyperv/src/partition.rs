@@ -18,7 +18,7 @@ const DEBUG_BY_HYPERCALLS: u64 = 1 << 2;
 /// What the caller has to do after a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Nothing.
+    /// The caller has nothing to do.
     None,
     /// The reference page has to be written before the guest continues: see [`Partition::begin_page`].
     TscPage,

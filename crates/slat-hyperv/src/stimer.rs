@@ -37,9 +37,9 @@ impl Moment {
 /// How a timer tells that it has expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notice {
-    /// As an interrupt with this vector at the local APIC.
+    /// By an interrupt with this vector at the local APIC.
     Interrupt(u8),
-    /// As a message.
+    /// By a message.
     Message {
         /// The source whose slot gets the message.
         sint: u32,
@@ -188,7 +188,8 @@ impl Timers {
         } else {
             timer.stop();
             timer.count = value;
-            // The host restores configuration and count, so one does not change the other.
+            // When the host restores a timer, it writes configuration and count one after the other, so
+            // neither changes the other.
             if by_guest && value == 0 {
                 timer.config &= !ENABLED;
             } else if by_guest && timer.has(AUTO_ENABLE) {

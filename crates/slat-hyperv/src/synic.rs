@@ -23,7 +23,7 @@ const FIRST_VECTOR: u64 = 16;
 /// What the caller has to do after a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Nothing.
+    /// The caller has nothing to do.
     None,
     /// The vectors of sources have changed.
     Vectors,

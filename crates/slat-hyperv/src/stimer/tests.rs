@@ -124,7 +124,7 @@ fn a_count_enables_a_timer_that_wants_it() {
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
 }
 
-/// In whichever order the host restores them, and whatever their values are.
+/// Configuration and count stay as the host restores them, whatever their order and their values are.
 #[test]
 fn the_host_restores_configuration_and_count_as_they_were() {
     for config in [
