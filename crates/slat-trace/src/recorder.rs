@@ -144,7 +144,7 @@ fn record<P: Point>(values: P) {
     ring.next.store(next, Relaxed);
     let count = &ring.counts[P::ID];
     count.store(count.load(Relaxed) + 1, Relaxed);
-    // So a reader that finds the process dead sees only complete records.
+    // The head moves after the record is written, so a reader that finds the process dead sees only complete records.
     ring.head.store(ring.head.load(Relaxed) + 1, Release);
 }
 
