@@ -141,7 +141,7 @@ struct Recent {
 }
 
 thread_local! {
-    // Without a destructor: registering one allocates with the program's own malloc.
+    // This variable has no destructor, because registering one allocates with the program's own malloc.
     static RECENT: RefCell<Recent> = const {
         RefCell::new(Recent {
             epoch: 0,

@@ -250,7 +250,7 @@ struct ProcFile {
 }
 
 impl ProcFile {
-    /// No descriptor.
+    /// The value of a variable that holds no descriptor.
     const NONE: i32 = -1;
     /// The lowest number that the descriptor gets, if the process's limit allows it.
     const LOWEST: i32 = 512;

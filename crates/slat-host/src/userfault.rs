@@ -60,7 +60,7 @@ impl Userfault {
 pub struct Userfaults {
     /// Whether there are any bitmaps. Most VMs have none, and their faults check nothing else.
     any: AtomicBool,
-    /// By address space and slot.
+    /// The bitmaps, by address space and slot.
     slots: RwLock<Vec<((usize, u32), Userfault)>>,
 }
 
