@@ -71,12 +71,23 @@ pub(crate) enum Mmu<P: Platform, F: Format> {
     Shadow(ShadowMmu<P, F>),
 }
 
+/// Evaluates an expression with the tree, or with the shadow pages. For a format without shadow pages, what concerns them
+/// is not compiled: a quarter of the engine.
+macro_rules! by_kind {
+    ($on:expr, $tree:ident => $tdp:expr, $mmu:ident => $shadow:expr) => {
+        match $on {
+            Mmu::Tdp($tree) => $tdp,
+            Mmu::Shadow(_) if const { !can_shadow::<F>() } => {
+                unreachable!("made by `Mmu::new` only")
+            }
+            Mmu::Shadow($mmu) => $shadow,
+        }
+    };
+}
+
 macro_rules! either {
     ($on:expr, $mmu:ident => $then:expr) => {
-        match $on {
-            Mmu::Tdp($mmu) => $then,
-            Mmu::Shadow($mmu) => $then,
-        }
+        by_kind!($on, $mmu => $then, $mmu => $then)
     };
 }
 
@@ -92,6 +103,9 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         flushes: Shared<Flushes>,
         budget: Shared<Budget>,
     ) -> Result<Self, OutOfMemory> {
+        if const { !can_shadow::<F>() } {
+            return Tree::new(platform, frames, flushes).map(Mmu::Tdp);
+        }
         if kind != MmuKind::Tdp {
             let shadows = nested || kind == MmuKind::Shadow;
             let mmu = ShadowMmu::new(platform, frames, flushes, budget, shadows);
@@ -113,7 +127,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
     #[inline]
     pub(crate) fn shadow(&self) -> Option<&ShadowMmu<P, F>> {
         match self {
-            Mmu::Shadow(mmu) if mmu.shadows() => Some(mmu),
+            Mmu::Shadow(mmu) if const { can_shadow::<F>() } && mmu.shadows() => Some(mmu),
             _ => None,
         }
     }
@@ -126,10 +140,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
 
     /// Returns the tree, if there is one.
     pub(crate) fn tree_mut(&mut self) -> Option<&mut Tree<P, F>> {
-        match self {
-            Mmu::Tdp(tree) => Some(tree),
-            Mmu::Shadow(mmu) => mmu.tree_mut(),
-        }
+        by_kind!(self, tree => Some(tree), mmu => mmu.tree_mut())
     }
 
     /// Returns how often a table of the guest's has begun to be tracked. A huge leaf that was [mappable](Self::mappable_level)
@@ -149,10 +160,11 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         frames: &mut FrameCache,
         tables: usize,
     ) -> Result<(), OutOfMemory> {
-        match self {
-            Mmu::Tdp(tree) => frames.fill(tree.platform(), tables),
-            Mmu::Shadow(mmu) => mmu.prepare(frames, tables),
-        }
+        by_kind!(
+            self,
+            tree => frames.fill(tree.platform(), tables),
+            mmu => mmu.prepare(frames, tables)
+        )
     }
 }
 
@@ -248,13 +260,14 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Result<Installed, Retry> {
-        match self {
-            Mmu::Tdp(tree) => tree.map(&mut target.cursor, level, leaf, path, valid, done),
-            Mmu::Shadow(mmu) => match mmu.tree_for(target) {
+        by_kind!(
+            self,
+            tree => tree.map(&mut target.cursor, level, leaf, path, valid, done),
+            mmu => match mmu.tree_for(target) {
                 Some(tree) => tree.map(target, level, leaf, path, valid, done),
                 None => mmu.map(target, level, leaf, path, valid, done),
-            },
-        }
+            }
+        )
     }
 
     /// Installs leaves where there are none ([`Tree::map_absent`]).
@@ -270,15 +283,20 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Result<u64, Retry> {
-        match self {
-            Mmu::Tdp(tree) => tree.map_absent(&mut target.cursor, level, leaves, leaf, path, valid),
-            // A huge leaf may be in the way of a table that is tracked: faults look.
-            Mmu::Shadow(_) if level > Level::PAGE => Err(Retry::Conflict(level)),
-            Mmu::Shadow(mmu) => match mmu.tree_for(target) {
-                Some(tree) => tree.map_absent(target, leaves, leaf, path, valid),
-                None => mmu.map_absent(target, leaves, leaf, path, valid),
-            },
-        }
+        by_kind!(
+            self,
+            tree => tree.map_absent(&mut target.cursor, level, leaves, leaf, path, valid),
+            mmu => {
+                // A huge leaf may be in the way of a table that is tracked: faults look.
+                if level > Level::PAGE {
+                    return Err(Retry::Conflict(level));
+                }
+                match mmu.tree_for(target) {
+                    Some(tree) => tree.map_absent(target, leaves, leaf, path, valid),
+                    None => mmu.map_absent(target, leaves, leaf, path, valid),
+                }
+            }
+        )
     }
 
     /// Installs an MMIO entry ([`Tree::map_mmio`]). Returns whether it did; that it did not matters to nobody.
@@ -291,22 +309,20 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         generation: u64,
         path: &mut Path<'_>,
     ) -> Result<bool, Retry> {
-        let tree = match self {
-            Mmu::Tdp(tree) => tree,
-            Mmu::Shadow(mmu) => match mmu.tree_for(target) {
+        let tree = by_kind!(
+            self,
+            tree => tree,
+            mmu => match mmu.tree_for(target) {
                 Some(beside) => beside.tree,
                 None => return mmu.map_mmio(target, generation, path),
-            },
-        };
+            }
+        );
         Ok(tree.map_mmio(&mut target.cursor, generation, path))
     }
 
     /// Returns the largest level, up to `level`, at which the MMU can map `gfn`.
     #[inline]
     pub(crate) fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
-        match self {
-            Mmu::Tdp(_) => level,
-            Mmu::Shadow(mmu) => mmu.mappable_level(gfn, level),
-        }
+        by_kind!(self, _tree => level, mmu => mmu.mappable_level(gfn, level))
     }
 }
