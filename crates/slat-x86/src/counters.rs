@@ -27,7 +27,7 @@ macro_rules! counters {
 counters! {
     /// Instructions executed; a repeated string instruction is one.
     instructions,
-    /// Of these, in compiled code.
+    /// Instructions executed in compiled code: a part of `instructions`.
     instructions_compiled,
     /// Regions of compiled code that the CPU was given.
     regions,
@@ -38,7 +38,7 @@ counters! {
     /// Of these, blocks that the first table did not have: after a flush, a store to code, or a serialising event; or
     /// because they run rarely.
     blocks_looked_up,
-    /// Of these, decoded.
+    /// Blocks decoded: a part of `blocks_looked_up`.
     blocks_decoded,
     /// Regions of compiled code entered by other regions, directly.
     regions_chained,

@@ -248,9 +248,9 @@ pub trait Machine: Mmu {
 /// The outcome of a hypercall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HypercallOutcome {
-    /// The machine has executed it.
+    /// The machine has executed the hypercall.
     Done,
-    /// The caller of the run executes it: the run ends with [`Exit::Hypercall`].
+    /// The caller of the run executes the hypercall: the run ends with [`Exit::Hypercall`].
     Outside,
     /// #UD. No register was changed.
     Undefined,

@@ -89,7 +89,7 @@ struct Task {
     segment: Segment,
     format: Format,
     image: Image,
-    /// The page-directory-pointer entries at its CR3, if PAE paging is to load them.
+    /// The page-directory-pointer entries at the task's CR3, if PAE paging is to load them.
     pdptes: Option<[u64; 4]>,
 }
 

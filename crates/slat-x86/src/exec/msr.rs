@@ -68,7 +68,7 @@ impl Cpu {
             return Err(MsrFault::Forbidden);
         }
         let needs_canonical = match msr {
-            // AMD's CPUs have 32 bits of these.
+            // AMD's CPUs have 32 bits of these MSRs.
             0x175 | 0x176 => self.is_intel(),
             0xc000_0082 | 0xc000_0083 | 0xc000_0100..=0xc000_0102 => true,
             _ => false,

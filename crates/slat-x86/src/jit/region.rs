@@ -38,7 +38,7 @@ pub(super) struct Source {
     pub(super) kind: Kind,
     /// The operand size of the stack pointer.
     pub(super) stack: u8,
-    /// Their places ([`page_of`]) and bytes.
+    /// The blocks' places ([`page_of`]) and bytes.
     pub(super) blocks: Vec<(u64, Vec<u8>)>,
 }
 
@@ -116,7 +116,7 @@ pub(crate) struct Region {
     pub(crate) tier: Tier,
     /// Whether a sample was of this region.
     pub(super) is_sampled: AtomicBool,
-    /// The code has pointers to them.
+    /// The steps of the region's instructions, to which the code has pointers.
     pub(super) steps: Box<[Step]>,
     pub(super) guarded: Guarded,
     /// For each block, the offset at which the region is entered there, if it can be.

@@ -119,7 +119,7 @@ pub(super) struct Now {
     pub(super) vectors: Vectors,
     /// What set the flags that the next instruction reads.
     pub(super) flags: Flags,
-    /// Whether the CPU's record has them.
+    /// Whether the CPU's record has the flags.
     pub(super) are_flags_recorded: bool,
     /// Whether the host has the guest's MXCSR here.
     pub(super) has_floats: bool,

@@ -67,7 +67,7 @@ pub mod feature {
     pub const VIRTUAL_GIF: u32 = 1 << 16;
     /// A guest can have NMIs of its own.
     pub const VIRTUAL_NMI: u32 = 1 << 25;
-    /// All of them.
+    /// All features.
     pub const ALL: u32 = NESTED_PAGING
         | NEXT_RIP
         | TSC_RATIO

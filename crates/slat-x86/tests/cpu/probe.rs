@@ -155,7 +155,7 @@ fn a_code_probe_stops_at_each_instruction() {
     }
 }
 
-/// The exits for its accesses to a device do not end the passing.
+/// The exits for the instruction's accesses to a device do not end the passing.
 #[test]
 fn a_string_instruction_is_passed_as_a_whole_if_it_writes_to_a_device() {
     // rep stosb; hlt

@@ -297,7 +297,7 @@ fn an_interrupt_by_instruction_goes_where_the_bitmap_says() {
         let enabled = flags::VIF | flags::IF;
         assert_eq!(frame.flags() & enabled, left, "{rflags:#x}");
     }
-    // The monitor handles it: by #GP below IOPL 3, otherwise by the gate.
+    // The monitor handles the interrupt: by #GP below IOPL 3, otherwise by the gate.
     for (cr4, monitor) in [(VME, true), (0, false)] {
         let frame = leaves(&mut interrupts(0, cr4, monitor), vector::GP);
         assert_eq!((frame.words[0], frame.error), (0, Some(0)));

@@ -88,7 +88,7 @@ pub(super) struct Code<'a> {
     pub(super) guarded: &'a [(u32, u32)],
 }
 
-/// Something that this tier does not know.
+/// The error if a function has something that this tier does not know.
 #[derive(Debug)]
 struct Unknown;
 

@@ -42,7 +42,7 @@ macro_rules! call {
             "vzeroupper",
             stub = in(reg) $stub.0, work = in(reg) &raw mut $work.v, inout("rax") $work.gpr,
             in("rcx") u64::from($work.imm), out("r8") _,
-            // VZEROUPPER changes all of them, which matters if the crate is compiled to use AVX.
+            // VZEROUPPER changes all vector registers, which matters if the crate is compiled to use AVX.
             out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _, out("xmm4") _, out("xmm5") _, out("xmm6") _,
             out("xmm7") _, out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _, out("xmm12") _,
             out("xmm13") _, out("xmm14") _, out("xmm15") _,

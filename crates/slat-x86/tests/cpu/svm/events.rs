@@ -41,7 +41,7 @@ fn an_exit_in_the_delivery_of_an_event_tells_which() {
     assert_eq!(exit(&mut guest), 0x4e);
     assert_eq!(get(&guest, at::INT_INFO), event);
     assert_eq!(get(&guest, at::RIP), L2);
-    // Nor is its page fault's, nor its double fault's.
+    // Neither the stack of the page fault nor that of the double fault is present.
     fill(&guest);
     put(&guest, at::EVENT, event);
     again(&mut guest);
