@@ -46,7 +46,7 @@ pub(crate) fn settings() -> impl Iterator<Item = &'static CStr> {
     (0..SETTINGS).filter_map(kept)
 }
 
-/// The most of them.
+/// The most settings that [`settings`] returns.
 pub(crate) const MOST_SETTINGS: usize = SETTINGS;
 
 /// Returns the file that is opened in place of `/proc/cpuinfo`. `None`: the kernel's file is opened. Async-signal-safe.

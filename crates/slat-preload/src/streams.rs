@@ -46,7 +46,7 @@ pub enum Data {
 const PAGE: usize = 4096;
 
 impl Data {
-    /// Reads the bytes, at most a page of them.
+    /// Reads the data: at most a page.
     fn read(self) -> Result<Vec<u8>, i32> {
         let mut bytes = Vec::new();
         match self {

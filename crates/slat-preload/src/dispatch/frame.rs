@@ -23,7 +23,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 #[derive(Debug)]
 pub struct Frame {
     flags: u64,
-    /// The kernel does not use it. On slat's stack, it holds the address down to which the stack was used before.
+    /// The kernel does not use this field. On slat's stack, the field holds the address down to which the
+    /// stack was used before.
     link: usize,
     /// The alternate stack, which the kernel sets again when it returns.
     pub alternate: libc::stack_t,

@@ -10,7 +10,7 @@ use std::ops::Range;
 pub struct Text {
     /// The text's addresses.
     pub range: Range<usize>,
-    /// The address of the instructions `syscall` and `ret` in it.
+    /// The address of the instructions `syscall` and `ret` in the text.
     pub gate: usize,
     /// The address of the code by which a signal handler returns to the kernel.
     pub restorer: usize,
