@@ -20,11 +20,11 @@ pub fn announce(program: &[sock_filter]) -> Vec<&'static Entry> {
 /// A system call that a program makes.
 #[derive(Clone, Copy, Debug)]
 pub struct Made {
-    /// Its number.
+    /// The call's number.
     pub number: i64,
-    /// Its arguments.
+    /// The call's arguments.
     pub arguments: [usize; 6],
-    /// The address of the instruction after it.
+    /// The address of the instruction after the call.
     pub address: usize,
 }
 
