@@ -108,7 +108,7 @@ impl Synic {
     /// Writes a register.
     ///
     /// # Errors
-    /// There is no such register, it is read-only, it cannot hold the value, or there is no SynIC (the host
+    /// The register does not exist, is read-only, or cannot hold the value; or there is no SynIC (the host
     /// may then write zeros).
     pub fn write(&mut self, index: u32, value: u64, by: Writer) -> Result<Effect, Refused> {
         let by_guest = by == Writer::Guest;

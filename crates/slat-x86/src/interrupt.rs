@@ -62,9 +62,9 @@ impl Cpu {
         self.queue_exception(Exception { vector, error }, self.state.cr2);
     }
 
-    /// Whether the guest accepts an external interrupt now. It does not if an SMI or an NMI is taken next, because
-    /// their handlers run with interrupts off; nor before an instruction that waits for memory, because that may change
-    /// IF or begin a shadow.
+    /// Whether the guest accepts an external interrupt now. If an SMI or an NMI is taken next, the guest accepts none,
+    /// because the handlers of both run with interrupts off. Before an instruction that waits for memory, the guest
+    /// accepts none either, because the instruction may change IF or begin a shadow.
     pub fn can_take_interrupt(&self) -> bool {
         let Events {
             exception,

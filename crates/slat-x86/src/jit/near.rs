@@ -6,9 +6,9 @@
 //! were left, but RSA took 7 % longer, because the remembered addresses take registers. A shell, checksums and
 //! gzip were no faster.
 //!
-//! Keeping the page of an access in values from turn to turn of a loop, so that a turn only compares it, was
-//! tried, too: gzip, checksums and sorting took as long, within the noise. The pages take registers, and other
-//! values are spilled for them.
+//! A loop could also keep the page of an access in values from turn to turn, and only compare it. With that,
+//! gzip, checksums and sorting took as long, within the noise: the pages take registers, and other values
+//! are spilled for them.
 
 use super::access::{Kind, Place};
 use super::translate::Translator;
