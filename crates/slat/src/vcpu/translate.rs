@@ -1,7 +1,7 @@
 //! Accesses of a vCPU: the walk, and what follows if the walk finds nothing that allows the access.
 //!
-//! 1. The level 1 table that an earlier walk has found, or a walk from the root: no lock, no slot. What follows goes on from
-//!    where this walk has ended.
+//! 1. The level 1 table that an earlier walk has found, or a walk from the root: no lock, no slot. What follows goes on
+//!    from where this walk has ended.
 //! 2. [`Vcpu::translate_mapped`]: a leaf whose accessed or dirty bit is to be set; an MMIO entry of the current
 //!    generation, which answers MMIO without a look-up.
 //! 3. A fault ([`super::fault`]).

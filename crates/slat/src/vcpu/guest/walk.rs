@@ -22,14 +22,6 @@ pub(super) struct VirtualAccess<'w, W> {
     pub(super) words: &'w mut W,
 }
 
-/// What a walk of the guest's tables has found.
-enum Walked {
-    /// The page, and how a shadow leaf for it is reached.
-    Leaf(GuestPage, Trail),
-    /// The page, which no shadow leaf can map with the guest's rights.
-    Unmappable(VirtualPage),
-}
-
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Brings the shadow table to where it allows the access, and returns the page. Each attempt walks the guest's
     /// tables, unless the last one had only to compare a shadow page with a table that it has read.
@@ -42,12 +34,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ) -> Result<VirtualPage, VirtualStop<W::Error>> {
         let mut compared = None;
         self.until_allowed(Gpa(access.gva), |vcpu| {
-            let (page, mut trail) = match compared.take() {
-                Some(found) => found,
-                None => match access.walk(vcpu)? {
-                    Walked::Leaf(page, trail) => (page, trail),
-                    Walked::Unmappable(page) => return Ok(page),
-                },
+            let (page, trail) = match compared.take() {
+                Some((page, trail)) => (page, Some(trail)),
+                None => access.walk(vcpu)?,
+            };
+            let Some(mut trail) = trail else {
+                let page = access.page_without_leaf(vcpu, &page);
+                return page.map_err(|stop| Next::Stop(stop.into()));
             };
             let key = Key {
                 context: vcpu.roots.get(trail.number).unwrap_or(vcpu.context),
@@ -93,14 +86,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 }
 
 impl<W: HostWords> VirtualAccess<'_, W> {
-    /// Walks the guest's tables.
+    /// Walks the guest's tables. Returns the page, and how a shadow leaf for it is reached; `None`: no shadow leaf can
+    /// map the page with the guest's rights.
     ///
     /// # Errors
     /// [`VirtualStop`].
     fn walk<P: Platform, F: Format>(
         &mut self,
         vcpu: &mut Vcpu<P, F>,
-    ) -> Result<Walked, VirtualStop<W::Error>> {
+    ) -> Result<(GuestPage, Option<Trail>), VirtualStop<W::Error>> {
         let (gva, access, paging) = (self.gva, self.access, self.paging);
         if vcpu.tables().shadow().is_some_and(|mmu| !mmu.has_begun()) {
             vcpu.outside(|vcpu| vcpu.vm().begin_shadowing(vcpu.space()));
@@ -126,18 +120,28 @@ impl<W: HostWords> VirtualAccess<'_, W> {
         let trail = Trail::new(paging, gva, access, &path, gpa.gfn(), seen);
         let is_enough =
             |trail: &Trail| trail.fits::<F>() && trail.rights.allow(&paging.of_leaf(), access);
-        if let Some(trail) = trail.filter(is_enough) {
-            return Ok(Walked::Leaf(page, trail));
-        }
-        let found = vcpu.translate(gpa, access)?;
-        Ok(Walked::Unmappable(VirtualPage {
+        Ok((page, trail.filter(is_enough)))
+    }
+
+    /// Translates `page`, for which there can be no shadow leaf, by its guest-physical address.
+    ///
+    /// # Errors
+    /// [`Stop`].
+    fn page_without_leaf<P: Platform, F: Format>(
+        &self,
+        vcpu: &mut Vcpu<P, F>,
+        page: &GuestPage,
+    ) -> Result<VirtualPage, Stop> {
+        let gpa = Gpa(page.gpa.0 + self.gva % PAGE_SIZE);
+        let found = vcpu.translate(gpa, self.access)?;
+        Ok(VirtualPage {
             host: found.host,
             bits: page.bits,
             read: page.read,
             write: page.write && found.write,
             execute: page.execute && found.execute,
             tracked: found.tracked.then_some(page.gpa),
-        }))
+        })
     }
 
     /// Returns what the access gets: `page`, reached by `trail`, which is translated to `found`.
