@@ -332,7 +332,7 @@ fn a_program_that_becomes_another_user_keeps_the_library() {
         .unwrap()
         .success()
     {
-        eprintln!("not tested: only root can become another user");
+        eprintln!("skipped: only root can become another user");
         return;
     }
     let slat = env!("CARGO_BIN_EXE_slat");

@@ -344,7 +344,7 @@ fn a_kick_wakes_a_thread_blocked_in_a_page_fault() {
         let flags = libc::O_CLOEXEC | UFFD_USER_MODE_ONLY;
         let fd = libc::syscall(libc::SYS_userfaultfd, flags) as i32;
         if fd < 0 {
-            eprintln!("no userfaultfd here: skipped");
+            eprintln!("skipped: this host does not permit userfaultfd");
             return;
         }
         let mut api = [0xaau64, 0, 0];

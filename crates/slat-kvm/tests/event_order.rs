@@ -143,7 +143,7 @@ fn an_exception_wakes_a_halted_vcpu() {
     let (awake, woken) = mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(move || {
-            if woken.recv_timeout(Duration::from_secs(5)).is_err() {
+            if woken.recv_timeout(Duration::from_secs(20)).is_err() {
                 slat_kvm::interrupt_thread(me);
             }
         });
@@ -232,7 +232,7 @@ fn announce_signals() {
 
 /// Sends SIGUSR2 to `thread` until `has_left` says that the thread has left `KVM_RUN`.
 fn call_out(thread: usize, has_left: &mpsc::Receiver<()>) {
-    for _ in 0..20 {
+    for _ in 0..200 {
         // SAFETY: the thread lives until it has reported that it left.
         unsafe { libc::pthread_kill(thread as libc::pthread_t, libc::SIGUSR2) };
         if has_left.recv_timeout(Duration::from_millis(100)).is_ok() {

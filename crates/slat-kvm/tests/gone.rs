@@ -82,13 +82,13 @@ const ACCESSES: &[(&str, &[u8])] = &[
     ),
 ];
 
-/// Runs until an exit. Ends the run of a guest that does not exit within three seconds.
+/// Runs until an exit. Ends the run of a guest that does not exit within twenty seconds.
 fn run(vcpu: &mut slat_kvm::VcpuFd) -> Result<String, i32> {
     let flag = &raw mut vcpu.get_kvm_run().immediate_exit as usize;
     let (ended, wait) = std::sync::mpsc::channel::<()>();
     std::thread::scope(|scope| {
         scope.spawn(move || {
-            if wait.recv_timeout(Duration::from_secs(3)).is_err() {
+            if wait.recv_timeout(Duration::from_secs(20)).is_err() {
                 // SAFETY: the vCPU outlives the scope.
                 unsafe { (flag as *mut u8).write_volatile(1) };
             }

@@ -12,9 +12,9 @@ impl Terminal {
     /// Returns `None`, and says so, where there is no tmux.
     fn new(scratch: &Scratch, command: &str) -> Option<Self> {
         let name = scratch.0.file_name().unwrap().to_str().unwrap();
-        let terminal = Terminal(format!("slat-{name}-{}", std::process::id()));
+        let name = format!("slat-{name}-{}", std::process::id());
         let started = Command::new("tmux")
-            .args(["-L", &terminal.0, "-f", "/dev/null", "new-session", "-d"])
+            .args(["-L", &name, "-f", "/dev/null", "new-session", "-d"])
             .args(["-x", "140", "-y", "30", command])
             .env("XDG_RUNTIME_DIR", &scratch.0)
             .env("TERM", "xterm-256color")
@@ -26,7 +26,7 @@ impl Terminal {
                 return None;
             }
         }
-        Some(terminal)
+        Some(Terminal(name))
     }
 
     fn tmux(&self, arguments: &[&str]) -> String {

@@ -67,7 +67,7 @@ fn second_processor_after(commands: &[u16]) -> (VcpuFd, Option<u8>) {
         std::thread::yield_now();
     }
     let byte = result.recv_timeout(Duration::from_millis(if commands.len() > 1 {
-        3000
+        20_000
     } else {
         100
     }));

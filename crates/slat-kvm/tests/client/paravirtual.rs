@@ -1,7 +1,8 @@
 //! KVM's paravirtual features: steal time, ends of interrupts in memory, hypercalls.
 
 use crate::common::{
-    CODE, DATA, Guest, Memory, RawGuest, msr, set_msr, start_at_code, tell_features,
+    CODE, DATA, Guest, Memory, RawGuest, msr, run_until_told_of_steal_time, set_msr, start_at_code,
+    tell_features,
 };
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VcpuFd};
@@ -168,6 +169,7 @@ fn steal_time_is_written_to_the_dirty_log() {
     // SAFETY: the memory is the guest's.
     unsafe { guest.vm.set_user_memory_region(region).unwrap() };
     assert!(set_msr(&guest.vcpu, STEAL_TIME, DATA | 1));
+    run_until_told_of_steal_time(&mut guest);
     let mut versions = Vec::new();
     for _ in 0..3 {
         start_at_code(&guest.vcpu);

@@ -317,6 +317,19 @@ pub fn start_at_code(vcpu: &VcpuFd) {
     vcpu.set_regs(&regs).unwrap();
 }
 
+/// Runs a guest that has enabled steal time at [`DATA`], and whose code halts, until it was told: slat reads the host's count on another
+/// thread, which on a busy machine gets its turn only after some runs.
+pub fn run_until_told_of_steal_time(guest: &mut Guest) {
+    let begin = std::time::Instant::now();
+    let mut version = [0; 4];
+    while version == [0; 4] {
+        assert!(begin.elapsed().as_secs() < 20, "the guest is told nothing");
+        start_at_code(&guest.vcpu);
+        assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+        guest.memory.read(DATA + 8, &mut version);
+    }
+}
+
 /// `mov [DATA], al; hlt`
 pub const WRITE_AND_HALT: &[u8] = &[0xa2, 0x00, 0x30, 0xf4];
 /// `jmp $`

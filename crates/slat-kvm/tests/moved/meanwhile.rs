@@ -88,7 +88,7 @@ fn a_signal_ends_a_completion_that_waits_for_memory_and_the_data_stay() {
             std::thread::sleep(Duration::from_millis(50));
             send(me, signal);
             // If the signal is lost, the test does not hang.
-            if returns.recv_timeout(Duration::from_secs(10)).is_err() {
+            if returns.recv_timeout(Duration::from_secs(20)).is_err() {
                 common::resolve(fd, page, 0);
             }
         });

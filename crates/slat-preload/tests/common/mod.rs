@@ -120,6 +120,8 @@ fn run(client: &mut Command, name: &str) {
     let status = status.unwrap_or_else(|| panic!("{name} hangs:\n{text}"));
     assert!(status.success(), "{name}: {status}\n{text}");
     assert!(text.contains("1 passed"), "{name} did not run:\n{text}");
+    let skipped = text.lines().filter(|line| line.starts_with("skipped: "));
+    skipped.for_each(|line| eprintln!("{line}"));
 }
 
 fn is_preloaded(client: &Command) -> bool {

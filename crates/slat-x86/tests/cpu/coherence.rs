@@ -37,7 +37,7 @@ fn second(guest: &dyn Fn(Arc<Memory>, &[u8]) -> Guest, memory: &Arc<Memory>, cod
     other
 }
 
-/// Runs `guest` to its HLT on a thread of its own. Ends the run after ten seconds.
+/// Runs `guest` to its HLT on a thread of its own. Ends the run after twenty seconds.
 fn halts_beside(mut guest: Guest, meanwhile: impl FnOnce()) -> Guest {
     let attention = guest.attention.clone();
     let running = std::thread::spawn(move || {
@@ -46,7 +46,7 @@ fn halts_beside(mut guest: Guest, meanwhile: impl FnOnce()) -> Guest {
     });
     meanwhile();
     let began = Instant::now();
-    while !running.is_finished() && began.elapsed() < Duration::from_secs(10) {
+    while !running.is_finished() && began.elapsed() < Duration::from_secs(20) {
         std::thread::sleep(Duration::from_millis(1));
     }
     attention.store(1, Ordering::SeqCst);

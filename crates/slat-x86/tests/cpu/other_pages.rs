@@ -131,7 +131,7 @@ fn sees(mut program: Program, change: impl FnOnce(&Arc<Memory>, u64)) {
     std::thread::sleep(Duration::from_millis(30));
     assert!(!running.is_finished());
     change(&memory, callee + 1);
-    for _ in 0..5000 {
+    for _ in 0..20_000 {
         if !running.is_finished() {
             std::thread::sleep(Duration::from_millis(1));
         }
