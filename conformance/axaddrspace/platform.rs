@@ -17,7 +17,8 @@ use spin::Mutex;
 
 use super::Flushes;
 
-/// The backing of allocated memory: its guest-physical address with this bit. Other backings are host-physical addresses.
+/// The backing of allocated memory: its guest-physical address with this bit. Other backings are
+/// host-physical addresses.
 pub const ALLOCATED: u64 = 1 << 59;
 
 /// Pages of allocated memory in a chunk.

@@ -15,7 +15,8 @@ fn errno(error: Error) -> i32 {
 
 /// Opens KVM. Stands for `open("/dev/kvm", O_RDWR | O_CLOEXEC)`, but needs neither the file nor a right.
 ///
-/// Returns a descriptor; or -1 with errno `EINVAL` if the environment sets policies that do not exist, `EMFILE`, `ENFILE` or `ENOMEM`.
+/// Returns a descriptor; or -1 with errno `EINVAL` if the environment sets policies that do not exist, `EMFILE`,
+/// `ENFILE` or `ENOMEM`.
 #[unsafe(no_mangle)]
 pub extern "C" fn slat_open() -> c_int {
     guarded(|| {
@@ -25,14 +26,15 @@ pub extern "C" fn slat_open() -> c_int {
     }) as c_int
 }
 
-/// Carries out a request of KVM's on a descriptor. Stands for `ioctl`, whose arguments, results and errno it has. Requests and
-/// structs are those of `<linux/kvm.h>`. A request that creates a VM, a vCPU or a device returns its descriptor.
+/// Carries out a request of KVM's on a descriptor. Stands for `ioctl`, whose arguments, results and errno it
+/// has. Requests and structs are those of `<linux/kvm.h>`. A request that creates a VM, a vCPU or a device
+/// returns its descriptor.
 ///
 /// For a descriptor that is not KVM's this is the C library's `ioctl`.
 ///
 /// # Safety
-/// - As for `ioctl`: memory that the request names is valid for what it does. Memory of a memslot stays mapped for as long as the slot,
-///   or changes in `slat_around`.
+/// - As for `ioctl`: memory that the request names is valid for what it does. Memory of a memslot stays mapped for as
+///   long as the slot, or changes in `slat_around`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     guarded(|| match descriptors::get(fd) {
@@ -46,8 +48,8 @@ pub unsafe extern "C" fn slat_ioctl(fd: c_int, request: c_ulong, argument: usize
     }) as c_int
 }
 
-/// Closes a descriptor. Stands for `close`. An object lives until its last descriptor is closed, and as long as objects that depend on
-/// it: a VM as long as its vCPUs.
+/// Closes a descriptor. Stands for `close`. An object lives until its last descriptor is closed, and as long as objects
+/// that depend on it: a VM as long as its vCPUs.
 ///
 /// KVM's descriptors must not be closed otherwise: the next file with the same number would be taken for KVM's.
 ///
@@ -83,7 +85,8 @@ pub extern "C" fn slat_dup(fd: c_int) -> c_int {
     }) as c_int
 }
 
-/// Reads the statistics of a descriptor that `KVM_GET_STATS_FD` has returned. Stands for `pread`, which would read values of earlier.
+/// Reads the statistics of a descriptor that `KVM_GET_STATS_FD` has returned. Stands for `pread`, which would
+/// read values of earlier.
 ///
 /// For any other descriptor this is the C library's `pread`.
 ///

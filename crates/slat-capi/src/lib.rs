@@ -1,8 +1,9 @@
 //! The KVM API for C programs, without `/dev/kvm`.
 //!
-//! A program that has a KVM backend is ported by renaming its calls. `slat_open` takes the place of opening `/dev/kvm`. `slat_ioctl`,
-//! `slat_mmap`, `slat_munmap`, `slat_close` and `slat_dup` take the place of the C library's functions without the prefix.
-//! cbindgen makes `include/slat.h` of this crate (`tests/header.rs`). The engine below KVM's API is a library of its own: `slat-engine-capi`.
+//! A program that has a KVM backend is ported by renaming its calls. `slat_open` takes the place of opening `/dev/kvm`.
+//! `slat_ioctl`, `slat_mmap`, `slat_munmap`, `slat_close` and `slat_dup` take the place of the C library's functions
+//! without the prefix. cbindgen makes `include/slat.h` of this crate (`tests/header.rs`). The engine below KVM's API is
+//! a library of its own: `slat-engine-capi`.
 //!
 //! | file | idea |
 //! |---|---|
@@ -11,8 +12,8 @@
 //! | [`signals`] | signals that end KVM_RUN |
 //!
 //! # The border
-//! Every function's work is done in [`slat_kvm::guarded::guarded`], or in what that uses: no panic leaves the library. A call that panics fails with `EIO`, and if
-//! it was a VM's, so do all later calls of that VM.
+//! Every function's work is done in [`slat_kvm::guarded::guarded`], or in what that uses: no panic leaves the library.
+//! A call that panics fails with `EIO`, and if it was a VM's, so do all later calls of that VM.
 
 pub mod descriptors;
 pub mod memory;

@@ -15,8 +15,8 @@ fn pages(start: *const c_void, size: usize) -> Result<Range<usize>, i32> {
     Ok(start.addr() & !(PAGE - 1)..end.ok_or(libc::EINVAL)?)
 }
 
-/// Runs `change`, which replaces or removes the mappings in `range`, inside an invalidation. Says which mappings are new: those in
-/// the range it returns.
+/// Runs `change`, which replaces or removes the mappings in `range`, inside an invalidation. Says which mappings are
+/// new: those in the range it returns.
 fn replace(
     range: Range<usize>,
     change: impl FnOnce() -> Result<(isize, Range<usize>), i32>,
@@ -28,8 +28,9 @@ fn replace(
     })
 }
 
-/// Maps memory. Stands for `mmap`: a vCPU's descriptor has `struct kvm_run` and the pages behind it (`KVM_GET_VCPU_MMAP_SIZE` bytes), and
-/// its dirty ring. With `MAP_FIXED`, no vCPU uses what was there before when this returns.
+/// Maps memory. Stands for `mmap`: a vCPU's descriptor has `struct kvm_run` and the pages behind it
+/// (`KVM_GET_VCPU_MMAP_SIZE` bytes), and its dirty ring. With `MAP_FIXED`, no vCPU uses what was there
+/// before when this returns.
 ///
 /// Returns the address; or `MAP_FAILED` and errno.
 ///
@@ -77,7 +78,8 @@ pub unsafe extern "C" fn slat_mmap(
     std::ptr::with_exposed_provenance_mut(address.cast_unsigned())
 }
 
-/// Unmaps memory. Stands for `munmap`. No vCPU uses the memory when this returns: one whose guest does stops with `EFAULT`.
+/// Unmaps memory. Stands for `munmap`. No vCPU uses the memory when this returns: one whose guest does
+/// stops with `EFAULT`.
 ///
 /// # Safety
 /// - As for `munmap`: nothing but guests uses the memory.
@@ -93,15 +95,16 @@ pub unsafe extern "C" fn slat_munmap(address: *mut c_void, size: usize) -> c_int
     }) as c_int
 }
 
-/// Calls `change(context)`, which changes mappings of guest memory within `size` bytes at `start`: by `mprotect`, `madvise`, `mremap`,
-/// `fallocate` or another call that has no function here. Every VM drops its translations of the range before, and makes no new ones
-/// until `change` has returned, as with MMU notifiers in the kernel: no vCPU reads or writes the memory meanwhile, so that its content
-/// can be moved.
+/// Calls `change(context)`, which changes mappings of guest memory within `size` bytes at `start`: by `mprotect`,
+/// `madvise`, `mremap`, `fallocate` or another call that has no function here. Every VM drops its translations of the
+/// range before, and makes no new ones until `change` has returned, as with MMU notifiers in the kernel: no vCPU reads
+/// or writes the memory meanwhile, so that its content can be moved.
 ///
 /// Without it, vCPUs go on with what they know of the mapping that was there, until an access fails.
 ///
-/// `change` must not wait for a vCPU's thread, nor leave by `longjmp` or an exception. Returns what `change` returns, with the errno that
-/// it leaves; or -1 with errno `EINVAL`, without having called it, if the range goes beyond the end of the addresses.
+/// `change` must not wait for a vCPU's thread, nor leave by `longjmp` or an exception. Returns what `change` returns,
+/// with the errno that it leaves; or -1 with errno `EINVAL`, without having called it, if the range goes beyond the
+/// end of the addresses.
 ///
 /// # Safety
 /// - `change` may be called with `context` on this thread.

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-/// How Rust defines the function, and how C sees it: pointers and numbers are passed alike, as to `ioctl`, and in the registers where
-/// the definition expects them. Rust has no definitions with variable arguments.
+/// How Rust defines the function, and how C sees it: pointers and numbers are passed alike, as to `ioctl`, and in the
+/// registers where the definition expects them. Rust has no definitions with variable arguments.
 const FIXED: &str = "unsigned long request, size_t argument)";
 const VARIABLE: &str = "unsigned long request, ...)";
 

@@ -72,8 +72,8 @@ impl File {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Like [`File::demo`], but with a buffer that holds all records: a vCPU that waits for the other one asks a device again and again,
-    /// as long as the other one takes. Returns what the program printed, and the report.
+    /// Like [`File::demo`], but with a buffer that holds all records: a vCPU that waits for the other one asks a device
+    /// again and again, as long as the other one takes. Returns what the program printed, and the report.
     fn whole_demo(&self, options: &[&str]) -> (String, Value) {
         for mib in ["8", "32", "128", "512"] {
             let said = self.demo(&[options, &["--trace-buffer", mib]].concat());

@@ -1,7 +1,8 @@
-//! The engine for hypervisors written in C: second-level tables, memslots, faults, dirty logs, on a platform of callbacks.
+//! The engine for hypervisors written in C: second-level tables, memslots, faults, dirty logs, on a
+//! platform of callbacks.
 //!
-//! The hypervisor runs its guests itself; KVM's API, with a CPU, is the library of `slat-capi`. Functions return 0 or a negative errno, and
-//! set no `errno`. cbindgen makes `include/slat-engine.h` of this crate (`tests/header.rs`).
+//! The hypervisor runs its guests itself; KVM's API, with a CPU, is the library of `slat-capi`. Functions return 0 or a
+//! negative errno, and set no `errno`. cbindgen makes `include/slat-engine.h` of this crate (`tests/header.rs`).
 //!
 //! | file | idea |
 //! |---|---|
@@ -151,11 +152,12 @@ pub unsafe extern "C" fn slat_vm_create(
     done.unwrap_or_else(|errno| -errno)
 }
 
-/// Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are not. Does nothing with
-/// `NULL`.
+/// Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are
+/// not. Does nothing with `NULL`.
 ///
 /// # Safety
-/// - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables once its vCPUs are destroyed.
+/// - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables once its
+///   vCPUs are destroyed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_destroy(vm: *mut slat_vm) {
     if vm.is_null() {
@@ -176,8 +178,8 @@ fn discard<T>(handle: Arc<Handle>, what: T) {
     }
 }
 
-/// Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on. The documentation
-/// of the crate `slat` (`Policy`), `docs/run.md` and `slat info` list the policies.
+/// Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on.
+/// The documentation of the crate `slat` (`Policy`), `docs/run.md` and `slat info` list the policies.
 ///
 /// Returns 0; or `-EINVAL` if there is no such policy, or it takes other values.
 ///
@@ -202,9 +204,9 @@ pub unsafe extern "C" fn slat_vm_set_policy(
     })
 }
 
-/// Gives the guest `size` bytes of memory at `gpa` as memslot `slot`, or moves this slot there, or changes its flags. `backing` means
-/// something to the platform only, which is asked for the pages from there on. `flags` are KVM's: `KVM_MEM_LOG_DIRTY_PAGES`,
-/// `KVM_MEM_READONLY`.
+/// Gives the guest `size` bytes of memory at `gpa` as memslot `slot`, or moves this slot there, or changes its flags.
+/// `backing` means something to the platform only, which is asked for the pages from there on. `flags` are KVM's:
+/// `KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`.
 ///
 /// Returns 0; or `-EINVAL`, `-EEXIST` for an overlap, `-ENOMEM`.
 ///
@@ -281,8 +283,8 @@ pub unsafe extern "C" fn slat_vm_lookup(vm: *const slat_vm, gpa: u64, frame: *mu
     })
 }
 
-/// Copies the dirty log of the memslot `slot`, a bit for each page, to `words` words at `bitmap`, clears it, and protects the pages:
-/// `KVM_GET_DIRTY_LOG`.
+/// Copies the dirty log of the memslot `slot`, a bit for each page, to `words` words at `bitmap`, clears it, and
+/// protects the pages: `KVM_GET_DIRTY_LOG`.
 ///
 /// Returns 0; or `-ENOENT` if the slot does not log, `-EFAULT` if it has more than 64 pages for each word.
 ///
@@ -305,9 +307,10 @@ pub unsafe extern "C" fn slat_vm_dirty_log(
     handle.call(|| handle.vm.dirty_log(slot, bitmap))
 }
 
-/// Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: what it has left in its buffer, as
-/// Intel's PML does, of which these are the entries, and Arm's HDBSS. Call when the CPU has left the guest, whatever the reason, and before
-/// it enters again, for all that is in the buffer. Addresses whose memslot does not log by buffers (policy `dirty_log`) are passed over.
+/// Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: what it has left
+/// in its buffer, as Intel's PML does, of which these are the entries, and Arm's HDBSS. Call when the CPU has left the
+/// guest, whatever the reason, and before it enters again, for all that is in the buffer. Addresses whose memslot does
+/// not log by buffers (policy `dirty_log`) are passed over.
 ///
 /// Returns 0.
 ///
@@ -332,8 +335,9 @@ pub unsafe extern "C" fn slat_vm_drain(
     })
 }
 
-/// Calls `change(context)`, which changes what the platform has for `size` bytes of backing at `start`. The VM's translations are dropped
-/// before, and made anew only after it. `change` must not wait for a vCPU, nor leave by `longjmp` or an exception.
+/// Calls `change(context)`, which changes what the platform has for `size` bytes of backing at `start`. The VM's
+/// translations are dropped before, and made anew only after it. `change` must not wait for a vCPU, nor leave by
+/// `longjmp` or an exception.
 ///
 /// Returns what `change` returns; `-EINVAL`, without having called it, if the range goes beyond 64 bits.
 ///
@@ -396,10 +400,11 @@ pub unsafe extern "C" fn slat_vcpu_destroy(vcpu: *mut slat_vcpu) {
     discard(vm, vcpu);
 }
 
-/// Handles a second-level fault of the CPU, for `access` (`SLAT_READ`, …) to `gpa`: brings the tables to where they allow it.
+/// Handles a second-level fault of the CPU, for `access` (`SLAT_READ`, …) to `gpa`: brings the tables to
+/// where they allow it.
 ///
-/// Returns 0: run the guest again, which repeats the access; `SLAT_MMIO`: emulate it; `-EACCES` for a fetch that is not allowed, `-EFAULT`
-/// if the platform has no page, `-EAGAIN` if it has none yet, `-ENOMEM`.
+/// Returns 0: run the guest again, which repeats the access; `SLAT_MMIO`: emulate it; `-EACCES` for a fetch that is not
+/// allowed, `-EFAULT` if the platform has no page, `-EAGAIN` if it has none yet, `-ENOMEM`.
 ///
 /// # Safety
 /// - `vcpu` is valid, and no other thread uses it.

@@ -9,8 +9,8 @@ thread_local! {
     static BLAME: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Keeps the text of an error for [`slat_last_error`], after what the platform has answered wrongly in this call, if it did. Returns the
-/// errno.
+/// Keeps the text of an error for [`slat_last_error`], after what the platform has answered wrongly in this call, if it
+/// did. Returns the errno.
 pub(super) fn refused(errno: c_int, error: &impl Display) -> c_int {
     let text = match BLAME.take() {
         Some(blame) => format!("{blame}: {error}"),
@@ -32,8 +32,8 @@ pub(super) fn blame(answer: String) {
     BLAME.set(Some(answer));
 }
 
-/// Returns why the engine has refused something to this thread last, and what to do about it: a text that is valid until the thread's next
-/// call. Each call that returns a negative errno has one.
+/// Returns why the engine has refused something to this thread last, and what to do about it: a text that is valid
+/// until the thread's next call. Each call that returns a negative errno has one.
 #[unsafe(no_mangle)]
 pub extern "C" fn slat_last_error() -> *const c_char {
     // At a thread's end there is none.

@@ -15,8 +15,8 @@ use std::ptr::NonNull;
 pub struct slat_page {
     /// The number of the frame that backs the page.
     pub frame: u64,
-    /// Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB, or what leaves of the
-    /// format have. The leaf is no larger.
+    /// Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB, or what
+    /// leaves of the format have. The leaf is no larger.
     pub size: u64,
     /// Whether the guest may write.
     pub writable: bool,
@@ -24,24 +24,26 @@ pub struct slat_page {
     pub executable: bool,
 }
 
-/// What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls no function of
-/// this library, but for `drain`. Only `drain` may be `NULL`. Frames are 4 KiB, or with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these
-/// say; a frame's number is its physical address divided by that, a guest frame's likewise.
+/// What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls
+/// no function of this library, but for `drain`. Only `drain` may be `NULL`. Frames are 4 KiB, or with
+/// `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these say; a frame's number is its physical address divided by that, a
+/// guest frame's likewise.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct slat_platform {
     /// Passed to each callback.
     pub context: *mut c_void,
-    /// Allocates `count` frames next to each other for tables, a power of two, the first aligned to all. Returns its number, or 0 without
-    /// memory. Must not wait for a vCPU.
+    /// Allocates `count` frames next to each other for tables, a power of two, the first aligned to all. Returns its
+    /// number, or 0 without memory. Must not wait for a vCPU.
     pub allocate: Option<unsafe extern "C" fn(context: *mut c_void, count: usize) -> u64>,
     /// Frees one of these frames, which no CPU can walk any more.
     pub free: Option<unsafe extern "C" fn(context: *mut c_void, frame: u64)>,
-    /// Returns the address of one of these frames in this program, the same until it is freed. Called at each step of a walk.
+    /// Returns the address of one of these frames in this program, the same until it is freed. Called at
+    /// each step of a walk.
     pub address: Option<unsafe extern "C" fn(context: *mut c_void, frame: u64) -> *mut c_void>,
-    /// Finds the page that backs the memory at `backing`, and describes it in `*page`. It backs that memory until `slat_vm_invalidate`. May
-    /// sleep. Returns 0; `-EFAULT` if there is none, or none that `access` may use (`SLAT_READ`, …); `-ENOMEM`; `-EINTR`; `-EAGAIN` if it is
-    /// not there yet.
+    /// Finds the page that backs the memory at `backing`, and describes it in `*page`. It backs that memory until
+    /// `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is none, or none that `access` may use
+    /// (`SLAT_READ`, …); `-ENOMEM`; `-EINTR`; `-EAGAIN` if it is not there yet.
     pub resolve: Option<
         unsafe extern "C" fn(
             context: *mut c_void,
@@ -50,13 +52,14 @@ pub struct slat_platform {
             page: *mut slat_page,
         ) -> c_int,
     >,
-    /// Flushes what CPUs have cached of the translations of the `pages` guest frames from `first` on, tables that they have cached on the
-    /// way included, and waits until none uses an old one.
+    /// Flushes what CPUs have cached of the translations of the `pages` guest frames from `first` on, tables that they
+    /// have cached on the way included, and waits until none uses an old one.
     pub flush: Option<unsafe extern "C" fn(context: *mut c_void, first: u64, pages: u64)>,
     /// Passes time while the engine waits; `round` counts up from 0. Spin first, then yield the processor.
     pub wait: Option<unsafe extern "C" fn(context: *mut c_void, round: u32)>,
-    /// Interrupts the CPUs that are in the guest, and returns when all that was in the buffers of their page walkers is passed to
-    /// `slat_vm_drain`. A dirty log by the policy `dirty_log=buffer` is got after it. `NULL` where no hardware fills a buffer.
+    /// Interrupts the CPUs that are in the guest, and returns when all that was in the buffers of their page walkers is
+    /// passed to `slat_vm_drain`. A dirty log by the policy `dirty_log=buffer` is got after it. `NULL` where no
+    /// hardware fills a buffer.
     pub drain: Option<unsafe extern "C" fn(context: *mut c_void)>,
 }
 
@@ -114,7 +117,8 @@ impl Callbacks {
         levels.into_iter().find(fits)
     }
 
-    /// Returns the page that `resolve` has described. One that cannot be is a bad address, and the text of the error says why.
+    /// Returns the page that `resolve` has described. One that cannot be is a bad address, and the text
+    /// of the error says why.
     fn page(&self, backing: u64, page: &slat_page) -> Result<HostPage, ResolveError> {
         let Some(level) = self.level(page.size) else {
             blame(format!(

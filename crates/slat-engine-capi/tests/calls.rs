@@ -1,4 +1,5 @@
-//! A defect, of the engine's or of a callback, ends the VM and nothing else. What works is tried by a C program: `conformance/capi`.
+//! A defect, of the engine's or of a callback, ends the VM and nothing else. What works is tried by a C
+//! program: `conformance/capi`.
 
 use slat_engine_capi::platform::{slat_page, slat_platform};
 use slat_engine_capi::*;

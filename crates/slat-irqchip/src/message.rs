@@ -106,7 +106,8 @@ pub(crate) const BROADCAST: u32 = 0xff;
 pub(crate) const X2APIC_BROADCAST: u32 = u32::MAX;
 
 impl Message {
-    /// Decodes a write of the ICR (SDM volume 3, 12.6.1). `destination` is 8 bits wide in xAPIC mode, 32 in x2APIC mode.
+    /// Decodes a write of the ICR (SDM volume 3, 12.6.1). `destination` is 8 bits wide in xAPIC
+    /// mode, 32 in x2APIC mode.
     pub(crate) fn from_icr(low: u32, destination: u32, x2apic: bool) -> Self {
         let broadcast = if x2apic { X2APIC_BROADCAST } else { BROADCAST };
         Message {

@@ -1,5 +1,5 @@
-//! Clones of a running guest, as a sandbox makes one for each request: a guest gets ready once, and each request continues it in a VM
-//! of its own. Run it: `cargo run -p slat-kvm --example clones -- 1000`.
+//! Clones of a running guest, as a sandbox makes one for each request: a guest gets ready once, and each request
+//! continues it in a VM of its own. Run it: `cargo run -p slat-kvm --example clones -- 1000`.
 //!
 //! How it is cloned is in [`guest`]: memory by MAP_PRIVATE, the rest by KVM's calls.
 

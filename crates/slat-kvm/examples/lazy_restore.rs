@@ -1,9 +1,10 @@
-//! A VMM that restores a guest from a snapshot twice: after it has read all of the guest's memory, and lazily, as the guest uses it.
-//! Run it: `SLAT_SET=userfault=on cargo run --release -p slat-kvm --example lazy_restore`.
+//! A VMM that restores a guest from a snapshot twice: after it has read all of the guest's memory, and lazily, as the
+//! guest uses it. Run it: `SLAT_SET=userfault=on cargo run --release -p slat-kvm --example lazy_restore`.
 //!
-//! The lazy restore needs no userfaultfd, which most containers forbid. Its memslot has the flag `KVM_MEM_USERFAULT`, and a bitmap
-//! of the pages that are not there yet: an access to such a page ends KVM_RUN. Once the guest has said something, a thread reads
-//! the rest of the snapshot while the guest runs, and takes the flag away: from then on the memory may be mapped by huge pages.
+//! The lazy restore needs no userfaultfd, which most containers forbid. Its memslot has the flag `KVM_MEM_USERFAULT`,
+//! and a bitmap of the pages that are not there yet: an access to such a page ends KVM_RUN. Once the guest has said
+//! something, a thread reads the rest of the snapshot while the guest runs, and takes the flag away: from then on the
+//! memory may be mapped by huge pages.
 //!
 //! The guest, its memory and the snapshot are in [`snapshot`].
 
@@ -45,7 +46,8 @@ fn set_slot(vm: &VmFd, memory: &Memory, bitmap: Option<&[AtomicU64]>) -> Result<
         // `userfault_bitmap`
         region.pad2[0] = bitmap.as_ptr() as u64;
     }
-    // SAFETY: the memory and the bitmap outlive the VM. Bytes are accessed while no guest runs, or while they are absent.
+    // SAFETY: the memory and the bitmap outlive the VM. Bytes are accessed while no guest runs, or
+    // while they are absent.
     Ok(unsafe { vm.set_user_memory_region2(region) }?)
 }
 
@@ -55,7 +57,8 @@ struct Late<'a> {
     file: &'a File,
     /// A bit for each page that is absent.
     bitmap: Vec<AtomicU64>,
-    /// Bytes that were read. Its lock is held while a batch is read, so that no batch is read again after the guest has changed it.
+    /// Bytes that were read. Its lock is held while a batch is read, so that no batch is read again after the
+    /// guest has changed it.
     read: Mutex<usize>,
 }
 
@@ -94,7 +97,8 @@ impl<'a> Late<'a> {
     }
 }
 
-/// Runs the guest until it writes to `port`, and brings what it waits for. Returns the word, and the number of exits for absent pages.
+/// Runs the guest until it writes to `port`, and brings what it waits for. Returns the word, and the number of
+/// exits for absent pages.
 fn run(vcpu: &mut VcpuFd, late: &Late, port: u16) -> Result<(u32, usize)> {
     let mut exits = 0;
     loop {

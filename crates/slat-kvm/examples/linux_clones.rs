@@ -1,9 +1,11 @@
-//! Clones of a Linux that has booted: it boots once to its first program, and each clone goes on from there with a request of its own.
-//! Run it: `cargo run --release -p slat-kvm --example linux_clones -- VMLINUX INITRD 1000`, with the kernel and the initrd that
-//! `conformance/vmm/materials` prepares (any vmlinux with CONFIG_PVH, any initrd with /bin/busybox).
+//! Clones of a Linux that has booted: it boots once to its first program, and each clone goes on from there with a
+//! request of its own. Run it: `cargo run --release -p slat-kvm --example linux_clones -- VMLINUX INITRD 1000`,
+//! with the kernel and the initrd that `conformance/vmm/materials` prepares (any vmlinux with CONFIG_PVH, any
+//! initrd with /bin/busybox).
 //!
-//! The VMM has no devices but those in KVM, and a serial line without interrupts for the kernel's messages. The guest's first
-//! program, a script, asks for its request by reading a port ([`ASK`]); there the guest stops and is cloned ([`guest`]).
+//! The VMM has no devices but those in KVM, and a serial line without interrupts for the kernel's messages. The
+//! guest's first program, a script, asks for its request by reading a port ([`ASK`]); there the guest stops and
+//! is cloned ([`guest`]).
 
 #[path = "linux_clones/boot.rs"]
 mod boot;
@@ -72,8 +74,8 @@ fn program(code: &[u8]) -> Vec<u8> {
     const ADDRESS: u64 = 0x40_0000;
     const HEADERS: u64 = 64 + 56;
     let size = HEADERS + code.len() as u64;
-    // An executable for x86-64, version 1, with one program header after the header of the file; then that header: PT_LOAD, readable and
-    // executable.
+    // An executable for x86-64, version 1, with one program header after the header of the file; then that header:
+    // PT_LOAD, readable and executable.
     let words = [
         0x0001_0102_464c_457f,
         0,
@@ -184,7 +186,8 @@ fn serve(template: &Template, request: u32, times: &mut Times) -> Result<Guest> 
     Ok(guest)
 }
 
-/// Makes `count` clones, which are there at the same time when the last one has printed its line. Then the first of them turn themselves off.
+/// Makes `count` clones, which are there at the same time when the last one has printed its line. Then the first of
+/// them turn themselves off.
 fn serve_all(template: &Template, count: u32) -> Result<()> {
     let before = private_bytes()?;
     let mut times = Times::default();

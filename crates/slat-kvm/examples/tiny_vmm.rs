@@ -1,10 +1,10 @@
 //! A small VMM that runs on the kernel's KVM or on slat: `tiny_vmm --backend kvm` or `tiny_vmm --backend slat`.
 //!
-//! The same source serves both: the macro below is expanded once with kvm-ioctls' types and once with slat-kvm's. A program that
-//! uses one of the two only has `use kvm_ioctls::…` or `use slat_kvm::…` instead.
+//! The same source serves both: the macro below is expanded once with kvm-ioctls' types and once with slat-kvm's. A
+//! program that uses one of the two only has `use kvm_ioctls::…` or `use slat_kvm::…` instead.
 //!
-//! The guest is real-mode code: it reads a byte from port 0x10, adds the value of a device register, writes the sum to port 0x11
-//! and to the device register, and halts.
+//! The guest is real-mode code: it reads a byte from port 0x10, adds the value of a device register, writes the sum to
+//! port 0x11 and to the device register, and halts.
 
 use std::process::ExitCode;
 

@@ -1,9 +1,10 @@
-//! Threads of slat's own, which serve all vCPUs of a process. Starting one does not use the heap, because `KVM_RUN` may start one;
-//! they are started before the client installs a seccomp filter ([`crate::filters`]).
+//! Threads of slat's own, which serve all vCPUs of a process. Starting one does not use the heap, because `KVM_RUN` may
+//! start one; they are started before the client installs a seccomp filter ([`crate::filters`]).
 //!
-//! Before a new thread is slat's, it runs code of the client's: a sanitizer's `pthread_create`, which allocates. If the client forks at
-//! this moment, the child finds the allocator's lock held, by a thread that it does not have. A client's own threads it can keep
-//! from that, but it does not know of slat's. So the thread that starts one waits until it has come to its work.
+//! Before a new thread is slat's, it runs code of the client's: a sanitizer's `pthread_create`, which allocates. If the
+//! client forks at this moment, the child finds the allocator's lock held, by a thread that it does not have. A
+//! client's own threads it can keep from that, but it does not know of slat's. So the thread that starts one waits
+//! until it has come to its work.
 
 use crate::messages;
 use crate::process::PerProcess;
@@ -41,8 +42,8 @@ pub(crate) fn count() -> usize {
     COUNT.peek().map_or(0, |count| count.0.load(SeqCst))
 }
 
-/// Gives this thread an empty descriptor table of its own, so that its descriptors are not among the client's. Returns whether that
-/// succeeded.
+/// Gives this thread an empty descriptor table of its own, so that its descriptors are not among the client's. Returns
+/// whether that succeeded.
 pub(crate) fn leave_descriptors() -> bool {
     const CLOSE_RANGE_UNSHARE: usize = 2;
     let arguments = [0, u32::MAX as usize, CLOSE_RANGE_UNSHARE, 0, 0, 0];
@@ -53,8 +54,8 @@ pub(crate) fn leave_descriptors() -> bool {
 /// The work to which a new thread came last.
 static BEGUN: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Waits until the new thread has come to its `work`: not forever, because its start may need a lock that this thread holds, and
-/// another new thread may have come to its own work since.
+/// Waits until the new thread has come to its `work`: not forever, because its start may need a lock that this thread
+/// holds, and another new thread may have come to its own work since.
 fn wait_for(work: *mut c_void) {
     const LONGEST: Duration = Duration::from_millis(20);
     let end = Instant::now() + LONGEST;
@@ -63,8 +64,8 @@ fn wait_for(work: *mut c_void) {
     }
 }
 
-/// Starts the thread of `work`, which runs in a [`Section`] and blocks all signals. Returns `false`, and prints a message, if the
-/// thread cannot be started.
+/// Starts the thread of `work`, which runs in a [`Section`] and blocks all signals. Returns `false`, and prints a
+/// message, if the thread cannot be started.
 pub(crate) fn start<T: Background>(work: &'static T) -> bool {
     extern "C" fn main<T: Background>(work: *mut c_void) -> *mut c_void {
         BEGUN.store(work, Release);

@@ -1,8 +1,8 @@
 //! Calls to a VM and its vCPUs: refused in a forked child, and after a call that panicked.
 //!
-//! A call that panics leaves the VM in an unknown state. So the VM is dead from then on, like a VM in which KVM finds a bug of
-//! its own (`vm_bugged`), or one whose guest state is lost (`vm_dead`): all its calls, those of its vCPUs included, return `EIO` at once, and so does a `KVM_RUN` in progress.
-//! The objects can still be dropped.
+//! A call that panics leaves the VM in an unknown state. So the VM is dead from then on, like a VM in which KVM finds a
+//! bug of its own (`vm_bugged`), or one whose guest state is lost (`vm_dead`): all its calls, those of its vCPUs
+//! included, return `EIO` at once, and so does a `KVM_RUN` in progress. The objects can still be dropped.
 
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};
@@ -52,7 +52,8 @@ impl Life {
         Ok(())
     }
 
-    /// Ends the life of the VM: KVM's `kvm_vm_dead`. Takes no lock. A vCPU that runs or sleeps sees the bit, and finds the VM dead.
+    /// Ends the life of the VM: KVM's `kvm_vm_dead`. Takes no lock. A vCPU that runs or sleeps sees the bit,
+    /// and finds the VM dead.
     pub(crate) fn end(&self, engine: &EngineVm) {
         self.dead.store(true, Ordering::SeqCst);
         engine.visit_attention(&mut |attention| ticker::raise(attention, bits::RETRY));

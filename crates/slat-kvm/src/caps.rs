@@ -17,8 +17,8 @@ pub const NR_MEMSLOTS: u32 = 32764;
 /// The number of address spaces of a VM: vCPUs in system management mode have one of their own.
 pub const ADDRESS_SPACES: u32 = 2;
 
-/// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have it. Includes capabilities that only VMs of one type have; for a VM,
-/// call `VmObject::check_extension`.
+/// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have it. Includes
+/// capabilities that only VMs of one type have; for a VM, call `VmObject::check_extension`.
 pub fn check(cap: u64, mmu: MmuKind) -> i32 {
     let Ok(cap) = u32::try_from(cap) else {
         return 0;

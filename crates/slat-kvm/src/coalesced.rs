@@ -1,7 +1,7 @@
 //! Coalesced I/O: writes to device registers that the client may see later.
 //!
-//! The client names ranges of addresses or ports. A write there goes into a ring of one page, which all vCPUs of a VM share
-//! and which is mapped after the port-data page of each vCPU; `KVM_RUN` returns only when the ring is full.
+//! The client names ranges of addresses or ports. A write there goes into a ring of one page, which all vCPUs of a VM
+//! share and which is mapped after the port-data page of each vCPU; `KVM_RUN` returns only when the ring is full.
 
 use crate::errno::{Result, fail};
 use crate::heap;
@@ -109,8 +109,8 @@ impl Coalesced {
         }
     }
 
-    /// Puts the write of `count` items of `size` bytes at one address or port into the ring. Returns `false` if the client has to see
-    /// it now.
+    /// Puts the write of `count` items of `size` bytes at one address or port into the ring. Returns `false` if the
+    /// client has to see it now.
     pub(crate) fn take(&self, start: u64, port: bool, size: u8, count: u32, data: &[u8]) -> bool {
         if !self.wanted.load(Ordering::Relaxed) {
             return false;
@@ -144,8 +144,8 @@ impl Coalesced {
             entry.__bindgen_anon_1.pio = port.into();
             entry.data[..item.len()].copy_from_slice(item);
             let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-            // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`; plain data, written
-            // under the lock, and read by the client only after `last` has advanced.
+            // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`; plain
+            // data, written under the lock, and read by the client only after `last` has advanced.
             unsafe {
                 let entries = (&raw mut (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
                 entries.add(index as usize).write_volatile(entry);

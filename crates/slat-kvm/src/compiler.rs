@@ -1,5 +1,5 @@
-//! The threads that compile the guests' hot code, one for each tier. They exist before a process's first vCPU does, and so before the
-//! client can forbid what they need; a forked child that creates VMs starts its own.
+//! The threads that compile the guests' hot code, one for each tier. They exist before a process's first vCPU does, and
+//! so before the client can forbid what they need; a forked child that creates VMs starts its own.
 
 use crate::background::{self, Background};
 use crate::policy::{self, Jit, JitMap};
@@ -39,8 +39,8 @@ impl Default for Compiling {
     }
 }
 
-/// Returns the process's compiler, and when a VM with `jit` compiles; starts the compiler's threads if there are none. `None` if nothing
-/// is to be compiled, or there is no address space for code: then the interpreter runs everything.
+/// Returns the process's compiler, and when a VM with `jit` compiles; starts the compiler's threads if there are none.
+/// `None` if nothing is to be compiled, or there is no address space for code: then the interpreter runs everything.
 pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
     let compile = match jit {
         Jit::Off => return None,

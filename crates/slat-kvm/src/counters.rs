@@ -1,5 +1,5 @@
-//! The counters of a vCPU besides the engine's: exits, injections, halts. Only the thread that runs the vCPU writes them; any
-//! thread may read.
+//! The counters of a vCPU besides the engine's: exits, injections, halts. Only the thread that runs the vCPU writes
+//! them; any thread may read.
 
 use slat_x86::Counters;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -49,8 +49,8 @@ exits! {
     irq_exits,
     /// HLT.
     halt_exits,
-    /// Instructions that real KVM would emulate: those that access addresses without memory (which the client, an interrupt
-    /// controller or an eventfd handles), and those that the CPU does not have.
+    /// Instructions that real KVM would emulate: those that access addresses without memory (which the client, an
+    /// interrupt controller or an eventfd handles), and those that the CPU does not have.
     insn_emulation,
     /// Instructions that the CPU does not have.
     insn_emulation_fail,
@@ -85,7 +85,8 @@ impl Count {
     }
 }
 
-/// Counts of times, by the position of the highest set bit of their nanoseconds, counted from 1. The last one has all that are longer.
+/// Counts of times, by the position of the highest set bit of their nanoseconds, counted from 1. The last one has
+/// all that are longer.
 #[derive(Debug)]
 pub(crate) struct Histogram<const BUCKETS: usize>([Count; BUCKETS]);
 

@@ -11,7 +11,8 @@ fn bits(features: &[(bool, u32)]) -> u32 {
         .fold(0, |bits, (_, bit)| bits | 1 << bit)
 }
 
-/// Leaf 1 ECX: SSE3 to SSE4.2, PCLMULQDQ, AES, AVX, FMA, F16C as on the host; CMPXCHG16B PCID MOVBE POPCNT XSAVE RDRAND.
+/// Leaf 1 ECX: SSE3 to SSE4.2, PCLMULQDQ, AES, AVX, FMA, F16C as on the host; CMPXCHG16B PCID MOVBE
+/// POPCNT XSAVE RDRAND.
 pub fn leaf1_ecx() -> u32 {
     let integer = bits(&[
         (true, 13),
@@ -24,7 +25,8 @@ pub fn leaf1_ecx() -> u32 {
     integer | features().leaf1_ecx
 }
 
-/// Leaf 7 EBX: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB, AVX2 and SHA as on the host.
+/// Leaf 7 EBX: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB, AVX2
+/// and SHA as on the host.
 pub fn leaf7_ebx() -> u32 {
     let integer = bits(&[
         (true, 0),
@@ -73,9 +75,9 @@ pub fn leaf_d1_eax() -> u32 {
     bits(&[(true, 0), (true, 1), (true, 2), (true, 3)])
 }
 
-/// Leaf 0x8000_0008 EBX: WBNOINVD, IBPB IBRS STIBP SSBD and what they need not do (IBRS protects its own mode, IBPB flushes returns), and
-/// no speculative store bypass and branch type confusion, because the CPU does not speculate; for `amd` CLZERO, XSAVEERPTR (the
-/// x87 pointers are always saved) and VIRT_SSBD.
+/// Leaf 0x8000_0008 EBX: WBNOINVD, IBPB IBRS STIBP SSBD and what they need not do (IBRS protects its own mode, IBPB
+/// flushes returns), and no speculative store bypass and branch type confusion, because the CPU does not speculate; for
+/// `amd` CLZERO, XSAVEERPTR (the x87 pointers are always saved) and VIRT_SSBD.
 pub fn ext8_ebx(amd: bool) -> u32 {
     bits(&[
         (amd, 0),
@@ -107,9 +109,9 @@ pub fn ext21_ecx() -> u32 {
 /// Leaf 0x8000_0001 EDX, of AMD: the MMX instructions that are part of SSE, and FFXSR.
 pub const AMD_EXT1_EDX: u32 = 1 << 22 | 1 << 25;
 
-/// IA32_ARCH_CAPABILITIES (SDM volume 4): IBRS protects all modes once it is set, and the vulnerabilities that the CPU does not have,
-/// because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS
-/// RFDS ITS.
+/// IA32_ARCH_CAPABILITIES (SDM volume 4): IBRS protects all modes once it is set, and the vulnerabilities that the CPU
+/// does not have, because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP
+/// BHI PBRSB GDS RFDS ITS.
 pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 1
     | 1 << 3
@@ -126,8 +128,8 @@ pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 27
     | 1 << 62;
 
-/// Leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW; for `amd` CMP_LEGACY (of clients that tell of several cores), LOCK MOV CR0, SSE4A,
-/// MISALIGNSSE and OSVW.
+/// Leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW; for `amd` CMP_LEGACY (of clients that tell of several cores), LOCK MOV
+/// CR0, SSE4A, MISALIGNSSE and OSVW.
 pub fn ext1_ecx(amd: bool) -> u32 {
     bits(&[
         (true, 0),

@@ -45,8 +45,8 @@ const SVM_LEAF: u32 = 0x8000_000a;
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
 pub const VIRT_BITS: u32 = 48;
-/// Returns the bits of KVM's paravirtual features: its clock, which is stable; IPIs, halts and ends of interrupts by hypercall or
-/// memory; asynchronous page faults; steal time, where the host counts it.
+/// Returns the bits of KVM's paravirtual features: its clock, which is stable; IPIs, halts and ends of interrupts by
+/// hypercall or memory; asynchronous page faults; steal time, where the host counts it.
 fn kvm_features() -> u32 {
     let steal_time = u32::from(crate::steal_time::is_available());
     1 << KVM_FEATURE_CLOCKSOURCE
@@ -250,8 +250,9 @@ const PKRU_BYTES: u32 = 8;
 /// Bytes of the upper halves of the YMM registers in an XSAVE area, after the header.
 const AVX_BYTES: u32 = 256;
 
-/// The offset of PKRU in the standard format of an XSAVE area, if the host has protection keys. The software CPU could offer them on
-/// any host, but QEMU takes the offset from the host's CPUID, and gives its guest offset 0 where the host has no keys.
+/// The offset of PKRU in the standard format of an XSAVE area, if the host has protection keys. The software CPU
+/// could offer them on any host, but QEMU takes the offset from the host's CPUID, and gives its guest offset 0 where
+/// the host has no keys.
 pub fn pkru_offset() -> Option<usize> {
     static OFFSET: Computed<Option<usize>> = Computed::new();
     *OFFSET.get_or_init(|| {
@@ -286,8 +287,8 @@ fn xsave_components() -> impl Iterator<Item = (u64, u32, u32)> {
         .filter_map(|(component, bytes, at)| at.map(|at| (component, bytes, at as u32)))
 }
 
-/// Returns `KVM_GET_EMULATED_CPUID`'s leaves: the features that KVM emulates where the host's CPU does not have them, MOVBE and
-/// RDPID. The software CPU has both.
+/// Returns `KVM_GET_EMULATED_CPUID`'s leaves: the features that KVM emulates where the host's CPU does not have them,
+/// MOVBE and RDPID. The software CPU has both.
 pub fn emulated() -> [kvm_cpuid_entry2; 3] {
     const MOVBE: u32 = 1 << 22;
     const RDPID: u32 = 1 << 22;
@@ -307,8 +308,8 @@ const MAX_LEAVES: usize = 96;
 /// AMD's leaf of caches, one in each subleaf.
 const AMD_CACHES_LEAF: u32 = 0x8000_001d;
 
-/// Adds the leaves that say nothing, up to the last one of each range, and sorts all. KVM lists them, too: VMMs fill in what is
-/// there, such as the APIC id in leaf 0x8000_001e.
+/// Adds the leaves that say nothing, up to the last one of each range, and sorts all. KVM lists them, too: VMMs fill in
+/// what is there, such as the APIC id in leaf 0x8000_001e.
 fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
     for first in [0, 0x8000_0000] {
         let has = |entries: &[kvm_cpuid_entry2], leaf| entries.iter().any(|e| e.function == leaf);
@@ -321,7 +322,8 @@ fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
             }
         }
     }
-    // A stable sort has a buffer of 4 KiB on the stack; `conformance/programs/below.c` says which client needs what lies there.
+    // A stable sort has a buffer of 4 KiB on the stack; `conformance/programs/below.c` says which client
+    // needs what lies there.
     entries.sort_unstable_by_key(|entry| (entry.function, entry.index));
 }
 
@@ -341,7 +343,8 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     } = identity;
     let amd = identity.is_amd();
     let nested = policy::nested();
-    // Without the TSC-deadline bit: it depends on who emulates the local APIC. KVM_CAP_TSC_DEADLINE_TIMER reports slat's.
+    // Without the TSC-deadline bit: it depends on who emulates the local APIC.
+    // KVM_CAP_TSC_DEADLINE_TIMER reports slat's.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
         | if amd {
@@ -473,8 +476,8 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     Ok(entries)
 }
 
-/// Returns the number of the leaf whose EAX holds the bits of KVM's paravirtual features: another hypervisor's leaves may come before
-/// KVM's. `None`: the guest does not see KVM.
+/// Returns the number of the leaf whose EAX holds the bits of KVM's paravirtual features: another hypervisor's leaves
+/// may come before KVM's. `None`: the guest does not see KVM.
 fn kvm_features_leaf(table: &[kvm_cpuid_entry2]) -> Option<u32> {
     let is_first = |entry: &&kvm_cpuid_entry2| {
         entry.function & 0xffff_00ff == HYPERVISOR_LEAF
@@ -491,8 +494,8 @@ pub(crate) fn kvm_features_in(table: &[kvm_cpuid_entry2]) -> u32 {
 /// Checks a client's table as KVM does.
 ///
 /// # Errors
-/// `EINVAL` for linear addresses of other than 48 or 57 bits (0: the leaf does not say), `EPERM` for AMX's tile data, a state
-/// component that a process has to request first.
+/// `EINVAL` for linear addresses of other than 48 or 57 bits (0: the leaf does not say), `EPERM` for AMX's tile data, a
+/// state component that a process has to request first.
 pub(crate) fn check(table: &[kvm_cpuid_entry2]) -> Result<()> {
     const TILE_DATA: u32 = 1 << 18;
     let find = |function| {
@@ -520,8 +523,8 @@ pub(crate) fn remove_kvm_feature(table: &mut [kvm_cpuid_entry2], bit: u32) {
     }
 }
 
-/// Returns what the guest's CPUID instruction reads from the client's table, with Intel's rule for leaves beyond the last one. The
-/// CPU adds the bits that follow from its state.
+/// Returns what the guest's CPUID instruction reads from the client's table, with Intel's rule for leaves beyond the
+/// last one. The CPU adds the bits that follow from its state.
 pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     let matches = |entry: &&kvm_cpuid_entry2, leaf: u32| {
         entry.function == leaf
@@ -531,8 +534,8 @@ pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     if let Some(entry) = table.iter().find(|entry| matches(entry, leaf)) {
         return values(entry);
     }
-    // Beyond the last leaf of a range an Intel CPU repeats the last basic leaf. An AMD CPU returns zero, as both do for an unknown
-    // leaf within the range.
+    // Beyond the last leaf of a range an Intel CPU repeats the last basic leaf. An AMD CPU returns zero, as both do for
+    // an unknown leaf within the range.
     let limit = |class: u32| {
         table
             .iter()

@@ -4,10 +4,11 @@
 //! reference count on top for one of KVM's.
 //!
 //! # How a look-up stays safe against a close
-//! An entry of the table points to a [`Cell`]: memory that is never freed, only reused. A look-up raises the cell's count,
-//! unless it is zero, and then checks whether the entry still points to the cell. If it does, the cell holds the descriptor's
-//! object, and cannot be emptied as long as the count is held; if not, the look-up lowers the count and begins again. The cell
-//! may hold another object by then, which is harmless: no look-up reads the object before the second check.
+//! An entry of the table points to a [`Cell`]: memory that is never freed, only reused. A look-up raises the cell's
+//! count, unless it is zero, and then checks whether the entry still points to the cell. If it does, the cell holds
+//! the descriptor's object, and cannot be emptied as long as the count is held; if not, the look-up lowers the
+//! count and begins again. The cell may hold another object by then, which is harmless: no look-up reads the object
+//! before the second check.
 
 use crate::errno::{Result, fail};
 use crate::ioctl::{Answer, Object};
@@ -39,7 +40,8 @@ pub struct Cell {
     object: UnsafeCell<Option<Object>>,
 }
 
-// SAFETY: `object` is written only while `users` is zero and the cell is not shared, read only while `users` is above zero.
+// SAFETY: `object` is written only while `users` is zero and the cell is not shared, read only while
+// `users` is above zero.
 unsafe impl Sync for Cell {}
 
 /// A use of an object. The object lives until its last use and its last descriptor end.
@@ -54,8 +56,8 @@ impl Handle {
                 object: UnsafeCell::new(None),
             }))
         });
-        // SAFETY: a cell without users that is not in the free list belongs to us. A stale look-up may raise and lower the
-        // count, but does not read the object.
+        // SAFETY: a cell without users that is not in the free list belongs to us. A stale look-up may raise and lower
+        // the count, but does not read the object.
         unsafe { *cell.object.get() = Some(object) };
         // The count may be raised for a moment by a stale look-up: add, do not store.
         cell.users.fetch_add(1, Ordering::AcqRel);

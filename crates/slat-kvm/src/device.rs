@@ -20,8 +20,8 @@ impl VmObject {
     /// `KVM_CREATE_DEVICE` without `KVM_CREATE_DEVICE_TEST`.
     ///
     /// # Errors
-    /// `ENODEV` for a type that x86 does not have, `EBUSY` when the VM has such a device, what the host returns for making a
-    /// descriptor.
+    /// `ENODEV` for a type that x86 does not have, `EBUSY` when the VM has such a device, what the host returns for
+    /// making a descriptor.
     pub fn create_device(
         self: &Arc<Self>,
         device: &kvm_create_device,
@@ -62,12 +62,12 @@ impl VfioDevice {
         FileRequest::of(attribute).map(drop)
     }
 
-    /// `KVM_SET_DEVICE_ATTR`: adds the VFIO file whose descriptor is stored at `attribute.addr` to those that the VM uses, or removes
-    /// it.
+    /// `KVM_SET_DEVICE_ATTR`: adds the VFIO file whose descriptor is stored at `attribute.addr` to those that the VM
+    /// uses, or removes it.
     ///
     /// # Errors
-    /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding a file
-    /// twice, `ENOENT` for deleting a file that was not added, `ENOMEM`.
+    /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for
+    /// adding a file twice, `ENOENT` for deleting a file that was not added, `ENOMEM`.
     pub fn set_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         let _call = self.vm.begin()?;
         let request = FileRequest::of(attribute)?;

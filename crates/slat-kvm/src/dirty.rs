@@ -1,5 +1,5 @@
-//! Dirty rings. The engine logs; this module allocates the memory of the rings, which is part of each vCPU's file (from page 64 on),
-//! so that the client's own `mmap` maps it.
+//! Dirty rings. The engine logs; this module allocates the memory of the rings, which is part of each vCPU's file (from
+//! page 64 on), so that the client's own `mmap` maps it.
 
 use crate::engine::{EngineVcpu, EngineVm};
 use crate::errno::{Result, fail, no_memory};
@@ -45,8 +45,8 @@ struct RingMemory(Shared);
 impl AsRef<[DirtyGfn]> for RingMemory {
     fn as_ref(&self) -> &[DirtyGfn] {
         let entries = self.0.start().cast::<DirtyGfn>();
-        // SAFETY: shared memory of that many ring entries, mapped as long as `self` lives and aligned to a page; a ring entry
-        // holds only atomics, of which every bit pattern is valid, whatever the client writes.
+        // SAFETY: shared memory of that many ring entries, mapped as long as `self` lives and aligned to a page; a ring
+        // entry holds only atomics, of which every bit pattern is valid, whatever the client writes.
         unsafe { std::slice::from_raw_parts(entries, self.0.len() / size_of::<DirtyGfn>()) }
     }
 }

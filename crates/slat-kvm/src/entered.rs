@@ -1,4 +1,5 @@
-//! A vCPU that has entered the engine: flushes and slot changes wait for it, so it must leave, also when its thread panics.
+//! A vCPU that has entered the engine: flushes and slot changes wait for it, so it must leave, also
+//! when its thread panics.
 
 use crate::engine::EngineVcpu;
 use std::ops::{Deref, DerefMut};
@@ -33,8 +34,8 @@ impl<T: AsMut<EngineVcpu>> DerefMut for Entered<'_, T> {
     }
 }
 
-/// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU; if `work` panics, the vCPU is not
-/// entered again.
+/// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU; if `work` panics, the
+/// vCPU is not entered again.
 pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     vcpu.leave();
     let result = work();

@@ -1,7 +1,8 @@
 //! The client's eventfds, as irqfds and ioeventfds use them.
 //!
-//! slat keeps a descriptor of its own for each, as KVM keeps a reference: the client may close its descriptor. Two descriptors refer
-//! to one eventfd if the kernel shows the same id for both (`/proc/self/fdinfo`), so that a client can use another one later.
+//! slat keeps a descriptor of its own for each, as KVM keeps a reference: the client may close its descriptor. Two
+//! descriptors refer to one eventfd if the kernel shows the same id for both (`/proc/self/fdinfo`), so that a client
+//! can use another one later.
 
 use crate::errno::{Error, Result, fail};
 use crate::process::PerProcess;
@@ -75,8 +76,8 @@ impl EventFd {
 
     /// Adds 1 to the counter. A full counter stays as it is: threads that poll it are woken anyway.
     pub(crate) fn signal(&self) {
-        // A write to a full counter of a blocking descriptor would wait for a reader, and KVM's own signal never waits. So the
-        // counter is checked first; only a race for its last unit remains.
+        // A write to a full counter of a blocking descriptor would wait for a reader, and KVM's own signal never waits.
+        // So the counter is checked first; only a race for its last unit remains.
         if self.never_blocks || self.has_room() {
             let one = 1u64.to_ne_bytes();
             let (start, len) = (one.as_ptr() as usize, one.len());

@@ -82,8 +82,8 @@ impl Requested {
         })
     }
 
-    /// Begins to deliver the pending exception: stores its payload in CR2 or DR6, and has the CPU deliver it through the guest's IDT
-    /// next.
+    /// Begins to deliver the pending exception: stores its payload in CR2 or DR6, and has the CPU deliver it through
+    /// the guest's IDT next.
     pub(crate) fn begin_exception(&mut self, cpu: &mut Cpu) {
         let Some(Pending { exception, payload }) = self.exception.take() else {
             return;

@@ -74,7 +74,8 @@ impl MemoryFault {
     }
 }
 
-/// Stores `KVM_EXIT_X86_RDMSR`, or with a value `KVM_EXIT_X86_WRMSR`; the client returns the result in `error` and `data`.
+/// Stores `KVM_EXIT_X86_RDMSR`, or with a value `KVM_EXIT_X86_WRMSR`; the client returns the result
+/// in `error` and `data`.
 pub(crate) fn msr(page: &RunPage, index: u32, value: Option<u64>, reason: u32) {
     page.set_exit_reason(match value {
         None => KVM_EXIT_X86_RDMSR,
@@ -99,8 +100,9 @@ pub(crate) fn memory_fault(page: &RunPage, fault: MemoryFault) {
     set_field!(page, PAGE as u64, __bindgen_anon_1.memory_fault.size);
 }
 
-/// Stores `KVM_INTERNAL_ERROR_DELIVERY_EV`: the delivery of an event accessed an address without memory. The words are KVM's: what
-/// was delivered and why the processor gave up, as the vendor's virtualization reports them, the address, and the host's processor.
+/// Stores `KVM_INTERNAL_ERROR_DELIVERY_EV`: the delivery of an event accessed an address without memory. The words are
+/// KVM's: what was delivered and why the processor gave up, as the vendor's virtualization reports them, the address,
+/// and the host's processor.
 pub(crate) fn delivery(page: &RunPage, vector: u8, software: bool, gpa: u64) {
     const EPT_MISCONFIGURATION: u64 = 49;
     const NESTED_PAGE_FAULT: u64 = 0x400;

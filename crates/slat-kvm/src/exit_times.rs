@@ -1,7 +1,9 @@
-//! How long exits take, by reason, for `slat stat`: from the exit of the CPU to its next entry, with what the client does meanwhile.
+//! How long exits take, by reason, for `slat stat`: from the exit of the CPU to its next entry, with what the
+//! client does meanwhile.
 //!
-//! Two looks at the clock are a tenth of a short exit, so the times of one exit in [`ONE_IN`] are taken; and the clock is the time-stamp
-//! counter, because no seccomp filter forbids it. Halts have an account of their own ([`Exits::waited`](crate::counters::Exits::waited)).
+//! Two looks at the clock are a tenth of a short exit, so the times of one exit in [`ONE_IN`] are taken; and the clock
+//! is the time-stamp counter, because no seccomp filter forbids it. Halts have an account of their own
+//! ([`Exits::waited`](crate::counters::Exits::waited)).
 
 use crate::clock;
 use crate::counters::{Count, Histogram};
@@ -10,7 +12,8 @@ use slat_x86::Exit;
 /// Of so many exits the time of one is taken: a power of two.
 const ONE_IN: u64 = 16;
 
-/// Buckets of a histogram: the last one has what takes longer than 4 ms. Fewer than those of halts, as each vCPU has one for each reason.
+/// Buckets of a histogram: the last one has what takes longer than 4 ms. Fewer than those of halts, as each vCPU has
+/// one for each reason.
 const BUCKETS: usize = 24;
 
 /// Why the CPU has exited, as far as times are told apart.

@@ -1,9 +1,9 @@
 //! Seccomp filters of the client, and Landlock: slat's preparations before a thread restricts itself.
 //!
-//! slat starts its threads when they are needed first, unless the client installs a filter: then slat starts all of them before, so
-//! that the filter does not bind them, and one of them makes the system calls that the filter forbids
-//! ([`slat_process::calls`]). `docs/seccomp.md` says what a filter for a vCPU's thread has to allow. Landlock takes the right to open
-//! files from a thread and from those that it starts later, so it is the same thread that opens slat's.
+//! slat starts its threads when they are needed first, unless the client installs a filter: then slat starts all of
+//! them before, so that the filter does not bind them, and one of them makes the system calls that the filter forbids
+//! ([`slat_process::calls`]). `docs/seccomp.md` says what a filter for a vCPU's thread has to allow. Landlock takes the
+//! right to open files from a thread and from those that it starts later, so it is the same thread that opens slat's.
 
 use crate::background;
 use crate::irq::irqfd;
@@ -34,14 +34,15 @@ pub fn has_threads() -> bool {
     background::count() > 0
 }
 
-/// Whether the program has one thread at most. A filter for all threads of the process (`SECCOMP_FILTER_FLAG_TSYNC`) may then be installed on
-/// that one alone, so that it does not bind slat's.
+/// Whether the program has one thread at most. A filter for all threads of the process (`SECCOMP_FILTER_FLAG_TSYNC`)
+/// may then be installed on that one alone, so that it does not bind slat's.
 #[doc(hidden)]
 pub fn is_one_thread() -> bool {
     last_thread::threads_of_program().is_some_and(|threads| threads <= 1)
 }
 
-/// Starts the thread that opens slat's files. Call before a thread restricts itself by Landlock. The client may open `/dev/kvm` later.
+/// Starts the thread that opens slat's files. Call before a thread restricts itself by Landlock. The client may
+/// open `/dev/kvm` later.
 #[doc(hidden)]
 pub fn before_landlock() {
     last_thread::start();
@@ -49,8 +50,8 @@ pub fn before_landlock() {
     forbid_opening();
 }
 
-/// Learns which system calls a filter forbids. Call before the filter is installed, after [`prepare`]; or afterwards, before the
-/// thread calls slat. A thread whose filter was not announced makes all of slat's system calls itself.
+/// Learns which system calls a filter forbids. Call before the filter is installed, after [`prepare`]; or afterwards,
+/// before the thread calls slat. A thread whose filter was not announced makes all of slat's system calls itself.
 ///
 /// If the filter is one for vCPU threads, prints the calls that it should allow and does not.
 pub fn announce(program: &[libc::sock_filter]) {

@@ -68,8 +68,8 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
 /// `KVM_SET_XSAVE`. A component that is not present gets its initial state, but PKRU keeps its value, as in KVM.
 ///
 /// # Errors
-/// `EINVAL` for components that the CPU does not have, for the compacted format, for reserved words of the header, and for reserved
-/// bits of MXCSR if a component is present that uses it.
+/// `EINVAL` for components that the CPU does not have, for the compacted format, for reserved words of the header, and
+/// for reserved bits of MXCSR if a component is present that uses it.
 pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     let word = |at: usize| u64::from_le_bytes(area[at..at + 8].try_into().expect("8 bytes"));
     let present = word(XSTATE_BV);

@@ -5,10 +5,11 @@ use crate::thread::Section;
 use slat_process::{errno, set_errno};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs slat's code for a C caller. A success leaves `errno` as it was, an error becomes -1 and `errno`, a panic becomes `EIO`.
+/// Runs slat's code for a C caller. A success leaves `errno` as it was, an error becomes -1 and `errno`, a
+/// panic becomes `EIO`.
 ///
-/// The whole call is a [`Section`]: handlers of the program that are due run at its end, when slat holds no lock and has no
-/// frame on the stack. They may use slat, or jump away.
+/// The whole call is a [`Section`]: handlers of the program that are due run at its end, when slat holds no lock and
+/// has no frame on the stack. They may use slat, or jump away.
 pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
     let before = errno();
     let result = {

@@ -1,7 +1,7 @@
 //! Guest memory in a file of its own: `KVM_CREATE_GUEST_MEMFD` (api.rst 4.142).
 //!
-//! A guest_memfd is a memfd that slat maps for itself, at an address that the client is not told. Which descriptor the client gets
-//! depends on the flags, so that the kernel itself carries out `mmap`, and gives the faults of the mapping:
+//! A guest_memfd is a memfd that slat maps for itself, at an address that the client is not told. Which descriptor the
+//! client gets depends on the flags, so that the kernel itself carries out `mmap`, and gives the faults of the mapping:
 //!
 //! | flags | descriptor | the client's mapping |
 //! |---|---|---|
@@ -9,12 +9,13 @@
 //! | [`FLAG_MMAP`] | an empty memfd | SIGBUS everywhere: the memory is private |
 //! | both | the memfd | the memory; SIGBUS after its end; NUMA policies are those of any memfd |
 //!
-//! The preload library refuses `read` and `write` for each, and shows the size of the memory as that of the file. A client of the
-//! crate, whose system calls slat does not see, can read and write the third, and finds the second empty.
+//! The preload library refuses `read` and `write` for each, and shows the size of the memory as that of the file. A
+//! client of the crate, whose system calls slat does not see, can read and write the third, and finds the second empty.
 //!
-//! A slot is bound to the *address range* of slat's mapping, which is reserved as long as the slot lives. When the last descriptor
-//! is closed the memory is released, and nothing is mapped in the range: accesses fail from then on. If the client still has a
-//! mapping of the file, which keeps KVM's file open, the memory stays as long as the slots that are bound to it.
+//! A slot is bound to the *address range* of slat's mapping, which is reserved as long as the slot lives. When the
+//! last descriptor is closed the memory is released, and nothing is mapped in the range: accesses fail from then on.
+//! If the client still has a mapping of the file, which keeps KVM's file open, the memory stays as long as the slots
+//! that are bound to it.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;
@@ -38,8 +39,8 @@ pub const FLAG_MMAP: u64 = 1 << 0;
 /// `GUEST_MEMFD_FLAG_INIT_SHARED`: the memory is shared with the client, so its mapping of the file can be accessed.
 pub const FLAG_INIT_SHARED: u64 = 1 << 1;
 
-/// Returns the flags that a guest_memfd can have. In a VM whose memory can be private (`protected`), memory attributes say what is
-/// shared, and so no file is shared from the start.
+/// Returns the flags that a guest_memfd can have. In a VM whose memory can be private (`protected`), memory attributes
+/// say what is shared, and so no file is shared from the start.
 pub fn flags(protected: bool) -> u64 {
     match protected {
         true => FLAG_MMAP,
@@ -100,8 +101,8 @@ impl GuestMemfd {
     /// Checks whether the client may map the descriptor with this protection and these flags.
     ///
     /// # Errors
-    /// The kernel's, in its order: `EINVAL` for flags that are no kind of mapping of a file, `EPERM` for memory that could be executed,
-    /// `ENODEV` without [`FLAG_MMAP`], `EINVAL` for a private mapping.
+    /// The kernel's, in its order: `EINVAL` for flags that are no kind of mapping of a file, `EPERM` for memory that
+    /// could be executed, `ENODEV` without [`FLAG_MMAP`], `EINVAL` for a private mapping.
     pub fn check_mapping(&self, protection: c_int, flags: c_int) -> Result<()> {
         let private = match flags & libc::MAP_TYPE {
             libc::MAP_PRIVATE => true,
@@ -143,13 +144,13 @@ impl GuestMemfd {
         !self.birth.is_here()
     }
 
-    /// Allocates the pages of a range, or frees them, as `fallocate` does. Freeing is an invalidation, after which the pages read as
-    /// zeroes, in the client's mappings of the file, too.
+    /// Allocates the pages of a range, or frees them, as `fallocate` does. Freeing is an invalidation, after which the
+    /// pages read as zeroes, in the client's mappings of the file, too.
     ///
     /// # Errors
-    /// `EOPNOTSUPP` for a mode without `FALLOC_FL_KEEP_SIZE` or with anything but `FALLOC_FL_PUNCH_HOLE` besides, `EFBIG` for a range
-    /// that no file can have, `EINVAL` for one that is empty, not of whole pages, or (but for a hole) reaches beyond the end, `EIO`
-    /// in a forked child, and what the host returns for allocating.
+    /// `EOPNOTSUPP` for a mode without `FALLOC_FL_KEEP_SIZE` or with anything but `FALLOC_FL_PUNCH_HOLE` besides,
+    /// `EFBIG` for a range that no file can have, `EINVAL` for one that is empty, not of whole pages, or (but for a
+    /// hole) reaches beyond the end, `EIO` in a forked child, and what the host returns for allocating.
     pub fn fallocate(&self, mode: i32, offset: i64, len: i64) -> Result<()> {
         if self.is_foreign() {
             return fail(libc::EIO);
@@ -220,7 +221,8 @@ pub(crate) struct Part {
     pub(crate) memory: Arc<Shared>,
     /// What backs the slot's first byte.
     pub(crate) start: Hva,
-    /// All memory of the slot comes from here, and none from the address that the client names (`KVM_MEMSLOT_GMEM_ONLY`).
+    /// All memory of the slot comes from here, and none from the address that the client names
+    /// (`KVM_MEMSLOT_GMEM_ONLY`).
     pub(crate) only: bool,
 }
 
@@ -228,8 +230,8 @@ pub(crate) struct Part {
 #[derive(Debug, Default)]
 pub(crate) struct PrivateMemory {
     files: Mutex<Vec<Weak<GuestMemfd>>>,
-    /// The memory that slots are bound to, by the client's slot number (address space included). Locked while a slot is changed
-    /// that is, or may have been, bound.
+    /// The memory that slots are bound to, by the client's slot number (address space included). Locked while a slot is
+    /// changed that is, or may have been, bound.
     bound: Mutex<BTreeMap<u32, Arc<Shared>>>,
 }
 
@@ -279,8 +281,8 @@ impl PrivateMemory {
     /// Returns the part for a slot of `size` bytes, from `offset` on, of the guest_memfd that `fd` refers to.
     ///
     /// # Errors
-    /// `EBADF` for a closed descriptor; `EINVAL` for one that is no guest_memfd of this VM, and for a part that is not of whole pages
-    /// or reaches beyond the end.
+    /// `EBADF` for a closed descriptor; `EINVAL` for one that is no guest_memfd of this VM, and for a part that is not
+    /// of whole pages or reaches beyond the end.
     pub(crate) fn part(&self, fd: u32, offset: u64, size: u64) -> Result<Part> {
         let file = FileId::of(fd as RawFd)?;
         let known = self

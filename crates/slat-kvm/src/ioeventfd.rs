@@ -1,11 +1,12 @@
 //! `KVM_IOEVENTFD`: guest writes to an address or a port that only signal an eventfd.
 //!
 //! # Concurrency
-//! The registrations are an immutable [`Table`] that a change replaces whole. Each vCPU holds the table that it last saw and compares
-//! one number to learn whether that table is still current, so that a write takes no lock. A change publishes the new table,
-//! increments the number and then waits until every vCPU has passed a quiescent point of the engine or has left it
-//! ([`slat::Vm::synchronize`]): a vCPU looks up the table and signals between two quiescent points. So no eventfd is signalled after
-//! the call that removed it has returned, and a client that reads the eventfd then misses nothing.
+//! The registrations are an immutable [`Table`] that a change replaces whole. Each vCPU holds the table that it last
+//! saw and compares one number to learn whether that table is still current, so that a write takes no lock. A change
+//! publishes the new table, increments the number and then waits until every vCPU has passed a quiescent point of the
+//! engine or has left it ([`slat::Vm::synchronize`]): a vCPU looks up the table and signals between two quiescent
+//! points. So no eventfd is signalled after the call that removed it has returned, and a client that reads the eventfd
+//! then misses nothing.
 
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail, no_memory};
@@ -100,8 +101,9 @@ pub(crate) struct KnownEvents {
 }
 
 impl KnownEvents {
-    /// Signals the eventfds that are registered for writes of `units` (1 to 8 bytes each) to one place, one after the other. Returns
-    /// `false`, and signals nothing, if a unit has no registration. The vCPU is entered, and passes no quiescent point meanwhile.
+    /// Signals the eventfds that are registered for writes of `units` (1 to 8 bytes each) to one place, one after the
+    /// other. Returns `false`, and signals nothing, if a unit has no registration. The vCPU is entered, and passes no
+    /// quiescent point meanwhile.
     pub(crate) fn signal<'a>(
         &mut self,
         events: &IoEvents,
@@ -132,9 +134,10 @@ impl IoEvents {
     /// Carries out `KVM_IOEVENTFD` in the VM of `engine`.
     ///
     /// # Errors
-    /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps around, and a value
-    /// to compare without a length; `EEXIST` when a write could match another registration, too. For a removal, `ENOENT` when there is
-    /// no such registration. For both, `EBADF`, `EINVAL` for a descriptor that is no eventfd, `ENOMEM`, `EMFILE`.
+    /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps
+    /// around, and a value to compare without a length; `EEXIST` when a write could match another registration, too.
+    /// For a removal, `ENOENT` when there is no such registration. For both, `EBADF`, `EINVAL` for a descriptor that is
+    /// no eventfd, `ENOMEM`, `EMFILE`.
     pub(crate) fn change(&self, engine: &EngineVm, asked: &kvm_ioeventfd) -> Result<()> {
         let known = DATAMATCH | PIO | DEASSIGN | VIRTIO_CCW | FAST_MMIO;
         let compares = asked.flags & DATAMATCH != 0;

@@ -1,10 +1,11 @@
 //! The end of a process whose threads have ended one by one.
 //!
-//! A process ends with its last thread. A thread of the program's ends alone by `pthread_exit`, by the system call `exit`, or because a
-//! seccomp filter kills it (`SECCOMP_RET_KILL_THREAD`). slat's own threads would then keep a process in which nobody handles a signal. So one
-//! of them waits until the process's first thread has ended, which seldom happens before the process ends: until then it sleeps, if that
-//! thread is one of slat's C library. From then on another one looks twice a second whether a thread of the program's is left. If none is,
-//! the process ends as the kernel, or the C library, would have ended it without slat: with the first thread's exit status.
+//! A process ends with its last thread. A thread of the program's ends alone by `pthread_exit`, by the system call
+//! `exit`, or because a seccomp filter kills it (`SECCOMP_RET_KILL_THREAD`). slat's own threads would then keep a
+//! process in which nobody handles a signal. So one of them waits until the process's first thread has ended, which
+//! seldom happens before the process ends: until then it sleeps, if that thread is one of slat's C library. From then
+//! on another one looks twice a second whether a thread of the program's is left. If none is, the process ends as the
+//! kernel, or the C library, would have ended it without slat: with the first thread's exit status.
 
 use crate::background::{self, Background, leave_descriptors};
 use crate::process::{self, PerProcess};
@@ -24,10 +25,12 @@ struct Watcher {
     observer: Observer,
 }
 
-/// The thread that looks at the process, once its first thread has ended. It has descriptors of its own, so that the program sees none.
+/// The thread that looks at the process, once its first thread has ended. It has descriptors of its own, so that
+/// the program sees none.
 #[derive(Debug)]
 struct Observer {
-    /// What wait(2) would return for the first thread; [`RUNS`] as long as the program has threads, [`UNKNOWN`] if it cannot be told.
+    /// What wait(2) would return for the first thread; [`RUNS`] as long as the program has threads, [`UNKNOWN`]
+    /// if it cannot be told.
     status: AtomicU32,
 }
 
@@ -93,7 +96,8 @@ pub(crate) fn threads_of_program() -> Option<usize> {
 
 /// Waits until the first thread of the process has ended, if the kernel tells so.
 fn wait_for_first() {
-    // The kernel clears the note and wakes its sleepers (set_tid_address(2)). A thread that joins the first one sleeps there, too.
+    // The kernel clears the note and wakes its sleepers (set_tid_address(2)). A thread that joins the first
+    // one sleeps there, too.
     if let Some(word) = slat_process::first_noted_id() {
         let call = |operation: i32, value: i32| {
             let word = word.as_ptr() as usize;
@@ -107,7 +111,8 @@ fn wait_for_first() {
     }
 }
 
-/// Waits until the program has no thread. Returns what wait(2) would return for the first one; `None` if it cannot be told.
+/// Waits until the program has no thread. Returns what wait(2) would return for the first one; `None`
+/// if it cannot be told.
 fn observe() -> Option<u32> {
     if !leave_descriptors() {
         return None;

@@ -5,8 +5,8 @@
 //! - [`Kvm`], [`VmFd`], [`VcpuFd`]: the types and methods of kvm-ioctls, for Rust programs.
 //! - `ioctl::Object`: requests and pointers as `ioctl` passes them, for the preload library and the C library.
 //!
-//! What is promised is listed in `docs/api/slat-kvm.txt`. The other public modules are for slat's own crates and for tests, are not documented
-//! for others, and change without notice.
+//! What is promised is listed in `docs/api/slat-kvm.txt`. The other public modules are for slat's own crates and for
+//! tests, are not documented for others, and change without notice.
 //!
 //! | file | idea |
 //! |---|---|
@@ -44,9 +44,9 @@
 //! | `engine` | the engine's VM and vCPU, whatever their table format |
 //!
 //! # Layers
-//! No modules import one another in a circle (`tests/architecture.rs`). State and the devices inside a VM know no VM; a VM knows its
-//! vCPUs only as targets of interrupts; a vCPU and its machine know their VM; `device`, `stats`, `run`, `api` and `ioctl` know
-//! all that they need.
+//! No modules import one another in a circle (`tests/architecture.rs`). State and the devices inside a VM know no VM; a
+//! VM knows its vCPUs only as targets of interrupts; a vCPU and its machine know their VM; `device`, `stats`, `run`,
+//! `api` and `ioctl` know all that they need.
 
 pub mod filters;
 pub mod notify;

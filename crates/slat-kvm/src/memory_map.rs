@@ -5,8 +5,8 @@ use slat::format::Entry;
 use slat::{Gfn, Level};
 use std::ops::Range;
 
-/// How the frames of a part of guest memory are mapped: a number of 4 KiB pages for each kind. With the shadow MMU a page counts as
-/// often as it is mapped.
+/// How the frames of a part of guest memory are mapped: a number of 4 KiB pages for each kind. With the shadow MMU a
+/// page counts as often as it is mapped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cell {
     /// Mapped by leaves of 4 KiB, 2 MiB, 1 GiB (or larger).
@@ -39,10 +39,11 @@ impl Cell {
         "private",
     ];
 
-    /// Reads how `gfns` in address space `space` are mapped. A huge leaf counts with those of its pages that are in `gfns`.
+    /// Reads how `gfns` in address space `space` are mapped. A huge leaf counts with those of its
+    /// pages that are in `gfns`.
     ///
-    /// vCPUs may run meanwhile: [`slat::Vm::visit_leaves`] looks at 4,096 entries at a time, and locks one table at a time. The
-    /// caller is in no reader section. Uses no heap memory.
+    /// vCPUs may run meanwhile: [`slat::Vm::visit_leaves`] looks at 4,096 entries at a time, and locks one table at a
+    /// time. The caller is in no reader section. Uses no heap memory.
     pub fn read(engine: &EngineVm, space: usize, gfns: &Range<Gfn>) -> Self {
         let mut cell = Cell::default();
         engine.visit_leaves(space, gfns.clone(), &mut |gfn, level, entry| {

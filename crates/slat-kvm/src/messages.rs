@@ -1,7 +1,7 @@
 //! slat's messages, on standard error only: why calls or guests failed.
 //!
-//! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat explains refused
-//! calls. It always names instructions that the CPU lacks, once each.
+//! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat
+//! explains refused calls. It always names instructions that the CPU lacks, once each.
 
 use crate::process::PerProcess;
 use slat_process::file_size::limited;
@@ -24,7 +24,8 @@ pub fn say(line: std::fmt::Arguments<'_>) {
     print(&format!("slat: {line}\n"));
 }
 
-/// Prints text on standard error: not by the standard library's `stderr`, whose lock a child would find held that is forked meanwhile.
+/// Prints text on standard error: not by the standard library's `stderr`, whose lock a child would find held that
+/// is forked meanwhile.
 pub(crate) fn print(text: &str) {
     let mut rest = text.as_bytes();
     while !rest.is_empty() {

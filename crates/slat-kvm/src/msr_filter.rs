@@ -30,8 +30,8 @@ impl MsrFilter {
     /// Checks and copies a client's filter; `read` copies words from the client's memory.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, a range without flags or of too many MSRs, and a filter that denies by default and has no range;
-    /// the errors of `read`; `ENOMEM`.
+    /// `EINVAL` for unknown flags, a range without flags or of too many MSRs, and a filter that denies by default and
+    /// has no range; the errors of `read`; `ENOMEM`.
     pub(crate) fn new(
         given: &kvm_msr_filter,
         read: impl Fn(u64, usize) -> Result<Vec<u64>>,

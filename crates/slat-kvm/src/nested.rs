@@ -1,6 +1,6 @@
-//! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE` (KVM's api document, 4.114 and 4.115): whether a vCPU runs a guest of its guest by
-//! SVM, and what its hypervisor had in its registers. VMX is not offered: of a guest without SVM, where Intel's
-//! processor is offered, the state is a header that says so.
+//! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE` (KVM's api document, 4.114 and 4.115): whether a vCPU runs a guest
+//! of its guest by SVM, and what its hypervisor had in its registers. VMX is not offered: of a guest without SVM, where
+//! Intel's processor is offered, the state is a header that says so.
 
 use crate::cpuid::is_amd;
 use crate::errno::{Result, fail};
@@ -88,7 +88,9 @@ pub(crate) fn get(cpu: &Cpu) -> NestedState {
 /// Sets the state of `cpu`. `read_vmcb` reads the page that follows the header.
 ///
 /// # Errors
-/// `EINVAL` as KVM: for unknown flags, another format, a size that does not hold the state; for guest mode without EFER.SVME; for guest mode in system management mode; for an address that no control block has, and for a page that no VMRUN leaves.
+/// `EINVAL` as KVM: for unknown flags, another format, a size that does not hold the state; for guest mode without
+/// EFER.SVME; for guest mode in system management mode; for an address that no control block has, and for a page
+/// that no VMRUN leaves.
 pub(crate) fn set(
     cpu: &mut Cpu,
     header: &[u64; WORDS],

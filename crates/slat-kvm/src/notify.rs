@@ -1,7 +1,7 @@
 //! All live VMs of the process, as listeners to changes of the host's mappings: KVM's MMU notifiers.
 //!
-//! A thread that changes mappings makes the change in [`around`]: the VMs drop their translations of the range before the change, and
-//! create new ones only after it.
+//! A thread that changes mappings makes the change in [`around`]: the VMs drop their translations of the range before
+//! the change, and create new ones only after it.
 
 use crate::engine::EngineVm;
 use crate::process::{PerProcess, live_vms};
@@ -62,8 +62,8 @@ pub fn live() -> Vec<Arc<EngineVm>> {
     }
 }
 
-/// Runs `change`, which changes the host's mappings in `range`. Every VM drops its translations of the range before the change, and
-/// no vCPU uses an old one after this has returned.
+/// Runs `change`, which changes the host's mappings in `range`. Every VM drops its translations of the range before the
+/// change, and no vCPU uses an old one after this has returned.
 ///
 /// Waits for running vCPUs to pass a block boundary, so the caller must not hold a lock that they need.
 pub fn around<R>(range: Range<usize>, change: impl FnOnce() -> R) -> R {

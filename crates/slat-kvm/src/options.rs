@@ -14,7 +14,8 @@ pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISAB
 const KNOWN_EXITS: u64 =
     (DISABLED_EXITS | KVM_X86_DISABLE_EXITS_MWAIT | KVM_X86_DISABLE_EXITS_CSTATE) as u64;
 
-/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. Exits to the client, if that has enabled the exit.
+/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. Exits to the client, if that
+/// has enabled the exit.
 pub(crate) const MAP_GPA_RANGE: u32 = 12;
 /// The hypercalls that a client can complete itself: the value of `KVM_CAP_EXIT_HYPERCALL`.
 pub(crate) const HYPERCALL_EXITS: u32 = 1 << MAP_GPA_RANGE;
@@ -120,7 +121,8 @@ impl Options {
         Some(Ok(()))
     }
 
-    /// Carries out `KVM_CAP_X86_DISABLE_EXITS`. As in KVM, no later call undoes this; exits that the CPU does not offer are ignored.
+    /// Carries out `KVM_CAP_X86_DISABLE_EXITS`. As in KVM, no later call undoes this; exits that the CPU does
+    /// not offer are ignored.
     ///
     /// # Errors
     /// `EINVAL` for unknown exits.

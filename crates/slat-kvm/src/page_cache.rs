@@ -1,5 +1,5 @@
-//! The translations that a vCPU used last, and that the TLB of its CPU does not hold: of guest-physical pages, of linear pages
-//! that are devices', and of a nested guest's physical pages.
+//! The translations that a vCPU used last, and that the TLB of its CPU does not hold: of guest-physical pages, of
+//! linear pages that are devices', and of a nested guest's physical pages.
 
 use slat::guest_walk::GuestPage;
 use slat_x86::{Access, NestedPaging, Paging};
@@ -83,8 +83,8 @@ impl PageCache {
         (gva / PAGE) as usize % Self::DEVICES
     }
 
-    /// Returns where the page at `gpa`, a physical address of a nested guest's, leads by the tables `of`, if that is known, and allows
-    /// `access`.
+    /// Returns where the page at `gpa`, a physical address of a nested guest's, leads by the tables `of`, if that is
+    /// known, and allows `access`.
     pub(crate) fn nested(
         &mut self,
         of: &NestedPaging,

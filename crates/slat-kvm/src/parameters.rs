@@ -98,8 +98,8 @@ pub fn write(name: &str, text: &str) -> Result<()> {
         }
         vm.set_policy(setting);
         if setting == Setting::NxHugePages(Switch::Off) {
-            // Unmaps everything, so that pages that execution has split are mapped huge again. (When the policy is set to "on",
-            // the engine itself zaps the leaves that must not be executed any more.)
+            // Unmaps everything, so that pages that execution has split are mapped huge again. (When the policy is set
+            // to "on", the engine itself zaps the leaves that must not be executed any more.)
             drop(vm.invalidate(Hva(0)..Hva(1 << 47)));
         }
     }
@@ -118,7 +118,8 @@ fn is_without_nx(vm: &Arc<EngineVm>) -> bool {
 /// Carries out `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`, for a VM that has no vCPUs yet.
 ///
 /// # Errors
-/// `EPERM` for a thread without CAP_SYS_BOOT: KVM's rule, because on affected processors a guest could then crash the host.
+/// `EPERM` for a thread without CAP_SYS_BOOT: KVM's rule, because on affected processors a guest could
+/// then crash the host.
 pub(crate) fn disable_nx(vm: &Arc<EngineVm>) -> Result<()> {
     if !may_reboot() {
         return fail(libc::EPERM);

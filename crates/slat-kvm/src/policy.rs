@@ -54,7 +54,8 @@ pub enum Jit {
     /// What runs often, on a thread of slat's.
     #[default]
     On,
-    /// All code that is compiled at all, before it runs for the first time, on the vCPU's thread: slow, to test the compiler.
+    /// All code that is compiled at all, before it runs for the first time, on the vCPU's thread: slow,
+    /// to test the compiler.
     AtOnce(Tier),
 }
 

@@ -17,9 +17,10 @@ impl VcpuObject {
     /// `KVM_PRE_FAULT_MEMORY`. `range` becomes the part that is not mapped yet.
     ///
     /// # Errors
-    /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
-    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or there is no private memory for a
-    /// private page, `ENOMEM`. `EOPNOTSUPP` with the shadow MMU, as in KVM without a second level.
+    /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT`
+    /// without a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or
+    /// there is no private memory for a private page, `ENOMEM`. `EOPNOTSUPP` with the shadow MMU, as in KVM
+    /// without a second level.
     pub fn pre_fault(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         let end = range.gpa.checked_add(range.size);
         let pages = range.gpa.is_multiple_of(PAGE) && range.size.is_multiple_of(PAGE);

@@ -1,5 +1,5 @@
-//! Recovery of NX huge pages: a thread that in every period has each VM zap a share of the tables that execution has split. slat
-//! starts the thread when it is needed first, and in a forked child only if that creates VMs.
+//! Recovery of NX huge pages: a thread that in every period has each VM zap a share of the tables that execution has
+//! split. slat starts the thread when it is needed first, and in a forked child only if that creates VMs.
 
 use crate::background::{self, Background};
 use crate::notify;
@@ -18,8 +18,8 @@ struct Recovery {
 
 static RECOVERY: PerProcess<Recovery> = PerProcess::new();
 
-/// Returns the time between two recoveries; `None` if there are none. With a period of 0 the ratio decides: everything within an
-/// hour, as in KVM.
+/// Returns the time between two recoveries; `None` if there are none. With a period of 0 the ratio decides: everything
+/// within an hour, as in KVM.
 fn period() -> Option<Duration> {
     let ratio = number("nx_huge_pages_recovery_ratio");
     if number("nx_huge_pages") == 0 || ratio == 0 {

@@ -199,8 +199,8 @@ fn check_sregs(sregs: &kvm_sregs, features: &Features) -> Result<()> {
     Ok(())
 }
 
-/// `KVM_SET_SREGS`, apart from `apic_base`, for a CPU with `features`. As in KVM, an interrupt that is being delivered stays if
-/// `sregs` has none.
+/// `KVM_SET_SREGS`, apart from `apic_base`, for a CPU with `features`. As in KVM, an interrupt that is being delivered
+/// stays if `sregs` has none.
 ///
 /// # Errors
 /// `EINVAL` for control registers that no CPU with these features can have.

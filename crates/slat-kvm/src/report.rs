@@ -1,4 +1,5 @@
-//! The statistics that a process prints at its end, on standard error: what the memory system and the CPUs did for its VMs.
+//! The statistics that a process prints at its end, on standard error: what the memory system and the
+//! CPUs did for its VMs.
 
 use crate::compiler;
 use crate::counters::CpuCounts;
@@ -148,8 +149,8 @@ fn list(text: &mut String, counters: impl Iterator<Item = (&'static str, u64)>) 
     }
 }
 
-/// Prints the statistics if the environment asks for them and the process created VMs: a shell that only starts the KVM program
-/// prints nothing. Call at the end of the process.
+/// Prints the statistics if the environment asks for them and the process created VMs: a shell that only starts the KVM
+/// program prints nothing. Call at the end of the process.
 pub fn at_exit() {
     if !policy::current().is_ok_and(|policies| policies.stats) {
         return;

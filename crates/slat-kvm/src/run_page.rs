@@ -1,7 +1,9 @@
 //! The vCPU's shared memory: the `kvm_run` page, the port-data page and the page of the coalesced ring.
 //!
-//! The vCPU's descriptor is a memfd of that size, so the client's own `mmap` of it works without help. Under an RLIMIT_FSIZE that
-//! forbids such a file it is empty, and what the client has mapped is replaced by slat's memory. The client may write to the pages at any time, also while the vCPU runs: every access here is volatile and nothing read is trusted twice.
+//! The vCPU's descriptor is a memfd of that size, so the client's own `mmap` of it works without help. Under an
+//! RLIMIT_FSIZE that forbids such a file it is empty, and what the client has mapped is replaced by slat's memory.
+//! The client may write to the pages at any time, also while the vCPU runs: every access here is volatile and nothing
+//! read is trusted twice.
 
 use crate::errno::{Error, Result, last};
 use crate::messages;
@@ -88,8 +90,8 @@ impl Shared {
     /// Unmaps the memory but reserves its addresses (`PROT_NONE`). Accesses must be guarded.
     pub(crate) fn forget(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        // SAFETY: replaces our own mapping, into which no reference points. Should the host have no memory for another mapping,
-        // the old one stays until this is dropped.
+        // SAFETY: replaces our own mapping, into which no reference points. Should the host have no memory for another
+        // mapping, the old one stays until this is dropped.
         unsafe { libc::mmap(self.start().cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
     }
 
@@ -104,8 +106,8 @@ impl Shared {
         assert!(page * PAGE < self.len);
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         let from = self.start().wrapping_add(page * PAGE);
-        // SAFETY: with an old length of 0, `mremap` leaves the old mapping of shared memory as it is and adds a second one; the
-        // caller may replace the page at `address`.
+        // SAFETY: with an old length of 0, `mremap` leaves the old mapping of shared memory as it is and adds a second
+        // one; the caller may replace the page at `address`.
         let shown = unsafe { libc::mremap(from.cast(), 0, PAGE, flags, address) };
         if shown == libc::MAP_FAILED {
             return Err(last());
@@ -130,8 +132,8 @@ pub struct RunPage {
 }
 
 impl RunPage {
-    /// Creates the shared pages and the descriptor of the vCPU `vcpu_id`. The mapping outlives the descriptor. If `ring` is not 0,
-    /// the file has space for a dirty ring of `ring` bytes at [`RING_OFFSET`].
+    /// Creates the shared pages and the descriptor of the vCPU `vcpu_id`. The mapping outlives the descriptor. If
+    /// `ring` is not 0, the file has space for a dirty ring of `ring` bytes at [`RING_OFFSET`].
     ///
     /// # Errors
     /// What the host returns for creating or mapping the memory.
@@ -249,12 +251,12 @@ impl RunPage {
 /// Creates a memfd of fixed size, `size` bytes, called `name`. Descriptors of KVM's objects are such memfds, so that a
 /// stray system call on one is harmless.
 ///
-/// The client's threads may use the descriptor's number before they are told it. So the memfd is sealed against shrinking while
-/// it is empty, and no page that slat maps is ever removed: a store there would be a SIGBUS.
+/// The client's threads may use the descriptor's number before they are told it. So the memfd is sealed against
+/// shrinking while it is empty, and no page that slat maps is ever removed: a store there would be a SIGBUS.
 ///
 /// # Errors
-/// What the host returns: `EPERM` if another thread has made the file longer than `size` meanwhile, `EFBIG`, and a message, if the
-/// client's RLIMIT_FSIZE forbids the size.
+/// What the host returns: `EPERM` if another thread has made the file longer than `size` meanwhile, `EFBIG`, and a
+/// message, if the client's RLIMIT_FSIZE forbids the size.
 pub fn memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     sized_memfd(name, size, close_on_exec).inspect_err(|error| refused_size(name, size, *error))
 }
@@ -280,7 +282,8 @@ pub(crate) fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Resu
     Ok(fd)
 }
 
-/// Says that RLIMIT_FSIZE forbids the memfd, if that is the error: KVM needs no file there, and its documentation does not help.
+/// Says that RLIMIT_FSIZE forbids the memfd, if that is the error: KVM needs no file there, and its
+/// documentation does not help.
 fn refused_size(name: &CStr, size: usize, error: Error) {
     if error.errno() == libc::EFBIG {
         messages::say(format_args!(

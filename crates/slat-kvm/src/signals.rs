@@ -1,8 +1,8 @@
 //! `KVM_SET_SIGNAL_MASK`: the signals that are blocked during `KVM_RUN`.
 //!
 //! KVM swaps the thread's mask for the run, and swaps back before any handler could run: a signal that only the run
-//! unblocks ends the run and stays pending. User space cannot do that (unblocking a signal runs its handler), so slat leaves such
-//! signals blocked and polls for them. It blocks the signals that only the run blocks.
+//! unblocks ends the run and stays pending. User space cannot do that (unblocking a signal runs its handler), so slat
+//! leaves such signals blocked and polls for them. It blocks the signals that only the run blocks.
 
 use slat_guard::change_mask;
 use std::mem::MaybeUninit;

@@ -89,8 +89,8 @@ fn of_line(line: &str) -> Option<(u64, u64, &str)> {
         .then_some((start, 0, name))
 }
 
-/// Returns the symbols that `slat run --guest-symbols` names. `None`: it names none, or they cannot be read, which the first call says.
-/// The first call reads the file: make it before the client can forbid that.
+/// Returns the symbols that `slat run --guest-symbols` names. `None`: it names none, or they cannot be read, which the
+/// first call says. The first call reads the file: make it before the client can forbid that.
 pub(crate) fn of_guests() -> Option<&'static Symbols> {
     static SYMBOLS: Computed<Option<Result<Symbols, String>>> = Computed::new();
     let read = || {

@@ -11,8 +11,8 @@ use slat::MmuKind;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Bytes of the memfd in the place of `/dev/kvm`. Hardly any other deleted file has this size, by which `fstat` finds out without another
-/// system call that a file is not `/dev/kvm`.
+/// Bytes of the memfd in the place of `/dev/kvm`. Hardly any other deleted file has this size, by which `fstat` finds
+/// out without another system call that a file is not `/dev/kvm`.
 pub const DESCRIPTOR_SIZE: usize = 0x36d;
 
 /// The object that a descriptor of `/dev/kvm` refers to. It has no state.
@@ -83,7 +83,8 @@ impl System {
         msr::mce::SUPPORTED
     }
 
-    /// `KVM_GET_MSRS` of the system: reads feature MSRs in order, up to the first MSR that is none. Returns how many were read.
+    /// `KVM_GET_MSRS` of the system: reads feature MSRs in order, up to the first MSR that is none.
+    /// Returns how many were read.
     pub fn feature_msrs(&self, entries: &mut [kvm_msr_entry]) -> usize {
         let known = entries.iter_mut().map_while(|entry| {
             entry.data = msr::feature(entry.index)?;
@@ -92,11 +93,12 @@ impl System {
         known.count()
     }
 
-    /// `KVM_CREATE_VM`, with tables that `mmu` makes, and code that is compiled as `jit` says; `None`: as the environment says.
+    /// `KVM_CREATE_VM`, with tables that `mmu` makes, and code that is compiled as `jit` says; `None`: as
+    /// the environment says.
     ///
     /// # Errors
-    /// `EINVAL` for a type that is not supported, for invalid policies in the environment, and for an MMU that does not make tables
-    /// of this process's format; `ENOMEM`; what the host returns for making a file.
+    /// `EINVAL` for a type that is not supported, for invalid policies in the environment, and for an MMU that does not
+    /// make tables of this process's format; `ENOMEM`; what the host returns for making a file.
     pub fn create_vm(
         &self,
         vm_type: u64,

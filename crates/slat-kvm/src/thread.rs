@@ -1,13 +1,14 @@
 //! The vCPU that this thread runs.
 //!
-//! A signal handler asks "is this thread in `KVM_RUN`, and of which vCPU?". The answer is in a thread-local cell that needs
-//! no initialisation and no destructor, so that a signal handler may read it.
+//! A signal handler asks "is this thread in `KVM_RUN`, and of which vCPU?". The answer is in a thread-local cell that
+//! needs no initialisation and no destructor, so that a signal handler may read it.
 
 use slat::Attention;
 use std::cell::Cell;
 use std::ptr::null;
 
-/// The bits of the attention word that this crate uses; the engine has [`Attention::FLUSH`], the CPU [`slat_x86::CodePages::CHANGED`].
+/// The bits of the attention word that this crate uses; the engine has [`Attention::FLUSH`], the CPU
+/// [`slat_x86::CodePages::CHANGED`].
 pub mod bits {
     /// A signal was delivered to the thread: `KVM_RUN` ends with `EINTR`.
     pub const SIGNAL: u32 = 1 << 8;
@@ -15,7 +16,8 @@ pub mod bits {
     pub const IRQ: u32 = 1 << 9;
     /// The deadline of the APIC timer, or of a synthetic one, has passed, or a synthetic timer was changed.
     pub const TIMER: u32 = 1 << 10;
-    /// The vCPU has to check what raises no bit: `immediate_exit`, pending signals under a signal mask, changes of its code.
+    /// The vCPU has to check what raises no bit: `immediate_exit`, pending signals under a signal mask,
+    /// changes of its code.
     pub const POLL: u32 = 1 << 11;
     /// The vCPU has to pass a quiescent point and to write pages that it shares with the guest, if they have changed.
     pub const RETRY: u32 = 1 << 12;
@@ -49,8 +51,8 @@ impl<'a> Running<'a> {
     }
 }
 
-/// Begins a call that runs a vCPU and that a signal ends early: forgets signals of earlier calls, and takes note of one that
-/// arrived between the client's call and this moment. Keep the guards until the call ends.
+/// Begins a call that runs a vCPU and that a signal ends early: forgets signals of earlier calls, and takes note of one
+/// that arrived between the client's call and this moment. Keep the guards until the call ends.
 pub(crate) fn begin(attention: &Attention) -> (Running<'_>, Section) {
     attention.take(bits::SIGNAL);
     let section = Section::enter();
@@ -67,8 +69,8 @@ impl Drop for Running<'_> {
     }
 }
 
-/// Ends with `EINTR` the `KVM_RUN` that this thread is in, also when it waits for host memory. Call in a signal handler of the
-/// client, before its own work. Async-signal-safe.
+/// Ends with `EINTR` the `KVM_RUN` that this thread is in, also when it waits for host memory. Call in a signal handler
+/// of the client, before its own work. Async-signal-safe.
 ///
 /// The client's handler must not use slat itself: the signal may have interrupted slat's code. Handlers that call
 /// [`slat_guard::defer`] first may.
@@ -77,8 +79,9 @@ pub fn signal_arrived() {
     // SAFETY: `Running` keeps the attention borrowed while its address is stored in this thread's cell.
     if let Some(attention) = unsafe { attention.as_ref() } {
         attention.raise(bits::SIGNAL);
-        // The kick has to arrive when the client's handler returns, in the interrupted code: it is blocked now, and delivered when
-        // the return restores the thread's mask. A guarded access that the signal interrupted then fails.
+        // The kick has to arrive when the client's handler returns, in the interrupted code: it is blocked now,
+        // and delivered when the return restores the thread's mask. A guarded access that the signal
+        // interrupted then fails.
         slat_guard::change_mask(libc::SIG_BLOCK, 1 << (slat_guard::kick_signal() - 1));
         slat_guard::kick(slat_process::thread_id());
     }
@@ -89,7 +92,8 @@ pub fn is_running() -> bool {
     !RUNNING.get().is_null()
 }
 
-/// Marks this thread as being in slat's code: host calls made meanwhile are slat's own, and the program's signal handlers are delayed.
+/// Marks this thread as being in slat's code: host calls made meanwhile are slat's own, and the program's signal
+/// handlers are delayed.
 pub use slat_guard::Section;
 
 #[cfg(test)]

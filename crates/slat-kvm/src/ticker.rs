@@ -1,9 +1,10 @@
 //! The ticker: one thread of the process that raises attention bits, or calls a function, at deadlines.
 //!
-//! The thread serves timers of APICs and VMs (a deadline each), vCPUs that have to poll, because what they wait for raises no
-//! bit ([`bits::POLL`]), and vCPUs that execute: at each bit they look whether memory still holds their code, which the client, or the
-//! guest through other memslots, may have changed, and for a profile they sample it ([`bits::SAMPLE`]). The first of them starts the
-//! thread. A forked child has no such thread and starts its own if it creates VMs.
+//! The thread serves timers of APICs and VMs (a deadline each), vCPUs that have to poll, because what they wait
+//! for raises no bit ([`bits::POLL`]), and vCPUs that execute: at each bit they look whether memory still holds
+//! their code, which the client, or the guest through other memslots, may have changed, and for a profile they
+//! sample it ([`bits::SAMPLE`]). The first of them starts the thread. A forked child has no such thread and starts
+//! its own if it creates VMs.
 
 use crate::background::{self, Background};
 use crate::errno::{Result, no_memory};
@@ -283,11 +284,12 @@ pub(crate) fn raise(attention: &Attention, bits: u32) {
     wait::wake(attention.flag());
 }
 
-/// Sleeps until a bit is raised, a signal handler has run, or `longest` is over. Returns whether a signal ended the sleep.
+/// Sleeps until a bit is raised, a signal handler has run, or `longest` is over. Returns whether a
+/// signal ended the sleep.
 ///
-/// With a time limit, the kernel does not restart the wait after a signal handler, whatever the handler's flags say. The wait has
-/// no limit where a filter forbids `restart_syscall`, which a limit may need: then handlers have to raise a bit
-/// ([`crate::watch_signals`]).
+/// With a time limit, the kernel does not restart the wait after a signal handler, whatever the handler's flags say.
+/// The wait has no limit where a filter forbids `restart_syscall`, which a limit may need: then handlers have to raise
+/// a bit ([`crate::watch_signals`]).
 pub(crate) fn sleep(attention: &Attention, longest: Duration) -> bool {
     let longest = calls::is_allowed(Call::RestartSyscall).then_some(longest);
     wait::sleep(attention.flag(), 0, longest)

@@ -126,7 +126,8 @@ pub fn check_writable(address: u64, len: usize) -> Result<()> {
     }
     let mut at = address;
     while at < address + len as u64 {
-        // SAFETY: guarded, and one locked addition of 0: it changes nothing, also when another thread writes at the same time.
+        // SAFETY: guarded, and one locked addition of 0: it changes nothing, also when another thread
+        // writes at the same time.
         accessed(|| unsafe { slat_guard::fetch_add(at as *mut u8, 0).map(drop) })?;
         at = (at / PAGE as u64 + 1) * PAGE as u64;
     }
@@ -176,8 +177,9 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Repeats a guarded access until it succeeds, or fails for another reason than a kick: then its memory is not mapped. A kick for
-/// the vCPU that this thread ran, or is about to leave, may arrive this late, and says nothing about the client's memory.
+/// Repeats a guarded access until it succeeds, or fails for another reason than a kick: then its memory is not
+/// mapped. A kick for the vCPU that this thread ran, or is about to leave, may arrive this late, and says nothing
+/// about the client's memory.
 ///
 /// Accesses are short (a page at most), so that each succeeds between two kicks.
 fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result<()> {
@@ -190,8 +192,8 @@ fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result
     }
 }
 
-/// Whether the range ends at or below the first address that user space can never have. (The fault of a non-canonical address
-/// does not report the address, so such addresses are refused before the access.)
+/// Whether the range ends at or below the first address that user space can never have. (The fault of a non-canonical
+/// address does not report the address, so such addresses are refused before the access.)
 pub fn in_user_space(address: u64, len: usize) -> bool {
     const END: u64 = (1 << 47) - 4096;
     address

@@ -22,8 +22,8 @@ pub(crate) struct VcpuCommon {
     pub(crate) attention: Attention,
     pub(crate) client: Shared<Client>,
     lapic: Option<Mutex<Lapic>>,
-    /// The pending events, as bits: [`NMIS`](Self::NMIS), [`INIT`](Self::INIT), [`SIPI`](Self::SIPI), [`UNHALT`](Self::UNHALT),
-    /// [`SMI`](Self::SMI).
+    /// The pending events, as bits: [`NMIS`](Self::NMIS), [`INIT`](Self::INIT), [`SIPI`](Self::SIPI),
+    /// [`UNHALT`](Self::UNHALT), [`SMI`](Self::SMI).
     pub(crate) signals: AtomicU32,
     pub(crate) sipi_vector: AtomicU32,
     /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0.
@@ -51,8 +51,8 @@ fn all(all: &Mutex<Vec<Shared<VcpuCommon>>>) -> MutexGuard<'_, Vec<Shared<VcpuCo
     all.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ends with `EINTR` the `KVM_RUN` that `thread`, a `pthread_t`, is in, if it is in one. Call for a signal that ends system calls
-/// and that no handler of the client sees.
+/// Ends with `EINTR` the `KVM_RUN` that `thread`, a `pthread_t`, is in, if it is in one. Call for a signal that ends
+/// system calls and that no handler of the client sees.
 pub fn interrupt_thread(thread: usize) {
     let Some(vcpus) = ALL.peek() else {
         return;

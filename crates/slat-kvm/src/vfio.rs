@@ -1,8 +1,8 @@
 //! The state of a device of the type `KVM_DEV_TYPE_VFIO`.
 //!
-//! Through this device a VMM tells KVM which VFIO files the VM uses. KVM asks whether their DMA is coherent with the guest's caches, and
-//! gives mediated devices a pointer to its VM. Software has no incoherent caches, and mediated devices can use no VM but the
-//! kernel's: here the device only checks the files and stores their identity.
+//! Through this device a VMM tells KVM which VFIO files the VM uses. KVM asks whether their DMA is coherent with the
+//! guest's caches, and gives mediated devices a pointer to its VM. Software has no incoherent caches, and mediated
+//! devices can use no VM but the kernel's: here the device only checks the files and stores their identity.
 
 use crate::errno::{Error, Result, fail};
 use crate::file_id::{self, FileId};
@@ -56,8 +56,8 @@ impl VfioFiles {
     /// Adds the VFIO file that `fd` refers to, or removes it.
     ///
     /// # Errors
-    /// `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding a file twice, `ENOENT` for deleting a file that
-    /// was not added, `ENOMEM`.
+    /// `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding a file twice, `ENOENT` for deleting
+    /// a file that was not added, `ENOMEM`.
     pub(crate) fn change(&self, request: FileRequest, fd: RawFd) -> Result<()> {
         let file = FileId::of(fd)?;
         if request == FileRequest::Add && !is_vfio(fd)? {

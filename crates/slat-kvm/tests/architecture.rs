@@ -40,8 +40,8 @@ fn name(text: &str) -> (&str, &str) {
     text.split_at(end.unwrap_or(text.len()))
 }
 
-/// Adds the paths that begin with `prefix` and continue with the path, or with the braces of a `use`, at which `text` begins. Returns
-/// the rest of the text.
+/// Adds the paths that begin with `prefix` and continue with the path, or with the braces of a `use`, at which `text`
+/// begins. Returns the rest of the text.
 fn expand<'a>(prefix: &[String], text: &'a str, paths: &mut Vec<Module>) -> &'a str {
     let mut text = text.trim_start();
     if let Some(list) = text.strip_prefix('{') {
@@ -155,8 +155,8 @@ fn fields(text: &str, structure: &str) -> BTreeSet<String> {
     body.lines().filter_map(field).collect()
 }
 
-/// A client may save a vCPU at each return of `KVM_RUN`, and continue elsewhere with the saved state. So the document names, for each
-/// field that lives longer than a run, the reason why the client needs no more.
+/// A client may save a vCPU at each return of `KVM_RUN`, and continue elsewhere with the saved state. So the document
+/// names, for each field that lives longer than a run, the reason why the client needs no more.
 #[test]
 fn the_document_says_of_each_field_why_it_outlives_a_run() {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");

@@ -18,8 +18,8 @@ fn counter(totals: &Totals, name: &str) -> u64 {
     totals.cpu[index.unwrap()]
 }
 
-/// Makes a VM with a vCPU that runs a loop, until compiled code has run or for `limit`. `prepare` is called after the vCPU is made.
-/// Returns the statistics while the vCPU exists, and whether compiled code has run.
+/// Makes a VM with a vCPU that runs a loop, until compiled code has run or for `limit`. `prepare` is called after the
+/// vCPU is made. Returns the statistics while the vCPU exists, and whether compiled code has run.
 fn run(prepare: impl FnOnce(), limit: Duration) -> (Totals, bool) {
     let machine = Machine::new();
     let mut vcpu = machine.vm.create_vcpu(0).unwrap();

@@ -1,5 +1,5 @@
-//! What an operation costs, in walks, look-ups, flushes and decoded blocks. The counts are exact: a change that makes an operation dearer
-//! fails here, and need not wait for a benchmark.
+//! What an operation costs, in walks, look-ups, flushes and decoded blocks. The counts are exact: a change that makes
+//! an operation dearer fails here, and need not wait for a benchmark.
 
 mod common;
 #[path = "long_mode/mod.rs"]
@@ -159,8 +159,8 @@ fn measure(operation: &Operation) -> BTreeMap<&'static str, u64> {
     risen(&before)
 }
 
-/// Measurements, until one is not interrupted: the ticker has each vCPU look at its code every 10 ms, which costs a look-up and
-/// a comparison. A measurement takes a small part of that, so the first or second succeeds.
+/// Measurements, until one is not interrupted: the ticker has each vCPU look at its code every 10 ms, which costs a
+/// look-up and a comparison. A measurement takes a small part of that, so the first or second succeeds.
 const ATTEMPTS: usize = 10;
 
 /// Asserts that `operation` costs what it did. An operation that has become dearer, or cheaper, is so in each attempt.

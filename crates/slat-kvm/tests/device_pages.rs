@@ -1,4 +1,5 @@
-//! Where a linear address leads to a device: a vCPU remembers that, until the guest invalidates the translation as the manual asks.
+//! Where a linear address leads to a device: a vCPU remembers that, until the guest invalidates the
+//! translation as the manual asks.
 
 mod common;
 mod long_mode;
@@ -8,8 +9,8 @@ use slat_kvm::VcpuExit;
 
 const CODE: u64 = 0x1000;
 
-/// Runs a guest that reads the device at 0x400000 twice, lets 2 MiB at this address lead to 0x600000, executes `invalidate`, and reads again.
-/// Returns the addresses of the exits.
+/// Runs a guest that reads the device at 0x400000 twice, lets 2 MiB at this address lead to 0x600000, executes
+/// `invalidate`, and reads again. Returns the addresses of the exits.
 fn reads(invalidate: &[u8]) -> Vec<u64> {
     let machine = Machine::new();
     let code = [

@@ -1,5 +1,5 @@
-//! Host memory that the client unmaps without an invalidation, for every kind of access: `KVM_RUN` returns `EFAULT`, as KVM does, and
-//! does not retry for ever.
+//! Host memory that the client unmaps without an invalidation, for every kind of access: `KVM_RUN` returns `EFAULT`, as
+//! KVM does, and does not retry for ever.
 
 mod common;
 

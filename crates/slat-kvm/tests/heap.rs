@@ -1,4 +1,5 @@
-//! Heap memory that runs out at every point of a call: the call returns ENOMEM or succeeds, never ends the process, and can be repeated.
+//! Heap memory that runs out at every point of a call: the call returns ENOMEM or succeeds, never ends the process,
+//! and can be repeated.
 
 mod common;
 
@@ -11,8 +12,8 @@ use slat_model::FailingHeap;
 #[global_allocator]
 static HEAP: FailingHeap = FailingHeap;
 
-/// Repeats a call whose n-th allocation fails, alone or with all later ones, until none fails. Returns how many allocations it makes,
-/// at most.
+/// Repeats a call whose n-th allocation fails, alone or with all later ones, until none fails. Returns how many
+/// allocations it makes, at most.
 fn survives(name: &str, call: &mut dyn FnMut() -> Result<(), i32>) -> u32 {
     // If the process ends, this is the last line.
     println!("{name}");

@@ -1,5 +1,5 @@
-//! Every interrupt that is injected is delivered or reported as coalesced, the last one is delivered in any case, and with an
-//! acknowledgement between them each is delivered: for edges, levels, messages and irqfds.
+//! Every interrupt that is injected is delivered or reported as coalesced, the last one is delivered in any case, and
+//! with an acknowledgement between them each is delivered: for edges, levels, messages and irqfds.
 
 mod common;
 mod interrupt_guest;
@@ -318,7 +318,8 @@ fn resampled_irqfds_that_share_a_line_are_all_served() {
     assert!(count >= 2 * rounds, "{count}");
 }
 
-/// Lines, messages and irqfds, while all routes are replaced repeatedly: nothing gets stuck, and no last interrupt is lost.
+/// Lines, messages and irqfds, while all routes are replaced repeatedly: nothing gets stuck, and no
+/// last interrupt is lost.
 #[test]
 fn routes_change_while_interrupts_flow() {
     let (machine, device) = machine();
@@ -409,7 +410,8 @@ fn routes_change_while_interrupts_flow() {
     }
 }
 
-/// The line that an irqfd's signal raises for a moment is low afterwards, also when the GSI is routed elsewhere meanwhile.
+/// The line that an irqfd's signal raises for a moment is low afterwards, also when the GSI is routed
+/// elsewhere meanwhile.
 #[test]
 fn a_pulse_ends_where_it_began() {
     let (machine, _device) = machine();

@@ -1,4 +1,5 @@
-//! Storms, eventfds that no thread reads, and controllers that are dropped while in use: nothing hangs, and nothing leaks.
+//! Storms, eventfds that no thread reads, and controllers that are dropped while in use: nothing
+//! hangs, and nothing leaks.
 
 mod common;
 mod interrupt_guest;
@@ -89,7 +90,8 @@ fn an_eventfd_is_signalled_until_it_is_taken_away_and_not_after() {
     }
 }
 
-/// An eventfd's counter is full, so that a write to the descriptor would wait: neither a vCPU nor an end of interrupt waits.
+/// An eventfd's counter is full, so that a write to the descriptor would wait: neither a vCPU nor an
+/// end of interrupt waits.
 #[test]
 fn an_eventfd_that_nobody_reads_makes_nobody_wait() {
     let _alone = alone();
@@ -165,7 +167,8 @@ fn a_closed_eventfd_and_a_closed_vm_leave_nothing_behind() {
     wait("descriptors and threads are given back", || now() <= before);
 }
 
-/// A device never lowers its line, and the guest ends the interrupt repeatedly: that vCPU makes progress, and so do the others.
+/// A device never lowers its line, and the guest ends the interrupt repeatedly: that vCPU makes progress,
+/// and so do the others.
 #[test]
 fn a_line_that_stays_high_starves_nobody() {
     let _alone = alone();

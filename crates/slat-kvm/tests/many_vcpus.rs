@@ -1,4 +1,5 @@
-//! A VM with the largest number of vCPUs needs little memory as long as they do little: a process of its own, as it measures that.
+//! A VM with the largest number of vCPUs needs little memory as long as they do little: a process of its own,
+//! as it measures that.
 
 mod common;
 use common::*;

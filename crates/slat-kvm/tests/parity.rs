@@ -1,4 +1,5 @@
-//! The methods of kvm-ioctls with their signatures, checked for both crates: this file compiles if programs for kvm-ioctls do.
+//! The methods of kvm-ioctls with their signatures, checked for both crates: this file compiles if
+//! programs for kvm-ioctls do.
 
 use kvm_bindings::*;
 use std::ffi::{CStr, CString, c_int, c_ulong};

@@ -1,7 +1,7 @@
 //! The simulated machine as each of several VMs sees its memory: clones share frames until one of them writes.
 //!
-//! As on Linux, each mapping of a page that is shared has a mark. A write to a page with the mark gives the VM a frame of its
-//! own, a new *version* of the page; or, if no other VM has the frame any more, it only removes the mark.
+//! As on Linux, each mapping of a page that is shared has a mark. A write to a page with the mark gives the VM a frame
+//! of its own, a new *version* of the page; or, if no other VM has the frame any more, it only removes the mark.
 
 use std::marker::PhantomData;
 use std::ops::Range;

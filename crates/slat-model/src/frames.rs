@@ -10,8 +10,8 @@ use slat::{Entries, Granule, Hpa, Pfn, TableMeta};
 
 use crate::violations::Violations;
 
-/// The content of a frame that is not in use. For EPT it decodes to a leaf of any level that maps a frame that no host page
-/// has: a walker that still reads it returns a recognizable translation.
+/// The content of a frame that is not in use. For EPT it decodes to a leaf of any level that maps a frame that no host
+/// page has: a walker that still reads it returns a recognizable translation.
 pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
 
 const LIVE: u64 = 0x11fe_11fe;
@@ -208,8 +208,8 @@ impl Frames {
 
     #[inline]
     fn state(&self, frame: Pfn) -> &AtomicU64 {
-        // SAFETY: the engine only passes frames that `alloc` returned to it, now or earlier; their memory stays until the platform
-        // is dropped. `state` itself is only accessed through references.
+        // SAFETY: the engine only passes frames that `alloc` returned to it, now or earlier; their memory stays until
+        // the platform is dropped. `state` itself is only accessed through references.
         unsafe { &(*self.beside(frame).as_ptr()).state }
     }
 

@@ -1,5 +1,5 @@
-//! Generates operations: mostly sensible, some wrong, all of them crowded into few addresses, so that slots collide, share
-//! backing, and cross the borders of tables.
+//! Generates operations: mostly sensible, some wrong, all of them crowded into few addresses, so that slots collide,
+//! share backing, and cross the borders of tables.
 
 use slat::{Access, Change, Gfn, Granule, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags};
 
@@ -41,8 +41,8 @@ pub struct Generator {
     spaces: [usize; VCPUS],
     /// Ids below this are used.
     ids: u64,
-    /// Guest frames around which everything happens: the begin, the first borders of levels 2 and 3, the borders of tables of
-    /// levels 3 and 4 (which are those between the tables of a concatenated root, too), the end.
+    /// Guest frames around which everything happens: the begin, the first borders of levels 2 and 3, the borders of
+    /// tables of levels 3 and 4 (which are those between the tables of a concatenated root, too), the end.
     places: Vec<u64>,
     /// Frames of the last accesses: the next ones are likely to be near.
     recent: Vec<u64>,
@@ -407,8 +407,8 @@ impl Generator {
         } else {
             self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, n, n + 1, 2 * n])
         };
-        // Mostly congruent to the guest frame, so that huge leaves are possible. Others are off by a page, or by as many as a huge
-        // leaf has in tables of 4 KiB.
+        // Mostly congruent to the guest frame, so that huge leaves are possible. Others are off by a page, or by as
+        // many as a huge leaf has in tables of 4 KiB.
         let room = self.setup.host_pages - pages;
         let skew = self.rng.pick(&[1, Level::MEGA.pages() % n, 0, 0, 0]);
         let unit = if giant { n * n } else { n };
@@ -449,7 +449,8 @@ impl Generator {
         region
     }
 
-    /// Some frames become private or shared, or all become shared again: private ones are in the way of everything else.
+    /// Some frames become private or shared, or all become shared again: private ones are in the
+    /// way of everything else.
     fn convert(&mut self, model: &GuestModel) -> Op {
         if self.rng.one_in(4) {
             let (gfn, pages, private) = (0, self.capacity, false);

@@ -26,8 +26,8 @@ thread_local! {
 pub struct FailingHeap;
 
 impl FailingHeap {
-    /// Runs `what` while the allocation after `n` others of this thread fails, and with `stay` all later ones. Returns also
-    /// whether one has failed.
+    /// Runs `what` while the allocation after `n` others of this thread fails, and with `stay` all later ones. Returns
+    /// also whether one has failed.
     pub fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
         PLAN.set(Some(Plan {
             left: n,

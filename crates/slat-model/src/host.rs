@@ -1,7 +1,8 @@
 //! The host memory that backs memslots, as a table with one word per page.
 //!
-//! Every remapping gives its pages a new *version*, and a page's frame number is made of its page number and its version: a
-//! frame number shows which page it maps, and whether the translation is current or left over from before a remapping.
+//! Every remapping gives its pages a new *version*, and a page's frame number is made of its page number and
+//! its version: a frame number shows which page it maps, and whether the translation is current or left over
+//! from before a remapping.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -178,8 +179,8 @@ impl HostMemory {
         self.word(page).load(SeqCst) & (PRESENT | AWAITED) == AWAITED
     }
 
-    /// Changes the mapping of `pages`. Huge mappings that reach beyond the range are split, so a page outside it keeps its
-    /// memory, but perhaps not its level.
+    /// Changes the mapping of `pages`. Huge mappings that reach beyond the range are split, so a page outside it keeps
+    /// its memory, but perhaps not its level.
     pub fn change(&self, pages: &Range<u64>, change: HostChange) {
         if change == HostChange::Nothing {
             return;

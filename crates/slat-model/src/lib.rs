@@ -1,5 +1,5 @@
-//! Tests for the [engine](slat) and for the [platforms](slat::Platform) under it: random operations, compared with a plain
-//! model of guest memory and with a model of what TLBs may have cached.
+//! Tests for the [engine](slat) and for the [platforms](slat::Platform) under it: random operations, compared with a
+//! plain model of guest memory and with a model of what TLBs may have cached.
 //!
 //! # Your platform under these tests
 //! Implement [`Machine`] for a machine that has your platform, and choose a page-table format:
@@ -31,10 +31,11 @@
 //! Subject::of::<Rig, Ept>("my platform, EPT").run_seeds(0..16, 500);
 //! ```
 //!
-//! Operations create, move and delete memslots, let three vCPUs access them in two address spaces, between which they change,
-//! change the memory under them, collect dirty logs and rings, change policies, clone the VM and go on with both, and make allocations
-//! fail. Each result of the engine is compared with the model's. After each operation no TLB may have an entry that is not in the tables; every 500 operations the engine's
-//! invariants are checked ([`slat::Vm::audit`]). [`Machine`] says what of the platform this tests.
+//! Operations create, move and delete memslots, let three vCPUs access them in two address spaces, between which they
+//! change, change the memory under them, collect dirty logs and rings, change policies, clone the VM and go on with
+//! both, and make allocations fail. Each result of the engine is compared with the model's. After each operation no TLB
+//! may have an entry that is not in the tables; every 500 operations the engine's invariants are checked
+//! ([`slat::Vm::audit`]). [`Machine`] says what of the platform this tests.
 //!
 //! If a run fails, the message ends with a few operations that fail, too ([`Failure`]).
 //!
@@ -52,15 +53,17 @@
 //! `tests/own_format.rs` has a whole one, for AMD's IOMMU, and what these say of it with a defect in each function.
 //!
 //! # The pieces
-//! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change under the guest, table
-//!   frames detect misuse, and a [hook](SimMachine::set_hook) makes two threads meet at the one moment that matters;
+//! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change under the
+//!   guest, table frames detect misuse, and a [hook](SimMachine::set_hook) makes two threads meet at the one
+//!   moment that matters;
 //! * [`Tlb`]: the entries that a hardware walker may have cached, and must not conflict with the tables;
 //! * [`Subject`]: whole runs on every format, and the operations of a fuzzer's bytes ([`streams`]);
 //! * [`FailingHeap`]: a heap whose n-th allocation fails;
 //! * [`guest`]: a guest that writes its own page tables, for an MMU that shadows them, and the judge of that MMU;
 //! * [`Witness`]: the translations that several threads may still use, checked at each use.
 //!
-//! Without the feature `std` there are only [`Tlb`], with which the monitors in `metal` watch their walkers, and [`Lock`].
+//! Without the feature `std` there are only [`Tlb`], with which the monitors in `metal` watch their
+//! walkers, and [`Lock`].
 #![cfg_attr(not(feature = "std"), no_std)]
 
 extern crate alloc;

@@ -36,7 +36,8 @@ mod spinning {
     use core::ops::{Deref, DerefMut};
     use core::sync::atomic::{AtomicBool, Ordering::*};
 
-    /// Data under a lock: a spin lock, held for a few instructions only, by CPUs that are never preempted while they hold it.
+    /// Data under a lock: a spin lock, held for a few instructions only, by CPUs that are never
+    /// preempted while they hold it.
     #[derive(Default)]
     pub struct Lock<T> {
         held: AtomicBool,

@@ -1,5 +1,5 @@
-//! What guest memory should be: memslots in a `BTreeMap`, dirty pages in bitmaps, and KVM's rules written down a second time,
-//! in the order of KVM's API document and independently of the engine.
+//! What guest memory should be: memslots in a `BTreeMap`, dirty pages in bitmaps, and KVM's rules written down a second
+//! time, in the order of KVM's API document and independently of the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -124,8 +124,8 @@ impl ModelSlot {
         self.bounded_level(gfn, host)
     }
 
-    /// Like [`Self::fitting_level`], but whether or not the slot logs: the level that a write-protected leaf from before the
-    /// log may have.
+    /// Like [`Self::fitting_level`], but whether or not the slot logs: the level that a write-protected leaf from
+    /// before the log may have.
     pub fn bounded_level(&self, gfn: u64, host: &HostPage) -> Level {
         let mut fits = Level::PAGE;
         for level in [Level::MEGA, Level::GIGA] {
@@ -185,8 +185,8 @@ pub struct LogMode {
 /// The log of a slot.
 #[derive(Clone, Debug)]
 struct Log {
-    /// A bit per page, counted from the slot's start: written since it was last cleared. With rings: named by a ring entry that
-    /// has not been reset.
+    /// A bit per page, counted from the slot's start: written since it was last cleared. With rings: named by a ring
+    /// entry that has not been reset.
     noted: Vec<u64>,
     method: Method,
     /// Whether the log may name more than was written.
@@ -382,7 +382,8 @@ impl GuestModel {
         Ok(())
     }
 
-    /// Returns the log of slot `id` when it has become `new`, by a change of several slots: pages that stay keep their marks.
+    /// Returns the log of slot `id` when it has become `new`, by a change of several slots: pages that
+    /// stay keep their marks.
     fn log_for(&self, id: u32, new: &ModelSlot) -> Log {
         let same = |old: &&ModelSlot| (old.backing, old.pages) == (new.backing, new.pages);
         let own = self.slots.get(&id).filter(same);
@@ -398,7 +399,8 @@ impl GuestModel {
             {
                 let marked = known.holds(gfn - slot.base) && !self.mode.rings;
                 let (word, bit) = (page as usize / 64, 1 << (page % 64));
-                // A log that the slot brings along has marks of its own, and two that are exchanged may get some of them back.
+                // A log that the slot brings along has marks of its own, and two that are exchanged may
+                // get some of them back.
                 let before = if is_own {
                     log.noted[word]
                 } else {
@@ -416,8 +418,8 @@ impl GuestModel {
         self.by_base.insert(slot.base, id);
     }
 
-    /// Returns the frames that have the same memory in `self` and in `after`, with the same rights, and that no change of a
-    /// dirty log unmaps.
+    /// Returns the frames that have the same memory in `self` and in `after`, with the same rights, and that no change
+    /// of a dirty log unmaps.
     pub fn kept(&self, after: &GuestModel) -> Vec<Range<u64>> {
         let mut kept = Vec::new();
         for (id, old) in &self.slots {

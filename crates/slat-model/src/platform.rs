@@ -131,8 +131,8 @@ impl SimMachine {
         self.hooked.store(true, SeqCst);
     }
 
-    /// Calls `hook` with every event that the engine traces from now on ([`Platform::trace`]), in the state that the trait says. Only
-    /// the first hook is called.
+    /// Calls `hook` with every event that the engine traces from now on ([`Platform::trace`]), in the state that the
+    /// trait says. Only the first hook is called.
     pub fn on_trace(&self, hook: impl Fn(slat::Event) + Send + Sync + 'static) {
         let _ = self.trace_hook.set(Box::new(hook));
     }
@@ -148,8 +148,8 @@ impl SimMachine {
         *self.hook.write().unwrap() = None;
     }
 
-    /// Makes threads that resolve a page of `range` sleep from now on, as on a page that a userfaultfd handler has not filled
-    /// yet.
+    /// Makes threads that resolve a page of `range` sleep from now on, as on a page that a userfaultfd
+    /// handler has not filled yet.
     pub fn close_gate(&self, range: Range<Hva>) {
         *self.gate.closed.lock().unwrap() = Some(range);
     }

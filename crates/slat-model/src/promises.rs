@@ -10,8 +10,8 @@ const MEMORY: [MemoryType; 3] = [
     MemoryType::Device,
 ];
 
-/// Goes through the entries that format `F` makes: leaves of every level with every set of flags and in frames of every bit,
-/// tables, MMIO entries, broken and cleared ones. Whether the walker reads them so, only the walker can tell.
+/// Goes through the entries that format `F` makes: leaves of every level with every set of flags and in frames of every
+/// bit, tables, MMIO entries, broken and cleared ones. Whether the walker reads them so, only the walker can tell.
 ///
 /// # Panics
 /// If `F` does not keep one of the promises of [`Format`]. The message has its number, and the entry.

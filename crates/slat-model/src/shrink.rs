@@ -44,8 +44,8 @@ impl fmt::Display for Failure {
 /// Time limit: operations that are not left out by then stay.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs `run`. The error has the message of its panic, the text of `what`, and the operations of `record` that are left when
-/// none can be left out so that `replay` still panics.
+/// Runs `run`. The error has the message of its panic, the text of `what`, and the operations of `record` that are left
+/// when none can be left out so that `replay` still panics.
 pub(crate) fn run_or_shrink<R, O: Clone>(
     run: impl FnOnce() -> R,
     what: impl FnOnce() -> String,

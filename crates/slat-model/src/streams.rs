@@ -1,5 +1,5 @@
-//! The operations of a fuzzer's bytes. The targets in `fuzz/` call these functions and nothing else, and the engine's tests
-//! call them with pseudo-random bytes.
+//! The operations of a fuzzer's bytes. The targets in `fuzz/` call these functions and nothing else, and the engine's
+//! tests call them with pseudo-random bytes.
 
 use crate::ops::Mix;
 use crate::rng::Rng;
@@ -28,8 +28,8 @@ fn run(mix: Mix, bytes: &[u8]) {
     subject.run(setup, Rng::from_bytes(rest), STEPS);
 }
 
-/// Creates, moves, deletes memslots and changes their flags, in both address spaces, with valid and invalid arguments; compares
-/// each result, and the look-ups after it, with the model.
+/// Creates, moves, deletes memslots and changes their flags, in both address spaces, with valid and invalid arguments;
+/// compares each result, and the look-ups after it, with the model.
 pub fn slot_operations(bytes: &[u8]) {
     run(Mix::SLOTS, bytes);
 }

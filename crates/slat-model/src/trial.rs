@@ -110,8 +110,8 @@ impl Subject {
         result.unwrap_or_else(|failure| panic!("{failure}"))
     }
 
-    /// Runs `steps` operations from each of `seeds`, with the setups of [`Setup::of_seed`]. On the simulated machine 16 seeds
-    /// with 8,000 steps each reach all that [`Tally::USUAL`] and [`Tally::OF_RINGS`] name.
+    /// Runs `steps` operations from each of `seeds`, with the setups of [`Setup::of_seed`]. On the simulated machine 16
+    /// seeds with 8,000 steps each reach all that [`Tally::USUAL`] and [`Tally::OF_RINGS`] name.
     ///
     /// # Panics
     /// Those of [`Subject::run_seed`].
@@ -140,7 +140,8 @@ impl Subject {
 /// Steps between two audits.
 const BATCH: usize = 500;
 
-/// Returns the pages of host memory: where tables have more entries, as many more, but not more than in the largest setup.
+/// Returns the pages of host memory: where tables have more entries, as many more, but not more than
+/// in the largest setup.
 fn host_pages<F: Format>(setup: Setup) -> u64 {
     let times = F::GRANULE.entries() as u64 / Granule::Kib4.entries() as u64;
     (setup.host_pages * times).min(Setup::LARGE.host_pages)

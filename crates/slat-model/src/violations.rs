@@ -1,5 +1,5 @@
-//! Broken rules, kept as text until a test asks for them: a panic where they are found would leave other threads waiting for
-//! locks.
+//! Broken rules, kept as text until a test asks for them: a panic where they are found would leave other
+//! threads waiting for locks.
 
 use std::sync::Mutex;
 

@@ -17,9 +17,9 @@ use crate::tlb::Tlb;
 use crate::violations::Violations;
 use crate::walker_buffers::WalkerBuffers;
 
-/// A platform between the engine and another one, `P`, to which it passes every call. It tells the [`Tlb`] what the engine
-/// does, makes allocations fail when told to, and checks the frames that `P` returns. The memory of all machines has the same
-/// backing addresses here, from [`HostMemory::BASE`] on.
+/// A platform between the engine and another one, `P`, to which it passes every call. It tells the [`Tlb`] what the
+/// engine does, makes allocations fail when told to, and checks the frames that `P` returns. The memory of all machines
+/// has the same backing addresses here, from [`HostMemory::BASE`] on.
 pub struct Watched<P> {
     platform: Arc<P>,
     /// The entries that hardware walkers may have cached of the first VM.
@@ -142,8 +142,8 @@ impl<P: Platform> Watched<P> {
         self.violations.check()
     }
 
-    /// Checks that each table has a page of memory and metadata of its own, and no frame that `is_guest_memory`. Call while
-    /// no operation is in progress.
+    /// Checks that each table has a page of memory and metadata of its own, and no frame that `is_guest_memory`. Call
+    /// while no operation is in progress.
     pub(crate) fn check_frames(&self, is_guest_memory: impl Fn(Pfn) -> bool) -> Result<(), String> {
         let bytes = self.platform.granule().bytes() as usize;
         let mut used: Vec<(Range<usize>, Pfn)> = Vec::new();
@@ -182,8 +182,8 @@ impl<P: Platform> Watched<P> {
         true
     }
 
-    /// Accepts a run of `tables` frames from `P`, of which the first is `frame`. A run that is wrong is refused: to the engine
-    /// memory is out.
+    /// Accepts a run of `tables` frames from `P`, of which the first is `frame`. A run that is wrong is refused: to the
+    /// engine memory is out.
     fn accept(&self, vm: VmId, frame: Pfn, tables: usize) -> Option<Pfn> {
         let frames = || (0..tables as u64).map(|i| frame.add(i));
         let mut live = self.live.lock().unwrap();

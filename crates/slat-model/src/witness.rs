@@ -1,9 +1,9 @@
 //! The translations that several threads may still use.
 //!
-//! A vCPU may use a translation from the moment it gets it until it quiesces, and a call that unmaps the page (a slot change,
-//! an invalidation) returns only after that. So *each use* can be checked exactly: a page that a slot change is about to map is
-//! recorded before the call, a page that it has unmapped is removed after the call has returned, and host pages change their
-//! version inside the invalidation.
+//! A vCPU may use a translation from the moment it gets it until it quiesces, and a call that unmaps the page (a slot
+//! change, an invalidation) returns only after that. So *each use* can be checked exactly: a page that a slot change is
+//! about to map is recorded before the call, a page that it has unmapped is removed after the call has returned, and
+//! host pages change their version inside the invalidation.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::*};
@@ -49,8 +49,8 @@ impl Witness {
         }
     }
 
-    /// Checks whether a vCPU that has not quiesced may use `translation` of `gfn` at this moment; the error says what is wrong.
-    /// `write`: it writes.
+    /// Checks whether a vCPU that has not quiesced may use `translation` of `gfn` at this moment; the error says what
+    /// is wrong. `write`: it writes.
     pub fn check(
         &self,
         host: &HostMemory,

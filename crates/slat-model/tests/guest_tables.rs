@@ -83,8 +83,8 @@ fn a_failing_run_is_shortened() {
     assert!(text.contains("Invlpg {"), "{text}");
 }
 
-/// `cargo test -p slat-model --release --test guest_tables -- --ignored --nocapture`, with SLAT_STEPS=… and SLAT_SEED=… for
-/// another number of accesses and other seeds.
+/// `cargo test -p slat-model --release --test guest_tables -- --ignored --nocapture`, with SLAT_STEPS=… and SLAT_SEED=…
+/// for another number of accesses and other seeds.
 #[test]
 #[ignore = "takes minutes"]
 fn a_campaign() {

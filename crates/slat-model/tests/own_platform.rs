@@ -1,4 +1,5 @@
-//! Random operations on an embedder's own platform: a sound one passes, and each defect that such a platform may have is found.
+//! Random operations on an embedder's own platform: a sound one passes, and each defect that such a
+//! platform may have is found.
 
 mod own;
 

@@ -1,8 +1,9 @@
-//! A guest with a device of its own: an IOMMU walks tables in a second format for it, which stay in step with the CPU's.
+//! A guest with a device of its own: an IOMMU walks tables in a second format for it, which stay in
+//! step with the CPU's.
 //!
-//! A device cannot fault and wait. So its tables have every page before it starts, and its pages stay resident, while the CPU's come
-//! as the guest touches them. Both are made of the same memslots, by one platform: here a CPU of RISC-V walks Sv48x4, and the RISC-V
-//! IOMMU has Sv39x4. Run it: `cargo run -p slat --example iommu`.
+//! A device cannot fault and wait. So its tables have every page before it starts, and its pages stay resident, while
+//! the CPU's come as the guest touches them. Both are made of the same memslots, by one platform: here a CPU of RISC-V
+//! walks Sv48x4, and the RISC-V IOMMU has Sv39x4. Run it: `cargo run -p slat --example iommu`.
 
 mod plain_memory;
 #[path = "plain_memory/relocate.rs"]
@@ -83,7 +84,8 @@ impl Guest {
         moved.ok_or("no frame is free".into())
     }
 
-    /// Returns how many pages the guest's CPU has written since the last call, how many its device, and how many together.
+    /// Returns how many pages the guest's CPU has written since the last call, how many its device,
+    /// and how many together.
     fn dirty(&self) -> Result<[u32; 3], Box<dyn Error>> {
         let mut logs = [[0; PAGES as usize / 64]; 2];
         self.cpu.get_dirty_log(0, SLOT, &mut logs[0])?;
@@ -94,8 +96,8 @@ impl Guest {
     }
 }
 
-/// A device behind an IOMMU. The IOMMU sets accessed and dirty bits (the RISC-V IOMMU specification: `GADE`). It caches nothing;
-/// an IOTLB would be flushed by [`slat::Platform::flush`].
+/// A device behind an IOMMU. The IOMMU sets accessed and dirty bits (the RISC-V IOMMU specification: `GADE`). It caches
+/// nothing; an IOTLB would be flushed by [`slat::Platform::flush`].
 struct Device {
     host: Arc<PlainMemory>,
     root: Pfn,

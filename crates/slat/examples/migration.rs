@@ -1,7 +1,8 @@
-//! A guest that is copied to another host while it runs, by its dirty log. It is stopped only while the last pages are copied.
+//! A guest that is copied to another host while it runs, by its dirty log. It is stopped only while the
+//! last pages are copied.
 //!
-//! The guest runs in steps between the copied pages, so that each run of this program prints the same. Nothing depends on that:
-//! vCPUs may run on threads of their own. Run it: `cargo run -p slat --example migration`.
+//! The guest runs in steps between the copied pages, so that each run of this program prints the same. Nothing depends
+//! on that: vCPUs may run on threads of their own. Run it: `cargo run -p slat --example migration`.
 
 mod plain_memory;
 
@@ -47,7 +48,8 @@ impl Machine {
     }
 }
 
-/// A program that mostly writes to a few pages, and at times anywhere. It writes pseudo-random numbers (Marsaglia's xorshift).
+/// A program that mostly writes to a few pages, and at times anywhere. It writes pseudo-random numbers
+/// (Marsaglia's xorshift).
 struct Guest(u64);
 
 impl Guest {
@@ -62,8 +64,8 @@ impl Guest {
     }
 }
 
-/// Copies a page, as a VMM does that sends it: by its backing, not through a vCPU. Pages that were never used are zero on
-/// either host.
+/// Copies a page, as a VMM does that sends it: by its backing, not through a vCPU. Pages that were never used are
+/// zero on either host.
 fn copy(page: u64, from: &PlainMemory, to: &PlainMemory) -> Result<(), ResolveError> {
     let at = Hva(page * PAGE_SIZE);
     if let Some(source) = from.resident(at) {

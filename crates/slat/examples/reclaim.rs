@@ -1,8 +1,8 @@
-//! A host with less memory than it has promised its guest. It takes away what the guest has not used for some time, which it asks of
-//! [`Vm::cold_ranges`]; the guest gets it back when it uses it.
+//! A host with less memory than it has promised its guest. It takes away what the guest has not used for some time,
+//! which it asks of [`Vm::cold_ranges`]; the guest gets it back when it uses it.
 //!
-//! The guest runs in steps between two passes of the host, so that each run of this program prints the same. Nothing depends on
-//! that: vCPUs may run on threads of their own. Run it: `cargo run -p slat --example reclaim`.
+//! The guest runs in steps between two passes of the host, so that each run of this program prints the same. Nothing
+//! depends on that: vCPUs may run on threads of their own. Run it: `cargo run -p slat --example reclaim`.
 
 mod plain_memory;
 
@@ -29,8 +29,8 @@ const ACCESSES: u64 = 20_000;
 /// Memory that was not used in so many passes is taken away.
 const PASSES: u8 = 2;
 
-/// A program that writes pseudo-random numbers (Marsaglia's xorshift), and knows what it has written last to the first word
-/// of each page.
+/// A program that writes pseudo-random numbers (Marsaglia's xorshift), and knows what it has written last to the
+/// first word of each page.
 struct Guest {
     random: u64,
     written: Vec<u64>,

@@ -1,8 +1,8 @@
 //! Addresses and levels as types: a [`Gfn`] cannot be passed where a [`Pfn`] is meant.
 //!
-//! An address ending in `pa`/`va` counts bytes, a frame number counts pages of the format's [`Granule`]. That converts between
-//! them; the methods here which take no granule are short forms for [`Granule::Kib4`], for x86's own tables and for callers whose
-//! pages have 4 KiB. Code for any format does not use those.
+//! An address ending in `pa`/`va` counts bytes, a frame number counts pages of the format's [`Granule`]. That converts
+//! between them; the methods here which take no granule are short forms for [`Granule::Kib4`], for x86's own tables and
+//! for callers whose pages have 4 KiB. Code for any format does not use those.
 
 use core::fmt;
 use core::ops::Range;
@@ -136,8 +136,8 @@ impl Hva {
     }
 }
 
-/// Height of an entry above the page: with tables of 4 KiB, level 1 maps 4 KiB, 2 maps 2 MiB, 3 maps 1 GiB. What it maps with
-/// others, [`Granule::pages`] says. (Arm counts downwards: its level 3 is 1 here.)
+/// Height of an entry above the page: with tables of 4 KiB, level 1 maps 4 KiB, 2 maps 2 MiB, 3 maps 1 GiB. What it
+/// maps with others, [`Granule::pages`] says. (Arm counts downwards: its level 3 is 1 here.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Level(pub u8);
 

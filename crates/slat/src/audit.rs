@@ -28,8 +28,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Checks that
     /// * every leaf is in a memslot, at a level that slot and attributes allow, maps the frame that backs it, private
     ///   or shared, and is not writable if the slot is read-only;
-    /// * no page of a slot that logs to a bitmap by write protection is writable without being marked, and no page of one that
-    ///   logs by buffers is dirty without being marked or in a buffer;
+    /// * no page of a slot that logs to a bitmap by write protection is writable without being marked, and no page of
+    ///   one that logs by buffers is dirty without being marked or in a buffer;
     /// * no huge leaf is executable with `nx_huge_pages` on;
     /// * every table counts its leaves right;
     /// * the slots by gfn, by backing and by id are the same, and none overlap;

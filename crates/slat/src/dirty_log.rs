@@ -16,8 +16,8 @@ pub(crate) enum LogKind {
     Bitmap,
     /// The leaves' own dirty bits; a bitmap, at a harvest.
     DirtyBits,
-    /// The leaves' own dirty bits, of which the walker notes in a buffer where it has set one; a bitmap, when the buffer
-    /// is drained (`vm/drain.rs`).
+    /// The leaves' own dirty bits, of which the walker notes in a buffer where it has set one; a bitmap, when the
+    /// buffer is drained (`vm/drain.rs`).
     Buffers,
     /// Write protection; the rings of the vCPUs.
     Rings,
@@ -29,8 +29,8 @@ impl LogKind {
         !matches!(self, LogKind::DirtyBits | LogKind::Buffers)
     }
 
-    /// Whether the log learns of a write from the fault that installs `leaf`: no walker will tell, or it has no dirty bit
-    /// left to set.
+    /// Whether the log learns of a write from the fault that installs `leaf`: no walker will tell, or it has no
+    /// dirty bit left to set.
     pub(crate) fn learns_from_fault(self, leaf: &Leaf) -> bool {
         leaf.write && (self.protects() || self == LogKind::Buffers && leaf.dirty)
     }
@@ -91,8 +91,8 @@ impl DirtyLog {
         }
     }
 
-    /// Marks the pages of the leaf at `gfn`, as far as they lie in the frames `slot` of the log's slot: all pages of a huge
-    /// leaf that could not be split.
+    /// Marks the pages of the leaf at `gfn`, as far as they lie in the frames `slot` of the log's slot: all pages of a
+    /// huge leaf that could not be split.
     pub(crate) fn mark_leaf<F: Format>(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
         self.mark_gfns(slot, &F::GRANULE.block(gfn, level), |_| true);
     }
@@ -110,8 +110,8 @@ impl DirtyLog {
         }
     }
 
-    /// Clears the marks of those of `gfns` that lie in the frames `slot` of the log's slot. The caller is the only one that uses
-    /// the log.
+    /// Clears the marks of those of `gfns` that lie in the frames `slot` of the log's slot. The caller is the only
+    /// one that uses the log.
     pub(crate) fn unmark(&self, slot: &Range<Gfn>, gfns: &Range<Gfn>) {
         let pages = gfns.start.max(slot.start).0..gfns.end.min(slot.end).0;
         for (index, mask) in words_of(pages.start - slot.start.0..pages.end - slot.start.0) {
@@ -119,7 +119,8 @@ impl DirtyLog {
         }
     }
 
-    /// Marks each of the `pages` pages from `to` on whose counterpart is marked in `log`, where they are those from `from` on.
+    /// Marks each of the `pages` pages from `to` on whose counterpart is marked in `log`, where they are
+    /// those from `from` on.
     pub(crate) fn copy_marks(&self, log: &DirtyLog, from: u64, to: u64, pages: u64) {
         for (index, mask) in words_of(from..from + pages) {
             let marked = log.bits[index].load(Acquire) & mask;

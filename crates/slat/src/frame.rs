@@ -34,8 +34,8 @@ pub struct TableMeta {
     /// The number of the flush after which leaves that were broken in the table may be mended; 0: none was broken.
     /// Written like `leaves`.
     pub(crate) broken: AtomicU64,
-    /// While the table is detached: the next table of the list, as the list knows it. While it belongs to a shadow page:
-    /// the number of that ([`crate::shadow`]).
+    /// While the table is detached: the next table of the list, as the list knows it. While it belongs to a shadow
+    /// page: the number of that ([`crate::shadow`]).
     pub(crate) next: AtomicU64,
 }
 

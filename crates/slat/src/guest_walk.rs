@@ -49,8 +49,8 @@ pub struct GuestPaging {
     pub pdptes: Option<[u64; 4]>,
     /// The width of guest-physical addresses in bits (MAXPHYADDR), at most 52.
     pub physical_bits: u32,
-    /// Whether bit 8 is reserved in entries of levels 3 to 5 that refer to tables, as in AMD's CPUs: in entries that map pages it is G.
-    /// Intel's ignore it.
+    /// Whether bit 8 is reserved in entries of levels 3 to 5 that refer to tables, as in AMD's CPUs: in entries that
+    /// map pages it is G. Intel's ignore it.
     pub reserves_table_global: bool,
 }
 
@@ -87,7 +87,8 @@ impl GuestPaging {
     }
 
     /// Returns the address of the table that a walk to `gva` begins with. In [`Mode::Pae`] that is the one of a latched
-    /// page-directory-pointer entry. `None`: that entry is not present, or its reserved bits are set, or none is latched.
+    /// page-directory-pointer entry. `None`: that entry is not present, or its reserved bits are
+    /// set, or none is latched.
     pub(crate) fn root_table(&self, gva: u64) -> Option<Gpa> {
         if self.mode != Mode::Pae {
             return Some(Gpa(Shape::of(self).root));
@@ -105,8 +106,9 @@ impl GuestPaging {
         }
     }
 
-    /// Returns the state in which a shadow leaf is judged: one that lacks the right to write does so also where CR0.WP is
-    /// clear, perhaps for the dirty log; and one that lacks the right to execute where EFER.NXE is, perhaps for its slot.
+    /// Returns the state in which a shadow leaf is judged: one that lacks the right to write does so also where
+    /// CR0.WP is clear, perhaps for the dirty log; and one that lacks the right to execute where EFER.NXE is,
+    /// perhaps for its slot.
     pub(crate) fn of_leaf(&self) -> GuestPaging {
         GuestPaging {
             no_execute: true,
@@ -464,8 +466,8 @@ pub(crate) enum UsedEntry {
     },
 }
 
-/// Returns what `entry`, of `level`, means to walks in the state `paging`. `None`: a walk would fault, or set the accessed
-/// flag.
+/// Returns what `entry`, of `level`, means to walks in the state `paging`. `None`: a walk would fault, or
+/// set the accessed flag.
 pub(crate) fn used_entry(paging: &GuestPaging, level: u32, entry: u64) -> Option<UsedEntry> {
     let shape = Shape::of(paging);
     if entry & ACCESSED == 0 {
@@ -494,7 +496,8 @@ fn frame(paging: &GuestPaging, leaf: u64, level: u32) -> u64 {
     }
 }
 
-/// Returns the bits that must be 0 in an entry of `level` (SDM 3A, "Reserved bits" of each mode; AMD64 volume 2, 5.3 and 5.4).
+/// Returns the bits that must be 0 in an entry of `level` (SDM 3A, "Reserved bits" of each mode; AMD64
+/// volume 2, 5.3 and 5.4).
 #[inline]
 fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u64 {
     if shape.entry_size == 4 {

@@ -37,8 +37,9 @@
 //! # The pieces
 //! * A [`Platform`] is the machine under the engine: table frames, host pages, hardware flushes.
 //! * A [`Format`] says what an entry means to a page walker: see the table below.
-//! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_regions`], [`Vm::remove_memory_region`],
-//!   [`Vm::set_memory_attributes`], [`Vm::invalidate`], [`Vm::get_dirty_log`], [`Vm::lookup`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
+//! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_regions`],
+//!   [`Vm::remove_memory_region`], [`Vm::set_memory_attributes`], [`Vm::invalidate`], [`Vm::get_dirty_log`],
+//!   [`Vm::lookup`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
 //! * A [`VmidAllocator`] hands out VMIDs, ASIDs or VPIDs. The engine does not need it.
 //!

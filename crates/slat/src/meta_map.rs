@@ -1,8 +1,8 @@
 //! Metadata of table frames, for platforms that have no array of frames.
 //!
-//! A radix tree by frame number. Nodes are added as frames come, and stay until the map is dropped. So a look-up needs neither a lock
-//! nor a reader section: it follows pointers that never change once they are set, each published by a release store after
-//! what it refers to was written.
+//! A radix tree by frame number. Nodes are added as frames come, and stay until the map is dropped. So a look-up needs
+//! neither a lock nor a reader section: it follows pointers that never change once they are set, each published by a
+//! release store after what it refers to was written.
 
 use alloc::boxed::Box;
 use core::fmt;
@@ -29,11 +29,12 @@ type Leaf = Large<(), TableMeta, { 1 << LEAF_BITS }>;
 /// Finds the [`TableMeta`] of a table frame, for a [`Platform`](crate::Platform) whose frames come from anywhere: of an
 /// allocator of pages, without an array like Linux's `struct page`.
 ///
-/// All methods may be called by several CPUs at once, and in an interrupt handler if the global allocator may. A look-up takes no lock: it
-/// loads five pointers and changes nothing.
+/// All methods may be called by several CPUs at once, and in an interrupt handler if the global allocator may. A
+/// look-up takes no lock: it loads five pointers and changes nothing.
 ///
-/// It takes 512 bytes of the global allocator for each aligned 64 KiB of host memory that has ever held a table, and 8 KiB for each
-/// 64 MiB, and keeps them until it is dropped. Of a frame that is freed and allocated again, the metadata are the same.
+/// It takes 512 bytes of the global allocator for each aligned 64 KiB of host memory that has ever held a table, and
+/// 8 KiB for each 64 MiB, and keeps them until it is dropped. Of a frame that is freed and allocated again, the
+/// metadata are the same.
 ///
 /// ```
 /// use slat::{MetaMap, Pfn};
@@ -72,12 +73,12 @@ impl MetaMap {
 }
 
 impl MetaMap {
-    /// Makes sure that there is metadata for `frame` from now on. Call for each frame that the platform allocates for a table, before the
-    /// engine gets it.
+    /// Makes sure that there is metadata for `frame` from now on. Call for each frame that the platform allocates for a
+    /// table, before the engine gets it.
     ///
     /// # Errors
-    /// [`OutOfMemory`]: no heap memory, or a frame number of more than 44 bits, which no table's entry can hold. The call can be
-    /// repeated.
+    /// [`OutOfMemory`]: no heap memory, or a frame number of more than 44 bits, which no table's entry can hold. The
+    /// call can be repeated.
     pub fn prepare(&self, frame: Pfn) -> Result<(), OutOfMemory> {
         if frame.0 >= FRAMES {
             return Err(OutOfMemory);
@@ -93,8 +94,8 @@ impl MetaMap {
         unsafe { get_or_add(link, || Leaf::new((), TableMeta::new)) }.map(|_: &Leaf| ())
     }
 
-    /// Returns the metadata of `frame`, always the same. `None`: [`Self::prepare`] was not called for it, nor for a neighbour that it
-    /// shares metadata memory with.
+    /// Returns the metadata of `frame`, always the same. `None`: [`Self::prepare`] was not called for it, nor for a
+    /// neighbour that it shares metadata memory with.
     #[inline]
     pub fn get(&self, frame: Pfn) -> Option<NonNull<TableMeta>> {
         if frame.0 >= FRAMES {
@@ -131,7 +132,8 @@ fn index(frame: Pfn, level: u32) -> usize {
     (frame.0 >> (LEAF_BITS + level * NODE_BITS)) as usize % (1 << NODE_BITS)
 }
 
-/// Returns what `link` refers to, which `make` makes if there is nothing yet. Threads that do so at once get one of them.
+/// Returns what `link` refers to, which `make` makes if there is nothing yet. Threads that do so at
+/// once get one of them.
 ///
 /// # Safety
 /// - `link` refers to a `T`, or is null, and only this function writes it.
@@ -152,7 +154,8 @@ unsafe fn get_or_add<T>(
     Ok(unsafe { &*at })
 }
 
-/// Frees what is at `at`, unless that is null: a node of `level`, 0 for those above leaves, with all below it; a leaf for `None`.
+/// Frees what is at `at`, unless that is null: a node of `level`, 0 for those above leaves, with all below
+/// it; a leaf for `None`.
 ///
 /// # Safety
 /// - it was made for a map that is being dropped, and is freed once.

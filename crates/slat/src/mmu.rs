@@ -22,12 +22,12 @@ pub enum MmuKind {
     /// A tree of tables for a second-level walker (KVM: `tdp_mmu=1`). Faults run in parallel.
     #[default]
     Tdp,
-    /// Shadow pages for a second-level walker (KVM: `tdp_mmu=0`): the leaves of a guest frame are found by a reverse map, and
-    /// the number of tables is limited. For formats without break-before-make.
+    /// Shadow pages for a second-level walker (KVM: `tdp_mmu=0`): the leaves of a guest frame are found by a reverse
+    /// map, and the number of tables is limited. For formats without break-before-make.
     Direct,
     /// Shadow pages for the walker of a CPU without a second level (KVM: `ept=0`, `npt=0`): tables from guest-virtual
-    /// addresses to host frames, made from those of the guest ([`Vcpu::translate_virtual`](crate::Vcpu)). For x86's tables
-    /// of five levels ([`X86<5>`](crate::format::X86)).
+    /// addresses to host frames, made from those of the guest ([`Vcpu::translate_virtual`](crate::Vcpu)). For x86's
+    /// tables of five levels ([`X86<5>`](crate::format::X86)).
     Shadow,
 }
 
@@ -53,7 +53,8 @@ impl MmuKind {
         }
     }
 
-    /// Returns whether there is such an MMU for tables of format `F` that shadows nested tables, too ([`Config::nested`](crate::Config)).
+    /// Returns whether there is such an MMU for tables of format `F` that shadows nested tables, too
+    /// ([`Config::nested`](crate::Config)).
     pub const fn nests<F: Format>(self) -> bool {
         self.serves::<F>() && can_shadow::<F>()
     }
@@ -71,8 +72,8 @@ pub(crate) enum Mmu<P: Platform, F: Format> {
     Shadow(ShadowMmu<P, F>),
 }
 
-/// Evaluates an expression with the tree, or with the shadow pages. For a format without shadow pages, what concerns them
-/// is not compiled: a quarter of the engine.
+/// Evaluates an expression with the tree, or with the shadow pages. For a format without shadow pages, what concerns
+/// them is not compiled: a quarter of the engine.
 macro_rules! by_kind {
     ($on:expr, $tree:ident => $tdp:expr, $mmu:ident => $shadow:expr) => {
         match $on {
@@ -92,7 +93,8 @@ macro_rules! either {
 }
 
 impl<P: Platform, F: Format> Mmu<P, F> {
-    /// Makes an MMU of `kind` that maps nothing, in frames of `frames`; one that also shadows nested tables, if `nested`.
+    /// Makes an MMU of `kind` that maps nothing, in frames of `frames`; one that also shadows nested
+    /// tables, if `nested`.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -143,8 +145,9 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         by_kind!(self, tree => Some(tree), mmu => mmu.tree_mut())
     }
 
-    /// Returns how often a table of the guest's has begun to be tracked. A huge leaf that was [mappable](Self::mappable_level)
-    /// after this was asked still is, if the answer is the same under the lock of the table that receives the leaf.
+    /// Returns how often a table of the guest's has begun to be tracked. A huge leaf that was
+    /// [mappable](Self::mappable_level) after this was asked still is, if the answer is the same under the lock of the
+    /// table that receives the leaf.
     #[inline]
     pub(crate) fn tracking_begun(&self) -> u64 {
         self.shadow().map_or(0, ShadowMmu::tracking_begun)

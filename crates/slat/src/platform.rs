@@ -98,8 +98,8 @@ pub struct Request {
     pub slot: u32,
     /// The frame that the guest accesses.
     pub gfn: Gfn,
-    /// What backs it: [`Region::backing`](crate::Region) of the slot, or [`Region::private`](crate::Region) where the frame is
-    /// private, and the offset of the frame in the slot.
+    /// What backs it: [`Region::backing`](crate::Region) of the slot, or [`Region::private`](crate::Region) where the
+    /// frame is private, and the offset of the frame in the slot.
     pub backing: Hva,
     /// The right that is needed.
     pub access: Access,
@@ -173,9 +173,9 @@ pub enum ResolveError {
     OutOfMemory,
     /// The wait was interrupted (a signal): the vCPU should leave and come again.
     Interrupted,
-    /// The page is not there yet, because its contents are still in a snapshot or on another machine. The access ends with
-    /// [`Stop::MemoryFault`](crate::Stop::MemoryFault); the caller brings the page, and runs the vCPU again. It is the same for pages with
-    /// page tables of the guest.
+    /// The page is not there yet, because its contents are still in a snapshot or on another machine. The access ends
+    /// with [`Stop::MemoryFault`](crate::Stop::MemoryFault); the caller brings the page, and runs the vCPU again. It is
+    /// the same for pages with page tables of the guest.
     /// [`Platform::resolve_resident`] leaves such pages out, and no [`HostPage::level`] reaches over one.
     Absent,
 }
@@ -282,11 +282,11 @@ impl Stale {
 /// | `zapped` | yes | slots, a table's | no | no | no |
 /// | `trace` | yes | slots, a table's | no | no | no |
 ///
-/// "Yes", and a lock that is named, mean that it may be so. *Slots* is the lock of slot changes of one address space, under
-/// which a thread may sleep; other slot changes, and harvests of dirty logs, wait meanwhile. *A table's* is a spin lock: with
-/// it held there is no sleep, and no call of an allocator that may sleep. A method that may not call the VM may still call
-/// [`Vm::id`](crate::Vm::id) and others that return what never changes. `resolve` may take part in anything: it may
-/// invalidate, change slots, and run other vCPUs.
+/// "Yes", and a lock that is named, mean that it may be so. *Slots* is the lock of slot changes of one address space,
+/// under which a thread may sleep; other slot changes, and harvests of dirty logs, wait meanwhile. *A table's* is a
+/// spin lock: with it held there is no sleep, and no call of an allocator that may sleep. A method that may not call
+/// the VM may still call [`Vm::id`](crate::Vm::id) and others that return what never changes. `resolve` may take part
+/// in anything: it may invalidate, change slots, and run other vCPUs.
 ///
 /// A *reader section* is what [`crate::Vcpu::enter`] begins, and what every operation is in while it walks:
 /// flushes wait until it ends, and so do changes of slots. A thread that waits in one for something that waits
@@ -319,8 +319,9 @@ impl Stale {
 ///   same VMID, ASID, VPID or root frame; and no CPU can walk a root when its VM is dropped. A [`VmId`]
 ///   is never used twice, frames are.
 pub unsafe trait Platform: Send + Sync + 'static {
-    /// Returns the size of its pages: of the frames that it gives for tables, and of those that it counts in [`Pfn`], [`Gfn`] and
-    /// [`HostRun`]. A VM is made only if that is the granule of its format ([`Format::GRANULE`](crate::Format::GRANULE)).
+    /// Returns the size of its pages: of the frames that it gives for tables, and of those that it counts in [`Pfn`],
+    /// [`Gfn`] and [`HostRun`]. A VM is made only if that is the granule of its format
+    /// ([`Format::GRANULE`](crate::Format::GRANULE)).
     fn granule(&self) -> Granule {
         Granule::Kib4
     }
@@ -330,15 +331,15 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// or an invalidation.
     fn alloc_table(&self, vm: VmId) -> Option<Pfn>;
 
-    /// Allocates frames for a root of `tables` tables of `vm` (a power of two, see [`crate::Format::ROOT_TABLES`]): next to
-    /// each other, the first aligned to them all. Each is freed alone.
+    /// Allocates frames for a root of `tables` tables of `vm` (a power of two, see [`crate::Format::ROOT_TABLES`]):
+    /// next to each other, the first aligned to them all. Each is freed alone.
     fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn>;
 
     /// Takes a frame back. Called when no walker, software or hardware, can reach it any more.
     ///
     /// # Safety
-    /// - `frame` came from [`alloc_table`](Self::alloc_table), or is one of an [`alloc_root`](Self::alloc_root), of this platform
-    ///   for `vm`, and is freed once.
+    /// - `frame` came from [`alloc_table`](Self::alloc_table), or is one of an [`alloc_root`](Self::alloc_root), of
+    ///   this platform for `vm`, and is freed once.
     unsafe fn free_table(&self, vm: VmId, frame: Pfn);
 
     /// Like [`alloc_table`](Self::alloc_table), but for up to `frames` tables at once, each given to
@@ -363,8 +364,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// Returns the entries in an allocated frame. Called at each step of a walk: must be a few instructions.
     fn entries(&self, frame: Pfn) -> NonNull<Entries>;
 
-    /// Returns what the engine keeps beside an allocated frame, as Linux does in `struct page`. The engine resets it when it
-    /// takes the frame into use, so it may be that of the frame's last allocation.
+    /// Returns what the engine keeps beside an allocated frame, as Linux does in `struct page`. The engine resets it
+    /// when it takes the frame into use, so it may be that of the frame's last allocation.
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta>;
 
     /// Finds, and makes resident, the host page that `request` names.
@@ -373,20 +374,22 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// as it likes (swap, userfaultfd) and holds up nobody.
     ///
     /// So nothing keeps the memslot meanwhile. `resolve` may be called, and may still run, after the slot was deleted
-    /// or moved and [`crate::Vm::remove_memory_region`] has returned: also when its backing is no memory any more, or memory of
-    /// something else. It finds that out by books of its own, not by those of the slots, and returns
-    /// [`ResolveError::BadAddress`], or whatever page is there. The engine compares under the table's lock and uses neither: it
-    /// installs no leaf, and reports no error, of a slot that has changed since it was looked up, nor of a page that was
-    /// invalidated. (But [`Vcpu::revalidate`](crate::Vcpu::revalidate) returns what it gets: its caller names the address.)
+    /// or moved and [`crate::Vm::remove_memory_region`] has returned: also when its backing is no memory any more, or
+    /// memory of something else. It finds that out by books of its own, not by those of the slots, and returns
+    /// [`ResolveError::BadAddress`], or whatever page is there. The engine compares under the table's lock and uses
+    /// neither: it installs no leaf, and reports no error, of a slot that has changed since it was looked up, nor of
+    /// a page that was invalidated. (But [`Vcpu::revalidate`](crate::Vcpu::revalidate) returns what it gets: its
+    /// caller names the address.)
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError>;
 
-    /// Like [`resolve`](Self::resolve), but for all pages of `backing`, in a slot of `vm`, that are resident already; never makes the host
-    /// allocate, never sleeps. Calls `found` for stretches in ascending order, and skips what is not resident
-    /// or not known.
+    /// Like [`resolve`](Self::resolve), but for all pages of `backing`, in a slot of `vm`, that are resident already;
+    /// never makes the host allocate, never sleeps. Calls `found` for stretches in ascending order, and skips what is
+    /// not resident or not known.
     ///
-    /// `found` takes the lock of a table. So it holds no lock while it calls `found`, and waits for none under which [`crate::Vm::invalidate`] is called. What it finds
-    /// may be out of date then: the engine installs it only if no invalidation began meanwhile. The engine may ask for more pages
-    /// than it installs, and install others of a run later, under the same condition.
+    /// `found` takes the lock of a table. So it holds no lock while it calls `found`, and waits for none under which
+    /// [`crate::Vm::invalidate`] is called. What it finds may be out of date then: the engine installs it only if no
+    /// invalidation began meanwhile. The engine may ask for more pages than it installs, and install others of a run
+    /// later, under the same condition.
     fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
     /// Makes the pages of `backing`, in a slot of `vm`, resident, as far as that is possible.
@@ -398,14 +401,16 @@ pub unsafe trait Platform: Send + Sync + 'static {
         let _ = (vm, backing);
     }
 
-    /// Makes the memory of the new VM `child` a copy of that of `parent` as it is now: every page that backs the parent backs the
-    /// child at the same backing address. [`Vm::fork_from`](crate::Vm::fork_from) calls it, while no fault of the parent installs a leaf.
+    /// Makes the memory of the new VM `child` a copy of that of `parent` as it is now: every page that backs the parent
+    /// backs the child at the same backing address. [`Vm::fork_from`](crate::Vm::fork_from) calls it, while no fault of
+    /// the parent installs a leaf.
     ///
     /// From now on, until the page has one user left,
-    /// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) return it as not writable, to both VMs
-    ///   ([`HostPage::writable`]);
-    /// - `resolve` for a write gives the VM that asks a copy of its own, and returns that: it begins an invalidation of the page *of
-    ///   that VM* ([`Vm::invalidate`](crate::Vm::invalidate)), copies, changes what backs the page, and ends the invalidation;
+    /// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) return it as not writable, to both
+    ///   VMs ([`HostPage::writable`]);
+    /// - `resolve` for a write gives the VM that asks a copy of its own, and returns that: it begins an invalidation of
+    ///   the page *of that VM* ([`Vm::invalidate`](crate::Vm::invalidate)), copies, changes what backs the page, and
+    ///   ends the invalidation;
     /// - the frame is not taken back, whatever invalidations of the other VM do.
     ///
     /// The engine does not tell the platform that a VM ends. The program that drops the VM does.
@@ -421,8 +426,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.
     /// A huge leaf that was zapped may reach out of `range`: nothing of it is used either. `stale` says what
     /// is enough; a platform that does not look at it flushes everything in the range.
-    /// In a VM that has shadowed tables of the guest's, the range is always that of all frames: what a TLB holds then is known by virtual
-    /// address, or by that of a nested guest.
+    /// In a VM that has shadowed tables of the guest's, the range is always that of all frames: what a TLB holds then
+    /// is known by virtual address, or by that of a nested guest.
     ///
     /// When it returns, for each CPU that may run the guest:
     /// - leaves that its TLB holds are void, whatever their size, also those combined with translations
@@ -442,12 +447,13 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// ([`crate::Vcpu::quiesce`]).
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale);
 
-    /// Has the CPUs of `vm` give the engine what their page walkers have written to their buffers (Intel's PML, Arm's HDBSS). When it
-    /// returns, each entry that was written before the call was given to `take`, with the address space of the walk, or to
-    /// [`Vm::drain`](crate::Vm::drain): a CPU that is in the guest is interrupted, and its buffer is drained before it enters again.
+    /// Has the CPUs of `vm` give the engine what their page walkers have written to their buffers (Intel's PML, Arm's
+    /// HDBSS). When it returns, each entry that was written before the call was given to `take`, with the address space
+    /// of the walk, or to [`Vm::drain`](crate::Vm::drain): a CPU that is in the guest is interrupted, and its buffer is
+    /// drained before it enters again.
     ///
-    /// A harvest of a log by the policy `dirty_log=buffer` begins with it. Does nothing where no hardware fills a buffer: those of
-    /// software CPUs are the engine's own.
+    /// A harvest of a log by the policy `dirty_log=buffer` begins with it. Does nothing where no hardware fills a
+    /// buffer: those of software CPUs are the engine's own.
     fn drain(&self, vm: VmId, take: &mut dyn FnMut(usize, Gfn)) {
         let _ = (vm, take);
     }
@@ -462,8 +468,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
         let _ = leaf;
     }
 
-    /// Called at each event, by the thread that makes it. For a record of what the engine does; does nothing otherwise, and then it
-    /// is compiled away.
+    /// Called at each event, by the thread that makes it. For a record of what the engine does; does nothing otherwise,
+    /// and then it is compiled away.
     #[inline(always)]
     fn trace(&self, event: Event) {
         let _ = event;

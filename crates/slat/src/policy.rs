@@ -161,13 +161,15 @@ policies! {
     split_walk SplitWalk: SplitWalk = SplitWalk::Default;
     /// Pages around a fault that are mapped with it, if resident.
     prefetch Prefetch: Prefetch = Prefetch::Adaptive;
-    /// How writes to logged slots are found out. Logs to rings are always by write protection. Write protection is the default: it
-    /// needs nothing of the CPU, and such a log begins at once (`hierarchical_protect`), while with dirty bits and buffers it begins by
-    /// clearing the dirty bit of every leaf. [`DirtyLogMethod::Buffer`] saves the fault of each page's next write.
+    /// How writes to logged slots are found out. Logs to rings are always by write protection. Write protection is the
+    /// default: it needs nothing of the CPU, and such a log begins at once (`hierarchical_protect`), while with dirty
+    /// bits and buffers it begins by clearing the dirty bit of every leaf. [`DirtyLogMethod::Buffer`] saves the fault
+    /// of each page's next write.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
-    /// Write-protect a range for its dirty log by the entries above its tables, the highest that lie wholly in it (EPT) or one
-    /// for each 2 MiB (NPT), and what is in a table when the first write comes to it; off: every leaf at once. For
-    /// [`MmuKind::Tdp`](crate::MmuKind), on formats whose walkers obey such entries, and [`DirtyLogMethod::WriteProtect`].
+    /// Write-protect a range for its dirty log by the entries above its tables, the highest that lie wholly in it (EPT)
+    /// or one for each 2 MiB (NPT), and what is in a table when the first write comes to it; off: every leaf at once.
+    /// For [`MmuKind::Tdp`](crate::MmuKind), on formats whose walkers obey such entries, and
+    /// [`DirtyLogMethod::WriteProtect`].
     hierarchical_protect HierarchicalProtect: Switch = Switch::On;
     /// Whether a read or fetch that maps a page of a logged slot is logged, and the page writable at
     /// once; off: only writes are.
@@ -229,8 +231,9 @@ words! {
     WriteProtect = "write-protect",
     /// The walker sets the dirty bits of leaves, on formats that have them ([`Format::SETS_DIRTY`]).
     DirtyBit = "dirty-bit",
-    /// Like [`Self::DirtyBit`], and the walker writes the page of each dirty bit that it sets to a buffer (Intel's PML, Arm's HDBSS):
-    /// a harvest looks at these pages alone ([`Vm::drain`](crate::Vm::drain)). For tables that are no shadow pages.
+    /// Like [`Self::DirtyBit`], and the walker writes the page of each dirty bit that it sets to a buffer (Intel's
+    /// PML, Arm's HDBSS): a harvest looks at these pages alone ([`Vm::drain`](crate::Vm::drain)). For tables that
+    /// are no shadow pages.
     Buffer = "buffer",
 }
 
@@ -323,7 +326,8 @@ pub enum Prefetch {
     Off,
     /// The aligned window of this many pages: the largest power of two not above the number and 512.
     Window(u16),
-    /// A window that follows what the vCPU does: closed where its accesses are scattered, and up to 512 pages where they are not.
+    /// A window that follows what the vCPU does: closed where its accesses are scattered, and up to 512
+    /// pages where they are not.
     Adaptive,
 }
 

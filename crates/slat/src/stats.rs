@@ -90,7 +90,8 @@ counters! {
     split_entries_visited,
     /// Pages mapped ahead of their use.
     prefetched,
-    /// Shadow pages made: of their frame and role there was none. With [`MmuKind::Tdp`](crate::MmuKind) those of nested tables.
+    /// Shadow pages made: of their frame and role there was none. With [`MmuKind::Tdp`](crate::MmuKind)
+    /// those of nested tables.
     mmu_cache_miss,
     /// Shadow pages zapped.
     mmu_shadow_zapped,
@@ -100,7 +101,8 @@ counters! {
     mmu_pte_write,
     /// Of the entries that these stores have changed, those that refer to a shadow page, and were cleared for that.
     mmu_pde_zapped,
-    /// Shadow pages zapped because the guest has stored to the table over and over without using it: it may be one no more.
+    /// Shadow pages zapped because the guest has stored to the table over and over without using it:
+    /// it may be one no more.
     mmu_flooded,
     /// Shadow pages that do not follow the guest's table, until the guest flushes its TLB (a gauge).
     mmu_unsync,

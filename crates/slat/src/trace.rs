@@ -162,7 +162,7 @@ impl fmt::Display for Event {
 }
 
 /// What a shadow page is made for: the lower bits of KVM's `kvm_mmu_page_role`, which has the level in bits 0 to 3,
-/// "entries of 4 bytes" in bit 4, the quadrant in 5 and 6, "direct" in 7, and in 8 to 10 the rights to execute, to write,
-/// and of user mode.
+/// "entries of 4 bytes" in bit 4, the quadrant in 5 and 6, "direct" in 7, and in 8 to 10 the rights to execute, to
+/// write, and of user mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRole(pub u32);

@@ -1,29 +1,31 @@
 //! VMIDs, ASIDs, VPIDs: the numbers by which a TLB tells guests apart.
 //!
-//! A CPU has 8 to 16 bits of them, and a host may have more VMs. So they are handed out in *generations*, as Linux does it for
-//! arm64 (`vmid.c`): a VM keeps its number for as long as the generation lasts. When there is no number left, the next
-//! generation begins with all numbers but those of guests that run just then, and each CPU flushes its TLB before it enters its
-//! first guest of the new generation. A VM that ends gives nothing back, and needs no flush.
+//! A CPU has 8 to 16 bits of them, and a host may have more VMs. So they are handed out in *generations*, as Linux does
+//! it for arm64 (`vmid.c`): a VM keeps its number for as long as the generation lasts. When there is no number left,
+//! the next generation begins with all numbers but those of guests that run just then, and each CPU flushes its TLB
+//! before it enters its first guest of the new generation. A VM that ends gives nothing back, and needs no flush.
 //!
 //! # Concurrency
 //! Who may write what:
-//! * [`Vmid::tag`] (number and generation), [`VmidAllocator::generation`] and [`Cpu::flushed`] are written with the lock held;
-//! * [`Cpu::active`] is written by its own CPU without the lock: the tag of the guest it enters, or [`IDLE`]; and by the thread
-//!   that begins a generation, with the lock held: [`ROLLED`].
+//! * [`Vmid::tag`] (number and generation), [`VmidAllocator::generation`] and [`Cpu::flushed`] are
+//!   written with the lock held;
+//! * [`Cpu::active`] is written by its own CPU without the lock: the tag of the guest it enters, or [`IDLE`]; and by
+//!   the thread that begins a generation, with the lock held: [`ROLLED`].
 //!
-//! *Two running guests have different numbers.* A CPU enters with the tag that it has read by exchanging `active` for it, and the
-//! exchange succeeds only if no generation has begun since the CPU read `active`. So the thread that begins one, when it
-//! exchanges that word for `ROLLED`, either makes the CPU fail, which then takes the lock, or finds the tag and reserves its
-//! number for the VM that has it, until a later generation begins and the CPU has left. A CPU that leaves replaces `ROLLED`, and by that
-//! synchronizes with that thread: its next entry sees the new generation.
+//! *Two running guests have different numbers.* A CPU enters with the tag that it has read by exchanging `active` for
+//! it, and the exchange succeeds only if no generation has begun since the CPU read `active`. So the thread that begins
+//! one, when it exchanges that word for `ROLLED`, either makes the CPU fail, which then takes the lock, or finds the
+//! tag and reserves its number for the VM that has it, until a later generation begins and the CPU has left. A CPU that
+//! leaves replaces `ROLLED`, and by that synchronizes with that thread: its next entry sees the new generation.
 //!
 //! *No TLB has entries of a number's earlier VM.* A number gets another VM only in a new generation. `flushed` is the
-//! generation for which the CPU has last flushed. If that is not the present one, the CPU's next entry takes the lock, and tells it
-//! to flush.
+//! generation for which the CPU has last flushed. If that is not the present one, the CPU's next entry takes the lock,
+//! and tells it to flush.
 //!
-//! *A flush by number misses nothing.* [`Vmid::number`] and [`VmidAllocator::enter`] have a fence each. A thread that changes a
-//! table and then reads the number either sees the one under which a CPU has entered, or made the change before that CPU's fence,
-//! and the CPU's walker sees the change. Entries under a number that the VM has lost are on CPUs that flush before they enter any guest.
+//! *A flush by number misses nothing.* [`Vmid::number`] and [`VmidAllocator::enter`] have a fence each. A thread that
+//! changes a table and then reads the number either sees the one under which a CPU has entered, or made the change
+//! before that CPU's fence, and the CPU's walker sees the change. Entries under a number that the VM has lost are on
+//! CPUs that flush before they enter any guest.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -34,7 +36,8 @@ use crate::heap::OutOfMemory;
 use crate::sync::SpinLock;
 use crate::sync::atomic::{AtomicU64, Ordering::*, const_fn, fence};
 
-/// Bits of a number in a tag. The generation is in the bits above: 48, which are enough for a new one each microsecond for nine years.
+/// Bits of a number in a tag. The generation is in the bits above: 48, which are enough for a new one each
+/// microsecond for nine years.
 const NUMBER_BITS: u32 = 16;
 /// [`Cpu::active`] of a CPU that is in no guest. As a tag it is of generation 0, which no VM is of.
 const IDLE: u64 = 1;
@@ -51,8 +54,9 @@ const fn generation(tag: u64) -> u64 {
 
 /// A VM's number, and of which generation it is. Has none before the VM is first entered.
 ///
-/// One for each VM where only second-level translations are tagged with it, or where a CPU flushes its TLB when it enters another
-/// vCPU of the VM than the last time. Where the guest's own translations are tagged with it alone (SVM's ASID, VMX's VPID): one for each vCPU.
+/// One for each VM where only second-level translations are tagged with it, or where a CPU flushes its TLB when it
+/// enters another vCPU of the VM than the last time. Where the guest's own translations are tagged with it alone (SVM's
+/// ASID, VMX's VPID): one for each vCPU.
 pub struct Vmid {
     tag: AtomicU64,
 }
@@ -69,10 +73,11 @@ impl Vmid {
 }
 
 impl Vmid {
-    /// Returns the number that the VM's TLB entries have, for [`Platform::flush`](crate::Platform::flush) on a machine that flushes
-    /// by number. `None`: no CPU has entered the VM, so no TLB has entries of it.
+    /// Returns the number that the VM's TLB entries have, for [`Platform::flush`](crate::Platform::flush) on a machine
+    /// that flushes by number. `None`: no CPU has entered the VM, so no TLB has entries of it.
     ///
-    /// What the caller stored before, tables above all, is seen by the walker of a CPU that enters the VM under another number afterwards.
+    /// What the caller stored before, tables above all, is seen by the walker of a CPU that enters the VM under
+    /// another number afterwards.
     pub fn number(&self) -> Option<u16> {
         fence(SeqCst);
         let tag = self.tag.load(Relaxed);
@@ -170,8 +175,8 @@ struct Numbers {
 }
 
 impl VmidAllocator {
-    /// Creates an allocator of the numbers from 1 to 2^`bits` - 1 for `cpus` CPUs. 0 is never handed out: it is the host's (SVM,
-    /// VMX, and KVM on Arm).
+    /// Creates an allocator of the numbers from 1 to 2^`bits` - 1 for `cpus` CPUs. 0 is never handed out: it is the
+    /// host's (SVM, VMX, and KVM on Arm).
     ///
     /// No CPU may have TLB entries of these numbers.
     ///
@@ -197,11 +202,11 @@ impl VmidAllocator {
         })
     }
 
-    /// Call on CPU `cpu`, from 0, before it enters a guest of the VM, and drop the returned guard after the exit. Between the two
-    /// the CPU must not call this again: mask interrupts, or do not enter VMs in their handlers.
+    /// Call on CPU `cpu`, from 0, before it enters a guest of the VM, and drop the returned guard after the exit.
+    /// Between the two the CPU must not call this again: mask interrupts, or do not enter VMs in their handlers.
     ///
-    /// Takes a lock if the VM has no number of this generation, or the CPU has to flush. The lock is held for a few instructions,
-    /// but by a CPU that begins a generation: while it clears the bitmap and looks at all CPUs.
+    /// Takes a lock if the VM has no number of this generation, or the CPU has to flush. The lock is held for a few
+    /// instructions, but by a CPU that begins a generation: while it clears the bitmap and looks at all CPUs.
     ///
     /// # Panics
     /// If there is no such CPU.
@@ -254,7 +259,8 @@ impl VmidAllocator {
             |number: u16| self.generation.load(Relaxed) << NUMBER_BITS | u64::from(number);
         // Twice at most: there are more numbers than CPUs, so a generation begins with one that is free.
         loop {
-            // A VM that runs on another CPU has one number on both. Others keep theirs, too, if it is free: it is as good as any.
+            // A VM that runs on another CPU has one number on both. Others keep theirs, too, if it is free:
+            // it is as good as any.
             if generation(old) != 0 {
                 let new = current(number(old));
                 if numbers.renew(old, new) || numbers.take(number(old)) {
@@ -363,7 +369,8 @@ impl RunningVmid<'_> {
         self.number
     }
 
-    /// Whether the CPU must flush its TLB (if it shares that with other CPUs: all of it) of all guests before the entry.
+    /// Whether the CPU must flush its TLB (if it shares that with other CPUs: all of it) of all
+    /// guests before the entry.
     #[inline]
     pub fn must_flush(&self) -> bool {
         self.must_flush
@@ -421,7 +428,8 @@ mod tests {
             }
         }
 
-        /// Enters `vm` on `cpu`, if the CPU is in no guest; otherwise its guest runs for a while, or exits if it is not `vm`.
+        /// Enters `vm` on `cpu`, if the CPU is in no guest; otherwise its guest runs for a while, or
+        /// exits if it is not `vm`.
         fn run(&mut self, cpu: usize, vm: usize) {
             match &self.cpus[cpu].guest {
                 None => {

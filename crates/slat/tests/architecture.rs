@@ -27,8 +27,8 @@ struct Dependencies {
     tests: BTreeSet<String>,
 }
 
-/// Returns the crates as the picture shows them, from top to bottom. A line has the group's name, or none, the crate, and its
-/// arrows.
+/// Returns the crates as the picture shows them, from top to bottom. A line has the group's name, or none, the
+/// crate, and its arrows.
 fn picture() -> Vec<(String, Dependencies)> {
     let section = section("The crates");
     let picture = section.split("```").nth(1).unwrap();

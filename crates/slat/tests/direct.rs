@@ -177,8 +177,8 @@ fn a_log_of_dirty_bits_misses_no_page_of_a_recycled_table() {
     vm.audit().unwrap();
 }
 
-/// A VM in which a leaf of 1 GiB maps all memory, and a table of leaves below it is left over, with one for page 700: the
-/// tables above that one were recycled.
+/// A VM in which a leaf of 1 GiB maps all memory, and a table of leaves below it is left over, with one for page 700:
+/// the tables above that one were recycled.
 fn with_a_table_left_over() -> Arc<TestVm> {
     let vm = vm(GIB1, Level::GIGA);
     let set = |name, value| vm.set_policy(Setting::parse(name, value).unwrap());

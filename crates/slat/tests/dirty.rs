@@ -222,8 +222,8 @@ fn pages_in_the_ring_of_a_vcpu_that_is_gone_are_noted_by_the_next_that_writes_th
     assert_eq!(vm.reset_dirty_rings(), 9);
 }
 
-/// While a slot moves, a CPU may still write to a collected page by a translation of its old place. The reset lets that end, so
-/// that the next write is noted.
+/// While a slot moves, a CPU may still write to a collected page by a translation of its old place. The reset lets that
+/// end, so that the next write is noted.
 #[test]
 fn a_reset_while_the_slot_moves_ends_translations_of_its_old_place() {
     let vm = vm();

@@ -53,7 +53,8 @@ fn the_table_of_proofs_names_each_loom_model() {
     assert_eq!(named, models);
 }
 
-/// Returns the documents of the workspace: those of the root, of `docs`, `conformance` and `fuzz`, and each crate's README.
+/// Returns the documents of the workspace: those of the root, of `docs`, `conformance` and `fuzz`, and
+/// each crate's README.
 fn documents() -> Vec<PathBuf> {
     let in_directory = |directory: &Path| {
         let entries = fs::read_dir(directory).unwrap();
@@ -110,8 +111,8 @@ fn defines(source: &str, name: &str) -> bool {
     })
 }
 
-/// Returns what is wrong with a link to `path`, relative to the root, whose text is `` `item` ``, if the item is one of Rust:
-/// `function`, `Type`, `Type::method`. A crate or module may be linked by its name.
+/// Returns what is wrong with a link to `path`, relative to the root, whose text is `` `item` ``, if the item is one of
+/// Rust: `function`, `Type`, `Type::method`. A crate or module may be linked by its name.
 fn wrong_item(path: &Path, item: &str) -> Option<String> {
     let is_rust = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
     if !item.chars().all(is_rust) {

@@ -1,4 +1,5 @@
-//! Tables of 16 and 64 KiB, where bytes meet pages: what is aligned, what an address is the page of, and how much a leaf maps.
+//! Tables of 16 and 64 KiB, where bytes meet pages: what is aligned, what an address is the page of, and
+//! how much a leaf maps.
 
 use std::sync::Arc;
 

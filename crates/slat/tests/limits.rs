@@ -138,8 +138,8 @@ fn no_leaf_exceeds_the_limits_of_its_slot<F: Format>() {
         .into_iter()
         .flat_map(|r| MEMORY.map(|m| (r, m)))
     {
-        // Huge leaves; their split by NX; by a log that begins; the log's faults and the right to write given back; huge
-        // leaves again when it ends.
+        // Huge leaves; their split by NX; by a log that begins; the log's faults and the right to write given back;
+        // huge leaves again when it ends.
         let mut world = World::<F>::new(Level::MEGA, rights, memory);
         world.policy("prefetch", "off");
         world.touch(MIB2 + 3);

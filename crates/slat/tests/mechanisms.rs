@@ -202,7 +202,8 @@ fn kvm_logs_reads<F: Format>() -> bool {
     matches!(F::NAME, "ept" | "npt" | "x86-la57")
 }
 
-/// Policy `dirty_log_reads`. Per page: a read, a fetch, a write after a read, a page that the host cannot write, another page.
+/// Policy `dirty_log_reads`. Per page: a read, a fetch, a write after a read, a page that the host cannot
+/// write, another page.
 fn a_read_is_logged_and_maps_for_writing_where_kvm_does_so<F: Format>() {
     for (policy, logs) in [
         ("auto", kvm_logs_reads::<F>()),
@@ -393,7 +394,8 @@ fn huge_leaves_come_back_where_slot_host_and_policies_allow_them<F: Format>() {
     if common::config().mmu != MmuKind::Tdp {
         return;
     }
-    // Blocks: the slot's begin; two whole ones; one that the host maps in part by small pages; one that a fetch has split.
+    // Blocks: the slot's begin; two whole ones; one that the host maps in part by small pages; one
+    // that a fetch has split.
     const SLOT: Range<u64> = 7..5 * MIB2;
     let world = |policies: &[(&str, &str)]| {
         let mut world = World::<F>::new(5 * MIB2, Level::MEGA);

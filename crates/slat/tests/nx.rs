@@ -85,7 +85,8 @@ fn without_the_split_every_page_faults_back_in() {
     assert_eq!((did.pf_fixed, did.splits, did.zapped), (4, 0, 1), "{did:?}");
 }
 
-/// The pages of a table that was split for an execution have dirty bits of their own; a huge leaf in its place would have one for all.
+/// The pages of a table that was split for an execution have dirty bits of their own; a huge leaf in its place
+/// would have one for all.
 #[test]
 fn recovery_leaves_out_slots_that_log() {
     for by in ["write-protect", "dirty-bit", "buffer"] {

@@ -1,5 +1,5 @@
-//! What looking ahead asks of the host: calls of `resolve_resident`, and the pages in them. What the host has said is used later, and
-//! not longer than it holds.
+//! What looking ahead asks of the host: calls of `resolve_resident`, and the pages in them. What the host has said is
+//! used later, and not longer than it holds.
 
 #[macro_use]
 #[path = "common/passing.rs"]

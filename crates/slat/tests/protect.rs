@@ -1,5 +1,5 @@
-//! Hierarchical write protection: what the begin of a log, the first writes after it, a harvest and the end of the log do, each on
-//! every format. What they cost is different only where walkers obey write-protected tables.
+//! Hierarchical write protection: what the begin of a log, the first writes after it, a harvest and the end of the log
+//! do, each on every format. What they cost is different only where walkers obey write-protected tables.
 
 #[macro_use]
 mod common;
@@ -237,7 +237,8 @@ fn the_end_of_a_log_gives_back_what_was_protected_from_above<F: Format>() {
     assert_eq!(world.harvest(), [PAGES[2]]);
 }
 
-/// In the first step of the end, another thread waits to make the slot log again. The steps that follow give nothing back.
+/// In the first step of the end, another thread waits to make the slot log again. The steps that
+/// follow give nothing back.
 fn the_end_of_a_log_stops_when_the_slot_logs_again<F: Format>() {
     let world = World::<F>::new(0..GIB1, PAGES);
     world.set(LOGGED);

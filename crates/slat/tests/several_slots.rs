@@ -279,8 +279,8 @@ fn pages_stay_in_the_dirty_log_when_their_slot_becomes_two_and_one_again() {
     }
 }
 
-/// A harvest has taken the bits of all pages, and has not come to the last of them when its slot becomes another one. It returns
-/// after that has protected them: a write that the client makes then would be in no log.
+/// A harvest has taken the bits of all pages, and has not come to the last of them when its slot becomes another one.
+/// It returns after that has protected them: a write that the client makes then would be in no log.
 #[test]
 fn a_harvest_of_a_slot_that_is_replaced_returns_when_the_next_log_has_begun() {
     // A step of an operation reads fewer entries.

@@ -375,8 +375,8 @@ fn a_right_that_a_leaf_has_got_later_is_taken_away_too() {
     ));
 }
 
-/// SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches". A CPU has looked up an address in a table, and stays in its
-/// reader section; then another one stores to the directory.
+/// SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches". A CPU has looked up an address in a table,
+/// and stays in its reader section; then another one stores to the directory.
 #[test]
 fn an_address_is_looked_up_in_its_old_table_until_the_cpu_must_drop_that() {
     const CLEAN: u64 = 0x27;

@@ -1,7 +1,7 @@
 //! What a hypervisor calls whose CPU walks shadow tables itself.
 //!
-//! That such a CPU translates by them as it should is seen in `metal/`. Here is what no monitor there does: CR0.WP clear, the page
-//! directories of 32-bit and PAE paging, and tables that a store needs for its own address.
+//! That such a CPU translates by them as it should is seen in `metal/`. Here is what no monitor there does: CR0.WP
+//! clear, the page directories of 32-bit and PAE paging, and tables that a store needs for its own address.
 
 #[path = "common/guest.rs"]
 mod guest;

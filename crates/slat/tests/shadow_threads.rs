@@ -1,6 +1,6 @@
-//! Two CPUs of a guest with the shadow MMU: one changes the guest's tables and flushes as the manual asks, the other uses them
-//! meanwhile, and the host replaces pages. After its own flush a CPU finds what it has stored, whatever faults of the other were in
-//! progress.
+//! Two CPUs of a guest with the shadow MMU: one changes the guest's tables and flushes as the manual asks, the other
+//! uses them meanwhile, and the host replaces pages. After its own flush a CPU finds what it has stored, whatever
+//! faults of the other were in progress.
 
 #[path = "common/guest.rs"]
 mod guest;
@@ -162,7 +162,8 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
     // On a machine that others keep busy, each round waits for its turns: as many as there is time for.
     let begin = Instant::now();
     thread::scope(|scope| {
-        // The other CPU: faults all the time, and flushes sometimes, so that tables are synced under the first one's feet.
+        // The other CPU: faults all the time, and flushes sometimes, so that tables are synced under
+        // the first one's feet.
         scope.spawn(|| {
             let mut other = new_cpu(true);
             other.vcpu.enter_unguarded(1);
@@ -262,7 +263,8 @@ fn with_unused_entries() -> (Arc<SimPlatform>, Arc<Vm<SimPlatform, X86<5>>>, Mem
     (platform, vm, memory)
 }
 
-/// The MMU sets flags in the guest's tables, which are stores as any other to a log, also to one that has begun since the last.
+/// The MMU sets flags in the guest's tables, which are stores as any other to a log, also to one that has
+/// begun since the last.
 #[test]
 fn a_table_in_which_a_flag_is_set_is_logged() {
     let (_, vm, memory) = with_unused_entries();

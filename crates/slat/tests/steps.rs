@@ -128,8 +128,8 @@ fn an_operation_on_a_backing_comes_to_every_page_of_every_slot() {
     vm.audit().unwrap();
 }
 
-/// A log is taken; after its first step slot 0 becomes `first`, and then there is the slot `second`, which is written to. The
-/// second one's log names all that, whatever the operation on the first one's log does in its other steps.
+/// A log is taken; after its first step slot 0 becomes `first`, and then there is the slot `second`, which is written
+/// to. The second one's log names all that, whatever the operation on the first one's log does in its other steps.
 fn a_slot_in_place_of_the_one_whose_log_is_taken(first: Region, second: Region) {
     const QUEUED: u32 = 2;
     const WRITING: u32 = 3;
@@ -211,8 +211,8 @@ fn a_log_that_is_taken_is_not_that_of_another_slot() {
     a_slot_in_place_of_the_one_whose_log_is_taken(gone, again);
 }
 
-/// A log is taken; after its first step its slot is replaced by one with a log of its own. What was taken, and is not protected
-/// yet, is noted in the new log when it is written again.
+/// A log is taken; after its first step its slot is replaced by one with a log of its own. What was taken, and is not
+/// protected yet, is noted in the new log when it is written again.
 #[test]
 fn what_is_taken_from_the_log_of_a_slot_that_is_replaced_is_noted_again() {
     for log in ["write-protect", "dirty-bit", "buffer"] {

@@ -1,4 +1,5 @@
-//! What a platform is told of leaves that are zapped: that their pages may have been written to, so that the host writes them back.
+//! What a platform is told of leaves that are zapped: that their pages may have been written to, so that the
+//! host writes them back.
 
 #[macro_use]
 #[path = "common/passing.rs"]

@@ -42,8 +42,8 @@ const HCR: u64 = {
     const VM: u64 = 1 << 0;
     /// Physical FIQs, IRQs and SErrors are the monitor's.
     const FMO_IMO_AMO: u64 = 0b111 << 3;
-    /// The guest's stage 1 is off. Without DC its accesses would be to Device memory, uncached beside the monitor's cached
-    /// ones; with it stage 2 alone decides the memory type.
+    /// The guest's stage 1 is off. Without DC its accesses would be to Device memory, uncached beside the monitor's
+    /// cached ones; with it stage 2 alone decides the memory type.
     const DC: u64 = 1 << 12;
     /// EL1 is AArch64.
     const RW: u64 = 1 << 31;
@@ -100,8 +100,8 @@ impl<F: Tables> El2<F> {
         let (gpa, cause) = match esr & 0x3f {
             0b00_0100..=0b00_0111 => (faulting_ipa(far), Cause::NotPresent),
             0b00_1000..=0b00_1011 => (faulting_ipa(far), Cause::Protection),
-            // HPFAR_EL2 is unknown here. The guest's stage 1 is off: an address is its IPA. (With stage 1 on, AT S1E1R finds
-            // the IPA.)
+            // HPFAR_EL2 is unknown here. The guest's stage 1 is off: an address is its IPA. (With stage 1 on, AT
+            // S1E1R finds the IPA.)
             0b00_1100..=0b00_1111 => (Gpa(far), Cause::Protection),
             _ => return self.other(esr),
         };
@@ -161,8 +161,8 @@ impl<F: Tables> Cpu for El2<F> {
     }
 
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit {
-        // SAFETY: the engine's tables, at one of their frames; the monitor itself is not translated by them. The barriers make
-        // the walker see the stores to the tables, and this CPU the register.
+        // SAFETY: the engine's tables, at one of their frames; the monitor itself is not translated by them. The
+        // barriers make the walker see the stores to the tables, and this CPU the register.
         unsafe {
             write!(vttbr_el2, F::vttbr(F::GRANULE.pfn(root), vmid(vm)));
             asm!("dsb ishst", "isb", options(nostack, preserves_flags));

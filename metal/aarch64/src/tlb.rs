@@ -1,8 +1,9 @@
 //! TLB maintenance for second-level translations.
 //!
-//! A CPU may cache stage 2 alone (an IPA to its page) and both stages combined (a VA to its page). An invalidation by IPA drops
-//! the first only; the second is dropped with the VMID's stage 1. Arm ARM, "TLB maintenance instructions": an invalidation is
-//! complete, on all CPUs that it addresses, after a DSB; the DSB before it makes the table's change visible to their walkers.
+//! A CPU may cache stage 2 alone (an IPA to its page) and both stages combined (a VA to its page). An invalidation by
+//! IPA drops the first only; the second is dropped with the VMID's stage 1. Arm ARM, "TLB maintenance instructions": an
+//! invalidation is complete, on all CPUs that it addresses, after a DSB; the DSB before it makes the table's change
+//! visible to their walkers.
 
 use core::arch::asm;
 use core::ops::Range;
@@ -13,8 +14,8 @@ use slat::{Gfn, Gpa, Granule, Level, Stale};
 /// More leaves than this are flushed with the whole VMID, not one by one.
 const FEW: u64 = 64;
 
-/// Returns the operand of TLBI IPAS2E1: the IPA in units of 4 KiB. Higher bits give the level of the leaf in tables of `granule`,
-/// if all leaves have one level; CPUs with FEAT_TTL use them.
+/// Returns the operand of TLBI IPAS2E1: the IPA in units of 4 KiB. Higher bits give the level of the leaf in tables of
+/// `granule`, if all leaves have one level; CPUs with FEAT_TTL use them.
 fn operand(ipa: Gpa, hint: Option<(Granule, Level)>) -> u64 {
     const TTL_SHIFT: u32 = 44;
     let hint = hint.map_or(0, |(granule, level)| {

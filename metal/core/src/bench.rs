@@ -60,8 +60,8 @@ impl<M: Machine> Bench<'_, M> {
             .with_physical_bits(M::physical_bits())
             .with_mmu(self.mmu);
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
-        // The tables of the VM before were freed, and their frames may be reused. A CPU that does not tag translations with
-        // their VM may still cache them.
+        // The tables of the VM before were freed, and their frames may be reused. A CPU that does not tag translations
+        // with their VM may still cache them.
         flush::<M>(vm.id());
         for (name, value) in policies {
             let refused = |error| format!("{name}={value}: {error}");
@@ -221,7 +221,8 @@ pub(crate) fn fell(n: u64) -> u64 {
 
 /// Reads a word of guest memory.
 pub(crate) fn read_word(at: Hpa) -> u32 {
-    // SAFETY: callers pass addresses of the guests' memory, which is never freed; a guest may be writing it, hence volatile.
+    // SAFETY: callers pass addresses of the guests' memory, which is never freed; a guest may be
+    // writing it, hence volatile.
     unsafe { ptr::read_volatile(at.0 as *const u32) }
 }
 

@@ -1,5 +1,5 @@
-//! Frames for page tables: a range of memory whose first pages hold the engine's metadata of each frame, so that both are found
-//! from a frame's number by arithmetic.
+//! Frames for page tables: a range of memory whose first pages hold the engine's metadata of each frame, so that both
+//! are found from a frame's number by arithmetic.
 
 use core::ops::Range;
 use core::ptr::{self, NonNull};

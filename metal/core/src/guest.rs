@@ -1,5 +1,5 @@
-//! The loop of a hypervisor: run the guest, handle its exits. Apart from the engine, it counts the CPU's reports, so that the
-//! two can be compared.
+//! The loop of a hypervisor: run the guest, handle its exits. Apart from the engine, it counts the CPU's reports, so
+//! that the two can be compared.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -139,8 +139,8 @@ struct State<M: Machine> {
 }
 
 impl<M: Machine> Beside<M> {
-    /// Starts the guest. A writing guest continues to count from pass to pass, so that every value it writes to an address is
-    /// larger than the last.
+    /// Starts the guest. A writing guest continues to count from pass to pass, so that every value it writes to an
+    /// address is larger than the last.
     pub(crate) fn start(mut guest: Guest<M>, mut command: Command) -> Self {
         let state = Arc::new(State {
             stop: AtomicBool::new(false),

@@ -1,7 +1,8 @@
 //! The tables of a guest that has its own, in the format of x86's 4-level paging, and the engine's way to them.
 //!
-//! Entries of level 3 map the first 4 GiB to themselves, but for the window: the third GiB. There, entries of level 2 map
-//! pages of 2 MiB, but for the first, which refers to a table of level 1. Every entry has its accessed and dirty flag.
+//! Entries of level 3 map the first 4 GiB to themselves, but for the window: the third GiB. There, entries of
+//! level 2 map pages of 2 MiB, but for the first, which refers to a table of level 1. Every entry has its
+//! accessed and dirty flag.
 
 use core::convert::Infallible;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
@@ -13,7 +14,8 @@ use crate::bench::GIB;
 
 /// Address of the slot with the tables.
 pub(crate) const TABLES: Gpa = Gpa(0x2000_0000);
-/// The tables: two roots with a table of level 3 each, which differ in their windows, then one of level 2 and one of level 1.
+/// The tables: two roots with a table of level 3 each, which differ in their windows, then one of level
+/// 2 and one of level 1.
 pub(crate) const PAGES: u64 = 6;
 /// The first address that the tables do not map to itself.
 pub(crate) const WINDOW: Gpa = Gpa(2 << 30);

@@ -22,8 +22,8 @@ use crate::{Heap, Machine, Memory};
 
 /// Frames for tables, and the memory that backs memslots.
 ///
-/// Backing address and physical address are equal, except for one page that another can replace ([`Host::replace`]), as when a
-/// host moves a guest's page.
+/// Backing address and physical address are equal, except for one page that another can replace ([`Host::replace`]), as
+/// when a host moves a guest's page.
 pub struct Host<M> {
     frames: Frames,
     /// Guests' memory that the host maps by single pages only.
@@ -113,14 +113,14 @@ impl<M: Machine> Host<M> {
         self.level.store(level.0, SeqCst);
     }
 
-    /// Begins to record the entries that walkers of `vm`, which no CPU runs yet, may have cached: the tables are read whenever
-    /// the engine reaches them, and before and after each flush. Each flush first waits for `delay` spins, so that other CPUs
-    /// use what is not flushed yet.
+    /// Begins to record the entries that walkers of `vm`, which no CPU runs yet, may have cached: the tables are read
+    /// whenever the engine reaches them, and before and after each flush. Each flush first waits for `delay` spins, so
+    /// that other CPUs use what is not flushed yet.
     pub(crate) fn watch(&self, vm: &GuestVm<M>, delay: u32) {
         self.delay.store(delay, SeqCst);
         let root = vm.root(0).expect("a VM has an address space");
-        // SAFETY: frames are memory at their addresses; between `alloc_table` and `free_table`, which tells the record, only
-        // the engine and walkers write to them.
+        // SAFETY: frames are memory at their addresses; between `alloc_table` and `free_table`, which tells the record,
+        // only the engine and walkers write to them.
         unsafe { self.tlb.watch::<Tables<M>>(vm.id(), &[root]) };
     }
 
@@ -136,15 +136,15 @@ impl<M: Machine> Host<M> {
         self.delay.store(0, SeqCst);
     }
 
-    /// Call while no operation of the watched VM is in progress. Checks that the tables have all entries that walkers may have
-    /// cached, and that no table was freed too early.
+    /// Call while no operation of the watched VM is in progress. Checks that the tables have all entries that walkers
+    /// may have cached, and that no table was freed too early.
     pub(crate) fn nothing_is_stale(&self) -> Result<(), String> {
         let early = self.freed_too_early.lock().take();
         early.or_else(|| self.tlb.stale()).map_or(Ok(()), Err)
     }
 
-    /// Makes `page` replace the page at `backing` from now on. Call while `backing` is invalidated. No mapping that contains it
-    /// may be larger than a page.
+    /// Makes `page` replace the page at `backing` from now on. Call while `backing` is invalidated. No mapping that
+    /// contains it may be larger than a page.
     pub fn replace(&self, backing: Hva, page: Hpa) {
         self.replacement.store(page.0, SeqCst);
         self.replaced.store(backing.0, SeqCst);
@@ -168,8 +168,8 @@ impl<M: Machine> Host<M> {
     }
 }
 
-// SAFETY: frames and metadata are allocated from `Frames`, which keeps them at their addresses; `page` returns memory of the
-// guests, which is never freed; `flush` is the machine's, with the same contract.
+// SAFETY: frames and metadata are allocated from `Frames`, which keeps them at their addresses; `page` returns memory
+// of the guests, which is never freed; `flush` is the machine's, with the same contract.
 unsafe impl<M: Machine> Platform for Host<M> {
     fn granule(&self) -> Granule {
         Self::GRANULE

@@ -1,14 +1,15 @@
-//! What the monitors share: the engine's platform on a machine without an OS, a guest that executes commands, and the scenarios
-//! with their expected counts. Independent of the architecture: a monitor describes its machine ([`Machine`]), and how one of
-//! its CPUs runs the guest ([`Cpu`]).
+//! What the monitors share: the engine's platform on a machine without an OS, a guest that executes commands, and the
+//! scenarios with their expected counts. Independent of the architecture: a monitor describes its machine
+//! ([`Machine`]), and how one of its CPUs runs the guest ([`Cpu`]).
 //!
-//! A monitor boots, starts its second CPU, which calls [`Second::serve`], and calls [`run`] on the first. Monitors run with
-//! physical and virtual addresses equal and with interrupts masked, except while the guest runs: an interrupt that is pending
-//! when a CPU enters the guest makes it leave at once.
+//! A monitor boots, starts its second CPU, which calls [`Second::serve`], and calls [`run`] on the first. Monitors run
+//! with physical and virtual addresses equal and with interrupts masked, except while the guest runs: an interrupt that
+//! is pending when a CPU enters the guest makes it leave at once.
 //!
 //! The guest is one small program per architecture. It runs with paging of its own off, so that
 //! every access is one second-level translation and faults can be counted exactly. Where the CPU walks shadow tables
-//! ([`Format::SHADOWS`]) it has tables of its own, which map addresses to themselves by the largest leaves, and some windows.
+//! ([`Format::SHADOWS`]) it has tables of its own, which map addresses to themselves by the largest
+//! leaves, and some windows.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -49,9 +50,9 @@ pub trait Machine: Sized + Send + Sync + 'static {
     /// Writes to the console, from any CPU.
     fn print(text: &str);
 
-    /// Flushes, as in [`slat::Platform::flush`]: when it returns, no CPU uses a second-level translation of `range` of `vm`
-    /// that was removed from the tables before the call, as far as `stale` includes it. By a broadcast where the machine has
-    /// one, otherwise by interrupts ([`Shootdown`]). Called while no CPU in the guest waits for the caller.
+    /// Flushes, as in [`slat::Platform::flush`]: when it returns, no CPU uses a second-level translation of `range` of
+    /// `vm` that was removed from the tables before the call, as far as `stale` includes it. By a broadcast where the
+    /// machine has one, otherwise by interrupts ([`Shootdown`]). Called while no CPU in the guest waits for the caller.
     fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale);
 
     /// Makes `cpu` leave the guest soon, if it is in the guest, with [`Exit::Kicked`]; called by another CPU.
@@ -79,13 +80,14 @@ pub trait Cpu: Sized + 'static {
     /// Sets the guest's registers so that its next run begins `command` with the program at `entry`.
     fn begin(&mut self, entry: Gpa, command: &Command);
 
-    /// Runs the guest of `vm`, through the tables at `root`, until it leaves. The tables of a deleted VM may have had the same
-    /// address: this CPU must not use translations that it cached from them. A shadow table may be used until the next flush:
-    /// one that was requested since the call makes the CPU leave with [`Exit::Kicked`] before the guest runs.
+    /// Runs the guest of `vm`, through the tables at `root`, until it leaves. The tables of a deleted VM may have
+    /// had the same address: this CPU must not use translations that it cached from them. A shadow table may be
+    /// used until the next flush: one that was requested since the call makes the CPU leave with [`Exit::Kicked`]
+    /// before the guest runs.
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit;
 
-    /// Completes the access that [`Exit::Fault`] reported and that has no memory: a load reads `value`, a store is dropped. The
-    /// guest continues after it.
+    /// Completes the access that [`Exit::Fault`] reported and that has no memory: a load reads `value`, a store is
+    /// dropped. The guest continues after it.
     fn complete_mmio(&mut self, value: u32);
 
     /// Whether the walker sets the accessed bit in leaves itself.
@@ -154,8 +156,8 @@ pub enum Cause {
     NotPresent,
     /// A leaf that does not allow the access, or that wants an accessed or dirty bit set by software.
     Protection,
-    /// One of the engine's MMIO entries, which the walker reports differently from others: a reserved bit, a misconfiguration.
-    /// If [`Cpu::REPORTS_MMIO`] is false, `NotPresent` is reported instead.
+    /// One of the engine's MMIO entries, which the walker reports differently from others: a reserved bit, a
+    /// misconfiguration. If [`Cpu::REPORTS_MMIO`] is false, `NotPresent` is reported instead.
     Mmio,
 }
 

@@ -1,5 +1,5 @@
-//! What a hypervisor does for a guest with tables of its own, whose CPU walks shadow tables: the root to load, page faults, flushes.
-//! On other machines all of it is nothing.
+//! What a hypervisor does for a guest with tables of its own, whose CPU walks shadow tables: the root to load, page
+//! faults, flushes. On other machines all of it is nothing.
 
 use alloc::format;
 use alloc::string::String;
@@ -84,8 +84,8 @@ impl<M: Machine> Guest<M> {
         }
     }
 
-    /// Waits for this CPU's turn to enter the guest, in which the same access has faulted `faults` times: after many, this CPU
-    /// is alone until another exit. `before` is what the last call has returned.
+    /// Waits for this CPU's turn to enter the guest, in which the same access has faulted `faults` times: after many,
+    /// this CPU is alone until another exit. `before` is what the last call has returned.
     pub(crate) fn turn(&self, faults: u32, before: Option<Alone>) -> Option<Alone> {
         if !Self::SHADOWED {
             return None;
@@ -100,7 +100,8 @@ impl<M: Machine> Guest<M> {
         alone
     }
 
-    /// Makes the other CPUs leave the guest, and wait until the returned guard is dropped. `None`: another one is alone.
+    /// Makes the other CPUs leave the guest, and wait until the returned guard is dropped. `None`:
+    /// another one is alone.
     fn alone(&self) -> Option<Alone> {
         if ALONE.swap(true, SeqCst) {
             return None;

@@ -1,11 +1,11 @@
 //! A flush by interrupts, for machines whose CPUs can flush no TLB but their own.
 //!
-//! Each CPU has a word: the number of its last flush, and whether it is in the guest. A CPU that needs a flush raises the
-//! number of flushes, interrupts every CPU that is in the guest and has not made that flush, and waits until that CPU has left
-//! the guest or made the flush. A CPU that is about to enter the guest sets its word first and reads the number then; with
-//! sequentially consistent accesses either it sees the number, and flushes before it enters, or the other sees that it is in
-//! the guest. Interrupts are masked from before it sets the word until the guest runs, so one that arrives in between is not
-//! lost: it makes the CPU leave the guest at once.
+//! Each CPU has a word: the number of its last flush, and whether it is in the guest. A CPU that needs a flush raises
+//! the number of flushes, interrupts every CPU that is in the guest and has not made that flush, and waits until that
+//! CPU has left the guest or made the flush. A CPU that is about to enter the guest sets its word first and reads the
+//! number then; with sequentially consistent accesses either it sees the number, and flushes before it enters, or the
+//! other sees that it is in the guest. Interrupts are masked from before it sets the word until the guest runs, so one
+//! that arrives in between is not lost: it makes the CPU leave the guest at once.
 
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -49,8 +49,8 @@ impl<const CPUS: usize> Shootdown<CPUS> {
         self.cpus[cpu].fetch_and(!INSIDE, Release);
     }
 
-    /// Makes every CPU flush before it runs another instruction of the guest. `interrupt` makes one leave the guest. The caller
-    /// is not in the guest.
+    /// Makes every CPU flush before it runs another instruction of the guest. `interrupt` makes one leave the guest.
+    /// The caller is not in the guest.
     pub fn flush(&self, interrupt: impl Fn(usize)) {
         let wanted = self.wanted.fetch_add(1, SeqCst) + 1;
         let behind = |cpu: usize| {

@@ -99,8 +99,8 @@ unsafe fn controls(msr: u32, wanted: u64) -> u64 {
 /// The index of the first entry that the CPU writes to a buffer of page-modification logging; the next ones are below.
 pub const FIRST_MODIFIED: u64 = 511;
 
-/// Describes a guest in 32-bit protected mode without paging, with flat segments, in EPT. The pages that it modifies are written
-/// to the page at `modified`.
+/// Describes a guest in 32-bit protected mode without paging, with flat segments, in EPT. The pages that it modifies
+/// are written to the page at `modified`.
 ///
 /// # Safety
 /// - this CPU has a current VMCS, and is in the state that an exit is to restore; no other code uses the page.

@@ -1,5 +1,5 @@
-//! One CPU with Intel's VMX and EPT (Intel SDM volume 3, "Introduction to Virtual-Machine Extensions" and the chapters after
-//! it).
+//! One CPU with Intel's VMX and EPT (Intel SDM volume 3, "Introduction to Virtual-Machine Extensions" and
+//! the chapters after it).
 
 use alloc::boxed::Box;
 use core::arch::{asm, naked_asm};
@@ -17,8 +17,8 @@ const FEATURE_CONTROL: u32 = 0x3a;
 const VMX_BASIC: u32 = 0x480;
 const EPT_VPID_CAP: u32 = 0x48c;
 
-/// The capabilities that [`Ept::eptp`] and the leaves need: walks of four levels, write-back, leaves of 2 MiB and 1 GiB, INVEPT
-/// (all contexts), accessed and dirty flags.
+/// The capabilities that [`Ept::eptp`] and the leaves need: walks of four levels, write-back, leaves of 2 MiB and 1
+/// GiB, INVEPT (all contexts), accessed and dirty flags.
 const EPT_NEEDED: u64 = 1 << 6 | 1 << 14 | 1 << 16 | 1 << 17 | 1 << 20 | 1 << 21 | 1 << 26;
 
 const EXIT_INTERRUPT: u64 = 1;
@@ -77,8 +77,8 @@ impl Vmx {
         let mut entered: u8;
         let modified = Modified([const { AtomicU64::new(0) }; 512]);
         let modified: &'static Modified = Box::leak(Box::new(modified));
-        // SAFETY: `run` starts the emulator with VMX; the regions are never freed. CR0 and CR4 have the bits that VMX requires:
-        // paging, protection, NE (`boot`), and VMXE.
+        // SAFETY: `run` starts the emulator with VMX; the regions are never freed. CR0 and CR4 have the bits that VMX
+        // requires: paging, protection, NE (`boot`), and VMXE.
         unsafe {
             if msr::read(FEATURE_CONTROL) & LOCKED == 0 {
                 msr::write(FEATURE_CONTROL, LOCKED | VMXON_ALLOWED);
@@ -174,8 +174,8 @@ impl Cpu for Vmx {
         };
         match reason {
             EXIT_EPT_VIOLATION => Self::violation(gpa, qualification),
-            // The exit does not report which access it was. If memory is mapped there meanwhile, a write or an execution exits
-            // once more.
+            // The exit does not report which access it was. If memory is mapped there meanwhile, a write or an
+            // execution exits once more.
             EXIT_EPT_MISCONFIGURATION => Exit::Fault {
                 gpa,
                 access: Access::Read,
@@ -233,8 +233,8 @@ impl Virtualization for Vmx {
 /// Runs the guest of the current VMCS with `registers` until it exits. `false`: the entry failed.
 ///
 /// # Safety
-/// - an exit restores the state in which this is called, but for RSP and RIP, which are set here; `launched` is whether the
-///   VMCS has run before.
+/// - an exit restores the state in which this is called, but for RSP and RIP, which are set here; `launched` is whether
+///   the VMCS has run before.
 #[unsafe(naked)]
 unsafe extern "C" fn vmrun(registers: *mut Registers, launched: bool) -> bool {
     naked_asm!(

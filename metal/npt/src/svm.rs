@@ -161,7 +161,8 @@ cpus! {
 
 /// Runs the guest of `vmcb` with `registers` until it exits.
 ///
-/// Interrupts are masked by GIF, not by IF: a pending one makes VMRUN exit at once, and the monitor's handler takes it at STGI.
+/// Interrupts are masked by GIF, not by IF: a pending one makes VMRUN exit at once, and the monitor's
+/// handler takes it at STGI.
 ///
 /// # Safety
 /// - `vmcb` is its own physical address, and describes a state that VMRUN accepts;

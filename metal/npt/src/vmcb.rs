@@ -84,8 +84,8 @@ impl Vmcb {
     /// TLB_CONTROL: all translations are flushed at the next VMRUN.
     pub const FLUSH_TLB: u32 = 1;
 
-    /// Makes the block of a guest with 32-bit code in flat segments: in protected mode without paging, in nested tables; or,
-    /// if it is `shadowed`, in compatibility mode, in shadow tables.
+    /// Makes the block of a guest with 32-bit code in flat segments: in protected mode without paging, in nested
+    /// tables; or, if it is `shadowed`, in compatibility mode, in shadow tables.
     pub fn for_guest(shadowed: bool) -> Self {
         const INTR: u32 = 1 << 0;
         const HLT: u32 = 1 << 24;

@@ -12,8 +12,8 @@ use crate::{Tables, marks};
 global_asm!(include_str!("world.S"));
 global_asm!(include_str!("guest.S"));
 
-/// The guest's registers while it is not running, and the monitor's registers that an exit restores, at offsets that `world.S`
-/// uses.
+/// The guest's registers while it is not running, and the monitor's registers that an exit restores, at offsets
+/// that `world.S` uses.
 #[repr(C)]
 struct Context {
     x: [u64; 32],
@@ -39,8 +39,8 @@ impl<F: Tables> Hart<F> {
     /// Sets up the calling hart.
     pub(crate) fn new() -> Self {
         const SOFTWARE_INTERRUPT: u64 = 1 << 1;
-        // SAFETY: these registers control how guests run, and which interrupts make the hart leave one; the monitor itself is
-        // in HS mode with interrupts masked.
+        // SAFETY: these registers control how guests run, and which interrupts make the hart leave one; the monitor
+        // itself is in HS mode with interrupts masked.
         unsafe {
             write!(vsatp, 0u64);
             write!(hedeleg, 0u64);
@@ -71,8 +71,8 @@ impl<F: Tables> Hart<F> {
     /// Runs the guest through the tables of `hgatp`, until it leaves.
     pub(crate) fn run_with(&mut self, hgatp: u64) -> Exit {
         const INTERRUPT: u64 = 1 << 63;
-        // SAFETY: the monitor itself is not translated by them; the context is the guest's own, and the guest can access only
-        // what the tables map.
+        // SAFETY: the monitor itself is not translated by them; the context is the guest's own, and the guest can
+        // access only what the tables map.
         unsafe {
             write!(hgatp, hgatp);
             if let Some(gpa) = self.refused.take() {
@@ -134,8 +134,8 @@ pub(crate) fn fence_all() {
     };
 }
 
-/// Makes this hart drop a page of every guest. It may have cached entries that were invalid, or allowed less, too: call after a
-/// fault whose handling changed the table.
+/// Makes this hart drop a page of every guest. It may have cached entries that were invalid, or allowed less, too: call
+/// after a fault whose handling changed the table.
 fn fence(gpa: Gpa) {
     // SAFETY: as above. The address has htval's form, without its two low bits.
     unsafe {
@@ -150,13 +150,13 @@ fn fence(gpa: Gpa) {
     };
 }
 
-/// Reads the guest's instruction at `pc`, as the guest fetches it; `None` if that faults. (htinst may hold the instruction, or
-/// not.)
+/// Reads the guest's instruction at `pc`, as the guest fetches it; `None` if that faults. (htinst may hold the
+/// instruction, or not.)
 fn fetch(pc: u64) -> Option<u32> {
     let (low, high): (u64, u64);
     let mut faulted = 1u64;
-    // SAFETY: reads guest memory, through the tables under which the guest ran last. A fault continues after the reads; it
-    // overwrites only registers that an exit sets and the next entry sets again.
+    // SAFETY: reads guest memory, through the tables under which the guest ran last. A fault continues after the reads;
+    // it overwrites only registers that an exit sets and the next entry sets again.
     unsafe {
         asm!(
             ".option push",

@@ -2,10 +2,11 @@
 //! engine's tables.
 //!
 //! The host runs untranslated, the guest in VS mode with vsatp bare, so that each address the guest accesses is the
-//! guest-physical address that the G-stage translates. The firmware flushes the TLBs of all harts (SBI's remote fences).
+//! guest-physical address that the G-stage translates. The firmware flushes the TLBs of all harts
+//! (SBI's remote fences).
 //!
-//! Three programs are built from it, `riscv` with Sv39x4 tables, `riscv-sv48x4` and `riscv-sv57x4`. Which bits the walker sets is
-//! found out by trying (`marks`); the engine sets those that it does not.
+//! Three programs are built from it, `riscv` with Sv39x4 tables, `riscv-sv48x4` and `riscv-sv57x4`. Which bits the
+//! walker sets is found out by trying (`marks`); the engine sets those that it does not.
 #![no_std]
 #![warn(missing_docs)]
 

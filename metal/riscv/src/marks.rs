@@ -1,5 +1,5 @@
-//! Whether G-stage walks set accessed and dirty (Svadu, or as machines did before it had a name) or fault on a clear bit
-//! (Svade): found out by trying, because no register tells.
+//! Whether G-stage walks set accessed and dirty (Svadu, or as machines did before it had a name) or fault on a clear
+//! bit (Svade): found out by trying, because no register tells.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
@@ -29,7 +29,8 @@ pub(crate) fn are_set_by_hardware() -> bool {
     SET_BY_HARDWARE.load(Relaxed)
 }
 
-/// Finds out, by having a guest write through a leaf whose bits are clear. Call on the first hart, before it starts others.
+/// Finds out, by having a guest write through a leaf whose bits are clear. Call on the first hart,
+/// before it starts others.
 pub(crate) fn learn<F: Tables>(hart: &mut Hart<F>) {
     const GIB: u64 = 1 << 30;
     const VALID_RWX_USER: u64 = 0b1_1111;

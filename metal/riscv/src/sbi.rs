@@ -77,8 +77,8 @@ pub(crate) fn fence_guest(vmid: u16, gfns: &Range<Gfn>) {
     assert_eq!(error, 0, "SBI remote_hfence_gvma_vmid");
 }
 
-/// Asks firmware that leaves the choice to us for walkers that set accessed and dirty. If it does not support the request, the
-/// machine decides, and `marks` tries.
+/// Asks firmware that leaves the choice to us for walkers that set accessed and dirty. If it does not support the
+/// request, the machine decides, and `marks` tries.
 pub(crate) fn ask_for_hardware_marks() {
     const PTE_AD_HW_UPDATING: u64 = 4;
     // SAFETY: nothing is translated yet.

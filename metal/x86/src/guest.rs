@@ -1,5 +1,5 @@
-//! The guest: a program of 32-bit code, which runs with paging off, or in compatibility mode with the guest's own tables; and
-//! its initial registers.
+//! The guest: a program of 32-bit code, which runs with paging off, or in compatibility mode with the guest's own
+//! tables; and its initial registers.
 
 use core::arch::global_asm;
 

@@ -1,5 +1,6 @@
-//! Paging with five levels in the monitor itself. AMD's nested walker reads as many levels as the host uses when it executes
-//! VMRUN (AMD64 APM volume 2, "Nested Paging"), so a monitor whose nested tables have five levels calls [`enter`] first.
+//! Paging with five levels in the monitor itself. AMD's nested walker reads as many levels as the host uses when
+//! it executes VMRUN (AMD64 APM volume 2, "Nested Paging"), so a monitor whose nested tables have five levels
+//! calls [`enter`] first.
 
 use core::arch::{global_asm, x86_64::__cpuid_count};
 

@@ -77,8 +77,8 @@ impl<C: Virtualization> Machine for Pc<C> {
     }
 }
 
-/// Makes the program a monitor that runs the scenarios, and nothing else, on CPUs of the type `$cpu`: its heap and its entry
-/// point, where each CPU calls `$before` first.
+/// Makes the program a monitor that runs the scenarios, and nothing else, on CPUs of the type `$cpu`: its heap and its
+/// entry point, where each CPU calls `$before` first.
 #[macro_export]
 macro_rules! monitor {
     ($cpu:ty $(, $before:path)?) => {

@@ -247,8 +247,8 @@ pub mod tests {
     fn a_limit_of_file_sizes_is_named() {
         let scratch = scratch("limited");
         let directory = scratch.join("slat");
-        // SAFETY: the child calls nothing that another thread of this process may have locked, but for the heap, which the C library
-        // makes usable in it. It ends without a return.
+        // SAFETY: the child calls nothing that another thread of this process may have locked, but for the heap, which
+        // the C library makes usable in it. It ends without a return.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let limit = libc::rlimit {

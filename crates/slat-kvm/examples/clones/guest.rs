@@ -1,8 +1,9 @@
 //! A guest with one vCPU, its memory, and copies of both: the guest stops once, and each clone goes on from there.
 //!
-//! The guest's memory is a file in memory (memfd). It is not written to once the guest has stopped, and each clone maps it
-//! with MAP_PRIVATE: a page is the file's until the clone writes to it, then the host copies it. A clone costs what it changes, and its
-//! state: the registers of the vCPU, the interrupt controllers, the timer and the clock, by KVM's calls ([`State`]).
+//! The guest's memory is a file in memory (memfd). It is not written to once the guest has stopped, and each clone
+//! maps it with MAP_PRIVATE: a page is the file's until the clone writes to it, then the host copies it. A clone costs
+//! what it changes, and its state: the registers of the vCPU, the interrupt controllers, the timer and the clock, by
+//! KVM's calls ([`State`]).
 
 use crate::Result;
 use crate::state::State;

@@ -1,4 +1,5 @@
-//! Linux as a guest, started as the x86/HVM direct boot ABI (PVH) says: an ELF file that has a note with its 32-bit entry.
+//! Linux as a guest, started as the x86/HVM direct boot ABI (PVH) says: an ELF file that has a note
+//! with its 32-bit entry.
 
 use crate::Result;
 use crate::guest::Guest;
@@ -7,7 +8,8 @@ use object::endian::LittleEndian;
 use object::read::elf::{FileHeader as _, ProgramHeader as _};
 use slat_kvm::Kvm;
 
-/// Where the boot information, the command line, and the initrd's description are: below the kernel, where nothing else is.
+/// Where the boot information, the command line, and the initrd's description are: below the kernel,
+/// where nothing else is.
 const START_INFO: u64 = 0x1000;
 const MODULE: u64 = 0x2000;
 const MEMORY_MAP: u64 = 0x3000;
@@ -23,7 +25,8 @@ const RAM: u32 = 1;
 const LOW_END: u64 = 0x9_f000;
 const HIGH_START: u64 = 0x10_0000;
 
-/// Puts `kernel` (vmlinux) and `initrd` into the memory of `guest`, `len` bytes, and makes its vCPU begin with the kernel.
+/// Puts `kernel` (vmlinux) and `initrd` into the memory of `guest`, `len` bytes, and makes its vCPU
+/// begin with the kernel.
 pub fn load(
     kvm: &Kvm,
     guest: &mut Guest,

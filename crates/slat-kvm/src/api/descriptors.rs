@@ -1,9 +1,9 @@
 //! Raw descriptors: which object a descriptor of this crate refers to.
 //!
-//! kvm-ioctls makes an object of any descriptor, because the kernel knows which object it refers to. This crate lists the objects
-//! that clients hold by their files, so that a duplicate of a descriptor refers to the same object. The list keeps an object
-//! as long as the client holds a [`Descriptor`] of it. A raw descriptor alone keeps only private memory, because the client gets
-//! nothing else for it.
+//! kvm-ioctls makes an object of any descriptor, because the kernel knows which object it refers to. This crate lists
+//! the objects that clients hold by their files, so that a duplicate of a descriptor refers to the same object. The
+//! list keeps an object as long as the client holds a [`Descriptor`] of it. A raw descriptor alone keeps only private
+//! memory, because the client gets nothing else for it.
 
 use crate::errno::{Result, fail};
 use crate::file_id::FileId;
@@ -46,7 +46,8 @@ fn insert(entry: Entry) -> Result<()> {
     Ok(())
 }
 
-/// Owns a descriptor, and keeps the object that the descriptor refers to in the list. Dropping it closes the descriptor.
+/// Owns a descriptor, and keeps the object that the descriptor refers to in the list. Dropping it
+/// closes the descriptor.
 #[derive(Debug)]
 pub(super) struct Descriptor {
     fd: OwnedFd,
@@ -69,11 +70,12 @@ impl Descriptor {
         Ok(Descriptor { fd, file })
     }
 
-    /// Takes ownership of a client's descriptor. Returns the object that the descriptor refers to, as `is` unpacks it. After an
-    /// error the client still owns the descriptor.
+    /// Takes ownership of a client's descriptor. Returns the object that the descriptor refers to, as `is` unpacks it.
+    /// After an error the client still owns the descriptor.
     ///
     /// # Errors
-    /// `EBADF` for a closed descriptor; `ENOTTY`, as from an `ioctl` of the kernel, where `is` returns `None`, or for no object.
+    /// `EBADF` for a closed descriptor; `ENOTTY`, as from an `ioctl` of the kernel, where `is` returns
+    /// `None`, or for no object.
     ///
     /// # Safety
     /// Nothing else owns the descriptor.
@@ -101,8 +103,8 @@ impl Descriptor {
     }
 }
 
-/// Gives the client a raw descriptor of private memory. The list keeps the memory as long as its VM lives, or until the client
-/// drops the [`Descriptor`] that it made of the raw one.
+/// Gives the client a raw descriptor of private memory. The list keeps the memory as long as its VM lives, or until the
+/// client drops the [`Descriptor`] that it made of the raw one.
 ///
 /// # Errors
 /// `ENOMEM`.

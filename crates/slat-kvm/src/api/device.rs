@@ -37,8 +37,8 @@ impl DeviceFd {
     /// `KVM_SET_DEVICE_ATTR`.
     ///
     /// # Errors
-    /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding a file
-    /// twice, `ENOENT` for deleting a file that was not added, `ENOMEM`.
+    /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for
+    /// adding a file twice, `ENOENT` for deleting a file that was not added, `ENOMEM`.
     pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
         match &self.0 {
             Device::Vfio(device, _) => device.set_attribute(device_attr),
@@ -72,7 +72,8 @@ fn refusal(fd: &OwnedFd, request: u32, attribute: &kvm_device_attr) -> Result<()
 }
 
 impl VmFd {
-    /// `KVM_CREATE_DEVICE`. With `KVM_CREATE_DEVICE_TEST`, creates no device and returns a `DeviceFd` that refuses all requests.
+    /// `KVM_CREATE_DEVICE`. With `KVM_CREATE_DEVICE_TEST`, creates no device and returns a `DeviceFd` that
+    /// refuses all requests.
     ///
     /// # Errors
     /// `ENODEV` for a type that x86 does not have, `EBUSY` when the VM has such a device.

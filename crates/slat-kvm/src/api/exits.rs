@@ -28,8 +28,8 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
             let io = exit!(run.io);
             let len = usize::from(io.size) * io.count as usize;
             assert!(len <= PAGE);
-            // SAFETY: the port-data page is part of the mapping, which lives as long as the borrow of `page`, and `run` is not used
-            // any more.
+            // SAFETY: the port-data page is part of the mapping, which lives as long as the borrow of `page`, and `run`
+            // is not used any more.
             let data = unsafe { std::slice::from_raw_parts_mut(start.add(PIO_OFFSET), len) };
             if u32::from(io.direction) == KVM_EXIT_IO_IN {
                 VcpuExit::IoIn(io.port, data)
@@ -117,7 +117,7 @@ pub(super) fn exit_with(error: Error, page: &mut RunPage) -> Result<VcpuExit<'_>
 
 /// The `kvm_run` struct of the client's own mapping.
 pub(super) fn run(page: &mut RunPage) -> &mut kvm_run {
-    // SAFETY: a mapping of shared memory that lives as long as the borrow, plain data. The library changes it during calls that borrow
-    // the vCPU exclusively; as with the kernel's, nothing else here does.
+    // SAFETY: a mapping of shared memory that lives as long as the borrow, plain data. The library changes it during
+    // calls that borrow the vCPU exclusively; as with the kernel's, nothing else here does.
     unsafe { &mut *page.ptr() }
 }

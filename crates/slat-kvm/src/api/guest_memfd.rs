@@ -9,8 +9,8 @@ use kvm_bindings::kvm_create_guest_memfd;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-/// Guest memory in a file of its own (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's `fallocate`
-/// works; here [`fallocate`](Self::fallocate) is a method. Dropping this releases the memory.
+/// Guest memory in a file of its own (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's
+/// `fallocate` works; here [`fallocate`](Self::fallocate) is a method. Dropping this releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfdFd {
     guest_memfd: Arc<GuestMemfd>,
@@ -18,12 +18,12 @@ pub struct GuestMemfdFd {
 }
 
 impl VmFd {
-    /// `KVM_CREATE_GUEST_MEMFD`. Returns a descriptor that the caller closes. The memory lives as long as the VM, also when the
-    /// descriptor is closed, unless the caller makes a [`GuestMemfdFd`] of it.
+    /// `KVM_CREATE_GUEST_MEMFD`. Returns a descriptor that the caller closes. The memory lives as long as the VM, also
+    /// when the descriptor is closed, unless the caller makes a [`GuestMemfdFd`] of it.
     ///
     /// # Errors
-    /// `EINVAL` for flags that `KVM_CAP_GUEST_MEMFD_FLAGS` does not have and a size that is 0 or not of whole pages, what the host
-    /// returns for making a file.
+    /// `EINVAL` for flags that `KVM_CAP_GUEST_MEMFD_FLAGS` does not have and a size that is 0 or not of whole pages,
+    /// what the host returns for making a file.
     pub fn create_guest_memfd(&self, gmem: kvm_create_guest_memfd) -> Result<RawFd> {
         let (memory, fd) = self.vm.create_guest_memfd(&gmem)?;
         descriptors::give_away(fd, memory, &self.vm)
@@ -48,7 +48,8 @@ impl GuestMemfdFd {
         Ok(GuestMemfdFd { guest_memfd, fd })
     }
 
-    /// Allocates the pages of a range, or, with `FALLOC_FL_PUNCH_HOLE`, frees them, as `fallocate` does on KVM's descriptor.
+    /// Allocates the pages of a range, or, with `FALLOC_FL_PUNCH_HOLE`, frees them, as `fallocate` does
+    /// on KVM's descriptor.
     ///
     /// # Errors
     /// As for [`GuestMemfd::fallocate`].

@@ -9,7 +9,8 @@ impl Kvm {
     /// `KVM_GET_SUPPORTED_HV_CPUID`: the leaves for vCPUs with local APICs.
     ///
     /// # Errors
-    /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than `num_entries` entries.
+    /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than
+    /// `num_entries` entries.
     pub fn get_supported_hv_cpuid(&self, num_entries: usize) -> Result<CpuId> {
         cpuid(&self.system.supported_hv_cpuid(), num_entries)
     }
@@ -29,8 +30,8 @@ impl VmFd {
     /// `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an eventfd.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id in use, `ENOENT`
-    /// for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
+    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id
+    /// in use, `ENOENT` for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
     pub fn hyperv_eventfd(&self, hyperv_eventfd: &kvm_hyperv_eventfd) -> Result<()> {
         self.vm.hyperv_eventfd(hyperv_eventfd)
     }

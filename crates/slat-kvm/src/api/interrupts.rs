@@ -8,7 +8,8 @@ use std::os::fd::AsRawFd;
 use vmm_sys_util::eventfd::EventFd;
 
 impl VmFd {
-    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and an 8259 pair, and gives every vCPU created from now on a local APIC.
+    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and an 8259 pair, and gives every vCPU created from
+    /// now on a local APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already.
@@ -84,8 +85,8 @@ impl VmFd {
         self.vm.set_gsi_routing(table.flags, irq_routing.as_slice())
     }
 
-    /// `KVM_IOEVENTFD`: makes guest writes to `addr` signal `fd`. With [`NoDatamatch`](crate::NoDatamatch), writes of any size and value
-    /// do, else those of the value `datamatch` and the size of `T`.
+    /// `KVM_IOEVENTFD`: makes guest writes to `addr` signal `fd`. With [`NoDatamatch`](crate::NoDatamatch), writes of
+    /// any size and value do, else those of the value `datamatch` and the size of `T`.
     ///
     /// # Errors
     /// `EEXIST` when a write could match another registration, too; `EINVAL`.
@@ -98,7 +99,8 @@ impl VmFd {
         self.vm.ioeventfd(&ioeventfd(fd, addr, datamatch, 0))
     }
 
-    /// Removes the registration that [`register_ioevent`](Self::register_ioevent) made. When this returns, no vCPU signals `fd` for it.
+    /// Removes the registration that [`register_ioevent`](Self::register_ioevent) made. When this returns, no vCPU
+    /// signals `fd` for it.
     ///
     /// # Errors
     /// `ENOENT` when there is no such registration.
@@ -120,8 +122,8 @@ impl VmFd {
         self.vm.irqfd(&irqfd(fd, gsi))
     }
 
-    /// Like [`register_irqfd`](Self::register_irqfd), but level-triggered: a signal of `fd` raises the line of `gsi`, the guest's end of
-    /// interrupt lowers the line and signals `resamplefd`.
+    /// Like [`register_irqfd`](Self::register_irqfd), but level-triggered: a signal of `fd` raises the line of `gsi`,
+    /// the guest's end of interrupt lowers the line and signals `resamplefd`.
     ///
     /// # Errors
     /// As for [`register_irqfd`](Self::register_irqfd), and `EINVAL` without I/O APIC.
@@ -138,7 +140,8 @@ impl VmFd {
         })
     }
 
-    /// Removes the irqfd that [`register_irqfd`](Self::register_irqfd) made. When this returns, `fd` injects nothing for `gsi` any more.
+    /// Removes the irqfd that [`register_irqfd`](Self::register_irqfd) made. When this returns, `fd` injects
+    /// nothing for `gsi` any more.
     ///
     /// # Errors
     /// `EBADF`, `EINVAL` for a descriptor that is no eventfd.

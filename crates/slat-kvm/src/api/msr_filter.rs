@@ -10,7 +10,8 @@ impl VmFd {
     /// `KVM_X86_SET_MSR_FILTER`: chooses the MSRs that the guest may access. Those in no range have the default action.
     ///
     /// # Errors
-    /// `EINVAL` for more ranges than a filter can have, a bitmap that is too short for its range, and an invalid filter; `ENOMEM`.
+    /// `EINVAL` for more ranges than a filter can have, a bitmap that is too short for its range, and an
+    /// invalid filter; `ENOMEM`.
     pub fn set_msr_filter(
         &self,
         default_action: MsrFilterDefaultAction,

@@ -74,7 +74,8 @@ impl VcpuFd {
     /// `KVM_GET_CPUID2`.
     ///
     /// # Errors
-    /// `E2BIG` when the table has more than `num_entries` entries, `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`.
+    /// `E2BIG` when the table has more than `num_entries` entries, `ENOMEM` for `num_entries` above
+    /// `KVM_MAX_CPUID_ENTRIES`.
     pub fn get_cpuid2(&self, num_entries: usize) -> Result<CpuId> {
         if num_entries > KVM_MAX_CPUID_ENTRIES {
             return fail(libc::ENOMEM);
@@ -144,7 +145,8 @@ impl VcpuFd {
         Ok(xsave)
     }
 
-    /// `KVM_GET_XSAVE2`. Every area has the size of `kvm_xsave`, which `KVM_CAP_XSAVE2` returns, so the rest of `xsave` is unchanged.
+    /// `KVM_GET_XSAVE2`. Every area has the size of `kvm_xsave`, which `KVM_CAP_XSAVE2` returns, so the rest of
+    /// `xsave` is unchanged.
     ///
     /// # Errors
     /// `EIO`.
@@ -239,7 +241,8 @@ impl VcpuFd {
         self.vcpu.set_vcpu_events(vcpu_events)
     }
 
-    /// `KVM_GET_NESTED_STATE`. Returns the size of the state in bytes; `None`: it is the header alone, the guest runs no nested guest.
+    /// `KVM_GET_NESTED_STATE`. Returns the size of the state in bytes; `None`: it is the header alone, the guest
+    /// runs no nested guest.
     ///
     /// # Errors
     /// `E2BIG` when `buffer.size` is less than the state's.

@@ -32,7 +32,8 @@ impl Kvm {
         Ok(Kvm::of(System::descriptor(true)?))
     }
 
-    /// The same, but for VMs with tables that `mmu` makes, whatever the environment says. (`kvm_ioctls` has no such method.)
+    /// The same, but for VMs with tables that `mmu` makes, whatever the environment says. (`kvm_ioctls`
+    /// has no such method.)
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Kvm {
@@ -41,7 +42,8 @@ impl Kvm {
         }
     }
 
-    /// The same, but for VMs that compile code as `jit` says, whatever the environment says. (`kvm_ioctls` has no such method.)
+    /// The same, but for VMs that compile code as `jit` says, whatever the environment says. (`kvm_ioctls`
+    /// has no such method.)
     #[must_use]
     pub fn with_jit(self, jit: Jit) -> Self {
         Kvm {
@@ -62,7 +64,8 @@ impl Kvm {
         Kvm::new()
     }
 
-    /// Returns a descriptor, of which [`from_raw_fd`](FromRawFd::from_raw_fd) makes a `Kvm`, also in a program that inherits it.
+    /// Returns a descriptor, of which [`from_raw_fd`](FromRawFd::from_raw_fd) makes a `Kvm`, also in a
+    /// program that inherits it.
     ///
     /// # Errors
     /// As for [`new`](Self::new).
@@ -71,7 +74,8 @@ impl Kvm {
         Ok(System::descriptor(close_on_exec)?.into_raw_fd())
     }
 
-    /// Like [`open_with_cloexec`](Self::open_with_cloexec), but checks `path` first, as [`new_with_path`](Self::new_with_path) does.
+    /// Like [`open_with_cloexec`](Self::open_with_cloexec), but checks `path` first, as
+    /// [`new_with_path`](Self::new_with_path) does.
     ///
     /// # Errors
     /// As for [`new_with_path`](Self::new_with_path).
@@ -143,7 +147,8 @@ impl Kvm {
     /// `KVM_GET_EMULATED_CPUID`.
     ///
     /// # Errors
-    /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than `num_entries` entries.
+    /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than
+    /// `num_entries` entries.
     pub fn get_emulated_cpuid(&self, num_entries: usize) -> Result<CpuId> {
         cpuid(&self.system.emulated_cpuid(), num_entries)
     }
@@ -151,7 +156,8 @@ impl Kvm {
     /// `KVM_GET_SUPPORTED_CPUID`.
     ///
     /// # Errors
-    /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than `num_entries` entries.
+    /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than
+    /// `num_entries` entries.
     pub fn get_supported_cpuid(&self, num_entries: usize) -> Result<CpuId> {
         cpuid(&self.system.supported_cpuid()?, num_entries)
     }

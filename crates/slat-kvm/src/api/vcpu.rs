@@ -34,8 +34,8 @@ impl VcpuFd {
         })
     }
 
-    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`, `KVM_CAP_HYPERV_SYNIC2` and
-    /// `KVM_CAP_HYPERV_ENFORCE_CPUID`.
+    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`, `KVM_CAP_HYPERV_SYNIC2`
+    /// and `KVM_CAP_HYPERV_ENFORCE_CPUID`.
     ///
     /// # Errors
     /// `EINVAL` for any other capability, for flags and bad arguments, and for a SynIC without a local APIC.
@@ -94,8 +94,8 @@ impl VcpuFd {
     /// `KVM_INTERRUPT`, which kvm-ioctls does not have.
     ///
     /// # Errors
-    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has not taken the
-    /// last interrupt.
+    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has
+    /// not taken the last interrupt.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         self.vcpu.interrupt(vector)
     }
@@ -108,13 +108,13 @@ impl VcpuFd {
         self.vcpu.set_signal_mask(mask)
     }
 
-    /// `KVM_PRE_FAULT_MEMORY`, which kvm-ioctls does not have: maps a range of guest memory before the guest uses it. `range`
-    /// becomes the part that is not mapped yet.
+    /// `KVM_PRE_FAULT_MEMORY`, which kvm-ioctls does not have: maps a range of guest memory before the guest uses it.
+    /// `range` becomes the part that is not mapped yet.
     ///
     /// # Errors
-    /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
-    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or a private page has no private
-    /// memory, `ENOMEM`.
+    /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT`
+    /// without a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or a
+    /// private page has no private memory, `ENOMEM`.
     pub fn pre_fault_memory(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         self.vcpu.pre_fault(range)
     }
@@ -136,7 +136,8 @@ impl VcpuFd {
         Ok(())
     }
 
-    /// Removes the oldest write from the ring of coalesced I/O, which the vCPUs of a VM share. `None`: the ring is empty.
+    /// Removes the oldest write from the ring of coalesced I/O, which the vCPUs of a VM share.
+    /// `None`: the ring is empty.
     ///
     /// # Errors
     /// `EIO` before [`map_coalesced_mmio_ring`](Self::map_coalesced_mmio_ring).
@@ -150,8 +151,8 @@ impl VcpuFd {
     /// `KVM_RUN`.
     ///
     /// # Errors
-    /// `EINTR` for `immediate_exit` or a signal, `EFAULT` when the memory that backs guest memory is unmapped, `EINVAL` for bad
-    /// values in `kvm_run`, `EAGAIN` after waiting for INIT and SIPI.
+    /// `EINTR` for `immediate_exit` or a signal, `EFAULT` when the memory that backs guest memory is unmapped, `EINVAL`
+    /// for bad values in `kvm_run`, `EAGAIN` after waiting for INIT and SIPI.
     pub fn run(&mut self) -> Result<VcpuExit<'_>> {
         match self.vcpu.run() {
             Ok(()) => Ok(exits::exit(&mut self.run)),

@@ -30,8 +30,8 @@ impl VmFd {
     /// KVM's: `EINVAL` for bad arguments, `EEXIST` for an overlap, `ENOMEM`.
     ///
     /// # Safety
-    /// The guest reads and writes the memory at `userspace_addr` from now on, until the slot is deleted: nothing in this
-    /// process may rely on its contents in a way that a concurrent write would break.
+    /// The guest reads and writes the memory at `userspace_addr` from now on, until the slot is deleted: nothing in
+    /// this process may rely on its contents in a way that a concurrent write would break.
     pub unsafe fn set_user_memory_region(
         &self,
         user_memory_region: kvm_userspace_memory_region,
@@ -102,30 +102,33 @@ impl VmFd {
         self.vm.dirty_log(slot, |_| Ok(()))
     }
 
-    /// `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have. Of the `pages` pages from `first` on, clears those that are set in
-    /// `bitmap`, whose bit 0 is page `first`; their next write is logged again.
+    /// `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have. Of the `pages` pages from `first` on, clears those that
+    /// are set in `bitmap`, whose bit 0 is page `first`; their next write is logged again.
     ///
     /// # Errors
-    /// `EINVAL` for a bad slot, a range that is not in multiples of 64 pages, or a bitmap that is too short; `ENOENT` for a slot that
-    /// is not logged; `ENXIO` with dirty rings.
+    /// `EINVAL` for a bad slot, a range that is not in multiples of 64 pages, or a bitmap that is too short; `ENOENT`
+    /// for a slot that is not logged; `ENXIO` with dirty rings.
     pub fn clear_dirty_log(&self, slot: u32, first: u64, pages: u32, bitmap: &[u64]) -> Result<()> {
         self.vm.clear_dirty_log(slot, first, pages, |words| {
             bitmap.get(..words).map_or_else(|| fail(libc::EINVAL), Ok)
         })
     }
 
-    /// Marks pages in the dirty log that the VMM itself has written: the `len` bytes from guest-physical address `start` on, of
-    /// address space `space` (0 but for system management mode). Call after the write. Pages without a logged slot are passed
-    /// over. KVM's API has no such call, so that a VMM needs a second log there; `slat-vm-memory` makes it after each write.
+    /// Marks pages in the dirty log that the VMM itself has written: the `len` bytes from guest-physical address
+    /// `start` on, of address space `space` (0 but for system management mode). Call after the write. Pages without a
+    /// logged slot are passed over. KVM's API has no such call, so that a VMM needs a second log there;
+    /// `slat-vm-memory` makes it after each write.
     ///
     /// # Errors
-    /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address; `ENXIO` with dirty rings.
+    /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address;
+    /// `ENXIO` with dirty rings.
     pub fn mark_dirty(&self, space: usize, start: u64, len: u64) -> Result<()> {
         self.vm.mark_dirty(space, start, len)
     }
 
     /// Whether the page of guest-physical `address` of address space `space` is marked in a dirty log now. Unlike
-    /// [`get_dirty_log`](Self::get_dirty_log), clears nothing. `false` for pages without a logged slot, and with dirty rings.
+    /// [`get_dirty_log`](Self::get_dirty_log), clears nothing. `false` for pages without a logged slot,
+    /// and with dirty rings.
     ///
     /// # Errors
     /// `EIO` in a forked child.

@@ -338,8 +338,8 @@ impl VmClock {
     }
 
     /// Returns the TSC of a new vCPU, the number by which the clock knows it, and whether the pair has changed, like
-    /// [`change_tsc`](Self::change_tsc). The TSC is zero for the first vCPU of a VM, else the TSC that was set last. Call
-    /// [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
+    /// [`change_tsc`](Self::change_tsc). The TSC is zero for the first vCPU of a VM, else the TSC that was set last.
+    /// Call [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
     ///
     /// # Errors
     /// `ENOMEM`.

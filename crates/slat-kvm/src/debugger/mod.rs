@@ -1,4 +1,5 @@
-//! A debugger of the guest for `slat gdb`: it stops the vCPUs of a VM, and the client, which runs the VM, does not notice.
+//! A debugger of the guest for `slat gdb`: it stops the vCPUs of a VM, and the client, which runs the
+//! VM, does not notice.
 //!
 //! | file | idea |
 //! |---|---|
@@ -8,22 +9,27 @@
 //! | `registers` | the registers, as GDB numbers them |
 //!
 //! # Who holds what
-//! A vCPU's registers belong to the thread that has locked it: one in `KVM_RUN`, or in another call of the client. A debugger marks
-//! the vCPU as *held*, and raises [`bits::HOLD`](crate::thread::bits::HOLD). Then one of two things is true before long:
+//! A vCPU's registers belong to the thread that has locked it: one in `KVM_RUN`, or in another call of the client. A
+//! debugger marks the vCPU as *held*, and raises [`bits::HOLD`](crate::thread::bits::HOLD). Then one of two things
+//! is true before long:
 //!
-//! * Its thread is in `KVM_RUN`, sees the bit where it looks for signals and interrupts, leaves the engine, and waits in its port. It
-//!   keeps the vCPU locked, so that calls of the client that need the lock wait for the debugger, as they wait for a vCPU that runs.
-//!   The debugger's thread uses the vCPU under the port's lock, which the waiting thread needs to go on.
-//! * No call has locked it. The debugger's thread locks it for each request, as a call would. If the client calls `KVM_RUN`
-//!   afterwards, the thread waits in its port before anything else, and the registers stay as the debugger has seen them.
+//! * Its thread is in `KVM_RUN`, sees the bit where it looks for signals and interrupts, leaves the engine, and waits
+//!   in its port. It keeps the vCPU locked, so that calls of the client that need the lock wait for the debugger, as
+//!   they wait for a vCPU that runs. The debugger's thread uses the vCPU under the port's lock, which the waiting
+//!   thread needs to go on.
+//! * No call has locked it. The debugger's thread locks it for each request, as a call would. If the client calls
+//!   `KVM_RUN` afterwards, the thread waits in its port before anything else, and the registers stay as the
+//!   debugger has seen them.
 //!
-//! A signal for the thread of a held vCPU ends `KVM_RUN` as always, with `EINTR` and without an instruction of the guest, and so does
-//! `immediate_exit`: a client can pause, save and end its VM while a debugger holds it. The vCPU stays held.
+//! A signal for the thread of a held vCPU ends `KVM_RUN` as always, with `EINTR` and without an instruction of
+//! the guest, and so does `immediate_exit`: a client can pause, save and end its VM while a debugger holds it.
+//! The vCPU stays held.
 //!
-//! What a vCPU is to do with its probes (breakpoints, watchpoints, steps) is left at its port, and its own thread takes it from there
-//! before the guest executes again. So a debugger can go at any moment, also when a vCPU does not answer.
+//! What a vCPU is to do with its probes (breakpoints, watchpoints, steps) is left at its port, and its own thread takes
+//! it from there before the guest executes again. So a debugger can go at any moment, also when a vCPU does not answer.
 //!
-//! A vCPU without a debugger pays a look at its attention word for each `KVM_RUN`. The thread that waits needs `futex` alone.
+//! A vCPU without a debugger pays a look at its attention word for each `KVM_RUN`. The thread that waits
+//! needs `futex` alone.
 
 mod list;
 mod port;

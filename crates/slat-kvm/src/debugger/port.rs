@@ -44,7 +44,8 @@ pub(crate) struct Port<T> {
     state: Mutex<State<T>>,
 }
 
-// SAFETY: the pointer leads to a `T` of another thread, which may be used from any thread, and by one at a time: under the lock.
+// SAFETY: the pointer leads to a `T` of another thread, which may be used from any thread, and by one at a
+// time: under the lock.
 unsafe impl<T: Send> Send for Port<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Port<T> {}
@@ -95,8 +96,9 @@ impl<T> Port<T> {
         self.state().orders.take()
     }
 
-    /// Waits while the vCPU is held, and lends `vcpu` meanwhile. `leaves`, which gets the bits that were raised and whether a
-    /// signal has ended the sleep, says whether the wait is over. Call on the vCPU's thread, outside the engine.
+    /// Waits while the vCPU is held, and lends `vcpu` meanwhile. `leaves`, which gets the bits that were
+    /// raised and whether a signal has ended the sleep, says whether the wait is over. Call on the vCPU's
+    /// thread, outside the engine.
     pub(crate) fn wait(&self, vcpu: &mut T, mut leaves: impl FnMut(u32, bool) -> bool) {
         let mut quiet = Quiet::begin(&self.attention);
         let (mut raised, mut interrupted) = (quiet.bits, false);
@@ -133,7 +135,8 @@ impl<T> Port<T> {
         }
     }
 
-    /// Holds the vCPU, because a probe has stopped it; if no debugger has it any more, it goes on. Call on the vCPU's thread.
+    /// Holds the vCPU, because a probe has stopped it; if no debugger has it any more, it goes on. Call
+    /// on the vCPU's thread.
     pub(crate) fn stopped(&self, hit: ProbeHit) {
         let mut state = self.state();
         if state.attached {
@@ -189,8 +192,8 @@ fn tell() {
     wait::wake(&NEWS);
 }
 
-/// Keeps bits from an attention word that nobody looks at now, so that what looks at the word sees only new ones. Dropping this
-/// raises them again.
+/// Keeps bits from an attention word that nobody looks at now, so that what looks at the word sees only new ones.
+/// Dropping this raises them again.
 pub(crate) struct Quiet<'a> {
     attention: &'a Attention,
     bits: u32,

@@ -1,5 +1,5 @@
-//! The registers, as GDB numbers them and asks for them: GDB's features `org.gnu.gdb.i386.core`, `.sse` and `.segments`, and one with
-//! the registers of the system.
+//! The registers, as GDB numbers them and asks for them: GDB's features `org.gnu.gdb.i386.core`, `.sse` and
+//! `.segments`, and one with the registers of the system.
 
 use crate::regs;
 use slat_x86::State;
@@ -187,8 +187,8 @@ pub(crate) fn get(state: &State, to: &mut [u8; BLOCK]) {
     }
 }
 
-/// Sets a register. Returns `false` for a value of another size, and for a register whose change would need checks of an
-/// instruction: selectors, the registers of the system and those of the x87 but for ST0 to ST7.
+/// Sets a register. Returns `false` for a value of another size, and for a register whose change would need checks of
+/// an instruction: selectors, the registers of the system and those of the x87 but for ST0 to ST7.
 pub(crate) fn set(state: &mut State, register: usize, value: &[u8]) -> bool {
     if REGISTERS.get(register).map(|known| known.bytes) != Some(value.len()) {
         return false;

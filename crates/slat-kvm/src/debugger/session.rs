@@ -91,7 +91,8 @@ impl Session {
         list().debugged.as_ref().is_some_and(|it| it.runs)
     }
 
-    /// Waits for news of the vCPUs, for at most `longest`, unless there were some since `seen` was [`news`](Self::news).
+    /// Waits for news of the vCPUs, for at most `longest`, unless there were some since `seen` was
+    /// [`news`](Self::news).
     pub(crate) fn wait(&self, seen: u32, longest: Duration) {
         wait::sleep(&NEWS, seen, Some(longest));
     }
@@ -101,8 +102,8 @@ impl Session {
         NEWS.load(Ordering::SeqCst)
     }
 
-    /// Returns why all vCPUs are held; `None` if one runs. Of several hits one is returned: those of code will be hit again, those of
-    /// data are kept for the next time.
+    /// Returns why all vCPUs are held; `None` if one runs. Of several hits one is returned: those of code will be hit
+    /// again, those of data are kept for the next time.
     pub(crate) fn stopped(&mut self) -> Option<Stopped> {
         let mut hit = false;
         self.each(|vcpu| hit |= vcpu.port().hit().is_some());

@@ -22,8 +22,8 @@ impl Connections {
     /// Adds a connection, or removes one: no eventfd is signalled after the call that removed it has returned.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id in use, `ENOENT`
-    /// for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
+    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id
+    /// in use, `ENOENT` for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
     pub(crate) fn change(&self, asked: &kvm_hyperv_eventfd) -> Result<()> {
         let id = asked.conn_id;
         if asked.flags & !KVM_HYPERV_EVENTFD_DEASSIGN != 0 || id & !KVM_HYPERV_CONN_ID_MASK != 0 {

@@ -15,7 +15,8 @@ fn host_shares_cores() -> bool {
     })
 }
 
-/// Returns the leaves that a client may give a guest of a VM with at most `max_vps` vCPUs; `has_apic`: they have local APICs.
+/// Returns the leaves that a client may give a guest of a VM with at most `max_vps` vCPUs; `has_apic`:
+/// they have local APICs.
 pub(crate) fn supported(has_apic: bool, max_vps: u32) -> [kvm_cpuid_entry2; 10] {
     let machine = Machine {
         has_apic,

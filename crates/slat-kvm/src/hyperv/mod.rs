@@ -9,7 +9,8 @@
 //! | `cpuid` | the CPUID leaves in KVM's struct |
 //!
 //! # Locks
-//! Each lock here is held for a few instructions, never while guest memory is accessed: an access may wait for other vCPUs.
+//! Each lock here is held for a few instructions, never while guest memory is accessed: an access may
+//! wait for other vCPUs.
 
 mod connections;
 pub(crate) mod cpuid;
@@ -42,8 +43,8 @@ impl Hyperv {
         result
     }
 
-    /// Call after the VM's clock or a vCPU's TSC was set. The vCPUs write the reference page before they continue, if they have one:
-    /// raise [`RETRY`](crate::thread::bits::RETRY) for one of them.
+    /// Call after the VM's clock or a vCPU's TSC was set. The vCPUs write the reference page before they continue, if
+    /// they have one: raise [`RETRY`](crate::thread::bits::RETRY) for one of them.
     pub(crate) fn clock_changed(&self) {
         self.with_partition(Partition::clock_changed);
     }

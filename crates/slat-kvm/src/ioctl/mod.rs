@@ -70,7 +70,8 @@ impl fmt::Display for LinkName {
 pub enum Answer {
     /// The return value.
     Value(i32),
-    /// A new object and its descriptor, which `ioctl` returns. The caller remembers that the descriptor refers to the object.
+    /// A new object and its descriptor, which `ioctl` returns. The caller remembers that the descriptor
+    /// refers to the object.
     Created(Object, OwnedFd),
     /// Like `Created`, but the client's own struct holds the descriptor, and `ioctl` returns 0.
     Stored(Object, OwnedFd),
@@ -94,8 +95,8 @@ impl Object {
         }
     }
 
-    /// Returns what the link in `/proc/self/fd` shows for a descriptor of KVM's object. `None`: the link of slat's own file needs no
-    /// change. Takes no lock and allocates nothing.
+    /// Returns what the link in `/proc/self/fd` shows for a descriptor of KVM's object. `None`: the link of slat's own
+    /// file needs no change. Takes no lock and allocates nothing.
     pub fn link(&self) -> Option<LinkName> {
         let (name, vcpu) = match self {
             Object::System(_) | Object::DevicePath => ("/dev/kvm", None),
@@ -115,8 +116,8 @@ impl Object {
     /// Carries out `ioctl(fd, request, argument)` for a descriptor that refers to this object.
     ///
     /// # Errors
-    /// KVM's errno: for an unknown request `EINVAL` (`/dev/kvm`, vCPUs), `EBADF` (`O_PATH`) or `ENOTTY` (the others), `EFAULT` for a
-    /// bad pointer, and the errors of the call itself.
+    /// KVM's errno: for an unknown request `EINVAL` (`/dev/kvm`, vCPUs), `EBADF` (`O_PATH`) or `ENOTTY` (the others),
+    /// `EFAULT` for a bad pointer, and the errors of the call itself.
     pub fn ioctl(&self, request: u32, argument: u64) -> Result<Answer> {
         let _section = Section::enter();
         let answer = match self {
@@ -140,8 +141,8 @@ impl Object {
     /// Checks whether the client may map this part of the object's descriptor with this protection and these flags.
     ///
     /// # Errors
-    /// `EINVAL` for an offset within a page or an empty mapping, `ENODEV` for an object without pages, and the errors of
-    /// [`VcpuObject::check_mapping`] and [`GuestMemfd::check_mapping`].
+    /// `EINVAL` for an offset within a page or an empty mapping, `ENODEV` for an object without pages, and the errors
+    /// of [`VcpuObject::check_mapping`] and [`GuestMemfd::check_mapping`].
     pub fn check_mapping(
         &self,
         offset: u64,
@@ -159,8 +160,8 @@ impl Object {
         }
     }
 
-    /// Completes the client's mapping of this object's descriptor: a vCPU's has pages that are not in its file. Should the host not
-    /// be able to make another mapping, the client sees an empty ring of coalesced I/O.
+    /// Completes the client's mapping of this object's descriptor: a vCPU's has pages that are not in its file. Should
+    /// the host not be able to make another mapping, the client sees an empty ring of coalesced I/O.
     ///
     /// # Safety
     /// `address` and `len` are a new mapping of this object's descriptor, from `offset` on.
@@ -232,8 +233,8 @@ fn take_old_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
     Ok(entries)
 }
 
-/// Writes a list of MSR numbers to the client's `kvm_msr_list`. Writes the count also when it fails with `E2BIG`, so that the client
-/// can call again with enough memory.
+/// Writes a list of MSR numbers to the client's `kvm_msr_list`. Writes the count also when it fails with `E2BIG`, so
+/// that the client can call again with enough memory.
 fn give_msr_list(address: u64, list: &[u32]) -> Result<Answer> {
     let room = user::read::<u32>(address)?;
     user::write(address, &(list.len() as u32))?;

@@ -26,7 +26,8 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
     DONE
 }
 
-/// Does all requests but `KVM_RUN`. Not inlined: its frame has room for structures of several KiB, and other requests would have it, too.
+/// Does all requests but `KVM_RUN`. Not inlined: its frame has room for structures of several KiB, and other
+/// requests would have it, too.
 #[inline(never)]
 fn about_state(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
     match request {

@@ -70,8 +70,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Chips {
-    /// Creates the controllers in their reset state. `storm` is the alarm after which [`storm_paused`](Self::storm_paused) is to be
-    /// called.
+    /// Creates the controllers in their reset state. `storm` is the alarm after which
+    /// [`storm_paused`](Self::storm_paused) is to be called.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -110,7 +110,8 @@ impl Chips {
         result
     }
 
-    /// Locks the I/O APIC and runs `work` on it, whose `bool` tells that vectors or base address may have changed; then publishes them.
+    /// Locks the I/O APIC and runs `work` on it, whose `bool` tells that vectors or base address may have changed;
+    /// then publishes them.
     fn with_ioapic<R>(&self, work: impl FnOnce(&mut IoApic) -> (R, bool)) -> R {
         let mut ioapic = lock(&self.ioapic);
         let (result, changed) = work(&mut ioapic);
@@ -121,7 +122,8 @@ impl Chips {
         result
     }
 
-    /// Sends a message of the I/O APIC, which is locked. Publishes its vector first, for a vCPU that ends the interrupt at once.
+    /// Sends a message of the I/O APIC, which is locked. Publishes its vector first, for a vCPU that ends
+    /// the interrupt at once.
     fn send(&self, vcpus: &Targets, message: &Message) -> Sent {
         self.ioapic_vectors.insert(message.vector);
         vcpus.send(None, message)
@@ -158,8 +160,8 @@ impl Chips {
         });
     }
 
-    /// Sets the level that `source` gives a pin of the I/O APIC. An interrupt that every local APIC merges with a pending one counts
-    /// as coalesced.
+    /// Sets the level that `source` gives a pin of the I/O APIC. An interrupt that every local APIC merges with a
+    /// pending one counts as coalesced.
     pub(crate) fn set_ioapic_pin(
         &self,
         vcpus: &Targets,
@@ -280,8 +282,8 @@ impl Chips {
         ended
     }
 
-    /// Discards the ticks that the guest missed while the 8254's line was masked. Call after the guest has unmasked a line;
-    /// `is_timers`: it is the 8254's.
+    /// Discards the ticks that the guest missed while the 8254's line was masked. Call after the guest has unmasked a
+    /// line; `is_timers`: it is the 8254's.
     fn line_unmasked(&self, is_timers: bool) {
         if let Some(timer) = self.timer.get().filter(|_| is_timers) {
             timer.reset_reinjection();

@@ -36,7 +36,8 @@ impl Interrupts {
         self.set_model(Model::Pc(chips), routes)
     }
 
-    /// Carries out `KVM_CAP_SPLIT_IRQCHIP`: creates local APICs only. The first `pins` GSIs are the pins of the client's I/O APIC.
+    /// Carries out `KVM_CAP_SPLIT_IRQCHIP`: creates local APICs only. The first `pins` GSIs are the pins of
+    /// the client's I/O APIC.
     ///
     /// # Errors
     /// `EINVAL` for more than 4096 pins, `EEXIST` when there are controllers or vCPUs already.

@@ -1,15 +1,15 @@
 //! `KVM_IRQFD`: eventfds whose signals are interrupts.
 //!
-//! One thread of the process waits for all irqfds. For every signal that it finds, it injects an edge or a message; for a resampled
-//! irqfd (`KVM_IRQFD_FLAG_RESAMPLE`) it raises the line. The guest's end of interrupt lowers that line and signals the second
-//! eventfd to the client, which signals the first one again if its device still wants the line.
+//! One thread of the process waits for all irqfds. For every signal that it finds, it injects an edge or a message; for
+//! a resampled irqfd (`KVM_IRQFD_FLAG_RESAMPLE`) it raises the line. The guest's end of interrupt lowers that line and
+//! signals the second eventfd to the client, which signals the first one again if its device still wants the line.
 //!
 //! # Concurrency
-//! The thread finds an irqfd by its number in the process's list, under that list's lock, and injects under the irqfd's own. Removing
-//! an irqfd removes it from the VM's and the process's list, injects what was signalled before, and ends it under its lock: after
-//! `KVM_IRQFD` has returned, nothing is injected any more.
-//! Locks are acquired in this order: VM's list, process's list; an irqfd's lock, then those of the controllers. The thread holds
-//! no list's lock while it injects.
+//! The thread finds an irqfd by its number in the process's list, under that list's lock, and injects under the irqfd's
+//! own. Removing an irqfd removes it from the VM's and the process's list, injects what was signalled before, and ends
+//! it under its lock: after `KVM_IRQFD` has returned, nothing is injected any more.
+//! Locks are acquired in this order: VM's list, process's list; an irqfd's lock, then those of the controllers. The
+//! thread holds no list's lock while it injects.
 
 use crate::background::{self, Background};
 use crate::errno::{Error, Result, fail, no_memory};
@@ -103,8 +103,8 @@ impl IrqFds {
     /// Adds the irqfd that `asked` describes, which injects into `lines`, a VM with controllers.
     ///
     /// # Errors
-    /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EBUSY` when the eventfd is an irqfd already, of any VM, `ENOMEM`,
-    /// `EMFILE`.
+    /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EBUSY` when the eventfd is an irqfd already, of any
+    /// VM, `ENOMEM`, `EMFILE`.
     pub(crate) fn add(&self, lines: Weak<dyn Lines>, asked: &kvm_irqfd) -> Result<()> {
         let resampled = asked.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
         let irqfd = Shared::try_new(IrqFd {
@@ -162,7 +162,8 @@ impl IrqFds {
         Ok(())
     }
 
-    /// Injects what eventfds have signalled until now. Call before saving the state of controllers: KVM's irqfds inject at once.
+    /// Injects what eventfds have signalled until now. Call before saving the state of controllers: KVM's
+    /// irqfds inject at once.
     pub(crate) fn inject_signalled(&self) {
         let irqfd = |at: usize| lock(&self.list).get(at).cloned();
         (0..).map_while(irqfd).for_each(|irqfd| irqfd.fire());
@@ -173,8 +174,8 @@ impl IrqFds {
         self.resampled.load(Ordering::SeqCst)
     }
 
-    /// Lowers the line of resampled irqfds of `gsi`, and signals the client, which may raise it again. Call after the guest's end of
-    /// an interrupt of `gsi`, with no controller locked.
+    /// Lowers the line of resampled irqfds of `gsi`, and signals the client, which may raise it again. Call after the
+    /// guest's end of an interrupt of `gsi`, with no controller locked.
     pub(crate) fn resample(&self, lines: &dyn Lines, gsi: u32) {
         if !self.has_resampled() {
             return;
@@ -303,7 +304,8 @@ impl Background for Service {
         loop {
             let (fd, buffer) = (epoll.as_raw_fd() as usize, events.as_mut_ptr() as usize);
             let arguments = [fd, buffer, AT_A_TIME, usize::MAX, 0, 0];
-            // SAFETY: the buffer and its length. Not the C library's function: a filter for all threads may forbid what comes from there.
+            // SAFETY: the buffer and its length. Not the C library's function: a filter for all threads may forbid
+            // what comes from there.
             let answer = calls::result(unsafe { calls::raw(libc::SYS_epoll_wait, arguments) });
             let count = match answer {
                 Ok(count) => count as usize,

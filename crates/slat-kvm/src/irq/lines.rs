@@ -1,5 +1,5 @@
-//! Delivery of lines and messages to vCPUs, guests' accesses to controllers, and delivery of ends of interrupts to controllers and
-//! clients.
+//! Delivery of lines and messages to vCPUs, guests' accesses to controllers, and delivery of ends of interrupts to
+//! controllers and clients.
 
 use crate::irq::chips::{Ended, TIMER};
 use crate::irq::irqfd::Lines;
@@ -43,8 +43,8 @@ impl Interrupts {
         status
     }
 
-    /// Raises and lowers the line of a GSI, at each chip under one lock. So no other thread finds the line high: a change of routes
-    /// cannot leave it high, and a guest that ends the interrupt at once can get the next one.
+    /// Raises and lowers the line of a GSI, at each chip under one lock. So no other thread finds the line high: a
+    /// change of routes cannot leave it high, and a guest that ends the interrupt at once can get the next one.
     pub(crate) fn pulse_line(&self, gsi: u32, source: u8) {
         let (chips, vcpus) = (self.chips(), &self.vcpus);
         for target in self.routes().of(gsi) {
@@ -134,8 +134,8 @@ impl Interrupts {
         }
     }
 
-    /// Call after a guest's end of interrupt at its local APIC, with that APIC unlocked. Returns whether the vCPU has to exit to the
-    /// client with `KVM_EXIT_IOAPIC_EOI`.
+    /// Call after a guest's end of interrupt at its local APIC, with that APIC unlocked. Returns whether the vCPU has
+    /// to exit to the client with `KVM_EXIT_IOAPIC_EOI`.
     pub(crate) fn end_of_interrupt(&self, vector: u8, level: bool) -> bool {
         if !self.waits_for_end(vector) {
             return false;
@@ -182,8 +182,8 @@ impl Interrupts {
         true
     }
 
-    /// Signals resampled irqfds and reinjects the 8254's missed ticks, for interrupts that the guest has ended. Call with no
-    /// controller locked.
+    /// Signals resampled irqfds and reinjects the 8254's missed ticks, for interrupts that the guest has ended. Call
+    /// with no controller locked.
     fn carry_out(&self, ended: Ended) {
         let Ended { lines, pins } = ended;
         if lines == 0 && pins == 0 {

@@ -10,12 +10,14 @@
 //! | [`vcpus`], `vectors` | the vCPUs of a VM, and messages to them; sets of vectors |
 //! | `create`, `state` | creation of controllers; how they are saved and restored |
 //!
-//! All of it belongs to [`Interrupts`], which knows nothing else of its VM. What a controller reports, `Interrupts` carries out.
+//! All of it belongs to [`Interrupts`], which knows nothing else of its VM. What a controller reports,
+//! `Interrupts` carries out.
 //!
 //! # Locks
-//! A call acquires them in this order, and may skip some: the irqfds of the VM, the routes (for reading, while it delivers an
-//! interrupt), the 8254, then the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC, the SynIC of its vCPU. A vCPU
-//! that ends an interrupt or writes to a controller has its own APIC unlocked. What a locked controller reports is carried out after it is unlocked.
+//! A call acquires them in this order, and may skip some: the irqfds of the VM, the routes (for reading, while it
+//! delivers an interrupt), the 8254, then the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC, the
+//! SynIC of its vCPU. A vCPU that ends an interrupt or writes to a controller has its own APIC unlocked. What a locked
+//! controller reports is carried out after it is unlocked.
 
 pub(crate) mod chips;
 mod create;

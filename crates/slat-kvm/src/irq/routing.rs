@@ -35,7 +35,8 @@ pub(crate) enum Target {
 }
 
 impl Target {
-    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to one message or source.
+    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to
+    /// one message or source.
     fn excludes(self, other: Target) -> bool {
         match (self, other) {
             (Target::Pic(one), Target::Pic(another)) => {
@@ -52,8 +53,8 @@ impl Target {
 pub(crate) struct Routes(Vec<(u32, Target)>);
 
 impl Routes {
-    /// Creates the routes of a PC: each GSI below 16 is routed to the 8259's line and the I/O APIC's pin of the same number, those up
-    /// to 23 to a pin.
+    /// Creates the routes of a PC: each GSI below 16 is routed to the 8259's line and the I/O APIC's pin of the same
+    /// number, those up to 23 to a pin.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -73,7 +74,8 @@ impl Routes {
     /// [`Message::from_msi`]: slat_irqchip::message::Message::from_msi
     ///
     /// # Errors
-    /// `EINVAL` for numbers beyond the limits, unknown kinds and flags, and a GSI with two targets that exclude each other; `ENOMEM`.
+    /// `EINVAL` for numbers beyond the limits, unknown kinds and flags, and a GSI with two targets that exclude
+    /// each other; `ENOMEM`.
     pub(crate) fn from_client(
         entries: &[kvm_irq_routing_entry],
         has_chips: bool,

@@ -1,7 +1,7 @@
 //! The 8254 of a VM, and its alarm.
 //!
-//! The alarm rings when the counter's output rises. Its owner calls [`Timer::expire`], and then pulses the VM's line, with the 8254
-//! unlocked.
+//! The alarm rings when the counter's output rises. Its owner calls [`Timer::expire`], and then pulses the VM's line,
+//! with the 8254 unlocked.
 
 use crate::clock::monotonic;
 use crate::errno::{Result, no_memory};
@@ -71,7 +71,8 @@ impl Timer {
         pulse
     }
 
-    /// Call after the guest has ended the 8254's interrupt. Returns whether the line is to be pulsed, for a missed tick.
+    /// Call after the guest has ended the 8254's interrupt. Returns whether the line is to be
+    /// pulsed, for a missed tick.
     pub(crate) fn acknowledged(&self) -> bool {
         self.lock().acknowledged()
     }

@@ -17,8 +17,8 @@ pub const MAX_VCPU_ID: u32 = 4096;
 
 /// The vCPUs of a VM, by id.
 ///
-/// One lock protects them and the map of their APICs' addresses: a message acquires that lock for reading, and then only the locks of
-/// the APICs that it addresses.
+/// One lock protects them and the map of their APICs' addresses: a message acquires that lock for reading, and then
+/// only the locks of the APICs that it addresses.
 #[derive(Default)]
 pub(crate) struct Vcpus {
     by_id: Vec<Shared<VcpuCommon>>,

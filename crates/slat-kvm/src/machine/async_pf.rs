@@ -1,11 +1,12 @@
-//! Asynchronous page faults (`KVM_FEATURE_ASYNC_PF`; KVM's document "msr"): their three MSRs, and the event "page ready".
+//! Asynchronous page faults (`KVM_FEATURE_ASYNC_PF`; KVM's document "msr"): their three MSRs, and
+//! the event "page ready".
 //!
-//! KVM may handle any fault synchronously, and slat handles all of them so: the vCPU waits for the page, and the guest never gets the
-//! event "page not present". It does get the event "all pages are ready", when it enables asynchronous page
-//! faults: if it has moved here from another host, its tasks that waited for pages there go on.
+//! KVM may handle any fault synchronously, and slat handles all of them so: the vCPU waits for the page, and the guest
+//! never gets the event "page not present". It does get the event "all pages are ready", when it enables asynchronous
+//! page faults: if it has moved here from another host, its tasks that waited for pages there go on.
 //!
-//! Events need a local APIC of KVM's. Without one, KVM refuses the MSRs that its CPUID names, and guests complain; here they hold what is
-//! written, and no event comes.
+//! Events need a local APIC of KVM's. Without one, KVM refuses the MSRs that its CPUID names, and guests complain; here
+//! they hold what is written, and no event comes.
 
 use crate::cpuid::{KVM_FEATURE_ASYNC_PF_INT, KVM_FEATURE_ASYNC_PF_VMEXIT};
 use crate::machine::VcpuMachine;
@@ -23,7 +24,8 @@ const AS_VMEXIT: u64 = 1 << 2;
 const RESERVED: u64 = 3 << 4;
 /// The address in the MSR.
 const ADDRESS: u64 = !0x3f;
-/// Offset of the field `token` in the guest's structure (`struct kvm_vcpu_pv_apf_data`): 0 while the guest can take an event.
+/// Offset of the field `token` in the guest's structure (`struct kvm_vcpu_pv_apf_data`): 0 while the
+/// guest can take an event.
 const TOKEN: u64 = 4;
 /// The token of the event that ends all waits.
 const ALL_PAGES: u32 = u32::MAX;
@@ -77,8 +79,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Delivers the event that ends all waits, if it is due and the guest can take it: its local APIC is enabled, and its structure holds
-    /// no token. The vCPU is entered.
+    /// Delivers the event that ends all waits, if it is due and the guest can take it: its local APIC is enabled, and
+    /// its structure holds no token. The vCPU is entered.
     pub(crate) fn deliver_page_ready(&mut self) {
         let Some(address) = self.async_pf_address().filter(|_| self.pages_are_ready) else {
             return;

@@ -1,8 +1,8 @@
 //! The guest's stack: its RIP, and the return addresses that its frame pointers lead to.
 //!
-//! RBP is not trusted: code without frame pointers has any number in it. A frame is aligned, above the one before, and not far away,
-//! it returns to the same half of the address space, and there are at most [`MOST`]. The stack ends where that does not hold, or where
-//! its memory cannot be read by [`super::peek`].
+//! RBP is not trusted: code without frame pointers has any number in it. A frame is aligned, above the one before, and
+//! not far away, it returns to the same half of the address space, and there are at most [`MOST`]. The stack ends where
+//! that does not hold, or where its memory cannot be read by [`super::peek`].
 
 use super::VcpuMachine;
 use super::peek::Peek;
@@ -17,8 +17,8 @@ const RSP: usize = 4;
 const RBP: usize = 5;
 
 impl VcpuMachine {
-    /// Writes the linear addresses of the guest's stack to `stack`, the innermost first. Returns how many there are, at least 1. `cpu` is
-    /// this vCPU's, and does not run; the vCPU is entered.
+    /// Writes the linear addresses of the guest's stack to `stack`, the innermost first. Returns how many there are, at
+    /// least 1. `cpu` is this vCPU's, and does not run; the vCPU is entered.
     pub(crate) fn stack(&self, cpu: &Cpu, stack: &mut [u64; MOST]) -> usize {
         let state = &cpu.state;
         match (Frames::of(state), self.peek(cpu)) {
@@ -92,8 +92,8 @@ impl Frames {
     }
 }
 
-/// Returns a number that is the same for all addresses of a half of the address space, and that no other words have. In one stack all
-/// code is the kernel's, or all is a user program's.
+/// Returns a number that is the same for all addresses of a half of the address space, and that no other words have. In
+/// one stack all code is the kernel's, or all is a user program's.
 fn half(address: u64) -> i64 {
     // Bits that are equal in addresses of 57 bits.
     address as i64 >> 56
@@ -230,7 +230,8 @@ mod tests {
     fn garbage_ends_the_stack() {
         let mut memory = Memory::new();
         let not_mapped = (PAGES * PAGE) as u64;
-        // At itself, below, at an odd address, far away, in no memslot, in a page that the guest does not map, across the end of all addresses.
+        // At itself, below, at an odd address, far away, in no memslot, in a page that the guest does not map, across
+        // the end of all addresses.
         for next in [
             STACK,
             8,

@@ -1,4 +1,5 @@
-//! KVM's own hypercalls: requests of the guest by VMCALL or VMMCALL (KVM's `Documentation/virt/kvm/x86/hypercalls.rst`).
+//! KVM's own hypercalls: requests of the guest by VMCALL or VMMCALL (KVM's
+//! `Documentation/virt/kvm/x86/hypercalls.rst`).
 
 use crate::cpuid;
 use crate::exit::ClientCall;
@@ -95,8 +96,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Carries out KVM_HC_SEND_IPI: `low` and `high` have a bit for each APIC id from `first` on. Returns how many vCPUs accepted the
-    /// interrupt.
+    /// Carries out KVM_HC_SEND_IPI: `low` and `high` have a bit for each APIC id from `first` on. Returns how many
+    /// vCPUs accepted the interrupt.
     fn send_ipi(&self, [low, high, first, icr]: [u64; 4], long_mode: bool) -> u64 {
         if icr & ICR_DESTINATION != 0 {
             return INVALID;
@@ -125,7 +126,8 @@ impl VcpuMachine {
     }
 }
 
-/// Checks the range of KVM_HC_MAP_GPA_RANGE. `None`: the client completes the hypercall. `Some`: the result for bad arguments.
+/// Checks the range of KVM_HC_MAP_GPA_RANGE. `None`: the client completes the hypercall. `Some`: the
+/// result for bad arguments.
 fn check_range([gpa, pages, ..]: [u64; 4]) -> Option<u64> {
     let end = Gpa(gpa).gfn().0.checked_add(pages);
     (Gpa(gpa).offset() != 0 || pages == 0 || end.is_none()).then_some(INVALID)

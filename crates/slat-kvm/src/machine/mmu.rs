@@ -1,12 +1,12 @@
 //! Translation of guest-virtual addresses to host pages, for misses of the software CPU's TLB.
 //!
-//! Two translations one after the other: the guest's tables ([`slat::guest_walk`]), then the engine's second level. The walk
-//! of the guest's tables needs a second-level translation per table; a small cache, flushed whenever the software TLB is, holds
-//! most of these, and no others.
+//! Two translations one after the other: the guest's tables ([`slat::guest_walk`]), then the engine's second level. The
+//! walk of the guest's tables needs a second-level translation per table; a small cache, flushed whenever the software
+//! TLB is, holds most of these, and no others.
 //!
-//! With the shadow MMU there is one: the engine shadows the guest's tables, and walks them itself where it has to. It is told of
-//! stores to them, and of the translations that the guest invalidates. The nested tables of a guest that is a hypervisor are
-//! shadowed beside a second level, too ([`super::nested_paging`]).
+//! With the shadow MMU there is one: the engine shadows the guest's tables, and walks them itself where it has to. It
+//! is told of stores to them, and of the translations that the guest invalidates. The nested tables of a guest that is
+//! a hypervisor are shadowed beside a second level, too ([`super::nested_paging`]).
 
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, outside};
@@ -40,7 +40,8 @@ impl AsMut<EngineVcpu> for VcpuMachine {
 }
 
 impl VcpuMachine {
-    /// Translates a guest-physical page, of the guest's tables or a device's, to its host page, and keeps the translation.
+    /// Translates a guest-physical page, of the guest's tables or a device's, to its host page, and
+    /// keeps the translation.
     fn page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
         let gpa = gpa & !(PAGE - 1);
         let write = access == slat::Access::Write;
@@ -55,8 +56,8 @@ impl VcpuMachine {
         Ok(page)
     }
 
-    /// Translates a guest-physical page to its host page. The CPU's TLB keeps the translation, so it is not kept here, where it would
-    /// take the place of a table's.
+    /// Translates a guest-physical page to its host page. The CPU's TLB keeps the translation, so it is not kept here,
+    /// where it would take the place of a table's.
     fn data_page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
         let found = self
             .engine
@@ -112,8 +113,8 @@ impl VcpuMachine {
         self.common.attention.raise(bits::RETRY);
     }
 
-    /// Call after a guarded access at `host` failed. Either another thread raised an attention bit, or the client changed the mapping
-    /// without an invalidation: then the engine drops the page and asks the host again.
+    /// Call after a guarded access at `host` failed. Either another thread raised an attention bit, or the client
+    /// changed the mapping without an invalidation: then the engine drops the page and asks the host again.
     fn forget(&mut self, host: *const u8) {
         if self.common.attention.flag().load(Ordering::SeqCst) == 0 {
             let first = host as u64 & !(PAGE - 1);
@@ -124,8 +125,8 @@ impl VcpuMachine {
         self.request_retry();
     }
 
-    /// Reads guest-physical memory of the vCPU's address space; the vCPU is entered. Returns `false` if the address is not memory, or
-    /// not accessible.
+    /// Reads guest-physical memory of the vCPU's address space; the vCPU is entered. Returns `false` if the address is
+    /// not memory, or not accessible.
     pub(crate) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
         let mut done = 0;
         while done < bytes.len() {
@@ -151,8 +152,8 @@ impl VcpuMachine {
         true
     }
 
-    /// Writes guest-physical memory of the vCPU's address space; marks the pages in the dirty log. The vCPU is entered. Returns `false`
-    /// if the address is not memory, or not accessible.
+    /// Writes guest-physical memory of the vCPU's address space; marks the pages in the dirty log. The vCPU is entered.
+    /// Returns `false` if the address is not memory, or not accessible.
     pub(crate) fn write_here(&mut self, gpa: u64, bytes: &[u8]) -> bool {
         let mut done = 0;
         while done < bytes.len() {
@@ -189,8 +190,8 @@ impl VcpuMachine {
         true
     }
 
-    /// Tells the engine of a store to a tracked page. Returns whether all translations are void; the CPU's attention word says so,
-    /// too.
+    /// Tells the engine of a store to a tracked page. Returns whether all translations are void; the CPU's
+    /// attention word says so, too.
     fn engine_stored(&mut self, gpa: u64, bytes: usize) -> bool {
         let void = self.engine.stored(Gpa(gpa), bytes as u64);
         if void {
@@ -199,8 +200,8 @@ impl VcpuMachine {
         void
     }
 
-    /// Compares what the engine has made of the guest's tables with them: the client may have written to guest memory since the
-    /// last run. The vCPU is entered, and its CPU has no translations.
+    /// Compares what the engine has made of the guest's tables with them: the client may have written to guest memory
+    /// since the last run. The vCPU is entered, and its CPU has no translations.
     pub(crate) fn follow_client(&mut self) {
         if std::mem::take(&mut self.memory_restored) {
             self.vm.engine.guest_memory_changed();
@@ -209,8 +210,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Has the engine compare what it has made of the guest's tables with them, if it shadows them. Returns whether it does: then all
-    /// translations are void. The vCPU is entered.
+    /// Has the engine compare what it has made of the guest's tables with them, if it shadows them. Returns whether it
+    /// does: then all translations are void. The vCPU is entered.
     pub(crate) fn flush_shadowed(&mut self) -> bool {
         if self.shadows {
             self.engine.flush_guest(&mut Words(&self.vm.code));
@@ -218,8 +219,8 @@ impl VcpuMachine {
         self.shadows
     }
 
-    /// Reads an aligned word of guest-physical memory of the vCPU's address space; the vCPU is entered. `None`: `gpa` is not memory, or
-    /// not accessible.
+    /// Reads an aligned word of guest-physical memory of the vCPU's address space; the vCPU is entered. `None`: `gpa`
+    /// is not memory, or not accessible.
     pub(super) fn read_word_here(&mut self, gpa: u64) -> Option<u64> {
         loop {
             match self.word(Gpa(gpa), size_of::<u64>()) {
@@ -246,8 +247,8 @@ impl VcpuMachine {
             .map_err(|why| self.again(why))
     }
 
-    /// Replaces a word of guest memory at host address `word`, to which a translation for writing has led, if it still is `old`. Returns
-    /// whether it did.
+    /// Replaces a word of guest memory at host address `word`, to which a translation for writing has led, if it still
+    /// is `old`. Returns whether it did.
     pub(super) fn exchange_entry(
         &mut self,
         word: Hpa,
@@ -271,8 +272,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Acknowledges the engine's flushes outside the CPU's loop; the CPU drops its translations before it uses one. Returns `false`
-    /// if a signal or a full dirty ring ends the run.
+    /// Acknowledges the engine's flushes outside the CPU's loop; the CPU drops its translations before it uses one.
+    /// Returns `false` if a signal or a full dirty ring ends the run.
     fn may_try_again(&mut self) -> bool {
         self.request_retry();
         self.engine.quiesce();
@@ -382,8 +383,8 @@ pub(super) fn slat_access(access: Access) -> slat::Access {
     }
 }
 
-/// Guest memory, at the addresses where this process has it: what the engine's translations lead to. A walk of the guest's tables
-/// sets bits in it, and the guest may execute the page that has them.
+/// Guest memory, at the addresses where this process has it: what the engine's translations lead to. A walk of the
+/// guest's tables sets bits in it, and the guest may execute the page that has them.
 struct Words<'a>(&'a CodePages);
 
 /// Why a walk has to begin again.

@@ -83,8 +83,8 @@ pub(crate) struct VcpuMachine {
     shadows: bool,
     /// The engine shadows the nested tables of a guest that is a hypervisor.
     shadows_nested: bool,
-    /// The client has set the registers, and may have restored guest memory: what the shadow MMU has made of the guest's tables is
-    /// to be compared with them.
+    /// The client has set the registers, and may have restored guest memory: what the shadow MMU has made of the
+    /// guest's tables is to be compared with them.
     pub(crate) memory_restored: bool,
 }
 
@@ -222,7 +222,8 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Carries out INIT: the guest's structures for steal time, clock, PV EOI and page faults become plain memory again.
+    /// Carries out INIT: the guest's structures for steal time, clock, PV EOI and page faults
+    /// become plain memory again.
     pub(crate) fn init(&mut self) {
         self.end_steal_time();
         self.store(index::KVM_SYSTEM_TIME_NEW, 0);
@@ -268,7 +269,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Makes the run loop look for interrupts. Call when one that is pending at the APIC or an 8259 may be deliverable now.
+    /// Makes the run loop look for interrupts. Call when one that is pending at the APIC or an 8259
+    /// may be deliverable now.
     pub(crate) fn look_for_interrupts(&self) {
         self.common.attention.raise(bits::IRQ);
     }
@@ -310,8 +312,8 @@ impl VcpuMachine {
         (word >> (8 * (at % 8))) as u32
     }
 
-    /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered; call before it executes guest code, after
-    /// [`bits::RETRY`] was taken, and after it entered. Skips a page that is not memory.
+    /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered; call before it executes guest
+    /// code, after [`bits::RETRY`] was taken, and after it entered. Skips a page that is not memory.
     pub(crate) fn write_clocks(&mut self) {
         if self.vm.clock.is_updating() {
             self.outside(|machine| machine.vm.clock.wait_for_update());
@@ -335,7 +337,8 @@ impl VcpuMachine {
             let msr = self.msr(index::KVM_SYSTEM_TIME_NEW);
             if msr & 1 != 0 {
                 let at = msr & !1;
-                // The version in guest memory counts on, so that a guest that was migrated while it read the page notices.
+                // The version in guest memory counts on, so that a guest that was migrated while it
+                // read the page notices.
                 let odd = self.read_guest_half(at).wrapping_add(1) | 1;
                 // As in KVM, a pause is told until the guest has cleared the flag.
                 let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));

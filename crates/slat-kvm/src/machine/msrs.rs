@@ -1,5 +1,5 @@
-//! Access to model-specific registers. Access to an unknown MSR is #GP for the guest and ends `KVM_GET_MSRS`/`KVM_SET_MSRS` early,
-//! as with KVM's `ignore_msrs=0`.
+//! Access to model-specific registers. Access to an unknown MSR is #GP for the guest and ends
+//! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
 use crate::clock::{TscChange, ordered_tsc};
 use crate::machine::{VcpuMachine, speculation};
@@ -24,7 +24,8 @@ const MISC_ENABLE_READ_ONLY: u64 = 1 << 11 | 1 << 12;
 const MISC_ENABLE_PERFMON: u64 = 1 << 7;
 const MISC_ENABLE_MWAIT: u64 = 1 << 18;
 const FEATURE_CONTROL_LOCKED: u64 = 1;
-/// The bits that a client may restore: the lock, VMX in and outside SMX, SGX and its launch control, local machine checks.
+/// The bits that a client may restore: the lock, VMX in and outside SMX, SGX and its launch control,
+/// local machine checks.
 const FEATURE_CONTROL_BITS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18 | 1 << 20;
 /// The number of AMD's errata that a guest can ask for: the CPU has none of them.
 const OSVW_ERRATA: u64 = 4;
@@ -147,8 +148,8 @@ fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
     }
 }
 
-/// Writes IA32_MISC_ENABLE: two bits are read-only for a guest, one keeps its value, and one enables MONITOR and MWAIT in CPUID,
-/// unless the VM has KVM's quirk.
+/// Writes IA32_MISC_ENABLE: two bits are read-only for a guest, one keeps its value, and one enables MONITOR and MWAIT
+/// in CPUID, unless the VM has KVM's quirk.
 fn write_misc_enable(
     machine: &mut VcpuMachine,
     mut value: u64,

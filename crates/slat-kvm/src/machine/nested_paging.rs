@@ -1,14 +1,15 @@
 //! Nested paging of a guest that is a hypervisor (AMD64 volume 2, 15.25): the second stage of the guest's own.
 //!
-//! A translation of its guest's (L2) goes from the linear address to L2's physical address by L2's tables, and from there to the
-//! hypervisor's (L1) by L1's nested tables; then the engine's second level follows, as for any address of L1's. Each entry of L2's tables
-//! is at a physical address of L2's, so the walk of L2's tables has a walk of L1's at each step.
+//! A translation of its guest's (L2) goes from the linear address to L2's physical address by L2's tables, and
+//! from there to the hypervisor's (L1) by L1's nested tables; then the engine's second level follows, as for any
+//! address of L1's. Each entry of L2's tables is at a physical address of L2's, so the walk of L2's tables has a
+//! walk of L1's at each step.
 //!
-//! The engine shadows L1's nested tables, with the shadow MMU like any table of the guest's, with other MMUs beside L1's second level: L2's
-//! physical addresses are what is translated. So a step is one walk of the shadow table, from there to the host, and L1's tables are
-//! read at a fault only ([`Shadowed`]). Table formats with break-before-make cannot shadow them. There they are walked ([`Walked`]), as
-//! they are for a client that asks for a translation; what that has found is kept until the hypervisor has it flushed, as a
-//! processor does.
+//! The engine shadows L1's nested tables, with the shadow MMU like any table of the guest's, with other MMUs beside
+//! L1's second level: L2's physical addresses are what is translated. So a step is one walk of the shadow table, from
+//! there to the host, and L1's tables are read at a fault only ([`Shadowed`]). Table formats with break-before-make
+//! cannot shadow them. There they are walked ([`Walked`]), as they are for a client that asks for a translation; what
+//! that has found is kept until the hypervisor has it flushed, as a processor does.
 
 use crate::machine::VcpuMachine;
 use crate::machine::mmu::{guest_paging, own_fault, slat_access, unpaged};
@@ -67,7 +68,8 @@ impl Walked<'_> {
         Ok(page)
     }
 
-    /// Returns L1's address of an entry of L2's tables. Its page has to be writable, as the entry's flags may have to be set (15.25.5).
+    /// Returns L1's address of an entry of L2's tables. Its page has to be writable, as the entry's flags may have
+    /// to be set (15.25.5).
     fn entry(&mut self, gpa: Gpa) -> Result<Gpa, Fault> {
         let page = self.page(gpa.0, slat::Access::Write, AT_TABLE)?;
         Ok(Gpa(page.gpa.0 | (gpa.0 % PAGE)))
@@ -112,7 +114,8 @@ impl Shadowed<'_> {
         })
     }
 
-    /// Returns where an entry of L2's tables is. L1's page has to be writable, as for [`Walked`]; the memslot need not be.
+    /// Returns where an entry of L2's tables is. L1's page has to be writable, as for [`Walked`]; the
+    /// memslot need not be.
     fn entry(&mut self, gpa: Gpa) -> Result<EntryIn, Fault> {
         match self.page(gpa.0, slat::Access::Write, AT_TABLE) {
             Ok(page) => Ok(EntryIn::Memory(Hpa(
@@ -138,8 +141,8 @@ impl GuestTables for Shadowed<'_> {
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
         match self.entry(gpa)? {
             EntryIn::Memory(word) => self.machine.read_entry(word, size),
-            // At the address that this translation has led to. One for reading could lead to another page: to what the shadow has of an
-            // earlier entry of L1's that allows no writing, and that no flush has dropped yet.
+            // At the address that this translation has led to. One for reading could lead to another page: to what the
+            // shadow has of an earlier entry of L1's that allows no writing, and that no flush has dropped yet.
             EntryIn::NotWritable(gpa) => self.machine.read(gpa, size),
         }
     }
@@ -159,8 +162,9 @@ impl GuestTables for Shadowed<'_> {
     }
 }
 
-/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10): walked as by a user, in the paging mode of the hypervisor,
-/// whose page-directory-pointer entries no register holds. Its CR4.SMEP only makes faults report fetches.
+/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10): walked as by a user, in the paging
+/// mode of the hypervisor, whose page-directory-pointer entries no register holds. Its CR4.SMEP only makes
+/// faults report fetches.
 fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
     let paging = Paging {
         cr3: nested.cr3,
@@ -195,8 +199,8 @@ fn first_stage(
 }
 
 impl VcpuMachine {
-    /// Walks L2's tables, if its paging is on, and for the page that they lead to the `nested` ones. Returns the page of L1's, with the
-    /// rights that both grant.
+    /// Walks L2's tables, if its paging is on, and for the page that they lead to the `nested` ones. Returns the page
+    /// of L1's, with the rights that both grant.
     ///
     /// # Errors
     /// A page fault of L2's, or [`Fault::NestedPage`].
@@ -252,7 +256,8 @@ impl VcpuMachine {
         })
     }
 
-    /// Translates a physical address of L2's by the `nested` tables, for an access that the CPU makes to a structure there.
+    /// Translates a physical address of L2's by the `nested` tables, for an access that the CPU makes
+    /// to a structure there.
     ///
     /// # Errors
     /// [`Fault::NestedPage`], and those of an access.

@@ -1,8 +1,9 @@
-//! PV EOI (`KVM_FEATURE_PV_EOI`): a guest ends an interrupt by clearing a bit in its own memory, without access to the APIC.
+//! PV EOI (`KVM_FEATURE_PV_EOI`): a guest ends an interrupt by clearing a bit in its own memory,
+//! without access to the APIC.
 //!
-//! slat sets the bit when it delivers an interrupt whose end no I/O APIC waits for: it offers a PV EOI. A guest that finds the bit
-//! set, and clears it, need not write the EOI register. Before slat uses the APIC again, it ends the interrupt if the bit is clear,
-//! and else withdraws the offer.
+//! slat sets the bit when it delivers an interrupt whose end no I/O APIC waits for: it offers a PV EOI. A guest that
+//! finds the bit set, and clears it, need not write the EOI register. Before slat uses the APIC again, it ends the
+//! interrupt if the bit is clear, and else withdraws the offer.
 
 use crate::machine::VcpuMachine;
 use crate::msr::{KVM_ENABLED, index};
@@ -37,9 +38,9 @@ impl VcpuMachine {
         self.pv_eoi_offered = silent && self.write_guest(value & !KVM_ENABLED, &[OFFERED]);
     }
 
-    /// Ends the interrupt if the guest has cleared the bit, and otherwise withdraws the offer. Leaves both to the next call if a
-    /// signal or a full dirty ring interrupts the access to guest memory. If that memory cannot be read, ends the interrupt, as KVM
-    /// does. Call before using the APIC of the vCPU, which is entered.
+    /// Ends the interrupt if the guest has cleared the bit, and otherwise withdraws the offer. Leaves both to the next
+    /// call if a signal or a full dirty ring interrupts the access to guest memory. If that memory cannot be read, ends
+    /// the interrupt, as KVM does. Call before using the APIC of the vCPU, which is entered.
     pub(crate) fn collect_pv_eoi(&mut self) {
         if !self.pv_eoi_offered {
             return;

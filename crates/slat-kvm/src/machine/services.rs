@@ -95,7 +95,8 @@ mod tests {
     /// A hypercall that panics: no other instruction of a guest does.
     pub(super) const HYPERCALL_PANICS: u64 = 0x51a7_51a7;
 
-    /// A vCPU whose thread panics while the guest runs leaves the engine, so flushes do not wait for it. And its VM is dead.
+    /// A vCPU whose thread panics while the guest runs leaves the engine, so flushes do not wait for
+    /// it. And its VM is dead.
     #[test]
     fn a_panic_inside_the_guest_leaves_nobody_waiting() {
         let (vm, _fd) = System.create_vm(0, None, None).unwrap();

@@ -6,8 +6,8 @@ use crate::vm::ORDINARY;
 use slat_x86::SmramMap;
 
 impl VcpuMachine {
-    /// Has the vCPU use the memslots of address space `space` from now on. Returns whether it used others before: then the caller
-    /// has the CPU drop its translations.
+    /// Has the vCPU use the memslots of address space `space` from now on. Returns whether it used others before: then
+    /// the caller has the CPU drop its translations.
     pub(crate) fn use_space(&mut self, space: usize) -> bool {
         if self.space == space {
             return false;
@@ -20,8 +20,8 @@ impl VcpuMachine {
         true
     }
 
-    /// Runs `work`, an access for a device of the vCPU, in the ordinary address space: devices have no other one, whatever mode the
-    /// vCPU is in.
+    /// Runs `work`, an access for a device of the vCPU, in the ordinary address space: devices have no other one,
+    /// whatever mode the vCPU is in.
     fn as_device<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         let space = self.space;
         self.use_space(ORDINARY);
@@ -30,20 +30,20 @@ impl VcpuMachine {
         result
     }
 
-    /// Writes guest-physical memory for a device of the vCPU, which is entered; marks the pages in the dirty log. Returns `false` if
-    /// the address is not memory, or not accessible.
+    /// Writes guest-physical memory for a device of the vCPU, which is entered; marks the pages in the dirty log.
+    /// Returns `false` if the address is not memory, or not accessible.
     pub(crate) fn write_guest(&mut self, gpa: u64, bytes: &[u8]) -> bool {
         self.as_device(|machine| machine.write_here(gpa, bytes))
     }
 
-    /// Reads an aligned word of guest-physical memory for a device of the vCPU, which is entered. `None`: `gpa` is not memory, or not
-    /// accessible.
+    /// Reads an aligned word of guest-physical memory for a device of the vCPU, which is entered. `None`: `gpa` is not
+    /// memory, or not accessible.
     pub(crate) fn read_guest_word(&mut self, gpa: u64) -> Option<u64> {
         self.as_device(|machine| machine.read_word_here(gpa))
     }
 
-    /// Reads SMRAM for a vCPU that is entered and in the address space of system management mode. Returns `false` if it is not memory,
-    /// or not accessible.
+    /// Reads SMRAM for a vCPU that is entered and in the address space of system management mode. Returns `false` if it
+    /// is not memory, or not accessible.
     pub(crate) fn read_smram(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
         self.read_here(gpa, bytes)
     }

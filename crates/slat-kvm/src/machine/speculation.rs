@@ -1,5 +1,5 @@
-//! The MSRs that control speculation: SPEC_CTRL, PRED_CMD, FLUSH_CMD and AMD's VIRT_SPEC_CTRL. The CPU does not speculate, so what they
-//! demand is always so: they only keep what is written, with KVM's checks.
+//! The MSRs that control speculation: SPEC_CTRL, PRED_CMD, FLUSH_CMD and AMD's VIRT_SPEC_CTRL. The CPU does not
+//! speculate, so what they demand is always so: they only keep what is written, with KVM's checks.
 
 use crate::cpuid;
 use crate::machine::VcpuMachine;

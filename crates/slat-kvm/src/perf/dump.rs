@@ -1,9 +1,10 @@
 //! perf's jitdump, `jit-PID.dump`: names and code of all regions, with the times at which they came to be.
 //!
-//! Its form is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records. `perf record -k 1` takes the
-//! same clock, and learns of the file by a mapping of it that could be executed, the marker. `perf inject --jit` reads the file then, and
-//! writes the code of each region to an ELF file next to it. A region in memory that was used before is another one from its
-//! time on: so each sample has the name that was good when it was taken.
+//! Its form is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records.
+//! `perf record -k 1` takes the same clock, and learns of the file by a mapping of it that could be executed, the
+//! marker. `perf inject --jit` reads the file then, and writes the code of each region to an ELF file next to it.
+//! A region in memory that was used before is another one from its time on: so each sample has the name that was
+//! good when it was taken.
 
 use super::{Content, Written, name, open};
 use crate::clock::monotonic;
@@ -79,8 +80,8 @@ fn load(now: u64, index: u64, name: &str, code: &[u8]) -> Vec<u8> {
     record(CODE_LOAD, now, &parts)
 }
 
-/// Returns the directory: that of `JITDUMPDIR`, if it is set, as for other programs that write such files. Call first before the client
-/// changes its own directory.
+/// Returns the directory: that of `JITDUMPDIR`, if it is set, as for other programs that write such files. Call first
+/// before the client changes its own directory.
 pub(super) fn directory() -> &'static Path {
     static DIRECTORY: Computed<PathBuf> = Computed::new();
     DIRECTORY.get_or_init(|| {
@@ -135,8 +136,8 @@ pub(super) fn add(code: &CompiledCode<'_>) {
     super::add(&DUMP, code);
 }
 
-/// Adds the record of the end. A client's thread does, so a filter may forbid its calls. Failures are nobody's loss: perf does without
-/// the record.
+/// Adds the record of the end. A client's thread does, so a filter may forbid its calls. Failures are nobody's loss:
+/// perf does without the record.
 pub(super) fn end() {
     let Some(dump) = DUMP.peek() else {
         return;

@@ -1,10 +1,11 @@
 //! perf's map of compiled code, `/tmp/perf-PID.map`.
 //!
-//! Its form is that of Linux's tools/perf/Documentation/jit-interface.txt: a line for each region, with its address and its size in
-//! hexadecimal digits, and its name, which goes up to the end of the line.
+//! Its form is that of Linux's tools/perf/Documentation/jit-interface.txt: a line for each region, with its address and
+//! its size in hexadecimal digits, and its name, which goes up to the end of the line.
 //!
-//! perf reads the file when it reports, and the lines have no times: of two for the same address it may take either. The memory of a
-//! region that is used no more is soon used again, so the line of the old region is overwritten: the newest one wins.
+//! perf reads the file when it reports, and the lines have no times: of two for the same address it may take
+//! either. The memory of a region that is used no more is soon used again, so the line of the old region is
+//! overwritten: the newest one wins.
 
 use super::{Content, Written, name, open};
 use crate::process::PerProcess;

@@ -5,7 +5,8 @@
 //! | `map` | perf's map: the names that are good now, by address |
 //! | `dump` | jitdump: names and code, by address and time |
 //!
-//! The name of a region is that of the guest code for which it was compiled: a symbol and an offset, or else the guest address.
+//! The name of a region is that of the guest code for which it was compiled: a symbol and an offset, or
+//! else the guest address.
 //!
 //! The files are opened for each region, because descriptors of this process are the client's to close.
 
@@ -24,7 +25,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Returns the [observer](slat_x86::Compiler::observe) of this process's compiler that writes what `map` asks for. `None`: nothing.
+/// Returns the [observer](slat_x86::Compiler::observe) of this process's compiler that writes what `map` asks
+/// for. `None`: nothing.
 pub(crate) fn observer(map: JitMap) -> Option<fn(&CompiledCode<'_>)> {
     match map {
         JitMap::Off => None,

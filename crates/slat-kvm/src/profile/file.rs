@@ -13,8 +13,8 @@ pub(super) struct ProfileFile {
 }
 
 impl ProfileFile {
-    /// Gives the file a new content. The first process that has one has a file at `wanted`, others have a dot and their process id
-    /// added.
+    /// Gives the file a new content. The first process that has one has a file at `wanted`, others have a dot and
+    /// their process id added.
     ///
     /// # Errors
     /// The system's, after the file's path. The file has the old content.

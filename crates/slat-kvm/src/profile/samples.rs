@@ -1,5 +1,5 @@
-//! Samples that vCPUs have taken, until the profile's thread counts them: in memory that does not grow, so that a vCPU allocates
-//! nothing.
+//! Samples that vCPUs have taken, until the profile's thread counts them: in memory that does not grow, so that a
+//! vCPU allocates nothing.
 
 /// Where a sample was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -30,8 +30,8 @@
 //! stop                         nothing until the vCPUs are held
 //! ```
 //!
-//! A thread of its own talks, so that others can ask for counters meanwhile. It is started by a thread that no filter of the client
-//! binds. Every 10 ms while the VM runs it looks for a word of the reader; a vCPU that stops wakes it.
+//! A thread of its own talks, so that others can ask for counters meanwhile. It is started by a thread that no filter
+//! of the client binds. Every 10 ms while the VM runs it looks for a word of the reader; a vCPU that stops wakes it.
 
 use super::socket::Own;
 use super::writer::{VERSION, Writer};

@@ -1,4 +1,5 @@
-//! The answer to `map CELLS [VM]`: the memslots of all VMs, or of one, and how each is mapped, in at most `CELLS` cells.
+//! The answer to `map CELLS [VM]`: the memslots of all VMs, or of one, and how each is mapped, in
+//! at most `CELLS` cells.
 //!
 //! ```text
 //! names cell 4k 2m 1g …        the names of the values in lines `cell`
@@ -11,9 +12,9 @@
 //! cell 3 12 0 0 …              a cell that is not all zero: its index, and its values (`memory_map`)
 //! ```
 //!
-//! The thread looks up one memslot at a time, and reads one cell at a time. It holds no lock from one to the next, so vCPUs and slot
-//! changes do not wait for an answer, which needs no memory. Memslots may come and go: a slot that is deleted meanwhile has empty
-//! cells from then on.
+//! The thread looks up one memslot at a time, and reads one cell at a time. It holds no lock from one to the next, so
+//! vCPUs and slot changes do not wait for an answer, which needs no memory. Memslots may come and go: a slot that is
+//! deleted meanwhile has empty cells from then on.
 
 use super::vm_from;
 use super::writer::{Writer, names, values};

@@ -1,5 +1,5 @@
-//! The counters of this process's VMs, for `slat stat`, how their memory is mapped, for `slat map`, and their debugger, for
-//! `slat gdb`: a socket that answers with a text.
+//! The counters of this process's VMs, for `slat stat`, how their memory is mapped, for `slat map`, and their debugger,
+//! for `slat gdb`: a socket that answers with a text.
 //!
 //! | file | idea |
 //! |---|---|
@@ -10,10 +10,11 @@
 //! | `map` | the answer with the memslots and what is mapped |
 //! | `debug` | a conversation with a debugger, by a thread of its own |
 //!
-//! The counters stay where vCPUs count, and a vCPU pays nothing: one thread, which sleeps until someone connects, reads them. It
-//! is started with the first VM, so before the filters of most clients, and by [`crate::filters`] before all others. It has a
-//! descriptor table of its own: the socket is none of the client's descriptors, a forked child does not inherit it, and it is
-//! closed when the process ends, however it ends. A failure leaves the process unseen, and nothing else.
+//! The counters stay where vCPUs count, and a vCPU pays nothing: one thread, which sleeps until someone connects,
+//! reads them. It is started with the first VM, so before the filters of most clients, and by [`crate::filters`]
+//! before all others. It has a descriptor table of its own: the socket is none of the client's descriptors, a forked
+//! child does not inherit it, and it is closed when the process ends, however it ends. A failure leaves the process
+//! unseen, and nothing else.
 
 mod debug;
 mod map;
@@ -136,8 +137,8 @@ pub(crate) fn vcpu_ends(number: u64, vcpu: &VcpuCommon) {
     drop(gone);
 }
 
-/// Returns the first live VM whose number is at least `from`, with that number. Holds no lock afterwards, so that a slow reader
-/// delays no client.
+/// Returns the first live VM whose number is at least `from`, with that number. Holds no lock afterwards, so that a
+/// slow reader delays no client.
 fn vm_from(from: u64) -> Option<(u64, Arc<EngineVm>)> {
     let registry = registry();
     let first = registry.vms.partition_point(|vm| vm.number < from);
@@ -173,8 +174,8 @@ pub(crate) fn start() {
     }
 }
 
-/// Removes the process's socket from the directory. Call at the end of the process; what a killed one leaves, `slat stat` removes, or the next
-/// process that makes a socket there.
+/// Removes the process's socket from the directory. Call at the end of the process; what a killed one leaves,
+/// `slat stat` removes, or the next process that makes a socket there.
 #[doc(hidden)]
 pub fn end() {
     if let Some(path) = PUBLISHER.peek().and_then(|publisher| publisher.path.get()) {

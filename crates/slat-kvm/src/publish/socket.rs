@@ -1,8 +1,8 @@
 //! A directory that only the user can enter, and the socket in it.
 //!
-//! Makes system calls directly, not through the C library: the preload library treats calls of the C library's functions as the
-//! program's, whose descriptors may have the same numbers as those of this thread's own table. Uses no heap: a process without
-//! memory is left unseen, not ended.
+//! Makes system calls directly, not through the C library: the preload library treats calls of the C library's
+//! functions as the program's, whose descriptors may have the same numbers as those of this thread's own table. Uses no
+//! heap: a process without memory is left unseen, not ended.
 
 use crate::background::leave_descriptors;
 use slat_process::calls::{self, Call, raw};
@@ -13,7 +13,8 @@ use std::mem::size_of;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-/// The name of the directory below the user's runtime directory. In `slat` there, `slat run` may keep its library, which all may read.
+/// The name of the directory below the user's runtime directory. In `slat` there, `slat run` may keep its
+/// library, which all may read.
 const SUBDIRECTORY: &str = "slat-stat";
 
 /// How long a reader may take to ask, and to take each part of the answer.
@@ -23,8 +24,8 @@ const PATIENCE: libc::timeval = libc::timeval {
 };
 
 /// Returns the directories in which processes of `user` may have their sockets, best first. `runtime`: the value of
-/// `XDG_RUNTIME_DIR`. A process uses the first that it can make; a reader looks into all, and only into those that belong to the user
-/// and let nobody else in.
+/// `XDG_RUNTIME_DIR`. A process uses the first that it can make; a reader looks into all, and only into those that
+/// belong to the user and let nobody else in.
 pub fn directories(runtime: Option<&OsStr>, user: u32) -> impl Iterator<Item = PathBuf> {
     (0..CANDIDATES)
         .filter_map(move |index| candidate(index, runtime, user))
@@ -121,8 +122,8 @@ impl Own {
         &to[..usize::try_from(received).unwrap_or(0)]
     }
 
-    /// Receives what the reader says next, and returns how many bytes came: 0 if none comes in time, or if none is there and this does
-    /// not wait. `None`: the reader has gone, or there is no room for more.
+    /// Receives what the reader says next, and returns how many bytes came: 0 if none comes in time, or if none is
+    /// there and this does not wait. `None`: the reader has gone, or there is no room for more.
     pub(super) fn receive_more(&self, to: &mut [u8], waits: bool) -> Option<usize> {
         let (start, len) = (to.as_mut_ptr() as usize, to.len());
         let flags = if waits { 0 } else { libc::MSG_DONTWAIT } as usize;
@@ -166,8 +167,8 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    /// Gives this thread a descriptor table of its own, and opens the socket in the first directory that can be used. `None`: the
-    /// process stays unseen.
+    /// Gives this thread a descriptor table of its own, and opens the socket in the first directory that can be used.
+    /// `None`: the process stays unseen.
     pub(super) fn open(runtime: Option<&OsStr>) -> Option<Self> {
         if !leave_descriptors() {
             return None;
@@ -204,7 +205,8 @@ impl Listener {
         let kind = (libc::SOCK_STREAM | libc::SOCK_CLOEXEC) as usize;
         // SAFETY: plain numbers.
         let socket = unsafe { Own::open(libc::SYS_socket, [family, kind, 0, 0, 0, 0])? };
-        // Names of processes in other PID namespaces may be alike, and a process that was executed has its predecessor's id.
+        // Names of processes in other PID namespaces may be alike, and a process that was executed has
+        // its predecessor's id.
         let process = std::process::id();
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let now = now.map_or(0, |now| now.as_nanos() as u64);
@@ -238,7 +240,8 @@ impl Listener {
         &self.path
     }
 
-    /// Waits for a reader. The directory lets in nobody but the user, and root. `None`: the socket does not work any more.
+    /// Waits for a reader. The directory lets in nobody but the user, and root. `None`: the socket
+    /// does not work any more.
     pub(super) fn accept(&self) -> Option<Own> {
         let flags = libc::SOCK_CLOEXEC as usize;
         loop {
@@ -259,8 +262,8 @@ impl Listener {
     }
 }
 
-/// Removes the sockets of a directory at which nobody listens any more: their processes were killed, ended by `_exit` or executed another
-/// program. Readers do the same, but there may never be one.
+/// Removes the sockets of a directory at which nobody listens any more: their processes were killed, ended by `_exit`
+/// or executed another program. Readers do the same, but there may never be one.
 fn remove_dead(directory: &Own, now: u64) {
     /// The bytes of a `linux_dirent64` before its name.
     const HEAD: usize = 19;
@@ -294,7 +297,8 @@ fn remove_dead(directory: &Own, now: u64) {
     }
 }
 
-/// Whether a name is that of a socket which has been made, as far as the name says. A hidden one may be about to be bound, for a moment.
+/// Whether a name is that of a socket which has been made, as far as the name says. A hidden one may be about to be
+/// bound, for a moment.
 fn may_be_dead(name: &CStr, now: u64) -> bool {
     const MOMENT: u64 = 60_000_000_000;
     let Some(hidden) = name.to_bytes().strip_prefix(b".") else {
@@ -306,8 +310,8 @@ fn may_be_dead(name: &CStr, now: u64) -> bool {
     made.is_some_and(|made| now.saturating_sub(made) > MOMENT)
 }
 
-/// Whether nobody listens at the socket `name` any more. `None`: unknown. Does not disturb who listens: the kernel refuses a datagram socket
-/// there by another error.
+/// Whether nobody listens at the socket `name` any more. `None`: unknown. Does not disturb who listens: the kernel
+/// refuses a datagram socket there by another error.
 fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
     let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as usize;
     // SAFETY: plain numbers.
@@ -320,8 +324,8 @@ fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
     Some(answer == -libc::ECONNREFUSED as isize)
 }
 
-/// Returns the address of the socket in a directory whose name has these parts: through the directory's descriptor, because an address holds
-/// 107 bytes.
+/// Returns the address of the socket in a directory whose name has these parts: through the directory's descriptor,
+/// because an address holds 107 bytes.
 fn address(directory: &Own, name: &[&[u8]]) -> Option<(libc::sockaddr_un, usize)> {
     // SAFETY: a struct of numbers, for which zeroes are valid.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };

@@ -55,8 +55,8 @@ impl VcpuObject {
         true
     }
 
-    /// Carries out an access to the address of the disabled APIC's page, where KVM's quirk reads all ones. Returns `false`, and does
-    /// nothing, for any other address or without the quirk.
+    /// Carries out an access to the address of the disabled APIC's page, where KVM's quirk reads all ones. Returns
+    /// `false`, and does nothing, for any other address or without the quirk.
     pub(super) fn apic_hole(&self, inner: &mut Inner, gpa: u64, len: u8, write: bool) -> bool {
         let lapic = self.common().lapic();
         let hole = lapic.is_some_and(|lapic| lapic.is_hole(gpa))
@@ -69,8 +69,8 @@ impl VcpuObject {
         hole
     }
 
-    /// Carries out a port access that needs no client: to a controller of the VM, or to a port with an eventfd. Units have `size`
-    /// bytes each, `len` together. Returns `false` if the client has to see it.
+    /// Carries out a port access that needs no client: to a controller of the VM, or to a port with an eventfd. Units
+    /// have `size` bytes each, `len` together. Returns `false` if the client has to see it.
     pub(super) fn port_access(
         &self,
         inner: &mut Inner,
@@ -106,8 +106,8 @@ impl VcpuObject {
         is_ours
     }
 
-    /// Carries out a memory access that needs no client: to the I/O APIC, or to an address with an eventfd. Returns `false` if the
-    /// client has to see it.
+    /// Carries out a memory access that needs no client: to the I/O APIC, or to an address with an eventfd. Returns
+    /// `false` if the client has to see it.
     pub(super) fn memory_access(
         &self,
         inner: &mut Inner,

@@ -17,7 +17,8 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 impl VcpuObject {
-    /// Delivers INIT, SIPI, NMIs and interrupts; a halted vCPU waits for them. Returns `false` if the run returns to the client.
+    /// Delivers INIT, SIPI, NMIs and interrupts; a halted vCPU waits for them. Returns `false` if the run
+    /// returns to the client.
     pub(super) fn deliver_events(
         &self,
         inner: &mut Inner,
@@ -28,7 +29,8 @@ impl VcpuObject {
             if inner.mp_state == KVM_MP_STATE_RUNNABLE {
                 break;
             }
-            // Only encrypted guests halt until their reset; other vCPUs are in that state if a client says so, and it is a halt.
+            // Only encrypted guests halt until their reset; other vCPUs are in that state if a client says
+            // so, and it is a halt.
             let halted = [KVM_MP_STATE_HALTED, KVM_MP_STATE_AP_RESET_HOLD];
             if halted.contains(&inner.mp_state) && self.wakes_up(inner) {
                 inner.mp_state = KVM_MP_STATE_RUNNABLE;
@@ -79,7 +81,8 @@ impl VcpuObject {
         Ok(!(self.asks_client(inner) && self.opens_window(inner, true)))
     }
 
-    /// Acknowledges the interrupt that the vCPU takes now: the 8259's before those of its APIC. `None`: there is none any more.
+    /// Acknowledges the interrupt that the vCPU takes now: the 8259's before those of its APIC. `None`:
+    /// there is none any more.
     fn next_interrupt(&self, inner: &mut Inner, has_external: bool) -> Option<u8> {
         if has_external {
             let external = match self.vm.interrupts.chips() {
@@ -127,14 +130,15 @@ impl VcpuObject {
         }
     }
 
-    /// Whether the last interrupt of a client that emulates the 8259 was taken, and the local APIC lets it inject another one now.
+    /// Whether the last interrupt of a client that emulates the 8259 was taken, and the local APIC lets it
+    /// inject another one now.
     pub(super) fn accepts_from_client(&self, inner: &Inner) -> bool {
         inner.external.is_none()
             && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
     }
 
-    /// Whether the run returns because the client asked for an interrupt window and it is open (then sets the exit). `free`: the
-    /// client's last interrupt was taken.
+    /// Whether the run returns because the client asked for an interrupt window and it is open (then sets the exit).
+    /// `free`: the client's last interrupt was taken.
     fn opens_window(&self, inner: &mut Inner, free: bool) -> bool {
         if field!(self.page, request_interrupt_window) == 0 {
             return false;

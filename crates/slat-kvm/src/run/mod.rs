@@ -32,8 +32,8 @@ use slat_x86::{Cpu, Exit, PORT_BYTES, vector};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-/// Whether every signal handler of the client calls [`crate::signal_arrived`]. If not, `KVM_RUN` polls `immediate_exit`, because a
-/// handler that sets it wakes no vCPU.
+/// Whether every signal handler of the client calls [`crate::signal_arrived`]. If not, `KVM_RUN` polls
+/// `immediate_exit`, because a handler that sets it wakes no vCPU.
 static SIGNALS_ARE_WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// Promises that [`crate::signal_arrived`] is called by every signal handler of this process.
@@ -59,10 +59,10 @@ impl VcpuObject {
     /// `KVM_RUN`.
     ///
     /// # Errors
-    /// `EINTR` for a signal or `immediate_exit`, `EFAULT` when the client's memory that backs guest memory is unmapped or there is no
-    /// private memory for a private page (then with `KVM_EXIT_MEMORY_FAULT`), `ENOMEM` when there is no memory for a
-    /// second-level table (the next run continues where this one ended), `EINVAL` for bad values in `kvm_run`, `EAGAIN` after
-    /// waiting for INIT and SIPI, `EIO` in a forked child and after a call that panicked.
+    /// `EINTR` for a signal or `immediate_exit`, `EFAULT` when the client's memory that backs guest memory is unmapped
+    /// or there is no private memory for a private page (then with `KVM_EXIT_MEMORY_FAULT`), `ENOMEM` when there is no
+    /// memory for a second-level table (the next run continues where this one ended), `EINVAL` for bad values in
+    /// `kvm_run`, `EAGAIN` after waiting for INIT and SIPI, `EIO` in a forked child and after a call that panicked.
     pub fn run(&self) -> Result<()> {
         let mut inner = self.lock()?;
         let inner = &mut *inner;
@@ -99,8 +99,8 @@ impl VcpuObject {
         result
     }
 
-    /// Reads the client's input in `kvm_run` and finishes the access that the client completed. Returns `false` if `KVM_RUN` is to
-    /// return at once, with success.
+    /// Reads the client's input in `kvm_run` and finishes the access that the client completed. Returns `false` if
+    /// `KVM_RUN` is to return at once, with success.
     fn prepare(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
         self.accept_init_sipi(inner);
         if inner.mp_state == KVM_MP_STATE_UNINITIALIZED
@@ -224,7 +224,8 @@ impl VcpuObject {
         inner.machine.write_clocks();
         inner.requested.begin_exception(&mut inner.cpu);
         loop {
-            // Read before the completion: what is raised during it must not end this run with an instruction that is not done.
+            // Read before the completion: what is raised during it must not end this run with an
+            // instruction that is not done.
             let is_called = self.common().attention.flag().load(Ordering::SeqCst) != 0;
             if let Next::Return = self.complete(inner, masked)? {
                 return Ok(());
@@ -254,16 +255,16 @@ impl VcpuObject {
         }
     }
 
-    /// Finishes the instruction of the last exit with what the client has provided. `Next::Return`: it has another exit for the client,
-    /// which is set.
+    /// Finishes the instruction of the last exit with what the client has provided. `Next::Return`: it has another exit
+    /// for the client, which is set.
     ///
-    /// KVM promises (api.rst, 5): after a run with `immediate_exit`, no instruction is half done. So this comes before signals, requests
-    /// and interrupts, and executes no other instruction. [`Cpu::run`] finishes the instruction, too, before it
-    /// executes another: where it follows at once, nothing is done here.
+    /// KVM promises (api.rst, 5): after a run with `immediate_exit`, no instruction is half done. So this comes before
+    /// signals, requests and interrupts, and executes no other instruction. [`Cpu::run`] finishes the instruction, too,
+    /// before it executes another: where it follows at once, nothing is done here.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run), if the instruction has to wait for memory that the host does not have yet. Then what is left of it
-    /// stays for the next run.
+    /// Those of [`run`](Self::run), if the instruction has to wait for memory that the host does not have yet. Then
+    /// what is left of it stays for the next run.
     fn complete(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<Next> {
         while inner.cpu.is_unfinished() && self.is_called_away(masked) {
             if self.ring_is_full() {

@@ -18,7 +18,8 @@ impl VcpuObject {
         }
     }
 
-    /// Enters system management mode. If a signal or a full dirty ring interrupts the store to SMRAM, the SMI stays pending.
+    /// Enters system management mode. If a signal or a full dirty ring interrupts the store to SMRAM,
+    /// the SMI stays pending.
     ///
     /// # Errors
     /// `EIO` if there is no SMRAM: the interrupted state is lost, so the VM is dead, as in KVM.
@@ -43,8 +44,8 @@ impl VcpuObject {
         Ok(Next::Again)
     }
 
-    /// Leaves system management mode. If a signal interrupts a read of memory, RSM is executed again. A saved state that no CPU can be
-    /// in shuts the CPU down.
+    /// Leaves system management mode. If a signal interrupts a read of memory, RSM is executed again. A saved state
+    /// that no CPU can be in shuts the CPU down.
     pub(super) fn leave_smm(&self, inner: &mut Inner) -> Next {
         let Inner { cpu, machine, .. } = inner;
         let mut smram = [0; SMRAM_BYTES];

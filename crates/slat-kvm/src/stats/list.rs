@@ -1,7 +1,7 @@
 //! The statistics and their names.
 //!
-//! KVM's come first. What the engine counts beyond them follows under its own name: the file describes itself, so a reader
-//! that knows KVM's names finds them and skips the others.
+//! KVM's come first. What the engine counts beyond them follows under its own name: the file describes itself, so a
+//! reader that knows KVM's names finds them and skips the others.
 
 use crate::counters::{BUCKETS, Exits};
 use crate::errno::Result;
@@ -82,7 +82,8 @@ const VCPU: &[&str] = &[
     "pf_guest",
     "invlpg",
 ];
-/// Statistics of structures that slat does not have, always 0: its lists of leaves have no size, and no hash finds a shadow page.
+/// Statistics of structures that slat does not have, always 0: its lists of leaves have no size, and no hash
+/// finds a shadow page.
 const NEVER_VM: &[(&str, Kind)] = &[
     ("max_mmu_rmap_size", Kind::Peak),
     ("max_mmu_page_hash_collisions", Kind::Peak),

@@ -1,7 +1,8 @@
 //! Statistics in KVM's format: `KVM_GET_STATS_FD`, a file that describes itself.
 //!
-//! The descriptor is a memfd in KVM's layout: header, name, descriptors, values. Before a client reads, the preload library has the
-//! values written anew through a mapping of ours ([`StatsObject::refresh`]); the host then carries out the read, offsets included.
+//! The descriptor is a memfd in KVM's layout: header, name, descriptors, values. Before a client reads, the preload
+//! library has the values written anew through a mapping of ours ([`StatsObject::refresh`]); the host then carries out
+//! the read, offsets included.
 
 mod list;
 
@@ -155,8 +156,8 @@ impl StatsObject {
         }
         let mut at = self.data;
         self.sample(|_, value| {
-            // SAFETY: within the mapping, which holds all values; aligned, since header, name and descriptors are multiples of
-            // eight bytes; other threads read or store atomically.
+            // SAFETY: within the mapping, which holds all values; aligned, since header, name and descriptors are
+            // multiples of eight bytes; other threads read or store atomically.
             let place = unsafe { AtomicU64::from_ptr(self.file.start().add(at).cast()) };
             place.store(value, Ordering::Relaxed);
             at += size_of::<u64>();
@@ -175,7 +176,8 @@ impl StatsObject {
     }
 }
 
-/// Appends a name, cut to `NAME_SIZE - 1` bytes, and zeroes up to `NAME_SIZE`. Allocates nothing: `bytes` has the memory.
+/// Appends a name, cut to `NAME_SIZE - 1` bytes, and zeroes up to `NAME_SIZE`. Allocates nothing:
+/// `bytes` has the memory.
 fn push_name(bytes: &mut Vec<u8>, name: fmt::Arguments<'_>) {
     let start = bytes.len();
     bytes.resize(start + NAME_SIZE, 0);

@@ -1,9 +1,9 @@
 //! Steal time (`KVM_FEATURE_STEAL_TIME`): how long a vCPU was ready to run while the host ran something else.
 //!
-//! As in KVM, steal time is what the host's scheduler counts for the thread that runs the vCPU: the second number of its
-//! `schedstat`. Clients may forbid that thread to read files (seccomp), so one thread of slat's own, the observer, reads them for
-//! all: every [`PERIOD`] while a vCPU is in `KVM_RUN`, and at once for a vCPU that runs again after a pause. The observer has a
-//! descriptor table of its own, so that its descriptors are not among the client's.
+//! As in KVM, steal time is what the host's scheduler counts for the thread that runs the vCPU: the second number of
+//! its `schedstat`. Clients may forbid that thread to read files (seccomp), so one thread of slat's own, the observer,
+//! reads them for all: every [`PERIOD`] while a vCPU is in `KVM_RUN`, and at once for a vCPU that runs again after a
+//! pause. The observer has a descriptor table of its own, so that its descriptors are not among the client's.
 
 mod schedstat;
 
@@ -174,7 +174,8 @@ impl StealTime {
         Ok(thread)
     }
 
-    /// Stops watching the thread; the observer then closes its `schedstat`. Call when the thread runs this vCPU no more.
+    /// Stops watching the thread; the observer then closes its `schedstat`. Call when the thread
+    /// runs this vCPU no more.
     pub(crate) fn forget(&mut self) {
         if let Some(thread) = self.thread.take() {
             thread.runs.store(false, Ordering::SeqCst);
@@ -183,8 +184,8 @@ impl StealTime {
         (self.told, self.left) = (None, None);
     }
 
-    /// Starts counting for the calling thread; may wait up to [`PATIENCE`]. Call before the vCPU runs. Without memory to watch the
-    /// thread, counts nothing.
+    /// Starts counting for the calling thread; may wait up to [`PATIENCE`]. Call before the vCPU runs. Without memory
+    /// to watch the thread, counts nothing.
     pub(crate) fn begin(&mut self) {
         let Some(observer) = OBSERVER.peek() else {
             return;

@@ -1,7 +1,7 @@
 //! The `schedstat` files of threads, opened in a descriptor table that no other thread uses.
 //!
-//! Makes system calls directly, not through the C library: the preload library treats calls of the C library's functions as the
-//! program's, whose descriptors may have the same numbers as those of this table.
+//! Makes system calls directly, not through the C library: the preload library treats calls of the C library's
+//! functions as the program's, whose descriptors may have the same numbers as those of this table.
 
 use std::ffi::CStr;
 use std::io::Write as _;
@@ -25,7 +25,8 @@ pub(super) fn exists() -> bool {
     unsafe { system_call(libc::SYS_faccessat, [at, path, libc::R_OK as usize, 0]) == 0 }
 }
 
-/// The open `schedstat` of a thread. Only the thread that called [`leave_descriptors`](crate::background::leave_descriptors) uses it.
+/// The open `schedstat` of a thread. Only the thread that called
+/// [`leave_descriptors`](crate::background::leave_descriptors) uses it.
 #[derive(Debug)]
 pub(super) struct Schedstat(usize);
 

@@ -18,7 +18,8 @@ impl VcpuObject {
         self.port.calls()
     }
 
-    /// Waits while a debugger holds the vCPU, and until the run has to end; then does what the debugger wants. The vCPU is not entered.
+    /// Waits while a debugger holds the vCPU, and until the run has to end; then does what the debugger wants. The
+    /// vCPU is not entered.
     pub(crate) fn visit_port(&self, inner: &mut Inner, masked: Option<&Masked>) {
         self.port.wait(inner, |raised, interrupted| {
             interrupted
@@ -39,7 +40,8 @@ impl VcpuObject {
         self.port.stopped(hit);
     }
 
-    /// Uses the state of the vCPU, which no thread uses meanwhile. `None`: a thread runs the vCPU, or has locked it for another call.
+    /// Uses the state of the vCPU, which no thread uses meanwhile. `None`: a thread runs the vCPU, or has locked
+    /// it for another call.
     fn with_state<R>(&self, work: impl FnOnce(&mut Inner) -> R) -> Option<R> {
         let work = match self.port.with_lent(work) {
             Ok(result) => return Some(result),
@@ -53,8 +55,9 @@ impl VcpuObject {
         Some(work(&mut inner))
     }
 
-    /// Calls `access` with each page's part of `len` bytes at `address`: the guest-physical address, and where the part begins and ends
-    /// among the bytes. `access` runs with the vCPU entered. Returns `false` if an address is not mapped, or `access` returns `false`.
+    /// Calls `access` with each page's part of `len` bytes at `address`: the guest-physical address, and where the part
+    /// begins and ends among the bytes. `access` runs with the vCPU entered. Returns `false` if an address is not
+    /// mapped, or `access` returns `false`.
     fn by_pages(
         &self,
         inner: &mut Inner,

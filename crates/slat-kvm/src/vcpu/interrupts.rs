@@ -194,8 +194,8 @@ impl VcpuObject {
     /// `KVM_INTERRUPT`: an interrupt of the client's own interrupt controller.
     ///
     /// # Errors
-    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has not taken the
-    /// last interrupt.
+    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has
+    /// not taken the last interrupt.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         let Ok(vector) = u8::try_from(vector) else {
             return fail(libc::EINVAL);

@@ -69,8 +69,8 @@ pub(crate) struct Inner {
     /// `KVM_SET_SIGNAL_MASK`.
     pub(crate) signal_mask: Option<u64>,
     pub(crate) has_run: bool,
-    /// An interrupt of the client's 8259, injected by `KVM_INTERRUPT`, that the vCPU has not acknowledged. Only where the client
-    /// emulates all controllers but the local APICs.
+    /// An interrupt of the client's 8259, injected by `KVM_INTERRUPT`, that the vCPU has not acknowledged. Only where
+    /// the client emulates all controllers but the local APICs.
     pub(crate) external: Option<u8>,
     pub(crate) known_events: KnownEvents,
     /// The client's debugger keeps interrupts and NMIs from the guest (`KVM_GUESTDBG_BLOCKIRQ`).
@@ -169,8 +169,8 @@ impl VmObject {
 }
 
 impl VcpuObject {
-    /// Creates a vCPU in its reset state; the VM has `index` others. Without an interrupt controller all vCPUs are runnable; with one, all but the bootstrap
-    /// processor wait for INIT and SIPI.
+    /// Creates a vCPU in its reset state; the VM has `index` others. Without an interrupt controller all vCPUs are
+    /// runnable; with one, all but the bootstrap processor wait for INIT and SIPI.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -279,7 +279,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_SET_SIGNAL_MASK`: sets the signals blocked during `KVM_RUN`, a bit each; `None`: those of the thread's own mask.
+    /// `KVM_SET_SIGNAL_MASK`: sets the signals blocked during `KVM_RUN`, a bit each; `None`: those of
+    /// the thread's own mask.
     ///
     /// # Errors
     /// `EIO`.
@@ -306,8 +307,8 @@ impl VcpuObject {
         })
     }
 
-    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`, `KVM_CAP_HYPERV_SYNIC2` and
-    /// `KVM_CAP_HYPERV_ENFORCE_CPUID`.
+    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`, `KVM_CAP_HYPERV_SYNIC2`
+    /// and `KVM_CAP_HYPERV_ENFORCE_CPUID`.
     ///
     /// # Errors
     /// `EINVAL` for any other capability, for flags and bad arguments, and for a SynIC without a local APIC.
@@ -367,8 +368,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Maps the VM's ring of coalesced I/O into the client's mapping, if it includes the ring's page, and what else the descriptor's file does
-    /// not have. Call after the client has mapped a part of the vCPU's descriptor.
+    /// Maps the VM's ring of coalesced I/O into the client's mapping, if it includes the ring's page, and what else the
+    /// descriptor's file does not have. Call after the client has mapped a part of the vCPU's descriptor.
     ///
     /// # Errors
     /// What the host returns for the mapping.
@@ -412,7 +413,8 @@ impl Inner {
         result
     }
 
-    /// Copies CR8 to the APIC's task priority. On a processor both are one register; while the vCPU runs, the CPU's copy is current.
+    /// Copies CR8 to the APIC's task priority. On a processor both are one register; while the vCPU runs, the
+    /// CPU's copy is current.
     pub(crate) fn sync_cr8_to_lapic(&mut self) {
         if let Some(mut lapic) = self.machine.common.lapic()
             && lapic.cr8() != self.cpu.state.cr8

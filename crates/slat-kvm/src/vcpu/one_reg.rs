@@ -1,7 +1,7 @@
 //! Registers by id: `KVM_GET_ONE_REG`, `KVM_SET_ONE_REG` and `KVM_GET_REG_LIST`.
 //!
-//! On x86 an id names an MSR or a register of KVM's own. KVM's own is the guest's shadow-stack pointer alone, which exists with
-//! shadow stacks only: this CPU has none, so the list of registers is empty.
+//! On x86 an id names an MSR or a register of KVM's own. KVM's own is the guest's shadow-stack pointer alone, which
+//! exists with shadow stacks only: this CPU has none, so the list of registers is empty.
 
 use crate::errno::{Result, fail};
 use crate::vcpu::VcpuObject;
@@ -39,7 +39,8 @@ impl VcpuObject {
     /// `KVM_SET_ONE_REG`. `data` reads the value.
     ///
     /// # Errors
-    /// `EINVAL` for an id that names no register of this vCPU, and for a value that the register cannot hold; those of `data`.
+    /// `EINVAL` for an id that names no register of this vCPU, and for a value that the register cannot
+    /// hold; those of `data`.
     pub fn set_one_reg(&self, id: u64, data: impl FnOnce() -> Result<u64>) -> Result<()> {
         let entry = kvm_msr_entry {
             index: msr(id)?,

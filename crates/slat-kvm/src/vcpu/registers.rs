@@ -50,8 +50,8 @@ impl VcpuObject {
         self.put_sregs(&mut inner, sregs, None)
     }
 
-    /// Sets the registers. With PAE paging and without `pdptes`, reads the PDPTEs from guest memory; those that cannot be read
-    /// stay as they are, as in KVM.
+    /// Sets the registers. With PAE paging and without `pdptes`, reads the PDPTEs from guest memory; those that cannot
+    /// be read stay as they are, as in KVM.
     pub(crate) fn put_sregs(
         &self,
         inner: &mut Inner,
@@ -59,7 +59,8 @@ impl VcpuObject {
         pdptes: Option<[u64; 4]>,
     ) -> Result<()> {
         let mut state = inner.cpu.state.clone();
-        // Without CPUID there is nothing to compare with, as in Linux before 7.3: clients that set none have 64-bit guests.
+        // Without CPUID there is nothing to compare with, as in Linux before 7.3: clients that set
+        // none have 64-bit guests.
         let features = match inner.machine.cpuid.is_empty() {
             true => Features::all(),
             false => *inner.cpu.features(),
@@ -198,8 +199,8 @@ impl VcpuObject {
     /// `KVM_SET_CPUID2`.
     ///
     /// # Errors
-    /// `EINVAL` when the vCPU has run and `table` differs from its table, and for linear addresses of a width that no CPU has.
-    /// `EPERM` for state components that a process has to request first, AMX's: slat has none.
+    /// `EINVAL` when the vCPU has run and `table` differs from its table, and for linear addresses of a width that no
+    /// CPU has. `EPERM` for state components that a process has to request first, AMX's: slat has none.
     pub fn set_cpuid(&self, mut table: Vec<kvm_cpuid_entry2>) -> Result<()> {
         if self.vm.options.halts_inside() {
             // As in KVM: where HLT does not exit, other vCPUs cannot end a halt.

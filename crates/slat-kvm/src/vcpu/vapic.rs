@@ -1,5 +1,6 @@
-//! The task priority in guest memory (`KVM_SET_VAPIC_ADDR`), for guests that write the APIC's register very often: a client patches
-//! them to use a word in memory. KVM, and slat, copy the word to and from the APIC whenever guest code starts and stops running.
+//! The task priority in guest memory (`KVM_SET_VAPIC_ADDR`), for guests that write the APIC's register very often: a
+//! client patches them to use a word in memory. KVM, and slat, copy the word to and from the APIC whenever guest code
+//! starts and stops running.
 
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
@@ -16,7 +17,8 @@ fn highest(lapic: &Lapic, array: u32, now: u64) -> u32 {
 }
 
 impl VcpuMachine {
-    /// Writes the guest's word: task priority, class of the vector in service, and highest pending vector. The vCPU is entered.
+    /// Writes the guest's word: task priority, class of the vector in service, and highest pending vector.
+    /// The vCPU is entered.
     fn write_vapic(&mut self, address: u64) {
         let now = self.vm.clock.now();
         let Some(word) = self.common.lapic().map(|lapic| {
@@ -83,8 +85,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_TPR_ACCESS_REPORTING`: checks the flags; has no effect. Accesses to the task priority do not end `KVM_RUN`, as on a
-    /// processor with a virtual APIC.
+    /// `KVM_TPR_ACCESS_REPORTING`: checks the flags; has no effect. Accesses to the task priority do not end `KVM_RUN`,
+    /// as on a processor with a virtual APIC.
     ///
     /// # Errors
     /// `EINVAL` for flags.

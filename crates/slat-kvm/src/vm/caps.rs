@@ -71,8 +71,8 @@ impl VmObject {
         })
     }
 
-    /// Carries out `KVM_CAP_X86_APIC_BUS_CYCLES_NS`: allowed once there are local APICs and before there are vCPUs. The longest count
-    /// of a timer has to fit 64 bits of nanoseconds.
+    /// Carries out `KVM_CAP_X86_APIC_BUS_CYCLES_NS`: allowed once there are local APICs and before there are vCPUs. The
+    /// longest count of a timer has to fit 64 bits of nanoseconds.
     fn set_apic_bus_cycle(&self, nanoseconds: u64) -> Result<()> {
         let longest = (u64::from(u32::MAX) * MAX_DIVISOR).checked_mul(nanoseconds);
         if nanoseconds == 0 || longest.is_none() {
@@ -87,8 +87,8 @@ impl VmObject {
         })
     }
 
-    /// Carries out `KVM_CAP_MAX_VCPU_ID`: sets the limit once, not below the bootstrap processor's id. As in KVM, 0 is the limit that
-    /// is not set, and the first vCPU sets the largest one.
+    /// Carries out `KVM_CAP_MAX_VCPU_ID`: sets the limit once, not below the bootstrap processor's id. As in KVM, 0 is
+    /// the limit that is not set, and the first vCPU sets the largest one.
     fn limit_vcpu_ids(&self, limit: u64) -> Result<()> {
         let limit = u32::try_from(limit).map_err(|_| Error::new(libc::EINVAL))?;
         let _no_new_vcpu = self.vcpus_mut();

@@ -1,5 +1,5 @@
-//! A VM's calls for dirty logs: bitmaps, manual protection, and the rings. The engine logs; these calls check KVM's arguments and
-//! return its errors.
+//! A VM's calls for dirty logs: bitmaps, manual protection, and the rings. The engine logs; these calls check KVM's
+//! arguments and return its errors.
 
 use crate::call::Call;
 use crate::errno::{Error, Result, fail};
@@ -32,11 +32,12 @@ impl VmObject {
         Ok((space, id))
     }
 
-    /// `KVM_GET_DIRTY_LOG`. Returns the pages written since the last call, a bit each; without manual protection, write-protects
-    /// them again. Calls `ready` with the size in bytes before it harvests anything.
+    /// `KVM_GET_DIRTY_LOG`. Returns the pages written since the last call, a bit each; without manual protection,
+    /// write-protects them again. Calls `ready` with the size in bytes before it harvests anything.
     ///
     /// # Errors
-    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, `ENOMEM`, the errors of `ready`.
+    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, `ENOMEM`,
+    /// the errors of `ready`.
     pub fn dirty_log(&self, slot: u32, ready: impl Fn(usize) -> Result<()>) -> Result<Vec<u64>> {
         let _call = self.begin_with_bitmaps()?;
         let (space, id) = self.space_and_id(slot)?;
@@ -53,11 +54,12 @@ impl VmObject {
         }
     }
 
-    /// `KVM_CLEAR_DIRTY_LOG`: clears the pages that are set in a bitmap; their next write is logged again. `bitmap` returns the
-    /// bitmap, of as many words as its argument says.
+    /// `KVM_CLEAR_DIRTY_LOG`: clears the pages that are set in a bitmap; their next write is logged again. `bitmap`
+    /// returns the bitmap, of as many words as its argument says.
     ///
     /// # Errors
-    /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, the errors of `bitmap`.
+    /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings,
+    /// the errors of `bitmap`.
     pub fn clear_dirty_log<B: AsRef<[u64]>>(
         &self,
         slot: u32,
@@ -81,10 +83,12 @@ impl VmObject {
             .map_err(refused)
     }
 
-    /// Marks the pages of the `len` bytes from `start` on of address space `space` in the dirty logs: the client has written them.
+    /// Marks the pages of the `len` bytes from `start` on of address space `space` in the dirty logs: the
+    /// client has written them.
     ///
     /// # Errors
-    /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address; `ENXIO` with dirty rings.
+    /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address;
+    /// `ENXIO` with dirty rings.
     pub fn mark_dirty(&self, space: usize, start: u64, len: u64) -> Result<()> {
         let _call = self.begin()?;
         let last = start.checked_add(len.saturating_sub(1));
@@ -119,8 +123,8 @@ impl VmObject {
         Ok(())
     }
 
-    /// Carries out `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`: allowed once, before there are vCPUs. (On x86 loads
-    /// and stores have the order that the second one promises.)
+    /// Carries out `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`: allowed once, before there are vCPUs.
+    /// (On x86 loads and stores have the order that the second one promises.)
     pub(crate) fn enable_dirty_rings(&self, size: u64) -> Result<()> {
         // KVM looks at the low half only.
         let size = dirty::check_size(size as u32)?;

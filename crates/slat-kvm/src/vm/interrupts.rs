@@ -10,7 +10,8 @@ use kvm_bindings::*;
 use std::sync::{Arc, Weak};
 
 impl VmObject {
-    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and the 8259 pair, and gives every vCPU created from now on a local APIC.
+    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and the 8259 pair, and gives every vCPU created from
+    /// now on a local APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
@@ -79,8 +80,8 @@ impl VmObject {
         self.interrupts.set_reinject(control.pit_reinject != 0)
     }
 
-    /// `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the result. Returns how many vCPUs accepted the interrupt, 0 if it was
-    /// coalesced with a pending one, -1 if it was ignored (masked).
+    /// `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the result. Returns how many vCPUs accepted the interrupt, 0
+    /// if it was coalesced with a pending one, -1 if it was ignored (masked).
     ///
     /// # Errors
     /// `ENXIO` without interrupt controllers.
@@ -92,11 +93,12 @@ impl VmObject {
         Ok(self.interrupts.set_line(gsi, USERSPACE, level))
     }
 
-    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs accepted the interrupt, those for which it was pending already included.
+    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs accepted the interrupt, those for which it was
+    /// pending already included.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controller, for flags (a device's id, which other architectures use, has no effect), and for bits of
-    /// the address that must be 0.
+    /// `EINVAL` without interrupt controller, for flags (a device's id, which other architectures use, has no effect),
+    /// and for bits of the address that must be 0.
     pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
         let _call = self.begin()?;
         if !self.has_irqchip()
@@ -128,8 +130,8 @@ impl VmObject {
     /// `KVM_IRQFD`.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controllers, for unknown flags, a descriptor that is no eventfd, and resampling without an I/O APIC;
-    /// `EBADF`; `EBUSY` when the eventfd is an irqfd of this VM already; `ENOMEM`, `EMFILE`.
+    /// `EINVAL` without interrupt controllers, for unknown flags, a descriptor that is no eventfd, and resampling
+    /// without an I/O APIC; `EBADF`; `EBUSY` when the eventfd is an irqfd of this VM already; `ENOMEM`, `EMFILE`.
     pub fn irqfd(&self, asked: &kvm_irqfd) -> Result<()> {
         let _call = self.begin()?;
         if asked.flags & !(KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE) != 0 {

@@ -36,10 +36,10 @@ impl VmObject {
     /// `KVM_SET_USER_MEMORY_REGION2`.
     ///
     /// # Errors
-    /// As for [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` with any other flag, for a
-    /// slot that exists already, and for a descriptor that is no guest_memfd of this VM; `EEXIST` for a part of a guest_memfd that
-    /// another slot uses; `EBADF` for a closed descriptor. With the policy `userfault`, `EINVAL` for `KVM_MEM_USERFAULT` with a bitmap
-    /// outside user space.
+    /// As for [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` with any
+    /// other flag, for a slot that exists already, and for a descriptor that is no guest_memfd of this VM; `EEXIST` for
+    /// a part of a guest_memfd that another slot uses; `EBADF` for a closed descriptor. With the policy `userfault`,
+    /// `EINVAL` for `KVM_MEM_USERFAULT` with a bitmap outside user space.
     pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
         let _call = self.begin()?;
         let wants_file = region.flags & KVM_MEM_GUEST_MEMFD != 0;
@@ -96,11 +96,12 @@ impl VmObject {
         Ok(())
     }
 
-    /// Returns the part of a guest_memfd that `region`, which becomes the slot `asked`, names; `None` if it deletes a slot.
+    /// Returns the part of a guest_memfd that `region`, which becomes the slot `asked`, names; `None`
+    /// if it deletes a slot.
     ///
     /// # Errors
-    /// As for [`set_user_memory_region2`](Self::set_user_memory_region2). What KVM checks before it looks at the descriptor is
-    /// checked first if the descriptor is bad.
+    /// As for [`set_user_memory_region2`](Self::set_user_memory_region2). What KVM checks before it looks at the
+    /// descriptor is checked first if the descriptor is bad.
     fn part_for(
         &self,
         region: &kvm_userspace_memory_region2,
@@ -130,8 +131,8 @@ impl VmObject {
     /// `KVM_CREATE_GUEST_MEMFD`. Returns guest memory, and the descriptor that refers to it.
     ///
     /// # Errors
-    /// `EINVAL` for flags that the VM does not have ([`guest_memfd::flags`]) and a size that is 0 or not of whole pages, what the
-    /// host returns for making a file.
+    /// `EINVAL` for flags that the VM does not have ([`guest_memfd::flags`]) and a size that is 0 or not of whole
+    /// pages, what the host returns for making a file.
     pub fn create_guest_memfd(
         &self,
         args: &kvm_create_guest_memfd,
@@ -152,8 +153,8 @@ impl VmObject {
     /// `KVM_SET_MEMORY_ATTRIBUTES`.
     ///
     /// # Errors
-    /// `EINVAL` for flags, attributes that this VM does not have, and a range that is empty, not of whole pages, or wraps around;
-    /// `ENOMEM`.
+    /// `EINVAL` for flags, attributes that this VM does not have, and a range that is empty, not of whole pages, or
+    /// wraps around; `ENOMEM`.
     pub fn set_memory_attributes(&self, attributes: &kvm_memory_attributes) -> Result<()> {
         let _call = self.begin()?;
         let kvm_memory_attributes {

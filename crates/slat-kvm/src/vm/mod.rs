@@ -87,11 +87,12 @@ impl std::fmt::Debug for VmObject {
 }
 
 impl VmObject {
-    /// Creates a VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`. `mmu` makes its tables, and `jit` says
-    /// which code is compiled; `None`: as the environment says.
+    /// Creates a VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`. `mmu` makes its
+    /// tables, and `jit` says which code is compiled; `None`: as the environment says.
     ///
     /// # Errors
-    /// `ENOMEM`; `EINVAL` for invalid policies in the environment, and for an MMU that there is not for the format; what the host returns for setting up its platform.
+    /// `ENOMEM`; `EINVAL` for invalid policies in the environment, and for an MMU that there is not for the format;
+    /// what the host returns for setting up its platform.
     pub(crate) fn new(
         protected: bool,
         mmu: Option<MmuKind>,
@@ -168,8 +169,8 @@ impl VmObject {
         self.life.end(&self.engine);
     }
 
-    /// Returns the number of address spaces in which a client may create memslots (`KVM_CAP_MULTI_ADDRESS_SPACE`): one where memory
-    /// can be private.
+    /// Returns the number of address spaces in which a client may create memslots (`KVM_CAP_MULTI_ADDRESS_SPACE`): one
+    /// where memory can be private.
     pub(crate) fn address_spaces(&self) -> usize {
         match self.protected {
             true => 1,
@@ -205,7 +206,8 @@ impl VmObject {
         self.interrupts.vcpus.write()
     }
 
-    /// `KVM_SET_TSS_ADDR`: the address of three pages that only VMX without unrestricted guest needs. Checks it; has no effect.
+    /// `KVM_SET_TSS_ADDR`: the address of three pages that only VMX without unrestricted guest needs.
+    /// Checks it; has no effect.
     ///
     /// # Errors
     /// `EINVAL` when the pages would not end below 4 GiB.
@@ -284,9 +286,10 @@ impl VmObject {
     /// `KVM_IOEVENTFD`.
     ///
     /// # Errors
-    /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps around, and a value
-    /// to compare without a length; `EEXIST` when a write could match another registration, too. For a removal, `ENOENT` when there is
-    /// no such registration. For both, `EBADF`, `EINVAL` for a descriptor that is no eventfd, `ENOMEM`, `EMFILE`.
+    /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps
+    /// around, and a value to compare without a length; `EEXIST` when a write could match another registration, too.
+    /// For a removal, `ENOENT` when there is no such registration. For both, `EBADF`, `EINVAL` for a descriptor that is
+    /// no eventfd, `ENOMEM`, `EMFILE`.
     pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
         let _call = self.begin()?;
         self.ioevents.change(&self.engine, asked)
@@ -295,8 +298,8 @@ impl VmObject {
     /// `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an eventfd.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id in use, `ENOENT`
-    /// for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
+    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id
+    /// in use, `ENOENT` for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
     pub fn hyperv_eventfd(&self, asked: &kvm_hyperv_eventfd) -> Result<()> {
         let _call = self.begin()?;
         self.hyperv.connections.change(asked)

@@ -1,8 +1,10 @@
-//! Memslots with `KVM_MEM_USERFAULT`: the client says in a bitmap which pages are not there yet ([`slat_host::userfault`]).
+//! Memslots with `KVM_MEM_USERFAULT`: the client says in a bitmap which pages are not there yet
+//! ([`slat_host::userfault`]).
 //!
-//! The bitmap of a slot begins to count before the slot does, and ends after it. A slot that exists gets a bitmap, or loses it, inside an
-//! invalidation of its memory: all its pages are zapped, as in KVM, where the slot is flushed when the flag is set, and where huge pages come back
-//! when it is cleared. The engine does not know the flag: it asks the platform for each page.
+//! The bitmap of a slot begins to count before the slot does, and ends after it. A slot that exists gets a bitmap, or
+//! loses it, inside an invalidation of its memory: all its pages are zapped, as in KVM, where the slot is flushed when
+//! the flag is set, and where huge pages come back when it is cleared. The engine does not know the flag: it asks the
+//! platform for each page.
 
 use crate::errno::{Result, fail};
 use crate::policy;
@@ -24,7 +26,8 @@ pub(super) fn flags() -> u32 {
     }
 }
 
-/// Returns the address of the bitmap that `region` names: the word after `pad1`. `None`: it has not the flag, or deletes a slot.
+/// Returns the address of the bitmap that `region` names: the word after `pad1`. `None`: it has not the
+/// flag, or deletes a slot.
 ///
 /// # Errors
 /// `EINVAL` if it does not lie in user space.

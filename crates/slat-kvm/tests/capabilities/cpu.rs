@@ -195,7 +195,8 @@ pub const USES: &[Use] = &[
         let mut read = [0; 8];
         assert_eq!(guest.vcpu.get_one_reg(MSR | TSC_AUX, &mut read).unwrap(), 8);
         assert_eq!(read, value);
-        // No such MSR; reserved bits; another size, architecture and type; the shadow-stack pointer, which the CPU does not have.
+        // No such MSR; reserved bits; another size, architecture and type; the shadow-stack pointer, which
+        // the CPU does not have.
         for id in [
             MSR | 0x1234_5678,
             MSR | 1 << 40 | TSC_AUX,

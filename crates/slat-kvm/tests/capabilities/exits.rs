@@ -148,7 +148,8 @@ pub const USES: &[Use] = &[
     }),
 ];
 
-/// Puts the guest into 64-bit mode, with a breakpoint at 0x1ef0, on the stack of the handler of #DB: each delivery hits it.
+/// Puts the guest into 64-bit mode, with a breakpoint at 0x1ef0, on the stack of the handler of #DB:
+/// each delivery hits it.
 fn deliver_db_endlessly(guest: &Guest) {
     let [gdt, idt, tss, stack] = [0x1800, 0x1900, 0x1a00, 0x1f00];
     let write = |at: u64, word: u64| guest.memory.write(at, &word.to_le_bytes());

@@ -27,7 +27,8 @@ fn send(commands: &[u16]) -> Vec<u8> {
     code
 }
 
-/// Has the first processor send these commands. Returns the second vCPU, and the byte that it writes to a port, if it does.
+/// Has the first processor send these commands. Returns the second vCPU, and the byte that it writes
+/// to a port, if it does.
 fn second_processor_after(commands: &[u16]) -> (VcpuFd, Option<u8>) {
     let guest = Guest::with(&send(commands), |vm| vm.create_irq_chip().unwrap());
     let Guest {

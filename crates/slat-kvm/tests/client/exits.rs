@@ -203,8 +203,8 @@ fn a_slot_taken_away_under_a_running_guest_makes_its_reads_mmio() {
             set_slot(&vm, &memory, 0, 0);
             set_slot(&vm, &memory, 1, 0x3000);
         });
-        // Between the two calls the code has no memory either, which would be an internal error. The test avoids that: it completes
-        // every read until the device is the data page.
+        // Between the two calls the code has no memory either, which would be an internal error. The test avoids that:
+        // it completes every read until the device is the data page.
         loop {
             match vcpu.run() {
                 Ok(VcpuExit::MmioRead(DATA, _)) => break,
@@ -215,7 +215,8 @@ fn a_slot_taken_away_under_a_running_guest_makes_its_reads_mmio() {
     });
 }
 
-/// A device cannot take part in the delivery of an exception: the guest's interrupt table is at an address without memory.
+/// A device cannot take part in the delivery of an exception: the guest's interrupt table is at an
+/// address without memory.
 #[test]
 fn an_exception_whose_delivery_needs_a_device_is_an_internal_error() {
     // ud2

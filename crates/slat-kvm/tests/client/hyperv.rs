@@ -171,8 +171,8 @@ fn a_client_saves_and_restores_every_msr() {
     }
 }
 
-/// Memory of two vCPUs: code of both, stack, page directory, page table, two pages, and what the second vCPU has seen. Virtual page
-/// 9 is one of the two pages, all others are mapped to themselves.
+/// Memory of two vCPUs: code of both, stack, page directory, page table, two pages, and what the second vCPU has seen.
+/// Virtual page 9 is one of the two pages, all others are mapped to themselves.
 mod flush {
     pub const SENDER: u64 = 0x1000;
     pub const READER: u64 = 0x2000;
@@ -185,8 +185,9 @@ mod flush {
     pub const ENTRY: u64 = TABLE + 9 * 4;
     pub const PRESENT: u32 = 3;
 
-    /// `mov cx, 100`, and 100 times: changes the entry of page 9, flushes it on all vCPUs, waits until the reader has read it twice,
-    /// and compares what it has read with the new page. Writes to port 0x10 if all were right, and to 0x11 if not.
+    /// `mov cx, 100`, and 100 times: changes the entry of page 9, flushes it on all vCPUs, waits until the
+    /// reader has read it twice, and compares what it has read with the new page. Writes to port 0x10 if all
+    /// were right, and to 0x11 if not.
     pub const SENDER_CODE: &[&[u8]] = &[
         b"\xb9\x64\x00",
         // mov eax,[0x5024]; xor eax,0x1000; mov [0x5024],eax; push cx

@@ -137,7 +137,8 @@ fn a_hypervisor_is_saved_and_restored_while_its_guest_runs() {
     assert_eq!(u64::from_le_bytes(code), 0x81);
 }
 
-/// The nested tables of a hypervisor in 32-bit mode have no entry for an address beyond 4 GiB, which its guest's tables may have.
+/// The nested tables of a hypervisor in 32-bit mode have no entry for an address beyond 4 GiB, which its
+/// guest's tables may have.
 #[test]
 fn an_address_beyond_the_nested_tables_is_a_nested_page_fault() {
     const BEYOND: u64 = 1 << 32;
@@ -176,8 +177,8 @@ fn an_address_beyond_the_nested_tables_is_a_nested_page_fault() {
     );
 }
 
-/// A table of the nested guest's is read where the nested entry of the moment leads to, or is a nested page fault; not where an earlier
-/// entry, which allowed no writing, led to.
+/// A table of the nested guest's is read where the nested entry of the moment leads to, or is a nested page fault; not
+/// where an earlier entry, which allowed no writing, led to.
 #[test]
 fn a_table_whose_nested_entry_has_changed_is_read_in_one_place() {
     let mut guest = hypervisor();

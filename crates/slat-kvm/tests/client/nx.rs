@@ -1,4 +1,5 @@
-//! NX huge pages, through a module parameter and with their recovery. (A test program of its own: parameters belong to the process.)
+//! NX huge pages, through a module parameter and with their recovery. (A test program of its own: parameters
+//! belong to the process.)
 
 use crate::common::*;
 use kvm_bindings::*;

@@ -60,8 +60,8 @@ fn in_service(vcpu: &VcpuFd) -> bool {
     msr(vcpu, IN_SERVICE + u32::from(VECTOR) / 32) >> (VECTOR % 32) & 1 != 0
 }
 
-/// Runs guests whose handler ends the interrupt in memory, until one has found the bit set there, which it writes to a port. (An offer is
-/// taken back at every exit, and there may be one at any moment.) Returns that guest.
+/// Runs guests whose handler ends the interrupt in memory, until one has found the bit set there, which it writes to a
+/// port. (An offer is taken back at every exit, and there may be one at any moment.) Returns that guest.
 fn ends_in_memory(guest: impl Fn() -> Guest) -> Guest {
     for _ in 0..100 {
         let mut guest = guest();
@@ -201,8 +201,8 @@ fn is_offered(guest: &Guest, bit: u32) -> bool {
 #[test]
 fn what_a_guest_may_use_is_offered() {
     let guest = Guest::new(&[]);
-    // Both clocks, which are stable; ends of interrupts in memory; ends of halts; IPIs; asynchronous page faults, to nested guests too,
-    // and their interrupt. No calls that yield.
+    // Both clocks, which are stable; ends of interrupts in memory; ends of halts; IPIs; asynchronous page faults, to
+    // nested guests too, and their interrupt. No calls that yield.
     for (bit, offered) in [
         (0, true),
         (3, true),
@@ -288,7 +288,8 @@ fn a_kicked_vcpu_wakes_from_its_halt() {
     });
 }
 
-/// The task priority in memory: the guest's write changes the APIC's task priority, and the word shows the pending vector.
+/// The task priority in memory: the guest's write changes the APIC's task priority, and the word
+/// shows the pending vector.
 #[test]
 fn a_guest_has_its_task_priority_in_memory() {
     // mov byte [DATA + 4], 0x50; out 0x10, al
@@ -310,14 +311,14 @@ fn a_guest_has_its_task_priority_in_memory() {
     assert_eq!(vcpu.get_sregs().unwrap().cr8, 5);
 }
 
-/// A guest that enables asynchronous page faults, or has moved to another host, is told that all pages are there that it waits for: once
-/// for each time, when it can take the event.
+/// A guest that enables asynchronous page faults, or has moved to another host, is told that all pages are there that
+/// it waits for: once for each time, when it can take the event.
 #[test]
 fn who_enables_asynchronous_page_faults_is_told_that_all_pages_are_ready() {
     const BY_INTERRUPT: u64 = 1 << 3;
     let [a, b, c, d] = ASYNC_PF_ACK.to_le_bytes();
-    // mov al, [DATA + 4]; out 0x10, al; mov word [DATA + 4], 0; mov word [DATA + 6], 0; mov ecx, ACK; mov eax, 1; xor edx, edx; wrmsr;
-    // out 0x11, al; iret
+    // mov al, [DATA + 4]; out 0x10, al; mov word [DATA + 4], 0; mov word [DATA + 6], 0; mov ecx, ACK; mov eax, 1; xor
+    // edx, edx; wrmsr; out 0x11, al; iret
     let handler = [
         0xa0, 0x04, 0x30, 0xe6, 0x10, 0xc7, 0x06, 0x04, 0x30, 0, 0, 0xc7, 0x06, 0x06, 0x30, 0, 0,
         0x66, 0xb9, a, b, c, d, 0x66, 0xb8, 1, 0, 0, 0, 0x66, 0x31, 0xd2, 0x0f, 0x30, 0xe6, 0x11,
@@ -349,7 +350,8 @@ fn who_enables_asynchronous_page_faults_is_told_that_all_pages_are_ready() {
     assert_eq!(msr(&guest.vcpu, ASYNC_PF_VECTOR), VECTOR.into());
 }
 
-/// CPUID names these MSRs also where KVM has no local APIC, so that guests write them there: that is not #GP, and no event comes.
+/// CPUID names these MSRs also where KVM has no local APIC, so that guests write them there: that is not
+/// #GP, and no event comes.
 #[test]
 fn asynchronous_page_faults_may_be_enabled_without_local_apic() {
     let value = (DATA | 1 << 3 | 1) as u32;

@@ -57,7 +57,8 @@ fn set(vm: &VmFd, region: kvm_userspace_memory_region2) -> Result<(), i32> {
     unsafe { vm.set_user_memory_region2(region) }.map_err(|error| error.errno())
 }
 
-/// Code that repeatedly reads a byte from a port, stores it at DEVICE unless it is 0, and writes the byte at DEVICE to a port.
+/// Code that repeatedly reads a byte from a port, stores it at DEVICE unless it is 0, and writes the byte
+/// at DEVICE to a port.
 const STORE_AND_TELL: &[u8] = &[
     0xe4, 0x10, 0x84, 0xc0, 0x74, 0x03, 0xa2, 0x00, 0x80, 0xa0, 0x00, 0x80, 0xe6, 0x11, 0xeb, 0xf0,
 ];

@@ -317,8 +317,8 @@ pub fn start_at_code(vcpu: &VcpuFd) {
     vcpu.set_regs(&regs).unwrap();
 }
 
-/// Runs a guest that has enabled steal time at [`DATA`], and whose code halts, until it was told: slat reads the host's count on another
-/// thread, which on a busy machine gets its turn only after some runs.
+/// Runs a guest that has enabled steal time at [`DATA`], and whose code halts, until it was told: slat reads the host's
+/// count on another thread, which on a busy machine gets its turn only after some runs.
 pub fn run_until_told_of_steal_time(guest: &mut Guest) {
     let begin = std::time::Instant::now();
     let mut version = [0; 4];

@@ -5,8 +5,9 @@ use slat_model::Rng;
 
 pub const PAGE: u64 = 0x1000;
 
-/// Memslots: number, address, bytes, and where their memory is. The second is beside the first, and the third is read-only; then comes a
-/// device; the fourth shows the first one's control block, tables and code a second time. The last is system management mode's.
+/// Memslots: number, address, bytes, and where their memory is. The second is beside the first, and the third is
+/// read-only; then comes a device; the fourth shows the first one's control block, tables and code a second time. The
+/// last is system management mode's.
 pub const SLOTS: [(u32, u64, u64, u64); 5] = [
     (0, 0, 0x4_0000, 0),
     (1, 0x4_0000, 0x2_0000, 0x4_0000),
@@ -40,7 +41,8 @@ pub const NESTED: u64 = 0x30000;
 pub const MANAGEMENT: u64 = 0x38000;
 /// What the hypervisor copies to the nested tables, or a part of it.
 pub const STAGED: u64 = 0x39000;
-/// Pages of a hierarchy: the root, the next table, a directory and a table of PAE paging; a directory and a table of 32-bit paging.
+/// Pages of a hierarchy: the root, the next table, a directory and a table of PAE paging; a directory and a
+/// table of 32-bit paging.
 pub const HIERARCHY_PAGES: u64 = 6;
 
 /// Pages that addresses lead to, in turn.

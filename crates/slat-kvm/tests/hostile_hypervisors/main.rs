@@ -1,10 +1,10 @@
-//! Hypervisors that know nothing of what they do, and clients that know no more: random control blocks at random places, nested tables and
-//! code in one another's pages, in memory that is read-only, that is seen twice, that comes and goes, and that is none; in every mode of
-//! the hypervisor and of its guest. The test checks that each run ends, that the engine's
-//! tables pass their audit, and that the process does not grow.
+//! Hypervisors that know nothing of what they do, and clients that know no more: random control blocks at random
+//! places, nested tables and code in one another's pages, in memory that is read-only, that is seen twice, that comes
+//! and goes, and that is none; in every mode of the hypervisor and of its guest. The test checks that each run ends,
+//! that the engine's tables pass their audit, and that the process does not grow.
 //!
-//! `cargo test -p slat-kvm --release --test hostile_hypervisors`, with SLAT_TEST_ROUNDS=…, SLAT_SEED=… and SLAT_MMU=… for another number
-//! of rounds on each MMU, another seed, and one MMU.
+//! `cargo test -p slat-kvm --release --test hostile_hypervisors`, with SLAT_TEST_ROUNDS=…, SLAT_SEED=… and SLAT_MMU=…
+//! for another number of rounds on each MMU, another seed, and one MMU.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -29,7 +29,8 @@ const VM_HSAVE_PA: u32 = 0xc001_0117;
 const NO_EXIT: u64 = 0x5a5a;
 /// Rounds of a VM.
 const ROUNDS: u64 = 500;
-/// The most bytes by which the process may grow from its second VM to its last: a million rounds have been seen to take 6 to 23 MiB.
+/// The most bytes by which the process may grow from its second VM to its last: a million rounds have been seen
+/// to take 6 to 23 MiB.
 const GROWTH: usize = 48 << 20;
 
 /// A VM of two hypervisors.
@@ -116,7 +117,8 @@ impl Machine {
         }
     }
 
-    /// Writes a control block with a guest that runs in `mode`, its hypervisor in mode `own`; and then some of its fields at random.
+    /// Writes a control block with a guest that runs in `mode`, its hypervisor in mode `own`; and then some of
+    /// its fields at random.
     fn fill(&mut self, vmcb: u64, own: Mode, mode: Mode) {
         self.memory.write(vmcb, &[0; PAGE as usize]);
         let random = &mut self.random;
@@ -180,8 +182,8 @@ impl Machine {
     fn registers(&mut self, vmcb: u64) -> kvm_regs {
         let random = &mut self.random;
         let leads_to = place(random) | random.pick(&[0x67, 0x67, 0xe7, 0x65, 5, 1]);
-        // What REP MOVSB copies: all nested tables; one entry of them, which leads somewhere, to the control block or the tables, too;
-        // anything.
+        // What REP MOVSB copies: all nested tables; one entry of them, which leads somewhere, to the control block or
+        // the tables, too; anything.
         let (rsi, rdi, rcx) = match random.below(3) {
             0 => (STAGED, NESTED, HIERARCHY_PAGES * PAGE),
             1 => {

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Ends the calling thread's runs after a millisecond or two, as a guest may loop for ever; and the process, when there is no progress.
-/// To be joined when `progress` is dropped, before that thread ends.
+/// Ends the calling thread's runs after a millisecond or two, as a guest may loop for ever; and the process, when there
+/// is no progress. To be joined when `progress` is dropped, before that thread ends.
 #[must_use]
 pub fn watch(progress: &Arc<AtomicU64>) -> JoinHandle<()> {
     extern "C" fn announce(_signal: libc::c_int) {

@@ -1,5 +1,5 @@
-//! Guests that count interrupts in memory, for tests of interrupt delivery. Real mode and x2APIC mode: an end of interrupt is an MSR
-//! write, and handlers do not exit to the client, unless a test asks for that.
+//! Guests that count interrupts in memory, for tests of interrupt delivery. Real mode and x2APIC mode: an end of
+//! interrupt is an MSR write, and handlers do not exit to the client, unless a test asks for that.
 //!
 //! The requests are raw, as `slat run` makes them, because `KVM_IRQ_LINE_STATUS` has no method.
 #![allow(dead_code)]
@@ -235,8 +235,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Creates a machine with one vCPU for each program. The APIC id of a vCPU is its index. `tells`: vectors whose handlers write to
-    /// [`PORT`].
+    /// Creates a machine with one vCPU for each program. The APIC id of a vCPU is its index. `tells`: vectors whose
+    /// handlers write to [`PORT`].
     pub fn new(chips: Chips, programs: &[Vec<u8>], tells: &[u8]) -> Self {
         // No vCPU polls: a test hangs if slat forgets to notify a vCPU.
         slat_kvm::watch_signals();

@@ -5,7 +5,8 @@ use crate::common::{Memory, set_slot};
 use kvm_bindings::*;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 
-/// Bytes of guest memory, from address 0. The guest's addresses from here on are mapped to devices, later ones are not mapped.
+/// Bytes of guest memory, from address 0. The guest's addresses from here on are mapped to devices, later
+/// ones are not mapped.
 pub const MEMORY: u64 = 0x40_0000;
 pub const CODE: u64 = 0x1000;
 pub const IDT: u64 = 0x2000;

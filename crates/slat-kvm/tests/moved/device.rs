@@ -23,8 +23,8 @@ impl Access {
     }
 }
 
-/// Offset in the devices' pages from which they remember what is written to them, as a stack does. Before it, each read has another
-/// value.
+/// Offset in the devices' pages from which they remember what is written to them, as a stack does. Before it, each
+/// read has another value.
 const REMEMBERS: u64 = 0x8000;
 
 /// Devices that note each access.

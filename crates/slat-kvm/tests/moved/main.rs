@@ -1,9 +1,10 @@
-//! A guest that is moved to another VM at an exit does there what it would have done: `KVM_RUN` with `immediate_exit` leaves nothing
-//! of an instruction behind that the client cannot read.
+//! A guest that is moved to another VM at an exit does there what it would have done: `KVM_RUN` with `immediate_exit`
+//! leaves nothing of an instruction behind that the client cannot read.
 //!
-//! Each program runs once in one VM, and is then moved at each of its exits in turn: the client serves the exit, calls `KVM_RUN` with
-//! `immediate_exit` until it returns `EINTR`, reads all state, and gives it to a new VM. The device counts its accesses, and
-//! a read changes what the next one returns: an access that is lost or made twice is seen, and so are registers, flags and memory.
+//! Each program runs once in one VM, and is then moved at each of its exits in turn: the client serves the exit, calls
+//! `KVM_RUN` with `immediate_exit` until it returns `EINTR`, reads all state, and gives it to a new VM. The device
+//! counts its accesses, and a read changes what the next one returns: an access that is lost or made twice is seen, and
+//! so are registers, flags and memory.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -187,8 +188,8 @@ impl Guest {
 /// More exits than any program has.
 const MOST_EXITS: usize = 400;
 
-/// Runs a program to its end, and moves it after each exit whose number `moves` accepts. Returns what it has done, and how many exits it
-/// had.
+/// Runs a program to its end, and moves it after each exit whose number `moves` accepts. Returns what it has done, and
+/// how many exits it had.
 fn run(world: World, code: &[u8], moves: impl Fn(usize) -> bool) -> (Outcome, usize) {
     let mut guest = Guest::about_to_run(world, code);
     let mut device = Device::default();
@@ -450,7 +451,8 @@ fn data_that_were_read_stay_until_there_is_memory_for_them() {
     assert_eq!(u64::from(stored[0]), value);
 }
 
-/// A vCPU that is not in KVM_RUN is not waited for when translations become void: it drops them first when it comes back.
+/// A vCPU that is not in KVM_RUN is not waited for when translations become void: it drops them
+/// first when it comes back.
 #[test]
 fn a_completion_does_not_use_translations_of_before_the_exit() {
     // mov [rdi],al, so that the page is translated for writes; insb; hlt

@@ -13,7 +13,8 @@ const VM_HSAVE_PA: u32 = 0xc001_0117;
 /// Offset of the guest's registers in the control block.
 const SAVE: u64 = 0x400;
 
-/// Has the vCPU, which is about to run a program, begin with a hypervisor that enters a guest with these registers by VMRUN.
+/// Has the vCPU, which is about to run a program, begin with a hypervisor that enters a guest with
+/// these registers by VMRUN.
 pub fn enter(machine: &Machine, vcpu: &VcpuFd) {
     let mut sregs = vcpu.get_sregs().unwrap();
     let mut regs = vcpu.get_regs().unwrap();

@@ -15,8 +15,8 @@ pub const NX: u64 = 1 << 63;
 /// The bits of an entry that have an address.
 pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// The hypervisor's system slot. Its first pages are left to a nested page of 1 GiB; then come code, control blocks, and tables that do not
-/// change but for the roots' later entries.
+/// The hypervisor's system slot. Its first pages are left to a nested page of 1 GiB; then come code, control blocks,
+/// and tables that do not change but for the roots' later entries.
 pub const SYSTEM_BYTES: u64 = 0x20_0000;
 /// vmrun; hlt
 pub const VMRUN: u64 = 0x8000;
@@ -128,7 +128,8 @@ impl Random {
         let target = match is_guests != self.one_in(30) {
             // Of the nested guest's memory; the pages in which it finds its tables are anywhere in it.
             true => self.address(),
-            // Mostly what fits: the tables of each level refer to those of the next one, the lowest to the guest's pages.
+            // Mostly what fits: the tables of each level refer to those of the next one, the lowest
+            // to the guest's pages.
             false => {
                 let (from, to) = match page {
                     _ if self.one_in(30) => (0, POOL_PAGES + 2),

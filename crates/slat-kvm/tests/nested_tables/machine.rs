@@ -1,4 +1,5 @@
-//! The machine: two vCPUs of a hypervisor, its memory with the code and the tables in it, and how it and its guest are run.
+//! The machine: two vCPUs of a hypervisor, its memory with the code and the tables in it, and how it
+//! and its guest are run.
 
 use crate::common::hypervisors::packed;
 use crate::common::{Memory, set_msr, tell_features};
@@ -224,8 +225,8 @@ impl Machine {
         }
     }
 
-    /// Has the guest run from `rip` on, with `value` in RSI and the address in RDI. Returns the exit code, the two words of information,
-    /// and RAX; and the address of a device access.
+    /// Has the guest run from `rip` on, with `value` in RSI and the address in RDI. Returns the exit code, the two
+    /// words of information, and RAX; and the address of a device access.
     pub fn run_guest(
         &mut self,
         cpu: usize,

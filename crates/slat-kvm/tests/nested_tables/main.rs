@@ -1,12 +1,14 @@
-//! A hypervisor whose nested tables, and whose guest's tables, are random, and change at random: all that is between them and the host's
-//! memory runs, the CPU with its TLB, the walk in two dimensions, and the engine's shadow of the nested tables.
+//! A hypervisor whose nested tables, and whose guest's tables, are random, and change at random: all that is
+//! between them and the host's memory runs, the CPU with its TLB, the walk in two dimensions, and the engine's
+//! shadow of the nested tables.
 //!
-//! Two vCPUs share memory. The hypervisor and its guest store to the tables of both dimensions, some of which are one another's; they flush,
-//! by TLB_CONTROL, INVLPGA, INVLPG and MOV to CR3, or they do not; memslots come, go, and become read-only. Each access of the guest comes
-//! to what the manual allows (`oracle`), and sets the flags that it has to, and no others without reason.
+//! Two vCPUs share memory. The hypervisor and its guest store to the tables of both dimensions, some of which are one
+//! another's; they flush, by TLB_CONTROL, INVLPGA, INVLPG and MOV to CR3, or they do not; memslots come, go, and become
+//! read-only. Each access of the guest comes to what the manual allows (`oracle`), and sets the flags that it has to,
+//! and no others without reason.
 //!
-//! `cargo test -p slat-kvm --release --test nested_tables`, with SLAT_STEPS=…, SLAT_SEED=… and SLAT_MMU=… for another number of accesses,
-//! other seeds, and one MMU.
+//! `cargo test -p slat-kvm --release --test nested_tables`, with SLAT_STEPS=…, SLAT_SEED=… and SLAT_MMU=… for another
+//! number of accesses, other seeds, and one MMU.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -31,7 +33,8 @@ const VMMCALL: u64 = 0x81;
 const NESTED_FAULT: u64 = 0x400;
 
 impl Machine {
-    /// Returns an address for the guest: half of them are pages that it has accessed lately, and of which something may be kept.
+    /// Returns an address for the guest: half of them are pages that it has accessed lately, and of which
+    /// something may be kept.
     fn address(&mut self) -> u64 {
         match self.random.one_in(2) {
             true => self.recent[self.random.below(4) as usize],
@@ -138,7 +141,8 @@ impl Machine {
         }
     }
 
-    /// Checks that the flags of `marks` are set, those of an access that has reached a page with nothing known from before.
+    /// Checks that the flags of `marks` are set, those of an access that has reached a page with
+    /// nothing known from before.
     fn check_flags(&mut self, marks: &Marks) {
         for (at, flags) in marks {
             let entry = self.get(*at);
@@ -150,7 +154,8 @@ impl Machine {
         self.count("flags checked");
     }
 
-    /// Returns the entries of the guest's tables for `address`, as far as their tables are where they would be without nested tables.
+    /// Returns the entries of the guest's tables for `address`, as far as their tables are where they would be
+    /// without nested tables.
     fn path(&self, address: u64) -> Vec<(u64, u64)> {
         let mut table = GUEST_ROOT;
         let mut path = Vec::new();
@@ -166,7 +171,8 @@ impl Machine {
         path
     }
 
-    /// Looks which entries have changed: flags of those in `marks`, and one that a store has written. Returns the page of that.
+    /// Looks which entries have changed: flags of those in `marks`, and one that a store has written.
+    /// Returns the page of that.
     fn look_at_entries(
         &mut self,
         marks: &Marks,

@@ -1,11 +1,13 @@
-//! Which outcomes an access of the nested guest may have (AMD64 volume 2, 5.3 to 5.5, 15.16 and 15.25), written down a second time.
+//! Which outcomes an access of the nested guest may have (AMD64 volume 2, 5.3 to 5.5, 15.16 and 15.25),
+//! written down a second time.
 //!
-//! A processor may use what an entry was at any moment since the last flush that concerns it, together with what another entry was at
-//! another moment. So every combination of the values that entries had since then is tried. Flushes are often, and each leaves one
-//! value: then there is one outcome.
+//! A processor may use what an entry was at any moment since the last flush that concerns it, together with what
+//! another entry was at another moment. So every combination of the values that entries had since then is tried.
+//! Flushes are often, and each leaves one value: then there is one outcome.
 //!
-//! An entry that an intercepted page fault has dropped is not treated as one that was flushed. INVLPGA is treated as a flush of the nested
-//! tables for that address, too: stricter than the manual, which need not drop what a processor keeps of guest-physical addresses.
+//! An entry that an intercepted page fault has dropped is not treated as one that was flushed. INVLPGA is treated as a
+//! flush of the nested tables for that address, too: stricter than the manual, which need not drop what a processor
+//! keeps of guest-physical addresses.
 
 use crate::layout::*;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -114,8 +116,8 @@ impl Tables {
     }
 }
 
-/// The entries that an access uses, and the flags that it sets in them if it comes to a page: A, and D in those that map what it writes to.
-/// The tables of the guest's count as written to (15.25.5).
+/// The entries that an access uses, and the flags that it sets in them if it comes to a page: A, and D in those that
+/// map what it writes to. The tables of the guest's count as written to (15.25.5).
 pub type Marks = BTreeMap<u64, u64>;
 
 struct Search<'a> {
@@ -138,7 +140,8 @@ enum Meaning {
     Page(u64),
 }
 
-/// Returns what `entry` of `level` means for `address`. `nested`: in a nested table, where bit 8 of upper entries is reserved.
+/// Returns what `entry` of `level` means for `address`. `nested`: in a nested table, where bit 8 of upper
+/// entries is reserved.
 fn meaning(entry: u64, level: u32, address: u64, nested: bool) -> Meaning {
     let offset = (1u64 << (12 + 9 * (level - 1))) - 1;
     let is_page = level == 1 || entry & PS != 0;
@@ -239,7 +242,8 @@ impl Search<'_> {
         }
     }
 
-    /// Walks the nested tables for `gpa`, from that of `level` at `table`, as a user. Returns the addresses that they lead to.
+    /// Walks the nested tables for `gpa`, from that of `level` at `table`, as a user. Returns the
+    /// addresses that they lead to.
     fn nested(
         &mut self,
         gpa: u64,

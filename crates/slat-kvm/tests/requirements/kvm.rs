@@ -25,8 +25,8 @@ const MEMORY: usize = 0x10000;
 /// The MSR with the address of the guest's clock, which turns it on by its bit 0.
 const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
 
-/// `/dev/kvm`, a VM with interrupt controllers and memory, and its vCPU, whose guest uses KVM's clock: so that no ioctl is refused
-/// because one of these is missing. The guest never runs.
+/// `/dev/kvm`, a VM with interrupt controllers and memory, and its vCPU, whose guest uses KVM's clock: so that no ioctl
+/// is refused because one of these is missing. The guest never runs.
 pub struct Kvm {
     objects: [One; 3],
     _memory: Memory,
@@ -50,7 +50,8 @@ impl One {
                 Err(error) => Err(error.errno()),
             },
             One::Kernel(fd) => {
-                // SAFETY: the callers' arguments are null, numbers, or addresses of structs of the request's size that outlive the call.
+                // SAFETY: the callers' arguments are null, numbers, or addresses of structs of the request's size
+                // that outlive the call.
                 let value = unsafe { libc::ioctl(fd.as_raw_fd(), request.into(), argument) };
                 match (value, request) {
                     (..0, _) => Err(std::io::Error::last_os_error().raw_os_error().unwrap()),
@@ -141,7 +142,8 @@ impl Kvm {
     pub fn has(&self, on: On, request: u32) -> bool {
         match self.objects[on as usize].ioctl(request, 0) {
             Err(libc::ENOTTY) => false,
-            // The errno of `/dev/kvm` and of vCPUs for an unknown request; no request that the table has returns it for null.
+            // The errno of `/dev/kvm` and of vCPUs for an unknown request; no request that the table has
+            // returns it for null.
             Err(libc::EINVAL) => on == On::Vm,
             _ => true,
         }

@@ -58,8 +58,8 @@ impl fmt::Display for Condition {
 pub struct Difference {
     pub capabilities: Vec<String>,
     pub ioctls: Vec<String>,
-    /// What slat answers on every machine: system-wide, and for a VM. For an ioctl 0: slat does not have it. `None`: it depends on the
-    /// machine.
+    /// What slat answers on every machine: system-wide, and for a VM. For an ioctl 0: slat does not have it. `None`: it
+    /// depends on the machine.
     pub slat: Option<[i32; 2]>,
     /// Where the answers differ. `None`: everywhere.
     pub when: Option<String>,

@@ -20,7 +20,8 @@ const LONG: &[u8] = &[
     0xf4,
 ];
 
-/// Creates a VM, of which nothing is there, and a vCPU that is to run [`LONG`] in 64-bit mode, with page tables in absent pages.
+/// Creates a VM, of which nothing is there, and a vCPU that is to run [`LONG`] in 64-bit mode, with page
+/// tables in absent pages.
 fn long_guest(late: &Late, mmu: MmuKind, flags: u32) -> (VmFd, VcpuFd) {
     let vm = kvm().with_mmu(mmu).create_vm().unwrap();
     set(&vm, late.region(KVM_MEM_USERFAULT | flags)).unwrap();

@@ -1,12 +1,13 @@
-//! The caches of a [`CachingMmu`](super::CachingMmu): a TLB and paging-structure caches, which keep all until it is flushed.
+//! The caches of a [`CachingMmu`](super::CachingMmu): a TLB and paging-structure caches, which keep all
+//! until it is flushed.
 
 use std::collections::HashMap;
 
 use slat::guest_walk::{GuestPage, GuestPaging};
 use slat::{Access, Hpa};
 
-/// What the rights of a translation depend on, but for what is the same until the next flush. A translation is used in an equal
-/// context only.
+/// What the rights of a translation depend on, but for what is the same until the next flush. A translation is used in
+/// an equal context only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Context {
     user: bool,
@@ -77,8 +78,8 @@ impl Caches {
         self.translations.insert(key, new);
     }
 
-    /// Returns the lowest level at which an entry for `gva` is cached that references a table, and the values of the entries
-    /// down to it. `shifts`: of levels 1 and up.
+    /// Returns the lowest level at which an entry for `gva` is cached that references a table, and the values of the
+    /// entries down to it. `shifts`: of levels 1 and up.
     pub fn structures(&self, pcid: u16, gva: u64, shifts: &[u32]) -> Option<(u32, Values)> {
         let levels = 2..=shifts.len() as u32;
         levels.into_iter().find_map(|level| {

@@ -1,5 +1,5 @@
-//! An MMU that keeps what the SDM lets it keep: the engine, with a TLB, paging-structure caches, and a copy of each page-table
-//! entry, which is kept right by being told of stores.
+//! An MMU that keeps what the SDM lets it keep: the engine, with a TLB, paging-structure caches, and a copy of each
+//! page-table entry, which is kept right by being told of stores.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -85,7 +85,8 @@ impl CachingMmu {
         }
     }
 
-    /// Walks the guest's tables for an access, and caches what it finds. The next page, or the one before, is cached ahead.
+    /// Walks the guest's tables for an access, and caches what it finds. The next page, or the one
+    /// before, is cached ahead.
     fn walk(
         &mut self,
         cpu: usize,
@@ -100,8 +101,8 @@ impl CachingMmu {
         Ok(found)
     }
 
-    /// Walks the guest's tables, and caches what it finds. Returns the translation and the address of the leaf. Unless `marks`,
-    /// it ends where a flag has to be set.
+    /// Walks the guest's tables, and caches what it finds. Returns the translation and the address of the leaf. Unless
+    /// `marks`, it ends where a flag has to be set.
     fn fill(
         &mut self,
         cpu: usize,
@@ -124,7 +125,8 @@ impl CachingMmu {
         };
         let found = walk(&mut tables, paging, gva, access);
         let read = std::mem::take(&mut tables.read);
-        // All but the last reference tables. Those whose accessed flag was set before are cached, unless they already were.
+        // All but the last reference tables. Those whose accessed flag was set before are cached,
+        // unless they already were.
         let mut values = Values::default();
         let mut may_cache = true;
         for (i, (_, value)) in read.iter().enumerate() {
@@ -192,8 +194,8 @@ impl CachingMmu {
         if found.allows(access) || to_clean && self.flaw.is(Defect::WritesToClean) {
             return Some(self.reach(cpu, gva, access, paging, found));
         }
-        // The page may have been made executable meanwhile: this is a fault that software must expect. What some access was
-        // allowed to, and a fetch is not, is forbidden by XD or SMEP.
+        // The page may have been made executable meanwhile: this is a fault that software must expect. What some access
+        // was allowed to, and a fetch is not, is forbidden by XD or SMEP.
         let user = if paging.user { error_code::USER } else { 0 };
         let code = error_code::PRESENT | error_code::FETCH | user;
         (access == Access::Execute).then_some(Outcome::PageFault { code })

@@ -20,7 +20,8 @@ use crate::region::set_region;
 /// Flushes of its own that an access may need: one for each table on the path, and for the page.
 const MOST_RETRIES: usize = 16;
 
-/// [`slat::guest_walk::walk`] over a [`Vm`] with second-level tables: those of AMD's nested paging, unless said otherwise.
+/// [`slat::guest_walk::walk`] over a [`Vm`] with second-level tables: those of AMD's nested paging,
+/// unless said otherwise.
 pub struct EngineMmu<F: Format = Npt> {
     pub(super) vm: Arc<Vm<SimPlatform, F>>,
     pub(super) vcpus: Vec<Vcpu<SimPlatform, F>>,

@@ -1,8 +1,8 @@
 //! What a page-table entry means, and what the entries on a path grant: the SDM's rules, written down a second time,
 //! independently of [`slat::guest_walk`].
 //!
-//! SDM 3A, chapter "Paging": the tables "Format of …" of 32-bit, PAE, 4-level and 5-level paging, "Determination of Access
-//! Rights", "Protection Keys", "Page-Fault Exceptions".
+//! SDM 3A, chapter "Paging": the tables "Format of …" of 32-bit, PAE, 4-level and 5-level paging, "Determination of
+//! Access Rights", "Protection Keys", "Page-Fault Exceptions".
 
 use slat::Access;
 use slat::guest_walk::{GuestPaging, Mode, error_code};
@@ -164,8 +164,8 @@ fn meaning_of_4_bytes(pse: bool, level: u32, entry: u64) -> Meaning {
     }
 }
 
-/// Returns whether a present PDPTE has no reserved bit ("Format of a PAE Page-Directory-Pointer-Table Entry"); else loading
-/// it is a general-protection exception.
+/// Returns whether a present PDPTE has no reserved bit ("Format of a PAE Page-Directory-Pointer-Table Entry"); else
+/// loading it is a general-protection exception.
 pub(super) fn may_load_pdpte(pdpte: u64) -> bool {
     pdpte & P == 0 || pdpte & (bits(63, PHYSICAL_BITS) | bits(8, 5) | bits(2, 1)) == 0
 }
@@ -205,7 +205,8 @@ pub(super) fn entry_fault(paging: &GuestPaging, access: Access, reserved: bool) 
     access_bits(paging, access) | if reserved { cause } else { 0 }
 }
 
-/// Returns the error code of the page fault if `access` to a page with these rights, mapped by the entry `leaf`, is forbidden.
+/// Returns the error code of the page fault if `access` to a page with these rights, mapped by the entry
+/// `leaf`, is forbidden.
 pub(super) fn rights_fault(
     paging: &GuestPaging,
     access: Access,

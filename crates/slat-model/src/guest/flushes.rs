@@ -97,7 +97,8 @@ impl Flushes {
         self.periods.iter().rev()
     }
 
-    /// Returns the smallest range with the moments of `range` at which `pcid` was the current PCID; `None`: there are none.
+    /// Returns the smallest range with the moments of `range` at which `pcid` was the current PCID;
+    /// `None`: there are none.
     pub fn within(&self, pcid: u16, range: &Range<Time>) -> Option<Range<Time>> {
         let common = |period: &&Period| {
             period.pcid == pcid && period.time.start < range.end && range.start < period.time.end
@@ -108,9 +109,9 @@ impl Flushes {
         Some(range.start.max(first.time.start)..range.end.min(last.time.end))
     }
 
-    /// Returns the moment up to which an entry of a paging-structure cache may exist that was created before `read`: the
-    /// first flush since that concerns it. It was created under `pcid` for addresses that are `gva` but for the lowest
-    /// `shift` bits.
+    /// Returns the moment up to which an entry of a paging-structure cache may exist that was created before `read`:
+    /// the first flush since that concerns it. It was created under `pcid` for addresses that are `gva` but for the
+    /// lowest `shift` bits.
     pub fn cached_until(&self, pcid: u16, gva: u64, shift: u32, read: Time) -> Time {
         let first = self.flushes.partition_point(|(time, _)| *time < read);
         let drops = |flush: &Flush| {
@@ -124,7 +125,8 @@ impl Flushes {
         flush.map_or(Time::MAX, |(time, _)| *time)
     }
 
-    /// Returns the moment from which on a TLB entry must have been created to exist now: the last flush that concerns it.
+    /// Returns the moment from which on a TLB entry must have been created to exist now: the last
+    /// flush that concerns it.
     pub fn flushed_at(&self, cached: &Cached) -> Time {
         let drops = |flush: &Flush| {
             let meant = flush

@@ -1,7 +1,7 @@
 //! The layout of the guest's memory.
 //!
-//! The first slots hold tables. Any entry of a table may reference any table, also its own, so a table is used at several
-//! levels and by several roots. The slots at 2 MiB, 4 MiB, 6 MiB, 1 GiB and 4 GiB are what large pages map.
+//! The first slots hold tables. Any entry of a table may reference any table, also its own, so a table is used at
+//! several levels and by several roots. The slots at 2 MiB, 4 MiB, 6 MiB, 1 GiB and 4 GiB are what large pages map.
 
 use std::ops::Range;
 

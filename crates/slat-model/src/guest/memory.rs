@@ -1,7 +1,7 @@
 //! Guest memory as the oracle knows it: memslots, and every value that each word had since the last flushes.
 //!
-//! A guest-physical address without memory reads as 0, an entry that is not present: KVM injects a page fault for a table that
-//! is in no memslot. So a change of the memslots is a store to every word of the slot that is not 0.
+//! A guest-physical address without memory reads as 0, an entry that is not present: KVM injects a page fault for a
+//! table that is in no memslot. So a change of the memslots is a store to every word of the slot that is not 0.
 
 use std::collections::HashMap;
 
@@ -135,8 +135,8 @@ impl Memory {
         }
     }
 
-    /// Returns whether KVM_SET_USER_MEMORY_REGION would accept `region`. Two slots never share host memory: KVM does not
-    /// track writes to a table through another slot.
+    /// Returns whether KVM_SET_USER_MEMORY_REGION would accept `region`. Two slots never share host memory: KVM does
+    /// not track writes to a table through another slot.
     pub fn accepts(&self, region: &Region) -> bool {
         let mut model = self.model.clone();
         let pages = |slot: &ModelSlot| slot.backing..slot.backing + (slot.pages << 12);

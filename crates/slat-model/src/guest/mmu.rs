@@ -14,8 +14,8 @@ pub enum Outcome {
     Page {
         /// First byte of the 4 KiB host page.
         host: Hpa,
-        /// Whether the MMU must be told of a store that is made through this translation ([`GuestMmu::stored`]), because it
-        /// tracks writes to the page. Of other accesses nobody looks at this.
+        /// Whether the MMU must be told of a store that is made through this translation ([`GuestMmu::stored`]),
+        /// because it tracks writes to the page. Of other accesses nobody looks at this.
         tracked: bool,
     },
     /// The guest gets #PF with this error code.
@@ -101,8 +101,8 @@ pub enum Invpcid {
 ///
 /// # What is checked
 /// * Each [`Outcome`] is one that the SDM allows, of the address, the host page and the error code.
-/// * The accessed and dirty flags in [`GuestRam`](super::GuestRam): those that a translation needs are set, others are not,
-///   and nothing else is written.
+/// * The accessed and dirty flags in [`GuestRam`](super::GuestRam): those that a translation needs are set, others are
+///   not, and nothing else is written.
 /// * Each dirty log has the pages that were written, and no other.
 pub trait GuestMmu {
     /// Accesses `gva`. `paging`: of this moment; `None`: paging is off, and `gva` is a guest-physical address.
@@ -116,16 +116,16 @@ pub trait GuestMmu {
         paging: Option<&GuestPaging>,
     ) -> Outcome;
 
-    /// Accesses a guest-physical address for the vCPU, without a guest translation: as an emulated instruction does. Never a
-    /// page fault.
+    /// Accesses a guest-physical address for the vCPU, without a guest translation: as an emulated instruction
+    /// does. Never a page fault.
     fn access_physical(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Outcome;
 
-    /// Called after a guest store is complete: of one to eight bytes, in one page or in two. Not called if each part was
-    /// translated by [`Self::access`] to a page that is not tracked.
+    /// Called after a guest store is complete: of one to eight bytes, in one page or in two. Not called if each part
+    /// was translated by [`Self::access`] to a page that is not tracked.
     fn stored(&mut self, cpu: usize, kind: StoreKind, parts: &[Part]);
 
-    /// Called after the client has written guest memory, which nobody tracked, and has then set the registers of all vCPUs
-    /// (KVM_SET_SREGS) to what they were.
+    /// Called after the client has written guest memory, which nobody tracked, and has then set the registers of all
+    /// vCPUs (KVM_SET_SREGS) to what they were.
     fn client_stored(&mut self);
 
     /// Called after an instruction has written a register. `new` has the PDPTEs that it loaded.
@@ -140,20 +140,22 @@ pub trait GuestMmu {
     /// KVM_SET_USER_MEMORY_REGION, with valid arguments.
     fn set_region(&mut self, region: &Region);
 
-    /// Runs `change`, which replaces the host pages of `range` or changes their rights, in an invalidation. The contents stay.
+    /// Runs `change`, which replaces the host pages of `range` or changes their rights, in an
+    /// invalidation. The contents stay.
     fn invalidate(&mut self, range: Range<Hva>, change: &mut dyn FnMut());
 
     /// KVM_GET_DIRTY_LOG of a slot that logs.
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]);
 
-    /// Returns the host frame that a guest frame is mapped to ([`slat::Vm::lookup`]). The outer `None`: the MMU does not say.
+    /// Returns the host frame that a guest frame is mapped to ([`slat::Vm::lookup`]). The outer `None`:
+    /// the MMU does not say.
     fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
         let _ = gfn;
         None
     }
 
-    /// Returns whether a dirty log may have pages that were not written, as with KVM's fault that maps a page of a logged slot
-    /// writable for a read ([`slat::DirtyLogReads`]).
+    /// Returns whether a dirty log may have pages that were not written, as with KVM's fault that maps a page of a
+    /// logged slot writable for a read ([`slat::DirtyLogReads`]).
     fn logs_reads(&self) -> bool {
         false
     }

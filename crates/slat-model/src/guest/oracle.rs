@@ -3,22 +3,22 @@
 //! # The rules
 //! (SDM 3A, chapter "Paging", section "Caching Translation Information"; the names in quotes are its subsections.)
 //!
-//! A processor translates an address by a path of page-table entries. It reads them from the top down, at moments of its own
-//! choice: "Translation Lookaside Buffers" and "Paging-Structure Caches" say that it may cache a translation, or the entries
-//! that reference tables, as soon as they could be used, also for accesses that are never made; that it may combine a cached
-//! upper entry with a lower entry of a later time; and that it may go on using what it has cached until that is invalidated.
-//! It may also read everything again at any time. So an outcome is allowed if, and only if, there is a path whose entries
-//! had the values at *some* moments that fit together. They fit together if
+//! A processor translates an address by a path of page-table entries. It reads them from the top down, at moments of
+//! its own choice: "Translation Lookaside Buffers" and "Paging-Structure Caches" say that it may cache a translation,
+//! or the entries that reference tables, as soon as they could be used, also for accesses that are never made; that it
+//! may combine a cached upper entry with a lower entry of a later time; and that it may go on using what it has cached
+//! until that is invalidated. It may also read everything again at any time. So an outcome is allowed if, and only if,
+//! there is a path whose entries had the values at *some* moments that fit together. They fit together if
 //!
 //! 1. no entry was read before an entry above it;
-//! 2. at each of the moments the PCID of the path was the current one, and the first entry was read through the CR3 (with
-//!    PAE: the PDPTEs) of its moment;
-//! 3. between the reading of an entry and of the next one, no flush dropped the first from the paging-structure caches, and
-//!    between the reading of the leaf and now, none dropped the translation from the TLBs ("Operations that Invalidate TLBs
-//!    and Paging-Structure Caches": INVLPG, INVPCID, MOV to CR0, CR3 and CR4, page faults);
+//! 2. at each of the moments the PCID of the path was the current one, and the first entry was read through the CR3
+//!    (with PAE: the PDPTEs) of its moment;
+//! 3. between the reading of an entry and of the next one, no flush dropped the first from the paging-structure caches,
+//!    and between the reading of the leaf and now, none dropped the translation from the TLBs ("Operations that
+//!    Invalidate TLBs and Paging-Structure Caches": INVLPG, INVPCID, MOV to CR0, CR3 and CR4, page faults);
 //! 4. an entry that was read before now had its accessed flag set: nothing else is cached. Nor is an entry that is not
-//!    present or has a reserved bit. So these page faults come from the entry that is in memory now, though perhaps of a
-//!    table that was referenced before. A page fault for lack of a right may come from a stale translation ("Optional
+//!    present or has a reserved bit. So these page faults come from the entry that is in memory now, though perhaps of
+//!    a table that was referenced before. A page fault for lack of a right may come from a stale translation ("Optional
 //!    Invalidation"), but not twice: the fault itself invalidates it;
 //! 5. a write needs a leaf whose dirty flag is set; a translation that is cached with a clean leaf is read again;
 //! 6. the path belongs to the current PCID, or the leaf is global ("Global Pages").
@@ -26,28 +26,28 @@
 //! `search` has the algorithm, `flushes` the times, `memory` the values, and `entry` what they mean.
 //!
 //! # Neither too strict
-//! Every choice that the SDM leaves to the processor is a choice of the search: when it read what, with what it had cached,
-//! whether it caches at all, when it does what a store and a flush have made possible ("Delayed Invalidation"), whether it
-//! splits a large page. So a flush of one address drops, of a large page, what the current tables translate together with this
-//! address ("Details of TLB Use"). The rights of a path are checked with the CR0.WP, CR4.SMEP, CR4.SMAP and PKRU of the access,
-//! because a TLB holds the flags of the entries and not what follows from them. Where the SDM does not say what becomes of
-//! cached translations, the fuzzer does what software is told to do: a change of EFER.NXE is followed by a flush of everything,
-//! and CR4.PSE changes with paging off. A store of one vCPU is seen by another when that one reads again ("Propagation of
-//! Paging-Structure Changes to Multiple Processors"). What is not in memory reads as an entry that is not present, as in KVM,
-//! and entries in read-only memslots need no flags.
+//! Every choice that the SDM leaves to the processor is a choice of the search: when it read what, with what it had
+//! cached, whether it caches at all, when it does what a store and a flush have made possible ("Delayed Invalidation"),
+//! whether it splits a large page. So a flush of one address drops, of a large page, what the current tables translate
+//! together with this address ("Details of TLB Use"). The rights of a path are checked with the CR0.WP, CR4.SMEP,
+//! CR4.SMAP and PKRU of the access, because a TLB holds the flags of the entries and not what follows from them. Where
+//! the SDM does not say what becomes of cached translations, the fuzzer does what software is told to do: a change of
+//! EFER.NXE is followed by a flush of everything, and CR4.PSE changes with paging off. A store of one vCPU is seen by
+//! another when that one reads again ("Propagation of Paging-Structure Changes to Multiple Processors"). What is not in
+//! memory reads as an entry that is not present, as in KVM, and entries in read-only memslots need no flags.
 //!
 //! # Nor too lax
-//! All six conditions are checked for one and the same choice of values, so two stale entries are not combined if no processor
-//! could have had both. Error codes are compared exactly. The second level (memslots, host pages, dirty logs) is that of this
-//! moment: the guest need not flush for it, the hypervisor does (chapter "VMX Support for Address Translation"). After an
-//! access, the accessed and dirty flags that its path needs are in memory: the search sees them as values of this moment
-//! ("Accessed and Dirty Flags"). A flag that was set must be in an entry that a walk for this very address may have read now; a
-//! dirty flag, where that walk ended, for a write, with the right to it. That is stricter than the SDM, which allows
-//! speculation: an MMU in software has no reason to write for it.
+//! All six conditions are checked for one and the same choice of values, so two stale entries are not combined if no
+//! processor could have had both. Error codes are compared exactly. The second level (memslots, host pages, dirty logs)
+//! is that of this moment: the guest need not flush for it, the hypervisor does (chapter "VMX Support for Address
+//! Translation"). After an access, the accessed and dirty flags that its path needs are in memory: the search sees them
+//! as values of this moment ("Accessed and Dirty Flags"). A flag that was set must be in an entry that a walk for this
+//! very address may have read now; a dirty flag, where that walk ended, for a write, with the right to it. That is
+//! stricter than the SDM, which allows speculation: an MMU in software has no reason to write for it.
 //!
-//! KVM's shadow MMU is laxer in two ways, which hardly any software notices. A page fault for an entry that is not present does
-//! not make it drop what it has for the address: here it must. And its shadow pages belong to no PCID, so it may use what was
-//! read while another PCID was current: `any_pcid_reads` allows that.
+//! KVM's shadow MMU is laxer in two ways, which hardly any software notices. A page fault for an entry that is not
+//! present does not make it drop what it has for the address: here it must. And its shadow pages belong to no PCID, so
+//! it may use what was read while another PCID was current: `any_pcid_reads` allows that.
 
 use slat::Access;
 use slat::guest_walk::{GuestPaging, Mode};
@@ -249,8 +249,8 @@ impl Oracle {
         Trace { entries, end }
     }
 
-    /// A page fault invalidates what the vCPU may have cached for the address, so that the fault does not recur unless the
-    /// tables in memory cause it ("Operations that Invalidate TLBs and Paging-Structure Caches").
+    /// A page fault invalidates what the vCPU may have cached for the address, so that the fault does not recur unless
+    /// the tables in memory cause it ("Operations that Invalidate TLBs and Paging-Structure Caches").
     fn page_fault(&mut self, access: &GuestAccess) {
         let bits = self.trace(access.paging, access.gva).bits();
         let now = self.tick();

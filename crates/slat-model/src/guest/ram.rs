@@ -56,10 +56,11 @@ pub(super) struct Change {
     pub new: u64,
 }
 
-/// The contents of host memory. The MMU under test reads guest page-table entries here and sets their accessed and dirty
-/// flags. It has no other reason to write.
+/// The contents of host memory. The MMU under test reads guest page-table entries here and sets their accessed and
+/// dirty flags. It has no other reason to write.
 ///
-/// A page that was replaced ([`GuestMmu::invalidate`](super::GuestMmu::invalidate)) keeps its contents in the new frame.
+/// A page that was replaced ([`GuestMmu::invalidate`](super::GuestMmu::invalidate)) keeps its
+/// contents in the new frame.
 pub struct GuestRam {
     words: Box<[AtomicU64]>,
     /// What was written by [`GuestRam::compare_exchange`] since the last [`GuestRam::take_changes`].
@@ -77,8 +78,8 @@ impl GuestRam {
         entry_in(self.word(page, word), shift, size)
     }
 
-    /// Atomically replaces the page-table entry of `size` (4 or 8) bytes at `host` by `new` if it still is `old`. Returns
-    /// whether it did.
+    /// Atomically replaces the page-table entry of `size` (4 or 8) bytes at `host` by `new` if it still is `old`.
+    /// Returns whether it did.
     ///
     /// # Panics
     /// If the frame no longer backs its page, or is read-only.

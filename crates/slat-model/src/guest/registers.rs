@@ -45,7 +45,8 @@ pub struct Registers {
     pub efer: u64,
     /// The page-directory-pointer entries that PAE paging has loaded; else they mean nothing.
     pub pdptes: [u64; 4],
-    /// No register: the tables are those of an AMD processor ([`GuestPaging::reserves_table_global`]). It is the same in a whole run.
+    /// No register: the tables are those of an AMD processor ([`GuestPaging::reserves_table_global`]). It is the
+    /// same in a whole run.
     pub reserves_table_global: bool,
 }
 

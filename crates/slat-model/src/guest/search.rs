@@ -1,14 +1,15 @@
 //! The search for a way in which a vCPU may have translated an address.
 //!
-//! A search goes down the tables. At each level it tries every value that the entry had since the last flush, and keeps the
-//! *window* of moments at which the vCPU may have read this value:
+//! A search goes down the tables. At each level it tries every value that the entry had since the last flush, and keeps
+//! the *window* of moments at which the vCPU may have read this value:
 //!
 //! * The value was in memory, and the PCID was the current one.
-//! * The entries above were read at the same moment, or before, and were cached since then: their flags were set, and no flush
-//!   that concerns the paging-structure caches came between.
+//! * The entries above were read at the same moment, or before, and were cached since then: their flags were set, and
+//!   no flush that concerns the paging-structure caches came between.
 //!
-//! Windows are intervals, because an entry that was read later is cached longer: of all earlier moments of reading the entry
-//! above, the last one is best. So for each choice of values, the window that is kept loses nothing and adds nothing.
+//! Windows are intervals, because an entry that was read later is cached longer: of all earlier moments of
+//! reading the entry above, the last one is best. So for each choice of values, the window that is kept loses
+//! nothing and adds nothing.
 
 use std::ops::Range;
 
@@ -264,7 +265,8 @@ impl Walk<'_> {
     }
 }
 
-/// Whether two outcomes are the same, but for what they say of tracking, and of the offset in a page that cannot be accessed.
+/// Whether two outcomes are the same, but for what they say of tracking, and of the offset in a page
+/// that cannot be accessed.
 pub(super) fn is_same(a: &Outcome, b: &Outcome) -> bool {
     match (a, b) {
         (Outcome::Page { host: a, .. }, Outcome::Page { host: b, .. }) => a == b,

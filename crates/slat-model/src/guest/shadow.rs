@@ -14,8 +14,8 @@ use super::ram::{GuestMachine, GuestRam};
 use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege, Registers};
 use crate::platform::SimPlatform;
 
-/// [`Vcpu::translate_virtual`](slat::Vcpu) over a [`Vm`] that shadows the guest's tables: those of its own paging, or nested ones
-/// beside its own, which are walked then.
+/// [`Vcpu::translate_virtual`](slat::Vcpu) over a [`Vm`] that shadows the guest's tables: those of its own paging, or
+/// nested ones beside its own, which are walked then.
 pub struct ShadowMmu<F: Format = X86<5>> {
     engine: EngineMmu<F>,
     registers: [Registers; CPUS],
@@ -50,7 +50,8 @@ impl ShadowMmu {
 }
 
 impl<F: Format> ShadowMmu<F> {
-    /// Makes a VM without memslots on `machine`, with second-level tables that `mmu` makes, and shadow pages of nested tables.
+    /// Makes a VM without memslots on `machine`, with second-level tables that `mmu` makes, and shadow
+    /// pages of nested tables.
     pub fn nested(machine: &GuestMachine, mmu: MmuKind) -> Self {
         ShadowMmu::with_config(machine, Config::default().with_mmu(mmu).with_nested(true))
     }

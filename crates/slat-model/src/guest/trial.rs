@@ -83,8 +83,8 @@ impl GuestSubject {
         }
     }
 
-    /// Allows what a processor does not do, and KVM's shadow MMU does: to use, for one PCID, page-table entries that were read
-    /// while another was current, and have changed since then.
+    /// Allows what a processor does not do, and KVM's shadow MMU does: to use, for one PCID, page-table entries that
+    /// were read while another was current, and have changed since then.
     #[must_use]
     pub fn with_tables_for_all_pcids(self) -> Self {
         GuestSubject {
@@ -93,9 +93,9 @@ impl GuestSubject {
         }
     }
 
-    /// Makes the second vCPU's tables the nested ones of an AMD hypervisor, which runs on the first: the addresses that they translate are
-    /// its guest's physical ones. Both use the same tables, some of which mean something else in another place
-    /// ([`GuestPaging::reserves_table_global`](slat::guest_walk::GuestPaging)).
+    /// Makes the second vCPU's tables the nested ones of an AMD hypervisor, which runs on the first: the addresses that
+    /// they translate are its guest's physical ones. Both use the same tables, some of which mean something else in
+    /// another place ([`GuestPaging::reserves_table_global`](slat::guest_walk::GuestPaging)).
     #[must_use]
     pub fn with_nested_tables(self) -> Self {
         GuestSubject {
@@ -117,8 +117,8 @@ impl GuestSubject {
         GuestSubject::new("shadow", ShadowMmu::new)
     }
 
-    /// The engine, with second-level tables of format `F` that `mmu` makes, and with shadow pages of the hypervisor's nested tables
-    /// ([`GuestSubject::with_nested_tables`]).
+    /// The engine, with second-level tables of format `F` that `mmu` makes, and with shadow pages of the hypervisor's
+    /// nested tables ([`GuestSubject::with_nested_tables`]).
     pub fn nested<F: Format>(mmu: MmuKind) -> Self {
         let name = format!("nested, {mmu:?}, {}", F::NAME);
         let make = move |machine: &GuestMachine| ShadowMmu::<F>::nested(machine, mmu);

@@ -13,8 +13,8 @@ use crate::setup::{SPACES, VCPUS};
 /// A bit of the attention word that the engine leaves to its client.
 const BUSY: u32 = 1 << 8;
 
-/// Most flushes of its own that one fault can need: a table to clear, and on a walker that needs break-before-make two leaves
-/// to break.
+/// Most flushes of its own that one fault can need: a table to clear, and on a walker that needs break-before-make
+/// two leaves to break.
 const MOST_RETRIES: usize = 3;
 
 /// Number of frames that were accessed lately and are looked up again.
@@ -45,8 +45,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call after a change of several slots in `space`. The translations that vCPUs still remember must be right; those of leaves
-    /// that were split in place become as small as the slots now want them.
+    /// Call after a change of several slots in `space`. The translations that vCPUs still remember must be right; those
+    /// of leaves that were split in place become as small as the slots now want them.
     pub(super) fn split_kept(&mut self, space: usize) {
         for i in 0..VCPUS {
             if self.cpus[i].space != space {
@@ -332,8 +332,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         assert!(granted, "{access:?} at {gpa:#x}: {translation:?}");
     }
 
-    /// Repeats an access to an address without a slot: the first leaves an MMIO entry, which serves the second without a
-    /// look-up.
+    /// Repeats an access to an address without a slot: the first leaves an MMIO entry, which serves the
+    /// second without a look-up.
     fn repeat_mmio(&mut self, i: usize, gpa: u64, access: Access) {
         let model = &self.models[self.cpus[i].space];
         let gfn = gpa >> F::GRANULE.shift();
@@ -573,8 +573,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let largest = model.shared_level(gfn, slot.bounded_level(gfn, &page));
         let fits = translation.level <= largest;
         if !fits {
-            // A change of several slots has split the leaf in place. A vCPU that had it before may keep it, if the slots still have
-            // the same memory for all its pages.
+            // A change of several slots has split the leaf in place. A vCPU that had it before may keep it, if the
+            // slots still have the same memory for all its pages.
             let here = F::GRANULE.pfn(translation.host).0;
             let same = |other: u64| match model.expect(machine, other, Access::Read) {
                 Expected::Page(page) => page.pfn.0 == here.wrapping_add(other).wrapping_sub(gfn),

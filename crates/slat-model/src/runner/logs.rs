@@ -17,8 +17,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call when the guest has made an access, or may make it now: if it was a write, or a read that is logged, a bitmap must
-    /// name it. `did`: the engine's counts meanwhile.
+    /// Call when the guest has made an access, or may make it now: if it was a write, or a read that is logged, a
+    /// bitmap must name it. `did`: the engine's counts meanwhile.
     pub(super) fn note_access(
         &mut self,
         i: usize,
@@ -165,7 +165,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         ring.is_some_and(|ring| ring.in_use() >= RingClient::SOFT_LIMIT)
     }
 
-    /// Checks that the ring entries that a vCPU has pushed during an access to `gfns` name that access. Returns their number.
+    /// Checks that the ring entries that a vCPU has pushed during an access to `gfns` name that access.
+    /// Returns their number.
     pub(super) fn note_pushes(
         &mut self,
         i: usize,
@@ -207,8 +208,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call when the vCPU of `ring` was deleted: the ring is reset no more, and its pages are recorded again when they are
-    /// written next.
+    /// Call when the vCPU of `ring` was deleted: the ring is reset no more, and its pages are recorded again when
+    /// they are written next.
     pub(super) fn ring_left(&mut self, ring: usize) {
         let Some(client) = self.rings.get_mut(ring) else {
             return;

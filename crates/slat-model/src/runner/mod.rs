@@ -126,8 +126,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
     ) -> Self {
         let roots: Vec<_> = (0..SPACES).filter_map(|space| vm.root(space)).collect();
         let tables = machine.platform().clone();
-        // SAFETY: the platform's promise; the platform tells the model when frames are freed, and the runner forgets the
-        // tables when it is dropped.
+        // SAFETY: the platform's promise; the platform tells the model when frames are freed, and the runner forgets
+        // the tables when it is dropped.
         unsafe {
             let entries = move |frame| tables.entries(frame);
             walkers.watch_at::<F>(vm.id(), &roots, entries);
@@ -320,8 +320,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Has a vCPU use another address space in the middle of a reader section, as a processor does, and drops what it remembers of
-    /// the first.
+    /// Has a vCPU use another address space in the middle of a reader section, as a processor does, and drops what it
+    /// remembers of the first.
     fn use_space(&mut self, i: usize, space: usize) {
         self.enter(i);
         let cpu = &mut self.cpus[i];
@@ -332,8 +332,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.tally.count("address space changed");
     }
 
-    /// Call while an invalidation of `pages` is in progress. The error is a leaf that a walker may have cached, and that maps
-    /// one of them.
+    /// Call while an invalidation of `pages` is in progress. The error is a leaf that a walker may have cached, and
+    /// that maps one of them.
     fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
         let frames = OnceCell::new();
         let sorted = || {

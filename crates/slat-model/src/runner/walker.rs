@@ -1,5 +1,5 @@
-//! A page walker in hardware: it reads the tables themselves, sets accessed and dirty, and writes the pages whose dirty bits it has
-//! set to a buffer.
+//! A page walker in hardware: it reads the tables themselves, sets accessed and dirty, and writes the pages whose dirty
+//! bits it has set to a buffer.
 
 use std::sync::atomic::{AtomicU64, Ordering::*};
 
@@ -48,15 +48,16 @@ impl<M: Machine, F: Format> Runner<M, F> {
         });
     }
 
-    /// Returns the entry at which a walk to `gfn` for a write ends, and its level. `None`: an entry above does not allow it.
+    /// Returns the entry at which a walk to `gfn` for a write ends, and its level. `None`: an entry
+    /// above does not allow it.
     fn walk(&self, space: usize, gfn: u64) -> Option<(&AtomicU64, Level)> {
         let top_pages = F::GRANULE.pages(F::TOP) * F::GRANULE.entries() as u64;
         let root = (gfn / top_pages < F::ROOT_TABLES as u64).then_some(self.vm.root(space)?)?;
         let (mut frame, mut level): (Pfn, Level) = (root.add(gfn / top_pages), F::TOP);
         loop {
             let index = F::GRANULE.index(Gfn(gfn), level);
-            // SAFETY: frames of tables that a walk reaches are memory, and accessed atomically; nothing frees one meanwhile: the
-            // runner is the only thread. A table has so many entries.
+            // SAFETY: frames of tables that a walk reaches are memory, and accessed atomically; nothing frees one
+            // meanwhile: the runner is the only thread. A table has so many entries.
             let entry = unsafe {
                 let entries = self.platform.entries(frame);
                 entries.cast::<AtomicU64>().add(index).as_ref()

@@ -11,8 +11,8 @@ use super::table::Table;
 use super::{FINDINGS, Inner};
 
 impl Inner {
-    /// Adds the table in `frame`, which a walker can reach from now on, by an entry of the table `above`; its entries are at and
-    /// after `place`.
+    /// Adds the table in `frame`, which a walker can reach from now on, by an entry of the table `above`; its entries
+    /// are at and after `place`.
     pub(super) fn reach(&mut self, frame: Pfn, place: Place, above: Option<Pfn>) {
         let entries = self.entries.as_ref();
         let entries = entries.expect("tables are known while it watches")(frame);
@@ -90,7 +90,8 @@ impl Inner {
         protected
     }
 
-    /// Takes the right to write from what was seen in the table in `frame`, and below. A walker may still have cached it.
+    /// Takes the right to write from what was seen in the table in `frame`, and below. A walker may
+    /// still have cached it.
     fn protect_below(&mut self, frame: Pfn) {
         let Some((walker, table)) = self.walker.zip(self.tables.get_mut(&frame)) else {
             return;

@@ -138,8 +138,8 @@ impl Ghost {
         if self.place.level == place.level {
             return !self.value.means(value);
         }
-        // A leaf that was reached through a removed table does not conflict with another table: only the entries in that table
-        // matter. A leaf conflicts with all that is cached below it, and with a larger leaf.
+        // A leaf that was reached through a removed table does not conflict with another table: only the entries in
+        // that table matter. A leaf conflicts with all that is cached below it, and with a larger leaf.
         match (value, &self.value) {
             (Value::Leaf { .. }, Value::Leaf { .. }) => true,
             (Value::Leaf { .. }, Value::Table { .. }) => self.place.level < place.level,

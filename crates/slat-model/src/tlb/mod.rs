@@ -1,23 +1,23 @@
-//! What a hardware page walker may have cached: every valid entry that it could have read since the last completed flush of its
-//! range, leaves and entries that point to tables alike.
+//! What a hardware page walker may have cached: every valid entry that it could have read since the last completed
+//! flush of its range, leaves and entries that point to tables alike.
 //!
-//! Entries in the tables may be cached at any time, so they need not be recorded. An entry that was removed from the tables and
-//! not flushed since is a *ghost*. The model keeps a copy of each table that a walker can reach, compares it with the table
-//! whenever the engine asks the platform for that table, and before each flush, and makes a ghost of every entry that was
-//! removed or has lost a right. A flush ends the ghosts of its range. A removed table is reached through its ghost and is
-//! compared, too.
+//! Entries in the tables may be cached at any time, so they need not be recorded. An entry that was removed from the
+//! tables and not flushed since is a *ghost*. The model keeps a copy of each table that a walker can reach, compares it
+//! with the table whenever the engine asks the platform for that table, and before each flush, and makes a ghost of
+//! every entry that was removed or has lost a right. A flush ends the ghosts of its range. A removed table is reached
+//! through its ghost and is compared, too.
 //!
-//! * On formats with break-before-make, a new valid entry must not *conflict* with a ghost: map another frame, have another
-//!   size or another memory type.
-//! * On all formats, a table that a ghost points to is not freed ([`Tlb::freed`]), and the caller of an operation that has
-//!   flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_slot`]).
+//! * On formats with break-before-make, a new valid entry must not *conflict* with a ghost: map another frame, have
+//!   another size or another memory type.
+//! * On all formats, a table that a ghost points to is not freed ([`Tlb::freed`]), and the caller of an operation that
+//!   has flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_slot`]).
 //!
-//! Where walkers obey a write-protected entry that refers to a table ([`Format::TABLE_WRITE`]), what is below one cannot be cached as
-//! writable: when such an entry is found, the right that it had becomes a ghost, and so does that of each leaf below it. After that
-//! leaves below it may lose the right without another flush.
+//! Where walkers obey a write-protected entry that refers to a table ([`Format::TABLE_WRITE`]), what is below one
+//! cannot be cached as writable: when such an entry is found, the right that it had becomes a ghost, and so does that
+//! of each leaf below it. After that leaves below it may lose the right without another flush.
 //!
-//! The model reads a table at certain moments only, so it may miss a ghost; it makes none that a walker could not have. A flush
-//! that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
+//! The model reads a table at certain moments only, so it may miss a ghost; it makes none that a walker could not have.
+//! A flush that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
 //!
 //! It needs no OS: the machines that [`crate`] runs operations on and the monitors in `metal` share this model.
 
@@ -74,8 +74,8 @@ struct Inner {
 }
 
 impl Tlb {
-    /// Makes walkers of `F` use the tables of `vm` from now on, whose root table (the first of several) in each address space
-    /// is one of `roots`, and whose frames are memory at the addresses that their numbers say.
+    /// Makes walkers of `F` use the tables of `vm` from now on, whose root table (the first of several) in each address
+    /// space is one of `roots`, and whose frames are memory at the addresses that their numbers say.
     ///
     /// # Safety
     /// - the frame of a table is memory at that address, and is accessed atomically only, until it is given to
@@ -88,12 +88,12 @@ impl Tlb {
         unsafe { self.watch_at::<F>(vm, roots, at_its_address) };
     }
 
-    /// Like [`Tlb::watch`], but for frames whose memory is where `entries` says, which is called under the model's lock and
-    /// must not call the model.
+    /// Like [`Tlb::watch`], but for frames whose memory is where `entries` says, which is called under the model's lock
+    /// and must not call the model.
     ///
     /// # Safety
-    /// - the memory that `entries` returns for the frame of a table is accessed atomically only, until the frame is given to
-    ///   [`Tlb::freed`], or [`Tlb::forget`] was called.
+    /// - the memory that `entries` returns for the frame of a table is accessed atomically only, until the frame is
+    ///   given to [`Tlb::freed`], or [`Tlb::forget`] was called.
     pub unsafe fn watch_at<F: Format>(
         &self,
         vm: VmId,
@@ -177,8 +177,8 @@ impl Tlb {
         }
     }
 
-    /// Call before a flush begins. Returns the moment, for [`Tlb::flush_ended`]: entries removed after it may be cached after
-    /// the flush.
+    /// Call before a flush begins. Returns the moment, for [`Tlb::flush_ended`]: entries removed after it may be
+    /// cached after the flush.
     pub fn flush_begins(&self) -> u64 {
         let moment = self.with(|inner| {
             inner.compare_touched();
@@ -187,8 +187,8 @@ impl Tlb {
         moment.unwrap_or(0)
     }
 
-    /// Call when a flush of `range` that began at `moment` is complete, and is only known to have dropped the entries in
-    /// `stale`.
+    /// Call when a flush of `range` that began at `moment` is complete, and is only known to have dropped
+    /// the entries in `stale`.
     pub fn flush_ended(&self, vm: VmId, range: &Range<Gfn>, stale: Stale, moment: u64) {
         self.with(|inner| {
             if inner.walker.is_some_and(|walker| walker.vm == vm) {
@@ -222,8 +222,8 @@ impl Tlb {
         }
     }
 
-    /// Call in a quiet moment, when every operation has returned. Returns a conflict, or a cached entry that allows what the
-    /// tables do not.
+    /// Call in a quiet moment, when every operation has returned. Returns a conflict, or a cached entry that allows
+    /// what the tables do not.
     pub fn stale(&self) -> Option<String> {
         self.with(|inner| {
             inner.compare_touched();
@@ -248,8 +248,8 @@ impl Tlb {
         core::mem::take(&mut self.inner.lock().findings)
     }
 
-    /// Call while an invalidation of `pages` of host memory is in progress. The error is an entry that a walker may have
-    /// cached, that is not in the tables, and that maps one of the pages.
+    /// Call while an invalidation of `pages` of host memory is in progress. The error is an entry that a walker may
+    /// have cached, that is not in the tables, and that maps one of the pages.
     #[cfg(feature = "std")]
     pub fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
         self.check_frames(|first, count| {
@@ -258,7 +258,8 @@ impl Tlb {
         })
     }
 
-    /// Like [`Tlb::check_backing`], but for frames: calls `are_wrong` with the first frame of a leaf and the number of frames.
+    /// Like [`Tlb::check_backing`], but for frames: calls `are_wrong` with the first frame of a leaf and
+    /// the number of frames.
     pub fn check_frames(&self, are_wrong: impl Fn(Pfn, u64) -> bool) -> Result<(), String> {
         self.check_ghosts(|place, value| match value {
             Value::Leaf { pfn, .. } => are_wrong(*pfn, place.pages()),
@@ -271,8 +272,8 @@ impl Tlb {
         self.check_slot(space, gfns, |_, _| false)
     }
 
-    /// Call after a slot was created or moved, for the frames where it is or was. The error is a leaf of `gfns` that a walker may
-    /// have cached, and for whose first frames, the guest's and the host's, `is_of_slot` is false.
+    /// Call after a slot was created or moved, for the frames where it is or was. The error is a leaf of `gfns` that a
+    /// walker may have cached, and for whose first frames, the guest's and the host's, `is_of_slot` is false.
     pub fn check_slot(
         &self,
         space: usize,

@@ -18,7 +18,8 @@ pub(super) struct Walker {
     pub(super) is_protected: fn(u64) -> bool,
     /// Takes the right to write from a leaf.
     pub(super) protect: fn(u64) -> u64,
-    /// The right to write of an entry that refers to a table, if it is cached as that of the whole path, as that of a leaf is; else 0.
+    /// The right to write of an entry that refers to a table, if it is cached as that of the whole path, as that
+    /// of a leaf is; else 0.
     pub(super) path_write: u64,
     pub(super) break_before_make: bool,
     pub(super) granule: Granule,
@@ -43,7 +44,8 @@ impl Walker {
         }
     }
 
-    /// Returns `bits`, read from a table of `level` whose path is write-protected, with the rights that a walker may cache.
+    /// Returns `bits`, read from a table of `level` whose path is write-protected, with the rights
+    /// that a walker may cache.
     pub(super) fn below_protected(&self, bits: u64, level: Level) -> u64 {
         match self.value(bits, level) {
             Some(Value::Leaf { write: true, .. }) => (self.protect)(bits),
@@ -62,7 +64,8 @@ pub(super) struct Table {
     pub(super) seen: Box<[u64]>,
 }
 
-// SAFETY: the entries are read atomically, and are memory until the table is dropped from the model ([`Tlb::watch_at`]).
+// SAFETY: the entries are read atomically, and are memory until the table is dropped from the model
+// ([`Tlb::watch_at`]).
 unsafe impl Send for Table {}
 
 impl Table {
@@ -77,7 +80,8 @@ impl Table {
         self.live()[index].load(Acquire)
     }
 
-    /// Whether the table equals its copy. Most do at most times, so this loop has no branch: half of a random run is spent here.
+    /// Whether the table equals its copy. Most do at most times, so this loop has no branch: half of a
+    /// random run is spent here.
     pub(super) fn is_as_seen(&self) -> bool {
         let entries = self.live().iter().zip(&self.seen);
         entries.fold(0, |all, (entry, seen)| all | (entry.load(Acquire) ^ seen)) == 0

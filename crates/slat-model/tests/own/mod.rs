@@ -1,5 +1,5 @@
-// A platform such as an embedder has: table frames are elements of an array, the guest's memory is a list of pages, and where
-// CPUs were to be flushed the test's `Tlb` is called.
+// A platform such as an embedder has: table frames are elements of an array, the guest's memory is a list of pages, and
+// where CPUs were to be flushed the test's `Tlb` is called.
 
 use std::cell::UnsafeCell;
 use std::collections::BTreeSet;
@@ -54,8 +54,8 @@ impl Own {
     }
 }
 
-// SAFETY: frames are elements of `tables`, each given once until it is freed; no code accesses the frames that `resolve`
-// returns, and no CPU walks the tables.
+// SAFETY: frames are elements of `tables`, each given once until it is freed; no code accesses the frames that
+// `resolve` returns, and no CPU walks the tables.
 unsafe impl Platform for Own {
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         let frame = self.free.lock().unwrap().pop_first()?;

@@ -1,8 +1,8 @@
 // Second-stage tables of Intel's IOMMU, as a hypervisor would add them for a device that it passes through.
 //
-// Intel Virtualization Technology for Directed I/O, revision 4.1, 9.8 "Second-Stage Paging Entries": tables "Format for SS-PML4E",
-// "SS-PDPE", "SS-PDPE: 1-GByte Page", "SS-PDE", "SS-PDE: 2-MByte Page", "SS-PTE". Accessed and dirty flags are enabled (SSADE of
-// the PASID-table entry); a device executes nothing, so X is not enforced.
+// Intel Virtualization Technology for Directed I/O, revision 4.1, 9.8 "Second-Stage Paging Entries": tables "Format for
+// SS-PML4E", "SS-PDPE", "SS-PDPE: 1-GByte Page", "SS-PDE", "SS-PDE: 2-MByte Page", "SS-PTE". Accessed and dirty flags
+// are enabled (SSADE of the PASID-table entry); a device executes nothing, so X is not enforced.
 
 use slat::format::{Entry, Format, Leaf, Privilege};
 use slat::{Access, Level, MemoryType};
@@ -28,9 +28,10 @@ const WRITE_COMBINING: u64 = 1 << 54;
 /// An entry that leads to a table. SNP is reserved there.
 const TABLE: u64 = READ | WRITE | EXECUTE | ACCESSED;
 
-// SAFETY: the bits are those of the manual. The IOMMU sets accessed and dirty bits of leaves atomically (3.6.2 "Accessed and
-// Dirty Flags"; those of tables are set from the start), caches no entry that is not present (6.1 "Caching Mode" is for emulated
-// ones), and lets present entries be replaced before the invalidation (6.5.2). `format_promises` checks the functions.
+// SAFETY: the bits are those of the manual. The IOMMU sets accessed and dirty bits of leaves atomically (3.6.2
+// "Accessed and Dirty Flags"; those of tables are set from the start), caches no entry that is not present (6.1
+// "Caching Mode" is for emulated ones), and lets present entries be replaced before the invalidation (6.5.2).
+// `format_promises` checks the functions.
 unsafe impl Format for SecondStage {
     const NAME: &'static str = "VT-d second stage";
     const TOP: Level = Level(4);

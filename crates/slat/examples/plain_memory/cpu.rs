@@ -32,8 +32,8 @@ impl<F: Format> Cpu<F> {
 
     /// Translates `gpa` and lets `then` access the word there.
     ///
-    /// A translation may be used until the vCPU leaves. This CPU keeps none for later, so it has nothing to drop when the engine
-    /// asks for a flush meanwhile.
+    /// A translation may be used until the vCPU leaves. This CPU keeps none for later, so it has nothing to drop when
+    /// the engine asks for a flush meanwhile.
     fn access<R>(
         &mut self,
         gpa: Gpa,

@@ -1,6 +1,8 @@
-//! A whole [`Platform`] on plain memory: an array of 4 KiB frames, of which some hold page tables and some back guest memory.
+//! A whole [`Platform`] on plain memory: an array of 4 KiB frames, of which some hold page tables and
+//! some back guest memory.
 //!
-//! Nothing here needs an OS: a hypervisor has its own memory map where this has an array, and flushes its CPUs where this counts.
+//! Nothing here needs an OS: a hypervisor has its own memory map where this has an array, and flushes its
+//! CPUs where this counts.
 
 pub mod cpu;
 
@@ -30,7 +32,8 @@ struct Frame {
 pub struct PlainMemory {
     /// Host-physical memory: the frame with number n is element n.
     frames: Box<[Frame]>,
-    /// The frame that backs each page of guest memory; 0: none yet. Backing addresses count from the first of these pages.
+    /// The frame that backs each page of guest memory; 0: none yet. Backing addresses count from the
+    /// first of these pages.
     backing: Box<[AtomicU64]>,
     /// The contents of pages that were taken away from their guest, by the number of the backing page.
     pub swapped: Mutex<BTreeMap<u64, Content>>,
@@ -59,8 +62,8 @@ impl PlainMemory {
         host
     }
 
-    /// Allocates `count` frames next to each other, the first aligned to all of them. Without a lock, so that it may be called
-    /// by several CPUs, and in an interrupt handler.
+    /// Allocates `count` frames next to each other, the first aligned to all of them. Without a lock, so that it may be
+    /// called by several CPUs, and in an interrupt handler.
     pub fn allocate(&self, count: usize) -> Option<Pfn> {
         let own = |frame: &&Frame| !frame.used.swap(true, Acquire);
         for first in (0..self.frames.len()).step_by(count) {
@@ -101,8 +104,8 @@ impl PlainMemory {
         (frame != 0).then_some(Pfn(frame))
     }
 
-    /// Returns the frame that backs the page at `backing`. If it has none it gets one, with what it has had when it was taken away,
-    /// or else full of zeros.
+    /// Returns the frame that backs the page at `backing`. If it has none it gets one, with what it has had when it was
+    /// taken away, or else full of zeros.
     pub fn make_resident(&self, backing: Hva) -> Result<Pfn, ResolveError> {
         let owner = self.owner(backing).ok_or(ResolveError::BadAddress)?;
         if let Some(frame) = self.resident(backing) {
@@ -124,8 +127,8 @@ impl PlainMemory {
     }
 }
 
-/// What the engine is told of a page that is resident in `pfn`. A host that maps larger pages says so by `level`, and the engine
-/// uses leaves of that level.
+/// What the engine is told of a page that is resident in `pfn`. A host that maps larger pages says so by `level`, and
+/// the engine uses leaves of that level.
 pub fn page(pfn: Pfn) -> HostPage {
     HostPage::new(pfn, Level::PAGE)
 }

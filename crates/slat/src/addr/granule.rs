@@ -1,8 +1,8 @@
 //! The granule of a format's tables: the size of a page, and with it of a table.
 //!
-//! Arm's word for it. A table is one page and an entry has 8 bytes, so the granule says how many bits of an address index a
-//! table. It is a constant of each [`Format`](crate::Format), so all of this is computed when the engine is compiled: by the crate that
-//! says for which format, hence `inline`.
+//! Arm's word for it. A table is one page and an entry has 8 bytes, so the granule says how many bits of an address
+//! index a table. It is a constant of each [`Format`](crate::Format), so all of this is computed when the engine is
+//! compiled: by the crate that says for which format, hence `inline`.
 
 use core::ops::Range;
 
@@ -10,8 +10,8 @@ use super::{Gfn, Gpa, Hpa, Hva, Level, Pfn};
 
 /// The bytes of a page, and of a table, in one format.
 ///
-/// Frame numbers ([`Gfn`], [`Pfn`]) and every other count of pages are in pages of the granule of the VM's format. For tables of
-/// 4 KiB, which are most, there are short forms: [`Gpa::gfn`], [`Level::pages`] and their neighbours.
+/// Frame numbers ([`Gfn`], [`Pfn`]) and every other count of pages are in pages of the granule of the VM's format. For
+/// tables of 4 KiB, which are most, there are short forms: [`Gpa::gfn`], [`Level::pages`] and their neighbours.
 ///
 /// ```
 /// use slat::{Gfn, Gpa, Granule, Level};

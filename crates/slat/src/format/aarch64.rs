@@ -12,13 +12,15 @@
 //! did ("Hardware management of the dirty state").
 //!
 //! # Granules
-//! Pages and tables of 16 or 64 KiB have more entries, whose addresses begin at a higher bit; the rest of a descriptor is as
-//! with 4 KiB. Above a page there are blocks of 32 MiB, or of 512 MiB; the next larger ones, of 64 GiB and 4 TiB, only exist for 52 bits.
+//! Pages and tables of 16 or 64 KiB have more entries, whose addresses begin at a higher bit; the rest of a descriptor
+//! is as with 4 KiB. Above a page there are blocks of 32 MiB, or of 512 MiB; the next larger ones, of 64 GiB and 4 TiB,
+//! only exist for 52 bits.
 //!
 //! # 52 bits
-//! With granules of 4 and 16 KiB, tables for more than 48 bits of address have the descriptors of FEAT_LPA2 (VTCR_EL2.DS = 1): bits
-//! 49:48 are of the address, too, and the bits that say elsewhere who shares a leaf are its uppermost two. VTCR_EL2 says that of all
-//! leaves. With 64 KiB they are those of FEAT_LPA: bits 51:48 of the address are in bits 15:12.
+//! With granules of 4 and 16 KiB, tables for more than 48 bits of address have the descriptors of FEAT_LPA2
+//! (VTCR_EL2.DS = 1): bits 49:48 are of the address, too, and the bits that say elsewhere who shares a leaf are its
+//! uppermost two. VTCR_EL2 says that of all leaves. With 64 KiB they are those of FEAT_LPA: bits 51:48 of the
+//! address are in bits 15:12.
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Granule, Level, Pfn};
@@ -27,14 +29,14 @@ use crate::addr::{Access, Granule, Level, Pfn};
 /// level would have at most 16 entries, that many tables of the level below are concatenated
 /// ("Concatenated translation tables for the initial stage 2 lookup"): there are never more than four levels.
 ///
-/// More than 48 bits are for CPUs with FEAT_LPA2 for the granule (ID_AA64MMFR0_EL1.TGran4_2 or TGran16_2 = 3), or with FEAT_LPA for
-/// 64 KiB (PARange = 6), and only those tables lead to host memory above 256 TiB.
+/// More than 48 bits are for CPUs with FEAT_LPA2 for the granule (ID_AA64MMFR0_EL1.TGran4_2 or TGran16_2 = 3), or with
+/// FEAT_LPA for 64 KiB (PARange = 6), and only those tables lead to host memory above 256 TiB.
 ///
 /// With `HARDWARE_DIRTY` the tables are for walkers with VTCR_EL2.HA and HD set, and such a walker
 /// needs them: another one finds every clean leaf write-protected.
 ///
-/// `PAGE_SHIFT` is log2 of the granule: 12, 14 or 16 ([`Stage2Kib16`], [`Stage2Kib64`]). It is that of the platform, too
-/// ([`Platform::granule`](crate::Platform::granule)).
+/// `PAGE_SHIFT` is log2 of the granule: 12, 14 or 16 ([`Stage2Kib16`], [`Stage2Kib64`]). It is that of the platform,
+/// too ([`Platform::granule`](crate::Platform::granule)).
 pub struct Stage2<
     const IPA_BITS: u32,
     const HARDWARE_DIRTY: bool = false,
@@ -154,13 +156,13 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
 
     /// VTCR_EL2.T0SZ.
     pub const T0SZ: u64 = 64 - IPA_BITS as u64;
-    /// VTCR_EL2.SL0: the Arm level at which the lookup starts. With 4 KiB, 2 is level 0, and 1 is level 1; with the larger granules
-    /// 3, 2 and 1 are levels 0, 1 and 2.
+    /// VTCR_EL2.SL0: the Arm level at which the lookup starts. With 4 KiB, 2 is level 0, and 1 is level 1; with the
+    /// larger granules 3, 2 and 1 are levels 0, 1 and 2.
     pub const SL0: u64 = Self::LEVELS as u64 - if PAGE_SHIFT == 12 { 2 } else { 1 };
 
     /// VTCR_EL2 for a walker of these tables on a CPU with this ID_AA64MMFR0_EL1.PARange (which allows
-    /// `IPA_BITS`): walks, and with FEAT_LPA2 the memory, are inner shareable, walks write-back cached, VMIDs have 8 bits, and accessed and
-    /// dirty are set with `HARDWARE_DIRTY` only.
+    /// `IPA_BITS`): walks, and with FEAT_LPA2 the memory, are inner shareable, walks write-back cached, VMIDs have 8
+    /// bits, and accessed and dirty are set with `HARDWARE_DIRTY` only.
     pub const fn vtcr(pa_range: u64) -> u64 {
         const RES1: u64 = 1 << 31;
         const WRITE_BACK_WALKS: u64 = 0b01 << 8 | 0b01 << 10;
@@ -231,7 +233,8 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
     }
 }
 
-// SAFETY: the bits are those of the Arm ARM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
+// SAFETY: the bits are those of the Arm ARM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in
+// `metal` ask the walkers.
 unsafe impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32> Format
     for Stage2<IPA_BITS, HARDWARE_DIRTY, PAGE_SHIFT>
 {
@@ -560,7 +563,8 @@ mod tests {
         assert_eq!(Wide64::table(Pfn(1 << 32)), 1 << 12 | 0b11);
     }
 
-    /// DDI 0487, tables "Implications of the effective PA size on concatenation" for 16 KiB and 64 KiB, and VTCR_EL2.SL0.
+    /// DDI 0487, tables "Implications of the effective PA size on concatenation" for 16 KiB and 64
+    /// KiB, and VTCR_EL2.SL0.
     #[test]
     fn a_larger_granule_needs_fewer_levels() {
         fn root<F: Format>() -> (u8, usize) {

@@ -56,14 +56,15 @@ const MAY_EXECUTE: u64 = 1 << 53;
 /// Writable and executable but not readable is an *EPT misconfiguration* (SDM, "EPT
 /// Misconfigurations"): it exits with a reason of its own, which no ordinary fault has.
 const MISCONFIGURED: u64 = WRITE | EXECUTE;
-/// All other bits of an MMIO entry are its note and its generation: hardware looks no further once the rights are misconfigured. A note
-/// has a guest frame of 40 bits, and three rights.
+/// All other bits of an MMIO entry are its note and its generation: hardware looks no further once the rights are
+/// misconfigured. A note has a guest frame of 40 bits, and three rights.
 const MMIO_SHIFT: u32 = RIGHTS.count_ones();
 const NOTE_BITS: u32 = 43;
 const GENERATION_BITS: u32 = 18;
 const _: () = assert!(MMIO_SHIFT + NOTE_BITS + GENERATION_BITS == 64);
 
-// SAFETY: the bits are those of the SDM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
+// SAFETY: the bits are those of the SDM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in
+// `metal` ask the walkers.
 unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     const NAME: &'static str = "ept";
     const TOP: Level = {
@@ -75,8 +76,8 @@ unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     const BREAK_BEFORE_MAKE: bool = false;
     const TABLE: u64 = TABLE;
     const TABLE_WRITE: u64 = WRITE;
-    // SDM 3C, "Information That May Be Cached": a cached paging-structure entry stands for all that lead to it, with their access
-    // privileges.
+    // SDM 3C, "Information That May Be Cached": a cached paging-structure entry stands for all that lead to it, with
+    // their access privileges.
     const PROTECT_FROM: Level = Self::TOP;
     const FRAME: u64 = FRAME;
     const WRITE: u64 = WRITE;

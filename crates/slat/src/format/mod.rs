@@ -177,8 +177,9 @@ impl Leaf {
         }
     }
 
-    /// Returns the `i`-th of the leaves, one level down, that together mean what this one, of `level` in tables of `granule`,
-    /// means: as many as a table has entries. Of level 1 they may be executed if [`may_execute`](Self::may_execute) says so.
+    /// Returns the `i`-th of the leaves, one level down, that together mean what this one, of `level` in tables of
+    /// `granule`, means: as many as a table has entries. Of level 1 they may be executed if
+    /// [`may_execute`](Self::may_execute) says so.
     #[inline]
     pub fn piece(self, granule: Granule, level: Level, i: usize) -> Leaf {
         let small = level == Level::MEGA;
@@ -193,35 +194,40 @@ impl Leaf {
 
 /// What one kind of page walker understands.
 ///
-/// The engine has those of the processors; a hypervisor may bring its own, for an IOMMU's walker, or for a processor that the
-/// engine does not know. `slat_model::format_promises` checks what functions can show of the promises below, the random
-/// operations of that crate try the rest, and its `tests/own_format` has a whole one: the second-stage tables of Intel's IOMMU.
+/// The engine has those of the processors; a hypervisor may bring its own, for an IOMMU's walker, or for a processor
+/// that the engine does not know. `slat_model::format_promises` checks what functions can show of the promises below,
+/// the random operations of that crate try the rest, and its `tests/own_format` has a whole one: the second-stage
+/// tables of Intel's IOMMU.
 ///
 /// # Safety
-/// The engine follows what a format says is a table, and a CPU what the format says is a leaf, so a wrong answer makes the safe
-/// [`Vcpu::translate`](crate::Vcpu::translate) dereference any number, or lets a guest write where it must not. Whoever
-/// implements the trait promises this, of each level from [`Level::PAGE`] to [`TOP`](Self::TOP):
+/// The engine follows what a format says is a table, and a CPU what the format says is a leaf, so a wrong answer makes
+/// the safe [`Vcpu::translate`](crate::Vcpu::translate) dereference any number, or lets a guest write where it must
+/// not. Whoever implements the trait promises this, of each level from [`Level::PAGE`] to [`TOP`](Self::TOP):
 ///
-/// 1. *Entries mean one thing.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) returns for the bits that [`leaf`](Self::leaf),
-///    [`table`](Self::table), [`mmio`](Self::mmio), [`cleared`](Self::cleared) and [`broken`](Self::broken) make just what they
-///    were made of, for every leaf whose frame an entry [`holds`](Self::holds). Nothing but what `table` makes is an
-///    [`Entry::Table`], even after a walker or [`write_protect`](Self::write_protect), [`mark`](Self::mark),
-///    [`clear_accessed`](Self::clear_accessed) or [`clear_dirty`](Self::clear_dirty) changed a leaf.
-/// 2. *The walker agrees.* It translates by what `decode` calls a leaf, with no right that the leaf lacks, and faults on all
-///    else. Tables limit no right but that to write, which, where [`TABLE_WRITE`](Self::TABLE_WRITE) is not 0, a walker needs that bit of
-///    every entry on its path for. Of an entry it reads all 64 bits at once, and it writes none but
-///    [`ACCESSED`](Self::ACCESSED), and [`DIRTY`](Self::DIRTY) where it wrote to memory, of a leaf that allows the access, atomically
-///    and never after the leaf was replaced. It caches no entry that is not valid; where it must not see one valid entry
-///    replaced by another, [`BREAK_BEFORE_MAKE`](Self::BREAK_BEFORE_MAKE) is true. What it caches of entries that lead to tables,
-///    [`PROTECT_FROM`](Self::PROTECT_FROM) says.
-/// 3. *Changes change one thing.* `write_protect` takes `write` from a leaf that has it and gives it `may_write`; `mark`,
-///    `clear_accessed` and `clear_dirty` change what they are called; nothing else of the leaf changes.
-/// 4. *Short cuts agree with `decode`*, for all these entries: [`decode_leaf`](Self::decode_leaf), [`next_table`](Self::next_table),
-///    [`is_absent`](Self::is_absent) (of `cleared`, `mmio` and `0`, and of nothing else: a [broken](Entry::Broken) leaf is seen),
-///    [`is_writable`](Self::is_writable), [`is_settled`](Self::is_settled), [`ready`](Self::ready).
-/// 5. *Functions are pure*: the same arguments, the same result, and no panic but for values that the method's text excludes.
+/// 1. *Entries mean one thing.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) returns for the bits that
+///    [`leaf`](Self::leaf), [`table`](Self::table), [`mmio`](Self::mmio), [`cleared`](Self::cleared) and
+///    [`broken`](Self::broken) make just what they were made of, for every leaf whose frame an entry
+///    [`holds`](Self::holds). Nothing but what `table` makes is an [`Entry::Table`], even after a walker or
+///    [`write_protect`](Self::write_protect), [`mark`](Self::mark), [`clear_accessed`](Self::clear_accessed) or
+///    [`clear_dirty`](Self::clear_dirty) changed a leaf.
+/// 2. *The walker agrees.* It translates by what `decode` calls a leaf, with no right that the leaf lacks, and faults
+///    on all else. Tables limit no right but that to write, which, where [`TABLE_WRITE`](Self::TABLE_WRITE) is not 0, a
+///    walker needs that bit of every entry on its path for. Of an entry it reads all 64 bits at once, and it writes
+///    none but [`ACCESSED`](Self::ACCESSED), and [`DIRTY`](Self::DIRTY) where it wrote to memory, of a leaf that allows
+///    the access, atomically and never after the leaf was replaced. It caches no entry that is not valid; where it must
+///    not see one valid entry replaced by another, [`BREAK_BEFORE_MAKE`](Self::BREAK_BEFORE_MAKE) is true. What it
+///    caches of entries that lead to tables, [`PROTECT_FROM`](Self::PROTECT_FROM) says.
+/// 3. *Changes change one thing.* `write_protect` takes `write` from a leaf that has it and gives it `may_write`;
+///    `mark`, `clear_accessed` and `clear_dirty` change what they are called; nothing else of the leaf changes.
+/// 4. *Short cuts agree with `decode`*, for all these entries: [`decode_leaf`](Self::decode_leaf),
+///    [`next_table`](Self::next_table), [`is_absent`](Self::is_absent) (of `cleared`, `mmio` and `0`, and of nothing
+///    else: a [broken](Entry::Broken) leaf is seen), [`is_writable`](Self::is_writable),
+///    [`is_settled`](Self::is_settled), [`ready`](Self::ready).
+/// 5. *Functions are pure*: the same arguments, the same result, and no panic but for values that the
+///    method's text excludes.
 ///
-/// What the constants limit (levels, frames, bits that overlap) is checked when a [`Vm`](crate::Vm) of the format is compiled:
+/// What the constants limit (levels, frames, bits that overlap) is checked when a [`Vm`](crate::Vm) of
+/// the format is compiled:
 ///
 /// ```compile_fail,E0080
 /// # use slat::format::{Entry, Leaf};
@@ -262,7 +268,8 @@ impl Leaf {
 pub unsafe trait Format: Send + Sync + 'static {
     /// KVM's or the manual's name, for people.
     const NAME: &'static str;
-    /// The size of a page and of a table, and so how many bits of an address index a table. [`Gfn`] and [`Pfn`] count its pages.
+    /// The size of a page and of a table, and so how many bits of an address index a table. [`Gfn`] and
+    /// [`Pfn`] count its pages.
     const GRANULE: Granule = Granule::Kib4;
     /// Level of the entries in the root table.
     const TOP: Level;
@@ -276,12 +283,12 @@ pub unsafe trait Format: Send + Sync + 'static {
     const BREAK_BEFORE_MAKE: bool;
     /// What an entry that leads to a table has beside the frame. It limits no right: leaves decide.
     const TABLE: u64;
-    /// The bit of an entry that leads to a table without which nothing below it can be written, whatever the leaves say: one
-    /// of [`TABLE`](Self::TABLE), and the same as [`WRITE`](Self::WRITE). Without it the entry is *write-protected*. 0 where
-    /// walkers go by the leaf alone.
+    /// The bit of an entry that leads to a table without which nothing below it can be written, whatever the leaves
+    /// say: one of [`TABLE`](Self::TABLE), and the same as [`WRITE`](Self::WRITE). Without it the entry is
+    /// *write-protected*. 0 where walkers go by the leaf alone.
     const TABLE_WRITE: u64 = 0;
-    /// The highest level at which an entry may be write-protected while entries below it are not. Above [`Level::MEGA`] only where
-    /// a walker that caches an entry caches the rights of its whole path with it.
+    /// The highest level at which an entry may be write-protected while entries below it are not. Above [`Level::MEGA`]
+    /// only where a walker that caches an entry caches the rights of its whole path with it.
     const PROTECT_FROM: Level = Level::MEGA;
     /// The bits of an entry that hold a frame, as [`put_frame`](Self::put_frame) says.
     const FRAME: u64;
@@ -314,8 +321,8 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn decode(bits: u64, level: Level) -> Entry;
     /// What `bits` mean that are known to be a leaf.
     fn decode_leaf(bits: u64) -> Leaf;
-    /// The next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made, write-protected or
-    /// not. It agrees with `decode` for all entries of ours, and exists because every step of a walk asks.
+    /// The next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made, write-protected
+    /// or not. It agrees with `decode` for all entries of ours, and exists because every step of a walk asks.
     #[inline]
     fn next_table(bits: u64, level: Level) -> Option<Pfn> {
         let frame = (bits | Self::TABLE_WRITE).wrapping_sub(Self::TABLE);
@@ -329,19 +336,21 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn holds(frame: Pfn) -> bool {
         frame <= Self::take_frame(Self::FRAME)
     }
-    /// Returns the bits of an entry that hold `frame`. The caller has checked that it [`holds`](Self::holds) that: a platform
-    /// promises it of tables, and a fault refuses other pages.
+    /// Returns the bits of an entry that hold `frame`. The caller has checked that it [`holds`](Self::holds) that: a
+    /// platform promises it of tables, and a fault refuses other pages.
     #[inline]
     fn frame(frame: Pfn) -> u64 {
         debug_assert!(Self::holds(frame), "no entry holds {frame:?}");
         Self::put_frame(frame)
     }
-    /// Returns the bits of an entry that hold `frame`, one that [an entry holds](Self::holds): some of [`FRAME`](Self::FRAME).
+    /// Returns the bits of an entry that hold `frame`, one that [an entry holds](Self::holds): some of
+    /// [`FRAME`](Self::FRAME).
     #[inline]
     fn put_frame(frame: Pfn) -> u64 {
         frame.0 << Self::GRANULE.shift()
     }
-    /// Returns the frame that [`put_frame`](Self::put_frame) made `bits` of. All bits of [`FRAME`](Self::FRAME) are the last one.
+    /// Returns the frame that [`put_frame`](Self::put_frame) made `bits` of. All bits of
+    /// [`FRAME`](Self::FRAME) are the last one.
     #[inline]
     fn take_frame(bits: u64) -> Pfn {
         Pfn(bits >> Self::GRANULE.shift())
@@ -419,9 +428,9 @@ pub(crate) const fn root_pages<F: Format>() -> u64 {
     F::GRANULE.pages(F::TOP) * F::GRANULE.entries() as u64
 }
 
-/// Returns whether tables of format `F` can stand in for those that an x86 guest makes for itself or, as a hypervisor, for its
-/// own guests: they have pages of 4 KiB, as those have; tables of fewer levels are among them, so walks begin with one table; and
-/// what the guest changes is replaced at once.
+/// Returns whether tables of format `F` can stand in for those that an x86 guest makes for itself or, as a hypervisor,
+/// for its own guests: they have pages of 4 KiB, as those have; tables of fewer levels are among them, so walks begin
+/// with one table; and what the guest changes is replaced at once.
 pub(crate) const fn can_shadow<F: Format>() -> bool {
     matches!(F::GRANULE, Granule::Kib4) && !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1
 }

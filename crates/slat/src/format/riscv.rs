@@ -56,7 +56,8 @@ impl<const LEVELS: u8> GStage<LEVELS> {
     }
 }
 
-// SAFETY: the bits are those of the privileged architecture. `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
+// SAFETY: the bits are those of the privileged architecture. `crates/slat/tests/formats.rs` checks what functions can
+// show; monitors in `metal` ask the walkers.
 unsafe impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const NAME: &'static str = "riscv";
     const TOP: Level = {

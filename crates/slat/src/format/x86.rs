@@ -45,8 +45,9 @@ const NO_EXECUTE: u64 = 1 << 63;
 /// Bit 51 is an address bit that no machine with less than 52 physical address bits has: present with
 /// it set is a fault with the RSVD bit in its error code, which no ordinary fault has.
 const RESERVED: u64 = 1 << 51;
-/// The other bits of an MMIO entry are its note and its generation, but for bit 1, because no MMIO entry allows writing:
-/// [`MMIO_LOW`] of them in bits 50:2, the rest from bit 52 on. A note has a guest frame of 40 bits, and three rights.
+/// The other bits of an MMIO entry are its note and its generation, but for bit 1, because no MMIO entry
+/// allows writing: [`MMIO_LOW`] of them in bits 50:2, the rest from bit 52 on. A note has a guest frame of 40
+/// bits, and three rights.
 const MMIO_LOW: u32 = 49;
 const MMIO_LOW_SHIFT: u32 = 2;
 const MMIO_HIGH_SHIFT: u32 = 52;
@@ -56,7 +57,8 @@ const _: () = assert!(NOTE_BITS + GENERATION_BITS == MMIO_LOW + 64 - MMIO_HIGH_S
 /// Bits 62:59 of a leaf: its protection key.
 const KEY_SHIFT: u32 = 59;
 
-// SAFETY: the bits are those of the processor's manuals (named above). `crates/slat/tests/formats.rs` checks what functions can show; monitors in `metal` ask the walkers.
+// SAFETY: the bits are those of the processor's manuals (named above). `crates/slat/tests/formats.rs` checks what
+// functions can show; monitors in `metal` ask the walkers.
 unsafe impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED> {
     const NAME: &'static str = if NESTED { "npt" } else { "x86-la57" };
     const TOP: Level = {

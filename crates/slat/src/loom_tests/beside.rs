@@ -1,5 +1,5 @@
-//! Shadow pages beside a tree ([`crate::shadow`]): the CPUs store to the tables by leaves of the tree, and what the tables
-//! translate is in shadow pages.
+//! Shadow pages beside a tree ([`crate::shadow`]): the CPUs store to the tables by leaves of the tree, and what the
+//! tables translate is in shadow pages.
 
 use super::faults::replace_page;
 use super::guest_tables::{Cpu, DATA, Guest, OTHER, ROOT, TABLE, beside_host, entry, two_cpus};
@@ -37,8 +37,8 @@ const NO_HUGE: fn() -> Guest = || {
     guest
 };
 
-/// The fault begins to track the root, while the other CPU has a fault for its store to it, or stores with the right that its TLB
-/// has.
+/// The fault begins to track the root, while the other CPU has a fault for its store to it, or stores with the
+/// right that its TLB has.
 #[test]
 fn no_store_goes_unnoticed_when_tracking_begins() {
     for prepare in [WRITABLE, UNMAPPED, HUGE, NO_HUGE] {
@@ -59,7 +59,8 @@ const SHADOWED: fn() -> Guest = || {
     guest
 };
 
-/// The store makes the shadow page unsynced, and its leaf of the tree writable; the flush of the other CPU protects that again.
+/// The store makes the shadow page unsynced, and its leaf of the tree writable; the flush of the other CPU
+/// protects that again.
 #[test]
 fn no_store_goes_unnoticed_when_a_table_is_compared() {
     two_cpus(

@@ -327,9 +327,9 @@ fn no_write_is_lost_when_logging_begins_from_above() {
     });
 }
 
-/// The client has marked a page below the protected entry, so the harvest takes its bit, and finds the entry protected while the
-/// guest's write pushes it down. What the push stores must happen after the harvest's look at the entry, or the fault
-/// believes that its page is marked still.
+/// The client has marked a page below the protected entry, so the harvest takes its bit, and finds the entry protected
+/// while the guest's write pushes it down. What the push stores must happen after the harvest's look at the entry, or
+/// the fault believes that its page is marked still.
 #[test]
 fn no_write_is_lost_by_a_harvest_of_a_page_that_the_client_has_marked() {
     no_write_is_lost(
@@ -363,8 +363,8 @@ fn a_table_that_is_zapped_while_a_fault_pushes_into_it_is_not_reached_again() {
     }
 }
 
-/// Two vCPUs push the same entry down. The second must not take the right from the page that the first has given it to: a client that
-/// clears this page alone would find it protected, and flush nothing.
+/// Two vCPUs push the same entry down. The second must not take the right from the page that the first has given it to:
+/// a client that clears this page alone would find it protected, and flush nothing.
 #[test]
 fn two_faults_push_one_entry_down() {
     model(2, || {

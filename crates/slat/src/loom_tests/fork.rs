@@ -1,4 +1,5 @@
-//! Clones of a VM that runs meanwhile: its memory is copied as it is at one moment, and what the VM writes later is not in the clone.
+//! Clones of a VM that runs meanwhile: its memory is copied as it is at one moment, and what the VM writes later
+//! is not in the clone.
 
 use std::sync::atomic::{AtomicU64 as Plain, Ordering::Relaxed as Plainly};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -13,7 +14,8 @@ use crate::sync::atomic::Ordering::*;
 use crate::sync::quiesce::Attention;
 use crate::vm::Vm;
 
-/// The pages of a machine that a VM and its clone share. Only the VM writes: to a page with another number, once it has asked.
+/// The pages of a machine that a VM and its clone share. Only the VM writes: to a page with another
+/// number, once it has asked.
 #[derive(Default)]
 pub(super) struct Sharing {
     parent: OnceLock<Weak<SmallVm>>,

@@ -1,5 +1,5 @@
-//! The shadow MMU: faults that read the guest's tables, concurrent with stores to these tables, with flushes of the guest's, and
-//! with operations that zap shadow pages.
+//! The shadow MMU: faults that read the guest's tables, concurrent with stores to these tables, with flushes of the
+//! guest's, and with operations that zap shadow pages.
 //!
 //! The guest has PAE paging, with page-directory-pointer entries that its CPUs have loaded: two levels, and entries of
 //! 8 bytes. It uses virtual pages 0 and 1 alone, because a table has 2 entries here, and 512 in a walk of the guest's.
@@ -71,7 +71,8 @@ impl HostWords for Words {
 
 impl Guest {
     /// Makes a guest with a slot of four pages. Its tables have `entries`: frame, index, and the frame that is referred
-    /// to. All its frames are mapped; that of a table is writable, so that stores go unnoticed until the table is tracked.
+    /// to. All its frames are mapped; that of a table is writable, so that stores go unnoticed until
+    /// the table is tracked.
     fn new(entries: &[(u64, usize, u64)]) -> Guest {
         Self::with_pages(Level::PAGE, entries)
     }
@@ -248,11 +249,13 @@ pub(super) fn two_cpus(
     });
 }
 
-/// Two page tables, both with an entry for virtual page 0; the page directory refers to the first. Nothing is tracked yet.
+/// Two page tables, both with an entry for virtual page 0; the page directory refers to the first.
+/// Nothing is tracked yet.
 const UNTRACKED: fn() -> Guest =
     || Guest::new(&[(ROOT, 0, TABLE), (TABLE, 0, DATA), (OTHER, 0, OTHER)]);
 
-/// The fault begins to track the page directory, in which the other CPU has stored, or stores with the right that its TLB has.
+/// The fault begins to track the page directory, in which the other CPU has stored, or stores with the
+/// right that its TLB has.
 #[test]
 fn no_link_is_left_from_before_a_store_to_a_table_that_begins_to_be_tracked() {
     two_cpus(
@@ -478,8 +481,8 @@ fn no_fault_walks_from_a_root_that_is_zapped_meanwhile() {
     );
 }
 
-/// Two page directories that refer to a page table, which is unsynced, and has a leaf for virtual page 0. The second one is
-/// tracked, and its shadow page has no entry yet.
+/// Two page directories that refer to a page table, which is unsynced, and has a leaf for virtual page 0. The second
+/// one is tracked, and its shadow page has no entry yet.
 const TWO_DIRECTORIES: fn() -> Guest = || {
     let guest = Guest::new(&[
         (ROOT, 0, TABLE),
@@ -496,9 +499,9 @@ const TWO_DIRECTORIES: fn() -> Guest = || {
     guest
 };
 
-/// A CPU begins to compare the table with its shadow page, and waits until another one, which may still store with the right
-/// that its TLB has, has passed a quiescent point. Meanwhile a third one comes to the table by the other directory, and
-/// compares it, too. The second one's store must be noticed, or its flush must compare once more.
+/// A CPU begins to compare the table with its shadow page, and waits until another one, which may still store with the
+/// right that its TLB has, has passed a quiescent point. Meanwhile a third one comes to the table by the other
+/// directory, and compares it, too. The second one's store must be noticed, or its flush must compare once more.
 #[test]
 fn a_table_is_not_synced_before_all_stores_to_it_are_noticed() {
     model(1, || {

@@ -1,5 +1,6 @@
-//! Promotion in the background ([`Vm::promote`](crate::Vm::promote)), concurrent with what else may happen to the table that it
-//! replaces by a huge leaf: faults, a dirty log that begins or ends, slot changes, invalidations, and another promotion.
+//! Promotion in the background ([`Vm::promote`](crate::Vm::promote)), concurrent with what else may happen to the
+//! table that it replaces by a huge leaf: faults, a dirty log that begins or ends, slot changes, invalidations,
+//! and another promotion.
 
 use std::sync::Arc;
 
@@ -25,7 +26,8 @@ fn promote(vm: &Arc<SmallVm>) {
     vm.promote(&mut Promotion::default(), 2);
 }
 
-/// Promotes again, and checks that one huge leaf maps both pages: whichever thread came first, nothing is left that prevents it.
+/// Promotes again, and checks that one huge leaf maps both pages: whichever thread came first, nothing is
+/// left that prevents it.
 fn is_huge(vm: &Arc<SmallVm>) {
     promote(vm);
     assert_eq!((vm.stats().pages_4k, vm.stats().pages_2m), (0, 1));

@@ -1,5 +1,5 @@
-//! The MMU made of shadow pages: a fault that installs under the lock of the MMU, walks without it, and operations that come by
-//! the reverse map.
+//! The MMU made of shadow pages: a fault that installs under the lock of the MMU, walks without it, and operations that
+//! come by the reverse map.
 
 use std::sync::Arc;
 

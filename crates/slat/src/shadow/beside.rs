@@ -1,30 +1,33 @@
-//! Shadow pages beside a tree: nested paging. The guest is a hypervisor, L1, whose tables for its own guests, L2, are in its
-//! memory. What L1 accesses is translated by the tree, by guest frame. What L2 accesses is translated by shadow pages of L1's
-//! tables, by L2's physical addresses. No table belongs to both, and no walk that begins in one comes to the other.
+//! Shadow pages beside a tree: nested paging. The guest is a hypervisor, L1, whose tables for its own guests, L2,
+//! are in its memory. What L1 accesses is translated by the tree, by guest frame. What L2 accesses is translated by
+//! shadow pages of L1's tables, by L2's physical addresses. No table belongs to both, and no walk that begins in
+//! one comes to the other.
 //!
 //! # Who holds what
-//! * A leaf of either maps a frame of L1's. So work by gfn reaches both ([`super::by_gfn`]): first the tree, table by table, then
-//!   the shadow pages. Each has locks of its own, so there is a moment at which one has been done and the other has not, as there is
-//!   between two tables of a tree; the operation has one ticket, and flushes once, after both.
+//! * A leaf of either maps a frame of L1's. So work by gfn reaches both ([`super::by_gfn`]): first the tree,
+//!   table by table, then the shadow pages. Each has locks of its own, so there is a moment at which one has been
+//!   done and the other has not, as there is between two tables of a tree; the operation has one ticket, and
+//!   flushes once, after both.
 //! * L1 stores to its tables by leaves of the tree, L2 by those of shadow pages, if L1 lets it. Both are noticed
 //!   ([`super::track`]): a frame with a tracked table is not writable in either, and no huge leaf of either covers it.
 //!
 //! # The order of locks
 //! The holder of the MMU's lock may take that of a table of the tree, one at a time, to write-protect a leaf
-//! ([`Tree::protect_frame`]), and never the reverse: under a table's lock nothing asks the shadow pages. A thread that waits for a table's
-//! lock with the MMU's held waits for a few instructions, or for one table.
+//! ([`Tree::protect_frame`]), and never the reverse: under a table's lock nothing asks the shadow pages. A thread that
+//! waits for a table's lock with the MMU's held waits for a few instructions, or for one table.
 //!
 //! # Before the first shadow page
-//! Most guests are no hypervisors. Until a CPU first asks for an address of L2's, work by gfn is done in the tree alone, and neither
-//! takes the MMU's lock nor looks for pages ([`Beginning`]). That CPU says that there will be some, and waits until all reader sections
-//! have ended that may not know it. So what was done without looking was over before there was a page; and a fault that makes one finds what
-//! an operation has changed before that.
+//! Most guests are no hypervisors. Until a CPU first asks for an address of L2's, work by gfn is done in the tree
+//! alone, and neither takes the MMU's lock nor looks for pages ([`Beginning`]). That CPU says that there will be some,
+//! and waits until all reader sections have ended that may not know it. So what was done without looking was over
+//! before there was a page; and a fault that makes one finds what an operation has changed before that.
 //!
 //! # A fault in the tree, while tracking begins
-//! The fault asks under the MMU's lock whether the frame is tracked, and releases it. Under the lock of the table that receives
-//! the leaf it checks that no tracking has begun since ([`Tracking::begun`]). Tracking begins in the other order: it raises that
-//! number, and then protects the leaf, taking the locks of all tables on its path. So either the fault has the lock first, and its leaf
-//! is protected; or the number has changed, and the fault asks again. A huge leaf is the same, for all frames that it covers.
+//! The fault asks under the MMU's lock whether the frame is tracked, and releases it. Under the lock of the table that
+//! receives the leaf it checks that no tracking has begun since ([`Tracking::begun`]). Tracking begins in the other
+//! order: it raises that number, and then protects the leaf, taking the locks of all tables on its path. So either the
+//! fault has the lock first, and its leaf is protected; or the number has changed, and the fault asks again. A huge
+//! leaf is the same, for all frames that it covers.
 
 use alloc::string::String;
 
@@ -146,7 +149,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.tree().filter(|_| at.is_in_tree())
     }
 
-    /// Returns whether there are shadow pages of tables, as far as the caller has been told: others may be made meanwhile.
+    /// Returns whether there are shadow pages of tables, as far as the caller has been told: others
+    /// may be made meanwhile.
     pub(crate) fn has_tables(&self) -> bool {
         self.tracking.any()
     }
@@ -156,7 +160,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.tracking.begun()
     }
 
-    /// Write-protects all leaves that map `gfn`, of which a table begins to be tracked. Returns whether one allowed stores.
+    /// Write-protects all leaves that map `gfn`, of which a table begins to be tracked. Returns
+    /// whether one allowed stores.
     pub(super) fn protect(&self, pages: &Pages, gfn: Gfn) -> bool {
         self.tracking.begin();
         let in_pages = pages.protect::<P, F>(&self.platform, gfn);
@@ -164,8 +169,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         in_pages | in_tree
     }
 
-    /// Checks that no leaf of `tree` allows stores to a tracked table, and that no huge one allows stores to any table. The caller is in a
-    /// reader section.
+    /// Checks that no leaf of `tree` allows stores to a tracked table, and that no huge one allows stores to any table.
+    /// The caller is in a reader section.
     ///
     /// # Errors
     /// The first table to which one does.

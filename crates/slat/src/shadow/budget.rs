@@ -71,7 +71,8 @@ impl Budget {
         self.used.load(Relaxed).saturating_sub(self.limit())
     }
 
-    /// Returns whether there has ever been a shadow page. (That there is none now does not mean that none is left in a TLB.)
+    /// Returns whether there has ever been a shadow page. (That there is none now does not mean that
+    /// none is left in a TLB.)
     pub(crate) fn was_used(&self) -> bool {
         self.was_used.load(Relaxed)
     }

@@ -1,11 +1,12 @@
 //! The MMU by gfn: a walk over the reverse map.
 //!
-//! In the order of gfn, it shows the leaves that map a frame, those of higher levels first, and with [`Show::tables`] the
-//! entry that refers to a direct page, for the region that the page maps. A page that nothing refers to is shown by an
-//! entry that is in no table. Under the lock of the MMU, which it holds for one step.
+//! In the order of gfn, it shows the leaves that map a frame, those of higher levels first, and with [`Show::tables`]
+//! the entry that refers to a direct page, for the region that the page maps. A page that nothing refers to is shown by
+//! an entry that is in no table. Under the lock of the MMU, which it holds for one step.
 //!
-//! If there is a tree beside the shadow pages ([`super::beside`]), each step is first one in the tree, without that lock, and then
-//! one over the frames that this has passed. An entry shows which of the two has it ([`At::is_in_tree`]).
+//! If there is a tree beside the shadow pages ([`super::beside`]), each step is first one in the tree, without that
+//! lock, and then one over the frames that this has passed. An entry shows which of the two has it
+//! ([`At::is_in_tree`]).
 
 use alloc::string::String;
 use core::cell::RefCell;
@@ -243,7 +244,8 @@ struct Walker<'w, P: Platform, F: Format, V> {
     new_from: Gfn,
     /// The first frame of the region that was visited last.
     visited: Gfn,
-    /// The table of the entry that was visited last, which often has the next one, too: the page's number, and the table.
+    /// The table of the entry that was visited last, which often has the next one, too: the page's
+    /// number, and the table.
     table: Option<(u32, &'w [AtomicU64], &'w TableMeta)>,
 }
 

@@ -164,7 +164,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the largest level, up to `level`, at which `gfn` may be mapped: a huge leaf covers no table of the guest's.
+    /// Returns the largest level, up to `level`, at which `gfn` may be mapped: a huge leaf covers no
+    /// table of the guest's.
     pub(super) fn largest(&self, pages: &Pages, gfn: Gfn, level: Level) -> Level {
         let mut level = level;
         while self.shadows() && level > Level::PAGE && pages.rmap.has_tables(gfn, level) {
@@ -274,8 +275,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(number)
     }
 
-    /// Checks that walks may come to page `number` by a new way, that of `trail`. A processor that goes a new way reads the
-    /// table anew. So the page must not have entries from before the entry above was read.
+    /// Checks that walks may come to page `number` by a new way, that of `trail`. A processor that goes a new way reads
+    /// the table anew. So the page must not have entries from before the entry above was read.
     fn check_linked(pages: &Pages, number: u32, trail: &Trail) -> Result<(), Retry> {
         let page = pages.pool.get(number);
         let is_stale =
@@ -286,8 +287,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of the page for `gfn` and `role`. Makes it if there is none: then its table is empty, and nothing
-    /// refers to it. `None`: `path` has no frame for it.
+    /// Returns the number of the page for `gfn` and `role`. Makes it if there is none: then its table is empty, and
+    /// nothing refers to it. `None`: `path` has no frame for it.
     pub(super) fn page(
         &self,
         pages: &Pages,
@@ -328,8 +329,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Some(number)
     }
 
-    /// Makes entry `id`, which has `old`, refer to the table of page `lower`. `Err`: a walker has set a bit in the entry.
-    /// The caller lists it.
+    /// Makes entry `id`, which has `old`, refer to the table of page `lower`. `Err`: a walker has set a bit in the
+    /// entry. The caller lists it.
     fn refer(&self, pages: &Pages, id: EntryId, lower: u32, old: u64) -> Result<(), u64> {
         let table = pages.table(&*self.platform, id.page());
         let new = F::table(pages.pool.get(lower).frame.get());
@@ -337,9 +338,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         entry.compare_exchange(old, new, Release, Relaxed).map(drop)
     }
 
-    /// Replaces the huge leaf for `gfn`, its first frame, in entry `id` by a table of its pieces. A table that was in use
-    /// there before may be found again: leaves in it get the rights and marks of their pieces. Returns the number of the
-    /// table's page; `None` if `path` has no frame for it.
+    /// Replaces the huge leaf for `gfn`, its first frame, in entry `id` by a table of its pieces. A table that was in
+    /// use there before may be found again: leaves in it get the rights and marks of their pieces. Returns the number
+    /// of the table's page; `None` if `path` has no frame for it.
     pub(super) fn split_leaf(
         &self,
         pages: &Pages,
@@ -376,9 +377,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Some(lower)
     }
 
-    /// Adds the rights and marks of `huge`, a leaf of the region that page `number` maps, to the leaves in its table, and
-    /// in the tables below. With `fill`, installs the pieces of `huge` in its absent entries. Returns how many it
-    /// installed.
+    /// Adds the rights and marks of `huge`, a leaf of the region that page `number` maps, to the leaves in its
+    /// table, and in the tables below. With `fill`, installs the pieces of `huge` in its absent entries. Returns
+    /// how many it installed.
     fn spread(&self, pages: &Pages, number: u32, huge: Leaf, fill: bool) -> usize {
         let page = pages.pool.get(number);
         let (table, level) = (pages.table(&*self.platform, number), page.level());

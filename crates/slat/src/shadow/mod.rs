@@ -10,15 +10,14 @@
 //! * The number of pages is limited ([`Budget`]). A fault that finds the budget used up has the oldest pages zapped.
 //!
 //! # Who may change what
-//! * One lock for each address space ([`ShadowMmu::lock`]). Its holder alone changes entries, pages and lists; installs a
-//!   leaf, or does one step of a walk; and waits for nothing, takes no other lock (but that of a table of the tree beside it:
-//!   [`beside`]), and allocates nothing. What an install
-//!   needs is allocated before ([`ShadowMmu::prepare`]).
-//! * Page walkers take no lock ([`crate::table`], whose rules about publishing and freeing tables hold here, too). They set
-//!   accessed and dirty in leaves, so the holder of the lock changes a leaf by a read-modify-write.
+//! * One lock for each address space ([`ShadowMmu::lock`]). Its holder alone changes entries, pages and lists; installs
+//!   a leaf, or does one step of a walk; and waits for nothing, takes no other lock (but that of a table of the tree
+//!   beside it: [`beside`]), and allocates nothing. What an install needs is allocated before ([`ShadowMmu::prepare`]).
+//! * Page walkers take no lock ([`crate::table`], whose rules about publishing and freeing tables hold here, too). They
+//!   set accessed and dirty in leaves, so the holder of the lock changes a leaf by a read-modify-write.
 //! * A fault checks under the lock whether what it has looked up is still current. An invalidation first makes
-//!   that check fail, and then takes the lock. So either the fault has it first, and the leaf is on the list of its frame
-//!   when the invalidation comes; or the fault finds that its plan is stale.
+//!   that check fail, and then takes the lock. So either the fault has it first, and the leaf is on the list of its
+//!   frame when the invalidation comes; or the fault finds that its plan is stale.
 //! * A zapped page is freed after the flush ([`crate::table::Detached`]), like a table of a `Tree`. Its record
 //!   may be used for another page at once: records are used under the lock only.
 
@@ -300,8 +299,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         table.meta().maps_parts.load(Relaxed)
     }
 
-    /// Returns the root for walks that begin with the guest's table at `gfn`, if there is a page for it, and stores to the
-    /// table are noticed.
+    /// Returns the root for walks that begin with the guest's table at `gfn`, if there is a page for it, and stores to
+    /// the table are noticed.
     pub(crate) fn root_of(&self, gfn: Gfn, role: Role) -> Option<Root> {
         let pages = self.lock();
         let page = pages.pool.get(pages.find_page(gfn, role)?);

@@ -1,8 +1,8 @@
-//! Shadow pages (KVM: `kvm_mmu_page`): the tables of this MMU, with what it knows of each, and the lists that connect their
-//! entries with guest frames and with each other.
+//! Shadow pages (KVM: `kvm_mmu_page`): the tables of this MMU, with what it knows of each, and the lists that connect
+//! their entries with guest frames and with each other.
 //!
-//! Every present entry is on one list. A leaf, or an MMIO entry, is on that of the guest frame it maps ([`super::rmap`]);
-//! an entry that refers to a table is on the list of parents of that table's page.
+//! Every present entry is on one list. A leaf, or an MMIO entry, is on that of the guest frame it maps
+//! ([`super::rmap`]); an entry that refers to a table is on the list of parents of that table's page.
 
 use alloc::boxed::Box;
 use alloc::format;
@@ -138,8 +138,8 @@ impl ShadowPage {
         (self.guest.as_deref()).filter(|_| !self.role.get().is_direct())
     }
 
-    /// Returns the first guest frame that entry `index`, a leaf or an MMIO entry, maps. In a direct page also that of the
-    /// table that the entry refers to.
+    /// Returns the first guest frame that entry `index`, a leaf or an MMIO entry, maps. In a direct page also that of
+    /// the table that the entry refers to.
     pub(super) fn gfn_at(&self, index: usize) -> Gfn {
         match self.guest() {
             Some(guest) => guest.array[index].get().gfn(),
@@ -244,8 +244,8 @@ impl Pages {
         Some(number)
     }
 
-    /// Returns the level of the reverse map's entry that lists pages of `role`. A direct table of level n maps the region of one entry of
-    /// level n + 1; a table of the guest's is in one frame.
+    /// Returns the level of the reverse map's entry that lists pages of `role`. A direct table of level n maps the
+    /// region of one entry of level n + 1; a table of the guest's is in one frame.
     fn listed_at(role: Role) -> Level {
         match role.is_direct() {
             true => Level(role.level.0 + 1),
@@ -280,7 +280,8 @@ impl Pages {
             .unsynced
     }
 
-    /// Makes page `number`, of a table of the guest's, [`Agreement::Unsynced`]. Returns whether it was [`Agreement::Synced`].
+    /// Makes page `number`, of a table of the guest's, [`Agreement::Unsynced`]. Returns whether it was
+    /// [`Agreement::Synced`].
     pub(super) fn unsync_page(&self, platform: &impl Platform, number: u32) -> bool {
         let unsynced = self.set_agreement(number, Agreement::Unsynced);
         let page = self.pool.get(number);
@@ -293,8 +294,8 @@ impl Pages {
         unsynced
     }
 
-    /// Sets how well page `number`, of a table of the guest's, agrees with it. Returns whether that brings it onto the list
-    /// of those that do not, or takes it off.
+    /// Sets how well page `number`, of a table of the guest's, agrees with it. Returns whether that brings it onto the
+    /// list of those that do not, or takes it off.
     pub(super) fn set_agreement(&self, number: u32, agreement: Agreement) -> bool {
         let guest = self.pool.get(number).guest();
         let guest = guest.expect("the page is one of a guest's table");
@@ -382,9 +383,9 @@ impl Pages {
         unsynced
     }
 
-    /// Zaps shadow page `number`: clears its entries and those that refer to it, and adds its table to `detached`. Calls
-    /// `zapped` for every leaf, with its first frame, level, and bits. The tables below stay, for when they are referred
-    /// to again.
+    /// Zaps shadow page `number`: clears its entries and those that refer to it, and adds its table to `detached`.
+    /// Calls `zapped` for every leaf, with its first frame, level, and bits. The tables below stay, for when they
+    /// are referred to again.
     pub(super) fn zap<P: Platform, F: Format>(
         &self,
         platform: &P,
@@ -450,8 +451,8 @@ impl Pages {
         number: u32,
     ) -> ShadowTable<'p, P> {
         let frame = self.pool.get(number).frame.get();
-        // SAFETY: the page is in use, and the lock of the MMU is held: its table is freed only after it was zapped, which
-        // needs the lock, and a flush. Callers keep no reference beyond the lock.
+        // SAFETY: the page is in use, and the lock of the MMU is held: its table is freed only after it was zapped,
+        // which needs the lock, and a flush. Callers keep no reference beyond the lock.
         unsafe { ShadowTable::at(platform, frame) }
     }
 

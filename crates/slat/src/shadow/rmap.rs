@@ -1,9 +1,10 @@
-//! The reverse map: what the MMU has made of each guest frame. KVM keeps `kvm_rmap_head` and counts in its memslots, and a
-//! hash table of shadow pages; here one radix tree over guest frames has all of that. So a memslot costs nothing until it
-//! is used, and neither a change of its flags nor its end has anything to convert.
+//! The reverse map: what the MMU has made of each guest frame. KVM keeps `kvm_rmap_head` and counts in its memslots,
+//! and a hash table of shadow pages; here one radix tree over guest frames has all of that. So a memslot costs nothing
+//! until it is used, and neither a change of its flags nor its end has anything to convert.
 //!
-//! A node of level n has 512 [`RmapEntry`]s, one for each region that a page-table entry of level n covers. An [`RmapEntry`] lists
-//! the leaves of that level that map the region (KVM: the rmap of the level), and the shadow pages made from it.
+//! A node of level n has 512 [`RmapEntry`]s, one for each region that a page-table entry of level n covers. An
+//! [`RmapEntry`] lists the leaves of that level that map the region (KVM: the rmap of the level), and the
+//! shadow pages made from it.
 
 use alloc::boxed::Box;
 use core::cell::Cell;

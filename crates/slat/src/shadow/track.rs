@@ -1,27 +1,27 @@
 //! Tracking: how stores to the guest's tables are noticed, and followed.
 //!
 //! # Where a store may go unnoticed
-//! The frame of a table with a shadow page is *tracked*: no leaf that maps it allows writing, and the guest's stores to it
-//! fault. They are carried out for the guest, and then the MMU is told ([`ShadowMmu::stored`]). What was made of the old
-//! entries is zapped. So while a page is [`Agreement::Synced`], its entries are what the guest's table says.
+//! The frame of a table with a shadow page is *tracked*: no leaf that maps it allows writing, and the guest's stores to
+//! it fault. They are carried out for the guest, and then the MMU is told ([`ShadowMmu::stored`]). What was made of the
+//! old entries is zapped. So while a page is [`Agreement::Synced`], its entries are what the guest's table says.
 //!
-//! Tables of level 1 are stored to too often for that. The first store to one makes its pages [`Agreement::Unsynced`], and its
-//! leaf writable. A processor may go on to use what it has cached of a table until its TLB is flushed, so these pages need
-//! not follow the table until the guest executes an instruction that flushes. Then stores are noticed again
+//! Tables of level 1 are stored to too often for that. The first store to one makes its pages [`Agreement::Unsynced`],
+//! and its leaf writable. A processor may go on to use what it has cached of a table until its TLB is flushed, so these
+//! pages need not follow the table until the guest executes an instruction that flushes. Then stores are noticed again
 //! ([`Agreement::ToCompare`]), and the page is compared with the table, entry by entry.
 //!
 //! # When tracking begins
 //! Leaves that allow stores may be in TLBs when a frame gets its first shadow page. So the page names its flush, as
-//! an entry does that was cleared on formats with break-before-make ([`crate::table`]): the number of the first flush that
-//! begins after all leaves were protected. A fault that needs the page does that flush, unless it was done, reads the
-//! guest's tables again, and only then lets an entry refer to the page. A store that was not noticed was before that.
-//! [`Changes`](super::trail::Changes) shows that none was between the reading of an entry and its use.
+//! an entry does that was cleared on formats with break-before-make ([`crate::table`]): the number of the first flush
+//! that begins after all leaves were protected. A fault that needs the page does that flush, unless it was done, reads
+//! the guest's tables again, and only then lets an entry refer to the page. A store that was not noticed was before
+//! that. [`Changes`](super::trail::Changes) shows that none was between the reading of an entry and its use.
 //!
 //! # Several address spaces
-//! Each has an MMU of its own, and the leaves of one say nothing of tables that another tracks. A store that is noticed in one is told to
-//! all. One that is not, as by a vCPU in SMM to tables of the others, is found by comparison: as long as vCPUs use different
-//! address spaces, and once after that, all pages are compared when the guest flushes ([`ShadowMmu::distrust_all`],
-//! [`Vm::vcpu_moves`](crate::vm::Vm)).
+//! Each has an MMU of its own, and the leaves of one say nothing of tables that another tracks. A store that is noticed
+//! in one is told to all. One that is not, as by a vCPU in SMM to tables of the others, is found by comparison: as long
+//! as vCPUs use different address spaces, and once after that, all pages are compared when the guest flushes
+//! ([`ShadowMmu::distrust_all`], [`Vm::vcpu_moves`](crate::vm::Vm)).
 
 use core::ops::Range;
 
@@ -116,8 +116,8 @@ impl Pages {
         changed
     }
 
-    /// Makes the pages of the table at `gfn` unsynced, if all are of level 1. Returns how many; `None`: stores to it must be
-    /// noticed.
+    /// Makes the pages of the table at `gfn` unsynced, if all are of level 1. Returns how many; `None`: stores
+    /// to it must be noticed.
     fn unsync(&self, platform: &impl Platform, gfn: Gfn) -> Option<u64> {
         let tracks = |number: u32| self.pool.get(number).level() > Level::PAGE;
         if self.pages_of_table(gfn).any(tracks) {
@@ -139,8 +139,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             .is_none_or(|trail| self.changes.are_none_since(&trail.seen))
     }
 
-    /// Makes sure that stores to the guest's tables on the trail of `target` are noticed, and that none was since they were
-    /// read. Returns how far a walk goes through the pages of the trail.
+    /// Makes sure that stores to the guest's tables on the trail of `target` are noticed, and that none was since they
+    /// were read. Returns how far a walk goes through the pages of the trail.
     ///
     /// # Errors
     /// [`Retry`]: there may have been some.
@@ -302,13 +302,14 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of stores to the table at `gfn`, as far as the MMU knows. Read it before an entry of the table.
+    /// Returns the number of stores to the table at `gfn`, as far as the MMU knows. Read it before
+    /// an entry of the table.
     pub(crate) fn changes_of(&self, gfn: Gfn) -> u64 {
         self.changes.get(gfn)
     }
 
-    /// Call after a store to `range`, in one page, of a tracked table is complete. Returns whether something was made of the
-    /// old entries; then [`Self::follow`] zaps it.
+    /// Call after a store to `range`, in one page, of a tracked table is complete. Returns whether something was made
+    /// of the old entries; then [`Self::follow`] zaps it.
     pub(crate) fn stored(&self, range: Range<Gpa>) -> bool {
         let gfn = range.start.gfn();
         let pages = self.lock();
@@ -330,8 +331,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             .fold(false, |any, number| present(number) | any)
     }
 
-    /// Zaps what was made of the guest's entries in `range`, in one page. A page that the guest stores to over and over, or
-    /// by parts of entries, is zapped as a whole: its table seems to be one no more (KVM: flooding).
+    /// Zaps what was made of the guest's entries in `range`, in one page. A page that the guest stores to over and
+    /// over, or by parts of entries, is zapped as a whole: its table seems to be one no more (KVM: flooding).
     pub(crate) fn follow(
         &self,
         range: &Range<Gpa>,
@@ -357,8 +358,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         followed
     }
 
-    /// Zaps the shadow pages of the first table of the guest's in `range`, whatever its contents: the memory there has become
-    /// another one.
+    /// Zaps the shadow pages of the first table of the guest's in `range`, whatever its contents: the memory there
+    /// has become another one.
     pub(crate) fn forget_table(
         &self,
         range: &Range<Gfn>,
@@ -396,7 +397,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         followed
     }
 
-    /// Returns the entry of `level` on the path to `key` from the page of `root`, or the one above at which the path ends.
+    /// Returns the entry of `level` on the path to `key` from the page of `root`, or the one above at
+    /// which the path ends.
     fn entry_of(
         &self,
         pages: &Pages,
@@ -415,9 +417,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Begins to follow what the guest has done to one address: returns the page, and the index of the entry in it, that a
-    /// walk to `key` ends with, if the entry has to be compared with the guest's table. Faults of other vCPUs that have read
-    /// an old entry of an unsynced table for that address install nothing any more.
+    /// Begins to follow what the guest has done to one address: returns the page, and the index of the entry in it,
+    /// that a walk to `key` ends with, if the entry has to be compared with the guest's table. Faults of other vCPUs
+    /// that have read an old entry of an unsynced table for that address install nothing any more.
     pub(crate) fn begin_sync_of(&self, key: Key, root: (Gfn, Role)) -> Option<(PageOf, usize)> {
         let pages = self.lock();
         pages.unsynced().next()?;
@@ -459,8 +461,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.lock().unsynced().next().is_some()
     }
 
-    /// Makes stores to the tables of unsynced pages noticed again, and gives `take` these pages, until it returns `false`:
-    /// each is to be compared ([`Self::compare`]) after a flush.
+    /// Makes stores to the tables of unsynced pages noticed again, and gives `take` these pages, until it returns
+    /// `false`: each is to be compared ([`Self::compare`]) after a flush.
     pub(crate) fn begin_sync(&self, mut take: impl FnMut(PageOf) -> bool) -> Followed {
         let pages = self.lock();
         let mut changed = false;
@@ -480,8 +482,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Compares entries of a page with those of the guest's table. `Some`: the guest grants all of them; the page is synced, if
-    /// `read` has all entries. `None`: [`Self::zap_ungranted`] has to follow.
+    /// Compares entries of a page with those of the guest's table. `Some`: the guest grants all of them; the page is
+    /// synced, if `read` has all entries. `None`: [`Self::zap_ungranted`] has to follow.
     pub(crate) fn compare(&self, read: &ReadEntries<'_>) -> Option<Compared> {
         let pages = self.lock();
         let mut indexes = read.indexes.clone();
@@ -565,8 +567,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Has every page compared with the guest's table at the next flush: the client may have written to guest memory, which
-    /// nobody notices. Returns how many pages that are. A comparison in progress, of what was read before, syncs no page.
+    /// Has every page compared with the guest's table at the next flush: the client may have written to guest
+    /// memory, which nobody notices. Returns how many pages that are. A comparison in progress, of what was read
+    /// before, syncs no page.
     pub(crate) fn distrust_all(&self) -> u64 {
         let pages = self.lock();
         let mut unsynced = 0;
@@ -626,9 +629,9 @@ fn entries_in(role: Role, range: &Range<Gpa>) -> impl Iterator<Item = usize> + u
     (first..=last).flat_map(move |index| role.indexes_of(index as usize))
 }
 
-/// Whether a store to `range`, the `stores`th that a page of `level` has seen since it was last used, shows that the memory is
-/// a table no more. Nothing else writes parts of entries; and no kernel stores to tables of higher levels over and over
-/// before it uses them. Tables of level 1 become unsynced instead.
+/// Whether a store to `range`, the `stores`th that a page of `level` has seen since it was last used, shows that the
+/// memory is a table no more. Nothing else writes parts of entries; and no kernel stores to tables of higher levels
+/// over and over before it uses them. Tables of level 1 become unsynced instead.
 fn is_no_table(level: Level, stores: u8, range: &Range<Gpa>) -> bool {
     const FLOOD: u8 = 3;
     let bytes = range.end.0 - range.start.0;

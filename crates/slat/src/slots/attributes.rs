@@ -1,4 +1,5 @@
-//! Memory attributes: which guest frames are private. A guest without private memory pays one comparison for each fault.
+//! Memory attributes: which guest frames are private. A guest without private memory pays one
+//! comparison for each fault.
 
 use alloc::vec::Vec;
 use core::fmt;

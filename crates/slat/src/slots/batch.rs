@@ -1,8 +1,8 @@
 //! Several memslots changed as one: what a client asks for, and its rules.
 //!
-//! They are KVM's, of KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), for what the slots are in the end: a
-//! slot may overlap one that the same call deletes, moves or makes smaller. What KVM forbids for one call because it
-//! would unmap memory in between, to give a slot another size or backing, is allowed here.
+//! They are KVM's, of KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), for what the slots are in the
+//! end: a slot may overlap one that the same call deletes, moves or makes smaller. What KVM forbids for one call
+//! because it would unmap memory in between, to give a slot another size or backing, is allowed here.
 
 use alloc::vec::Vec;
 
@@ -15,8 +15,8 @@ use crate::heap::OutOfMemory;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Change {
-    /// Creates the slot, or gives it another address, size, backing, and other flags and rights: afterwards it is as the
-    /// [`Region`] says. A slot with private backing can only be created.
+    /// Creates the slot, or gives it another address, size, backing, and other flags and rights: afterwards it is as
+    /// the [`Region`] says. A slot with private backing can only be created.
     Set(Region),
     /// Deletes the slot with this id.
     Remove(u32),
@@ -48,7 +48,8 @@ pub(crate) struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// Checks `changes`, for tables of `granule`, against the rules that concern no other slot. The caller holds no lock.
+    /// Checks `changes`, for tables of `granule`, against the rules that concern no other slot. The
+    /// caller holds no lock.
     ///
     /// # Errors
     /// [`RegionError`].
@@ -113,8 +114,8 @@ fn collected<T>(items: impl Iterator<Item = T> + Clone) -> Result<Vec<T>, OutOfM
     Ok(all)
 }
 
-/// Returns a region of which a page is another one's, too, with the id of that. Each is given with the address of its first page,
-/// and no range wraps around.
+/// Returns a region of which a page is another one's, too, with the id of that. Each is given with the address of its
+/// first page, and no range wraps around.
 fn overlap(regions: &mut [(u64, &Region)]) -> Option<(Region, u32)> {
     regions.sort_unstable_by_key(|(start, region)| (*start, region.slot));
     let mut pairs = regions.windows(2);

@@ -1,12 +1,13 @@
 //! An index of memslots: all slots, or some, in the order of one key.
 //!
-//! The slots are stored in sorted leaves of up to [`LEAF`], and the leaves in a sorted *directory*. A look-up bisects the
-//! directory, then interpolates: among 32,764 slots it takes 80 to 100 ns (120 to 150 ns with a second bisection). A change moves the slots
-//! of one leaf, and directory entries when a leaf is split or merged; of those there are 1,000 to 2,000 for 32,764 slots. To
-//! delete one of them, or to create it again, takes 0.5 µs; to copy an array of them for that, 30 µs.
+//! The slots are stored in sorted leaves of up to [`LEAF`], and the leaves in a sorted *directory*. A look-up bisects
+//! the directory, then interpolates: among 32,764 slots it takes 80 to 100 ns (120 to 150 ns with a second bisection).
+//! A change moves the slots of one leaf, and directory entries when a leaf is split or merged; of those there are
+//! 1,000 to 2,000 for 32,764 slots. To delete one of them, or to create it again, takes 0.5 µs; to copy an array of
+//! them for that, 30 µs.
 //!
-//! An insertion may need a leaf or a larger directory. It takes them from [`Spare`], which [`Spare::fill`] filled before for all
-//! edits of a change; so no edit fails.
+//! An insertion may need a leaf or a larger directory. It takes them from [`Spare`], which [`Spare::fill`] filled
+//! before for all edits of a change; so no edit fails.
 
 use alloc::vec::Vec;
 use core::marker::PhantomData;
@@ -28,8 +29,9 @@ pub(super) const PAGES: u64 = (1 << 48) - 1;
 
 /// An order of slots.
 pub(super) trait Order {
-    /// Returns the number of the slot's first page in the address space that the order is about, below [`PAGES`]. Guest frames
-    /// are numbered by the granule of the tables; pages of backings have 4 KiB, of which every granule is a multiple.
+    /// Returns the number of the slot's first page in the address space that the order is about, below [`PAGES`].
+    /// Guest frames are numbered by the granule of the tables; pages of backings have 4 KiB, of which every
+    /// granule is a multiple.
     fn page(slot: &Memslot) -> u64;
 
     /// Returns the number of these pages that the slot has.
@@ -158,8 +160,8 @@ impl Spare {
         directories: [None, None],
     };
 
-    /// Allocates what it takes to make `edits`, each of which replaces a slot, or nothing, by another one, or nothing, in two
-    /// indexes like `index`.
+    /// Allocates what it takes to make `edits`, each of which replaces a slot, or nothing, by another one, or nothing,
+    /// in two indexes like `index`.
     pub(super) fn fill<'m, O: Order>(
         &mut self,
         index: &Index<O>,
@@ -279,8 +281,8 @@ impl<O: Order> Index<O> {
         })
     }
 
-    /// Replaces `old`, or nothing, by `new`, or nothing. `old` is in the index; the key of `new` is not, unless it is that of
-    /// `old`. `spare` was filled for both.
+    /// Replaces `old`, or nothing, by `new`, or nothing. `old` is in the index; the key of `new` is not, unless it is
+    /// that of `old`. `spare` was filled for both.
     pub(super) fn exchange(
         &mut self,
         old: Option<&Memslot>,
@@ -337,7 +339,8 @@ impl<O: Order> Index<O> {
         others + usize::from(new.is_some()) + usize::from(second.1.is_some())
     }
 
-    /// Returns the index of the leaf that has `old`, if `new` may be stored there, too: it has other flags, or has moved by little.
+    /// Returns the index of the leaf that has `old`, if `new` may be stored there, too: it has other flags, or
+    /// has moved by little.
     fn common_leaf(&self, old: &Memslot, new: &Memslot) -> Option<usize> {
         let [old, new] = [old, new].map(|slot| self.leaf_of(O::key(slot)));
         (old == new).then_some(old)

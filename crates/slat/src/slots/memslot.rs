@@ -13,9 +13,9 @@ use crate::sync::atomic::Watch;
 
 /// One memslot; a change of flags or address makes a new one.
 ///
-/// It is a value that the leaves of the indexes hold ([`super::index`]), two to a cache line. Pointers there to slots on the heap
-/// would make a look-up among 32,764 slots take 260 ns instead of 80. A reader of one is in a reader section or holds the
-/// writers' lock, and has a reference into a leaf.
+/// It is a value that the leaves of the indexes hold ([`super::index`]), two to a cache line. Pointers there to slots
+/// on the heap would make a look-up among 32,764 slots take 260 ns instead of 80. A reader of one is in a reader
+/// section or holds the writers' lock, and has a reference into a leaf.
 #[repr(C)]
 pub(crate) struct Memslot {
     base: Gfn,
@@ -254,8 +254,8 @@ impl Memslot {
             && (self.flags(), self.rights(), self.memory()) == limits
     }
 
-    /// Whether frames that it shares with `other` are the same memory in both: backed by the same pages. False if one has
-    /// private backing.
+    /// Whether frames that it shares with `other` are the same memory in both: backed by the same pages. False if one
+    /// has private backing.
     pub(crate) fn backs_alike(&self, other: &Memslot) -> bool {
         let origin = |slot: &Memslot| slot.backing.0.wrapping_sub(slot.granule().gpa(slot.base).0);
         let shared_only = !self.has_private && !other.has_private;
@@ -298,7 +298,8 @@ impl fmt::Debug for Memslot {
     }
 }
 
-/// A memslot with what belongs to it, as the index by id holds it. It is dropped when neither set has the slot any more.
+/// A memslot with what belongs to it, as the index by id holds it. It is dropped when neither set
+/// has the slot any more.
 pub(crate) struct OwnedSlot {
     slot: Memslot,
     /// Keeps alive what `slot` refers to.
@@ -306,7 +307,8 @@ pub(crate) struct OwnedSlot {
 }
 
 impl OwnedSlot {
-    /// Makes the slot that `region` asks for, as [`super::plan`] allows it, in tables of `granule`, with `log` for its log.
+    /// Makes the slot that `region` asks for, as [`super::plan`] allows it, in tables of `granule`,
+    /// with `log` for its log.
     #[inline]
     pub(crate) fn new(region: &Region, granule: Granule, log: Option<Shared<DirtyLog>>) -> Self {
         let fits = "the rules of regions leave no larger one";

@@ -1,23 +1,25 @@
 //! Memslots: which part of the guest's physical memory is backed by what.
 //!
-//! One address space has one [`Slots`]: two [`SlotSet`]s, each with all the slots. Readers see the one that is published; a
-//! change is made in the other one, the *inactive* set, which is published then. So a reader sees the old or the new set whole,
-//! and the VM runs on the old one meanwhile. The set that was replaced is left to the readers that still use it, and catches up
-//! at the beginning of the next change, in place: a change costs a move within a leaf of each [`index`], twice. (KVM has two
-//! sets, too, active and inactive memslots, since Linux 5.17; its slots are linked into both.)
+//! One address space has one [`Slots`]: two [`SlotSet`]s, each with all the slots. Readers see the one that is
+//! published; a change is made in the other one, the *inactive* set, which is published then. So a reader sees the old
+//! or the new set whole, and the VM runs on the old one meanwhile. The set that was replaced is left to the readers
+//! that still use it, and catches up at the beginning of the next change, in place: a change costs a move within a
+//! leaf of each [`index`], twice. (KVM has two sets, too, active and inactive memslots, since Linux 5.17; its slots
+//! are linked into both.)
 //!
 //! * Look-ups take no lock. The caller is in a reader section ([`crate::sync::quiesce`]).
-//! * Changes are serialized by [`Slots::change`]'s lock. A deletion or a move holds it until the new set is published and the
-//!   old slot's leaves are zapped, and releases it before the flush. (KVM holds its `slots_lock` until the flush is done.) Work
-//!   on a dirty log holds it for one step at a time, a change of attributes until the new sets are published. The index by id
-//!   is only used under it.
-//! * No reader that entered its section, or passed a quiescent point, since the last change was published uses the inactive
-//!   set. [`SlotsChange::catch_up`] waits for all others: mostly the flush of the last change has done so. It drops what the
-//!   last change replaced, too.
-//! * What a change needs is allocated before anything is changed, for both sets: the same edits built them, so what suffices
-//!   for one suffices for the other.
-//! * A change makes one [`Edit`] or several. All are made in the inactive set before it is published, so readers see all or none.
-//!   In between, slots of that set may overlap: one has come where another has not left yet. No one looks a frame up there.
+//! * Changes are serialized by [`Slots::change`]'s lock. A deletion or a move holds it until the new set is published
+//!   and the old slot's leaves are zapped, and releases it before the flush. (KVM holds its `slots_lock` until the
+//!   flush is done.) Work on a dirty log holds it for one step at a time, a change of attributes until the new sets are
+//!   published. The index by id is only used under it.
+//! * No reader that entered its section, or passed a quiescent point, since the last change was published uses the
+//!   inactive set. [`SlotsChange::catch_up`] waits for all others: mostly the flush of the last change has done so. It
+//!   drops what the last change replaced, too.
+//! * What a change needs is allocated before anything is changed, for both sets: the same edits built them, so what
+//!   suffices for one suffices for the other.
+//! * A change makes one [`Edit`] or several. All are made in the inactive set before it is published, so readers see
+//!   all or none. In between, slots of that set may overlap: one has come where another has not left yet. No one
+//!   looks a frame up there.
 
 mod attributes;
 mod batch;
@@ -60,8 +62,8 @@ pub(crate) struct Slots {
     writer: FairLock<Writer>,
 }
 
-// SAFETY: the published set is read by any number of threads and the other one changed by one, the holder of the writers' lock;
-// both are `Send + Sync`.
+// SAFETY: the published set is read by any number of threads and the other one changed by one, the holder of the
+// writers' lock; both are `Send + Sync`.
 unsafe impl Sync for Slots {}
 
 struct Writer {
@@ -82,7 +84,8 @@ struct LastChange {
     replaced: Replaced,
 }
 
-/// What the last change has replaced, in its order: `None` where there was no slot. A change of one slot needs no heap memory.
+/// What the last change has replaced, in its order: `None` where there was no slot. A change of one slot
+/// needs no heap memory.
 #[derive(Default)]
 struct Replaced {
     first: Option<Was>,
@@ -139,14 +142,15 @@ impl Slots {
     /// Returns the published set.
     ///
     /// # Safety
-    /// - as long as the result is used, the caller is in a reader section, or holds the writers' lock and does not catch up.
+    /// - as long as the result is used, the caller is in a reader section, or holds the writers' lock
+    ///   and does not catch up.
     #[inline]
     unsafe fn published(&self) -> &SlotSet {
-        // Sequentially consistent, as the reader's word and the store are: a writer that finds a reader outside its section
-        // knows that it will see the new set when it enters.
+        // Sequentially consistent, as the reader's word and the store are: a writer that finds a reader outside its
+        // section knows that it will see the new set when it enters.
         let index = self.published.load(SeqCst) % 2;
-        // SAFETY: a set that was replaced is changed only when every reader section that could have seen it published has ended,
-        // by the holder of the writers' lock.
+        // SAFETY: a set that was replaced is changed only when every reader section that could have seen it published
+        // has ended, by the holder of the writers' lock.
         let set = unsafe { &*self.sets[index].get() };
         set.used();
         set
@@ -157,8 +161,8 @@ impl Slots {
         self.sets[1 - self.published.load(Relaxed) % 2].get()
     }
 
-    /// Begins a change: the holder of the result is the only one that changes these slots. Callers are served in the order in
-    /// which they call this; `wait(round)` passes time before.
+    /// Begins a change: the holder of the result is the only one that changes these slots. Callers are served in the
+    /// order in which they call this; `wait(round)` passes time before.
     pub(crate) fn change(&self, wait: impl FnMut(u32)) -> SlotsChange<'_> {
         SlotsChange {
             slots: self,
@@ -214,7 +218,8 @@ impl SlotsChange<'_> {
         let replaced = last
             .take()
             .map_or_else(Replaced::default, |last| last.replaced);
-        // SAFETY: every reader that was in a section when the set was replaced has passed, and the writers' lock is held.
+        // SAFETY: every reader that was in a section when the set was replaced has passed, and the
+        // writers' lock is held.
         let inactive = unsafe { &mut *self.slots.inactive() };
         for Was { id, old } in replaced.iter() {
             let new = by_id.get(*id).map(Deref::deref);
@@ -225,8 +230,8 @@ impl SlotsChange<'_> {
         inactive.clone_rest(unsafe { self.slots.published() });
     }
 
-    /// Publishes a set in which all `edits`, of different ids, are made, and takes the slots out of them. The caller has
-    /// [caught up](Self::catch_up).
+    /// Publishes a set in which all `edits`, of different ids, are made, and takes the slots out of them. The caller
+    /// has [caught up](Self::catch_up).
     ///
     /// # Errors
     /// [`OutOfMemory`]; nothing has changed.
@@ -303,7 +308,8 @@ impl SlotsChange<'_> {
         let published = self.slots.published.load(Relaxed);
         self.slots.published.swap(1 - published % 2, SeqCst);
         self.writer.last = Some(LastChange {
-            // A reader that enters from now on sees the new set; those in sections have passed when the next generation has.
+            // A reader that enters from now on sees the new set; those in sections have passed when the
+            // next generation has.
             generation: readers.next_generation(),
             replaced,
         });

@@ -37,8 +37,8 @@ impl BitOr for SlotFlags {
     }
 }
 
-/// One call of KVM_SET_USER_MEMORY_REGION2, but for deleting ([`crate::Vm::remove_memory_region`]): create, move, or change
-/// flags.
+/// One call of KVM_SET_USER_MEMORY_REGION2, but for deleting ([`crate::Vm::remove_memory_region`]): create,
+/// move, or change flags.
 ///
 /// ```
 /// use slat::{Gpa, Hva, MemoryType, Region, Rights, SlotFlags};
@@ -64,8 +64,8 @@ pub struct Region {
     /// What backs its first byte. Backings are below 2^60 - 4096.
     pub backing: Hva,
     /// What backs its first byte where it is private ([`crate::Vm::set_memory_attributes`]):
-    /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached. It may be the same as `backing`: then
-    /// it is all memory of the slot (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
+    /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached. It may be the same as `backing`:
+    /// then it is all memory of the slot (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
     pub private: Option<Hva>,
     /// The most that the guest may do there, whatever the host allows. Without the right to write it is as with
     /// [`SlotFlags::READONLY`]: writes are MMIO. A fetch without the right to execute ends with
@@ -77,8 +77,8 @@ pub struct Region {
 }
 
 impl Region {
-    /// `size` bytes at `gpa`, backed from `backing` on: shared memory with all rights that the host gives, cached as the host
-    /// says, and not logged.
+    /// `size` bytes at `gpa`, backed from `backing` on: shared memory with all rights that the host gives, cached as
+    /// the host says, and not logged.
     pub fn new(slot: u32, gpa: Gpa, size: u64, backing: Hva) -> Self {
         Region {
             slot,
@@ -166,14 +166,14 @@ pub enum RegionError {
     BeyondTables(Region),
     /// More pages than one slot, or all slots together, may have.
     TooLarge(Region),
-    /// The size of this slot is 0, and nothing before this in the order of KVM's checks is wrong. To KVM it means: delete the
-    /// slot. Here [`crate::Vm::remove_memory_region`] does that, so that a size which happens to be 0 deletes no memory. A client that has
-    /// KVM's call to offer calls that one when it gets this.
+    /// The size of this slot is 0, and nothing before this in the order of KVM's checks is wrong. To KVM it means:
+    /// delete the slot. Here [`crate::Vm::remove_memory_region`] does that, so that a size which happens to be 0
+    /// deletes no memory. A client that has KVM's call to offer calls that one when it gets this.
     Empty(u32),
     /// Deleting a slot that does not exist.
     NothingToDelete(u32),
-    /// A slot's size, backing, read-only flag, rights and memory type cannot change. Delete it first: then nothing of what
-    /// it allowed is mapped any more.
+    /// A slot's size, backing, read-only flag, rights and memory type cannot change. Delete it first: then nothing of
+    /// what it allowed is mapped any more.
     Resized(u32),
     /// A slot with private backing can neither log dirty pages nor be read-only.
     PrivateWithFlags(SlotFlags),
@@ -360,8 +360,8 @@ pub(crate) fn check(region: &Region, granule: Granule) -> Result<Checked<'_>, Re
     Ok(Checked(region, granule))
 }
 
-/// Checks `region` against the existing slots. Returns whether it changes anything; `false`: the slot is like that already.
-/// `capacity`: frames that the tables hold.
+/// Checks `region` against the existing slots. Returns whether it changes anything; `false`: the slot is like that
+/// already. `capacity`: frames that the tables hold.
 ///
 /// # Errors
 /// [`RegionError`].
@@ -390,7 +390,8 @@ pub(crate) fn plan(
     Ok(true)
 }
 
-/// Checks whether `region`, in tables of `granule`, has a place beside the existing slots but those for which `leaves` is true.
+/// Checks whether `region`, in tables of `granule`, has a place beside the existing slots but those for
+/// which `leaves` is true.
 ///
 /// # Errors
 /// [`RegionError`].

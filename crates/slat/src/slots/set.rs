@@ -1,5 +1,6 @@
-//! The memslots of one address space at one moment: an index by guest frame, one by backing address, and what else a look-up
-//! must see at the same moment. Whoever has a reference to a set may search it; only the writer changes it ([`super`]).
+//! The memslots of one address space at one moment: an index by guest frame, one by backing address, and what
+//! else a look-up must see at the same moment. Whoever has a reference to a set may search it; only the writer
+//! changes it ([`super`]).
 
 use core::ops::Range;
 
@@ -93,7 +94,8 @@ impl SlotSet {
         first
     }
 
-    /// Returns the id of a slot whose private backing has one of the `size` bytes from `private` on, and for which `leaves` is false.
+    /// Returns the id of a slot whose private backing has one of the `size` bytes from `private` on, and for
+    /// which `leaves` is false.
     pub(super) fn private_overlap(
         &self,
         private: Hva,
@@ -110,8 +112,8 @@ impl SlotSet {
         found
     }
 
-    /// Calls `visit` for every slot that `range` backs, with the frames it backs and its place, until `visit` returns `false`:
-    /// in the order of places, from `from` on. A slot that has both its backings there is visited for each.
+    /// Calls `visit` for every slot that `range` backs, with the frames it backs and its place, until `visit` returns
+    /// `false`: in the order of places, from `from` on. A slot that has both its backings there is visited for each.
     pub(crate) fn backed_by(
         &self,
         range: &Range<Hva>,
@@ -198,8 +200,8 @@ impl Place {
         private.unwrap_or(slot.backing())
     }
 
-    /// Returns whether the backing of `slot` that is here is the one that `gfn` has by `attributes`, and a range of frames
-    /// around it for which this is alike.
+    /// Returns whether the backing of `slot` that is here is the one that `gfn` has by `attributes`, and a range of
+    /// frames around it for which this is alike.
     pub(crate) fn backs(
         self,
         slot: &Memslot,

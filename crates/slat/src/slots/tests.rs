@@ -1,5 +1,5 @@
-//! The indexes against a `BTreeMap`, the rules of regions error by error, and that a change for which there is no memory
-//! changes nothing.
+//! The indexes against a `BTreeMap`, the rules of regions error by error, and that a change for which there is no
+//! memory changes nothing.
 
 use std::alloc::{GlobalAlloc, System};
 use std::cell::Cell;
@@ -339,8 +339,8 @@ fn slots_are_found_however_they_lie() {
     finds_all(&scattered);
 }
 
-/// Slots that are created in ascending order fill one leaf after the other. Those of the last leaf are deleted here: the full
-/// leaf before it still has its slots.
+/// Slots that are created in ascending order fill one leaf after the other. Those of the last leaf are deleted here:
+/// the full leaf before it still has its slots.
 #[test]
 fn the_last_slots_can_go_when_all_before_them_are_in_full_leaves() {
     let slots = 2 * index::LEAF as u64 + 1;

@@ -28,8 +28,8 @@ mod plain {
         AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, fence,
     };
 
-    /// Stores where another thread may read-modify-write at the same time. A function of its own because loom would leave
-    /// such a store and such a write unordered.
+    /// Stores where another thread may read-modify-write at the same time. A function of its own because loom would
+    /// leave such a store and such a write unordered.
     #[inline(always)]
     pub fn overwrite(atomic: &AtomicU64, value: u64, order: super::Ordering) {
         atomic.store(value, order);

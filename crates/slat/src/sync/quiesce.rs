@@ -20,8 +20,8 @@
 //! does not find in the list enters after the raise. Leaving is a release store of 0, so all that a reader did
 //! happened before what a writer does that sees the 0.
 //!
-//! A look-up that takes a few instructions has no reader of its own ([`Readers::brief`]): one word serves all threads, and the
-//! thread that changes it from 0 to the generation is its owner until it stores 0 again.
+//! A look-up that takes a few instructions has no reader of its own ([`Readers::brief`]): one word serves all threads,
+//! and the thread that changes it from 0 to the generation is its owner until it stores 0 again.
 //!
 //! # Deadlock
 //! A reader that must itself wait (for host memory, for a flush, for an invalidation to end) leaves
@@ -215,8 +215,8 @@ pub(crate) struct Readers {
     /// A reader for the next operation, so that operations do not search the list, which may contain a thousand vCPUs,
     /// each time. It counts as owned.
     spare: AtomicPtr<Reader>,
-    /// The reader of [brief sections](Self::brief), which no thread owns for longer than one of them. It counts as owned.
-    /// Null: there is none.
+    /// The reader of [brief sections](Self::brief), which no thread owns for longer than one of them. It counts as
+    /// owned. Null: there is none.
     brief: AtomicPtr<Reader>,
 }
 
@@ -241,13 +241,15 @@ impl Readers {
         Ok(())
     }
 
-    /// Begins a section for a few instructions that wait for nothing, in which no [`Attention`] is looked at. The caller may be
-    /// in another section. `None`: another thread is in the brief section, and there is no memory for one more reader.
+    /// Begins a section for a few instructions that wait for nothing, in which no [`Attention`] is looked at. The
+    /// caller may be in another section. `None`: another thread is in the brief section, and there is no memory
+    /// for one more reader.
     ///
-    /// An operation that borrows a reader exchanges a pointer to own it, stores the reader's word, and exchanges the pointer
-    /// again: three locked instructions on x86. Here the word itself says who owns the reader: the compare-exchange that
-    /// stores the generation there succeeds only where it was 0. It is sequentially consistent like the store in
-    /// [`Reader::enter`], and the generation is read again after it in the same way, so the same argument holds.
+    /// An operation that borrows a reader exchanges a pointer to own it, stores the reader's word, and exchanges
+    /// the pointer again: three locked instructions on x86. Here the word itself says who owns the reader: the
+    /// compare-exchange that stores the generation there succeeds only where it was 0. It is sequentially
+    /// consistent like the store in [`Reader::enter`], and the generation is read again after it in the same way,
+    /// so the same argument holds.
     #[inline]
     pub(crate) fn brief(&self) -> Option<Brief<'_>> {
         let begin = |reader: &Reader| {
@@ -365,8 +367,8 @@ impl Readers {
         self.synchronize_those(|_| true, wait)
     }
 
-    /// Like [`Self::synchronize`], but asks only those readers whose attention word `wanted` accepts, and waits for each
-    /// while it does.
+    /// Like [`Self::synchronize`], but asks only those readers whose attention word `wanted` accepts, and waits
+    /// for each while it does.
     pub(crate) fn synchronize_those(
         &self,
         wanted: impl Fn(&Attention) -> bool,

@@ -44,7 +44,8 @@ use core::marker::PhantomData;
 /// owner.leave();
 /// ```
 ///
-/// It does not say to which VM the reader belongs: the one operation on two VMs ([`crate::vm`]'s clones) has a section of one only.
+/// It does not say to which VM the reader belongs: the one operation on two VMs ([`crate::vm`]'s clones) has a
+/// section of one only.
 #[derive(Clone, Copy)]
 pub(crate) struct InSection<'s>(PhantomData<&'s ()>);
 

@@ -1,5 +1,5 @@
-//! The buffer that the page walker of a software CPU fills: the pages whose dirty bits it has set. What it is for, and who
-//! drains it, is in `vm/drain.rs`.
+//! The buffer that the page walker of a software CPU fills: the pages whose dirty bits it has set. What it is for, and
+//! who drains it, is in `vm/drain.rs`.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;

@@ -2,19 +2,20 @@
 //! unused memory delays no fault.
 //!
 //! # Why no lock is needed
-//! Nothing but the accessed bit of a leaf changes, and that by a compare-exchange of the entry: what the walk has read is still
-//! there, or nothing happens.
+//! Nothing but the accessed bit of a leaf changes, and that by a compare-exchange of the entry: what the walk has read
+//! is still there, or nothing happens.
 //!
-//! * *Tables.* The caller is in a reader section, and reaches tables as any walker does. A table that was removed meanwhile is
-//!   not freed before the section ends; what is cleared in its leaves matters to nobody.
-//! * *Entries.* Only leaves, broken ones included, are changed. An entry that was zapped, split or collapsed since it was read
-//!   has other bits, so the exchange fails: an entry that refers to a table keeps all its bits, and a cleared one the flush that
-//!   it names. If the same bits came back in between, they mean the same leaf.
-//! * *The holder of the table's lock* may have read the entry before the bit was cleared, and store what it made of that
-//!   ([`At::update`](super::At), [`At::put`](super::At)). Then the bit is set again: the page looks used once more. It loses no dirty
-//!   bit by that. It stores plainly only if the leaf is settled ([`Format::is_settled`]), or does not need dirty bits: and a
-//!   settled leaf is dirty already, or not writable, so all that a walker can add to it now is the accessed bit. Otherwise it
-//!   exchanges what it has read, fails, and reads again, as it does when a walker sets a bit.
+//! * *Tables.* The caller is in a reader section, and reaches tables as any walker does. A table that was removed
+//!   meanwhile is not freed before the section ends; what is cleared in its leaves matters to nobody.
+//! * *Entries.* Only leaves, broken ones included, are changed. An entry that was zapped, split or collapsed since it
+//!   was read has other bits, so the exchange fails: an entry that refers to a table keeps all its bits, and a cleared
+//!   one the flush that it names. If the same bits came back in between, they mean the same leaf.
+//! * *The holder of the table's lock* may have read the entry before the bit was cleared, and store what it made of
+//!   that ([`At::update`](super::At), [`At::put`](super::At)). Then the bit is set again: the page looks used once
+//!   more. It loses no dirty bit by that. It stores plainly only if the leaf is settled ([`Format::is_settled`]),
+//!   or does not need dirty bits: and a settled leaf is dirty already, or not writable, so all that a walker can
+//!   add to it now is the accessed bit. Otherwise it exchanges what it has read, fails, and reads again, as it does
+//!   when a walker sets a bit.
 //! * *Walkers in hardware* set bits by atomic operations. If one marks the leaf between the load and the exchange, the
 //!   exchange fails, and the next one keeps the dirty bit.
 //! * *Another thread that ages* exchanges the same bits. One of the two succeeds, and counts the leaf.
@@ -141,8 +142,8 @@ fn are_idle<F: Format>(entries: &[AtomicU64], level: Level) -> bool {
     })
 }
 
-/// Returns whether `entry` is a leaf of `level`, and whether one that was used. Without a branch: no predictor knows which pages
-/// the guest uses.
+/// Returns whether `entry` is a leaf of `level`, and whether one that was used. Without a branch: no predictor knows
+/// which pages the guest uses.
 #[inline(always)]
 fn leaf<F: Format>(entry: &AtomicU64, level: Level) -> (bool, bool) {
     let bits = entry.load(Relaxed);

@@ -56,7 +56,8 @@ impl At<'_> {
         matches!(self.kept, Kept::Cleared(_))
     }
 
-    /// Returns whether walkers may come to the entry by addresses that the guest's own tables translate. They do not know the frame.
+    /// Returns whether walkers may come to the entry by addresses that the guest's own tables translate. They
+    /// do not know the frame.
     pub(crate) fn is_shadowed(&self) -> bool {
         match self.kept {
             Kept::Cleared(_) => false,
@@ -123,8 +124,8 @@ impl At<'_> {
         overwrite(self.entry, bits, Relaxed);
     }
 
-    /// Applies `change` to the leaf in the entry. Loses no bit that a walker sets at the same time; but an accessed bit that is
-    /// cleared without the lock meanwhile ([`super::age`]) may be set again.
+    /// Applies `change` to the leaf in the entry. Loses no bit that a walker sets at the same time; but an accessed bit
+    /// that is cleared without the lock meanwhile ([`super::age`]) may be set again.
     pub(crate) fn update<F: Format>(&self, change: impl Fn(u64) -> u64) {
         if F::is_settled(self.bits) {
             overwrite(self.entry, change(self.bits), Relaxed);

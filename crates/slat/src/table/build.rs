@@ -43,8 +43,8 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
     /// The most tables that one leaf can need.
     const MOST: usize = F::TOP.0 as usize - 1;
 
-    /// Stores `bits` as the leaf of `level` for `gfn`. Returns `false` if the tables that are prepared may be too few; then
-    /// it has done nothing.
+    /// Stores `bits` as the leaf of `level` for `gfn`. Returns `false` if the tables that are prepared may be too few;
+    /// then it has done nothing.
     pub(crate) fn put(&mut self, gfn: Gfn, level: Level, bits: u64) -> bool {
         let first = F::GRANULE.align_down(gfn, Level(level.0 + 1));
         let frame = match self.last {

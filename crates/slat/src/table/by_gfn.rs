@@ -94,13 +94,15 @@ pub(crate) trait ByGfn {
     type Format: Format;
 
     /// Continues `walk`: calls `visit` for every leaf that covers frames of its range, and for the entries that `show`
-    /// adds, in the order of gfn (of two MMUs, in that of each), each under the lock of its table, or of the MMU. Takes that lock wherever a fault could
-    /// install something in the range, even if there is no entry to visit. Stops where `visit` returns [`Next::Stop`], or
-    /// when the budget of `walk` is used up; the next call resumes with the same entry.
+    /// adds, in the order of gfn (of two MMUs, in that of each), each under the lock of its table, or of the MMU.
+    /// Takes that lock wherever a fault could install something in the range, even if there is no entry to visit.
+    /// Stops where `visit` returns [`Next::Stop`], or when the budget of `walk` is used up; the next call resumes
+    /// with the same entry.
     fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit);
 
-    /// Calls `seen` for all leaves that cover frames of the range, some at a time, and clears their accessed bits if `clear`.
-    /// Continues `walk`, and stops when its budget is used up, as [`Self::walk`] does, but need not take a lock.
+    /// Calls `seen` for all leaves that cover frames of the range, some at a time, and clears their accessed
+    /// bits if `clear`. Continues `walk`, and stops when its budget is used up, as [`Self::walk`] does, but
+    /// need not take a lock.
     fn age(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged));
 
     /// Zaps the leaf at `at`.
@@ -114,8 +116,8 @@ pub(crate) trait ByGfn {
     fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached);
 
     /// Replaces the huge leaf `at` by a table, in a frame from `path`, of leaves of the next lower level that mean the
-    /// same. `path` has a frame for it, and the MMU is prepared for one more table. On formats with break-before-make it only breaks the leaf; the frame is used
-    /// later, by [`Self::mend`].
+    /// same. `path` has a frame for it, and the MMU is prepared for one more table. On formats with break-before-make
+    /// it only breaks the leaf; the frame is used later, by [`Self::mend`].
     fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split;
 
     /// Installs the pieces of the broken leaf of `level` at `gfn`: the second half of break-before-make. Call after a
@@ -126,9 +128,9 @@ pub(crate) trait ByGfn {
     #[must_use]
     fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool;
 
-    /// Replaces the table in the frame `lower`, to which the entry `at` refers, by the huge leaf `leaf`, which maps all that
-    /// the table maps, and adds the table to `detached`. On formats with break-before-make it makes the entry a broken
-    /// leaf; [`Self::restore`] installs it after a flush. An MMU that cannot have a leaf there clears the entry.
+    /// Replaces the table in the frame `lower`, to which the entry `at` refers, by the huge leaf `leaf`, which maps all
+    /// that the table maps, and adds the table to `detached`. On formats with break-before-make it makes the entry a
+    /// broken leaf; [`Self::restore`] installs it after a flush. An MMU that cannot have a leaf there clears the entry.
     fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse;
 
     /// Installs the broken leaf of `level` at `gfn` as a whole, after the flush `own` of it: the second half of
@@ -146,8 +148,8 @@ pub(crate) trait ByGfn {
         false
     }
 
-    /// Gives entries that refer to tables, and cover only frames of the range, the right to write back: no log needs them
-    /// protected any more, and leaves keep the rights they have. Continues `walk` like [`Self::walk`].
+    /// Gives entries that refer to tables, and cover only frames of the range, the right to write back: no log needs
+    /// them protected any more, and leaves keep the rights they have. Continues `walk` like [`Self::walk`].
     fn lift(&self, walk: &mut Walk) {
         walk.stop_at(walk.range().end);
     }

@@ -5,7 +5,8 @@
 //! table has a root for each address space of the guest and translates virtual pages. The other interface, [by
 //! gfn](super::by_gfn), is for work that comes from the host, which knows neither.
 //!
-//! Look-ups are the same for every MMU, because walkers are ([`super::lookup`]). What a tree installs is in [`super::map`].
+//! Look-ups are the same for every MMU, because walkers are ([`super::lookup`]). What a tree installs
+//! is in [`super::map`].
 
 use crate::addr::{Access, Gfn, Level, PageIndex, Pfn};
 use crate::format::{Entry, Format, Leaf, can_shadow};
@@ -29,8 +30,8 @@ pub(crate) enum Retry {
     Stale,
     /// No frame or record is left of those that were allocated ahead: allocate more.
     Unprepared,
-    /// The entry, in the region of this level, is a leaf for another page, or a table of smaller leaves; or a larger leaf on the
-    /// path was to be left alone. A range operation zaps it, which also moves dirty bits to the log.
+    /// The entry, in the region of this level, is a leaf for another page, or a table of smaller leaves; or a larger
+    /// leaf on the path was to be left alone. A range operation zaps it, which also moves dirty bits to the log.
     Conflict(Level),
     /// A huge leaf of this level on the path was broken (break-before-make): flush, and have
     /// [`ByGfn::mend`](super::ByGfn::mend) install its pieces.
@@ -41,13 +42,14 @@ pub(crate) enum Retry {
     Unflushed(Level),
     /// A table of the guest's on the path was protected and not flushed yet: flush these tables.
     Unprotected,
-    /// From now on the MMU notices stores to the guest's tables on the path, but it has not noticed earlier ones: read them
-    /// again.
+    /// From now on the MMU notices stores to the guest's tables on the path, but it has not noticed earlier
+    /// ones: read them again.
     Tracked,
-    /// An entry is about to refer to the page of this level for the first time: first compare the page with the guest's table. What
-    /// was read in the other tables stays good.
+    /// An entry is about to refer to the page of this level for the first time: first compare the page with the guest's
+    /// table. What was read in the other tables stays good.
     Unsynced(Level),
-    /// An entry of this level on the path is not what the guest's tables say now, or a leaf for another page: have it zapped.
+    /// An entry of this level on the path is not what the guest's tables say now, or a leaf for another
+    /// page: have it zapped.
     Replaced(Level),
 }
 
@@ -85,7 +87,8 @@ impl Root {
         self.frame
     }
 
-    /// Returns the level of the root table. For a format that cannot shadow tables that is the top, and the compiler knows it.
+    /// Returns the level of the root table. For a format that cannot shadow tables that is the top, and
+    /// the compiler knows it.
     #[inline(always)]
     pub(crate) fn level<F: Format>(self) -> Level {
         if can_shadow::<F>() {
@@ -147,16 +150,16 @@ impl Found<'_> {
         ready.then(|| F::decode_leaf(bits))
     }
 
-    /// Returns the table that holds the entry, for a paging-structure cache. `None`: the path is write-protected, which a look-up
-    /// that begins with the table would not see.
+    /// Returns the table that holds the entry, for a paging-structure cache. `None`: the path is write-protected, which
+    /// a look-up that begins with the table would not see.
     #[inline(always)]
     pub(crate) fn to_remember<F: Format>(&self) -> Option<Pfn> {
         (!self.is_protected::<F>()).then_some(self.table)
     }
 
     /// Sets accessed, and dirty if `write`, as a page walker does when it uses the leaf: without a lock, and only if
-    /// the entry is unchanged. Returns `false` if it has changed: walk again. `Release`: who sees the bit sees that the buffer is
-    /// locked in which its CPU notes it (`vm/drain.rs`).
+    /// the entry is unchanged. Returns `false` if it has changed: walk again. `Release`: who sees the bit sees that the
+    /// buffer is locked in which its CPU notes it (`vm/drain.rs`).
     #[inline]
     pub(crate) fn mark<F: Format>(&self, write: bool) -> bool {
         let marked = F::mark(self.bits, write);

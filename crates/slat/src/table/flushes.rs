@@ -244,8 +244,8 @@ impl FlushTicket<'_> {
         Gfn(start)..Gfn(end)
     }
 
-    /// Returns whether another operation needs a flush of some of these frames. A huge leaf, of at most `largest` pages,
-    /// that it zapped may reach into them from the frames that its ticket covers.
+    /// Returns whether another operation needs a flush of some of these frames. A huge leaf, of at most `largest`
+    /// pages, that it zapped may reach into them from the frames that its ticket covers.
     pub(crate) fn others_need(&self, largest: u64) -> bool {
         let Range { start, end } = self.gfns();
         if start >= end {

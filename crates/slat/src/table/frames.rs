@@ -1,7 +1,7 @@
 //! The frames that a VM has of its platform for tables: all of them are allocated and freed here, and counted.
 //!
-//! The counts are words that all threads share. They change when frames are allocated or freed, and so cost a fault nothing
-//! that needs no table. They are outside of loom's models: nothing else depends on their values.
+//! The counts are words that all threads share. They change when frames are allocated or freed, and so cost a fault
+//! nothing that needs no table. They are outside of loom's models: nothing else depends on their values.
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

@@ -16,7 +16,8 @@ use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 
 impl<'a, P: Platform, F: Format> Table<'a, P, F> {
-    /// Loads the entry on the path to `index` of this table, which has `level`. All entries above it have the bits `above`.
+    /// Loads the entry on the path to `index` of this table, which has `level`. All entries above it
+    /// have the bits `above`.
     #[inline(always)]
     fn find(&self, index: PageIndex, level: Level, above: u64) -> Found<'a> {
         let entry = self.entry(F::GRANULE.index(index.as_gfn(), level));
@@ -210,8 +211,8 @@ pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     Ok(find(frame, Level::PAGE, above))
 }
 
-/// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which it ended, by a path that was not
-/// write-protected.
+/// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which it ended, by a path that was
+/// not write-protected.
 ///
 /// # Safety
 /// - on `platform`, `lookup_page` has found an entry of `table` for a page that it translates, too, and the

@@ -20,10 +20,10 @@ pub(crate) enum OnLeaf {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Installs `leaf` for the region of `level` around `cursor`. Adds missing tables; splits a larger leaf on the path in
-    /// place, so that its other pages stay mapped throughout. If the leaf is to be written to, pushes write protection down on
-    /// its path ([`super::protect`]). Calls `valid` under the lock of the table that
-    /// receives the leaf, immediately before the install, and `done` under that lock, immediately after it.
+    /// Installs `leaf` for the region of `level` around `cursor`. Adds missing tables; splits a larger leaf on the path
+    /// in place, so that its other pages stay mapped throughout. If the leaf is to be written to, pushes write
+    /// protection down on its path ([`super::protect`]). Calls `valid` under the lock of the table that receives the
+    /// leaf, immediately before the install, and `done` under that lock, immediately after it.
     ///
     /// # Errors
     /// [`Retry`]; neither a leaf was installed nor `done` called.
@@ -130,7 +130,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         Ok(installed)
     }
 
-    /// Installs an MMIO entry of `generation`, if the entry is empty, or an MMIO entry of any generation. Returns whether it did.
+    /// Installs an MMIO entry of `generation`, if the entry is empty, or an MMIO entry of any generation.
+    /// Returns whether it did.
     pub(crate) fn map_mmio(
         &self,
         cursor: &mut Cursor<'_, P, F>,
@@ -443,8 +444,8 @@ impl<F: Format> Run<F> {
     }
 }
 
-/// Adds the rights and marks of `leaf` to the leaf of `level` in `entry`, for the same page, which had `bits` under the lock
-/// that the caller holds. Returns whether that changes anything.
+/// Adds the rights and marks of `leaf` to the leaf of `level` in `entry`, for the same page, which had `bits` under the
+/// lock that the caller holds. Returns whether that changes anything.
 pub(crate) fn widen<F: Format>(entry: &AtomicU64, bits: u64, leaf: Leaf, level: Level) -> bool {
     let wider = |bits| match F::decode(bits, level) {
         Entry::Leaf(now) => Some(F::leaf(union(now, leaf), level)),

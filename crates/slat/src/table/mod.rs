@@ -4,10 +4,10 @@
 //! * Every table has one lock, in its [`TableMeta`]. **Software changes an entry only under the lock of the table that
 //!   contains it**, by one atomic store (or read-modify-write, where hardware may set accessed or dirty in that
 //!   entry at the same time). A range operation takes the lock once for the entries of the table, a fault once for its
-//!   install. Three exceptions: a page walker sets accessed and dirty without the lock, [`age`] clears accessed, and [`protect`]
-//!   gives an entry that refers to a table the right to write under the lock of *that* table.
-//! * No thread holds two table locks, allocates, or waits for anything under one. Whoever takes one may hold the lock of the
-//!   shadow pages beside the tree ([`crate::shadow`]), which nobody takes under a table's.
+//!   install. Three exceptions: a page walker sets accessed and dirty without the lock, [`age`] clears accessed, and
+//!   [`protect`] gives an entry that refers to a table the right to write under the lock of *that* table.
+//! * No thread holds two table locks, allocates, or waits for anything under one. Whoever takes one may hold the lock
+//!   of the shadow pages beside the tree ([`crate::shadow`]), which nobody takes under a table's.
 //! * Walkers, software and hardware, take no lock. They see each entry as it was before or after a change. A table is
 //!   published by a `Release` store after it was filled; a walker loads entries with `Acquire`, so it sees the
 //!   entries of the table, too.
@@ -63,8 +63,8 @@
 //!   fault that finds a broken leaf waits, outside its reader section, until the leaf is mended; the mending
 //!   thread flushes, and never waits for a fault.
 //!
-//! * *Collapses.* A table that is replaced by a huge leaf becomes a broken leaf in the same way: the thread that put the
-//!   leaf there detaches the table, flushes, and then makes the leaf valid ([`ByGfn::restore`]). A fault waits. An
+//! * *Collapses.* A table that is replaced by a huge leaf becomes a broken leaf in the same way: the thread that put
+//!   the leaf there detaches the table, flushes, and then makes the leaf valid ([`ByGfn::restore`]). A fault waits. An
 //!   invalidation that comes meanwhile finds the leaf, and zaps it.
 //!
 //! On formats that do not ask for it, `cleared` is 0 and names no flush, and all checks are compiled away.
@@ -210,8 +210,8 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
     /// Returns the table in `frame`, for the MMUs outside this module.
     ///
     /// # Safety
-    /// - `frame` is one that `platform` has allocated for a table, and is not freed while the result, or a reference that
-    ///   it has returned, is used.
+    /// - `frame` is one that `platform` has allocated for a table, and is not freed while the result, or a reference
+    ///   that it has returned, is used.
     pub(crate) unsafe fn at(platform: &'a P, frame: Pfn) -> Self {
         Table::new(platform, frame)
     }
@@ -224,8 +224,8 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
     #[inline]
     pub(crate) fn entries(&self) -> &'a [AtomicU64] {
         let first = self.platform.entries(self.frame).cast::<AtomicU64>();
-        // SAFETY: the platform's promise for allocated frames: so many entries are there. Frames in entries, and `root`, are
-        // allocated; a detached one stays so until no reader can have reached it.
+        // SAFETY: the platform's promise for allocated frames: so many entries are there. Frames in entries, and
+        // `root`, are allocated; a detached one stays so until no reader can have reached it.
         unsafe { slice::from_raw_parts(first.as_ptr(), F::GRANULE.entries()) }
     }
 

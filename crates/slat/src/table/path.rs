@@ -16,8 +16,8 @@ pub(crate) struct FrameCache {
 }
 
 impl FrameCache {
-    /// The most frames that one fault can need: for the missing tables, or for the splits, on the path to its leaf. Below a root of
-    /// level 5 there are four.
+    /// The most frames that one fault can need: for the missing tables, or for the splits, on the path to its leaf.
+    /// Below a root of level 5 there are four.
     pub(crate) const FAULT: usize = 4;
     /// The number of frames that a range operation allocates at a time.
     pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 64 };
@@ -116,11 +116,11 @@ pub(crate) struct Path<'a> {
     pub(crate) nx_splits: u64,
     /// The number of shadow pages made.
     pub(crate) shadow_pages: u64,
-    /// The access stores for the guest: then a table of level 1 may become unsynced. Otherwise the MMU itself sets a flag
-    /// there, which changes nothing for it.
+    /// The access stores for the guest: then a table of level 1 may become unsynced. Otherwise the MMU itself sets a
+    /// flag there, which changes nothing for it.
     pub(crate) stores: bool,
-    /// The leaf was installed without the right to write, because the page holds a table of the guest's. The MMU is told of
-    /// the write.
+    /// The leaf was installed without the right to write, because the page holds a table of the guest's. The MMU
+    /// is told of the write.
     pub(crate) tracked: bool,
     /// The root of the tables on the trail.
     pub(crate) root: Option<Root>,

@@ -522,7 +522,8 @@ mod behaviour {
     }
 }
 
-/// Where an entry has the uppermost bits of an address elsewhere, frames on both sides of a boundary are no arithmetic sequence.
+/// Where an entry has the uppermost bits of an address elsewhere, frames on both sides of a boundary are no
+/// arithmetic sequence.
 #[test]
 fn a_run_of_frames_is_mapped_right_or_not_at_all() {
     fn runs<F: Format>(boundary: u64) {

@@ -106,7 +106,8 @@ impl Walk {
         allowed
     }
 
-    /// Does `work` with a walk over the frames of this one before `end`, which goes on where this one is and uses its budget.
+    /// Does `work` with a walk over the frames of this one before `end`, which goes on where this one is
+    /// and uses its budget.
     pub(crate) fn before(&mut self, end: Gfn, work: impl FnOnce(&mut Self)) {
         let all = self.range.end;
         self.range.end = all.min(end);
@@ -114,8 +115,8 @@ impl Walk {
         self.range.end = all;
     }
 
-    /// Walks over the range with `first`, and over what that has passed with `second`, each with a part of the budget. The walk
-    /// is where `second` has come to; `first` goes on where it was.
+    /// Walks over the range with `first`, and over what that has passed with `second`, each with a part of the budget.
+    /// The walk is where `second` has come to; `first` goes on where it was.
     pub(crate) fn both(&mut self, first: impl FnOnce(&mut Self), second: impl FnOnce(&mut Self)) {
         let from = self.at;
         self.ahead = self.ahead.max(from);
@@ -202,7 +203,8 @@ struct Walker<'w, P: Platform, F: Format, V> {
 }
 
 impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
-    /// Walks over `range` in the level 1 table in `frame`, to which a path leads that is write-protected if `protected`.
+    /// Walks over `range` in the level 1 table in `frame`, to which a path leads that is
+    /// write-protected if `protected`.
     fn pages(&mut self, frame: Pfn, range: Range<Gfn>, protected: bool) -> Result<(), Stopped> {
         let table = self.tree.table(frame);
         let first = F::GRANULE.index(range.start, Level::PAGE);
@@ -262,8 +264,8 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         })
     }
 
-    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it. The path to it is write-protected if
-    /// `protected`.
+    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it. The path to it is
+    /// write-protected if `protected`.
     fn table(
         &mut self,
         frame: Pfn,
@@ -321,8 +323,8 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         Ok(())
     }
 
-    /// Returns the table that `entry` refers to now, and the bits of the entry. `None`: it refers to none, or the walk skips
-    /// the table.
+    /// Returns the table that `entry` refers to now, and the bits of the entry. `None`: it refers to none, or the
+    /// walk skips the table.
     fn table_to_enter(&self, entry: &AtomicU64, level: Level) -> Option<(Pfn, u64)> {
         if self.show.skip_last_level && level == Level::MEGA {
             return None;

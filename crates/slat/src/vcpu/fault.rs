@@ -64,8 +64,8 @@ pub(super) struct Fault<'v, P: Platform, F: Format> {
     pub(super) gpa: Gpa,
     /// The right that the access needs.
     pub(super) access: Access,
-    /// The access is the guest's own: it counts as a fault, and a write is a store. Otherwise it is one that the MMU makes for
-    /// the guest, to read an entry of its tables or to set a flag there.
+    /// The access is the guest's own: it counts as a fault, and a write is a store. Otherwise it is one that the MMU
+    /// makes for the guest, to read an entry of its tables or to set a flag there.
     pub(super) of_guest: bool,
     /// Taken before the slot, and the leaf that is there, are looked at: what is found holds as long as this does. A
     /// slot that moves may have put another of its pages there since the walk that faulted.
@@ -331,8 +331,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         Next::Again
     }
 
-    /// Does what `retry` asks for, if that does not depend on what was to be installed: a flush, or what concerns the guest's
-    /// tables.
+    /// Does what `retry` asks for, if that does not depend on what was to be installed: a flush, or what
+    /// concerns the guest's tables.
     pub(super) fn clear_path(&mut self, retry: Retry) -> Next {
         let (key, trail) = (self.walk.key(), self.trail());
         match retry {

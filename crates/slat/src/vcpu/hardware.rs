@@ -1,12 +1,13 @@
 //! What a hypervisor calls whose CPU walks the tables itself: faults, and with the shadow MMU the guest's flushes and
 //! the root to load.
 //!
-//! Each call enters the vCPU for its own duration: the CPU's translations are in a TLB, which [`Platform::flush`] reaches.
+//! Each call enters the vCPU for its own duration: the CPU's translations are in a TLB, which
+//! [`Platform::flush`] reaches.
 //!
-//! **Roots of the shadow MMU** come and go with the guest's tables, and their frames are freed after a flush. So a root may
-//! be loaded, and may stay loaded, until the next flush of the VM: `Platform::flush` makes the CPU leave the guest, and before
-//! the guest runs again the hypervisor asks for the root again. A CPU that learns of a flush on its way into the guest, after it
-//! has asked, turns back and asks again.
+//! **Roots of the shadow MMU** come and go with the guest's tables, and their frames are freed after a flush. So a root
+//! may be loaded, and may stay loaded, until the next flush of the VM: `Platform::flush` makes the CPU leave the guest,
+//! and before the guest runs again the hypervisor asks for the root again. A CPU that learns of a flush on its way into
+//! the guest, after it has asked, turns back and asks again.
 
 use core::ops::Range;
 
@@ -24,8 +25,9 @@ use crate::sync::quiesce::Attention;
 pub enum AfterPageFault {
     /// It runs the guest again, which executes the instruction again.
     Run,
-    /// It emulates the instruction, with [`Vcpu::translate_virtual`] and [`Vcpu::stored`]. No leaf can allow the access: it
-    /// is a store to a table with which its own address is translated, or a supervisor's to a read-only page with CR0.WP clear.
+    /// It emulates the instruction, with [`Vcpu::translate_virtual`] and [`Vcpu::stored`]. No leaf can allow the
+    /// access: it is a store to a table with which its own address is translated, or a supervisor's to a read-only
+    /// page with CR0.WP clear.
     Emulate,
 }
 
@@ -52,12 +54,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps guest memory ahead of its use, for reading, like [`Vcpu::prefault`], for a hardware CPU that is not in the guest. Returns
-    /// the bytes mapped, from `range.start` on: a page at least, or 0 if a flush went by or the wait for a page was
-    /// interrupted. Call again for the rest. Before the guest runs, the caller makes the stores visible to the walker as after
-    /// [`Vcpu::hardware_fault`].
+    /// Maps guest memory ahead of its use, for reading, like [`Vcpu::prefault`], for a hardware CPU that is not in the
+    /// guest. Returns the bytes mapped, from `range.start` on: a page at least, or 0 if a flush went by or the wait for
+    /// a page was interrupted. Call again for the rest. Before the guest runs, the caller makes the stores visible to
+    /// the walker as after [`Vcpu::hardware_fault`].
     ///
-    /// The vCPU is entered for the duration of the call only, so the caller may use it, and change slots, with the result:
+    /// The vCPU is entered for the duration of the call only, so the caller may use it, and change
+    /// slots, with the result:
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -89,14 +92,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Call when a hardware CPU that walks shadow tables had a page fault, at `gva` for `access`, in the state `paging` of the
-    /// guest: brings the shadow table to where it allows the access, with the root that [`Vcpu::hardware_root`] returns then. A
-    /// store to a table of the guest's zaps what was made of it; the table is shadowed again when the guest uses it. If another
-    /// CPU walks with it all the time, that may be before the store is repeated: after some faults of the same store, keep the
-    /// VM's other CPUs out of the guest.
+    /// Call when a hardware CPU that walks shadow tables had a page fault, at `gva` for `access`, in the state `paging`
+    /// of the guest: brings the shadow table to where it allows the access, with the root that [`Vcpu::hardware_root`]
+    /// returns then. A store to a table of the guest's zaps what was made of it; the table is shadowed again when the
+    /// guest uses it. If another CPU walks with it all the time, that may be before the store is repeated: after some
+    /// faults of the same store, keep the VM's other CPUs out of the guest.
     ///
-    /// The CPU runs with CR0.PG, CR0.WP and EFER.NXE set, whatever the guest's are, and with the guest's CR4.SMEP, SMAP, PKE and
-    /// PKRU.
+    /// The CPU runs with CR0.PG, CR0.WP and EFER.NXE set, whatever the guest's are, and with the guest's
+    /// CR4.SMEP, SMAP, PKE and PKRU.
     ///
     /// # Errors
     /// [`VirtualStop`], but for [`Stop::Retry`]. [`VirtualStop::PageFault`] is to be injected into the guest.
@@ -136,10 +139,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Returns the shadow table with which a walk to `gva` begins in the state `paging` of the guest, for a hardware CPU to
-    /// load until the next [`Platform::flush`]. In long mode it is one table of the guest's number of levels, for CR3, in the
-    /// other modes one page directory for each GiB, for an entry of PAE's pointer table. `None`: nothing there was translated yet;
-    /// call [`Vcpu::hardware_page_fault`] for the fetch of the next instruction, and ask again.
+    /// Returns the shadow table with which a walk to `gva` begins in the state `paging` of the guest, for a
+    /// hardware CPU to load until the next [`Platform::flush`]. In long mode it is one table of the guest's number
+    /// of levels, for CR3, in the other modes one page directory for each GiB, for an entry of PAE's pointer table.
+    /// `None`: nothing there was translated yet; call [`Vcpu::hardware_page_fault`] for the fetch of the next
+    /// instruction, and ask again.
     ///
     /// # Panics
     /// If the vCPU was entered.
@@ -148,8 +152,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         root.map(|root| root.frame().hpa())
     }
 
-    /// Call when the guest of a hardware CPU that walks shadow tables executes INVLPG for `gva`: like [`Vcpu::invlpg`]. The
-    /// caller invalidates the address on this CPU.
+    /// Call when the guest of a hardware CPU that walks shadow tables executes INVLPG for `gva`: like [`Vcpu::invlpg`].
+    /// The caller invalidates the address on this CPU.
     ///
     /// # Panics
     /// If the vCPU was entered.
@@ -158,8 +162,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let _ = self.for_hardware().invlpg(gva, paging, words);
     }
 
-    /// Call when the guest of a hardware CPU that walks shadow tables flushes its TLB: like [`Vcpu::flush_guest`]. The caller
-    /// flushes on this CPU what was of the guest.
+    /// Call when the guest of a hardware CPU that walks shadow tables flushes its TLB: like [`Vcpu::flush_guest`]. The
+    /// caller flushes on this CPU what was of the guest.
     ///
     /// # Panics
     /// If the vCPU was entered.

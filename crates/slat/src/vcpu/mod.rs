@@ -72,7 +72,8 @@ pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
     /// Its reader is one of `vm.readers`.
     presence: Presence,
-    /// Number of its address space, to which `context`, `recent`, `roots`, `flags_in` and the tables in `presence` belong.
+    /// Number of its address space, to which `context`, `recent`, `roots`, `flags_in` and the tables
+    /// in `presence` belong.
     space: usize,
     /// Where its walks begin.
     context: Root,
@@ -310,8 +311,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Puts `table`, if there is one, in the paging-structure cache.
     ///
     /// # Safety
-    /// - `table` is [what may be remembered](Found::to_remember) of the entry of level 1 for `gpa` that [`Vcpu::walk`] has
-    ///   found, and the vCPU has passed no quiescent point since.
+    /// - `table` is [what may be remembered](Found::to_remember) of the entry of level 1 for `gpa` that [`Vcpu::walk`]
+    ///   has found, and the vCPU has passed no quiescent point since.
     #[inline(always)]
     pub(crate) unsafe fn remember(&mut self, gpa: Gpa, table: Option<Pfn>) {
         if let Some(table) = table {
@@ -411,9 +412,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.ring.as_ref()
     }
 
-    /// Gives this CPU the ring that notes its writes to logged slots ([`Vm::use_dirty_rings`]). No other CPU may push to
-    /// it. The CPU keeps it until it gets another one or is dropped; then the VM resets the ring no
-    /// more, and protects the pages that it names and that were not reset.
+    /// Gives this CPU the ring that notes its writes to logged slots ([`Vm::use_dirty_rings`]). No other CPU may push
+    /// to it. The CPU keeps it until it gets another one or is dropped; then the VM resets the ring no more, and
+    /// protects the pages that it names and that were not reset.
     ///
     /// # Errors
     /// [`OutOfMemory`]; it keeps the ring it had.
@@ -502,13 +503,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Enters a reader section, which ends when the guard is dropped: meanwhile flushes wait for this CPU. `token` tells
-    /// the platform whom to kick (a thread id). If translations may have been flushed since the last section,
+    /// Enters a reader section, which ends when the guard is dropped: meanwhile flushes wait for this CPU. `token`
+    /// tells the platform whom to kick (a thread id). If translations may have been flushed since the last section,
     /// [`Attention::FLUSH`] is raised.
     ///
-    /// In `match vcpu.enter(0).prefault(range) { … }` the guard lives to the end of the `match`, as every temporary there does. An
-    /// arm that waits for a flush, by changing slots for example, would wait for ever. Bind the result first:
-    /// `let mapped = vcpu.enter(0).prefault(range);`.
+    /// In `match vcpu.enter(0).prefault(range) { … }` the guard lives to the end of the `match`, as every temporary
+    /// there does. An arm that waits for a flush, by changing slots for example, would wait for ever. Bind the result
+    /// first: `let mapped = vcpu.enter(0).prefault(range);`.
     pub fn enter(&mut self, token: usize) -> Entered<'_, P, F> {
         self.enter_unguarded(token);
         Entered(self)
@@ -528,11 +529,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.presence.leave();
     }
 
-    /// Has the CPU use address space `space` from now on: the next translation is one of that address space. May be called
-    /// in a reader section and outside. Acknowledges no flush.
+    /// Has the CPU use address space `space` from now on: the next translation is one of that address space. May be
+    /// called in a reader section and outside. Acknowledges no flush.
     ///
-    /// Translations that the CPU was given before are still those of the other address space. The caller drops them before
-    /// the guest executes again.
+    /// Translations that the CPU was given before are still those of the other address space. The caller drops them
+    /// before the guest executes again.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};

@@ -75,8 +75,8 @@ const fn region_shift(granule: Granule) -> u32 {
     granule.shift() + granule.index_bits()
 }
 
-/// What a level 1 table translates: a region of guest-physical addresses, or with the shadow MMU one of virtual addresses. The
-/// two never have the same tag, whatever their 64 bits.
+/// What a level 1 table translates: a region of guest-physical addresses, or with the shadow MMU one of virtual
+/// addresses. The two never have the same tag, whatever their 64 bits.
 #[derive(Clone, Copy)]
 pub(super) struct TableRegion {
     /// Its address, and [`VIRTUAL`](Self::VIRTUAL).

@@ -71,8 +71,8 @@ impl SlotFacts {
         start..F::GRANULE.add_pages(start, F::GRANULE.pages(level))
     }
 
-    /// Returns the smallest range around `range` that begins and ends at multiples of `pages`, rounded down to a power of two, of at
-    /// most a table's; as far as it is in the slot.
+    /// Returns the smallest range around `range` that begins and ends at multiples of `pages`, rounded down to a power
+    /// of two, of at most a table's; as far as it is in the slot.
     pub(super) fn around<F: Format>(&self, range: &Range<Gfn>, pages: u64) -> Range<Gfn> {
         let pages = 1 << pages.clamp(1, F::GRANULE.pages(Level::MEGA)).ilog2();
         let (start, end) = (
@@ -82,7 +82,8 @@ impl SlotFacts {
         self.gfns.start.max(Gfn(start))..self.gfns.end.min(Gfn(end))
     }
 
-    /// Whether leaves of the slot, or those in shadow pages of the guest's tables, must not be writable before a write was noted.
+    /// Whether leaves of the slot, or those in shadow pages of the guest's tables, must not be writable
+    /// before a write was noted.
     fn protects(&self, shadowed: bool) -> bool {
         let protects = |log: LogKind| log.protects() || shadowed && log == LogKind::Buffers;
         self.log.is_some_and(protects)
@@ -95,8 +96,8 @@ impl SlotFacts {
         self.log.is_some_and(|log| !log.protects())
     }
 
-    /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow. `trail`: the way to it through the
-    /// guest's tables, which limit its rights.
+    /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow. `trail`: the way to
+    /// it through the guest's tables, which limit its rights.
     pub(super) fn leaf(&self, host: &HostPage, access: Access, trail: Option<&Trail>) -> Leaf {
         let protects = self.protects(trail.is_some());
         let leaf = leaf_of(host, self.limits, protects, access);

@@ -6,13 +6,13 @@
 //! installed (there is nothing left to map).
 //! What is prefetched starts with the accessed bit clear.
 //!
-//! Which faults look, and how large the adaptive window is, depends on the faults before ([`super::streams`]). The adaptive
-//! window is closed at first. Faults near each other are taken as a stream: then the window opens, and doubles with each fault, up to
-//! a whole table. So scattered accesses map no page in vain.
+//! Which faults look, and how large the adaptive window is, depends on the faults before ([`super::streams`]). The
+//! adaptive window is closed at first. Faults near each other are taken as a stream: then the window opens, and doubles
+//! with each fault, up to a whole table. So scattered accesses map no page in vain.
 //!
-//! To ask the host costs as much as several faults, for one page as for a hundred. So the host is asked for more than the window: for
-//! twice as many pages as the run that it named the last time. The run that it names now serves the next windows
-//! ([`Resident`]).
+//! To ask the host costs as much as several faults, for one page as for a hundred. So the host is asked for more than
+//! the window: for twice as many pages as the run that it named the last time. The run that it names now serves the
+//! next windows ([`Resident`]).
 
 use core::ops::Range;
 
@@ -85,8 +85,8 @@ struct Mapped {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Maps what the guest's entries beside that for `gva` map, which was just mapped by `trail`: those that were used before,
-    /// of memory that is resident (KVM: `pte_prefetch`).
+    /// Maps what the guest's entries beside that for `gva` map, which was just mapped by `trail`: those that were used
+    /// before, of memory that is resident (KVM: `pte_prefetch`).
     pub(super) fn prefetch_guest<W: HostWords>(&mut self, gva: u64, trail: &Trail, words: &mut W) {
         if trail.leaf_level() > Level::PAGE {
             return;
@@ -102,8 +102,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps what is resident and absent of the pages that the entries `window` map, of the table that maps `page`. Returns
-    /// how many pages were mapped.
+    /// Maps what is resident and absent of the pages that the entries `window` map, of the table that maps `page`.
+    /// Returns how many pages were mapped.
     fn map_guest_window<W: HostWords>(
         &mut self,
         page: PageIndex,
@@ -174,7 +174,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.map_for_stream(run.gfn..end, at, &slot, sequence)
     }
 
-    /// Does [`Self::map_resident`] with what the current stream knows to be resident. Returns how many pages were mapped.
+    /// Does [`Self::map_resident`] with what the current stream knows to be resident. Returns how
+    /// many pages were mapped.
     fn map_for_stream(
         &mut self,
         range: Range<Gfn>,

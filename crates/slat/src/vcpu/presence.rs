@@ -15,8 +15,8 @@ pub(super) struct Presence {
     /// Walks may begin for addresses below: in a section all that the tables can hold, otherwise none.
     /// One comparison checks both.
     pub(super) walkable: Gpa,
-    /// Level 1 tables that walks have reached in this section since its last quiescent point, of guest-physical addresses below
-    /// `walkable` and of virtual ones; empty outside a section.
+    /// Level 1 tables that walks have reached in this section since its last quiescent point, of guest-physical
+    /// addresses below `walkable` and of virtual ones; empty outside a section.
     pub(super) tables: PagingStructureCache,
     /// How often it has entered a section after a flush went by.
     pub(super) missed: u64,

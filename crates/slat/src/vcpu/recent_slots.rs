@@ -52,8 +52,8 @@ impl RecentSlots {
     /// Slots of one size that are next to each other have entries of their own; a larger one has several.
     ///
     /// # Safety
-    /// - every call since the last [`clear`](Self::clear) is with the current set of the same slots, and the caller is in a reader section as long as the
-    ///   result is used.
+    /// - every call since the last [`clear`](Self::clear) is with the current set of the same slots, and the caller is
+    ///   in a reader section as long as the result is used.
     #[inline]
     pub(super) unsafe fn find<'s>(
         &mut self,

@@ -1,11 +1,14 @@
-//! Streams: the sequences of faults that a vCPU is in the middle of. How far ahead of each it is worth to look, and how often.
+//! Streams: the sequences of faults that a vCPU is in the middle of. How far ahead of each it is worth to
+//! look, and how often.
 //!
-//! A fault within [`Stream::NEAR`] pages of where a stream has looked continues the stream, in either direction. Any other fault
-//! begins one, in the place of the stream that was continued longest ago. There are several, because a copy has two.
+//! A fault within [`Stream::NEAR`] pages of where a stream has looked continues the stream, in either direction.
+//! Any other fault begins one, in the place of the stream that was continued longest ago. There are several,
+//! because a copy has two.
 //!
-//! A look for which the platform is asked may cost as much as ten faults. So after looks in vain fewer and fewer faults look, down to
-//! one in 64 ([`Pause`]). A look is in vain if it maps nothing: memory that is used for the first time. The first look of a stream
-//! is in vain also if no fault continues the stream after it: then the guest's accesses are scattered.
+//! A look for which the platform is asked may cost as much as ten faults. So after looks in vain fewer and fewer
+//! faults look, down to one in 64 ([`Pause`]). A look is in vain if it maps nothing: memory that is used for the first
+//! time. The first look of a stream is in vain also if no fault continues the stream after it: then the guest's
+//! accesses are scattered.
 
 use core::mem::take;
 use core::ops::Range;
@@ -53,10 +56,11 @@ enum Looked {
     Rightly,
 }
 
-/// A run of resident pages, which the platform named after `sequence` was read. It may be used as long as the sequence is the
-/// current one: the vCPU is in the position of a fault that is slow to install what it has looked up, and the install checks for both
-/// whether the sequence still holds ([`crate::vm::InProgress::holds`]). So what ends this knowledge is what makes a fault stale: an
-/// invalidation of memory that a slot uses, a conversion, a slot that is deleted, moved or changed. Only its vCPU uses it.
+/// A run of resident pages, which the platform named after `sequence` was read. It may be used as long as the sequence
+/// is the current one: the vCPU is in the position of a fault that is slow to install what it has looked up, and the
+/// install checks for both whether the sequence still holds ([`crate::vm::InProgress::holds`]). So what ends this
+/// knowledge is what makes a fault stale: an invalidation of memory that a slot uses, a conversion, a slot that is
+/// deleted, moved or changed. Only its vCPU uses it.
 #[derive(Clone, Copy)]
 pub(super) struct Resident {
     pub(super) sequence: Sequence,
@@ -115,8 +119,8 @@ impl Default for Stream {
 }
 
 impl Stream {
-    /// The number of pages in the adaptive window when it opens. Until then the size doubles with each fault, so that is the stream's fifth:
-    /// a look costs more than the faults that it saves if the stream ends soon.
+    /// The number of pages in the adaptive window when it opens. Until then the size doubles with each fault, so that
+    /// is the stream's fifth: a look costs more than the faults that it saves if the stream ends soon.
     const OPEN: u64 = 16;
     /// The most pages in the adaptive window: those of a table of 4 KiB. So with any granule one table maps them.
     const MOST: u64 = Granule::Kib4.entries() as u64;
@@ -133,8 +137,8 @@ impl Stream {
 impl Streams {
     const NUMBER: usize = 4;
 
-    /// Call after a fault that mapped `page`. Returns the aligned window around the page, if the fault looks there. The caller then
-    /// calls [`Self::looked`].
+    /// Call after a fault that mapped `page`. Returns the aligned window around the page, if the fault looks there. The
+    /// caller then calls [`Self::looked`].
     pub(super) fn fault(&mut self, page: Gfn, policy: Prefetch) -> Option<Range<Gfn>> {
         self.faults += 1;
         if !self.continue_at(page) {

@@ -64,10 +64,10 @@ pub enum Stop {
     /// The vCPU's dirty ring is full up to its reserve: the client collects, resets, and runs the vCPU again.
     /// Nothing was changed.
     DirtyRingFull,
-    /// The client can repair the access: KVM_EXIT_MEMORY_FAULT; never MMIO. The page is private, and there is no private
-    /// memory for it: no memslot, or one without private backing, or that cannot be resolved. Or the slot's only backing is
-    /// private, also where the page is shared ([`Region::private`](crate::Region)), and cannot be resolved. Or the page
-    /// is not there yet ([`ResolveError::Absent`]): bring it, and run the vCPU again.
+    /// The client can repair the access: KVM_EXIT_MEMORY_FAULT; never MMIO. The page is private, and there is no
+    /// private memory for it: no memslot, or one without private backing, or that cannot be resolved. Or the slot's
+    /// only backing is private, also where the page is shared ([`Region::private`](crate::Region)), and cannot be
+    /// resolved. Or the page is not there yet ([`ResolveError::Absent`]): bring it, and run the vCPU again.
     MemoryFault {
         /// The address that was accessed.
         gpa: Gpa,
@@ -117,8 +117,8 @@ impl fmt::Display for Stop {
 impl core::error::Error for Stop {}
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Returns the host page that `gpa` translates to, for `access`: by a walk, and by a fault if the walk finds nothing
-    /// that allows the access. The translation may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`].
+    /// Returns the host page that `gpa` translates to, for `access`: by a walk, and by a fault if the walk finds
+    /// nothing that allows the access. The translation may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`].
     ///
     /// # Errors
     /// [`Stop`]. After [`Stop::Retry`] all earlier translations are void.
@@ -153,8 +153,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Returns how `gfn` is mapped now in the address space of the vCPU, like [`Vm::lookup`](crate::Vm::lookup), but
-    /// in the vCPU's reader section, so it costs the walk alone. May be used until [`Vcpu::quiesce`] or [`Vcpu::leave`],
-    /// as a translation.
+    /// in the vCPU's reader section, so it costs the walk alone. May be used until [`Vcpu::quiesce`] or
+    /// [`Vcpu::leave`], as a translation.
     ///
     /// # Panics
     /// If the vCPU was not entered.
@@ -266,8 +266,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// outside the reader section, for as long as that takes. `Ok`: try the access again.
     ///
     /// # Errors
-    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::MemoryFault`] if it is not there yet, [`Stop::Retry`] as in `translate`, and if no slot is there any
-    /// more.
+    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::MemoryFault`] if it is not there yet,
+    /// [`Stop::Retry`] as in `translate`, and if no slot is there any more.
     ///
     /// # Panics
     /// If the vCPU was not entered.

@@ -1,4 +1,5 @@
-//! What the walker of a software CPU does beside the walk: it fills a buffer, as one in hardware may ([`crate::vm`], `drain.rs`).
+//! What the walker of a software CPU does beside the walk: it fills a buffer, as one in hardware may
+//! ([`crate::vm`], `drain.rs`).
 
 use super::Vcpu;
 use crate::addr::Gfn;
@@ -7,9 +8,9 @@ use crate::platform::Platform;
 use crate::table::Found;
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Sets accessed and dirty in the leaf `found`, which maps `gfn`, as a page walker does that fills a buffer: drains a full one,
-    /// sets the bits, and writes `gfn` to it. `Some(false)`: the entry has changed, and the buffer has not; walk again. `None`:
-    /// there is no memory for a buffer.
+    /// Sets accessed and dirty in the leaf `found`, which maps `gfn`, as a page walker does that fills a buffer: drains
+    /// a full one, sets the bits, and writes `gfn` to it. `Some(false)`: the entry has changed, and the buffer has not;
+    /// walk again. `None`: there is no memory for a buffer.
     pub(super) fn mark_logged(&self, found: &Found<'_>, gfn: Gfn) -> Option<bool> {
         let (vm, space) = (self.vm(), self.space_index());
         let buffer = self.presence.reader().written.get_or_make().ok()?;

@@ -24,9 +24,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         young
     }
 
-    /// Calls `seen` for all leaves that map pages backed by `range`, in any address space, some at a time, with the backing of
-    /// the frame `Aged::gfn`; clears their accessed bits if `clear`. Leaves out frames whose memory is that of their slot's
-    /// other backing. A leaf of 2 MiB or more may reach out of the range.
+    /// Calls `seen` for all leaves that map pages backed by `range`, in any address space, some at a time, with the
+    /// backing of the frame `Aged::gfn`; clears their accessed bits if `clear`. Leaves out frames whose memory is that
+    /// of their slot's other backing. A leaf of 2 MiB or more may reach out of the range.
     pub(super) fn each_leaf(
         &self,
         range: Range<Hva>,

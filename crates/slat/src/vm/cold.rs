@@ -1,13 +1,13 @@
 //! Which guest memory was not used for some time, and so may be reclaimed.
 //!
-//! An accessed bit says whether a page was used since the last pass. A [`ColdMap`] keeps how many passes ago: a byte for each
-//! page, as the generations of Linux's multi-generational LRU, but for a guest alone. The caller owns it, so a VM that nobody
-//! reclaims from has none.
+//! An accessed bit says whether a page was used since the last pass. A [`ColdMap`] keeps how many passes ago: a byte
+//! for each page, as the generations of Linux's multi-generational LRU, but for a guest alone. The caller owns it, so a
+//! VM that nobody reclaims from has none.
 //!
-//! A pass has two halves. The walk reads and clears the accessed bits, without a lock of a tree of tables (`table/age.rs`), and
-//! marks in the map what is mapped, and what was used. Marks are only ever added, so it does not matter how many leaves map
-//! a page, or in which order: one that was used makes the page young. Then the map ages all its bytes, which no CPU sees, many at
-//! a time.
+//! A pass has two halves. The walk reads and clears the accessed bits, without a lock of a tree of tables
+//! (`table/age.rs`), and marks in the map what is mapped, and what was used. Marks are only ever added, so it does not
+//! matter how many leaves map a page, or in which order: one that was used makes the page young. Then the map ages all
+//! its bytes, which no CPU sees, many at a time.
 //!
 //! A huge leaf marks blocks of 512 pages instead of pages: one of 2 MiB costs one byte. Pages of a block have ages of
 //! their own from the first small leaf on until they are all alike again; they begin with that of the block.
@@ -38,8 +38,8 @@ const SEEN: u8 = 1 << 6;
 const YOUNG: u8 = 1 << 7;
 const MARKS: u8 = SEEN | YOUNG;
 
-/// How long ago each page of some backing memory was used: what [`Vm::cold_ranges`] keeps between two calls. It takes a byte
-/// for each page.
+/// How long ago each page of some backing memory was used: what [`Vm::cold_ranges`] keeps between two calls. It takes
+/// a byte for each page.
 #[derive(Debug)]
 pub struct ColdMap {
     granule: Granule,
@@ -68,8 +68,8 @@ impl ColdMap {
     /// The largest number of passes that it counts.
     pub const MOST_PASSES: u8 = AGE - 1;
 
-    /// Makes a map for the memory slots' `backing`, shared or private, rounded out to pages of 4 KiB. It may be a part of a slot's,
-    /// or that of several slots.
+    /// Makes a map for the memory slots' `backing`, shared or private, rounded out to pages of 4 KiB. It may be a part
+    /// of a slot's, or that of several slots.
     ///
     /// # Errors
     /// There is no memory for it.
@@ -97,15 +97,15 @@ impl ColdMap {
         })
     }
 
-    /// Returns in how many passes up to the last one the page at `backing` was not used. `None`: it is not mapped, or not in
-    /// the map.
+    /// Returns in how many passes up to the last one the page at `backing` was not used. `None`: it is not
+    /// mapped, or not in the map.
     pub fn passes(&self, backing: Hva) -> Option<u8> {
         let is_there = self.backing.contains(&backing);
         is_there.then(|| self.age(self.index(backing)))?
     }
 
-    /// Returns the ranges, in the order of address and as large as can be, that were not used in the last `passes` passes;
-    /// with 0, all that is mapped. Does not begin another pass.
+    /// Returns the ranges, in the order of address and as large as can be, that were not used in the last `passes`
+    /// passes; with 0, all that is mapped. Does not begin another pass.
     pub fn ranges(&self, passes: u8) -> impl Iterator<Item = ColdRange> + use<'_> {
         Ranges {
             map: self,
@@ -239,8 +239,8 @@ struct Ranges<'m> {
 }
 
 impl Ranges<'_> {
-    /// Returns where pages end that are all as cold, or not, as page `at`, in its block, and if they are, the least age and
-    /// whether they are huge.
+    /// Returns where pages end that are all as cold, or not, as page `at`, in its block, and if they are, the least age
+    /// and whether they are huge.
     fn piece(&self, at: usize) -> (usize, Option<(u8, bool)>) {
         let block = self.map.blocks[at / BLOCK];
         let end = (at / BLOCK + 1) * BLOCK;
@@ -287,25 +287,26 @@ impl Iterator for Ranges<'_> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Makes a pass over the memory of `map`, and returns the ranges, in the order of address and as large as can be, that the
-    /// guest has not used in this pass and those before it, `passes` in all. With 0, all that is mapped.
+    /// Makes a pass over the memory of `map`, and returns the ranges, in the order of address and as large as can be,
+    /// that the guest has not used in this pass and those before it, `passes` in all. With 0, all that is mapped.
     ///
-    /// What no leaf maps is in no range. A page that gets its first leaf, or one again after a zap, is as if it was used in that
-    /// pass; until then the guest has not used it since the zap, of which [`Platform::zapped`] tells. A page that several slots
-    /// or address spaces map was used if one of them has used it; private frames are found by their private backing.
+    /// What no leaf maps is in no range. A page that gets its first leaf, or one again after a zap, is as if it was
+    /// used in that pass; until then the guest has not used it since the zap, of which [`Platform::zapped`] tells. A
+    /// page that several slots or address spaces map was used if one of them has used it; private frames are found by
+    /// their private backing.
     ///
-    /// The pass clears accessed bits: two maps for the same memory, or [`Vm::age`] beside one, hide uses from each other. A
-    /// huge leaf has one bit, which is cleared also if the map has only a part of its pages.
+    /// The pass clears accessed bits: two maps for the same memory, or [`Vm::age`] beside one, hide uses from each
+    /// other. A huge leaf has one bit, which is cleared also if the map has only a part of its pages.
     ///
-    /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again. So cold pages may be in use,
-    /// which is no error: to take one away, [`Vm::invalidate`] it, which flushes, and the next use is a fault. A host
-    /// whose guests seldom reload their TLBs asks for more than one pass.
+    /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again. So cold pages may be
+    /// in use, which is no error: to take one away, [`Vm::invalidate`] it, which flushes, and the next use is a fault.
+    /// A host whose guests seldom reload their TLBs asks for more than one pass.
     ///
     /// # Panics
     /// If `map` was made for pages of another granule than that of the format.
     ///
-    /// With EPT it takes 1.9 ns for each 4 KiB leaf that was not used, 7 ns for one that was, and 9 ns for one of 2 MiB. What a used
-    /// leaf takes more is the one locked exchange that clears its bit.
+    /// With EPT it takes 1.9 ns for each 4 KiB leaf that was not used, 7 ns for one that was, and 9 ns for one of 2
+    /// MiB. What a used leaf takes more is the one locked exchange that clears its bit.
     /// Faults do not wait for it, but in the shadow MMU, whose lock it takes for a step.
     ///
     /// ```

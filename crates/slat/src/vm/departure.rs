@@ -2,16 +2,17 @@
 //! of them by others.
 //!
 //! # The order
-//! 1. *Moving*: where the leaves' dirty bits are the log of a slot that takes it along, they are noted at the old place, and until 6
-//!    no fault installs a leaf that would have more of them.
+//! 1. *Moving*: where the leaves' dirty bits are the log of a slot that takes it along, they are noted at the old
+//!    place, and until 6 no fault installs a leaf that would have more of them.
 //! 2. *Leaving*: from now on an invalidation that does not find a slot waits until its leaves are zapped.
-//! 3. The new set is published, the sequence raised, huge leaves that cross an edge of a part that stays are split, and what the
-//!    old slots had mapped elsewhere is zapped.
-//! 4. The slots are gone from there. Whoever finds no slot leaving finds the ticket of the operation, which covers the zapped frames.
-//! 5. Marks of parts that go from one dirty log to another are copied, when no reader uses the old set: none is added to the old
-//!    log any more.
-//! 6. An operation that still uses the old set would take a dirty bit at the new frames of a slot for that of another page. So a slot
-//!    that was moving is so until no reader uses the old set.
+//! 3. The new set is published, the sequence raised, huge leaves that cross an edge of a part that stays are split, and
+//!    what the old slots had mapped elsewhere is zapped.
+//! 4. The slots are gone from there. Whoever finds no slot leaving finds the ticket of the operation, which
+//!    covers the zapped frames.
+//! 5. Marks of parts that go from one dirty log to another are copied, when no reader uses the old set: none is added
+//!    to the old log any more.
+//! 6. An operation that still uses the old set would take a dirty bit at the new frames of a slot for that of another
+//!    page. So a slot that was moving is so until no reader uses the old set.
 //! 7. The lock of the slots is released: other changes need not wait for the flush, or until the tables are freed.
 //! 8. The flush.
 
@@ -54,7 +55,8 @@ impl<'s> Part<'s> {
         same_log && self.old.limits() == self.new.limits()
     }
 
-    /// Whether an invalidation is in progress that may not find the leaves in the new slots. Call when these are published.
+    /// Whether an invalidation is in progress that may not find the leaves in the new slots. Call when
+    /// these are published.
     fn is_invalidated(&self, in_progress: &InProgress) -> bool {
         !self.is_in_place() && in_progress.covers(&self.old.hvas(&self.gfns))
     }

@@ -15,8 +15,9 @@
 //! off, the leaf is write-protected and the log contains only pages that were written. Both apply to bitmaps and
 //! rings; with dirty bits, the leaf starts dirty or clean.
 //!
-//! With the policy `hierarchical_protect`, on formats that allow it, whole ranges are protected by the entries above their tables:
-//! when a log begins, and where a harvest finds every page of such an entry in the log (`table::protect`).
+//! With the policy `hierarchical_protect`, on formats that allow it, whole ranges are protected by the
+//! entries above their tables: when a log begins, and where a harvest finds every page of such an entry in
+//! the log (`table::protect`).
 //!
 //! # Dirty bits (policy `dirty_log=dirty-bit`, where the walker sets them)
 //! Leaves stay writable, and start clean if a read installs them (but see *Reads*). A harvest first moves the bits from
@@ -27,16 +28,18 @@
 //! Like dirty bits, but the walker says where it has set one: [`super::drain`].
 //!
 //! # A slot that is replaced during a harvest
-//! The harvest holds the slots in steps ([`super::slot_op`]). If its slot becomes another one between two of them, with another log, the
-//! marks that it has not taken are copied, and it protects nothing more: the change has the pages protected that are not marked in
-//! the new log, those that the harvest has taken and not come to among them. Until that is done, a write to such a page is in no log.
-//! So the harvest does not return before ([`Vm::wait_for_successors`]): the caller copies the page after the write.
+//! The harvest holds the slots in steps ([`super::slot_op`]). If its slot becomes another one between two of them, with
+//! another log, the marks that it has not taken are copied, and it protects nothing more: the change has the pages
+//! protected that are not marked in the new log, those that the harvest has taken and not come to among them. Until
+//! that is done, a write to such a page is in no log. So the harvest does not return before
+//! ([`Vm::wait_for_successors`]): the caller copies the page after the write.
 //!
 //! # When another vCPU's fault has not noted its write yet
-//! A leaf is stored first, and its page is noted next, under one lock. A second vCPU may write through the leaf in between, and a
-//! harvest that begins after that write may end before the page is noted: the write is in the next log, as with KVM's
-//! `fast_page_fault`, which marks the page when its SPTE is writable. It is not lost. The log that decides is the one that is got when
-//! all vCPUs have left the guest, and a vCPU whose fault has not noted its page has not.
+//! A leaf is stored first, and its page is noted next, under one lock. A second vCPU may write through the leaf
+//! in between, and a harvest that begins after that write may end before the page is noted: the write is in the
+//! next log, as with KVM's `fast_page_fault`, which marks the page when its SPTE is writable. It is not lost. The
+//! log that decides is the one that is got when all vCPUs have left the guest, and a vCPU whose fault has not
+//! noted its page has not.
 //!
 //! # Manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
 //! Getting the log protects nothing; [`Vm::clear_dirty_log`] clears and protects the pages that the client names.
@@ -163,8 +166,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Call after an operation on slot `id`, which had `gfns`, and its log: if other slots have taken its place meanwhile, waits
-    /// until the changes that made them have protected what the operation has not come to.
+    /// Call after an operation on slot `id`, which had `gfns`, and its log: if other slots have taken its place
+    /// meanwhile, waits until the changes that made them have protected what the operation has not come to.
     fn wait_for_successors(
         &self,
         space: &Space<P, F>,
@@ -203,9 +206,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// slot. Unless protection is manual, clears the log and protects the pages in it: KVM_GET_DIRTY_LOG.
     ///
     /// Every write before the call is in this log or in one that was got before; every write after the call is in
-    /// a later one. (A write is in the next log if another vCPU is still in the fault that has made its page writable.) Slots may
-    /// change meanwhile: if this slot is deleted or ends logging, its log is still copied to the end; if others take its place, this
-    /// returns when their logs have begun.
+    /// a later one. (A write is in the next log if another vCPU is still in the fault that has made its page writable.)
+    /// Slots may change meanwhile: if this slot is deleted or ends logging, its log is still copied to the end; if
+    /// others take its place, this returns when their logs have begun.
     ///
     /// # Errors
     /// [`DirtyLogError`]; nothing was changed.
@@ -333,9 +336,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Whether the dirty log of the memslot that holds `gfn` has the frame marked. Looks only: clears and protects nothing. `false`
-    /// also for a frame that no log with a bitmap covers. With [`DirtyLogMethod::DirtyBit`] and [`DirtyLogMethod::Buffer`], what
-    /// vCPUs write is not marked before the next harvest.
+    /// Whether the dirty log of the memslot that holds `gfn` has the frame marked. Looks only: clears and protects
+    /// nothing. `false` also for a frame that no log with a bitmap covers. With [`DirtyLogMethod::DirtyBit`] and
+    /// [`DirtyLogMethod::Buffer`], what vCPUs write is not marked before the next harvest.
     pub fn is_marked_dirty(&self, space: usize, gfn: Gfn) -> bool {
         let Some(space) = self.spaces.get(space) else {
             return false;
@@ -361,9 +364,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         DirtyLog::bitmap(kind, pages, self.log_mode.initially_set.load(SeqCst))
     }
 
-    /// Has the new log of slot `id` note the next write to those of `pages` that are not marked in it; of a log that begins there, to
-    /// all. Call after publishing the slot with its log, whose turn the caller holds; `change` still holds the lock, or again.
-    /// Does nothing if the slot has changed meanwhile: that change has done it.
+    /// Has the new log of slot `id` note the next write to those of `pages` that are not marked in it; of a log that
+    /// begins there, to all. Call after publishing the slot with its log, whose turn the caller holds; `change` still
+    /// holds the lock, or again. Does nothing if the slot has changed meanwhile: that change has done it.
     pub(super) fn begin_logging(
         &self,
         space: &Space<P, F>,
@@ -393,8 +396,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish();
     }
 
-    /// Ends logging in slot `id`: huge leaves come back in the place of tables ([`super::recover`]). Of small leaves that stay, those
-    /// that were protected from above are writable again; the others become so by their next write fault.
+    /// Ends logging in slot `id`: huge leaves come back in the place of tables ([`super::recover`]). Of small
+    /// leaves that stay, those that were protected from above are writable again; the others become so by
+    /// their next write fault.
     pub(super) fn end_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
         let mut op = SlotOp::begin(self, space, change, id, None);
         if let Some(pages) = op.slot().map(|slot| slot.pages()) {
@@ -418,9 +422,9 @@ fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, Dirt
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// Makes the log note the next write to the pages of word number `word` of the bitmap whose bits are set in `mask`; `valid` has those
-    /// of all its pages. Collects adjacent words with all bits set in `full`, so that one walk serves them; the caller calls
-    /// [`Self::protect_words`] with what is left in it.
+    /// Makes the log note the next write to the pages of word number `word` of the bitmap whose bits are set in `mask`;
+    /// `valid` has those of all its pages. Collects adjacent words with all bits set in `full`, so that one walk serves
+    /// them; the caller calls [`Self::protect_words`] with what is left in it.
     fn protect_word(&mut self, full: &mut Range<u64>, word: u64, mask: u64, valid: u64) {
         if mask == 0 {
             return;

@@ -1,44 +1,50 @@
-//! Dirty logs by buffers that page walkers fill (policy `dirty_log=buffer`): Intel's page-modification log (PML), Arm's hardware
-//! dirty state tracking structure (HDBSS), and what the software CPU does in their place.
+//! Dirty logs by buffers that page walkers fill (policy `dirty_log=buffer`): Intel's page-modification log (PML), Arm's
+//! hardware dirty state tracking structure (HDBSS), and what the software CPU does in their place.
 //!
-//! A logged slot is mapped by 4 KiB leaves that are writable, with the dirty bit clear. A walker that sets a dirty bit writes the
-//! page to the buffer of its CPU. A harvest *drains* the buffers of all CPUs, which marks these pages in the bitmap; takes the
-//! bits; clears the dirty bits of the pages it found; and flushes. So a write to a mapped page costs no fault, as with
-//! dirty bits, and a harvest looks at the pages that were written, not at all leaves.
+//! A logged slot is mapped by 4 KiB leaves that are writable, with the dirty bit clear. A walker that sets a dirty bit
+//! writes the page to the buffer of its CPU. A harvest *drains* the buffers of all CPUs, which marks these pages in the
+//! bitmap; takes the bits; clears the dirty bits of the pages it found; and flushes. So a write to a mapped page costs
+//! no fault, as with dirty bits, and a harvest looks at the pages that were written, not at all leaves.
 //!
 //! # Why no write is lost
-//! There is one invariant: **a leaf of a logged slot that is dirty has a record**. Its page is marked in the bitmap, or is in a
-//! buffer, or is about to be by the walker that sets the bit. Who sets a dirty bit makes the record; who takes the record
-//! clears the dirty bit next, and flushes:
+//! There is one invariant: **a leaf of a logged slot that is dirty has a record**. Its page is marked in the bitmap, or
+//! is in a buffer, or is about to be by the walker that sets the bit. Who sets a dirty bit makes the record; who takes
+//! the record clears the dirty bit next, and flushes:
 //!
-//! * *A walker in hardware* sets the bit and writes the entry in one operation (Intel SDM, volume 3, 29.3.6: with no space in the
-//!   buffer, it sets no bit, and exits instead). A CPU that was interrupted has done both or none. So what a harvest could miss
-//!   is drained first: [`Platform::drain`] interrupts the CPUs that are in the guest.
-//! * *The walker of a software CPU* ([`Vcpu::mark_logged`](crate::vcpu)) does both under the lock of its buffer, which a harvest takes, too. Without that a
-//!   second CPU could see the bit and write, and a harvest that begins after that write would not find the entry yet. (So the bit is
-//!   set with `Release`: who has seen it finds the lock taken, and waits.) A full
-//!   buffer is drained by its CPU, under the same lock, before the bit is set.
+//! * *A walker in hardware* sets the bit and writes the entry in one operation (Intel SDM, volume 3, 29.3.6: with no
+//!   space in the buffer, it sets no bit, and exits instead). A CPU that was interrupted has done both or none. So what
+//!   a harvest could miss is drained first: [`Platform::drain`] interrupts the CPUs that are in the guest.
+//! * *The walker of a software CPU* ([`Vcpu::mark_logged`](crate::vcpu)) does both under the lock of its buffer, which
+//!   a harvest takes, too. Without that a second CPU could see the bit and write, and a harvest that begins after that
+//!   write would not find the entry yet. (So the bit is set with `Release`: who has seen it finds the lock taken, and
+//!   waits.) A full buffer is drained by its CPU, under the same lock, before the bit is set.
 //! * *A fault* that installs a dirty leaf marks the page itself, under the lock of the table: no walker will tell.
 //!
-//! An entry that is drained later than its dirty bit was cleared marks a page that was not written since. That is allowed; but
-//! buffers are drained before a slot that logs is made, so that entries of before, which may be old, do not count for it.
+//! An entry that is drained later than its dirty bit was cleared marks a page that was not written since. That is
+//! allowed; but buffers are drained before a slot that logs is made, so that entries of before, which may be old,
+//! do not count for it.
 //!
-//! * *A harvest* takes a page's mark and *then* clears the dirty bit. If a walker sets it again before the flush, its entry is in the
-//!   next log. If a CPU uses a translation from before, it writes before the harvest returns.
-//! * *A CPU that is dropped, or moves to another thread*: the buffer of a software CPU belongs to its reader, which stays with the
-//!   VM, with what is in it. A hypervisor drains a hardware buffer before it gives it to another CPU, as at any exit.
-//! * *Zaps* of leaves move dirty bits to the bitmap as with dirty bits. So when a slot moves, entries with frames of before are not
-//!   needed. One for a frame without a slot, or with one that logs otherwise or not at all, is passed over.
-//! * *A slot is replaced by one with another log* ([`super::region`]): the marks are copied. But a harvest of the old log may have taken
-//!   some, and finds no slot any more whose dirty bits it could clear. So those of unmarked pages are cleared.
-//! * *A log begins*: a walker may have set dirty bits without a record, and a drain that has looked the old slots up passed over
-//!   entries. Both were in reader sections that began before the slots with the log were published. So the change waits for
-//!   these sections, and then clears all dirty bits ([`super::departure`]). Bits of the log's end stay, and the next log clears them.
-//! * *Huge leaves*: a walker names the page that was accessed, and sets the bit of a huge leaf once for all its pages. So faults map
-//!   logged slots at 4 KiB; what was huge before is split when the log begins, or is write-protected, and the first write splits it.
-//!   (With *initially set* it stays writable as long as all its pages are marked.)
-//! * *Shadow pages* of nested tables: a walker that comes to a leaf of theirs does not know its frame. So there writes are found by
-//!   write protection, as in a log that is a bitmap alone: a leaf becomes writable, and dirty, by a fault, which marks the page.
+//! * *A harvest* takes a page's mark and *then* clears the dirty bit. If a walker sets it again before the flush, its
+//!   entry is in the next log. If a CPU uses a translation from before, it writes before the harvest returns.
+//! * *A CPU that is dropped, or moves to another thread*: the buffer of a software CPU belongs to its reader, which
+//!   stays with the VM, with what is in it. A hypervisor drains a hardware buffer before it gives it to another
+//!   CPU, as at any exit.
+//! * *Zaps* of leaves move dirty bits to the bitmap as with dirty bits. So when a slot moves, entries with
+//!   frames of before are not needed. One for a frame without a slot, or with one that logs otherwise or not at
+//!   all, is passed over.
+//! * *A slot is replaced by one with another log* ([`super::region`]): the marks are copied. But a harvest of the
+//!   old log may have taken some, and finds no slot any more whose dirty bits it could clear. So those of
+//!   unmarked pages are cleared.
+//! * *A log begins*: a walker may have set dirty bits without a record, and a drain that has looked the old slots up
+//!   passed over entries. Both were in reader sections that began before the slots with the log were published. So the
+//!   change waits for these sections, and then clears all dirty bits ([`super::departure`]). Bits of the log's end
+//!   stay, and the next log clears them.
+//! * *Huge leaves*: a walker names the page that was accessed, and sets the bit of a huge leaf once for all its pages.
+//!   So faults map logged slots at 4 KiB; what was huge before is split when the log begins, or is write-protected, and
+//!   the first write splits it. (With *initially set* it stays writable as long as all its pages are marked.)
+//! * *Shadow pages* of nested tables: a walker that comes to a leaf of theirs does not know its frame. So there writes
+//!   are found by write protection, as in a log that is a bitmap alone: a leaf becomes writable, and dirty, by a fault,
+//!   which marks the page.
 
 use crate::sync::atomic::Ordering::*;
 
@@ -53,9 +59,9 @@ use crate::sync::InSection;
 use crate::sync::walker_buffer::WrittenPages;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Notes in the dirty logs what the walker of a CPU that uses address space `space` has written to its buffer: the pages
-    /// `entries`. Call when the CPU has left the guest, whatever the reason, and before it enters again, for all that is in the
-    /// buffer; from any thread. Frames whose memslot does not log by buffers are passed over.
+    /// Notes in the dirty logs what the walker of a CPU that uses address space `space` has written to its buffer: the
+    /// pages `entries`. Call when the CPU has left the guest, whatever the reason, and before it enters again, for all
+    /// that is in the buffer; from any thread. Frames whose memslot does not log by buffers are passed over.
     ///
     /// `entries` is called in a reader section: it does not call the engine, and waits for nothing.
     ///
@@ -97,8 +103,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Drains the buffers of all CPUs. When it returns, all pages whose dirty bits walkers had set before the call are in the logs.
-    /// The caller is in no reader section and holds no lock.
+    /// Drains the buffers of all CPUs. When it returns, all pages whose dirty bits walkers had set before the call are
+    /// in the logs. The caller is in no reader section and holds no lock.
     pub(crate) fn drain_walkers(&self) {
         (self.platform).drain(self.id, &mut |space, gfn| self.drain(space, [gfn]));
         for buffer in self
@@ -113,8 +119,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Call before a slot becomes `region`: what is in the buffers is of the slots of before. An entry that is left would mark a page
-    /// that was not written in that slot.
+    /// Call before a slot becomes `region`: what is in the buffers is of the slots of before. An entry that is left
+    /// would mark a page that was not written in that slot.
     pub(super) fn drain_before(&self, region: &Region) {
         let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
         let by_buffers = self.policy.dirty_log() == DirtyLogMethod::Buffer;
@@ -138,11 +144,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.log_mode.buffers.load(Relaxed)
     }
 
-    /// Whether a new log can be one of walkers' buffers. If so, software CPUs fill theirs from now on. Call before the slot
-    /// that has the log is published.
+    /// Whether a new log can be one of walkers' buffers. If so, software CPUs fill theirs from now on. Call before the
+    /// slot that has the log is published.
     ///
-    /// Not where walkers may know other addresses than the guest's frames: with the shadow MMU, and where direct pages are parts of
-    /// what is made of nested tables, too.
+    /// Not where walkers may know other addresses than the guest's frames: with the shadow MMU, and where direct pages
+    /// are parts of what is made of nested tables, too.
     pub(super) fn may_use_walker_buffers(&self) -> bool {
         let may = F::SETS_DIRTY && (self.mmu == MmuKind::Tdp || !self.shadows_nested());
         if may {

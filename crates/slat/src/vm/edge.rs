@@ -1,7 +1,7 @@
 //! Huge leaves that cross an edge: the first frame of a range whose leaves change, or that of the next one, which stay.
 //!
-//! They are split in place down to the edge, so that what is beyond stays mapped throughout. The tables for it are allocated before
-//! anything is changed.
+//! They are split in place down to the edge, so that what is beyond stays mapped throughout. The tables for it are
+//! allocated before anything is changed.
 
 use alloc::vec::Vec;
 
@@ -29,8 +29,8 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             return;
         }
         let mut walk = Walk::new(gfn..gfn.add(1));
-        // If faults have installed huge leaves there so often that no frame is left, or there is no memory for the rest,
-        // the caller zaps the leaf as a whole.
+        // If faults have installed huge leaves there so often that no frame is left, or there is no memory for the
+        // rest, the caller zaps the leaf as a whole.
         while !walk.is_done() && !frames.is_empty() && self.prepare(frames, 0).is_ok() {
             let crosses = |start: Gfn, _| start < gfn;
             self.split_some(&mut walk, SplitWalk::SkipLastLevel, crosses, frames, broken);
@@ -38,8 +38,8 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         }
     }
 
-    /// Zaps the leaf of `slot` that crosses the edge before `gfn`, if there is one, and notes its dirty bit if that is the slot's
-    /// log.
+    /// Zaps the leaf of `slot` that crosses the edge before `gfn`, if there is one, and notes its dirty bit if
+    /// that is the slot's log.
     pub(super) fn zap_over(&mut self, gfn: Gfn, slot: &Memslot) {
         let crosses = |start: Gfn, _| start < gfn;
         self.zap_some(&(gfn..gfn.add(1)), slot, crosses);

@@ -1,33 +1,34 @@
 //! Clones: a VM whose memory is that of another one at one moment, shared page by page until one of the two writes.
 //!
 //! # Who does what
-//! *The platform* owns the pages. [`Platform::share`] tells it that from now on two VMs use every page that backs the first
-//! one. From then on [`Platform::resolve`] returns a page that has other users as not writable
-//! ([`HostPage::with_writable`]), and when it is asked for a write it first gives the asking VM a frame of its own. That is
-//! a change of what backs the page, for this VM alone, so it is announced as any other ([`Vm::invalidate`]): the old leaf
-//! is zapped and flushed before the page is copied, on every format, with break-before-make or without, and wherever else
-//! the VM maps the same page. A frame that has one user left is writable again, and the next write fault widens its leaf in
-//! place.
+//! *The platform* owns the pages. [`Platform::share`] tells it that from now on two VMs use every page that backs the
+//! first one. From then on [`Platform::resolve`] returns a page that has other users as not writable
+//! ([`HostPage::with_writable`]), and when it is asked for a write it first gives the asking VM a frame of its own.
+//! That is a change of what backs the page, for this VM alone, so it is announced as any other ([`Vm::invalidate`]):
+//! the old leaf is zapped and flushed before the page is copied, on every format, with break-before-make or without,
+//! and wherever else the VM maps the same page. A frame that has one user left is writable again, and the next write
+//! fault widens its leaf in place.
 //!
-//! *The engine* sees to it that no leaf allows a write for which the platform was not asked. For both VMs that means the
-//! same: no leaf is writable, or may become so without a question to the host
+//! *The engine* sees to it that no leaf allows a write for which the platform was not asked. For both VMs that means
+//! the same: no leaf is writable, or may become so without a question to the host
 //! ([`Leaf::may_write`](crate::format::Leaf::may_write)).
 //!
 //! # What is copied
-//! * *The memslots* of all address spaces, with flags, backing addresses and private frames; the policies, and how slots
-//!   log. A dirty log begins anew, as that of a new slot. Not vCPUs, rings, counters, and the limit of shadow pages.
-//! * *The tables*, in the same pass in which the parent's leaves lose the right to write: each leaf that the walk visits,
-//!   under the lock of its table, is stored in a table of the child, which no other thread knows yet. So the child takes
-//!   no fault to read what its parent had mapped. Accessed bits are copied, dirty bits are not: the child has written
-//!   nothing. If there is no memory for another table, the child has none for the rest, and faults there. Shadow pages
-//!   are not copied: those of the direct MMU would need a node of the reverse map for each leaf, and those of the shadow MMU
-//!   belong to the state of the guest's tables, which the child finds out by itself.
+//! * *The memslots* of all address spaces, with flags, backing addresses and private frames; the policies,
+//!   and how slots log. A dirty log begins anew, as that of a new slot. Not vCPUs, rings, counters, and the
+//!   limit of shadow pages.
+//! * *The tables*, in the same pass in which the parent's leaves lose the right to write: each leaf that the walk
+//!   visits, under the lock of its table, is stored in a table of the child, which no other thread knows yet. So the
+//!   child takes no fault to read what its parent had mapped. Accessed bits are copied, dirty bits are not: the child
+//!   has written nothing. If there is no memory for another table, the child has none for the rest, and faults there.
+//!   Shadow pages are not copied: those of the direct MMU would need a node of the reverse map for each leaf, and those
+//!   of the shadow MMU belong to the state of the guest's tables, which the child finds out by itself.
 //!
 //! # The moment
 //! The parent may run meanwhile. Its memory is copied as it is when the last flush ends, for all its vCPUs:
 //!
-//! 1. The slot writers' locks of all address spaces are taken, so that slots and attributes stay. Leaves of slots that were
-//!    deleted have been zapped under these locks; a conversion that is still zapping is waited for.
+//! 1. The slot writers' locks of all address spaces are taken, so that slots and attributes stay. Leaves of slots that
+//!    were deleted have been zapped under these locks; a conversion that is still zapping is waited for.
 //! 2. An invalidation of all backing addresses begins, which zaps nothing: until 6 no fault installs or widens a leaf
 //!    ([`super::invalidate`]). A vCPU that needs one waits, outside its reader section.
 //! 3. The platform shares the pages. After this nothing fails.
@@ -35,12 +36,12 @@
 //! 5. The flush. Until then a vCPU that has a writable leaf in its TLB may write.
 //! 6. The sequence is raised, so that no fault installs a page that was resolved before 3, and the invalidation ends.
 //!
-//! What a vCPU of the parent writes before 5 is in the child. A write that faults is done after 6, and so is everything that
-//! follows from it. So the child never has an effect without its cause.
+//! What a vCPU of the parent writes before 5 is in the child. A write that faults is done after 6, and so is everything
+//! that follows from it. So the child never has an effect without its cause.
 //!
 //! *Invalidations* between 1 and 6 are of the parent, and zap its leaves, not the child's copies. These are right: what
-//! backed the parent at 3 backs the child until an invalidation of the child. At 4, each leaf in the tables maps what backed
-//! the parent at 3: none was installed since 2, and an invalidation zaps before the backing changes.
+//! backed the parent at 3 backs the child until an invalidation of the child. At 4, each leaf in the tables maps what
+//! backed the parent at 3: none was installed since 2, and an invalidation zaps before the backing changes.
 //!
 //! [`HostPage::with_writable`]: crate::HostPage::with_writable
 
@@ -59,13 +60,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// them writes to it, if the platform can do that ([`Platform::share`]). The caller shares the VM, as after
     /// [`Vm::unshared`], and makes its vCPUs.
     ///
-    /// It costs the time of one walk over the parent's leaves, and as many tables as the parent has; no page is copied. With
-    /// [`MmuKind::Tdp`](crate::MmuKind) the new VM has all leaves of the parent, without the right to write; with the others it
-    /// begins without tables. The parent may run: its vCPUs go on, but those that fault wait until this returns, and
-    /// so do changes of its slots. Its next write to each page faults once.
+    /// It costs the time of one walk over the parent's leaves, and as many tables as the parent has; no page is copied.
+    /// With [`MmuKind::Tdp`](crate::MmuKind) the new VM has all leaves of the parent, without the right to write; with
+    /// the others it begins without tables. The parent may run: its vCPUs go on, but those that fault wait until this
+    /// returns, and so do changes of its slots. Its next write to each page faults once.
     ///
-    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`]. The range of an invalidation of the parent that is in
-    /// progress may be waited for by its vCPUs, as ever, not by this.
+    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`]. The range of an invalidation of the
+    /// parent that is in progress may be waited for by its vCPUs, as ever, not by this.
     ///
     /// # Errors
     /// [`ForkError`]; nothing was changed.
@@ -128,9 +129,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         copied.map_err(|_| OutOfMemory)
     }
 
-    /// Takes the right to write from every leaf of `space`, and stores each in `copy`, an empty tree that no other thread knows,
-    /// as far as there is memory for its tables. Returns how many it stored, by level. When this returns, no CPU
-    /// uses a writable leaf.
+    /// Takes the right to write from every leaf of `space`, and stores each in `copy`, an empty tree that no other
+    /// thread knows, as far as there is memory for its tables. Returns how many it stored, by level. When this returns,
+    /// no CPU uses a writable leaf.
     fn freeze(&self, space: &Space<P, F>, copy: Option<&mut Tree<P, F>>) -> LeafCounts {
         let mut builder = copy.map(TableBuilder::new);
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());

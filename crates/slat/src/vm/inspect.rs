@@ -28,18 +28,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.readers.synchronize(self.reader_wait());
     }
 
-    /// Like [`Self::synchronize`], but waits only for those vCPUs whose attention word `wanted` accepts, while it does. For a
-    /// client that raises a bit of its own in the words of some vCPUs, which they take before they drop what they have read.
+    /// Like [`Self::synchronize`], but waits only for those vCPUs whose attention word `wanted` accepts, while it
+    /// does. For a client that raises a bit of its own in the words of some vCPUs, which they take before they drop
+    /// what they have read.
     pub fn synchronize_those(&self, wanted: &dyn Fn(&Attention) -> bool) {
         self.readers.synchronize_those(wanted, self.reader_wait());
     }
 
-    /// Returns the memslot of address space `space` that holds `gfn`, or else the first one after `gfn`, as the [`Region`] that
-    /// would create it. `None`: there is no such memslot, or no such address space.
+    /// Returns the memslot of address space `space` that holds `gfn`, or else the first one after `gfn`, as the
+    /// [`Region`] that would create it. `None`: there is no such memslot, or no such address space.
     ///
-    /// Takes no lock: sees the memslots that are published at this moment. To list all, go on from the end of the one that was
-    /// returned. A list that is made so lacks what is created meanwhile at lower frames, and may have a memslot twice that moves
-    /// meanwhile. The caller is in no reader section.
+    /// Takes no lock: sees the memslots that are published at this moment. To list all, go on from the end of the one
+    /// that was returned. A list that is made so lacks what is created meanwhile at lower frames, and may have a
+    /// memslot twice that moves meanwhile. The caller is in no reader section.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -64,7 +65,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         })?
     }
 
-    /// Returns whether `gfn` is private ([`Vm::set_memory_attributes`]), and the largest range of frames around it that are alike.
+    /// Returns whether `gfn` is private ([`Vm::set_memory_attributes`]), and the largest range of frames
+    /// around it that are alike.
     ///
     /// Takes no lock, like [`Self::memslot_from`].
     pub fn private_around(&self, gfn: Gfn) -> (bool, Range<Gfn>) {
@@ -81,8 +83,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Calls `visit` for every leaf and every MMIO entry that covers a frame of `range`, in the order of gfn, with the
-    /// first frame that the entry covers (a huge leaf may begin before `range`), its level, and its meaning. Those of nested tables
-    /// have an order of their own. Does nothing if the address space `space` does not exist.
+    /// first frame that the entry covers (a huge leaf may begin before `range`), its level, and its meaning. Those of
+    /// nested tables have an order of their own. Does nothing if the address space `space` does not exist.
     ///
     /// Changes nothing. CPUs may run meanwhile, so entries in different tables are seen at different times. `visit` is
     /// called under the lock of a table and must not call the VM.

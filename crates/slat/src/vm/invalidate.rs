@@ -252,8 +252,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Begins an invalidation of all backing addresses that zaps nothing: until the returned guard is dropped, faults wait, and
-    /// none installs what it has looked up before.
+    /// Begins an invalidation of all backing addresses that zaps nothing: until the returned guard is dropped, faults
+    /// wait, and none installs what it has looked up before.
     pub(super) fn suspend_faults(&self) -> Invalidation<'_, P, F> {
         let range = Hva(0)..Hva(u64::MAX);
         self.in_progress.begin(&range, self.lock_wait());

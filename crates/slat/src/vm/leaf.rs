@@ -10,8 +10,8 @@ use crate::slots::Limits;
 
 /// Returns the leaf for the page `host` of a slot with `limits`, and an access, or for one that may follow; rights and
 /// marks as KVM starts them. `protects`: the slot's log works by write protection, so only a write makes a page
-/// writable. All leaves of slots are made here, so none exceeds the limits of its slot; what changes a leaf later adds only
-/// rights that it says it may have ([`Leaf::may_write`], [`Leaf::may_execute`]).
+/// writable. All leaves of slots are made here, so none exceeds the limits of its slot; what changes a leaf later adds
+/// only rights that it says it may have ([`Leaf::may_write`], [`Leaf::may_execute`]).
 #[inline]
 pub(crate) fn leaf_of(host: &HostPage, limits: Limits, protects: bool, access: Access) -> Leaf {
     let allowed = host.writable && limits.rights.write;
@@ -62,8 +62,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         level
     }
 
-    /// Returns the leaf of `level` around the page that `leaf` is for. With the policy `nx_huge_pages`, a huge one is not
-    /// executable.
+    /// Returns the leaf of `level` around the page that `leaf` is for. With the policy `nx_huge_pages`, a huge
+    /// one is not executable.
     #[inline]
     pub(crate) fn leaf_at(&self, leaf: Leaf, level: Level) -> Leaf {
         let nx = level > Level::PAGE && self.policy.nx_huge_pages().is_on();

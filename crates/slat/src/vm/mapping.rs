@@ -1,11 +1,11 @@
 //! How a guest frame is mapped now: one look-up, which installs nothing.
 //!
-//! Where tables are indexed by gfn (tdp, direct) it is the walk of a vCPU, without a lock: the leaf found is that at which
-//! a page walker ends. The shadow MMU indexes its tables by the guest's virtual pages; a frame may have many leaves there,
-//! or none although the guest uses it. Which those are is in the reverse map, under the MMU's lock. All leaves of a
-//! frame map the same host frame, because a slot change or an invalidation zaps them all before another one is installed.
-//! They differ in level and in the rights that the guest's own tables grant. Returned is what holds for the frame,
-//! whatever virtual address it is accessed by: the largest level, and each right that any of the leaves has.
+//! Where tables are indexed by gfn (tdp, direct) it is the walk of a vCPU, without a lock: the leaf found is that at
+//! which a page walker ends. The shadow MMU indexes its tables by the guest's virtual pages; a frame may have many
+//! leaves there, or none although the guest uses it. Which those are is in the reverse map, under the MMU's lock. All
+//! leaves of a frame map the same host frame, because a slot change or an invalidation zaps them all before another one
+//! is installed. They differ in level and in the rights that the guest's own tables grant. Returned is what holds for
+//! the frame, whatever virtual address it is accessed by: the largest level, and each right that any of the leaves has.
 
 use super::{Space, Vm};
 use crate::addr::{Gfn, Level, Pfn, Rights};
@@ -45,15 +45,15 @@ impl Mapping {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns how `gfn` of address space `space` is mapped now. `None`: the tables have no leaf for it, so the next access
-    /// faults, or there is no such address space. A memslot may hold the frame nevertheless.
+    /// Returns how `gfn` of address space `space` is mapped now. `None`: the tables have no leaf for it, so the next
+    /// access faults, or there is no such address space. A memslot may hold the frame nevertheless.
     ///
     /// Changes nothing: installs no leaf, sets no accessed bit, asks the platform for no page. For device models and
     /// debuggers, which have no vCPU; a thread that has one in a reader section asks that
     /// ([`Vcpu::lookup`](crate::Vcpu::lookup)), for the walk alone.
     ///
-    /// Any thread may call it, also in a reader section. The answer may be old when the caller uses it, and the host may have
-    /// taken the frame back: no flush waits for the caller.
+    /// Any thread may call it, also in a reader section. The answer may be old when the caller uses it, and the host
+    /// may have taken the frame back: no flush waits for the caller.
     ///
     /// Tdp and direct MMU: takes no lock. It costs the walk and one atomic read-modify-write of a word that all callers
     /// share: 5 to 9 ns where the tables are in the cache, of which the vCPU's look-up is 3 to 6 (slat-peers,
@@ -103,7 +103,8 @@ impl<P: Platform, F: Format> Space<P, F> {
             context: self.root(),
             index: gfn.into(),
         };
-        // SAFETY: the root is this address space's, which stays, and the caller is in a section as long as `inside` lasts.
+        // SAFETY: the root is this address space's, which stays, and the caller is in a section as
+        // long as `inside` lasts.
         let found = unsafe { lookup_page::<P, F>(platform, key) };
         match found {
             Ok(found) => found

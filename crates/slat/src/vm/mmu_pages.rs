@@ -7,8 +7,8 @@ use crate::format::{Format, all_gfns};
 use crate::platform::Platform;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Limits the number of shadow pages, without the roots, to `pages`, but at least 64: KVM_SET_NR_MMU_PAGES. Zaps the
-    /// oldest ones if there are more. Unless this is called, the limit is a fiftieth of the pages in memslots.
+    /// Limits the number of shadow pages, without the roots, to `pages`, but at least 64: KVM_SET_NR_MMU_PAGES. Zaps
+    /// the oldest ones if there are more. Unless this is called, the limit is a fiftieth of the pages in memslots.
     ///
     /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     pub fn set_mmu_pages(&self, pages: u64) {
@@ -21,8 +21,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.budget.limit()
     }
 
-    /// Zaps the oldest `pages` shadow pages of `space`, and if it has fewer, of the other address spaces. The caller is in
-    /// no reader section.
+    /// Zaps the oldest `pages` shadow pages of `space`, and if it has fewer, of the other address spaces. The caller is
+    /// in no reader section.
     pub(crate) fn recycle(&self, space: &Space<P, F>, pages: u64) {
         let mut left = pages;
         for space in iter::once(space).chain(&self.spaces) {

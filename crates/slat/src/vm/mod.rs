@@ -1,10 +1,11 @@
 //! The memory of one VM: memslots, tables, and the operations that keep the tables consistent with the slots and with
 //! the host.
 //!
-//! A file per mechanism: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`] and [`ring`], [`attributes`]
-//! (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`] and [`cold`]. Which leaf a page gets is in [`leaf`], which it
-//! has in [`mapping`]. What it all takes is in [`usage`]. What range operations have in common is in [`range_op`], what long operations on
-//! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
+//! A file per mechanism: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`] and
+//! [`ring`], [`attributes`] (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`] and [`cold`].
+//! Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What it all takes is in [`usage`]. What range
+//! operations have in common is in [`range_op`], what long operations on one slot have in [`slot_op`]. Faults and
+//! prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
 //! 1. The list of dirty rings: held over a whole reset.
@@ -13,9 +14,10 @@
 //!    flush), or over one step of an operation on a slot ([`slot_op`]). A conversion takes those of all address
 //!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section,
 //!    so its holder may wait for a flush.
-//! 4. One of: the hull of the invalidations in progress, the lock of shadow pages, a table's lock, that of a walker's buffer. Held for
-//!    a few instructions or one table, while the holder waits for nothing, not even another such lock ([`crate::table`],
-//!    [`crate::sync::spin`]). But under the lock of shadow pages one of a table of the tree beside them may be taken.
+//! 4. One of: the hull of the invalidations in progress, the lock of shadow pages, a table's lock, that of a walker's
+//!    buffer. Held for a few instructions or one table, while the holder waits for nothing, not even another such
+//!    lock ([`crate::table`], [`crate::sync::spin`]). But under the lock of shadow pages one of a table of the tree
+//!    beside them may be taken.
 //!
 //! The first three are fair: first come, first served ([`crate::sync::fair`]). The one exception to the order: a slot
 //! change that begins a log locks the turn of the new log, which no other thread can find yet, under 3.
@@ -90,17 +92,17 @@ pub struct Config {
     /// The number of address spaces, each with its own memslots and tables (x86 has a second one for SMM). At least one
     /// is made, and at most 65536 can be.
     pub spaces: usize,
-    /// The width of the machine's physical addresses in bits (MAXPHYADDR), from 32 to 56. If the format's MMIO entries need a
-    /// reserved address bit, and the machine has none, MMIO is not cached.
+    /// The width of the machine's physical addresses in bits (MAXPHYADDR), from 32 to 56. If the format's MMIO entries
+    /// need a reserved address bit, and the machine has none, MMIO is not cached.
     pub physical_bits: u32,
     /// Which mechanisms it uses.
     pub policy: Policy,
     /// How its tables are made.
     pub mmu: MmuKind,
-    /// Whether it shadows the tables that the guest, a hypervisor, makes for its own guests (nested paging). Their addresses
-    /// are then what [`Vcpu::translate_virtual`](crate::Vcpu::translate_virtual) translates. For x86's formats: EPT, NPT and its own.
-    /// [`MmuKind::Shadow`] does so in any case. If the guest makes no such tables, this takes a few KiB of a VM with
-    /// [`MmuKind::Tdp`], and with [`MmuKind::Direct`] 4 KiB for each shadow page.
+    /// Whether it shadows the tables that the guest, a hypervisor, makes for its own guests (nested paging). Their
+    /// addresses are then what [`Vcpu::translate_virtual`](crate::Vcpu::translate_virtual) translates. For x86's
+    /// formats: EPT, NPT and its own. [`MmuKind::Shadow`] does so in any case. If the guest makes no such tables, this
+    /// takes a few KiB of a VM with [`MmuKind::Tdp`], and with [`MmuKind::Direct`] 4 KiB for each shadow page.
     pub nested: bool,
 }
 
@@ -398,8 +400,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.mmu
     }
 
-    /// Returns whether it shadows tables of the guest's: at least the nested ones of a guest that is a hypervisor, by the addresses
-    /// that they translate ([`Config::nested`]); with [`MmuKind::Shadow`] all.
+    /// Returns whether it shadows tables of the guest's: at least the nested ones of a guest that is a hypervisor, by
+    /// the addresses that they translate ([`Config::nested`]); with [`MmuKind::Shadow`] all.
     pub fn shadows_nested(&self) -> bool {
         can_shadow::<F>() && (self.nested || self.mmu == MmuKind::Shadow)
     }

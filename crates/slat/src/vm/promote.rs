@@ -1,10 +1,10 @@
 //! Promotion: small leaves become huge ones where that is possible now.
 //!
-//! A fault chooses the level of its leaf once, and the table that it makes for small leaves stays when the reason has gone:
-//! the host has merged the memory since (Linux: khugepaged, MADV_COLLAPSE), frames are alike again that were private in part,
-//! slots have been merged, the policy `huge_pages` was off. Nothing faults there any more, so nothing notices. A host that
-//! wants its huge pages back calls [`Vm::promote`] in the background, which does for some tables what the end of a dirty log
-//! does for all ([`super::recover`]).
+//! A fault chooses the level of its leaf once, and the table that it makes for small leaves stays when the reason has
+//! gone: the host has merged the memory since (Linux: khugepaged, MADV_COLLAPSE), frames are alike again that were
+//! private in part, slots have been merged, the policy `huge_pages` was off. Nothing faults there any more, so nothing
+//! notices. A host that wants its huge pages back calls [`Vm::promote`] in the background, which does for some tables
+//! what the end of a dirty log does for all ([`super::recover`]).
 
 use super::slot_op::SlotOp;
 use super::{Space, Vm};
@@ -22,16 +22,16 @@ pub struct Promotion {
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Replaces tables by huge leaves, in place, where memslot, host page and policies allow one. Asks the host for at
-    /// most `most` tables, from where `promotion` is, and at the end of guest memory goes back to its beginning. Returns how many
-    /// leaves it has installed: if there are few, wait longer before the next call.
+    /// most `most` tables, from where `promotion` is, and at the end of guest memory goes back to its beginning.
+    /// Returns how many leaves it has installed: if there are few, wait longer before the next call.
     ///
-    /// Each page stays mapped, to the same frame, so the guest takes no fault for it. The leaf is that of a write fault, so all
-    /// that it maps looks used ([`Vm::age`]) and, where dirty bits are kept, written. It maps also pages that no leaf has
-    /// mapped, which the host has nevertheless.
+    /// Each page stays mapped, to the same frame, so the guest takes no fault for it. The leaf is that of a write
+    /// fault, so all that it maps looks used ([`Vm::age`]) and, where dirty bits are kept, written. It maps also pages
+    /// that no leaf has mapped, which the host has nevertheless.
     ///
     /// Leaves out memslots that log, private memory, and tables that exist because of NX
-    /// ([`Vm::recover_nx_huge_pages`]). [`MmuKind::Direct`] zaps the tables instead, and the next fault installs the leaf;
-    /// [`MmuKind::Shadow`] does nothing, as what the guest maps is in small pages for reasons of its own.
+    /// ([`Vm::recover_nx_huge_pages`]). [`MmuKind::Direct`] zaps the tables instead, and the next fault installs the
+    /// leaf; [`MmuKind::Shadow`] does nothing, as what the guest maps is in small pages for reasons of its own.
     ///
     /// It works in steps: slot changes, faults and flushes wait no longer than for one. The caller is in no reader
     /// section.

@@ -1,5 +1,5 @@
-//! Huge pages come back when a dirty log ends (KVM: `kvm_mmu_recover_huge_pages`), or when [`promote`](super::promote) finds
-//! that they may.
+//! Huge pages come back when a dirty log ends (KVM: `kvm_mmu_recover_huge_pages`), or when [`promote`](super::promote)
+//! finds that they may.
 //!
 //! While a slot logs, it is mapped by 4 KiB leaves. When its log ends, each table whose frames one huge leaf may map is
 //! replaced by that leaf, in place: each page stays mapped throughout, to the same frame, so that the guest takes no
@@ -11,14 +11,16 @@
 //! first, and compares it under the lock of the table into which it installs: no leaf is installed for a page that an
 //! invalidation has zapped meanwhile. Then the table is zapped, and the next fault asks again.
 //!
-//! The table maps no page that the leaf does not map. The leaf may map pages that the table does not, and starts accessed
-//! and dirty, as the first write to it would make it: no dirty bit is lost. What walkers have set in the old leaves up
-//! to the flush, the platform is told when the table is freed ([`Platform::zapped`]).
+//! The table maps no page that the leaf does not map. The leaf may map pages that the table does not, and starts
+//! accessed and dirty, as the first write to it would make it: no dirty bit is lost. What walkers have set in the old
+//! leaves up to the flush, the platform is told when the table is freed ([`Platform::zapped`]).
 //!
-//! A table that maps one of the guest's that is shadowed stays, as a fault installs no huge leaf there ([`crate::shadow`]).
+//! A table that maps one of the guest's that is shadowed stays, as a fault installs no huge leaf there
+//! ([`crate::shadow`]).
 //!
-//! Tables of level 1 that exist because of NX stay: a fetch has made them, and another would make them again. Their recovery
-//! has its own pace ([`super::nx`]). The MMUs of shadow pages have no leaf ready for a table: there it is zapped, as in KVM.
+//! Tables of level 1 that exist because of NX stay: a fetch has made them, and another would make them again.
+//! Their recovery has its own pace ([`super::nx`]). The MMUs of shadow pages have no leaf ready for a table: there
+//! it is zapped, as in KVM.
 
 use core::ops::Range;
 
@@ -79,8 +81,8 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         }
     }
 
-    /// Like [`Self::recover_huge_pages`], for at most `most` tables from page `at` on (but two), and for one step. `None`: the slot ends
-    /// before that page, or the operation has to end ([`Self::slot`]).
+    /// Like [`Self::recover_huge_pages`], for at most `most` tables from page `at` on (but two), and for one step.
+    /// `None`: the slot ends before that page, or the operation has to end ([`Self::slot`]).
     pub(super) fn recover_some(&mut self, at: u64, most: usize) -> Option<Recovered> {
         let (vm, space) = (self.vm, self.op.space);
         // Before the slot, its attributes, the host and the policies are looked at.
@@ -179,8 +181,8 @@ fn is_shared(private: &PrivateFrames, gfns: &Range<Gfn>) -> bool {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns the leaf for `table`, in a slot of the frames `gfns` with `limits`, by what the host maps now. `None`: it maps
-    /// too little, or the first page is not resident.
+    /// Returns the leaf for `table`, in a slot of the frames `gfns` with `limits`, by what the host maps now. `None`:
+    /// it maps too little, or the first page is not resident.
     fn huge_leaf(&self, gfns: &Range<Gfn>, limits: Limits, table: &Candidate) -> Option<Leaf> {
         let mut leaf = None;
         held::assert_none("to ask the host");

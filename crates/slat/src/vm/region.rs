@@ -6,24 +6,24 @@
 //! # Several slots as one
 //! What must hold of the parts that stay, and why:
 //!
-//! * *vCPUs see the memory map before or after.* All edits are made in the inactive set, which is published by one store
-//!   ([`crate::slots`]). One generation counts them all, so no MMIO entry from before is valid after.
-//! * *What stays mapped is not zapped.* A frame that an old and a new slot both hold, backed by the same page with the same limits,
-//!   keeps its leaf ([`super::departure`]). The old leaf is what a fault would install now, or has fewer rights, and any MMU keeps it:
-//!   tables know no slots. Only a huge leaf that crosses an edge of such a part is in the way: it is split in place
-//!   ([`super::edge`]), with tables allocated before anything is changed. Everything else that an old slot had mapped is
-//!   zapped.
-//! * *An invalidation misses no leaf.* One that walks over the slots by backing address continues after the last slot that it
-//!   saw, in an order in which the new slots have other places; it could pass over a part that stays. So a part whose
-//!   backing is being invalidated when the new set has been published is zapped by the change. Both are sequentially consistent: an
-//!   invalidation that this check does not find begins later, and sees the new set whole. Until the zap is done the slots count as
-//!   leaving ([`super::departure`]), and the invalidation waits for that.
-//! * *No write is lost.* A part may come from one log into another. When no reader uses the old set, nothing is marked in the old log
-//!   any more; then the marks of the part are copied. A leaf may be writable without a mark: a harvest of the old log has taken the
-//!   mark, and finds no slot any more whose page it could protect. So what is unmarked is protected (with rings, which number
-//!   pages by slot: everything; with walkers' buffers, its dirty bits are cleared). Meanwhile no thread harvests the new logs: their
-//!   turns are locked before they are published. Other dirty bits that are the log stay in the leaves; a part that goes from one
-//!   kind of log to another is zapped, and its bits noted.
+//! * *vCPUs see the memory map before or after.* All edits are made in the inactive set, which is published by one
+//!   store ([`crate::slots`]). One generation counts them all, so no MMIO entry from before is valid after.
+//! * *What stays mapped is not zapped.* A frame that an old and a new slot both hold, backed by the same page with the
+//!   same limits, keeps its leaf ([`super::departure`]). The old leaf is what a fault would install now, or has fewer
+//!   rights, and any MMU keeps it: tables know no slots. Only a huge leaf that crosses an edge of such a part is in the
+//!   way: it is split in place ([`super::edge`]), with tables allocated before anything is changed. Everything else
+//!   that an old slot had mapped is zapped.
+//! * *An invalidation misses no leaf.* One that walks over the slots by backing address continues after the last slot
+//!   that it saw, in an order in which the new slots have other places; it could pass over a part that stays. So a part
+//!   whose backing is being invalidated when the new set has been published is zapped by the change. Both are
+//!   sequentially consistent: an invalidation that this check does not find begins later, and sees the new set whole.
+//!   Until the zap is done the slots count as leaving ([`super::departure`]), and the invalidation waits for that.
+//! * *No write is lost.* A part may come from one log into another. When no reader uses the old set, nothing is marked
+//!   in the old log any more; then the marks of the part are copied. A leaf may be writable without a mark: a harvest
+//!   of the old log has taken the mark, and finds no slot any more whose page it could protect. So what is unmarked is
+//!   protected (with rings, which number pages by slot: everything; with walkers' buffers, its dirty bits are cleared).
+//!   Meanwhile no thread harvests the new logs: their turns are locked before they are published. Other dirty bits that
+//!   are the log stay in the leaves; a part that goes from one kind of log to another is zapped, and its bits noted.
 //! * *Logs begin and end*, too, with all pages of a part, as when one slot changes its flags.
 
 use alloc::vec::Vec;
@@ -39,9 +39,9 @@ use crate::slots::{
 use crate::table::Walk;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Creates or moves a memslot of address space `space`, or changes its flags: KVM_SET_USER_MEMORY_REGION, with its rules
-    /// and errors, but that size 0 does not delete ([`Self::remove_memory_region`]). When this returns no CPU uses the old
-    /// state.
+    /// Creates or moves a memslot of address space `space`, or changes its flags: KVM_SET_USER_MEMORY_REGION, with
+    /// its rules and errors, but that size 0 does not delete ([`Self::remove_memory_region`]). When this returns no
+    /// CPU uses the old state.
     ///
     /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
@@ -64,14 +64,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Deletes memslot `slot` of address space `space`, and its dirty log: KVM_SET_USER_MEMORY_REGION with size 0. When this
-    /// returns no CPU uses its memory, and the host may have it back. A fault whose
+    /// Deletes memslot `slot` of address space `space`, and its dirty log: KVM_SET_USER_MEMORY_REGION with size 0. When
+    /// this returns no CPU uses its memory, and the host may have it back. A fault whose
     /// [`resolve`](crate::Platform::resolve) is under way then installs nothing of what it returns.
     ///
     /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
-    /// [`RegionError::NoSuchSpace`], [`RegionError::NothingToDelete`], [`RegionError::OutOfMemory`]; nothing was changed.
+    /// [`RegionError::NoSuchSpace`], [`RegionError::NothingToDelete`], [`RegionError::OutOfMemory`];
+    /// nothing was changed.
     pub fn remove_memory_region(&self, space: usize, slot: u32) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
         let change = space.slots.change(self.turn_wait());
@@ -82,21 +83,23 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.commit(space, change, &mut [Edit { id, new }])
     }
 
-    /// Changes several memslots of address space `space` as one: splits a slot, merges two, takes a piece out of the middle, moves
-    /// some, swaps two. vCPUs see the memory map as it was before or as it is after, and no frame that both have is missing
-    /// in between. Each change says what its slot is in the end; their order does not matter.
+    /// Changes several memslots of address space `space` as one: splits a slot, merges two, takes a piece out of the
+    /// middle, moves some, swaps two. vCPUs see the memory map as it was before or as it is after, and no frame that
+    /// both have is missing in between. Each change says what its slot is in the end; their order does not matter.
     ///
     /// A frame that has memory before and after, backed by the same page with the same rights and memory type (with
-    /// [`SlotFlags::READONLY`] or without it), stays mapped: it is not zapped, and the guest takes no fault for it. So to take
-    /// 2 MiB out of 4 GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. The exceptions: frames whose backing
-    /// is being invalidated at the time; slots with private backing; a leaf at an edge that the MMU cannot split, because its limit of
-    /// tables is reached (shadow pages), or that a fault has installed meanwhile.
+    /// [`SlotFlags::READONLY`] or without it), stays mapped: it is not zapped, and the guest takes no fault for it. So
+    /// to take 2 MiB out of 4 GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. The
+    /// exceptions: frames whose backing is being invalidated at the time; slots with private backing; a leaf at an
+    /// edge that the MMU cannot split, because its limit of tables is reached (shadow pages), or that a fault has
+    /// installed meanwhile.
     ///
-    /// A page that stays, from a slot that logs to one that logs, stays marked in the dirty log if it was. A ring entry pushed before
-    /// the change has the number that the page had in its slot then. A harvest of a slot that this call makes smaller or deletes,
-    /// on another thread, still returns what it has taken.
+    /// A page that stays, from a slot that logs to one that logs, stays marked in the dirty log if it was. A ring entry
+    /// pushed before the change has the number that the page had in its slot then. A harvest of a slot that this call
+    /// makes smaller or deletes, on another thread, still returns what it has taken.
     ///
-    /// When this returns no CPU uses the old state. Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// When this returns no CPU uses the old state. Not for a vCPU between [`crate::Vcpu::enter`] and
+    /// [`crate::Vcpu::leave`].
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -213,9 +216,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         plan(&change, checked, all_gfns::<F>().end.0).map(|_| ())
     }
 
-    /// Call before publishing a set, with its lock. If the set's generation wraps around in the bits that an MMIO entry has
-    /// for it, zaps all MMIO entries: old ones would become valid again. Faults may install others meanwhile, of the
-    /// generation before, which is the last to come again.
+    /// Call before publishing a set, with its lock. If the set's generation wraps around in the bits that an MMIO entry
+    /// has for it, zaps all MMIO entries: old ones would become valid again. Faults may install others meanwhile, of
+    /// the generation before, which is the last to come again.
     pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, change: &SlotsChange<'_>) {
         let wraps = (change.set().generation + 1) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0;
         if F::MMIO_GENERATION_BITS > 0 && wraps {
@@ -274,8 +277,8 @@ fn new_logs(
     Ok(all)
 }
 
-/// Returns the most pieces of [`LogWork`] that `edits` make: for parts that old and new slots have in common, of which there are at
-/// most as many as slots. None if no slot gets another log.
+/// Returns the most pieces of [`LogWork`] that `edits` make: for parts that old and new slots have in common, of which
+/// there are at most as many as slots. None if no slot gets another log.
 fn most_log_work(change: &SlotsChange<'_>, edits: &[Edit]) -> usize {
     let other_log = |edit: &Edit| {
         let (old, new) = (change.by_id(edit.id), edit.new.as_deref());

@@ -7,8 +7,8 @@
 //! removes entries with RESET from the head, clears their flags, and protects their pages again.
 //!
 //! The client can write anything to a ring entry at any time. So a reset reads each field once, believes none, and ends
-//! when it has come to where the tail was when it began, whatever the flags say by then: an entry that names no memslot, or no
-//! address space, is removed and counted like any other (KVM: `kvm_reset_dirty_gfn`).
+//! when it has come to where the tail was when it began, whatever the flags say by then: an entry that names no
+//! memslot, or no address space, is removed and counted like any other (KVM: `kvm_reset_dirty_gfn`).
 //!
 //! Nothing is lost when the ring is full: the fault that would add an entry stops with
 //! [`crate::Stop::DirtyRingFull`] before it changes anything.
@@ -228,8 +228,8 @@ impl DirtyRing {
         self.reset_end.store(self.tail.load(Relaxed), Relaxed);
     }
 
-    /// Removes the ring entry at the head and returns slot and page, if the client has collected it and its slot is one that
-    /// the caller `takes`.
+    /// Removes the ring entry at the head and returns slot and page, if the client has collected it and its slot is one
+    /// that the caller `takes`.
     pub(crate) fn pop_reset(&self, takes: impl Fn(RingSlot) -> bool) -> Option<(RingSlot, u64)> {
         let head = self.head.load(Relaxed);
         if head == self.reset_end.load(Relaxed) {
@@ -306,8 +306,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let spaces = self.spaces.len();
         let mut total = 0;
         loop {
-            // `ring.reset` stops at an entry of another address space, so repeat until no ring has any. Entries of none are
-            // removed with those of the first.
+            // `ring.reset` stops at an entry of another address space, so repeat until no ring has any. Entries of none
+            // are removed with those of the first.
             let reset: u64 = (0..spaces)
                 .map(|space| {
                     let takes = |slot: RingSlot| {
@@ -366,8 +366,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         count
     }
 
-    /// Protects the pages of `batch` in address space `index`, that of `op`, with the slot writers' lock held. Does nothing for
-    /// pages of another address space, or that are not in the slot any more, because it was deleted, or created again smaller.
+    /// Protects the pages of `batch` in address space `index`, that of `op`, with the slot writers' lock held. Does
+    /// nothing for pages of another address space, or that are not in the slot any more, because it was deleted, or
+    /// created again smaller.
     fn protect_batch(&self, op: &mut RangeOp<'_, P, F>, index: usize, batch: &ProtectBatch) {
         if batch.slot.space() != index {
             return;

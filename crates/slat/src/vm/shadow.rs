@@ -14,8 +14,8 @@ use crate::sync::atomic::Ordering::SeqCst;
 use crate::table::{Detached, Flushed, Key};
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Call after the client has written to guest memory that may hold tables of the guest's, as a VMM does when it restores a
-    /// VM, and before the guest runs again: at its next flush, which the caller does for each CPU
+    /// Call after the client has written to guest memory that may hold tables of the guest's, as a VMM does when it
+    /// restores a VM, and before the guest runs again: at its next flush, which the caller does for each CPU
     /// ([`Vcpu::flush_guest`](crate::Vcpu)), a CPU compares what was made of them. Stores of the client are not
     /// noticed; KVM notices none either. Without shadow pages of tables there is nothing to do.
     pub fn guest_memory_changed(&self) {
@@ -25,12 +25,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Call when a vCPU begins to use address space `to` (`None`: it ends), and has used `from` (`None`: it is new). `section`: a
-    /// reader section of the caller.
+    /// Call when a vCPU begins to use address space `to` (`None`: it ends), and has used `from` (`None`: it is new).
+    /// `section`: a reader section of the caller.
     ///
-    /// The stores of a vCPU are noticed in its own address space: in another one the same memory may hold tables that are
-    /// shadowed. So as long as vCPUs use different address spaces, as when one of them is in SMM, each flush of the guest's compares
-    /// all tables ([`Self::distrust_stores_elsewhere`]); and once more after a vCPU has left the address space by which it has stored.
+    /// The stores of a vCPU are noticed in its own address space: in another one the same memory may hold tables that
+    /// are shadowed. So as long as vCPUs use different address spaces, as when one of them is in SMM, each flush of the
+    /// guest's compares all tables ([`Self::distrust_stores_elsewhere`]); and once more after a vCPU has left the
+    /// address space by which it has stored.
     pub(crate) fn vcpu_moves(
         &self,
         from: Option<usize>,
@@ -50,8 +51,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Call when the guest flushes in address space `space`. If vCPUs use others, has its shadow pages compared, and returns `true`.
-    /// `section`: a reader section of the caller.
+    /// Call when the guest flushes in address space `space`. If vCPUs use others, has its shadow pages compared, and
+    /// returns `true`. `section`: a reader section of the caller.
     pub(crate) fn distrust_stores_elsewhere(
         &self,
         space: usize,
@@ -75,8 +76,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .map(|(_, space)| space)
     }
 
-    /// Has work by gfn look for shadow pages beside the tree of `space`, before the first one is made ([`crate::shadow`]). The caller is in no
-    /// reader section.
+    /// Has work by gfn look for shadow pages beside the tree of `space`, before the first one is made
+    /// ([`crate::shadow`]). The caller is in no reader section.
     pub(crate) fn begin_shadowing(&self, space: &Space<P, F>) {
         let tell = |tell: fn(&ShadowMmu<P, F>)| {
             let section = self.section();
@@ -87,7 +88,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         tell(ShadowMmu::begin);
     }
 
-    /// Zaps what was made of the guest's entries in `range`, where there was a store. The caller is in no reader section.
+    /// Zaps what was made of the guest's entries in `range`, where there was a store. The caller is
+    /// in no reader section.
     pub(crate) fn follow(&self, space: &Space<P, F>, range: &Range<Gpa>) {
         // Which frames the entries map is not known before they are zapped.
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
@@ -95,16 +97,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish();
     }
 
-    /// Zaps the entry of `level` on the path to `key`, because the guest's tables say something else now. The caller is in no
-    /// reader section.
+    /// Zaps the entry of `level` on the path to `key`, because the guest's tables say something else now. The caller is
+    /// in no reader section.
     pub(crate) fn zap_entry(&self, space: &Space<P, F>, key: Key, root: (Gfn, Role), level: Level) {
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
         op.on_shadow(|mmu, _, zapped| mmu.zap_entry(key, root, level, zapped));
         op.finish();
     }
 
-    /// Makes stores to unsynced tables noticed again ([`ShadowMmu::begin_sync`](crate::shadow::ShadowMmu)), and flushes.
-    /// Returns the flush. The caller is in no reader section.
+    /// Makes stores to unsynced tables noticed again ([`ShadowMmu::begin_sync`](crate::shadow::ShadowMmu)), and
+    /// flushes. Returns the flush. The caller is in no reader section.
     pub(crate) fn begin_sync(
         &self,
         space: &Space<P, F>,
@@ -140,8 +142,8 @@ impl<P: Platform, F: Format> Space<P, F> {
 }
 
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
-    /// Runs `work` on the MMU, in a reader section of its own, if that shadows the guest's tables: with the list of detached
-    /// tables, and what it tells of each leaf that it zaps. Counts what it returns.
+    /// Runs `work` on the MMU, in a reader section of its own, if that shadows the guest's tables: with the list of
+    /// detached tables, and what it tells of each leaf that it zaps. Counts what it returns.
     fn on_shadow(
         &mut self,
         work: impl FnOnce(&ShadowMmu<P, F>, &mut Detached, &mut dyn FnMut(Gfn, Level, u64)) -> Followed,

@@ -9,8 +9,9 @@ use crate::platform::Platform;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryUsage {
-    /// Bytes of the frames that the VM has of its platform for tables: those in use, those that wait for a flush until they are
-    /// freed, and those that vCPUs keep for their next fault. What Linux counts as `SecPageTables` (Documentation/filesystems/proc.rst).
+    /// Bytes of the frames that the VM has of its platform for tables: those in use, those that wait for a flush until
+    /// they are freed, and those that vCPUs keep for their next fault. What Linux counts as `SecPageTables`
+    /// (Documentation/filesystems/proc.rst).
     pub table_bytes: u64,
     /// The most that [`Self::table_bytes`] has been.
     pub peak_table_bytes: u64,
@@ -25,8 +26,8 @@ pub struct MemoryUsage {
 }
 
 impl MemoryUsage {
-    /// Returns how many bytes of guest memory are mapped. A page counts as often as it is mapped: by memslots that share their
-    /// backing, and in the shadow MMU by guest-virtual addresses.
+    /// Returns how many bytes of guest memory are mapped. A page counts as often as it is mapped: by memslots that
+    /// share their backing, and in the shadow MMU by guest-virtual addresses.
     pub fn mapped_bytes(&self) -> u64 {
         let pages = |leaves: u64, level| leaves * self.granule.pages(level);
         let pages = pages(self.pages_4k, Level::PAGE)
@@ -39,9 +40,9 @@ impl MemoryUsage {
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Returns how much memory the VM's tables take, in all address spaces, and what they map.
     ///
-    /// Any thread may call it. It is exact when no other thread changes the tables: no vCPU faults, and no operation on the VM
-    /// runs. Otherwise the numbers are from about the same time, and leaves that an operation has zapped are counted until its
-    /// flush; the peak is always exact.
+    /// Any thread may call it. It is exact when no other thread changes the tables: no vCPU faults, and no operation on
+    /// the VM runs. Otherwise the numbers are from about the same time, and leaves that an operation has zapped are
+    /// counted until its flush; the peak is always exact.
     ///
     /// Tables are counted by words that change when a frame is allocated or freed, leaves by the gauges of
     /// [`Stats`](crate::Stats): faults pay nothing for this. The call itself adds up the counters of all vCPUs.

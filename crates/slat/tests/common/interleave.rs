@@ -1,6 +1,6 @@
-//! Two operations, interleaved at every step of the first: the *victim* is stopped at its n-th step, the *intruder* runs until it
-//! is done or must wait, then the victim goes on; for every n (of hundreds that are alike, for many). Meanwhile a *holder*, a
-//! CPU that acknowledges flushes only when it must, uses what it was given before.
+//! Two operations, interleaved at every step of the first: the *victim* is stopped at its n-th step, the *intruder*
+//! runs until it is done or must wait, then the victim goes on; for every n (of hundreds that are alike, for many).
+//! Meanwhile a *holder*, a CPU that acknowledges flushes only when it must, uses what it was given before.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};
@@ -66,8 +66,8 @@ pub struct Progress {
 /// Steps at the beginning and at the end of a victim after each of which the intruder runs.
 const ENDS: usize = 64;
 
-/// Runs `victim` once for each of its steps, with `intruder` in between. `held`: what the holder uses; there is none without.
-/// Steps in the middle of many are alike, such as visits of all leaves of a slot: every seventh of them.
+/// Runs `victim` once for each of its steps, with `intruder` in between. `held`: what the holder uses; there is none
+/// without. Steps in the middle of many are alike, such as visits of all leaves of a slot: every seventh of them.
 pub fn interleave<S: Scene>(
     prepare: impl Fn() -> Arc<S>,
     held: &[S::Held],

@@ -34,8 +34,8 @@ pub fn shadow(test: impl FnOnce()) {
     MMU.set(MmuKind::Tdp);
 }
 
-/// Runs each test, a function that is generic over the format, on every format, and on those of the direct MMU with that,
-/// too.
+/// Runs each test, a function that is generic over the format, on every format, and on those of the
+/// direct MMU with that, too.
 #[allow(unused_macros, reason = "not every file of tests needs it")]
 macro_rules! on_every_format {
     ($($test:ident,)*) => {$(

@@ -14,8 +14,8 @@ pub struct Queued<'p> {
 }
 
 impl<'p> Queued<'p> {
-    /// Has `change` made by another thread, which waits for its turn when this thread next reads a table: what this thread does then
-    /// goes on when that thread waits.
+    /// Has `change` made by another thread, which waits for its turn when this thread next reads a table: what this
+    /// thread does then goes on when that thread waits.
     pub fn at_the_next_table(
         platform: &'p SimPlatform,
         change: impl FnOnce() + Send + 'static,

@@ -40,7 +40,8 @@ struct Books<F: Format> {
 }
 
 impl<F: Format> Books<F> {
-    /// Returns what backs `page` of `vm`. A huge page is one whose frames are as in the first VM, with as many users each.
+    /// Returns what backs `page` of `vm`. A huge page is one whose frames are as in the first VM,
+    /// with as many users each.
     fn get(&self, vm: VmId, page: u64, level: Level) -> HostPage {
         let map = &self.maps[&vm];
         let frame = map[page as usize];

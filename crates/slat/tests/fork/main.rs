@@ -1,4 +1,5 @@
-//! Clones of VMs, on a machine that gives each VM a frame of its own at its first write: what one VM writes no other one sees.
+//! Clones of VMs, on a machine that gives each VM a frame of its own at its first write: what one VM
+//! writes no other one sees.
 
 #[macro_use]
 #[path = "../common/mod.rs"]
@@ -297,7 +298,8 @@ impl Drop for Stops<'_> {
     }
 }
 
-/// The parent counts in one page, then in the next, so that the second count is never ahead of the first. In a clone it is not, either.
+/// The parent counts in one page, then in the next, so that the second count is never ahead of the first. In a
+/// clone it is not, either.
 fn a_parent_that_runs_is_copied_at_one_moment<F: Format>() {
     let machine = Cow::<F>::new(Level::PAGE);
     let parent = first(&machine);

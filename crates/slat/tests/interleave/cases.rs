@@ -140,8 +140,8 @@ impl<F: Format> World<F> {
         world
     }
 
-    /// Logging begins while something else zaps by what it knew before, and the guest writes: whatever the policies, the log
-    /// names the page.
+    /// Logging begins while something else zaps by what it knew before, and the guest writes: whatever the policies,
+    /// the log names the page.
     pub fn a_write_after_logging_began_is_in_the_log_whatever_is_zapped_meanwhile() {
         const WHOLE: &[(&str, &str)] = &[("nx_huge_pages", "on"), ("nx_huge_pages_split", "off")];
         const SPLIT: &[(&str, &str)] = &[("nx_huge_pages", "on"), ("nx_huge_pages_split", "on")];
@@ -195,8 +195,8 @@ impl<F: Format> World<F> {
         interleave(initially_set, &[(700, Read)], begin_and_write, switch_off);
     }
 
-    /// The log of a slot goes with it. What a fault finds at the slot's new place may be a leaf of its old one, whose dirty bit
-    /// says that another page was written.
+    /// The log of a slot goes with it. What a fault finds at the slot's new place may be a leaf of its old one, whose
+    /// dirty bit says that another page was written.
     pub fn a_slot_that_moves_over_itself_takes_its_dirty_bits_along() {
         let written: Prepare<F> = || {
             let world = Self::new(Level::PAGE, NONE);

@@ -133,11 +133,12 @@ impl<F: Format> World<F> {
         interleave(Self::two_backings, &[(1, Write)], convert, convert);
     }
 
-    /// A zap has looked the slot up before it moves over itself, and comes to a leaf that was installed after that. Its dirty bit
-    /// belongs to another page than it would have before.
+    /// A zap has looked the slot up before it moves over itself, and comes to a leaf that was installed after that. Its
+    /// dirty bit belongs to another page than it would have before.
     pub fn a_zap_that_knows_the_old_place_of_a_slot_notes_no_other_page() {
         if config().mmu == MmuKind::Direct {
-            // Its walk reaches no table for a frame that nothing maps, and any other under the lock that the move needs.
+            // Its walk reaches no table for a frame that nothing maps, and any other under the lock
+            // that the move needs.
             return;
         }
         const BUSY: u32 = 1 << 8;

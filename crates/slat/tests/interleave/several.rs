@@ -1,5 +1,5 @@
-//! Several memslots changed as one, beside something else: what stays is never seen missing, what goes is gone, and no write is
-//! lost.
+//! Several memslots changed as one, beside something else: what stays is never seen missing, what goes is gone,
+//! and no write is lost.
 
 use std::sync::Arc;
 

@@ -479,7 +479,8 @@ of_two_spaces! {
     what_a_vcpu_has_stored_in_smm_is_followed_when_it_is_gone: gone,
 }
 
-/// Runs a test of a guest with tables of its own on each MMU that shadows them: a function that is generic over the format.
+/// Runs a test of a guest with tables of its own on each MMU that shadows them: a function that is
+/// generic over the format.
 macro_rules! on_each_shadow {
     ($($test:ident,)*) => {$(
         #[test]
@@ -656,8 +657,8 @@ mod each_shadow {
     }
 }
 
-/// The client makes memory of a device, in the guest's table. That counts at the next flush, as in KVM, which goes by what an MMIO SPTE
-/// says until then; if the client has said that it has written, at one of any kind.
+/// The client makes memory of a device, in the guest's table. That counts at the next flush, as in KVM, which goes by
+/// what an MMIO SPTE says until then; if the client has said that it has written, at one of any kind.
 #[test]
 fn a_device_that_the_client_replaces_by_memory_is_that_after_a_flush() {
     fn of<F: Format>(config: Config, flush: fn(&mut Cpu<F>)) {

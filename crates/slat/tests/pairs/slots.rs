@@ -163,7 +163,8 @@ fn one_change_or_several_flush_what_was_where_their_slots_come() {
     }
 }
 
-/// An invalidation continues after the slot that it saw last. The one that takes its place is before it in the order of backing.
+/// An invalidation continues after the slot that it saw last. The one that takes its place is before it in
+/// the order of backing.
 #[test]
 fn an_invalidation_misses_no_leaf_of_a_slot_that_takes_the_place_of_another() {
     let mut world = World::<Ept>::empty(Level::PAGE);

@@ -204,8 +204,8 @@ impl Drop for GoesOn {
     }
 }
 
-/// Runs `first` on a thread of its own, up to the first event for which `stops` is true; then `second` on this one; and has `first` go
-/// on when `second` waits or is done. Returns what `second` has returned.
+/// Runs `first` on a thread of its own, up to the first event for which `stops` is true; then `second` on this one; and
+/// has `first` go on when `second` waits or is done. Returns what `second` has returned.
 pub fn stopped_at<R>(
     platform: &SimPlatform,
     first: impl FnOnce() + Send,

@@ -46,7 +46,8 @@ const ACCESSES: [Act; 2] = [
 ];
 const FLUSH: Act = |w| w.on_cpu(|cpu| cpu.flush());
 
-/// Stores, by a translation from before the table was tracked if there is a holder, each followed by what makes it hold.
+/// Stores, by a translation from before the table was tracked if there is a holder, each followed
+/// by what makes it hold.
 const STORES: [Act; 5] = [
     |w| {
         w.by_holder(|cpu| {
@@ -132,8 +133,8 @@ const CLIENT_STORES: [Act; 2] = [
     },
 ];
 
-/// Runs each victim beside each intruder, in each of `worlds`. The holder has the right to store to `held`, as far as the MMU lets
-/// it have that.
+/// Runs each victim beside each intruder, in each of `worlds`. The holder has the right to store to `held`, as far as
+/// the MMU lets it have that.
 fn each_beside_each(worlds: &[Prepare], held: &[u64], victims: &[Act], intruders: &[Act]) {
     for world in worlds {
         for victim in victims {
@@ -238,8 +239,8 @@ fn what_the_host_does_and_a_store() {
     each_beside_each(&[MAPPED], &[], &HOST, &STORES[1..3]);
 }
 
-/// The log takes the right to store from the leaves of all tables, but the holder may have it in its TLB until the flush. Meanwhile
-/// the tables are tracked.
+/// The log takes the right to store from the leaves of all tables, but the holder may have it in its TLB until the
+/// flush. Meanwhile the tables are tracked.
 #[test]
 fn a_log_that_begins_and_tables_that_are_tracked() {
     let all = [ROOT, UPPER, DIRECTORY, TABLE];

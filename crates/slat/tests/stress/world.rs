@@ -241,7 +241,8 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Takes logs, and now and then ends a batch with an audit, looks for young pages, recovers NX tables, changes a policy.
+    /// Takes logs, and now and then ends a batch with an audit, looks for young pages, recovers NX
+    /// tables, changes a policy.
     pub fn keep_house(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         while self.runs() {

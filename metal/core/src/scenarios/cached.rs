@@ -1,8 +1,9 @@
 //! The entries that walkers may have cached, while tables change under a guest that writes.
 //!
-//! The host keeps a record of them ([`slat_model::Tlb`]): it reads the tables when the engine reaches them, and before and
-//! after each flush. If the format requires break-before-make, a valid entry must not *conflict* with one that was removed and
-//! is not flushed yet. On all formats, once an operation has returned, no entry may be cached that the tables do not allow.
+//! The host keeps a record of them ([`slat_model::Tlb`]): it reads the tables when the engine reaches them, and before
+//! and after each flush. If the format requires break-before-make, a valid entry must not *conflict* with one that was
+//! removed and is not flushed yet. On all formats, once an operation has returned, no entry may be cached that the
+//! tables do not allow.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -26,8 +27,8 @@ const FUNCTIONS: [u64; 2] = [1, 514];
 /// Spins before each flush.
 const DELAY: u32 = 5_000;
 
-/// Returns how often the guest is stopped, and how often each change is made under the running guest before. More often on faster
-/// machines: Bochs needs a second for each turn.
+/// Returns how often the guest is stopped, and how often each change is made under the running guest before. More often
+/// on faster machines: Bochs needs a second for each turn.
 const fn stops_and_turns<M: Machine>() -> (u64, u64) {
     if Tables::<M>::BREAK_BEFORE_MAKE {
         (3, 4)
@@ -86,8 +87,8 @@ fn policies<M: Machine>(vm: &TestVm<M>, policies: &[(&str, &str)]) -> Result<(),
 }
 
 impl<M: Machine> Turn<'_, '_, M> {
-    /// Waits while the other CPU writes: until it has written all of its pages, or only for a moment, so that the next change
-    /// meets it at missing translations.
+    /// Waits while the other CPU writes: until it has written all of its pages, or only for a moment, so that the next
+    /// change meets it at missing translations.
     fn guest_writes(&self) {
         if self.number.is_multiple_of(2) {
             self.running.pass();

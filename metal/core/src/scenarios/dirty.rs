@@ -89,7 +89,8 @@ pub(super) fn by_dirty_bit<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     takes_exact_logs(bench, "dirty-bit", false)
 }
 
-/// The walker names the pages, so the harvests look at these alone. It writes to more of them at last than its buffer holds.
+/// The walker names the pages, so the harvests look at these alone. It writes to more of them at last
+/// than its buffer holds.
 pub(super) fn by_buffer<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     if !M::Cpu::FILLS_BUFFER {
         return Ok("this CPU fills no buffer: nothing to see".into());
@@ -171,7 +172,8 @@ pub(super) fn cleared_by_hand<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     vm.faulted(512)?;
     vm.logged("written again", |_| true)?;
 
-    // Without logging no leaf has to be small: the huge page comes back, in place where its leaf is known from the slot.
+    // Without logging no leaf has to be small: the huge page comes back, in place where its leaf is
+    // known from the slot.
     vm.set(&bench.data_slot(HUGE * huge::<M>(), SlotFlags::default()))?;
     bench.run(&mut vm, every::<M>(Op::Read, 0, HUGE, huge::<M>()))?;
     let in_place = bench.mmu == MmuKind::Tdp;

@@ -8,8 +8,8 @@ use super::Verdict;
 use crate::bench::{Bench, CODE_PAGES, GIB, every, huge, page, pages};
 use crate::{Cpu, Machine, Op};
 
-/// Writes `count` words, `step` bytes apart, on a host with mappings of `level`, and expects one fault for each of `leaves`
-/// leaves, counted by `gauge`; one more is the program's.
+/// Writes `count` words, `step` bytes apart, on a host with mappings of `level`, and expects one fault for each of
+/// `leaves` leaves, counted by `gauge`; one more is the program's.
 fn on_demand<M: Machine>(
     bench: &mut Bench<'_, M>,
     level: Level,
@@ -60,8 +60,8 @@ pub(super) fn prefetch_window<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const WINDOW: u64 = 8;
     let mut vm = bench.vm(Level::PAGE, &[("prefetch", "8")])?;
     vm.set(&bench.data_slot(PAGES * page::<M>(), SlotFlags::default()))?;
-    // If the walker sets no accessed bits, the first use of a prefetched page faults to the monitor, too. The engine counts no
-    // fault: the leaf is mapped.
+    // If the walker sets no accessed bits, the first use of a prefetched page faults to the monitor, too. The engine
+    // counts no fault: the leaf is mapped.
     let first_uses = |pages: u64| match bench.cpu.sets_accessed() {
         true => 0,
         false => pages,

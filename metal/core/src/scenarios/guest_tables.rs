@@ -32,8 +32,8 @@ fn mark(page: u64) -> u32 {
     0x4000_0000 + page as u32
 }
 
-/// Returns the guest's store that makes entry `index` of a table map the data slot from page `page` on. The upper half of the
-/// entry is 0.
+/// Returns the guest's store that makes entry `index` of a table map the data slot from page `page` on. The upper
+/// half of the entry is 0.
 fn maps(number: u64, index: u64, page: u64) -> Command {
     let flags = if number == LEVEL_1 { USED } else { LARGE };
     Command {

@@ -1,6 +1,6 @@
-//! Dirty logs of a guest that keeps writing, as a migration gets them: pages that a log names are copied after it was got, and
-//! after the guest has stopped and the last log is done, the copy must equal the memory. A write that went unnoticed, through a
-//! TLB or past a dirty bit, would be missing in it.
+//! Dirty logs of a guest that keeps writing, as a migration gets them: pages that a log names are copied after it was
+//! got, and after the guest has stopped and the last log is done, the copy must equal the memory. A write that went
+//! unnoticed, through a TLB or past a dirty bit, would be missing in it.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -21,8 +21,8 @@ const PAGES: u64 = HUGE * 512;
 const CHUNK: u64 = 512;
 const ROUNDS: u64 = 20;
 
-/// Copies the first word, the one that the guest writes, of each page that the log names. Returns how many. Every word that was
-/// written before the log was got, and is in no copy, must be in this log.
+/// Copies the first word, the one that the guest writes, of each page that the log names. Returns how many. Every word
+/// that was written before the log was got, and is in no copy, must be in this log.
 fn copy<M: Machine>(
     bench: &Bench<'_, M>,
     vm: &TestVm<M>,

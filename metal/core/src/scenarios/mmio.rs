@@ -21,7 +21,8 @@ fn at_hole(op: Op, count: u64) -> Command {
 }
 
 impl<M: Machine> TestVm<M> {
-    /// Checks that the first CPU reported `mmio` faults from MMIO entries and `others` from other ones since the last check.
+    /// Checks that the first CPU reported `mmio` faults from MMIO entries and `others` from other ones
+    /// since the last check.
     fn faulted_mmio(&mut self, others: u64, mmio: u64) -> Result<(), alloc::string::String> {
         let seen = self.guest.seen.mmio_faults.swap(0, SeqCst);
         if M::Cpu::REPORTS_MMIO {

@@ -1,5 +1,5 @@
-//! Memslots that are deleted and moved while the guest writes to them. When the call has returned, no write may reach the
-//! memory that backed the old address.
+//! Memslots that are deleted and moved while the guest writes to them. When the call has returned, no write may reach
+//! the memory that backed the old address.
 
 use alloc::format;
 use alloc::string::String;

@@ -11,9 +11,9 @@ use crate::bench::{Bench, MIB, every, fell, holds, pages, same, write_word};
 use crate::guest::{Beside, Tables};
 use crate::{Machine, Op};
 
-/// One CPU reads a word of each of many huge pages, again and again; the other executes in each, which splits it. The reader
-/// must read every word right. If a leaf may be replaced in one step the reader does not even fault; if it has to be broken
-/// before the table is made, every split is flushed in between, and the reader may have to wait for it.
+/// One CPU reads a word of each of many huge pages, again and again; the other executes in each, which splits it. The
+/// reader must read every word right. If a leaf may be replaced in one step the reader does not even fault; if it has
+/// to be broken before the table is made, every split is flushed in between, and the reader may have to wait for it.
 pub(super) fn under_a_running_guest<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const REGIONS: u64 = 256;
     let mut vm = bench.vm(Level::MEGA, &[("nx_huge_pages", "on")])?;

@@ -6,7 +6,8 @@ use slat_hyperv::clock::{TscPage, UNIT};
 use slat_hyperv::partition::{DuePage, PageOutcome, Partition};
 
 impl VcpuMachine {
-    /// The reference clock now, in units of 100 ns: kvmclock, with the arithmetic of the guest's page, also while there is none.
+    /// The reference clock now, in units of 100 ns: kvmclock, with the arithmetic of the guest's page, also
+    /// while there is none.
     pub(super) fn reference_time(&self) -> u64 {
         (self.vm.hyperv).with_partition(|partition| self.time_of(partition))
     }
@@ -23,7 +24,8 @@ impl VcpuMachine {
         partition.time(tsc, now)
     }
 
-    /// Returns the contents of a page that is written now. `None`: the vCPUs' TSCs differ, or are too slow, and no page is right.
+    /// Returns the contents of a page that is written now. `None`: the vCPUs' TSCs differ, or are too slow,
+    /// and no page is right.
     fn tsc_page(&self) -> Option<TscPage> {
         let clock = self.vm.clock.parameters(&self.tsc);
         let clock = clock.without_wrap(self.guest_tsc());
@@ -36,8 +38,8 @@ impl VcpuMachine {
         page.filter(|_| clock.is_stable)
     }
 
-    /// Writes the guest's page of the reference clock, if it is to be written. The vCPU is entered. If that is interrupted, leaves it to
-    /// the next call, or to another vCPU.
+    /// Writes the guest's page of the reference clock, if it is to be written. The vCPU is entered. If that is
+    /// interrupted, leaves it to the next call, or to another vCPU.
     pub(crate) fn write_tsc_page(&mut self) {
         if let Some(due) = self.vm.hyperv.begin_page() {
             let outcome = self

@@ -1,4 +1,5 @@
-//! Hypercalls by Hyper-V's conventions: flushes of translations, interrupts, events, and those that the client carries out.
+//! Hypercalls by Hyper-V's conventions: flushes of translations, interrupts, events, and those that
+//! the client carries out.
 
 use crate::exit::ClientCall;
 use crate::irq::vcpus::MAX_VCPUS;
@@ -219,8 +220,8 @@ impl VcpuMachine {
 
     /// Flushes the guest's translations of some vCPUs. When this returns, none of them uses an old one.
     ///
-    /// A vCPU that runs guest code passes a quiescent point of the engine, and has dropped its translations then. One that does
-    /// not drops them before it runs guest code again. The other vCPUs keep theirs.
+    /// A vCPU that runs guest code passes a quiescent point of the engine, and has dropped its translations then. One
+    /// that does not drops them before it runs guest code again. The other vCPUs keep theirs.
     fn flush_translations(&mut self, targets: &VpSet) {
         let is_meant = |index| targets.contains(index);
         for vcpu in self.vm.vcpus().iter() {

@@ -1,5 +1,5 @@
-//! A vCPU's part of Hyper-V's interface: what only the thread that runs it uses. The rules are in `slat-hyperv`, and what vCPUs
-//! share is in [`crate::hyperv`].
+//! A vCPU's part of Hyper-V's interface: what only the thread that runs it uses. The rules are in `slat-hyperv`, and
+//! what vCPUs share is in [`crate::hyperv`].
 //!
 //! | file | idea |
 //! |---|---|
@@ -32,7 +32,8 @@ impl VcpuMachine {
             && !(self.vm.hyperv).with_partition(|partition| partition.exposes_invariant_tsc())
     }
 
-    /// Call when the guest has read the message or the events of a source of its SynIC: by the end of an interrupt, or by EOM.
+    /// Call when the guest has read the message or the events of a source of its SynIC: by the end of an
+    /// interrupt, or by EOM.
     fn acknowledge_source(&mut self, sint: u32) {
         self.hyperv.timers.acknowledged(sint);
         self.look_at_timers();

@@ -28,7 +28,8 @@ fn thread_runtime() -> u64 {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // The kernel's number for the clock of one thread (CPUCLOCK_PERTHREAD, CPUCLOCK_SCHED): any thread of the process may read it.
+    // The kernel's number for the clock of one thread (CPUCLOCK_PERTHREAD, CPUCLOCK_SCHED): any thread of the
+    // process may read it.
     let clock = !(thread_id() as i32) << 3 | 4 | 2;
     let arguments = [clock as usize, &raw mut time as usize, 0, 0, 0, 0];
     // SAFETY: the struct that the call fills in. If it fails, the time is 0.

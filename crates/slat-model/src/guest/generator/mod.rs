@@ -195,8 +195,8 @@ impl Generator {
         }
     }
 
-    /// Plans accesses to one address before and after a store to an entry that translates it, with a flush between them or
-    /// without.
+    /// Plans accesses to one address before and after a store to an entry that translates it, with a flush
+    /// between them or without.
     fn stale_use(&mut self, cpu: usize, runner: &Runner) -> GuestOp {
         let gva = self.gva(cpu, runner);
         let path = runner.path_to(cpu, gva);
@@ -277,8 +277,8 @@ impl Generator {
         GuestOp::Invpcid { cpu, invpcid }
     }
 
-    /// Returns a root for `mode`, with a PCID, which is the number of the address space. Two spaces may share a root, and a
-    /// PCID gets another root at times.
+    /// Returns a root for `mode`, with a PCID, which is the number of the address space. Two spaces may share a root,
+    /// and a PCID gets another root at times.
     fn cr3(&mut self, mode: Mode, pcids: bool) -> u64 {
         let space = self.rng.below(self.spaces);
         let root = match self.rng.one_in(16) {
@@ -353,8 +353,8 @@ impl Generator {
         GuestOp::SetMode { cpu, mode, cr3 }
     }
 
-    /// Changes a slot, and plans to change it back: it is deleted, has other memory or other rights, or is elsewhere. Or its log
-    /// begins or ends.
+    /// Changes a slot, and plans to change it back: it is deleted, has other memory or other rights, or is elsewhere.
+    /// Or its log begins or ends.
     fn slot_change(&mut self, runner: &Runner) -> GuestOp {
         let slot = self.rng.below(SLOTS.len() as u64) as usize;
         let home = region(slot, 0);

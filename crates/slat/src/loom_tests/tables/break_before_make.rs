@@ -67,7 +67,8 @@ fn map_another(world: &World<SmallStage2<2>>) {
     map(world, 0, other);
 }
 
-/// Maps a page by a small leaf, as a vCPU does whose tables may be freed meanwhile; flushes and mends what it finds there.
+/// Maps a page by a small leaf, as a vCPU does whose tables may be freed meanwhile; flushes and mends
+/// what it finds there.
 fn map(world: &World<SmallStage2<2>>, gfn: u64, leaf: Leaf) {
     let me = world.readers.register().unwrap();
     let mut flushed = Flushed::default();

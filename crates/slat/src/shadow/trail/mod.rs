@@ -1,5 +1,5 @@
-//! What a fault knows of the guest's tables: which shadow pages its leaf is to be reached through, and that the entries which
-//! say so have not changed since they were read.
+//! What a fault knows of the guest's tables: which shadow pages its leaf is to be reached through, and that the entries
+//! which say so have not changed since they were read.
 
 mod role;
 
@@ -19,8 +19,8 @@ const LEVELS: usize = 5;
 
 /// How often tables of the guest's have changed, as far as the MMU knows: counters, each for the frames with a hash.
 ///
-/// A fault reads the counter of a table before it reads an entry there ([`Seen`]), and compares under the lock of the MMU
-/// before it installs what follows from the entry. The counter is raised under that lock
+/// A fault reads the counter of a table before it reads an entry there ([`Seen`]), and compares under the lock of the
+/// MMU before it installs what follows from the entry. The counter is raised under that lock
 /// * after a store to a table that is tracked, before what was made of the old entry is zapped;
 /// * when a table begins to be tracked: stores before that were not noticed;
 /// * when a table is compared with its shadow page, before that is done;
@@ -130,14 +130,14 @@ pub(crate) struct Trail {
     /// What the guest grants.
     pub(crate) rights: PageRights,
     pub(crate) seen: Seen,
-    /// Of the pages on the path, by level from 1, which were compared with the guest's table after the entry above had been
-    /// read.
+    /// Of the pages on the path, by level from 1, which were compared with the guest's table after the entry
+    /// above had been read.
     pub(crate) compared: [bool; LEVELS],
 }
 
 impl Trail {
-    /// Returns the trail of a walk to `gva` for `access` that has found `path`, and has set its flags. `None`: an entry means
-    /// something else to the walk than to a shadow page; no such entry is known.
+    /// Returns the trail of a walk to `gva` for `access` that has found `path`, and has set its flags. `None`: an entry
+    /// means something else to the walk than to a shadow page; no such entry is known.
     pub(crate) fn new(
         paging: &GuestPaging,
         gva: u64,
@@ -175,8 +175,8 @@ impl Trail {
         None
     }
 
-    /// Returns whether a leaf of format `F` can map the page with the guest's rights. A format of the second level holds neither
-    /// privilege nor key, and a guest may name frames beyond those of its tables.
+    /// Returns whether a leaf of format `F` can map the page with the guest's rights. A format of the second level
+    /// holds neither privilege nor key, and a guest may name frames beyond those of its tables.
     pub(crate) fn fits<F: Format>(&self) -> bool {
         let leaf = Leaf {
             pfn: Pfn(0),
@@ -208,8 +208,8 @@ impl Trail {
         self.leaf
     }
 
-    /// Returns frame and role of the page of `level` on the path: one of the guest's tables, or below the guest's leaf one of
-    /// its pieces.
+    /// Returns frame and role of the page of `level` on the path: one of the guest's tables, or below the guest's
+    /// leaf one of its pieces.
     pub(crate) fn page(&self, level: Level) -> (Gfn, Role) {
         if level >= self.leaf {
             return self.pages[level.0 as usize - 1];
@@ -274,7 +274,8 @@ impl<'t, P: Platform, F: Format> Target<'t, P, F> {
         self.cursor.key()
     }
 
-    /// Returns what the guest's tables say. For a format that cannot shadow them that is nothing, and the compiler knows it.
+    /// Returns what the guest's tables say. For a format that cannot shadow them that is nothing, and
+    /// the compiler knows it.
     #[inline(always)]
     pub(crate) fn trail(&self) -> Option<&'t Trail> {
         if can_shadow::<F>() { self.trail } else { None }

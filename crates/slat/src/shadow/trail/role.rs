@@ -43,8 +43,8 @@ pub(crate) struct Role {
 pub(crate) enum Meaning {
     /// It refers to a table: the shadow page of this frame and role.
     Table(Gfn, Role),
-    /// It maps guest memory from this frame on, with these rights. A page whose dirty flag is clear grants no writing: the
-    /// first write has to set it.
+    /// It maps guest memory from this frame on, with these rights. A page whose dirty flag is clear grants no writing:
+    /// the first write has to set it.
     Memory(Gfn, PageRights),
 }
 
@@ -105,8 +105,8 @@ impl Role {
         Some((paging.root_table(gva)?.gfn(), role))
     }
 
-    /// Returns which of four roots translates `gva`: by the address bits that choose it, where there are four, with 32-bit and PAE
-    /// paging.
+    /// Returns which of four roots translates `gva`: by the address bits that choose it, where there are four, with
+    /// 32-bit and PAE paging.
     pub(crate) fn root_number(paging: &GuestPaging, gva: u64) -> usize {
         match paging.mode {
             Mode::Bits32 { .. } | Mode::Pae => (gva >> 30 & 3) as usize,
@@ -156,8 +156,8 @@ impl Role {
         (usize::from(self.quadrant) * ENTRIES + index) / self.entries_per_guest_entry()
     }
 
-    /// Returns the page's entries that stand for entry `guest_index` of the guest's table; none, if that belongs to another
-    /// quadrant.
+    /// Returns the page's entries that stand for entry `guest_index` of the guest's table; none, if that belongs
+    /// to another quadrant.
     pub(crate) fn indexes_of(&self, guest_index: usize) -> core::ops::Range<usize> {
         let per = self.entries_per_guest_entry();
         match (guest_index * per).checked_sub(usize::from(self.quadrant) * ENTRIES) {
@@ -166,8 +166,8 @@ impl Role {
         }
     }
 
-    /// Returns what `entry`, of the guest's table, means for entry `index` of the page. `None`: nothing, or the guest has
-    /// not used it yet. A direct page has no such entries.
+    /// Returns what `entry`, of the guest's table, means for entry `index` of the page. `None`: nothing, or the guest
+    /// has not used it yet. A direct page has no such entries.
     pub(crate) fn meaning(&self, index: usize, entry: u64) -> Option<Meaning> {
         let Tables::Of(mode) = self.tables else {
             return None;
@@ -197,7 +197,8 @@ impl Role {
         })
     }
 
-    /// Returns the role of the direct page, one level down, that maps the pieces of a page of the guest's with `rights`.
+    /// Returns the role of the direct page, one level down, that maps the pieces of a page of the
+    /// guest's with `rights`.
     pub(crate) fn pieces(&self, rights: PageRights) -> Role {
         Role {
             rights,
@@ -261,8 +262,8 @@ impl Note {
     }
 }
 
-/// Returns the note of an MMIO entry of format `F`: like [`Note`], but without a key. `None`: the entry has no space for what
-/// the guest says, which is another key than 0, or a frame that no guest table can name.
+/// Returns the note of an MMIO entry of format `F`: like [`Note`], but without a key. `None`: the entry has no space
+/// for what the guest says, which is another key than 0, or a frame that no guest table can name.
 pub(crate) fn mmio_note<F: Format>(gfn: Gfn, rights: PageRights) -> Option<u64> {
     let frame_bits = F::MMIO_NOTE_BITS.checked_sub(Note::RIGHTS)?;
     let fits = rights.key == 0 && gfn.0 >> frame_bits == 0;

@@ -16,8 +16,8 @@ use crate::vcpu::translate::Stop;
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Call after a store of the guest's to `bytes` bytes at `gpa`, in one page, that a translation called tracked, is
-    /// complete. Zaps what the MMU has made of the old contents. Returns whether all translations that the CPU remembers are void
-    /// now.
+    /// complete. Zaps what the MMU has made of the old contents. Returns whether all translations that the CPU
+    /// remembers are void now.
     ///
     /// # Panics
     /// If the vCPU was not entered.
@@ -40,8 +40,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.missed() != missed
     }
 
-    /// Call when the guest executes INVLPG for `gva`, or INVPCID for that address in the current PCID. The caller drops what
-    /// its CPU remembers of the address. Returns whether all other translations that it remembers are void, too.
+    /// Call when the guest executes INVLPG for `gva`, or INVPCID for that address in the current PCID. The caller drops
+    /// what its CPU remembers of the address. Returns whether all other translations that it remembers are void, too.
     ///
     /// # Panics
     /// If the vCPU was not entered.
@@ -54,8 +54,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.missed() != missed
     }
 
-    /// Compares what was made of the guest's tables for `gva` with them, if it may differ. All of them, if stores to tables of any
-    /// level may have gone unnoticed: the processor drops what it has cached of those for every address.
+    /// Compares what was made of the guest's tables for `gva` with them, if it may differ. All of them, if stores to
+    /// tables of any level may have gone unnoticed: the processor drops what it has cached of those for every address.
     pub(super) fn follow_address<W: HostWords>(
         &mut self,
         gva: u64,
@@ -79,9 +79,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Call when the guest executes an instruction that flushes its TLB: a load of CR3 (but for one that keeps the TLB), a change
-    /// of CR0 or CR4 that flushes, INVPCID of more than an address. Tables of the guest's that it may store to unnoticed are
-    /// compared with what was made of them. The caller drops what its CPU remembers.
+    /// Call when the guest executes an instruction that flushes its TLB: a load of CR3 (but for one that keeps the
+    /// TLB), a change of CR0 or CR4 that flushes, INVPCID of more than an address. Tables of the guest's that it may
+    /// store to unnoticed are compared with what was made of them. The caller drops what its CPU remembers.
     ///
     /// # Panics
     /// If the vCPU was not entered.
@@ -96,7 +96,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         (self.vm()).distrust_stores_elsewhere(self.space_index(), own)
     }
 
-    /// Compares all unsynced pages with the guest's tables, also if that takes flushes: the caller's CPU drops what it remembers.
+    /// Compares all unsynced pages with the guest's tables, also if that takes flushes: the caller's CPU
+    /// drops what it remembers.
     fn compare_unsynced<W: HostWords>(&mut self, words: &mut W) {
         let distrusts = self.tables().shadow().map(ShadowMmu::distrusts);
         self.compare_in_parts(words);
@@ -172,8 +173,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         compared
     }
 
-    /// Reads the guest's entries for those of `page` from index `first` on. Returns the number of changes of the table from
-    /// before.
+    /// Reads the guest's entries for those of `page` from index `first` on. Returns the number of changes of
+    /// the table from before.
     fn read_table<W: HostWords>(
         &mut self,
         page: &PageOf,

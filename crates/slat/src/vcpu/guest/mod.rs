@@ -1,10 +1,12 @@
-//! Translation of guest-virtual addresses, with the shadow MMU: from the guest's own tables to host pages in one walk. And that of
-//! a nested guest's physical addresses, which the guest's tables translate just so: there a "virtual" address is one of them.
+//! Translation of guest-virtual addresses, with the shadow MMU: from the guest's own tables to host pages in one walk.
+//! And that of a nested guest's physical addresses, which the guest's tables translate just so: there a "virtual"
+//! address is one of them.
 //!
 //! 1. The shadow table: no lock, no slot, and no entry of the guest's is read ([`Vcpu::translate_virtual`]).
-//! 2. A walk of the guest's tables ([`crate::guest_walk`]), which decides whether the access is allowed, and sets flags. The
-//!    tables are reached by guest-physical addresses, which the MMU translates, too ([`Vcpu::translate`]).
-//! 3. A fault ([`super::fault`]), with the entries of that walk as its [`Trail`](crate::shadow::trail::Trail) ([`walk`]).
+//! 2. A walk of the guest's tables ([`crate::guest_walk`]), which decides whether the access is allowed, and sets
+//!    flags. The tables are reached by guest-physical addresses, which the MMU translates, too ([`Vcpu::translate`]).
+//! 3. A fault ([`super::fault`]), with the entries of that walk as its
+//!    [`Trail`](crate::shadow::trail::Trail) ([`walk`]).
 //!
 //! A shadow leaf cannot grant all that the guest's tables do: a supervisor that ignores the missing right to write
 //! (CR0.WP clear) gets its translation from steps 2 and 1 of the physical address, and no shadow leaf.
@@ -69,8 +71,8 @@ pub struct VirtualPage {
     pub write: bool,
     /// Further fetches need no new translation.
     pub execute: bool,
-    /// Of a translation for a write: the page, at this guest-physical address, holds a table of the guest's. After the store
-    /// call [`Vcpu::stored`].
+    /// Of a translation for a write: the page, at this guest-physical address, holds a table of the guest's. After the
+    /// store call [`Vcpu::stored`].
     pub tracked: Option<Gpa>,
 }
 
@@ -109,16 +111,17 @@ impl<E: fmt::Display> fmt::Display for VirtualStop<E> {
 impl<E: fmt::Display + fmt::Debug> core::error::Error for VirtualStop<E> {}
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Returns the host page that `gva` translates to for `access`, in the state `paging`: by a walk of the shadow table; and by
-    /// one of the guest's tables, which `words` accesses, and a fault if that finds nothing that allows the access. The
-    /// translation may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`], or until the guest flushes it.
+    /// Returns the host page that `gva` translates to for `access`, in the state `paging`: by a walk of the
+    /// shadow table; and by one of the guest's tables, which `words` accesses, and a fault if that finds nothing
+    /// that allows the access. The translation may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`], or until
+    /// the guest flushes it.
     ///
     /// # Errors
     /// [`VirtualStop`]. After [`Stop::Retry`] all earlier translations are void.
     ///
     /// # Panics
-    /// If the vCPU was not entered, or the VM shadows no tables: it was made neither with [`MmuKind::Shadow`](crate::MmuKind) nor with
-    /// [`Config::nested`](crate::Config).
+    /// If the vCPU was not entered, or the VM shadows no tables: it was made neither with
+    /// [`MmuKind::Shadow`](crate::MmuKind) nor with [`Config::nested`](crate::Config).
     pub fn translate_virtual<W: HostWords>(
         &mut self,
         gva: u64,

@@ -163,8 +163,8 @@ impl<W: HostWords> VirtualAccess<'_, W> {
     }
 }
 
-/// The guest's table in which flags were set last, in a slot without a log: further flags need no translation. It is one of those
-/// that [`Vcpu::translate`] returns, and void when they are.
+/// The guest's table in which flags were set last, in a slot without a log: further flags need no translation. It is
+/// one of those that [`Vcpu::translate`] returns, and void when they are.
 #[derive(Clone, Copy)]
 pub(in crate::vcpu) struct FlagsIn {
     gfn: Gfn,

@@ -268,8 +268,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         mmu.mappable_level(gfn, level) == level
     }
 
-    /// Runs `work` as one step, in a new reader section: threads that waited for the end of the last one have passed. Gives it the
-    /// slots and the MMU.
+    /// Runs `work` as one step, in a new reader section: threads that waited for the end of the last one have passed.
+    /// Gives it the slots and the MMU.
     pub(super) fn alone<R>(
         &mut self,
         work: impl FnOnce(&mut Step<'_, Mmu<P, F>>, &SlotSet, &Mmu<P, F>) -> R,
@@ -377,9 +377,9 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Flushes what was broken, in the order of gfn, and calls `mend` for each, with the flush; again after another flush
-    /// if it returns `false`. `tables`: tables were detached there. Does not complete the operation's ticket: what it
-    /// has zapped is flushed later.
+    /// Flushes what was broken, in the order of gfn, and calls `mend` for each, with the flush; again after another
+    /// flush if it returns `false`. `tables`: tables were detached there. Does not complete the operation's ticket:
+    /// what it has zapped is flushed later.
     fn mend_all(
         &mut self,
         broken: &[(Gfn, Level)],
@@ -531,8 +531,8 @@ mod tests {
     use alloc::sync::Arc;
     use std::sync::mpsc;
 
-    /// A thread that changes an entry while another one flushes has to flush itself: a walker may read the entry after it was flushed,
-    /// and before it is changed.
+    /// A thread that changes an entry while another one flushes has to flush itself: a walker may read the entry after
+    /// it was flushed, and before it is changed.
     #[test]
     fn a_flush_covers_nothing_that_changes_while_it_waits() {
         let heap = Arc::new(Heap::default());

@@ -59,8 +59,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
         }
     }
 
-    /// Zaps the leaves of `slot` for which `wanted` is true. If its log consists of the leaves' dirty bits, moves them to its
-    /// bitmap, under the lock of their table. Detaches no tables: a walker that has reached one could still set such a bit in it.
+    /// Zaps the leaves of `slot` for which `wanted` is true. If its log consists of the leaves' dirty bits, moves
+    /// them to its bitmap, under the lock of their table. Detaches no tables: a walker that has reached one could
+    /// still set such a bit in it.
     pub(super) fn zap_some(
         &mut self,
         slot: &Memslot,
@@ -152,12 +153,12 @@ impl<'s, M: ByGfn> Step<'s, M> {
         visit_tables(self.mmu, walk, visit);
     }
 
-    /// Does with each table that [`Self::visit_tables`] visits what `wanted` says of its first frame and the level of its
-    /// entry, and of whether it exists because of NX. Leaves broken by break-before-make are given to `broken`: the caller
-    /// flushes and restores each ([`ByGfn::restore`]).
+    /// Does with each table that [`Self::visit_tables`] visits what `wanted` says of its first frame and the level of
+    /// its entry, and of whether it exists because of NX. Leaves broken by break-before-make are given to `broken`: the
+    /// caller flushes and restores each ([`ByGfn::restore`]).
     ///
-    /// `wanted` is called under the lock of the table that contains the entry, so what it finds is current when the leaf is
-    /// installed, as for the install of a fault.
+    /// `wanted` is called under the lock of the table that contains the entry, so what it finds is current when the
+    /// leaf is installed, as for the install of a fault.
     pub(crate) fn collapse(
         &mut self,
         walk: &mut Walk,
@@ -187,8 +188,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.mmu.restore(gfn, level, own)
     }
 
-    /// Detaches the tables that [`Self::visit_tables`] visits, that exist because of NX, and for which `wanted` is true. The
-    /// next fault installs a leaf of the largest level that fits then.
+    /// Detaches the tables that [`Self::visit_tables`] visits, that exist because of NX, and for which `wanted` is
+    /// true. The next fault installs a leaf of the largest level that fits then.
     pub(crate) fn zap_nx_tables(
         &mut self,
         walk: &mut Walk,
@@ -230,8 +231,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
         }
     }
 
-    /// Does what [`Self::protect`] does, for all pages in the range. Where the log works by write protection and walkers
-    /// [obey it](ByGfn::protects_tables), protects the highest entries that cover only frames of the range, and nothing below them.
+    /// Does what [`Self::protect`] does, for all pages in the range. Where the log works by write protection and
+    /// walkers [obey it](ByGfn::protects_tables), protects the highest entries that cover only frames of the range,
+    /// and nothing below them.
     pub(crate) fn protect_from_above(&mut self, slot: &Memslot, walk: &mut Walk) {
         let by_dirty_bit = slot.log().is_some_and(|log| !log.kind().protects());
         if by_dirty_bit || !self.mmu.protects_tables() {
@@ -307,9 +309,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Clears the dirty bit of the leaves of the range for which `wanted` is true, so that a walker writes their pages to its
-    /// buffer when it sets the bit again. Of a huge leaf it would write one page, and of a shadowed one it does not know the frame: so
-    /// these are write-protected, and the next write faults, which splits a huge one.
+    /// Clears the dirty bit of the leaves of the range for which `wanted` is true, so that a walker writes their pages
+    /// to its buffer when it sets the bit again. Of a huge leaf it would write one page, and of a shadowed one it does
+    /// not know the frame: so these are write-protected, and the next write faults, which splits a huge one.
     fn protect_buffered(&mut self, walk: &mut Walk, mut wanted: impl FnMut(Gfn, Level) -> bool) {
         let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
         mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
@@ -326,9 +328,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Calls `seen` for all leaves of the range, some at a time, with those that were used since their accessed bits were last
-    /// cleared; clears these if `clear`. Needs no flush: a CPU that still caches a leaf does not set the bit again, and so
-    /// the page looks unused for longer than it was.
+    /// Calls `seen` for all leaves of the range, some at a time, with those that were used since their accessed bits
+    /// were last cleared; clears these if `clear`. Needs no flush: a CPU that still caches a leaf does not set the bit
+    /// again, and so the page looks unused for longer than it was.
     pub(crate) fn age(&self, walk: &mut Walk, clear: bool, mut seen: impl FnMut(Aged)) {
         self.mmu.age(walk, clear, &mut seen);
     }
