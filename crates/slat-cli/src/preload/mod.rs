@@ -230,11 +230,12 @@ fn remove_unused(directory: &Path, prefix: &str, current: &OsStr) {
 pub mod tests {
     use super::*;
 
-    /// Creates an empty directory.
+    /// Creates an empty directory that all may read, whatever the umask.
     pub fn scratch(name: &str) -> PathBuf {
         let directory = env::temp_dir().join(format!("slat-test-{}-{name}", std::process::id()));
         let _ = fs::remove_dir_all(&directory);
         fs::create_dir(&directory).unwrap();
+        fs::set_permissions(&directory, Permissions::from_mode(0o755)).unwrap();
         directory
     }
 

@@ -139,20 +139,16 @@ fn samples(profile: &str) -> BTreeMap<&str, u64> {
         .collect()
 }
 
-/// Returns the samples of both functions if there are enough to compare them.
-fn compared(profile: &str) -> Option<(u64, u64)> {
+/// Whether there are enough samples of both functions, three times as many of the slow one. While the host runs others,
+/// all samples are of where the guest was stopped: on a busy machine it takes more of them.
+fn is_three_to_one(profile: &str) -> bool {
     let samples = samples(profile);
     let of = |stack| samples.get(stack).copied().unwrap_or_default();
-    let both = (
+    let (slow, fast) = (
         of("guest_main;slow_function"),
         of("guest_main;fast_function"),
     );
-    (both.0 + both.1 > 400).then_some(both)
-}
-
-fn assert_three_to_one((slow, fast): (u64, u64)) {
-    let ratio = slow as f64 / fast as f64;
-    assert!((2.2..4.5).contains(&ratio), "{slow} to {fast}");
+    slow + fast > 400 && (2.2..4.5).contains(&(slow as f64 / fast as f64))
 }
 
 #[test]
@@ -168,9 +164,11 @@ fn a_profile_is_there_while_the_process_runs_and_after_it_was_killed() {
         symbols.to_str().unwrap(),
     ];
     let mut client = scratch.start(&options, "calls_functions");
-    assert_three_to_one(wait_for(file, compared));
+    let seen = wait_for(file, |profile| {
+        is_three_to_one(profile).then(|| total(profile))
+    });
     client.kill();
-    assert_three_to_one(compared(&fs::read_to_string(file).unwrap()).unwrap());
+    assert!(total(&fs::read_to_string(file).unwrap()) >= seen);
 }
 
 #[test]

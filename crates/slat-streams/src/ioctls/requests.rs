@@ -127,7 +127,7 @@ requests! {
     Vm: KVM_SET_CLOCK Struct(clock), [EINVAL EFAULT];
     Vm: KVM_GET_TSC_KHZ Value(nothing), [];
     Vm: KVM_SET_TSC_KHZ Value(number), [EINVAL ENOTTY];
-    Vm: KVM_ENABLE_CAP Struct(capability), [EINVAL E2BIG EEXIST ENXIO EFAULT];
+    Vm: KVM_ENABLE_CAP Struct(capability), [EINVAL E2BIG EEXIST ENXIO EPERM EFAULT];
     Vcpu: KVM_GET_REGS Out(size_of::<kvm_regs>()), [EFAULT];
     Vcpu: KVM_SET_REGS Back(KVM_GET_REGS, size_of::<kvm_regs>()), [EFAULT];
     Vcpu: KVM_GET_SREGS Out(size_of::<kvm_sregs>()), [EFAULT];
