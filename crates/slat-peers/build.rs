@@ -10,7 +10,7 @@ fn main() {
     let target = std::env::var("TARGET").expect("cargo says for what it compiles");
     println!("cargo::rerun-if-changed=build.rs");
     println!(
-        "cargo::rustc-env=SLAT_COUNTS_COMPILER={}, {target}",
+        "cargo::rustc-env=COUNTS_COMPILER={}, {target}",
         version.trim()
     );
 }

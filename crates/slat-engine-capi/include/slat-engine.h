@@ -114,8 +114,8 @@ struct slat_page {
    */
   uint64_t frame;
   /**
-   * Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB, or what leaves of the
-   * format have. The leaf is no larger.
+   * Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB, or what
+   * leaves of the format have. The leaf is no larger.
    */
   uint64_t size;
   /**
@@ -129,9 +129,10 @@ struct slat_page {
 };
 
 /**
- * What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls no function of
- * this library, but for `drain`. Only `drain` may be `NULL`. Frames are 4 KiB, or with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these
- * say; a frame's number is its physical address divided by that, a guest frame's likewise.
+ * What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls
+ * no function of this library, but for `drain`. Only `drain` may be `NULL`. Frames are 4 KiB, or with
+ * `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these say; a frame's number is its physical address divided by that, a
+ * guest frame's likewise.
  */
 struct slat_platform {
   /**
@@ -139,8 +140,8 @@ struct slat_platform {
    */
   void *context;
   /**
-   * Allocates `count` frames next to each other for tables, a power of two, the first aligned to all. Returns its number, or 0 without
-   * memory. Must not wait for a vCPU.
+   * Allocates `count` frames next to each other for tables, a power of two, the first aligned to all. Returns its
+   * number, or 0 without memory. Must not wait for a vCPU.
    */
   uint64_t (*allocate)(void *context, size_t count);
   /**
@@ -148,18 +149,19 @@ struct slat_platform {
    */
   void (*free)(void *context, uint64_t frame);
   /**
-   * Returns the address of one of these frames in this program, the same until it is freed. Called at each step of a walk.
+   * Returns the address of one of these frames in this program, the same until it is freed. Called at
+   * each step of a walk.
    */
   void *(*address)(void *context, uint64_t frame);
   /**
-   * Finds the page that backs the memory at `backing`, and describes it in `*page`. It backs that memory until `slat_vm_invalidate`. May
-   * sleep. Returns 0; `-EFAULT` if there is none, or none that `access` may use (`SLAT_READ`, …); `-ENOMEM`; `-EINTR`; `-EAGAIN` if it is
-   * not there yet.
+   * Finds the page that backs the memory at `backing`, and describes it in `*page`. It backs that memory until
+   * `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is none, or none that `access` may use
+   * (`SLAT_READ`, …); `-ENOMEM`; `-EINTR`; `-EAGAIN` if it is not there yet.
    */
   int (*resolve)(void *context, uint64_t backing, uint32_t access, struct slat_page *page);
   /**
-   * Flushes what CPUs have cached of the translations of the `pages` guest frames from `first` on, tables that they have cached on the
-   * way included, and waits until none uses an old one.
+   * Flushes what CPUs have cached of the translations of the `pages` guest frames from `first` on, tables that they
+   * have cached on the way included, and waits until none uses an old one.
    */
   void (*flush)(void *context, uint64_t first, uint64_t pages);
   /**
@@ -167,8 +169,9 @@ struct slat_platform {
    */
   void (*wait)(void *context, uint32_t round);
   /**
-   * Interrupts the CPUs that are in the guest, and returns when all that was in the buffers of their page walkers is passed to
-   * `slat_vm_drain`. A dirty log by the policy `dirty_log=buffer` is got after it. `NULL` where no hardware fills a buffer.
+   * Interrupts the CPUs that are in the guest, and returns when all that was in the buffers of their page walkers is
+   * passed to `slat_vm_drain`. A dirty log by the policy `dirty_log=buffer` is got after it. `NULL` where no
+   * hardware fills a buffer.
    */
   void (*drain)(void *context);
 };
@@ -188,17 +191,18 @@ extern "C" {
 int slat_vm_create(uint32_t format, const struct slat_platform *platform, struct slat_vm **vm);
 
 /**
- * Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are not. Does nothing with
- * `NULL`.
+ * Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are
+ * not. Does nothing with `NULL`.
  *
  * # Safety
- * - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables once its vCPUs are destroyed.
+ * - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables once its
+ *   vCPUs are destroyed.
  */
 void slat_vm_destroy(struct slat_vm *vm);
 
 /**
- * Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on. The documentation
- * of the crate `slat` (`Policy`), `docs/run.md` and `slat info` list the policies.
+ * Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on.
+ * The documentation of the crate `slat` (`Policy`), `docs/run.md` and `slat info` list the policies.
  *
  * Returns 0; or `-EINVAL` if there is no such policy, or it takes other values.
  *
@@ -208,9 +212,9 @@ void slat_vm_destroy(struct slat_vm *vm);
 int slat_vm_set_policy(const struct slat_vm *vm, const char *name, const char *value);
 
 /**
- * Gives the guest `size` bytes of memory at `gpa` as memslot `slot`, or moves this slot there, or changes its flags. `backing` means
- * something to the platform only, which is asked for the pages from there on. `flags` are KVM's: `KVM_MEM_LOG_DIRTY_PAGES`,
- * `KVM_MEM_READONLY`.
+ * Gives the guest `size` bytes of memory at `gpa` as memslot `slot`, or moves this slot there, or changes its flags.
+ * `backing` means something to the platform only, which is asked for the pages from there on. `flags` are KVM's:
+ * `KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`.
  *
  * Returns 0; or `-EINVAL`, `-EEXIST` for an overlap, `-ENOMEM`.
  *
@@ -248,8 +252,8 @@ int slat_vm_root(const struct slat_vm *vm, uint64_t *frame);
 int slat_vm_lookup(const struct slat_vm *vm, uint64_t gpa, uint64_t *frame);
 
 /**
- * Copies the dirty log of the memslot `slot`, a bit for each page, to `words` words at `bitmap`, clears it, and protects the pages:
- * `KVM_GET_DIRTY_LOG`.
+ * Copies the dirty log of the memslot `slot`, a bit for each page, to `words` words at `bitmap`, clears it, and
+ * protects the pages: `KVM_GET_DIRTY_LOG`.
  *
  * Returns 0; or `-ENOENT` if the slot does not log, `-EFAULT` if it has more than 64 pages for each word.
  *
@@ -259,9 +263,10 @@ int slat_vm_lookup(const struct slat_vm *vm, uint64_t gpa, uint64_t *frame);
 int slat_vm_dirty_log(const struct slat_vm *vm, uint32_t slot, uint64_t *bitmap, size_t words);
 
 /**
- * Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: what it has left in its buffer, as
- * Intel's PML does, of which these are the entries, and Arm's HDBSS. Call when the CPU has left the guest, whatever the reason, and before
- * it enters again, for all that is in the buffer. Addresses whose memslot does not log by buffers (policy `dirty_log`) are passed over.
+ * Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: what it has left
+ * in its buffer, as Intel's PML does, of which these are the entries, and Arm's HDBSS. Call when the CPU has left the
+ * guest, whatever the reason, and before it enters again, for all that is in the buffer. Addresses whose memslot does
+ * not log by buffers (policy `dirty_log`) are passed over.
  *
  * Returns 0.
  *
@@ -271,8 +276,9 @@ int slat_vm_dirty_log(const struct slat_vm *vm, uint32_t slot, uint64_t *bitmap,
 int slat_vm_drain(const struct slat_vm *vm, const uint64_t *gpas, size_t count);
 
 /**
- * Calls `change(context)`, which changes what the platform has for `size` bytes of backing at `start`. The VM's translations are dropped
- * before, and made anew only after it. `change` must not wait for a vCPU, nor leave by `longjmp` or an exception.
+ * Calls `change(context)`, which changes what the platform has for `size` bytes of backing at `start`. The VM's
+ * translations are dropped before, and made anew only after it. `change` must not wait for a vCPU, nor leave by
+ * `longjmp` or an exception.
  *
  * Returns what `change` returns; `-EINVAL`, without having called it, if the range goes beyond 64 bits.
  *
@@ -300,10 +306,11 @@ int slat_vcpu_create(const struct slat_vm *vm, struct slat_vcpu **vcpu);
 void slat_vcpu_destroy(struct slat_vcpu *vcpu);
 
 /**
- * Handles a second-level fault of the CPU, for `access` (`SLAT_READ`, …) to `gpa`: brings the tables to where they allow it.
+ * Handles a second-level fault of the CPU, for `access` (`SLAT_READ`, …) to `gpa`: brings the tables to
+ * where they allow it.
  *
- * Returns 0: run the guest again, which repeats the access; `SLAT_MMIO`: emulate it; `-EACCES` for a fetch that is not allowed, `-EFAULT`
- * if the platform has no page, `-EAGAIN` if it has none yet, `-ENOMEM`.
+ * Returns 0: run the guest again, which repeats the access; `SLAT_MMIO`: emulate it; `-EACCES` for a fetch that is not
+ * allowed, `-EFAULT` if the platform has no page, `-EAGAIN` if it has none yet, `-ENOMEM`.
  *
  * # Safety
  * - `vcpu` is valid, and no other thread uses it.
@@ -311,8 +318,8 @@ void slat_vcpu_destroy(struct slat_vcpu *vcpu);
 int slat_vcpu_fault(struct slat_vcpu *vcpu, uint64_t gpa, uint32_t access);
 
 /**
- * Returns why the engine has refused something to this thread last, and what to do about it: a text that is valid until the thread's next
- * call. Each call that returns a negative errno has one.
+ * Returns why the engine has refused something to this thread last, and what to do about it: a text that is valid
+ * until the thread's next call. Each call that returns a negative errno has one.
  */
 const char *slat_last_error(void);
 

@@ -28,7 +28,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 /// The compiler, and for what it has compiled.
-const COMPILER: &str = env!("SLAT_COUNTS_COMPILER");
+const COMPILER: &str = env!("COUNTS_COMPILER");
 /// The argument by which this program runs the operations.
 const OPERATIONS: &str = "--operations";
 /// A count may rise by this part of itself.
