@@ -149,16 +149,21 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         installed + self.map_guest_run(run, trail, sequence)
     }
 
+    /// Finds the slot of `gfn`. `None`: there is none whose pages may be mapped before they are accessed, because it has
+    /// no backing for the frame, or because it logs.
+    #[inline]
+    fn unlogged_slot(&mut self, gfn: Gfn) -> Option<SlotFacts> {
+        let (set, slot) = self.find_slot(gfn);
+        let slot = slot.filter(|slot| slot.log().is_none())?;
+        SlotFacts::of::<F>(slot, gfn, &set.private)
+    }
+
     /// Maps what is resident and absent of `run`, beside the page of `trail`. Returns how many pages were mapped.
     fn map_guest_run(&mut self, run: Option<GuestRun>, trail: &Trail, sequence: Sequence) -> u64 {
         let Some(run) = run else {
             return 0;
         };
-        let (set, slot) = self.find_slot(run.gfn);
-        let Some(slot) = slot.filter(|slot| slot.log().is_none()) else {
-            return 0;
-        };
-        let Some(slot) = SlotFacts::of::<F>(slot, run.gfn, &set.private) else {
+        let Some(slot) = self.unlogged_slot(run.gfn) else {
             return 0;
         };
         let end = run.gfn.add(run.pages).min(slot.gfns.end);
@@ -353,11 +358,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         };
         self.recycle();
         let sequence = self.vm().in_progress.sequence();
-        let (set, slot) = self.find_slot(gfn);
-        let Some(slot) = slot.filter(|slot| slot.log().is_none()) else {
-            return none;
-        };
-        let Some(slot) = SlotFacts::of::<F>(slot, gfn, &set.private) else {
+        let Some(slot) = self.unlogged_slot(gfn) else {
             return none;
         };
         let end = end.min(slot.gfns.end);
@@ -374,9 +375,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// tried to map.
     fn prefault_huge(&mut self, gfn: Gfn, end: Gfn, level: Level, asked: &mut Gfn) -> Gfn {
         let sequence = self.vm().in_progress.sequence();
-        let (set, slot) = self.find_slot(gfn);
-        let slot = slot.filter(|slot| slot.log().is_none());
-        let Some(slot) = slot.and_then(|slot| SlotFacts::of::<F>(slot, gfn, &set.private)) else {
+        let Some(slot) = self.unlogged_slot(gfn) else {
             return gfn;
         };
         if F::GRANULE.align_down(gfn, level) != gfn {
