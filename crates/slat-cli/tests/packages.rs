@@ -179,7 +179,7 @@ fn targets(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Returns what is wrong with a link of a README that a registry shows, where paths lead nowhere.
+/// Returns why a link in the README of a package is broken on a registry's page. Relative paths lead nowhere there.
 fn wrong(target: &str, packages: &BTreeMap<String, Package>) -> Option<String> {
     if !target.starts_with("https://") {
         return Some("a registry and docs.rs have no such file: link to docs.rs".into());

@@ -5,7 +5,7 @@
 //! | `memory`, `long_mode` | host memory for memslots; long mode without firmware: `slat bench` uses both, too |
 //! | `guest` | the guest's code, its memory, and its phases |
 //! | `machine` | the KVM program: memslots, vCPUs, threads |
-//! | `progress` | what is said when it takes long |
+//! | `progress` | messages about what the guest is doing, when the program takes long |
 #![cfg(target_arch = "x86_64")]
 
 mod guest;

@@ -1,4 +1,4 @@
-//! What is said on standard error when the program takes longer than a second: what the guest does just now.
+//! Says on standard error what the guest is doing, when the program takes longer than a second.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};

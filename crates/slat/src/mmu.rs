@@ -302,7 +302,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         )
     }
 
-    /// Installs an MMIO entry ([`Tree::map_mmio`]). Returns whether it did; that it did not matters to nobody.
+    /// Installs an MMIO entry ([`Tree::map_mmio`]). Returns whether it did. The caller may ignore that it did not.
     ///
     /// # Errors
     /// [`Retry`]: what the shadow MMU asks for.
