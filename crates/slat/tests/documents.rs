@@ -72,17 +72,38 @@ fn documents() -> Vec<PathBuf> {
     documents
 }
 
-/// Returns the text and the target of each link, but of those in code blocks.
-fn links(document: &str) -> Vec<(&str, &str)> {
-    let prose = document.split("```").step_by(2);
-    let links = prose.flat_map(|prose| {
-        prose.match_indices("](").map(|(at, bracket)| {
-            let text = prose[..at].rsplit('[').next().unwrap();
-            let target = prose[at + bracket.len()..].split(')').next().unwrap();
-            (text, target)
-        })
-    });
-    links.collect()
+/// A link of a document.
+struct Link<'a> {
+    /// The prose between the link before and this one.
+    before: &'a str,
+    text: &'a str,
+    target: &'a str,
+}
+
+impl<'a> Link<'a> {
+    /// Returns the text of a link to an item of Rust, and the file that it goes to.
+    fn item(&self) -> Option<(&'a str, &'a str)> {
+        let item = self.text.strip_prefix('`')?.strip_suffix('`')?;
+        Some((item, self.target.split('#').next()?))
+    }
+}
+
+/// Returns the links outside code blocks.
+fn links(document: &str) -> Vec<Link<'_>> {
+    let mut links = Vec::new();
+    for mut prose in document.split("```").step_by(2) {
+        while let Some((before, rest)) = prose.split_once("](") {
+            let (before, text) = before.rsplit_once('[').unwrap();
+            let (target, rest) = rest.split_once(')').unwrap();
+            links.push(Link {
+                before,
+                text,
+                target,
+            });
+            prose = rest;
+        }
+    }
+    links
 }
 
 /// Splits a line of code into names. Comments, and the rest, are left out.
@@ -139,13 +160,14 @@ fn what_the_documents_link_to_is_in_the_tree() {
     let mut items = 0;
     for document in documents() {
         let text = fs::read_to_string(&document).unwrap();
-        for (text, target) in links(&text) {
+        for link in links(&text) {
+            let Link { text, target, .. } = link;
             let target = target.split('#').next().unwrap();
             if target.is_empty() || target.contains("://") {
                 continue;
             }
             let path = document.parent().unwrap().join(target);
-            let item = text.strip_prefix('`').and_then(|t| t.strip_suffix('`'));
+            let item = link.item().map(|(item, _)| item);
             items += usize::from(item.is_some());
             let why = match path.canonicalize() {
                 Err(_) => Some("there is no such file".to_owned()),
@@ -160,6 +182,77 @@ fn what_the_documents_link_to_is_in_the_tree() {
     }
     assert!(items > 100, "the documents link to items: {items}");
     assert!(wrong.is_empty(), "wrong links:\n{}", wrong.join("\n"));
+}
+
+/// The page whose sentences about calls are compared with the code.
+const ARCHITECTURE: &str = "docs/architecture.md";
+
+/// Returns the bodies of all functions that `source`, which rustfmt has formatted, calls `name`.
+fn bodies<'a>(source: &'a str, name: &str) -> Vec<Vec<&'a str>> {
+    let lines: Vec<_> = source.lines().collect();
+    let is_function = |line: &str| names(line).windows(2).any(|pair| pair == ["fn", name]);
+    let starts = (0..lines.len()).filter(|at| is_function(lines[*at]));
+    let bodies = starts.filter_map(|at| {
+        let indent = lines[at].len() - lines[at].trim_start().len();
+        let of_function = |line: &&str| line.len() - line.trim_start().len() == indent;
+        // The signature ends with the brace, or with the semicolon of a trait's method without a body.
+        let opening = (at..lines.len()).find(|at| lines[*at].ends_with(['{', '}', ';']))?;
+        let is_closing = |at: &usize| of_function(&lines[*at]) && lines[*at].trim() == "}";
+        match lines[opening].ends_with('{') {
+            true => {
+                let closing = (opening + 1..lines.len()).find(is_closing)?;
+                Some(lines[opening + 1..closing].to_vec())
+            }
+            false => None,
+        }
+    });
+    bodies.collect()
+}
+
+/// Returns why `caller` does not call `callee`: none of the functions of its name, in the file that `caller` links to,
+/// names the callee in its body. A function that the body only passes on is called, too.
+fn wrong_call(caller: (&str, &str), callee: (&str, &str)) -> Option<String> {
+    let last = |item: &str| item.rsplit("::").next().unwrap().to_owned();
+    let path = Path::new(ARCHITECTURE).parent().unwrap().join(caller.1);
+    let source = read(path);
+    let callee = last(callee.0);
+    let bodies = bodies(&source, &last(caller.0));
+    let calls = |body: &Vec<&str>| body.iter().any(|line| names(line).contains(&&*callee));
+    let why = match bodies.is_empty() {
+        true => "it has no body",
+        false => "its body does not name that",
+    };
+    (!bodies.iter().any(calls)).then(|| format!("{} calls {callee}: {why}", caller.0))
+}
+
+/// "[`a`](x.rs) calls [`b`](y.rs), [`c`](z.rs) and [`d`](w.rs)": the function `a` of `x.rs` names the others in its body.
+#[test]
+fn functions_call_what_the_page_says_that_they_call() {
+    let page = read(ARCHITECTURE);
+    let links = links(&page);
+    let mut wrong = Vec::new();
+    let mut calls = 0;
+    let mut caller = None;
+    for (at, link) in links.iter().enumerate().skip(1) {
+        let calls_next = links
+            .get(at + 1)
+            .is_some_and(|next| next.before.trim() == "calls");
+        caller = match link.before.split_whitespace().collect::<Vec<_>>()[..] {
+            ["calls"] => links[at - 1].item(),
+            // "`a` calls `b`, and `c` calls `d`": `c` is another subject.
+            [","] | ["and"] | [",", "and"] if !calls_next => caller,
+            _ => None,
+        };
+        if let Some((caller, callee)) = caller.zip(link.item()) {
+            calls += 1;
+            wrong.extend(wrong_call(caller, callee));
+        }
+    }
+    assert!(
+        calls > 100,
+        "the page says which function calls which: {calls}"
+    );
+    assert!(wrong.is_empty(), "wrong calls:\n{}", wrong.join("\n"));
 }
 
 /// A row of one of the tables in `conformance`.
