@@ -5,6 +5,8 @@
 //! the CPU's come as the guest touches them. Both are made of the same memslots, by one platform: here a CPU of RISC-V
 //! walks Sv48x4, and the RISC-V IOMMU has Sv39x4. Run it: `cargo run -p slat --example iommu`.
 
+#[path = "plain_memory/cpu.rs"]
+mod cpu;
 mod plain_memory;
 #[path = "plain_memory/relocate.rs"]
 mod relocate;
@@ -14,8 +16,8 @@ use std::fmt::Write;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use cpu::Cpu;
 use plain_memory::PlainMemory;
-use plain_memory::cpu::Cpu;
 use relocate::relocate;
 use slat::format::{Sv39x4, Sv48x4};
 use slat::{

@@ -4,6 +4,8 @@
 //! The guest runs in steps between the copied pages, so that each run of this program prints the same. Nothing depends
 //! on that: vCPUs may run on threads of their own. Run it: `cargo run -p slat --example migration`.
 
+#[path = "plain_memory/cpu.rs"]
+mod cpu;
 mod plain_memory;
 
 use std::error::Error;
@@ -11,8 +13,8 @@ use std::fmt::Write;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use cpu::Cpu;
 use plain_memory::PlainMemory;
-use plain_memory::cpu::Cpu;
 use slat::{
     Config, Ept, Gpa, Hpa, Hva, PAGE_SIZE, Region, RegionError, ResolveError, SlotFlags, Stop, Vm,
 };

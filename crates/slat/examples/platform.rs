@@ -2,6 +2,8 @@
 //!
 //! The platform is in [`plain_memory`]; read that first. Run it: `cargo run -p slat --example platform`.
 
+#[path = "plain_memory/cpu.rs"]
+mod cpu;
 mod plain_memory;
 #[path = "plain_memory/relocate.rs"]
 mod relocate;
@@ -14,8 +16,8 @@ use std::fmt::Write;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use cpu::Cpu;
 use plain_memory::PlainMemory;
-use plain_memory::cpu::Cpu;
 use relocate::relocate;
 use slat::{Config, Ept, Gpa, Hva, PAGE_SIZE, Region, Stop, Vm};
 

@@ -4,6 +4,8 @@
 //! The guest runs in steps between two passes of the host, so that each run of this program prints the same. Nothing
 //! depends on that: vCPUs may run on threads of their own. Run it: `cargo run -p slat --example reclaim`.
 
+#[path = "plain_memory/cpu.rs"]
+mod cpu;
 mod plain_memory;
 
 use std::error::Error;
@@ -13,7 +15,7 @@ use std::sync::Arc;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::*;
 
-use plain_memory::cpu::Cpu;
+use cpu::Cpu;
 use plain_memory::{Content, PlainMemory};
 use slat::{ColdMap, Config, ENTRIES, Ept, Gpa, Hpa, Hva, PAGE_SIZE, Pfn, Region, Stop, Vm};
 

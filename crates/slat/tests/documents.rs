@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 
 /// The document that shows Rust, and where that comes from.
 const HYPERVISOR: &str = "docs/hypervisor.md";
-const SOURCES: [&str; 6] = [
+const SOURCES: [&str; 8] = [
     "conformance/axaddrspace/platform.rs",
+    "crates/slat/examples/software_cpu.rs",
     "metal/core/src/frames.rs",
     "metal/core/src/host.rs",
     "metal/core/src/shootdown.rs",
+    "metal/core/src/vmids.rs",
     "metal/npt/src/main.rs",
     "metal/npt/src/svm.rs",
 ];

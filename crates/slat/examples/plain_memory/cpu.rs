@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use slat::{Access, Ept, Format, Gpa, Hpa, OutOfMemory, Stats, Stop, Translation, Vcpu, Vm};
 
-use super::PlainMemory;
+use crate::plain_memory::PlainMemory;
 
 pub struct Cpu<F: Format = Ept> {
     vcpu: Vcpu<PlainMemory, F>,

@@ -4,8 +4,6 @@
 //! Nothing here needs an OS: a hypervisor has its own memory map where this has an array, and flushes its
 //! CPUs where this counts.
 
-pub mod cpu;
-
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::ptr::NonNull;
