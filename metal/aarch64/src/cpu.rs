@@ -3,7 +3,7 @@
 use core::arch::{asm, global_asm};
 use core::marker::PhantomData;
 
-use metal_core::{Cause, Command, Cpu, Exit, guest_program};
+use metal_core::{Cause, Command, Cpu, Exit, Vmids, guest_program};
 use slat::{Access, Gpa, Hpa, VmId};
 
 use crate::devices::gic;
@@ -30,6 +30,7 @@ const IRQ: u64 = 9;
 
 /// A CPU at EL2 whose guest's memory is translated by tables of format `F`.
 pub struct El2<F> {
+    number: usize,
     guest: Context,
     vtcr: u64,
     /// The page of the last access if a leaf refused it, and this CPU's TLB may hold that leaf.
@@ -51,8 +52,8 @@ const HCR: u64 = {
 };
 
 impl<F: Tables> El2<F> {
-    /// Sets up the calling CPU.
-    pub(crate) fn new() -> Self {
+    /// Sets up the calling CPU, which is CPU `number`.
+    pub(crate) fn new(number: usize) -> Self {
         let vtcr = F::vtcr(read!(id_aa64mmfr0_el1) & 0xf);
         // SAFETY: these registers control how guests run; the monitor itself does not depend on them.
         unsafe {
@@ -63,6 +64,7 @@ impl<F: Tables> El2<F> {
             asm!("isb", options(nostack, preserves_flags));
         }
         El2 {
+            number,
             guest: Context { x: [0; 31], pc: 0 },
             vtcr,
             refused: None,
@@ -75,6 +77,33 @@ impl<F: Tables> El2<F> {
         let hafdbs = read!(id_aa64mmfr1_el1) & 0xf;
         let told = |bit: u32| self.vtcr >> bit & 1 != 0;
         (told(21) && hafdbs >= 1, told(22) && hafdbs >= 2)
+    }
+
+    /// Runs the guest through the tables of `vttbr`, until it leaves.
+    fn run_with(&mut self, vttbr: u64) -> Exit {
+        // SAFETY: the engine's tables, at one of their frames; the monitor itself is not translated by them. The
+        // barriers make the walker see the stores to the tables, and this CPU the register.
+        unsafe {
+            write!(vttbr_el2, vttbr);
+            asm!("dsb ishst", "isb", options(nostack, preserves_flags));
+        }
+        if let Some(gpa) = self.refused.take() {
+            tlb::forget(gpa);
+        }
+        loop {
+            // SAFETY: the context is the guest's own, and the guest can access only what the tables map.
+            match unsafe { enter_guest(&mut self.guest) } {
+                SYNCHRONOUS => return self.decode(),
+                IRQ if gic::take_kick() => return Exit::Kicked,
+                IRQ => {}
+                vector => {
+                    return Exit::Other {
+                        code: vector,
+                        info: self.guest.pc,
+                    };
+                }
+            }
+        }
     }
 
     /// Returns why a synchronous exception was taken: Arm ARM, "ESR_EL2".
@@ -124,11 +153,8 @@ fn faulting_ipa(far: u64) -> Gpa {
     Gpa((read!(hpfar_el2) >> 4) << 12 | far & 0xfff)
 }
 
-/// Returns a VMID, distinct for each of 255 VMs in a row: none of a monitor's scenarios has nearly as many.
-pub(crate) fn vmid(vm: VmId) -> u8 {
-    let vmid = u8::try_from(vm.0 + 1);
-    vmid.expect("after 255 VMs their TLB entries would have to be flushed")
-}
+/// The VMIDs of both CPUs: 8 bits, which every CPU at EL2 has.
+pub(crate) static VMIDS: Vmids<8, 2> = Vmids::new();
 
 impl<F: Tables> Cpu for El2<F> {
     type Format = F;
@@ -161,29 +187,9 @@ impl<F: Tables> Cpu for El2<F> {
     }
 
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit {
-        // SAFETY: the engine's tables, at one of their frames; the monitor itself is not translated by them. The
-        // barriers make the walker see the stores to the tables, and this CPU the register.
-        unsafe {
-            write!(vttbr_el2, F::vttbr(F::GRANULE.pfn(root), vmid(vm)));
-            asm!("dsb ishst", "isb", options(nostack, preserves_flags));
-        }
-        if let Some(gpa) = self.refused.take() {
-            tlb::forget(gpa);
-        }
-        loop {
-            // SAFETY: the context is the guest's own, and the guest can access only what the tables map.
-            match unsafe { enter_guest(&mut self.guest) } {
-                SYNCHRONOUS => return self.decode(),
-                IRQ if gic::take_kick() => return Exit::Kicked,
-                IRQ => {}
-                vector => {
-                    return Exit::Other {
-                        code: vector,
-                        info: self.guest.pc,
-                    };
-                }
-            }
-        }
+        VMIDS.enter(self.number, vm, tlb::flush_this_cpu, |vmid| {
+            self.run_with(F::vttbr(F::GRANULE.pfn(root), vmid as u8))
+        })
     }
 
     fn complete_mmio(&mut self, value: u32) {

@@ -102,7 +102,7 @@ pub fn main<M: Monitor>(cpu: usize) -> ! {
         static image_end: u8;
     }
     gic::enable();
-    let this = El2::new();
+    let this = El2::new(cpu);
     if cpu != 0 {
         M::second().serve(this)
     }
@@ -130,11 +130,17 @@ impl<M: Monitor> Machine for Virt<M> {
 
     fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale) {
         // A TLBI that names no VMID uses VTTBR_EL2's, which is that of this CPU's last guest.
-        if read!(vttbr_el2) >> 48 == cpu::vmid(vm).into() {
-            tlb::flush_range(range, stale, M::Tables::GRANULE);
-        } else {
-            tlb::flush_everything();
+        match cpu::VMIDS.number(vm) {
+            None => {}
+            Some(number) if read!(vttbr_el2) >> 48 == number.into() => {
+                tlb::flush_range(range, stale, M::Tables::GRANULE);
+            }
+            Some(_) => tlb::flush_everything(),
         }
+    }
+
+    fn end_vm(vm: VmId) {
+        cpu::VMIDS.end(vm);
     }
 
     fn kick(cpu: usize) {

@@ -76,6 +76,19 @@ pub(crate) fn flush_everything() {
     }
 }
 
+/// Makes this CPU drop the translations of every guest.
+pub(crate) fn flush_this_cpu() {
+    // SAFETY: as above.
+    unsafe {
+        asm!(
+            "tlbi alle1",
+            "dsb nsh",
+            "isb",
+            options(nostack, preserves_flags)
+        );
+    }
+}
+
 /// Makes this CPU drop the page at `ipa` of the guest whose VMID its VTTBR_EL2 holds.
 pub(crate) fn forget(ipa: Gpa) {
     // SAFETY: as above.

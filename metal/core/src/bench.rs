@@ -164,7 +164,9 @@ impl<M: Machine> TestVm<M> {
     pub(crate) fn end(self, host: &Host<M>) -> Result<(), String> {
         self.vm.audit().map_err(|error| format!("audit: {error}"))?;
         host.forget();
+        let id = self.vm.id();
         drop(self);
+        M::end_vm(id);
         same("table frames in use after the VM", host.frames_used(), 0)
     }
 }

@@ -26,6 +26,7 @@ mod scenarios;
 mod second;
 mod shadowed;
 mod shootdown;
+mod vmids;
 
 use core::ops::Range;
 
@@ -36,6 +37,7 @@ pub use host::Host;
 pub use report::{Console, run};
 pub use second::Second;
 pub use shootdown::Shootdown;
+pub use vmids::Vmids;
 
 /// A machine without an OS.
 pub trait Machine: Sized + Send + Sync + 'static {
@@ -54,6 +56,11 @@ pub trait Machine: Sized + Send + Sync + 'static {
     /// `vm` that was removed from the tables before the call, as far as `stale` includes it. By a broadcast where the
     /// machine has one, otherwise by interrupts ([`Shootdown`]). Called while no CPU in the guest waits for the caller.
     fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale);
+
+    /// Call when `vm` has been dropped. A machine that keeps something for each VM ([`Vmids`]) drops it.
+    fn end_vm(vm: VmId) {
+        let _ = vm;
+    }
 
     /// Makes `cpu` leave the guest soon, if it is in the guest, with [`Exit::Kicked`]; called by another CPU.
     fn kick(cpu: usize);

@@ -3,7 +3,7 @@
 use core::arch::{asm, global_asm};
 use core::marker::PhantomData;
 
-use metal_core::{Cause, Command, Cpu, Exit, guest_program};
+use metal_core::{Cause, Command, Cpu, Exit, Vmids, guest_program};
 use slat::{Access, Gpa, Hpa, Pfn, VmId};
 
 use crate::csr::{read, write};
@@ -29,6 +29,7 @@ const A0: usize = 10;
 
 /// A hart in HS mode whose guest's memory is translated by tables of format `F`.
 pub struct Hart<F> {
+    number: usize,
     guest: Context,
     /// Address whose refusing entry the walker may have cached.
     refused: Option<Gpa>,
@@ -36,8 +37,8 @@ pub struct Hart<F> {
 }
 
 impl<F: Tables> Hart<F> {
-    /// Sets up the calling hart.
-    pub(crate) fn new() -> Self {
+    /// Sets up the calling hart, which is CPU `number`.
+    pub(crate) fn new(number: usize) -> Self {
         const SOFTWARE_INTERRUPT: u64 = 1 << 1;
         // SAFETY: these registers control how guests run, and which interrupts make the hart leave one; the monitor
         // itself is in HS mode with interrupts masked.
@@ -49,15 +50,16 @@ impl<F: Tables> Hart<F> {
             write!(sie, SOFTWARE_INTERRUPT);
             // Writing a mode that the hart does not have leaves the register unchanged.
             write!(hgatp, 0u64);
-            write!(hgatp, F::hgatp(Pfn(0), VMIDS));
+            write!(hgatp, F::hgatp(Pfn(0), LAST_VMID));
         }
         assert_eq!(
             read!(hgatp),
-            F::hgatp(Pfn(0), VMIDS),
+            F::hgatp(Pfn(0), LAST_VMID),
             "these tables, and 7 bits of VMID"
         );
         fence_all();
         Hart {
+            number,
             guest: Context {
                 x: [0; 32],
                 pc: 0,
@@ -181,17 +183,11 @@ fn fetch(pc: u64) -> Option<u32> {
     (faulted == 0).then_some((high << 16 | low) as u32)
 }
 
-/// VMIDs are distinct for this many VMs in a row: none of a monitor's scenarios has nearly as many.
-const VMIDS: u16 = 127;
+const VMID_BITS: u32 = 7;
+const LAST_VMID: u16 = (1 << VMID_BITS) - 1;
 
-pub(crate) fn vmid(vm: VmId) -> u16 {
-    let vmid = u16::try_from(vm.0 + 1).unwrap_or(u16::MAX);
-    assert!(
-        vmid <= VMIDS,
-        "now VMIDs would have to be used again, and TLBs flushed"
-    );
-    vmid
-}
+/// The VMIDs of both harts.
+pub(crate) static VMIDS: Vmids<VMID_BITS, 2> = Vmids::new();
 
 impl<F: Tables> Cpu for Hart<F> {
     type Format = F;
@@ -219,7 +215,9 @@ impl<F: Tables> Cpu for Hart<F> {
     }
 
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit {
-        self.run_with(F::hgatp(root.pfn(), vmid(vm)))
+        VMIDS.enter(self.number, vm, fence_all, |vmid| {
+            self.run_with(F::hgatp(root.pfn(), vmid))
+        })
     }
 
     fn complete_mmio(&mut self, value: u32) {

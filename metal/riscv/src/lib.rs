@@ -95,7 +95,7 @@ pub fn main<M: Monitor>(cpu: usize, hart: u64) -> ! {
     unsafe extern "C" {
         static image_end: u8;
     }
-    let mut this = Hart::new();
+    let mut this = Hart::new(cpu);
     HARTS[cpu].store(hart, SeqCst);
     sbi::ask_for_hardware_marks();
     if cpu != 0 {
@@ -126,7 +126,13 @@ impl<M: Monitor> Machine for Virt<M> {
     }
 
     fn flush_guests(vm: VmId, range: &Range<Gfn>, _: Stale) {
-        sbi::fence_guest(cpu::vmid(vm), range);
+        if let Some(number) = cpu::VMIDS.number(vm) {
+            sbi::fence_guest(number, range);
+        }
+    }
+
+    fn end_vm(vm: VmId) {
+        cpu::VMIDS.end(vm);
     }
 
     fn kick(cpu: usize) {

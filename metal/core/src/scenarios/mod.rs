@@ -13,6 +13,7 @@ mod nx;
 mod slots;
 mod split;
 mod stale;
+mod vmids;
 
 use alloc::string::String;
 
@@ -28,7 +29,7 @@ type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
 /// Returns all scenarios for the machine's tables, in the order in which they run.
 pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
-    let all: [(&'static str, Scenario<M>); 17] = [
+    let all: [(&'static str, Scenario<M>); 18] = [
         ("demand_faults_4k", faults::of_4k),
         ("demand_faults_2m", faults::of_2m),
         ("prefetch_window", faults::prefetch_window),
@@ -52,6 +53,7 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
         ("slot_moved_under_a_running_guest", slots::moved),
         ("stale_translation", stale::on_one_cpu),
         ("stale_translation_on_another_cpu", stale::on_another_cpu),
+        ("more_vms_than_vmids", vmids::more_vms_than_vmids),
     ];
     // Those that count pages of 4 KiB and huge ones of 2 MiB, of which the data's GiB has many.
     let small_pages: [(&'static str, Scenario<M>); 10] = [
