@@ -1,10 +1,10 @@
 //! Threads of slat's own, which serve all vCPUs of a process. Starting one does not use the heap, because `KVM_RUN` may
 //! start one; they are started before the client installs a seccomp filter ([`crate::filters`]).
 //!
-//! Before a new thread is slat's, it runs code of the client's: a sanitizer's `pthread_create`, which allocates. If the
-//! client forks at this moment, the child finds the allocator's lock held, by a thread that it does not have. A
-//! client's own threads it can keep from that, but it does not know of slat's. So the thread that starts one waits
-//! until it has come to its work.
+//! A new thread runs code of the client before it runs slat's: a sanitizer's `pthread_create`, which allocates. If the
+//! client forks at this moment, the child finds the allocator's lock held by a thread that does not exist in the child.
+//! The client can avoid that for threads of its own, but it does not know of slat's. So the thread that starts another
+//! one waits until the new thread runs slat's code.
 
 use crate::messages;
 use crate::process::PerProcess;
@@ -54,8 +54,8 @@ pub(crate) fn leave_descriptors() -> bool {
 /// The work to which a new thread came last.
 static BEGUN: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Waits until the new thread has come to its `work`: not forever, because its start may need a lock that this thread
-/// holds, and another new thread may have come to its own work since.
+/// Waits until the new thread runs its `work`. Does not wait forever: the start of the new thread may need a lock that
+/// this thread holds, and another new thread may run its own work by then.
 fn wait_for(work: *mut c_void) {
     const LONGEST: Duration = Duration::from_millis(20);
     let end = Instant::now() + LONGEST;

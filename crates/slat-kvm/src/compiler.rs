@@ -1,5 +1,6 @@
-//! The threads that compile the guests' hot code, one for each tier. They exist before a process's first vCPU does, and
-//! so before the client can forbid what they need; a forked child that creates VMs starts its own.
+//! The threads that compile the guests' hot code, one for each tier. slat starts them before a process's first vCPU
+//! exists, and so before the client can install a seccomp filter that forbids their system calls. A forked child that
+//! creates VMs starts threads of its own.
 
 use crate::background::{self, Background};
 use crate::policy::{self, Jit, JitMap};

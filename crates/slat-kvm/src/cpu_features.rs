@@ -75,9 +75,9 @@ pub fn leaf_d1_eax() -> u32 {
     bits(&[(true, 0), (true, 1), (true, 2), (true, 3)])
 }
 
-/// Leaf 0x8000_0008 EBX: WBNOINVD, IBPB IBRS STIBP SSBD and what they need not do (IBRS protects its own mode, IBPB
-/// flushes returns), and no speculative store bypass and branch type confusion, because the CPU does not speculate; for
-/// `amd` CLZERO, XSAVEERPTR (the x87 pointers are always saved) and VIRT_SSBD.
+/// Leaf 0x8000_0008 EBX: WBNOINVD; IBPB, IBRS, STIBP and SSBD, and the bits which say that these need not be used (IBRS
+/// protects its own mode, IBPB flushes returns); no speculative store bypass and no branch type confusion, because the
+/// CPU does not speculate. For `amd` also CLZERO, XSAVEERPTR (the x87 pointers are always saved) and VIRT_SSBD.
 pub fn ext8_ebx(amd: bool) -> u32 {
     bits(&[
         (amd, 0),

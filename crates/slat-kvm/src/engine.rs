@@ -193,7 +193,7 @@ impl Default for TableFormat {
     }
 }
 
-/// Defines methods that pass their arguments to the format's own object. Those of a `mut` list take `&mut self`.
+/// Defines methods that pass their arguments to the format's own object. The methods of a `mut` list take `&mut self`.
 macro_rules! delegate {
     ($of:ident { $($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) $(-> $out:ty)?;)* }) => {
         impl $of {

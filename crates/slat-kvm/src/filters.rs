@@ -1,9 +1,10 @@
 //! Seccomp filters of the client, and Landlock: slat's preparations before a thread restricts itself.
 //!
-//! slat starts its threads when they are needed first, unless the client installs a filter: then slat starts all of
-//! them before, so that the filter does not bind them, and one of them makes the system calls that the filter forbids
-//! ([`slat_process::calls`]). `docs/seccomp.md` says what a filter for a vCPU's thread has to allow. Landlock takes the
-//! right to open files from a thread and from those that it starts later, so it is the same thread that opens slat's.
+//! slat starts a thread when it is needed first, unless the client installs a filter. Then slat starts all its threads
+//! before the filter is installed, so that the filter does not bind them, and one of them makes the system calls that
+//! the filter forbids ([`slat_process::calls`]). `docs/seccomp.md` says what a filter for a vCPU's thread has to allow.
+//! Landlock takes the right to open files from a thread and from the threads that it starts later. So the same thread
+//! opens slat's files.
 
 use crate::background;
 use crate::irq::irqfd;

@@ -1,11 +1,12 @@
 //! The end of a process whose threads have ended one by one.
 //!
-//! A process ends with its last thread. A thread of the program's ends alone by `pthread_exit`, by the system call
+//! A process ends with its last thread. A thread of the program ends alone by `pthread_exit`, by the system call
 //! `exit`, or because a seccomp filter kills it (`SECCOMP_RET_KILL_THREAD`). slat's own threads would then keep a
-//! process in which nobody handles a signal. So one of them waits until the process's first thread has ended, which
-//! seldom happens before the process ends: until then it sleeps, if that thread is one of slat's C library. From then
-//! on another one looks twice a second whether a thread of the program's is left. If none is, the process ends as the
-//! kernel, or the C library, would have ended it without slat: with the first thread's exit status.
+//! process alive in which no thread handles a signal. So one of slat's threads waits until the process's first thread
+//! has ended, which seldom happens before the process ends; it sleeps, if the first thread is one of slat's C library.
+//! From then on another thread, the observer, looks twice a second whether a thread of the program is left. If none is,
+//! the process ends as the kernel, or the C library, would have ended it without slat: with the first thread's exit
+//! status.
 
 use crate::background::{self, Background, leave_descriptors};
 use crate::process::{self, PerProcess};
@@ -25,8 +26,8 @@ struct Watcher {
     observer: Observer,
 }
 
-/// The thread that looks at the process, once its first thread has ended. It has descriptors of its own, so that
-/// the program sees none.
+/// The thread that looks at the process after its first thread has ended. The observer has a descriptor table of its
+/// own, so that the program sees none of its descriptors.
 #[derive(Debug)]
 struct Observer {
     /// What wait(2) would return for the first thread; [`RUNS`] as long as the program has threads, [`UNKNOWN`]

@@ -30,7 +30,7 @@ pub(crate) struct DevicePage {
     pub(crate) page: GuestPage,
 }
 
-/// What the nested tables of a guest that is a hypervisor say of a physical page of its own guest's.
+/// A translation by the nested tables of a guest that is a hypervisor: of a physical page of its own guest.
 #[derive(Clone, Copy)]
 struct NestedPage {
     gpa: u64,

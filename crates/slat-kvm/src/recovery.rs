@@ -1,5 +1,6 @@
-//! Recovery of NX huge pages: a thread that in every period has each VM zap a share of the tables that execution has
-//! split. slat starts the thread when it is needed first, and in a forked child only if that creates VMs.
+//! Recovery of NX huge pages, by a thread. In every period, the thread has each VM zap a share of the tables that were
+//! made because the guest executed from a huge page. slat starts the thread when it is needed first, and in a forked
+//! child only if the child creates VMs.
 
 use crate::background::{self, Background};
 use crate::notify;

@@ -1,4 +1,4 @@
-//! The simulated machine as each of several VMs sees its memory: clones share frames until one of them writes.
+//! The simulated machine as each of several VMs sees it: clones share memory frames until one of them writes.
 //!
 //! As on Linux, each mapping of a page that is shared has a mark. A write to a page with the mark gives the VM a frame
 //! of its own, a new *version* of the page; or, if no other VM has the frame any more, it only removes the mark.
@@ -16,8 +16,8 @@ use crate::sharing::Sharer;
 use crate::tlb::Tlb;
 use crate::watched::Watched;
 
-/// The simulated machine as one VM sees it, or as any does as long as there are no clones.
-/// Its pages are those of format `F`.
+/// The simulated machine as one VM sees it; without clones, all VMs see the same memory. Its pages have the granule of
+/// format `F`.
 pub struct Simulated<F = Ept> {
     machine: Arc<SimMachine>,
     memory: Arc<HostMemory>,
@@ -26,7 +26,7 @@ pub struct Simulated<F = Ept> {
 }
 
 impl<F> Simulated<F> {
-    /// Makes one with `pages` pages of host memory, of `granule`.
+    /// Makes a machine with `pages` pages of host memory, of `granule`.
     pub(crate) fn with_granule(granule: Granule, pages: u64) -> Self {
         let machine = SimMachine::with_memory(granule, pages);
         Simulated {
@@ -70,7 +70,7 @@ impl SimMachine {
         });
     }
 
-    /// Call before `vm` may write to `page` of its memory, which is shared.
+    /// Call before `vm` gets the right to write to `page`, which is shared. Gives the VM a copy of the page.
     pub(crate) fn make_own(&self, vm: VmId, page: u64) {
         let memory = self.memory_of(vm);
         let Some(found) = memory.get(page) else {
@@ -169,7 +169,7 @@ impl<F: Format> Machine for Simulated<F> {
 }
 
 impl<F> Drop for Simulated<F> {
-    /// The VM has ended: its frames are those of the others.
+    /// The VM has ended, so its frames belong to the other VMs alone.
     fn drop(&mut self) {
         if let Some(vm) = self.vm {
             let mut vms = self.machine.sharing.vms.lock().unwrap();

@@ -1,4 +1,4 @@
-//! Table frames that detect misuse: freed twice, used after they were freed, written after that.
+//! Table frames that detect misuse: a second free, a use after the free, a write after the free.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{HashSet, VecDeque};
@@ -17,7 +17,7 @@ pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
 const LIVE: u64 = 0x11fe_11fe;
 const FREED: u64 = 0xf4ee_f4ee;
 
-/// Bytes of frames freed later before a freed frame is used again.
+/// A freed frame is used again when this many bytes of other frames were freed after it.
 const QUARANTINE: u64 = 16 << 20;
 
 /// Frames that are allocated together: as many as a root has at most.
@@ -30,7 +30,7 @@ struct Beside {
     state: AtomicU64,
 }
 
-/// The memory of a block and of what is beside it.
+/// Returns the layout of a block's frames and of the state beside them.
 fn layout(granule: Granule) -> Layout {
     let bytes = (2 * BLOCK * granule.bytes()) as usize;
     Layout::from_size_align(bytes, bytes).expect("a power of two")
@@ -149,7 +149,7 @@ impl Frames {
         self.violations.note(violation);
     }
 
-    /// Returns the misuse that was recorded as the error.
+    /// Returns the first misuse that was recorded, as an error.
     pub fn check(&self) -> Result<(), String> {
         for frame in &self.inner.lock().unwrap().quarantine {
             self.check_poison(*frame);

@@ -9,9 +9,9 @@ use crate::ops::{Kind, Op, POLICIES};
 use crate::rng::Rng;
 use crate::setup::{MOST_VMS, SPACES, Setup, VCPUS, first_space_of};
 
-/// Most of the bookkeeping is for writes.
+/// Writes are more frequent, because most of the engine's bookkeeping is for them.
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
-/// What slots have that KVM does not know of.
+/// Rights of slots that KVM's memslots cannot have.
 const RIGHTS: [Rights; 4] = [
     Rights::ALL,
     Rights::ALL.with_execute(false),
@@ -37,14 +37,14 @@ pub struct Generator {
     /// Entries of a table.
     entries: u64,
     capacity: u64,
-    /// The address space that each vCPU uses, or used in the VM that was operated on before.
+    /// The address space that each vCPU uses, or has used in the VM that the last operations were for.
     spaces: [usize; VCPUS],
-    /// Ids below this are used.
+    /// Slot ids are below this number.
     ids: u64,
-    /// Guest frames around which everything happens: the begin, the first borders of levels 2 and 3, the borders of
-    /// tables of levels 3 and 4 (which are those between the tables of a concatenated root, too), the end.
+    /// Guest frames around which operations are generated: the first frame, the first borders of levels 2 and 3, the
+    /// borders between tables of levels 3 and 4 (also those between the tables of a concatenated root), the last frame.
     places: Vec<u64>,
-    /// Frames of the last accesses: the next ones are likely to be near.
+    /// Frames of the last accesses. The next accesses are often near them.
     recent: Vec<u64>,
 }
 
@@ -87,7 +87,7 @@ impl Generator {
         match self.setup.mix.pick(&mut self.rng) {
             Kind::Region => {
                 let region = self.region(&models[space]);
-                // One in many has an address space that does not exist.
+                // One address space in 64 does not exist.
                 let space = if self.rng.one_in(64) { SPACES } else { space };
                 Op::SetRegion { space, region }
             }
@@ -198,7 +198,7 @@ impl Generator {
         model.slots.keys().nth(skip as usize).copied()
     }
 
-    /// Returns a slot whose log to get: mostly one that exists.
+    /// Returns the id of a slot whose dirty log to get: mostly of one that exists.
     fn log(&mut self, model: &GuestModel) -> u32 {
         match self.some_slot(model) {
             Some(id) if !self.rng.one_in(8) => id,
@@ -346,7 +346,7 @@ impl Generator {
         }
     }
 
-    /// Makes one slot of two that are next to each other, and have been one.
+    /// Joins two slots that are next to each other and were cut from one slot.
     fn join(&mut self, model: &GuestModel) -> Vec<Change> {
         let mut pairs = Vec::new();
         for (id, slot) in &model.slots {
@@ -369,7 +369,7 @@ impl Generator {
         ]
     }
 
-    /// Sets slot `id` to `slot`; sometimes it begins or ends its log with that.
+    /// Sets slot `id` to `slot`. Sometimes the change also begins or ends the slot's log.
     fn set(&mut self, id: u32, mut slot: ModelSlot) -> Change {
         if self.rng.one_in(5) {
             slot.flags ^= SlotFlags::LOG_DIRTY_PAGES.0;
@@ -395,7 +395,7 @@ impl Generator {
         let pages = if giant {
             n * n + self.rng.pick(&[0, 0, n, 3])
         } else if self.setup.many_slots {
-            // Many of this size fit.
+            // Slots of this size fit in great numbers.
             self.rng.pick(&sizes[..4])
         } else {
             self.rng.pick(&sizes)
@@ -407,13 +407,13 @@ impl Generator {
         } else {
             self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, n, n + 1, 2 * n])
         };
-        // Mostly congruent to the guest frame, so that huge leaves are possible. Others are off by a page, or by as
-        // many as a huge leaf has in tables of 4 KiB.
+        // Most backings are congruent to the guest frame, so that huge leaves are possible. Other backings are off by a
+        // page, or by the pages of a huge leaf in tables of 4 KiB.
         let room = self.setup.host_pages - pages;
         let skew = self.rng.pick(&[1, Level::MEGA.pages() % n, 0, 0, 0]);
         let unit = if giant { n * n } else { n };
         let backing = self.rng.below(room / unit + 1) * unit + base % unit + skew;
-        // Most are as KVM's.
+        // Most slots have the rights of KVM's memslots.
         let rights = match self.rng.one_in(5) {
             true => self.rng.pick(&RIGHTS),
             false => Rights::ALL,
@@ -449,8 +449,8 @@ impl Generator {
         region
     }
 
-    /// Some frames become private or shared, or all become shared again: private ones are in the
-    /// way of everything else.
+    /// Returns a conversion: some frames become private or shared, or all become shared again, because private frames
+    /// hinder all other operations.
     fn convert(&mut self, model: &GuestModel) -> Op {
         if self.rng.one_in(4) {
             let (gfn, pages, private) = (0, self.capacity, false);

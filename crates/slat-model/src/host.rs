@@ -1,8 +1,8 @@
 //! The host memory that backs memslots, as a table with one word per page.
 //!
-//! Every remapping gives its pages a new *version*, and a page's frame number is made of its page number and
-//! its version: a frame number shows which page it maps, and whether the translation is current or left over
-//! from before a remapping.
+//! Every remapping gives its pages a new *version*. The frame number of a page consists of its page number and its
+//! version: it shows which page a translation maps, and whether the translation is current or older than the last
+//! remapping.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! What guest memory should be: memslots in a `BTreeMap`, dirty pages in bitmaps, and KVM's rules written down a second
-//! time, in the order of KVM's API document and independently of the engine.
+//! A plain model of guest memory: memslots in a `BTreeMap`, dirty pages in bitmaps, and KVM's rules written down a
+//! second time, in the order of KVM's API document and independently of the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

@@ -62,7 +62,7 @@ impl RingClient {
         &self.entries[(index % Self::LEN) as usize]
     }
 
-    /// Returns the next ring entry that was not seen yet. It still has to be collected.
+    /// Returns the next ring entry that was not returned before. The caller still has to collect it.
     pub fn look(&mut self) -> Option<DirtyPage> {
         let page = DirtyPage::new(self.entry(self.seen).page()?);
         self.in_use.push_back(page);

@@ -1,6 +1,6 @@
-//! The source of a generator's decisions: a small seeded generator of pseudo-random numbers (SplitMix64), so that a
-//! failing run can be repeated from its seed and no dependency is needed; or the bytes of a fuzzer, as few for each
-//! decision as it needs, so that a changed byte changes one decision.
+//! The source of a generator's decisions. It is either a small generator of pseudo-random numbers with a seed
+//! (SplitMix64), so that a failing run can be repeated from its seed without a dependency; or the bytes of a fuzzer. A
+//! decision takes as few bytes as it needs, so that a changed byte changes one decision.
 
 /// Pseudo-random numbers from a seed, or numbers from a fuzzer.
 #[derive(Clone, Debug)]

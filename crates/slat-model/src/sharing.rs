@@ -1,4 +1,4 @@
-//! Which VMs share the memory of the simulated machine, and what its frames contain.
+//! The book of which VMs share the memory of the simulated machine, and of the contents of its frames.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -112,9 +112,9 @@ struct LastTsc {
 /// What a vCPU's TSC is set to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TscChange {
-    /// The client writes the TSC, or a vCPU is new, which writes 0. Zero, or a value within a second of what the TSC
-    /// that the client set last would be now, synchronizes with the last TSC of the same frequency: as with KVM, a
-    /// client that sets its vCPUs one after the other gets the same TSC on all.
+    /// The client writes the TSC, or a vCPU is new, which writes 0. The value synchronizes with the last TSC of the
+    /// same frequency if it is 0, or if it differs by less than a second from the present value of the TSC that the
+    /// client set last. So, as with KVM, a client that sets its vCPUs one after the other gets the same TSC on all.
     Value(u64),
     /// The client sets `KVM_VCPU_TSC_OFFSET`.
     Offset(u64),
@@ -234,9 +234,9 @@ impl VmClock {
         (self.scale).nanoseconds(host_tsc.saturating_sub(self.start))
     }
 
-    /// The moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. It is late by 1/2048 of
-    /// the wait, and not more than 50 µs: the host's monotonic clock is faster or slower than the TSC by less, and a
-    /// ticker that came too early would have to wait a second time.
+    /// The moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. The moment is late by
+    /// 1/2048 of the wait, and not more than 50 µs, because the host's monotonic clock may run faster or slower than
+    /// the TSC by less than that: a ticker that fired too early would have to wait a second time.
     pub fn instant(&self, nanoseconds: u64) -> Instant {
         let wait = nanoseconds.saturating_sub(self.now()).min(YEAR);
         Instant::now() + Duration::from_nanos(wait + (wait / 2048).min(MARGIN))

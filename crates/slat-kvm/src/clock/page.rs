@@ -68,8 +68,9 @@ pub(crate) struct Parameters {
 }
 
 impl Parameters {
-    /// Returns parameters of the same clock for a guest that scales its TSC and not the difference of two, whose TSC is
-    /// `tsc` now: if the TSC has passed 0 since the moment of these parameters, their moment is then.
+    /// Returns parameters of the same clock for a guest that scales the TSC itself, and not the difference of two TSCs.
+    /// `tsc` is the guest's TSC now. If the TSC has passed 0 since the moment of these parameters, the new parameters
+    /// have the moment of that 0.
     pub(crate) fn without_wrap(self, tsc: u64) -> Self {
         if self.tsc <= tsc {
             return self;

@@ -25,8 +25,9 @@
 //! the guest, and so does `immediate_exit`: a client can pause, save and end its VM while a debugger holds it.
 //! The vCPU stays held.
 //!
-//! What a vCPU is to do with its probes (breakpoints, watchpoints, steps) is left at its port, and its own thread takes
-//! it from there before the guest executes again. So a debugger can go at any moment, also when a vCPU does not answer.
+//! A vCPU's port holds the probes (breakpoints, watchpoints, steps) that the debugger has set. The vCPU's own thread
+//! reads them from the port before the guest executes again. So a debugger can leave at any moment, also when a vCPU
+//! does not respond.
 //!
 //! A vCPU without a debugger pays a look at its attention word for each `KVM_RUN`. The thread that waits
 //! needs `futex` alone.

@@ -1,4 +1,4 @@
-//! What a debugger does with all vCPUs of a VM: it stops all of them, and lets go on those that it wants to.
+//! A debugger's session with the vCPUs of a VM: stops all of them, and continues those that the debugger names.
 
 use super::list::{Debugged, list};
 use super::port::NEWS;

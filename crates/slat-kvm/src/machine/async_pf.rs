@@ -1,9 +1,9 @@
 //! Asynchronous page faults (`KVM_FEATURE_ASYNC_PF`; KVM's document "msr"): their three MSRs, and
 //! the event "page ready".
 //!
-//! KVM may handle any fault synchronously, and slat handles all of them so: the vCPU waits for the page, and the guest
-//! never gets the event "page not present". It does get the event "all pages are ready", when it enables asynchronous
-//! page faults: if it has moved here from another host, its tasks that waited for pages there go on.
+//! KVM may handle any fault synchronously, and slat handles all faults so: the vCPU waits for the page, and the guest
+//! never gets the event "page not present". A guest that enables asynchronous page faults does get the event "all pages
+//! are ready": if the guest was moved here from another host, its tasks that waited for pages there continue.
 //!
 //! Events need a local APIC of KVM's. Without one, KVM refuses the MSRs that its CPUID names, and guests complain; here
 //! they hold what is written, and no event comes.

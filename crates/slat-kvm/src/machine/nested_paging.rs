@@ -1,15 +1,15 @@
 //! Nested paging of a guest that is a hypervisor (AMD64 volume 2, 15.25): the second stage of the guest's own.
 //!
-//! A translation of its guest's (L2) goes from the linear address to L2's physical address by L2's tables, and
-//! from there to the hypervisor's (L1) by L1's nested tables; then the engine's second level follows, as for any
-//! address of L1's. Each entry of L2's tables is at a physical address of L2's, so the walk of L2's tables has a
-//! walk of L1's at each step.
+//! A translation for the nested guest (L2) goes from the linear address to L2's physical address by L2's tables, and
+//! from there to a physical address of the hypervisor (L1) by L1's nested tables. Then the engine's second level
+//! follows, as for any address of L1. Each entry of L2's tables is at an L2-physical address, so the walk of L2's
+//! tables includes a walk of L1's tables at each step.
 //!
-//! The engine shadows L1's nested tables, with the shadow MMU like any table of the guest's, with other MMUs beside
-//! L1's second level: L2's physical addresses are what is translated. So a step is one walk of the shadow table, from
-//! there to the host, and L1's tables are read at a fault only ([`Shadowed`]). Table formats with break-before-make
-//! cannot shadow them. There they are walked ([`Walked`]), as they are for a client that asks for a translation; what
-//! that has found is kept until the hypervisor has it flushed, as a processor does.
+//! The engine shadows L1's nested tables and translates L2-physical addresses by the shadow ([`Shadowed`]): with the
+//! shadow MMU as for any table of the guest, with other MMUs beside L1's second level. So a step is one walk of the
+//! shadow table to the host page, and L1's tables are read at a fault only. Table formats with break-before-make cannot
+//! shadow them: there L1's tables are walked ([`Walked`]), and the result is kept until L1 flushes it, as in a
+//! processor. They are also walked for a client that asks for a translation.
 
 use crate::machine::VcpuMachine;
 use crate::machine::mmu::{guest_paging, own_fault, slat_access, unpaged};

@@ -7,12 +7,12 @@
 //! | `file` | the file of a process |
 //!
 //! About every millisecond (`PERIOD`) the ticker raises `bits::SAMPLE` in the attention words of the vCPUs that
-//! execute. That ends the run of the CPU as any other bit does: at the end of a block, or in compiled code at the end
-//! of a region or of a turn of a loop. The vCPU notes its stack (`machine::frames`), and goes on. Time in which it does
-//! not execute is in no sample: halts, exits, and the time that the host gives to others.
+//! execute. As any other bit, it ends the run of the CPU: at the end of a block, or in compiled code at the end of a
+//! region or of a turn of a loop. The vCPU notes its stack (`machine::frames`), and continues. Time in which the vCPU
+//! does not execute is in no sample: halts, exits, and the time that the host gives to other threads.
 //!
 //! A thread counts the samples and writes the file every second (`WRITE_PERIOD`), so that a process that is killed
-//! leaves a profile. It is that thread that writes at the end, too: no filter of the client binds it.
+//! leaves a profile. The same thread writes the file at the end, because no filter of the client binds the thread.
 
 mod file;
 mod samples;

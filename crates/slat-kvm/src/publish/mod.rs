@@ -10,11 +10,11 @@
 //! | `map` | the answer with the memslots and what is mapped |
 //! | `debug` | a conversation with a debugger, by a thread of its own |
 //!
-//! The counters stay where vCPUs count, and a vCPU pays nothing: one thread, which sleeps until someone connects,
-//! reads them. It is started with the first VM, so before the filters of most clients, and by [`crate::filters`]
-//! before all others. It has a descriptor table of its own: the socket is none of the client's descriptors, a forked
-//! child does not inherit it, and it is closed when the process ends, however it ends. A failure leaves the process
-//! unseen, and nothing else.
+//! The counters stay where the vCPUs count, and a vCPU pays nothing: one thread, which sleeps until someone connects,
+//! reads them. The thread is started with the first VM, so before the filters of most clients, and by
+//! [`crate::filters`] before all others. The thread has a descriptor table of its own: the socket is none of the
+//! client's descriptors, a forked child does not inherit it, and the kernel closes it when the process ends, however
+//! that happens. If the thread or its socket cannot be made, the process is not published, and everything else works.
 
 mod debug;
 mod map;

@@ -1,7 +1,7 @@
 //! The statistics and their names.
 //!
-//! KVM's come first. What the engine counts beyond them follows under its own name: the file describes itself, so a
-//! reader that knows KVM's names finds them and skips the others.
+//! KVM's statistics are first in the list. Then come the engine's other counters, under their own names: the file
+//! describes itself, so a reader that knows KVM's names finds these and skips the others.
 
 use crate::counters::{BUCKETS, Exits};
 use crate::errno::Result;

@@ -1,13 +1,13 @@
-//! The caches of a [`CachingMmu`](super::CachingMmu): a TLB and paging-structure caches, which keep all
-//! until it is flushed.
+//! The caches of a [`CachingMmu`](super::CachingMmu): a TLB and paging-structure caches, which keep each entry until it
+//! is flushed.
 
 use std::collections::HashMap;
 
 use slat::guest_walk::{GuestPage, GuestPaging};
 use slat::{Access, Hpa};
 
-/// What the rights of a translation depend on, but for what is the same until the next flush. A translation is used in
-/// an equal context only.
+/// The state of a CPU on which the rights of a translation depend, without the parts whose change flushes the TLB. A
+/// cached translation is used only in a context equal to its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Context {
     user: bool,
@@ -38,7 +38,7 @@ pub(super) struct Translation {
 }
 
 impl Translation {
-    /// Whether the rights allow `access`, and no flag need be set.
+    /// Whether the rights allow `access`, without a flag that has to be set.
     pub fn allows(&self, access: Access) -> bool {
         match access {
             Access::Read => self.page.read,
@@ -48,18 +48,20 @@ impl Translation {
     }
 }
 
-/// The values of the entries on a path, by level: the last is that of level 1. Those above a level are known.
+/// The values of the entries on a path, by level: the last is that of level 1. Only the entries above some level are
+/// known.
 pub(super) type Values = [u64; 5];
 
-/// Whose translation it is: that of a PCID, or of all (`None`).
+/// The PCID that a translation belongs to; `None`: a global translation, of all PCIDs.
 type Owner = Option<u16>;
 
 /// What a vCPU has cached.
 #[derive(Default)]
 pub(super) struct Caches {
-    /// By owner, page number and context.
+    /// The translations, by owner, page number and context.
     translations: HashMap<(Owner, u64, Context), Translation>,
-    /// By PCID, level, and the address without the bits that the entry does not depend on.
+    /// The entries that reference tables, by PCID, level, and the address without the bits that the entry does not
+    /// depend on.
     structures: HashMap<(u16, u32, u64), Values>,
 }
 
@@ -78,8 +80,8 @@ impl Caches {
         self.translations.insert(key, new);
     }
 
-    /// Returns the lowest level at which an entry for `gva` is cached that references a table, and the values of the
-    /// entries down to it. `shifts`: of levels 1 and up.
+    /// Returns the lowest level at which an entry for `gva` that references a table is cached, and the values of the
+    /// entries down to it. `shifts` has the lowest address bit of the index at each level, from level 1.
     pub fn structures(&self, pcid: u16, gva: u64, shifts: &[u32]) -> Option<(u32, Values)> {
         let levels = 2..=shifts.len() as u32;
         levels.into_iter().find_map(|level| {
@@ -98,20 +100,20 @@ impl Caches {
         self.structures.clear();
     }
 
-    /// Drops all but global translations.
+    /// Drops all translations that are not global.
     pub fn flush_contexts(&mut self) {
         self.translations.retain(|(owner, _, _), _| owner.is_none());
         self.structures.clear();
     }
 
-    /// Drops all of a PCID but global translations.
+    /// Drops the translations of a PCID that are not global.
     pub fn flush_context(&mut self, pcid: u16) {
         self.translations
             .retain(|(owner, _, _), _| *owner != Some(pcid));
         self.flush_structures(pcid);
     }
 
-    /// Drops the translations of a PCID for the page of `gva`, and with `globals` global ones.
+    /// Drops the translations of a PCID for the page of `gva`; with `globals` also global translations of that page.
     pub fn flush_page(&mut self, pcid: u16, gva: u64, globals: bool) {
         self.translations.retain(|(owner, page, _), translation| {
             let meant = match owner {
@@ -127,7 +129,8 @@ impl Caches {
         self.structures.retain(|(owner, _, _), _| *owner != pcid);
     }
 
-    /// Drops those that would be used for `gva`. `shifts`: of levels 1 and up.
+    /// Drops the entries that reference tables and that a walk for `gva` would use. `shifts` is as for
+    /// [`Self::structures`].
     pub fn flush_structures_of(&mut self, pcid: u16, gva: u64, shifts: &[u32]) {
         self.structures.retain(|(owner, level, prefix), _| {
             let shift = shifts.get(*level as usize - 1).copied().unwrap_or(0);

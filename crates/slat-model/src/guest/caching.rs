@@ -1,5 +1,5 @@
-//! An MMU that keeps what the SDM lets it keep: the engine, with a TLB, paging-structure caches, and a copy of each
-//! page-table entry, which is kept right by being told of stores.
+//! An MMU that caches all that the SDM allows: the engine, with a TLB, paging-structure caches, and a copy of each
+//! page-table entry. Calls of `stored` keep the copies right.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -16,9 +16,9 @@ use super::mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
 use super::ram::{GuestMachine, entry_in};
 use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege, Registers};
 
-/// An [`EngineMmu`] with caches that keep everything until it is flushed; with or without a [`Defect`].
+/// An [`EngineMmu`] with caches that keep every entry until it is flushed, and perhaps with a [`Defect`].
 ///
-/// It exists to try the oracle: it uses stale translations wherever that is allowed.
+/// This MMU tries the oracle: it uses stale translations wherever the SDM allows that.
 pub struct CachingMmu {
     engine: EngineMmu,
     cpus: [Cpu; CPUS],
@@ -66,7 +66,7 @@ impl CachingMmu {
         Ok(entry_in(word, 8 * (gpa.0 % 8), size))
     }
 
-    /// Sets flags of an entry. Returns whether it still was `old`.
+    /// Sets flags of an entry. Returns whether the entry still was `old`.
     fn mark(
         &mut self,
         cpu: usize,
@@ -85,8 +85,8 @@ impl CachingMmu {
         }
     }
 
-    /// Walks the guest's tables for an access, and caches what it finds. The next page, or the one
-    /// before, is cached ahead.
+    /// Walks the guest's tables for an access, and caches the translation. Also caches the translation of the next
+    /// page, or of the page before.
     fn walk(
         &mut self,
         cpu: usize,
@@ -96,13 +96,13 @@ impl CachingMmu {
     ) -> Result<Translation, Outcome> {
         let (found, leaf) = self.fill(cpu, gva, access, paging, true)?;
         self.mark_wrongly(cpu, access, leaf, shifts(paging))?;
-        // Nothing depends on whether that succeeds.
+        // The result does not matter: this only caches ahead.
         let _ = self.fill(cpu, gva ^ PAGE_SIZE, Access::Read, paging, false);
         Ok(found)
     }
 
-    /// Walks the guest's tables, and caches what it finds. Returns the translation and the address of the leaf. Unless
-    /// `marks`, it ends where a flag has to be set.
+    /// Walks the guest's tables, and caches the translation. Returns the translation and the address of the leaf.
+    /// Without `marks`, the walk ends at an entry whose flag has to be set.
     fn fill(
         &mut self,
         cpu: usize,
@@ -159,7 +159,7 @@ impl CachingMmu {
         Ok((translation, at))
     }
 
-    /// Sets flags that must not be set, for the defects that consist of this. `leaf`: the address of the leaf.
+    /// Sets flags that must not be set, if the MMU's defect is to do so. `leaf`: the address of the leaf.
     fn mark_wrongly(
         &mut self,
         cpu: usize,
@@ -180,7 +180,8 @@ impl CachingMmu {
         Ok(())
     }
 
-    /// Returns the outcome of an access by a cached translation; `None`: there is none, or it has to be walked again.
+    /// Returns the outcome of an access by a cached translation; `None`: no translation is cached, or the tables have
+    /// to be walked again.
     fn cached(
         &mut self,
         cpu: usize,
@@ -194,8 +195,8 @@ impl CachingMmu {
         if found.allows(access) || to_clean && self.flaw.is(Defect::WritesToClean) {
             return Some(self.reach(cpu, gva, access, paging, found));
         }
-        // The page may have been made executable meanwhile: this is a fault that software must expect. What some access
-        // was allowed to, and a fetch is not, is forbidden by XD or SMEP.
+        // The page may have been made executable meanwhile. The fault is then spurious, and software must expect it. If
+        // a page allows some access and forbids a fetch, then XD or SMEP forbids the fetch.
         let user = if paging.user { error_code::USER } else { 0 };
         let code = error_code::PRESENT | error_code::FETCH | user;
         (access == Access::Execute).then_some(Outcome::PageFault { code })
@@ -229,7 +230,7 @@ impl CachingMmu {
         }
     }
 
-    /// Adds to `outcome` whether the page is one of tables.
+    /// Sets in `outcome` whether the page holds a table.
     fn tracked(&self, gpa: Gpa, outcome: Outcome) -> Outcome {
         match outcome {
             Outcome::Page { host, .. } => Outcome::Page {
@@ -244,7 +245,8 @@ impl CachingMmu {
 
 const BITS32: &[u32] = &[12, 22];
 
-/// Returns the lowest address bit of the index at each level that a walk reads in memory, from level 1.
+/// Returns the lowest address bit of the index at each level, from level 1, for the levels whose tables a walk reads in
+/// memory.
 fn shifts(paging: &GuestPaging) -> &'static [u32] {
     match paging.mode {
         Mode::Bits32 { .. } => BITS32,
@@ -261,11 +263,11 @@ struct Tables<'a> {
     cpu: usize,
     /// The number of levels.
     top: usize,
-    /// The values of entries from this level up that are cached.
+    /// The values of the entries that are cached: from this level up.
     known: Option<(u32, Values)>,
     /// Whether it may set flags.
     marks: bool,
-    /// The addresses of the entries that were read, from the top down, with their values in memory or in the cache.
+    /// The address of each entry that was read, from the top down, with its value in memory or in the cache.
     read: Vec<(Gpa, u64)>,
 }
 
@@ -293,7 +295,7 @@ impl GuestTables for Tables<'_> {
             return Err(Outcome::BadAddress { gpa });
         }
         let flags = self.mmu.flaw.flags(new & !old);
-        // Of a table at two levels, the upper entry may be a cached one, whose flag is set.
+        // A table may be used at two levels. Then the upper entry may be a cached one, whose flag is set.
         let read = self.read.iter().rfind(|(at, _)| *at == gpa);
         let (_, value) = *read.expect("the walk has read it");
         let marked = flags == 0 || self.mmu.mark(self.cpu, gpa, size, value, flags)?;
@@ -373,7 +375,8 @@ impl GuestMmu for CachingMmu {
                 {
                     caches.flush();
                 }
-                // More than need be: rights are cached, and not the flags that they follow from.
+                // This flushes more than the SDM demands, because this MMU caches rights and not the flags from which
+                // they follow.
                 if (set | cleared) & CR4_SMEP != 0 && !flaw.is(Defect::KeepsOverSmep) {
                     caches.flush();
                 }

@@ -7,7 +7,7 @@ use super::entry::{A, D, US, XD};
 use super::mmu::{Outcome, Part, StoreKind};
 use super::registers::PHYSICAL_BITS;
 
-/// What a [`CachingMmu`](super::CachingMmu) does wrong.
+/// A defect that a [`CachingMmu`](super::CachingMmu) may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Defect {
     /// INVLPG invalidates no translation.
@@ -60,31 +60,31 @@ pub enum Defect {
     MarksNeighbour,
     /// A cached translation whose page is clean is used for writes.
     WritesToClean,
-    /// Page faults of fetches have no bit for that.
+    /// The error code of a page fault on a fetch lacks the I/D bit.
     ForgetsFetchBit,
-    /// Page faults for a reserved bit are not marked as such.
+    /// The error code of a page fault for a reserved bit lacks the RSVD bit.
     ForgetsReservedBit,
-    /// Of a 4 MiB page, the other half is used.
+    /// The two halves of a 4 MiB page are exchanged.
     WrongHalf,
     /// Of a 2 MiB page, the first 4 KiB are used for all.
     WrongOffset,
     /// A 4 MiB page is always below 4 GiB.
     IgnoresHighAddress,
-    /// Of a store to two entries, the second is not noticed.
+    /// A store to two entries is taken for a store to the first one.
     MergesEntries,
-    /// Of a store to two pages, the second is not noticed.
+    /// A store to two pages is taken for a store to the first one.
     IgnoresSecondPage,
     /// Stores of the second vCPU are not noticed.
     IgnoresOtherCpu,
     /// Locked stores are not noticed.
     IgnoresLocked,
-    /// Stores to a page of tables are not asked for.
+    /// The MMU does not ask to be told of stores to pages of tables.
     TracksNothing,
     /// Tables are kept when their memslot is deleted or moved.
     KeepsTablesOfSlots,
     /// The first page of a dirty log is missing.
     LosesDirtyPage,
-    /// An MMIO exit has the address of the page.
+    /// An MMIO exit has the address of the page instead of the byte.
     ForgetsMmioOffset,
 }
 
@@ -141,7 +141,7 @@ impl Flaw {
         self.0 == Some(defect)
     }
 
-    /// Returns what a walk depends on.
+    /// Returns the paging state that a walk with this defect uses.
     pub fn paging(self, paging: &GuestPaging) -> GuestPaging {
         let mut seen = *paging;
         match self.0 {
@@ -155,7 +155,7 @@ impl Flaw {
         seen
     }
 
-    /// Returns the entry that a walk finds, which is `entry` in memory.
+    /// Returns the entry that a walk with this defect finds where memory has `entry`.
     pub fn entry(self, entry: u64) -> u64 {
         match self.0 {
             Some(Defect::IgnoresUser) => entry | US,
@@ -165,7 +165,7 @@ impl Flaw {
         }
     }
 
-    /// Returns which of the `flags` of an entry are set.
+    /// Returns those of `flags` that an MMU with this defect sets.
     pub fn flags(self, flags: u64) -> u64 {
         match self.0 {
             Some(Defect::SetsNoAccessed) => flags & !A,
@@ -174,7 +174,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the page that a walk has found.
+    /// Returns the page that an MMU with this defect takes for `page`.
     pub fn page(self, page: GuestPage) -> GuestPage {
         let Gpa(gpa) = page.gpa;
         let seen = match (self.0, page.bits) {
@@ -189,7 +189,7 @@ impl Flaw {
         }
     }
 
-    /// Returns what the access comes to.
+    /// Returns the outcome that an MMU with this defect reports for `outcome`.
     pub fn outcome(self, outcome: Outcome) -> Outcome {
         match (self.0, outcome) {
             (Some(Defect::ForgetsFetchBit), Outcome::PageFault { code }) => Outcome::PageFault {
@@ -205,7 +205,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the parts of a store that are noticed.
+    /// Returns the parts of a store that an MMU with this defect notices.
     pub fn stored(self, cpu: usize, kind: StoreKind, parts: &[Part]) -> Vec<Part> {
         let of_first_entry = |part: &Part| Part {
             bytes: part.bytes.min(8 - (part.gpa.0 % 8) as usize),

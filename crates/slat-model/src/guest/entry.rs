@@ -1,5 +1,5 @@
-//! What a page-table entry means, and what the entries on a path grant: the SDM's rules, written down a second time,
-//! independently of [`slat::guest_walk`].
+//! The meaning of page-table entries, and the rights that the entries on a path grant. These are the SDM's rules,
+//! written down a second time, independently of [`slat::guest_walk`].
 //!
 //! SDM 3A, chapter "Paging": the tables "Format of …" of 32-bit, PAE, 4-level and 5-level paging, "Determination of
 //! Access Rights", "Protection Keys", "Page-Fault Exceptions".

@@ -1,4 +1,4 @@
-//! What an MMU under test implements.
+//! The trait that an MMU under test implements.
 
 use std::ops::Range;
 
@@ -7,15 +7,15 @@ use slat::{Access, Gfn, Gpa, Hpa, Hva, Pfn, Region};
 
 use super::registers::Registers;
 
-/// What an access comes to.
+/// The outcome of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// It reaches memory.
     Page {
         /// First byte of the 4 KiB host page.
         host: Hpa,
-        /// Whether the MMU must be told of a store that is made through this translation ([`GuestMmu::stored`]),
-        /// because it tracks writes to the page. Of other accesses nobody looks at this.
+        /// Whether the MMU must be told of a store through this translation ([`GuestMmu::stored`]), because it tracks
+        /// writes to the page. The field is used for stores only.
         tracked: bool,
     },
     /// The guest gets #PF with this error code.
@@ -33,7 +33,7 @@ pub enum Outcome {
         /// The address, to the byte.
         gpa: Gpa,
     },
-    /// The page's backing cannot be accessed in this way, or is not there yet: KVM_RUN returns EFAULT.
+    /// The page's backing cannot be accessed in this way, or is not there yet. KVM_RUN returns EFAULT.
     BadAddress {
         /// An address in the page: of the data, or of a page-table entry whose flags cannot be set.
         gpa: Gpa,
@@ -65,7 +65,7 @@ pub enum RegisterWrite {
     Cr0,
     /// MOV to CR3.
     Cr3 {
-        /// Bit 63 of the operand, with CR4.PCIDE: nothing need be invalidated.
+        /// Bit 63 of the operand, with CR4.PCIDE. If it is set, nothing has to be invalidated.
         keep: bool,
     },
     /// MOV to CR4.
@@ -105,7 +105,8 @@ pub enum Invpcid {
 ///   not, and nothing else is written.
 /// * Each dirty log has the pages that were written, and no other.
 pub trait GuestMmu {
-    /// Accesses `gva`. `paging`: of this moment; `None`: paging is off, and `gva` is a guest-physical address.
+    /// Accesses `gva`. `paging` is the state at this moment. `None`: paging is off, and `gva` is a guest-physical
+    /// address.
     ///
     /// A vCPU's first access follows the [`Self::written`] that loaded its registers.
     fn access(
@@ -116,16 +117,16 @@ pub trait GuestMmu {
         paging: Option<&GuestPaging>,
     ) -> Outcome;
 
-    /// Accesses a guest-physical address for the vCPU, without a guest translation: as an emulated instruction
-    /// does. Never a page fault.
+    /// Accesses a guest-physical address for the vCPU, without a translation by the guest's tables, as an emulated
+    /// instruction does. Never returns a page fault.
     fn access_physical(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Outcome;
 
-    /// Called after a guest store is complete: of one to eight bytes, in one page or in two. Not called if each part
-    /// was translated by [`Self::access`] to a page that is not tracked.
+    /// Called after a guest store of one to eight bytes, in one page or in two, is complete. Not called if
+    /// [`Self::access`] has translated each part of the store to a page that is not tracked.
     fn stored(&mut self, cpu: usize, kind: StoreKind, parts: &[Part]);
 
-    /// Called after the client has written guest memory, which nobody tracked, and has then set the registers of all
-    /// vCPUs (KVM_SET_SREGS) to what they were.
+    /// Called after the client has written guest memory. No MMU tracks such a store. Therefore the client has then set
+    /// the registers of all vCPUs to their present values (KVM_SET_SREGS), which flushes.
     fn client_stored(&mut self);
 
     /// Called after an instruction has written a register. `new` has the PDPTEs that it loaded.

@@ -1,7 +1,7 @@
 //! A guest that writes its own page tables, at random, and the judge of the MMU that translates for it.
 //!
-//! An MMU that shadows the guest's tables must behave as the processor that it stands in for: it may use a stale
-//! translation for as long as the SDM lets a processor do so, and no longer. To try one, implement [`GuestMmu`]:
+//! An MMU that shadows the guest's tables must behave as a processor: it may use a stale translation as long as the SDM
+//! allows that to a processor, and no longer. To try an MMU, implement [`GuestMmu`]:
 //!
 //! ```
 //! # use slat_model::guest::EngineMmu as MyMmu;

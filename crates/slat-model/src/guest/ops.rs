@@ -95,7 +95,7 @@ pub(super) enum GuestOp {
         cr3: u64,
         keep: bool,
     },
-    /// A bit of a control register changes, followed by a flush of everything if software is told to do that.
+    /// A bit of a control register changes. If the SDM tells software to flush everything after that, a flush follows.
     Toggle {
         cpu: usize,
         control: Control,

@@ -3,23 +3,24 @@
 //! # The rules
 //! (SDM 3A, chapter "Paging", section "Caching Translation Information"; the names in quotes are its subsections.)
 //!
-//! A processor translates an address by a path of page-table entries. It reads them from the top down, at moments of
-//! its own choice: "Translation Lookaside Buffers" and "Paging-Structure Caches" say that it may cache a translation,
-//! or the entries that reference tables, as soon as they could be used, also for accesses that are never made; that it
-//! may combine a cached upper entry with a lower entry of a later time; and that it may go on using what it has cached
-//! until that is invalidated. It may also read everything again at any time. So an outcome is allowed if, and only if,
-//! there is a path whose entries had the values at *some* moments that fit together. They fit together if
+//! A processor translates an address by a path of page-table entries. It reads the entries from the top down, at
+//! moments of its own choice. By "Translation Lookaside Buffers" and "Paging-Structure Caches", it may cache a
+//! translation, or the entries that reference tables, as soon as an access could use them, also if no such access is
+//! ever made. It may combine a cached upper entry with a lower entry that it reads later, and may use cached entries
+//! until they are invalidated. It may also read all entries again at any time. So an outcome is allowed if, and only
+//! if, there is a path whose entries had the values at *some* moments that fit together. The moments fit together if
 //!
 //! 1. no entry was read before an entry above it;
 //! 2. at each of the moments the PCID of the path was the current one, and the first entry was read through the CR3
 //!    (with PAE: the PDPTEs) of its moment;
-//! 3. between the reading of an entry and of the next one, no flush dropped the first from the paging-structure caches,
-//!    and between the reading of the leaf and now, none dropped the translation from the TLBs ("Operations that
-//!    Invalidate TLBs and Paging-Structure Caches": INVLPG, INVPCID, MOV to CR0, CR3 and CR4, page faults);
-//! 4. an entry that was read before now had its accessed flag set: nothing else is cached. Nor is an entry that is not
-//!    present or has a reserved bit. So these page faults come from the entry that is in memory now, though perhaps of
-//!    a table that was referenced before. A page fault for lack of a right may come from a stale translation ("Optional
-//!    Invalidation"), but not twice: the fault itself invalidates it;
+//! 3. between the reading of an entry and of the next one, no flush dropped the first entry from the paging-structure
+//!    caches, and between the reading of the leaf and now, no flush dropped the translation from the TLBs ("Operations
+//!    that Invalidate TLBs and Paging-Structure Caches": INVLPG, INVPCID, MOV to CR0, CR3 and CR4, page faults);
+//! 4. an entry that was read before now had its accessed flag set. Entries without that flag are not cached, nor are
+//!    entries that are not present or have a reserved bit. So a page fault for such an entry comes from the entry that
+//!    is in memory now, though perhaps from a table that was referenced before. A page fault for a missing right may
+//!    come from a stale translation ("Optional Invalidation"), but not twice: the fault itself invalidates the
+//!    translation;
 //! 5. a write needs a leaf whose dirty flag is set; a translation that is cached with a clean leaf is read again;
 //! 6. the path belongs to the current PCID, or the leaf is global ("Global Pages").
 //!
@@ -62,7 +63,7 @@ use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Registers}
 use super::search::{Found, Goal, Search, is_same};
 use crate::host::HostMemory;
 
-/// What is known of a vCPU.
+/// The oracle's knowledge of a vCPU.
 #[derive(Default)]
 pub(super) struct Cpu {
     pub registers: Registers,
@@ -80,14 +81,15 @@ pub(super) struct GuestAccess<'a> {
 
 /// The entries that translate an address now.
 pub(super) struct Trace {
-    /// Address and value of each, from the top down. The last one maps a page, or does not.
+    /// Address and value of each entry, from the top down. The last entry maps a page, or ends the walk in a page
+    /// fault.
     pub entries: Vec<(u64, u64)>,
-    /// What the last one means.
+    /// The meaning of the last entry.
     pub end: Meaning,
 }
 
 impl Trace {
-    /// Returns log2 of the size of the page that is mapped, and of the smallest if none is.
+    /// Returns log2 of the size of the page that is mapped. If no page is mapped, returns that of the smallest page.
     fn bits(&self) -> u32 {
         match self.end {
             Meaning::Page { bits, .. } => bits,
@@ -120,7 +122,8 @@ impl Oracle {
         self.now
     }
 
-    /// Judges an access that has come to `outcome`. Returns how that may have been; the error says what is wrong.
+    /// Judges an access with the outcome `outcome`. Returns how a processor may come to that outcome, or an error that
+    /// says what is wrong.
     pub fn judge(&mut self, access: &GuestAccess, outcome: &Outcome) -> Result<Found, String> {
         self.tick();
         let changes = self.memory.machine.ram.take_changes();
@@ -334,7 +337,7 @@ impl Oracle {
         }
     }
 
-    /// Forgets what no vCPU can have cached any more.
+    /// Forgets the old values that no vCPU can have cached any more.
     pub fn forget(&mut self) {
         let starts = self.cpus.iter().filter_map(|cpu| cpu.flushes.start());
         let oldest = starts.min().unwrap_or(self.now);

@@ -63,7 +63,7 @@ pub(super) struct Change {
 /// contents in the new frame.
 pub struct GuestRam {
     words: Box<[AtomicU64]>,
-    /// What was written by [`GuestRam::compare_exchange`] since the last [`GuestRam::take_changes`].
+    /// The changes by [`GuestRam::compare_exchange`] since the last [`GuestRam::take_changes`].
     changes: Mutex<Vec<Change>>,
     sim: Arc<Simulated>,
 }

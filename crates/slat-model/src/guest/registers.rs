@@ -50,7 +50,7 @@ pub struct Registers {
     pub reserves_table_global: bool,
 }
 
-/// The part of a vCPU's state that differs from access to access.
+/// The part of a vCPU's state that may differ between two accesses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Privilege {
     /// CPL 3.
@@ -96,7 +96,7 @@ impl Registers {
         }
     }
 
-    /// Returns what a walk for an access depends on; `None`: paging is off.
+    /// Returns the paging state that a walk for an access depends on; `None`: paging is off.
     pub fn paging(&self, privilege: &Privilege) -> Option<GuestPaging> {
         let mode = self.mode()?;
         Some(GuestPaging {

@@ -1,5 +1,5 @@
-//! What a hardware page walker may have cached: every valid entry that it could have read since the last completed
-//! flush of its range, leaves and entries that point to tables alike.
+//! A model of the entries that a hardware page walker may have cached: every valid entry, leaf or not, that it could
+//! have read since the last completed flush of the entry's range.
 //!
 //! Entries in the tables may be cached at any time, so they need not be recorded. An entry that was removed from the
 //! tables and not flushed since is a *ghost*. The model keeps a copy of each table that a walker can reach, compares it
@@ -12,9 +12,10 @@
 //! * On all formats, a table that a ghost points to is not freed ([`Tlb::freed`]), and the caller of an operation that
 //!   has flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_slot`]).
 //!
-//! Where walkers obey a write-protected entry that refers to a table ([`Format::TABLE_WRITE`]), what is below one
-//! cannot be cached as writable: when such an entry is found, the right that it had becomes a ghost, and so does that
-//! of each leaf below it. After that leaves below it may lose the right without another flush.
+//! Some walkers obey a missing right to write in an entry that refers to a table ([`Format::TABLE_WRITE`]): leaves
+//! below such an entry cannot be cached as writable. When the model finds that an entry has lost this right, the right
+//! becomes a ghost, and so does the right of each leaf below the entry. After that, the leaves below may lose the right
+//! without another flush.
 //!
 //! The model reads a table at certain moments only, so it may miss a ghost; it makes none that a walker could not have.
 //! A flush that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
@@ -74,8 +75,9 @@ struct Inner {
 }
 
 impl Tlb {
-    /// Makes walkers of `F` use the tables of `vm` from now on, whose root table (the first of several) in each address
-    /// space is one of `roots`, and whose frames are memory at the addresses that their numbers say.
+    /// Makes walkers of `F` use the tables of `vm` from now on. `roots` has the root table of each address space, the
+    /// first one where a root is several tables. The frames of tables are memory at the addresses that their numbers
+    /// say.
     ///
     /// # Safety
     /// - the frame of a table is memory at that address, and is accessed atomically only, until it is given to

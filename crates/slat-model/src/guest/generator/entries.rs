@@ -6,8 +6,8 @@ use crate::guest::layout::*;
 use crate::guest::registers::PHYSICAL_BITS;
 
 impl Generator {
-    /// Returns the address `offset` bytes into the entry at `index`, and what is to be there of this entry's new
-    /// value and the next one's.
+    /// Returns the address `offset` bytes into the entry at `index`, and the bytes to store there: the end of this
+    /// entry's new value, and the begin of the next entry's.
     pub(super) fn entries(&mut self, frame: u64, index: u64, offset: u64) -> (u64, [u8; 8]) {
         let mut values = [0; 16];
         let size = entry_size(frame);
