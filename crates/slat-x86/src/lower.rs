@@ -3,10 +3,123 @@
 use crate::Cpu;
 use crate::cpu::mode;
 use crate::exec;
-use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form, segment};
+use crate::op::{Break, Flow, Handler, Lower, MEM, NONE, Op, Row, form, segment};
 use crate::pool::List;
 use crate::{simd, svm, vector, x87};
-use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register};
+use iced_x86::{
+    Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register,
+};
+
+/// How the instructions of a mnemonic are lowered.
+#[derive(Clone, Copy)]
+enum Lowering {
+    General(Lower),
+    /// A SIMD instruction: the host may not have it, and the guest may have switched it off.
+    Simd(Lower),
+}
+
+/// The rows of general instructions.
+const GENERAL: [&[Row]; 27] = [
+    exec::data::ROWS,
+    exec::alu::BINARY,
+    exec::alu::UNARY,
+    exec::control::ROWS,
+    exec::stack::ROWS,
+    exec::shift::ROWS,
+    exec::shift::DOUBLE,
+    exec::muldiv::ROWS,
+    exec::bits::TESTS,
+    exec::bits::SCANS,
+    exec::bits::CRC,
+    exec::bmi::ROWS,
+    exec::bmi::SOURCES,
+    exec::atomic::ROWS,
+    exec::string::ROWS,
+    exec::far::ROWS,
+    exec::syscall::ROWS,
+    exec::descriptor::ROWS,
+    exec::io::ROWS,
+    exec::system::ROWS,
+    exec::registers::ROWS,
+    exec::msr::ROWS,
+    exec::hypercall::ROWS,
+    exec::fpu_state::ROWS,
+    exec::decimal::ROWS,
+    exec::xsave::ROWS,
+    svm::instructions::ROWS,
+];
+
+/// The table of instructions, by mnemonic. x87 instructions have no rows: their opcodes tell them (`x87`).
+static TABLE: [Option<Lowering>; Table::MNEMONICS] = {
+    let mut table = Table::EMPTY;
+    table.add(&GENERAL, false);
+    table.add(&simd::ROWS, true);
+    table.add(&simd::VEX_ROWS, true);
+    table.by_mnemonic
+};
+
+/// The table while the compiler makes it.
+struct Table {
+    by_mnemonic: [Option<Lowering>; Table::MNEMONICS],
+    /// The number of the row of each mnemonic.
+    rows: [u16; Table::MNEMONICS],
+    count: u16,
+}
+
+impl Table {
+    /// More than the last mnemonic with a row, as a number.
+    const MNEMONICS: usize = 2048;
+
+    const EMPTY: Self = Self {
+        by_mnemonic: [None; Self::MNEMONICS],
+        rows: [0; Self::MNEMONICS],
+        count: 0,
+    };
+
+    /// Adds the rows of several files.
+    const fn add(&mut self, files: &[&[Row]], is_simd: bool) {
+        let mut file = 0;
+        while file < files.len() {
+            let mut n = 0;
+            while n < files[file].len() {
+                self.add_row(&files[file][n], is_simd);
+                n += 1;
+            }
+            file += 1;
+        }
+    }
+
+    /// Adds a row. Does not compile if one of its mnemonics has another row.
+    const fn add_row(&mut self, row: &Row, is_simd: bool) {
+        self.count += 1;
+        let mut list = 0;
+        while list < row.mnemonics.len() {
+            let mut n = 0;
+            while n < row.mnemonics[list].len() {
+                let mnemonic = row.mnemonics[list][n] as usize;
+                let known = self.rows[mnemonic];
+                assert!(known == 0 || known == self.count, "a mnemonic has two rows");
+                self.rows[mnemonic] = self.count;
+                self.by_mnemonic[mnemonic] = Some(match is_simd {
+                    true => Lowering::Simd(row.lower),
+                    false => Lowering::General(row.lower),
+                });
+                n += 1;
+            }
+            list += 1;
+        }
+    }
+}
+
+/// Returns how an instruction is lowered; `None` for an instruction without a row.
+fn lowering(insn: &Instruction) -> Option<Lowering> {
+    match insn.code() {
+        // Two string instructions have the mnemonics of SSE2 instructions.
+        Code::Movsd_m32_m32 => Some(Lowering::General(exec::string::moving)),
+        Code::Cmpsd_m32_m32 => Some(Lowering::General(exec::string::comparing)),
+        _ => *TABLE.get(insn.mnemonic() as usize)?,
+    }
+}
 
 /// Appends the operations of an instruction, at most two. Returns whether the instruction ends the block. `code` is the
 /// instruction's own bytes, `offset` and `len` are its position in the block.
@@ -52,72 +165,57 @@ pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: 
         ..invalid()
     };
     operands(insn, mode, &mut op);
-    let vex = insn.encoding() == EncodingKind::VEX;
-    let found = match vex && mode & mode::NO_VEX != 0 {
-        true => Some(undefined as Handler),
-        false => LOWERINGS.iter().find_map(|lower| lower(insn, &mut op)),
+    let is_vex = insn.encoding() == EncodingKind::VEX;
+    let row = lowering(insn);
+    let handler = match row {
+        _ if is_vex && mode & mode::NO_VEX != 0 => Some(undefined as Handler),
+        Some(Lowering::General(lower)) => lower(insn, &mut op),
+        Some(Lowering::Simd(lower)) => lower_simd(lower, insn, mode, &mut op),
+        None => lower_x87(insn, code, mode, &mut op),
     };
-    if let Some(handler) = found {
-        op.handler = handler;
-        return (op, false);
-    }
-    op.handler = floating(insn, code, mode, &mut op).unwrap_or_else(|| missing(insn));
+    op.handler = handler.unwrap_or_else(|| missing(insn));
+    let checks = matches!(row, Some(Lowering::General(_)));
     let hidden = matches!(
-        insn.mnemonic(),
+        op.mnemonic,
         Mnemonic::Maskmovq | Mnemonic::Maskmovdqu | Mnemonic::Vmaskmovdqu
     );
-    (op, op.r[0] == MEM || hidden)
+    (op, !checks && (op.r[0] == MEM || hidden))
 }
 
-const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 19] = [
-    exec::data::lower,
-    exec::alu::lower,
-    exec::control::lower,
-    exec::stack::lower,
-    exec::shift::lower,
-    exec::muldiv::lower,
-    exec::bits::lower,
-    exec::bmi::lower,
-    exec::atomic::lower,
-    exec::string::lower,
-    exec::far::lower,
-    exec::syscall::lower,
-    exec::descriptor::lower,
-    exec::io::lower,
-    exec::system::lower,
-    svm::instructions::lower,
-    exec::fpu_state::lower,
-    exec::decimal::lower,
-    exec::xsave::lower,
-];
+/// Chooses the handler of a SIMD instruction. The handler raises #UD or #NM if such instructions are switched off.
+fn lower_simd(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
+    let is_vex = match insn.encoding() {
+        EncodingKind::VEX => true,
+        EncodingKind::Legacy => false,
+        _ => return None,
+    };
+    let handler = simd::choose(lower, insn, op)?;
+    if mode & (mode::NO_AVX | mode::NO_X87 | mode::NO_SSE | mode::TASK_SWITCHED) == 0 {
+        return Some(handler);
+    }
+    let is_mmx = !insn.cpuid_features().iter().any(|f| is_sse(*f));
+    let off = match (is_vex, is_mmx) {
+        (true, _) => mode::NO_AVX,
+        (_, true) => mode::NO_X87,
+        (_, false) => mode::NO_SSE,
+    };
+    Some(match mode {
+        _ if mode & off != 0 => undefined,
+        _ if mode & mode::TASK_SWITCHED != 0 => not_available,
+        _ => handler,
+    })
+}
 
-/// Chooses the handler of an SSE, AVX or x87 instruction. The handler raises #UD or #NM if such
-/// instructions are switched off.
-fn floating(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
-    let vex = insn.encoding() == EncodingKind::VEX;
-    if !vex && insn.encoding() != EncodingKind::Legacy {
+/// Like [`lower_simd`], for an instruction without a row: an x87 instruction, or none that this CPU has.
+fn lower_x87(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
+    if insn.encoding() != EncodingKind::Legacy {
         return None;
     }
-    if let Some(handler) = simd::lower(insn, op) {
-        let mmx = !insn.cpuid_features().iter().any(|f| is_sse(*f));
-        let off = match (vex, mmx) {
-            (true, _) => mode::NO_AVX,
-            (_, true) => mode::NO_X87,
-            (_, false) => mode::NO_SSE,
-        };
-        return Some(match mode {
-            _ if mode & off != 0 => undefined,
-            _ if mode & mode::TASK_SWITCHED != 0 => not_available,
-            _ => handler,
-        });
-    }
     let handler = x87::lower(insn, code, op)?;
-    let off = mode::NO_X87 | mode::TASK_SWITCHED;
-    Some(if mode & off != 0 {
-        not_available
-    } else {
-        handler
-    })
+    match mode & (mode::NO_X87 | mode::TASK_SWITCHED) {
+        0 => Some(handler),
+        _ => Some(not_available),
+    }
 }
 
 fn is_sse(feature: CpuidFeature) -> bool {
@@ -196,7 +294,6 @@ pub(crate) fn invalid() -> Op {
         aux: 0,
         lock: false,
         rep: 0,
-        fusible: 0,
         count: 1,
         mnemonic: Mnemonic::INVALID,
     }

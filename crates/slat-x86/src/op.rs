@@ -1,7 +1,7 @@
 //! The decoded operation: what the interpreter's inner loop works on.
 
 use crate::Cpu;
-use iced_x86::{Mnemonic, Register};
+use iced_x86::{Instruction, Mnemonic, Register};
 
 /// Bytes of the longest instruction.
 pub(crate) const LONGEST_INSTRUCTION: usize = 15;
@@ -37,6 +37,29 @@ pub type Flow = Result<(), Break>;
 
 /// Executes one operation.
 pub type Handler = fn(&mut Cpu, &Op) -> Flow;
+
+/// Chooses the handler of an instruction, whose operands `op` already has, and fills in what else the handler needs.
+/// Returns `None` if this CPU does not have the instruction in this form.
+pub(crate) type Lower = fn(&Instruction, &mut Op) -> Option<Handler>;
+
+/// A row of the table of instructions (`lower`): mnemonics that one function lowers, in one list or several.
+pub(crate) struct Row {
+    pub mnemonics: &'static [&'static [Mnemonic]],
+    pub lower: Lower,
+}
+
+/// Makes rows in the form of a `match`: `mnemonics => handler`. A handler that depends on the instruction is an
+/// expression of `insn` and `op`, which [`Lower`] names.
+macro_rules! rows {
+    (|$insn:ident, $op:ident| $($($mnemonic:ident)|+ => $handler:expr,)+) => {
+        &[$($crate::op::Row {
+            mnemonics: &[&[$(iced_x86::Mnemonic::$mnemonic),+]],
+            #[allow(unused_variables, reason = "many handlers depend on neither")]
+            lower: |$insn, $op| Some($handler),
+        }),+]
+    };
+}
+pub(crate) use rows;
 
 /// How the linear address of a memory operand is computed.
 pub(crate) mod form {
@@ -93,8 +116,6 @@ pub struct Op {
     pub lock: bool,
     /// 0 none, 1 REP/REPE, 2 REPNE.
     pub rep: u8,
-    /// Nonzero if a following Jcc can be fused with it; the file that chose the handler knows the value's meaning.
-    pub(crate) fusible: u8,
     /// Instructions this operation executes: 2 if fused, 0 for a check added by lowering.
     pub count: u8,
     /// The instruction's mnemonic, for handlers and translations that serve several instructions.

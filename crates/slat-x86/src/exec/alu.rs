@@ -4,10 +4,10 @@ use crate::Cpu;
 use crate::exec::{Form, by_size_and_form};
 use crate::flags::by_condition;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, MEM, NONE, Op};
+use crate::op::{Flow, Handler, MEM, NONE, Op, Row};
 use crate::sem::alu::{Cmp, Dec, Sub, Test};
-use crate::sem::{Now, Operation, by_mnemonic};
-use iced_x86::{Instruction, Mnemonic};
+use crate::sem::{Now, Operation, family_rows};
+use iced_x86::Mnemonic;
 
 /// Operates on a register destination and the value `b`.
 #[inline(always)]
@@ -107,14 +107,6 @@ fn unary<A: Operation>(op: &Op) -> Handler {
     }
 }
 
-/// Values of [`Op::fusible`]: which operation, if a Jcc after it can be fused with it.
-mod fusible {
-    pub const CMP: u8 = 1;
-    pub const TEST: u8 = 2;
-    pub const SUB: u8 = 3;
-    pub const DEC: u8 = 4;
-}
-
 /// Executes an operation on registers, and the Jcc that follows it. The branch target is in `disp`.
 fn rr_jcc<T: Int, A: Operation, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     rr::<T, A>(cpu, op)?;
@@ -150,31 +142,22 @@ fn fused_binary<A: Operation>(op: &Op, cc: u8) -> Handler {
 
 /// Makes `op` also execute the next instruction, a Jcc. Returns `false` if the kind of `op` does not allow that.
 pub(crate) fn fuse(op: &mut Op, cc: u8, target: u64, len: u8) -> bool {
-    op.handler = match op.fusible {
-        fusible::CMP => fused_binary::<Cmp>(op, cc),
-        fusible::TEST => fused_binary::<Test>(op, cc),
-        fusible::SUB => fused_binary::<Sub>(op, cc),
-        fusible::DEC if op.size == 2 => by_condition!(cc, dec_jcc, u32),
-        fusible::DEC => by_condition!(cc, dec_jcc, u64),
+    if op.r[0] == MEM || op.r[1] == MEM || op.size == 1 {
+        return false;
+    }
+    op.handler = match op.mnemonic {
+        Mnemonic::Cmp => fused_binary::<Cmp>(op, cc),
+        Mnemonic::Test => fused_binary::<Test>(op, cc),
+        Mnemonic::Sub => fused_binary::<Sub>(op, cc),
+        Mnemonic::Dec if op.size == 2 => by_condition!(cc, dec_jcc, u32),
+        Mnemonic::Dec if op.size == 3 => by_condition!(cc, dec_jcc, u64),
         _ => return false,
     };
-    op.fusible = 0;
     op.disp = target;
     op.len += len;
     op.count = 2;
     true
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let in_registers = op.r[0] != MEM && op.r[1] != MEM;
-    op.fusible = match insn.mnemonic() {
-        _ if !in_registers || op.size == 1 => 0,
-        Mnemonic::Cmp => fusible::CMP,
-        Mnemonic::Test => fusible::TEST,
-        Mnemonic::Sub => fusible::SUB,
-        Mnemonic::Dec if op.size >= 2 => fusible::DEC,
-        _ => 0,
-    };
-    by_mnemonic!(insn.mnemonic(), binary binary(op))
-        .or_else(|| by_mnemonic!(insn.mnemonic(), unary unary(op)))
-}
+pub(crate) const BINARY: &[Row] = family_rows!(binary binary);
+pub(crate) const UNARY: &[Row] = family_rows!(unary unary);

@@ -2,11 +2,10 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::op::{Break, Flow, MEM, Op, Row, rows};
 use crate::sem::alu::Add;
 use crate::sem::{Now, Operation};
 use crate::state::flags::ZF;
-use iced_x86::{Instruction, Mnemonic};
 
 fn xchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let (memory, other) = if op.r[0] == MEM {
@@ -115,13 +114,10 @@ fn cmpxchg16b(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    Some(match insn.mnemonic() {
-        Mnemonic::Xchg => by_size!(op.size, xchg),
-        Mnemonic::Xadd => by_size!(op.size, xadd),
-        Mnemonic::Cmpxchg => by_size!(op.size, cmpxchg),
-        Mnemonic::Cmpxchg8b => cmpxchg8b,
-        Mnemonic::Cmpxchg16b => cmpxchg16b,
-        _ => return None,
-    })
-}
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Xchg => by_size!(op.size, xchg),
+    Xadd => by_size!(op.size, xadd),
+    Cmpxchg => by_size!(op.size, cmpxchg),
+    Cmpxchg8b => cmpxchg8b,
+    Cmpxchg16b => cmpxchg16b,
+};

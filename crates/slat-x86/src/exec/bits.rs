@@ -2,9 +2,8 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
-use crate::sem::{Now, Operation, by_mnemonic};
-use iced_x86::{Instruction, Mnemonic};
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, rows};
+use crate::sem::{Now, Operation, family_rows};
 
 /// Returns the address of the word that holds bit `bit`. A bit offset in a register can select a
 /// bit beyond the operand.
@@ -81,18 +80,14 @@ fn crc32<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    Some(match insn.mnemonic() {
-        Mnemonic::Crc32 => {
-            let size = match op.r[1] {
-                MEM => insn.memory_size().size(),
-                _ => insn.op1_register().size(),
-            };
-            by_size!(size.trailing_zeros(), crc32)
-        }
-        mnemonic => {
-            return by_mnemonic!(mnemonic, bit_test bit_test(op))
-                .or_else(|| by_mnemonic!(mnemonic, scan bit_scan(op)));
-        }
-    })
-}
+pub(crate) const TESTS: &[Row] = family_rows!(bit_test bit_test);
+pub(crate) const SCANS: &[Row] = family_rows!(scan bit_scan);
+pub(crate) const CRC: &[Row] = rows! { |insn, op|
+    Crc32 => {
+        let size = match op.r[1] {
+            MEM => insn.memory_size().size(),
+            _ => insn.op1_register().size(),
+        };
+        by_size!(size.trailing_zeros(), crc32)
+    },
+};

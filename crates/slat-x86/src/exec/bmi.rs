@@ -2,9 +2,8 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, NONE, Op};
-use crate::sem::{Compute, Now, Operation, by_mnemonic};
-use iced_x86::{Instruction, Mnemonic};
+use crate::op::{Flow, Handler, NONE, Op, Row, rows};
+use crate::sem::{Compute, Now, Operation, family_rows};
 
 /// Executes an operation of `sem` on the second and the third operand. The first operand receives the result.
 fn from_sources<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -68,11 +67,9 @@ macro_rules! wide {
     };
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    Some(match insn.mnemonic() {
-        Mnemonic::Pdep => wide!(op, pdep),
-        Mnemonic::Pext => wide!(op, pext),
-        Mnemonic::Mulx => wide!(op, mulx),
-        mnemonic => return by_mnemonic!(mnemonic, sources sources(op)),
-    })
-}
+pub(crate) const SOURCES: &[Row] = family_rows!(sources sources);
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Pdep => wide!(op, pdep),
+    Pext => wide!(op, pext),
+    Mulx => wide!(op, mulx),
+};

@@ -1,9 +1,10 @@
 //! Near branches: JMP Jcc CALL RET, JRCXZ and LOOP.
 
+use super::far;
 use crate::Cpu;
 use crate::flags::by_condition;
-use crate::op::{Break, Flow, Handler, NONE, Op};
-use iced_x86::{Code, ConditionCode, Instruction, Mnemonic};
+use crate::op::{Break, Flow, Handler, Op, Row, rows};
+use iced_x86::{Code, ConditionCode, Instruction};
 
 /// Returns a condition's number: the low four bits of its opcodes.
 pub(crate) fn condition_number(cc: ConditionCode) -> u8 {
@@ -133,75 +134,85 @@ fn looping(cpu: &mut Cpu, op: &Op) -> Flow {
     if goes_on { cpu.jump(op.imm) } else { Ok(()) }
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+/// Returns the operand size of the stack pointer's change.
+fn stack_size(insn: &Instruction) -> u8 {
+    insn.stack_pointer_increment()
+        .unsigned_abs()
+        .trailing_zeros() as u8
+}
+
+fn lower_call(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let code = insn.code();
-    if code.is_jcc_short_or_near() {
-        return Some(by_condition!(condition_number(insn.condition_code()), jcc));
+    if code.is_call_near() {
+        op.size = stack_size(insn);
+        op.seg = 2;
+        return Some(if op.size == 3 { call64 } else { call });
     }
+    if code.is_call_near_indirect() {
+        op.size = stack_size(insn);
+        return Some(call_indirect);
+    }
+    far::lower_branch(insn, op)
+}
+
+fn lower_jmp(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let code = insn.code();
     if code.is_jmp_short_or_near() {
         return Some(jmp);
     }
     if code.is_jmp_near_indirect() {
         return Some(jmp_indirect);
     }
-    let stack_size = || {
-        insn.stack_pointer_increment()
-            .unsigned_abs()
-            .trailing_zeros() as u8
-    };
-    if code.is_call_near() || code.is_call_near_indirect() {
-        op.size = stack_size();
-        if op.r[0] == NONE {
-            op.seg = 2;
-            return Some(if op.size == 3 { call64 } else { call });
-        }
-        return Some(call_indirect);
-    }
-    let loops = |op: &mut Op, kind: u8| -> Option<Handler> {
-        op.aux = kind;
-        op.address_size = match code {
-            Code::Loopne_rel8_16_CX
-            | Code::Loopne_rel8_32_CX
-            | Code::Loope_rel8_16_CX
-            | Code::Loope_rel8_32_CX
-            | Code::Loop_rel8_16_CX
-            | Code::Loop_rel8_32_CX => 2,
-            Code::Loopne_rel8_64_RCX
-            | Code::Loopne_rel8_16_RCX
-            | Code::Loope_rel8_64_RCX
-            | Code::Loope_rel8_16_RCX
-            | Code::Loop_rel8_64_RCX
-            | Code::Loop_rel8_16_RCX => 8,
-            _ => 4,
-        };
-        Some(looping)
-    };
-    match insn.mnemonic() {
-        Mnemonic::Ret => {
-            op.seg = 2;
-            op.size = match code {
-                Code::Retnw | Code::Retnw_imm16 => 1,
-                Code::Retnd | Code::Retnd_imm16 => 2,
-                _ => 3,
-            };
-            op.imm &= 0xffff;
-            Some(if op.size == 3 { ret64 } else { ret })
-        }
-        Mnemonic::Jcxz => {
-            op.address_size = 2;
-            Some(jrcxz)
-        }
-        Mnemonic::Jecxz => {
-            op.address_size = 4;
-            Some(jrcxz)
-        }
-        Mnemonic::Jrcxz => {
-            op.address_size = 8;
-            Some(jrcxz)
-        }
-        Mnemonic::Loopne => loops(op, 0),
-        Mnemonic::Loope => loops(op, 1),
-        Mnemonic::Loop => loops(op, 2),
-        _ => None,
-    }
+    far::lower_branch(insn, op)
 }
+
+/// Stores in `op` the size of the register that counts.
+fn by_count(op: &mut Op, bytes: u8, handler: Handler) -> Handler {
+    op.address_size = bytes;
+    handler
+}
+
+/// Chooses the handler of LOOP and its like. `kind` is that of [`looping`].
+fn lower_loop(insn: &Instruction, op: &mut Op, kind: u8) -> Handler {
+    op.aux = kind;
+    op.address_size = match insn.code() {
+        Code::Loopne_rel8_16_CX
+        | Code::Loopne_rel8_32_CX
+        | Code::Loope_rel8_16_CX
+        | Code::Loope_rel8_32_CX
+        | Code::Loop_rel8_16_CX
+        | Code::Loop_rel8_32_CX => 2,
+        Code::Loopne_rel8_64_RCX
+        | Code::Loopne_rel8_16_RCX
+        | Code::Loope_rel8_64_RCX
+        | Code::Loope_rel8_16_RCX
+        | Code::Loop_rel8_64_RCX
+        | Code::Loop_rel8_16_RCX => 8,
+        _ => 4,
+    };
+    looping
+}
+
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Jo | Jno | Jb | Jae | Je | Jne | Jbe | Ja | Js | Jns | Jp | Jnp | Jl | Jge | Jle | Jg => {
+        by_condition!(condition_number(insn.condition_code()), jcc)
+    },
+    Jmp => lower_jmp(insn, op)?,
+    Call => lower_call(insn, op)?,
+    Ret => {
+        op.seg = 2;
+        op.size = match insn.code() {
+            Code::Retnw | Code::Retnw_imm16 => 1,
+            Code::Retnd | Code::Retnd_imm16 => 2,
+            _ => 3,
+        };
+        op.imm &= 0xffff;
+        if op.size == 3 { ret64 } else { ret }
+    },
+    Jcxz => by_count(op, 2, jrcxz),
+    Jecxz => by_count(op, 4, jrcxz),
+    Jrcxz => by_count(op, 8, jrcxz),
+    Loopne => lower_loop(insn, op, 0),
+    Loope => lower_loop(insn, op, 1),
+    Loop => lower_loop(insn, op, 2),
+};

@@ -1,14 +1,14 @@
 //! Moves: MOV and its extending forms, LEA, CMOVcc, SETcc, MOVBE, XLAT, and the conversions of RAX.
 
-use super::bmi;
+use super::{bmi, descriptor, registers};
 use crate::Cpu;
 use crate::exec::{Form, by_size_and_form};
 use crate::flags::by_condition;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, MEM, NONE, Op, form};
+use crate::op::{Flow, Handler, MEM, NONE, Op, Row, form, rows};
 use crate::sem::moves::{Cmov, Extend, Movbe, Setcc, Spread};
 use crate::sem::{Now, Operation};
-use iced_x86::{Code, Instruction, Mnemonic, OpKind};
+use iced_x86::{Instruction, OpKind};
 
 fn mov_rr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = T::get(cpu, op.r[1]);
@@ -197,104 +197,40 @@ fn cmov_handler(op: &Op, cc: u8) -> Handler {
     }
 }
 
-fn is_segment_or_control(insn: &Instruction) -> bool {
-    (0..2).any(|k| {
-        insn.op_kind(k) == OpKind::Register && {
-            let r = insn.op_register(k);
-            r.is_segment_register() || r.is_cr() || r.is_dr() || r.is_tr()
-        }
-    })
-}
-
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let code = insn.code();
-    if code.is_jcc_short_or_near() {
-        return None;
+/// Lowers MOV, also to and from segment, control and debug registers.
+fn lower_mov(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let is_general = |k| insn.op_kind(k) != OpKind::Register || insn.op_register(k).is_gpr();
+    match is_general(0) && is_general(1) {
+        true => Some(mov(op)),
+        false => descriptor::lower_mov(insn, op).or_else(|| registers::lower_mov(insn, op)),
     }
-    Some(match insn.mnemonic() {
-        Mnemonic::Mov if !is_segment_or_control(insn) => mov(op),
-        Mnemonic::Movnti => mov(op),
-        Mnemonic::Movzx => extend::<false>(insn, op),
-        Mnemonic::Movsx | Mnemonic::Movsxd => {
-            if op.size == 1 && op.r[1] != MEM && insn.op1_register().size() == 2 {
-                by_size!(op.size, mov_rr)
-            } else {
-                extend::<true>(insn, op)
-            }
-        }
-        Mnemonic::Lea => lea(op),
-        Mnemonic::Movbe => by_size!(op.size, movbe),
-        Mnemonic::Xlatb => xlat,
-        Mnemonic::Cbw => convert::<Extend>(op, 1, 0),
-        Mnemonic::Cwde => convert::<Extend>(op, 2, 0),
-        Mnemonic::Cdqe => convert::<Extend>(op, 3, 0),
-        Mnemonic::Cwd => convert::<Spread>(op, 1, 2),
-        Mnemonic::Cdq => convert::<Spread>(op, 2, 2),
-        Mnemonic::Cqo => convert::<Spread>(op, 3, 2),
-        Mnemonic::Nop
-        | Mnemonic::Endbr64
-        | Mnemonic::Endbr32
-        | Mnemonic::Prefetchnta
-        | Mnemonic::Prefetcht0
-        | Mnemonic::Prefetcht1
-        | Mnemonic::Prefetcht2
-        | Mnemonic::Prefetch
-        | Mnemonic::Prefetchw
-        | Mnemonic::Prefetchwt1
-        | Mnemonic::Prefetchit0
-        | Mnemonic::Prefetchit1
-        | Mnemonic::Reservednop
-        | Mnemonic::Cldemote
-        | Mnemonic::Rdsspd
-        | Mnemonic::Rdsspq => nop,
-        _ if matches!(insn.mnemonic(), m if is_cmov(m)) => cmov_handler(op, condition(insn)),
-        _ if is_setcc(code) => by_condition!(condition(insn), setcc),
-        _ => return None,
-    })
 }
 
-fn is_cmov(m: Mnemonic) -> bool {
-    use Mnemonic::*;
-    matches!(
-        m,
-        Cmovo
-            | Cmovno
-            | Cmovb
-            | Cmovae
-            | Cmove
-            | Cmovne
-            | Cmovbe
-            | Cmova
-            | Cmovs
-            | Cmovns
-            | Cmovp
-            | Cmovnp
-            | Cmovl
-            | Cmovge
-            | Cmovle
-            | Cmovg
-    )
+fn lower_movsx(insn: &Instruction, op: &mut Op) -> Handler {
+    match op.size == 1 && op.r[1] != MEM && insn.op1_register().size() == 2 {
+        true => mov_rr::<u16>,
+        false => extend::<true>(insn, op),
+    }
 }
 
-fn is_setcc(code: Code) -> bool {
-    use Code::*;
-    matches!(
-        code,
-        Seto_rm8
-            | Setno_rm8
-            | Setb_rm8
-            | Setae_rm8
-            | Sete_rm8
-            | Setne_rm8
-            | Setbe_rm8
-            | Seta_rm8
-            | Sets_rm8
-            | Setns_rm8
-            | Setp_rm8
-            | Setnp_rm8
-            | Setl_rm8
-            | Setge_rm8
-            | Setle_rm8
-            | Setg_rm8
-    )
-}
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Mov => lower_mov(insn, op)?,
+    Movnti => mov(op),
+    Movzx => extend::<false>(insn, op),
+    Movsx | Movsxd => lower_movsx(insn, op),
+    Lea => lea(op),
+    Movbe => by_size!(op.size, movbe),
+    Xlatb => xlat,
+    Cbw => convert::<Extend>(op, 1, 0),
+    Cwde => convert::<Extend>(op, 2, 0),
+    Cdqe => convert::<Extend>(op, 3, 0),
+    Cwd => convert::<Spread>(op, 1, 2),
+    Cdq => convert::<Spread>(op, 2, 2),
+    Cqo => convert::<Spread>(op, 3, 2),
+    Nop | Endbr64 | Endbr32 | Prefetchnta | Prefetcht0 | Prefetcht1 | Prefetcht2 | Prefetch | Prefetchw | Prefetchwt1
+    | Prefetchit0 | Prefetchit1 | Reservednop | Cldemote | Rdsspd | Rdsspq => nop,
+    Cmovo | Cmovno | Cmovb | Cmovae | Cmove | Cmovne | Cmovbe | Cmova | Cmovs | Cmovns | Cmovp | Cmovnp | Cmovl | Cmovge
+    | Cmovle | Cmovg => cmov_handler(op, condition(insn)),
+    Seto | Setno | Setb | Setae | Sete | Setne | Setbe | Seta | Sets | Setns | Setp | Setnp | Setl | Setge | Setle
+    | Setg => by_condition!(condition(insn), setcc),
+};

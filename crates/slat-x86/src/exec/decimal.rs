@@ -3,10 +3,9 @@
 
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Flow, Handler, Op};
+use crate::op::{Flow, Op, Row, rows};
 use crate::state::flags::AF;
 use crate::vector;
-use iced_x86::{Instruction, Mnemonic};
 
 /// AH's number as a byte register.
 const AH: u8 = 16;
@@ -89,24 +88,22 @@ fn bound<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    Some(match insn.mnemonic() {
-        Mnemonic::Aaa => ascii_adjust::<false>,
-        Mnemonic::Aas => ascii_adjust::<true>,
-        Mnemonic::Daa => decimal_adjust::<false>,
-        Mnemonic::Das => decimal_adjust::<true>,
-        Mnemonic::Aam | Mnemonic::Aad => {
-            op.imm = insn.immediate8().into();
-            match insn.mnemonic() {
-                Mnemonic::Aam => aam,
-                _ => aad,
-            }
-        }
-        Mnemonic::Salc => salc,
-        Mnemonic::Bound => match op.size {
-            1 => bound::<u16>,
-            _ => bound::<u32>,
-        },
-        _ => return None,
-    })
-}
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Aaa => ascii_adjust::<false>,
+    Aas => ascii_adjust::<true>,
+    Daa => decimal_adjust::<false>,
+    Das => decimal_adjust::<true>,
+    Aam => {
+        op.imm = insn.immediate8().into();
+        aam
+    },
+    Aad => {
+        op.imm = insn.immediate8().into();
+        aad
+    },
+    Salc => salc,
+    Bound => match op.size {
+        1 => bound::<u16>,
+        _ => bound::<u32>,
+    },
+};

@@ -3,13 +3,13 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::op::{Break, Flow, Handler, MEM, Op, Row, rows};
 use crate::segment::Descriptor;
 use crate::state::flags::ZF;
 use crate::state::{Segment, Table, control};
 use crate::svm::intercept::code;
 use crate::vector;
-use iced_x86::{Instruction, Mnemonic, OpKind};
+use iced_x86::{Code, Instruction, Mnemonic, OpKind};
 
 fn mov_from_segment<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let selector = cpu.segment(op.r[1]).selector;
@@ -288,48 +288,54 @@ fn is_segment(insn: &Instruction, k: u32) -> bool {
     insn.op_kind(k) == OpKind::Register && insn.op_register(k).is_segment_register()
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    use Mnemonic::*;
-    let mnemonic = insn.mnemonic();
-    Some(match mnemonic {
-        Mov if is_segment(insn, 0) => mov_to_segment,
-        Mov if is_segment(insn, 1) => by_size!(op.size, mov_from_segment),
-        Les | Lss | Lds | Lfs | Lgs => {
-            op.aux = match mnemonic {
-                Les => 0,
-                Lss => 2,
-                Lds => 3,
-                Lfs => 4,
-                _ => 5,
-            };
-            load_far
-        }
-        Lgdt | Lidt | Sgdt | Sidt => {
-            op.aux = u8::from(matches!(mnemonic, Lidt | Sidt));
-            let narrow = matches!(
-                insn.code(),
-                iced_x86::Code::Lgdt_m1632_16 | iced_x86::Code::Lidt_m1632_16
-            );
-            op.size = if narrow { 1 } else { 2 };
-            if matches!(mnemonic, Lgdt | Lidt) {
-                load_table
-            } else {
-                store_table
-            }
-        }
-        Lldt => lldt,
-        Ltr => ltr,
-        Sldt | Str => {
-            op.aux = u8::from(mnemonic == Str);
-            by_size!(op.size, store_selector)
-        }
-        Arpl => arpl,
-        Lar => by_size!(op.size, lar),
-        Lsl => by_size!(op.size, lsl),
-        Verr | Verw => {
-            op.aux = u8::from(mnemonic == Verw);
-            verify
-        }
-        _ => return None,
-    })
+/// Lowers MOV to or from a segment register.
+pub(super) fn lower_mov(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    if is_segment(insn, 0) {
+        return Some(mov_to_segment);
+    }
+    is_segment(insn, 1).then(|| by_size!(op.size, mov_from_segment))
 }
+
+/// Stores in `op` the segment register of LES or its like.
+fn far(op: &mut Op, segment: u8) -> Handler {
+    op.aux = segment;
+    load_far
+}
+
+/// Stores in `op` which table is meant, and the size of its base.
+fn table(insn: &Instruction, op: &mut Op) {
+    op.aux = u8::from(matches!(op.mnemonic, Mnemonic::Lidt | Mnemonic::Sidt));
+    let narrow = matches!(insn.code(), Code::Lgdt_m1632_16 | Code::Lidt_m1632_16);
+    op.size = if narrow { 1 } else { 2 };
+}
+
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Les => far(op, 0),
+    Lss => far(op, 2),
+    Lds => far(op, 3),
+    Lfs => far(op, 4),
+    Lgs => far(op, 5),
+    Lgdt | Lidt => {
+        table(insn, op);
+        load_table
+    },
+    Sgdt | Sidt => {
+        table(insn, op);
+        store_table
+    },
+    Lldt => lldt,
+    Ltr => ltr,
+    Sldt => by_size!(op.size, store_selector),
+    Str => {
+        op.aux = 1;
+        by_size!(op.size, store_selector)
+    },
+    Arpl => arpl,
+    Lar => by_size!(op.size, lar),
+    Lsl => by_size!(op.size, lsl),
+    Verr => verify,
+    Verw => {
+        op.aux = 1;
+        verify
+    },
+};

@@ -1,14 +1,14 @@
 //! Far transfers: JMP and CALL far, RETF, IRET, INT.
 
 use crate::Cpu;
-use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::op::{Break, Flow, Handler, MEM, Op, Row, rows};
 use crate::segment::Descriptor;
 use crate::source::Source;
 use crate::state::{Segment, flags};
 use crate::svm::intercept::code;
 use crate::task::Initiator;
 use crate::vector;
-use iced_x86::{Code, Instruction, Mnemonic};
+use iced_x86::{Code, Instruction};
 
 /// Reads selector and offset of a far target.
 fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
@@ -310,79 +310,70 @@ fn ud(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+/// Lowers the far forms of JMP and CALL.
+pub(super) fn lower_branch(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let code = insn.code();
+    let is_jump = code.is_jmp_far() || code.is_jmp_far_indirect();
     if code.is_jmp_far() || code.is_call_far() {
         op.imm = insn.far_branch_selector().into();
-        op.disp = match code {
-            Code::Jmp_ptr1616 | Code::Call_ptr1616 => insn.far_branch16().into(),
-            _ => insn.far_branch32().into(),
+        let narrow = matches!(code, Code::Jmp_ptr1616 | Code::Call_ptr1616);
+        op.disp = match narrow {
+            true => insn.far_branch16().into(),
+            false => insn.far_branch32().into(),
         };
-        op.size = if matches!(code, Code::Call_ptr1616) {
-            1
-        } else {
-            2
-        };
-        return Some(if code.is_jmp_far() {
-            far_jump
-        } else {
-            far_call
-        });
-    }
-    if code.is_jmp_far_indirect() || code.is_call_far_indirect() {
+        op.size = if code == Code::Call_ptr1616 { 1 } else { 2 };
+    } else if is_jump || code.is_call_far_indirect() {
         op.size = match code {
             Code::Jmp_m1616 | Code::Call_m1616 => 1,
             Code::Jmp_m1632 | Code::Call_m1632 => 2,
             _ => 3,
         };
-        return Some(if code.is_jmp_far_indirect() {
-            far_jump
-        } else {
-            far_call
-        });
+    } else {
+        return None;
     }
-    let stack = |op: &mut Op, size| {
-        op.size = size;
-        op.seg = 2;
-    };
-    Some(match insn.mnemonic() {
-        Mnemonic::Retf => {
-            stack(
-                op,
-                match code {
-                    Code::Retfw | Code::Retfw_imm16 => 1,
-                    Code::Retfd | Code::Retfd_imm16 => 2,
-                    _ => 3,
-                },
-            );
-            op.imm &= 0xffff;
-            retf
-        }
-        Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq => {
-            stack(
-                op,
-                match code {
-                    Code::Iretw => 1,
-                    Code::Iretd => 2,
-                    _ => 3,
-                },
-            );
-            iret
-        }
-        Mnemonic::Int => {
-            op.aux = op.imm as u8;
-            int_n
-        }
-        Mnemonic::Int3 => {
-            op.aux = vector::BP;
-            int3
-        }
-        Mnemonic::Into => {
-            op.aux = vector::OF;
-            into
-        }
-        Mnemonic::Int1 => int1,
-        Mnemonic::Ud0 | Mnemonic::Ud1 | Mnemonic::Ud2 => ud,
-        _ => return None,
-    })
+    Some(if is_jump { far_jump } else { far_call })
 }
+
+fn pops(op: &mut Op, size: u8) {
+    op.size = size;
+    op.seg = 2;
+}
+
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Retf => {
+        let size = match insn.code() {
+            Code::Retfw | Code::Retfw_imm16 => 1,
+            Code::Retfd | Code::Retfd_imm16 => 2,
+            _ => 3,
+        };
+        pops(op, size);
+        op.imm &= 0xffff;
+        retf
+    },
+    Iret => {
+        pops(op, 1);
+        iret
+    },
+    Iretd => {
+        pops(op, 2);
+        iret
+    },
+    Iretq => {
+        pops(op, 3);
+        iret
+    },
+    Int => {
+        op.aux = op.imm as u8;
+        int_n
+    },
+    Int3 => {
+        op.aux = vector::BP;
+        int3
+    },
+    Into => {
+        op.aux = vector::OF;
+        into
+    },
+    Int1 => int1,
+    Ud0 | Ud1 | Ud2 => ud,
+};

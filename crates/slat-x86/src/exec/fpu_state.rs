@@ -1,10 +1,9 @@
 //! FXSAVE FXRSTOR, LDMXCSR STMXCSR.
 
 use crate::Cpu;
-use crate::op::{Break, Flow, Handler, Op};
+use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::control::EFER_FFXSR;
 use crate::{cpu::mode, vector};
-use iced_x86::{Instruction, Mnemonic};
 
 pub(crate) fn not_task_switched(cpu: &mut Cpu) -> Result<(), Break> {
     if cpu.mode & mode::TASK_SWITCHED != 0 {
@@ -108,21 +107,17 @@ pub(crate) fn store_mxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store_mem::<u32>(op, v)
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    use Mnemonic::*;
-    Some(match insn.mnemonic() {
-        Fxsave64 => fxsave,
-        Fxrstor64 => fxrstor,
-        Fxsave => {
-            op.aux = POINTERS_32;
-            fxsave
-        }
-        Fxrstor => {
-            op.aux = POINTERS_32;
-            fxrstor
-        }
-        Ldmxcsr => ldmxcsr,
-        Stmxcsr => stmxcsr,
-        _ => return None,
-    })
-}
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Fxsave64 => fxsave,
+    Fxrstor64 => fxrstor,
+    Fxsave => {
+        op.aux = POINTERS_32;
+        fxsave
+    },
+    Fxrstor => {
+        op.aux = POINTERS_32;
+        fxrstor
+    },
+    Ldmxcsr => ldmxcsr,
+    Stmxcsr => stmxcsr,
+};

@@ -2,9 +2,8 @@
 
 use crate::Cpu;
 use crate::machine::{HypercallInstruction, HypercallOutcome, Hypercalls};
-use crate::op::{Break, Flow, Handler, Op};
+use crate::op::{Break, Flow, Op, Row, rows};
 use crate::svm::intercept::code;
-use iced_x86::{Instruction, Mnemonic};
 
 fn vmcall(cpu: &mut Cpu, op: &Op) -> Flow {
     hypercall_by(cpu, op, HypercallInstruction::Vmcall)
@@ -50,10 +49,7 @@ fn hypercall(cpu: &mut Cpu, op: &Op) -> Flow {
     })
 }
 
-pub(super) fn lower(insn: &Instruction) -> Option<Handler> {
-    match insn.mnemonic() {
-        Mnemonic::Vmcall => Some(vmcall),
-        Mnemonic::Vmmcall => Some(vmmcall),
-        _ => None,
-    }
-}
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Vmcall => vmcall,
+    Vmmcall => vmmcall,
+};

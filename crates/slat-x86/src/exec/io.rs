@@ -3,10 +3,10 @@
 use crate::Cpu;
 use crate::machine::{Access, Exit};
 use crate::mmio::{PORT_BYTES, Port, PortKind};
-use crate::op::{Break, Flow, Handler, NONE, Op};
+use crate::op::{Break, Flow, Handler, NONE, Op, Row, rows};
 use crate::state::flags;
 use crate::vector;
-use iced_x86::{Instruction, Mnemonic, Register};
+use iced_x86::{Instruction, Register};
 
 impl Cpu {
     /// Raises #GP(0) unless IOPL or the TSS's permission bitmap allows the ports.
@@ -181,25 +181,31 @@ fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, B
     Ok(true)
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    use Mnemonic::*;
-    let mnemonic = insn.mnemonic();
-    match mnemonic {
-        In | Out => {
-            let (data, port) = if mnemonic == In { (0, 1) } else { (1, 0) };
-            op.size = insn.op_register(data).size().trailing_zeros() as u8;
-            op.aux =
-                u8::from(op.r[port as usize] != NONE && insn.op_register(port) == Register::DX);
-            Some(if mnemonic == In { input } else { output })
-        }
-        Insb | Insw | Insd => {
-            op.size = [Insb, Insw, Insd].iter().position(|m| *m == mnemonic)? as u8;
-            Some(input_string)
-        }
-        Outsb | Outsw | Outsd => {
-            op.size = [Outsb, Outsw, Outsd].iter().position(|m| *m == mnemonic)? as u8;
-            Some(output_string)
-        }
-        _ => None,
-    }
+/// Stores in `op` the size of the operand `data`, and whether operand `port` is DX.
+fn operands(insn: &Instruction, op: &mut Op, data: u32, port: u32) {
+    op.size = insn.op_register(data).size().trailing_zeros() as u8;
+    op.aux = u8::from(op.r[port as usize] != NONE && insn.op_register(port) == Register::DX);
 }
+
+/// Stores the size of the elements of a string instruction in `op`.
+fn element(op: &mut Op, size: u8, handler: Handler) -> Handler {
+    op.size = size;
+    handler
+}
+
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    In => {
+        operands(insn, op, 0, 1);
+        input
+    },
+    Out => {
+        operands(insn, op, 1, 0);
+        output
+    },
+    Insb => element(op, 0, input_string),
+    Insw => element(op, 1, input_string),
+    Insd => element(op, 2, input_string),
+    Outsb => element(op, 0, output_string),
+    Outsw => element(op, 1, output_string),
+    Outsd => element(op, 2, output_string),
+};

@@ -3,10 +3,9 @@
 use super::system::{edx_eax, low_half, set_edx_eax};
 use crate::Cpu;
 use crate::machine::{Exit, MsrFault};
-use crate::op::{Break, Flow, Handler, Op};
+use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::{control::*, is_pat};
 use crate::svm::VM_CR_SVMDIS;
-use iced_x86::{Instruction, Mnemonic};
 
 /// SVM's MSRs.
 const VM_CR: u32 = 0xc001_0114;
@@ -177,10 +176,7 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-pub(super) fn lower(insn: &Instruction) -> Option<Handler> {
-    match insn.mnemonic() {
-        Mnemonic::Rdmsr => Some(rdmsr),
-        Mnemonic::Wrmsr => Some(wrmsr),
-        _ => None,
-    }
-}
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Rdmsr => rdmsr,
+    Wrmsr => wrmsr,
+};

@@ -3,11 +3,10 @@
 use super::{alu, bmi};
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, Op};
+use crate::op::{Flow, Op, Row, rows};
 use crate::sem::alu::Imul;
 use crate::sem::{self, Compute, DivideError, Now};
 use crate::vector;
-use iced_x86::{Instruction, Mnemonic};
 
 /// Writes the double-width result: AX for bytes, else DX:AX of the size.
 fn set_double<T: Int>(cpu: &mut Cpu, (low, high): (T, T)) {
@@ -60,16 +59,13 @@ fn idiv<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     divide::<T, true>(cpu, op)
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    Some(match insn.mnemonic() {
-        Mnemonic::Mul => by_size!(op.size, mul),
-        Mnemonic::Imul => match insn.op_count() {
-            1 => by_size!(op.size, imul),
-            2 => alu::binary::<Imul>(op),
-            _ => bmi::sources::<Imul>(op),
-        },
-        Mnemonic::Div => by_size!(op.size, div),
-        Mnemonic::Idiv => by_size!(op.size, idiv),
-        _ => return None,
-    })
-}
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Mul => by_size!(op.size, mul),
+    Imul => match insn.op_count() {
+        1 => by_size!(op.size, imul),
+        2 => alu::binary::<Imul>(op),
+        _ => bmi::sources::<Imul>(op),
+    },
+    Div => by_size!(op.size, div),
+    Idiv => by_size!(op.size, idiv),
+};

@@ -4,10 +4,10 @@ use super::system::low_half;
 use crate::Cpu;
 use crate::debug::DR6_ONES;
 use crate::int::{Int, by_size};
-use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::op::{Break, Flow, Handler, MEM, Op, Row, rows};
 use crate::state::control::*;
 use crate::svm::intercept::code;
-use iced_x86::{Instruction, Mnemonic, OpKind};
+use iced_x86::{Instruction, OpKind};
 
 /// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging anew (SDM volume
 /// 3, "PDPTE Registers").
@@ -245,7 +245,8 @@ fn clts(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-fn move_to_system(insn: &Instruction, op: &Op) -> Option<Handler> {
+/// Lowers MOV to or from a control or debug register.
+pub(super) fn lower_mov(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let register = |k| (insn.op_kind(k) == OpKind::Register).then(|| insn.op_register(k));
     let (to, from) = (register(0)?, register(1)?);
     debug_assert!(op.r[0] < 32 && op.r[1] < 32);
@@ -262,13 +263,8 @@ fn move_to_system(insn: &Instruction, op: &Op) -> Option<Handler> {
     }
 }
 
-pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    use Mnemonic::*;
-    Some(match insn.mnemonic() {
-        Mov => move_to_system(insn, op)?,
-        Smsw => by_size!(op.size, smsw),
-        Lmsw => lmsw,
-        Clts => clts,
-        _ => return None,
-    })
-}
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Smsw => by_size!(op.size, smsw),
+    Lmsw => lmsw,
+    Clts => clts,
+};

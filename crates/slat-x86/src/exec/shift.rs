@@ -2,21 +2,17 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, MEM, NONE, Op};
+use crate::op::{Flow, Handler, MEM, NONE, Op, Row, rows};
 use crate::sem::shift::Shl;
-use crate::sem::{self, Flags, FlagsOf, Now, Operation, by_mnemonic};
-use iced_x86::{Instruction, Mnemonic};
+use crate::sem::{self, Flags, FlagsOf, Now, Operation, family_rows};
 
 #[inline(always)]
-fn shift<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op, count: u32) -> Flow {
-    let mut count = count & if T::BITS == 64 { 63 } else { 31 };
-    if S::READS.is_some() {
-        count %= T::BITS + 1;
-    }
+fn shift<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op, count: u64) -> Flow {
+    let count = sem::shift::count::<S>(count, T::BITS);
     let carry = cpu.input_of::<S>();
     let apply = move |a| match count {
         0 => (a, Flags::Recorded),
-        _ => S::apply(&mut Now::new(), a, T::of(count.into()), carry),
+        _ => S::apply(&mut Now::new(), a, T::of(count), carry),
     };
     change(cpu, op, apply)
 }
@@ -42,10 +38,10 @@ fn change<T: Int>(
 }
 
 fn by_immediate<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
-    shift::<T, S>(cpu, op, op.imm as u32)
+    shift::<T, S>(cpu, op, op.imm)
 }
 fn by_cl<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let count = cpu.state.gpr[1] as u32 & 0xff;
+    let count = cpu.state.gpr[1];
     shift::<T, S>(cpu, op, count)
 }
 
@@ -67,7 +63,7 @@ fn double<T: Int>(
     } else {
         cpu.state.gpr[1]
     };
-    let count = count & if T::BITS == 64 { 63 } else { 31 };
+    let count = sem::shift::double_count(count, T::BITS);
     let fill = T::get(cpu, op.r[1]);
     let apply = move |a| match count {
         0 => (a, Flags::Recorded),
@@ -82,11 +78,10 @@ fn shrd<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     double::<T>(cpu, op, sem::shift::shrd)
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    Some(match insn.mnemonic() {
-        Mnemonic::Shld => by_size!(op.size, shld),
-        Mnemonic::Shrd => by_size!(op.size, shrd),
-        Mnemonic::Sal => lower_shift::<Shl>(op),
-        mnemonic => return by_mnemonic!(mnemonic, shift lower_shift(op)),
-    })
-}
+pub(crate) const DOUBLE: &[Row] = rows! { |insn, op|
+    Shld => by_size!(op.size, shld),
+    Shrd => by_size!(op.size, shrd),
+    // Another encoding of SHL.
+    Sal => lower_shift::<Shl>(op),
+};
+pub(crate) const ROWS: &[Row] = family_rows!(shift lower_shift);

@@ -2,11 +2,11 @@
 
 use crate::Cpu;
 use crate::frame::Frame;
-use crate::int::Int;
-use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
+use crate::int::{Int, by_size};
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, rows};
 use crate::state::flags;
 use crate::svm::intercept::code;
-use iced_x86::{Instruction, Mnemonic, OpKind};
+use iced_x86::{Code, Instruction, OpKind};
 
 impl Cpu {
     /// Returns the mask of the stack pointer's width in the current mode.
@@ -266,82 +266,70 @@ fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let memory = op.r[0] == MEM && op.seg != NONE;
-    let handler = choose(insn, op)?;
-    if !memory {
-        // If there is no memory operand, only the stack address can be non-canonical.
+/// Makes the stack the segment of an operation without a memory operand: only the stack's address can be
+/// non-canonical.
+fn on_stack(op: &mut Op) {
+    if op.r[0] != MEM {
         op.seg = 2;
     }
-    Some(handler)
 }
 
-fn choose(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let stack_size = || {
-        insn.stack_pointer_increment()
-            .unsigned_abs()
-            .trailing_zeros() as u8
-    };
-    let is_segment =
-        insn.op_kind(0) == OpKind::Register && insn.op0_register().is_segment_register();
-    Some(match insn.mnemonic() {
-        Mnemonic::Push | Mnemonic::Pop => {
-            op.size = stack_size();
-            match (insn.mnemonic() == Mnemonic::Push, is_segment) {
-                (true, true) => push_segment,
-                (false, true) => pop_segment,
-                (true, _) if op.size == 3 && op.r[0] < 16 => push_r64,
-                (false, _) if op.size == 3 && op.r[0] < 16 => pop_r64,
-                (true, _) => {
-                    [push::<u8>, push::<u16>, push::<u32>, push::<u64>][usize::from(op.size & 3)]
-                }
-                (false, _) => {
-                    [pop::<u8>, pop::<u16>, pop::<u32>, pop::<u64>][usize::from(op.size & 3)]
-                }
-            }
-        }
-        Mnemonic::Pushf | Mnemonic::Pushfd | Mnemonic::Pushfq => {
-            op.size = stack_size();
-            pushf
-        }
-        Mnemonic::Popf | Mnemonic::Popfd | Mnemonic::Popfq => {
-            op.size = stack_size();
-            popf
-        }
-        Mnemonic::Pusha | Mnemonic::Pushad => {
-            op.size = if insn.mnemonic() == Mnemonic::Pusha {
-                1
-            } else {
-                2
-            };
-            pusha
-        }
-        Mnemonic::Popa | Mnemonic::Popad => {
-            op.size = if insn.mnemonic() == Mnemonic::Popa {
-                1
-            } else {
-                2
-            };
-            popa
-        }
-        Mnemonic::Leave => {
-            op.size = match insn.code() {
-                iced_x86::Code::Leavew => 1,
-                iced_x86::Code::Leaved => 2,
-                _ => 3,
-            };
-            leave
-        }
-        Mnemonic::Enter => {
-            op.size = match insn.code() {
-                iced_x86::Code::Enterw_imm16_imm8 => 1,
-                iced_x86::Code::Enterd_imm16_imm8 => 2,
-                _ => 3,
-            };
-            op.imm = insn.immediate16().into();
-            op.aux = insn.immediate8_2nd();
-            enter
-        }
-        _ => return None,
-    })
+/// Prepares an operation for an instruction that pushes or pops one word.
+fn word(insn: &Instruction, op: &mut Op) -> u8 {
+    on_stack(op);
+    op.size = insn
+        .stack_pointer_increment()
+        .unsigned_abs()
+        .trailing_zeros() as u8;
+    op.size
 }
+
+/// Prepares an operation for an instruction that moves several values of a size.
+fn sized(op: &mut Op, size: u8, handler: Handler) -> Handler {
+    on_stack(op);
+    op.size = size;
+    handler
+}
+
+fn is_segment(insn: &Instruction) -> bool {
+    insn.op0_kind() == OpKind::Register && insn.op0_register().is_segment_register()
+}
+
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Push => match word(insn, op) {
+        _ if is_segment(insn) => push_segment,
+        3 if op.r[0] < 16 => push_r64,
+        size => by_size!(size, push),
+    },
+    Pop => match word(insn, op) {
+        _ if is_segment(insn) => pop_segment,
+        3 if op.r[0] < 16 => pop_r64,
+        size => by_size!(size, pop),
+    },
+    Pushf | Pushfd | Pushfq => {
+        word(insn, op);
+        pushf
+    },
+    Popf | Popfd | Popfq => {
+        word(insn, op);
+        popf
+    },
+    Pusha => sized(op, 1, pusha),
+    Pushad => sized(op, 2, pusha),
+    Popa => sized(op, 1, popa),
+    Popad => sized(op, 2, popa),
+    Leave => match insn.code() {
+        Code::Leavew => sized(op, 1, leave),
+        Code::Leaved => sized(op, 2, leave),
+        _ => sized(op, 3, leave),
+    },
+    Enter => {
+        op.imm = insn.immediate16().into();
+        op.aux = insn.immediate8_2nd();
+        match insn.code() {
+            Code::Enterw_imm16_imm8 => sized(op, 1, enter),
+            Code::Enterd_imm16_imm8 => sized(op, 2, enter),
+            _ => sized(op, 3, enter),
+        }
+    },
+};

@@ -10,10 +10,10 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Break, Flow, Handler, Op};
+use crate::op::{Break, Flow, Handler, Op, Row, rows};
 use crate::state::flags::{DF, RF};
-use iced_x86::{Instruction, Mnemonic};
-use slat_guard::{Gone, Word};
+use iced_x86::Instruction;
+use slat_guard::Gone;
 
 /// Iterations between checks of `attention`; in a stretch, [`AT_ONCE`] bytes count as one.
 const BATCH: u64 = 4096;
@@ -349,23 +349,7 @@ fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
     (ends != 0).then(|| u64::from(ends.trailing_zeros() / T::BITS))
 }
 
-/// Loads a word of each side at offset `at`. If side `a` has no memory, its word is `same`.
-///
-/// # Safety
-/// As for [`slat_guard::load`], at offset `at` of both sides.
-#[inline(always)]
-unsafe fn load_pair<W: Word>(
-    a: Option<*mut u8>,
-    same: W,
-    b: *mut u8,
-    at: usize,
-) -> Result<(W, W), Gone> {
-    // SAFETY: the caller's promise.
-    let load = |host: *mut u8| unsafe { slat_guard::load(host.wrapping_add(at).cast::<W>()) };
-    Ok((a.map_or(Ok(same), load)?, load(b)?))
-}
-
-/// Compares elements, eight bytes at once first, then one by one.
+/// Compares elements, eight bytes at once. Fewer elements than that are left to the caller.
 fn compare_stretch<T: Int>(
     cpu: &mut Cpu,
     op: &Op,
@@ -381,7 +365,9 @@ fn compare_stretch<T: Int>(
     }
     let destination = cpu.string_address(0, 7, 8, T::BYTES as u32)?;
     n = n.min(Cpu::elements_in_page(destination, T::BYTES));
-    if n < 2 {
+    let in_word = 8 / T::BYTES;
+    n -= n % in_word;
+    if n == 0 {
         return Ok(None);
     }
     let bytes = (n * T::BYTES) as usize;
@@ -400,14 +386,15 @@ fn compare_stretch<T: Int>(
         Left::Source => 0,
     };
     let repe = op.rep == 1;
-    let in_word = 8 / T::BYTES;
     let (mut elements, mut then) = (0, Then::Continue);
     let mut last = None;
     let result: Result<(), Gone> = (|| {
-        while n - elements >= in_word {
+        while elements < n {
             let at = (elements * T::BYTES) as usize;
             // SAFETY: translations of guest memory, up to `bytes`.
-            let (a, b) = unsafe { load_pair(a_host, same, b_host, at) }?;
+            let load =
+                |host: *mut u8| unsafe { slat_guard::load(host.wrapping_add(at).cast::<u64>()) };
+            let (a, b) = (a_host.map_or(Ok(same), load)?, load(b_host)?);
             let end = first_end::<T>(a ^ b, repe);
             let index = end.unwrap_or(in_word - 1);
             let shift = index as u32 * T::BITS;
@@ -415,18 +402,7 @@ fn compare_stretch<T: Int>(
             elements += index + 1;
             if end.is_some() {
                 then = Then::End;
-                return Ok(());
-            }
-        }
-        while elements < n {
-            let at = (elements * T::BYTES) as usize;
-            // SAFETY: as above.
-            let (a, b) = unsafe { load_pair(a_host, T::of(same), b_host, at) }?;
-            last = Some((a, b));
-            elements += 1;
-            if (a == b) != repe {
-                then = Then::End;
-                return Ok(());
+                break;
             }
         }
         Ok(())
@@ -454,39 +430,27 @@ fn compare_stretch<T: Int>(
     Ok(Some(Stretch { elements, then }))
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    if !insn.is_string_instruction() {
-        return None;
-    }
-    let size = match insn.mnemonic() {
-        Mnemonic::Movsb | Mnemonic::Stosb | Mnemonic::Lodsb | Mnemonic::Scasb | Mnemonic::Cmpsb => {
-            0
-        }
-        Mnemonic::Movsw | Mnemonic::Stosw | Mnemonic::Lodsw | Mnemonic::Scasw | Mnemonic::Cmpsw => {
-            1
-        }
-        Mnemonic::Movsd | Mnemonic::Stosd | Mnemonic::Lodsd | Mnemonic::Scasd | Mnemonic::Cmpsd => {
-            2
-        }
-        Mnemonic::Movsq | Mnemonic::Stosq | Mnemonic::Lodsq | Mnemonic::Scasq | Mnemonic::Cmpsq => {
-            3
-        }
-        _ => return None,
-    };
-    op.size = size;
-    Some(match insn.mnemonic() {
-        Mnemonic::Movsb | Mnemonic::Movsw | Mnemonic::Movsd | Mnemonic::Movsq => {
-            by_size!(size, movs)
-        }
-        Mnemonic::Stosb | Mnemonic::Stosw | Mnemonic::Stosd | Mnemonic::Stosq => {
-            by_size!(size, stos)
-        }
-        Mnemonic::Lodsb | Mnemonic::Lodsw | Mnemonic::Lodsd | Mnemonic::Lodsq => {
-            by_size!(size, lods)
-        }
-        Mnemonic::Scasb | Mnemonic::Scasw | Mnemonic::Scasd | Mnemonic::Scasq => {
-            by_size!(size, scas)
-        }
-        _ => by_size!(size, cmps),
-    })
+/// Stores the size of the elements in `op`, and returns the size.
+fn element(insn: &Instruction, op: &mut Op) -> u8 {
+    op.size = insn.memory_size().size().trailing_zeros() as u8;
+    op.size
 }
+
+/// Lowers MOVS.
+pub(crate) fn moving(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    Some(by_size!(element(insn, op), movs))
+}
+
+/// Lowers CMPS.
+pub(crate) fn comparing(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    Some(by_size!(element(insn, op), cmps))
+}
+
+/// MOVSD and CMPSD have no rows here: their mnemonics are also those of SSE2 instructions (`lower`).
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Movsb | Movsw | Movsq => moving(insn, op)?,
+    Cmpsb | Cmpsw | Cmpsq => comparing(insn, op)?,
+    Stosb | Stosw | Stosd | Stosq => by_size!(element(insn, op), stos),
+    Lodsb | Lodsw | Lodsd | Lodsq => by_size!(element(insn, op), lods),
+    Scasb | Scasw | Scasd | Scasq => by_size!(element(insn, op), scas),
+};

@@ -3,9 +3,8 @@
 use crate::Cpu;
 use crate::debug::DR6_BS;
 use crate::int::Int;
-use crate::op::{Break, Flow, Handler, Op};
+use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::{control, flags};
-use iced_x86::{Code, Instruction, Mnemonic};
 
 /// For SYSCALL and SYSRET: traps if TF is set at the end of the instruction, whatever TF was before.
 fn step_if_traced(cpu: &mut Cpu) {
@@ -149,43 +148,39 @@ fn write_base<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    Some(match insn.mnemonic() {
-        Mnemonic::Syscall => syscall,
-        Mnemonic::Sysret | Mnemonic::Sysretq => {
-            op.size = if insn.code() == Code::Sysretq { 3 } else { 2 };
-            sysret
+/// Chooses a handler of RDFSBASE and its like, and stores the number of the segment register in `op`.
+macro_rules! base {
+    ($op:expr, $segment:literal, $f:ident) => {{
+        $op.aux = $segment;
+        match $op.size {
+            3 => $f::<u64>,
+            _ => $f::<u32>,
         }
-        Mnemonic::Sysenter => sysenter,
-        Mnemonic::Sysexit | Mnemonic::Sysexitq => {
-            op.size = if insn.code() == Code::Sysexitq { 3 } else { 2 };
-            sysexit
-        }
-        Mnemonic::Swapgs => swapgs,
-        Mnemonic::Rdfsbase | Mnemonic::Rdgsbase => {
-            op.aux = if insn.mnemonic() == Mnemonic::Rdfsbase {
-                4
-            } else {
-                5
-            };
-            if op.size == 3 {
-                read_base::<u64>
-            } else {
-                read_base::<u32>
-            }
-        }
-        Mnemonic::Wrfsbase | Mnemonic::Wrgsbase => {
-            op.aux = if insn.mnemonic() == Mnemonic::Wrfsbase {
-                4
-            } else {
-                5
-            };
-            if op.size == 3 {
-                write_base::<u64>
-            } else {
-                write_base::<u32>
-            }
-        }
-        _ => return None,
-    })
+    }};
 }
+
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Syscall => syscall,
+    Sysret => {
+        op.size = 2;
+        sysret
+    },
+    Sysretq => {
+        op.size = 3;
+        sysret
+    },
+    Sysenter => sysenter,
+    Sysexit => {
+        op.size = 2;
+        sysexit
+    },
+    Sysexitq => {
+        op.size = 3;
+        sysexit
+    },
+    Swapgs => swapgs,
+    Rdfsbase => base!(op, 4, read_base),
+    Rdgsbase => base!(op, 5, read_base),
+    Wrfsbase => base!(op, 4, write_base),
+    Wrgsbase => base!(op, 5, write_base),
+};

@@ -1,18 +1,17 @@
 //! System instructions: CPUID, time, HLT, flags, TLB and cache control; `registers`, `msr` and
 //! `hypercall` have the others.
 
-use super::{hypercall, msr, registers};
 use crate::Cpu;
 use crate::exec::v86::InterruptFlag;
 use crate::int::{Int, by_size};
 use crate::machine::{Exit, GuestFlush};
 use crate::mem::CACHE_LINE;
 use crate::op::segment;
-use crate::op::{Break, Flow, Handler, NONE, Op, form};
+use crate::op::{Break, Flow, Handler, NONE, Op, Row, form, rows};
 use crate::state::{control::*, flags};
 use crate::svm::intercept::code;
 use crate::tlb::Which;
-use iced_x86::{Code, CodeSize, Instruction, Mnemonic, Register};
+use iced_x86::{Code, CodeSize, Instruction, Register};
 use slat_process::calls::{self, Call};
 use std::sync::atomic::{Ordering, fence};
 
@@ -286,66 +285,63 @@ fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    use Mnemonic::*;
-    Some(match insn.mnemonic() {
-        Cpuid => cpuid,
-        Rdtsc => rdtsc,
-        Rdtscp => rdtscp,
-        Rdpid => rdpid,
-        Hlt => hlt,
-        Rsm => rsm,
-        Cli => cli,
-        Sti => sti,
-        Cld => cld,
-        Mnemonic::Std => std,
-        Clc => clc,
-        Stc => stc,
-        Cmc => cmc,
-        Lahf => lahf,
-        Sahf => sahf,
-        Stac | Clac => {
-            op.aux = u8::from(insn.mnemonic() == Stac);
-            access_flag
-        }
-        Invlpg => invlpg,
-        Invpcid => invpcid,
-        Invd | Wbinvd | Wbnoinvd => {
-            op.aux = u8::from(insn.mnemonic() == Invd);
-            invalidate_caches
-        }
-        Monitor | Mwait => {
-            op.aux = u8::from(insn.mnemonic() == Mwait);
-            monitor
-        }
-        Pause => pause,
-        Rdpmc => rdpmc,
-        Clflush | Clflushopt | Clwb => touch,
-        Clzero => {
-            // The implicit memory operand is at RAX, in DS or in the segment of the prefix.
-            (op.base, op.index, op.disp, op.form) = (0, NONE, 0, form::FULL);
-            op.seg = match insn.segment_prefix() {
-                r @ (Register::FS | Register::GS) => segment(r),
-                _ if insn.code_size() == CodeSize::Code64 => segment(Register::DS),
-                r => segment(r),
-            };
-            op.address_size = match insn.code() {
-                Code::Clzerow => 2,
-                Code::Clzerod => 4,
-                _ => 8,
-            };
-            clzero
-        }
-        Mfence | Lfence | Sfence => barrier,
-        Serialize => serialize,
-        Rdrand | Rdseed => {
-            op.aux = u8::from(insn.mnemonic() == Rdseed);
-            by_size!(op.size, random)
-        }
-        _ => {
-            return registers::lower(insn, op)
-                .or_else(|| msr::lower(insn))
-                .or_else(|| hypercall::lower(insn));
-        }
-    })
+/// Stores in `op` which of two instructions of one handler is meant.
+fn second(op: &mut Op, handler: Handler) -> Handler {
+    op.aux = 1;
+    handler
 }
+
+/// Fills in the implicit memory operand of CLZERO: it is at RAX, in DS or in the segment of the prefix.
+fn address_in_ax(insn: &Instruction, op: &mut Op) {
+    (op.base, op.index, op.disp, op.form) = (0, NONE, 0, form::FULL);
+    op.seg = match insn.segment_prefix() {
+        r @ (Register::FS | Register::GS) => segment(r),
+        _ if insn.code_size() == CodeSize::Code64 => segment(Register::DS),
+        r => segment(r),
+    };
+    op.address_size = match insn.code() {
+        Code::Clzerow => 2,
+        Code::Clzerod => 4,
+        _ => 8,
+    };
+}
+
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Cpuid => cpuid,
+    Rdtsc => rdtsc,
+    Rdtscp => rdtscp,
+    Rdpid => rdpid,
+    Hlt => hlt,
+    Rsm => rsm,
+    Cli => cli,
+    Sti => sti,
+    Cld => cld,
+    Std => std,
+    Clc => clc,
+    Stc => stc,
+    Cmc => cmc,
+    Lahf => lahf,
+    Sahf => sahf,
+    Clac => access_flag,
+    Stac => second(op, access_flag),
+    Invlpg => invlpg,
+    Invpcid => invpcid,
+    Wbinvd | Wbnoinvd => invalidate_caches,
+    Invd => second(op, invalidate_caches),
+    Monitor => monitor,
+    Mwait => second(op, monitor),
+    Pause => pause,
+    Rdpmc => rdpmc,
+    Clflush | Clflushopt | Clwb => touch,
+    Clzero => {
+        address_in_ax(insn, op);
+        clzero
+    },
+    Mfence | Lfence | Sfence => barrier,
+    Serialize => serialize,
+    Rdrand => by_size!(op.size, random),
+    Rdseed => {
+        op.aux = 1;
+        by_size!(op.size, random)
+    },
+};

@@ -9,10 +9,9 @@
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
-use crate::op::{Break, Flow, Handler, Op};
+use crate::op::{Break, Flow, Handler, Op, Row, rows};
 use crate::state::{MXCSR_INIT, control, xcr0};
 use crate::svm::intercept::code;
-use iced_x86::{Instruction, Mnemonic};
 
 /// Offset of the header, after the legacy region.
 const HEADER: usize = 512;
@@ -335,34 +334,21 @@ fn wrpkru(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    use Mnemonic::*;
-    Some(match insn.mnemonic() {
-        Xsave | Xsave64 => xsave,
-        Xsaveopt | Xsaveopt64 => {
-            op.aux = XSAVEOPT;
-            xsave
-        }
-        Xsavec | Xsavec64 => {
-            op.aux = XSAVEC;
-            xsave
-        }
-        Xsaves | Xsaves64 => {
-            op.aux = XSAVES;
-            xsave
-        }
-        Xrstor | Xrstor64 => {
-            op.aux = XRSTOR;
-            xrstor
-        }
-        Xrstors | Xrstors64 => {
-            op.aux = XRSTORS;
-            xrstor
-        }
-        Xgetbv => xgetbv,
-        Xsetbv => xsetbv,
-        Rdpkru => rdpkru,
-        Wrpkru => wrpkru,
-        _ => return None,
-    })
+/// Stores in `op` which of the instructions of one handler is meant.
+fn variant(op: &mut Op, variant: u8, handler: Handler) -> Handler {
+    op.aux = variant;
+    handler
 }
+
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Xsave | Xsave64 => xsave,
+    Xsaveopt | Xsaveopt64 => variant(op, XSAVEOPT, xsave),
+    Xsavec | Xsavec64 => variant(op, XSAVEC, xsave),
+    Xsaves | Xsaves64 => variant(op, XSAVES, xsave),
+    Xrstor | Xrstor64 => variant(op, XRSTOR, xrstor),
+    Xrstors | Xrstors64 => variant(op, XRSTORS, xrstor),
+    Xgetbv => xgetbv,
+    Xsetbv => xsetbv,
+    Rdpkru => rdpkru,
+    Wrpkru => wrpkru,
+};

@@ -75,12 +75,11 @@ impl Translator<'_> {
     /// SHLD and SHRD of 4 or 8 bytes by an immediate count that is not 0.
     fn double_shift(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
-        let bits: i64 = 8 << size;
-        let count = op.imm as i64 & (bits - 1);
+        let count = shift::double_count(op.imm, 8 << size);
         if op.r[2] != NONE || size < 2 || count == 0 {
             return None;
         }
-        let (fill, count) = (self.get(op.r[1], size), self.immediate(size, count as u64));
+        let (fill, count) = (self.get(op.r[1], size), self.immediate(size, count));
         let mut flags = Flags::Recorded;
         self.change(op, |this, a| {
             let (result, of_result) = match op.mnemonic {

@@ -3,6 +3,7 @@
 use super::{Source, Step};
 use crate::cpu::mode;
 use crate::lower;
+use crate::sem::{FlagUse, by_mnemonic};
 use iced_x86::{
     CodeSize, Decoder, DecoderOptions, EncodingKind, Instruction, InstructionInfoFactory, Mnemonic,
     OpAccess, OpKind,
@@ -98,25 +99,34 @@ pub(super) fn first_use(guests: &[Guest]) -> FirstUse {
 
 /// Whether a block sets all flags before it uses them or may stop. If so, no code can tell what they were before.
 fn sets_flags_first(guests: &[Guest]) -> bool {
-    use Mnemonic::*;
     for Guest { insn, .. } in guests {
         let mut operands = (0..insn.op_count()).map(|k| (insn.op_kind(k), insn.op_register(k)));
         let are_plain = operands.all(|(kind, register)| match kind {
-            OpKind::Memory => insn.mnemonic() == Lea,
+            OpKind::Memory => insn.mnemonic() == Mnemonic::Lea,
             OpKind::Register => register.is_gpr(),
             _ => true,
         });
         // Outside 64-bit code a VEX prefix may be undefined: in real mode it is.
         let is_plain = are_plain
             && (insn.encoding() != EncodingKind::VEX || insn.code_size() == CodeSize::Code64);
-        match insn.mnemonic() {
-            Add | Sub | And | Or | Xor | Cmp | Test | Neg | Andn | Popcnt if is_plain => {
-                return true;
-            }
-            Mov | Movzx | Movsx | Movsxd | Lea | Not | Bswap | Rorx | Shlx | Shrx | Sarx
-                if is_plain => {}
+        match flag_use(insn) {
+            Some(FlagUse::SetsAll) if is_plain => return true,
+            Some(FlagUse::Nothing) if is_plain => {}
             _ => return false,
         }
     }
     false
+}
+
+/// Returns what an instruction does with the flags, if compiled code executes it on registers without ever stopping.
+fn flag_use(insn: &Instruction) -> Option<FlagUse> {
+    use crate::sem::flag_use as of;
+    match insn.mnemonic() {
+        Mnemonic::Mov | Mnemonic::Movzx | Mnemonic::Movsx | Mnemonic::Movsxd | Mnemonic::Lea => {
+            Some(FlagUse::Nothing)
+        }
+        mnemonic => by_mnemonic!(mnemonic, binary of())
+            .or_else(|| by_mnemonic!(mnemonic, unary of()))
+            .or_else(|| by_mnemonic!(mnemonic, sources of())),
+    }
 }

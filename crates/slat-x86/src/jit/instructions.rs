@@ -5,7 +5,7 @@ use super::condition::Flags;
 use super::translate::{TYPES, Translator};
 use crate::exec::control::condition_number;
 use crate::op::{MEM, NONE, Op};
-use crate::sem::{Bits, Compute, Operation, alu, by_mnemonic, moves};
+use crate::sem::{Bits, Compute, Operation, alu, by_mnemonic, moves, shift};
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
@@ -354,7 +354,7 @@ impl Translator<'_> {
     /// Shifts and rotates by an immediate count that is neither 0 nor as large as the operand.
     fn shift_by_immediate<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
-        let count = op.imm & if size == 3 { 63 } else { 31 };
+        let count = shift::count::<A>(op.imm, 8 << size);
         if count == 0 || count >= 8 << size {
             return None;
         }

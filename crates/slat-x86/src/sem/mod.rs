@@ -223,6 +223,36 @@ pub(crate) trait Operation: 'static {
     ) -> (C::Value, FlagsOf<C>);
 }
 
+/// What an operation does with the arithmetic flags.
+#[cfg(feature = "jit")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum FlagUse {
+    Nothing,
+    /// Sets all flags, and reads none.
+    SetsAll,
+    /// Reads flags, or leaves some unchanged.
+    Depends,
+}
+
+/// Returns what an operation does with the arithmetic flags. The kind of flags that [`Operation::apply`] returns does
+/// not depend on the operands, so any operands show it.
+#[cfg(feature = "jit")]
+pub(crate) fn flag_use<A: Operation>() -> FlagUse {
+    let (_, flags) = A::apply(&mut Now::<u32>::new(), 1, 1, false);
+    match flags {
+        _ if A::READS.is_some() => FlagUse::Depends,
+        Flags::Recorded => FlagUse::Nothing,
+        Flags::Inc { .. } | Flags::Dec { .. } | Flags::Rotated { .. } => FlagUse::Depends,
+        Flags::Add { .. }
+        | Flags::Sub { .. }
+        | Flags::Logic { .. }
+        | Flags::Shl { .. }
+        | Flags::Shr { .. }
+        | Flags::Given { .. }
+        | Flags::Compared { .. } => FlagUse::SetsAll,
+    }
+}
+
 /// Defines types that implement [`Operation`] by the given formulas.
 macro_rules! operations {
     ($($name:ident |$c:ident, $a:ident, $b:ident, $carry:ident| $body:expr $(, READS = $reads:ident)? $(, WRITES = $writes:literal)?)*) => {
@@ -253,42 +283,68 @@ fn logic<V: Copy, B, K>(result: V) -> (V, Flags<V, B, K>) {
     (result, Flags::Logic { carry, result })
 }
 
-/// Calls a function or method that is generic over an [`Operation`], with the operation that a mnemonic names. Returns
-/// `None` if it names none of the family.
+/// Passes the operations of a family to a macro, before the rest of the macro's arguments. Each is named like its
+/// mnemonic.
+macro_rules! family {
+    (binary $then:ident $($rest:tt)*) => {
+        $then! {
+            [alu::Add alu::Or alu::Adc alu::Sbb alu::And alu::Sub alu::Xor alu::Cmp alu::Test alu::Adcx alu::Adox]
+            $($rest)*
+        }
+    };
+    (unary $then:ident $($rest:tt)*) => {
+        $then! { [alu::Inc alu::Dec alu::Neg alu::Not moves::Bswap] $($rest)* }
+    };
+    (scan $then:ident $($rest:tt)*) => {
+        $then! { [bits::Bsf bits::Bsr] $($rest)* }
+    };
+    (bit_test $then:ident $($rest:tt)*) => {
+        $then! { [bits::Bt bits::Bts bits::Btr bits::Btc] $($rest)* }
+    };
+    (sources $then:ident $($rest:tt)*) => {
+        $then! {
+            [bits::Tzcnt bits::Lzcnt bits::Popcnt bits::Andn bits::Blsr bits::Blsmsk bits::Blsi bits::Bextr bits::Bzhi
+             bits::Rorx bits::Shlx bits::Shrx bits::Sarx]
+            $($rest)*
+        }
+    };
+    (shift $then:ident $($rest:tt)*) => {
+        $then! { [shift::Shl shift::Shr shift::Sar shift::Rol shift::Ror shift::Rcl shift::Rcr] $($rest)* }
+    };
+}
+pub(crate) use family;
+
+/// Calls a function or method that is generic over an [`Operation`], with the operation of a family that a mnemonic
+/// names. Returns `None` if it names none.
 macro_rules! by_mnemonic {
-    ($mnemonic:expr, $family:ident [$($name:ident)*] $this:ident.$f:ident $arguments:tt) => {
+    ([$($file:ident::$name:ident)*] $mnemonic:expr, $f:ident $arguments:tt) => {
         match $mnemonic {
-            $(Mnemonic::$name => Some($this.$f::<$crate::sem::$family::$name>$arguments),)*
+            $(Mnemonic::$name => Some($f::<$crate::sem::$file::$name>$arguments),)*
             _ => None,
         }
     };
-    ($mnemonic:expr, $family:ident [$($name:ident)*] $f:ident $arguments:tt) => {
+    ([$($file:ident::$name:ident)*] $mnemonic:expr, $this:ident.$f:ident $arguments:tt) => {
         match $mnemonic {
-            $(Mnemonic::$name => Some($f::<$crate::sem::$family::$name>$arguments),)*
+            $(Mnemonic::$name => Some($this.$f::<$crate::sem::$file::$name>$arguments),)*
             _ => None,
         }
     };
-    ($mnemonic:expr, binary $($call:tt)*) => {
-        by_mnemonic!($mnemonic, alu [Add Or Adc Sbb And Sub Xor Cmp Test Adcx Adox] $($call)*)
-    };
-    ($mnemonic:expr, unary $($call:tt)*) => {
-        by_mnemonic!($mnemonic, alu [Inc Dec Neg Not] $($call)*)
-            .or_else(|| by_mnemonic!($mnemonic, moves [Bswap] $($call)*))
-    };
-    ($mnemonic:expr, scan $($call:tt)*) => {
-        by_mnemonic!($mnemonic, bits [Bsf Bsr] $($call)*)
-    };
-    ($mnemonic:expr, bit_test $($call:tt)*) => {
-        by_mnemonic!($mnemonic, bits [Bt Bts Btr Btc] $($call)*)
-    };
-    ($mnemonic:expr, sources $($call:tt)*) => {
-        by_mnemonic!(
-            $mnemonic,
-            bits [Tzcnt Lzcnt Popcnt Andn Blsr Blsmsk Blsi Bextr Bzhi Rorx Shlx Shrx Sarx] $($call)*
-        )
-    };
-    ($mnemonic:expr, shift $($call:tt)*) => {
-        by_mnemonic!($mnemonic, shift [Shl Shr Sar Rol Ror Rcl Rcr] $($call)*)
+    ($mnemonic:expr, $family:ident $($call:tt)*) => {
+        $crate::sem::family! { $family by_mnemonic $mnemonic, $($call)* }
     };
 }
 pub(crate) use by_mnemonic;
+
+/// Makes the rows of a family's mnemonics, whose handlers a function chooses that is generic over [`Operation`].
+macro_rules! family_rows {
+    ([$($file:ident::$name:ident)*] $choose:ident) => {
+        &[$($crate::op::Row {
+            mnemonics: &[&[iced_x86::Mnemonic::$name]],
+            lower: |_, op| Some($choose::<$crate::sem::$file::$name>(op)),
+        }),*]
+    };
+    ($family:ident $choose:ident) => {
+        $crate::sem::family! { $family family_rows $choose }
+    };
+}
+pub(crate) use family_rows;

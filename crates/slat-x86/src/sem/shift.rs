@@ -47,6 +47,23 @@ operations! {
     }, READS = CARRY
 }
 
+/// Returns the count of a shift or rotate of `bits` bits by `count`. One through the carry flag, which is a bit
+/// of its own there, has the count modulo the width and one.
+#[inline(always)]
+pub(crate) fn count<A: Operation>(count: u64, bits: u32) -> u64 {
+    let count = double_count(count, bits);
+    match A::READS {
+        Some(_) => count % u64::from(bits + 1),
+        None => count,
+    }
+}
+
+/// Returns the count of SHLD or SHRD.
+#[inline(always)]
+pub(crate) fn double_count(count: u64, bits: u32) -> u64 {
+    count & if bits == 64 { 63 } else { 31 }
+}
+
 /// SHLD: shifts to the left, and bits of `fill` in. A count above the width of a word is undefined. In that case, here
 /// and in [`shrd`], the operand's own bits are shifted in after those of `fill`, as on much hardware.
 #[inline(always)]

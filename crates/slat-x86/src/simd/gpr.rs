@@ -5,68 +5,52 @@ use super::operate::{run_float, source};
 use super::table;
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Flow, Handler, MEM, Op};
-use iced_x86::{Instruction, Mnemonic as M};
+use crate::op::{Flow, Handler, MEM, Op, Row, rows};
+use iced_x86::Instruction;
 
-pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let mnemonic = insn.mnemonic();
-    let memory = op.r[0] == MEM || op.r[1] == MEM;
-    let op0_size = insn.op0_register().size();
-    macro_rules! by_memory {
-        ($handler:ident, $ty:ty, $from:literal) => {
-            if memory {
-                $handler::<$ty, $from>
-            } else {
-                $handler::<$ty, 0>
-            }
-        };
-    }
-    let handler: Handler = match mnemonic {
-        M::Cvtsi2ss | M::Cvtsi2sd => {
-            let size = if memory {
-                insn.memory_size().size()
-            } else {
-                insn.op1_register().size()
-            };
-            op.imm = table::from_gpr(mnemonic, size)? as usize as u64;
-            if size == 8 {
-                from_gpr::<u64>
-            } else {
-                from_gpr::<u32>
-            }
+/// Chooses a handler for a result of 4 or 8 bytes, from a register or from the given number of bytes of memory.
+macro_rules! to_gpr {
+    ($insn:expr, $op:expr, $from:literal) => {{
+        let size = $insn.op0_register().size();
+        $op.imm = table::to_gpr($op.mnemonic, size)? as usize as u64;
+        match (size, $op.r[1]) {
+            (8, MEM) => to_gpr::<u64, $from>,
+            (8, _) => to_gpr::<u64, 0>,
+            (_, MEM) => to_gpr::<u32, $from>,
+            _ => to_gpr::<u32, 0>,
         }
-        M::Cvtss2si | M::Cvttss2si => {
-            op.imm = table::to_gpr(mnemonic, op0_size)? as usize as u64;
-            if op0_size == 8 {
-                by_memory!(to_gpr, u64, 4)
-            } else {
-                by_memory!(to_gpr, u32, 4)
-            }
-        }
-        M::Cvtsd2si | M::Cvttsd2si => {
-            op.imm = table::to_gpr(mnemonic, op0_size)? as usize as u64;
-            if op0_size == 8 {
-                by_memory!(to_gpr, u64, 8)
-            } else {
-                by_memory!(to_gpr, u32, 8)
-            }
-        }
-        M::Movmskps | M::Movmskpd | M::Pmovmskb => {
-            op.imm = table::signs(mnemonic, 4)? as usize as u64;
-            signs
-        }
-        M::Pinsrb => insert::<u8>,
-        M::Pinsrw => insert::<u16>,
-        M::Pinsrd => insert::<u32>,
-        M::Pinsrq => insert::<u64>,
-        M::Pextrb => extract::<u8>,
-        M::Pextrw => extract::<u16>,
-        M::Pextrd | M::Extractps => extract::<u32>,
-        M::Pextrq => extract::<u64>,
-        _ => return None,
-    };
-    Some(handler)
+    }};
 }
+
+fn lower_from_gpr(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let size = match op.r[1] {
+        MEM => insn.memory_size().size(),
+        _ => insn.op1_register().size(),
+    };
+    op.imm = table::from_gpr(op.mnemonic, size)? as usize as u64;
+    Some(match size {
+        8 => from_gpr::<u64>,
+        _ => from_gpr::<u32>,
+    })
+}
+
+pub(super) const ROWS: &[Row] = rows! { |insn, op|
+    Cvtsi2ss | Cvtsi2sd => lower_from_gpr(insn, op)?,
+    Cvtss2si | Cvttss2si => to_gpr!(insn, op, 4),
+    Cvtsd2si | Cvttsd2si => to_gpr!(insn, op, 8),
+    Movmskps | Movmskpd | Pmovmskb => {
+        op.imm = table::signs(op.mnemonic, 4)? as usize as u64;
+        signs
+    },
+    Pinsrb => insert::<u8>,
+    Pinsrw => insert::<u16>,
+    Pinsrd => insert::<u32>,
+    Pinsrq => insert::<u64>,
+    Pextrb => extract::<u8>,
+    Pextrw => extract::<u16>,
+    Pextrd | Extractps => extract::<u32>,
+    Pextrq => extract::<u64>,
+};
 
 fn from_gpr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let value = if op.r[1] == MEM {

@@ -4,9 +4,20 @@ use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work};
 use super::{moves, table};
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, rows};
 use crate::state::{F80, control};
 use iced_x86::{Instruction, Mnemonic as M, OpKind};
+
+/// The mnemonics that have no form without MMX registers.
+pub(super) const ROWS: &[Row] = rows! { |insn, op|
+    Emms | Movntq | Maskmovq | Pshufw | Cvtpi2ps | Cvtpi2pd | Cvtps2pi | Cvttps2pi | Cvtpd2pi | Cvttpd2pi | Movq2dq
+    | Movdq2q => lower(insn, op)?,
+};
+
+/// Whether the instruction has a form on MMX registers, and is of this form.
+pub(super) fn is_mmx(insn: &Instruction) -> bool {
+    insn.op0_register().is_mm() || insn.op1_register().is_mm()
+}
 
 pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let mnemonic = insn.mnemonic();

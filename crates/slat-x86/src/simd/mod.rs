@@ -31,8 +31,8 @@ pub(crate) use {
 };
 
 use crate::Cpu;
-use crate::op::{Flow, Handler, Op};
-use iced_x86::{CpuidFeature, EncodingKind, Instruction, Mnemonic};
+use crate::op::{Flow, Handler, Lower, Op, Row};
+use iced_x86::{CpuidFeature, EncodingKind, Instruction};
 
 /// Instruction sets that the host executes, and that the CPU may therefore report in CPUID, as the bits of leaf 1.
 ///
@@ -102,15 +102,19 @@ fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }
 
-/// Whether the instruction has an MMX operand, or a memory operand in its place.
-fn is_mmx(insn: &Instruction) -> bool {
-    let or_memory = matches!(insn.mnemonic(), Mnemonic::Cvtpi2ps | Mnemonic::Cvtpi2pd);
-    let is_mm = |k| insn.op_register(k).is_mm();
-    or_memory || insn.mnemonic() == Mnemonic::Emms || (0..insn.op_count()).any(is_mm)
-}
+/// The rows of instructions without VEX.
+pub(crate) const ROWS: [&[Row]; 5] = [
+    moves::ROWS,
+    gpr::ROWS,
+    operate::ROWS,
+    sse4a::ROWS,
+    mmx::ROWS,
+];
+/// The rows of instructions with VEX.
+pub(crate) const VEX_ROWS: [&[Row]; 5] = vex::ROWS;
 
-/// Chooses the handler of a SIMD instruction; `None` if this CPU does not have it.
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+/// Chooses the handler of a SIMD instruction by its row. Returns `None` if this CPU does not have it.
+pub(crate) fn choose(lower: Lower, insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let mut features = insn.code().cpuid_features().iter();
     if !features.all(|f| offered(*f).is_some()) {
         return None;
@@ -118,14 +122,10 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     if !is_offered(insn) {
         return Some(undefined);
     }
-    if insn.encoding() == EncodingKind::VEX {
-        return vex::lower(insn, op);
+    match insn.encoding() {
+        EncodingKind::VEX => vex::set_size(insn, op),
+        _ if mmx::is_mmx(insn) => return mmx::lower(insn, op),
+        _ => {}
     }
-    if is_mmx(insn) {
-        return mmx::lower(insn, op);
-    }
-    moves::lower(insn, op)
-        .or_else(|| sse4a::lower(insn, op))
-        .or_else(|| gpr::lower(insn, op))
-        .or_else(|| operate::lower(insn, op))
+    lower(insn, op)
 }

@@ -2,58 +2,46 @@
 
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Flow, Handler, MEM, NONE, Op, form};
-use iced_x86::{Code, Instruction, Mnemonic as M};
+use crate::op::{Flow, Handler, MEM, NONE, Op, Row, form, rows};
+use iced_x86::{Code, Instruction};
 
-pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let to_memory = op.r[0] == MEM;
-    let from_memory = op.r[1] == MEM;
-    // Chooses one of: register to register, load, store.
-    let one_of = |registers: Handler, load: Handler, store: Handler| {
-        Some(match (to_memory, from_memory) {
-            (true, _) => store,
-            (_, true) => load,
-            _ => registers,
-        })
-    };
-    match insn.mnemonic() {
-        M::Movaps | M::Movapd | M::Movdqa | M::Movntdqa | M::Movntdq | M::Movntps | M::Movntpd => {
-            one_of(whole, load16::<true>, store16::<true>)
-        }
-        M::Movups | M::Movupd | M::Movdqu | M::Lddqu => {
-            one_of(whole, load16::<false>, store16::<false>)
-        }
-        M::Movss => one_of(merge::<u32>, load_zero::<u32>, store_low::<u32>),
-        M::Movsd => one_of(merge::<u64>, load_zero::<u64>, store_low::<u64>),
-        M::Movd => gpr_or_memory::<u32>(insn, op),
-        M::Movq => match insn.code() {
-            Code::Movq_xmm_xmmm64 | Code::Movq_xmmm64_xmm => {
-                one_of(low::<u64>, load_zero::<u64>, store_low::<u64>)
-            }
-            _ => gpr_or_memory::<u64>(insn, op),
-        },
-        M::Movlps | M::Movlpd => one_of(merge::<u64>, load_low, store_low::<u64>),
-        M::Movhps | M::Movhpd if to_memory => Some(store_high),
-        M::Movhps | M::Movhpd if from_memory => Some(load_high),
-        M::Maskmovdqu => {
-            address_in_di(op);
-            Some(masked_store)
-        }
-        _ => None,
+/// Chooses one of the forms of a move: from register to register, load, store.
+pub(super) fn one_of(op: &Op, registers: Handler, load: Handler, store: Handler) -> Handler {
+    match (op.r[0] == MEM, op.r.contains(&MEM)) {
+        (true, _) => store,
+        (_, true) => load,
+        _ => registers,
     }
 }
 
+pub(super) const ROWS: &[Row] = rows! { |insn, op|
+    Movaps | Movapd | Movdqa | Movntdqa | Movntdq | Movntps | Movntpd => {
+        one_of(op, whole, load16::<true>, store16::<true>)
+    },
+    Movups | Movupd | Movdqu | Lddqu => one_of(op, whole, load16::<false>, store16::<false>),
+    Movss => one_of(op, merge::<u32>, load_zero::<u32>, store_low::<u32>),
+    Movsd => one_of(op, merge::<u64>, load_zero::<u64>, store_low::<u64>),
+    Movd => gpr_or_memory::<u32>(insn, op),
+    Movq => match insn.code() {
+        Code::Movq_xmm_xmmm64 | Code::Movq_xmmm64_xmm => {
+            one_of(op, low::<u64>, load_zero::<u64>, store_low::<u64>)
+        }
+        _ => gpr_or_memory::<u64>(insn, op),
+    },
+    Movlps | Movlpd => one_of(op, merge::<u64>, load_low, store_low::<u64>),
+    Movhps | Movhpd => if op.r[0] == MEM { store_high } else { load_high },
+    Maskmovdqu => {
+        address_in_di(op);
+        masked_store
+    },
+};
+
 /// MOVD and MOVQ between an XMM register and a general register or memory.
-fn gpr_or_memory<T: Int>(insn: &Instruction, op: &Op) -> Option<Handler> {
-    Some(if op.r[1] == MEM {
-        load_zero::<T>
-    } else if op.r[0] == MEM {
-        store_low::<T>
-    } else if insn.op0_register().is_xmm() {
-        from_gpr::<T>
-    } else {
-        to_gpr::<T>
-    })
+fn gpr_or_memory<T: Int>(insn: &Instruction, op: &Op) -> Handler {
+    match insn.op0_register().is_xmm() {
+        true => one_of(op, from_gpr::<T>, load_zero::<T>, store_low::<T>),
+        false => one_of(op, to_gpr::<T>, load_zero::<T>, store_low::<T>),
+    }
 }
 
 pub(super) fn whole(cpu: &mut Cpu, op: &Op) -> Flow {

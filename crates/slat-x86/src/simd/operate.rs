@@ -3,28 +3,41 @@
 use super::forms::Kind;
 use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work, runs_on_host};
 use super::lanes::Lanes;
-use super::table;
+use super::{pairs, table};
 use crate::Cpu;
-use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::op::{Break, Flow, Handler, MEM, Op, Row};
 use crate::state::{control, flags};
 use iced_x86::{Instruction, Mnemonic, OpKind};
 
-pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let mnemonic = insn.mnemonic();
+pub(super) const ROWS: &[Row] = &[
+    Row {
+        mnemonics: &[pairs::LEGACY, table::SHA, table::SHIFTS],
+        lower,
+    },
+    Row {
+        mnemonics: &[table::STRINGS],
+        lower: lower_strings,
+    },
+];
+
+fn lower_strings(_: &Instruction, op: &mut Op) -> Option<Handler> {
+    op.aux = op.imm as u8;
+    op.imm = table::string(op.mnemonic)? as usize as u64;
+    Some(match (returns_index(op.mnemonic), op.r[1] == MEM) {
+        (true, false) => strings::<0, true>,
+        (true, true) => strings::<UNALIGNED, true>,
+        (false, false) => strings::<0, false>,
+        (false, true) => strings::<UNALIGNED, false>,
+    })
+}
+
+fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let mnemonic = op.mnemonic;
     op.aux = op.imm as u8;
     if insn.op1_kind() == OpKind::Immediate8 {
         op.imm = table::shift(mnemonic)? as usize as u64;
         op.r[1] = op.r[0];
         return Some(int::<0>);
-    }
-    if let Some(stub) = table::string(mnemonic) {
-        op.imm = stub as usize as u64;
-        return Some(match (returns_index(mnemonic), op.r[1] == MEM) {
-            (true, false) => strings::<0, true>,
-            (true, true) => strings::<UNALIGNED, true>,
-            (false, false) => strings::<0, false>,
-            (false, true) => strings::<UNALIGNED, false>,
-        });
     }
     let (kind, stub) = table::xmm(mnemonic)?;
     op.imm = stub as usize as u64;
@@ -60,7 +73,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
 }
 
 /// Whether a string comparison returns an index in ECX. The others return a mask in XMM0.
-pub(super) fn returns_index(mnemonic: Mnemonic) -> bool {
+fn returns_index(mnemonic: Mnemonic) -> bool {
     use Mnemonic::*;
     matches!(mnemonic, Pcmpestri | Pcmpestri64 | Pcmpistri)
 }

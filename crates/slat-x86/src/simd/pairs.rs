@@ -47,6 +47,10 @@ macro_rules! has_immediate {
 
 macro_rules! pairs {
     ($($kind:ident $form:ident { $($legacy:ident $vex:ident $(= $each:ident $elements:ident)?),+ $(,)? })+) => {
+        /// The mnemonics without VEX, and those with VEX.
+        pub(super) const LEGACY: &[M] = &[$($(M::$legacy),+),+];
+        pub(super) const VEX: &[M] = &[$($(M::$vex),+),+];
+
         /// Returns the stub of an instruction without VEX, whose operands are all in XMM registers or memory.
         pub(super) fn legacy(mnemonic: M) -> Option<(Kind, Stub)> {
             Some(match mnemonic {

@@ -3,7 +3,7 @@
 use super::moves::store_low;
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Flow, Handler, Op};
+use crate::op::{Flow, Op, Row, rows};
 use iced_x86::{Code, Instruction};
 
 /// A field of a quadword: its length in bits, 0 for 64, and the index of its first bit.
@@ -83,22 +83,26 @@ fn movnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     store_low::<T>(cpu, op)
 }
 
-/// Chooses the handler of an SSE4a instruction.
-pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let immediates = || u64::from(insn.immediate8()) | u64::from(insn.immediate8_2nd()) << 8;
-    Some(match insn.code() {
-        Code::Extrq_xmm_imm8_imm8 => {
-            op.imm = immediates();
+/// Stores in `op` the field that two immediates describe.
+fn field(insn: &Instruction, op: &mut Op) {
+    op.imm = u64::from(insn.immediate8()) | u64::from(insn.immediate8_2nd()) << 8;
+}
+
+pub(super) const ROWS: &[Row] = rows! { |insn, op|
+    Extrq => match insn.code() {
+        Code::Extrq_xmm_xmm => extrq,
+        _ => {
+            field(insn, op);
             extrq_imm
         }
-        Code::Extrq_xmm_xmm => extrq,
-        Code::Insertq_xmm_xmm_imm8_imm8 => {
-            op.imm = immediates();
+    },
+    Insertq => match insn.code() {
+        Code::Insertq_xmm_xmm => insertq,
+        _ => {
+            field(insn, op);
             insertq_imm
         }
-        Code::Insertq_xmm_xmm => insertq,
-        Code::Movntss_m32_xmm => movnt::<u32>,
-        Code::Movntsd_m64_xmm => movnt::<u64>,
-        _ => return None,
-    })
-}
+    },
+    Movntss => movnt::<u32>,
+    Movntsd => movnt::<u64>,
+};

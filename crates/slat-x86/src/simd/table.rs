@@ -16,6 +16,8 @@ pub(super) fn xmm(mnemonic: M) -> Option<(Kind, Stub)> {
 
 macro_rules! sha {
     ($($kind:ident $form:ident { $($mnemonic:ident),+ $(,)? })+) => {
+        pub(super) const SHA: &[M] = &[$($(M::$mnemonic),+),+];
+
         fn sha(mnemonic: M) -> Option<(Kind, Stub)> {
             Some(match mnemonic {
                 $($(M::$mnemonic => (Kind::$kind, legacy_row!($form stringify!($mnemonic))),)+)+
@@ -33,6 +35,8 @@ sha! {
 
 macro_rules! shifts {
     ($($mnemonic:ident),+ $(,)?) => {
+        pub(super) const SHIFTS: &[M] = &[$(M::$mnemonic),+];
+
         /// Returns the stub of a shift of one register by a constant.
         pub(super) fn shift(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
@@ -50,6 +54,8 @@ shifts! {
 
 macro_rules! strings {
     ($($mnemonic:ident $text:literal),+ $(,)?) => {
+        pub(super) const STRINGS: &[M] = &[$(M::$mnemonic),+];
+
         /// Returns the stub of a string comparison, which has several results.
         pub(super) fn string(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {

@@ -2,14 +2,14 @@
 
 use crate::Cpu;
 use crate::machine::{GuestFlush, NestedPaging};
-use crate::op::{Break, Flow, Handler, Op};
+use crate::op::{Break, Flow, Handler, Op, Row, rows};
 use crate::state::control::{EFER_LMA, EFER_SVME};
 use crate::svm::intercept::code;
 use crate::svm::vmcb::{SAVE_BYTES, SAVE_OFFSET, Save};
 use crate::svm::world_switch::VIRTUAL_GIF;
 use crate::svm::{feature, world_of};
 use crate::tlb::Which;
-use iced_x86::{Code, Instruction, Mnemonic};
+use iced_x86::{Code, Instruction};
 
 /// Ends the run, as in KVM. A processor would read whatever the bus returns.
 const NO_MEMORY: &str = "a control block of SVM that is not in memory";
@@ -142,21 +142,22 @@ fn skinit(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }
 
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let handler: Handler = match insn.mnemonic() {
-        Mnemonic::Vmrun => vmrun,
-        Mnemonic::Vmload => vmload,
-        Mnemonic::Vmsave => vmsave,
-        Mnemonic::Stgi => stgi,
-        Mnemonic::Clgi => clgi,
-        Mnemonic::Invlpga => invlpga,
-        Mnemonic::Skinit => skinit,
-        _ => return None,
-    };
+/// Stores in `op` the width of the address in RAX.
+fn address_in_ax(insn: &Instruction, op: &mut Op, handler: Handler) -> Handler {
     op.address_size = match insn.code() {
         Code::Vmrunw | Code::Vmloadw | Code::Vmsavew | Code::Invlpgaw => 2,
         Code::Vmrund | Code::Vmloadd | Code::Vmsaved | Code::Invlpgad => 4,
         _ => 8,
     };
-    Some(handler)
+    handler
 }
+
+pub(crate) const ROWS: &[Row] = rows! { |insn, op|
+    Vmrun => address_in_ax(insn, op, vmrun),
+    Vmload => address_in_ax(insn, op, vmload),
+    Vmsave => address_in_ax(insn, op, vmsave),
+    Invlpga => address_in_ax(insn, op, invlpga),
+    Stgi => stgi,
+    Clgi => clgi,
+    Skinit => skinit,
+};

@@ -3,42 +3,41 @@
 //! An element is selected by the sign bit of its mask element. The memory of other elements is not accessed.
 
 use super::host::Ymm;
+use super::is_wide;
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
-use iced_x86::{Instruction, Mnemonic as M};
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, rows};
+use iced_x86::Instruction;
 
 /// Index in [`Op::r`] of the vector with the indices of a gather.
 const INDICES: usize = 3;
 
-pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
-    let mnemonic = insn.mnemonic();
-    op.aux = if wide { 32 } else { 16 };
-    if let M::Vmaskmovps | M::Vpmaskmovd | M::Vmaskmovpd | M::Vpmaskmovq = mnemonic {
-        let single = matches!(mnemonic, M::Vmaskmovps | M::Vpmaskmovd);
-        return Some(match (op.r[0] == MEM, single) {
-            (false, true) => masked_load::<u32>,
-            (false, false) => masked_load::<u64>,
-            (true, true) => masked_store::<u32>,
-            (true, false) => masked_store::<u64>,
-        });
+pub(super) const ROWS: &[Row] = rows! { |insn, op|
+    Vmaskmovps | Vpmaskmovd => masked::<u32>(insn, op),
+    Vmaskmovpd | Vpmaskmovq => masked::<u64>(insn, op),
+    Vgatherdps | Vpgatherdd => gathering(insn, op, gather::<u32, u32>),
+    Vgatherdpd | Vpgatherdq => gathering(insn, op, gather::<u32, u64>),
+    Vgatherqps | Vpgatherqd => gathering(insn, op, gather::<u64, u32>),
+    Vgatherqpd | Vpgatherqq => gathering(insn, op, gather::<u64, u64>),
+};
+
+fn masked<T: Int>(insn: &Instruction, op: &mut Op) -> Handler {
+    op.aux = if is_wide(insn) { 32 } else { 16 };
+    match op.r[0] {
+        MEM => masked_store::<T>,
+        _ => masked_load::<T>,
     }
-    let handler: Handler = match mnemonic {
-        M::Vgatherdps | M::Vpgatherdd => gather::<u32, u32>,
-        M::Vgatherdpd | M::Vpgatherdq => gather::<u32, u64>,
-        M::Vgatherqps | M::Vpgatherqd => gather::<u64, u32>,
-        M::Vgatherqpd | M::Vpgatherqq => gather::<u64, u64>,
-        _ => return None,
-    };
+}
+
+fn gathering(insn: &Instruction, op: &mut Op, handler: Handler) -> Handler {
     // The size of the larger vector, indices or result, in bytes.
-    op.aux = if wide || insn.memory_index().is_ymm() {
-        32
-    } else {
-        16
+    op.aux = match is_wide(insn) || insn.memory_index().is_ymm() {
+        true => 32,
+        false => 16,
     };
     op.r[INDICES] = op.index;
     op.index = NONE;
-    Some(handler)
+    handler
 }
 
 /// Returns element `n` of a vector.

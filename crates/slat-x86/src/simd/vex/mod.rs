@@ -20,21 +20,29 @@ mod table;
 pub(super) use plain::plain;
 
 use crate::Cpu;
-use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::op::{Break, Flow, MEM, Op, Row};
 use host::Ymm;
 use iced_x86::Instruction;
 
-/// Chooses the handler of an instruction with a VEX prefix. The host must have the instruction.
-pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let bytes = insn.memory_size().size();
+pub(super) const ROWS: [&[Row]; 5] = [
+    moves::ROWS,
+    masked::ROWS,
+    operate::ROWS,
+    operate::WITH_GPR,
+    operate::STRINGS,
+];
+
+/// Stores the size of the memory operand in `op`.
+pub(super) fn set_size(insn: &Instruction, op: &mut Op) {
     if op.r.contains(&MEM) {
-        op.size = bytes.trailing_zeros() as u8;
+        op.size = insn.memory_size().size().trailing_zeros() as u8;
     }
+}
+
+/// Whether an instruction is of 256 bits.
+fn is_wide(insn: &Instruction) -> bool {
     let is_ymm = |k| insn.op_register(k).is_ymm();
-    let wide = bytes == 32 || (0..insn.op_count()).any(is_ymm);
-    moves::lower(insn, op, wide)
-        .or_else(|| masked::lower(insn, op, wide))
-        .or_else(|| operate::lower(insn, op, wide))
+    insn.memory_size().size() == 32 || (0..insn.op_count()).any(is_ymm)
 }
 
 impl Cpu {

@@ -1,17 +1,17 @@
 //! Moves, insertions and extractions of one element, and the control of the upper halves.
 
 use super::host::Ymm;
-use super::{load32, store32};
+use super::{is_wide, load32, store32};
 use crate::Cpu;
 use crate::exec::fpu_state::{load_mxcsr, store_mxcsr};
 use crate::int::Int;
-use crate::op::{Flow, Handler, MEM, Op};
+use crate::op::{Flow, Handler, MEM, Op, Row, rows};
 use crate::simd::gpr::{extract, inserted};
 use crate::simd::moves::{
-    address_in_di, from_gpr, load_zero, load16, low, masked_store, store_high, store_low, store16,
-    to_gpr, whole,
+    address_in_di, from_gpr, load_zero, load16, low, masked_store, one_of, store_high, store_low,
+    store16, to_gpr, whole,
 };
-use iced_x86::{Code, Instruction, Mnemonic as M};
+use iced_x86::{Code, Instruction};
 
 /// Makes the VEX form of a legacy handler: it clears the upper half of the destination.
 macro_rules! clearing {
@@ -24,80 +24,54 @@ macro_rules! clearing {
     };
 }
 
-pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
-    let (to_memory, from_memory) = (op.r[0] == MEM, op.r.contains(&MEM));
-    // Chooses one of: register to register, load, store.
-    let one_of = |registers: Handler, load: Handler, store: Handler| match (to_memory, from_memory)
-    {
-        (true, _) => store,
-        (_, true) => load,
-        _ => registers,
-    };
-    let handler = match insn.mnemonic() {
-        M::Vmovaps
-        | M::Vmovapd
-        | M::Vmovdqa
-        | M::Vmovntdqa
-        | M::Vmovntdq
-        | M::Vmovntps
-        | M::Vmovntpd => match wide {
-            true => one_of(whole_ymm, load_ymm::<true>, store_ymm::<true>),
-            false => one_of(clearing!(whole), clearing!(load16::<true>), store16::<true>),
-        },
-        M::Vmovups | M::Vmovupd | M::Vmovdqu | M::Vlddqu => match wide {
-            true => one_of(whole_ymm, load_ymm::<false>, store_ymm::<false>),
-            false => one_of(
-                clearing!(whole),
-                clearing!(load16::<false>),
-                store16::<false>,
-            ),
-        },
-        M::Vmovss => one_of(merge::<u32>, clearing!(load_zero::<u32>), store_low::<u32>),
-        M::Vmovsd => one_of(merge::<u64>, clearing!(load_zero::<u64>), store_low::<u64>),
-        M::Vmovd => gpr_or_memory::<u32>(insn, op),
-        M::Vmovq => match insn.code() {
-            Code::VEX_Vmovq_xmm_xmmm64 | Code::VEX_Vmovq_xmmm64_xmm => one_of(
-                clearing!(low::<u64>),
-                clearing!(load_zero::<u64>),
-                store_low::<u64>,
-            ),
-            _ => gpr_or_memory::<u64>(insn, op),
-        },
-        M::Vmovlps | M::Vmovlpd if to_memory => store_low::<u64>,
-        M::Vmovhps | M::Vmovhpd if to_memory => store_high,
-        M::Vmovlps | M::Vmovlpd => load_half::<0>,
-        M::Vmovhps | M::Vmovhpd => load_half::<64>,
-        M::Vpinsrb => insert::<u8>,
-        M::Vpinsrw => insert::<u16>,
-        M::Vpinsrd => insert::<u32>,
-        M::Vpinsrq => insert::<u64>,
-        M::Vpextrb => extract::<u8>,
-        M::Vpextrw => extract::<u16>,
-        M::Vpextrd | M::Vextractps => extract::<u32>,
-        M::Vpextrq => extract::<u64>,
-        M::Vmaskmovdqu => {
-            address_in_di(op);
-            masked_store
+pub(super) const ROWS: &[Row] = rows! { |insn, op|
+    Vmovaps | Vmovapd | Vmovdqa | Vmovntdqa | Vmovntdq | Vmovntps | Vmovntpd => match is_wide(insn) {
+        true => one_of(op, whole_ymm, load_ymm::<true>, store_ymm::<true>),
+        false => one_of(op, clearing!(whole), clearing!(load16::<true>), store16::<true>),
+    },
+    Vmovups | Vmovupd | Vmovdqu | Vlddqu => match is_wide(insn) {
+        true => one_of(op, whole_ymm, load_ymm::<false>, store_ymm::<false>),
+        false => one_of(op, clearing!(whole), clearing!(load16::<false>), store16::<false>),
+    },
+    Vmovss => one_of(op, merge::<u32>, clearing!(load_zero::<u32>), store_low::<u32>),
+    Vmovsd => one_of(op, merge::<u64>, clearing!(load_zero::<u64>), store_low::<u64>),
+    Vmovd => gpr_or_memory::<u32>(insn, op),
+    Vmovq => match insn.code() {
+        Code::VEX_Vmovq_xmm_xmmm64 | Code::VEX_Vmovq_xmmm64_xmm => {
+            one_of(op, clearing!(low::<u64>), clearing!(load_zero::<u64>), store_low::<u64>)
         }
-        M::Vldmxcsr => load_mxcsr,
-        M::Vstmxcsr => store_mxcsr,
-        M::Vzeroupper => clear_upper,
-        M::Vzeroall => clear_all,
-        _ => return None,
-    };
-    Some(handler)
-}
+        _ => gpr_or_memory::<u64>(insn, op),
+    },
+    Vmovlps | Vmovlpd => if op.r[0] == MEM { store_low::<u64> } else { load_half::<0> },
+    Vmovhps | Vmovhpd => if op.r[0] == MEM { store_high } else { load_half::<64> },
+    Vpinsrb => insert::<u8>,
+    Vpinsrw => insert::<u16>,
+    Vpinsrd => insert::<u32>,
+    Vpinsrq => insert::<u64>,
+    Vpextrb => extract::<u8>,
+    Vpextrw => extract::<u16>,
+    Vpextrd | Vextractps => extract::<u32>,
+    Vpextrq => extract::<u64>,
+    Vmaskmovdqu => {
+        address_in_di(op);
+        masked_store
+    },
+    Vldmxcsr => load_mxcsr,
+    Vstmxcsr => store_mxcsr,
+    Vzeroupper => clear_upper,
+    Vzeroall => clear_all,
+};
 
 /// VMOVD and VMOVQ between an XMM register and a general register or memory.
 fn gpr_or_memory<T: Int>(insn: &Instruction, op: &Op) -> Handler {
-    if op.r[1] == MEM {
-        clearing!(load_zero::<T>)
-    } else if op.r[0] == MEM {
-        store_low::<T>
-    } else if insn.op0_register().is_xmm() {
-        clearing!(from_gpr::<T>)
-    } else {
-        to_gpr::<T>
+    match insn.op0_register().is_xmm() {
+        true => one_of(
+            op,
+            clearing!(from_gpr::<T>),
+            clearing!(load_zero::<T>),
+            store_low::<T>,
+        ),
+        false => one_of(op, to_gpr::<T>, clearing!(load_zero::<T>), store_low::<T>),
     }
 }
 

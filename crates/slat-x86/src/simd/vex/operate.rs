@@ -2,32 +2,71 @@
 
 use super::host::{self, Entry, Stub, Work};
 use super::table;
-use super::{load, store};
+use super::{is_wide, load, store};
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::op::{Break, Flow, Handler, MEM, Op, Row, rows};
 use crate::simd::forms::Kind;
 use crate::simd::host::runs_on_host;
 use crate::simd::lanes::Lanes;
-use crate::simd::operate::{UNALIGNED, returns_index, strings, with_unmasked};
+use crate::simd::operate::{UNALIGNED, strings, with_unmasked};
+use crate::simd::pairs;
 use crate::simd::table as legacy;
 use crate::state::flags;
 use iced_x86::{CpuidFeature, Instruction, Mnemonic as M, OpKind};
 
-pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
-    let mnemonic = insn.mnemonic();
+pub(super) const ROWS: &[Row] = &[Row {
+    mnemonics: &[pairs::VEX, table::PLAIN, table::IMMEDIATE],
+    lower,
+}];
+
+pub(super) const WITH_GPR: &[Row] = rows! { |insn, op|
+    Vmovmskps | Vmovmskpd | Vpmovmskb => {
+        op.imm = table::signs(op.mnemonic, if is_wide(insn) { 32 } else { 16 })? as usize as u64;
+        to_gpr::<u32, false>
+    },
+    Vcvtss2si | Vcvttss2si | Vcvtsd2si | Vcvttsd2si => {
+        let size = insn.op0_register().size();
+        op.imm = table::to_gpr(op.mnemonic, size)? as usize as u64;
+        if size == 8 { to_gpr::<u64, true> } else { to_gpr::<u32, true> }
+    },
+    Vcvtsi2ss | Vcvtsi2sd => {
+        let size = match op.r[2] {
+            MEM => insn.memory_size().size(),
+            _ => insn.op2_register().size(),
+        };
+        op.imm = table::from_gpr(op.mnemonic, size)? as usize as u64;
+        if size == 8 { from_gpr::<u64> } else { from_gpr::<u32> }
+    },
+};
+
+/// The string comparisons have the stubs without VEX. The VEX form also clears the upper half of the mask's register.
+pub(super) const STRINGS: &[Row] = rows! { |insn, op|
+    Vpcmpestri => comparison(op, M::Pcmpestri, strings::<0, true>, strings::<UNALIGNED, true>)?,
+    Vpcmpestri64 => comparison(op, M::Pcmpestri64, strings::<0, true>, strings::<UNALIGNED, true>)?,
+    Vpcmpistri => comparison(op, M::Pcmpistri, strings::<0, true>, strings::<UNALIGNED, true>)?,
+    Vpcmpestrm => comparison(op, M::Pcmpestrm, string_mask::<0>, string_mask::<UNALIGNED>)?,
+    Vpcmpestrm64 => comparison(op, M::Pcmpestrm64, string_mask::<0>, string_mask::<UNALIGNED>)?,
+    Vpcmpistrm => comparison(op, M::Pcmpistrm, string_mask::<0>, string_mask::<UNALIGNED>)?,
+};
+
+/// Chooses the handler of a string comparison, for a register or for memory.
+fn comparison(op: &mut Op, without_vex: M, registers: Handler, load: Handler) -> Option<Handler> {
     op.aux = op.imm as u8;
-    if let Some(handler) = lower_gpr(insn, op, wide).or_else(|| lower_strings(mnemonic, op)) {
-        return Some(handler);
-    }
+    op.imm = legacy::string(without_vex)? as usize as u64;
+    Some(if op.r[1] == MEM { load } else { registers })
+}
+
+fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    op.aux = op.imm as u8;
     let Found {
         kind,
         stub,
         by_constant,
         sources,
-    } = find(insn, wide)?;
+    } = find(insn, is_wide(insn))?;
     op.imm = stub as usize as u64;
-    if mnemonic == M::Vinsertps && op.r[2] == MEM {
+    if op.mnemonic == M::Vinsertps && op.r[2] == MEM {
         // The element comes from memory, so the selector of a source element has no effect.
         op.aux &= 0x3f;
     }
@@ -71,60 +110,6 @@ pub(super) fn find(insn: &Instruction, wide: bool) -> Option<Found> {
         stub,
         by_constant: found.is_none(),
         sources: last - u32::from(immediate),
-    })
-}
-
-/// Chooses the handler of an instruction with a general register, other than a plain move.
-fn lower_gpr(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
-    let mnemonic = insn.mnemonic();
-    let to = insn.op0_register().size();
-    let from = match op.r[2] {
-        MEM => insn.memory_size().size(),
-        _ => insn.op2_register().size(),
-    };
-    let (stub, handler): (_, Handler) =
-        if let Some(stub) = table::signs(mnemonic, if wide { 32 } else { 16 }) {
-            (stub, to_gpr::<u32, false>)
-        } else if let Some(stub) = table::to_gpr(mnemonic, to) {
-            let handler = if to == 8 {
-                to_gpr::<u64, true>
-            } else {
-                to_gpr::<u32, true>
-            };
-            (stub, handler)
-        } else {
-            let stub = table::from_gpr(mnemonic, from)?;
-            (
-                stub,
-                if from == 8 {
-                    from_gpr::<u64>
-                } else {
-                    from_gpr::<u32>
-                },
-            )
-        };
-    op.imm = stub as usize as u64;
-    Some(handler)
-}
-
-/// Chooses the handler of a string comparison: the legacy one. In the VEX form it also clears the upper half of
-/// the mask's register.
-fn lower_strings(mnemonic: M, op: &mut Op) -> Option<Handler> {
-    let without_vex = match mnemonic {
-        M::Vpcmpestri => M::Pcmpestri,
-        M::Vpcmpestri64 => M::Pcmpestri64,
-        M::Vpcmpistri => M::Pcmpistri,
-        M::Vpcmpestrm => M::Pcmpestrm,
-        M::Vpcmpestrm64 => M::Pcmpestrm64,
-        M::Vpcmpistrm => M::Pcmpistrm,
-        _ => return None,
-    };
-    op.imm = legacy::string(without_vex)? as usize as u64;
-    Some(match (returns_index(without_vex), op.r[1] == MEM) {
-        (true, false) => strings::<0, true>,
-        (true, true) => strings::<UNALIGNED, true>,
-        (false, false) => string_mask::<0>,
-        (false, true) => string_mask::<UNALIGNED>,
     })
 }
 

@@ -14,7 +14,9 @@ use crate::simd::pairs;
 use crate::simd::table::gprs;
 
 macro_rules! table {
-    ($name:ident, $halves:ident: $($kind:ident $form:ident { $($mnemonic:ident),+ $(,)? })+) => {
+    ($name:ident, $mnemonics:ident, $halves:ident: $($kind:ident $form:ident { $($mnemonic:ident),+ $(,)? })+) => {
+        pub(super) const $mnemonics: &[M] = &[$($(M::$mnemonic),+),+];
+
         #[allow(unreachable_code, reason = "rows without one of the sizes")]
         fn $name(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
             Some(match (mnemonic, wide) {
@@ -53,7 +55,7 @@ pub(super) fn is_by_halves(mnemonic: M) -> bool {
 }
 
 table! {
-    vex_only, plain_by_halves:
+    vex_only, PLAIN, plain_by_halves:
     Int v3 {
         Vpsllvd, Vpsllvq, Vpsrlvd, Vpsrlvq, Vpsravd, Vpermilps, Vpermilpd,
     }
@@ -99,7 +101,7 @@ table! {
 }
 
 table! {
-    vex_only_immediate, immediate_by_halves:
+    vex_only_immediate, IMMEDIATE, immediate_by_halves:
     Int v2i {
         Vpermilps, Vpermilpd, Vpslldq, Vpsrldq,
     }
