@@ -29,6 +29,7 @@ compile_error!("slat-guard works on x86-64 Linux only");
 mod access;
 mod bulk;
 mod generated;
+mod queue;
 mod section;
 mod signal;
 mod table;

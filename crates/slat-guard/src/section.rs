@@ -19,7 +19,7 @@
 //! instructions, and leaves the cells as it found them, unless it jumps away. When it jumps away, no section is open,
 //! and [`defer`] has emptied `WAITING`.
 
-use crate::signal::queue;
+use crate::queue::queue;
 use slat_process::calls::{self, Call};
 use slat_process::{errno, set_errno};
 use std::cell::Cell;

@@ -7,9 +7,10 @@
 //! A signal that is not meant for slat is passed on to the action that the client has set. If the signal was sent, in
 //! contrast to a fault, it first waits until the thread leaves slat's code ([`defer`]).
 
+use crate::queue::queue;
 use crate::section::{AllBlocked, change_mask, defer};
 use crate::{generated, table};
-use slat_process::calls::{self, Call};
+use slat_process::calls;
 use slat_process::forks;
 use slat_process::once::Prepared;
 use slat_process::pointers::call_program;
@@ -322,28 +323,6 @@ pub fn kick(tid: libc::pid_t) {
     };
     // SAFETY: as long as a `siginfo_t`, as is asserted above. A thread that has ended returns ESRCH, which is fine.
     let _ = unsafe { queue((info.pid, tid), kick_signal(), (&raw const info).cast()) };
-}
-
-/// Queues a signal for a thread, given by its process and thread id. Returns an errno if the kernel
-/// refuses. Async-signal-safe.
-///
-/// # Safety
-/// - `info` is a whole `siginfo_t`.
-pub(crate) unsafe fn queue(
-    (process, thread): (libc::pid_t, libc::pid_t),
-    signal: i32,
-    info: *const libc::siginfo_t,
-) -> Result<isize, i32> {
-    let arguments = [
-        process as usize,
-        thread as usize,
-        signal as usize,
-        info as usize,
-        0,
-        0,
-    ];
-    // SAFETY: the caller's promise.
-    unsafe { calls::make(Call::QueueSignal, arguments) }
 }
 
 /// Whether a signal is a kick of this copy of the crate.

@@ -1,0 +1,25 @@
+//! Queueing a signal with its information.
+
+use slat_process::calls::{self, Call};
+
+/// Queues a signal for a thread, given by its process and thread id. Returns an errno if the kernel
+/// refuses. Async-signal-safe.
+///
+/// # Safety
+/// - `info` is a whole `siginfo_t`.
+pub(crate) unsafe fn queue(
+    (process, thread): (libc::pid_t, libc::pid_t),
+    signal: i32,
+    info: *const libc::siginfo_t,
+) -> Result<isize, i32> {
+    let arguments = [
+        process as usize,
+        thread as usize,
+        signal as usize,
+        info as usize,
+        0,
+        0,
+    ];
+    // SAFETY: the caller's promise.
+    unsafe { calls::make(Call::QueueSignal, arguments) }
+}
