@@ -1,6 +1,6 @@
 //! The CPUID leaves of the interface: those that a client may give its guest, and what a guest's leaves allow it.
 
-use crate::hypercall::code;
+use crate::code;
 use crate::msr::*;
 
 /// The first leaf: the last leaf's number, and the vendor.

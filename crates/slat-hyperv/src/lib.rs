@@ -16,6 +16,7 @@
 //! | [`synic`] | the synthetic interrupt controller of a virtual processor |
 //! | [`stimer`] | the synthetic timers of a virtual processor |
 //! | [`message`] | messages in the page of a SynIC |
+//! | [`code`] | the numbers of hypercalls |
 //! | [`hypercall`] | decoding of hypercalls, and their results |
 //! | [`vp_set`] | sets of virtual processors, as hypercalls name them |
 //!
@@ -28,6 +29,7 @@
 extern crate std;
 
 pub mod clock;
+pub mod code;
 pub mod cpuid;
 pub mod hypercall;
 pub mod message;
