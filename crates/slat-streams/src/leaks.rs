@@ -1,10 +1,12 @@
 //! Descriptors, threads and memory: what a stream must close, end and free.
 
-use crate::ioctls::SOON;
 use std::collections::BTreeSet;
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// How long slat's own threads may still hold an object that was closed.
+pub(crate) const SOON: Duration = Duration::from_secs(10);
 
 /// Streams after which the process has all that it keeps for good: buffers, stacks, the allocator's pools.
 const WARM: u64 = 128;

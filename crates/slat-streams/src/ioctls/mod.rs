@@ -9,7 +9,7 @@ mod requests;
 mod world;
 
 use crate::answers::rules::to_an_edge;
-use crate::leaks::Before;
+use crate::leaks::{Before, SOON};
 use crate::memory::{PAGE, remap, remap_beyond_file};
 use crate::watch::{self, Kick, Lane, Slice, Step};
 use argument::{BOUNDARIES, Buffer, mutate};
@@ -25,9 +25,6 @@ use std::sync::Once;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use world::{Handle, PAGES, World};
-
-/// How long slat's own threads may still hold an object that was closed.
-pub(crate) const SOON: Duration = Duration::from_secs(10);
 
 /// Number of threads of a stream.
 const LANES: usize = 3;
