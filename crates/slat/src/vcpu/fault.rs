@@ -21,7 +21,7 @@
 use core::ops::Range;
 use core::ptr;
 
-use super::plan::SlotFacts;
+use super::slot_facts::SlotFacts;
 use super::translate::{Stop, Translation, translation};
 use super::{Parts, PausedWalk, Vcpu};
 use crate::addr::{Access, Gfn, Gpa, Level};

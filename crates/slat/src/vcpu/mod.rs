@@ -9,6 +9,7 @@ mod plan;
 mod prefetch;
 mod presence;
 mod recent_slots;
+mod slot_facts;
 mod streams;
 mod translate;
 mod walker;

@@ -17,7 +17,7 @@
 use core::ops::Range;
 
 use super::fault::{FILLED, Fault};
-use super::plan::SlotFacts;
+use super::slot_facts::SlotFacts;
 use super::streams::Resident;
 use super::translate::Stop;
 use super::{HostWords, PausedWalk, Vcpu};
