@@ -33,7 +33,7 @@ pub(crate) fn debugger(debug: &kvm_guest_debug) -> Debugger {
 /// Stores `KVM_EXIT_DEBUG` in `kvm_run`.
 pub(crate) fn exit(page: &RunPage, cpu: &Cpu, vector: u8, dr6: u64) {
     page.set_exit_reason(KVM_EXIT_DEBUG);
-    let control = (cpu.debugger.breakpoints).map_or(cpu.state.dr7, |own| own.control);
+    let control = (cpu.requests.debugger.breakpoints).map_or(cpu.state.dr7, |own| own.control);
     let arch = kvm_debug_exit_arch {
         exception: vector.into(),
         pad: 0,

@@ -8,45 +8,53 @@
 //! What is promised is listed in `docs/api/slat-kvm.txt`. The other public modules are for slat's own crates and for
 //! tests, are not documented for others, and change without notice.
 //!
-//! | file | idea |
-//! |---|---|
-//! | `api` | the Rust API |
-//! | `ioctl`, `abi`, `user` | the system-call interface: dispatch, request numbers, the client's memory |
-//! | `descriptors`, `guarded` | which descriptors of a C client are KVM's; the border between C and Rust: `errno`, panics |
-//! | `system`, `vm`, `vcpu` | the objects and their calls |
-//! | `run`, `exit`, `guest_debug` | `KVM_RUN`, and how it describes an exit |
-//! | `stats`, `counters`, `exit_times` | statistics, in KVM's binary format; what a vCPU counts for them, and how long its exits take |
-//! | `device`, `device_attr`, `vfio`, `file_id` | devices and device attributes, and the identity of open files |
-//! | `prefault` | guest memory mapped before its use |
-//! | `machine` | what the CPU sees of its machine: address translation, MSRs, hypercalls, paravirtual features |
-//! | `caps` | capabilities |
-//! | `vcpu_common` | the part of a vCPU that other threads use |
-//! | `irq` | delivery of interrupts to vCPUs |
-//! | `hyperv` | Hyper-V's interface: what the vCPUs of a VM share of it |
-//! | `dirty`, `guest_memfd`, `coalesced` | dirty rings, private memory, writes to devices that the client may see later |
-//! | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
-//! | `run_page`, `page_cache` | the pages that a vCPU shares with the client; the translations that it used last |
-//! | `regs`, `fpu`, `events`, `nested`, `same_fields` | the CPU's state in KVM's structs |
-//! | `msr`, `cpuid`, `cpu_features`, `clock`, `steal_time` | MSRs, CPUID leaves, time |
-//! | `options`, `quirks`, `msr_filter` | what a client sets for a VM |
-//! | `debugger` | a debugger of the guest that the client does not know of, for `slat gdb` |
-//! | `call`, `entered` | guards of a call: one that panics makes the VM dead, and its vCPU still leaves the engine |
-//! | `thread`, `signals`, `ticker`, `background`, `last_thread` | signals, masks, timers, slat's own threads, their end |
-//! | [`filters`] | seccomp filters of the client |
-//! | [`notify`] | changes of the host's mappings: MMU notifiers |
-//! | `policy`, `parameters`, `recovery` | settings, module parameters; recovery of NX huge pages |
-//! | [`publish`] | the counters of this process's VMs, and how their memory is mapped, for `slat stat` and `slat map` |
-//! | `memory_map` | how guest memory is mapped, in numbers of pages |
-//! | `profile` | samples of guest code, for `slat run --profile` |
-//! | `symbols`, `perf` | the names of guest code; compiled code, named for perf |
-//! | `trace` | tracepoints, for `slat run --trace` |
-//! | `messages`, `report`, `errno`, `heap` | messages to the user, statistics at the end, errors, vectors that report `ENOMEM` instead of ending the process |
-//! | `engine` | the engine's VM and vCPU, whatever their table format |
+//! | layer | file | idea |
+//! |---|---|---|
+//! | base | `errno`, `heap`, `messages` | errors; vectors that report `ENOMEM` instead of ending the process; messages to the user |
+//! | | `abi`, `user` | KVM's request numbers and structs; the client's memory |
+//! | | `thread`, `signals`, `background`, `last_thread` | signals, masks, slat's own threads, their end |
+//! | | `guarded` | the border between C and Rust: `errno`, panics |
+//! | | `engine`, `entered` | the engine's VM and vCPU, whatever their table format; a guard by which a vCPU leaves the engine |
+//! | | [`notify`], `memory_map` | changes of the host's mappings: MMU notifiers; how guest memory is mapped, in numbers of pages |
+//! | | `policy`, `parameters`, `recovery` | settings, module parameters; recovery of NX huge pages |
+//! | | `symbols`, `profile` | the names of guest code; samples of it, for `slat run --profile` |
+//! | | `trace` | tracepoints, for `slat run --trace` |
+//! | parts | `run_page`, `page_cache` | the pages that a vCPU shares with the client; the translations that it used last |
+//! | | `counters` | what a vCPU counts |
+//! | | `dirty`, `guest_memfd`, `coalesced` | dirty rings, private memory, writes to devices that the client may see later |
+//! | | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
+//! | | `vfio`, `file_id` | a device of VFIO's, and the identity of open files |
+//! | | `hyperv` | Hyper-V's interface: what the vCPUs of a VM share of it |
+//! | | `quirks`, `msr_filter`, `options` | what a client sets for a VM |
+//! | | `cpuid`, `cpu_features`, `clock`, `steal_time`, `msr` | CPUID leaves, time, MSRs |
+//! | | `regs`, `fpu`, `events`, `nested`, `same_fields` | the CPU's state in KVM's structs |
+//! | | `exit`, `guest_debug` | how `KVM_RUN` describes an exit |
+//! | | `ticker`, `exit_times` | timers; how long exits take |
+//! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
+//! | | `debugger` | a debugger of the guest that the client does not know of, for `slat gdb` |
+//! | | `call` | a guard of a call: one that panics makes the VM dead |
+//! | shared | `vcpu_common` | the part of a vCPU that other threads use |
+//! | | `irq` | delivery of interrupts to vCPUs |
+//! | | `report` | statistics at the end |
+//! | | `caps` | capabilities |
+//! | | [`publish`] | the counters of this process's VMs, and how their memory is mapped, for `slat stat` and `slat map` |
+//! | | [`filters`] | seccomp filters of the client |
+//! | objects | `vm`, `system` | VMs and their calls; calls of `/dev/kvm` |
+//! | | `device` | devices |
+//! | | `machine` | what the CPU sees of its machine: address translation, MSRs, hypercalls, paravirtual features |
+//! | | `vcpu` | vCPUs and their calls |
+//! | calls | `run` | `KVM_RUN` |
+//! | | `prefault` | guest memory mapped before its use |
+//! | | `device_attr` | device attributes |
+//! | | `stats` | statistics, in KVM's binary format |
+//! | interface | `ioctl` | the system-call interface: dispatch |
+//! | | `api` | the Rust API |
+//! | | `descriptors` | which descriptors of a C client are KVM's |
 //!
 //! # Layers
-//! No modules import one another in a circle (`tests/architecture.rs`). State and the devices inside a VM know no VM; a
-//! VM knows its vCPUs only as targets of interrupts; a vCPU and its machine know their VM; `device`, `stats`, `run`,
-//! `api` and `ioctl` know all that they need.
+//! A module imports from its own layer and from lower ones, and no modules import one another in a circle
+//! (`crates/slat/tests/architecture`). State and the devices inside a VM know no VM; a VM knows its vCPUs only as targets
+//! of interrupts; a vCPU and its machine know their VM.
 
 pub mod filters;
 pub mod notify;

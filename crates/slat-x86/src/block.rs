@@ -1,12 +1,13 @@
 //! One basic block: decoded operations, and the bytes they were decoded from, which are compared with memory.
 
-#[cfg(feature = "jit")]
-use crate::cpu::mode;
 use crate::heap::OutOfMemory;
-#[cfg(feature = "jit")]
-use crate::jit::Tier;
+use crate::key::Key;
 use crate::op::Op;
 use crate::pool::{List, Pool};
+#[cfg(feature = "jit")]
+use crate::region::{Entrance, Region, Tier, WARM};
+use crate::snapshot::Place;
+#[cfg(feature = "jit")]
 use crate::snapshot::Snapshot;
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::cell::Cell;
@@ -20,40 +21,6 @@ pub(crate) const MAX_BYTES: usize = 200;
 pub(crate) const LONGEST: usize = MAX_BYTES + 16;
 /// The most operations that one instruction becomes: its own and a check.
 const PER_INSTRUCTION: usize = 2;
-
-/// The key by which a block is found: address and decoding mode. A block's operations depend on its key and its bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(C)]
-pub(crate) struct Key {
-    /// The linear address.
-    pub lin: u64,
-    pub rip: u64,
-    /// See [`crate::cpu::mode`].
-    pub mode: u8,
-}
-
-#[cfg(feature = "jit")]
-impl Key {
-    /// Returns the key of the code at `rip`, whose linear address is `base` away.
-    pub(crate) fn new(base: u64, rip: u64, mode: u8) -> Self {
-        let lin = base.wrapping_add(rip) & mode::linear(mode);
-        Self { lin, rip, mode }
-    }
-
-    /// Returns the distance of the linear address from RIP.
-    pub(crate) fn base(&self) -> u64 {
-        self.lin.wrapping_sub(self.rip) & mode::linear(self.mode)
-    }
-}
-
-/// The page that holds the code of a block, or a part of it.
-#[derive(Clone, Copy)]
-pub(crate) struct Place {
-    pub(crate) page: NonNull<Snapshot>,
-    /// [`Snapshot::edition`] when the block was last compared with the page. No snapshot has edition 0: it
-    /// forces a comparison.
-    pub(crate) edition: u64,
-}
 
 /// The block that was executed after another one the last time.
 #[derive(Clone, Copy)]
@@ -89,7 +56,7 @@ pub(crate) struct Block {
     pub(crate) ops: List<Op>,
     /// The compiled region that this block is a part of.
     #[cfg(feature = "jit")]
-    pub(crate) entrance: Option<crate::jit::Entrance>,
+    pub(crate) entrance: Option<Entrance>,
     bytes: List<u8>,
     /// The second page, if the last instruction crosses into it.
     pub(crate) second: Option<Place>,
@@ -109,7 +76,7 @@ impl Block {
             first: None,
             next: Cell::new(None),
             #[cfg(feature = "jit")]
-            heat: Cell::new(crate::jit::WARM),
+            heat: Cell::new(WARM),
             #[cfg(feature = "jit")]
             asked: Cell::new(None),
             crosses: false,
@@ -206,7 +173,7 @@ impl Block {
         self.next.set(None);
         #[cfg(feature = "jit")]
         {
-            self.heat.set(crate::jit::WARM);
+            self.heat.set(WARM);
             self.asked.set(None);
             self.entrance = None;
         }
@@ -287,5 +254,28 @@ impl Block {
     pub(crate) fn op_bytes(&self, op: &Op) -> &[u8] {
         let at = usize::from(op.offset);
         self.bytes.get(at..at + usize::from(op.len)).unwrap_or(&[])
+    }
+}
+
+#[cfg(feature = "jit")]
+impl Block {
+    /// Whether memory holds the code of a region that can be entered at this block. Call while the block is current for
+    /// its CPU, and not running.
+    pub(crate) fn holds(&self, region: &Region) -> bool {
+        region
+            .parts()
+            .all(|(lin, code)| self.holds_beside(lin, code))
+    }
+
+    /// Whether memory holds `code` at `lin`, in the page of this block. Call under the conditions of
+    /// [`holds`](Self::holds).
+    pub(crate) fn holds_beside(&self, lin: u64, code: &[u8]) -> bool {
+        let Some(mut place) = self.first else {
+            return false;
+        };
+        // SAFETY: as in `Cpu::holds`.
+        let page = unsafe { place.page.as_mut() };
+        let (at, _) = Snapshot::split(lin);
+        page.copy(at, code.len()).is_ok() && page.has(at, code)
     }
 }

@@ -11,13 +11,13 @@
 //! when they are about to exceed [`CODE_BYTES`]. If there is no memory to keep a block, it runs all the same, and is
 //! decoded again the next time.
 
-use crate::Cpu;
-use crate::block::{Block, Key, MAX_OPS};
+use crate::block::{Block, MAX_OPS};
 use crate::hash::Seeded;
-use crate::heap::{OutOfMemory, Zeroed};
-use crate::op::Break;
+use crate::heap::{self, OutOfMemory, Pages, Zeroed};
+use crate::key::Key;
 use crate::pool::Pool;
-use crate::snapshot::Snapshot;
+#[cfg(feature = "jit")]
+use crate::region::{Entrance, Step};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 
@@ -25,7 +25,7 @@ use std::ptr::NonNull;
 /// blocks of six instructions in 2,000 pages.
 pub const CODE_BYTES: usize = 64 << 20;
 /// More bytes than one block and its copies need.
-const RESERVE: usize = 64 << 10;
+pub(crate) const RESERVE: usize = 64 << 10;
 /// Entries of the direct-mapped front table.
 const FRONT: usize = 16384;
 /// The number of bits in [`Seen`], and in one of its lines.
@@ -35,7 +35,7 @@ const SEEN_LINE: usize = 512;
 const SEEN_EACH: u32 = 3;
 
 /// Bloom filter of addresses that ran lately. A collision keeps a block needlessly; it evicts none.
-pub(crate) struct Seen {
+struct Seen {
     lines: [[u64; SEEN_LINE / 64]; SEEN / SEEN_LINE],
     set: usize,
 }
@@ -70,7 +70,7 @@ impl Seen {
 }
 
 /// Kept blocks by address, direct-mapped.
-pub(crate) struct Front([Option<NonNull<Block>>; FRONT]);
+struct Front([Option<NonNull<Block>>; FRONT]);
 
 // SAFETY: zeroes are `None`, as Rust promises for an `Option` of a `NonNull`.
 unsafe impl Zeroed for Front {}
@@ -82,18 +82,34 @@ impl Front {
     }
 }
 
+/// The tables by which blocks are found.
+struct Tables {
+    seen: Seen,
+    front: Front,
+}
+
+// SAFETY: zeroes are a value of both fields, as `Zeroed` promises.
+unsafe impl Zeroed for Tables
+where
+    Seen: Zeroed,
+    Front: Zeroed,
+{
+}
+
 /// All blocks of a CPU.
 pub(crate) struct Blocks {
     kept: HashMap<Key, NonNull<Block>, Seeded>,
-    snapshots: HashMap<u64, NonNull<Snapshot>, Seeded>,
-    /// Has the blocks in `kept`, and the snapshots.
+    /// Has the blocks in `kept`.
     pool: Pool,
     /// Holds the memory of the two other blocks.
     _own: Pool,
     /// The reused block, which is not kept.
-    once: NonNull<Block>,
+    pub(crate) once: NonNull<Block>,
     /// The block of a single-stepped instruction.
-    single: NonNull<Block>,
+    pub(crate) single: NonNull<Block>,
+    tables: Pages<Tables>,
+    /// The block that was executed last, if it is alive.
+    last: Option<NonNull<Block>>,
 }
 
 impl Blocks {
@@ -108,67 +124,89 @@ impl Blocks {
         };
         Ok(Self {
             kept: HashMap::with_hasher(Seeded::new()),
-            snapshots: HashMap::with_hasher(Seeded::new()),
             pool: Pool::default(),
             _own: own,
             once,
             single,
+            tables: Pages::zeroed()?,
+            last: None,
         })
     }
 
-    /// Returns the heap bytes of the kept blocks, the snapshots and their indices if `more` bytes are
-    /// taken from the pool.
-    fn heap_bytes(&self, more: usize) -> usize {
-        // A map fills at most seven eighths of a power of two of entries, and has a byte more for each.
-        let index =
-            |capacity: usize, entry: usize| (capacity * 8 / 7).next_power_of_two() * (entry + 1);
-        self.pool.bytes_with(more)
-            + index(self.kept.capacity(), size_of::<(Key, NonNull<Block>)>())
-            + index(
-                self.snapshots.capacity(),
-                size_of::<(u64, NonNull<Snapshot>)>(),
-            )
+    /// Returns the heap bytes of the kept blocks and their index if `more` bytes are taken from the pool.
+    pub(crate) fn heap_bytes(&self, more: usize) -> usize {
+        let entry = size_of::<(Key, NonNull<Block>)>();
+        self.pool.bytes_with(more) + heap::map_bytes(self.kept.capacity(), entry)
     }
 
-    /// Whether one more block may exceed [`CODE_BYTES`].
-    fn is_full(&mut self) -> bool {
-        // If there is no memory for the index, no block will be kept.
+    /// Makes room in the index for one more block. Without memory for the index, no block will be kept.
+    pub(crate) fn reserve(&mut self) {
         let _ = self.kept.try_reserve(1);
-        let _ = self.snapshots.try_reserve(2);
-        self.heap_bytes(RESERVE) > CODE_BYTES
     }
 
-    /// Returns the snapshot of a page if there is one.
-    pub(crate) fn known_snapshot(&self, key: u64) -> Option<NonNull<Snapshot>> {
-        self.snapshots.get(&key).copied()
-    }
-
-    /// Returns the snapshot of a page, which may be new.
-    ///
-    /// # Errors
-    /// [`OutOfMemory`] if there is none, and no memory for one.
-    pub(crate) fn snapshot(&mut self, key: u64) -> Result<NonNull<Snapshot>, OutOfMemory> {
-        if let Some(page) = self.known_snapshot(key) {
-            return Ok(page);
+    /// Returns the block with this key if it is found at once: it has followed the last block before, or is in the front
+    /// table. The block is current for a CPU with this `stamp`.
+    #[inline(always)]
+    pub(crate) fn current(&mut self, key: &Key, stamp: u64) -> Option<NonNull<Block>> {
+        // SAFETY: the last block is alive: blocks are freed all together, between blocks, and then `last` is cleared.
+        let last = self.last.map(|last| unsafe { last.as_ref() });
+        let is_it = |found: NonNull<Block>| {
+            // SAFETY: as above: it is from the table, or has followed another block that is alive.
+            let block = unsafe { found.as_ref() };
+            block.key == *key && block.is_current(stamp)
+        };
+        if let Some(found) = last.and_then(Block::next)
+            && is_it(found)
+        {
+            return Some(found);
         }
-        self.snapshots.try_reserve(1).map_err(|_| OutOfMemory)?;
-        let page = self.pool.put(Snapshot::new(key))?;
-        self.snapshots.insert(key, page);
-        Ok(page)
+        let found = *self.tables.front.at(key.lin);
+        if let Some(found) = found
+            && is_it(found)
+        {
+            if let Some(last) = last {
+                last.precede(found);
+            }
+            return Some(found);
+        }
+        None
     }
 
-    /// Returns a kept block.
-    #[cfg(feature = "jit")]
-    pub(crate) fn kept(&self, key: &Key) -> Option<&Block> {
-        // SAFETY: blocks in the map are alive as long as they are in it; they are changed through `&mut self` only.
-        self.kept.get(key).map(|block| unsafe { block.as_ref() })
+    /// Returns the block with this key if it is in the front table.
+    pub(crate) fn in_front(&mut self, key: &Key) -> Option<NonNull<Block>> {
+        let found = *self.tables.front.at(key.lin);
+        // SAFETY: blocks in the table are alive.
+        found.filter(|block| unsafe { block.as_ref() }.key == *key)
+    }
+
+    /// Puts a kept block into the front table.
+    pub(crate) fn put_in_front(&mut self, kept: NonNull<Block>) {
+        // SAFETY: a kept block is alive.
+        let lin = unsafe { kept.as_ref() }.key.lin;
+        *self.tables.front.at(lin) = Some(kept);
+    }
+
+    /// Notes that code at `lin` runs. Returns whether it may have run lately.
+    pub(crate) fn note(&mut self, lin: u64) -> bool {
+        self.tables.seen.note(lin)
+    }
+
+    /// Call when a block, which is alive, begins to run.
+    #[inline(always)]
+    pub(crate) fn begin(&mut self, block: &Block) {
+        self.last = Some(NonNull::from(block));
+    }
+
+    /// Returns a kept block. It is alive until all are freed.
+    pub(crate) fn kept(&self, key: &Key) -> Option<NonNull<Block>> {
+        self.kept.get(key).copied()
     }
 
     /// Returns the instruction with the guarded access at a host address.
     #[cfg(feature = "jit")]
-    pub(crate) fn step_at(&self, address: usize) -> Option<*const crate::jit::Step> {
+    pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
         self.kept.values().find_map(|block| {
-            // SAFETY: as in `kept`.
+            // SAFETY: blocks in the map are alive as long as they are in it.
             let entrance = unsafe { block.as_ref() }.entrance.as_ref()?;
             entrance.region.step_at(address)
         })
@@ -178,9 +216,9 @@ impl Blocks {
     /// compiled code are verified before they run next. Returns whether other code of the block was replaced. Call
     /// while no block is running.
     #[cfg(feature = "jit")]
-    pub(crate) fn attach(&mut self, key: &Key, entrance: crate::jit::Entrance) -> bool {
+    pub(crate) fn attach(&mut self, key: &Key, entrance: Entrance) -> bool {
         if let Some(&block) = self.kept.get(key) {
-            // SAFETY: as in `kept`, and no block is running.
+            // SAFETY: as above, and no block is running.
             let block = unsafe { &mut *block.as_ptr() };
             if (block.entrance.as_ref()).is_some_and(|old| old.region.tier > entrance.region.tier) {
                 return false;
@@ -193,9 +231,10 @@ impl Blocks {
         false
     }
 
-    /// Frees the kept blocks and the snapshots. Call while no block is running.
-    pub(crate) fn clear(&mut self, front: &mut Front) {
-        front.0.fill(None);
+    /// Frees the kept blocks, and empties the others. Call while no block is running.
+    pub(crate) fn clear(&mut self) {
+        self.last = None;
+        self.tables.front.0.fill(None);
         self.free();
         for block in [&mut self.once, &mut self.single] {
             // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
@@ -204,19 +243,18 @@ impl Blocks {
         }
     }
 
-    /// Frees all blocks in the maps. The caller makes sure that no reference to one of them is left.
+    /// Frees all blocks in the map. The caller makes sure that no reference to one of them is left.
     fn free(&mut self) {
         for (_, mut block) in self.kept.drain() {
             // SAFETY: alive, removed from the map here; the caller's promise.
             unsafe { block.as_mut() }.cool();
         }
-        self.snapshots.clear();
-        // SAFETY: the maps had all of its pieces.
+        // SAFETY: the map had all of its pieces.
         unsafe { self.pool.clear() };
     }
 
     /// Keeps a copy of `once`, which replaces an old block with its key. On failure the old block is unchanged.
-    fn keep(&mut self, front: &mut Front) -> Result<NonNull<Block>, OutOfMemory> {
+    pub(crate) fn keep(&mut self) -> Result<NonNull<Block>, OutOfMemory> {
         // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
         let once = unsafe { self.once.as_ref() };
         if once.first.is_none() {
@@ -238,7 +276,7 @@ impl Blocks {
                 kept
             }
         };
-        *front.at(once.key.lin) = Some(kept);
+        *self.tables.front.at(once.key.lin) = Some(kept);
         Ok(kept)
     }
 }
@@ -250,147 +288,13 @@ impl Drop for Blocks {
     }
 }
 
-impl Cpu {
-    /// Returns the heap bytes of the blocks of decoded code and their index: at most [`CODE_BYTES`].
-    pub fn code_bytes(&self) -> usize {
-        self.blocks.heap_bytes(0)
-    }
-
-    /// Frees all blocks if one more may exceed [`CODE_BYTES`]. Call while no block is running.
-    fn make_room(&mut self) {
-        if self.blocks.is_full() {
-            self.forget_blocks();
-        }
-    }
-
-    /// Has a page looked up again before its code runs next.
-    pub(crate) fn outdate_page(&mut self, lin: u64) {
-        self.once.outdate();
-        for user in [false, true] {
-            let page = self.blocks.known_snapshot(Snapshot::key_of(lin, user));
-            if let Some(mut page) = page {
-                // SAFETY: alive as long as it is in the map. A running block does not look at its snapshots.
-                unsafe { page.as_mut() }.outdate();
-                self.forget_targets();
-            }
-        }
-    }
-
-    /// Frees all blocks. Call while no block is running.
-    pub(crate) fn forget_blocks(&mut self) {
-        self.last = None;
-        self.blocks.clear(&mut self.fixed.front);
-        self.forget_targets();
-    }
-
-    /// Returns the block at RIP, verified. It stays valid until the next call.
-    #[inline(always)]
-    pub(crate) fn find_block(&mut self) -> Result<NonNull<Block>, Break> {
-        let rip = self.state.rip;
-        let key = Key {
-            lin: self.code_address(rip),
-            rip,
-            mode: self.mode,
-        };
-        // SAFETY: the last block is alive: blocks are freed all together, between blocks, and then `last` is cleared.
-        let last = self.last.map(|last| unsafe { last.as_ref() });
-        let stamp = self.clock.stamp;
-        let is_it = |found: NonNull<Block>| {
-            // SAFETY: as above: it is from the table, or has followed another block that is alive.
-            let block = unsafe { found.as_ref() };
-            block.key == key && block.is_current(stamp)
-        };
-        if let Some(found) = last.and_then(Block::next)
-            && is_it(found)
-        {
-            return Ok(found);
-        }
-        if let Some(found) = *self.fixed.front.at(key.lin)
-            && is_it(found)
-        {
-            if let Some(last) = last {
-                last.precede(found);
-            }
-            return Ok(found);
-        }
-        self.find_block_slow(key)
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn find_block_slow(&mut self, key: Key) -> Result<NonNull<Block>, Break> {
-        self.counters.blocks_looked_up += 1;
-        self.check_code_limit(key.rip)?;
-        let mut is_known = false;
-        if let Some(found) = *self.fixed.front.at(key.lin) {
-            // SAFETY: blocks in the table are alive; nothing else refers to one while no block is running.
-            let block = unsafe { &mut *found.as_ptr() };
-            if block.key == key {
-                if self.verify(block)? {
-                    return Ok(found);
-                }
-                is_known = true;
-            }
-        }
-        let eager = self.compiles_at_once();
-        let seen = self.fixed.seen.note(key.lin) || eager;
-        if seen
-            && !is_known
-            && let Some(&kept) = self.blocks.kept.get(&key)
-        {
-            // SAFETY: blocks in the map are alive; nothing else refers to one while no block is running.
-            if self.verify(unsafe { &mut *kept.as_ptr() })? {
-                *self.fixed.front.at(key.lin) = Some(kept);
-                return Ok(kept);
-            }
-        }
-        self.make_room();
-        let once = self.blocks.once;
-        // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
-        self.decode(unsafe { &mut *once.as_ptr() }, key, MAX_OPS, seen)?;
-        match seen {
-            true => {
-                let kept = self.blocks.keep(&mut self.fixed.front).unwrap_or(once);
-                #[cfg(feature = "jit")]
-                self.adopt(kept, crate::jit::Tier::Baseline);
-                if eager {
-                    // SAFETY: alive until all are freed.
-                    unsafe { kept.as_ref() }.heat_up();
-                }
-                Ok(kept)
-            }
-            false => Ok(once),
-        }
-    }
-
-    /// Returns the one instruction at RIP as a block of its own. It stays valid until the next call.
-    pub(crate) fn single_block(&mut self) -> Result<NonNull<Block>, Break> {
-        let rip = self.state.rip;
-        self.check_code_limit(rip)?;
-        let key = Key {
-            lin: self.code_address(rip),
-            rip,
-            mode: self.mode,
-        };
-        self.make_room();
-        let found = self.blocks.single;
-        // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
-        let single = unsafe { &mut *found.as_ptr() };
-        if single.key != key || !self.holds_once(single)? {
-            self.decode(single, key, 1, false)?;
-        }
-        Ok(found)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap;
 
     #[test]
     fn code_is_seen_from_its_second_run_on_until_much_other_code_has_run() {
-        let mut seen = heap::Pages::<Seen>::zeroed().unwrap();
+        let mut seen = Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
         // The filter can hold this number of addresses.

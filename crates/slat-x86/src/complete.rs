@@ -2,23 +2,24 @@
 //!
 //! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. What an
 //! unfinished instruction still has to do is in no register: it has data that a device returned, writes that no device
-//! has seen, a #VMEXIT that waits for memory, or traps. [`Cpu::complete`] brings all of it into [`State`](crate::State)
+//! has seen, a #VMEXIT that waits for memory, or traps. [`Executor::complete`] brings all of it into [`State`](crate::State)
 //! or to the caller, and executes no other instruction (KVM's API, `immediate_exit`). Only afterwards does the CPU look
 //! at `attention` and events.
 //!
 //! An instruction that waits for data is executed as it was decoded. Its reads of devices return the data of the
 //! caller; its other operands are translated anew, as KVM does.
 
-use crate::Cpu;
+use crate::executor::Executor;
+use crate::flow::Break;
 use crate::machine::{Exit, Machine};
-use crate::mmio::Reader;
-use crate::op::{Break, LONGEST_INSTRUCTION, Op};
+use crate::op::{LONGEST_INSTRUCTION, Op};
+use crate::reader::Reader;
 use crate::sync::AtomicU32;
 
-impl Cpu {
+impl Executor {
     /// Whether the last instruction is unfinished: [`complete`](Self::complete) finishes it.
     pub fn is_unfinished(&self) -> bool {
-        self.waits_for_memory() || self.has_writes() || self.bus_locked || self.has_traps()
+        self.waits_for_memory() || self.has_writes() || self.bus_lock.is_due() || self.has_traps()
     }
 
     /// Finishes the last instruction, with the data that the caller has provided, and executes no other one. Returns
@@ -41,7 +42,7 @@ impl Cpu {
             if let Some(write) = self.next_mmio_write() {
                 return Some(write);
             }
-            if std::mem::take(&mut self.bus_locked) {
+            if self.bus_lock.take() {
                 return Some(Exit::BusLock);
             }
             let (exit, retries) = if self.has_answers() {
@@ -68,11 +69,6 @@ impl Cpu {
         }
     }
 
-    /// Whether the last instruction has to access memory before it is done.
-    pub(crate) fn waits_for_memory(&self) -> bool {
-        self.svm.is_exit_due() || self.has_answers() || self.has_input()
-    }
-
     /// Handles a failed store of a string input's data. An exception, or a #VMEXIT, drops the data that are left.
     fn input_failed(&mut self, why: Break) -> Option<Exit> {
         if !matches!(why, Break::Retry | Break::Exit) {
@@ -83,11 +79,11 @@ impl Cpu {
 
     /// Executes the instruction whose reads have data.
     fn finish_read(&mut self) -> Option<Exit> {
-        let reader = self.devices.reader?;
+        let reader = self.reader?;
         self.step(reader.rip, |cpu| {
-            cpu.block_rip = reader.rip.wrapping_sub(reader.op.offset.into());
+            cpu.code.rip = reader.rip.wrapping_sub(reader.op.offset.into());
             cpu.stop = false;
-            let why = match (reader.op.handler)(cpu, &reader.op) {
+            let why = match (reader.op.handler)(&mut cpu.cpu, &reader.op) {
                 Ok(()) => Break::End,
                 Err(why) => why,
             };
@@ -117,10 +113,26 @@ impl Cpu {
         let mut bytes = [0; LONGEST_INSTRUCTION];
         let len = code.len().min(op.len.into());
         bytes[..len].copy_from_slice(&code[..len]);
-        self.devices.reader = Some(Reader {
+        self.reader = Some(Reader {
             op,
             rip: self.rip_of(&op),
             bytes,
         });
+    }
+
+    /// Call when the instruction is done, or has ended in an exception: drops the data of its reads.
+    pub(crate) fn drop_answers(&mut self) {
+        self.cpu.clear_answers();
+        self.reader = None;
+    }
+
+    /// Drops an access of an earlier run that the caller did not complete; its instruction makes the access again. Also
+    /// drops an access whose instruction is not at RIP any more.
+    pub(crate) fn forget_question(&mut self) {
+        let rip = self.state.rip;
+        let is_unanswered = self.cpu.forget_question();
+        if is_unanswered || self.reader.is_some_and(|reader| reader.rip != rip) {
+            self.drop_answers();
+        }
     }
 }

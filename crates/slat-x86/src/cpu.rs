@@ -1,56 +1,45 @@
 //! The CPU: architectural state plus what makes running it fast.
 
-use crate::block::Block;
-use crate::blocks::Blocks;
-use crate::clock::Clock;
-use crate::code_pages::{CodePages, Member};
+use crate::bus_lock::BusLock;
+pub(crate) use crate::code::ANY_PAGE;
+use crate::code::Code;
+use crate::code_pages::CodePages;
+#[cfg(feature = "jit")]
+use crate::compiled::Compiled;
 use crate::counters::Counters;
-use crate::debug::{Debugger, Watch};
-use crate::decoder;
-use crate::features::{Features, has_avx};
+use crate::devices::Devices;
+use crate::features::Features;
 use crate::fixed::Fixed;
-use crate::flags::Lazy;
+use crate::flow::Break;
 use crate::heap::{OutOfMemory, Pages};
-use crate::int::{Int, Registers};
+use crate::int::Registers;
+use crate::lazy::Lazy;
 use crate::machine::{BusLocks, Exit, GuestFlush, HypercallOutcome, Machine, Paging};
-use crate::mmio::Devices;
-use crate::once::Once;
-use crate::op::{Break, Op};
+pub(crate) use crate::mode;
+use crate::nested::vmcb::VmExit;
+use crate::nested::{Svm, code};
 use crate::probe::Probes;
 use crate::progress::Progress;
-use crate::state::{Exception, Segment, State, control, flags, xcr0};
-use crate::svm::Svm;
+use crate::raised::Raised;
+use crate::requests::Requests;
+use crate::state::{Exception, Segment, State, control, flags, made_canonical};
 use crate::sync::Arc;
 use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, USER_CHECKED, Which};
+use crate::watch::Watch;
 use std::ptr::NonNull;
-use std::time::Duration;
 
-pub(crate) mod mode;
-
-/// See [`Cpu::code_page`].
-pub(crate) const ANY_PAGE: usize = 1;
-
-/// One software CPU. It allocates all memory that it needs to run when it is made; see [`Cpu::try_new`].
+/// One software CPU: what instructions act on. An [`Executor`](crate::Executor) runs it.
 ///
 /// Its first fields are those that compiled code uses most: `jit::window` says in which order.
 #[repr(C)]
 pub struct Cpu {
     #[cfg(feature = "jit")]
-    pub(crate) compiled: crate::jit::Compiled,
+    pub(crate) compiled: Compiled,
     pub(crate) lazy: Lazy,
     /// The architectural state, complete while the CPU does not run.
     pub state: State,
-    /// End the run with [`Exit::InterruptWindow`] when the guest could take an interrupt.
-    pub interrupt_window: bool,
-    /// End the run with [`Exit::InterruptWindow`] when GIF is set: something of the caller's waits for GIF.
-    pub gif_window: bool,
-    /// What happens at a locked access that crosses a cache line.
-    pub bus_locks: BusLocks,
-    /// End the run with [`Exit::Notify`] when events have been delivered for longer than this without an
-    /// instruction in between.
-    pub notify_window: Option<Duration>,
-    /// Debug exceptions that end the run with [`Exit::Debug`] instead of being delivered to the guest.
-    pub debugger: Debugger,
+    /// What ends the run because the caller has asked for it.
+    pub requests: Requests,
 
     pub(crate) features: Features,
     pub(crate) fixed: Pages<Fixed>,
@@ -62,67 +51,24 @@ pub struct Cpu {
     pub(crate) stop: bool,
     /// Work is pending for the block boundary.
     pub(crate) slow: bool,
-    /// An instruction was abandoned because its page walk set a bit in a page of decoded code: see
-    /// [`Cpu::finish_fetched`].
-    pub(crate) walk_changed_code: bool,
-    /// The last instruction has locked the bus, which ends the run.
-    pub(crate) bus_locked: bool,
-    /// The next bus lock does not end the run, because it has already ended the last one.
-    pub(crate) bus_lock_passes: bool,
-    /// RIP of the instruction that ended the last run because it would lock the bus.
-    pub(crate) bus_lock_rip: Option<u64>,
-    /// The host page of the running block; [`ANY_PAGE`] in compiled code, where blocks of other pages may follow.
-    pub(crate) code_page: usize,
-    /// RIP at the start of the running block.
-    pub(crate) block_rip: u64,
-    /// Tells when decoded code has to be checked again.
-    pub(crate) clock: Clock,
-    pub(crate) code: Member,
-    pub(crate) blocks: Blocks,
-    pub(crate) once: Once,
-    /// The block that was executed last, if it is alive.
-    pub(crate) last: Option<NonNull<Block>>,
+    pub(crate) bus_lock: BusLock,
+    pub(crate) code: Code,
     pub(crate) devices: Devices,
     pub(crate) watch: Watch,
     pub(crate) probes: Probes,
     pub(crate) progress: Progress,
-    pub(crate) fault: Exception,
-    pub(crate) fault_address: u64,
-    pub(crate) fault_noncanonical: bool,
-    pub(crate) exit: Option<Exit>,
+    pub(crate) raised: Raised,
     pub(crate) counters: Counters,
     pub(crate) svm: Svm,
     machine: Option<NonNull<dyn Machine>>,
     /// The registers that the TLB's content depends on, as last seen.
-    paging_registers: [u64; 4],
+    pub(crate) paging_registers: [u64; 4],
 }
 
-/// Returns the canonical address with the low 48 bits of `address`, or the low 57 bits with CR4.LA57.
-pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
-    let shift = match cr4 & control::CR4_LA57 {
-        0 => 16,
-        _ => 7,
-    };
-    ((address << shift) as i64 >> shift) as u64
-}
+/// Index of CR3 in [`Cpu::paging_registers`].
+pub(crate) const CR3: usize = 1;
 
-/// Index of CR3 in `Cpu::paging_registers`.
-const CR3: usize = 1;
-
-/// Whether a change of CR0, CR3, CR4 and EFER invalidates translations, or changes what they depend on. A change of TS,
-/// which each task switch makes, does not.
-fn invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
-    use control::*;
-    let paging = [
-        CR0_PG | CR0_WP,
-        u64::MAX,
-        CR4_PSE | CR4_PAE | CR4_PGE | CR4_LA57 | CR4_PCIDE | CR4_SMEP | CR4_SMAP | CR4_PKE,
-        EFER_LMA | EFER_NXE,
-    ];
-    (before.iter().zip(now).zip(paging)).any(|((before, now), bits)| (before ^ now) & bits != 0)
-}
-
-// SAFETY: the machine pointer is set during `run` only, and the blocks and the TLB belong to this CPU alone; their host
+// SAFETY: the machine pointer is set during `run` only, and the snapshots and the TLB belong to this CPU alone; their host
 // addresses are guest memory, which any thread may access through guarded accesses.
 unsafe impl Send for Cpu {}
 
@@ -138,23 +84,14 @@ impl Registers for Cpu {
 }
 
 impl Cpu {
-    /// Makes a CPU after RESET, with all memory that running needs: half a MiB, most of which the host provides at
-    /// first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
-    ///
-    /// The first CPU of a process also builds the tables of the instruction decoder. The CPUs that share memory share
-    /// `code`, by which they tell each other of stores to code.
+    /// Makes a CPU after RESET.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host has no memory.
-    pub fn try_new(code: Arc<CodePages>) -> Result<Self, OutOfMemory> {
-        decoder::build_tables()?;
+    pub(crate) fn try_new(code: Arc<CodePages>) -> Result<Self, OutOfMemory> {
         Ok(Self {
             state: State::reset(),
-            interrupt_window: false,
-            gif_window: false,
-            bus_locks: BusLocks::default(),
-            notify_window: None,
-            debugger: Debugger::default(),
+            requests: Requests::default(),
             features: Features::all(),
             lazy: Lazy::done(),
             fixed: Pages::zeroed()?,
@@ -163,30 +100,15 @@ impl Cpu {
             cpl: 0,
             stop: false,
             slow: true,
-            walk_changed_code: false,
-            bus_locked: false,
-            bus_lock_passes: false,
-            bus_lock_rip: None,
-            code_page: usize::MAX,
-            block_rip: 0,
-            clock: Clock::new(),
-            code: Member::try_new(code)?,
+            bus_lock: BusLock::default(),
+            code: Code::try_new(code)?,
             #[cfg(feature = "jit")]
-            compiled: crate::jit::Compiled::new(),
-            blocks: Blocks::try_new()?,
-            once: Once::new(),
-            last: None,
+            compiled: Compiled::new(),
             devices: Devices::default(),
             watch: Watch::default(),
             probes: Probes::default(),
             progress: Progress::default(),
-            fault: Exception {
-                vector: 0,
-                error: None,
-            },
-            fault_address: 0,
-            fault_noncanonical: false,
-            exit: None,
+            raised: Raised::nothing(),
             counters: Counters::default(),
             svm: Svm::new(),
             machine: None,
@@ -204,6 +126,11 @@ impl Cpu {
         self.features = features;
     }
 
+    /// Sets what happens at a locked access that crosses a cache line.
+    pub fn set_bus_locks(&mut self, when: BusLocks) {
+        self.bus_lock.when = when;
+    }
+
     /// Drops all translations, because other host pages may back guest memory now.
     pub fn flush_tlb(&mut self) {
         self.counters.flushes_host += 1;
@@ -212,14 +139,14 @@ impl Cpu {
 
     /// Drops all translations. The caller has counted the reason.
     pub(crate) fn drop_translations(&mut self) {
-        self.clock.flush();
+        self.code.clock.flush();
         self.flush_data();
     }
 
     /// Drops all translations of the current world.
     pub(crate) fn flush_world(&mut self) {
         self.counters.flushes_other += 1;
-        self.clock.flush();
+        self.code.clock.flush();
         let space = self.space();
         self.tlb().flush_world(space);
     }
@@ -258,7 +185,7 @@ impl Cpu {
     pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
         self.counters.flushes_page += 1;
         match self.tlb().may_be_large(lin) {
-            true => self.clock.flush(),
+            true => self.code.clock.flush(),
             false => self.outdate_page(lin),
         }
         self.tlb().flush_page(lin, which);
@@ -276,7 +203,7 @@ impl Cpu {
         let space = self.space_of(pcid);
         match pcid == self.pcid() {
             true => {
-                self.clock.flush();
+                self.code.clock.flush();
                 self.tlb().switch(space, false);
             }
             false => self.tlb().forget(space),
@@ -286,20 +213,30 @@ impl Cpu {
     /// Drops all translations but the global ones: INVPCID of type 3.
     pub(crate) fn flush_spaces(&mut self) {
         self.counters.flushes_pcid += 1;
-        self.clock.flush();
+        self.code.clock.flush();
         let space = self.space();
         self.tlb().flush_spaces(space);
     }
 
-    /// Whether blocks are compiled before they run for the first time: never without a compiler.
-    #[cfg(not(feature = "jit"))]
-    pub(crate) fn compiles_at_once(&self) -> bool {
-        false
+    /// Has a page looked up again before its code runs next.
+    fn outdate_page(&mut self, lin: u64) {
+        if self.code.outdate_page(lin) {
+            self.forget_targets();
+        }
     }
 
-    /// There is no compiled code to forget.
-    #[cfg(not(feature = "jit"))]
-    pub(crate) fn forget_targets(&mut self) {}
+    /// See [`Compiled::forget_targets`].
+    pub(crate) fn forget_targets(&mut self) {
+        #[cfg(feature = "jit")]
+        self.compiled.forget_targets(&mut self.fixed.targets);
+    }
+
+    /// Returns the number of instructions so far, including those of the running region.
+    #[cfg(feature = "jit")]
+    pub(crate) fn instructions(&self) -> u64 {
+        let compiled = self.compiled.instructions - self.counters.instructions_compiled;
+        self.counters.instructions + compiled
+    }
 
     /// Returns the number of instructions so far.
     #[cfg(not(feature = "jit"))]
@@ -307,27 +244,20 @@ impl Cpu {
         self.counters.instructions
     }
 
-    /// Runs `f` with `machine` as the CPU's machine.
-    pub(crate) fn with_machine<T>(
-        &mut self,
-        machine: &mut dyn Machine,
-        f: impl FnOnce(&mut Self) -> T,
-    ) -> T {
-        /// Clears the pointer also when `f` panics.
-        struct Reset<'a>(&'a mut Cpu);
-        impl Drop for Reset<'_> {
-            fn drop(&mut self) {
-                self.0.machine = None;
-            }
-        }
+    /// Makes `machine` the CPU's machine, until [`detach`](Self::detach).
+    ///
+    /// # Safety
+    /// - The caller detaches the machine before the borrow of `machine` ends.
+    pub(crate) unsafe fn attach(&mut self, machine: &mut dyn Machine) {
         let pointer = NonNull::from(machine);
-        // SAFETY: only the lifetime bound of the trait object changes. The pointer is cleared before
-        // `machine`'s borrow ends.
+        // SAFETY: only the lifetime bound of the trait object changes; the caller's promise.
         self.machine = Some(unsafe {
             std::mem::transmute::<NonNull<dyn Machine + '_>, NonNull<dyn Machine>>(pointer)
         });
-        let reset = Reset(self);
-        f(reset.0)
+    }
+
+    pub(crate) fn detach(&mut self) {
+        self.machine = None;
     }
 
     #[inline(always)]
@@ -338,7 +268,7 @@ impl Cpu {
     /// Returns the machine. Call only while running.
     pub(crate) fn machine(&mut self) -> &mut dyn Machine {
         let mut pointer = self.machine.expect("a CPU executes within run");
-        // SAFETY: set by `with_machine` for the duration of its borrow; the result borrows `self`, so
+        // SAFETY: set by `attach` for the duration of its borrow; the result borrows `self`, so
         // there is one such reference at a time.
         unsafe { pointer.as_mut() }
     }
@@ -349,14 +279,6 @@ impl Cpu {
         let mut pointer = self.machine.expect("a CPU executes within run");
         // SAFETY: as in `machine`; the state is no part of the machine.
         unsafe { pointer.as_mut() }.hypercall(&mut self.state, cpl, long_mode)
-    }
-
-    /// Call after an instruction has changed the state: does [`derive`](Self::derive), and tells the machine if the
-    /// guest has invalidated translations.
-    pub(crate) fn refresh(&mut self) {
-        if self.derive() {
-            self.tell_flush(GuestFlush::All);
-        }
     }
 
     /// Tells the machine that the guest has invalidated translations.
@@ -378,7 +300,7 @@ impl Cpu {
         self.state.cr3 = cr3;
         self.paging_registers[CR3] = cr3;
         self.counters.flushes_cr3 += 1;
-        self.clock.flush();
+        self.code.clock.flush();
         let space = self.space();
         self.tlb().switch(space, keeps);
         if !keeps {
@@ -386,62 +308,9 @@ impl Cpu {
         }
     }
 
-    /// Call after the client or an instruction has changed the state: derives mode, CPL and TLB table, and flushes
-    /// translations that depend on changed registers. Returns whether it flushed them.
-    pub(crate) fn derive(&mut self) -> bool {
-        let state = &self.state;
-        let long = state.efer & control::EFER_LMA != 0;
-        let bits = match (long && state.cs.long(), state.cs.big()) {
-            (true, _) => mode::BITS_64,
-            (false, true) if self.is_flat() => mode::FLAT_32,
-            (false, true) => mode::BITS_32,
-            (false, false) => mode::BITS_16,
-        };
-        let mut mode = bits;
-        if state.cr0 & control::CR0_EM != 0 || state.cr4 & control::CR4_OSFXSR == 0 {
-            mode |= mode::NO_SSE;
-        }
-        if state.cr0 & control::CR0_EM != 0 {
-            mode |= mode::NO_X87;
-        }
-        if state.cr0 & control::CR0_TS != 0 {
-            mode |= mode::TASK_SWITCHED;
-        }
-        const AVX: u64 = xcr0::SSE | xcr0::AVX;
-        if state.cr4 & control::CR4_OSXSAVE == 0 || state.xcr0 & AVX != AVX || !has_avx() {
-            mode |= mode::NO_AVX;
-        }
-        if self.has_paragraphs() {
-            mode |= mode::NO_AVX | mode::NO_VEX;
-        }
-        self.cpl = match (
-            state.cr0 & control::CR0_PE != 0,
-            state.rflags & flags::VM != 0,
-        ) {
-            (false, _) => 0,
-            (true, true) => 3,
-            (true, false) => state.ss.dpl(),
-        };
-        if self.cpl == 3 {
-            mode |= mode::USER;
-        }
-        self.mode = mode;
-        self.clock.enter(self.cpl == 3);
-        self.update_table();
-        let before = self.paging_registers;
-        self.see_registers();
-        let flushes = invalidates(&before, &self.paging_registers);
-        if flushes {
-            self.flush_other();
-        }
-        self.update_watch();
-        self.slow = true;
-        flushes
-    }
-
     /// Notes the registers whose changes flush translations: from here on [`derive`](Self::derive) looks
     /// for changes of these.
-    fn see_registers(&mut self) {
+    pub(crate) fn see_registers(&mut self) {
         let state = &self.state;
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
     }
@@ -449,24 +318,6 @@ impl Cpu {
     /// Call before another world becomes the current one and its registers are loaded.
     pub(crate) fn leave_world(&mut self) {
         self.svm.note_registers(self.paging_registers);
-    }
-
-    /// Call after the registers of another world were loaded. Keeps the translations of that world, unless its
-    /// hypervisor has changed registers on which they depend: a processor's TLB holds the flags of page-table entries,
-    /// but this TLB holds the rights that follow from flags and registers.
-    pub(crate) fn enter_world(&mut self) {
-        let mut before = self.svm.noted_registers();
-        self.see_registers();
-        // A changed CR3 drops nothing here: as on a processor, the hypervisor has to ask for a flush.
-        before[CR3] = self.paging_registers[CR3];
-        let is_outdated = invalidates(&before, &self.paging_registers);
-        self.derive();
-        self.clock.flush();
-        let space = self.space();
-        match is_outdated {
-            true => self.tlb().flush_world(space),
-            false => self.tlb().enter_world(space),
-        }
     }
 
     /// Chooses the TLB table for CPL, RFLAGS.AC and CR0.AM.
@@ -488,26 +339,11 @@ impl Cpu {
         self.mode & mode::BITS == mode::BITS_64
     }
 
-    /// Whether offsets in ES, CS, SS and DS are linear addresses outside 64-bit mode.
-    fn is_flat(&self) -> bool {
-        let state = &self.state;
-        let is_flat = |segment: &Segment| {
-            let expands_down = segment.rights & 0x1c == 0x14;
-            segment.base == 0 && segment.limit == u32::MAX && segment.usable() && !expands_down
-        };
-        let segments = [&state.es, &state.cs, &state.ss, &state.ds];
-        self.protected()
-            && !self.virtual_8086()
-            && state.ss.big()
-            && segments.into_iter().all(is_flat)
-    }
-
-    /// Call after an instruction has loaded ES or DS.
-    pub(crate) fn data_segment_loaded(&mut self) {
-        let was_flat = self.mode & mode::BITS == mode::FLAT_32;
-        if !self.is_64() && self.is_flat() != was_flat {
-            self.refresh();
-        }
+    /// Whether the CPU behaves like Intel's where the vendors differ. A nested guest runs on a CPU of AMD's,
+    /// whatever vendor its CPUID reports, because AMD's manual defines SVM: for example, its hypervisor
+    /// reads EXT in EXITINTINFO.
+    pub(crate) fn is_intel(&self) -> bool {
+        self.features.is_intel && !self.svm.is_guest()
     }
 
     pub(crate) fn long_mode(&self) -> bool {
@@ -536,6 +372,15 @@ impl Cpu {
     /// Whether a value is canonical, which some MSRs demand in every mode.
     pub(crate) fn canonical_value(&self, lin: u64) -> bool {
         made_canonical(self.state.cr4, lin) == lin
+    }
+
+    /// Returns the TLB table that holds translations for the current accesses.
+    #[inline(always)]
+    pub(crate) fn filled_table(&self) -> usize {
+        match self.table {
+            USER_CHECKED => USER,
+            table => table,
+        }
     }
 
     /// Returns the paging state for an access through the current TLB table.
@@ -576,7 +421,7 @@ impl Cpu {
     /// Records an exception: `return Err(cpu.raise(…))`.
     #[cold]
     pub(crate) fn raise(&mut self, vector: u8, error: Option<u32>) -> Break {
-        self.fault = Exception { vector, error };
+        self.raised.exception = Exception { vector, error };
         Break::Exception
     }
 
@@ -606,10 +451,35 @@ impl Cpu {
         }
     }
 
+    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO becomes the event that is being
+    /// delivered, if there is one.
+    #[cold]
+    pub(crate) fn leave_guest(&mut self, exit: VmExit) -> Break {
+        self.svm.record(exit);
+        Break::VmExit
+    }
+
+    /// Call for a [`Break::VmExit`]: the recorded #VMEXIT takes place before the next instruction.
+    #[cold]
+    pub(crate) fn make_exit_due(&mut self) {
+        self.svm.make_due();
+        self.slow = true;
+    }
+
+    /// Records a #VMEXIT for a second-level page fault at guest-physical address `gpa`.
+    pub(crate) fn nested_page_fault(&mut self, error_code: u64, gpa: u64) -> Break {
+        self.leave_guest(VmExit {
+            code: code::NPF,
+            info_1: error_code,
+            info_2: gpa,
+            ..VmExit::default()
+        })
+    }
+
     /// Records an exit that abandons the instruction.
     #[cold]
     pub(crate) fn leave(&mut self, exit: Exit) -> Break {
-        self.exit = Some(exit);
+        self.raised.exit = Some(exit);
         Break::Exit
     }
 
@@ -623,23 +493,14 @@ impl Cpu {
         })
     }
 
-    /// Returns RIP after `op`.
+    /// Returns the linear address of `rip` in the code segment.
     #[inline(always)]
-    pub(crate) fn next_rip(&self, op: &Op) -> u64 {
-        let next = self
-            .block_rip
-            .wrapping_add(u64::from(op.offset))
-            .wrapping_add(u64::from(op.len));
+    pub(crate) fn code_address(&self, rip: u64) -> u64 {
         if self.is_64() {
-            next
+            rip
         } else {
-            next & 0xffff_ffff
+            self.state.cs.base.wrapping_add(rip) & 0xffff_ffff
         }
-    }
-
-    /// Returns RIP of `op`.
-    pub(crate) fn rip_of(&self, op: &Op) -> u64 {
-        self.block_rip.wrapping_add(u64::from(op.offset))
     }
 
     /// Returns a segment register by number: ES CS SS DS FS GS.
@@ -652,27 +513,6 @@ impl Cpu {
             3 => &mut state.ds,
             4 => &mut state.fs,
             _ => &mut state.gs,
-        }
-    }
-
-    /// Reads operand `k`, a register or memory.
-    #[inline(always)]
-    pub(crate) fn operand<T: Int>(&mut self, op: &Op, k: usize) -> Result<T, Break> {
-        match op.r[k] {
-            crate::op::MEM => self.load_mem(op),
-            r => Ok(T::get(self, r)),
-        }
-    }
-
-    /// Writes operand `k`. Call last among all steps of an instruction that can fail.
-    #[inline(always)]
-    pub(crate) fn set_operand<T: Int>(&mut self, op: &Op, k: usize, v: T) -> Result<(), Break> {
-        match op.r[k] {
-            crate::op::MEM => self.store_mem(op, v),
-            r => {
-                T::set(self, r, v);
-                Ok(())
-            }
         }
     }
 }

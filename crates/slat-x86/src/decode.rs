@@ -3,7 +3,8 @@
 //! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that
 //! fetch is the guest's.
 
-use crate::block::{Block, Key, LONGEST, MAX_BYTES};
+use crate::block::{Block, LONGEST, MAX_BYTES};
+use crate::key::Key;
 use crate::op::{Break, LONGEST_INSTRUCTION as INSTRUCTION, Op};
 use crate::pool::List;
 use crate::snapshot::Snapshot;
@@ -21,19 +22,9 @@ struct Decoded {
 }
 
 impl Cpu {
-    /// Returns the linear address of `rip` in the code segment.
-    #[inline(always)]
-    pub(crate) fn code_address(&self, rip: u64) -> u64 {
-        if self.is_64() {
-            rip
-        } else {
-            self.state.cs.base.wrapping_add(rip) & 0xffff_ffff
-        }
-    }
-
     /// Returns the first of the two instructions that were fused into `op`, whose bytes are `code`.
     pub(crate) fn first_of_fused(&self, op: &Op, code: &[u8]) -> Op {
-        let bits = crate::cpu::mode::width(self.mode);
+        let bits = crate::mode::width(self.mode);
         let mut decoder = Decoder::with_ip(bits, code, self.rip_of(op), DecoderOptions::NONE);
         let insn = decoder.decode();
         lower::alone(&insn, code, self.mode, op.offset, insn.len() as u8).0
@@ -126,7 +117,7 @@ impl Cpu {
     }
 
     fn decode_ops(&self, key: Key, bytes: &[u8], max_ops: usize, ops: &mut List<Op>) -> Decoded {
-        let bits = crate::cpu::mode::width(key.mode);
+        let bits = crate::mode::width(key.mode);
         let mut decoder = Decoder::with_ip(bits, bytes, key.rip, DecoderOptions::NONE);
         let mut decoded = Decoded {
             bytes: 0,

@@ -4,7 +4,42 @@
 //! under KVM behaves so.
 
 use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
-use crate::svm;
+
+/// EDX of CPUID leaf 0x8000_000a: the features of SVM that this CPU has.
+pub mod svm {
+    /// Nested paging.
+    pub const NESTED_PAGING: u32 = 1 << 0;
+    /// A #VMEXIT stores the address of the next instruction.
+    pub const NEXT_RIP: u32 = 1 << 3;
+    /// The guest's time-stamp counter can run at another rate.
+    pub const TSC_RATIO: u32 = 1 << 4;
+    /// TLB_CONTROL can flush one ASID.
+    pub const FLUSH_BY_ASID: u32 = 1 << 6;
+    /// A #VMEXIT reports details of the instruction: the general register of MOV CR, the address of
+    /// INVLPG, the vector of INT.
+    pub const DECODE_ASSISTS: u32 = 1 << 7;
+    /// PAUSE is intercepted only after a number of times.
+    pub const PAUSE_FILTER: u32 = 1 << 10;
+    /// The filter counts only PAUSEs that are close together.
+    pub const PAUSE_THRESHOLD: u32 = 1 << 12;
+    /// In a guest with nested paging, VMLOAD and VMSAVE can take guest-physical addresses of the guest.
+    pub const VIRTUAL_VMLOAD: u32 = 1 << 15;
+    /// A guest can have a GIF of its own.
+    pub const VIRTUAL_GIF: u32 = 1 << 16;
+    /// A guest can have NMIs of its own.
+    pub const VIRTUAL_NMI: u32 = 1 << 25;
+    /// All features.
+    pub const ALL: u32 = NESTED_PAGING
+        | NEXT_RIP
+        | TSC_RATIO
+        | FLUSH_BY_ASID
+        | DECODE_ASSISTS
+        | PAUSE_FILTER
+        | PAUSE_THRESHOLD
+        | VIRTUAL_VMLOAD
+        | VIRTUAL_GIF
+        | VIRTUAL_NMI;
+}
 
 /// The features of a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +69,7 @@ pub struct Features {
     /// Whether CPUID names Intel as the vendor. [`Cpu::is_intel`](crate::Cpu::is_intel) tells whether the CPU
     /// behaves like Intel's.
     pub(crate) is_intel: bool,
-    /// The features of SVM: bits of [`crate::svm::feature`].
+    /// The features of SVM: bits of [`svm`].
     pub(crate) svm: u32,
     /// Bits of a guest-physical address.
     pub(crate) physical_bits: u32,
@@ -116,7 +151,7 @@ impl Features {
             cr8_legacy: true,
             mxcsr: MXCSR_MASK | MXCSR_MM,
             is_intel: false,
-            svm: svm::feature::ALL,
+            svm: svm::ALL,
             physical_bits: 48,
         }
     }
@@ -164,7 +199,7 @@ impl Features {
                 false => MXCSR_MASK,
             },
             is_intel: &vendor == b"Genu",
-            svm: cpuid(0x8000_000a, 0)[EDX] & svm::feature::ALL,
+            svm: cpuid(0x8000_000a, 0)[EDX] & svm::ALL,
             physical_bits: physical_bits.clamp(32, PHYSICAL_BITS),
         }
     }
@@ -191,7 +226,7 @@ impl Features {
 
     /// Whether the CPU has SVM's MSR TSC_RATIO.
     pub(crate) fn has_tsc_ratio(&self) -> bool {
-        self.has_svm() && self.svm & svm::feature::TSC_RATIO != 0
+        self.has_svm() && self.svm & svm::TSC_RATIO != 0
     }
 
     /// Whether the CPU has SVM.

@@ -1,12 +1,13 @@
-//! The memory of fixed size that a CPU allocates when it is made: its software TLB, the tables that find blocks, and
-//! the queues between an instruction and the device model.
+//! The memory of fixed size that a CPU allocates when it is made: its software TLB, the table that finds compiled
+//! code, and the queues between an instruction and the device model.
 //!
 //! All of it begins as zeroes, in pages that the host provides at first use, so a CPU that hardly runs uses little
-//! memory. Running the guest allocates nothing else, except for copies of blocks that are kept.
+//! memory. Running the guest allocates nothing else, except for blocks that are kept.
 
-use crate::blocks::{Front, Seen};
+#[cfg(feature = "jit")]
+use crate::compiled::Targets;
+use crate::devices::{Fragments, Input, Output};
 use crate::heap::Zeroed;
-use crate::mmio::{Fragments, Input, Output};
 use crate::tlb::Tlb;
 
 pub(crate) struct Fixed {
@@ -18,10 +19,8 @@ pub(crate) struct Fixed {
     pub(crate) input: Input,
     /// The data that an output writes.
     pub(crate) output: Output,
-    pub(crate) seen: Seen,
-    pub(crate) front: Front,
     #[cfg(feature = "jit")]
-    pub(crate) targets: crate::jit::Targets,
+    pub(crate) targets: Targets,
     pub(crate) tlb: Tlb,
 }
 
@@ -31,8 +30,6 @@ where
     Fragments: Zeroed,
     Input: Zeroed,
     Output: Zeroed,
-    Seen: Zeroed,
-    Front: Zeroed,
     Tlb: Zeroed,
 {
 }

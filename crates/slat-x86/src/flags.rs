@@ -10,74 +10,10 @@
 
 use crate::Cpu;
 use crate::int::Int;
+pub(crate) use crate::lazy::*;
 use crate::sem::alu::Cmp;
 use crate::sem::{Bits, Flags, FlagsOf, Now, Operation, Readable, condition};
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
-
-/// The last flag-setting operation. Values are zero-extended.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Lazy {
-    /// One of the kinds; the low two bits are the operand size.
-    pub(crate) kind: u8,
-    /// OF and AF of kind [`GIVEN`], as [`GIVEN_OF`] and [`GIVEN_AF`].
-    pub(crate) given: u8,
-    pub(crate) x: u64,
-    pub(crate) y: u64,
-    /// The result, for all kinds but [`ADD`] and [`SUB`].
-    pub(crate) result: u64,
-}
-
-/// The flags are in `state.rflags`.
-pub(crate) const DONE: u8 = 0;
-/// `x = y + b`
-pub(crate) const ADD: u8 = 4;
-/// The result is `x - y`.
-pub(crate) const SUB: u8 = 8;
-/// OF is clear.
-pub(crate) const LOGIC: u8 = 12;
-/// The result is one more than before.
-pub(crate) const INC: u8 = 16;
-/// The result is one less than before.
-pub(crate) const DEC: u8 = 20;
-/// OF is set if the sign bits of `y` and of the result differ.
-pub(crate) const SHL: u8 = 24;
-/// OF is set if the two upper bits of the result differ.
-pub(crate) const SHR: u8 = 28;
-/// OF and AF are in `given`.
-pub(crate) const GIVEN: u8 = 32;
-
-pub(crate) const GIVEN_OF: u8 = 1;
-pub(crate) const GIVEN_AF: u8 = 2;
-
-/// The largest `x`: no `y` is greater, so CF is clear.
-pub(crate) const NO_CARRY: u64 = u64::MAX;
-
-fn given(overflow: bool, aux: bool) -> u8 {
-    let bit = |is_set, bit| if is_set { bit } else { 0 };
-    bit(overflow, GIVEN_OF) | bit(aux, GIVEN_AF)
-}
-
-impl Lazy {
-    pub(crate) const fn done() -> Self {
-        Self {
-            kind: DONE,
-            given: 0,
-            x: NO_CARRY,
-            y: 0,
-            result: 0,
-        }
-    }
-
-    #[inline(always)]
-    fn carry(&self) -> bool {
-        self.x < self.y
-    }
-
-    /// Records that CF is `carry`.
-    fn set_carry(&mut self, carry: bool) {
-        (self.x, self.y) = (0, carry.into());
-    }
-}
 
 /// Reads the record, or the flags in RFLAGS if there is no record. Values are zero-extended; but in a difference, the
 /// bits beyond the operand's size are undefined.

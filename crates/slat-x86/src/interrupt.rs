@@ -6,12 +6,11 @@
 
 use crate::frame::Frame;
 use crate::machine::Exit;
+use crate::nested::{Event, EventKind, code};
 use crate::op::Break;
 use crate::segment::Descriptor;
 use crate::source::Source;
 use crate::state::{Events, Exception, MAX_NMIS, Segment, flags};
-use crate::svm::intercept::code;
-use crate::svm::{Event, EventKind};
 use crate::task::Initiator;
 use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
@@ -118,7 +117,7 @@ impl Cpu {
                 Err(why) => return self.delivery_broke(why),
             }
         } else if let Some(vector) = events.interrupt {
-            self.clock.serialize();
+            self.code.clock.serialize();
             match self.deliver(vector, None, Source::Interrupt, rip) {
                 Ok(()) => {
                     self.state.events.interrupt = None;
@@ -135,7 +134,7 @@ impl Cpu {
         } else if self.nmi_leaves_guest() {
             self.leaves_for(code::NMI);
         } else if self.takes_nmi() {
-            self.clock.serialize();
+            self.code.clock.serialize();
             match self.deliver(vector::NMI, None, Source::Nmi, rip) {
                 Ok(()) => {
                     self.end_nmi();
@@ -151,7 +150,7 @@ impl Cpu {
         } else if self.interrupt_leaves_guest() {
             self.leaves_for(code::INTR);
         } else if self.takes_virtual_interrupt() && !self.leaves_for(code::VINTR) {
-            self.clock.serialize();
+            self.code.clock.serialize();
             match self.deliver(self.virtual_vector(), None, Source::Interrupt, rip) {
                 Ok(()) => self.end_virtual_interrupt(),
                 Err(Break::Exception | Break::TaskFault) => {
@@ -195,7 +194,7 @@ impl Cpu {
 
     fn delivery_broke(&mut self, why: Break) -> Option<Exit> {
         match why {
-            Break::Exit => self.exit.take(),
+            Break::Exit => self.raised.exit.take(),
             Break::VmExit => {
                 self.make_exit_due();
                 None
@@ -205,12 +204,12 @@ impl Cpu {
     }
 
     fn note_fault(&mut self) {
-        self.fault_noncanonical = false;
-        self.queue_exception(self.fault, self.fault_address);
+        self.raised.noncanonical = false;
+        self.queue_exception(self.raised.exception, self.raised.address);
     }
 
     fn exception_in_delivery(&mut self, first: Exception) -> Option<Exit> {
-        let second = self.fault.vector;
+        let second = self.raised.exception.vector;
         // A hypervisor that intercepts the second exception gets this exception, not a shutdown.
         if first.vector == vector::DF && !self.intercepts_exception(second) {
             self.state.events.exception = None;
@@ -241,7 +240,7 @@ impl Cpu {
         return_rip: u64,
     ) -> Result<(), Break> {
         self.slow = true;
-        self.note_delivery();
+        self.progress.note_delivery(self.counters.instructions);
         // The pushed flags keep TF; an event has no single step.
         self.watch.steps = false;
         (self.svm).set_delivering(Some(Event::new(vector, error, source)));
@@ -258,9 +257,9 @@ impl Cpu {
             self.svm.set_delivering(None);
             self.trap(hits);
         }
-        if let Some(Exit::Mmio { gpa, .. }) = self.exit {
+        if let Some(Exit::Mmio { gpa, .. }) = self.raised.exit {
             // A device cannot take part in the delivery of an event, because the caller cannot complete the access.
-            self.exit = Some(Exit::Delivery {
+            self.raised.exit = Some(Exit::Delivery {
                 vector,
                 software: source.is_software(),
                 gpa,
@@ -389,8 +388,8 @@ impl Cpu {
         let result = self.store_bytes(rsp, bytes);
         self.table = table;
         self.stop = false;
-        if result == Err(Break::Exception) && std::mem::take(&mut self.fault_noncanonical) {
-            self.fault.vector = vector::SS;
+        if result == Err(Break::Exception) && std::mem::take(&mut self.raised.noncanonical) {
+            self.raised.exception.vector = vector::SS;
         }
         result
     }

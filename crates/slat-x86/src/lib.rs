@@ -2,10 +2,10 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! The crate has an interpreter of decoded basic blocks, and a compiler of those that run often. [`Cpu`] holds the
-//! architectural [`State`] and runs it against a [`Machine`], which translates guest-virtual addresses to host
-//! pages ([`Mmu`]) and serves CPUID, MSRs and the like. [`Cpu::run`] runs until it needs its caller and returns
-//! the reason: [`Exit`].
+//! The crate has an interpreter of decoded basic blocks, and a compiler of those that run often. Instructions act on a
+//! [`Cpu`], which holds the architectural [`State`]. An [`Executor`] is a CPU with its decoded and compiled code: it runs
+//! the CPU against a [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`]) and serves CPUID, MSRs
+//! and the like. [`Executor::run`] runs until it needs its caller and returns the reason: [`Exit`].
 //!
 //! | layer | file | idea |
 //! |---|---|---|
@@ -16,30 +16,51 @@
 //! | | `frame`, `source`, `tss` | what the delivery of an event pushes; the origins of events; the task-state segment |
 //! | guest | `state` | the architectural registers |
 //! | | `machine` | what the CPU needs from its machine, and its exits |
+//! | | `mode`, `flow` | the state on which decoding depends; how an instruction ends |
 //! | sem | `int` | the operand sizes |
 //! | | `sem/` | what integer instructions mean, whatever computes it |
-//! | cpu | `cpu` | the CPU object |
-//! | | `op`, `block`, `blocks` | the decoded operation; a basic block; all of them, found by address |
-//! | | `snapshot`, `once` | the copies of code that blocks are compared with; code that is not kept |
+//! | parts | `features` | the features in the guest's CPUID |
+//! | | `lazy` | the record of the last operation that has set flags |
+//! | | `tlb/` | the software TLB, of two levels |
+//! | | `watch`, `probe` | breakpoints, of the guest and of KVM's API; probes, which neither sees |
+//! | | `devices` | the accesses to devices in progress, whose data the device model provides |
+//! | | `nested/` | the state of guest mode, and the layout of its control block |
 //! | | `code_pages` | the pages with decoded code: what CPUs tell each other of stores to them |
-//! | | `features` | the features in the guest's CPUID |
-//! | | `fixed` | the memory that a CPU has from its creation |
-//! | | `flags` | lazy arithmetic flags |
-//! | | `tlb/`, `mmio` | the software TLB, of two levels; MMIO and port accesses, whose data the device model provides |
-//! | | `debug`, `probe` | debug registers and single steps, of the guest and of KVM's API; probes, which neither sees |
+//! | | `code`, `snapshot`, `once` | what a CPU knows of code: the copies of code that blocks are compared with; code that is not kept |
+//! | | `compiled` | what compiled code uses of a CPU |
+//! | | `raised`, `requests` | what an instruction has raised; what ends a run because the caller has asked for it |
+//! | | `bus_lock` | locked accesses that cross a cache line |
 //! | | `progress` | how long events have been delivered without an instruction |
+//! | | `fixed` | the memory that a CPU has from its creation |
+//! | cpu | `cpu` | the CPU object |
+//! | | `watched` | accesses to watched bytes |
+//! | | `derive` | what follows from the state: mode, CPL, which translations are still good |
+//! | | `flags` | lazy arithmetic flags |
+//! | | `op` | the decoded operation, with the function that executes it on a CPU |
+//! | memory | `mmio` | MMIO accesses |
+//! | | `mem/` | loads and stores |
+//! | | `fetch` | fetching code |
+//! | events | `intercept` | what makes a nested guest leave |
+//! | | `debug` | debug exceptions and single steps |
+//! | | `ask` | instructions of which the caller executes a part |
 //! | | `svm/` | nested virtualization by SVM |
-//! | interpreter | `mem` | loads and stores |
-//! | | `segment`, `interrupt`, `task` | descriptors; delivery of exceptions and interrupts; task switches |
-//! | | `exec/` | the handlers of operations, a file per kind |
+//! | | `segment`, `task`, `interrupt` | descriptors; task switches; delivery of exceptions and interrupts |
+//! | interpreter | `exec/` | the handlers of operations, a file per kind |
 //! | | `simd/`, `x87/` | SSE, AVX, and x87 |
 //! | decoding | `lower` | from an instruction to an operation |
+//! | | `key`, `block`, `blocks` | a basic block; all of them, found by address |
 //! | | `decode` | decoding code into blocks |
+//! | | `region/` | the code of a compiled region, and the memory for it |
 //! | compiler | `jit/` | the compiler of hot code (feature `jit`) |
-//! | run | `run`, `complete`, `smm` | the run loop; finishing an instruction after its run; system-management mode |
+//! | run | `executor` | a CPU with its code |
+//! | | `find`, `hot` | finding the block to execute; compiling those that run often, and running compiled code |
+//! | | `run`, `step` | the run loop; single instructions |
+//! | | `complete`, `reader`, `results` | finishing an instruction after its run, with the caller's results |
+//! | | `smm` | system-management mode |
 //!
-//! A module imports from its own layer and from lower ones (checked by `tests/architecture.rs`). Inside the `cpu` layer
-//! modules import one another: a CPU holds blocks, whose operations hold functions that take the CPU.
+//! A module imports from its own layer and from lower ones, and no modules import one another in a circle. The same holds
+//! for the methods of [`Cpu`] and [`Executor`], which many modules define and call without an import: a method is called
+//! from its own layer and from higher ones. (`crates/slat/tests/architecture` checks this.)
 //!
 //! Promises:
 //!
@@ -54,36 +75,60 @@
 //! Missing: AVX-512 and what came after it, interrupt and trap gates out of virtual-8086 mode and IRET into it (task
 //! switches do both), VMX.
 
+mod ask;
 mod block;
 mod blocks;
+mod bus_lock;
 mod clock;
+mod code;
 mod code_pages;
+#[cfg(feature = "jit")]
+mod compiled;
 mod complete;
 mod counters;
 mod cpu;
 mod debug;
 mod decode;
 mod decoder;
+mod derive;
+mod devices;
 mod exec;
+mod executor;
 mod features;
+mod fetch;
+mod find;
 mod fixed;
 mod flags;
+mod flow;
 mod frame;
 mod hash;
 mod heap;
+#[cfg(feature = "jit")]
+mod hot;
 mod int;
+mod intercept;
 mod interrupt;
 #[cfg(feature = "jit")]
 mod jit;
+mod key;
+mod lazy;
 mod lower;
 pub mod machine;
 mod mem;
 mod mmio;
+mod mode;
+mod nested;
 mod once;
 mod op;
 mod pool;
 mod probe;
 mod progress;
+mod raised;
+mod reader;
+#[cfg(feature = "jit")]
+mod region;
+mod requests;
+mod results;
 mod run;
 mod segment;
 mod sem;
@@ -92,19 +137,23 @@ mod smm;
 mod snapshot;
 mod source;
 pub mod state;
+mod step;
 pub mod svm;
 mod sync;
 mod task;
 mod tlb;
 mod tss;
+mod watch;
+mod watched;
 mod x87;
 
 pub use blocks::CODE_BYTES;
 pub use code_pages::CodePages;
 pub use counters::Counters;
 pub use cpu::Cpu;
-pub use debug::{Breakpoints, Debugger};
 pub use decoder::DECODER_BYTES;
+pub use devices::PORT_BYTES;
+pub use executor::Executor;
 pub use features::{Features, PKRU_OFFSET};
 pub use heap::OutOfMemory;
 #[cfg(feature = "jit")]
@@ -113,10 +162,11 @@ pub use machine::{
     Access, BusLocks, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, HypercallOutcome,
     Hypercalls, Machine, Mmu, MsrFault, NestedPaging, Paging, ProbeHit, ProbeKind,
 };
-pub use mmio::PORT_BYTES;
 pub use probe::Probe;
+pub use requests::Requests;
 pub use smm::{BadSmram, SMRAM_BYTES, SMRAM_OFFSET, SmramMap, interrupted_vmcb};
 pub use state::{Events, Exception, F80, Segment, State, Table};
+pub use watch::{Breakpoints, Debugger};
 
 /// Exception vectors.
 #[allow(missing_docs)]

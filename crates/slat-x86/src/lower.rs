@@ -1,8 +1,8 @@
 //! Lowering: from a decoded instruction to an operation.
 
 use crate::Cpu;
-use crate::cpu::mode;
 use crate::exec;
+use crate::mode;
 use crate::op::{Break, Flow, Handler, Lower, MEM, NONE, Op, Row, form, segment};
 use crate::pool::List;
 use crate::{simd, svm, vector, x87};

@@ -11,15 +11,16 @@
 
 mod address;
 mod alignment;
+mod pdptes;
 mod physical;
 mod places;
+mod stack;
 
-use crate::cpu::ANY_PAGE;
-use crate::int::Int;
-use crate::machine::{Access, BusLocks, Exit};
 #[cfg(feature = "jit")]
-use crate::mmio::Met;
-use crate::op::{Break, Op};
+use crate::devices::Met;
+use crate::int::Int;
+use crate::machine::{Access, Exit};
+use crate::op::{Break, MEM, Op};
 use crate::state::MXCSR_MM;
 use crate::tlb::SUPERVISOR;
 use crate::{Cpu, vector};
@@ -99,25 +100,6 @@ impl Cpu {
         self.store_slow(lin, v)
     }
 
-    /// Call after each store to `host`, the address of `lin`, that missed in the TLB's entries for writes. (A store
-    /// that hits is to a page that no CPU trusts to hold code: see `code_pages`.) If the page holds decoded code, all
-    /// CPUs see that the code is stale, this CPU before its next instruction.
-    fn note_store(&mut self, lin: u64, host: *mut u8) {
-        let host = host as usize;
-        if self.code.stored(host) {
-            self.counters.code_stores += 1;
-            self.clock.change();
-            self.stop = true;
-        } else {
-            // Stores of another CPU may have removed the page's mark while a block of the page runs here.
-            self.stop |= self.code_page == host & !0xfff || self.code_page == ANY_PAGE;
-        }
-        if self.code.pages().version_of(host) == 0 {
-            let table = self.filled_table();
-            self.tlb().forget_code(table, lin);
-        }
-    }
-
     /// Returns the result of a handler that has stored: ends the block if the store requires it.
     #[inline(always)]
     pub(crate) fn stored(&mut self) -> Result<(), Break> {
@@ -149,7 +131,7 @@ impl Cpu {
     /// volume 3, "Bus Locking").
     #[cold]
     fn before_bus_lock(&mut self) -> Result<(), Break> {
-        match self.bus_locks == BusLocks::ExitBefore && !self.bus_lock_passes {
+        match self.bus_lock.ends_run() {
             true => Err(self.leave(Exit::BusLock)),
             false => Ok(()),
         }
@@ -158,9 +140,7 @@ impl Cpu {
     /// Call after a locked access that crosses a cache line.
     #[cold]
     fn after_bus_lock(&mut self) {
-        self.bus_lock_passes = false;
-        self.bus_locked = self.bus_locks == BusLocks::ExitAfter;
-        if self.bus_locked {
+        if self.bus_lock.note() {
             (self.stop, self.slow) = (true, true);
         }
     }
@@ -246,16 +226,6 @@ impl Cpu {
         Ok(result)
     }
 
-    /// Call after a store of `bytes` bytes within one page: tells the machine if the page is tracked.
-    #[inline]
-    fn tell_stored(&mut self, tracked: Option<u64>, bytes: usize) {
-        if let Some(gpa) = tracked
-            && self.machine().stored(gpa, bytes)
-        {
-            self.flush_tlb();
-        }
-    }
-
     /// Returns the host address from which `len` bytes may be read, if they are memory in one page.
     pub(crate) fn read_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         let places = self.places(lin, len, Access::Read)?;
@@ -274,6 +244,27 @@ impl Cpu {
     pub(crate) fn store_mem<T: Word>(&mut self, op: &Op, v: T) -> Result<(), Break> {
         let lin = self.lin(op, size_of::<T>() as u32)?;
         self.store(lin, v)
+    }
+
+    /// Reads operand `k`, a register or memory.
+    #[inline(always)]
+    pub(crate) fn operand<T: Int>(&mut self, op: &Op, k: usize) -> Result<T, Break> {
+        match op.r[k] {
+            MEM => self.load_mem(op),
+            r => Ok(T::get(self, r)),
+        }
+    }
+
+    /// Writes operand `k`. Call last among all steps of an instruction that can fail.
+    #[inline(always)]
+    pub(crate) fn set_operand<T: Int>(&mut self, op: &Op, k: usize, v: T) -> Result<(), Break> {
+        match op.r[k] {
+            MEM => self.store_mem(op, v),
+            r => {
+                T::set(self, r, v);
+                Ok(())
+            }
+        }
     }
 
     /// Raises #GP(0) unless the address is aligned to 16 bytes.

@@ -1,39 +1,11 @@
 //! The decoded operation: what the interpreter's inner loop works on.
 
 use crate::Cpu;
+pub use crate::flow::{Break, Flow};
 use iced_x86::{Instruction, Mnemonic, Register};
 
 /// Bytes of the longest instruction.
 pub(crate) const LONGEST_INSTRUCTION: usize = 15;
-
-/// How an instruction ended, other than by continuing with the next one.
-///
-/// A handler that returns [`Exception`](Break::Exception), [`Retry`](Break::Retry) or [`Exit`](Break::Exit) has changed
-/// nothing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Break {
-    /// The instruction is done, and has set `state.rip`.
-    Jump,
-    /// The instruction is done. Leave the block before the next one, because something changed that blocks depend on.
-    End,
-    /// A fault that [`Cpu::raise`] recorded. The instruction has changed nothing.
-    Exception,
-    /// A fault that [`Cpu::raise`] recorded, after a task switch. The fault is the new task's, whose
-    /// registers are in `state`.
-    TaskFault,
-    /// Start again at the block boundary. The instruction has changed nothing.
-    Retry,
-    /// A nested guest leaves before the instruction, which has changed nothing: a #VMEXIT is [due](crate::svm).
-    VmExit,
-    /// The run ends with the recorded exit; the instruction has changed nothing.
-    Exit,
-    /// The run ends with the recorded exit after this instruction.
-    ExitAfter,
-}
-
-/// A handler's result: `Ok` continues with the next operation of the block.
-pub type Flow = Result<(), Break>;
 
 /// Executes one operation.
 pub type Handler = fn(&mut Cpu, &Op) -> Flow;
@@ -127,5 +99,40 @@ pub(crate) fn segment(r: Register) -> u8 {
     match r {
         Register::None => 3,
         r => r.number() as u8,
+    }
+}
+
+impl Cpu {
+    /// Returns RIP after `op`.
+    #[inline(always)]
+    pub(crate) fn next_rip(&self, op: &Op) -> u64 {
+        let next = self
+            .code
+            .rip
+            .wrapping_add(u64::from(op.offset))
+            .wrapping_add(u64::from(op.len));
+        if self.is_64() {
+            next
+        } else {
+            next & 0xffff_ffff
+        }
+    }
+
+    /// Returns RIP of `op`.
+    pub(crate) fn rip_of(&self, op: &Op) -> u64 {
+        self.code.rip.wrapping_add(u64::from(op.offset))
+    }
+
+    /// Executes `op` again as long as page walks for it set bits in pages of decoded code. The bits may even be in `op`
+    /// itself, but a processor would have fetched it before. Afterwards the block ends, so that the next instruction is
+    /// fetched. Returns why the block ends; for any other `why`, returns `why`.
+    pub(crate) fn finish_fetched(&mut self, op: &Op, mut why: Break) -> Break {
+        while matches!(why, Break::Retry) && std::mem::take(&mut self.code.walk_changed) {
+            why = match (op.handler)(self, op) {
+                Ok(()) => Break::End,
+                Err(why) => why,
+            };
+        }
+        why
     }
 }

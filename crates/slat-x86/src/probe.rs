@@ -1,16 +1,14 @@
 //! Probes: breakpoints, watchpoints and single steps that neither the guest nor a debugger of KVM's API
-//! ([`Debugger`](crate::Debugger)) knows of. They end the run with [`Exit::Probe`], and change no register.
+//! ([`Debugger`](crate::Debugger)) knows of. They end the run with [`Exit::Probe`](crate::Exit::Probe), and change no register.
 //!
 //! Probes are found where the debug registers are looked at (module `debug`): the page of a data probe is not entered
 //! into the TLB, and a code probe makes the CPU look at each block. So probes, DR0–DR7, and the debugger's breakpoints
 //! may have the same addresses: first the probe ends the run, and in the next run the others take effect.
 //!
-//! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`] lets the next run execute
+//! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`](crate::Cpu::pass_probe) lets the next run execute
 //! it. A data probe and a step stop after the instruction.
 
-use crate::Cpu;
-use crate::machine::{Access, Exit, ProbeHit, ProbeKind};
-use crate::state::flags;
+use crate::machine::{Access, ProbeHit, ProbeKind};
 
 /// Among the DR6 bits of an instruction's traps: it has hit a data probe.
 const DATA: u64 = 1 << 32;
@@ -35,7 +33,7 @@ pub(crate) struct Probes {
     /// Each instruction ends the run.
     pub(crate) steps: bool,
     /// The linear address of an instruction that code probes do not stop.
-    passed: Option<u64>,
+    pub(crate) passed: Option<u64>,
     /// The access by which the current instruction has hit a data probe.
     access: Option<(ProbeKind, u64)>,
     /// What ends the run before the next instruction.
@@ -43,6 +41,14 @@ pub(crate) struct Probes {
 }
 
 impl Probes {
+    pub(crate) fn new(list: Vec<Probe>, steps: bool) -> Self {
+        Self {
+            list,
+            steps,
+            ..Self::default()
+        }
+    }
+
     pub(crate) fn has_code(&self) -> bool {
         self.list.iter().any(|it| it.kind == ProbeKind::Execute)
     }
@@ -78,7 +84,7 @@ impl Probes {
     }
 
     /// Notes an access that is about to be made if a data probe watches it. Returns the access's
-    /// bits for [`Cpu::trap`].
+    /// bits for `Cpu::trap`.
     pub(crate) fn accessed(&mut self, lin: u64, len: u64, access: Access) -> u64 {
         let Some(&Probe { kind, first, .. }) = self.data_in(lin, len, Some(access)) else {
             return 0;
@@ -107,46 +113,5 @@ impl Probes {
             self.hit.get_or_insert(ProbeHit::Step);
         }
         hits & !(DATA | STEP)
-    }
-}
-
-impl Cpu {
-    /// Replaces all probes. `steps`: each instruction ends the run, too. A hit that has not ended a run is forgotten,
-    /// and no instruction is [passed](Self::pass_probe).
-    pub fn set_probes(&mut self, list: Vec<Probe>, steps: bool) {
-        self.probes = Probes {
-            list,
-            steps,
-            ..Probes::default()
-        };
-        self.apply_watch();
-        self.slow = true;
-    }
-
-    /// Lets the next run execute the instruction at RIP, even if a code probe is there.
-    pub fn pass_probe(&mut self) {
-        self.probes.passed = Some(self.linear_rip());
-    }
-
-    /// Whether each instruction ends the run.
-    pub fn makes_probe_steps(&self) -> bool {
-        self.probes.steps
-    }
-
-    /// Whether a code probe stops the instruction at the linear address `lin`.
-    pub(crate) fn is_probed(&self, lin: u64) -> bool {
-        self.watch.code && self.probes.passed != Some(lin) && self.probes.has_code_in(lin, 1)
-    }
-
-    /// Call after an instruction was executed: the next one may be stopped, unless it is the same string instruction.
-    pub(crate) fn passed_probe(&mut self) {
-        if self.state.rflags & flags::RF == 0 {
-            self.probes.passed = None;
-        }
-    }
-
-    /// Takes the hit that ends the run.
-    pub(crate) fn take_probe_hit(&mut self) -> Option<Exit> {
-        self.probes.hit.take().map(Exit::Probe)
     }
 }

@@ -5,8 +5,7 @@
 //! begin at the same address, each delivery of #DB hits the breakpoint again. Processors report this to the hypervisor
 //! by a VM exit (SDM volume 3, "Notify VM Exits").
 
-use crate::Cpu;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The number of deliveries in a row after which the CPU looks at the clock. Ordinary guests have a few at most,
 /// and pay nothing more.
@@ -23,31 +22,27 @@ pub(crate) struct Progress {
     since: Option<Instant>,
 }
 
-impl Cpu {
-    /// Call before delivering an event.
-    pub(crate) fn note_delivery(&mut self) {
-        let instructions = self.counters.instructions;
-        if self.progress.instructions != instructions {
-            self.progress = Progress {
+impl Progress {
+    /// Call before delivering an event. `instructions`: the number that the CPU has executed so far.
+    pub(crate) fn note_delivery(&mut self, instructions: u64) {
+        if self.instructions != instructions {
+            *self = Progress {
                 instructions,
                 ..Progress::default()
             };
         }
-        self.progress.deliveries = self.progress.deliveries.saturating_add(1);
+        self.deliveries = self.deliveries.saturating_add(1);
     }
 
-    /// Whether the CPU has delivered events for longer than [`Cpu::notify_window`]. If so, begins another window.
-    pub(crate) fn exceeds_notify_window(&mut self) -> bool {
-        let Some(window) = self.notify_window else {
-            return false;
-        };
-        if self.progress.deliveries < PATIENCE {
+    /// Whether events have been delivered for longer than `window`. If so, begins another window.
+    pub(crate) fn exceeds(&mut self, window: Duration) -> bool {
+        if self.deliveries < PATIENCE {
             return false;
         }
-        let since = self.progress.since.get_or_insert_with(Instant::now);
+        let since = self.since.get_or_insert_with(Instant::now);
         let exceeds = since.elapsed() > window;
         if exceeds {
-            self.progress.since = None;
+            self.since = None;
         }
         exceeds
     }

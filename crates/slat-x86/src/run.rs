@@ -1,16 +1,18 @@
 //! The run loop: executes block after block, and handles what happens between them.
 
 use crate::block::Block;
-use crate::machine::{BusLocks, Exit, Machine};
-use crate::op::{Break, Op};
+use crate::executor::Executor;
+use crate::flow::Break;
+use crate::machine::{Exit, Machine};
+use crate::op::Op;
 use crate::simd::HostFlags;
+use crate::snapshot::Snapshot;
 use crate::state::flags;
 use crate::sync::AtomicU32;
-use crate::{CodePages, Cpu, vector};
-use std::ptr::NonNull;
+use crate::{CodePages, vector};
 use std::sync::atomic::Ordering;
 
-impl Cpu {
+impl Executor {
     /// Runs the guest until it needs the caller.
     ///
     /// Reads `attention` at every block boundary: a value that is not zero ends the run with [`Exit::Attention`].
@@ -19,16 +21,12 @@ impl Cpu {
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
         self.entered(machine, attention, |cpu| {
             #[cfg(feature = "jit")]
-            cpu.prepare_compiled(attention);
+            cpu.cpu.compiled.prepare(&cpu.cpu.fixed.targets, attention);
             let rip = cpu.state.rip;
-            cpu.bus_lock_passes = cpu.bus_lock_rip.take() == Some(rip);
+            cpu.bus_lock.begin_run(rip);
             let exit = cpu.run_loop(attention);
-            if exit == Exit::BusLock && cpu.bus_locks == BusLocks::ExitBefore {
-                cpu.bus_lock_rip = Some(cpu.state.rip);
-            } else if cpu.bus_lock_passes {
-                // The run ended before the instruction.
-                cpu.bus_lock_rip = Some(rip);
-            }
+            let end = cpu.state.rip;
+            cpu.bus_lock.end_run(rip, end, &exit);
             exit
         })
     }
@@ -41,16 +39,25 @@ impl Cpu {
         attention: &AtomicU32,
         f: impl FnOnce(&mut Self) -> T,
     ) -> T {
+        /// Detaches the machine also when `f` panics.
+        struct Detach<'a>(&'a mut Executor);
+        impl Drop for Detach<'_> {
+            fn drop(&mut self) {
+                self.0.detach();
+            }
+        }
         let _host = HostFlags::keep();
-        self.with_machine(machine, |cpu| {
-            cpu.derive();
-            cpu.adopt_flags();
-            cpu.forget_question();
-            cpu.clock.serialize();
-            let result = cpu.told_by(attention, f);
-            cpu.flags();
-            result
-        })
+        // SAFETY: `attached` detaches the machine before this function returns.
+        unsafe { self.attach(machine) };
+        let attached = Detach(self);
+        let executor = &mut *attached.0;
+        executor.derive();
+        executor.adopt_flags();
+        executor.forget_question();
+        executor.code.clock.serialize();
+        let result = executor.told_by(attention, f);
+        executor.flags();
+        result
     }
 
     /// Forgets where the last run was interrupted. Call after runs that the caller interrupts more often than every few
@@ -58,21 +65,21 @@ impl Cpu {
     pub fn forget_interrupted(&mut self) {
         #[cfg(feature = "jit")]
         {
-            self.compiled.interrupted = None;
+            self.interrupted = None;
         }
     }
 
     /// Calls `f`, in which the CPU executes. During the call other CPUs report their changes of code by `attention`.
     fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
         /// Leaves also when `f` panics.
-        struct Leave<'a>(&'a mut Cpu);
+        struct Leave<'a>(&'a mut Executor);
         impl Drop for Leave<'_> {
             fn drop(&mut self) {
-                self.0.code.leave();
+                self.0.code.member.leave();
             }
         }
         // SAFETY: the member leaves before the borrow of the word ends.
-        unsafe { self.code.enter(attention) };
+        unsafe { self.code.member.enter(attention) };
         let leave = Leave(self);
         f(leave.0)
     }
@@ -115,8 +122,8 @@ impl Cpu {
             // changes it while it runs.
             let block = unsafe { found.as_ref() };
             #[cfg(feature = "jit")]
-            if block.entrance.is_some() && block.is_current(self.clock.stamp) {
-                if self.compiled.interrupted == Some(block.key.rip) {
+            if block.entrance.is_some() && block.is_current(self.code.clock.stamp) {
+                if self.interrupted == Some(block.key.rip) {
                     self.sampled(found);
                     continue;
                 }
@@ -156,14 +163,14 @@ impl Cpu {
         holds: impl Fn(&Op) -> bool,
     ) -> Option<Exit> {
         block.fetch_next();
-        self.last = Some(NonNull::from(block));
-        self.block_rip = block.key.rip;
-        self.code_page = block.page();
+        self.blocks.begin(block);
+        self.code.rip = block.key.rip;
+        self.code.page = block.page();
         self.stop = false;
         self.counters.instructions += u64::from(block.count);
         self.counters.blocks += 1;
         for op in block.ops.iter() {
-            match (op.handler)(self, op) {
+            match (op.handler)(&mut self.cpu, op) {
                 Ok(()) if holds(op) => {}
                 Ok(()) => return self.broke(block, op, Break::End),
                 Err(Break::Jump) => return None,
@@ -173,6 +180,22 @@ impl Cpu {
         let last = block.ops.last()?;
         self.state.rip = self.next_rip(last);
         None
+    }
+
+    /// Executes a block that is not kept. Memory held its code when it was entered.
+    #[inline(never)]
+    pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
+        let (at, _) = Snapshot::split(block.key.lin);
+        let (code, _) = block.parts();
+        // A block in two pages is always a single instruction.
+        let host = self.code.once.host.wrapping_add(at);
+        self.execute_while(block, |op| {
+            let end = usize::from(op.offset) + usize::from(op.len);
+            let rest = code.get(end..).unwrap_or(&[]);
+            // SAFETY: the page that the block was read from. Even if the page has another use now,
+            // the access is guarded.
+            unsafe { slat_guard::matches(host.wrapping_add(end), rest) }.unwrap_or(false)
+        })
     }
 
     /// Call when an operation ended its block early.
@@ -197,19 +220,6 @@ impl Cpu {
         self.after_break(op, block.op_bytes(op), why)
     }
 
-    /// Executes `op` again as long as page walks for it set bits in pages of decoded code. The bits may even be in `op`
-    /// itself, but a processor would have fetched it before. Afterwards the block ends, so that the next instruction is
-    /// fetched. Returns why the block ends; for any other `why`, returns `why`.
-    pub(crate) fn finish_fetched(&mut self, op: &Op, mut why: Break) -> Break {
-        while matches!(why, Break::Retry) && std::mem::take(&mut self.walk_changed_code) {
-            why = match (op.handler)(self, op) {
-                Ok(()) => Break::End,
-                Err(why) => why,
-            };
-        }
-        why
-    }
-
     /// Does what follows when `op`, whose bytes are `code`, has ended its block. `block_rip` is set.
     pub(crate) fn after_break(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         match why {
@@ -223,15 +233,15 @@ impl Cpu {
             }
             Break::Exception => {
                 self.state.rip = self.rip_of(op);
-                if std::mem::take(&mut self.fault_noncanonical) && op.seg == 2 {
-                    self.fault.vector = vector::SS;
+                if std::mem::take(&mut self.raised.noncanonical) && op.seg == 2 {
+                    self.raised.exception.vector = vector::SS;
                 }
                 return self.take_fault();
             }
             Break::TaskFault => return self.take_fault(),
             Break::Exit => {
                 self.state.rip = self.rip_of(op);
-                match self.exit {
+                match self.raised.exit {
                     Some(Exit::Mmio { .. }) => self.keep_reader(op, code),
                     // The caller will do something else in the instruction's place.
                     Some(Exit::Emulation { .. }) => self.drop_answers(),
@@ -249,7 +259,7 @@ impl Cpu {
     }
 
     fn take_exit(&mut self, code: &[u8]) -> Option<Exit> {
-        let mut exit = self.exit.take();
+        let mut exit = self.raised.exit.take();
         if let Some(Exit::Emulation { bytes, len, .. }) = &mut exit {
             let n = code.len().min(15);
             bytes[..n].copy_from_slice(&code[..n]);
@@ -261,7 +271,7 @@ impl Cpu {
     /// Turns the exception in `fault` into an event, and sets CR2 and DR6.
     fn take_fault(&mut self) -> Option<Exit> {
         self.drop_answers();
-        let fault = self.fault;
+        let fault = self.raised.exception;
         match fault.vector {
             vector::DB => {
                 let hits = std::mem::take(&mut self.watch.hits);
@@ -276,8 +286,9 @@ impl Cpu {
             }
             _ => {}
         }
-        self.fault_noncanonical = false;
-        self.queue_exception(fault, self.fault_address);
+        self.raised.noncanonical = false;
+        let address = self.raised.address;
+        self.queue_exception(fault, address);
         None
     }
 
@@ -319,7 +330,8 @@ impl Cpu {
             if self.svm.is_exit_due() {
                 return None;
             }
-            if self.exceeds_notify_window() {
+            let window = self.requests.notify_window;
+            if window.is_some_and(|window| self.progress.exceeds(window)) {
                 return Some(Exit::Notify);
             }
             // An exception whose delivery failed has become another exception, or is pending for a retry. Nothing is
@@ -337,14 +349,14 @@ impl Cpu {
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }
-        let opens = self.gif_window && !self.state.events.gif_clear;
-        if opens || self.interrupt_window && self.can_take_interrupt() {
+        let opens = self.requests.gif_window && !self.state.events.gif_clear;
+        if opens || self.requests.interrupt_window && self.can_take_interrupt() {
             return Some(Exit::InterruptWindow);
         }
         let events = &self.state.events;
         let shadow = events.sti_shadow || events.mov_ss_shadow;
         let stepping = self.state.rflags & (flags::TF | flags::RF) != 0
-            || self.debugger.single_step
+            || self.requests.debugger.single_step
             || self.probes.steps
             || self.watch.alone;
         if shadow || stepping {

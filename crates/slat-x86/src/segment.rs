@@ -249,3 +249,28 @@ impl Cpu {
         }
     }
 }
+
+/// Reads the descriptor of a system segment: LDT (`kind` 2) or available TSS (9, or 1 for 16 bits).
+pub(crate) fn system_segment(cpu: &mut Cpu, selector: u16, kind: u8) -> Result<Segment, Break> {
+    let error = Some(u32::from(selector & !3));
+    if selector & 4 != 0 {
+        return Err(cpu.raise(vector::GP, error));
+    }
+    let descriptor = cpu.descriptor(selector, vector::GP)?;
+    let right =
+        descriptor.kind() == kind || kind == 9 && descriptor.kind() == 1 && !cpu.long_mode();
+    if !right {
+        return Err(cpu.raise(vector::GP, error));
+    }
+    if !descriptor.present() {
+        return Err(cpu.raise(vector::NP, error));
+    }
+    let mut segment = descriptor.segment(selector);
+    if cpu.long_mode() {
+        segment.base |= cpu.descriptor_high(selector)? << 32;
+        if !cpu.canonical(segment.base) {
+            return Err(cpu.raise(vector::GP, error));
+        }
+    }
+    Ok(segment)
+}

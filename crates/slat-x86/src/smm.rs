@@ -10,8 +10,8 @@
 //! continues after it. KVM keeps the shadow of STI and MOV SS in a byte that the manuals reserve.
 
 use crate::Cpu;
-use crate::debug::{DR6_BS, DR6_ONES};
 use crate::state::{Segment, State, Table, control::*, flags};
+use crate::watch::{DR6_BS, DR6_ONES};
 
 /// Size in bytes of the saved registers.
 pub const SMRAM_BYTES: usize = 512;
@@ -436,7 +436,7 @@ impl Cpu {
         }
         self.state = state;
         self.flush_tlb();
-        if self.debugger.single_step {
+        if self.requests.debugger.single_step {
             self.trap(DR6_BS);
         }
         Ok(())

@@ -11,13 +11,11 @@
 //! Lines are copied from memory first; then blocks are decoded from the copies or compared with them. So later
 //! comparisons are of the bytes that were decoded.
 
-use crate::block::{Block, Place};
-use crate::machine::{Access, Fault};
-use crate::op::Break;
-use crate::sync::AtomicU32;
-use crate::tlb::{SUPERVISOR, USER};
-use crate::{Cpu, vector};
+use crate::hash::Seeded;
+use crate::heap::{self, OutOfMemory};
+use crate::pool::Pool;
 use slat_guard::Gone;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 
@@ -37,12 +35,12 @@ pub(crate) struct Snapshot {
     /// The linear address of the page, and whether it was looked up as user.
     key: u64,
     /// The generation when `host` was looked up; 0 means that it has to be looked up again.
-    generation: u64,
+    pub(crate) generation: u64,
     /// The version of the page (see `code_pages`). 0: the page was not trusted, so the lines are
     /// compared at the next entry.
-    version: u64,
+    pub(crate) version: u64,
     /// The epoch when the lines were compared.
-    epoch: u64,
+    pub(crate) epoch: u64,
     /// Bit n: line n of `bytes` holds code.
     lines: u64,
     bytes: [u8; PAGE],
@@ -91,7 +89,7 @@ impl Snapshot {
     }
 
     /// Whether the page was looked up as user.
-    fn is_user(&self) -> bool {
+    pub(crate) fn is_user(&self) -> bool {
         self.key & 1 != 0
     }
 
@@ -102,7 +100,7 @@ impl Snapshot {
     }
 
     /// Begins a new edition.
-    fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.edition += 1;
         self.lines = 0;
     }
@@ -131,7 +129,7 @@ impl Snapshot {
     }
 
     /// Whether `code` is at `at`, which has been fetched. If so, records that it is part of a block.
-    fn has(&mut self, at: usize, code: &[u8]) -> bool {
+    pub(crate) fn has(&mut self, at: usize, code: &[u8]) -> bool {
         let same = self.bytes[at..at + code.len()] == *code;
         if same {
             self.lines |= bits(at, code.len());
@@ -140,7 +138,7 @@ impl Snapshot {
     }
 
     /// Whether memory holds the lines.
-    fn is_held(&self) -> Result<bool, Gone> {
+    pub(crate) fn is_held(&self) -> Result<bool, Gone> {
         for run in runs(self.lines) {
             // SAFETY: `host` was translated in this generation; the access is guarded.
             if !unsafe { slat_guard::matches(self.host.wrapping_add(run.start), &self.bytes[run]) }?
@@ -152,7 +150,7 @@ impl Snapshot {
     }
 
     /// Copies from memory the lines of the `len` bytes at `at` that the snapshot does not have yet.
-    fn copy(&mut self, at: usize, len: usize) -> Result<(), Gone> {
+    pub(crate) fn copy(&mut self, at: usize, len: usize) -> Result<(), Gone> {
         for run in runs(bits(at, len) & !self.lines) {
             let from = self.host.wrapping_add(run.start);
             // SAFETY: `host` was translated in this generation; the access is guarded.
@@ -162,191 +160,80 @@ impl Snapshot {
     }
 }
 
-#[cfg(feature = "jit")]
-impl Block {
-    /// Whether memory holds the code of a region that can be entered at this block. Call while the block is current for
-    /// its CPU, and not running.
-    pub(crate) fn holds(&self, region: &crate::jit::Region) -> bool {
-        region
-            .parts()
-            .all(|(lin, code)| self.holds_beside(lin, code))
-    }
-
-    /// Whether memory holds `code` at `lin`, in the page of this block. Call under the conditions of
-    /// [`holds`](Self::holds).
-    pub(crate) fn holds_beside(&self, lin: u64, code: &[u8]) -> bool {
-        let Some(mut place) = self.first else {
-            return false;
-        };
-        // SAFETY: as in `Cpu::holds`.
-        let page = unsafe { place.page.as_mut() };
-        let (at, _) = Snapshot::split(lin);
-        page.copy(at, code.len()).is_ok() && page.has(at, code)
-    }
+/// The page that holds the code of a block, or a part of it.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) page: NonNull<Snapshot>,
+    /// [`Snapshot::edition`] when the block was last compared with the page. No snapshot has edition 0: it
+    /// forces a comparison.
+    pub(crate) edition: u64,
 }
 
-impl Cpu {
-    /// Returns the snapshot of the page of `lin`. The caller has to check it. `None`: there is no
-    /// memory for a snapshot.
-    pub(crate) fn snapshot(&mut self, lin: u64) -> Option<NonNull<Snapshot>> {
-        let key = Snapshot::key_of(lin, self.cpl == 3);
-        self.blocks.snapshot(key).ok()
-    }
+/// The snapshots of a CPU, by page. They never move, and are freed only all at once.
+pub(crate) struct Snapshots {
+    all: HashMap<u64, NonNull<Snapshot>, Seeded>,
+    /// Has the snapshots in `all`.
+    pool: Pool,
+}
 
-    /// Makes sure that memory holds the lines of `page`; if it does not, `page` begins a new edition. `lin` is an
-    /// address in the page, which a page fault reports.
-    #[inline]
-    fn check_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
-        match page.stamp == self.clock.stamp {
-            true => Ok(()),
-            false => self.look_at_snapshot(page, lin),
+impl Snapshots {
+    pub(crate) fn new() -> Self {
+        Self {
+            all: HashMap::with_hasher(Seeded::new()),
+            pool: Pool::default(),
         }
     }
 
-    /// Makes sure that memory holds the lines of `page`, which has the code at `rip`, if that needs no translation.
-    /// Returns whether memory holds them.
-    #[cfg(feature = "jit")]
-    pub(crate) fn look_again(&mut self, page: &mut Snapshot, rip: u64) -> bool {
-        let lin = self.code_address(rip);
-        page.generation == self.clock.generation()
-            && self.look_at_snapshot(page, lin).is_ok()
-            && page.stamp == self.clock.stamp
+    /// Returns the heap bytes of the snapshots and their index if `more` bytes are taken from the pool.
+    pub(crate) fn heap_bytes(&self, more: usize) -> usize {
+        let entry = size_of::<(u64, NonNull<Snapshot>)>();
+        self.pool.bytes_with(more) + heap::map_bytes(self.all.capacity(), entry)
     }
 
-    #[inline(never)]
-    fn look_at_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
-        loop {
-            let before = page.host;
-            if page.generation != self.clock.generation() {
-                page.host = self.code_host(lin)?;
-                page.generation = self.clock.generation();
-            }
-            // The page is marked before the comparison, so that the version is that of the compared content.
-            let version = self.mark_code(page.host).unwrap_or(0);
-            let is_known = page.host == before
-                && page.epoch == self.clock.epoch(page.is_user())
-                && page.version == version;
-            if version == 0 || !is_known {
-                self.counters.pages_compared += 1;
-                match page.is_held() {
-                    Ok(true) => {}
-                    Ok(false) => {
-                        page.clear();
-                        self.forget_targets();
-                    }
-                    Err(Gone) => {
-                        self.code_gone(lin, page.host)?;
-                        continue;
-                    }
-                }
-            }
-            page.version = version;
-            page.epoch = self.clock.epoch(page.is_user());
-            page.stamp = if version != 0 { self.clock.stamp } else { 0 };
-            return Ok(());
+    /// Makes room in the index for `more` snapshots. Without memory for it, the next ones may not be made.
+    pub(crate) fn reserve(&mut self, more: usize) {
+        let _ = self.all.try_reserve(more);
+    }
+
+    /// Returns the snapshot of a page if there is one.
+    fn known(&self, key: u64) -> Option<NonNull<Snapshot>> {
+        self.all.get(&key).copied()
+    }
+
+    /// Returns the snapshot of a page, which may be new.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if there is none, and no memory for one.
+    pub(crate) fn of(&mut self, key: u64) -> Result<NonNull<Snapshot>, OutOfMemory> {
+        if let Some(page) = self.known(key) {
+            return Ok(page);
         }
+        self.all.try_reserve(1).map_err(|_| OutOfMemory)?;
+        let page = self.pool.put(Snapshot::new(key))?;
+        self.all.insert(key, page);
+        Ok(page)
     }
 
-    /// Makes sure that `page` has a copy of the `len` bytes at `lin`, equal to memory now.
-    pub(crate) fn fetch(&mut self, page: &mut Snapshot, lin: u64, len: usize) -> Result<(), Break> {
-        let (at, _) = Snapshot::split(lin);
-        loop {
-            self.check_snapshot(page, lin)?;
-            match page.copy(at, len) {
-                Ok(()) => return Ok(()),
-                Err(Gone) => self.code_gone(lin, page.host)?,
+    /// Has the page of `lin` looked up again before its code runs next. Returns whether the page has a snapshot.
+    pub(crate) fn outdate(&mut self, lin: u64) -> bool {
+        let mut is_known = false;
+        for user in [false, true] {
+            if let Some(mut page) = self.known(Snapshot::key_of(lin, user)) {
+                // SAFETY: alive as long as it is in the map. A running block does not look at its snapshots.
+                unsafe { page.as_mut() }.outdate();
+                is_known = true;
             }
         }
+        is_known
     }
 
-    /// Whether `block` may be executed, because memory holds the bytes that it was decoded from.
-    /// `false` for an empty block.
-    pub(crate) fn verify(&mut self, block: &mut Block) -> Result<bool, Break> {
-        let Some(mut first) = block.first else {
-            return Ok(false);
-        };
-        let lin = block.key.lin;
-        let before = first.edition;
-        if !self.holds(&mut first, lin, block.parts().0)? {
-            return Ok(false);
-        }
-        // The second page is checked last: only if memory holds the first part does the instruction
-        // still cross into it.
-        if let Some(mut second) = block.second {
-            if !self.holds(&mut second, self.next_page(lin), block.parts().1)? {
-                return Ok(false);
-            }
-            block.second = Some(second);
-        }
-        block.first = Some(first);
-        if first.edition != before {
-            self.verify_region(block);
-        }
-        Ok(true)
-    }
-
-    /// Whether memory holds `code` at `lin`, in the page of `place`.
-    fn holds(&mut self, place: &mut Place, lin: u64, code: &[u8]) -> Result<bool, Break> {
-        // SAFETY: a block's snapshots live until `Blocks::clear`; nothing else refers to one while no block is running.
-        let page = unsafe { place.page.as_mut() };
-        self.check_snapshot(page, lin)?;
-        if page.edition == place.edition {
-            return Ok(true);
-        }
-        self.fetch(page, lin, code.len())?;
-        let (at, _) = Snapshot::split(lin);
-        let same = page.has(at, code);
-        if same {
-            place.edition = page.edition;
-        }
-        Ok(same)
-    }
-
-    /// Drops the compiled code of a block that was just compared with memory, if memory no longer holds the rest
-    /// of the region's code.
-    fn verify_region(&self, block: &mut Block) {
-        #[cfg(feature = "jit")]
-        if let Some(entrance) = &block.entrance
-            && !block.holds(&entrance.region)
-        {
-            block.cool();
-        }
-        #[cfg(not(feature = "jit"))]
-        let _ = block;
-    }
-
-    /// Marks the page of `host` as one with decoded code. Returns the page's version if the page is trusted.
-    fn mark_code(&mut self, host: *mut u8) -> Option<u64> {
-        let page = host as usize;
-        let tlb = &mut self.fixed.tlb;
-        self.code
-            .mark(page, || tlb.look_at_writes(|host| host == page))
-    }
-
-    /// Heeds other CPUs' changes of code, when `attention` has asked for it.
-    pub(crate) fn heed_code(&mut self, attention: &AtomicU32) {
-        let tlb = &mut self.fixed.tlb;
-        self.code.heed(attention, |pages| {
-            tlb.look_at_writes(|host| pages.version_of(host) != 0)
-        });
-        self.clock.change();
-    }
-
-    /// Returns the host address of the page from which the code at `lin` is fetched.
-    pub(crate) fn code_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
-        if !self.canonical(lin) {
-            return Err(self.raise(vector::GP, Some(0)));
-        }
-        let table = if self.cpl == 3 { USER } else { SUPERVISOR };
-        match self.translate(table, lin, Access::Execute) {
-            Ok(page) => Ok(page.base.as_ptr()),
-            Err(Fault::Mmio { .. }) => Err(self.unimplemented("an instruction fetch from MMIO")),
-            Err(fault) => Err(self.fault(lin, fault)),
-        }
-    }
-
-    pub(crate) fn code_gone(&mut self, lin: u64, host: *mut u8) -> Result<(), Break> {
-        self.clock.flush();
-        self.gone(lin, host, Access::Execute)
+    /// Frees all snapshots.
+    ///
+    /// # Safety
+    /// - Nobody uses a snapshot any more: the blocks with a [`Place`] have been freed or emptied.
+    pub(crate) unsafe fn clear(&mut self) {
+        self.all.clear();
+        // SAFETY: the map had all of its pieces; the caller's promise.
+        unsafe { self.pool.clear() };
     }
 }

@@ -506,3 +506,12 @@ fn bytes<const N: usize>(image: &[u8], at: usize) -> [u8; N] {
     out.copy_from_slice(&image[at..at + N]);
     out
 }
+
+/// Returns the canonical address with the low 48 bits of `address`, or the low 57 bits with CR4.LA57.
+pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
+    let shift = match cr4 & control::CR4_LA57 {
+        0 => 16,
+        _ => 7,
+    };
+    ((address << shift) as i64 >> shift) as u64
+}

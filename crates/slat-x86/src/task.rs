@@ -12,13 +12,12 @@
 //!    Each of these writes may be made twice.
 //! 4. The CPU takes over the new state.
 
-use crate::debug::DR6_BT;
-use crate::exec::descriptor::system_segment;
 use crate::op::{Break, Flow};
-use crate::segment::Descriptor;
+use crate::segment::{Descriptor, system_segment};
 use crate::source::Source;
 use crate::state::{Exception, Segment, State, control, flags};
 use crate::tss::{Format, Image, Registers};
+use crate::watch::DR6_BT;
 use crate::{Cpu, vector};
 
 /// The flags that a TSS may set.
@@ -129,7 +128,7 @@ impl Cpu {
         match self.switch_task(tss, initiator, next_rip, flags) {
             Ok(()) => {
                 // TF in the old task's TSS keeps its single step; a debugger's single step is not kept there.
-                self.watch.steps = self.debugger.single_step;
+                self.watch.steps = self.requests.debugger.single_step;
                 Break::Jump
             }
             Err(why) => why,
@@ -363,8 +362,8 @@ impl Cpu {
         if selector & !3 != 0 {
             let loaded = system_segment(self, selector, 2);
             // During a switch, an LDT that is not present is #TS, too.
-            if loaded == Err(Break::Exception) && self.fault.vector == vector::NP {
-                self.fault.vector = vector::TS;
+            if loaded == Err(Break::Exception) && self.raised.exception.vector == vector::NP {
+                self.raised.exception.vector = vector::TS;
             }
             self.state.ldtr = loaded?;
         }
@@ -385,7 +384,7 @@ impl Cpu {
     /// Converts an exception of a check outside a switch to that of a switch: #GP for a segment becomes #TS, and error
     /// codes get the EXT bit.
     fn as_task_fault(&mut self, checked: Flow, external: u32) -> Flow {
-        let Exception { vector, error } = &mut self.fault;
+        let Exception { vector, error } = &mut self.raised.exception;
         if checked == Err(Break::Exception) {
             if *vector == vector::GP {
                 *vector = vector::TS;

@@ -196,10 +196,10 @@ fn the_decoders_tables_fit_into_what_is_probed_for_them() {
         most: before,
         ..COUNT.get()
     });
-    let first = Cpu::try_new(CodePages::try_new().unwrap()).unwrap();
+    let first = Executor::try_new(CodePages::try_new().unwrap()).unwrap();
     let with_tables = COUNT.get().bytes - before;
     let most = COUNT.get().most - before;
-    let second = Cpu::try_new(CodePages::try_new().unwrap()).unwrap();
+    let second = Executor::try_new(CodePages::try_new().unwrap()).unwrap();
     let cpu = COUNT.get().bytes - before - with_tables;
     let tables = with_tables - cpu;
     println!("tables {tables} bytes, at most {most} with a CPU of {cpu}");

@@ -45,7 +45,7 @@ impl VcpuObject {
             self.block(inner, masked)?;
         }
         let common = self.common();
-        inner.cpu.interrupt_window = false;
+        inner.cpu.requests.interrupt_window = false;
         if inner.interrupts_blocked || inner.cpu.makes_probe_steps() {
             return Ok(true);
         }
@@ -60,7 +60,7 @@ impl VcpuObject {
         if allowed && inner.cpu.exits_on_interrupt() && self.has_interrupt(inner) {
             // It stays pending for the hypervisor, which takes it when it has set GIF.
             inner.cpu.exit_on_interrupt();
-            inner.cpu.interrupt_window = true;
+            inner.cpu.requests.interrupt_window = true;
             return Ok(true);
         }
         if allowed && let Some(vector) = self.next_interrupt(inner, has_external) {
@@ -72,11 +72,11 @@ impl VcpuObject {
             });
             inner.cpu.inject_interrupt(vector);
             // If another interrupt is pending, exit as soon as the CPU could take it.
-            inner.cpu.interrupt_window = self.has_interrupt(inner);
+            inner.cpu.requests.interrupt_window = self.has_interrupt(inner);
             return Ok(true);
         }
         if self.has_interrupt(inner) {
-            inner.cpu.interrupt_window = true;
+            inner.cpu.requests.interrupt_window = true;
         }
         Ok(!(self.asks_client(inner) && self.opens_window(inner, true)))
     }
@@ -148,7 +148,7 @@ impl VcpuObject {
             self.page.set_exit_reason(KVM_EXIT_IRQ_WINDOW_OPEN);
             return true;
         }
-        inner.cpu.interrupt_window = true;
+        inner.cpu.requests.interrupt_window = true;
         false
     }
 
@@ -206,7 +206,7 @@ impl VcpuObject {
     pub(crate) fn accept_init_sipi(&self, inner: &mut Inner) {
         let common = self.common();
         let both = VcpuCommon::INIT | VcpuCommon::SIPI;
-        inner.cpu.gif_window = false;
+        inner.cpu.requests.gif_window = false;
         if common.signals.load(Ordering::SeqCst) & both == 0 {
             return;
         }
@@ -219,7 +219,7 @@ impl VcpuObject {
         // Until the hypervisor of a nested guest sets GIF, too.
         let waits = common.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0
             && (inner.cpu.state.events.gif_clear || inner.cpu.exit_on_init());
-        inner.cpu.gif_window = waits;
+        inner.cpu.requests.gif_window = waits;
         if waits {
             return;
         }

@@ -28,7 +28,7 @@ use kvm_bindings::*;
 use slat::Attention;
 use slat_trace::{DirtyRingExit, point};
 use slat_x86::state::flags;
-use slat_x86::{Cpu, Exit, PORT_BYTES, vector};
+use slat_x86::{Executor, Exit, PORT_BYTES, vector};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -203,9 +203,9 @@ impl VcpuObject {
     /// Finishes what the last run began, then executes the guest until an exit.
     fn complete_and_run(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         inner.machine.follow_client();
-        inner.cpu.bus_locks = self.vm.options.bus_locks();
+        inner.cpu.set_bus_locks(self.vm.options.bus_locks());
         let window = self.vm.options.notify_window();
-        inner.cpu.notify_window =
+        inner.cpu.requests.notify_window =
             window.map(|cycles| NOTIFY_THRESHOLD + inner.machine.tsc.duration(cycles));
         if let Next::Return = self.complete(inner, masked)? {
             return Ok(());
@@ -259,7 +259,7 @@ impl VcpuObject {
     /// for the client, which is set.
     ///
     /// KVM promises (api.rst, 5): after a run with `immediate_exit`, no instruction is half done. So this comes before
-    /// signals, requests and interrupts, and executes no other instruction. [`Cpu::run`] finishes the instruction, too,
+    /// signals, requests and interrupts, and executes no other instruction. [`Executor::run`] finishes the instruction, too,
     /// before it executes another: where it follows at once, nothing is done here.
     ///
     /// # Errors
@@ -316,7 +316,7 @@ impl VcpuObject {
     fn execute(
         &self,
         inner: &mut Inner,
-        f: impl FnOnce(&mut Cpu, &mut VcpuMachine, &AtomicU32) -> Option<Exit>,
+        f: impl FnOnce(&mut Executor, &mut VcpuMachine, &AtomicU32) -> Option<Exit>,
     ) -> Option<Exit> {
         let Inner {
             cpu,

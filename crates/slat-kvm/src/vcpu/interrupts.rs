@@ -252,7 +252,7 @@ impl VcpuObject {
             }
             inner.cpu.inject_exception(vector, None);
         }
-        inner.cpu.debugger = guest_debug::debugger(debug);
+        inner.cpu.requests.debugger = guest_debug::debugger(debug);
         let blocking = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_BLOCKIRQ;
         inner.interrupts_blocked = debug.control & blocking == blocking;
         Ok(())

@@ -29,7 +29,7 @@ use crate::{clock, coalesced, debugger, events, messages, publish, report};
 use kvm_bindings::*;
 use slat::{DirtyRing, Shared};
 use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Lapic};
-use slat_x86::Cpu;
+use slat_x86::Executor;
 use std::ffi::c_int;
 use std::fmt::Display;
 use std::ops::{Deref, DerefMut};
@@ -59,7 +59,7 @@ pub(crate) enum Unfinished {
 
 /// The state that only one thread at a time uses: what KVM's vCPU mutex protects.
 pub(crate) struct Inner {
-    pub(crate) cpu: Cpu,
+    pub(crate) cpu: Executor,
     pub(crate) machine: VcpuMachine,
     pub(crate) unfinished: Unfinished,
     pub(crate) stopwatch: Stopwatch,
@@ -182,7 +182,7 @@ impl VcpuObject {
         fd: &OwnedFd,
     ) -> Result<Shared<Self>> {
         let bootstrap = vm.is_bootstrap(id);
-        let mut cpu = Cpu::try_new(vm.code.clone()).map_err(no_memory)?;
+        let mut cpu = Executor::try_new(vm.code.clone()).map_err(no_memory)?;
         // KVM's new vCPUs have the x87 state that FNINIT makes, not the processor's after RESET.
         cpu.state.initialize_x87();
         if let Some((compiler, compile)) = &vm.compiler {

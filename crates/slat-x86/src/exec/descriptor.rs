@@ -3,12 +3,11 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
+use crate::nested::code;
 use crate::op::{Break, Flow, Handler, MEM, Op, Row, rows};
-use crate::segment::Descriptor;
+use crate::segment::{Descriptor, system_segment};
 use crate::state::flags::ZF;
 use crate::state::{Segment, Table, control};
-use crate::svm::intercept::code;
-use crate::vector;
 use iced_x86::{Code, Instruction, Mnemonic, OpKind};
 
 fn mov_from_segment<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -93,7 +92,7 @@ fn load_table(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         cpu.state.idtr = table;
     }
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 fn store_table(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -117,30 +116,6 @@ fn store_table(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-/// Reads the descriptor of a system segment: LDT (`kind` 2) or available TSS (9, or 1 for 16 bits).
-pub(crate) fn system_segment(cpu: &mut Cpu, selector: u16, kind: u8) -> Result<Segment, Break> {
-    let error = Some(u32::from(selector & !3));
-    if selector & 4 != 0 {
-        return Err(cpu.raise(vector::GP, error));
-    }
-    let descriptor = cpu.descriptor(selector, vector::GP)?;
-    let right =
-        descriptor.kind() == kind || kind == 9 && descriptor.kind() == 1 && !cpu.long_mode();
-    if !right {
-        return Err(cpu.raise(vector::GP, error));
-    }
-    if !descriptor.present() {
-        return Err(cpu.raise(vector::NP, error));
-    }
-    let mut segment = descriptor.segment(selector);
-    if cpu.long_mode() {
-        segment.base |= cpu.descriptor_high(selector)? << 32;
-        if !cpu.canonical(segment.base) {
-            return Err(cpu.raise(vector::GP, error));
-        }
-    }
-    Ok(segment)
-}
 fn lldt(cpu: &mut Cpu, op: &Op) -> Flow {
     protected_only(cpu)?;
     cpu.privileged()?;
@@ -156,7 +131,7 @@ fn lldt(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         cpu.state.ldtr = system_segment(cpu, selector, 2)?;
     }
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -171,7 +146,7 @@ fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.mark_descriptor(selector, 2)?;
     segment.rights |= 2;
     cpu.state.tr = segment;
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 /// SLDT (`aux` 0) and STR (1).

@@ -1,11 +1,11 @@
 //! Far transfers: JMP and CALL far, RETF, IRET, INT.
 
 use crate::Cpu;
+use crate::nested::code;
 use crate::op::{Break, Flow, Handler, MEM, Op, Row, rows};
 use crate::segment::Descriptor;
 use crate::source::Source;
 use crate::state::{Segment, flags};
-use crate::svm::intercept::code;
 use crate::task::Initiator;
 use crate::vector;
 use iced_x86::{Code, Instruction};
@@ -56,7 +56,7 @@ fn far_jump(cpu: &mut Cpu, op: &Op) -> Flow {
     let cs = far_code(cpu, op, selector, Initiator::Jump)?;
     cpu.state.cs = cs;
     cpu.state.rip = offset;
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -76,7 +76,7 @@ fn far_call(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.set_rsp(rsp);
     cpu.state.cs = cs;
     cpu.state.rip = offset;
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -133,7 +133,7 @@ fn retf(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.state.cs.selector = selector;
         cpu.state.cs.base = u64::from(selector) << 4;
         cpu.state.rip = rip;
-        cpu.clock.serialize();
+        cpu.code.clock.serialize();
         cpu.refresh();
         return Err(Break::Jump);
     }
@@ -156,7 +156,7 @@ fn retf(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     cpu.state.cs = cs;
     cpu.state.rip = rip;
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -227,7 +227,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.rip = rip;
     cpu.unblock_nmis();
     cpu.refresh();
-    cpu.clock.serialize_return();
+    cpu.code.clock.serialize_return();
     Err(Break::Jump)
 }
 
@@ -252,7 +252,7 @@ fn iret_8086(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.rip = rip;
     cpu.set_flags(mask, new);
     cpu.unblock_nmis();
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -272,12 +272,12 @@ fn int(cpu: &mut Cpu, op: &Op, source: Source) -> Flow {
     let next = cpu.next_rip(op);
     cpu.deliver(op.aux, None, source, next)?;
     // The guest's single step ends with the delivery, a debugger's does not.
-    cpu.watch.steps = cpu.debugger.single_step;
+    cpu.watch.steps = cpu.requests.debugger.single_step;
     Err(Break::Jump)
 }
 /// INT3, a breakpoint of the debugger or of the guest.
 fn int3(cpu: &mut Cpu, op: &Op) -> Flow {
-    if cpu.debugger.software_breakpoints {
+    if cpu.requests.debugger.software_breakpoints {
         cpu.watch.int3 = Some((cpu.rip_of(op), cpu.next_rip(op)));
         return Err(cpu.raise(vector::BP, None));
     }
@@ -293,7 +293,7 @@ fn into(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 /// INT1: a #DB that no gate's DPL forbids, and that sets no bit in DR6.
 fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
-    if cpu.debugger.claims_debug() {
+    if cpu.requests.debugger.claims_debug() {
         return Err(cpu.raise_debug(0));
     }
     cpu.intercept(op, code::ICEBP)?;

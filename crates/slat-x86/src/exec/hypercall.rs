@@ -2,8 +2,8 @@
 
 use crate::Cpu;
 use crate::machine::{HypercallInstruction, HypercallOutcome, Hypercalls};
+use crate::nested::code;
 use crate::op::{Break, Flow, Op, Row, rows};
-use crate::svm::intercept::code;
 
 fn vmcall(cpu: &mut Cpu, op: &Op) -> Flow {
     hypercall_by(cpu, op, HypercallInstruction::Vmcall)

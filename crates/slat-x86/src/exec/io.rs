@@ -1,8 +1,8 @@
 //! Port access: IN OUT INS OUTS.
 
 use crate::Cpu;
+use crate::devices::{PORT_BYTES, Port, PortKind};
 use crate::machine::{Access, Exit};
-use crate::mmio::{PORT_BYTES, Port, PortKind};
 use crate::op::{Break, Flow, Handler, NONE, Op, Row, rows};
 use crate::state::flags;
 use crate::vector;

@@ -13,6 +13,7 @@ pub(crate) mod decimal;
 pub(crate) mod descriptor;
 pub(crate) mod far;
 pub(crate) mod fpu_state;
+mod halves;
 pub(crate) mod hypercall;
 pub(crate) mod io;
 pub(crate) mod msr;

@@ -1,6 +1,6 @@
 //! Model-specific registers: RDMSR, WRMSR; and the time-stamp counter.
 
-use super::system::{edx_eax, low_half, set_edx_eax};
+use super::halves::{edx_eax, low_half, set_edx_eax};
 use crate::Cpu;
 use crate::machine::{Exit, MsrFault};
 use crate::op::{Break, Flow, Op, Row, rows};
@@ -170,7 +170,7 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     // These writes do not serialise (SDM volume 3, "Serializing Instructions"), and are frequent: timers and IPIs use
     // them. Hyper-V's MSRs are other names of the same APIC registers.
     if !matches!(msr, TSC_DEADLINE | X2APIC_FIRST..=X2APIC_LAST | HYPERV_EOI..=HYPERV_TPR) {
-        cpu.clock.serialize();
+        cpu.code.clock.serialize();
     }
     cpu.refresh();
     Err(Break::End)

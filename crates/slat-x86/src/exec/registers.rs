@@ -1,12 +1,12 @@
 //! Control and debug registers: MOV, SMSW LMSW, CLTS.
 
-use super::system::low_half;
+use super::halves::low_half;
 use crate::Cpu;
-use crate::debug::DR6_ONES;
 use crate::int::{Int, by_size};
+use crate::nested::code;
 use crate::op::{Break, Flow, Handler, MEM, Op, Row, rows};
 use crate::state::control::*;
-use crate::svm::intercept::code;
+use crate::watch::DR6_ONES;
 use iced_x86::{Instruction, OpKind};
 
 /// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging anew (SDM volume
@@ -63,39 +63,6 @@ impl Cpu {
         }
         self.state.cr4 = v;
         Ok(())
-    }
-
-    /// Whether PAE paging is in use.
-    pub(crate) fn pae_paging(&self) -> bool {
-        let state = &self.state;
-        state.cr0 & CR0_PG != 0 && state.cr4 & CR4_PAE != 0 && !self.long_mode()
-    }
-
-    /// Reads the page-directory-pointer entries at CR3. Raises #GP(0) if a present entry has a reserved bit, or
-    /// if there is no memory.
-    pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
-        // With nested paging each walk reads the entries (AMD64 volume 2, 15.25.10).
-        match self.svm.nested_paging() {
-            Some(_) => Ok([0; 4]),
-            None => self.read_pdptes(cr3),
-        }
-    }
-
-    /// Reads the page-directory-pointer entries from memory, whether nested paging is used or not.
-    pub(crate) fn read_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
-        let gpa = cr3 & 0xffff_ffe0;
-        let mut bytes = [0; 32];
-        if !self.read_physical(gpa, &mut bytes)? {
-            return Err(self.gp());
-        }
-        let mut pdptes = [0; 4];
-        for (pdpte, bytes) in pdptes.iter_mut().zip(bytes.as_chunks().0) {
-            *pdpte = u64::from_le_bytes(*bytes);
-        }
-        match self.features.valid_pdptes(&pdptes) {
-            true => Ok(pdptes),
-            false => Err(self.gp()),
-        }
     }
 
     fn write_cr3(&mut self, mut v: u64) -> Result<(), Break> {
@@ -156,7 +123,7 @@ fn write_control(cpu: &mut Cpu, op: &Op) -> Flow {
             cpu.machine().set_task_priority(v);
         }
     }
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     cpu.refresh();
     Err(Break::End)
 }
@@ -210,7 +177,7 @@ fn write_debug(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     cpu.update_watch();
     cpu.slow = true;
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 

@@ -1,14 +1,14 @@
 //! SYSCALL SYSRET SYSENTER SYSEXIT, SWAPGS, and the FS/GS base instructions.
 
 use crate::Cpu;
-use crate::debug::DR6_BS;
 use crate::int::Int;
 use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::{control, flags};
+use crate::watch::DR6_BS;
 
 /// For SYSCALL and SYSRET: traps if TF is set at the end of the instruction, whatever TF was before.
 fn step_if_traced(cpu: &mut Cpu) {
-    cpu.watch.steps = cpu.debugger.single_step;
+    cpu.watch.steps = cpu.requests.debugger.single_step;
     if cpu.state.rflags & flags::TF != 0 {
         cpu.trap(DR6_BS);
     }

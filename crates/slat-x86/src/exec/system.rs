@@ -1,30 +1,20 @@
 //! System instructions: CPUID, time, HLT, flags, TLB and cache control; `registers`, `msr` and
 //! `hypercall` have the others.
 
+use super::halves::{low_half, set_edx_eax};
 use crate::Cpu;
 use crate::exec::v86::InterruptFlag;
 use crate::int::{Int, by_size};
 use crate::machine::{Exit, GuestFlush};
 use crate::mem::CACHE_LINE;
+use crate::nested::code;
 use crate::op::segment;
 use crate::op::{Break, Flow, Handler, NONE, Op, Row, form, rows};
 use crate::state::{control::*, flags};
-use crate::svm::intercept::code;
 use crate::tlb::Which;
 use iced_x86::{Code, CodeSize, Instruction, Register};
 use slat_process::calls::{self, Call};
 use std::sync::atomic::{Ordering, fence};
-
-pub(super) fn low_half(v: u64) -> u64 {
-    v & 0xffff_ffff
-}
-pub(super) fn edx_eax(cpu: &Cpu) -> u64 {
-    low_half(cpu.state.gpr[0]) | cpu.state.gpr[2] << 32
-}
-pub(super) fn set_edx_eax(cpu: &mut Cpu, v: u64) {
-    cpu.state.gpr[0] = low_half(v);
-    cpu.state.gpr[2] = v >> 32;
-}
 
 fn cpuid(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.cpl != 0 && cpu.machine().cpuid_faults() {
@@ -37,7 +27,7 @@ fn cpuid(cpu: &mut Cpu, op: &Op) -> Flow {
     for (register, v) in [0, 3, 1, 2].into_iter().zip(out) {
         cpu.state.gpr[register] = v.into();
     }
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 
@@ -104,7 +94,7 @@ fn rdpid(cpu: &mut Cpu, op: &Op) -> Flow {
 fn hlt(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     cpu.intercept(op, code::HLT)?;
-    cpu.exit = Some(Exit::Hlt);
+    cpu.raised.exit = Some(Exit::Hlt);
     Err(Break::ExitAfter)
 }
 
@@ -192,7 +182,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.flush_page(lin, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(lin));
     }
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -224,14 +214,14 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
         true => GuestFlush::Page(address),
         false => GuestFlush::All,
     });
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 /// INVD (`aux` 1) and WBINVD.
 fn invalidate_caches(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     cpu.intercept(op, [code::WBINVD, code::INVD][usize::from(op.aux & 1)])?;
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 /// MONITOR, and MWAIT (`aux` 1).
@@ -265,7 +255,7 @@ fn barrier(_: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 fn serialize(cpu: &mut Cpu, _: &Op) -> Flow {
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 

@@ -129,7 +129,7 @@ impl Cpu {
         self.set_flags(mask | flags::VIP | flags::ID, image);
         self.unblock_nmis();
         self.refresh();
-        self.clock.serialize_return();
+        self.code.clock.serialize_return();
         Err(Break::Jump)
     }
 

@@ -9,9 +9,9 @@
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
+use crate::nested::code;
 use crate::op::{Break, Flow, Handler, Op, Row, rows};
 use crate::state::{MXCSR_INIT, control, xcr0};
-use crate::svm::intercept::code;
 
 /// Offset of the header, after the legacy region.
 const HEADER: usize = 512;

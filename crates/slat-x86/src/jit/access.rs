@@ -4,7 +4,8 @@
 
 use super::Tier;
 use super::helpers::{self, OrStop};
-use super::near::{LastAccess, Near};
+use super::kept::{Kind, LastAccess, Place};
+use super::near::Near;
 use super::translate::{TYPES, Translator};
 use crate::Cpu;
 use crate::op::Op;
@@ -18,13 +19,6 @@ use std::mem::offset_of;
 
 /// The mark of an access to guest memory. If the access fails, the region stops there (`access_failed`).
 pub(super) const GUARDED: TrapCode = TrapCode::unwrap_user(1);
-
-/// The right that an access needs to its page. A page that may be stored to may be loaded from.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    Load,
-    Store,
-}
 
 impl Kind {
     /// Returns the offset in a TLB entry of the tag for this kind of access.
@@ -41,13 +35,6 @@ impl Kind {
             Kind::Store => helpers::PLACE_TO_STORE,
         }
     }
-}
-
-/// Where an access is made: `offset` bytes from a host address.
-#[derive(Clone, Copy)]
-pub(super) struct Place {
-    pub(super) host: Value,
-    pub(super) offset: i32,
 }
 
 impl Translator<'_> {

@@ -6,6 +6,7 @@
 //! instructions that are not plain, and raises the fault if there is one: an operand that ends beyond the limit, an
 //! unusable segment or one that expands down, or a stack pointer of another width than the region's (`Source::stack`).
 
+use super::kept::PlainSegment;
 use super::translate::Translator;
 use crate::Cpu;
 use crate::op::{NONE, Op};
@@ -20,13 +21,6 @@ use std::mem::offset_of;
 const SS: u8 = 2;
 /// D/B in [`Segment::rights`]: the stack pointer has 32 bits.
 const BIG: i64 = 1 << 14;
-
-/// A segment that was found plain.
-#[derive(Clone, Copy)]
-pub(super) struct PlainSegment {
-    pub(super) base: Value,
-    limit: Value,
-}
 
 /// Returns the offset of a segment register in the CPU.
 pub(super) fn segment_offset(segment: u8) -> usize {

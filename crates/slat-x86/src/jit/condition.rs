@@ -6,6 +6,7 @@
 //! begins with that record.
 
 use super::helpers;
+pub(super) use super::kept::{Carry, Flags};
 use super::translate::Translator;
 use crate::Cpu;
 use crate::flags::{self, DONE};
@@ -15,18 +16,6 @@ use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use std::mem::offset_of;
-
-/// What set the arithmetic flags. Operands and results have the operation's type; truth values are 0 or 1 in 8 bits.
-pub(super) type Flags = sem::Flags<Value, Value, Carry>;
-
-/// The carry flag that an instruction leaves unchanged.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Carry {
-    /// The carry flag of the CPU's record.
-    Recorded,
-    /// 0 or 1 in 8 bits.
-    Is(Value),
-}
 
 /// The carry flag in a record: see [`flags::Lazy`].
 enum Comparison {

@@ -2,9 +2,9 @@
 //!
 //! A region that leaves for RIP returns the set in which its [`Target`] is looked up, as the set's distance from the
 //! first one. Code that leaves for one fixed place always returns the same set, known when it is compiled, so the host
-//! loads the target while the region still runs. That set is the set of the address ([`set_of`](super::cpu::set_of))
+//! loads the target while the region still runs. That set is the set of the address ([`set_of`](crate::compiled::set_of))
 //! for which the region was compiled. Elsewhere the set may be another one; this does not matter, because a target is
-//! stored where it was looked up ([`Compiled::wanted`](super::cpu::Compiled)). Code that computes the address for which
+//! stored where it was looked up ([`Compiled::wanted`](crate::compiled::Compiled)). Code that computes the address for which
 //! it leaves also computes the set. All other results of a region are larger than any set.
 //!
 //! Regions are called and return, although they could jump from one to the next. Jumps were tried, with one frame for
@@ -13,10 +13,10 @@
 //! targets of linkage tables, were tried, too. A shell and apt continued in another region a fifth less often, and a
 //! third less often with longer paths, but took as much time.
 
-use super::cpu::{SETS_BYTES, Target};
 use super::entries;
 use super::window::{BASE, from_base};
 use crate::Cpu;
+use crate::compiled::{SETS_BYTES, Target};
 use crate::snapshot::Snapshot;
 use std::arch::naked_asm;
 use std::mem::offset_of;
@@ -36,7 +36,7 @@ extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
 /// # Safety
 /// `code` is an entry of a region of this CPU, and the CPU has been prepared.
 #[unsafe(naked)]
-pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 {
+pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 {
     // A region expects R15 near the CPU, and preserves no register but RSP and RBP. It drops its frame, and returns.
     naked_asm!(
         "push rbp",
@@ -123,7 +123,7 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         target_rip = const offset_of!(Target, rip),
         page = const offset_of!(Target, page),
         stamp = const offset_of!(Snapshot, stamp),
-        cpu_stamp = const from_base(offset_of!(Cpu, clock.stamp)),
+        cpu_stamp = const from_base(offset_of!(Cpu, code.clock.stamp)),
         cpu_edition = const from_base(offset_of!(Cpu, compiled.edition)),
         edition = const offset_of!(Target, edition),
         look = sym look,

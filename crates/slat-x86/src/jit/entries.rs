@@ -8,7 +8,7 @@
 //!
 //! Source locations tell where a path begins. Other code of a region has the numbers of steps as its locations.
 
-use super::memory::Refused;
+use crate::region::memory::Refused;
 use cranelift_codegen::CompiledCode;
 use cranelift_codegen::ir::SourceLoc;
 use iced_x86::{Decoder, DecoderOptions, Mnemonic, Register};

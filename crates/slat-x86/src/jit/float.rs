@@ -177,7 +177,7 @@ impl Cpu {
     }
 
     /// Makes the host compute under its own MXCSR again. Returns whether it had the guest's.
-    pub(super) fn end_floats(&mut self) -> bool {
+    pub(crate) fn end_floats(&mut self) -> bool {
         let was = std::mem::take(&mut self.compiled.floats) != 0;
         if was {
             // The host's own flags belong to nobody, and are cleared; the guest's stay with the guest.

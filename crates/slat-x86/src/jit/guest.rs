@@ -1,8 +1,8 @@
 //! The decoded guest instructions of a region, and the registers and flags that they use.
 
 use super::{Source, Step};
-use crate::cpu::mode;
 use crate::lower;
+use crate::mode;
 use crate::sem::{FlagUse, by_mnemonic};
 use iced_x86::{
     CodeSize, Decoder, DecoderOptions, EncodingKind, Instruction, InstructionInfoFactory, Mnemonic,

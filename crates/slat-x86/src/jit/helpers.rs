@@ -3,8 +3,8 @@
 //! A helper gets the CPU that runs the region. Nothing else refers to that CPU meanwhile.
 
 use super::Step;
-use super::cpu::SETS_BYTES;
 use crate::Cpu;
+use crate::compiled::SETS_BYTES;
 use crate::flags;
 use crate::op::Break;
 use crate::tlb::Tlb;
@@ -13,7 +13,7 @@ use crate::tlb::Tlb;
 /// (`dispatch`). A set is less than each of these numbers but [`Continue`](Self::Continue).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
-pub(super) enum Status {
+pub(crate) enum Status {
     /// The helper, or `dispatch`, has done everything: continue at RIP.
     Continue = 0,
     /// The instruction ended with the [`Break`] in `compiled.why`.
@@ -25,7 +25,7 @@ pub(super) enum Status {
 }
 
 impl Status {
-    pub(super) fn of(number: u64) -> Option<Self> {
+    pub(crate) fn of(number: u64) -> Option<Self> {
         let all = [
             Status::Continue,
             Status::Broke,
@@ -52,7 +52,7 @@ impl Found {
     /// `None`: the interpreter continues at `step`.
     fn new(cpu: &mut Cpu, value: Option<u64>, step: *const Step) -> Self {
         if value.is_none() {
-            cpu.compiled.step = step;
+            cpu.compiled.step = step.cast();
         }
         Self {
             value: value.unwrap_or(0),
@@ -223,7 +223,7 @@ pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
         }
         false => &step.op,
     };
-    cpu.block_rip = step.rip_at(rip);
+    cpu.code.rip = step.rip_at(rip);
     cpu.stop = false;
     match cpu.outside_floats(|cpu| (op.handler)(cpu, op)) {
         Ok(()) if cpu.stop || cpu.slow => Status::After as u64,

@@ -5,9 +5,9 @@
 //! with memory before using it ([`Cpu::adopt`](crate::Cpu)). Regions that no block has any more are kept until new
 //! ones need the memory.
 
-use super::region::Kind;
-use super::{Region, lock};
 use crate::hash::Seeded;
+use crate::region::memory::lock;
+use crate::region::{Kind, Region};
 use std::collections::HashMap;
 use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex};

@@ -43,19 +43,20 @@
 //! | `access` | accesses to guest memory |
 //! | `near` | what the last access tells of the next one |
 //! | `condition` | the flags: computed when used |
+//! | `kept` | what a path keeps in values |
 //! | `helpers` | what compiled code calls |
-//! | `memory` | pages for code, never writable and executable at once |
-//! | `region` | the code of a region, and the region |
 //! | `known` | what was compiled, by content |
 //! | `window` | the fields of a CPU that R15 reaches |
-//! | `cpu` | the CPU's side: requests compilation, and runs regions |
 //! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering regions, and continuing from one in the next |
+//!
+//! The regions themselves, and the memory for them, are in module `region`; the CPU's side, which requests compilations
+//! and runs regions, is in `hot`, and what both share in `compiled`.
 //!
 //! While a region runs, R15 points near the [`Cpu`] (`window`), the guest's registers are variables of the
 //! region, and RIP is in the region's page. A region is always left between two instructions, with all state
 //! written back, so faults are as precise as the interpreter's. After that the CPU continues directly in the
-//! region at the new RIP, if [`Targets`] has that region and its code is good now. Loops, and every continuation
+//! region at the new RIP, if `Targets` has that region and its code is good now. Loops, and every continuation
 //! in another region, check `attention`.
 //!
 //! [`Cpu`]: crate::Cpu
@@ -66,19 +67,17 @@ mod baseline;
 mod bits;
 mod compute;
 mod condition;
-mod cpu;
-mod dispatch;
+pub(crate) mod dispatch;
 mod elements;
 mod entries;
 mod float;
 mod guest;
-mod helpers;
+pub(crate) mod helpers;
 mod instructions;
+mod kept;
 mod known;
-mod memory;
 mod near;
 mod paths;
-mod region;
 mod segments;
 mod stub;
 mod translate;
@@ -87,33 +86,23 @@ mod vector;
 mod window;
 
 use crate::heap::OutOfMemory;
-pub(crate) use cpu::{Compiled, Entrance, Targets, WARM};
+pub use crate::region::CompiledCode;
+pub use crate::region::Tier;
+use crate::region::memory::{Arena, Chunk, Refused, lock};
+use crate::region::{Guarded, Kind, Region, Source, Step};
 use cranelift_codegen::settings::{self, Configurable};
 use cranelift_codegen::{Context, control::ControlPlane, isa};
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
 use known::Known;
-use memory::{Arena, Chunk, Refused};
-pub use region::CompiledCode;
-use region::{Guarded, Source};
-pub(crate) use region::{Region, Step};
 use slat_trace::{CompileRegion, point};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
 
 /// The most compiled code of a process, in bytes.
 const MEMORY: usize = 64 << 20;
 /// The most jobs of a tier that can wait; more are refused.
 const JOBS: usize = 64;
-
-/// How code is compiled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Tier {
-    /// Compiled in one pass (`baseline`), for warm code, of which there is much.
-    Baseline,
-    /// Compiled by Cranelift, which takes ten times as long and makes faster code.
-    Full,
-}
 
 /// A job for a compiling thread.
 struct Job {
@@ -159,11 +148,11 @@ impl Jobs {
 
 /// Finished work that waits until its CPU takes it.
 #[derive(Default)]
-struct Done {
+pub(crate) struct Done {
     /// The regions, each with its page.
-    regions: Vec<(Arc<Region>, u64)>,
+    pub(crate) regions: Vec<(Arc<Region>, u64)>,
     /// Whether there was no memory for a region.
-    is_refused: bool,
+    pub(crate) is_refused: bool,
 }
 
 /// When code is compiled.
@@ -178,10 +167,49 @@ pub enum Compile {
 }
 
 /// The registration of a CPU with its compiler.
-struct Client {
-    compiler: Arc<Compiler>,
-    number: u64,
-    compile: Compile,
+pub(crate) struct Client {
+    pub(crate) compiler: Arc<Compiler>,
+    pub(crate) number: u64,
+    pub(crate) compile: Compile,
+}
+
+impl Client {
+    /// Registers a CPU.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn try_new(compiler: Arc<Compiler>, compile: Compile) -> Result<Self, OutOfMemory> {
+        compiler.announce();
+        let number = compiler.numbers.fetch_add(1, Ordering::Relaxed);
+        let mut clients = lock(&compiler.clients);
+        clients.try_reserve(1).map_err(|_| OutOfMemory)?;
+        clients.push((number, Done::default()));
+        drop(clients);
+        Ok(Client {
+            compiler,
+            number,
+            compile,
+        })
+    }
+
+    /// Returns compiled code that can be entered at a block, given as its kind, place and bytes.
+    pub(crate) fn known(&self, kind: Kind, place: u64, bytes: &[u8]) -> Option<Arc<Region>> {
+        self.compiler.known.at(kind, place, bytes)
+    }
+
+    /// Requests a compilation, or does it at once.
+    pub(crate) fn submit(&self, source: Source, page: u64, tier: Tier) {
+        let job = Job {
+            source,
+            tier,
+            client: self.number,
+            page,
+        };
+        match self.compile {
+            Compile::Hot => self.compiler.jobs[tier as usize].add(job),
+            Compile::AtOnce(_) => self.compiler.finish(job, &mut Workshop::default()),
+        }
+    }
 }
 
 impl Drop for Client {
@@ -196,10 +224,6 @@ impl Drop for Client {
 #[unsafe(naked)]
 unsafe extern "C" fn access_failed() {
     std::arch::naked_asm!("mov rsp, rbp", "pop rbp", "ret")
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The compiler of all CPUs of a process. A process has one.
@@ -236,7 +260,7 @@ impl Compiler {
         Self::with(MEMORY)
     }
 
-    fn with(memory: usize) -> Result<Arc<Self>, OutOfMemory> {
+    pub(crate) fn with(memory: usize) -> Result<Arc<Self>, OutOfMemory> {
         let mut flags = settings::builder();
         for (name, value) in [
             // Optimising takes a quarter more time to compile, and gains nothing. (With it, `enable_alias_analysis`
@@ -323,6 +347,7 @@ impl Compiler {
         }
     }
 
+    /// Does a job, and keeps the result until its CPU [takes](Self::take) it.
     fn finish(&self, job: Job, workshop: &mut Workshop) {
         // The same code may have been compiled for another CPU while this job waited.
         let known = (job.source.blocks.first())
@@ -442,7 +467,7 @@ impl Compiler {
     }
 
     /// Removes and returns the finished work for a CPU.
-    fn take(&self, client: u64) -> Done {
+    pub(crate) fn take(&self, client: u64) -> Done {
         let mut clients = lock(&self.clients);
         let done = clients.iter_mut().find(|(number, _)| *number == client);
         done.map(|(_, done)| std::mem::take(done))
@@ -455,7 +480,7 @@ impl Compiler {
     }
 
     /// Whether a job of a tier is accepted: executable memory is allowed, and not too many jobs wait.
-    fn has_room(&self, tier: Tier) -> bool {
+    pub(crate) fn has_room(&self, tier: Tier) -> bool {
         !self.is_forbidden() && lock(&self.jobs[tier as usize].waiting).len() < JOBS
     }
 }
@@ -487,62 +512,5 @@ impl Default for Workshop {
             builder: FunctionBuilderContext::new(),
             room: baseline::Room::default(),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::block::Block;
-    use crate::pool::Pool;
-    use crate::{CodePages, Cpu};
-
-    fn source(rip: u64) -> Source {
-        // inc eax; jmp to the next
-        Source {
-            kind: region::Kind {
-                mode: 2,
-                is_movable: false,
-                base: 0,
-            },
-            stack: 3,
-            blocks: vec![(rip, b"\xff\xc0\xeb\x00".to_vec())],
-        }
-    }
-
-    #[test]
-    fn a_cpu_whose_region_was_refused_forgets_its_blocks_and_their_memory_is_used_again() {
-        let compiler = Compiler::with(2 * 4096).unwrap();
-        let mut cpu = Cpu::try_new(CodePages::try_new().unwrap()).unwrap();
-        let at_once = Compile::AtOnce(Tier::Full);
-        cpu.set_compiler(compiler.clone(), at_once).unwrap();
-        let client = cpu.compiled.client.as_ref().unwrap().number;
-        let submit = |n: u64| {
-            let source = source(0x1000 * n);
-            let job = Job {
-                source,
-                tier: Tier::Full,
-                client,
-                page: 0,
-            };
-            compiler.finish(job, &mut Workshop::default());
-        };
-        (0..3).for_each(submit);
-        let done = compiler.take(client);
-        assert!(done.is_refused);
-        assert_eq!(done.regions.len(), 2);
-        drop(done);
-        (0..3).for_each(submit);
-        let mut pool = Pool::default();
-        // SAFETY: the pool lives longer.
-        let block = unsafe { Block::with_room(&mut pool, 1).unwrap() };
-        cpu.warmed(block);
-        let done = compiler.take(client);
-        assert!(!done.is_refused && done.regions.is_empty());
-        submit(0);
-        assert_eq!(compiler.take(client).regions.len(), 1);
-        drop(cpu);
-        submit(0);
-        assert!(compiler.take(client).regions.is_empty(), "the CPU is gone");
     }
 }

@@ -10,25 +10,13 @@
 //! gzip, checksums and sorting took as long, within the noise: the pages take registers, and other values
 //! are spilled for them.
 
-use super::access::{Kind, Place};
+use super::kept::{Kind, LastAccess, Place};
 use super::translate::Translator;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I32, I64};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 
 const PAGE_SIZE: i64 = 4096;
-
-/// The last access, if nothing that may have changed the TLB has happened since. The access was made `distance` bytes
-/// from the address `lin`, and as many bytes from `host`. A row of accesses shares the first one's `lin` and `host`: so
-/// no further access computes a host address, and both values keep their registers.
-#[derive(Clone, Copy)]
-pub(super) struct LastAccess {
-    pub(super) lin: Value,
-    pub(super) host: Value,
-    pub(super) distance: i64,
-    pub(super) bytes: i64,
-    pub(super) kind: Kind,
-}
 
 /// What the last access tells of an access.
 pub(super) enum Near {

@@ -3,7 +3,7 @@
 
 use super::address::segment_offset;
 use super::translate::Translator;
-use crate::cpu::mode;
+use crate::mode;
 use crate::op::{MEM, Op};
 use crate::state::Segment;
 use cranelift_codegen::ir::types::I16;

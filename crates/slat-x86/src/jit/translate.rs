@@ -20,18 +20,15 @@
 
 mod walk;
 
-use super::address::PlainSegment;
-use super::condition::Flags;
-use super::cpu::{SET_BITS, SETS, set_of};
 use super::guest::{FirstUse, Guest, decode, first_use, numbers, registers};
 use super::helpers::{self, OrStop, Status};
-use super::near::LastAccess;
+use super::kept::{Flags, LastAccess, PlainSegment, Vectors};
 use super::paths::Paths;
-use super::vector::Vectors;
 use super::window::{BASE, from_base};
 use super::{Source, Step, Tier};
 use crate::Cpu;
-use crate::cpu::mode;
+use crate::compiled::{SET_BITS, SETS, set_of};
+use crate::mode;
 use crate::op::{MEM, Op};
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{

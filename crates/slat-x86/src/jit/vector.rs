@@ -2,10 +2,10 @@
 //! operation computes each element, of at most 64 bits, separately. So an operation on 256 bits is two on 128 bits:
 //! Cranelift has no wider vectors on this host.
 
-use super::access::Place;
+use super::kept::{Place, Vectors};
 use super::translate::Translator;
 use crate::Cpu;
-use crate::cpu::mode;
+use crate::mode;
 use crate::op::{MEM, Op};
 use crate::simd::{self, Each, Elements};
 use cranelift_codegen::ir::condcodes::IntCC;
@@ -14,16 +14,6 @@ use cranelift_codegen::ir::{Endianness, InstBuilder, MemFlags, Type, Value};
 use cranelift_frontend::FuncInstBuilder;
 use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind, Register};
 use std::mem::offset_of;
-
-/// The values of the vector registers in a block: 16 lower halves, then 16 upper ones. All values are [`I8X16`].
-#[derive(Clone, Default)]
-pub(super) struct Vectors {
-    known: [Option<Value>; 32],
-    /// The halves that are not written back, as bits.
-    changed: u32,
-    /// The registers that floating point has computed and nothing has used since, as bits.
-    computed: u32,
-}
 
 /// An operation on elements, or on one of them.
 pub(super) type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;

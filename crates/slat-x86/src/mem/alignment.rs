@@ -7,7 +7,7 @@
 //! and are not checked.
 
 use crate::op::Break;
-use crate::tlb::{USER, USER_CHECKED};
+use crate::tlb::USER_CHECKED;
 use crate::{Cpu, vector};
 
 impl Cpu {
@@ -15,15 +15,6 @@ impl Cpu {
     #[inline(always)]
     pub(crate) fn checks_alignment(&self) -> bool {
         self.table == USER_CHECKED
-    }
-
-    /// Returns the TLB table that holds translations for the current accesses.
-    #[inline(always)]
-    pub(crate) fn filled_table(&self) -> usize {
-        match self.table {
-            USER_CHECKED => USER,
-            table => table,
-        }
     }
 
     /// Raises #AC(0) if alignment is checked and `lin` is not a multiple of `alignment`, a power of two. Does not raise

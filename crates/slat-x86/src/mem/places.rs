@@ -1,5 +1,6 @@
 //! Where a guest's access goes, host memory or MMIO, and the accesses to translated memory.
 
+use crate::code::ANY_PAGE;
 use crate::machine::{Access, Exit, Fault, HostPage};
 use crate::op::Break;
 use crate::{Cpu, vector};
@@ -156,7 +157,7 @@ impl Cpu {
             return Ok(Place::Mmio(gpa));
         }
         if !self.canonical(lin) {
-            self.fault_noncanonical = true;
+            self.raised.noncanonical = true;
             return Err(self.raise(vector::GP, Some(0)));
         }
         if let Some(gpa) = self.take_met(lin, access) {
@@ -167,7 +168,12 @@ impl Cpu {
             Ok(page) => {
                 debug_assert!(page.tracked.is_none() || !page.write);
                 if !self.is_watched_page(lin) {
-                    let code = self.code.pages().version_of(page.base.as_ptr() as usize) != 0;
+                    let code = self
+                        .code
+                        .member
+                        .pages()
+                        .version_of(page.base.as_ptr() as usize)
+                        != 0;
                     self.tlb().fill(table, lin, &page, code);
                 }
                 let at = lin & 0xfff;
@@ -218,14 +224,14 @@ impl Cpu {
     pub(crate) fn fault(&mut self, lin: u64, fault: Fault) -> Break {
         match fault {
             Fault::Page { error_code } => {
-                self.fault_address = lin;
+                self.raised.address = lin;
                 self.raise(vector::PF, Some(error_code))
             }
             Fault::NestedPage { error_code, gpa } => self.nested_page_fault(error_code, gpa),
             Fault::GeneralProtection => self.raise(vector::GP, Some(0)),
             Fault::Retry => Break::Retry,
             Fault::CodeChanged => {
-                self.walk_changed_code = true;
+                self.code.walk_changed = true;
                 Break::Retry
             }
             Fault::BadAddress => self.leave(Exit::BadAddress),
@@ -334,6 +340,35 @@ impl Cpu {
                 }
                 Ok(true)
             }
+        }
+    }
+
+    /// Call after each store to `host`, the address of `lin`, that missed in the TLB's entries for writes. (A store
+    /// that hits is to a page that no CPU trusts to hold code: see `code_pages`.) If the page holds decoded code, all
+    /// CPUs see that the code is stale, this CPU before its next instruction.
+    pub(super) fn note_store(&mut self, lin: u64, host: *mut u8) {
+        let host = host as usize;
+        if self.code.member.stored(host) {
+            self.counters.code_stores += 1;
+            self.code.clock.change();
+            self.stop = true;
+        } else {
+            // Stores of another CPU may have removed the page's mark while a block of the page runs here.
+            self.stop |= self.code.page == host & !0xfff || self.code.page == ANY_PAGE;
+        }
+        if self.code.member.pages().version_of(host) == 0 {
+            let table = self.filled_table();
+            self.tlb().forget_code(table, lin);
+        }
+    }
+
+    /// Call after a store of `bytes` bytes within one page: tells the machine if the page is tracked.
+    #[inline]
+    pub(super) fn tell_stored(&mut self, tracked: Option<u64>, bytes: usize) {
+        if let Some(gpa) = tracked
+            && self.machine().stored(gpa, bytes)
+        {
+            self.flush_tlb();
         }
     }
 }

@@ -3,10 +3,10 @@
 
 use crate::Cpu;
 use crate::features::Features;
+use crate::nested::code;
+use crate::nested::vmcb::{Control, Registers, virtual_interrupt};
 use crate::state::{Segment, control::*, is_pat};
 use crate::svm::feature;
-use crate::svm::intercept::code;
-use crate::svm::vmcb::{Control, Registers, virtual_interrupt};
 
 /// Bytes of the maps of permissions.
 const IO_MAP_BYTES: u64 = 0x3000;

@@ -2,12 +2,13 @@
 
 use crate::Cpu;
 use crate::machine::{GuestFlush, NestedPaging};
+use crate::nested::code;
+use crate::nested::vmcb::{SAVE_BYTES, SAVE_OFFSET, Save};
+use crate::nested::world_of;
 use crate::op::{Break, Flow, Handler, Op, Row, rows};
 use crate::state::control::{EFER_LMA, EFER_SVME};
-use crate::svm::intercept::code;
-use crate::svm::vmcb::{SAVE_BYTES, SAVE_OFFSET, Save};
+use crate::svm::feature;
 use crate::svm::world_switch::VIRTUAL_GIF;
-use crate::svm::{feature, world_of};
 use crate::tlb::Which;
 use iced_x86::{Code, Instruction};
 
@@ -133,7 +134,7 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.tlb().forget_world(world);
         cpu.tell_flush(GuestFlush::Nested);
     }
-    cpu.clock.serialize();
+    cpu.code.clock.serialize();
     Err(Break::End)
 }
 

@@ -4,12 +4,13 @@
 //! block. The page's control area is that of the running guest; its save area has the registers of the *hypervisor*.
 //! The guest's registers are the CPU's.
 
+use super::checks;
 use crate::Cpu;
-use crate::state::{control::*, flags};
-use crate::svm::vmcb::{
+use crate::nested::Pauses;
+use crate::nested::vmcb::{
     CONTROL_BYTES, Control, Registers, SAVE_BYTES, SAVE_OFFSET, Save, VMCB_BYTES,
 };
-use crate::svm::{Pauses, checks};
+use crate::state::{control::*, flags};
 
 /// A control block that no CPU with these features can have in guest mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

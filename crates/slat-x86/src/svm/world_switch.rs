@@ -4,17 +4,15 @@
 //! abandoned and start again.
 
 use crate::Cpu;
-use crate::debug::DR6_BS;
 use crate::machine::{Exit, GuestFlush};
-use crate::op::{Break, Op};
-use crate::state::{control::*, flags};
-use crate::svm::event::Event;
-use crate::svm::intercept::code;
-use crate::svm::vmcb::{
+use crate::nested::vmcb::{
     CONTROL_BYTES, Control, G_PAT, Registers, SAVE_BYTES, SAVE_OFFSET, Save, VmExit,
     virtual_interrupt,
 };
-use crate::svm::{EventKind, Pauses, keeps};
+use crate::nested::{Event, Pauses, code, keeps};
+use crate::op::{Break, Op};
+use crate::state::{control::*, flags};
+use crate::watch::DR6_BS;
 
 impl Cpu {
     /// Reads the control area and the save area of the control block at `vmcb`. `None`: the block is not in memory.
@@ -122,7 +120,7 @@ impl Cpu {
         registers.load(&mut self.state);
         self.adopt_flags();
         self.enter_world();
-        self.clock.serialize();
+        self.code.clock.serialize();
         self.slow = true;
     }
 
@@ -143,39 +141,13 @@ impl Cpu {
         self.tell_flush(GuestFlush::Nested);
     }
 
-    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO becomes the event that is being
-    /// delivered, if there is one.
-    #[cold]
-    pub(crate) fn leave_guest(&mut self, exit: VmExit) -> Break {
-        let int_info = self.svm.delivering.map_or(0, |event| event.0);
-        self.svm.recorded = VmExit { int_info, ..exit };
-        Break::VmExit
-    }
-
-    /// Call for a [`Break::VmExit`]: the recorded #VMEXIT takes place before the next instruction.
-    #[cold]
-    pub(crate) fn make_exit_due(&mut self) {
-        self.svm.due = Some(self.svm.recorded);
-        self.slow = true;
-    }
-
-    /// Records a #VMEXIT for a second-level page fault at guest-physical address `gpa`.
-    pub(crate) fn nested_page_fault(&mut self, error_code: u64, gpa: u64) -> Break {
-        self.leave_guest(VmExit {
-            code: code::NPF,
-            info_1: error_code,
-            info_2: gpa,
-            ..VmExit::default()
-        })
-    }
-
     /// Carries out the #VMEXIT that is due. Returns an exit if the run ends because the hypervisor's control
     /// block is not in memory; the hypervisor's state is then lost. If memory is only temporarily unavailable,
     /// the #VMEXIT stays due.
     pub(crate) fn exit_guest(&mut self) -> Option<Exit> {
         match self.try_exit_guest() {
             Ok(()) => None,
-            Err(Break::Exit) => self.exit.take(),
+            Err(Break::Exit) => self.raised.exit.take(),
             // A retry.
             Err(_) => None,
         }
@@ -263,7 +235,7 @@ impl Cpu {
         self.svm.guest = false;
         self.svm.due = None;
         self.svm.injected = None;
-        self.svm.delivering = None;
+        self.svm.set_delivering(None);
         self.svm.interrupted = false;
         let events = &mut self.state.events;
         events.exception = None;
@@ -284,14 +256,6 @@ impl Cpu {
         if host.rflags & flags::TF != 0 {
             self.trap(DR6_BS);
         }
-    }
-}
-
-impl super::Svm {
-    /// Whether the event being delivered is a pending NMI, not an injected one.
-    fn delivers_nmi(&self) -> bool {
-        let is_nmi = |event: Event| event.kind() == Some(EventKind::Nmi);
-        self.injected.is_none() && self.delivering.is_some_and(is_nmi)
     }
 }
 

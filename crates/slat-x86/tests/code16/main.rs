@@ -50,7 +50,7 @@ fn compiled_code_with_segments_does_what_the_interpreter_does() {
 
 /// Whether a program ends soon, found by single steps. Programs that have lost their stack may never end.
 fn ends_soon(guest: &mut Guest) -> bool {
-    guest.cpu.debugger.single_step = true;
+    guest.cpu.requests.debugger.single_step = true;
     (0..4000).any(|_| {
         let state = &guest.cpu.state;
         let [next] = guest.memory().read((state.cs.base + state.rip) & 0xff_ffff);

@@ -2,14 +2,14 @@
 //! baseline tier with `SLAT_TEST_COMPILED=baseline`.
 #![allow(dead_code)]
 
-use slat_x86::Cpu;
+use slat_x86::Executor;
 #[cfg(feature = "jit")]
 use slat_x86::{Compile, Compiler, Tier};
 #[cfg(feature = "jit")]
 use std::sync::{Arc, OnceLock};
 
 /// Makes `cpu` compile all code before it runs, if the environment asks for that (`SLAT_TEST_COMPILED`).
-pub fn compile(cpu: &mut Cpu) {
+pub fn compile(cpu: &mut Executor) {
     #[cfg(feature = "jit")]
     if std::env::var_os("SLAT_TEST_COMPILED").is_some() {
         always(cpu);
@@ -20,7 +20,7 @@ pub fn compile(cpu: &mut Cpu) {
 
 /// Makes `cpu` compile all code before it runs, by the tier that the environment names.
 #[cfg(feature = "jit")]
-pub fn always(cpu: &mut Cpu) {
+pub fn always(cpu: &mut Executor) {
     let tier = match std::env::var("SLAT_TEST_COMPILED").as_deref() {
         Ok("baseline") => Tier::Baseline,
         _ => Tier::Full,
@@ -30,7 +30,7 @@ pub fn always(cpu: &mut Cpu) {
 
 /// Makes `cpu` compile all code before it runs, by `tier`.
 #[cfg(feature = "jit")]
-pub fn by(cpu: &mut Cpu, tier: Tier) {
+pub fn by(cpu: &mut Executor, tier: Tier) {
     cpu.set_compiler(compiler(), Compile::AtOnce(tier)).unwrap();
 }
 

@@ -358,7 +358,7 @@ impl Machine for TestMachine {
 
 /// A CPU with its machine.
 pub struct Guest {
-    pub cpu: Cpu,
+    pub cpu: Executor,
     pub machine: TestMachine,
     pub attention: Arc<AtomicU32>,
 }
@@ -435,7 +435,7 @@ impl Guest {
             Self::gate(&memory, vector as u8, at, 0, 0);
             memory.write(at, &[0xf4]);
         }
-        let mut cpu = Cpu::try_new(memory.code.clone()).unwrap();
+        let mut cpu = Executor::try_new(memory.code.clone()).unwrap();
         long_mode(&mut cpu.state);
         Self {
             cpu,

@@ -347,7 +347,7 @@ fn a_locked_access_across_cache_lines_is_a_bus_lock() {
             BusLocks::ExitAfter,
         ] {
             let mut guest = Guest::new(code);
-            guest.cpu.bus_locks = bus_locks;
+            guest.cpu.set_bus_locks(bus_locks);
             let state = &mut guest.cpu.state;
             state.gpr[RSI] = DATA + at;
             (state.gpr[RAX], state.gpr[RBX], state.gpr[RCX]) = (1, 7, 4);
@@ -368,7 +368,7 @@ fn a_locked_access_across_cache_lines_is_a_bus_lock() {
     }
     // An instruction that faults has not locked the bus.
     let mut guest = Guest::new(code);
-    guest.cpu.bus_locks = BusLocks::ExitAfter;
+    guest.cpu.set_bus_locks(BusLocks::ExitAfter);
     guest.cpu.state.gpr[RSI] = DATA + 0xffe;
     guest.machine.absent(DATA + 0x1000);
     guest.halt_in_handler(vector::PF);

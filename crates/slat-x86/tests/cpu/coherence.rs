@@ -92,7 +92,7 @@ fn a_cpu_that_begins_to_run_later_has_its_stores_seen() {
     // Each run executes one instruction.
     both(|guest| {
         check(guest, |other| {
-            other.cpu.debugger.single_step = true;
+            other.cpu.requests.debugger.single_step = true;
             assert!(matches!(other.run(), Exit::Debug { .. }));
         });
     });

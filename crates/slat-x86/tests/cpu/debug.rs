@@ -322,14 +322,14 @@ pub(crate) fn steps_over_devices(guest: &mut Guest, step: &Exit) {
 fn a_debugger_steps_without_a_trace_in_the_guest() {
     // pushfq; in al,dx; mov eax,[rbx] (MMIO); int 0x80
     let mut guest = traced(b"\x9c\xec\x8b\x03\xcd\x80");
-    guest.cpu.debugger.single_step = true;
+    guest.cpu.requests.debugger.single_step = true;
     let step = debug(vector::DB, NONE | BS);
     steps_over_devices(&mut guest, &step);
     assert_eq!(guest.run(), step);
     assert_eq!(guest.cpu.state.rip, HANDLERS + 16 * 0x80);
     assert_eq!(guest.cpu.state.rflags & TF, 0);
     assert_eq!(guest.cpu.state.dr6, NONE);
-    guest.cpu.debugger.single_step = false;
+    guest.cpu.requests.debugger.single_step = false;
     guest.halt();
     assert_eq!(log(&guest), []);
 }
@@ -342,7 +342,7 @@ fn a_debuggers_breakpoints_replace_the_guests() {
     guest.cpu.state.dr[0] = CODE + 1;
     guest.cpu.state.dr7 = enable(0, 0, 0);
     let own = guest.cpu.state.dr7;
-    guest.cpu.debugger.breakpoints = Some(Breakpoints {
+    guest.cpu.requests.debugger.breakpoints = Some(Breakpoints {
         addresses: [0, 0, CODE, DATA],
         control: enable(2, 0, 0) | enable(3, 1, 3),
     });
@@ -355,14 +355,14 @@ fn a_debuggers_breakpoints_replace_the_guests() {
     assert_eq!((guest.cpu.state.gpr[RAX], guest.cpu.state.dr6), (own, NONE));
     // General detect, by the debugger's DR7.
     guest.cpu.state.rip = CODE + 4;
-    guest.cpu.debugger.breakpoints = Some(Breakpoints {
+    guest.cpu.requests.debugger.breakpoints = Some(Breakpoints {
         addresses: [0; 4],
         control: 1 << 13,
     });
     assert_eq!(guest.run(), debug(vector::DB, NONE | BD));
     assert_eq!(guest.cpu.state.rip, CODE + 4);
     // Without the debugger the guest's own breakpoint is in effect again.
-    guest.cpu.debugger = Debugger::default();
+    guest.cpu.requests.debugger = Debugger::default();
     guest.cpu.state.rip = CODE;
     guest.cpu.state.dr7 = enable(0, 0, 0);
     guest.memory().write(HANDLER, b"\xf4");
@@ -374,7 +374,7 @@ fn a_debuggers_breakpoints_replace_the_guests() {
 fn a_debuggers_software_breakpoint_is_at_its_int3_and_icebp_is_its_own() {
     // int3; icebp
     let mut guest = traced(b"\xcc\xf1");
-    guest.cpu.debugger.software_breakpoints = true;
+    guest.cpu.requests.debugger.software_breakpoints = true;
     assert!(matches!(
         guest.run(),
         Exit::Debug {
@@ -388,10 +388,10 @@ fn a_debuggers_software_breakpoint_is_at_its_int3_and_icebp_is_its_own() {
     guest.halt_in_handler(vector::BP);
     assert_eq!(guest.stack(0), CODE + 1);
     (guest.cpu.state.rip, guest.cpu.state.gpr[RSP]) = (CODE + 1, STACK);
-    guest.cpu.debugger.single_step = true;
+    guest.cpu.requests.debugger.single_step = true;
     assert_eq!(guest.run(), debug(vector::DB, NONE));
     assert_eq!(guest.cpu.state.rip, CODE + 1);
-    guest.cpu.debugger = Debugger::default();
+    guest.cpu.requests.debugger = Debugger::default();
     guest.cpu.state.rip = CODE;
     guest.halt_in_handler(vector::BP);
     assert_eq!(guest.stack(0), CODE + 1);
@@ -427,7 +427,7 @@ fn endless() -> Guest {
 fn deliveries_without_an_instruction_end_the_run_after_the_notify_window() {
     let mut guest = endless();
     let window = std::time::Duration::from_millis(2);
-    guest.cpu.notify_window = Some(window);
+    guest.cpu.requests.notify_window = Some(window);
     let begin = std::time::Instant::now();
     for n in 1..3 {
         assert_eq!(guest.run(), Exit::Notify);
@@ -446,6 +446,6 @@ fn deliveries_without_an_instruction_end_the_run_after_the_notify_window() {
         .memory()
         .write(handler, b"\xff\xc9\x74\x02\x48\xcf\xf4");
     guest.cpu.state.gpr[RCX] = 1000;
-    guest.cpu.notify_window = Some(std::time::Duration::ZERO);
+    guest.cpu.requests.notify_window = Some(std::time::Duration::ZERO);
     guest.halt();
 }

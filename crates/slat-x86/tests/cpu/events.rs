@@ -106,7 +106,7 @@ fn an_exception_is_an_external_event_to_intel_alone() {
 fn interrupts_wait_for_the_instruction_after_sti() {
     // sti; inc eax; inc eax; hlt
     let mut guest = Guest::new(b"\xfb\xff\xc0\xff\xc0\xf4");
-    guest.cpu.interrupt_window = true;
+    guest.cpu.requests.interrupt_window = true;
     assert!(!guest.cpu.can_take_interrupt());
     assert_eq!(guest.run(), Exit::InterruptWindow);
     assert_eq!(
@@ -114,7 +114,7 @@ fn interrupts_wait_for_the_instruction_after_sti() {
         CODE + 3,
         "after the shadowed instruction"
     );
-    guest.cpu.interrupt_window = false;
+    guest.cpu.requests.interrupt_window = false;
     guest.cpu.inject_interrupt(0x80);
     guest.halt_in_handler(0x80);
     assert_eq!(guest.stack(0), CODE + 3);
@@ -433,7 +433,7 @@ fn a_machine_can_forbid_an_msr() {
 fn a_real_mode_cpu_starts_at_the_reset_vector_and_enters_protected_and_long_mode() {
     let memory = Memory::new(MMIO as usize);
     let mut guest = Guest::with_memory(memory, b"");
-    guest.cpu = Cpu::try_new(guest.memory().code.clone()).unwrap();
+    guest.cpu = Executor::try_new(guest.memory().code.clone()).unwrap();
     let state = &mut guest.cpu.state;
     state.cs.base = 0xf0000;
     state.cs.selector = 0xf000;

@@ -101,7 +101,7 @@ fn a_debugger_steps_through_the_handler() {
     let mut guest = Guest::new(b"\x90\xf4");
     let handler = guest.cpu.state.smbase + 0x8000;
     guest.memory().write(handler, b"\x90\x0f\xaa");
-    guest.cpu.debugger.single_step = true;
+    guest.cpu.requests.debugger.single_step = true;
     guest.cpu.inject_smi();
     assert_eq!(guest.run(), Exit::Smi);
     let smram = enter(&mut guest);

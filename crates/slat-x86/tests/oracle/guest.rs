@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use slat_x86::state::{MXCSR_MM, xcr0};
 use slat_x86::{
-    Access, CodePages, Cpu, Exit, Features, HostPage, HypercallOutcome, Machine, Mmu, MsrFault,
-    Paging, Segment, State, Table,
+    Access, CodePages, Executor, Exit, Features, HostPage, HypercallOutcome, Machine, Mmu,
+    MsrFault, Paging, Segment, State, Table,
 };
 
 use crate::native::{ARENA_LEN, Arena, Fault, GS_BASE, HOLE, PAGE, Placed, Regs, SYSTEM};
@@ -131,7 +131,7 @@ fn features() -> Features {
 
 /// The software CPU, set up once.
 pub struct Guest {
-    cpu: Cpu,
+    cpu: Executor,
     flat: Flat,
 }
 
@@ -172,7 +172,7 @@ impl Guest {
         gdt[8..16].copy_from_slice(&0x00af_9b00_0000_ffffu64.to_le_bytes());
         gdt[16..24].copy_from_slice(&0x00cf_9300_0000_ffffu64.to_le_bytes());
 
-        let mut cpu = Cpu::try_new(CodePages::try_new().unwrap()).unwrap();
+        let mut cpu = Executor::try_new(CodePages::try_new().unwrap()).unwrap();
         crate::compiled::compile(&mut cpu);
         cpu.set_features(features());
         let state = &mut cpu.state;
@@ -283,7 +283,7 @@ impl Guest {
     fn run_beside(&mut self, code: Placed<'_>, beside: Beside) -> Exit {
         const BETWEEN: Duration = Duration::from_micros(2);
         let (attention, over) = (AtomicU32::new(0), AtomicBool::new(false));
-        self.cpu.debugger.single_step = beside == Beside::Steps;
+        self.cpu.requests.debugger.single_step = beside == Beside::Steps;
         if matches!(beside, Beside::Nothing | Beside::Steps) {
             return self.run_on(code, &attention, beside);
         }

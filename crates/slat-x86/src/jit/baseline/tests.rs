@@ -4,9 +4,9 @@
 use super::{Room, generate};
 use crate::jit::access;
 use crate::jit::dispatch::dispatch;
-use crate::jit::memory::Chunk;
 use crate::jit::window::BASE;
 use crate::jit::{Compiler, entries, translate};
+use crate::region::memory::Chunk;
 use cranelift_codegen::Context;
 use cranelift_codegen::control::ControlPlane;
 use cranelift_codegen::ir::condcodes::IntCC;

@@ -225,9 +225,9 @@ fn an_interrupt_makes_the_guest_leave_and_stays() {
         .attention
         .store(0, std::sync::atomic::Ordering::Relaxed);
     if !guest.cpu.is_in_guest_mode() {
-        guest.cpu.debugger.single_step = true;
+        guest.cpu.requests.debugger.single_step = true;
         assert!(matches!(guest.run(), Exit::Debug { .. }));
-        guest.cpu.debugger.single_step = false;
+        guest.cpu.requests.debugger.single_step = false;
     }
     assert!(guest.cpu.can_take_interrupt() && guest.cpu.exits_on_interrupt());
     guest.cpu.exit_on_interrupt();

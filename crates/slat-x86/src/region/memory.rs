@@ -8,14 +8,17 @@
 //! to other threads. (CPUs that compile at once do it themselves; they are for tests.) Pages that other threads
 //! free wait in `returned`.
 
-use super::lock;
 use crate::heap::OutOfMemory;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const PAGE: usize = 4096;
 /// Bytes of a cache line.
 const LINE: usize = 64;
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The reservation: code, then the table of guarded accesses.
 struct Reservation {
@@ -45,7 +48,7 @@ impl Drop for Reservation {
 
 /// Why something is not compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Refused {
+pub(crate) enum Refused {
     /// All pages are used.
     Full,
     /// The host has no memory, or allows no executable memory.
@@ -55,7 +58,7 @@ pub(super) enum Refused {
 }
 
 /// All memory for compiled code of a process.
-pub(super) struct Arena {
+pub(crate) struct Arena {
     memory: Reservation,
     state: Mutex<State>,
 }
@@ -72,7 +75,7 @@ struct State {
 
 impl Arena {
     /// Reserves address space for `bytes` bytes of code: whole pages.
-    pub(super) fn try_new(bytes: usize) -> Result<Arc<Self>, OutOfMemory> {
+    pub(crate) fn try_new(bytes: usize) -> Result<Arc<Self>, OutOfMemory> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: a new mapping at an address of the host's choice.
         let memory = unsafe {
@@ -110,7 +113,7 @@ impl Arena {
     }
 
     /// Returns the addresses of the code, and the address of the table.
-    pub(super) fn places(&self) -> (Range<usize>, usize) {
+    pub(crate) fn places(&self) -> (Range<usize>, usize) {
         let start = self.memory.start as usize;
         let end = start + self.memory.bytes;
         (start..end, end)
@@ -121,7 +124,7 @@ impl Arena {
     ///
     /// # Errors
     /// See [`Refused`].
-    pub(super) fn put(
+    pub(crate) fn put(
         self: &Arc<Self>,
         code: &[u8],
         guarded: impl Iterator<Item = u32>,
@@ -196,7 +199,7 @@ impl Arena {
 }
 
 /// Pages with compiled code.
-pub(super) struct Chunk {
+pub(crate) struct Chunk {
     arena: Arc<Arena>,
     pages: Range<usize>,
     /// Offset of the code in the pages.
@@ -207,18 +210,18 @@ pub(super) struct Chunk {
 
 impl Chunk {
     /// Returns the offset of an address in the code, if it is one.
-    pub(super) fn offset_of(&self, address: usize) -> Option<u32> {
+    pub(crate) fn offset_of(&self, address: usize) -> Option<u32> {
         let offset = address.checked_sub(self.start() as usize)?;
         (offset < self.len).then_some(offset as u32)
     }
 
-    pub(super) fn code(&self) -> &[u8] {
+    pub(crate) fn code(&self) -> &[u8] {
         // SAFETY: the pages are this chunk's, readable, and not written while it exists.
         unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 
     /// Returns the address of the first instruction.
-    pub(super) fn start(&self) -> *const u8 {
+    pub(crate) fn start(&self) -> *const u8 {
         self.arena
             .memory
             .start

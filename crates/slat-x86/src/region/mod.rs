@@ -3,26 +3,47 @@
 //! Compiled code that is the same for any page ([`is_movable`]) counts addresses of code from the beginning of its
 //! page. Other compiled code counts from 0. An address counted in this way is a *place*.
 
-use super::Tier;
-use super::memory::Chunk;
-use crate::block::Key;
-use crate::cpu::mode;
+pub(crate) mod memory;
+
+use crate::key::Key;
+use crate::mode;
 use crate::op::Op;
+use memory::Chunk;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+
+/// Entries of a block after which it is compiled.
+pub(crate) const WARM: u32 = 512;
+
+/// How code is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Tier {
+    /// Compiled in one pass (`jit::baseline`), for warm code, of which there is much.
+    Baseline,
+    /// Compiled by Cranelift, which takes ten times as long and makes faster code.
+    Full,
+}
+
+/// The entry of a block in compiled code.
+#[derive(Clone)]
+pub(crate) struct Entrance {
+    pub(crate) region: Arc<Region>,
+    pub(crate) code: *const u8,
+}
 
 /// The kind of code of blocks: what compiled code depends on besides their places and bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Kind {
-    pub(super) mode: u8,
+pub(crate) struct Kind {
+    pub(crate) mode: u8,
     /// Whether compiled code is the same for all pages ([`is_movable`]).
-    pub(super) is_movable: bool,
+    pub(crate) is_movable: bool,
     /// The distance from addresses of code to linear addresses: CS's base outside 64-bit mode.
-    pub(super) base: u64,
+    pub(crate) base: u64,
 }
 
 impl Kind {
     /// Returns the kind of a block's code for a tier, and the address from which its places count.
-    pub(super) fn of(key: &Key, tier: Tier) -> (Self, u64) {
+    pub(crate) fn of(key: &Key, tier: Tier) -> (Self, u64) {
         let kind = Self {
             mode: key.mode,
             is_movable: is_movable(key.mode, tier),
@@ -34,12 +55,12 @@ impl Kind {
 
 /// The code of a region-to-be.
 #[derive(PartialEq, Eq)]
-pub(super) struct Source {
-    pub(super) kind: Kind,
+pub(crate) struct Source {
+    pub(crate) kind: Kind,
     /// The operand size of the stack pointer.
-    pub(super) stack: u8,
+    pub(crate) stack: u8,
     /// The blocks' places ([`page_of`]) and bytes.
-    pub(super) blocks: Vec<(u64, Vec<u8>)>,
+    pub(crate) blocks: Vec<(u64, Vec<u8>)>,
 }
 
 /// Whether a tier's code is the same for all pages: wherever a program or a library is in its address space. Code of
@@ -57,7 +78,7 @@ fn page_of(rip: u64, is_movable: bool) -> u64 {
 
 impl Source {
     /// Returns the key of the block at a place in a page.
-    pub(super) fn key(&self, page: u64, place: u64) -> Key {
+    pub(crate) fn key(&self, page: u64, place: u64) -> Key {
         let Kind { mode, base, .. } = self.kind;
         Key::new(base, page.wrapping_add(place), mode)
     }
@@ -76,21 +97,21 @@ pub struct CompiledCode<'a> {
 #[derive(Clone, Copy)]
 pub(crate) struct Step {
     /// The instruction's place ([`page_of`]).
-    pub(super) rip: u64,
+    pub(crate) rip: u64,
     /// Whether `rip` counts from the page of the instruction; and whether the displacement and the immediate
     /// of its operation do.
-    pub(super) is_movable: bool,
-    pub(super) moves_displacement: bool,
-    pub(super) moves_immediate: bool,
-    pub(super) op: Op,
-    pub(super) bytes: [u8; 15],
+    pub(crate) is_movable: bool,
+    pub(crate) moves_displacement: bool,
+    pub(crate) moves_immediate: bool,
+    pub(crate) op: Op,
+    pub(crate) bytes: [u8; 15],
     /// The number of instructions before this one in its path.
-    pub(super) before: u8,
+    pub(crate) before: u8,
 }
 
 impl Step {
     /// Returns the instruction as it is in the page of `rip`, with addresses in place of places.
-    pub(super) fn at(mut self, rip: u64) -> Self {
+    pub(crate) fn at(mut self, rip: u64) -> Self {
         let by = |moves| page_of(rip, moves);
         self.op.disp = self.op.disp.wrapping_add(by(self.moves_displacement));
         self.op.imm = self.op.imm.wrapping_add(by(self.moves_immediate));
@@ -99,32 +120,32 @@ impl Step {
     }
 
     /// Returns the address of the instruction if it is in the page of `rip`.
-    pub(super) fn rip_at(&self, rip: u64) -> u64 {
+    pub(crate) fn rip_at(&self, rip: u64) -> u64 {
         self.rip.wrapping_add(page_of(rip, self.is_movable))
     }
 }
 
 /// Guarded accesses: their offsets, ascending, and the index of the step that each belongs to.
-pub(super) type Guarded = Box<[(u32, u32)]>;
+pub(crate) type Guarded = Box<[(u32, u32)]>;
 
 /// Compiled code.
 pub(crate) struct Region {
-    pub(super) chunk: Chunk,
-    pub(super) source: Source,
+    pub(crate) chunk: Chunk,
+    pub(crate) source: Source,
     /// The page for which the code was compiled.
-    pub(super) page: u64,
+    pub(crate) page: u64,
     pub(crate) tier: Tier,
     /// Whether a sample was of this region.
-    pub(super) is_sampled: AtomicBool,
+    pub(crate) is_sampled: AtomicBool,
     /// The steps of the region's instructions, to which the code has pointers.
-    pub(super) steps: Box<[Step]>,
-    pub(super) guarded: Guarded,
+    pub(crate) steps: Box<[Step]>,
+    pub(crate) guarded: Guarded,
     /// For each block, the offset at which the region is entered there, if it can be.
-    pub(super) entries: Box<[Option<u32>]>,
+    pub(crate) entries: Box<[Option<u32>]>,
 }
 
 impl Region {
-    pub(super) fn compiled(&self) -> CompiledCode<'_> {
+    pub(crate) fn compiled(&self) -> CompiledCode<'_> {
         CompiledCode {
             code: self.chunk.code(),
             rip: self.rip(),
@@ -132,7 +153,7 @@ impl Region {
     }
 
     /// Returns the guest address for which the region was compiled.
-    pub(super) fn rip(&self) -> u64 {
+    pub(crate) fn rip(&self) -> u64 {
         let first = self.source.blocks.first();
         first.map_or(self.page, |(place, _)| self.page.wrapping_add(*place))
     }
@@ -144,7 +165,7 @@ impl Region {
     }
 
     /// For each block at which the region can be entered: returns the address of the compiled code, and the block.
-    pub(super) fn entered(&self) -> impl Iterator<Item = (*const u8, &(u64, Vec<u8>))> {
+    pub(crate) fn entered(&self) -> impl Iterator<Item = (*const u8, &(u64, Vec<u8>))> {
         let blocks = self.entries.iter().zip(&self.source.blocks);
         blocks.filter_map(|(offset, block)| {
             let code = self.chunk.start().wrapping_add((*offset)? as usize);

@@ -1,9 +1,8 @@
 //! The virtual machine control block: a page of guest memory with a control area and a save area (AMD64
 //! volume 2, appendix B).
 
-use crate::cpu::made_canonical;
-use crate::state::{Segment, State, Table, control::*, flags};
-use crate::svm::event::Event;
+use super::event::Event;
+use crate::state::{Segment, State, Table, control::*, flags, made_canonical};
 
 /// Bytes of a VMCB.
 pub const VMCB_BYTES: usize = 4096;
@@ -477,7 +476,7 @@ impl Registers {
         state.cr2 = self.cr2;
         state.cr3 = self.cr3;
         state.cr4 = self.cr4;
-        state.dr6 = self.dr6 & 0xe00f | crate::debug::DR6_ONES;
+        state.dr6 = self.dr6 & 0xe00f | crate::watch::DR6_ONES;
         state.dr7 = self.dr7 & !0xd800 | 0x400;
         state.rflags = self.rflags & LOADED_FLAGS | flags::ALWAYS;
         state.rip = self.rip;

@@ -6,65 +6,11 @@
 //! because none of these instructions has a translation. Outside of guest mode the call is one load and one branch.
 
 use crate::Cpu;
+use crate::nested::code;
+use crate::nested::vmcb::VmExit;
 use crate::op::{Break, Op};
 use crate::state::Exception;
-use crate::svm::vmcb::VmExit;
 use crate::vector;
-
-/// Exit codes (AMD64 volume 2, appendix C). Those below 0xc0 are also numbers of intercepts.
-pub(crate) mod code {
-    pub const CR_READ: u64 = 0;
-    pub const CR_WRITE: u64 = 0x10;
-    pub const DR_READ: u64 = 0x20;
-    pub const DR_WRITE: u64 = 0x30;
-    pub const EXCEPTION: u64 = 0x40;
-    pub const INTR: u64 = 0x60;
-    pub const NMI: u64 = 0x61;
-    pub const SMI: u64 = 0x62;
-    pub const INIT: u64 = 0x63;
-    pub const VINTR: u64 = 0x64;
-    pub const CR0_SELECTIVE: u64 = 0x65;
-    pub const IDTR_READ: u64 = 0x66;
-    pub const GDTR_READ: u64 = 0x67;
-    pub const LDTR_READ: u64 = 0x68;
-    pub const TR_READ: u64 = 0x69;
-    pub const IDTR_WRITE: u64 = 0x6a;
-    pub const GDTR_WRITE: u64 = 0x6b;
-    pub const LDTR_WRITE: u64 = 0x6c;
-    pub const TR_WRITE: u64 = 0x6d;
-    pub const RDTSC: u64 = 0x6e;
-    pub const RDPMC: u64 = 0x6f;
-    pub const PUSHF: u64 = 0x70;
-    pub const POPF: u64 = 0x71;
-    pub const CPUID: u64 = 0x72;
-    pub const RSM: u64 = 0x73;
-    pub const IRET: u64 = 0x74;
-    pub const SOFTWARE_INTERRUPT: u64 = 0x75;
-    pub const INVD: u64 = 0x76;
-    pub const PAUSE: u64 = 0x77;
-    pub const HLT: u64 = 0x78;
-    pub const INVLPG: u64 = 0x79;
-    pub const INVLPGA: u64 = 0x7a;
-    pub const IO: u64 = 0x7b;
-    pub const MSR: u64 = 0x7c;
-    pub const TASK_SWITCH: u64 = 0x7d;
-    pub const SHUTDOWN: u64 = 0x7f;
-    pub const VMRUN: u64 = 0x80;
-    pub const VMMCALL: u64 = 0x81;
-    pub const VMLOAD: u64 = 0x82;
-    pub const VMSAVE: u64 = 0x83;
-    pub const STGI: u64 = 0x84;
-    pub const CLGI: u64 = 0x85;
-    pub const RDTSCP: u64 = 0x87;
-    pub const ICEBP: u64 = 0x88;
-    pub const WBINVD: u64 = 0x89;
-    pub const MONITOR: u64 = 0x8a;
-    pub const MWAIT: u64 = 0x8b;
-    pub const XSETBV: u64 = 0x8d;
-    pub const INVPCID: u64 = 0xa2;
-    pub const NPF: u64 = 0x400;
-    pub const INVALID: u64 = u64::MAX;
-}
 
 /// A bit of EXITINFO1 for accesses to control registers: MOV made the access, and bits 3:0 are the general
 /// register (decode assists).

@@ -1,133 +1,30 @@
 //! The CPU's side of compiled code: makes regions of hot code, and runs them.
 
-use super::dispatch::dispatch;
-use super::helpers::Status;
-use super::region::{Kind, Region, Source, Step};
-use super::{Client, Compile, Compiler, Done, Job, Tier, Workshop, lock};
-use crate::Cpu;
-use crate::block::{Block, Key};
-use crate::cpu::{ANY_PAGE, mode};
-use crate::heap::{self, OutOfMemory, Zeroed};
+use crate::block::Block;
+use crate::compiled::{SET_BITS, Target, set_of};
+use crate::cpu::ANY_PAGE;
+use crate::executor::Executor;
+use crate::flow::Break;
+use crate::heap::{self, OutOfMemory};
+use crate::jit::dispatch::dispatch;
+use crate::jit::helpers::Status;
+use crate::jit::{Client, Compile, Compiler};
+use crate::key::Key;
 use crate::machine::Exit;
-use crate::op::Break;
-use crate::snapshot::Snapshot;
-use crate::tlb::Entry;
+use crate::mode;
+use crate::region::{Entrance, Kind, Region, Source, Step, Tier, WARM};
 use iced_x86::{Decoder, DecoderOptions, FlowControl};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 
-/// Entries of a block after which it is compiled.
-pub(crate) const WARM: u32 = 512;
 /// Entries of a block between two checks for compiled code.
 const LOOK: u32 = 64;
 /// Blocks and bytes of a region.
 const BLOCKS: usize = 24;
 const BYTES: usize = 1024;
 
-/// The entry of a block in compiled code.
-#[derive(Clone)]
-pub(crate) struct Entrance {
-    pub(crate) region: Arc<Region>,
-    code: *const u8,
-}
-
-/// The number of sets in [`Targets`], and by how many bits a set's address is its index shifted left.
-pub(super) const SETS: usize = 4096;
-pub(super) const SET_BITS: u32 = size_of::<[Target; 2]>().trailing_zeros();
-pub(super) const SETS_BYTES: u64 = (SETS as u64) << SET_BITS;
-
-/// Returns the index of the set where a target with this address is looked up first.
-pub(super) fn set_of(rip: u64) -> usize {
-    (rip ^ rip >> 12) as usize & (SETS - 1)
-}
-
-/// An address of compiled code that can be entered. A target is small, because most of them are in the
-/// host's farther caches.
-#[derive(Clone, Copy)]
-#[repr(C, align(32))]
-pub(super) struct Target {
-    /// The address of the guest's code.
-    pub(super) rip: u64,
-    /// The page of the code. If the page's stamp is not the CPU's, the page is checked first. The page is alive as long
-    /// as `edition` is the CPU's.
-    pub(super) page: *const Snapshot,
-    pub(super) code: *const u8,
-    /// [`Compiled::edition`] then. 0: none.
-    pub(super) edition: u32,
-}
-
-/// The code addresses where regions continue directly in another region. A set is a cache line with two targets, the
-/// newer one first. Only code that blocks have now is in it; see [`Cpu::forget_targets`].
-#[repr(align(64))]
-pub(crate) struct Targets([[Target; 2]; SETS]);
-
-// SAFETY: integers and pointers.
-unsafe impl Zeroed for Targets {}
-
-/// The fields of a CPU that compiled code uses besides the architectural state. The last ones are in
-/// R15's window (`window`).
-#[repr(C)]
-pub(crate) struct Compiled {
-    /// The instruction at which the region was stopped.
-    pub(super) step: *const Step,
-    /// Why an instruction ended.
-    pub(super) why: Break,
-    /// RIP that an instruction has set which ended with [`Break::Jump`].
-    pub(super) rip: u64,
-    /// Targets with another edition are invalid. The lowest byte is the CPU's mode, so the edition also tells modes
-    /// apart. See `tell_targets_apart`.
-    pub(super) edition: u32,
-    /// The last target of its set that a region looked at, if none in the set was the right one.
-    pub(super) wanted: *const Target,
-    /// The base of CS for which the present targets of code with segments are valid.
-    base: u64,
-    pub(super) client: Option<Client>,
-    /// Where the running region was entered, when the run was interrupted for something.
-    pub(super) ran: u64,
-    /// RIP where the last run ended for its caller's attention. Code that runs at such moments is hot.
-    pub(crate) interrupted: Option<u64>,
-    /// Not 0: the host's MXCSR is the guest's (`float`).
-    pub(super) floats: u32,
-    /// The host's own MXCSR, while the host has the guest's.
-    pub(super) host_mxcsr: u32,
-    /// The copy of the bytes that a load in two pages has read.
-    pub(crate) copy: [u8; 32],
-    /// Results of floating point that nothing uses. This field is only written.
-    pub(super) unused: [u8; 16],
-    /// The number of instructions that compiled code has executed: those already counted, and those of this run.
-    pub(super) instructions: u64,
-    pub(super) attention: *const AtomicU32,
-    /// The table of the TLB that data accesses use.
-    pub(crate) table: *const Entry,
-    pub(super) targets: *const [Target; 2],
-}
-
-impl Compiled {
-    pub(crate) fn new() -> Self {
-        Self {
-            step: ptr::null(),
-            why: Break::Jump,
-            rip: 0,
-            edition: 1 << 8,
-            wanted: ptr::null(),
-            base: 0,
-            client: None,
-            ran: 0,
-            interrupted: None,
-            floats: 0,
-            host_mxcsr: 0,
-            copy: [0; 32],
-            unused: [0; 16],
-            instructions: 0,
-            attention: ptr::null(),
-            table: ptr::null(),
-            targets: ptr::null(),
-        }
-    }
-}
-
-impl Cpu {
+impl Executor {
     /// Sets the compiler, by which code is compiled from now on.
     ///
     /// # Errors
@@ -137,29 +34,13 @@ impl Cpu {
         compiler: Arc<Compiler>,
         compile: Compile,
     ) -> Result<(), OutOfMemory> {
-        compiler.announce();
-        let number = compiler.numbers.fetch_add(1, Ordering::Relaxed);
-        let mut clients = lock(&compiler.clients);
-        clients.try_reserve(1).map_err(|_| OutOfMemory)?;
-        clients.push((number, Done::default()));
-        drop(clients);
-        self.compiled.client = Some(Client {
-            compiler,
-            number,
-            compile,
-        });
+        self.client = Some(Client::try_new(compiler, compile)?);
         Ok(())
     }
 
     /// Whether blocks are compiled before they run for the first time.
     pub(crate) fn compiles_at_once(&self) -> bool {
-        (self.compiled.client.as_ref()).is_some_and(|client| client.compile != Compile::Hot)
-    }
-
-    /// Call before the CPU executes.
-    pub(crate) fn prepare_compiled(&mut self, attention: &AtomicU32) {
-        self.compiled.targets = &raw const self.fixed.targets.0[0];
-        self.compiled.attention = attention;
+        (self.client.as_ref()).is_some_and(|client| client.compile != Compile::Hot)
     }
 
     /// Call when a block has been entered often: requests its compilation, or installs the result.
@@ -168,7 +49,7 @@ impl Cpu {
     pub(crate) fn warmed(&mut self, found: NonNull<Block>) {
         // SAFETY: a block lives until all blocks are freed, which is the last thing that this function does, if at all.
         let block = unsafe { found.as_ref() };
-        let Some(client) = &self.compiled.client else {
+        let Some(client) = &self.client else {
             block.heat.set(u32::MAX);
             return;
         };
@@ -185,7 +66,7 @@ impl Cpu {
 
     /// Call when a run ends for its caller's attention. The caller interrupts a run every few milliseconds at least.
     pub(crate) fn note_interrupted(&mut self) {
-        self.compiled.interrupted = Some(self.state.rip);
+        self.interrupted = Some(self.state.rip);
     }
 
     /// Call when a block with compiled code is about to run, if the last run was interrupted there. The block is then a
@@ -194,7 +75,7 @@ impl Cpu {
     #[cold]
     #[inline(never)]
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
-        self.compiled.interrupted = None;
+        self.interrupted = None;
         let found = self.interrupted_in(found);
         // SAFETY: as in `warmed`.
         let block = unsafe { found.as_ref() };
@@ -202,7 +83,7 @@ impl Cpu {
             region.tier != Tier::Full && region.is_sampled.swap(true, Ordering::Relaxed)
         };
         let may_improve =
-            (self.compiled.client.as_ref()).is_some_and(|client| client.compile == Compile::Hot);
+            (self.client.as_ref()).is_some_and(|client| client.compile == Compile::Hot);
         if may_improve
             && block.entrance.as_ref().is_some_and(is_second)
             && !self.adopt(found, Tier::Full)
@@ -229,7 +110,7 @@ impl Cpu {
             self.compiled.ran,
             next_block.key.mode,
         );
-        let Some(ran) = self.blocks.kept(&key).map(NonNull::from) else {
+        let Some(ran) = self.blocks.kept(&key) else {
             return next;
         };
         // SAFETY: as above.
@@ -247,31 +128,22 @@ impl Cpu {
 
     /// Requests compilation of a block and of those around it, unless that was requested already.
     fn submit(&self, block: &Block, tier: Tier) {
-        let Some(client) = &self.compiled.client else {
+        let Some(client) = &self.client else {
             return;
         };
-        if block.is_current(self.clock.stamp)
+        if block.is_current(self.code.clock.stamp)
             && block.asked.get() < Some(tier)
             && client.compiler.has_room(tier)
             && let Ok((source, page)) = self.collect(block, tier)
             && !source.blocks.is_empty()
         {
-            let job = Job {
-                source,
-                tier,
-                client: client.number,
-                page,
-            };
-            match client.compile {
-                Compile::Hot => client.compiler.jobs[tier as usize].add(job),
-                Compile::AtOnce(_) => client.compiler.finish(job, &mut Workshop::default()),
-            }
+            client.submit(source, page, tier);
         }
     }
 
     /// Installs the finished compilations. Call while no block is running; this may free all blocks.
     fn take_compiled(&mut self) {
-        let Some(client) = &self.compiled.client else {
+        let Some(client) = &self.client else {
             return;
         };
         let done = client.compiler.take(client.number);
@@ -290,10 +162,10 @@ impl Cpu {
     pub(crate) fn adopt(&mut self, block: NonNull<Block>, tier: Tier) -> bool {
         // SAFETY: a block lives until all are freed. `block` is not used any more when the blocks of the region change.
         let block = unsafe { block.as_ref() };
-        let Some(client) = &self.compiled.client else {
+        let Some(client) = &self.client else {
             return false;
         };
-        if !block.is_current(self.clock.stamp) {
+        if !block.is_current(self.code.clock.stamp) {
             return false;
         }
         let (key, bytes) = (&block.key, block.parts().0);
@@ -303,7 +175,7 @@ impl Cpu {
             .find_map(|made_by| {
                 let (kind, page) = Kind::of(key, made_by);
                 let place = key.rip.wrapping_sub(page);
-                let region = client.compiler.known.at(kind, place, bytes)?;
+                let region = client.known(kind, place, bytes)?;
                 (region.tier >= tier && block.holds(&region)).then_some((region, page))
             });
         let Some((region, page)) = good else {
@@ -328,19 +200,6 @@ impl Cpu {
         }
         if is_instead {
             self.forget_targets();
-        }
-    }
-
-    /// Forgets all targets. Call whenever a block may lose its compiled code, a snapshot begins a new edition, or code
-    /// may have become stale although the stamp has not changed.
-    pub(crate) fn forget_targets(&mut self) {
-        self.compiled.edition = self.compiled.edition.wrapping_add(1 << 8);
-        if self.compiled.edition >> 8 == 0 {
-            // The numbers of long ago come again.
-            for target in self.fixed.targets.0.as_flattened_mut() {
-                target.edition = 0;
-            }
-            self.compiled.edition += 1 << 8;
         }
     }
 
@@ -374,6 +233,8 @@ impl Cpu {
             let Some(found) = self.blocks.kept(&key) else {
                 continue;
             };
+            // SAFETY: alive, and nothing changes it meanwhile.
+            let found = unsafe { found.as_ref() };
             let (code, after) = found.parts();
             // A block that has hardly run is left out: it would make the region larger, and save nothing. But a block
             // whose code was found already compiled counts as warm, although the interpreter has never run it.
@@ -434,6 +295,7 @@ impl Cpu {
             true => set_of(rip),
             false => (wanted as usize - self.compiled.targets as usize) >> SET_BITS,
         };
+        let edition = self.compiled.edition;
         let [newer, older] = &mut self.fixed.targets.0[set];
         if newer.rip != rip {
             *older = *newer;
@@ -442,7 +304,7 @@ impl Cpu {
             rip,
             page,
             code,
-            edition: self.compiled.edition,
+            edition,
         };
         Some(code)
     }
@@ -451,8 +313,8 @@ impl Cpu {
     /// code with segments RIP is not enough, so targets of another base are forgotten. Mode and base do not
     /// change while regions run.
     fn tell_targets_apart(&mut self) {
-        if mode::has_segments(self.mode) && self.compiled.base != self.state.cs.base {
-            self.compiled.base = self.state.cs.base;
+        if mode::has_segments(self.mode) && self.code_base != self.state.cs.base {
+            self.code_base = self.state.cs.base;
             self.forget_targets();
         }
         self.compiled.edition = self.compiled.edition & !0xff | u32::from(self.mode);
@@ -465,20 +327,20 @@ impl Cpu {
         // SAFETY: a block lives until all are freed, which happens in `find_block` only.
         let code = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
-        self.code_page = ANY_PAGE;
+        self.code.page = ANY_PAGE;
         // SAFETY: `code` is an entry of a region that the compiler made for this CPU. The region, and those that follow
         // it, access the CPU, their own stack frame, and guest memory by guarded accesses.
-        let status = unsafe { dispatch(ptr::from_mut(self), code) };
+        let status = unsafe { dispatch(ptr::from_mut(&mut self.cpu), code) };
         self.end_floats();
         let status = Status::of(status).unwrap_or_else(|| {
             // `status` is the address of an access that failed.
             let step = self.blocks.step_at(status as usize);
-            self.compiled.step = step.expect("a region that runs belongs to a block");
+            self.compiled.step = step.expect("a region that runs belongs to a block").cast();
             Status::Interpret
         });
         let stopped = (status != Status::Continue).then(|| {
             // SAFETY: a step of a region that a block still has.
-            let step = unsafe { *self.compiled.step }.at(self.state.rip);
+            let step = unsafe { *self.compiled.step.cast::<Step>() }.at(self.state.rip);
             self.state.rip = step.rip;
             self.compiled.instructions += u64::from(step.before);
             step
@@ -488,17 +350,11 @@ impl Cpu {
         self.stopped(&stopped?, status)
     }
 
-    /// Returns the number of instructions so far, including those of the running region.
-    pub(crate) fn instructions(&self) -> u64 {
-        let compiled = self.compiled.instructions - self.counters.instructions_compiled;
-        self.counters.instructions + compiled
-    }
-
     /// Continues after compiled code has stopped at an instruction, to which RIP points.
     fn stopped(&mut self, step: &Step, status: Status) -> Option<Exit> {
         match status {
-            Status::Interpret if self.walk_changed_code => {
-                self.block_rip = step.rip;
+            Status::Interpret if self.code.walk_changed => {
+                self.code.rip = step.rip;
                 self.compiled.why = self.finish_fetched(&step.op, Break::Retry);
                 self.compiled.rip = self.state.rip;
                 self.stopped(step, Status::Broke)
@@ -508,7 +364,7 @@ impl Cpu {
                 if matches!(why, Break::Jump) {
                     self.state.rip = self.compiled.rip;
                 }
-                self.block_rip = step.rip;
+                self.code.rip = step.rip;
                 let len = usize::from(step.op.len).min(step.bytes.len());
                 self.executed_alone(&step.op, &step.bytes[..len], why)
             }
@@ -521,7 +377,7 @@ impl Cpu {
                     return None;
                 }
                 // The flag belongs to an access that is made again, perhaps at another address.
-                self.fault_noncanonical = false;
+                self.raised.noncanonical = false;
                 let exit = match self.find_block() {
                     // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing
                     // changes it while it runs.
@@ -538,5 +394,58 @@ impl Cpu {
             }
             Status::Continue => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::CodePages;
+    use crate::pool::Pool;
+
+    fn source(rip: u64) -> Source {
+        // inc eax; jmp to the next
+        Source {
+            kind: Kind {
+                mode: 2,
+                is_movable: false,
+                base: 0,
+            },
+            stack: 3,
+            blocks: vec![(rip, b"\xff\xc0\xeb\x00".to_vec())],
+        }
+    }
+
+    #[test]
+    fn a_cpu_whose_region_was_refused_forgets_its_blocks_and_their_memory_is_used_again() {
+        let compiler = Compiler::with(2 * 4096).unwrap();
+        let mut cpu = Executor::try_new(CodePages::try_new().unwrap()).unwrap();
+        let at_once = Compile::AtOnce(Tier::Full);
+        cpu.set_compiler(compiler.clone(), at_once).unwrap();
+        let number = cpu.client.as_ref().unwrap().number;
+        let submit = |cpu: &Executor, n: u64| {
+            let client = cpu.client.as_ref().unwrap();
+            client.submit(source(0x1000 * n), 0, Tier::Full);
+        };
+        (0..3).for_each(|n| submit(&cpu, n));
+        let done = compiler.take(number);
+        assert!(done.is_refused);
+        assert_eq!(done.regions.len(), 2);
+        drop(done);
+        (0..3).for_each(|n| submit(&cpu, n));
+        let mut pool = Pool::default();
+        // SAFETY: the pool lives longer.
+        let block = unsafe { Block::with_room(&mut pool, 1).unwrap() };
+        cpu.warmed(block);
+        let done = compiler.take(number);
+        assert!(!done.is_refused && done.regions.is_empty());
+        submit(&cpu, 0);
+        assert_eq!(compiler.take(number).regions.len(), 1);
+        let client = cpu.client.take().unwrap();
+        drop(cpu);
+        client.submit(source(0), 0, Tier::Full);
+        assert_eq!(compiler.take(number).regions.len(), 1);
+        drop(client);
+        assert!(compiler.take(number).regions.is_empty(), "the CPU is gone");
     }
 }

@@ -1,0 +1,180 @@
+//! The accesses to devices in progress, and their data: see `mmio`.
+
+use crate::heap::Zeroed;
+#[cfg(feature = "jit")]
+use crate::machine::Access;
+
+/// The most bytes that one port exit moves. (A repeated string instruction moves many units at once.)
+pub const PORT_BYTES: usize = 4096;
+/// The most MMIO accesses of an instruction, rounded up: XSAVE reads and writes 72 fragments.
+pub(crate) const MOST_FRAGMENTS: usize = 96;
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fragment {
+    /// The linear address. 0 for a write: the queue does not need it.
+    pub(crate) lin: u64,
+    pub(crate) gpa: u64,
+    pub(crate) len: u8,
+    pub(crate) data: [u8; 8],
+}
+
+/// The MMIO reads or writes of one instruction, in order.
+pub(crate) struct Fragments {
+    all: [Fragment; MOST_FRAGMENTS],
+    /// Number of fragments that are done.
+    first: usize,
+    /// Number of all fragments.
+    pub(crate) end: usize,
+}
+
+// SAFETY: integers.
+unsafe impl Zeroed for Fragments {}
+
+impl Fragments {
+    pub(crate) fn waiting(&self) -> &[Fragment] {
+        &self.all[self.first..self.end]
+    }
+
+    /// Appends a fragment. Returns `false` if there are too many.
+    pub(crate) fn push(&mut self, fragment: Fragment) -> bool {
+        let free = self.all.get_mut(self.end);
+        let pushed = free.map(|free| *free = fragment).is_some();
+        self.end += usize::from(pushed);
+        pushed
+    }
+
+    /// Removes and returns the next fragment.
+    pub(crate) fn pop(&mut self) -> Option<Fragment> {
+        let next = *self.waiting().first()?;
+        self.first += 1;
+        if self.first == self.end {
+            self.clear();
+        }
+        Some(next)
+    }
+
+    pub(crate) fn clear(&mut self) {
+        (self.first, self.end) = (0, 0);
+    }
+}
+
+/// The data that a string input read.
+pub(crate) struct Input {
+    pub(crate) bytes: [u8; PORT_BYTES],
+    /// Number of bytes that are stored.
+    pub(crate) stored: usize,
+    pub(crate) len: usize,
+}
+
+// SAFETY: integers.
+unsafe impl Zeroed for Input {}
+
+impl Input {
+    pub(crate) fn set(&mut self, data: &[u8]) {
+        self.len = data.len().min(PORT_BYTES);
+        self.stored = 0;
+        self.bytes[..self.len].copy_from_slice(&data[..self.len]);
+    }
+
+    /// Returns the bytes that are not stored yet, in reading order.
+    pub(crate) fn left(&self) -> &[u8] {
+        &self.bytes[self.stored..self.len]
+    }
+}
+
+/// The data that an output writes.
+pub(crate) struct Output {
+    pub(crate) bytes: [u8; PORT_BYTES],
+    pub(crate) len: usize,
+}
+
+// SAFETY: integers.
+unsafe impl Zeroed for Output {}
+
+impl Output {
+    /// Returns memory for the next `len` bytes of output.
+    pub(crate) fn start(&mut self, len: usize) -> &mut [u8] {
+        self.len = len;
+        &mut self.bytes[..len]
+    }
+}
+
+/// The accesses in progress. Their data is in [`crate::fixed::Fixed`].
+#[derive(Default)]
+pub(crate) struct Devices {
+    /// Number of reads for which the current execution has used data.
+    pub(crate) taken: usize,
+    /// The read that ended the last run.
+    pub(crate) asked: Option<Fragment>,
+    pub(crate) port: Option<Port>,
+    /// The instruction that ended the last run and needs a result of the caller.
+    pub(crate) question: Option<Question>,
+    /// The device that an access of compiled code is to. The interpreter then executes the instruction and uses
+    /// this address, so that the machine translates only once. Valid only if the instruction is executed next: a
+    /// memslot may be added later.
+    #[cfg(feature = "jit")]
+    pub(crate) met: Option<Met>,
+}
+
+/// An access to a device.
+#[cfg(feature = "jit")]
+#[derive(Clone, Copy)]
+pub(crate) struct Met {
+    pub(crate) lin: u64,
+    pub(crate) access: Access,
+    pub(crate) gpa: u64,
+}
+
+/// An instruction whose result the caller puts into registers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Question {
+    /// RIP of the instruction, and of the next one.
+    pub(crate) rip: u64,
+    pub(crate) next: u64,
+    pub(crate) kind: QuestionKind,
+    /// DR6 bits of the debug traps that follow the instruction.
+    pub(crate) traps: u64,
+}
+
+/// The destination of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum QuestionKind {
+    /// RAX.
+    Hypercall,
+    /// EDX:EAX.
+    Rdmsr,
+    /// There is no destination.
+    Wrmsr,
+}
+
+/// A port access that has to be completed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Port {
+    /// RIP of the instruction, and of the next one.
+    pub(crate) rip: u64,
+    pub(crate) next: u64,
+    pub(crate) size: u8,
+    /// Units that the exit moves.
+    pub(crate) count: u32,
+    pub(crate) kind: PortKind,
+    /// DR6 bits of the debug traps that follow the access.
+    pub(crate) traps: u64,
+    /// The data of a string input was provided. The CPU stores the data when it runs again.
+    pub(crate) answered: bool,
+}
+
+/// How a port access is completed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PortKind {
+    In,
+    Out,
+    /// INS or OUTS: the address size in bytes, and whether the instruction repeats.
+    Ins {
+        address_size: u8,
+        rep: bool,
+    },
+    Outs {
+        address_size: u8,
+        rep: bool,
+    },
+}

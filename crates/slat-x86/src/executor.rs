@@ -1,0 +1,102 @@
+//! A CPU with the code that it executes.
+//!
+//! Instructions act on a [`Cpu`]. They know neither blocks nor compiled code, which belong to the [`Executor`]: so the
+//! interpreter's functions cannot free the block that is running.
+
+use crate::blocks::Blocks;
+use crate::code_pages::CodePages;
+use crate::heap::OutOfMemory;
+#[cfg(feature = "jit")]
+use crate::jit::Client;
+use crate::reader::Reader;
+use crate::sync::Arc;
+use crate::{Cpu, decoder};
+use std::ops::{Deref, DerefMut};
+
+/// A software CPU that can run. It allocates all memory that it needs to run when it is made; see
+/// [`Executor::try_new`].
+///
+/// It stands for its [`Cpu`]: whatever can be done with the CPU can be done with the executor.
+pub struct Executor {
+    pub(crate) cpu: Cpu,
+    pub(crate) blocks: Blocks,
+    /// The instruction that waits for the data of MMIO reads, if the CPU has data for it.
+    pub(crate) reader: Option<Reader>,
+    #[cfg(feature = "jit")]
+    pub(crate) client: Option<Client>,
+    /// The base of CS for which the present targets of code with segments are valid.
+    #[cfg(feature = "jit")]
+    pub(crate) code_base: u64,
+    /// RIP where the last run ended for its caller's attention. Code that runs at such moments is hot.
+    #[cfg(feature = "jit")]
+    pub(crate) interrupted: Option<u64>,
+}
+
+impl Deref for Executor {
+    type Target = Cpu;
+    #[inline(always)]
+    fn deref(&self) -> &Cpu {
+        &self.cpu
+    }
+}
+
+impl DerefMut for Executor {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut Cpu {
+        &mut self.cpu
+    }
+}
+
+// SAFETY: the blocks belong to this executor alone; the host addresses in them are guest memory, which any thread may
+// access through guarded accesses, and compiled code, which their regions keep alive.
+unsafe impl Send for Executor {}
+
+impl Executor {
+    /// Makes a CPU after RESET, with all memory that running needs: half a MiB, most of which the host provides at
+    /// first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
+    ///
+    /// The first CPU of a process also builds the tables of the instruction decoder. The CPUs that share memory share
+    /// `code`, by which they tell each other of stores to code.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if the host has no memory.
+    pub fn try_new(code: Arc<CodePages>) -> Result<Self, OutOfMemory> {
+        decoder::build_tables()?;
+        Ok(Self {
+            cpu: Cpu::try_new(code)?,
+            blocks: Blocks::try_new()?,
+            reader: None,
+            #[cfg(feature = "jit")]
+            client: None,
+            #[cfg(feature = "jit")]
+            code_base: 0,
+            #[cfg(feature = "jit")]
+            interrupted: None,
+        })
+    }
+
+    /// Returns the heap bytes of the blocks of decoded code, the copies of the code, and their indices: at most
+    /// [`CODE_BYTES`](crate::CODE_BYTES).
+    pub fn code_bytes(&self) -> usize {
+        self.heap_bytes(0)
+    }
+
+    /// Returns the heap bytes of the blocks and of the copies of their code, if `more` bytes are taken for each.
+    pub(crate) fn heap_bytes(&self, more: usize) -> usize {
+        self.blocks.heap_bytes(more) + self.cpu.code.snapshots.heap_bytes(more)
+    }
+
+    /// Frees all blocks, and the copies of their code. Call while no block is running.
+    pub(crate) fn forget_blocks(&mut self) {
+        self.blocks.clear();
+        // SAFETY: the blocks that had places in snapshots are freed or emptied; the targets that had are forgotten.
+        unsafe { self.cpu.code.snapshots.clear() };
+        self.cpu.forget_targets();
+    }
+
+    /// Whether blocks are compiled before they run for the first time: never without a compiler.
+    #[cfg(not(feature = "jit"))]
+    pub(crate) fn compiles_at_once(&self) -> bool {
+        false
+    }
+}

@@ -1,0 +1,169 @@
+//! Finding the block to execute, and making sure that memory still holds its code.
+
+use crate::block::{Block, MAX_OPS};
+use crate::blocks::{CODE_BYTES, RESERVE};
+use crate::executor::Executor;
+use crate::flow::Break;
+use crate::key::Key;
+#[cfg(feature = "jit")]
+use crate::region::Tier;
+use crate::snapshot::{Place, Snapshot};
+use std::ptr::NonNull;
+
+impl Executor {
+    /// Frees all blocks if one more may exceed [`CODE_BYTES`]. Call while no block is running.
+    fn make_room(&mut self) {
+        self.blocks.reserve();
+        // A block is in two pages at most.
+        self.code.snapshots.reserve(2);
+        if self.heap_bytes(RESERVE) > CODE_BYTES {
+            self.forget_blocks();
+        }
+    }
+
+    /// Returns the block at RIP, verified. It stays valid until the next call.
+    #[inline(always)]
+    pub(crate) fn find_block(&mut self) -> Result<NonNull<Block>, Break> {
+        let rip = self.state.rip;
+        let key = Key {
+            lin: self.code_address(rip),
+            rip,
+            mode: self.mode,
+        };
+        let stamp = self.code.clock.stamp;
+        match self.blocks.current(&key, stamp) {
+            Some(found) => Ok(found),
+            None => self.find_block_slow(key),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find_block_slow(&mut self, key: Key) -> Result<NonNull<Block>, Break> {
+        self.counters.blocks_looked_up += 1;
+        self.check_code_limit(key.rip)?;
+        let known = self.blocks.in_front(&key);
+        if let Some(found) = known {
+            // SAFETY: blocks in the table are alive; nothing else refers to one while no block is running.
+            if self.verify(unsafe { &mut *found.as_ptr() })? {
+                return Ok(found);
+            }
+        }
+        let eager = self.compiles_at_once();
+        let seen = self.blocks.note(key.lin) || eager;
+        if seen
+            && known.is_none()
+            && let Some(kept) = self.blocks.kept(&key)
+        {
+            // SAFETY: blocks in the map are alive; nothing else refers to one while no block is running.
+            if self.verify(unsafe { &mut *kept.as_ptr() })? {
+                self.blocks.put_in_front(kept);
+                return Ok(kept);
+            }
+        }
+        self.make_room();
+        let once = self.blocks.once;
+        // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
+        self.decode(unsafe { &mut *once.as_ptr() }, key, MAX_OPS, seen)?;
+        match seen {
+            true => {
+                let kept = self.blocks.keep().unwrap_or(once);
+                #[cfg(feature = "jit")]
+                self.adopt(kept, Tier::Baseline);
+                if eager {
+                    // SAFETY: alive until all are freed.
+                    unsafe { kept.as_ref() }.heat_up();
+                }
+                Ok(kept)
+            }
+            false => Ok(once),
+        }
+    }
+
+    /// Returns the one instruction at RIP as a block of its own. It stays valid until the next call.
+    pub(crate) fn single_block(&mut self) -> Result<NonNull<Block>, Break> {
+        let rip = self.state.rip;
+        self.check_code_limit(rip)?;
+        let key = Key {
+            lin: self.code_address(rip),
+            rip,
+            mode: self.mode,
+        };
+        self.make_room();
+        let found = self.blocks.single;
+        // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
+        let single = unsafe { &mut *found.as_ptr() };
+        if single.key != key || !self.holds_once(single)? {
+            self.decode(single, key, 1, false)?;
+        }
+        Ok(found)
+    }
+
+    /// Whether `block` may be executed, because memory holds the bytes that it was decoded from.
+    /// `false` for an empty block.
+    pub(crate) fn verify(&mut self, block: &mut Block) -> Result<bool, Break> {
+        let Some(mut first) = block.first else {
+            return Ok(false);
+        };
+        let lin = block.key.lin;
+        let before = first.edition;
+        if !self.holds(&mut first, lin, block.parts().0)? {
+            return Ok(false);
+        }
+        // The second page is checked last: only if memory holds the first part does the instruction
+        // still cross into it.
+        if let Some(mut second) = block.second {
+            if !self.holds(&mut second, self.next_page(lin), block.parts().1)? {
+                return Ok(false);
+            }
+            block.second = Some(second);
+        }
+        block.first = Some(first);
+        if first.edition != before {
+            self.verify_region(block);
+        }
+        Ok(true)
+    }
+
+    /// Whether memory holds `code` at `lin`, in the page of `place`.
+    fn holds(&mut self, place: &mut Place, lin: u64, code: &[u8]) -> Result<bool, Break> {
+        // SAFETY: a block's snapshots live until `Blocks::clear`; nothing else refers to one while no block is running.
+        let page = unsafe { place.page.as_mut() };
+        self.check_snapshot(page, lin)?;
+        if page.edition == place.edition {
+            return Ok(true);
+        }
+        self.fetch(page, lin, code.len())?;
+        let (at, _) = Snapshot::split(lin);
+        let same = page.has(at, code);
+        if same {
+            place.edition = page.edition;
+        }
+        Ok(same)
+    }
+
+    /// Drops the compiled code of a block that was just compared with memory, if memory no longer holds the rest
+    /// of the region's code.
+    fn verify_region(&self, block: &mut Block) {
+        #[cfg(feature = "jit")]
+        if let Some(entrance) = &block.entrance
+            && !block.holds(&entrance.region)
+        {
+            block.cool();
+        }
+        #[cfg(not(feature = "jit"))]
+        let _ = block;
+    }
+
+    /// Whether memory holds the code of a block that was not kept, so that it need not be decoded again.
+    pub(crate) fn holds_once(&mut self, block: &Block) -> Result<bool, Break> {
+        let (code, beyond) = block.parts();
+        if code.is_empty() || !beyond.is_empty() {
+            return Ok(false);
+        }
+        let (at, _) = Snapshot::split(block.key.lin);
+        let host = self.once_host(block.key.lin)?.wrapping_add(at);
+        // SAFETY: as in `copy_code`.
+        Ok(unsafe { slat_guard::matches(host, code) }.unwrap_or(false))
+    }
+}

@@ -1,0 +1,30 @@
+//! How an instruction ends.
+
+/// How an instruction ended, other than by continuing with the next one.
+///
+/// A handler that returns [`Exception`](Break::Exception), [`Retry`](Break::Retry) or [`Exit`](Break::Exit) has changed
+/// nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Break {
+    /// The instruction is done, and has set `state.rip`.
+    Jump,
+    /// The instruction is done. Leave the block before the next one, because something changed that blocks depend on.
+    End,
+    /// A fault that [`Cpu::raise`](crate::Cpu) recorded. The instruction has changed nothing.
+    Exception,
+    /// A fault that [`Cpu::raise`](crate::Cpu) recorded, after a task switch. The fault is the new task's, whose
+    /// registers are in `state`.
+    TaskFault,
+    /// Start again at the block boundary. The instruction has changed nothing.
+    Retry,
+    /// A nested guest leaves before the instruction, which has changed nothing: a #VMEXIT is [due](crate::svm).
+    VmExit,
+    /// The run ends with the recorded exit; the instruction has changed nothing.
+    Exit,
+    /// The run ends with the recorded exit after this instruction.
+    ExitAfter,
+}
+
+/// A handler's result: `Ok` continues with the next operation of the block.
+pub type Flow = Result<(), Break>;

@@ -1,0 +1,29 @@
+//! The key by which code is found.
+
+#[cfg(feature = "jit")]
+use crate::mode;
+
+/// The key by which a block is found: address and decoding mode. A block's operations depend on its key and its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub(crate) struct Key {
+    /// The linear address.
+    pub lin: u64,
+    pub rip: u64,
+    /// See [`crate::mode`].
+    pub mode: u8,
+}
+
+#[cfg(feature = "jit")]
+impl Key {
+    /// Returns the key of the code at `rip`, whose linear address is `base` away.
+    pub(crate) fn new(base: u64, rip: u64, mode: u8) -> Self {
+        let lin = base.wrapping_add(rip) & mode::linear(mode);
+        Self { lin, rip, mode }
+    }
+
+    /// Returns the distance of the linear address from RIP.
+    pub(crate) fn base(&self) -> u64 {
+        self.lin.wrapping_sub(self.rip) & mode::linear(self.mode)
+    }
+}

@@ -1,0 +1,28 @@
+//! What an instruction has raised: an exception, or an exit.
+
+use crate::machine::Exit;
+use crate::state::Exception;
+
+/// The result of an instruction that did not end normally. Valid after a [`Break`](crate::flow::Break) that says so.
+pub(crate) struct Raised {
+    pub(crate) exception: Exception,
+    /// The linear address of a page fault.
+    pub(crate) address: u64,
+    /// The exception is for an address that is not canonical. In the stack segment it is #SS.
+    pub(crate) noncanonical: bool,
+    pub(crate) exit: Option<Exit>,
+}
+
+impl Raised {
+    pub(crate) const fn nothing() -> Self {
+        Self {
+            exception: Exception {
+                vector: 0,
+                error: None,
+            },
+            address: 0,
+            noncanonical: false,
+            exit: None,
+        }
+    }
+}

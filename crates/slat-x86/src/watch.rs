@@ -1,0 +1,95 @@
+//! Breakpoints: what the debug registers watch (SDM volume 3, "Debug Registers").
+
+/// DR6: bits that always read as one.
+pub(crate) const DR6_ONES: u64 = 0xffff_0ff0;
+/// DR6: which of the four breakpoints were hit.
+pub(crate) const DR6_HITS: u64 = 15;
+/// DR6: a debug register was accessed while DR7.GD was set.
+pub(crate) const DR6_BD: u64 = 1 << 13;
+/// DR6: a single step.
+pub(crate) const DR6_BS: u64 = 1 << 14;
+/// DR6: a switch to a task whose TSS asks for a trap.
+pub(crate) const DR6_BT: u64 = 1 << 15;
+/// DR7: general detect.
+pub(crate) const DR7_GD: u64 = 1 << 13;
+
+/// The requests of a debugger outside the guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Debugger {
+    /// Every instruction ends the run, as a trap.
+    pub single_step: bool,
+    /// INT3 ends the run, as a fault.
+    pub software_breakpoints: bool,
+    /// Breakpoints that replace the guest's own.
+    pub breakpoints: Option<Breakpoints>,
+}
+
+impl Debugger {
+    /// Whether #DB ends the run, also one that the guest caused.
+    pub(crate) fn claims_debug(&self) -> bool {
+        self.single_step || self.breakpoints.is_some()
+    }
+}
+
+/// DR0–DR3 and DR7.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Breakpoints {
+    /// DR0–DR3.
+    pub addresses: [u64; 4],
+    /// DR7.
+    pub control: u64,
+}
+
+/// What a breakpoint watches: its R/W field.
+pub(crate) mod kind {
+    pub const EXECUTE: u64 = 0;
+    pub const WRITE: u64 = 1;
+    /// A port access, if CR4.DE is set. Otherwise the field is undefined.
+    pub const PORT: u64 = 2;
+    pub const READ_WRITE: u64 = 3;
+}
+
+impl Breakpoints {
+    /// Returns the enabled breakpoints: index, R/W field, first address, bytes.
+    pub(crate) fn enabled(&self) -> impl Iterator<Item = (usize, u64, u64, u64)> + '_ {
+        (0..4).filter_map(|i| {
+            let field = self.control >> (16 + 4 * i);
+            let bytes = [1, 2, 8, 4][(field >> 2 & 3) as usize];
+            let first = self.addresses[i] & !(bytes - 1);
+            (self.control >> (2 * i) & 3 != 0).then_some((i, field & 3, first, bytes))
+        })
+    }
+
+    pub(crate) fn any(&self, kinds: &[u64]) -> bool {
+        self.enabled().any(|(_, kind, ..)| kinds.contains(&kind))
+    }
+
+    /// Returns the DR6 bits of the breakpoints of `kinds` that share a byte with the `len` bytes at `at`.
+    pub(crate) fn hits(&self, kinds: &[u64], at: u64, len: u64) -> u64 {
+        self.enabled()
+            .filter(|(_, kind, first, bytes)| {
+                let overlaps = at.wrapping_sub(*first) < *bytes || first.wrapping_sub(at) < len;
+                kinds.contains(kind) && overlaps
+            })
+            .fold(0, |hits, (i, ..)| hits | 1 << i)
+    }
+}
+
+/// The breakpoints in effect, and which kinds there are among them.
+#[derive(Default)]
+pub(crate) struct Watch {
+    pub(crate) breakpoints: Breakpoints,
+    pub(crate) code: bool,
+    pub(crate) data: bool,
+    pub(crate) ports: bool,
+    /// The instruction at RIP touches watched bytes: it has to be executed alone.
+    pub(crate) alone: bool,
+    /// An instruction is executed alone: `hits` collects the watchpoints it hits.
+    pub(crate) collects: bool,
+    /// DR6 bits of the watchpoints that the instruction has hit.
+    pub(crate) hits: u64,
+    /// The instruction traps at its end: TF was set at its start, or a debugger single-steps.
+    pub(crate) steps: bool,
+    /// Addresses at which the INT3 of the debugger's last software breakpoint begins and ends.
+    pub(crate) int3: Option<(u64, u64)>,
+}

@@ -1,0 +1,72 @@
+//! Looks at accesses to watched bytes: those of breakpoints (`watch`) and of probes (`probe`).
+
+use crate::Cpu;
+use crate::flow::Break;
+use crate::machine::Access;
+use crate::state::{State, control};
+use crate::watch::{Breakpoints, kind};
+
+impl Cpu {
+    /// Returns the breakpoints in effect: the debugger's, or else the guest's.
+    pub(crate) fn breakpoints(&self) -> Breakpoints {
+        let State { dr, dr7, .. } = self.state;
+        self.requests.debugger.breakpoints.unwrap_or(Breakpoints {
+            addresses: dr,
+            control: dr7,
+        })
+    }
+
+    /// Call after a change of debug registers, CR4.DE or the debugger's requests.
+    pub(crate) fn update_watch(&mut self) {
+        let breakpoints = self.breakpoints();
+        let ports = self.state.cr4 & control::CR4_DE != 0 && breakpoints.any(&[kind::PORT]);
+        let watch = &mut self.watch;
+        watch.ports = ports;
+        if watch.breakpoints != breakpoints {
+            watch.breakpoints = breakpoints;
+            self.apply_watch();
+        }
+    }
+
+    /// Notes which kinds of breakpoints and probes there are, after a change of them.
+    pub(crate) fn apply_watch(&mut self) {
+        let Cpu { watch, probes, .. } = self;
+        let watched_data = watch.data;
+        watch.code = watch.breakpoints.any(&[kind::EXECUTE]) || probes.has_code();
+        watch.data = watch.breakpoints.any(&[kind::WRITE, kind::READ_WRITE]) || probes.has_data();
+        if watched_data || self.watch.data {
+            // The TLB may have pages that are watched now.
+            self.flush_other();
+        }
+    }
+
+    /// Whether the page of `lin` has watched bytes, and must not be entered into the TLB.
+    pub(crate) fn is_watched_page(&self, lin: u64) -> bool {
+        const DATA: [u64; 2] = [kind::WRITE, kind::READ_WRITE];
+        self.watch.data
+            && (self.watch.breakpoints.hits(&DATA, lin & !0xfff, 0x1000) != 0
+                || self.probes.watch_page(lin))
+    }
+
+    /// Checks whether an access that is about to be made hits a watchpoint. Abandons an instruction that touches
+    /// watched bytes, unless it is already executed alone; it is then executed again, alone.
+    #[cold]
+    pub(crate) fn watch(&mut self, lin: u64, len: usize, access: Access) -> Result<(), Break> {
+        let kinds: &[u64] = match access {
+            Access::Write => &[kind::WRITE, kind::READ_WRITE],
+            Access::Read | Access::Execute => &[kind::READ_WRITE],
+        };
+        let hits = self.watch.breakpoints.hits(kinds, lin, len as u64)
+            | self.probes.accessed(lin, len as u64, access);
+        if hits == 0 {
+            return Ok(());
+        }
+        if !self.watch.collects {
+            self.watch.alone = true;
+            self.slow = true;
+            return Err(Break::Retry);
+        }
+        self.watch.hits |= hits;
+        Ok(())
+    }
+}
