@@ -5,31 +5,33 @@
 //! It replaces the C library's functions through which a program reaches `/dev/kvm`, and those by which it changes its
 //! memory mappings and signal handlers. Calls that do not concern slat are passed on to the kernel.
 //!
-//! | file | idea |
-//! |---|---|
-//! | `real` | system calls that bypass this library's functions |
-//! | `heap` | memory that is not allocated by the program's `malloc` |
-//! | `paths` | what a path leads to, in any spelling |
-//! | `device` | `/dev/kvm` and KVM's module parameters as files |
-//! | `looks` | what KVM's files and descriptors look like |
-//! | `files` | open, access |
-//! | `status` | stat, readlink, realpath |
-//! | `attributes` | chown, chmod, getxattr and the calls like it |
-//! | `fds` | close, dup, fcntl |
-//! | `forks` | fork: the heap's lock is held over it |
-//! | `environment` | the environment that the program's children get |
-//! | `children` | execve and the calls like it |
-//! | `roots` | chroot and the calls like it |
-//! | `carry` | copies of slat's own files, for programs in another root |
-//! | `ioctls` | ioctl |
-//! | `streams` | read, write, lseek |
-//! | `memory` | mmap and the calls like it: KVM's MMU notifiers |
-//! | `signals` | sigaction and the calls like it |
-//! | `indirect` | syscall and prctl; all calls by number |
-//! | `looked_up` | functions of the C library that are looked up by name |
-//! | `dispatch` | system calls that do not pass through the C library |
-//! | `load` | programs that load no libraries: this library is started as a program and loads them |
-//! | `landlock` | a program's Landlock rules |
+//! | layer | file | idea |
+//! |---|---|---|
+//! | base | `real` | system calls that bypass this library's functions |
+//! | | `looked_up` | functions of the C library that are looked up by name |
+//! | | `environment` | the environment that the program's children get |
+//! | | `landlock` | a program's Landlock rules |
+//! | files | `paths` | what a path leads to, in any spelling |
+//! | | `looks` | what KVM's files and descriptors look like |
+//! | | `device` | `/dev/kvm` and KVM's module parameters as files |
+//! | | `files` | open, access |
+//! | calls | `status` | stat, readlink, realpath |
+//! | | `attributes` | chown, chmod, getxattr and the calls like it |
+//! | | `fds` | close, dup, fcntl |
+//! | | `streams` | read, write, lseek |
+//! | | `memory` | mmap and the calls like it: KVM's MMU notifiers |
+//! | | `heap` | memory that is not allocated by the program's `malloc` |
+//! | | `ioctls` | ioctl |
+//! | | `forks` | fork: the heap's lock is held over it |
+//! | | `carry` | copies of slat's own files, for programs in another root |
+//! | | `children` | execve and the calls like it |
+//! | | `roots` | chroot and the calls like it |
+//! | | `signals` | sigaction and the calls like it |
+//! | | `indirect` | syscall and prctl; all calls by number |
+//! | | `dispatch` | system calls that do not pass through the C library |
+//! | | `load` | programs that load no libraries: this library is started as a program and loads them |
+//!
+//! A module imports from its own layer and from lower ones (`crates/slat/tests/architecture`).
 //!
 //! # Required system calls
 //! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp

@@ -1,4 +1,10 @@
-//! The crates and the engine's modules depend on each other as docs/architecture.md says.
+//! The crates, their modules and the engine's modules depend on each other as docs/architecture.md, and the root of
+//! each crate, say.
+
+mod circles;
+mod layers;
+mod methods;
+mod sources;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -1,0 +1,119 @@
+//! No modules of a crate import one another in a circle.
+
+use super::sources::{Module, Sources, all};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Modules, by crate, that are still in a circle: the list may only become shorter.
+const IN_CIRCLES: &[(&str, &[&str])] = &[
+    ("slat-bench", &["the root", "machine::guest"]),
+    ("slat-cli", &["args", "gdb::events"]),
+    ("slat-demo", &["the root"]),
+    ("slat-engine-capi", &["the root"]),
+    ("slat-host", &["the root"]),
+    (
+        "slat-preload",
+        &[
+            "the root",
+            "looks",
+            "load",
+            "heap",
+            "indirect",
+            "forks",
+            "dispatch",
+            "dispatch::calls",
+            "dispatch::sites",
+        ],
+    ),
+    ("slat-process", &["the root", "calls", "stack"]),
+];
+
+/// Removes the modules that are in no circle, and lie between no two.
+pub fn keep_circles<M: Ord + Clone>(graph: &mut BTreeMap<M, BTreeSet<M>>) {
+    loop {
+        let imported: BTreeSet<_> = graph.values().flatten().cloned().collect();
+        let before = graph.len();
+        graph.retain(|module, imports| !imports.is_empty() && imported.contains(module));
+        let left: BTreeSet<_> = graph.keys().cloned().collect();
+        for imports in graph.values_mut() {
+            imports.retain(|module| left.contains(module));
+        }
+        if graph.len() == before {
+            return;
+        }
+    }
+}
+
+fn shown(module: &Module) -> String {
+    match module.is_empty() {
+        true => "the root".to_owned(),
+        false => module.join("::"),
+    }
+}
+
+/// Returns the circles of a crate's modules, each to a depth of `depth` names.
+fn circles(
+    imports: &BTreeMap<Module, BTreeSet<Module>>,
+    depth: usize,
+    except: &[&str],
+) -> Vec<String> {
+    let part = |module: &Module| module.iter().take(depth).cloned().collect::<Module>();
+    let mut graph: BTreeMap<Module, BTreeSet<Module>> = BTreeMap::new();
+    for (module, imports) in imports {
+        let of = graph.entry(part(module)).or_default();
+        of.extend(imports.iter().map(part));
+    }
+    let is_excepted = |module: &Module| except.contains(&&*shown(module));
+    graph.retain(|module, _| !is_excepted(module));
+    for (module, imports) in &mut graph {
+        imports.remove(module);
+        imports.retain(|module| !is_excepted(module));
+    }
+    keep_circles(&mut graph);
+    let lines = graph.iter().map(|(module, imports)| {
+        let imports: Vec<_> = imports.iter().map(shown).collect();
+        format!("{} imports {}", shown(module), imports.join(", "))
+    });
+    lines.collect()
+}
+
+/// Neither the files of a crate do, nor its top-level modules as wholes.
+#[test]
+fn no_modules_import_one_another_in_a_circle() {
+    let mut found = Vec::new();
+    let mut seen = 0;
+    for name in all() {
+        let imports = Sources::of(&name).imports();
+        seen += imports.values().map(BTreeSet::len).sum::<usize>();
+        let listed = IN_CIRCLES.iter().find(|(of, _)| *of == name);
+        let except = listed.map_or(&[][..], |(_, modules)| modules);
+        for depth in [usize::MAX, 1] {
+            for line in circles(&imports, depth, except) {
+                found.push(format!("{name}: {line}"));
+            }
+        }
+    }
+    assert!(seen > 1500, "imports are found: {seen}");
+    assert!(found.is_empty(), "circles:\n{}", found.join("\n"));
+}
+
+#[test]
+fn circles_are_found_between_files_and_between_directories() {
+    let module = |path: &str| path.split("::").map(str::to_owned).collect::<Module>();
+    let graph = |edges: &[(&str, &str)]| {
+        let mut graph: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
+        for (from, to) in edges {
+            graph.entry(module(from)).or_default().insert(module(to));
+            graph.entry(module(to)).or_default();
+        }
+        graph
+    };
+    let files = graph(&[("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")]);
+    assert_eq!(
+        circles(&files, usize::MAX, &[]),
+        ["b imports c", "c imports b"]
+    );
+    assert_eq!(circles(&files, usize::MAX, &["c"]), [""; 0]);
+    let directories = graph(&[("a::x", "b::x"), ("b::y", "a::y")]);
+    assert_eq!(circles(&directories, usize::MAX, &[]), [""; 0]);
+    assert_eq!(circles(&directories, 1, &[]).len(), 2);
+}

@@ -1,0 +1,256 @@
+//! The modules of a crate, and what each of them imports, as its source text says.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A module's path from the crate's root on. The root's own path is empty.
+pub type Module = Vec<String>;
+
+/// Files with tests alone, which may import from anywhere.
+const TESTS: [&str; 2] = ["tests", "loom_tests"];
+
+/// The source text of a crate.
+pub struct Sources {
+    /// The code of each module, without comments and unit tests. The root is among them.
+    pub modules: BTreeMap<Module, String>,
+    /// The documentation of the root.
+    pub root_docs: String,
+}
+
+/// Returns the directory of the workspace's crates.
+fn crates() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Returns the names of all crates of the workspace.
+pub fn all() -> BTreeSet<String> {
+    let entries = fs::read_dir(crates()).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.collect()
+}
+
+/// Returns a source text without comments and without the unit tests at its end.
+fn code(text: &str) -> String {
+    let tested = text.split("mod tests {").next().unwrap();
+    let tested = tested.split("mod loom_tests {").next().unwrap();
+    let lines = tested.lines().map(|line| line.split("//").next().unwrap());
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// Reads the modules below `directory`.
+fn read(directory: &Path, parent: &[String], found: &mut BTreeMap<Module, String>) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
+        let mut module = parent.to_vec();
+        if TESTS.contains(&&*name) || parent.is_empty() && name == "bin" {
+            continue;
+        }
+        if path.is_dir() {
+            module.push(name);
+            read(&path, &module, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let is_root = parent.is_empty() && (name == "lib" || name == "main");
+            if name != "mod" && !is_root {
+                module.push(name);
+            }
+            let text = code(&fs::read_to_string(&path).unwrap());
+            found.entry(module).or_default().push_str(&text);
+        }
+    }
+}
+
+impl Sources {
+    /// Reads the sources of the crate `name`.
+    pub fn of(name: &str) -> Self {
+        let source = crates().join(name).join("src");
+        let mut modules = BTreeMap::new();
+        read(&source, &[], &mut modules);
+        let root = ["lib.rs", "main.rs"].map(|file| fs::read_to_string(source.join(file)));
+        let root: String = root.into_iter().flatten().collect();
+        let docs = root.lines().filter_map(|line| line.strip_prefix("//!"));
+        let root_docs = docs.flat_map(|line| [line.trim_start(), "\n"]).collect();
+        Sources { modules, root_docs }
+    }
+
+    /// Returns the modules of the root's re-exports, by the names that they have there.
+    fn re_exports(&self) -> BTreeMap<String, Module> {
+        let root = &self.modules[&Module::new()];
+        let mut paths = Vec::new();
+        for keyword in ["pub use ", "pub(crate) use "] {
+            for (at, _) in root.match_indices(keyword) {
+                expand(&[], &root[at + keyword.len()..], &mut paths);
+            }
+        }
+        let own = paths.into_iter().map(|Import { path, name }| {
+            let is_own = matches!(path[0].as_str(), "crate" | "self");
+            (name, path[usize::from(is_own)..].to_vec())
+        });
+        own.collect()
+    }
+
+    /// Returns the module to which a path leads from the root: the longest part of the path that is a module, after the
+    /// root's re-exports were followed. The root's own items lead to the root. `None`: another crate has the item.
+    fn leads_to(&self, path: &[String], re_exports: &BTreeMap<String, Module>) -> Option<Module> {
+        let parts = (1..=path.len()).rev().map(|len| &path[..len]);
+        let mut found = parts.filter(|part| self.modules.contains_key(*part));
+        if let Some(found) = found.next() {
+            return Some(found.to_vec());
+        }
+        match re_exports.get(&path[0]) {
+            Some(of) if self.modules.contains_key(&of[..1]) => self.leads_to(of, re_exports),
+            Some(_) => None,
+            None => Some(Module::new()),
+        }
+    }
+
+    /// Returns the modules that each module imports.
+    ///
+    /// A module and those inside it are one room: what a module uses of its own children by their names alone is not an
+    /// import. What a child uses of its parent is one.
+    pub fn imports(&self) -> BTreeMap<Module, BTreeSet<Module>> {
+        let re_exports = self.re_exports();
+        let of = |(module, code): (&Module, &String)| {
+            let paths = match module.is_empty() {
+                true => root_paths(code),
+                false => paths(module, code),
+            };
+            let to = paths
+                .iter()
+                .filter_map(|path| self.leads_to(path, &re_exports));
+            let mut to: BTreeSet<_> = to.collect();
+            to.remove(module);
+            (module.clone(), to)
+        };
+        self.modules.iter().map(of).collect()
+    }
+}
+
+/// Splits a name off `text`. The name is empty where there is none.
+pub fn name(text: &str) -> (&str, &str) {
+    let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
+    text.split_at(end.unwrap_or(text.len()))
+}
+
+/// A path, and the name that its last part gets.
+struct Import {
+    path: Module,
+    name: String,
+}
+
+/// Adds the paths that begin with `prefix` and continue with the path, or with the braces of a `use`, at which `text`
+/// begins. Returns the rest of the text.
+fn expand<'a>(prefix: &[String], text: &'a str, paths: &mut Vec<Import>) -> &'a str {
+    let mut text = text.trim_start();
+    if let Some(list) = text.strip_prefix('{') {
+        text = list.trim_start();
+        while !text.starts_with('}') {
+            text = expand(prefix, text, paths).trim_start();
+            text = text.strip_prefix(',').unwrap_or(text).trim_start();
+        }
+        return &text[1..];
+    }
+    let (first, rest) = name(text);
+    let mut path = prefix.to_vec();
+    path.push(first.to_owned());
+    match rest.strip_prefix("::") {
+        Some(rest) if !rest.starts_with('<') => expand(&path, rest, paths),
+        _ => {
+            let rest = rest.strip_prefix('*').unwrap_or(rest);
+            let alias = rest.trim_start().strip_prefix("as ").map(name);
+            let (name, rest) = alias.unwrap_or((first, rest));
+            let name = name.to_owned();
+            paths.push(Import { path, name });
+            rest
+        }
+    }
+}
+
+/// Returns the number of modules in braces at the end of `code`, which is the beginning of a file.
+fn inline_modules(code: &str) -> usize {
+    let mut open: Vec<&str> = Vec::new();
+    for line in code.lines() {
+        let text = line.trim_start();
+        let indent = &line[..line.len() - text.len()];
+        let keyword = text.find("mod ");
+        let is_module = keyword.is_some_and(|at| at == 0 || text.starts_with("pub"));
+        if is_module && text.ends_with('{') {
+            open.push(indent);
+        } else if text == "}" && open.last() == Some(&indent) {
+            open.pop();
+        }
+    }
+    open.len()
+}
+
+/// Returns the paths in the code of a module that begin with `crate` or `super`, from the root on.
+fn paths(module: &[String], code: &str) -> Vec<Module> {
+    let mut paths = Vec::new();
+    for (at, keyword) in code.match_indices("crate::") {
+        expand(&[], &code[at + keyword.len()..], &mut paths);
+    }
+    for (at, keyword) in code.match_indices("super::") {
+        // The first of several is looked at alone.
+        if code[..at].ends_with("super::") {
+            continue;
+        }
+        let mut rest = &code[at..];
+        let mut levels = 0;
+        while let Some(further) = rest.strip_prefix(keyword) {
+            (levels, rest) = (levels + 1, further);
+        }
+        let up = usize::saturating_sub(levels, inline_modules(&code[..at]));
+        expand(&module[..module.len() - up], rest, &mut paths);
+    }
+    paths.into_iter().map(|import| import.path).collect()
+}
+
+/// Returns the paths in the code of the root, except for its re-exports: the root uses its modules by their names.
+fn root_paths(code: &str) -> Vec<Module> {
+    let mut paths = Vec::new();
+    let statements = code.split_inclusive([';', '{', '}']);
+    let mut is_re_export = false;
+    for statement in statements {
+        is_re_export |= statement.contains("pub use ") || statement.contains("pub(crate) use ");
+        if !is_re_export {
+            for (at, _) in statement.match_indices("::") {
+                let before = &statement[..at];
+                let start = before.rfind(|c: char| !c.is_alphanumeric() && c != '_' && c != ':');
+                let first = name(&before[start.map_or(0, |start| start + 1)..]).0;
+                paths.push(vec![first.to_owned()]);
+            }
+        }
+        is_re_export &= !statement.ends_with(';');
+    }
+    paths
+}
+
+#[test]
+fn paths_of_imports_are_found() {
+    let module = ["vm", "range_op"].map(str::to_owned);
+    let code = "use crate::{addr::{Gfn, Level as L}, heap,\n sync::*};\nuse super::super::slots::Memslot;\nuse super::Vm;\n\
+                let x = crate::table::overlap(a, b);\nmod inner {\n    use super::outer;\n}\nuse super::end;";
+    let found: Vec<_> = (paths(&module, code).iter())
+        .map(|path| path.join("::"))
+        .collect();
+    let expected = [
+        "addr::Gfn",
+        "addr::Level",
+        "heap",
+        "sync::",
+        "table::overlap",
+        "slots::Memslot",
+        "vm::Vm",
+        "vm::range_op::outer",
+        "vm::end",
+    ];
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn the_root_uses_its_modules_by_name() {
+    let code = "mod a;\npub use b::{C,\n D};\nuse e::f;\nfn g() { h::i::<J>(k::l); }";
+    let found: Vec<_> = root_paths(code).into_iter().flatten().collect();
+    assert_eq!(found, ["e", "h", "h", "k"]);
+}
