@@ -16,20 +16,20 @@
 //! | lock | file | a child |
 //! |---|---|---|
 //! | `STATE` | `slat-preload/src/heap.rs` | finds it free: held over announced forks; after others it may be held |
-//! | `BREAK` | `slat-preload/src/load/memory.rs` | as `STATE`; a loaded program's forks are all announced |
+//! | `BREAK` | `slat-preload/src/program_break.rs` | as `STATE`; a loaded program's forks are all announced |
 //! | `APART` | `slat-process/src/once.rs` | as `STATE`; held while the decoder's tables are built, once in a process |
-//! | `TEXT` | `slat-preload/src/dispatch/mod.rs` | finds it set: before the program begins, by its only thread |
-//! | `KEY` | `slat-preload/src/dispatch/library_threads.rs` | as `TEXT` |
-//! | `OWN` | `slat-preload/src/load/mod.rs` | as `TEXT` |
-//! | `LOOKS` | `slat-preload/src/environment.rs` | as `TEXT` |
-//! | `LIBRARY` | `slat-preload/src/children/mod.rs` | as `TEXT` |
+//! | `PASSING` | `slat-preload/src/user_dispatch.rs` | finds it set: before the program begins, by its only thread |
+//! | `KEY` | `slat-preload/src/dispatch/library_threads.rs` | as `PASSING` |
+//! | `OWN` | `slat-preload/src/loaded.rs` | as `PASSING` |
+//! | `LOOKS` | `slat-preload/src/environment.rs` | as `PASSING` |
+//! | `LIBRARY` | `slat-preload/src/children/mod.rs` | as `PASSING` |
 //!
 //! slat's compiler library has a `OnceLock` of its own, which its first translation sets within a microsecond, on a
 //! thread of slat's. If a child finds it half done, the child's guests are interpreted.
 
 use crate::files::interpose;
 use crate::real::{Next, set_errno};
-use crate::{dispatch, heap};
+use crate::{heap, user_dispatch};
 use slat_host::process;
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,7 +50,7 @@ extern "C" fn after_in_parent() {
 extern "C" fn after_in_child() {
     heap::after_fork();
     slat_guard::after_fork_in_child();
-    dispatch::arm_thread();
+    user_dispatch::arm_thread();
 }
 
 /// Runs in a child that the C library has made. The C library has noted the child's id.

@@ -13,7 +13,7 @@
 //! holds the blocks of one KVM call many times, except for those of the client's size. If the reserve is used up and
 //! cannot be restored, a call is refused with `ENOMEM` before it begins ([`is_ready`]).
 
-use crate::load::memory;
+use crate::program_break;
 use dlmalloc::{Allocator, Dlmalloc};
 use slat_guard::Section;
 use slat_process::calls::{self, Call};
@@ -161,7 +161,7 @@ thread_local! {
 /// The locks that a forking thread holds: the heap's, and those that it has taken before.
 struct Locks {
     state: MutexGuard<'static, State>,
-    _program_break: MutexGuard<'static, memory::Break>,
+    _program_break: MutexGuard<'static, program_break::Break>,
     _first_uses: MutexGuard<'static, ()>,
 }
 
@@ -203,7 +203,7 @@ pub fn before_fork() {
     }
     // The heap's lock is taken last: a thread that holds one of the others may allocate.
     let _first_uses = keep_forks_out();
-    let _program_break = memory::lock_break();
+    let _program_break = program_break::lock_break();
     let locks = Locks {
         _first_uses,
         _program_break,

@@ -1,110 +1,13 @@
-//! `syscall`: the intercepted calls, by number. Also the installation of seccomp filters, by `syscall` or `prctl`.
+//! `syscall` and `prctl`: the intercepted calls, by number.
 
 use crate::device::How;
-use crate::dispatch::filters::prefixed;
 use crate::files::interpose;
-use crate::guarded::guarded;
 use crate::real::call;
 use crate::{
-    attributes, children, fds, files, forks, ioctls, landlock, memory, roots, status, streams,
-    table,
+    attributes, children, fds, files, forks, ioctls, landlock, memory, roots, seccomp, status,
+    streams, table,
 };
-use slat_kvm::thread::Section;
-use slat_kvm::{filters, user};
-use slat_process::gate;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
-
-/// Installs a seccomp filter, a `sock_fprog` at `program`, by calling `install`. slat starts its threads first, so that
-/// the filter does not bind them.
-fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
-    if !crate::is_prepared() {
-        let answer = install();
-        if answer >= 0 {
-            guarded(|| {
-                // SAFETY: the kernel has just read both. The two structs are the kernel's; nothing here makes a system
-                // call, which the filter may forbid.
-                let program = unsafe {
-                    let program = (program as *const libc::sock_fprog).read_unaligned();
-                    std::slice::from_raw_parts(program.filter, program.len.into())
-                };
-                filters::announce(program);
-                Ok(0)
-            });
-        }
-        return answer;
-    }
-    // A child of `vfork` does not call slat, and must not leave threads in its parent's memory.
-    if crate::is_borrowed() {
-        return install();
-    }
-    guarded(|| {
-        filters::prepare();
-        if let Ok(program) = read_filter(program as u64) {
-            filters::announce(&program);
-        }
-        Ok(0)
-    });
-    install()
-}
-
-/// Returns the flags with which a filter is installed. Without the flag for all threads if the program
-/// has only one thread.
-fn filter_flags(flags: usize) -> usize {
-    const FOR_ALL: usize = libc::SECCOMP_FILTER_FLAG_TSYNC as usize;
-    let is_one = || {
-        let _section = Section::enter();
-        filters::is_one_thread()
-    };
-    match flags & FOR_ALL != 0 && crate::is_prepared() && is_one() {
-        true => flags & !FOR_ALL,
-        false => flags,
-    }
-}
-
-/// Installs a filter, a `sock_fprog` at `program`, by calling `install` with the filter's address. If the filter is for
-/// all threads and slat has threads of its own, `install` gets another filter, which allows all calls of slat's
-/// threads: if the filter killed one of them, requests to it would never be answered.
-fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize) -> isize {
-    let mut given = None;
-    if flags & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0
-        && crate::is_prepared()
-        && !crate::is_borrowed()
-        && filters::has_threads()
-    {
-        guarded(|| {
-            if let Ok(own) = read_filter(program as u64) {
-                given = prefixed(&gate::exempt(), &own);
-            }
-            Ok(0)
-        });
-    }
-    match given {
-        Some((len, mut instructions)) => {
-            let filter = instructions.as_mut_ptr();
-            let given = libc::sock_fprog { len, filter };
-            let answer = install(&raw const given as usize);
-            guarded(|| {
-                drop(instructions);
-                Ok(0)
-            });
-            answer
-        }
-        None => install(program),
-    }
-}
-
-/// Reads the instructions, of 8 bytes each, of a `sock_fprog`.
-pub fn read_filter(program: u64) -> slat_kvm::Result<Vec<libc::sock_filter>> {
-    let [len, start] = user::read::<[u64; 2]>(program)?;
-    let instructions = user::read_vec::<u64>(start, usize::from(len as u16))?;
-    let decoded = instructions.iter().map(|bits| libc::sock_filter {
-        code: *bits as u16,
-        jt: (bits >> 16) as u8,
-        jf: (bits >> 24) as u8,
-        k: (bits >> 32) as u32,
-    });
-    Ok(decoded.collect())
-}
 
 /// Whether a system call makes a process with a copy of the memory.
 fn forks(number: c_long, argument: usize) -> bool {
@@ -296,10 +199,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             }
             libc::SYS_creat => files::create(a as *const c_char, b as c_uint) as isize,
             libc::SYS_seccomp if a as c_uint == libc::SECCOMP_SET_MODE_FILTER => {
-                let flags = filter_flags(b);
-                filtering(c, || {
-                    exempting(flags, c, |program| call!(number, a, flags, program))
-                })
+                seccomp::install(b, c, |flags, program| call!(number, a, flags, program))
             }
             libc::SYS_landlock_add_rule => landlock::add_rule(a as c_int, b, c, d as c_uint),
             libc::SYS_landlock_restrict_self => landlock::restrict_self(a as c_int, b as c_uint),
@@ -334,7 +234,7 @@ interpose! {
             let call = || call!(libc::SYS_prctl, option, a, b, c, d);
             let filters = option == libc::PR_SET_SECCOMP && a == c_ulong::from(libc::SECCOMP_MODE_FILTER);
             (match filters {
-                true => filtering(b as usize, call),
+                true => seccomp::filtering(b as usize, call),
                 false => call(),
             }) as c_int
         }

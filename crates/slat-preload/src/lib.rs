@@ -11,6 +11,10 @@
 //! | | `looked_up` | functions of the C library that are looked up by name |
 //! | | `environment` | the environment that the program's children get |
 //! | | `landlock` | a program's Landlock rules |
+//! | | `elf` | the headers of a program's file |
+//! | | `loaded`, `program_break` | what calls know of a program that slat has loaded; brk |
+//! | | `seccomp` | the program's seccomp filters |
+//! | | `user_dispatch` | the kernel's dispatch of system calls, on and off |
 //! | files | `paths` | what a path leads to, in any spelling |
 //! | | `looks` | what KVM's files and descriptors look like |
 //! | | `device` | `/dev/kvm` and KVM's module parameters as files |
@@ -48,6 +52,7 @@ mod carry;
 mod children;
 mod device;
 mod dispatch;
+mod elf;
 mod environment;
 mod fds;
 mod files;
@@ -57,15 +62,19 @@ mod indirect;
 mod ioctls;
 mod landlock;
 mod load;
+mod loaded;
 mod looked_up;
 mod looks;
 mod memory;
 mod paths;
+mod program_break;
 mod real;
 mod roots;
+mod seccomp;
 mod signals;
 mod status;
 mod streams;
+mod user_dispatch;
 
 use slat_host::process;
 use slat_kvm::{descriptors as table, guarded};

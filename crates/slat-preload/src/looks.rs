@@ -4,15 +4,13 @@
 //! others are anonymous inodes. For values that KVM does not determine (device and inode numbers, times) slat asks the
 //! kernel about a file of the same kind.
 
-use crate::paths::Special;
+use crate::paths::{DEVICE, Special};
 use crate::real::{Opened, kernel, raw};
 use crate::table;
 use slat_kvm::ioctl::Object;
 use slat_kvm::thread::Section;
 use std::ffi::{CStr, c_int};
 
-/// Major and minor number of `/dev/kvm`.
-pub const DEVICE: (u32, u32) = (10, 232);
 /// The inode number of files that the host lacks. It is too large to be allocated by counting.
 const INODE: libc::ino_t = 0x6b76_6d00;
 /// What sysfs shows as the size of every file.

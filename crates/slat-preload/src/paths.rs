@@ -11,7 +11,6 @@
 //! A program that does not use KVM makes no system call that it would not make without slat ([`serve`]), unless the
 //! path ends in a special name and its directory is not spelled plainly.
 
-use crate::looks::DEVICE;
 use crate::real::{Opened, errno, kernel, raw, set_errno};
 use crate::table;
 use slat_host::procfs;
@@ -19,6 +18,8 @@ use slat_kvm::thread::Section;
 use std::ffi::{CStr, c_char, c_int};
 use std::io::Write;
 
+/// Major and minor number of `/dev/kvm`.
+pub const DEVICE: (u32, u32) = (10, 232);
 /// The longest path that the kernel accepts, with its NUL.
 const PATH_MAX: usize = 4096;
 /// The longest name of a module parameter, rounded up.

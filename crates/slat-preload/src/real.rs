@@ -4,7 +4,13 @@
 //! call this library again.
 
 pub use slat_process::calls::{raw, result};
+use slat_process::file_size::limited;
 pub use slat_process::{errno, set_errno};
+
+/// Returns an error as the kernel returns it.
+pub fn error(errno: i32) -> isize {
+    -(errno as isize)
+}
 
 /// Returns like the C library: -1 and `errno` for an error. A success does not change `errno`.
 pub fn plain(result: Result<isize, i32>) -> isize {
@@ -68,6 +74,52 @@ impl Opened {
                 flags
             ))
         }
+    }
+
+    /// A memfd that can be executed as a program (`MFD_EXEC` of `include/uapi/linux/memfd.h`, Linux 6.3). Where
+    /// `vm.memfd_noexec` is set, a memfd without it cannot be.
+    pub const EXECUTED: usize = 0x10;
+    /// A memfd that cannot be executed as a program, but mapped and executed (`MFD_NOEXEC_SEAL`). The kernel makes it
+    /// whatever `vm.memfd_noexec` says.
+    pub const NOT_EXECUTED: usize = 0x08;
+
+    /// Makes a memfd of one of the two kinds.
+    pub fn memfd(name: &std::ffi::CStr, kind: usize) -> Option<Self> {
+        // SAFETY: a string that ends with 0; the call opens a descriptor.
+        unsafe {
+            Self::by(match kernel!(libc::SYS_memfd_create, name.as_ptr(), kind) {
+                Err(libc::EINVAL) => kernel!(libc::SYS_memfd_create, name.as_ptr(), 0),
+                made => made,
+            })
+        }
+    }
+
+    /// Writes `bytes` at `offset` of a file. `None`: the kernel refuses, or the limit of file sizes forbids it.
+    pub fn write_at(&self, bytes: &[u8], offset: usize) -> Option<()> {
+        // SAFETY: live memory.
+        unsafe { self.write_from(bytes.as_ptr() as usize, bytes.len(), offset) }
+    }
+
+    /// Like [`write_at`](Self::write_at), but writes the `len` bytes at the address `from`.
+    ///
+    /// # Safety
+    /// - The memory is mapped and readable.
+    pub unsafe fn write_from(
+        &self,
+        mut from: usize,
+        mut len: usize,
+        mut offset: usize,
+    ) -> Option<()> {
+        while len > 0 {
+            let written = limited(|| {
+                // SAFETY: the caller's.
+                unsafe { kernel!(libc::SYS_pwrite64, self.fd(), from, len, offset) }
+                    .map_err(std::io::Error::from_raw_os_error)
+            });
+            let written = written.ok()? as usize;
+            (from, len, offset) = (from + written, len - written, offset + written);
+        }
+        Some(())
     }
 
     /// Takes over the descriptor that a system call has opened. `None`: the kernel has refused.

@@ -11,10 +11,10 @@
 //! dispatched, SIGSYS is slat's from the start and never blocked, and only the table knows the program's action for it.
 
 use crate::files::interpose;
-use crate::load;
+use crate::loaded;
 use crate::real::{Next, call, set_errno};
 use libc::{sigaction as Action, sighandler_t};
-use slat_process::pointers;
+use slat_process::handler::call_program;
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
 use std::ptr::{null, null_mut};
@@ -88,7 +88,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     }
     if is_function(function) {
         // SAFETY: the program gave this function for this signal.
-        unsafe { pointers::call_program(function, signal, info, context) }
+        unsafe { call_program(function, signal, info, context) }
     } else if signal == libc::SIGSYS {
         // A seccomp filter or a process has sent the signal. As without slat, it ends the process when this
         // handler has returned.
@@ -118,7 +118,7 @@ fn is_guarded(signal: c_int) -> bool {
 /// Calls the C library's `sigaction`. In a program with a C library of its own, calls the kernel instead: slat's C
 /// library would refuse the signals that it reserves for itself, but the program's C library uses these, too.
 unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-    if load::is_loaded() {
+    if loaded::is_loaded() {
         // SAFETY: the caller's pointers are valid or null.
         return unsafe {
             match slat_guard::set_kernels(signal, new.as_ref()) {

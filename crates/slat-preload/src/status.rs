@@ -59,7 +59,7 @@ fn ask(
 /// Whether a file with this mode, device number and size is neither `/dev/kvm` nor a module parameter.
 fn is_other(mode: u32, device: (u32, u32), size: i64) -> bool {
     match mode & libc::S_IFMT {
-        libc::S_IFCHR => device != looks::DEVICE,
+        libc::S_IFCHR => device != paths::DEVICE,
         libc::S_IFREG => size != looks::SYSFS_SIZE,
         _ => true,
     }

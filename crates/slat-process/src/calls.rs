@@ -8,205 +8,12 @@
 //! Whether a call is allowed is one bit for the whole process. If the filter of any thread forbids a call, the helper
 //! makes it for all threads except slat's own, which no filter binds ([`mark_own_thread`]).
 
-use crate::{filter, gate, helper};
-use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-/// Makes a system call with up to six arguments, through the [`gate`]. Returns what the kernel returns, errors as
-/// negative errno. Async-signal-safe.
-///
-/// # Safety
-/// As for the call itself.
-#[inline]
-pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller's.
-    unsafe {
-        match gate::is_exempted_used() {
-            true => raw_by_thread(number, arguments),
-            false => gate::call(number, arguments),
-        }
-    }
-}
-
-/// Like [`raw`], for a process in which slat's own threads have a gate of their own. Not inlined: otherwise the
-/// compiler would read the thread-local variable before it is needed, even at the program's start, when a preloaded
-/// sanitizer's runtime is not ready.
-///
-/// # Safety
-/// As for the call itself.
-#[cold]
-#[inline(never)]
-unsafe fn raw_by_thread(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller's.
-    unsafe {
-        match IS_OWN.get() {
-            true => gate::call_exempted(number, arguments),
-            false => gate::call(number, arguments),
-        }
-    }
-}
-
-/// Turns what [`raw`] returns into a value or an errno.
-pub fn result(answer: isize) -> Result<isize, i32> {
-    const LOWEST: isize = -4095;
-    match answer {
-        LOWEST..0 => Err(-answer as i32),
-        value => Ok(value),
-    }
-}
-
-/// Who makes a call that a filter forbids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Instead {
-    /// The thread itself makes the call nevertheless: the program has to deal with the filter's decision.
-    Nobody,
-    /// The helper thread.
-    Helper,
-    /// No thread: slat manages without the call.
-    Omitted,
-}
-
-/// A system call as a filter sees it.
-#[derive(Debug)]
-pub struct Entry {
-    /// Its name, with the arguments that matter.
-    pub name: &'static str,
-    /// Its number.
-    pub number: i64,
-    /// Arguments with a fixed value: index and value.
-    pub arguments: &'static [(usize, usize)],
-    /// Who makes the call where it is forbidden.
-    pub instead: Instead,
-}
-
-macro_rules! calls {
-    ($($(#[$doc:meta])* $id:ident: $instead:ident $name:literal, $number:ident $([$($index:literal = $value:expr),*])?;)*) => {
-        /// A system call in slat's list.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        #[repr(u8)]
-        pub enum Call { $($(#[$doc])* $id),* }
-
-        impl Call {
-            /// All calls in the list.
-            pub const ALL: &[Call] = &[$(Call::$id),*];
-
-            /// Returns the list's entry for the call.
-            pub const fn entry(self) -> &'static Entry {
-                match self {
-                    $(Call::$id => &Entry {
-                        name: $name,
-                        number: libc::$number,
-                        arguments: &[$($(($index, $value as usize)),*)?],
-                        instead: Instead::$instead,
-                    }),*
-                }
-            }
-        }
-    };
-}
-
-const KEPT_FD: i32 = libc::F_DUPFD_CLOEXEC;
-const LOCK_WAIT: i32 = libc::FUTEX_WAIT_BITSET | libc::FUTEX_PRIVATE_FLAG;
-const WAIT: i32 = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
-const WAKE: i32 = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
-const OWN_MEMORY: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-const TABLE_MEMORY: i32 = OWN_MEMORY | libc::MAP_NORESERVE;
-const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
-/// PROCMAP_QUERY of `include/uapi/linux/fs.h`.
-pub const PROCMAP_QUERY: usize = 0xc068_6611;
-
-calls! {
-    /// Waits for an interrupt, a lock or the helper.
-    Wait: Nobody "futex (FUTEX_WAIT_PRIVATE)", SYS_futex [1 = WAIT];
-    /// Waits for a lock of the standard library.
-    WaitForLock: Nobody "futex (FUTEX_WAIT_BITSET_PRIVATE)", SYS_futex [1 = LOCK_WAIT];
-    /// Wakes other threads.
-    Wake: Nobody "futex (FUTEX_WAKE_PRIVATE)", SYS_futex [1 = WAKE];
-    /// Waits for a moment. Without it the thread spins.
-    Yield: Omitted "sched_yield", SYS_sched_yield;
-    /// Asks for the thread's number, once. Without it the C library's note of the number is used.
-    ThreadId: Omitted "gettid", SYS_gettid;
-    /// Blocks and unblocks signals that wait for the end of slat's own code, and signals that only `KVM_RUN` blocks.
-    SignalMask: Nobody "rt_sigprocmask", SYS_rt_sigprocmask;
-    /// Ends a signal handler.
-    SignalReturn: Nobody "rt_sigreturn", SYS_rt_sigreturn;
-    /// Sends a signal to a thread: a kick, or a deferred signal for later.
-    QueueSignal: Helper "rt_tgsigqueueinfo", SYS_rt_tgsigqueueinfo;
-    /// Maps memory of slat's own.
-    Map: Helper "mmap", SYS_mmap [2 = READ_WRITE, 3 = OWN_MEMORY];
-    /// Maps memory for page tables.
-    MapTables: Helper "mmap (MAP_NORESERVE)", SYS_mmap [2 = READ_WRITE, 3 = TABLE_MEMORY];
-    /// Unmaps memory of slat's own.
-    Unmap: Helper "munmap", SYS_munmap;
-    /// Grows memory of slat's own.
-    Remap: Helper "mremap", SYS_mremap;
-    /// Opens files below `/proc/self` and `/sys/kernel/mm`.
-    Open: Helper "openat", SYS_openat;
-    /// Reads those files.
-    Read: Helper "pread64", SYS_pread64;
-    /// Closes slat's own descriptors.
-    Close: Helper "close", SYS_close;
-    /// Makes a descriptor of slat's own for the client's eventfd.
-    Duplicate: Helper "fcntl (F_DUPFD_CLOEXEC)", SYS_fcntl [1 = KEPT_FD];
-    /// Asks whether an eventfd is one that never blocks.
-    Flags: Helper "fcntl (F_GETFL)", SYS_fcntl [1 = libc::F_GETFL];
-    /// Asks what is mapped at an address.
-    QueryMapping: Helper "ioctl (PROCMAP_QUERY)", SYS_ioctl [1 = PROCMAP_QUERY];
-    /// Asks whether an eventfd that blocks can count further.
-    Poll: Helper "poll", SYS_poll;
-    /// Reads an eventfd's count.
-    ReadNow: Helper "preadv2 (RWF_NOWAIT)", SYS_preadv2 [5 = libc::RWF_NOWAIT];
-    /// Signals an eventfd, and writes messages for people.
-    Write: Helper "write", SYS_write;
-    /// Adds and removes irqfds.
-    Watch: Helper "epoll_ctl", SYS_epoll_ctl;
-    /// Removes the socket of `slat stat` when the program ends.
-    Remove: Helper "unlink", SYS_unlink;
-    /// Serves the guest's RDRAND and RDSEED.
-    Random: Helper "getrandom", SYS_getrandom;
-    /// Asks how long a thread has run, for guests of Hyper-V's interface.
-    ThreadTime: Helper "clock_gettime", SYS_clock_gettime;
-    /// Asks which pages are in memory. Without it nothing is prefetched.
-    Resident: Omitted "mincore", SYS_mincore;
-    /// Continues a wait that has a time limit. Without it there is no limit.
-    RestartSyscall: Omitted "restart_syscall", SYS_restart_syscall;
-    /// Asks whether the thread is in a child of `vfork`. Without it, the thread counts as not in one.
-    ProcessId: Omitted "getpid", SYS_getpid;
-}
-
-const _: () = assert!(Call::ALL.len() <= 64);
-
-/// The calls that any thread's filter, or Landlock, forbids: a bit each.
-static FORBIDDEN: AtomicU64 = AtomicU64::new(0);
-
-impl Call {
-    const fn bit(self) -> u64 {
-        1 << self as u8
-    }
-}
-
-/// Whether no announced filter forbids `call`. One load. Async-signal-safe.
-#[inline]
-pub fn is_allowed(call: Call) -> bool {
-    FORBIDDEN.load(Ordering::Relaxed) & call.bit() == 0
-}
-
-/// Whether a filter forbids any call in the list.
-pub fn is_any_forbidden() -> bool {
-    FORBIDDEN.load(Ordering::Relaxed) != 0
-}
-
-thread_local! {
-    // This variable has neither an initialiser nor a destructor, because handlers read it.
-    /// Whether the thread is slat's own.
-    static IS_OWN: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Marks this thread as slat's own, so that it makes all calls itself. Call once, at the start of a thread that was
-/// started before the program's first filter, or together with the helper.
-pub fn mark_own_thread() {
-    IS_OWN.set(true);
-}
+use crate::enter::is_own_thread;
+pub use crate::enter::{mark_own_thread, raw, result};
+use crate::helper;
+pub use crate::list::{
+    Call, Entry, Instead, PROCMAP_QUERY, forbid_opening, is_allowed, is_any_forbidden,
+};
 
 /// Makes a call. If a filter forbids it, and the thread is not slat's own, the helper makes it. Returns the value or an
 /// errno. The call must not block, and must not concern the calling thread alone. Async-signal-safe.
@@ -218,7 +25,7 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     let entry = call.entry();
     debug_assert!((entry.arguments.iter()).all(|(index, value)| arguments[*index] == *value));
     if !is_allowed(call)
-        && !IS_OWN.get()
+        && !is_own_thread()
         && let Some(answer) = helper::ask(entry.number, arguments)
     {
         return result(answer);
@@ -227,45 +34,9 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     result(unsafe { raw(entry.number, arguments) })
 }
 
-/// Records that threads of the program must not open files any more, whatever the path is: from now on
-/// the helper opens them.
-pub fn forbid_opening() {
-    FORBIDDEN.fetch_or(Call::Open.bit(), Ordering::SeqCst);
-}
-
-/// Records a filter. If the filter is one for vCPU threads, returns the calls that it forbids and that no
-/// other thread can make.
-pub(crate) fn forbid(program: &[libc::sock_filter]) -> Vec<&'static Entry> {
-    const KVM_RUN: usize = 0xae80;
-    let allows = |number, arguments: &[_]| filter::allows(program, number, arguments);
-    let mut needed = Vec::new();
-    for call in Call::ALL {
-        let entry = call.entry();
-        if !allows(entry.number, entry.arguments) {
-            FORBIDDEN.fetch_or(call.bit(), Ordering::SeqCst);
-            if entry.instead == Instead::Nobody {
-                needed.push(entry);
-            }
-        }
-    }
-    if !allows(libc::SYS_ioctl, &[(1, KVM_RUN)]) {
-        needed.clear();
-    }
-    needed
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_last_4095_numbers_are_errors() {
-        assert_eq!(result(-1), Err(libc::EPERM));
-        assert_eq!(result(-4095), Err(4095));
-        for value in [-4096, isize::MIN, 0, isize::MAX] {
-            assert_eq!(result(value), Ok(value));
-        }
-    }
 
     #[test]
     fn errors_and_values_are_told_apart() {

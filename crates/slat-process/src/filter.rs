@@ -1,7 +1,7 @@
 //! Evaluates a seccomp filter for one system call: the kernel's filter machine, as described by
 //! `Documentation/userspace-api/seccomp_filter.rst` and `Documentation/networking/filter.rst`.
 
-use crate::calls::{self, Entry};
+use crate::list::{Call, Entry, Instead, forbid};
 use libc::sock_filter;
 
 /// A filter's input: the kernel's `struct seccomp_data` as its 16 words.
@@ -14,7 +14,21 @@ const MEMORY: usize = libc::BPF_MEMWORDS as usize;
 /// calls that `program` forbids, for all threads. Returns the calls without which `KVM_RUN` cannot work, if
 /// `program` allows `KVM_RUN`.
 pub fn announce(program: &[sock_filter]) -> Vec<&'static Entry> {
-    calls::forbid(program)
+    const KVM_RUN: usize = 0xae80;
+    let mut needed = Vec::new();
+    for call in Call::ALL {
+        let entry = call.entry();
+        if !allows(program, entry.number, entry.arguments) {
+            forbid(*call);
+            if entry.instead == Instead::Nobody {
+                needed.push(entry);
+            }
+        }
+    }
+    if !allows(program, libc::SYS_ioctl, &[(1, KVM_RUN)]) {
+        needed.clear();
+    }
+    needed
 }
 
 /// A system call that a program makes.
@@ -30,7 +44,7 @@ pub struct Made {
 
 /// Whether `program` allows a system call with these arguments; other arguments, and the address, are 0. A call about
 /// which a tracer or a supervisor decides counts as forbidden.
-pub(crate) fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) -> bool {
+fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) -> bool {
     let mut made = Made {
         number,
         arguments: [0; 6],

@@ -9,7 +9,7 @@
 //! allocates nothing, so a signal handler may ask, even if it has interrupted a thread that is waiting here. The helper
 //! holds no lock while it makes a call, and makes only calls that do not block.
 
-use crate::calls::raw;
+use crate::enter::raw;
 use crate::forks::PerProcess;
 use crate::wait;
 use std::cell::UnsafeCell;

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`forks`] | what belongs to one process and not to its forked children |
 //! | [`calls`] | the system calls that slat makes on the program's threads, and who makes those that a filter forbids |
+//! | `list`, `enter` | the list of those calls; entering the kernel |
 //! | [`file_size`] | files that exceed the program's limit |
 //! | [`filter`] | what a seccomp filter decides about a call |
 //! | `helper` | a thread without a filter that makes system calls for others |
@@ -14,17 +15,21 @@
 //! | [`gate`] | the instruction at which slat enters the kernel |
 //! | [`once`] | work that is done once, and does not hang forked children |
 //! | [`pointers`] | two thread pointers on one thread: the program's and slat's |
+//! | [`handler`] | signal handlers of slat and of the program |
 //! | [`stack`] | the stack on which dispatched system calls are served |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
 pub mod caller;
 pub mod calls;
+mod enter;
 pub mod file_size;
 pub mod filter;
 pub mod forks;
 pub mod gate;
+pub mod handler;
 pub mod helper;
+mod list;
 pub mod once;
 pub mod pointers;
 pub mod stack;

@@ -6,13 +6,11 @@
 //! pointer. The base of GS, which C libraries do not use, points to both. In other processes there is one pointer,
 //! which nothing changes.
 //!
-//! Entries are the handlers that the kernel calls ([`handler!`](crate::handler)). Exits are their returns, and
-//! [`call_program`], by which a handler calls a handler of the program.
+//! Entries are the handlers that the kernel calls ([`handler!`](crate::handler!)). Exits are their returns, and
+//! [`call_program`](crate::handler::call_program), by which a handler calls a handler of the program.
 
-use crate::stack;
-use std::arch::{asm, naked_asm};
+use std::arch::asm;
 use std::cell::Cell;
-use std::ffi::c_int;
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -24,7 +22,7 @@ pub static SEPARATE: AtomicBool = AtomicBool::new(false);
 struct Pointers {
     slats: Cell<usize>,
     programs: Cell<usize>,
-    /// The ends of slat's stack ([`stack`]); 0: there is none.
+    /// The ends of slat's stack ([`stack`](crate::stack)); 0: there is none.
     stack: [Cell<usize>; 2],
     /// The ends of the alternate stack that the program has given.
     alternate: [Cell<usize>; 2],
@@ -132,81 +130,4 @@ macro_rules! to_programs_pointer {
     () => {
         "mov rax, gs:[8]\nwrfsbase rax"
     };
-}
-
-/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
-/// there is only one pointer, `$name` behaves like `$inner`, and unwinding passes through it. Clears the program's flag
-/// AC ([`caller`](crate::caller)).
-#[macro_export]
-macro_rules! handler {
-    ($(#[$meta:meta])* $name:ident calls $inner:path) => {
-        $(#[$meta])*
-        #[unsafe(naked)]
-        pub unsafe extern "C-unwind" fn $name() {
-            ::std::arch::naked_asm!(
-                $crate::own_flags!(),
-                "cmp byte ptr [rip + {separate}], 0",
-                "jne 2f",
-                "jmp {inner}",
-                "2:",
-                "rdfsbase rax",
-                "push rax",
-                $crate::to_slats_pointer!(),
-                "call {inner}",
-                "pop rax",
-                "wrfsbase rax",
-                "ret",
-                separate = sym $crate::pointers::SEPARATE,
-                inner = sym $inner,
-            )
-        }
-    };
-}
-
-/// Calls a signal handler of the program, on the program's thread pointer.
-///
-/// # Safety
-/// - `function` is such a handler, and the arguments are the kernel's for it. (One without `SA_SIGINFO` does
-///   not read the last two.)
-pub unsafe fn call_program(
-    function: usize,
-    signal: c_int,
-    info: *mut libc::siginfo_t,
-    context: *mut libc::c_void,
-) {
-    // SAFETY: the kernel's context of the code that the signal has interrupted.
-    let sp = unsafe {
-        let context = context.cast::<libc::ucontext_t>();
-        (*context).uc_mcontext.gregs[libc::REG_RSP as usize] as usize
-    };
-    // SAFETY: the caller's promise.
-    stack::around_handler(sp, || unsafe { call(function, signal, info, context) });
-}
-
-/// Calls `function` with the remaining arguments.
-#[unsafe(naked)]
-unsafe extern "C-unwind" fn call(
-    function: usize,
-    signal: c_int,
-    info: *mut libc::siginfo_t,
-    context: *mut libc::c_void,
-) {
-    naked_asm!(
-        "mov r11, rdi",
-        "mov edi, esi",
-        "mov rsi, rdx",
-        "mov rdx, rcx",
-        "cmp byte ptr [rip + {separate}], 0",
-        "jne 2f",
-        "jmp r11",
-        "2:",
-        "sub rsp, 8",
-        to_programs_pointer!(),
-        "call r11",
-        "mov rax, gs:[0]",
-        "wrfsbase rax",
-        "add rsp, 8",
-        "ret",
-        separate = sym SEPARATE,
-    )
 }

@@ -1,6 +1,7 @@
 //! Sleeping and waking, by the operations of `futex` that the standard library's locks also use.
 
-use crate::calls::{self, Call};
+use crate::enter::raw;
+use crate::list::{Call, is_allowed};
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ pub fn sleep(word: &AtomicU32, value: u32, longest: Option<Duration>) -> bool {
         0,
     ];
     // SAFETY: a live, aligned word, and a time limit on the stack or none.
-    let slept = unsafe { calls::raw(libc::SYS_futex, arguments) };
+    let slept = unsafe { raw(libc::SYS_futex, arguments) };
     slept == -(libc::EINTR as isize)
 }
 
@@ -42,12 +43,12 @@ pub fn wake(word: &AtomicU32) {
         0,
     ];
     // SAFETY: a live, aligned word; it may have no sleepers.
-    unsafe { calls::raw(libc::SYS_futex, arguments) };
+    unsafe { raw(libc::SYS_futex, arguments) };
 }
 
 /// Sleeps for about `duration`. If a filter forbids a call that a time limit may need, only yields.
 pub fn pause(duration: Duration) {
-    match calls::is_allowed(Call::RestartSyscall) {
+    match is_allowed(Call::RestartSyscall) {
         true => drop(sleep(&AtomicU32::new(0), 0, Some(duration))),
         false => yield_now(),
     }
@@ -56,7 +57,7 @@ pub fn pause(duration: Duration) {
 /// Lets other threads run, without a system call that a filter forbids.
 pub fn yield_now() {
     const SPINS: u32 = 200;
-    match calls::is_allowed(Call::Yield) {
+    match is_allowed(Call::Yield) {
         true => std::thread::yield_now(),
         false => (0..SPINS).for_each(|_| std::hint::spin_loop()),
     }

@@ -12,17 +12,13 @@
 //! [`serve`] (by Syscall User Dispatch, which a loaded program needs anyway). Calls that open these files get the
 //! memfds; all other calls are made unchanged.
 
-use super::{FILES, LIBRARY, LINKER, NAMES, base};
-use crate::load::slat_begin;
+use super::{FILES, LIBRARY, LINKER, NAMES, base, entry};
+use crate::user_dispatch::{OFF, ON, SET_DISPATCH};
 use std::arch::{asm, naked_asm};
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 const PAGE: usize = 4096;
-/// See `dispatch`.
-const SET_DISPATCH: usize = 59;
-const OFF: usize = 0;
-const ON: usize = 1;
 /// The bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
 /// `SA_RESTORER` of `arch/x86/include/uapi/asm/signal.h`.
@@ -402,11 +398,11 @@ unsafe extern "C" fn restore() {
     naked_asm!("mov eax, {number}", "syscall", number = const libc::SYS_rt_sigreturn)
 }
 
-/// Ends what [`begin`] has begun: the dispatch of the dynamic linker's calls.
+/// Ends what [`begin`] has begun: the dispatch of the dynamic linker's calls. Returns the library's entry point.
 ///
 /// # Safety
 /// As for [`begin`].
-unsafe extern "C" fn end(sp: usize) {
+unsafe extern "C" fn end(sp: usize) -> usize {
     call!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0);
     call!(
         libc::SYS_rt_sigaction,
@@ -428,8 +424,10 @@ unsafe extern "C" fn end(sp: usize) {
             call!(libc::SYS_close, fd);
         }
     }
+    let entry = entry();
     // SAFETY: the caller's promise.
-    unsafe { set_auxiliary(sp, libc::AT_ENTRY, slat_begin as *const () as usize) };
+    unsafe { set_auxiliary(sp, libc::AT_ENTRY, entry) };
+    entry
 }
 
 /// The function to which the dynamic linker jumps. From here on this library is linked, and starts like a library whose
@@ -442,9 +440,8 @@ unsafe extern "C" fn finish() -> ! {
         "and rsp, -16",
         "call {end}",
         "mov rsp, rbx",
-        "jmp {slat_begin}",
+        "jmp rax",
         end = sym end,
-        slat_begin = sym slat_begin,
     )
 }
 

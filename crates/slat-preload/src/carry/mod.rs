@@ -17,12 +17,10 @@
 
 pub mod begin;
 
-use crate::load::elf::Headers;
+use crate::elf::Headers;
 use crate::real::{Opened, kernel};
 use slat_host::procfs;
-use slat_process::file_size::limited;
 use std::ffi::{CStr, c_int, c_void};
-use std::io;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 
 /// The files' number.
@@ -95,6 +93,12 @@ static FILES: [KeptFile; COUNT] = [const { KeptFile::new(-1, 0) }; COUNT];
 static PATHS: [AtomicPtr<libc::c_char>; COUNT] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; COUNT];
 
+/// The entry point of this library as a program, as its file has it: the offset from [`base`]. The copy's data contains
+/// it, because the copy begins elsewhere; in the file itself it is [`IN_HEADER`].
+static ENTRY: AtomicUsize = AtomicUsize::new(IN_HEADER);
+/// The ELF header has it.
+const IN_HEADER: usize = usize::MAX;
+
 unsafe extern "C" {
     /// The beginning of this library's file in memory. The static linker defines it.
     static __ehdr_start: u8;
@@ -103,6 +107,27 @@ unsafe extern "C" {
 /// Returns the address at which address 0 of this library's file is mapped.
 fn base() -> usize {
     &raw const __ehdr_start as usize
+}
+
+/// Returns the address of this library's entry point as a program.
+fn entry() -> usize {
+    /// The offset of the entry point in an ELF header.
+    const OFFSET: usize = 24;
+    base()
+        + match ENTRY.load(Ordering::Relaxed) {
+            // SAFETY: this library's ELF header.
+            IN_HEADER => unsafe { ((base() + OFFSET) as *const usize).read() },
+            entry => entry,
+        }
+}
+
+/// Whether the kernel has started this library as a program. Call before another program is loaded.
+pub fn is_program() -> bool {
+    /// The program headers follow the ELF header, in the first page.
+    const PAGE: usize = 4096;
+    // SAFETY: reads the process's auxiliary vector.
+    let headers = unsafe { libc::getauxval(libc::AT_PHDR) } as usize;
+    (base()..base() + PAGE).contains(&headers)
 }
 
 /// Determines the paths of the libraries with which this one is linked. Call at the program's start.
@@ -192,54 +217,29 @@ pub fn make() -> Option<Memfds> {
     Some(made)
 }
 
-/// Writes `len` bytes at `from` to a file.
-fn write(file: &Opened, mut from: usize, mut len: usize, mut offset: usize) -> Option<()> {
-    while len > 0 {
-        let written = limited(|| {
-            // SAFETY: mapped memory of this process, which is only read.
-            unsafe { kernel!(libc::SYS_pwrite64, file.fd(), from, len, offset) }
-                .map_err(io::Error::from_raw_os_error)
-        });
-        let written = written.ok()? as usize;
-        (from, len, offset) = (from + written, len - written, offset + written);
-    }
-    Some(())
-}
-
 /// Makes a memfd of `len` bytes at `start`.
 fn copy(start: usize, len: usize) -> Option<Opened> {
-    /// `include/uapi/linux/memfd.h`, Linux 6.3. Where `vm.memfd_noexec` is set, a memfd without it cannot be executed.
-    const MFD_EXEC: usize = 0x10;
-    let name = c"slat".as_ptr();
-    // SAFETY: a string that ends with 0; the call opens a descriptor.
-    let memfd = unsafe {
-        let made = match kernel!(libc::SYS_memfd_create, name, MFD_EXEC) {
-            Err(libc::EINVAL) => kernel!(libc::SYS_memfd_create, name, 0),
-            made => made,
-        };
-        Opened::by(made)
-    }?;
-    write(&memfd, start, len, 0)?;
+    let memfd = Opened::memfd(c"slat", Opened::EXECUTED)?;
+    // SAFETY: a mapped file of this process.
+    unsafe { memfd.write_from(start, len, 0)? };
     Some(memfd)
 }
 
 /// Changes the library's copy, so that it names no dynamic linker, begins at [`begin::slat_carried`], and
 /// knows the other files.
 fn change_library(made: &Memfds) -> Option<()> {
-    /// Offsets of the entry point in an ELF file, and of type and length in a program header.
-    const ENTRY: usize = 24;
+    /// Offset of the entry point in an ELF file, and length of a program header.
+    const ENTRY_POINT: usize = 24;
     const HEADER_LEN: usize = 56;
     let file = made.0[LIBRARY].as_ref()?;
     let headers = Headers::read(file)?;
-    let entry = begin::slat_carried as *const () as usize;
+    let carried = begin::slat_carried as *const () as usize;
     let base = base();
-    let put =
-        |value: &[u8], offset: usize| write(file, value.as_ptr() as usize, value.len(), offset);
-    put(&(entry - base).to_le_bytes(), ENTRY)?;
+    file.write_at(&(carried - base).to_le_bytes(), ENTRY_POINT)?;
     for (index, segment) in headers.segments().iter().enumerate() {
         if segment.kind == libc::PT_INTERP {
             let offset = headers.offset as usize + index * HEADER_LEN;
-            put(&libc::PT_NULL.to_le_bytes(), offset)?;
+            file.write_at(&libc::PT_NULL.to_le_bytes(), offset)?;
         }
     }
     let put_static = |at: usize, value: *const c_void, len: usize| {
@@ -249,7 +249,8 @@ fn change_library(made: &Memfds) -> Option<()> {
             (start..start + segment.in_file as usize).contains(&address)
         })?;
         let offset = address - data.address as usize + data.offset as usize;
-        write(file, value as usize, len, offset)
+        // SAFETY: a live value of that size.
+        unsafe { file.write_from(value as usize, len, offset) }
     };
     let proc = procfs::directory().unwrap_or(-1);
     if proc != -1 {
@@ -260,6 +261,12 @@ fn change_library(made: &Memfds) -> Option<()> {
         &raw const PROC as usize,
         (&raw const proc).cast(),
         size_of_val(&proc),
+    )?;
+    let own_entry = entry() - base;
+    put_static(
+        &raw const ENTRY as usize,
+        (&raw const own_entry).cast(),
+        size_of_val(&own_entry),
     )?;
     let files: [KeptFile; COUNT] = std::array::from_fn(|index| {
         let fd = made.0[index].as_ref().map_or(-1, Opened::fd);

@@ -1,7 +1,7 @@
 //! What executing a file leads to: a program, perhaps through the interpreters of scripts; and how slat
 //! reaches the program.
 
-use crate::load::elf::Headers;
+use crate::elf::Headers;
 use crate::real::{Opened, kernel};
 use std::ffi::{CStr, c_char};
 

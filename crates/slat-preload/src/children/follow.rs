@@ -4,7 +4,7 @@ use super::chain::{Chain, Reach, is_linker};
 use super::{LIBRARY, Words};
 use crate::paths::{DescriptorPath, text, word_at};
 use crate::real::{Opened, kernel, map_memory};
-use crate::{carry, environment, load};
+use crate::{carry, environment, loaded};
 use std::ffi::{CStr, c_char, c_int};
 use std::ptr::null;
 
@@ -212,7 +212,7 @@ pub unsafe fn follow<T>(
     let (Some((given, words, variables)), Some(library)) = (read(), LIBRARY.get()) else {
         return start(Executed::Path(path), arguments, environment);
     };
-    let program = load::own_path(path).unwrap_or(given);
+    let program = loaded::own_path(path).unwrap_or(given);
     let chain = match is_linker(program) {
         true => None,
         false => Chain::from(program),
@@ -271,14 +271,16 @@ pub unsafe fn follow<T>(
         return start(Executed::Path(program.as_ptr()), arguments, environment);
     };
     let added = match (loads, preload) {
-        (true, _) => scratch.join(&[load::PROGRAM.to_bytes(), b"=", runs.to_bytes()]),
+        (true, _) => scratch.join(&[loaded::PROGRAM.to_bytes(), b"=", runs.to_bytes()]),
         (false, Some(others)) => {
             scratch.join(&[PRELOAD.to_bytes(), b"=", library.to_bytes(), b":", others])
         }
         (false, None) => scratch.join(&[PRELOAD.to_bytes(), b"=", library.to_bytes()]),
     };
     let kept = (0..variables)
-        .filter(|index| value(PRELOAD, *index).is_none() && value(load::PROGRAM, *index).is_none())
+        .filter(|index| {
+            value(PRELOAD, *index).is_none() && value(loaded::PROGRAM, *index).is_none()
+        })
         .map(|index| variable(index).as_ptr());
     let is_missing = |setting: &&CStr| {
         let name = setting

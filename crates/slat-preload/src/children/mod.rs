@@ -1,5 +1,5 @@
 //! Programs that the program executes: slat follows all of them. A program that loads libraries gets this one by
-//! LD_PRELOAD. For a program that loads none, this library is started in its place ([`load`]).
+//! LD_PRELOAD. For a program that loads none, this library is started in its place ([`load`](crate::load)).
 //!
 //! | file | idea |
 //! |---|---|
@@ -18,7 +18,6 @@ use std::sync::OnceLock;
 
 use crate::carry;
 use crate::files::interpose;
-use crate::load;
 use crate::looked_up;
 use crate::paths::{DescriptorPath, read_link, text};
 use crate::real::{Next, Opened, call, kernel, plain};
@@ -51,10 +50,8 @@ pub fn keep_files() {
 /// Finds this library's file. Call at the program's start.
 pub fn prepare() {
     carry::prepare();
-    // SAFETY: reads the process's auxiliary vector.
-    let entry = unsafe { libc::getauxval(libc::AT_ENTRY) } as usize;
     // If this library was started as a program, the dynamic linker reports its first argument as its name.
-    if entry != load::slat_begin as *const () as usize
+    if !carry::is_program()
         && let Some(object) = looked_up::object_of(prepare as *const _)
         && !object.dli_fname.is_null()
     {

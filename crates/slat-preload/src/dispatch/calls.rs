@@ -1,23 +1,18 @@
 //! The calls that concern their thread, its signals or its memory. The state that the kernel would change is in the
-//! frame, or kept by slat. All other calls go to [`by_number`].
+//! frame, or kept by slat. All other calls go to [`others`].
 
 use super::frame::{self, Frame};
 use super::request::Request;
-use super::{filters, rseq, sites, threads};
+use super::{filters, others, rseq, sites, threads};
 use crate::guarded::guarded;
-use crate::indirect::by_number;
-use crate::real::raw;
-use crate::{ioctls, load, signals};
+use crate::real::{error, raw};
+use crate::user_dispatch::{SET_DISPATCH, passing};
+use crate::{loaded, program_break, signals};
 use slat_guard::blockable;
 use slat_kvm::abi::KVM_RUN;
 use slat_process::filter::Made;
 use slat_process::pointers;
 use std::ffi::c_char;
-
-/// An error as the kernel returns it.
-pub fn error(errno: i32) -> isize {
-    -(errno as isize)
-}
 
 /// The bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
@@ -50,7 +45,7 @@ pub fn answer(frame: &mut Frame) -> isize {
     match number {
         libc::SYS_ioctl if b == KVM_RUN as usize => {
             sites::count(made.address);
-            all_others(number, arguments)
+            others::make(number, arguments)
         }
         libc::SYS_rt_sigreturn => {
             // SAFETY: the call says that the program's handler has ended, and its frame is where the kernel expects it.
@@ -67,11 +62,11 @@ pub fn answer(frame: &mut Frame) -> isize {
             Err(error) => error,
         },
         libc::SYS_exit => threads::exit(a),
-        libc::SYS_tkill if b == threads::SIGCANCEL && load::is_loaded() => {
+        libc::SYS_tkill if b == threads::SIGCANCEL && loaded::is_loaded() => {
             threads::wait_until_separate();
             pass(number, arguments)
         }
-        libc::SYS_tgkill if c == threads::SIGCANCEL && load::is_loaded() => {
+        libc::SYS_tgkill if c == threads::SIGCANCEL && loaded::is_loaded() => {
             threads::wait_until_separate();
             pass(number, arguments)
         }
@@ -83,7 +78,7 @@ pub fn answer(frame: &mut Frame) -> isize {
         libc::SYS_ppoll => with_mask(number, arguments, 3, 4),
         libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => with_mask(number, arguments, 4, 5),
         libc::SYS_pselect6 => select(arguments),
-        libc::SYS_prctl if a == super::SET_DISPATCH => {
+        libc::SYS_prctl if a == SET_DISPATCH => {
             slat_kvm::messages::say(format_args!(
                 "prctl(PR_SET_SYSCALL_USER_DISPATCH): slat uses it itself in this program; the call answers EINVAL"
             ));
@@ -92,46 +87,25 @@ pub fn answer(frame: &mut Frame) -> isize {
         // A detached thread of musl unmaps its own stack before it ends: there is no stack for a
         // signal after this call.
         libc::SYS_munmap
-            if load::is_loaded() && frame.register(libc::REG_RSP).wrapping_sub(a) < b =>
+            if loaded::is_loaded() && frame.register(libc::REG_RSP).wrapping_sub(a) < b =>
         {
-            match all_others(number, arguments) {
+            match others::make(number, arguments) {
                 0 => threads::exit(0),
                 error => error,
             }
         }
-        _ if load::is_loaded() => match in_loaded_program(number, arguments) {
+        _ if loaded::is_loaded() => match in_loaded_program(number, arguments) {
             Some(answer) => answer,
-            None => all_others(number, load::with_own_path(number, arguments)),
+            None => others::make(number, loaded::with_own_path(number, arguments)),
         },
-        _ => all_others(number, arguments),
+        _ => others::make(number, arguments),
     }
-}
-
-/// Does ioctl for a rewritten call site.
-pub(super) fn ioctl(made: &Made) -> isize {
-    filters::judged(made).unwrap_or_else(|| all_others(made.number, made.arguments))
 }
 
 /// Makes a call that concerns only the kernel.
-pub(super) fn pass(number: i64, arguments: [usize; 6]) -> isize {
+fn pass(number: i64, arguments: [usize; 6]) -> isize {
     // SAFETY: the program's call, made unchanged.
     unsafe { raw(number, arguments) }
-}
-
-fn all_others(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the program's call. The C library that cancels threads here is not the loaded program's.
-    let answer = unsafe {
-        match number {
-            libc::SYS_ioctl if !load::is_loaded() => {
-                ioctls::ioctl_here(arguments[0] as i32, arguments[1] as u64, arguments[2]) as isize
-            }
-            _ => by_number(number, arguments),
-        }
-    };
-    match answer {
-        -1 => error(slat_process::errno()),
-        answer => answer,
-    }
 }
 
 /// Does the calls by which a C library sets up a thread and its memory, in a program that has slat's C
@@ -182,22 +156,22 @@ fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
             threads::set_clear_at_exit(a);
             slat_process::thread_id() as isize
         }
-        libc::SYS_brk => load::memory::set_break(a) as isize,
+        libc::SYS_brk => program_break::set_break(a) as isize,
         libc::SYS_rseq => rseq::register(arguments),
-        libc::SYS_readlink => load::own_link(a as *const c_char, b, arguments[2])?,
-        libc::SYS_readlinkat => load::own_link(b as *const c_char, arguments[2], arguments[3])?,
+        libc::SYS_readlink => loaded::own_link(a as *const c_char, b, arguments[2])?,
+        libc::SYS_readlinkat => loaded::own_link(b as *const c_char, arguments[2], arguments[3])?,
         _ => return None,
     })
 }
 
 /// Installs a seccomp filter by `install`.
 fn confine(program: usize, on_all: bool, install: impl FnOnce(usize) -> isize) -> isize {
-    let Some(text) = super::TEXT.get() else {
+    let Some(passing) = passing() else {
         return error(libc::EINVAL);
     };
     let mut answer = 0;
     guarded(|| {
-        answer = filters::install(&text.range, program, on_all, install);
+        answer = filters::install(passing, program, on_all, install);
         Ok(0)
     });
     answer

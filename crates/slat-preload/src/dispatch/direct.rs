@@ -10,7 +10,7 @@
 //! Signals may arrive between any two instructions. Handlers determine which thread pointer FS holds, and derive from
 //! the stack pointer which part of slat's stack is in use.
 
-use super::calls;
+use super::others;
 use slat_kvm::cpuid::host_leaf;
 use slat_process::caller::{FLAGS, MXCSR, X87_CONTROL};
 use slat_process::filter::Made;
@@ -190,7 +190,7 @@ unsafe extern "C" fn serve(saved: &Saved) -> isize {
         // SAFETY: the stub's, which stays.
         address: unsafe { (*saved.site).back },
     };
-    let answer = calls::ioctl(&made);
+    let answer = others::from_site(&made);
     slat_process::set_errno(before);
     answer
 }

@@ -255,7 +255,7 @@ pub unsafe extern "C-unwind" fn entry() {
 /// Whether this thread is in slat's code, in a process with one thread pointer. Runs in the handler.
 unsafe extern "C" fn runs_slat() -> bool {
     // Before a program that slat loads begins, `is_loaded` is false; afterwards it has a thread pointer of its own.
-    Section::is_entered() || crate::load::is_loaded()
+    Section::is_entered() || crate::loaded::is_loaded()
 }
 
 /// Makes a call of slat itself again at the gate, from where calls pass: the second half of [`entry`], with the

@@ -1,10 +1,10 @@
 //! Threads that the C library makes, in a program that has loaded it, and the stacks on which their calls are served.
 
-use super::{arm_thread, disarm_thread, is_armed};
 use crate::files::interpose_with_callers_floats;
 use crate::guarded::guarded;
-use crate::load;
+use crate::loaded;
 use crate::real::{Next, kernel, map_memory};
+use crate::user_dispatch::{arm_thread, disarm_thread, is_armed};
 use slat_kvm::thread::Section;
 use slat_process::{pointers, stack};
 use std::ffi::{c_int, c_void};
@@ -82,7 +82,7 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
         // SAFETY: `make` has made it for this thread.
         *unsafe { Box::from_raw(start.cast::<Routine<T>>()) }
     };
-    match load::is_loaded() {
+    match loaded::is_loaded() {
         // slat's own thread, which has its maker's GS, and perhaps a filter. Its calls from other code than the C
         // library's have to be dispatched, too, so that they are made at the gate.
         true => {
@@ -107,7 +107,7 @@ fn make<T>(
     create: impl FnOnce(extern "C-unwind" fn(*mut c_void) -> T, *mut c_void) -> c_int,
 ) -> c_int {
     // slat's own threads make no calls that have to be dispatched.
-    if !is_armed() || Section::is_entered() && !load::is_loaded() {
+    if !is_armed() || Section::is_entered() && !loaded::is_loaded() {
         return create(routine, argument);
     }
     let mut start = null_mut();

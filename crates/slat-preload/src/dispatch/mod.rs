@@ -6,7 +6,8 @@
 //! | `text` | the range of addresses from which calls pass |
 //! | `scan` | whether the program has calls of its own |
 //! | `frame` | the program's state at a call, and the stack on which it is served |
-//! | `calls` | the calls that concern the thread, its signals or its memory; all others go to `indirect` |
+//! | `calls` | the calls that concern the thread, its signals or its memory |
+//! | `others` | all other calls, which go to `indirect` |
 //! | `sites`, `direct` | call sites of `KVM_RUN`, which are rewritten to jump to slat after a while |
 //! | `filters` | the program's seccomp filters |
 //! | `robust` | robust futexes |
@@ -14,40 +15,25 @@
 //! | `request` | the arguments for making a thread or a process |
 //! | `threads` | threads and processes that the program makes itself |
 //! | `library_threads` | threads that the C library makes for the program |
-//!
-//! The kernel keeps the dispatch for each thread. New threads and processes begin without it, and [`arm_thread`]
-//! switches it on before they run the program.
 
 mod calls;
 mod direct;
-pub mod filters;
+mod filters;
 mod frame;
 mod library_threads;
+mod others;
 mod request;
 mod robust;
 mod rseq;
 mod scan;
 mod sites;
 mod text;
-pub mod threads;
+mod threads;
 
 use crate::real::kernel;
-pub use calls::error;
+use crate::user_dispatch;
 use slat_guard::change_mask;
-use std::sync::OnceLock;
 use text::Text;
-
-/// `PR_SET_SYSCALL_USER_DISPATCH`, `PR_SYS_DISPATCH_OFF` and `PR_SYS_DISPATCH_ON` of `include/uapi/linux/prctl.h`.
-const SET_DISPATCH: usize = 59;
-const OFF: usize = 0;
-const ON: usize = 1;
-
-static TEXT: OnceLock<Text> = OnceLock::new();
-
-/// Whether calls are dispatched in this process.
-pub fn is_armed() -> bool {
-    TEXT.get().is_some()
-}
 
 /// Makes the kernel dispatch the calls of this thread, and those of the threads and processes it makes. Call while the
 /// process has one thread.
@@ -57,8 +43,7 @@ pub fn is_armed() -> bool {
 pub fn arm() -> Result<(), &'static str> {
     let text = Text::find().ok_or("the C library is not one that slat knows")?;
     let (gate, restorer) = (text.gate, text.restorer);
-    let text = TEXT.get_or_init(|| text);
-    if !arm_with(text) {
+    if !user_dispatch::arm(text.range) {
         return Err("this kernel has no Syscall User Dispatch (Linux 5.11, CONFIG_GENERIC_ENTRY)");
     }
     // SAFETY: the instructions are there; the handlers are not installed yet.
@@ -94,35 +79,6 @@ pub fn arm_if_needed() {
             "this program makes system calls of its own, which slat does not see: {why}"
         ));
     }
-}
-
-fn arm_with(text: &Text) -> bool {
-    // SAFETY: a plain call; without a selector.
-    let armed = unsafe {
-        kernel!(
-            libc::SYS_prctl,
-            SET_DISPATCH,
-            ON,
-            text.range.start,
-            text.range.len(),
-            0
-        )
-    };
-    armed.is_ok()
-}
-
-/// Makes the kernel dispatch the calls of this thread, if those of the process are dispatched. Async-signal-safe.
-pub fn arm_thread() {
-    if let Some(text) = TEXT.get() {
-        // This cannot fail, as it has worked for the first thread.
-        arm_with(text);
-    }
-}
-
-/// Stops the dispatch of this thread's calls: they pass to the kernel.
-fn disarm_thread() {
-    // SAFETY: a plain call.
-    let _ = unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0) };
 }
 
 /// Serves a call and returns to the program. Runs on slat's stack. Unwinds if the C library cancels the thread.

@@ -1,7 +1,6 @@
 //! The arguments with which a program makes a thread or a process.
 
-use super::calls::error;
-use crate::real::raw;
+use crate::real::{error, raw};
 
 /// The arguments with which a program makes a thread or a process: the kernel's `struct clone_args`
 /// (`include/uapi/linux/sched.h`).

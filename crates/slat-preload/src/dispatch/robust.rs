@@ -2,7 +2,7 @@
 //! marks the futexes that it holds. But a program's thread ends before the thread of slat's C library on which it runs,
 //! and threads that wait for its end look at its futexes. So slat marks them.
 
-use super::calls::pass;
+use crate::real::kernel;
 
 /// The most futexes that the kernel walks.
 const LIMIT: usize = 2048;
@@ -10,8 +10,9 @@ const LIMIT: usize = 2048;
 /// Marks the futexes that this thread holds, wakes the threads that wait for them, and unregisters the list.
 pub fn leave() {
     let (mut head, mut bytes) = (0usize, 0usize);
-    let to = [&raw mut head as usize, &raw mut bytes as usize];
-    if pass(libc::SYS_get_robust_list, [0, to[0], to[1], 0, 0, 0]) != 0 || head == 0 {
+    // SAFETY: values to fill in.
+    let asked = unsafe { kernel!(libc::SYS_get_robust_list, 0, &raw mut head, &raw mut bytes) };
+    if asked.is_err() || head == 0 {
         return;
     }
     // SAFETY: guarded loads: the list is the program's.
@@ -38,14 +39,15 @@ pub fn leave() {
     };
     // A list that cannot be read has no futexes.
     let _ = walk();
-    pass(libc::SYS_set_robust_list, [0, bytes, 0, 0, 0, 0]);
+    // SAFETY: no list.
+    let _ = unsafe { kernel!(libc::SYS_set_robust_list, 0, bytes) };
 }
 
 /// Marks a futex if this thread, which ends, is its owner.
 fn mark(address: usize) {
     let futex = address as *mut u32;
     let own = slat_process::thread_id() as u32;
-    // SAFETY: guarded accesses to the program's word.
+    // SAFETY: guarded accesses to the program's word, and a wake-up of the threads that wait for it.
     unsafe {
         while let Ok(value) = slat_guard::load(futex) {
             if value & libc::FUTEX_TID_MASK != own {
@@ -54,10 +56,7 @@ fn mark(address: usize) {
             let dead = value & libc::FUTEX_WAITERS | libc::FUTEX_OWNER_DIED;
             match slat_guard::compare_exchange(futex, value, dead) {
                 Ok(Ok(_)) if value & libc::FUTEX_WAITERS != 0 => {
-                    pass(
-                        libc::SYS_futex,
-                        [address, libc::FUTEX_WAKE as usize, 1, 0, 0, 0],
-                    );
+                    let _ = kernel!(libc::SYS_futex, address, libc::FUTEX_WAKE, 1);
                     return;
                 }
                 Ok(Err(_)) => {}

@@ -2,8 +2,7 @@
 //! library has registered its own. It gives way to the program's area: slat's C library only reads the number of the
 //! processor there, and can do without.
 
-use super::calls::pass;
-use crate::real::Next;
+use crate::real::{Next, raw};
 use std::cell::Cell;
 
 const UNREGISTER: usize = 1;
@@ -19,7 +18,9 @@ thread_local! {
 }
 
 fn rseq(area: usize, bytes: usize, flags: usize, signature: usize) -> isize {
-    pass(libc::SYS_rseq, [area, bytes, flags, signature, 0, 0])
+    // SAFETY: the area is the program's, to which the program lets the kernel write, or the C library's, which is
+    // unregistered.
+    unsafe { raw(libc::SYS_rseq, [area, bytes, flags, signature, 0, 0]) }
 }
 
 /// Unregisters the area of slat's C library.

@@ -14,7 +14,7 @@
 use super::direct::{self, Site};
 use super::scan;
 use crate::guarded::guarded;
-use crate::load;
+use crate::loaded;
 use crate::real::{kernel, map_memory};
 use std::arch::asm;
 use std::mem::offset_of;
@@ -50,7 +50,7 @@ fn is_allowed() -> bool {
 
 /// Counts a dispatched `KVM_RUN` that ends before `back`, and rewrites its site when it is due.
 pub fn count(back: usize) {
-    if !load::is_loaded() {
+    if !loaded::is_loaded() {
         return;
     }
     let of = COUNTS.iter().find(|count| {

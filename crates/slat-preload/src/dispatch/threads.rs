@@ -7,14 +7,14 @@
 //! A child of `vfork` would run on the stack on which its parent is served. So it gets a copy of the memory instead;
 //! its parent nevertheless waits for it.
 
-use super::calls::error;
 use super::filters::{self, Inherited};
 use super::frame::{self, Frame, KeptFrame};
 use super::library_threads::{Create, NEXT_CREATE, STACK};
 use super::request::*;
-use super::{arm_thread, block_all, robust, rseq};
-use crate::real::kernel;
-use crate::{forks, load};
+use super::{block_all, robust, rseq};
+use crate::real::{error, kernel};
+use crate::user_dispatch::arm_thread;
+use crate::{forks, loaded};
 use slat_guard::Section;
 use slat_process::gate::GATE;
 use slat_process::{pointers, stack, wait};
@@ -29,13 +29,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// Makes a thread or a process. Returns the kernel's result to the caller, and for a process also to the child.
 pub fn make(frame: &mut Frame, request: &Request) -> isize {
     if request.has(THREAD) {
-        return match load::is_loaded() {
+        return match loaded::is_loaded() {
             true => make_thread(frame, request),
             false => refuse("a thread that the C library does not know"),
         };
     }
     if request.has(VM) && !request.has(VFORK) {
-        return match (load::is_loaded(), request.stack_top()) {
+        return match (loaded::is_loaded(), request.stack_top()) {
             (false, Some(top)) if request.fits() => make_beside(frame, request, top),
             _ => refuse("a process that shares memory with its maker"),
         };
@@ -387,7 +387,7 @@ fn stack_end() -> usize {
 /// would otherwise continue.
 pub fn exit(status: usize) -> ! {
     block_all();
-    if load::is_loaded() {
+    if loaded::is_loaded() {
         if THREADS.fetch_sub(1, Ordering::AcqRel) == 1 {
             crate::at_exit();
             // SAFETY: ends the process.

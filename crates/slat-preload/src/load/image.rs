@@ -1,7 +1,7 @@
 //! The program in memory, as the kernel's `load_elf_binary` would map it.
 
-use super::elf::{Headers, Segment};
 use super::open;
+use crate::elf::{Headers, Segment};
 use crate::real::{Opened, kernel, map_memory};
 use std::ffi::{CStr, CString};
 

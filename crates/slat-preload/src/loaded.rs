@@ -1,0 +1,67 @@
+//! What calls have to know of a program that slat has loaded itself ([`load`](crate::load)): whether there is one, and
+//! the file that its own link in `/proc` should show.
+
+use crate::paths::text;
+use crate::real::error;
+use std::ffi::{CStr, CString, c_char};
+use std::sync::OnceLock;
+
+/// The variable that names the program.
+pub const PROGRAM: &CStr = c"SLAT_PROGRAM";
+
+/// The path of the loaded program's file, which `/proc/self/exe` should show.
+static OWN: OnceLock<CString> = OnceLock::new();
+
+/// Stores the path of the program's file. Call once, before the program begins.
+pub fn set(file: CString) {
+    let _ = OWN.set(file);
+}
+
+/// Whether the program was loaded by slat.
+pub fn is_loaded() -> bool {
+    OWN.get().is_some()
+}
+
+/// Returns the program's file if `path` means it.
+pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
+    let own = OWN.get()?;
+    let name = text(path)?.to_bytes();
+    let name = name.strip_prefix(b"/proc/")?.strip_suffix(b"/exe")?;
+    let is_own = matches!(name, b"self" | b"thread-self")
+        || std::str::from_utf8(name)
+            .ok()?
+            .parse()
+            .is_ok_and(|pid: u32| pid == std::process::id());
+    is_own.then_some(own)
+}
+
+/// Returns a call's arguments, in which a path that means the program's file is replaced by that file.
+pub fn with_own_path(number: i64, mut arguments: [usize; 6]) -> [usize; 6] {
+    let follows = |flags: usize| flags & libc::AT_SYMLINK_NOFOLLOW as usize == 0;
+    let place = match number {
+        libc::SYS_open | libc::SYS_stat | libc::SYS_access => 0,
+        libc::SYS_openat | libc::SYS_openat2 | libc::SYS_faccessat => 1,
+        libc::SYS_newfstatat | libc::SYS_faccessat2 if follows(arguments[3]) => 1,
+        libc::SYS_statx if follows(arguments[2]) => 1,
+        _ => return arguments,
+    };
+    if let Some(own) = own_path(arguments[place] as *const c_char) {
+        arguments[place] = own.as_ptr() as usize;
+    }
+    arguments
+}
+
+/// Does readlink for the program's link to its own file. `None`: the path is another one.
+pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
+    let own = own_path(path)?.to_bytes();
+    if len as isize <= 0 {
+        return Some(error(libc::EINVAL));
+    }
+    let own = &own[..own.len().min(len)];
+    // SAFETY: guarded; the address is the program's.
+    let copied = unsafe { slat_guard::copy_out(to as *mut u8, own) };
+    Some(match copied {
+        Ok(()) => own.len() as isize,
+        Err(_) => error(libc::EFAULT),
+    })
+}

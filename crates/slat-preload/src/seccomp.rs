@@ -1,0 +1,199 @@
+//! The installation of the program's seccomp filters, by seccomp(2) or prctl(2), in a program whose calls slat does not
+//! judge itself (see `dispatch::filters` for the others).
+
+use crate::guarded::guarded;
+use libc::sock_filter;
+use slat_kvm::thread::Section;
+use slat_kvm::{filters, user};
+use slat_process::gate;
+use std::ops::Range;
+
+/// Does seccomp(2) with `SECCOMP_SET_MODE_FILTER`, with these flags and the `sock_fprog` at `program`, by calling
+/// `install` with flags and program.
+pub fn install(flags: usize, program: usize, install: impl FnOnce(usize, usize) -> isize) -> isize {
+    let flags = filter_flags(flags);
+    filtering(program, || {
+        exempting(flags, program, |program| install(flags, program))
+    })
+}
+
+/// Installs a seccomp filter, a `sock_fprog` at `program`, by calling `install`. slat starts its threads first, so that
+/// the filter does not bind them.
+pub fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
+    if !crate::is_prepared() {
+        let answer = install();
+        if answer >= 0 {
+            guarded(|| {
+                // SAFETY: the kernel has just read both. The two structs are the kernel's; nothing here makes a system
+                // call, which the filter may forbid.
+                let program = unsafe {
+                    let program = (program as *const libc::sock_fprog).read_unaligned();
+                    std::slice::from_raw_parts(program.filter, program.len.into())
+                };
+                filters::announce(program);
+                Ok(0)
+            });
+        }
+        return answer;
+    }
+    // A child of `vfork` does not call slat, and must not leave threads in its parent's memory.
+    if crate::is_borrowed() {
+        return install();
+    }
+    guarded(|| {
+        filters::prepare();
+        if let Ok(program) = read_filter(program as u64) {
+            filters::announce(&program);
+        }
+        Ok(0)
+    });
+    install()
+}
+
+/// Returns the flags with which a filter is installed. Without the flag for all threads if the program
+/// has only one thread.
+fn filter_flags(flags: usize) -> usize {
+    const FOR_ALL: usize = libc::SECCOMP_FILTER_FLAG_TSYNC as usize;
+    let is_one = || {
+        let _section = Section::enter();
+        filters::is_one_thread()
+    };
+    match flags & FOR_ALL != 0 && crate::is_prepared() && is_one() {
+        true => flags & !FOR_ALL,
+        false => flags,
+    }
+}
+
+/// Installs a filter, a `sock_fprog` at `program`, by calling `install` with the filter's address. If the filter is for
+/// all threads and slat has threads of its own, `install` gets another filter, which allows all calls of slat's
+/// threads: if the filter killed one of them, requests to it would never be answered.
+fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize) -> isize {
+    let mut given = None;
+    if flags & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0
+        && crate::is_prepared()
+        && !crate::is_borrowed()
+        && filters::has_threads()
+    {
+        guarded(|| {
+            if let Ok(own) = read_filter(program as u64) {
+                given = prefixed(&gate::exempt(), &own);
+            }
+            Ok(0)
+        });
+    }
+    match given {
+        Some((len, mut instructions)) => {
+            let filter = instructions.as_mut_ptr();
+            let given = libc::sock_fprog { len, filter };
+            let answer = install(&raw const given as usize);
+            guarded(|| {
+                drop(instructions);
+                Ok(0)
+            });
+            answer
+        }
+        None => install(program),
+    }
+}
+
+/// Reads the instructions, of 8 bytes each, of a `sock_fprog`.
+pub fn read_filter(program: u64) -> slat_kvm::Result<Vec<sock_filter>> {
+    let [len, start] = user::read::<[u64; 2]>(program)?;
+    let instructions = user::read_vec::<u64>(start, usize::from(len as u16))?;
+    let decoded = instructions.iter().map(|bits| sock_filter {
+        code: *bits as u16,
+        jt: (bits >> 16) as u8,
+        jf: (bits >> 24) as u8,
+        k: (bits >> 32) as u32,
+    });
+    Ok(decoded.collect())
+}
+
+/// Returns instructions that allow calls from `range`, followed by the filter `own`, which judges all other calls.
+/// `None`: they are too many.
+pub fn prefixed(range: &Range<usize>, own: &[sock_filter]) -> Option<(u16, Vec<sock_filter>)> {
+    let mut prefixed = allow(range);
+    prefixed.extend_from_slice(own);
+    Some((u16::try_from(prefixed.len()).ok()?, prefixed))
+}
+
+/// Returns instructions that allow calls from `range`. All other calls reach the instructions that follow.
+fn allow(range: &Range<usize>) -> Vec<sock_filter> {
+    const ADDRESS: u32 = 8;
+    let instruction = |code: u32, jt, jf, k| sock_filter {
+        code: code as u16,
+        jt,
+        jf,
+        k,
+    };
+    let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    let compare = |condition| libc::BPF_JMP | condition | libc::BPF_K;
+    let (first, last) = (range.start, range.end - 1);
+    let high = |address: usize| (address >> 32) as u32;
+    let mut code = Vec::new();
+    // The filter machine has words of 32 bits, so there is a part for each upper half of an address.
+    for half in high(first)..=high(last) {
+        let low = if half == high(first) { first as u32 } else { 0 };
+        let end = if half == high(last) {
+            last as u32
+        } else {
+            u32::MAX
+        };
+        code.extend([
+            instruction(load, 0, 0, ADDRESS + 4),
+            instruction(compare(libc::BPF_JEQ), 0, 4, half),
+            instruction(load, 0, 0, ADDRESS),
+            instruction(compare(libc::BPF_JGE), 0, 2, low),
+            instruction(compare(libc::BPF_JGT), 1, 0, end),
+            instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+        ]);
+    }
+    // The accumulator is 0 when a filter begins.
+    code.push(instruction(libc::BPF_LD | libc::BPF_IMM, 0, 0, 0));
+    code
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slat_process::filter::{self, Made};
+
+    #[test]
+    fn what_comes_from_the_range_passes_and_the_rest_is_the_filters() {
+        let forbid = sock_filter {
+            code: (libc::BPF_RET | libc::BPF_K) as u16,
+            jt: 0,
+            jf: 0,
+            k: libc::SECCOMP_RET_KILL_PROCESS,
+        };
+        // A range within four gigabytes, one that crosses a boundary, and one that ends at it.
+        for range in [
+            0x7f12_3456_7000..0x7f12_3466_0000,
+            0x7f12_fff0_0000..0x7f13_0010_0000,
+            0x7f12_fff0_0000..0x7f13_0000_0000,
+        ] {
+            let mut program = allow(&range);
+            program.push(forbid);
+            let passes = |address| {
+                let made = Made {
+                    number: libc::SYS_read,
+                    arguments: [0; 6],
+                    address,
+                };
+                filter::lets_pass(&program, &made)
+            };
+            for address in [range.start, range.start + 0x8_0000, range.end - 1] {
+                assert!(passes(address), "{address:#x} of {range:#x?}");
+            }
+            for address in [
+                0,
+                range.start - 1,
+                range.end,
+                range.start & 0xffff_ffff,
+                range.start + (1 << 32),
+            ] {
+                assert!(!passes(address), "{address:#x}, not of {range:#x?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! Entering the kernel, without asking whether a filter allows the call.
+
+use crate::gate;
+use std::cell::Cell;
+
+thread_local! {
+    // This variable has neither an initialiser nor a destructor, because handlers read it.
+    /// Whether the thread is slat's own.
+    static IS_OWN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks this thread as slat's own, so that it makes all calls itself. Call once, at the start of a thread that was
+/// started before the program's first filter, or together with the helper.
+pub fn mark_own_thread() {
+    IS_OWN.set(true);
+}
+
+/// Whether this thread is slat's own.
+pub(crate) fn is_own_thread() -> bool {
+    IS_OWN.get()
+}
+
+/// Makes a system call with up to six arguments, through the [`gate`]. Returns what the kernel returns, errors as
+/// negative errno. Async-signal-safe.
+///
+/// # Safety
+/// As for the call itself.
+#[inline]
+pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
+    // SAFETY: the caller's.
+    unsafe {
+        match gate::is_exempted_used() {
+            true => raw_by_thread(number, arguments),
+            false => gate::call(number, arguments),
+        }
+    }
+}
+
+/// Like [`raw`], for a process in which slat's own threads have a gate of their own. Not inlined: otherwise the
+/// compiler would read the thread-local variable before it is needed, even at the program's start, when a preloaded
+/// sanitizer's runtime is not ready.
+///
+/// # Safety
+/// As for the call itself.
+#[cold]
+#[inline(never)]
+unsafe fn raw_by_thread(number: i64, arguments: [usize; 6]) -> isize {
+    // SAFETY: the caller's.
+    unsafe {
+        match IS_OWN.get() {
+            true => gate::call_exempted(number, arguments),
+            false => gate::call(number, arguments),
+        }
+    }
+}
+
+/// Turns what [`raw`] returns into a value or an errno.
+pub fn result(answer: isize) -> Result<isize, i32> {
+    const LOWEST: isize = -4095;
+    match answer {
+        LOWEST..0 => Err(-answer as i32),
+        value => Ok(value),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_4095_numbers_are_errors() {
+        assert_eq!(result(-1), Err(libc::EPERM));
+        assert_eq!(result(-4095), Err(4095));
+        for value in [-4096, isize::MIN, 0, isize::MAX] {
+            assert_eq!(result(value), Ok(value));
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Signal handlers: how the kernel calls slat's, and how slat's call the program's.
+
+use crate::pointers::SEPARATE;
+use crate::{stack, to_programs_pointer};
+use std::arch::naked_asm;
+use std::ffi::c_int;
+
+/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
+/// there is only one pointer, `$name` behaves like `$inner`, and unwinding passes through it. Clears the program's flag
+/// AC ([`caller`](crate::caller)).
+#[macro_export]
+macro_rules! handler {
+    ($(#[$meta:meta])* $name:ident calls $inner:path) => {
+        $(#[$meta])*
+        #[unsafe(naked)]
+        pub unsafe extern "C-unwind" fn $name() {
+            ::std::arch::naked_asm!(
+                $crate::own_flags!(),
+                "cmp byte ptr [rip + {separate}], 0",
+                "jne 2f",
+                "jmp {inner}",
+                "2:",
+                "rdfsbase rax",
+                "push rax",
+                $crate::to_slats_pointer!(),
+                "call {inner}",
+                "pop rax",
+                "wrfsbase rax",
+                "ret",
+                separate = sym $crate::pointers::SEPARATE,
+                inner = sym $inner,
+            )
+        }
+    };
+}
+
+/// Calls a signal handler of the program, on the program's thread pointer.
+///
+/// # Safety
+/// - `function` is such a handler, and the arguments are the kernel's for it. (One without `SA_SIGINFO` does
+///   not read the last two.)
+pub unsafe fn call_program(
+    function: usize,
+    signal: c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
+    // SAFETY: the kernel's context of the code that the signal has interrupted.
+    let sp = unsafe {
+        let context = context.cast::<libc::ucontext_t>();
+        (*context).uc_mcontext.gregs[libc::REG_RSP as usize] as usize
+    };
+    // SAFETY: the caller's promise.
+    stack::around_handler(sp, || unsafe { call(function, signal, info, context) });
+}
+
+/// Calls `function` with the remaining arguments.
+#[unsafe(naked)]
+unsafe extern "C-unwind" fn call(
+    function: usize,
+    signal: c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
+    naked_asm!(
+        "mov r11, rdi",
+        "mov edi, esi",
+        "mov rsi, rdx",
+        "mov rdx, rcx",
+        "cmp byte ptr [rip + {separate}], 0",
+        "jne 2f",
+        "jmp r11",
+        "2:",
+        "sub rsp, 8",
+        to_programs_pointer!(),
+        "call r11",
+        "mov rax, gs:[0]",
+        "wrfsbase rax",
+        "add rsp, 8",
+        "ret",
+        separate = sym SEPARATE,
+    )
+}
