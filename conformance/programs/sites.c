@@ -21,6 +21,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+// Headers before Linux 6.3 do not have these.
+#ifndef PR_SET_MDWE
+#define PR_SET_MDWE 65
+#define PR_MDWE_REFUSE_EXEC_GAIN 1
+#endif
+
 #define CHECK(condition)                                                                           \
 	do {                                                                                       \
 		if (!(condition)) {                                                                \
@@ -34,9 +40,10 @@
 enum { RUN = 0xae80, ENOUGH = 200, PAGE = 4096 };
 
 typedef const uint8_t site[];
-extern site plain, line_end, page_end, child_site, filtered_site, pairs, pairs_end, copied, copied_end;
+extern site plain, quadword_end, line_end, page_end, child_site, protected_site, filtered_site, pairs, pairs_end, copied, copied_end;
 
-// Functions that are a call and padding after it: at the end of a cache line, and so that the padding is in two pages.
+// Functions that are a call and padding after it: at the end of a quadword and of a cache line, and so that the padding is
+// in two pages.
 // What follows a call puts a number into R8, by which one sees where the program goes on.
 #define PADDING ".p2align 4, 0x90\n"
 #define CALL(number) "syscall\nmov $" #number ", %r8d\nret\n"
@@ -44,7 +51,9 @@ __asm__(".text\n.p2align 12\n"
 	"plain:\n" CALL(1) PADDING
 	"child_site:\n" CALL(2) PADDING
 	"filtered_site:\n" CALL(3) PADDING
+	".skip 7, 0x90\nquadword_end:\n" CALL(7) PADDING
 	".p2align 6, 0x90\n.skip 63, 0x90\nline_end:\n" CALL(4) PADDING
+	"protected_site:\n" CALL(8) PADDING
 	".p2align 12, 0x90\n.skip 4096 - 12, 0x90\npage_end:\n" CALL(5) ".skip 19, 0x90\n" PADDING
 	".p2align 12, 0x90\ncopied:\n" CALL(6) PADDING "copied_end:\n"
 	// Two functions each that have one padding.
@@ -113,9 +122,11 @@ static int ended(int child)
 	return WIFEXITED(status) ? WEXITSTATUS(status) : 256 + WTERMSIG(status);
 }
 
-// The first one cannot be rewritten: half of it would be seen. That keeps no other one from it.
+// The first two cannot be rewritten: half of them could be seen. That keeps no other one from it.
 static void places(int rewrites)
 {
+	calls(quadword_end, 7);
+	CHECK(!is_rewritten(quadword_end));
 	calls(line_end, 4);
 	CHECK(!is_rewritten(line_end));
 	calls(plain, 1);
@@ -209,6 +220,28 @@ static void traced(void)
 	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
 }
 
+// The kernel refuses memory of this process that is writable and executable, and memory that becomes executable.
+static void protected(int rewrites)
+{
+	int child = fork();
+
+	if (child == 0) {
+		if (prctl(PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN, 0, 0, 0) != 0) {
+			CHECK(errno == EINVAL);
+			puts("this kernel is older than 6.3: nothing watches the rights of memory");
+			fflush(stdout);
+			_exit(7);
+		}
+		CHECK(mmap(NULL, PAGE, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) ==
+		      MAP_FAILED);
+		calls(protected_site, 8);
+		CHECK(is_rewritten(protected_site) == rewrites);
+		check_access(protected_site, "r-xp");
+		_exit(7);
+	}
+	CHECK(ended(child) == 7);
+}
+
 static pthread_barrier_t barrier;
 static volatile int is_done;
 
@@ -270,6 +303,7 @@ int main(int count, char **words)
 	// Before the others: processes that are made have what was counted.
 	threads(rewrites);
 	traced();
+	protected(rewrites);
 	places(rewrites);
 	mappings(rewrites);
 	filters();

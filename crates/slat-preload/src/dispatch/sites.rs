@@ -4,21 +4,49 @@
 //!
 //! The `syscall` has two bytes, as has a jump by at most 128 bytes. The short jump leads to padding between two
 //! functions, if there are five bytes of it; from there a longer jump leads to a stub in memory nearby. So no
-//! instruction moves: a thread that returns from the kernel, or is about to make the call, finds what it expects. The
-//! two bytes are replaced at once, by one store that does not cross a cache line: other processors see the old
-//! instruction or the new one (AMD APM, volume 2, section 7.6.1).
+//! instruction moves: a thread that returns from the kernel, or is about to make the call, finds what it expects.
 //!
-//! A site is not rewritten if it has no such padding, if its code is not private, readable and executable, or if the
-//! process is traced (a debugger has breakpoints in code). With `SLAT_REWRITE=0` no site is.
+//! A site is not rewritten if it has no such padding, if its code is not private, readable and executable, if it lies in
+//! two aligned quadwords, or if the process is traced (a debugger has breakpoints in code). With `SLAT_REWRITE=0` no
+//! site is.
+//!
+//! # How text changes
+//! No memory is ever writable and executable, nor does writable memory become executable. The changed copy of one or two
+//! pages of text is written to a memfd by pwrite(2), and mapped in their place, readable and executable, by one mmap(2)
+//! with `MAP_FIXED`. The stub is in the same memfd. So slat needs neither SELinux's `execmem` nor `execmod`, and works
+//! under `PR_SET_MDWE` and under seccomp filters that forbid mappings which are writable and executable. It needs
+//! memfd_create(2), and SELinux's `execute` for files in tmpfs. Where the kernel refuses any of it, the site stays.
+//!
+//! Other threads may execute these pages meanwhile. The kernel holds the process's mmap lock during the call. It
+//! removes the old translations, makes each processor that may have cached them invalidate them, and then allows new
+//! ones. A thread that fetches an instruction in between takes a page fault, and waits for the lock. So a processor
+//! executes the old instruction, or the new one, and never reaches the longer jump before it exists. It remains to show
+//! that no processor joins the first byte of the old instruction to the second byte of the new one:
+//!
+//! * Intel SDM, volume 3A, "Handling Self- and Cross-Modifying Code" (section 10.1.3; in older editions 9.1.3 or 8.1.3)
+//!   has one algorithm for changing code that another processor may execute: that processor executes a serializing
+//!   instruction before the new code. A plain store of two bytes is not promised to be seen as a whole. Here the
+//!   algorithm is followed, since a processor is interrupted for the invalidation ("Propagation of Paging-Structure
+//!   Changes to Multiple Processors", section 5.10.5, formerly 4.10.5), and INVLPG, MOV to CR3 and IRET are serializing
+//!   ("Serializing Instructions", section 10.3, formerly 9.3 or 8.3).
+//! * Processors of AMD with INVLPGB invalidate without an interrupt (Linux 6.15). AMD APM, volume 2, section 7.6.1,
+//!   "Cross-Modifying Code", allows asynchronous modification by a change within a naturally aligned quadword. So sites
+//!   that lie in two of them stay.
+//!
+//! Text that differs from its file stays, too: the kernel's own breakpoints (uprobes) work only in a mapping of the
+//! file that they belong to. A mapping of the memfd has the name `/memfd:slat-text`; tools that find symbols by the
+//! names of mappings find none there. Before Linux 6.12, an mmap that runs out of the kernel's memory may leave the
+//! pages unmapped.
 
 use super::direct::{self, Site};
 use super::scan;
 use crate::guarded::guarded;
 use crate::loaded;
-use crate::real::{kernel, map_memory};
-use std::arch::asm;
+use crate::real::{Opened, kernel};
+use std::fs::File;
 use std::mem::offset_of;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 /// The number of dispatched calls of a site after which it is rewritten.
@@ -40,7 +68,7 @@ static COUNTS: [Count; SITES] = [const {
     }
 }; SITES];
 
-/// Whether a thread is rewriting a site. Only that thread changes the rights of pages, and chooses padding.
+/// Whether a thread is rewriting a site. Only that thread replaces pages, and chooses padding.
 static BUSY: AtomicBool = AtomicBool::new(false);
 
 /// Whether the user lets slat rewrite.
@@ -81,65 +109,162 @@ pub fn count(back: usize) {
 
 /// Rewrites the `syscall` before `back`. `None`: the site is not rewritten.
 fn rewrite(back: usize) -> Option<()> {
+    /// The unit within which AMD allows an asynchronous modification.
+    const QUADWORD: usize = 8;
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status
         .lines()
         .find(|line| line.split_whitespace().eq(["TracerPid:", "0"]))?;
-    let text = text_around(back)?;
-    // SAFETY: a private mapping, readable and executable; no other code changes it.
-    let code = unsafe { std::slice::from_raw_parts(text.start as *const u8, text.len()) };
+    let text = Text::around(back)?;
+    let at = |address: usize| address - text.range.start;
     let site = back - scan::SYSCALL.len();
     // A mapping begins with a page, so that offsets have the alignment of addresses.
-    let padding = text.start + scan::padding(code, back - text.start, LONG.len())?;
-    if !code[..back - text.start].ends_with(&scan::SYSCALL) || site % 64 == 63 {
+    let padding = text.range.start + scan::padding(text.code(), at(back), LONG.len())?;
+    if !text.code()[..at(back)].ends_with(&scan::SYSCALL) || site % QUADWORD == QUADWORD - 1 {
         return None;
     }
     let short = i8::try_from(padding as isize - back as isize).ok()?;
-    let stub = Stub::near(&text, back)?;
-    let distance = i32::try_from(stub as isize - (padding + LONG.len()) as isize).ok()?;
     let pages =
         site.min(padding) & !(PAGE - 1)..(site.max(padding) + LONG.len()).next_multiple_of(PAGE);
-    direct::prepare();
-    protect(&pages, libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC)?;
-    let [low, high] = [0xeb, short as u8];
-    // SAFETY: the pages are writable, and only this thread writes to them. The padding is not executed before the jump
-    // to it is stored, which one store does.
-    unsafe {
-        let mut long = LONG;
-        long[1..].copy_from_slice(&distance.to_le_bytes());
-        (padding as *mut [u8; LONG.len()]).write(long);
-        asm!(
-            "mov word ptr [{site}], {jump:x}",
-            site = in(reg) site,
-            jump = in(reg) u16::from_le_bytes([low, high]),
-            options(nostack, preserves_flags),
-        );
+    if !text.is_original(&pages) {
+        return None;
     }
-    protect(&pages, libc::PROT_READ | libc::PROT_EXEC)
+    direct::prepare();
+    let memory = Opened::memfd(c"slat-text", Opened::NOT_EXECUTED)?;
+    memory.write_at(&Stub::new(back).bytes(), 0)?;
+    let stub = map_near(&text.range, &memory)?;
+    let distance = i32::try_from(stub as isize - (padding + LONG.len()) as isize).ok()?;
+    let mut changed = text.code()[at(pages.start)..at(pages.end)].to_vec();
+    let mut put = |address: usize, bytes: &[u8]| {
+        changed[address - pages.start..][..bytes.len()].copy_from_slice(bytes);
+    };
+    let mut long = LONG;
+    long[1..].copy_from_slice(&distance.to_le_bytes());
+    put(padding, &long);
+    put(site, &[0xeb, short as u8]);
+    memory.write_at(&changed, PAGE)?;
+    // SAFETY: a copy of these pages of text; what differs is as the module's documentation says.
+    unsafe { map(&memory, PAGE, &pages, libc::MAP_FIXED)? };
+    Some(())
 }
 
 /// `jmp`, with its distance.
 const LONG: [u8; 5] = [0xe9, 0, 0, 0, 0];
 
-/// Returns the addresses of the private mapping around `address`, if it is readable, executable and not writable.
-fn text_around(address: usize) -> Option<Range<usize>> {
-    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    maps.lines().find_map(|line| {
-        let (range, rest) = line.split_once(' ')?;
-        let (start, end) = range.split_once('-')?;
-        let hexadecimal = |text| usize::from_str_radix(text, 16).ok();
-        let range = hexadecimal(start)?..hexadecimal(end)?;
-        (range.contains(&address) && rest.starts_with("r-xp")).then_some(range)
+/// Maps `memory` at `offset`, readable and executable. Returns its address.
+///
+/// # Safety
+/// - With `MAP_FIXED`, the bytes may replace those at `place`.
+unsafe fn map(memory: &Opened, offset: usize, place: &Range<usize>, flags: i32) -> Option<usize> {
+    let access = libc::PROT_READ | libc::PROT_EXEC;
+    let flags = libc::MAP_PRIVATE | flags;
+    // SAFETY: the caller's.
+    let mapped = unsafe {
+        kernel!(
+            libc::SYS_mmap,
+            place.start,
+            place.len(),
+            access,
+            flags,
+            memory.fd(),
+            offset
+        )
+    };
+    mapped.ok().map(|mapped| mapped as usize)
+}
+
+/// Maps the first page of `memory`, readable and executable, within reach of a jump from `text`. Returns its address.
+fn map_near(text: &Range<usize>, memory: &Opened) -> Option<usize> {
+    /// The distance between the addresses that are tried, and their number.
+    const STEP: usize = 1 << 20;
+    const TRIES: usize = 512;
+    let below = (1..TRIES).map(|n| text.start.wrapping_sub(n * STEP));
+    let above = (1..TRIES).map(|n| text.end + n * STEP);
+    let mut places = below.zip(above).flat_map(|(below, above)| [below, above]);
+    places.find_map(|place| {
+        let place = place & !(PAGE - 1);
+        let flags = libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: memory that is not in use.
+        let page = unsafe { map(memory, 0, &(place..place + PAGE), flags) }?;
+        // Kernels before 4.17 treat the address as a hint.
+        (page == place).then_some(page)
     })
 }
 
-fn protect(pages: &Range<usize>, access: i32) -> Option<()> {
-    // SAFETY: pages of the program's text, which keep the rights that the program needs.
-    unsafe { kernel!(libc::SYS_mprotect, pages.start, pages.len(), access) }.ok()?;
-    Some(())
+/// Private code that is readable and executable, and not writable: mappings without a gap.
+struct Text {
+    range: Range<usize>,
+    /// The parts that map files.
+    files: Vec<Range<usize>>,
 }
 
-/// What a rewritten site jumps to: loads the address of `site`, and jumps to `entry`.
+impl Text {
+    /// Returns the code around `address`.
+    fn around(address: usize) -> Option<Self> {
+        let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+        let mut text = Text {
+            range: 0..0,
+            files: Vec::new(),
+        };
+        for line in maps.lines() {
+            // Addresses, access, offset, device, inode, name.
+            let mut words = line.split_whitespace();
+            let (start, end) = words.next()?.split_once('-')?;
+            let hexadecimal = |text| usize::from_str_radix(text, 16).ok();
+            let range = hexadecimal(start)?..hexadecimal(end)?;
+            if words.next() != Some("r-xp") {
+                continue;
+            }
+            if range.start != text.range.end {
+                if text.range.contains(&address) {
+                    break;
+                }
+                text = Text {
+                    range: range.clone(),
+                    files: Vec::new(),
+                };
+            }
+            text.range.end = range.end;
+            if words.nth(2) != Some("0") {
+                text.files.push(range);
+            }
+        }
+        text.range.contains(&address).then_some(text)
+    }
+
+    /// Returns the code.
+    fn code(&self) -> &[u8] {
+        // SAFETY: mapped and readable; a program that changes it while it makes `KVM_RUN` calls from it is not supported.
+        unsafe { std::slice::from_raw_parts(self.range.start as *const u8, self.range.len()) }
+    }
+
+    /// Whether those of `pages` that map a file have the file's memory, and no copy of it that was changed.
+    fn is_original(&self, pages: &Range<usize>) -> bool {
+        /// Bits of an entry (`Documentation/admin-guide/mm/pagemap.rst`): the page is present, is swapped out, is the
+        /// file's or shared.
+        const PRESENT: u64 = 1 << 63;
+        const SWAPPED: u64 = 1 << 62;
+        const FILES: u64 = 1 << 61;
+        let Ok(entries) = File::open("/proc/self/pagemap") else {
+            return false;
+        };
+        let is_files = |page: usize| {
+            let mut entry = [0; size_of::<u64>()];
+            let at = page / PAGE * entry.len();
+            let read = entries.read_exact_at(&mut entry, at as u64);
+            let entry = u64::from_le_bytes(entry);
+            read.is_ok() && (entry & (PRESENT | SWAPPED) == 0 || entry & FILES != 0)
+        };
+        let mut of_files = pages
+            .clone()
+            .step_by(PAGE)
+            .filter(|page| self.files.iter().any(|file| file.contains(page)));
+        of_files.all(is_files)
+    }
+}
+
+/// What a rewritten site jumps to: loads the address of `site`, and jumps to `entry`. Its place in memory makes no
+/// difference to it.
 #[repr(C)]
 struct Stub {
     enter: [u8; 16],
@@ -148,22 +273,8 @@ struct Stub {
 }
 
 impl Stub {
-    /// Makes a stub in a page of its own, within reach of a jump from `text`. Returns its address.
-    fn near(text: &Range<usize>, back: usize) -> Option<usize> {
-        /// The distance between the addresses that are tried, and their number.
-        const STEP: usize = 1 << 20;
-        const TRIES: usize = 512;
-        let below = (1..TRIES).map(|n| text.start.wrapping_sub(n * STEP));
-        let above = (1..TRIES).map(|n| text.end + n * STEP);
-        let places = below.zip(above).flat_map(|(below, above)| [below, above]);
-        let flags = libc::MAP_FIXED_NOREPLACE;
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let page = places.map(|place| place & !(PAGE - 1)).find_map(|place| {
-            // SAFETY: memory that is not in use.
-            let page = unsafe { map_memory(place, PAGE, access, flags) }.ok()?;
-            // Kernels before 4.17 treat the address as a hint.
-            (page == place).then_some(page)
-        })?;
+    /// Makes the stub of the site before `back`.
+    fn new(back: usize) -> Self {
         let distance = |from: usize, to: usize| (to as i32 - from as i32).to_le_bytes();
         let site = offset_of!(Stub, site);
         let mut enter = [0xcc; 16];
@@ -178,14 +289,16 @@ impl Stub {
             offset_of!(Site, call) + 8,
             offset_of!(Site, back),
         ));
-        let stub = Stub {
+        Stub {
             enter,
             site: Site { back, call },
             entry: direct::entry as *const () as usize,
-        };
-        // SAFETY: the new page, which is large enough.
-        unsafe { (page as *mut Stub).write(stub) };
-        protect(&(page..page + PAGE), libc::PROT_READ | libc::PROT_EXEC)?;
-        Some(page)
+        }
+    }
+
+    /// Returns the stub's memory.
+    fn bytes(&self) -> [u8; size_of::<Self>()] {
+        // SAFETY: integers and arrays of bytes, without padding between them.
+        unsafe { std::mem::transmute_copy(self) }
     }
 }
