@@ -37,14 +37,16 @@ pub extern "C" fn slat_open() -> c_int {
 ///   long as the slot, or changes in `slat_around`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
-    guarded(|| match descriptors::get(fd) {
+    guarded(|| {
         // As in the kernel, the upper half of a request says nothing.
-        Some(handle) => {
-            let value = handle.ioctl(request as u32, argument as u64);
-            Ok(value.map_err(errno)? as isize)
+        let ours = descriptors::get(fd)
+            .map(|handle| handle.ioctl(request as u32, argument as u64))
+            .transpose();
+        match ours.map_err(errno)?.flatten() {
+            Some(value) => Ok(value as isize),
+            // SAFETY: the caller's.
+            None => answer(unsafe { libc::ioctl(fd, request, argument) } as isize),
         }
-        // SAFETY: the caller's.
-        None => answer(unsafe { libc::ioctl(fd, request, argument) } as isize),
     }) as c_int
 }
 

@@ -70,16 +70,19 @@ impl Handle {
         unsafe { (*self.0.object.get()).as_ref() }.expect("a used cell holds an object")
     }
 
-    /// Carries out a request, and enters in the table what it creates. Returns what `ioctl` returns.
+    /// Carries out a request, and enters in the table what it creates. Returns what `ioctl` returns. `None`: the kernel
+    /// carries out this request itself for any descriptor.
     ///
     /// # Errors
     /// As for [`Object::ioctl`]; `EMFILE` if the new descriptor's number is beyond the table.
-    pub fn ioctl(&self, request: u32, argument: u64) -> Result<i32> {
-        match self.object().ioctl(request, argument)? {
-            Answer::Value(value) => Ok(value),
-            Answer::Created(object, fd) => adopt(fd, object),
-            Answer::Stored(object, fd) => adopt(fd, object).map(|_| 0),
-        }
+    pub fn ioctl(&self, request: u32, argument: u64) -> Result<Option<i32>> {
+        let value = match self.object().ioctl(request, argument)? {
+            Answer::Value(value) => value,
+            Answer::Created(object, fd) => adopt(fd, object)?,
+            Answer::Stored(object, fd) => adopt(fd, object).map(|_| 0)?,
+            Answer::Kernels => return Ok(None),
+        };
+        Ok(Some(value))
     }
 
     /// Forgets the use without lowering the count: for objects of a parent process.

@@ -25,36 +25,31 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     let number = request as u32;
     // SAFETY: the caller's.
     let call = || unsafe { kernel!(libc::SYS_ioctl, fd, request, argument) };
-    (if is_any_files(number) {
-        plain(call())
-    } else if table::is_ours(fd) || number >> 8 & 0xff == KVMIO {
-        guarded(|| match table::get(fd).or_else(|| inherited(fd)) {
-            Some(handle) => kvm(&handle, number, argument),
-            None => call(),
-        })
-    } else if number >> 8 & 0xff == UFFDIO && notify::is_anyone_listening() {
-        // SAFETY: the caller's.
-        unsafe { userfault(number, argument, call) }
+    (if table::is_ours(fd) {
+        guarded(|| kvms(fd, number, argument).unwrap_or_else(call))
     } else {
-        if number >> 8 & 0xff == UFFDIO {
-            mappings::advice_passed_by();
+        match number >> 8 & 0xff {
+            KVMIO => guarded(|| kvms(fd, number, argument).unwrap_or_else(call)),
+            // SAFETY: the caller's.
+            UFFDIO if notify::is_anyone_listening() => unsafe { userfault(number, argument, call) },
+            UFFDIO => {
+                mappings::advice_passed_by();
+                plain(call())
+            }
+            _ => plain(call()),
         }
-        plain(call())
     }) as c_int
 }
 
-/// Whether the kernel handles `request` itself for any descriptor, instead of passing it to the file (ioctl(2)).
-fn is_any_files(request: u32) -> bool {
-    [libc::FIOCLEX, libc::FIONCLEX, libc::FIONBIO].contains(&c_ulong::from(request))
-}
-
-fn kvm(handle: &table::Handle, request: u32, argument: usize) -> Result<isize, i32> {
+/// Carries out a request to KVM. `None`: the kernel has to do it.
+fn kvms(fd: c_int, request: u32, argument: usize) -> Option<Result<isize, i32>> {
+    let handle = table::get(fd).or_else(|| inherited(fd))?;
     if !heap::is_ready() {
-        return Err(libc::ENOMEM);
+        return Some(Err(libc::ENOMEM));
     }
     match handle.ioctl(request, argument as u64) {
-        Ok(value) => Ok(value as isize),
-        Err(error) => Err(error.errno()),
+        Ok(value) => value.map(|value| Ok(value as isize)),
+        Err(error) => Some(Err(error.errno())),
     }
 }
 

@@ -1,9 +1,9 @@
 //! Requests to a device.
 
-use super::{Answer, DONE};
+use super::{Answer, DONE, unknown};
 use crate::abi::*;
 use crate::device::VfioDevice;
-use crate::errno::{Result, fail};
+use crate::errno::Result;
 use crate::user;
 
 pub(super) fn ioctl(device: &VfioDevice, request: u32, argument: u64) -> Result<Answer> {
@@ -11,7 +11,7 @@ pub(super) fn ioctl(device: &VfioDevice, request: u32, argument: u64) -> Result<
         KVM_SET_DEVICE_ATTR => device.set_attribute(&user::read(argument)?)?,
         KVM_GET_DEVICE_ATTR => device.attribute()?,
         KVM_HAS_DEVICE_ATTR => device.has_attribute(&user::read(argument)?)?,
-        _ => return fail(libc::ENOTTY),
+        _ => return unknown(request, libc::ENOTTY),
     }
     DONE
 }

@@ -8,6 +8,7 @@ mod system;
 mod vcpu;
 mod vm;
 
+use crate::abi::KVM_RUN;
 use crate::device::VfioDevice;
 use crate::errno::{Result, fail};
 use crate::guest_memfd::GuestMemfd;
@@ -75,6 +76,9 @@ pub enum Answer {
     Created(Object, OwnedFd),
     /// Like `Created`, but the client's own struct holds the descriptor, and `ioctl` returns 0.
     Stored(Object, OwnedFd),
+    /// Nothing is done: the kernel carries out this request itself for any descriptor, instead of passing it to the file
+    /// (ioctl(2)).
+    Kernels,
 }
 
 impl Object {
@@ -121,19 +125,17 @@ impl Object {
     pub fn ioctl(&self, request: u32, argument: u64) -> Result<Answer> {
         let _section = Section::enter();
         let answer = match self {
-            Object::System(object) => system::ioctl(object, request, argument),
-            Object::Vm(object) => vm::ioctl(object, request, argument),
+            Object::Vcpu(object) if request == KVM_RUN => return vcpu::run(object, argument),
             Object::Vcpu(object) => vcpu::ioctl(object, request, argument),
+            Object::Vm(object) => vm::ioctl(object, request, argument),
+            Object::System(object) => system::ioctl(object, request, argument),
             Object::Device(object) => device::ioctl(object, request, argument),
-            Object::Stats(_) | Object::GuestMemfd(_) | Object::Parameter(_) => fail(libc::ENOTTY),
+            Object::Stats(_) | Object::GuestMemfd(_) | Object::Parameter(_) => {
+                unknown(request, libc::ENOTTY)
+            }
             Object::DevicePath => fail(libc::EBADF),
         };
-        if let Err(error) = &answer
-            && request != crate::abi::KVM_RUN
-        {
-            messages::refused_ioctl(request, error.errno());
-        }
-        answer
+        answer.inspect_err(|error| messages::refused_ioctl(request, error.errno()))
     }
 }
 
@@ -170,6 +172,14 @@ impl Object {
             // SAFETY: the caller's.
             let _ = unsafe { vcpu.complete_mapping(address, len, offset) };
         }
+    }
+}
+
+/// Returns the result of a request that the object does not have: `errno`, if the kernel does not carry it out itself.
+fn unknown(request: u32, errno: i32) -> Result<Answer> {
+    match libc::c_ulong::from(request) {
+        libc::FIOCLEX | libc::FIONCLEX | libc::FIONBIO => Ok(Answer::Kernels),
+        _ => fail(errno),
     }
 }
 

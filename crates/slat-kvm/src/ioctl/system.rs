@@ -1,6 +1,6 @@
 //! Requests to `/dev/kvm`.
 
-use super::{Answer, ENTRIES, Object, give, give_cpuid, give_msr_list, take_msrs, value};
+use super::{Answer, ENTRIES, Object, give, give_cpuid, give_msr_list, take_msrs, unknown, value};
 use crate::abi::*;
 use crate::errno::{Result, fail};
 use crate::system::System;
@@ -40,6 +40,6 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
             value(done as i32)
         }
         // KVM returns this errno on x86; for a VM's unknown requests it returns ENOTTY.
-        _ => fail(libc::EINVAL),
+        _ => unknown(request, libc::EINVAL),
     }
 }

@@ -1,7 +1,8 @@
 //! Requests to a vCPU.
 
 use super::{
-    Answer, DONE, ENTRIES, Object, give, give_cpuid, take_cpuid, take_msrs, take_old_cpuid, value,
+    Answer, DONE, ENTRIES, Object, give, give_cpuid, take_cpuid, take_msrs, take_old_cpuid,
+    unknown, value,
 };
 use crate::abi::*;
 use crate::errno::{Result, fail};
@@ -16,20 +17,21 @@ const SIGSET: u64 = 4;
 /// The size of the kernel's signal set.
 const SIGSET_BYTES: u32 = 8;
 
-pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
+/// Does `KVM_RUN`.
+pub(super) fn run(vcpu: &VcpuObject, argument: u64) -> Result<Answer> {
     let _call = vcpu.vm.begin()?;
-    match request {
-        KVM_RUN if argument == 0 => vcpu.run()?,
-        KVM_RUN => return fail(libc::EINVAL),
-        _ => return about_state(vcpu, request, argument),
+    if argument != 0 {
+        return fail(libc::EINVAL);
     }
+    vcpu.run()?;
     DONE
 }
 
 /// Does all requests but `KVM_RUN`. Not inlined: its frame has room for structures of several KiB, and other
 /// requests would have it, too.
 #[inline(never)]
-fn about_state(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
+pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
+    let _call = vcpu.vm.begin()?;
     match request {
         KVM_GET_REGS => return give(argument, &vcpu.get_regs()?),
         KVM_SET_REGS => vcpu.set_regs(&user::read(argument)?)?,
@@ -130,7 +132,7 @@ fn about_state(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result
         }
         KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,
         // KVM returns this errno on x86; for a VM's unknown requests it returns ENOTTY.
-        _ => return fail(libc::EINVAL),
+        _ => return unknown(request, libc::EINVAL),
     }
     DONE
 }

@@ -1,6 +1,6 @@
 //! Requests to a VM.
 
-use super::{Answer, DONE, Object, give, value};
+use super::{Answer, DONE, Object, give, unknown, value};
 use crate::abi::*;
 use crate::errno::{Result, fail};
 use crate::irq::routing::MAX_ROUTES;
@@ -119,7 +119,7 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         KVM_GET_TSC_KHZ => return value(vm.tsc_khz() as i32),
         KVM_X86_SET_MSR_FILTER => vm.set_msr_filter(&user::read(argument)?)?,
         KVM_ENABLE_CAP => vm.enable_cap(&user::read(argument)?)?,
-        _ => return fail(libc::ENOTTY),
+        _ => return unknown(request, libc::ENOTTY),
     }
     DONE
 }

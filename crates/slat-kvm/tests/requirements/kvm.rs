@@ -47,6 +47,7 @@ impl One {
                 Ok(Answer::Created(object, fd) | Answer::Stored(object, fd)) => {
                     Ok((0, Some(One::Slat(object, Some(fd)))))
                 }
+                Ok(Answer::Kernels) => unreachable!("no request of KVM's"),
                 Err(error) => Err(error.errno()),
             },
             One::Kernel(fd) => {
