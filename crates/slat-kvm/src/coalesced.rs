@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Offset of the ring in a vCPU's mapping.
 pub const OFFSET: usize = KVM_COALESCED_MMIO_PAGE_OFFSET as usize * PAGE;
-/// Number of ring entries, one of which stays free.
+/// Number of ring entries. One of them always stays free.
 const ENTRIES: u32 =
     ((PAGE - size_of::<kvm_coalesced_mmio_ring>()) / size_of::<kvm_coalesced_mmio>()) as u32;
 /// Ranges that a VM can have: as many as KVM's buses have devices.

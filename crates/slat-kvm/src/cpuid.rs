@@ -1,4 +1,4 @@
-//! `KVM_GET_SUPPORTED_CPUID`: what the software CPU really implements.
+//! `KVM_GET_SUPPORTED_CPUID`: the features that the software CPU implements.
 //!
 //! The vendor is that of the policy `cpu`; guests choose between VMCALL and VMMCALL, SYSENTER and SYSCALL quirks by it.
 //! Unless told otherwise it is the host's, because clients compare it with their own CPUID instruction's. Features are
@@ -308,8 +308,8 @@ const MAX_LEAVES: usize = 96;
 /// AMD's leaf of caches, one in each subleaf.
 const AMD_CACHES_LEAF: u32 = 0x8000_001d;
 
-/// Adds the leaves that say nothing, up to the last one of each range, and sorts all. KVM lists them, too: VMMs fill in
-/// what is there, such as the APIC id in leaf 0x8000_001e.
+/// Adds the empty leaves up to the last leaf of each range, and sorts all leaves. KVM lists empty leaves, too: VMMs
+/// fill in their contents, such as the APIC id in leaf 0x8000_001e.
 fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
     for first in [0, 0x8000_0000] {
         let has = |entries: &[kvm_cpuid_entry2], leaf| entries.iter().any(|e| e.function == leaf);

@@ -177,7 +177,7 @@ pub fn show_injected(events: &mut kvm_vcpu_events, event: Event) {
     }
 }
 
-/// Sets the events of the CPU's state. Returns those that are not part of it.
+/// Sets the events that are part of the CPU's state. Returns the other events.
 ///
 /// # Errors
 /// `EINVAL` for unknown flags, and exceptions that do not exist.

@@ -12,8 +12,8 @@ use slat_x86::Exit;
 /// Of so many exits the time of one is taken: a power of two.
 const ONE_IN: u64 = 16;
 
-/// Buckets of a histogram: the last one has what takes longer than 4 ms. Fewer than those of halts, as each vCPU has
-/// one for each reason.
+/// Buckets of a histogram; the last one counts exits that take longer than 4 ms. There are fewer buckets than for
+/// halts, because each vCPU has a histogram for each exit reason.
 const BUCKETS: usize = 24;
 
 /// Why the CPU has exited, as far as times are told apart.

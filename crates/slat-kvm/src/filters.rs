@@ -35,8 +35,9 @@ pub fn has_threads() -> bool {
     background::count() > 0
 }
 
-/// Whether the program has one thread at most. A filter for all threads of the process (`SECCOMP_FILTER_FLAG_TSYNC`)
-/// may then be installed on that one alone, so that it does not bind slat's.
+/// Whether the program has at most one thread. Then a filter for all threads of the process
+/// (`SECCOMP_FILTER_FLAG_TSYNC`) may be installed on that thread alone, so that the filter does not bind slat's
+/// threads.
 #[doc(hidden)]
 pub fn is_one_thread() -> bool {
     last_thread::threads_of_program().is_some_and(|threads| threads <= 1)

@@ -51,7 +51,7 @@ pub fn flags(protected: bool) -> u64 {
 /// Guest memory of one VM, which its descriptors refer to. Closing the last of them drops this and releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfd {
-    /// The file that its descriptors refer to.
+    /// The file to which the descriptors of this memory refer.
     file: FileId,
     memory: Arc<Shared>,
     /// `FLAG_…`.

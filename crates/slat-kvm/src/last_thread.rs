@@ -97,8 +97,8 @@ pub(crate) fn threads_of_program() -> Option<usize> {
 
 /// Waits until the first thread of the process has ended, if the kernel tells so.
 fn wait_for_first() {
-    // The kernel clears the note and wakes its sleepers (set_tid_address(2)). A thread that joins the first
-    // one sleeps there, too.
+    // When the first thread ends, the kernel clears this note and wakes the threads that sleep on it
+    // (set_tid_address(2)). A thread that joins the first one sleeps there, too.
     if let Some(word) = slat_process::first_noted_id() {
         let call = |operation: i32, value: i32| {
             let word = word.as_ptr() as usize;
@@ -112,8 +112,8 @@ fn wait_for_first() {
     }
 }
 
-/// Waits until the program has no thread. Returns what wait(2) would return for the first one; `None`
-/// if it cannot be told.
+/// Waits until the program has no thread. Returns what wait(2) would return for its first thread; `None` if that is
+/// unknown.
 fn observe() -> Option<u32> {
     if !leave_descriptors() {
         return None;

@@ -1,6 +1,6 @@
 //! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE` (KVM's api document, 4.114 and 4.115): whether a vCPU runs a guest
-//! of its guest by SVM, and what its hypervisor had in its registers. VMX is not offered: of a guest without SVM, where
-//! Intel's processor is offered, the state is a header that says so.
+//! of its guest by SVM, and the registers of the hypervisor that runs it. slat does not offer VMX: where the policy
+//! offers Intel's processor, a guest has no SVM, and its state is a header that says so.
 
 use crate::cpuid::is_amd;
 use crate::errno::{Result, fail};

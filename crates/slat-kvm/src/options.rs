@@ -152,7 +152,8 @@ impl Options {
         self.halts_inside.load(Ordering::Relaxed)
     }
 
-    /// Returns what a bus lock of the guest does: one that exits has been executed (Intel) or not (AMD).
+    /// Returns how a bus lock of the guest is handled: a bus lock that exits was executed before the exit (Intel), or
+    /// was not (AMD).
     pub(crate) fn bus_locks(&self) -> BusLocks {
         match self.bus_locks_exit.load(Ordering::Relaxed) {
             false => BusLocks::Executed,

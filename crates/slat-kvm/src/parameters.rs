@@ -98,8 +98,9 @@ pub fn write(name: &str, text: &str) -> Result<()> {
         }
         vm.set_policy(setting);
         if setting == Setting::NxHugePages(Switch::Off) {
-            // Unmaps everything, so that pages that execution has split are mapped huge again. (When the policy is set
-            // to "on", the engine itself zaps the leaves that must not be executed any more.)
+            // Unmaps everything, so that the guest's next access maps each page huge again that was split because it
+            // was executed. (When the policy is set to "on", the engine itself zaps the leaves that must not be
+            // executed any more.)
             drop(vm.invalidate(Hva(0)..Hva(1 << 47)));
         }
     }

@@ -75,7 +75,7 @@ pub const USERFAULT: &str = "userfault";
 /// The policy of the compiler: [`JitMap`].
 pub const JIT_MAP: &str = "jit_map";
 
-/// What the compiler writes for perf, so that it names guest code.
+/// Which files the compiler writes for perf, so that perf names guest code.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum JitMap {
     /// Nothing.

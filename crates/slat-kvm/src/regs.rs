@@ -321,7 +321,7 @@ pub fn get_xcrs(state: &State) -> kvm_xcrs {
     xcrs
 }
 
-/// `KVM_SET_XCRS`: sets XCR0 to the value that comes first for it. There is no other such register.
+/// `KVM_SET_XCRS`: sets XCR0 to the first value that `xcrs` has for it. There is no other register of this kind.
 ///
 /// # Errors
 /// `EINVAL` for too many registers, flags, and states that the guest's CPUID does not have.

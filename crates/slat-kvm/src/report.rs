@@ -1,5 +1,5 @@
-//! The statistics that a process prints at its end, on standard error: what the memory system and the
-//! CPUs did for its VMs.
+//! The statistics that a process prints on standard error when it ends: the work of the memory system and of the CPUs
+//! for its VMs.
 
 use crate::compiler;
 use crate::counters::CpuCounts;

@@ -282,8 +282,8 @@ pub(crate) fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Resu
     Ok(fd)
 }
 
-/// Says that RLIMIT_FSIZE forbids the memfd, if that is the error: KVM needs no file there, and its
-/// documentation does not help.
+/// If the error is that RLIMIT_FSIZE forbids the memfd, prints a message that says so: KVM needs no file there, so its
+/// documentation does not explain the error.
 fn refused_size(name: &CStr, size: usize, error: Error) {
     if error.errno() == libc::EFBIG {
         messages::say(format_args!(

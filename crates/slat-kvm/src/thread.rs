@@ -19,7 +19,8 @@ pub mod bits {
     /// The vCPU has to check what raises no bit: `immediate_exit`, pending signals under a signal mask,
     /// changes of its code.
     pub const POLL: u32 = 1 << 11;
-    /// The vCPU has to pass a quiescent point and to write pages that it shares with the guest, if they have changed.
+    /// The vCPU must pass a quiescent point, and must write the pages that it shares with the guest if their contents
+    /// have changed.
     pub const RETRY: u32 = 1 << 12;
     /// A write found the dirty ring full: the client has to collect.
     pub const RING_FULL: u32 = 1 << 13;

@@ -40,7 +40,7 @@ impl Periodic {
         Periodic { bit, period, next }
     }
 
-    /// Returns the bit if it is to be raised, which it will be next after a period; else 0.
+    /// Returns the bit if it is to be raised now, and sets the next time to a period later. Otherwise returns 0.
     fn due(&mut self, now: Instant) -> u32 {
         if self.next > now {
             return 0;

@@ -215,11 +215,11 @@ fn khz_between(start: &Moment, end: &Moment) -> u32 {
 pub(crate) mod simulated {
     use std::cell::Cell;
 
-    /// What the thread reads from its host.
+    /// The clocks that the thread reads, in the place of the host's.
     #[derive(Clone, Copy, Debug)]
     pub(crate) struct Host {
         pub(crate) tsc: u64,
-        /// The frequency that the host is thought to have.
+        /// The frequency that slat assumes of the host's TSC.
         pub(crate) khz: u32,
         /// The wall clock when the TSC is 0.
         pub(crate) realtime: u64,
@@ -268,7 +268,7 @@ mod tests {
         khz / 1_000_000 + 1 + 10 * (start.width + end.width) / ms.max(1)
     }
 
-    /// A frequency that is measured once, in a short time, is the one that a longer time tells.
+    /// A frequency that is measured in a short time is the same as one that is measured in a longer time.
     #[test]
     fn the_frequency_is_the_kernels() {
         let start = Moment::for_measurement();

@@ -118,8 +118,8 @@ pub(crate) enum TscChange {
     Value(u64),
     /// The client sets `KVM_VCPU_TSC_OFFSET`.
     Offset(u64),
-    /// The client sets the frequency; the TSC continues. If it is within a second of another vCPU's TSC of this
-    /// frequency, it is synchronized with that.
+    /// The client sets the frequency, and the TSC continues from its value. If that is within a second of another
+    /// vCPU's TSC of the new frequency, the two are synchronized.
     Khz(u32),
     /// The guest writes its TSC, or TSC_ADJUST: this is added.
     Shift(u64),
@@ -287,7 +287,7 @@ impl VmClock {
     /// section, for the end of the update. The caller is in no section.
     pub(crate) fn update(&self, stop: impl FnOnce(), work: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        // SeqCst: a vCPU that enters its section after `stop` has looked at it sees the flag.
+        // SeqCst: if a vCPU enters its section after `stop` has looked at that vCPU, the vCPU sees the flag.
         self.is_updating.store(true, Ordering::SeqCst);
         stop();
         work();

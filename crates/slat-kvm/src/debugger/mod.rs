@@ -71,7 +71,7 @@ pub(crate) enum Request<'a> {
 
 /// A vCPU, for a debugger.
 pub(crate) trait Debuggee: Sync {
-    /// The id that the client gave it.
+    /// Returns the id that the client gave to the vCPU.
     fn id(&self) -> u32;
 
     /// Returns its port.

@@ -16,11 +16,11 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 /// Changes whenever a vCPU of the process has something to say to its debugger. The debugger's thread sleeps on it.
 pub(super) static NEWS: AtomicU32 = AtomicU32::new(0);
 
-/// What a vCPU does when it goes on.
+/// The work that a vCPU does when it continues.
 #[derive(Default)]
 pub(crate) struct Orders {
     pub(crate) probes: Vec<Probe>,
-    /// It executes one instruction.
+    /// Whether the vCPU executes one instruction only.
     pub(crate) steps: bool,
     /// A probe at the next instruction does not stop it.
     pub(crate) passes: bool,
@@ -135,7 +135,7 @@ impl<T> Port<T> {
         }
     }
 
-    /// Holds the vCPU, because a probe has stopped it; if no debugger has it any more, it goes on. Call
+    /// Holds the vCPU, because a probe has stopped it. If no debugger has the vCPU any more, the vCPU continues. Call
     /// on the vCPU's thread.
     pub(crate) fn stopped(&self, hit: ProbeHit) {
         let mut state = self.state();
@@ -192,8 +192,8 @@ fn tell() {
     wait::wake(&NEWS);
 }
 
-/// Keeps bits from an attention word that nobody looks at now, so that what looks at the word sees only new ones.
-/// Dropping this raises them again.
+/// Hides the raised bits of an attention word, so that a reader of the word sees only new bits. Dropping this raises
+/// the hidden bits again.
 pub(crate) struct Quiet<'a> {
     attention: &'a Attention,
     bits: u32,

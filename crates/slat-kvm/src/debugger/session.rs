@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// How long a request waits for a vCPU that another call has locked.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long it waits until it tries again.
+/// How long the session waits before it tries again.
 const TRIES_AGAIN: Duration = Duration::from_millis(1);
 
 /// What a vCPU does that a debugger has held.
@@ -19,7 +19,7 @@ const TRIES_AGAIN: Duration = Duration::from_millis(1);
 pub(crate) enum Go {
     /// It goes on.
     On,
-    /// It executes one instruction.
+    /// The vCPU executes one instruction.
     Step,
     /// It stays held.
     Nowhere,
@@ -41,7 +41,7 @@ pub(crate) struct Session {
     pub(crate) vm: u64,
     /// Whether all vCPUs are being held, because the debugger wants it or one has hit a probe.
     stops: bool,
-    /// The vCPU that a code probe has stopped: it passes the probe when it goes on.
+    /// The vCPU that a code probe has stopped. When it continues, it passes that probe once.
     passes: Option<u32>,
 }
 
@@ -102,8 +102,8 @@ impl Session {
         NEWS.load(Ordering::SeqCst)
     }
 
-    /// Returns why all vCPUs are held; `None` if one runs. Of several hits one is returned: those of code will be hit
-    /// again, those of data are kept for the next time.
+    /// Returns why all vCPUs are held; `None` if one runs. If several probes were hit, returns one of them: the guest
+    /// will hit the others again if they are of code, and those of data are kept for the next call.
     pub(crate) fn stopped(&mut self) -> Option<Stopped> {
         let mut hit = false;
         self.each(|vcpu| hit |= vcpu.port().hit().is_some());

@@ -19,7 +19,7 @@ impl Connections {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a connection, or removes one: no eventfd is signalled after the call that removed it has returned.
+    /// Adds or removes a connection. After the removal has returned, the guest signals its eventfd no more.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id

@@ -1,4 +1,4 @@
-//! Hyper-V's CPUID leaves (`KVM_GET_SUPPORTED_HV_CPUID`), and what a guest's leaves allow it.
+//! Hyper-V's CPUID leaves (`KVM_GET_SUPPORTED_HV_CPUID`), and the rights that the leaves of a guest grant.
 
 use kvm_bindings::kvm_cpuid_entry2;
 use slat_host::procfs;

@@ -1,4 +1,4 @@
-//! What only the thread that runs a vCPU uses of Hyper-V's interface.
+//! The part of Hyper-V's interface that only the thread that runs the vCPU uses.
 
 use slat_hyperv::cpuid::Privileges;
 use slat_hyperv::stimer::Timers;

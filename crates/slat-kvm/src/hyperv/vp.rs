@@ -1,5 +1,5 @@
-//! What other threads use of a virtual processor while its vCPU runs: its index, and its SynIC, whose
-//! sources devices signal.
+//! The part of a virtual processor that other threads use while its vCPU runs: its index, and its SynIC, whose sources
+//! devices signal.
 
 use slat_hyperv::synic::Synic;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

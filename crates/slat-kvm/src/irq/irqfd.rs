@@ -269,7 +269,7 @@ impl Service {
 
     fn add(&self, irqfd: Shared<IrqFd>) -> Result<()> {
         let mut irqfds = lock(&self.irqfds);
-        // Its signals can reach one irqfd only.
+        // The signals of an eventfd can reach only one irqfd.
         if (irqfds.iter()).any(|other| other.eventfd.is(&irqfd.eventfd)) {
             return fail(libc::EBUSY);
         }

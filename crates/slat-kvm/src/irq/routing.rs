@@ -92,7 +92,8 @@ impl Routes {
                 return fail(libc::EINVAL);
             }
             let target = target(entry, has_chips, extended_ids)?;
-            // Behind those that the client has named for this GSI before. VMMs name GSIs in order: it is the end.
+            // The new route comes after the routes that the client has named for this GSI before. VMMs name GSIs in
+            // order, so that is mostly the end.
             let at = routes.partition_point(|(gsi, _)| *gsi <= entry.gsi);
             routes.insert(at, (entry.gsi, target));
         }

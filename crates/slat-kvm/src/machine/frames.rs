@@ -35,7 +35,7 @@ impl VcpuMachine {
 struct Frames {
     /// Bytes of an address.
     size: usize,
-    /// The addresses that there are.
+    /// The bits of an address that exist in this mode.
     mask: u64,
     code_base: u64,
     stack_base: u64,
@@ -84,7 +84,8 @@ impl Frames {
             if caller == 0 || half(caller) != half(state.rip) {
                 return count;
             }
-            // A call may be the last instruction of its function: an address in it tells which one that is.
+            // A call may be the last instruction of its function. So the address of the call's last byte identifies the
+            // function, and the return address may not.
             *address = code(caller - 1);
             (below, frame) = (frame.saturating_add(bytes), next);
         }
@@ -144,7 +145,7 @@ mod tests {
             self.put(gpa + 8, caller);
         }
 
-        /// Returns the stack of a CPU that has this memory, in the state that `set` makes of one of 64 bits.
+        /// Returns the stack of a CPU with this memory, whose state is that of a 64-bit CPU after `set`.
         fn stack(&self, set: impl FnOnce(&mut State)) -> Vec<u64> {
             let before = self.0.clone();
             let vm = VmObject::new(false, None, None).unwrap();

@@ -56,8 +56,8 @@ impl VcpuMachine {
         Ok(page)
     }
 
-    /// Translates a guest-physical page to its host page. The CPU's TLB keeps the translation, so it is not kept here,
-    /// where it would take the place of a table's.
+    /// Translates a guest-physical page to its host page. The cache of this vCPU does not keep the translation, because
+    /// the CPU's TLB does: so it displaces no translation of a page-table page.
     fn data_page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
         let found = self
             .engine
@@ -210,8 +210,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Has the engine compare what it has made of the guest's tables with them, if it shadows them. Returns whether it
-    /// does: then all translations are void. The vCPU is entered.
+    /// If the engine shadows the guest's tables, has the engine compare the shadow with them. Returns whether the
+    /// engine shadows tables: then all translations are void. The vCPU is entered.
     pub(crate) fn flush_shadowed(&mut self) -> bool {
         if self.shadows {
             self.engine.flush_guest(&mut Words(&self.vm.code));
@@ -247,8 +247,8 @@ impl VcpuMachine {
             .map_err(|why| self.again(why))
     }
 
-    /// Replaces a word of guest memory at host address `word`, to which a translation for writing has led, if it still
-    /// is `old`. Returns whether it did.
+    /// Replaces a word of guest memory by `new` if it still is `old`. `word` is its host address, from a translation
+    /// for a write. Returns whether the word was replaced.
     pub(super) fn exchange_entry(
         &mut self,
         word: Hpa,
@@ -383,8 +383,8 @@ pub(super) fn slat_access(access: Access) -> slat::Access {
     }
 }
 
-/// Guest memory, at the addresses where this process has it: what the engine's translations lead to. A walk of the
-/// guest's tables sets bits in it, and the guest may execute the page that has them.
+/// Guest memory, at the addresses of this process to which the engine translates. A walk of the guest's tables sets
+/// bits in this memory, and the guest may also execute the page of such a table.
 struct Words<'a>(&'a CodePages);
 
 /// Why a walk has to begin again.
@@ -478,7 +478,7 @@ impl VcpuMachine {
 }
 
 impl VcpuMachine {
-    /// Walks the guest's tables, and those of the hypervisor that it is a guest of, if there is one with nested paging.
+    /// Walks the guest's tables. In a nested guest with nested paging, also walks the nested tables of its hypervisor.
     #[inline]
     fn walk_guest(
         &mut self,
@@ -643,7 +643,7 @@ mod tests {
     use kvm_bindings::kvm_userspace_memory_region;
     use slat::guest_walk::error_code::{FETCH, USER, WRITE};
 
-    /// A page fault for a table that lies outside memory has the error code of one for an entry that is not present.
+    /// A page fault for a table outside memory has the same error code as one for an entry that is not present.
     #[test]
     fn a_table_outside_memory_maps_nothing() {
         const PRESENT: u64 = 7;

@@ -55,7 +55,7 @@ pub(crate) struct VcpuMachine {
     pub(crate) vapic: Option<u64>,
     /// Whether the guest may end the interrupt in service by clearing a bit in its memory.
     pub(crate) pv_eoi_offered: bool,
-    /// Whether the guest is due to be told that all pages are there that it waits for.
+    /// Whether the guest must still be told that all pages are there for which its tasks wait.
     pages_are_ready: bool,
     pub(crate) tsc: Tsc,
     /// The number by which the VM's clock knows the TSC.
@@ -337,8 +337,8 @@ impl VcpuMachine {
             let msr = self.msr(index::KVM_SYSTEM_TIME_NEW);
             if msr & 1 != 0 {
                 let at = msr & !1;
-                // The version in guest memory counts on, so that a guest that was migrated while it
-                // read the page notices.
+                // The new version follows the one in guest memory, so that a guest that was migrated while it read the
+                // page notices the change.
                 let odd = self.read_guest_half(at).wrapping_add(1) | 1;
                 // As in KVM, a pause is told until the guest has cleared the flag.
                 let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));

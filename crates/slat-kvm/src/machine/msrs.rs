@@ -312,7 +312,7 @@ pub(crate) fn write_machine(
         }
         APIC_BASE => machine.set_apic_base(value, by_guest)?,
         TSC_DEADLINE => {
-            // One moment by both: a timer that waits for a TSC does not expire before it.
+            // Both clocks are read at one moment, so that a timer that waits for a TSC does not expire before it.
             let host_tsc = ordered_tsc();
             let (tsc, now) = (
                 machine.tsc.at(host_tsc),

@@ -141,8 +141,9 @@ impl GuestTables for Shadowed<'_> {
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
         match self.entry(gpa)? {
             EntryIn::Memory(word) => self.machine.read_entry(word, size),
-            // At the address that this translation has led to. One for reading could lead to another page: to what the
-            // shadow has of an earlier entry of L1's that allows no writing, and that no flush has dropped yet.
+            // Reads at the address to which this translation has led. A translation for reading could lead to another
+            // page: the shadow may still have an earlier entry of L1 that allows no writing, and that no flush has
+            // dropped yet.
             EntryIn::NotWritable(gpa) => self.machine.read(gpa, size),
         }
     }

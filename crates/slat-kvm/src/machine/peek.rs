@@ -14,7 +14,7 @@ pub(super) struct Peek<'a> {
     memory: Memory<'a>,
     /// `None`: there is no paging.
     paging: Option<GuestPaging>,
-    /// The page that was read last: its guest-virtual and its host address.
+    /// The last page that was read: its guest-virtual and its host address.
     last: Option<(u64, u64)>,
 }
 

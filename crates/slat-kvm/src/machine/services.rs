@@ -1,4 +1,4 @@
-//! What the CPU asks its machine for while it executes instructions.
+//! The services of the machine that the CPU calls while it executes instructions.
 
 use crate::machine::{VcpuMachine, msrs};
 use crate::{cpuid, msr};
@@ -95,8 +95,8 @@ mod tests {
     /// A hypercall that panics: no other instruction of a guest does.
     pub(super) const HYPERCALL_PANICS: u64 = 0x51a7_51a7;
 
-    /// A vCPU whose thread panics while the guest runs leaves the engine, so flushes do not wait for
-    /// it. And its VM is dead.
+    /// If the thread of a vCPU panics while the guest runs, the vCPU leaves the engine, so that flushes do not wait for
+    /// it, and its VM is dead.
     #[test]
     fn a_panic_inside_the_guest_leaves_nobody_waiting() {
         let (vm, _fd) = System.create_vm(0, None, None).unwrap();

@@ -15,7 +15,7 @@ impl VcpuMachine {
         self.space = space;
         self.engine.use_space(space);
         self.pages.flush();
-        // Stores to the guest's tables that are made in one address space are not noticed in the other one.
+        // In one address space, the engine does not notice stores to the guest's tables that are made in the other one.
         self.memory_restored |= self.shadows_nested;
         true
     }

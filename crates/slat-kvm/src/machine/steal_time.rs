@@ -59,8 +59,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Tells the guest what was stolen since it was told last. The vCPU is entered. A structure that is
-    /// not memory is skipped.
+    /// Adds the time that was stolen since the last call to the guest's structure. The vCPU is entered. A structure
+    /// that is not in memory is skipped.
     pub(crate) fn write_steal_time(&mut self) {
         let Some(address) = self.steal_time_address() else {
             return;

@@ -71,7 +71,7 @@ pub const SAVED: &[u32] = &[
     TSC_DEADLINE,
     KVM_STEAL_TIME,
     KVM_PV_EOI,
-    // The vector before the MSR that enables its use.
+    // The MSR with the vector is restored before the MSR that enables its use.
     KVM_ASYNC_PF_INT,
     KVM_ASYNC_PF_ACK,
     KVM_ASYNC_PF_EN,

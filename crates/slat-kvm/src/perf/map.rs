@@ -43,7 +43,7 @@ fn overwritten(len: usize) -> String {
 }
 
 impl Map {
-    /// Writes a line for the region at `start..end`, over those of regions that were there.
+    /// Writes a line for the region at `start..end`, over the lines of earlier regions at these addresses.
     fn write_line(&mut self, start: usize, end: usize, line: &str) -> io::Result<()> {
         let file = open(&Self::path(), self.bytes == 0)?;
         let ends_before = self.lines.range(..start).next_back();

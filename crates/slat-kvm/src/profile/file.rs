@@ -31,7 +31,7 @@ impl ProfileFile {
             None => self.path.insert(claim(wanted)?),
         };
         let new = with_end(path, ".new");
-        // What a process that was killed has left.
+        // Another process with this name, which was killed, may have left the file.
         let _ = fs::remove_file(&new);
         let written = create(&new)
             .and_then(|mut file| limited(|| file.write_all(content.as_bytes())))
@@ -85,7 +85,7 @@ mod tests {
         let own = with_end(&wanted, &format!(".{}", std::process::id()));
         assert_eq!((read(&wanted), read(&own)), ("new".into(), "other".into()));
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 2);
-        // Not a file, so it cannot be removed as one.
+        // The name is that of a directory, so it cannot be removed as a file.
         fs::create_dir(with_end(&wanted, ".new")).unwrap();
         let error = first.write(&wanted, "newer").unwrap_err();
         assert!(error.contains("profile: "), "{error}");

@@ -76,7 +76,7 @@ struct Output {
     file: ProfileFile,
     /// Whether there are samples that the file does not have.
     has_changed: bool,
-    /// Why it does not have them, if it could not be written.
+    /// Why the file does not have them: the error of the last write.
     failure: Option<String>,
 }
 

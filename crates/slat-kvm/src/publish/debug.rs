@@ -92,7 +92,7 @@ pub(super) fn begin<'a>(asked: Own, mut words: impl Iterator<Item = &'a str>) {
 }
 
 impl Conversation {
-    /// Replaces what the next thread talks about. There is one session at a time.
+    /// Replaces the session that the next thread serves. There is one session at a time.
     fn put(&self, next: Option<(Own, Session)>) -> Option<(Own, Session)> {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::replace(&mut *held, next)
@@ -169,7 +169,7 @@ fn answer(to: &mut Writer<'_>, session: &mut Session, line: &str) -> fmt::Result
     let mut words = line.split(' ');
     let done = match words.next() {
         Some("stop") => {
-            // A VM that is held has said so.
+            // If the VM is held, this side has said so already.
             if session.runs() {
                 session.stop();
             }

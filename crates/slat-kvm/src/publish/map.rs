@@ -83,7 +83,7 @@ fn memory(to: &mut Writer<'_>, vm: &EngineVm, space: usize, cells: u64) -> fmt::
             None => writeln!(to, " -")?,
         }
         strip(to, vm, space, &gfns, cells)?;
-        // The slot may be larger than another one that was there a moment ago.
+        // The slots may change meanwhile: a slot that was listed before may end after this one.
         at = at.max(gfns.end);
     }
     hole(to, vm, space, at..Gfn(u64::MAX), cells)

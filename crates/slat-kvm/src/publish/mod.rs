@@ -174,8 +174,8 @@ pub(crate) fn start() {
     }
 }
 
-/// Removes the process's socket from the directory. Call at the end of the process; what a killed one leaves,
-/// `slat stat` removes, or the next process that makes a socket there.
+/// Removes the process's socket from the directory. Call at the end of the process. The socket of a process that was
+/// killed is removed by `slat stat`, or by the next process that makes a socket there.
 #[doc(hidden)]
 pub fn end() {
     if let Some(path) = PUBLISHER.peek().and_then(|publisher| publisher.path.get()) {

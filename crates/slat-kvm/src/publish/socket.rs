@@ -34,7 +34,7 @@ pub fn directories(runtime: Option<&OsStr>, user: u32) -> impl Iterator<Item = P
 
 const CANDIDATES: usize = 3;
 
-/// Returns the directory of this index. `None`: there is no such one, or its path is too long.
+/// Returns the directory number `index`. `None`: there is none with that number, or its path is too long.
 fn candidate(index: usize, runtime: Option<&OsStr>, user: u32) -> Option<Path> {
     match index {
         0 => {

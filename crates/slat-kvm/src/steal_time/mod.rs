@@ -27,7 +27,7 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// The longest wait for a new reading.
 const PATIENCE: Duration = Duration::from_millis(5);
 
-/// What a thread that runs a vCPU and the observer share.
+/// The state that the observer shares with a thread that runs a vCPU.
 #[derive(Debug)]
 struct Thread {
     id: usize,

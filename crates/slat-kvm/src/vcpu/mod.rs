@@ -221,7 +221,7 @@ impl VcpuObject {
             known_events: KnownEvents::default(),
             interrupts_blocked: false,
         };
-        // As in KVM, a guest has no feature that its client has not told it.
+        // As in KVM, a guest has a feature only if the client sets it in CPUID.
         inner.adopt_cpuid(Vec::new());
         let vcpu = Shared::try_new(VcpuObject {
             common: common.clone(),

@@ -305,7 +305,7 @@ impl Inner {
         }
     }
 
-    /// Sets in the guest's leaves what follows from the state of its CPU, as the CPUID instruction shows it.
+    /// Sets the bits in the guest's leaves that follow from the state of its CPU, as the CPUID instruction shows them.
     fn show_state(&self, table: &mut [kvm_cpuid_entry2]) {
         for entry in table {
             let mut values = [entry.eax, entry.ebx, entry.ecx, entry.edx];

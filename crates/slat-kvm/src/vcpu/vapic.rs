@@ -76,7 +76,7 @@ impl VcpuObject {
         }
         if address != 0 {
             let mut inner = Entered::enter(&mut *inner);
-            // The word has to be in one page, and in one of the words that are read.
+            // The 32 bits must be in one page, and within one of the 8-byte words that are read.
             if address % 8 > 4 || inner.machine.read_guest_word(address & !7).is_none() {
                 return fail(libc::EINVAL);
             }

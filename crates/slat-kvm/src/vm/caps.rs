@@ -1,4 +1,4 @@
-//! A VM's capabilities: which it has, and what enabling one does.
+//! The capabilities of a VM, and the effect of enabling each.
 
 use crate::errno::{Error, Result, fail};
 use crate::irq::vcpus::MAX_VCPU_ID;

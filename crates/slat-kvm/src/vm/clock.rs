@@ -219,7 +219,7 @@ mod tests {
             self.at(address).load(Ordering::SeqCst)
         }
 
-        /// What the guest computes of its page, as KVM's documentation has it.
+        /// Returns the time that the guest computes from its page, as KVM's documentation describes it.
         fn page_clock(&self, vcpu: usize) -> u64 {
             let page = Self::page(vcpu);
             loop {
@@ -255,7 +255,8 @@ mod tests {
             (scaled as u64).wrapping_add(words[2]).wrapping_mul(100)
         }
 
-        /// Reads all clocks. They agree, and none is before one that was read earlier. Returns the time.
+        /// Reads all clocks. Checks that they agree, and that none shows a time before one that was read earlier.
+        /// Returns the time.
         fn check(&mut self, what: &str) -> u64 {
             let mut clocks = vec![(
                 "KVM_GET_CLOCK".to_owned(),
@@ -471,7 +472,8 @@ mod tests {
 
     #[test]
     fn a_clock_goes_on_in_another_vm() {
-        // The host's own frequency as another process has measured it, one within the tolerance, and another one.
+        // The frequencies of another host: the same, as another process has measured it; one within the tolerance; and
+        // a different one.
         for (numerator, denominator) in [(1_000_001, 1_000_000), (1_000_200, 1_000_000), (4, 3)] {
             on_hosts(|| {
                 let mut source = two_vcpus();
@@ -528,7 +530,7 @@ mod tests {
                 + machine.word(WALL_CLOCK + 8) as u32 as u64;
             let data = machine.vm.get_clock().unwrap();
             assert!(data.realtime.abs_diff(boot + data.clock) < TOLERANCE);
-            // Timers count with the guest's clock, of a guest that thinks that its TSC is faster, too.
+            // The timers of a guest whose TSC counts faster than the host's count with the guest's clock, too.
             let (begin, tsc) = (machine.vm.clock.now(), machine.tsc(0));
             pass(3600 * SECOND);
             let (end, cycles) = (machine.vm.clock.now(), machine.tsc(0) - tsc);
@@ -584,8 +586,8 @@ mod tests {
         }
     }
 
-    /// Two threads that read vCPUs' pages, one that reads KVM_GET_CLOCK, and one that has the vCPUs write their pages
-    /// again and again: none reads a time before one that was read.
+    /// Two threads read vCPUs' pages, one thread reads KVM_GET_CLOCK, and one has the vCPUs write their pages again and
+    /// again. No thread reads a time before one that was read earlier.
     #[test]
     fn readings_of_several_threads_never_go_back() {
         let readers = Shareable::with_two_vcpus();

@@ -87,7 +87,7 @@ impl VmObject {
         };
         change(new)?;
         set().inspect_err(|_| {
-            // To set the old one, which there was, or none, takes no memory.
+            // This call only restores the old bitmap, or removes the new one. It needs no memory.
             let _no_error = change(old);
         })
     }

@@ -62,7 +62,7 @@ impl Call {
 enum Next {
     /// It ends with this output.
     Output(u64),
-    /// The client carries it out; the first parameter is this one.
+    /// The client carries out the call. The first parameter is this value.
     Client(u64),
 }
 

@@ -1,5 +1,5 @@
-//! A vCPU's part of Hyper-V's interface: what only the thread that runs it uses. The rules are in `slat-hyperv`, and
-//! what vCPUs share is in [`crate::hyperv`].
+//! A vCPU's part of Hyper-V's interface, which only the thread that runs the vCPU uses. The rules are in `slat-hyperv`,
+//! and the state that vCPUs share is in [`crate::hyperv`].
 //!
 //! | file | idea |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! The synthetic timers: when they are looked at, and how they tell the guest that they have expired.
+//! The synthetic timers of a vCPU: when they expire, and how the guest is told.
 
 use crate::machine::VcpuMachine;
 use crate::thread::bits;
