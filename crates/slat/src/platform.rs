@@ -378,8 +378,7 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// memory of something else. It finds that out by books of its own, not by those of the slots, and returns
     /// [`ResolveError::BadAddress`], or whatever page is there. The engine compares under the table's lock and uses
     /// neither: it installs no leaf, and reports no error, of a slot that has changed since it was looked up, nor of
-    /// a page that was invalidated. (But [`Vcpu::revalidate`](crate::Vcpu::revalidate) returns what it gets: its
-    /// caller names the address.)
+    /// a page that was invalidated.
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError>;
 
     /// Like [`resolve`](Self::resolve), but for all pages of `backing`, in a slot of `vm`, that are resident already;

@@ -113,7 +113,4 @@ fn a_prefault_ends_before_it() {
     assert_eq!(entered.prefault(Gpa(0)..Gpa(PAGES << 12)), Ok(late));
     let stop = not_there_yet(Read).map(|_| 0);
     assert_eq!(entered.prefault(Gpa(late)..Gpa(PAGES << 12)), stop);
-    let stop = not_there_yet(Read).map(|_| ());
-    let hva = HostMemory::hva(LATE);
-    assert_eq!(entered.revalidate(Gpa(late), hva, Read), stop);
 }

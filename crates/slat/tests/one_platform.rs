@@ -120,16 +120,6 @@ fn each_vm_is_served_as_itself<F: Format>(mmu: MmuKind) {
             let at = backing.add_pages(gfn - 0x100);
             assert_eq!((asked.backing, asked.access), (at, kind));
         }
-        // The client found a page of its own missing.
-        vcpu.enter(1)
-            .revalidate(Gpa(0x10_2000), backing.add_pages(2), Read)
-            .unwrap();
-        let asked = platform.requests.lock().unwrap().pop().unwrap();
-        let of = (asked.vm, asked.slot, asked.gfn, asked.backing);
-        assert_eq!(of, (vm.id(), slot, Gfn(0x102), backing.add_pages(2)));
-        // And a page of no slot.
-        let gone = (vcpu.enter(1)).revalidate(Gpa(0x20_0000), backing, Read);
-        assert_eq!(gone, Err(Stop::Retry));
 
         platform.resident.lock().unwrap().clear();
         vm.set_policy(Setting::parse("prefetch", "8").unwrap());

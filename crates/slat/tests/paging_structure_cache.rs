@@ -159,8 +159,7 @@ fn the_cache_is_void_after_every_end_of_a_section<F: Format>() {
         }),
         ("enter in a section", |vcpu| vcpu.enter_unguarded(1)),
         ("outside, for the host's page", |vcpu| {
-            let gpa = Gpa(5 << 12);
-            vcpu.revalidate(gpa, HostMemory::hva(5), Read).unwrap();
+            vcpu.translate(Gpa(5 << 12), Read).unwrap();
         }),
     ];
     for (name, end) in ends {

@@ -262,38 +262,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Call when an access through a translation found the host page at `hva` not mapped: resolves the page again,
-    /// outside the reader section, for as long as that takes. `Ok`: try the access again.
-    ///
-    /// # Errors
-    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::MemoryFault`] if it is not there yet,
-    /// [`Stop::Retry`] as in `translate`, and if no slot is there any more.
-    ///
-    /// # Panics
-    /// If the vCPU was not entered.
-    pub fn revalidate(&mut self, gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop> {
-        let gfn = F::GRANULE.gfn(gpa);
-        let (set, slot) = self.find_slot(gfn);
-        let private = set.private.around(gfn).0;
-        let Some(slot) = slot.map(|slot| slot.id()) else {
-            // It was deleted since the translation, which is void.
-            return Err(Stop::Retry);
-        };
-        self.unless_flushed(|vcpu| {
-            match vcpu.outside(|vcpu| vcpu.resolve(slot, gfn, hva, access)) {
-                Ok(_) => Ok(()),
-                Err(ResolveError::Interrupted) => Err(Stop::Retry),
-                Err(ResolveError::Absent) => Err(Stop::MemoryFault {
-                    gpa,
-                    access,
-                    private,
-                    absent: true,
-                }),
-                Err(error) => Err(Stop::BadAddress { gpa, hva, error }),
-            }
-        })
-    }
-
     /// Whether an MMIO entry with these generation bits is of the current slot set.
     pub(super) fn is_current(&self, generation: u64) -> bool {
         let mask = (1u64 << F::MMIO_GENERATION_BITS) - 1;

@@ -16,11 +16,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.recycle(&self.spaces[0], self.budget.beyond());
     }
 
-    /// Returns the limit of shadow pages.
-    pub fn mmu_pages(&self) -> u64 {
-        self.budget.limit()
-    }
-
     /// Zaps the oldest `pages` shadow pages of `space`, and if it has fewer, of the other address spaces. The caller is
     /// in no reader section.
     pub(crate) fn recycle(&self, space: &Space<P, F>, pages: u64) {

@@ -134,12 +134,6 @@ impl Config {
         }
     }
 
-    /// The same with the mechanisms of `policy`.
-    #[must_use]
-    pub fn with_policy(self, policy: Policy) -> Self {
-        Config { policy, ..self }
-    }
-
     /// The same with tables that are made as `mmu` says.
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {

@@ -1,14 +1,13 @@
 //! What a vCPU is granted, and what asking changes.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::*};
 
 use crate::machine::{GIB1, MIB2, Machine, NONE, REMAP_2M, REMAP_4K, set, touch, vm};
 use slat::{
-    Access::*, DirtyLogReads, Ept, Gfn, Gpa, Hva, Level, MemoryType, Rights, Setting, SlotFlags,
-    Stop, Vcpu,
+    Access::*, DirtyLogReads, Ept, Gfn, Gpa, Level, MemoryType, Rights, Setting, SlotFlags, Stop,
+    Vcpu,
 };
-use slat_model::{Event, HostChange, HostMemory, PageKind};
+use slat_model::{HostChange, HostMemory, PageKind};
 
 #[test]
 fn a_translation_grants_what_was_asked_for_or_is_refused() {
@@ -64,49 +63,6 @@ fn a_prefault_keeps_no_more_frames_than_a_fault_needs() {
     let mut vcpu = vm.create_vcpu().unwrap();
     prefault(&mut vcpu);
     assert!(platform.live_frames() <= tables + MOST);
-}
-
-#[test]
-fn revalidating_tells_a_page_that_is_there_from_one_that_is_gone() {
-    let (platform, vm) = vm(64, REMAP_4K);
-    let mut vcpu = vm.create_vcpu().unwrap();
-    set(&vm, 0, 0..64, 0, NONE);
-    vcpu.enter_unguarded(1);
-    vcpu.quiesce();
-    let gpa = Gpa(5 << 12);
-    assert_eq!(vcpu.revalidate(gpa, HostMemory::hva(5), Write), Ok(()));
-    platform.host.change(&(5..6), HostChange::Punch);
-    let gone = vcpu.revalidate(gpa, HostMemory::hva(5), Write);
-    assert!(matches!(gone, Err(Stop::BadAddress { .. })), "{gone:?}");
-    assert!(vcpu.revalidate(gpa, Hva(0), Read).is_err());
-    vcpu.leave();
-}
-
-/// The CPU goes on with the pages that it was given, unless it is told that they are void: also when it is told of an
-/// error.
-#[test]
-fn revalidating_tells_of_a_flush_that_went_by() {
-    let (platform, vm) = vm(64, REMAP_4K);
-    let mut vcpu = vm.create_vcpu().unwrap();
-    set(&vm, 0, 0..64, 0, NONE);
-    touch(&mut vcpu, 7, Read).unwrap();
-    vcpu.enter_unguarded(1);
-    vcpu.quiesce();
-    platform.set_hook({
-        let (vm, host) = (Arc::downgrade(&vm), platform.host.clone());
-        move |event| {
-            if matches!(event, Event::Resolve(_)) {
-                let (vm, pages) = (vm.upgrade().unwrap(), 5..8);
-                let guard = vm.invalidate(HostMemory::hvas(&pages));
-                host.change(&pages, HostChange::Punch);
-                drop(guard);
-            }
-        }
-    });
-    let answer = vcpu.revalidate(Gpa(5 << 12), HostMemory::hva(5), Write);
-    platform.clear_hook();
-    assert_eq!(answer, Err(Stop::Retry));
-    vcpu.leave();
 }
 
 /// After it nobody waits for the vCPU: its guest runs, and what the hardware holds is the platform's.
