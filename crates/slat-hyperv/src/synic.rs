@@ -69,11 +69,6 @@ impl Synic {
         self.control = ENABLED;
     }
 
-    /// Whether the client has enabled the SynIC.
-    pub fn is_active(&self) -> bool {
-        self.active
-    }
-
     /// Returns SCONTROL, SIEFP and SIMP, for the client.
     pub fn pages(&self) -> [u64; 3] {
         [self.control, self.event_page, self.message_page]

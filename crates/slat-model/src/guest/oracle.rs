@@ -46,9 +46,9 @@
 //! very address may have read now; a dirty flag, where that walk ended, for a write, with the right to it. That is
 //! stricter than the SDM, which allows speculation: an MMU in software has no reason to write for it.
 //!
-//! KVM's shadow MMU is laxer in two ways, which hardly any software notices. A page fault for an entry that is not
-//! present does not make it drop what it has for the address: here it must. And its shadow pages belong to no PCID, so
-//! it may use what was read while another PCID was current: `any_pcid_reads` allows that.
+//! KVM's shadow MMU is laxer in two ways, which hardly any software notices, and which this oracle refuses. It keeps its
+//! entries for an address after a page fault for an entry that is not present. And its shadow pages belong to no PCID, so
+//! it may use an entry that it has read while another PCID was current.
 
 use slat::Access;
 use slat::guest_walk::{GuestPaging, Mode};
@@ -102,17 +102,14 @@ pub(super) struct Oracle {
     pub memory: Memory,
     pub cpus: [Cpu; CPUS],
     now: Time,
-    /// See [`Search::any_pcid_reads`].
-    any_pcid_reads: bool,
 }
 
 impl Oracle {
-    pub fn new(machine: GuestMachine, any_pcid_reads: bool) -> Self {
+    pub fn new(machine: GuestMachine) -> Self {
         Oracle {
             memory: Memory::new(machine),
             cpus: Default::default(),
             now: 0,
-            any_pcid_reads,
         }
     }
 
@@ -223,7 +220,6 @@ impl Oracle {
             paging: access.paging,
             globals: cpu.registers.has_global_pages(),
             pcid: cpu.registers.pcid(),
-            any_pcid_reads: self.any_pcid_reads,
         }
     }
 

@@ -42,8 +42,6 @@ pub(super) struct Search<'a> {
     pub globals: bool,
     /// The current PCID.
     pub pcid: u16,
-    /// Whether a table that a PCID uses may be read while another PCID is current.
-    pub any_pcid_reads: bool,
 }
 
 /// How a goal was found.
@@ -73,13 +71,7 @@ impl Search<'_> {
             .flushes
             .periods()
             .filter(|period| period.pcid == self.pcid || self.globals);
-        usable.find_map(|period| {
-            let window = match self.any_pcid_reads {
-                true => self.flushes.start()?..Time::MAX,
-                false => period.time.clone(),
-            };
-            walk.begin(period, window)
-        })
+        usable.find_map(|period| walk.begin(period, period.time.clone()))
     }
 }
 
@@ -157,10 +149,7 @@ impl Walk<'_> {
         if window.is_empty() {
             return None;
         }
-        let window = match self.search.any_pcid_reads {
-            true => window,
-            false => self.search.flushes.within(path.pcid, &window)?,
-        };
+        let window = self.search.flushes.within(path.pcid, &window)?;
         let reads_now = window.end > now;
         let entry = version.value;
         let meaning = self.layout.meaning(path.level, entry);

@@ -26,8 +26,6 @@ type Make = dyn Fn(&GuestMachine) -> Box<dyn GuestMmu>;
 pub struct GuestSubject {
     name: String,
     make: Box<Make>,
-    client_stores: bool,
-    any_pcid_reads: bool,
     nested_tables: bool,
 }
 
@@ -68,28 +66,7 @@ impl GuestSubject {
         GuestSubject {
             name: name.into(),
             make: Box::new(move |machine| Box::new(make(machine))),
-            client_stores: true,
-            any_pcid_reads: false,
             nested_tables: false,
-        }
-    }
-
-    /// Leaves out the stores of the client, for an MMU that need not notice them.
-    #[must_use]
-    pub fn without_client_stores(self) -> Self {
-        GuestSubject {
-            client_stores: false,
-            ..self
-        }
-    }
-
-    /// Allows what a processor does not do, and KVM's shadow MMU does: to use, for one PCID, page-table entries that
-    /// were read while another was current, and have changed since then.
-    #[must_use]
-    pub fn with_tables_for_all_pcids(self) -> Self {
-        GuestSubject {
-            any_pcid_reads: true,
-            ..self
         }
     }
 
@@ -183,13 +160,13 @@ impl GuestSubject {
     fn runner(&self) -> Runner {
         let machine = GuestMachine::new(HOST_PAGES);
         let mmu = (self.make)(&machine);
-        Runner::new(machine, mmu, self.any_pcid_reads, self.nested_tables)
+        Runner::new(machine, mmu, self.nested_tables)
     }
 
     /// Generates and runs operations; calls `each` with every operation before it is run.
     fn generate(&self, seed: u64, accesses: u64, mut each: impl FnMut(&GuestOp)) -> Tally {
         let mut runner = self.runner();
-        let mut generator = Generator::new(Rng::new(seed), self.client_stores && seed % 4 == 3);
+        let mut generator = Generator::new(Rng::new(seed), seed % 4 == 3);
         while runner.accesses() < accesses {
             let op = generator.next_op(&runner);
             each(&op);

@@ -34,13 +34,8 @@ pub(super) struct Runner {
 }
 
 impl Runner {
-    pub fn new(
-        machine: GuestMachine,
-        mmu: Box<dyn GuestMmu>,
-        any_pcid_reads: bool,
-        nested_tables: bool,
-    ) -> Self {
-        let mut oracle = Oracle::new(machine, any_pcid_reads);
+    pub fn new(machine: GuestMachine, mmu: Box<dyn GuestMmu>, nested_tables: bool) -> Self {
+        let mut oracle = Oracle::new(machine);
         // The first vCPU's are the hypervisor's own.
         oracle.cpus[1].registers.reserves_table_global = nested_tables;
         Runner {
