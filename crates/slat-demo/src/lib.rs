@@ -34,7 +34,7 @@ pub fn run() -> Result<String, Failure> {
     let kvm = Kvm::new()?;
     let (report, mut totals) = machine::run(&kvm, slat_kvm::report::totals)?;
     if !policies.stats {
-        // The account is one of the memory system.
+        // The printed account is that of the memory system, so it has no counters of the CPUs.
         totals.cpu = Default::default();
     }
     slat_kvm::publish::end();

@@ -19,7 +19,7 @@ pub const PHASES: usize = 4;
 /// No wait in this program takes a tenth of that; a longer one is reported.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What happened, as far as the program itself can observe.
+/// The program's own observations.
 pub struct Report {
     /// Time of each of the first phases, of all vCPUs together.
     pub phases: [Duration; PHASES],

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::guest::VCPUS;
 
-/// What a vCPU does that has ended that many phases.
+/// The activity of a vCPU, by the number of phases that it has ended.
 const DOING: [&str; 5] = [
     "the guest writes its memory",
     "the guest reads its memory back",

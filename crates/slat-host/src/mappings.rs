@@ -303,7 +303,7 @@ fn ask(address: usize) -> Option<(Mapping, bool)> {
 /// Applies the system's mode for transparent huge pages, and the program's advice, to an anonymous mapping. Narrows the
 /// mapping to the part around `address` that has one result.
 fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
-    // Under the table's lock, so that other threads wait for the result.
+    // This runs under the table's lock, so that other threads wait for the result.
     if INCOMPLETE.swap(false, Relaxed) {
         table.advice = all_advice();
     }

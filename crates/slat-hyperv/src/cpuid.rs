@@ -175,7 +175,7 @@ pub fn supported(machine: Machine) -> [Leaf; 10] {
     ]
 }
 
-/// What a guest may use, by its CPUID.
+/// The parts of the interface that a guest may use, by its CPUID.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Privileges {
     /// EAX, EBX, ECX, EDX of [`FEATURES`].

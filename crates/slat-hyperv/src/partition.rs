@@ -15,7 +15,7 @@ const EXPOSE_INVARIANT: u64 = 1;
 /// SYNDBG_OPTIONS: the guest's debugger uses hypercalls.
 const DEBUG_BY_HYPERCALLS: u64 = 1 << 2;
 
-/// What the caller has to do after a write.
+/// The work that a write leaves to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The caller has nothing to do.

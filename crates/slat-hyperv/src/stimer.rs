@@ -37,9 +37,9 @@ impl Moment {
 /// How a timer tells that it has expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notice {
-    /// By an interrupt with this vector at the local APIC.
+    /// The timer raises an interrupt with this vector at the local APIC.
     Interrupt(u8),
-    /// By a message.
+    /// The timer sends a message.
     Message {
         /// The source whose slot gets the message.
         sint: u32,

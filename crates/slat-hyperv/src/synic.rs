@@ -20,14 +20,14 @@ const AUTO_EOI: u64 = 1 << 17;
 /// The lowest vector of a source that is not masked.
 const FIRST_VECTOR: u64 = 16;
 
-/// What the caller has to do after a write.
+/// The work that a write leaves to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The caller has nothing to do.
     None,
     /// The vectors of sources have changed.
     Vectors,
-    /// This MSR has changed, and the client has to be told: it may emulate devices that send messages.
+    /// This MSR has changed. The caller tells the client, which may emulate devices that send messages.
     Exit(u32),
     /// The guest has read messages, so messages that wait for a free slot can be sent, for every source.
     EndOfMessage,

@@ -60,7 +60,7 @@ pub const REGISTERS: usize = 64;
 /// Version 0x14 with six LVT entries.
 const VERSION: u32 = 0x14 | 5 << 16;
 
-/// What the caller has to do after a register write.
+/// The work that a register write leaves to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The caller has nothing to do.

@@ -60,7 +60,7 @@ pub(crate) fn why_not() -> Option<&'static str> {
     if !policy::current().is_ok_and(|policies| policies.jit != Jit::Off) {
         return Some("jit is off");
     }
-    // Not `get`: it would make the value, and nobody would start its threads.
+    // `peek` and not `get`: `get` would make the value, and nobody would start its threads.
     match &COMPILING.peek()?.compiler {
         None => Some("the host has no address space for code"),
         Some(compiler) if compiler.is_forbidden() => Some("the host allows no executable memory"),

@@ -147,7 +147,8 @@ pub fn ext1_ecx(amd: bool) -> u32 {
 mod tests {
     use crate::cpuid::{is_amd, lookup, supported};
 
-    /// What the CPU models of VMMs name, and this CPU has on every host of the vendor: leaf, subleaf, register, bits.
+    /// The features that VMMs' CPU models name, and that this CPU has on every host of the vendor: leaf, subleaf,
+    /// register, bits.
     #[test]
     fn the_cpu_has_what_models_of_its_vendor_have() {
         let table = supported().unwrap();

@@ -152,7 +152,7 @@ pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
     read(leaf, index)
 }
 
-/// Which processor the software CPU says it is. Vendors' leaves, MSRs and rules follow from it ([`is_amd`]).
+/// The processor that the software CPU says it is. Vendors' leaves, MSRs and rules follow from it ([`is_amd`]).
 #[derive(Clone, Copy)]
 struct Identity {
     /// EBX, EDX and ECX of leaf 0, in the order of the text.

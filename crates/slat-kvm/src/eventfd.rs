@@ -63,7 +63,7 @@ impl EventFd {
                 id,
                 never_blocks: has(libc::O_NONBLOCK),
             }),
-            // Such a descriptor only names a file: the kernel's own calls return EBADF for it.
+            // A descriptor with O_PATH only names a file: the kernel's own calls return EBADF for it.
             None if has(libc::O_PATH) => fail(libc::EBADF),
             None => fail(libc::EINVAL),
         }

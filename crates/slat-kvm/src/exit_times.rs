@@ -9,7 +9,7 @@ use crate::clock;
 use crate::counters::{Count, Histogram};
 use slat_x86::Exit;
 
-/// Of so many exits the time of one is taken: a power of two.
+/// One exit in this many is timed. A power of two.
 const ONE_IN: u64 = 16;
 
 /// Buckets of a histogram; the last one counts exits that take longer than 4 ms. There are fewer buckets than for

@@ -92,7 +92,7 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     image[24..28].copy_from_slice(&state.mxcsr.to_le_bytes());
     if present & (xcr0::X87 | xcr0::SSE | xcr0::AVX) != 0 {
         let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
-        // As in KVM, by the processor's vendor, whatever the guest's CPUID says.
+        // As in KVM, the processor's vendor decides, whatever the guest's CPUID says.
         let known = match is_amd() {
             true => MXCSR_MASK | MXCSR_MM,
             false => MXCSR_MASK,

@@ -219,7 +219,7 @@ fn range_of(memory: &Shared) -> Range<usize> {
 /// A part of a guest_memfd that a slot is bound to.
 pub(crate) struct Part {
     pub(crate) memory: Arc<Shared>,
-    /// What backs the slot's first byte.
+    /// The backing address of the slot's first byte.
     pub(crate) start: Hva,
     /// All memory of the slot comes from here, and none from the address that the client names
     /// (`KVM_MEMSLOT_GMEM_ONLY`).

@@ -177,7 +177,8 @@ impl IoEvents {
             if old.iter().any(|other| other.overlaps(&event)) {
                 return fail(libc::EEXIST);
             }
-            // One descriptor for all registrations of an eventfd: clients may have thousands.
+            // All registrations of an eventfd share one descriptor, because clients may have thousands of
+            // registrations.
             if let Some(other) = old.iter().find(|other| other.eventfd.is(&event.eventfd)) {
                 event.eventfd = other.eventfd.clone();
             }

@@ -30,8 +30,8 @@ struct Watcher {
 /// own, so that the program sees none of its descriptors.
 #[derive(Debug)]
 struct Observer {
-    /// What wait(2) would return for the first thread; [`RUNS`] as long as the program has threads, [`UNKNOWN`]
-    /// if it cannot be told.
+    /// The value that wait(2) would return for the first thread; [`RUNS`] as long as the program has threads,
+    /// [`UNKNOWN`] if the value is unknown.
     status: AtomicU32,
 }
 
@@ -61,7 +61,7 @@ struct State {
     is_over: bool,
     /// The number of threads; the first one counts even if it has ended.
     threads: usize,
-    /// What wait(2) would return for the first thread, if it has ended.
+    /// The value that wait(2) would return for the first thread, if it has ended.
     status: u32,
 }
 

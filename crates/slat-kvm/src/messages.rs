@@ -38,7 +38,7 @@ pub(crate) fn print(text: &str) {
         match written {
             Ok(written) => rest = &rest[written..],
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // That of a closed standard error cannot be reported.
+            // The error of a closed standard error cannot be reported.
             Err(_) => return,
         }
     }

@@ -8,7 +8,7 @@ use slat_x86::BusLocks;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-/// What `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_DISABLE_EXITS`. PAUSE never ends `KVM_RUN`.
+/// The value that `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_DISABLE_EXITS`. PAUSE never ends `KVM_RUN`.
 pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISABLE_EXITS_PAUSE;
 /// The exits that a client may name.
 const KNOWN_EXITS: u64 =
@@ -20,7 +20,7 @@ pub(crate) const MAP_GPA_RANGE: u32 = 12;
 /// The hypercalls that a client can complete itself: the value of `KVM_CAP_EXIT_HYPERCALL`.
 pub(crate) const HYPERCALL_EXITS: u32 = 1 << MAP_GPA_RANGE;
 
-/// What `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_BUS_LOCK_EXIT`: the modes of the detection.
+/// The value that `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_BUS_LOCK_EXIT`: the modes of the detection.
 pub(crate) const BUS_LOCK_MODES: u32 = KVM_BUS_LOCK_DETECTION_OFF | KVM_BUS_LOCK_DETECTION_EXIT;
 
 /// The flags of `KVM_CAP_X86_NOTIFY_VMEXIT`, in the lower half of its argument.

@@ -13,14 +13,14 @@ pub(crate) struct Page {
     pub(crate) gpa: u64,
     pub(crate) host: NonNull<u8>,
     pub(crate) write: bool,
-    /// Of a translation for a write: the engine must be told of the store.
+    /// In a translation for a write: the engine must be told of the store.
     pub(crate) tracked: bool,
 }
 
 // SAFETY: the pointer points into guest memory, which belongs to no thread and is accessed by guarded accesses only.
 unsafe impl Send for Page {}
 
-/// What the guest's tables say of a linear page of a device, for one kind of access.
+/// The translation of a linear page of a device by the guest's tables, for one kind of access.
 #[derive(Clone, Copy)]
 pub(crate) struct DevicePage {
     /// The linear address of the page.

@@ -46,12 +46,12 @@ macro_rules! words {
 /// The policy of the software CPU, which the engine does not know: [`Jit`].
 pub const JIT: &str = "jit";
 
-/// Which of the guests' code is compiled.
+/// The policy for compiling the guests' code.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Jit {
     /// None: all is interpreted.
     Off,
-    /// What runs often, on a thread of slat's.
+    /// Code that runs often is compiled, on a thread of slat's.
     #[default]
     On,
     /// All code that is compiled at all, before it runs for the first time, on the vCPU's thread: slow,
@@ -244,7 +244,7 @@ pub struct Policies {
     settings: Vec<Setting>,
     /// The format of second-level tables.
     pub format: TableFormat,
-    /// What makes these tables.
+    /// The MMU that makes these tables.
     pub mmu: MmuKind,
     /// Which of the guests' code is compiled.
     pub jit: Jit,

@@ -50,7 +50,7 @@ impl Symbols {
         if found.is_empty() {
             return Err("is neither an ELF file with symbols nor a System.map".to_owned());
         }
-        // Of several names of an address, the one with a size.
+        // If an address has several names, the one with a size is kept.
         found.sort_by_key(|(start, size, _)| (*start, std::cmp::Reverse(*size)));
         found.dedup_by_key(|(start, ..)| *start);
         let starts = found.iter().map(|(start, ..)| *start);

@@ -50,7 +50,7 @@ impl Periodic {
     }
 }
 
-/// What the ticker does at a client's deadline.
+/// The ticker's action at a client's deadline.
 pub(crate) enum Alarm {
     /// Raises [`bits::TIMER`] in this word.
     Vcpu(Attention),
@@ -156,7 +156,7 @@ impl Background for Ticker {
                             }
                         }
                     }
-                    // One call at a time: the next round finds the others.
+                    // The ticker makes one call in a round: the next round finds the other timers.
                     Alarm::Vm(timers, timer) if due && call.is_none() => {
                         *deadline = None;
                         call = Some((timers.clone(), *timer));

@@ -16,16 +16,16 @@ const KIND_SHIFT: u32 = 2;
 const KIND: u64 = 3 << KIND_SHIFT;
 const LEVEL_SHIFT: u32 = 4;
 const LEVEL: u64 = 3 << LEVEL_SHIFT;
-/// Of a page that is not `PRESENT`: it is to come.
+/// The flag of a page that is not `PRESENT` and will come later.
 const AWAITED: u64 = 1 << 6;
-/// Of a page that is `PRESENT`: another VM may have the same frame ([`HostMemory::share`]).
+/// The flag of a `PRESENT` page whose frame another VM may have, too ([`HostMemory::share`]).
 const SHARED: u64 = 1 << 7;
 const VERSION_SHIFT: u32 = 16;
 
 /// Page numbers below the version in a frame number: at most 8 GiB of host memory, if pages have 4 KiB.
 const PAGE_BITS: u32 = 21;
 
-/// What kind of memory the host has mapped.
+/// The kind of memory that the host has mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageKind {
     /// Ordinary memory.
@@ -85,7 +85,7 @@ pub enum HostChange {
 pub struct HostMemory {
     granule: Granule,
     pages: Box<[AtomicU64]>,
-    /// One for all memories that share frames.
+    /// The next version of a page. All memories that share frames share this counter.
     next_version: Arc<AtomicU64>,
 }
 

@@ -28,7 +28,7 @@ const READONLY: u32 = 2;
 /// A memslot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelSlot {
-    /// What a page is.
+    /// The size of a page.
     pub granule: Granule,
     /// First guest frame.
     pub base: u64,
@@ -160,12 +160,12 @@ pub enum Expected {
 /// How a log learns of writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Method {
-    /// By write protection.
+    /// Write protection finds the written pages.
     #[default]
     Protection,
-    /// By the dirty bits of leaves; it may name neighbours of a page, too.
+    /// The dirty bits of leaves are the log. It may name neighbours of a written page, too.
     DirtyBits,
-    /// By the buffers of walkers.
+    /// The buffers of walkers name the written pages.
     Buffers,
 }
 
@@ -221,7 +221,7 @@ impl Log {
 /// The memory of a guest, in one address space.
 #[derive(Clone, Debug)]
 pub struct GuestModel {
-    /// What a page is.
+    /// The size of a page.
     pub granule: Granule,
     /// Number of guest frames that the tables can map.
     pub capacity: u64,

@@ -27,7 +27,7 @@ pub enum Op {
     },
     /// A vCPU looks up the slot that contains an address.
     FindSlot {
-        /// Which vCPU.
+        /// The number of the vCPU.
         vcpu: usize,
         /// Address.
         gpa: u64,
@@ -50,7 +50,7 @@ pub enum Op {
     },
     /// KVM_PRE_FAULT_MEMORY.
     Prefault {
-        /// Which vCPU.
+        /// The number of the vCPU.
         vcpu: usize,
         /// First address.
         gpa: u64,
@@ -117,7 +117,7 @@ pub enum Op {
     RecoverNx,
     /// Clears all accessed bits; then a vCPU accesses one page.
     Age {
-        /// Which vCPU.
+        /// The number of the vCPU.
         vcpu: usize,
         /// Address.
         gpa: u64,
@@ -134,7 +134,7 @@ pub enum Op {
     Replace(usize),
     /// A vCPU goes on in another address space, or in the same one.
     UseSpace {
-        /// Which vCPU.
+        /// The number of the vCPU.
         vcpu: usize,
         /// The address space.
         space: usize,

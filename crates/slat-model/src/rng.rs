@@ -9,7 +9,7 @@ pub struct Rng(Source);
 #[derive(Clone, Debug)]
 enum Source {
     Seed(u64),
-    /// In reverse order, so that reading the next one is a `pop`.
+    /// The bytes in reverse order, so that a `pop` returns the next one.
     Bytes(Vec<u8>),
 }
 

@@ -19,7 +19,7 @@ pub(crate) struct Sharing {
 pub(crate) struct Sharer {
     pub(crate) vm: VmId,
     pub(crate) memory: Arc<HostMemory>,
-    /// Of a clone that is being made there is none yet.
+    /// `None` while a clone is being made.
     pub(crate) invalidate: Option<Invalidate>,
 }
 

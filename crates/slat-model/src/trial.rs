@@ -21,7 +21,7 @@ use crate::tally::Tally;
 pub struct Subject {
     /// Its name.
     pub name: &'static str,
-    /// What makes the tables.
+    /// The MMU that makes the tables.
     mmu: MmuKind,
     /// Whether nested tables are shadowed. The guest has none.
     nested: bool,
@@ -44,12 +44,12 @@ impl Subject {
         }
     }
 
-    /// The same, called `name`, with tables that `mmu` makes.
+    /// Returns this subject, called `name`, with tables that `mmu` makes.
     pub const fn with_mmu(self, name: &'static str, mmu: MmuKind) -> Self {
         Subject { name, mmu, ..self }
     }
 
-    /// The same, called `name`, with nested tables shadowed, if the guest had any.
+    /// Returns this subject, called `name`, with nested tables shadowed, if the guest had any.
     const fn with_nested(self, name: &'static str) -> Self {
         Subject {
             name,

@@ -24,7 +24,7 @@ pub struct Watched<P> {
     platform: Arc<P>,
     /// The entries that hardware walkers may have cached of the first VM.
     pub tlb: Arc<Tlb>,
-    /// Those of its clones.
+    /// The TLB models of the VM's clones.
     clones: RwLock<HashMap<VmId, Arc<Tlb>>>,
     /// Whether there are any.
     cloned: AtomicBool,
@@ -39,7 +39,7 @@ pub struct Watched<P> {
     failed: AtomicBool,
     live: Mutex<Live>,
     violations: Violations,
-    /// What the walkers of vCPUs, which are hardware, have written.
+    /// The entries that the walkers of hardware vCPUs have written to their buffers.
     pub(crate) buffers: WalkerBuffers,
 }
 

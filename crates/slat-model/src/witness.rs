@@ -85,9 +85,9 @@ impl Witness {
 /// Checks that every write is in a dirty log got after it.
 pub struct Harvests {
     taken: AtomicU64,
-    /// By page: one more than the number of logs that were complete at its last write.
+    /// For each page, one more than the number of logs that were complete at its last write.
     written: Box<[AtomicU64]>,
-    /// By page: the number of the last log that named it.
+    /// For each page, the number of the last log that named it.
     named: Box<[AtomicU64]>,
 }
 

@@ -21,7 +21,8 @@ use std::time::{Duration, Instant};
 
 /// CPU time that a kicked `KVM_RUN` may still take.
 const KICKED_CPU: Duration = Duration::from_millis(100);
-/// CPU time that a `KVM_RUN` may still take if another thread has to notice the kick: that thread may not get a CPU.
+/// The CPU time that a `KVM_RUN` may still take after a kick. If another thread must notice the kick, that thread may
+/// have to wait for a CPU.
 const POLLED_CPU: Duration = Duration::from_secs(1);
 /// CPU time that any other call may take.
 const CALL_CPU: Duration = Duration::from_secs(2);

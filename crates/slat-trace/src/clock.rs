@@ -12,7 +12,7 @@ pub(crate) fn cycles() -> u64 {
     unsafe { _rdtsc() }
 }
 
-/// One moment by both clocks.
+/// One moment, as both clocks show it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Moment {
     pub(crate) cycles: u64,

@@ -93,7 +93,7 @@ points! {
     kvm kvm_mmio: Mmio { r#type: u32, len: u32, gpa: u64, val: u64 }
     /// An access to ports; `rw` is 1 for a write, `val` the first unit.
     kvm kvm_pio: Pio { rw: u32, port: u32, size: u32, count: u32, val: u32 }
-    /// A write to memory only signalled an eventfd. It has a `kvm_mmio`, too.
+    /// A write to memory that only signalled an eventfd. There is a `kvm_mmio` for it, too.
     kvm kvm_fast_mmio: FastMmio { gpa: u64 }
     /// A fault of the second level; with shadow paging, one at a guest-virtual address. `error_code` has the bits of
     /// x86's page faults for writes (1) and fetches (4). KVM's `guest_rip` is missing: in the midst of a block the

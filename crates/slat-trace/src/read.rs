@@ -32,7 +32,7 @@ pub struct Event {
     values: [u8; crate::points::VALUES],
 }
 
-/// What one thread has recorded.
+/// The records of one thread.
 #[derive(Clone, Debug)]
 pub struct Thread {
     /// The thread's id.

@@ -18,7 +18,7 @@ const EINVAL: i32 = 22;
 /// it deletes the memslot, and then unmaps the memory. It keeps the VM alive.
 pub struct Memslot {
     vm: Arc<VmFd>,
-    /// As it was created. Of the flags, KVM_MEM_LOG_DIRTY_PAGES may have changed.
+    /// The region with which the memslot was created. Of the flags, KVM_MEM_LOG_DIRTY_PAGES may have changed.
     region: kvm_userspace_memory_region,
     /// Unmapped by `drop`.
     backing: ManuallyDrop<MmapRegion>,

@@ -398,8 +398,8 @@ fn a_restored_state_delivers_what_waited() {
     assert_eq!((sent, other.ioapic.save().irr), (1, 0));
 }
 
-/// It is unknown who holds the line of a restored level. As long as no irqfd has raised the line, none holds it: the
-/// level stays until its line is lowered.
+/// After a restore it is unknown which source holds the line of a level-triggered pin. As long as no irqfd has raised
+/// the line, no irqfd holds it: the level stays until the line is lowered.
 #[test]
 fn a_restored_level_does_not_end_with_its_interrupt() {
     let mut machine = Machine {

@@ -264,7 +264,7 @@ fn a_poll_acknowledges() {
     assert_eq!(pics.read(0x21), (0x85, 0));
     assert_eq!(pics.save(Chip::Master).isr, 1 << 5);
     assert_eq!(pics.write(0x20, EOI).ended, 1 << 5);
-    // One poll, one read.
+    // One poll command makes one read a poll.
     assert_eq!(pics.read(0x21).0, 0);
 
     pulse(&mut pics, 11);
@@ -488,7 +488,7 @@ fn every_level_is_served() {
     assert_eq!(raised, served);
 }
 
-/// It is unknown who holds the line of a restored level: it stays until its line is lowered.
+/// After a restore it is unknown which source holds a line: the level stays until the line is lowered.
 #[test]
 fn a_restored_level_does_not_end_with_its_interrupt() {
     let mut pics = Pics::with_sources_until_end(1 << 1);

@@ -17,7 +17,7 @@ pub struct ChannelState {
     pub status_latched: u8,
     /// The status that the read-back command has stored.
     pub status: u8,
-    /// Which byte of the count to read next: in the form of `rw_mode`, or 4 for the second byte of both.
+    /// The byte of the count that the next read returns: in the form of `rw_mode`, or 4 for the second byte of "both".
     pub read_state: u8,
     /// Which byte of the initial count is written next, in the form of `read_state`.
     pub write_state: u8,
@@ -48,7 +48,7 @@ const STATUS_NULL_COUNT: u8 = 1 << 6;
 const UNPROGRAMMED: u8 = 0xff;
 const GREATEST: u32 = 0x1_0000;
 
-/// What a counter does with its count (data sheet, "Mode Definitions").
+/// The counting mode (data sheet, "Mode Definitions").
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
     /// 0: OUT rises at the end of the count.

@@ -190,7 +190,7 @@ fn bytes_of_a_count() {
     assert_eq!(pit.save().channels[0].count, 0x1200);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0x11);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0x11);
-    // In mode "both" without a latch, each byte is that of the time of its read.
+    // In mode "both" without a latch, each of the two reads returns a byte of the count at the moment of that read.
     program(&mut pit, 0, 2, 0x1200, BEGIN);
     assert_eq!(pit.read(0x40, BEGIN), 0x00);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0x11);

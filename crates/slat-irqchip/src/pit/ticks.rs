@@ -17,7 +17,7 @@ pub(super) struct Ticks {
 
 #[derive(Clone, Debug)]
 enum Schedule {
-    /// One tick, at this time.
+    /// The counter ticks once, at this time.
     Once(u64),
     /// A tick at the end of each `count` ticks of the clock. Each is computed from the beginning, so that rounding
     /// errors do not add up.

@@ -32,8 +32,8 @@ impl Kvm {
         Ok(Kvm::of(System::descriptor(true)?))
     }
 
-    /// The same, but for VMs with tables that `mmu` makes, whatever the environment says. (`kvm_ioctls`
-    /// has no such method.)
+    /// Like [`Kvm::new`], but for VMs with tables that `mmu` makes, whatever the environment says. (`kvm_ioctls` has no
+    /// such method.)
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Kvm {
@@ -42,8 +42,8 @@ impl Kvm {
         }
     }
 
-    /// The same, but for VMs that compile code as `jit` says, whatever the environment says. (`kvm_ioctls`
-    /// has no such method.)
+    /// Like [`Kvm::new`], but for VMs that compile code as `jit` says, whatever the environment says. (`kvm_ioctls` has
+    /// no such method.)
     #[must_use]
     pub fn with_jit(self, jit: Jit) -> Self {
         Kvm {

@@ -68,7 +68,7 @@ pub(crate) fn monotonic() -> u64 {
     read(libc::CLOCK_MONOTONIC)
 }
 
-/// One moment by the host's TSC and by another clock of the host.
+/// One moment, as the host's TSC and another clock of the host show it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moment {
     pub(crate) tsc: u64,
@@ -276,7 +276,7 @@ mod tests {
         std::thread::sleep(std::time::Duration::from_millis(200));
         let end = Moment::for_measurement();
         let long = khz_between(&start, &end);
-        // In a child that was forked while its parent took the first reading.
+        // A child was forked while its parent took the first reading.
         let noted = START_STATE.swap(BEING_NOTED, Ordering::Relaxed);
         let of_child = measure(super::start());
         START_STATE.store(noted, Ordering::Release);

@@ -109,7 +109,7 @@ struct LastTsc {
     by_client: bool,
 }
 
-/// What a vCPU's TSC is set to.
+/// The new value of a vCPU's TSC, by the way in which it is set.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TscChange {
     /// The client writes the TSC, or a vCPU is new, which writes 0. The value synchronizes with the last TSC of the
@@ -402,7 +402,7 @@ impl Default for VmClock {
     }
 }
 
-/// What [`VmClock::read`] returns.
+/// The result of [`VmClock::read`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading {
     /// Nanoseconds of the VM's clock.

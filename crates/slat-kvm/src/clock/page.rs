@@ -9,7 +9,7 @@ const SECOND: u128 = 1_000_000_000;
 const STABLE: u8 = 1;
 /// The page's flag for a guest that was paused (`PVCLOCK_GUEST_STOPPED`).
 const PAUSED: u8 = 1 << 1;
-/// Where the page has the word whose second byte is the flags.
+/// The offset in the page of the word whose second byte is the flags.
 pub(crate) const FLAGS_AT: u64 = 28;
 
 /// Whether the page with this word at [`FLAGS_AT`] says that the guest was paused.

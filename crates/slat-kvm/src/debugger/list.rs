@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The VM that waits for a debugger, if the user wants that: the first.
 const WAITS: u64 = 0;
 
-/// What all vCPUs of a VM are to do that has a debugger.
+/// The orders for all vCPUs of a VM that has a debugger.
 pub(super) struct Debugged {
     pub(super) vm: u64,
     /// Whether the debugger has let the VM run.

@@ -55,7 +55,7 @@ pub(crate) enum Space {
     Linear,
 }
 
-/// What a debugger wants of a vCPU that does not run.
+/// A debugger's request to a vCPU that does not run.
 pub(crate) enum Request<'a> {
     /// Nothing: finds out whether it runs.
     Nothing,

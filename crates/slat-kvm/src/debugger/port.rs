@@ -32,13 +32,14 @@ struct State<T> {
     held: bool,
     /// The vCPU, while its thread waits here.
     lent: Option<NonNull<T>>,
-    /// What the vCPU's thread has not done yet.
+    /// The orders that the vCPU's thread has not carried out yet.
     orders: Option<Orders>,
     /// The probe that has stopped the vCPU, and that no debugger has seen yet.
     hit: Option<ProbeHit>,
 }
 
-/// Where the thread of a vCPU waits, and what it lends meanwhile.
+/// The place where a vCPU's thread waits for its debugger, and the state that the thread lends to the debugger
+/// meanwhile.
 pub(crate) struct Port<T> {
     attention: Attention,
     state: Mutex<State<T>>,
@@ -252,7 +253,7 @@ mod tests {
             })
         };
         until(|| port.with_lent(|value| *value += 1).is_ok());
-        // What others raise meanwhile ends no wait, and is not lost.
+        // A bit that another thread raises meanwhile ends no wait, and is not lost.
         ticker::raise(&port.attention, bits::IRQ);
         port.release(Orders {
             steps: true,

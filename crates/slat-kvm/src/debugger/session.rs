@@ -14,14 +14,14 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// How long the session waits before it tries again.
 const TRIES_AGAIN: Duration = Duration::from_millis(1);
 
-/// What a vCPU does that a debugger has held.
+/// The next step of a vCPU that a debugger has held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Go {
-    /// It goes on.
+    /// The vCPU continues.
     On,
     /// The vCPU executes one instruction.
     Step,
-    /// It stays held.
+    /// The vCPU stays held.
     Nowhere,
 }
 
@@ -227,7 +227,7 @@ mod tests {
         }
     }
 
-    /// Of two vCPUs that have hit data probes at once, none goes on before both hits were told.
+    /// If two vCPUs hit data probes at once, neither continues before the debugger was told of both hits.
     #[test]
     fn a_hit_that_was_not_told_holds_all() {
         let vcpus = [0, 1].map(|id| Vcpu {

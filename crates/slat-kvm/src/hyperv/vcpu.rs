@@ -3,7 +3,7 @@
 use slat_hyperv::cpuid::Privileges;
 use slat_hyperv::stimer::Timers;
 
-/// What the client has to see before the guest continues.
+/// An exit that the client must see before the guest continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HypervExit {
     /// The guest has crashed.
@@ -19,7 +19,7 @@ pub(crate) enum HypervExit {
 /// A vCPU's part of Hyper-V's interface.
 #[derive(Debug, Default)]
 pub(crate) struct VcpuHyperv {
-    /// What the guest's CPUID allows. `None`: the guest has no such interface.
+    /// The rights that the guest's CPUID grants. `None`: the guest does not have Hyper-V's interface.
     pub(crate) privileges: Option<Privileges>,
     /// Whether the guest may use only what its CPUID allows (`KVM_CAP_HYPERV_ENFORCE_CPUID`).
     pub(crate) enforces_cpuid: bool,
@@ -28,6 +28,6 @@ pub(crate) struct VcpuHyperv {
     pub(crate) assist_page: u64,
     /// Added to the time that the thread ran, in units of 100 ns, modulo 2^64.
     pub(crate) runtime_offset: u64,
-    /// What the client has to see before the guest continues.
+    /// The exit that the client must see before the guest continues.
     pub(crate) exit: Option<HypervExit>,
 }

@@ -82,7 +82,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_PRE_FAULT_MEMORY => {
             let mut range: kvm_pre_fault_memory = user::read(argument)?;
             let result = vcpu.pre_fault(&mut range);
-            // Also after an error: the range tells the client what is mapped.
+            // The range is written also after an error: it tells the client which part is mapped.
             user::write(argument, &range)?;
             result?;
         }

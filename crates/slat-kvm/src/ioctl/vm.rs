@@ -10,7 +10,7 @@ use kvm_bindings::*;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-// Not inlined: requests to other objects would have its frame, too.
+// Not inlined, because requests to other objects would have this function's frame, too.
 #[inline(never)]
 pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vm.begin()?;

@@ -39,7 +39,7 @@ use slat::Shared;
 use slat_irqchip::message::MsiIds;
 use std::sync::{OnceLock, RwLock};
 
-/// Which controllers a VM has, besides the local APICs.
+/// The interrupt controllers that a VM has, besides the local APICs.
 enum Model {
     /// All of a PC's (`KVM_CREATE_IRQCHIP`).
     Pc(Shared<Chips>),
@@ -56,7 +56,7 @@ enum Model {
 #[derive(Default)]
 pub(crate) struct Interrupts {
     pub(crate) vcpus: Targets,
-    /// Not set: vCPUs have no local APIC, and the client emulates all controllers.
+    /// While this is not set, vCPUs have no local APIC, and the client emulates all controllers.
     model: OnceLock<Model>,
     routes: RwLock<Routes>,
     msi_ids: OnceLock<MsiIds>,

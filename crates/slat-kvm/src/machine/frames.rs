@@ -220,7 +220,7 @@ mod tests {
             state.efer = 0;
             state.cr0 &= !control::CR0_PG;
             (state.cs.rights, state.cs.base, state.ss.base) = (0xc09b, 0x10_0000, 0x1000);
-            // What a CPU of 32 bits does not see.
+            // A 32-bit CPU does not see these bits.
             state.gpr[RSP] = 7 << 32 | (STACK - 0x1000);
             state.gpr[RBP] = 9 << 32 | (STACK - 0x1000);
         });

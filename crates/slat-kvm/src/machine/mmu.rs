@@ -305,7 +305,7 @@ impl VcpuMachine {
     pub(crate) fn translate_for_client(&mut self, cpu: &Cpu, gva: u64) -> Option<u64> {
         let paging = cpu.client_paging();
         if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
-            // Not masked, as in KVM; u64::MAX is KVM's value for "no address".
+            // The address is not masked, as in KVM; u64::MAX is KVM's value for "no address".
             return Some(gva).filter(|gpa| *gpa != u64::MAX);
         }
         let mut entered = Entered::enter(self);
@@ -392,7 +392,7 @@ enum Again {
     /// The host memory at this address is not accessible.
     Gone(*mut u8),
 
-    /// As [`Fault::CodeChanged`]. The next walk finds the bit set.
+    /// A walk has set a bit in a page with code ([`Fault::CodeChanged`]). The next walk finds the bit set.
     CodeChanged,
 }
 

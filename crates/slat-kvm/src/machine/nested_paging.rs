@@ -127,7 +127,7 @@ impl Shadowed<'_> {
     }
 }
 
-/// Where an entry of L2's tables is.
+/// The location of an entry of L2's tables.
 enum EntryIn {
     /// At this host address, in memory that may be written.
     Memory(Hpa),

@@ -15,7 +15,7 @@ const PREEMPTED: u64 = 16;
 const PREEMPTED_NOW: u8 = 1;
 
 impl VcpuMachine {
-    /// The guest-physical address of the guest's structure, if it wants one.
+    /// The guest-physical address of the guest's steal-time structure, if the guest has set one.
     fn steal_time_address(&self) -> Option<u64> {
         let value = self.msr(index::KVM_STEAL_TIME);
         (value & KVM_ENABLED != 0).then_some(value & !(RESERVED | KVM_ENABLED))
@@ -53,7 +53,7 @@ impl VcpuMachine {
     pub(crate) fn stop_running(&mut self) {
         if let Some(address) = self.steal_time_address() {
             self.steal.end();
-            // As with KVM, the version says how often the vCPU has begun to run.
+            // As with KVM, the version counts how often the vCPU has begun to run.
             self.steal.changed = true;
             self.steal.preempted = self.write_guest(address + PREEMPTED, &[PREEMPTED_NOW]);
         }

@@ -17,7 +17,7 @@ const CAP_EXTENDED: u64 = 0x00ff_0000;
 /// The most banks that a vCPU can have: what `KVM_CHECK_EXTENSION` returns.
 pub(crate) const MAX_BANKS: u32 = 32;
 
-/// What `KVM_X86_GET_MCE_CAP_SUPPORTED` returns. There are no corrected-error interrupts.
+/// The value that `KVM_X86_GET_MCE_CAP_SUPPORTED` returns. There are no corrected-error interrupts.
 pub(crate) const SUPPORTED: u64 = CAP_CONTROL | CAP_RECOVERY;
 
 /// MCIP: a machine check is in progress.

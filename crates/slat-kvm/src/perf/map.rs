@@ -25,7 +25,7 @@ struct Map {
     bytes: u64,
 }
 
-/// Where a line of the file is.
+/// The position of a line in the file.
 struct Line {
     /// The end of its region.
     end: usize,

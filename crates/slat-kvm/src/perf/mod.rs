@@ -43,7 +43,7 @@ pub fn end() {
     dump::end();
 }
 
-/// What a file of a process has.
+/// The contents of a file for one process.
 trait Content: Default {
     fn path() -> PathBuf;
 

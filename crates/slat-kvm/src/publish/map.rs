@@ -30,7 +30,7 @@ pub const MAP: &str = "map";
 /// The most cells that a reader may ask for, for each memslot.
 pub const MOST_CELLS: u64 = 1024;
 
-/// What a reader asks.
+/// A reader's request.
 pub(super) struct Question {
     /// The most cells of a memslot.
     cells: u64,

@@ -111,7 +111,7 @@ pub struct VcpuObject {
     pub(crate) page: RunPage,
     /// The dirty ring, if the VM has dirty rings.
     pub(crate) ring: Option<Arc<DirtyRing>>,
-    /// Where a debugger holds the vCPU.
+    /// The port through which a debugger holds the vCPU.
     port: debugger::Port<Inner>,
     inner: Mutex<Inner>,
 }

@@ -90,7 +90,7 @@ impl VcpuObject {
             && (sregs.cs.selector, sregs.cs.base) == (0xf000, 0xffff_0000)
             && sregs.cr0 & control::CR0_PE == 0;
         if is_reset && inner.machine.apic_base() & BASE_BSP != 0 {
-            // As in KVM: old clients reset the bootstrap processor without KVM_SET_MP_STATE.
+            // As in KVM, because old clients reset the bootstrap processor without KVM_SET_MP_STATE.
             inner.mp_state = KVM_MP_STATE_RUNNABLE;
         }
         Ok(())
@@ -203,7 +203,7 @@ impl VcpuObject {
     /// CPU has. `EPERM` for state components that a process has to request first, AMX's: slat has none.
     pub fn set_cpuid(&self, mut table: Vec<kvm_cpuid_entry2>) -> Result<()> {
         if self.vm.options.halts_inside() {
-            // As in KVM: where HLT does not exit, other vCPUs cannot end a halt.
+            // As in KVM: if HLT does not exit, other vCPUs cannot end a halt.
             cpuid::remove_kvm_feature(&mut table, cpuid::KVM_FEATURE_PV_UNHALT);
         }
         let mut inner = self.lock()?;

@@ -16,7 +16,7 @@ impl VmObject {
             Ok(caps::KVM_CAP_GUEST_MEMFD_FLAGS) => guest_memfd::flags(self.protected) as i32,
             Ok(KVM_CAP_MULTI_ADDRESS_SPACE) => self.address_spaces() as i32,
             Ok(KVM_CAP_MEMORY_ATTRIBUTES) => self.known_attributes() as i32,
-            // As in KVM, only the low half of the VM's value.
+            // As in KVM, the result has only the low half of the VM's value.
             Ok(KVM_CAP_X86_APIC_BUS_CYCLES_NS) => self.options.apic_bus_cycle_ns() as i32,
             _ => caps::check(cap, self.engine.mmu()),
         }

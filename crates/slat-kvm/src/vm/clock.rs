@@ -37,7 +37,7 @@ impl VmObject {
             clock: now.clock,
             ..Default::default()
         };
-        // As in KVM, other moments come with a clock only that all vCPUs agree on.
+        // As in KVM, the other moments are returned only with a clock on which all vCPUs agree.
         Ok(match now.is_stable {
             false => data,
             true => kvm_clock_data {
@@ -245,7 +245,8 @@ mod tests {
             self.word(Self::page(vcpu) + 24) >> 40 & 1 != 0
         }
 
-        /// What the guest computes of Hyper-V's page, in nanoseconds; of the counter, where the page says so.
+        /// Returns the time, in nanoseconds, that the guest computes from Hyper-V's page, or from the counter, if the
+        /// page says so.
         fn hyperv_clock(&self, vcpu: usize) -> u64 {
             let words = [0, 8, 16].map(|offset| self.word(HYPERV_PAGE + offset));
             if words[0] as u32 == 0 {

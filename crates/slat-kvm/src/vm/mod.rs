@@ -55,9 +55,9 @@ pub struct VmObject {
     /// The number of VMs that the process had created before.
     pub(crate) number: u64,
     life: Life,
-    /// What the CPUs tell each other of their code.
+    /// The pages with decoded code, by which the CPUs tell each other of stores to code.
     pub(crate) code: Arc<CodePages>,
-    /// What compiles their hot code.
+    /// The compiler of their hot code.
     pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
     pub(crate) clock: VmClock,
     pub(crate) interrupts: Arc<Interrupts>,
@@ -110,7 +110,7 @@ impl VmObject {
         };
         config.nested = policies.nested && format.nests(config.mmu);
         if protected && config.mmu == MmuKind::Shadow {
-            // As in KVM without the TDP MMU.
+            // KVM without the TDP MMU refuses this, too.
             return fail(libc::EINVAL);
         }
         let engine = EngineVm::new(format, platform, config).map_err(|error| match error {

@@ -55,7 +55,7 @@ pub(super) type Values = [u64; 5];
 /// The PCID that a translation belongs to; `None`: a global translation, of all PCIDs.
 type Owner = Option<u16>;
 
-/// What a vCPU has cached.
+/// The caches of a vCPU.
 #[derive(Default)]
 pub(super) struct Caches {
     /// The translations, by owner, page number and context.

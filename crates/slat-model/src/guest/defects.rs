@@ -66,7 +66,7 @@ pub enum Defect {
     ForgetsReservedBit,
     /// The two halves of a 4 MiB page are exchanged.
     WrongHalf,
-    /// Of a 2 MiB page, the first 4 KiB are used for all.
+    /// All addresses of a 2 MiB page reach its first 4 KiB.
     WrongOffset,
     /// A 4 MiB page is always below 4 GiB.
     IgnoresHighAddress,

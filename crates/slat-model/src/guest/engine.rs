@@ -49,7 +49,7 @@ pub(super) fn until_done<F: Format, T>(
         if let Some(done) = access(vcpu) {
             return done;
         }
-        // It has no translation of an earlier section.
+        // The CPU keeps no translation of an earlier section.
         vcpu.quiesce();
     }
     panic!("an access is retried for ever");

@@ -26,7 +26,7 @@ pub(super) enum Meaning {
     Reserved,
     /// The next table is at this address.
     Table(u64),
-    /// It maps a page of 2^`bits` bytes.
+    /// The entry maps a page of 2^`bits` bytes.
     Page {
         gpa: u64,
         bits: u32,
@@ -182,7 +182,7 @@ pub(super) struct Rights {
 }
 
 impl Rights {
-    /// Of no entry.
+    /// The rights of a path without entries.
     pub const ALL: Rights = Rights {
         write: true,
         user: true,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::memory::Time;
 use super::registers::Registers;
 
-/// What a flush invalidates.
+/// The entries that a flush invalidates.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Flush {
     /// The PCID whose entries are invalidated; `None`: every PCID.
@@ -57,7 +57,7 @@ pub(super) struct Cached {
 #[derive(Default)]
 pub(super) struct Flushes {
     periods: Vec<Period>,
-    /// In the order of their times. What was read before a flush's time is invalidated.
+    /// The flushes, in the order of their times. A flush invalidates the entries that were read before its time.
     flushes: Vec<(Time, Flush)>,
 }
 

@@ -50,13 +50,13 @@ pub(super) const HIGH: usize = 4;
 /// Pages of host memory. Each slot has twice its size, so that it can be created again with other memory.
 pub(super) const HOST_PAGES: u64 = 272;
 
-/// Frames that are mostly used as tables with entries of one size, and mostly for this.
+/// Guest frames that mostly hold tables with entries of one size, grouped by the level for which they are mostly used.
 pub(super) struct Tables {
-    /// As roots, and as tables that reference tables that reference tables.
+    /// Frames for roots, and for tables two levels above the leaves.
     pub roots: Range<u64>,
-    /// As tables that reference tables, and map large pages.
+    /// Frames for tables that reference the lowest tables, and map large pages.
     pub directories: Range<u64>,
-    /// As tables that map 4 KiB pages.
+    /// Frames for tables that map 4 KiB pages.
     pub leaves: Range<u64>,
 }
 
@@ -81,7 +81,7 @@ pub(super) const TABLES_OF_8: Tables = Tables {
 };
 /// The frame of tables of page-directory-pointer entries.
 pub(super) const POINTERS: u64 = 15;
-/// Where a slot is moved to.
+/// The frame to which a slot is moved.
 pub(super) const ELSEWHERE: u64 = 0x70;
 /// Frames without a slot.
 pub(super) const HOLES: [u64; 2] = [60, 0x300];

@@ -10,7 +10,7 @@ use super::registers::Registers;
 /// The outcome of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It reaches memory.
+    /// The access reaches memory.
     Page {
         /// First byte of the 4 KiB host page.
         host: Hpa,
@@ -28,7 +28,7 @@ pub enum Outcome {
         /// The address, to the byte.
         gpa: Gpa,
     },
-    /// It is a fetch from a memslot without the right to execute.
+    /// The access is a fetch from a memslot without the right to execute.
     NoExecute {
         /// The address, to the byte.
         gpa: Gpa,
@@ -58,7 +58,7 @@ pub enum StoreKind {
     Locked,
 }
 
-/// Which register an instruction has written.
+/// The register that an instruction has written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RegisterWrite {
     /// MOV to CR0. EFER.LMA may change with CR0.PG.

@@ -9,7 +9,7 @@ use super::mmu::{Invpcid, StoreKind};
 use super::registers::Privilege;
 use crate::host::HostChange;
 
-/// Where a store goes.
+/// The address of a store.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Target {
     /// To a guest-virtual address, with these privileges.

@@ -21,7 +21,7 @@ use super::flushes::{Cached, Flushes, Period};
 use super::memory::{Memory, Time, Version};
 use super::mmu::Outcome;
 
-/// What a search looks for.
+/// The goal of a search.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Goal {
     /// The access comes to this.
@@ -47,11 +47,11 @@ pub(super) struct Search<'a> {
 /// How a goal was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// By the tables as they are.
+    /// The tables as they are now lead to the goal.
     Fresh,
-    /// By a cached entry that references a table, and what is there now.
+    /// A cached entry that references a table leads to the goal, with the present contents of that table.
     StaleTable,
-    /// By a cached translation.
+    /// A cached translation leads to the goal.
     StaleTranslation,
 }
 

@@ -171,7 +171,7 @@ impl<F: Format> GuestMmu for ShadowMmu<F> {
 
     fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
         let found = self.engine.frame_of(gfn);
-        // What the second level does not map, shadow pages of nested tables may.
+        // A frame that the second level does not map may be mapped by shadow pages of nested tables.
         found.filter(|frame| frame.is_some() || self.vm().mmu() == MmuKind::Shadow)
     }
 

@@ -22,7 +22,7 @@ const ACCESSED: usize = 64;
 
 /// Number of a slot's pages that are compared before and after a change of it.
 const SAMPLES: usize = 4;
-/// What a translation is called that a vCPU got in an earlier operation.
+/// The name, in messages, of a translation that a vCPU got in an earlier operation.
 const KEPT: &str = "kept";
 
 impl<M: Machine, F: Format> Runner<M, F> {
@@ -455,7 +455,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
         };
         self.cpus[i].vcpu.leave();
-        // It mapped memory as far as guest memory can be read, and returns the next page.
+        // The prefault mapped memory up to the first page that cannot be read, and returns that page.
         let mapped = match at == gpa {
             true => 0..0,
             false => gpa >> F::GRANULE.shift()..at.div_ceil(F::GRANULE.bytes()),

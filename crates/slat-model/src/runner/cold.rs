@@ -13,7 +13,7 @@ use crate::machine::Machine;
 pub(super) struct Cold {
     map: ColdMap,
     pages: Range<u64>,
-    /// In how many passes each page was not used. `None`: it is not mapped.
+    /// The number of passes in which each page was not used. `None`: the page is not mapped.
     ages: Vec<Option<u8>>,
 }
 

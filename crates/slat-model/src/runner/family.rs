@@ -18,7 +18,7 @@ pub struct Family<M: Machine, F: Format> {
     vms: Vec<Runner<M, F>>,
     /// Index of the VM that operations are run on.
     current: usize,
-    /// What happened in VMs that have ended.
+    /// The tally of VMs that have ended.
     tally: Tally,
 }
 

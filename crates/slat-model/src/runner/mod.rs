@@ -60,7 +60,7 @@ pub struct Runner<M: Machine, F: Format> {
     machine: Arc<M>,
     platform: Arc<Watched<M::Platform>>,
     vm: Arc<Vm<Watched<M::Platform>, F>>,
-    /// What walkers may have cached of its tables.
+    /// The entries of the VM's tables that walkers may have cached.
     walkers: Arc<Tlb>,
     /// The model of each address space.
     models: Vec<GuestModel>,
@@ -477,7 +477,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Ok(()) => "frames converted",
             Err(_) => "conversion refused",
         });
-        // What was not converted.
+        // Checks that the pages which were not converted are still mapped.
         self.check_still_mapped(&known, false);
     }
 

@@ -82,7 +82,7 @@ impl Inner {
                     frame: lower,
                     write,
                 }) if lower == frame => protected |= !write,
-                // It was removed: what is cached of it was cached before.
+                // The entry was removed: a cached copy of it was cached before that.
                 _ => return false,
             }
             frame = above;

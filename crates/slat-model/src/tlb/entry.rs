@@ -8,7 +8,7 @@ use slat::{Granule, Level, MemoryType, Pfn};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) space: usize,
-    /// That of the tables, the same for all.
+    /// The granule of the tables, the same for all.
     pub(super) granule: Granule,
     pub(super) level: Level,
     /// First frame that the entry covers.
@@ -32,7 +32,7 @@ pub(super) enum Value {
         frame: Pfn,
         write: bool,
     },
-    /// Of ghosts only: the right to write of an entry that refers to a table.
+    /// Ghosts only: the right to write of an entry that refers to a table.
     TableWrite,
     Leaf {
         pfn: Pfn,

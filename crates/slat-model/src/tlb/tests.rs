@@ -194,7 +194,8 @@ fn a_leaf_that_was_split_in_place_is_not_stale() {
     assert_eq!(world.tlb.stale(), None);
 }
 
-/// What is below a write-protected table may lose the right to write without a flush, but only after that of the table.
+/// An entry below a write-protected table may lose the right to write without a flush, but only after the flush for the
+/// table.
 #[test]
 fn a_table_that_was_write_protected_is_stale_until_it_was_flushed() {
     let world = World::new::<Npt>(0);

@@ -60,7 +60,7 @@ impl Call {
 
 /// How a call goes on.
 enum Next {
-    /// It ends with this output.
+    /// The call ends with this output.
     Output(u64),
     /// The client carries out the call. The first parameter is this value.
     Client(u64),

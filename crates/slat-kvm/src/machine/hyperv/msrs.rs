@@ -223,7 +223,7 @@ impl VcpuMachine {
         let stored = match by {
             Writer::Guest => self.write_guest(gpa, bytes),
             Writer::Host => {
-                // What a signal of an earlier run has left.
+                // Removes the bit that a signal of an earlier run has left.
                 self.common.attention.take(bits::SIGNAL);
                 let mut entered = Entered::enter(self);
                 // Pages cached in the last run may be stale.

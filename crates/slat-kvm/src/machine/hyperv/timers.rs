@@ -33,7 +33,7 @@ impl VcpuMachine {
         let mut timers = std::mem::take(&mut self.hyperv.timers);
         timers.run(moment, |notice| self.deliver_notice(notice));
         self.hyperv.timers = timers;
-        // One whose message was interrupted is tried again.
+        // A timer whose message was interrupted tries again.
         self.look_at_timers();
     }
 
@@ -91,7 +91,7 @@ impl VcpuMachine {
         }
     }
 
-    /// What becomes of a message whose slot cannot be accessed.
+    /// Returns the delivery of a message whose slot cannot be accessed.
     fn delivery_without_access(&self) -> Delivery {
         match self.is_called_out() {
             true => Delivery::Interrupted,

@@ -425,7 +425,7 @@ impl Generator {
             },
         };
         if !writable {
-            // Not for long: most accesses write a flag.
+            // The memory becomes writable again soon, because most accesses write a flag.
             let writable = true;
             self.planned.push(GuestOp::Invalidate {
                 pages: pages.clone(),

@@ -164,7 +164,7 @@ fn a_global_translation_outlives_flushes_of_its_context() {
     guest.oracle.invpcid(0, Invpcid::AllButGlobal);
     guest.oracle.invpcid(0, Invpcid::Context { pcid: 0 });
     assert_eq!(guest.readable(), [8, 9]);
-    // Under another PCID, too, with other tables, which map nothing.
+    // The translation is used under another PCID, too, with other tables, which map nothing.
     guest.load_cr3(0x5007, false);
     assert_eq!(guest.readable(), [8]);
     guest.invlpg(NEIGHBOUR);
@@ -175,7 +175,7 @@ fn a_global_translation_outlives_flushes_of_its_context() {
 
 #[test]
 fn a_pcid_has_its_own_translations_only() {
-    // What is in memory while another PCID is current is not cached for this one.
+    // A value that is in memory only while another PCID is current is not cached for this one.
     let mut guest = Guest::with_pcids();
     guest.load_cr3(0x5007, true);
     assert_eq!(guest.readable(), [0; 0]);
@@ -241,7 +241,7 @@ fn a_write_needs_the_dirty_flag() {
     assert!(!guest.allows(GVA, Access::Write, page));
     guest.store(LEAF, 0x8000 | ALL);
     assert!(guest.allows(GVA, Access::Write, page));
-    // Of the two values only the dirty one was cached for writes.
+    // Only the dirty one of the two values was cached for writes.
     guest.store(LEAF, 0);
     assert!(guest.allows(GVA, Access::Write, page));
 }
