@@ -12,18 +12,19 @@
 //! | | `environment` | the environment that the program's children get |
 //! | | `landlock` | a program's Landlock rules |
 //! | | `elf` | the headers of a program's file |
-//! | | `loaded`, `program_break` | what calls know of a program that slat has loaded; brk |
 //! | | `seccomp` | the program's seccomp filters |
 //! | | `user_dispatch` | the kernel's dispatch of system calls, on and off |
 //! | files | `paths` | what a path leads to, in any spelling |
 //! | | `looks` | what KVM's files and descriptors look like |
 //! | | `device` | `/dev/kvm` and KVM's module parameters as files |
 //! | | `files` | open, access |
+//! | | `loaded` | what calls have to know of a program that slat has loaded |
 //! | calls | `status` | stat, readlink, realpath |
 //! | | `attributes` | chown, chmod, getxattr and the calls like it |
 //! | | `fds` | close, dup, fcntl |
 //! | | `streams` | read, write, lseek |
 //! | | `memory` | mmap and the calls like it: KVM's MMU notifiers |
+//! | | `program_break` | brk of a program that slat has loaded |
 //! | | `heap` | memory that is not allocated by the program's `malloc` |
 //! | | `ioctls` | ioctl |
 //! | | `forks` | fork: the heap's lock is held over it |
