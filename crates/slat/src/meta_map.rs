@@ -6,25 +6,84 @@
 
 use alloc::boxed::Box;
 use core::fmt;
-use core::ptr::{self, NonNull};
+use core::ptr::NonNull;
 
 use crate::addr::Pfn;
 use crate::frame::TableMeta;
 use crate::heap::{Large, OutOfMemory};
-use crate::sync::atomic::{AtomicPtr, Ordering::*, const_fn};
+use crate::sync::OnceBox;
+use crate::sync::atomic::const_fn;
 
 /// Frames of one leaf: 64 KiB of host memory have 512 bytes of metadata.
 const LEAF_BITS: u32 = if cfg!(loom) { 1 } else { 4 };
 /// Links of one node: 8 KiB.
 const NODE_BITS: u32 = if cfg!(loom) { 1 } else { 10 };
-/// Nodes on the path to a leaf.
-const DEPTH: u32 = if cfg!(loom) { 2 } else { 4 };
-/// Frame numbers are below this: those of RISC-V, which are the largest, have 44 bits.
-const FRAMES: u64 = 1 << (LEAF_BITS + DEPTH * NODE_BITS);
 
-/// Links to the nodes of the next level, or to leaves; null where there is none.
-type Node = Large<(), AtomicPtr<()>, { 1 << NODE_BITS }>;
+/// What the map has for the frames of a region.
+trait Region: Send + Sync + Sized {
+    /// log2 of the number of frames.
+    const BITS: u32;
+
+    /// Makes one without frames.
+    fn make() -> Result<Box<Self>, OutOfMemory>;
+
+    /// Makes sure that there is metadata for `frame`.
+    fn prepare(&self, frame: Pfn) -> Result<(), OutOfMemory>;
+
+    /// Returns the metadata of `frame`.
+    fn get(&self, frame: Pfn) -> Option<&TableMeta>;
+}
+
 type Leaf = Large<(), TableMeta, { 1 << LEAF_BITS }>;
+/// Links to smaller regions.
+type Node<T> = Large<(), OnceBox<T>, { 1 << NODE_BITS }>;
+#[cfg(not(loom))]
+type Root = Node<Node<Node<Node<Leaf>>>>;
+#[cfg(loom)]
+type Root = Node<Node<Leaf>>;
+
+/// Frame numbers are below this: those of RISC-V, which are the largest, have 44 bits.
+const FRAMES: u64 = 1 << Root::BITS;
+
+impl Region for Leaf {
+    const BITS: u32 = LEAF_BITS;
+
+    fn make() -> Result<Box<Self>, OutOfMemory> {
+        Large::new((), TableMeta::new)
+    }
+
+    fn prepare(&self, _: Pfn) -> Result<(), OutOfMemory> {
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn get(&self, frame: Pfn) -> Option<&TableMeta> {
+        Some(&self.array[frame.0 as usize % (1 << LEAF_BITS)])
+    }
+}
+
+/// Returns the link of `node` for `frame`.
+#[inline(always)]
+fn link<T: Region>(node: &Node<T>, frame: Pfn) -> &OnceBox<T> {
+    &node.array[(frame.0 >> T::BITS) as usize % (1 << NODE_BITS)]
+}
+
+impl<T: Region> Region for Node<T> {
+    const BITS: u32 = T::BITS + NODE_BITS;
+
+    fn make() -> Result<Box<Self>, OutOfMemory> {
+        Large::new((), OnceBox::new)
+    }
+
+    fn prepare(&self, frame: Pfn) -> Result<(), OutOfMemory> {
+        link(self, frame).get_or_make(T::make)?.prepare(frame)
+    }
+
+    #[inline(always)]
+    fn get(&self, frame: Pfn) -> Option<&TableMeta> {
+        link(self, frame).get()?.get(frame)
+    }
+}
 
 /// Finds the [`TableMeta`] of a table frame, for a [`Platform`](crate::Platform) whose frames come from anywhere: of an
 /// allocator of pages, without an array like Linux's `struct page`.
@@ -58,7 +117,7 @@ type Leaf = Large<(), TableMeta, { 1 << LEAF_BITS }>;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct MetaMap {
-    root: AtomicPtr<()>,
+    root: OnceBox<Root>,
 }
 
 impl MetaMap {
@@ -66,7 +125,7 @@ impl MetaMap {
         /// Makes a map without frames.
         pub fn new() -> Self {
             MetaMap {
-                root: AtomicPtr::new(ptr::null_mut()),
+                root: OnceBox::new(),
             }
         }
     }
@@ -83,15 +142,7 @@ impl MetaMap {
         if frame.0 >= FRAMES {
             return Err(OutOfMemory);
         }
-        let mut link = &self.root;
-        for level in (0..DEPTH).rev() {
-            let make = || Node::new((), || AtomicPtr::new(ptr::null_mut()));
-            // SAFETY: at this depth links refer to nodes.
-            let node: &Node = unsafe { get_or_add(link, make)? };
-            link = &node.array[index(frame, level)];
-        }
-        // SAFETY: below the last level of nodes links refer to leaves.
-        unsafe { get_or_add(link, || Leaf::new((), TableMeta::new)) }.map(|_: &Leaf| ())
+        self.root.get_or_make(Root::make)?.prepare(frame)
     }
 
     /// Returns the metadata of `frame`, always the same. `None`: [`Self::prepare`] was not called for it, nor for a
@@ -101,17 +152,7 @@ impl MetaMap {
         if frame.0 >= FRAMES {
             return None;
         }
-        let mut at = self.root.load(Acquire);
-        for level in (0..DEPTH).rev() {
-            // SAFETY: at this depth links refer to nodes, which live as long as `self`.
-            let node = unsafe { at.cast::<Node>().as_ref() }?;
-            at = node.array[index(frame, level)].load(Acquire);
-        }
-        // SAFETY: as above, to leaves.
-        let leaf = unsafe { at.cast::<Leaf>().as_ref() }?;
-        Some(NonNull::from(
-            &leaf.array[frame.0 as usize % (1 << LEAF_BITS)],
-        ))
+        self.root.get()?.get(frame).map(NonNull::from)
     }
 }
 
@@ -124,61 +165,6 @@ impl Default for MetaMap {
 impl fmt::Debug for MetaMap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("MetaMap")
-    }
-}
-
-/// Returns the index of `frame` in a node of `level`, 0 for those above leaves.
-fn index(frame: Pfn, level: u32) -> usize {
-    (frame.0 >> (LEAF_BITS + level * NODE_BITS)) as usize % (1 << NODE_BITS)
-}
-
-/// Returns what `link` refers to, which `make` makes if there is nothing yet. Threads that do so at
-/// once get one of them.
-///
-/// # Safety
-/// - `link` refers to a `T`, or is null, and only this function writes it.
-unsafe fn get_or_add<T>(
-    link: &AtomicPtr<()>,
-    make: impl FnOnce() -> Result<Box<T>, OutOfMemory>,
-) -> Result<&T, OutOfMemory> {
-    let mut at = link.load(Acquire).cast::<T>();
-    if at.is_null() {
-        at = Box::into_raw(make()?);
-        if let Err(other) = link.compare_exchange(ptr::null_mut(), at.cast(), AcqRel, Acquire) {
-            // SAFETY: made above, and not published.
-            drop(unsafe { Box::from_raw(at) });
-            at = other.cast();
-        }
-    }
-    // SAFETY: a `T` (caller's promise), which is freed when the map is dropped; `link` is part of that.
-    Ok(unsafe { &*at })
-}
-
-/// Frees what is at `at`, unless that is null: a node of `level`, 0 for those above leaves, with all below
-/// it; a leaf for `None`.
-///
-/// # Safety
-/// - it was made for a map that is being dropped, and is freed once.
-unsafe fn free(at: *mut (), level: Option<u32>) {
-    if at.is_null() {
-        return;
-    }
-    let Some(level) = level else {
-        // SAFETY: the caller's promise.
-        return drop(unsafe { Box::from_raw(at.cast::<Leaf>()) });
-    };
-    // SAFETY: the caller's promise.
-    let node = unsafe { Box::from_raw(at.cast::<Node>()) };
-    for link in &node.array {
-        // SAFETY: only this node refers to it.
-        unsafe { free(link.load(Acquire), level.checked_sub(1)) };
-    }
-}
-
-impl Drop for MetaMap {
-    fn drop(&mut self) {
-        // SAFETY: `&mut self`: no one else has a reference.
-        unsafe { free(self.root.load(Acquire), Some(DEPTH - 1)) };
     }
 }
 

@@ -207,7 +207,7 @@ fn a_reader_has_one_owner() {
             fn operations(&self) {
                 let reader = self.readers.borrow().unwrap();
                 self.hold(reader);
-                self.readers.put_aside(reader);
+                self.readers.release(reader);
                 let reader = self.readers.register().unwrap();
                 self.hold(reader);
                 self.readers.release(reader);

@@ -14,7 +14,7 @@ use core::ops::Range;
 
 use super::ShadowMmu;
 use super::list::END;
-use super::page::{EntryId, Pages, ShadowTable, number_of};
+use super::page::{EntryId, Pages, ShadowTable};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf, all_gfns};
 use crate::frame::{ENTRIES, TableMeta};
@@ -214,7 +214,7 @@ impl<P: Platform, F: Format> Listed for Shown<'_, P, F> {
     }
 
     fn detach(&self, lower: Pfn, detached: &mut Detached) {
-        let number = number_of(&*self.mmu.platform, lower);
+        let number = self.pages.number_of(&*self.mmu.platform, lower);
         (self.mmu).zap_page(self.pages, number, detached, &mut |_, _, _| ());
     }
 

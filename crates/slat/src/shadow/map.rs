@@ -1,6 +1,6 @@
 //! The MMU by index: what a fault installs.
 
-use super::page::{Agreement, EntryId, Pages, number_of};
+use super::page::{Agreement, EntryId, Pages};
 use super::track::Descent;
 use super::trail::{Note, Role, Target, Trail, mmio_note};
 use super::{ShadowMmu, begin};
@@ -243,7 +243,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             (pages.pool.get(number).guest()).inspect(|guest| guest.stores.set(0));
             number = match F::decode(bits, at) {
                 Entry::Table(lower) => {
-                    let lower = number_of(&*self.platform, lower);
+                    let lower = pages.number_of(&*self.platform, lower);
                     let page = pages.pool.get(lower);
                     if self.shadows() && (page.gfn.get(), page.role.get()) != (child, role) {
                         return Err(Retry::Replaced(at));
@@ -308,12 +308,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         if path.frames.is_empty() {
             return None;
         }
-        let frame = path.frames.take();
-        let Some(number) = pages.new_page(gfn, role, frame) else {
-            path.frames.give_back(frame);
-            return None;
-        };
-        begin(&*self.platform, frame, number);
+        let number = pages.new_page(gfn, role)?;
+        let frame = begin(&*self.platform, path.frames.take(), number);
+        pages.pool.get(number).frame.set(frame);
         let nx_split = path.nx_split && role.level == Level::PAGE && role.is_direct();
         let meta = pages.table(&*self.platform, number).meta();
         meta.nx_split.store(nx_split, Relaxed);
@@ -389,7 +386,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             let bits = entry.load(Relaxed);
             match F::decode(bits, level) {
                 Entry::Table(lower) => {
-                    self.spread(pages, number_of(&*self.platform, lower), piece, false);
+                    self.spread(pages, pages.number_of(&*self.platform, lower), piece, false);
                 }
                 Entry::Leaf(_) => _ = widen::<F>(entry, bits, piece, level),
                 _ if fill => {

@@ -40,7 +40,7 @@ use alloc::sync::Arc;
 use core::marker::PhantomData;
 
 use crate::addr::{Gfn, Level, Pfn};
-use crate::format::{Format, can_shadow};
+use crate::format::{Format, X86, can_shadow};
 use crate::heap::{OutOfMemory, Shared, boxed};
 use crate::platform::{Platform, WaitFor};
 use crate::shadow::trail::{Changes, Role};
@@ -48,7 +48,9 @@ use crate::sync::SpinLock;
 use crate::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::spin::SpinGuard;
-use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, TableFrames, Tree};
+use crate::table::{
+    ByGfn, Detached, Flushes, FrameCache, NewFrame, NewTable, Root, TableFrames, Tree,
+};
 use beside::{Beginning, Tracking};
 use page::{Agreement, Pages, ShadowPage, ShadowTable};
 use pool::More;
@@ -106,11 +108,11 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             ShadowPage::make(shadows)
         })?);
         let root = pages.pool.take().ok_or(OutOfMemory)?;
-        let frame = frames.allocate_root(&*platform, 1)?;
+        let make = |frame| _ = begin::<P>(&platform, frame, root);
+        let frame = frames.allocate_root(&*platform, 1, make)?;
         let page = pages.pool.get(root);
         page.frame.set(frame);
         page.role.set(Role::direct(F::TOP));
-        begin::<P>(&platform, frame, root);
         Ok(ShadowMmu {
             platform,
             frames,
@@ -311,16 +313,12 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 }
 
-/// Makes the frame the empty table of page `number`, which no other thread can reach yet.
-fn begin<P: Platform>(platform: &P, frame: Pfn, number: u32) {
-    // SAFETY: the frame is new: allocated, and not published.
-    let table = unsafe {
-        let mut table = ShadowTable::at(platform, frame);
-        table.clear();
-        table
-    };
-    table.meta().begin(0);
+/// Makes the empty table of page `number` in `frame`, which it returns.
+fn begin<P: Platform>(platform: &P, frame: NewFrame, number: u32) -> Pfn {
+    let mut table = NewTable::<P, X86<5>>::new(platform, frame);
+    table.clear();
     table.meta().next.store(number.into(), Relaxed);
+    table.finish()
 }
 
 impl<P: Platform, F: Format> Drop for ShadowMmu<P, F> {

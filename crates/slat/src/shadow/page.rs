@@ -217,11 +217,10 @@ impl Pages {
         &self.pool.get(id.page()).array[id.index()]
     }
 
-    /// Takes a record for a page with the table in `frame`, and lists it. `None`: there is none.
-    pub(super) fn new_page(&self, gfn: Gfn, role: Role, frame: Pfn) -> Option<u32> {
+    /// Takes a record for a page, and lists it. `None`: there is none. The caller gives it a table.
+    pub(super) fn new_page(&self, gfn: Gfn, role: Role) -> Option<u32> {
         let number = self.pool.take()?;
         let page = self.pool.get(number);
-        page.frame.set(frame);
         page.gfn.set(gfn);
         page.role.set(role);
         self.rmap.change(gfn, Self::listed_at(role), |entry| {
@@ -430,7 +429,7 @@ impl Pages {
         }
         let bits = entry.swap(0, AcqRel);
         if let Entry::Table(lower) = F::decode(bits, level) {
-            self.unlist_parent(id, number_of(platform, lower));
+            self.unlist_parent(id, self.number_of(platform, lower));
             return Cleared::Table;
         }
         let gfn = page.gfn_at(id.index());
@@ -450,7 +449,16 @@ impl Pages {
         platform: &'p P,
         number: u32,
     ) -> ShadowTable<'p, P> {
-        let frame = self.pool.get(number).frame.get();
+        self.table_in(platform, self.pool.get(number).frame.get())
+    }
+
+    /// Returns the number of the page with the table in `frame`, to which an entry of another page refers.
+    pub(super) fn number_of<P: Platform>(&self, platform: &P, frame: Pfn) -> u32 {
+        self.table_in(platform, frame).meta().next.load(Relaxed) as u32
+    }
+
+    /// Returns the table in `frame`, that of a page in use.
+    fn table_in<'p, P: Platform>(&self, platform: &'p P, frame: Pfn) -> ShadowTable<'p, P> {
         // SAFETY: the page is in use, and the lock of the MMU is held: its table is freed only after it was zapped,
         // which needs the lock, and a flush. Callers keep no reference beyond the lock.
         unsafe { ShadowTable::at(platform, frame) }
@@ -477,7 +485,7 @@ impl Pages {
                 )
             };
             table.check_count::<F>(level)?;
-            if number_of(platform, table.frame()) != number {
+            if self.number_of(platform, table.frame()) != number {
                 return Err(format!("{}: its table belongs to another page", at()));
             }
             if Some(number) != root
@@ -494,7 +502,7 @@ impl Pages {
                 let is_listed = match F::decode(bits, level) {
                     Entry::Empty => continue,
                     Entry::Table(lower) => {
-                        let lower = self.pool.get(number_of(platform, lower));
+                        let lower = self.pool.get(self.number_of(platform, lower));
                         let frame = page.guest().is_some() || lower.gfn.get() == page.gfn_at(index);
                         if !frame || lower.level() != level.below() {
                             return Err(format!("{}: entry {index} refers elsewhere", at()));
@@ -582,13 +590,6 @@ impl Pages {
         };
         entries.map(listed).sum()
     }
-}
-
-/// Returns the number of the page with the table in `frame`, which an entry refers to.
-pub(super) fn number_of<P: Platform>(platform: &P, frame: Pfn) -> u32 {
-    // SAFETY: an entry under the lock refers to it, or it is that of a page in use.
-    let table = unsafe { ShadowTable::at(platform, frame) };
-    table.meta().next.load(Relaxed) as u32
 }
 
 #[cfg(all(test, not(loom)))]

@@ -26,7 +26,7 @@
 use core::ops::Range;
 
 use super::ShadowMmu;
-use super::page::{Agreement, Cleared, EntryId, Guest, Pages, number_of};
+use super::page::{Agreement, Cleared, EntryId, Guest, Pages};
 use super::trail::{Meaning, PageOf, Role, Target, Trail};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE, Pfn};
 use crate::format::{Entry, Format, Leaf};
@@ -233,7 +233,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let level = pages.pool.get(id.page()).level();
         let table = pages.table(&*self.platform, id.page());
         match F::decode(table.entry(id.index()).load(Relaxed), level) {
-            Entry::Table(lower) => Some(number_of(&*self.platform, lower)),
+            Entry::Table(lower) => Some(pages.number_of(&*self.platform, lower)),
             _ => None,
         }
     }
@@ -526,7 +526,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
         let meaning = role.meaning(index, read.entries[index - read.indexes.start]);
         let refers_to = |lower: Pfn, page| {
-            let lower = pages.pool.get(number_of(platform, lower));
+            let lower = pages.pool.get(pages.number_of(platform, lower));
             (lower.gfn.get(), lower.role.get()) == page
         };
         let granted = match (meaning, F::decode(bits, role.level)) {

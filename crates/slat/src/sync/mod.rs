@@ -5,6 +5,7 @@
 pub(crate) mod atomic;
 pub(crate) mod fair;
 pub(crate) mod held;
+pub(crate) mod once_box;
 pub(crate) mod quiesce;
 /// Proofs that a thread is in a reader section: what readers access without a lock stays valid only until their section
 /// ends, so each access needs such a proof.
@@ -13,5 +14,6 @@ pub(crate) mod spin;
 pub(crate) mod walker_buffer;
 
 pub(crate) use fair::FairLock;
+pub(crate) use once_box::OnceBox;
 pub(crate) use section::{Guarded, InSection};
 pub(crate) use spin::SpinLock;

@@ -35,14 +35,14 @@
 //! [`Reader::quiesce`] clears the bit *before* it reads the generation: a request between the two
 //! sets the bit again, and the CPU sees that at the next boundary.
 
-use crate::heap::OutOfMemory;
-use crate::heap::{self, Shared};
-use crate::stats::Counters;
-use crate::sync::InSection;
-use crate::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
-use crate::sync::walker_buffer::WalkerBuffer;
 use alloc::boxed::Box;
-use core::ptr;
+use core::iter;
+
+use crate::heap::{self, OutOfMemory, Shared};
+use crate::stats::Counters;
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use crate::sync::walker_buffer::WalkerBuffer;
+use crate::sync::{InSection, OnceBox};
 
 /// A word of bits that make a software CPU leave its loop at the next block boundary. A clone is another handle of the
 /// same word.
@@ -107,11 +107,28 @@ pub(crate) struct Reader {
     pub(crate) counters: Counters,
     /// What the owners' walkers have written. A new owner goes on with the buffer.
     pub(crate) written: WalkerBuffer,
-    /// Next in the list of all readers; set once, before publication.
-    next: AtomicPtr<Reader>,
+    /// The next one in the list.
+    next: OnceBox<Reader>,
 }
 
 impl Reader {
+    /// Makes a reader that the caller owns, or nobody if `owned` is false.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    fn new(owned: bool) -> Result<Box<Self>, OutOfMemory> {
+        heap::boxed(Reader {
+            state: AtomicU64::new(0),
+            seen: AtomicU64::new(0),
+            token: AtomicUsize::new(0),
+            owned: AtomicBool::new(owned),
+            attention: Attention::new()?,
+            counters: Counters::default(),
+            written: WalkerBuffer::new(),
+            next: OnceBox::new(),
+        })
+    }
+
     pub(crate) fn attention(&self) -> &Attention {
         &self.attention
     }
@@ -180,29 +197,42 @@ impl Reader {
     }
 }
 
-/// A brief section. Dropping it ends the section.
-pub(crate) struct Brief<'a> {
+/// A reader in a section, and the right to use the reader alone. Dropping it ends the section, and gives the reader
+/// back.
+pub(crate) struct Inside<'a> {
     reader: &'a Reader,
     /// The reader is one of operations.
     borrowed_from: Option<&'a Readers>,
 }
 
-impl Brief<'_> {
+impl<'a> Inside<'a> {
     /// Returns the proof that this is a reader section.
     #[inline(always)]
     pub(crate) fn inside(&self) -> InSection<'_> {
         // SAFETY: `self` was made when the reader had entered, by the thread that owns it until `self` is dropped, and
-        // nothing but that ends the section.
+        // only what borrows `self` mutably, or drops it, ends the section.
         unsafe { InSection::assume() }
+    }
+
+    pub(crate) fn reader(&self) -> &'a Reader {
+        self.reader
+    }
+
+    /// Ends the section, runs `wait`, and begins another section of the same reader, one of `readers`.
+    pub(crate) fn outside<R>(&mut self, readers: &Readers, wait: impl FnOnce() -> R) -> R {
+        self.reader.leave();
+        let result = wait();
+        self.reader.enter(readers, 0);
+        result
     }
 }
 
-impl Drop for Brief<'_> {
+impl Drop for Inside<'_> {
     #[inline]
     fn drop(&mut self) {
         match self.borrowed_from {
             None => self.reader.leave(),
-            Some(readers) => readers.put_aside(self.reader),
+            Some(readers) => readers.release(self.reader),
         }
     }
 }
@@ -210,34 +240,32 @@ impl Drop for Brief<'_> {
 /// All readers of one VM.
 pub(crate) struct Readers {
     generation: AtomicU64,
-    /// The head of a list that only grows; a reader without an owner is used again.
-    head: AtomicPtr<Reader>,
-    /// A reader for the next operation, so that operations do not search the list, which may contain a thousand vCPUs,
-    /// each time. It counts as owned.
-    spare: AtomicPtr<Reader>,
-    /// The reader of [brief sections](Self::brief), which no thread owns for longer than one of them. It counts as
-    /// owned. Null: there is none.
-    brief: AtomicPtr<Reader>,
+    /// The reader of [brief sections](Self::brief), which no thread owns for longer than one of them.
+    brief: OnceBox<Reader>,
+    /// A reader for operations alone, so that they do not search the list, which may contain a thousand vCPUs, each
+    /// time. One that begins when another one has it takes a reader of the list.
+    operation: OnceBox<Reader>,
+    /// The first of a list that only grows; a reader without an owner is used again.
+    first: OnceBox<Reader>,
 }
 
 impl Readers {
     pub(crate) fn new() -> Self {
         Readers {
             generation: AtomicU64::new(1),
-            head: AtomicPtr::new(ptr::null_mut()),
-            spare: AtomicPtr::new(ptr::null_mut()),
-            brief: AtomicPtr::new(ptr::null_mut()),
+            brief: OnceBox::new(),
+            operation: OnceBox::new(),
+            first: OnceBox::new(),
         }
     }
 
-    /// Allocates the readers of the first operation and of brief sections.
+    /// Allocates the readers of operations and of brief sections.
     ///
     /// # Errors
     /// [`OutOfMemory`].
     pub(crate) fn prepare(&self) -> Result<(), OutOfMemory> {
-        self.put_aside(self.register()?);
-        let brief = ptr::from_ref(self.register()?);
-        self.brief.store(brief.cast_mut(), Release);
+        self.operation.get_or_make(|| Reader::new(false))?;
+        self.brief.get_or_make(|| Reader::new(true))?;
         Ok(())
     }
 
@@ -245,13 +273,13 @@ impl Readers {
     /// caller may be in another section. `None`: another thread is in the brief section, and there is no memory
     /// for one more reader.
     ///
-    /// An operation that borrows a reader exchanges a pointer to own it, stores the reader's word, and exchanges
-    /// the pointer again: three locked instructions on x86. Here the word itself says who owns the reader: the
+    /// An operation that borrows a reader exchanges its owner, and then stores the reader's word: two locked
+    /// instructions on x86. Here the word itself says who owns the reader: the
     /// compare-exchange that stores the generation there succeeds only where it was 0. It is sequentially
     /// consistent like the store in [`Reader::enter`], and the generation is read again after it in the same way,
     /// so the same argument holds.
     #[inline]
-    pub(crate) fn brief(&self) -> Option<Brief<'_>> {
+    pub(crate) fn brief(&self) -> Option<Inside<'_>> {
         let begin = |reader: &Reader| {
             let generation = self.generation.load(SeqCst);
             let free = reader
@@ -263,48 +291,37 @@ impl Readers {
             }
             free
         };
-        // SAFETY: readers of the list live as long as `self`.
-        match unsafe { self.brief.load(Acquire).as_ref() } {
-            Some(reader) if begin(reader) => Some(Brief {
+        match self.brief.get() {
+            Some(reader) if begin(reader) => Some(Inside {
                 reader,
                 borrowed_from: None,
             }),
-            _ => self.brief_of_operation(),
+            _ => self.enter().ok(),
         }
     }
 
-    /// Begins a section like [`Self::brief`], with the reader of an operation.
-    #[cold]
-    fn brief_of_operation(&self) -> Option<Brief<'_>> {
-        let reader = self.borrow().ok()?;
+    /// Begins a section of one operation.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if no reader is free, and there is no memory for another one.
+    pub(crate) fn enter(&self) -> Result<Inside<'_>, OutOfMemory> {
+        let reader = self.borrow()?;
         reader.enter(self, 0);
-        Some(Brief {
+        Ok(Inside {
             reader,
             borrowed_from: Some(self),
         })
     }
 
-    /// Returns a reader for one operation. Give it back with [`Readers::put_aside`].
+    /// Returns a reader for one operation. Give it back with [`Readers::release`].
     ///
     /// # Errors
     /// [`OutOfMemory`] if no reader is free, and there is no memory for another one.
     #[inline]
     pub(crate) fn borrow(&self) -> Result<&Reader, OutOfMemory> {
-        // SAFETY: only readers of this list are put aside, and they live as long as `self`.
-        match unsafe { self.spare.swap(ptr::null_mut(), Acquire).as_ref() } {
-            Some(reader) => Ok(reader),
-            None => self.register(),
-        }
-    }
-
-    /// Gives back the reader of an operation: ends its section and keeps it for the next operation.
-    #[inline]
-    pub(crate) fn put_aside(&self, reader: &Reader) {
-        reader.leave();
-        let spare = self.spare.swap(ptr::from_ref(reader).cast_mut(), AcqRel);
-        // SAFETY: as in `borrow`.
-        if let Some(other) = unsafe { spare.as_ref() } {
-            self.release(other);
+        match self.operation.get() {
+            Some(reader) if reader.try_own() => Ok(reader),
+            _ => self.register(),
         }
     }
 
@@ -313,37 +330,36 @@ impl Readers {
     /// # Errors
     /// [`OutOfMemory`] if no reader is free, and there is no memory for another one.
     pub(crate) fn register(&self) -> Result<&Reader, OutOfMemory> {
-        if let Some(free) = self.iter().find(|r| r.try_own()) {
-            // The client of the last owner may still have the attention word; bits set by it are not for this owner.
-            free.attention.take(u32::MAX);
-            return Ok(free);
+        let mut made = None;
+        let mut next = &self.first;
+        loop {
+            if let Some(reader) = next.get() {
+                if reader.try_own() {
+                    // The client of the last owner may still have the attention word; bits set by it are not for this
+                    // owner.
+                    reader.attention.take(u32::MAX);
+                    return Ok(reader);
+                }
+                next = &reader.next;
+                continue;
+            }
+            let new = match made.take() {
+                Some(new) => new,
+                None => Reader::new(true)?,
+            };
+            // Sequentially consistent, as the words are: if a writer does not find the new reader in the list, it has
+            // raised the generation before the reader enters.
+            match next.set(new) {
+                Ok(reader) => return Ok(reader),
+                // Another thread has added one: this one comes after that.
+                Err(new) => made = Some(new),
+            }
         }
-        let mut head = self.head.load(Relaxed);
-        let reader = Box::into_raw(heap::boxed(Reader {
-            state: AtomicU64::new(0),
-            seen: AtomicU64::new(0),
-            token: AtomicUsize::new(0),
-            owned: AtomicBool::new(true),
-            attention: Attention::new()?,
-            counters: Counters::default(),
-            written: WalkerBuffer::new(),
-            next: AtomicPtr::new(head),
-        })?);
-        // SAFETY: freed when `self` is dropped.
-        let new = unsafe { &*reader };
-        // Sequentially consistent, as the words are: if a writer does not find the new reader in the list, it has
-        // raised the generation before the reader enters.
-        while let Err(now) = self
-            .head
-            .compare_exchange_weak(head, reader, SeqCst, Relaxed)
-        {
-            head = now;
-            new.next.store(head, Relaxed);
-        }
-        Ok(new)
     }
 
-    /// Gives back a reader from [`Readers::register`]: ends its section; another thread may own it next.
+    /// Gives back a reader from [`Readers::register`] or [`Readers::borrow`]: ends its section; another thread may own
+    /// it next.
+    #[inline]
     pub(crate) fn release(&self, reader: &Reader) {
         reader.leave();
         reader.owned.store(false, Release);
@@ -351,13 +367,10 @@ impl Readers {
 
     /// Iterates over all readers, with or without an owner.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Reader> {
-        let mut at = self.head.load(SeqCst);
-        core::iter::from_fn(move || {
-            // SAFETY: list nodes are published whole (Release/Acquire) and live as long as `self`.
-            let reader = unsafe { at.as_ref()? };
-            at = reader.next.load(Relaxed);
-            Some(reader)
-        })
+        let own = self.brief.get().into_iter().chain(self.operation.get());
+        own.chain(iter::successors(self.first.get(), |reader| {
+            reader.next.get()
+        }))
     }
 
     /// Waits until every reader has passed a quiescent point after this call began, or is outside; calls
@@ -376,18 +389,18 @@ impl Readers {
     ) -> u64 {
         let generation = self.generation.fetch_add(1, SeqCst) + 1;
         // The list is read after that: a reader that it does not have yet enters the new generation.
-        for reader in self.iter() {
+        self.iter().for_each(|reader| {
             if wanted(&reader.attention) && !reader.has_passed(generation) {
                 reader.attention.raise(Attention::FLUSH);
             }
-        }
-        for reader in self.iter() {
+        });
+        self.iter().for_each(|reader| {
             let mut round = 0;
             while wanted(&reader.attention) && !reader.has_passed(generation) {
                 wait(round, reader.token.load(Relaxed));
                 round += 1;
             }
-        }
+        });
         generation
     }
 
@@ -410,12 +423,10 @@ impl Readers {
 
 impl Drop for Readers {
     fn drop(&mut self) {
-        let mut at = self.head.load(Relaxed);
-        while !at.is_null() {
-            // SAFETY: `&mut self` proves that there is no other reference to a node; each was made by
-            // `Box::into_raw` and is in the list once.
-            let reader = unsafe { Box::from_raw(at) };
-            at = reader.next.load(Relaxed);
+        // One by one: to drop the first one with its list would take stack for each.
+        let mut next = self.first.take();
+        while let Some(mut reader) = next {
+            next = reader.next.take();
         }
     }
 }
@@ -423,6 +434,7 @@ impl Drop for Readers {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use core::ptr;
 
     #[test]
     fn a_writer_does_not_wait_for_a_reader_outside() {

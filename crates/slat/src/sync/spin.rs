@@ -28,12 +28,13 @@ impl RawSpinLock {
 
     /// Takes the lock; calls `wait(round)` while another thread holds it.
     #[inline]
-    pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) {
+    pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) -> RawSpinGuard<'_> {
         if !self.try_lock() {
             self.lock_slowly(&mut wait);
         }
         held::taken();
         self.held.owned();
+        RawSpinGuard { lock: self }
     }
 
     #[inline]
@@ -71,15 +72,18 @@ impl RawSpinLock {
     const FEWEST_PAUSES: u32 = 8;
     /// How many times a round doubles that number.
     const DOUBLINGS: u32 = 3;
+}
 
-    /// Releases the lock.
-    ///
-    /// # Safety
-    /// - the caller holds the lock.
+/// Proof that a [`RawSpinLock`] is held. Dropping it releases the lock.
+pub(crate) struct RawSpinGuard<'a> {
+    lock: &'a RawSpinLock,
+}
+
+impl Drop for RawSpinGuard<'_> {
     #[inline]
-    pub(crate) unsafe fn unlock(&self) {
+    fn drop(&mut self) {
         held::released();
-        self.word.store(0, Release);
+        self.lock.word.store(0, Release);
     }
 }
 
@@ -102,33 +106,29 @@ impl<T> SpinLock<T> {
 
     /// Takes the lock; calls `wait(round)` while another thread holds it.
     pub(crate) fn lock(&self, wait: impl FnMut(u32)) -> SpinGuard<'_, T> {
-        self.raw.lock(wait);
-        SpinGuard { lock: self }
+        SpinGuard {
+            _held: self.raw.lock(wait),
+            data: &self.data,
+        }
     }
 }
 
 pub(crate) struct SpinGuard<'a, T> {
-    lock: &'a SpinLock<T>,
+    data: &'a UnsafeCell<T>,
+    _held: RawSpinGuard<'a>,
 }
 
 impl<T> Deref for SpinGuard<'_, T> {
     type Target = T;
     fn deref(&self) -> &T {
         // SAFETY: this guard holds the lock.
-        unsafe { &*self.lock.data.get() }
+        unsafe { &*self.data.get() }
     }
 }
 
 impl<T> DerefMut for SpinGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: this guard holds the lock, and `&mut self` makes the reference the only one.
-        unsafe { &mut *self.lock.data.get() }
-    }
-}
-
-impl<T> Drop for SpinGuard<'_, T> {
-    fn drop(&mut self) {
-        // SAFETY: this guard holds the lock.
-        unsafe { self.lock.raw.unlock() }
+        unsafe { &mut *self.data.get() }
     }
 }

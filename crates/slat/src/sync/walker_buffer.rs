@@ -3,51 +3,13 @@
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
-use core::ptr;
 
-use super::SpinLock;
+use super::{OnceBox, SpinLock};
 use crate::addr::Gfn;
 use crate::heap::{self, OutOfMemory};
-use crate::sync::atomic::{AtomicPtr, Ordering::*};
 
-/// The buffer of one CPU; made when its walker first needs it.
-pub(crate) struct WalkerBuffer(AtomicPtr<SpinLock<WrittenPages>>);
-
-impl WalkerBuffer {
-    pub(crate) fn new() -> Self {
-        WalkerBuffer(AtomicPtr::new(ptr::null_mut()))
-    }
-
-    /// Returns the buffer. `None`: nothing was ever written to it.
-    pub(crate) fn get(&self) -> Option<&SpinLock<WrittenPages>> {
-        // SAFETY: the pointer was made by `Box::into_raw`, and the memory is freed when `self` is dropped.
-        unsafe { self.0.load(Acquire).as_ref() }
-    }
-
-    /// Returns the buffer, and makes it if there is none. Only the CPU calls it, so no two make one.
-    ///
-    /// # Errors
-    /// [`OutOfMemory`].
-    pub(crate) fn get_or_make(&self) -> Result<&SpinLock<WrittenPages>, OutOfMemory> {
-        if let Some(made) = self.get() {
-            return Ok(made);
-        }
-        let new = Box::into_raw(heap::boxed(SpinLock::new(WrittenPages::new()?))?);
-        self.0.store(new, Release);
-        // SAFETY: as in `get`.
-        Ok(unsafe { &*new })
-    }
-}
-
-impl Drop for WalkerBuffer {
-    fn drop(&mut self) {
-        let buffer = self.0.swap(ptr::null_mut(), Relaxed);
-        if !buffer.is_null() {
-            // SAFETY: made by `Box::into_raw`; `&mut self` proves that there is no other reference.
-            drop(unsafe { Box::from_raw(buffer) });
-        }
-    }
-}
+/// The buffer of one CPU; made when its walker first needs it. Only the CPU makes it.
+pub(crate) type WalkerBuffer = OnceBox<SpinLock<WrittenPages>>;
 
 /// The entries of a buffer, at most [`WrittenPages::MOST`].
 pub(crate) struct WrittenPages(Vec<(u16, Gfn)>);
@@ -56,10 +18,14 @@ impl WrittenPages {
     /// As many as a buffer of Intel's has.
     pub(crate) const MOST: usize = if cfg!(loom) { 1 } else { 512 };
 
-    fn new() -> Result<Self, OutOfMemory> {
+    /// Makes an empty buffer.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn buffer() -> Result<Box<SpinLock<Self>>, OutOfMemory> {
         let mut pages = Vec::new();
         (pages.try_reserve_exact(Self::MOST)).map_err(|_| OutOfMemory)?;
-        Ok(WrittenPages(pages))
+        heap::boxed(SpinLock::new(WrittenPages(pages)))
     }
 
     /// Whether it must be drained before the next dirty bit is set.

@@ -1,6 +1,6 @@
 //! The tables of a tree that no other thread knows yet, made from leaves in the order of their frames.
 
-use super::{FrameCache, LeafCounts, Tree};
+use super::{FrameCache, LeafCounts, NewTable, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::heap::OutOfMemory;
@@ -70,12 +70,9 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
             if found.level == level {
                 return found.table;
             }
-            let frame = self.frames.take();
-            let mut table = self.tree.table(frame);
-            table.meta().begin(0);
-            // SAFETY: the frame is new, and nobody else knows the tree.
-            unsafe { table.clear() };
-            found.entry.store(F::table(frame), Relaxed);
+            let mut table = NewTable::<P, F>::new(self.tree.platform(), self.frames.take());
+            table.clear();
+            found.entry.store(F::table(table.finish()), Relaxed);
         }
     }
 

@@ -4,7 +4,8 @@ use alloc::string::String;
 
 use super::detached::tell_zapped;
 use super::{
-    Aged, At, ByGfn, Collapse, Detached, Flushed, Path, Show, Split, Table, Tree, Visit, Walk,
+    Aged, At, ByGfn, Collapse, Detached, Flushed, NewTable, Path, Show, Split, Table, Tree, Visit,
+    Walk,
 };
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
@@ -55,14 +56,13 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
             self.broke(at.meta);
             return Split::Broken;
         }
-        let frame = path.frames.take();
+        let mut table = NewTable::<P, F>::new(&self.platform, path.frames.take());
         let mut bits = at.bits;
         loop {
-            // SAFETY: the frame is this path's, and not published before the exchange.
-            unsafe { self.fill_below(frame, at.level, bits) };
-            match at.put_table::<F>(bits, F::table(frame)) {
+            table.fill_below(at.level, bits);
+            match table.publish(|frame| at.put_table::<F>(bits, F::table(frame))) {
                 Ok(()) => break,
-                Err(now) => bits = now,
+                Err((now, again)) => (bits, table) = (now, again),
             }
         }
         path.split(at.level, F::GRANULE.entries());

@@ -5,6 +5,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use super::NewFrame;
 use crate::addr::Pfn;
 use crate::heap::OutOfMemory;
 use crate::platform::{Platform, VmId};
@@ -25,7 +26,8 @@ impl TableFrames {
         }
     }
 
-    /// Allocates the frames of a root of `tables` tables ([`Platform::alloc_root`]).
+    /// Allocates the frames of a root of `tables` tables ([`Platform::alloc_root`]), and gives each to `make`. Returns the
+    /// first.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -33,9 +35,12 @@ impl TableFrames {
         &self,
         platform: &impl Platform,
         tables: usize,
+        make: impl FnMut(NewFrame),
     ) -> Result<Pfn, OutOfMemory> {
         let root = platform.alloc_root(self.vm, tables).ok_or(OutOfMemory)?;
         self.allocated(tables as u64);
+        let all = (0..tables as u64).map(|i| NewFrame::of(root.add(i)));
+        all.for_each(make);
         Ok(root)
     }
 

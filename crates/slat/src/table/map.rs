@@ -6,7 +6,7 @@ use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::marker::PhantomData;
 use core::ops::Range;
 
-use super::{Cursor, Found, FrameCache, Installed, Path, Reached, Retry, Table, Tree};
+use super::{Cursor, Found, FrameCache, Installed, NewTable, Path, Reached, Retry, Table, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
@@ -186,32 +186,32 @@ impl<P: Platform, F: Format> Tree<P, F> {
     ) -> Option<Result<(), Retry>> {
         let above = self.table_for(cursor, level.above(), OnLeaf::GiveUp, path);
         let above = above.ok().filter(|_| !path.frames.is_empty())?;
-        let frame = path.frames.take();
-        let mut table = self.table(frame);
-        table.meta().begin(indexes.len() as u16);
-        // SAFETY: the frame is this path's, and not published before the store below.
-        unsafe {
-            if indexes.len() < F::GRANULE.entries() {
-                table.clear();
-            }
-            run.fill(&mut table.unpublished()[indexes]);
+        let mut table = NewTable::<P, F>::new(&self.platform, path.frames.take());
+        if indexes.len() < F::GRANULE.entries() {
+            table.clear();
         }
+        table.meta().begin(indexes.len() as u16);
+        run.fill(&mut table.entries()[indexes]);
         let gfn = cursor.key().gfn();
         let entry = above.entry(F::GRANULE.index(gfn, level.above()));
         let guard = above.lock();
         let bits = entry.load(Relaxed);
         let free = F::is_absent(bits) && self.may_install(bits, gfn, level.above(), &path.flushed);
-        let valid = valid();
-        if free && valid {
-            entry.store(F::table(frame), Release);
-        }
+        let put = table.publish(|frame| match (valid(), free) {
+            (false, _) => Err(Some(Err(Retry::Stale))),
+            (true, false) => Err(None),
+            (true, true) => {
+                entry.store(F::table(frame), Release);
+                Ok(())
+            }
+        });
         drop(guard);
-        if !free || !valid {
-            path.frames.give_back(frame);
-        }
-        match (valid, free) {
-            (false, _) => Some(Err(Retry::Stale)),
-            (true, free) => free.then_some(Ok(())),
+        match put {
+            Ok(()) => Some(Ok(())),
+            Err((why, unused)) => {
+                path.frames.give_back(unused.unused());
+                why
+            }
         }
     }
 
@@ -283,36 +283,37 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let entry = table.entry(F::GRANULE.index(gfn, level));
         // Conflicts are rare, so the new table is filled before the lock is taken. The exchange fails if the entry
         // is not the one that the table was filled for, and also if hardware has set a bit in a huge leaf meanwhile.
-        let frame = path.frames.take();
+        let mut new = NewTable::<P, F>::new(&self.platform, path.frames.take());
         let mut bits = entry.load(Acquire);
         loop {
             let now = F::decode(bits, level);
             let may_install = self.may_install(bits, gfn, level, &path.flushed);
             if matches!(now, Entry::Table(_)) || !wanted(now) || !may_install {
-                path.frames.give_back(frame);
+                path.frames.give_back(new.unused());
                 return bits;
             }
-            // SAFETY: the frame is this path's, and not published before the exchange.
-            unsafe { self.fill_below(frame, level, bits) };
+            new.fill_below(level, bits);
             let nx_split = path.nx_split && level == Level::MEGA;
-            self.table(frame).meta().nx_split.store(nx_split, Relaxed);
-            let new = F::table(frame);
+            new.meta().nx_split.store(nx_split, Relaxed);
             let guard = table.lock();
             let is_broken = matches!(now, Entry::Broken(_));
             if is_broken && !Self::may_mend(guard.meta, gfn, level, &path.flushed) {
                 bits = entry.load(Relaxed);
                 drop(guard);
-                path.frames.give_back(frame);
+                path.frames.give_back(new.unused());
                 return bits;
             }
-            let put = entry.compare_exchange(bits, new, Release, Acquire);
+            let put = new.publish(|frame| {
+                let new = F::table(frame);
+                (entry.compare_exchange(bits, new, Release, Acquire)).map(|_| new)
+            });
             let split = matches!(now, Entry::Leaf(_) | Entry::Broken(_));
             if put.is_ok() && split {
                 guard.count_leaves(-1);
             }
             drop(guard);
             match put {
-                Ok(_) => {
+                Ok(new) => {
                     if split {
                         path.split(level, F::GRANULE.entries());
                         let spte = bits;
@@ -321,32 +322,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
                     path.nx_splits += nx_split as u64;
                     return new;
                 }
-                Err(changed) => bits = changed,
+                Err((changed, again)) => (bits, new) = (changed, again),
             }
         }
-    }
-
-    /// Fills an unpublished table so that a walker finds in it what the entry `bits` of `level` means: the pieces of a
-    /// leaf, or nothing.
-    ///
-    /// # Safety
-    /// - no other thread can reach the table in `frame`.
-    pub(super) unsafe fn fill_below(&self, frame: Pfn, level: Level, bits: u64) {
-        let mut table = self.table(frame);
-        let leaves = match F::decode(bits, level) {
-            Entry::Leaf(huge) | Entry::Broken(huge) => {
-                let run = Run::<F>::new(huge.piece(F::GRANULE, level, 0), level.below());
-                // SAFETY: the caller's promise.
-                run.fill(unsafe { table.unpublished() });
-                F::GRANULE.entries() as u16
-            }
-            _ => {
-                // SAFETY: the caller's promise.
-                unsafe { table.clear() };
-                0
-            }
-        };
-        table.meta().begin(leaves);
     }
 }
 
@@ -434,7 +412,7 @@ impl<F: Format> Run<F> {
     }
 
     /// Writes the leaves to `entries`, from number 0 on.
-    fn fill(&self, entries: &mut [AtomicU64]) {
+    pub(super) fn fill(&self, entries: &mut [AtomicU64]) {
         // One addition for each entry: the compiler makes vectors of this, not of products.
         let mut bits = self.first;
         for entry in entries {

@@ -84,6 +84,7 @@ mod flushes;
 mod frames;
 mod lookup;
 mod map;
+mod new_table;
 mod path;
 mod protect;
 mod track;
@@ -99,6 +100,7 @@ use crate::frame::TableMeta;
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::atomic::AtomicU64;
+use crate::sync::spin::RawSpinGuard;
 
 pub(crate) use at::{At, Kept, Listed};
 pub(crate) use build::TableBuilder;
@@ -109,6 +111,7 @@ pub(crate) use flushes::{FlushTicket, Flushed, Flushes, overlap};
 pub(crate) use frames::TableFrames;
 pub(crate) use lookup::{Cursor, End, Reached, lookup_in, lookup_page};
 pub(crate) use map::{OnLeaf, Run, widen};
+pub(crate) use new_table::{NewFrame, NewTable};
 pub(crate) use path::{FrameCache, LeafCounts, Path};
 pub(crate) use walk::Walk;
 
@@ -132,20 +135,15 @@ impl<P: Platform, F: Format> Tree<P, F> {
         frames: Shared<TableFrames>,
         flushes: Shared<Flushes>,
     ) -> Result<Self, OutOfMemory> {
-        let root = frames.allocate_root(&*platform, F::ROOT_TABLES)?;
-        let tree = Tree {
+        let clear = |frame| NewTable::<P, F>::new(&*platform, frame).clear();
+        let root = frames.allocate_root(&*platform, F::ROOT_TABLES, clear)?;
+        Ok(Tree {
             platform,
             frames,
             root,
             flushes,
             format: PhantomData,
-        };
-        for frame in tree.roots() {
-            tree.table(frame).meta().begin(0);
-            // SAFETY: the new tree is not published.
-            unsafe { tree.table(frame).clear() };
-        }
-        Ok(tree)
+        })
     }
 
     /// Iterates over the frames of the root tables.
@@ -240,54 +238,28 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
         unsafe { self.platform.meta(self.frame).as_ref() }
     }
 
-    /// Zeroes the entries of a table that is not published yet.
-    ///
-    /// # Safety
-    /// - no other thread can reach the table.
-    pub(crate) unsafe fn clear(&mut self) {
-        // SAFETY: the caller's promise.
-        for entry in unsafe { self.unpublished() } {
-            *entry.get_mut() = 0;
-        }
-    }
-
-    /// Returns the entries of a table that is not published yet, for plain stores: a walker that sees the table
-    /// published, by a `Release` store, sees these, too.
-    ///
-    /// # Safety
-    /// - no other thread can reach the table while the result is used.
-    unsafe fn unpublished(&mut self) -> &mut [AtomicU64] {
-        let first = self.platform.entries(self.frame).cast::<AtomicU64>();
-        // SAFETY: the caller's promise; otherwise as for `entries`.
-        unsafe { slice::from_raw_parts_mut(first.as_ptr(), F::GRANULE.entries()) }
-    }
-
     /// Takes the lock of the table.
     #[inline]
     fn lock(&self) -> TableGuard<'a> {
         let meta = self.meta();
         let platform = self.platform;
-        meta.lock.lock(|round| platform.wait(round, WaitFor::Lock));
-        TableGuard { meta }
+        TableGuard {
+            _held: meta.lock.lock(|round| platform.wait(round, WaitFor::Lock)),
+            meta,
+        }
     }
 }
 
 /// Proof that the lock of a table is held. Dropping it releases the lock.
 struct TableGuard<'a> {
     meta: &'a TableMeta,
+    _held: RawSpinGuard<'a>,
 }
 
 impl TableGuard<'_> {
     /// Adds `change`, which may be negative, to the table's number of leaves.
     fn count_leaves(&self, change: i16) {
         self.meta.count_leaves(change);
-    }
-}
-
-impl Drop for TableGuard<'_> {
-    fn drop(&mut self) {
-        // SAFETY: the guard holds this lock.
-        unsafe { self.meta.lock.unlock() };
     }
 }
 

@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use super::{Flushed, Freed, Root, TableFrames};
+use super::{Flushed, Freed, NewFrame, Root, TableFrames};
 use crate::addr::{Level, Pfn};
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
@@ -62,15 +62,14 @@ impl FrameCache {
     ///
     /// # Panics
     /// If there is none: the caller has filled the cache, or has checked.
-    pub(crate) fn take(&mut self) -> Pfn {
-        self.frames
-            .pop()
-            .expect("the cache is filled before a fault")
+    pub(crate) fn take(&mut self) -> NewFrame {
+        let frame = self.frames.pop();
+        NewFrame::of(frame.expect("the cache is filled before a fault"))
     }
 
     /// Puts back a frame that was taken and not used.
-    pub(crate) fn give_back(&mut self, frame: Pfn) {
-        self.frames.push(frame);
+    pub(crate) fn give_back(&mut self, frame: NewFrame) {
+        self.frames.push(frame.release());
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -5,6 +5,7 @@ use super::Vcpu;
 use crate::addr::Gfn;
 use crate::format::Format;
 use crate::platform::Platform;
+use crate::sync::walker_buffer::WrittenPages;
 use crate::table::Found;
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
@@ -13,7 +14,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// walk again. `None`: there is no memory for a buffer.
     pub(super) fn mark_logged(&self, found: &Found<'_>, gfn: Gfn) -> Option<bool> {
         let (vm, space) = (self.vm(), self.space_index());
-        let buffer = self.presence.reader().written.get_or_make().ok()?;
+        let buffer = self
+            .presence
+            .reader()
+            .written
+            .get_or_make(WrittenPages::buffer)
+            .ok()?;
         let mut pages = buffer.lock(vm.lock_wait());
         if pages.is_full() {
             let noted = vm.note_written(&mut pages, self.section());

@@ -32,6 +32,7 @@ use crate::addr::{Gfn, Hva};
 use crate::format::Format;
 use crate::platform::{Platform, Stale, WaitFor};
 use crate::slots::Place;
+use crate::stats::Counters;
 use crate::sync::{SpinLock, held};
 use crate::table::overlap;
 use crate::trace::Event;
@@ -321,8 +322,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Flushes `gfns`, in which other threads have zapped leaves and tables of any level.
     fn flush_zapped_by_others(&self, gfns: Range<Gfn>) {
-        let mut section = self.section();
-        self.flush(gfns, Stale::ANYTHING, section.end());
+        let flush = |counters: &Counters| self.flush(gfns, Stale::ANYTHING, counters);
+        self.section().end(flush);
     }
 
     /// Returns whether a memslot uses a page of `range` now.

@@ -76,7 +76,7 @@ use crate::policy::{AtomicPolicy, Policy};
 use crate::shadow::Budget;
 use crate::slots::Slots;
 use crate::stats::{Counters, Stats};
-use crate::sync::quiesce::{Reader, Readers};
+use crate::sync::quiesce::{Inside, Readers};
 use crate::sync::{FairLock, Guarded, InSection, held};
 use crate::table::{Flushes, Root, TableFrames};
 
@@ -432,20 +432,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Begins a reader section for one operation. Not for the vCPU, which has a reader of its own.
     pub(crate) fn section(&self) -> Section<'_> {
         let mut round = 0;
-        let reader = loop {
-            // A reader was put aside when the VM was made, and only operations borrow it. So without memory for
-            // another reader this thread only has to wait until an operation puts one aside.
-            match self.readers.borrow() {
-                Ok(reader) => break reader,
+        let inside = loop {
+            // A reader was made with the VM that only operations borrow. So without memory for another reader this
+            // thread only has to wait until an operation releases one.
+            match self.readers.enter() {
+                Ok(inside) => break inside,
                 Err(OutOfMemory) => self.wait(round, WaitFor::Turn),
             }
             round += 1;
         };
-        reader.enter(&self.readers, 0);
         held::section_begins();
         Section {
             readers: &self.readers,
-            reader,
+            inside,
             budget: held::MOST_ENTRIES,
         }
     }
@@ -454,55 +453,47 @@ impl<P: Platform, F: Format> Vm<P, F> {
 /// A reader section of an operation. Dropping it ends the section and gives the reader back.
 pub(crate) struct Section<'a> {
     readers: &'a Readers,
-    reader: &'a Reader,
+    inside: Inside<'a>,
     /// The number of entries that may still be read in it.
     budget: u32,
 }
 
 impl<'a> Section<'a> {
     pub(crate) fn counters(&self) -> &'a Counters {
-        &self.reader.counters
+        &self.inside.reader().counters
     }
 
     /// Returns the proof that this is a reader section.
     #[inline(always)]
     pub(crate) fn inside(&self) -> InSection<'_> {
-        // SAFETY: no one else has the reader (`Readers::borrow`); it is in a section, and leaves it only when `self`
-        // is borrowed mutably or given away.
-        unsafe { InSection::assume() }
+        self.inside.inside()
     }
 
     /// Like [`Self::inside`], but also returns the number of entries that may still be read in the section.
     pub(crate) fn inside_with_budget(&mut self) -> (InSection<'_>, &mut u32) {
-        // SAFETY: as in `inside`: both borrow `self` as long as they are used.
-        (unsafe { InSection::assume() }, &mut self.budget)
+        (self.inside.inside(), &mut self.budget)
     }
 
     /// Ends the section, runs `wait`, and begins another section of the same reader.
     pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&'a Counters) -> R) -> R {
-        self.leave();
-        let result = wait(&self.reader.counters);
-        self.reader.enter(self.readers, 0);
+        held::section_ends();
+        let counters = self.counters();
+        let result = (self.inside).outside(self.readers, || wait(counters));
         held::section_begins();
         self.budget = held::MOST_ENTRIES;
         result
     }
 
-    /// Ends the section. Returns the counters of the reader, which the caller may use as long as it keeps `self`.
-    pub(crate) fn end(&mut self) -> &'a Counters {
-        self.leave();
-        &self.reader.counters
-    }
-
-    fn leave(&self) {
+    /// Ends the section, runs `work`, and gives the reader back.
+    pub(crate) fn end<R>(self, work: impl FnOnce(&'a Counters) -> R) -> R {
         held::section_ends();
-        self.reader.leave();
+        self.inside.reader().leave();
+        work(self.counters())
     }
 }
 
 impl Drop for Section<'_> {
     fn drop(&mut self) {
         held::section_ends();
-        self.readers.put_aside(self.reader);
     }
 }

@@ -1,0 +1,84 @@
+use alloc::boxed::Box;
+use core::marker::PhantomData;
+use core::ptr;
+
+use crate::heap::OutOfMemory;
+use crate::sync::atomic::{AtomicPtr, Ordering::*, const_fn};
+
+/// A value on the heap that is made when it is first needed, by any thread, and stays until its owner is dropped. So
+/// who reaches it needs neither a lock nor a reader section.
+///
+/// A list that only grows is a chain of these: each element has one for the next element.
+pub(crate) struct OnceBox<T> {
+    value: AtomicPtr<T>,
+    /// Threads share the value, and any of them may have made it.
+    owns: PhantomData<T>,
+}
+
+impl<T> OnceBox<T> {
+    const_fn! {
+        /// Makes one without a value.
+        pub(crate) fn new() -> Self {
+            OnceBox {
+                value: AtomicPtr::new(ptr::null_mut()),
+                owns: PhantomData,
+            }
+        }
+    }
+
+    /// Removes the value.
+    pub(crate) fn take(&mut self) -> Option<Box<T>> {
+        let value = self.value.swap(ptr::null_mut(), Relaxed);
+        // SAFETY: made by `Box::into_raw` in `set`; `&mut self` proves that there is no other reference.
+        (!value.is_null()).then(|| unsafe { Box::from_raw(value) })
+    }
+}
+
+impl<T: Send + Sync> OnceBox<T> {
+    /// Returns the value, if there is one.
+    ///
+    /// Sequentially consistent, for lists whose readers must not miss an element ([`crate::sync::quiesce`]).
+    #[inline(always)]
+    pub(crate) fn get(&self) -> Option<&T> {
+        // SAFETY: the pointer was made by `Box::into_raw` in `set`, which publishes a value that is whole, and only
+        // `take` removes it, which borrows `self` mutably.
+        unsafe { self.value.load(SeqCst).as_ref() }
+    }
+
+    /// Makes `new` the value, if there is none, and returns a reference to it.
+    ///
+    /// # Errors
+    /// `new`, if another thread was faster.
+    pub(crate) fn set(&self, new: Box<T>) -> Result<&T, Box<T>> {
+        let new = Box::into_raw(new);
+        match (self.value).compare_exchange(ptr::null_mut(), new, SeqCst, Relaxed) {
+            // SAFETY: as in `get`.
+            Ok(_) => Ok(unsafe { &*new }),
+            // SAFETY: made above, and not published.
+            Err(_) => Err(unsafe { Box::from_raw(new) }),
+        }
+    }
+
+    /// Returns the value. If there is none yet, makes it by `make`; threads that do so at once get one of theirs.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] from `make`.
+    pub(crate) fn get_or_make(
+        &self,
+        make: impl FnOnce() -> Result<Box<T>, OutOfMemory>,
+    ) -> Result<&T, OutOfMemory> {
+        if let Some(value) = self.get() {
+            return Ok(value);
+        }
+        match self.set(make()?) {
+            Ok(value) => Ok(value),
+            Err(_) => Ok(self.get().expect("another thread has set it")),
+        }
+    }
+}
+
+impl<T> Drop for OnceBox<T> {
+    fn drop(&mut self) {
+        drop(self.take());
+    }
+}

@@ -1,0 +1,92 @@
+//! A table that is being made: no other thread can reach it, so its entries are filled by plain stores.
+
+use super::{Run, Table};
+use crate::addr::{Level, Pfn};
+use crate::format::{Entry, Format};
+use crate::frame::TableMeta;
+use crate::platform::Platform;
+use crate::sync::atomic::AtomicU64;
+use core::slice;
+
+/// A frame for a table: allocated, and known to its owner alone.
+pub(crate) struct NewFrame(Pfn);
+
+impl NewFrame {
+    /// Takes over `frame`, for the modules that allocate frames: it is the only one that knows the frame.
+    pub(super) fn of(frame: Pfn) -> Self {
+        NewFrame(frame)
+    }
+
+    /// Returns the frame, which others may know from now on.
+    pub(super) fn release(self) -> Pfn {
+        self.0
+    }
+}
+
+/// The table in a [`NewFrame`].
+pub(crate) struct NewTable<'p, P: Platform, F: Format> {
+    table: Table<'p, P, F>,
+}
+
+impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
+    pub(crate) fn new(platform: &'p P, frame: NewFrame) -> Self {
+        NewTable {
+            table: Table::new(platform, frame.release()),
+        }
+    }
+
+    pub(crate) fn meta(&self) -> &TableMeta {
+        self.table.meta()
+    }
+
+    /// Returns the entries, for plain stores: a walker that sees the table published, by a `Release` store, sees these,
+    /// too.
+    pub(super) fn entries(&mut self) -> &mut [AtomicU64] {
+        let first = self.table.platform.entries(self.table.frame);
+        // SAFETY: the platform's promise for allocated frames: so many entries are there. Nobody else knows the frame
+        // (`NewFrame`) before `publish` or `finish`, which end this.
+        unsafe { slice::from_raw_parts_mut(first.cast().as_ptr(), F::GRANULE.entries()) }
+    }
+
+    /// Makes all its entries absent.
+    pub(crate) fn clear(&mut self) {
+        for entry in self.entries() {
+            *entry.get_mut() = 0;
+        }
+        self.meta().begin(0);
+    }
+
+    /// Fills the table so that a walker finds in it what the entry `bits` of `level`, the next higher one, means: the
+    /// pieces of a leaf, or nothing.
+    pub(super) fn fill_below(&mut self, level: Level, bits: u64) {
+        match F::decode(bits, level) {
+            Entry::Leaf(huge) | Entry::Broken(huge) => {
+                let run = Run::<F>::new(huge.piece(F::GRANULE, level, 0), level.below());
+                run.fill(self.entries());
+                self.meta().begin(F::GRANULE.entries() as u16);
+            }
+            _ => self.clear(),
+        }
+    }
+
+    /// Has `store` store an entry that refers to the frame, with `Release`.
+    ///
+    /// # Errors
+    /// That of `store`, which has stored nothing then, and the table.
+    pub(super) fn publish<T, E>(
+        self,
+        store: impl FnOnce(Pfn) -> Result<T, E>,
+    ) -> Result<T, (E, Self)> {
+        store(self.table.frame).map_err(|error| (error, self))
+    }
+
+    /// Ends the work. Returns the frame, which others may know from now on.
+    pub(crate) fn finish(self) -> Pfn {
+        self.table.frame
+    }
+
+    /// Gives the frame back: it holds no table.
+    pub(super) fn unused(self) -> NewFrame {
+        NewFrame(self.table.frame)
+    }
+}
