@@ -53,8 +53,8 @@
 //!
 //! # Layers
 //! A module imports from its own layer and from lower ones, and no modules import one another in a circle
-//! (`crates/slat/tests/architecture`). State and the devices inside a VM know no VM; a VM knows its vCPUs only as targets
-//! of interrupts; a vCPU and its machine know their VM.
+//! (`crates/slat/tests/architecture`). State and the devices inside a VM know no VM; a VM knows its vCPUs only as
+//! targets of interrupts; a vCPU and its machine know their VM.
 
 pub mod filters;
 pub mod notify;

@@ -195,7 +195,7 @@ impl Block {
         let Some(Place { page, edition }) = self.first else {
             return false;
         };
-        // SAFETY: a block's snapshots live until all blocks are freed or emptied (`Blocks::clear`); nobody
+        // SAFETY: a block's snapshots live until all blocks are freed or emptied (`Snapshots::clear`); nobody
         // changes one meanwhile.
         let page = unsafe { page.as_ref() };
         page.stamp == stamp && page.edition == edition && !self.crosses
@@ -273,7 +273,7 @@ impl Block {
         let Some(mut place) = self.first else {
             return false;
         };
-        // SAFETY: as in `Cpu::holds`.
+        // SAFETY: as in `Executor::holds`.
         let page = unsafe { place.page.as_mut() };
         let (at, _) = Snapshot::split(lin);
         page.copy(at, code.len()).is_ok() && page.has(at, code)

@@ -98,6 +98,8 @@ where
 
 /// All blocks of a CPU.
 pub(crate) struct Blocks {
+    /// Tells which snapshots these blocks have places in: those with the same number.
+    pub(crate) pair: u64,
     kept: HashMap<Key, NonNull<Block>, Seeded>,
     /// Has the blocks in `kept`.
     pool: Pool,
@@ -123,6 +125,7 @@ impl Blocks {
             ]
         };
         Ok(Self {
+            pair: 0,
             kept: HashMap::with_hasher(Seeded::new()),
             pool: Pool::default(),
             _own: own,
@@ -144,8 +147,8 @@ impl Blocks {
         let _ = self.kept.try_reserve(1);
     }
 
-    /// Returns the block with this key if it is found at once: it has followed the last block before, or is in the front
-    /// table. The block is current for a CPU with this `stamp`.
+    /// Returns the block with this key if it is found at once: it has followed the last block before, or is in the
+    /// front table. The block is current for a CPU with this `stamp`.
     #[inline(always)]
     pub(crate) fn current(&mut self, key: &Key, stamp: u64) -> Option<NonNull<Block>> {
         // SAFETY: the last block is alive: blocks are freed all together, between blocks, and then `last` is cleared.

@@ -130,7 +130,7 @@ impl std::fmt::Debug for CodePages {
 
 impl CodePages {
     /// The bit of an attention word that says that code has changed. A CPU sets it in the words of the other running
-    /// CPUs (see [`Cpu::run`](crate::Cpu::run)).
+    /// CPUs (see [`Executor::run`](crate::Executor::run)).
     pub const CHANGED: u32 = 1 << 31;
 
     /// Makes the table for a machine's CPUs: 8 MiB of address space, of which the host provides what is used.

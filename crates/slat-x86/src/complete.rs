@@ -2,9 +2,9 @@
 //!
 //! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. What an
 //! unfinished instruction still has to do is in no register: it has data that a device returned, writes that no device
-//! has seen, a #VMEXIT that waits for memory, or traps. [`Executor::complete`] brings all of it into [`State`](crate::State)
-//! or to the caller, and executes no other instruction (KVM's API, `immediate_exit`). Only afterwards does the CPU look
-//! at `attention` and events.
+//! has seen, a #VMEXIT that waits for memory, or traps. [`Executor::complete`] brings all of it into
+//! [`State`](crate::State) or to the caller, and executes no other instruction (KVM's API, `immediate_exit`). Only
+//! afterwards does the CPU look at `attention` and events.
 //!
 //! An instruction that waits for data is executed as it was decoded. Its reads of devices return the data of the
 //! caller; its other operands are translated anew, as KVM does.
@@ -30,9 +30,9 @@ impl Executor {
         if !self.is_unfinished() {
             return None;
         }
-        self.entered(machine, attention, |cpu| {
-            cpu.attend(attention);
-            cpu.finish(attention)
+        self.entered(machine, attention, |executor| {
+            executor.attend(attention);
+            executor.finish(attention)
         })
     }
 
@@ -80,15 +80,15 @@ impl Executor {
     /// Executes the instruction whose reads have data.
     fn finish_read(&mut self) -> Option<Exit> {
         let reader = self.reader?;
-        self.step(reader.rip, |cpu| {
-            cpu.code.rip = reader.rip.wrapping_sub(reader.op.offset.into());
-            cpu.stop = false;
-            let why = match (reader.op.handler)(&mut cpu.cpu, &reader.op) {
+        self.step(reader.rip, |executor| {
+            executor.code.rip = reader.rip.wrapping_sub(reader.op.offset.into());
+            executor.stop = false;
+            let why = match (reader.op.handler)(&mut executor.cpu, &reader.op) {
                 Ok(()) => Break::End,
                 Err(why) => why,
             };
-            let why = cpu.finish_fetched(&reader.op, why);
-            cpu.executed_alone(&reader.op, reader.code(), why)
+            let why = executor.finish_fetched(&reader.op, why);
+            executor.executed_alone(&reader.op, reader.code(), why)
         })
     }
 

@@ -68,8 +68,8 @@ pub struct Cpu {
 /// Index of CR3 in [`Cpu::paging_registers`].
 pub(crate) const CR3: usize = 1;
 
-// SAFETY: the machine pointer is set during `run` only, and the snapshots and the TLB belong to this CPU alone; their host
-// addresses are guest memory, which any thread may access through guarded accesses.
+// SAFETY: the machine pointer is set during `run` only, and the snapshots and the TLB belong to this CPU alone; their
+// host addresses are guest memory, which any thread may access through guarded accesses.
 unsafe impl Send for Cpu {}
 
 impl Registers for Cpu {
@@ -225,7 +225,13 @@ impl Cpu {
         }
     }
 
-    /// See [`Compiled::forget_targets`].
+    /// Call before the CPU executes.
+    #[cfg(feature = "jit")]
+    pub(crate) fn prepare_compiled(&mut self, attention: &std::sync::atomic::AtomicU32) {
+        self.compiled.prepare(&self.fixed.targets, attention);
+    }
+
+    /// Forgets all targets of compiled code.
     pub(crate) fn forget_targets(&mut self) {
         #[cfg(feature = "jit")]
         self.compiled.forget_targets(&mut self.fixed.targets);

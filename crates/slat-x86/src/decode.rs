@@ -105,7 +105,7 @@ impl Cpu {
         };
         match page {
             Some(mut page) => {
-                // SAFETY: snapshots live until `Blocks::clear`, and nothing else refers to one while
+                // SAFETY: snapshots live until `Snapshots::clear`, and nothing else refers to one while
                 // no block is running.
                 let page = unsafe { page.as_mut() };
                 self.fetch(page, lin, code.len())?;

@@ -12,6 +12,7 @@ use crate::reader::Reader;
 use crate::sync::Arc;
 use crate::{Cpu, decoder};
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A software CPU that can run. It allocates all memory that it needs to run when it is made; see
 /// [`Executor::try_new`].
@@ -89,9 +90,24 @@ impl Executor {
     /// Frees all blocks, and the copies of their code. Call while no block is running.
     pub(crate) fn forget_blocks(&mut self) {
         self.blocks.clear();
-        // SAFETY: the blocks that had places in snapshots are freed or emptied; the targets that had are forgotten.
-        unsafe { self.cpu.code.snapshots.clear() };
         self.cpu.forget_targets();
+        // SAFETY: the blocks of this pair that had places in snapshots are freed or emptied, and no target refers to
+        // one. Blocks of another pair are freed before they are looked at: see `pair`.
+        unsafe { self.cpu.code.snapshots.clear() };
+    }
+
+    /// Makes sure that the blocks are those of the CPU. Call before looking at blocks.
+    ///
+    /// An executor lends its CPU, so safe code can exchange the CPUs of two executors. Blocks, and the snapshots that
+    /// they refer to, would then belong to different CPUs. So both have a number, and a pair that does not fit is
+    /// emptied and gets a number that none has had.
+    pub(crate) fn pair(&mut self) {
+        static PAIRS: AtomicU64 = AtomicU64::new(1);
+        if self.blocks.pair != self.cpu.code.snapshots.pair || self.blocks.pair == 0 {
+            self.forget_blocks();
+            let pair = PAIRS.fetch_add(1, Ordering::Relaxed);
+            (self.blocks.pair, self.cpu.code.snapshots.pair) = (pair, pair);
+        }
     }
 
     /// Whether blocks are compiled before they run for the first time: never without a compiler.

@@ -127,7 +127,8 @@ impl Executor {
 
     /// Whether memory holds `code` at `lin`, in the page of `place`.
     fn holds(&mut self, place: &mut Place, lin: u64, code: &[u8]) -> Result<bool, Break> {
-        // SAFETY: a block's snapshots live until `Blocks::clear`; nothing else refers to one while no block is running.
+        // SAFETY: a block's snapshots live until `Snapshots::clear`; nothing else refers to one while no block is
+        // running.
         let page = unsafe { place.page.as_mut() };
         self.check_snapshot(page, lin)?;
         if page.edition == place.edition {

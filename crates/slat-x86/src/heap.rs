@@ -111,8 +111,8 @@ pub(crate) fn probe(bytes: usize) -> Result<(), OutOfMemory> {
     vec::<u8>(bytes).map(drop)
 }
 
-/// Returns the heap bytes of a hash map with this `capacity`, whose entries have `entry` bytes. A map fills at most seven
-/// eighths of a power of two of entries, and has a byte more for each.
+/// Returns the heap bytes of a hash map with this `capacity`, whose entries have `entry` bytes. A map fills at most
+/// seven eighths of a power of two of entries, and has a byte more for each.
 pub(crate) fn map_bytes(capacity: usize, entry: usize) -> usize {
     (capacity * 8 / 7).next_power_of_two() * (entry + 1)
 }

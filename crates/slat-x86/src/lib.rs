@@ -3,9 +3,9 @@
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
 //! The crate has an interpreter of decoded basic blocks, and a compiler of those that run often. Instructions act on a
-//! [`Cpu`], which holds the architectural [`State`]. An [`Executor`] is a CPU with its decoded and compiled code: it runs
-//! the CPU against a [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`]) and serves CPUID, MSRs
-//! and the like. [`Executor::run`] runs until it needs its caller and returns the reason: [`Exit`].
+//! [`Cpu`], which holds the architectural [`State`]. An [`Executor`] is a CPU with its decoded and compiled code: it
+//! runs the CPU against a [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`]) and serves
+//! CPUID, MSRs and the like. [`Executor::run`] runs until it needs its caller and returns the reason: [`Exit`].
 //!
 //! | layer | file | idea |
 //! |---|---|---|
@@ -58,9 +58,9 @@
 //! | | `complete`, `reader`, `results` | finishing an instruction after its run, with the caller's results |
 //! | | `smm` | system-management mode |
 //!
-//! A module imports from its own layer and from lower ones, and no modules import one another in a circle. The same holds
-//! for the methods of [`Cpu`] and [`Executor`], which many modules define and call without an import: a method is called
-//! from its own layer and from higher ones. (`crates/slat/tests/architecture` checks this.)
+//! A module imports from its own layer and from lower ones, and no modules import one another in a circle. The same
+//! holds for the methods of [`Cpu`] and [`Executor`], which many modules define and call without an import: a method is
+//! called from its own layer and from higher ones. (`crates/slat/tests/architecture` checks this.)
 //!
 //! Promises:
 //!

@@ -1,12 +1,13 @@
 //! Probes: breakpoints, watchpoints and single steps that neither the guest nor a debugger of KVM's API
-//! ([`Debugger`](crate::Debugger)) knows of. They end the run with [`Exit::Probe`](crate::Exit::Probe), and change no register.
+//! ([`Debugger`](crate::Debugger)) knows of. They end the run with [`Exit::Probe`](crate::Exit::Probe), and change no
+//! register.
 //!
 //! Probes are found where the debug registers are looked at (module `debug`): the page of a data probe is not entered
 //! into the TLB, and a code probe makes the CPU look at each block. So probes, DR0–DR7, and the debugger's breakpoints
 //! may have the same addresses: first the probe ends the run, and in the next run the others take effect.
 //!
-//! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`](crate::Cpu::pass_probe) lets the next run execute
-//! it. A data probe and a step stop after the instruction.
+//! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`](crate::Cpu::pass_probe) lets
+//! the next run execute it. A data probe and a step stop after the instruction.
 
 use crate::machine::{Access, ProbeHit, ProbeKind};
 

@@ -19,14 +19,14 @@ impl Executor {
     /// Before that, a completed port or MMIO access takes effect. Bit [`CodePages::CHANGED`] belongs to this crate:
     /// other CPUs set it during the run, and it is clear when this returns.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
-        self.entered(machine, attention, |cpu| {
+        self.entered(machine, attention, |executor| {
             #[cfg(feature = "jit")]
-            cpu.cpu.compiled.prepare(&cpu.cpu.fixed.targets, attention);
-            let rip = cpu.state.rip;
-            cpu.bus_lock.begin_run(rip);
-            let exit = cpu.run_loop(attention);
-            let end = cpu.state.rip;
-            cpu.bus_lock.end_run(rip, end, &exit);
+            executor.cpu.prepare_compiled(attention);
+            let rip = executor.state.rip;
+            executor.bus_lock.begin_run(rip);
+            let exit = executor.run_loop(attention);
+            let end = executor.state.rip;
+            executor.bus_lock.end_run(rip, end, &exit);
             exit
         })
     }
@@ -51,6 +51,7 @@ impl Executor {
         unsafe { self.attach(machine) };
         let attached = Detach(self);
         let executor = &mut *attached.0;
+        executor.pair();
         executor.derive();
         executor.adopt_flags();
         executor.forget_question();

@@ -4,7 +4,7 @@
 //! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is good as long as its
 //! snapshot is. A snapshot is good while its *stamp* is the CPU's: every event that may make code stale changes the
 //! CPU's stamp (`clock`). After such an event each page is checked once, when code of it is entered next
-//! ([`Cpu::check_snapshot`]). The check finds out which event it was, and whether the event concerns this page; if it
+//! (`Cpu::check_snapshot`). The check finds out which event it was, and whether the event concerns this page; if it
 //! may, it compares the lines with memory. If they differ, the snapshot begins a new *edition* without lines, and each
 //! of its blocks is compared with memory by itself.
 //!
@@ -111,7 +111,7 @@ impl Snapshot {
         (at, PAGE - at)
     }
 
-    /// Returns the `len` bytes of code at `lin`. They have been [fetched](Cpu::fetch).
+    /// Returns the `len` bytes of code at `lin`. They have been fetched (`Cpu::fetch`).
     pub(crate) fn code(&self, lin: u64, len: usize) -> &[u8] {
         let (at, _) = Self::split(lin);
         &self.bytes[at..at + len]
@@ -119,7 +119,7 @@ impl Snapshot {
 
     /// Records that the `len` bytes at `at`, which have been fetched, are part of a block. Returns their place.
     pub(crate) fn keep(mut page: NonNull<Self>, at: usize, len: usize) -> Place {
-        // SAFETY: snapshots live until `Blocks::clear`; nothing else refers to one while no block is running.
+        // SAFETY: snapshots live until `Snapshots::clear`; nothing else refers to one while no block is running.
         let this = unsafe { page.as_mut() };
         this.lines |= bits(at, len);
         Place {
@@ -171,6 +171,8 @@ pub(crate) struct Place {
 
 /// The snapshots of a CPU, by page. They never move, and are freed only all at once.
 pub(crate) struct Snapshots {
+    /// Tells which blocks these snapshots belong to: those with the same number.
+    pub(crate) pair: u64,
     all: HashMap<u64, NonNull<Snapshot>, Seeded>,
     /// Has the snapshots in `all`.
     pool: Pool,
@@ -179,6 +181,7 @@ pub(crate) struct Snapshots {
 impl Snapshots {
     pub(crate) fn new() -> Self {
         Self {
+            pair: 0,
             all: HashMap::with_hasher(Seeded::new()),
             pool: Pool::default(),
         }
@@ -230,7 +233,7 @@ impl Snapshots {
     /// Frees all snapshots.
     ///
     /// # Safety
-    /// - Nobody uses a snapshot any more: the blocks with a [`Place`] have been freed or emptied.
+    /// - Nobody uses a snapshot any more: the blocks of this pair that have a [`Place`] have been freed or emptied.
     pub(crate) unsafe fn clear(&mut self) {
         self.all.clear();
         // SAFETY: the map had all of its pieces; the caller's promise.

@@ -51,7 +51,7 @@ impl Executor {
             self.state.rip = start;
             return self.take_debug(hits);
         }
-        self.step(start, |cpu| cpu.execute(block))
+        self.step(start, |executor| executor.execute(block))
     }
 
     /// Executes the instruction at RIP `start` by `execute`, with the effects of TF, RF, shadows and MMIO data.

@@ -93,6 +93,29 @@ fn call(guest: &mut Guest, block: u64) -> u64 {
     guest.cpu.state.gpr[RAX]
 }
 
+/// An executor lends its CPU, so a caller can exchange the CPUs of two executors.
+#[test]
+fn executors_whose_cpus_are_exchanged_forget_the_code_of_the_other_cpu() {
+    if compiles_here() {
+        return;
+    }
+    let blocks = 300;
+    let [mut first, mut second] = [guest_of(blocks), guest_of(blocks)];
+    for guest in [&mut first, &mut second] {
+        for block in (0..3).flat_map(|_| 0..blocks) {
+            call(guest, block);
+        }
+    }
+    let kept = first.cpu.code_bytes();
+    std::mem::swap(&mut *first.cpu, &mut *second.cpu);
+    drop(second);
+    first.cpu.flush_tlb();
+    first.cpu.state.gpr[RAX] = 0;
+    assert_eq!(call(&mut first, 2), 42);
+    let now = first.cpu.code_bytes();
+    assert!(now < kept / 2, "{now} bytes of {kept}");
+}
+
 #[test]
 fn decoded_code_is_thrown_away_when_it_takes_more_than_its_part_of_the_heap() {
     if compiles_here() {

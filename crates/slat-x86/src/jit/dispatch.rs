@@ -2,10 +2,11 @@
 //!
 //! A region that leaves for RIP returns the set in which its [`Target`] is looked up, as the set's distance from the
 //! first one. Code that leaves for one fixed place always returns the same set, known when it is compiled, so the host
-//! loads the target while the region still runs. That set is the set of the address ([`set_of`](crate::compiled::set_of))
-//! for which the region was compiled. Elsewhere the set may be another one; this does not matter, because a target is
-//! stored where it was looked up ([`Compiled::wanted`](crate::compiled::Compiled)). Code that computes the address for which
-//! it leaves also computes the set. All other results of a region are larger than any set.
+//! loads the target while the region still runs. That set is the set of the address
+//! ([`set_of`](crate::compiled::set_of)) for which the region was compiled. Elsewhere the set may be another one; this
+//! does not matter, because a target is stored where it was looked up
+//! ([`Compiled::wanted`](crate::compiled::Compiled)). Code that computes the address for which it leaves also computes
+//! the set. All other results of a region are larger than any set.
 //!
 //! Regions are called and return, although they could jump from one to the next. Jumps were tried, with one frame for
 //! all regions: a boot took a tenth longer, and calls in a loop two thirds longer, because a host predicts the target

@@ -1,5 +1,5 @@
-//! What the translation of a path keeps in values instead of in the CPU: flags, vector registers, segments, and the last
-//! access.
+//! What the translation of a path keeps in values instead of in the CPU: flags, vector registers, segments, and the
+//! last access.
 
 use crate::sem;
 use cranelift_codegen::ir::Value;

@@ -2,7 +2,7 @@
 //! CPU, for another process that runs the same program, or for a process that has it at another address.
 //!
 //! A region found here is only known to begin like the requested block. The caller compares all of the region's code
-//! with memory before using it ([`Cpu::adopt`](crate::Cpu)). Regions that no block has any more are kept until new
+//! with memory before using it (`Executor::adopt`). Regions that no block has any more are kept until new
 //! ones need the memory.
 
 use crate::hash::Seeded;

@@ -6,23 +6,23 @@
 //!
 //! There are two [tiers](Tier). Both begin with the same translation, to Cranelift's intermediate language. Much code
 //! is warm, and is worth little compile time: the `baseline` tier makes machine code in one pass. The caller interrupts
-//! a run every few milliseconds, and the region that runs then is a *sample* (`Cpu::sampled`). At its second sample a
-//! region is compiled again, by Cranelift, which makes faster code. So compiled code counts nothing, and the number of
-//! samples bounds Cranelift's time. (In a boot, most regions that are sampled once are never sampled again: waiting for
-//! the second sample saves two thirds of Cranelift's time.) Each tier has a thread of its own, because the interpreter
-//! has to run the code that waits for the baseline tier. With one thread for both tiers, a third of the code that a
-//! boot interpreted was such code.
+//! a run every few milliseconds, and the region that runs then is a *sample* (`Executor::sampled`). At its second
+//! sample a region is compiled again, by Cranelift, which makes faster code. So compiled code counts nothing, and the
+//! number of samples bounds Cranelift's time. (In a boot, most regions that are sampled once are never sampled again:
+//! waiting for the second sample saves two thirds of Cranelift's time.) Each tier has a thread of its own, because the
+//! interpreter has to run the code that waits for the baseline tier. With one thread for both tiers, a third of the
+//! code that a boot interpreted was such code.
 //!
 //! A region belongs to no CPU: any CPU whose memory holds its code may use it (`known`). Each CPU attaches the region
 //! to its own blocks. The region is valid as long as its block is: both are compared with memory together
-//! (`Cpu::verify`), and all of a region lies in one page, so the page's version covers it (`code_pages`). A region
+//! (`Executor::verify`), and all of a region lies in one page, so the page's version covers it (`code_pages`). A region
 //! cannot change itself, because it leaves stores to pages with decoded code to the interpreter.
 //!
 //! Code with segments is code of 16 bits, and code of 32 bits whose segments are not flat. Like its blocks, its regions
 //! are identified by linear address and RIP. Such a region is for one base of CS (`Kind::base`), because its addresses
 //! of code are constants and one page has all of it. It reads the other segments when it runs (`address`). It can only
 //! continue in a region with the same base: every instruction that loads CS ends a run of regions, and a run with
-//! another base than the last one forgets all targets (`Cpu::tell_targets_apart`).
+//! another base than the last one forgets all targets (`Executor::tell_targets_apart`).
 //!
 //! | file | idea |
 //! |---|---|
