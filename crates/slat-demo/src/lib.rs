@@ -5,9 +5,11 @@
 //! | `memory`, `long_mode` | host memory for memslots; long mode without firmware: `slat bench` uses both, too |
 //! | `guest` | the guest's code, its memory, and its phases |
 //! | `machine` | the KVM program: memslots, vCPUs, threads |
+//! | `failure` | why the program failed |
 //! | `progress` | messages about what the guest is doing, when the program takes long |
 #![cfg(target_arch = "x86_64")]
 
+mod failure;
 mod guest;
 pub mod long_mode;
 mod machine;
@@ -16,12 +18,10 @@ mod progress;
 
 use std::time::{Duration, Instant};
 
+pub use failure::Failure;
 use guest::{CODE_SIZE, DATA_SIZE, PAGE, SPARE_SIZE, VCPUS};
 use machine::Report;
 use slat_kvm::{Kvm, policy};
-
-/// Why the program failed, for a person to read.
-pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// Runs the program by the policies of the environment. Returns the account.
 ///

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kvm_bindings::kvm_userspace_memory_region;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 
-use crate::Failure;
+use crate::failure::Failure;
 use crate::guest::{self, VCPUS};
 use crate::memory::{Memory, Pages};
 use crate::progress::Progress;

@@ -7,9 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 const IN_CIRCLES: &[(&str, &[&str])] = &[
     ("slat-bench", &["the root", "machine::guest"]),
     ("slat-cli", &["args", "gdb::events"]),
-    ("slat-demo", &["the root"]),
     ("slat-engine-capi", &["the root"]),
-    ("slat-host", &["the root"]),
     (
         "slat-preload",
         &[
