@@ -23,6 +23,7 @@
 //! | | `counters` | what a vCPU counts |
 //! | | `dirty`, `guest_memfd`, `coalesced` | dirty rings, private memory, writes to devices that the client may see later |
 //! | | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
+//! | | `io_bus`, `io_devices` | the devices that a guest reaches without the client, by ranges of addresses |
 //! | | `vfio`, `file_id` | a device of VFIO's, and the identity of open files |
 //! | | `hyperv` | Hyper-V's interface: what the vCPUs of a VM share of it |
 //! | | `quirks`, `msr_filter`, `options` | what a client sets for a VM |
@@ -131,6 +132,8 @@ mod fpu;
 mod guest_debug;
 mod heap;
 mod hyperv;
+mod io_bus;
+mod io_devices;
 mod ioeventfd;
 mod irq;
 mod last_thread;

@@ -212,36 +212,25 @@ impl Chips {
         ended
     }
 
-    /// Reads `data.len()` bytes from a port. `None`: these chips do not have the port.
-    pub(crate) fn read_port(&self, vcpus: &Targets, port: u16, data: &mut [u8]) -> Option<Ended> {
-        if Pics::answers(port) {
-            data.fill(0);
-            let [byte] = data else {
-                return Some(Ended::default());
-            };
-            let (value, ended) = self.with_pics(vcpus, |pics| pics.read(port));
-            *byte = value;
-            return Some(Ended::lines(ended));
-        }
-        let timer = self.timer.get().filter(|timer| timer.answers(port))?;
+    /// Reads `data.len()` bytes from a port of the 8259 pair.
+    pub(crate) fn read_pics(&self, vcpus: &Targets, port: u16, data: &mut [u8]) -> Ended {
         data.fill(0);
-        data[0] = timer.read(port);
-        Some(Ended::default())
+        let [byte] = data else {
+            return Ended::default();
+        };
+        let (value, ended) = self.with_pics(vcpus, |pics| pics.read(port));
+        *byte = value;
+        Ended::lines(ended)
     }
 
-    /// Writes to a port. `None`: these chips do not have the port.
-    pub(crate) fn write_port(&self, vcpus: &Targets, port: u16, data: &[u8]) -> Option<Ended> {
-        if Pics::answers(port) {
-            let &[byte] = data else {
-                return Some(Ended::default());
-            };
-            let change = self.with_pics(vcpus, |pics| pics.write(port, byte));
-            self.line_unmasked(change.unmasked & 1 != 0);
-            return Some(Ended::lines(change.ended));
-        }
-        let timer = self.timer.get().filter(|timer| timer.answers(port))?;
-        timer.write(port, data[0]);
-        Some(Ended::default())
+    /// Writes to a port of the 8259 pair.
+    pub(crate) fn write_pics(&self, vcpus: &Targets, port: u16, data: &[u8]) -> Ended {
+        let &[byte] = data else {
+            return Ended::default();
+        };
+        let change = self.with_pics(vcpus, |pics| pics.write(port, byte));
+        self.line_unmasked(change.unmasked & 1 != 0);
+        Ended::lines(change.ended)
     }
 
     /// Whether `gpa` is an address of the I/O APIC's registers.

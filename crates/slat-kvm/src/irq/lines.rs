@@ -154,26 +154,42 @@ impl Interrupts {
         Some(vector)
     }
 
-    /// Reads `data.len()` bytes from a port. Returns `false` if no controller has the port.
-    pub(crate) fn read_port(&self, port: u16, data: &mut [u8]) -> bool {
-        let ended = (self.chips()).and_then(|chips| chips.read_port(&self.vcpus, port, data));
+    /// Reads `data.len()` bytes from a port of the 8259 pair. Returns `false` without an 8259 pair.
+    pub(crate) fn read_pics(&self, port: u16, data: &mut [u8]) -> bool {
+        let ended = (self.chips()).map(|chips| chips.read_pics(&self.vcpus, port, data));
         ended.map(|ended| self.carry_out(ended)).is_some()
     }
 
-    /// Writes to a port. Returns `false` if no controller has the port.
-    pub(crate) fn write_port(&self, port: u16, data: &[u8]) -> bool {
-        let ended = (self.chips()).and_then(|chips| chips.write_port(&self.vcpus, port, data));
+    /// Writes to a port of the 8259 pair. Returns `false` without an 8259 pair.
+    pub(crate) fn write_pics(&self, port: u16, data: &[u8]) -> bool {
+        let ended = (self.chips()).map(|chips| chips.write_pics(&self.vcpus, port, data));
         ended.map(|ended| self.carry_out(ended)).is_some()
+    }
+
+    /// Reads `data.len()` bytes from a port of the 8254. Returns `false` without an 8254.
+    pub(crate) fn read_timer(&self, port: u16, data: &mut [u8]) -> bool {
+        let Some(timer) = self.timer() else {
+            return false;
+        };
+        data.fill(0);
+        data[0] = timer.read(port);
+        true
+    }
+
+    /// Writes to a port of the 8254. Returns `false` without an 8254.
+    pub(crate) fn write_timer(&self, port: u16, data: &[u8]) -> bool {
+        let timer = self.timer();
+        timer.map(|timer| timer.write(port, data[0])).is_some()
     }
 
     /// Reads registers of the I/O APIC. Returns `false` if `gpa` is not one of its addresses.
-    pub(crate) fn read_memory(&self, gpa: u64, data: &mut [u8]) -> bool {
+    pub(crate) fn read_ioapic(&self, gpa: u64, data: &mut [u8]) -> bool {
         let chips = self.chips().filter(|chips| chips.ioapic_contains(gpa));
         chips.map(|chips| chips.read_ioapic(gpa, data)).is_some()
     }
 
     /// Writes registers of the I/O APIC. Returns `false` if `gpa` is not one of its addresses.
-    pub(crate) fn write_memory(&self, gpa: u64, data: &[u8]) -> bool {
+    pub(crate) fn write_ioapic(&self, gpa: u64, data: &[u8]) -> bool {
         let Some(chips) = self.chips().filter(|chips| chips.ioapic_contains(gpa)) else {
             return false;
         };

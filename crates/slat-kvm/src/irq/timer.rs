@@ -47,12 +47,6 @@ impl Timer {
         }));
     }
 
-    /// Whether `port` is one of the 8254's.
-    pub(crate) fn answers(&self, port: u16) -> bool {
-        // Most ports are decided without the lock.
-        (0x40..=0x61).contains(&port) && self.lock().answers(port)
-    }
-
     pub(crate) fn read(&self, port: u16) -> u8 {
         self.lock().read(port, monotonic())
     }

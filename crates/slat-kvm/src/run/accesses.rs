@@ -1,6 +1,8 @@
-//! Port and MMIO accesses that need no client: those to interrupt controllers, and those that only signal an eventfd.
+//! Port and MMIO accesses that need no client: those to the local APIC, and then, as in KVM, those to a device on the
+//! VM's bus.
 
-use crate::ioeventfd::{Bus, Place};
+use crate::io_bus::{Entry, Range, Space};
+use crate::io_devices::{Device, SPEAKER, signal};
 use crate::trace;
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
@@ -9,7 +11,8 @@ use slat_trace::{FastMmio, point};
 use slat_x86::PORT_BYTES;
 
 impl VcpuObject {
-    /// Carries out an access to the APIC's page. Returns `false`, and does nothing, for any other address.
+    /// Carries out an access to the local APIC's page; also to the address of a disabled APIC's page, where KVM's quirk
+    /// reads all ones. Returns `false`, and does nothing, for any other address.
     pub(super) fn apic_access(
         &self,
         inner: &mut Inner,
@@ -18,14 +21,21 @@ impl VcpuObject {
         write: bool,
         data: [u8; 8],
     ) -> bool {
-        inner.sync_cr8_to_lapic();
-        let Some(mut lapic) = self
-            .common()
-            .lapic()
-            .filter(|lapic| lapic.page() == Some(gpa & !0xfff))
-        else {
+        let Some(mut lapic) = self.common().lapic() else {
             return false;
         };
+        if lapic.page() != Some(gpa & !0xfff) {
+            let is_hole = lapic.is_hole(gpa) && self.vm.quirks.has(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
+            if is_hole && !write {
+                let ones = &[0xff; 8][..len.into()];
+                trace::mmio_read(gpa, ones);
+                inner.cpu.complete_mmio_read(ones);
+            }
+            return is_hole;
+        }
+        if lapic.cr8() != inner.cpu.state.cr8 {
+            lapic.set_cr8(inner.cpu.state.cr8);
+        }
         let now = self.vm.clock.now();
         let offset = (gpa & 0xfff) as u32;
         if write {
@@ -55,22 +65,8 @@ impl VcpuObject {
         true
     }
 
-    /// Carries out an access to the address of the disabled APIC's page, where KVM's quirk reads all ones. Returns
-    /// `false`, and does nothing, for any other address or without the quirk.
-    pub(super) fn apic_hole(&self, inner: &mut Inner, gpa: u64, len: u8, write: bool) -> bool {
-        let lapic = self.common().lapic();
-        let hole = lapic.is_some_and(|lapic| lapic.is_hole(gpa))
-            && self.vm.quirks.has(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
-        if hole && !write {
-            let ones = &[0xff; 8][..len.into()];
-            trace::mmio_read(gpa, ones);
-            inner.cpu.complete_mmio_read(ones);
-        }
-        hole
-    }
-
-    /// Carries out a port access that needs no client: to a controller of the VM, or to a port with an eventfd. Units
-    /// have `size` bytes each, `len` together. Returns `false` if the client has to see it.
+    /// Carries out a port access that a device on the bus accepts. Units have `size` bytes each, `len` together. Returns
+    /// `false` if the client has to see it.
     pub(super) fn port_access(
         &self,
         inner: &mut Inner,
@@ -79,35 +75,27 @@ impl VcpuObject {
         write: bool,
         len: usize,
     ) -> bool {
-        let interrupts = &self.vm.interrupts;
-        if !write {
-            let mut read = [0; PORT_BYTES];
-            let read = &mut read[..len];
-            let is_ours = (read.chunks_mut(size)).all(|unit| interrupts.read_port(port, unit));
-            if is_ours {
-                trace::port(false, port, size, read);
-                inner.cpu.complete_io(read);
+        let place = Range::new(Space::Ports, port.into(), size as u64);
+        let Inner { cpu, known_bus, .. } = inner;
+        let devices = known_bus.around(&self.vm.bus, place.space, place.start);
+        if write {
+            let is_written = self.write(devices, place, cpu.output().chunks(size));
+            if is_written {
+                cpu.complete_io(&[]);
             }
-            return is_ours;
+            return is_written;
         }
-        let place = Place {
-            bus: Bus::Ports,
-            address: port.into(),
-        };
-        let Inner {
-            cpu, known_events, ..
-        } = inner;
-        let units = cpu.output().chunks(size);
-        let to_chips = (units.clone()).all(|unit| interrupts.write_port(port, unit));
-        let is_ours = to_chips || known_events.signal(&self.vm.ioevents, place, units);
-        if is_ours {
-            cpu.complete_io(&[]);
+        let mut read = [0; PORT_BYTES];
+        let read = &mut read[..len];
+        let is_read = self.read(devices, place, read);
+        if is_read {
+            trace::port(false, port, size, read);
+            cpu.complete_io(read);
         }
-        is_ours
+        is_read
     }
 
-    /// Carries out a memory access that needs no client: to the I/O APIC, or to an address with an eventfd. Returns
-    /// `false` if the client has to see it.
+    /// Carries out a memory access that a device on the bus accepts. Returns `false` if the client has to see it.
     pub(super) fn memory_access(
         &self,
         inner: &mut Inner,
@@ -115,29 +103,76 @@ impl VcpuObject {
         write: bool,
         data: &[u8],
     ) -> bool {
-        let interrupts = &self.vm.interrupts;
+        let place = Range::new(Space::Memory, gpa, data.len() as u64);
+        let Inner { cpu, known_bus, .. } = inner;
+        let devices = known_bus.around(&self.vm.bus, place.space, place.start);
         if write {
-            let place = Place {
-                bus: Bus::Memory,
-                address: gpa,
-            };
-            let unit = std::iter::once(data);
-            if interrupts.write_memory(gpa, data) {
-                return true;
-            }
-            let is_ours = (inner.known_events).signal(&self.vm.ioevents, place, unit);
-            if is_ours {
-                point(|| FastMmio { gpa });
-            }
-            return is_ours;
+            return self.write(devices, place, std::iter::once(data));
         }
         let mut read = [0; 8];
         let read = &mut read[..data.len()];
-        let is_ours = interrupts.read_memory(gpa, read);
-        if is_ours {
+        let is_read = self.read(devices, place, read);
+        if is_read {
             trace::mmio_read(gpa, read);
-            inner.cpu.complete_mmio_read(read);
+            cpu.complete_mmio_read(read);
         }
-        is_ours
+        is_read
+    }
+
+    /// Offers a read of units at `place`, which `data` gets, to `devices`. Returns whether one has accepted it.
+    fn read(&self, devices: &[Entry<Device>], place: Range, data: &mut [u8]) -> bool {
+        let interrupts = &self.vm.interrupts;
+        let (port, size) = (place.start as u16, place.len());
+        devices.iter().any(|entry| {
+            let mut units = data.chunks_mut(size);
+            entry.range.contains(&place)
+                && match entry.device {
+                    Device::Pics => units.all(|unit| interrupts.read_pics(port, unit)),
+                    Device::Speaker if place.start != SPEAKER => false,
+                    Device::Timer | Device::Speaker => {
+                        units.all(|unit| interrupts.read_timer(port, unit))
+                    }
+                    Device::IoApic => units.all(|unit| interrupts.read_ioapic(place.start, unit)),
+                    Device::Coalesced | Device::Event(_) => false,
+                }
+        })
+    }
+
+    /// Offers a write of `units` to `place` to `devices`. Returns whether one has accepted all units.
+    fn write<'a>(
+        &self,
+        devices: &[Entry<Device>],
+        place: Range,
+        units: impl Iterator<Item = &'a [u8]> + Clone,
+    ) -> bool {
+        let interrupts = &self.vm.interrupts;
+        let port = place.start as u16;
+        // All eventfds are one device: each unit may signal another one.
+        let mut are_events_offered = false;
+        devices.iter().any(|entry| {
+            let mut units = units.clone();
+            match entry.device {
+                Device::Event(_) => {
+                    let is_signalled = entry.range.start == place.start
+                        && !std::mem::replace(&mut are_events_offered, true)
+                        && signal(devices, place.start, units);
+                    if is_signalled && place.space == Space::Memory {
+                        point(|| FastMmio { gpa: place.start });
+                    }
+                    is_signalled
+                }
+                _ if !entry.range.contains(&place) => false,
+                Device::Pics => units.all(|unit| interrupts.write_pics(port, unit)),
+                Device::Speaker if place.start != SPEAKER => false,
+                Device::Timer | Device::Speaker => {
+                    units.all(|unit| interrupts.write_timer(port, unit))
+                }
+                Device::IoApic => units.all(|unit| interrupts.write_ioapic(place.start, unit)),
+                Device::Coalesced => {
+                    let is_port = place.space == Space::Ports;
+                    self.vm.coalesced.put(place.start, is_port, units)
+                }
+            }
+        })
     }
 }

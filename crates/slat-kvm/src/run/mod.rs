@@ -498,12 +498,6 @@ impl VcpuObject {
                 if self.port_access(inner, port, size.into(), write, len) {
                     return Ok(Next::Again);
                 }
-                if write
-                    && (self.vm.coalesced).take(port.into(), true, size, count, inner.cpu.output())
-                {
-                    inner.cpu.complete_io(&[]);
-                    return Ok(Next::Again);
-                }
                 page.set_exit_reason(KVM_EXIT_IO);
                 set_field!(
                     page,
@@ -541,9 +535,7 @@ impl VcpuObject {
                     trace::mmio_write(gpa, &data[..len.into()]);
                 }
                 if self.apic_access(inner, gpa, len, write, data)
-                    || self.apic_hole(inner, gpa, len, write)
                     || self.memory_access(inner, gpa, write, &data[..len.into()])
-                    || write && self.vm.coalesced.take(gpa, false, len, 1, &data)
                 {
                     return Ok(Next::Again);
                 }

@@ -19,7 +19,7 @@ use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
 use crate::errno::{Result, fail, no_memory};
 use crate::exit_times::Stopwatch;
-use crate::ioeventfd::KnownEvents;
+use crate::io_devices::Known;
 use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use crate::machine::VcpuMachine;
 use crate::run_page::{RING_OFFSET, RunPage};
@@ -72,7 +72,7 @@ pub(crate) struct Inner {
     /// An interrupt of the client's 8259, injected by `KVM_INTERRUPT`, that the vCPU has not acknowledged. Only where
     /// the client emulates all controllers but the local APICs.
     pub(crate) external: Option<u8>,
-    pub(crate) known_events: KnownEvents,
+    pub(crate) known_bus: Known,
     /// The client's debugger keeps interrupts and NMIs from the guest (`KVM_GUESTDBG_BLOCKIRQ`).
     pub(crate) interrupts_blocked: bool,
 }
@@ -218,7 +218,7 @@ impl VcpuObject {
             signal_mask: None,
             has_run: false,
             external: None,
-            known_events: KnownEvents::default(),
+            known_bus: Known::default(),
             interrupts_blocked: false,
         };
         // As in KVM, a guest has a feature only if the client sets it in CPUID.

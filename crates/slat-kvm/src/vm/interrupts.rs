@@ -17,7 +17,7 @@ impl VmObject {
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
     pub fn create_irqchip(&self) -> Result<()> {
         let _call = self.begin()?;
-        self.interrupts.create_pc()
+        (self.bus).add_pc(&self.engine, || self.interrupts.create_pc())
     }
 
     /// Whether vCPUs have a local APIC.
@@ -50,7 +50,8 @@ impl VmObject {
     pub fn create_pit(&self, config: &kvm_pit_config) -> Result<()> {
         let _call = self.begin()?;
         let speaker = config.flags & KVM_PIT_SPEAKER_DUMMY != 0;
-        self.interrupts.create_timer(speaker)
+        let create = || self.interrupts.create_timer(speaker);
+        self.bus.add_timer(&self.engine, speaker, create)
     }
 
     /// `KVM_GET_PIT2`.

@@ -26,7 +26,7 @@ use crate::engine::{EngineVm, TableFormat};
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::guest_memfd::PrivateMemory;
 use crate::hyperv::Hyperv;
-use crate::ioeventfd::IoEvents;
+use crate::io_devices::Bus;
 use crate::irq::Interrupts;
 use crate::irq::vcpus::{MAX_VCPU_ID, Vcpus};
 use crate::msr_filter::MsrFilter;
@@ -61,7 +61,8 @@ pub struct VmObject {
     pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
     pub(crate) clock: VmClock,
     pub(crate) interrupts: Arc<Interrupts>,
-    pub(crate) ioevents: IoEvents,
+    /// The devices that the guest reaches without the client.
+    pub(crate) bus: Bus,
     boot_cpu: AtomicU32,
     /// The limit of vCPUs' ids (`KVM_CAP_MAX_VCPU_ID`); 0 until it is set.
     max_vcpu_ids: AtomicU32,
@@ -133,7 +134,7 @@ impl VmObject {
             compiler: compiler::start(jit.unwrap_or(policies.jit)),
             clock: VmClock::new(),
             interrupts: Arc::default(),
-            ioevents: IoEvents::default(),
+            bus: Bus::default(),
             boot_cpu: AtomicU32::new(0),
             max_vcpu_ids: AtomicU32::new(0),
             rings: Rings::default(),
@@ -268,19 +269,19 @@ impl VmObject {
     /// `KVM_REGISTER_COALESCED_MMIO`: writes to the range go to the ring.
     ///
     /// # Errors
-    /// `EINVAL` for a kind that is neither memory nor ports, `ENOSPC` for too many ranges.
+    /// `EINVAL` for a kind that is neither memory nor ports, `ENOSPC` for too many ranges, `ENOMEM`.
     pub fn register_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
         let _call = self.begin()?;
-        self.coalesced.register(zone)
+        self.bus.add_zone(&self.engine, zone)
     }
 
     /// `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the given one.
     ///
     /// # Errors
-    /// `EINVAL` for a kind that is neither memory nor ports.
+    /// `EINVAL` for a kind that is neither memory nor ports, `ENOMEM`.
     pub fn unregister_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
         let _call = self.begin()?;
-        self.coalesced.unregister(zone)
+        self.bus.remove_zones(&self.engine, zone)
     }
 
     /// `KVM_IOEVENTFD`.
@@ -292,7 +293,7 @@ impl VmObject {
     /// no eventfd, `ENOMEM`, `EMFILE`.
     pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
         let _call = self.begin()?;
-        self.ioevents.change(&self.engine, asked)
+        self.bus.change_event(&self.engine, asked)
     }
 
     /// `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an eventfd.

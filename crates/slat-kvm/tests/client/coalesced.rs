@@ -4,7 +4,8 @@ use crate::common::*;
 use kvm_bindings::*;
 use slat_kvm::abi::*;
 use slat_kvm::ioctl::Object;
-use slat_kvm::{IoEventAddress, VcpuExit};
+use slat_kvm::{IoEventAddress, NoDatamatch, VcpuExit};
+use vmm_sys_util::eventfd::EventFd;
 
 #[test]
 fn writes_to_a_zone_wait_in_the_ring() {
@@ -110,4 +111,57 @@ fn a_range_to_map_is_given_and_given_back_by_pointer() {
     };
     let refused = vcpu.ioctl(KVM_PRE_FAULT_MEMORY, &raw mut range as u64);
     assert_eq!(refused.unwrap_err().errno(), libc::ENOENT);
+}
+
+/// KVM's bus offers an access first to the range that begins first, then to the shorter one.
+#[test]
+fn a_zone_and_an_eventfd_at_one_address_have_the_order_of_kvms_bus() {
+    // mov [0x8000],al; mov [0x8004],al; hlt
+    let mut guest = Guest::new(&[0xa2, 0x00, 0x80, 0xa2, 0x04, 0x80, 0xf4]);
+    let events = [(); 2].map(|()| EventFd::new(libc::EFD_NONBLOCK).unwrap());
+    for (event, offset) in events.iter().zip([0, 4]) {
+        let place = IoEventAddress::Mmio(DEVICE + offset);
+        guest
+            .vm
+            .register_ioevent(event, &place, NoDatamatch)
+            .unwrap();
+    }
+    let zone = IoEventAddress::Mmio(DEVICE);
+    guest.vm.register_coalesced_mmio(zone, 8).unwrap();
+    guest.vcpu.map_coalesced_mmio_ring().unwrap();
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+    assert_eq!(events[0].read().unwrap(), 1);
+    assert!(events[1].read().is_err(), "the zone begins before it");
+    let entry = guest.vcpu.coalesced_mmio_read().unwrap().unwrap();
+    assert_eq!(entry.phys_addr, DEVICE + 4);
+    assert!(guest.vcpu.coalesced_mmio_read().unwrap().is_none());
+}
+
+/// As on KVM's bus, a controller's range has to contain the whole access.
+#[test]
+fn an_access_that_exceeds_a_controllers_ports_is_the_clients() {
+    // mov dx,0x20; out dx,ax; out dx,eax; mov dx,0x43; out dx,ax; mov dx,0x40; out dx,eax; mov dx,0x61; in ax,dx;
+    // inc dx; in al,dx
+    let code = [
+        0xba, 0x20, 0, 0xef, 0x66, 0xef, 0xba, 0x43, 0, 0xef, 0xba, 0x40, 0, 0x66, 0xef, 0xba,
+        0x61, 0, 0xed, 0x42, 0xec,
+    ];
+    let mut guest = Guest::with(&code, |vm| {
+        vm.create_irq_chip().unwrap();
+        let flags = KVM_PIT_SPEAKER_DUMMY;
+        let config = kvm_pit_config {
+            flags,
+            ..Default::default()
+        };
+        vm.create_pit2(config).unwrap();
+    });
+    let exit = guest.vcpu.run().unwrap();
+    assert!(
+        matches!(exit, VcpuExit::IoOut(0x20, [_, _, _, _])),
+        "{exit:?}"
+    );
+    let exit = guest.vcpu.run().unwrap();
+    assert!(matches!(exit, VcpuExit::IoOut(0x43, [_, _])), "{exit:?}");
+    let exit = guest.vcpu.run().unwrap();
+    assert!(matches!(exit, VcpuExit::IoIn(0x62, [_])), "{exit:?}");
 }
