@@ -13,9 +13,10 @@
 //! # How text changes
 //! No memory is ever writable and executable, nor does writable memory become executable. The changed copy of one or two
 //! pages of text is written to a memfd by pwrite(2), and mapped in their place, readable and executable, by one mmap(2)
-//! with `MAP_FIXED`. The stub is in the same memfd. So slat needs neither SELinux's `execmem` nor `execmod`, and works
-//! under `PR_SET_MDWE` and under seccomp filters that forbid mappings which are writable and executable. It needs
-//! memfd_create(2), and SELinux's `execute` for files in tmpfs. Where the kernel refuses any of it, the site stays.
+//! with `MAP_FIXED`. The stub is in the same memfd. So rewriting needs neither SELinux's `execmem` nor `execmod`, and
+//! works under `PR_SET_MDWE` and under seccomp filters that forbid mappings which are writable and executable. Rewriting
+//! needs memfd_create(2), and SELinux's `execute` for files in tmpfs. Where the kernel refuses one of these, the site
+//! stays.
 //!
 //! Other threads may execute these pages meanwhile. The kernel holds the process's mmap lock during the call. It
 //! removes the old translations, makes each processor that may have cached them invalidate them, and then allows new
