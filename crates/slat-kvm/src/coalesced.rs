@@ -67,7 +67,7 @@ impl Coalesced {
         let (first, last) = self.indices();
         let mut index = last.load(Ordering::Relaxed);
         let taken_from = first.load(Ordering::Acquire);
-        // The client can write nonsense to both.
+        // The client can write nonsense to both indices.
         if index >= ENTRIES || taken_from >= ENTRIES {
             return false;
         }

@@ -175,7 +175,7 @@ impl Background for Watcher {
     }
 }
 
-/// Ends the process by the default action of `signal`, if that does so.
+/// Ends the process by the default action of `signal`. Returns if that action does not end a process.
 fn end_by(signal: i32) {
     // SAFETY: all-zero is a valid action: the default one. The signal is for this thread alone.
     unsafe {

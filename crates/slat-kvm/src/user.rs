@@ -177,9 +177,9 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Repeats a guarded access until it succeeds, or fails for another reason than a kick: then its memory is not
-/// mapped. A kick for the vCPU that this thread ran, or is about to leave, may arrive this late, and says nothing
-/// about the client's memory.
+/// Repeats a guarded access until it succeeds, or fails for another reason than a kick: then the client's memory is not
+/// mapped. A kick may be meant for a vCPU that this thread ran, or is about to leave. Such a kick says nothing about
+/// the client's memory.
 ///
 /// Accesses are short (a page at most), so that each succeeds between two kicks.
 fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result<()> {

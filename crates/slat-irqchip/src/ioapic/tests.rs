@@ -373,7 +373,7 @@ fn a_restored_state_delivers_what_waited() {
     let state = machine.ioapic.save();
     assert_eq!(state.irr, 1 << 4 | 1 << 5, "the edge is delivered");
 
-    // An edge that was coalesced into it is not delivered.
+    // An edge that was coalesced into a pending one is not delivered later.
     machine.set(3, 1, true);
     assert_eq!(machine.ioapic.save().irr, 1 << 3 | state.irr);
 

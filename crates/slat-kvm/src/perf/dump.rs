@@ -56,7 +56,7 @@ fn header(now: u64) -> Vec<u8> {
     .concat()
 }
 
-/// Returns a record of these parts.
+/// Returns a jitdump record that consists of `parts`.
 fn record(id: u32, now: u64, parts: &[&[u8]]) -> Vec<u8> {
     let size = PREFIX_BYTES + parts.iter().map(|part| part.len()).sum::<usize>();
     let words = [id, size as u32].map(u32::to_ne_bytes);

@@ -352,7 +352,7 @@ mod tests {
             assert!(machine.is_stable(0) && machine.is_stable(1));
             machine.add_vcpu();
             machine.check_hour("a vCPU that was added later");
-            // Nobody runs for a night.
+            // No vCPU runs for a night.
             pass(8 * 3600 * SECOND);
             machine.check("after a suspension");
             assert_eq!(machine.vm.get_clock().unwrap().flags, FLAGS);

@@ -108,7 +108,7 @@ impl Memory {
         self.model.note_write(gpa >> 12);
     }
 
-    /// Stores `bytes` at `gpa`, within one page. What is not memory does not change.
+    /// Stores `bytes` at `gpa`, within one page. Does nothing where there is no memory.
     pub fn store(&mut self, now: Time, gpa: u64, bytes: &[u8]) {
         let Some((_, slot)) = self.model.slot_at(gpa >> 12) else {
             return;

@@ -397,7 +397,7 @@ impl Generator {
         GuestOp::SetRegion(changes[0])
     }
 
-    /// Plans accesses for the time in which something is missing.
+    /// Plans accesses for the time in which the slot, or a page of it, is missing.
     fn plan_accesses(&mut self, runner: &Runner) {
         for _ in 0..self.rng.below(12) {
             let cpu = self.rng.below(CPUS as u64) as usize;
