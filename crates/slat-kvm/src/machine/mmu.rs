@@ -18,6 +18,7 @@ use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, Mode, WalkError, wal
 use slat::{Gpa, HostWords, Hpa, Hva, ResolveError, Stop, VirtualStop};
 use slat_x86::state::control;
 use slat_x86::{Access, CodePages, Cpu, Fault, GuestFlush, HostPage, Mmu, NestedPaging, Paging};
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
@@ -128,53 +129,50 @@ impl VcpuMachine {
     /// Reads guest-physical memory of the vCPU's address space; the vCPU is entered. Returns `false` if the address is
     /// not memory, or not accessible.
     pub(crate) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
-        let mut done = 0;
-        while done < bytes.len() {
-            let at = gpa.wrapping_add(done as u64);
-            let part = (bytes.len() - done).min((PAGE - at % PAGE) as usize);
-            let page = match self.page(at, slat::Access::Read) {
-                Ok(page) => page,
-                Err(Unreachable::Fault(Fault::Retry)) if self.may_try_again() => continue,
-                Err(_) => return false,
-            };
-            let host = page.host.as_ptr().wrapping_add((at % PAGE) as usize);
+        self.access_here(gpa, bytes.len(), slat::Access::Read, |_, host, part| {
             // SAFETY: guest memory, guarded: the engine translated the page and the client gave it to the guest.
-            match unsafe { slat_guard::copy_in(&mut bytes[done..done + part], host) } {
-                Ok(()) => done += part,
-                Err(_) => {
-                    self.forget(page.host.as_ptr());
-                    if !self.may_try_again() {
-                        return false;
-                    }
-                }
-            }
-        }
-        true
+            unsafe { slat_guard::copy_in(&mut bytes[part], host) }
+        })
     }
 
     /// Writes guest-physical memory of the vCPU's address space; marks the pages in the dirty log. The vCPU is entered.
     /// Returns `false` if the address is not memory, or not accessible.
     pub(crate) fn write_here(&mut self, gpa: u64, bytes: &[u8]) -> bool {
+        self.access_here(
+            gpa,
+            bytes.len(),
+            slat::Access::Write,
+            |machine, host, part| {
+                // SAFETY: as in `read_here`.
+                let copied = unsafe { slat_guard::copy_out(host, &bytes[part]) };
+                machine.vm.code.stored(host);
+                copied
+            },
+        )
+    }
+
+    /// Accesses `len` bytes of guest-physical memory, page by page: `copy` gets the address in the host and the part
+    /// of the bytes that is there. Returns `false` if an address is not memory, or not accessible.
+    fn access_here<E>(
+        &mut self,
+        gpa: u64,
+        len: usize,
+        access: slat::Access,
+        mut copy: impl FnMut(&Self, *mut u8, Range<usize>) -> Result<(), E>,
+    ) -> bool {
         let mut done = 0;
-        while done < bytes.len() {
+        while done < len {
             let at = gpa.wrapping_add(done as u64);
-            let part = (bytes.len() - done).min((PAGE - at % PAGE) as usize);
-            let page = match self.page(at, slat::Access::Write) {
+            let part = (len - done).min((PAGE - at % PAGE) as usize);
+            let page = match self.page(at, access) {
                 Ok(page) => page,
                 Err(Unreachable::Fault(Fault::Retry)) if self.may_try_again() => continue,
                 Err(_) => return false,
             };
-            // SAFETY: guest memory, guarded: the engine translated the page and the client gave it to the guest.
-            let copied = unsafe {
-                slat_guard::copy_out(
-                    page.host.as_ptr().add((at % PAGE) as usize),
-                    &bytes[done..done + part],
-                )
-            };
-            self.vm.code.stored(page.host.as_ptr());
-            match copied {
+            let host = page.host.as_ptr().wrapping_add((at % PAGE) as usize);
+            match copy(self, host, done..done + part) {
                 Ok(()) => {
-                    if page.tracked {
+                    if page.tracked && access == slat::Access::Write {
                         let _every_caller_drops_them = self.engine_stored(at, part);
                     }
                     done += part;
