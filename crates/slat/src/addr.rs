@@ -220,7 +220,7 @@ impl From<Gfn> for PageIndex {
     }
 }
 
-/// What a guest does with a page.
+/// The kind of a guest's access to a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Data read.
@@ -231,7 +231,7 @@ pub enum Access {
     Execute,
 }
 
-/// What a guest may do with memory beside reading it.
+/// The rights of a guest to memory, beside the right to read.
 ///
 /// ```
 /// use slat::{Access, Rights};
@@ -240,9 +240,9 @@ pub enum Access {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rights {
-    /// It may write.
+    /// The guest may write.
     pub write: bool,
-    /// It may execute.
+    /// The guest may execute.
     pub execute: bool,
 }
 
@@ -258,13 +258,13 @@ impl Rights {
         execute: true,
     };
 
-    /// The same rights, with that to write or without.
+    /// Returns these rights with the right to write, or without.
     #[must_use]
     pub const fn with_write(self, write: bool) -> Self {
         Rights { write, ..self }
     }
 
-    /// The same rights, with that to execute or without.
+    /// Returns these rights with the right to execute, or without.
     #[must_use]
     pub const fn with_execute(self, execute: bool) -> Self {
         Rights { execute, ..self }

@@ -12,7 +12,7 @@ use crate::sync::FairLock;
 /// How a slot's log learns of writes, and where it notes them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LogKind {
-    /// Write protection; a bitmap.
+    /// Write faults find the written pages, and a bitmap notes them.
     Bitmap,
     /// The leaves' own dirty bits; a bitmap, at a harvest.
     DirtyBits,
@@ -41,7 +41,7 @@ pub(crate) struct DirtyLog {
     kind: LogKind,
     /// Held to begin, harvest or clear it.
     pub(crate) turn: FairLock<()>,
-    /// One bit per page, if the log has a bitmap.
+    /// The bitmap, with one bit for each page; empty if the log has none.
     pub(crate) bits: Vec<AtomicU64>,
     /// Whether every page was marked when it was made.
     pub(crate) initially_set: bool,
@@ -91,8 +91,8 @@ impl DirtyLog {
         }
     }
 
-    /// Marks the pages of the leaf at `gfn`, as far as they lie in the frames `slot` of the log's slot: all pages of a
-    /// huge leaf that could not be split.
+    /// Marks all pages of the leaf at `gfn` that are in `slot`, the frames of the log's slot. Several pages only if the
+    /// leaf is a huge one that could not be split.
     pub(crate) fn mark_leaf<F: Format>(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
         self.mark_gfns(slot, &F::GRANULE.block(gfn, level), |_| true);
     }

@@ -18,9 +18,10 @@ impl Default for Entries {
     }
 }
 
-/// What the engine keeps beside each table frame, as Linux does in `struct page`.
+/// The engine's metadata of a table frame, as `struct page` is Linux's.
 ///
-/// The platform stores it (see [`Platform::meta`](crate::Platform::meta)); only the engine looks inside.
+/// The platform stores the metadata beside each frame (see [`Platform::meta`](crate::Platform::meta)); only the engine
+/// looks inside.
 pub struct TableMeta {
     pub(crate) lock: RawSpinLock,
     /// Without the policy `nx_huge_pages` a huge leaf could replace the table.

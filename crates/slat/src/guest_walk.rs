@@ -106,9 +106,9 @@ impl GuestPaging {
         }
     }
 
-    /// Returns the state in which a shadow leaf is judged: one that lacks the right to write does so also where
-    /// CR0.WP is clear, perhaps for the dirty log; and one that lacks the right to execute where EFER.NXE is,
-    /// perhaps for its slot.
+    /// Returns the state in which the rights of a shadow leaf are judged. A leaf may lack the right to write because of
+    /// the dirty log, and the right to execute because of its slot. So the leaf is judged as if CR0.WP and EFER.NXE
+    /// were set.
     pub(crate) fn of_leaf(&self) -> GuestPaging {
         GuestPaging {
             no_execute: true,
@@ -161,7 +161,7 @@ pub trait GuestTables {
     ) -> Result<bool, Self::Error>;
 }
 
-/// What a 4 KiB page of guest-virtual memory is mapped to, with the rights of the privilege level of the walk.
+/// The translation of a 4 KiB page of guest-virtual memory, with the rights of the privilege level of the walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestPage {
     /// The guest-physical address of the 4 KiB page.
@@ -271,7 +271,7 @@ impl Shape {
     }
 }
 
-/// What the entries of a path grant together.
+/// The rights that the entries of a path grant together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageRights {
     pub(crate) write: bool,
@@ -282,7 +282,7 @@ pub(crate) struct PageRights {
 }
 
 impl PageRights {
-    /// What no entry has limited.
+    /// All rights: those of a path on which no entry limits a right.
     pub(crate) const ALL: PageRights = PageRights {
         write: true,
         user: true,
@@ -452,12 +452,12 @@ fn maps_page(paging: &GuestPaging, shape: &Shape, level: u32, entry: u64) -> Res
     }
 }
 
-/// What an entry of a table means that was used before: its flag says so.
+/// The meaning of an entry whose accessed flag is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UsedEntry {
-    /// It refers to the table at this address.
+    /// The entry refers to the table at this address.
     Table(Gpa),
-    /// It maps the page at this address, of 2^`bits` bytes.
+    /// The entry maps the page at this address, of 2^`bits` bytes.
     Page {
         gpa: Gpa,
         bits: u32,
@@ -466,7 +466,7 @@ pub(crate) enum UsedEntry {
     },
 }
 
-/// Returns what `entry`, of `level`, means to walks in the state `paging`. `None`: a walk would fault, or
+/// Returns the meaning of `entry`, of `level`, for walks in the state `paging`. `None`: a walk would fault, or would
 /// set the accessed flag.
 pub(crate) fn used_entry(paging: &GuestPaging, level: u32, entry: u64) -> Option<UsedEntry> {
     let shape = Shape::of(paging);
@@ -532,16 +532,16 @@ fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u
     bits
 }
 
-/// What the walk's privilege level may do with a page.
+/// The rights that the walk's privilege level has to a page.
 struct Rights {
     read: bool,
     write: bool,
     execute: bool,
-    /// What the page's protection key forbids.
+    /// The rights that the page's protection key removes.
     key: KeyRights,
 }
 
-/// What a protection key forbids.
+/// The rights that a protection key removes.
 #[derive(Clone, Copy, Default)]
 struct KeyRights {
     read: bool,
@@ -592,7 +592,8 @@ impl Rights {
         }
     }
 
-    /// Returns the error code bit of a protection key violation, or 0. It is set even if other rights are missing, too.
+    /// Returns the error code bit of a protection key violation, or 0. The bit is set even if other rights are missing,
+    /// too.
     fn key_code(&self, access: Access) -> u32 {
         let forbidden = match access {
             Access::Read => self.key.read,

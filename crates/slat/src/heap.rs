@@ -74,7 +74,7 @@ impl<V, T, const N: usize> Deref for Large<V, T, N> {
     }
 }
 
-/// What `Arc` is, as far as it is needed here: a value with several owners.
+/// A value with several owners. It does what `Arc` does, as far as the engine needs that.
 pub struct Shared<T>(NonNull<Counted<T>>);
 
 struct Counted<T> {
@@ -128,7 +128,7 @@ impl<T> Clone for Shared<T> {
 
 impl<T> Drop for Shared<T> {
     fn drop(&mut self) {
-        // What any owner did with the value happened before it is dropped.
+        // Acquire: all that any owner did with the value happens before the value is dropped.
         if self.counted().owners.fetch_sub(1, Release) == 1 {
             fence(Acquire);
             // SAFETY: this was the last owner; made by `Box::leak`.

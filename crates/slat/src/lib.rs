@@ -127,7 +127,8 @@ pub use vm::{
 };
 pub use vmid::{RunningVmid, Vmid, VmidAllocator, VmidError};
 
-/// What several threads may share, and what one may give to another, on every platform and format.
+/// Checks, when it is compiled, which types several threads may share and which one thread may give to another, on
+/// every platform and format.
 const fn _threads<P: Platform, F: Format>() {
     const fn shared<T: Send + Sync>() {}
     const fn given<T: Send>() {}

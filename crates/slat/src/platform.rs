@@ -55,38 +55,38 @@ impl HostPage {
         }
     }
 
-    /// The same mapping of another frame.
+    /// Returns the same mapping of another frame.
     #[must_use]
     pub fn with_pfn(self, pfn: Pfn) -> Self {
         HostPage { pfn, ..self }
     }
 
-    /// The same page in a host mapping of `level`.
+    /// Returns the same page in a host mapping of `level`.
     #[must_use]
     pub fn with_level(self, level: Level) -> Self {
         HostPage { level, ..self }
     }
 
-    /// The same page, writable or not.
+    /// Returns the same page, writable or not.
     #[must_use]
     pub fn with_writable(self, writable: bool) -> Self {
         HostPage { writable, ..self }
     }
 
-    /// The same page, executable or not.
+    /// Returns the same page, executable or not.
     #[must_use]
     pub fn with_execute(self, execute: bool) -> Self {
         HostPage { execute, ..self }
     }
 
-    /// The same page, cached as `memory` says.
+    /// Returns the same page, cached as `memory` says.
     #[must_use]
     pub fn with_memory(self, memory: MemoryType) -> Self {
         HostPage { memory, ..self }
     }
 }
 
-/// What [`Platform::resolve`] is asked for.
+/// The arguments of [`Platform::resolve`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Request {
@@ -98,15 +98,15 @@ pub struct Request {
     pub slot: u32,
     /// The frame that the guest accesses.
     pub gfn: Gfn,
-    /// What backs it: [`Region::backing`](crate::Region) of the slot, or [`Region::private`](crate::Region) where the
-    /// frame is private, and the offset of the frame in the slot.
+    /// The backing address of the frame: [`Region::backing`](crate::Region) of the slot, or
+    /// [`Region::private`](crate::Region) if the frame is private, plus the offset of the frame in the slot.
     pub backing: Hva,
     /// The right that is needed.
     pub access: Access,
 }
 
 impl Request {
-    /// The same for a page at `backing`: for a platform that passes requests on to another one.
+    /// Returns the same request for a page at `backing`: for a platform that passes requests on to another one.
     #[must_use]
     pub fn with_backing(self, backing: Hva) -> Self {
         Request { backing, ..self }
@@ -150,7 +150,7 @@ impl HostRun {
     }
 }
 
-/// What [`Platform::zapped`] is told of a leaf: the state that the guest has left its memory in.
+/// A zapped leaf, as [`Platform::zapped`] is told of it: the state in which the guest has left its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ZappedLeaf {
@@ -222,7 +222,7 @@ impl fmt::Display for ForkError {
 
 impl core::error::Error for ForkError {}
 
-/// What the engine is waiting for, given to [`Platform::wait`].
+/// The event for which the engine waits, an argument of [`Platform::wait`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitFor {
     /// The holder of a spin lock: a table's, or another that is held for a few instructions.
@@ -239,8 +239,8 @@ pub enum WaitFor {
     Invalidation,
 }
 
-/// What a flush has to void, beside its range: for machines that can do with less than a flush of everything
-/// there ([`Platform::flush`]).
+/// The cached entries that a flush must void in its range, for machines that can flush less than everything
+/// ([`Platform::flush`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stale {
     /// All leaves that were zapped, or have lost a right, are of this level, in the tables and in every TLB
@@ -260,7 +260,7 @@ impl Stale {
     };
 }
 
-/// The machine under the engine. It may serve several VMs: a method that does something for one of them is told which.
+/// The machine under the engine. One platform may serve several VMs: a method that works for one VM gets its [`VmId`].
 ///
 /// # In which state its methods are called
 /// The methods are called from any CPU or thread that uses the engine, from several at once, and on the
@@ -288,12 +288,12 @@ impl Stale {
 /// the VM may still call [`Vm::id`](crate::Vm::id) and others that return what never changes. `resolve` may take part
 /// in anything: it may invalidate, change slots, and run other vCPUs.
 ///
-/// A *reader section* is what [`crate::Vcpu::enter`] begins, and what every operation is in while it walks:
-/// flushes wait until it ends, and so do changes of slots. A thread that waits in one for something that waits
-/// for a flush waits for ever, so memory is not reclaimed from a guest ([`crate::Vm::invalidate`]) in order
-/// to allocate a table, and a lock that these methods take is never held around a call of the engine.
-/// `flush` and the table methods may be called while a slot change of the same address space is in
-/// progress on the calling thread ([`crate::Vm::set_memory_region`] holds its lock over most of what it does).
+/// A *reader section* is what [`crate::Vcpu::enter`] begins. Every operation of the engine is in one while it walks.
+/// Flushes and changes of slots wait until the sections end that began before. If a thread in a section waits for
+/// another thread that waits for a flush, both wait for ever. So a method that allocates a table does not reclaim
+/// memory from a guest ([`crate::Vm::invalidate`]), and a lock that these methods take is never held around a call of
+/// the engine. `flush` and the table methods may be called while a slot change of the same address space is in progress
+/// on the calling thread ([`crate::Vm::set_memory_region`] holds its lock most of the time).
 ///
 /// The global allocator is used where tables are allocated, and obeys the same.
 ///
@@ -364,8 +364,9 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// Returns the entries in an allocated frame. Called at each step of a walk: must be a few instructions.
     fn entries(&self, frame: Pfn) -> NonNull<Entries>;
 
-    /// Returns what the engine keeps beside an allocated frame, as Linux does in `struct page`. The engine resets it
-    /// when it takes the frame into use, so it may be that of the frame's last allocation.
+    /// Returns the metadata that the engine keeps for an allocated frame, as Linux does in `struct page`. The engine
+    /// resets the metadata when it takes the frame into use, so the metadata may be left over from the frame's last
+    /// allocation.
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta>;
 
     /// Finds, and makes resident, the host page that `request` names.
@@ -373,12 +374,12 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// Called with no lock held and the vCPU outside every reader section: it may sleep for as long
     /// as it likes (swap, userfaultfd) and holds up nobody.
     ///
-    /// So nothing keeps the memslot meanwhile. `resolve` may be called, and may still run, after the slot was deleted
-    /// or moved and [`crate::Vm::remove_memory_region`] has returned: also when its backing is no memory any more, or
-    /// memory of something else. It finds that out by books of its own, not by those of the slots, and returns
-    /// [`ResolveError::BadAddress`], or whatever page is there. The engine compares under the table's lock and uses
-    /// neither: it installs no leaf, and reports no error, of a slot that has changed since it was looked up, nor of
-    /// a page that was invalidated.
+    /// So the memslot may change meanwhile. `resolve` may be called, and may still run, after the slot was deleted or
+    /// moved and [`crate::Vm::remove_memory_region`] has returned, also when its backing is no memory any more, or is
+    /// other memory. `resolve` must find that out by the platform's own records, and returns
+    /// [`ResolveError::BadAddress`], or the page that is there now. The engine then uses neither, because it checks
+    /// again under the table's lock: it installs no leaf, and reports no error, for a slot that has changed since it
+    /// was looked up, nor for a page that was invalidated.
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError>;
 
     /// Like [`resolve`](Self::resolve), but for all pages of `backing`, in a slot of `vm`, that are resident already;
@@ -392,10 +393,11 @@ pub unsafe trait Platform: Send + Sync + 'static {
     fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
     /// Makes the pages of `backing`, in a slot of `vm`, resident, as far as that is possible.
-    /// [`Vcpu::prefault`](crate::Vcpu::prefault) calls it for up to a table's pages of which some are not resident, and
-    /// then asks again what is, so that one call of the host serves them all (Linux: MADV_POPULATE_READ). Called as
-    /// [`resolve`](Self::resolve) is, and like that it may find that the memory is gone. It may do less, or nothing, as
-    /// without an implementation: each page that is not resident then is resolved by itself.
+    /// [`Vcpu::prefault`](crate::Vcpu::prefault) calls it for up to a table's pages, of which some are not resident,
+    /// and then calls [`resolve_resident`](Self::resolve_resident) again, so that one call of the host serves all pages
+    /// (Linux: MADV_POPULATE_READ). The state of the caller is as for [`resolve`](Self::resolve), and the memory may be
+    /// gone, too. The method may make fewer pages resident, or none, as the default does: each page that is not
+    /// resident after the call is resolved by itself.
     fn populate(&self, vm: VmId, backing: Range<Hva>) {
         let _ = (vm, backing);
     }
@@ -439,11 +441,10 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// The entries were changed before by ordinary atomic stores. This method does what a CPU needs beside that for its
     /// walkers to see them, before it flushes (AArch64: DSB ISHST).
     ///
-    /// The caller is outside every reader section, but may be a vCPU's thread between two runs of its
-    /// guest, with interrupts masked, on several CPUs at once: an implementation that interrupts other
-    /// CPUs waits only for those that are in the guest, or answers the others while it waits.
-    /// It does nothing for software CPUs: the engine waits for their acknowledgement itself
-    /// ([`crate::Vcpu::quiesce`]).
+    /// The caller is outside every reader section. It may be a vCPU's thread between two runs of its guest, with
+    /// interrupts masked, and several CPUs may call at once. So an implementation that interrupts other CPUs either
+    /// waits only for CPUs that are in the guest, or answers the interrupts of others while it waits. Software CPUs are
+    /// not its concern: the engine itself waits for their acknowledgement ([`crate::Vcpu::quiesce`]).
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale);
 
     /// Has the CPUs of `vm` give the engine what their page walkers have written to their buffers (Intel's PML, Arm's
@@ -460,9 +461,9 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// Whether [`zapped`](Self::zapped) is called. If not, nothing is paid for it.
     const WANTS_ZAPPED: bool = false;
 
-    /// Called for each leaf that the engine has zapped, so that the host can mark its pages (as KVM calls
-    /// `kvm_set_pfn_dirty`): before the invalidation or slot change that zaps it returns. A page may be told
-    /// several times, by leaves of several memslots, or of pieces of a huge one.
+    /// Called for each leaf that the engine has zapped, before the invalidation or slot change that zaps it returns.
+    /// The host can mark the pages (KVM: `kvm_set_pfn_dirty`). A page may be reported several times: by leaves of
+    /// several memslots, or by pieces of a huge leaf.
     fn zapped(&self, leaf: ZappedLeaf) {
         let _ = leaf;
     }

@@ -7,9 +7,9 @@ use core::sync::atomic::{AtomicU64, Ordering::*};
 
 use crate::format::Format;
 
-/// What a policy can be set to: stored as a number, written on command lines as a word or a number.
+/// A value of a policy: stored as a number, written on command lines as a word or a number.
 trait Value: Copy + fmt::Display {
-    /// What [`Value::parse`] takes, as a list for a message.
+    /// The values that [`Value::parse`] takes, as a list for a message.
     const EXPECTED: &'static str;
 
     fn parse(text: &str) -> Option<Self>;
@@ -82,7 +82,7 @@ macro_rules! policies {
             }
         }
 
-        /// One policy with a value.
+        /// A policy with a value.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[non_exhaustive]
         pub enum Setting {
@@ -166,10 +166,10 @@ policies! {
     /// bits and buffers it begins by clearing the dirty bit of every leaf. [`DirtyLogMethod::Buffer`] saves the fault
     /// of each page's next write.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
-    /// Write-protect a range for its dirty log by the entries above its tables, the highest that lie wholly in it (EPT)
-    /// or one for each 2 MiB (NPT), and what is in a table when the first write comes to it; off: every leaf at once.
-    /// For [`MmuKind::Tdp`](crate::MmuKind), on formats whose walkers obey such entries, and
-    /// [`DirtyLogMethod::WriteProtect`].
+    /// How a range is write-protected for its dirty log. On: by the entries above its tables, the highest ones that
+    /// refer to frames of the range alone (EPT), or one for each 2 MiB (NPT); the first write below such an entry then
+    /// protects the leaves of its table. Off: every leaf at once. For [`MmuKind::Tdp`](crate::MmuKind), on formats
+    /// whose walkers obey such entries, and [`DirtyLogMethod::WriteProtect`].
     hierarchical_protect HierarchicalProtect: Switch = Switch::On;
     /// Whether a read or fetch that maps a page of a logged slot is logged, and the page writable at
     /// once; off: only writes are.
@@ -240,18 +240,18 @@ words! {
 words! {
     /// Whether reads of logged slots are logged.
     DirtyLogReads, "auto, on, off":
-    /// As KVM does on the machine whose walker this is ([`Format::LOGS_READS`]).
+    /// Reads are logged as KVM logs them on the machine of this walker ([`Format::LOGS_READS`]).
     Auto = "auto",
-    /// They are.
+    /// Reads are logged.
     On = "on",
-    /// They are not.
+    /// Reads are not logged.
     Off = "off",
 }
 
 /// A mechanism that is on or off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Switch {
-    /// Not used.
+    /// The mechanism is not used.
     Off,
     /// Used.
     On,
@@ -322,7 +322,7 @@ impl Value for u32 {
 /// How far a fault prefetches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefetch {
-    /// It maps its own page alone.
+    /// A fault maps its own page alone.
     Off,
     /// The aligned window of this many pages: the largest power of two not above the number and 512.
     Window(u16),

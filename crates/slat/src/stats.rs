@@ -42,7 +42,7 @@ macro_rules! counters {
                 $(self.$name = self.$name.wrapping_add(other.$name);)*
             }
 
-            /// What has been counted since `earlier`.
+            /// Returns the counts since `earlier`.
             pub fn since(&self, earlier: &Stats) -> Stats {
                 Stats { $($name: self.$name.wrapping_sub(earlier.$name),)* }
             }
@@ -57,8 +57,8 @@ counters! {
     pf_fixed,
     /// Faults that found the leaf there already: another vCPU was faster.
     pf_spurious,
-    /// Of the faults fixed or spurious, those for which neither slot nor host were asked: the leaf had lost
-    /// its right to the dirty log only.
+    /// The faults, among those fixed or spurious, for which the engine looked up neither slot nor host page: the leaf
+    /// had lost a right to the dirty log only.
     pf_fast,
     /// Faults abandoned because an invalidation or slot change came in between, and taken again.
     pf_retried,
@@ -95,11 +95,12 @@ counters! {
     mmu_cache_miss,
     /// Shadow pages zapped.
     mmu_shadow_zapped,
-    /// Of these, the oldest ones, zapped because the limit of pages was reached ([`Vm::set_mmu_pages`](crate::Vm)).
+    /// The zapped shadow pages that were the oldest, and were zapped because the limit of pages was reached
+    /// ([`Vm::set_mmu_pages`](crate::Vm)).
     mmu_recycled,
     /// Stores to tables of the guest's that the MMU was told of. None if it shadows no tables.
     mmu_pte_write,
-    /// Of the entries that these stores have changed, those that refer to a shadow page, and were cleared for that.
+    /// Entries that referred to a shadow page, and that such a store has changed: they were cleared.
     mmu_pde_zapped,
     /// Shadow pages zapped because the guest has stored to the table over and over without using it:
     /// it may be one no more.

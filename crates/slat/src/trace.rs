@@ -1,4 +1,4 @@
-//! What the engine does, for whoever wants to record it: the events that KVM has as tracepoints, and a few of its own.
+//! Events of the engine that a platform may record: KVM's tracepoints, and a few more.
 //!
 //! The engine tells its platform of each ([`Platform::trace`](crate::Platform::trace)). Most happen under locks or in
 //! the midst of a fault, so what a platform does with one has to be short. A platform that does nothing pays nothing:
@@ -77,23 +77,23 @@ pub enum Event {
     GetPage {
         /// The frame of the guest's table, or the first one that a direct page maps.
         gfn: Gfn,
-        /// What it is made for.
+        /// The role of the page.
         role: PageRole,
-        /// It was made.
+        /// Whether the page was made, not found.
         created: bool,
     },
     /// `kvm_mmu_unsync_page`: a shadow page follows the guest's table no more.
     UnsyncPage {
-        /// As in [`Event::GetPage`].
+        /// The frame of the page, as in [`Event::GetPage`].
         gfn: Gfn,
-        /// As in [`Event::GetPage`].
+        /// The role of the page, as in [`Event::GetPage`].
         role: PageRole,
     },
     /// `kvm_mmu_prepare_zap_page`: a shadow page is zapped. Counted as `mmu_shadow_zapped`.
     PrepareZapPage {
-        /// As in [`Event::GetPage`].
+        /// The frame of the page, as in [`Event::GetPage`].
         gfn: Gfn,
-        /// As in [`Event::GetPage`].
+        /// The role of the page, as in [`Event::GetPage`].
         role: PageRole,
     },
     /// `kvm_unmap_hva_range`: an invalidation begins, whether a memslot uses the memory or not.
@@ -113,9 +113,9 @@ pub enum Event {
     },
     /// `kvm_dirty_ring_reset`: a ring was searched for entries that the client has collected.
     DirtyRingReset {
-        /// As in [`Event::DirtyRingPush`].
+        /// The index after the last ring entry, as in [`Event::DirtyRingPush`].
         dirty_index: u32,
-        /// As in [`Event::DirtyRingPush`].
+        /// The index of the first ring entry that was not reset, as in [`Event::DirtyRingPush`].
         reset_index: u32,
     },
     /// The engine's own: a flush of these frames begins. Counted as `remote_tlb_flush`.
@@ -161,8 +161,8 @@ impl fmt::Display for Event {
     }
 }
 
-/// What a shadow page is made for: the lower bits of KVM's `kvm_mmu_page_role`, which has the level in bits 0 to 3,
-/// "entries of 4 bytes" in bit 4, the quadrant in 5 and 6, "direct" in 7, and in 8 to 10 the rights to execute, to
+/// The role of a shadow page, as the lower bits of KVM's `kvm_mmu_page_role`: the level in bits 0 to 3, "entries of 4
+/// bytes" in bit 4, the quadrant in bits 5 and 6, "direct" in bit 7, and in bits 8 to 10 the rights to execute, to
 /// write, and of user mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRole(pub u32);

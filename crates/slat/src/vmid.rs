@@ -1,9 +1,9 @@
 //! VMIDs, ASIDs, VPIDs: the numbers by which a TLB tells guests apart.
 //!
-//! A CPU has 8 to 16 bits of them, and a host may have more VMs. So they are handed out in *generations*, as Linux does
-//! it for arm64 (`vmid.c`): a VM keeps its number for as long as the generation lasts. When there is no number left,
-//! the next generation begins with all numbers but those of guests that run just then, and each CPU flushes its TLB
-//! before it enters its first guest of the new generation. A VM that ends gives nothing back, and needs no flush.
+//! A VMID has 8 to 16 bits, and a host may have more VMs. So numbers are handed out in *generations*, as Linux does for
+//! arm64 (`vmid.c`): a VM keeps its number as long as the generation lasts. When no number is left, the next generation
+//! begins, with all numbers but those of guests that run just then. Each CPU flushes its TLB before it enters its first
+//! guest of the new generation. A VM that ends gives nothing back, and needs no flush.
 //!
 //! # Concurrency
 //! Who may write what:
@@ -12,11 +12,12 @@
 //! * [`Cpu::active`] is written by its own CPU without the lock: the tag of the guest it enters, or [`IDLE`]; and by
 //!   the thread that begins a generation, with the lock held: [`ROLLED`].
 //!
-//! *Two running guests have different numbers.* A CPU enters with the tag that it has read by exchanging `active` for
-//! it, and the exchange succeeds only if no generation has begun since the CPU read `active`. So the thread that begins
-//! one, when it exchanges that word for `ROLLED`, either makes the CPU fail, which then takes the lock, or finds the
-//! tag and reserves its number for the VM that has it, until a later generation begins and the CPU has left. A CPU that
-//! leaves replaces `ROLLED`, and by that synchronizes with that thread: its next entry sees the new generation.
+//! *Two running guests have different numbers.* A CPU enters with the tag that it has read, by exchanging `active` for
+//! the tag. The exchange succeeds only if no generation has begun since the CPU read `active`. A thread that begins a
+//! generation exchanges the same word for `ROLLED`. If it does so before the CPU, the CPU's exchange fails, and the CPU
+//! takes the lock. If it does so after the CPU, it finds the tag, and reserves the tag's number for that VM until a
+//! later generation begins and the CPU has left. A CPU that leaves replaces `ROLLED`, which synchronizes with the
+//! thread that stored it: the CPU's next entry sees the new generation.
 //!
 //! *No TLB has entries of a number's earlier VM.* A number gets another VM only in a new generation. `flushed` is the
 //! generation for which the CPU has last flushed. If that is not the present one, the CPU's next entry takes the lock,
@@ -152,7 +153,7 @@ pub struct VmidAllocator {
     numbers: SpinLock<Numbers>,
 }
 
-/// What a CPU writes at each entry, in a cache line of its own.
+/// The words that a CPU writes at each entry, in a cache line of their own.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Cpu {

@@ -35,8 +35,8 @@ use crate::addr::{Access, Granule, Level, Pfn};
 /// With `HARDWARE_DIRTY` the tables are for walkers with VTCR_EL2.HA and HD set, and such a walker
 /// needs them: another one finds every clean leaf write-protected.
 ///
-/// `PAGE_SHIFT` is log2 of the granule: 12, 14 or 16 ([`Stage2Kib16`], [`Stage2Kib64`]). It is that of the platform,
-/// too ([`Platform::granule`](crate::Platform::granule)).
+/// `PAGE_SHIFT` is log2 of the granule: 12, 14 or 16 ([`Stage2Kib16`], [`Stage2Kib64`]). The platform must have the
+/// same granule ([`Platform::granule`](crate::Platform::granule)).
 pub struct Stage2<
     const IPA_BITS: u32,
     const HARDWARE_DIRTY: bool = false,
@@ -53,7 +53,7 @@ pub type Stage2Kib64<const IPA_BITS: u32, const HARDWARE_DIRTY: bool = false> =
 const VALID: u64 = 1 << 0;
 /// Bit 1 of a valid descriptor: table (levels above the page), or page.
 const TABLE_OR_PAGE: u64 = 1 << 1;
-/// What every descriptor of a table has beside the address.
+/// The bits of every descriptor that refers to a table, beside the address.
 const TABLE: u64 = VALID | TABLE_OR_PAGE;
 /// `MemAttr[3:0]`, bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0101 Normal, inner and outer
 /// Non-cacheable, which gathers stores; 0b0001 Device-nGnRE.
@@ -69,13 +69,13 @@ const WRITE: u64 = 1 << 7;
 const INNER_SHAREABLE: u64 = 0b11 << 8;
 /// The access flag. Clear: the first access faults (or hardware sets it, with VTCR_EL2.HA).
 const ACCESSED: u64 = 1 << 10;
-/// Where an entry has the address of a frame: some bits in their places, others moved down.
+/// The layout of a frame's address in an entry: some address bits are in their places, others are moved down.
 struct AddressBits {
     /// The bits that are in their places.
     low: u64,
-    /// Where the others are.
+    /// The bits of the entry that have the moved address bits.
     moved: u64,
-    /// By how many bits these were moved.
+    /// The number of bits by which the moved address bits were moved.
     by: u32,
 }
 /// Dirty bit modifier: a write to a leaf without `S2AP[1]` sets that instead of faulting.
@@ -88,7 +88,7 @@ const MAY_WRITE: u64 = 1 << 55;
 /// leaves that are write-protected, in which `S2AP[1]` would make them writable.
 const DIRTY: u64 = 1 << 56;
 
-/// In an invalid descriptor this bit is [`CLEARED`], which a broken leaf is told from by [`BROKEN`].
+/// In an invalid descriptor this bit is [`CLEARED`]. [`BROKEN`] tells a broken leaf from a cleared entry.
 const MAY_EXECUTE: u64 = 1 << 57;
 
 /// An invalid descriptor is ignored from bit 1 on. Bits 3:2 tell what it is, if neither bit 57 nor 58 does.
@@ -99,7 +99,7 @@ const GENERATION_BITS: u32 = 36;
 const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
 /// A broken leaf keeps all its bits but the valid one, and has this one, which leaves have not.
 const BROKEN: u64 = 1 << 58;
-/// What was taken away leaves this, with the number of a flush.
+/// Marks a zapped entry, which has the number of a flush.
 const CLEARED: u64 = 1 << 57;
 const FLUSH_SHIFT: u32 = 4;
 const FLUSH: u64 = ((1 << 53) - 1) << FLUSH_SHIFT;
@@ -160,9 +160,9 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
     /// larger granules 3, 2 and 1 are levels 0, 1 and 2.
     pub const SL0: u64 = Self::LEVELS as u64 - if PAGE_SHIFT == 12 { 2 } else { 1 };
 
-    /// VTCR_EL2 for a walker of these tables on a CPU with this ID_AA64MMFR0_EL1.PARange (which allows
-    /// `IPA_BITS`): walks, and with FEAT_LPA2 the memory, are inner shareable, walks write-back cached, VMIDs have 8
-    /// bits, and accessed and dirty are set with `HARDWARE_DIRTY` only.
+    /// Returns VTCR_EL2 for a walker of these tables on a CPU with this ID_AA64MMFR0_EL1.PARange (which allows
+    /// `IPA_BITS`). Walks are inner shareable and write-back cached, and so is the memory with FEAT_LPA2. VMIDs have 8
+    /// bits. The walker sets accessed and dirty bits with `HARDWARE_DIRTY` only.
     pub const fn vtcr(pa_range: u64) -> u64 {
         const RES1: u64 = 1 << 31;
         const WRITE_BACK_WALKS: u64 = 0b01 << 8 | 0b01 << 10;
@@ -204,7 +204,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
         (vmid as u64) << 48 | address & LOW | address >> 48 << 2
     }
 
-    /// What says of a leaf that it was written to.
+    /// Returns the bits by which a leaf says that its page was written.
     const fn written(writable: bool) -> u64 {
         if HARDWARE_DIRTY && writable {
             WRITE

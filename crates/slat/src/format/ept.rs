@@ -46,8 +46,8 @@ const HUGE: u64 = 1 << 7;
 const ACCESSED: u64 = 1 << 8;
 const DIRTY: u64 = 1 << 9;
 const FRAME: u64 = 0x000f_ffff_ffff_f000;
-/// What every entry to a table has beside the frame. Accessed from the start, so that hardware never
-/// writes it.
+/// The bits of every entry that refers to a table, beside the frame. Accessed is set from the start, so that hardware
+/// never writes the entry.
 const TABLE: u64 = RIGHTS | ACCESSED;
 /// Bits 56:52 of a leaf are ignored by hardware.
 const MAY_WRITE: u64 = 1 << 52;
@@ -233,7 +233,7 @@ mod tests {
             let entry = Ept::decode(bits, Level(1));
             assert_eq!(entry, Entry::Mmio { generation, note });
         }
-        // As many bits of the generation as there are.
+        // An MMIO entry holds the low bits of the generation.
         assert_eq!(Ept::mmio(u64::MAX, 0), Ept::mmio((1 << 18) - 1, 0));
     }
 

@@ -16,7 +16,7 @@ use core::ops::Range;
 use crate::addr::{Access, Gfn, Granule, Level, Pfn};
 use crate::guest_walk::PageRights;
 
-/// What an entry means, whatever the bits of its architecture.
+/// The meaning of an entry, whatever the bits of its architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
     /// Nothing: a walker faults.
@@ -204,27 +204,28 @@ impl Leaf {
 /// the safe [`Vcpu::translate`](crate::Vcpu::translate) dereference any number, or lets a guest write where it must
 /// not. Whoever implements the trait promises this, of each level from [`Level::PAGE`] to [`TOP`](Self::TOP):
 ///
-/// 1. *Entries mean one thing.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) returns for the bits that
+/// 1. *Entries mean one thing.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) is the inverse of
 ///    [`leaf`](Self::leaf), [`table`](Self::table), [`mmio`](Self::mmio), [`cleared`](Self::cleared) and
-///    [`broken`](Self::broken) make just what they were made of, for every leaf whose frame an entry
-///    [`holds`](Self::holds). Nothing but what `table` makes is an [`Entry::Table`], even after a walker or
-///    [`write_protect`](Self::write_protect), [`mark`](Self::mark), [`clear_accessed`](Self::clear_accessed) or
-///    [`clear_dirty`](Self::clear_dirty) changed a leaf.
-/// 2. *The walker agrees.* It translates by what `decode` calls a leaf, with no right that the leaf lacks, and faults
-///    on all else. Tables limit no right but that to write, which, where [`TABLE_WRITE`](Self::TABLE_WRITE) is not 0, a
-///    walker needs that bit of every entry on its path for. Of an entry it reads all 64 bits at once, and it writes
-///    none but [`ACCESSED`](Self::ACCESSED), and [`DIRTY`](Self::DIRTY) where it wrote to memory, of a leaf that allows
-///    the access, atomically and never after the leaf was replaced. It caches no entry that is not valid; where it must
-///    not see one valid entry replaced by another, [`BREAK_BEFORE_MAKE`](Self::BREAK_BEFORE_MAKE) is true. What it
-///    caches of entries that lead to tables, [`PROTECT_FROM`](Self::PROTECT_FROM) says.
+///    [`broken`](Self::broken): for the bits that one of these returns, `decode` returns the arguments, for every leaf
+///    whose frame an entry [`holds`](Self::holds). Only the bits that `table` returns are an [`Entry::Table`]. A leaf
+///    stays a leaf after a walker, [`write_protect`](Self::write_protect), [`mark`](Self::mark),
+///    [`clear_accessed`](Self::clear_accessed) or [`clear_dirty`](Self::clear_dirty) has changed it.
+/// 2. *The walker agrees.* The walker translates by an entry that `decode` calls a leaf, with no right that the leaf
+///    lacks, and faults on every other entry. An entry that refers to a table limits no right, but for one: where
+///    [`TABLE_WRITE`](Self::TABLE_WRITE) is not 0, a write needs that bit in every such entry on the path. The walker
+///    reads all 64 bits of an entry at once. It writes only to a leaf that allows the access, atomically and never
+///    after the leaf was replaced: it sets [`ACCESSED`](Self::ACCESSED), and for a write to memory
+///    [`DIRTY`](Self::DIRTY). It caches no entry that is not valid. If it must not see one valid entry replaced by
+///    another, [`BREAK_BEFORE_MAKE`](Self::BREAK_BEFORE_MAKE) is true. [`PROTECT_FROM`](Self::PROTECT_FROM) says which
+///    entries that refer to tables it may cache.
 /// 3. *Changes change one thing.* `write_protect` takes `write` from a leaf that has it and gives it `may_write`;
 ///    `mark`, `clear_accessed` and `clear_dirty` change what they are called; nothing else of the leaf changes.
 /// 4. *Short cuts agree with `decode`*, for all these entries: [`decode_leaf`](Self::decode_leaf),
-///    [`next_table`](Self::next_table), [`is_absent`](Self::is_absent) (of `cleared`, `mmio` and `0`, and of nothing
-///    else: a [broken](Entry::Broken) leaf is seen), [`is_writable`](Self::is_writable),
-///    [`is_settled`](Self::is_settled), [`ready`](Self::ready).
-/// 5. *Functions are pure*: the same arguments, the same result, and no panic but for values that the
-///    method's text excludes.
+///    [`next_table`](Self::next_table), [`is_writable`](Self::is_writable), [`is_settled`](Self::is_settled),
+///    [`ready`](Self::ready), and [`is_absent`](Self::is_absent), which is true of `cleared`, `mmio` and `0`, and of no
+///    other entry: a [broken](Entry::Broken) leaf is not absent.
+/// 5. *Functions are pure*: the same arguments give the same result, and a function panics only for arguments that its
+///    text excludes.
 ///
 /// What the constants limit (levels, frames, bits that overlap) is checked when a [`Vm`](crate::Vm) of
 /// the format is compiled:
@@ -281,7 +282,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// A valid entry that leads elsewhere may only replace a valid one after an invalid one and a
     /// flush.
     const BREAK_BEFORE_MAKE: bool;
-    /// What an entry that leads to a table has beside the frame. It limits no right: leaves decide.
+    /// The bits of an entry that refers to a table, beside the frame. They limit no right: the leaves decide.
     const TABLE: u64;
     /// The bit of an entry that leads to a table without which nothing below it can be written, whatever the leaves
     /// say: one of [`TABLE`](Self::TABLE), and the same as [`WRITE`](Self::WRITE). Without it the entry is
@@ -303,23 +304,23 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// A walker can be told to set accessed and dirty itself; without, dirty logging by D bit is not
     /// to be had.
     const SETS_DIRTY: bool;
-    /// Where this walker runs, KVM logs a page that is read before it is written, too: it installs a
-    /// writable leaf, so that no second fault is needed. (Its x86 MMU does; on AArch64 and RISC-V a leaf
-    /// of a logged slot is writable only after a write.) The default of policy `dirty_log_reads`.
+    /// Whether KVM, on this architecture, logs a page that is read before it is written: it installs a writable leaf
+    /// for the read, so that no second fault is needed. KVM's x86 MMU does; on AArch64 and RISC-V a leaf of a logged
+    /// slot is writable only after a write. This is the default of policy `dirty_log_reads`.
     const LOGS_READS: bool;
     /// Bits of the MMIO generation an entry can hold; 0 where the format caches no MMIO.
     const MMIO_GENERATION_BITS: u32;
     /// Bits of a note that an MMIO entry holds beside it.
     const MMIO_NOTE_BITS: u32;
-    /// The tables are also those that an x86 guest makes for itself, of any paging mode, so that they can stand in for
-    /// them ([`MmuKind::Shadow`](crate::MmuKind)).
+    /// Whether an x86 CPU without nested paging can walk these tables in the place of those that its guest makes, in
+    /// any paging mode ([`MmuKind::Shadow`](crate::MmuKind)).
     const SHADOWS: bool;
     /// MMIO entries work on machines with at most this many physical address bits.
     const MMIO_PHYSICAL_BITS: u32;
 
-    /// What `bits`, read from a table of `level`, mean.
+    /// Returns the meaning of `bits`, read from a table of `level`.
     fn decode(bits: u64, level: Level) -> Entry;
-    /// What `bits` mean that are known to be a leaf.
+    /// Returns the leaf that `bits` mean. The caller knows that they are a leaf.
     fn decode_leaf(bits: u64) -> Leaf;
     /// The next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made, write-protected
     /// or not. It agrees with `decode` for all entries of ours, and exists because every step of a walk asks.
@@ -371,9 +372,8 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn broken(bits: u64) -> u64 {
         bits
     }
-    /// What an entry becomes when it is taken away: [`Entry::Empty`]. Where
-    /// [`Format::BREAK_BEFORE_MAKE`], it names the flush after which something else may be put there;
-    /// 0: not known yet.
+    /// Returns the bits that a zapped entry gets: [`Entry::Empty`]. With [`Format::BREAK_BEFORE_MAKE`] they name the
+    /// flush after which the entry may be replaced; 0: that flush is not known yet.
     #[inline]
     fn cleared(_flush: u64) -> u64 {
         0
@@ -386,7 +386,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// Whether `bits` are [`Entry::Empty`] or [`Entry::Mmio`]. Must agree with `decode`; it exists
     /// because range operations ask it for every entry.
     fn is_absent(bits: u64) -> bool;
-    /// The same writable leaf write-protected, with [`Leaf::may_write`] set.
+    /// Returns the writable leaf `bits` write-protected, with [`Leaf::may_write`] set.
     #[inline]
     fn write_protect(bits: u64) -> u64 {
         bits & !Self::WRITE | Self::MAY_WRITE
@@ -417,9 +417,9 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn is_writable(bits: u64) -> bool {
         bits & Self::WRITE != 0
     }
-    /// Tells leaves that allow `access` and have the bits set that it sets, in one comparison: in
-    /// entries that lead to no table, these and only these have all bits of the first set and none of
-    /// the second. Such a leaf that allows writing is settled.
+    /// Returns two masks that find, in one comparison, the leaves that allow `access` and already have the bits set
+    /// that the access sets. Among the entries that refer to no table, exactly these leaves have all bits of the first
+    /// mask set and none of the second. Such a leaf that allows writing is settled.
     fn ready(access: Access) -> (u64, u64);
 }
 
@@ -428,9 +428,9 @@ pub(crate) const fn root_pages<F: Format>() -> u64 {
     F::GRANULE.pages(F::TOP) * F::GRANULE.entries() as u64
 }
 
-/// Returns whether tables of format `F` can stand in for those that an x86 guest makes for itself or, as a hypervisor,
-/// for its own guests: they have pages of 4 KiB, as those have; tables of fewer levels are among them, so walks begin
-/// with one table; and what the guest changes is replaced at once.
+/// Returns whether tables of format `F` can shadow the tables that an x86 guest makes for itself or, as a hypervisor,
+/// for its own guests. They can if their pages have 4 KiB, as the guest's; if a walk may begin at a table of a lower
+/// level, and always begins at one table; and if an entry may be replaced at once.
 pub(crate) const fn can_shadow<F: Format>() -> bool {
     matches!(F::GRANULE, Granule::Kib4) && !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1
 }

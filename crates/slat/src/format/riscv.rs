@@ -28,7 +28,7 @@ const DIRTY: u64 = 1 << 7;
 /// RSW, bits 9:8, is for software.
 const MAY_WRITE: u64 = 1 << 8;
 const MAY_EXECUTE: u64 = 1 << 9;
-/// What every pointer to a table has beside the frame.
+/// The bits of every entry that refers to a table, beside the frame.
 const TABLE: u64 = VALID;
 const FRAME_SHIFT: u32 = 10;
 const FRAME: u64 = ((1 << 44) - 1) << FRAME_SHIFT;

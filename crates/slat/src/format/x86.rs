@@ -9,8 +9,9 @@ use crate::addr::{Access, Level};
 
 /// x86-64 tables with `LEVELS` (4 or 5) levels. Entries that refer to tables limit no right, leaves alone do.
 ///
-/// Those that are not `NESTED` have five levels and can also shadow the tables of a guest
-/// ([`MmuKind::Shadow`](crate::MmuKind)): a guest that uses fewer levels begins at a table of a lower one.
+/// Tables that are not `NESTED` have five levels, and can also shadow the tables of a guest
+/// ([`MmuKind::Shadow`](crate::MmuKind)). For a guest that uses fewer levels, the walk begins at a table of a lower
+/// level.
 pub struct X86<const LEVELS: u8, const NESTED: bool = false>;
 
 /// AMD nested page tables: four levels of the same entries. The nested walk treats every guest access
@@ -19,7 +20,7 @@ pub struct X86<const LEVELS: u8, const NESTED: bool = false>;
 /// nCR3 is the address of the root ([`crate::Vm::root`]). The walk goes by the host's registers: EFER.NXE
 /// must be set, CR4.PAE, too, and CR4.LA57 clear.
 pub type Npt = X86<4, true>;
-/// The same with five levels, which translate 57 bits of guest-physical address: for a host with CR4.LA57 set.
+/// Like [`Npt`], but with five levels, which translate 57 bits of guest-physical address: for a host with CR4.LA57 set.
 pub type Npt5 = X86<5, true>;
 
 const PRESENT: u64 = 1 << 0;
@@ -34,8 +35,8 @@ const DIRTY: u64 = 1 << 6;
 const HUGE: u64 = 1 << 7;
 /// Bits 50:12. Bit 51 of the address tells an MMIO entry from a leaf ([`RESERVED`]), so no frame has it.
 const FRAME: u64 = 0x0007_ffff_ffff_f000;
-/// What every entry to a table has beside the frame. Accessed from the start, so that hardware never
-/// writes it.
+/// The bits of every entry that refers to a table, beside the frame. Accessed is set from the start, so that hardware
+/// never writes the entry.
 const TABLE: u64 = PRESENT | WRITE | USER | ACCESSED;
 /// Bits 11:9 and 58:52 are available to software.
 const MAY_WRITE: u64 = 1 << 9;
@@ -72,7 +73,8 @@ unsafe impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED>
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;
     const TABLE: u64 = TABLE;
-    // What tables of a guest's own say of writing is in the leaves that shadow them.
+    // If the tables shadow a guest's own, a table's entry limits no right to write: the leaves have the rights that the
+    // guest's tables grant.
     const TABLE_WRITE: u64 = if NESTED { WRITE } else { 0 };
     const FRAME: u64 = FRAME;
     const WRITE: u64 = WRITE;

@@ -50,7 +50,7 @@ pub(super) struct Beginning {
 }
 
 impl Beginning {
-    /// Of an MMU that has shadow pages from the start.
+    /// Returns the state for an MMU that has shadow pages from the start.
     pub(super) fn none() -> Self {
         Beginning {
             announced: AtomicBool::new(true),
@@ -59,7 +59,8 @@ impl Beginning {
     }
 }
 
-/// Which tables of the guest's are tracked, as a fault in the tree knows it without the MMU's lock. Changed under that.
+/// The book of which of the guest's tables are tracked, for a fault in the tree, which does not hold the MMU's lock.
+/// Changed under that lock.
 #[derive(Default)]
 pub(super) struct Tracking {
     /// How often tracking of a table has begun.

@@ -16,7 +16,7 @@ use crate::addr::{Gfn, Level};
 use crate::frame::ENTRIES;
 use crate::heap::{Large, OutOfMemory};
 
-/// What the MMU has made of one region.
+/// The shadow entries that map one region.
 pub(super) struct RmapEntry {
     /// The leaves and MMIO entries of the node's level that map the region, as [`EntryId`](super::page::EntryId)s.
     pub(super) leaves: List,
@@ -58,7 +58,7 @@ pub(super) struct NodeState {
     tables: Cell<u32>,
     /// Number of the node above, and the index there.
     above: Cell<(u32, u16)>,
-    /// In the list of empty nodes, while it is empty.
+    /// The node's link in the list of empty nodes; used while the node is empty.
     empty: Link,
 }
 
@@ -313,7 +313,8 @@ mod tests {
         rmap.change(Gfn(5), Level::PAGE, |entry| {
             entry.leaves.remove(1, |_| &link)
         });
-        // The node of level 1 is empty. That of level 2 is, too, once the first serves another region of it.
+        // The node of level 1 is empty. The node of level 2 becomes empty, too, when that of level 1 serves another
+        // region.
         rmap.change(Gfn(512), Level::PAGE, |entry| {
             entry.leaves.push(1, |_| &link)
         });

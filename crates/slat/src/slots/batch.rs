@@ -1,8 +1,8 @@
 //! Several memslots changed as one: what a client asks for, and its rules.
 //!
-//! They are KVM's, of KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), for what the slots are in the
-//! end: a slot may overlap one that the same call deletes, moves or makes smaller. What KVM forbids for one call
-//! because it would unmap memory in between, to give a slot another size or backing, is allowed here.
+//! The rules are those of KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), for the slots as they are
+//! in the end: a slot may overlap one that the same call deletes, moves or makes smaller. KVM forbids to give a slot
+//! another size or backing in one call, because that would unmap memory in between. Here it is allowed.
 
 use alloc::vec::Vec;
 

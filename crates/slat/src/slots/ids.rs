@@ -1,6 +1,6 @@
-//! Slots by id, for the writer. Ids are small numbers, which most clients count up from 0: a table of pages, the first
-//! one of which always exists, and each other one since the first of its slots. A single table would cost a client that
-//! uses the id 32,763 alone 1.3 MB; the pages cost it 10 KiB.
+//! The writer's table of slots by id. Ids are small numbers, which most clients count up from 0. The table consists of
+//! pages: the first page always exists, and each other page from the first of its slots on. A single array would cost a
+//! client that uses only the id 32,763 1.3 MB; the pages cost it 10 KiB.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;

@@ -49,13 +49,13 @@ pub(super) trait Order {
     }
 }
 
-/// By guest frame.
+/// The order by guest frame.
 pub(super) enum ByGfn {}
 
-/// By backing address.
+/// The order by backing address.
 pub(super) enum ByHva {}
 
-/// By address of the private backing, which every slot in such an index has.
+/// The order by address of the private backing. Every slot in such an index has one.
 pub(super) enum ByPrivate {}
 
 impl Order for ByGfn {
@@ -96,7 +96,7 @@ struct Leaf {
     end: u64,
     /// The largest end of the slots of this leaf and of all leaves before it.
     reach: u64,
-    /// In ascending order; memory for [`LEAF`]. Not empty if there are other leaves.
+    /// The slots in ascending order, in memory for [`LEAF`] of them. Not empty if there are other leaves.
     slots: Vec<Memslot>,
 }
 
@@ -208,7 +208,7 @@ fn memory<T>(capacity: usize) -> Result<Vec<T>, OutOfMemory> {
 
 /// The slots of a set in the order `O`.
 pub(super) struct Index<O> {
-    /// In ascending order of [`Leaf::first`], at least one.
+    /// The leaves, at least one, in ascending order of [`Leaf::first`].
     leaves: Vec<Leaf>,
     /// The most leaves that the directory has memory for: the same in two sets that are alike.
     directory: usize,

@@ -24,12 +24,12 @@ pub(crate) struct Memslot {
     pages: u32,
     id: u16,
     traits: Traits,
-    /// Which field of `extra` was written.
+    /// Whether `extra` holds `private`, and not `log`.
     has_private: bool,
     alive: Watch,
 }
 
-/// What some slots have; none has both.
+/// A field that only some slots have. No slot has both.
 #[derive(Clone, Copy)]
 union Extra {
     /// Owned by the slot's [`OwnedSlot`], which is dropped when neither set has the slot any more.
@@ -78,7 +78,7 @@ impl Traits {
     }
 }
 
-/// What a leaf of a slot may be, whatever the host allows.
+/// The limits of the leaves of a slot, whatever the host allows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
     /// The most rights.

@@ -1,25 +1,25 @@
 //! Memslots: which part of the guest's physical memory is backed by what.
 //!
-//! One address space has one [`Slots`]: two [`SlotSet`]s, each with all the slots. Readers see the one that is
-//! published; a change is made in the other one, the *inactive* set, which is published then. So a reader sees the old
-//! or the new set whole, and the VM runs on the old one meanwhile. The set that was replaced is left to the readers
-//! that still use it, and catches up at the beginning of the next change, in place: a change costs a move within a
-//! leaf of each [`index`], twice. (KVM has two sets, too, active and inactive memslots, since Linux 5.17; its slots
-//! are linked into both.)
+//! One address space has one [`Slots`]: two [`SlotSet`]s, each with all the slots. Readers see the set that is
+//! published. A writer makes a change in the other set, the *inactive* one, and then publishes that. So a reader sees
+//! the old set or the new set whole, and the VM runs on the old one meanwhile. The replaced set stays as it is for the
+//! readers that still use it. At the beginning of the next change, the writer repeats the last change in it: so a
+//! change costs two moves within a leaf of each [`index`]. (KVM has two sets, too, active and inactive memslots, since
+//! Linux 5.17; its slots are linked into both.)
 //!
 //! * Look-ups take no lock. The caller is in a reader section ([`crate::sync::quiesce`]).
 //! * Changes are serialized by [`Slots::change`]'s lock. A deletion or a move holds it until the new set is published
 //!   and the old slot's leaves are zapped, and releases it before the flush. (KVM holds its `slots_lock` until the
 //!   flush is done.) Work on a dirty log holds it for one step at a time, a change of attributes until the new sets are
 //!   published. The index by id is only used under it.
-//! * No reader that entered its section, or passed a quiescent point, since the last change was published uses the
-//!   inactive set. [`SlotsChange::catch_up`] waits for all others: mostly the flush of the last change has done so. It
-//!   drops what the last change replaced, too.
-//! * What a change needs is allocated before anything is changed, for both sets: the same edits built them, so what
-//!   suffices for one suffices for the other.
+//! * No reader that entered its section, or passed a quiescent point, after the last change was published uses the
+//!   inactive set. [`SlotsChange::catch_up`] waits for all other readers: mostly the flush of the last change has
+//!   waited for them already. It also drops the slots that the last change replaced.
+//! * A change allocates all memory that it needs, for both sets, before it changes anything. The same edits built both
+//!   sets, so memory that suffices for one suffices for the other.
 //! * A change makes one [`Edit`] or several. All are made in the inactive set before it is published, so readers see
-//!   all or none. In between, slots of that set may overlap: one has come where another has not left yet. No one
-//!   looks a frame up there.
+//!   all or none. In between, slots of the inactive set may overlap: a new slot is there already, and the old one still
+//!   is. No thread looks up frames there.
 
 mod attributes;
 mod batch;
@@ -72,7 +72,7 @@ struct Writer {
     by_id: Ids,
     /// How many slots there are.
     len: usize,
-    /// In all slots.
+    /// The number of pages in all slots.
     pages: u64,
     spares: Spares,
 }
@@ -84,7 +84,7 @@ struct LastChange {
     replaced: Replaced,
 }
 
-/// What the last change has replaced, in its order: `None` where there was no slot. A change of one slot
+/// The slots that the last change has replaced, in its order: `None` where there was no slot. A change of one slot
 /// needs no heap memory.
 #[derive(Default)]
 struct Replaced {
@@ -104,7 +104,7 @@ impl Replaced {
     }
 }
 
-/// What a change does to one slot.
+/// The change of one slot.
 pub(crate) struct Edit {
     pub(crate) id: u32,
     /// The slot that replaces the one with that id, if there is one; `None` deletes it.

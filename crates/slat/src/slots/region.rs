@@ -37,8 +37,8 @@ impl BitOr for SlotFlags {
     }
 }
 
-/// One call of KVM_SET_USER_MEMORY_REGION2, but for deleting ([`crate::Vm::remove_memory_region`]): create,
-/// move, or change flags.
+/// The arguments of KVM_SET_USER_MEMORY_REGION2, except for deleting ([`crate::Vm::remove_memory_region`]): create a
+/// slot, move it, or change its flags.
 ///
 /// ```
 /// use slat::{Gpa, Hva, MemoryType, Region, Rights, SlotFlags};
@@ -61,11 +61,11 @@ pub struct Region {
     pub gpa: Gpa,
     /// Bytes, not 0.
     pub size: u64,
-    /// What backs its first byte. Backings are below 2^60 - 4096.
+    /// The backing address of the first byte. Backings are below 2^60 - 4096.
     pub backing: Hva,
-    /// What backs its first byte where it is private ([`crate::Vm::set_memory_attributes`]):
-    /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached. It may be the same as `backing`:
-    /// then it is all memory of the slot (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
+    /// The backing address of the first byte for private frames ([`crate::Vm::set_memory_attributes`]):
+    /// KVM_MEM_GUEST_MEMFD. If there is none, private memory in the slot cannot be reached. The address may be equal to
+    /// `backing`: then one memory serves shared and private frames (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
     pub private: Option<Hva>,
     /// The most that the guest may do there, whatever the host allows. Without the right to write it is as with
     /// [`SlotFlags::READONLY`]: writes are MMIO. A fetch without the right to execute ends with
@@ -92,39 +92,39 @@ impl Region {
         }
     }
 
-    /// The same with `flags`.
+    /// Returns this region with `flags`.
     #[must_use]
     pub fn with_flags(self, flags: SlotFlags) -> Self {
         Region { flags, ..self }
     }
 
-    /// The same at `gpa`: as a change of a memslot, it moves.
+    /// Returns this region at `gpa`: as a change of a memslot, a move.
     #[must_use]
     pub fn with_gpa(self, gpa: Gpa) -> Self {
         Region { gpa, ..self }
     }
 
-    /// The same with `size` bytes.
+    /// Returns this region with `size` bytes.
     #[must_use]
     pub fn with_size(self, size: u64) -> Self {
         Region { size, ..self }
     }
 
-    /// The same with `backing` for its first byte.
+    /// Returns this region with `backing` for its first byte.
     #[must_use]
     pub fn with_backing(self, backing: Hva) -> Self {
         Region { backing, ..self }
     }
 
-    /// The same with `private` backing its first byte where that is private.
+    /// Returns this region with `private` as the private backing of its first byte.
     #[must_use]
     pub fn with_private(self, private: impl Into<Option<Hva>>) -> Self {
         let private = private.into();
         Region { private, ..self }
     }
 
-    /// The same for a guest that may do no more than `rights` say: `Rights::READ` is data that it may neither write nor
-    /// execute.
+    /// Returns this region with the rights `rights` at most: with `Rights::READ`, the guest may neither write nor
+    /// execute there.
     #[must_use]
     pub fn with_rights(self, rights: Rights) -> Self {
         Region { rights, ..self }
@@ -141,7 +141,7 @@ impl Region {
         start..start.add(self.pages(granule))
     }
 
-    /// The same, cached as `memory` says.
+    /// Returns this region cached as `memory` says.
     #[must_use]
     pub fn with_memory(self, memory: MemoryType) -> Self {
         Region { memory, ..self }
@@ -162,9 +162,9 @@ pub enum RegionError {
     Misaligned(Region, Granule),
     /// Address plus size wraps around, or a backing reaches beyond 2^60 - 4096.
     TooHigh(Region),
-    /// It reaches beyond what the page tables can hold.
+    /// The region reaches beyond the addresses that the page tables translate.
     BeyondTables(Region),
-    /// More pages than one slot, or all slots together, may have.
+    /// The region has more pages than one slot, or all slots together, may have.
     TooLarge(Region),
     /// The size of this slot is 0, and nothing before this in the order of KVM's checks is wrong. To KVM it means:
     /// delete the slot. Here [`crate::Vm::remove_memory_region`] does that, so that a size which happens to be 0
@@ -181,14 +181,14 @@ pub enum RegionError {
     PrivateChanged(u32),
     /// Another slot has part of the private backing.
     PrivateTaken {
-        /// What was asked for.
+        /// The region that was asked for.
         region: Region,
         /// The slot that has it.
         by: u32,
     },
     /// Another slot holds part of the range.
     Overlap {
-        /// What was asked for.
+        /// The region that was asked for.
         region: Region,
         /// The slot that holds it.
         with: u32,

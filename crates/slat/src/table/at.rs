@@ -23,10 +23,10 @@ pub(crate) struct At<'t> {
     pub(crate) below_protected: bool,
 }
 
-/// Where the MMU of an entry keeps books about it.
+/// The MMU's book about the entries of a table.
 #[derive(Clone, Copy)]
 pub(crate) enum Kept<'t> {
-    /// Which entries of its table were cleared.
+    /// The record of which entries of the table were cleared.
     Cleared(&'t Cleared),
     /// Lists of entries.
     Listed(&'t dyn Listed),

@@ -23,7 +23,7 @@ use crate::sync::atomic::AtomicU64;
 /// The number of level 1 entries that a visitor is offered at a time.
 pub(crate) const RUN: usize = if cfg!(loom) { 2 } else { 16 };
 
-/// What an operation does at entries. A closure is a visitor of single entries.
+/// The work of an operation at entries. A closure is a visitor of single entries.
 pub(crate) trait Visit {
     /// Visits an entry, under the lock of its table. Returns where the walk goes next.
     fn visit(&mut self, at: &At<'_>) -> Next;
@@ -76,7 +76,7 @@ impl Show {
     };
 }
 
-/// Where a walk goes after a visit.
+/// The next step of a walk after a visit.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     /// Enter the table that the entry refers to now, if it refers to one.
@@ -177,7 +177,7 @@ pub(crate) struct Aged {
     /// The first frame of the first entry.
     pub(crate) gfn: Gfn,
     pub(crate) level: Level,
-    /// Those that are leaves.
+    /// The entries that are leaves.
     pub(crate) mapped: u64,
     /// Leaves that had the accessed bit.
     pub(crate) young: u64,
@@ -188,7 +188,7 @@ impl Aged {
     pub(crate) const MOST: usize = u64::BITS as usize;
 }
 
-/// What [`ByGfn::split`] did.
+/// The result of [`ByGfn::split`].
 pub(crate) enum Split {
     /// The leaf was replaced by a table of its pieces.
     InPlace,
@@ -198,7 +198,7 @@ pub(crate) enum Split {
     Unprepared,
 }
 
-/// What [`ByGfn::collapse`] did.
+/// The result of [`ByGfn::collapse`].
 pub(crate) enum Collapse {
     /// The table was replaced by the leaf.
     InPlace,

@@ -12,7 +12,7 @@ use crate::addr::{Access, Gfn, Level, PageIndex, Pfn};
 use crate::format::{Entry, Format, Leaf, can_shadow};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 
-/// What an install did ([`Tree::map`](super::Tree::map)).
+/// The result of an install ([`Tree::map`](super::Tree::map)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Installed {
     /// The leaf is in an entry that was absent.
@@ -53,7 +53,7 @@ pub(crate) enum Retry {
     Replaced(Level),
 }
 
-/// What a walk starts from, and what it translates.
+/// The root from which a walk starts, and the index that it translates.
 #[derive(Clone, Copy)]
 pub(crate) struct Key {
     pub(crate) context: Root,
@@ -68,7 +68,7 @@ impl Key {
     }
 }
 
-/// Where walks begin.
+/// The root at which walks begin.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Root {
     frame: Pfn,
@@ -122,7 +122,8 @@ impl Found<'_> {
     #[inline(always)]
     pub(crate) fn page<F: Format>(&self) -> Option<Leaf> {
         debug_assert_eq!(self.level, Level::PAGE, "an entry of a higher level");
-        // What is not absent is a leaf: no table is below, and leaves of this level are not broken.
+        // An entry of this level that is not absent is a leaf: there is no table below, and leaves of this level are
+        // not broken.
         (!F::is_absent(self.bits)).then(|| {
             let leaf = F::decode_leaf(self.bits);
             let write = leaf.write && !self.is_protected::<F>();

@@ -6,7 +6,7 @@ use crate::format::{Entry, Format};
 use crate::platform::{Platform, ZappedLeaf};
 use crate::sync::atomic::Ordering::Relaxed;
 
-/// What freed tables contained.
+/// The leaves and tables that were freed together.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Freed {
     /// Leaves by level.
@@ -35,7 +35,7 @@ impl core::ops::AddAssign for Freed {
 pub(crate) struct Detached {
     /// The first table of a list, packed by [`Self::pack`]; the metadata of each table contain the next one.
     head: u64,
-    /// What was zapped when a table was detached, and is not in the table any more.
+    /// The leaves that were zapped when a table was detached, and are not in the table any more.
     pub(crate) zapped: Freed,
 }
 

@@ -1,9 +1,9 @@
 //! Which operations need a flush, and of which frames.
 //!
-//! A range operation takes a *ticket* ([`Flushes::need_flush`]) and says which frames it covers before it changes an
-//! entry for them. It *completes* (drops) the ticket after its flush. So a thread that holds the lock of a table
-//! and finds that an entry was zapped, or has lost a right, also finds the ticket of the operation that did it, or
-//! else the flush has been done. It follows that
+//! A range operation takes a *ticket* ([`Flushes::need_flush`]), and says which frames the ticket covers before it
+//! changes an entry for them. It *completes* (drops) the ticket after its flush. If a thread holds the lock of a table
+//! and finds that an entry was zapped, or has lost a right, then either the flush was done, or the thread also finds
+//! the ticket of the operation. It follows that
 //!
 //! * an operation that finds nothing to change needs a flush only if another ticket covers one of the same frames,
 //!   and then flushes its own frames only: operations on other frames cost it nothing;
@@ -44,7 +44,7 @@ pub(crate) struct Flushes {
 
 const TICKET_ENTRIES: usize = if cfg!(loom) { 3 } else { u64::BITS as usize };
 
-/// What others can see of a ticket. Only the owner of the ticket writes it.
+/// The part of a ticket that other threads can see. Only the owner of the ticket writes it.
 #[derive(Default)]
 struct TicketEntry {
     /// The frames that the ticket covers; none yet, if `end` is not above `start`.

@@ -19,11 +19,11 @@ use crate::platform::Platform;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::Attention;
 
-/// What a hypervisor does after a page fault of a hardware CPU that walks shadow tables.
+/// The hypervisor's next step after a page fault of a hardware CPU that walks shadow tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum AfterPageFault {
-    /// It runs the guest again, which executes the instruction again.
+    /// Run the guest again: it repeats the instruction.
     Run,
     /// It emulates the instruction, with [`Vcpu::translate_virtual`] and [`Vcpu::stored`]. No leaf can allow the
     /// access: it is a store to a table with which its own address is translated, or a supervisor's to a read-only
@@ -92,11 +92,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Call when a hardware CPU that walks shadow tables had a page fault, at `gva` for `access`, in the state `paging`
-    /// of the guest: brings the shadow table to where it allows the access, with the root that [`Vcpu::hardware_root`]
-    /// returns then. A store to a table of the guest's zaps what was made of it; the table is shadowed again when the
-    /// guest uses it. If another CPU walks with it all the time, that may be before the store is repeated: after some
-    /// faults of the same store, keep the VM's other CPUs out of the guest.
+    /// Call when a hardware CPU that walks shadow tables has a page fault, at `gva` for `access`, in the state `paging`
+    /// of the guest. Makes the shadow table allow the access; load the root that [`Vcpu::hardware_root`] returns
+    /// afterwards. For a store to one of the guest's tables, zaps the shadow page of the table; the table is shadowed
+    /// again when the guest uses it. If another CPU walks through the table all the time, that may happen before the
+    /// store is repeated: after some faults of the same store, keep the VM's other CPUs out of the guest.
     ///
     /// The CPU runs with CR0.PG, CR0.WP and EFER.NXE set, whatever the guest's are, and with the guest's
     /// CR4.SMEP, SMAP, PKE and PKRU.
@@ -114,7 +114,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         words: &mut W,
     ) -> Result<AfterPageFault, VirtualStop<W::Error>> {
         let mut vcpu = self.for_hardware();
-        // What a leaf can allow, on a CPU that has CR0.WP set.
+        // A leaf can allow only the accesses that a CPU with CR0.WP set allows.
         let strict = paging.strict();
         match vcpu.translate_virtual(gva, access, &strict, words) {
             Ok(page) => Ok(match page.tracked.map(Gpa::gfn) {
@@ -158,7 +158,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// # Panics
     /// If the vCPU was entered.
     pub fn hardware_invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) {
-        // What it says of other translations is of those that `Platform::flush` has ended.
+        // The result is about translations that `Platform::flush` has voided already.
         let _ = self.for_hardware().invlpg(gva, paging, words);
     }
 

@@ -1,6 +1,6 @@
-//! The paging-structure cache of a vCPU: the level 1 tables that its walks have reached lately, so that the
-//! next look-up in one of them begins there and not at the root (Intel SDM 3A, "Paging-Structure Caches").
-//! It holds no leaf: the entry is loaded from the table at every look-up.
+//! The paging-structure cache of a vCPU: the level 1 tables that its walks have reached lately. The next look-up in one
+//! of these tables begins there and not at the root (Intel SDM 3A, "Paging-Structure Caches"). The cache holds no leaf:
+//! every look-up loads the entry from the table.
 //!
 //! # How long an entry is valid
 //! Until the end of the reader section in which the walk reached the table, or the section's next quiescent
@@ -52,7 +52,7 @@ use crate::heap::OutOfMemory;
 /// Level 1 tables by the region that they translate, direct-mapped.
 pub(super) struct PagingStructureCache {
     entries: Box<[Entry; ENTRIES]>,
-    /// What the tags of valid entries have in their low bits: from 1 to [`STAMPS`] - 1.
+    /// The low bits of the tags of valid entries: from 1 to [`STAMPS`] - 1.
     stamp: u64,
 }
 
@@ -67,7 +67,7 @@ struct Entry {
 
 /// 8 KiB. With all that a level 1 table of 4 KiB translates, they cover 1 GiB.
 const ENTRIES: usize = if cfg!(loom) { 2 } else { 512 };
-/// As many as fit below the bit that tells a virtual address from a guest-physical one.
+/// The number of stamps: as many as fit below the bit that tells a virtual address from a guest-physical one.
 const STAMPS: u64 = TableRegion::VIRTUAL;
 
 /// log2 of the bytes that a level 1 table translates.
@@ -75,8 +75,8 @@ const fn region_shift(granule: Granule) -> u32 {
     granule.shift() + granule.index_bits()
 }
 
-/// What a level 1 table translates: a region of guest-physical addresses, or with the shadow MMU one of virtual
-/// addresses. The two never have the same tag, whatever their 64 bits.
+/// The region that a level 1 table translates: of guest-physical addresses, or with the shadow MMU of virtual
+/// addresses. No two regions of the two kinds have the same tag.
 #[derive(Clone, Copy)]
 pub(super) struct TableRegion {
     /// Its address, and [`VIRTUAL`](Self::VIRTUAL).
@@ -244,7 +244,7 @@ mod tests {
         let other = gpa(ENTRIES as u64 * REGION);
         cache.put(other, Pfn(7));
         assert_eq!((cache.get(gpa(0)), cache.get(other)), (None, Some(Pfn(7))));
-        // What is forgotten is not there, and what is there stays.
+        // A region that was forgotten is not found, and the other regions are.
         cache.forget(gpa(0));
         assert_eq!(cache.get(other), Some(Pfn(7)));
         cache.forget(other);

@@ -72,7 +72,7 @@ struct GuestRun {
     pages: u64,
 }
 
-/// What [`Vcpu::map_resident`] did with a range.
+/// The result of [`Vcpu::map_resident`] for a range.
 struct Mapped {
     /// The first page of the range that is not mapped, because it is not resident, or fits a larger leaf.
     end: Gfn,
@@ -362,7 +362,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return none;
         };
         let end = end.min(slot.gfns.end);
-        // One table for each region of level 2 that is left, taken from the platform by the batch.
+        // One table for each region of level 2 that is left. The platform gives them in batches.
         let tables = (end.0 - gfn.0).div_ceil(F::GRANULE.pages(Level::MEGA)) as usize;
         self.fill_frames_for(tables);
         let at = (self.pause(Reached::nothing(self.key(gfn))), None);

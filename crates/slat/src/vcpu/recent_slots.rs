@@ -15,7 +15,8 @@ pub(super) struct RecentSlots(Vec<RecentSlot>);
 
 #[derive(Clone, Copy)]
 struct RecentSlot {
-    /// Of the set in which the slot was found. As long as that is the current one, the slot is alive.
+    /// The generation of the set in which the slot was found. As long as that set is the current one, the slot is
+    /// alive.
     generation: u64,
     slot: NonNull<Memslot>,
 }

@@ -18,7 +18,7 @@ use crate::platform::HostRun;
 use crate::policy::Prefetch;
 use crate::vm::Sequence;
 
-/// What a vCPU remembers of its faults.
+/// A vCPU's memory of its faults.
 #[derive(Default)]
 pub(super) struct Streams {
     streams: [Stream; Self::NUMBER],
@@ -32,14 +32,14 @@ pub(super) struct Streams {
 
 /// Faults at pages near each other. A page is a guest frame, or with the shadow MMU a virtual page.
 pub(super) struct Stream {
-    /// Where the last fault looked, or its page alone.
+    /// The window at which the last fault looked, or the fault's page alone.
     window: Range<Gfn>,
     /// The number of pages in the adaptive window, if that is open ([`Self::OPEN`]).
     size: u64,
     looked: Looked,
     /// For all looks but the first.
     pause: Pause,
-    /// What the platform has named in the last window and around it.
+    /// The resident pages that the platform has reported in the last window and around it.
     pub(super) resident: Option<Resident>,
     /// [`Streams::faults`] at the last fault of the stream.
     last: u64,
@@ -56,11 +56,11 @@ enum Looked {
     Rightly,
 }
 
-/// A run of resident pages, which the platform named after `sequence` was read. It may be used as long as the sequence
-/// is the current one: the vCPU is in the position of a fault that is slow to install what it has looked up, and the
-/// install checks for both whether the sequence still holds ([`crate::vm::InProgress::holds`]). So what ends this
-/// knowledge is what makes a fault stale: an invalidation of memory that a slot uses, a conversion, a slot that is
-/// deleted, moved or changed. Only its vCPU uses it.
+/// A run of resident pages, which the platform reported after `sequence` was read. The vCPU may use the run as long as
+/// `sequence` is the current one, like a fault that installs its page late: for both, the install checks whether the
+/// sequence still holds ([`crate::vm::InProgress::holds`]). So the run becomes stale when a fault does: by an
+/// invalidation of memory that a slot uses, by a conversion, or when a slot is deleted, moved or changed. Only its vCPU
+/// uses the run.
 #[derive(Clone, Copy)]
 pub(super) struct Resident {
     pub(super) sequence: Sequence,

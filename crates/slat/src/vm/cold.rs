@@ -56,7 +56,7 @@ pub struct ColdMap {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ColdRange {
-    /// What backs it.
+    /// The backing addresses of the range.
     pub hvas: Range<Hva>,
     /// The number of passes in which none of it was used, at most [`ColdMap::MOST_PASSES`].
     pub passes: u8,
@@ -287,13 +287,14 @@ impl Iterator for Ranges<'_> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Makes a pass over the memory of `map`, and returns the ranges, in the order of address and as large as can be,
-    /// that the guest has not used in this pass and those before it, `passes` in all. With 0, all that is mapped.
+    /// Makes a pass over the memory of `map`. Returns the ranges that the guest has used neither in this pass nor in
+    /// those before it, `passes` in all; in the order of address, and as large as possible. With `passes` 0, returns
+    /// all mapped memory.
     ///
-    /// What no leaf maps is in no range. A page that gets its first leaf, or one again after a zap, is as if it was
-    /// used in that pass; until then the guest has not used it since the zap, of which [`Platform::zapped`] tells. A
-    /// page that several slots or address spaces map was used if one of them has used it; private frames are found by
-    /// their private backing.
+    /// Memory that no leaf maps is in no range. A page that gets its first leaf, or gets a leaf again after a zap,
+    /// counts as used in that pass. Between the zap, which [`Platform::zapped`] reports, and the new leaf the guest has
+    /// not used the page. A page that several slots or address spaces map was used if one of them has used it. Private
+    /// frames are found by their private backing.
     ///
     /// The pass clears accessed bits: two maps for the same memory, or [`Vm::age`] beside one, hide uses from each
     /// other. A huge leaf has one bit, which is cleared also if the map has only a part of its pages.

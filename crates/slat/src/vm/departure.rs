@@ -113,7 +113,7 @@ impl<'s> Part<'s> {
     }
 }
 
-/// What is left to be done in the log of a slot when its change is published.
+/// Work that is left in the log of a slot when the change of the slot is published.
 pub(super) struct LogWork {
     pub(super) id: u32,
     /// The slot's log, if it has one.

@@ -166,8 +166,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Call after an operation on slot `id`, which had `gfns`, and its log: if other slots have taken its place
-    /// meanwhile, waits until the changes that made them have protected what the operation has not come to.
+    /// Call after an operation on the log of slot `id`, which had the frames `gfns`. If a change has replaced the slot
+    /// by others meanwhile, waits until the change has protected the pages that the operation did not reach.
     fn wait_for_successors(
         &self,
         space: &Space<P, F>,
@@ -205,10 +205,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Copies the dirty log of `slot` in address space `space` to `bitmap`: bit n of word m is page 64m + n of the
     /// slot. Unless protection is manual, clears the log and protects the pages in it: KVM_GET_DIRTY_LOG.
     ///
-    /// Every write before the call is in this log or in one that was got before; every write after the call is in
-    /// a later one. (A write is in the next log if another vCPU is still in the fault that has made its page writable.)
-    /// Slots may change meanwhile: if this slot is deleted or ends logging, its log is still copied to the end; if
-    /// others take its place, this returns when their logs have begun.
+    /// Every write before the call is in this log or in one that was returned before. Every write after the call is in
+    /// a later one. (If another vCPU is still in the fault that has made a page writable, its write is in the next
+    /// log.) Slots may change meanwhile: if this slot is deleted or ends logging, its log is still copied to the end;
+    /// if other slots replace it, this returns when their logs have begun.
     ///
     /// # Errors
     /// [`DirtyLogError`]; nothing was changed.
@@ -422,9 +422,9 @@ fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, Dirt
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// Makes the log note the next write to the pages of word number `word` of the bitmap whose bits are set in `mask`;
-    /// `valid` has those of all its pages. Collects adjacent words with all bits set in `full`, so that one walk serves
-    /// them; the caller calls [`Self::protect_words`] with what is left in it.
+    /// Makes the log note the next write to the pages of word number `word` of the bitmap whose bits are set in `mask`.
+    /// `valid` has the bits of all pages of the word. Collects adjacent words whose valid bits are all set in `full`,
+    /// so that one walk serves them; at the end the caller calls [`Self::protect_words`] with `full`.
     fn protect_word(&mut self, full: &mut Range<u64>, word: u64, mask: u64, valid: u64) {
         if mask == 0 {
             return;

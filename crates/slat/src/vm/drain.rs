@@ -14,15 +14,17 @@
 //! * *A walker in hardware* sets the bit and writes the entry in one operation (Intel SDM, volume 3, 29.3.6: with no
 //!   space in the buffer, it sets no bit, and exits instead). A CPU that was interrupted has done both or none. So what
 //!   a harvest could miss is drained first: [`Platform::drain`] interrupts the CPUs that are in the guest.
-//! * *The walker of a software CPU* ([`Vcpu::mark_logged`](crate::vcpu)) does both under the lock of its buffer, which
-//!   a harvest takes, too. Without that a second CPU could see the bit and write, and a harvest that begins after that
-//!   write would not find the entry yet. (So the bit is set with `Release`: who has seen it finds the lock taken, and
-//!   waits.) A full buffer is drained by its CPU, under the same lock, before the bit is set.
-//! * *A fault* that installs a dirty leaf marks the page itself, under the lock of the table: no walker will tell.
+//! * *The walker of a software CPU* ([`Vcpu::mark_logged`](crate::vcpu)) sets the bit and writes the entry under the
+//!   lock of its buffer, which a harvest takes, too. Without the lock, a second CPU could see the bit and write to the
+//!   page, and a harvest that begins after that write would not find the entry yet. (So the bit is set with `Release`:
+//!   a thread that has seen the bit finds the lock taken, and waits.) A full buffer is drained by its CPU, under the
+//!   same lock, before the bit is set.
+//! * *A fault* that installs a dirty leaf marks the page itself, under the lock of the table, because no walker writes
+//!   an entry for it.
 //!
-//! An entry that is drained later than its dirty bit was cleared marks a page that was not written since. That is
-//! allowed; but buffers are drained before a slot that logs is made, so that entries of before, which may be old,
-//! do not count for it.
+//! An entry that is drained after its dirty bit was cleared marks a page that was not written since then. That is
+//! allowed. But an old entry must not count for a slot that begins to log: so buffers are drained before such a slot is
+//! made.
 //!
 //! * *A harvest* takes a page's mark and *then* clears the dirty bit. If a walker sets it again before the flush, its
 //!   entry is in the next log. If a CPU uses a translation from before, it writes before the harvest returns.
@@ -147,8 +149,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Whether a new log can be one of walkers' buffers. If so, software CPUs fill theirs from now on. Call before the
     /// slot that has the log is published.
     ///
-    /// Not where walkers may know other addresses than the guest's frames: with the shadow MMU, and where direct pages
-    /// are parts of what is made of nested tables, too.
+    /// Returns `false` where walkers may know other addresses than the guest's frames: with the shadow MMU, and where
+    /// direct pages are also parts of the shadow of nested tables.
     pub(super) fn may_use_walker_buffers(&self) -> bool {
         let may = F::SETS_DIRTY && (self.mmu == MmuKind::Tdp || !self.shadows_nested());
         if may {

@@ -129,9 +129,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         copied.map_err(|_| OutOfMemory)
     }
 
-    /// Takes the right to write from every leaf of `space`, and stores each in `copy`, an empty tree that no other
-    /// thread knows, as far as there is memory for its tables. Returns how many it stored, by level. When this returns,
-    /// no CPU uses a writable leaf.
+    /// Takes the right to write from every leaf of `space`, and stores each leaf in `copy`, an empty tree that no other
+    /// thread knows, as far as there is memory for the tables of `copy`. Returns the number of stored leaves by level.
+    /// When this returns, no CPU uses a writable leaf of `space`.
     fn freeze(&self, space: &Space<P, F>, copy: Option<&mut Tree<P, F>>) -> LeafCounts {
         let mut builder = copy.map(TableBuilder::new);
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());

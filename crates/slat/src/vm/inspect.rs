@@ -28,9 +28,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.readers.synchronize(self.reader_wait());
     }
 
-    /// Like [`Self::synchronize`], but waits only for those vCPUs whose attention word `wanted` accepts, while it
-    /// does. For a client that raises a bit of its own in the words of some vCPUs, which they take before they drop
-    /// what they have read.
+    /// Like [`Self::synchronize`], but waits only for vCPUs whose attention word `wanted` accepts, and only as long as
+    /// it does. For a client that raises a bit of its own in the words of some vCPUs: such a vCPU clears the bit before
+    /// it drops its translations.
     pub fn synchronize_those(&self, wanted: &dyn Fn(&Attention) -> bool) {
         self.readers.synchronize_those(wanted, self.reader_wait());
     }
@@ -83,8 +83,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Calls `visit` for every leaf and every MMIO entry that covers a frame of `range`, in the order of gfn, with the
-    /// first frame that the entry covers (a huge leaf may begin before `range`), its level, and its meaning. Those of
-    /// nested tables have an order of their own. Does nothing if the address space `space` does not exist.
+    /// first frame that the entry covers (a huge leaf may begin before `range`), its level, and its meaning. Entries
+    /// for nested tables come in another order. Does nothing if the address space `space` does not exist.
     ///
     /// Changes nothing. CPUs may run meanwhile, so entries in different tables are seen at different times. `visit` is
     /// called under the lock of a table and must not call the VM.

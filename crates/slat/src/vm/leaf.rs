@@ -8,10 +8,10 @@ use crate::format::{Format, Leaf, MemoryType, Privilege};
 use crate::platform::{HostPage, Platform};
 use crate::slots::Limits;
 
-/// Returns the leaf for the page `host` of a slot with `limits`, and an access, or for one that may follow; rights and
-/// marks as KVM starts them. `protects`: the slot's log works by write protection, so only a write makes a page
-/// writable. All leaves of slots are made here, so none exceeds the limits of its slot; what changes a leaf later adds
-/// only rights that it says it may have ([`Leaf::may_write`], [`Leaf::may_execute`]).
+/// Returns the leaf that maps the page `host` of a slot with `limits`, for an access or ahead of one; its rights,
+/// accessed and dirty bits are those that KVM begins with. `protects`: the slot's log works by write protection, so
+/// only a write makes a page writable. All leaves of slots are made here, so no leaf exceeds the limits of its slot.
+/// Later changes of a leaf add only rights that the leaf says it may get ([`Leaf::may_write`], [`Leaf::may_execute`]).
 #[inline]
 pub(crate) fn leaf_of(host: &HostPage, limits: Limits, protects: bool, access: Access) -> Leaf {
     let allowed = host.writable && limits.rights.write;
@@ -37,8 +37,8 @@ pub(crate) fn is_executable(host: &HostPage) -> bool {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns the largest level at which `gfn` may be mapped to `pfn`, if only the frames `gfns` are to be mapped like
-    /// it, and the host maps `pfn` at level `host`.
+    /// Returns the largest level at which `gfn` may be mapped to `pfn`, if a leaf may map only the frames `gfns`, and
+    /// the host maps `pfn` at level `host`.
     pub(crate) fn fitting_level(
         &self,
         gfns: &Range<Gfn>,

@@ -22,7 +22,7 @@ pub struct Mapping {
     pub pfn: Pfn,
     /// The level of the leaf.
     pub level: Level,
-    /// What the leaf allows. Writing is not among it while a dirty log waits for the write.
+    /// The rights that the leaf grants. The right to write is missing while a dirty log waits for a write.
     pub rights: Rights,
     /// How the CPU caches the page.
     pub memory: MemoryType,
@@ -55,11 +55,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Any thread may call it, also in a reader section. The answer may be old when the caller uses it, and the host
     /// may have taken the frame back: no flush waits for the caller.
     ///
-    /// Tdp and direct MMU: takes no lock. It costs the walk and one atomic read-modify-write of a word that all callers
-    /// share: 5 to 9 ns where the tables are in the cache, of which the vCPU's look-up is 3 to 6 (slat-peers,
-    /// `lookup-near`). A thread that finds another one there borrows the reader of an operation, for three of them. The
-    /// shadow MMU: takes the lock of the MMU for the leaves of this one frame, and returns the largest level at which
-    /// any of them maps it, with each right that any of them has.
+    /// With the tdp and direct MMU, takes no lock. The cost is the walk and one atomic read-modify-write of a word that
+    /// all callers share: 5 to 9 ns where the tables are in the cache, of which the vCPU's look-up is 3 to 6
+    /// (slat-peers, `lookup-near`). A thread that finds another thread there borrows the reader of an operation, which
+    /// takes three read-modify-writes. With the shadow MMU, takes the lock of the MMU for the leaves of this one frame,
+    /// and returns the largest level of these leaves, with each right that one of them has.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};

@@ -1,8 +1,8 @@
 //! Promotion: small leaves become huge ones where that is possible now.
 //!
-//! A fault chooses the level of its leaf once, and the table that it makes for small leaves stays when the reason has
-//! gone: the host has merged the memory since (Linux: khugepaged, MADV_COLLAPSE), frames are alike again that were
-//! private in part, slots have been merged, the policy `huge_pages` was off. Nothing faults there any more, so nothing
+//! A fault chooses the level of its leaf once. The table for small leaves stays after the reason for it has ended: the
+//! host has merged the memory since (Linux: khugepaged, MADV_COLLAPSE), frames of which some were private are alike
+//! again, slots have been merged, or the policy `huge_pages` was off. The guest takes no more faults there, so no fault
 //! notices. A host that wants its huge pages back calls [`Vm::promote`] in the background, which does for some tables
 //! what the end of a dirty log does for all ([`super::recover`]).
 
@@ -13,7 +13,7 @@ use crate::format::Format;
 use crate::mmu::MmuKind;
 use crate::platform::Platform;
 
-/// Where the next [`Vm::promote`] goes on: at first, at the beginning.
+/// The position at which the next [`Vm::promote`] continues: at first the beginning.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Promotion {
     space: usize,
@@ -30,8 +30,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// that no leaf has mapped, which the host has nevertheless.
     ///
     /// Leaves out memslots that log, private memory, and tables that exist because of NX
-    /// ([`Vm::recover_nx_huge_pages`]). [`MmuKind::Direct`] zaps the tables instead, and the next fault installs the
-    /// leaf; [`MmuKind::Shadow`] does nothing, as what the guest maps is in small pages for reasons of its own.
+    /// ([`Vm::recover_nx_huge_pages`]). With [`MmuKind::Direct`], zaps the tables instead, and the next fault installs
+    /// the leaf. With [`MmuKind::Shadow`], does nothing: there the guest's own tables decide the size of a leaf.
     ///
     /// It works in steps: slot changes, faults and flushes wait no longer than for one. The caller is in no reader
     /// section.

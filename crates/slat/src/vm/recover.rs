@@ -1,10 +1,10 @@
 //! Huge pages come back when a dirty log ends (KVM: `kvm_mmu_recover_huge_pages`), or when [`promote`](super::promote)
 //! finds that they may.
 //!
-//! While a slot logs, it is mapped by 4 KiB leaves. When its log ends, each table whose frames one huge leaf may map is
-//! replaced by that leaf, in place: each page stays mapped throughout, to the same frame, so that the guest takes no
-//! fault for it, neither during the change nor after it. On formats with break-before-make, the leaf is not valid until
-//! the flush, and a fault waits that long ([`crate::table`], *Collapses*).
+//! While a slot logs, its memory is mapped by 4 KiB leaves. When the log ends, each table whose frames one huge leaf
+//! may map is replaced by that leaf. Each page stays mapped to the same frame throughout, so the guest takes no fault
+//! for it, neither during the change nor after it. On formats with break-before-make, the leaf is not valid until the
+//! flush, and a fault waits that long ([`crate::table`], *Collapses*).
 //!
 //! The leaf is what a write fault would install: slot, host page, level and policies decide. The host is asked with no
 //! lock held, so its result may be out of date. As a fault does, the operation notes the [`Sequence`](super::Sequence)
@@ -39,7 +39,7 @@ use crate::table::{FrameCache, Next, Walk};
 struct Candidate {
     gfn: Gfn,
     level: Level,
-    /// What backs its first page.
+    /// The backing address of the first page.
     backing: Hva,
     /// The leaf, if the host has memory for one.
     leaf: Option<Leaf>,
@@ -62,7 +62,7 @@ impl Candidate {
 /// The tables that are replaced between two flushes, if those of a format are flushed.
 const SOME: usize = FrameCache::BATCH;
 
-/// What [`SlotOp::recover_some`] did.
+/// The result of [`SlotOp::recover_some`].
 pub(super) struct Recovered {
     /// The page of the slot to go on with.
     pub(super) next: u64,

@@ -6,24 +6,26 @@
 //! # Several slots as one
 //! What must hold of the parts that stay, and why:
 //!
-//! * *vCPUs see the memory map before or after.* All edits are made in the inactive set, which is published by one
-//!   store ([`crate::slots`]). One generation counts them all, so no MMIO entry from before is valid after.
-//! * *What stays mapped is not zapped.* A frame that an old and a new slot both hold, backed by the same page with the
-//!   same limits, keeps its leaf ([`super::departure`]). The old leaf is what a fault would install now, or has fewer
-//!   rights, and any MMU keeps it: tables know no slots. Only a huge leaf that crosses an edge of such a part is in the
-//!   way: it is split in place ([`super::edge`]), with tables allocated before anything is changed. Everything else
-//!   that an old slot had mapped is zapped.
-//! * *An invalidation misses no leaf.* One that walks over the slots by backing address continues after the last slot
-//!   that it saw, in an order in which the new slots have other places; it could pass over a part that stays. So a part
-//!   whose backing is being invalidated when the new set has been published is zapped by the change. Both are
-//!   sequentially consistent: an invalidation that this check does not find begins later, and sees the new set whole.
-//!   Until the zap is done the slots count as leaving ([`super::departure`]), and the invalidation waits for that.
-//! * *No write is lost.* A part may come from one log into another. When no reader uses the old set, nothing is marked
-//!   in the old log any more; then the marks of the part are copied. A leaf may be writable without a mark: a harvest
-//!   of the old log has taken the mark, and finds no slot any more whose page it could protect. So what is unmarked is
-//!   protected (with rings, which number pages by slot: everything; with walkers' buffers, its dirty bits are cleared).
-//!   Meanwhile no thread harvests the new logs: their turns are locked before they are published. Other dirty bits that
-//!   are the log stay in the leaves; a part that goes from one kind of log to another is zapped, and its bits noted.
+//! * *vCPUs see the memory map before or after.* All edits are made in the inactive set, which one store publishes
+//!   ([`crate::slots`]). The new set has a new generation, so no MMIO entry of before is valid after.
+//! * *A frame that stays is not zapped.* A frame that an old and a new slot both hold, backed by the same page with the
+//!   same limits, keeps its leaf ([`super::departure`]). The old leaf is the one that a fault would install now, or has
+//!   fewer rights, and every MMU keeps it, because tables know no slots. Only a huge leaf that crosses an edge of such
+//!   a part must change: it is split in place ([`super::edge`]), with tables that were allocated before the change.
+//!   Everything else that an old slot had mapped is zapped.
+//! * *An invalidation misses no leaf.* An invalidation that walks over the slots by backing address continues after the
+//!   last slot that it saw. The new slots have other places in that order, so the invalidation could pass over a part
+//!   that stays. Therefore the change zaps each part whose backing is being invalidated when the new set has been
+//!   published. The publication and the begin of an invalidation are sequentially consistent: an invalidation that the
+//!   change does not find begins later, and sees the new set whole. Until the zap is done the slots count as leaving
+//!   ([`super::departure`]), and the invalidation waits for that.
+//! * *No write is lost.* A part may go from one log to another. When no reader uses the old set any more, nothing is
+//!   marked in the old log any more, and the marks of the part are copied. After that, a leaf may still be writable
+//!   without a mark: a harvest of the old log has taken the mark, and finds no slot whose page it could protect. So
+//!   pages without a mark are protected (with rings, which number pages by slot, all pages are; with walkers' buffers,
+//!   their dirty bits are cleared). Meanwhile no thread harvests the new logs: their turns are locked before they are
+//!   published. Where dirty bits are the log, they stay in the leaves; a part that goes from one kind of log to another
+//!   is zapped, and its dirty bits are noted.
 //! * *Logs begin and end*, too, with all pages of a part, as when one slot changes its flags.
 
 use alloc::vec::Vec;
@@ -84,15 +86,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Changes several memslots of address space `space` as one: splits a slot, merges two, takes a piece out of the
-    /// middle, moves some, swaps two. vCPUs see the memory map as it was before or as it is after, and no frame that
-    /// both have is missing in between. Each change says what its slot is in the end; their order does not matter.
+    /// middle of one, moves some, swaps two. A vCPU sees the memory map as it was before or as it is after. A frame
+    /// that has memory before and after has memory throughout. Each change says what its slot is in the end; their
+    /// order does not matter.
     ///
-    /// A frame that has memory before and after, backed by the same page with the same rights and memory type (with
-    /// [`SlotFlags::READONLY`] or without it), stays mapped: it is not zapped, and the guest takes no fault for it. So
-    /// to take 2 MiB out of 4 GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. The
-    /// exceptions: frames whose backing is being invalidated at the time; slots with private backing; a leaf at an
-    /// edge that the MMU cannot split, because its limit of tables is reached (shadow pages), or that a fault has
-    /// installed meanwhile.
+    /// A frame stays mapped if the same page backs it before and after, with the same rights and memory type (with
+    /// [`SlotFlags::READONLY`] or without): it is not zapped, and the guest takes no fault for it. So to take 2 MiB out
+    /// of 4 GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. The exceptions are frames
+    /// whose backing is being invalidated at the time, slots with private backing, and a huge leaf at an edge that
+    /// cannot be split: because the limit of shadow pages is reached, or because a fault has installed it meanwhile.
     ///
     /// A page that stays, from a slot that logs to one that logs, stays marked in the dirty log if it was. A ring entry
     /// pushed before the change has the number that the page had in its slot then. A harvest of a slot that this call

@@ -6,9 +6,9 @@
 //! RESET when it has collected the page, also with `Release`. [`Vm::reset_dirty_rings`], which runs once at a time,
 //! removes entries with RESET from the head, clears their flags, and protects their pages again.
 //!
-//! The client can write anything to a ring entry at any time. So a reset reads each field once, believes none, and ends
-//! when it has come to where the tail was when it began, whatever the flags say by then: an entry that names no
-//! memslot, or no address space, is removed and counted like any other (KVM: `kvm_reset_dirty_gfn`).
+//! The client can write anything to a ring entry at any time. So a reset reads each field once and trusts none. The
+//! reset ends where the tail was when it began, whatever the flags say by then. An entry that names no memslot, or no
+//! address space, is removed and counted like any other (KVM: `kvm_reset_dirty_gfn`).
 //!
 //! Nothing is lost when the ring is full: the fault that would add an entry stops with
 //! [`crate::Stop::DirtyRingFull`] before it changes anything.
@@ -45,7 +45,7 @@ pub struct DirtyGfn {
 const DIRTY: u32 = 1 << 0;
 const RESET: u32 = 1 << 1;
 
-/// What a ring entry says of a page's memslot: the address space from bit 16 on, the slot's id below.
+/// The memslot of a page in a ring entry: the address space from bit 16 on, the slot's id below.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct RingSlot(u32);
 
@@ -129,7 +129,7 @@ pub struct DirtyRing {
     head: AtomicU32,
     /// Index after the last ring entry. Advanced by the vCPU.
     tail: AtomicU32,
-    /// Where the tail was when the reset began that runs now: it removes no entry from there on.
+    /// The tail when the present reset began: the reset removes no entry from there on.
     reset_end: AtomicU32,
 }
 

@@ -14,10 +14,10 @@ use crate::sync::atomic::Ordering::SeqCst;
 use crate::table::{Detached, Flushed, Key};
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Call after the client has written to guest memory that may hold tables of the guest's, as a VMM does when it
-    /// restores a VM, and before the guest runs again: at its next flush, which the caller does for each CPU
-    /// ([`Vcpu::flush_guest`](crate::Vcpu)), a CPU compares what was made of them. Stores of the client are not
-    /// noticed; KVM notices none either. Without shadow pages of tables there is nothing to do.
+    /// Call after the client has written to guest memory that may hold the guest's tables, as a VMM does when it
+    /// restores a VM, and before the guest runs again. Like KVM, the engine does not notice stores of the client. After
+    /// this call, the next flush of each CPU ([`Vcpu::flush_guest`](crate::Vcpu)), for which the caller cares, compares
+    /// the guest's tables with their shadow pages. Without shadow pages of tables this does nothing.
     pub fn guest_memory_changed(&self) {
         let section = self.section();
         for space in &self.spaces {
@@ -28,10 +28,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Call when a vCPU begins to use address space `to` (`None`: it ends), and has used `from` (`None`: it is new).
     /// `section`: a reader section of the caller.
     ///
-    /// The stores of a vCPU are noticed in its own address space: in another one the same memory may hold tables that
-    /// are shadowed. So as long as vCPUs use different address spaces, as when one of them is in SMM, each flush of the
-    /// guest's compares all tables ([`Self::distrust_stores_elsewhere`]); and once more after a vCPU has left the
-    /// address space by which it has stored.
+    /// The stores of a vCPU are noticed in its own address space. In another address space, the same memory may hold
+    /// tables that are shadowed. So while vCPUs use different address spaces, as when one of them is in SMM, each flush
+    /// of the guest compares all tables ([`Self::distrust_stores_elsewhere`]). A flush does so once more after a vCPU
+    /// has left the address space in which it has stored.
     pub(crate) fn vcpu_moves(
         &self,
         from: Option<usize>,
@@ -142,8 +142,8 @@ impl<P: Platform, F: Format> Space<P, F> {
 }
 
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
-    /// Runs `work` on the MMU, in a reader section of its own, if that shadows the guest's tables: with the list of
-    /// detached tables, and what it tells of each leaf that it zaps. Counts what it returns.
+    /// If the MMU shadows the guest's tables, runs `work` on it, in a reader section of its own. `work` gets the list
+    /// of detached tables, and a function to call for each leaf that it zaps. Counts the numbers that `work` returns.
     fn on_shadow(
         &mut self,
         work: impl FnOnce(&ShadowMmu<P, F>, &mut Detached, &mut dyn FnMut(Gfn, Level, u64)) -> Followed,

@@ -5,13 +5,13 @@ use crate::addr::{Granule, Level};
 use crate::format::Format;
 use crate::platform::Platform;
 
-/// What [`Vm::memory_usage`] returns.
+/// The result of [`Vm::memory_usage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryUsage {
-    /// Bytes of the frames that the VM has of its platform for tables: those in use, those that wait for a flush until
-    /// they are freed, and those that vCPUs keep for their next fault. What Linux counts as `SecPageTables`
-    /// (Documentation/filesystems/proc.rst).
+    /// Bytes of the frames that the platform has given to the VM for tables: frames in use, frames that wait for a
+    /// flush until they are freed, and frames that vCPUs keep for their next fault. Linux counts these as
+    /// `SecPageTables` (Documentation/filesystems/proc.rst).
     pub table_bytes: u64,
     /// The most that [`Self::table_bytes`] has been.
     pub peak_table_bytes: u64,

@@ -1,5 +1,5 @@
-//! What a fault knows of the guest's tables: which shadow pages its leaf is to be reached through, and that the entries
-//! which say so have not changed since they were read.
+//! A fault's knowledge of the guest's tables: through which shadow pages its leaf is to be reached, and that the
+//! guest's entries have not changed since the fault read them.
 
 mod role;
 
@@ -127,11 +127,11 @@ pub(crate) struct Trail {
     leaf: Level,
     /// The 4 KiB frame that was accessed.
     pub(crate) gfn: Gfn,
-    /// What the guest grants.
+    /// The rights that the guest grants.
     pub(crate) rights: PageRights,
     pub(crate) seen: Seen,
-    /// Of the pages on the path, by level from 1, which were compared with the guest's table after the entry
-    /// above had been read.
+    /// By level from 1: whether the page on the path was compared with the guest's table after the entry above it had
+    /// been read.
     pub(crate) compared: [bool; LEVELS],
 }
 
@@ -155,7 +155,7 @@ impl Trail {
         for &(_, entry) in path.entries() {
             pages[role.level.0 as usize - 1] = (table, role);
             let dirty = if access == Access::Write { DIRTY } else { 0 };
-            // Of an entry that refers to a table the dirty flag means nothing.
+            // In an entry that refers to a table, the dirty flag means nothing.
             match role.meaning(index.at(role.level), entry | ACCESSED | dirty)? {
                 Meaning::Table(lower, below) => (table, role) = (lower, below),
                 Meaning::Memory(_, rights) => {
@@ -255,11 +255,11 @@ impl Trail {
     }
 }
 
-/// Where a leaf is to be installed.
+/// The place at which a leaf is to be installed.
 pub(crate) struct Target<'t, P: Platform, F: Format> {
     /// The walk to it.
     pub(crate) cursor: Cursor<'t, P, F>,
-    /// What the guest's tables say, if the walker of a shadow table translates the key.
+    /// The trail through the guest's tables, if the walker of a shadow table translates the key.
     trail: Option<&'t Trail>,
 }
 

@@ -1,4 +1,4 @@
-//! What a shadow page is made for, and what the entries of a guest's table mean to it.
+//! The role of a shadow page: which table of the guest it shadows, and how it reads the entries of that table.
 
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
@@ -16,17 +16,16 @@ pub(crate) enum Tables {
     Of(Mode),
 }
 
-/// What a shadow page is made for, besides its frame: pages with equal frame and role are one (KVM:
-/// `kvm_mmu_page_role`).
+/// The role of a shadow page: pages with equal frame and role are one (KVM: `kvm_mmu_page_role`).
 ///
-/// It has what the meaning of an entry depends on, and no more. CR0.WP, SMEP, SMAP and protection keys decide when an
-/// entry is used ([`PageRights::allow`]), so the same page serves all their settings.
+/// A role has everything on which the meaning of an entry depends, and no more. CR0.WP, SMEP, SMAP and protection keys
+/// decide when an entry is used ([`PageRights::allow`]), so the same page serves all their settings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Role {
     /// The level of its table.
     pub(crate) level: Level,
     pub(crate) tables: Tables,
-    /// What the entries above grant, together. The guest may grant more on another path to the same table.
+    /// The rights that the entries above grant together. The guest may grant more on another path to the same table.
     pub(crate) rights: PageRights,
     /// Which part of the guest's table: tables of 32-bit paging have 1024 entries, which map twice the space of 512.
     pub(crate) quadrant: u8,
@@ -38,13 +37,13 @@ pub(crate) struct Role {
     pub(crate) reserves_table_global: bool,
 }
 
-/// What an entry of a guest's table means to a shadow page.
+/// The meaning of an entry of a guest's table for a shadow page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Meaning {
-    /// It refers to a table: the shadow page of this frame and role.
+    /// The entry refers to a table: the shadow page of this frame and role.
     Table(Gfn, Role),
-    /// It maps guest memory from this frame on, with these rights. A page whose dirty flag is clear grants no writing:
-    /// the first write has to set it.
+    /// The entry maps guest memory from this frame on, with these rights. A page whose dirty flag is clear grants no
+    /// writing: the first write must set the flag.
     Memory(Gfn, PageRights),
 }
 
@@ -207,7 +206,7 @@ impl Role {
     }
 }
 
-/// What a page notes of each entry that maps guest memory: frame and rights, as the guest gave them.
+/// The note of a shadow page about an entry that maps guest memory: frame and rights, as the guest gave them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Note(u64);
 

@@ -79,9 +79,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Call when the guest executes an instruction that flushes its TLB: a load of CR3 (but for one that keeps the
-    /// TLB), a change of CR0 or CR4 that flushes, INVPCID of more than an address. Tables of the guest's that it may
-    /// store to unnoticed are compared with what was made of them. The caller drops what its CPU remembers.
+    /// Call when the guest executes an instruction that flushes its TLB: a load of CR3 (unless it keeps the TLB), a
+    /// change of CR0 or CR4 that flushes, INVPCID of more than an address. Compares those of the guest's tables to
+    /// which stores may have gone unnoticed with their shadow pages. The caller drops all translations that its CPU
+    /// remembers.
     ///
     /// # Panics
     /// If the vCPU was not entered.

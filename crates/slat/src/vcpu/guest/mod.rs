@@ -71,8 +71,8 @@ pub struct VirtualPage {
     pub write: bool,
     /// Further fetches need no new translation.
     pub execute: bool,
-    /// Of a translation for a write: the page, at this guest-physical address, holds a table of the guest's. After the
-    /// store call [`Vcpu::stored`].
+    /// For a write: the page's guest-physical address, if the page holds one of the guest's tables. After the store
+    /// call [`Vcpu::stored`].
     pub tracked: Option<Gpa>,
 }
 
@@ -84,7 +84,7 @@ pub enum VirtualStop<E> {
         /// The error code.
         code: u32,
     },
-    /// As for a guest-physical address.
+    /// The access stops as one to a guest-physical address does.
     Stop(Stop),
     /// The guest's tables could not be accessed.
     Memory(E),
@@ -111,10 +111,9 @@ impl<E: fmt::Display> fmt::Display for VirtualStop<E> {
 impl<E: fmt::Display + fmt::Debug> core::error::Error for VirtualStop<E> {}
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Returns the host page that `gva` translates to for `access`, in the state `paging`: by a walk of the
-    /// shadow table; and by one of the guest's tables, which `words` accesses, and a fault if that finds nothing
-    /// that allows the access. The translation may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`], or until
-    /// the guest flushes it.
+    /// Returns the host page to which `gva` translates for `access`, in the state `paging`. First walks the shadow
+    /// table. If that does not allow the access, walks the guest's tables, which `words` accesses, and handles a fault.
+    /// The caller may use the translation until [`Vcpu::quiesce`] or [`Vcpu::leave`], or until the guest flushes it.
     ///
     /// # Errors
     /// [`VirtualStop`]. After [`Stop::Retry`] all earlier translations are void.

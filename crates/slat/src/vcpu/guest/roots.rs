@@ -12,9 +12,9 @@ use crate::vcpu::Vcpu;
 /// The roots of the tables for the guest's address space that was used last.
 #[derive(Default)]
 pub(in crate::vcpu) struct Roots {
-    /// What they depend on.
+    /// The state of the guest on which the roots depend.
     of: Option<RootsOf>,
-    /// By number ([`Role::root_number`]).
+    /// The roots, by number ([`Role::root_number`]).
     roots: [Option<Root>; 4],
     /// [`ShadowMmu::roots_zapped`](crate::shadow::ShadowMmu) when they were found.
     zapped: u64,

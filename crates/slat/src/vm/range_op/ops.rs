@@ -97,7 +97,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
                     Next::Pass
                 }
                 Some(_) => Next::Descend,
-                // What the walk shows and is no table is a leaf.
+                // The walk shows tables and leaves only, so this is a leaf.
                 None => {
                     mmu.zap(at);
                     count(&mut unflushed.zapped, at.level);
@@ -205,8 +205,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Write-protects the pages of `slot` for which `is_named` is true, or clears their dirty bits, depending on the
-    /// kind of its log, so that it notes the next write to them.
+    /// Makes the log of `slot` note the next write to the pages for which `is_named` is true: write-protects them, or
+    /// clears their dirty bits, as the kind of the log demands.
     pub(crate) fn protect(
         &mut self,
         slot: &Memslot,
@@ -310,8 +310,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
     }
 
     /// Clears the dirty bit of the leaves of the range for which `wanted` is true, so that a walker writes their pages
-    /// to its buffer when it sets the bit again. Of a huge leaf it would write one page, and of a shadowed one it does
-    /// not know the frame: so these are write-protected, and the next write faults, which splits a huge one.
+    /// to its buffer when it sets the bit again. For a huge leaf, a walker would write one page only; for a shadowed
+    /// leaf, it does not know the frame. So such leaves are write-protected instead, and the next write faults, which
+    /// splits a huge leaf.
     fn protect_buffered(&mut self, walk: &mut Walk, mut wanted: impl FnMut(Gfn, Level) -> bool) {
         let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
         mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
@@ -335,9 +336,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.mmu.age(walk, clear, &mut seen);
     }
 
-    /// Splits the huge leaves of the range for which `wanted` is true, and those pieces for which it is true, down to
-    /// 4 KiB, in place: each page stays mapped throughout, to the same frame with the same rights, so no walker
-    /// faults and nothing needs a flush. Stops when `path` has no frame left.
+    /// Splits the huge leaves of the range for which `wanted` is true, and those of their pieces for which it is true,
+    /// down to 4 KiB. Each page stays mapped to the same frame with the same rights throughout, so no walker faults and
+    /// nothing needs a flush. Stops when `path` has no frame left.
     ///
     /// On formats with break-before-make it only breaks the leaves, as many as `path` has frames for, and adds them to
     /// `broken`, which has space for as many. The caller flushes and mends each ([`ByGfn::mend`]).
@@ -387,7 +388,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
     }
 }
 
-/// What [`Step::collapse`] does with a table.
+/// The way in which [`Step::collapse`] treats a table.
 pub(crate) enum Collapsing {
     /// Leaves it, and looks at those below it.
     Keep,
